@@ -1,0 +1,43 @@
+# `make run` and `make test` do everything on a machine that has Python 3.11+ and make.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: run test lint docs bench clean
+
+run: .venv/base
+	$(BIN)/tokenyard run
+
+test: .venv/dev
+	$(BIN)/pytest -n 2 --dist worksteal
+
+lint: .venv/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+docs: .venv/docs
+	$(BIN)/tokenyard support --write README.md docs/support.md
+	$(BIN)/mkdocs build --strict
+
+bench: .venv/dev
+	$(BIN)/tokenyard bench encode
+	$(BIN)/tokenyard bench experts
+
+# Each stamp says which extras are installed; it is renewed when the declared dependencies change.
+.venv/base: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) --editable .
+	touch $@
+
+.venv/dev: .venv/base
+	$(PIP) --editable '.[dev]'
+	touch $@
+
+.venv/docs: .venv/base
+	$(PIP) --editable '.[docs]'
+	touch $@
+
+clean:
+	rm -rf .venv site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,194 @@
+"""What tokenyard says when something does not fit.
+
+Every error gives three things: what was *found*, what was *expected*, and the *fix*; and, where they are
+known, the name of the layer and the rank. Whatever can be known before the first token is raised before the
+first token; bad input is raised before anything is moved.
+
+`Reason` is the same in the small: a part (exchange, format, experts) that cannot serve a layer answers
+`supports(...)` with a `Reason`, and the planner turns it into a `PlanError` with choices that do work.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reason:
+    """Why a part cannot serve a layer: the field of the layer's spec, its value, and what is in the way.
+
+    >>> print(Reason(field="wire", value="fp32", why="carries float32 rows only"))
+    wire=fp32: carries float32 rows only
+    """
+
+    field: str
+    value: object
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.field}={self.value}: {self.why}"
+
+
+class TokenyardError(Exception):
+    """The base of all errors of this package.
+
+    >>> print(InputError("topk_ids_TK holds id 64", expected="ids from -1 to 63",
+    ...                  fix="pass global expert ids", layer="head", rank=2))
+    layer 'head', rank 2: topk_ids_TK holds id 64; expected ids from -1 to 63; fix: pass global expert ids
+    """
+
+    def __init__(
+        self, found: str, *, expected: str, fix: str, layer: str | None = None, rank: int | None = None
+    ) -> None:
+        super().__init__(found)
+        self.found, self.expected, self.fix = found, expected, fix
+        self.layer, self.rank = layer, rank
+
+    def at(self, *, layer: str | None = None, rank: int | None = None) -> Self:
+        """Add where it happened, as the error passes a place that knows; what is known already stays."""
+        self.layer = layer if self.layer is None else self.layer
+        self.rank = rank if self.rank is None else self.rank
+        return self
+
+    def __str__(self) -> str:
+        where = []
+        if self.layer is not None:
+            where.append(f"layer {self.layer!r}")
+        if self.rank is not None:
+            where.append(f"rank {self.rank}")
+        prefix = ", ".join(where) + ": " if where else ""
+        return f"{prefix}{self.found}; expected {self.expected}; fix: {self.fix}"
+
+
+class InputError(TokenyardError, ValueError):
+    """A tensor or value that the caller passed does not fit the layer. Nothing was moved."""
+
+
+class ContractError(TokenyardError, TypeError):
+    """A part returned or was given an object that its contract does not allow (say, rows reduced already)."""
+
+
+class UnknownName(TokenyardError, ValueError):
+    """A name that no registry knows; the message holds the nearest ones that exist."""
+
+
+class HandleError(TokenyardError, RuntimeError):
+    """A dispatch handle was used twice, out of turn, or after its plan was closed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """A change of a plan's arguments that was tried and fits: fields of the layer's spec, or the exchange."""
+
+    changes: dict[str, Any]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{key}={value!s}" for key, value in self.changes.items())
+
+
+class PlanError(TokenyardError, ValueError):
+    """A layer that cannot be wired as asked. `alternatives` were each checked to fit."""
+
+    def __init__(
+        self,
+        found: str,
+        *,
+        expected: str,
+        fix: str = "",
+        layer: str | None = None,
+        rank: int | None = None,
+        alternatives: Iterable[Alternative] = (),
+    ) -> None:
+        self.alternatives = tuple(alternatives)
+        choices = "one of these works: " + " | ".join(map(str, self.alternatives))
+        super().__init__(
+            found,
+            expected=expected,
+            fix=fix if fix or not self.alternatives else choices,
+            layer=layer,
+            rank=rank,
+        )
+
+
+class PlanMismatch(TokenyardError, RuntimeError):
+    """Ranks of one group made different plans. Raised on every rank; `differences` lists fields by rank."""
+
+    def __init__(self, differences: dict[str, dict[int, Any]], *, rank: int | None = None) -> None:
+        self.differences = differences
+        lines = [
+            f"{name}: " + ", ".join(f"rank {r} has {value!r}" for r, value in by_rank.items())
+            for name, by_rank in differences.items()
+        ]
+        super().__init__(
+            "the ranks of this group made different plans: " + "; ".join(lines),
+            expected="the same layers, in the same order, on every rank",
+            fix="build the layers from one config on all ranks",
+            rank=rank,
+        )
+
+
+class GroupError(TokenyardError, RuntimeError):
+    """The ranks of a group could not finish a collective call together."""
+
+
+class PeerFailed(GroupError):
+    """Another rank of the group raised in this call. The call has no result; the group stays usable."""
+
+    def __init__(
+        self, peer: int, message: str, *, phase: str, layer: str | None = None, rank: int | None = None
+    ) -> None:
+        self.peer, self.phase, self.message = peer, phase, message
+        super().__init__(
+            f"rank {peer} failed in {phase}: {message}",
+            expected="every rank of the group to finish the call",
+            fix=f"mend the error of rank {peer}; the group is still usable",
+            layer=layer,
+            rank=rank,
+        )
+
+
+class Drifted(GroupError):
+    """Ranks are in different layers, phases or rounds."""
+
+
+class PeerLost(GroupError):
+    """A rank did not arrive within the deadline, or has died. `peers` is empty where nobody can tell who."""
+
+    def __init__(
+        self,
+        peers: Iterable[int],
+        *,
+        phase: str,
+        waited: float,
+        layer: str | None = None,
+        rank: int | None = None,
+        detail: str = "",
+    ) -> None:
+        self.peers, self.phase, self.waited = tuple(peers), phase, waited
+        who = ", ".join(f"rank {p}" for p in self.peers) or "a rank of the group"
+        super().__init__(
+            f"{who} did not arrive in {phase} (waited {waited:.1f} s{'; ' + detail if detail else ''})",
+            expected="every rank of the group to make the same calls within the deadline",
+            fix="look at that rank's own log; raise the group's deadline if it was only slow",
+            layer=layer,
+            rank=rank,
+        )
+
+
+class RankError(TokenyardError, RuntimeError):
+    """A rank that `launch` started raised. The original error is the `__cause__`."""
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> UnknownName:
+    """The error for a name that a registry does not know, with the nearest match.
+
+    >>> print(unknown_name("format", "nvpf4", ["mxfp8", "nvfp4"]))
+    unknown format 'nvpf4'; expected one of mxfp8, nvfp4; fix: did you mean 'nvfp4'?
+    """
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    fix = f"did you mean {near[0]!r}?" if near else f"choose the {kind} from that list"
+    return UnknownName(f"unknown {kind} {name!r}", expected=f"one of {', '.join(known)}", fix=fix)

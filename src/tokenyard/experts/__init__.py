@@ -1,0 +1,1 @@
+"""Experts: they compute on the rows that a rank received."""

@@ -1,0 +1,1 @@
+"""Formats: how rows and weights are encoded."""

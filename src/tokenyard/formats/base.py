@@ -1,0 +1,202 @@
+"""What a format is: how a row is encoded, and how many bytes that takes.
+
+A *format* declares its payloads (data, scales) for a hidden size: name, dtype and width of each. Everything
+that needs bytes asks this one declaration: the workspace, the row layout on the wire, the check of every
+tensor that arrives. Nobody else knows how wide a padded row is.
+
+    x_TH ── pad to a multiple of `alignment` ── quantize per block ──► EncodedRows(payloads of P columns)
+    EncodedRows ── dequantize ── cut off the pad ──► x_TH
+
+Rules that all formats keep:
+
+- A row's code depends on that row alone, never on its neighbors in the batch.
+- Encoding goes up to float32, clamps, then casts. Scale rules work on the bits of float32, so that a GPU
+  kernel can be bitwise equal.
+- `encode` never changes its input, and `decode(encode(x))` has the width of `x`, whatever the padding.
+- Scales are encoded *linear*, `[rows, P / block]`. Only linear scales can travel row by row; a kernel that
+  wants the 128×4 swizzled layout gets it after the exchange (`EncodedRows.swizzled`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from tokenyard.errors import InputError, Reason
+
+ScaleLayout = Literal["linear", "swizzled"]
+
+# The dtypes that a caller's rows may have.
+ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.bfloat16` → `'bfloat16'`."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Payload:
+    """One tensor of an encoded row, `[rows, width]` of `dtype`.
+
+    >>> Payload(name="scales", dtype=torch.uint8, width=224).nbytes
+    224
+    """
+
+    name: str
+    dtype: torch.dtype
+    width: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one row of this payload takes."""
+        return self.width * self.dtype.itemsize
+
+    def check(self, tensor: Tensor, num_rows: int) -> None:
+        """Compare a tensor that arrives with what was declared."""
+        found = (tuple(tensor.shape), tensor.dtype)
+        expected = ((num_rows, self.width), self.dtype)
+        if found != expected:
+            raise InputError(
+                f"payload {self.name!r} is {dtype_name(tensor.dtype)}{list(tensor.shape)}",
+                expected=f"{dtype_name(self.dtype)}[{num_rows}, {self.width}], as its format declares",
+                fix="encode the rows with the format that the layer was planned for",
+            )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EncodedRows:
+    """Rows in a format: its payloads by name, and the true width that decoding brings back."""
+
+    format: Format
+    hidden_size: int
+    payloads: Mapping[str, Tensor]
+    scale_layout: ScaleLayout = "linear"
+
+    @property
+    def num_rows(self) -> int:
+        """Rows held, read off the first payload (whose first dimension is rows in every layout)."""
+        return next(iter(self.payloads.values())).shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the payloads are."""
+        return next(iter(self.payloads.values())).device
+
+    def check(self) -> None:
+        """Raise unless every payload is what the format declares for this width, in linear layout."""
+        declared = self.format.payloads(self.hidden_size)
+        if list(self.payloads) != [p.name for p in declared]:
+            raise InputError(
+                f"the rows carry payloads {list(self.payloads)}",
+                expected=f"{[p.name for p in declared]}, as {self.format} declares",
+                fix=f"encode the rows with {self.format}.encode",
+            )
+        if self.scale_layout != "linear":
+            raise InputError(
+                f"the rows carry {self.scale_layout} scales",
+                expected="linear scales: only these can travel row by row",
+                fix="swizzle after the exchange, or call `.linear()` first",
+            )
+        for payload in declared:
+            payload.check(self.payloads[payload.name], self.num_rows)
+
+    def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The rows as numbers, `[rows, hidden_size]`: the pad is gone."""
+        return self.format.decode(self, dtype)
+
+    def swizzled(self) -> EncodedRows:
+        """The same rows with 128×4 swizzled scales. Rows swizzled already are refused."""
+        return self.format.swizzle(self)
+
+    def linear(self) -> EncodedRows:
+        """The same rows with linear scales; rows that are linear already come back as they are."""
+        return self if self.scale_layout == "linear" else self.format.unswizzle(self)
+
+
+class Format(ABC):
+    """A way to encode rows. Subclasses are frozen dataclasses: equal parameters mean equal codes.
+
+    `str(format)` is how it is written in a spec (`mxfp8(alignment=256)`), and `tokenyard.formats.get` reads
+    the same spelling back.
+    """
+
+    name: ClassVar[str]
+    # Columns that share one scale; 1 where there are no scales.
+    block: ClassVar[int] = 1
+    # True where the code loses bits of a bf16 row: someone must have the QUANTIZE duty.
+    quantized: ClassVar[bool] = True
+    # The kinds of rows that may be encoded into this format for the way out, and for the way back.
+    wire_dtypes: ClassVar[tuple[torch.dtype, ...]] = ROW_DTYPES
+    combine_dtypes: ClassVar[tuple[torch.dtype, ...]] = ROW_DTYPES
+
+    @property
+    def row_alignment(self) -> int:
+        """Encoded rows are as wide as the next multiple of this."""
+        return self.block
+
+    def padded_size(self, hidden_size: int) -> int:
+        """The width of an encoded row, pad included."""
+        return -(-hidden_size // self.row_alignment) * self.row_alignment
+
+    @abstractmethod
+    def payloads(self, hidden_size: int) -> tuple[Payload, ...]:
+        """What an encoded row of this width consists of, in the order in which it travels."""
+
+    def bytes_per_row(self, hidden_size: int) -> int:
+        """Bytes of one encoded row: the sum over its payloads."""
+        return sum(p.nbytes for p in self.payloads(hidden_size))
+
+    @abstractmethod
+    def encode(self, x_TH: Tensor) -> EncodedRows:
+        """Encode rows. `x_TH` is bf16, fp16 or float32 and is not changed."""
+
+    @abstractmethod
+    def decode(self, rows: EncodedRows, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Decode rows to their true width. `rows` may have linear or swizzled scales."""
+
+    def swizzle(self, rows: EncodedRows) -> EncodedRows:
+        """Rows with their scales in the 128×4 layout. Formats without scales return the rows as they are."""
+        return rows
+
+    def unswizzle(self, rows: EncodedRows) -> EncodedRows:
+        """Rows with their scales in linear layout again."""
+        return rows
+
+    def carries(self, dtype: torch.dtype) -> Reason | None:
+        """Whether rows of this dtype may travel out in this format."""
+        return self._takes(dtype, self.wire_dtypes, "wire")
+
+    def returns(self, dtype: torch.dtype) -> Reason | None:
+        """Whether results of this dtype may travel back in this format."""
+        return self._takes(dtype, self.combine_dtypes, "combine_wire")
+
+    def _takes(self, dtype: torch.dtype, allowed: tuple[torch.dtype, ...], field: str) -> Reason | None:
+        if dtype in allowed:
+            return None
+        names = " or ".join(map(dtype_name, allowed)) or "no"
+        return Reason(field=field, value=self, why=f"takes {names} rows here, not {dtype_name(dtype)}")
+
+    def __str__(self) -> str:
+        changed = [
+            f"{f.name}={getattr(self, f.name)}"
+            for f in dataclasses.fields(self)  # type: ignore[arg-type]
+            if getattr(self, f.name) != f.default
+        ]
+        return f"{self.name}({', '.join(changed)})" if changed else self.name
+
+
+def check_rows(x_TH: Tensor) -> None:
+    """Raise unless `x_TH` is a matrix of a dtype that rows may have."""
+    if x_TH.dim() != 2 or x_TH.shape[1] == 0 or x_TH.dtype not in ROW_DTYPES:
+        raise InputError(
+            f"x_TH is {dtype_name(x_TH.dtype)}{list(x_TH.shape)}",
+            expected=f"a matrix [T, H] of {', '.join(map(dtype_name, ROW_DTYPES))} with H ≥ 1",
+            fix="flatten the batch with x.reshape(-1, hidden_size), and quantize through a format",
+        )

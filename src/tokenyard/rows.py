@@ -1,0 +1,159 @@
+"""The types between the parts: what an exchange delivers, what experts return, what combining gives.
+
+Each station of a token's way has a type of its own, so that a result cannot be reduced twice, a batch cannot
+be combined before its experts ran, and a kernel cannot hand back "a tensor or a tuple":
+
+    ReceivedRows ── experts ──► ExpertRows ── combine ──► CombinedRows
+                       │            ▲              └────► RankRows (not yet reduced over ranks)
+                       └► UnfinalizedRows.finish()
+
+All of them are frozen. They hold tensors, so they compare by identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tokenyard.errors import ContractError
+from tokenyard.formats.base import EncodedRows
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LocalRoutes:
+    """For each received row: the experts *of this rank* that take it, and their routing weights.
+
+    `ids_RK` (int32) counts experts on this rank from 0; `-1` marks an expert that lives elsewhere, or nobody.
+    `weights_RK` is float32 and means something only where the id is not `-1`.
+    """
+
+    ids_RK: Tensor
+    weights_RK: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RoutingLogits:
+    """The router's logits, for experts that route by themselves. They travel instead of routes."""
+
+    logits_RE: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReceivedRows:
+    """A dispatched batch: the rows that this rank received, in (source rank, token) order."""
+
+    rows: EncodedRows
+    routes: LocalRoutes | RoutingLogits
+    counts_W: tuple[int, ...]  # rows from each source rank
+    extra: Mapping[str, Tensor] = field(default_factory=dict)  # the caller's further per-token payloads
+
+    @property
+    def num_rows(self) -> int:
+        """R, the number of rows."""
+        return self.rows.num_rows
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExpertRows:
+    """What experts return: one row per received row, weighted, summed over the experts of this rank.
+
+    A row none of whose experts live here is zero. There is no field that says "reduced over ranks": rows
+    that were, have another type, and `combine` does not take it.
+    """
+
+    rows_RH: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UnfinalizedRows:
+    """Expert outputs before weighting and summing: one row per (received row, expert) pair.
+
+    Row n belongs to received row `index_N[n] // K` and to its choice `index_N[n] % K`; `weights_N[n]` is the
+    routing weight that is still to be applied (ones, where it was applied on the input).
+    `finish()` does what `finalize=True` would have done, bit for bit.
+    """
+
+    rows_NH: Tensor
+    weights_N: Tensor
+    index_N: Tensor
+    num_rows: int
+    top_k: int
+
+    def finish(self) -> ExpertRows:
+        """Weight the rows and sum each token's experts, in float32, in the order of its choices."""
+        sums_RH = torch.zeros(
+            self.num_rows, self.rows_NH.shape[1], dtype=torch.float32, device=self.rows_NH.device
+        )
+        row_N, choice_N = self.index_N // self.top_k, self.index_N % self.top_k
+        for choice in range(self.top_k):
+            chosen = (choice_N == choice).nonzero().squeeze(1)  # no row twice: the sum has one order
+            if chosen.numel():
+                weighted_NH = self.rows_NH[chosen].float() * self.weights_N[chosen].float().unsqueeze(1)
+                sums_RH[row_N[chosen]] += weighted_NH
+        return ExpertRows(rows_RH=sums_RH)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CombinedRows:
+    """The end of the way: the tokens of this rank, reduced over ranks, in the dtype of the input."""
+
+    y_TH: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankRows:
+    """Results that came home but were not reduced over ranks: that is the caller's duty now.
+
+    Rank w returned `rows_by_rank[w]` (float32) for the tokens `tokens_by_rank[w]` of this rank.
+    """
+
+    rows_by_rank: tuple[Tensor, ...]
+    tokens_by_rank: tuple[Tensor, ...]
+    num_tokens: int
+    dtype: torch.dtype
+
+    def reduce(self) -> CombinedRows:
+        """Sum over ranks, in rank order, in float32, with one rounding: what `combine` does."""
+        return CombinedRows(y_TH=self.sum().to(self.dtype))
+
+    def sum(self) -> Tensor:
+        """The float32 sum over ranks, in rank order, before it is rounded."""
+        first = self.rows_by_rank[0]
+        sums_TH = torch.zeros(self.num_tokens, first.shape[1], dtype=torch.float32, device=first.device)
+        for rows_NH, token_N in zip(self.rows_by_rank, self.tokens_by_rank, strict=True):
+            sums_TH[token_N] += rows_NH  # a token has at most one row from a rank: the sum has one order
+        return sums_TH
+
+
+def check_expert_rows(result: object, received: ReceivedRows) -> ExpertRows:
+    """Raise unless `result` is what combining takes: `ExpertRows` with one row per received row."""
+    if not isinstance(result, ExpertRows):
+        hint = {
+            UnfinalizedRows: "call `.finish()` on it, or let the experts finalize",
+            CombinedRows: "these rows were reduced over ranks already: use `.y_TH`",
+            RankRows: "these rows came home already: call `.reduce()` on them",
+        }.get(type(result), "return ExpertRows(rows_RH=...) from the experts")
+        raise ContractError(
+            f"combine was given {describe(result)}", expected="ExpertRows, weighted and summed per rank", fix=hint
+        )
+    expected = (received.num_rows, received.rows.hidden_size)
+    rows_RH = result.rows_RH
+    if not isinstance(rows_RH, Tensor) or tuple(rows_RH.shape) != expected or not rows_RH.is_floating_point():
+        raise ContractError(
+            f"ExpertRows holds {describe(rows_RH)}",
+            expected=f"a floating-point tensor {list(expected)}: one row per received row, without padding",
+            fix="return a row for every received row (zeros where no local expert takes it), cut to H",
+        )
+    return result
+
+
+def describe(value: object) -> str:
+    """How an error names a value that it did not expect."""
+    if isinstance(value, Tensor):
+        return f"a tensor {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return "None" if value is None else f"a {type(value).__name__}"
