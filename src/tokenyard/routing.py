@@ -1,0 +1,152 @@
+"""Routes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tokenyard.errors import InputError
+from tokenyard.formats.base import dtype_name
+from tokenyard.rows import describe
+
+ID_DTYPES = (torch.int32, torch.int64)
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Routes:
+    """Which experts take each token, and with what weight.
+
+    `topk_ids_TK` (int32 or int64) holds global expert ids; -1 is nobody, and the weight beside it means
+    nothing (it may be NaN). `topk_weights_TK` is float32 or bf16. `scaled_by` is the routed scaling factor
+    that the weights hold *already*.
+
+    >>> routes = Routes(topk_ids_TK=torch.tensor([[5, 2], [0, -1]]), topk_weights_TK=torch.ones(2, 2))
+    >>> routes.num_tokens, routes.top_k
+    (2, 2)
+    >>> routes.check(num_experts=8, top_k=2)
+    >>> routes.check(num_experts=4)
+    Traceback (most recent call last):
+    ...
+    tokenyard.errors.InputError: topk_ids_TK holds id 5 (token 0, choice 0); expected ids from 0 to 3, or -1 \
+for nobody; fix: pass global expert ids of this layer, and -1 for padding
+    """
+
+    topk_ids_TK: Tensor
+    topk_weights_TK: Tensor
+    scaled_by: float = 1.0
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the number of tokens."""
+        return self.topk_ids_TK.shape[0]
+
+    @property
+    def top_k(self) -> int:
+        """K, the number of choices per token."""
+        return self.topk_ids_TK.shape[1]
+
+    def check(
+        self,
+        num_experts: int,
+        *,
+        top_k: int | None = None,
+        num_tokens: int | None = None,
+        scaled_by: float = 1.0,
+        device: torch.device | str | None = None,
+        values: bool = True,
+    ) -> None:
+        """Raise `InputError` unless these routes fit a layer of `num_experts` experts.
+
+        `scaled_by` is the factor that the layer expects in the weights. `values=False` leaves out the range
+        of the ids, the one question that a GPU must be waited for (and that a CUDA graph cannot ask).
+        """
+        self._check_tensors()
+        self._check_sizes(top_k, num_tokens)
+        if device is not None and not _same_device(self.topk_ids_TK.device, torch.device(device)):
+            raise InputError(
+                f"the routes are on {self.topk_ids_TK.device}",
+                expected=f"{device}, where the rows are",
+                fix="run the router on the device of the rows",
+            )
+        self._check_scaling(scaled_by)
+        if values:
+            self._check_ids(num_experts)
+
+    def _check_tensors(self) -> None:
+        ids, weights = self.topk_ids_TK, self.topk_weights_TK
+        for name, tensor, dtypes in (
+            ("topk_ids_TK", ids, ID_DTYPES),
+            ("topk_weights_TK", weights, WEIGHT_DTYPES),
+        ):
+            if not isinstance(tensor, Tensor) or tensor.dim() != 2 or tensor.dtype not in dtypes:
+                allowed = " or ".join(map(dtype_name, dtypes))
+                raise InputError(
+                    f"{name} is {describe(tensor)}",
+                    expected=f"a matrix [T, K] of {allowed}",
+                    fix=f"pass one row per token, K choices each, as torch.{dtype_name(dtypes[0])}",
+                )
+        if ids.shape != weights.shape:
+            raise InputError(
+                f"topk_ids_TK is {list(ids.shape)} and topk_weights_TK is {list(weights.shape)}",
+                expected="one weight per id: the same [T, K]",
+                fix="take ids and weights from one call of the router",
+            )
+        if ids.device != weights.device:
+            raise InputError(
+                f"topk_ids_TK is on {ids.device} and topk_weights_TK is on {weights.device}",
+                expected="ids and weights on one device",
+                fix="take ids and weights from one call of the router",
+            )
+
+    def _check_sizes(self, top_k: int | None, num_tokens: int | None) -> None:
+        if top_k is not None and self.top_k != top_k:
+            raise InputError(
+                f"the routes hold {self.top_k} choices per token",
+                expected=f"{top_k}, as the layer declares",
+                fix="give router and layer the same top_k; fill unused choices with id -1",
+            )
+        if num_tokens is not None and self.num_tokens != num_tokens:
+            raise InputError(
+                f"the routes hold {self.num_tokens} tokens",
+                expected=f"{num_tokens}, one row of routes per row of x_TH",
+                fix="route the same batch that is passed to the layer; padding rows get id -1",
+            )
+
+    def _check_scaling(self, scaled_by: float) -> None:
+        # A factor that went through float32 on one of the two sides is still the same factor.
+        if math.isclose(self.scaled_by, scaled_by, rel_tol=1e-6):
+            return
+        if scaled_by == 1.0:
+            happens = "the layer scales by itself or not at all, so routed scaling would be applied twice"
+        elif self.scaled_by == 1.0:
+            happens = "the layer leaves it to the router, so routed scaling would never be applied"
+        else:
+            happens = "router and layer mean different factors"
+        raise InputError(
+            f"the weights hold the routed scaling factor {self.scaled_by} (Routes.scaled_by): {happens}",
+            expected=f"weights that hold {scaled_by}, as the layer declares",
+            fix=f"make the router with routed_scaling={scaled_by}, or declare {self.scaled_by} in the layer",
+        )
+
+    def _check_ids(self, num_experts: int) -> None:
+        ids = self.topk_ids_TK
+        if ids.numel() == 0:
+            return
+        lowest, highest = torch.stack(torch.aminmax(ids)).tolist()  # stacked: one wait for the GPU, not two
+        if lowest >= -1 and highest < num_experts:
+            return
+        token, choice = ((ids < -1) | (ids >= num_experts)).nonzero()[0].tolist()
+        raise InputError(
+            f"topk_ids_TK holds id {int(ids[token, choice])} (token {token}, choice {choice})",
+            expected=f"ids from 0 to {num_experts - 1}, or -1 for nobody",
+            fix="pass global expert ids of this layer, and -1 for padding",
+        )
+
+
+def _same_device(found: torch.device, expected: torch.device) -> bool:
+    """`cuda` means any GPU, `cuda:1` that one."""
+    return found.type == expected.type and expected.index in (None, found.index)
