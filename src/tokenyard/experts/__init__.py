@@ -1,1 +1,36 @@
 """Experts: they compute on the rows that a rank received."""
+
+from __future__ import annotations
+
+from tokenyard.errors import unknown_name
+from tokenyard.experts.activations import ACTIVATIONS, Activation, activation
+from tokenyard.experts.base import Experts, ExpertsSpec, ExpertWeights
+from tokenyard.experts.reference import ReferenceExperts
+
+EXPERTS: dict[str, type[Experts]] = {cls.name: cls for cls in (ReferenceExperts,)}
+
+
+def get(name: str | type[Experts]) -> type[Experts]:
+    """The experts class of this name; a class comes back as it is.
+
+    >>> get("reference")
+    <class 'tokenyard.experts.reference.ReferenceExperts'>
+    """
+    if isinstance(name, type):
+        return name
+    if name not in EXPERTS:
+        raise unknown_name("experts", name, EXPERTS)
+    return EXPERTS[name]
+
+
+__all__ = [
+    "ACTIVATIONS",
+    "EXPERTS",
+    "Activation",
+    "ExpertWeights",
+    "Experts",
+    "ExpertsSpec",
+    "ReferenceExperts",
+    "activation",
+    "get",
+]

@@ -101,7 +101,9 @@ class Experts(nn.Module, ABC):
         """None, or why these experts cannot serve this spec."""
         if spec.weights not in cls.weight_formats:
             known = ", ".join(cls.weight_formats)
-            return Reason(field="weights", value=spec.weights, why=f"{cls.name} experts hold weights in {known}")
+            return Reason(
+                field="weights", value=spec.weights, why=f"{cls.name} experts hold weights in {known}"
+            )
         return None
 
     def __init__(self, spec: ExpertsSpec, weights: ExpertWeights, *, adopt: bool = False) -> None:
@@ -111,7 +113,9 @@ class Experts(nn.Module, ABC):
         """
         super().__init__()
         if (reason := type(self).supports(spec)) is not None:
-            raise InputError(str(reason), expected="a spec that these experts support", fix="ask `supports` first")
+            raise InputError(
+                str(reason), expected="a spec that these experts support", fix="ask `supports` first"
+            )
         self.spec = spec
         check_weights(spec, weights)
         for name, tensor in weights.by_name().items():

@@ -1,0 +1,82 @@
+"""The (received row, expert) pairs of a batch, and their order by expert.
+
+Routes name, for each received row, up to K experts of this rank. Experts compute expert by expert, so the
+pairs are sorted by expert once; results are named by pair (`index_N`, ascending), so that they can be summed
+in the order of a row's choices. With K = 2 and local experts 0 and 1:
+
+    ids_RK = [[1, -1], [0, 1], [-1, -1]]     row 2 has no expert here
+    index_N = [0, 2, 3]                      r · K + k of each pair that exists
+    by_expert_N = [1, 0, 2]                  pair 1 goes to expert 0, pairs 0 and 2 to expert 1
+    counts_L = [1, 2]
+
+A routing weight is read only where there is a pair: whatever stands beside an id of -1 (a NaN) is not looked
+at, and neither is a row that has no pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tokenyard.errors import InputError
+from tokenyard.rows import LocalRoutes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SortedPairs:
+    """The pairs of a batch; see the module's docstring for the fields."""
+
+    index_N: Tensor
+    row_N: Tensor  # the received row of each pair, in the order of index_N
+    weights_N: Tensor  # float32, in the order of index_N
+    by_expert_N: Tensor
+    counts_L: tuple[int, ...]
+    num_rows: int
+    top_k: int
+
+    def runs(self) -> Iterator[tuple[int, slice]]:
+        """Each expert that is hit, with its run of `by_expert_N`."""
+        start = 0
+        for expert, count in enumerate(self.counts_L):
+            if count:
+                yield expert, slice(start, start + count)
+            start += count
+
+
+def sort_pairs(routes: LocalRoutes, num_local_experts: int) -> SortedPairs:
+    """Find the pairs of a batch and sort them by expert; ties keep the order of `index_N`.
+
+    >>> routes = LocalRoutes(ids_RK=torch.tensor([[1, -1], [0, 1], [-1, -1]]), weights_RK=torch.ones(3, 2))
+    >>> pairs = sort_pairs(routes, 2)
+    >>> pairs.index_N.tolist(), pairs.by_expert_N.tolist(), pairs.counts_L
+    ([0, 2, 3], [1, 0, 2], (1, 2))
+    """
+    ids_RK, weights_RK = routes.ids_RK, routes.weights_RK
+    if ids_RK.dim() != 2 or ids_RK.shape != weights_RK.shape:
+        raise InputError(
+            f"ids_RK is {list(ids_RK.shape)} and weights_RK is {list(weights_RK.shape)}",
+            expected="one id and one weight for each received row and choice: [R, K] both",
+            fix="pass the routes of this batch",
+        )
+    ids = ids_RK.reshape(-1)
+    index_N = (ids >= 0).nonzero().squeeze(1)
+    expert_N = ids[index_N].long()
+    counts_L = torch.bincount(expert_N, minlength=num_local_experts).tolist()
+    if len(counts_L) > num_local_experts:
+        raise InputError(
+            f"ids_RK holds local expert id {len(counts_L) - 1}",
+            expected=f"ids from -1 to {num_local_experts - 1}: this rank has {num_local_experts} experts",
+            fix="map global expert ids to local ones through the placement",
+        )
+    return SortedPairs(
+        index_N=index_N,
+        row_N=index_N // ids_RK.shape[1],
+        weights_N=weights_RK.reshape(-1)[index_N].float(),
+        by_expert_N=torch.argsort(expert_N, stable=True),
+        counts_L=tuple(counts_L),
+        num_rows=ids_RK.shape[0],
+        top_k=ids_RK.shape[1],
+    )
