@@ -1,4 +1,9 @@
-"""Routes."""
+"""Routes: which experts take each token, with what weight, and the check that they fit a layer.
+
+A wrong id is a read beyond a table, a wrong K a shifted payload, a scaling factor applied twice an accuracy
+that is merely lower. None of these shows where it was made, so all are asked before anything is moved. The
+check is one pass over the ids (a minimum and a maximum) and comparisons of shapes.
+"""
 
 from __future__ import annotations
 
