@@ -5,9 +5,13 @@ from __future__ import annotations
 from tokenyard.errors import unknown_name
 from tokenyard.experts.activations import ACTIVATIONS, Activation, activation
 from tokenyard.experts.base import Experts, ExpertsSpec, ExpertWeights
+from tokenyard.experts.grouped import GroupedExperts
 from tokenyard.experts.reference import ReferenceExperts
+from tokenyard.experts.self_routing import SelfRoutingExperts
 
-EXPERTS: dict[str, type[Experts]] = {cls.name: cls for cls in (ReferenceExperts,)}
+EXPERTS: dict[str, type[Experts]] = {
+    cls.name: cls for cls in (ReferenceExperts, GroupedExperts, SelfRoutingExperts)
+}
 
 
 def get(name: str | type[Experts]) -> type[Experts]:
@@ -30,7 +34,9 @@ __all__ = [
     "ExpertWeights",
     "Experts",
     "ExpertsSpec",
+    "GroupedExperts",
     "ReferenceExperts",
+    "SelfRoutingExperts",
     "activation",
     "get",
 ]
