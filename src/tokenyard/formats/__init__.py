@@ -1,1 +1,106 @@
-"""Formats: how rows and weights are encoded."""
+"""Formats: how rows are encoded, and the door to them by name.
+
+    get("mxfp8")  get("mxfp8(alignment=256)")  get("nvfp4(global_scale=448.0)")  for_dtype(torch.bfloat16)
+
+What `str(format)` writes, `get` reads back. Adding a format means adding its class here: the planner, the
+errors and the support table ask this registry.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from typing import Any
+
+import torch
+
+from tokenyard.errors import InputError, unknown_name
+from tokenyard.formats.base import ROW_DTYPES, EncodedRows, Format, Payload, dtype_name
+from tokenyard.formats.fp8_block import Fp8Block128
+from tokenyard.formats.mxfp8 import Mxfp8
+from tokenyard.formats.nvfp4 import Nvfp4
+from tokenyard.formats.plain import Bf16, Fp16, Fp32, PlainFormat
+
+FORMATS: dict[str, type[Format]] = {kind.name: kind for kind in (Bf16, Fp16, Fp32, Fp8Block128, Mxfp8, Nvfp4)}
+
+
+def get(spec: str | Format) -> Format:
+    """The format that `spec` names, with its parameters; a format comes back as it is.
+
+    >>> get("mxfp8(alignment=256)")
+    Mxfp8(alignment=256)
+    >>> get("mxpf8")
+    Traceback (most recent call last):
+    tokenyard.errors.UnknownName: unknown format 'mxpf8'; expected one of bf16, fp16, fp32, fp8_block128, \
+mxfp8, nvfp4; fix: did you mean 'mxfp8'?
+    """
+    if isinstance(spec, Format):
+        return spec
+    if not isinstance(spec, str):
+        raise InputError(
+            f"a format was given as {type(spec).__name__}",
+            expected="a name like 'mxfp8', or a Format",
+            fix=f"pass one of {', '.join(FORMATS)}",
+        )
+    name, parenthesis, _ = spec.strip().partition("(")
+    name = name.strip()
+    if name not in FORMATS:
+        raise unknown_name("format", name, FORMATS)
+    kind = FORMATS[name]
+    parameters = _parameters(spec) if parenthesis else {}
+    known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    for parameter in parameters:
+        if not known:
+            raise InputError(
+                f"{spec!r} sets {parameter!r}", expected=f"{name} without parameters", fix=f"write {name!r}"
+            )
+        if parameter not in known:
+            raise unknown_name(f"parameter of {name}", parameter, known)
+    return kind(**parameters)
+
+
+def for_dtype(dtype: torch.dtype) -> Format:
+    """The plain format of a row dtype: what travels where no format is given.
+
+    >>> print(for_dtype(torch.bfloat16))
+    bf16
+    """
+    for kind in FORMATS.values():
+        if issubclass(kind, PlainFormat) and kind.dtype == dtype:
+            return kind()
+    raise InputError(
+        f"rows are {dtype_name(dtype)}",
+        expected=" or ".join(map(dtype_name, ROW_DTYPES)),
+        fix="convert the rows first, or quantize them through a format",
+    )
+
+
+def _parameters(spec: str) -> dict[str, Any]:
+    """The parameters of `name(key=value, …)`, whose values are Python literals."""
+    try:
+        call = ast.parse(spec.strip(), mode="eval").body
+        if not isinstance(call, ast.Call) or call.args or any(word.arg is None for word in call.keywords):
+            raise ValueError("not of the form name(key=value)")
+        return {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+    except (SyntaxError, ValueError, TypeError) as error:
+        raise InputError(
+            f"the format {spec!r} cannot be read",
+            expected="name(key=value, …) with plain values, like mxfp8(alignment=256)",
+            fix="write it as str(format) does",
+        ) from error
+
+
+__all__ = [
+    "FORMATS",
+    "Bf16",
+    "EncodedRows",
+    "Format",
+    "Fp8Block128",
+    "Fp16",
+    "Fp32",
+    "Mxfp8",
+    "Nvfp4",
+    "Payload",
+    "for_dtype",
+    "get",
+]

@@ -1,0 +1,84 @@
+"""fp8_block128: e4m3 elements, one float32 scale per 128 columns.
+
+    data    e4m3    [T, P]         x / scale, saturating
+    scales  float32 [T, P / 128]   max(amax, 1e-10) / 448
+
+With `power_of_two_scales` the scale is rounded up to a power of two, on its bits. Decoding multiplies.
+
+Corners: a zero block has scale 1e-10/448 and zero elements. Inf counts as the largest float32, so its block
+has a finite scale and Inf elements saturate. NaN in a block: its scale is NaN, and so are all its elements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tokenyard.errors import ContractError, InputError
+from tokenyard.formats import bits, blocks
+from tokenyard.formats.base import EncodedRows, Format, Payload, check_rows
+
+# Blocks whose amax is below this share its scale: division stays far from subnormal numbers.
+SMALLEST_AMAX = 1e-10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Block128(Format):
+    """e4m3 with a float32 scale per 128 columns.
+
+    >>> rows = Fp8Block128().encode(torch.tensor([[56.0, -1.0, 0.3]]))
+    >>> rows.payloads["scales"], rows.decode()
+    (tensor([[0.1250]]), tensor([[56.0000, -1.0000,  0.3125]]))
+    >>> Fp8Block128().bytes_per_row(7168)
+    7392
+    """
+
+    name = "fp8_block128"
+    block = 128
+    power_of_two_scales: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.power_of_two_scales, bool):
+            raise InputError(
+                f"fp8_block128 was given power_of_two_scales={self.power_of_two_scales!r}",
+                expected="True or False",
+                fix="pass True where the kernel wants scales that are powers of two",
+            )
+
+    def payloads(self, hidden_size: int) -> tuple[Payload, ...]:
+        width = self.padded_size(hidden_size)
+        return (
+            Payload(name="data", dtype=torch.float8_e4m3fn, width=width),
+            Payload(name="scales", dtype=torch.float32, width=width // self.block),
+        )
+
+    def encode(self, x_TH: Tensor) -> EncodedRows:
+        check_rows(x_TH)
+        num_rows, hidden_size = x_TH.shape
+        payloads = {
+            p.name: x_TH.new_empty(num_rows, p.width, dtype=p.dtype) for p in self.payloads(hidden_size)
+        }
+        data_TP, scales = payloads["data"], payloads["scales"]
+        for rows, values_RP, spare_RP, _ in blocks.float32_chunks(x_TH.detach(), data_TP.shape[1]):
+            amax = blocks.block_amax(values_RP, spare_RP, self.block)
+            scale = amax.clamp_(SMALLEST_AMAX, bits.FLOAT32_MAX) / bits.constant(bits.E4M3_MAX, x_TH.device)
+            if self.power_of_two_scales:
+                scale = bits.power_of_two_at_least(scale)
+            scales[rows] = scale
+            blocks.in_blocks(values_RP, self.block).div_(scale.unsqueeze(-1))
+            data_TP[rows] = values_RP.clamp_(-bits.E4M3_MAX, bits.E4M3_MAX)
+            blocks.mark_nan_blocks(data_TP[rows], scale.isnan(), self.block)
+        return EncodedRows(format=self, hidden_size=hidden_size, payloads=payloads)
+
+    def decode(self, rows: EncodedRows, dtype: torch.dtype = torch.float32) -> Tensor:
+        data, scales = rows.payloads["data"], rows.payloads["scales"]
+        return blocks.decode_e4m3_blocks(data, scales, rows.hidden_size, dtype)
+
+    def swizzle(self, rows: EncodedRows) -> EncodedRows:
+        raise ContractError(
+            "fp8_block128 rows were asked for swizzled scales; theirs are float32",
+            expected="one-byte scales (mxfp8, nvfp4): the 128×4 layout is made for these",
+            fix="use the linear scales",
+        )

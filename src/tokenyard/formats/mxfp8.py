@@ -1,0 +1,89 @@
+"""mxfp8: e4m3 elements, one E8M0 scale (a power of two, in a byte) per 32 columns.
+
+    data    e4m3  [T, P]        x / scale, saturating
+    scales  uint8 [T, P / 32]   the smallest power of two with amax / scale ≤ 448
+
+P is H rounded up to `alignment`; the pad holds zeros and has scales too, as the kernels that ask for a wider
+alignment (256, say) want it. Decoding brings back H.
+
+The scale is found on the bits of float32 `amax / 448` (see `bits.e8m0_from_amax`). Scaling by a power of two
+is exact, so the only rounding is the cast to e4m3.
+
+Corners: a zero block has byte 0 and zero elements. A block so small that its scale would fall below 2^-127
+has byte 0, and its elements are scaled by 2^-127 like any others. Inf in a block: byte 254, Inf elements
+saturate to 448. NaN in a block: byte 255, all its elements are NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tokenyard.errors import InputError
+from tokenyard.formats import bits, blocks
+from tokenyard.formats.base import EncodedRows, Format, Payload, check_rows
+from tokenyard.formats.swizzle import swizzle_rows, unswizzle_rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mxfp8(Format):
+    """e4m3 with an E8M0 scale per 32 columns.
+
+    >>> rows = Mxfp8().encode(torch.tensor([[44.8, -1.0, 0.3]]))
+    >>> rows.payloads["scales"], rows.decode()
+    (tensor([[124]], dtype=torch.uint8), tensor([[44.0000, -1.0000,  0.3125]]))
+    >>> Mxfp8().bytes_per_row(7168), Mxfp8(alignment=256).padded_size(2880)
+    (7392, 3072)
+    """
+
+    name = "mxfp8"
+    block = 32
+    alignment: int = 32
+
+    def __post_init__(self) -> None:
+        good = isinstance(self.alignment, int) and not isinstance(self.alignment, bool)
+        if not good or self.alignment <= 0 or self.alignment % self.block:
+            raise InputError(
+                f"mxfp8 was given alignment={self.alignment!r}",
+                expected="a positive multiple of 32: a scale covers 32 columns",
+                fix="leave it at 32, or pass what the kernel asks for (say 256)",
+            )
+
+    @property
+    def row_alignment(self) -> int:
+        return self.alignment
+
+    def payloads(self, hidden_size: int) -> tuple[Payload, ...]:
+        width = self.padded_size(hidden_size)
+        return (
+            Payload(name="data", dtype=torch.float8_e4m3fn, width=width),
+            Payload(name="scales", dtype=torch.uint8, width=width // self.block),
+        )
+
+    def encode(self, x_TH: Tensor) -> EncodedRows:
+        check_rows(x_TH)
+        num_rows, hidden_size = x_TH.shape
+        payloads = {
+            p.name: x_TH.new_empty(num_rows, p.width, dtype=p.dtype) for p in self.payloads(hidden_size)
+        }
+        data_TP, scales = payloads["data"], payloads["scales"]
+        for rows, values_RP, spare_RP, _ in blocks.float32_chunks(x_TH.detach(), data_TP.shape[1]):
+            byte = bits.e8m0_from_amax(blocks.block_amax(values_RP, spare_RP, self.block))
+            scales[rows] = byte
+            blocks.in_blocks(values_RP, self.block).mul_(bits.e8m0_reciprocal(byte).unsqueeze(-1))
+            data_TP[rows] = values_RP.clamp_(-bits.E4M3_MAX, bits.E4M3_MAX)
+            blocks.mark_nan_blocks(data_TP[rows], byte == bits.E8M0_NAN, self.block)
+        return EncodedRows(format=self, hidden_size=hidden_size, payloads=payloads)
+
+    def decode(self, rows: EncodedRows, dtype: torch.dtype = torch.float32) -> Tensor:
+        payloads = self.unswizzle(rows).payloads
+        scales = bits.e8m0_to_float32(payloads["scales"])
+        return blocks.decode_e4m3_blocks(payloads["data"], scales, rows.hidden_size, dtype)
+
+    def swizzle(self, rows: EncodedRows) -> EncodedRows:
+        return swizzle_rows(rows)
+
+    def unswizzle(self, rows: EncodedRows) -> EncodedRows:
+        return unswizzle_rows(rows)

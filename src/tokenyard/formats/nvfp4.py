@@ -1,0 +1,165 @@
+"""nvfp4: e2m1 elements two a byte, an e4m3 scale per 16 columns, and a float32 global scale g.
+
+    data          uint8   [T, P / 2]    codes of x / (sf / g), low nibble first
+    scales        e4m3    [T, P / 16]   sf = e4m3(clamp(g · (amax / 6), ±448))
+    global_scale  float32 [T, 1]        g, where it is per row
+    value = e2m1 · (sf / g)
+
+A 4-bit element reaches 6 and an e4m3 scale 448, so `g = 2688 / amax` uses the whole range of both. But the
+amax of *what*? Not of the batch: the receiver needs g to decode, and a row's code must not depend on its
+neighbors. So g is static (`Nvfp4(global_scale=…)`, a checkpoint's input scale, the same on all ranks), or per
+row, and then it travels with the row: 4 bytes more.
+
+g multiplies here, as compressed-tensors stores it. ModelOpt stores the reciprocal, `amax / 2688`.
+
+The order of the operations is that of compressed-tensors fed float32: `amax / 6`, then times g; `sf / g`,
+then x divided by it. Other orders change a few percent of the scales. Negative numbers that round to zero
+get code 8 (minus zero) and an exact zero of either sign gets code 0, as there.
+
+Corners: a block whose scale rounds to zero (a zero block above all) has scale 0 and code 0 everywhere, where
+compressed-tensors writes a scale of 0.125. NaN in a block: the scale is NaN, the codes are 0, and it decodes
+to NaN. Inf in a block: scale 448, Inf elements saturate to ±6. The per-row g looks at finite elements only;
+it is 1 for a row without any but zeros, and at most the largest float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tokenyard.errors import InputError
+from tokenyard.formats import bits, blocks
+from tokenyard.formats.base import EncodedRows, Format, Payload, check_rows, dtype_name
+from tokenyard.formats.swizzle import swizzle_rows, unswizzle_rows
+
+# g of a row whose amax is 1: the largest scale times the largest element.
+GLOBAL_RANGE = bits.E4M3_MAX * bits.E2M1_MAX
+# g of a row whose amax is the largest float32. Below it `448 / g` could overflow.
+SMALLEST_GLOBAL_SCALE = GLOBAL_RANGE / bits.FLOAT32_MAX
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nvfp4(Format):
+    """e2m1 with an e4m3 scale per 16 columns and a global scale, static or (`None`) per row.
+
+    >>> rows = Nvfp4(global_scale=448.0).encode(torch.tensor([[6.0, -3.0, 0.3]]))
+    >>> rows.payloads["scales"].float(), rows.decode()
+    (tensor([[448.]]), tensor([[ 6.0000, -3.0000,  0.5000]]))
+    >>> Nvfp4().bytes_per_row(7168), Nvfp4(global_scale=448.0).bytes_per_row(7168)
+    (4036, 4032)
+    """
+
+    name = "nvfp4"
+    block = 16
+    combine_dtypes = ()  # partial sums do not survive 4 bits
+    global_scale: float | None = None
+
+    def __post_init__(self) -> None:
+        given = self.global_scale
+        if given is None:
+            return
+        good = isinstance(given, (int, float)) and not isinstance(given, bool)
+        if not good or not SMALLEST_GLOBAL_SCALE <= given <= bits.FLOAT32_MAX:
+            raise InputError(
+                f"nvfp4 was given global_scale={given!r}",
+                expected=f"a finite number > 0, at least {SMALLEST_GLOBAL_SCALE:.2g}, or None (one per row)",
+                fix="pass 2688 / amax (a ModelOpt scale is the reciprocal: pass 1 / scale)",
+            )
+        object.__setattr__(self, "global_scale", float(given))
+
+    def payloads(self, hidden_size: int) -> tuple[Payload, ...]:
+        width = self.padded_size(hidden_size)
+        linear = (
+            Payload(name="data", dtype=torch.uint8, width=width // 2),
+            Payload(name="scales", dtype=torch.float8_e4m3fn, width=width // self.block),
+        )
+        if self.global_scale is not None:
+            return linear
+        return (*linear, Payload(name="global_scale", dtype=torch.float32, width=1))
+
+    def encode(self, x_TH: Tensor, *, global_scale_T: Tensor | None = None) -> EncodedRows:
+        """Encode rows; `global_scale_T` gives each row's g, where the format does not fix one."""
+        check_rows(x_TH)
+        num_rows, hidden_size = x_TH.shape
+        given_T1 = None if global_scale_T is None else self._checked_global_scale(global_scale_T, num_rows)
+        payloads = {
+            p.name: x_TH.new_empty(num_rows, p.width, dtype=p.dtype) for p in self.payloads(hidden_size)
+        }
+        data, scales = payloads["data"], payloads["scales"]
+        for rows, values_RP, spare_RP, spare2_RP in blocks.float32_chunks(x_TH.detach(), 2 * data.shape[1]):
+            amax = blocks.block_amax(values_RP, spare_RP, self.block)
+            if self.global_scale is not None:
+                g_R1 = bits.constant(self.global_scale, x_TH.device)
+            else:
+                g_R1 = row_global_scale(amax, spare_RP) if given_T1 is None else given_T1[rows]
+                payloads["global_scale"][rows] = g_R1
+            wanted = (amax / bits.constant(bits.E2M1_MAX, x_TH.device)).mul_(g_R1)
+            scales[rows] = wanted.clamp_(max=bits.E4M3_MAX)
+            scale = bits.e4m3_to_float32(scales[rows])
+            # Dividing by Inf gives the zeros that a block of scale 0 must have.
+            step = (scale / g_R1).masked_fill_(scale == 0, torch.inf).unsqueeze(-1)
+            values_in_blocks = blocks.in_blocks(values_RP, self.block).div_(step)
+            if bits.some(step.isnan()):
+                values_in_blocks.masked_fill_(step.isnan(), 0.0)
+            data[rows] = bits.pack_nibbles(bits.e2m1_codes_(values_RP, spare_RP, spare2_RP))
+        return EncodedRows(format=self, hidden_size=hidden_size, payloads=payloads)
+
+    def decode(self, rows: EncodedRows, dtype: torch.dtype = torch.float32) -> Tensor:
+        payloads = self.unswizzle(rows).payloads
+        static = self.global_scale
+        g = payloads["global_scale"] if static is None else bits.constant(static, rows.device)
+        scales = bits.e4m3_to_float32(payloads["scales"]) / g
+        values = bits.e2m1_to_float32(payloads["data"])
+        blocks.in_blocks(values, self.block).mul_(scales.unsqueeze(-1))
+        return values[:, : rows.hidden_size].to(dtype).contiguous()
+
+    def swizzle(self, rows: EncodedRows) -> EncodedRows:
+        return swizzle_rows(rows)
+
+    def unswizzle(self, rows: EncodedRows) -> EncodedRows:
+        return unswizzle_rows(rows)
+
+    def _checked_global_scale(self, given: Tensor, num_rows: int) -> Tensor:
+        if self.global_scale is not None:
+            raise InputError(
+                f"global_scale_T was given to {self}, whose global scale is static",
+                expected="one source of the global scale",
+                fix="encode with nvfp4 (one per row), or leave global_scale_T out",
+            )
+        if given.numel() != num_rows or given.dim() > 2 or not given.is_floating_point():
+            raise InputError(
+                f"global_scale_T is {dtype_name(given.dtype)}{list(given.shape)}",
+                expected=f"a float tensor [{num_rows}]: one scale per row",
+                fix="pass 2688 / amax of each row, or leave it out",
+            )
+        scale_T1 = given.detach().float().reshape(num_rows, 1)
+        # On a GPU the values are not looked at: that would wait for the device.
+        if given.device.type == "cpu":
+            bad = ~((scale_T1 >= SMALLEST_GLOBAL_SCALE) & (scale_T1 <= bits.FLOAT32_MAX))
+            if bool(bad.any()):
+                row = int(bad.squeeze(1).nonzero()[0])
+                raise InputError(
+                    f"global_scale_T holds {scale_T1[row].item()} at row {row}",
+                    expected=f"finite numbers > 0, at least {SMALLEST_GLOBAL_SCALE:.2g}",
+                    fix="pass 2688 / amax of each row, or leave it out",
+                )
+        return scale_T1
+
+
+def row_global_scale(amax: Tensor, magnitudes_RP: Tensor) -> Tensor:
+    """2688 over the largest finite magnitude of each row, `[rows, 1]`; 1 for a row of zeros.
+
+    `amax` is that of the row's blocks, `[rows, blocks]`; the magnitudes are looked at only where a block is
+    not finite.
+
+    >>> x = torch.tensor([[2.0, 1.0], [0.0, 0.0], [float("inf"), 4.0]])
+    >>> row_global_scale(x.amax(1, keepdim=True), x).squeeze(1).tolist()
+    [1344.0, 1.0, 672.0]
+    """
+    if bits.some(~amax.isfinite()):
+        amax = torch.where(magnitudes_RP.isfinite(), magnitudes_RP, 0.0)
+    amax_R1 = amax.amax(1, keepdim=True)
+    scale_R1 = (bits.constant(GLOBAL_RANGE, amax.device) / amax_R1).clamp_(max=bits.FLOAT32_MAX)
+    return scale_R1.masked_fill_(amax_R1 == 0, 1.0)

@@ -1,0 +1,76 @@
+"""Formats without scales: bf16, fp16, fp32.
+
+They exist so that "no format given" is a format too (the input's own dtype), and so that results can travel
+back narrower than they were computed. Rows of the format's own dtype are not touched: the payload *is* the
+caller's tensor. Other rows go up to float32 and are clamped to the finite range of the target before the
+cast: a float32 row of 1e5 arrives as 65504 in fp16, not as Inf. Inf saturates with them, NaN stays NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from tokenyard.formats.base import EncodedRows, Format, Payload, check_rows
+
+
+class PlainFormat(Format):
+    """One payload, `data`, of the rows' own width."""
+
+    quantized = False
+    dtype: ClassVar[torch.dtype]
+
+    def payloads(self, hidden_size: int) -> tuple[Payload, ...]:
+        return (Payload(name="data", dtype=self.dtype, width=hidden_size),)
+
+    def encode(self, x_TH: Tensor) -> EncodedRows:
+        check_rows(x_TH)
+        if x_TH.dtype == self.dtype:
+            data = x_TH.contiguous()
+        else:
+            largest = torch.finfo(self.dtype).max
+            data = x_TH.float().clamp(-largest, largest).to(self.dtype).contiguous()
+        return EncodedRows(format=self, hidden_size=x_TH.shape[1], payloads={"data": data})
+
+    def decode(self, rows: EncodedRows, dtype: torch.dtype = torch.float32) -> Tensor:
+        return rows.payloads["data"].to(dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bf16(PlainFormat):
+    """Rows as bfloat16.
+
+    >>> Bf16().bytes_per_row(7168)
+    14336
+    """
+
+    name = "bf16"
+    dtype = torch.bfloat16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp16(PlainFormat):
+    """Rows as float16; what is over 65504 saturates.
+
+    >>> Fp16().encode(torch.tensor([[1e5, -3.0]])).decode()
+    tensor([[ 6.5504e+04, -3.0000e+00]])
+    """
+
+    name = "fp16"
+    dtype = torch.float16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp32(PlainFormat):
+    """Rows as float32, for layers whose rows are float32: nobody should pay four bytes for a bf16 row.
+
+    >>> print(Fp32().carries(torch.bfloat16))
+    wire=fp32: takes float32 rows here, not bfloat16
+    """
+
+    name = "fp32"
+    dtype = torch.float32
+    wire_dtypes = combine_dtypes = (torch.float32,)

@@ -1,0 +1,95 @@
+"""Scales in the 128×4 layout that block-scaled matrix kernels read.
+
+Linear scales lie as `[rows, columns]`. The swizzled layout cuts them into tiles of 128 rows × 4 columns, 512
+scales each, one tile after the other along a row of tiles; inside a tile, row r (of 128) stands at
+`16 · (r mod 32) + 4 · (r div 32)`, and its 4 columns follow each other:
+
+    [M/128, 4, 32, C/4, 4]  →  [M/128, C/4, 32, 4, 4]        M, C: rows and columns, padded with zeros
+
+A row's scales are spread over a tile, and the pad depends on the number of rows. So swizzled scales cannot
+travel row by row: swizzle after the exchange.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from tokenyard.errors import ContractError
+from tokenyard.formats.base import EncodedRows
+
+TILE_ROWS = 128
+TILE_COLUMNS = 4
+
+
+def swizzle_scales(scales_RC: Tensor) -> Tensor:
+    """Linear scales `[rows, columns]` → swizzled, `[rows padded to 128, columns padded to 4]`.
+
+    Row 33, column 1 goes to offset 16 · (33 mod 32) + 4 · (33 div 32) + 1 = 21:
+
+    >>> scales = torch.zeros(40, 3, dtype=torch.uint8)
+    >>> scales[33, 1] = 7
+    >>> swizzled = swizzle_scales(scales)
+    >>> swizzled.shape, swizzled.flatten().nonzero().item()
+    (torch.Size([128, 4]), 21)
+    """
+    bytes_RC = _as_plain(scales_RC)
+    rows, columns = bytes_RC.shape
+    padded = bytes_RC.new_zeros(_round_up(rows, TILE_ROWS), _round_up(columns, TILE_COLUMNS))
+    padded[:rows, :columns] = bytes_RC
+    tiles = padded.view(-1, 4, 32, padded.shape[1] // 4, 4) if rows else padded
+    swizzled = tiles.permute(0, 3, 2, 1, 4).reshape(padded.shape) if rows else padded
+    return swizzled.view(scales_RC.dtype)
+
+
+def unswizzle_scales(swizzled: Tensor, num_rows: int, num_columns: int) -> Tensor:
+    """Swizzled scales → linear `[num_rows, num_columns]`, without the pad.
+
+    >>> scales = torch.arange(40 * 3, dtype=torch.uint8).view(40, 3)
+    >>> torch.equal(unswizzle_scales(swizzle_scales(scales), 40, 3), scales)
+    True
+    """
+    expected = (_round_up(num_rows, TILE_ROWS), _round_up(num_columns, TILE_COLUMNS))
+    if tuple(swizzled.shape) != expected:
+        raise ContractError(
+            f"swizzled scales have shape {list(swizzled.shape)}",
+            expected=f"{list(expected)} for {num_rows} rows of {num_columns} scales",
+            fix="take them from EncodedRows.swizzled()",
+        )
+    plain = _as_plain(swizzled)
+    if num_rows:
+        tiles = plain.reshape(-1, expected[1] // 4, 32, 4, 4)
+        plain = tiles.permute(0, 3, 2, 1, 4).reshape(expected)
+    return plain[:num_rows, :num_columns].contiguous().view(swizzled.dtype)
+
+
+def swizzle_rows(rows: EncodedRows) -> EncodedRows:
+    """Encoded rows with their payload `scales` swizzled; rows that are swizzled already are refused."""
+    if rows.scale_layout != "linear":
+        raise ContractError(
+            f"the scales of these {rows.format} rows are {rows.scale_layout} already",
+            expected="linear scales",
+            fix="swizzle once, after the exchange; `.linear()` brings linear scales back",
+        )
+    scales = swizzle_scales(rows.payloads["scales"])
+    return dataclasses.replace(rows, payloads={**rows.payloads, "scales": scales}, scale_layout="swizzled")
+
+
+def unswizzle_rows(rows: EncodedRows) -> EncodedRows:
+    """Encoded rows with linear scales again; rows that are linear come back as they are."""
+    if rows.scale_layout == "linear":
+        return rows
+    declared = {payload.name: payload for payload in rows.format.payloads(rows.hidden_size)}
+    scales = unswizzle_scales(rows.payloads["scales"], rows.num_rows, declared["scales"].width)
+    return dataclasses.replace(rows, payloads={**rows.payloads, "scales": scales}, scale_layout="linear")
+
+
+def _as_plain(scales: Tensor) -> Tensor:
+    # torch cannot fill or copy every one-byte float type on every device; bytes it can.
+    return scales.view(torch.uint8) if scales.dtype.itemsize == 1 else scales
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
