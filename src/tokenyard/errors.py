@@ -53,6 +53,10 @@ class TokenyardError(Exception):
         self.rank = rank if self.rank is None else self.rank
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Errors travel from the process of a rank to whoever launched it, with all they know."""
+        return _rebuild, (type(self), self.args, self.__dict__)
+
     def __str__(self) -> str:
         where = []
         if self.layer is not None:
@@ -61,6 +65,12 @@ class TokenyardError(Exception):
             where.append(f"rank {self.rank}")
         prefix = ", ".join(where) + ": " if where else ""
         return f"{prefix}{self.found}; expected {self.expected}; fix: {self.fix}"
+
+
+def _rebuild(cls: type[TokenyardError], args: tuple[Any, ...], known: dict[str, Any]) -> TokenyardError:
+    error = cls.__new__(cls, *args)
+    error.__dict__.update(known)
+    return error
 
 
 class InputError(TokenyardError, ValueError):

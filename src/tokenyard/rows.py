@@ -137,7 +137,9 @@ def check_expert_rows(result: object, received: ReceivedRows) -> ExpertRows:
             RankRows: "these rows came home already: call `.reduce()` on them",
         }.get(type(result), "return ExpertRows(rows_RH=...) from the experts")
         raise ContractError(
-            f"combine was given {describe(result)}", expected="ExpertRows, weighted and summed per rank", fix=hint
+            f"combine was given {describe(result)}",
+            expected="ExpertRows, weighted and summed per rank",
+            fix=hint,
         )
     expected = (received.num_rows, received.rows.hidden_size)
     rows_RH = result.rows_RH

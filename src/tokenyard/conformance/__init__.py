@@ -1,0 +1,1 @@
+"""What results are held against: a float64 oracle, and a one-process twin that is bitwise."""

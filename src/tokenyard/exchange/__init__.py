@@ -1,0 +1,57 @@
+"""Exchanges: they move rows between the ranks of a group.
+
+`EXCHANGES` is the registry; planner, errors, docs and tests read it. `resolve` also takes the names by which
+engines call such backends today.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from tokenyard.errors import unknown_name
+from tokenyard.exchange.allgather import AllgatherExchange
+from tokenyard.exchange.base import Exchange, Fate
+from tokenyard.exchange.cargo import Cargo, Dispatched
+from tokenyard.exchange.two_sided import TwoSidedExchange
+
+EXCHANGES: dict[str, type[Exchange]] = {cls.name: cls for cls in (AllgatherExchange, TwoSidedExchange)}
+
+# The names that engines use, and the exchanges that do that job, the nearest first. All exchanges give the
+# same bits, so the next one may stand in where the nearest does not exist.
+ALIASES: dict[str, tuple[str, ...]] = {
+    "flashinfer_nvlink_one_sided": ("one_sided", "two_sided"),
+    "flashinfer_nvlink_two_sided": ("two_sided",),
+    "allgather_reducescatter": ("allgather",),
+}
+
+_log = logging.getLogger("tokenyard")
+
+
+def resolve(name: str | type[Exchange]) -> type[Exchange]:
+    """The exchange of a name, or of an engine's name for it.
+
+    >>> resolve("allgather_reducescatter").name
+    'allgather'
+    """
+    if isinstance(name, type) and issubclass(name, Exchange):
+        return name
+    if name in EXCHANGES:
+        return EXCHANGES[name]
+    for choice in ALIASES.get(name, ()):
+        if choice in EXCHANGES:
+            _log.info("exchange %r is served by %r", name, choice)
+            return EXCHANGES[choice]
+    raise unknown_name("exchange", str(name), [*EXCHANGES, *ALIASES])
+
+
+__all__ = [
+    "ALIASES",
+    "EXCHANGES",
+    "AllgatherExchange",
+    "Cargo",
+    "Dispatched",
+    "Exchange",
+    "Fate",
+    "TwoSidedExchange",
+    "resolve",
+]

@@ -1,0 +1,72 @@
+"""`allgather`: every rank sees every token and keeps the rows of its own experts.
+
+The plainest way, and the one that carries router logits: experts that route by themselves must see all
+tokens. It moves W copies of each row, so it pays where a token's experts live on nearly all ranks anyway.
+Results go back as rows, as in every exchange: a reduce-scatter would sum in an order of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tokenyard.exchange.announcement import Announcement
+from tokenyard.exchange.base import Exchange
+from tokenyard.exchange.cargo import Cargo, Outgoing, received_rows
+from tokenyard.rows import LocalRoutes, ReceivedRows, RoutingLogits
+
+
+class AllgatherExchange(Exchange):
+    """All tokens to all ranks."""
+
+    name = "allgather"
+    carries_logits = True
+
+    def _move(
+        self, cargo: Cargo, outgoing: Outgoing, heard: Sequence[Announcement]
+    ) -> tuple[ReceivedRows, tuple[int, ...]]:
+        routes = outgoing.routes
+        tensors = {**outgoing.rows.payloads, **outgoing.extra}
+        if isinstance(routes, RoutingLogits):
+            tensors["logits"] = routes.logits_RE
+        else:
+            nobody_TK = routes.topk_ids_TK < 0
+            tensors["ids"] = routes.topk_ids_TK.int()
+            tensors["weights"] = routes.topk_weights_TK.float().masked_fill(nobody_TK, 0.0)
+        packets = cargo.dispatch_layout.pack(tensors, outgoing.num_tokens, self.group.device)
+        tokens = tuple(announcement.tokens for announcement in heard)
+        arrived = self.group.all_gather_rows(packets, tokens, phase=f"dispatch of layer {cargo.layer!r}")
+        everything = received_rows(cargo, arrived, tokens)
+        if isinstance(everything.routes, RoutingLogits):
+            return everything, tokens
+        return self._keep_local(cargo, everything.routes, arrived, tokens)
+
+    def _keep_local(
+        self, cargo: Cargo, routes: LocalRoutes, arrived: torch.Tensor, tokens: tuple[int, ...]
+    ) -> tuple[ReceivedRows, tuple[int, ...]]:
+        """Keep the rows that have an expert here; turn global ids into local ones."""
+        kept, ids, kept_counts = [], [], []
+        start = 0
+        for source, count in enumerate(tokens):
+            # Where a replicated expert is, depends on where the token comes from.
+            global_ids = routes.ids_RK[start : start + count]
+            rank_TK, local_TK = cargo.placement.resolve(global_ids, source)
+            here_TK = rank_TK == self.group.rank
+            keep = here_TK.any(dim=1).nonzero().squeeze(1)
+            kept.append(keep + start)
+            kept_counts.append(keep.numel())
+            ids.append(torch.where(here_TK, local_TK, -1)[keep])
+            start += count
+        ids_RK = torch.cat(ids)
+        batch = received_rows(cargo, arrived[torch.cat(kept)], tuple(kept_counts))
+        assert isinstance(batch.routes, LocalRoutes)
+        weights_RK = torch.where(ids_RK >= 0, batch.routes.weights_RK, 0.0)
+        local = LocalRoutes(ids_RK=ids_RK, weights_RK=weights_RK)
+        return (
+            ReceivedRows(rows=batch.rows, routes=local, counts_W=batch.counts_W, extra=batch.extra),
+            tuple(kept_counts),
+        )
+
+    def bytes_sent(self, cargo: Cargo, outgoing: Outgoing) -> list[int]:
+        return [outgoing.num_tokens * cargo.dispatch_layout.stride] * self.group.size

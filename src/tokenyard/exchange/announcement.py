@@ -1,0 +1,104 @@
+"""What a rank tells the others at the start of each phase: where it is, what it brings, or that it failed.
+
+An announcement has a fixed number of bytes, so that it can be gathered without asking for its size first, or
+stand in front of rows in one message. The text of an error is cut to what is left.
+
+    int64 × 8:  protocol  plan  layer  phase  round  tokens  length of counts  length of error
+    int64 × n:  counts
+    bytes:      error, UTF-8
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from tokenyard.errors import Drifted, PeerFailed
+from tokenyard.group.base import Group
+from tokenyard.version import PROTOCOL
+
+# Bytes, the counts not included: 64 for the numbers, the rest for the text of an error.
+ANNOUNCEMENT_BYTES = 512
+
+
+class Phase(Enum):
+    """The two halves of a round trip."""
+
+    DISPATCH = "dispatch"
+    COMBINE = "combine"
+
+
+_PHASES = list(Phase)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Announcement:
+    """One rank's word at the start of a phase."""
+
+    plan: int
+    layer: int
+    phase: Phase
+    round: int
+    tokens: int
+    counts: tuple[int, ...]  # rows for each rank, where the phase has to say so
+    error: str = ""
+    protocol: int = PROTOCOL
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """What must be the same on every rank."""
+        return (self.protocol, self.plan, self.layer, _PHASES.index(self.phase), self.round)
+
+    def __str__(self) -> str:
+        return f"{self.phase.value} of layer {self.layer}, round {self.round} (plan {self.plan & 0xFFFF:04x})"
+
+    def encode(self, size: int) -> Tensor:
+        """`size` bytes."""
+        text = self.error.encode()
+        text = text[: size - 64 - 8 * len(self.counts)]
+        numbers = [*self.place, self.tokens, len(self.counts), len(text), *self.counts]
+        encoded = torch.zeros(size, dtype=torch.uint8)
+        head = torch.tensor(numbers, dtype=torch.int64).view(torch.uint8)
+        encoded[: head.numel()] = head
+        if text:
+            body = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            encoded[head.numel() : head.numel() + len(text)] = body
+        return encoded
+
+    @classmethod
+    def decode(cls, encoded: Tensor) -> Announcement:
+        """Read what `encode` wrote."""
+        raw = encoded.cpu().numpy().tobytes()
+        numbers = memoryview(raw[: len(raw) // 8 * 8]).cast("q")
+        protocol, plan, layer, phase, round, tokens, num_counts, num_text = numbers[:8]
+        start = 64 + 8 * num_counts
+        return cls(
+            protocol=protocol,
+            plan=plan,
+            layer=layer,
+            phase=_PHASES[phase],
+            round=round,
+            tokens=tokens,
+            counts=tuple(numbers[8 : 8 + num_counts]),
+            error=raw[start : start + num_text].decode(errors="replace"),
+        )
+
+
+def listen(group: Group, mine: Announcement, heard: Sequence[Announcement], layer: str) -> None:
+    """Raise if a rank is somewhere else, or failed. A rank that failed itself raises its own error instead."""
+    if any(other.place != mine.place for other in heard):
+        raise Drifted(
+            "the ranks are in different places: " + ", ".join(f"rank {r}: {a}" for r, a in enumerate(heard)),
+            expected="every rank of the group to call the same layers in the same order",
+            fix="an idle rank calls every layer too, with T = 0",
+            layer=layer,
+            rank=group.rank,
+        )
+    failed = [(rank, other) for rank, other in enumerate(heard) if other.error]
+    if failed and not mine.error:
+        peer, other = failed[0]
+        raise PeerFailed(peer, other.error, phase=mine.phase.value, layer=layer, rank=group.rank)

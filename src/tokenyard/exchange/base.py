@@ -1,0 +1,412 @@
+"""What an exchange is: it moves rows out to the ranks that own their experts, and results back.
+
+    dispatch(cargo, rows, routes) → Dispatched        each row once to each *rank* that owns one of its experts
+    combine(dispatched, expert rows) → CombinedRows   one row per (token, rank) back, summed in float32
+
+An exchange knows a group, placements and formats; what an expert is, it does not know. `Cargo` is all that it
+is told of a layer. `Dispatched` is a frozen handle: it is combined once, in the order of dispatches, or it is
+an error.
+
+**Order.** Received rows stand in (source rank, token) order. Results are summed in rank order, in float32,
+and rounded once: the result is bitwise the same in every run, on every kind of group, through every exchange.
+
+**Shared fate.** Bad input, or an expert that raises, on one rank must reach the others, which wait. So every
+phase starts with an announcement from each rank, "here is layer 3, round 17, so many rows", or "I failed,
+because …". A rank that fails still announces that, then raises its own error; the others raise `PeerFailed`;
+nothing is lost, and the group stays usable. On the way back the announcement travels in front of the rows, in
+the same message. Ranks that are in different layers, phases or rounds find out here (`Drifted`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ClassVar, NoReturn
+
+import torch
+from torch import Tensor
+
+from tokenyard.errors import ContractError, HandleError, InputError, Reason, TokenyardError
+from tokenyard.exchange.announcement import ANNOUNCEMENT_BYTES, Announcement, Phase, listen
+from tokenyard.exchange.cargo import (
+    Cargo,
+    Dispatched,
+    Outgoing,
+    ReturnPath,
+    check_extra,
+    check_logits,
+    check_output,
+    tokens_by_rank,
+)
+from tokenyard.exchange.stats import LayerStats
+from tokenyard.formats.base import EncodedRows
+from tokenyard.group.base import Group
+from tokenyard.routing import Routes
+from tokenyard.rows import (
+    CombinedRows,
+    ExpertRows,
+    RankRows,
+    ReceivedRows,
+    RoutingLogits,
+    check_expert_rows,
+    describe,
+)
+
+
+@dataclass(kw_only=True)
+class Fate:
+    """What a rank still owes the others in one round trip of one layer."""
+
+    exchange: Exchange
+    cargo: Cargo
+    dispatched: Dispatched | None = None
+    owes: Phase | None = Phase.DISPATCH
+
+    def dispatch(
+        self, rows: EncodedRows, routes: Routes | RoutingLogits, extra: Mapping[str, Tensor] | None = None
+    ) -> ReceivedRows:
+        """Dispatch; from now on, this rank owes the others a combine."""
+        self.owes = None
+        self.dispatched = self.exchange.dispatch(self.cargo, rows, routes, extra)
+        self.owes = Phase.COMBINE
+        return self.dispatched.received
+
+    def combine(
+        self, result: ExpertRows, *, out: Tensor | None = None, add: Sequence[Tensor] = ()
+    ) -> CombinedRows:
+        """Combine what was dispatched."""
+        self.owes = None
+        return self.exchange.combine(self._arrived(), result, out=out, add=add)
+
+    def combine_unreduced(self, result: ExpertRows) -> RankRows:
+        """Bring the results home without summing over ranks."""
+        self.owes = None
+        return self.exchange.combine_unreduced(self._arrived(), result)
+
+    def _arrived(self) -> Dispatched:
+        if self.dispatched is None:
+            raise HandleError(
+                "nothing was dispatched", expected="dispatch, then combine", fix="dispatch first"
+            )
+        return self.dispatched
+
+
+class Exchange(ABC):
+    """Moves rows for all layers of a plan. Subclasses say how a checked batch travels (`_move`)."""
+
+    name: ClassVar[str]
+    # Whether router logits can travel: every rank must then see every token.
+    carries_logits: ClassVar[bool] = False
+
+    @classmethod
+    def supports(cls, cargo: Cargo) -> Reason | None:
+        """None, or why this exchange cannot carry a layer."""
+        if cargo.carries_logits and not cls.carries_logits:
+            why = f"{cls.name} sends a row only where its experts are, so routes must be known before"
+            return Reason(field="experts", value="experts that route by themselves", why=why)
+        return cargo.wire.carries(cargo.dtype) or cargo.combine_wire.returns(cargo.dtype)
+
+    def __init__(
+        self, group: Group, cargos: Sequence[Cargo], *, in_flight: int = 1, plan_id: int = 0
+    ) -> None:
+        self.group = group
+        self.cargos = tuple(cargos)
+        self.stats = {cargo.layer: LayerStats(group.size) for cargo in self.cargos}
+        self._capacity, self._plan_id = in_flight, plan_id
+        self._in_flight: deque[Dispatched] = deque()
+        self._round = 0
+        self._closed = False
+
+    # -- The way out ---------------------------------------------------------------------------------------
+
+    def dispatch(
+        self,
+        cargo: Cargo,
+        rows: EncodedRows,
+        routes: Routes | RoutingLogits,
+        extra: Mapping[str, Tensor] | None = None,
+    ) -> Dispatched:
+        """Send each row to every rank that owns one of its experts; return what the others sent here."""
+        self._check_turn(cargo)
+        self._round += 1
+        stats = self.stats[cargo.layer]
+        try:
+            outgoing = self._prepare(cargo, rows, routes, extra or {})
+        except Exception as error:
+            self._fail(cargo, Phase.DISPATCH, self._round, error)
+        counts = [tokens.numel() for tokens in outgoing.tokens_by_rank]
+        with stats.waiting("dispatch"):
+            heard = self._announce(cargo, Phase.DISPATCH, self._round, outgoing.num_tokens, counts)
+            received, received_counts = self._move(cargo, outgoing, heard)
+        path = ReturnPath(
+            tokens_by_rank=outgoing.tokens_by_rank,
+            received_counts=received_counts,
+            num_tokens=outgoing.num_tokens,
+        )
+        dispatched = Dispatched(received=received, cargo=cargo, round=self._round, return_path=path)
+        self._in_flight.append(dispatched)
+        stats.count_dispatch(outgoing.num_tokens, counts, received_counts, self.bytes_sent(cargo, outgoing))
+        return dispatched
+
+    @abstractmethod
+    def _move(
+        self, cargo: Cargo, outgoing: Outgoing, heard: Sequence[Announcement]
+    ) -> tuple[ReceivedRows, tuple[int, ...]]:
+        """Move a checked batch; return what arrived, and how many rows this rank owes each source rank."""
+
+    @abstractmethod
+    def bytes_sent(self, cargo: Cargo, outgoing: Outgoing) -> list[int]:
+        """Bytes that this rank puts on the wire for each rank in a dispatch."""
+
+    def _check_turn(self, cargo: Cargo) -> None:
+        """Errors of this rank's own making, raised before anybody is told: the others are not in this call."""
+        if self._closed:
+            raise HandleError(
+                "the plan is closed", expected="an open plan", fix="make a new plan", layer=cargo.layer
+            )
+        if len(self._in_flight) >= self._capacity:
+            waiting = ", ".join(repr(d.cargo.layer) for d in self._in_flight)
+            raise HandleError(
+                f"{len(self._in_flight)} dispatch in flight already (of {waiting})",
+                expected=f"at most {self._capacity}",
+                fix=f"combine it first, or plan(..., in_flight={self._capacity + 1})",
+                layer=cargo.layer,
+                rank=self.group.rank,
+            )
+
+    def _prepare(
+        self, cargo: Cargo, rows: EncodedRows, routes: Routes | RoutingLogits, extra: Mapping[str, Tensor]
+    ) -> Outgoing:
+        """Check everything that can be wrong with a batch, and find out where each row goes."""
+        if not isinstance(rows, EncodedRows):
+            raise ContractError(
+                f"dispatch was given {describe(rows)}",
+                expected="EncodedRows",
+                fix="encode with the layer's wire",
+            )
+        if rows.format != cargo.wire or rows.hidden_size != cargo.hidden_size:
+            raise InputError(
+                f"the rows are {rows.format} of width {rows.hidden_size}",
+                expected=f"{cargo.wire} of width {cargo.hidden_size}: the bytes that this layer was sized for",
+                fix="encode with the layer's wire, or plan the layer for this format",
+            )
+        rows.check()
+        num_tokens = rows.num_rows
+        if num_tokens > cargo.max_tokens:
+            raise InputError(
+                f"{num_tokens} tokens",
+                expected=f"at most max_tokens={cargo.max_tokens} on a rank",
+                fix="send the batch in parts, or plan with a larger max_tokens",
+            )
+        if rows.device.type != self.group.device.type:
+            raise InputError(
+                f"the rows are on {rows.device}", expected=f"{self.group.device}", fix="move them there first"
+            )
+        check_extra(cargo, extra, num_tokens)
+        if cargo.carries_logits:
+            return Outgoing(
+                rows=rows,
+                routes=check_logits(cargo, routes, num_tokens),
+                extra=extra,
+                tokens_by_rank=(torch.arange(num_tokens, device=rows.device),) * self.group.size,
+            )
+        if not isinstance(routes, Routes):
+            raise InputError(
+                f"the routes are {describe(routes)}", expected="Routes", fix="pass Routes(topk_ids_TK=…, …)"
+            )
+        routes.check(
+            cargo.num_experts,
+            top_k=cargo.top_k,
+            num_tokens=num_tokens,
+            scaled_by=cargo.routed_scaling,
+            device=rows.device,
+        )
+        rank_TK, _ = cargo.placement.resolve(routes.topk_ids_TK, self.group.rank)
+        return Outgoing(
+            rows=rows,
+            routes=routes,
+            extra=extra,
+            tokens_by_rank=tokens_by_rank(rank_TK, self.group.size),
+        )
+
+    # -- The way back --------------------------------------------------------------------------------------
+
+    def combine(
+        self,
+        dispatched: Dispatched,
+        result: ExpertRows,
+        *,
+        out: Tensor | None = None,
+        add: Sequence[Tensor] = (),
+    ) -> CombinedRows:
+        """Bring every token's results home and sum them over ranks, in rank order, in float32.
+
+        `add` (a residual, shared experts) is added before the one rounding to the input's dtype. The result
+        is written into `out` if given; `combine(…, out=y, add=(y,))` adds to what is there.
+        """
+        home = self._bring_home(dispatched, result, reduces=True, out=out, add=add)
+        sums_TH = home.sum()
+        for term_TH in add:
+            sums_TH += term_TH.float()
+        if out is None:
+            return CombinedRows(y_TH=sums_TH.to(home.dtype))
+        return CombinedRows(y_TH=out.copy_(sums_TH))
+
+    def combine_unreduced(self, dispatched: Dispatched, result: ExpertRows) -> RankRows:
+        """Bring every token's results home, one row per (token, rank). Summing them is the caller's duty."""
+        return self._bring_home(dispatched, result, reduces=False, out=None, add=())
+
+    def _bring_home(
+        self,
+        dispatched: Dispatched,
+        result: ExpertRows,
+        *,
+        reduces: bool,
+        out: Tensor | None,
+        add: Sequence[Tensor],
+    ) -> RankRows:
+        self._take(dispatched)
+        cargo, path = dispatched.cargo, dispatched.return_path
+        stats = self.stats[cargo.layer]
+        try:
+            if reduces != cargo.reduces_ranks:
+                raise ContractError(
+                    f"the {'exchange' if reduces else 'caller'} was asked to reduce over ranks",
+                    expected=f"the {'exchange' if cargo.reduces_ranks else 'caller'} to do it, as the plan says",
+                    fix="call combine_unreduced" if reduces else "call combine",
+                )
+            rows_RH = check_expert_rows(result, dispatched.received).rows_RH
+            for tensor in ([] if out is None else [out]) + list(add):
+                check_output(cargo, tensor, path.num_tokens)
+            packets = cargo.combine_layout.pack(
+                cargo.combine_wire.encode(rows_RH).payloads, rows_RH.shape[0], rows_RH.device
+            )
+        except Exception as error:
+            self._fail(cargo, Phase.COMBINE, dispatched.round, error, path)
+        with stats.waiting("combine"):
+            home = self._return(cargo, dispatched.round, path, packets, None)
+        payloads = cargo.combine_layout.unpack(torch.cat(home))
+        encoded = EncodedRows(format=cargo.combine_wire, hidden_size=cargo.hidden_size, payloads=payloads)
+        rows_by_rank = encoded.decode(torch.float32).split([t.numel() for t in path.tokens_by_rank])
+        stats.count_combine([n * cargo.combine_layout.stride for n in path.received_counts])
+        return RankRows(
+            rows_by_rank=tuple(rows_by_rank),
+            tokens_by_rank=path.tokens_by_rank,
+            num_tokens=path.num_tokens,
+            dtype=cargo.dtype,
+        )
+
+    def _return(
+        self, cargo: Cargo, round: int, path: ReturnPath, packets: Tensor, error: Exception | None
+    ) -> list[Tensor]:
+        """Send every source rank its rows, behind an announcement; return what came home, by rank."""
+        stride = cargo.combine_layout.stride
+        front = -(-ANNOUNCEMENT_BYTES // stride)  # rows that the announcement takes
+        notice = self._announcement(cargo, Phase.COMBINE, round, path.num_tokens, [], error)
+        head = notice.encode(front * stride).view(front, stride).to(packets.device)
+        outgoing = [part for rows in packets.split(path.received_counts) for part in (head, rows)]
+        expected = [tokens.numel() for tokens in path.tokens_by_rank]
+        arrived = self.group.all_to_all_rows(
+            torch.cat(outgoing),
+            [front + n for n in path.received_counts],
+            [front + n for n in expected],
+            phase=f"combine of layer {cargo.layer!r}",
+        )
+        parts = arrived.split([front + n for n in expected])
+        listen(self.group, notice, [Announcement.decode(p[:front].flatten()) for p in parts], cargo.layer)
+        return [part[front:] for part in parts]
+
+    def _take(self, dispatched: Dispatched) -> None:
+        """Take a handle out of flight, or say why it cannot be combined now."""
+        if not isinstance(dispatched, Dispatched):
+            raise ContractError(
+                f"combine was given {describe(dispatched)} as its handle",
+                expected="the Dispatched that dispatch returned",
+                fix="pass dispatch's return value",
+            )
+        oldest = self._in_flight[0] if self._in_flight else None
+        if oldest is not dispatched:
+            known = any(d is dispatched for d in self._in_flight)
+            found = "an earlier dispatch is still in flight" if known else "this handle is not in flight"
+            raise HandleError(
+                found,
+                expected="each dispatch to be combined once, in the order of the dispatches",
+                fix="combine the oldest dispatch first" if known else "dispatch again",
+                layer=dispatched.cargo.layer,
+                rank=self.group.rank,
+            )
+        self._in_flight.popleft()
+
+    # -- Shared fate ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def shared_fate(self, cargo: Cargo) -> Iterator[Fate]:
+        """One round trip of one layer, in which an error on one rank reaches all ranks, wherever it happens."""
+        self._check_turn(cargo)
+        fate = Fate(exchange=self, cargo=cargo)
+        try:
+            yield fate
+        except Exception as error:
+            if fate.owes is Phase.DISPATCH:
+                self._round += 1
+                self._fail(cargo, Phase.DISPATCH, self._round, error)
+            if fate.owes is Phase.COMBINE and fate.dispatched is not None:
+                self._take(fate.dispatched)
+                self._fail(cargo, Phase.COMBINE, fate.dispatched.round, error, fate.dispatched.return_path)
+            raise
+
+    def _fail(
+        self, cargo: Cargo, phase: Phase, round: int, error: Exception, path: ReturnPath | None = None
+    ) -> NoReturn:
+        """Tell the others that this rank failed, then raise its error."""
+        if isinstance(error, TokenyardError):
+            error.at(layer=cargo.layer, rank=self.group.rank)
+        if phase is Phase.DISPATCH:
+            self._announce(cargo, phase, round, 0, [0] * self.group.size, error)
+        elif path is not None:
+            nothing = torch.zeros(
+                sum(path.received_counts),
+                cargo.combine_layout.stride,
+                dtype=torch.uint8,
+                device=self.group.device,
+            )
+            self._return(cargo, round, path, nothing, error)
+        raise error
+
+    def _announcement(
+        self, cargo: Cargo, phase: Phase, round: int, tokens: int, counts: list[int], error: Exception | None
+    ) -> Announcement:
+        return Announcement(
+            plan=self._plan_id,
+            layer=cargo.index,
+            phase=phase,
+            round=round,
+            tokens=tokens,
+            counts=tuple(counts),
+            error="" if error is None else f"{type(error).__name__}: {error}",
+        )
+
+    def _announce(
+        self,
+        cargo: Cargo,
+        phase: Phase,
+        round: int,
+        tokens: int,
+        counts: list[int],
+        error: Exception | None = None,
+    ) -> list[Announcement]:
+        """Tell every rank what this one is about to do, and hear the same of them."""
+        mine = self._announcement(cargo, phase, round, tokens, counts, error)
+        encoded = mine.encode(ANNOUNCEMENT_BYTES + 8 * self.group.size).to(self.group.device)
+        gathered = self.group.all_gather(encoded, phase=f"{phase.value} of layer {cargo.layer!r}")
+        heard = [Announcement.decode(part) for part in gathered]
+        listen(self.group, mine, heard, cargo.layer)
+        return heard
+
+    def close(self) -> None:
+        """No more rounds."""
+        self._closed = True
+        self._in_flight.clear()

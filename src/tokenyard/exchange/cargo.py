@@ -1,0 +1,158 @@
+"""What an exchange is told of a layer (`Cargo`), and what it hands out: batches, handles, the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from tokenyard.errors import InputError
+from tokenyard.formats.base import EncodedRows, Format, Payload, dtype_name
+from tokenyard.placement import Placement
+from tokenyard.routing import Routes
+from tokenyard.rows import LocalRoutes, ReceivedRows, RoutingLogits, describe
+from tokenyard.workspace import LayerBytes, RowLayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cargo:
+    """What an exchange must carry for one layer."""
+
+    layer: str
+    index: int  # of the layer in its plan
+    hidden_size: int
+    num_experts: int
+    top_k: int
+    max_tokens: int
+    dtype: torch.dtype
+    wire: Format
+    combine_wire: Format
+    placement: Placement
+    routed_scaling: float = 1.0
+    carries_logits: bool = False  # logits travel instead of routes
+    extra: tuple[Payload, ...] = ()  # further per-token payloads of the caller's
+    reduces_ranks: bool = True  # else the caller does
+
+    @cached_property
+    def dispatch_layout(self) -> RowLayout:
+        """A packet on the way out: the encoded row, its routes (or logits), the further payloads."""
+        if self.carries_logits:
+            routes = [Payload(name="logits", dtype=torch.float32, width=self.num_experts)]
+        else:
+            routes = [
+                Payload(name="ids", dtype=torch.int32, width=self.top_k),
+                Payload(name="weights", dtype=torch.float32, width=self.top_k),
+            ]
+        return RowLayout.of([*self.wire.payloads(self.hidden_size), *routes, *self.extra])
+
+    @cached_property
+    def combine_layout(self) -> RowLayout:
+        """A packet on the way back: the result row in the combine wire's format."""
+        return RowLayout.of(self.combine_wire.payloads(self.hidden_size))
+
+    @cached_property
+    def nbytes(self) -> LayerBytes:
+        """The memory that a round trip of this layer takes on one rank, at most."""
+        rows = self.placement.world * self.max_tokens
+        out, back = self.dispatch_layout.stride, self.combine_layout.stride
+        return LayerBytes(dispatch_row=out, combine_row=back, dispatch=rows * out, combine=rows * back)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReturnPath:
+    """How results get home: which of my tokens went to each rank, and how many rows each rank sent me."""
+
+    tokens_by_rank: tuple[Tensor, ...]
+    received_counts: tuple[int, ...]
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Dispatched:
+    """The handle of one dispatch: the batch that arrived here, and the way back. Combined exactly once."""
+
+    received: ReceivedRows
+    cargo: Cargo
+    round: int
+    return_path: ReturnPath
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Outgoing:
+    """A checked batch, ready to be moved."""
+
+    rows: EncodedRows
+    routes: Routes | RoutingLogits
+    extra: Mapping[str, Tensor]
+    tokens_by_rank: tuple[Tensor, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the tokens of this rank."""
+        return self.rows.num_rows
+
+
+def tokens_by_rank(rank_TK: Tensor, world: int) -> tuple[Tensor, ...]:
+    """For each rank, the tokens (ascending) that have an expert there: each once, however many experts.
+
+    >>> [tokens.tolist() for tokens in tokens_by_rank(torch.tensor([[0, 0], [1, -1], [1, 0]]), world=3)]
+    [[0, 2], [1, 2], []]
+    """
+    # One column more than ranks takes the choices of nobody.
+    goes_TW = torch.zeros(rank_TK.shape[0], world + 1, dtype=torch.bool, device=rank_TK.device)
+    goes_TW.scatter_(1, torch.where(rank_TK < 0, world, rank_TK), True)
+    return tuple(goes_TW[:, rank].nonzero().squeeze(1) for rank in range(world))
+
+
+def check_extra(cargo: Cargo, extra: Mapping[str, Tensor], num_tokens: int) -> None:
+    declared = {payload.name: payload for payload in cargo.extra}
+    if set(extra) != set(declared):
+        raise InputError(
+            f"the further payloads are {sorted(extra)}",
+            expected=f"{sorted(declared)}, as the layer declares",
+            fix="declare them in LayerSpec(payloads=…) and pass each one in every call",
+        )
+    for name, tensor in extra.items():
+        declared[name].check(tensor, num_tokens)
+
+
+def check_logits(cargo: Cargo, routes: object, num_tokens: int) -> RoutingLogits:
+    logits_TE = routes.logits_RE if isinstance(routes, RoutingLogits) else None
+    found = routes if logits_TE is None else logits_TE
+    expected = (num_tokens, cargo.num_experts)
+    if logits_TE is None or tuple(logits_TE.shape) != expected or logits_TE.dtype != torch.float32:
+        raise InputError(
+            f"the layer's experts route by themselves, and were given {describe(found)}",
+            expected=f"RoutingLogits of float32{list(expected)}",
+            fix="pass the router's logits, not routes",
+        )
+    return RoutingLogits(logits_RE=logits_TE)
+
+
+def check_output(cargo: Cargo, tensor: Tensor, num_tokens: int) -> None:
+    expected = (num_tokens, cargo.hidden_size)
+    if not isinstance(tensor, Tensor) or tuple(tensor.shape) != expected or tensor.dtype != cargo.dtype:
+        raise InputError(
+            f"a tensor to write into or to add is {describe(tensor)}",
+            expected=f"{dtype_name(cargo.dtype)}{list(expected)}: the shape and dtype of the input",
+            fix="allocate it with torch.empty_like(x_TH)",
+        )
+
+
+def received_rows(cargo: Cargo, packets: Tensor, counts: tuple[int, ...]) -> ReceivedRows:
+    """The packets that arrived, as a batch: views of the bytes, no copy."""
+    tensors = cargo.dispatch_layout.unpack(packets)
+    names = [payload.name for payload in cargo.wire.payloads(cargo.hidden_size)]
+    rows = EncodedRows(
+        format=cargo.wire, hidden_size=cargo.hidden_size, payloads={name: tensors[name] for name in names}
+    )
+    routes: LocalRoutes | RoutingLogits
+    if cargo.carries_logits:
+        routes = RoutingLogits(logits_RE=tensors["logits"])
+    else:
+        routes = LocalRoutes(ids_RK=tensors["ids"], weights_RK=tensors["weights"])
+    extra = {payload.name: tensors[payload.name] for payload in cargo.extra}
+    return ReceivedRows(rows=rows, routes=routes, counts_W=counts, extra=extra)

@@ -1,0 +1,59 @@
+"""What an exchange counts: rows, bytes and waits, per layer and per rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class LayerStats:
+    """Counters of one layer on one rank. Lists have an entry for each rank of the group."""
+
+    world: int
+    rounds: int = 0
+    tokens: int = 0
+    rows_sent: list[int] = field(default_factory=list)
+    rows_received: list[int] = field(default_factory=list)
+    dispatch_bytes: list[int] = field(default_factory=list)  # put on the wire for each rank
+    combine_bytes: list[int] = field(default_factory=list)
+    wait_s: dict[str, float] = field(default_factory=lambda: {"dispatch": 0.0, "combine": 0.0})
+
+    def __post_init__(self) -> None:
+        for name in ("rows_sent", "rows_received", "dispatch_bytes", "combine_bytes"):
+            setattr(self, name, [0] * self.world)
+
+    def count_dispatch(
+        self, tokens: int, sent: Sequence[int], received: Sequence[int], nbytes: Sequence[int]
+    ) -> None:
+        """One more dispatch."""
+        self.rounds += 1
+        self.tokens += tokens
+        _add(self.rows_sent, sent)
+        _add(self.rows_received, received)
+        _add(self.dispatch_bytes, nbytes)
+
+    def count_combine(self, nbytes: Sequence[int]) -> None:
+        """One more combine."""
+        _add(self.combine_bytes, nbytes)
+
+    @contextmanager
+    def waiting(self, phase: str) -> Iterator[None]:
+        """Count the seconds in which this rank moves bytes or waits for others."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.wait_s[phase] += time.monotonic() - started
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+def _add(totals: list[int], more: Sequence[int]) -> None:
+    for rank, count in enumerate(more):
+        totals[rank] += count

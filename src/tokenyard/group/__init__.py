@@ -1,0 +1,16 @@
+"""Groups: the ranks that exchange with each other, and the launcher that starts them."""
+
+from tokenyard.group.base import DEFAULT_DEADLINE, Disagreement, Group
+from tokenyard.group.distributed import DistributedGroup
+from tokenyard.group.launch import launch
+from tokenyard.group.threads import ThreadGroup, thread_groups
+
+__all__ = [
+    "DEFAULT_DEADLINE",
+    "Disagreement",
+    "DistributedGroup",
+    "Group",
+    "ThreadGroup",
+    "launch",
+    "thread_groups",
+]

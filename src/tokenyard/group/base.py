@@ -1,0 +1,123 @@
+"""What a group is: ranks that move bytes between each other, agree on values, and never wait forever.
+
+A group is the *only* thing that waits. Every wait is scoped to the ranks of the group and bounded by its
+deadline: two groups side by side (pipeline stages) cannot wait for each other, and a rank that is gone gives
+`PeerLost` instead of a hang.
+
+A group moves bytes (`uint8`), whatever they mean: collectives of torch.distributed refuse float8 and sum in an
+order of their own, so neither the dtype nor the sum is left to them. Every collective takes the name of the
+`phase` it serves; errors say it.
+
+Collectives:
+
+    all_gather(mine[n])                          → [W, n]     the same n on every rank
+    all_gather_rows(mine[n, B], counts)          → [Σ counts, B]   counts[w] rows from rank w
+    all_to_all_rows(rows[Σ send, B], send, recv) → [Σ recv, B]     send[w] rows to rank w, recv[w] from it
+    gather_json(value)                           → [value of rank 0, value of rank 1, …]
+    agree(what, value)                           raises `Disagreement` on every rank if values differ
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenyard.errors import GroupError, InputError
+from tokenyard.rows import describe
+
+# Seconds that any single wait may take. A rank that compiles kernels or loads weights between two calls is
+# late by less than this; a rank that died is found out as soon as its connection closes.
+DEFAULT_DEADLINE = 60.0
+
+
+class Disagreement(GroupError):
+    """The ranks of a group hold different values for what must be one value. Raised on every rank."""
+
+    def __init__(self, what: str, by_rank: list[Any], *, rank: int | None = None) -> None:
+        self.by_rank = by_rank
+        values = ", ".join(f"rank {r} has {value!r}" for r, value in enumerate(by_rank))
+        super().__init__(
+            f"ranks disagree on {what}: {values}",
+            expected="the same value on every rank of the group",
+            fix=f"set {what} from one source on all ranks",
+            rank=rank,
+        )
+
+
+class Group(ABC):
+    """The ranks that exchange. `rank` counts within the group."""
+
+    rank: int
+    size: int
+    name: str
+    deadline: float
+    device: torch.device  # where the bytes of a collective live
+    _plans = 0
+
+    @abstractmethod
+    def all_gather(self, mine: Tensor, *, phase: str) -> Tensor:
+        """Every rank's bytes, in rank order: `[n]` → `[W, n]`."""
+
+    @abstractmethod
+    def all_gather_rows(self, mine: Tensor, counts: Sequence[int], *, phase: str) -> Tensor:
+        """Every rank's rows of bytes, in rank order; `counts[w]` is the number of rows of rank w."""
+
+    @abstractmethod
+    def all_to_all_rows(
+        self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, phase: str
+    ) -> Tensor:
+        """Send `send[w]` rows of bytes to rank w (consecutive in `rows`), return what all ranks sent here."""
+
+    @abstractmethod
+    def subgroup(self, ranks: Sequence[int], *, name: str | None = None) -> Group:
+        """A group of some of these ranks. Collective over *those* ranks only; nobody else is waited for."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what the group holds. Later calls raise."""
+
+    def barrier(self, *, phase: str = "barrier") -> None:
+        """Return when every rank of the group has come here."""
+        self.all_gather(torch.zeros(1, dtype=torch.uint8, device=self.device), phase=phase)
+
+    def gather_json(self, value: Any, *, phase: str = "gather_json") -> list[Any]:
+        """Every rank's value, in rank order. Values travel as JSON: nothing is executed on arrival."""
+        encoded = json.dumps(value, sort_keys=True, allow_nan=True).encode()
+        size = torch.tensor([len(encoded)], dtype=torch.int64).view(torch.uint8)
+        sizes = self.all_gather(size.to(self.device), phase=phase).cpu().view(torch.int64).flatten().tolist()
+        mine = torch.zeros(max(sizes), dtype=torch.uint8)
+        mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        gathered = self.all_gather(mine.to(self.device), phase=phase).cpu()
+        return [json.loads(bytes(row[:size].tolist())) for row, size in zip(gathered, sizes, strict=True)]
+
+    def agree(self, what: str, value: Any) -> None:
+        """Compare a value across ranks. If it differs, every rank raises and learns who has what."""
+        by_rank = self.gather_json(value, phase=f"agreement on {what}")
+        if any(other != by_rank[0] for other in by_rank):
+            raise Disagreement(what, by_rank, rank=self.rank)
+
+    def count_plan(self) -> int:
+        """The number of the next plan of this group. Plans are made in one order on all ranks: it is checked."""
+        self._plans += 1
+        return self._plans
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, rank {self.rank} of {self.size})"
+
+    def _check_bytes(self, tensor: Tensor, dims: int, rows: int | None = None) -> Tensor:
+        """Raise unless `tensor` is contiguous bytes on the group's device."""
+        fits = tensor.dtype == torch.uint8 and tensor.dim() == dims and tensor.device.type == self.device.type
+        if not fits or (rows is not None and tensor.shape[0] != rows):
+            what = "a vector" if dims == 1 else f"a matrix of {rows} rows"
+            raise InputError(
+                f"a collective was given {describe(tensor)} on {tensor.device}",
+                expected=f"{what} of uint8 on {self.device}",
+                fix="send the bytes of a tensor: `.view(torch.uint8)`",
+                rank=self.rank,
+            )
+        return tensor.contiguous()

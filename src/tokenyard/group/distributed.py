@@ -1,0 +1,154 @@
+"""Ranks of torch.distributed: gloo between CPU processes and hosts, NCCL between GPUs.
+
+All traps of the library underneath are dealt with here, once:
+
+- float8 and friends are refused by gloo ("Invalid scalar type"): only bytes travel.
+- The deadline is given to each wait, so that a group made by somebody else, with a timeout of half an hour,
+  is bounded too.
+- gloo says only "Timed out" (or "Connection closed by peer", when a process died) and never who. The ranks
+  that wait write their names into the group's store, and who has not is missing.
+- After such an error the connections are in an unknown state: the group is broken for good and says so.
+- torch 2.13 renames `all_gather_into_tensor`; it is called here only.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tokenyard.errors import GroupError, InputError, PeerLost
+from tokenyard.group.base import DEFAULT_DEADLINE, Group
+
+# Seconds in which the other waiting ranks write their names once this rank's wait has failed. All ranks enter
+# a collective within a few milliseconds of each other, and so do their deadlines pass.
+_ROLL_CALL = 1.0
+
+_all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+class DistributedGroup(Group):
+    """A process group of torch.distributed, as tokenyard uses it. None stands for the default group."""
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        name: str = "world",
+        deadline: float = DEFAULT_DEADLINE,
+    ) -> None:
+        if not dist.is_initialized():
+            raise GroupError(
+                "torch.distributed is not initialized",
+                expected="a process group",
+                fix="call torch.distributed.init_process_group first, or use tokenyard.launch",
+            )
+        resolved = process_group if process_group is not None else dist.group.WORLD
+        assert resolved is not None
+        self._process_group = resolved
+        self.rank, self.size = resolved.rank(), resolved.size()
+        self.name, self.deadline = name, deadline
+        on_gpu = "nccl" in dist.get_backend(resolved)
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self._broken: str | None = None
+        self._calls = 0
+
+    def all_gather(self, mine: Tensor, *, phase: str) -> Tensor:
+        mine = self._check_bytes(mine, 1)
+        gathered = torch.empty(self.size * mine.numel(), dtype=torch.uint8, device=self.device)
+        self._run(_all_gather_single, gathered, mine, phase=phase)
+        return gathered.view(self.size, -1)
+
+    def all_gather_rows(self, mine: Tensor, counts: Sequence[int], *, phase: str) -> Tensor:
+        mine = self._check_bytes(mine, 2, counts[self.rank])
+        most, width = max(counts), mine.shape[1]
+        if most == 0:
+            return mine
+        # The library gathers equal shapes only: everybody pads to the longest.
+        padded = mine.new_empty(most, width)
+        padded[: counts[self.rank]] = mine
+        gathered = mine.new_empty(self.size * most, width)
+        self._run(_all_gather_single, gathered, padded, phase=phase)
+        parts = gathered.view(self.size, most, width)
+        return torch.cat([parts[w, :count] for w, count in enumerate(counts)])
+
+    def all_to_all_rows(
+        self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, phase: str
+    ) -> Tensor:
+        rows = self._check_bytes(rows, 2, sum(send))
+        received = rows.new_empty(sum(receive), rows.shape[1])
+        if rows.shape[1] > 0:
+            splits = {"output_split_sizes": list(receive), "input_split_sizes": list(send)}
+            self._run(dist.all_to_all_single, received, rows, phase=phase, **splits)
+        return received
+
+    def _run(self, collective: Callable[..., Any], *tensors: Tensor, phase: str, **splits: Any) -> None:
+        """Start a collective and wait for it, no longer than the deadline."""
+        if self._broken is not None:
+            raise GroupError(
+                f"group {self.name!r} is broken: {self._broken}",
+                expected="a group all of whose ranks are there",
+                fix="make a new group of the ranks that are left",
+                rank=self.rank,
+            )
+        self._calls += 1
+        started = time.monotonic()
+        try:
+            work = collective(*tensors, group=self._process_group, async_op=True, **splits)
+            work.wait(timedelta(seconds=self.deadline))
+        except RuntimeError as error:
+            waited = time.monotonic() - started
+            missing = self._roll_call()
+            detail = "" if "timed out" in str(error).lower() else str(error).splitlines()[0][:200]
+            lost = PeerLost(missing, phase=phase, waited=waited, rank=self.rank, detail=detail)
+            self._broken = lost.found
+            raise lost from error
+
+    def _roll_call(self) -> list[int]:
+        """Which ranks do not wait in this call: those that have not written their names in time."""
+        try:
+            store = _store_of(self._process_group)
+            keys = [f"tokenyard/{self.name}/{self._calls}/{rank}" for rank in range(self.size)]
+            store.set(keys[self.rank], "waiting")
+            until = time.monotonic() + _ROLL_CALL
+            while time.monotonic() < until and not store.check(keys):
+                time.sleep(0.02)
+            return [rank for rank, key in enumerate(keys) if not store.check([key])]
+        except Exception:  # the store's own host may be the rank that died: then nobody can tell
+            return []
+
+    def subgroup(self, ranks: Sequence[int], *, name: str | None = None) -> DistributedGroup:
+        if self.rank not in ranks or len(set(ranks)) != len(ranks):
+            raise InputError(
+                f"rank {self.rank} asks for a subgroup of ranks {list(ranks)}",
+                expected="distinct ranks that include the caller's own",
+                fix="call subgroup only on the ranks that belong to it",
+                rank=self.rank,
+            )
+        global_ranks = [dist.get_global_rank(self._process_group, r) for r in ranks]
+        # Local synchronization: only the members take part, other stages are not waited for.
+        process_group = dist.new_group(
+            global_ranks, timeout=timedelta(seconds=self.deadline), use_local_synchronization=True
+        )
+        name = name or f"{self.name}/{'-'.join(map(str, ranks))}"
+        return DistributedGroup(process_group, name=name, deadline=self.deadline)
+
+    def close(self) -> None:
+        """Close this door. The process group belongs to whoever made it, and stays."""
+        self._broken = self._broken or "it was closed"
+
+
+def _store_of(process_group: dist.ProcessGroup) -> Any:
+    """The store through which the processes of a group found each other."""
+    return dist.distributed_c10d._world.pg_map[process_group][1]
+
+
+def loopback_interface() -> str | None:
+    """The name of the loopback interface, which local ranks talk over."""
+    return next((name for name in ("lo", "lo0") if os.path.exists(f"/sys/class/net/{name}")), None)

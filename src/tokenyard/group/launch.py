@@ -1,0 +1,244 @@
+"""Start the ranks of a group, as threads or as processes, and bring back what they return.
+
+    def main(group, greeting):
+        return f"{greeting} from rank {group.rank} of {group.size}"
+
+    launch(4, main, "hello", ranks="processes")
+
+Processes come from a forkserver that has torch loaded: four ranks start in 0.1 s, where spawn needs 3.4 s.
+They meet over loopback, at a port that the parent holds open. A rank that raises or dies ends the others'
+waits (their connections close); `launch` raises the *first* error, with its rank, and leaves no process behind,
+not even when the parent itself is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from tokenyard.errors import InputError, PeerLost, RankError
+from tokenyard.group.base import DEFAULT_DEADLINE, Group
+from tokenyard.group.distributed import DistributedGroup, loopback_interface
+from tokenyard.group.threads import thread_groups
+
+Result = TypeVar("Result")
+
+# Seconds that the other ranks get to notice an error and report, beyond the deadline of their waits.
+_GRACE = 2.0
+_TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
+_FORKSERVER_PRELOAD = ["torch", "torch.distributed", "tokenyard.group.launch"]
+
+
+def launch(
+    world: int,
+    fn: Callable[..., Result],
+    *args: Any,
+    ranks: Literal["threads", "processes"] = "threads",
+    deadline: float = DEFAULT_DEADLINE,
+    threads_per_rank: int | None = None,
+) -> list[Result]:
+    """Run `fn(group, *args)` on every rank of a new group; return the results in rank order.
+
+    With `ranks="processes"`, `fn`, `args` and the results must be picklable, and a script that calls this
+    needs the usual `if __name__ == "__main__":`. `threads_per_rank` sets torch's intra-op threads; by default
+    the ranks share the machine's cores.
+
+    >>> launch(3, lambda group: sum(group.gather_json(group.rank)))
+    [3, 3, 3]
+    """
+    if world < 1:
+        raise InputError(f"world is {world}", expected="at least one rank", fix="pass world ≥ 1")
+    intra_op = threads_per_rank or max(1, (os.cpu_count() or 1) // world)
+    if ranks == "threads":
+        return _launch_threads(world, fn, args, deadline, intra_op)
+    if ranks == "processes":
+        return _launch_processes(world, fn, args, deadline, intra_op)
+    raise InputError(f"ranks is {ranks!r}", expected="'threads' or 'processes'", fix="choose one of them")
+
+
+def _rank_error(rank: int, error: BaseException, report: str) -> RankError:
+    summary = f"{type(error).__name__}: {error}"
+    raised = RankError(
+        f"rank {rank} raised {summary}",
+        expected="every rank to return",
+        fix="the error of that rank is the cause of this one",
+        rank=rank,
+    )
+    if report:
+        raised.add_note(f"On rank {rank}:\n{report}")
+    return raised
+
+
+def _launch_threads(
+    world: int, fn: Callable[..., Result], args: tuple[Any, ...], deadline: float, intra_op: int
+) -> list[Result]:
+    groups = thread_groups(world, deadline=deadline)
+    results: dict[int, Result] = {}
+    errors: list[tuple[int, BaseException]] = []
+    intra_op_before = torch.get_num_threads()
+
+    def run(rank: int) -> None:
+        torch.set_num_threads(intra_op)
+        try:
+            results[rank] = fn(groups[rank], *args)
+        except BaseException as error:
+            errors.append((rank, error))
+            groups[rank].leave(f"it raised {type(error).__name__}: {error}")
+        else:
+            groups[rank].leave("it has returned")
+
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.set_num_threads(intra_op_before)
+    if errors:
+        rank, error = _first_error(errors)
+        raise _rank_error(rank, error, "".join(traceback.format_exception(error))) from error
+    return [results[rank] for rank in range(world)]
+
+
+def _first_error(errors: list[tuple[int, BaseException]]) -> tuple[int, BaseException]:
+    """The first error that is not merely the loss of a rank that had an error of its own."""
+    causes = [item for item in errors if not isinstance(item[1], PeerLost)]
+    return (causes or errors)[0]
+
+
+def warm_forkserver() -> Any:
+    """Start the forkserver, if it is not running, and return its context. It loads torch meanwhile."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_FORKSERVER_PRELOAD)
+    from multiprocessing import forkserver
+
+    forkserver.ensure_running()
+    return context
+
+
+def _launch_processes(
+    world: int, fn: Callable[..., Result], args: tuple[Any, ...], deadline: float, intra_op: int
+) -> list[Result]:
+    context = warm_forkserver()
+    store = _TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=deadline)
+    )
+    job = pickle.dumps((fn, args))
+    connections: list[Connection] = []
+    processes = []
+    try:
+        for rank in range(world):
+            parent, child = context.Pipe()
+            process = context.Process(
+                target=_rank_main,
+                args=(rank, world, store.port, deadline, intra_op, child, job),
+                name=f"rank {rank}",
+                daemon=True,
+            )
+            process.start()
+            child.close()
+            connections.append(parent)
+            processes.append(process)
+        return _collect(connections, processes, deadline)
+    finally:
+        for connection in connections:
+            with contextlib.suppress(OSError):
+                connection.send_bytes(b"leave")
+            connection.close()
+        _end(processes)
+
+
+def _collect(connections: list[Connection], processes: list[Any], deadline: float) -> list[Any]:
+    """Wait for every rank's report. After the first error the others get their deadline to end, no longer."""
+    results: dict[int, Any] = {}
+    errors: list[tuple[int, BaseException, str]] = []
+    open_connections = {connection: rank for rank, connection in enumerate(connections)}
+    until: float | None = None
+    while open_connections and (until is None or time.monotonic() < until):
+        for ready in wait(list(open_connections), timeout=0.5):
+            connection = cast("Connection", ready)
+            rank = open_connections.pop(connection)
+            try:
+                outcome, value, report = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                processes[rank].join(1.0)
+                outcome, report = "error", ""
+                value = ProcessLookupError(f"the process ended with exit code {processes[rank].exitcode}")
+            if outcome == "result":
+                results[rank] = value
+            else:
+                errors.append((rank, value, report))
+                until = until or time.monotonic() + deadline + _GRACE
+    if errors:
+        rank, error = _first_error([(r, e) for r, e, _ in errors])
+        report = next(text for r, _, text in errors if r == rank)
+        raise _rank_error(rank, error, report) from error
+    return [results[rank] for rank in range(len(connections))]
+
+
+def _end(processes: list[Any]) -> None:
+    """See every process off: it leaves by itself, or it is ended."""
+    until = time.monotonic() + _GRACE
+    for process in processes:
+        process.join(max(0.0, until - time.monotonic()))
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+        process.join()
+        process.close()
+
+
+def _rank_main(
+    rank: int, world: int, port: int, deadline: float, intra_op: int, parent: Connection, job: bytes
+) -> None:
+    """The life of one rank's process."""
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C and ends its ranks
+    torch.set_num_threads(intra_op)
+    if (interface := loopback_interface()) is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    try:
+        fn, args = pickle.loads(job)
+        timeout = timedelta(seconds=deadline)
+        store = _TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+        group: Group = DistributedGroup(deadline=deadline)
+        outcome: tuple[str, Any, str] = ("result", fn(group, *args), "")
+    except BaseException as error:
+        outcome = ("error", _picklable(error), traceback.format_exc())
+    parent.send_bytes(pickle.dumps(outcome))
+    if outcome[0] == "result":
+        # Others may still read from this rank's connections: it stays until all have reported.
+        with contextlib.suppress(EOFError, OSError):
+            parent.recv_bytes()
+    os._exit(0)
+
+
+def _picklable(error: BaseException) -> BaseException:
+    """The error, or where it cannot travel to the parent, one that says the same."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel (Linux) to end this process when the forkserver ends, which ends with its parent."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG

@@ -1,0 +1,199 @@
+"""Ranks as threads of one process: the group for tests, notebooks and a first look.
+
+The ranks of a group meet at one `_MeetingPoint`. A collective is one *call*: each rank posts what it brings
+and waits until all have posted, then takes what is for it. Ranks count their calls, so a rank that is ahead
+meets the others in the right call, and ranks that make *different* calls (one gathers, another exchanges
+rows) find out and raise `Drifted` on every rank.
+
+The first rank whose deadline passes publishes the verdict: who is missing. Every rank of the group then
+raises the same `PeerLost`, the late one included, when it arrives.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenyard.errors import Drifted, GroupError, InputError, PeerLost
+from tokenyard.group.base import DEFAULT_DEADLINE, Group
+
+
+@dataclass
+class _Call:
+    """One collective call: what each rank brought, and how many have taken their share."""
+
+    brought: dict[int, tuple[str, Any]] = field(default_factory=dict)
+    complete: threading.Event = field(default_factory=threading.Event)
+    taken: int = 0
+
+
+class _MeetingPoint:
+    """Where the threads of one group meet."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.lock = threading.Lock()
+        self.calls: dict[int, _Call] = {}
+        self.subgroups: dict[tuple[tuple[int, ...], int], _MeetingPoint] = {}
+        self.gone: dict[int, str] = {}
+        self.verdict: Callable[[int], GroupError] | None = None
+
+    def meet(self, rank: int, number: int, kind: str, value: Any, deadline: float, phase: str) -> list[Any]:
+        """Bring a value to call `number`; return every rank's, in rank order, when all are there."""
+        with self.lock:
+            if self.verdict is not None:
+                raise self.verdict(rank)
+            call = self.calls.setdefault(number, _Call())
+            call.brought[rank] = (kind, value)
+            if len(call.brought) == self.size:
+                call.complete.set()
+            elif missing := [r for r in self.gone if r not in call.brought]:
+                self._give_up(missing, phase, 0.0, "; ".join(self.gone[r] for r in missing))
+        started = time.monotonic()
+        if not call.complete.wait(deadline):
+            with self.lock:
+                if not call.complete.is_set():
+                    missing = [r for r in range(self.size) if r not in call.brought]
+                    self._give_up(missing, phase, time.monotonic() - started, "")
+        with self.lock:
+            if len(call.brought) < self.size:
+                assert self.verdict is not None
+                raise self.verdict(rank)
+            call.taken += 1
+            if call.taken == self.size:
+                del self.calls[number]
+        kinds = {r: k for r, (k, _) in sorted(call.brought.items())}
+        if len(set(kinds.values())) > 1:
+            raise Drifted(
+                "the ranks make different calls: " + ", ".join(f"rank {r} {k}" for r, k in kinds.items()),
+                expected="every rank of the group to make the same calls in the same order",
+                fix="look for a branch that only some ranks take",
+                rank=rank,
+            )
+        return [call.brought[r][1] for r in range(self.size)]
+
+    def _give_up(self, missing: list[int], phase: str, waited: float, detail: str) -> None:
+        """Publish the verdict and wake everybody who waits. The lock is held."""
+        if self.verdict is None:
+            self.verdict = lambda rank: PeerLost(
+                missing, phase=phase, waited=waited, rank=rank, detail=detail
+            )
+        for call in self.calls.values():
+            call.complete.set()
+
+    def leave(self, rank: int, why: str) -> None:
+        """A rank will not come again: whoever waits for it, now or later, raises at once."""
+        with self.lock:
+            self.gone[rank] = why
+            waiting = [c for c in self.calls.values() if rank not in c.brought and c.brought]
+            if waiting:
+                self._give_up([rank], "a collective call", 0.0, why)
+            subgroups = list(self.subgroups.items())
+        for (ranks, _), meeting_point in subgroups:
+            if rank in ranks:
+                meeting_point.leave(ranks.index(rank), why)
+
+
+class ThreadGroup(Group):
+    """One rank of a group of threads. Make all of them with `thread_groups`, or let `launch` do it."""
+
+    def __init__(self, rank: int, meeting_point: _MeetingPoint, name: str, deadline: float) -> None:
+        self.rank, self.size = rank, meeting_point.size
+        self.name, self.deadline = name, deadline
+        self.device = torch.device("cpu")
+        self._meeting_point = meeting_point
+        self._calls = 0
+        self._splits: dict[tuple[int, ...], int] = {}
+        self._closed = False
+
+    def _meet(self, kind: str, value: Any, phase: str) -> list[Any]:
+        if self._closed:
+            raise GroupError(
+                f"group {self.name!r} is closed",
+                expected="an open group",
+                fix="make a new one",
+                rank=self.rank,
+            )
+        self._calls += 1
+        return self._meeting_point.meet(self.rank, self._calls, kind, value, self.deadline, phase)
+
+    def all_gather(self, mine: Tensor, *, phase: str) -> Tensor:
+        mine = self._check_bytes(mine, 1)
+        # A copy is posted: this rank may change its tensor while others still read.
+        return torch.stack(self._meet("gathers bytes", mine.clone(), phase))
+
+    def all_gather_rows(self, mine: Tensor, counts: Sequence[int], *, phase: str) -> Tensor:
+        mine = self._check_bytes(mine, 2, counts[self.rank])
+        return torch.cat(self._meet("gathers rows", mine.clone(), phase))
+
+    def all_to_all_rows(
+        self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, phase: str
+    ) -> Tensor:
+        rows = self._check_bytes(rows, 2, sum(send))
+        posted = self._meet("exchanges rows", (rows.clone(), list(send)), phase)
+        parts = []
+        for (theirs, sent), expected in zip(posted, receive, strict=True):
+            start = sum(sent[: self.rank])
+            part = theirs[start : start + sent[self.rank]]
+            if part.shape[0] != expected:
+                raise Drifted(
+                    f"{part.shape[0]} rows came in {phase} where {expected} were announced",
+                    expected="the announced number of rows",
+                    fix="announce the counts that are sent",
+                    rank=self.rank,
+                )
+            parts.append(part)
+        return torch.cat(parts)
+
+    def subgroup(self, ranks: Sequence[int], *, name: str | None = None) -> ThreadGroup:
+        members = tuple(ranks)
+        if self.rank not in members or sorted(set(members)) != sorted(members):
+            raise InputError(
+                f"rank {self.rank} asks for a subgroup of ranks {list(members)}",
+                expected="distinct ranks that include the caller's own",
+                fix="call subgroup only on the ranks that belong to it",
+                rank=self.rank,
+            )
+        # The n-th subgroup of the same ranks is the same one on all of them: no wait is needed to find it.
+        self._splits[members] = number = self._splits.get(members, 0) + 1
+        parent = self._meeting_point
+        with parent.lock:
+            meeting_point = parent.subgroups.setdefault((members, number), _MeetingPoint(len(members)))
+            gone = [(r, why) for r, why in parent.gone.items() if r in members]
+        for rank, why in gone:
+            meeting_point.leave(members.index(rank), why)
+        return ThreadGroup(
+            members.index(self.rank),
+            meeting_point,
+            name or f"{self.name}/{'-'.join(map(str, members))}",
+            self.deadline,
+        )
+
+    def leave(self, why: str) -> None:
+        """Tell the others that this rank will not come again."""
+        self._meeting_point.leave(self.rank, why)
+
+    def close(self) -> None:
+        self._closed = True
+
+
+def thread_groups(
+    world: int, *, name: str = "threads", deadline: float = DEFAULT_DEADLINE
+) -> list[ThreadGroup]:
+    """The ranks of one group of threads, one `ThreadGroup` for each thread to use.
+
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> with ThreadPoolExecutor(2) as pool:
+    ...     list(pool.map(lambda group: group.gather_json(group.rank * 10), thread_groups(2)))
+    [[0, 10], [0, 10]]
+    """
+    if world < 1:
+        raise InputError(f"world is {world}", expected="at least one rank", fix="pass world ≥ 1")
+    meeting_point = _MeetingPoint(world)
+    return [ThreadGroup(rank, meeting_point, name, deadline) for rank in range(world)]

@@ -1,0 +1,82 @@
+"""The way of a token, on one page.
+
+x_TH ── router ──► routes
+  │                  │
+  └─► wire.encode ───┴─► dispatch ──► experts ──► combine ──► y_TH
+       (payloads)        one copy      (rows        (float32 sum over
+                         per rank       weighted     ranks, fixed order)
+                                        and summed
+                                        per rank)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor, nn
+
+from tokenyard.exchange import Fate
+from tokenyard.experts import ExpertWeights
+from tokenyard.plan import Plan
+from tokenyard.receiver import build_experts, run_experts
+from tokenyard.routing import Routes
+from tokenyard.rows import ExpertRows, RankRows
+from tokenyard.sender import check_rows, route
+
+
+class MoELayer(nn.Module):
+    """One layer of a plan, on this rank. Every rank of the group calls it, an idle one with T = 0.
+
+    `weights` are those of this rank's experts: `all_weights.select(plan.local_experts(name))`. They are
+    copied, or with `adopt=True` taken over. `shared` experts run on this rank's own tokens, and are added once.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        name: str,
+        weights: ExpertWeights,
+        *,
+        shared: Callable[[Tensor], Tensor] | None = None,
+        adopt: bool = False,
+    ) -> None:
+        super().__init__()
+        self.plan, self.shared = plan, shared
+        self.wiring = plan.wiring(name)
+        self.experts = build_experts(self.wiring, plan.group.rank, weights, adopt=adopt)
+
+    def forward(
+        self,
+        x_TH: Tensor,
+        routes_or_logits: Routes | Tensor,
+        *,
+        payloads: Mapping[str, Tensor] | None = None,
+        out: Tensor | None = None,
+        add: Tensor | None = None,
+    ) -> Tensor:
+        """Send tokens to their experts and bring the results home, into `out` if given, plus `add` if given."""
+        with self.plan.exchange.shared_fate(self.wiring.cargo) as fate:  # an error on one rank reaches all
+            result = self._go_out(fate, x_TH, routes_or_logits, payloads)
+            terms = [self.shared(x_TH)] if self.shared is not None else []
+            terms += [add] if add is not None else []
+            return fate.combine(result, out=out, add=terms).y_TH
+
+    def unreduced(
+        self, x_TH: Tensor, routes_or_logits: Routes | Tensor, *, payloads: Mapping[str, Tensor] | None = None
+    ) -> RankRows:
+        """The same up to the sum over ranks, which is the caller's duty here (`reduce_ranks="caller"`)."""
+        with self.plan.exchange.shared_fate(self.wiring.cargo) as fate:
+            return fate.combine_unreduced(self._go_out(fate, x_TH, routes_or_logits, payloads))
+
+    def _go_out(
+        self,
+        fate: Fate,
+        x_TH: Tensor,
+        routes_or_logits: Routes | Tensor,
+        payloads: Mapping[str, Tensor] | None,
+    ) -> ExpertRows:
+        check_rows(self.wiring, x_TH)
+        routes = route(self.wiring, routes_or_logits)
+        rows = self.wiring.wire.encode(x_TH)
+        received = fate.dispatch(rows, routes, payloads)
+        return run_experts(self.wiring, self.experts, received)

@@ -1,0 +1,250 @@
+"""Wiring: which party does each duty of a layer. Every duty has exactly one, or there is no wiring.
+
+A MoE layer is a chain of parts that could each do a job, and silently corrupts when two of them do it, or
+none. The jobs are named here (`Duty`), so are those who can do them (`Party`), and `wire_layer` assigns each
+job once, from what the parts declare. What they declare they cannot do comes back as a `Reason`.
+
+    duty             who has it
+    QUANTIZE         the sender, if the wire is quantized; else the experts, if they compute on quantized rows
+    PAD              whoever quantizes, if the format's alignment asks for it
+    SWIZZLE          the receiver, if the experts want swizzled scales: only linear ones travel
+    WEIGHT           the experts; the receiver, for kernels that do not finalize
+    REDUCE_EXPERTS   the experts; the receiver, for kernels that do not finalize
+    REDUCE_RANKS     the exchange; the caller, if the spec says so
+    ROUTED_SCALING   the router; the caller, if ready routes are passed in
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Any
+
+from tokenyard import experts as experts_room
+from tokenyard import formats
+from tokenyard.errors import Reason, TokenyardError
+from tokenyard.exchange import Cargo, Exchange
+from tokenyard.experts import Experts, ExpertsSpec, activation
+from tokenyard.formats import Format
+from tokenyard.formats.base import ROW_DTYPES, dtype_name
+from tokenyard.placement import placement_for
+from tokenyard.spec import LayerSpec
+
+
+class Duty(Enum):
+    """A job that exactly one party must do."""
+
+    QUANTIZE = "quantize"
+    PAD = "pad"
+    SWIZZLE = "swizzle"
+    WEIGHT = "weight"
+    REDUCE_EXPERTS = "reduce experts"
+    REDUCE_RANKS = "reduce ranks"
+    ROUTED_SCALING = "routed scaling"
+
+
+class Party(Enum):
+    """Who does a job. `NOBODY` means that there is nothing to do."""
+
+    CALLER = "caller"
+    ROUTER = "router"
+    SENDER = "sender"
+    EXCHANGE = "exchange"
+    RECEIVER = "receiver"
+    EXPERTS = "experts"
+    NOBODY = "–"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wiring:
+    """One layer, resolved and checked: every name is an object, every duty has its party."""
+
+    spec: LayerSpec
+    cargo: Cargo
+    exchange: type[Exchange]
+    experts: type[Experts]
+    expert_rows: Format | None
+    duties: Mapping[Duty, Party]
+
+    @property
+    def wire(self) -> Format:
+        """The format in which rows travel out."""
+        return self.cargo.wire
+
+    def experts_spec(self, rank: int) -> ExpertsSpec:
+        """What the experts of one rank must compute."""
+        return _experts_spec(self.spec, self.expert_rows, self.cargo.placement.num_local(rank))
+
+    def fields(self) -> dict[str, Any]:
+        """Plain values that say all that ranks must have in common."""
+        spec, cargo = self.spec, self.cargo
+        plain = {f.name: getattr(spec, f.name) for f in fields(spec)}
+        plain |= {
+            "dtype": dtype_name(spec.dtype),
+            "max_tokens": cargo.max_tokens,
+            "wire": str(cargo.wire),
+            "combine_wire": str(cargo.combine_wire),
+            "expert_rows": str(self.expert_rows),
+            "activation": str(activation(spec.activation)),
+            "router": None if spec.router is None else spec.router.fields(),
+            "routed_scaling": cargo.routed_scaling,
+            "placement": cargo.placement.fields(),
+            "experts": self.experts.name,
+            "payloads": [[p.name, dtype_name(p.dtype), p.width] for p in spec.payloads],
+            "duties": {duty.name: party.name for duty, party in self.duties.items()},
+        }
+        return plain
+
+
+def wire_layer(
+    spec: LayerSpec, *, index: int, world: int, exchange: type[Exchange], max_tokens: int | None
+) -> Wiring | Reason:
+    """Resolve a layer's names and assign its duties, or give the reason why that cannot be done."""
+    for check in (_check_sizes, _check_choices, _check_router, _check_payloads):
+        if (reason := check(spec)) is not None:
+            return reason
+    tokens = spec.max_tokens if spec.max_tokens is not None else max_tokens
+    if tokens is None or not _whole(tokens, least=1):
+        return Reason(field="max_tokens", value=tokens, why="say how many tokens a rank brings at most (≥ 1)")
+    own = formats.for_dtype(spec.dtype)
+    wire, combine_wire = formats.get(spec.wire or own), formats.get(spec.combine_wire or own)
+    expert_rows = None if spec.expert_rows is None else formats.get(spec.expert_rows)
+    if wire.quantized and expert_rows is not None and expert_rows.quantized and expert_rows != wire:
+        why = f"the rows arrive as {wire}, and would be quantized a second time"
+        return Reason(field="expert_rows", value=expert_rows, why=why)
+    experts = experts_room.get(spec.experts)
+    try:
+        placement = placement_for(spec.placement, spec.num_experts, world)
+    except TokenyardError as error:
+        return Reason(field="placement", value=error.found, why=f"expected {error.expected}")
+    cargo = Cargo(
+        layer=spec.name,
+        index=index,
+        hidden_size=spec.hidden_size,
+        num_experts=spec.num_experts,
+        top_k=spec.top_k,
+        max_tokens=tokens,
+        dtype=spec.dtype,
+        wire=wire,
+        combine_wire=combine_wire,
+        placement=placement,
+        routed_scaling=_scaling(spec),
+        carries_logits=experts.routes_itself,
+        extra=spec.payloads,
+        reduces_ranks=spec.reduce_ranks == "exchange",
+    )
+    reason = exchange.supports(cargo) or experts.supports(_experts_spec(spec, expert_rows, 1))
+    if reason is not None:
+        return reason
+    return Wiring(
+        spec=spec,
+        cargo=cargo,
+        exchange=exchange,
+        experts=experts,
+        expert_rows=expert_rows,
+        duties=_duties(spec, cargo, experts, expert_rows),
+    )
+
+
+def _duties(
+    spec: LayerSpec, cargo: Cargo, experts: type[Experts], expert_rows: Format | None
+) -> dict[Duty, Party]:
+    """Each duty's one party."""
+    quantizer, quantized = Party.NOBODY, None
+    if cargo.wire.quantized:
+        quantizer, quantized = Party.SENDER, cargo.wire
+    elif expert_rows is not None and expert_rows.quantized:
+        quantizer, quantized = Party.EXPERTS, expert_rows
+    pads = quantized is not None and quantized.padded_size(spec.hidden_size) > spec.hidden_size
+    has_scales = any(payload.name == "scales" for payload in cargo.wire.payloads(spec.hidden_size))
+    swizzles = experts.scale_layout == "swizzled" and has_scales
+    finisher = Party.EXPERTS if experts.finalizes else Party.RECEIVER
+    scaler = Party.CALLER if spec.router is None else Party.ROUTER
+    return {
+        Duty.QUANTIZE: quantizer,
+        Duty.PAD: quantizer if pads else Party.NOBODY,
+        Duty.SWIZZLE: Party.RECEIVER if swizzles else Party.NOBODY,
+        Duty.WEIGHT: Party.EXPERTS if spec.weight_on == "input" else finisher,
+        Duty.REDUCE_EXPERTS: finisher,
+        Duty.REDUCE_RANKS: Party.EXCHANGE if cargo.reduces_ranks else Party.CALLER,
+        Duty.ROUTED_SCALING: Party.NOBODY if cargo.routed_scaling == 1.0 else scaler,
+    }
+
+
+def _experts_spec(spec: LayerSpec, expert_rows: Format | None, num_local_experts: int) -> ExpertsSpec:
+    return ExpertsSpec(
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_local_experts=num_local_experts,
+        top_k=spec.top_k,
+        activation=activation(spec.activation),
+        bias=spec.bias,
+        weights=spec.weights,
+        dtype=spec.dtype,
+        rows=expert_rows,
+        weight_on=spec.weight_on,
+    )
+
+
+def _scaling(spec: LayerSpec) -> float:
+    if spec.routed_scaling is not None:
+        return spec.routed_scaling
+    return 1.0 if spec.router is None else spec.router.routed_scaling
+
+
+def _whole(value: object, *, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _check_sizes(spec: LayerSpec) -> Reason | None:
+    for name in ("hidden_size", "intermediate_size", "num_experts", "top_k"):
+        value = getattr(spec, name)
+        if not _whole(value, least=1):
+            return Reason(field=name, value=value, why="must be a whole number of at least 1")
+    return None
+
+
+def _check_choices(spec: LayerSpec) -> Reason | None:
+    if spec.dtype not in ROW_DTYPES:
+        known = ", ".join(map(dtype_name, ROW_DTYPES))
+        return Reason(field="dtype", value=dtype_name(spec.dtype), why=f"rows are {known}")
+    if spec.tensor_parallel != 1:
+        why = (
+            "an expert is never split between ranks (TP inside EP): its partial results would be summed twice"
+        )
+        return Reason(field="tensor_parallel", value=spec.tensor_parallel, why=why)
+    for name, choices in (("weight_on", ("output", "input")), ("reduce_ranks", ("exchange", "caller"))):
+        if getattr(spec, name) not in choices:
+            return Reason(field=name, value=getattr(spec, name), why=f"choose {' or '.join(choices)}")
+    return None
+
+
+def _check_router(spec: LayerSpec) -> Reason | None:
+    router = spec.router
+    if router is None:
+        if experts_room.get(spec.experts).routes_itself:
+            return Reason(field="router", value=None, why="experts that route by themselves need one")
+        return None
+    try:
+        router.check_experts(spec.num_experts)
+    except TokenyardError as error:
+        return Reason(field="router", value=error.found, why=f"expected {error.expected}")
+    if router.top_k != spec.top_k:
+        return Reason(field="top_k", value=spec.top_k, why=f"the layer's router chooses {router.top_k}")
+    if spec.routed_scaling is not None and spec.routed_scaling != router.routed_scaling:
+        why = f"the layer's router scales its weights by {router.routed_scaling} already"
+        return Reason(field="routed_scaling", value=spec.routed_scaling, why=why)
+    return None
+
+
+def _check_payloads(spec: LayerSpec) -> Reason | None:
+    reserved = {"data", "scales", "global_scale", "ids", "weights", "logits"}
+    names = [payload.name for payload in spec.payloads]
+    for name in names:
+        if name in reserved or names.count(name) > 1:
+            return Reason(field="payloads", value=name, why="a packet has a payload of this name already")
+    for payload in spec.payloads:
+        if payload.width < 1:
+            return Reason(field="payloads", value=payload.name, why="its width must be at least 1")
+    return None
