@@ -1,0 +1,164 @@
+"""What all experts keep to: one type of result, weights that are checked, copied and replaced in place."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from expert_cases import Case, receive, run
+
+from tokenyard.errors import ContractError, InputError, UnknownName
+from tokenyard.experts import EXPERTS, Experts, ExpertWeights, GroupedExperts, ReferenceExperts, get
+from tokenyard.rows import ExpertRows, UnfinalizedRows, check_expert_rows
+
+CLASSES = [ReferenceExperts, GroupedExperts]
+
+
+def test_the_registry() -> None:
+    assert set(EXPERTS) == {"reference", "grouped", "self_routing"}
+    assert get("grouped") is get(GroupedExperts) is GroupedExperts
+    with pytest.raises(UnknownName, match=r"unknown experts 'refrence'.*did you mean 'reference'"):
+        get("refrence")
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_one_type_of_result(cls: type[Experts]) -> None:
+    spec, weights, x_RH, routes = Case().build()
+    received = receive(x_RH, routes)
+    experts = cls(spec, weights)
+    assert check_expert_rows(experts(received), received).rows_RH.shape == (20, 32)
+    unfinalized = experts(received, finalize=False)
+    assert isinstance(unfinalized, UnfinalizedRows)
+    assert (unfinalized.num_rows, unfinalized.top_k) == (20, 3)
+    taken = routes.ids_RK >= 0
+    assert torch.equal(unfinalized.weights_N, routes.weights_RK[taken])
+    weighted_before = cls(replace(spec, weight_on="input"), weights)(received, finalize=False)
+    assert (weighted_before.weights_N == 1).all()
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_nothing_that_was_passed_in_is_changed(cls: type[Experts]) -> None:
+    spec, weights, x_RH, routes = Case(bias=True, R=60, weights="fp32").build()
+    kept = [t.clone() for t in (x_RH, routes.ids_RK, routes.weights_RK, *weights.by_name().values())]
+    experts = cls(spec, weights, adopt=True)
+    run(experts, x_RH, routes)
+    experts(receive(x_RH, routes), finalize=False)
+    now = [x_RH, routes.ids_RK, routes.weights_RK, *weights.by_name().values()]
+    assert all(torch.equal(a, b) for a, b in zip(kept, now, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("returned", "named"),
+    [
+        (lambda y: (y, None), "a tuple of 2"),
+        (lambda y: [y], "a list of 1"),
+        (lambda _: None, "None"),
+        (lambda y: y, r"a tensor float32\[20, 32\]"),
+    ],
+)
+@pytest.mark.parametrize("finalize", [True, False])
+def test_a_kernel_that_returns_something_else_is_refused(returned, named: str, finalize: bool) -> None:
+    class Loose(ReferenceExperts):
+        def compute(self, received, *, finalize):
+            return returned(super().compute(received, finalize=True).rows_RH)
+
+    spec, weights, x_RH, routes = Case().build()
+    wanted = "ExpertRows" if finalize else "UnfinalizedRows"
+    message = rf"Loose.compute\(finalize={finalize}\) returned {named}; expected {wanted}: one type"
+    with pytest.raises(ContractError, match=message):
+        Loose(spec, weights)(receive(x_RH, routes), finalize=finalize)
+
+
+def test_the_other_type_is_refused_too() -> None:
+    class Stubborn(ReferenceExperts):
+        def compute(self, received, *, finalize):
+            return super().compute(received, finalize=not finalize)
+
+    spec, weights, x_RH, routes = Case().build()
+    with pytest.raises(ContractError, match="returned a UnfinalizedRows; expected ExpertRows"):
+        Stubborn(spec, weights)(receive(x_RH, routes))
+    with pytest.raises(ContractError, match="returned a ExpertRows; expected UnfinalizedRows"):
+        Stubborn(spec, weights)(receive(x_RH, routes), finalize=False)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_weights_are_copied_unless_adopted(cls: type[Experts]) -> None:
+    spec, weights, x_RH, routes = Case(bias=True).build()
+    copied, adopted = cls(spec, weights), cls(spec, weights, adopt=True)
+    for name, tensor in weights.by_name().items():
+        assert copied.get_buffer(name).data_ptr() != tensor.data_ptr()
+        assert adopted.get_buffer(name).data_ptr() == tensor.data_ptr()
+    before_RH = run(copied, x_RH, routes)
+    weights.w2.zero_()
+    assert torch.equal(run(copied, x_RH, routes), before_RH)
+    assert not torch.equal(run(adopted, x_RH, routes), before_RH)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_load_replaces_in_place(cls: type[Experts]) -> None:
+    spec, weights, x_RH, routes = Case(bias=True).build()
+    _, others, _, _ = Case(bias=True, seed=9).build()
+    experts = cls(spec, weights)
+    places = {name: tensor.data_ptr() for name, tensor in experts.weights.by_name().items()}
+    experts.load_(others)
+    assert {name: tensor.data_ptr() for name, tensor in experts.weights.by_name().items()} == places
+    assert torch.equal(run(experts, x_RH, routes), run(cls(spec, others), x_RH, routes))
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("broken", ["w13", "w2", "b13", "b2", "missing"])
+def test_load_checks_everything_before_it_changes_anything(cls: type[Experts], broken: str) -> None:
+    spec, weights, _, _ = Case(bias=True).build()
+    _, others, _, _ = Case(bias=True, seed=9).build()
+    experts = cls(spec, weights)
+    if broken == "missing":
+        others = replace(others, b13=None)
+    else:
+        others = replace(others, **{broken: getattr(others, broken)[:-1]})
+    with pytest.raises(InputError):
+        experts.load_(others)
+    for name, tensor in weights.by_name().items():
+        assert torch.equal(experts.get_buffer(name), tensor)
+
+
+def test_messages_about_weights() -> None:
+    spec, weights, _, _ = Case().build()
+    with pytest.raises(
+        InputError, match=r"w13 is a tensor bfloat16\[4, 32, 48\]; expected bfloat16\[4, 48, 32\]"
+    ):
+        GroupedExperts(spec, replace(weights, w13=weights.w13.mT))
+    with pytest.raises(InputError, match=r"w2 is a tensor float32\[4, 32, 24\]; expected bfloat16"):
+        GroupedExperts(spec, replace(weights, w2=weights.w2.float()))
+    with pytest.raises(InputError, match=r"the weights hold b2, w13, w2; expected w13, w2 \(bias=False\)"):
+        GroupedExperts(spec, replace(weights, b2=torch.zeros(4, 32)))
+    with pytest.raises(InputError, match=r"this rank's 4 experts.*fix: pass this rank's experts only"):
+        GroupedExperts(spec, replace(weights, w13=weights.w13.repeat(2, 1, 1)))
+    reason = GroupedExperts.supports(replace(spec, weights="mxint3"))
+    assert reason is not None
+    assert str(reason) == "weights=mxint3: grouped experts hold weights in bf16, fp16, fp32"
+    with pytest.raises(InputError, match="ask `supports` first"):
+        GroupedExperts(replace(spec, weights="mxint3"), weights)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_biases_may_stay_in_float32(cls: type[Experts]) -> None:
+    spec, weights, x_RH, routes = Case(bias=True).build()
+    wide = replace(weights, b13=weights.b13.float(), b2=weights.b2.float())
+    assert torch.equal(run(cls(spec, wide), x_RH, routes), run(cls(spec, weights), x_RH, routes))
+
+
+def test_select_gives_one_ranks_weights() -> None:
+    _, weights, _, _ = Case(bias=True).build()
+    some = weights.select([2, 0])
+    assert torch.equal(some.w13, weights.w13[[2, 0]])
+    assert isinstance(some, ExpertWeights)
+    assert set(some.by_name()) == {"w13", "w2", "b13", "b2"}
+
+
+def test_results_do_not_share_memory() -> None:
+    spec, weights, x_RH, routes = Case().build()
+    experts = GroupedExperts(spec, weights)
+    first = experts(receive(x_RH, routes))
+    assert isinstance(first, ExpertRows)
+    kept = first.rows_RH.clone()
+    experts(receive(x_RH * 2, routes))
+    assert torch.equal(first.rows_RH, kept)

@@ -1,0 +1,183 @@
+"""The grouped experts: which product they choose, all choices in agreement, and experts that route."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from expert_cases import Case, build_experts, oracle, receive, run, run_unfinalized
+
+from tokenyard.errors import ContractError, InputError, UnknownName
+from tokenyard.experts import ExpertsSpec, GroupedExperts, SelfRoutingExperts, activation, get, grouped
+from tokenyard.experts.grouped import product_path, sum_choices
+from tokenyard.experts.pairs import sort_pairs
+from tokenyard.rows import LocalRoutes, ReceivedRows, RoutingLogits
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("rows", "hidden", "inner", "dtype", "device", "expected"),
+    [
+        (64, 2048, 1024, torch.bfloat16, CPU, "upcast"),
+        (16, 2048, 1024, torch.bfloat16, CPU, "upcast"),
+        (15, 2048, 1024, torch.bfloat16, CPU, "grouped_mm"),
+        (8, 2048, 1024, torch.float16, CPU, "upcast"),
+        (7, 2048, 1024, torch.float16, CPU, "grouped_mm"),
+        (64, 2048, 1024, torch.float32, CPU, "grouped_mm"),
+        (4, 100, 1024, torch.bfloat16, CPU, "mm"),
+        (4, 1, 8, torch.float32, CPU, "mm"),
+        (4, 100, 4, torch.float32, CPU, "grouped_mm"),
+        (4, 8, 7, torch.bfloat16, CPU, "mm"),
+        (64, 2048, 1024, torch.bfloat16, CUDA, "grouped_mm"),
+        (64, 2048, 1024, torch.float16, CUDA, "grouped_mm"),
+        (64, 2048, 1023, torch.bfloat16, CUDA, "mm"),
+        (0, 2048, 1024, torch.bfloat16, CPU, "grouped_mm"),
+    ],
+)
+def test_product_path(
+    rows: int, hidden: int, inner: int, dtype: torch.dtype, device: torch.device, expected: str
+) -> None:
+    assert product_path(rows, hidden, inner, dtype, device) == expected
+
+
+@pytest.mark.parametrize("path", ["grouped_mm", "upcast", "mm"])
+@pytest.mark.parametrize("case", [Case(R=70, bias=True), Case(R=70, L=9, weight_on="input")], ids=str)
+def test_every_path_computes_the_same_layer(path: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped, "product_path", lambda *_: path)
+    monkeypatch.setattr(grouped, "UPCAST_TILE", 300)  # several tiles, the last one not full
+    experts, x_RH, routes = build_experts("grouped", case)
+    expected_RH, bound_RH = oracle(case)
+    assert ((run(experts, x_RH, routes) - expected_RH).abs() <= bound_RH).all()
+    assert torch.equal(run_unfinalized(experts, x_RH, routes).finish().rows_RH, run(experts, x_RH, routes))
+
+
+def test_uneven_loads_choose_for_each_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(R=40, L=3, K=1)
+    experts, x_RH, routes = build_experts("grouped", case)
+    routes.ids_RK.zero_()
+    routes.ids_RK[-2:, 0] = 2
+    dtypes = []
+    product = grouped._product
+    monkeypatch.setattr(grouped, "_product", lambda x, w: dtypes.append(x.dtype) or product(x, w))
+    run(experts, x_RH, routes)
+    assert dtypes == [torch.float32] * 2 + [torch.bfloat16] * 2
+
+
+def test_weights_that_grouped_mm_cannot_take() -> None:
+    case = Case(R=6)
+    spec, weights, x_RH, routes = case.build()
+    odd = torch.empty(weights.w13.numel() + 1, dtype=torch.bfloat16)[1:].view(weights.w13.shape)
+    turned = torch.empty_like(weights.w2.transpose(1, 2)).contiguous().transpose(1, 2)
+    adopted = replace(weights, w13=odd.copy_(weights.w13), w2=turned.copy_(weights.w2))
+    expected_RH, bound_RH = oracle(case)
+    y_RH = run(GroupedExperts(spec, adopted, adopt=True), x_RH, routes)
+    assert ((y_RH - expected_RH).abs() <= bound_RH).all()
+
+
+@pytest.mark.parametrize("ids", ["random", "first", "sparse", "nobody"])
+def test_sum_choices_is_finish(ids: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped, "SUM_BLOCK", 100)
+    experts, x_RH, routes = build_experts("grouped", Case(ids=ids, R=33))
+    pairs = sort_pairs(routes, 4)
+    unfinalized = run_unfinalized(experts, x_RH, routes)
+    summed_RH = sum_choices(unfinalized.rows_NH * unfinalized.weights_N.unsqueeze(1), pairs)
+    assert torch.equal(summed_RH.view(torch.int32), unfinalized.finish().rows_RH.view(torch.int32))
+
+
+def test_ids_out_of_range_are_refused() -> None:
+    experts, x_RH, routes = build_experts("grouped", Case())
+    routes.ids_RK[3, 1] = 4
+    with pytest.raises(InputError, match="holds local expert id 4; expected ids from -1 to 3"):
+        run(experts, x_RH, routes)
+    with pytest.raises(InputError, match="one id and one weight"):
+        run(experts, x_RH, LocalRoutes(ids_RK=routes.ids_RK, weights_RK=routes.weights_RK[:, :1]))
+
+
+def test_rows_in_another_format_than_asked_for_are_encoded_once() -> None:
+    formats = pytest.importorskip("tokenyard.formats")
+    mxfp8 = formats.get("mxfp8")
+    case = Case(H=64, R=40)
+    spec, weights, x_RH, routes = case.build()
+    quantized_RH = mxfp8.decode(mxfp8.encode(x_RH), torch.bfloat16)
+    for name in ("reference", "grouped"):
+        on_codes = get(name)(replace(spec, rows=mxfp8), weights)
+        expected_RH = run(get(name)(spec, weights), quantized_RH, routes)
+        assert torch.equal(run(on_codes, x_RH, routes), expected_RH)
+        sent = ReceivedRows(rows=mxfp8.encode(x_RH), routes=routes, counts_W=(40,))
+        assert torch.equal(on_codes(sent).rows_RH, expected_RH)
+
+
+# --- Experts that route by themselves ---------------------------------------------------------------------
+
+
+def top2(logits_RE: torch.Tensor) -> SimpleNamespace:
+    weights, ids = logits_RE.float().softmax(-1).topk(2)
+    return SimpleNamespace(topk_ids_TK=ids, topk_weights_TK=weights)
+
+
+def second_half(ids_RK: torch.Tensor, counts_W: tuple[int, ...]) -> torch.Tensor:
+    """This rank owns experts 4 to 7 of 8."""
+    assert sum(counts_W) == len(ids_RK)
+    return torch.where(ids_RK >= 4, ids_RK - 4, -1)
+
+
+@pytest.mark.parametrize("inner", ["reference", "grouped"])
+@pytest.mark.parametrize("finalize", [True, False])
+def test_self_routing_is_routing_and_then_experts(inner: str, finalize: bool) -> None:
+    spec, weights, x_RH, _ = Case(K=2, R=30).build()
+    logits_RE = torch.randn(30, 8, generator=torch.Generator().manual_seed(3))
+    experts = SelfRoutingExperts(spec, weights, router=top2, to_local=second_half, inner=inner)
+    assert experts.routes_itself
+    received = receive(x_RH, RoutingLogits(logits_RE=logits_RE))
+    chosen = top2(logits_RE)
+    routes = LocalRoutes(ids_RK=second_half(chosen.topk_ids_TK, (30,)), weights_RK=chosen.topk_weights_TK)
+    expected_RH = run(get(inner)(spec, weights), x_RH, routes)
+    result = experts(received, finalize=finalize)
+    assert torch.equal((result if finalize else result.finish()).rows_RH, expected_RH)
+
+
+def test_self_routing_holds_one_copy_of_the_weights() -> None:
+    spec, weights, x_RH, routes = Case().build()
+    experts = SelfRoutingExperts(spec, weights, router=top2, to_local=second_half, adopt=True)
+    assert experts.weights.w13.data_ptr() == weights.w13.data_ptr()
+    assert len(list(experts.buffers())) == 2
+    experts.load_(replace(weights, w13=weights.w13 * 2))
+    assert torch.equal(experts.inner.weights.w13, weights.w13)
+    with pytest.raises(ContractError, match="these experts route by themselves"):
+        experts(receive(x_RH, routes))
+    with pytest.raises(UnknownName, match="did you mean 'grouped'"):
+        SelfRoutingExperts(spec, weights, router=top2, to_local=second_half, inner="groupd")
+    wrong = SelfRoutingExperts(spec, weights, router=top2, to_local=lambda ids, _: ids[:, :1])
+    with pytest.raises(ContractError, match=r"gave local ids \[20, 1\] and weights \[20, 2\]"):
+        wrong(receive(x_RH, RoutingLogits(logits_RE=torch.zeros(20, 8))))
+
+
+def test_logits_are_refused_by_experts_that_take_routes() -> None:
+    experts, x_RH, _ = build_experts("grouped", Case())
+    with pytest.raises(ContractError, match="the batch carries a RoutingLogits; expected LocalRoutes"):
+        experts(receive(x_RH, RoutingLogits(logits_RE=torch.zeros(20, 4))))
+
+
+def test_gpt_oss_experts_of_transformers() -> None:
+    modeling = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    from transformers import GptOssConfig
+
+    spec = ExpertsSpec(
+        hidden_size=24, intermediate_size=16, num_local_experts=4, top_k=2,
+        activation=activation("swigluoai"), bias=True, weights="fp32", dtype=torch.float32,
+    )  # fmt: skip
+    case = Case(H=24, I=16, L=4, K=2, activation="swiglu_clamped", bias=True, weights="fp32")
+    _, weights, x_RH, routes = case.build()
+    routes.ids_RK.clamp_(min=0)
+    peer = modeling.GptOssExperts(GptOssConfig(hidden_size=24, intermediate_size=16, num_local_experts=4))
+    with torch.no_grad():
+        peer.gate_up_proj.copy_(weights.w13.mT)
+        peer.gate_up_proj_bias.copy_(weights.b13)
+        peer.down_proj.copy_(weights.w2.mT)
+        peer.down_proj_bias.copy_(weights.b2)
+        expected_RH = peer(x_RH, routes.ids_RK.long(), routes.weights_RK)
+    for name in ("reference", "grouped"):
+        torch.testing.assert_close(
+            run(get(name)(spec, weights), x_RH, routes), expected_RH, rtol=1e-5, atol=1e-5
+        )
