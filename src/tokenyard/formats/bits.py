@@ -170,14 +170,19 @@ def e2m1_codes_(values: Tensor, spare: Tensor, spare2: Tensor) -> Tensor:
     return codes
 
 
-def pack_nibbles(codes: Tensor) -> Tensor:
+def pack_nibbles_(codes: Tensor) -> Tensor:
     """Two 4-bit codes (int8, 0 to 15) a byte, low nibble first along the last dimension.
 
-    >>> [hex(byte) for byte in pack_nibbles(torch.tensor([[1, 2, 15, 8]], dtype=torch.int8))[0].tolist()]
+    `codes` is overwritten. The result is int16, of which the low byte counts: copying it to uint8 cuts it off.
+
+    >>> packed = pack_nibbles_(torch.tensor([[1, 2, 15, 8]], dtype=torch.int8)).to(torch.uint8)
+    >>> [hex(byte) for byte in packed[0].tolist()]
     ['0x21', '0x8f']
     """
-    pairs = codes.view(torch.int16)  # little endian: the first code of a pair is the low byte
-    return (pairs | (pairs >> 4)).to(torch.uint8)
+    pairs = codes.view(torch.int16)  # little endian: 0x0H0L, the first code of a pair is L
+    pairs *= 0x11  # 0xHHLL, whose middle byte is 0xHL
+    pairs >>= 4
+    return pairs
 
 
 def e2m1_to_float32(packed: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ is exact, so the only rounding is the cast to e4m3.
 
 Corners: a zero block has byte 0 and zero elements. A block so small that its scale would fall below 2^-127
 has byte 0, and its elements are scaled by 2^-127 like any others. Inf in a block: byte 254, Inf elements
-saturate to 448. NaN in a block: byte 255, all its elements are NaN.
+saturate to 448, which decodes to Inf again. NaN in a block: byte 255, all its elements are NaN.
 """
 
 from __future__ import annotations

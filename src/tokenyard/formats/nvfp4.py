@@ -101,9 +101,10 @@ class Nvfp4(Format):
             # Dividing by Inf gives the zeros that a block of scale 0 must have.
             step = (scale / g_R1).masked_fill_(scale == 0, torch.inf).unsqueeze(-1)
             values_in_blocks = blocks.in_blocks(values_RP, self.block).div_(step)
-            if bits.some(step.isnan()):
-                values_in_blocks.masked_fill_(step.isnan(), 0.0)
-            data[rows] = bits.pack_nibbles(bits.e2m1_codes_(values_RP, spare_RP, spare2_RP))
+            is_nan = step.isnan()
+            if bits.some(is_nan):
+                values_in_blocks.masked_fill_(is_nan, 0.0)
+            data[rows] = bits.pack_nibbles_(bits.e2m1_codes_(values_RP, spare_RP, spare2_RP))
         return EncodedRows(format=self, hidden_size=hidden_size, payloads=payloads)
 
     def decode(self, rows: EncodedRows, dtype: torch.dtype = torch.float32) -> Tensor:
