@@ -1,0 +1,192 @@
+"""Read a Hugging Face `config.json` as layers: what a model needs of a plan, without its weights.
+
+    layers_from_config("config.json", wire="nvfp4", max_tokens=4096) → [LayerSpec(name="model.layers.3.mlp", …), …]
+
+The file is plain JSON, and transformers is not imported. Model families spell the same things differently, so
+each is *declared* in `families.FAMILIES`: under which key it keeps its number of experts, which of its layers are MoE,
+how it routes. A new family is a new entry.
+
+What is read strictly, and what is not:
+
+- Shapes (`hidden_size`, experts, top-k, …) must be there: every saved config has them, and a default of
+  another model would give a plan of another model. Refinements that older files lack (`norm_topk_prob`,
+  `first_k_dense_replace`, …) take the default of the family's config class in transformers. null is absent.
+- The dtype of the rows is `dtype` (or `torch_dtype`); where neither is written, bf16.
+- The bias that moves the choice of DeepSeek-like routers is a weight, not a setting: the routers come without
+  it, and the loader of the weights replaces them.
+- A router that is not in `tokenyard.routing` is left out (`router=None`): the caller then passes ready routes,
+  and has the duty of the routed scaling, which the spec keeps. This is DeepSeek-V2's choice by groups.
+- Prediction (MTP) layers stand behind the last layer and are numbered on, as in the checkpoint.
+- A model of several parts keeps its language model in `text_config`; its layers are then named
+  `model.language_model.layers.3.mlp`, as in the whole model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokenyard.errors import InputError, TokenyardError, unknown_name
+from tokenyard.experts import Experts
+from tokenyard.experts.base import WEIGHT_DTYPES
+from tokenyard.formats import Format
+from tokenyard.formats.base import ROW_DTYPES, dtype_name
+from tokenyard.integrations.families import FAMILIES, Config, Family, shown, top_k
+from tokenyard.placement import Placement
+from tokenyard.routing import Router
+from tokenyard.spec import LayerSpec
+
+# More than any model has; a file with a slip of the keyboard must not fill the memory.
+_MOST_LAYERS = 4096
+_MOST_EXPERTS = 65536
+
+
+def layers_from_config(
+    config: Mapping[str, Any] | str | Path,
+    *,
+    wire: str | Format | None = None,
+    combine_wire: str | Format | None = None,
+    max_tokens: int | None = None,
+    experts: str | type[Experts] = "grouped",
+    placement: str | Placement = "contiguous",
+    weights: str | None = None,
+    prefix: str | None = None,
+) -> list[LayerSpec]:
+    """The MoE layers of a model, in order. `config` is the file, its folder, or what is in it.
+
+    `weights` is the format that holds the experts' weights; by default the plain one of the model's dtype.
+    `prefix` stands before a layer's number in its name.
+
+    >>> layers = layers_from_config({"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336,
+    ...     "num_hidden_layers": 32, "num_local_experts": 8, "num_experts_per_tok": 2}, wire="mxfp8")
+    >>> len(layers), layers[3].name, str(layers[3].router)
+    (32, 'model.layers.3.mlp', 'softmax(top_k=2, renormalize=True)')
+    """
+    values, source = _read(config)
+    inner = values.get("text_config")
+    nested = False
+    if isinstance(inner, Mapping) and values.get("model_type") not in list(FAMILIES):
+        nested = True
+        # The whole model's dtype counts where its language model does not say one of its own.
+        dtypes = (part.get(key) for part in (inner, values) for key in ("dtype", "torch_dtype"))
+        values = {**inner, "dtype": next((dtype for dtype in dtypes if dtype is not None), None)}
+    family, settings = _family(values, source)
+    prefix = prefix or ("model.language_model.layers" if nested else "model.layers")
+    dtype = _dtype(settings)
+    num_experts = settings.whole(*family.num_experts, most=_MOST_EXPERTS)
+    router = _router(family, settings, num_experts)
+    scaling = settings.positive("routed_scaling_factor") if router is None else None
+    first = LayerSpec(
+        name=prefix,
+        hidden_size=settings.whole("hidden_size"),
+        intermediate_size=settings.whole(family.intermediate_size),
+        num_experts=num_experts,
+        top_k=top_k(settings),
+        max_tokens=max_tokens,
+        dtype=dtype,
+        wire=wire,
+        combine_wire=combine_wire,
+        activation=family.activation(settings),
+        bias=family.bias,
+        weights=weights or next(name for name, held in WEIGHT_DTYPES.items() if held == dtype),
+        router=router,
+        routed_scaling=scaling,
+        placement=placement,
+        experts=experts,
+    )
+    return [replace(first, name=f"{prefix}.{index}.mlp") for index in _moe_layers(family, settings)]
+
+
+def _moe_layers(family: Family, config: Config) -> list[int]:
+    total = config.whole("num_hidden_layers")
+    heads = 0 if family.prediction_layers is None else config.whole(family.prediction_layers, least=0)
+    if total + heads > _MOST_LAYERS:
+        raise config.wrong("num_hidden_layers", total + heads, f"at most {_MOST_LAYERS} layers")
+    numbers = [index for index in range(total) if family.is_moe(config, index)]
+    if not numbers:
+        raise InputError(
+            f"{config.source} ({config.family}): none of the {total} layers is MoE",
+            expected="at least one MoE layer",
+            fix="a dense model needs no plan; otherwise mend the keys that say which layers are dense",
+        )
+    # A prediction layer is a copy of the last kind of layer.
+    return numbers + list(range(total, total + heads))
+
+
+def _router(family: Family, config: Config, num_experts: int) -> Router | None:
+    try:
+        router = family.router(config)
+        if router is not None:
+            router.check_experts(num_experts)
+    except TokenyardError as error:
+        if config.source in error.found:
+            raise
+        # The numbers are each fine, but not together.
+        found = f"{config.source} ({config.family}): {error.found}"
+        raise InputError(found, expected=error.expected, fix="mend these keys in the file") from error
+    return router
+
+
+def _dtype(config: Config) -> torch.dtype:
+    key = next((key for key in ("dtype", "torch_dtype") if config.get(key) is not None), None)
+    known = {dtype_name(dtype): dtype for dtype in ROW_DTYPES}
+    dtype: torch.dtype = torch.bfloat16 if key is None else config.choice(key, known)
+    return dtype
+
+
+def _family(values: Mapping[str, Any], source: str) -> tuple[Family, Config]:
+    name = values.get("model_type")
+    if not isinstance(name, str):
+        raise InputError(
+            f"{source} has model_type={shown(name)}",
+            expected=f"one of {', '.join(sorted(FAMILIES))}",
+            fix="pass the config.json of a Hugging Face model",
+        )
+    if name not in FAMILIES:
+        error = unknown_name("model_type", name, FAMILIES)
+        error.found = f"{source} has an {error.found}"
+        raise error
+    family = FAMILIES[name]
+    return family, Config(values=values, source=source, family=name, defaults=family.defaults)
+
+
+def _read(config: Mapping[str, Any] | str | Path) -> tuple[Mapping[str, Any], str]:
+    if isinstance(config, Mapping):
+        return config, "the config"
+    if not isinstance(config, str | Path):
+        raise InputError(
+            f"the config is a {type(config).__name__}",
+            expected="the path of a config.json, or what is in it as a dict",
+            fix="pass config.to_dict() for a config object of transformers",
+        )
+    path = Path(config)
+    try:
+        path = path / "config.json" if path.is_dir() else path
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be read ({error.strerror or error})",
+            expected="the config.json of a Hugging Face model, or its folder",
+            fix="check the path",
+        ) from error
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested without end
+        raise InputError(
+            f"{path} is not JSON ({str(error)[:200]})",
+            expected="the config.json of a Hugging Face model",
+            fix="check that the file was downloaded whole",
+        ) from error
+    if not isinstance(values, dict):
+        raise InputError(
+            f"{path} holds a JSON {type(values).__name__}",
+            expected="an object with the keys of a config",
+            fix="pass the model's config.json",
+        )
+    return values, str(path)
+
+
+__all__ = ["FAMILIES", "layers_from_config"]
