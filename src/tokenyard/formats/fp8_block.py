@@ -61,15 +61,15 @@ class Fp8Block128(Format):
             p.name: x_TH.new_empty(num_rows, p.width, dtype=p.dtype) for p in self.payloads(hidden_size)
         }
         data_TP, scales = payloads["data"], payloads["scales"]
-        for rows, values_RP, spare_RP, _ in blocks.float32_chunks(x_TH.detach(), data_TP.shape[1]):
-            amax = blocks.block_amax(values_RP, spare_RP, self.block)
-            scale = amax.clamp_(SMALLEST_AMAX, bits.FLOAT32_MAX) / bits.constant(bits.E4M3_MAX, x_TH.device)
-            if self.power_of_two_scales:
-                scale = bits.power_of_two_at_least(scale)
-            scales[rows] = scale
-            blocks.in_blocks(values_RP, self.block).div_(scale.unsqueeze(-1))
+        padded_size = data_TP.shape[1]
+        amax = blocks.block_amax(x_TH, padded_size, self.block).clamp_(SMALLEST_AMAX, bits.FLOAT32_MAX)
+        torch.div(amax, bits.constant(bits.E4M3_MAX, x_TH.device), out=scales)
+        if self.power_of_two_scales:
+            scales.copy_(bits.power_of_two_at_least(scales))
+        for rows, values_RP, _, _ in blocks.float32_chunks(x_TH, padded_size):
+            blocks.in_blocks(values_RP, self.block).div_(scales[rows].unsqueeze(-1))
             data_TP[rows] = values_RP.clamp_(-bits.E4M3_MAX, bits.E4M3_MAX)
-            blocks.mark_nan_blocks(data_TP[rows], scale.isnan(), self.block)
+        blocks.mark_nan_blocks(data_TP, scales.isnan(), self.block)
         return EncodedRows(format=self, hidden_size=hidden_size, payloads=payloads)
 
     def decode(self, rows: EncodedRows, dtype: torch.dtype = torch.float32) -> Tensor:

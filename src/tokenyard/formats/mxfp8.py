@@ -69,12 +69,13 @@ class Mxfp8(Format):
             p.name: x_TH.new_empty(num_rows, p.width, dtype=p.dtype) for p in self.payloads(hidden_size)
         }
         data_TP, scales = payloads["data"], payloads["scales"]
-        for rows, values_RP, spare_RP, _ in blocks.float32_chunks(x_TH.detach(), data_TP.shape[1]):
-            byte = bits.e8m0_from_amax(blocks.block_amax(values_RP, spare_RP, self.block))
-            scales[rows] = byte
-            blocks.in_blocks(values_RP, self.block).mul_(bits.e8m0_reciprocal(byte).unsqueeze(-1))
+        padded_size = data_TP.shape[1]
+        scales.copy_(bits.e8m0_from_amax(blocks.block_amax(x_TH, padded_size, self.block)))
+        reciprocal = bits.e8m0_reciprocal(scales).unsqueeze(-1)
+        for rows, values_RP, _, _ in blocks.float32_chunks(x_TH, padded_size):
+            blocks.in_blocks(values_RP, self.block).mul_(reciprocal[rows])
             data_TP[rows] = values_RP.clamp_(-bits.E4M3_MAX, bits.E4M3_MAX)
-            blocks.mark_nan_blocks(data_TP[rows], byte == bits.E8M0_NAN, self.block)
+        blocks.mark_nan_blocks(data_TP, scales == bits.E8M0_NAN, self.block)
         return EncodedRows(format=self, hidden_size=hidden_size, payloads=payloads)
 
     def decode(self, rows: EncodedRows, dtype: torch.dtype = torch.float32) -> Tensor:

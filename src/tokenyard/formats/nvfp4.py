@@ -88,22 +88,23 @@ class Nvfp4(Format):
             p.name: x_TH.new_empty(num_rows, p.width, dtype=p.dtype) for p in self.payloads(hidden_size)
         }
         data, scales = payloads["data"], payloads["scales"]
-        for rows, values_RP, spare_RP, spare2_RP in blocks.float32_chunks(x_TH.detach(), 2 * data.shape[1]):
-            amax = blocks.block_amax(values_RP, spare_RP, self.block)
-            if self.global_scale is not None:
-                g_R1 = bits.constant(self.global_scale, x_TH.device)
-            else:
-                g_R1 = row_global_scale(amax, spare_RP) if given_T1 is None else given_T1[rows]
-                payloads["global_scale"][rows] = g_R1
-            wanted = (amax / bits.constant(bits.E2M1_MAX, x_TH.device)).mul_(g_R1)
-            scales[rows] = wanted.clamp_(max=bits.E4M3_MAX)
-            scale = bits.e4m3_to_float32(scales[rows])
-            # Dividing by Inf gives the zeros that a block of scale 0 must have.
-            step = (scale / g_R1).masked_fill_(scale == 0, torch.inf).unsqueeze(-1)
-            values_in_blocks = blocks.in_blocks(values_RP, self.block).div_(step)
-            is_nan = step.isnan()
-            if bits.some(is_nan):
-                values_in_blocks.masked_fill_(is_nan, 0.0)
+        padded_size = 2 * data.shape[1]
+        amax = blocks.block_amax(x_TH, padded_size, self.block)
+        if self.global_scale is not None:
+            g_T1 = bits.constant(self.global_scale, x_TH.device)
+        else:
+            g_T1 = payloads["global_scale"]
+            g_T1.copy_(row_global_scale(amax, x_TH) if given_T1 is None else given_T1)
+        scales.copy_((amax / bits.constant(bits.E2M1_MAX, x_TH.device)).mul_(g_T1).clamp_(max=bits.E4M3_MAX))
+        scale = bits.e4m3_to_float32(scales)
+        # Dividing by Inf gives the zeros that a block of scale 0 must have.
+        step = (scale / g_T1).masked_fill_(scale == 0, torch.inf).unsqueeze(-1)
+        is_nan = step.isnan()
+        some_nan = bits.some(is_nan)
+        for rows, values_RP, spare_RP, spare2_RP in blocks.float32_chunks(x_TH, padded_size):
+            values_in_blocks = blocks.in_blocks(values_RP, self.block).div_(step[rows])
+            if some_nan:
+                values_in_blocks.masked_fill_(is_nan[rows], 0.0)
             data[rows] = bits.pack_nibbles_(bits.e2m1_codes_(values_RP, spare_RP, spare2_RP))
         return EncodedRows(format=self, hidden_size=hidden_size, payloads=payloads)
 
@@ -149,18 +150,17 @@ class Nvfp4(Format):
         return scale_T1
 
 
-def row_global_scale(amax: Tensor, magnitudes_RP: Tensor) -> Tensor:
-    """2688 over the largest finite magnitude of each row, `[rows, 1]`; 1 for a row of zeros.
+def row_global_scale(amax: Tensor, x_TH: Tensor) -> Tensor:
+    """2688 over the largest finite magnitude of each row, `[T, 1]`; 1 for a row of zeros.
 
-    `amax` is that of the row's blocks, `[rows, blocks]`; the magnitudes are looked at only where a block is
-    not finite.
+    `amax` is that of the row's blocks, `[T, blocks]`; the rows are looked at only where a block is not finite.
 
-    >>> x = torch.tensor([[2.0, 1.0], [0.0, 0.0], [float("inf"), 4.0]])
-    >>> row_global_scale(x.amax(1, keepdim=True), x).squeeze(1).tolist()
+    >>> x_TH = torch.tensor([[2.0, 1.0], [0.0, 0.0], [float("inf"), 4.0]])
+    >>> row_global_scale(x_TH.amax(1, keepdim=True), x_TH).squeeze(1).tolist()
     [1344.0, 1.0, 672.0]
     """
     if bits.some(~amax.isfinite()):
-        amax = torch.where(magnitudes_RP.isfinite(), magnitudes_RP, 0.0)
-    amax_R1 = amax.amax(1, keepdim=True)
-    scale_R1 = (bits.constant(GLOBAL_RANGE, amax.device) / amax_R1).clamp_(max=bits.FLOAT32_MAX)
-    return scale_R1.masked_fill_(amax_R1 == 0, 1.0)
+        amax = torch.where(x_TH.isfinite(), x_TH, 0.0).detach().abs().float()
+    amax_T1 = amax.amax(1, keepdim=True)
+    scale_T1 = (bits.constant(GLOBAL_RANGE, amax.device) / amax_T1).clamp_(max=bits.FLOAT32_MAX)
+    return scale_T1.masked_fill_(amax_T1 == 0, 1.0)
