@@ -1,0 +1,86 @@
+"""The support tables say what the planner does, and are written only where a page asks for them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tokenyard import EXCHANGES, EXPERTS, FORMATS, LayerSpec, SoftmaxRouter, draft
+from tokenyard.errors import InputError, PlanError
+from tokenyard.experts import ACTIVATIONS
+from tokenyard.support import BEGIN, END, NO, YES, rewrite, support_tables, to_markdown
+
+SPEC = {"name": "moe", "hidden_size": 64, "intermediate_size": 32, "num_experts": 8, "top_k": 2}
+
+
+def table(title: str) -> dict[str, dict[str, str]]:
+    """The rows of a table, by their first cell."""
+    found = next(t for t in support_tables() if t.title == title)
+    return {row[0].replace("`", ""): dict(zip(found.columns, row, strict=True)) for row in found.rows}
+
+
+def plans(exchange: str = "two_sided", **changes) -> bool:
+    try:
+        draft([LayerSpec(**{**SPEC, **changes})], 2, exchange=exchange, max_tokens=4)
+    except PlanError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("way", "field"), [("out", "wire"), ("back", "combine_wire")])
+def test_exchange_cells_are_what_plans_do(exchange, name, way, field):
+    cell = table("Exchanges and formats")[name][f"`{exchange}` {way}"]
+    for dtype, weights in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+        says = cell == YES or str(dtype).removeprefix("torch.") in cell
+        assert plans(exchange, **{field: name}, dtype=dtype, weights=weights) == says
+    assert cell in (YES, NO, "float32 only")
+
+
+@pytest.mark.parametrize("experts", EXPERTS)
+def test_expert_cells_are_what_plans_do(experts):
+    cells = {name: row[f"`{experts}`"] for name, row in table("Experts").items()}
+    also = {"experts": experts, "router": SoftmaxRouter(2, renormalize=True)}
+    for act in ACTIVATIONS:
+        assert (cells[f"activation {act}"] == YES) == plans("allgather", activation=act, **also)
+    for name in [key.removeprefix("weights in ") for key in cells if key.startswith("weights in ")]:
+        assert (cells[f"weights in {name}"] == YES) == plans("allgather", weights=name, **also)
+    assert (cells["route by themselves"] == YES) == (not plans("two_sided", **also))
+
+
+def test_every_registry_is_in_the_tables():
+    text = to_markdown()
+    for name in [*EXCHANGES, *FORMATS, *EXPERTS, *ACTIVATIONS, "contiguous", "grouped_sigmoid", "gpt_oss"]:
+        assert f"`{name}`" in text
+
+
+def test_tables_are_plain_values():
+    plain = json.loads(json.dumps([t.as_dict() for t in support_tables()]))
+    assert plain[0]["rows"][0]["format"] == "`bf16`"
+
+
+def test_rewrite_touches_only_what_is_between_the_marks(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"# Before\n{BEGIN}\nold\n{END}\nafter\n")
+    assert rewrite(page)
+    assert page.read_text() == f"# Before\n{BEGIN}\n\n{to_markdown()}\n\n{END}\nafter\n"
+    assert not rewrite(page)
+
+
+@pytest.mark.parametrize("text", ["", BEGIN, f"{END}\n{BEGIN}", f"{BEGIN}{END}{BEGIN}{END}"])
+def test_rewrite_refuses_a_page_without_its_marks(text, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    with pytest.raises(InputError, match="support:begin"):
+        rewrite(page)
+    assert page.read_text() == text
+
+
+def test_rewrite_refuses_what_is_no_text(tmp_path):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    for path in (tmp_path, tmp_path / "none.md", tmp_path / "binary"):
+        with pytest.raises(InputError, match="cannot be read"):
+            rewrite(path)
