@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from format_twins import ALL, INF, NAN, magnitudes, same_bits
+from format_twins import ALL, INF, NAN, QUANTIZED, magnitudes, same_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +37,7 @@ def test_cuda_equals_cpu(format, dtype):
             assert same_bits(swizzled.decode().cpu().nan_to_num(1.5), here.decode().nan_to_num(1.5))
 
 
-@pytest.mark.parametrize("format", ALL, ids=str)
+@pytest.mark.parametrize("format", QUANTIZED, ids=str)
 def test_a_cuda_graph_can_hold_encode_and_decode(format):
     """Nothing asks the device a question: capture refuses that."""
     x = torch.randn(16, 100, device="cuda")

@@ -153,13 +153,23 @@ class Format(ABC):
         """Bytes of one encoded row: the sum over its payloads."""
         return sum(p.nbytes for p in self.payloads(hidden_size))
 
+    def empty_payloads(self, num_rows: int, hidden_size: int, device: torch.device) -> dict[str, Tensor]:
+        """Uninitialized tensors for that many encoded rows, by name, in the order in which they travel."""
+        return {
+            p.name: torch.empty(num_rows, p.width, dtype=p.dtype, device=device)
+            for p in self.payloads(hidden_size)
+        }
+
     @abstractmethod
     def encode(self, x_TH: Tensor) -> EncodedRows:
         """Encode rows. `x_TH` is bf16, fp16 or float32 and is not changed."""
 
     @abstractmethod
     def decode(self, rows: EncodedRows, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Decode rows to their true width. `rows` may have linear or swizzled scales."""
+        """Decode rows to their true width. `rows` may have linear or swizzled scales.
+
+        A format without scales returns the payload itself where `dtype` is its own: do not write into it.
+        """
 
     def swizzle(self, rows: EncodedRows) -> EncodedRows:
         """Rows with their scales in the 128×4 layout. Formats without scales return the rows as they are."""

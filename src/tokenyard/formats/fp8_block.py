@@ -57,9 +57,7 @@ class Fp8Block128(Format):
     def encode(self, x_TH: Tensor) -> EncodedRows:
         check_rows(x_TH)
         num_rows, hidden_size = x_TH.shape
-        payloads = {
-            p.name: x_TH.new_empty(num_rows, p.width, dtype=p.dtype) for p in self.payloads(hidden_size)
-        }
+        payloads = self.empty_payloads(num_rows, hidden_size, x_TH.device)
         data_TP, scales = payloads["data"], payloads["scales"]
         padded_size = data_TP.shape[1]
         amax = blocks.block_amax(x_TH, padded_size, self.block).clamp_(SMALLEST_AMAX, bits.FLOAT32_MAX)
@@ -69,12 +67,14 @@ class Fp8Block128(Format):
         for rows, values_RP, _, _ in blocks.float32_chunks(x_TH, padded_size):
             blocks.in_blocks(values_RP, self.block).div_(scales[rows].unsqueeze(-1))
             data_TP[rows] = values_RP.clamp_(-bits.E4M3_MAX, bits.E4M3_MAX)
-        blocks.mark_nan_blocks(data_TP, scales.isnan(), self.block)
+        is_nan = scales.isnan()
+        scales.masked_fill_(is_nan, torch.nan)  # one spelling: the NaN of a division differs between devices
+        blocks.mark_nan_blocks(data_TP, is_nan, self.block)
         return EncodedRows(format=self, hidden_size=hidden_size, payloads=payloads)
 
     def decode(self, rows: EncodedRows, dtype: torch.dtype = torch.float32) -> Tensor:
         data, scales = rows.payloads["data"], rows.payloads["scales"]
-        return blocks.decode_e4m3_blocks(data, scales, rows.hidden_size, dtype)
+        return blocks.decode_blocks(bits.e4m3_to_float32, data, scales, rows.hidden_size, dtype)
 
     def swizzle(self, rows: EncodedRows) -> EncodedRows:
         raise ContractError(

@@ -65,9 +65,7 @@ class Mxfp8(Format):
     def encode(self, x_TH: Tensor) -> EncodedRows:
         check_rows(x_TH)
         num_rows, hidden_size = x_TH.shape
-        payloads = {
-            p.name: x_TH.new_empty(num_rows, p.width, dtype=p.dtype) for p in self.payloads(hidden_size)
-        }
+        payloads = self.empty_payloads(num_rows, hidden_size, x_TH.device)
         data_TP, scales = payloads["data"], payloads["scales"]
         padded_size = data_TP.shape[1]
         scales.copy_(bits.e8m0_from_amax(blocks.block_amax(x_TH, padded_size, self.block)))
@@ -81,7 +79,7 @@ class Mxfp8(Format):
     def decode(self, rows: EncodedRows, dtype: torch.dtype = torch.float32) -> Tensor:
         payloads = self.unswizzle(rows).payloads
         scales = bits.e8m0_to_float32(payloads["scales"])
-        return blocks.decode_e4m3_blocks(payloads["data"], scales, rows.hidden_size, dtype)
+        return blocks.decode_blocks(bits.e4m3_to_float32, payloads["data"], scales, rows.hidden_size, dtype)
 
     def swizzle(self, rows: EncodedRows) -> EncodedRows:
         return swizzle_rows(rows)

@@ -36,8 +36,8 @@ from tokenyard.formats.swizzle import swizzle_rows, unswizzle_rows
 
 # g of a row whose amax is 1: the largest scale times the largest element.
 GLOBAL_RANGE = bits.E4M3_MAX * bits.E2M1_MAX
-# g of a row whose amax is the largest float32. Below it `448 / g` could overflow.
-SMALLEST_GLOBAL_SCALE = GLOBAL_RANGE / bits.FLOAT32_MAX
+# No row needs a smaller g: that of the largest float32 is 7.9e-36. Far below it, `448 / g` would overflow.
+SMALLEST_GLOBAL_SCALE = 2.0**-117
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +84,7 @@ class Nvfp4(Format):
         check_rows(x_TH)
         num_rows, hidden_size = x_TH.shape
         given_T1 = None if global_scale_T is None else self._checked_global_scale(global_scale_T, num_rows)
-        payloads = {
-            p.name: x_TH.new_empty(num_rows, p.width, dtype=p.dtype) for p in self.payloads(hidden_size)
-        }
+        payloads = self.empty_payloads(num_rows, hidden_size, x_TH.device)
         data, scales = payloads["data"], payloads["scales"]
         padded_size = 2 * data.shape[1]
         amax = blocks.block_amax(x_TH, padded_size, self.block)
@@ -113,9 +111,7 @@ class Nvfp4(Format):
         static = self.global_scale
         g = payloads["global_scale"] if static is None else bits.constant(static, rows.device)
         scales = bits.e4m3_to_float32(payloads["scales"]) / g
-        values = bits.e2m1_to_float32(payloads["data"])
-        blocks.in_blocks(values, self.block).mul_(scales.unsqueeze(-1))
-        return values[:, : rows.hidden_size].to(dtype).contiguous()
+        return blocks.decode_blocks(bits.e2m1_to_float32, payloads["data"], scales, rows.hidden_size, dtype)
 
     def swizzle(self, rows: EncodedRows) -> EncodedRows:
         return swizzle_rows(rows)

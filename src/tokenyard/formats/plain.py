@@ -2,8 +2,9 @@
 
 They exist so that "no format given" is a format too (the input's own dtype), and so that results can travel
 back narrower than they were computed. Rows of the format's own dtype are not touched: the payload *is* the
-caller's tensor. Other rows go up to float32 and are clamped to the finite range of the target before the
-cast: a float32 row of 1e5 arrives as 65504 in fp16, not as Inf. Inf saturates with them, NaN stays NaN.
+caller's tensor, and decoding to that dtype gives it back: copy it before changing it. Other rows go up to
+float32 and are clamped to the finite range of the target before the cast: a float32 row of 1e5 arrives as
+65504 in fp16, not as Inf. Inf saturates with them, NaN stays NaN.
 """
 
 from __future__ import annotations

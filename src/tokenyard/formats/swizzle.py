@@ -35,13 +35,13 @@ def swizzle_scales(scales_RC: Tensor) -> Tensor:
     >>> swizzled.shape, swizzled.flatten().nonzero().item()
     (torch.Size([128, 4]), 21)
     """
-    bytes_RC = _as_plain(scales_RC)
-    rows, columns = bytes_RC.shape
-    padded = bytes_RC.new_zeros(_round_up(rows, TILE_ROWS), _round_up(columns, TILE_COLUMNS))
-    padded[:rows, :columns] = bytes_RC
-    tiles = padded.view(-1, 4, 32, padded.shape[1] // 4, 4) if rows else padded
-    swizzled = tiles.permute(0, 3, 2, 1, 4).reshape(padded.shape) if rows else padded
-    return swizzled.view(scales_RC.dtype)
+    plain_RC = _as_plain(scales_RC)
+    rows, columns = plain_RC.shape
+    shape = _padded_shape(rows, columns)
+    padded = plain_RC.new_zeros(shape)
+    padded[:rows, :columns] = plain_RC
+    tiles = padded.view(shape[0] // TILE_ROWS, 4, 32, shape[1] // TILE_COLUMNS, TILE_COLUMNS)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(shape).view(scales_RC.dtype)
 
 
 def unswizzle_scales(swizzled: Tensor, num_rows: int, num_columns: int) -> Tensor:
@@ -51,18 +51,17 @@ def unswizzle_scales(swizzled: Tensor, num_rows: int, num_columns: int) -> Tenso
     >>> torch.equal(unswizzle_scales(swizzle_scales(scales), 40, 3), scales)
     True
     """
-    expected = (_round_up(num_rows, TILE_ROWS), _round_up(num_columns, TILE_COLUMNS))
-    if tuple(swizzled.shape) != expected:
+    shape = _padded_shape(num_rows, num_columns)
+    if tuple(swizzled.shape) != shape:
         raise ContractError(
             f"swizzled scales have shape {list(swizzled.shape)}",
-            expected=f"{list(expected)} for {num_rows} rows of {num_columns} scales",
+            expected=f"{list(shape)} for {num_rows} rows of {num_columns} scales",
             fix="take them from EncodedRows.swizzled()",
         )
     plain = _as_plain(swizzled)
-    if num_rows:
-        tiles = plain.reshape(-1, expected[1] // 4, 32, 4, 4)
-        plain = tiles.permute(0, 3, 2, 1, 4).reshape(expected)
-    return plain[:num_rows, :num_columns].contiguous().view(swizzled.dtype)
+    tiles = plain.reshape(shape[0] // TILE_ROWS, shape[1] // TILE_COLUMNS, 32, 4, TILE_COLUMNS)
+    padded = tiles.permute(0, 3, 2, 1, 4).reshape(shape)
+    return padded[:num_rows, :num_columns].contiguous().view(swizzled.dtype)
 
 
 def swizzle_rows(rows: EncodedRows) -> EncodedRows:
@@ -91,5 +90,5 @@ def _as_plain(scales: Tensor) -> Tensor:
     return scales.view(torch.uint8) if scales.dtype.itemsize == 1 else scales
 
 
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+def _padded_shape(rows: int, columns: int) -> tuple[int, int]:
+    return -(-rows // TILE_ROWS) * TILE_ROWS, -(-columns // TILE_COLUMNS) * TILE_COLUMNS
