@@ -1,0 +1,59 @@
+"""The command line: `tokenyard plan`, `doctor`, `support`, `bench`, `run`.
+
+A command is a function in a module of its name. Modules import typer and nothing heavier at their top; torch
+and the rest of the package are imported inside the functions, so that `--help` answers at once. Errors of the
+package are one readable message on stderr and exit code 2 (`output.reported`); `--json` prints exactly one
+JSON document on stdout, and nothing else there.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Annotated
+
+import typer
+
+from tokenyard.cli import bench
+from tokenyard.cli.doctor import doctor
+from tokenyard.cli.output import reported
+from tokenyard.cli.plan import plan
+from tokenyard.cli.support import support
+
+app = typer.Typer(
+    name="tokenyard",
+    help="Expert-parallel MoE layers that cannot be wired wrong.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from tokenyard.version import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Expert-parallel MoE layers that cannot be wired wrong."""
+
+
+for _command in (plan, doctor, support):
+    app.command()(reported(_command))
+app.add_typer(bench.app, name="bench")
+
+if find_spec("tokenyard.cli.run") is not None:
+    app.command()(reported(import_module("tokenyard.cli.run").run))
+
+
+def main() -> None:
+    """The console script."""
+    app(prog_name="tokenyard")

@@ -1,0 +1,245 @@
+"""`tokenyard doctor`: what this machine can do, and why not the rest. Everything marked ✓ was really run.
+
+The core job is a layer on two ranks in one process: if that does not give the right result, nothing else
+counts, and the exit code says so. All other findings are about speed and reach.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Literal
+
+import typer
+
+from tokenyard.cli.output import JsonFlag, console, print_json
+
+if TYPE_CHECKING:
+    from tokenyard.group import Group
+
+# A tiny round trip that hangs is a finding too, and nobody waits a minute for it.
+_DEADLINE = 20.0
+_START_RANKS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One line of the report. `ok` is None for what is neither good nor bad."""
+
+    section: str
+    name: str
+    ok: bool | None
+    detail: str
+    core: bool = False  # nothing works without it
+
+
+def doctor(as_json: JsonFlag = False) -> None:
+    """Say what this machine can do, and why not the rest."""
+    findings = []
+    status = console(stderr=True).status("looking around …")
+    with status:
+        for finding in examine():
+            status.update(f"looked at: {finding.section}, {finding.name} …")
+            findings.append(finding)
+    healthy = all(finding.ok for finding in findings if finding.core)
+    if as_json:
+        print_json({"ok": healthy, "findings": [asdict(finding) for finding in findings]})
+    else:
+        _show(findings, healthy)
+    if not healthy:
+        raise typer.Exit(1)
+
+
+def examine() -> Iterator[Finding]:
+    """All findings, one by one as they are made."""
+    yield from _machine()
+    yield from _formats()
+    yield from _exchanges()
+    yield from _start_of_processes()
+
+
+def _machine() -> Iterator[Finding]:
+    import torch
+    import torch.distributed as dist
+
+    from tokenyard.cli.machine import hardware, shared_memory_bytes, versions
+    from tokenyard.plan import size
+
+    reasons = {
+        "triton": "not installed (a CPU build of torch brings none): GPU kernels cannot be compiled",
+        "transformers": "not installed: `bench experts` has nobody to compare with",
+    }
+    for name, version in versions().items():
+        missing = reasons.get(name, "not installed")
+        yield Finding(section="versions", name=name, ok=version is not None, detail=version or missing)
+    found = hardware()
+    facts = {
+        "processor": found["cpu"],
+        "cores": str(found["cores"]),
+        "memory": "unknown" if found["memory_bytes"] is None else size(found["memory_bytes"]),
+    }
+    for name, fact in facts.items():
+        yield Finding(section="machine", name=name, ok=None, detail=fact)
+    shared = shared_memory_bytes()
+    detail = "there is no /dev/shm" if shared is None else size(shared)
+    yield Finding(section="machine", name="/dev/shm", ok=shared is not None, detail=detail)
+    gpus = ", ".join(found["gpus"]) or _no_gpu()
+    yield Finding(section="machine", name="GPUs", ok=bool(found["gpus"]), detail=gpus)
+    available = dist.is_available()
+    backends = {
+        "gloo": (available and dist.is_gloo_available(), "between CPU processes and hosts"),
+        "nccl": (available and dist.is_nccl_available(), "between GPUs"),
+    }
+    for name, (here, purpose) in backends.items():
+        detail = purpose if here else f"not in this build of torch ({torch.__version__})"
+        yield Finding(section="torch.distributed", name=name, ok=here, detail=detail)
+
+
+def _formats() -> Iterator[Finding]:
+    """Encode and decode a few rows in every format."""
+    import torch
+
+    from tokenyard.formats import FORMATS
+
+    x_TH = torch.randn(8, 256, generator=torch.Generator().manual_seed(0))
+    for name, kind in FORMATS.items():
+        format = kind()
+        try:
+            decoded_TH = format.encode(x_TH).decode(torch.float32)
+            error = float((decoded_TH - x_TH).norm() / x_TH.norm())
+            # The worst format of four bits is off by 12% on such rows.
+            ok, detail = error < 0.15, f"round trip, {error:.1%} off"
+        except Exception as raised:
+            ok, detail = False, _in_one_line(raised)
+        yield Finding(section="formats", name=name, ok=ok, detail=detail)
+
+
+def _exchanges() -> Iterator[Finding]:
+    """Run a tiny layer through every exchange, on every kind of ranks that is here."""
+    from tokenyard.exchange import EXCHANGES
+
+    ranks: tuple[Literal["threads", "processes"], ...] = ("threads", "processes")
+    for name in EXCHANGES:
+        for kind in ranks:
+            ok, detail = _tried(name, kind)
+            core = kind == "threads"
+            yield Finding(section="exchanges", name=f"{name} on {kind}", ok=ok, detail=detail, core=core)
+        ok_on_gpu, detail = _on_gpus()
+        yield Finding(section="exchanges", name=f"{name} on GPUs", ok=ok_on_gpu, detail=detail)
+
+
+def _tried(exchange: str, ranks: Literal["threads", "processes"]) -> tuple[bool, str]:
+    from tokenyard.group import launch
+
+    try:
+        errors = launch(2, _tiny_layer, exchange, ranks=ranks, deadline=_DEADLINE)
+    except Exception as raised:
+        return False, _in_one_line(raised.__cause__ or raised)
+    # bf16 rounds to 8 bits, a few times over.
+    return max(errors) < 0.02, f"2 ranks, {max(errors):.2%} off the float64 result"
+
+
+def _tiny_layer(group: Group, exchange: str) -> float:
+    """One rank of a tiny layer: how far its result is off the exact one."""
+    import torch
+
+    from tokenyard import ExpertWeights, LayerSpec, MoELayer, SoftmaxRouter, plan
+    from tokenyard.conformance.oracle import oracle, relative_error
+
+    spec = LayerSpec(
+        name="moe",
+        hidden_size=32,
+        intermediate_size=16,
+        num_experts=6,
+        top_k=2,
+        router=SoftmaxRouter(2, renormalize=True),
+    )
+    generator = torch.Generator().manual_seed(0)
+    weights = ExpertWeights(
+        w13=torch.randn(6, 32, 32, generator=generator).bfloat16(),
+        w2=torch.randn(6, 32, 16, generator=generator).bfloat16(),
+    )
+    generator.manual_seed(group.rank)
+    x_TH = torch.randn(8, 32, generator=generator).bfloat16()
+    logits_TE = torch.randn(8, 6, generator=generator)
+    made = plan([spec], group, exchange=exchange, max_tokens=8)
+    layer = MoELayer(made, "moe", weights.select(made.local_experts("moe")))
+    y_TH = layer(x_TH, logits_TE)
+    made.close()
+    assert spec.router is not None
+    return relative_error(y_TH, oracle(spec, weights, x_TH, spec.router(logits_TE)))
+
+
+def _on_gpus() -> tuple[bool | None, str]:
+    import torch
+    import torch.distributed as dist
+
+    count = torch.cuda.device_count()
+    if count == 0:
+        return False, _no_gpu()
+    if not (dist.is_available() and dist.is_nccl_available()):
+        return False, "this build of torch has no NCCL"
+    if count == 1:
+        return False, "one GPU: NCCL refuses two ranks on it"
+    return None, f"{count} GPUs and NCCL are here; not tried: start the ranks with torchrun"
+
+
+def _no_gpu() -> str:
+    import torch
+
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"none: torch {torch.__version__} is a CPU build"
+    return "none that torch can see: look at the driver and at CUDA_VISIBLE_DEVICES"
+
+
+def _start_of_processes() -> Iterator[Finding]:
+    """How long ranks take to start as processes, from a forkserver that is warm."""
+    from tokenyard.group import launch
+
+    name = f"{_START_RANKS} process ranks"
+    try:
+        launch(_START_RANKS, _say_rank, ranks="processes", deadline=_DEADLINE)  # warms the forkserver
+        start = time.perf_counter()
+        launch(_START_RANKS, _say_rank, ranks="processes", deadline=_DEADLINE)
+        detail = f"{time.perf_counter() - start:.2f} s to start, meet and end"
+        yield Finding(section="start", name=name, ok=True, detail=detail)
+    except Exception as raised:
+        detail = _in_one_line(raised.__cause__ or raised)
+        yield Finding(section="start", name=name, ok=False, detail=detail)
+
+
+def _say_rank(group: Group) -> int:
+    return group.rank
+
+
+def _in_one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+_SIGNS: dict[bool | None, tuple[str, str]] = {True: ("✓", "green"), False: ("✗", "red"), None: ("·", "")}
+
+
+def _show(findings: list[Finding], healthy: bool) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_header=False, box=None)
+    before = ""
+    for finding in findings:
+        sign, style = _SIGNS[finding.ok]
+        section = "" if finding.section == before else finding.section
+        before = finding.section
+        # Text, not str: a bracket in an error's message is no markup.
+        table.add_row(
+            Text(section, style="bold"), Text(sign, style=style), Text(finding.name), Text(finding.detail)
+        )
+    out = console()
+    out.print(table)
+    core = [finding.name for finding in findings if finding.core and not finding.ok]
+    verdict = "tokenyard runs here." if healthy else f"tokenyard does not run here: {', '.join(core)}."
+    out.print(Text(verdict, style="green" if healthy else "red"))
+
+
+__all__: list[str] = ["Finding", "doctor", "examine"]

@@ -1,0 +1,110 @@
+"""`tokenyard plan`: what a model's layers would be wired like, and the bytes, without running anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tokenyard.cli.output import JsonFlag, console, print_json
+
+if TYPE_CHECKING:
+    from tokenyard.plan import Draft
+
+# More ranks than any group has: a table of all ranks is made.
+_MOST_RANKS = 65536
+
+
+def plan(
+    config: Annotated[Path, typer.Option(help="A Hugging Face config.json, or the folder that holds it.")],
+    ranks: Annotated[int, typer.Option(min=1, max=_MOST_RANKS, help="Ranks in the EP group.")],
+    exchange: Annotated[str, typer.Option(help="How rows move.")] = "two_sided",
+    wire: Annotated[
+        str | None,
+        typer.Option(help="The format in which rows travel out.", show_default="the model's dtype"),
+    ] = None,
+    combine_wire: Annotated[
+        str | None, typer.Option(help="The format on the way back.", show_default="the model's dtype")
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="The most tokens that a rank brings in a call.")
+    ] = 4096,
+    placement: Annotated[str, typer.Option(help="Which rank owns which expert.")] = "contiguous",
+    experts: Annotated[str, typer.Option(help="What computes.")] = "grouped",
+    in_flight: Annotated[int, typer.Option(min=1, help="Dispatches in flight at a time.")] = 1,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show how a model's MoE layers would be wired, and the bytes, without running anything."""
+    from tokenyard.integrations.huggingface import layers_from_config
+    from tokenyard.plan import draft
+
+    layers = layers_from_config(
+        config, wire=wire, combine_wire=combine_wire, placement=placement, experts=experts
+    )
+    drafted = draft(layers, ranks, exchange=exchange, max_tokens=max_tokens, in_flight=in_flight)
+    if as_json:
+        print_json({"config": str(config), **as_fields(drafted)})
+    else:
+        _show(drafted)
+
+
+def as_fields(drafted: Draft) -> dict[str, Any]:
+    """A draft as plain values."""
+    rows = [
+        {**row, "experts_per_rank": _experts_per_rank(drafted, row["layers"][0])} for row in drafted.rows()
+    ]
+    return {
+        "ranks": drafted.world,
+        "exchange": drafted.exchange.name,
+        "in_flight": drafted.in_flight,
+        "num_layers": len(drafted.wirings),
+        "wirings": rows,
+        "bytes_per_rank": {
+            "dispatch": drafted.dispatch_bytes,
+            "combine": drafted.combine_bytes,
+            "workspace": drafted.workspace_bytes,
+        },
+    }
+
+
+def _experts_per_rank(drafted: Draft, layer: str) -> dict[str, int]:
+    wiring = next(wiring for wiring in drafted.wirings if wiring.spec.name == layer)
+    counts = [wiring.cargo.placement.num_local(rank) for rank in range(drafted.world)]
+    return {"fewest": min(counts), "most": max(counts)}
+
+
+def _show(drafted: Draft) -> None:
+    from rich.table import Table
+
+    from tokenyard.plan import size, span
+
+    fields = as_fields(drafted)
+    table = Table(show_lines=True, title_justify="left")
+    table.title = (
+        f"{fields['num_layers']} layers on {drafted.world} ranks, exchange {drafted.exchange.name}, "
+        f"{drafted.in_flight} in flight"
+    )
+    for heading in ("layers", "shape", "experts", "a rank", "out", "back", "on a rank, at most", "duties"):
+        table.add_column(heading)
+    for row in fields["wirings"]:
+        share, per_row, per_rank = row["experts_per_rank"], row["bytes_per_row"], row["bytes_per_rank"]
+        fewest, most = share["fewest"], share["most"]
+        table.add_row(
+            span(row["layers"]),
+            row["shape"].replace(", ", "\n"),
+            row["experts"].replace(", ", "\n"),
+            f"{most} experts" if fewest == most else f"{fewest} to {most} experts",
+            f"{row['wire']}\n{per_row['dispatch']} bytes a row",
+            f"{row['combine_wire']}\n{per_row['combine']} bytes a row",
+            f"{size(per_rank['dispatch'])} out\n{size(per_rank['combine'])} back\n{row['max_tokens']} tokens",
+            "\n".join(f"{duty}: {who}" for duty, who in row["duties"].items() if who != "–"),
+        )
+    out = console()
+    out.print(table)
+    times = "" if drafted.in_flight == 1 else f", × {drafted.in_flight} in flight"
+    out.print(
+        f"All layers share a workspace of {size(drafted.workspace_bytes)} a rank: largest out "
+        f"{size(drafted.dispatch_bytes)} + largest back {size(drafted.combine_bytes)}{times}.",
+        soft_wrap=True,
+    )

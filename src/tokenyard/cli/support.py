@@ -1,0 +1,60 @@
+"""`tokenyard support`: the tables of what is supported, shown or written into Markdown files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tokenyard.cli.output import JsonFlag, console, print_json
+
+
+def support(
+    files: Annotated[
+        list[Path] | None, typer.Argument(metavar="[FILE]...", help="Markdown files, with --write.")
+    ] = None,
+    write: Annotated[
+        bool, typer.Option("--write", help="Write the tables between the support marks of the files.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show what is supported, as formats, exchanges and experts declare it."""
+    from tokenyard.errors import InputError
+    from tokenyard.support import rewrite, support_tables
+
+    files = files or []
+    if write != bool(files):
+        raise InputError(
+            f"{len(files)} files {'with' if write else 'without'} --write",
+            expected="--write and at least one file, or neither",
+            fix="tokenyard support --write README.md",
+        )
+    if write:
+        changed = {str(path): rewrite(path) for path in files}
+        if as_json:
+            print_json({"written": [{"file": path, "changed": new} for path, new in changed.items()]})
+        else:
+            for path, new in changed.items():
+                console().print(f"{path}: {'written' if new else 'up to date'}", markup=False, soft_wrap=True)
+        return
+    tables = support_tables()
+    if as_json:
+        print_json({"tables": [table.as_dict() for table in tables]})
+        return
+    from rich.table import Table
+
+    for table in tables:
+        shown = Table(
+            title=table.title, title_justify="left", caption=_plain(table.note), caption_justify="left"
+        )
+        for column in table.columns:
+            shown.add_column(_plain(column))
+        for row in table.rows:
+            shown.add_row(*map(_plain, row))
+        console().print(shown, "")
+
+
+def _plain(cell: str) -> str:
+    """Markdown's quotes are for pages, and a bracket is no markup of the console's."""
+    return cell.replace("`", "").replace("[", r"\[")
