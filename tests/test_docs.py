@@ -3,7 +3,7 @@
 - A `python` block is executed; the blocks of one page share a namespace. `python no-run` is left alone (only
   for what needs a GPU).
 - A `text title="output"` block is what the block before it printed, to the letter.
-- A `python title="name.py"` block is a file. The page's `sh` blocks say how it is started, and so it is.
+- A block with another title is a file. The page's `sh` blocks say how it is used, and so it is.
 - Links lead somewhere, and the support tables are what the declarations give.
 """
 
@@ -53,6 +53,10 @@ class Block:
     def is_output(self) -> bool:
         return self.language == "text" and self.title == "output"
 
+    @property
+    def is_file(self) -> bool:
+        return self.title is not None and not self.is_output
+
 
 def blocks(page: Path) -> list[Block]:
     text = page.read_text()
@@ -73,10 +77,9 @@ def run_page(page: Path, folder: Path) -> list[tuple[Block, str]]:
     for block in blocks(page):
         if block.is_output:
             outputs.append((block, printed))
+        elif block.is_file:
+            (folder / str(block.title)).write_text(block.body)
         elif block.language == "python" and "no-run" not in block.info:
-            if block.title is not None:
-                (folder / block.title).write_text(block.body)
-                continue
             out = io.StringIO()
             # Empty lines in front give tracebacks the page's own line numbers.
             code = compile("\n" * block.line + block.body, str(page), "exec")
@@ -91,7 +94,7 @@ def run_page(page: Path, folder: Path) -> list[tuple[Block, str]]:
 
 
 def is_command(line: str, folder: Path) -> bool:
-    """Whether a line of a shell block starts one of the page's own files."""
+    """Whether a line of a shell block uses one of the page's own files."""
     return any((folder / word).is_file() for word in shlex.split(line))
 
 
@@ -99,6 +102,7 @@ def run_command(line: str, folder: Path) -> str:
     program, *arguments = shlex.split(line)
     programs = {
         "python": [sys.executable],
+        "tokenyard": [sys.executable, "-c", "from tokenyard.cli import main; main()"],
         "torchrun": [sys.executable, "-m", "torch.distributed.run"],
     }
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
@@ -128,12 +132,11 @@ def test_blocks_run_and_print_what_the_page_says(page, tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_files_of_a_page_are_started_by_it(page):
+def test_files_of_a_page_are_used_by_it(page):
     everything = blocks(page)
     commands = "\n".join(block.body for block in everything if block.language == "sh")
     for block in everything:
-        if block.language == "python" and block.title is not None:
-            assert block.title in commands, f"nothing on the page runs {block.title}"
+        assert not block.is_file or str(block.title) in commands, f"nothing on the page uses {block.title}"
 
 
 def anchors(page: Path) -> set[str]:

@@ -36,6 +36,14 @@ def round_up(size: int, alignment: int = ALIGNMENT) -> int:
     return -(-size // alignment) * alignment
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a matrix, `[rows, bytes]`, without a copy where it is laid out row by row already."""
+    tensor = tensor.contiguous()
+    if tensor.stride(-1) != 1:  # a width of 1 counts as contiguous with any stride, and cannot be viewed
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.view(torch.uint8)
+
+
 @dataclass(frozen=True)
 class RowLayout:
     """Where each payload of a row lies in its packet.
@@ -72,9 +80,9 @@ class RowLayout:
             end = offset + payload.nbytes
             if payload.nbytes % 8 == 0:  # copying 8 bytes at a time is several times faster
                 words = packets.view(torch.int64)[:, offset // 8 : end // 8]
-                words.copy_(tensor.contiguous().view(torch.uint8).view(torch.int64))
+                words.copy_(as_bytes(tensor).view(torch.int64))
             else:
-                packets[:, offset:end] = tensor.contiguous().view(torch.uint8)
+                packets[:, offset:end] = as_bytes(tensor)
             packets[:, end : round_up(end)] = 0
         return packets
 

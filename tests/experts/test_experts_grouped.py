@@ -9,7 +9,7 @@ from expert_cases import Case, build_experts, oracle, receive, run, run_unfinali
 
 from tokenyard.errors import ContractError, InputError, UnknownName
 from tokenyard.experts import ExpertsSpec, GroupedExperts, SelfRoutingExperts, activation, get, grouped
-from tokenyard.experts.grouped import product_path, sum_choices
+from tokenyard.experts.grouped import cpu_multiplies, product_path, sum_choices
 from tokenyard.experts.pairs import sort_pairs
 from tokenyard.rows import LocalRoutes, ReceivedRows, RoutingLogits
 
@@ -41,10 +41,16 @@ def test_product_path(
     assert product_path(rows, hidden, inner, dtype, device) == expected
 
 
+def test_a_cpu_that_multiplies_16_bits_does_not_widen() -> None:
+    assert product_path(64, 2048, 1024, torch.bfloat16, CPU, native=True) == "grouped_mm"
+    assert product_path(64, 100, 1024, torch.float16, CPU, native=True) == "mm"
+    assert not cpu_multiplies(torch.float32)
+
+
 @pytest.mark.parametrize("path", ["grouped_mm", "upcast", "mm"])
 @pytest.mark.parametrize("case", [Case(R=70, bias=True), Case(R=70, L=9, weight_on="input")], ids=str)
 def test_every_path_computes_the_same_layer(path: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped, "product_path", lambda *_: path)
+    monkeypatch.setattr(grouped, "product_path", lambda *_, **__: path)
     monkeypatch.setattr(grouped, "UPCAST_TILE", 300)  # several tiles, the last one not full
     experts, x_RH, routes = build_experts("grouped", case)
     expected_RH, bound_RH = oracle(case)
@@ -57,9 +63,12 @@ def test_uneven_loads_choose_for_each_expert(monkeypatch: pytest.MonkeyPatch) ->
     experts, x_RH, routes = build_experts("grouped", case)
     routes.ids_RK.zero_()
     routes.ids_RK[-2:, 0] = 2
+    monkeypatch.setattr(grouped, "cpu_multiplies", lambda _: False)
     dtypes = []
     product = grouped._product
-    monkeypatch.setattr(grouped, "_product", lambda x, w: dtypes.append(x.dtype) or product(x, w))
+    monkeypatch.setattr(
+        grouped, "_product", lambda x, w, **out: dtypes.append(x.dtype) or product(x, w, **out)
+    )
     run(experts, x_RH, routes)
     assert dtypes == [torch.float32] * 2 + [torch.bfloat16] * 2
 
@@ -81,7 +90,8 @@ def test_sum_choices_is_finish(ids: str, monkeypatch: pytest.MonkeyPatch) -> Non
     experts, x_RH, routes = build_experts("grouped", Case(ids=ids, R=33))
     pairs = sort_pairs(routes, 4)
     unfinalized = run_unfinalized(experts, x_RH, routes)
-    summed_RH = sum_choices(unfinalized.rows_NH * unfinalized.weights_N.unsqueeze(1), pairs)
+    y_NH = unfinalized.rows_NH[pairs.by_expert_N]
+    summed_RH = sum_choices(y_NH, unfinalized.weights_N, pairs)
     assert torch.equal(summed_RH.view(torch.int32), unfinalized.finish().rows_RH.view(torch.int32))
 
 

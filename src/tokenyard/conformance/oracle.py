@@ -5,22 +5,58 @@ It says in a few lines what the whole machinery is for:
     y_t = Σ_k  w_tk · Expert_{id_tk}(x_t)          (or Expert(w · x), where the weight is on the input)
 
 Fed with `decode(encode(x))` it isolates the matrix products; fed with `x` it gives the end-to-end error.
+
+The bound around it has two terms. Results are rounded once per rank on the way back and once at the end:
+each rounding moves an element by at most eps/2 of the size of what it rounds, which is at most
+Σ_k |w · Expert(x)|, the *magnitude* (a little more, which the second term covers). Sums in float32 move it by a few units of 2^-24 of the sum of the
+*absolute* products, which can be far larger than the result where the products cancel.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from tokenyard.experts import Activation, ExpertWeights, activation
+from tokenyard.formats import Format
 from tokenyard.routing import Routes
 from tokenyard.spec import LayerSpec
 
 
-def oracle(spec: LayerSpec, weights: ExpertWeights, x_TH: Tensor, routes: Routes) -> Tensor:
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """How far a result may be from the exact one, element by element."""
+
+    magnitude_TH: Tensor
+    absolute_TH: Tensor
+
+    def tolerance(self, combine_wire: Format, dtype: torch.dtype) -> Tensor:
+        """For results that came home in `combine_wire`, rounded to `dtype` at the end."""
+        wire = torch.finfo(combine_wire.payloads(1)[0].dtype)
+        end = torch.finfo(dtype)
+        tolerance_TH = (wire.eps + end.eps) / 2 * self.magnitude_TH + 2.0**-17 * self.absolute_TH
+        if combine_wire.quantized and self.magnitude_TH.numel():
+            # The smallest elements of a block are rounded to a grid that its largest one sets.
+            grid = wire.smallest_normal * wire.eps / wire.max
+            tolerance_TH += 2 * grid * self.magnitude_TH.amax(dim=1, keepdim=True)
+        return tolerance_TH + end.smallest_normal * end.eps
+
+
+@overload
+def oracle(
+    spec: LayerSpec, weights: ExpertWeights, x_TH: Tensor, routes: Routes, *, with_bound: Literal[True]
+) -> tuple[Tensor, Bound]: ...
+@overload
+def oracle(spec: LayerSpec, weights: ExpertWeights, x_TH: Tensor, routes: Routes) -> Tensor: ...
+def oracle(
+    spec: LayerSpec, weights: ExpertWeights, x_TH: Tensor, routes: Routes, *, with_bound: bool = False
+) -> Tensor | tuple[Tensor, Bound]:
     """The exact result of a layer, float64. `weights` are those of all E experts."""
-    y_TH = torch.zeros(x_TH.shape, dtype=torch.float64)
+    y_TH, magnitude_TH, absolute_TH = torch.zeros(3, *x_TH.shape, dtype=torch.float64).unbind()
     act = activation(spec.activation)
     for expert in range(spec.num_experts):
         token_N, choice_N = (routes.topk_ids_TK == expert).nonzero(as_tuple=True)
@@ -35,11 +71,27 @@ def oracle(spec: LayerSpec, weights: ExpertWeights, x_TH: Tensor, routes: Routes
         if spec.weight_on == "output":
             result_NH = weight_N1 * result_NH
         y_TH.index_add_(0, token_N, result_NH)  # a token may name an expert twice: both count
-    return y_TH
+        if with_bound:
+            magnitude_TH.index_add_(0, token_N, result_NH.abs())
+            sums_NI = _absolute_activation(
+                act, _linear(x_NH, weights.w13, weights.b13, expert, absolute=True)
+            )
+            sums_NH = _linear(sums_NI, weights.w2, weights.b2, expert, absolute=True)
+            absolute_TH.index_add_(
+                0, token_N, sums_NH if spec.weight_on == "input" else weight_N1.abs() * sums_NH
+            )
+    if not with_bound:
+        return y_TH
+    return y_TH, Bound(magnitude_TH=magnitude_TH, absolute_TH=absolute_TH)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Tensor:
-    return functional.linear(x, weight[expert].double(), None if bias is None else bias[expert].double())
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int, *, absolute: bool = False) -> Tensor:
+    parts = [x, weight[expert].double(), None if bias is None else bias[expert].double()]
+    if absolute:
+        parts = [None if part is None else part.abs() for part in parts]
+    assert parts[0] is not None
+    assert parts[1] is not None
+    return functional.linear(parts[0], parts[1], parts[2])
 
 
 def exact_activation(act: Activation, pre: Tensor) -> Tensor:
@@ -58,6 +110,12 @@ def exact_activation(act: Activation, pre: Tensor) -> Tensor:
     gate = gate.clamp(max=constants["limit"])
     up = up.clamp(-constants["limit"], constants["limit"])
     return gate / (1 + torch.exp(-constants["alpha"] * gate)) * (up + constants["up_shift"])
+
+
+def _absolute_activation(act: Activation, pre: Tensor) -> Tensor:
+    """An upper bound of |activation|, and of how it grows, from absolute pre-activations."""
+    gate, up = act.split(pre)
+    return gate**2 if up is None else gate * (up + 1)
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:

@@ -10,14 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokenyard.conformance.oracle import relative_error
 from tokenyard.experts import ExpertWeights
 from tokenyard.receiver import build_experts, run_experts
 from tokenyard.routing import Routes
 from tokenyard.rows import LocalRoutes, ReceivedRows
 from tokenyard.wiring import Wiring
-
-__all__ = ["relative_error", "twin"]
 
 
 def twin(wiring: Wiring, weights: ExpertWeights, x_TH: Tensor, routes: Routes, source_rank: int) -> Tensor:

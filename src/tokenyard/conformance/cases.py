@@ -1,0 +1,209 @@
+"""A case: one layer, one batch per rank, drawn from a seed, and the checks that its result must pass.
+
+A case is small plain data, so that it can be drawn by hypothesis, sent to processes, printed in a failure and
+run again. Every rank draws its own batch and the weights from the case's seed; nothing is passed around.
+
+Three checks, kept apart so that a failure says where it is:
+
+1. `bitwise`: equal to the one-process twin, bit for bit. This is the exchange's part.
+2. `oracle_excess`: how far the result is beyond the bound around a float64 oracle that is fed the rows as they
+   were decoded (≤ 0 passes). This is the experts' part; the bound is that of a bf16 matrix product.
+3. `end_to_end_error`: relative L2 error against the oracle that is fed the rows as they were. Reported: it is
+   what the wire's format costs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tokenyard.conformance.oracle import oracle, relative_error
+from tokenyard.conformance.twin import twin
+from tokenyard.experts import ExpertWeights, activation
+from tokenyard.experts.base import WEIGHT_DTYPES, WeightOn
+from tokenyard.formats import Payload
+from tokenyard.group import Group
+from tokenyard.layer import MoELayer
+from tokenyard.placement import Placement
+from tokenyard.plan import plan
+from tokenyard.routing import Routes
+from tokenyard.spec import LayerSpec
+
+RouteKind = Literal["uniform", "gaps", "duplicates", "one_rank", "one_expert", "nobody"]
+
+_TAG = Payload(name="tag", dtype=torch.int64, width=3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One layer on `len(tokens)` ranks, with `tokens[r]` tokens on rank r."""
+
+    tokens: tuple[int, ...]
+    hidden_size: int
+    intermediate_size: int = 8
+    num_experts: int = 4
+    top_k: int = 2
+    exchange: str = "two_sided"
+    wire: str | None = None
+    combine_wire: str | None = None
+    expert_rows: str | None = None
+    experts: str = "reference"
+    activation: str = "swiglu"
+    bias: bool = False
+    weights: str = "bf16"
+    weight_on: WeightOn = "output"
+    placement: str = "contiguous"  # or "replicas": every expert on two ranks
+    routes: RouteKind = "uniform"
+    dtype: str = "bfloat16"
+    id_dtype: str = "int64"
+    weight_dtype: str = "float32"
+    payloads: bool = False
+    seed: int = 0
+
+    @property
+    def world(self) -> int:
+        """W."""
+        return len(self.tokens)
+
+    def spec(self) -> LayerSpec:
+        """The layer."""
+        placement: str | Placement = self.placement
+        if self.placement == "replicas":
+            base = Placement.contiguous(self.num_experts, self.world)
+            further = {e: [(base.owners(e)[0][0] + 1) % self.world] for e in range(self.num_experts)}
+            placement = Placement.replicated(base, further if self.world > 1 else {})
+        return LayerSpec(
+            name="case",
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            max_tokens=max(1, *self.tokens),
+            dtype=getattr(torch, self.dtype),
+            wire=self.wire,
+            combine_wire=self.combine_wire,
+            expert_rows=self.expert_rows,
+            activation=self.activation,
+            bias=self.bias,
+            weights=self.weights,
+            weight_on=self.weight_on,
+            placement=placement,
+            experts=self.experts,
+            payloads=(_TAG,) if self.payloads else (),
+        )
+
+    def _formats(self) -> list[str]:
+        """The dtypes of rows on their ways."""
+        plain = {"fp16": "float16", None: self.dtype}
+        return [plain.get(wire, "") for wire in (self.wire, self.combine_wire)]
+
+    def all_weights(self) -> ExpertWeights:
+        """The weights of all experts, the same on every rank."""
+        return random_weights(self.spec(), self.seed)
+
+    def batch(self, rank: int) -> tuple[Tensor, Routes]:
+        """Rows and routes of one rank."""
+        draw = torch.Generator().manual_seed(self.seed * 1009 + rank + 1)
+        T, K, E = self.tokens[rank], self.top_k, self.num_experts
+        x_TH = torch.randn(T, self.hidden_size, generator=draw)
+        # Rows of very different size: a scale that is shared between rows would show.
+        # (float16 ends at 65504, and a gated expert squares: such layers get rows of at most 2^1.)
+        largest = 1 if "float16" in (self.dtype, *self._formats()) else 6
+        x_TH *= torch.exp2(torch.randint(-6, largest + 1, (T, 1), generator=draw).float())
+        ids_TK = torch.randint(0, E, (T, K), generator=draw)
+        weights_TK = torch.rand(T, K, generator=draw)
+        if self.routes == "uniform":
+            order_TE = torch.rand(T, E, generator=draw).argsort(dim=1)
+            distinct = min(K, E)
+            ids_TK[:, :distinct] = order_TE[:, :distinct]
+        elif self.routes == "gaps":
+            gone_TK = torch.rand(T, K, generator=draw) < 0.4
+            ids_TK[gone_TK], weights_TK[gone_TK] = -1, float("nan")
+        elif self.routes == "one_rank":
+            ids_TK %= len(Placement.contiguous(E, self.world).local_experts(0))
+        elif self.routes == "one_expert":
+            ids_TK[:] = E - 1
+        elif self.routes == "nobody":
+            ids_TK[:] = -1
+        x_TH = x_TH.to(getattr(torch, self.dtype))
+        if self.routes == "gaps":
+            x_TH[(ids_TK < 0).all(dim=1)] = float("nan")  # padding tokens hold anything
+        return x_TH, Routes(
+            topk_ids_TK=ids_TK.to(getattr(torch, self.id_dtype)),
+            topk_weights_TK=weights_TK.to(getattr(torch, self.weight_dtype)),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one rank found."""
+
+    bitwise: bool
+    oracle_excess: float
+    end_to_end_error: float
+    input_untouched: bool
+    output_dtype: bool
+
+    @property
+    def passed(self) -> bool:
+        """Whether every check passed."""
+        return self.bitwise and self.oracle_excess <= 0 and self.input_untouched and self.output_dtype
+
+
+def run_case(group: Group, case: Case) -> Outcome:
+    """Run a case on this rank and check this rank's result."""
+    spec, weights = case.spec(), case.all_weights()
+    made = plan([spec], group, exchange=case.exchange)
+    layer = MoELayer(made, spec.name, weights.select(made.local_experts(spec.name)))
+    x_TH, routes = case.batch(group.rank)
+    before = [tensor.clone() for tensor in (x_TH, routes.topk_ids_TK, routes.topk_weights_TK)]
+    tag = torch.arange(x_TH.shape[0]).unsqueeze(1).expand(-1, 3).contiguous() * 1000 + group.rank
+    y_TH = layer(x_TH, routes, payloads={"tag": tag} if case.payloads else None)
+    after = (x_TH, routes.topk_ids_TK, routes.topk_weights_TK)
+    made.close()
+    wiring = made.wiring(spec.name)
+    decoded_TH = wiring.wire.encode(x_TH).decode(torch.float32)
+    if wiring.expert_rows is not None and wiring.expert_rows != wiring.wire:
+        decoded_TH = wiring.expert_rows.encode(decoded_TH.to(spec.dtype)).decode(torch.float32)
+    exact, bound = oracle(spec, weights, decoded_TH, routes, with_bound=True)
+    return Outcome(
+        bitwise=same_bits(y_TH, twin(wiring, weights, x_TH, routes, group.rank)),
+        oracle_excess=excess(y_TH, exact, bound.tolerance(wiring.cargo.combine_wire, spec.dtype)),
+        end_to_end_error=relative_error(y_TH, oracle(spec, weights, x_TH, routes)),
+        input_untouched=all(same_bits(a, b) for a, b in zip(before, after, strict=True)),
+        output_dtype=y_TH.dtype == x_TH.dtype and y_TH.shape == x_TH.shape,
+    )
+
+
+def excess(y_TH: Tensor, exact_TH: Tensor, tolerance_TH: Tensor) -> float:
+    """By how much the worst element is outside its bound; negative inside. NaN counts as outside."""
+    if y_TH.numel() == 0:
+        return 0.0
+    over = (y_TH.double() - exact_TH).abs() - tolerance_TH
+    worst = float(over.max())
+    return float("inf") if math.isnan(worst) else worst
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same bits (NaN included)."""
+    as_bytes = [t.contiguous().flatten().view(torch.uint8) for t in (a, b)]
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*as_bytes)
+
+
+def random_weights(spec: LayerSpec, seed: int) -> ExpertWeights:
+    """Weights of all experts of a layer, at the scale of a trained model."""
+    draw = torch.Generator().manual_seed(seed)
+    E, H, I = spec.num_experts, spec.hidden_size, spec.intermediate_size  # noqa: E741
+    wide = 2 * I if activation(spec.activation).gated else I
+    dtype = WEIGHT_DTYPES[spec.weights]
+
+    def matrix(*shape: int) -> Tensor:
+        values = torch.randn(*shape, generator=draw)
+        return values.mul_(shape[-1] ** -0.5).to(dtype)
+
+    biases = {"b13": matrix(E, wide), "b2": matrix(E, H)} if spec.bias else {}
+    return ExpertWeights(w13=matrix(E, wide, H), w2=matrix(E, H, I), **biases)

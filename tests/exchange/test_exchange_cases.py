@@ -1,0 +1,59 @@
+"""Random layers on random ranks: bitwise equal to the twin, inside the bound around the oracle."""
+
+import pytest
+from hypothesis import given, seed, settings
+
+import tokenyard as ty
+from tests.exchange.strategies import cases, is_large
+from tokenyard.conformance.cases import Case, run_case
+
+
+def check(case, ranks):
+    for rank, outcome in enumerate(ty.launch(case.world, run_case, case, ranks=ranks)):
+        assert outcome.passed, f"rank {rank}: {outcome}"
+
+
+def check_many(ranks, count, part):
+    """Draw `count` cases, other ones for each part, large ones in every third, and check them all."""
+    large = part % 3 == 0
+    seen = []
+
+    @seed(part)  # the same cases in every run of the suite
+    @settings(max_examples=count, derandomize=False, database=None)
+    @given(case=cases(large=large))
+    def run(case):
+        seen.append(case)
+        check(case, ranks)
+
+    run()
+    assert len(seen) >= count
+    assert not large or all(map(is_large, seen))
+
+
+# In parts, so that two workers can share them: 512 cases over threads, 56 over processes.
+@pytest.mark.parametrize("part", range(8))
+def test_any_layer_on_thread_ranks(part):
+    check_many("threads", 64, part)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_any_layer_on_process_ranks(part):
+    check_many("processes", 14, 99 + part)
+
+
+@pytest.mark.parametrize("exchange", ty.EXCHANGES)
+def test_sixty_four_thread_ranks(exchange):
+    tokens = tuple(rank % 3 for rank in range(64))
+    check(Case(tokens=tokens, hidden_size=40, num_experts=50, top_k=6, exchange=exchange, wire="mxfp8"), "threads")
+
+
+@pytest.mark.parametrize("exchange", ty.EXCHANGES)
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_eight_ranks_of_which_most_have_no_expert_and_some_no_token(exchange, ranks):
+    tokens = (5, 0, 3, 0, 0, 9, 1, 0)
+    check(Case(tokens=tokens, hidden_size=100, num_experts=3, top_k=32, exchange=exchange, wire="nvfp4"), ranks)
+
+
+@pytest.mark.parametrize("exchange", ty.EXCHANGES)
+def test_all_ranks_are_idle(exchange):
+    check(Case(tokens=(0, 0, 0), hidden_size=16, exchange=exchange), "processes")
