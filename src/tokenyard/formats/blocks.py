@@ -21,8 +21,8 @@ from torch import Tensor
 from tokenyard.formats import bits
 
 # float32 elements per chunk, of which up to three buffers are in use. In MB/s of bf16 input on one core with
-# 1.25 MB of second-level cache (T 512, H 7168, medians beside other work), mxfp8 / nvfp4: 2^16: 695 / 310, 2^17: 700 / 357,
-# 2^18: 674 / 286. A chunk costs some ten calls of a few microseconds, whatever its size.
+# 1.25 MB of second-level cache (T 512, H 7168, medians beside other work), mxfp8 / nvfp4: 2^16: 695 / 310,
+# 2^17: 700 / 357, 2^18: 674 / 286. A chunk costs some ten calls of a few microseconds, whatever its size.
 CHUNK_ELEMENTS = 1 << 17
 
 
