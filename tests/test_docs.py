@@ -105,7 +105,7 @@ def run_command(line: str, folder: Path) -> str:
         "tokenyard": [sys.executable, "-c", "from tokenyard.cli import main; main()"],
         "torchrun": [sys.executable, "-m", "torch.distributed.run"],
     }
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "COLUMNS": "140", "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*programs[program], *arguments],
         cwd=folder,
