@@ -63,12 +63,17 @@ class Activation:
             )
 
     def __call__(self, pre: Tensor) -> Tensor:
-        """Apply it with torch's kernels. The input is not changed."""
-        return self._apply(pre, _FORMULAS[self.name].fast)
+        """Apply it with torch's kernels, in float32 at least. The input is not changed."""
+        gate, up = self.split(pre)
+        # The gate is widened here. Up may stay 16 bits wide: a product with float32 is a float32 product.
+        gate = gate.float() if gate.dtype.itemsize < 4 else gate
+        if up is not None and self.parameters:
+            up = up.to(gate.dtype)
+        return self._apply(gate, up, _FORMULAS[self.name].fast)
 
     def reproducible(self, pre: Tensor) -> Tensor:
         """Apply it so that each element depends on its own inputs alone, to the bit."""
-        return self._apply(pre.double(), _FORMULAS[self.name].written_out).float()
+        return self._apply(*self.split(pre.double()), _FORMULAS[self.name].written_out).float()
 
     def split(self, pre: Tensor) -> tuple[Tensor, Tensor | None]:
         """The gate and the up columns, as views. Without a gate the first is everything."""
@@ -79,8 +84,7 @@ class Activation:
         gate, up = pre.chunk(2, dim=-1)
         return gate, up
 
-    def _apply(self, pre: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        gate, up = self.split(pre)
+    def _apply(self, gate: Tensor, up: Tensor | None, function: Callable[[Tensor], Tensor]) -> Tensor:
         if up is None:
             return function(gate)
         if not self.parameters:

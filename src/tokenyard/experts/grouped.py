@@ -22,6 +22,7 @@ how many rows share its expert, since that is what a BLAS library chooses its ti
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 import torch
@@ -45,10 +46,21 @@ UPCAST_ROWS = {torch.bfloat16: 16, torch.float16: 8}
 # weights were float32 already.
 UPCAST_TILE = 1024 * 1024
 
-# float32 elements of one block of the sum over choices (512 KiB, half of a core's L2 cache).
+# float32 elements of one block of weighted results, on their way into the sum (512 KiB, within the L2 cache).
 SUM_BLOCK = 128 * 1024
 
 GROUPED_MM_ALIGNMENT = 16  # bytes
+
+
+@functools.cache
+def cpu_multiplies(dtype: torch.dtype) -> bool:
+    """Whether this CPU has instructions that multiply and add this 16-bit dtype."""
+    features = {
+        torch.bfloat16: ("amx_bf16", "avx512_bf16", "bf16"),
+        torch.float16: ("amx_fp16", "avx512_fp16", "fp16_arith"),
+    }.get(dtype, ())
+    found = torch.cpu.get_capabilities()
+    return any(found.get(feature, False) for feature in features)
 
 
 def product_path(
@@ -57,17 +69,20 @@ def product_path(
     intermediate_size: int,
     dtype: torch.dtype,
     device: torch.device,
+    *,
+    native: bool = False,
 ) -> ProductPath:
-    """How experts of this shape should compute their products.
+    """How experts of this shape should compute their products; `native` if the CPU multiplies this dtype.
 
     >>> product_path(64, 2048, 1024, torch.bfloat16, torch.device("cpu"))
     'upcast'
-    >>> product_path(4, 2048, 1024, torch.bfloat16, torch.device("cpu"))
+    >>> product_path(64, 2048, 1024, torch.bfloat16, torch.device("cpu"), native=True)
     'grouped_mm'
     >>> product_path(4, 100, 1024, torch.bfloat16, torch.device("cuda"))
     'mm'
     """
-    if device.type == "cpu" and rows_per_expert >= UPCAST_ROWS.get(dtype, rows_per_expert + 1):
+    emulated = device.type == "cpu" and not native and dtype in UPCAST_ROWS
+    if emulated and rows_per_expert >= UPCAST_ROWS[dtype]:
         return "upcast"
     widths = (hidden_size * dtype.itemsize, intermediate_size * dtype.itemsize)
     return "mm" if any(width % GROUPED_MM_ALIGNMENT for width in widths) else "grouped_mm"
@@ -84,15 +99,15 @@ class GroupedExperts(Experts):
         spec = self.spec
         pairs = sort_pairs(local_routes(received), spec.num_local_experts)
         x_RH = self.incoming(received.rows, self.weights.w13.dtype)
-        if self._path(max(pairs.counts_L, default=0)) == "grouped_mm":
-            rows_NH = self._all_at_once(x_RH, pairs)
+        if self._path(max(pairs.counts, default=0)) == "grouped_mm":
+            y_NH = self._all_at_once(x_RH, pairs)
         else:
-            rows_NH = self._one_by_one(x_RH, pairs)
+            y_NH = self._one_by_one(x_RH, pairs)
         weights_N = torch.ones_like(pairs.weights_N) if spec.weight_on == "input" else pairs.weights_N
         if finalize:
-            return ExpertRows(rows_RH=sum_choices(rows_NH.mul_(weights_N.unsqueeze(1)), pairs))
+            return ExpertRows(rows_RH=sum_choices(y_NH, weights_N, pairs))
         return UnfinalizedRows(
-            rows_NH=rows_NH,
+            rows_NH=y_NH[pairs.place_N],
             weights_N=weights_N,
             index_N=pairs.index_N,
             num_rows=pairs.num_rows,
@@ -101,9 +116,9 @@ class GroupedExperts(Experts):
 
     def _path(self, rows: int) -> ProductPath:
         spec, weights = self.spec, self.weights
-        path = product_path(
-            rows, spec.hidden_size, spec.intermediate_size, weights.w13.dtype, weights.w13.device
-        )
+        dtype, device = weights.w13.dtype, weights.w13.device
+        native = device.type == "cpu" and cpu_multiplies(dtype)
+        path = product_path(rows, spec.hidden_size, spec.intermediate_size, dtype, device, native=native)
         # Adopted weights may lie anywhere, say inside a memory-mapped file, and in any order.
         usable = all(
             w.is_contiguous() and w.data_ptr() % GROUPED_MM_ALIGNMENT == 0 for w in (weights.w13, weights.w2)
@@ -118,32 +133,27 @@ class GroupedExperts(Experts):
         return x_nH.to(dtype)
 
     def _all_at_once(self, x_RH: Tensor, pairs: SortedPairs) -> Tensor:
-        """Float32 results of all pairs, in the order of `index_N`, by two grouped products."""
+        """The results of all pairs, in the order of `by_expert_N`, by two grouped products."""
         weights, order = self.weights, pairs.by_expert_N
-        dtype, device = weights.w13.dtype, weights.w13.device
-        counts_L = torch.tensor(pairs.counts_L, device=device)
-        ends_L = counts_L.cumsum(0, dtype=torch.int32)
-        rows_NH = torch.empty(len(order), self.spec.hidden_size, dtype=torch.float32, device=device)
         if len(order) == 0:
-            return rows_NH
-        x_NH = self._inputs(x_RH, pairs, order, dtype)
-        pre = functional.grouped_mm(x_NH, weights.w13.mT, offs=ends_L).float()
+            return x_RH.new_empty(0, self.spec.hidden_size)
+        ends_L = pairs.counts_L.cumsum(0, dtype=torch.int32)
+        x_NH = self._inputs(x_RH, pairs, order, weights.w13.dtype)
+        pre = functional.grouped_mm(x_NH, weights.w13.mT, offs=ends_L)
         if weights.b13 is not None:
-            pre += weights.b13.float().repeat_interleave(counts_L, dim=0)
-        inner_NI = self.spec.activation(pre).to(dtype)
-        y_NH = functional.grouped_mm(inner_NI, weights.w2.mT, offs=ends_L).float()
+            pre = pre + weights.b13.float().repeat_interleave(pairs.counts_L, dim=0)
+        inner_NI = self.spec.activation(pre).to(weights.w2.dtype)
+        y_NH = functional.grouped_mm(inner_NI, weights.w2.mT, offs=ends_L)
         if weights.b2 is not None:
-            y_NH += weights.b2.float().repeat_interleave(counts_L, dim=0)
-        rows_NH[order] = y_NH
-        return rows_NH
+            y_NH = y_NH + weights.b2.float().repeat_interleave(pairs.counts_L, dim=0)
+        return y_NH
 
     def _one_by_one(self, x_RH: Tensor, pairs: SortedPairs) -> Tensor:
-        """Float32 results of all pairs, in the order of `index_N`, expert by expert."""
+        """The results of all pairs, in the order of `by_expert_N`, expert by expert, in float32."""
         weights = self.weights
         w13, b13, w2, b2 = weights.w13, weights.b13, weights.w2, weights.b2
-        rows_NH = torch.empty(
-            len(pairs.index_N), self.spec.hidden_size, dtype=torch.float32, device=w13.device
-        )
+        shape = (len(pairs.index_N), self.spec.hidden_size)
+        y_NH = torch.empty(shape, dtype=torch.float32, device=w13.device)
         for expert, run in pairs.runs():
             chosen = pairs.by_expert_N[run]
             # An expert with few rows is better off in 16 bits, even where others of the batch are widened.
@@ -151,21 +161,20 @@ class GroupedExperts(Experts):
             x_nH = self._inputs(x_RH, pairs, chosen, torch.float32 if upcast else w13.dtype)
             pre = _product(x_nH, w13[expert])
             if b13 is not None:
-                pre += b13[expert].float()
-            inner_nI = self.spec.activation(pre).to(x_nH.dtype)
-            y_nH = _product(inner_nI, w2[expert])
+                pre = pre + b13[expert].float()
+            y_nH = _product(self.spec.activation(pre).to(x_nH.dtype), w2[expert], out=y_NH[run])
             if b2 is not None:
                 y_nH += b2[expert].float()
-            rows_NH[chosen] = y_nH
-        return rows_NH
+        return y_NH
 
 
-def _product(x_nD: Tensor, w_OD: Tensor) -> Tensor:
-    """`x_nD @ w_OD.T`, as float32. Weights that are narrower than the rows are widened by tiles."""
+def _product(x_nD: Tensor, w_OD: Tensor, out: Tensor | None = None) -> Tensor:
+    """`x_nD @ w_OD.T`, as float32 where `out` is. Weights narrower than the rows are widened by tiles."""
     if x_nD.dtype == w_OD.dtype:
-        return torch.mm(x_nD, w_OD.t()).float()
+        y_nO = torch.mm(x_nD, w_OD.t())
+        return y_nO if out is None else out.copy_(y_nO)
     outputs, inner = w_OD.shape
-    y_nO = x_nD.new_empty(x_nD.shape[0], outputs)
+    y_nO = x_nD.new_empty(x_nD.shape[0], outputs) if out is None else out
     step = max(1, min(outputs, UPCAST_TILE // inner))
     tile_oD = x_nD.new_empty(step, inner)
     for o in range(0, outputs, step):
@@ -174,24 +183,28 @@ def _product(x_nD: Tensor, w_OD: Tensor) -> Tensor:
     return y_nO
 
 
-def sum_choices(weighted_NH: Tensor, pairs: SortedPairs) -> Tensor:
-    """Sum the weighted results of each row, in float32, in the order of its choices, from +0.
+def sum_choices(y_NH: Tensor, weights_N: Tensor, pairs: SortedPairs) -> Tensor:
+    """Weight results that are in the order of `by_expert_N`, and sum those of each row, from +0, in float32.
 
-    The same additions as in `UnfinalizedRows.finish`, hence the same bits: a row's first pair, its second, …;
-    no row occurs twice in one step. Where all K choices of all rows live here, nothing needs to be gathered.
+    The same products and additions as in `UnfinalizedRows.finish`, hence the same bits: a row's first pair,
+    its second, …; no row occurs twice in one step. Where all K choices of all rows live here, the steps are
+    the choices, and on a CPU they go block by block, so that each result is read from memory once.
     """
-    hidden_size = weighted_NH.shape[1]
-    sums_RH = weighted_NH.new_zeros(pairs.num_rows, hidden_size)
-    if len(weighted_NH) == pairs.num_rows * pairs.top_k:
-        weighted_RKH = weighted_NH.view(pairs.num_rows, pairs.top_k, hidden_size)
-        step = max(1, SUM_BLOCK // hidden_size)
-        for r in range(0, pairs.num_rows, step):
-            for choice in range(pairs.top_k):
-                sums_RH[r : r + step] += weighted_RKH[r : r + step, choice]
+    (num_pairs, hidden_size), num_rows, top_k = y_NH.shape, pairs.num_rows, pairs.top_k
+    sums_RH = y_NH.new_zeros(num_rows, hidden_size, dtype=torch.float32)
+    if num_pairs == num_rows * top_k:
+        block = max(1, SUM_BLOCK // (top_k * hidden_size)) if y_NH.device.type == "cpu" else max(1, num_rows)
+        for r in range(0, num_rows, block):
+            some = slice(r * top_k, (r + block) * top_k)
+            # A 16-bit row times a float32 weight is a float32 product, without a copy in between.
+            weighted_nH = y_NH[pairs.place_N[some]] * weights_N[some].unsqueeze(1)
+            for choice in range(top_k):
+                sums_RH[r : r + block] += weighted_nH[choice::top_k]
         return sums_RH
-    pairs_R = torch.bincount(pairs.row_N, minlength=pairs.num_rows)
+    pairs_R = torch.bincount(pairs.row_N, minlength=num_rows)
     first_R = pairs_R.cumsum(0) - pairs_R
     for nth in range(int(pairs_R.max())):
         rows = (pairs_R > nth).nonzero().squeeze(1)
-        sums_RH[rows] += weighted_NH[first_R[rows] + nth]
+        pair = first_R[rows] + nth
+        sums_RH[rows] += y_NH[pairs.place_N[pair]] * weights_N[pair].unsqueeze(1)
     return sums_RH

@@ -7,7 +7,8 @@ in the order of a row's choices. With K = 2 and local experts 0 and 1:
     ids_RK = [[1, -1], [0, 1], [-1, -1]]     row 2 has no expert here
     index_N = [0, 2, 3]                      r · K + k of each pair that exists
     by_expert_N = [1, 0, 2]                  pair 1 goes to expert 0, pairs 0 and 2 to expert 1
-    counts_L = [1, 2]
+    place_N = [1, 0, 2]                      where by_expert_N has each pair: its inverse
+    counts = (1, 2)                          pairs of each expert
 
 A routing weight is read only where there is a pair: whatever stands beside an id of -1 (a NaN) is not looked
 at, and neither is a row that has no pair.
@@ -33,14 +34,16 @@ class SortedPairs:
     row_N: Tensor  # the received row of each pair, in the order of index_N
     weights_N: Tensor  # float32, in the order of index_N
     by_expert_N: Tensor
-    counts_L: tuple[int, ...]
+    place_N: Tensor
+    counts: tuple[int, ...]
+    counts_L: Tensor  # the same, on the device
     num_rows: int
     top_k: int
 
     def runs(self) -> Iterator[tuple[int, slice]]:
         """Each expert that is hit, with its run of `by_expert_N`."""
         start = 0
-        for expert, count in enumerate(self.counts_L):
+        for expert, count in enumerate(self.counts):
             if count:
                 yield expert, slice(start, start + count)
             start += count
@@ -51,7 +54,7 @@ def sort_pairs(routes: LocalRoutes, num_local_experts: int) -> SortedPairs:
 
     >>> routes = LocalRoutes(ids_RK=torch.tensor([[1, -1], [0, 1], [-1, -1]]), weights_RK=torch.ones(3, 2))
     >>> pairs = sort_pairs(routes, 2)
-    >>> pairs.index_N.tolist(), pairs.by_expert_N.tolist(), pairs.counts_L
+    >>> pairs.index_N.tolist(), pairs.by_expert_N.tolist(), pairs.counts
     ([0, 2, 3], [1, 0, 2], (1, 2))
     """
     ids_RK, weights_RK = routes.ids_RK, routes.weights_RK
@@ -64,19 +67,24 @@ def sort_pairs(routes: LocalRoutes, num_local_experts: int) -> SortedPairs:
     ids = ids_RK.reshape(-1)
     index_N = (ids >= 0).nonzero().squeeze(1)
     expert_N = ids[index_N].long()
-    counts_L = torch.bincount(expert_N, minlength=num_local_experts).tolist()
+    counts_L = torch.bincount(expert_N, minlength=num_local_experts)
     if len(counts_L) > num_local_experts:
         raise InputError(
             f"ids_RK holds local expert id {len(counts_L) - 1}",
             expected=f"ids from -1 to {num_local_experts - 1}: this rank has {num_local_experts} experts",
             fix="map global expert ids to local ones through the placement",
         )
+    by_expert_N = torch.argsort(expert_N, stable=True)
+    place_N = torch.empty_like(by_expert_N)
+    place_N[by_expert_N] = torch.arange(len(by_expert_N), device=ids.device)
     return SortedPairs(
         index_N=index_N,
         row_N=index_N // ids_RK.shape[1],
         weights_N=weights_RK.reshape(-1)[index_N].float(),
-        by_expert_N=torch.argsort(expert_N, stable=True),
-        counts_L=tuple(counts_L),
+        by_expert_N=by_expert_N,
+        place_N=place_N,
+        counts=tuple(counts_L.tolist()),
+        counts_L=counts_L,
         num_rows=ids_RK.shape[0],
         top_k=ids_RK.shape[1],
     )
