@@ -11,6 +11,7 @@ from tokenyard.cli.output import JsonFlag, console, print_json
 
 if TYPE_CHECKING:
     from tokenyard.plan import Draft
+    from tokenyard.wiring import Wiring
 
 # More ranks than any group has: a table of all ranks is made.
 _MOST_RANKS = 65536
@@ -51,9 +52,7 @@ def plan(
 
 def as_fields(drafted: Draft) -> dict[str, Any]:
     """A draft as plain values."""
-    rows = [
-        {**row, "experts_per_rank": _experts_per_rank(drafted, row["layers"][0])} for row in drafted.rows()
-    ]
+    rows = [{**row, "experts_per_rank": _experts_per_rank(_wiring(drafted, row))} for row in drafted.rows()]
     return {
         "ranks": drafted.world,
         "exchange": drafted.exchange.name,
@@ -68,9 +67,14 @@ def as_fields(drafted: Draft) -> dict[str, Any]:
     }
 
 
-def _experts_per_rank(drafted: Draft, layer: str) -> dict[str, int]:
-    wiring = next(wiring for wiring in drafted.wirings if wiring.spec.name == layer)
-    counts = [wiring.cargo.placement.num_local(rank) for rank in range(drafted.world)]
+def _wiring(drafted: Draft, row: dict[str, Any]) -> Wiring:
+    """The wiring that a row of the draft stands for; its layers share it."""
+    return next(wiring for wiring in drafted.wirings if wiring.spec.name == row["layers"][0])
+
+
+def _experts_per_rank(wiring: Wiring) -> dict[str, int]:
+    placement = wiring.cargo.placement
+    counts = [placement.num_local(rank) for rank in range(placement.world)]
     return {"fewest": min(counts), "most": max(counts)}
 
 
@@ -85,19 +89,20 @@ def _show(drafted: Draft) -> None:
         f"{fields['num_layers']} layers on {drafted.world} ranks, exchange {drafted.exchange.name}, "
         f"{drafted.in_flight} in flight"
     )
-    for heading in ("layers", "shape", "experts", "a rank", "out", "back", "on a rank, at most", "duties"):
+    for heading in ("layers", "shape", "experts", "out", "back", "a rank, at most", "duties"):
         table.add_column(heading)
     for row in fields["wirings"]:
         share, per_row, per_rank = row["experts_per_rank"], row["bytes_per_row"], row["bytes_per_rank"]
         fewest, most = share["fewest"], share["most"]
+        wiring = _wiring(drafted, row)
         table.add_row(
-            span(row["layers"]),
+            span(row["layers"]).replace(" … ", "\n… ").replace(" (", "\n("),
             row["shape"].replace(", ", "\n"),
-            row["experts"].replace(", ", "\n"),
-            f"{most} experts" if fewest == most else f"{fewest} to {most} experts",
-            f"{row['wire']}\n{per_row['dispatch']} bytes a row",
-            f"{row['combine_wire']}\n{per_row['combine']} bytes a row",
-            f"{size(per_rank['dispatch'])} out\n{size(per_rank['combine'])} back\n{row['max_tokens']} tokens",
+            f"{most if fewest == most else f'{fewest} to {most}'} a rank\n{wiring.experts.name}\n"
+            f"{wiring.spec.weights} weights\n{wiring.spec.placement}",
+            f"{row['wire']}\n{per_row['dispatch']} B/row",
+            f"{row['combine_wire']}\n{per_row['combine']} B/row",
+            f"{row['max_tokens']} tokens\n{size(per_rank['dispatch'])} out\n{size(per_rank['combine'])} back",
             "\n".join(f"{duty}: {who}" for duty, who in row["duties"].items() if who != "–"),
         )
     out = console()

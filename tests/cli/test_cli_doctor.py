@@ -1,0 +1,76 @@
+"""`tokenyard doctor`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+import torch
+
+from tests.cli.runner import call, call_json
+from tokenyard import EXCHANGES, FORMATS
+
+# The package's attribute of this name is the command.
+module = import_module("tokenyard.cli.doctor")
+
+
+def test_this_machine_is_fit():
+    found = call_json("doctor")
+    assert found["ok"]
+    by_name = {(f["section"], f["name"]): f for f in found["findings"]}
+    assert by_name["versions", "torch"]["detail"].startswith(torch.__version__.split("+")[0])
+    for name in FORMATS:
+        assert by_name["formats", name]["ok"]
+    for name in EXCHANGES:
+        assert by_name["exchanges", f"{name} on threads"]["ok"]
+        assert by_name["exchanges", f"{name} on processes"]["ok"]
+        if not torch.cuda.is_available():
+            on_gpus = by_name["exchanges", f"{name} on GPUs"]
+            assert on_gpus["ok"] is False
+            assert on_gpus["detail"].startswith("none")
+    assert by_name["start", "4 process ranks"]["detail"].endswith("s to start, meet and end")
+
+
+@pytest.fixture
+def no_ranks(monkeypatch):
+    """A machine on which no ranks start; so nothing is started here either."""
+    from tokenyard import group
+
+    def launch(*_args, **_kwargs):
+        raise OSError("[Errno 12] no memory [for] ranks\nsecond line")
+
+    monkeypatch.setattr(group, "launch", launch)
+
+
+def test_a_machine_that_cannot_run_the_core_job(no_ranks):
+    found = call_json("doctor", exit_code=1)
+    assert not found["ok"]
+    broken = [f["name"] for f in found["findings"] if f["core"] and not f["ok"]]
+    assert broken == [f"{name} on threads" for name in EXCHANGES]
+    result = call("doctor")
+    assert result.exit_code == 1
+    assert "tokenyard does not run here" in result.stdout
+    assert "OSError: [Errno 12] no memory [for] ranks" in result.stdout
+    assert "second line" not in result.stdout
+
+
+def test_speed_and_reach_do_not_decide(monkeypatch):
+    """Without processes, tokenyard still runs."""
+    monkeypatch.setattr(module, "_tried", lambda _exchange, ranks: (ranks == "threads", "told so"))
+    monkeypatch.setattr(module, "_start_of_processes", lambda: iter(()))
+    result = call("doctor")
+    assert result.exit_code == 0
+    assert "tokenyard runs here." in result.stdout
+    assert "✗" in result.stdout
+    assert "told so" in result.stdout
+
+
+def test_a_format_that_raises_is_a_finding(monkeypatch):
+    def encode(_self, _x):
+        raise NotImplementedError("no such cast")
+
+    monkeypatch.setattr(FORMATS["mxfp8"], "encode", encode)
+    findings = {finding.name: finding for finding in module._formats()}
+    assert findings["mxfp8"].ok is False
+    assert findings["mxfp8"].detail == "NotImplementedError: no such cast"
+    assert findings["nvfp4"].ok
