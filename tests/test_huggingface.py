@@ -47,9 +47,20 @@ MODELS = {
         "first_k_dense_replace": 1,
         "routed_scaling_factor": 16.0,
     },
-    "deepseek_v3": {**LATENT, **GROUPED, "first_k_dense_replace": 2, "norm_topk_prob": True},
+    "deepseek_v3": {
+        **LATENT,
+        **GROUPED,
+        "first_k_dense_replace": 2,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 2,
+    },
     "gpt_oss": {"num_local_experts": 6, "swiglu_limit": 5.0},
-    "glm4_moe": {**GROUPED, "first_k_dense_replace": 3, "routed_scaling_factor": 1.5},
+    "glm4_moe": {
+        **GROUPED,
+        "first_k_dense_replace": 3,
+        "routed_scaling_factor": 1.5,
+        "num_nextn_predict_layers": 1,
+    },
     "glm4v_moe_text": {**GROUPED, "first_k_dense_replace": 1, "norm_topk_prob": False},
     "olmoe": {"num_experts": 6, "norm_topk_prob": True},
     "minimax_m2": {"num_local_experts": 6},
@@ -83,7 +94,7 @@ def test_layers_are_those_of_the_model(family, tmp_path):
     config = config_of(family)
     blocks = moe_blocks(the_model(config))
     layers = layers_from_config(written(config, tmp_path))
-    heads = int(getattr(config, "num_mtp_layers", 0) or 0)
+    heads = MODELS[family].get("num_nextn_predict_layers", 0)  # transformers builds them only to generate
     names = [f"model.{name}" for name in blocks]
     names += [f"model.layers.{TINY['num_hidden_layers'] + head}.mlp" for head in range(heads)]
     assert [layer.name for layer in layers] == names
@@ -109,7 +120,10 @@ def test_router_chooses_and_weighs_as_the_models_gate(family, tmp_path):
     x = torch.randn(64, TINY["hidden_size"])
     with torch.no_grad():
         bias = [torch.zeros(6)] if family == "minimax_m2" else []
-        logits, weights, ids = gate(x, *bias)
+        routed = gate(x, *bias)
+    if not isinstance(routed, tuple):
+        pytest.skip("in this transformers the gate returns logits, and its block routes")
+    logits, weights, ids = routed
     layer = layers_from_config(written(config, tmp_path))[0]
     routes = layer.router(logits.float())
     found = torch.zeros(64, layer.num_experts).scatter(1, routes.topk_ids_TK.long(), routes.topk_weights_TK)
@@ -124,6 +138,9 @@ def test_activation_is_that_of_the_model(family, tmp_path):
     layer = layers_from_config(written(config, tmp_path))[0]
     pre = 8 * torch.randn(16, 2 * layer.intermediate_size)
     if family == "gpt_oss":
+        block.experts.limit = MODELS[family][
+            "swiglu_limit"
+        ]  # older transformers have 7, whatever the config says
         expected = block.experts._apply_gate(pre)
     else:
         gate, up = pre.chunk(2, dim=-1)
@@ -131,9 +148,11 @@ def test_activation_is_that_of_the_model(family, tmp_path):
     torch.testing.assert_close(layer.activation(pre), expected)
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "kimi_k2"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_defaults_are_those_of_transformers(family):
     """A default that transformers changes, or that was copied wrong, shows here."""
+    if family not in transformers.CONFIG_MAPPING:
+        pytest.skip("this transformers does not have the family")
     theirs = transformers.AutoConfig.for_model(family).to_dict()
     ours = FAMILIES[family].defaults
     # Keys that are in files on disk, and that the config class does not know.
