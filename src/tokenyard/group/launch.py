@@ -14,7 +14,6 @@ not even when the parent itself is killed.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import pickle
@@ -207,7 +206,8 @@ def _rank_main(
     rank: int, world: int, port: int, deadline: float, intra_op: int, parent: Connection, job: bytes
 ) -> None:
     """The life of one rank's process."""
-    _die_with_parent()
+    released = threading.Event()
+    threading.Thread(target=_watch_parent, args=(parent, released), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C and ends its ranks
     torch.set_num_threads(intra_op)
     if (interface := loopback_interface()) is not None:
@@ -223,9 +223,7 @@ def _rank_main(
         outcome = ("error", _picklable(error), traceback.format_exc())
     parent.send_bytes(pickle.dumps(outcome))
     if outcome[0] == "result":
-        # Others may still read from this rank's connections: it stays until all have reported.
-        with contextlib.suppress(EOFError, OSError):
-            parent.recv_bytes()
+        released.wait()  # others may still read from this rank's connections: it stays until all have reported
     os._exit(0)
 
 
@@ -238,7 +236,13 @@ def _picklable(error: BaseException) -> BaseException:
     return error
 
 
-def _die_with_parent() -> None:
-    """Ask the kernel (Linux) to end this process when the forkserver ends, which ends with its parent."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
+def _watch_parent(parent: Connection, released: threading.Event) -> None:
+    """End this process when the parent is gone: its end of the pipe closes, however it ended.
+
+    (The forkserver does not help: it lives as long as any of its children.)
+    """
+    try:
+        parent.recv_bytes()
+    except (EOFError, OSError):
+        os._exit(1)
+    released.set()

@@ -1,0 +1,298 @@
+"""Groups of threads and of processes: the same collectives, the same errors, and no wait without an end."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+
+import tokenyard as ty
+from tokenyard.errors import Drifted, GroupError, InputError, PeerLost, RankError
+from tokenyard.group import Disagreement
+
+both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
+
+
+def _bytes(*shape, value):
+    return torch.full(shape, value, dtype=torch.uint8)
+
+
+def collectives(group):
+    W, r = group.size, group.rank
+    gathered = group.all_gather(_bytes(5, value=r), phase="test")
+    rows = group.all_gather_rows(_bytes(r, 3, value=r), list(range(W)), phase="test")
+    # Rank r sends w rows to rank w, each marked with (sender, receiver).
+    outgoing = torch.cat([torch.tensor([[r, w]] * w, dtype=torch.uint8).view(-1, 2) for w in range(W)])
+    arrived = group.all_to_all_rows(outgoing, list(range(W)), [r] * W, phase="test")
+    return gathered.tolist(), rows.tolist(), arrived.tolist(), group.gather_json({"rank": r, "x": [1.5, None]})
+
+
+@both_kinds
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_collectives_bring_every_byte_in_rank_order(ranks, world):
+    for rank, (gathered, rows, arrived, values) in enumerate(ty.launch(world, collectives, ranks=ranks)):
+        assert gathered == [[w] * 5 for w in range(world)]
+        assert rows == [[w] * 3 for w in range(world) for _ in range(w)]
+        assert arrived == [[w, rank] for w in range(world) for _ in range(rank)]
+        assert values == [{"rank": w, "x": [1.5, None]} for w in range(world)]
+
+
+def empty_rows(group):
+    nothing = torch.empty(0, 7, dtype=torch.uint8)
+    zeros = [0] * group.size
+    return (
+        tuple(group.all_gather_rows(nothing, zeros, phase="test").shape),
+        tuple(group.all_to_all_rows(nothing, zeros, zeros, phase="test").shape),
+    )
+
+
+@both_kinds
+def test_no_rows_at_all(ranks):
+    assert ty.launch(3, empty_rows, ranks=ranks) == [((0, 7), (0, 7))] * 3
+
+
+def disagree(group):
+    group.agree("the format", "mxfp8")
+    try:
+        group.agree("the format", "nvfp4" if group.rank == 1 else "mxfp8")
+    except Disagreement as error:
+        return error.by_rank, str(error), group.gather_json(group.rank)
+    return None
+
+
+@both_kinds
+def test_agree_tells_every_rank_who_differs_and_the_group_stays_usable(ranks):
+    for by_rank, message, after in ty.launch(3, disagree, ranks=ranks):
+        assert by_rank == ["mxfp8", "nvfp4", "mxfp8"]
+        assert "ranks disagree on the format" in message
+        assert "rank 1 has 'nvfp4'" in message
+        assert after == [0, 1, 2]
+
+
+def only_bytes(group):
+    with pytest.raises(InputError, match=r"float32\[3\].*expected a vector of uint8.*view\(torch.uint8\)"):
+        group.all_gather(torch.zeros(3), phase="test")
+    with pytest.raises(InputError, match="a matrix of 2 rows"):
+        group.all_to_all_rows(_bytes(3, 1, value=0), [1] * group.size, [1] * group.size, phase="test")
+    return group.gather_json("still here")
+
+
+@both_kinds
+def test_only_bytes_travel(ranks):
+    assert ty.launch(2, only_bytes, ranks=ranks) == [["still here"] * 2] * 2
+
+
+def raises_on_one(group):
+    if group.rank == 1:
+        raise ValueError("boom")
+    group.barrier()
+
+
+@both_kinds
+def test_launch_raises_the_first_error_with_its_rank(ranks):
+    started = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 raised ValueError: boom") as caught:
+        ty.launch(3, raises_on_one, ranks=ranks, deadline=30)
+    assert caught.value.rank == 1
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert any("raises_on_one" in note for note in caught.value.__notes__)  # the traceback of that rank
+    assert time.monotonic() - started < 10  # the others do not sit out their deadline
+
+
+def comes_late(group):
+    if group.rank == 1:
+        time.sleep(2.5)
+        return None
+    try:
+        group.barrier(phase="a phase")
+    except PeerLost as lost:
+        with pytest.raises(GroupError):  # what a lost rank leaves behind cannot be trusted
+            group.barrier()
+        return lost.peers, lost.phase, lost.waited, lost.rank
+    return None
+
+
+@both_kinds
+def test_a_late_rank_is_named_within_the_deadline(ranks):
+    results = ty.launch(3, comes_late, ranks=ranks, deadline=1.0)
+    for rank in (0, 2):
+        peers, phase, waited, own = results[rank]
+        assert peers == (1,)
+        assert phase == "a phase"
+        assert 1.0 <= waited < 2.4
+        assert own == rank
+
+
+def dies(group):
+    if group.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    try:
+        group.barrier()
+    except PeerLost as lost:
+        return lost.peers, time.monotonic() - started
+    return None
+
+
+def test_a_killed_process_is_an_error_with_its_rank_and_nothing_stays_behind():
+    with pytest.raises(RankError, match=r"rank 2 raised .*exit code -9"):
+        ty.launch(3, dies, ranks="processes", deadline=20)
+    time.sleep(0.2)
+    ranks_left = [p for p in psutil.Process().children(recursive=True) if p.name().startswith("rank")]
+    assert not ranks_left
+
+
+def count_children():
+    return len(psutil.Process().children(recursive=True))
+
+
+def test_launch_leaves_no_process_behind():
+    ty.launch(4, collectives, ranks="processes")  # the forkserver itself stays
+    with_forkserver = count_children()
+    ty.launch(4, collectives, ranks="processes")
+    with pytest.raises(RankError):
+        ty.launch(4, raises_on_one, ranks="processes")
+    assert count_children() == with_forkserver
+
+
+_ABANDONED = """
+import sys, time
+import tokenyard as ty
+def sleeps(group):
+    import os
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+if __name__ == "__main__":
+    ty.launch(2, sleeps, ranks="processes")
+"""
+
+
+def test_ranks_end_when_whoever_launched_them_is_killed(tmp_path):
+    script = tmp_path / "abandoned.py"
+    script.write_text(_ABANDONED)
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    pids = [int(parent.stdout.readline()) for _ in range(2)]
+    assert all(map(_alive, pids))
+    parent.kill()
+    parent.wait()
+    until = time.monotonic() + 10
+    while any(map(_alive, pids)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(map(_alive, pids))
+
+
+def _alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def drifts(group):
+    try:
+        if group.rank == 0:
+            group.all_gather(_bytes(2, value=0), phase="test")
+        else:
+            group.all_gather_rows(_bytes(1, 2, value=0), [1, 1], phase="test")
+    except Drifted as error:
+        return str(error)
+    return None
+
+
+def test_thread_ranks_that_make_different_calls_all_find_out():
+    for message in ty.launch(2, drifts):
+        assert "rank 0 gathers bytes, rank 1 gathers rows" in message
+
+
+def two_stages(group):
+    stage = group.subgroup([0, 1] if group.rank < 2 else [2, 3])
+    again = group.subgroup([0, 1] if group.rank < 2 else [2, 3])
+    rounds = 3 if group.rank < 2 else 11  # stages that do different amounts of work never wait for each other
+    seen = [stage.gather_json([group.rank, i]) for i in range(rounds)]
+    return len(seen), seen[-1], again.gather_json(group.rank), (stage.rank, stage.size)
+
+
+@both_kinds
+def test_two_groups_side_by_side_never_wait_for_each_other(ranks):
+    results = ty.launch(4, two_stages, ranks=ranks, deadline=20)
+    assert results[0] == (3, [[0, 2], [1, 2]], [0, 1], (0, 2))
+    assert results[3] == (11, [[2, 10], [3, 10]], [2, 3], (1, 2))
+
+
+def asks_for_others(group):
+    with pytest.raises(InputError, match="distinct ranks that include the caller's own"):
+        group.subgroup([(group.rank + 1) % group.size])
+    with pytest.raises(InputError, match="distinct ranks"):
+        group.subgroup([group.rank, group.rank])
+    return True
+
+
+@both_kinds
+def test_a_subgroup_belongs_to_its_members(ranks):
+    assert ty.launch(2, asks_for_others, ranks=ranks) == [True, True]
+
+
+def intra_op_threads(group):
+    return torch.get_num_threads()
+
+
+@both_kinds
+def test_intra_op_threads_are_set_for_the_ranks_and_given_back(ranks):
+    before = torch.get_num_threads()
+    assert ty.launch(2, intra_op_threads, ranks=ranks, threads_per_rank=3) == [3, 3]
+    assert ty.launch(64 if ranks == "threads" else 2, intra_op_threads, ranks=ranks)[0] == 1
+    assert torch.get_num_threads() == before
+
+
+def parent_of_this_process(group):
+    return os.getppid()
+
+
+def test_processes_come_from_one_forkserver_that_has_torch_loaded():
+    first, second = (ty.launch(2, parent_of_this_process, ranks="processes") for _ in range(2))
+    (forkserver,) = set(first + second)
+    assert forkserver != os.getpid()
+    assert any("libtorch" in mapped.path for mapped in psutil.Process(forkserver).memory_maps())
+
+
+@pytest.mark.parametrize("world", [0, -1])
+def test_a_group_has_at_least_one_rank(world):
+    with pytest.raises(InputError, match=f"world is {world}"):
+        ty.launch(world, collectives)
+
+
+def test_an_unknown_kind_of_ranks_is_refused():
+    with pytest.raises(InputError, match="'threads' or 'processes'"):
+        ty.launch(2, collectives, ranks="fibers")
+
+
+def test_errors_come_back_from_processes_with_all_they_know():
+    import pickle
+
+    lost = PeerLost([3], phase="combine", waited=1.5, layer="moe.0", rank=1)
+    again = pickle.loads(pickle.dumps(lost))
+    assert type(again) is PeerLost
+    assert (again.peers, again.phase, again.waited, again.layer, str(again)) == (
+        (3,), "combine", 1.5, "moe.0", str(lost),
+    )  # fmt: skip
+
+
+def test_a_group_needs_torch_distributed_to_be_initialized():
+    with pytest.raises(GroupError, match=r"init_process_group first, or use tokenyard\.launch"):
+        ty.DistributedGroup()
+
+
+def closed(group):
+    group.close()
+    with pytest.raises(GroupError, match="closed"):
+        group.barrier()
+    return True
+
+
+@both_kinds
+def test_a_closed_group_says_so(ranks):
+    assert ty.launch(2, closed, ranks=ranks) == [True, True]
