@@ -10,89 +10,146 @@ The shapes, by letter; a tensor that crosses a function carries them in its name
     P  hidden size, padded           L  experts on this rank
     K  experts per token             I  intermediate size
     E  experts in the layer          N  (received row, expert) pairs
+
+Names are loaded when they are first used: `import tokenyard` alone does not load torch, and the command line
+starts at once.
 """
 
-from tokenyard.errors import (
-    ContractError,
-    Drifted,
-    GroupError,
-    HandleError,
-    InputError,
-    PeerFailed,
-    PeerLost,
-    PlanError,
-    PlanMismatch,
-    RankError,
-    TokenyardError,
-    UnknownName,
-)
-from tokenyard.exchange import EXCHANGES
-from tokenyard.experts import EXPERTS, Experts, ExpertsSpec, ExpertWeights
-from tokenyard.formats import FORMATS, EncodedRows, Format, Payload
-from tokenyard.group import DistributedGroup, Group, ThreadGroup, launch, thread_groups
-from tokenyard.layer import MoELayer
-from tokenyard.placement import Placement
-from tokenyard.plan import Draft, Plan, draft, plan
-from tokenyard.routing import (
-    GroupedSigmoidRouter,
-    Router,
-    Routes,
-    SoftmaxRouter,
-    SqrtSoftplusRouter,
-    TopLogitsRouter,
-)
-from tokenyard.rows import CombinedRows, ExpertRows, RankRows, ReceivedRows, UnfinalizedRows
-from tokenyard.spec import LayerSpec
-from tokenyard.version import __version__
-from tokenyard.wiring import Duty, Party, Wiring
+from __future__ import annotations
 
-__all__ = [
-    "EXCHANGES",
-    "EXPERTS",
-    "FORMATS",
-    "CombinedRows",
-    "ContractError",
-    "DistributedGroup",
-    "Draft",
-    "Drifted",
-    "Duty",
-    "EncodedRows",
-    "ExpertRows",
-    "ExpertWeights",
-    "Experts",
-    "ExpertsSpec",
-    "Format",
-    "Group",
-    "GroupError",
-    "GroupedSigmoidRouter",
-    "HandleError",
-    "InputError",
-    "LayerSpec",
-    "MoELayer",
-    "Party",
-    "Payload",
-    "PeerFailed",
-    "PeerLost",
-    "Placement",
-    "Plan",
-    "PlanError",
-    "PlanMismatch",
-    "RankError",
-    "RankRows",
-    "ReceivedRows",
-    "Router",
-    "Routes",
-    "SoftmaxRouter",
-    "SqrtSoftplusRouter",
-    "ThreadGroup",
-    "TokenyardError",
-    "TopLogitsRouter",
-    "UnfinalizedRows",
-    "UnknownName",
-    "Wiring",
-    "__version__",
-    "draft",
-    "launch",
-    "plan",
-    "thread_groups",
-]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from tokenyard.version import __version__
+
+if TYPE_CHECKING:
+    from tokenyard.errors import ContractError as ContractError
+    from tokenyard.errors import Drifted as Drifted
+    from tokenyard.errors import GroupError as GroupError
+    from tokenyard.errors import HandleError as HandleError
+    from tokenyard.errors import InputError as InputError
+    from tokenyard.errors import PeerFailed as PeerFailed
+    from tokenyard.errors import PeerLost as PeerLost
+    from tokenyard.errors import PlanError as PlanError
+    from tokenyard.errors import PlanMismatch as PlanMismatch
+    from tokenyard.errors import RankError as RankError
+    from tokenyard.errors import TokenyardError as TokenyardError
+    from tokenyard.errors import UnknownName as UnknownName
+    from tokenyard.exchange import EXCHANGES as EXCHANGES
+    from tokenyard.experts import EXPERTS as EXPERTS
+    from tokenyard.experts import Experts as Experts
+    from tokenyard.experts import ExpertsSpec as ExpertsSpec
+    from tokenyard.experts import ExpertWeights as ExpertWeights
+    from tokenyard.formats import FORMATS as FORMATS
+    from tokenyard.formats import EncodedRows as EncodedRows
+    from tokenyard.formats import Format as Format
+    from tokenyard.formats import Payload as Payload
+    from tokenyard.group import DistributedGroup as DistributedGroup
+    from tokenyard.group import Group as Group
+    from tokenyard.group import ThreadGroup as ThreadGroup
+    from tokenyard.group import launch as launch
+    from tokenyard.group import thread_groups as thread_groups
+    from tokenyard.layer import MoELayer as MoELayer
+    from tokenyard.placement import Placement as Placement
+    from tokenyard.planner import Draft as Draft
+    from tokenyard.planner import Plan as Plan
+    from tokenyard.planner import draft as draft
+    from tokenyard.planner import plan as plan
+    from tokenyard.routing import GroupedSigmoidRouter as GroupedSigmoidRouter
+    from tokenyard.routing import Router as Router
+    from tokenyard.routing import Routes as Routes
+    from tokenyard.routing import SoftmaxRouter as SoftmaxRouter
+    from tokenyard.routing import SqrtSoftplusRouter as SqrtSoftplusRouter
+    from tokenyard.routing import TopLogitsRouter as TopLogitsRouter
+    from tokenyard.rows import CombinedRows as CombinedRows
+    from tokenyard.rows import ExpertRows as ExpertRows
+    from tokenyard.rows import RankRows as RankRows
+    from tokenyard.rows import ReceivedRows as ReceivedRows
+    from tokenyard.rows import UnfinalizedRows as UnfinalizedRows
+    from tokenyard.spec import LayerSpec as LayerSpec
+    from tokenyard.wiring import Duty as Duty
+    from tokenyard.wiring import Party as Party
+    from tokenyard.wiring import Wiring as Wiring
+
+# Where each public name lives.
+_HOMES = {
+    "errors": (
+        "ContractError",
+        "Drifted",
+        "GroupError",
+        "HandleError",
+        "InputError",
+        "PeerFailed",
+        "PeerLost",
+        "PlanError",
+        "PlanMismatch",
+        "RankError",
+        "TokenyardError",
+        "UnknownName",
+    ),
+    "exchange": ("EXCHANGES",),
+    "experts": (
+        "EXPERTS",
+        "Experts",
+        "ExpertsSpec",
+        "ExpertWeights",
+    ),
+    "formats": (
+        "FORMATS",
+        "EncodedRows",
+        "Format",
+        "Payload",
+    ),
+    "group": (
+        "DistributedGroup",
+        "Group",
+        "ThreadGroup",
+        "launch",
+        "thread_groups",
+    ),
+    "layer": ("MoELayer",),
+    "placement": ("Placement",),
+    "planner": (
+        "Draft",
+        "Plan",
+        "draft",
+        "plan",
+    ),
+    "routing": (
+        "GroupedSigmoidRouter",
+        "Router",
+        "Routes",
+        "SoftmaxRouter",
+        "SqrtSoftplusRouter",
+        "TopLogitsRouter",
+    ),
+    "rows": (
+        "CombinedRows",
+        "ExpertRows",
+        "RankRows",
+        "ReceivedRows",
+        "UnfinalizedRows",
+    ),
+    "spec": ("LayerSpec",),
+    "wiring": (
+        "Duty",
+        "Party",
+        "Wiring",
+    ),
+}
+_HOME_OF = {name: room for room, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'tokenyard' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"tokenyard.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+__all__ = ["__version__", *_HOME_OF]  # noqa: PLE0604

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tokenyard.exchange import Fate
 from tokenyard.experts import ExpertWeights
-from tokenyard.plan import Plan
+from tokenyard.planner import Plan
 from tokenyard.receiver import build_experts, run_experts
 from tokenyard.routing import Routes
 from tokenyard.rows import ExpertRows, RankRows

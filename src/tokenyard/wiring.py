@@ -114,6 +114,9 @@ def wire_layer(
         why = f"the rows arrive as {wire}, and would be quantized a second time"
         return Reason(field="expert_rows", value=expert_rows, why=why)
     experts = experts_room.get(spec.experts)
+    if wire.scale_layouts and experts.scale_layout not in wire.scale_layouts:
+        why = f"{experts.name} experts want {experts.scale_layout} scales, which it does not have"
+        return Reason(field="wire", value=wire, why=why)
     try:
         placement = placement_for(spec.placement, spec.num_experts, world)
     except TokenyardError as error:
@@ -157,8 +160,7 @@ def _duties(
     elif expert_rows is not None and expert_rows.quantized:
         quantizer, quantized = Party.EXPERTS, expert_rows
     pads = quantized is not None and quantized.padded_size(spec.hidden_size) > spec.hidden_size
-    has_scales = any(payload.name == "scales" for payload in cargo.wire.payloads(spec.hidden_size))
-    swizzles = experts.scale_layout == "swizzled" and has_scales
+    swizzles = experts.scale_layout == "swizzled" and bool(cargo.wire.scale_layouts)
     finisher = Party.EXPERTS if experts.finalizes else Party.RECEIVER
     scaler = Party.CALLER if spec.router is None else Party.ROUTER
     return {

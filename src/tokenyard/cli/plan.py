@@ -10,7 +10,7 @@ import typer
 from tokenyard.cli.output import JsonFlag, console, print_json
 
 if TYPE_CHECKING:
-    from tokenyard.plan import Draft
+    from tokenyard.planner import Draft
     from tokenyard.wiring import Wiring
 
 # More ranks than any group has: a table of all ranks is made.
@@ -38,7 +38,7 @@ def plan(
 ) -> None:
     """Show how a model's MoE layers would be wired, and the bytes, without running anything."""
     from tokenyard.integrations.huggingface import layers_from_config
-    from tokenyard.plan import draft
+    from tokenyard.planner import draft
 
     layers = layers_from_config(
         config, wire=wire, combine_wire=combine_wire, placement=placement, experts=experts
@@ -81,7 +81,7 @@ def _experts_per_rank(wiring: Wiring) -> dict[str, int]:
 def _show(drafted: Draft) -> None:
     from rich.table import Table
 
-    from tokenyard.plan import size, span
+    from tokenyard.planner import size, span
 
     fields = as_fields(drafted)
     table = Table(show_lines=True, title_justify="left")

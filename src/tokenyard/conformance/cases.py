@@ -29,7 +29,7 @@ from tokenyard.formats import Payload
 from tokenyard.group import Group
 from tokenyard.layer import MoELayer
 from tokenyard.placement import Placement
-from tokenyard.plan import plan
+from tokenyard.planner import plan
 from tokenyard.routing import Routes
 from tokenyard.spec import LayerSpec
 

@@ -88,8 +88,8 @@ class Announcement:
         )
 
 
-def listen(group: Group, mine: Announcement, heard: Sequence[Announcement], layer: str) -> None:
-    """Raise if a rank is somewhere else, or failed. A rank that failed itself raises its own error instead."""
+def check_places(group: Group, mine: Announcement, heard: Sequence[Announcement], layer: str) -> None:
+    """Raise if a rank is somewhere else."""
     if any(other.place != mine.place for other in heard):
         raise Drifted(
             "the ranks are in different places: " + ", ".join(f"rank {r}: {a}" for r, a in enumerate(heard)),
@@ -98,6 +98,10 @@ def listen(group: Group, mine: Announcement, heard: Sequence[Announcement], laye
             layer=layer,
             rank=group.rank,
         )
+
+
+def check_fates(group: Group, mine: Announcement, heard: Sequence[Announcement], layer: str) -> None:
+    """Raise if another rank failed. A rank that failed itself raises its own error instead."""
     failed = [(rank, other) for rank, other in enumerate(heard) if other.error]
     if failed and not mine.error:
         peer, other = failed[0]

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import ContractError, HandleError, InputError, Reason, TokenyardError
-from tokenyard.exchange.announcement import ANNOUNCEMENT_BYTES, Announcement, Phase, listen
+from tokenyard.exchange.announcement import ANNOUNCEMENT_BYTES, Announcement, Phase, check_fates, check_places
 from tokenyard.exchange.cargo import (
     Cargo,
     Dispatched,
@@ -131,22 +131,21 @@ class Exchange(ABC):
     ) -> Dispatched:
         """Send each row to every rank that owns one of its experts; return what the others sent here."""
         self._check_turn(cargo)
-        self._round += 1
-        stats = self.stats[cargo.layer]
+        round, stats = self._round + 1, self.stats[cargo.layer]
         try:
             outgoing = self._prepare(cargo, rows, routes, extra or {})
         except Exception as error:
-            self._fail(cargo, Phase.DISPATCH, self._round, error)
+            self._fail(cargo, Phase.DISPATCH, round, error)
         counts = [tokens.numel() for tokens in outgoing.tokens_by_rank]
         with stats.waiting("dispatch"):
-            heard = self._announce(cargo, Phase.DISPATCH, self._round, outgoing.num_tokens, counts)
+            heard = self._announce(cargo, Phase.DISPATCH, round, outgoing.num_tokens, counts)
             received, received_counts = self._move(cargo, outgoing, heard)
         path = ReturnPath(
             tokens_by_rank=outgoing.tokens_by_rank,
             received_counts=received_counts,
             num_tokens=outgoing.num_tokens,
         )
-        dispatched = Dispatched(received=received, cargo=cargo, round=self._round, return_path=path)
+        dispatched = Dispatched(received=received, cargo=cargo, round=round, return_path=path)
         self._in_flight.append(dispatched)
         stats.count_dispatch(outgoing.num_tokens, counts, received_counts, self.bytes_sent(cargo, outgoing))
         return dispatched
@@ -316,7 +315,9 @@ class Exchange(ABC):
             phase=f"combine of layer {cargo.layer!r}",
         )
         parts = arrived.split([front + n for n in expected])
-        listen(self.group, notice, [Announcement.decode(p[:front].flatten()) for p in parts], cargo.layer)
+        heard = [Announcement.decode(part[:front].flatten()) for part in parts]
+        check_places(self.group, notice, heard, cargo.layer)
+        check_fates(self.group, notice, heard, cargo.layer)
         return [part[front:] for part in parts]
 
     def _take(self, dispatched: Dispatched) -> None:
@@ -351,8 +352,7 @@ class Exchange(ABC):
             yield fate
         except Exception as error:
             if fate.owes is Phase.DISPATCH:
-                self._round += 1
-                self._fail(cargo, Phase.DISPATCH, self._round, error)
+                self._fail(cargo, Phase.DISPATCH, self._round + 1, error)
             if fate.owes is Phase.COMBINE and fate.dispatched is not None:
                 self._take(fate.dispatched)
                 self._fail(cargo, Phase.COMBINE, fate.dispatched.round, error, fate.dispatched.return_path)
@@ -403,7 +403,9 @@ class Exchange(ABC):
         encoded = mine.encode(ANNOUNCEMENT_BYTES + 8 * self.group.size).to(self.group.device)
         gathered = self.group.all_gather(encoded, phase=f"{phase.value} of layer {cargo.layer!r}")
         heard = [Announcement.decode(part) for part in gathered]
-        listen(self.group, mine, heard, cargo.layer)
+        check_places(self.group, mine, heard, cargo.layer)
+        self._round = round  # all ranks were in this round, whatever comes of it
+        check_fates(self.group, mine, heard, cargo.layer)
         return heard
 
     def close(self) -> None:

@@ -132,6 +132,8 @@ class Format(ABC):
     block: ClassVar[int] = 1
     # True where the code loses bits of a bf16 row: someone must have the QUANTIZE duty.
     quantized: ClassVar[bool] = True
+    # The layouts that its scales can have; none where there are no scales.
+    scale_layouts: ClassVar[tuple[ScaleLayout, ...]] = ()
     # The kinds of rows that may be encoded into this format for the way out, and for the way back.
     wire_dtypes: ClassVar[tuple[torch.dtype, ...]] = ROW_DTYPES
     combine_dtypes: ClassVar[tuple[torch.dtype, ...]] = ROW_DTYPES
@@ -190,8 +192,10 @@ class Format(ABC):
     def _takes(self, dtype: torch.dtype, allowed: tuple[torch.dtype, ...], field: str) -> Reason | None:
         if dtype in allowed:
             return None
-        names = " or ".join(map(dtype_name, allowed)) or "no"
-        return Reason(field=field, value=self, why=f"takes {names} rows here, not {dtype_name(dtype)}")
+        if not allowed:
+            return Reason(field=field, value=self, why="results do not travel back in this format")
+        names = " or ".join(map(dtype_name, allowed))
+        return Reason(field=field, value=self, why=f"takes {names} rows, not {dtype_name(dtype)}")
 
     def __str__(self) -> str:
         changed = [

@@ -36,6 +36,7 @@ class Fp8Block128(Format):
     """
 
     name = "fp8_block128"
+    scale_layouts = ("linear",)
     block = 128
     power_of_two_scales: bool = False
 

@@ -39,6 +39,7 @@ class Mxfp8(Format):
     """
 
     name = "mxfp8"
+    scale_layouts = ("linear", "swizzled")
     block = 32
     alignment: int = 32
 

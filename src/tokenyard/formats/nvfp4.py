@@ -52,6 +52,7 @@ class Nvfp4(Format):
     """
 
     name = "nvfp4"
+    scale_layouts = ("linear", "swizzled")
     block = 16
     combine_dtypes = ()  # partial sums do not survive 4 bits
     global_scale: float | None = None

@@ -1,0 +1,427 @@
+"""Plans: wired or refused before the first token, on every rank, with choices that work."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+
+import tokenyard as ty
+from tests.models import batch, build, on_ranks, raised, spec
+from tokenyard.errors import Alternative
+from tokenyard.planner import EXCHANGE_VARIABLE, apply_alternative
+from tokenyard.rows import UnfinalizedRows
+
+both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
+router = ty.SoftmaxRouter(2, renormalize=True)
+
+# Layers that cannot be wired, and a part of what the error says.
+IMPOSSIBLE = {
+    "quantized twice": (
+        {"wire": "mxfp8", "expert_rows": "nvfp4"},
+        "expert_rows=nvfp4: the rows arrive as mxfp8, and would be quantized a second time",
+    ),
+    "a wire for other rows": ({"wire": "fp32"}, "wire=fp32: takes float32 rows, not bfloat16"),
+    "a way back that cannot": ({"combine_wire": "nvfp4"}, "combine_wire=nvfp4: results do not travel back in this format"),
+    "logits through two_sided": (
+        {"experts": "self_routing", "router": router},
+        "two_sided sends a row only where its experts are",
+    ),
+    "scales in a layout that the format has not": (
+        {"wire": "fp8_block128", "experts": "Swizzled"},
+        "wire=fp8_block128: swizzled experts want swizzled scales, which it does not have",
+    ),
+    "tensor parallel": ({"tensor_parallel": 2}, "tensor_parallel=2: an expert is never split between ranks"),
+    "weights of an unknown kind": ({"weights": "int3"}, "weights=int3: grouped experts hold weights in"),
+    "the router's top-k": ({"top_k": 3, "router": router}, "top_k=3: the layer's router chooses 2"),
+    "the router's scaling": (
+        {"routed_scaling": 2.5, "router": router},
+        "routed_scaling=2.5: the layer's router scales its weights by 1.0 already",
+    ),
+    "weight on nothing": ({"weight_on": "both"}, "weight_on=both: choose output or input"),
+    "reduced by nobody": ({"reduce_ranks": "nobody"}, "reduce_ranks=nobody: choose exchange or caller"),
+    "a placement of other experts": (
+        {"placement": ty.Placement.contiguous(7, 2)},
+        "placement=a placement of 7 experts on 2 ranks, contiguous",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_what_cannot_be_wired_is_refused_with_alternatives_that_run(name):
+    changes, message = IMPOSSIBLE[name]
+    if changes.get("experts") == "Swizzled":
+        changes = changes | {"experts": Swizzled}
+    impossible = [spec("body"), spec("odd", **changes)]
+    with pytest.raises(ty.PlanError, match=re.escape(message)) as caught:
+        ty.draft(impossible, 2)
+    error = caught.value
+    assert error.layer == "odd"
+    assert str(error).startswith("layer 'odd': ")
+    assert error.alternatives, "the planner found nothing that works"
+    for alternative in error.alternatives:
+        assert str(alternative) in str(error)
+        changed, exchange = apply_alternative(alternative, impossible, "odd", "two_sided")
+        for finite in on_ranks(2, run_every_layer, changed, exchange):
+            assert finite
+
+
+def run_every_layer(group, layers, exchange):
+    plan = ty.plan(layers, group, exchange=exchange)
+    results = []
+    for layer in layers:
+        built = build(plan, layer.name)
+        x_TH, routes = batch(layer, 6, seed=group.rank)
+        given = torch.randn(6, layer.num_experts) if built.wiring.cargo.carries_logits else routes
+        if layer.reduce_ranks == "caller":
+            y_TH = built.unreduced(x_TH, given).reduce().y_TH
+        else:
+            y_TH = built(x_TH, given)
+        results.append(bool(torch.isfinite(y_TH).all()) and y_TH.shape == x_TH.shape)
+    return all(results)
+
+
+def test_an_alternative_of_one_layer_must_not_break_another():
+    # With allgather the self-routing layer fits, and so do all others: the exchange may be offered.
+    with pytest.raises(ty.PlanError) as caught:
+        ty.draft([spec("a"), spec("b", experts="self_routing", router=router)], 2)
+    assert Alternative(changes={"exchange": "allgather"}) in caught.value.alternatives
+
+
+def test_two_changes_are_offered_where_one_is_not_enough():
+    with pytest.raises(ty.PlanError) as caught:
+        ty.draft([spec(wire="fp32", combine_wire="nvfp4")], 2)
+    assert caught.value.alternatives
+    assert all(len(a.changes) == 2 for a in caught.value.alternatives)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"wire": "mxpf8"}, "unknown format 'mxpf8'.*did you mean 'mxfp8'"),
+        ({"combine_wire": "bf61"}, "unknown format 'bf61'.*did you mean 'bf16'"),
+        ({"experts": "groupd"}, "unknown experts 'groupd'.*did you mean 'grouped'"),
+        ({"activation": "swigul"}, "unknown activation 'swigul'.*did you mean 'swiglu'"),
+        ({"wire": "mxfp8(alignment=100)"}, "alignment"),
+    ],
+)
+def test_unknown_names_come_with_the_nearest_match_and_the_layer(changes, message):
+    with pytest.raises(ty.TokenyardError, match=message) as caught:
+        ty.draft([spec("third.layer", **changes)], 2)
+    assert caught.value.layer == "third.layer"
+
+
+def test_unknown_placements_and_exchanges():
+    with pytest.raises(ty.PlanError, match="placement=unknown placement 'round_robbin'"):
+        ty.draft([spec(placement="round_robbin")], 2)
+    with pytest.raises(ty.UnknownName, match="unknown exchange 'two_side'.*did you mean 'two_sided'"):
+        ty.draft([spec()], 2, exchange="two_side")
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "intermediate_size", "num_experts", "top_k"])
+@pytest.mark.parametrize("value", [0, -3, 2.5, True, "8"])
+def test_sizes_are_whole_numbers_of_at_least_one(field, value):
+    with pytest.raises(ty.PlanError, match=f"{field}={value}: must be a whole number of at least 1"):
+        ty.draft([spec(**{field: value})], 2)
+
+
+@pytest.mark.parametrize("value", [None, 0, -1, "many"])
+def test_a_plan_needs_to_know_the_most_tokens(value):
+    with pytest.raises(ty.PlanError, match=f"max_tokens={value}: say how many tokens a rank brings at most"):
+        ty.draft([spec(max_tokens=value)], 2)
+
+
+def test_a_layers_own_max_tokens_goes_before_the_plans():
+    drafted = ty.draft([spec("a", max_tokens=7), spec("b", max_tokens=None)], 2, max_tokens=99)
+    assert [w.cargo.max_tokens for w in drafted.wirings] == [7, 99]
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([], "layers is empty"),
+        (["moe"], "layers holds a str"),
+        ([spec("a"), spec("b"), spec("a")], "a stands more than once"),
+    ],
+)
+def test_the_list_of_layers_is_checked(layers, message):
+    with pytest.raises(ty.InputError, match=message):
+        ty.draft(layers, 2)
+
+
+def test_dtypes_that_rows_cannot_have():
+    with pytest.raises(ty.PlanError, match="dtype=float64: rows are bfloat16, float16, float32"):
+        ty.draft([spec(dtype=torch.float64)], 2)
+
+
+@pytest.mark.parametrize("name", ["ids", "data", "scales"])
+def test_a_further_payload_must_not_take_a_name_of_the_packet(name):
+    payload = ty.Payload(name=name, dtype=torch.int32, width=1)
+    with pytest.raises(ty.PlanError, match=f"payloads={name}: a packet has a payload of this name already"):
+        ty.draft([spec(payloads=(payload,))], 2)
+
+
+# -- Ranks that disagree ---------------------------------------------------------------------------------------
+
+DIFFERENCES = {
+    "hidden_size": 48,
+    "intermediate_size": 24,
+    "num_experts": 6,
+    "top_k": 1,
+    "max_tokens": 3,
+    "dtype": torch.float16,
+    "wire": "nvfp4",
+    "combine_wire": "fp16",
+    "expert_rows": "mxfp8",
+    "activation": "gelu",
+    "bias": True,
+    "weights": "fp32",
+    "weight_on": "input",
+    "router": router,
+    "routed_scaling": 2.5,
+    "placement": "round_robin",
+    "experts": "reference",
+    "payloads": (ty.Payload(name="tag", dtype=torch.int64, width=1),),
+    "reduce_ranks": "caller",
+    "name": "other",
+}
+
+
+def test_every_field_of_a_spec_is_compared():
+    fields = {f.name for f in dataclasses.fields(ty.LayerSpec)}
+    assert set(DIFFERENCES) == fields - {"tensor_parallel"}  # which can only be 1
+
+
+def plan_that_differs(group, field, value):
+    changes = {field: value} if group.rank == 1 else {}
+    try:
+        ty.plan([spec("a"), dataclasses.replace(spec("b"), **changes)], group)
+    except ty.PlanMismatch as error:
+        return error.differences, str(error), group.gather_json("still here")
+    return None
+
+
+@pytest.mark.parametrize("field", DIFFERENCES)
+def test_all_ranks_raise_when_one_ranks_layer_differs_in_any_field(field):
+    for rank, outcome in enumerate(on_ranks(3, plan_that_differs, field, DIFFERENCES[field])):
+        assert outcome is not None, f"rank {rank} did not notice"
+        differences, message, after = outcome
+        name = f"layers[1].{field}"
+        assert name in differences
+        assert differences[name][0] == differences[name][2] != differences[name][1]
+        assert name in message
+        assert "rank 1 has" in message
+        assert after == ["still here"] * 3
+
+
+def test_all_processes_raise_too():
+    for outcome in on_ranks(3, plan_that_differs, "wire", "nvfp4", ranks="processes"):
+        assert list(outcome[0]["layers[1].wire"].values()) == ["bf16", "nvfp4", "bf16"]
+
+
+def other_order(group):
+    layers = [spec("a", hidden_size=16), spec("b", hidden_size=48)]
+    error = raised(ty.plan, layers[::-1] if group.rank == 0 else layers, group)
+    return type(error).__name__, "layers[0].name" in error.differences
+
+
+def other_length(group):
+    error = raised(ty.plan, [spec("a"), spec("b")][: 1 + (group.rank != 2)], group)
+    return type(error).__name__, error.differences["number of layers"] == {0: 2, 1: 2, 2: 1}
+
+
+def other_settings(group):
+    error = raised(ty.plan, [spec()], group, exchange="allgather" if group.rank else "two_sided", in_flight=1)
+    return type(error).__name__, list(error.differences) == ["exchange"]
+
+
+@pytest.mark.parametrize("differs", [other_order, other_length, other_settings])
+def test_order_length_and_settings_are_compared(differs):
+    assert on_ranks(3, differs) == [("PlanMismatch", True)] * 3
+
+
+def plan_error_on_one(group):
+    error = raised(ty.plan, [spec(wire="fp32" if group.rank == 1 else "bf16")], group)
+    plan = ty.plan([spec()], group)  # the group is still usable
+    return type(error).__name__, str(error), plan.local_experts("moe")
+
+
+@both_kinds
+def test_an_error_in_the_plan_of_one_rank_reaches_all(ranks):
+    results = on_ranks(3, plan_error_on_one, ranks=ranks)
+    assert [name for name, _, _ in results] == ["PeerFailed", "PlanError", "PeerFailed"]
+    assert "rank 1 failed in plan: PlanError: layer 'moe', rank 1: wire=fp32" in results[0][1]
+    assert [experts for _, _, experts in results] == [[0, 1], [2, 3], [4]]
+
+
+# -- Names, printing, stats ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [
+        ("flashinfer_nvlink_one_sided", "two_sided"),  # until there is a one_sided
+        ("flashinfer_nvlink_two_sided", "two_sided"),
+        ("allgather_reducescatter", "allgather"),
+    ],
+)
+def test_the_names_that_engines_use_are_accepted(alias, name):
+    assert ty.draft([spec()], 2, exchange=alias).exchange.name == name
+
+
+def test_the_environment_overrides_the_exchange(monkeypatch):
+    monkeypatch.setenv(EXCHANGE_VARIABLE, "allgather_reducescatter")
+    assert ty.draft([spec()], 2, exchange="two_sided").exchange.name == "allgather"
+    monkeypatch.setenv(EXCHANGE_VARIABLE, "")
+    assert ty.draft([spec()], 2, exchange="two_sided").exchange.name == "two_sided"
+
+
+def test_a_plan_prints_a_row_per_distinct_wiring_with_duties_and_bytes():
+    body = {"hidden_size": 100, "wire": "mxfp8(alignment=256)", "max_tokens": 8}
+    head = spec("head", hidden_size=48, top_k=1, num_experts=3, reduce_ranks="caller")
+    drafted = ty.draft([spec("moe.0", **body), spec("moe.1", **body), head], 4)
+    text = str(drafted)
+    assert "plan of 3 layers on 4 ranks, exchange two_sided" in text
+    assert "moe.0 … moe.1 (2 layers)" in text
+    assert "quantize: sender, pad: sender, weight: experts, reduce experts: experts, reduce ranks: exchange" in text
+    assert "reduce ranks: caller" in text
+    # 256 columns + 8 scales + 2 ids + 2 weights, each from a multiple of 16: 256 + 16 + 16 + 16.
+    assert "wire mxfp8(alignment=256) (304 bytes a row), back bf16 (208)" in text
+    assert drafted.workspace_bytes == 4 * 8 * 304 + max(4 * 8 * 208, 4 * 16 * 96)
+
+
+def counted(group, exchange):
+    layer = spec("moe", num_experts=4, wire="mxfp8")
+    idle = spec("idle")
+    plan = ty.plan([layer, idle], group, exchange=exchange)
+    built = build(plan, "moe")
+    x_TH, _ = batch(layer, 3)
+    # Each rank sends token 0 to rank 0, token 1 to rank 1, token 2 to both.
+    ids = torch.tensor([[0, 1], [2, 3], [1, 2]])
+    built(x_TH, ty.Routes(topk_ids_TK=ids, topk_weights_TK=torch.ones(3, 2)))
+    mine = plan.stats()["moe"]
+    return mine, plan.stats()["idle"].rounds, plan.gather_stats(), plan.wiring("moe").cargo.nbytes
+
+
+@pytest.mark.parametrize("exchange", ty.EXCHANGES)
+def test_stats_count_rows_bytes_and_waits_by_rank_and_layer(exchange):
+    results = on_ranks(2, counted, exchange)
+    for mine, idle_rounds, everybody, nbytes in results:
+        assert idle_rounds == 0
+        assert (mine.rounds, mine.tokens) == (1, 3)
+        assert mine.rows_sent == [2, 2]
+        assert mine.rows_received == [2, 2]
+        sent = 3 if exchange == "allgather" else 2
+        assert mine.dispatch_bytes == [sent * nbytes.dispatch_row] * 2
+        assert mine.combine_bytes == [2 * nbytes.combine_row] * 2
+        assert mine.wait_s["dispatch"] > 0
+        assert mine.wait_s["combine"] > 0
+        assert [rank["moe"]["rows_sent"] for rank in everybody] == [[2, 2], [2, 2]]
+
+
+def two_plans(group):
+    first, second = ty.plan([spec()], group), ty.plan([spec()], group, exchange="allgather")
+    x_TH, routes = batch(spec(), 4, seed=group.rank)
+    before = build(first, "moe")(x_TH, routes)
+    between = build(second, "moe")(x_TH, routes)
+    first.close()
+    closed = raised(build(first, "moe"), x_TH, routes)
+    after = build(second, "moe")(x_TH, routes)
+    return torch.equal(before, between) and torch.equal(between, after), type(closed).__name__, str(closed)
+
+
+@both_kinds
+def test_several_plans_live_in_one_process_and_close_alone(ranks):
+    for same, error, message in on_ranks(2, two_plans, ranks=ranks):
+        assert same
+        assert error == "HandleError"
+        assert "the plan is closed" in message
+
+
+def crossed_plans(group):
+    plans = [ty.plan([spec()], group), ty.plan([spec()], group)]
+    x_TH, routes = batch(spec(), 4)
+    error = raised(build(plans[group.rank], "moe"), x_TH, routes)
+    y_TH = build(plans[0], "moe")(x_TH, routes)
+    return type(error).__name__, bool(torch.isfinite(y_TH).all())
+
+
+def test_ranks_that_call_different_plans_find_out_and_go_on():
+    assert on_ranks(2, crossed_plans) == [("Drifted", True)] * 2
+
+
+def test_a_layer_that_the_plan_does_not_have():
+    plan = on_ranks(1, lambda group: ty.plan([spec("model.layers.3.mlp")], group))[0]
+    with pytest.raises(ty.UnknownName, match=r"did you mean 'model\.layers\.3\.mlp'"):
+        plan.wiring("model.layer.3.mlp")
+
+
+# -- Duties ----------------------------------------------------------------------------------------------------
+
+
+class Unfinished(ty.EXPERTS["reference"]):
+    """A kernel that cannot finalize."""
+
+    name = "unfinished"
+    finalizes = False
+
+    def compute(self, received, *, finalize):
+        assert not finalize, "a kernel that cannot finalize was asked to"
+        result = super().compute(received, finalize=False)
+        assert isinstance(result, UnfinalizedRows)
+        return result
+
+
+class Swizzled(ty.EXPERTS["reference"]):
+    """A kernel that wants swizzled scales."""
+
+    name = "swizzled"
+    scale_layout = "swizzled"
+
+    def compute(self, received, *, finalize):
+        assert received.rows.scale_layout == ("swizzled" if "scales" in received.rows.payloads else "linear")
+        return super().compute(received, finalize=finalize)
+
+
+def test_every_duty_has_exactly_one_party():
+    duty, party = ty.Duty, ty.Party
+
+    def duties(**changes):
+        (wiring,) = ty.draft([spec(hidden_size=100, **changes)], 2, exchange="allgather").wirings
+        assert set(wiring.duties) == set(duty)  # none is forgotten, and a mapping cannot name two
+        return wiring.duties
+
+    plain = duties()
+    assert plain[duty.QUANTIZE] is plain[duty.PAD] is plain[duty.SWIZZLE] is party.NOBODY
+    assert plain[duty.ROUTED_SCALING] is party.NOBODY
+    before = duties(wire="mxfp8")
+    assert before[duty.QUANTIZE] is before[duty.PAD] is party.SENDER
+    after = duties(expert_rows="mxfp8")
+    assert after[duty.QUANTIZE] is after[duty.PAD] is party.EXPERTS
+    unfinished = duties(experts=Unfinished)
+    assert unfinished[duty.WEIGHT] is unfinished[duty.REDUCE_EXPERTS] is party.RECEIVER
+    assert duties(experts=Unfinished, weight_on="input")[duty.WEIGHT] is party.EXPERTS
+    assert duties(wire="mxfp8", experts=Swizzled)[duty.SWIZZLE] is party.RECEIVER
+    assert duties(experts=Swizzled)[duty.SWIZZLE] is party.NOBODY  # bf16 has no scales
+    assert duties(reduce_ranks="caller")[duty.REDUCE_RANKS] is party.CALLER
+    scaled = ty.SoftmaxRouter(2, renormalize=True, routed_scaling=2.5)
+    assert duties(router=scaled)[duty.ROUTED_SCALING] is party.ROUTER
+    assert duties(routed_scaling=2.5)[duty.ROUTED_SCALING] is party.CALLER
+
+
+def compare_kernels(group, wire, weight_on):
+    layers = [
+        spec("plain", experts="reference", wire=wire, weight_on=weight_on, hidden_size=100),
+        spec("unfinished", experts=Unfinished, wire=wire, weight_on=weight_on, hidden_size=100),
+        spec("swizzled", experts=Swizzled, wire=wire, weight_on=weight_on, hidden_size=100),
+    ]
+    plan = ty.plan(layers, group)
+    x_TH, routes = batch(layers[0], 9, seed=group.rank)
+    results = [build(plan, layer.name)(x_TH, routes) for layer in layers]
+    return all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("weight_on", ["output", "input"])
+@pytest.mark.parametrize("wire", ["bf16", "mxfp8", "nvfp4"])
+def test_whoever_has_the_duty_the_bits_are_the_same(wire, weight_on):
+    assert on_ranks(2, compare_kernels, wire, weight_on) == [True, True]
