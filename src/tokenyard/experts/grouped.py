@@ -10,7 +10,9 @@ function of the shape:
   pairs that exist are sorted.)
 - `upcast`: expert by expert, the weights widened to float32 tile by tile, and a float32 product. A CPU
   without 16-bit matrix units emulates bf16 products at a third of its float32 rate, so that from some number
-  of rows on, widening the weights pays. Nothing is rounded to 16 bits between the two products.
+  of rows on, widening the weights pays. Nothing is rounded to 16 bits between the two products. A CPU that has
+  such units (AMX, AVX512-BF16) does not need it: 512 rows to 8 of 64 experts, [2048, 2048] and [2048, 1024],
+  took 127 ms widened and 74 ms by `grouped_mm` on 16 AMX cores.
 - `mm`: expert by expert, in the dtype of the weights, for shapes that `grouped_mm` does not take.
 
 In `grouped_mm` and `mm` the sums are float32 inside a product, and its output is rounded to the dtype of the
@@ -29,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tokenyard.experts import workers
 from tokenyard.experts.base import Experts, local_routes
 from tokenyard.experts.pairs import SortedPairs, sort_pairs
 from tokenyard.rows import ExpertRows, ReceivedRows, UnfinalizedRows
@@ -154,7 +157,9 @@ class GroupedExperts(Experts):
         w13, b13, w2, b2 = weights.w13, weights.b13, weights.w2, weights.b2
         shape = (len(pairs.index_N), self.spec.hidden_size)
         y_NH = torch.empty(shape, dtype=torch.float32, device=w13.device)
-        for expert, run in pairs.runs():
+
+        def compute_one(expert_and_run: tuple[int, slice]) -> None:
+            expert, run = expert_and_run
             chosen = pairs.by_expert_N[run]
             # An expert with few rows is better off in 16 bits, even where others of the batch are widened.
             upcast = self._path(len(chosen)) == "upcast"
@@ -165,6 +170,13 @@ class GroupedExperts(Experts):
             y_nH = _product(self.spec.activation(pre).to(x_nH.dtype), w2[expert], out=y_NH[run])
             if b2 is not None:
                 y_nH += b2[expert].float()
+
+        threads = torch.get_num_threads() if y_NH.device.type == "cpu" else 1
+        if workers.worth_sharing(pairs.counts, threads):
+            workers.for_each(compute_one, pairs.runs(), threads)
+        else:
+            for expert_and_run in pairs.runs():
+                compute_one(expert_and_run)
         return y_NH
 
 

@@ -1,0 +1,66 @@
+"""Experts side by side: the same results, and torch's settings as they were."""
+
+import os
+import threading
+
+import pytest
+import torch
+from expert_cases import Case, build_experts, oracle, run
+
+from tokenyard.experts import grouped, workers
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_each_item_once_with_one_torch_thread_each(two_threads) -> None:
+    seen: list[tuple[int, int, str]] = []
+    workers.for_each(
+        lambda i: seen.append((i, torch.get_num_threads(), threading.current_thread().name)), range(50), 2
+    )
+    assert sorted(i for i, _, _ in seen) == list(range(50))
+    assert {threads for _, threads, _ in seen} == {1}
+    assert all(name.startswith("tokenyard-experts") for _, _, name in seen)
+    assert torch.get_num_threads() == 2
+    later: list[int] = []
+    thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert later == [2]
+
+
+def test_errors_come_back() -> None:
+    with pytest.raises(ZeroDivisionError):
+        workers.for_each(lambda i: 1 // i, [1, 0, 1], 2)
+
+
+@pytest.mark.parametrize(
+    "case", [Case(R=200, L=6, bias=True), Case(R=200, L=6, weights="fp16", H=20)], ids=str
+)
+def test_sharing_changes_nothing(case: Case, two_threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped, "cpu_multiplies", lambda _: False)
+    shared: list[bool] = []
+    for_each = workers.for_each
+    monkeypatch.setattr(workers, "for_each", lambda *args: (shared.append(True), for_each(*args)))
+    experts, x_RH, routes = build_experts("grouped", case)
+    expected_RH, bound_RH = oracle(case)
+    y_RH = run(experts, x_RH, routes)
+    assert ((y_RH - expected_RH).abs() <= bound_RH).all()
+    with torch.inference_mode():
+        assert torch.equal(run(experts, x_RH, routes), y_RH)
+    assert shared == [True, True]
+
+
+def test_after_a_fork(two_threads) -> None:
+    workers.for_each(lambda _: None, range(4), 2)
+    child = os.fork()
+    if child == 0:  # the parent's threads are not here: a pool that was kept would wait for ever
+        done: list[int] = []
+        workers.for_each(done.append, range(4), 2)
+        os._exit(0 if sorted(done) == [0, 1, 2, 3] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
