@@ -15,7 +15,9 @@ def cases(draw, large, max_world=8):
     """A case; a *large* one has W ≥ 4, H ≥ 2048 and not the same number of tokens on each rank."""
     world = draw(st.integers(4, max_world) if large else st.integers(1, max_world))
     hidden_size = draw(
-        st.sampled_from([2048, 2880, 4096, 7168]) if large else st.sampled_from([1, 2, 16, 33, 100, 128, 256, 500])
+        st.sampled_from([2048, 2880, 4096, 7168])
+        if large
+        else st.sampled_from([1, 2, 16, 33, 100, 128, 256, 500])
     )
     intermediate_size = draw(st.sampled_from([1, 2, 4] if large else [1, 7, 16, 24]))
     num_experts = draw(st.sampled_from([1, 2, 3, 7, 8, 13, 16, 31]))

@@ -44,14 +44,19 @@ def test_any_layer_on_process_ranks(part):
 @pytest.mark.parametrize("exchange", ty.EXCHANGES)
 def test_sixty_four_thread_ranks(exchange):
     tokens = tuple(rank % 3 for rank in range(64))
-    check(Case(tokens=tokens, hidden_size=40, num_experts=50, top_k=6, exchange=exchange, wire="mxfp8"), "threads")
+    check(
+        Case(tokens=tokens, hidden_size=40, num_experts=50, top_k=6, exchange=exchange, wire="mxfp8"),
+        "threads",
+    )
 
 
 @pytest.mark.parametrize("exchange", ty.EXCHANGES)
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
 def test_eight_ranks_of_which_most_have_no_expert_and_some_no_token(exchange, ranks):
     tokens = (5, 0, 3, 0, 0, 9, 1, 0)
-    check(Case(tokens=tokens, hidden_size=100, num_experts=3, top_k=32, exchange=exchange, wire="nvfp4"), ranks)
+    check(
+        Case(tokens=tokens, hidden_size=100, num_experts=3, top_k=32, exchange=exchange, wire="nvfp4"), ranks
+    )
 
 
 @pytest.mark.parametrize("exchange", ty.EXCHANGES)

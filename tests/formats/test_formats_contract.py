@@ -121,7 +121,10 @@ def test_which_way_a_format_may_travel():
         assert [dtype for dtype in DTYPES if format.carries(dtype) is None] == list(wire)
         assert [dtype for dtype in DTYPES if format.returns(dtype) is None] == list(back)
         assert format.quantized == (format in QUANTIZED)
-    assert str(Nvfp4().returns(torch.bfloat16)) == "combine_wire=nvfp4: results do not travel back in this format"
+    assert (
+        str(Nvfp4().returns(torch.bfloat16))
+        == "combine_wire=nvfp4: results do not travel back in this format"
+    )
 
 
 @pytest.mark.parametrize("bad", [torch.ones(3), torch.ones(2, 0), torch.ones(2, 3, dtype=torch.int32)])

@@ -28,7 +28,12 @@ def collectives(group):
     # Rank r sends w rows to rank w, each marked with (sender, receiver).
     outgoing = torch.cat([torch.tensor([[r, w]] * w, dtype=torch.uint8).view(-1, 2) for w in range(W)])
     arrived = group.all_to_all_rows(outgoing, list(range(W)), [r] * W, phase="test")
-    return gathered.tolist(), rows.tolist(), arrived.tolist(), group.gather_json({"rank": r, "x": [1.5, None]})
+    return (
+        gathered.tolist(),
+        rows.tolist(),
+        arrived.tolist(),
+        group.gather_json({"rank": r, "x": [1.5, None]}),
+    )
 
 
 @both_kinds

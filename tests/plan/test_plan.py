@@ -22,7 +22,10 @@ IMPOSSIBLE = {
         "expert_rows=nvfp4: the rows arrive as mxfp8, and would be quantized a second time",
     ),
     "a wire for other rows": ({"wire": "fp32"}, "wire=fp32: takes float32 rows, not bfloat16"),
-    "a way back that cannot": ({"combine_wire": "nvfp4"}, "combine_wire=nvfp4: results do not travel back in this format"),
+    "a way back that cannot": (
+        {"combine_wire": "nvfp4"},
+        "combine_wire=nvfp4: results do not travel back in this format",
+    ),
     "logits through two_sided": (
         {"experts": "self_routing", "router": router},
         "two_sided sends a row only where its experts are",
@@ -283,7 +286,10 @@ def test_a_plan_prints_a_row_per_distinct_wiring_with_duties_and_bytes():
     text = str(drafted)
     assert "plan of 3 layers on 4 ranks, exchange two_sided" in text
     assert "moe.0 … moe.1 (2 layers)" in text
-    assert "quantize: sender, pad: sender, weight: experts, reduce experts: experts, reduce ranks: exchange" in text
+    assert (
+        "quantize: sender, pad: sender, weight: experts, reduce experts: experts, reduce ranks: exchange"
+        in text
+    )
     assert "reduce ranks: caller" in text
     # 256 columns + 8 scales + 2 ids + 2 weights, each from a multiple of 16: 256 + 16 + 16 + 16.
     assert "wire mxfp8(alignment=256) (304 bytes a row), back bf16 (208)" in text

@@ -1,0 +1,236 @@
+"""What every exchange promises beyond the result: order, handles, capacity, what travels with a row."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import tokenyard as ty
+from tests.models import batch, build, on_ranks, raised, spec
+from tokenyard.conformance.cases import same_bits
+
+both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
+every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)
+
+TAG = ty.Payload(name="tag", dtype=torch.int64, width=2)
+BLOB = ty.Payload(name="blob", dtype=torch.uint8, width=5)
+
+
+def encoded(plan, name, x_TH):
+    return plan.wiring(name).wire.encode(x_TH)
+
+
+def no_experts(received):
+    """A result of the right shape, for tests that only move rows."""
+    return ty.ExpertRows(rows_RH=torch.zeros(received.num_rows, received.rows.hidden_size))
+
+
+def movement(group, exchange, wire):
+    layer = spec(num_experts=6, top_k=3, wire=wire, payloads=(TAG, BLOB), hidden_size=40)
+    plan = ty.plan([layer], group, exchange=exchange)
+    tokens = [4, 0, 7][group.rank]
+    x_TH, routes = batch(layer, tokens, seed=group.rank)
+    ids_TK = routes.topk_ids_TK.clone()
+    if tokens:
+        ids_TK[0] = -1  # a token for nobody
+        ids_TK[1] = torch.tensor([5, 5, 5])  # one expert, three times
+    routes = dataclasses.replace(routes, topk_ids_TK=ids_TK)
+    extra = {
+        "tag": torch.stack([torch.full((tokens,), group.rank), torch.arange(tokens)], dim=1),
+        "blob": torch.randint(0, 256, (tokens, 5), dtype=torch.uint8),
+    }
+    rows = encoded(plan, "moe", x_TH)
+    dispatched = plan.exchange.dispatch(plan.wiring("moe").cargo, rows, routes, extra)
+    received = dispatched.received
+    combined = plan.exchange.combine(dispatched, no_experts(received))
+    sent = (
+        {name: payload.view(torch.uint8) for name, payload in rows.payloads.items()},
+        extra,
+        ids_TK,
+        routes.topk_weights_TK,
+    )
+    arrived = (
+        {name: payload.contiguous().view(torch.uint8) for name, payload in received.rows.payloads.items()},
+        {name: tensor.clone() for name, tensor in received.extra.items()},
+        received.routes.ids_RK.clone(),
+        received.routes.weights_RK.clone(),
+        received.counts_W,
+    )
+    return sent, arrived, combined.y_TH
+
+
+@both_kinds
+@every_exchange
+@pytest.mark.parametrize("wire", ["bf16", "fp8_block128", "mxfp8(alignment=256)", "nvfp4"])
+def test_rows_arrive_bitwise_once_per_rank_in_source_and_token_order(ranks, exchange, wire):
+    results = on_ranks(3, movement, exchange, wire, ranks=ranks)
+    placement = ty.Placement.contiguous(6, 3)
+    for rank, (_, (payloads, extra, ids_RK, weights_RK, counts_W), y_TH) in enumerate(results):
+        mine = set(placement.local_experts(rank))
+        expected = [
+            (source, token)
+            for source, (sent, _, _) in enumerate(results)
+            for token, ids in enumerate(sent[2].tolist())
+            if mine & set(ids)
+        ]
+        assert [tuple(tag) for tag in extra["tag"].tolist()] == expected
+        assert list(counts_W) == [sum(source == w for source, _ in expected) for w in range(3)]
+        for row, (source, token) in enumerate(expected):
+            sent_payloads, sent_extra, sent_ids, sent_weights = results[source][0]
+            for name, payload in payloads.items():
+                assert torch.equal(payload[row], sent_payloads[name][token])
+            assert torch.equal(extra["blob"][row], sent_extra["blob"][token])
+            for choice, global_id in enumerate(sent_ids[token].tolist()):
+                local = int(ids_RK[row, choice])
+                if global_id in mine:
+                    assert placement.local_experts(rank)[local] == global_id
+                    assert weights_RK[row, choice] == sent_weights[token, choice]
+                else:
+                    assert local == -1
+                    assert weights_RK[row, choice] == 0
+        assert y_TH.dtype == torch.bfloat16
+        assert not y_TH.any()
+
+
+def handles(group, exchange):
+    plan = ty.plan([spec(), spec("other")], group, exchange=exchange)
+    cargo, other = plan.wiring("moe").cargo, plan.wiring("other").cargo
+    x_TH, routes = batch(spec(), 3)
+    rows = encoded(plan, "moe", x_TH)
+    first = plan.exchange.dispatch(cargo, rows, routes)
+    messages = {"second dispatch": str(raised(plan.exchange.dispatch, other, rows, routes))}
+    messages["layer while in flight"] = str(raised(build(plan, "other"), x_TH, routes))
+    result = no_experts(first.received)
+    plan.exchange.combine(first, result)
+    messages["combined twice"] = str(raised(plan.exchange.combine, first, result))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        first.round = 7
+    messages["not a handle"] = str(raised(plan.exchange.combine, first.received, result))
+    again = plan.exchange.dispatch(cargo, rows, routes)
+    plan.close()
+    messages["after close"] = str(raised(plan.exchange.combine, again, result))
+    return messages
+
+
+@every_exchange
+def test_a_handle_is_combined_once_and_in_its_turn(exchange):
+    for messages in on_ranks(2, handles, exchange):
+        assert "1 dispatch in flight already (of 'moe')" in messages["second dispatch"]
+        assert "plan(..., in_flight=2)" in messages["second dispatch"]
+        assert "1 dispatch in flight already" in messages["layer while in flight"]
+        assert "this handle is not in flight" in messages["combined twice"]
+        assert "combine was given a ReceivedRows as its handle" in messages["not a handle"]
+        assert "this handle is not in flight" in messages["after close"]
+
+
+def two_in_flight(group, exchange):
+    layers = [spec("a", experts="reference"), spec("b", experts="reference", hidden_size=100, wire="mxfp8")]
+    plan = ty.plan(layers, group, exchange=exchange, in_flight=2)
+    alone, together = [], []
+    built = [build(plan, layer.name) for layer in layers]
+    batches = [batch(layer, 5, seed=10 * index + group.rank) for index, layer in enumerate(layers)]
+    for layer, (x_TH, routes) in zip(built, batches, strict=True):
+        alone.append(layer(x_TH, routes))
+    flights = []
+    for layer, (x_TH, routes) in zip(built, batches, strict=True):
+        flights.append(plan.exchange.dispatch(layer.wiring.cargo, layer.wiring.wire.encode(x_TH), routes))
+    third = str(raised(plan.exchange.dispatch, built[0].wiring.cargo, None, None))
+    early = str(raised(plan.exchange.combine, flights[1], no_experts(flights[1].received)))
+    for layer, flight in zip(built, flights, strict=True):
+        together.append(plan.exchange.combine(flight, layer.experts(flight.received)).y_TH)
+    return all(map(same_bits, alone, together)), third, early
+
+
+@both_kinds
+@every_exchange
+def test_two_dispatches_may_be_in_flight_if_the_plan_was_made_for_it(ranks, exchange):
+    for same, third, early in on_ranks(2, two_in_flight, exchange, ranks=ranks):
+        assert same
+        assert "2 dispatch in flight already" in third
+        assert "an earlier dispatch is still in flight" in early
+
+
+def wrong_batches(group, exchange):
+    layer = spec(wire="mxfp8", payloads=(TAG,))
+    plan = ty.plan([layer], group, exchange=exchange)
+    cargo = plan.wiring("moe").cargo
+    x_TH, routes = batch(layer, 3)
+    rows = encoded(plan, "moe", x_TH)
+    tag = {"tag": torch.zeros(3, 2, dtype=torch.int64)}
+    payloads = dict(rows.payloads)
+    lying = dataclasses.replace(rows, payloads=payloads | {"scales": payloads["scales"][:, :0]})
+    unscaled = dataclasses.replace(rows, payloads={"data": payloads["data"]})
+    attempts = {
+        "a plain tensor": (x_TH, routes, tag),
+        "another format": (ty.FORMATS["nvfp4"]().encode(x_TH), routes, tag),
+        "the same format, aligned otherwise": (ty.FORMATS["mxfp8"](alignment=64).encode(x_TH), routes, tag),
+        "a payload that lies": (lying, routes, tag),
+        "a payload too few": (unscaled, routes, tag),
+        "swizzled scales": (rows.swizzled(), routes, tag),
+        "no further payload": (rows, routes, {}),
+        "a further payload of another dtype": (rows, routes, {"tag": tag["tag"].int()}),
+        "a further payload nobody declared": (rows, routes, tag | {"more": tag["tag"]}),
+    }
+    errors = {
+        name: raised(plan.exchange.dispatch, cargo, *(arguments if group.rank == 0 else (rows, routes, tag)))
+        for name, arguments in attempts.items()
+    }
+    dispatched = plan.exchange.dispatch(cargo, rows, routes, tag)  # still usable
+    plan.exchange.combine(dispatched, no_experts(dispatched.received))
+    return {name: (type(error).__name__, str(error)) for name, error in errors.items()}
+
+
+@every_exchange
+def test_what_a_payload_declares_is_compared_with_what_arrives_in_every_call(exchange):
+    mine, other = on_ranks(2, wrong_batches, exchange)
+    assert all(kind == "PeerFailed" for kind, _ in other.values())
+    for name, part in {
+        "a plain tensor": "dispatch was given a tensor bfloat16[3, 32]; expected EncodedRows",
+        "another format": "the rows are nvfp4 of width 32; expected mxfp8 of width 32: the bytes that this layer was sized",
+        "the same format, aligned otherwise": "the rows are mxfp8(alignment=64) of width 32; expected mxfp8",
+        "a payload that lies": "payload 'scales' is uint8[3, 0]; expected uint8[3, 1], as its format declares",
+        "a payload too few": "the rows carry payloads ['data']; expected ['data', 'scales']",
+        "swizzled scales": "the rows carry swizzled scales; expected linear scales",
+        "no further payload": "the further payloads are []; expected ['tag']",
+        "a further payload of another dtype": "payload 'tag' is int32[3, 2]; expected int64[3, 2]",
+        "a further payload nobody declared": "the further payloads are ['more', 'tag']",
+    }.items():
+        assert mine[name][0] in ("InputError", "ContractError")
+        assert part in mine[name][1]
+        assert mine[name][1].startswith("layer 'moe', rank 0: ")
+
+
+def idle_and_stranger(group, exchange):
+    plan = ty.plan([spec("a"), spec("b")], group, exchange=exchange)
+    x_TH, routes = batch(spec(), 3)
+    error = raised(build(plan, "ab"[group.rank]), x_TH, routes)
+    y_TH = build(plan, "a")(x_TH, routes)
+    return type(error).__name__, str(error), bool(torch.isfinite(y_TH).all())
+
+
+@both_kinds
+@every_exchange
+def test_ranks_that_drifted_into_different_layers_all_raise_and_go_on(ranks, exchange):
+    for kind, message, finite in on_ranks(2, idle_and_stranger, exchange, ranks=ranks):
+        assert kind == "Drifted"
+        assert "rank 0: dispatch of layer 0, round 1" in message
+        assert "rank 1: dispatch of layer 1, round 1" in message
+        assert finite
+
+
+def many_rounds(group, exchange):
+    layers = [
+        spec("small", experts="reference"),
+        spec("large", experts="reference", hidden_size=300, wire="nvfp4"),
+    ]
+    plan = ty.plan(layers, group, exchange=exchange)
+    built = {layer.name: build(plan, layer.name) for layer in layers}
+    batches = {layer.name: batch(layer, 4, seed=group.rank) for layer in layers}
+    first = {name: built[name](*batches[name]) for name in built}
+    return all(same_bits(built[name](*batches[name]), first[name]) for _ in range(40) for name in built)
+
+
+@both_kinds
+@every_exchange
+def test_alternating_layers_stay_bitwise_the_same_over_many_rounds(ranks, exchange):
+    assert on_ranks(3, many_rounds, exchange, ranks=ranks) == [True] * 3

@@ -1,0 +1,80 @@
+"""#42976: all layers were taken to look like the first one, and all ranks to be in one barrier.
+
+Here layers of one plan may differ in every field, the bytes are those of the union, and every wait belongs to the
+group that exchanges.
+"""
+
+import pytest
+import torch
+
+import tokenyard as ty
+from tests.models import batch, build, on_ranks, spec
+from tokenyard.conformance.cases import random_weights, same_bits
+from tokenyard.conformance.twin import twin
+
+both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
+every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)
+
+# A 4-bit body and an unquantized prediction head is the ordinary case; the rest is harder.
+LAYERS = [
+    spec("body", wire="nvfp4", hidden_size=128, top_k=4, num_experts=8, experts="reference"),
+    spec("head", wire="bf16", hidden_size=200, top_k=2, num_experts=3, experts="reference", max_tokens=64),
+    spec("tiny", wire="mxfp8(alignment=256)", hidden_size=1, top_k=1, num_experts=1, experts="reference"),
+    spec(
+        "wide",
+        wire="fp8_block128",
+        hidden_size=300,
+        top_k=9,
+        num_experts=11,
+        combine_wire="mxfp8",
+        experts="reference",
+    ),
+    spec("half", dtype=torch.float16, hidden_size=64, activation="relu2", bias=True, experts="reference"),
+]
+
+
+def all_layers(group, exchange):
+    plan = ty.plan(LAYERS, group, exchange=exchange)
+    right = []
+    for turn in range(2):
+        for layer in LAYERS if turn == 0 else LAYERS[::-1]:
+            x_TH, routes = batch(layer, 1 + group.rank * 5, seed=turn + group.rank)
+            y_TH = build(plan, layer.name)(x_TH, routes)
+            expected = twin(plan.wiring(layer.name), random_weights(layer, 0), x_TH, routes, group.rank)
+            right.append(same_bits(y_TH, expected))
+    return right, plan.draft.dispatch_bytes, plan.draft.combine_bytes
+
+
+@both_kinds
+@every_exchange
+def test_42976_layers_of_different_formats_shapes_top_k_and_experts_in_one_plan(ranks, exchange):
+    each = [ty.draft([layer], 3).wirings[0].cargo.nbytes for layer in LAYERS]
+    for right, dispatch_bytes, combine_bytes in on_ranks(3, all_layers, exchange, ranks=ranks):
+        assert all(right)
+        assert dispatch_bytes == max(n.dispatch for n in each)
+        assert combine_bytes == max(n.combine for n in each)
+
+
+def pipeline_stages(group, exchange):
+    first_stage = group.rank < 2
+    stage = group.subgroup([0, 1] if first_stage else [2, 3])
+    layers = [spec(f"layer {n}", experts="reference") for n in range(2 if first_stage else 5)]
+    # One stage plans once and runs 2 layers twice; the other plans 3 times and runs 5 layers 4 times.
+    for _ in range(1 if first_stage else 3):
+        plan = ty.plan(layers, stage, exchange=exchange)
+    rounds = 2 if first_stage else 4
+    right = []
+    for _ in range(rounds):
+        for layer in layers:
+            x_TH, routes = batch(layer, 3, seed=group.rank)
+            y_TH = build(plan, layer.name)(x_TH, routes)
+            expected = twin(plan.wiring(layer.name), random_weights(layer, 0), x_TH, routes, stage.rank)
+            right.append(same_bits(y_TH, expected))
+    return len(right), all(right)
+
+
+@both_kinds
+@every_exchange
+def test_42976_two_groups_with_different_numbers_of_layers_and_plans_do_not_deadlock(ranks, exchange):
+    results = on_ranks(4, pipeline_stages, exchange, ranks=ranks)
+    assert results == [(4, True), (4, True), (20, True), (20, True)]

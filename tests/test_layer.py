@@ -1,0 +1,354 @@
+"""The layer: what it adds, what it refuses, and that an error on one rank reaches all of them."""
+
+import re
+
+import pytest
+import torch
+
+import tokenyard as ty
+from tests.models import batch, build, on_ranks, raised, spec
+from tokenyard.conformance.cases import random_weights, same_bits
+from tokenyard.conformance.oracle import oracle, relative_error
+from tokenyard.conformance.twin import twin
+
+both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
+every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)
+
+
+# -- Bad input: a clear error before anything moves, on every rank -------------------------------------------
+
+
+def _with_id(routes, value):
+    ids_TK = routes.topk_ids_TK.clone()
+    ids_TK[1, 0] = value
+    return ty.Routes(topk_ids_TK=ids_TK, topk_weights_TK=routes.topk_weights_TK)
+
+
+BAD = {
+    "an id beyond the experts": (
+        lambda x, r: (x, _with_id(r, 5)),
+        r"topk_ids_TK holds id 5 \(token 1, choice 0\); expected ids from 0 to 4, or -1",
+    ),
+    "an id below -1": (lambda x, r: (x, _with_id(r, -2)), r"topk_ids_TK holds id -2 \(token 1, choice 0\)"),
+    "rows of another dtype": (
+        lambda x, r: (x.float(), r),
+        r"x_TH is a tensor float32\[4, 32\]; expected bfloat16",
+    ),
+    "rows of another width": (lambda x, r: (x[:, :31], r), r"x_TH is a tensor bfloat16\[4, 31\]"),
+    "rows of three dimensions": (lambda x, r: (x[None], r), r"bfloat16\[1, 4, 32\].*x\.reshape\(-1, 32\)"),
+    "no rows at all": (lambda x, r: (None, r), "x_TH is None"),
+    "routes of fewer tokens": (
+        lambda x, r: (x, ty.Routes(topk_ids_TK=r.topk_ids_TK[:3], topk_weights_TK=r.topk_weights_TK[:3])),
+        "the routes hold 3 tokens; expected 4, one row of routes per row of x_TH",
+    ),
+    "routes of another top-k": (
+        lambda x, r: (
+            x,
+            ty.Routes(topk_ids_TK=r.topk_ids_TK[:, :1], topk_weights_TK=r.topk_weights_TK[:, :1]),
+        ),
+        "the routes hold 1 choices per token; expected 2, as the layer declares",
+    ),
+    "float ids": (
+        lambda x, r: (x, ty.Routes(topk_ids_TK=r.topk_ids_TK.float(), topk_weights_TK=r.topk_weights_TK)),
+        r"topk_ids_TK is a tensor float32.*expected a matrix \[T, K\] of int32 or int64",
+    ),
+    "weights of integers": (
+        lambda x, r: (x, ty.Routes(topk_ids_TK=r.topk_ids_TK, topk_weights_TK=r.topk_ids_TK)),
+        "topk_weights_TK is a tensor int64",
+    ),
+    "ids and weights of different shapes": (
+        lambda x, r: (x, ty.Routes(topk_ids_TK=r.topk_ids_TK, topk_weights_TK=r.topk_weights_TK[:, :1])),
+        r"topk_ids_TK is \[4, 2\] and topk_weights_TK is \[4, 1\]",
+    ),
+    "a tuple instead of routes": (
+        lambda x, r: (x, (r.topk_ids_TK, r.topk_weights_TK)),
+        "a tuple of 2 instead of routes.*Routes",
+    ),
+    "logits without a router": (
+        lambda x, r: (x, torch.randn(4, 5)),
+        "has no router.*give the LayerSpec a router",
+    ),
+    "rows on another device": (
+        lambda x, r: (x.to("meta"), r),
+        "the rows are on meta; expected cpu",
+    ),
+    "routes that hold a scaling": (
+        lambda x, r: (
+            x,
+            ty.Routes(topk_ids_TK=r.topk_ids_TK, topk_weights_TK=r.topk_weights_TK, scaled_by=2.5),
+        ),
+        r"routed scaling factor 2\.5.*would be applied twice",
+    ),
+    "too many tokens": (
+        lambda x, r: batch(spec(), 17),
+        "17 tokens; expected at most max_tokens=16 on a rank; fix: send the batch in parts",
+    ),
+}
+
+
+def bad_on_rank_one(group, name, exchange):
+    plan = ty.plan([spec()], group, exchange=exchange)
+    layer = build(plan, "moe")
+    x_TH, routes = batch(spec(), 4, seed=group.rank)
+    good = layer(x_TH, routes)
+    error = raised(layer, *(BAD[name][0](x_TH, routes) if group.rank == 1 else (x_TH, routes)))
+    again = layer(x_TH, routes)  # nothing was lost, and the group is still usable
+    return type(error).__name__, str(error), same_bits(good, again)
+
+
+@every_exchange
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_on_one_rank_raises_on_all_before_anything_moves(name, exchange):
+    results = on_ranks(3, bad_on_rank_one, name, exchange)
+    assert results[1][0] in ("InputError", "ContractError")
+    assert re.search(BAD[name][1], results[1][1]), results[1][1]
+    assert results[1][1].startswith("layer 'moe', rank 1: ")
+    for rank in (0, 2):
+        assert results[rank][0] == "PeerFailed"
+        assert results[rank][1].startswith(f"layer 'moe', rank {rank}: rank 1 failed in dispatch: ")
+    assert all(same for _, _, same in results)
+
+
+def test_bad_input_reaches_other_processes_too():
+    results = [
+        on_ranks(3, bad_on_rank_one, name, "two_sided", ranks="processes")
+        for name in ("too many tokens", "an id beyond the experts")
+    ]
+    for outcome in results:
+        assert [kind for kind, _, _ in outcome] == ["PeerFailed", "InputError", "PeerFailed"]
+        assert all(same for _, _, same in outcome)
+
+
+class Fragile(ty.EXPERTS["reference"]):
+    """Experts that raise on rows that hold the number 1000."""
+
+    name = "fragile"
+
+    def compute(self, received, *, finalize):
+        if (received.rows.decode() == 1000).any():
+            raise ZeroDivisionError("an expert broke")
+        return super().compute(received, finalize=finalize)
+
+
+def expert_raises(group, exchange):
+    layer = spec(experts=Fragile, num_experts=3)
+    plan = ty.plan([layer], group, exchange=exchange)
+    built = build(plan, "moe")
+    x_TH, _ = batch(layer, 4, seed=group.rank)
+    # Every token goes to expert 2, which rank 2 owns; rank 0 sends the row that breaks it.
+    routes = ty.Routes(topk_ids_TK=torch.full((4, 2), 2), topk_weights_TK=torch.ones(4, 2))
+    good = built(x_TH, routes)
+    bad_TH = x_TH.clone()
+    if group.rank == 0:
+        bad_TH[0, 0] = 1000
+    try:
+        built(bad_TH, routes)
+        found = ("nothing", "")
+    except (ZeroDivisionError, ty.PeerFailed) as error:
+        found = (type(error).__name__, str(error))
+    return *found, same_bits(good, built(x_TH, routes))
+
+
+@both_kinds
+@every_exchange
+def test_an_expert_that_raises_on_one_rank_reaches_all_and_the_group_stays_usable(ranks, exchange):
+    results = on_ranks(3, expert_raises, exchange, ranks=ranks)
+    assert [kind for kind, _, _ in results] == ["PeerFailed", "PeerFailed", "ZeroDivisionError"]
+    assert "rank 2 failed in combine: ZeroDivisionError: an expert broke" in results[0][1]
+    assert all(same for _, _, same in results)
+
+
+def wrong_weights(group):
+    plan = ty.plan([spec()], group)
+    everybody = random_weights(spec(), 0)
+    error = raised(ty.MoELayer, plan, "moe", everybody)
+    return type(error).__name__, str(error)
+
+
+def test_weights_of_the_wrong_shape_name_layer_rank_and_expectation():
+    kind, message = on_ranks(2, wrong_weights)[1]
+    assert kind == "InputError"
+    assert message.startswith(
+        "layer 'moe', rank 1: w13 is a tensor bfloat16[5, 16, 32]; expected bfloat16[2, 16, 32]"
+    )
+    assert "select(placement.local_experts(rank))" in message
+
+
+# -- What it computes -----------------------------------------------------------------------------------------
+
+
+def everything_added(group, exchange):
+    layer = spec(experts="reference", hidden_size=100)
+    plan = ty.plan([layer], group, exchange=exchange)
+    weights = random_weights(layer, 0)
+    mine = weights.select(plan.local_experts("moe"))
+    x_TH, routes = batch(layer, 5 + group.rank, seed=group.rank)
+    before = x_TH.clone()
+    calls = []
+
+    def shared(rows_TH):
+        calls.append(rows_TH.shape)
+        return rows_TH  # hands out the caller's own tensor: it must not be written into
+
+    residual_TH = torch.randn_like(x_TH)
+    kept = residual_TH.clone()
+    out_TH = torch.full_like(x_TH, float("nan"))
+    plain = ty.MoELayer(plan, "moe", mine)(x_TH, routes)
+    y_TH = ty.MoELayer(plan, "moe", mine, shared=shared)(x_TH, routes, out=out_TH, add=residual_TH)
+    ranks_sum = ty.MoELayer(plan, "moe", mine)
+    into_itself = residual_TH.clone()
+    ranks_sum(x_TH, routes, out=into_itself, add=into_itself)
+    exact = oracle(layer, weights, x_TH, routes)
+    return (
+        y_TH.data_ptr() == out_TH.data_ptr(),
+        calls == [x_TH.shape],
+        same_bits(x_TH, before) and same_bits(residual_TH, kept),
+        relative_error(plain, exact),
+        relative_error(y_TH, exact + x_TH.double() + residual_TH.double()),
+        relative_error(into_itself, exact + residual_TH.double()),
+        plain.data_ptr() != x_TH.data_ptr(),
+    )
+
+
+@every_exchange
+def test_shared_experts_and_residual_are_added_once_in_one_rounding(exchange):
+    for in_place, once, untouched, *errors, fresh in on_ranks(3, everything_added, exchange):
+        assert in_place
+        assert once
+        assert untouched
+        assert fresh
+        assert max(errors) < 2**-8
+
+
+def wrong_outputs(group):
+    layer = build(ty.plan([spec()], group), "moe")
+    x_TH, routes = batch(spec(), 4)
+    return [
+        str(raised(layer, x_TH, routes, out=torch.empty(4, 32) if group.rank == 0 else None)),
+        str(raised(layer, x_TH, routes, add=x_TH[:3] if group.rank == 0 else None)),
+        same_bits(layer(x_TH, routes), layer(x_TH, routes)),
+    ]
+
+
+def test_an_output_that_does_not_fit_is_refused_on_all_ranks():
+    for rank, (out, add, usable) in enumerate(on_ranks(2, wrong_outputs)):
+        assert usable
+        if rank == 0:
+            assert (
+                "a tensor to write into or to add is a tensor float32[4, 32]; expected bfloat16[4, 32]" in out
+            )
+            assert "bfloat16[3, 32]" in add
+        else:
+            assert "rank 0 failed in combine: InputError" in out
+            assert "rank 0 failed in combine: InputError" in add
+
+
+def unreduced(group, exchange):
+    layers = [
+        spec("by exchange", experts="reference"),
+        spec("by caller", experts="reference", reduce_ranks="caller"),
+    ]
+    plan = ty.plan(layers, group, exchange=exchange)
+    x_TH, routes = batch(layers[0], 6, seed=group.rank)
+    summed = build(plan, "by exchange")(x_TH, routes)
+    home = build(plan, "by caller").unreduced(x_TH, routes)
+    wrong = [
+        raised(build(plan, "by caller"), x_TH, routes),
+        raised(build(plan, "by exchange").unreduced, x_TH, routes),
+    ]
+    return same_bits(summed, home.reduce().y_TH), [str(error) for error in wrong], len(home.rows_by_rank)
+
+
+@every_exchange
+def test_rows_can_come_home_unreduced_and_only_the_party_with_the_duty_reduces(exchange):
+    for same, wrong, ranks in on_ranks(3, unreduced, exchange):
+        assert same
+        assert ranks == 3
+        assert "the exchange was asked to reduce over ranks; expected the caller to do it" in wrong[0]
+        assert "the caller was asked to reduce over ranks; expected the exchange to do it" in wrong[1]
+
+
+def logits_and_routes(group, placement, experts):
+    router = ty.GroupedSigmoidRouter(3, num_groups=2, topk_groups=1, routed_scaling=2.5)
+    common = {"num_experts": 6, "top_k": 3, "router": router, "placement": placement}
+    layers = [spec("by routes", experts="reference", **common), spec("by itself", experts=experts, **common)]
+    plan = ty.plan(layers, group, exchange="allgather")
+    x_TH, _ = batch(layers[0], [3, 0, 5][group.rank], seed=group.rank)
+    logits_TE = torch.randn(x_TH.shape[0], 6, generator=torch.Generator().manual_seed(group.rank))
+    ready = router(logits_TE)
+    from_logits = build(plan, "by routes")(x_TH, logits_TE)
+    return (
+        same_bits(from_logits, build(plan, "by routes")(x_TH, ready)),
+        same_bits(
+            from_logits, twin(plan.wiring("by routes"), random_weights(layers[0], 0), x_TH, ready, group.rank)
+        ),
+        relative_error(build(plan, "by itself")(x_TH, logits_TE), from_logits),
+        str(raised(build(plan, "by itself"), x_TH, ready)),
+    )
+
+
+@pytest.mark.parametrize(
+    "placement",
+    ["contiguous", "round_robin", ty.Placement.replicated(ty.Placement.contiguous(6, 3), {0: [1, 2]})],
+)
+def test_logits_travel_to_experts_that_route_by_themselves(placement):
+    for from_logits, as_twin, error, message in on_ranks(3, logits_and_routes, placement, "self_routing"):
+        assert from_logits
+        assert as_twin
+        assert error < 2**-7
+        assert "the layer's experts route by themselves" in message
+
+
+def reloaded(group):
+    plan = ty.plan([spec(experts="reference")], group)
+    layer = build(plan, "moe", seed=1)
+    other = build(plan, "moe", seed=2)
+    x_TH, routes = batch(spec(), 4, seed=group.rank)
+    first, second = layer(x_TH, routes), other(x_TH, routes)
+    layer.experts.load_(random_weights(spec(), 2).select(plan.local_experts("moe")))
+    return same_bits(first, second), same_bits(layer(x_TH, routes), second)
+
+
+def test_weights_are_replaced_in_place():
+    assert on_ranks(2, reloaded) == [(False, True)] * 2
+
+
+def batch_of_one(group, exchange):
+    layer = spec(experts="reference", wire="nvfp4", hidden_size=100, max_tokens=64, placement="round_robin")
+    plan = ty.plan([layer], group, exchange=exchange)
+    built = build(plan, "moe")
+    x_TH, routes = batch(layer, 40, seed=group.rank)
+    whole = built(x_TH, routes)
+    same = []
+    for part in (
+        torch.arange(0, 7),
+        torch.arange(39, -1, -3),
+        torch.tensor([17]),
+        torch.tensor([], dtype=torch.long),
+    ):
+        some = ty.Routes(topk_ids_TK=routes.topk_ids_TK[part], topk_weights_TK=routes.topk_weights_TK[part])
+        same.append(same_bits(built(x_TH[part], some), whole[part]))
+    return all(same)
+
+
+@both_kinds
+@every_exchange
+def test_a_tokens_result_does_not_depend_on_the_rest_of_the_batch(ranks, exchange):
+    assert on_ranks(3, batch_of_one, exchange, ranks=ranks) == [True] * 3
+
+
+def grouped_layers(group, exchange, wire):
+    layer = spec(hidden_size=512, intermediate_size=96, num_experts=12, top_k=4, max_tokens=80, wire=wire)
+    plan = ty.plan([layer], group, exchange=exchange)
+    weights = random_weights(layer, 0)
+    built = ty.MoELayer(plan, "moe", weights.select(plan.local_experts("moe")))
+    x_TH, routes = batch(layer, 64 + group.rank, seed=group.rank)
+    decoded_TH = plan.wiring("moe").wire.encode(x_TH).decode()
+    return relative_error(built(x_TH, routes), oracle(layer, weights, decoded_TH, routes))
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp16", "fp8_block128", "mxfp8", "nvfp4"])
+@every_exchange
+def test_grouped_experts_stay_within_a_bf16_matrix_product_of_the_oracle(exchange, wire):
+    # Rows, hidden values, results on the way back and the output are each rounded to bf16 (2^-9, relative).
+    assert max(on_ranks(4, grouped_layers, exchange, wire)) < 4 * 2**-9
