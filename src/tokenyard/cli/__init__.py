@@ -1,4 +1,4 @@
-"""The command line: `tokenyard plan`, `doctor`, `support`, `bench`, `run`.
+"""The command line: `tokenyard run`, `plan`, `doctor`, `support`, `bench`.
 
 A command is a function in a module of its name. Modules import typer and nothing heavier at their top; torch
 and the rest of the package are imported inside the functions, so that `--help` answers at once. Errors of the
@@ -8,8 +8,6 @@ JSON document on stdout, and nothing else there.
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Annotated
 
 import typer
@@ -18,6 +16,7 @@ from tokenyard.cli import bench
 from tokenyard.cli.doctor import doctor
 from tokenyard.cli.output import reported
 from tokenyard.cli.plan import plan
+from tokenyard.cli.run import run
 from tokenyard.cli.support import support
 
 app = typer.Typer(
@@ -46,12 +45,9 @@ def _root(
     """Expert-parallel MoE layers that cannot be wired wrong."""
 
 
-for _command in (plan, doctor, support):
+for _command in (run, plan, doctor, support):
     app.command()(reported(_command))
 app.add_typer(bench.app, name="bench")
-
-if find_spec("tokenyard.cli.run") is not None:
-    app.command()(reported(import_module("tokenyard.cli.run").run))
 
 
 def main() -> None:

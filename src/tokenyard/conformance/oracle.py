@@ -8,7 +8,8 @@ Fed with `decode(encode(x))` it isolates the matrix products; fed with `x` it gi
 
 The bound around it has two terms. Results are rounded once per rank on the way back and once at the end:
 each rounding moves an element by at most eps/2 of the size of what it rounds, which is at most
-Σ_k |w · Expert(x)|, the *magnitude* (a little more, which the second term covers). Sums in float32 move it by a few units of 2^-24 of the sum of the
+Σ_k |w · Expert(x)|, the *magnitude* (a little more, which the second term covers).
+Sums in float32 move it by a few units of 2^-24 of the sum of the
 *absolute* products, which can be far larger than the result where the products cancel.
 """
 

@@ -14,7 +14,6 @@ not even when the parent itself is killed.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import pickle
 import signal
@@ -30,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from tokenyard.errors import InputError, PeerLost, RankError
+from tokenyard.forkserver import start_forkserver
 from tokenyard.group.base import DEFAULT_DEADLINE, Group
 from tokenyard.group.distributed import DistributedGroup, loopback_interface
 from tokenyard.group.threads import thread_groups
@@ -39,7 +39,6 @@ Result = TypeVar("Result")
 # Seconds that the other ranks get to notice an error and report, beyond the deadline of their waits.
 _GRACE = 2.0
 _TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
-_FORKSERVER_PRELOAD = ["torch", "torch.distributed", "tokenyard.group.launch"]
 
 
 def launch(
@@ -120,20 +119,10 @@ def _first_error(errors: list[tuple[int, BaseException]]) -> tuple[int, BaseExce
     return (causes or errors)[0]
 
 
-def warm_forkserver() -> Any:
-    """Start the forkserver, if it is not running, and return its context. It loads torch meanwhile."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_FORKSERVER_PRELOAD)
-    from multiprocessing import forkserver
-
-    forkserver.ensure_running()
-    return context
-
-
 def _launch_processes(
     world: int, fn: Callable[..., Result], args: tuple[Any, ...], deadline: float, intra_op: int
 ) -> list[Result]:
-    context = warm_forkserver()
+    context = start_forkserver()
     store = _TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=deadline)
     )
