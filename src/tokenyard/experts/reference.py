@@ -7,15 +7,14 @@ rows has no tolerance to hide in.
 A BLAS product cannot serve: it picks its tiles, and with them its order of summation, by the number of rows
 and threads. So the product is written out of elementwise operations, which IEEE 754 defines to the bit:
 
-    for each slice of DEPTH inner columns, in order:
-        products[d, n, o] = x[n, d] · w[o, d]           (exact for bf16 and fp16 inputs, in float32)
-        fold the first dimension in halves: products[:m-h] += products[h:m], h = ⌈m/2⌉, until one is left
-        sums[n, o] += products[0]
+    products[n, o, d] = x[n, d] · w[o, d]               (exact for bf16 and fp16 inputs, in float32)
+    fold the inner dimension in halves: products[.., :m-h] += products[.., h:m], h = ⌈m/2⌉, until one is left
 
 Which additions make up an element, and in which order, follows from the inner width alone. Blocks over rows
-and outputs only bound the temporaries. The inner dimension comes first, so that every operation runs over
-long contiguous stretches. Everything stays in float32: pre-activation, bias, activation (see
-`Activation.reproducible`), second product, bias, routing weight, and the sum over a row's experts.
+and outputs only bound the temporaries, and the inner dimension stands last where it is wide and first where it
+is narrow, so that every operation runs over long contiguous stretches: neither changes a bit. Everything stays
+in float32: pre-activation, bias, activation (see `Activation.reproducible`), second product, bias, routing
+weight, and the sum over a row's experts.
 
 The same argument holds on a GPU, and between a CPU and a GPU.
 """
@@ -29,12 +28,12 @@ from tokenyard.experts.base import Experts, local_routes
 from tokenyard.experts.pairs import sort_pairs
 from tokenyard.rows import ExpertRows, ReceivedRows, UnfinalizedRows
 
-# Inner columns that are multiplied at once. It fixes the order of summation: changing it changes bits.
-# 64 rows · [1024, 2048] on one core, BLOCK as below: 1.65 G multiply-adds/s at 16, 1.51 at 32, 1.20 at 64.
-DEPTH = 16
 # float32 elements of one block of products (1 MiB, about a core's L2 cache). No influence on the result.
-# At DEPTH 16 on one core: 0.83 G multiply-adds/s at 64 Ki, 1.21 at 128 Ki, 1.65 at 256 Ki, 1.77 at 512 Ki.
+# [2, 7168] · [8, 7168] on one busy core: 0.30 G multiply-adds/s at 256 Ki, 0.06 at 64 Ki.
 BLOCK = 256 * 1024
+# From this inner width on, the inner dimension stands last. No influence on the result either.
+# [2, 7168] · [8, 7168]: 0.30 G/s last, 0.11 first; [16, 32] · [1024, 32]: 0.42 last, 0.89 first.
+WIDE = 64
 
 
 class ReferenceExperts(Experts):
@@ -78,26 +77,30 @@ def product_written_out(x_nD: Tensor, w_OD: Tensor) -> Tensor:
     >>> product_written_out(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 2.0]]))
     tensor([[6., 6.]])
     """
-    x_Dn, w_DO = x_nD.float().t().contiguous(), w_OD.float().t().contiguous()
-    (inner, rows), outputs = x_Dn.shape, w_DO.shape[1]
-    sums_nO = x_Dn.new_zeros(rows, outputs)
-    output_step = max(1, min(outputs, BLOCK // DEPTH))
-    row_step = max(1, BLOCK // (DEPTH * output_step))
-    for o in range(0, outputs, output_step):
-        for n in range(0, rows, row_step):
-            sums = sums_nO[n : n + row_step, o : o + output_step]
-            for d in range(0, inner, DEPTH):
-                x_block = x_Dn[d : d + DEPTH, n : n + row_step, None]
-                products = x_block * w_DO[d : d + DEPTH, None, o : o + output_step]
-                sums += _fold(products)
+    x_nD, w_OD = x_nD.float(), w_OD.float()
+    (rows, inner), outputs = x_nD.shape, w_OD.shape[0]
+    last = inner >= WIDE
+    if last:
+        x, w = x_nD.contiguous().unsqueeze(1), w_OD.contiguous().unsqueeze(0)  # [n, 1, D] · [1, O, D]
+    else:
+        x, w = x_nD.t().contiguous().unsqueeze(2), w_OD.t().contiguous().unsqueeze(1)  # [D, n, 1] · [D, 1, O]
+    sums_nO = x_nD.new_empty(rows, outputs)
+    row_dim, output_dim = (0, 1) if last else (1, 2)
+    output_step = max(1, min(outputs, BLOCK // inner))
+    row_step = max(1, BLOCK // (inner * output_step))
+    for n in range(0, rows, row_step):
+        some_rows = x.narrow(row_dim, n, min(row_step, rows - n))
+        for o in range(0, outputs, output_step):
+            products = some_rows * w.narrow(output_dim, o, min(output_step, outputs - o))
+            sums_nO[n : n + row_step, o : o + output_step] = _fold(products, -1 if last else 0)
     return sums_nO
 
 
-def _fold(terms: Tensor) -> Tensor:
-    """The sum over the first dimension, by halves. The terms are used up."""
-    left = terms.shape[0]
+def _fold(terms: Tensor, dim: int) -> Tensor:
+    """The sum over a dimension, by halves. The terms are used up."""
+    left = terms.shape[dim]
     while left > 1:
         half = (left + 1) // 2
-        terms[: left - half] += terms[half:left]
+        terms.narrow(dim, 0, left - half).add_(terms.narrow(dim, half, left - half))
         left = half
-    return terms[0]
+    return terms.select(dim, 0)
