@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from expert_cases import Case, build_experts, oracle, receive, run, run_unfinalized
+from tests.experts.expert_cases import Case, build_experts, oracle, receive, run, run_unfinalized
 
 from tokenyard.errors import ContractError, InputError, UnknownName
 from tokenyard.experts import ExpertsSpec, GroupedExperts, SelfRoutingExperts, activation, get, grouped
@@ -84,7 +84,7 @@ def test_weights_that_grouped_mm_cannot_take() -> None:
     assert ((y_RH - expected_RH).abs() <= bound_RH).all()
 
 
-@pytest.mark.parametrize("ids", ["random", "first", "sparse", "nobody"])
+@pytest.mark.parametrize("ids", ["random", "first", "duplicate", "sparse", "nobody"])
 def test_sum_choices_is_finish(ids: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouped, "SUM_BLOCK", 100)
     experts, x_RH, routes = build_experts("grouped", Case(ids=ids, R=33))

@@ -25,7 +25,8 @@ how many rows share its expert, since that is what a BLAS library chooses its ti
 from __future__ import annotations
 
 import functools
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ from tokenyard.experts.base import Experts, local_routes
 from tokenyard.experts.pairs import SortedPairs, sort_pairs
 from tokenyard.rows import ExpertRows, ReceivedRows, UnfinalizedRows
 
+Item = TypeVar("Item")
 ProductPath = Literal["grouped_mm", "upcast", "mm"]
 
 # Rows of one expert from which on a CPU is faster with float32 products. Measured on a core with AVX-512 but
@@ -171,12 +173,7 @@ class GroupedExperts(Experts):
             if b2 is not None:
                 y_nH += b2[expert].float()
 
-        threads = torch.get_num_threads() if y_NH.device.type == "cpu" else 1
-        if workers.worth_sharing(pairs.counts, threads):
-            workers.for_each(compute_one, pairs.runs(), threads)
-        else:
-            for expert_and_run in pairs.runs():
-                compute_one(expert_and_run)
+        _for_each(compute_one, pairs.runs(), pairs.counts, y_NH.device)
         return y_NH
 
 
@@ -195,6 +192,18 @@ def _product(x_nD: Tensor, w_OD: Tensor, out: Tensor | None = None) -> Tensor:
     return y_nO
 
 
+def _for_each(
+    function: Callable[[Item], None], items: Iterable[Item], rows: Sequence[int], device: torch.device
+) -> None:
+    """Call `function` on each item: side by side where that keeps the threads of a CPU busy."""
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    if workers.worth_sharing(rows, threads):
+        workers.for_each(function, items, threads)
+    else:
+        for item in items:
+            function(item)
+
+
 def sum_choices(y_NH: Tensor, weights_N: Tensor, pairs: SortedPairs) -> Tensor:
     """Weight results that are in the order of `by_expert_N`, and sum those of each row, from +0, in float32.
 
@@ -206,12 +215,15 @@ def sum_choices(y_NH: Tensor, weights_N: Tensor, pairs: SortedPairs) -> Tensor:
     sums_RH = y_NH.new_zeros(num_rows, hidden_size, dtype=torch.float32)
     if num_pairs == num_rows * top_k:
         block = max(1, SUM_BLOCK // (top_k * hidden_size)) if y_NH.device.type == "cpu" else max(1, num_rows)
-        for r in range(0, num_rows, block):
+
+        def sum_block(r: int) -> None:
             some = slice(r * top_k, (r + block) * top_k)
             # A 16-bit row times a float32 weight is a float32 product, without a copy in between.
             weighted_nH = y_NH[pairs.place_N[some]] * weights_N[some].unsqueeze(1)
             for choice in range(top_k):
                 sums_RH[r : r + block] += weighted_nH[choice::top_k]
+
+        _for_each(sum_block, range(0, num_rows, block), [block] * (num_rows // block), y_NH.device)
         return sums_RH
     pairs_R = torch.bincount(pairs.row_N, minlength=num_rows)
     first_R = pairs_R.cumsum(0) - pairs_R
