@@ -11,4 +11,15 @@ settings.register_profile("suite", derandomize=True, **_common)
 settings.register_profile("explore", derandomize=False, **_common)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 
+
+def pytest_collection_modifyitems(config, items):
+    """What needs a GPU is left out where there is none."""
+    if torch.cuda.is_available():
+        return
+    there = [item for item in items if item.get_closest_marker("gpu") is None]
+    if len(there) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
+        items[:] = there
+
+
 torch.set_num_threads(1)  # two workers share two cores; what depends on threads sets its own number

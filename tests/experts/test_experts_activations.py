@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
-from expert_cases import formula
 
+from tests.experts.expert_cases import formula
 from tokenyard.errors import InputError, UnknownName
 from tokenyard.experts.activations import (
     ACTIVATIONS,

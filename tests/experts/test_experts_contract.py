@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from expert_cases import Case, receive, run
 
+from tests.experts.expert_cases import Case, receive, run
 from tokenyard.errors import ContractError, InputError, UnknownName
 from tokenyard.experts import EXPERTS, Experts, ExpertWeights, GroupedExperts, ReferenceExperts, get
 from tokenyard.rows import ExpertRows, UnfinalizedRows, check_expert_rows

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.experts.expert_cases import Case, build_experts, oracle, receive, run, run_unfinalized
 
+from tests.experts.expert_cases import Case, build_experts, oracle, receive, run, run_unfinalized
 from tokenyard.errors import ContractError, InputError, UnknownName
 from tokenyard.experts import ExpertsSpec, GroupedExperts, SelfRoutingExperts, activation, get, grouped
 from tokenyard.experts.grouped import cpu_multiplies, product_path, sum_choices

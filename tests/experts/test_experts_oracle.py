@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from expert_cases import Case, build_experts, oracle, run, run_unfinalized
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from tests.experts.expert_cases import Case, build_experts, oracle, run, run_unfinalized
 
 ACTIVATIONS = ["swiglu", "gelu", "gelu_tanh", "relu2", "swiglu_clamped"]
 

@@ -6,10 +6,10 @@ import threading
 
 import pytest
 import torch
-from expert_cases import Case, build_experts, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.experts.expert_cases import Case, build_experts, run
 from tokenyard.experts import reference
 from tokenyard.experts.reference import product_written_out
 from tokenyard.rows import LocalRoutes

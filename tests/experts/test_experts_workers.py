@@ -5,8 +5,8 @@ import threading
 
 import pytest
 import torch
-from tests.experts.expert_cases import Case, build_experts, oracle, run
 
+from tests.experts.expert_cases import Case, build_experts, oracle, run
 from tokenyard.experts import grouped, workers
 
 

@@ -9,9 +9,9 @@ import dataclasses
 
 import pytest
 import torch
-from format_twins import e2m1_by_thresholds, magnitudes, same_bits, twin_mxfp8, twin_nvfp4
 from torch import Tensor
 
+from tests.formats.format_twins import e2m1_by_thresholds, magnitudes, same_bits, twin_mxfp8, twin_nvfp4
 from tokenyard.formats import EncodedRows, Format, Fp8Block128, Mxfp8, Nvfp4
 
 FORMATS = [Fp8Block128(), Fp8Block128(power_of_two_scales=True), Mxfp8(), Nvfp4()]

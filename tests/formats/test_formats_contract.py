@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from format_twins import ALL, QUANTIZED, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.formats.format_twins import ALL, QUANTIZED, same_bits
 from tokenyard import formats
 from tokenyard.errors import ContractError, InputError, UnknownName
 from tokenyard.formats import Bf16, Fp8Block128, Fp16, Fp32, Mxfp8, Nvfp4

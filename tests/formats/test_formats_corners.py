@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from format_twins import INF, NAN, QUANTIZED, same_bits
 
+from tests.formats.format_twins import INF, NAN, QUANTIZED, same_bits
 from tokenyard.errors import InputError
 from tokenyard.formats import Bf16, Fp8Block128, Fp16, Fp32, Mxfp8, Nvfp4
 

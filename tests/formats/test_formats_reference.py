@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from format_twins import (
+
+from tests.formats.format_twins import (
     INF,
     e2m1_by_thresholds,
     magnitudes,
@@ -13,7 +14,6 @@ from format_twins import (
     twin_mxfp8,
     twin_nvfp4,
 )
-
 from tokenyard.formats import Bf16, Fp8Block128, Fp16, Fp32, Mxfp8, Nvfp4, bits
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

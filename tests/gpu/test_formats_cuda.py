@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from format_twins import ALL, INF, NAN, QUANTIZED, magnitudes, same_bits
+
+from tests.formats.format_twins import ALL, INF, NAN, QUANTIZED, magnitudes, same_bits
 
 pytestmark = pytest.mark.gpu
 

@@ -2,14 +2,11 @@
 
 import pytest
 import torch
-from expert_cases import Case, build_experts, oracle, run, run_unfinalized
 
+from tests.experts.expert_cases import Case, build_experts, oracle, run, run_unfinalized
 from tokenyard.rows import LocalRoutes
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 CASES = [
     *(
