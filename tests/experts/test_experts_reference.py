@@ -78,7 +78,7 @@ def test_other_threads_and_processes() -> None:
 
     code = (
         "import sys, torch; sys.path[:0] = sys.argv[1:]; torch.set_num_threads(1)\n"
-        "from expert_cases import Case, build_experts, run\n"
+        "from tests.experts.expert_cases import Case, build_experts, run\n"
         f"print(run(*build_experts('reference', {case!r})).view(torch.int32).sum().item())"
     )
     printed = subprocess.run(
