@@ -70,7 +70,7 @@ BAD = {
     ),
     "rows on another device": (
         lambda x, r: (x.to("meta"), r),
-        "the rows are on meta; expected cpu",
+        "x_TH is on meta; expected cpu",
     ),
     "routes that hold a scaling": (
         lambda x, r: (
@@ -352,3 +352,29 @@ def grouped_layers(group, exchange, wire):
 def test_grouped_experts_stay_within_a_bf16_matrix_product_of_the_oracle(exchange, wire):
     # Rows, hidden values, results on the way back and the output are each rounded to bf16 (2^-9, relative).
     assert max(on_ranks(4, grouped_layers, exchange, wire)) < 4 * 2**-9
+
+
+def shared_without_a_sum(group):
+    plan = ty.plan([spec(reduce_ranks="caller")], group)
+    return str(raised(build, plan, "moe", shared=torch.nn.Identity()))
+
+
+def test_shared_experts_of_a_layer_that_does_not_sum_are_refused():
+    assert (
+        "shared experts were given to a layer whose results come home unreduced"
+        in on_ranks(1, shared_without_a_sum)[0]
+    )
+
+
+def errors_with_echoes(group):
+    layer = build(ty.plan([spec()], group), "moe")
+    x_TH, routes = batch(spec(), 4)
+    layer(x_TH, _with_id(routes, 99) if group.rank == 3 else routes)
+
+
+def test_launch_raises_the_cause_and_not_its_echo_on_other_ranks():
+    for _ in range(10):
+        with pytest.raises(ty.RankError) as caught:
+            on_ranks(4, errors_with_echoes)
+        assert caught.value.rank == 3
+        assert isinstance(caught.value.__cause__, ty.InputError)

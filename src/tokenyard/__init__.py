@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from tokenyard.formats import EncodedRows as EncodedRows
     from tokenyard.formats import Format as Format
     from tokenyard.formats import Payload as Payload
+    from tokenyard.group import Disagreement as Disagreement
     from tokenyard.group import DistributedGroup as DistributedGroup
     from tokenyard.group import Group as Group
     from tokenyard.group import ThreadGroup as ThreadGroup
@@ -101,6 +102,7 @@ _HOMES = {
         "Payload",
     ),
     "group": (
+        "Disagreement",
         "DistributedGroup",
         "Group",
         "ThreadGroup",

@@ -123,6 +123,10 @@ class PlanError(TokenyardError, ValueError):
         )
 
 
+# Fields that the message of a mismatch spells out.
+_MOST_DIFFERENCES = 6
+
+
 class PlanMismatch(TokenyardError, RuntimeError):
     """Ranks of one group made different plans. Raised on every rank; `differences` lists fields by rank."""
 
@@ -130,8 +134,12 @@ class PlanMismatch(TokenyardError, RuntimeError):
         self.differences = differences
         lines = [
             f"{name}: " + ", ".join(f"rank {r} has {value!r}" for r, value in by_rank.items())
-            for name, by_rank in differences.items()
+            for name, by_rank in list(differences.items())[:_MOST_DIFFERENCES]
         ]
+        if len(differences) > _MOST_DIFFERENCES:
+            lines.append(
+                f"and {len(differences) - _MOST_DIFFERENCES} more fields (`.differences` holds them)"
+            )
         super().__init__(
             "the ranks of this group made different plans: " + "; ".join(lines),
             expected="the same layers, in the same order, on every rank",

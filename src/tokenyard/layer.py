@@ -21,7 +21,7 @@ from tokenyard.planner import Plan
 from tokenyard.receiver import build_experts, run_experts
 from tokenyard.routing import Routes
 from tokenyard.rows import ExpertRows, RankRows
-from tokenyard.sender import check_rows, route
+from tokenyard.sender import check_rows, check_shared, route
 
 
 class MoELayer(nn.Module):
@@ -43,6 +43,7 @@ class MoELayer(nn.Module):
         super().__init__()
         self.plan, self.shared = plan, shared
         self.wiring = plan.wiring(name)
+        check_shared(self.wiring, shared)
         self.experts = build_experts(self.wiring, plan.group.rank, weights, adopt=adopt)
 
     def forward(

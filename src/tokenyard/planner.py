@@ -37,6 +37,7 @@ from tokenyard.exchange import EXCHANGES, Exchange
 from tokenyard.exchange import resolve as resolve_exchange
 from tokenyard.exchange.stats import LayerStats
 from tokenyard.group import Group
+from tokenyard.placement import PLACEMENTS
 from tokenyard.spec import LayerSpec
 from tokenyard.version import PROTOCOL
 from tokenyard.wiring import Duty, Party, Wiring, wire_layer
@@ -109,10 +110,8 @@ class Draft:
         return list(distinct.values())
 
     def __str__(self) -> str:
-        lines = [
-            f"plan of {len(self.wirings)} layer{'s' if len(self.wirings) > 1 else ''} on {self.world} ranks, "
-            f"exchange {self.exchange.name}, {self.in_flight} in flight"
-        ]
+        size_of_plan = f"{count(len(self.wirings), 'layer')} on {count(self.world, 'rank')}"
+        lines = [f"plan of {size_of_plan}, exchange {self.exchange.name}, {self.in_flight} in flight"]
         for row in self.rows():
             duties = ", ".join(f"{duty}: {who}" for duty, who in row["duties"].items() if who != "–")
             per_row, per_rank = row["bytes_per_row"], row["bytes_per_rank"]
@@ -236,19 +235,17 @@ def draft(
     for index, spec in enumerate(layers):
         try:
             wired = wire_layer(spec, index=index, world=world, exchange=chosen, max_tokens=max_tokens)
-        except TokenyardError as error:  # an unknown name
+            if isinstance(wired, Reason):
+                found = _alternatives(layers, index, world, chosen, max_tokens, wired)
+                raise PlanError(
+                    str(wired),
+                    expected="a layer that its exchange, formats and experts all support",
+                    fix="" if found else wired.why,
+                    alternatives=found,
+                )
+        except TokenyardError as error:  # that one, or an unknown name
             error.at(layer=spec.name)
             raise
-        if isinstance(wired, Reason):
-            raise PlanError(
-                str(wired),
-                expected="a layer that its exchange, formats and experts all support",
-                fix=""
-                if (found := _alternatives(layers, index, world, chosen, max_tokens, wired))
-                else wired.why,
-                layer=spec.name,
-                alternatives=found,
-            )
         wirings.append(wired)
     return Draft(world=world, exchange=chosen, in_flight=in_flight, wirings=tuple(wirings))
 
@@ -293,11 +290,13 @@ def _candidates(spec: LayerSpec) -> dict[str, list[Any]]:
         "combine_wire": wires,
         "expert_rows": [None, *wires],
         "experts": list(experts_room.EXPERTS),
-        "weights": ["bf16", "fp32", "fp16"],
+        "weights": list(
+            dict.fromkeys(w for cls in experts_room.EXPERTS.values() for w in cls.weight_formats)
+        ),
         "tensor_parallel": [1],
         "weight_on": ["output", "input"],
         "reduce_ranks": ["exchange", "caller"],
-        "placement": ["contiguous", "round_robin"],
+        "placement": list(PLACEMENTS),
         "top_k": [] if spec.router is None else [spec.router.top_k],
         "routed_scaling": [None],
     }
@@ -368,6 +367,15 @@ def size(nbytes: float) -> str:
             break
         nbytes /= 1024
     return f"{nbytes:.0f} bytes" if unit == "bytes" else f"{nbytes:.1f} {unit}"
+
+
+def count(number: int, noun: str) -> str:
+    """A number of things.
+
+    >>> count(1, "rank"), count(4, "rank")
+    ('1 rank', '4 ranks')
+    """
+    return f"{number} {noun}" + ("s" if number != 1 else "")
 
 
 def span(names: list[str]) -> str:

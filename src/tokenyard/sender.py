@@ -24,6 +24,17 @@ def check_rows(wiring: Wiring, x_TH: Tensor) -> None:
         )
 
 
+def check_shared(wiring: Wiring, shared: object) -> None:
+    """Raise where shared experts are given to a layer whose sum is not made here."""
+    if shared is not None and not wiring.cargo.reduces_ranks:
+        raise InputError(
+            "shared experts were given to a layer whose results come home unreduced",
+            expected="the caller, who reduces over ranks, to add them",
+            fix='leave `shared` out, or plan with reduce_ranks="exchange"',
+            layer=wiring.spec.name,
+        )
+
+
 def route(wiring: Wiring, routes_or_logits: Routes | Tensor) -> Routes | RoutingLogits:
     """Routes as they are, or the layer's router applied to logits, or logits for experts that route."""
     if isinstance(routes_or_logits, Routes):

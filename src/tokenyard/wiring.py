@@ -90,7 +90,7 @@ class Wiring:
             "router": None if spec.router is None else spec.router.fields(),
             "routed_scaling": cargo.routed_scaling,
             "placement": cargo.placement.fields(),
-            "experts": self.experts.name,
+            "experts": f"{self.experts.name} ({self.experts.__qualname__})",
             "payloads": [[p.name, dtype_name(p.dtype), p.width] for p in spec.payloads],
             "duties": {duty.name: party.name for duty, party in self.duties.items()},
         }

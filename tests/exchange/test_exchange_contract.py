@@ -186,7 +186,7 @@ def test_what_a_payload_declares_is_compared_with_what_arrives_in_every_call(exc
     assert all(kind == "PeerFailed" for kind, _ in other.values())
     for name, part in {
         "a plain tensor": "dispatch was given a tensor bfloat16[3, 32]; expected EncodedRows",
-        "another format": "the rows are nvfp4 of width 32; expected mxfp8 of width 32: the bytes that this layer was sized",
+        "another format": "the rows are nvfp4 of width 32; expected mxfp8 of width 32: the bytes that",
         "the same format, aligned otherwise": "the rows are mxfp8(alignment=64) of width 32; expected mxfp8",
         "a payload that lies": "payload 'scales' is uint8[3, 0]; expected uint8[3, 1], as its format declares",
         "a payload too few": "the rows carry payloads ['data']; expected ['data', 'scales']",
@@ -213,8 +213,8 @@ def idle_and_stranger(group, exchange):
 def test_ranks_that_drifted_into_different_layers_all_raise_and_go_on(ranks, exchange):
     for kind, message, finite in on_ranks(2, idle_and_stranger, exchange, ranks=ranks):
         assert kind == "Drifted"
-        assert "rank 0: dispatch of layer 0, round 1" in message
-        assert "rank 1: dispatch of layer 1, round 1" in message
+        assert "rank 0: dispatch of layer 'a', round 1" in message
+        assert "rank 1: dispatch of layer 'b', round 1" in message
         assert finite
 
 

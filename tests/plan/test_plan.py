@@ -76,10 +76,8 @@ def run_every_layer(group, layers, exchange):
         built = build(plan, layer.name)
         x_TH, routes = batch(layer, 6, seed=group.rank)
         given = torch.randn(6, layer.num_experts) if built.wiring.cargo.carries_logits else routes
-        if layer.reduce_ranks == "caller":
-            y_TH = built.unreduced(x_TH, given).reduce().y_TH
-        else:
-            y_TH = built(x_TH, given)
+        by_caller = layer.reduce_ranks == "caller"
+        y_TH = built.unreduced(x_TH, given).reduce().y_TH if by_caller else built(x_TH, given)
         results.append(bool(torch.isfinite(y_TH).all()) and y_TH.shape == x_TH.shape)
     return all(results)
 
@@ -104,6 +102,7 @@ def test_two_changes_are_offered_where_one_is_not_enough():
         ({"wire": "mxpf8"}, "unknown format 'mxpf8'.*did you mean 'mxfp8'"),
         ({"combine_wire": "bf61"}, "unknown format 'bf61'.*did you mean 'bf16'"),
         ({"experts": "groupd"}, "unknown experts 'groupd'.*did you mean 'grouped'"),
+        ({"tensor_parallel": 2, "wire": "mxpf8"}, "unknown format 'mxpf8'"),
         ({"activation": "swigul"}, "unknown activation 'swigul'.*did you mean 'swiglu'"),
         ({"wire": "mxfp8(alignment=100)"}, "alignment"),
     ],
@@ -117,7 +116,7 @@ def test_unknown_names_come_with_the_nearest_match_and_the_layer(changes, messag
 def test_unknown_placements_and_exchanges():
     with pytest.raises(ty.PlanError, match="placement=unknown placement 'round_robbin'"):
         ty.draft([spec(placement="round_robbin")], 2)
-    with pytest.raises(ty.UnknownName, match="unknown exchange 'two_side'.*did you mean 'two_sided'"):
+    with pytest.raises(ty.UnknownName, match=r"unknown exchange 'two_side'.*did you mean 'two_sided'"):
         ty.draft([spec()], 2, exchange="two_side")
 
 

@@ -53,8 +53,10 @@ class Announcement:
         """What must be the same on every rank."""
         return (self.protocol, self.plan, self.layer, _PHASES.index(self.phase), self.round)
 
-    def __str__(self) -> str:
-        return f"{self.phase.value} of layer {self.layer}, round {self.round} (plan {self.plan & 0xFFFF:04x})"
+    def where(self, mine: Announcement, layers: Sequence[str]) -> str:
+        """The place in words, for a rank whose plan has these layers."""
+        layer = repr(layers[self.layer]) if self.plan == mine.plan else f"{self.layer} of another plan"
+        return f"{self.phase.value} of layer {layer}, round {self.round}"
 
     def encode(self, size: int) -> Tensor:
         """`size` bytes."""
@@ -88,21 +90,23 @@ class Announcement:
         )
 
 
-def check_places(group: Group, mine: Announcement, heard: Sequence[Announcement], layer: str) -> None:
+def check_places(
+    group: Group, mine: Announcement, heard: Sequence[Announcement], layers: Sequence[str]
+) -> None:
     """Raise if a rank is somewhere else."""
     if any(other.place != mine.place for other in heard):
         raise Drifted(
-            "the ranks are in different places: " + ", ".join(f"rank {r}: {a}" for r, a in enumerate(heard)),
+            "the ranks are in different places: "
+            + ", ".join(f"rank {rank}: {other.where(mine, layers)}" for rank, other in enumerate(heard)),
             expected="every rank of the group to call the same layers in the same order",
             fix="an idle rank calls every layer too, with T = 0",
-            layer=layer,
             rank=group.rank,
         )
 
 
-def check_fates(group: Group, mine: Announcement, heard: Sequence[Announcement], layer: str) -> None:
+def check_fates(group: Group, mine: Announcement, heard: Sequence[Announcement]) -> None:
     """Raise if another rank failed. A rank that failed itself raises its own error instead."""
     failed = [(rank, other) for rank, other in enumerate(heard) if other.error]
     if failed and not mine.error:
         peer, other = failed[0]
-        raise PeerFailed(peer, other.error, phase=mine.phase.value, layer=layer, rank=group.rank)
+        raise PeerFailed(peer, other.error, phase=mine.phase.value, rank=group.rank)

@@ -36,6 +36,7 @@ from tokenyard.exchange.cargo import (
     Dispatched,
     Outgoing,
     ReturnPath,
+    check_device,
     check_extra,
     check_logits,
     check_output,
@@ -113,8 +114,8 @@ class Exchange(ABC):
         self, group: Group, cargos: Sequence[Cargo], *, in_flight: int = 1, plan_id: int = 0
     ) -> None:
         self.group = group
-        self.cargos = tuple(cargos)
-        self.stats = {cargo.layer: LayerStats(group.size) for cargo in self.cargos}
+        self.stats = {cargo.layer: LayerStats(group.size) for cargo in cargos}
+        self._names = list(self.stats)
         self._capacity, self._plan_id = in_flight, plan_id
         self._in_flight: deque[Dispatched] = deque()
         self._round = 0
@@ -137,7 +138,7 @@ class Exchange(ABC):
         except Exception as error:
             self._fail(cargo, Phase.DISPATCH, round, error)
         counts = [tokens.numel() for tokens in outgoing.tokens_by_rank]
-        with stats.waiting("dispatch"):
+        with stats.waiting("dispatch"), self._in_layer(cargo):
             heard = self._announce(cargo, Phase.DISPATCH, round, outgoing.num_tokens, counts)
             received, received_counts = self._move(cargo, outgoing, heard)
         path = ReturnPath(
@@ -200,11 +201,8 @@ class Exchange(ABC):
                 expected=f"at most max_tokens={cargo.max_tokens} on a rank",
                 fix="send the batch in parts, or plan with a larger max_tokens",
             )
-        if rows.device.type != self.group.device.type:
-            raise InputError(
-                f"the rows are on {rows.device}", expected=f"{self.group.device}", fix="move them there first"
-            )
-        check_extra(cargo, extra, num_tokens)
+        check_device("x_TH", next(iter(rows.payloads.values())), self.group.device)
+        check_extra(cargo, extra, num_tokens, self.group.device)
         if cargo.carries_logits:
             return Outgoing(
                 rows=rows,
@@ -275,17 +273,19 @@ class Exchange(ABC):
                 raise ContractError(
                     f"the {'exchange' if reduces else 'caller'} was asked to reduce over ranks",
                     expected=f"the {'exchange' if cargo.reduces_ranks else 'caller'} to do it, as the plan says",
-                    fix="call combine_unreduced" if reduces else "call combine",
+                    fix='take them unreduced, or plan with reduce_ranks="exchange"'
+                    if reduces
+                    else 'let the exchange do it, or plan with reduce_ranks="caller"',
                 )
             rows_RH = check_expert_rows(result, dispatched.received).rows_RH
             for tensor in ([] if out is None else [out]) + list(add):
-                check_output(cargo, tensor, path.num_tokens)
+                check_output(cargo, tensor, path.num_tokens, self.group.device)
             packets = cargo.combine_layout.pack(
                 cargo.combine_wire.encode(rows_RH).payloads, rows_RH.shape[0], rows_RH.device
             )
         except Exception as error:
             self._fail(cargo, Phase.COMBINE, dispatched.round, error, path)
-        with stats.waiting("combine"):
+        with stats.waiting("combine"), self._in_layer(cargo):
             home = self._return(cargo, dispatched.round, path, packets, None)
         payloads = cargo.combine_layout.unpack(torch.cat(home))
         encoded = EncodedRows(format=cargo.combine_wire, hidden_size=cargo.hidden_size, payloads=payloads)
@@ -316,8 +316,8 @@ class Exchange(ABC):
         )
         parts = arrived.split([front + n for n in expected])
         heard = [Announcement.decode(part[:front].flatten()) for part in parts]
-        check_places(self.group, notice, heard, cargo.layer)
-        check_fates(self.group, notice, heard, cargo.layer)
+        check_places(self.group, notice, heard, self._names)
+        check_fates(self.group, notice, heard)
         return [part[front:] for part in parts]
 
     def _take(self, dispatched: Dispatched) -> None:
@@ -362,19 +362,25 @@ class Exchange(ABC):
         self, cargo: Cargo, phase: Phase, round: int, error: Exception, path: ReturnPath | None = None
     ) -> NoReturn:
         """Tell the others that this rank failed, then raise its error."""
-        if isinstance(error, TokenyardError):
+        with self._in_layer(cargo):
+            if isinstance(error, TokenyardError):
+                error.at(layer=cargo.layer, rank=self.group.rank)
+            if phase is Phase.DISPATCH:
+                self._announce(cargo, phase, round, 0, [0] * self.group.size, error)
+            elif path is not None:
+                shape = (sum(path.received_counts), cargo.combine_layout.stride)
+                nothing = torch.zeros(shape, dtype=torch.uint8, device=self.group.device)
+                self._return(cargo, round, path, nothing, error)
+            raise error
+
+    @contextmanager
+    def _in_layer(self, cargo: Cargo) -> Iterator[None]:
+        """Errors of the group, which knows no layers, get the layer's name here."""
+        try:
+            yield
+        except TokenyardError as error:
             error.at(layer=cargo.layer, rank=self.group.rank)
-        if phase is Phase.DISPATCH:
-            self._announce(cargo, phase, round, 0, [0] * self.group.size, error)
-        elif path is not None:
-            nothing = torch.zeros(
-                sum(path.received_counts),
-                cargo.combine_layout.stride,
-                dtype=torch.uint8,
-                device=self.group.device,
-            )
-            self._return(cargo, round, path, nothing, error)
-        raise error
+            raise
 
     def _announcement(
         self, cargo: Cargo, phase: Phase, round: int, tokens: int, counts: list[int], error: Exception | None
@@ -403,9 +409,9 @@ class Exchange(ABC):
         encoded = mine.encode(ANNOUNCEMENT_BYTES + 8 * self.group.size).to(self.group.device)
         gathered = self.group.all_gather(encoded, phase=f"{phase.value} of layer {cargo.layer!r}")
         heard = [Announcement.decode(part) for part in gathered]
-        check_places(self.group, mine, heard, cargo.layer)
+        check_places(self.group, mine, heard, self._names)
         self._round = round  # all ranks were in this round, whatever comes of it
-        check_fates(self.group, mine, heard, cargo.layer)
+        check_fates(self.group, mine, heard)
         return heard
 
     def close(self) -> None:

@@ -107,7 +107,14 @@ def tokens_by_rank(rank_TK: Tensor, world: int) -> tuple[Tensor, ...]:
     return tuple(goes_TW[:, rank].nonzero().squeeze(1) for rank in range(world))
 
 
-def check_extra(cargo: Cargo, extra: Mapping[str, Tensor], num_tokens: int) -> None:
+def check_device(what: str, tensor: Tensor, device: torch.device) -> None:
+    """Raise unless a tensor is where the group moves bytes."""
+    if tensor.device.type != device.type:
+        raise InputError(f"{what} is on {tensor.device}", expected=str(device), fix="move it there first")
+
+
+def check_extra(cargo: Cargo, extra: Mapping[str, Tensor], num_tokens: int, device: torch.device) -> None:
+    """Raise unless the caller's further payloads are the declared ones."""
     declared = {payload.name: payload for payload in cargo.extra}
     if set(extra) != set(declared):
         raise InputError(
@@ -117,9 +124,11 @@ def check_extra(cargo: Cargo, extra: Mapping[str, Tensor], num_tokens: int) -> N
         )
     for name, tensor in extra.items():
         declared[name].check(tensor, num_tokens)
+        check_device(f"payload {name!r}", tensor, device)
 
 
 def check_logits(cargo: Cargo, routes: object, num_tokens: int) -> RoutingLogits:
+    """Raise unless these are logits for experts that route by themselves."""
     logits_TE = routes.logits_RE if isinstance(routes, RoutingLogits) else None
     found = routes if logits_TE is None else logits_TE
     expected = (num_tokens, cargo.num_experts)
@@ -132,7 +141,8 @@ def check_logits(cargo: Cargo, routes: object, num_tokens: int) -> RoutingLogits
     return RoutingLogits(logits_RE=logits_TE)
 
 
-def check_output(cargo: Cargo, tensor: Tensor, num_tokens: int) -> None:
+def check_output(cargo: Cargo, tensor: Tensor, num_tokens: int, device: torch.device) -> None:
+    """Raise unless a tensor can take the result, or be added to it."""
     expected = (num_tokens, cargo.hidden_size)
     if not isinstance(tensor, Tensor) or tuple(tensor.shape) != expected or tensor.dtype != cargo.dtype:
         raise InputError(
@@ -140,6 +150,7 @@ def check_output(cargo: Cargo, tensor: Tensor, num_tokens: int) -> None:
             expected=f"{dtype_name(cargo.dtype)}{list(expected)}: the shape and dtype of the input",
             fix="allocate it with torch.empty_like(x_TH)",
         )
+    check_device("a tensor to write into or to add", tensor, device)
 
 
 def received_rows(cargo: Cargo, packets: Tensor, counts: tuple[int, ...]) -> ReceivedRows:

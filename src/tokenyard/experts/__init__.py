@@ -20,10 +20,10 @@ def get(name: str | type[Experts]) -> type[Experts]:
     >>> get("reference")
     <class 'tokenyard.experts.reference.ReferenceExperts'>
     """
-    if isinstance(name, type):
+    if isinstance(name, type) and issubclass(name, Experts):
         return name
-    if name not in EXPERTS:
-        raise unknown_name("experts", name, EXPERTS)
+    if not isinstance(name, str) or name not in EXPERTS:
+        raise unknown_name("experts", str(name), EXPERTS)
     return EXPERTS[name]
 
 

@@ -60,11 +60,15 @@ class Payload:
 
     def check(self, tensor: Tensor, num_rows: int) -> None:
         """Compare a tensor that arrives with what was declared."""
-        found = (tuple(tensor.shape), tensor.dtype)
-        expected = ((num_rows, self.width), self.dtype)
-        if found != expected:
+        fits = isinstance(tensor, Tensor) and tensor.dtype == self.dtype
+        if not fits or tuple(tensor.shape) != (num_rows, self.width):
+            found = (
+                f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
+                if isinstance(tensor, Tensor)
+                else repr(tensor)
+            )
             raise InputError(
-                f"payload {self.name!r} is {dtype_name(tensor.dtype)}{list(tensor.shape)}",
+                f"payload {self.name!r} is {found}",
                 expected=f"{dtype_name(self.dtype)}[{num_rows}, {self.width}], as its format declares",
                 fix="encode the rows with the format that the layer was planned for",
             )

@@ -51,7 +51,7 @@ class DistributedGroup(Group):
             )
         resolved = process_group if process_group is not None else dist.group.WORLD
         assert resolved is not None
-        self._process_group = resolved
+        self._process_group: dist.ProcessGroup | None = resolved
         self.rank, self.size = resolved.rank(), resolved.size()
         self.name, self.deadline = name, deadline
         on_gpu = "nccl" in dist.get_backend(resolved)
@@ -91,12 +91,7 @@ class DistributedGroup(Group):
     def _run(self, collective: Callable[..., Any], *tensors: Tensor, phase: str, **splits: Any) -> None:
         """Start a collective and wait for it, no longer than the deadline."""
         if self._broken is not None:
-            raise GroupError(
-                f"group {self.name!r} is broken: {self._broken}",
-                expected="a group all of whose ranks are there",
-                fix="make a new group of the ranks that are left",
-                rank=self.rank,
-            )
+            raise self._gone()
         self._calls += 1
         started = time.monotonic()
         try:
@@ -110,9 +105,18 @@ class DistributedGroup(Group):
             self._broken = lost.found
             raise lost from error
 
+    def _gone(self) -> GroupError:
+        return GroupError(
+            f"group {self.name!r} is broken: {self._broken}",
+            expected="a group all of whose ranks are there",
+            fix="make a new group of the ranks that are left",
+            rank=self.rank,
+        )
+
     def _roll_call(self) -> list[int]:
         """Which ranks do not wait in this call: those that have not written their names in time."""
         try:
+            assert self._process_group is not None
             store = _store_of(self._process_group)
             keys = [f"tokenyard/{self.name}/{self._calls}/{rank}" for rank in range(self.size)]
             store.set(keys[self.rank], "waiting")
@@ -131,6 +135,8 @@ class DistributedGroup(Group):
                 fix="call subgroup only on the ranks that belong to it",
                 rank=self.rank,
             )
+        if self._process_group is None:
+            raise self._gone()
         global_ranks = [dist.get_global_rank(self._process_group, r) for r in ranks]
         # Local synchronization: only the members take part, other stages are not waited for.
         process_group = dist.new_group(
@@ -140,8 +146,9 @@ class DistributedGroup(Group):
         return DistributedGroup(process_group, name=name, deadline=self.deadline)
 
     def close(self) -> None:
-        """Close this door. The process group belongs to whoever made it, and stays."""
+        """Close this door. The process group belongs to whoever made it, and can be destroyed now."""
         self._broken = self._broken or "it was closed"
+        self._process_group = None  # torch's own destructor aborts where a reference outlives the library
 
 
 def _store_of(process_group: dist.ProcessGroup) -> Any:

@@ -28,7 +28,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from tokenyard.errors import InputError, PeerLost, RankError
+from tokenyard.errors import InputError, PeerFailed, PeerLost, RankError
 from tokenyard.forkserver import start_forkserver
 from tokenyard.group.base import DEFAULT_DEADLINE, Group
 from tokenyard.group.distributed import DistributedGroup, loopback_interface
@@ -114,8 +114,8 @@ def _launch_threads(
 
 
 def _first_error(errors: list[tuple[int, BaseException]]) -> tuple[int, BaseException]:
-    """The first error that is not merely the loss of a rank that had an error of its own."""
-    causes = [item for item in errors if not isinstance(item[1], PeerLost)]
+    """The first error that is not merely the echo of another rank's."""
+    causes = [item for item in errors if not isinstance(item[1], (PeerLost, PeerFailed))]
     return (causes or errors)[0]
 
 

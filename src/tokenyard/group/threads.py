@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,19 @@ class _Call:
     taken: int = 0
 
 
+@dataclass(frozen=True)
+class _Verdict:
+    """Who did not come, published by the first rank that finds out. Every rank raises it in its own phase."""
+
+    missing: list[int]
+    waited: float
+    why: str
+
+    def error(self, rank: int, phase: str) -> PeerLost:
+        """What one rank raises."""
+        return PeerLost(self.missing, phase=phase, waited=self.waited, rank=rank, detail=self.why)
+
+
 class _MeetingPoint:
     """Where the threads of one group meet."""
 
@@ -42,29 +55,29 @@ class _MeetingPoint:
         self.calls: dict[int, _Call] = {}
         self.subgroups: dict[tuple[tuple[int, ...], int], _MeetingPoint] = {}
         self.gone: dict[int, str] = {}
-        self.verdict: Callable[[int], GroupError] | None = None
+        self.verdict: _Verdict | None = None
 
     def meet(self, rank: int, number: int, kind: str, value: Any, deadline: float, phase: str) -> list[Any]:
         """Bring a value to call `number`; return every rank's, in rank order, when all are there."""
         with self.lock:
             if self.verdict is not None:
-                raise self.verdict(rank)
+                raise self.verdict.error(rank, phase)
             call = self.calls.setdefault(number, _Call())
             call.brought[rank] = (kind, value)
             if len(call.brought) == self.size:
                 call.complete.set()
             elif missing := [r for r in self.gone if r not in call.brought]:
-                self._give_up(missing, phase, 0.0, "; ".join(self.gone[r] for r in missing))
+                self._give_up(missing, 0.0, "; ".join(self.gone[r] for r in missing))
         started = time.monotonic()
         if not call.complete.wait(deadline):
             with self.lock:
                 if not call.complete.is_set():
                     missing = [r for r in range(self.size) if r not in call.brought]
-                    self._give_up(missing, phase, time.monotonic() - started, "")
+                    self._give_up(missing, time.monotonic() - started, "")
         with self.lock:
             if len(call.brought) < self.size:
                 assert self.verdict is not None
-                raise self.verdict(rank)
+                raise self.verdict.error(rank, phase)
             call.taken += 1
             if call.taken == self.size:
                 del self.calls[number]
@@ -78,12 +91,10 @@ class _MeetingPoint:
             )
         return [call.brought[r][1] for r in range(self.size)]
 
-    def _give_up(self, missing: list[int], phase: str, waited: float, detail: str) -> None:
+    def _give_up(self, missing: list[int], waited: float, why: str) -> None:
         """Publish the verdict and wake everybody who waits. The lock is held."""
         if self.verdict is None:
-            self.verdict = lambda rank: PeerLost(
-                missing, phase=phase, waited=waited, rank=rank, detail=detail
-            )
+            self.verdict = _Verdict(missing, waited, why)
         for call in self.calls.values():
             call.complete.set()
 
@@ -93,7 +104,7 @@ class _MeetingPoint:
             self.gone[rank] = why
             waiting = [c for c in self.calls.values() if rank not in c.brought and c.brought]
             if waiting:
-                self._give_up([rank], "a collective call", 0.0, why)
+                self._give_up([rank], 0.0, why)
             subgroups = list(self.subgroups.items())
         for (ranks, _), meeting_point in subgroups:
             if rank in ranks:
