@@ -36,7 +36,7 @@ class AllgatherExchange(Exchange):
             tensors["weights"] = routes.topk_weights_TK.float().masked_fill(nobody_TK, 0.0)
         packets = cargo.dispatch_layout.pack(tensors, outgoing.num_tokens, self.group.device)
         tokens = tuple(announcement.tokens for announcement in heard)
-        arrived = self.group.all_gather_rows(packets, tokens, phase=f"dispatch of layer {cargo.layer!r}")
+        arrived = self.group.all_gather_rows(packets, tokens, phase="dispatch")
         everything = received_rows(cargo, arrived, tokens)
         if isinstance(everything.routes, RoutingLogits):
             return everything, tokens

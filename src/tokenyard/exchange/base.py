@@ -312,7 +312,7 @@ class Exchange(ABC):
             torch.cat(outgoing),
             [front + n for n in path.received_counts],
             [front + n for n in expected],
-            phase=f"combine of layer {cargo.layer!r}",
+            phase="combine",
         )
         parts = arrived.split([front + n for n in expected])
         heard = [Announcement.decode(part[:front].flatten()) for part in parts]
@@ -407,7 +407,7 @@ class Exchange(ABC):
         """Tell every rank what this one is about to do, and hear the same of them."""
         mine = self._announcement(cargo, phase, round, tokens, counts, error)
         encoded = mine.encode(ANNOUNCEMENT_BYTES + 8 * self.group.size).to(self.group.device)
-        gathered = self.group.all_gather(encoded, phase=f"{phase.value} of layer {cargo.layer!r}")
+        gathered = self.group.all_gather(encoded, phase=phase.value)
         heard = [Announcement.decode(part) for part in gathered]
         check_places(self.group, mine, heard, self._names)
         self._round = round  # all ranks were in this round, whatever comes of it

@@ -40,9 +40,7 @@ class TwoSidedExchange(Exchange):
         tensors["ids"] = torch.where(here_NK, local_TK[token_N], -1)
         tensors["weights"] = torch.where(here_NK, routes.topk_weights_TK[token_N].float(), 0.0)
         packets = cargo.dispatch_layout.pack(tensors, token_N.numel(), token_N.device)
-        arrived = self.group.all_to_all_rows(
-            packets, counts, arriving, phase=f"dispatch of layer {cargo.layer!r}"
-        )
+        arrived = self.group.all_to_all_rows(packets, counts, arriving, phase="dispatch")
         return received_rows(cargo, arrived, arriving), arriving
 
     def bytes_sent(self, cargo: Cargo, outgoing: Outgoing) -> list[int]:

@@ -69,7 +69,7 @@ class Fp32(PlainFormat):
     """Rows as float32, for layers whose rows are float32: nobody should pay four bytes for a bf16 row.
 
     >>> print(Fp32().carries(torch.bfloat16))
-    wire=fp32: takes float32 rows here, not bfloat16
+    wire=fp32: takes float32 rows, not bfloat16
     """
 
     name = "fp32"
