@@ -1,4 +1,4 @@
-"""`tokenyard bench encode` and `bench experts`: measurements, each beside its floor, kept with their provenance."""
+"""`tokenyard bench`: measurements, each beside its floor, kept with their provenance."""
 
 from __future__ import annotations
 
@@ -98,6 +98,79 @@ def experts(
     _run("experts", tokens, measure, columns, out, as_json)
 
 
+@app.command()
+@reported
+def dispatch(
+    ranks: Annotated[int, typer.Option(min=1, max=64, help="How many ranks, each a process.")] = 4,
+    tokens: Tokens = [512],  # noqa: B006
+    hidden_size: Annotated[int, typer.Option(min=1)] = 2048,
+    top_k: Annotated[int, typer.Option(min=1)] = 8,
+    num_experts: Annotated[int, typer.Option(min=1)] = 64,
+    wire: Annotated[
+        list[str], typer.Option(help="The format on the way out; may be given several times.")
+    ] = ["bf16", "mxfp8"],  # noqa: B006
+    combine_wire: Annotated[str, typer.Option(help="The format on the way back.")] = "bf16",
+    exchange: Annotated[
+        list[str] | None, typer.Option(help="Only this exchange; may be given several times.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=2, help="Round trips of each.")] = 30,
+    out: OutFile = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw the figures into this file (needs matplotlib).")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """How fast rows travel out and back, beside bare gloo and the floor."""
+    from tokenyard.bench.dispatch import measure_dispatch
+    from tokenyard.bench.picture import check_picture, draw_dispatch
+    from tokenyard.forkserver import start_forkserver
+
+    if plot is not None:
+        check_picture(plot)
+    start_forkserver()  # it loads torch while this process prepares
+
+    def measure(num_tokens: int) -> list[dict[str, Any]]:
+        return [
+            row
+            for name in wire
+            for row in measure_dispatch(
+                ranks,
+                num_tokens,
+                hidden_size,
+                top_k,
+                num_experts,
+                name,
+                exchange,
+                rounds,
+                combine_wire=combine_wire,
+            )
+        ]
+
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "tokens": lambda row: str(row["num_tokens"]),
+        "wire": lambda row: row["wire"],
+        "exchange": lambda row: row["exchange"],
+        "ours, ms": lambda row: f"{row['ms']:.1f}",
+        "out + back": lambda row: f"{row['dispatch_ms']:.1f} + {row['combine_ms']:.1f}",
+        "bare gloo, ms": lambda row: f"{row['gloo_ms']:.1f}",
+        "floor, ms": lambda row: f"{row['floor_ms']:.1f}",
+        "gloo / ours": lambda row: _with_spread(row, "gloo_ratio"),
+        "ours / floor": lambda row: _with_spread(row, "floor_ratio"),
+        "encode, ms (extra)": lambda row: f"{row['encode_ms']:.1f}",
+        "KB a token, out + back": lambda row: (
+            f"{row['dispatch_bytes_per_token'] / 1e3:.1f} + {row['combine_bytes_per_token'] / 1e3:.1f}"
+        ),
+    }
+    title = f"{ranks} processes, H {hidden_size}, K {top_k}, E {num_experts}, {combine_wire} back; medians (quartiles)"
+    document = _run("dispatch", tokens, measure, columns, out, as_json, title)
+    if plot is not None:
+        draw_dispatch(document, plot)
+
+
+def _with_spread(row: dict[str, Any], name: str) -> str:
+    return f"{row[name]:.2f} × ({row[f'{name}_low']:.2f}–{row[f'{name}_high']:.2f})"
+
+
 def _check_device(device: str) -> None:
     import torch
 
@@ -117,7 +190,8 @@ def _run(
     columns: dict[str, Callable[[dict[str, Any]], str]],
     out: Path | None,
     as_json: bool,
-) -> None:
+    what: str = "",
+) -> dict[str, Any]:
     """Measure for each number of tokens, with a sign of life on stderr; then print, and save if asked."""
     from rich.table import Table
 
@@ -137,10 +211,12 @@ def _run(
         save_json(document, out)
     if as_json:
         print_json(document)
-        return
-    table = Table(title=f"{name}, {document['hardware']['cpu']}", title_justify="left")
+        return document
+    title = ", ".join([name, *([what] if what else []), document["hardware"]["cpu"]])
+    table = Table(title=title, title_justify="left")
     for column in columns:
         table.add_column(column)
     for row in document["results"]:
         table.add_row(*(cell(row) for cell in columns.values()))
     console().print(table)
+    return document

@@ -1,0 +1,180 @@
+"""`measure_dispatch`: every contestant takes part in every round, figures fit each other, wrong bits have no speed."""
+
+from __future__ import annotations
+
+import statistics
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from tokenyard.bench import dispatch as bench
+from tokenyard.bench.dispatch import measure_dispatch
+from tokenyard.errors import ContractError, InputError, PlanError, RankError, UnknownName
+from tokenyard.exchange import EXCHANGES, TwoSidedExchange
+from tokenyard.group import thread_groups
+from tokenyard.rows import CombinedRows, ExpertRows
+
+SHAPE = {"num_tokens": 24, "hidden_size": 256, "top_k": 2, "num_experts": 6}
+
+
+@pytest.fixture(scope="module")
+def on_processes():
+    return measure_dispatch(2, **SHAPE, rounds=4)
+
+
+def test_every_exchange_is_measured_in_the_order_of_the_registry(on_processes):
+    assert [row["exchange"] for row in on_processes] == list(EXCHANGES)
+    for row in on_processes:
+        assert (row["world"], row["kind"], row["wire"], row["rounds"]) == (2, "processes", "bf16", 4)
+        assert row["encode_ms"] > 0
+
+
+@pytest.mark.parametrize("prefix", ["", "gloo_", "floor_"])
+def test_times_are_ordered(on_processes, prefix):
+    for row in on_processes:
+        assert 0 < row[f"{prefix}ms_low"] <= row[f"{prefix}ms"] <= row[f"{prefix}ms_high"]
+        # Out and back are parts of one round; the medians of parts may come from different rounds.
+        assert 0 < row[f"{prefix}dispatch_ms"] <= row[f"{prefix}ms_high"] * 2
+        assert 0 <= row[f"{prefix}combine_ms"] <= row[f"{prefix}ms_high"] * 2
+
+
+def test_bytes_are_those_of_the_packets(on_processes):
+    two_sided = next(row for row in on_processes if row["exchange"] == "two_sided")
+    packet_out, packet_back = 2 * 256 + 16 + 16, 2 * 256  # two ids and two weights take 16 bytes each, padded
+    rows = two_sided["combine_bytes"] / packet_back
+    assert rows == int(rows)
+    assert 2 * 24 <= rows <= 2 * 24 * 2  # each token goes to one rank, or to both
+    assert two_sided["dispatch_bytes"] == rows * packet_out
+    assert two_sided["moved_bytes"] == two_sided["dispatch_bytes"] + two_sided["combine_bytes"]
+    assert two_sided["moved_bytes_per_token"] == two_sided["moved_bytes"] / (2 * 24)
+
+
+def test_mxfp8_sends_about_half_and_threads_have_no_gloo():
+    by_wire = {
+        wire: measure_dispatch(
+            2, 8, 2048, 2, 4, wire=wire, exchanges=["two_sided"], rounds=2, kind="threads"
+        )[0]
+        for wire in ("bf16", "mxfp8")
+    }
+    bf16, mxfp8 = (by_wire[wire]["dispatch_bytes"] for wire in ("bf16", "mxfp8"))
+    assert 0.5 < mxfp8 / bf16 < 0.54
+    assert by_wire["bf16"]["combine_bytes"] == by_wire["mxfp8"]["combine_bytes"]
+    assert by_wire["bf16"]["gloo_ms"] is None
+    assert by_wire["bf16"]["gloo_ratio"] is None
+    assert by_wire["bf16"]["floor_ratio"] > 0
+
+
+def test_a_round_lasts_until_the_last_rank_is_done_and_ratios_are_taken_round_by_round():
+    def rank(*, slow: float) -> bench._Measured:
+        seconds = {
+            "two_sided": [(0.002, 0.004), (0.003 * slow, 0.006 * slow)],
+            "gloo": [(0.004, 0.008), (0.009, 0.018)],
+            "floor": [(0.001, 0.002), (0.001, 0.002)],
+            "encode": [(0.001, 0.001), (0.001, 0.001)],
+        }
+        return bench._Measured(seconds=seconds, sent_bytes={"two_sided": (100, 50)}, threads=1)
+
+    job = bench._Job(**SHAPE, wire="bf16", combine_wire="bf16", exchanges=("two_sided",), rounds=2)
+    (row,) = bench._summaries(job, 2, "processes", [rank(slow=1.0), rank(slow=2.0)])
+    assert row["ms"] == pytest.approx(statistics.median([4, 12]))
+    assert row["dispatch_ms"] == pytest.approx(statistics.median([2, 6]))
+    assert row["gloo_ratio"] == pytest.approx(statistics.median([8 / 4, 18 / 12]))
+    assert row["floor_ratio"] == pytest.approx(statistics.median([4 / 2, 12 / 2]))
+    assert (row["dispatch_bytes"], row["combine_bytes"]) == (200, 100)
+
+
+class Late(TwoSidedExchange):
+    """Right in the first rounds; then a bit is off."""
+
+    name = "late"
+
+    def combine(self, dispatched, result, *, out=None, add=()):
+        home = super().combine(dispatched, result, out=out, add=add)
+        if dispatched.round > 3:
+            home.y_TH[0, 0] += 1
+        return home
+
+
+class Lazy(TwoSidedExchange):
+    """Leaves the caller's tensor as it is after the first rounds."""
+
+    name = "lazy"
+
+    def combine(self, dispatched, result, *, out=None, add=()):
+        home = super().combine(dispatched, result, add=add)
+        if dispatched.round <= 3:
+            out.copy_(home.y_TH)
+        return CombinedRows(y_TH=out)
+
+
+@pytest.mark.parametrize("cls", [Late, Lazy])
+def test_wrong_bits_have_no_speed(cls, monkeypatch):
+    monkeypatch.setitem(EXCHANGES, cls.name, cls)
+    with pytest.raises(RankError, match=f"exchange {cls.name} gave other bits") as raised:
+        measure_dispatch(2, **SHAPE, exchanges=[cls.name], rounds=3, kind="threads")
+    assert isinstance(raised.value.__cause__, ContractError)
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """As `CombineBuffer`: results belong into the slots that it names."""
+
+    rows_SH: torch.Tensor
+    slots_R: torch.Tensor
+
+    def placed(self):
+        return self
+
+
+class Buffered(TwoSidedExchange):
+    """Offers a buffer with slots that hold no row, in another order."""
+
+    name = "buffered"
+    buffer = None
+
+    def combine_buffer(self, dispatched):
+        if self.buffer is None:
+            rows = dispatched.received.num_rows
+            rows_SH = torch.full((2 * rows, 256), torch.nan, dtype=torch.bfloat16)
+            self.buffer = Buffer(rows_SH, torch.arange(rows).flip(0) * 2)
+        return self.buffer
+
+    def combine(self, dispatched, result, *, out=None, add=()):
+        assert result is self.buffer
+        rows_RH = result.rows_SH[result.slots_R]
+        return super().combine(dispatched, ExpertRows(rows_RH=rows_RH), out=out, add=add)
+
+
+def test_results_stand_in_the_buffer_that_an_exchange_offers(monkeypatch):
+    monkeypatch.setitem(EXCHANGES, Buffered.name, Buffered)
+    rows = measure_dispatch(2, **SHAPE, exchanges=["buffered"], rounds=2, kind="threads")
+    assert [row["exchange"] for row in rows] == ["buffered"]
+
+
+def test_all_ranks_start_at_one_moment():
+    with ThreadPoolExecutor(3) as pool:
+        starts = list(pool.map(bench._start_together, thread_groups(3)))
+    assert len(set(starts)) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"top_k": 7}, InputError, "top_k is 7, of 6 experts"),
+        ({"rounds": 1}, InputError, "at least 2"),
+        ({"wire": "fp32"}, PlanError, "wire=fp32"),
+        ({"exchanges": ["two_faced"]}, UnknownName, "two_faced"),
+    ],
+)
+def test_errors_come_before_any_rank_is_started(arguments, error, words, monkeypatch):
+    monkeypatch.delattr(bench, "launch")
+    with pytest.raises(error, match=words):
+        measure_dispatch(2, **{**SHAPE, **arguments})
+
+
+def test_an_override_of_all_plans_is_refused(monkeypatch):
+    monkeypatch.setenv("TOKENYARD_EXCHANGE", "allgather")
+    with pytest.raises(InputError, match="TOKENYARD_EXCHANGE=allgather"):
+        measure_dispatch(2, **SHAPE)
