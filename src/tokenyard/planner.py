@@ -61,12 +61,12 @@ class Draft:
     @property
     def dispatch_bytes(self) -> int:
         """The largest dispatch region of any layer, on one rank."""
-        return max(wiring.cargo.nbytes.dispatch for wiring in self.wirings)
+        return max(self.exchange.region_bytes(wiring.cargo).dispatch for wiring in self.wirings)
 
     @property
     def combine_bytes(self) -> int:
         """The largest combine region of any layer, on one rank."""
-        return max(wiring.cargo.nbytes.combine for wiring in self.wirings)
+        return max(self.exchange.region_bytes(wiring.cargo).combine for wiring in self.wirings)
 
     @property
     def workspace_bytes(self) -> int:
@@ -95,7 +95,7 @@ class Draft:
         """A row per distinct wiring: its layers, who does each duty, bytes. For tables and JSON."""
         distinct: dict[str, dict[str, Any]] = {}
         for wiring in self.wirings:
-            spec, nbytes = wiring.spec, wiring.cargo.nbytes
+            spec, nbytes = wiring.spec, self.exchange.region_bytes(wiring.cargo)
             row = {
                 "shape": f"H {spec.hidden_size}, I {spec.intermediate_size}, E {spec.num_experts}, K {spec.top_k}",
                 "experts": f"{wiring.experts.name}, {spec.weights} weights, {wiring.cargo.placement}",
@@ -135,8 +135,8 @@ class Plan:
     def __init__(self, draft: Draft, group: Group, plan_id: int) -> None:
         self.draft, self.group = draft, group
         self._wirings = {wiring.spec.name: wiring for wiring in draft.wirings}
-        cargos = [wiring.cargo for wiring in draft.wirings]
-        self.exchange = draft.exchange(group, cargos, in_flight=draft.in_flight, plan_id=plan_id)
+        self.exchange = draft.exchange(group, in_flight=draft.in_flight, plan_id=plan_id)
+        self.exchange.serve([wiring.cargo for wiring in draft.wirings])
 
     def wiring(self, layer: str) -> Wiring:
         """The wiring of a layer."""

@@ -37,7 +37,7 @@ def build_experts(wiring: Wiring, rank: int, weights: ExpertWeights, *, adopt: b
 def run_experts(wiring: Wiring, experts: Experts, received: ReceivedRows) -> ExpertRows:
     """Run the experts on the rows that arrived, and do what the wiring leaves to the receiver."""
     if wiring.duties[Duty.SWIZZLE] is Party.RECEIVER:
-        received = dataclasses.replace(received, rows=received.rows.swizzled())
+        received = dataclasses.replace(received, rows=received.dense().swizzled(), slots_R=None)
     result = experts(received, finalize=wiring.duties[Duty.REDUCE_EXPERTS] is Party.EXPERTS)
     if isinstance(result, UnfinalizedRows):
         result = result.finish()

@@ -5,7 +5,8 @@ be combined before its experts ran, and a kernel cannot hand back "a tensor or a
 
     ReceivedRows ── experts ──► ExpertRows ── combine ──► CombinedRows
                        │            ▲              └────► RankRows (not yet reduced over ranks)
-                       └► UnfinalizedRows.finish()
+                       ├► UnfinalizedRows.finish()
+                       └► PlacedRows (written into the exchange's own CombineBuffer)
 
 All of them are frozen. They hold tensors, so they compare by identity.
 """
@@ -49,11 +50,18 @@ class ReceivedRows:
     routes: LocalRoutes | RoutingLogits
     counts_W: tuple[int, ...]  # rows from each source rank
     extra: Mapping[str, Tensor] = field(default_factory=dict)  # the caller's further per-token payloads
+    # Where `rows` is a view of the exchange's workspace, which has slots that hold no row: the slot of each row.
+    # Such rows are valid until they are combined. None: `rows` holds the R rows and nothing else.
+    slots_R: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
         """R, the number of rows."""
-        return self.rows.num_rows
+        return sum(self.counts_W)
+
+    def dense(self) -> EncodedRows:
+        """The R rows and nothing else; a copy where they stand in the workspace."""
+        return self.rows if self.slots_R is None else self.rows.select(self.slots_R)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,6 +73,29 @@ class ExpertRows:
     """
 
     rows_RH: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CombineBuffer:
+    """The part of the workspace that results are read from: experts may write there, without a copy.
+
+    The result of received row r belongs into `rows_SH[slots_R[r]]`, in the dtype of `rows_SH`. When all of them
+    are written, `placed()` is the result that `combine` takes. The buffer belongs to one dispatch.
+    """
+
+    rows_SH: Tensor
+    slots_R: Tensor
+
+    def placed(self) -> PlacedRows:
+        """All rows are written, weighted and summed over the experts of this rank."""
+        return PlacedRows(buffer=self)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlacedRows:
+    """What experts return that wrote into a `CombineBuffer`: the same as `ExpertRows`, already in place."""
+
+    buffer: CombineBuffer
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -10,6 +10,17 @@ A row travels as one packet, so that its payloads, its routes and the caller's f
     └────────────┴─────────┴──────────┴──────────────┴─────────────────────┘
 
 Packets of all rows stand in one matrix of bytes `[rows, stride]`; a payload is a view of its columns.
+
+In the symmetric workspace of the one-sided exchange rows lie payload by payload instead, so that each payload of
+all slots is one matrix that kernels can read: `[slots, width]`, where slot `w · max_tokens + i` takes the i-th row
+from rank w. The workspace of a rank is
+
+    ┌──────────────────────┬──────────────────────────┬─────────────────────────┐
+    │ control: flags, mail │ dispatch (× in flight)   │ combine (× in flight)   │   every region starts at 128
+    └──────────────────────┴──────────────────────────┴─────────────────────────┘
+
+Each region is as large as the largest of any layer, and regions never overlap, whatever pair of layers is running:
+a fast rank writes rows of its next layer while a slow one still reads results of the last.
 """
 
 from __future__ import annotations
@@ -92,6 +103,124 @@ class RowLayout:
             payload.name: packets[:, offset : offset + payload.nbytes].view(payload.dtype)
             for payload, offset in self
         }
+
+
+# Bytes. Every region of the workspace, and every payload in it, starts at a multiple of this: two cache lines, so
+# that neighbors which different ranks write do not slow each other down.
+REGION_ALIGNMENT = 128
+
+
+@dataclass(frozen=True)
+class SlotLayout:
+    """Where the payloads of `slots` rows lie in a region, one behind the other.
+
+    >>> layout = SlotLayout.of([Payload(name="data", dtype=torch.uint8, width=50),
+    ...                         Payload(name="ids", dtype=torch.int32, width=4)], slots=6)
+    >>> layout.offsets, layout.nbytes
+    ((0, 384), 512)
+    """
+
+    payloads: tuple[Payload, ...]
+    slots: int
+    offsets: tuple[int, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, payloads: Iterable[Payload], slots: int) -> SlotLayout:
+        """Lay out payloads one behind the other."""
+        payloads = tuple(payloads)
+        offsets, end = [], 0
+        for payload in payloads:
+            offsets.append(end)
+            end = round_up(end + slots * payload.nbytes, REGION_ALIGNMENT)
+        return cls(payloads, slots, tuple(offsets), end)
+
+    def views(self, region: Tensor) -> dict[str, Tensor]:
+        """The payloads of all slots, `[slots, width]`, as views of a region's bytes."""
+        return {
+            payload.name: region[offset : offset + self.slots * payload.nbytes]
+            .view(payload.dtype)
+            .view(self.slots, payload.width)
+            for payload, offset in zip(self.payloads, self.offsets, strict=True)
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Region:
+    """Some bytes of a workspace."""
+
+    offset: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        """The first byte behind it."""
+        return self.offset + self.nbytes
+
+    def of(self, workspace: Tensor) -> Tensor:
+        """Its bytes, as a view."""
+        return workspace[self.offset : self.end]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkspaceLayout:
+    """Where everything lies in a rank's workspace. The same on every rank.
+
+    >>> layout = WorkspaceLayout(control=100, dispatch=1000, combine=500, in_flight=2)
+    >>> [layout.dispatch_region(n).offset for n in (0, 1)], [layout.combine_region(n).offset for n in (0, 1)]
+    ([128, 1152], [2176, 2688])
+    >>> layout.nbytes  # 128 + 2 · 1024 + 2 · 512
+    3200
+    """
+
+    control: int  # bytes of flags and mail
+    dispatch: int  # bytes of the largest dispatch region
+    combine: int  # bytes of the largest combine region
+    in_flight: int = 1
+
+    def control_region(self) -> Region:
+        """Flags and mail."""
+        return Region(offset=0, nbytes=self.control)
+
+    def dispatch_region(self, flight: int) -> Region:
+        """Where rows arrive."""
+        start = round_up(self.control, REGION_ALIGNMENT)
+        return Region(offset=start + flight * self._dispatch_step, nbytes=self.dispatch)
+
+    def combine_region(self, flight: int) -> Region:
+        """Where results are read from."""
+        start = self.dispatch_region(self.in_flight).offset
+        return Region(offset=start + flight * self._combine_step, nbytes=self.combine)
+
+    @property
+    def nbytes(self) -> int:
+        """The whole: control + (largest dispatch + largest combine) · in flight, each rounded up."""
+        return self.combine_region(self.in_flight).offset
+
+    @property
+    def _dispatch_step(self) -> int:
+        return round_up(self.dispatch, REGION_ALIGNMENT)
+
+    @property
+    def _combine_step(self) -> int:
+        return round_up(self.combine, REGION_ALIGNMENT)
+
+    def suffices_for(self, other: WorkspaceLayout) -> bool:
+        """Whether every region of another layout fits into this one's."""
+        return (
+            (self.control, self.in_flight) == (other.control, other.in_flight)
+            and self.dispatch >= other.dispatch
+            and self.combine >= other.combine
+        )
+
+    def union(self, other: WorkspaceLayout) -> WorkspaceLayout:
+        """A layout that serves both."""
+        return WorkspaceLayout(
+            control=max(self.control, other.control),
+            dispatch=max(self.dispatch, other.dispatch),
+            combine=max(self.combine, other.combine),
+            in_flight=max(self.in_flight, other.in_flight),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

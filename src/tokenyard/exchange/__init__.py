@@ -12,9 +12,12 @@ from tokenyard.errors import unknown_name
 from tokenyard.exchange.allgather import AllgatherExchange
 from tokenyard.exchange.base import Exchange, Fate
 from tokenyard.exchange.cargo import Cargo, Dispatched
+from tokenyard.exchange.one_sided import OneSidedExchange
 from tokenyard.exchange.two_sided import TwoSidedExchange
 
-EXCHANGES: dict[str, type[Exchange]] = {cls.name: cls for cls in (AllgatherExchange, TwoSidedExchange)}
+EXCHANGES: dict[str, type[Exchange]] = {
+    cls.name: cls for cls in (AllgatherExchange, TwoSidedExchange, OneSidedExchange)
+}
 
 # The names that engines use, and the exchanges that do that job, the nearest first. All exchanges give the
 # same bits, so the next one may stand in where the nearest does not exist.
@@ -52,6 +55,7 @@ __all__ = [
     "Dispatched",
     "Exchange",
     "Fate",
+    "OneSidedExchange",
     "TwoSidedExchange",
     "resolve",
 ]

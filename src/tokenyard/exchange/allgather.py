@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import torch
 
 from tokenyard.exchange.announcement import Announcement
-from tokenyard.exchange.base import Exchange
 from tokenyard.exchange.cargo import Cargo, Outgoing, received_rows
+from tokenyard.exchange.message import MessageExchange
 from tokenyard.rows import LocalRoutes, ReceivedRows, RoutingLogits
 
 
-class AllgatherExchange(Exchange):
+class AllgatherExchange(MessageExchange):
     """All tokens to all ranks."""
 
     name = "allgather"

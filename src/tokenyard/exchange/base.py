@@ -21,16 +21,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 
 from tokenyard.errors import ContractError, HandleError, InputError, Reason, TokenyardError
-from tokenyard.exchange.announcement import ANNOUNCEMENT_BYTES, Announcement, Phase, check_fates, check_places
+from tokenyard.exchange.announcement import Announcement, Phase
 from tokenyard.exchange.cargo import (
     Cargo,
     Dispatched,
@@ -42,6 +43,7 @@ from tokenyard.exchange.cargo import (
     check_output,
     tokens_by_rank,
 )
+from tokenyard.exchange.reduce import sum_over_ranks
 from tokenyard.exchange.stats import LayerStats
 from tokenyard.formats.base import EncodedRows
 from tokenyard.group.base import Group
@@ -49,12 +51,14 @@ from tokenyard.routing import Routes
 from tokenyard.rows import (
     CombinedRows,
     ExpertRows,
+    PlacedRows,
     RankRows,
     ReceivedRows,
     RoutingLogits,
     check_expert_rows,
     describe,
 )
+from tokenyard.workspace import LayerBytes
 
 
 @dataclass(kw_only=True)
@@ -82,7 +86,7 @@ class Fate:
         self.owes = None
         return self.exchange.combine(self._arrived(), result, out=out, add=add)
 
-    def combine_unreduced(self, result: ExpertRows) -> RankRows:
+    def combine_unreduced(self, result: ExpertRows | PlacedRows) -> RankRows:
         """Bring the results home without summing over ranks."""
         self.owes = None
         return self.exchange.combine_unreduced(self._arrived(), result)
@@ -96,7 +100,7 @@ class Fate:
 
 
 class Exchange(ABC):
-    """Moves rows for all layers of a plan. Subclasses say how a checked batch travels (`_move`)."""
+    """Moves rows for all layers of a plan. Subclasses say how a checked batch travels, out and back."""
 
     name: ClassVar[str]
     # Whether router logits can travel: every rank must then see every token.
@@ -110,16 +114,30 @@ class Exchange(ABC):
             return Reason(field="experts", value="experts that route by themselves", why=why)
         return cargo.wire.carries(cargo.dtype) or cargo.combine_wire.returns(cargo.dtype)
 
-    def __init__(
-        self, group: Group, cargos: Sequence[Cargo], *, in_flight: int = 1, plan_id: int = 0
-    ) -> None:
+    @classmethod
+    def reaches(cls, group: Group, hosts: Sequence[str]) -> Reason | None:
+        """None, or why this exchange cannot serve the ranks of a group, which run on these hosts."""
+        return None
+
+    @classmethod
+    def region_bytes(cls, cargo: Cargo) -> LayerBytes:
+        """The memory that a round trip of a layer takes on one rank, at most."""
+        return cargo.nbytes
+
+    def __init__(self, group: Group, *, in_flight: int = 1, plan_id: int = 0) -> None:
         self.group = group
-        self.stats = {cargo.layer: LayerStats(group.size) for cargo in cargos}
-        self._names = list(self.stats)
+        self.stats: dict[str, LayerStats] = {}
         self._capacity, self._plan_id = in_flight, plan_id
+        self._names: list[str] = []
         self._in_flight: deque[Dispatched] = deque()
         self._round = 0
         self._closed = False
+
+    def serve(self, cargos: Sequence[Cargo]) -> None:
+        """Carry these layers from now on. Collective; handles that are in flight raise afterwards."""
+        self.stats = {c.layer: self.stats.get(c.layer) or LayerStats(self.group.size) for c in cargos}
+        self._names = list(self.stats)
+        self._in_flight.clear()
 
     # -- The way out ---------------------------------------------------------------------------------------
 
@@ -136,11 +154,10 @@ class Exchange(ABC):
         try:
             outgoing = self._prepare(cargo, rows, routes, extra or {})
         except Exception as error:
-            self._fail(cargo, Phase.DISPATCH, round, error)
+            self._fail(cargo, error, partial(self._fail_out, cargo, round, error))
         counts = [tokens.numel() for tokens in outgoing.tokens_by_rank]
         with stats.waiting("dispatch"), self._in_layer(cargo):
-            heard = self._announce(cargo, Phase.DISPATCH, round, outgoing.num_tokens, counts)
-            received, received_counts = self._move(cargo, outgoing, heard)
+            received, received_counts = self._send_out(cargo, round, outgoing)
         path = ReturnPath(
             tokens_by_rank=outgoing.tokens_by_rank,
             received_counts=received_counts,
@@ -152,10 +169,23 @@ class Exchange(ABC):
         return dispatched
 
     @abstractmethod
-    def _move(
-        self, cargo: Cargo, outgoing: Outgoing, heard: Sequence[Announcement]
-    ) -> tuple[ReceivedRows, tuple[int, ...]]:
+    def _send_out(self, cargo: Cargo, round: int, outgoing: Outgoing) -> tuple[ReceivedRows, tuple[int, ...]]:
         """Move a checked batch; return what arrived, and how many rows this rank owes each source rank."""
+
+    @abstractmethod
+    def _fail_out(self, cargo: Cargo, round: int, error: Exception) -> None:
+        """Take part in a dispatch only to say that this rank failed."""
+
+    @abstractmethod
+    def _send_back(self, dispatched: Dispatched, encoded: EncodedRows | None) -> list[EncodedRows]:
+        """Return results to their source ranks; hand out what came home, by rank, in the order of my tokens.
+
+        `encoded` is None where the experts wrote into the combine region themselves.
+        """
+
+    @abstractmethod
+    def _fail_back(self, dispatched: Dispatched, error: Exception) -> None:
+        """Take part in a combine only to say that this rank failed."""
 
     @abstractmethod
     def bytes_sent(self, cargo: Cargo, outgoing: Outgoing) -> list[int]:
@@ -234,7 +264,7 @@ class Exchange(ABC):
     def combine(
         self,
         dispatched: Dispatched,
-        result: ExpertRows,
+        result: ExpertRows | PlacedRows,
         *,
         out: Tensor | None = None,
         add: Sequence[Tensor] = (),
@@ -245,26 +275,32 @@ class Exchange(ABC):
         is written into `out` if given; `combine(…, out=y, add=(y,))` adds to what is there.
         """
         home = self._bring_home(dispatched, result, reduces=True, out=out, add=add)
-        sums_TH = home.sum()
-        for term_TH in add:
-            sums_TH += term_TH.float()
+        cargo, path = dispatched.cargo, dispatched.return_path
         if out is None:
-            return CombinedRows(y_TH=sums_TH.to(home.dtype))
-        return CombinedRows(y_TH=out.copy_(sums_TH))
+            shape = (path.num_tokens, cargo.hidden_size)
+            out = torch.empty(shape, dtype=cargo.dtype, device=self.group.device)
+        return CombinedRows(y_TH=sum_over_ranks(home, path.tokens_by_rank, out, add))
 
-    def combine_unreduced(self, dispatched: Dispatched, result: ExpertRows) -> RankRows:
+    def combine_unreduced(self, dispatched: Dispatched, result: ExpertRows | PlacedRows) -> RankRows:
         """Bring every token's results home, one row per (token, rank). Summing them is the caller's duty."""
-        return self._bring_home(dispatched, result, reduces=False, out=None, add=())
+        home = self._bring_home(dispatched, result, reduces=False, out=None, add=())
+        path = dispatched.return_path
+        return RankRows(
+            rows_by_rank=tuple(rows.decode(torch.float32) for rows in home),
+            tokens_by_rank=path.tokens_by_rank,
+            num_tokens=path.num_tokens,
+            dtype=dispatched.cargo.dtype,
+        )
 
     def _bring_home(
         self,
         dispatched: Dispatched,
-        result: ExpertRows,
+        result: ExpertRows | PlacedRows,
         *,
         reduces: bool,
         out: Tensor | None,
         add: Sequence[Tensor],
-    ) -> RankRows:
+    ) -> list[EncodedRows]:
         self._take(dispatched)
         cargo, path = dispatched.cargo, dispatched.return_path
         stats = self.stats[cargo.layer]
@@ -277,48 +313,22 @@ class Exchange(ABC):
                     if reduces
                     else 'let the exchange do it, or plan with reduce_ranks="caller"',
                 )
-            rows_RH = check_expert_rows(result, dispatched.received).rows_RH
             for tensor in ([] if out is None else [out]) + list(add):
                 check_output(cargo, tensor, path.num_tokens, self.group.device)
-            packets = cargo.combine_layout.pack(
-                cargo.combine_wire.encode(rows_RH).payloads, rows_RH.shape[0], rows_RH.device
-            )
+            encoded = None
+            if not self._is_placed(dispatched, result):
+                rows_RH = check_expert_rows(result, dispatched.received).rows_RH
+                encoded = cargo.combine_wire.encode(rows_RH)
         except Exception as error:
-            self._fail(cargo, Phase.COMBINE, dispatched.round, error, path)
+            self._fail(cargo, error, partial(self._fail_back, dispatched, error))
         with stats.waiting("combine"), self._in_layer(cargo):
-            home = self._return(cargo, dispatched.round, path, packets, None)
-        payloads = cargo.combine_layout.unpack(torch.cat(home))
-        encoded = EncodedRows(format=cargo.combine_wire, hidden_size=cargo.hidden_size, payloads=payloads)
-        rows_by_rank = encoded.decode(torch.float32).split([t.numel() for t in path.tokens_by_rank])
+            home = self._send_back(dispatched, encoded)
         stats.count_combine([n * cargo.combine_layout.stride for n in path.received_counts])
-        return RankRows(
-            rows_by_rank=tuple(rows_by_rank),
-            tokens_by_rank=path.tokens_by_rank,
-            num_tokens=path.num_tokens,
-            dtype=cargo.dtype,
-        )
+        return home
 
-    def _return(
-        self, cargo: Cargo, round: int, path: ReturnPath, packets: Tensor, error: Exception | None
-    ) -> list[Tensor]:
-        """Send every source rank its rows, behind an announcement; return what came home, by rank."""
-        stride = cargo.combine_layout.stride
-        front = -(-ANNOUNCEMENT_BYTES // stride)  # rows that the announcement takes
-        notice = self._announcement(cargo, Phase.COMBINE, round, path.num_tokens, [], error)
-        head = notice.encode(front * stride).view(front, stride).to(packets.device)
-        outgoing = [part for rows in packets.split(path.received_counts) for part in (head, rows)]
-        expected = [tokens.numel() for tokens in path.tokens_by_rank]
-        arrived = self.group.all_to_all_rows(
-            torch.cat(outgoing),
-            [front + n for n in path.received_counts],
-            [front + n for n in expected],
-            phase="combine",
-        )
-        parts = arrived.split([front + n for n in expected])
-        heard = [Announcement.decode(part[:front].flatten()) for part in parts]
-        check_places(self.group, notice, heard, self._names)
-        check_fates(self.group, notice, heard)
-        return [part[front:] for part in parts]
+    def _is_placed(self, dispatched: Dispatched, result: object) -> bool:
+        """Whether a result stands in the combine region already. Exchanges without one know no such thing."""
+        return False
 
     def _take(self, dispatched: Dispatched) -> None:
         """Take a handle out of flight, or say why it cannot be combined now."""
@@ -352,25 +362,19 @@ class Exchange(ABC):
             yield fate
         except Exception as error:
             if fate.owes is Phase.DISPATCH:
-                self._fail(cargo, Phase.DISPATCH, self._round + 1, error)
-            if fate.owes is Phase.COMBINE and fate.dispatched is not None:
-                self._take(fate.dispatched)
-                self._fail(cargo, Phase.COMBINE, fate.dispatched.round, error, fate.dispatched.return_path)
+                self._fail(cargo, error, partial(self._fail_out, cargo, self._round + 1, error))
+            flight = fate.dispatched
+            if fate.owes is Phase.COMBINE and flight is not None:
+                self._take(flight)
+                self._fail(cargo, error, partial(self._fail_back, flight, error))
             raise
 
-    def _fail(
-        self, cargo: Cargo, phase: Phase, round: int, error: Exception, path: ReturnPath | None = None
-    ) -> NoReturn:
+    def _fail(self, cargo: Cargo, error: Exception, tell: Callable[[], None]) -> NoReturn:
         """Tell the others that this rank failed, then raise its error."""
         with self._in_layer(cargo):
             if isinstance(error, TokenyardError):
                 error.at(layer=cargo.layer, rank=self.group.rank)
-            if phase is Phase.DISPATCH:
-                self._announce(cargo, phase, round, 0, [0] * self.group.size, error)
-            elif path is not None:
-                shape = (sum(path.received_counts), cargo.combine_layout.stride)
-                nothing = torch.zeros(shape, dtype=torch.uint8, device=self.group.device)
-                self._return(cargo, round, path, nothing, error)
+            tell()
             raise error
 
     @contextmanager
@@ -394,25 +398,6 @@ class Exchange(ABC):
             counts=tuple(counts),
             error="" if error is None else f"{type(error).__name__}: {error}",
         )
-
-    def _announce(
-        self,
-        cargo: Cargo,
-        phase: Phase,
-        round: int,
-        tokens: int,
-        counts: list[int],
-        error: Exception | None = None,
-    ) -> list[Announcement]:
-        """Tell every rank what this one is about to do, and hear the same of them."""
-        mine = self._announcement(cargo, phase, round, tokens, counts, error)
-        encoded = mine.encode(ANNOUNCEMENT_BYTES + 8 * self.group.size).to(self.group.device)
-        gathered = self.group.all_gather(encoded, phase=phase.value)
-        heard = [Announcement.decode(part) for part in gathered]
-        check_places(self.group, mine, heard, self._names)
-        self._round = round  # all ranks were in this round, whatever comes of it
-        check_fates(self.group, mine, heard)
-        return heard
 
     def close(self) -> None:
         """No more rounds."""

@@ -14,7 +14,7 @@ from tokenyard.formats.base import EncodedRows, Format, Payload, dtype_name
 from tokenyard.placement import Placement
 from tokenyard.routing import Routes
 from tokenyard.rows import LocalRoutes, ReceivedRows, RoutingLogits, describe
-from tokenyard.workspace import LayerBytes, RowLayout
+from tokenyard.workspace import LayerBytes, RowLayout, SlotLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,21 @@ class Cargo:
             ]
         return RowLayout.of([*self.wire.payloads(self.hidden_size), *routes, *self.extra])
 
+    @property
+    def slots(self) -> int:
+        """Rows that may arrive on a rank: `max_tokens` from each."""
+        return self.placement.world * self.max_tokens
+
+    @cached_property
+    def dispatch_slots(self) -> SlotLayout:
+        """The payloads of a packet, for all slots of a workspace's dispatch region."""
+        return SlotLayout.of(self.dispatch_layout.payloads, self.slots)
+
+    @cached_property
+    def combine_slots(self) -> SlotLayout:
+        """The payloads of a result, for all slots of a workspace's combine region."""
+        return SlotLayout.of(self.combine_layout.payloads, self.slots)
+
     @cached_property
     def combine_layout(self) -> RowLayout:
         """A packet on the way back: the result row in the combine wire's format."""
@@ -56,9 +71,10 @@ class Cargo:
     @cached_property
     def nbytes(self) -> LayerBytes:
         """The memory that a round trip of this layer takes on one rank, at most."""
-        rows = self.placement.world * self.max_tokens
         out, back = self.dispatch_layout.stride, self.combine_layout.stride
-        return LayerBytes(dispatch_row=out, combine_row=back, dispatch=rows * out, combine=rows * back)
+        return LayerBytes(
+            dispatch_row=out, combine_row=back, dispatch=self.slots * out, combine=self.slots * back
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

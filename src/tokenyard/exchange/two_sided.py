@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import torch
 
 from tokenyard.exchange.announcement import Announcement
-from tokenyard.exchange.base import Exchange
 from tokenyard.exchange.cargo import Cargo, Outgoing, received_rows
+from tokenyard.exchange.message import MessageExchange
 from tokenyard.routing import Routes
 from tokenyard.rows import ReceivedRows
 
 
-class TwoSidedExchange(Exchange):
+class TwoSidedExchange(MessageExchange):
     """Counts, then a variable all-to-all."""
 
     name = "two_sided"

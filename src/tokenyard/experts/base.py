@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from tokenyard.errors import ContractError, InputError, Reason
 from tokenyard.experts.activations import Activation
-from tokenyard.formats.base import EncodedRows, Format, ScaleLayout, dtype_name
+from tokenyard.formats.base import Format, ScaleLayout, dtype_name
 from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows, UnfinalizedRows, describe
 
 WeightOn = Literal["input", "output"]
@@ -152,8 +152,9 @@ class Experts(nn.Module, ABC):
             )
         return result
 
-    def incoming(self, rows: EncodedRows, dtype: torch.dtype) -> Tensor:
+    def incoming(self, received: ReceivedRows, dtype: torch.dtype) -> Tensor:
         """The received rows as numbers, in the format that the spec asks for: decoded once, by its owner."""
+        rows = received.dense()
         if self.spec.rows is not None and rows.format != self.spec.rows:
             rows = self.spec.rows.encode(rows.decode(self.spec.dtype))
         return rows.decode(dtype)

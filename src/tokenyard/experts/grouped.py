@@ -103,7 +103,7 @@ class GroupedExperts(Experts):
         """Sort, gather, multiply, and weight and sum where asked to."""
         spec = self.spec
         pairs = sort_pairs(local_routes(received), spec.num_local_experts)
-        x_RH = self.incoming(received.rows, self.weights.w13.dtype)
+        x_RH = self.incoming(received, self.weights.w13.dtype)
         if self._path(max(pairs.counts, default=0)) == "grouped_mm":
             y_NH = self._all_at_once(x_RH, pairs)
         else:

@@ -46,7 +46,7 @@ class ReferenceExperts(Experts):
         """Expert by expert, in float32."""
         spec, weights = self.spec, self.weights
         pairs = sort_pairs(local_routes(received), spec.num_local_experts)
-        x_RH = self.incoming(received.rows, torch.float32)
+        x_RH = self.incoming(received, torch.float32)
         weights_N, row_N = pairs.weights_N, pairs.row_N
         rows_NH = x_RH.new_empty(len(row_N), spec.hidden_size)
         for expert, run in pairs.runs():

@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -110,6 +110,16 @@ class EncodedRows:
             )
         for payload in declared:
             payload.check(self.payloads[payload.name], self.num_rows)
+
+    def slice(self, first: int, last: int) -> EncodedRows:
+        """Some consecutive rows, as views. Only linear scales stand row by row."""
+        payloads = {name: payload[first:last] for name, payload in self.payloads.items()}
+        return replace(self, payloads=payloads)
+
+    def select(self, index_N: Tensor) -> EncodedRows:
+        """A copy of some rows."""
+        payloads = {name: _pick(payload, index_N) for name, payload in self.payloads.items()}
+        return replace(self, payloads=payloads)
 
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The rows as numbers, `[rows, hidden_size]`: the pad is gone."""
@@ -208,6 +218,13 @@ class Format(ABC):
             if getattr(self, f.name) != f.default
         ]
         return f"{self.name}({', '.join(changed)})" if changed else self.name
+
+
+def _pick(payload: Tensor, index_N: Tensor) -> Tensor:
+    """Rows of a payload. As bytes: torch does not index every dtype that a payload may have."""
+    if payload.dtype.itemsize > 1:
+        return payload[index_N]
+    return payload.view(torch.uint8)[index_N].view(payload.dtype)
 
 
 def check_rows(x_TH: Tensor) -> None:

@@ -27,12 +27,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenyard.errors import GroupError, InputError
+from tokenyard.errors import GroupError, InputError, PeerFailed
 from tokenyard.rows import describe
 
 # Seconds that any single wait may take. A rank that compiles kernels or loads weights between two calls is
 # late by less than this; a rank that died is found out as soon as its connection closes.
 DEFAULT_DEADLINE = 60.0
+
+
+_MEMORY_FIX = "plan with a smaller max_tokens or fewer tokens in flight, or give the machine more memory"
 
 
 class Disagreement(GroupError):
@@ -74,6 +77,18 @@ class Group(ABC):
         """Send `send[w]` rows of bytes to rank w (consecutive in `rows`), return what all ranks sent here."""
 
     @abstractmethod
+    def share_memory(self, nbytes: int) -> list[Tensor]:
+        """A buffer of zeroed bytes on each rank, mapped by all: `[buffer of rank 0, of rank 1, …]`.
+
+        Collective, and all or nothing: if one rank cannot allocate, all raise. Nothing is left behind when the
+        tensors are gone, however the processes end.
+        """
+
+    @abstractmethod
+    def host(self) -> str:
+        """Names the machine that this rank runs on: ranks with the same name can share memory."""
+
+    @abstractmethod
     def subgroup(self, ranks: Sequence[int], *, name: str | None = None) -> Group:
         """A group of some of these ranks. Collective over *those* ranks only; nobody else is waited for."""
 
@@ -105,6 +120,15 @@ class Group(ABC):
         """The number of the next plan of this group. Plans are made in one order on all ranks: it is checked."""
         self._plans += 1
         return self._plans
+
+    def all_or_none(self, what: str, error: str | None) -> None:
+        """Raise on every rank if one rank had an error: its own there, `PeerFailed` elsewhere."""
+        errors = self.gather_json(error, phase=what)
+        if error is not None:
+            raise GroupError(error, expected="memory for the workspace", fix=_MEMORY_FIX, rank=self.rank)
+        for rank, other in enumerate(errors):
+            if other is not None:
+                raise PeerFailed(rank, other, phase=what, rank=self.rank)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, rank {self.rank} of {self.size})"

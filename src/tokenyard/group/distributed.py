@@ -25,6 +25,7 @@ from torch import Tensor
 
 from tokenyard.errors import GroupError, InputError, PeerLost
 from tokenyard.group.base import DEFAULT_DEADLINE, Group
+from tokenyard.group.shared_memory import share_between_processes, this_host
 
 # Seconds in which the other waiting ranks write their names once this rank's wait has failed. All ranks enter
 # a collective within a few milliseconds of each other, and so do their deadlines pass.
@@ -126,6 +127,12 @@ class DistributedGroup(Group):
             return [rank for rank, key in enumerate(keys) if not store.check([key])]
         except Exception:  # the store's own host may be the rank that died: then nobody can tell
             return []
+
+    def share_memory(self, nbytes: int) -> list[Tensor]:
+        return share_between_processes(self, nbytes)
+
+    def host(self) -> str:
+        return f"{this_host()} on {self.device.type}"
 
     def subgroup(self, ranks: Sequence[int], *, name: str | None = None) -> DistributedGroup:
         if self.rank not in ranks or len(set(ranks)) != len(ranks):

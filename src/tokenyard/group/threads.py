@@ -162,6 +162,18 @@ class ThreadGroup(Group):
             parts.append(part)
         return torch.cat(parts)
 
+    def share_memory(self, nbytes: int) -> list[Tensor]:
+        error, mine = None, torch.empty(0, dtype=torch.uint8)
+        try:
+            mine = torch.zeros(nbytes, dtype=torch.uint8)
+        except RuntimeError as raised:  # torch's name for a failed allocation
+            error = f"{nbytes} bytes cannot be allocated ({str(raised).splitlines()[0][:200]})"
+        self.all_or_none("sharing memory", error)
+        return self._meet("shares memory", mine, "sharing memory")
+
+    def host(self) -> str:
+        return "this process"
+
     def subgroup(self, ranks: Sequence[int], *, name: str | None = None) -> ThreadGroup:
         members = tuple(ranks)
         if self.rank not in members or sorted(set(members)) != sorted(members):

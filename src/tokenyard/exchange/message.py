@@ -1,0 +1,99 @@
+"""Exchanges that send messages: collectives of a group, each behind an announcement from every rank.
+
+Subclasses say how the rows of a checked and announced batch travel (`_move`). Results return in one variable
+all-to-all, the announcement in front of the rows, in the same message.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tokenyard.exchange.announcement import (
+    ANNOUNCEMENT_BYTES,
+    Announcement,
+    Phase,
+    check_fates,
+    check_places,
+)
+from tokenyard.exchange.base import Exchange
+from tokenyard.exchange.cargo import Cargo, Dispatched, Outgoing
+from tokenyard.formats.base import EncodedRows
+from tokenyard.rows import ReceivedRows
+
+
+class MessageExchange(Exchange):
+    """Moves rows in collective calls of the group."""
+
+    @abstractmethod
+    def _move(
+        self, cargo: Cargo, outgoing: Outgoing, heard: Sequence[Announcement]
+    ) -> tuple[ReceivedRows, tuple[int, ...]]:
+        """Move an announced batch; return what arrived, and how many rows this rank owes each source rank."""
+
+    def _send_out(self, cargo: Cargo, round: int, outgoing: Outgoing) -> tuple[ReceivedRows, tuple[int, ...]]:
+        counts = [tokens.numel() for tokens in outgoing.tokens_by_rank]
+        heard = self._announce(
+            self._announcement(cargo, Phase.DISPATCH, round, outgoing.num_tokens, counts, None)
+        )
+        return self._move(cargo, outgoing, heard)
+
+    def _fail_out(self, cargo: Cargo, round: int, error: Exception) -> None:
+        counts = [0] * self.group.size
+        self._announce(self._announcement(cargo, Phase.DISPATCH, round, 0, counts, error))
+
+    def _announce(self, mine: Announcement) -> list[Announcement]:
+        """Tell every rank what this one is about to do, and hear the same of them."""
+        encoded = mine.encode(ANNOUNCEMENT_BYTES + 8 * self.group.size).to(self.group.device)
+        gathered = self.group.all_gather(encoded, phase=mine.phase.value)
+        heard = [Announcement.decode(part) for part in gathered]
+        check_places(self.group, mine, heard, self._names)
+        self._round = mine.round  # all ranks were in this round, whatever comes of it
+        check_fates(self.group, mine, heard)
+        return heard
+
+    def _send_back(self, dispatched: Dispatched, encoded: EncodedRows | None) -> list[EncodedRows]:
+        assert encoded is not None  # there is no combine region that experts could write into
+        cargo, path = dispatched.cargo, dispatched.return_path
+        packets = cargo.combine_layout.pack(encoded.payloads, encoded.num_rows, encoded.device)
+        return [
+            EncodedRows(
+                format=cargo.combine_wire,
+                hidden_size=cargo.hidden_size,
+                payloads=cargo.combine_layout.unpack(part),
+            )
+            for part in self._return(dispatched, packets.split(path.received_counts), None)
+        ]
+
+    def _fail_back(self, dispatched: Dispatched, error: Exception) -> None:
+        stride = dispatched.cargo.combine_layout.stride
+        nothing = [
+            torch.zeros(count, stride, dtype=torch.uint8, device=self.group.device)
+            for count in dispatched.return_path.received_counts
+        ]
+        self._return(dispatched, nothing, error)
+
+    def _return(
+        self, dispatched: Dispatched, packets_by_rank: Sequence[Tensor], error: Exception | None
+    ) -> list[Tensor]:
+        """Send every source rank its rows, behind an announcement; return what came home, by rank."""
+        cargo, path = dispatched.cargo, dispatched.return_path
+        stride = cargo.combine_layout.stride
+        front = -(-ANNOUNCEMENT_BYTES // stride)  # rows that the announcement takes
+        mine = self._announcement(cargo, Phase.COMBINE, dispatched.round, path.num_tokens, [], error)
+        head = mine.encode(front * stride).view(front, stride).to(self.group.device)
+        expected = [front + tokens.numel() for tokens in path.tokens_by_rank]
+        arrived = self.group.all_to_all_rows(
+            torch.cat([part for packets in packets_by_rank for part in (head, packets)]),
+            [front + count for count in path.received_counts],
+            expected,
+            phase="combine",
+        )
+        parts = arrived.split(expected)
+        heard = [Announcement.decode(part[:front].flatten()) for part in parts]
+        check_places(self.group, mine, heard, self._names)
+        check_fates(self.group, mine, heard)
+        return [part[front:] for part in parts]

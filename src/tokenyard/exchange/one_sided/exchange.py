@@ -1,0 +1,266 @@
+"""`one_sided`: ranks write rows straight into each other's memory, and read results straight out of it.
+
+    dispatch   pushes: the i-th row for rank w goes into slot `me · max_tokens + i` of w's dispatch region
+    combine    pulls: results stand in the combine region of the rank that computed them; their owners read them
+
+Slots follow from the order of tokens, so placement is deterministic, and no rank has to ask another for room. A slot
+that nobody wrote in this round is never read: each rank is told how many rows came from whom.
+
+**Why nothing is overwritten too early.** A rank pushes round n only after its combine of round n − in_flight, in which
+it heard from every rank; they said so after their experts had read what was pushed before. A rank writes results of
+round n only after its dispatch of round n, in which it heard from every rank; they said so after they had pulled what
+stood there before. Dispatch and combine regions never overlap, so a fast rank may push its next layer while a slow one
+still pulls.
+
+A rank that fails tells the others in place of rows; all raise, and the next round starts clean.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tokenyard.errors import ContractError, Reason
+from tokenyard.exchange.announcement import Announcement, Phase, check_fates, check_places
+from tokenyard.exchange.base import Exchange
+from tokenyard.exchange.cargo import Cargo, Dispatched, Outgoing
+from tokenyard.exchange.one_sided.signals import Signals, control_bytes
+from tokenyard.formats.base import EncodedRows
+from tokenyard.group.base import Group
+from tokenyard.routing import Routes
+from tokenyard.rows import CombineBuffer, LocalRoutes, PlacedRows, ReceivedRows
+from tokenyard.workspace import LayerBytes, WorkspaceLayout, as_bytes
+
+# CPUs on which plain aligned stores become visible in the order in which they were made.
+_ORDERED_CPUS = ("x86_64", "AMD64", "i686")
+
+
+class Workspace:
+    """One symmetric buffer per rank, mapped by all ranks, and the signals in it."""
+
+    def __init__(self, group: Group, layout: WorkspaceLayout) -> None:
+        self.layout = layout
+        self.nbytes = layout.nbytes
+        self.buffers = group.share_memory(layout.nbytes)
+        controls = [layout.control_region().of(buffer) for buffer in self.buffers]
+        self.signals = Signals(controls, group.rank, layout.in_flight, group.deadline)
+
+    def dispatch(self, rank: int, cargo: Cargo, round: int) -> dict[str, Tensor]:
+        """The payloads of all slots that a rank receives into, in this round."""
+        region = self.layout.dispatch_region(round % self.layout.in_flight)
+        return cargo.dispatch_slots.views(region.of(self.buffers[rank]))
+
+    def combine(self, rank: int, cargo: Cargo, round: int) -> dict[str, Tensor]:
+        """The payloads of all slots that a rank's results are read from, in this round."""
+        region = self.layout.combine_region(round % self.layout.in_flight)
+        return cargo.combine_slots.views(region.of(self.buffers[rank]))
+
+
+class OneSidedExchange(Exchange):
+    """Push out, pull back, through a workspace that all ranks map."""
+
+    name = "one_sided"
+
+    @classmethod
+    def reaches(cls, group: Group, hosts: Sequence[str]) -> Reason | None:
+        if platform.machine() not in _ORDERED_CPUS:
+            why = f"one_sided needs stores that stay in order, as on x86, not {platform.machine()}"
+            return Reason(field="exchange", value=cls.name, why=why)
+        if group.device.type != "cpu":
+            return Reason(field="exchange", value=cls.name, why="one_sided shares memory between CPU ranks")
+        if len(set(hosts)) > 1:
+            why = f"one_sided shares memory, and the ranks run on {len(set(hosts))} hosts"
+            return Reason(field="exchange", value=cls.name, why=why)
+        return None
+
+    @classmethod
+    def region_bytes(cls, cargo: Cargo) -> LayerBytes:
+        rows = cargo.nbytes
+        return LayerBytes(
+            dispatch_row=rows.dispatch_row,
+            combine_row=rows.combine_row,
+            dispatch=cargo.dispatch_slots.nbytes,
+            combine=cargo.combine_slots.nbytes,
+        )
+
+    def __init__(self, group: Group, *, in_flight: int = 1, plan_id: int = 0) -> None:
+        super().__init__(group, in_flight=in_flight, plan_id=plan_id)
+        self._workspace: Workspace | None = None
+        self._buffer: CombineBuffer | None = None
+
+    @property
+    def workspace(self) -> Workspace:
+        """The workspace of the layers that are served now."""
+        if self._workspace is None:
+            raise ContractError(
+                "the exchange has no workspace", expected="a plan that is open", fix="make a new plan"
+            )
+        return self._workspace
+
+    def serve(self, cargos: Sequence[Cargo]) -> None:
+        """Carry these layers: in the workspace that is there if it suffices, else in a new one for the union."""
+        needed = self.layout_for(cargos)
+        if self._workspace is None:
+            self._workspace = Workspace(self.group, needed)
+        elif not self._workspace.layout.suffices_for(needed):
+            # All or nothing: if a rank cannot allocate, all raise here, and the old workspace still serves.
+            self._workspace = Workspace(self.group, self._workspace.layout.union(needed))
+        super().serve(cargos)
+
+    def trim(self, cargos: Sequence[Cargo]) -> None:
+        """Carry these layers in a workspace that is no larger than they need."""
+        needed = self.layout_for(cargos)
+        if self._workspace is None or self._workspace.layout != needed:
+            self._workspace = Workspace(self.group, needed)
+        super().serve(cargos)
+
+    def layout_for(self, cargos: Sequence[Cargo]) -> WorkspaceLayout:
+        """The smallest layout that serves these layers: the union of what they need."""
+        needs = [self.region_bytes(cargo) for cargo in cargos]
+        return WorkspaceLayout(
+            control=control_bytes(self.group.size, self._capacity),
+            dispatch=max(need.dispatch for need in needs),
+            combine=max(need.combine for need in needs),
+            in_flight=self._capacity,
+        )
+
+    # -- The way out ---------------------------------------------------------------------------------------
+
+    def _send_out(self, cargo: Cargo, round: int, outgoing: Outgoing) -> tuple[ReceivedRows, tuple[int, ...]]:
+        self._push(cargo, round, outgoing)
+        counts = [tokens.numel() for tokens in outgoing.tokens_by_rank]
+        heard = self._tell_and_hear(
+            [
+                self._announcement(cargo, Phase.DISPATCH, round, outgoing.num_tokens, [count], None)
+                for count in counts
+            ]
+        )
+        arrived = tuple(announcement.counts[0] for announcement in heard)
+        return self._received(cargo, round, arrived), arrived
+
+    def _push(self, cargo: Cargo, round: int, outgoing: Outgoing) -> None:
+        """Write each row into every rank that owns one of its experts, with its routes for that rank."""
+        routes = outgoing.routes
+        assert isinstance(routes, Routes)  # `supports` refuses logits
+        rank_TK, local_TK = cargo.placement.resolve(routes.topk_ids_TK, self.group.rank)
+        weights_TK = routes.topk_weights_TK.float()
+        whole = {**outgoing.rows.payloads, **outgoing.extra}
+        first = self.group.rank * cargo.max_tokens
+        for rank, tokens in enumerate(outgoing.tokens_by_rank):
+            count = tokens.numel()
+            if count == 0:
+                continue
+            slots = self.workspace.dispatch(rank, cargo, round)
+            for name, tensor in whole.items():
+                _gather_into(slots[name][first : first + count], tensor, tokens)
+            here_NK = rank_TK[tokens] == rank
+            slots["ids"][first : first + count] = torch.where(here_NK, local_TK[tokens], -1)
+            slots["weights"][first : first + count] = torch.where(here_NK, weights_TK[tokens], 0.0)
+
+    def _received(self, cargo: Cargo, round: int, arrived: tuple[int, ...]) -> ReceivedRows:
+        """What came, as views of the workspace: the rows, and the slots in which there are any."""
+        slots = self.workspace.dispatch(self.group.rank, cargo, round)
+        slots_R = torch.cat(
+            [torch.arange(count) + source * cargo.max_tokens for source, count in enumerate(arrived)]
+        )
+        names = [payload.name for payload in cargo.wire.payloads(cargo.hidden_size)]
+        return ReceivedRows(
+            rows=EncodedRows(
+                format=cargo.wire,
+                hidden_size=cargo.hidden_size,
+                payloads={name: slots[name] for name in names},
+            ),
+            routes=LocalRoutes(ids_RK=slots["ids"][slots_R], weights_RK=slots["weights"][slots_R]),
+            counts_W=arrived,
+            extra={payload.name: slots[payload.name][slots_R] for payload in cargo.extra},
+            slots_R=slots_R,
+        )
+
+    def bytes_sent(self, cargo: Cargo, outgoing: Outgoing) -> list[int]:
+        row = sum(payload.nbytes for payload in cargo.dispatch_layout.payloads)
+        return [tokens.numel() * row for tokens in outgoing.tokens_by_rank]
+
+    # -- The way back --------------------------------------------------------------------------------------
+
+    def combine_buffer(self, dispatched: Dispatched) -> CombineBuffer | None:
+        """Where experts may write their results, without a copy. None, if the way back is quantized."""
+        cargo, slots_R = dispatched.cargo, dispatched.received.slots_R
+        if cargo.combine_wire.quantized or slots_R is None:
+            return None
+        (rows_SH,) = self.workspace.combine(self.group.rank, cargo, dispatched.round).values()
+        self._buffer = CombineBuffer(rows_SH=rows_SH, slots_R=slots_R)
+        return self._buffer
+
+    def _is_placed(self, dispatched: Dispatched, result: object) -> bool:
+        if not isinstance(result, PlacedRows):
+            return False
+        if result.buffer is not self._buffer or result.buffer.slots_R is not dispatched.received.slots_R:
+            raise ContractError(
+                "combine was given rows that were placed in the buffer of another dispatch",
+                expected="PlacedRows of `combine_buffer(dispatched)`, of this very dispatch",
+                fix="ask for the buffer after each dispatch",
+            )
+        return True
+
+    def _send_back(self, dispatched: Dispatched, encoded: EncodedRows | None) -> list[EncodedRows]:
+        cargo, path, round = dispatched.cargo, dispatched.return_path, dispatched.round
+        if encoded is not None:
+            slots = self.workspace.combine(self.group.rank, cargo, round)
+            start = 0
+            for source, count in enumerate(path.received_counts):
+                first = source * cargo.max_tokens
+                for name, tensor in encoded.payloads.items():
+                    slots[name][first : first + count] = tensor[start : start + count]
+                start += count
+        mine = self._announcement(cargo, Phase.COMBINE, round, path.num_tokens, [], None)
+        self._tell_and_hear([mine] * self.group.size)
+        first = self.group.rank * cargo.max_tokens
+        return [
+            EncodedRows(
+                format=cargo.combine_wire,
+                hidden_size=cargo.hidden_size,
+                payloads={
+                    name: slots[first : first + tokens.numel()]
+                    for name, slots in self.workspace.combine(rank, cargo, round).items()
+                },
+            )
+            for rank, tokens in enumerate(path.tokens_by_rank)
+        ]
+
+    # -- Shared fate ---------------------------------------------------------------------------------------
+
+    def _fail_out(self, cargo: Cargo, round: int, error: Exception) -> None:
+        failed = self._announcement(cargo, Phase.DISPATCH, round, 0, [0], error)
+        self._tell_and_hear([failed] * self.group.size)
+
+    def _fail_back(self, dispatched: Dispatched, error: Exception) -> None:
+        failed = self._announcement(dispatched.cargo, Phase.COMBINE, dispatched.round, 0, [], error)
+        self._tell_and_hear([failed] * self.group.size)
+
+    def _tell_and_hear(self, by_rank: Sequence[Announcement]) -> list[Announcement]:
+        """Tell each rank, hear from all. Every rank that was told is in this round, whatever comes of it."""
+        signals, mine = self.workspace.signals, by_rank[self.group.rank]
+        for rank, announcement in enumerate(by_rank):
+            signals.tell(rank, announcement)
+        heard = signals.hear(mine)
+        self._round = max(self._round, mine.round)
+        check_places(self.group, mine, heard, self._names)
+        check_fates(self.group, mine, heard)
+        return heard
+
+    def close(self) -> None:
+        """No more rounds, and the workspace is given back."""
+        super().close()
+        self._workspace = self._buffer = None
+
+
+def _gather_into(slots: Tensor, tensor: Tensor, tokens: Tensor) -> None:
+    """Copy some rows of a payload into consecutive slots: one pass, row by row, as bytes."""
+    source, target = as_bytes(tensor), slots.view(torch.uint8)
+    if tokens.numel() == source.shape[0]:
+        target.copy_(source)  # ascending and all of them: as they are
+    else:
+        torch.index_select(source, 0, tokens, out=target)

@@ -1,0 +1,166 @@
+"""Flags and mail in shared memory: how ranks tell each other, without a message, that something is written.
+
+Every rank has a control region in its workspace, which all ranks map:
+
+    state     what this rank waits for now, as a flag; 0 while it does not wait
+    verdict   non-zero once a rank is given up; behind it, one byte per rank that is lost
+    mail      for each turn, phase and source rank: a flag (a cache line of its own) and an announcement
+
+**Flags carry epoch, layer and phase.** A flag is one aligned 64-bit word, `round · 2^24 + layer · 4 + phase`. Rounds
+only grow, so a flag is never reset, and the flag of an earlier round cannot be taken for this one. A rank whose flag
+has the right round and another layer has drifted.
+
+**Turns.** Mail of round n lies in turn `n mod (in_flight + 1)`. A rank can be at most `in_flight` rounds ahead of one
+that it exchanges with, so mail is never overwritten before it was read, not even when a round fails half-way.
+
+**Order.** Data is written before its flag and read after it. On x86 plain aligned stores become visible in program
+order, and plain loads are done in program order, so that is enough; elsewhere it is not, and Python has no fence, so
+`OneSidedExchange.reaches` refuses. A flag must be written in one piece: a store through `memoryview`, ctypes, numpy or
+torch is (no torn read in 10 million), `struct.pack_into` is not (9% of reads were torn).
+
+**Waiting** yields the core at once and then sleeps, longer each time, up to a millisecond: four ranks on two cores
+must not burn each other's time.
+
+**Giving up.** Waits end at the group's deadline, counted from entering the wait. The first rank whose wait ends so
+decides who is lost, and writes the verdict into every rank's control region; the others find it there and raise the
+same. Somebody who is itself waiting for a third rank is not lost: its state says what for, and its mail whether that
+has come.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tokenyard.errors import PeerLost
+from tokenyard.exchange.announcement import ANNOUNCEMENT_BYTES, Announcement, Phase
+
+_LINE = 128  # bytes: a cache line and its neighbor, which x86 fetches together
+_MAIL = _LINE + ANNOUNCEMENT_BYTES
+_PHASES = list(Phase)
+# Tries with the core given away in between, before the first sleep.
+_YIELDS = 30
+_SHORTEST_SLEEP, _LONGEST_SLEEP = 20e-6, 1e-3  # seconds
+
+
+def control_bytes(world: int, in_flight: int) -> int:
+    """Bytes of a rank's control region."""
+    return 2 * _LINE + _lost_bytes(world) + (in_flight + 1) * 2 * world * _MAIL
+
+
+def _lost_bytes(world: int) -> int:
+    return -(-world // _LINE) * _LINE
+
+
+def flag(layer: int, phase: Phase, round: int) -> int:
+    """The word that says where a rank is.
+
+    >>> flag(3, Phase.COMBINE, 17) == 17 * 2**24 + 3 * 4 + 1
+    True
+    """
+    return (round << 24) | (layer << 2) | _PHASES.index(phase)
+
+
+class Signals:
+    """The control regions of all ranks, as one rank uses them."""
+
+    def __init__(self, controls: Sequence[Tensor], rank: int, in_flight: int, deadline: float) -> None:
+        self.rank, self.world = rank, len(controls)
+        self.deadline = deadline
+        self._turns = in_flight + 1
+        self._controls = list(controls)
+        # A store through a memoryview of 64-bit words is one store of the machine.
+        self._words = [memoryview(control.numpy()).cast("q") for control in controls]
+        self._heard_at = 2 * _LINE + _lost_bytes(self.world)
+
+    # -- Words of the control region -----------------------------------------------------------------------
+
+    def _state(self, rank: int) -> int:
+        return self._words[rank][0]
+
+    def _set_state(self, value: int) -> None:
+        self._words[self.rank][0] = value
+
+    def _mail_offset(self, phase: Phase, round: int, source: int) -> int:
+        turn = round % self._turns
+        return self._heard_at + ((turn * 2 + _PHASES.index(phase)) * self.world + source) * _MAIL
+
+    def _flag_of(self, owner: int, phase: Phase, round: int, source: int) -> int:
+        return self._words[owner][self._mail_offset(phase, round, source) // 8]
+
+    # -- Telling and hearing -------------------------------------------------------------------------------
+
+    def tell(self, target: int, mine: Announcement) -> None:
+        """Put an announcement into a rank's mail, then its flag. Whatever it announces was written before."""
+        offset = self._mail_offset(mine.phase, mine.round, self.rank)
+        letter = self._controls[target][offset + _LINE : offset + _MAIL]
+        letter.copy_(mine.encode(ANNOUNCEMENT_BYTES))
+        self._words[target][offset // 8] = flag(mine.layer, mine.phase, mine.round)
+
+    def hear(self, mine: Announcement) -> list[Announcement]:
+        """Wait until every rank has told this one what it brings to this phase of this round."""
+        waiting = flag(mine.layer, mine.phase, mine.round)
+        flags = [self._mail_offset(mine.phase, mine.round, source) // 8 for source in range(self.world)]
+        words = self._words[self.rank]
+
+        def all_there() -> bool:
+            return all(words[index] >> 24 >= mine.round for index in flags)
+
+        self._set_state(waiting)
+        self._wait(all_there, mine.phase, mine.round)
+        self._set_state(0)
+        control = self._controls[self.rank]
+        return [Announcement.decode(control[index * 8 + _LINE : index * 8 + _MAIL]) for index in flags]
+
+    def _wait(self, ready: Callable[[], bool], phase: Phase, round: int) -> None:
+        for _ in range(_YIELDS):
+            if ready():
+                return
+            os.sched_yield()
+        started, pause = time.monotonic(), _SHORTEST_SLEEP
+        while not ready():
+            waited = time.monotonic() - started
+            lost = self._lost()
+            if not lost and waited > self.deadline:
+                lost = self._give_up(phase, round)
+            if lost:
+                raise PeerLost(lost, phase=phase.value, waited=waited, rank=self.rank)
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_SLEEP)
+
+    # -- Giving up -----------------------------------------------------------------------------------------
+
+    def _lost(self) -> list[int]:
+        """Who is lost, by the verdict that somebody wrote here; nobody, if there is none."""
+        if not self._words[self.rank][_LINE // 8]:
+            return []
+        lost = self._controls[self.rank][2 * _LINE : 2 * _LINE + self.world]
+        return lost.nonzero().squeeze(1).tolist()
+
+    def _give_up(self, phase: Phase, round: int) -> list[int]:
+        """Decide who is lost, and tell every rank."""
+        missing = [r for r in range(self.world) if self._flag_of(self.rank, phase, round, r) >> 24 < round]
+        lost = [r for r in missing if not self._waits_for_another(r)] or missing
+        marks = torch.zeros(self.world, dtype=torch.uint8)
+        marks[lost] = 1
+        for target in range(self.world):
+            if not self._words[target][_LINE // 8]:  # the first verdict stands
+                self._controls[target][2 * _LINE : 2 * _LINE + self.world] = marks
+                self._words[target][_LINE // 8] = 1
+        return self._lost()
+
+    def _waits_for_another(self, rank: int) -> bool:
+        """Whether a rank that we miss is itself waiting for somebody who has not come."""
+        waiting = self._state(rank)
+        if waiting == 0:
+            return False
+        phase, round = _PHASES[waiting & 3], waiting >> 24
+        return any(
+            self._flag_of(rank, phase, round, source) >> 24 < round
+            for source in range(self.world)
+            if source != rank
+        )

@@ -1,0 +1,44 @@
+"""The sum over ranks: float32, in rank order, rounded once, and read only once from where the rows came home.
+
+A token has at most one row from each rank, and rows stand in the order of tokens. So the tokens are walked in
+blocks whose float32 sums stay in the cache: for each rank in turn the block's rows are decoded and added, then
+whatever the caller adds, then the block is rounded into the output. The order of additions is that of
+`RankRows.sum`, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tokenyard.formats.base import EncodedRows
+
+# float32 elements of a block of sums (512 KiB: beside the rows that are added, it fits a core's L2 cache).
+BLOCK = 128 * 1024
+
+
+def sum_over_ranks(
+    home: Sequence[EncodedRows], tokens_by_rank: Sequence[Tensor], out_TH: Tensor, add: Sequence[Tensor]
+) -> Tensor:
+    """Write into `out_TH` the sum of `home[w]`, the rows of tokens `tokens_by_rank[w]`, and of `add`."""
+    num_tokens, hidden_size = out_TH.shape
+    step = max(1, BLOCK // hidden_size)
+    starts = range(0, num_tokens, step)
+    edges = torch.tensor([*starts, num_tokens], device=out_TH.device)
+    bounds = [torch.searchsorted(tokens, edges).tolist() for tokens in tokens_by_rank]
+    for number, start in enumerate(starts):
+        end = min(start + step, num_tokens)
+        sums_TH = torch.zeros(end - start, hidden_size, dtype=torch.float32, device=out_TH.device)
+        for rows, tokens, bound in zip(home, tokens_by_rank, bounds, strict=True):
+            first, last = bound[number], bound[number + 1]
+            if first < last:
+                # No token twice within a rank: the additions have one order, on any device.
+                sums_TH.index_add_(
+                    0, tokens[first:last] - start, rows.slice(first, last).decode(torch.float32)
+                )
+        for term_TH in add:
+            sums_TH += term_TH[start:end].float()
+        out_TH[start:end] = sums_TH
+    return out_TH

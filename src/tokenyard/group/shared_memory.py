@@ -1,0 +1,71 @@
+"""Memory that the processes of one host share: anonymous files, which nobody can find and nothing has to remove.
+
+Each rank makes a memfd (an anonymous file in memory), really allocates it (`posix_fallocate`: memory that is not
+there is an error now, not a SIGBUS later), and tells the others its process and descriptor. They open it through
+`/proc/<pid>/fd/<fd>`, which the kernel grants to the same user only, and map it. Then every descriptor is closed:
+the memory lives as long as a mapping does, and is gone after `kill -9`, too. It has no name in /dev/shm, so nothing
+can be squatted, and no limit of /dev/shm applies.
+
+Two traps of Python: `mmap.close()` under a live tensor is a crash, so a mapping is never closed by hand, it goes with
+its last tensor; and `multiprocessing.shared_memory` unlinks a segment when an unrelated process exits, so it is not
+used.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from tokenyard.group.base import Group
+
+
+def share_between_processes(group: Group, nbytes: int) -> list[Tensor]:
+    """One zeroed buffer per rank, mapped by all ranks. All or nothing."""
+    mine, error = -1, None
+    try:
+        mine = os.memfd_create("tokenyard", os.MFD_CLOEXEC)
+        os.fchmod(mine, 0o600)
+        os.posix_fallocate(mine, 0, nbytes)
+    except OSError as raised:
+        error = f"{nbytes} bytes cannot be allocated ({raised.strerror or raised})"
+    try:
+        group.all_or_none("sharing memory", error)
+        where = {"pid": os.getpid(), "descriptor": mine, "inode": os.fstat(mine).st_ino}
+        buffers: list[Tensor] = []
+        for other in group.gather_json(where, phase="sharing memory"):
+            try:
+                buffers.append(_map(other["pid"], other["descriptor"], other["inode"], nbytes))
+            except OSError as raised:
+                error = (
+                    error
+                    or f"the memory of process {other['pid']} cannot be mapped ({raised.strerror or raised})"
+                )
+        group.all_or_none("sharing memory", error)  # also: nobody closes before everybody has opened
+        return buffers
+    finally:
+        if mine >= 0:
+            os.close(mine)
+
+
+def _map(pid: int, descriptor: int, inode: int, nbytes: int) -> Tensor:
+    opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.fstat(opened).st_ino != inode:
+            raise OSError(0, "another file stands there")
+        return torch.frombuffer(mmap.mmap(opened, nbytes), dtype=torch.uint8)
+    finally:
+        os.close(opened)
+
+
+def this_host() -> str:
+    """A name of this machine, as it was started: processes with the same one can share memory."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return os.uname().nodename
