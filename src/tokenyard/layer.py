@@ -22,6 +22,7 @@ from tokenyard.receiver import build_experts, run_experts
 from tokenyard.routing import Routes
 from tokenyard.rows import ExpertRows, RankRows
 from tokenyard.sender import check_rows, check_shared, route
+from tokenyard.wiring import Wiring
 
 
 class MoELayer(nn.Module):
@@ -41,10 +42,14 @@ class MoELayer(nn.Module):
         adopt: bool = False,
     ) -> None:
         super().__init__()
-        self.plan, self.shared = plan, shared
-        self.wiring = plan.wiring(name)
+        self.plan, self.name, self.shared = plan, name, shared
         check_shared(self.wiring, shared)
         self.experts = build_experts(self.wiring, plan.group.rank, weights, adopt=adopt)
+
+    @property
+    def wiring(self) -> Wiring:
+        """The layer's wiring, as the plan has it now: a plan may grow, or go on without a rank."""
+        return self.plan.wiring(self.name)
 
     def forward(
         self,

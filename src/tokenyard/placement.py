@@ -20,7 +20,7 @@ padding, slicing or reordering a batch changes no result. The same id twice in o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import index
@@ -48,6 +48,8 @@ class Placement:
 
     num_experts: int
     table: tuple[tuple[int, ...], ...]
+    # True after a rank was lost: experts that nobody owns any more are then no error, they are dropped.
+    allow_lost: bool = False
 
     def __post_init__(self) -> None:
         # Lists and NumPy integers are welcome; what is kept can be hashed and written as JSON.
@@ -63,8 +65,8 @@ class Placement:
         _check_sizes(self.num_experts, self.world)
         for rank, experts in enumerate(self.table):
             _check_experts_of_rank(rank, experts, self.num_experts)
-        orphans = sorted(set(range(self.num_experts)).difference(*self.table))
-        if orphans:
+        orphans = self.lost_experts
+        if orphans and not self.allow_lost:
             raise InputError(
                 f"nobody owns expert{'s' if len(orphans) > 1 else ''} {_list_of(orphans)}",
                 expected=f"an owner for each of the {self.num_experts} experts",
@@ -126,6 +128,21 @@ class Placement:
                 table[rank].append(expert)
         return cls.explicit(base.num_experts, table)
 
+    def without(self, lost_ranks: Iterable[int]) -> Placement:
+        """The placement of the ranks that are left, renumbered. Experts without another replica are lost.
+
+        >>> Placement.explicit(3, [[0], [1, 0], [2]]).without([0, 2])
+        Placement(num_experts=3, table=((1, 0),), allow_lost=True)
+        """
+        lost = set(lost_ranks)
+        table = tuple(experts for rank, experts in enumerate(self.table) if rank not in lost)
+        return Placement(num_experts=self.num_experts, table=table, allow_lost=True)
+
+    @cached_property
+    def lost_experts(self) -> list[int]:
+        """The experts that nobody owns."""
+        return sorted(set(range(self.num_experts)).difference(*self.table))
+
     @property
     def world(self) -> int:
         """W, the number of ranks."""
@@ -134,7 +151,7 @@ class Placement:
     @cached_property
     def has_replicas(self) -> bool:
         """Whether any expert lives on more than one rank."""
-        return sum(map(len, self.table)) > self.num_experts
+        return sum(map(len, self.table)) > self.num_experts - len(self.lost_experts)
 
     def local_experts(self, rank: int) -> tuple[int, ...]:
         """The global ids of a rank's experts, in local order."""
@@ -197,13 +214,14 @@ class Placement:
         kind = next(
             (name for name, make in PLACEMENTS.items() if make(self.num_experts, self.world) == self), None
         )
-        copies = sum(map(len, self.table)) - self.num_experts
+        copies = sum(map(len, self.table)) - self.num_experts + len(self.lost_experts)
         kind = kind or ("explicit" if not copies else f"{copies} replica{'s' if copies > 1 else ''}")
+        kind += f", {len(self.lost_experts)} lost" if self.lost_experts else ""
         return f"{self.num_experts} experts on {self.world} rank{'s' if self.world > 1 else ''}, {kind}"
 
     def __getstate__(self) -> dict[str, Any]:
         # Lookup tensors stay behind: another process may have other devices.
-        return {"num_experts": self.num_experts, "table": self.table}
+        return {"num_experts": self.num_experts, "table": self.table, "allow_lost": self.allow_lost}
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world:
@@ -228,7 +246,7 @@ class Placement:
     def _single_lookup(self, device: torch.device) -> tuple[Tensor, ...]:
         key = (device, None)
         if key not in self._lookups:
-            pairs = [owners[0] for owners in self._owners] + [(-1, -1)]
+            pairs = [owners[0] if owners else (-1, -1) for owners in self._owners] + [(-1, -1)]
             self._lookups[key] = (
                 torch.tensor([rank for rank, _ in pairs], dtype=torch.int64, device=device),
                 torch.tensor([local for _, local in pairs], dtype=torch.int32, device=device),
@@ -243,7 +261,8 @@ class Placement:
         key = (device, source_rank)
         if key not in self._lookups:
             seen = [
-                tuple(pair for pair in owners if pair[0] == source_rank) or owners for owners in self._owners
+                tuple(pair for pair in owners if pair[0] == source_rank) or owners or ((-1, -1),)
+                for owners in self._owners
             ]
             seen.append(((-1, -1),))
             width = max(map(len, seen))

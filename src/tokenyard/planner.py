@@ -16,7 +16,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any
@@ -33,7 +33,7 @@ from tokenyard.errors import (
     TokenyardError,
     unknown_name,
 )
-from tokenyard.exchange import EXCHANGES, Exchange
+from tokenyard.exchange import EXCHANGES, Cargo, Exchange
 from tokenyard.exchange import resolve as resolve_exchange
 from tokenyard.exchange.stats import LayerStats
 from tokenyard.group import Group
@@ -57,6 +57,11 @@ class Draft:
     exchange: type[Exchange]
     in_flight: int
     wirings: tuple[Wiring, ...]
+
+    @property
+    def specs(self) -> list[LayerSpec]:
+        """The layers, each with the limit of tokens that it was planned with."""
+        return [replace(wiring.spec, max_tokens=wiring.cargo.max_tokens) for wiring in self.wirings]
 
     @property
     def dispatch_bytes(self) -> int:
@@ -133,10 +138,77 @@ class Plan:
     """All layers of a model on one rank, agreed on with the other ranks. Made by `plan`."""
 
     def __init__(self, draft: Draft, group: Group, plan_id: int) -> None:
-        self.draft, self.group = draft, group
-        self._wirings = {wiring.spec.name: wiring for wiring in draft.wirings}
+        self._start(draft, group, plan_id)
+
+    def _start(self, draft: Draft, group: Group, plan_id: int) -> None:
+        self.group = group
         self.exchange = draft.exchange(group, in_flight=draft.in_flight, plan_id=plan_id)
         self.exchange.serve([wiring.cargo for wiring in draft.wirings])
+        self._adopt(draft)
+
+    def _adopt(self, draft: Draft) -> None:
+        self.draft = draft
+        self._wirings = {wiring.spec.name: wiring for wiring in draft.wirings}
+
+    def extend(self, layers: Sequence[LayerSpec], *, max_tokens: int | None = None) -> None:
+        """Serve further layers, too. Collective over the group, and over nobody else.
+
+        The workspace is kept where it suffices, else rebuilt for the union of all layers; layers stay valid, and a
+        dispatch that was in flight must be made again. If a rank cannot allocate, all raise, and the plan is as it
+        was.
+        """
+        self._reshape([*self.draft.specs, *layers], max_tokens, self.exchange.serve)
+
+    def trim(self, keep: Sequence[str] | None = None) -> None:
+        """Give back what the layers do not need; with `keep`, forget all layers but these. Collective."""
+        for name in keep or ():
+            self.wiring(name)
+        specs = [spec for spec in self.draft.specs if keep is None or spec.name in keep]
+        self._reshape(specs, None, self.exchange.trim)
+
+    def _reshape(
+        self,
+        specs: Sequence[LayerSpec],
+        max_tokens: int | None,
+        serve: Callable[[Sequence[Cargo]], None],
+    ) -> None:
+        old = self.draft
+
+        def make() -> Draft:
+            return draft(
+                specs, self.group.size, exchange=old.exchange, max_tokens=max_tokens, in_flight=old.in_flight
+            )
+
+        reshaped, _ = _agree(self.group, make)
+        serve([wiring.cargo for wiring in reshaped.wirings])
+        self._adopt(reshaped)
+
+    def go_on_without(self, lost: Sequence[int], *, renormalize: bool = False) -> None:
+        """Serve all layers on the ranks that are left. Collective over these, after `PeerLost`.
+
+        Ranks are renumbered in their order. What exchanges share is made anew: a lost rank that wakes up finds
+        nothing to write into. Experts that were lost, and have no replica elsewhere, are dropped from the routes and
+        counted (`stats`); with `renormalize` a token's other weights make up for them.
+        """
+        survivors = [rank for rank in range(self.group.size) if rank not in lost]
+        group = self.group.subgroup(survivors)
+        old = self.draft
+
+        def make() -> Draft:
+            specs = [
+                replace(wiring.spec, placement=wiring.cargo.placement.without(lost)) for wiring in old.wirings
+            ]
+            return draft(
+                specs,
+                len(survivors),
+                exchange=old.exchange,
+                in_flight=old.in_flight,
+                renormalize_dropped=renormalize,
+            )
+
+        reduced, number = _agree(group, make)
+        self.exchange.close()
+        self._start(reduced, group, _plan_id(reduced, number))
 
     def wiring(self, layer: str) -> Wiring:
         """The wiring of a layer."""
@@ -192,31 +264,67 @@ def plan(
         at most 4.0 KB out + 3.0 KB back on a rank
       all layers share 8.0 KB a rank (largest out 4.0 KB + largest back 4.0 KB)
     """
+
+    def make() -> Draft:
+        return draft(layers, group.size, exchange=exchange, max_tokens=max_tokens, in_flight=in_flight)
+
+    agreed, number = _agree(group, make)
+    made = Plan(agreed, group, _plan_id(agreed, number))
+    if group.rank == 0:
+        _log.info("%s", made)
+    return made
+
+
+def _plan_id(agreed: Draft, number: int) -> int:
+    """The same on all ranks, and different for each plan of a group."""
+    return (agreed.fingerprint() + number) & (2**63 - 1)
+
+
+def _agree(group: Group, make: Callable[[], Draft]) -> tuple[Draft, int]:
+    """Make a draft on every rank and compare: one that all ranks made, or an error on every rank."""
+    drafted: Draft | None = None
     error: Exception | None = None
-    mine: dict[str, Any] = {}
     try:
-        drafted = draft(layers, group.size, exchange=exchange, max_tokens=max_tokens, in_flight=in_flight)
-        mine = drafted.fields()
+        drafted = make()
     except Exception as raised:
         error = raised.at(rank=group.rank) if isinstance(raised, TokenyardError) else raised
     number = group.count_plan()
     report = {
-        "number": number,
+        "host": group.host(),
         "error": f"{type(error).__name__}: {error}" if error else None,
-        "fields": mine,
+        "fields": {"plans made": number, **({} if drafted is None else drafted.fields())},
     }
     by_rank = group.gather_json(report, phase="agreement on the plan")
     if error is not None:
         raise error
+    assert drafted is not None
     for rank, other in enumerate(by_rank):
         if other["error"] is not None:
             raise PeerFailed(rank, other["error"], phase="plan", rank=group.rank)
-    if differences := _differences([{"plans made": r["number"], **r["fields"]} for r in by_rank]):
+    if differences := _differences([other["fields"] for other in by_rank]):
         raise PlanMismatch(differences, rank=group.rank)
-    made = Plan(drafted, group, plan_id=(drafted.fingerprint() + number) & (2**63 - 1))
-    if group.rank == 0:
-        _log.info("%s", made)
-    return made
+    _check_reach(drafted, group, [other["host"] for other in by_rank])
+    return drafted, number
+
+
+def _check_reach(drafted: Draft, group: Group, hosts: list[str]) -> None:
+    """Raise unless the exchange reaches all ranks. It is the same on all of them: they all raise."""
+    reason = drafted.exchange.reaches(group, hosts)
+    if reason is None:
+        return
+    cargos = [wiring.cargo for wiring in drafted.wirings]
+    others = [
+        Alternative(changes={"exchange": name})
+        for name, cls in EXCHANGES.items()
+        if cls.reaches(group, hosts) is None and all(cls.supports(cargo) is None for cargo in cargos)
+    ]
+    raise PlanError(
+        str(reason),
+        expected="an exchange that reaches all ranks of the group",
+        fix="" if others else reason.why,
+        rank=group.rank,
+        alternatives=others,
+    )
 
 
 def draft(
@@ -226,6 +334,7 @@ def draft(
     exchange: str | type[Exchange] = "two_sided",
     max_tokens: int | None = None,
     in_flight: int = 1,
+    renormalize_dropped: bool = False,
 ) -> Draft:
     """What a plan would be on `world` ranks, without a group. Raises what `plan` would raise."""
     layers = list(layers)
@@ -246,7 +355,8 @@ def draft(
         except TokenyardError as error:  # that one, or an unknown name
             error.at(layer=spec.name)
             raise
-        wirings.append(wired)
+        cargo = replace(wired.cargo, renormalizes_dropped=renormalize_dropped)
+        wirings.append(replace(wired, cargo=cargo))
     return Draft(world=world, exchange=chosen, in_flight=in_flight, wirings=tuple(wirings))
 
 

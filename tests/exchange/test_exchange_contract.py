@@ -50,7 +50,7 @@ def movement(group, exchange, wire):
         routes.topk_weights_TK,
     )
     arrived = (
-        {name: payload.contiguous().view(torch.uint8) for name, payload in received.rows.payloads.items()},
+        {name: payload.contiguous().view(torch.uint8) for name, payload in received.dense().payloads.items()},
         {name: tensor.clone() for name, tensor in received.extra.items()},
         received.routes.ids_RK.clone(),
         received.routes.weights_RK.clone(),

@@ -262,7 +262,7 @@ def test_an_error_in_the_plan_of_one_rank_reaches_all(ranks):
 @pytest.mark.parametrize(
     ("alias", "name"),
     [
-        ("flashinfer_nvlink_one_sided", "two_sided"),  # until there is a one_sided
+        ("flashinfer_nvlink_one_sided", "one_sided"),
         ("flashinfer_nvlink_two_sided", "two_sided"),
         ("allgather_reducescatter", "allgather"),
     ],
@@ -305,7 +305,7 @@ def counted(group, exchange):
     ids = torch.tensor([[0, 1], [2, 3], [1, 2]])
     built(x_TH, ty.Routes(topk_ids_TK=ids, topk_weights_TK=torch.ones(3, 2)))
     mine = plan.stats()["moe"]
-    return mine, plan.stats()["idle"].rounds, plan.gather_stats(), plan.wiring("moe").cargo.nbytes
+    return mine, plan.stats()["idle"].rounds, plan.gather_stats(), plan.exchange.region_bytes(plan.wiring("moe").cargo)
 
 
 @pytest.mark.parametrize("exchange", ty.EXCHANGES)

@@ -48,11 +48,11 @@ def all_layers(group, exchange):
 @both_kinds
 @every_exchange
 def test_42976_layers_of_different_formats_shapes_top_k_and_experts_in_one_plan(ranks, exchange):
-    each = [ty.draft([layer], 3).wirings[0].cargo.nbytes for layer in LAYERS]
+    each = [ty.draft([layer], 3, exchange=exchange) for layer in LAYERS]
     for right, dispatch_bytes, combine_bytes in on_ranks(3, all_layers, exchange, ranks=ranks):
         assert all(right)
-        assert dispatch_bytes == max(n.dispatch for n in each)
-        assert combine_bytes == max(n.combine for n in each)
+        assert dispatch_bytes == max(alone.dispatch_bytes for alone in each)
+        assert combine_bytes == max(alone.combine_bytes for alone in each)
 
 
 def pipeline_stages(group, exchange):

@@ -133,6 +133,10 @@ class Exchange(ABC):
         self._round = 0
         self._closed = False
 
+    def trim(self, cargos: Sequence[Cargo]) -> None:
+        """Carry these layers, and give back what they do not need. Collective."""
+        self.serve(cargos)
+
     def serve(self, cargos: Sequence[Cargo]) -> None:
         """Carry these layers from now on. Collective; handles that are in flight raise afterwards."""
         self.stats = {c.layer: self.stats.get(c.layer) or LayerStats(self.group.size) for c in cargos}
@@ -252,6 +256,10 @@ class Exchange(ABC):
             device=rows.device,
         )
         rank_TK, _ = cargo.placement.resolve(routes.topk_ids_TK, self.group.rank)
+        if cargo.placement.lost_experts:
+            dropped_TK = (routes.topk_ids_TK >= 0) & (rank_TK < 0)
+            routes = routes.without(dropped_TK, renormalize=cargo.renormalizes_dropped)
+            self.stats[cargo.layer].dropped += int(dropped_TK.sum())
         return Outgoing(
             rows=rows,
             routes=routes,
@@ -286,7 +294,8 @@ class Exchange(ABC):
         home = self._bring_home(dispatched, result, reduces=False, out=None, add=())
         path = dispatched.return_path
         return RankRows(
-            rows_by_rank=tuple(rows.decode(torch.float32) for rows in home),
+            # A copy even of float32 rows: what comes home must not be a view of a peer's memory.
+            rows_by_rank=tuple(rows.decode(torch.float32).clone() for rows in home),
             tokens_by_rank=path.tokens_by_rank,
             num_tokens=path.num_tokens,
             dtype=dispatched.cargo.dtype,
@@ -323,7 +332,7 @@ class Exchange(ABC):
             self._fail(cargo, error, partial(self._fail_back, dispatched, error))
         with stats.waiting("combine"), self._in_layer(cargo):
             home = self._send_back(dispatched, encoded)
-        stats.count_combine([n * cargo.combine_layout.stride for n in path.received_counts])
+        stats.count_combine([n * self.region_bytes(cargo).combine_row for n in path.received_counts])
         return home
 
     def _is_placed(self, dispatched: Dispatched, result: object) -> bool:

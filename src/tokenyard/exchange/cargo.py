@@ -35,6 +35,8 @@ class Cargo:
     carries_logits: bool = False  # logits travel instead of routes
     extra: tuple[Payload, ...] = ()  # further per-token payloads of the caller's
     reduces_ranks: bool = True  # else the caller does
+    # Where experts were lost with their ranks: whether a token's other weights make up for it.
+    renormalizes_dropped: bool = False
 
     @cached_property
     def dispatch_layout(self) -> RowLayout:

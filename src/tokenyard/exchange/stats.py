@@ -16,6 +16,7 @@ class LayerStats:
     world: int
     rounds: int = 0
     tokens: int = 0
+    dropped: int = 0  # choices of tokens whose expert was lost with its rank
     rows_sent: list[int] = field(default_factory=list)
     rows_received: list[int] = field(default_factory=list)
     dispatch_bytes: list[int] = field(default_factory=list)  # put on the wire for each rank

@@ -54,6 +54,20 @@ for nobody; fix: pass global expert ids of this layer, and -1 for padding
         """K, the number of choices per token."""
         return self.topk_ids_TK.shape[1]
 
+    def without(self, dropped_TK: Tensor, *, renormalize: bool) -> Routes:
+        """These routes with some choices turned into nobody.
+
+        With `renormalize` the weights that are left of a token are raised to the sum that all of them had.
+        """
+        ids_TK = self.topk_ids_TK.masked_fill(dropped_TK, -1)
+        weights_TK = self.topk_weights_TK
+        if renormalize:
+            there = weights_TK.float().masked_fill(self.topk_ids_TK < 0, 0.0)
+            left = there.masked_fill(dropped_TK, 0.0).sum(dim=1, keepdim=True)
+            scale = torch.where(left > 0, there.sum(dim=1, keepdim=True) / left, 1.0)
+            weights_TK = (weights_TK.float() * scale).to(weights_TK.dtype)
+        return Routes(topk_ids_TK=ids_TK, topk_weights_TK=weights_TK, scaled_by=self.scaled_by)
+
     def check(
         self,
         num_experts: int,

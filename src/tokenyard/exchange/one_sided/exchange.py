@@ -78,10 +78,9 @@ class OneSidedExchange(Exchange):
 
     @classmethod
     def region_bytes(cls, cargo: Cargo) -> LayerBytes:
-        rows = cargo.nbytes
         return LayerBytes(
-            dispatch_row=rows.dispatch_row,
-            combine_row=rows.combine_row,
+            dispatch_row=sum(payload.nbytes for payload in cargo.dispatch_slots.payloads),
+            combine_row=sum(payload.nbytes for payload in cargo.combine_slots.payloads),
             dispatch=cargo.dispatch_slots.nbytes,
             combine=cargo.combine_slots.nbytes,
         )
@@ -180,7 +179,7 @@ class OneSidedExchange(Exchange):
         )
 
     def bytes_sent(self, cargo: Cargo, outgoing: Outgoing) -> list[int]:
-        row = sum(payload.nbytes for payload in cargo.dispatch_layout.payloads)
+        row = self.region_bytes(cargo).dispatch_row
         return [tokens.numel() * row for tokens in outgoing.tokens_by_rank]
 
     # -- The way back --------------------------------------------------------------------------------------

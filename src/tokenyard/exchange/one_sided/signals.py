@@ -74,7 +74,7 @@ class Signals:
         self._turns = in_flight + 1
         self._controls = list(controls)
         # A store through a memoryview of 64-bit words is one store of the machine.
-        self._words = [memoryview(control.numpy()).cast("q") for control in controls]
+        self._words = [memoryview(control.numpy().data).cast("q") for control in controls]
         self._heard_at = 2 * _LINE + _lost_bytes(self.world)
 
     # -- Words of the control region -----------------------------------------------------------------------
