@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import statistics
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import pytest
 import torch
 
 from tokenyard.bench import dispatch as bench
 from tokenyard.bench.dispatch import measure_dispatch
-from tokenyard.errors import ContractError, InputError, PlanError, RankError, UnknownName
+from tokenyard.errors import ContractError, InputError, PlanError, RankError, Reason, UnknownName
 from tokenyard.exchange import EXCHANGES, TwoSidedExchange
 from tokenyard.group import thread_groups
-from tokenyard.rows import CombinedRows, ExpertRows
+from tokenyard.rows import CombineBuffer, CombinedRows, ExpertRows
 
 SHAPE = {"num_tokens": 24, "hidden_size": 256, "top_k": 2, "num_experts": 6}
 
@@ -74,7 +73,9 @@ def test_a_round_lasts_until_the_last_rank_is_done_and_ratios_are_taken_round_by
             "floor": [(0.001, 0.002), (0.001, 0.002)],
             "encode": [(0.001, 0.001), (0.001, 0.001)],
         }
-        return bench._Measured(seconds=seconds, sent_bytes={"two_sided": (100, 50)}, threads=1)
+        return bench._Measured(
+            exchanges=["two_sided"], seconds=seconds, sent_bytes={"two_sided": (100, 50)}, threads=1
+        )
 
     job = bench._Job(**SHAPE, wire="bf16", combine_wire="bf16", exchanges=("two_sided",), rounds=2)
     (row,) = bench._summaries(job, 2, "processes", [rank(slow=1.0), rank(slow=2.0)])
@@ -83,6 +84,21 @@ def test_a_round_lasts_until_the_last_rank_is_done_and_ratios_are_taken_round_by
     assert row["gloo_ratio"] == pytest.approx(statistics.median([8 / 4, 18 / 12]))
     assert row["floor_ratio"] == pytest.approx(statistics.median([4 / 2, 12 / 2]))
     assert (row["dispatch_bytes"], row["combine_bytes"]) == (200, 100)
+
+
+def test_an_exchange_that_does_not_reach_these_ranks_is_left_out(monkeypatch):
+    class Elsewhere(TwoSidedExchange):
+        name = "elsewhere"
+
+        @classmethod
+        def reaches(cls, group, hosts):
+            return Reason(field="exchange", value=cls.name, why="it needs two hosts")
+
+    monkeypatch.setitem(EXCHANGES, Elsewhere.name, Elsewhere)
+    rows = measure_dispatch(2, **SHAPE, rounds=2, kind="threads")
+    assert [row["exchange"] for row in rows] == [name for name in EXCHANGES if name != "elsewhere"]
+    with pytest.raises(RankError, match="it needs two hosts"):
+        measure_dispatch(2, **SHAPE, exchanges=["elsewhere"], rounds=2, kind="threads")
 
 
 class Late(TwoSidedExchange):
@@ -117,17 +133,6 @@ def test_wrong_bits_have_no_speed(cls, monkeypatch):
     assert isinstance(raised.value.__cause__, ContractError)
 
 
-@dataclass(frozen=True)
-class Buffer:
-    """As `CombineBuffer`: results belong into the slots that it names."""
-
-    rows_SH: torch.Tensor
-    slots_R: torch.Tensor
-
-    def placed(self):
-        return self
-
-
 class Buffered(TwoSidedExchange):
     """Offers a buffer with slots that hold no row, in another order."""
 
@@ -138,12 +143,12 @@ class Buffered(TwoSidedExchange):
         if self.buffer is None:
             rows = dispatched.received.num_rows
             rows_SH = torch.full((2 * rows, 256), torch.nan, dtype=torch.bfloat16)
-            self.buffer = Buffer(rows_SH, torch.arange(rows).flip(0) * 2)
+            self.buffer = CombineBuffer(rows_SH=rows_SH, slots_R=torch.arange(rows).flip(0) * 2)
         return self.buffer
 
     def combine(self, dispatched, result, *, out=None, add=()):
-        assert result is self.buffer
-        rows_RH = result.rows_SH[result.slots_R]
+        assert result.buffer is self.buffer
+        rows_RH = self.buffer.rows_SH[self.buffer.slots_R]
         return super().combine(dispatched, ExpertRows(rows_RH=rows_RH), out=out, add=add)
 
 

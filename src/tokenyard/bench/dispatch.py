@@ -9,8 +9,8 @@ them there, as it would after experts that do.
 
 **Beside what.** `gloo`: a bare `all_to_all_single` there and one back, of as many bytes as `two_sided` sends. Bytes
 are packed before, counts are known before, buffers are there; nothing is unpacked or summed. The floor: every
-rank copies as many bytes as its rows take, there and back, between buffers of its own, all ranks at once. No
-exchange through memory can beat it: each row is read and written at least once each way.
+rank copies as many bytes as its rows take, there and back, between buffers of its own, all ranks at once: each byte
+is read once and written once. (What reads a row once for several ranks, or sums as it reads, could go below.)
 
 **Why it is fair.** All contestants run in the same processes, in alternating rounds whose order rotates, so that a
 busy neighbor slows down all of them alike; ratios are taken round by round. A round starts at one moment for all
@@ -35,12 +35,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard.errors import ContractError, InputError
-from tokenyard.exchange import EXCHANGES, Cargo, Dispatched, Exchange
+from tokenyard.exchange import EXCHANGES, Cargo, Dispatched, Exchange, resolve
 from tokenyard.formats import EncodedRows
 from tokenyard.group import Group, launch
 from tokenyard.planner import EXCHANGE_VARIABLE, draft, plan
 from tokenyard.routing import Routes
-from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows
+from tokenyard.rows import CombineBuffer, ExpertRows, LocalRoutes, PlacedRows, ReceivedRows
 from tokenyard.spec import LayerSpec
 
 REFERENCE = "two_sided"
@@ -62,7 +62,7 @@ class _Job:
     num_experts: int
     wire: str
     combine_wire: str
-    exchanges: tuple[str, ...]
+    exchanges: tuple[str, ...] | None  # None: all that can carry the layer between these ranks
     rounds: int
 
     def spec(self) -> LayerSpec:
@@ -82,6 +82,7 @@ class _Job:
 class _Measured:
     """What one rank found: seconds from the common start, (out, done), by contestant and round."""
 
+    exchanges: list[str]
     seconds: dict[str, list[tuple[float, float]]]
     sent_bytes: dict[str, tuple[int, int]]  # (out, back) in one round trip, by exchange
     threads: int
@@ -119,16 +120,13 @@ def measure_dispatch(
         num_experts=num_experts,
         wire=wire,
         combine_wire=combine_wire,
-        exchanges=(),
+        exchanges=None
+        if exchanges is None
+        else tuple(dict.fromkeys(resolve(name).name for name in exchanges)),
         rounds=rounds,
     )
-    # What does not fit is found out here, before any rank is started.
-    cargo = draft([job.spec()], world, exchange=REFERENCE).wirings[0].cargo
-    if exchanges is None:
-        names = [name for name, cls in EXCHANGES.items() if cls.supports(cargo) is None]
-    else:
-        names = [draft([job.spec()], world, exchange=name).exchange.name for name in exchanges]
-    job = _Job(**{**job.__dict__, "exchanges": tuple(dict.fromkeys(names))})
+    for name in [REFERENCE, *(job.exchanges or [])]:
+        draft([job.spec()], world, exchange=name)  # what does not fit is found out before any rank is started
     threads = max(1, _usable_cores() // world)
     by_rank = launch(world, _measure_rank, job, ranks=kind, threads_per_rank=threads)
     return _summaries(job, world, kind, by_rank)
@@ -207,10 +205,10 @@ class _Ours:
 
     def _combine(self, dispatched: Dispatched) -> None:
         assert self.results_RH is not None
-        result: Any = ExpertRows(rows_RH=self.results_RH)
+        result: ExpertRows | PlacedRows = ExpertRows(rows_RH=self.results_RH)
         # Not every exchange has a buffer that experts can write into.
         combine_buffer = getattr(self.exchange, "combine_buffer", None)
-        buffer = None if combine_buffer is None else combine_buffer(dispatched)
+        buffer: CombineBuffer | None = None if combine_buffer is None else combine_buffer(dispatched)
         if buffer is not None:
             if buffer.rows_SH.data_ptr() not in self._written:  # in the rounds before those that count
                 buffer.rows_SH[buffer.slots_R] = self.results_RH.to(buffer.rows_SH.dtype)
@@ -224,13 +222,14 @@ def _contents(received: ReceivedRows) -> list[Tensor]:
     routes = received.routes
     assert isinstance(routes, LocalRoutes)
     weights_RK = torch.where(routes.ids_RK >= 0, routes.weights_RK, 0.0)
-    payloads = [payload.contiguous().view(torch.uint8) for payload in received.rows.payloads.values()]
+    payloads = [payload.contiguous().view(torch.uint8) for payload in received.dense().payloads.values()]
     return [tensor.clone() for tensor in (*payloads, routes.ids_RK, weights_RK)]
 
 
 def _measure_rank(group: Group, job: _Job) -> _Measured:
     spec = job.spec()
-    names = dict.fromkeys([REFERENCE, *job.exchanges])
+    exchanges = list(job.exchanges) if job.exchanges is not None else _able(group, spec)
+    names = dict.fromkeys([REFERENCE, *exchanges])
     plans = {name: plan([spec], group, exchange=name) for name in names}
     cargos = {name: made.wiring(spec.name).cargo for name, made in plans.items()}
     batch = _Batch(cargos[REFERENCE], job, group.rank)
@@ -250,7 +249,7 @@ def _measure_rank(group: Group, job: _Job) -> _Measured:
     send = [count // rounds for count in stats[REFERENCE].rows_sent]
     receive = [count // rounds for count in stats[REFERENCE].rows_received]
 
-    trips: dict[str, Trip] = {name: ours[name] for name in job.exchanges}
+    trips: dict[str, Trip] = {name: ours[name] for name in exchanges}
     if dist.is_initialized():
         trips["gloo"] = _bare_gloo(cargos[REFERENCE], send, receive)
     trips["floor"] = _floor(cargos[REFERENCE], sum(send))
@@ -269,7 +268,16 @@ def _measure_rank(group: Group, job: _Job) -> _Measured:
                 seconds[name].append((out - start, done - start))
     for made in plans.values():
         made.close()
-    return _Measured(seconds=seconds, sent_bytes=sent_bytes, threads=torch.get_num_threads())
+    return _Measured(
+        exchanges=exchanges, seconds=seconds, sent_bytes=sent_bytes, threads=torch.get_num_threads()
+    )
+
+
+def _able(group: Group, spec: LayerSpec) -> list[str]:
+    """The exchanges that carry this layer between these ranks, all of which run on this host."""
+    cargo = draft([spec], group.size, exchange=REFERENCE).wirings[0].cargo
+    hosts = [group.host()] * group.size
+    return [n for n, cls in EXCHANGES.items() if (cls.supports(cargo) or cls.reaches(group, hosts)) is None]
 
 
 def _check_bits(name: str, same: bool, when: str, rank: int) -> None:
@@ -376,7 +384,7 @@ def _summaries(job: _Job, world: int, kind: str, by_rank: list[_Measured]) -> li
             "encode_ms": 1e3 * statistics.median(done for _, done in rounds["encode"]),
             **_bytes(world * job.num_tokens, [rank.sent_bytes[name] for rank in by_rank]),
         }
-        for name in job.exchanges
+        for name in by_rank[0].exchanges
     ]
 
 
