@@ -6,15 +6,17 @@ there is an error now, not a SIGBUS later), and tells the others its process and
 the memory lives as long as a mapping does, and is gone after `kill -9`, too. It has no name in /dev/shm, so nothing
 can be squatted, and no limit of /dev/shm applies.
 
-Two traps of Python: `mmap.close()` under a live tensor is a crash, so a mapping is never closed by hand, it goes with
-its last tensor; and `multiprocessing.shared_memory` unlinks a segment when an unrelated process exits, so it is not
-used.
+Traps of Python: `mmap.mmap` keeps a descriptor of its own, and `mmap.close()` under a live tensor is a crash, so the
+kernel is asked directly, and a mapping goes with its last tensor; `multiprocessing.shared_memory` unlinks a segment
+when an unrelated process exits, so it is not used.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +24,13 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from tokenyard.group.base import Group
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_FAILED = ctypes.c_void_p(-1).value
 
 
 def share_between_processes(group: Group, nbytes: int) -> list[Tensor]:
@@ -57,7 +66,13 @@ def _map(pid: int, descriptor: int, inode: int, nbytes: int) -> Tensor:
     try:
         if os.fstat(opened).st_ino != inode:
             raise OSError(0, "another file stands there")
-        return torch.frombuffer(mmap.mmap(opened, nbytes), dtype=torch.uint8)
+        address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, opened, 0)
+        if address == _FAILED:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        mapped = (ctypes.c_ubyte * nbytes).from_address(address)
+        # A tensor made of it keeps it alive. Not at exit: what still uses the memory then goes with it.
+        weakref.finalize(mapped, _libc.munmap, address, nbytes).atexit = False
+        return torch.frombuffer(mapped, dtype=torch.uint8)
     finally:
         os.close(opened)
 

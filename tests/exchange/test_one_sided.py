@@ -1,0 +1,259 @@
+"""What only one_sided has: a workspace that grows, ranks that run ahead, results written in place."""
+
+import time
+
+import pytest
+import torch
+
+import tokenyard as ty
+from tests.models import batch, build, on_ranks, raised, spec
+from tokenyard.conformance.cases import random_weights, same_bits
+from tokenyard.conformance.twin import twin
+from tokenyard.exchange import OneSidedExchange
+
+both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
+
+SMALL = {"hidden_size": 16, "experts": "reference"}
+LARGE = {"hidden_size": 600, "experts": "reference", "wire": "bf16", "max_tokens": 64}
+
+
+def right(plan, layer, tokens, seed):
+    """Whether a layer's result is the twin's, bit for bit."""
+    x_TH, routes = batch(layer, tokens, seed=seed)
+    y_TH = build(plan, layer.name)(x_TH, routes)
+    expected = twin(plan.wiring(layer.name), random_weights(layer, 0), x_TH, routes, plan.group.rank)
+    return same_bits(y_TH, expected)
+
+
+class Sleepy(OneSidedExchange):
+    """Rank 1 falls asleep inside every combine: it has heard from all, and has not pulled yet."""
+
+    name = "sleepy"
+
+    def _send_back(self, dispatched, encoded):
+        home = super()._send_back(dispatched, encoded)
+        if self.group.rank == 1:
+            time.sleep(0.02)
+        return home
+
+
+def run_ahead(group, in_flight):
+    layers = [spec("small", **SMALL), spec("large", **LARGE), spec("four bits", **SMALL | {"wire": "nvfp4"})]
+    plan = ty.plan(layers, group, exchange=Sleepy, in_flight=in_flight)
+    built = {layer.name: build(plan, layer.name) for layer in layers}
+    expected, results = [], []
+    for turn in range(12):
+        layer = layers[turn % 3]
+        x_TH, routes = batch(layer, (turn * 5 + group.rank) % 16, seed=100 * turn + group.rank)
+        results.append(built[layer.name](x_TH, routes))
+        expected.append((layer, x_TH, routes))
+    return all(
+        same_bits(y_TH, twin(plan.wiring(layer.name), random_weights(layer, 0), x_TH, routes, group.rank))
+        for y_TH, (layer, x_TH, routes) in zip(results, expected, strict=True)
+    )
+
+
+@both_kinds
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_rank_that_sleeps_inside_combine_is_never_overwritten_by_those_that_run_ahead(ranks, in_flight):
+    assert on_ranks(4, run_ahead, in_flight, ranks=ranks) == [True] * 4
+
+
+def a_thousand_rounds(group):
+    layers = [spec("small", **SMALL), spec("large", hidden_size=100, experts="reference", wire="mxfp8")]
+    plan = ty.plan(layers, group, exchange="one_sided")
+    batches = {layer.name: batch(layer, 3 + group.rank, seed=group.rank) for layer in layers}
+    built = {layer.name: build(plan, layer.name) for layer in layers}
+    first = {name: built[name](*batches[name]) for name in built}
+    return all(same_bits(built[name](*batches[name]), first[name]) for _ in range(500) for name in built)
+
+
+def test_a_thousand_rounds_without_drift():
+    assert on_ranks(2, a_thousand_rounds, ranks="processes") == [True] * 2
+
+
+# -- Growth --------------------------------------------------------------------------------------------------
+
+
+def grow(group):
+    plan = ty.plan([spec("a", **SMALL)], group, exchange="one_sided")
+    layer = build(plan, "a")
+    x_TH, routes = batch(spec("a", **SMALL), 4, seed=group.rank)
+    before = layer(x_TH, routes)
+    flight = plan.exchange.dispatch(layer.wiring.cargo, layer.wiring.wire.encode(x_TH), routes)
+    old = plan.exchange.workspace
+    plan.extend([spec("b", **LARGE)])
+    grown = plan.exchange.workspace
+    stale = raised(plan.exchange.combine, flight, ty.ExpertRows(rows_RH=torch.zeros(0)))
+    plan.extend([spec("c", **SMALL)])
+    kept = plan.exchange.workspace
+    works = [right(plan, spec(n, **c), 5, group.rank) for n, c in (("a", SMALL), ("b", LARGE), ("c", SMALL))]
+    same = same_bits(layer(x_TH, routes), before)  # a layer that was built before the growth
+    plan.trim(keep=["a", "c"])
+    trimmed = plan.exchange.workspace
+    gone = raised(plan.wiring, "b")
+    works += [right(plan, spec(n, **SMALL), 5, group.rank) for n in "ac"]
+    plan.close()
+    return {
+        "rebuilt": grown is not old and grown.nbytes > old.nbytes,
+        "kept": kept is grown,
+        "trimmed": trimmed is not kept and trimmed.nbytes == old.nbytes,
+        "stale": type(stale).__name__,
+        "gone": type(gone).__name__,
+        "works": all(works) and same,
+        "closed": type(raised(layer, x_TH, routes)).__name__,
+    }
+
+
+@both_kinds
+@pytest.mark.parametrize("world", [2, 5])
+def test_the_workspace_grows_for_what_does_not_fit_and_shrinks_on_request(ranks, world):
+    assert (
+        on_ranks(world, grow, ranks=ranks)
+        == [
+            {
+                "rebuilt": True,
+                "kept": True,
+                "trimmed": True,
+                "stale": "HandleError",
+                "gone": "UnknownName",
+                "works": True,
+                "closed": "HandleError",
+            }
+        ]
+        * world
+    )
+
+
+def cannot_allocate(group):
+    plan = ty.plan([spec("a", **SMALL)], group, exchange="one_sided")
+    old = plan.exchange.workspace
+    if group.rank == 1:
+        from tokenyard.group import shared_memory
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        shared_memory.os.posix_fallocate, allocate = full, shared_memory.os.posix_fallocate
+    error = raised(plan.extend, [spec("b", **LARGE)])
+    if group.rank == 1:
+        shared_memory.os.posix_fallocate = allocate
+    unchanged = plan.exchange.workspace is old and plan.draft.specs[-1].name == "a"
+    works = right(plan, spec("a", **SMALL), 4, group.rank)
+    plan.extend([spec("b", **LARGE)])  # and now there is room
+    return type(error).__name__, str(error), unchanged, works, right(plan, spec("b", **LARGE), 4, group.rank)
+
+
+def test_if_one_rank_cannot_allocate_all_raise_and_the_old_workspace_still_works():
+    results = on_ranks(3, cannot_allocate, ranks="processes")
+    assert [kind for kind, *_ in results] == ["PeerFailed", "GroupError", "PeerFailed"]
+    assert "bytes cannot be allocated (No space left on device)" in results[1][1]
+    assert "rank 1 failed in sharing memory" in results[0][1]
+    for _, _, unchanged, works, after in results:
+        assert unchanged
+        assert works
+        assert after
+
+
+def extend_differently(group):
+    plan = ty.plan([spec("a", **SMALL)], group, exchange="one_sided")
+    error = raised(plan.extend, [spec("b", top_k=1 + group.rank)])
+    return type(error).__name__, right(plan, spec("a", **SMALL), 4, group.rank)
+
+
+def test_ranks_that_extend_by_different_layers_all_raise_and_keep_their_plan():
+    assert on_ranks(2, extend_differently) == [("PlanMismatch", True)] * 2
+
+
+def descriptors_and_mappings(group):
+    import os
+
+    def count():
+        with open("/proc/self/maps") as maps:
+            return len(os.listdir("/proc/self/fd")), sum("memfd:tokenyard" in line for line in maps)
+
+    before = count()
+    plan = ty.plan([spec("a", **SMALL)], group, exchange="one_sided")
+    during = count()
+    plan.extend([spec("b", **LARGE)])
+    right(plan, spec("b", **LARGE), 4, 0)
+    plan.close()
+    return before, during, count()
+
+
+def test_nothing_is_left_behind_by_a_plan_that_was_closed():
+    for before, during, after in on_ranks(3, descriptors_and_mappings, ranks="processes"):
+        assert during[1] == before[1] + 3  # one mapping for each rank
+        assert during[0] == before[0]  # and no descriptor
+        assert after == before
+
+
+# -- Results written in place ---------------------------------------------------------------------------------
+
+
+def in_place(group):
+    layer = spec("moe", experts="reference")
+    plan = ty.plan(
+        [layer, spec("back", combine_wire="mxfp8", experts="reference")], group, exchange="one_sided"
+    )
+    built = build(plan, "moe")
+    x_TH, routes = batch(layer, 6, seed=group.rank)
+    expected = built(x_TH, routes)
+    rows, exchange = built.wiring.wire.encode(x_TH), plan.exchange
+
+    flight = exchange.dispatch(built.wiring.cargo, rows, routes)
+    buffer = exchange.combine_buffer(flight)
+    result = built.experts(flight.received)
+    buffer.rows_SH[buffer.slots_R] = result.rows_RH.to(buffer.rows_SH.dtype)
+    y_TH = exchange.combine(flight, buffer.placed()).y_TH
+
+    flight = exchange.dispatch(built.wiring.cargo, rows, routes)
+    wrong = str(raised(exchange.combine, flight, buffer.placed()))  # the buffer of the last dispatch
+
+    other = build(plan, "back")
+    flight = exchange.dispatch(other.wiring.cargo, rows, routes)
+    nowhere = exchange.combine_buffer(flight)
+    exchange.combine(flight, other.experts(flight.received))
+    return same_bits(y_TH, expected), wrong, nowhere
+
+
+@both_kinds
+def test_experts_may_write_their_results_straight_into_the_workspace(ranks):
+    for same, wrong, nowhere in on_ranks(3, in_place, ranks=ranks):
+        assert same
+        assert "placed in the buffer of another dispatch" in wrong or "failed in combine" in wrong
+        assert nowhere is None  # quantized rows need a pass of their own
+
+
+# -- Where it can run ------------------------------------------------------------------------------------------
+
+
+def elsewhere(group, machine):
+    from tokenyard.exchange.one_sided import exchange as module
+
+    module.platform.machine, machine_before = (lambda: machine), module.platform.machine
+    try:
+        return raised(ty.plan, [spec()], group, exchange="one_sided")
+    finally:
+        module.platform.machine = machine_before
+
+
+def test_cpus_that_reorder_stores_are_refused_with_exchanges_that_work():
+    (error,) = on_ranks(1, elsewhere, "aarch64")
+    assert isinstance(error, ty.PlanError)
+    assert "one_sided needs stores that stay in order, as on x86, not aarch64" in str(error)
+    assert {alternative.changes["exchange"] for alternative in error.alternatives} == {
+        "allgather",
+        "two_sided",
+    }
+
+
+def on_two_hosts(group):
+    group.host = lambda: f"host {group.rank // 2}"
+    return str(raised(ty.plan, [spec()], group, exchange="one_sided"))
+
+
+def test_ranks_on_several_hosts_are_refused_on_all_of_them():
+    for message in on_ranks(3, on_two_hosts):
+        assert "one_sided shares memory, and the ranks run on 2 hosts" in message
+        assert "exchange=two_sided" in message

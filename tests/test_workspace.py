@@ -1,0 +1,134 @@
+"""The workspace: regions never overlap and never overrun, whatever layers share them, and the size is the formula."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tokenyard as ty
+from tests.models import spec
+from tokenyard.exchange import OneSidedExchange
+from tokenyard.exchange.announcement import Phase
+from tokenyard.exchange.one_sided.signals import control_bytes, flag
+from tokenyard.workspace import REGION_ALIGNMENT, RowLayout, SlotLayout, WorkspaceLayout, as_bytes, round_up
+
+
+@st.composite
+def layers(draw, name):
+    dtype = draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
+    plain = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    return spec(
+        name,
+        hidden_size=draw(st.sampled_from([1, 7, 100, 128, 2880, 7168])),
+        num_experts=draw(st.integers(1, 384)),
+        top_k=draw(st.integers(1, 32)),
+        max_tokens=draw(st.sampled_from([1, 3, 64, 500, 4096])),
+        dtype=dtype,
+        wire=draw(st.sampled_from([plain, "fp8_block128", "mxfp8", "mxfp8(alignment=256)", "nvfp4"])),
+        combine_wire=draw(st.sampled_from([plain, "fp8_block128", "mxfp8"])),
+        payloads=tuple(
+            ty.Payload(name=f"extra{n}", dtype=draw(st.sampled_from([torch.uint8, torch.int64])), width=width)
+            for n, width in enumerate(draw(st.lists(st.integers(1, 40), max_size=3)))
+        ),
+    )
+
+
+@st.composite
+def plans(draw):
+    count = draw(st.integers(1, 5))
+    specs = [draw(layers(f"layer {n}")) for n in range(count)]
+    return specs, draw(st.sampled_from([1, 2, 3, 4, 8, 64])), draw(st.integers(1, 3))
+
+
+@settings(max_examples=300)
+@given(plan=plans())
+def test_no_region_overlaps_or_overruns_and_the_size_is_the_formula(plan):
+    specs, world, in_flight = plan
+    drafted = ty.draft(specs, world, exchange="one_sided", in_flight=in_flight)
+    cargos = [wiring.cargo for wiring in drafted.wirings]
+    group = ty.thread_groups(world)[0]
+    layout = OneSidedExchange(group, in_flight=in_flight).layout_for(cargos)
+
+    regions = [layout.control_region()]
+    regions += [layout.dispatch_region(n) for n in range(in_flight)]
+    regions += [layout.combine_region(n) for n in range(in_flight)]
+    for before, after in itertools.pairwise(regions):
+        assert before.end <= after.offset
+        assert after.offset % REGION_ALIGNMENT == 0
+    assert regions[-1].end <= layout.nbytes
+
+    dispatch = max(cargo.dispatch_slots.nbytes for cargo in cargos)
+    combine = max(cargo.combine_slots.nbytes for cargo in cargos)
+    control = round_up(control_bytes(world, in_flight), REGION_ALIGNMENT)
+    assert layout.nbytes == control + in_flight * (dispatch + combine)
+    assert (drafted.dispatch_bytes, drafted.combine_bytes) == (dispatch, combine)
+
+    for cargo in cargos:
+        for slots, region in ((cargo.dispatch_slots, dispatch), (cargo.combine_slots, combine)):
+            assert slots.slots == world * cargo.max_tokens
+            ends = [0]
+            for payload, offset in zip(slots.payloads, slots.offsets, strict=True):
+                assert offset >= ends[-1]  # no payload lies over another
+                assert offset % REGION_ALIGNMENT == 0
+                ends.append(offset + slots.slots * payload.nbytes)
+            assert ends[-1] <= slots.nbytes <= region  # no layer leaves its region
+
+
+def test_views_of_slots_are_disjoint_and_cover_what_they_declare():
+    payloads = [
+        ty.Payload(name="a", dtype=torch.bfloat16, width=5),
+        ty.Payload(name="b", dtype=torch.float32, width=1),
+        ty.Payload(name="c", dtype=torch.uint8, width=3),
+    ]
+    layout = SlotLayout.of(payloads, slots=7)
+    region = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    views = layout.views(region)
+    for number, (payload, view) in enumerate(zip(payloads, views.values(), strict=True), start=1):
+        assert view.shape == (7, payload.width)
+        assert view.dtype == payload.dtype
+        view.view(torch.uint8).fill_(number)
+    assert [int((region == n).sum()) for n in (1, 2, 3)] == [7 * 10, 7 * 4, 7 * 3]
+
+
+@pytest.mark.parametrize("width", [1, 3, 8, 33])
+def test_packets_come_back_as_they_went(width):
+    payloads = [
+        ty.Payload(name="data", dtype=torch.bfloat16, width=width),
+        ty.Payload(name="scales", dtype=torch.uint8, width=1),
+        ty.Payload(name="ids", dtype=torch.int32, width=3),
+    ]
+    tensors = {
+        "data": torch.randn(4, width).bfloat16(),
+        "scales": torch.randint(0, 256, (4, 1), dtype=torch.uint8),
+        "ids": torch.randint(-1, 9, (4, 3), dtype=torch.int32),
+    }
+    layout = RowLayout.of(payloads)
+    packets = layout.pack(tensors, 4, torch.device("cpu"))
+    assert packets.shape == (4, layout.stride)
+    for name, tensor in layout.unpack(packets).items():
+        assert torch.equal(tensor, tensors[name])
+    assert torch.equal(packets, layout.pack(tensors, 4, torch.device("cpu")))  # gaps are zero, not chance
+
+
+def test_bytes_of_a_column_that_torch_calls_contiguous():
+    column = torch.arange(6, dtype=torch.int32).view(2, 3)[:, 1:2].expand(2, 1)
+    assert as_bytes(column).view(torch.int32).flatten().tolist() == [1, 4]
+
+
+def test_a_layout_serves_another_or_says_that_it_does_not():
+    small = WorkspaceLayout(control=10, dispatch=100, combine=900)
+    large = WorkspaceLayout(control=10, dispatch=200, combine=300)
+    assert not small.suffices_for(large)
+    assert not large.suffices_for(small)  # larger in sum, too small in one region
+    union = small.union(large)
+    assert union.suffices_for(small)
+    assert union.suffices_for(large)
+    assert (union.dispatch, union.combine) == (200, 900)
+
+
+def test_flags_order_by_round_and_tell_layers_and_phases_apart():
+    seen = {flag(layer, phase, round) for layer in range(200) for phase in Phase for round in range(5)}
+    assert len(seen) == 200 * 2 * 5
+    assert flag(10_000, Phase.COMBINE, 4) < flag(0, Phase.DISPATCH, 5)
