@@ -1,7 +1,8 @@
 """A case: one layer, one batch per rank, drawn from a seed, and the checks that its result must pass.
 
-A case is small plain data, so that it can be drawn by hypothesis, sent to processes, printed in a failure and
-run again. Every rank draws its own batch and the weights from the case's seed; nothing is passed around.
+A case is small plain data, so that it can be drawn, sent to processes, printed in a failure and run again.
+Exchange, formats and experts are given by name, or as somebody's own class or object. Every rank draws its own
+batch and the weights from the case's seed; nothing is passed around.
 
 Three checks, kept apart so that a failure says where it is:
 
@@ -15,7 +16,8 @@ Three checks, kept apart so that a failure says where it is:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import random
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import torch
@@ -23,12 +25,13 @@ from torch import Tensor
 
 from tokenyard.conformance.oracle import oracle, relative_error
 from tokenyard.conformance.twin import twin
-from tokenyard.experts import ExpertWeights, activation
+from tokenyard.exchange import Exchange
+from tokenyard.experts import Experts, ExpertWeights, activation
 from tokenyard.experts.base import WEIGHT_DTYPES, WeightOn
-from tokenyard.formats import Payload
+from tokenyard.formats import Format, Payload
 from tokenyard.group import Group
 from tokenyard.layer import MoELayer
-from tokenyard.placement import Placement
+from tokenyard.placement import Placement, placement_for
 from tokenyard.planner import plan
 from tokenyard.routing import Routes
 from tokenyard.spec import LayerSpec
@@ -47,16 +50,16 @@ class Case:
     intermediate_size: int = 8
     num_experts: int = 4
     top_k: int = 2
-    exchange: str = "two_sided"
-    wire: str | None = None
-    combine_wire: str | None = None
-    expert_rows: str | None = None
-    experts: str = "reference"
+    exchange: str | type[Exchange] = "two_sided"
+    wire: str | Format | None = None
+    combine_wire: str | Format | None = None
+    expert_rows: str | Format | None = None
+    experts: str | type[Experts] = "reference"
     activation: str = "swiglu"
     bias: bool = False
     weights: str = "bf16"
     weight_on: WeightOn = "output"
-    placement: str = "contiguous"  # or "replicas": every expert on two ranks
+    placement: str = "contiguous"  # or a name below
     routes: RouteKind = "uniform"
     dtype: str = "bfloat16"
     id_dtype: str = "int64"
@@ -71,11 +74,6 @@ class Case:
 
     def spec(self) -> LayerSpec:
         """The layer."""
-        placement: str | Placement = self.placement
-        if self.placement == "replicas":
-            base = Placement.contiguous(self.num_experts, self.world)
-            further = {e: [(base.owners(e)[0][0] + 1) % self.world] for e in range(self.num_experts)}
-            placement = Placement.replicated(base, further if self.world > 1 else {})
         return LayerSpec(
             name="case",
             hidden_size=self.hidden_size,
@@ -91,15 +89,32 @@ class Case:
             bias=self.bias,
             weights=self.weights,
             weight_on=self.weight_on,
-            placement=placement,
+            placement=self._placement(),
             experts=self.experts,
             payloads=(_TAG,) if self.payloads else (),
         )
 
-    def _formats(self) -> list[str]:
-        """The dtypes of rows on their ways."""
-        plain = {"fp16": "float16", None: self.dtype}
-        return [plain.get(wire, "") for wire in (self.wire, self.combine_wire)]
+    def _placement(self) -> Placement:
+        """Which rank owns which expert. `replicas`: all on two ranks. `shuffled`: dealt out by chance."""
+        if self.placement == "replicas":
+            base = Placement.contiguous(self.num_experts, self.world)
+            further = {e: [(base.owners(e)[0][0] + 1) % self.world] for e in range(self.num_experts)}
+            return Placement.replicated(base, further if self.world > 1 else {})
+        if self.placement == "shuffled":
+            chance = random.Random(self.seed)
+            table: list[list[int]] = [[] for _ in range(self.world)]
+            for expert in chance.sample(range(self.num_experts), self.num_experts):
+                chance.choice(table).append(expert)
+            return Placement.explicit(self.num_experts, table)
+        return placement_for(self.placement, self.num_experts, self.world)
+
+    def __str__(self) -> str:
+        """The fields that are not the default ones, as they are written."""
+        told = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        classes = {name: value.__name__ for name, value in told.items() if isinstance(value, type)}
+        return (
+            f"Case({', '.join(f'{name}={classes.get(name, repr(value))}' for name, value in told.items())})"
+        )
 
     def all_weights(self) -> ExpertWeights:
         """The weights of all experts, the same on every rank."""
@@ -112,7 +127,8 @@ class Case:
         x_TH = torch.randn(T, self.hidden_size, generator=draw)
         # Rows of very different size: a scale that is shared between rows would show.
         # (float16 ends at 65504, and a gated expert squares: such layers get rows of at most 2^1.)
-        largest = 1 if "float16" in (self.dtype, *self._formats()) else 6
+        narrow = self.dtype == "float16" or "fp16" in (str(self.wire), str(self.combine_wire))
+        largest = 1 if narrow else 6
         x_TH *= torch.exp2(torch.randint(-6, largest + 1, (T, 1), generator=draw).float())
         ids_TK = torch.randint(0, E, (T, K), generator=draw)
         weights_TK = torch.rand(T, K, generator=draw)
@@ -124,7 +140,8 @@ class Case:
             gone_TK = torch.rand(T, K, generator=draw) < 0.4
             ids_TK[gone_TK], weights_TK[gone_TK] = -1, float("nan")
         elif self.routes == "one_rank":
-            ids_TK %= len(Placement.contiguous(E, self.world).local_experts(0))
+            fullest = torch.tensor(max(self._placement().table, key=len))
+            ids_TK = fullest[ids_TK % len(fullest)]
         elif self.routes == "one_expert":
             ids_TK[:] = E - 1
         elif self.routes == "nobody":
@@ -151,7 +168,20 @@ class Outcome:
     @property
     def passed(self) -> bool:
         """Whether every check passed."""
-        return self.bitwise and self.oracle_excess <= 0 and self.input_untouched and self.output_dtype
+        return not self.complaints()
+
+    def complaints(self) -> list[str]:
+        """What is wrong, in words."""
+        off = []
+        if not self.bitwise:
+            off.append("other bits than the twin in one process has; expected the same bits")
+        if not self.oracle_excess <= 0:  # NaN is off, too
+            off.append(f"{self.oracle_excess:.3g} beyond the bound around the oracle; expected none")
+        if not self.input_untouched:
+            off.append("rows or routes of the caller were changed; expected them untouched")
+        if not self.output_dtype:
+            off.append("an output of another dtype or shape than the input; expected the input's")
+        return off
 
 
 def run_case(group: Group, case: Case) -> Outcome:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tokenyard.experts import Activation, ExpertWeights, activation
-from tokenyard.formats import Format
+from tokenyard.formats import FORMATS, Format
 from tokenyard.routing import Routes
 from tokenyard.spec import LayerSpec
 
@@ -37,8 +37,16 @@ class Bound:
 
     def tolerance(self, combine_wire: Format, dtype: torch.dtype) -> Tensor:
         """For results that came home in `combine_wire`, rounded to `dtype` at the end."""
-        wire = torch.finfo(combine_wire.payloads(1)[0].dtype)
         end = torch.finfo(dtype)
+        if combine_wire.quantized and combine_wire.name not in FORMATS:
+            # Of somebody's own code nothing is known but what it declares, over a row. Without that: no bound.
+            declared: float | None = getattr(combine_wire, "relative_error", None)
+            if declared is None:
+                return torch.full_like(self.magnitude_TH, torch.inf)
+            norm_T1: Tensor = torch.linalg.vector_norm(self.magnitude_TH, dim=1, keepdim=True)
+            rounded_TH = end.eps * self.magnitude_TH + 2.0**-16 * self.absolute_TH
+            return rounded_TH + declared * norm_T1 + end.smallest_normal * end.eps
+        wire = torch.finfo(combine_wire.payloads(1)[0].dtype)
         tolerance_TH = (wire.eps + end.eps) / 2 * self.magnitude_TH + 2.0**-17 * self.absolute_TH
         if combine_wire.quantized and self.magnitude_TH.numel():
             # The smallest elements of a block are rounded to a grid that its largest one sets.

@@ -1,0 +1,245 @@
+"""Random cases from a seed: every combination that the declarations allow, with a cap on the work of one.
+
+    draw_case(seed)              any layer on 1 to 8 ranks
+    draw_case(seed, large=True)  W ≥ 4, H ≥ 2048, not the same number of tokens on each rank
+
+Sizes are drawn from what models have and from the corners (H 1, T 0, E < W, E % W ≠ 0, K > E, T 4096). What parts
+carry is not written here: a drawn layer is put before `wire_layer`, as a plan would, and one that a part refuses
+is drawn again. So a new format or an exchange that carries less is covered without a change here.
+
+The reference experts, the twin and the oracle are slow on purpose; the caps below keep a case near 50 ms. One case in
+fifty may be eight times as heavy, so that what the caps would keep apart (E 384 beside H 2048) meets too.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from tokenyard.conformance.cases import Case
+from tokenyard.errors import InputError
+from tokenyard.exchange import EXCHANGES, Exchange
+from tokenyard.exchange import resolve as resolve_exchange
+from tokenyard.experts import ACTIVATIONS
+from tokenyard.experts.base import WEIGHT_DTYPES
+from tokenyard.formats import FORMATS, Format, get
+from tokenyard.placement import PLACEMENTS
+from tokenyard.wiring import Wiring, wire_layer
+
+RankKind = Literal["threads", "processes"]
+
+# Multiply-adds of the experts on all ranks together, weights that all ranks draw, experts that are visited (each
+# costs some 30 small operations, on its rank and in the twin), and elements of the routes' draw.
+MOST_PRODUCTS = 3_000_000
+MOST_WEIGHTS = 4_000_000
+MOST_VISITS = 160
+MOST_CHOICES = 200_000
+_HEAVY = 8
+
+HIDDEN_SIZES = (1, 2, 16, 33, 100, 128, 256, 500, 1024)
+LARGE_HIDDEN_SIZES = (2048, 2880, 4096, 7168)
+EXPERT_COUNTS = (1, 2, 3, 5, 7, 8, 13, 16, 31, 64, 128, 256, 384)
+TOP_KS = (1, 2, 2, 3, 4, 5, 8, 8, 17, 32)
+# Spellings of a format with parameters, drawn beside the plain name.
+SPELLINGS = {
+    "fp8_block128": ("fp8_block128(power_of_two_scales=True)",),
+    "mxfp8": ("mxfp8(alignment=256)",),
+    "nvfp4": ("nvfp4(global_scale=8.0)",),
+}
+_TRIES = 400
+
+
+def draw_case(
+    seed: int,
+    *,
+    large: bool = False,
+    exchange: str | type[Exchange] | None = None,
+    wire: str | Format | None = None,
+    ranks: RankKind = "threads",
+    formats: Sequence[str | Format] = (),
+) -> Case:
+    """The case of this seed. `exchange` and `wire` fix a part; `formats` may be drawn beside the registered ones.
+
+    >>> draw_case(5) == draw_case(5)
+    True
+    >>> is_large(draw_case(6, large=True, wire="nvfp4"))
+    True
+    """
+    chance = random.Random(f"{seed} {large}")
+    for _ in range(_TRIES):
+        case = _draw(chance, seed, large, exchange, wire, ranks, [*FORMATS, *formats])
+        wired = wire_layer(
+            case.spec(), index=0, world=case.world, exchange=resolve_exchange(case.exchange), max_tokens=None
+        )
+        if isinstance(wired, Wiring):
+            return case
+    raise InputError(
+        f"{_TRIES} layers drawn for exchange {exchange or 'any'} and wire {wire or 'any'}, the last refused: {wired}",
+        expected="a part that carries some layer",
+        fix="look at its `supports`, `wire_dtypes` and `combine_dtypes`",
+    )
+
+
+def is_large(case: Case) -> bool:
+    """Whether a case counts towards the quarter that must not be small."""
+    return case.world >= 4 and case.hidden_size >= 2048 and len(set(case.tokens)) > 1
+
+
+def _draw(
+    chance: random.Random,
+    seed: int,
+    large: bool,
+    exchange: str | type[Exchange] | None,
+    wire: str | Format | None,
+    ranks: RankKind,
+    names: list[str | Format],
+) -> Case:
+    """A case that may still be refused."""
+    heavy = _HEAVY if chance.random() < 0.02 else 1
+    world = chance.randint(4 if large else 1, 8)
+    if ranks == "threads" and chance.random() < 0.02:
+        world = chance.randint(9, 64)
+    sizes = _sizes(chance, large, world, heavy)
+    dtype = chance.choice(("bfloat16", "bfloat16", "float16", "float32"))
+    wire = _spelling(chance, wire if wire is not None else chance.choice(names), dtype)
+    plain = wire is None or not get(wire).quantized
+    return Case(
+        **sizes,
+        exchange=exchange or chance.choice(list(EXCHANGES)),
+        wire=wire,
+        combine_wire=chance.choice([None, None, *names]),
+        expert_rows=chance.choice([None, None, *names]) if plain else chance.choice([None, None, wire]),
+        activation=chance.choice(sorted(ACTIVATIONS)),
+        bias=chance.random() < 0.5,
+        weights=chance.choice(sorted(WEIGHT_DTYPES)),
+        weight_on=chance.choice(("output", "output", "input")),
+        placement=chance.choice([*PLACEMENTS, "replicas", "shuffled"]),
+        routes=chance.choice(
+            ("uniform", "uniform", "gaps", "duplicates", "one_rank", "one_expert", "nobody")
+        ),
+        dtype=dtype,
+        id_dtype=chance.choice(("int32", "int64")),
+        weight_dtype=chance.choice(("float32", "bfloat16")),
+        payloads=chance.random() < 0.5,
+        seed=seed,
+    )
+
+
+def _spelling(chance: random.Random, wire: str | Format, dtype: str) -> str | Format | None:
+    """A format as it may be written: with parameters, or left out where it is the rows' own."""
+    if isinstance(wire, str):
+        if (
+            wire == {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[dtype]
+            and chance.random() < 0.5
+        ):
+            return None
+        spellings: list[str] = [wire, wire, *SPELLINGS.get(wire, ())]
+        return chance.choice(spellings)
+    return wire
+
+
+def _sizes(chance: random.Random, large: bool, world: int, heavy: int) -> dict[str, Any]:
+    """Widths, experts and tokens under the caps."""
+    long = not large and chance.random() < 0.15  # many tokens, narrow rows
+    if large:
+        hidden_size, intermediate_size = chance.choice(LARGE_HIDDEN_SIZES), chance.choice((1, 1, 2, 4))
+    elif long:
+        hidden_size, intermediate_size = chance.choice((1, 2, 16, 33)), chance.choice((1, 2, 7))
+    elif chance.random() < 0.1:
+        hidden_size, intermediate_size = chance.randint(1, 7168), chance.choice((1, 2))
+    else:
+        hidden_size, intermediate_size = chance.choice(HIDDEN_SIZES), chance.choice((1, 7, 8, 16, 24))
+    per_expert = 3 * hidden_size * intermediate_size * world
+    fitting = [count for count in EXPERT_COUNTS if count * per_expert <= MOST_WEIGHTS * heavy] or [1]
+    num_experts = chance.choice(fitting)
+    if chance.random() < 0.2:
+        num_experts = chance.randint(1, num_experts)
+    top_k = chance.choice((1, 1, 2, 4) if long else TOP_KS)
+    most_in_all = MOST_PRODUCTS * heavy // (3 * hidden_size * intermediate_size * top_k)
+    # A rank visits at most E experts, and at most one per choice of its tokens.
+    visits = MOST_VISITS * heavy // world
+    most = 4096 if num_experts <= visits else max(1, visits // top_k)
+    most = max(1, min(most, most_in_all // world, MOST_CHOICES * heavy // num_experts, 4096 if long else 40))
+    return {
+        "tokens": _tokens(chance, world, most, uneven=large),
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_experts": num_experts,
+        "top_k": top_k,
+    }
+
+
+def _tokens(chance: random.Random, world: int, most: int, *, uneven: bool) -> tuple[int, ...]:
+    """Tokens of each rank: even, any, some idle, or all on one rank."""
+    style = chance.choice(("even", "any", "any", "idle", "alone"))
+    tokens = [chance.randint(0, most) for _ in range(world)]
+    if style == "even" and not uneven:
+        tokens = tokens[:1] * world
+    elif style == "idle":
+        tokens = [count if chance.random() < 0.5 else 0 for count in tokens]
+    elif style == "alone":
+        busy = chance.randrange(world)
+        tokens = [most if rank == busy else 0 for rank in range(world)]
+    if uneven and len(set(tokens)) == 1:
+        tokens[-1] = tokens[-1] + 1 if tokens[-1] < most else 0
+    return tuple(tokens)
+
+
+def draw_cases(
+    count: int, seed: int, cells: Sequence[tuple[type[Exchange], str | Format, RankKind]]
+) -> list[tuple[int, Case]]:
+    """`count` cases in turns over the cells, a quarter of each cell's large, each with the number of its cell."""
+    drawn = []
+    further = [wire for _, wire, _ in cells if not isinstance(wire, str)]
+    for number in range(count):
+        cell = number % len(cells)
+        exchange, wire, ranks = cells[cell]
+        large = number // len(cells) % 4 == 0
+        own = seed * 1_000_003 + number
+        drawn.append(
+            (cell, draw_case(own, large=large, exchange=exchange, wire=wire, ranks=ranks, formats=further))
+        )
+    return drawn
+
+
+def histogram(cases: Iterable[Case]) -> dict[str, dict[str, int]]:
+    """How many cases there are of each kind, by what they differ in."""
+    counts: dict[str, Counter[str]] = {name: Counter() for name in ("W", "H", "T", "K", "E", "routes")}
+    for case in cases:
+        counts["W"][_bucket(case.world, (1, 2, 3, 4, 5, 6, 7, 8), 64)] += 1
+        counts["H"][_bucket(case.hidden_size, (1, 99, 499, 2047, 4095), 7168)] += 1
+        counts["T"][_evenness(case.tokens)] += 1
+        counts["K"][_bucket(case.top_k, (1, 2, 4, 8), 32)] += 1
+        fewer = "E < W" if case.num_experts < case.world else "E ≥ W"
+        divided = "E % W = 0" if case.num_experts % case.world == 0 else "E % W ≠ 0"
+        counts["E"]["E < W" if fewer == "E < W" else f"{fewer}, {divided}"] += 1
+        counts["routes"][case.routes] += 1
+    return {
+        name: dict(sorted(found.items(), key=lambda item: _first_number(item[0])))
+        for name, found in counts.items()
+    }
+
+
+def _bucket(value: int, ends: tuple[int, ...], most: int) -> str:
+    """The range that a value falls into: `500–2047`, or the value where a range holds one."""
+    start = 1
+    for end in (*ends, most):
+        if value <= end:
+            return str(end) if start == end else f"{start}–{end}"
+        start = end + 1
+    return f"over {most}"
+
+
+def _evenness(tokens: tuple[int, ...]) -> str:
+    if not any(tokens):
+        return "no tokens"
+    if len(set(tokens)) == 1:
+        return "even"
+    return "uneven, some idle" if 0 in tokens else "uneven"
+
+
+def _first_number(label: str) -> tuple[int, str]:
+    digits, _, _ = label.partition("–")
+    return (int(digits), "") if digits.isdigit() else (10**9, label)

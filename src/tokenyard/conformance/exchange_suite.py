@@ -1,0 +1,337 @@
+"""What every exchange must do with rows: each check is a function with a name, and can be run on anybody's class.
+
+    check_exchange(MyExchange, ranks="threads")   →  a CheckResult for each check
+
+A check runs on every rank of a small group. Ranks draw their batches from seeds, so each of them knows what the
+others sent, and compares all that arrived here without asking anybody. What it finds it raises as a `Finding`.
+
+Here stand the checks of *movement*, bitwise, on four ranks with 5, 0, 9 and 2 tokens. `exchange_duties` holds those of
+handles, errors, and many rounds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tokenyard.conformance.cases import same_bits
+from tokenyard.conformance.runner import Finding
+from tokenyard.exchange import Dispatched, Exchange
+from tokenyard.formats import Payload
+from tokenyard.group import Group
+from tokenyard.placement import Placement
+from tokenyard.planner import Plan, plan
+from tokenyard.routing import Routes
+from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows
+from tokenyard.spec import LayerSpec
+
+TOKENS = (5, 0, 9, 2)
+# A code without scales, one scale a block, padded rows, and two kinds of scales.
+WIRES = ("bf16", "fp8_block128", "mxfp8(alignment=256)", "nvfp4")
+WHERE = Payload(name="where", dtype=torch.int64, width=2)  # source rank, token
+BLOB = Payload(name="blob", dtype=torch.uint8, width=5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What a check is given: this rank's group, the class under test, and how many rounds are many."""
+
+    group: Group
+    exchange: type[Exchange]
+    rounds: int = 50
+
+    def plan(self, *layers: LayerSpec, in_flight: int = 1) -> Plan:
+        """A plan of these layers, through the exchange under test."""
+        return plan(list(layers), self.group, exchange=self.exchange, in_flight=in_flight)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """What one rank sends."""
+
+    x_TH: Tensor
+    routes: Routes
+    extra: dict[str, Tensor]
+
+    def with_ids(self, ids_TK: Tensor) -> Batch:
+        """The same rows with other routes."""
+        return dataclasses.replace(self, routes=dataclasses.replace(self.routes, topk_ids_TK=ids_TK))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that belongs to the caller."""
+        routes = {"topk_ids_TK": self.routes.topk_ids_TK, "topk_weights_TK": self.routes.topk_weights_TK}
+        return {"x_TH": self.x_TH, **routes, **self.extra}
+
+
+Reroute = Callable[[Tensor, int], Tensor]
+
+
+def layer(name: str = "moe", **changes: object) -> LayerSpec:
+    """A small layer whose rows tell where they come from."""
+    fields: dict[str, object] = {
+        "hidden_size": 40,
+        "intermediate_size": 4,
+        "num_experts": 6,
+        "top_k": 3,
+        "max_tokens": 16,
+        "experts": "reference",
+        "payloads": (WHERE, BLOB),
+    }
+    return LayerSpec(name=name, **(fields | changes))  # type: ignore[arg-type]
+
+
+def batch(spec: LayerSpec, rank: int, tokens: int, seed: int = 0) -> Batch:
+    """The batch of a rank, the same wherever it is drawn."""
+    draw = torch.Generator().manual_seed(seed * 1009 + rank + 1)
+    x_TH = torch.randn(tokens, spec.hidden_size, generator=draw)
+    x_TH *= torch.exp2(torch.randint(-3, 4, (tokens, 1), generator=draw).float())
+    order_TE = torch.rand(tokens, spec.num_experts, generator=draw).argsort(dim=1)
+    choice_K = torch.arange(spec.top_k) % spec.num_experts
+    weights_TK = torch.rand(tokens, spec.top_k, generator=draw) + 0.25
+    blob = torch.randint(0, 256, (tokens, BLOB.width), generator=draw, dtype=torch.uint8)
+    where = torch.stack([torch.full((tokens,), rank), torch.arange(tokens)], dim=1)
+    extra = {"where": where, "blob": blob}
+    return Batch(
+        x_TH=x_TH.to(spec.dtype),
+        routes=Routes(topk_ids_TK=order_TE[:, choice_K], topk_weights_TK=weights_TK),
+        extra={payload.name: extra[payload.name] for payload in spec.payloads},
+    )
+
+
+def send(made: Plan, spec: LayerSpec, mine: Batch) -> Dispatched:
+    """Encode and dispatch."""
+    wiring = made.wiring(spec.name)
+    return made.exchange.dispatch(wiring.cargo, wiring.wire.encode(mine.x_TH), mine.routes, mine.extra)
+
+
+def expect(fine: bool, found: object, expected: object) -> None:
+    """Raise a finding unless all is well."""
+    if not fine:
+        raise Finding(str(found), str(expected))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Movement:
+    """One round trip seen from this rank: what all ranks sent, what arrived, what came home."""
+
+    sent: list[Batch]
+    received: ReceivedRows
+    due: list[tuple[int, int]]  # (source, token) of each row that must be here, in order
+    y_TH: Tensor
+    placement: Placement
+    rank: int
+
+
+def check_movement(
+    trial: Trial, spec: LayerSpec, *, tokens: Sequence[int] = TOKENS, reroute: Reroute | None = None
+) -> None:
+    """Send a batch from every rank and results back, and compare all that arrived with all that was sent."""
+    moved = _move(trial, spec, tokens, reroute)
+    _check_order(moved)
+    for row in range(len(moved.due)):
+        _check_row(moved, row)
+    _check_homecoming(moved, spec)
+
+
+def _move(trial: Trial, spec: LayerSpec, tokens: Sequence[int], reroute: Reroute | None) -> _Movement:
+    group, made = trial.group, trial.plan(spec)
+    sent = [batch(spec, rank, tokens[rank % len(tokens)]) for rank in range(group.size)]
+    if reroute is not None:
+        sent = [one.with_ids(reroute(one.routes.topk_ids_TK.clone(), rank)) for rank, one in enumerate(sent)]
+    placement = made.wiring(spec.name).cargo.placement
+    due = [
+        (source, token)
+        for source, one in enumerate(sent)
+        for token, ranks in enumerate(placement.resolve(one.routes.topk_ids_TK, source)[0].tolist())
+        if group.rank in ranks
+    ]
+    dispatched = send(made, spec, sent[group.rank])
+    received = _copy(dispatched.received)  # before the next phase may write over it
+    # Small whole numbers: exact in every dtype, and their sums name the ranks and the token.
+    rows_RH = torch.zeros(received.num_rows, spec.hidden_size)
+    rows_RH[:, 0] = 2.0 ** (group.rank % 4)
+    if received.num_rows == len(due):
+        rows_RH[:, 1] = torch.tensor([float(token + 1) for _, token in due])
+    y_TH = made.exchange.combine(dispatched, ExpertRows(rows_RH=rows_RH)).y_TH
+    made.close()
+    return _Movement(sent=sent, received=received, due=due, y_TH=y_TH, placement=placement, rank=group.rank)
+
+
+def _copy(received: ReceivedRows) -> ReceivedRows:
+    routes = received.routes
+    if not isinstance(routes, LocalRoutes):
+        raise Finding(f"dispatch delivered {type(routes).__name__}", "LocalRoutes, since routes were sent")
+    rows = received.dense()
+    payloads = {name: tensor.clone() for name, tensor in rows.payloads.items()}
+    return dataclasses.replace(
+        received,
+        slots_R=None,
+        rows=dataclasses.replace(rows, payloads=payloads),
+        routes=LocalRoutes(ids_RK=routes.ids_RK.clone(), weights_RK=routes.weights_RK.clone()),
+        extra={name: tensor.clone() for name, tensor in received.extra.items()},
+    )
+
+
+def _check_order(moved: _Movement) -> None:
+    """The rows that are due, each once, in (source, token) order."""
+    here = [(int(source), int(token)) for source, token in moved.received.extra["where"].tolist()]
+    if here != moved.due:
+        first = next(
+            (n for n, (a, b) in enumerate(zip(here, moved.due, strict=False)) if a != b),
+            min(len(here), len(moved.due)),
+        )
+        raise Finding(
+            f"{len(here)} rows arrived, and row {first} is {_row_name(here, first)}",
+            f"{len(moved.due)} rows in (source, token) order, of which row {first} is "
+            f"{_row_name(moved.due, first)}",
+        )
+    counts = tuple(sum(source == rank for source, _ in moved.due) for rank in range(moved.placement.world))
+    found = tuple(moved.received.counts_W)
+    expect(found == counts, f"counts_W is {found}", f"{counts}, the rows from each source rank")
+
+
+def _row_name(rows: Sequence[tuple[int, int]], row: int) -> str:
+    """How a finding names a row."""
+    return f"token {rows[row][1]} of rank {rows[row][0]}" if row < len(rows) else "not there"
+
+
+def _check_row(moved: _Movement, row: int) -> None:
+    """One row's bits, further payloads, local ids and weights."""
+    received, (source, token) = moved.received, moved.due[row]
+    sent, name = moved.sent[source], _row_name(moved.due, row)
+    encoded = received.rows.format.encode(sent.x_TH)
+    for payload, tensor in received.rows.payloads.items():
+        same = same_bits(tensor[row], encoded.payloads[payload][token])
+        expect(same, f"payload {payload!r} of {name} arrived with other bits", "the bits that were sent")
+    found, meant = received.extra["blob"][row].tolist(), sent.extra["blob"][token].tolist()
+    expect(found == meant, f"the further payload 'blob' of {name} arrived as {found}", meant)
+    rank_TK, local_TK = moved.placement.resolve(sent.routes.topk_ids_TK, source)
+    local = torch.where(rank_TK[token] == moved.rank, local_TK[token], -1).tolist()
+    assert isinstance(received.routes, LocalRoutes)
+    ids = received.routes.ids_RK[row].tolist()
+    expect(ids == local, f"{name} has local ids {ids}", f"{local}: -1 where an expert lives elsewhere")
+    for choice, expert in enumerate(local):
+        weight = float(sent.routes.topk_weights_TK[token, choice])
+        arrived = float(received.routes.weights_RK[row, choice])
+        expect(expert < 0 or arrived == weight, f"{name} has weight {arrived} for choice {choice}", weight)
+
+
+def _check_homecoming(moved: _Movement, spec: LayerSpec) -> None:
+    """Each token's sum over the ranks that it went to, and zero elsewhere."""
+    mine = moved.sent[moved.rank].routes.topk_ids_TK
+    for token, ranks in enumerate(moved.placement.resolve(mine, moved.rank)[0].tolist()):
+        went = sorted({rank for rank in ranks if rank >= 0})
+        meant = [sum(2.0 ** (rank % 4) for rank in went), float(len(went) * (token + 1))]
+        home = moved.y_TH[token, :2].tolist()
+        expect(
+            home == meant,
+            f"token {token} of rank {moved.rank} came home as {home}",
+            f"{meant}: the sum of one row from each of the ranks {went}",
+        )
+        expect(not bool(moved.y_TH[token, 2:].any()), "something was added to zeros", "zeros")
+
+
+# -- The checks ----------------------------------------------------------------------------------------------
+
+
+def bitwise_movement(trial: Trial) -> None:
+    """Rows arrive bit for bit, in every format, with their ids and weights."""
+    for wire in WIRES:
+        check_movement(trial, layer(wire=wire))
+
+
+def source_and_token_order(trial: Trial) -> None:
+    """Rows stand in (source rank, token) order, whatever the placement."""
+    for placement in ("contiguous", "round_robin"):
+        check_movement(trial, layer(placement=placement, num_experts=7), tokens=(12, 7, 3, 16))
+
+
+def one_copy_per_rank(trial: Trial) -> None:
+    """A token goes once to a rank, however many of its experts live there."""
+    spec = layer(num_experts=4 * trial.group.size, top_k=4)
+
+    def all_on_one_rank(ids_TK: Tensor, rank: int) -> Tensor:
+        return (ids_TK[:, :1] // 4) * 4 + torch.arange(4)
+
+    check_movement(trial, spec, reroute=all_on_one_rank)
+
+
+def empty_ranks(trial: Trial) -> None:
+    """Ranks without tokens take part, and so does a group in which nobody has any."""
+    for tokens in ((0, 6), (6, 0, 0), (0,)):
+        check_movement(trial, layer(), tokens=tokens)
+
+
+def ranks_without_experts(trial: Trial) -> None:
+    """With fewer experts than ranks, some ranks receive nothing."""
+    check_movement(trial, layer(num_experts=max(1, trial.group.size - 2), top_k=1))
+
+
+def all_tokens_to_one_rank(trial: Trial) -> None:
+    """One rank can take the tokens of all, up to the last one."""
+    last = trial.group.size - 1
+    spec = layer(num_experts=3 * trial.group.size, max_tokens=16)
+
+    def to_last(ids_TK: Tensor, rank: int) -> Tensor:
+        return 3 * last + (ids_TK % 3)
+
+    check_movement(trial, spec, tokens=(16,), reroute=to_last)
+
+
+def one_hot_expert(trial: Trial) -> None:
+    """All tokens may name one expert, in all their choices."""
+    check_movement(trial, layer(), tokens=(16, 3), reroute=lambda ids_TK, rank: torch.full_like(ids_TK, 2))
+
+
+def nobody_is_not_sent(trial: Trial) -> None:
+    """A choice of -1 goes nowhere; a token of which all are -1 is not sent, and its result is zero."""
+
+    def gaps(ids_TK: Tensor, rank: int) -> Tensor:
+        ids_TK[::2, 0] = -1
+        ids_TK[1::3] = -1
+        return ids_TK
+
+    check_movement(trial, layer(), reroute=gaps)
+    check_movement(trial, layer(), reroute=lambda ids_TK, rank: torch.full_like(ids_TK, -1))
+
+
+def duplicate_choices(trial: Trial) -> None:
+    """An expert that a token names twice gets one row, with both choices in it."""
+
+    def twice(ids_TK: Tensor, rank: int) -> Tensor:
+        ids_TK[:, 1] = ids_TK[:, 0]
+        return ids_TK
+
+    check_movement(trial, layer(), reroute=twice)
+
+
+def replicated_experts(trial: Trial) -> None:
+    """A choice of a replicated expert goes to one of its ranks, as the placement says."""
+    world = trial.group.size
+    base = Placement.contiguous(6, world)
+    further = {e: [(base.owners(e)[0][0] + 1) % world] for e in range(6)} if world > 1 else {}
+    check_movement(trial, layer(placement=Placement.replicated(base, further)))
+
+
+def many_choices(trial: Trial) -> None:
+    """K may be 32, and larger than E; ids may be int32."""
+    check_movement(trial, layer(num_experts=5, top_k=32), reroute=lambda ids_TK, rank: ids_TK.int())
+
+
+MOVEMENT_CHECKS: tuple[Callable[[Trial], None], ...] = (
+    bitwise_movement,
+    source_and_token_order,
+    one_copy_per_rank,
+    empty_ranks,
+    ranks_without_experts,
+    all_tokens_to_one_rank,
+    one_hot_expert,
+    nobody_is_not_sent,
+    duplicate_choices,
+    replicated_experts,
+    many_choices,
+)

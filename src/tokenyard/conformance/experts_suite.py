@@ -1,0 +1,354 @@
+"""What every experts class must keep to: one type, one meaning of rows and weights, nothing changed on the way.
+
+Each check takes a class, somebody's own too, and tries it on specs that its `supports` accepts.
+
+The bound around the float64 result is the usual first-order analysis, carried through the layer: a dot product of
+D terms, summed in float32 in any order, is off by at most (D + 2) · 2^-24 · Σ|x·w|; where a product runs in a 16-bit
+dtype, its output, the activation's result, and a row that was weighted are each rounded to it; and through the
+activation an error grows by at most its slope.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenyard import formats
+from tokenyard.conformance.cases import excess, same_bits
+from tokenyard.conformance.oracle import exact_activation
+from tokenyard.conformance.runner import Finding
+from tokenyard.experts import ACTIVATIONS, Activation, Experts, ExpertsSpec, ExpertWeights, activation
+from tokenyard.experts.base import WEIGHT_DTYPES
+from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows, RoutingLogits, UnfinalizedRows, describe
+
+# Random specs that the oracle check draws, and rows of a batch.
+_DRAWS = 40
+_ROWS = 17
+_FLOAT32 = 2.0**-24
+_SLOPE = 1.13  # of silu, gelu and the clamped SwiGLU, at most
+_TINY = 2.0**-24  # half the distance of float16's subnormal numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """A layer of experts on this rank, and rows for it."""
+
+    spec: ExpertsSpec
+    weights: ExpertWeights
+    x_RH: Tensor
+    routes: LocalRoutes
+
+    def received(self, cls: type[Experts], routes: LocalRoutes | None = None) -> ReceivedRows:
+        """The rows as an exchange would deliver them; with logits, for experts that route by themselves."""
+        routes = routes or self.routes
+        logits = RoutingLogits(logits_RE=torch.zeros(self.x_RH.shape[0], self.spec.num_local_experts))
+        return ReceivedRows(
+            rows=formats.for_dtype(self.x_RH.dtype).encode(self.x_RH),
+            routes=logits if cls.routes_itself else routes,
+            counts_W=(self.x_RH.shape[0],),
+        )
+
+    def build(self, cls: type[Experts], **options: Any) -> Experts:
+        """The experts. Those that route by themselves get a router that answers with this batch's routes."""
+        if cls.routes_itself:
+            routes = SimpleNamespace(topk_ids_TK=self.routes.ids_RK, topk_weights_TK=self.routes.weights_RK)
+            options |= {"router": lambda logits_RE: routes, "to_local": lambda ids_RK, counts_W: ids_RK}
+        return cls(self.spec, self.weights, **options)
+
+    def result(self, cls: type[Experts], **options: Any) -> Tensor:
+        """The finished rows."""
+        return _finished(cls, self.build(cls, **options), self.received(cls))
+
+
+def _finished(cls: type[Experts], experts: Experts, received: ReceivedRows) -> Tensor:
+    result = experts(received, finalize=cls.finalizes)
+    if isinstance(result, UnfinalizedRows):
+        result = result.finish()
+    rows_RH = result.rows_RH
+    assert isinstance(rows_RH, Tensor)
+    return rows_RH
+
+
+def _specs(cls: type[Experts], seed: int = 0, count: int = _DRAWS) -> Iterator[ExpertsSpec]:
+    """Random specs that the class supports."""
+    chance = random.Random(seed)
+    left = count
+    for _ in range(100 * count):
+        weights = chance.choice([name for name in cls.weight_formats if name in WEIGHT_DTYPES] or ["bf16"])
+        spec = ExpertsSpec(
+            hidden_size=chance.choice((1, 8, 33, 64, 100)),
+            intermediate_size=chance.choice((1, 7, 16, 40)),
+            num_local_experts=chance.choice((1, 2, 3, 5, 8)),
+            top_k=chance.choice((1, 2, 3, 8)),
+            activation=activation(chance.choice(sorted(ACTIVATIONS))),
+            bias=chance.random() < 0.5,
+            weights=weights,
+            dtype=WEIGHT_DTYPES[weights],
+            weight_on=chance.choice(("output", "input")),
+        )
+        if cls.supports(spec) is None:
+            left -= 1
+            yield spec
+        if left == 0:
+            return
+    if left == count:
+        raise Finding(
+            f"`supports` refused {100 * count} specs, the last with: {cls.supports(spec)}", "some spec"
+        )
+
+
+def _one(cls: type[Experts], seed: int = 0, rows: int = _ROWS, *, least_k: int = 1) -> _Batch:
+    """A batch for a spec that the class supports."""
+    for spec in _specs(cls, seed):
+        if spec.top_k >= least_k and spec.num_local_experts > 1 and spec.hidden_size > 1:
+            return _batch(spec, rows, seed)
+    return _batch(next(_specs(cls, seed)), rows, seed)
+
+
+def _batch(spec: ExpertsSpec, rows: int = _ROWS, seed: int = 0) -> _Batch:
+    draw = torch.Generator().manual_seed(seed)
+    dtype = WEIGHT_DTYPES[spec.weights]
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=draw) * scale).to(dtype)
+
+    weights = ExpertWeights(
+        **{
+            name: normal(*shape, scale=1.0 if name.startswith("b") else shape[-1] ** -0.5)
+            for name, shape in spec.shapes().items()
+        }
+    )
+    ids_RK = torch.randint(-1, spec.num_local_experts, (rows, spec.top_k), generator=draw).int()
+    weights_RK = torch.rand(rows, spec.top_k, generator=draw) + 0.1
+    return _Batch(
+        spec=spec,
+        weights=weights,
+        x_RH=normal(rows, spec.hidden_size),
+        routes=LocalRoutes(ids_RK=ids_RK, weights_RK=weights_RK),
+    )
+
+
+def _expect(fine: bool, found: object, expected: object) -> None:
+    if not fine:
+        raise Finding(str(found), str(expected))
+
+
+def _activation_error(act: Activation, pre: Tensor, error: Tensor) -> Tensor:
+    """How far the activation's result may be off, if its input is off by `error`."""
+    (gate, up), (gate_error, up_error) = act.split(pre), act.split(error)
+    if up is None or up_error is None:
+        return 2 * gate.abs() * gate_error + gate_error**2
+    shift = dict(act.parameters).get("up_shift", 0.0)
+    return _SLOPE * gate_error * ((up + shift).abs() + up_error) + gate.abs() * up_error
+
+
+def exact(batch: _Batch) -> tuple[Tensor, Tensor]:
+    """The result in float64, and the bound on the error of each element."""
+    spec, weights, routes = batch.spec, batch.weights, batch.routes
+    u = torch.finfo(WEIGHT_DTYPES[spec.weights]).eps / 2
+    x_RH = batch.x_RH.double()
+    y_RH, bound_RH = torch.zeros_like(x_RH), torch.zeros_like(x_RH)
+    w13, w2 = weights.w13.double(), weights.w2.double()
+    b13 = torch.zeros(w13.shape[:2]).double() if weights.b13 is None else weights.b13.double()
+    b2 = torch.zeros(w2.shape[:2]).double() if weights.b2 is None else weights.b2.double()
+    on_input = spec.weight_on == "input"
+    for choice in range(spec.top_k):
+        for expert in range(spec.num_local_experts):
+            taken = routes.ids_RK[:, choice] == expert
+            weight = routes.weights_RK[taken, choice].double().unsqueeze(1)
+            x = x_RH[taken] * weight if on_input else x_RH[taken]
+            product = x @ w13[expert].T
+            pre = product + b13[expert]
+            size = x.abs() @ w13[expert].abs().T + b13[expert].abs()
+            # The product may be rounded before the bias is added, and both together again.
+            rounded = u * (product.abs() + pre.abs() + on_input * size)
+            error = (spec.hidden_size + 2) * _FLOAT32 * size + rounded + _TINY
+            act = exact_activation(spec.activation, pre)
+            act_error = _activation_error(spec.activation, pre, error)
+            # The formula itself is evaluated in float32, with a handful of roundings.
+            act_error = act_error + (u + 8 * _FLOAT32) * act.abs() + _TINY
+            product = act @ w2[expert].T
+            y = product + b2[expert]
+            size = act.abs() @ w2[expert].abs().T + b2[expert].abs()
+            y_error = act_error @ w2[expert].abs().T + (spec.intermediate_size + 2) * _FLOAT32 * size
+            y_error = y_error + u * (product.abs() + y.abs()) + _TINY
+            last = torch.ones_like(weight) if on_input else weight
+            y_RH[taken] += y * last
+            bound_RH[taken] += (y_error + (spec.top_k + 1) * _FLOAT32 * y.abs()) * last
+    return y_RH, bound_RH * 1.01  # the second order
+
+
+# -- The checks ----------------------------------------------------------------------------------------------
+
+
+def one_type_returned(cls: type[Experts]) -> None:
+    """`compute` returns `ExpertRows` if it finalizes, else `UnfinalizedRows`; never a tensor, a tuple or nothing."""
+    batch = _one(cls)
+    experts, received = batch.build(cls), batch.received(cls)
+    for finalize in (True, False) if cls.finalizes else (False,):
+        result: object = experts.compute(received, finalize=finalize)
+        kind = ExpertRows if finalize else UnfinalizedRows
+        _expect(
+            isinstance(result, kind),
+            f"compute(finalize={finalize}) returned {describe(result)}",
+            kind.__name__,
+        )
+    rows_RH = _finished(cls, experts, received)
+    shape = (_ROWS, batch.spec.hidden_size)
+    _expect(
+        tuple(rows_RH.shape) == shape and rows_RH.is_floating_point(),
+        f"the finished rows are {describe(rows_RH)}",
+        f"a floating-point tensor {list(shape)}: a row for every received row",
+    )
+
+
+def finalizing_agrees(cls: type[Experts]) -> None:
+    """Rows that the experts finalize are bitwise those that the receiver finishes."""
+    if not cls.finalizes:
+        return
+    for seed, spec in enumerate(_specs(cls, count=12)):
+        batch = _batch(spec, seed=seed)
+        experts, received = batch.build(cls), batch.received(cls)
+        finalized, unfinalized = experts(received, finalize=True), experts(received, finalize=False)
+        assert isinstance(finalized, ExpertRows)
+        assert isinstance(unfinalized, UnfinalizedRows)
+        _expect(
+            same_bits(finalized.rows_RH.float(), unfinalized.finish().rows_RH.float()),
+            f"finalize=True and finalize=False differ for {_told(spec)}",
+            "the same bits",
+        )
+
+
+def within_the_bound(cls: type[Experts]) -> None:
+    """For every supported spec the result is within the bound around the float64 one: weighted once, summed once."""
+    for seed, spec in enumerate(_specs(cls)):
+        batch = _batch(spec, seed=seed)
+        over = excess(batch.result(cls), *exact(batch))
+        _expect(over <= 0, f"{over:.3g} beyond the bound for {_told(spec)}", "every element within it")
+
+
+def rows_for_nobody_are_zero(cls: type[Experts]) -> None:
+    """A row none of whose experts live here is zero, even where it holds NaN, and so is its weight's."""
+    batch = _one(cls)
+    ids_RK, weights_RK = batch.routes.ids_RK.clone(), batch.routes.weights_RK.clone()
+    ids_RK[3], ids_RK[9] = -1, -1
+    x_RH = batch.x_RH.clone()
+    x_RH[3] = float("nan")
+    weights_RK[ids_RK < 0] = float("nan")  # means nothing there
+    rows_RH = replace(batch, x_RH=x_RH, routes=LocalRoutes(ids_RK=ids_RK, weights_RK=weights_RK)).result(cls)
+    for row in (3, 9):
+        _expect(
+            not bool(rows_RH[row].any()), f"row {row}, for nobody, is {rows_RH[row, :4].tolist()}", "zeros"
+        )
+    _expect(bool(torch.isfinite(rows_RH).all()), "NaN of a row for nobody reached another row", "finite rows")
+
+
+def nan_stays_in_its_row(cls: type[Experts]) -> None:
+    """NaN in one row does not reach another row."""
+    batch = _one(cls)
+    batch.routes.ids_RK[:, 0] = 0  # everyone shares an expert
+    x_RH = batch.x_RH.clone()
+    x_RH[5] = float("nan")
+    rows_RH = replace(batch, x_RH=x_RH).result(cls)
+    others = [row for row in range(_ROWS) if row != 5]
+    _expect(bool(torch.isfinite(rows_RH[others]).all()), "NaN of row 5 reached another row", "row 5 alone")
+    _expect(bool(rows_RH[5].isnan().any()), "a row of NaN gave numbers", "NaN")
+
+
+def duplicate_choices_count_twice(cls: type[Experts]) -> None:
+    """An expert that a row names twice counts twice, with both weights."""
+    batch = _one(cls, least_k=2)
+    ids_RK = batch.routes.ids_RK[:, :1].clamp(min=0).expand(-1, batch.spec.top_k).contiguous()
+    batch = replace(batch, routes=replace(batch.routes, ids_RK=ids_RK))
+    over = excess(batch.result(cls), *exact(batch))
+    _expect(over <= 0, f"{over:.3g} beyond the bound where all choices name one expert", "both to count")
+
+
+def empty_batches(cls: type[Experts]) -> None:
+    """No rows give no rows; rows for nobody at all give zeros."""
+    batch = _one(cls, rows=0)
+    shape = tuple(batch.result(cls).shape)
+    _expect(shape == (0, batch.spec.hidden_size), f"no rows gave {list(shape)}", [0, batch.spec.hidden_size])
+    batch = _one(cls)
+    batch.routes.ids_RK.fill_(-1)
+    _expect(not bool(batch.result(cls).any()), "a batch for nobody gave something", "zeros")
+
+
+def nothing_is_changed(cls: type[Experts]) -> None:
+    """Neither rows, nor routes, nor weights are changed by computing, adopted weights included."""
+    batch = _one(cls)
+    tensors = {
+        "x_RH": batch.x_RH,
+        "ids_RK": batch.routes.ids_RK,
+        "weights_RK": batch.routes.weights_RK,
+        **batch.weights.by_name(),
+    }
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    experts, received = batch.build(cls, adopt=True), batch.received(cls)
+    for finalize in (True, False) if cls.finalizes else (False,):
+        experts(received, finalize=finalize)
+    for name, tensor in tensors.items():
+        _expect(same_bits(tensor, before[name]), f"{name} was changed", "it untouched")
+    for name, tensor in experts.weights.by_name().items():
+        _expect(same_bits(tensor, before[name]), f"the experts' own {name} was changed", "it untouched")
+
+
+def load_is_in_place(cls: type[Experts]) -> None:
+    """`load_` writes into the tensors that are there, and the next result is that of the new weights."""
+    batch = _one(cls, seed=1)
+    other = _batch(batch.spec, seed=2)
+    experts, received = batch.build(cls), batch.received(cls)
+    _finished(cls, experts, received)  # whatever is prepared once is prepared now
+    pointers = {name: tensor.data_ptr() for name, tensor in experts.weights.by_name().items()}
+    experts.load_(other.weights)
+    for name, tensor in experts.weights.by_name().items():
+        _expect(
+            tensor.data_ptr() == pointers[name],
+            f"load_ put another tensor in the place of {name}",
+            "the same",
+        )
+        _expect(
+            same_bits(tensor, other.weights.by_name()[name]), f"load_ did not take {name}", "the new weights"
+        )
+    new = replace(batch, weights=other.weights)
+    over = excess(_finished(cls, experts, received), *exact(new))
+    _expect(over <= 0, f"after load_, {over:.3g} beyond the bound", "the result of the new weights")
+
+
+def computing_repeats(cls: type[Experts]) -> None:
+    """The same batch twice gives the same bits."""
+    batch = _one(cls)
+    experts, received = batch.build(cls), batch.received(cls)
+    first, second = _finished(cls, experts, received).clone(), _finished(cls, experts, received)
+    _expect(same_bits(first, second), "computing twice gave two results", "the same bits")
+
+
+def _told(spec: ExpertsSpec) -> str:
+    """How a finding names a spec."""
+    return (
+        f"H {spec.hidden_size}, I {spec.intermediate_size}, L {spec.num_local_experts}, K {spec.top_k}, "
+        f"{spec.activation.name}, {spec.weights} weights, bias {spec.bias}, weight on {spec.weight_on}"
+    )
+
+
+EXPERTS_CHECKS: dict[str, Callable[[type[Experts]], None]] = {
+    check.__name__: check
+    for check in (
+        one_type_returned,
+        finalizing_agrees,
+        within_the_bound,
+        rows_for_nobody_are_zero,
+        nan_stays_in_its_row,
+        duplicate_choices_count_twice,
+        empty_batches,
+        nothing_is_changed,
+        load_is_in_place,
+        computing_repeats,
+    )
+}

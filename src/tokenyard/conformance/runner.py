@@ -1,0 +1,148 @@
+"""Many jobs on one group of ranks: a job that fails does not stop the others, not even one that breaks the group.
+
+A launch costs more than a case, so ranks are started once for many jobs. After every job the ranks meet and compare
+its number. As long as they do, a failure is one job's failure. Ranks that do not meet have left the job at different
+places: the group is broken, and the jobs that are left get a new one.
+
+Each rank keeps a diary, a file with a line per job: what it found, and that all have met. A rank may die without a
+word (a collective library that is called out of step ends the process), and its diary still says how far it came.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokenyard.conformance.draws import RankKind
+from tokenyard.errors import Drifted, GroupError, RankError
+from tokenyard.group import Group, launch
+
+# Seconds that ranks wait for each other before a group counts as broken.
+DEADLINE = 20.0
+_MET = "met"
+
+
+class Finding(AssertionError):
+    """What a check found, and what it expected instead."""
+
+    def __init__(self, found: str, expected: str) -> None:
+        super().__init__(found, expected)
+        self.found, self.expected = found, expected
+
+    def __str__(self) -> str:
+        return f"{self.found}; expected {self.expected}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What came of one job."""
+
+    finding: str | None = None  # None: passed
+    broke_group: bool = False
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing was found on any rank."""
+        return self.finding is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """One rank's word on one job."""
+
+    finding: str | None = None
+    echo: bool = False  # of what another rank did
+
+
+def attempt(fn: Callable[..., Any], *args: Any) -> str | None:
+    """None, or what a check found: its finding, or the error that it did not expect."""
+    try:
+        fn(*args)
+    except Finding as finding:
+        return str(finding)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def run_on_ranks(
+    world: int,
+    fn: Callable[[Group, Any], Any],
+    jobs: Sequence[Any],
+    *,
+    ranks: RankKind,
+    deadline: float = DEADLINE,
+) -> Iterator[Verdict]:
+    """Run `fn(group, job)` on every rank for each job; give the verdicts in the order of the jobs."""
+    rest = list(jobs)
+    while rest:
+        with tempfile.TemporaryDirectory(prefix="tokenyard-check-") as folder:
+            died = None
+            try:
+                launch(world, _run_jobs, fn, rest, folder, ranks=ranks, deadline=deadline)
+            except RankError as error:
+                died = str(error)
+            diaries = [_read(_diary(folder, rank)) for rank in range(world)]
+        met = min(met for _, met in diaries)
+        for number in range(met):
+            yield _judge([entries[number] for entries, _ in diaries])
+        rest = rest[met:]
+        if rest:  # the ranks came apart in the first of these
+            words = [entries[met] for entries, _ in diaries if len(entries) > met]
+            verdict = _judge(words)
+            apart = died or "the ranks left this check at different places"
+            yield Verdict(finding=verdict.finding or apart, broke_group=True)
+            rest = rest[1:]
+
+
+def _run_jobs(group: Group, fn: Callable[[Group, Any], Any], jobs: Sequence[Any], folder: str) -> None:
+    """All jobs on this rank, up to the first that breaks the group."""
+    with _diary(folder, group.rank).open("w") as diary:
+        for number, job in enumerate(jobs):
+            print(json.dumps(asdict(_run_job(group, fn, job))), file=diary, flush=True)
+            try:
+                _meet(group, number)
+            except Exception:
+                return
+            print(_MET, file=diary, flush=True)
+
+
+def _run_job(group: Group, fn: Callable[[Group, Any], Any], job: Any) -> _Entry:
+    where = f"rank {group.rank}: "
+    try:
+        fn(group, job)
+    except Finding as finding:
+        return _Entry(finding=where + str(finding))
+    except Exception as error:
+        return _Entry(finding=f"{where}{type(error).__name__}: {error}", echo=isinstance(error, GroupError))
+    return _Entry()
+
+
+def _meet(group: Group, number: int) -> None:
+    mine = torch.tensor([number], dtype=torch.int64).view(torch.uint8)
+    numbers = group.all_gather(mine, phase="the end of a check").view(torch.int64).flatten().tolist()
+    if set(numbers) != {number}:
+        raise Drifted(f"the ranks are at checks {numbers}", expected=f"all at {number}", fix="start again")
+
+
+def _diary(folder: str, rank: int) -> Path:
+    return Path(folder) / f"rank{rank}"
+
+
+def _read(diary: Path) -> tuple[list[_Entry], int]:
+    """The entries of a diary, and after how many of them all ranks have met."""
+    lines = diary.read_text().splitlines(keepends=True) if diary.exists() else []
+    whole = [line.strip() for line in lines if line.endswith("\n")]
+    return [_Entry(**json.loads(line)) for line in whole if line != _MET], whole.count(_MET)
+
+
+def _judge(entries: Sequence[_Entry]) -> Verdict:
+    """The first finding that is not merely the echo of another rank's."""
+    found = [entry for entry in entries if entry.finding is not None]
+    return Verdict(finding=min(found, key=lambda entry: entry.echo).finding if found else None)

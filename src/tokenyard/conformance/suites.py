@@ -1,0 +1,143 @@
+"""The suites, by the kind of part: what every exchange, every format and every experts class must satisfy.
+
+    check_exchange(MyExchange)    check_format(MyFormat())    check_experts(MyExperts)
+
+Each takes a class (or an object) of anybody's, runs every named check on it, and returns a `CheckResult` per check.
+Nothing is raised: a finding is a result. In a test of one's own, `assert_passed` turns findings into one error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tokenyard import experts as experts_room
+from tokenyard import formats
+from tokenyard.conformance.cases import Case, run_case
+from tokenyard.conformance.draws import RankKind
+from tokenyard.conformance.exchange_duties import EXCHANGE_CHECKS
+from tokenyard.conformance.exchange_suite import Trial
+from tokenyard.conformance.experts_suite import EXPERTS_CHECKS
+from tokenyard.conformance.format_suite import FORMAT_CHECKS
+from tokenyard.conformance.runner import DEADLINE, Finding, Verdict, attempt, run_on_ranks
+from tokenyard.errors import unknown_name
+from tokenyard.exchange import Exchange
+from tokenyard.exchange import resolve as resolve_exchange
+from tokenyard.experts import Experts
+from tokenyard.formats import Format
+from tokenyard.group import Group
+
+# Rounds of `many_rounds`. Where memory is shared between ranks, flags and epochs live in it, and must not drift.
+ROUNDS = 50
+ROUNDS_SHARED_MEMORY = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckResult:
+    """What came of one named check of one part."""
+
+    check: str
+    what: str  # the check's docstring
+    finding: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing was found."""
+        return self.finding is None
+
+
+def check_exchange(
+    exchange: str | type[Exchange],
+    *,
+    ranks: RankKind = "threads",
+    world: int = 4,
+    rounds: int | None = None,
+    only: Sequence[str] = (),
+    deadline: float = DEADLINE,
+) -> list[CheckResult]:
+    """Run the exchange suite on a group of `world` ranks.
+
+    >>> [result.passed for result in check_exchange("two_sided", only=["one_copy_per_rank"])]
+    [True]
+    """
+    cls = resolve_exchange(exchange)
+    rounds = default_rounds(cls) if rounds is None else rounds
+    names = _chosen(EXCHANGE_CHECKS, only)
+    verdicts = run_on_ranks(
+        world, _run_exchange_check, [(name, cls, rounds) for name in names], ranks=ranks, deadline=deadline
+    )
+    return [
+        CheckResult(check=name, what=_what(EXCHANGE_CHECKS[name]), finding=verdict.finding)
+        for name, verdict in zip(names, verdicts, strict=True)
+    ]
+
+
+def default_rounds(exchange: type[Exchange]) -> int:
+    """How many rounds are many for an exchange, by whether it declares shared memory."""
+    shared = getattr(exchange, "shares_memory", False) or exchange.name == "one_sided"
+    return ROUNDS_SHARED_MEMORY if shared else ROUNDS
+
+
+def _run_exchange_check(group: Group, job: tuple[str, type[Exchange], int]) -> None:
+    name, exchange, rounds = job
+    EXCHANGE_CHECKS[name](Trial(group=group, exchange=exchange, rounds=rounds))
+
+
+def check_format(format: str | Format | type[Format], *, only: Sequence[str] = ()) -> list[CheckResult]:
+    """Run the format suite.
+
+    >>> all(result.passed for result in check_format("mxfp8(alignment=256)"))
+    True
+    """
+    found = format() if isinstance(format, type) else formats.get(format)
+    return [
+        CheckResult(check=name, what=_what(FORMAT_CHECKS[name]), finding=attempt(FORMAT_CHECKS[name], found))
+        for name in _chosen(FORMAT_CHECKS, only)
+    ]
+
+
+def check_experts(experts: str | type[Experts], *, only: Sequence[str] = ()) -> list[CheckResult]:
+    """Run the experts suite.
+
+    >>> all(result.passed for result in check_experts("reference", only=["one_type_returned"]))
+    True
+    """
+    cls = experts_room.get(experts)
+    return [
+        CheckResult(check=name, what=_what(EXPERTS_CHECKS[name]), finding=attempt(EXPERTS_CHECKS[name], cls))
+        for name in _chosen(EXPERTS_CHECKS, only)
+    ]
+
+
+def check_cases(
+    cases: Sequence[Case], *, ranks: RankKind = "threads", deadline: float = DEADLINE
+) -> Iterable[Verdict]:
+    """Run cases that have one number of ranks on one group: bitwise against the twin, inside the oracle's bound."""
+    return run_on_ranks(cases[0].world, judge_case, cases, ranks=ranks, deadline=deadline)
+
+
+def judge_case(group: Group, case: Case) -> None:
+    """Run a case on this rank; raise what is wrong with its result."""
+    complaints = run_case(group, case).complaints()
+    if complaints:
+        found, _, expected = complaints[0].partition("; expected ")
+        raise Finding(found, expected)
+
+
+def assert_passed(results: Iterable[CheckResult]) -> None:
+    """Raise one `AssertionError` with every finding, or return."""
+    findings = [f"{result.check}: {result.finding}" for result in results if not result.passed]
+    if findings:
+        raise AssertionError("\n".join(findings))
+
+
+def _chosen(checks: Iterable[str], only: Sequence[str]) -> list[str]:
+    known = list(checks)
+    for name in only:
+        if name not in known:
+            raise unknown_name("check", name, known)
+    return [name for name in known if not only or name in only]
+
+
+def _what(check: object) -> str:
+    return (check.__doc__ or "").strip()
