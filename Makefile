@@ -3,13 +3,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: run test lint docs bench clean
+.PHONY: run test test-faults lint docs bench clean
 
 run: .venv/base
 	$(BIN)/tokenyard run
 
 test: .venv/dev
 	$(BIN)/pytest -n 2 --dist worksteal
+
+# Every fault twenty times, where `make test` has each once.
+test-faults: .venv/dev
+	TOKENYARD_FAULTS=20 $(BIN)/pytest -n 2 --dist worksteal tests/faults
 
 lint: .venv/dev
 	$(BIN)/ruff check .

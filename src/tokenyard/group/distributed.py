@@ -31,6 +31,9 @@ from tokenyard.group.shared_memory import share_between_processes, this_host
 # a collective within a few milliseconds of each other, and so do their deadlines pass.
 _ROLL_CALL = 1.0
 
+# Seconds in which the processes of a new group must have connected, whatever the deadline of their later waits.
+FINDING_EACH_OTHER = 30.0
+
 _all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
@@ -147,7 +150,9 @@ class DistributedGroup(Group):
         global_ranks = [dist.get_global_rank(self._process_group, r) for r in ranks]
         # Local synchronization: only the members take part, other stages are not waited for.
         process_group = dist.new_group(
-            global_ranks, timeout=timedelta(seconds=self.deadline), use_local_synchronization=True
+            global_ranks,
+            timeout=timedelta(seconds=max(self.deadline, FINDING_EACH_OTHER)),
+            use_local_synchronization=True,
         )
         name = name or f"{self.name}/{'-'.join(map(str, ranks))}"
         return DistributedGroup(process_group, name=name, deadline=self.deadline)

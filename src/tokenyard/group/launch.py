@@ -31,7 +31,7 @@ import torch.distributed as dist
 from tokenyard.errors import InputError, PeerFailed, PeerLost, RankError
 from tokenyard.forkserver import start_forkserver
 from tokenyard.group.base import DEFAULT_DEADLINE, Group
-from tokenyard.group.distributed import DistributedGroup, loopback_interface
+from tokenyard.group.distributed import FINDING_EACH_OTHER, DistributedGroup, loopback_interface
 from tokenyard.group.threads import thread_groups
 
 Result = TypeVar("Result")
@@ -203,7 +203,8 @@ def _rank_main(
         os.environ["GLOO_SOCKET_IFNAME"] = interface
     try:
         fn, args = pickle.loads(job)
-        timeout = timedelta(seconds=deadline)
+        # Processes start one after the other: finding each other may take longer than any wait later on.
+        timeout = timedelta(seconds=max(deadline, FINDING_EACH_OTHER))
         store = _TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
         group: Group = DistributedGroup(deadline=deadline)
