@@ -1,0 +1,1 @@
+"""Doors that look like somebody else's: classes of other libraries, by their names, on tokenyard's exchange."""

@@ -1,0 +1,404 @@
+"""`MoeAlltoAll`, by the names under which engines know FlashInfer's, on tokenyard's one-sided exchange.
+
+    received = a2a.dispatch(topk_ids, [rows, scales, topk_ids, topk_weights], runtime_max_tokens_per_rank)
+    y_TH = a2a.combine(results, runtime_max_tokens_per_rank)
+
+A layer of a plan is declared before the first token. This door learns what travels from the tensors that it is given,
+and they may change from call to call. So it keeps a list of *manifests* (dtypes and shapes of a call, and its
+`runtime_max_tokens_per_rank`), the same list on every rank, and a cargo of the exchange for each of them.
+
+- A manifest that is on the list costs nothing more: the exchange's own announcement carries its number, so ranks that
+  bring different ones find out in the flags of that very round.
+- A rank that brings a new one, or has an error to report, says so in that round ("at the door", cargo 0). Every rank
+  hears it, and all meet in one agreement over the group: what does each bring, what went wrong? Either all raise, or
+  all bring the same: it goes on the list, the workspace grows where it has to, and the round is made again.
+
+Results have a manifest of their own (width and dtype), which is not known when rows are dispatched. A dispatch that is
+in flight is therefore *redirected* to the cargo of its results. Nothing that stands in the workspace is needed for the
+way back, so the workspace may grow even there, between the two.
+
+What `dispatch` returns, and the tensor for results, are views of the workspace: they mean something until `combine`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from tokenyard.compat.manifest import (
+    Manifest,
+    PayloadSet,
+    as_matrix,
+    check_batch,
+    check_marks,
+    check_place,
+    check_results,
+    check_whole,
+    clear_unused,
+)
+from tokenyard.errors import Drifted, HandleError, InputError, PeerFailed, PlanError, TokenyardError
+from tokenyard.exchange import Cargo, Dispatched, OneSidedExchange
+from tokenyard.formats import EncodedRows, Format, Payload, for_dtype
+from tokenyard.group import Disagreement
+from tokenyard.group.base import Group
+from tokenyard.placement import Placement
+from tokenyard.routing import Routes
+from tokenyard.rows import describe
+from tokenyard.workspace import REGION_ALIGNMENT, round_up
+
+Result = TypeVar("Result")
+
+
+# The wire of a cargo that only serves the way back.
+_NOTHING = PayloadSet(entries=(Payload(name="nothing", dtype=torch.uint8, width=1),))
+
+
+class _AtTheDoor(TokenyardError):
+    """Announced by a rank that needs an agreement. Nobody outside this module sees it."""
+
+    def __init__(self) -> None:
+        super().__init__("at the door", expected="an agreement", fix="agree")
+
+
+class _RedirectingExchange(OneSidedExchange):
+    """The one-sided exchange, with results of another cargo than what was dispatched."""
+
+    def redirect(self, dispatched: Dispatched, cargo: Cargo, *, again: bool = False) -> Dispatched:
+        """The one dispatch in flight, with results of this cargo; `again` after a combine that was refused."""
+        round = self._round + 1 if again else dispatched.round
+        redirected = replace(dispatched, cargo=cargo, round=round)
+        self._in_flight.clear()
+        self._in_flight.append(redirected)
+        return redirected
+
+    def refuse(self, dispatched: Dispatched, error: Exception) -> NoReturn:
+        """Take part in a combine only to say that this rank has an error."""
+        self._take(dispatched)
+        self._fail(dispatched.cargo, error, partial(self._fail_back, dispatched, error))
+
+
+class MoeAlltoAll:
+    """Dispatch and combine for engines that call FlashInfer's class of this name.
+
+    `mapping` (with `moe_ep_size` and `moe_ep_rank`), or `ep_size` and `ep_rank`, are compared with `group`, which does
+    the work. `workspace_size_per_rank` and `mnnvl_config` are taken for the sake of callers that pass them: the
+    workspace has the size that is needed, and grows. With `hidden_size`, room for bf16 results is there from the start.
+
+    >>> from tokenyard import launch
+    >>> def rank_main(group):
+    ...     a2a = MoeAlltoAll(max_num_tokens=4, top_k=1, num_experts=2, group=group)
+    ...     ids, rows = torch.tensor([[1], [0]]), torch.tensor([[1.0], [2.0]]) + 10 * group.rank
+    ...     (received,) = a2a.dispatch(ids, [rows], runtime_max_tokens_per_rank=2)
+    ...     return received[:, 0, 0].tolist(), a2a.combine(received * 100, 2).flatten().tolist()
+    >>> launch(2, rank_main)  # expert 0 is on rank 0, expert 1 on rank 1
+    [([2.0, 12.0], [100.0, 200.0]), ([1.0, 11.0], [1100.0, 1200.0])]
+    """
+
+    def __init__(
+        self,
+        mapping: Any = None,
+        max_num_tokens: int = 0,
+        top_k: int = 0,
+        num_experts: int = 0,
+        workspace_size_per_rank: int | None = None,
+        hidden_size: int | None = None,
+        mnnvl_config: Any = None,
+        *,
+        group: Group,
+        ep_size: int | None = None,
+        ep_rank: int | None = None,
+    ) -> None:
+        self.group, self.ep_size, self.ep_rank = group, group.size, group.rank
+        self.max_num_tokens, self.top_k, self.num_experts = max_num_tokens, top_k, num_experts
+        self._cargos: dict[Manifest | None, Cargo] = {}
+        self._flight: Dispatched | None = None
+        self._dispatched: Manifest | None = None
+
+        def check() -> None:
+            sizes = {"max_num_tokens": max_num_tokens, "top_k": top_k, "num_experts": num_experts}
+            optional = {"workspace_size_per_rank": workspace_size_per_rank, "hidden_size": hidden_size}
+            for name, value in (sizes | {k: v for k, v in optional.items() if v is not None}).items():
+                check_whole(name, value, least=1)
+            check_place("ep_size", group.size, ep_size, getattr(mapping, "moe_ep_size", None))
+            check_place("ep_rank", group.rank, ep_rank, getattr(mapping, "moe_ep_rank", None))
+
+        number = group.count_plan()
+        given = (
+            f"max_num_tokens {max_num_tokens}, top_k {top_k}, num_experts {num_experts}, "
+            f"hidden_size {hidden_size}, number {number} of this group"
+        )
+        self._agree("the arguments of MoeAlltoAll", given, self._attempt(check)[1])
+        if reason := OneSidedExchange.reaches(group, group.gather_json(group.host())):
+            raise PlanError(str(reason), expected="ranks that share memory", fix=reason.why, rank=group.rank)
+        self._placement = Placement.contiguous(num_experts, group.size)
+        self._exchange = _RedirectingExchange(group, plan_id=number)
+        self._cargos[None] = self._cargo("door", _NOTHING, 0, 1, torch.bfloat16, max_tokens=0)
+        self._exchange.serve(list(self._cargos.values()))
+        if hidden_size is not None:
+            self._learn(Manifest.of_results(hidden_size, torch.bfloat16, max_num_tokens))
+
+    @property
+    def workspace_size_per_rank(self) -> int:
+        """Bytes of the workspace that this rank holds now."""
+        return self._exchange.workspace.nbytes
+
+    # -- The way out ---------------------------------------------------------------------------------------
+
+    def dispatch(
+        self,
+        token_selected_experts: Tensor,
+        input_payloads: Sequence[Tensor],
+        runtime_max_tokens_per_rank: int,
+        invalid_token_expert_id: int | None = None,
+        expert_id_payload_index: int | None = None,
+    ) -> list[Tensor]:
+        """Send row t of each payload to every rank that owns one of the experts of token t, once.
+
+        Returns, for each payload, `[ep_size, runtime_max_tokens_per_rank, ...]`: the rows from each source rank, in
+        token order. Slots behind them are zero; with `invalid_token_expert_id` they hold that id in the payload
+        `expert_id_payload_index`.
+        """
+        if self._flight is not None:
+            raise self._out_of_turn("dispatch was called twice", "combine the last dispatch first")
+
+        def check() -> Manifest:
+            most = check_whole(
+                "runtime_max_tokens_per_rank", runtime_max_tokens_per_rank, least=0, most=self.max_num_tokens
+            )
+            check_batch(token_selected_experts, input_payloads, self.top_k, self.num_experts, most)
+            check_marks(input_payloads, invalid_token_expert_id, expert_id_payload_index)
+            return Manifest.of_payloads(input_payloads, most)
+
+        manifest, error = self._attempt(check)
+        if error is not None or manifest not in self._cargos:
+            with suppress(_AtTheDoor, Drifted), self._exchange.shared_fate(self._cargos[None]):
+                raise _AtTheDoor
+            self._agree("the payloads of dispatch", str(manifest), error)
+            self._learn(manifest)
+        assert manifest is not None
+        cargo = self._cargos[manifest]
+        names = [payload.name for payload in cargo.wire.payloads(1)]
+        matrices = dict(zip(names, map(as_matrix, input_payloads), strict=True))
+        rows = EncodedRows(format=cargo.wire, hidden_size=1, payloads=matrices)
+        routes = Routes(
+            topk_ids_TK=token_selected_experts,
+            topk_weights_TK=torch.ones(token_selected_experts.shape, dtype=torch.float32),
+        )
+        flight = self._explained(manifest, lambda: self._exchange.dispatch(cargo, rows, routes))
+        self._flight, self._dispatched = flight, manifest
+        received = []
+        for number, (name, (_, shape)) in enumerate(zip(names, manifest.rows, strict=True)):
+            slots_SX = flight.received.rows.payloads[name]
+            mark = invalid_token_expert_id if number == expert_id_payload_index else None
+            clear_unused(slots_SX, flight.received.counts_W, manifest.max_tokens, mark)
+            received.append(slots_SX.view(self.ep_size, manifest.max_tokens, *shape))
+        return received
+
+    # -- The way back --------------------------------------------------------------------------------------
+
+    def get_combine_payload_tensor_in_workspace(
+        self, runtime_max_tokens_per_rank: int, hidden_size: int, dtype: torch.dtype
+    ) -> Tensor:
+        """`[ep_size, runtime_max_tokens_per_rank, hidden_size]` of the workspace, for results of the last dispatch.
+
+        Results that are written there need no copy: `combine(…, payload_in_workspace=True)`. Collective where results
+        of this width and dtype are new.
+        """
+        self._check_dispatched("get_combine_payload_tensor_in_workspace")
+
+        def manifest() -> Manifest:
+            check_whole("hidden_size", hidden_size, least=1)
+            for_dtype(dtype)
+            return Manifest.of_results(hidden_size, dtype, self._same_tokens(runtime_max_tokens_per_rank))
+
+        wanted, flight = self._redirected(manifest)
+        return self._results(wanted, flight)
+
+    def combine(
+        self,
+        payload: Tensor,
+        runtime_max_tokens_per_rank: int,
+        payload_in_workspace: bool = False,
+        output: Tensor | None = None,
+    ) -> Tensor:
+        """Bring the results of the last dispatch home: `[T, H]`, summed over ranks in float32, in rank order.
+
+        `payload` is `[ep_size, runtime_max_tokens_per_rank, H]`, weighted and summed over the experts of this rank.
+        The sum is rounded once, to the payload's dtype, and written into `output` if given. A combine that raises ends
+        the round trip on every rank: dispatch again.
+        """
+        self._check_dispatched("combine")
+
+        def manifest() -> Manifest:
+            max_tokens = self._same_tokens(runtime_max_tokens_per_rank)
+            check_results(payload, self.ep_size, max_tokens, self.group.device)
+            wanted = Manifest.of_results(payload.shape[2], payload.dtype, max_tokens)
+            if payload_in_workspace and not self._is_results(wanted, payload):
+                raise InputError(
+                    f"payload is {describe(payload)} that does not stand in the workspace",
+                    expected="the tensor of get_combine_payload_tensor_in_workspace, for payload_in_workspace=True",
+                    fix="write the results into that tensor, or pass payload_in_workspace=False",
+                )
+            if isinstance(output, Tensor) and self._in_workspace(output):
+                raise InputError(
+                    "output stands in the workspace",
+                    expected="a tensor of the caller's own: other ranks still read and write there",
+                    fix="allocate it with torch.empty",
+                )
+            return wanted
+
+        wanted, flight = self._redirected(manifest)
+        self._flight = None
+        if not payload_in_workspace:
+            results = self._results(wanted, flight)
+            for source, count in enumerate(flight.received.counts_W):
+                results[source, :count] = payload[source, :count].detach()
+        buffer = self._exchange.combine_buffer(flight)
+        assert buffer is not None  # results travel back as they are
+        back = partial(self._exchange.combine, flight, buffer.placed(), out=output)
+        return self._explained(wanted, back).y_TH
+
+    def _redirected(self, manifest: Callable[[], Manifest]) -> tuple[Manifest, Dispatched]:
+        """The dispatch in flight, redirected to results of a manifest that all ranks know."""
+        flight, self._flight = self._flight, None
+        assert flight is not None
+        wanted, error = self._attempt(manifest)
+        again = error is not None or wanted not in self._cargos
+        if again:
+            with suppress(_AtTheDoor, Drifted):
+                self._exchange.refuse(self._exchange.redirect(flight, self._cargos[None]), _AtTheDoor())
+            self._agree("the results of combine", str(wanted), error)
+            self._learn(wanted)
+        assert wanted is not None
+        self._flight = self._exchange.redirect(flight, self._cargos[wanted], again=again)
+        return wanted, self._flight
+
+    def _results(self, manifest: Manifest, flight: Dispatched) -> Tensor:
+        """Where results of a manifest belong in this rank's workspace."""
+        cargo = self._cargos[manifest]
+        (rows_SH,) = self._exchange.workspace.combine(self.ep_rank, cargo, flight.round).values()
+        return rows_SH.view(self.ep_size, manifest.max_tokens, cargo.hidden_size)
+
+    def _is_results(self, manifest: Manifest, payload: Tensor) -> bool:
+        """Whether a tensor is that place, through whatever views it went in between."""
+        if manifest not in self._cargos or self._flight is None:
+            return False
+        there = self._results(manifest, self._flight)
+        return (
+            payload.data_ptr() == there.data_ptr() and payload.is_contiguous() and self._in_workspace(payload)
+        )
+
+    def _in_workspace(self, tensor: Tensor) -> bool:
+        mine = self._exchange.workspace.buffers[self.ep_rank]
+        return tensor.untyped_storage().data_ptr() == mine.untyped_storage().data_ptr()
+
+    def _same_tokens(self, max_tokens: int) -> int:
+        assert self._dispatched is not None
+        if max_tokens != self._dispatched.max_tokens:
+            raise InputError(
+                f"runtime_max_tokens_per_rank is {max_tokens!r}",
+                expected=f"{self._dispatched.max_tokens}, as in the dispatch before",
+                fix="pass one value to both",
+            )
+        return self._dispatched.max_tokens
+
+    # -- Agreeing ------------------------------------------------------------------------------------------
+
+    def _agree(self, what: str, mine: str, error: Exception | None) -> None:
+        """Raise on every rank if one has an error, or if they bring different things."""
+        report = {"error": None if error is None else f"{type(error).__name__}: {error}", "brings": mine}
+        by_rank = self.group.gather_json(report, phase=f"agreement on {what}")
+        if error is not None:
+            raise error
+        for rank, other in enumerate(by_rank):
+            if other["error"] is not None:
+                raise PeerFailed(rank, other["error"], phase=what, rank=self.group.rank)
+        brought = [other["brings"] for other in by_rank]
+        if len(set(brought)) > 1:
+            raise Disagreement(what, brought, rank=self.group.rank)
+
+    def _explained(self, manifest: Manifest, call: Callable[[], Result]) -> Result:
+        """Make a call of the exchange. If the ranks bring different manifests there, say so in those words."""
+        try:
+            return call()
+        except Drifted:
+            self._agree(f"what {manifest.phase} brings", str(manifest), None)
+            raise
+
+    def _learn(self, manifest: Manifest | None) -> None:
+        """Put a manifest on the list, and let the workspace grow if it has to. Collective."""
+        assert manifest is not None  # there was no error
+        known = dict(self._cargos)
+        # As many tokens as there may ever be come along: another number of them needs no other workspace.
+        for each in (manifest, replace(manifest, max_tokens=self.max_num_tokens)):
+            if each not in known:
+                known[each] = self._cargo_of(each, len(known))
+        self._exchange.serve(list(known.values()))
+        self._cargos = known
+
+    def _cargo_of(self, manifest: Manifest, number: int) -> Cargo:
+        name = f"{manifest.phase} {number}"
+        if manifest.phase == "combine":
+            ((dtype, (hidden_size,)),) = manifest.rows
+            return self._cargo(name, _NOTHING, number, hidden_size, dtype, manifest.max_tokens)
+        return self._cargo(name, manifest.wire(), number, 1, torch.bfloat16, manifest.max_tokens)
+
+    def _cargo(
+        self, name: str, wire: Format, number: int, hidden_size: int, dtype: torch.dtype, max_tokens: int
+    ) -> Cargo:
+        return Cargo(
+            layer=name,
+            index=number,
+            hidden_size=hidden_size,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            max_tokens=max_tokens,
+            dtype=dtype,
+            wire=wire,
+            combine_wire=for_dtype(dtype),
+            placement=self._placement,
+        )
+
+    # -- Turns ---------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give the workspace back. Later calls raise; the group stays."""
+        self._exchange.close()
+        self._flight = None
+
+    def _attempt(self, make: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+        """What a check of this rank's own gives, or its error, for the others to hear first."""
+        try:
+            return make(), None
+        except Exception as error:
+            return None, error.at(rank=self.group.rank) if isinstance(error, TokenyardError) else error
+
+    def _check_dispatched(self, name: str) -> None:
+        if self._flight is None:
+            raise self._out_of_turn(f"{name} was called before a dispatch", "dispatch first")
+
+    def _out_of_turn(self, found: str, fix: str) -> HandleError:
+        expected = "dispatch, then combine, in turn"
+        return HandleError(found, expected=expected, fix=fix, rank=self.group.rank)
+
+
+def moe_a2a_get_workspace_size_per_rank(
+    ep_size: int,
+    max_num_tokens: int,
+    total_dispatch_payload_size_per_token: int,
+    combine_payload_size_per_token: int,
+) -> int:
+    """Bytes that payloads of these sizes take in a rank's workspace. Nobody has to ask: it grows by itself.
+
+    >>> moe_a2a_get_workspace_size_per_rank(4, 10, 100, 64)  # 4000 and 2560, each rounded up to 128
+    6656
+    """
+    slots = ep_size * max_num_tokens
+    sizes = (total_dispatch_payload_size_per_token, combine_payload_size_per_token)
+    return sum(round_up(slots * size, REGION_ALIGNMENT) for size in sizes)

@@ -1,0 +1,206 @@
+"""What a call of a compatible door brings, and the questions that one rank can answer about it alone.
+
+A `Manifest` is the dtypes and shapes of a call. Ranks compare manifests, so its text says everything that it holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import index
+
+import torch
+from torch import Tensor
+
+from tokenyard.errors import InputError
+from tokenyard.formats import EncodedRows, Format, Payload, for_dtype
+from tokenyard.formats.base import dtype_name
+from tokenyard.rows import describe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What one call brings: payloads (dtype and shape of a row), for so many tokens of a rank at most."""
+
+    phase: str
+    rows: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+    max_tokens: int
+
+    @classmethod
+    def of_payloads(cls, payloads: Sequence[Tensor], max_tokens: int) -> Manifest:
+        """What a dispatch of these tensors brings."""
+        rows = tuple((payload.dtype, tuple(payload.shape[1:])) for payload in payloads)
+        return cls(phase="dispatch", rows=rows, max_tokens=max_tokens)
+
+    @classmethod
+    def of_results(cls, hidden_size: int, dtype: torch.dtype, max_tokens: int) -> Manifest:
+        """What a combine of such results brings."""
+        return cls(phase="combine", rows=((dtype, (hidden_size,)),), max_tokens=max_tokens)
+
+    def wire(self) -> PayloadSet:
+        """The payloads, as an exchange moves them: a matrix each."""
+        return PayloadSet(
+            entries=tuple(
+                Payload(name=f"payload {number}", dtype=dtype, width=math.prod(shape))
+                for number, (dtype, shape) in enumerate(self.rows)
+            )
+        )
+
+    def __str__(self) -> str:
+        rows = ", ".join(f"{dtype_name(dtype)}{list(shape)}" for dtype, shape in self.rows)
+        return f"{rows} a row, runtime_max_tokens_per_rank {self.max_tokens}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PayloadSet(Format):
+    """The caller's payloads as a wire: bytes that travel as they are. It is not for numbers."""
+
+    name = "payload set"
+    entries: tuple[Payload, ...]
+
+    def payloads(self, hidden_size: int) -> tuple[Payload, ...]:
+        return self.entries
+
+    def encode(self, x_TH: Tensor) -> EncodedRows:
+        raise NotImplementedError("a payload set has no numbers to encode")
+
+    def decode(self, rows: EncodedRows, dtype: torch.dtype = torch.float32) -> Tensor:
+        raise NotImplementedError("a payload set has no numbers to decode")
+
+
+def as_matrix(payload: Tensor) -> Tensor:
+    """A payload `[T, ...]` as `[T, width]`."""
+    return payload.detach().reshape(payload.shape[0], math.prod(payload.shape[1:]))
+
+
+def clear_unused(slots_SX: Tensor, counts: Sequence[int], max_tokens: int, mark: int | None) -> None:
+    """Fill the slots of a payload that hold no row with zeros, or with `mark`: rows of earlier rounds stood there."""
+    if slots_SX.shape[1] == 0:
+        return
+    for source, count in enumerate(counts):
+        unused = slots_SX[source * max_tokens + count : (source + 1) * max_tokens]
+        if mark is None:
+            unused.view(
+                torch.uint8
+            ).zero_()  # as bytes: torch does not fill every dtype that a payload may have
+        else:
+            unused.fill_(mark)
+
+
+def check_whole(name: str, value: object, *, least: int, most: int | None = None) -> int:
+    """Raise unless a value is a whole number in this range."""
+    try:
+        number = index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = least - 1
+    if number < least or (most is not None and number > most) or isinstance(value, bool):
+        raise InputError(
+            f"{name} is {value!r}",
+            expected=f"a whole number, {least} or more"
+            if most is None
+            else f"{least} to max_num_tokens={most}",
+            fix="pass such a number" if most is None else "make MoeAlltoAll with a larger max_num_tokens",
+        )
+    return number
+
+
+def check_place(name: str, of_group: int, *given: object) -> None:
+    """Raise unless what a caller says of its place is what the group says."""
+    for value in given:
+        if value is not None and value != of_group:
+            raise InputError(
+                f"{name} is {value!r}",
+                expected=f"{of_group}, as the group says",
+                fix="pass the group of the EP ranks",
+            )
+
+
+def check_batch(
+    ids_TK: object, payloads: Sequence[Tensor], top_k: int, num_experts: int, max_tokens: int
+) -> None:
+    """Raise unless ids and payloads are those of at most `max_tokens` tokens."""
+    if (
+        not isinstance(ids_TK, Tensor)
+        or ids_TK.dtype not in (torch.int32, torch.int64)
+        or ids_TK.dim() != 2
+        or ids_TK.shape[1] != top_k
+    ):
+        raise InputError(
+            f"token_selected_experts is {describe(ids_TK)}",
+            expected=f"int32 or int64 [T, {top_k}]: top_k ids for each token",
+            fix="pass the router's ids, -1 where a choice is nobody's",
+        )
+    if ids_TK.shape[0] > max_tokens:
+        raise InputError(
+            f"{ids_TK.shape[0]} tokens on this rank",
+            expected=f"at most runtime_max_tokens_per_rank={max_tokens}",
+            fix="pass the largest number of tokens that any rank of the group has",
+        )
+    outside_TK = (ids_TK < -1) | (ids_TK >= num_experts)
+    if bool(outside_TK.any()):
+        token, choice = outside_TK.nonzero()[0].tolist()
+        raise InputError(
+            f"token_selected_experts holds id {int(ids_TK[token, choice])} (token {token}, choice {choice})",
+            expected=f"ids from 0 to {num_experts - 1}, or -1 for nobody",
+            fix="pass global expert ids, and -1 for padding",
+        )
+    if not isinstance(payloads, (list, tuple)) or not payloads:
+        raise InputError(
+            f"input_payloads is {describe(payloads)}",
+            expected="a list of at least one tensor",
+            fix="pass the rows, and whatever belongs to them, as [rows, …]",
+        )
+    for number, payload in enumerate(payloads):
+        _check_payload(f"input_payloads[{number}]", payload, ids_TK)
+
+
+def _check_payload(name: str, payload: object, ids_TK: Tensor) -> None:
+    fits = isinstance(payload, Tensor) and payload.dim() > 0 and payload.shape[0] == ids_TK.shape[0]
+    if not isinstance(payload, Tensor) or not fits or payload.device != ids_TK.device:
+        where = f" on {payload.device}" if isinstance(payload, Tensor) else ""
+        raise InputError(
+            f"{name} is {describe(payload)}{where}",
+            expected=f"a tensor [{ids_TK.shape[0]}, ...] on {ids_TK.device}: one row for each token",
+            fix="pass the payloads of the same tokens as token_selected_experts",
+        )
+
+
+def check_marks(payloads: Sequence[Tensor], invalid_id: int | None, number: int | None) -> None:
+    """Raise unless unused slots can be marked with this id in this payload. None and None: no mark."""
+    if invalid_id is None and number is None:
+        return
+    fits = invalid_id is not None and number is not None and 0 <= number < len(payloads)
+    dtype = payloads[number].dtype if fits and number is not None else None
+    if dtype is None or dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+        raise InputError(
+            f"invalid_token_expert_id is {invalid_id} and expert_id_payload_index is {number}"
+            + ("" if dtype is None else f", a payload of {dtype_name(dtype)}"),
+            expected=f"both: an id, and which of the {len(payloads)} payloads (from 0) holds ids, as integers",
+            fix="pass both or neither",
+        )
+    bounds = torch.iinfo(dtype)
+    if not bounds.min <= check_whole("invalid_token_expert_id", invalid_id, least=-(2**63)) <= bounds.max:
+        raise InputError(
+            f"invalid_token_expert_id is {invalid_id}",
+            expected=f"a value that {dtype_name(dtype)} holds, like the ids of payload {number}",
+            fix="send the ids in a wider dtype",
+        )
+
+
+def check_results(payload: object, world: int, max_tokens: int, device: torch.device) -> None:
+    """Raise unless a tensor holds a result for each slot of a dispatch."""
+    fits = isinstance(payload, Tensor) and payload.dim() == 3 and payload.shape[2] > 0
+    if (
+        not isinstance(payload, Tensor)
+        or not fits
+        or tuple(payload.shape[:2]) != (world, max_tokens)
+        or payload.device.type != device.type
+    ):
+        where = f" on {payload.device}" if isinstance(payload, Tensor) else ""
+        raise InputError(
+            f"payload is {describe(payload)}{where}",
+            expected=f"a tensor [{world}, {max_tokens}, H] on {device}: a result for each slot of dispatch",
+            fix="keep the slots of the tensors that dispatch returned",
+        )
+    for_dtype(payload.dtype)
