@@ -305,7 +305,12 @@ def counted(group, exchange):
     ids = torch.tensor([[0, 1], [2, 3], [1, 2]])
     built(x_TH, ty.Routes(topk_ids_TK=ids, topk_weights_TK=torch.ones(3, 2)))
     mine = plan.stats()["moe"]
-    return mine, plan.stats()["idle"].rounds, plan.gather_stats(), plan.exchange.region_bytes(plan.wiring("moe").cargo)
+    return (
+        mine,
+        plan.stats()["idle"].rounds,
+        plan.gather_stats(),
+        plan.exchange.region_bytes(plan.wiring("moe").cargo),
+    )
 
 
 @pytest.mark.parametrize("exchange", ty.EXCHANGES)

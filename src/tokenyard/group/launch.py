@@ -149,6 +149,7 @@ def _launch_processes(
                 connection.send_bytes(b"leave")
             connection.close()
         _end(processes)
+        del store  # or the traceback of an error would keep its sockets open
 
 
 def _collect(connections: list[Connection], processes: list[Any], deadline: float) -> list[Any]:
