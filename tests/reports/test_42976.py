@@ -78,3 +78,63 @@ def pipeline_stages(group, exchange):
 def test_42976_two_groups_with_different_numbers_of_layers_and_plans_do_not_deadlock(ranks, exchange):
     results = on_ranks(4, pipeline_stages, exchange, ranks=ranks)
     assert results == [(4, True), (4, True), (20, True), (20, True)]
+
+
+# The growth test of the report, with its numbers: 1024 tokens, top-k 2, 8 experts a rank, hidden size 4096.
+def growth_layer(name, world, wire):
+    return spec(name, max_tokens=1024, top_k=2, num_experts=8 * world, hidden_size=4096, wire=wire)
+
+
+def grow_like_the_report(group):
+    plan = ty.plan([growth_layer("nvfp4", group.size, "nvfp4")], group, exchange="one_sided")
+    first = plan.exchange.workspace
+    needed = plan.exchange.layout_for([plan.wiring("nvfp4").cargo]).nbytes
+    plan.extend([growth_layer("bf16", group.size, "bf16")])  # larger payloads: grows, is rebuilt
+    second = plan.exchange.workspace
+    plan.extend([growth_layer("nvfp4 again", group.size, "nvfp4")])  # it suffices: is kept
+    third = plan.exchange.workspace
+    runs = []
+    for name in ("nvfp4", "bf16", "nvfp4 again"):
+        layer = plan.wiring(name).spec
+        x_TH, routes = batch(layer, 3, seed=group.rank)
+        runs.append(bool(torch.isfinite(build(plan, name)(x_TH, routes)).all()))
+    plan.close()
+    return (
+        first.nbytes == needed,
+        second.nbytes > first.nbytes,
+        second is not first,
+        third is second,
+        all(runs),
+    )
+
+
+@pytest.mark.parametrize(
+    ("world", "ranks"), [(2, "threads"), (2, "processes"), (8, "threads"), (8, "processes")]
+)
+def test_42976_the_workspace_grows_is_rebuilt_and_is_kept(world, ranks):
+    results = on_ranks(world, grow_like_the_report, ranks=ranks, deadline=60)
+    assert results == [(True, True, True, True, True)] * world
+
+
+def stages_that_grow(group):
+    first_stage = group.rank < group.size // 2
+    half = group.size // 2
+    stage = group.subgroup(list(range(half)) if first_stage else list(range(half, group.size)))
+    plan = ty.plan([spec("0", experts="reference")], stage, exchange="one_sided")
+    # One stage grows once, the other five times, each time for a wider layer.
+    for n in range(1, 2 if first_stage else 6):
+        plan.extend([spec(str(n), hidden_size=32 * (n + 1), experts="reference")])
+    right = []
+    for name in plan.stats():
+        layer = plan.wiring(name).spec
+        x_TH, routes = batch(layer, 3, seed=group.rank)
+        expected = twin(plan.wiring(name), random_weights(layer, 0), x_TH, routes, stage.rank)
+        right.append(same_bits(build(plan, name)(x_TH, routes), expected))
+    return len(right), all(right)
+
+
+@both_kinds
+@pytest.mark.parametrize("world", [4, 8])
+def test_42976_pipeline_stages_that_grow_a_different_number_of_times_do_not_wait_for_each_other(ranks, world):
+    results = on_ranks(world, stages_that_grow, ranks=ranks, deadline=60)
+    assert results == [(2, True)] * (world // 2) + [(6, True)] * (world // 2)
