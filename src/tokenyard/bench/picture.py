@@ -11,7 +11,7 @@ ENDINGS = (".png", ".svg", ".pdf")
 # By contestant, in the order of the registry; gray is for the peer. They differ in lightness, too.
 _COLORS = ("#1b4f8a", "#5aa0d0", "#e0963a", "#5f9e6e", "#8c6bb1")
 _PEER = "#a9a9a9"
-_WIDTH = 0.8  # of the space of one group
+_WIDTH = 0.72  # of the space of one group
 
 
 def check_picture(path: Path) -> None:
@@ -79,14 +79,15 @@ def draw_dispatch(document: dict[str, Any], path: Path) -> None:
         if has_gloo:
             draw(left + (len(exchanges) + 0.5) * bar, "bare gloo", "gloo_", found[0], _PEER)
         floor = found[0]["floor_ms"]
-        ends = (left - 0.04, left + _WIDTH + 0.04)
+        ends = (left - 0.04, left + _WIDTH + 0.12)
         axes.hlines(floor, *ends, color="black", linewidth=1.8, linestyle="--", label=label("floor (copy)"))
         axes.annotate(
             f"{floor:.1f}",
             (ends[1], floor),
-            xytext=(2, 0),
+            xytext=(0, 3),
             textcoords="offset points",
-            va="center",
+            ha="right",
+            va="bottom",
             fontsize=9,
         )
 
@@ -109,7 +110,7 @@ def draw_dispatch(document: dict[str, Any], path: Path) -> None:
     hardware = document["hardware"]
     figure.supxlabel(
         f"{hardware['cpu']}, {hardware['cores']} cores, {first['threads']} thread a rank, {first['rounds']} rounds, "
-        f"{document['date'][:10]}.\nMemory of one host: this is not the speed of a link. "
+        f"{document['date'][:10]}.\nShared memory on one host: this is not the speed of a link.\n"
         "Gloo moves ready bytes; floor: each rank copies the same bytes.",
         fontsize=8,
     )

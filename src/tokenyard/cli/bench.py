@@ -150,25 +150,32 @@ def dispatch(
         "tokens": lambda row: str(row["num_tokens"]),
         "wire": lambda row: row["wire"],
         "exchange": lambda row: row["exchange"],
-        "ours, ms": lambda row: f"{row['ms']:.1f}",
+        "ours": lambda row: f"{row['ms']:.1f}",
         "out + back": lambda row: f"{row['dispatch_ms']:.1f} + {row['combine_ms']:.1f}",
-        "bare gloo, ms": lambda row: f"{row['gloo_ms']:.1f}",
-        "floor, ms": lambda row: f"{row['floor_ms']:.1f}",
+        "bare gloo": lambda row: f"{row['gloo_ms']:.1f}",
+        "floor": lambda row: f"{row['floor_ms']:.1f}",
         "gloo / ours": lambda row: _with_spread(row, "gloo_ratio"),
         "ours / floor": lambda row: _with_spread(row, "floor_ratio"),
-        "encode, ms (extra)": lambda row: f"{row['encode_ms']:.1f}",
-        "KB a token, out + back": lambda row: (
+        "encode": lambda row: f"{row['encode_ms']:.1f}",
+        "KB a token": lambda row: (
             f"{row['dispatch_bytes_per_token'] / 1e3:.1f} + {row['combine_bytes_per_token'] / 1e3:.1f}"
         ),
     }
-    title = f"{ranks} processes, H {hidden_size}, K {top_k}, E {num_experts}, {combine_wire} back; medians (quartiles)"
+    title = (
+        f"{ranks} processes, H {hidden_size}, K {top_k}, E {num_experts}, {combine_wire} back: "
+        "ms and ratios, medians (quartiles)"
+    )
     document = _run("dispatch", tokens, measure, columns, out, as_json, title)
     if plot is not None:
         draw_dispatch(document, plot)
 
 
 def _with_spread(row: dict[str, Any], name: str) -> str:
-    return f"{row[name]:.2f} × ({row[f'{name}_low']:.2f}–{row[f'{name}_high']:.2f})"
+    median, low, high = (
+        f"{row[key]:.2f}" if row[key] < 10 else f"{row[key]:.1f}"
+        for key in (name, f"{name}_low", f"{name}_high")
+    )
+    return f"{median} ({low}–{high})"
 
 
 def _check_device(device: str) -> None:
