@@ -54,7 +54,6 @@ from tokenyard.workspace import REGION_ALIGNMENT, round_up
 
 Result = TypeVar("Result")
 
-
 # The wire of a cargo that only serves the way back.
 _NOTHING = PayloadSet(entries=(Payload(name="nothing", dtype=torch.uint8, width=1),))
 
@@ -125,8 +124,8 @@ class MoeAlltoAll:
             optional = {"workspace_size_per_rank": workspace_size_per_rank, "hidden_size": hidden_size}
             for name, value in (sizes | {k: v for k, v in optional.items() if v is not None}).items():
                 check_whole(name, value, least=1)
-            check_place("ep_size", group.size, ep_size, getattr(mapping, "moe_ep_size", None))
-            check_place("ep_rank", group.rank, ep_rank, getattr(mapping, "moe_ep_rank", None))
+            check_place(mapping, group.size, ep_size=ep_size)
+            check_place(mapping, group.rank, ep_rank=ep_rank)
 
         number = group.count_plan()
         given = (
@@ -179,7 +178,7 @@ class MoeAlltoAll:
         if error is not None or manifest not in self._cargos:
             with suppress(_AtTheDoor, Drifted), self._exchange.shared_fate(self._cargos[None]):
                 raise _AtTheDoor
-            self._agree("the payloads of dispatch", str(manifest), error)
+            self._agree("what dispatch brings", str(manifest), error)
             self._learn(manifest)
         assert manifest is not None
         cargo = self._cargos[manifest]
@@ -217,8 +216,8 @@ class MoeAlltoAll:
             for_dtype(dtype)
             return Manifest.of_results(hidden_size, dtype, self._same_tokens(runtime_max_tokens_per_rank))
 
-        wanted, flight = self._redirected(manifest)
-        return self._results(wanted, flight)
+        wanted, _ = self._redirected(manifest)
+        return self._results(wanted)
 
     def combine(
         self,
@@ -256,7 +255,7 @@ class MoeAlltoAll:
         wanted, flight = self._redirected(manifest)
         self._flight = None
         if not payload_in_workspace:
-            results = self._results(wanted, flight)
+            results = self._results(wanted)
             for source, count in enumerate(flight.received.counts_W):
                 results[source, :count] = payload[source, :count].detach()
         buffer = self._exchange.combine_buffer(flight)
@@ -273,26 +272,23 @@ class MoeAlltoAll:
         if again:
             with suppress(_AtTheDoor, Drifted):
                 self._exchange.refuse(self._exchange.redirect(flight, self._cargos[None]), _AtTheDoor())
-            self._agree("the results of combine", str(wanted), error)
+            self._agree("what combine brings", str(wanted), error)
             self._learn(wanted)
         assert wanted is not None
         self._flight = self._exchange.redirect(flight, self._cargos[wanted], again=again)
         return wanted, self._flight
 
-    def _results(self, manifest: Manifest, flight: Dispatched) -> Tensor:
-        """Where results of a manifest belong in this rank's workspace."""
+    def _results(self, manifest: Manifest) -> Tensor:
+        """Where results of a manifest belong in this rank's workspace: one place, as one dispatch is in flight."""
         cargo = self._cargos[manifest]
-        (rows_SH,) = self._exchange.workspace.combine(self.ep_rank, cargo, flight.round).values()
+        (rows_SH,) = self._exchange.workspace.combine(self.ep_rank, cargo, round=0).values()
         return rows_SH.view(self.ep_size, manifest.max_tokens, cargo.hidden_size)
 
     def _is_results(self, manifest: Manifest, payload: Tensor) -> bool:
         """Whether a tensor is that place, through whatever views it went in between."""
-        if manifest not in self._cargos or self._flight is None:
+        if manifest not in self._cargos or not self._in_workspace(payload):
             return False
-        there = self._results(manifest, self._flight)
-        return (
-            payload.data_ptr() == there.data_ptr() and payload.is_contiguous() and self._in_workspace(payload)
-        )
+        return payload.data_ptr() == self._results(manifest).data_ptr() and payload.is_contiguous()
 
     def _in_workspace(self, tensor: Tensor) -> bool:
         mine = self._exchange.workspace.buffers[self.ep_rank]
@@ -384,8 +380,7 @@ class MoeAlltoAll:
             raise self._out_of_turn(f"{name} was called before a dispatch", "dispatch first")
 
     def _out_of_turn(self, found: str, fix: str) -> HandleError:
-        expected = "dispatch, then combine, in turn"
-        return HandleError(found, expected=expected, fix=fix, rank=self.group.rank)
+        return HandleError(found, expected="dispatch, then combine", fix=fix, rank=self.group.rank)
 
 
 def moe_a2a_get_workspace_size_per_rank(

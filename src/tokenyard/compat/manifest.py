@@ -105,10 +105,13 @@ def check_whole(name: str, value: object, *, least: int, most: int | None = None
     return number
 
 
-def check_place(name: str, of_group: int, *given: object) -> None:
-    """Raise unless what a caller says of its place is what the group says."""
-    for value in given:
-        if value is not None and value != of_group:
+def check_place(mapping: object, of_group: int, **given: int | None) -> None:
+    """Raise unless what a caller says of its place (`ep_rank=3`, or a mapping's `moe_ep_rank`) is true."""
+    claims: dict[str, object] = {name: value for name, value in given.items() if value is not None}
+    if mapping is not None:
+        claims |= {f"mapping.moe_{name}": getattr(mapping, f"moe_{name}", None) for name in given}
+    for name, value in claims.items():
+        if value != of_group:
             raise InputError(
                 f"{name} is {value!r}",
                 expected=f"{of_group}, as the group says",
