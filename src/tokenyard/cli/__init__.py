@@ -1,4 +1,4 @@
-"""The command line: `tokenyard run`, `plan`, `doctor`, `support`, `bench`.
+"""The command line: `tokenyard run`, `check`, `plan`, `doctor`, `support`, `bench`.
 
 A command is a function in a module of its name. Modules import typer and nothing heavier at their top; torch
 and the rest of the package are imported inside the functions, so that `--help` answers at once. Errors of the
@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from tokenyard.cli import bench
+from tokenyard.cli.check import check
 from tokenyard.cli.doctor import doctor
 from tokenyard.cli.output import reported
 from tokenyard.cli.plan import plan
@@ -45,7 +46,7 @@ def _root(
     """Expert-parallel MoE layers that cannot be wired wrong."""
 
 
-for _command in (run, plan, doctor, support):
+for _command in (run, check, plan, doctor, support):
     app.command()(reported(_command))
 app.add_typer(bench.app, name="bench")
 

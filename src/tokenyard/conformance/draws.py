@@ -32,9 +32,9 @@ RankKind = Literal["threads", "processes"]
 
 # Multiply-adds of the experts on all ranks together, weights that all ranks draw, experts that are visited (each
 # costs some 30 small operations, on its rank and in the twin), and elements of the routes' draw.
-MOST_PRODUCTS = 3_000_000
-MOST_WEIGHTS = 4_000_000
-MOST_VISITS = 160
+MOST_PRODUCTS = 2_000_000
+MOST_WEIGHTS = 2_000_000
+MOST_VISITS = 96
 MOST_CHOICES = 200_000
 _HEAVY = 8
 
@@ -99,7 +99,7 @@ def _draw(
     """A case that may still be refused."""
     heavy = _HEAVY if chance.random() < 0.02 else 1
     world = chance.randint(4 if large else 1, 8)
-    if ranks == "threads" and chance.random() < 0.02:
+    if ranks == "threads" and chance.random() < 0.01:
         world = chance.randint(9, 64)
     sizes = _sizes(chance, large, world, heavy)
     dtype = chance.choice(("bfloat16", "bfloat16", "float16", "float32"))

@@ -34,6 +34,7 @@ class Bound:
 
     magnitude_TH: Tensor
     absolute_TH: Tensor
+    most_rows: int  # that a token's result is summed from: one per rank, so at most K
 
     def tolerance(self, combine_wire: Format, dtype: torch.dtype) -> Tensor:
         """For results that came home in `combine_wire`, rounded to `dtype` at the end."""
@@ -52,6 +53,9 @@ class Bound:
             # The smallest elements of a block are rounded to a grid that its largest one sets.
             grid = wire.smallest_normal * wire.eps / wire.max
             tolerance_TH += 2 * grid * self.magnitude_TH.amax(dim=1, keepdim=True)
+        elif not combine_wire.quantized:
+            # Below the smallest normal number, half a step is no longer a share of what is rounded.
+            tolerance_TH += self.most_rows * wire.smallest_normal * wire.eps / 2
         return tolerance_TH + end.smallest_normal * end.eps
 
 
@@ -91,7 +95,7 @@ def oracle(
             )
     if not with_bound:
         return y_TH
-    return y_TH, Bound(magnitude_TH=magnitude_TH, absolute_TH=absolute_TH)
+    return y_TH, Bound(magnitude_TH=magnitude_TH, absolute_TH=absolute_TH, most_rows=spec.top_k)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int, *, absolute: bool = False) -> Tensor:

@@ -1,0 +1,341 @@
+"""`tokenyard check`: every exchange × wire format × kind of ranks, random layers and named checks, as a grid.
+
+A random case is bitwise equal to the twin and within the bound around the oracle, or it is a finding. The named checks
+say what a part did wrong, where a case says that something is wrong. Both run on anybody's class:
+
+    tokenyard check --exchange package.module:Class
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from tokenyard.cli.output import JsonFlag, console, print_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from tokenyard.conformance.campaign import Cell, Row
+    from tokenyard.conformance.cases import Case
+    from tokenyard.conformance.suites import CheckResult
+    from tokenyard.formats import Format
+
+EXIT_OFF = 1
+# Findings shown below the grid; `--json` has all.
+_MOST_SHOWN = 12
+
+
+def check(
+    cases: Annotated[int, typer.Option(min=0, help="Random cases, over all cells of the grid.")] = 2000,
+    seed: Annotated[int, typer.Option(help="Of the random cases.")] = 0,
+    exchange: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this exchange: a name, or package.module:Class. May be given several times."),
+    ] = None,
+    format_: Annotated[
+        list[str] | None,
+        typer.Option("--format", help="Only this format: a name, or package.module:Class. Several times."),
+    ] = None,
+    experts: Annotated[
+        list[str] | None,
+        typer.Option(help="Only these experts: a name, or package.module:Class. Several times."),
+    ] = None,
+    ranks: Annotated[str, typer.Option(help="Ranks as `threads`, `processes` or `both`.")] = "both",
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Rounds of the check `many_rounds`.", show_default="50; 1000 where memory is shared"
+        ),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Hold exchanges, formats and experts to their contract: your own classes, too."""
+    from tokenyard.forkserver import start_forkserver
+
+    if ranks in ("processes", "both"):
+        start_forkserver()  # it loads torch while this process does
+    from tokenyard.cli.machine import provenance
+    from tokenyard.conformance.campaign import Campaign, check_parts, share_of_large
+    from tokenyard.conformance.draws import histogram
+    from tokenyard.exchange import EXCHANGES
+    from tokenyard.exchange import resolve as resolve_exchange
+    from tokenyard.experts import EXPERTS
+    from tokenyard.experts import get as get_experts
+    from tokenyard.formats import FORMATS
+
+    _refuse_override()
+    kinds = _kinds(ranks)
+    everything = not (exchange or format_ or experts)
+    # Experts alone need no exchange; an exchange or a format is tried with all of its counterparts.
+    moves = everything or bool(exchange or format_)
+    exchanges = [_part(name, resolve_exchange) for name in exchange or EXCHANGES] if moves else []
+    chosen_formats = [_format(name) for name in format_ or FORMATS]
+    chosen_experts = [_part(name, get_experts) for name in experts or (EXPERTS if everything else ())]
+    campaign = Campaign(
+        exchanges=exchanges,
+        formats=chosen_formats if moves else [],
+        ranks=kinds,
+        cases=cases,
+        seed=seed,
+    )
+    started = time.monotonic()
+    drawn = campaign.draw()
+    steps = len(drawn) + len(exchanges) * len(kinds)
+    with _Bar(steps) as bar:
+        parts = check_parts(chosen_formats if everything or format_ else [], chosen_experts)
+        rows = list(campaign.check_rows(bar.tell, rounds))
+        cells = campaign.run_cases(drawn, bar.tell)
+    seconds = time.monotonic() - started
+    only_cases = [case for _, case in drawn]
+    named = [result for row in rows for result in row.results]
+    named += [result for kind in parts.values() for results in kind.values() for result in results]
+    passed = all(cell.ok for cell in cells) and all(result.passed for result in named)
+    if as_json:
+        print_json(
+            {
+                "command": "check",
+                "passed": passed,
+                "seed": seed,
+                "cases": len(drawn),
+                "large_share": share_of_large(only_cases),
+                "seconds": round(seconds, 1),
+                "cells": [_cell_fields(cell) for cell in cells],
+                "checks": _check_fields(rows, parts),
+                "histogram": histogram(only_cases),
+                **provenance(),
+            }
+        )
+    else:
+        _show(console(), rows, cells, parts, only_cases)
+        count = sum(cell.passed for cell in cells)
+        checks = sum(result.passed for result in named)
+        console().print(
+            f"{count} of {len(drawn)} cases and {checks} of {len(named)} checks passed, in {seconds:.0f} s",
+            style="green" if passed else "red",
+        )
+    if not passed:
+        raise typer.Exit(EXIT_OFF)
+
+
+class _Bar:
+    """Live progress on stderr."""
+
+    def __init__(self, steps: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=console(stderr=True))
+        self._task = self._progress.add_task("formats and experts", total=steps)
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def tell(self, what: str, steps: int) -> None:
+        """What is being run, and how many steps it has made."""
+        self._progress.update(self._task, description=what, advance=steps)
+
+
+# -- Options -------------------------------------------------------------------------------------------------
+
+
+def _refuse_override() -> None:
+    """A variable that puts another exchange in the place of the one under test would make all of this a lie."""
+    import os
+
+    from tokenyard.errors import InputError
+    from tokenyard.planner import EXCHANGE_VARIABLE
+
+    if name := os.environ.get(EXCHANGE_VARIABLE):
+        raise InputError(
+            f"{EXCHANGE_VARIABLE}={name}, which overrides the exchange of every plan",
+            expected="each exchange to be checked as itself",
+            fix=f"unset {EXCHANGE_VARIABLE}, and choose with --exchange",
+        )
+
+
+def _kinds(ranks: str) -> tuple[Literal["threads", "processes"], ...]:
+    from tokenyard.errors import InputError
+
+    if ranks == "both":
+        return ("threads", "processes")
+    if ranks == "threads":
+        return ("threads",)
+    if ranks == "processes":
+        return ("processes",)
+    raise InputError(f"--ranks {ranks}", expected="threads, processes or both", fix="choose one of them")
+
+
+def _part(name: str, resolve: Callable[[Any], Any]) -> Any:
+    """A registered class by its name, or somebody's own."""
+    return resolve(_load(name) if ":" in name else name)
+
+
+def _format(name: str) -> str | Format:
+    """A registered format by its name, or an object of somebody's own class."""
+    from tokenyard.formats import FORMATS, Format, get
+
+    if ":" not in name:
+        get(name)  # raises where there is none
+        return name
+    loaded = _load(name)
+    if isinstance(loaded, type) and issubclass(loaded, Format):
+        loaded = loaded()
+    if isinstance(loaded, Format) and FORMATS.get(loaded.name) not in (None, type(loaded)):
+        from tokenyard.errors import InputError
+
+        raise InputError(
+            f"{name} is called {loaded.name!r}, as a registered format is",
+            expected="a name of its own",
+            fix="change the `name` of the class",
+        )
+    return get(loaded)
+
+
+def _load(path: str) -> Any:
+    """The object that `package.module:Class` names, looked for in the current folder, too."""
+    import importlib
+    import os
+    import sys
+
+    from tokenyard.errors import InputError
+
+    module_name, _, name = path.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # process ranks inherit it
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(
+            f"{path} cannot be loaded ({error})",
+            expected="package.module:Class, importable from here",
+            fix=f"run in the folder that holds it, and try: python -c 'import {module_name}'",
+        ) from error
+    return found
+
+
+# -- What was found ------------------------------------------------------------------------------------------
+
+
+def _cell_fields(cell: Cell) -> dict[str, Any]:
+    return {
+        "exchange": cell.exchange,
+        "ranks": cell.ranks,
+        "wire": cell.wire,
+        "total": cell.total,
+        "passed": cell.passed,
+        "not_run": cell.not_run,
+        "findings": [{"case": str(case), "finding": finding} for case, finding in cell.findings],
+    }
+
+
+def _check_fields(rows: list[Row], parts: dict[str, dict[str, list[CheckResult]]]) -> list[dict[str, Any]]:
+    """One entry per named check of each part."""
+
+    def entries(kind: str, name: str, results: list[CheckResult], **more: str) -> list[dict[str, Any]]:
+        return [
+            {"kind": kind, "name": name, **more, "check": r.check, "what": r.what, "finding": r.finding}
+            for r in results
+        ]
+
+    found = [
+        entry for row in rows for entry in entries("exchange", row.exchange, row.results, ranks=row.ranks)
+    ]
+    for kind, by_name in parts.items():
+        for name, results in by_name.items():
+            found += entries(kind.removesuffix("s") if kind == "formats" else kind, name, results)
+    return found
+
+
+def _show(
+    out: Console,
+    rows: list[Row],
+    cells: list[Cell],
+    parts: dict[str, dict[str, list[CheckResult]]],
+    cases: list[Case],
+) -> None:
+    findings: list[str] = []
+    if rows:
+        out.print(_grid(rows, cells, findings))
+    for kind, by_name in parts.items():
+        if by_name:
+            out.print(_parts_table(kind, by_name, findings))
+    for finding in findings[:_MOST_SHOWN]:
+        out.print(f"✗ {finding}", style="red", markup=False, soft_wrap=True)
+    if len(findings) > _MOST_SHOWN:
+        out.print(f"and {len(findings) - _MOST_SHOWN} more: --json has them all", style="red")
+    if cases:
+        out.print(_histogram_table(cases))
+
+
+def _mark(passed: int, total: int) -> str:
+    if total == 0:
+        return "–"
+    return f"[green]{passed}/{total}" if passed == total else f"[red]✗ {passed}/{total}"
+
+
+def _grid(rows: list[Row], cells: list[Cell], findings: list[str]) -> Table:
+    """Exchange × kind of ranks by wire format; the first finding of each cell is put on the list."""
+    from rich.table import Table
+
+    wires = list(dict.fromkeys(cell.wire for cell in cells))
+    table = Table(title="Cases passed, by the wire on which rows travel", title_justify="left")
+    for heading in ("exchange", "ranks"):
+        table.add_column(heading)
+    for heading in ("named checks", *wires):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        here = f"{row.exchange} on {row.ranks}"
+        findings += [f"{here}, {r.check}: {r.finding}" for r in row.results if not r.passed]
+        marks = [_mark(sum(result.passed for result in row.results), len(row.results))]
+        for wire in wires:
+            mine = [c for c in cells if (c.exchange, c.ranks, c.wire) == (row.exchange, row.ranks, wire)]
+            marks.append(_mark(sum(c.passed for c in mine), sum(c.total for c in mine)))
+            for cell in mine:
+                if cell.findings:
+                    case, finding = cell.findings[0]
+                    findings.append(f"{here} × {wire}: {finding}\n  {case}")
+                if cell.not_run:
+                    findings.append(f"{here} × {wire}: {cell.not_run} not run: the group broke too often")
+        table.add_row(row.exchange, row.ranks, *marks)
+    return table
+
+
+def _parts_table(kind: str, by_name: dict[str, list[CheckResult]], findings: list[str]) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"Named checks of {kind}", title_justify="left")
+    for name in by_name:
+        table.add_column(name, justify="right")
+    table.add_row(*(_mark(sum(r.passed for r in results), len(results)) for results in by_name.values()))
+    for name, results in by_name.items():
+        findings += [f"{name}, {r.check}: {r.finding}" for r in results if not r.passed]
+    return table
+
+
+def _histogram_table(cases: list[Case]) -> Table:
+    from rich.table import Table
+
+    from tokenyard.conformance.campaign import share_of_large
+    from tokenyard.conformance.draws import histogram
+
+    table = Table(
+        title=f"What was drawn: {len(cases)} cases, {share_of_large(cases):.0%} of them large "
+        "(W ≥ 4, H ≥ 2048, uneven T)",
+        title_justify="left",
+        show_header=False,
+    )
+    for name, counts in histogram(cases).items():
+        table.add_row(name, "   ".join(f"{label}: {count}" for label, count in counts.items()))
+    return table

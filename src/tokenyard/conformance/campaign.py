@@ -1,0 +1,148 @@
+"""A campaign: every exchange × wire format × kind of ranks, many random cases each, and the named checks once.
+
+Cases of one exchange, one kind of ranks and one W share a launch, in portions, so that progress is seen. A row of the
+grid (exchange × kind of ranks) whose group broke three times is not run to its end: what is left counts as not run,
+and a row that was not run to its end has not passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from tokenyard.conformance.cases import Case
+from tokenyard.conformance.draws import RankKind, draw_cases, is_large
+from tokenyard.conformance.suites import CheckResult, check_cases, check_exchange, check_experts, check_format
+from tokenyard.exchange import Exchange
+from tokenyard.experts import Experts
+from tokenyard.formats import Format, get
+
+# Cases of one launch: eight processes start in about 0.3 s, which is then a tenth of the time at most.
+PORTION = 32
+MOST_BREAKS = 3
+
+# Told after each portion: what was run, and how many cases.
+Progress = Callable[[str, int], None]
+
+
+@dataclass(kw_only=True)
+class Cell:
+    """What came of the cases of one exchange × kind of ranks × wire."""
+
+    exchange: str
+    ranks: RankKind
+    wire: str
+    total: int = 0
+    passed: int = 0
+    not_run: int = 0
+    findings: list[tuple[Case, str]] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether all its cases were run, and passed."""
+        return self.passed == self.total
+
+
+@dataclass(kw_only=True)
+class Row:
+    """What came of the named checks of one exchange × kind of ranks."""
+
+    exchange: str
+    ranks: RankKind
+    results: list[CheckResult]
+
+    @property
+    def ok(self) -> bool:
+        """Whether all checks passed."""
+        return all(result.passed for result in self.results)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Campaign:
+    """What is to be checked."""
+
+    exchanges: Sequence[type[Exchange]]
+    formats: Sequence[str | Format]
+    ranks: Sequence[RankKind]
+    cases: int
+    seed: int
+
+    def cells(self) -> list[tuple[type[Exchange], str | Format, RankKind]]:
+        """The grid."""
+        return [
+            (exchange, wire, ranks)
+            for exchange in self.exchanges
+            for ranks in self.ranks
+            for wire in self.formats
+        ]
+
+    def draw(self) -> list[tuple[int, Case]]:
+        """All cases, each with the number of its cell."""
+        return draw_cases(self.cases, self.seed, self.cells()) if self.cells() else []
+
+    def check_rows(self, progress: Progress, rounds: int | None = None) -> Iterator[Row]:
+        """The named checks, once per exchange × kind of ranks."""
+        for exchange in self.exchanges:
+            for ranks in self.ranks:
+                progress(f"{exchange.name} on {ranks}: named checks", 0)
+                results = check_exchange(exchange, ranks=ranks, rounds=rounds)
+                progress(f"{exchange.name} on {ranks}: named checks", 1)
+                yield Row(exchange=exchange.name, ranks=ranks, results=results)
+
+    def run_cases(self, drawn: Sequence[tuple[int, Case]], progress: Progress) -> list[Cell]:
+        """All cases, portion by portion."""
+        grid = self.cells()
+        cells = [
+            Cell(exchange=exchange.name, ranks=ranks, wire=str(get(wire))) for exchange, wire, ranks in grid
+        ]
+        breaks: dict[tuple[str, RankKind], int] = {}
+        for exchange, ranks, portion in _portions(grid, drawn):
+            name = f"{exchange.name} on {portion[0][1].world} {ranks}"
+            progress(name, 0)
+            row = (exchange.name, ranks)
+            for number, _ in portion:
+                cells[number].total += 1
+            if breaks.get(row, 0) >= MOST_BREAKS:
+                for number, _ in portion:
+                    cells[number].not_run += 1
+            else:
+                verdicts = check_cases([case for _, case in portion], ranks=ranks)
+                for (number, case), verdict in zip(portion, verdicts, strict=True):
+                    breaks[row] = breaks.get(row, 0) + verdict.broke_group
+                    if verdict.finding is None:
+                        cells[number].passed += 1
+                    else:
+                        cells[number].findings.append((case, verdict.finding))
+            progress(name, len(portion))
+        return cells
+
+
+def _portions(
+    grid: Sequence[tuple[type[Exchange], str | Format, RankKind]], drawn: Sequence[tuple[int, Case]]
+) -> Iterator[tuple[type[Exchange], RankKind, list[tuple[int, Case]]]]:
+    """The cases that can share a launch, row by row of the grid."""
+    for exchange, ranks in dict.fromkeys((exchange, ranks) for exchange, _, ranks in grid):
+        of_row = [
+            (number, case)
+            for number, case in drawn
+            if (grid[number][0], grid[number][2]) == (exchange, ranks)
+        ]
+        for world in sorted({case.world for _, case in of_row}):
+            alike = [(number, case) for number, case in of_row if case.world == world]
+            for start in range(0, len(alike), PORTION):
+                yield exchange, ranks, alike[start : start + PORTION]
+
+
+def share_of_large(cases: Sequence[Case]) -> float:
+    """The share of cases with W ≥ 4, H ≥ 2048 and uneven T."""
+    return sum(map(is_large, cases)) / len(cases) if cases else 0.0
+
+
+def check_parts(
+    formats: Sequence[str | Format], experts: Sequence[type[Experts]]
+) -> dict[str, dict[str, list[CheckResult]]]:
+    """The named checks of formats and experts, by kind and name."""
+    return {
+        "formats": {str(get(one)): check_format(one) for one in formats},
+        "experts": {one.name: check_experts(one) for one in experts},
+    }
