@@ -81,9 +81,8 @@ def clear_unused(slots_SX: Tensor, counts: Sequence[int], max_tokens: int, mark:
     for source, count in enumerate(counts):
         unused = slots_SX[source * max_tokens + count : (source + 1) * max_tokens]
         if mark is None:
-            unused.view(
-                torch.uint8
-            ).zero_()  # as bytes: torch does not fill every dtype that a payload may have
+            # As bytes: torch does not fill every dtype that a payload may have.
+            unused.view(torch.uint8).zero_()
         else:
             unused.fill_(mark)
 
