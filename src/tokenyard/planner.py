@@ -196,7 +196,8 @@ class Plan:
 
         def make() -> Draft:
             specs = [
-                replace(wiring.spec, placement=wiring.cargo.placement.without(lost)) for wiring in old.wirings
+                replace(spec, placement=wiring.cargo.placement.without(lost))
+                for spec, wiring in zip(old.specs, old.wirings, strict=True)
             ]
             return draft(
                 specs,
