@@ -132,7 +132,7 @@ class MoeAlltoAll:
             f"max_num_tokens {max_num_tokens}, top_k {top_k}, num_experts {num_experts}, "
             f"hidden_size {hidden_size}, number {number} of this group"
         )
-        self._agree("the arguments of MoeAlltoAll", given, self._attempt(check)[1])
+        self._agree("MoeAlltoAll", given, self._attempt(check)[1])
         if reason := OneSidedExchange.reaches(group, group.gather_json(group.host())):
             raise PlanError(str(reason), expected="ranks that share memory", fix=reason.why, rank=group.rank)
         self._placement = Placement.contiguous(num_experts, group.size)
@@ -178,7 +178,7 @@ class MoeAlltoAll:
         if error is not None or manifest not in self._cargos:
             with suppress(_AtTheDoor, Drifted), self._exchange.shared_fate(self._cargos[None]):
                 raise _AtTheDoor
-            self._agree("what dispatch brings", str(manifest), error)
+            self._agree("dispatch", str(manifest), error)
             self._learn(manifest)
         assert manifest is not None
         cargo = self._cargos[manifest]
@@ -272,7 +272,7 @@ class MoeAlltoAll:
         if again:
             with suppress(_AtTheDoor, Drifted):
                 self._exchange.refuse(self._exchange.redirect(flight, self._cargos[None]), _AtTheDoor())
-            self._agree("what combine brings", str(wanted), error)
+            self._agree("combine", str(wanted), error)
             self._learn(wanted)
         assert wanted is not None
         self._flight = self._exchange.redirect(flight, self._cargos[wanted], again=again)
@@ -306,25 +306,25 @@ class MoeAlltoAll:
 
     # -- Agreeing ------------------------------------------------------------------------------------------
 
-    def _agree(self, what: str, mine: str, error: Exception | None) -> None:
+    def _agree(self, phase: str, mine: str, error: Exception | None) -> None:
         """Raise on every rank if one has an error, or if they bring different things."""
         report = {"error": None if error is None else f"{type(error).__name__}: {error}", "brings": mine}
-        by_rank = self.group.gather_json(report, phase=f"agreement on {what}")
+        by_rank = self.group.gather_json(report, phase=f"agreement on {phase}")
         if error is not None:
             raise error
         for rank, other in enumerate(by_rank):
             if other["error"] is not None:
-                raise PeerFailed(rank, other["error"], phase=what, rank=self.group.rank)
+                raise PeerFailed(rank, other["error"], phase=phase, rank=self.group.rank)
         brought = [other["brings"] for other in by_rank]
         if len(set(brought)) > 1:
-            raise Disagreement(what, brought, rank=self.group.rank)
+            raise Disagreement(f"the arguments of {phase}", brought, rank=self.group.rank)
 
     def _explained(self, manifest: Manifest, call: Callable[[], Result]) -> Result:
         """Make a call of the exchange. If the ranks bring different manifests there, say so in those words."""
         try:
             return call()
         except Drifted:
-            self._agree(f"what {manifest.phase} brings", str(manifest), None)
+            self._agree(manifest.phase, str(manifest), None)
             raise
 
     def _learn(self, manifest: Manifest | None) -> None:
