@@ -18,7 +18,7 @@ from tokenyard.experts import Experts
 from tokenyard.formats import Format, get
 
 # Cases of one launch: eight processes start in about 0.3 s, which is then a tenth of the time at most.
-PORTION = 32
+PORTION = 64
 MOST_BREAKS = 3
 
 # Told after each portion: what was run, and how many cases.

@@ -85,7 +85,7 @@ def run_on_ranks(
         with tempfile.TemporaryDirectory(prefix="tokenyard-check-") as folder:
             died = None
             try:
-                launch(world, _run_jobs, fn, rest, folder, ranks=ranks, deadline=deadline)
+                launch(world, _run_jobs, fn, rest, folder, ranks=ranks, deadline=deadline, threads_per_rank=1)
             except RankError as error:
                 died = str(error)
             diaries = [_read(_diary(folder, rank)) for rank in range(world)]

@@ -1,0 +1,103 @@
+"""Drawn cases: the same for a seed, all of them plannable, every corner reached, and the caps kept."""
+
+import pytest
+
+import tokenyard as ty
+from tests.conformance import mutants
+from tokenyard.conformance.draws import draw_case, draw_cases, histogram, is_large
+from tokenyard.conformance.suites import check_cases
+from tokenyard.errors import InputError, Reason
+from tokenyard.experts import ACTIVATIONS
+
+CASES = [draw_case(seed, large=seed % 4 == 0) for seed in range(3000)]
+
+
+def reached(name):
+    return {getattr(case, name) for case in CASES}
+
+
+def test_a_seed_is_a_case():
+    assert draw_case(11) == draw_case(11) != draw_case(12)
+
+
+def test_large_ones_are_large():
+    assert all(is_large(case) for seed, case in enumerate(CASES) if seed % 4 == 0)
+
+
+def test_every_choice_is_reached():
+    assert reached("exchange") == set(ty.EXCHANGES)
+    assert reached("wire") >= {None, *ty.FORMATS, "mxfp8(alignment=256)", "nvfp4(global_scale=8.0)"}
+    assert reached("combine_wire") == {None, *(n for n in ty.FORMATS if n != "nvfp4")}
+    assert reached("expert_rows") >= {None, "mxfp8", "nvfp4", "fp8_block128"}
+    assert reached("activation") == set(ACTIVATIONS)
+    assert reached("placement") == {"contiguous", "round_robin", "replicas", "shuffled"}
+    assert reached("routes") == {"uniform", "gaps", "duplicates", "one_rank", "one_expert", "nobody"}
+    for name, values in {
+        "weights": {"bf16", "fp16", "fp32"},
+        "weight_on": {"output", "input"},
+        "dtype": {"bfloat16", "float16", "float32"},
+        "id_dtype": {"int32", "int64"},
+        "weight_dtype": {"float32", "bfloat16"},
+        "bias": {True, False},
+        "payloads": {True, False},
+    }.items():
+        assert reached(name) == values
+
+
+def test_the_corners_of_the_shapes_are_reached():
+    assert set(range(1, 9)) < reached("world")
+    assert 32 < max(reached("world")) <= 64
+    assert {1, 100, 2880, 7168} < reached("hidden_size")
+    assert {1, 2, 32} < reached("top_k")
+    assert {1, 384} < reached("num_experts")
+    assert any(case.num_experts < case.world for case in CASES)
+    assert any(case.num_experts % case.world for case in CASES)
+    tokens = {count for case in CASES for count in case.tokens}
+    assert {0, 1} < tokens
+    assert 2000 < max(tokens) <= 4096
+
+
+def test_processes_are_at_most_eight():
+    assert max(draw_case(seed, ranks="processes").world for seed in range(1000)) == 8
+
+
+def test_the_work_of_a_case_is_capped():
+    for case in CASES:
+        products = sum(case.tokens) * case.top_k * case.hidden_size * case.intermediate_size * 3
+        assert products <= 8 * 2_000_000 + case.world * case.top_k * case.hidden_size * 12
+
+
+def test_cells_take_turns_and_a_quarter_is_large():
+    cells = [
+        (ty.EXCHANGES["two_sided"], "bf16", "threads"),
+        (ty.EXCHANGES["allgather"], "nvfp4", "processes"),
+    ]
+    drawn = draw_cases(80, 3, cells)
+    assert [cell for cell, _ in drawn] == [0, 1] * 40
+    assert sum(is_large(case) for _, case in drawn) >= 20
+    assert all(case.wire is None or "nvfp4" in str(case.wire) for cell, case in drawn if cell == 1)
+
+
+def test_the_histogram_counts_every_case_once():
+    for counts in histogram(CASES).values():
+        assert sum(counts.values()) == len(CASES)
+
+
+def test_a_part_that_carries_nothing_is_named():
+    class Refuses(mutants.Renamed):
+        @classmethod
+        def supports(cls, cargo):
+            return Reason(field="wire", value=cargo.wire, why="never")
+
+    with pytest.raises(InputError, match="never"):
+        draw_case(0, exchange=Refuses)
+
+
+def test_a_wrong_exchange_fails_its_cases_and_they_name_themselves():
+    cases = [draw_case(seed, exchange=mutants.ReducesTwice, wire="bf16") for seed in range(60)]
+    some = [case for case in cases if case.world == 4 and sum(case.tokens) and case.routes == "uniform"]
+    verdicts = list(check_cases(some))
+    assert len(verdicts) == len(some) > 0
+    assert all("other bits than the twin" in str(verdict.finding) for verdict in verdicts)
+    assert str(some[0]).startswith("Case(tokens=(")
+    assert "exchange=ReducesTwice" in str(some[0])

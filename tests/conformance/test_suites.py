@@ -1,0 +1,137 @@
+"""The suites pass for everything registered, and catch every mutant by the check that is named for its fault."""
+
+import pytest
+
+import tokenyard as ty
+from tests.conformance import mutants
+from tokenyard.conformance.exchange_duties import EXCHANGE_CHECKS
+from tokenyard.conformance.experts_suite import EXPERTS_CHECKS
+from tokenyard.conformance.format_suite import FORMAT_CHECKS
+from tokenyard.conformance.suites import (
+    assert_passed,
+    check_exchange,
+    check_experts,
+    check_format,
+    default_rounds,
+)
+from tokenyard.errors import UnknownName
+from tokenyard.experts import EXPERTS
+
+SPELLINGS = ["mxfp8(alignment=256)", "nvfp4(global_scale=8.0)", "fp8_block128(power_of_two_scales=True)"]
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+@pytest.mark.parametrize("exchange", ty.EXCHANGES)
+def test_every_exchange_passes(exchange, ranks):
+    results = check_exchange(exchange, ranks=ranks, world=3, rounds=20)
+    assert [result.check for result in results] == list(EXCHANGE_CHECKS)
+    assert_passed(results)
+
+
+@pytest.mark.parametrize("exchange", ty.EXCHANGES)
+def test_every_exchange_passes_on_one_rank(exchange):
+    assert_passed(check_exchange(exchange, world=1, rounds=5))
+
+
+@pytest.mark.parametrize("format", [*ty.FORMATS, *SPELLINGS])
+def test_every_format_passes(format):
+    results = check_format(format)
+    assert [result.check for result in results] == list(FORMAT_CHECKS)
+    assert_passed(results)
+
+
+@pytest.mark.parametrize("experts", EXPERTS)
+def test_every_experts_class_passes(experts):
+    results = check_experts(experts)
+    assert [result.check for result in results] == list(EXPERTS_CHECKS)
+    assert_passed(results)
+
+
+def test_a_class_of_ones_own_passes():
+    assert_passed(check_exchange(mutants.Renamed, world=2, rounds=5))
+
+
+@pytest.mark.parametrize(
+    ("exchange", "check", "part"),
+    [
+        (mutants.SwapsRows, "source_and_token_order", "row 0 is token 1 of rank 0"),
+        (mutants.FlipsABit, "bitwise_movement", "arrived with other bits; expected the bits that were sent"),
+        (mutants.GlobalIds, "bitwise_movement", "-1 where an expert lives elsewhere"),
+        (mutants.OneCopyPerExpert, "one_copy_per_rank", "rows in (source, token) order"),
+        (mutants.NobodyToRankZero, "nobody_is_not_sent", "rows arrived"),
+        (mutants.WritesIntoRows, "input_untouched", "topk_weights_TK was changed"),
+        (mutants.ReducesTwice, "bitwise_movement", "came home as"),
+        (mutants.AlwaysFloat32, "output_dtype", "gave float32"),
+        (mutants.ReusesOutput, "output_is_kept", "kept over three rounds gave other bits"),
+        (mutants.TakesOldHandles, "stale_handles", "a handle combined twice: no error; expected HandleError"),
+        (mutants.NoLimit, "over_capacity", "5 tokens of at most 4"),
+        (mutants.DriftsLater, "many_rounds", "the result of round 31 are not those of round 1"),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_a_wrong_exchange_is_caught(exchange, check, part):
+    (result,) = check_exchange(exchange, world=3, rounds=40, only=[check])
+    assert part in str(result.finding)
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_a_rank_that_keeps_its_error_to_itself_breaks_one_check_and_no_other(ranks):
+    only = ["one_hot_expert", "over_capacity", "drifted_ranks", "closed_plans_make_room"]
+    results = check_exchange(mutants.ForgetsToTell, ranks=ranks, world=2, only=only, deadline=2.0)
+    assert [result.check for result in results if not result.passed] == ["over_capacity"]
+
+
+@pytest.mark.parametrize(
+    ("format", "check", "part"),
+    [
+        (mutants.OneScaleForAll, "rows_are_independent", "has another 'data' in a batch than alone"),
+        (
+            mutants.LiesAboutWidth,
+            "payloads_as_declared",
+            "payload 'data' of 0 rows of width 1 is bfloat16[0, 1]; expected bfloat16[0, 9]",
+        ),
+        (mutants.KeepsThePad, "true_width_comes_back", "decode to bfloat16[0, 32]; expected bfloat16[0, 1]"),
+        (mutants.ClampsInPlace, "input_untouched", "encode changed its bfloat16 rows"),
+        (mutants.NotAsNear, "decoded_rows_are_near", "at most 0.001, as declared"),
+        (mutants.HidesNan, "nan_stays_in_its_row", "a row with NaN decodes to numbers"),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_a_wrong_format_is_caught(format, check, part):
+    (result,) = check_format(format, only=[check])
+    assert part in str(result.finding)
+
+
+@pytest.mark.parametrize(
+    ("experts", "check", "part"),
+    [
+        (mutants.ReturnsATuple, "one_type_returned", "returned a tuple of 2; expected ExpertRows"),
+        (mutants.WeighsTwice, "within_the_bound", "beyond the bound for"),
+        (mutants.FinalizesOtherwise, "finalizing_agrees", "finalize=True and finalize=False differ"),
+        (mutants.ComputesForNobody, "rows_for_nobody_are_zero", "row 3, for nobody, is"),
+        (mutants.DropsDuplicates, "duplicate_choices_count_twice", "where all choices name one expert"),
+        (mutants.NormalizesWeights, "nothing_is_changed", "w13 was changed"),
+        (mutants.LoadsElsewhere, "load_is_in_place", "load_ put another tensor in the place of"),
+        (mutants.CachesWeights, "load_is_in_place", "after load_"),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_wrong_experts_are_caught(experts, check, part):
+    (result,) = check_experts(experts, only=[check])
+    assert part in str(result.finding)
+
+
+def test_findings_become_one_error():
+    with pytest.raises(AssertionError, match=r"nan_stays_in_its_row: a row with NaN"):
+        assert_passed(check_format(mutants.HidesNan))
+
+
+def test_an_unknown_check_is_named():
+    with pytest.raises(UnknownName, match="did you mean 'many_rounds'"):
+        check_exchange("two_sided", only=["many_round"])
+
+
+def test_shared_memory_is_held_to_more_rounds():
+    assert default_rounds(ty.EXCHANGES["two_sided"]) == 50
+    if "one_sided" in ty.EXCHANGES:
+        assert default_rounds(ty.EXCHANGES["one_sided"]) == 1000
