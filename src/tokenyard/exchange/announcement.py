@@ -5,17 +5,15 @@ stand in front of rows in one message. The text of an error is cut to what is le
 
     int64 × 8:  protocol  plan  layer  phase  round  tokens  length of counts  length of error
     int64 × n:  counts
-    bytes:      error, UTF-8
+    bytes:      error, UTF-8, at the end
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-
-import torch
-from torch import Tensor
 
 from tokenyard.errors import Drifted, PeerFailed
 from tokenyard.group.base import Group
@@ -55,29 +53,21 @@ class Announcement:
 
     def where(self, mine: Announcement, layers: Sequence[str]) -> str:
         """The place in words, for a rank whose plan has these layers."""
-        layer = repr(layers[self.layer]) if self.plan == mine.plan else f"{self.layer} of another plan"
+        known = self.plan == mine.plan and self.layer < len(layers)
+        layer = repr(layers[self.layer]) if known else f"{self.layer} of another plan"
         return f"{self.phase.value} of layer {layer}, round {self.round}"
 
-    def encode(self, size: int) -> Tensor:
+    def encode(self, size: int) -> bytes:
         """`size` bytes."""
-        text = self.error.encode()
-        text = text[: size - 64 - 8 * len(self.counts)]
+        text = self.error.encode()[: size - 64 - 8 * len(self.counts)]
         numbers = [*self.place, self.tokens, len(self.counts), len(text), *self.counts]
-        encoded = torch.zeros(size, dtype=torch.uint8)
-        head = torch.tensor(numbers, dtype=torch.int64).view(torch.uint8)
-        encoded[: head.numel()] = head
-        if text:
-            body = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-            encoded[head.numel() : head.numel() + len(text)] = body
-        return encoded
+        return struct.pack(f"<{len(numbers)}q", *numbers).ljust(size - len(text), b"\0") + text
 
     @classmethod
-    def decode(cls, encoded: Tensor) -> Announcement:
+    def decode(cls, encoded: bytes) -> Announcement:
         """Read what `encode` wrote."""
-        raw = encoded.cpu().numpy().tobytes()
-        numbers = memoryview(raw[: len(raw) // 8 * 8]).cast("q")
+        numbers = memoryview(encoded[: len(encoded) // 8 * 8]).cast("q")
         protocol, plan, layer, phase, round, tokens, num_counts, num_text = numbers[:8]
-        start = 64 + 8 * num_counts
         return cls(
             protocol=protocol,
             plan=plan,
@@ -86,7 +76,7 @@ class Announcement:
             round=round,
             tokens=tokens,
             counts=tuple(numbers[8 : 8 + num_counts]),
-            error=raw[start : start + num_text].decode(errors="replace"),
+            error=encoded[len(encoded) - num_text :].decode(errors="replace"),
         )
 
 

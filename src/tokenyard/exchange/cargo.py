@@ -112,6 +112,16 @@ class Outgoing:
         """T, the tokens of this rank."""
         return self.rows.num_rows
 
+    def local_routes(self, cargo: Cargo, routes: Routes, rank: int) -> tuple[Tensor, Tensor]:
+        """Ids and weights of every row that goes out, by rank: the ids of that rank's own experts, else -1."""
+        token_N = torch.cat(self.tokens_by_rank)
+        counts = torch.tensor([tokens.numel() for tokens in self.tokens_by_rank], device=token_N.device)
+        target_N = torch.arange(len(counts), device=token_N.device).repeat_interleave(counts)
+        rank_TK, local_TK = cargo.placement.resolve(routes.topk_ids_TK, rank)
+        here_NK = rank_TK[token_N] == target_N.unsqueeze(1)
+        weights_NK = torch.where(here_NK, routes.topk_weights_TK[token_N].float(), 0.0)
+        return torch.where(here_NK, local_TK[token_N], -1), weights_NK
+
 
 def tokens_by_rank(rank_TK: Tensor, world: int) -> tuple[Tensor, ...]:
     """For each rank, the tokens (ascending) that have an expert there: each once, however many experts.
@@ -122,7 +132,8 @@ def tokens_by_rank(rank_TK: Tensor, world: int) -> tuple[Tensor, ...]:
     # One column more than ranks takes the choices of nobody.
     goes_TW = torch.zeros(rank_TK.shape[0], world + 1, dtype=torch.bool, device=rank_TK.device)
     goes_TW.scatter_(1, torch.where(rank_TK < 0, world, rank_TK), True)
-    return tuple(goes_TW[:, rank].nonzero().squeeze(1) for rank in range(world))
+    goes_WT = goes_TW[:, :world].t()
+    return tuple(goes_WT.nonzero()[:, 1].split(goes_WT.sum(dim=1).tolist()))
 
 
 def check_device(what: str, tensor: Tensor, device: torch.device) -> None:

@@ -47,9 +47,9 @@ class MessageExchange(Exchange):
 
     def _announce(self, mine: Announcement) -> list[Announcement]:
         """Tell every rank what this one is about to do, and hear the same of them."""
-        encoded = mine.encode(ANNOUNCEMENT_BYTES + 8 * self.group.size).to(self.group.device)
-        gathered = self.group.all_gather(encoded, phase=mine.phase.value)
-        heard = [Announcement.decode(part) for part in gathered]
+        encoded = bytes_tensor(mine.encode(ANNOUNCEMENT_BYTES + 8 * self.group.size))
+        gathered = self.group.all_gather(encoded.to(self.group.device), phase=mine.phase.value)
+        heard = [Announcement.decode(tensor_bytes(part)) for part in gathered]
         check_places(self.group, mine, heard, self._names)
         self._round = mine.round  # all ranks were in this round, whatever comes of it
         check_fates(self.group, mine, heard)
@@ -84,7 +84,7 @@ class MessageExchange(Exchange):
         stride = cargo.combine_layout.stride
         front = -(-ANNOUNCEMENT_BYTES // stride)  # rows that the announcement takes
         mine = self._announcement(cargo, Phase.COMBINE, dispatched.round, path.num_tokens, [], error)
-        head = mine.encode(front * stride).view(front, stride).to(self.group.device)
+        head = bytes_tensor(mine.encode(front * stride)).view(front, stride).to(self.group.device)
         expected = [front + tokens.numel() for tokens in path.tokens_by_rank]
         arrived = self.group.all_to_all_rows(
             torch.cat([part for packets in packets_by_rank for part in (head, packets)]),
@@ -93,7 +93,17 @@ class MessageExchange(Exchange):
             phase="combine",
         )
         parts = arrived.split(expected)
-        heard = [Announcement.decode(part[:front].flatten()) for part in parts]
+        heard = [Announcement.decode(tensor_bytes(part[:front])) for part in parts]
         check_places(self.group, mine, heard, self._names)
         check_fates(self.group, mine, heard)
         return [part[front:] for part in parts]
+
+
+def bytes_tensor(encoded: bytes) -> Tensor:
+    """Bytes as a tensor."""
+    return torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+
+
+def tensor_bytes(tensor: Tensor) -> bytes:
+    """What a tensor of bytes holds."""
+    return tensor.cpu().contiguous().numpy().tobytes()

@@ -30,15 +30,9 @@ class TwoSidedExchange(MessageExchange):
         counts = [tokens.numel() for tokens in outgoing.tokens_by_rank]
         arriving = tuple(announcement.counts[self.group.rank] for announcement in heard)
         token_N = torch.cat(outgoing.tokens_by_rank)
-        target_N = torch.arange(self.group.size, device=token_N.device).repeat_interleave(
-            torch.tensor(counts, device=token_N.device)
-        )
-        rank_TK, local_TK = cargo.placement.resolve(routes.topk_ids_TK, self.group.rank)
-        here_NK = rank_TK[token_N] == target_N.unsqueeze(1)
         tensors = {name: tensor[token_N] for name, tensor in outgoing.rows.payloads.items()}
         tensors |= {name: tensor[token_N] for name, tensor in outgoing.extra.items()}
-        tensors["ids"] = torch.where(here_NK, local_TK[token_N], -1)
-        tensors["weights"] = torch.where(here_NK, routes.topk_weights_TK[token_N].float(), 0.0)
+        tensors["ids"], tensors["weights"] = outgoing.local_routes(cargo, routes, self.group.rank)
         packets = cargo.dispatch_layout.pack(tensors, token_N.numel(), token_N.device)
         arrived = self.group.all_to_all_rows(packets, counts, arriving, phase="dispatch")
         return received_rows(cargo, arrived, arriving), arriving

@@ -144,10 +144,9 @@ class OneSidedExchange(Exchange):
         """Write each row into every rank that owns one of its experts, with its routes for that rank."""
         routes = outgoing.routes
         assert isinstance(routes, Routes)  # `supports` refuses logits
-        rank_TK, local_TK = cargo.placement.resolve(routes.topk_ids_TK, self.group.rank)
-        weights_TK = routes.topk_weights_TK.float()
+        ids_NK, weights_NK = outgoing.local_routes(cargo, routes, self.group.rank)
         whole = {**outgoing.rows.payloads, **outgoing.extra}
-        first = self.group.rank * cargo.max_tokens
+        first, start = self.group.rank * cargo.max_tokens, 0
         for rank, tokens in enumerate(outgoing.tokens_by_rank):
             count = tokens.numel()
             if count == 0:
@@ -155,9 +154,9 @@ class OneSidedExchange(Exchange):
             slots = self.workspace.dispatch(rank, cargo, round)
             for name, tensor in whole.items():
                 _gather_into(slots[name][first : first + count], tensor, tokens)
-            here_NK = rank_TK[tokens] == rank
-            slots["ids"][first : first + count] = torch.where(here_NK, local_TK[tokens], -1)
-            slots["weights"][first : first + count] = torch.where(here_NK, weights_TK[tokens], 0.0)
+            slots["ids"][first : first + count] = ids_NK[start : start + count]
+            slots["weights"][first : first + count] = weights_NK[start : start + count]
+            start += count
 
     def _received(self, cargo: Cargo, round: int, arrived: tuple[int, ...]) -> ReceivedRows:
         """What came, as views of the workspace: the rows, and the slots in which there are any."""

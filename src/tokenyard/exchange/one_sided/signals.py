@@ -73,8 +73,9 @@ class Signals:
         self.deadline = deadline
         self._turns = in_flight + 1
         self._controls = list(controls)
+        self._bytes = [memoryview(control.numpy().data) for control in controls]
         # A store through a memoryview of 64-bit words is one store of the machine.
-        self._words = [memoryview(control.numpy().data).cast("q") for control in controls]
+        self._words = [view.cast("q") for view in self._bytes]
         self._heard_at = 2 * _LINE + _lost_bytes(self.world)
 
     # -- Words of the control region -----------------------------------------------------------------------
@@ -97,8 +98,7 @@ class Signals:
     def tell(self, target: int, mine: Announcement) -> None:
         """Put an announcement into a rank's mail, then its flag. Whatever it announces was written before."""
         offset = self._mail_offset(mine.phase, mine.round, self.rank)
-        letter = self._controls[target][offset + _LINE : offset + _MAIL]
-        letter.copy_(mine.encode(ANNOUNCEMENT_BYTES))
+        self._bytes[target][offset + _LINE : offset + _MAIL] = mine.encode(ANNOUNCEMENT_BYTES)
         self._words[target][offset // 8] = flag(mine.layer, mine.phase, mine.round)
 
     def hear(self, mine: Announcement) -> list[Announcement]:
@@ -113,8 +113,8 @@ class Signals:
         self._set_state(waiting)
         self._wait(all_there, mine.phase, mine.round)
         self._set_state(0)
-        control = self._controls[self.rank]
-        return [Announcement.decode(control[index * 8 + _LINE : index * 8 + _MAIL]) for index in flags]
+        mail = self._bytes[self.rank]
+        return [Announcement.decode(bytes(mail[index * 8 + _LINE : index * 8 + _MAIL])) for index in flags]
 
     def _wait(self, ready: Callable[[], bool], phase: Phase, round: int) -> None:
         for _ in range(_YIELDS):
