@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 EXIT_OFF = 1
 # Findings shown below the grid; `--json` has all.
 _MOST_SHOWN = 12
+_MOST_NAMED = 5
 
 
 def check(
@@ -297,7 +298,7 @@ def _grid(rows: list[Row], cells: list[Cell], findings: list[str]) -> Table:
         table.add_column(heading, justify="right")
     for row in rows:
         here = f"{row.exchange} on {row.ranks}"
-        findings += [f"{here}, {r.check}: {r.finding}" for r in row.results if not r.passed]
+        findings += _first(here, row.results)
         marks = [_mark(sum(result.passed for result in row.results), len(row.results))]
         for wire in wires:
             mine = [c for c in cells if (c.exchange, c.ranks, c.wire) == (row.exchange, row.ranks, wire)]
@@ -315,13 +316,25 @@ def _grid(rows: list[Row], cells: list[Cell], findings: list[str]) -> Table:
 def _parts_table(kind: str, by_name: dict[str, list[CheckResult]], findings: list[str]) -> Table:
     from rich.table import Table
 
-    table = Table(title=f"Named checks of {kind}", title_justify="left")
+    title = f"Named checks of {kind}"
+    table = Table(title=title, title_justify="left", min_width=len(title))
     for name in by_name:
         table.add_column(name, justify="right")
     table.add_row(*(_mark(sum(r.passed for r in results), len(results)) for results in by_name.values()))
     for name, results in by_name.items():
-        findings += [f"{name}, {r.check}: {r.finding}" for r in results if not r.passed]
+        findings += _first(name, results)
     return table
+
+
+def _first(part: str, results: list[CheckResult]) -> list[str]:
+    """The first finding of a part, and the names of the other checks that found something."""
+    failed = [result for result in results if not result.passed]
+    if not failed:
+        return []
+    others = ", ".join(result.check for result in failed[1 : 1 + _MOST_NAMED])
+    if len(failed) > 1 + _MOST_NAMED:
+        others += f" and {len(failed) - 1 - _MOST_NAMED} more"
+    return [f"{part}, {failed[0].check}: {failed[0].finding}" + (f"\n  also: {others}" if others else "")]
 
 
 def _histogram_table(cases: list[Case]) -> Table:

@@ -121,7 +121,8 @@ class _Movement:
     sent: list[Batch]
     received: ReceivedRows
     due: list[tuple[int, int]]  # (source, token) of each row that must be here, in order
-    y_TH: Tensor
+    y_TH: Tensor  # empty where the way back failed
+    error: Exception | None
     placement: Placement
     rank: int
 
@@ -134,7 +135,9 @@ def check_movement(
     _check_order(moved)
     for row in range(len(moved.due)):
         _check_row(moved, row)
-    _check_homecoming(moved, spec)
+    if moved.error is not None:  # of the way back: what arrived comes first, it may be the cause
+        raise moved.error
+    _check_homecoming(moved)
 
 
 def _move(trial: Trial, spec: LayerSpec, tokens: Sequence[int], reroute: Reroute | None) -> _Movement:
@@ -156,9 +159,21 @@ def _move(trial: Trial, spec: LayerSpec, tokens: Sequence[int], reroute: Reroute
     rows_RH[:, 0] = 2.0 ** (group.rank % 4)
     if received.num_rows == len(due):
         rows_RH[:, 1] = torch.tensor([float(token + 1) for _, token in due])
-    y_TH = made.exchange.combine(dispatched, ExpertRows(rows_RH=rows_RH)).y_TH
+    y_TH, failed = torch.empty(0, spec.hidden_size), None
+    try:
+        y_TH = made.exchange.combine(dispatched, ExpertRows(rows_RH=rows_RH)).y_TH
+    except Exception as error:
+        failed = error
     made.close()
-    return _Movement(sent=sent, received=received, due=due, y_TH=y_TH, placement=placement, rank=group.rank)
+    return _Movement(
+        sent=sent,
+        received=received,
+        due=due,
+        y_TH=y_TH,
+        error=failed,
+        placement=placement,
+        rank=group.rank,
+    )
 
 
 def _copy(received: ReceivedRows) -> ReceivedRows:
@@ -220,7 +235,7 @@ def _check_row(moved: _Movement, row: int) -> None:
         expect(expert < 0 or arrived == weight, f"{name} has weight {arrived} for choice {choice}", weight)
 
 
-def _check_homecoming(moved: _Movement, spec: LayerSpec) -> None:
+def _check_homecoming(moved: _Movement) -> None:
     """Each token's sum over the ranks that it went to, and zero elsewhere."""
     mine = moved.sent[moved.rank].routes.topk_ids_TK
     for token, ranks in enumerate(moved.placement.resolve(mine, moved.rank)[0].tolist()):

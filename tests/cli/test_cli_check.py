@@ -1,0 +1,105 @@
+"""`tokenyard check`: the grid, the histogram, JSON, exit codes; on registered parts and on somebody else's."""
+
+import pytest
+
+import tokenyard as ty
+from tests.cli.runner import call, call_json
+from tokenyard.experts import EXPERTS
+
+MUTANTS = "tests.conformance.mutants"
+
+
+def test_everything_on_threads():
+    document = call_json("check", "--cases", 72, "--ranks", "threads", "--rounds", 5)
+    assert document["passed"]
+    assert document["cases"] == 72
+    assert document["large_share"] >= 0.25
+    cells = {(cell["exchange"], cell["wire"]): cell for cell in document["cells"]}
+    assert set(cells) == {(exchange, wire) for exchange in ty.EXCHANGES for wire in ty.FORMATS}
+    assert all(cell["passed"] == cell["total"] > 0 for cell in cells.values())
+    assert sum(document["histogram"]["W"].values()) == 72
+    checked = {(entry["kind"], entry["name"]) for entry in document["checks"]}
+    assert checked == {
+        *(("exchange", name) for name in ty.EXCHANGES),
+        *(("format", name) for name in ty.FORMATS),
+        *(("experts", name) for name in EXPERTS),
+    }
+    assert all(entry["finding"] is None and entry["what"] for entry in document["checks"])
+
+
+def test_processes_and_the_grid():
+    result = call(
+        "check", "--cases", 12, "--ranks", "processes", "--exchange", "two_sided", "--format", "nvfp4"
+    )
+    assert result.exit_code == 0
+    assert "two_sided │ processes" in result.stdout
+    assert "12/12" in result.stdout
+    assert "12 cases, 25% of them large" in result.stdout
+    assert "12 of 12 cases" in result.stdout
+
+
+def test_a_wrong_exchange_is_exit_code_one_with_its_findings():
+    result = call(
+        "check",
+        *("--cases", 20, "--ranks", "threads", "--exchange", f"{MUTANTS}:ReducesTwice", "--format", "bf16"),
+    )
+    assert result.exit_code == 1
+    assert (
+        "✗ reduces_twice on threads, bitwise_movement: rank 0: token 0 of rank 0 came home as"
+        in result.stdout
+    )
+    assert "other bits than the twin" in result.stdout
+    assert "Case(tokens=" in result.stdout
+
+
+def test_experts_alone_need_no_exchange():
+    document = call_json("check", "--experts", f"{MUTANTS}:WeighsTwice", exit_code=1)
+    assert document["cells"] == []
+    assert {entry["name"] for entry in document["checks"]} == {"weighs_twice"}
+    findings = {entry["check"]: entry["finding"] for entry in document["checks"] if entry["finding"]}
+    assert "beyond the bound" in findings["within_the_bound"]
+
+
+def test_a_group_that_breaks_again_and_again_is_given_up(monkeypatch):
+    from tokenyard.conformance import campaign
+    from tokenyard.conformance.runner import Verdict
+
+    monkeypatch.setattr(campaign, "PORTION", 4)
+    monkeypatch.setattr(
+        campaign,
+        "check_cases",
+        lambda cases, ranks: [Verdict(finding="gone", broke_group=True) for _ in cases],
+    )
+    document = call_json(
+        *("check", "--cases", 40, "--ranks", "threads", "--exchange", "two_sided", "--format", "bf16"),
+        *("--rounds", 1),
+        exit_code=1,
+    )
+    (cell,) = document["cells"]
+    assert cell["passed"] == 0
+    assert 0 < cell["not_run"] == cell["total"] - len(cell["findings"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--exchange", "two_side"], "did you mean 'two_sided'"),
+        (["--format", "mxpf8"], "did you mean 'mxfp8'"),
+        (["--experts", "refrence"], "did you mean 'reference'"),
+        (["--ranks", "fibers"], "threads, processes or both"),
+        (["--exchange", "tokenyard.nowhere:Exchange"], "cannot be loaded"),
+        (["--exchange", "tokenyard.formats:Bf16"], "unknown exchange"),
+        (["--format", "tokenyard.exchange:Exchange"], "a format was given as"),
+    ],
+)
+def test_wrong_options_are_exit_code_two(options, message):
+    result = call("check", "--cases", 0, *options)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_variable_that_overrides_the_exchange_is_refused(monkeypatch):
+    monkeypatch.setenv("TOKENYARD_EXCHANGE", "allgather")
+    result = call("check")
+    assert result.exit_code == 2
+    assert "TOKENYARD_EXCHANGE=allgather" in result.stderr

@@ -1,0 +1,90 @@
+"""The worked example of docs/guide/check.md: its commands are run, and what they find is what the page says."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.test_docs import ROOT, blocks
+
+PAGE = blocks(ROOT / "docs" / "guide" / "check.md")
+(FILE,) = [block for block in PAGE if block.is_file]
+
+
+def check(folder, *options):
+    """What `tokenyard check` prints in a folder, and its exit code."""
+    done = subprocess.run(
+        [sys.executable, "-c", "from tokenyard.cli import main; main()", "check", *options],
+        cwd=folder,
+        env={"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    return done.stdout, done.returncode
+
+
+def told(after):
+    """The lines of the first plain block behind this one, but for what the drawn cases and the clock decide."""
+    at = next(n for n, block in enumerate(PAGE) if after in block.body)
+    text = next(block for block in PAGE[at + 1 :] if block.language == "text").body
+    lines = [line for line in text.splitlines() if line.strip() and line != "…"]
+    return [line for line in lines if not re.search(r" in \d+ s$|^  Case\(|× mxfp8: |✗ \d\d/24", line)]
+
+
+def change(folder, old, new):
+    assert old in FILE.body
+    (folder / "my_parts.py").write_text(FILE.body.replace(old, new))
+
+
+def test_the_example_passes(tmp_path):
+    (tmp_path / "my_parts.py").write_text(FILE.body)
+    command = next(b.body for b in PAGE if b.language == "sh" and "--cases 48" in b.body).split()
+    out, code = check(tmp_path, *command[2:])
+    assert code == 0
+    for line in told("--cases 48"):
+        assert line in out
+    assert "48 of 48 cases and 72 of 72 checks passed" in out
+
+
+def test_a_broken_exchange_is_reported_as_the_page_says(tmp_path):
+    change(
+        tmp_path, "in_order = [parts[source] for source in range(world)]", "in_order = list(parts.values())"
+    )
+    command = next(b.body for b in PAGE if b.language == "sh" and "--cases 24" in b.body).split()
+    out, code = check(tmp_path, *command[2:])
+    assert code == 1
+    lines = told("--cases 24")
+    assert any("row 5 is token 0 of rank 3" in line for line in lines)
+    for line in lines:
+        assert line in out
+
+
+def test_a_broken_format_is_reported_as_the_page_says(tmp_path):
+    change(tmp_path, "x_TH.abs().amax(dim=1, keepdim=True)", "x_TH.abs().amax().expand(len(x_TH), 1)")
+    out, code = check(
+        tmp_path, "--format", "my_parts:Int8Rows", "--cases", "0", "--ranks", "threads", "--rounds", "1"
+    )
+    assert code == 1
+    page = (ROOT / "docs" / "guide" / "check.md").read_text()
+    found = [line for line in out.splitlines() if line.startswith(("✗ int8_rows, ", "  also: "))]
+    assert len(found) == 2
+    assert all(line in page for line in found)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--exchange", "my_parts:Nothing"], "cannot be loaded"),
+        (["--format", "no_such_module:Format"], "No module named 'no_such_module'"),
+    ],
+)
+def test_what_cannot_be_loaded_is_exit_code_two(tmp_path, options, message):
+    import json
+
+    (tmp_path / "my_parts.py").write_text(FILE.body)
+    out, code = check(tmp_path, *options, "--json")
+    assert code == 2
+    assert message in json.loads(out)["error"]["found"]
