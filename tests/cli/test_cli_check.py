@@ -10,14 +10,14 @@ MUTANTS = "tests.conformance.mutants"
 
 
 def test_everything_on_threads():
-    document = call_json("check", "--cases", 72, "--ranks", "threads", "--rounds", 5)
+    document = call_json("check", "--cases", 36, "--ranks", "threads", "--rounds", 5)
     assert document["passed"]
-    assert document["cases"] == 72
+    assert document["cases"] == 36
     assert document["large_share"] >= 0.25
     cells = {(cell["exchange"], cell["wire"]): cell for cell in document["cells"]}
     assert set(cells) == {(exchange, wire) for exchange in ty.EXCHANGES for wire in ty.FORMATS}
     assert all(cell["passed"] == cell["total"] > 0 for cell in cells.values())
-    assert sum(document["histogram"]["W"].values()) == 72
+    assert sum(document["histogram"]["W"].values()) == 36
     checked = {(entry["kind"], entry["name"]) for entry in document["checks"]}
     assert checked == {
         *(("exchange", name) for name in ty.EXCHANGES),

@@ -90,8 +90,7 @@ def check(
     steps = len(drawn) + len(exchanges) * len(kinds)
     with _Bar(steps) as bar:
         parts = check_parts(chosen_formats if everything or format_ else [], chosen_experts)
-        rows = list(campaign.check_rows(bar.tell, rounds))
-        cells = campaign.run_cases(drawn, bar.tell)
+        rows, cells = campaign.run(drawn, bar.tell, rounds)
     seconds = time.monotonic() - started
     only_cases = [case for _, case in drawn]
     named = [result for row in rows for result in row.results]

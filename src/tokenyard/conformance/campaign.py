@@ -8,6 +8,7 @@ and a row that was not run to its end has not passed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from tokenyard.conformance.cases import Case
@@ -80,57 +81,64 @@ class Campaign:
         """All cases, each with the number of its cell."""
         return draw_cases(self.cases, self.seed, self.cells()) if self.cells() else []
 
-    def check_rows(self, progress: Progress, rounds: int | None = None) -> Iterator[Row]:
-        """The named checks, once per exchange × kind of ranks."""
-        for exchange in self.exchanges:
-            for ranks in self.ranks:
-                progress(f"{exchange.name} on {ranks}: named checks", 0)
-                results = check_exchange(exchange, ranks=ranks, rounds=rounds)
-                progress(f"{exchange.name} on {ranks}: named checks", 1)
-                yield Row(exchange=exchange.name, ranks=ranks, results=results)
-
-    def run_cases(self, drawn: Sequence[tuple[int, Case]], progress: Progress) -> list[Cell]:
-        """All cases, portion by portion."""
+    def run(
+        self, drawn: Sequence[tuple[int, Case]], progress: Progress, rounds: int | None = None
+    ) -> tuple[list[Row], list[Cell]]:
+        """The named checks, then all cases; threads and processes side by side, since threads share one interpreter."""
         grid = self.cells()
         cells = [
             Cell(exchange=exchange.name, ranks=ranks, wire=str(get(wire))) for exchange, wire, ranks in grid
         ]
-        breaks: dict[tuple[str, RankKind], int] = {}
-        for exchange, ranks, portion in _portions(grid, drawn):
-            name = f"{exchange.name} on {portion[0][1].world} {ranks}"
-            progress(name, 0)
-            row = (exchange.name, ranks)
-            for number, _ in portion:
-                cells[number].total += 1
-            if breaks.get(row, 0) >= MOST_BREAKS:
-                for number, _ in portion:
-                    cells[number].not_run += 1
-            else:
-                verdicts = check_cases([case for _, case in portion], ranks=ranks)
-                for (number, case), verdict in zip(portion, verdicts, strict=True):
-                    breaks[row] = breaks.get(row, 0) + verdict.broke_group
-                    if verdict.finding is None:
-                        cells[number].passed += 1
-                    else:
-                        cells[number].findings.append((case, verdict.finding))
-            progress(name, len(portion))
-        return cells
+
+        def run_kind(ranks: RankKind) -> list[Row]:
+            rows = []
+            for exchange in self.exchanges:
+                rows.append(_check_row(exchange, ranks, progress, rounds))
+                of_row = [n for n, cell in enumerate(grid) if (cell[0], cell[2]) == (exchange, ranks)]
+                mine = [(cells[number], case) for number, case in drawn if number in of_row]
+                _run_row(exchange, ranks, mine, progress)
+            return rows
+
+        with ThreadPoolExecutor(max_workers=max(1, len(self.ranks))) as pool:
+            by_kind = list(pool.map(run_kind, self.ranks))
+        return [row for rows in zip(*by_kind, strict=True) for row in rows], cells
 
 
-def _portions(
-    grid: Sequence[tuple[type[Exchange], str | Format, RankKind]], drawn: Sequence[tuple[int, Case]]
-) -> Iterator[tuple[type[Exchange], RankKind, list[tuple[int, Case]]]]:
-    """The cases that can share a launch, row by row of the grid."""
-    for exchange, ranks in dict.fromkeys((exchange, ranks) for exchange, _, ranks in grid):
-        of_row = [
-            (number, case)
-            for number, case in drawn
-            if (grid[number][0], grid[number][2]) == (exchange, ranks)
-        ]
-        for world in sorted({case.world for _, case in of_row}):
-            alike = [(number, case) for number, case in of_row if case.world == world]
-            for start in range(0, len(alike), PORTION):
-                yield exchange, ranks, alike[start : start + PORTION]
+def _check_row(exchange: type[Exchange], ranks: RankKind, progress: Progress, rounds: int | None) -> Row:
+    """The named checks of one exchange × kind of ranks."""
+    results = check_exchange(exchange, ranks=ranks, rounds=rounds)
+    progress(f"{exchange.name} on {ranks}", 1)
+    return Row(exchange=exchange.name, ranks=ranks, results=results)
+
+
+def _run_row(
+    exchange: type[Exchange], ranks: RankKind, row: Sequence[tuple[Cell, Case]], progress: Progress
+) -> None:
+    """The cases of one exchange × kind of ranks, portion by portion."""
+    breaks = 0
+    for portion in _portions(row):
+        for cell, _ in portion:
+            cell.total += 1
+        if breaks >= MOST_BREAKS:
+            for cell, _ in portion:
+                cell.not_run += 1
+        else:
+            verdicts = check_cases([case for _, case in portion], ranks=ranks)
+            for (cell, case), verdict in zip(portion, verdicts, strict=True):
+                breaks += verdict.broke_group
+                if verdict.finding is None:
+                    cell.passed += 1
+                else:
+                    cell.findings.append((case, verdict.finding))
+        progress(f"{exchange.name} on {portion[0][1].world} {ranks}", len(portion))
+
+
+def _portions(row: Sequence[tuple[Cell, Case]]) -> Iterator[list[tuple[Cell, Case]]]:
+    """The cases that can share a launch."""
+    for world in sorted({case.world for _, case in row}):
+        alike = [(cell, case) for cell, case in row if case.world == world]
+        for start in range(0, len(alike), PORTION):
+            yield alike[start : start + PORTION]
 
 
 def share_of_large(cases: Sequence[Case]) -> float:
