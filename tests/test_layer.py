@@ -378,3 +378,19 @@ def test_launch_raises_the_cause_and_not_its_echo_on_other_ranks():
             on_ranks(4, errors_with_echoes)
         assert caught.value.rank == 3
         assert isinstance(caught.value.__cause__, ty.InputError)
+
+
+def sliced_routes(group, exchange):
+    layer = spec(experts="reference", top_k=4)
+    plan = ty.plan([layer], group, exchange=exchange)
+    x_TH, routes = batch(layer, group.rank, seed=group.rank)  # 0, 1 and 2 tokens
+    wide = torch.full((group.rank, 7), 99, dtype=torch.int64)
+    wide[:, :4] = routes.topk_ids_TK
+    sliced = ty.Routes(topk_ids_TK=wide[:, :4], topk_weights_TK=routes.topk_weights_TK)
+    return same_bits(build(plan, "moe")(x_TH, sliced), build(plan, "moe")(x_TH, routes))
+
+
+@both_kinds
+@every_exchange
+def test_routes_may_be_slices_of_wider_tensors(ranks, exchange):
+    assert on_ranks(3, sliced_routes, exchange, ranks=ranks) == [True] * 3

@@ -117,6 +117,12 @@ def test_bytes_of_a_column_that_torch_calls_contiguous():
     assert as_bytes(column).view(torch.int32).flatten().tolist() == [1, 4]
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 2])
+def test_bytes_of_a_slice_whose_rows_are_far_apart(tokens):
+    wide = torch.arange(2 * 35, dtype=torch.int32).view(2, 35)
+    assert torch.equal(as_bytes(wide[:tokens, :32]).view(torch.int64).view(torch.int32), wide[:tokens, :32])
+
+
 def test_a_layout_serves_another_or_says_that_it_does_not():
     small = WorkspaceLayout(control=10, dispatch=100, combine=900)
     large = WorkspaceLayout(control=10, dispatch=200, combine=300)

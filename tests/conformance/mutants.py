@@ -78,8 +78,8 @@ class OneCopyPerExpert(AllgatherExchange):
         doubled = tuple(tokens.repeat_interleave(2) for tokens in outgoing.tokens_by_rank)
         return dataclasses.replace(outgoing, tokens_by_rank=doubled)
 
-    def _move(self, cargo, outgoing, heard):
-        received, counts = super()._move(cargo, outgoing, heard)
+    def _move(self, cargo, outgoing, packets, heard):
+        received, counts = super()._move(cargo, outgoing, packets, heard)
         order = torch.arange(received.num_rows).repeat_interleave(2)
         doubled = dataclasses.replace(
             received,

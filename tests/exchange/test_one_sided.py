@@ -30,8 +30,8 @@ class Sleepy(OneSidedExchange):
 
     name = "sleepy"
 
-    def _send_back(self, dispatched, encoded):
-        home = super()._send_back(dispatched, encoded)
+    def _send_back(self, dispatched, loaded):
+        home = super()._send_back(dispatched, loaded)
         if self.group.rank == 1:
             time.sleep(0.02)
         return home

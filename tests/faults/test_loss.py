@@ -43,15 +43,18 @@ class Mortal(OneSidedExchange):
         if self.group.rank == LOST and moment == self.moment:
             os.kill(os.getpid(), self.signal)
 
-    def _send_out(self, cargo, round, outgoing):
+    def _load_out(self, cargo, round, outgoing):
         self.strike("before dispatch")
-        arrived = super()._send_out(cargo, round, outgoing)
+        return super()._load_out(cargo, round, outgoing)
+
+    def _send_out(self, cargo, round, outgoing, loaded):
+        arrived = super()._send_out(cargo, round, outgoing, loaded)
         self.strike("after dispatch")
         return arrived
 
-    def _send_back(self, dispatched, encoded):
+    def _send_back(self, dispatched, loaded):
         self.strike("before combine")
-        return super()._send_back(dispatched, encoded)
+        return super()._send_back(dispatched, loaded)
 
     def _tell_and_hear(self, by_rank):
         signals, phase = self.workspace.signals, by_rank[0].phase

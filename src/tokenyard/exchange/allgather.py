@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from tokenyard.exchange.announcement import Announcement
 from tokenyard.exchange.cargo import Cargo, Outgoing, received_rows
@@ -23,9 +24,7 @@ class AllgatherExchange(MessageExchange):
     name = "allgather"
     carries_logits = True
 
-    def _move(
-        self, cargo: Cargo, outgoing: Outgoing, heard: Sequence[Announcement]
-    ) -> tuple[ReceivedRows, tuple[int, ...]]:
+    def _pack(self, cargo: Cargo, outgoing: Outgoing) -> Tensor:
         routes = outgoing.routes
         tensors = {**outgoing.rows.payloads, **outgoing.extra}
         if isinstance(routes, RoutingLogits):
@@ -34,7 +33,11 @@ class AllgatherExchange(MessageExchange):
             nobody_TK = routes.topk_ids_TK < 0
             tensors["ids"] = routes.topk_ids_TK.int()
             tensors["weights"] = routes.topk_weights_TK.float().masked_fill(nobody_TK, 0.0)
-        packets = cargo.dispatch_layout.pack(tensors, outgoing.num_tokens, self.group.device)
+        return cargo.dispatch_layout.pack(tensors, outgoing.num_tokens, self.group.device)
+
+    def _move(
+        self, cargo: Cargo, outgoing: Outgoing, packets: Tensor, heard: Sequence[Announcement]
+    ) -> tuple[ReceivedRows, tuple[int, ...]]:
         tokens = tuple(announcement.tokens for announcement in heard)
         arrived = self.group.all_gather_rows(packets, tokens, phase="dispatch")
         everything = received_rows(cargo, arrived, tokens)
@@ -43,7 +46,7 @@ class AllgatherExchange(MessageExchange):
         return self._keep_local(cargo, everything.routes, arrived, tokens)
 
     def _keep_local(
-        self, cargo: Cargo, routes: LocalRoutes, arrived: torch.Tensor, tokens: tuple[int, ...]
+        self, cargo: Cargo, routes: LocalRoutes, arrived: Tensor, tokens: tuple[int, ...]
     ) -> tuple[ReceivedRows, tuple[int, ...]]:
         """Keep the rows that have an expert here; turn global ids into local ones."""
         kept, ids, kept_counts = [], [], []

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -157,11 +157,12 @@ class Exchange(ABC):
         round, stats = self._round + 1, self.stats[cargo.layer]
         try:
             outgoing = self._prepare(cargo, rows, routes, extra or {})
+            loaded = self._load_out(cargo, round, outgoing)
         except Exception as error:
             self._fail(cargo, error, partial(self._fail_out, cargo, round, error))
         counts = [tokens.numel() for tokens in outgoing.tokens_by_rank]
         with stats.waiting("dispatch"), self._in_layer(cargo):
-            received, received_counts = self._send_out(cargo, round, outgoing)
+            received, received_counts = self._send_out(cargo, round, outgoing, loaded)
         path = ReturnPath(
             tokens_by_rank=outgoing.tokens_by_rank,
             received_counts=received_counts,
@@ -173,18 +174,28 @@ class Exchange(ABC):
         return dispatched
 
     @abstractmethod
-    def _send_out(self, cargo: Cargo, round: int, outgoing: Outgoing) -> tuple[ReceivedRows, tuple[int, ...]]:
-        """Move a checked batch; return what arrived, and how many rows this rank owes each source rank."""
+    def _load_out(self, cargo: Cargo, round: int, outgoing: Outgoing) -> Any:
+        """Bring a checked batch into the form in which it travels. An error here still reaches all ranks."""
+
+    @abstractmethod
+    def _send_out(
+        self, cargo: Cargo, round: int, outgoing: Outgoing, loaded: Any
+    ) -> tuple[ReceivedRows, tuple[int, ...]]:
+        """Move a loaded batch; return what arrived, and how many rows this rank owes each source rank."""
 
     @abstractmethod
     def _fail_out(self, cargo: Cargo, round: int, error: Exception) -> None:
         """Take part in a dispatch only to say that this rank failed."""
 
     @abstractmethod
-    def _send_back(self, dispatched: Dispatched, encoded: EncodedRows | None) -> list[EncodedRows]:
-        """Return results to their source ranks; hand out what came home, by rank, in the order of my tokens.
+    def _load_back(self, dispatched: Dispatched, encoded: EncodedRows) -> Any:
+        """Bring results into the form in which they travel. An error here still reaches all ranks."""
 
-        `encoded` is None where the experts wrote into the combine region themselves.
+    @abstractmethod
+    def _send_back(self, dispatched: Dispatched, loaded: Any) -> list[EncodedRows]:
+        """Return loaded results to their source ranks; hand out what came home, by rank, in the order of my tokens.
+
+        `loaded` is None where the experts wrote into the combine region themselves.
         """
 
     @abstractmethod
@@ -324,14 +335,14 @@ class Exchange(ABC):
                 )
             for tensor in ([] if out is None else [out]) + list(add):
                 check_output(cargo, tensor, path.num_tokens, self.group.device)
-            encoded = None
+            loaded = None
             if not self._is_placed(dispatched, result):
                 rows_RH = check_expert_rows(result, dispatched.received).rows_RH
-                encoded = cargo.combine_wire.encode(rows_RH)
+                loaded = self._load_back(dispatched, cargo.combine_wire.encode(rows_RH))
         except Exception as error:
             self._fail(cargo, error, partial(self._fail_back, dispatched, error))
         with stats.waiting("combine"), self._in_layer(cargo):
-            home = self._send_back(dispatched, encoded)
+            home = self._send_back(dispatched, loaded)
         stats.count_combine([n * self.region_bytes(cargo).combine_row for n in path.received_counts])
         return home
 

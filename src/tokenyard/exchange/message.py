@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,17 +30,26 @@ class MessageExchange(Exchange):
     """Moves rows in collective calls of the group."""
 
     @abstractmethod
+    def _pack(self, cargo: Cargo, outgoing: Outgoing) -> Tensor:
+        """The packets of a checked batch, `[rows, stride]`, in the order in which they are sent."""
+
+    @abstractmethod
     def _move(
-        self, cargo: Cargo, outgoing: Outgoing, heard: Sequence[Announcement]
+        self, cargo: Cargo, outgoing: Outgoing, packets: Tensor, heard: Sequence[Announcement]
     ) -> tuple[ReceivedRows, tuple[int, ...]]:
         """Move an announced batch; return what arrived, and how many rows this rank owes each source rank."""
 
-    def _send_out(self, cargo: Cargo, round: int, outgoing: Outgoing) -> tuple[ReceivedRows, tuple[int, ...]]:
+    def _load_out(self, cargo: Cargo, round: int, outgoing: Outgoing) -> Tensor:
+        return self._pack(cargo, outgoing)
+
+    def _send_out(
+        self, cargo: Cargo, round: int, outgoing: Outgoing, loaded: Any
+    ) -> tuple[ReceivedRows, tuple[int, ...]]:
         counts = [tokens.numel() for tokens in outgoing.tokens_by_rank]
         heard = self._announce(
             self._announcement(cargo, Phase.DISPATCH, round, outgoing.num_tokens, counts, None)
         )
-        return self._move(cargo, outgoing, heard)
+        return self._move(cargo, outgoing, loaded, heard)
 
     def _fail_out(self, cargo: Cargo, round: int, error: Exception) -> None:
         counts = [0] * self.group.size
@@ -55,17 +65,18 @@ class MessageExchange(Exchange):
         check_fates(self.group, mine, heard)
         return heard
 
-    def _send_back(self, dispatched: Dispatched, encoded: EncodedRows | None) -> list[EncodedRows]:
-        assert encoded is not None  # there is no combine region that experts could write into
+    def _load_back(self, dispatched: Dispatched, encoded: EncodedRows) -> Tensor:
+        return dispatched.cargo.combine_layout.pack(encoded.payloads, encoded.num_rows, encoded.device)
+
+    def _send_back(self, dispatched: Dispatched, loaded: Any) -> list[EncodedRows]:
         cargo, path = dispatched.cargo, dispatched.return_path
-        packets = cargo.combine_layout.pack(encoded.payloads, encoded.num_rows, encoded.device)
         return [
             EncodedRows(
                 format=cargo.combine_wire,
                 hidden_size=cargo.hidden_size,
                 payloads=cargo.combine_layout.unpack(part),
             )
-            for part in self._return(dispatched, packets.split(path.received_counts), None)
+            for part in self._return(dispatched, loaded.split(path.received_counts), None)
         ]
 
     def _fail_back(self, dispatched: Dispatched, error: Exception) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from tokenyard.exchange.announcement import Announcement
 from tokenyard.exchange.cargo import Cargo, Outgoing, received_rows
@@ -22,18 +23,20 @@ class TwoSidedExchange(MessageExchange):
 
     name = "two_sided"
 
-    def _move(
-        self, cargo: Cargo, outgoing: Outgoing, heard: Sequence[Announcement]
-    ) -> tuple[ReceivedRows, tuple[int, ...]]:
+    def _pack(self, cargo: Cargo, outgoing: Outgoing) -> Tensor:
         routes = outgoing.routes
         assert isinstance(routes, Routes)  # `supports` refuses logits
-        counts = [tokens.numel() for tokens in outgoing.tokens_by_rank]
-        arriving = tuple(announcement.counts[self.group.rank] for announcement in heard)
         token_N = torch.cat(outgoing.tokens_by_rank)
         tensors = {name: tensor[token_N] for name, tensor in outgoing.rows.payloads.items()}
         tensors |= {name: tensor[token_N] for name, tensor in outgoing.extra.items()}
         tensors["ids"], tensors["weights"] = outgoing.local_routes(cargo, routes, self.group.rank)
-        packets = cargo.dispatch_layout.pack(tensors, token_N.numel(), token_N.device)
+        return cargo.dispatch_layout.pack(tensors, token_N.numel(), token_N.device)
+
+    def _move(
+        self, cargo: Cargo, outgoing: Outgoing, packets: Tensor, heard: Sequence[Announcement]
+    ) -> tuple[ReceivedRows, tuple[int, ...]]:
+        counts = [tokens.numel() for tokens in outgoing.tokens_by_rank]
+        arriving = tuple(announcement.counts[self.group.rank] for announcement in heard)
         arrived = self.group.all_to_all_rows(packets, counts, arriving, phase="dispatch")
         return received_rows(cargo, arrived, arriving), arriving
 

@@ -128,8 +128,9 @@ class OneSidedExchange(Exchange):
 
     # -- The way out ---------------------------------------------------------------------------------------
 
-    def _send_out(self, cargo: Cargo, round: int, outgoing: Outgoing) -> tuple[ReceivedRows, tuple[int, ...]]:
-        self._push(cargo, round, outgoing)
+    def _send_out(
+        self, cargo: Cargo, round: int, outgoing: Outgoing, loaded: None
+    ) -> tuple[ReceivedRows, tuple[int, ...]]:
         counts = [tokens.numel() for tokens in outgoing.tokens_by_rank]
         heard = self._tell_and_hear(
             [
@@ -140,8 +141,8 @@ class OneSidedExchange(Exchange):
         arrived = tuple(announcement.counts[0] for announcement in heard)
         return self._received(cargo, round, arrived), arrived
 
-    def _push(self, cargo: Cargo, round: int, outgoing: Outgoing) -> None:
-        """Write each row into every rank that owns one of its experts, with its routes for that rank."""
+    def _load_out(self, cargo: Cargo, round: int, outgoing: Outgoing) -> None:
+        """Push each row to every rank that owns one of its experts. Nobody reads it before being told."""
         routes = outgoing.routes
         assert isinstance(routes, Routes)  # `supports` refuses logits
         ids_NK, weights_NK = outgoing.local_routes(cargo, routes, self.group.rank)
@@ -203,16 +204,19 @@ class OneSidedExchange(Exchange):
             )
         return True
 
-    def _send_back(self, dispatched: Dispatched, encoded: EncodedRows | None) -> list[EncodedRows]:
+    def _load_back(self, dispatched: Dispatched, encoded: EncodedRows) -> None:
+        """Write the results into this rank's combine region, from which their owners pull them."""
+        cargo = dispatched.cargo
+        slots = self.workspace.combine(self.group.rank, cargo, dispatched.round)
+        start = 0
+        for source, count in enumerate(dispatched.return_path.received_counts):
+            first = source * cargo.max_tokens
+            for name, tensor in encoded.payloads.items():
+                slots[name][first : first + count] = tensor[start : start + count]
+            start += count
+
+    def _send_back(self, dispatched: Dispatched, loaded: None) -> list[EncodedRows]:
         cargo, path, round = dispatched.cargo, dispatched.return_path, dispatched.round
-        if encoded is not None:
-            slots = self.workspace.combine(self.group.rank, cargo, round)
-            start = 0
-            for source, count in enumerate(path.received_counts):
-                first = source * cargo.max_tokens
-                for name, tensor in encoded.payloads.items():
-                    slots[name][first : first + count] = tensor[start : start + count]
-                start += count
         mine = self._announcement(cargo, Phase.COMBINE, round, path.num_tokens, [], None)
         self._tell_and_hear([mine] * self.group.size)
         first = self.group.rank * cargo.max_tokens

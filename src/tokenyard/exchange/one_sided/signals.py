@@ -18,8 +18,8 @@ order, and plain loads are done in program order, so that is enough; elsewhere i
 `OneSidedExchange.reaches` refuses. A flag must be written in one piece: a store through `memoryview`, ctypes, numpy or
 torch is (no torn read in 10 million), `struct.pack_into` is not (9% of reads were torn).
 
-**Waiting** yields the core at once and then sleeps, longer each time, up to a millisecond: four ranks on two cores
-must not burn each other's time.
+**Waiting** yields the core at once and then sleeps, longer each time, up to a fifth of a millisecond: four ranks on two
+cores must not burn each other's time.
 
 **Giving up.** Waits end at the group's deadline, counted from entering the wait. The first rank whose wait ends so
 decides who is lost, and writes the verdict into every rank's control region; the others find it there and raise the
@@ -44,7 +44,7 @@ _MAIL = _LINE + ANNOUNCEMENT_BYTES
 _PHASES = list(Phase)
 # Tries with the core given away in between, before the first sleep.
 _YIELDS = 30
-_SHORTEST_SLEEP, _LONGEST_SLEEP = 20e-6, 1e-3  # seconds
+_SHORTEST_SLEEP, _LONGEST_SLEEP = 20e-6, 200e-6  # seconds
 
 
 def control_bytes(world: int, in_flight: int) -> int:
