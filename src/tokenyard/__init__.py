@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 from tokenyard.version import __version__
 
 if TYPE_CHECKING:
+    from tokenyard.drafting import Draft as Draft
+    from tokenyard.drafting import draft as draft
     from tokenyard.errors import ContractError as ContractError
     from tokenyard.errors import Drifted as Drifted
     from tokenyard.errors import GroupError as GroupError
@@ -52,9 +54,7 @@ if TYPE_CHECKING:
     from tokenyard.group import thread_groups as thread_groups
     from tokenyard.layer import MoELayer as MoELayer
     from tokenyard.placement import Placement as Placement
-    from tokenyard.planner import Draft as Draft
     from tokenyard.planner import Plan as Plan
-    from tokenyard.planner import draft as draft
     from tokenyard.planner import plan as plan
     from tokenyard.routing import GroupedSigmoidRouter as GroupedSigmoidRouter
     from tokenyard.routing import Router as Router
@@ -111,12 +111,8 @@ _HOMES = {
     ),
     "layer": ("MoELayer",),
     "placement": ("Placement",),
-    "planner": (
-        "Draft",
-        "Plan",
-        "draft",
-        "plan",
-    ),
+    "drafting": ("Draft", "draft"),
+    "planner": ("Plan", "plan"),
     "routing": (
         "GroupedSigmoidRouter",
         "Router",

@@ -8,8 +8,8 @@ import torch
 
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
+from tokenyard.drafting import EXCHANGE_VARIABLE, apply_alternative
 from tokenyard.errors import Alternative
-from tokenyard.planner import EXCHANGE_VARIABLE, apply_alternative
 from tokenyard.rows import UnfinalizedRows
 
 both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])

@@ -34,11 +34,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tokenyard.drafting import EXCHANGE_VARIABLE, draft
 from tokenyard.errors import ContractError, InputError
 from tokenyard.exchange import EXCHANGES, Cargo, Dispatched, Exchange, resolve
 from tokenyard.formats import EncodedRows
 from tokenyard.group import Group, launch
-from tokenyard.planner import EXCHANGE_VARIABLE, draft, plan
+from tokenyard.planner import plan
 from tokenyard.routing import Routes
 from tokenyard.rows import CombineBuffer, ExpertRows, LocalRoutes, PlacedRows, ReceivedRows
 from tokenyard.spec import LayerSpec

@@ -152,8 +152,8 @@ def _refuse_override() -> None:
     """A variable that puts another exchange in the place of the one under test would make all of this a lie."""
     import os
 
+    from tokenyard.drafting import EXCHANGE_VARIABLE
     from tokenyard.errors import InputError
-    from tokenyard.planner import EXCHANGE_VARIABLE
 
     if name := os.environ.get(EXCHANGE_VARIABLE):
         raise InputError(

@@ -64,7 +64,7 @@ def _machine() -> Iterator[Finding]:
     import torch.distributed as dist
 
     from tokenyard.cli.machine import hardware, shared_memory_bytes, versions
-    from tokenyard.planner import size
+    from tokenyard.drafting import size
 
     reasons = {
         "triton": "not installed (a CPU build of torch brings none): GPU kernels cannot be compiled",

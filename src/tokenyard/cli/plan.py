@@ -10,7 +10,7 @@ import typer
 from tokenyard.cli.output import JsonFlag, console, print_json
 
 if TYPE_CHECKING:
-    from tokenyard.planner import Draft
+    from tokenyard.drafting import Draft
     from tokenyard.wiring import Wiring
 
 # More ranks than any group has: a table of all ranks is made.
@@ -37,8 +37,8 @@ def plan(
     as_json: JsonFlag = False,
 ) -> None:
     """Show how a model's MoE layers would be wired, and the bytes, without running anything."""
+    from tokenyard.drafting import draft
     from tokenyard.integrations.huggingface import layers_from_config
-    from tokenyard.planner import draft
 
     layers = layers_from_config(
         config, wire=wire, combine_wire=combine_wire, placement=placement, experts=experts
@@ -81,7 +81,7 @@ def _experts_per_rank(wiring: Wiring) -> dict[str, int]:
 def _show(drafted: Draft) -> None:
     from rich.table import Table
 
-    from tokenyard.planner import size, span
+    from tokenyard.drafting import size, span
 
     fields = as_fields(drafted)
     table = Table(show_lines=True, title_justify="left")

@@ -1,0 +1,276 @@
+"""Drafts: what a plan would be, for any number of ranks, before any of them has agreed to it.
+
+`draft` resolves every layer's wiring. A layer that cannot be wired is a `PlanError` with *alternatives*: changes of
+one field of its spec, or of the exchange, or if none helps of two, each of which was tried. The values to try come from
+the registries, so that a new format or exchange is offered without a word here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, product
+from typing import Any
+
+from tokenyard import experts as experts_room
+from tokenyard import formats
+from tokenyard.errors import Alternative, InputError, PlanError, Reason, TokenyardError
+from tokenyard.exchange import EXCHANGES, Exchange
+from tokenyard.exchange import resolve as resolve_exchange
+from tokenyard.placement import PLACEMENTS
+from tokenyard.spec import LayerSpec
+from tokenyard.version import PROTOCOL
+from tokenyard.wiring import Wiring, wire_layer
+
+# Overrides the `exchange` of every plan in this process.
+EXCHANGE_VARIABLE = "TOKENYARD_EXCHANGE"
+_MOST_ALTERNATIVES = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """A plan before any rank has agreed to it: the wiring of every layer on `world` ranks, and its bytes."""
+
+    world: int
+    exchange: type[Exchange]
+    in_flight: int
+    wirings: tuple[Wiring, ...]
+
+    @property
+    def specs(self) -> list[LayerSpec]:
+        """The layers, each with the limit of tokens that it was planned with."""
+        return [replace(wiring.spec, max_tokens=wiring.cargo.max_tokens) for wiring in self.wirings]
+
+    @property
+    def dispatch_bytes(self) -> int:
+        """The largest dispatch region of any layer, on one rank."""
+        return max(self.exchange.region_bytes(wiring.cargo).dispatch for wiring in self.wirings)
+
+    @property
+    def combine_bytes(self) -> int:
+        """The largest combine region of any layer, on one rank."""
+        return max(self.exchange.region_bytes(wiring.cargo).combine for wiring in self.wirings)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What one rank holds at most for rows in flight, whichever layer is running."""
+        return (self.dispatch_bytes + self.combine_bytes) * self.in_flight
+
+    def fields(self) -> dict[str, Any]:
+        """Plain values, flat, by name: what ranks compare."""
+        flat: dict[str, Any] = {
+            "protocol": PROTOCOL,
+            "world": self.world,
+            "exchange": self.exchange.name,
+            "in_flight": self.in_flight,
+            "number of layers": len(self.wirings),
+        }
+        for index, wiring in enumerate(self.wirings):
+            flat |= {f"layers[{index}].{name}": value for name, value in wiring.fields().items()}
+        return flat
+
+    def fingerprint(self) -> int:
+        """63 bits of a hash of all fields."""
+        digest = hashlib.sha256(json.dumps(self.fields(), sort_keys=True).encode()).digest()
+        return int.from_bytes(digest[:8], "little") >> 1
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row per distinct wiring: its layers, who does each duty, bytes. For tables and JSON."""
+        distinct: dict[str, dict[str, Any]] = {}
+        for wiring in self.wirings:
+            spec, nbytes = wiring.spec, self.exchange.region_bytes(wiring.cargo)
+            row = {
+                "shape": f"H {spec.hidden_size}, I {spec.intermediate_size}, E {spec.num_experts}, K {spec.top_k}",
+                "experts": f"{wiring.experts.name}, {spec.weights} weights, {wiring.cargo.placement}",
+                "wire": str(wiring.wire),
+                "combine_wire": str(wiring.cargo.combine_wire),
+                "duties": {duty.value: party.value for duty, party in wiring.duties.items()},
+                "max_tokens": wiring.cargo.max_tokens,
+                "bytes_per_row": {"dispatch": nbytes.dispatch_row, "combine": nbytes.combine_row},
+                "bytes_per_rank": {"dispatch": nbytes.dispatch, "combine": nbytes.combine},
+            }
+            distinct.setdefault(json.dumps(row), {"layers": [], **row})["layers"].append(spec.name)
+        return list(distinct.values())
+
+    def __str__(self) -> str:
+        size_of_plan = f"{count(len(self.wirings), 'layer')} on {count(self.world, 'rank')}"
+        lines = [f"plan of {size_of_plan}, exchange {self.exchange.name}, {self.in_flight} in flight"]
+        for row in self.rows():
+            duties = ", ".join(f"{duty}: {who}" for duty, who in row["duties"].items() if who != "–")
+            per_row, per_rank = row["bytes_per_row"], row["bytes_per_rank"]
+            lines += [
+                f"  {span(row['layers'])}: {row['shape']}; {row['experts']}",
+                f"    wire {row['wire']} ({per_row['dispatch']} bytes a row), "
+                f"back {row['combine_wire']} ({per_row['combine']}); up to {row['max_tokens']} tokens a rank",
+                f"    {duties}",
+                f"    at most {size(per_rank['dispatch'])} out + {size(per_rank['combine'])} back on a rank",
+            ]
+        lines.append(
+            f"  all layers share {size(self.workspace_bytes)} a rank "
+            f"(largest out {size(self.dispatch_bytes)} + largest back {size(self.combine_bytes)})"
+        )
+        return "\n".join(lines)
+
+
+def draft(
+    layers: Sequence[LayerSpec],
+    world: int,
+    *,
+    exchange: str | type[Exchange] = "two_sided",
+    max_tokens: int | None = None,
+    in_flight: int = 1,
+    renormalize_dropped: bool = False,
+) -> Draft:
+    """What a plan would be on `world` ranks, without a group. Raises what `plan` would raise."""
+    layers = list(layers)
+    _check_layers(layers, world, in_flight)
+    chosen = resolve_exchange(os.environ.get(EXCHANGE_VARIABLE) or exchange)
+    wirings: list[Wiring] = []
+    for index, spec in enumerate(layers):
+        try:
+            wired = wire_layer(spec, index=index, world=world, exchange=chosen, max_tokens=max_tokens)
+            if isinstance(wired, Reason):
+                found = _alternatives(layers, index, world, chosen, max_tokens, wired)
+                raise PlanError(
+                    str(wired),
+                    expected="a layer that its exchange, formats and experts all support",
+                    fix="" if found else wired.why,
+                    alternatives=found,
+                )
+        except TokenyardError as error:  # that one, or an unknown name
+            error.at(layer=spec.name)
+            raise
+        cargo = replace(wired.cargo, renormalizes_dropped=renormalize_dropped)
+        wirings.append(replace(wired, cargo=cargo))
+    return Draft(world=world, exchange=chosen, in_flight=in_flight, wirings=tuple(wirings))
+
+
+def apply_alternative(
+    alternative: Alternative, layers: Sequence[LayerSpec], layer: str, exchange: str
+) -> tuple[list[LayerSpec], str]:
+    """The layers and the exchange with an alternative's changes made."""
+    changes = dict(alternative.changes)
+    exchange = changes.pop("exchange", exchange)
+    return [replace(spec, **changes) if spec.name == layer else spec for spec in layers], exchange
+
+
+def _check_layers(layers: list[LayerSpec], world: int, in_flight: int) -> None:
+    wrong = [spec for spec in layers if not isinstance(spec, LayerSpec)]
+    if wrong or not layers:
+        raise InputError(
+            f"layers holds a {type(wrong[0]).__name__}" if wrong else "layers is empty",
+            expected="at least one LayerSpec, and nothing else",
+            fix="pass [LayerSpec(...), ...]",
+        )
+    names = [spec.name for spec in layers]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise InputError(
+            f"{len(names)} layers share {len(set(names))} names: {', '.join(twice)} stands more than once",
+            expected="a name of its own for each layer",
+            fix="number them: 'model.layers.0.mlp', 'model.layers.1.mlp', …",
+        )
+    for name, value in (("world", world), ("in_flight", in_flight)):
+        if not isinstance(value, int) or value < 1:
+            raise InputError(
+                f"{name} is {value!r}", expected="a whole number ≥ 1", fix=f"pass {name}=1 or more"
+            )
+
+
+# The fields of a spec that may be changed to make a layer fit, and the values to try, by asking the registries.
+def _candidates(spec: LayerSpec) -> dict[str, list[Any]]:
+    wires: list[Any] = list(formats.FORMATS)
+    return {
+        "exchange": list(EXCHANGES),
+        "wire": wires,
+        "combine_wire": wires,
+        "expert_rows": [None, *wires],
+        "experts": list(experts_room.EXPERTS),
+        "weights": list(
+            dict.fromkeys(w for cls in experts_room.EXPERTS.values() for w in cls.weight_formats)
+        ),
+        "tensor_parallel": [1],
+        "weight_on": ["output", "input"],
+        "reduce_ranks": ["exchange", "caller"],
+        "placement": list(PLACEMENTS),
+        "top_k": [] if spec.router is None else [spec.router.top_k],
+        "routed_scaling": [None],
+    }
+
+
+def _alternatives(
+    layers: list[LayerSpec],
+    index: int,
+    world: int,
+    exchange: type[Exchange],
+    max_tokens: int | None,
+    reason: Reason,
+) -> list[Alternative]:
+    """Changes of one field (or, if none helps, two) with which the layer fits, the field at fault first."""
+    spec = layers[index]
+    candidates = _candidates(spec)
+    current = {
+        "exchange": exchange.name,
+        **{name: getattr(spec, name) for name in candidates if name != "exchange"},
+    }
+
+    def tries(count: int) -> Iterator[dict[str, Any]]:
+        chosen = sorted(combinations(candidates, count), key=lambda names: reason.field not in names)
+        for names in chosen:
+            for values in product(*(candidates[name] for name in names)):
+                changes = dict(zip(names, values, strict=True))
+                if all(str(value) != str(current[name]) for name, value in changes.items()):
+                    yield changes
+
+    def fits(changes: dict[str, Any]) -> bool:
+        changed, name = apply_alternative(Alternative(changes=changes), layers, spec.name, exchange.name)
+        # A change of the exchange must not take it away from another layer.
+        others = range(len(layers)) if "exchange" in changes else (index,)
+        return all(
+            isinstance(
+                wire_layer(
+                    changed[i], index=i, world=world, exchange=resolve_exchange(name), max_tokens=max_tokens
+                ),
+                Wiring,
+            )
+            for i in others
+        )
+
+    for count in (1, 2):
+        found = [Alternative(changes=changes) for changes in tries(count) if fits(changes)]
+        if found:
+            return found[:_MOST_ALTERNATIVES]
+    return []
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people.
+
+    >>> size(2048), size(3_500_000)
+    ('2.0 KB', '3.3 MB')
+    """
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if nbytes < 1024 or unit == "GB":
+            break
+        nbytes /= 1024
+    return f"{nbytes:.0f} bytes" if unit == "bytes" else f"{nbytes:.1f} {unit}"
+
+
+def count(number: int, noun: str) -> str:
+    """A number of things.
+
+    >>> count(1, "rank"), count(4, "rank")
+    ('1 rank', '4 ranks')
+    """
+    return f"{number} {noun}" + ("s" if number != 1 else "")
+
+
+def span(names: list[str]) -> str:
+    """How a list of layers is written in one line.
+
+    >>> span(["moe.0"]), span(["moe.0", "moe.1", "moe.2"])
+    ('moe.0', 'moe.0 … moe.2 (3 layers)')
+    """
+    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)} layers)"
