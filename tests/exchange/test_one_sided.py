@@ -225,6 +225,27 @@ def test_experts_may_write_their_results_straight_into_the_workspace(ranks):
         assert nowhere is None  # quantized rows need a pass of their own
 
 
+def two_buffers(group):
+    layer = spec("moe", experts="reference")
+    plan = ty.plan([layer], group, exchange="one_sided", in_flight=2)
+    built, exchange = build(plan, "moe"), plan.exchange
+    batches = [batch(layer, 5, seed=10 * n + group.rank) for n in range(2)]
+    expected = [built(x_TH, routes) for x_TH, routes in batches]
+    flights = [
+        exchange.dispatch(built.wiring.cargo, built.wiring.wire.encode(x_TH), routes)
+        for x_TH, routes in batches
+    ]
+    buffers = [exchange.combine_buffer(flight) for flight in flights]
+    for flight, buffer in zip(flights, buffers, strict=True):
+        buffer.rows_SH[buffer.slots_R] = built.experts(flight.received).rows_RH.to(buffer.rows_SH.dtype)
+    found = [exchange.combine(f, b.placed()).y_TH for f, b in zip(flights, buffers, strict=True)]
+    return all(map(same_bits, found, expected))
+
+
+def test_each_dispatch_in_flight_has_a_buffer_of_its_own():
+    assert on_ranks(2, two_buffers) == [True, True]
+
+
 # -- Where it can run ------------------------------------------------------------------------------------------
 
 

@@ -160,7 +160,6 @@ class Exchange(ABC):
             loaded = self._load_out(cargo, round, outgoing)
         except Exception as error:
             self._fail(cargo, error, partial(self._fail_out, cargo, round, error))
-        counts = [tokens.numel() for tokens in outgoing.tokens_by_rank]
         with stats.waiting("dispatch"), self._in_layer(cargo):
             received, received_counts = self._send_out(cargo, round, outgoing, loaded)
         path = ReturnPath(
@@ -170,7 +169,9 @@ class Exchange(ABC):
         )
         dispatched = Dispatched(received=received, cargo=cargo, round=round, return_path=path)
         self._in_flight.append(dispatched)
-        stats.count_dispatch(outgoing.num_tokens, counts, received_counts, self.bytes_sent(cargo, outgoing))
+        stats.count_dispatch(
+            outgoing.num_tokens, outgoing.counts, received_counts, self.bytes_sent(cargo, outgoing)
+        )
         return dispatched
 
     @abstractmethod

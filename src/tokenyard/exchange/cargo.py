@@ -112,10 +112,15 @@ class Outgoing:
         """T, the tokens of this rank."""
         return self.rows.num_rows
 
+    @property
+    def counts(self) -> list[int]:
+        """Rows for each rank."""
+        return [tokens.numel() for tokens in self.tokens_by_rank]
+
     def local_routes(self, cargo: Cargo, routes: Routes, rank: int) -> tuple[Tensor, Tensor]:
         """Ids and weights of every row that goes out, by rank: the ids of that rank's own experts, else -1."""
         token_N = torch.cat(self.tokens_by_rank)
-        counts = torch.tensor([tokens.numel() for tokens in self.tokens_by_rank], device=token_N.device)
+        counts = torch.tensor(self.counts, device=token_N.device)
         target_N = torch.arange(len(counts), device=token_N.device).repeat_interleave(counts)
         rank_TK, local_TK = cargo.placement.resolve(routes.topk_ids_TK, rank)
         here_NK = rank_TK[token_N] == target_N.unsqueeze(1)

@@ -45,9 +45,8 @@ class MessageExchange(Exchange):
     def _send_out(
         self, cargo: Cargo, round: int, outgoing: Outgoing, loaded: Any
     ) -> tuple[ReceivedRows, tuple[int, ...]]:
-        counts = [tokens.numel() for tokens in outgoing.tokens_by_rank]
         heard = self._announce(
-            self._announcement(cargo, Phase.DISPATCH, round, outgoing.num_tokens, counts, None)
+            self._announcement(cargo, Phase.DISPATCH, round, outgoing.num_tokens, outgoing.counts, None)
         )
         return self._move(cargo, outgoing, loaded, heard)
 

@@ -35,9 +35,8 @@ class TwoSidedExchange(MessageExchange):
     def _move(
         self, cargo: Cargo, outgoing: Outgoing, packets: Tensor, heard: Sequence[Announcement]
     ) -> tuple[ReceivedRows, tuple[int, ...]]:
-        counts = [tokens.numel() for tokens in outgoing.tokens_by_rank]
         arriving = tuple(announcement.counts[self.group.rank] for announcement in heard)
-        arrived = self.group.all_to_all_rows(packets, counts, arriving, phase="dispatch")
+        arrived = self.group.all_to_all_rows(packets, outgoing.counts, arriving, phase="dispatch")
         return received_rows(cargo, arrived, arriving), arriving
 
     def bytes_sent(self, cargo: Cargo, outgoing: Outgoing) -> list[int]:

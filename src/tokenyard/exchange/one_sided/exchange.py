@@ -88,7 +88,6 @@ class OneSidedExchange(Exchange):
     def __init__(self, group: Group, *, in_flight: int = 1, plan_id: int = 0) -> None:
         super().__init__(group, in_flight=in_flight, plan_id=plan_id)
         self._workspace: Workspace | None = None
-        self._buffer: CombineBuffer | None = None
 
     @property
     def workspace(self) -> Workspace:
@@ -131,11 +130,10 @@ class OneSidedExchange(Exchange):
     def _send_out(
         self, cargo: Cargo, round: int, outgoing: Outgoing, loaded: None
     ) -> tuple[ReceivedRows, tuple[int, ...]]:
-        counts = [tokens.numel() for tokens in outgoing.tokens_by_rank]
         heard = self._tell_and_hear(
             [
                 self._announcement(cargo, Phase.DISPATCH, round, outgoing.num_tokens, [count], None)
-                for count in counts
+                for count in outgoing.counts
             ]
         )
         arrived = tuple(announcement.counts[0] for announcement in heard)
@@ -190,13 +188,14 @@ class OneSidedExchange(Exchange):
         if cargo.combine_wire.quantized or slots_R is None:
             return None
         (rows_SH,) = self.workspace.combine(self.group.rank, cargo, dispatched.round).values()
-        self._buffer = CombineBuffer(rows_SH=rows_SH, slots_R=slots_R)
-        return self._buffer
+        return CombineBuffer(rows_SH=rows_SH, slots_R=slots_R)
 
     def _is_placed(self, dispatched: Dispatched, result: object) -> bool:
         if not isinstance(result, PlacedRows):
             return False
-        if result.buffer is not self._buffer or result.buffer.slots_R is not dispatched.received.slots_R:
+        own = self.combine_buffer(dispatched)
+        fits = own is not None and result.buffer.slots_R is own.slots_R
+        if own is None or not fits or result.buffer.rows_SH.data_ptr() != own.rows_SH.data_ptr():
             raise ContractError(
                 "combine was given rows that were placed in the buffer of another dispatch",
                 expected="PlacedRows of `combine_buffer(dispatched)`, of this very dispatch",
@@ -256,7 +255,7 @@ class OneSidedExchange(Exchange):
     def close(self) -> None:
         """No more rounds, and the workspace is given back."""
         super().close()
-        self._workspace = self._buffer = None
+        self._workspace = None
 
 
 def _gather_into(slots: Tensor, tensor: Tensor, tokens: Tensor) -> None:
