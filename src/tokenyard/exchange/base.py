@@ -267,7 +267,7 @@ class Exchange(ABC):
             scaled_by=cargo.routed_scaling,
             device=rows.device,
         )
-        rank_TK, _ = cargo.placement.resolve(routes.topk_ids_TK, self.group.rank)
+        rank_TK, local_TK = cargo.placement.resolve(routes.topk_ids_TK, self.group.rank)
         if cargo.placement.lost_experts:
             dropped_TK = (routes.topk_ids_TK >= 0) & (rank_TK < 0)
             routes = routes.without(dropped_TK, renormalize=cargo.renormalizes_dropped)
@@ -277,6 +277,7 @@ class Exchange(ABC):
             routes=routes,
             extra=extra,
             tokens_by_rank=tokens_by_rank(rank_TK, self.group.size),
+            resolved=(rank_TK, local_TK),
         )
 
     # -- The way back --------------------------------------------------------------------------------------

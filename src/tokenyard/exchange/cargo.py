@@ -106,6 +106,8 @@ class Outgoing:
     routes: Routes | RoutingLogits
     extra: Mapping[str, Tensor]
     tokens_by_rank: tuple[Tensor, ...]
+    # `(rank_TK, local_TK)` as looked up before lost choices were dropped: without these, replicas would be others.
+    resolved: tuple[Tensor, Tensor] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -122,7 +124,7 @@ class Outgoing:
         token_N = torch.cat(self.tokens_by_rank)
         counts = torch.tensor(self.counts, device=token_N.device)
         target_N = torch.arange(len(counts), device=token_N.device).repeat_interleave(counts)
-        rank_TK, local_TK = cargo.placement.resolve(routes.topk_ids_TK, rank)
+        rank_TK, local_TK = self.resolved or cargo.placement.resolve(routes.topk_ids_TK, rank)
         here_NK = rank_TK[token_N] == target_N.unsqueeze(1)
         weights_NK = torch.where(here_NK, routes.topk_weights_TK[token_N].float(), 0.0)
         return torch.where(here_NK, local_TK[token_N], -1), weights_NK

@@ -32,7 +32,7 @@ from tokenyard.formats.base import EncodedRows
 from tokenyard.group.base import Group
 from tokenyard.routing import Routes
 from tokenyard.rows import CombineBuffer, LocalRoutes, PlacedRows, ReceivedRows
-from tokenyard.workspace import LayerBytes, WorkspaceLayout, as_bytes
+from tokenyard.workspace import LayerBytes, Region, SlotLayout, WorkspaceLayout, as_bytes
 
 # CPUs on which plain aligned stores become visible in the order in which they were made.
 _ORDERED_CPUS = ("x86_64", "AMD64", "i686")
@@ -47,16 +47,25 @@ class Workspace:
         self.buffers = group.share_memory(layout.nbytes)
         controls = [layout.control_region().of(buffer) for buffer in self.buffers]
         self.signals = Signals(controls, group.rank, layout.in_flight, group.deadline)
+        self._views: dict[tuple[SlotLayout, int, int], dict[str, Tensor]] = {}
 
     def dispatch(self, rank: int, cargo: Cargo, round: int) -> dict[str, Tensor]:
         """The payloads of all slots that a rank receives into, in this round."""
-        region = self.layout.dispatch_region(round % self.layout.in_flight)
-        return cargo.dispatch_slots.views(region.of(self.buffers[rank]))
+        return self._slots(
+            cargo.dispatch_slots, rank, self.layout.dispatch_region(round % self.layout.in_flight)
+        )
 
     def combine(self, rank: int, cargo: Cargo, round: int) -> dict[str, Tensor]:
         """The payloads of all slots that a rank's results are read from, in this round."""
-        region = self.layout.combine_region(round % self.layout.in_flight)
-        return cargo.combine_slots.views(region.of(self.buffers[rank]))
+        return self._slots(
+            cargo.combine_slots, rank, self.layout.combine_region(round % self.layout.in_flight)
+        )
+
+    def _slots(self, slots: SlotLayout, rank: int, region: Region) -> dict[str, Tensor]:
+        key = (slots, rank, region.offset)
+        if key not in self._views:  # making them anew in every round costs a tenth of a small round trip
+            self._views[key] = slots.views(region.of(self.buffers[rank]))
+        return self._views[key]
 
 
 class OneSidedExchange(Exchange):

@@ -1,0 +1,86 @@
+"""The sum over ranks has one order and one rounding, wherever the rows stand: bit for bit that of `RankRows`."""
+
+import pytest
+import torch
+
+from tokenyard.exchange import reduce
+from tokenyard.formats import EncodedRows, get
+from tokenyard.rows import RankRows
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+BITS = {2: torch.int16, 4: torch.int32}
+SPECIAL = (0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40, 6e-8)
+
+
+def rows_of_ranks(draw, world, num_tokens, hidden_size, dtype, *, share, gap=0, special=False):
+    """Rows and tokens of each rank, all in one buffer whose rows are `gap` elements apart."""
+    tokens = [(torch.rand(num_tokens, generator=draw) < share).nonzero().squeeze(1) for _ in range(world)]
+    numbers = torch.randn(world, num_tokens, hidden_size + gap, generator=draw)
+    memory = (numbers * torch.exp(3 * torch.randn(numbers.shape, generator=draw))).to(dtype)
+    if special:
+        for value in SPECIAL:
+            memory[torch.rand(memory.shape, generator=draw) < 0.02] = value
+    return [memory[rank, : len(some), :hidden_size] for rank, some in enumerate(tokens)], tokens
+
+
+def check_sum(rows, tokens, num_tokens, wire, *, in_place):
+    hidden_size, dtype = rows[0].shape[1], DTYPES[wire]
+    home = [
+        EncodedRows(format=get(wire), hidden_size=hidden_size, payloads={"data": some_NH}) for some_NH in rows
+    ]
+    out_TH = torch.full((num_tokens, hidden_size), 7.0, dtype=dtype)
+    assert (reduce._table_of(home, out_TH) is not None) == in_place
+    reduce.sum_over_ranks(home, tokens, out_TH, ())
+    twin = RankRows(
+        rows_by_rank=tuple(some_NH.float() for some_NH in rows),
+        tokens_by_rank=tuple(tokens),
+        num_tokens=num_tokens,
+        dtype=dtype,
+    )
+    right_TH = twin.reduce().y_TH
+    nan_TH, as_bits = right_TH.isnan(), BITS[dtype.itemsize]
+    assert torch.equal(out_TH.isnan(), nan_TH)
+    assert torch.equal(
+        out_TH.view(as_bits).masked_fill(nan_TH, 0), right_TH.view(as_bits).masked_fill(nan_TH, 0)
+    )
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["numbers", "special"])
+@pytest.mark.parametrize("share", [0.3, 0.9, 1.0])
+@pytest.mark.parametrize(
+    ("world", "num_tokens", "hidden_size"), [(1, 3, 2048), (4, 300, 2048), (5, 17, 7168), (64, 33, 256)]
+)
+@pytest.mark.parametrize("wire", DTYPES)
+def test_rows_are_summed_where_they_stand(wire, world, num_tokens, hidden_size, share, special):
+    draw = torch.Generator().manual_seed(world + num_tokens)
+    rows, tokens = rows_of_ranks(
+        draw, world, num_tokens, hidden_size, DTYPES[wire], share=share, special=special
+    )
+    check_sum(rows, tokens, num_tokens, wire, in_place=True)
+
+
+def test_rows_of_several_lines_of_the_table():
+    draw = torch.Generator().manual_seed(0)
+    rows, tokens = rows_of_ranks(draw, 4, 50, 1536, torch.bfloat16, share=0.8, gap=256)
+    check_sum(rows, tokens, 50, "bf16", in_place=True)
+
+
+@pytest.mark.parametrize(("hidden_size", "gap"), [(1536, 8), (1001, 3)])
+def test_rows_without_common_lines_are_decoded(hidden_size, gap):
+    draw = torch.Generator().manual_seed(0)
+    rows, tokens = rows_of_ranks(draw, 4, 50, hidden_size, torch.bfloat16, share=0.8, gap=gap)
+    check_sum(rows, tokens, 50, "bf16", in_place=False)
+
+
+def test_ranks_in_any_order_of_memory_and_one_without_rows():
+    draw = torch.Generator().manual_seed(0)
+    rows, tokens = rows_of_ranks(draw, 4, 50, 512, torch.bfloat16, share=0.8)
+    rows, tokens = [rows[2], rows[0][:0], rows[3], rows[1]], [tokens[2], tokens[0][:0], tokens[3], tokens[1]]
+    check_sum(rows, tokens, 50, "bf16", in_place=True)
+
+
+def test_blocks_change_no_bit(monkeypatch):
+    draw = torch.Generator().manual_seed(0)
+    rows, tokens = rows_of_ranks(draw, 4, 50, 512, torch.bfloat16, share=0.5)
+    monkeypatch.setattr(reduce, "TABLE_BLOCK", 7 * 512)
+    check_sum(rows, tokens, 50, "bf16", in_place=True)
