@@ -272,6 +272,8 @@ class Exchange(ABC):
             dropped_TK = (routes.topk_ids_TK >= 0) & (rank_TK < 0)
             routes = routes.without(dropped_TK, renormalize=cargo.renormalizes_dropped)
             self.stats[cargo.layer].dropped += int(dropped_TK.sum())
+            # A token's replicas follow from the ids that are left: these travel, and every rank reads them alike.
+            rank_TK, local_TK = cargo.placement.resolve(routes.topk_ids_TK, self.group.rank)
         return Outgoing(
             rows=rows,
             routes=routes,

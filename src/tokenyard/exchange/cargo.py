@@ -106,7 +106,7 @@ class Outgoing:
     routes: Routes | RoutingLogits
     extra: Mapping[str, Tensor]
     tokens_by_rank: tuple[Tensor, ...]
-    # `(rank_TK, local_TK)` as looked up before lost choices were dropped: without these, replicas would be others.
+    # `(rank_TK, local_TK)`: where each choice goes, if that was looked up already.
     resolved: tuple[Tensor, Tensor] | None = None
 
     @property
