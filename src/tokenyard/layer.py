@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tokenyard.exchange import Fate
 from tokenyard.experts import ExpertWeights
+from tokenyard.ops import compilable
 from tokenyard.planner import Plan
 from tokenyard.receiver import build_experts, run_experts
 from tokenyard.routing import Routes
@@ -25,6 +26,7 @@ from tokenyard.sender import check_rows, check_shared, route
 from tokenyard.wiring import Wiring
 
 
+@compilable  # torch.compile sees one operator
 class MoELayer(nn.Module):
     """One layer of a plan, on this rank. Every rank of the group calls it, an idle one with T = 0.
 
