@@ -59,7 +59,7 @@ class Group(ABC):
     size: int
     name: str
     deadline: float
-    device: torch.device  # where the bytes of a collective live
+    device: torch.device  # where rows and the bytes of a collective live
     _plans = 0
 
     @abstractmethod
@@ -121,11 +121,23 @@ class Group(ABC):
         self._plans += 1
         return self._plans
 
-    def all_or_none(self, what: str, error: str | None) -> None:
+    def wait_for_device(self) -> None:
+        """Return when what this rank has launched on its device is done. On the CPU it always is."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def all_or_none(
+        self,
+        what: str,
+        error: str | None,
+        *,
+        expected: str = "memory for the workspace",
+        fix: str = _MEMORY_FIX,
+    ) -> None:
         """Raise on every rank if one rank had an error: its own there, `PeerFailed` elsewhere."""
         errors = self.gather_json(error, phase=what)
         if error is not None:
-            raise GroupError(error, expected="memory for the workspace", fix=_MEMORY_FIX, rank=self.rank)
+            raise GroupError(error, expected=expected, fix=fix, rank=self.rank)
         for rank, other in enumerate(errors):
             if other is not None:
                 raise PeerFailed(rank, other, phase=what, rank=self.rank)

@@ -9,6 +9,8 @@ All traps of the library underneath are dealt with here, once:
   that wait write their names into the group's store, and who has not is missing.
 - After such an error the connections are in an unknown state: the group is broken for good and says so.
 - torch 2.13 renames `all_gather_into_tensor`; it is called here only.
+- NCCL refuses two ranks on one GPU, and gloo takes no GPU's bytes: between ranks on GPUs, gloo's bytes pass through
+  the CPU's memory.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from torch import Tensor
 
 from tokenyard.errors import GroupError, InputError, PeerLost
 from tokenyard.group.base import DEFAULT_DEADLINE, Group
+from tokenyard.group.devices import resolve_device
 from tokenyard.group.shared_memory import share_between_processes, this_host
+from tokenyard.group.symmetric_memory import share_between_gpus
 
 # Seconds in which the other waiting ranks write their names once this rank's wait has failed. All ranks enter
 # a collective within a few milliseconds of each other, and so do their deadlines pass.
@@ -38,12 +42,16 @@ _all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist
 
 
 class DistributedGroup(Group):
-    """A process group of torch.distributed, as tokenyard uses it. None stands for the default group."""
+    """A process group of torch.distributed, as tokenyard uses it. None stands for the default group.
+
+    `device` is where this rank's rows live. Left out, it is the current GPU under NCCL, and the CPU under gloo.
+    """
 
     def __init__(
         self,
         process_group: dist.ProcessGroup | None = None,
         *,
+        device: str | torch.device | None = None,
         name: str = "world",
         deadline: float = DEFAULT_DEADLINE,
     ) -> None:
@@ -59,38 +67,43 @@ class DistributedGroup(Group):
         self.rank, self.size = resolved.rank(), resolved.size()
         self.name, self.deadline = name, deadline
         on_gpu = "nccl" in dist.get_backend(resolved)
-        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self.device = resolve_device(device or ("cuda" if on_gpu else "cpu"))
+        # Where the library takes bytes from and puts them.
+        self._carrier = resolve_device("cuda") if on_gpu else torch.device("cpu")
+        if self._carrier.type == self.device.type:
+            self._carrier = self.device
         self._broken: str | None = None
         self._calls = 0
 
     def all_gather(self, mine: Tensor, *, phase: str) -> Tensor:
-        mine = self._check_bytes(mine, 1)
-        gathered = torch.empty(self.size * mine.numel(), dtype=torch.uint8, device=self.device)
+        mine = self._check_bytes(mine, 1).to(self._carrier)
+        gathered = mine.new_empty(self.size * mine.numel())
         self._run(_all_gather_single, gathered, mine, phase=phase)
-        return gathered.view(self.size, -1)
+        return gathered.view(self.size, -1).to(self.device)
 
     def all_gather_rows(self, mine: Tensor, counts: Sequence[int], *, phase: str) -> Tensor:
         mine = self._check_bytes(mine, 2, counts[self.rank])
         most, width = max(counts), mine.shape[1]
         if most == 0:
             return mine
+        mine = mine.to(self._carrier)
         # The library gathers equal shapes only: everybody pads to the longest.
         padded = mine.new_empty(most, width)
         padded[: counts[self.rank]] = mine
         gathered = mine.new_empty(self.size * most, width)
         self._run(_all_gather_single, gathered, padded, phase=phase)
         parts = gathered.view(self.size, most, width)
-        return torch.cat([parts[w, :count] for w, count in enumerate(counts)])
+        return torch.cat([parts[w, :count] for w, count in enumerate(counts)]).to(self.device)
 
     def all_to_all_rows(
         self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, phase: str
     ) -> Tensor:
-        rows = self._check_bytes(rows, 2, sum(send))
+        rows = self._check_bytes(rows, 2, sum(send)).to(self._carrier)
         received = rows.new_empty(sum(receive), rows.shape[1])
         if rows.shape[1] > 0:
             splits = {"output_split_sizes": list(receive), "input_split_sizes": list(send)}
             self._run(dist.all_to_all_single, received, rows, phase=phase, **splits)
-        return received
+        return received.to(self.device)
 
     def _run(self, collective: Callable[..., Any], *tensors: Tensor, phase: str, **splits: Any) -> None:
         """Start a collective and wait for it, no longer than the deadline."""
@@ -132,7 +145,11 @@ class DistributedGroup(Group):
             return []
 
     def share_memory(self, nbytes: int) -> list[Tensor]:
-        return share_between_processes(self, nbytes)
+        if self.device.type == "cpu":
+            return share_between_processes(self, nbytes)
+        if self._process_group is None:
+            raise self._gone()
+        return share_between_gpus(self, self._process_group, nbytes)
 
     def host(self) -> str:
         return f"{this_host()} on {self.device.type}"
@@ -155,7 +172,7 @@ class DistributedGroup(Group):
             use_local_synchronization=True,
         )
         name = name or f"{self.name}/{'-'.join(map(str, ranks))}"
-        return DistributedGroup(process_group, name=name, deadline=self.deadline)
+        return DistributedGroup(process_group, device=self.device, name=name, deadline=self.deadline)
 
     def close(self) -> None:
         """Close this door. The process group belongs to whoever made it, and can be destroyed now."""

@@ -31,6 +31,12 @@ import torch.distributed as dist
 from tokenyard.errors import InputError, PeerFailed, PeerLost, RankError
 from tokenyard.forkserver import start_forkserver
 from tokenyard.group.base import DEFAULT_DEADLINE, Group
+from tokenyard.group.devices import (
+    MOST_THREADS_ON_CUDA,
+    devices_of_ranks,
+    let_ranks_share_a_gpu,
+    rank_on,
+)
 from tokenyard.group.distributed import FINDING_EACH_OTHER, DistributedGroup, loopback_interface
 from tokenyard.group.threads import thread_groups
 
@@ -46,6 +52,7 @@ def launch(
     fn: Callable[..., Result],
     *args: Any,
     ranks: Literal["threads", "processes"] = "threads",
+    device: str | torch.device | None = None,
     deadline: float = DEFAULT_DEADLINE,
     threads_per_rank: int | None = None,
 ) -> list[Result]:
@@ -55,6 +62,9 @@ def launch(
     needs the usual `if __name__ == "__main__":`. `threads_per_rank` sets torch's intra-op threads; by default
     the ranks share the machine's cores.
 
+    `device` is where the group's rows live: the CPU, or with `device="cuda"` a GPU. Threads share it, each on a
+    stream of its own; processes are dealt the GPUs in turn, and share them where they are more.
+
     >>> launch(3, lambda group: sum(group.gather_json(group.rank)))
     [3, 3, 3]
     """
@@ -62,9 +72,9 @@ def launch(
         raise InputError(f"world is {world}", expected="at least one rank", fix="pass world ≥ 1")
     intra_op = threads_per_rank or max(1, (os.cpu_count() or 1) // world)
     if ranks == "threads":
-        return _launch_threads(world, fn, args, deadline, intra_op)
+        return _launch_threads(world, fn, args, device, deadline, intra_op)
     if ranks == "processes":
-        return _launch_processes(world, fn, args, deadline, intra_op)
+        return _launch_processes(world, fn, args, devices_of_ranks(device, world), deadline, intra_op)
     raise InputError(f"ranks is {ranks!r}", expected="'threads' or 'processes'", fix="choose one of them")
 
 
@@ -82,9 +92,21 @@ def _rank_error(rank: int, error: BaseException, report: str) -> RankError:
 
 
 def _launch_threads(
-    world: int, fn: Callable[..., Result], args: tuple[Any, ...], deadline: float, intra_op: int
+    world: int,
+    fn: Callable[..., Result],
+    args: tuple[Any, ...],
+    device: str | torch.device | None,
+    deadline: float,
+    intra_op: int,
 ) -> list[Result]:
-    groups = thread_groups(world, deadline=deadline)
+    groups = thread_groups(world, device=device, deadline=deadline)
+    if groups[0].device.type == "cuda" and world > MOST_THREADS_ON_CUDA:
+        raise InputError(
+            f"{world} threads on one GPU",
+            expected=f"at most {MOST_THREADS_ON_CUDA}: torch has no more streams, and two ranks on one would wait "
+            "for each other",
+            fix="launch fewer ranks, or ranks='processes'",
+        )
     results: dict[int, Result] = {}
     errors: list[tuple[int, BaseException]] = []
     intra_op_before = torch.get_num_threads()
@@ -92,7 +114,8 @@ def _launch_threads(
     def run(rank: int) -> None:
         torch.set_num_threads(intra_op)
         try:
-            results[rank] = fn(groups[rank], *args)
+            with rank_on(groups[rank].device):
+                results[rank] = fn(groups[rank], *args)
         except BaseException as error:
             errors.append((rank, error))
             groups[rank].leave(f"it raised {type(error).__name__}: {error}")
@@ -120,7 +143,12 @@ def _first_error(errors: list[tuple[int, BaseException]]) -> tuple[int, BaseExce
 
 
 def _launch_processes(
-    world: int, fn: Callable[..., Result], args: tuple[Any, ...], deadline: float, intra_op: int
+    world: int,
+    fn: Callable[..., Result],
+    args: tuple[Any, ...],
+    devices: list[torch.device],
+    deadline: float,
+    intra_op: int,
 ) -> list[Result]:
     context = start_forkserver()
     store = _TCPStore(
@@ -134,7 +162,7 @@ def _launch_processes(
             parent, child = context.Pipe()
             process = context.Process(
                 target=_rank_main,
-                args=(rank, world, store.port, deadline, intra_op, child, job),
+                args=(rank, devices, store.port, deadline, intra_op, child, job),
                 name=f"rank {rank}",
                 daemon=True,
             )
@@ -193,7 +221,13 @@ def _end(processes: list[Any]) -> None:
 
 
 def _rank_main(
-    rank: int, world: int, port: int, deadline: float, intra_op: int, parent: Connection, job: bytes
+    rank: int,
+    devices: list[torch.device],
+    port: int,
+    deadline: float,
+    intra_op: int,
+    parent: Connection,
+    job: bytes,
 ) -> None:
     """The life of one rank's process."""
     released = threading.Event()
@@ -203,12 +237,16 @@ def _rank_main(
     if (interface := loopback_interface()) is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = interface
     try:
+        if devices[rank].type == "cuda":
+            if len(set(devices)) < len(devices):
+                let_ranks_share_a_gpu()
+            torch.cuda.set_device(devices[rank])
         fn, args = pickle.loads(job)
         # Processes start one after the other: finding each other may take longer than any wait later on.
         timeout = timedelta(seconds=max(deadline, FINDING_EACH_OTHER))
         store = _TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
-        group: Group = DistributedGroup(deadline=deadline)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=len(devices), timeout=timeout)
+        group: Group = DistributedGroup(device=devices[rank], deadline=deadline)
         outcome: tuple[str, Any, str] = ("result", fn(group, *args), "")
     except BaseException as error:
         outcome = ("error", _picklable(error), traceback.format_exc())

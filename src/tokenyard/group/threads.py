@@ -7,6 +7,9 @@ rows) find out and raise `Drifted` on every rank.
 
 The first rank whose deadline passes publishes the verdict: who is missing. Every rank of the group then
 raises the same `PeerLost`, the late one included, when it arrives.
+
+On a GPU all ranks share one device, each on a stream of its own. Threads meet, streams do not: a rank waits for its
+stream before it posts, and marks what it takes as read by its stream, so that the memory is not given away before.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from torch import Tensor
 
 from tokenyard.errors import Drifted, GroupError, InputError, PeerLost
 from tokenyard.group.base import DEFAULT_DEADLINE, Group
+from tokenyard.group.devices import prepare_threads, resolve_device
 
 
 @dataclass
@@ -114,10 +118,11 @@ class _MeetingPoint:
 class ThreadGroup(Group):
     """One rank of a group of threads. Make all of them with `thread_groups`, or let `launch` do it."""
 
-    def __init__(self, rank: int, meeting_point: _MeetingPoint, name: str, deadline: float) -> None:
+    def __init__(
+        self, rank: int, meeting_point: _MeetingPoint, name: str, deadline: float, device: torch.device
+    ) -> None:
         self.rank, self.size = rank, meeting_point.size
-        self.name, self.deadline = name, deadline
-        self.device = torch.device("cpu")
+        self.name, self.deadline, self.device = name, deadline, device
         self._meeting_point = meeting_point
         self._calls = 0
         self._splits: dict[tuple[int, ...], int] = {}
@@ -136,18 +141,18 @@ class ThreadGroup(Group):
 
     def all_gather(self, mine: Tensor, *, phase: str) -> Tensor:
         mine = self._check_bytes(mine, 1)
-        # A copy is posted: this rank may change its tensor while others still read.
-        return torch.stack(self._meet("gathers bytes", mine.clone(), phase))
+        return torch.stack(self._read(self._meet("gathers bytes", self._post(mine), phase)))
 
     def all_gather_rows(self, mine: Tensor, counts: Sequence[int], *, phase: str) -> Tensor:
         mine = self._check_bytes(mine, 2, counts[self.rank])
-        return torch.cat(self._meet("gathers rows", mine.clone(), phase))
+        return torch.cat(self._read(self._meet("gathers rows", self._post(mine), phase)))
 
     def all_to_all_rows(
         self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, phase: str
     ) -> Tensor:
         rows = self._check_bytes(rows, 2, sum(send))
-        posted = self._meet("exchanges rows", (rows.clone(), list(send)), phase)
+        posted = self._meet("exchanges rows", (self._post(rows), list(send)), phase)
+        self._read([theirs for theirs, _ in posted])
         parts = []
         for (theirs, sent), expected in zip(posted, receive, strict=True):
             start = sum(sent[: self.rank])
@@ -162,14 +167,28 @@ class ThreadGroup(Group):
             parts.append(part)
         return torch.cat(parts)
 
+    def _post(self, mine: Tensor) -> Tensor:
+        """What others may read: a copy, since this rank may change its tensor meanwhile, and a finished one."""
+        copy = mine.clone()
+        self.wait_for_device()
+        return copy
+
+    def _read(self, posted: list[Tensor]) -> list[Tensor]:
+        """What others posted, marked as in use by this rank's stream."""
+        if self.device.type == "cuda":
+            for tensor in posted:
+                tensor.record_stream(torch.cuda.current_stream(self.device))
+        return posted
+
     def share_memory(self, nbytes: int) -> list[Tensor]:
         error, mine = None, torch.empty(0, dtype=torch.uint8)
         try:
-            mine = torch.zeros(nbytes, dtype=torch.uint8)
+            mine = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+            self.wait_for_device()
         except RuntimeError as raised:  # torch's name for a failed allocation
             error = f"{nbytes} bytes cannot be allocated ({str(raised).splitlines()[0][:200]})"
         self.all_or_none("sharing memory", error)
-        return self._meet("shares memory", mine, "sharing memory")
+        return self._read(self._meet("shares memory", mine, "sharing memory"))
 
     def host(self) -> str:
         return "this process"
@@ -196,6 +215,7 @@ class ThreadGroup(Group):
             meeting_point,
             name or f"{self.name}/{'-'.join(map(str, members))}",
             self.deadline,
+            self.device,
         )
 
     def leave(self, why: str) -> None:
@@ -207,9 +227,16 @@ class ThreadGroup(Group):
 
 
 def thread_groups(
-    world: int, *, name: str = "threads", deadline: float = DEFAULT_DEADLINE
+    world: int,
+    *,
+    device: str | torch.device | None = None,
+    name: str = "threads",
+    deadline: float = DEFAULT_DEADLINE,
 ) -> list[ThreadGroup]:
     """The ranks of one group of threads, one `ThreadGroup` for each thread to use.
+
+    `device` is where their rows live: the CPU, or a GPU that all of them share. There, each thread makes its calls
+    on a CUDA stream of its own, as `launch` has it.
 
     >>> from concurrent.futures import ThreadPoolExecutor
     >>> with ThreadPoolExecutor(2) as pool:
@@ -218,5 +245,6 @@ def thread_groups(
     """
     if world < 1:
         raise InputError(f"world is {world}", expected="at least one rank", fix="pass world ≥ 1")
-    meeting_point = _MeetingPoint(world)
-    return [ThreadGroup(rank, meeting_point, name, deadline) for rank in range(world)]
+    prepare_threads(device)
+    place, meeting_point = resolve_device(device), _MeetingPoint(world)
+    return [ThreadGroup(rank, meeting_point, name, deadline, place) for rank in range(world)]

@@ -1,0 +1,97 @@
+"""Where the ranks of a group keep their rows: on the CPU, or on GPUs, several ranks to one GPU where there are more.
+
+Threads that wait for each other on one GPU must be able to run there at the same time. Two settings see to that, and
+both are read when CUDA starts, so they are made before anything asks for a GPU:
+
+- `CUDA_DEVICE_MAX_CONNECTIONS=32`: with the 8 queues of old, streams of different ranks stand behind each other.
+- `CUDA_MODULE_LOADING=EAGER`: to load a kernel at its first use, CUDA may wait for all kernels that run. One that
+  waits for the rank that loads would wait forever.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from tokenyard.errors import InputError
+
+# Thread ranks have a stream each, and torch hands out 32 a device before it starts again with the first.
+MOST_THREADS_ON_CUDA = 32
+
+# Read by torch's symmetric memory, in each process.
+OVERLAPPING_DEVICES = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+_NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+
+
+def resolve_device(device: str | torch.device | None) -> torch.device:
+    """The device that is meant, with its index. None is the CPU, `cuda` the current GPU.
+
+    >>> resolve_device(None)
+    device(type='cpu')
+    """
+    found = _read(device)
+    if found.type == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (found.index or 0) >= count:
+        there = (
+            f"torch {torch.__version__} sees {count} GPUs"
+            if count
+            else f"torch {torch.__version__} sees no GPU"
+        )
+        raise InputError(
+            f"device is {str(device)!r}, and {there}",
+            expected="a GPU that torch sees",
+            fix="pass device='cpu', or see what `tokenyard doctor` says about CUDA",
+        )
+    return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
+
+
+def _read(device: str | torch.device | None) -> torch.device:
+    """A device as it is written, whether it is there or not."""
+    try:
+        found = torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError):
+        found = torch.device("meta")
+    if found.type not in ("cpu", "cuda"):
+        raise InputError(
+            f"device is {str(device)!r}", expected="'cpu', 'cuda' or 'cuda:0'", fix="pass one of them"
+        )
+    return found
+
+
+def devices_of_ranks(device: str | torch.device | None, world: int) -> list[torch.device]:
+    """The device of each process of a host: `cuda` deals out the GPUs in turn, `cuda:0` is that one for all."""
+    found = resolve_device(device)
+    if found.type == "cpu" or _read(device).index is not None:
+        return [found] * world
+    return [torch.device("cuda", rank % torch.cuda.device_count()) for rank in range(world)]
+
+
+def prepare_threads(device: str | torch.device | None) -> None:
+    """Make the settings under which kernels of several threads run at the same time, unless others were made."""
+    if _read(device).type == "cuda" and not torch.cuda.is_initialized():
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+
+
+def let_ranks_share_a_gpu() -> None:
+    """Tell torch's symmetric memory that ranks share a GPU: it refuses otherwise, and cannot multicast there."""
+    os.environ[OVERLAPPING_DEVICES] = "1"
+    os.environ.setdefault(_NO_MULTICAST, "1")
+
+
+@contextmanager
+def rank_on(device: torch.device) -> Iterator[None]:
+    """The body of a thread rank: on its device, and there on a stream of its own."""
+    if device.type == "cpu":
+        yield
+        return
+    torch.cuda.set_device(device)
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()  # whoever gets the result reads it on another stream

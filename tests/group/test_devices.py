@@ -1,0 +1,114 @@
+"""Where the rows of a group live: devices that are there, those that are not, and memory that outlives its tensor."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import tokenyard as ty
+from tokenyard.errors import GroupError, InputError, PeerFailed
+from tokenyard.group.devices import OVERLAPPING_DEVICES, devices_of_ranks, resolve_device
+from tokenyard.group.symmetric_memory import _check_devices, keep_with
+
+both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+def device_of(group):
+    half = group.subgroup([group.rank])
+    buffers = group.share_memory(3)
+    return str(group.device), str(half.device), [str(buffer.device) for buffer in buffers]
+
+
+@both_kinds
+@pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu"), "cpu:0"])
+def test_on_the_cpu(ranks, device):
+    assert ty.launch(2, device_of, ranks=ranks, device=device) == [("cpu", "cpu", ["cpu", "cpu"])] * 2
+
+
+@no_gpu
+@both_kinds
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda", 3)])
+def test_a_gpu_that_is_not_there(ranks, device):
+    with pytest.raises(InputError, match=r"device is 'cuda.*sees no GPU; expected a GPU .*device='cpu'"):
+        ty.launch(2, device_of, ranks=ranks, device=device)
+    with pytest.raises(InputError, match="sees no GPU"):
+        ty.thread_groups(2, device=device)
+
+
+@pytest.mark.parametrize("device", ["gpu", "meta", "cuda:x", 1.5])
+def test_what_is_no_device_of_a_group(device):
+    with pytest.raises(InputError, match=r"device is '.*'; expected 'cpu', 'cuda' or 'cuda:0'"):
+        ty.launch(2, device_of, device=device)
+
+
+def test_gpus_are_dealt_out_in_turn(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert [device.index for device in devices_of_ranks("cuda", 5)] == [0, 1, 2, 0, 1]
+    assert devices_of_ranks("cuda:2", 2) == [torch.device("cuda", 2)] * 2
+    assert devices_of_ranks(None, 2) == [torch.device("cpu")] * 2
+    assert resolve_device("cuda") == torch.device("cuda", 1)
+    with pytest.raises(InputError, match=r"'cuda:3', and torch .* sees 3 GPUs"):
+        resolve_device("cuda:3")
+
+
+def one_cannot(group):
+    try:
+        error = "no memory" if group.rank == 1 else None
+        group.all_or_none("sharing memory", error, expected="memory", fix="buy some")
+    except (GroupError, PeerFailed) as raised:
+        return type(raised).__name__, str(raised)
+    return None
+
+
+def test_all_or_none_says_what_was_expected_and_what_helps():
+    (kind, message), (own_kind, own) = ty.launch(2, one_cannot)
+    assert (kind, own_kind) == ("PeerFailed", "GroupError")
+    assert "no memory" in message
+    assert own == "rank 1: no memory; expected memory; fix: buy some"
+
+
+class FakeGroup:
+    """One rank of three, on GPU 0 as the last one is."""
+
+    rank, device = 0, torch.device("cuda", 0)
+
+    def __init__(self, told_by_others):
+        self.told_by_others = told_by_others
+
+    def gather_json(self, value, *, phase):
+        host = value[0]
+        return [value, [host, 1, self.told_by_others], [host, 0, self.told_by_others]]
+
+
+def test_ranks_that_share_a_gpu_must_have_said_so(monkeypatch):
+    monkeypatch.delenv(OVERLAPPING_DEVICES, raising=False)
+    with pytest.raises(
+        GroupError, match=rf"ranks 0, 2 are on cuda:0 .*{OVERLAPPING_DEVICES}=1 on every rank"
+    ):
+        _check_devices(FakeGroup(told_by_others=True))
+    monkeypatch.setenv(OVERLAPPING_DEVICES, "1")
+    _check_devices(FakeGroup(told_by_others=True))
+    with pytest.raises(GroupError, match="is not 1 on rank 1"):
+        _check_devices(FakeGroup(told_by_others=False))
+
+
+class Handle:
+    pass
+
+
+def test_what_is_kept_with_a_tensor_goes_with_its_last_view():
+    handle = Handle()
+    gone = weakref.ref(handle)
+    tensor = torch.zeros(64, dtype=torch.uint8)
+    keep_with(tensor, handle)
+    view = tensor[8:16].view(torch.int64).detach()
+    del tensor, handle
+    gc.collect()
+    assert gone() is not None
+    del view
+    gc.collect()
+    assert gone() is None
