@@ -3,6 +3,13 @@
 import os
 
 import torch
+
+# Before CUDA starts: ranks that share a GPU must not wait for each other's kernels to be loaded, or started.
+os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anybody imports Triton: its kernels run on the CPU then
+
 from hypothesis import HealthCheck, settings
 
 # `derandomize`: a run of the suite is the same run everywhere. HYPOTHESIS_PROFILE=explore looks for new cases.

@@ -85,6 +85,6 @@ class MoELayer(nn.Module):
     ) -> ExpertRows:
         check_rows(self.wiring, x_TH)
         routes = route(self.wiring, routes_or_logits)
-        rows = self.wiring.wire.encode(x_TH)
+        rows = fate.encode(x_TH)
         received = fate.dispatch(rows, routes, payloads)
         return run_experts(self.wiring, self.experts, received)

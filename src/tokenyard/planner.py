@@ -43,7 +43,7 @@ class Plan:
 
     def _start(self, draft: Draft, group: Group, plan_id: int) -> None:
         self.group = group
-        self.exchange = draft.exchange(group, in_flight=draft.in_flight, plan_id=plan_id)
+        self.exchange = draft.exchange.on(group)(group, in_flight=draft.in_flight, plan_id=plan_id)
         self.exchange.serve([wiring.cargo for wiring in draft.wirings])
         self._adopt(draft)
 

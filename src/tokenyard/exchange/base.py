@@ -37,6 +37,7 @@ from tokenyard.exchange.cargo import (
     Dispatched,
     Outgoing,
     ReturnPath,
+    UnencodedRows,
     check_device,
     check_extra,
     check_logits,
@@ -70,8 +71,15 @@ class Fate:
     dispatched: Dispatched | None = None
     owes: Phase | None = Phase.DISPATCH
 
+    def encode(self, x_TH: Tensor) -> EncodedRows | UnencodedRows:
+        """The rows of a batch, as the exchange takes them."""
+        return self.exchange.encode(self.cargo, x_TH)
+
     def dispatch(
-        self, rows: EncodedRows, routes: Routes | RoutingLogits, extra: Mapping[str, Tensor] | None = None
+        self,
+        rows: EncodedRows | UnencodedRows,
+        routes: Routes | RoutingLogits,
+        extra: Mapping[str, Tensor] | None = None,
     ) -> ReceivedRows:
         """Dispatch; from now on, this rank owes the others a combine."""
         self.owes = None
@@ -124,6 +132,11 @@ class Exchange(ABC):
         """The memory that a round trip of a layer takes on one rank, at most."""
         return cargo.nbytes
 
+    @classmethod
+    def on(cls, group: Group) -> type[Exchange]:
+        """The class that does this exchange's work for a group: it may depend on where the rows are."""
+        return cls
+
     def __init__(self, group: Group, *, in_flight: int = 1, plan_id: int = 0) -> None:
         self.group = group
         self.stats: dict[str, LayerStats] = {}
@@ -145,10 +158,14 @@ class Exchange(ABC):
 
     # -- The way out ---------------------------------------------------------------------------------------
 
+    def encode(self, cargo: Cargo, x_TH: Tensor) -> EncodedRows | UnencodedRows:
+        """Rows in the layer's wire; or as they are, by an exchange that encodes them on their way."""
+        return cargo.wire.encode(x_TH)
+
     def dispatch(
         self,
         cargo: Cargo,
-        rows: EncodedRows,
+        rows: EncodedRows | UnencodedRows,
         routes: Routes | RoutingLogits,
         extra: Mapping[str, Tensor] | None = None,
     ) -> Dispatched:
@@ -224,10 +241,41 @@ class Exchange(ABC):
             )
 
     def _prepare(
-        self, cargo: Cargo, rows: EncodedRows, routes: Routes | RoutingLogits, extra: Mapping[str, Tensor]
+        self,
+        cargo: Cargo,
+        rows: EncodedRows | UnencodedRows,
+        routes: Routes | RoutingLogits,
+        extra: Mapping[str, Tensor],
     ) -> Outgoing:
         """Check everything that can be wrong with a batch, and find out where each row goes."""
-        if not isinstance(rows, EncodedRows):
+        if isinstance(rows, UnencodedRows):
+            rows.check()
+            rows = rows.format.encode(rows.x_TH)
+        routes = self._check_batch(cargo, rows, routes, extra)
+        if isinstance(routes, RoutingLogits):
+            every = (torch.arange(rows.num_rows, device=rows.device),) * self.group.size
+            return Outgoing(rows=rows, routes=routes, extra=extra, tokens_by_rank=every)
+        routes = self._drop_lost(cargo, routes)
+        rank_TK, local_TK = cargo.placement.resolve(routes.topk_ids_TK, self.group.rank)
+        return Outgoing(
+            rows=rows,
+            routes=routes,
+            extra=extra,
+            tokens_by_rank=tokens_by_rank(rank_TK, self.group.size),
+            resolved=(rank_TK, local_TK),
+        )
+
+    def _check_batch(
+        self,
+        cargo: Cargo,
+        rows: EncodedRows | UnencodedRows,
+        routes: Routes | RoutingLogits,
+        extra: Mapping[str, Tensor],
+        *,
+        values: bool = True,
+    ) -> Routes | RoutingLogits:
+        """Raise unless a batch is what the layer was planned for; `values=False` leaves out the range of the ids."""
+        if not isinstance(rows, (EncodedRows, UnencodedRows)):
             raise ContractError(
                 f"dispatch was given {describe(rows)}",
                 expected="EncodedRows",
@@ -247,15 +295,10 @@ class Exchange(ABC):
                 expected=f"at most max_tokens={cargo.max_tokens} on a rank",
                 fix="send the batch in parts, or plan with a larger max_tokens",
             )
-        check_device("x_TH", next(iter(rows.payloads.values())), self.group.device)
+        check_device("x_TH", rows.device, self.group.device)
         check_extra(cargo, extra, num_tokens, self.group.device)
         if cargo.carries_logits:
-            return Outgoing(
-                rows=rows,
-                routes=check_logits(cargo, routes, num_tokens),
-                extra=extra,
-                tokens_by_rank=(torch.arange(num_tokens, device=rows.device),) * self.group.size,
-            )
+            return check_logits(cargo, routes, num_tokens)
         if not isinstance(routes, Routes):
             raise InputError(
                 f"the routes are {describe(routes)}", expected="Routes", fix="pass Routes(topk_ids_TK=…, …)"
@@ -266,21 +309,21 @@ class Exchange(ABC):
             num_tokens=num_tokens,
             scaled_by=cargo.routed_scaling,
             device=rows.device,
+            values=values,
         )
-        rank_TK, local_TK = cargo.placement.resolve(routes.topk_ids_TK, self.group.rank)
-        if cargo.placement.lost_experts:
-            dropped_TK = (routes.topk_ids_TK >= 0) & (rank_TK < 0)
-            routes = routes.without(dropped_TK, renormalize=cargo.renormalizes_dropped)
-            self.stats[cargo.layer].dropped += int(dropped_TK.sum())
-            # A token's replicas follow from the ids that are left: these travel, and every rank reads them alike.
-            rank_TK, local_TK = cargo.placement.resolve(routes.topk_ids_TK, self.group.rank)
-        return Outgoing(
-            rows=rows,
-            routes=routes,
-            extra=extra,
-            tokens_by_rank=tokens_by_rank(rank_TK, self.group.size),
-            resolved=(rank_TK, local_TK),
-        )
+        return routes
+
+    def _drop_lost(self, cargo: Cargo, routes: Routes) -> Routes:
+        """The routes without choices whose expert was lost with its rank.
+
+        A token's replicas follow from the ids that are left: these travel, and every rank reads them alike.
+        """
+        if not cargo.placement.lost_experts:
+            return routes
+        rank_TK, _ = cargo.placement.resolve(routes.topk_ids_TK, self.group.rank)
+        dropped_TK = (routes.topk_ids_TK >= 0) & (rank_TK < 0)
+        self.stats[cargo.layer].count_dropped(dropped_TK)
+        return routes.without(dropped_TK, renormalize=cargo.renormalizes_dropped)
 
     # -- The way back --------------------------------------------------------------------------------------
 
@@ -329,14 +372,7 @@ class Exchange(ABC):
         cargo, path = dispatched.cargo, dispatched.return_path
         stats = self.stats[cargo.layer]
         try:
-            if reduces != cargo.reduces_ranks:
-                raise ContractError(
-                    f"the {'exchange' if reduces else 'caller'} was asked to reduce over ranks",
-                    expected=f"the {'exchange' if cargo.reduces_ranks else 'caller'} to do it, as the plan says",
-                    fix='take them unreduced, or plan with reduce_ranks="exchange"'
-                    if reduces
-                    else 'let the exchange do it, or plan with reduce_ranks="caller"',
-                )
+            self._check_reducer(cargo, reduces)
             for tensor in ([] if out is None else [out]) + list(add):
                 check_output(cargo, tensor, path.num_tokens, self.group.device)
             loaded = None
@@ -349,6 +385,17 @@ class Exchange(ABC):
             home = self._send_back(dispatched, loaded)
         stats.count_combine([n * self.region_bytes(cargo).combine_row for n in path.received_counts])
         return home
+
+    def _check_reducer(self, cargo: Cargo, reduces: bool) -> None:
+        """Raise unless results are reduced over ranks by whom the plan says."""
+        if reduces != cargo.reduces_ranks:
+            raise ContractError(
+                f"the {'exchange' if reduces else 'caller'} was asked to reduce over ranks",
+                expected=f"the {'exchange' if cargo.reduces_ranks else 'caller'} to do it, as the plan says",
+                fix='take them unreduced, or plan with reduce_ranks="exchange"'
+                if reduces
+                else 'let the exchange do it, or plan with reduce_ranks="caller"',
+            )
 
     def _is_placed(self, dispatched: Dispatched, result: object) -> bool:
         """Whether a result stands in the combine region already. Exchanges without one know no such thing."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import InputError
-from tokenyard.formats.base import EncodedRows, Format, Payload, dtype_name
+from tokenyard.formats.base import EncodedRows, Format, Payload, check_rows, dtype_name
 from tokenyard.placement import Placement
 from tokenyard.routing import Routes
 from tokenyard.rows import LocalRoutes, ReceivedRows, RoutingLogits, describe
@@ -80,6 +80,33 @@ class Cargo:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class UnencodedRows:
+    """Rows as they are, for an exchange that encodes them on their way."""
+
+    format: Format
+    x_TH: Tensor
+
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+        return self.x_TH.shape[1]
+
+    @property
+    def num_rows(self) -> int:
+        """T."""
+        return self.x_TH.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows are."""
+        return self.x_TH.device
+
+    def check(self) -> None:
+        """Raise unless these are rows."""
+        check_rows(self.x_TH)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ReturnPath:
     """How results get home: which of my tokens went to each rank, and how many rows each rank sent me."""
 
@@ -143,10 +170,10 @@ def tokens_by_rank(rank_TK: Tensor, world: int) -> tuple[Tensor, ...]:
     return tuple(goes_WT.nonzero()[:, 1].split(goes_WT.sum(dim=1).tolist()))
 
 
-def check_device(what: str, tensor: Tensor, device: torch.device) -> None:
-    """Raise unless a tensor is where the group moves bytes."""
-    if tensor.device.type != device.type:
-        raise InputError(f"{what} is on {tensor.device}", expected=str(device), fix="move it there first")
+def check_device(what: str, found: torch.device, device: torch.device) -> None:
+    """Raise unless something is where the group moves bytes: on any CPU, or on that very GPU."""
+    if found.type != device.type or (device.index is not None and found.index != device.index):
+        raise InputError(f"{what} is on {found}", expected=str(device), fix="move it there first")
 
 
 def check_extra(cargo: Cargo, extra: Mapping[str, Tensor], num_tokens: int, device: torch.device) -> None:
@@ -160,7 +187,7 @@ def check_extra(cargo: Cargo, extra: Mapping[str, Tensor], num_tokens: int, devi
         )
     for name, tensor in extra.items():
         declared[name].check(tensor, num_tokens)
-        check_device(f"payload {name!r}", tensor, device)
+        check_device(f"payload {name!r}", tensor.device, device)
 
 
 def check_logits(cargo: Cargo, routes: object, num_tokens: int) -> RoutingLogits:
@@ -186,7 +213,7 @@ def check_output(cargo: Cargo, tensor: Tensor, num_tokens: int, device: torch.de
             expected=f"{dtype_name(cargo.dtype)}{list(expected)}: the shape and dtype of the input",
             fix="allocate it with torch.empty_like(x_TH)",
         )
-    check_device("a tensor to write into or to add", tensor, device)
+    check_device("a tensor to write into or to add", tensor.device, device)
 
 
 def received_rows(cargo: Cargo, packets: Tensor, counts: tuple[int, ...]) -> ReceivedRows:

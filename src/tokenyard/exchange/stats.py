@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 
 @dataclass
 class LayerStats:
@@ -36,6 +39,11 @@ class LayerStats:
         _add(self.rows_sent, sent)
         _add(self.rows_received, received)
         _add(self.dispatch_bytes, nbytes)
+
+    def count_dropped(self, dropped_TK: Tensor) -> None:
+        """Some more choices that nobody serves. A graph that is being captured cannot be asked how many."""
+        if not (dropped_TK.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self.dropped += int(dropped_TK.sum())
 
     def count_combine(self, nbytes: Sequence[int]) -> None:
         """One more combine."""

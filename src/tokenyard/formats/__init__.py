@@ -101,6 +101,7 @@ __all__ = [
     "Mxfp8",
     "Nvfp4",
     "Payload",
+    "PlainFormat",
     "for_dtype",
     "get",
 ]

@@ -17,8 +17,11 @@ A rank that fails tells the others in place of rows; all raise, and the next rou
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import platform
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +30,7 @@ from tokenyard.errors import ContractError, Reason
 from tokenyard.exchange.announcement import Announcement, Phase, check_fates, check_places
 from tokenyard.exchange.base import Exchange
 from tokenyard.exchange.cargo import Cargo, Dispatched, Outgoing
+from tokenyard.exchange.one_sided.control import MOST_RANKS
 from tokenyard.exchange.one_sided.signals import Signals, control_bytes
 from tokenyard.formats.base import EncodedRows
 from tokenyard.group.base import Group
@@ -75,15 +79,24 @@ class OneSidedExchange(Exchange):
 
     @classmethod
     def reaches(cls, group: Group, hosts: Sequence[str]) -> Reason | None:
+        if group.device.type == "cuda":
+            return _reaches_gpus(group, hosts)
         if platform.machine() not in _ORDERED_CPUS:
             why = f"one_sided needs stores that stay in order, as on x86, not {platform.machine()}"
             return Reason(field="exchange", value=cls.name, why=why)
-        if group.device.type != "cpu":
-            return Reason(field="exchange", value=cls.name, why="one_sided shares memory between CPU ranks")
         if len(set(hosts)) > 1:
             why = f"one_sided shares memory, and the ranks run on {len(set(hosts))} hosts"
             return Reason(field="exchange", value=cls.name, why=why)
         return None
+
+    @classmethod
+    def on(cls, group: Group) -> type[Exchange]:
+        if group.device.type != "cuda" or cls is not OneSidedExchange:
+            return cls
+        # Triton is needed only there.
+        module: Any = importlib.import_module("tokenyard.exchange.one_sided.cuda")
+        chosen: type[Exchange] = module.CudaOneSidedExchange
+        return chosen
 
     @classmethod
     def region_bytes(cls, cargo: Cargo) -> LayerBytes:
@@ -274,3 +287,17 @@ def _gather_into(slots: Tensor, tensor: Tensor, tokens: Tensor) -> None:
         target.copy_(source)  # ascending and all of them: as they are
     else:
         torch.index_select(source, 0, tokens, out=target)
+
+
+def _reaches_gpus(group: Group, hosts: Sequence[str]) -> Reason | None:
+    """None, or why the kernels cannot serve a group of GPUs."""
+    why = None
+    if importlib.util.find_spec("triton") is None:
+        why = "one_sided on GPUs needs Triton, which comes with torch for CUDA"
+    elif torch.cuda.get_device_capability(group.device) < (8, 9):
+        why = "one_sided on GPUs needs one that knows fp8: compute capability 8.9 or higher"
+    elif len(set(hosts)) > 1:
+        why = f"one_sided shares memory, and the ranks run on {len(set(hosts))} hosts"
+    elif group.size > MOST_RANKS:
+        why = f"one_sided on GPUs serves up to {MOST_RANKS} ranks, not {group.size}"
+    return None if why is None else Reason(field="exchange", value="one_sided", why=why)

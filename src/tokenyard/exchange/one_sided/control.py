@@ -1,0 +1,62 @@
+"""Where everything stands in the control region of a rank on a GPU.
+
+    words (64 bits)   STATE … STATUS, then a flag per source rank for dispatches, and one for combines
+    mail              for each dispatch in flight and source rank: rows that come from there, and `max_tokens`
+    text              why this rank failed, for the others to read
+
+The words are explained in `kernels.flags`, which uses them; here are their places, for the host as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from tokenyard.workspace import Region, round_up
+
+STATE, VERDICT, ROUND, COMBINED, ARRIVED, PLACED, LEFT = range(7)
+STATUS = 8
+STATUS_WORDS = 4  # kind, flag, ranks or value, nanoseconds
+FLAGS = 16
+
+
+class Trouble(IntEnum):
+    """What a status tells. From `FAILED` on, the round has no result on any rank."""
+
+    BAD_IDS = 1
+    FAILED = 2
+    DRIFTED = 3
+    LOST = 4
+
+
+WORD = 8  # bytes
+TEXT_BYTES = 512
+# A verdict is one word, a bit for each rank.
+MOST_RANKS = 63
+
+
+@dataclass(frozen=True)
+class ControlLayout:
+    """The places in a control region, in bytes from its start.
+
+    >>> layout = ControlLayout(world=4, in_flight=2)
+    >>> layout.mail(0), layout.mail(1), layout.text, layout.nbytes
+    (192, 224, Region(offset=256, nbytes=512), 768)
+    """
+
+    world: int
+    in_flight: int
+
+    def mail(self, flight: int) -> int:
+        """The counts of the rows of one dispatch in flight: two 32-bit numbers per source rank."""
+        return (FLAGS + 2 * self.world + flight * self.world) * WORD
+
+    @property
+    def text(self) -> Region:
+        """Why this rank failed, if it did."""
+        return Region(offset=round_up(self.mail(self.in_flight)), nbytes=TEXT_BYTES)
+
+    @property
+    def nbytes(self) -> int:
+        """The whole region."""
+        return self.text.end

@@ -1,0 +1,206 @@
+"""Flags in device memory: publishing that something is written, waiting for the others, and giving up.
+
+The words and their order are those of `tokenyard.exchange.one_sided.signals`; the rounds are counted here, on the
+device, so that a captured graph can be replayed: whoever publishes takes the round from its own control region, and
+leaves it there one larger.
+
+A control region (`ControlLayout`) begins with these 64-bit words:
+
+    0 STATE      the flag that this rank waits for now; 0 while it does not wait
+    1 VERDICT    bit r: rank r is given up
+    2 ROUND      dispatches made          3 COMBINED   combines made
+    4 ARRIVED    blocks of the running dispatch that are done      5 PLACED    the same, of the way back
+    6 LEFT       blocks that have left a small combine
+    8 STATUS     kind, flag, ranks (bit by bit), nanoseconds: the first thing that went wrong
+   16 FLAGS      of dispatches, one word per source rank; then of combines
+
+**Order.** Every block ends with a barrier and an atomic add (release, acquire): so the last one has seen what the
+others have written, and its flags (release, at system scope) tell of all of it. Whoever waits reads them by atomics
+that acquire at system scope.
+
+**Giving up.** A wait ends at its deadline, or when somebody's verdict is found. Then the ranks that are missing,
+but for those that themselves wait for somebody missing, are written as the verdict into every rank's control
+region, and into this rank's status: once on the device, where later kernels find it and do not wait again, and once
+in the host's memory, where the host finds it without waiting for the device.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
+
+from tokenyard.exchange.one_sided import control
+
+STATE = tl.constexpr(control.STATE)
+VERDICT = tl.constexpr(control.VERDICT)
+ROUND = tl.constexpr(control.ROUND)
+COMBINED = tl.constexpr(control.COMBINED)
+ARRIVED = tl.constexpr(control.ARRIVED)
+PLACED = tl.constexpr(control.PLACED)
+LEFT = tl.constexpr(control.LEFT)
+STATUS = tl.constexpr(control.STATUS)
+FLAGS = tl.constexpr(control.FLAGS)
+
+# What a status tells: the host's `Trouble`, which ends a round for all but the last of them.
+BAD_IDS = tl.constexpr(control.Trouble.BAD_IDS.value)
+FAILED = tl.constexpr(control.Trouble.FAILED.value)
+DRIFTED = tl.constexpr(control.Trouble.DRIFTED.value)
+LOST = tl.constexpr(control.Trouble.LOST.value)
+
+DISPATCH = tl.constexpr(0)
+COMBINE = tl.constexpr(1)
+
+
+@triton.jit
+def words_of(address):
+    """A control region as 64-bit words."""
+    return tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16)
+
+
+@triton.jit
+def flags_of(control, phase, WORLD: tl.constexpr):
+    """Where the flags of a phase stand in a control region, or in several."""
+    return control + (FLAGS + phase * WORLD)
+
+
+@triton.jit
+def report(mine, host, kind, flag, ranks, waited):
+    """Write what went wrong, for later kernels and for the host. The first report stands."""
+    first = tl.atomic_cas(
+        mine + STATUS, tl.zeros([], tl.int64), kind.to(tl.int64), sem="relaxed", scope="gpu"
+    )
+    if first == 0:
+        tl.store(mine + STATUS + 1, flag)
+        tl.store(mine + STATUS + 2, ranks)
+        tl.store(mine + STATUS + 3, waited)
+        tl.store(host + 1, flag)
+        tl.store(host + 2, ranks)
+        tl.store(host + 3, waited)
+        tl.debug_barrier()
+        tl.atomic_xchg(host, kind.to(tl.int64), sem="release", scope="sys")
+
+
+@triton.jit
+def publish(peers, rank, flag, phase, WORLD: tl.constexpr, WIDE: tl.constexpr):
+    """Tell every rank that all which this one has written before is there."""
+    w = tl.arange(0, WIDE)
+    controls = words_of(tl.load(peers + w, mask=w < WORLD, other=0))
+    flags = flags_of(controls, phase, WORLD) + rank
+    value = tl.zeros([WIDE], tl.int64) + flag
+    tl.atomic_xchg(flags, value, mask=w < WORLD, sem="release", scope="sys")
+
+
+@triton.jit
+def rounds_told(mine, phase, WORLD: tl.constexpr, WIDE: tl.constexpr):
+    """The flags that stand here now, and what was written before them with it."""
+    w = tl.arange(0, WIDE)
+    flags = flags_of(mine, phase, WORLD) + w
+    return tl.atomic_add(flags, tl.zeros([WIDE], tl.int64), mask=w < WORLD, sem="acquire", scope="sys")
+
+
+@triton.jit
+def behind(told, flag, WORLD: tl.constexpr, WIDE: tl.constexpr):
+    """Bit by bit, the ranks whose flags have not come to the round of a flag."""
+    w = tl.arange(0, WIDE)
+    bit = tl.full([WIDE], 1, tl.int64) << w.to(tl.int64)
+    return tl.sum(tl.where(((told >> 24) < (flag >> 24)) & (w < WORLD), bit, 0), 0)
+
+
+@triton.jit
+def wait(mine, peers, rank, host, flag, deadline, phase, WORLD: tl.constexpr, WIDE: tl.constexpr):
+    """Wait until every rank has come to the round of a flag, no longer than the deadline (nanoseconds)."""
+    told = rounds_told(mine, phase, WORLD, WIDE)
+    missing = behind(told, flag, WORLD, WIDE)
+    if missing != 0:
+        tl.atomic_xchg(mine + STATE, flag, sem="relaxed", scope="sys")
+        started = globaltimer()
+        waited = started - started
+        verdict = tl.atomic_add(mine + VERDICT, tl.zeros([], tl.int64), sem="acquire", scope="sys")
+        while (missing != 0) & (waited < deadline) & (verdict == 0):
+            missing = behind(rounds_told(mine, phase, WORLD, WIDE), flag, WORLD, WIDE)
+            verdict = tl.atomic_add(mine + VERDICT, tl.zeros([], tl.int64), sem="acquire", scope="sys")
+            waited = globaltimer() - started
+        if missing != 0:
+            give_up(mine, peers, host, flag, missing, waited, WORLD, WIDE)
+        tl.atomic_xchg(mine + STATE, tl.zeros([], tl.int64), sem="relaxed", scope="sys")
+        told = rounds_told(mine, phase, WORLD, WIDE)
+    check(mine, host, told, flag, WORLD, WIDE)
+
+
+@triton.jit
+def check(mine, host, told, flag, WORLD: tl.constexpr, WIDE: tl.constexpr):
+    """Report a rank that has come to this round with another layer, or only to say that it failed."""
+    w = tl.arange(0, WIDE)
+    here = ((told >> 24) == (flag >> 24)) & (w < WORLD)
+    bit = tl.full([WIDE], 1, tl.int64) << w.to(tl.int64)
+    failed = tl.sum(tl.where(here & ((told & 2) != 0), bit, 0), 0)
+    drifted = tl.sum(tl.where(here & ((told & 0xFFFFFD) != (flag & 0xFFFFFD)), bit, 0), 0)
+    if (failed | drifted) != 0:
+        kind = tl.where(drifted != 0, DRIFTED, FAILED)
+        report(mine, host, kind, flag, tl.where(drifted != 0, drifted, failed), tl.zeros([], tl.int64))
+
+
+@triton.jit
+def give_up(mine, peers, host, flag, missing, waited, WORLD: tl.constexpr, WIDE: tl.constexpr):
+    """Decide who of the missing ranks is lost, and tell every rank; or take the verdict that stands."""
+    w = tl.arange(0, WIDE)
+    excused = missing & 0
+    for other in range(WORLD):
+        theirs = words_of(tl.load(peers + other))
+        state = tl.atomic_add(theirs + STATE, tl.zeros([], tl.int64), sem="acquire", scope="sys")
+        flags = theirs + FLAGS + (state & 1) * WORLD + w
+        zeros = tl.zeros([WIDE], tl.int64)
+        heard = tl.atomic_add(flags, zeros, mask=w < WORLD, sem="acquire", scope="sys")
+        waits_for = ((heard >> 24) < (state >> 24)) & (w < WORLD) & (w != other)
+        waits = (state != 0) & (tl.sum(waits_for.to(tl.int32), 0) > 0)
+        excused |= tl.where(waits, tl.full([], 1, tl.int64) << other, 0)
+    lost = missing & ~excused
+    lost = tl.where(lost == 0, missing, lost)
+    stands = tl.atomic_cas(mine + VERDICT, tl.zeros([], tl.int64), lost, sem="acq_rel", scope="sys")
+    lost = tl.where(stands == 0, lost, stands)
+    for other in range(WORLD):
+        theirs = words_of(tl.load(peers + other))
+        tl.atomic_cas(theirs + VERDICT, tl.zeros([], tl.int64), lost, sem="release", scope="sys")
+    report(mine, host, tl.full([], LOST, tl.int32), flag, lost, waited)
+
+
+@triton.jit
+def meet_others(
+    mine,
+    peers,
+    rank,
+    host,
+    layer,
+    deadline,
+    phase,
+    fails,
+    WORLD: tl.constexpr,
+    WIDE: tl.constexpr,
+    WAITS: tl.constexpr,
+):
+    """Publish that this rank has done its part of a phase, or that it failed (1, else 0), and wait for the others."""
+    status = tl.load(mine + STATUS)
+    round = tl.load(mine + ROUND + phase) + 1
+    if status < FAILED:  # else nobody meets any more in this round
+        tl.store(mine + ROUND + phase, round)
+        flag = (round << 24) | (layer << 2) | (phase + 2 * fails)
+        publish(peers, rank, flag, phase, WORLD, WIDE)
+        if WAITS:
+            wait(mine, peers, rank, host, flag, deadline, phase, WORLD, WIDE)
+
+
+@triton.jit(do_not_specialize=["first_rank", "layer", "phase", "fails", "deadline"])
+def meet(
+    peers, host, first_rank, layer, phase, fails, deadline,
+    WORLD: tl.constexpr, WIDE: tl.constexpr, WAITS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One block per rank, behind the kernels that did the work."""
+    if layer < 0:  # a rehearsal
+        return
+    rank = first_rank + tl.program_id(0)
+    mine = words_of(tl.load(peers + rank))
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    meet_others(mine, peers, rank, host, layer, deadline, phase, fails, WORLD, WIDE, WAITS)

@@ -1,0 +1,172 @@
+"""Combine: results are written where their owners find them; the owners read them and add them up.
+
+`place` writes (and encodes) this rank's results into its combine region, unless the experts have done so
+themselves; `flags.meet` publishes that they are there, and waits until all others are. `pull` reads one row per
+(token, rank), adds in float32, in rank order, from zero, adds what the caller adds, and rounds once. In a small
+batch whose results are in place `pull` meets the others itself (`MEETS`): every block waits then, so all blocks of
+all ranks on a GPU must fit on it together.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from tokenyard.exchange.one_sided.kernels.flags import (
+    COMBINE,
+    COMBINED,
+    FAILED,
+    LEFT,
+    PLACED,
+    STATUS,
+    publish,
+    wait,
+    words_of,
+)
+from tokenyard.exchange.one_sided.kernels.numerics import (
+    cast_within,
+    decode_fp8_block,
+    decode_mxfp8,
+    encode_fp8_block,
+    encode_mxfp8,
+)
+from tokenyard.exchange.one_sided.kernels.push import CAST, COPY, MXFP8, aligned
+
+
+@triton.jit(
+    do_not_specialize=["rows", "max_tokens", "first_rank", "dense", "data_at", "scales_at", "mail_at"]
+)
+def place(
+    results, peers, rows, max_tokens, first_rank, dense, data_at, scales_at, mail_at,
+    HIDDEN: tl.constexpr, PADDED: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr, OPTION: tl.constexpr,
+    WORLD: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Write results into this rank's combine region, a block for each.
+
+    `dense`: one result per row that was received, in their order. Otherwise one per slot, empty ones included.
+    """
+    if rows <= 0:  # a rehearsal, or nothing came
+        return
+    local = tl.program_id(0) // rows
+    block = tl.program_id(0) % rows
+    base = tl.load(peers + first_rank + local)
+    w = tl.arange(0, WIDE)
+    mail = (base + mail_at).to(tl.pointer_type(tl.int32))
+    count = tl.load(mail + 2 * w, mask=w < WORLD, other=0)
+    if dense != 0:
+        source = tl.sum((tl.cumsum(count, 0) <= block).to(tl.int32), 0)
+        slot = source * max_tokens + block - tl.sum(tl.where(w < source, count, 0), 0)
+        there = source < WORLD
+    else:
+        slot = block
+        there = slot % max_tokens < tl.sum(tl.where(w == block // max_tokens, count, 0), 0)
+    if there:
+        row = results + (local.to(tl.int64) * rows + block) * HIDDEN
+        place_row(
+            row, base, slot.to(tl.int64), data_at, scales_at, HIDDEN, PADDED, FORMAT, KIND, OPTION, TILE
+        )
+
+
+@triton.jit
+def place_row(
+    row, base, slot, data_at, scales_at,
+    HIDDEN: tl.constexpr, PADDED: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr, OPTION: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Encode one result, and write it into its slot."""
+    data = aligned(base + data_at, KIND) + slot * PADDED
+    for c in tl.static_range(0, PADDED, TILE):
+        h = c + tl.arange(0, TILE)
+        values = tl.load(row + h, mask=h < HIDDEN, other=0)
+        if FORMAT == COPY:
+            tl.store(data + h, values, mask=h < PADDED)
+        elif FORMAT == CAST:
+            tl.store(data + h, cast_within(values, KIND), mask=h < PADDED)
+        elif FORMAT == MXFP8:
+            codes, scales = encode_mxfp8(values.to(tl.float32), TILE, values.dtype == tl.float32)
+            tl.store(data + h, codes, mask=h < PADDED)
+            s = c // 32 + tl.arange(0, TILE // 32)
+            there = (base + scales_at).to(tl.pointer_type(tl.uint8)) + slot * (PADDED // 32)
+            tl.store(there + s, scales, mask=s < PADDED // 32)
+        else:
+            codes, scales = encode_fp8_block(values.to(tl.float32), TILE, OPTION == 1)
+            tl.store(data + h, codes, mask=h < PADDED)
+            s = c // 128 + tl.arange(0, TILE // 128)
+            there = (base + scales_at).to(tl.pointer_type(tl.float32)) + slot * (PADDED // 128)
+            tl.store(there + s, scales, mask=s < PADDED // 128)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "tokens", "max_tokens", "first_rank", "blocks_per_rank", "layer", "terms", "data_at", "scales_at", "deadline",
+    ]
+)  # fmt: skip
+def pull(
+    out, term, other_term, slots, peers, host,
+    tokens, max_tokens, first_rank, blocks_per_rank, layer, terms, data_at, scales_at, deadline,
+    HIDDEN: tl.constexpr, PADDED: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr,
+    WORLD: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
+    MEETS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Read each token's results from the ranks that it went to, and write their sum."""
+    if tokens < 0:  # a rehearsal
+        return
+    local = tl.program_id(0) // blocks_per_rank
+    block = tl.program_id(0) % blocks_per_rank
+    rank = first_rank + local
+    mine = words_of(tl.load(peers + rank))
+    if EARLY:
+        gdc_wait()
+    status = tl.load(mine + STATUS)
+    if MEETS:
+        # `placed` counts the blocks that came, `left` those that are done: the last of them cleans up for the next.
+        placed = (mine + PLACED).to(tl.pointer_type(tl.int32))
+        left = (mine + LEFT).to(tl.pointer_type(tl.int32))
+        round = tl.load(mine + COMBINED) + 1
+        flag = (round << 24) | (layer << 2) | COMBINE
+        if status < FAILED:
+            if tl.atomic_add(placed, 1, sem="relaxed", scope="gpu") == 0:
+                publish(peers, rank, flag, COMBINE, WORLD, WIDE)
+            wait(mine, peers, rank, host, flag, deadline, COMBINE, WORLD, WIDE)
+            tl.debug_barrier()
+            status = tl.load(mine + STATUS, volatile=True)
+    if block < tokens * PARTS:
+        token = local.to(tl.int64) * tokens + block // PARTS
+        slots += token * WORLD
+        # A part is a tile: blocks of one token read its row side by side.
+        h = (block % PARTS) * TILE + tl.arange(0, TILE)
+        total = tl.zeros([TILE], tl.float32)
+        for w in tl.static_range(WORLD):
+            slot = tl.load(slots + w)
+            base = tl.load(peers + w)
+            at = (rank * max_tokens + slot).to(tl.int64)
+            data = aligned(base + data_at, KIND) + at * PADDED
+            values = tl.load(data + h, mask=(h < PADDED) & (slot >= 0), other=0.0)
+            if FORMAT == MXFP8:
+                s = (block % PARTS) * (TILE // 32) + tl.arange(0, TILE // 32)
+                there = (base + scales_at).to(tl.pointer_type(tl.uint8)) + at * (PADDED // 32)
+                scales = tl.load(there + s, mask=(s < PADDED // 32) & (slot >= 0), other=0)
+                total += decode_mxfp8(values, scales, TILE)
+            elif FORMAT == CAST:
+                total += values.to(tl.float32)
+            else:
+                s = (block % PARTS) * (TILE // 128) + tl.arange(0, TILE // 128)
+                there = (base + scales_at).to(tl.pointer_type(tl.float32)) + at * (PADDED // 128)
+                scales = tl.load(there + s, mask=(s < PADDED // 128) & (slot >= 0), other=0.0)
+                total += decode_fp8_block(values, scales, TILE)
+        # Where a round failed, nobody shall take what comes out for a result.
+        total = tl.where(status < FAILED, total, float("nan"))
+        at = token * HIDDEN + h
+        if terms >= 1:
+            total += tl.load(term + at, mask=h < HIDDEN, other=0.0).to(tl.float32)
+        if terms >= 2:
+            total += tl.load(other_term + at, mask=h < HIDDEN, other=0.0).to(tl.float32)
+        tl.store(out + at, total.to(out.dtype.element_ty), mask=h < HIDDEN)
+    if MEETS:
+        tl.debug_barrier()
+        if tl.atomic_add(left, 1, sem="acq_rel", scope="gpu") == blocks_per_rank - 1:
+            # None came if the round had failed before: then it was not published, and does not count.
+            tl.store(mine + COMBINED, tl.where(tl.load(placed) > 0, round, round - 1))
+            tl.store(placed, 0)
+            tl.store(left, 0)

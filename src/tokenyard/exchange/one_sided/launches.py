@@ -1,0 +1,436 @@
+"""Launching the kernels: what a layer's rows mean to them, how a row is cut into tiles, and rehearsals.
+
+Nothing here depends on the number of tokens but the number of blocks: a batch of another size launches the same
+compiled kernels. Which of two ways a batch takes (one launch, or a count before it) is decided by its length, and
+both are loaded by `rehearse` before any kernel waits: loading a kernel while another spins can end in a deadlock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenyard.errors import InputError
+from tokenyard.exchange.announcement import Phase
+from tokenyard.exchange.cargo import Cargo
+from tokenyard.exchange.one_sided.control import STATUS_WORDS, ControlLayout
+from tokenyard.exchange.one_sided.kernels import flags as flags_room
+from tokenyard.exchange.one_sided.kernels import pull as pull_room
+from tokenyard.exchange.one_sided.kernels import push as push_room
+from tokenyard.formats import Fp8Block128, Mxfp8, Nvfp4, PlainFormat
+from tokenyard.formats.base import EncodedRows, Format
+from tokenyard.placement import Placement
+from tokenyard.workspace import SlotLayout, WorkspaceLayout
+
+# Tokens up to which every block finds the slots of its own row.
+LONGEST_WHOLE = 64
+# Rows of a launch up to which a row is spread over several blocks.
+FEW_ROWS = 256
+# Rows of a launch from which on they are cut for bandwidth, not for latency.
+MANY_ROWS = 2048
+# Blocks of a rank up to which a combine of results that are in place waits in every block.
+MOST_WAITING_BLOCKS = 128
+# Bits of a flag that name the layer.
+LAYER_BITS = 12
+_KINDS = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+    torch.float8_e4m3fn: tl.float8e4nv,
+}
+_WORDS = {1: (torch.uint8, tl.uint8), 2: (torch.int16, tl.int16), 4: (torch.int32, tl.int32)}
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """What the kernels must know of a format: how it is encoded, its own element type, and its one option."""
+
+    code: Any
+    kind: Any
+    option: int = 0
+    global_scale: float = 1.0
+
+    @classmethod
+    def of(cls, format: Format) -> Encoding | None:
+        """Of rows that are not in this format yet; None, if no kernel encodes it."""
+        if isinstance(format, PlainFormat):
+            return cls(push_room.CAST, _KINDS[format.dtype])
+        if isinstance(format, Mxfp8):
+            return cls(push_room.MXFP8, tl.float8e4nv)
+        if isinstance(format, Fp8Block128):
+            return cls(push_room.FP8_BLOCK, tl.float8e4nv, int(format.power_of_two_scales))
+        if isinstance(format, Nvfp4):
+            if format.global_scale is None:
+                return cls(push_room.NVFP4, tl.int32)
+            easy = 2.0**-60 <= format.global_scale <= 2.0**60
+            return cls(push_room.NVFP4, tl.int32, 2 if easy else 1, format.global_scale)
+        return None
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a row is cut: columns of a tile, blocks that share a row, warps of a block."""
+
+    tile: int
+    parts: int
+    warps: int
+
+
+def cut_row(encoding: Encoding, columns: int, tokens: int) -> Cut:
+    """The cut of a row that goes out, for elements of `encoding`, in a launch of so many rows."""
+    widest, many = max(128, triton.next_power_of_2(columns)), tokens > MANY_ROWS
+    if encoding.code == push_room.NVFP4:
+        if encoding.option == 0:  # the whole row decides about its scale
+            return Cut(min(8192, widest), 1, 4)
+        if tokens <= FEW_ROWS and columns % 1024 == 0:
+            return Cut(1024, columns // 1024, 2)
+        # (Tiles of 4096 on 4 warps would be a little faster; triton 3.6 compiles the second one of a row wrongly.)
+        return Cut(min(2048, widest), 1, 2)
+    if encoding.code == push_room.COPY:
+        return Cut(min(4096, widest), 1, 4 if widest < 1024 else 16 if many else 8)
+    if encoding.code == push_room.MXFP8:
+        return Cut(min(8192 if many else 4096, widest), 1, 8 if widest >= 2048 else 4)
+    return Cut(min(2048, widest), 1, 4)
+
+
+def expert_table(placement: Placement, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where each expert lives, as `rank` sees it: `[E, copies]` of rank and local number, and copies of each."""
+    seen = []
+    for expert in range(placement.num_experts):
+        owners = placement.owners(expert)
+        seen.append(tuple(pair for pair in owners if pair[0] == rank) or owners)
+    width = max(1, *map(len, seen))
+    bits = push_room.RANK_BITS.value
+    rows = [
+        [(owner << bits) | local for owner, local in (pairs + pairs[:1] * (width - len(pairs)))]
+        if pairs
+        else [-1] * width
+        for pairs in seen
+    ]
+    counts = [max(1, len(pairs)) for pairs in seen]
+    return (
+        torch.tensor(rows, dtype=torch.int32, device=device),
+        torch.tensor(counts, dtype=torch.int32, device=device),
+    )
+
+
+def as_words(rows: Tensor) -> Tensor:
+    """A matrix as integers, the widest of up to four bytes that its rows hold a whole number of."""
+    row = rows.shape[1] * rows.element_size()
+    dtype, _ = _WORDS[math.gcd(row, 4)]
+    return rows.contiguous().view(torch.uint8).view(dtype)
+
+
+def _chunks(tokens: int) -> int:
+    """Chunks that cover so many slots of a window."""
+    return max(1, -(-tokens // int(push_room.CHUNK.value)))
+
+
+def _launch_early(early: bool) -> dict[str, bool]:
+    """The option that lets a kernel start before its predecessor has ended."""
+    return {"launch_pdl": True} if early else {}
+
+
+@dataclass(frozen=True)
+class Load:
+    """One payload of a batch: the rows as they are read, how they are encoded, and how wide they are then."""
+
+    name: str
+    rows: Tensor
+    encoding: Encoding
+    padded: int
+
+
+def _copied(name: str, rows: Tensor) -> Load:
+    words = as_words(rows)
+    return Load(name, words, Encoding(push_room.COPY, _WORDS[words.element_size()][1]), words.shape[1])
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The routes of a batch as the kernels take them, and where everything goes in a dispatch region."""
+
+    ids_TK: Tensor
+    weights_TK: Tensor
+    slots_TW: Tensor
+    places: Mapping[str, int]
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crossing:
+    """Everything of one dispatch that is not a number of tokens: its layer, and where it goes."""
+
+    cargo: Cargo
+    flight: int
+    max_tokens: int  # of any rank, in this dispatch: windows are so many slots apart
+
+    @property
+    def layer(self) -> int:
+        """What a flag says of it: the layer's index, and a few bits of `max_tokens`, which all ranks must agree on."""
+        return self.cargo.index | ((self.max_tokens * 2654435761 >> 12) & 0x3FF) << LAYER_BITS
+
+
+class Launcher:
+    """Launches kernels for one rank (or for several virtual ones) in one workspace."""
+
+    def __init__(
+        self,
+        buffers: Sequence[Tensor],
+        layout: WorkspaceLayout,
+        control: ControlLayout,
+        rank: int,
+        deadline: float,
+        max_tokens: int,
+        *,
+        ranks: int = 1,
+    ) -> None:
+        self.layout, self.control, self.rank, self.ranks = layout, control, rank, ranks
+        self.world = len(buffers)
+        self.device = buffers[rank].device
+        addresses = [buffer.data_ptr() for buffer in buffers]
+        self.peers = torch.tensor(addresses, dtype=torch.int64, device=self.device)
+        # In the host's memory: the host looks here without waiting for the device.
+        self.told = torch.zeros(ranks, STATUS_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        self.deadline = int(deadline * 1e9)
+        self._wide = triton.next_power_of_2(self.world)
+        self._tables: dict[Placement, tuple[Tensor, Tensor]] = {}
+        # What the chunks of a batch tell each other: their counts, which carry the round.
+        self.max_tokens = max_tokens
+        shape = (ranks * _chunks(max_tokens), self.world)
+        self._counts = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        # Triton's interpreter has no early launches, and neither have GPUs before Hopper.
+        self._early = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (9, 0)
+
+    def rehearse(self, cargo: Cargo) -> None:
+        """Compile and load every kernel that a layer's round trips can launch; nothing is moved."""
+        crossing = Crossing(cargo=cargo, flight=0, max_tokens=cargo.max_tokens)
+        x_TH = torch.zeros(1, cargo.hidden_size, dtype=cargo.dtype, device=self.device)
+        ids_TK = torch.full((1, cargo.top_k), -1, dtype=torch.int32, device=self.device)
+        slots_TW = torch.full((1, self.world), -1, dtype=torch.int32, device=self.device)
+        extra = {
+            payload.name: torch.zeros(1, payload.width, dtype=payload.dtype, device=self.device)
+            for payload in cargo.extra
+        }
+        places = self._places(cargo.dispatch_slots, 0)
+        routes = Routing(ids_TK, ids_TK.float(), slots_TW, places, -1)
+        rows = x_TH if Encoding.of(cargo.wire) is not None else cargo.wire.encode(x_TH)
+        loads = [*self._loads(cargo, rows, extra), *self._loads(cargo, cargo.wire.encode(x_TH), {})]
+        self._assign(crossing, routes)
+        for tokens in {min(many, cargo.max_tokens * self.ranks) for many in (1, FEW_ROWS + 1, MANY_ROWS + 1)}:
+            for load in loads:
+                self._push(crossing, load, routes, whole=False, sized_for=tokens)
+        for load in (loads[len(extra)], loads[-1]):
+            for tokens in {1, min(FEW_ROWS + 1, LONGEST_WHOLE * self.ranks)}:
+                self._push(crossing, load, routes, whole=True, sized_for=tokens)
+        self.meet(-1, Phase.DISPATCH, early=self._early)
+        if self._early:
+            self.meet(-1, Phase.DISPATCH)
+        results = [
+            torch.zeros(0, cargo.hidden_size, dtype=dtype, device=self.device)
+            for dtype in {torch.float32, cargo.dtype}
+        ]
+        home = self._home(crossing)
+        for rows_RH in results:
+            self._place(crossing, home, rows_RH, dense=True)
+        for tokens, meets in ((1, True), (1, False), (cargo.max_tokens, False)):
+            self._pull(crossing, home, slots_TW, x_TH, (), -1, meets=meets, sized_for=tokens)
+
+    def _table(self, placement: Placement) -> tuple[Tensor, Tensor]:
+        if placement not in self._tables:
+            self._tables[placement] = expert_table(placement, self.rank, self.device)
+        return self._tables[placement]
+
+    # -- The way out ---------------------------------------------------------------------------------------
+
+    def dispatch(
+        self,
+        crossing: Crossing,
+        rows: EncodedRows | Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        extra: Mapping[str, Tensor],
+        *,
+        waits: bool = True,
+    ) -> Tensor:
+        """Move a batch; return the slot of each token on each rank, `[T, W]`, -1 where it does not go."""
+        cargo, tokens = crossing.cargo, ids_TK.shape[0] // self.ranks
+        slots_TW = torch.empty(ids_TK.shape[0], self.world, dtype=torch.int32, device=self.device)
+        ids_TK, weights_TK = ids_TK.int().contiguous(), weights_TK.float().contiguous()
+        places = self._places(cargo.dispatch_slots, self.layout.dispatch_region(crossing.flight).offset)
+        routes = Routing(ids_TK, weights_TK, slots_TW, places, tokens)
+        loads = self._loads(cargo, rows, extra)
+        whole = len(loads) == 1 and tokens <= LONGEST_WHOLE
+        if not whole:
+            self._assign(crossing, routes)
+        for load in loads:
+            self._push(crossing, load, routes, whole=whole, waits=waits)
+        if not whole:
+            self.meet(crossing.layer, Phase.DISPATCH, waits=waits, early=self._early)
+        return slots_TW
+
+    def _loads(self, cargo: Cargo, rows: EncodedRows | Tensor, extra: Mapping[str, Tensor]) -> list[Load]:
+        """What travels, payload by payload; the row itself last."""
+        if isinstance(rows, EncodedRows):
+            return [_copied(name, tensor) for name, tensor in {**extra, **rows.payloads}.items()]
+        wire = cargo.wire
+        if isinstance(wire, PlainFormat) and wire.dtype == rows.dtype:
+            row = _copied("data", rows)
+        else:
+            encoding = Encoding.of(wire)
+            assert encoding is not None  # else the rows come encoded
+            row = Load("data", rows.contiguous(), encoding, wire.padded_size(cargo.hidden_size))
+        return [*(_copied(name, tensor) for name, tensor in extra.items()), row]
+
+    def meet(
+        self, layer: int, phase: Phase, *, fails: bool = False, waits: bool = True, early: bool = False
+    ) -> None:
+        """Publish that this rank has done its part of a phase, or that it failed, and wait for the others."""
+        flags_room.meet[(self.ranks,)](
+            self.peers, self.told, self.rank, layer, list(Phase).index(phase), int(fails), self.deadline,
+            WORLD=self.world, WIDE=self._wide, WAITS=waits, EARLY=early, num_warps=1, **_launch_early(early),
+        )  # fmt: skip
+
+    def _assign(self, crossing: Crossing, routes: Routing) -> None:
+        cargo = crossing.cargo
+        experts, copies = self._table(cargo.placement)
+        chunks = _chunks(crossing.max_tokens) if routes.tokens >= 0 else 1
+        push_room.assign[(chunks * self.ranks,)](
+            routes.ids_TK, routes.weights_TK, experts, copies, routes.slots_TW, self._counts, self.peers, self.told,
+            routes.tokens, crossing.max_tokens, self.rank, chunks, _chunks(self.max_tokens), cargo.num_experts,
+            routes.places["ids"], routes.places["weights"], self.control.mail(crossing.flight),
+            TOP_K=cargo.top_k, K_WIDE=triton.next_power_of_2(cargo.top_k), REPLICAS=experts.shape[1],
+            WORLD=self.world, AT_ONCE=min(push_room.RANKS_AT_ONCE.value, self._wide), EARLY=self._early,
+            num_warps=4, **_launch_early(self._early),
+        )  # fmt: skip
+
+    def _push(
+        self,
+        crossing: Crossing,
+        load: Load,
+        routes: Routing,
+        *,
+        whole: bool,
+        waits: bool = True,
+        sized_for: int | None = None,
+    ) -> None:
+        """Move one payload. `sized_for`: the number of rows that the kernel is chosen for, where nothing is moved."""
+        cargo, tokens, places, encoding = crossing.cargo, routes.tokens, routes.places, load.encoding
+        experts, copies = self._table(cargo.placement)
+        cut = cut_row(encoding, load.padded, tokens * self.ranks if sized_for is None else sized_for)
+        row_blocks = max(0, tokens) * cut.parts
+        other_blocks = _chunks(crossing.max_tokens) if whole and tokens >= 0 else int(tokens <= 0)
+        push_room.push[((row_blocks + other_blocks) * self.ranks,)](
+            load.rows, routes.ids_TK, routes.weights_TK, experts, copies, routes.slots_TW, self.peers, self.told,
+            tokens, crossing.max_tokens, self.rank, row_blocks, other_blocks, cargo.num_experts, crossing.layer,
+            places[load.name], places.get("scales", 0), places.get("global_scale", 0), places["ids"],
+            places["weights"], self.control.mail(crossing.flight), encoding.global_scale, self.deadline,
+            HIDDEN=load.rows.shape[1], PADDED=load.padded, FORMAT=encoding.code, KIND=encoding.kind,
+            OPTION=encoding.option, TOP_K=cargo.top_k, K_WIDE=triton.next_power_of_2(cargo.top_k),
+            REPLICAS=experts.shape[1], WORLD=self.world, WIDE=self._wide,
+            AT_ONCE=min(push_room.RANKS_AT_ONCE.value, self._wide), TILE=cut.tile, PARTS=cut.parts,
+            WHOLE=whole, WAITS=waits, EARLY=self._early, num_warps=cut.warps, enable_fp_fusion=False,
+            **_launch_early(self._early),
+        )  # fmt: skip
+
+    @staticmethod
+    def _places(slots: SlotLayout, start: int) -> dict[str, int]:
+        return {p.name: start + at for p, at in zip(slots.payloads, slots.offsets, strict=True)}
+
+    # -- The way back --------------------------------------------------------------------------------------
+
+    def combine(
+        self,
+        crossing: Crossing,
+        slots_TW: Tensor,
+        results: Tensor | None,
+        out_TH: Tensor,
+        add: Sequence[Tensor] = (),
+        *,
+        dense: bool = True,
+        waits: bool = True,
+    ) -> None:
+        """Place results (None: they are placed), meet the others, and write this rank's sums into `out_TH`."""
+        home, tokens = self._home(crossing), out_TH.shape[0] // self.ranks
+        meets = results is None and waits and tokens * home.cut(tokens).parts <= MOST_WAITING_BLOCKS
+        if results is not None:
+            self._place(crossing, home, results, dense=dense)
+        if not meets:
+            self.meet(crossing.layer, Phase.COMBINE, waits=waits, early=self._early and results is None)
+        self._pull(crossing, home, slots_TW, out_TH, add, tokens, meets=meets)
+
+    def place(self, crossing: Crossing, results: Tensor, *, dense: bool) -> None:
+        """Write results where their owners find them."""
+        self._place(crossing, self._home(crossing), results, dense=dense)
+
+    def _home(self, crossing: Crossing) -> Home:
+        cargo = crossing.cargo
+        start = self.layout.combine_region(crossing.flight).offset
+        encoding = Encoding.of(cargo.combine_wire)
+        if encoding is None:
+            raise InputError(
+                f"the combine wire is {cargo.combine_wire}",
+                expected="one that a kernel encodes and decodes: bf16, fp16, fp32, fp8_block128 or mxfp8",
+                fix="choose one of these, or exchange='two_sided'",
+                layer=cargo.layer,
+            )
+        return Home(
+            encoding=encoding,
+            places=self._places(cargo.combine_slots, start),
+            padded=cargo.combine_wire.padded_size(cargo.hidden_size),
+        )
+
+    def _place(self, crossing: Crossing, home: Home, results: Tensor, *, dense: bool) -> None:
+        pull_room.place[(max(1, results.shape[0]),)](
+            results.contiguous(), self.peers, results.shape[0] // self.ranks, crossing.max_tokens, self.rank,
+            int(dense), home.places["data"], home.places.get("scales", 0), self.control.mail(crossing.flight),
+            HIDDEN=crossing.cargo.hidden_size, PADDED=home.padded, FORMAT=home.encoding.code,
+            KIND=home.encoding.kind, OPTION=home.encoding.option, WORLD=self.world, WIDE=self._wide,
+            TILE=min(2048, max(128, triton.next_power_of_2(home.padded))), num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+
+    def _pull(
+        self,
+        crossing: Crossing,
+        home: Home,
+        slots_TW: Tensor,
+        out_TH: Tensor,
+        add: Sequence[Tensor],
+        tokens: int,
+        *,
+        meets: bool,
+        sized_for: int | None = None,
+    ) -> None:
+        cut = home.cut(tokens if sized_for is None else sized_for)
+        blocks = max(1, max(0, tokens) * cut.parts)
+        terms = [*(term.contiguous() for term in add), out_TH, out_TH]
+        pull_room.pull[(blocks * self.ranks,)](
+            out_TH, terms[0], terms[1], slots_TW, self.peers, self.told,
+            tokens, crossing.max_tokens, self.rank, blocks, crossing.layer, len(add), home.places["data"],
+            home.places.get("scales", 0), self.deadline,
+            HIDDEN=crossing.cargo.hidden_size, PADDED=home.padded, FORMAT=home.encoding.code,
+            KIND=home.encoding.kind, WORLD=self.world, WIDE=self._wide, TILE=cut.tile, PARTS=cut.parts,
+            MEETS=meets, EARLY=self._early, num_warps=cut.warps, enable_fp_fusion=False,
+            **_launch_early(self._early),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Home:
+    """How results of a layer come home: their encoding, where they lie in a workspace, how wide a row is."""
+
+    encoding: Encoding
+    places: Mapping[str, int]
+    padded: int
+
+    def cut(self, tokens: int) -> Cut:
+        """How a row that comes home is cut: a block for each tile."""
+        tile = min(2048 if tokens > 64 else 1024, max(128, triton.next_power_of_2(self.padded)))
+        return Cut(tile, triton.cdiv(self.padded, tile), 4)

@@ -1,0 +1,72 @@
+"""Triton's interpreter, made to round as a GPU does: what it needs to run the kernels bit for bit on a CPU.
+
+The interpreter computes with NumPy, which knows neither bf16 nor fp8, rounds a fused multiply-add twice, and lets the
+smaller of a number and NaN be NaN.
+"""
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+_TORCH = {
+    tl.float32: torch.float32,
+    tl.float16: torch.float16,
+    tl.bfloat16: torch.bfloat16,
+    tl.float8e4nv: torch.float8_e4m3fn,
+}
+_BITS = {1: np.uint8, 2: np.uint16, 4: np.float32}
+_convert_float = interpreter._convert_float
+
+
+def _cast(data, source, target, rounding):
+    """Casts by torch: nearest, ties to even, and e4m3 saturates as on a GPU."""
+    if source not in _TORCH or target not in _TORCH:
+        return _convert_float(data, source, target, rounding)
+    numbers = torch.from_numpy(np.ascontiguousarray(data).view(np.uint8).reshape(-1).copy()).view(
+        _TORCH[source]
+    )
+    numbers = numbers.float()
+    if target == tl.float8e4nv:
+        numbers = numbers.clamp(-448, 448)
+        codes = numbers.to(torch.float8_e4m3fn).view(torch.uint8).masked_fill(numbers.isnan(), 0x7F)
+        return codes.numpy().reshape(data.shape)
+    return (
+        numbers.to(_TORCH[target])
+        .view(torch.uint8)
+        .numpy()
+        .view(_BITS[_TORCH[target].itemsize])
+        .reshape(data.shape)
+    )
+
+
+def _fused(self, x, y, z):
+    """One rounding, but for the rare double rounding of float64."""
+    exact = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
+    return interpreter.TensorHandle(exact.astype(np.float32), z.dtype.scalar)
+
+
+def _with_bool_mask(access, at):
+    """A masked access whose mask, an argument at a place, may have become integers on its way."""
+
+    def accessed(self, *arguments):
+        arguments = list(arguments)
+        mask = arguments[at]
+        arguments[at] = interpreter.TensorHandle(mask.data.astype(np.bool_), mask.dtype.scalar)
+        return access(self, *arguments)
+
+    return accessed
+
+
+def install() -> None:
+    """Mend the interpreter. It interprets kernels where TRITON_INTERPRET=1 was set before Triton was imported."""
+    builder = interpreter.InterpreterBuilder
+    if builder.create_fma is _fused:
+        return
+    interpreter._convert_float = _cast
+    builder.create_fma = _fused
+    builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
+    builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
+    builder.create_masked_load = _with_bool_mask(builder.create_masked_load, 1)
+    builder.create_masked_store = _with_bool_mask(builder.create_masked_store, 2)
+    builder.create_atomic_rmw = _with_bool_mask(builder.create_atomic_rmw, 3)
