@@ -1,6 +1,7 @@
 """`tokenyard check`: the grid, the histogram, JSON, exit codes; on registered parts and on somebody else's."""
 
 import pytest
+import torch
 
 import tokenyard as ty
 from tests.cli.runner import call, call_json
@@ -12,6 +13,7 @@ MUTANTS = "tests.conformance.mutants"
 def test_everything_on_threads():
     document = call_json("check", "--cases", 36, "--ranks", "threads", "--rounds", 5)
     assert document["passed"]
+    assert document["device"] == "cpu"
     assert document["cases"] == 36
     assert document["large_share"] >= 0.25
     cells = {(cell["exchange"], cell["wire"]): cell for cell in document["cells"]}
@@ -33,6 +35,7 @@ def test_processes_and_the_grid():
     )
     assert result.exit_code == 0
     assert "two_sided │ processes" in result.stdout
+    assert "Cases passed on cpu, by the rows' wire" in result.stdout
     assert "12/12" in result.stdout
     assert "12 cases, 25% of them large" in result.stdout
     assert "12 of 12 cases" in result.stdout
@@ -68,7 +71,7 @@ def test_a_group_that_breaks_again_and_again_is_given_up(monkeypatch):
     monkeypatch.setattr(
         campaign,
         "check_cases",
-        lambda cases, ranks: [Verdict(finding="gone", broke_group=True) for _ in cases],
+        lambda cases, **_: [Verdict(finding="gone", broke_group=True) for _ in cases],
     )
     document = call_json(
         *("check", "--cases", 40, "--ranks", "threads", "--exchange", "two_sided", "--format", "bf16"),
@@ -103,3 +106,10 @@ def test_a_variable_that_overrides_the_exchange_is_refused(monkeypatch):
     result = call("check")
     assert result.exit_code == 2
     assert "TOKENYARD_EXCHANGE=allgather" in result.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_exit_code_two():
+    error = call_json("check", "--device", "cuda", exit_code=2)["error"]
+    assert "sees no GPU" in error["found"]
+    assert error["expected"] == "a GPU that torch sees"

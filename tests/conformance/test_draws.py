@@ -61,6 +61,12 @@ def test_processes_are_at_most_eight():
     assert max(draw_case(seed, ranks="processes").world for seed in range(1000)) == 8
 
 
+def test_threads_on_a_gpu_are_at_most_eight_and_draw_what_processes_do():
+    drawn = [draw_case(seed, ranks="threads", crowded=False) for seed in range(1000)]
+    assert max(case.world for case in drawn) == 8
+    assert drawn[:50] == [draw_case(seed, ranks="processes") for seed in range(50)]
+
+
 def test_the_work_of_a_case_is_capped():
     for case in CASES:
         of_a_token = 3 * case.top_k * case.hidden_size * case.intermediate_size

@@ -1,6 +1,7 @@
 """The suites pass for everything registered, and catch every mutant by the check that is named for its fault."""
 
 import pytest
+import torch
 
 import tokenyard as ty
 from tests.conformance import mutants
@@ -14,7 +15,7 @@ from tokenyard.conformance.suites import (
     check_format,
     default_rounds,
 )
-from tokenyard.errors import UnknownName
+from tokenyard.errors import InputError, UnknownName
 from tokenyard.experts import EXPERTS
 
 SPELLINGS = ["mxfp8(alignment=256)", "nvfp4(global_scale=8.0)", "fp8_block128(power_of_two_scales=True)"]
@@ -45,6 +46,17 @@ def test_every_experts_class_passes(experts):
     results = check_experts(experts)
     assert [result.check for result in results] == list(EXPERTS_CHECKS)
     assert_passed(results)
+
+
+def test_a_device_may_be_given():
+    assert_passed(check_exchange("two_sided", world=2, only=["bitwise_movement"], device="cpu"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_a_gpu_that_is_not_there_is_no_finding_of_the_exchange(ranks):
+    with pytest.raises(InputError, match=r"device is 'cuda', .* sees no GPU"):
+        check_exchange("two_sided", world=2, ranks=ranks, device="cuda")
 
 
 def test_a_class_of_ones_own_passes():

@@ -48,6 +48,9 @@ def check(
         typer.Option(help="Only these experts: a name, or package.module:Class. Several times."),
     ] = None,
     ranks: Annotated[str, typer.Option(help="Ranks as `threads`, `processes` or `both`.")] = "both",
+    device: Annotated[
+        str, typer.Option(help="Where the rows of the ranks live: `cpu`, `cuda`, or `cuda:0`.")
+    ] = "cpu",
     rounds: Annotated[
         int | None,
         typer.Option(
@@ -69,8 +72,10 @@ def check(
     from tokenyard.experts import EXPERTS
     from tokenyard.experts import get as get_experts
     from tokenyard.formats import FORMATS
+    from tokenyard.group import thread_groups
 
     _refuse_override()
+    thread_groups(1, device=device)  # raises where there is no such device
     kinds = _kinds(ranks)
     everything = not (exchange or format_ or experts)
     # Experts alone need no exchange; an exchange or a format is tried with all of its counterparts.
@@ -84,6 +89,7 @@ def check(
         ranks=kinds,
         cases=cases,
         seed=seed,
+        device=device,
     )
     started = time.monotonic()
     drawn = campaign.draw()
@@ -102,6 +108,7 @@ def check(
                 "command": "check",
                 "passed": passed,
                 "seed": seed,
+                "device": device,
                 "cases": len(drawn),
                 "large_share": share_of_large(only_cases),
                 "seconds": round(seconds, 1),
@@ -112,7 +119,7 @@ def check(
             }
         )
     else:
-        _show(console(), rows, cells, parts, only_cases)
+        _show(console(), device, rows, cells, parts, only_cases)
         count = sum(cell.passed for cell in cells)
         checks = sum(result.passed for result in named)
         console().print(
@@ -260,6 +267,7 @@ def _check_fields(rows: list[Row], parts: dict[str, dict[str, list[CheckResult]]
 
 def _show(
     out: Console,
+    device: str,
     rows: list[Row],
     cells: list[Cell],
     parts: dict[str, dict[str, list[CheckResult]]],
@@ -267,7 +275,7 @@ def _show(
 ) -> None:
     findings: list[str] = []
     if rows:
-        out.print(_grid(rows, cells, findings))
+        out.print(_grid(device, rows, cells, findings))
     for kind, by_name in parts.items():
         if by_name:
             out.print(_parts_table(kind, by_name, findings))
@@ -285,12 +293,13 @@ def _mark(passed: int, total: int) -> str:
     return f"[green]{passed}/{total}" if passed == total else f"[red]✗ {passed}/{total}"
 
 
-def _grid(rows: list[Row], cells: list[Cell], findings: list[str]) -> Table:
+def _grid(device: str, rows: list[Row], cells: list[Cell], findings: list[str]) -> Table:
     """Exchange × kind of ranks by wire format; the first finding of each cell is put on the list."""
     from rich.table import Table
 
     wires = list(dict.fromkeys(cell.wire for cell in cells))
-    table = Table(title="Cases passed, by the wire on which rows travel", title_justify="left")
+    title = f"Cases passed on {device}, by the rows' wire"
+    table = Table(title=title, title_justify="left")
     for heading in ("exchange", "ranks"):
         table.add_column(heading)
     for heading in ("named checks", *wires):

@@ -67,6 +67,7 @@ class Campaign:
     ranks: Sequence[RankKind]
     cases: int
     seed: int
+    device: str = "cpu"  # where rows live
 
     def cells(self) -> list[tuple[type[Exchange], str | Format, RankKind]]:
         """The grid."""
@@ -79,12 +80,18 @@ class Campaign:
 
     def draw(self) -> list[tuple[int, Case]]:
         """All cases, each with the number of its cell."""
-        return draw_cases(self.cases, self.seed, self.cells()) if self.cells() else []
+        if not self.cells():
+            return []
+        return draw_cases(self.cases, self.seed, self.cells(), crowded=self.device == "cpu")
 
     def run(
         self, drawn: Sequence[tuple[int, Case]], progress: Progress, rounds: int | None = None
     ) -> tuple[list[Row], list[Cell]]:
-        """The named checks, then all cases; threads and processes side by side, since threads share one interpreter."""
+        """The named checks, then all cases.
+
+        Threads and processes run side by side, since threads share one interpreter; but on a GPU one after the
+        other, since kernels that wait would hold it against those of the other kind.
+        """
         grid = self.cells()
         cells = [
             Cell(exchange=exchange.name, ranks=ranks, wire=str(get(wire))) for exchange, wire, ranks in grid
@@ -93,44 +100,44 @@ class Campaign:
         def run_kind(ranks: RankKind) -> list[Row]:
             rows = []
             for exchange in self.exchanges:
-                rows.append(_check_row(exchange, ranks, progress, rounds))
+                rows.append(self._check_row(exchange, ranks, progress, rounds))
                 of_row = [n for n, cell in enumerate(grid) if (cell[0], cell[2]) == (exchange, ranks)]
                 mine = [(cells[number], case) for number, case in drawn if number in of_row]
-                _run_row(exchange, ranks, mine, progress)
+                self._run_row(exchange, ranks, mine, progress)
             return rows
 
-        with ThreadPoolExecutor(max_workers=max(1, len(self.ranks))) as pool:
+        with ThreadPoolExecutor(max(1, len(self.ranks)) if self.device == "cpu" else 1) as pool:
             by_kind = list(pool.map(run_kind, self.ranks))
         return [row for rows in zip(*by_kind, strict=True) for row in rows], cells
 
+    def _check_row(
+        self, exchange: type[Exchange], ranks: RankKind, progress: Progress, rounds: int | None
+    ) -> Row:
+        """The named checks of one exchange × kind of ranks."""
+        results = check_exchange(exchange, ranks=ranks, rounds=rounds, device=self.device)
+        progress(f"{exchange.name} on {ranks}", 1)
+        return Row(exchange=exchange.name, ranks=ranks, results=results)
 
-def _check_row(exchange: type[Exchange], ranks: RankKind, progress: Progress, rounds: int | None) -> Row:
-    """The named checks of one exchange × kind of ranks."""
-    results = check_exchange(exchange, ranks=ranks, rounds=rounds)
-    progress(f"{exchange.name} on {ranks}", 1)
-    return Row(exchange=exchange.name, ranks=ranks, results=results)
-
-
-def _run_row(
-    exchange: type[Exchange], ranks: RankKind, row: Sequence[tuple[Cell, Case]], progress: Progress
-) -> None:
-    """The cases of one exchange × kind of ranks, portion by portion."""
-    breaks = 0
-    for portion in _portions(row):
-        for cell, _ in portion:
-            cell.total += 1
-        if breaks >= MOST_BREAKS:
+    def _run_row(
+        self, exchange: type[Exchange], ranks: RankKind, row: Sequence[tuple[Cell, Case]], progress: Progress
+    ) -> None:
+        """The cases of one exchange × kind of ranks, portion by portion."""
+        breaks = 0
+        for portion in _portions(row):
             for cell, _ in portion:
-                cell.not_run += 1
-        else:
-            verdicts = check_cases([case for _, case in portion], ranks=ranks)
-            for (cell, case), verdict in zip(portion, verdicts, strict=True):
-                breaks += verdict.broke_group
-                if verdict.finding is None:
-                    cell.passed += 1
-                else:
-                    cell.findings.append((case, verdict.finding))
-        progress(f"{exchange.name} on {portion[0][1].world} {ranks}", len(portion))
+                cell.total += 1
+            if breaks >= MOST_BREAKS:
+                for cell, _ in portion:
+                    cell.not_run += 1
+            else:
+                verdicts = check_cases([case for _, case in portion], ranks=ranks, device=self.device)
+                for (cell, case), verdict in zip(portion, verdicts, strict=True):
+                    breaks += verdict.broke_group
+                    if verdict.finding is None:
+                        cell.passed += 1
+                    else:
+                        cell.findings.append((case, verdict.finding))
+            progress(f"{exchange.name} on {portion[0][1].world} {ranks}", len(portion))
 
 
 def _portions(row: Sequence[tuple[Cell, Case]]) -> Iterator[list[tuple[Cell, Case]]]:

@@ -4,6 +4,9 @@ A case is small plain data, so that it can be drawn, sent to processes, printed 
 Exchange, formats and experts are given by name, or as somebody's own class or object. Every rank draws its own
 batch and the weights from the case's seed; nothing is passed around.
 
+Everything is drawn on the CPU, so that a seed gives the same bits everywhere; a layer runs where its group's rows live,
+and what comes out is compared on the CPU.
+
 Three checks, kept apart so that a failure says where it is:
 
 1. `bitwise`: equal to the one-process twin, bit for bit. This is the exchange's part.
@@ -188,12 +191,13 @@ def run_case(group: Group, case: Case, *, end_to_end: bool = True) -> Outcome:
     """Run a case on this rank and check this rank's result. `end_to_end`: say what the wire costs, too."""
     spec, weights = case.spec(), case.all_weights()
     made = plan([spec], group, exchange=case.exchange)
-    layer = MoELayer(made, spec.name, weights.select(made.local_experts(spec.name)))
+    layer = MoELayer(made, spec.name, weights.select(made.local_experts(spec.name))).to(group.device)
     x_TH, routes = case.batch(group.rank)
     before = [tensor.clone() for tensor in (x_TH, routes.topk_ids_TK, routes.topk_weights_TK)]
     tag = torch.arange(x_TH.shape[0]).unsqueeze(1).expand(-1, 3).contiguous() * 1000 + group.rank
-    y_TH = layer(x_TH, routes, payloads={"tag": tag} if case.payloads else None)
-    after = (x_TH, routes.topk_ids_TK, routes.topk_weights_TK)
+    given_TH, given = x_TH.to(group.device), routes.to(group.device)
+    y_TH = layer(given_TH, given, payloads={"tag": tag.to(group.device)} if case.payloads else None).cpu()
+    after = [tensor.cpu() for tensor in (given_TH, given.topk_ids_TK, given.topk_weights_TK)]
     made.close()
     wiring = made.wiring(spec.name)
     decoded_TH = wiring.wire.encode(x_TH).decode(torch.float32)

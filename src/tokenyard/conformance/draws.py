@@ -62,8 +62,11 @@ def draw_case(
     wire: str | Format | None = None,
     ranks: RankKind = "threads",
     formats: Sequence[str | Format] = (),
+    crowded: bool = True,
 ) -> Case:
     """The case of this seed. `exchange` and `wire` fix a part; `formats` may be drawn beside the registered ones.
+
+    `crowded` lets one case in a hundred on threads have 9 to 64 ranks, for which a GPU has too few streams.
 
     >>> draw_case(5) == draw_case(5)
     True
@@ -72,7 +75,9 @@ def draw_case(
     """
     chance = random.Random(f"{seed} {large}")
     for _ in range(_TRIES):
-        case = _draw(chance, seed, large, exchange, wire, ranks, [*FORMATS, *formats])
+        case = _draw(
+            chance, seed, large, exchange, wire, crowded and ranks == "threads", [*FORMATS, *formats]
+        )
         wired = wire_layer(
             case.spec(), index=0, world=case.world, exchange=resolve_exchange(case.exchange), max_tokens=None
         )
@@ -96,13 +101,13 @@ def _draw(
     large: bool,
     exchange: str | type[Exchange] | None,
     wire: str | Format | None,
-    ranks: RankKind,
+    crowded: bool,
     names: list[str | Format],
 ) -> Case:
     """A case that may still be refused."""
     heavy = _HEAVY if chance.random() < 0.02 else 1
     world = chance.choice(LARGE_WORLDS if large else WORLDS)
-    if ranks == "threads" and chance.random() < 0.01:
+    if crowded and chance.random() < 0.01:
         world = chance.randint(9, 64)
     sizes = _sizes(chance, large, world, heavy)
     dtype = chance.choice(("bfloat16", "bfloat16", "float16", "float32"))
@@ -191,7 +196,11 @@ def _tokens(chance: random.Random, world: int, most: int, *, uneven: bool) -> tu
 
 
 def draw_cases(
-    count: int, seed: int, cells: Sequence[tuple[type[Exchange], str | Format, RankKind]]
+    count: int,
+    seed: int,
+    cells: Sequence[tuple[type[Exchange], str | Format, RankKind]],
+    *,
+    crowded: bool = True,
 ) -> list[tuple[int, Case]]:
     """`count` cases in turns over the cells, a quarter of each cell's large, each with the number of its cell."""
     drawn = []
@@ -200,10 +209,16 @@ def draw_cases(
         cell = number % len(cells)
         exchange, wire, ranks = cells[cell]
         large = number // len(cells) % 4 == 0
-        own = seed * 1_000_003 + number
-        drawn.append(
-            (cell, draw_case(own, large=large, exchange=exchange, wire=wire, ranks=ranks, formats=further))
+        case = draw_case(
+            seed * 1_000_003 + number,
+            large=large,
+            exchange=exchange,
+            wire=wire,
+            ranks=ranks,
+            formats=further,
+            crowded=crowded,
         )
+        drawn.append((cell, case))
     return drawn
 
 

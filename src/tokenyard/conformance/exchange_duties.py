@@ -46,8 +46,8 @@ class _Stack:
             weights = random_weights(spec, 0)
             local = weights.select(self.plan.local_experts(spec.name))
             mine = batch(spec, rank, rank % 4 + 1 if tokens is None else tokens)
-            self.layers[spec.name] = MoELayer(self.plan, spec.name, local)
-            self.batches[spec.name] = mine
+            self.layers[spec.name] = MoELayer(self.plan, spec.name, local).to(trial.group.device)
+            self.batches[spec.name] = mine.to(trial.group.device)
             self.due[spec.name] = twin(self.plan.wiring(spec.name), weights, mine.x_TH, mine.routes, rank)
 
     def run(self, name: str) -> Tensor:
@@ -61,6 +61,7 @@ class _Stack:
 
 
 def _same(y_TH: Tensor, due_TH: Tensor, what: str) -> None:
+    y_TH = y_TH.cpu()  # what is due was computed there
     if same_bits(y_TH, due_TH):
         return
     if y_TH.dtype != due_TH.dtype or y_TH.shape != due_TH.shape:
@@ -86,7 +87,8 @@ def _raises(
 
 
 def _zeros(received: ReceivedRows) -> ExpertRows:
-    return ExpertRows(rows_RH=torch.zeros(received.num_rows, received.rows.hidden_size))
+    shape = (received.num_rows, received.rows.hidden_size)
+    return ExpertRows(rows_RH=torch.zeros(shape, device=received.rows.device))
 
 
 # -- The checks ----------------------------------------------------------------------------------------------
@@ -124,8 +126,8 @@ def alternating_layers(trial: Trial) -> None:
 def many_rounds(trial: Trial) -> None:
     """The bits of a round trip do not drift, however many rounds went before."""
     spec = layer(wire="mxfp8", hidden_size=24)
-    made, rank = trial.plan(spec), trial.group.rank
-    wiring, mine = made.wiring("moe"), batch(spec, rank, rank % 4 + 1)
+    made = trial.plan(spec)
+    wiring, mine = made.wiring("moe"), trial.batch(spec, trial.group.rank % 4 + 1)
     rows = wiring.wire.encode(mine.x_TH)
     first: tuple[Tensor, ...] = ()
     for round_ in range(trial.rounds):
@@ -146,13 +148,13 @@ def many_rounds(trial: Trial) -> None:
 def input_untouched(trial: Trial) -> None:
     """Rows, routes, further payloads and the experts' results are not changed by a round trip."""
     spec = layer()
-    made, mine = trial.plan(spec), batch(spec, trial.group.rank, 6)
+    made, mine = trial.plan(spec), trial.batch(spec, 6)
     wiring = made.wiring("moe")
     rows = wiring.wire.encode(mine.x_TH)
     tensors = mine.tensors() | {f"encoded {name}": tensor for name, tensor in rows.payloads.items()}
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     dispatched = made.exchange.dispatch(wiring.cargo, rows, mine.routes, mine.extra)
-    result_RH = torch.randn(dispatched.received.num_rows, spec.hidden_size)
+    result_RH = torch.randn(dispatched.received.num_rows, spec.hidden_size).to(trial.group.device)
     tensors["the experts' result"], before["the experts' result"] = result_RH, result_RH.clone()
     made.exchange.combine(dispatched, ExpertRows(rows_RH=result_RH))
     made.close()
@@ -213,7 +215,7 @@ def two_in_flight(trial: Trial) -> None:
     """A plan made for two dispatches in flight carries two, combined in their order."""
     specs = (layer("first"), layer("second", hidden_size=90, wire="mxfp8"))
     made, rank = trial.plan(*specs, in_flight=2), trial.group.rank
-    flights = [send(made, spec, batch(spec, rank, 4)) for spec in specs]
+    flights = [send(made, spec, trial.batch(spec, 4)) for spec in specs]
     for spec, flight in zip(specs, flights, strict=True):
         rows_RH = flight.received.dense().decode(torch.float32)
         y_TH = made.exchange.combine(flight, ExpertRows(rows_RH=rows_RH)).y_TH
@@ -233,7 +235,7 @@ def two_in_flight(trial: Trial) -> None:
 def stale_handles(trial: Trial) -> None:
     """A handle is combined once, in its turn, and not after its plan was closed."""
     spec = layer()
-    made, mine = trial.plan(spec), batch(spec, trial.group.rank, 3)
+    made, mine = trial.plan(spec), trial.batch(spec, 3)
     first = send(made, spec, mine)
     _raises(HandleError, send, made, spec, mine, when="a second dispatch while one is in flight")
     result = _zeros(first.received)
@@ -255,14 +257,14 @@ def over_capacity(trial: Trial) -> None:
     """Too many tokens on one rank is an error on every rank, and the next round is right again."""
     spec = layer(max_tokens=4, payloads=())
     stack = _Stack(trial, (spec,))
-    _fails_on_one_rank(trial, stack, batch(spec, trial.group.rank, 5), InputError, "5 tokens of at most 4")
+    _fails_on_one_rank(trial, stack, trial.batch(spec, 5), InputError, "5 tokens of at most 4")
 
 
 def bad_input_reaches_all(trial: Trial) -> None:
     """An id that no expert has, on one rank, is an error on every rank, and the next round is right again."""
     spec = layer(payloads=())
     stack = _Stack(trial, (spec,))
-    mine = batch(spec, trial.group.rank, 3)
+    mine = trial.batch(spec, 3)
     bad = mine.with_ids(torch.full_like(mine.routes.topk_ids_TK, spec.num_experts))
     _fails_on_one_rank(trial, stack, bad, InputError, f"expert id {spec.num_experts} of {spec.num_experts}")
 

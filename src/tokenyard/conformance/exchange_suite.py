@@ -4,6 +4,7 @@
 
 A check runs on every rank of a small group. Ranks draw their batches from seeds, so each of them knows what the
 others sent, and compares all that arrived here without asking anybody. What it finds it raises as a `Finding`.
+Batches are drawn on the CPU and sent from the group's device; what arrived is compared on the CPU.
 
 Here stand the checks of *movement*, bitwise, on four ranks with 5, 0, 9 and 2 tokens. `exchange_duties` holds those of
 handles, errors, and many rounds.
@@ -48,6 +49,10 @@ class Trial:
         """A plan of these layers, through the exchange under test."""
         return plan(list(layers), self.group, exchange=self.exchange, in_flight=in_flight)
 
+    def batch(self, spec: LayerSpec, tokens: int) -> Batch:
+        """This rank's batch, where the group's rows live."""
+        return batch(spec, self.group.rank, tokens).to(self.group.device)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
@@ -60,6 +65,11 @@ class Batch:
     def with_ids(self, ids_TK: Tensor) -> Batch:
         """The same rows with other routes."""
         return dataclasses.replace(self, routes=dataclasses.replace(self.routes, topk_ids_TK=ids_TK))
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on a device."""
+        extra = {name: tensor.to(device) for name, tensor in self.extra.items()}
+        return Batch(x_TH=self.x_TH.to(device), routes=self.routes.to(device), extra=extra)
 
     def tensors(self) -> dict[str, Tensor]:
         """All that belongs to the caller."""
@@ -152,7 +162,7 @@ def _move(trial: Trial, spec: LayerSpec, tokens: Sequence[int], reroute: Reroute
         for token, ranks in enumerate(placement.resolve(one.routes.topk_ids_TK, source)[0].tolist())
         if group.rank in ranks
     ]
-    dispatched = send(made, spec, sent[group.rank])
+    dispatched = send(made, spec, sent[group.rank].to(group.device))
     received = _copy(dispatched.received)  # before the next phase may write over it
     # Small whole numbers: exact in every dtype, and their sums name the ranks and the token.
     rows_RH = torch.zeros(received.num_rows, spec.hidden_size)
@@ -161,7 +171,7 @@ def _move(trial: Trial, spec: LayerSpec, tokens: Sequence[int], reroute: Reroute
         rows_RH[:, 1] = torch.tensor([float(token + 1) for _, token in due])
     y_TH, failed = torch.empty(0, spec.hidden_size), None
     try:
-        y_TH = made.exchange.combine(dispatched, ExpertRows(rows_RH=rows_RH)).y_TH
+        y_TH = made.exchange.combine(dispatched, ExpertRows(rows_RH=rows_RH.to(group.device))).y_TH.cpu()
     except Exception as error:
         failed = error
     made.close()
@@ -177,17 +187,22 @@ def _move(trial: Trial, spec: LayerSpec, tokens: Sequence[int], reroute: Reroute
 
 
 def _copy(received: ReceivedRows) -> ReceivedRows:
+    """What was received, on the CPU."""
     routes = received.routes
     if not isinstance(routes, LocalRoutes):
         raise Finding(f"dispatch delivered {type(routes).__name__}", "LocalRoutes, since routes were sent")
     rows = received.dense()
-    payloads = {name: tensor.clone() for name, tensor in rows.payloads.items()}
+
+    def copied(tensor: Tensor) -> Tensor:
+        return tensor.to("cpu", copy=True)
+
+    payloads = {name: copied(tensor) for name, tensor in rows.payloads.items()}
     return dataclasses.replace(
         received,
         slots_R=None,
         rows=dataclasses.replace(rows, payloads=payloads),
-        routes=LocalRoutes(ids_RK=routes.ids_RK.clone(), weights_RK=routes.weights_RK.clone()),
-        extra={name: tensor.clone() for name, tensor in received.extra.items()},
+        routes=LocalRoutes(ids_RK=copied(routes.ids_RK), weights_RK=copied(routes.weights_RK)),
+        extra={name: copied(tensor) for name, tensor in received.extra.items()},
     )
 
 

@@ -77,15 +77,17 @@ def run_on_ranks(
     jobs: Sequence[Any],
     *,
     ranks: RankKind,
+    device: str | torch.device | None = None,
     deadline: float = DEADLINE,
 ) -> Iterator[Verdict]:
     """Run `fn(group, job)` on every rank for each job; give the verdicts in the order of the jobs."""
     rest = list(jobs)
+    options: dict[str, Any] = {"ranks": ranks, "device": device, "deadline": deadline, "threads_per_rank": 1}
     while rest:
         with tempfile.TemporaryDirectory(prefix="tokenyard-check-") as folder:
             died = None
             try:
-                launch(world, _run_jobs, fn, rest, folder, ranks=ranks, deadline=deadline, threads_per_rank=1)
+                launch(world, _run_jobs, fn, rest, folder, **options)
             except RankError as error:
                 died = str(error)
             diaries = [_read(_diary(folder, rank)) for rank in range(world)]
@@ -125,7 +127,7 @@ def _run_job(group: Group, fn: Callable[[Group, Any], Any], job: Any) -> _Entry:
 
 
 def _meet(group: Group, number: int) -> None:
-    mine = torch.tensor([number], dtype=torch.int64).view(torch.uint8)
+    mine = torch.tensor([number], dtype=torch.int64, device=group.device).view(torch.uint8)
     numbers = group.all_gather(mine, phase="the end of a check").view(torch.int64).flatten().tolist()
     if set(numbers) != {number}:
         raise Drifted(f"the ranks are at checks {numbers}", expected=f"all at {number}", fix="start again")

@@ -71,17 +71,19 @@ def run_stack(group: Group, wire: str, exchange: str, tokens: int, seed: int = 0
     specs = stack(wire)
     made = plan(specs, group, exchange=exchange, max_tokens=2 * tokens)
     weights = {spec.name: random_weights(spec, seed) for spec in specs}
-    layers = {
-        spec.name: MoELayer(made, spec.name, weights[spec.name].select(made.local_experts(spec.name)))
-        for spec in specs
-    }
+    layers = {}
+    for spec in specs:
+        local = weights[spec.name].select(made.local_experts(spec.name))
+        layers[spec.name] = MoELayer(made, spec.name, local).to(group.device)
     draw = torch.Generator().manual_seed(seed * 1009 + group.rank)
-    x_TH = torch.randn(
-        tokens_of(group.rank, group.size, tokens), specs[0].hidden_size, generator=draw
-    ).bfloat16()
+    num_tokens = tokens_of(group.rank, group.size, tokens)
+    x_TH = torch.randn(num_tokens, specs[0].hidden_size, generator=draw).bfloat16().to(group.device)
     fixed = torch.Generator().manual_seed(seed + 1)  # the same on every rank
-    gates = {s.name: torch.randn(s.num_experts, s.hidden_size, generator=fixed) for s in specs}
+    gates = {
+        s.name: torch.randn(s.num_experts, s.hidden_size, generator=fixed).to(group.device) for s in specs
+    }
     projection = torch.randn(specs[-1].hidden_size, specs[0].hidden_size, generator=fixed).bfloat16()
+    projection = projection.to(group.device)
 
     inputs, outputs = _one_pass(layers, gates, projection, x_TH)
     bytes_sent = sum(sum(s.dispatch_bytes) + sum(s.combine_bytes) for s in made.stats().values())
@@ -89,17 +91,18 @@ def run_stack(group: Group, wire: str, exchange: str, tokens: int, seed: int = 0
     for spec in specs if x_TH.shape[0] else []:
         wiring, router = made.wiring(spec.name), spec.router
         assert router is not None
-        routes = router(inputs[spec.name].float() @ gates[spec.name].T)
-        exact_of = weights[spec.name]
-        decoded_TH = wiring.wire.encode(inputs[spec.name]).decode(torch.float32)
-        errors.append(relative_error(outputs[spec.name], oracle(spec, exact_of, decoded_TH, routes)))
-        costs.append(relative_error(outputs[spec.name], oracle(spec, exact_of, inputs[spec.name], routes)))
+        routes = router(inputs[spec.name].float() @ gates[spec.name].T).to("cpu")
+        exact_of, given_TH, y_TH = weights[spec.name], inputs[spec.name].cpu(), outputs[spec.name].cpu()
+        decoded_TH = wiring.wire.encode(given_TH).decode(torch.float32)
+        errors.append(relative_error(y_TH, oracle(spec, exact_of, decoded_TH, routes)))
+        costs.append(relative_error(y_TH, oracle(spec, exact_of, given_TH, routes)))
 
     passes = []
     for _ in range(3):
         group.barrier()
         started = time.perf_counter()
         _one_pass(layers, gates, projection, x_TH)
+        group.wait_for_device()
         passes.append(time.perf_counter() - started)
     made.close()
     return StackResult(
@@ -108,10 +111,12 @@ def run_stack(group: Group, wire: str, exchange: str, tokens: int, seed: int = 0
         end_to_end_error=max(costs),
         seconds=min(passes),
         bytes_sent=bytes_sent,
-        digest=hashlib.sha256(outputs["head"].contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[
-            :16
-        ],
+        digest=hashlib.sha256(_bits(outputs["head"])).hexdigest()[:16],
     )
+
+
+def _bits(tensor: Tensor) -> bytes:
+    return tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _one_pass(

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from tokenyard import experts as experts_room
 from tokenyard import formats
 from tokenyard.conformance.cases import Case, run_case
@@ -53,9 +55,10 @@ def check_exchange(
     world: int = 4,
     rounds: int | None = None,
     only: Sequence[str] = (),
+    device: str | torch.device | None = None,
     deadline: float = DEADLINE,
 ) -> list[CheckResult]:
-    """Run the exchange suite on a group of `world` ranks.
+    """Run the exchange suite on a group of `world` ranks, whose rows live on `device`, the CPU if left out.
 
     >>> [result.passed for result in check_exchange("two_sided", only=["one_copy_per_rank"])]
     [True]
@@ -63,9 +66,8 @@ def check_exchange(
     cls = resolve_exchange(exchange)
     rounds = default_rounds(cls) if rounds is None else rounds
     names = _chosen(EXCHANGE_CHECKS, only)
-    verdicts = run_on_ranks(
-        world, _run_exchange_check, [(name, cls, rounds) for name in names], ranks=ranks, deadline=deadline
-    )
+    jobs = [(name, cls, rounds) for name in names]
+    verdicts = run_on_ranks(world, _run_exchange_check, jobs, ranks=ranks, device=device, deadline=deadline)
     return [
         CheckResult(check=name, what=_what(EXCHANGE_CHECKS[name]), finding=verdict.finding)
         for name, verdict in zip(names, verdicts, strict=True)
@@ -110,10 +112,14 @@ def check_experts(experts: str | type[Experts], *, only: Sequence[str] = ()) -> 
 
 
 def check_cases(
-    cases: Sequence[Case], *, ranks: RankKind = "threads", deadline: float = DEADLINE
+    cases: Sequence[Case],
+    *,
+    ranks: RankKind = "threads",
+    device: str | torch.device | None = None,
+    deadline: float = DEADLINE,
 ) -> Iterable[Verdict]:
     """Run cases that have one number of ranks on one group: bitwise against the twin, inside the oracle's bound."""
-    return run_on_ranks(cases[0].world, judge_case, cases, ranks=ranks, deadline=deadline)
+    return run_on_ranks(cases[0].world, judge_case, cases, ranks=ranks, device=device, deadline=deadline)
 
 
 def judge_case(group: Group, case: Case) -> None:

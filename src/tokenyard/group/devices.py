@@ -37,13 +37,9 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if (found.index or 0) >= count:
-        there = (
-            f"torch {torch.__version__} sees {count} GPUs"
-            if count
-            else f"torch {torch.__version__} sees no GPU"
-        )
+        gpus = f"{count} GPUs" if count else "no GPU"
         raise InputError(
-            f"device is {str(device)!r}, and {there}",
+            f"device is {str(device)!r}, and torch {torch.__version__} sees {gpus}",
             expected="a GPU that torch sees",
             fix="pass device='cpu', or see what `tokenyard doctor` says about CUDA",
         )

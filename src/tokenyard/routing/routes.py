@@ -8,7 +8,7 @@ check is one pass over the ids (a minimum and a maximum) and comparisons of shap
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -53,6 +53,12 @@ for nobody; fix: pass global expert ids of this layer, and -1 for padding
     def top_k(self) -> int:
         """K, the number of choices per token."""
         return self.topk_ids_TK.shape[1]
+
+    def to(self, device: torch.device | str) -> Routes:
+        """These routes on a device."""
+        return replace(
+            self, topk_ids_TK=self.topk_ids_TK.to(device), topk_weights_TK=self.topk_weights_TK.to(device)
+        )
 
     def without(self, dropped_TK: Tensor, *, renormalize: bool) -> Routes:
         """These routes with some choices turned into nobody.
