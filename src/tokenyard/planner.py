@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -46,6 +47,7 @@ class Plan:
         self.exchange = draft.exchange.on(group)(group, in_flight=draft.in_flight, plan_id=plan_id)
         self.exchange.serve([wiring.cargo for wiring in draft.wirings])
         self._adopt(draft)
+        self.warmup()
 
     def _adopt(self, draft: Draft) -> None:
         self.draft = draft
@@ -83,6 +85,23 @@ class Plan:
         reshaped, _ = _agree(self.group, make)
         serve([wiring.cargo for wiring in reshaped.wirings])
         self._adopt(reshaped)
+        self.warmup()
+
+    def warmup(self) -> None:
+        """Compile and load all kernels, before the first one that waits. Collective; a new plan has done so."""
+        self.exchange.warmup([wiring.cargo for wiring in self.draft.wirings])
+
+    def fixed_shapes(self, max_tokens: int | None = None) -> AbstractContextManager[None]:
+        """Inside, layers on GPUs wait for nothing, and may be captured in a CUDA graph.
+
+        Experts then get `W · max_tokens` rows, empty ones with ids of -1. `max_tokens`: of any rank, in these calls;
+        the same on every rank. What goes wrong is raised by a later call, or by `synchronize`.
+        """
+        return self.exchange.fixed_shapes(max_tokens)
+
+    def synchronize(self) -> None:
+        """Wait for the device, and raise what went wrong in calls that did not."""
+        self.exchange.synchronize()
 
     def go_on_without(self, lost: Sequence[int], *, renormalize: bool = False) -> None:
         """Serve all layers on the ranks that are left. Collective over these, after `PeerLost`.

@@ -79,12 +79,13 @@ class ExpertRows:
 class CombineBuffer:
     """The part of the workspace that results are read from: experts may write there, without a copy.
 
-    The result of received row r belongs into `rows_SH[slots_R[r]]`, in the dtype of `rows_SH`. When all of them
-    are written, `placed()` is the result that `combine` takes. The buffer belongs to one dispatch.
+    The result of received row r belongs into `rows_SH[slots_R[r]]`, or where there is no `slots_R` into `rows_SH[r]`,
+    in the dtype of `rows_SH`. When all of them are written, `placed()` is the result that `combine` takes. The buffer
+    belongs to one dispatch.
     """
 
     rows_SH: Tensor
-    slots_R: Tensor
+    slots_R: Tensor | None
 
     def placed(self) -> PlacedRows:
         """All rows are written, weighted and summed over the experts of this rank."""

@@ -163,6 +163,20 @@ def test_self_routing_holds_one_copy_of_the_weights() -> None:
         wrong(receive(x_RH, RoutingLogits(logits_RE=torch.zeros(20, 8))))
 
 
+@pytest.mark.parametrize("weight_on", ["output", "input"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_fixed_shapes_give_the_same_bits(bias: bool, weight_on: str) -> None:
+    experts, x_RH, routes = build_experts("grouped", Case(bias=bias, weight_on=weight_on, weights="fp32"))
+    routes.ids_RK[::3] = -1
+    routes.weights_RK[routes.ids_RK < 0] = float("nan")
+    x_RH[::3] = float("nan")  # rows that nobody takes hold anything
+    received = receive(x_RH, routes)
+    fixed = experts.compute_fixed(received, finalize=True).rows_RH
+    assert torch.equal(fixed, experts.compute(received, finalize=True).rows_RH)
+    with pytest.raises(ContractError, match="run this layer outside of the CUDA graph"):
+        experts.compute_fixed(received, finalize=False)
+
+
 def test_logits_are_refused_by_experts_that_take_routes() -> None:
     experts, x_RH, _ = build_experts("grouped", Case())
     with pytest.raises(ContractError, match="the batch carries a RoutingLogits; expected LocalRoutes"):

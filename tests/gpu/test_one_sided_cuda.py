@@ -194,3 +194,52 @@ def many_rounds(group, small, large):
 def test_layers_share_a_workspace_with_two_in_flight():
     small, large = spec("small", hidden_size=32), spec("large", hidden_size=96, num_experts=9, top_k=3)
     assert all(on_ranks(3, many_rounds, small, large, device="cuda"))
+
+
+def captured_layer(group, layer):
+    """A whole layer in a graph, experts included, at two batch sizes that share the workspace."""
+    plan = ty.plan([layer], group, exchange="one_sided")
+    built = build(plan, layer.name).to(group.device)
+    worst = 0.0
+    for tokens in (6, 13):
+        x_TH, routes = batch(layer, tokens, seed=group.rank)
+        x_TH, routes = x_TH.cuda(), there(routes)
+        with plan.fixed_shapes(max_tokens=tokens):
+            built(x_TH, routes)
+            plan.synchronize()
+            group.barrier()
+            graph = torch.cuda.CUDAGraph()
+            for rank in range(group.size):
+                if rank == group.rank:
+                    with torch.cuda.graph(
+                        graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"
+                    ):
+                        y_TH = built(x_TH, routes)
+                group.barrier()
+        for seed in range(5):
+            fresh_TH, other = batch(layer, tokens, seed=100 * seed + group.rank)
+            x_TH.copy_(fresh_TH)
+            routes.topk_ids_TK.copy_(other.topk_ids_TK)
+            graph.replay()
+            plan.synchronize()
+            expected = twin(
+                plan.wiring(layer.name), random_weights(layer, 0), fresh_TH, routes_on_cpu(routes), group.rank
+            )
+            worst = max(
+                worst,
+                float((y_TH.cpu().float() - expected.float()).abs().max() / expected.float().abs().max()),
+            )
+        del graph
+    plan.close()
+    return worst
+
+
+def routes_on_cpu(routes):
+    return dataclasses.replace(
+        routes, topk_ids_TK=routes.topk_ids_TK.cpu(), topk_weights_TK=routes.topk_weights_TK.cpu()
+    )
+
+
+def test_a_captured_layer_computes_what_its_twin_does():
+    layer = spec(hidden_size=64, intermediate_size=32, num_experts=7, experts="grouped", wire="mxfp8")
+    assert max(on_ranks(2, captured_layer, layer, device="cuda")) < 0.02

@@ -22,7 +22,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NoReturn
@@ -155,6 +155,21 @@ class Exchange(ABC):
         self.stats = {c.layer: self.stats.get(c.layer) or LayerStats(self.group.size) for c in cargos}
         self._names = list(self.stats)
         self._in_flight.clear()
+
+    def warmup(self, cargos: Sequence[Cargo]) -> None:  # noqa: B027 (most have nothing to do)
+        """Make ready whatever the first round trips of these layers would otherwise wait for. Collective."""
+
+    def synchronize(self) -> None:  # noqa: B027
+        """Raise what went wrong in calls that did not wait for it. Here every call does."""
+
+    def fixed_shapes(self, max_tokens: int | None = None) -> AbstractContextManager[None]:
+        """Batches whose shapes do not depend on what is in them, for a CUDA graph."""
+        raise HandleError(
+            f"{self.name} on {self.group.device.type} was asked for fixed shapes",
+            expected="one_sided on GPUs",
+            fix="leave fixed_shapes out: here every call reads how many rows came",
+            rank=self.group.rank,
+        )
 
     # -- The way out ---------------------------------------------------------------------------------------
 

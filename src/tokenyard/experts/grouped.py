@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tokenyard.errors import ContractError
 from tokenyard.experts import workers
 from tokenyard.experts.base import Experts, local_routes
 from tokenyard.experts.pairs import SortedPairs, sort_pairs
@@ -102,6 +103,8 @@ class GroupedExperts(Experts):
     def compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows | UnfinalizedRows:
         """Sort, gather, multiply, and weight and sum where asked to."""
         spec = self.spec
+        if received.rows.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return self.compute_fixed(received, finalize=finalize)
         pairs = sort_pairs(local_routes(received), spec.num_local_experts)
         x_RH = self.incoming(received, self.weights.w13.dtype)
         if self._path(max(pairs.counts, default=0)) == "grouped_mm":
@@ -118,6 +121,49 @@ class GroupedExperts(Experts):
             num_rows=pairs.num_rows,
             top_k=pairs.top_k,
         )
+
+    @torch.no_grad()
+    def compute_fixed(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows:
+        """The same without looking at a value: every (row, choice) pair is computed, whether it exists or not.
+
+        That is what a CUDA graph can hold. The products stop behind the last pair that exists, and what stands in the
+        rows behind it is not added.
+        """
+        spec, weights, routes = self.spec, self.weights, local_routes(received)
+        if not finalize or self._path(0) != "grouped_mm":
+            raise ContractError(
+                f"grouped experts of {spec.hidden_size} and {spec.intermediate_size} columns were captured"
+                + ("" if finalize else " without finalizing"),
+                expected=f"rows whose bytes are a multiple of {GROUPED_MM_ALIGNMENT}, finalized by the experts",
+                fix="run this layer outside of the CUDA graph",
+            )
+        (num_rows, top_k), num_experts = routes.ids_RK.shape, spec.num_local_experts
+        expert_N = routes.ids_RK.reshape(-1).long()
+        expert_N = torch.where(expert_N < 0, num_experts, expert_N)  # nobody stands behind everybody
+        sorted_N, order_N = torch.sort(expert_N, stable=True)
+        every_L = torch.arange(num_experts, device=order_N.device)
+        ends_L = torch.searchsorted(sorted_N, every_L, right=True, out_int32=True)
+        weights_N = routes.weights_RK.reshape(-1).float()
+        x_NH = self.incoming(received, weights.w13.dtype)[order_N // top_k]
+        if spec.weight_on == "input":
+            x_NH = (x_NH.float() * weights_N[order_N].unsqueeze(1)).to(weights.w13.dtype)
+        own_N = sorted_N.clamp(max=num_experts - 1)
+        pre = functional.grouped_mm(x_NH, weights.w13.mT, offs=ends_L)
+        if weights.b13 is not None:
+            pre = pre + weights.b13.float()[own_N]
+        y_NH = functional.grouped_mm(spec.activation(pre).to(weights.w2.dtype), weights.w2.mT, offs=ends_L)
+        if weights.b2 is not None:
+            y_NH = y_NH + weights.b2.float()[own_N]
+        place_N = torch.empty_like(order_N).scatter_(
+            0, order_N, torch.arange(len(order_N), device=order_N.device)
+        )
+        sums_RH = y_NH.new_zeros(num_rows, spec.hidden_size, dtype=torch.float32)
+        for choice in range(top_k):
+            y_RH = y_NH[place_N[choice::top_k]].float()
+            if spec.weight_on == "output":
+                y_RH = y_RH * weights_N[choice::top_k].unsqueeze(1)
+            sums_RH += torch.where(routes.ids_RK[:, choice : choice + 1] >= 0, y_RH, 0.0)
+        return ExpertRows(rows_RH=sums_RH)
 
     def _path(self, rows: int) -> ProductPath:
         spec, weights = self.spec, self.weights

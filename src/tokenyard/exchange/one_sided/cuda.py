@@ -127,19 +127,17 @@ class CudaOneSidedExchange(OneSidedExchange):
         needed, tokens = self.layout_for(cargos), max(cargo.max_tokens for cargo in cargos)
         there = self._device_workspace
         if there is None:
-            self._build(cargos, needed, tokens)
+            self._build(needed, tokens)
         elif not there.layout.suffices_for(needed) or there.launcher.max_tokens < tokens:
             self._check_graphs()
-            self._build(cargos, there.layout.union(needed), max(tokens, there.launcher.max_tokens))
-        else:
-            self._rehearse(cargos)
+            self._build(there.layout.union(needed), max(tokens, there.launcher.max_tokens))
         Exchange.serve(self, cargos)
 
     def trim(self, cargos: Sequence[Cargo]) -> None:
         needed, tokens = self.layout_for(cargos), max(cargo.max_tokens for cargo in cargos)
         if self.memory.layout != needed:
             self._check_graphs()
-            self._build(cargos, needed, tokens)
+            self._build(needed, tokens)
         Exchange.serve(self, cargos)
 
     def layout_for(self, cargos: Sequence[Cargo]) -> WorkspaceLayout:
@@ -151,13 +149,12 @@ class CudaOneSidedExchange(OneSidedExchange):
             in_flight=self._capacity,
         )
 
-    def _build(self, cargos: Sequence[Cargo], layout: WorkspaceLayout, max_tokens: int) -> None:
+    def _build(self, layout: WorkspaceLayout, max_tokens: int) -> None:
         torch.cuda.synchronize(self.group.device)  # what still uses the old workspace ends first
         control = ControlLayout(self.group.size, self._capacity)
         self._device_workspace = DeviceWorkspace(self.group, layout, control, max_tokens)
-        self._rehearse(cargos)
 
-    def _rehearse(self, cargos: Sequence[Cargo]) -> None:
+    def warmup(self, cargos: Sequence[Cargo]) -> None:
         """Load every kernel on every rank, before the first one that waits."""
         over = [cargo.layer for cargo in cargos if cargo.index >= 1 << LAYER_BITS]
         if over:
@@ -322,12 +319,7 @@ class CudaOneSidedExchange(OneSidedExchange):
         if cargo.combine_wire.quantized:
             return None
         (rows_SH,) = self.memory.combine(path.crossing, self.group.rank).values()
-        slots_R = dispatched.received.slots_R
-        if slots_R is None:
-            slots_R = dispatched.received.__dict__.setdefault(
-                "_all_slots", torch.arange(rows_SH.shape[0], device=rows_SH.device)
-            )
-        return CombineBuffer(rows_SH=rows_SH, slots_R=slots_R)
+        return CombineBuffer(rows_SH=rows_SH, slots_R=dispatched.received.slots_R)
 
     def combine(
         self,
