@@ -115,7 +115,8 @@ def batch(spec: LayerSpec, rank: int, tokens: int, seed: int = 0) -> Batch:
 def send(made: Plan, spec: LayerSpec, mine: Batch) -> Dispatched:
     """Encode and dispatch."""
     wiring = made.wiring(spec.name)
-    return made.exchange.dispatch(wiring.cargo, wiring.wire.encode(mine.x_TH), mine.routes, mine.extra)
+    rows = made.exchange.encode(wiring.cargo, mine.x_TH)
+    return made.exchange.dispatch(wiring.cargo, rows, mine.routes, mine.extra)
 
 
 def expect(fine: bool, found: object, expected: object) -> None:

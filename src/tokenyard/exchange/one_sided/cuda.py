@@ -150,7 +150,7 @@ class CudaOneSidedExchange(OneSidedExchange):
         )
 
     def _build(self, layout: WorkspaceLayout, max_tokens: int) -> None:
-        torch.cuda.synchronize(self.group.device)  # what still uses the old workspace ends first
+        self.group.wait_for_device()  # what still uses the old workspace ends first
         control = ControlLayout(self.group.size, self._capacity)
         self._device_workspace = DeviceWorkspace(self.group, layout, control, max_tokens)
 
@@ -164,10 +164,12 @@ class CudaOneSidedExchange(OneSidedExchange):
                 fix="make several plans",
                 layer=over[0],
             )
-        for cargo in cargos:
-            self.launcher.rehearse(cargo)
-        torch.cuda.synchronize(self.group.device)
-        self.group.barrier(phase="loading kernels")
+        for turn in range(2):  # one rank compiles, the others find what it has compiled
+            if turn == min(self.group.rank, 1):
+                for cargo in cargos:
+                    self.launcher.rehearse(cargo)
+                self.group.wait_for_device()
+            self.group.barrier(phase="loading kernels")
 
     def _check_graphs(self) -> None:
         """Raise, on all ranks, where a captured graph would go on using a workspace that is given up."""
@@ -404,7 +406,7 @@ class CudaOneSidedExchange(OneSidedExchange):
     def _end(self, path: DevicePath) -> None:
         """The end of a checked round: whatever went wrong in it is raised here."""
         if path.is_checked:
-            torch.cuda.current_stream(self.group.device).synchronize()
+            self.group.wait_for_device()
             self._raise_trouble()
 
     def _count_back(self, dispatched: Dispatched) -> None:
@@ -430,13 +432,13 @@ class CudaOneSidedExchange(OneSidedExchange):
         )
         self.memory.text(self.group.rank).copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         self.launcher.meet(crossing.layer, phase, fails=True)
-        torch.cuda.current_stream(self.group.device).synchronize()
+        self.group.wait_for_device()
         if self.launcher.told[0, 0] != Trouble.LOST:
             self._forget_trouble()
 
     def synchronize(self) -> None:
         """Wait for the device, and raise what went wrong in rounds that were not checked."""
-        torch.cuda.current_stream(self.group.device).synchronize()
+        self.group.wait_for_device()
         self._raise_trouble()
 
     def _raise_trouble(self, least: Trouble = Trouble.BAD_IDS) -> None:
@@ -472,12 +474,12 @@ class CudaOneSidedExchange(OneSidedExchange):
 
     def _forget_trouble(self) -> None:
         self.memory.status.zero_()
-        torch.cuda.current_stream(self.group.device).synchronize()
+        self.group.wait_for_device()
         self.launcher.told.zero_()
 
     def close(self) -> None:
         """No more rounds, and the workspace is given back."""
         if self._device_workspace is not None:
-            torch.cuda.synchronize(self.group.device)
+            self.group.wait_for_device()
         Exchange.close(self)
         self._device_workspace = None

@@ -222,14 +222,17 @@ class Launcher:
         places = self._places(cargo.dispatch_slots, 0)
         routes = Routing(ids_TK, ids_TK.float(), slots_TW, places, -1)
         rows = x_TH if Encoding.of(cargo.wire) is not None else cargo.wire.encode(x_TH)
-        loads = [*self._loads(cargo, rows, extra), *self._loads(cargo, cargo.wire.encode(x_TH), {})]
-        self._assign(crossing, routes)
-        for tokens in {min(many, cargo.max_tokens * self.ranks) for many in (1, FEW_ROWS + 1, MANY_ROWS + 1)}:
-            for load in loads:
-                self._push(crossing, load, routes, whole=False, sized_for=tokens)
-        for load in (loads[len(extra)], loads[-1]):
-            for tokens in {1, min(FEW_ROWS + 1, LONGEST_WHOLE * self.ranks)}:
-                self._push(crossing, load, routes, whole=True, sized_for=tokens)
+        loads = self._loads(cargo, rows, extra)
+        if len(loads) == 1:
+            for tokens in {min(FEW_ROWS + 1, cargo.max_tokens * self.ranks), 1}:
+                self._push(crossing, loads[0], routes, whole=True, sized_for=tokens)
+        if len(loads) > 1 or cargo.max_tokens > LONGEST_WHOLE:
+            self._assign(crossing, routes)
+            for tokens in {
+                min(many, cargo.max_tokens * self.ranks) for many in (1, FEW_ROWS + 1, MANY_ROWS + 1)
+            }:
+                for load in loads:
+                    self._push(crossing, load, routes, whole=False, sized_for=tokens)
         self.meet(-1, Phase.DISPATCH, early=self._early)
         if self._early:
             self.meet(-1, Phase.DISPATCH)
@@ -240,7 +243,7 @@ class Launcher:
         home = self._home(crossing)
         for rows_RH in results:
             self._place(crossing, home, rows_RH, dense=True)
-        for tokens, meets in ((1, True), (1, False), (cargo.max_tokens, False)):
+        for tokens, meets in {(1, True), (1, False), (cargo.max_tokens, False)}:
             self._pull(crossing, home, slots_TW, x_TH, (), -1, meets=meets, sized_for=tokens)
 
     def _table(self, placement: Placement) -> tuple[Tensor, Tensor]:
