@@ -1,10 +1,12 @@
 """Triton's interpreter, made to round as a GPU does: what it needs to run the kernels bit for bit on a CPU.
 
 The interpreter computes with NumPy, which knows neither bf16 nor fp8, rounds a fused multiply-add twice, and lets the
-smaller of a number and NaN be NaN.
+smaller of a number and NaN be NaN. And it is slow: it calls the function of a reduction for each
+element, and prepares the language anew for each function that a kernel calls.
 """
 
 import numpy as np
+import pytest
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
@@ -17,6 +19,12 @@ _TORCH = {
 }
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.float32}
 _convert_float = interpreter._convert_float
+_call = interpreter.InterpretedFunction.__call__
+_launch = interpreter.GridExecutor.__call__
+
+only_without_gpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="there is a GPU: tests/gpu runs the kernels themselves"
+)
 
 
 def _cast(data, source, target, rounding):
@@ -46,6 +54,30 @@ def _fused(self, x, y, z):
     return interpreter.TensorHandle(exact.astype(np.float32), z.dtype.scalar)
 
 
+def _reduced_by_slices(self, input):
+    """A reduction of one tensor along an axis by a function of the kernel's: a call for each slice."""
+    (tensor,), axis = input, self.axis
+    first, *others = np.moveaxis(tensor.handle.data, axis, 0)
+    total = self.to_tensor(first, tensor.dtype)
+    for other in others:
+        total = self.combine_fn.fn(total, self.to_tensor(other, tensor.dtype))
+    data = np.expand_dims(total.handle.data, axis) if self.keep_dims else total.handle.data
+    return [self.to_tensor(data, tensor.dtype)]
+
+
+def _launched(self, *arguments, **named):
+    """A launch without NumPy's warnings: a GPU divides by zero without a word."""
+    with np.errstate(all="ignore"):
+        return _launch(self, *arguments, **named)
+
+
+def _called(self, *arguments, **named):
+    """A function of ours: the kernel that calls it has prepared the language already."""
+    if self.fn.__module__.startswith("triton."):
+        return _call(self, *arguments, **named)
+    return self.rewrite()(*arguments, **named)
+
+
 def _with_bool_mask(access, at):
     """A masked access whose mask, an argument at a place, may have become integers on its way."""
 
@@ -61,10 +93,13 @@ def _with_bool_mask(access, at):
 def install() -> None:
     """Mend the interpreter. It interprets kernels where TRITON_INTERPRET=1 was set before Triton was imported."""
     builder = interpreter.InterpreterBuilder
-    if builder.create_fma is _fused:
+    if torch.cuda.is_available() or builder.create_fma is _fused:
         return
     interpreter._convert_float = _cast
     builder.create_fma = _fused
+    interpreter.GridExecutor.__call__ = _launched
+    interpreter.InterpretedFunction.__call__ = _called
+    interpreter.ReduceOps.generic_reduce = _reduced_by_slices
     builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
     builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
     builder.create_masked_load = _with_bool_mask(builder.create_masked_load, 1)

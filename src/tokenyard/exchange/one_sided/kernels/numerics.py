@@ -36,7 +36,9 @@ def larger_or_nan(a, b):
 
 @triton.jit
 def cast_within(values, KIND: tl.constexpr):
-    """Numbers in a narrower type: what is beyond its range saturates, NaN stays NaN."""
+    """Numbers in a narrower type: what is beyond its range saturates, NaN stays NaN. Their own type leaves them be."""
+    if values.dtype == KIND:
+        return values
     if tl.float32 == KIND:
         return values.to(tl.float32)
     LARGEST: tl.constexpr = 65504.0 if tl.float16 == KIND else 3.3895313892515355e38

@@ -1,0 +1,89 @@
+"""Flags, as the kernels publish them and wait for them, run by Triton's interpreter."""
+
+import pytest
+
+from tests.exchange import interpreter
+from tests.exchange.virtual_ranks import VirtualRanks, make_cargo
+from tokenyard.exchange.announcement import Phase
+from tokenyard.exchange.one_sided.control import COMBINED, FLAGS, ROUND, STATE, STATUS, VERDICT, Trouble
+from tokenyard.exchange.one_sided.kernels import flags
+
+pytestmark = interpreter.only_without_gpu
+interpreter.install()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A GPU's clock, in nanoseconds: a millisecond passes from one look to the next."""
+    looks = iter(range(10**6))
+    tl = flags.tl
+    monkeypatch.setattr(flags, "globaltimer", lambda: tl.full([], next(looks) * 10**6, tl.int64))
+
+
+def test_meeting_publishes_round_layer_phase_and_failure():
+    yard = VirtualRanks(make_cargo(3))
+    for _ in range(2):
+        for phase in Phase:
+            yard.launchers[1].meet(77, phase, waits=False)
+        yard.launchers[2].meet(4095, Phase.COMBINE, fails=True, waits=False)
+    for rank in range(3):
+        assert yard.flags(rank, phase=0) == [0, 2 << 24 | 77 << 2, 0]
+        assert yard.flags(rank, phase=1) == [0, 2 << 24 | 77 << 2 | 1, 2 << 24 | 4095 << 2 | 3]
+    assert yard.words(1)[[ROUND, COMBINED]].tolist() == [2, 2]
+    assert yard.words(2)[[ROUND, COMBINED]].tolist() == [0, 2]
+    assert yard.words(0)[[ROUND, COMBINED]].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("trouble", list(Trouble))
+def test_nobody_meets_after_a_round_has_failed(trouble):
+    yard = VirtualRanks(make_cargo(2))
+    yard.words(1)[STATUS] = int(trouble)
+    yard.launchers[1].meet(5, Phase.DISPATCH, waits=False)
+    goes_on = trouble == Trouble.BAD_IDS
+    assert yard.flags(0) == [0, 1 << 24 | 5 << 2 if goes_on else 0]
+    assert yard.words(1)[ROUND] == int(goes_on)
+
+
+def test_who_comes_last_does_not_wait():
+    yard = VirtualRanks(make_cargo(2))  # and there is no clock, without the fixture
+    yard.launchers[0].meet(5, Phase.DISPATCH, waits=False)
+    yard.launchers[1].meet(5, Phase.DISPATCH)
+    assert yard.status(1) == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("layer", "fails", "trouble"), [(6, False, Trouble.DRIFTED), (5, True, Trouble.FAILED)]
+)
+def test_a_rank_that_drifts_or_fails_is_found_by_its_flag(layer, fails, trouble):
+    yard = VirtualRanks(make_cargo(3))
+    yard.launchers[0].meet(5, Phase.DISPATCH, waits=False)
+    yard.launchers[2].meet(layer, Phase.DISPATCH, fails=fails, waits=False)
+    yard.launchers[1].meet(5, Phase.DISPATCH)
+    assert yard.status(1) == [trouble, 1 << 24 | 5 << 2, 0b100, 0]
+    assert yard.launchers[1].told[0].tolist() == yard.status(1)
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_wait_ends_at_its_deadline_and_every_rank_gets_the_verdict():
+    yard = VirtualRanks(make_cargo(4), deadline=0.01)
+    flag = 1 << 24 | 5 << 2
+    yard.launchers[0].meet(5, Phase.DISPATCH, waits=False)
+    yard.words(3)[STATE] = flag  # rank 3 is missing as well, but only since it waits for rank 2
+    yard.launchers[1].meet(5, Phase.DISPATCH)
+    kind, told, who, waited = yard.status(1)
+    assert (kind, told, who) == (Trouble.LOST, flag, 0b100)
+    assert 0.01e9 <= waited <= 0.02e9
+    assert [int(yard.words(rank)[VERDICT]) for rank in range(4)] == [0b100] * 4
+    assert yard.words(1)[STATE] == 0
+    yard.launchers[0].meet(5, Phase.COMBINE)  # finds the verdict, and does not wait for its deadline
+    assert yard.status(0)[:3] == [Trouble.LOST, 1 << 24 | 5 << 2 | 1, 0b100]
+    assert yard.status(0)[3] < 0.01e9
+
+
+def test_who_waits_only_for_itself_is_not_excused(clock):
+    yard = VirtualRanks(make_cargo(3), deadline=0.01)
+    yard.words(2)[STATE] = 1 << 24
+    for rank in range(3):
+        yard.words(2)[FLAGS + rank] = (rank != 2) << 24
+    yard.launchers[0].meet(0, Phase.DISPATCH)
+    assert yard.status(0)[2] == 0b110

@@ -1,0 +1,364 @@
+"""The kernels of `one_sided`, run by Triton's interpreter and compared bit for bit with their twins in plain torch."""
+
+import pytest
+import torch
+
+from tests.exchange import interpreter
+from tests.exchange.virtual_ranks import VirtualRanks, make_batch, make_cargo
+from tokenyard.conformance.cases import same_bits
+from tokenyard.exchange.announcement import Phase
+from tokenyard.exchange.one_sided import launches
+from tokenyard.exchange.one_sided.control import COMBINED, ROUND, STATUS, Trouble
+from tokenyard.exchange.one_sided.kernels.twins import slots_twin
+from tokenyard.exchange.one_sided.launches import Routing
+from tokenyard.formats import Payload
+from tokenyard.placement import Placement
+
+pytestmark = interpreter.only_without_gpu
+interpreter.install()
+
+
+@pytest.fixture(params=[True, False], ids=["whole", "assigned"])
+def whole(request, monkeypatch):
+    """A batch in one launch, or with `assign` before it."""
+    monkeypatch.setattr(launches, "LONGEST_WHOLE", 64 if request.param else -1)
+    return request.param
+
+
+def dispatched(yard, batches, *, rows=None, extra=None):
+    """Dispatch by kernels and by twins; what was not the same, and the counts."""
+    extra = extra or [{} for _ in batches]
+    wrong = []
+    for rank, (launcher, batch) in enumerate(zip(yard.launchers, batches, strict=True)):
+        sent = batch.x_TH if rows is None else rows[rank]
+        slots_TW = launcher.dispatch(
+            yard.crossing, sent, batch.ids_TK, batch.weights_TK, extra[rank], waits=False
+        )
+        if not same_bits(slots_TW, slots_twin(yard.cargo, batch.ids_TK, rank)):
+            wrong.append(f"slots of rank {rank}")
+    counts = yard.push_twins(batches, extra)
+    if not yard.same_regions("dispatch"):
+        wrong.append("regions")
+    for rank, count in enumerate(counts):
+        if yard.mail(rank) != [[n, yard.crossing.max_tokens] for n in count.tolist()]:
+            wrong.append(f"mail of rank {rank}")
+    return wrong, counts
+
+
+# -- Dispatch ----------------------------------------------------------------------------------------------
+
+WIRES = [
+    ("bf16", "bfloat16"),
+    ("bf16", "float32"),
+    ("fp16", "float16"),
+    ("fp16", "bfloat16"),
+    ("fp16", "float32"),
+    ("fp32", "float32"),
+    ("fp8_block128", "bfloat16"),
+    ("fp8_block128(power_of_two_scales=True)", "float32"),
+    ("mxfp8", "bfloat16"),
+    ("mxfp8", "float32"),
+    ("mxfp8(alignment=256)", "float16"),
+    ("nvfp4", "bfloat16"),
+    ("nvfp4", "float32"),
+    ("nvfp4(global_scale=448.0)", "float16"),
+    ("nvfp4(global_scale=1e+30)", "float32"),
+    ("nvfp4(global_scale=1e-30)", "bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("wire", "dtype"), WIRES)
+@pytest.mark.parametrize("hidden_size", [1, 33, 200])
+def test_rows_arrive_in_every_wire(wire, dtype, hidden_size, monkeypatch):
+    monkeypatch.setattr(launches, "LONGEST_WHOLE", -1 if hidden_size == 33 else 64)
+    cargo = make_cargo(2, wire=wire, dtype=getattr(torch, dtype), hidden_size=hidden_size)
+    batches = [make_batch(cargo, tokens, seed=tokens) for tokens in (3, 1)]
+    wrong, _ = dispatched(VirtualRanks(cargo), batches)
+    assert wrong == []
+
+
+SHAPES = {
+    "one rank": {"world": 1},
+    "three ranks": {"world": 3, "experts": 7},
+    "nine ranks": {"world": 9, "experts": 11, "tokens": 2},
+    "fewer experts than ranks": {"world": 3, "experts": 2},
+    "more choices than experts": {"world": 2, "experts": 5, "top_k": 32},
+    "one choice": {"world": 2, "top_k": 1},
+    "round robin": {"world": 2, "placement": Placement.round_robin(5, 2)},
+    "replicas": {
+        "world": 3,
+        "tokens": 4,
+        "placement": Placement.replicated(Placement.contiguous(5, 3), {0: [1, 2], 4: [0]}),
+    },
+    "lost experts": {
+        "world": 2,
+        "placement": Placement(num_experts=5, table=((0, 3), (1,)), allow_lost=True),
+    },
+    "no tokens": {"world": 2, "tokens": 0},
+    "a full window": {"world": 2, "tokens": 3, "max_tokens": 3},
+    "a window of two chunks": {"world": 2, "tokens": 2, "max_tokens": 70},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_arrive_for_every_shape(shape, whole):
+    sizes = {"tokens": 3} | SHAPES[shape]
+    world, tokens = sizes.pop("world"), sizes.pop("tokens")
+    cargo = make_cargo(world, hidden_size=8, **sizes)
+    batches = [make_batch(cargo, max(0, tokens - rank % 2), seed=rank) for rank in range(world)]
+    wrong, _ = dispatched(VirtualRanks(cargo), batches)
+    assert wrong == []
+
+
+# Rows of several tiles; a row that several blocks share; and the cuts of long batches, which only these have.
+LONG_ROWS = [
+    ("bf16", 8200, 64, 2048),
+    ("fp16", 2100, 64, 2048),
+    ("mxfp8", 4200, 64, 2048),
+    ("mxfp8", 8300, 0, 0),
+    ("fp8_block128", 2200, 64, 2048),
+    ("nvfp4", 8300, 64, 2048),
+    ("nvfp4(global_scale=448.0)", 2048, 64, 2048),
+    ("nvfp4(global_scale=448.0)", 2048, 0, 2048),
+    ("nvfp4(global_scale=1e-30)", 3000, 64, 2048),
+]
+
+
+@pytest.mark.parametrize(("wire", "hidden_size", "few_rows", "many_rows"), LONG_ROWS)
+def test_long_rows_are_cut_and_arrive_whole(wire, hidden_size, few_rows, many_rows, monkeypatch):
+    monkeypatch.setattr(launches, "FEW_ROWS", few_rows)
+    monkeypatch.setattr(launches, "MANY_ROWS", many_rows)
+    cargo = make_cargo(1, wire=wire, hidden_size=hidden_size, max_tokens=3)
+    wrong, _ = dispatched(VirtualRanks(cargo), [make_batch(cargo, 3)])
+    assert wrong == []
+
+
+def test_narrower_windows_are_written_where_the_round_wants_them(whole):
+    cargo = make_cargo(2, max_tokens=9)
+    wrong, _ = dispatched(VirtualRanks(cargo, max_tokens=4), [make_batch(cargo, n, seed=n) for n in (4, 2)])
+    assert wrong == []
+
+
+def test_a_second_batch_does_not_meet_the_first_one(whole):
+    cargo = make_cargo(2, max_tokens=70, hidden_size=2)
+    yard = VirtualRanks(cargo)
+    for turn, sizes in enumerate([(66, 2), (1, 65), (2, 0)]):
+        wrong, _ = dispatched(
+            yard, [make_batch(cargo, n, seed=turn) for n in (sizes if not whole else (2, 1))]
+        )
+        assert wrong == []
+        assert yard.words(0)[ROUND] == turn + 1
+    assert yard.flags(1) == [3 << 24 | yard.crossing.layer << 2] * 2
+
+
+def test_several_ranks_may_share_a_launch(whole):
+    cargo = make_cargo(3, experts=7, hidden_size=8)
+    yard = VirtualRanks(cargo, together=True)
+    batches = [make_batch(cargo, 3, seed=rank) for rank in range(3)]
+    x_TH, ids_TK, weights_TK = (
+        torch.cat([getattr(batch, name) for batch in batches]) for name in ("x_TH", "ids_TK", "weights_TK")
+    )
+    slots_TW = yard.launchers[0].dispatch(yard.crossing, x_TH, ids_TK, weights_TK, {}, waits=False)
+    counts = yard.push_twins(batches)
+    assert same_bits(slots_TW, torch.cat([slots_twin(cargo, b.ids_TK, r) for r, b in enumerate(batches)]))
+    assert yard.same_regions("dispatch")
+    results = [torch.randn(3 * cargo.max_tokens, 8) for _ in range(3)]
+    yard.place_twins([rows_SH[taken(yard, c)] for rows_SH, c in zip(results, counts, strict=True)], counts)
+    yard.launchers[0].place(yard.crossing, torch.cat(results), dense=False)
+    assert yard.same_regions("combine")
+    out_TH = torch.empty(9, 8, dtype=torch.bfloat16)
+    yard.launchers[0].combine(yard.crossing, slots_TW, None, out_TH, waits=False)
+    expected = [yard.pulled_by_twin(rank, batch.ids_TK) for rank, batch in enumerate(batches)]
+    assert same_bits(out_TH, torch.cat(expected))
+
+
+EXTRA = (
+    Payload(name="bytes", dtype=torch.uint8, width=5),
+    Payload(name="halves", dtype=torch.float16, width=3),
+    Payload(name="wide", dtype=torch.int64, width=2),
+    Payload(name="codes", dtype=torch.float8_e4m3fn, width=1),
+)
+
+
+def test_further_payloads_of_any_width_travel_along():
+    cargo = make_cargo(2, wire="mxfp8", extra=EXTRA)
+    batches = [make_batch(cargo, tokens, seed=tokens) for tokens in (3, 2)]
+    extra = [
+        {
+            p.name: torch.randint(0, 256, (len(batch.ids_TK), p.nbytes), dtype=torch.uint8).view(p.dtype)
+            for p in EXTRA
+        }
+        for batch in batches
+    ]
+    wrong, _ = dispatched(VirtualRanks(cargo), batches, extra=extra)
+    assert wrong == []
+
+
+@pytest.mark.parametrize("wire", ["bf16", "mxfp8", "fp8_block128", "nvfp4", "nvfp4(global_scale=448.0)"])
+def test_rows_may_come_encoded(wire):
+    cargo = make_cargo(2, wire=wire, hidden_size=40)
+    batches = [make_batch(cargo, tokens, seed=tokens) for tokens in (3, 2)]
+    rows = [cargo.wire.encode(batch.x_TH) for batch in batches]
+    wrong, _ = dispatched(VirtualRanks(cargo), batches, rows=rows)
+    assert wrong == []
+
+
+@pytest.mark.parametrize("bad", [5, 1000, -2, 2**31 - 1])
+def test_ids_that_no_expert_has_go_nowhere_and_are_reported(bad, whole):
+    cargo = make_cargo(2, hidden_size=4)
+    batches = [make_batch(cargo, 3, seed=rank) for rank in range(2)]
+    batches[1].ids_TK[1, 2] = bad
+    yard = VirtualRanks(cargo)
+    wrong, _ = dispatched(yard, batches)
+    assert wrong == []
+    assert yard.status(0) == [0, 0, 0, 0]
+    assert yard.status(1) == [Trouble.BAD_IDS, 1 if whole else 0, bad, 0]
+    assert yard.launchers[1].told[0].tolist() == yard.status(1)
+    assert yard.words(1)[ROUND] == 1  # the round goes on
+
+
+ASSIGNED = [(130, 200, 3), (64, 64, 2), (65, 130, 1), (0, 70, 2), (3, 5, 9)]
+
+
+@pytest.mark.parametrize(("tokens", "max_tokens", "world"), ASSIGNED)
+def test_slots_and_routes_of_many_chunks(tokens, max_tokens, world):
+    cargo = make_cargo(world, experts=11, hidden_size=1, max_tokens=max_tokens)
+    yard = VirtualRanks(cargo)
+    batches = [make_batch(cargo, tokens, seed=rank) for rank in range(world)]
+    for rank, (launcher, batch) in enumerate(zip(yard.launchers, batches, strict=True)):
+        slots_TW = torch.empty(tokens, world, dtype=torch.int32)
+        places = launcher._places(cargo.dispatch_slots, yard.layout.dispatch_region(0).offset)
+        launcher._assign(yard.crossing, Routing(batch.ids_TK, batch.weights_TK, slots_TW, places, tokens))
+        assert same_bits(slots_TW, slots_twin(cargo, batch.ids_TK, rank))
+    counts = yard.push_twins(batches)
+    assert [[n for n, _ in yard.mail(rank)] for rank in range(world)] == [c.tolist() for c in counts]
+    mine, twins = yard.slots(yard.buffers, "dispatch"), yard.slots(yard.twins, "dispatch")
+    for rank in range(world):
+        assert same_bits(mine[rank]["ids"], twins[rank]["ids"])
+        assert same_bits(mine[rank]["weights"], twins[rank]["weights"])
+
+
+# -- Combine -----------------------------------------------------------------------------------------------
+
+COMBINES = [
+    ("bf16", "bfloat16", "float32", 0),
+    ("bf16", "bfloat16", "bfloat16", 1),
+    ("fp16", "float16", "float32", 2),
+    ("fp16", "bfloat16", "float32", 1),
+    ("fp32", "float32", "float32", 1),
+    ("fp8_block128", "bfloat16", "float32", 1),
+    ("fp8_block128(power_of_two_scales=True)", "float16", "float16", 0),
+    ("mxfp8", "bfloat16", "bfloat16", 2),
+    ("mxfp8(alignment=256)", "float32", "float32", 0),
+]
+
+
+def taken(yard, counts):
+    """The slots of a rank that hold rows."""
+    most = yard.crossing.max_tokens
+    return torch.cat([torch.arange(n) + source * most for source, n in enumerate(counts.tolist())])
+
+
+@pytest.mark.parametrize("dense", [True, False], ids=["dense", "by slot"])
+@pytest.mark.parametrize(("wire", "dtype", "result", "terms"), COMBINES)
+def test_results_come_home_in_every_wire(wire, dtype, result, terms, dense):
+    hidden_size = 33 if dense else 130
+    cargo = make_cargo(
+        2, combine_wire=wire, dtype=getattr(torch, dtype), wire=short(dtype), hidden_size=hidden_size
+    )
+    yard = VirtualRanks(cargo)
+    batches = [make_batch(cargo, tokens, seed=tokens) for tokens in (3, 2)]
+    _, counts = dispatched(yard, batches)
+    draw = torch.Generator().manual_seed(7)
+    results = []
+    for rank in range(2):
+        rows_SH = torch.randn(2 * cargo.max_tokens, hidden_size, generator=draw) * 10.0
+        rows_SH[:, 0] = torch.tensor([torch.inf, -0.0, 1e-42, torch.nan])[rank::2].repeat(cargo.max_tokens)
+        results.append(rows_SH.to(getattr(torch, result)))
+    rows = [rows_SH[taken(yard, counts[rank])] for rank, rows_SH in enumerate(results)]
+    yard.place_twins(rows, counts)
+    for rank, launcher in enumerate(yard.launchers):
+        launcher.place(yard.crossing, rows[rank] if dense else results[rank], dense=dense)
+    assert yard.same_regions("combine")
+    for rank, (launcher, batch) in enumerate(zip(yard.launchers, batches, strict=True)):
+        add = [make_batch(cargo, len(batch.ids_TK), seed=9 + term).x_TH for term in range(terms)]
+        out_TH = add[-1].clone() if terms == 1 else torch.full_like(batch.x_TH, 5.0)
+        given = [out_TH] if terms == 1 else add  # what is there may be what is added
+        slots_TW = slots_twin(cargo, batch.ids_TK, rank)
+        launcher._pull(
+            yard.crossing, launcher._home(yard.crossing), slots_TW, out_TH, given, len(out_TH), meets=False
+        )
+        assert same_numbers(out_TH, yard.pulled_by_twin(rank, batch.ids_TK, add))
+
+
+def short(dtype):
+    return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[dtype]
+
+
+def same_numbers(a, b):
+    """The same bits, but for those of NaN: which NaN comes out of a sum or a cast differs between devices."""
+    return same_bits(a.isnan(), b.isnan()) and same_bits(a.nan_to_num(), b.nan_to_num())
+
+
+def test_a_long_row_comes_home_in_parts():
+    cargo = make_cargo(2, combine_wire="mxfp8", hidden_size=2100, max_tokens=2, top_k=2)
+    yard = VirtualRanks(cargo)
+    batches = [make_batch(cargo, 2, seed=rank) for rank in range(2)]
+    counts = yard.push_twins(batches)
+    for rank in range(2):
+        yard.buffers[rank][yard.control.mail(0) : yard.control.mail(1)].view(torch.int32)[::2] = counts[rank]
+    results = [torch.randn(int(count.sum()), 2100) for count in counts]
+    yard.place_twins(results, counts)
+    for launcher, rows_RH in zip(yard.launchers, results, strict=True):
+        launcher.place(yard.crossing, rows_RH, dense=True)
+    assert yard.same_regions("combine")
+    for rank, (launcher, batch) in enumerate(zip(yard.launchers, batches, strict=True)):
+        out_TH = torch.empty(2, 2100, dtype=torch.bfloat16)
+        home, slots_TW = launcher._home(yard.crossing), slots_twin(cargo, batch.ids_TK, rank)
+        assert home.cut(2).parts == 3
+        launcher._pull(yard.crossing, home, slots_TW, out_TH, (), 2, meets=False)
+        assert same_bits(out_TH, yard.pulled_by_twin(rank, batch.ids_TK))
+
+
+def test_a_round_that_failed_comes_home_as_nan():
+    cargo = make_cargo(1, hidden_size=4)
+    yard = VirtualRanks(cargo)
+    batch = make_batch(cargo, 2)
+    dispatched(yard, [batch])
+    yard.words(0)[STATUS] = int(Trouble.FAILED)
+    for placed in (torch.zeros(2, 4), None):
+        out_TH = torch.zeros(2, 4, dtype=torch.bfloat16)
+        yard.launchers[0].combine(yard.crossing, slots_twin(cargo, batch.ids_TK, 0), placed, out_TH)
+        assert bool(out_TH.isnan().all())
+    assert yard.words(0)[COMBINED] == 0
+    assert yard.flags(0, phase=1) == [0]
+    yard.words(0)[STATUS] = int(Trouble.BAD_IDS)  # which ends nothing
+    yard.launchers[0].combine(yard.crossing, slots_twin(cargo, batch.ids_TK, 0), None, out_TH)
+    assert not bool(out_TH.isnan().any())
+    assert yard.words(0)[COMBINED] == 1
+
+
+def test_a_small_combine_meets_the_others_itself():
+    cargo = make_cargo(2, hidden_size=4, dtype=torch.float32, wire="fp32", combine_wire="fp32")
+    yard = VirtualRanks(cargo)
+    batches = [make_batch(cargo, 2, seed=rank) for rank in range(2)]
+    for turn in range(2):
+        _, counts = dispatched(yard, batches)
+        results = [torch.randn(int(count.sum()), 4) for count in counts]
+        yard.place_twins(results, counts)
+        for launcher, rows_RH in zip(yard.launchers, results, strict=True):
+            launcher.place(yard.crossing, rows_RH, dense=True)
+        yard.launchers[0].meet(yard.crossing.layer, Phase.COMBINE, waits=False)
+        out_TH = torch.empty(2, 4)
+        yard.launchers[1].combine(yard.crossing, slots_twin(cargo, batches[1].ids_TK, 1), None, out_TH)
+        assert same_bits(out_TH, yard.pulled_by_twin(1, batches[1].ids_TK))
+        assert yard.words(1)[COMBINED] == turn + 1
+        assert yard.flags(0, phase=1) == [turn + 1 << 24 | yard.crossing.layer << 2 | 1] * 2
+        assert yard.words(1)[:9].tolist()[4:] == [0] * 5  # it has cleaned up, and nothing went wrong
+
+
+def test_a_rehearsal_changes_nothing():
+    yard = VirtualRanks(make_cargo(2, extra=EXTRA, wire="mxfp8", combine_wire="fp8_block128"))
+    before = [buffer.clone() for buffer in yard.buffers]
+    yard.launchers[0].rehearse(yard.cargo)
+    assert all(map(torch.equal, before, yard.buffers))
