@@ -166,8 +166,9 @@ class CudaOneSidedExchange(OneSidedExchange):
             )
         for turn in range(2):  # one rank compiles, the others find what it has compiled
             if turn == min(self.group.rank, 1):
-                for cargo in cargos:
-                    self.launcher.rehearse(cargo)
+                with self.launcher.on_device():
+                    for cargo in cargos:
+                        self.launcher.rehearse(cargo)
                 self.group.wait_for_device()
             self.group.barrier(phase="loading kernels")
 
@@ -228,7 +229,7 @@ class CudaOneSidedExchange(OneSidedExchange):
         self._round = round
         if is_captured:
             self._graphs.note()
-        with self.stats[cargo.layer].waiting("dispatch"), self._in_layer(cargo):
+        with self._working(cargo, "dispatch"):
             slots_TW = self.launcher.dispatch(
                 crossing,
                 rows.x_TH if isinstance(rows, UnencodedRows) else rows,
@@ -257,6 +258,11 @@ class CudaOneSidedExchange(OneSidedExchange):
                 self._fail(cargo, error, partial(self._fail_back, dispatched, error))
         self._count(dispatched)
         return dispatched
+
+    @contextmanager
+    def _working(self, cargo: Cargo, phase: str) -> Iterator[None]:
+        with self.stats[cargo.layer].waiting(phase), self._in_layer(cargo), self.launcher.on_device():
+            yield
 
     def _crossing(self, cargo: Cargo) -> Crossing:
         """The first region that no dispatch in flight uses: the same one on every rank."""
@@ -335,7 +341,7 @@ class CudaOneSidedExchange(OneSidedExchange):
         cargo = dispatched.cargo
         if out is None:
             out = torch.empty(path.num_tokens, cargo.hidden_size, dtype=cargo.dtype, device=self.group.device)
-        with self.stats[cargo.layer].waiting("combine"), self._in_layer(cargo):
+        with self._working(cargo, "combine"):
             home = (
                 out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
             )
@@ -350,7 +356,7 @@ class CudaOneSidedExchange(OneSidedExchange):
     def combine_unreduced(self, dispatched: Dispatched, result: ExpertRows | PlacedRows) -> RankRows:
         path, rows_RH = self._results(dispatched, result, reduces=False, out=None, add=())
         cargo, crossing = dispatched.cargo, path.crossing
-        with self.stats[cargo.layer].waiting("combine"), self._in_layer(cargo):
+        with self._working(cargo, "combine"):
             if rows_RH is not None:
                 self.launcher.place(crossing, rows_RH, dense=dispatched.received.slots_R is not None)
             self.launcher.meet(crossing.layer, Phase.COMBINE)
@@ -431,7 +437,8 @@ class CudaOneSidedExchange(OneSidedExchange):
             self.memory.control.text.nbytes, b"\0"
         )
         self.memory.text(self.group.rank).copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        self.launcher.meet(crossing.layer, phase, fails=True)
+        with self.launcher.on_device():
+            self.launcher.meet(crossing.layer, phase, fails=True)
         self.group.wait_for_device()
         if self.launcher.told[0, 0] != Trouble.LOST:
             self._forget_trouble()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,11 +122,17 @@ def expert_table(placement: Placement, rank: int, device: torch.device) -> tuple
     )
 
 
+def aligned(tensor: Tensor) -> Tensor:
+    """The same numbers, row by row, from a multiple of 16 bytes on: kernels are compiled for no other place."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
 def as_words(rows: Tensor) -> Tensor:
     """A matrix as integers, the widest of up to four bytes that its rows hold a whole number of."""
     row = rows.shape[1] * rows.element_size()
     dtype, _ = _WORDS[math.gcd(row, 4)]
-    return rows.contiguous().view(torch.uint8).view(dtype)
+    return aligned(rows).view(torch.uint8).view(dtype)
 
 
 def _chunks(tokens: int) -> int:
@@ -209,6 +216,10 @@ class Launcher:
         # Triton's interpreter has no early launches, and neither have GPUs before Hopper.
         self._early = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (9, 0)
 
+    def on_device(self) -> AbstractContextManager[Any]:
+        """Kernels are launched on the device of the workspace, whatever the current one is."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
     def rehearse(self, cargo: Cargo) -> None:
         """Compile and load every kernel that a layer's round trips can launch; nothing is moved."""
         crossing = Crossing(cargo=cargo, flight=0, max_tokens=cargo.max_tokens)
@@ -266,7 +277,7 @@ class Launcher:
         """Move a batch; return the slot of each token on each rank, `[T, W]`, -1 where it does not go."""
         cargo, tokens = crossing.cargo, ids_TK.shape[0] // self.ranks
         slots_TW = torch.empty(ids_TK.shape[0], self.world, dtype=torch.int32, device=self.device)
-        ids_TK, weights_TK = ids_TK.int().contiguous(), weights_TK.float().contiguous()
+        ids_TK, weights_TK = aligned(ids_TK.int()), aligned(weights_TK.float())
         places = self._places(cargo.dispatch_slots, self.layout.dispatch_region(crossing.flight).offset)
         routes = Routing(ids_TK, weights_TK, slots_TW, places, tokens)
         loads = self._loads(cargo, rows, extra)
@@ -289,7 +300,7 @@ class Launcher:
         else:
             encoding = Encoding.of(wire)
             assert encoding is not None  # else the rows come encoded
-            row = Load("data", rows.contiguous(), encoding, wire.padded_size(cargo.hidden_size))
+            row = Load("data", aligned(rows), encoding, wire.padded_size(cargo.hidden_size))
         return [*(_copied(name, tensor) for name, tensor in extra.items()), row]
 
     def meet(
@@ -392,7 +403,7 @@ class Launcher:
 
     def _place(self, crossing: Crossing, home: Home, results: Tensor, *, dense: bool) -> None:
         pull_room.place[(max(1, results.shape[0]),)](
-            results.contiguous(), self.peers, results.shape[0] // self.ranks, crossing.max_tokens, self.rank,
+            aligned(results), self.peers, results.shape[0] // self.ranks, crossing.max_tokens, self.rank,
             int(dense), home.places["data"], home.places.get("scales", 0), self.control.mail(crossing.flight),
             HIDDEN=crossing.cargo.hidden_size, PADDED=home.padded, FORMAT=home.encoding.code,
             KIND=home.encoding.kind, OPTION=home.encoding.option, WORLD=self.world, WIDE=self._wide,
@@ -413,7 +424,7 @@ class Launcher:
     ) -> None:
         cut = home.cut(tokens if sized_for is None else sized_for)
         blocks = max(1, max(0, tokens) * cut.parts)
-        terms = [*(term.contiguous() for term in add), out_TH, out_TH]
+        terms = [*map(aligned, add), out_TH, out_TH]
         pull_room.pull[(blocks * self.ranks,)](
             out_TH, terms[0], terms[1], slots_TW, self.peers, self.told,
             tokens, crossing.max_tokens, self.rank, blocks, crossing.layer, len(add), home.places["data"],
