@@ -1,10 +1,14 @@
-"""The figures of `bench dispatch` as a picture: a bar per contestant, its quartiles, and the floor across them."""
+"""The figures of `bench dispatch` as a picture.
+
+On the CPU a bar per contestant, its quartiles, and the floor across them; on a GPU time against tokens by format.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from tokenyard.bench.cuda_figures import ALL_RANKS
 from tokenyard.errors import InputError
 
 ENDINGS = (".png", ".svg", ".pdf")
@@ -114,6 +118,62 @@ def draw_dispatch(document: dict[str, Any], path: Path) -> None:
         "Gloo moves ready bytes; floor: each rank copies the same bytes.",
         fontsize=8,
     )
+    _save(figure, path)
+
+
+def draw_dispatch_cuda(document: dict[str, Any], path: Path) -> None:
+    """Draw a document of `bench dispatch --device cuda` into a file: a panel for each number of ranks."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = [
+        row
+        for row in document["results"]
+        if (row["operation"], row["launch"]) == ("dispatch", ALL_RANKS) and row["us"] is not None
+    ]
+    worlds = sorted({row["world"] for row in rows})
+    wires = list(dict.fromkeys(row["wire"] for row in rows))
+    figure = Figure(figsize=(2.6 + 4.2 * max(1, len(worlds)), 5.0), layout="constrained")
+    FigureCanvasAgg(figure)
+    for number, world in enumerate(worlds, start=1):
+        axes = figure.add_subplot(1, len(worlds), number)
+        first = number == 1
+        for position, wire in enumerate(wires):
+            color = _COLORS[position % len(_COLORS)]
+            found = sorted(
+                (row for row in rows if (row["world"], row["wire"]) == (world, wire)),
+                key=lambda row: int(row["num_tokens"]),
+            )
+            tokens = [row["num_tokens"] for row in found]
+            name = wire if first else "_"
+            axes.plot(tokens, [row["us"] for row in found], color=color, marker="o", label=name)
+            axes.plot(tokens, [row["floor_us"] for row in found], color=color, linestyle="--", linewidth=1)
+            peer = [(row["num_tokens"], row["peer_us"]) for row in found if row["peer_us"] is not None]
+            axes.plot([at for at, _ in peer], [us for _, us in peer], "x", color=color)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        ticks = sorted({row["num_tokens"] for row in rows if row["world"] == world})
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.set_title(f"{world} virtual ranks", fontsize=11)
+        axes.set_xlabel("tokens a rank")
+        axes.spines[["top", "right"]].set_visible(False)
+        if first:
+            axes.set_ylabel("dispatch, µs (lower is better)")
+            axes.plot([], [], color="black", linestyle="--", linewidth=1, label="floor (copy)")
+            if any(row["peer_us"] is not None for row in rows):
+                axes.plot([], [], "x", color="black", label="FlashInfer,\nwithout quantizing")
+    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    shape = document["shape"]
+    figure.supxlabel(
+        f"{document['gpu']}, H {shape['hidden_size']}, K {shape['top_k']}, E {shape['num_experts']}, "
+        f"a copy moves {document['copy_TB_per_s']:.2f} TB/s, {document['date'][:10]}.\n"
+        "Ranks share one GPU's memory: this is not the speed of a link.",
+        fontsize=8,
+    )
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:

@@ -8,9 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
+from tokenyard.cli.bench_cuda import show
 from tokenyard.cli.output import JsonFlag, console, print_json, reported, save_json
 
 app = typer.Typer(help="Measure, beside the floor.", no_args_is_help=True)
+app.command()(show)
 
 OutFile = Annotated[
     Path | None, typer.Option("--out", help="Save the figures, with date, hardware, versions and commit.")
@@ -101,26 +103,143 @@ def experts(
 @app.command()
 @reported
 def dispatch(
-    ranks: Annotated[int, typer.Option(min=1, max=64, help="How many ranks, each a process.")] = 4,
-    tokens: Tokens = [512],  # noqa: B006
-    hidden_size: Annotated[int, typer.Option(min=1)] = 2048,
+    ranks: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            max=64,
+            help="How many ranks: processes, or virtual ones on a GPU.",
+            show_default="4; cuda: 4 and 8",
+        ),
+    ] = None,
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            help="Tokens of each rank; may be given several times.",
+            show_default="512; cuda: 16 to 4096",
+        ),
+    ] = None,
+    hidden_size: Annotated[int | None, typer.Option(min=1, show_default="2048; cuda: 7168")] = None,
     top_k: Annotated[int, typer.Option(min=1)] = 8,
-    num_experts: Annotated[int, typer.Option(min=1)] = 64,
+    num_experts: Annotated[int | None, typer.Option(min=1, show_default="64; cuda: 256")] = None,
     wire: Annotated[
-        list[str], typer.Option(help="The format on the way out; may be given several times.")
-    ] = ["bf16", "mxfp8"],  # noqa: B006
+        list[str] | None,
+        typer.Option(
+            help="The format on the way out; may be given several times.",
+            show_default="bf16 and mxfp8; cuda: five",
+        ),
+    ] = None,
     combine_wire: Annotated[str, typer.Option(help="The format on the way back.")] = "bf16",
     exchange: Annotated[
         list[str] | None, typer.Option(help="Only this exchange; may be given several times.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=2, help="Round trips of each.")] = 30,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Round trips of each; on a GPU repeats, of many replays each.",
+            show_default="30; cuda: 15",
+        ),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="cpu: processes. cuda: virtual ranks on one GPU, through one_sided's kernels.")
+    ] = "cpu",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="With --device cuda: fewer cells and repeats.")
+    ] = False,
     out: OutFile = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Draw the figures into this file (needs matplotlib).")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """How fast rows travel out and back, beside bare gloo and the floor."""
+    """How fast rows travel out and back, beside the floor and a peer: bare gloo, or FlashInfer on a GPU."""
+    if device != "cpu":
+        _check_cuda_options(device, exchange)
+        from tokenyard.bench.cuda_figures import Shape, grid
+        from tokenyard.bench.dispatch_cuda import QUICK_REPEATS, QUICK_REPLAYS, REPEATS, REPLAYS
+        from tokenyard.cli.bench_cuda import dispatch_on_gpu
+
+        dispatch_on_gpu(
+            grid(ranks or (), tokens or (), wire or (), quick=quick),
+            Shape(
+                hidden_size=hidden_size or Shape.hidden_size,
+                top_k=top_k,
+                num_experts=num_experts or Shape.num_experts,
+                combine_wire=combine_wire,
+            ),
+            repeats=rounds or (QUICK_REPEATS if quick else REPEATS),
+            replays=QUICK_REPLAYS if quick else REPLAYS,
+            out=out,
+            plot=plot,
+            as_json=as_json,
+        )
+        return
+    _check_cpu_options(ranks, quick)
+    _dispatch_between_processes(
+        (ranks or [4])[0],
+        tokens or [512],
+        hidden_size or 2048,
+        top_k,
+        num_experts or 64,
+        wire or ["bf16", "mxfp8"],
+        combine_wire,
+        exchange,
+        rounds or 30,
+        out,
+        plot,
+        as_json,
+    )
+
+
+def _check_cuda_options(device: str, exchange: list[str] | None) -> None:
+    from tokenyard.errors import InputError
+    from tokenyard.exchange import resolve
+
+    if device != "cuda":
+        raise InputError(
+            f"--device {device}", expected="cpu or cuda", fix="`tokenyard doctor` says what is here"
+        )
+    if other := [name for name in exchange or () if resolve(name).name != "one_sided"]:
+        raise InputError(
+            f"--exchange {other[0]} with --device cuda",
+            expected="one_sided, whose kernels are measured there",
+            fix="leave out --exchange, or measure on the CPU",
+        )
+
+
+def _check_cpu_options(ranks: list[int] | None, quick: bool) -> None:
+    from tokenyard.errors import InputError
+
+    if len(ranks or ()) > 1:
+        raise InputError(
+            f"--ranks is given {len(ranks or ())} times",
+            expected="one number of processes; virtual ranks on a GPU may be several",
+            fix="measure one after the other, or add --device cuda",
+        )
+    if quick:
+        raise InputError(
+            "--quick without --device cuda",
+            expected="--quick for the grid of the GPU",
+            fix="choose fewer --tokens, --wire and --rounds",
+        )
+
+
+def _dispatch_between_processes(
+    ranks: int,
+    tokens: list[int],
+    hidden_size: int,
+    top_k: int,
+    num_experts: int,
+    wire: list[str],
+    combine_wire: str,
+    exchange: list[str] | None,
+    rounds: int,
+    out: Path | None,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
     from tokenyard.bench.dispatch import measure_dispatch
     from tokenyard.bench.picture import check_picture, draw_dispatch
     from tokenyard.forkserver import start_forkserver

@@ -1,0 +1,266 @@
+"""The figures of `bench dispatch --device cuda`: what is measured, what it is held against, and how it is written down.
+
+Nothing here needs a GPU. A *cell* is one figure: an operation, for so many ranks and tokens, in one format. It is held
+against three things:
+
+- **the floor**: the bytes that the operation cannot avoid, read once and written once, over the bandwidth of a large
+  copy on the same GPU in the same run. Of a dispatch: the rows as they are, read; every encoded row with its ids and
+  its weights, written once for each (token, rank). Of a combine: every result, read; the sums, written. Batches of a
+  few tokens lie in the cache and take as long as their launches do: their floor says little;
+- **the target**: what this project set out to reach;
+- **the peer**: FlashInfer's one-sided exchange, which is handed rows that are encoded already. Our times include it.
+
+Targets and the peer's stored times hold for one shape on one kind of GPU, and are left out elsewhere.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import product
+from typing import Any, Literal
+
+from tokenyard.formats import get
+
+Operation = Literal["dispatch", "round trip", "combine"]
+Launch = Literal["one for all ranks", "a stream per rank"]
+ALL_RANKS: Launch = "one for all ranks"
+PER_RANK: Launch = "a stream per rank"
+
+BENCHMARK = "dispatch-cuda"
+TABLE_WIRES = ("bf16", "mxfp8", "nvfp4(global_scale=448.0)")
+EXTRA_WIRES = ("fp8_block128", "nvfp4")
+# (ranks, tokens of each) where neither is chosen; and what is combined with the other where one is.
+PAIRS = ((4, 16), (4, 128), (4, 1024), (4, 4096), (8, 1024), (8, 4096))
+QUICK_PAIRS = ((4, 16), (4, 1024))
+WORLDS = (4, 8)
+TOKENS = (16, 128, 1024, 4096)
+# Up to so many tokens a round trip is measured, too; from so many on, a combine alone.
+SMALL_BATCH = 64
+LARGE_BATCH = 1024
+# Streams of one captured graph that wait for each other: eight of them hung in some runs.
+MOST_STREAMS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What all cells of a run have in common. The default is the shape of the targets."""
+
+    hidden_size: int = 7168
+    top_k: int = 8
+    num_experts: int = 256
+    combine_wire: str = "bf16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One figure."""
+
+    operation: Operation
+    world: int
+    num_tokens: int  # of each rank
+    wire: str
+    launch: Launch = ALL_RANKS
+
+    def __str__(self) -> str:
+        streams = "" if self.launch == ALL_RANKS else f", {self.launch}"
+        return f"{self.operation}, W={self.world}, T={self.num_tokens}, {self.wire}{streams}"
+
+
+def cell_of(row: dict[str, Any]) -> Cell:
+    """The cell that a row of a document is about."""
+    return Cell(**{field.name: row[field.name] for field in fields(Cell)})
+
+
+_Key = tuple[Operation, int, int]
+
+# µs on one H200, by `TABLE_WIRES`.
+TARGETS: dict[_Key, tuple[float, float, float]] = {
+    ("dispatch", 4, 16): (9.5, 10, 10.5),
+    ("dispatch", 4, 128): (15, 13.5, 13.5),
+    ("dispatch", 4, 1024): (78, 52, 44),
+    ("dispatch", 4, 4096): (285, 180, 150),
+    ("dispatch", 8, 1024): (205, 130, 105),
+    ("dispatch", 8, 4096): (770, 475, 370),
+    ("round trip", 4, 16): (17, 17.5, 18),
+}
+# The same, as a multiple of the floor.
+TARGET_RATIOS: dict[_Key, float] = {("combine", 4, 4096): 1.08}
+
+# FlashInfer 0.7.2, one-sided, on one H200, a stream per rank in one graph: µs by `TABLE_WIRES`, without quantizing.
+STORED_PEER = "FlashInfer 0.7.2, stored, H200"
+PEER: dict[_Key, tuple[float, float, float]] = {
+    ("dispatch", 4, 16): (12.2, 12.1, 11.7),
+    ("dispatch", 4, 128): (17.8, 13.8, 12.6),
+    ("dispatch", 4, 1024): (84.0, 51.8, 38.6),
+    ("dispatch", 4, 4096): (299, 171, 124),
+    ("dispatch", 8, 128): (42.1, 31.4, 24.7),
+    ("dispatch", 8, 1024): (250, 196, 161),
+    ("dispatch", 8, 4096): (951, 743, 609),
+    ("round trip", 4, 16): (21.9, 22.0, 21.4),
+    ("round trip", 4, 32): (22.5, 22.1, 21.8),
+}
+# What quantizing in a pass of its own adds to it, where that was measured. bf16 rows are sent as they are.
+PEER_QUANTIZER: dict[_Key, tuple[float, float, float]] = {
+    ("dispatch", 4, 1024): (0, 21, 18),
+    ("dispatch", 4, 4096): (0, 84, 70),
+}
+
+
+def grid(
+    worlds: Sequence[int] = (),
+    tokens: Sequence[int] = (),
+    wires: Sequence[str] = (),
+    *,
+    quick: bool = False,
+) -> list[Cell]:
+    """The cells of a run: those of the targets, or those that were asked for.
+
+    >>> [str(cell) for cell in grid([2], [16], ["bf16"])]  # doctest: +NORMALIZE_WHITESPACE
+    ['dispatch, W=2, T=16, bf16', 'round trip, W=2, T=16, bf16',
+     'dispatch, W=2, T=16, bf16, a stream per rank', 'round trip, W=2, T=16, bf16, a stream per rank']
+    """
+    chosen = worlds or tokens
+    pairs = list(product(worlds or WORLDS, tokens or TOKENS)) if chosen else QUICK_PAIRS if quick else PAIRS
+    names = list(wires) or [*TABLE_WIRES, *(() if quick else EXTRA_WIRES)]
+    cells, apart = [], []
+    operations: tuple[Operation, ...] = ("dispatch", "round trip", "combine")
+    for operation, (world, count) in product(operations, pairs):
+        for wire in names:
+            if operation == "round trip" and count > SMALL_BATCH:
+                continue
+            if operation == "combine" and (count < LARGE_BATCH or wire != names[0]):
+                continue  # the way back does not depend on the format of the way out
+            cell = Cell(operation=operation, world=world, num_tokens=count, wire=wire)
+            cells.append(cell)
+            if count <= SMALL_BATCH and world <= MOST_STREAMS and wire not in EXTRA_WIRES:
+                apart.append(replace(cell, launch=PER_RANK))
+    return [*cells, *apart]
+
+
+# -- Floors ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that an operation of all ranks cannot avoid."""
+
+    read: int
+    written: int
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.read + other.read, self.written + other.written)
+
+
+def traffic(cell: Cell, shape: Shape, rows_sent: int) -> Traffic:
+    """The bytes of a cell in which so many rows travel, counted once for each (token, rank)."""
+    hidden = shape.hidden_size
+    batch = cell.world * cell.num_tokens * hidden * 2  # bf16 goes in, and comes out
+    ids_and_weights = shape.top_k * (4 + 4)
+    out = Traffic(batch, rows_sent * (get(cell.wire).bytes_per_row(hidden) + ids_and_weights))
+    back = Traffic(rows_sent * get(shape.combine_wire).bytes_per_row(hidden), batch)
+    return {"dispatch": out, "combine": back, "round trip": out + back}[cell.operation]
+
+
+# -- Rows of the table -------------------------------------------------------------------------------------
+
+
+def holds_here(shape: Shape, gpu: str) -> bool:
+    """Whether targets and the peer's stored times are for this shape on this GPU."""
+    return shape == Shape() and "H200" in gpu
+
+
+def result(
+    cell: Cell,
+    shape: Shape,
+    gpu: str,
+    *,
+    rows_sent: int | None,
+    copy_bytes_per_us: float,
+    times: Sequence[float] = (),
+    note: str = "",
+) -> dict[str, Any]:
+    """A cell's figures as plain values: `times` are µs, one of each repeat; none, where `note` says what went wrong."""
+    moved = traffic(cell, shape, rows_sent) if rows_sent is not None else None
+    floor = (moved.read + moved.written) / copy_bytes_per_us if moved is not None else None
+    known = holds_here(shape, gpu)
+    key = (cell.operation, cell.world, cell.num_tokens)
+    target = _by_wire(TARGETS, cell) if known and cell.launch == ALL_RANKS else None
+    if target is None and known and floor is not None and key in TARGET_RATIOS:
+        target = TARGET_RATIOS[key] * floor
+    median = statistics.median(times) if times else None
+    low, _, high = statistics.quantiles(times, n=4, method="inclusive") if times else (None, None, None)
+    return {
+        **asdict(cell),
+        "us": median,
+        "us_low": low,
+        "us_high": high,
+        "us_min": min(times, default=None),
+        "us_max": max(times, default=None),
+        "rows_sent": rows_sent,
+        "bytes_read": moved.read if moved is not None else None,
+        "bytes_written": moved.written if moved is not None else None,
+        "floor_us": floor,
+        "floor_ratio": median / floor if median is not None and floor is not None else None,
+        "target_us": target,
+        "met": median <= target if median is not None and target is not None else None,
+        **peer_fields(cell, _by_wire(PEER, cell) if known else None, STORED_PEER),
+        "note": note,
+    }
+
+
+def peer_fields(cell: Cell, us: float | None, source: str) -> dict[str, Any]:
+    """The peer's columns: its time for rows that are encoded already, and with its quantizer where that is known."""
+    adds = 0.0 if cell.wire == "bf16" else _by_wire(PEER_QUANTIZER, cell)
+    return {
+        "peer_us": us,
+        "peer_with_quantizer_us": us + adds if us is not None and adds is not None else None,
+        "peer_source": source if us is not None else None,
+    }
+
+
+def _by_wire(table: dict[_Key, tuple[float, float, float]], cell: Cell) -> float | None:
+    figures = table.get((cell.operation, cell.world, cell.num_tokens))
+    if figures is None or cell.wire not in TABLE_WIRES:
+        return None
+    return figures[TABLE_WIRES.index(cell.wire)]
+
+
+# -- Markdown ----------------------------------------------------------------------------------------------
+
+
+def render_markdown(document: dict[str, Any]) -> str:
+    """A document of `bench dispatch --device cuda` as a table for a page: ours and the floor, then the peer."""
+    rows = document["results"]
+    wires = list(dict.fromkeys(row["wire"] for row in rows))
+    lines: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        place = (row["operation"], row["world"], row["num_tokens"], row["launch"])
+        lines.setdefault(place, {})[row["wire"]] = row
+    text = [
+        "| µs (floor) | " + " | ".join(f"`{wire}`" for wire in wires) + " | peer, without quantizing |",
+        "| --- " * (len(wires) + 2) + "|",
+    ]
+    for (operation, world, tokens, launch), found in lines.items():
+        streams = "" if launch == ALL_RANKS else f", {launch}"
+        cells = [_with_floor(found.get(wire)) for wire in wires]
+        peers = [found[wire]["peer_us"] for wire in wires if wire in found]
+        peer = " / ".join(number(us) for us in peers if us is not None)
+        text.append(" | ".join([f"| {operation}, W={world}, T={tokens}{streams}", *cells, peer]) + " |")
+    return "\n".join(text)
+
+
+def _with_floor(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    return f"{number(row['us'])} ({number(row['floor_us'])})" if row["us"] is not None else "–"
+
+
+def number(us: float | None) -> str:
+    """µs with as many digits as mean something; nothing for nothing.
+
+    >>> number(9.46), number(284.7), number(None)
+    ('9.5', '285', '')
+    """
+    return "" if us is None else f"{us:.1f}" if us < 100 else f"{us:.0f}"

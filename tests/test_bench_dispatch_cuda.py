@@ -1,0 +1,363 @@
+"""`bench dispatch --device cuda`, all but the clock: cells, bytes, floors, targets, checks, the picture, the tables."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cli.runner import call
+from tokenyard.bench import dispatch_cuda as bench
+from tokenyard.bench.cuda_figures import (
+    ALL_RANKS,
+    EXTRA_WIRES,
+    PER_RANK,
+    TABLE_WIRES,
+    TARGETS,
+    Cell,
+    Shape,
+    grid,
+    render_markdown,
+    result,
+    traffic,
+)
+from tokenyard.bench.picture import draw_dispatch_cuda
+from tokenyard.errors import InputError, UnknownName
+from tokenyard.placement import Placement
+
+ROOT = Path(__file__).resolve().parent.parent
+H200 = "NVIDIA H200"
+COPY = 4.24e6  # bytes per µs
+
+
+def cell(operation="dispatch", world=4, num_tokens=4096, wire="bf16", launch=ALL_RANKS):
+    return Cell(operation=operation, world=world, num_tokens=num_tokens, wire=wire, launch=launch)
+
+
+def rows_sent(world, tokens):
+    """Of uniformly random routes, for the shape of the targets."""
+    draw = torch.Generator().manual_seed(3)
+    ids_TK = torch.rand(world * tokens, 256, generator=draw).topk(8).indices
+    rank_TK, _ = Placement.contiguous(256, world).resolve(ids_TK, 0)
+    return sum(int((rank_TK == rank).any(dim=1).sum()) for rank in range(world))
+
+
+# -- Cells -------------------------------------------------------------------------------------------------
+
+
+def test_the_grid_holds_every_target_and_the_extra_formats():
+    cells = grid()
+    for operation, world, tokens in TARGETS:
+        for wire in (*TABLE_WIRES, *EXTRA_WIRES):
+            assert cell(operation, world, tokens, wire) in cells
+    assert [(c.world, c.num_tokens) for c in cells if c.operation == "combine"] == [
+        (4, 1024),
+        (4, 4096),
+        (8, 1024),
+        (8, 4096),
+    ]
+    apart = [c for c in cells if c.launch == PER_RANK]
+    assert {(c.world, c.num_tokens) for c in apart} == {(4, 16)}
+    assert len(apart) == 2 * len(TABLE_WIRES)
+    assert len(set(cells)) == len(cells) == 6 * 5 + 5 + 4 + 6
+
+
+def test_the_grid_follows_the_options():
+    assert {(c.world, c.num_tokens, c.wire) for c in grid([2, 3], [70], ["mxfp8"])} == {
+        (2, 70, "mxfp8"),
+        (3, 70, "mxfp8"),
+    }
+    assert {c.world for c in grid(tokens=[128])} == {4, 8}
+    assert {c.num_tokens for c in grid([5])} == {16, 128, 1024, 4096}
+    assert len(grid(quick=True)) < len(grid()) / 2
+    assert not [c for c in grid([8], [16]) if c.launch == PER_RANK]
+
+
+# -- Bytes and floors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("world", "tokens", "megabytes"),
+    [
+        (4, 1024, (213, 110, 60)),
+        (4, 4096, (852, 441, 242)),
+        (8, 1024, (625, 323, 178)),
+        (8, 4096, (2498, 1293, 710)),
+    ],
+)
+def test_bytes_are_those_that_were_counted_on_the_reference_gpu(world, tokens, megabytes):
+    rows = rows_sent(world, tokens)
+    for wire, expected in zip(TABLE_WIRES, megabytes, strict=True):
+        written = traffic(cell(world=world, num_tokens=tokens, wire=wire), Shape(), rows).written
+        assert written / 1e6 == pytest.approx(expected, rel=0.01, abs=1)
+
+
+@pytest.mark.parametrize(("world", "floors"), [(4, (256, 159, 112)), (8, (700, 416, 278))])
+def test_floors_are_bytes_over_the_bandwidth_of_a_copy(world, floors):
+    rows = rows_sent(world, 4096)
+    for wire, expected in zip(TABLE_WIRES, floors, strict=True):
+        row = result(
+            cell(world=world, wire=wire),
+            Shape(),
+            H200,
+            rows_sent=rows,
+            copy_bytes_per_us=COPY,
+            times=[500.0] * 3,
+        )
+        assert row["floor_us"] == pytest.approx(expected, rel=0.012)
+        assert row["floor_ratio"] == pytest.approx(500 / row["floor_us"])
+
+
+def test_a_round_trip_moves_what_its_halves_move():
+    shape = Shape(hidden_size=256, combine_wire="mxfp8")
+    out, back, both = (
+        traffic(cell(operation, 2, 8, "bf16"), shape, 10)
+        for operation in ("dispatch", "combine", "round trip")
+    )
+    assert (out.read, out.written) == (2 * 8 * 512, 10 * (512 + 64))
+    assert (back.read, back.written) == (10 * (256 + 8), 2 * 8 * 512)
+    assert both == out + back
+
+
+# -- Rows --------------------------------------------------------------------------------------------------
+
+
+def figures(which, *times, shape=None, gpu=H200):
+    return result(which, shape or Shape(), gpu, rows_sent=59_000, copy_bytes_per_us=COPY, times=times)
+
+
+def test_a_row_has_median_spread_target_and_peer():
+    row = figures(cell(wire="mxfp8"), 182.0, 176.0, 178.0, 179.0, 190.0)
+    assert (row["us"], row["us_low"], row["us_high"]) == (179, 178, 182)
+    assert (row["us_min"], row["us_max"]) == (176, 190)
+    assert (row["target_us"], row["met"]) == (180, True)
+    assert (row["peer_us"], row["peer_with_quantizer_us"]) == (171, 255)
+    assert "stored" in row["peer_source"]
+    assert figures(cell(wire="mxfp8"), 181.0, 182.0)["met"] is False
+
+
+def test_what_is_not_known_is_empty():
+    unknown = figures(cell(world=8, wire="mxfp8"), 400.0, 401.0)
+    assert (unknown["peer_us"], unknown["peer_with_quantizer_us"]) == (743, None)
+    assert figures(cell(world=8), 700.0, 701.0)["peer_with_quantizer_us"] == 951  # nobody quantizes bf16
+    for row in (
+        figures(cell(), 1.0, 2.0, gpu="NVIDIA A100"),
+        figures(cell(), 1.0, 2.0, shape=Shape(hidden_size=4096)),
+        figures(cell(wire="fp8_block128"), 1.0, 2.0),
+    ):
+        assert [row[name] for name in ("target_us", "met", "peer_us", "peer_source")] == [None] * 4
+    apart = figures(cell(num_tokens=16, launch=PER_RANK), 1.0, 2.0)
+    assert (apart["target_us"], apart["peer_us"]) == (None, 12.2)
+
+
+def test_the_target_of_a_combine_is_a_multiple_of_its_floor():
+    row = figures(cell("combine"), 1.0, 1.0)
+    assert row["target_us"] == pytest.approx(1.08 * row["floor_us"])
+    assert figures(cell("combine"), *[row["floor_us"] * 1.09] * 2)["met"] is False
+    assert figures(cell("combine", num_tokens=1024), 1.0, 1.0)["target_us"] is None
+
+
+# -- A document, its tables and its picture ----------------------------------------------------------------
+
+
+@pytest.fixture
+def document():
+    rows = [figures(which, *(float(which.num_tokens + i) for i in range(3))) for which in grid()]
+    rows[1] |= {
+        "us": None,
+        "us_low": None,
+        "us_high": None,
+        "floor_us": None,
+        "floor_ratio": None,
+        "met": None,
+    }
+    rows[1]["note"] = "ContractError: other bits"
+    return {
+        "benchmark": "dispatch-cuda",
+        "date": "2026-11-15T06:56:46+00:00",
+        "gpu": H200,
+        "shape": {"hidden_size": 7168, "top_k": 8, "num_experts": 256, "combine_wire": "bf16"},
+        "copy_TB_per_s": 4.24,
+        "peer": None,
+        "results": rows,
+    }
+
+
+def test_markdown_has_a_line_for_each_batch(document):
+    lines = render_markdown(document).splitlines()
+    assert len({line.count("|") for line in lines}) == 1
+    assert lines[0].startswith("| µs (floor) | `bf16` | `mxfp8` |")
+    assert len(lines) == 2 + 6 + 1 + 4 + 2
+    (large,) = (line for line in lines if line.startswith("| dispatch, W=8, T=4096 |"))
+    assert "| 4097 (" in large
+    assert large.endswith("| 951 / 743 / 609 |")
+    assert any(line.startswith("| round trip, W=4, T=16, a stream per rank |") for line in lines)
+
+
+def test_saved_figures_are_shown(document, tmp_path):
+    file, picture = tmp_path / "dispatch.json", tmp_path / "dispatch.png"
+    file.write_text(json.dumps(document))
+    shown = call("bench", "show", file, "--plot", picture)
+    assert shown.exit_code == 0, shown.output
+    for words in ("ours / floor", "peer + quantizer", "4.24 TB/s", "not the speed of a link", "other bits"):
+        assert words in shown.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size > 10_000
+    assert call("bench", "show", file, "--markdown").stdout.strip() == render_markdown(document)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"benchmark": "encode", "results": []}', '{"benchmark": "dispatch-cuda"}']
+)
+def test_other_files_are_refused(text, tmp_path):
+    file = tmp_path / "other.json"
+    file.write_text(text)
+    refused = call("bench", "show", file)
+    assert refused.exit_code == 2
+    assert "fix:" in refused.stderr
+
+
+def test_a_picture_of_one_cell(document, tmp_path):
+    document["results"] = document["results"][:1]
+    draw_dispatch_cuda(document, tmp_path / "one.svg")
+    assert "<svg" in (tmp_path / "one.svg").read_text()
+
+
+# -- Measuring, with a clock of our own --------------------------------------------------------------------
+
+
+INTERPRETED = """
+import json, numpy, torch
+from tests.exchange import interpreter
+interpreter.install()
+numpy.seterr(all="ignore")
+from tokenyard.bench.cuda_figures import Shape, grid, ALL_RANKS
+from tokenyard.bench import dispatch_cuda as bench
+from tokenyard.exchange.one_sided.launches import Launcher
+
+runs = []
+def timer(work):
+    work()
+    runs.append(1)
+    return [40.0, 44.0, 42.0]
+
+def measure(cells):
+    shape = Shape(hidden_size=32, top_k=2, num_experts=5)
+    cpu = torch.device("cpu")
+    return list(bench.measure_cells(cells, shape, device=cpu, gpu="CPU", timer=timer, copy_bytes_per_us=1e3))
+
+from tokenyard.bench import cuda_figures
+cuda_figures.LARGE_BATCH = 3
+cells = [c for c in grid([2], [3], ["bf16", "mxfp8"]) if c.launch == ALL_RANKS]
+right = measure(cells)
+pull = Launcher._pull
+def wrong(self, crossing, home, slots_TW, out_TH, *rest, **more):
+    pull(self, crossing, home, slots_TW, out_TH, *rest, **more)
+    out_TH[0, 0] += 1
+Launcher._pull = wrong
+print(json.dumps([right, measure(cells), len(runs)]))
+"""
+
+
+def test_cells_are_checked_against_the_twins_before_they_are_timed():
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    right, wrong, runs = json.loads(done.stdout)
+    assert [row["operation"] for row in right] == [*["dispatch"] * 2, *["round trip"] * 2, "combine"]
+    for row in right:
+        assert (row["us"], row["note"]) == (42 / bench.ROTATION, "")
+        assert 6 <= row["rows_sent"] <= 12
+        assert row["floor_us"] == (row["bytes_read"] + row["bytes_written"]) / 1e3
+    # A kernel with wrong sums: dispatches are timed, nothing that combines is.
+    assert [row["us"] is None for row in wrong] == [False, False, True, True, True]
+    assert "combine gave other bits than its twin" in wrong[-1]["note"]
+    assert len(bench.missed(wrong)) == 3
+    assert runs == 5 + 2
+
+
+def test_a_copy_is_counted_both_ways(monkeypatch):
+    monkeypatch.setattr(bench, "COPY_BYTES", 4096)
+    assert bench.measure_copy(torch.device("cpu"), lambda work: [2.0, 4.0, 8.0]) == 2 * 4096 / 4
+
+
+def test_without_flashinfer_stored_times_stay():
+    pytest.importorskip("triton")
+    if bench.importlib.util.find_spec("flashinfer") is not None:
+        pytest.skip("FlashInfer is installed here")
+    row = figures(cell(), 1.0, 2.0)
+    before = dict(row)
+    assert bench.measure_peers([row], Shape(), device=torch.device("cpu"), timer=lambda work: []) is None
+    assert row == before
+
+
+def test_a_peer_is_measured_where_it_is_installed_and_one_that_breaks_is_named(monkeypatch):
+    pytest.importorskip("triton")
+    from tokenyard.bench import flashinfer_peer
+
+    def measure(cell, shape, *, device, timer):
+        if cell.operation == "round trip":
+            raise AttributeError("no moe_a2a_combine")
+        return [250.0, 260.0, 270.0]
+
+    monkeypatch.setattr(flashinfer_peer, "installed_version", lambda: "9.9")
+    monkeypatch.setattr(flashinfer_peer, "measure", measure)
+    rows = [figures(cell(wire="mxfp8"), 1.0, 2.0), figures(cell(world=8), 1.0, 2.0)]
+    said = bench.measure_peers(rows, Shape(), device=torch.device("cpu"), timer=lambda work: [])
+    assert said == "FlashInfer 9.9 measured in 1 of 2 cells"
+    assert (rows[0]["peer_us"], rows[0]["peer_with_quantizer_us"]) == (260, 344)
+    assert rows[0]["peer_source"] == "FlashInfer 9.9, measured"
+    assert "stored" in rows[1]["peer_source"]  # eight streams can hang
+    broken = [figures(cell("round trip", num_tokens=16), 1.0, 2.0)]
+    said = bench.measure_peers(broken, Shape(), device=torch.device("cpu"), timer=lambda work: [])
+    assert said == "FlashInfer 9.9 could not be measured: AttributeError: no moe_a2a_combine"
+
+
+# -- Errors ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_error_says_so():
+    with pytest.raises(InputError, match=r"sees no GPU.*leave out --device"):
+        bench.check_gpu("cuda")
+    refused = call("bench", "dispatch", "--device", "cuda")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "sees no GPU" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--device", "tpu"], "--device tpu"),
+        (["--device", "cuda", "--exchange", "two_sided"], "one_sided, whose kernels"),
+        (["--device", "cuda", "--top-k", 300], "top_k is 300"),
+        (["--device", "cuda", "--wire", "bf61"], "bf61"),
+        (["--device", "cuda", "--plot", "picture.bmp3"], ".png"),
+        (["--quick"], "--quick without --device cuda"),
+        (["--ranks", 2, "--ranks", 3], "--ranks is given 2 times"),
+    ],
+)
+def test_options_are_checked_before_the_gpu_is_asked(options, words):
+    refused = call("bench", "dispatch", *options)
+    assert refused.exit_code == 2
+    assert words in refused.stderr
+
+
+def test_cells_are_checked_before_any_is_measured():
+    with pytest.raises(UnknownName):
+        bench.check_cells(grid(wires=["bf61"]), Shape(), 7)
+    with pytest.raises(InputError, match="at least 2"):
+        bench.check_cells(grid(), Shape(), 1)
