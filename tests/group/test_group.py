@@ -301,3 +301,12 @@ def closed(group):
 @both_kinds
 def test_a_closed_group_says_so(ranks):
     assert ty.launch(2, closed, ranks=ranks) == [True, True]
+
+
+def test_patience_lasts_for_a_while_only():
+    (group,) = ty.thread_groups(1, deadline=2.0)
+    with group.patience(30.0):
+        assert group.deadline == 30.0
+        with group.patience(1.0):
+            assert group.deadline == 30.0
+    assert group.deadline == 2.0

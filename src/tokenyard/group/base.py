@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -120,6 +121,16 @@ class Group(ABC):
         """The number of the next plan of this group. Plans are made in one order on all ranks: it is checked."""
         self._plans += 1
         return self._plans
+
+    @contextmanager
+    def patience(self, seconds: float) -> Iterator[None]:
+        """Waits inside may take at least so long: for what is slow once, and by nobody's fault."""
+        deadline = self.deadline
+        self.deadline = max(deadline, seconds)
+        try:
+            yield
+        finally:
+            self.deadline = deadline
 
     def wait_for_device(self) -> None:
         """Return when what this rank has launched on its device is done. On the CPU it always is."""

@@ -48,6 +48,8 @@ from tokenyard.rows import (
 )
 from tokenyard.workspace import WorkspaceLayout
 
+# Seconds in which one rank may compile while the others wait, whatever the deadline of other waits.
+COMPILING = 900.0
 # Tensors that a combine adds in the pass that sums over ranks.
 MOST_TERMS = 2
 
@@ -164,13 +166,14 @@ class CudaOneSidedExchange(OneSidedExchange):
                 fix="make several plans",
                 layer=over[0],
             )
-        for turn in range(2):  # one rank compiles, the others find what it has compiled
-            if turn == min(self.group.rank, 1):
-                with self.launcher.on_device():
-                    for cargo in cargos:
-                        self.launcher.rehearse(cargo)
-                self.group.wait_for_device()
-            self.group.barrier(phase="loading kernels")
+        with self.group.patience(COMPILING):
+            for turn in range(2):  # one rank compiles, the others find what it has compiled
+                if turn == min(self.group.rank, 1):
+                    with self.launcher.on_device():
+                        for cargo in cargos:
+                            self.launcher.rehearse(cargo)
+                    self.group.wait_for_device()
+                self.group.barrier(phase="loading kernels")
 
     def _check_graphs(self) -> None:
         """Raise, on all ranks, where a captured graph would go on using a workspace that is given up."""
