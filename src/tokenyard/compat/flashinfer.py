@@ -18,6 +18,8 @@ in flight is therefore *redirected* to the cargo of its results. Nothing that st
 way back, so the workspace may grow even there, between the two.
 
 What `dispatch` returns, and the tensor for results, are views of the workspace: they mean something until `combine`.
+
+On GPUs (`tokenyard.compat.device_carrier`) a call whose manifest is on the list waits for nobody.
 """
 
 from __future__ import annotations
@@ -26,11 +28,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from tokenyard.compat.carriers import AtTheDoor, carrier_for
 from tokenyard.compat.manifest import (
     Manifest,
     PayloadSet,
@@ -40,7 +43,6 @@ from tokenyard.compat.manifest import (
     check_place,
     check_results,
     check_whole,
-    clear_unused,
 )
 from tokenyard.errors import Drifted, HandleError, InputError, PeerFailed, PlanError, TokenyardError
 from tokenyard.exchange import Cargo, Dispatched, OneSidedExchange
@@ -56,30 +58,6 @@ Result = TypeVar("Result")
 
 # The wire of a cargo that only serves the way back.
 _NOTHING = PayloadSet(entries=(Payload(name="nothing", dtype=torch.uint8, width=1),))
-
-
-class _AtTheDoor(TokenyardError):
-    """Announced by a rank that needs an agreement. Nobody outside this module sees it."""
-
-    def __init__(self) -> None:
-        super().__init__("at the door", expected="an agreement", fix="agree")
-
-
-class _RedirectingExchange(OneSidedExchange):
-    """The one-sided exchange, with results of another cargo than what was dispatched."""
-
-    def redirect(self, dispatched: Dispatched, cargo: Cargo, *, again: bool = False) -> Dispatched:
-        """The one dispatch in flight, with results of this cargo; `again` after a combine that was refused."""
-        round = self._round + 1 if again else dispatched.round
-        redirected = replace(dispatched, cargo=cargo, round=round)
-        self._in_flight.clear()
-        self._in_flight.append(redirected)
-        return redirected
-
-    def refuse(self, dispatched: Dispatched, error: Exception) -> NoReturn:
-        """Take part in a combine only to say that this rank has an error."""
-        self._take(dispatched)
-        self._fail(dispatched.cargo, error, partial(self._fail_back, dispatched, error))
 
 
 class MoeAlltoAll:
@@ -136,7 +114,9 @@ class MoeAlltoAll:
         if reason := OneSidedExchange.reaches(group, group.gather_json(group.host())):
             raise PlanError(str(reason), expected="ranks that share memory", fix=reason.why, rank=group.rank)
         self._placement = Placement.contiguous(num_experts, group.size)
-        self._exchange = _RedirectingExchange(group, plan_id=number)
+        self._exchange = carrier_for(group)(group, plan_id=number)
+        # The routing weights travel as a payload of the caller's, if at all.
+        self._ones_TK = torch.ones(max_num_tokens, top_k, device=group.device)
         self._cargos[None] = self._cargo("door", _NOTHING, 0, 1, torch.bfloat16, max_tokens=0)
         self._exchange.serve(list(self._cargos.values()))
         if hidden_size is not None:
@@ -145,7 +125,7 @@ class MoeAlltoAll:
     @property
     def workspace_size_per_rank(self) -> int:
         """Bytes of the workspace that this rank holds now."""
-        return self._exchange.workspace.nbytes
+        return self._exchange.own_buffer.numel()
 
     # -- The way out ---------------------------------------------------------------------------------------
 
@@ -170,34 +150,36 @@ class MoeAlltoAll:
             most = check_whole(
                 "runtime_max_tokens_per_rank", runtime_max_tokens_per_rank, least=0, most=self.max_num_tokens
             )
-            check_batch(token_selected_experts, input_payloads, self.top_k, self.num_experts, most)
+            experts = self.num_experts if self._exchange.reads_values else None
+            check_batch(token_selected_experts, input_payloads, self.top_k, experts, most, self.group.device)
             check_marks(input_payloads, invalid_token_expert_id, expert_id_payload_index)
             return Manifest.of_payloads(input_payloads, most)
 
         manifest, error = self._attempt(check)
-        if error is not None or manifest not in self._cargos:
-            with suppress(_AtTheDoor, Drifted), self._exchange.shared_fate(self._cargos[None]):
-                raise _AtTheDoor
-            self._agree("dispatch", str(manifest), error)
-            self._learn(manifest)
+        if error is not None or self._listed(manifest) not in self._cargos:
+            self._exchange.check_may_agree(f"what this dispatch brings ({manifest})", error)
+            with suppress(AtTheDoor, Drifted), self._exchange.shared_fate(self._cargos[None]):
+                raise AtTheDoor(self._cause("dispatch", manifest, error))
+            self._agree_at_the_door("dispatch", manifest, error)
         assert manifest is not None
-        cargo = self._cargos[manifest]
+        cargo = self._cargos[self._listed(manifest)]
         names = [payload.name for payload in cargo.wire.payloads(1)]
         matrices = dict(zip(names, map(as_matrix, input_payloads), strict=True))
         rows = EncodedRows(format=cargo.wire, hidden_size=1, payloads=matrices)
         routes = Routes(
-            topk_ids_TK=token_selected_experts,
-            topk_weights_TK=torch.ones(token_selected_experts.shape, dtype=torch.float32),
+            topk_ids_TK=token_selected_experts, topk_weights_TK=self._ones_TK[: len(token_selected_experts)]
         )
-        flight = self._explained(manifest, lambda: self._exchange.dispatch(cargo, rows, routes))
+        send = partial(self._exchange.move, cargo, rows, routes, manifest.max_tokens)
+        flight = self._explained(manifest, send)
         self._flight, self._dispatched = flight, manifest
-        received = []
-        for number, (name, (_, shape)) in enumerate(zip(names, manifest.rows, strict=True)):
-            slots_SX = flight.received.rows.payloads[name]
-            mark = invalid_token_expert_id if number == expert_id_payload_index else None
-            clear_unused(slots_SX, flight.received.counts_W, manifest.max_tokens, mark)
-            received.append(slots_SX.view(self.ep_size, manifest.max_tokens, *shape))
-        return received
+        slots = [flight.received.rows.payloads[name] for name in names]
+        self._exchange.mark_unused(
+            flight, slots, manifest.max_tokens, expert_id_payload_index, invalid_token_expert_id
+        )
+        return [
+            slots_SX.view(self.ep_size, manifest.max_tokens, *shape)
+            for slots_SX, (_, shape) in zip(slots, manifest.rows, strict=True)
+        ]
 
     # -- The way back --------------------------------------------------------------------------------------
 
@@ -255,9 +237,7 @@ class MoeAlltoAll:
         wanted, flight = self._redirected(manifest)
         self._flight = None
         if not payload_in_workspace:
-            results = self._results(wanted)
-            for source, count in enumerate(flight.received.counts_W):
-                results[source, :count] = payload[source, :count].detach()
+            self._exchange.place(flight, self._results(wanted), payload)
         buffer = self._exchange.combine_buffer(flight)
         assert buffer is not None  # results travel back as they are
         back = partial(self._exchange.combine, flight, buffer.placed(), out=output)
@@ -268,31 +248,32 @@ class MoeAlltoAll:
         flight, self._flight = self._flight, None
         assert flight is not None
         wanted, error = self._attempt(manifest)
-        again = error is not None or wanted not in self._cargos
+        again = error is not None or self._listed(wanted) not in self._cargos
         if again:
-            with suppress(_AtTheDoor, Drifted):
-                self._exchange.refuse(self._exchange.redirect(flight, self._cargos[None]), _AtTheDoor())
-            self._agree("combine", str(wanted), error)
-            self._learn(wanted)
+            self._exchange.check_may_agree(f"what this combine brings ({wanted})", error)
+            at_the_door = AtTheDoor(self._cause("combine", wanted, error))
+            with suppress(AtTheDoor, Drifted):
+                self._exchange.refuse(self._exchange.redirect(flight, self._cargos[None]), at_the_door)
+            self._agree_at_the_door("combine", wanted, error)
         assert wanted is not None
-        self._flight = self._exchange.redirect(flight, self._cargos[wanted], again=again)
+        self._flight = self._exchange.redirect(flight, self._cargos[self._listed(wanted)], again=again)
         return wanted, self._flight
 
     def _results(self, manifest: Manifest) -> Tensor:
         """Where results of a manifest belong in this rank's workspace: one place, as one dispatch is in flight."""
-        cargo = self._cargos[manifest]
-        (rows_SH,) = self._exchange.workspace.combine(self.ep_rank, cargo, round=0).values()
+        cargo = self._cargos[self._listed(manifest)]
+        rows_SH = self._exchange.results(cargo, manifest.max_tokens)
         return rows_SH.view(self.ep_size, manifest.max_tokens, cargo.hidden_size)
 
     def _is_results(self, manifest: Manifest, payload: Tensor) -> bool:
         """Whether a tensor is that place, through whatever views it went in between."""
-        if manifest not in self._cargos or not self._in_workspace(payload):
+        if self._listed(manifest) not in self._cargos or not self._in_workspace(payload):
             return False
         return payload.data_ptr() == self._results(manifest).data_ptr() and payload.is_contiguous()
 
     def _in_workspace(self, tensor: Tensor) -> bool:
-        mine = self._exchange.workspace.buffers[self.ep_rank]
-        return tensor.untyped_storage().data_ptr() == mine.untyped_storage().data_ptr()
+        mine = self._exchange.own_buffer.untyped_storage()
+        return tensor.untyped_storage().data_ptr() == mine.data_ptr()
 
     def _same_tokens(self, max_tokens: int) -> int:
         assert self._dispatched is not None
@@ -305,6 +286,28 @@ class MoeAlltoAll:
         return self._dispatched.max_tokens
 
     # -- Agreeing ------------------------------------------------------------------------------------------
+
+    def _listed(self, manifest: Manifest | None) -> Manifest | None:
+        """The manifest on the list that serves this one."""
+        if manifest is None or self._exchange.needs_exact_tokens:
+            return manifest
+        return replace(manifest, max_tokens=self.max_num_tokens)
+
+    def _cause(self, phase: str, manifest: Manifest | None, error: Exception | None) -> Exception:
+        """What brings this rank to the door, as others hear it that are not there."""
+        return error or Drifted(
+            f"this rank brings {manifest} to {phase}, which is new, and others bring what is not",
+            expected="the same dtypes and shapes on every rank",
+            fix="pass payloads of the same kind on every rank",
+            rank=self.group.rank,
+        )
+
+    def _agree_at_the_door(self, phase: str, manifest: Manifest | None, error: Exception | None) -> None:
+        """This rank was at the door: agree with the others, and put what all bring on the list."""
+        if not self._exchange.is_agreed_on(phase):
+            raise self._cause(phase, manifest, error)
+        self._agree(phase, str(manifest), error)
+        self._learn(manifest)
 
     def _agree(self, phase: str, mine: str, error: Exception | None) -> None:
         """Raise on every rank if one has an error, or if they bring different things."""
@@ -324,7 +327,8 @@ class MoeAlltoAll:
         try:
             return call()
         except Drifted:
-            self._agree(manifest.phase, str(manifest), None)
+            if self._exchange.reads_values:  # else the ranks are not in one call any more
+                self._agree(manifest.phase, str(manifest), None)
             raise
 
     def _learn(self, manifest: Manifest | None) -> None:
@@ -332,8 +336,8 @@ class MoeAlltoAll:
         assert manifest is not None  # there was no error
         known = dict(self._cargos)
         # As many tokens as there may ever be come along: another number of them needs no other workspace.
-        for each in (manifest, replace(manifest, max_tokens=self.max_num_tokens)):
-            if each not in known:
+        for each in (self._listed(manifest), replace(manifest, max_tokens=self.max_num_tokens)):
+            if each is not None and each not in known:
                 known[each] = self._cargo_of(each, len(known))
         self._exchange.serve(list(known.values()))
         self._cargos = known

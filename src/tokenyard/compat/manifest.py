@@ -63,7 +63,12 @@ class PayloadSet(Format):
         return self.entries
 
     def encode(self, x_TH: Tensor) -> EncodedRows:
-        raise NotImplementedError("a payload set has no numbers to encode")
+        """As many rows of zeros: kernels are rehearsed with them. A payload set has no numbers to encode."""
+        payloads = {
+            entry.name: torch.zeros(x_TH.shape[0], entry.width, dtype=entry.dtype, device=x_TH.device)
+            for entry in self.entries
+        }
+        return EncodedRows(format=self, hidden_size=x_TH.shape[1], payloads=payloads)
 
     def decode(self, rows: EncodedRows, dtype: torch.dtype = torch.float32) -> Tensor:
         raise NotImplementedError("a payload set has no numbers to decode")
@@ -119,9 +124,14 @@ def check_place(mapping: object, of_group: int, **given: int | None) -> None:
 
 
 def check_batch(
-    ids_TK: object, payloads: Sequence[Tensor], top_k: int, num_experts: int, max_tokens: int
+    ids_TK: object,
+    payloads: Sequence[Tensor],
+    top_k: int,
+    num_experts: int | None,
+    max_tokens: int,
+    device: torch.device,
 ) -> None:
-    """Raise unless ids and payloads are those of at most `max_tokens` tokens."""
+    """Raise unless ids and payloads are those of at most `max_tokens` tokens; `num_experts` None: any ids."""
     if (
         not isinstance(ids_TK, Tensor)
         or ids_TK.dtype not in (torch.int32, torch.int64)
@@ -133,14 +143,19 @@ def check_batch(
             expected=f"int32 or int64 [T, {top_k}]: top_k ids for each token",
             fix="pass the router's ids, -1 where a choice is nobody's",
         )
+    if ids_TK.device.type != device.type or device.index not in (None, ids_TK.device.index):
+        raise InputError(
+            f"token_selected_experts is on {ids_TK.device}",
+            expected=f"{device}, where the group moves bytes",
+            fix="move it there first, and the payloads as well",
+        )
     if ids_TK.shape[0] > max_tokens:
         raise InputError(
             f"{ids_TK.shape[0]} tokens on this rank",
             expected=f"at most runtime_max_tokens_per_rank={max_tokens}",
             fix="pass the largest number of tokens that any rank of the group has",
         )
-    outside_TK = (ids_TK < -1) | (ids_TK >= num_experts)
-    if bool(outside_TK.any()):
+    if num_experts is not None and bool((outside_TK := (ids_TK < -1) | (ids_TK >= num_experts)).any()):
         token, choice = outside_TK.nonzero()[0].tolist()
         raise InputError(
             f"token_selected_experts holds id {int(ids_TK[token, choice])} (token {token}, choice {choice})",
