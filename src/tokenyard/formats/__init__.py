@@ -4,6 +4,8 @@
 
 What `str(format)` writes, `get` reads back. Adding a format means adding its class here: the planner, the
 errors and the support table ask this registry.
+
+Weights have formats of their own, in a registry of their own: `weight_format("mxfp4")`, see `weights.py`.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ import torch
 from tokenyard.errors import InputError, unknown_name
 from tokenyard.formats.base import ROW_DTYPES, EncodedRows, Format, Payload, dtype_name
 from tokenyard.formats.fp8_block import Fp8Block128
+from tokenyard.formats.matrix import QuantizedMatrix, WeightFormat
 from tokenyard.formats.mxfp8 import Mxfp8
 from tokenyard.formats.nvfp4 import Nvfp4
 from tokenyard.formats.plain import Bf16, Fp16, Fp32, PlainFormat
+from tokenyard.formats.weights import WEIGHT_FORMATS, PlainWeights, weight_format
 
 FORMATS: dict[str, type[Format]] = {kind.name: kind for kind in (Bf16, Fp16, Fp32, Fp8Block128, Mxfp8, Nvfp4)}
 
@@ -92,6 +96,7 @@ def _parameters(spec: str) -> dict[str, Any]:
 
 __all__ = [
     "FORMATS",
+    "WEIGHT_FORMATS",
     "Bf16",
     "EncodedRows",
     "Format",
@@ -102,6 +107,10 @@ __all__ = [
     "Nvfp4",
     "Payload",
     "PlainFormat",
+    "PlainWeights",
+    "QuantizedMatrix",
+    "WeightFormat",
     "for_dtype",
     "get",
+    "weight_format",
 ]

@@ -65,12 +65,8 @@ class Fp8Block128(Format):
         torch.div(amax, bits.constant(bits.E4M3_MAX, x_TH.device), out=scales)
         if self.power_of_two_scales:
             scales.copy_(bits.power_of_two_at_least(scales))
-        for rows, values_RP, _, _ in blocks.float32_chunks(x_TH, padded_size):
-            blocks.in_blocks(values_RP, self.block).div_(scales[rows].unsqueeze(-1))
-            data_TP[rows] = values_RP.clamp_(-bits.E4M3_MAX, bits.E4M3_MAX)
-        is_nan = scales.isnan()
-        scales.masked_fill_(is_nan, torch.nan)  # one spelling: the NaN of a division differs between devices
-        blocks.mark_nan_blocks(data_TP, is_nan, self.block)
+        scales.masked_fill_(scales.isnan(), torch.nan)  # one spelling: a division's differs between devices
+        divide_into_e4m3(x_TH, scales, data_TP)
         return EncodedRows(format=self, hidden_size=hidden_size, payloads=payloads)
 
     def decode(self, rows: EncodedRows, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -83,3 +79,16 @@ class Fp8Block128(Format):
             expected="one-byte scales (mxfp8, nvfp4): the 128×4 layout is made for these",
             fix="use the linear scales",
         )
+
+
+def divide_into_e4m3(x_TH: Tensor, scales: Tensor, data: Tensor) -> None:
+    """Write x / scale, saturating, into `data`, as wide as `x_TH` or as its blocks; NaN where a scale is NaN."""
+    block, width = Fp8Block128.block, data.shape[1]
+    is_nan = scales.isnan()
+    some_nan = bits.some(is_nan)
+    for rows, values_RP, _, _ in blocks.float32_chunks(x_TH, scales.shape[1] * block):
+        blocks.in_blocks(values_RP, block).div_(scales[rows].unsqueeze(-1))
+        data[rows] = values_RP.clamp_(-bits.E4M3_MAX, bits.E4M3_MAX)[:, :width]
+        if some_nan:
+            is_nan_RP = is_nan[rows].repeat_interleave(block, dim=1)[:, :width]
+            data[rows].view(torch.uint8).masked_fill_(is_nan_RP, bits.E4M3_NAN_CODE)

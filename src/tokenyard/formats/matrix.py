@@ -1,0 +1,164 @@
+"""What a weight format is: how a matrix of weights is held, and how many bytes that takes.
+
+A weight matrix is `[.., N, D]`: N outputs, D inputs, and in front any number of matrices (an expert each). Its
+rows are encoded along D, as rows that travel are. A `WeightFormat` declares the tensors that hold it (its
+payloads), makes them of plain weights (`quantize`), and decodes them: whole, or a tile of some outputs of one
+matrix, which is all that a product needs at a time.
+
+    w_LND ── quantize ──► QuantizedMatrix(payloads) ──[expert].tile(first, last)──► float32 [last - first, D]
+
+The widths of the payloads are those of D rounded up to the format's block; the pad holds zeros, and decoding
+brings back D. What a format's corners are (zero blocks, Inf, NaN) is said where it is defined.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenyard.errors import InputError
+from tokenyard.formats.base import ROW_DTYPES, dtype_name
+
+
+class HeldPayload(NamedTuple):
+    """One tensor of a weight matrix: its dtype, and its shape behind the dimensions of `[..]`."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class WeightFormat(ABC):
+    """A way to hold weight matrices. Subclasses are frozen dataclasses."""
+
+    name: ClassVar[str]
+    # Columns that share one scale; 1 where there are no scales.
+    block: ClassVar[int] = 1
+    quantized: ClassVar[bool] = True
+    # Formats of rows that experts with such weights take as they arrive. Plain rows (bf16, …) all of them take.
+    row_formats: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def payloads(self, outputs: int, inputs: int) -> dict[str, HeldPayload]:
+        """What one matrix `[N, D]` is held in, by name."""
+
+    @abstractmethod
+    def quantize(self, w_ND: Tensor) -> QuantizedMatrix:
+        """Plain weights `[.., N, D]` in this format. They are not changed."""
+
+    @abstractmethod
+    def decode_rows(self, matrix: QuantizedMatrix, first: int, last: int) -> Tensor:
+        """Outputs `first` to `last` of one matrix `[N, D]`, as float32 `[last - first, D]`."""
+
+    def padded_size(self, inputs: int) -> int:
+        """D, rounded up to whole blocks."""
+        return -(-inputs // self.block) * self.block
+
+    def nbytes(self, *shape: int) -> int:
+        """Bytes of matrices of this shape, `[.., N, D]`."""
+        *many, outputs, inputs = shape
+        declared = self.payloads(outputs, inputs).values()
+        return math.prod(many) * sum(math.prod(p.shape) * p.dtype.itemsize for p in declared)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class QuantizedMatrix:
+    """Weight matrices `[.., N, D]` in a format: its payloads by name, each with the dimensions `[..]` in front.
+
+    >>> from tokenyard import formats
+    >>> matrix = formats.weight_format("mxfp4").quantize(torch.randn(8, 100, 48))
+    >>> matrix.payloads["data"].shape, matrix.nbytes
+    (torch.Size([8, 100, 32]), 27200)
+    >>> matrix[3].tile(10, 20).shape
+    torch.Size([10, 48])
+    """
+
+    format: WeightFormat
+    shape: tuple[int, ...]
+    payloads: Mapping[str, Tensor]
+
+    def __post_init__(self) -> None:
+        *many, outputs, inputs = self.shape
+        declared = self.format.payloads(outputs, inputs)
+        expected = {name: (p.dtype, (*many, *p.shape)) for name, p in declared.items()}
+        found = {name: (p.dtype, tuple(p.shape)) for name, p in self.payloads.items()}
+        if found != expected:
+            raise InputError(
+                f"a {self.format} matrix {list(self.shape)} is held in {_told(found)}",
+                expected=f"{_told(expected)}, as {self.format} declares",
+                fix=f"quantize plain weights with weight_format('{self.format}').quantize",
+            )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the payloads are."""
+        return next(iter(self.payloads.values())).device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the payloads take."""
+        return sum(payload.nbytes for payload in self.payloads.values())
+
+    def __getitem__(self, expert: int) -> QuantizedMatrix:
+        """One of the matrices in front, as a view."""
+        payloads = {name: payload[expert] for name, payload in self.payloads.items()}
+        return replace(self, shape=self.shape[1:], payloads=payloads)
+
+    def select(self, experts: list[int]) -> QuantizedMatrix:
+        """A copy of some of the matrices in front."""
+        payloads = {name: _pick(payload, experts) for name, payload in self.payloads.items()}
+        return replace(self, shape=(len(experts), *self.shape[1:]), payloads=payloads)
+
+    def tile(self, first: int, last: int) -> Tensor:
+        """Outputs `first` to `last` of one matrix `[N, D]`, as float32 `[last - first, D]`."""
+        return self.format.decode_rows(self, first, last)
+
+    def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """All weights as numbers, `[.., N, D]`."""
+        if len(self.shape) > 2:
+            out = torch.empty(self.shape, dtype=dtype, device=self.device)
+            for expert in range(self.shape[0]):
+                out[expert] = self[expert].decode(dtype)
+            return out
+        outputs, inputs = self.shape
+        out = torch.empty(outputs, inputs, dtype=dtype, device=self.device)
+        step = max(1, DECODE_TILE // inputs)
+        for first in range(0, outputs, step):
+            last = min(first + step, outputs)
+            out[first:last] = self.tile(first, last)
+        return out
+
+
+# Elements that are decoded at a time: 512 KiB of float32, which stay in a core's second-level cache.
+DECODE_TILE = 128 * 1024
+
+
+def check_matrix(w_ND: Tensor) -> None:
+    """Raise unless `w_ND` is a matrix, or several, of plain weights."""
+    fits = isinstance(w_ND, Tensor) and w_ND.dim() >= 2 and w_ND.dtype in ROW_DTYPES
+    if not fits or 0 in w_ND.shape[-2:]:
+        found = f"{dtype_name(w_ND.dtype)}{list(w_ND.shape)}" if isinstance(w_ND, Tensor) else repr(w_ND)
+        raise InputError(
+            f"the weights to quantize are {found}",
+            expected=f"matrices [.., outputs, inputs] of {', '.join(map(dtype_name, ROW_DTYPES))}",
+            fix="pass plain weights, laid out as [experts, out, in]",
+        )
+
+
+def _told(payloads: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> str:
+    return ", ".join(f"{name} {dtype_name(dtype)}{list(shape)}" for name, (dtype, shape) in payloads.items())
+
+
+def _pick(payload: Tensor, experts: list[int]) -> Tensor:
+    """Matrices of a payload. As bytes: torch does not index every dtype that a payload may have."""
+    if payload.dtype.itemsize > 1:
+        return payload[experts]
+    return payload.view(torch.uint8)[experts].view(payload.dtype)

@@ -1,0 +1,346 @@
+"""The formats that hold weights, and the door to them by name.
+
+    format        data                     scales                        global_scale
+    bf16 …        the plain tensor
+    fp8_block128  e4m3  [N, D]             float32 [⌈N/128⌉, ⌈D/128⌉]
+    mxfp8         e4m3  [N, P]             E8M0    [N, P / 32]
+    nvfp4         e2m1  [N, P / 2] uint8   e4m3    [N, P / 16]           float32 [1]
+    mxfp4         e2m1  [N, P / 2] uint8   E8M0    [N, P / 32]
+    mxint4        int4  [N, P / 2] uint8   bf16    [N, P / 32]
+
+P is D rounded up to whole blocks. Two codes stand in a byte, low nibble first along D. Where a format also
+travels, its weights are encoded by the rule of its rows, except that
+
+- fp8_block128 has a scale per block of 128 outputs × 128 inputs (and no pad: what DeepSeek's checkpoints hold);
+- nvfp4 has one global scale per matrix, `2688 / amax`: weights are known as a whole, rows are not.
+
+mxfp4 and mxint4 hold weights and nothing else.
+
+mxfp4: value = e2m1 · 2^(b-127). The byte is the exponent of amax, rounded to one bit of mantissa, less 2
+(`scale_rule="even"`, as torchao and compressed-tensors have it), or that of the smallest power of two with
+amax / scale ≤ 6 (`"ceil"`, as ModelOpt has it); it makes no difference to decoding. Corners: a zero block has
+byte 0 and code 0 everywhere. Inf in a block: byte 254, Inf elements saturate to ±6. NaN: byte 255, the codes
+are 0, and the block decodes to NaN.
+
+mxint4: value = int4 · scale, with scale = bf16(max(max / 7, -min / 8)): the largest element may use 7 steps and
+the smallest 8. Elements are x / scale, rounded to the nearest integer (ties to even), in [-8, 7]. Corners: a
+block whose scale rounds to zero has code 0 everywhere. Inf counts as the largest bf16 in the scale, and Inf
+elements saturate. NaN in a block: its scale is NaN, the codes are 0, and it decodes to NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tokenyard.errors import InputError, unknown_name
+from tokenyard.formats import bits, blocks
+from tokenyard.formats.fp8_block import SMALLEST_AMAX, divide_into_e4m3
+from tokenyard.formats.matrix import HeldPayload, QuantizedMatrix, WeightFormat, check_matrix
+from tokenyard.formats.mxfp8 import Mxfp8
+from tokenyard.formats.nvfp4 import Nvfp4, row_global_scale
+
+_LARGEST_BF16 = torch.finfo(torch.bfloat16).max
+
+
+class PlainWeights(WeightFormat):
+    """Weights in a plain dtype. They are plain tensors: nothing is quantized, and nothing decoded."""
+
+    quantized = False
+    dtype: ClassVar[torch.dtype]
+
+    def payloads(self, outputs: int, inputs: int) -> dict[str, HeldPayload]:
+        return {"data": HeldPayload(self.dtype, (outputs, inputs))}
+
+    def quantize(self, w_ND: Tensor) -> QuantizedMatrix:
+        check_matrix(w_ND)
+        largest = torch.finfo(self.dtype).max
+        data = w_ND.detach().float().clamp(-largest, largest).to(self.dtype)
+        return QuantizedMatrix(format=self, shape=tuple(w_ND.shape), payloads={"data": data})
+
+    def decode_rows(self, matrix: QuantizedMatrix, first: int, last: int) -> Tensor:
+        return matrix.payloads["data"][first:last].float()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bf16Weights(PlainWeights):
+    """Weights as bfloat16."""
+
+    name = "bf16"
+    dtype = torch.bfloat16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp16Weights(PlainWeights):
+    """Weights as float16; what is over 65504 saturates."""
+
+    name = "fp16"
+    dtype = torch.float16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp32Weights(PlainWeights):
+    """Weights as float32."""
+
+    name = "fp32"
+    dtype = torch.float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Block128Weights(WeightFormat):
+    """e4m3 with a float32 scale per 128 outputs × 128 inputs.
+
+    >>> matrix = Fp8Block128Weights().quantize(torch.full((200, 300), 56.0))
+    >>> matrix.payloads["scales"]
+    tensor([[0.1250, 0.1250, 0.1250],
+            [0.1250, 0.1250, 0.1250]])
+    """
+
+    name = "fp8_block128"
+    block = 128
+    row_formats = ("fp8_block128",)
+
+    def payloads(self, outputs: int, inputs: int) -> dict[str, HeldPayload]:
+        scales = (-(-outputs // self.block), -(-inputs // self.block))
+        return {
+            "data": HeldPayload(torch.float8_e4m3fn, (outputs, inputs)),
+            "scales": HeldPayload(torch.float32, scales),
+        }
+
+    def quantize(self, w_ND: Tensor) -> QuantizedMatrix:
+        rows_RD = _as_rows(w_ND)
+        *many, outputs, inputs = w_ND.shape
+        amax_RC = blocks.block_amax(rows_RD, self.padded_size(inputs), self.block)
+        amax_NC = functional.pad(
+            amax_RC.view(-1, outputs, amax_RC.shape[1]), (0, 0, 0, -outputs % self.block)
+        )
+        amax = amax_NC.unflatten(1, (-1, self.block)).amax(2).clamp_(SMALLEST_AMAX, bits.FLOAT32_MAX)
+        scales = amax / bits.constant(bits.E4M3_MAX, w_ND.device)
+        scales.masked_fill_(scales.isnan(), torch.nan)
+        data = torch.empty(rows_RD.shape, dtype=torch.float8_e4m3fn, device=w_ND.device)
+        by_row = scales.repeat_interleave(self.block, dim=1)[:, :outputs].reshape(len(rows_RD), -1)
+        divide_into_e4m3(rows_RD, by_row, data)
+        return _held(self, w_ND, data=data, scales=scales.view(*many, *scales.shape[1:]))
+
+    def decode_rows(self, matrix: QuantizedMatrix, first: int, last: int) -> Tensor:
+        values_nD = bits.e4m3_to_float32(matrix.payloads["data"][first:last])
+        block_n = torch.arange(first, last, device=values_nD.device) // self.block
+        scales = matrix.payloads["scales"][block_n]
+        whole = values_nD.shape[1] // self.block * self.block
+        if whole:
+            in_blocks = values_nD[:, :whole].unflatten(1, (-1, self.block))
+            in_blocks.mul_(scales[:, : whole // self.block].unsqueeze(-1))
+        if whole < values_nD.shape[1]:
+            values_nD[:, whole:].mul_(scales[:, -1:])
+        return values_nD
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mxfp8Weights(WeightFormat):
+    """e4m3 with an E8M0 scale per 32 inputs: rows of mxfp8.
+
+    >>> Mxfp8Weights().quantize(torch.tensor([[44.8, -1.0, 0.3]])).decode()
+    tensor([[44.0000, -1.0000,  0.3125]])
+    """
+
+    name = "mxfp8"
+    block = 32
+    row_formats = ("mxfp8",)
+
+    def payloads(self, outputs: int, inputs: int) -> dict[str, HeldPayload]:
+        width = self.padded_size(inputs)
+        return {
+            "data": HeldPayload(torch.float8_e4m3fn, (outputs, width)),
+            "scales": HeldPayload(torch.uint8, (outputs, width // self.block)),
+        }
+
+    def quantize(self, w_ND: Tensor) -> QuantizedMatrix:
+        return _held(self, w_ND, **Mxfp8().encode(_as_rows(w_ND)).payloads)
+
+    def decode_rows(self, matrix: QuantizedMatrix, first: int, last: int) -> Tensor:
+        data, scales = (matrix.payloads[name][first:last] for name in ("data", "scales"))
+        return _scaled(bits.e4m3_to_float32(data), bits.e8m0_to_float32(scales), matrix)
+
+
+class FourBitWeights(WeightFormat):
+    """Two codes a byte, and a scale per block of inputs."""
+
+    scale_dtype: ClassVar[torch.dtype]
+
+    def payloads(self, outputs: int, inputs: int) -> dict[str, HeldPayload]:
+        width = self.padded_size(inputs)
+        return {
+            "data": HeldPayload(torch.uint8, (outputs, width // 2)),
+            "scales": HeldPayload(self.scale_dtype, (outputs, width // self.block)),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nvfp4Weights(FourBitWeights):
+    """e2m1 with an e4m3 scale per 16 inputs, and a float32 global scale per matrix: 2688 / amax.
+
+    >>> matrix = Nvfp4Weights().quantize(torch.tensor([[6.0, -3.0, 0.3]]))
+    >>> matrix.payloads["global_scale"], matrix.decode()
+    (tensor([448.]), tensor([[ 6.0000, -3.0000,  0.5000]]))
+    """
+
+    name = "nvfp4"
+    block = 16
+    scale_dtype = torch.float8_e4m3fn
+    row_formats = ("nvfp4",)
+
+    def payloads(self, outputs: int, inputs: int) -> dict[str, HeldPayload]:
+        return {
+            **super().payloads(outputs, inputs),
+            "global_scale": HeldPayload(torch.float32, (1,)),
+        }
+
+    def quantize(self, w_ND: Tensor) -> QuantizedMatrix:
+        rows_RD = _as_rows(w_ND)
+        outputs, inputs = w_ND.shape[-2:]
+        amax_RC = blocks.block_amax(rows_RD, self.padded_size(inputs), self.block)
+        matrices = rows_RD.reshape(-1, outputs * inputs)
+        g_M1 = row_global_scale(amax_RC.view(len(matrices), -1), matrices)
+        rows = Nvfp4().encode(rows_RD, global_scale_T=g_M1.repeat_interleave(outputs, dim=0))
+        return _held(self, w_ND, **{**rows.payloads, "global_scale": g_M1})
+
+    def decode_rows(self, matrix: QuantizedMatrix, first: int, last: int) -> Tensor:
+        data, scales = (matrix.payloads[name][first:last] for name in ("data", "scales"))
+        scales = bits.e4m3_to_float32(scales) / matrix.payloads["global_scale"]
+        return _scaled(bits.e2m1_to_float32(data), scales, matrix)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mxfp4Weights(FourBitWeights):
+    """e2m1 with an E8M0 scale per 32 inputs.
+
+    >>> matrix = Mxfp4Weights().quantize(torch.tensor([[6.9, -3.0, 0.3]]))
+    >>> matrix.payloads["scales"], matrix.decode()
+    (tensor([[127]], dtype=torch.uint8), tensor([[ 6.0000, -3.0000,  0.5000]]))
+    """
+
+    name = "mxfp4"
+    block = 32
+    scale_dtype = torch.uint8
+    row_formats = ("mxfp8",)
+    scale_rule: Literal["even", "ceil"] = "even"
+
+    def __post_init__(self) -> None:
+        if self.scale_rule not in ("even", "ceil"):
+            raise InputError(
+                f"mxfp4 was given scale_rule={self.scale_rule!r}",
+                expected="'even' or 'ceil'",
+                fix="pass 'even', or 'ceil' for the scales of ModelOpt",
+            )
+
+    def quantize(self, w_ND: Tensor) -> QuantizedMatrix:
+        rows_RD = _as_rows(w_ND)
+        padded_size = self.padded_size(rows_RD.shape[1])
+        amax = blocks.block_amax(rows_RD, padded_size, self.block)
+        even = self.scale_rule == "even"
+        scales = bits.e8m0_from_rounded_amax(amax) if even else bits.e8m0_from_amax(amax, bits.E2M1_MAX)
+        reciprocal, is_nan = bits.e8m0_reciprocal(scales).unsqueeze(-1), scales == bits.E8M0_NAN
+        some_nan = bits.some(is_nan)
+        data = torch.empty(len(rows_RD), padded_size // 2, dtype=torch.uint8, device=w_ND.device)
+        for rows, values_RP, spare_RP, spare2_RP in blocks.float32_chunks(rows_RD, padded_size):
+            in_blocks = blocks.in_blocks(values_RP, self.block).mul_(reciprocal[rows])
+            if some_nan:
+                in_blocks.masked_fill_(is_nan[rows].unsqueeze(-1), 0.0)
+            data[rows] = bits.pack_nibbles_(bits.e2m1_codes_(values_RP, spare_RP, spare2_RP))
+        return _held(self, w_ND, data=data, scales=scales)
+
+    def decode_rows(self, matrix: QuantizedMatrix, first: int, last: int) -> Tensor:
+        data, scales = (matrix.payloads[name][first:last] for name in ("data", "scales"))
+        return _scaled(bits.e2m1_to_float32(data), bits.e8m0_to_float32(scales), matrix)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mxint4Weights(FourBitWeights):
+    """Signed 4-bit integers with a bf16 scale per 32 inputs.
+
+    >>> matrix = Mxint4Weights().quantize(torch.tensor([[7.0, -8.0, 2.4]]))
+    >>> matrix.payloads["scales"], matrix.decode()
+    (tensor([[1.]], dtype=torch.bfloat16), tensor([[ 7., -8.,  2.]]))
+    """
+
+    name = "mxint4"
+    block = 32
+    scale_dtype = torch.bfloat16
+
+    def quantize(self, w_ND: Tensor) -> QuantizedMatrix:
+        rows_RD = _as_rows(w_ND)
+        padded_size, seven = self.padded_size(rows_RD.shape[1]), bits.constant(7.0, w_ND.device)
+        shape = (len(rows_RD), padded_size // self.block)
+        scales = torch.empty(shape, dtype=torch.bfloat16, device=w_ND.device)
+        data = torch.empty(len(rows_RD), padded_size // 2, dtype=torch.uint8, device=w_ND.device)
+        for rows, values_RP, spare_RP, _ in blocks.float32_chunks(rows_RD, padded_size):
+            in_blocks = blocks.in_blocks(values_RP, self.block)
+            largest, smallest = in_blocks.amax(-1), in_blocks.amin(-1)
+            scale = torch.maximum(largest / seven, smallest * -0.125).abs_()  # no -0.0
+            scales[rows] = scale.clamp_(max=_LARGEST_BF16).bfloat16()
+            is_nan = scale.isnan()
+            # Dividing by Inf gives the zeros that a block of scale 0 must have.
+            step = scales[rows].float()
+            step = step.masked_fill(step == 0, torch.inf).masked_fill_(is_nan, torch.inf)
+            in_blocks.div_(step.unsqueeze(-1)).round_().clamp_(-8, 7)
+            if bits.some(is_nan):
+                in_blocks.masked_fill_(is_nan.unsqueeze(-1), 0.0)
+            codes = spare_RP.view(torch.int32).copy_(values_RP).bitwise_and_(15).to(torch.int8)
+            data[rows] = bits.pack_nibbles_(codes)
+        scales.masked_fill_(scales.isnan(), torch.nan)
+        return _held(self, w_ND, data=data, scales=scales)
+
+    def decode_rows(self, matrix: QuantizedMatrix, first: int, last: int) -> Tensor:
+        data, scales = (matrix.payloads[name][first:last] for name in ("data", "scales"))
+        return _scaled(bits.int4_to_float32(data), scales.float(), matrix)
+
+
+WEIGHT_FORMATS: dict[str, type[WeightFormat]] = {
+    kind.name: kind
+    for kind in (
+        Bf16Weights,
+        Fp16Weights,
+        Fp32Weights,
+        Fp8Block128Weights,
+        Mxfp8Weights,
+        Nvfp4Weights,
+        Mxfp4Weights,
+        Mxint4Weights,
+    )
+}
+
+
+def weight_format(name: str | WeightFormat) -> WeightFormat:
+    """The weight format of this name; a format comes back as it is.
+
+    >>> weight_format("mxint4").nbytes(8, 4096, 7168) / weight_format("bf16").nbytes(8, 4096, 7168)
+    0.28125
+    """
+    if isinstance(name, WeightFormat):
+        return name
+    if not isinstance(name, str) or name not in WEIGHT_FORMATS:
+        raise unknown_name("weight format", str(name), WEIGHT_FORMATS)
+    return WEIGHT_FORMATS[name]()
+
+
+def _as_rows(w_ND: Tensor) -> Tensor:
+    check_matrix(w_ND)
+    return w_ND.detach().reshape(-1, w_ND.shape[-1])
+
+
+def _held(format: WeightFormat, w_ND: Tensor, **payloads: Tensor) -> QuantizedMatrix:
+    """Payloads of all rows, `[rows, width]`, as those of the matrices that the rows are of."""
+    *many, outputs, inputs = w_ND.shape
+    declared = format.payloads(outputs, inputs)
+    shaped = {name: payloads[name].reshape(*many, *p.shape) for name, p in declared.items()}
+    return QuantizedMatrix(format=format, shape=tuple(w_ND.shape), payloads=shaped)
+
+
+def _scaled(values_nP: Tensor, scales: Tensor, matrix: QuantizedMatrix) -> Tensor:
+    """Elements times the scale of their block, without the pad."""
+    blocks.in_blocks(values_nP, matrix.format.block).mul_(scales.unsqueeze(-1))
+    return values_nP[:, : matrix.shape[-1]]
