@@ -1,0 +1,25 @@
+"""vLLM's modular MoE kernel over tokenyard: one class that prepares and finalizes, one that holds experts.
+
+    a1q, a1q_scale, meta, ids, weights = prepare_finalize.prepare(a1, topk_weights, topk_ids, …)   encode, dispatch
+    experts.apply(output=results, hidden_states=a1q, w1=w1, w2=w2, …)                              compute
+    prepare_finalize.finalize(y, results, weights, ids, …, experts.finalize_weight_and_reduce_impl())      combine
+
+Both belong to one layer of a plan, and its wiring says who has which duty. What vLLM says on its way through is
+compared with it, and a difference raises `ContractError`:
+
+    duty             what vLLM says about it
+    QUANTIZE, PAD    `quant_config` and `defer_input_quant`: `prepare` does it, or the experts, or nobody
+    WEIGHT           `apply_router_weight_on_input`, and the kind of `weight_and_reduce_impl`
+    REDUCE_EXPERTS   the kind of `weight_and_reduce_impl`: done (NoOP), or left to `finalize` (Contiguous, Delegate)
+    REDUCE_RANKS     `output_is_reduced()` is True: the exchange does it, and nobody after it may
+
+Where vLLM is installed, the classes are subclasses of its abstract ones, and hand out its types. Where it is not, they
+stand alone, with types of the same names.
+"""
+
+from __future__ import annotations
+
+from tokenyard.integrations.vllm.experts import TokenyardExperts
+from tokenyard.integrations.vllm.prepare_finalize import TokenyardPrepareAndFinalize
+
+__all__ = ["TokenyardExperts", "TokenyardPrepareAndFinalize"]

@@ -1,0 +1,194 @@
+"""What both classes know of vLLM: its types, or stand-ins; its names for activations and formats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tokenyard.errors import ContractError, InputError
+from tokenyard.experts import ACTIVATIONS, Activation
+from tokenyard.placement import Placement
+from tokenyard.planner import Plan
+from tokenyard.rows import describe
+from tokenyard.wiring import Duty, Party, Wiring
+
+_FUSED_MOE = "vllm.model_executor.layers.fused_moe"
+# What vLLM calls an activation, as a value of its enum or (before there was one) as a plain string.
+VLLM_ACTIVATIONS: dict[str, Activation] = {
+    "silu": ACTIVATIONS["swiglu"],
+    "gelu": ACTIVATIONS["gelu"],
+    "gelu_tanh": ACTIVATIONS["gelu_tanh"],
+    "relu2_no_mul": ACTIVATIONS["relu2"],  # "relu2" has a gate there
+    "swigluoai": ACTIVATIONS["swiglu_clamped"],
+    "swigluoai_uninterleave": replace(ACTIVATIONS["swiglu_clamped"], interleaved=False),
+}
+# How vLLM's quantization configs name the formats in which rows travel: quant_dtype, and the block's width for fp8.
+QUANT_DTYPES: dict[str, tuple[torch.dtype | str, int | None]] = {
+    "fp8_block128": (torch.float8_e4m3fn, 128),
+    "mxfp8": ("mxfp8", None),
+    "nvfp4": ("nvfp4", None),
+}
+# The kinds of `weight_and_reduce_impl`, by the names of vLLM's classes: rows are finished, or it is left to `finalize`.
+FINISHED = "TopKWeightAndReduceNoOP"
+UNFINISHED = ("TopKWeightAndReduceContiguous", "TopKWeightAndReduceDelegate")
+
+
+class _StandardFormat(Enum):
+    Standard = ("standard",)
+    BatchedExperts = ("batched_experts",)
+
+
+@dataclass
+class _TokensOfExperts:
+    expert_num_tokens: Tensor
+    expert_num_tokens_cpu: Tensor | None
+
+
+class TopKWeightAndReduceNoOP:
+    """Says that results are weighted and summed over the experts of this rank already."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantConfig:
+    """What the kernel asks of a `FusedMoEQuantConfig`: how rows are quantized, and the biases."""
+
+    quant_dtype: torch.dtype | str | None = None
+    block_shape: list[int] | None = None
+    a2_scale: Tensor | None = None
+    w1_bias: Tensor | None = None
+    w2_bias: Tensor | None = None
+
+
+def _vllm_or(stand_in: Any, module: str, *names: str) -> Any:
+    """What vLLM's module has under the first of these names that it knows; the stand-in where there is no vLLM."""
+    if find_spec("vllm") is None:
+        return stand_in
+    room = import_module(f"{_FUSED_MOE}.{module}")
+    for name in names:
+        if hasattr(room, name):
+            return getattr(room, name)
+    raise ContractError(
+        f"{room.__name__} has no {' and no '.join(names)}",
+        expected="a vLLM with modular MoE kernels, as docs/guide/engines.md names them",
+        fix="install one of those versions",
+    )
+
+
+if TYPE_CHECKING:
+
+    class PrepareAndFinalizeOfVllm:
+        """What `TokenyardPrepareAndFinalize` is a subclass of."""
+
+    class ExpertsOfVllm:
+        """What `TokenyardExperts` are a subclass of."""
+else:
+    PrepareAndFinalizeOfVllm = _vllm_or(
+        object, "modular_kernel", "FusedMoEPrepareAndFinalizeModular", "FusedMoEPrepareAndFinalize"
+    )
+    ExpertsOfVllm = _vllm_or(
+        object, "modular_kernel", "FusedMoEExpertsModular", "FusedMoEPermuteExpertsUnpermute"
+    )
+ActivationFormat: Any = _vllm_or(_StandardFormat, "modular_kernel", "FusedMoEActivationFormat")
+ExpertTokensMetadata: Any = _vllm_or(_TokensOfExperts, "modular_kernel", "ExpertTokensMetadata")
+Finished: Any = _vllm_or(TopKWeightAndReduceNoOP, "topk_weight_and_reduce", FINISHED)
+
+
+def check_layer(plan: Plan, layer: str) -> None:
+    """Raise unless a layer of the plan can be served through vLLM's interface."""
+    wiring = plan.wiring(layer)
+    cargo = wiring.cargo
+    names = [payload.name for payload in cargo.wire.payloads(cargo.hidden_size)]
+    if not cargo.reduces_ranks:
+        found, fix = 'reduce_ranks="caller"', 'plan with reduce_ranks="exchange": output_is_reduced() says so'
+    elif cargo.carries_logits:
+        found, fix = (
+            f"{wiring.experts.name} experts, which route by themselves",
+            "use experts that take routes",
+        )
+    elif cargo.extra:
+        found, fix = "further payloads", "plan the layer without `payloads`"
+    elif len(names) > 2:
+        found = f"wire {cargo.wire}, whose rows are {', '.join(names)}"
+        fix = f"give every row one scale: {cargo.wire.name}(global_scale=…)"
+    else:
+        return
+    raise ContractError(
+        f"the layer has {found}",
+        expected="rows, one tensor of scales, ids and weights out, and one reduced row per token back",
+        fix=fix,
+        layer=layer,
+        rank=plan.group.rank,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExpertTables:
+    """Which experts a rank owns, on the group's device: from global ids to its own, and back."""
+
+    placement: Placement
+    local_E: Tensor  # an expert's number on this rank, or -1: what vLLM calls `expert_map`
+    global_L: Tensor  # and back; one entry more, at the end, says what -1 turns into: -1,
+    mapped_L: Tensor  # or, for kernels that look every id up in `expert_map`, an expert that is elsewhere
+
+    @classmethod
+    def of(cls, plan: Plan, layer: str, known: ExpertTables | None = None) -> ExpertTables:
+        """The tables of a layer: the known ones, unless the plan has another placement by now."""
+        placement = plan.wiring(layer).cargo.placement
+        if known is not None and known.placement is placement:
+            return known
+        mine, device = plan.local_experts(layer), plan.group.device
+        local = {expert: number for number, expert in enumerate(mine)}
+        experts = range(placement.num_experts)
+        elsewhere = next((expert for expert in experts if expert not in local), -1)
+        return cls(
+            placement=placement,
+            local_E=torch.tensor([local.get(expert, -1) for expert in experts], device=device),
+            global_L=torch.tensor([*mine, -1], device=device),
+            mapped_L=torch.tensor([*mine, elsewhere], device=device),
+        )
+
+    def check(self, expert_map: Tensor) -> None:
+        """Raise unless an engine's map is that of the layer's placement."""
+        if expert_map.shape != self.local_E.shape:
+            found = f"expert_map is {describe(expert_map)}"
+        elif bool((differs := expert_map.to(self.local_E.device) != self.local_E).any()):
+            expert = int(differs.nonzero()[0])
+            found = f"expert_map has {int(expert_map[expert])} for expert {expert}"
+            found += f", where the layer's placement has {int(self.local_E[expert])}"
+        else:
+            return
+        raise InputError(
+            found,
+            expected=f"the map of {self.placement} ({len(self.local_E)} entries; -1 is elsewhere)",
+            fix="plan the layer with the engine's placement: Placement.explicit(num_experts, table)",
+        )
+
+
+def check_weight_on(wiring: Wiring, apply_router_weight_on_input: bool) -> None:
+    """Raise unless vLLM and the layer want the routing weight in the same place."""
+    weight_on = "input" if apply_router_weight_on_input else "output"
+    if weight_on != wiring.spec.weight_on:
+        raise ContractError(
+            f"apply_router_weight_on_input={apply_router_weight_on_input}, and the layer has "
+            f"weight_on={wiring.spec.weight_on!r}",
+            expected="both to say the same: weights would be applied twice, or never",
+            fix=f"plan the layer with weight_on={weight_on!r}",
+        )
+
+
+def declared_quantization(wiring: Wiring) -> QuantConfig:
+    """The quantization of a layer's rows, whoever does it, as vLLM would name it."""
+    quantized = wiring.expert_rows if wiring.duties[Duty.QUANTIZE] is Party.EXPERTS else wiring.wire
+    dtype, block = QUANT_DTYPES.get("" if quantized is None else quantized.name, (None, None))
+    return QuantConfig(quant_dtype=dtype, block_shape=None if block is None else [block, block])
+
+
+def same_formula(one: Activation, other: Activation) -> bool:
+    """Whether two activations differ in nothing but their constants, which vLLM keeps elsewhere."""
+    return replace(one, parameters=other.parameters) == other if one.name == other.name else False

@@ -1,0 +1,16 @@
+"""The kinds by which vLLM's experts say who weights and reduces (its module topk_weight_and_reduce)."""
+
+
+class TopKWeightAndReduce: ...
+
+
+class TopKWeightAndReduceNoOP(TopKWeightAndReduce): ...
+
+
+class TopKWeightAndReduceContiguous(TopKWeightAndReduce): ...
+
+
+class TopKWeightAndReduceDelegate(TopKWeightAndReduce): ...
+
+
+class TopKWeightAndReduceNaiveBatched(TopKWeightAndReduce): ...
