@@ -21,6 +21,7 @@ STUBS = {"now": now, "before": before}
 
 LAYERS = {
     "bf16": {},
+    "fp16": {"dtype": torch.float16, "weights": "fp16"},
     "float32 rows": {"dtype": torch.float32, "weights": "fp32"},
     "nvfp4": {"wire": "nvfp4(global_scale=448.0)"},
     "padded mxfp8, odd width": {"wire": "mxfp8(alignment=64)", "hidden_size": 40},
