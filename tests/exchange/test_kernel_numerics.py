@@ -22,7 +22,7 @@ DTYPES = pytest.mark.parametrize("dtype", KINDS)
 # Of every kind that a cast, a scale or a quotient can stumble over; each with either sign.
 CORNERS = [
     0.0, 1.0, 6.0, 448.0, 464.0, 65504.0, 65520.0, 2688.0, 1e-10, 1.2e-38, 1e-39, 1e-45, 2.0**-126, 2.0**-133,
-    2.0**-149, 3.0e38, 3.3895e38, 3.4028234663852886e38, float("inf"), float("nan"),
+    2.0**-149, 1.75 * 2.0**-119, 3.0e38, 3.3895e38, 3.4028234663852886e38, float("inf"), float("nan"),
 ]  # fmt: skip
 # Half way between two e2m1 codes, and between two e4m3 codes.
 TIES = [
@@ -49,7 +49,7 @@ def tiles(draw):
     """A row of `WIDTH` float32 numbers around some magnitude, or of any bits, sprinkled with corners and ties."""
     noise = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     kind = draw(st.sampled_from(["normal", "normal", "bits", "ties", "zeros"]))
-    scale = 2.0 ** draw(st.integers(-140, 120))
+    scale = 2.0 ** draw(st.integers(-140, 120) | st.integers(108, 120))
     if kind == "bits":
         values = noise.integers(0, 2**32, WIDTH, dtype=np.uint32).view(np.float32)
     elif kind == "ties":
@@ -113,6 +113,7 @@ FORMATS = [
     "nvfp4(global_scale=448.0)",
     "nvfp4(global_scale=1e+30)",
     "nvfp4(global_scale=1e-30)",
+    "nvfp4(global_scale=1e-35)",
 ]
 
 
