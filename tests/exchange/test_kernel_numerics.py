@@ -128,6 +128,22 @@ def test_tiles_are_encoded_bit_for_bit(name, dtype, row):
         assert same_bits(found[payload], expected), payload
 
 
+@DTYPES
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_block128(power_of_two_scales=True)"])
+def test_scales_move_on_exactly_where_they_should(name, dtype):
+    """Blocks whose largest number is a power of two times 448, and its neighbors; the first scale included."""
+    for exponent in (-127, -126, -100, -15, -9, 0, 7, 100, 119):
+        edge = torch.tensor(448.0 * 2.0**exponent)
+        bits = edge.view(torch.int32) + torch.arange(-3, 5, dtype=torch.int32) * (
+            1 if dtype == torch.float32 else 1 << 16
+        )
+        x_H = torch.zeros(8, 32).to(dtype)
+        x_H[:, 5] = torch.cat([bits[:7].view(torch.float32), edge.view(1)]).to(dtype)
+        found = encoded(name, x_H.flatten())
+        for payload, expected in get(name).encode(x_H.view(1, WIDTH)).payloads.items():
+            assert same_bits(found[payload], expected), (exponent, payload)
+
+
 @triton.jit
 def cast_tile(x, out, KIND: tl.constexpr, WIDTH: tl.constexpr):
     """One tile through `cast_within`."""
