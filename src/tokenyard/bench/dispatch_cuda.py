@@ -101,12 +101,13 @@ def check_cells(cells: Sequence[Cell], shape: Shape, repeats: int) -> None:
 
 def measure_copy(device: torch.device, timer: Timer) -> float:
     """The bandwidth of a large copy, in bytes per µs: what it reads and what it writes."""
-    # As float32: copies of single bytes were measured slower.
     source = torch.ones(COPY_BYTES // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
 
     def copy() -> None:
-        target.copy_(source)
+        # By a kernel, as what it is compared with. In a graph `copy_` is left to the copy engines: 2.77 TB/s on an
+        # H200, where this moves 4.25.
+        torch.mul(source, 2.0, out=target)
 
     return 2 * COPY_BYTES / statistics.median(timer(copy))
 
