@@ -40,6 +40,7 @@ class LayerSpec:
     expert_rows: str | Format | None = None
     activation: str | Activation = "swiglu"
     bias: bool = False
+    # The format that holds the weight matrices; `ExpertWeights.quantize` makes them.
     weights: str = "bf16"
     # Where the routing weight is applied: on an expert's output, or on its input.
     weight_on: WeightOn = "output"

@@ -22,8 +22,8 @@ import torch
 from tokenyard.errors import InputError, Reason
 from tokenyard.exchange import EXCHANGES, Cargo, Exchange
 from tokenyard.experts import ACTIVATIONS, EXPERTS, Experts, ExpertsSpec, activation
-from tokenyard.experts.base import WEIGHT_DTYPES
-from tokenyard.formats import FORMATS, Format, for_dtype
+from tokenyard.experts.base import takes_rows
+from tokenyard.formats import FORMATS, WEIGHT_FORMATS, Format, for_dtype, weight_format
 from tokenyard.formats.base import ROW_DTYPES, dtype_name
 from tokenyard.integrations.huggingface import FAMILIES, layers_from_config
 from tokenyard.placement import PLACEMENTS, Placement
@@ -61,9 +61,9 @@ def support_tables() -> list[SupportTable]:
     """All tables, in the order in which a reader wants them.
 
     >>> [table.title for table in support_tables()]
-    ['Exchanges and formats', 'Experts', 'Routers', 'Placements', 'Models']
+    ['Exchanges and formats', 'Weights', 'Experts', 'Routers', 'Placements', 'Models']
     """
-    return [_exchanges(), _experts(), _routers(), _placements(), _models()]
+    return [_exchanges(), _weights(), _experts(), _routers(), _placements(), _models()]
 
 
 def to_markdown() -> str:
@@ -169,10 +169,26 @@ def _cargo(
     )
 
 
+def _weights() -> SupportTable:
+    bf16 = weight_format("bf16").nbytes(_HIDDEN_SIZE, _HIDDEN_SIZE)
+    rows = []
+    for name in WEIGHT_FORMATS:
+        size = weight_format(name).nbytes(_HIDDEN_SIZE, _HIDDEN_SIZE) / bf16
+        taken = [row for row, kind in FORMATS.items() if kind.quantized and takes_rows(name, kind())]
+        rows.append((f"`{name}`", f"{size:.3f}", ", ".join(["plain", *(f"`{row}`" for row in taken)])))
+    return SupportTable(
+        title="Weights",
+        note="The formats that hold weights, their bytes beside those of bf16, and the rows that experts with such "
+        "weights compute on. Rows that arrive in another format are decoded by the experts, once.",
+        columns=("weights", "size", "rows"),
+        rows=tuple(rows),
+    )
+
+
 def _experts() -> SupportTable:
     kinds = list(EXPERTS.values())
     weight_formats = dict.fromkeys(
-        [*WEIGHT_DTYPES, *(name for kind in kinds for name in kind.weight_formats)]
+        [*WEIGHT_FORMATS, *(name for kind in kinds for name in kind.weight_formats)]
     )
     changes: dict[str, dict[str, Any]] = {}
     changes |= {f"activation `{name}`": {"activation": activation(name)} for name in ACTIVATIONS}

@@ -303,7 +303,7 @@ class NormalizesWeights(ReferenceExperts):
 
     def compute(self, received, *, finalize):
         result = super().compute(received, finalize=finalize)
-        self.weights.w13.mul_(0.5)
+        next(iter(self.weights.by_name().values())).view(torch.uint8).add_(1)
         return result
 
 

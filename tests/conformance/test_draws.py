@@ -8,6 +8,7 @@ from tokenyard.conformance.draws import MOST_PRODUCTS, draw_case, draw_cases, hi
 from tokenyard.conformance.suites import check_cases
 from tokenyard.errors import InputError, Reason
 from tokenyard.experts import ACTIVATIONS
+from tokenyard.formats import WEIGHT_FORMATS
 
 CASES = [draw_case(seed, large=seed % 4 == 0) for seed in range(3000)]
 
@@ -33,7 +34,7 @@ def test_every_choice_is_reached():
     assert reached("placement") == {"contiguous", "round_robin", "replicas", "shuffled"}
     assert reached("routes") == {"uniform", "gaps", "duplicates", "one_rank", "one_expert", "nobody"}
     for name, values in {
-        "weights": {"bf16", "fp16", "fp32"},
+        "weights": set(WEIGHT_FORMATS),
         "weight_on": {"output", "input"},
         "dtype": {"bfloat16", "float16", "float32"},
         "id_dtype": {"int32", "int64"},

@@ -134,7 +134,8 @@ def test_messages_about_weights() -> None:
         GroupedExperts(spec, replace(weights, w13=weights.w13.repeat(2, 1, 1)))
     reason = GroupedExperts.supports(replace(spec, weights="mxint3"))
     assert reason is not None
-    assert str(reason) == "weights=mxint3: grouped experts hold weights in bf16, fp16, fp32"
+    every = "bf16, fp16, fp32, fp8_block128, mxfp8, nvfp4, mxfp4, mxint4"
+    assert str(reason) == f"weights=mxint3: grouped experts hold weights in {every}"
     with pytest.raises(InputError, match="ask `supports` first"):
         GroupedExperts(replace(spec, weights="mxint3"), weights)
 

@@ -175,6 +175,7 @@ def _transformers_experts(spec: ExpertsSpec, weights: ExpertWeights) -> nn.Modul
     config._experts_implementation = "grouped_mm"
     with torch.device("meta"):
         peer: nn.Module = Qwen3MoeExperts(config)  # type: ignore[no-untyped-call]
-    peer.gate_up_proj = nn.Parameter(weights.w13, requires_grad=False)
-    peer.down_proj = nn.Parameter(weights.w2, requires_grad=False)
+    w13, w2 = weights.plain_matrices()
+    peer.gate_up_proj = nn.Parameter(w13, requires_grad=False)
+    peer.down_proj = nn.Parameter(w2, requires_grad=False)
     return peer.eval()

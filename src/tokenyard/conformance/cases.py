@@ -229,15 +229,16 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def random_weights(spec: LayerSpec, seed: int) -> ExpertWeights:
-    """Weights of all experts of a layer, at the scale of a trained model."""
+    """Weights of all experts of a layer, at the scale of a trained model, in the layer's format."""
     draw = torch.Generator().manual_seed(seed)
     E, H, I = spec.num_experts, spec.hidden_size, spec.intermediate_size  # noqa: E741
     wide = 2 * I if activation(spec.activation).gated else I
-    dtype = WEIGHT_DTYPES[spec.weights]
+    dtype = WEIGHT_DTYPES.get(spec.weights, torch.float32)
 
     def matrix(*shape: int) -> Tensor:
         values = torch.randn(*shape, generator=draw)
         return values.mul_(shape[-1] ** -0.5).to(dtype)
 
     biases = {"b13": matrix(E, wide), "b2": matrix(E, H)} if spec.bias else {}
-    return ExpertWeights(w13=matrix(E, wide, H), w2=matrix(E, H, I), **biases)
+    weights = ExpertWeights(w13=matrix(E, wide, H), w2=matrix(E, H, I), **biases)
+    return weights if spec.weights in WEIGHT_DTYPES else weights.quantize(spec.weights)

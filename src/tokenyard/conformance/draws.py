@@ -24,7 +24,7 @@ from tokenyard.exchange import EXCHANGES, Exchange
 from tokenyard.exchange import resolve as resolve_exchange
 from tokenyard.experts import ACTIVATIONS
 from tokenyard.experts.base import WEIGHT_DTYPES
-from tokenyard.formats import FORMATS, Format, get
+from tokenyard.formats import FORMATS, WEIGHT_FORMATS, Format, get
 from tokenyard.placement import PLACEMENTS
 from tokenyard.wiring import Wiring, wire_layer
 
@@ -45,6 +45,8 @@ HIDDEN_SIZES = (1, 2, 16, 33, 100, 128, 256, 500, 1024)
 LARGE_HIDDEN_SIZES = (2048, 2880, 4096, 7168)
 EXPERT_COUNTS = (1, 2, 3, 5, 7, 8, 13, 16, 31, 64, 128, 256, 384)
 TOP_KS = (1, 2, 2, 3, 4, 5, 8, 8, 17, 32)
+# Plain weights half of the time: all other parts are tried hardest with them.
+WEIGHTS = (*2 * sorted(WEIGHT_DTYPES), *(name for name, kind in WEIGHT_FORMATS.items() if kind.quantized))
 # Spellings of a format with parameters, drawn beside the plain name.
 SPELLINGS = {
     "fp8_block128": ("fp8_block128(power_of_two_scales=True)",),
@@ -121,7 +123,7 @@ def _draw(
         expert_rows=chance.choice([None, None, *names]) if plain else chance.choice([None, None, wire]),
         activation=chance.choice(sorted(ACTIVATIONS)),
         bias=chance.random() < 0.5,
-        weights=chance.choice(sorted(WEIGHT_DTYPES)),
+        weights=chance.choice(WEIGHTS),
         weight_on=chance.choice(("output", "output", "input")),
         placement=chance.choice([*PLACEMENTS, "replicas", "shuffled"]),
         routes=chance.choice(

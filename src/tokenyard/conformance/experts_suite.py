@@ -25,6 +25,7 @@ from tokenyard.conformance.oracle import exact_activation
 from tokenyard.conformance.runner import Finding
 from tokenyard.experts import ACTIVATIONS, Activation, Experts, ExpertsSpec, ExpertWeights, activation
 from tokenyard.experts.base import WEIGHT_DTYPES
+from tokenyard.formats import WEIGHT_FORMATS
 from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows, RoutingLogits, UnfinalizedRows, describe
 
 # Random specs that the oracle check draws, and rows of a batch.
@@ -80,7 +81,7 @@ def _specs(cls: type[Experts], seed: int = 0, count: int = _DRAWS) -> Iterator[E
     chance = random.Random(seed)
     left = count
     for _ in range(100 * count):
-        weights = chance.choice([name for name in cls.weight_formats if name in WEIGHT_DTYPES] or ["bf16"])
+        weights = chance.choice([name for name in cls.weight_formats if name in WEIGHT_FORMATS] or ["bf16"])
         spec = ExpertsSpec(
             hidden_size=chance.choice((1, 8, 33, 64, 100)),
             intermediate_size=chance.choice((1, 7, 16, 40)),
@@ -89,7 +90,7 @@ def _specs(cls: type[Experts], seed: int = 0, count: int = _DRAWS) -> Iterator[E
             activation=activation(chance.choice(sorted(ACTIVATIONS))),
             bias=chance.random() < 0.5,
             weights=weights,
-            dtype=WEIGHT_DTYPES[weights],
+            dtype=_dtype(weights),
             weight_on=chance.choice(("output", "input")),
         )
         if cls.supports(spec) is None:
@@ -103,6 +104,11 @@ def _specs(cls: type[Experts], seed: int = 0, count: int = _DRAWS) -> Iterator[E
         )
 
 
+def _dtype(weights: str) -> torch.dtype:
+    """Of the rows beside such weights: of products with quantized ones, those of bf16 are the bound."""
+    return WEIGHT_DTYPES.get(weights, torch.bfloat16)
+
+
 def _one(cls: type[Experts], seed: int = 0, rows: int = _ROWS, *, least_k: int = 1) -> _Batch:
     """A batch for a spec that the class supports."""
     for spec in _specs(cls, seed):
@@ -113,7 +119,7 @@ def _one(cls: type[Experts], seed: int = 0, rows: int = _ROWS, *, least_k: int =
 
 def _batch(spec: ExpertsSpec, rows: int = _ROWS, seed: int = 0) -> _Batch:
     draw = torch.Generator().manual_seed(seed)
-    dtype = WEIGHT_DTYPES[spec.weights]
+    dtype = _dtype(spec.weights)
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(*shape, generator=draw) * scale).to(dtype)
@@ -128,7 +134,7 @@ def _batch(spec: ExpertsSpec, rows: int = _ROWS, seed: int = 0) -> _Batch:
     weights_RK = torch.rand(rows, spec.top_k, generator=draw) + 0.1
     return _Batch(
         spec=spec,
-        weights=weights,
+        weights=weights.quantize(spec.weights),
         x_RH=normal(rows, spec.hidden_size),
         routes=LocalRoutes(ids_RK=ids_RK, weights_RK=weights_RK),
     )
@@ -150,11 +156,11 @@ def _activation_error(act: Activation, pre: Tensor, error: Tensor) -> Tensor:
 
 def exact(batch: _Batch) -> tuple[Tensor, Tensor]:
     """The result in float64, and the bound on the error of each element."""
-    spec, weights, routes = batch.spec, batch.weights, batch.routes
-    u = torch.finfo(WEIGHT_DTYPES[spec.weights]).eps / 2
+    spec, weights, routes = batch.spec, batch.weights.decode(torch.float64), batch.routes
+    u = torch.finfo(_dtype(spec.weights)).eps / 2
     x_RH = batch.x_RH.double()
     y_RH, bound_RH = torch.zeros_like(x_RH), torch.zeros_like(x_RH)
-    w13, w2 = weights.w13.double(), weights.w2.double()
+    w13, w2 = weights.plain_matrices()
     b13 = torch.zeros(w13.shape[:2]).double() if weights.b13 is None else weights.b13.double()
     b2 = torch.zeros(w2.shape[:2]).double() if weights.b2 is None else weights.b2.double()
     on_input = spec.weight_on == "input"

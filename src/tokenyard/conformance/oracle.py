@@ -4,7 +4,8 @@ It says in a few lines what the whole machinery is for:
 
     y_t = Σ_k  w_tk · Expert_{id_tk}(x_t)          (or Expert(w · x), where the weight is on the input)
 
-Fed with `decode(encode(x))` it isolates the matrix products; fed with `x` it gives the end-to-end error.
+Fed with `decode(encode(x))` it isolates the matrix products; fed with `x` it gives the end-to-end error. Quantized
+weights are what they decode to.
 
 The bound around it has two terms. Results are rounded once per rank on the way back and once at the end:
 each rounding moves an element by at most eps/2 of the size of what it rounds, which is at most
@@ -23,7 +24,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from tokenyard.experts import Activation, ExpertWeights, activation
-from tokenyard.formats import FORMATS, Format
+from tokenyard.experts.base import expert_matrix
+from tokenyard.formats import FORMATS, Format, QuantizedMatrix
 from tokenyard.routing import Routes
 from tokenyard.spec import LayerSpec
 
@@ -98,8 +100,15 @@ def oracle(
     return y_TH, Bound(magnitude_TH=magnitude_TH, absolute_TH=absolute_TH, most_rows=spec.top_k)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int, *, absolute: bool = False) -> Tensor:
-    parts = [x, weight[expert].double(), None if bias is None else bias[expert].double()]
+def _linear(
+    x: Tensor,
+    weight: Tensor | QuantizedMatrix,
+    bias: Tensor | None,
+    expert: int,
+    *,
+    absolute: bool = False,
+) -> Tensor:
+    parts = [x, expert_matrix(weight, expert).double(), None if bias is None else bias[expert].double()]
     if absolute:
         parts = [None if part is None else part.abs() for part in parts]
     assert parts[0] is not None

@@ -16,21 +16,30 @@ and the row's result is the sum over k, in the order of k, in float32.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
-from typing import ClassVar, Literal, cast
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from tokenyard.errors import ContractError, InputError, Reason
 from tokenyard.experts.activations import Activation
-from tokenyard.formats.base import Format, ScaleLayout, dtype_name
+from tokenyard.formats import (
+    FORMATS,
+    WEIGHT_FORMATS,
+    Format,
+    PlainWeights,
+    QuantizedMatrix,
+    WeightFormat,
+    weight_format,
+)
+from tokenyard.formats.base import ROW_DTYPES, ScaleLayout, dtype_name
 from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows, UnfinalizedRows, describe
 
 WeightOn = Literal["input", "output"]
 
 # How a plain weight matrix is held.
-WEIGHT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+WEIGHT_DTYPES = {name: kind.dtype for name, kind in WEIGHT_FORMATS.items() if issubclass(kind, PlainWeights)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,22 +74,84 @@ class ExpertWeights:
     """The weights of one rank's experts, in the order of its placement.
 
     `w13` is `w13_L2IH`: gate rows, then up rows (interleaved row by row where the activation says so), or
-    `w1_LIH` where the activation has no gate. `w2` is `w2_LHI`. `b13` and `b2` are the biases.
+    `w1_LIH` where the activation has no gate. `w2` is `w2_LHI`. `b13` and `b2` are the biases, which stay plain
+    where the matrices are quantized.
+
+    >>> weights = ExpertWeights(w13=torch.ones(4, 256, 128), w2=torch.ones(4, 128, 128))
+    >>> weights.nbytes, weights.quantize("mxfp4").nbytes
+    (786432, 104448)
+    >>> list(weights.quantize("mxfp4").by_name())
+    ['w13_data', 'w13_scales', 'w2_data', 'w2_scales']
     """
 
-    w13: Tensor
-    w2: Tensor
+    w13: Tensor | QuantizedMatrix
+    w2: Tensor | QuantizedMatrix
     b13: Tensor | None = None
     b2: Tensor | None = None
 
+    def parts(self) -> dict[str, Tensor | QuantizedMatrix]:
+        """What is there, by field."""
+        named = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: part for name, part in named.items() if part is not None}
+
     def by_name(self) -> dict[str, Tensor]:
-        """The tensors that are there, by field."""
-        named = {f.name: cast("Tensor | None", getattr(self, f.name)) for f in fields(self)}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+        """The tensors that are there: by field, those of a quantized matrix as `w13_data`, `w13_scales`, …"""
+        tensors: dict[str, Tensor] = {}
+        for name, part in self.parts().items():
+            if isinstance(part, QuantizedMatrix):
+                tensors |= {f"{name}_{payload}": tensor for payload, tensor in part.payloads.items()}
+            else:
+                tensors[name] = part
+        return tensors
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.by_name().values())
 
     def select(self, experts: list[int]) -> ExpertWeights:
         """A copy of some experts' weights: `select(placement.local_experts(rank))` is what one rank owns."""
-        return ExpertWeights(**{name: tensor[experts] for name, tensor in self.by_name().items()})
+        chosen = {
+            name: part.select(experts) if isinstance(part, QuantizedMatrix) else part[experts]
+            for name, part in self.parts().items()
+        }
+        return ExpertWeights(**chosen)  # type: ignore[arg-type]
+
+    def quantize(self, format: str | WeightFormat) -> ExpertWeights:
+        """The same weights with their matrices in a format, from plain ones. Biases stay as they are."""
+        kind = weight_format(format)
+
+        def held(name: str, matrix: Tensor | QuantizedMatrix) -> Tensor | QuantizedMatrix:
+            if isinstance(matrix, QuantizedMatrix):
+                raise InputError(
+                    f"{name} is {_told(matrix)}",
+                    expected="plain weights: quantizing twice loses twice",
+                    fix="quantize the weights that the checkpoint was made from, or decode() them if that is meant",
+                )
+            quantized = kind.quantize(matrix)
+            return quantized if kind.quantized else quantized.payloads["data"]
+
+        return replace(self, w13=held("w13", self.w13), w2=held("w2", self.w2))
+
+    def decode(self, dtype: torch.dtype = torch.float32) -> ExpertWeights:
+        """The same weights with plain matrices of this dtype."""
+
+        def plain(matrix: Tensor | QuantizedMatrix) -> Tensor:
+            return matrix.decode(dtype) if isinstance(matrix, QuantizedMatrix) else matrix.to(dtype)
+
+        return replace(self, w13=plain(self.w13), w2=plain(self.w2))
+
+    def plain_matrices(self) -> tuple[Tensor, Tensor]:
+        """`w13` and `w2`, for experts that hold plain weights only."""
+        assert isinstance(self.w13, Tensor)
+        assert isinstance(self.w2, Tensor)
+        return self.w13, self.w2
+
+
+def expert_matrix(matrix: Tensor | QuantizedMatrix, expert: int) -> Tensor:
+    """One expert's matrix as numbers, `[N, D]`; float32 where it is quantized."""
+    part = matrix[expert]
+    return part.decode() if isinstance(part, QuantizedMatrix) else part
 
 
 class Experts(nn.Module, ABC):
@@ -104,6 +175,10 @@ class Experts(nn.Module, ABC):
             return Reason(
                 field="weights", value=spec.weights, why=f"{cls.name} experts hold weights in {known}"
             )
+        if spec.rows is not None and not takes_rows(spec.weights, spec.rows):
+            taken = ", ".join(("plain rows", *weight_format(spec.weights).row_formats))
+            why = f"experts with {spec.weights} weights compute on {taken}"
+            return Reason(field="expert_rows", value=spec.rows, why=why)
         return None
 
     def __init__(self, spec: ExpertsSpec, weights: ExpertWeights, *, adopt: bool = False) -> None:
@@ -124,7 +199,15 @@ class Experts(nn.Module, ABC):
     @property
     def weights(self) -> ExpertWeights:
         """The weights as they are now (no copies)."""
-        return ExpertWeights(**{name: self.get_buffer(name) for name in self.spec.shapes()})
+        shapes = self.spec.shapes()
+        return ExpertWeights(**{name: self._part(name, shape) for name, shape in shapes.items()})  # type: ignore[arg-type]
+
+    def _part(self, name: str, shape: tuple[int, ...]) -> Tensor | QuantizedMatrix:
+        format = weight_format(self.spec.weights)
+        if not format.quantized or name.startswith("b"):
+            return self.get_buffer(name)
+        payloads = {payload: self.get_buffer(f"{name}_{payload}") for payload in format.payloads(*shape[1:])}
+        return QuantizedMatrix(format=format, shape=shape, payloads=payloads)
 
     @torch.no_grad()
     def load_(self, weights: ExpertWeights) -> None:
@@ -171,26 +254,71 @@ def local_routes(received: ReceivedRows) -> LocalRoutes:
     return received.routes
 
 
+def takes_rows(weights: str, rows: Format) -> bool:
+    """Whether experts with such weights compute on rows of this format. Rows of others are decoded first.
+
+    >>> from tokenyard import formats
+    >>> takes_rows("mxfp4", formats.get("mxfp8(alignment=256)")), takes_rows("mxfp4", formats.get("nvfp4"))
+    (True, False)
+    """
+    # A format of somebody's own is theirs to combine.
+    known = rows.name in FORMATS
+    return not rows.quantized or not known or rows.name in weight_format(weights).row_formats
+
+
 def check_weights(spec: ExpertsSpec, weights: ExpertWeights) -> None:
-    """Raise unless the weights are there, with the shapes and the dtype of the spec."""
-    found, shapes = weights.by_name(), spec.shapes()
+    """Raise unless the weights are there, with the shapes and the format of the spec."""
+    found, shapes = weights.parts(), spec.shapes()
     if set(found) != set(shapes):
         raise InputError(
             f"the weights hold {', '.join(sorted(found))}",
             expected=f"{', '.join(sorted(shapes))} (bias={spec.bias})",
             fix="set `bias` in the LayerSpec as the weights have it",
         )
-    dtype = WEIGHT_DTYPES[spec.weights]
     for name, shape in shapes.items():
-        tensor = found[name]
-        # Biases may be kept in float32 beside weights of any format.
-        allowed = (dtype,) if name.startswith("w") else (dtype, torch.float32)
-        if tuple(tensor.shape) != shape or tensor.dtype not in allowed:
+        _check_part(spec, name, found[name], shape)
+
+
+def _check_part(spec: ExpertsSpec, name: str, part: Tensor | QuantizedMatrix, shape: tuple[int, ...]) -> None:
+    experts = (
+        f"this rank's {spec.num_local_experts} experts, hidden size {spec.hidden_size}, "
+        f"intermediate size {spec.intermediate_size}"
+    )
+    if name.startswith("w"):
+        found = part.format.name if isinstance(part, QuantizedMatrix) else None
+        quantized = weight_format(spec.weights).quantized
+        if found != (spec.weights if quantized else None):
             raise InputError(
-                f"{name} is {describe(tensor)}",
-                expected=f"{' or '.join(map(dtype_name, allowed))}{list(shape)}: this rank's "
-                f"{spec.num_local_experts} experts, hidden size {spec.hidden_size}, "
-                f"intermediate size {spec.intermediate_size}",
-                fix="pass this rank's experts only (`weights.select(placement.local_experts(rank))`), "
-                "laid out as [experts, out, in]",
+                f"{name} is {_told(part)}",
+                expected=f"{_expected(spec, name, shape)}: {experts}",
+                fix=f"quantize plain weights first, `weights.quantize('{spec.weights}')`, or set `weights` in the "
+                "LayerSpec as they are held",
             )
+    fits = isinstance(part, QuantizedMatrix) or part.dtype in _dtypes(spec, name)
+    if tuple(part.shape) != shape or not fits:
+        raise InputError(
+            f"{name} is {_told(part)}",
+            expected=f"{_expected(spec, name, shape)}: {experts}",
+            fix="pass this rank's experts only (`weights.select(placement.local_experts(rank))`), "
+            "laid out as [experts, out, in]",
+        )
+
+
+def _dtypes(spec: ExpertsSpec, name: str) -> tuple[torch.dtype, ...]:
+    """The dtypes that a plain part may have. Biases may be kept in float32 beside weights of any format."""
+    if spec.weights not in WEIGHT_DTYPES:
+        return ROW_DTYPES
+    dtype = WEIGHT_DTYPES[spec.weights]
+    return (dtype,) if name.startswith("w") else (dtype, torch.float32)
+
+
+def _expected(spec: ExpertsSpec, name: str, shape: tuple[int, ...]) -> str:
+    if name.startswith("w") and spec.weights not in WEIGHT_DTYPES:
+        return f"a {spec.weights} matrix {list(shape)}"
+    return f"{' or '.join(map(dtype_name, _dtypes(spec, name)))}{list(shape)}"
+
+
+def _told(part: Tensor | QuantizedMatrix) -> str:
+    return (
+        f"a {part.format} matrix {list(part.shape)}" if isinstance(part, QuantizedMatrix) else describe(part)
+    )

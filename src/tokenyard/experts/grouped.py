@@ -15,6 +15,9 @@ function of the shape:
   took 127 ms widened and 74 ms by `grouped_mm` on 16 AMX cores.
 - `mm`: expert by expert, in the dtype of the weights, for shapes that `grouped_mm` does not take.
 
+Quantized weights take a way of their own (`tiles.py`): they are decoded a tile at a time, to float32, and never
+stand in memory as a whole.
+
 In `grouped_mm` and `mm` the sums are float32 inside a product, and its output is rounded to the dtype of the
 weights, as is the activation's result. The activation itself, the bias, the routing weight and the sum over a
 row's experts are always float32, and that sum has one order: the order of the row's choices, bit for bit as
@@ -36,6 +39,8 @@ from tokenyard.errors import ContractError
 from tokenyard.experts import workers
 from tokenyard.experts.base import Experts, local_routes
 from tokenyard.experts.pairs import SortedPairs, sort_pairs
+from tokenyard.experts.tiles import product_by_tiles
+from tokenyard.formats import WEIGHT_FORMATS, QuantizedMatrix
 from tokenyard.rows import ExpertRows, ReceivedRows, UnfinalizedRows
 
 Item = TypeVar("Item")
@@ -98,6 +103,7 @@ class GroupedExperts(Experts):
     """Experts computed group by group, on whatever matrix product is fastest for the shape."""
 
     name = "grouped"
+    weight_formats = tuple(WEIGHT_FORMATS)
 
     @torch.no_grad()
     def compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows | UnfinalizedRows:
@@ -106,11 +112,12 @@ class GroupedExperts(Experts):
         if received.rows.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return self.compute_fixed(received, finalize=finalize)
         pairs = sort_pairs(local_routes(received), spec.num_local_experts)
-        x_RH = self.incoming(received, self.weights.w13.dtype)
-        if self._path(max(pairs.counts, default=0)) == "grouped_mm":
-            y_NH = self._all_at_once(x_RH, pairs)
+        if isinstance(self.weights.w13, QuantizedMatrix):
+            y_NH = self._tile_by_tile(self.incoming(received, torch.float32), pairs)
         else:
-            y_NH = self._one_by_one(x_RH, pairs)
+            x_RH = self.incoming(received, self.weights.w13.dtype)
+            at_once = self._path(max(pairs.counts, default=0)) == "grouped_mm"
+            y_NH = self._all_at_once(x_RH, pairs) if at_once else self._one_by_one(x_RH, pairs)
         weights_N = torch.ones_like(pairs.weights_N) if spec.weight_on == "input" else pairs.weights_N
         if finalize:
             return ExpertRows(rows_RH=sum_choices(y_NH, weights_N, pairs))
@@ -130,13 +137,16 @@ class GroupedExperts(Experts):
         rows behind it is not added.
         """
         spec, weights, routes = self.spec, self.weights, local_routes(received)
-        if not finalize or self._path(0) != "grouped_mm":
+        quantized = isinstance(weights.w13, QuantizedMatrix)
+        if quantized or not finalize or self._path(0) != "grouped_mm":
             raise ContractError(
-                f"grouped experts of {spec.hidden_size} and {spec.intermediate_size} columns were captured"
-                + ("" if finalize else " without finalizing"),
-                expected=f"rows whose bytes are a multiple of {GROUPED_MM_ALIGNMENT}, finalized by the experts",
+                f"grouped experts of {spec.hidden_size} and {spec.intermediate_size} columns with {spec.weights} "
+                "weights were captured" + ("" if finalize else " without finalizing"),
+                expected=f"plain weights and rows whose bytes are a multiple of {GROUPED_MM_ALIGNMENT}, finalized "
+                "by the experts",
                 fix="run this layer outside of the CUDA graph",
             )
+        w13, w2 = weights.plain_matrices()
         (num_rows, top_k), num_experts = routes.ids_RK.shape, spec.num_local_experts
         expert_N = routes.ids_RK.reshape(-1).long()
         expert_N = torch.where(expert_N < 0, num_experts, expert_N)  # nobody stands behind everybody
@@ -144,14 +154,14 @@ class GroupedExperts(Experts):
         every_L = torch.arange(num_experts, device=order_N.device)
         ends_L = torch.searchsorted(sorted_N, every_L, right=True, out_int32=True)
         weights_N = routes.weights_RK.reshape(-1).float()
-        x_NH = self.incoming(received, weights.w13.dtype)[order_N // top_k]
+        x_NH = self.incoming(received, w13.dtype)[order_N // top_k]
         if spec.weight_on == "input":
-            x_NH = (x_NH.float() * weights_N[order_N].unsqueeze(1)).to(weights.w13.dtype)
+            x_NH = (x_NH.float() * weights_N[order_N].unsqueeze(1)).to(w13.dtype)
         own_N = sorted_N.clamp(max=num_experts - 1)
-        pre = functional.grouped_mm(x_NH, weights.w13.mT, offs=ends_L)
+        pre = functional.grouped_mm(x_NH, w13.mT, offs=ends_L)
         if weights.b13 is not None:
             pre = pre + weights.b13.float()[own_N]
-        y_NH = functional.grouped_mm(spec.activation(pre).to(weights.w2.dtype), weights.w2.mT, offs=ends_L)
+        y_NH = functional.grouped_mm(spec.activation(pre).to(w2.dtype), w2.mT, offs=ends_L)
         if weights.b2 is not None:
             y_NH = y_NH + weights.b2.float()[own_N]
         place_N = torch.empty_like(order_N).scatter_(
@@ -166,14 +176,12 @@ class GroupedExperts(Experts):
         return ExpertRows(rows_RH=sums_RH)
 
     def _path(self, rows: int) -> ProductPath:
-        spec, weights = self.spec, self.weights
-        dtype, device = weights.w13.dtype, weights.w13.device
+        spec, (w13, w2) = self.spec, self.weights.plain_matrices()
+        dtype, device = w13.dtype, w13.device
         native = device.type == "cpu" and cpu_multiplies(dtype)
         path = product_path(rows, spec.hidden_size, spec.intermediate_size, dtype, device, native=native)
         # Adopted weights may lie anywhere, say inside a memory-mapped file, and in any order.
-        usable = all(
-            w.is_contiguous() and w.data_ptr() % GROUPED_MM_ALIGNMENT == 0 for w in (weights.w13, weights.w2)
-        )
+        usable = all(w.is_contiguous() and w.data_ptr() % GROUPED_MM_ALIGNMENT == 0 for w in (w13, w2))
         return "mm" if path == "grouped_mm" and not usable else path
 
     def _inputs(self, x_RH: Tensor, pairs: SortedPairs, chosen: Tensor, dtype: torch.dtype) -> Tensor:
@@ -186,23 +194,23 @@ class GroupedExperts(Experts):
     def _all_at_once(self, x_RH: Tensor, pairs: SortedPairs) -> Tensor:
         """The results of all pairs, in the order of `by_expert_N`, by two grouped products."""
         weights, order = self.weights, pairs.by_expert_N
+        w13, w2 = weights.plain_matrices()
         if len(order) == 0:
             return x_RH.new_empty(0, self.spec.hidden_size)
         ends_L = pairs.counts_L.cumsum(0, dtype=torch.int32)
-        x_NH = self._inputs(x_RH, pairs, order, weights.w13.dtype)
-        pre = functional.grouped_mm(x_NH, weights.w13.mT, offs=ends_L)
+        x_NH = self._inputs(x_RH, pairs, order, w13.dtype)
+        pre = functional.grouped_mm(x_NH, w13.mT, offs=ends_L)
         if weights.b13 is not None:
             pre = pre + weights.b13.float().repeat_interleave(pairs.counts_L, dim=0)
-        inner_NI = self.spec.activation(pre).to(weights.w2.dtype)
-        y_NH = functional.grouped_mm(inner_NI, weights.w2.mT, offs=ends_L)
+        inner_NI = self.spec.activation(pre).to(w2.dtype)
+        y_NH = functional.grouped_mm(inner_NI, w2.mT, offs=ends_L)
         if weights.b2 is not None:
             y_NH = y_NH + weights.b2.float().repeat_interleave(pairs.counts_L, dim=0)
         return y_NH
 
     def _one_by_one(self, x_RH: Tensor, pairs: SortedPairs) -> Tensor:
         """The results of all pairs, in the order of `by_expert_N`, expert by expert, in float32."""
-        weights = self.weights
-        w13, b13, w2, b2 = weights.w13, weights.b13, weights.w2, weights.b2
+        (w13, w2), b13, b2 = self.weights.plain_matrices(), self.weights.b13, self.weights.b2
         shape = (len(pairs.index_N), self.spec.hidden_size)
         y_NH = torch.empty(shape, dtype=torch.float32, device=w13.device)
 
@@ -221,6 +229,15 @@ class GroupedExperts(Experts):
 
         _for_each(compute_one, pairs.runs(), pairs.counts, y_NH.device)
         return y_NH
+
+    def _tile_by_tile(self, x_RH: Tensor, pairs: SortedPairs) -> Tensor:
+        """The results of all pairs, in the order of `by_expert_N`, in float32, from quantized weights."""
+        weights, runs = self.weights, list(pairs.runs())
+        assert isinstance(weights.w13, QuantizedMatrix)
+        assert isinstance(weights.w2, QuantizedMatrix)
+        x_NH = self._inputs(x_RH, pairs, pairs.by_expert_N, torch.float32)
+        pre = product_by_tiles(x_NH, weights.w13, weights.b13, runs)
+        return product_by_tiles(self.spec.activation(pre), weights.w2, weights.b2, runs)
 
 
 def _product(x_nD: Tensor, w_OD: Tensor, out: Tensor | None = None) -> Tensor:

@@ -14,7 +14,8 @@ Which additions make up an element, and in which order, follows from the inner w
 and outputs only bound the temporaries, and the inner dimension stands last where it is wide and first where it
 is narrow, so that every operation runs over long contiguous stretches: neither changes a bit. Everything stays
 in float32: pre-activation, bias, activation (see `Activation.reproducible`), second product, bias, routing
-weight, and the sum over a row's experts.
+weight, and the sum over a row's experts. Quantized weights are decoded expert by expert, to float32, which holds
+every format's numbers exactly.
 
 The same argument holds on a GPU, and between a CPU and a GPU.
 """
@@ -24,8 +25,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokenyard.experts.base import Experts, local_routes
+from tokenyard.experts.base import Experts, expert_matrix, local_routes
 from tokenyard.experts.pairs import sort_pairs
+from tokenyard.formats import WEIGHT_FORMATS
 from tokenyard.rows import ExpertRows, ReceivedRows, UnfinalizedRows
 
 # float32 elements of one block of products (1 MiB, about a core's L2 cache). No influence on the result.
@@ -40,6 +42,7 @@ class ReferenceExperts(Experts):
     """Plain experts whose result for a row is bitwise independent of the rest of the batch."""
 
     name = "reference"
+    weight_formats = tuple(WEIGHT_FORMATS)
 
     @torch.no_grad()
     def compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows | UnfinalizedRows:
@@ -54,10 +57,11 @@ class ReferenceExperts(Experts):
             x_nH = x_RH[row_N[chosen]]
             if spec.weight_on == "input":
                 x_nH = x_nH * weights_N[chosen].unsqueeze(1)
-            pre = product_written_out(x_nH, weights.w13[expert])
+            pre = product_written_out(x_nH, expert_matrix(weights.w13, expert))
             if weights.b13 is not None:
                 pre += weights.b13[expert].float()
-            y_nH = product_written_out(spec.activation.reproducible(pre), weights.w2[expert])
+            hidden_nI = spec.activation.reproducible(pre)
+            y_nH = product_written_out(hidden_nI, expert_matrix(weights.w2, expert))
             if weights.b2 is not None:
                 y_nH += weights.b2[expert].float()
             rows_NH[chosen] = y_nH

@@ -37,6 +37,7 @@ class SelfRoutingExperts(Experts):
 
     name = "self_routing"
     routes_itself = True
+    weight_formats = GroupedExperts.weight_formats
     # The experts that can compute behind the router.
     inner_classes: ClassVar[dict[str, type[Experts]]] = {
         cls.name: cls for cls in (ReferenceExperts, GroupedExperts)

@@ -40,7 +40,8 @@ class WeightFormat(ABC):
     # Columns that share one scale; 1 where there are no scales.
     block: ClassVar[int] = 1
     quantized: ClassVar[bool] = True
-    # Formats of rows that experts with such weights take as they arrive. Plain rows (bf16, …) all of them take.
+    # Quantized rows that experts with such weights compute on, as they arrive. Plain rows they all take; rows in
+    # other formats are decoded first.
     row_formats: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod

@@ -39,7 +39,7 @@ from torch.nn import functional
 
 from tokenyard.errors import InputError, unknown_name
 from tokenyard.formats import bits, blocks
-from tokenyard.formats.fp8_block import SMALLEST_AMAX, divide_into_e4m3
+from tokenyard.formats.fp8_block import SMALLEST_AMAX, Fp8Block128, divide_into_e4m3
 from tokenyard.formats.matrix import HeldPayload, QuantizedMatrix, WeightFormat, check_matrix
 from tokenyard.formats.mxfp8 import Mxfp8
 from tokenyard.formats.nvfp4 import Nvfp4, row_global_scale
@@ -51,6 +51,7 @@ class PlainWeights(WeightFormat):
     """Weights in a plain dtype. They are plain tensors: nothing is quantized, and nothing decoded."""
 
     quantized = False
+    row_formats = (Fp8Block128.name, Mxfp8.name, Nvfp4.name)
     dtype: ClassVar[torch.dtype]
 
     def payloads(self, outputs: int, inputs: int) -> dict[str, HeldPayload]:
@@ -102,7 +103,7 @@ class Fp8Block128Weights(WeightFormat):
 
     name = "fp8_block128"
     block = 128
-    row_formats = ("fp8_block128",)
+    row_formats = (Fp8Block128.name,)
 
     def payloads(self, outputs: int, inputs: int) -> dict[str, HeldPayload]:
         scales = (-(-outputs // self.block), -(-inputs // self.block))
@@ -149,7 +150,7 @@ class Mxfp8Weights(WeightFormat):
 
     name = "mxfp8"
     block = 32
-    row_formats = ("mxfp8",)
+    row_formats = (Mxfp8.name,)
 
     def payloads(self, outputs: int, inputs: int) -> dict[str, HeldPayload]:
         width = self.padded_size(inputs)
@@ -191,7 +192,7 @@ class Nvfp4Weights(FourBitWeights):
     name = "nvfp4"
     block = 16
     scale_dtype = torch.float8_e4m3fn
-    row_formats = ("nvfp4",)
+    row_formats = (Nvfp4.name,)
 
     def payloads(self, outputs: int, inputs: int) -> dict[str, HeldPayload]:
         return {
@@ -226,7 +227,7 @@ class Mxfp4Weights(FourBitWeights):
     name = "mxfp4"
     block = 32
     scale_dtype = torch.uint8
-    row_formats = ("mxfp8",)
+    row_formats = (Mxfp8.name,)
     scale_rule: Literal["even", "ceil"] = "even"
 
     def __post_init__(self) -> None:

@@ -1,0 +1,73 @@
+"""Products with quantized weights, which are decoded a tile at a time and never stand in memory as a whole.
+
+A tile is some outputs of one expert. It is decoded to float32, which holds every format's numbers exactly, is
+multiplied with all rows of that expert while it lies in the cache, and is forgotten:
+
+    for each expert that is hit, for each tile of its outputs:   y[its rows, tile] = x[its rows] · decode(tile)ᵀ
+
+Tiles are independent, so a CPU's threads share them, one tile each at a time: both cores are busy whether one
+expert has all rows or each has one. Beside the weights and the rows, memory holds one tile per thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenyard.experts import workers
+from tokenyard.formats import QuantizedMatrix
+
+# Elements of a tile: 2 MiB of float32. mxint4, 32 experts of [2048, 2048] and [2048, 1024], K 8, on 2 busy cores, in
+# milliseconds at 128 Ki, 256 Ki, 512 Ki elements: 1 token 224, 114, 100; 128 tokens 1182, 608, 436.
+TILE_ELEMENTS = 512 * 1024
+
+
+class Tile(NamedTuple):
+    """Some outputs of one expert, for a run of rows."""
+
+    expert: int
+    run: slice
+    first: int
+    last: int
+
+
+def tiles(runs: Sequence[tuple[int, slice]], outputs: int, inputs: int) -> list[Tile]:
+    """What to compute, tile by tile.
+
+    >>> [tile[2:] for tile in tiles([(3, slice(0, 5))], outputs=300, inputs=4096)]
+    [(0, 128), (128, 256), (256, 300)]
+    """
+    step = max(1, TILE_ELEMENTS // inputs)
+    return [
+        Tile(expert, run, first, min(first + step, outputs))
+        for expert, run in runs
+        for first in range(0, outputs, step)
+    ]
+
+
+def product_by_tiles(
+    x_ND: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, runs: Sequence[tuple[int, slice]]
+) -> Tensor:
+    """`x · wᵀ + b` for rows that are sorted by expert, float32 `[rows, outputs]`."""
+    _, outputs, inputs = matrix.shape
+    y_NO = x_ND.new_empty(x_ND.shape[0], outputs)
+    of_expert = {expert: matrix[expert] for expert, _ in runs}
+
+    def compute(tile: Tile) -> None:
+        w_oD = of_expert[tile.expert].tile(tile.first, tile.last)
+        out = y_NO[tile.run, tile.first : tile.last]
+        torch.mm(x_ND[tile.run], w_oD.t(), out=out)
+        if bias is not None:
+            out += bias[tile.expert, tile.first : tile.last].float()
+
+    items = tiles(runs, outputs, inputs)
+    threads = torch.get_num_threads() if x_ND.device.type == "cpu" else 1
+    if threads > 1 and len(items) > 1:
+        workers.for_each(compute, items, threads)
+    else:
+        for tile in items:
+            compute(tile)
+    return y_NO
