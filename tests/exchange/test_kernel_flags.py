@@ -5,7 +5,7 @@ import pytest
 from tests.exchange import interpreter
 from tests.exchange.virtual_ranks import VirtualRanks, make_cargo
 from tokenyard.exchange.announcement import Phase
-from tokenyard.exchange.one_sided.control import COMBINED, FLAGS, ROUND, STATE, STATUS, VERDICT, Trouble
+from tokenyard.exchange.one_sided.control import COMBINED, ROUND, STATE, STATUS, VERDICT, Trouble
 from tokenyard.exchange.one_sided.kernels import flags
 
 pytestmark = interpreter.only_without_gpu
@@ -27,8 +27,9 @@ def test_meeting_publishes_round_layer_phase_and_failure():
             yard.launchers[1].meet(77, phase, waits=False)
         yard.launchers[2].meet(4095, Phase.COMBINE, fails=True, waits=False)
     for rank in range(3):
-        assert yard.flags(rank, phase=0) == [0, 2 << 24 | 77 << 2, 0]
-        assert yard.flags(rank, phase=1) == [0, 2 << 24 | 77 << 2 | 1, 2 << 24 | 4095 << 2 | 3]
+        for n in (1, 2):
+            assert yard.flags(rank, 0, n).tolist() == [0, n << 24 | 77 << 2, 0]
+            assert yard.flags(rank, 1, n).tolist() == [0, n << 24 | 77 << 2 | 1, n << 24 | 4095 << 2 | 3]
     assert yard.words(1)[[ROUND, COMBINED]].tolist() == [2, 2]
     assert yard.words(2)[[ROUND, COMBINED]].tolist() == [0, 2]
     assert yard.words(0)[[ROUND, COMBINED]].tolist() == [0, 0]
@@ -40,7 +41,7 @@ def test_nobody_meets_after_a_round_has_failed(trouble):
     yard.words(1)[STATUS] = int(trouble)
     yard.launchers[1].meet(5, Phase.DISPATCH, waits=False)
     goes_on = trouble == Trouble.BAD_IDS
-    assert yard.flags(0) == [0, 1 << 24 | 5 << 2 if goes_on else 0]
+    assert yard.flags(0).tolist() == [0, 1 << 24 | 5 << 2 if goes_on else 0]
     assert yard.words(1)[ROUND] == int(goes_on)
 
 
@@ -61,6 +62,14 @@ def test_a_rank_that_drifts_or_fails_is_found_by_its_flag(layer, fails, trouble)
     yard.launchers[1].meet(5, Phase.DISPATCH)
     assert yard.status(1) == [trouble, 1 << 24 | 5 << 2, 0b100, 0]
     assert yard.launchers[1].told[0].tolist() == yard.status(1)
+
+
+def test_a_failure_is_found_by_who_looks_when_the_next_round_has_begun():
+    yard = VirtualRanks(make_cargo(2))
+    yard.launchers[1].meet(5, Phase.DISPATCH, fails=True, waits=False)
+    yard.launchers[1].meet(5, Phase.DISPATCH, waits=False)  # it has heard of rank 0, which has not looked yet
+    yard.launchers[0].meet(5, Phase.DISPATCH)
+    assert yard.status(0)[:3] == [Trouble.FAILED, 1 << 24 | 5 << 2, 0b10]
 
 
 @pytest.mark.usefixtures("clock")
@@ -84,6 +93,6 @@ def test_who_waits_only_for_itself_is_not_excused(clock):
     yard = VirtualRanks(make_cargo(3), deadline=0.01)
     yard.words(2)[STATE] = 1 << 24
     for rank in range(3):
-        yard.words(2)[FLAGS + rank] = (rank != 2) << 24
+        yard.flags(2)[rank] = (rank != 2) << 24
     yard.launchers[0].meet(0, Phase.DISPATCH)
     assert yard.status(0)[2] == 0b110

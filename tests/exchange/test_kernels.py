@@ -148,7 +148,7 @@ def test_a_second_batch_does_not_meet_the_first_one(whole):
         )
         assert wrong == []
         assert yard.words(0)[ROUND] == turn + 1
-    assert yard.flags(1) == [3 << 24 | yard.crossing.layer << 2] * 2
+    assert yard.flags(1, round=3).tolist() == [3 << 24 | yard.crossing.layer << 2] * 2
 
 
 def test_several_ranks_may_share_a_launch(whole):
@@ -331,7 +331,7 @@ def test_a_round_that_failed_comes_home_as_nan():
         yard.launchers[0].combine(yard.crossing, slots_twin(cargo, batch.ids_TK, 0), placed, out_TH)
         assert bool(out_TH.isnan().all())
     assert yard.words(0)[COMBINED] == 0
-    assert yard.flags(0, phase=1) == [0]
+    assert yard.flags(0, phase=1).tolist() == [0]
     yard.words(0)[STATUS] = int(Trouble.BAD_IDS)  # which ends nothing
     yard.launchers[0].combine(yard.crossing, slots_twin(cargo, batch.ids_TK, 0), None, out_TH)
     assert not bool(out_TH.isnan().any())
@@ -353,7 +353,10 @@ def test_a_small_combine_meets_the_others_itself():
         yard.launchers[1].combine(yard.crossing, slots_twin(cargo, batches[1].ids_TK, 1), None, out_TH)
         assert same_bits(out_TH, yard.pulled_by_twin(1, batches[1].ids_TK))
         assert yard.words(1)[COMBINED] == turn + 1
-        assert yard.flags(0, phase=1) == [turn + 1 << 24 | yard.crossing.layer << 2 | 1] * 2
+        assert (
+            yard.flags(0, phase=1, round=turn + 1).tolist()
+            == [turn + 1 << 24 | yard.crossing.layer << 2 | 1] * 2
+        )
         assert yard.words(1)[:9].tolist()[4:] == [0] * 5  # it has cleaned up, and nothing went wrong
 
 

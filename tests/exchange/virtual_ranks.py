@@ -6,7 +6,7 @@ Both begin as the same noise, and whole regions are compared: a byte too many is
 import torch
 
 from tokenyard.exchange.cargo import Cargo
-from tokenyard.exchange.one_sided.control import FLAGS, STATUS, STATUS_WORDS, ControlLayout
+from tokenyard.exchange.one_sided.control import STATUS, STATUS_WORDS, ControlLayout
 from tokenyard.exchange.one_sided.exchange import OneSidedExchange
 from tokenyard.exchange.one_sided.kernels.twins import SentBatch, place_twin, pull_twin, push_twin, slots_twin
 from tokenyard.exchange.one_sided.launches import Crossing, Launcher
@@ -87,10 +87,9 @@ class VirtualRanks:
         """A rank's control region as 64-bit words."""
         return self.layout.control_region().of(self.buffers[rank]).view(torch.int64)
 
-    def flags(self, rank, phase=0):
-        """The flags of a phase that stand at a rank, by source."""
-        first = FLAGS + phase * self.world
-        return self.words(rank)[first : first + self.world].tolist()
+    def flags(self, rank, phase=0, round=1):
+        """The flags of a phase that stand at a rank where those of a round do, by source; a view."""
+        return self.words(rank)[self.control.flags(phase, round)]
 
     def status(self, rank):
         """A rank's status on the device."""

@@ -22,7 +22,7 @@ from tokenyard.compat.carriers import AtTheDoor, Carrier
 from tokenyard.errors import HandleError, PeerFailed
 from tokenyard.exchange import Cargo, Dispatched
 from tokenyard.exchange.announcement import Phase
-from tokenyard.exchange.one_sided.control import FLAGS, ROUND, Trouble
+from tokenyard.exchange.one_sided.control import ROUND, Trouble
 from tokenyard.exchange.one_sided.cuda import CudaOneSidedExchange, DevicePath
 from tokenyard.exchange.one_sided.launches import Crossing
 from tokenyard.formats import EncodedRows
@@ -85,8 +85,8 @@ class DeviceCarrier(Carrier, CudaOneSidedExchange):
             )
 
     def is_agreed_on(self, phase: str) -> bool:
-        first = FLAGS + list(Phase).index(Phase(phase)) * self.group.size
-        return bool((self._words()[first : first + self.group.size] == self._door_flag).all())
+        there = self.memory.control.flags(list(Phase).index(Phase(phase)), self._door_flag >> 24)
+        return bool((self._words()[there] == self._door_flag).all())
 
     def _words(self) -> Tensor:
         """This rank's control region."""

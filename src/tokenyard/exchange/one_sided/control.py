@@ -1,6 +1,6 @@
 """Where everything stands in the control region of a rank on a GPU.
 
-    words (64 bits)   STATE … STATUS, then a flag per source rank for dispatches, and one for combines
+    words (64 bits)   STATE … STATUS, then for each turn, phase and source rank a flag
     mail              for each dispatch in flight and source rank: rows that come from there, and `max_tokens`
     text              why this rank failed, for the others to read
 
@@ -41,15 +41,25 @@ class ControlLayout:
 
     >>> layout = ControlLayout(world=4, in_flight=2)
     >>> layout.mail(0), layout.mail(1), layout.text, layout.nbytes
-    (192, 224, Region(offset=256, nbytes=512), 768)
+    (320, 352, Region(offset=384, nbytes=512), 896)
     """
 
     world: int
     in_flight: int
 
+    @property
+    def turns(self) -> int:
+        """Rounds whose flags stand side by side: a rank can be so far ahead of one that has yet to look at them."""
+        return self.in_flight + 1
+
+    def flags(self, phase: int, round: int) -> slice:
+        """The words in which ranks tell of a phase (0: dispatch, 1: combine) of a round, one for each source rank."""
+        first = FLAGS + ((round % self.turns) * 2 + phase) * self.world
+        return slice(first, first + self.world)
+
     def mail(self, flight: int) -> int:
         """The counts of the rows of one dispatch in flight: two 32-bit numbers per source rank."""
-        return (FLAGS + 2 * self.world + flight * self.world) * WORD
+        return (FLAGS + 2 * self.turns * self.world + flight * self.world) * WORD
 
     @property
     def text(self) -> Region:

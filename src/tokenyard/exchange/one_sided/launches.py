@@ -258,6 +258,12 @@ class Launcher:
             self._pull(crossing, home, slots_TW, x_TH, (), -1, meets=meets, sized_for=tokens)
 
     def _table(self, placement: Placement) -> tuple[Tensor, Tensor]:
+        if self.ranks > 1 and placement.has_replicas:
+            raise InputError(
+                f"a shared launch of {self.ranks} ranks, and {placement}",
+                expected="experts without replicas: which one a token meets depends on its rank",
+                fix="launch the ranks one by one",
+            )
         if placement not in self._tables:
             self._tables[placement] = expert_table(placement, self.rank, self.device)
         return self._tables[placement]
@@ -309,7 +315,8 @@ class Launcher:
         """Publish that this rank has done its part of a phase, or that it failed, and wait for the others."""
         flags_room.meet[(self.ranks,)](
             self.peers, self.told, self.rank, layer, list(Phase).index(phase), int(fails), self.deadline,
-            WORLD=self.world, WIDE=self._wide, WAITS=waits, EARLY=early, num_warps=1, **_launch_early(early),
+            WORLD=self.world, WIDE=self._wide, TURNS=self.control.turns, WAITS=waits, EARLY=early, num_warps=1,
+            **_launch_early(early),
         )  # fmt: skip
 
     def _assign(self, crossing: Crossing, routes: Routing) -> None:
@@ -350,8 +357,8 @@ class Launcher:
             OPTION=encoding.option, TOP_K=cargo.top_k, K_WIDE=triton.next_power_of_2(cargo.top_k),
             REPLICAS=experts.shape[1], WORLD=self.world, WIDE=self._wide,
             AT_ONCE=min(push_room.RANKS_AT_ONCE.value, self._wide), TILE=cut.tile, PARTS=cut.parts,
-            WHOLE=whole, WAITS=waits, EARLY=self._early, num_warps=cut.warps, enable_fp_fusion=False,
-            **_launch_early(self._early),
+            TURNS=self.control.turns, WHOLE=whole, WAITS=waits, EARLY=self._early, num_warps=cut.warps,
+            enable_fp_fusion=False, **_launch_early(self._early),
         )  # fmt: skip
 
     @staticmethod
@@ -431,7 +438,7 @@ class Launcher:
             home.places.get("scales", 0), self.deadline,
             HIDDEN=crossing.cargo.hidden_size, PADDED=home.padded, FORMAT=home.encoding.code,
             KIND=home.encoding.kind, WORLD=self.world, WIDE=self._wide, TILE=cut.tile, PARTS=cut.parts,
-            MEETS=meets, EARLY=self._early, num_warps=cut.warps, enable_fp_fusion=False,
+            TURNS=self.control.turns, MEETS=meets, EARLY=self._early, num_warps=cut.warps, enable_fp_fusion=False,
             **_launch_early(self._early),
         )  # fmt: skip
 

@@ -12,7 +12,7 @@ A control region (`ControlLayout`) begins with these 64-bit words:
     4 ARRIVED    blocks of the running dispatch that are done      5 PLACED    the same, of the way back
     6 LEFT       blocks that have left a small combine
     8 STATUS     kind, flag, ranks (bit by bit), nanoseconds: the first thing that went wrong
-   16 FLAGS      of dispatches, one word per source rank; then of combines
+   16 FLAGS      one word for each turn, phase and source rank
 
 **Order.** Every block ends with a barrier and an atomic add (release, acquire): so the last one has seen what the
 others have written, and its flags (release, at system scope) tell of all of it. Whoever waits reads them by atomics
@@ -59,9 +59,12 @@ def words_of(address):
 
 
 @triton.jit
-def flags_of(control, phase, WORLD: tl.constexpr):
-    """Where the flags of a phase stand in a control region, or in several."""
-    return control + (FLAGS + phase * WORLD)
+def flags_of(control, phase, round, WORLD: tl.constexpr, TURNS: tl.constexpr):
+    """Where the flags of a phase stand in a control region, or in several.
+
+    Rounds take turns: a rank that failed in one, and has gone on to the next, has not overwritten what it said.
+    """
+    return control + (FLAGS + ((round % TURNS) * 2 + phase) * WORLD)
 
 
 @triton.jit
@@ -82,20 +85,20 @@ def report(mine, host, kind, flag, ranks, waited):
 
 
 @triton.jit
-def publish(peers, rank, flag, phase, WORLD: tl.constexpr, WIDE: tl.constexpr):
+def publish(peers, rank, flag, phase, WORLD: tl.constexpr, WIDE: tl.constexpr, TURNS: tl.constexpr):
     """Tell every rank that all which this one has written before is there."""
     w = tl.arange(0, WIDE)
     controls = words_of(tl.load(peers + w, mask=w < WORLD, other=0))
-    flags = flags_of(controls, phase, WORLD) + rank
+    flags = flags_of(controls, phase, flag >> 24, WORLD, TURNS) + rank
     value = tl.zeros([WIDE], tl.int64) + flag
     tl.atomic_xchg(flags, value, mask=w < WORLD, sem="release", scope="sys")
 
 
 @triton.jit
-def rounds_told(mine, phase, WORLD: tl.constexpr, WIDE: tl.constexpr):
+def rounds_told(mine, phase, round, WORLD: tl.constexpr, WIDE: tl.constexpr, TURNS: tl.constexpr):
     """The flags that stand here now, and what was written before them with it."""
     w = tl.arange(0, WIDE)
-    flags = flags_of(mine, phase, WORLD) + w
+    flags = flags_of(mine, phase, round, WORLD, TURNS) + w
     return tl.atomic_add(flags, tl.zeros([WIDE], tl.int64), mask=w < WORLD, sem="acquire", scope="sys")
 
 
@@ -108,9 +111,11 @@ def behind(told, flag, WORLD: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def wait(mine, peers, rank, host, flag, deadline, phase, WORLD: tl.constexpr, WIDE: tl.constexpr):
+def wait(
+    mine, peers, rank, host, flag, deadline, phase, WORLD: tl.constexpr, WIDE: tl.constexpr, TURNS: tl.constexpr
+):
     """Wait until every rank has come to the round of a flag, no longer than the deadline (nanoseconds)."""
-    told = rounds_told(mine, phase, WORLD, WIDE)
+    told = rounds_told(mine, phase, flag >> 24, WORLD, WIDE, TURNS)
     missing = behind(told, flag, WORLD, WIDE)
     if missing != 0:
         tl.atomic_xchg(mine + STATE, flag, sem="relaxed", scope="sys")
@@ -118,13 +123,13 @@ def wait(mine, peers, rank, host, flag, deadline, phase, WORLD: tl.constexpr, WI
         waited = started - started
         verdict = tl.atomic_add(mine + VERDICT, tl.zeros([], tl.int64), sem="acquire", scope="sys")
         while (missing != 0) & (waited < deadline) & (verdict == 0):
-            missing = behind(rounds_told(mine, phase, WORLD, WIDE), flag, WORLD, WIDE)
+            missing = behind(rounds_told(mine, phase, flag >> 24, WORLD, WIDE, TURNS), flag, WORLD, WIDE)
             verdict = tl.atomic_add(mine + VERDICT, tl.zeros([], tl.int64), sem="acquire", scope="sys")
             waited = globaltimer() - started
         if missing != 0:
-            give_up(mine, peers, host, flag, missing, waited, WORLD, WIDE)
+            give_up(mine, peers, host, flag, missing, waited, WORLD, WIDE, TURNS)
         tl.atomic_xchg(mine + STATE, tl.zeros([], tl.int64), sem="relaxed", scope="sys")
-        told = rounds_told(mine, phase, WORLD, WIDE)
+        told = rounds_told(mine, phase, flag >> 24, WORLD, WIDE, TURNS)
     check(mine, host, told, flag, WORLD, WIDE)
 
 
@@ -142,14 +147,16 @@ def check(mine, host, told, flag, WORLD: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def give_up(mine, peers, host, flag, missing, waited, WORLD: tl.constexpr, WIDE: tl.constexpr):
+def give_up(
+    mine, peers, host, flag, missing, waited, WORLD: tl.constexpr, WIDE: tl.constexpr, TURNS: tl.constexpr
+):
     """Decide who of the missing ranks is lost, and tell every rank; or take the verdict that stands."""
     w = tl.arange(0, WIDE)
     excused = missing & 0
     for other in range(WORLD):
         theirs = words_of(tl.load(peers + other))
         state = tl.atomic_add(theirs + STATE, tl.zeros([], tl.int64), sem="acquire", scope="sys")
-        flags = theirs + FLAGS + (state & 1) * WORLD + w
+        flags = flags_of(theirs, state & 1, state >> 24, WORLD, TURNS) + w
         zeros = tl.zeros([WIDE], tl.int64)
         heard = tl.atomic_add(flags, zeros, mask=w < WORLD, sem="acquire", scope="sys")
         waits_for = ((heard >> 24) < (state >> 24)) & (w < WORLD) & (w != other)
@@ -167,33 +174,24 @@ def give_up(mine, peers, host, flag, missing, waited, WORLD: tl.constexpr, WIDE:
 
 @triton.jit
 def meet_others(
-    mine,
-    peers,
-    rank,
-    host,
-    layer,
-    deadline,
-    phase,
-    fails,
-    WORLD: tl.constexpr,
-    WIDE: tl.constexpr,
-    WAITS: tl.constexpr,
-):
+    mine, peers, rank, host, layer, deadline, phase, fails,
+    WORLD: tl.constexpr, WIDE: tl.constexpr, TURNS: tl.constexpr, WAITS: tl.constexpr,
+):  # fmt: skip
     """Publish that this rank has done its part of a phase, or that it failed (1, else 0), and wait for the others."""
     status = tl.load(mine + STATUS)
     round = tl.load(mine + ROUND + phase) + 1
     if status < FAILED:  # else nobody meets any more in this round
         tl.store(mine + ROUND + phase, round)
         flag = (round << 24) | (layer << 2) | (phase + 2 * fails)
-        publish(peers, rank, flag, phase, WORLD, WIDE)
+        publish(peers, rank, flag, phase, WORLD, WIDE, TURNS)
         if WAITS:
-            wait(mine, peers, rank, host, flag, deadline, phase, WORLD, WIDE)
+            wait(mine, peers, rank, host, flag, deadline, phase, WORLD, WIDE, TURNS)
 
 
 @triton.jit(do_not_specialize=["first_rank", "layer", "phase", "fails", "deadline"])
 def meet(
     peers, host, first_rank, layer, phase, fails, deadline,
-    WORLD: tl.constexpr, WIDE: tl.constexpr, WAITS: tl.constexpr, EARLY: tl.constexpr,
+    WORLD: tl.constexpr, WIDE: tl.constexpr, TURNS: tl.constexpr, WAITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One block per rank, behind the kernels that did the work."""
     if layer < 0:  # a rehearsal
@@ -203,4 +201,4 @@ def meet(
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
-    meet_others(mine, peers, rank, host, layer, deadline, phase, fails, WORLD, WIDE, WAITS)
+    meet_others(mine, peers, rank, host, layer, deadline, phase, fails, WORLD, WIDE, TURNS, WAITS)

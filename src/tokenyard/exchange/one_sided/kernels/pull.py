@@ -107,7 +107,7 @@ def pull(
     tokens, max_tokens, first_rank, blocks_per_rank, layer, terms, data_at, scales_at, deadline,
     HIDDEN: tl.constexpr, PADDED: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr,
     WORLD: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
-    MEETS: tl.constexpr, EARLY: tl.constexpr,
+    TURNS: tl.constexpr, MEETS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Read each token's results from the ranks that it went to, and write their sum."""
     if tokens < 0:  # a rehearsal
@@ -127,8 +127,8 @@ def pull(
         flag = (round << 24) | (layer << 2) | COMBINE
         if status < FAILED:
             if tl.atomic_add(placed, 1, sem="relaxed", scope="gpu") == 0:
-                publish(peers, rank, flag, COMBINE, WORLD, WIDE)
-            wait(mine, peers, rank, host, flag, deadline, COMBINE, WORLD, WIDE)
+                publish(peers, rank, flag, COMBINE, WORLD, WIDE, TURNS)
+            wait(mine, peers, rank, host, flag, deadline, COMBINE, WORLD, WIDE, TURNS)
             tl.debug_barrier()
             status = tl.load(mine + STATUS, volatile=True)
     if block < tokens * PARTS:

@@ -265,7 +265,7 @@ def push(
     HIDDEN: tl.constexpr, PADDED: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr, OPTION: tl.constexpr,
     TOP_K: tl.constexpr, K_WIDE: tl.constexpr, REPLICAS: tl.constexpr, WORLD: tl.constexpr, WIDE: tl.constexpr,
     AT_ONCE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
-    WHOLE: tl.constexpr, WAITS: tl.constexpr, EARLY: tl.constexpr,
+    TURNS: tl.constexpr, WHOLE: tl.constexpr, WAITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write the rows of a batch to their ranks. With `WHOLE` write all else, too, and meet the other ranks."""
     if tokens < 0:  # a rehearsal
@@ -331,7 +331,7 @@ def push(
         arrived = (mine + ARRIVED).to(tl.pointer_type(tl.int32))
         if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == row_blocks + other_blocks - 1:
             tl.store(arrived, 0)
-            meet_others(mine, peers, rank, host, layer, deadline, DISPATCH, 0, WORLD, WIDE, WAITS)
+            meet_others(mine, peers, rank, host, layer, deadline, DISPATCH, 0, WORLD, WIDE, TURNS, WAITS)
 
 
 @triton.jit
