@@ -56,6 +56,8 @@ def test_experts(monkeypatch):
     [
         (["experts", "--top-k", 9, "--num-experts", 8], "--top-k 9"),
         (["experts", "--device", "abacus"], "--device abacus"),
+        (["experts", "--weights", "mxint3"], "unknown weight format 'mxint3'"),
+        (["experts", "--weights", "fp32"], "--weights fp32 on --device cpu"),
         (["encode", *TINY, "--out", "/nowhere/at/all.json"], "cannot be written"),
     ],
 )

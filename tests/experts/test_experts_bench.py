@@ -5,7 +5,8 @@ import sys
 import pytest
 import torch
 
-from tokenyard.bench.experts import _difference, measure_experts
+from tokenyard.bench.experts import compare, measure_experts
+from tokenyard.bench.quantized_experts import measure_quantized_experts
 from tokenyard.errors import InputError
 
 SMALL = {
@@ -26,10 +27,18 @@ def test_a_small_run() -> None:
     assert row["difference"] < 0.02
 
 
+def test_a_small_run_with_quantized_weights() -> None:
+    row = measure_quantized_experts(**SMALL, weights="mxfp4")
+    assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
+    assert row["ours_ms"] > row["floor_ms"] > 0
+    assert row["memory_ratio"] <= 0.29
+    assert row["difference"] < 0.02
+
+
 def test_a_different_layer_is_noticed() -> None:
     x = torch.randn(5, 5)
     with pytest.raises(InputError, match="differs from Transformers'"):
-        _difference(x, x.flip(0))
+        compare(x, x.flip(0), "Transformers'")
 
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

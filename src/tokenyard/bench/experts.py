@@ -86,8 +86,8 @@ def measure_experts(
         "float32": lambda: wide @ wide,
         "bf16": lambda: narrow @ narrow,
     }
-    difference = _difference(ours(), theirs())
-    seconds = _alternate(candidates, rounds, device)
+    difference = compare(ours(), theirs(), "Transformers'")
+    seconds = alternate(candidates, rounds, device)
     ratios = [t / o for o, t in zip(seconds["ours"], seconds["theirs"], strict=True)]
     # The best rate is a property of the machine, so the fastest round counts.
     rates = {name: 2 * SQUARE**3 / min(seconds[name]) for name in ("float32", "bf16")}
@@ -115,7 +115,7 @@ def measure_experts(
     }
 
 
-def _alternate(
+def alternate(
     candidates: dict[str, Callable[[], Tensor]], rounds: int, device: str
 ) -> dict[str, list[float]]:
     """Seconds of each candidate, round by round; every second round runs in the opposite order."""
@@ -138,7 +138,7 @@ def _alternate(
     return seconds
 
 
-def _difference(ours: Tensor, theirs: Tensor) -> float:
+def compare(ours: Tensor, theirs: Tensor, peer: str) -> float:
     """The largest deviation over the largest result; raise where the two do not compute the same layer.
 
     Both round to bf16 (2^-9 relative) at the end, and the peer also after each product: four roundings, and
@@ -147,7 +147,7 @@ def _difference(ours: Tensor, theirs: Tensor) -> float:
     difference = float((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max())
     if not difference < 0.05:
         raise InputError(
-            f"our result differs from Transformers' by {difference:.1%}",
+            f"our result differs from {peer} by {difference:.1%}",
             expected="the same layer from both, to a few bf16 roundings",
             fix="compare only what agrees: check the layout of the weights",
         )

@@ -56,13 +56,22 @@ def experts(
     num_experts: Annotated[int, typer.Option(min=1)] = 64,
     top_k: Annotated[int, typer.Option(min=1)] = 8,
     rounds: Annotated[int, typer.Option(min=1)] = 7,
+    weights: Annotated[
+        list[str],
+        typer.Option(help="The format of the weights, bf16 or quantized; may be given several times."),
+    ] = ["bf16"],  # noqa: B006
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     out: OutFile = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """How fast experts compute, beside Transformers' and the floor."""
+    """How fast experts compute, beside a peer and the floor.
+
+    The peer of bf16 weights is Transformers; that of quantized ones decodes them first and calls F.grouped_mm.
+    """
     from tokenyard.bench.experts import measure_experts
+    from tokenyard.bench.quantized_experts import measure_quantized_experts
     from tokenyard.errors import InputError
+    from tokenyard.formats import weight_format
 
     if top_k > num_experts:
         raise InputError(
@@ -71,28 +80,39 @@ def experts(
             fix="choose fewer experts per token, or more experts",
         )
     _check_device(device)
+    for name in weights:
+        if name != "bf16" and (device != "cpu" or not weight_format(name).quantized):
+            raise InputError(
+                f"--weights {name} on --device {device}",
+                expected="bf16, or a quantized format on the cpu",
+                fix="leave --device out, or measure bf16",
+            )
 
     def measure(num_tokens: int) -> list[dict[str, Any]]:
-        row = measure_experts(
-            num_tokens,
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
-            num_experts=num_experts,
-            top_k=top_k,
-            rounds=rounds,
-            device=device,
-        )
-        return [row]
+        shape: dict[str, Any] = {
+            "hidden_size": hidden_size,
+            "intermediate_size": intermediate_size,
+            "num_experts": num_experts,
+            "top_k": top_k,
+            "rounds": rounds,
+        }
+        return [
+            measure_experts(num_tokens, device=device, **shape)
+            if name == "bf16"
+            else measure_quantized_experts(num_tokens, weights=name, **shape)
+            for name in weights
+        ]
 
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "tokens": lambda row: str(row["num_tokens"]),
         "shape": lambda row: (
             f"H {row['hidden_size']}, I {row['intermediate_size']}, E {row['num_experts']}, K {row['top_k']}"
         ),
+        "weights": lambda row: str(row.get("weights", "bf16")),
         "ours, ms": lambda row: f"{row['ours_ms']:.2f}",
-        "Transformers, ms": lambda row: f"{row['transformers_ms']:.2f}",
+        "peer, ms": lambda row: f"{row.get('decoded_first_ms', row.get('transformers_ms')):.2f}",
         "floor, ms": lambda row: f"{row['floor_ms']:.2f}",
-        "Transformers / ours": lambda row: (
+        "peer / ours": lambda row: (
             f"{row['ratio']:.2f} × ({row['ratio_low']:.2f} to {row['ratio_high']:.2f})"
         ),
         "ours / floor": lambda row: f"{row['over_floor']:.2f} ×",
