@@ -112,7 +112,16 @@ def behind(told, flag, WORLD: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def wait(
-    mine, peers, rank, host, flag, deadline, phase, WORLD: tl.constexpr, WIDE: tl.constexpr, TURNS: tl.constexpr
+    mine,
+    peers,
+    rank,
+    host,
+    flag,
+    deadline,
+    phase,
+    WORLD: tl.constexpr,
+    WIDE: tl.constexpr,
+    TURNS: tl.constexpr,
 ):
     """Wait until every rank has come to the round of a flag, no longer than the deadline (nanoseconds)."""
     told = rounds_told(mine, phase, flag >> 24, WORLD, WIDE, TURNS)
