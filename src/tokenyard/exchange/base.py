@@ -387,12 +387,9 @@ class Exchange(ABC):
         cargo, path = dispatched.cargo, dispatched.return_path
         stats = self.stats[cargo.layer]
         try:
-            self._check_reducer(cargo, reduces)
-            for tensor in ([] if out is None else [out]) + list(add):
-                check_output(cargo, tensor, path.num_tokens, self.group.device)
+            rows_RH = self._check_result(dispatched, result, reduces=reduces, out=out, add=add)
             loaded = None
-            if not self._is_placed(dispatched, result):
-                rows_RH = check_expert_rows(result, dispatched.received).rows_RH
+            if rows_RH is not None:
                 loaded = self._load_back(dispatched, cargo.combine_wire.encode(rows_RH))
         except Exception as error:
             self._fail(cargo, error, partial(self._fail_back, dispatched, error))
@@ -401,8 +398,17 @@ class Exchange(ABC):
         stats.count_combine([n * self.region_bytes(cargo).combine_row for n in path.received_counts])
         return home
 
-    def _check_reducer(self, cargo: Cargo, reduces: bool) -> None:
-        """Raise unless results are reduced over ranks by whom the plan says."""
+    def _check_result(
+        self,
+        dispatched: Dispatched,
+        result: ExpertRows | PlacedRows,
+        *,
+        reduces: bool,
+        out: Tensor | None,
+        add: Sequence[Tensor],
+    ) -> Tensor | None:
+        """Raise unless a result, and what it is written into and added to, fit; its rows, None if they are placed."""
+        cargo = dispatched.cargo
         if reduces != cargo.reduces_ranks:
             raise ContractError(
                 f"the {'exchange' if reduces else 'caller'} was asked to reduce over ranks",
@@ -411,6 +417,11 @@ class Exchange(ABC):
                 if reduces
                 else 'let the exchange do it, or plan with reduce_ranks="caller"',
             )
+        for tensor in ([] if out is None else [out]) + list(add):
+            check_output(cargo, tensor, dispatched.return_path.num_tokens, self.group.device)
+        if self._is_placed(dispatched, result):
+            return None
+        return check_expert_rows(result, dispatched.received).rows_RH
 
     def _is_placed(self, dispatched: Dispatched, result: object) -> bool:
         """Whether a result stands in the combine region already. Exchanges without one know no such thing."""

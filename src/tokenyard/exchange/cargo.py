@@ -133,7 +133,7 @@ class Outgoing:
     routes: Routes | RoutingLogits
     extra: Mapping[str, Tensor]
     tokens_by_rank: tuple[Tensor, ...]
-    # `(rank_TK, local_TK)`: where each choice goes, if that was looked up already.
+    # `(rank_TK, local_TK)`: where each choice goes. None, where logits travel.
     resolved: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -146,12 +146,13 @@ class Outgoing:
         """Rows for each rank."""
         return [tokens.numel() for tokens in self.tokens_by_rank]
 
-    def local_routes(self, cargo: Cargo, routes: Routes, rank: int) -> tuple[Tensor, Tensor]:
+    def local_routes(self, routes: Routes) -> tuple[Tensor, Tensor]:
         """Ids and weights of every row that goes out, by rank: the ids of that rank's own experts, else -1."""
         token_N = torch.cat(self.tokens_by_rank)
         counts = torch.tensor(self.counts, device=token_N.device)
         target_N = torch.arange(len(counts), device=token_N.device).repeat_interleave(counts)
-        rank_TK, local_TK = self.resolved or cargo.placement.resolve(routes.topk_ids_TK, rank)
+        assert self.resolved is not None  # these are routes
+        rank_TK, local_TK = self.resolved
         here_NK = rank_TK[token_N] == target_N.unsqueeze(1)
         weights_NK = torch.where(here_NK, routes.topk_weights_TK[token_N].float(), 0.0)
         return torch.where(here_NK, local_TK[token_N], -1), weights_NK

@@ -29,7 +29,7 @@ class TwoSidedExchange(MessageExchange):
         token_N = torch.cat(outgoing.tokens_by_rank)
         tensors = {name: tensor[token_N] for name, tensor in outgoing.rows.payloads.items()}
         tensors |= {name: tensor[token_N] for name, tensor in outgoing.extra.items()}
-        tensors["ids"], tensors["weights"] = outgoing.local_routes(cargo, routes, self.group.rank)
+        tensors["ids"], tensors["weights"] = outgoing.local_routes(routes)
         return cargo.dispatch_layout.pack(tensors, token_N.numel(), token_N.device)
 
     def _move(

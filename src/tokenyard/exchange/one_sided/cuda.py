@@ -27,7 +27,7 @@ from torch import Tensor
 from tokenyard.errors import ContractError, Drifted, HandleError, InputError, PeerFailed, PeerLost
 from tokenyard.exchange.announcement import Phase
 from tokenyard.exchange.base import Exchange
-from tokenyard.exchange.cargo import Cargo, Dispatched, ReturnPath, UnencodedRows, check_output
+from tokenyard.exchange.cargo import Cargo, Dispatched, ReturnPath, UnencodedRows
 from tokenyard.exchange.one_sided.control import STATUS, WORD, ControlLayout, Trouble
 from tokenyard.exchange.one_sided.exchange import OneSidedExchange
 from tokenyard.exchange.one_sided.graphs import CapturedGraphs
@@ -44,7 +44,6 @@ from tokenyard.rows import (
     RankRows,
     ReceivedRows,
     RoutingLogits,
-    check_expert_rows,
 )
 from tokenyard.workspace import WorkspaceLayout
 
@@ -60,7 +59,11 @@ class DevicePath(ReturnPath):
 
     crossing: Crossing
     slots_TW: Tensor
-    is_checked: bool
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether the host has read how many rows came."""
+        return bool(self.received_counts)
 
 
 class DeviceWorkspace:
@@ -142,19 +145,17 @@ class CudaOneSidedExchange(OneSidedExchange):
             self._build(needed, tokens)
         Exchange.serve(self, cargos)
 
-    def layout_for(self, cargos: Sequence[Cargo]) -> WorkspaceLayout:
-        needs = [self.region_bytes(cargo) for cargo in cargos]
-        return WorkspaceLayout(
-            control=ControlLayout(self.group.size, self._capacity).nbytes,
-            dispatch=max(need.dispatch for need in needs),
-            combine=max(need.combine for need in needs),
-            in_flight=self._capacity,
-        )
+    @property
+    def _control(self) -> ControlLayout:
+        return ControlLayout(self.group.size, self._capacity)
+
+    @property
+    def _control_bytes(self) -> int:
+        return self._control.nbytes
 
     def _build(self, layout: WorkspaceLayout, max_tokens: int) -> None:
         self.group.wait_for_device()  # what still uses the old workspace ends first
-        control = ControlLayout(self.group.size, self._capacity)
-        self._device_workspace = DeviceWorkspace(self.group, layout, control, max_tokens)
+        self._device_workspace = DeviceWorkspace(self.group, layout, self._control, max_tokens)
 
     def warmup(self, cargos: Sequence[Cargo]) -> None:
         """Load every kernel on every rank, before the first one that waits."""
@@ -248,7 +249,6 @@ class CudaOneSidedExchange(OneSidedExchange):
             num_tokens=rows.num_rows,
             crossing=crossing,
             slots_TW=slots_TW,
-            is_checked=is_checked,
         )
         received = self._rows_received(crossing, counts)
         dispatched = Dispatched(received=received, cargo=cargo, round=round, return_path=path)
@@ -348,8 +348,7 @@ class CudaOneSidedExchange(OneSidedExchange):
             home = (
                 out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
             )
-            dense = dispatched.received.slots_R is not None
-            self.launcher.combine(path.crossing, path.slots_TW, rows_RH, home, add, dense=dense)
+            self.launcher.combine(path.crossing, path.slots_TW, rows_RH, home, add, dense=path.is_checked)
             if home is not out:
                 out.copy_(home)
             self._end(path)
@@ -361,7 +360,7 @@ class CudaOneSidedExchange(OneSidedExchange):
         cargo, crossing = dispatched.cargo, path.crossing
         with self._working(cargo, "combine"):
             if rows_RH is not None:
-                self.launcher.place(crossing, rows_RH, dense=dispatched.received.slots_R is not None)
+                self.launcher.place(crossing, rows_RH, dense=path.is_checked)
             self.launcher.meet(crossing.layer, Phase.COMBINE)
             tokens = [column.nonzero().squeeze(1) for column in (path.slots_TW >= 0).unbind(dim=1)]
             first = self.group.rank * crossing.max_tokens
@@ -397,18 +396,14 @@ class CudaOneSidedExchange(OneSidedExchange):
         self._take(dispatched)
         cargo, path = dispatched.cargo, cast(DevicePath, dispatched.return_path)
         try:
-            self._check_reducer(cargo, reduces)
-            for tensor in ([] if out is None else [out]) + list(add):
-                check_output(cargo, tensor, path.num_tokens, self.group.device)
+            rows_RH = self._check_result(dispatched, result, reduces=reduces, out=out, add=add)
             if len(add) > MOST_TERMS:
                 raise InputError(
                     f"{len(add)} tensors to add",
                     expected=f"at most {MOST_TERMS} on a GPU",
                     fix="add some of them before",
                 )
-            if self._is_placed(dispatched, result):
-                return path, None
-            return path, check_expert_rows(result, dispatched.received).rows_RH
+            return path, rows_RH
         except Exception as error:
             self._fail(cargo, error, partial(self._fail_back, dispatched, error))
 

@@ -137,11 +137,16 @@ class OneSidedExchange(Exchange):
             self._workspace = Workspace(self.group, needed)
         super().serve(cargos)
 
+    @property
+    def _control_bytes(self) -> int:
+        """Bytes of flags and mail on a rank."""
+        return control_bytes(self.group.size, self._capacity)
+
     def layout_for(self, cargos: Sequence[Cargo]) -> WorkspaceLayout:
         """The smallest layout that serves these layers: the union of what they need."""
         needs = [self.region_bytes(cargo) for cargo in cargos]
         return WorkspaceLayout(
-            control=control_bytes(self.group.size, self._capacity),
+            control=self._control_bytes,
             dispatch=max(need.dispatch for need in needs),
             combine=max(need.combine for need in needs),
             in_flight=self._capacity,
@@ -165,7 +170,7 @@ class OneSidedExchange(Exchange):
         """Push each row to every rank that owns one of its experts. Nobody reads it before being told."""
         routes = outgoing.routes
         assert isinstance(routes, Routes)  # `supports` refuses logits
-        ids_NK, weights_NK = outgoing.local_routes(cargo, routes, self.group.rank)
+        ids_NK, weights_NK = outgoing.local_routes(routes)
         whole = {**outgoing.rows.payloads, **outgoing.extra}
         first, start = self.group.rank * cargo.max_tokens, 0
         for rank, tokens in enumerate(outgoing.tokens_by_rank):

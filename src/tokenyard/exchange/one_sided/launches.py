@@ -23,6 +23,7 @@ from tokenyard.exchange.announcement import Phase
 from tokenyard.exchange.cargo import Cargo
 from tokenyard.exchange.one_sided.control import STATUS_WORDS, ControlLayout
 from tokenyard.exchange.one_sided.kernels import flags as flags_room
+from tokenyard.exchange.one_sided.kernels import numerics
 from tokenyard.exchange.one_sided.kernels import pull as pull_room
 from tokenyard.exchange.one_sided.kernels import push as push_room
 from tokenyard.formats import Fp8Block128, Mxfp8, Nvfp4, PlainFormat
@@ -70,7 +71,8 @@ class Encoding:
         if isinstance(format, Nvfp4):
             if format.global_scale is None:
                 return cls(push_room.NVFP4, tl.int32)
-            easy = 2.0**-60 <= format.global_scale <= 2.0**60
+            smallest, largest = numerics.SMALLEST_EASY_SCALE.value, numerics.LARGEST_EASY_SCALE.value
+            easy = smallest <= format.global_scale <= largest
             return cls(push_room.NVFP4, tl.int32, 2 if easy else 1, format.global_scale)
         return None
 

@@ -31,7 +31,7 @@ from tokenyard.exchange.one_sided.kernels.numerics import (
     encode_fp8_block,
     encode_mxfp8,
 )
-from tokenyard.exchange.one_sided.kernels.push import CAST, COPY, MXFP8, aligned
+from tokenyard.exchange.one_sided.kernels.push import CAST, MXFP8, aligned
 
 
 @triton.jit(
@@ -79,9 +79,7 @@ def place_row(
     for c in tl.static_range(0, PADDED, TILE):
         h = c + tl.arange(0, TILE)
         values = tl.load(row + h, mask=h < HIDDEN, other=0)
-        if FORMAT == COPY:
-            tl.store(data + h, values, mask=h < PADDED)
-        elif FORMAT == CAST:
+        if FORMAT == CAST:
             tl.store(data + h, cast_within(values, KIND), mask=h < PADDED)
         elif FORMAT == MXFP8:
             codes, scales = encode_mxfp8(values.to(tl.float32), TILE, values.dtype == tl.float32)
