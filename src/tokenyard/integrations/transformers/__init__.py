@@ -1,0 +1,14 @@
+"""Transformers models whose experts live on several ranks.
+
+from tokenyard.integrations.transformers import shard_experts
+
+sharded = shard_experts(model, group, exchange="one_sided", wire="mxfp8")
+tokens = sharded.generate(input_ids, max_new_tokens=64)
+"""
+
+from __future__ import annotations
+
+from tokenyard.integrations.transformers.reports import LayerReport
+from tokenyard.integrations.transformers.sharding import ShardedExperts, ShardedModel, shard_experts
+
+__all__ = ["LayerReport", "ShardedExperts", "ShardedModel", "shard_experts"]

@@ -1,0 +1,83 @@
+"""What moved, layer by layer: the counters of all ranks, side by side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerReport:
+    """One layer since the model was sharded, or since `reset_report`. Lists have an entry for each rank.
+
+    Seconds are those of each rank's own clock. Dispatch and combine hold the waiting for other ranks; on a GPU all
+    three are the time in which work was handed to the device, unless the device was waited for.
+    """
+
+    layer: str
+    rounds: int  # round trips
+    tokens: list[int]  # that a rank brought
+    rows_sent: list[int]  # one row for each (token, rank that owns one of its experts), a rank's own included
+    rows_received: list[int]
+    dispatch_bytes: list[int]  # that a rank put on the wire
+    combine_bytes: list[int]
+    dispatch_s: list[float]
+    experts_s: list[float]
+    combine_s: list[float]
+    dropped: int  # choices whose expert was lost with its rank
+
+    @property
+    def busiest_rank(self) -> int:
+        """The rank whose experts got the most rows."""
+        return max(range(len(self.rows_received)), key=self.rows_received.__getitem__)
+
+    @property
+    def imbalance(self) -> float:
+        """The rows of the busiest rank over the mean of all; 1 where all ranks do the same, or nothing."""
+        total = sum(self.rows_received)
+        return max(self.rows_received) * len(self.rows_received) / total if total else 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self) | {"busiest_rank": self.busiest_rank, "imbalance": self.imbalance}
+
+
+def layer_reports(layers: Sequence[str], by_rank: Sequence[dict[str, dict[str, Any]]]) -> list[LayerReport]:
+    """Reports of some layers, from every rank's counters by layer."""
+    return [_report(layer, [counters[layer] for counters in by_rank]) for layer in layers]
+
+
+def _report(layer: str, ranks: Sequence[dict[str, Any]]) -> LayerReport:
+    return LayerReport(
+        layer=layer,
+        rounds=max(counters["rounds"] for counters in ranks),
+        tokens=[counters["tokens"] for counters in ranks],
+        rows_sent=[sum(counters["rows_sent"]) for counters in ranks],
+        rows_received=[sum(counters["rows_received"]) for counters in ranks],
+        dispatch_bytes=[sum(counters["dispatch_bytes"]) for counters in ranks],
+        combine_bytes=[sum(counters["combine_bytes"]) for counters in ranks],
+        dispatch_s=[counters["wait_s"]["dispatch"] for counters in ranks],
+        experts_s=[counters["experts_s"] for counters in ranks],
+        combine_s=[counters["wait_s"]["combine"] for counters in ranks],
+        dropped=sum(counters["dropped"] for counters in ranks),
+    )
+
+
+class Stopwatch:
+    """Adds up the seconds that a module's calls take."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.seconds = 0.0
+        self._started = 0.0
+        module.register_forward_pre_hook(self._start)
+        module.register_forward_hook(self._stop)
+
+    def _start(self, *_: object) -> None:
+        self._started = time.monotonic()
+
+    def _stop(self, *_: object) -> None:
+        self.seconds += time.monotonic() - self._started

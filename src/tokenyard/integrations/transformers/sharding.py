@@ -1,0 +1,252 @@
+"""`shard_experts`: one call that spreads a Transformers model's experts over a group.
+
+    sharded = shard_experts(model, group, exchange="one_sided", max_tokens=512)
+    sharded.model(input_ids)                             every rank makes the same number of passes
+    sharded.generate(input_ids, max_new_tokens=64)       every rank as many as it needs
+
+Attention, norms, routers and shared experts stay where they are, on every rank, and work on that rank's own tokens
+(data-parallel attention). Each experts module is replaced by a `ShardedExperts`, which holds the experts of this rank
+only, and sends the rows of its tokens through the plan to the ranks that own their experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from tokenyard.errors import ContractError, PeerFailed, TokenyardError
+from tokenyard.exchange import Exchange
+from tokenyard.experts import ExpertWeights
+from tokenyard.formats import Format, weight_format
+from tokenyard.group import Group
+from tokenyard.integrations.transformers.expert_modules import ExpertModule, expert_modules
+from tokenyard.integrations.transformers.reports import LayerReport, Stopwatch, layer_reports
+from tokenyard.integrations.transformers.turns import Turns
+from tokenyard.layer import MoELayer
+from tokenyard.placement import Placement
+from tokenyard.planner import Plan, plan
+from tokenyard.routing import Routes
+from tokenyard.spec import LayerSpec
+
+Result = TypeVar("Result")
+
+
+def shard_experts(
+    model: nn.Module,
+    group: Group,
+    *,
+    exchange: str | type[Exchange] = "one_sided",
+    wire: str | Format | None = None,
+    combine_wire: str | Format | None = None,
+    weights: str | None = None,
+    max_tokens: int = 1024,
+    placement: str | Placement | None = None,
+) -> ShardedModel:
+    """Replace the experts of a model by this rank's share of them. Collective over the group; the model is changed.
+
+    Every rank passes the same model, each its own copy. `wire` and `combine_wire` are the formats in which rows travel
+    out and back, `weights` the one that holds this rank's experts (plain ones are quantized on the way in). A rank
+    brings up to `max_tokens` tokens to one round trip; `generate` and `passes` cut what is more into parts.
+    """
+
+    def read() -> tuple[list[ExpertModule], list[LayerSpec]]:
+        modules = expert_modules(model)
+        return modules, [
+            module.spec(
+                wire=wire,
+                combine_wire=combine_wire,
+                weights=weights,
+                placement=placement,
+                max_tokens=max_tokens,
+            )
+            for module in modules
+        ]
+
+    modules, specs = _on_all_ranks(group, "reading the model", read)
+    made = plan(specs, group, exchange=exchange, max_tokens=max_tokens)
+    turns = Turns(made, [module.name for module in modules])
+
+    def take() -> list[ShardedExperts]:
+        return [_replace(module, index, made, turns) for index, module in enumerate(modules)]
+
+    experts = _on_all_ranks(group, "sharding the experts", take)
+    return ShardedModel(model, made, turns, experts)
+
+
+def _replace(module: ExpertModule, index: int, made: Plan, turns: Turns) -> ShardedExperts:
+    """Take this rank's experts out of a module, and put them in its place: the others' memory is free then."""
+    layer = made.wiring(module.name)
+    taken = module.weights(made.local_experts(module.name))
+    if weight_format(layer.spec.weights).quantized:
+        taken = taken.quantize(layer.spec.weights)
+    sharded = ShardedExperts(made, module.name, taken, index=index, turns=turns)
+    module.replace_by(sharded)
+    return sharded
+
+
+def _on_all_ranks(group: Group, what: str, do: Callable[[], Result]) -> Result:
+    """Do a thing on every rank. If one rank raises, all do."""
+    result: Result | None = None
+    error: Exception | None = None
+    try:
+        result = do()
+    except Exception as raised:
+        error = raised.at(rank=group.rank) if isinstance(raised, TokenyardError) else raised
+    said = group.gather_json(None if error is None else f"{type(error).__name__}: {error}", phase=what)
+    if error is not None:
+        raise error
+    for rank, other in enumerate(said):
+        if other is not None:
+            raise PeerFailed(rank, other, phase=what, rank=group.rank)
+    return result  # type: ignore[return-value]
+
+
+class ShardedExperts(nn.Module):
+    """Stands in the place of a model's experts module, and is called as that is."""
+
+    def __init__(self, made: Plan, name: str, weights: ExpertWeights, *, index: int, turns: Turns) -> None:
+        super().__init__()
+        self.layer = MoELayer(made, name, weights, adopt=True)
+        self.index, self.turns = index, turns
+        self.stopwatch = Stopwatch(self.layer.experts)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The sum of each row's experts, wherever they live, weighted."""
+        x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
+        weights_TK = top_k_weights
+        if weights_TK.dtype not in (torch.float32, torch.bfloat16):
+            weights_TK = weights_TK.float()
+        routes = Routes(
+            topk_ids_TK=top_k_index,
+            topk_weights_TK=weights_TK,
+            scaled_by=self.layer.wiring.cargo.routed_scaling,
+        )
+        y_TH = self._in_parts(x_TH, routes)
+        if torch.is_grad_enabled() and x_TH.requires_grad:
+            y_TH = cast(Any, _NoGradient).apply(x_TH, y_TH)
+        return y_TH.reshape(hidden_states.shape)
+
+    @torch.no_grad()
+    def _in_parts(self, x_TH: Tensor, routes: Routes) -> Tensor:
+        with self.turns.layer(self.index, x_TH.shape[0]) as parts:
+            if parts == 1:
+                return self.layer(x_TH, routes)  # type: ignore[no-any-return]
+            y_TH = torch.empty_like(x_TH)
+            for part in range(parts):
+                rows = slice(part * self.turns.max_tokens, (part + 1) * self.turns.max_tokens)
+                some = Routes(
+                    topk_ids_TK=routes.topk_ids_TK[rows],
+                    topk_weights_TK=routes.topk_weights_TK[rows],
+                    scaled_by=routes.scaled_by,
+                )
+                y_TH[rows] = self.layer(x_TH[rows], some)
+            return y_TH
+
+    @torch.no_grad()
+    def take_part(self, parts: int) -> None:
+        """Serve the other ranks' tokens, with none of this rank's own."""
+        spec, device = self.layer.wiring.spec, self.layer.plan.group.device
+        x_TH = torch.empty(0, spec.hidden_size, dtype=spec.dtype, device=device)
+        nobody = Routes(
+            topk_ids_TK=torch.empty(0, spec.top_k, dtype=torch.int64, device=device),
+            topk_weights_TK=torch.empty(0, spec.top_k, device=device),
+            scaled_by=self.layer.wiring.cargo.routed_scaling,
+        )
+        for _ in range(parts):
+            self.layer(x_TH, nobody)
+
+    def extra_repr(self) -> str:
+        spec, local = self.layer.wiring.spec, self.layer.experts.spec.num_local_experts
+        return f"{local} of {spec.num_experts} experts here, {spec.weights}"
+
+
+class _NoGradient(torch.autograd.Function):
+    """Says, when gradients are asked for, that there are none."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, y_TH: Tensor) -> Tensor:
+        return y_TH.view_as(y_TH)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise ContractError(
+            "backward was called through sharded experts",
+            expected="inference: experts are not differentiated",
+            fix="call the model under torch.no_grad()",
+        )
+
+
+class ShardedModel:
+    """A model whose experts live on several ranks. Made by `shard_experts`.
+
+    `model` is the model that was given, `plan` what serves its layers, `group` the ranks.
+    """
+
+    def __init__(self, model: nn.Module, made: Plan, turns: Turns, experts: list[ShardedExperts]) -> None:
+        self.model: Any = model
+        self.plan, self.group = made, made.group
+        self.experts = experts
+        self._turns = turns
+
+    @property
+    def layers(self) -> list[str]:
+        """The names of the MoE layers, in order."""
+        return list(self._turns.layers)
+
+    @property
+    def passes_made(self) -> int:
+        """Passes that this rank took part in, those without tokens of its own included."""
+        return self._turns.passes
+
+    @contextmanager
+    def passes(self) -> Iterator[Any]:
+        """Inside, this rank calls the model as often as it has to, also never. Collective over the group.
+
+        At the end it serves the other ranks with empty batches until all are done: ranks enter and leave together.
+        Passes may also bring more tokens than `max_tokens` here.
+
+            with sharded.passes() as model:
+                for batch in my_batches:
+                    logits = model(batch).logits
+        """
+        with self._turns.meetings():
+            yield self.model
+            while not self._turns.all_done():
+                with self._turns.empty_pass():
+                    for experts in self.experts:
+                        experts.take_part(self._turns.parts)
+
+    def serve(self) -> None:
+        """Take part in the passes of the others, with nothing of this rank's own, until all are done."""
+        with self.passes():
+            pass
+
+    @torch.no_grad()
+    def generate(self, inputs: Tensor | None = None, **options: Any) -> Any:
+        """`model.generate(inputs, **options)` on every rank, each with its own prompts, options and lengths.
+
+        Collective: a rank that has no prompts calls `generate()` with nothing, and gets None; a batch of no sequences
+        comes back as it is. All ranks return when the last one has its tokens.
+        """
+        prompts = inputs if inputs is not None else options.get("input_ids", options.get("inputs_embeds"))
+        with self.passes():
+            if prompts is None or prompts.shape[0] == 0:
+                return prompts
+            return self.model.generate(inputs, **options)
+
+    def report(self) -> list[LayerReport]:
+        """What moved in each layer, on every rank. Collective over the group."""
+        stats = self.plan.stats()
+        mine = {
+            experts.layer.name: stats[experts.layer.name].as_dict() | {"experts_s": experts.stopwatch.seconds}
+            for experts in self.experts
+        }
+        return layer_reports(self.layers, self.group.gather_json(mine, phase="reporting"))
+
+    def close(self) -> None:
+        """Give the workspace back. The model cannot be called any more; the group stays."""
+        self.plan.close()
