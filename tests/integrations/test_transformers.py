@@ -38,3 +38,13 @@ def test_logits_and_tokens_are_those_of_the_unsharded_model(family):
     for rank, (ids, found, tokens) in enumerate(on_ranks(WORLD, rank_main)):
         torch.testing.assert_close(found, logits_of(whole, ids), rtol=1e-4, atol=1e-4)
         assert torch.equal(tokens, generated(whole, ids, 9 - 2 * rank))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_rank_without_a_plan(family):
+    """`experts_implementation="tokenyard"` computes the same, on the model's own weights."""
+    model = tiny_model(family)
+    ids = prompts(0, batch=2, length=7)
+    expected = logits_of(model, ids)
+    model.set_experts_implementation("tokenyard")
+    torch.testing.assert_close(logits_of(model, ids), expected, rtol=1e-4, atol=1e-4)

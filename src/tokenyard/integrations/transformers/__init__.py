@@ -8,7 +8,10 @@ tokens = sharded.generate(input_ids, max_new_tokens=64)
 
 from __future__ import annotations
 
+from tokenyard.integrations.transformers import one_rank
 from tokenyard.integrations.transformers.reports import LayerReport
 from tokenyard.integrations.transformers.sharding import ShardedExperts, ShardedModel, shard_experts
+
+one_rank.register()
 
 __all__ = ["LayerReport", "ShardedExperts", "ShardedModel", "shard_experts"]

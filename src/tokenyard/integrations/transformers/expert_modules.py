@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from tokenyard.errors import InputError, unknown_name
@@ -63,69 +62,82 @@ class ExpertModule:
     @property
     def is_loaded(self) -> bool:
         """Whether the module holds numbers, and not only shapes."""
-        return not any(getattr(self.module, FIELDS[name]).is_meta for name in self._fields())
+        return not any(tensor.is_meta for tensor in tensors_of(self.module).values())
 
-    def _fields(self) -> list[str]:
-        return ["w13", "w2", *(("b13", "b2") if self.module.has_bias else ())]
-
-    def spec(self, dtype: torch.dtype | None = None, **changes: Any) -> LayerSpec:
-        """The layer that a plan makes of it. Rows have the dtype of the weights, unless another is given."""
-        module = self.module
-        first, second = getattr(module, FIELDS["w13"]), getattr(module, FIELDS["w2"])
-        num_experts, hidden, inner = second.shape
-        if module.is_transposed:
-            hidden, inner = inner, hidden
-        dtype = first.dtype if dtype is None else dtype
+    def spec(self, **changes: Any) -> LayerSpec:
+        """The layer that a plan makes of it, but for what is given otherwise. Rows have the dtype of the weights."""
+        num_experts, hidden, inner = sizes_of(self.module)
+        held = tensors_of(self.module)["w13"]
         spec = LayerSpec(
             name=self.name,
             hidden_size=hidden,
             intermediate_size=inner,
             num_experts=num_experts,
             top_k=self.top_k,
-            dtype=dtype,
+            dtype=held.dtype,
             activation=self.activation,
-            bias=bool(module.has_bias),
-            weights=self._plain_format(first, dtype),
+            bias=bool(self.module.has_bias),
+            weights=plain_format(held, self.name),
             routed_scaling=self.routed_scaling,
         )
         return replace(spec, **{name: value for name, value in changes.items() if value is not None})
 
-    def _plain_format(self, first: Tensor, dtype: torch.dtype) -> str:
-        for name, held in WEIGHT_DTYPES.items():
-            if held == (dtype if first.is_meta else first.dtype):
-                return name
-        raise InputError(
-            f"the experts hold {describe(first)}",
-            expected=f"weights in {' or '.join(map(dtype_name, WEIGHT_DTYPES.values()))}",
-            fix="leave the experts out when the model is loaded (`experts_left_out`), and let them come from the "
-            "checkpoint (`checkpoint=`), which reads quantized ones as they are",
-            layer=self.name,
-        )
-
     def weights(self, experts: Sequence[int]) -> ExpertWeights:
         """Some experts' weights, in our layout: a copy, or the module's own tensors where it is all of them."""
-        module = self.module
-        everybody = list(experts) == list(range(len(getattr(module, FIELDS["w2"]))))
-        parts: dict[str, Tensor] = {}
-        for name in self._fields():
-            tensor = getattr(module, FIELDS[name]).detach()
-            if tensor.is_meta:
-                raise InputError(
-                    f"{FIELDS[name]} has a shape, {list(tensor.shape)}, and no numbers (it is on the meta device)",
-                    expected="loaded experts, or a checkpoint that they come from",
-                    fix="pass `checkpoint=`, the folder of the model",
-                    layer=self.name,
-                )
-            chosen = tensor if everybody else tensor[list(experts)]
-            transposed = module.is_transposed and name.startswith("w")
-            parts[name] = chosen.mT.contiguous() if transposed else chosen
-        return ExpertWeights(**parts)
+        if not self.is_loaded:
+            raise InputError(
+                f"the experts have shapes ({', '.join(FIELDS[name] for name in tensors_of(self.module))}) and no "
+                "numbers: they were left out, or are on the meta device",
+                expected="loaded experts, or a checkpoint that they come from",
+                fix="pass `checkpoint=`, the folder of the model",
+                layer=self.name,
+            )
+        whole = weights_of(self.module)
+        chosen = (
+            whole if list(experts) == list(range(sizes_of(self.module)[0])) else whole.select(list(experts))
+        )
+        w13, w2 = chosen.plain_matrices()
+        return replace(chosen, w13=w13.contiguous(), w2=w2.contiguous())
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """The weights of an experts module, as it has them, by our names."""
+    names = ("w13", "w2", "b13", "b2") if module.has_bias else ("w13", "w2")
+    return {name: getattr(module, FIELDS[name]) for name in names}
+
+
+def sizes_of(module: nn.Module) -> tuple[int, int, int]:
+    """E, H and I of an experts module."""
+    num_experts, hidden, inner = tensors_of(module)["w2"].shape
+    return (num_experts, inner, hidden) if module.is_transposed else (num_experts, hidden, inner)
+
+
+def weights_of(module: nn.Module) -> ExpertWeights:
+    """All weights of an experts module, in our layout: views, no copies."""
+    tensors = {name: tensor.detach() for name, tensor in tensors_of(module).items()}
+    if module.is_transposed:
+        tensors |= {name: tensors[name].mT for name in ("w13", "w2")}
+    return ExpertWeights(**tensors)
+
+
+def plain_format(held: Tensor, layer: str | None = None) -> str:
+    """The name of the weight format that plain weights are in."""
+    for name, dtype in WEIGHT_DTYPES.items():
+        if dtype == held.dtype:
+            return name
+    raise InputError(
+        f"the experts hold {describe(held)}",
+        expected=f"weights in {' or '.join(map(dtype_name, WEIGHT_DTYPES.values()))}",
+        fix="leave the experts out when the model is loaded (`experts_left_out`), and let them come from the "
+        "checkpoint (`checkpoint=`), which reads quantized ones as they are",
+        layer=layer,
+    )
 
 
 def expert_modules(model: nn.Module) -> list[ExpertModule]:
     """The experts modules of a model, in the order in which a token meets them."""
     found = [(name, module) for name, module in model.named_modules() if is_experts(module)]
-    config = _config(model)
+    config = config_of(model, type(model).__name__)
     if not found:
         raise InputError(
             f"{type(model).__name__} has no experts module (fused weights `gate_up_proj` and `down_proj`)",
@@ -135,12 +147,12 @@ def expert_modules(model: nn.Module) -> list[ExpertModule]:
     return [_read(model, name, module, config) for name, module in found]
 
 
-def _config(model: nn.Module) -> Config:
-    """The values of the model's text config, with the defaults of its family."""
-    config = getattr(model, "config", None)
+def config_of(owner: nn.Module, source: str) -> Config:
+    """The values of the text config of a model, or of one of its modules, with the defaults of its family."""
+    config = getattr(owner, "config", None)
     if not hasattr(config, "get_text_config"):
         raise InputError(
-            f"the model is {describe(model)} without a config of Transformers",
+            f"{source} has no config of Transformers",
             expected="a model of Transformers",
             fix="pass what AutoModelForCausalLM.from_pretrained returns",
         )
@@ -149,43 +161,33 @@ def _config(model: nn.Module) -> Config:
     family = str(values.get("model_type"))
     if family not in FAMILIES:
         error = unknown_name("model family", family, FAMILIES)
-        error.found = f"{type(model).__name__} is of an {error.found}"
+        error.found = f"{source} is of an {error.found}"
         raise error
-    return Config(
-        values=values, source=type(model).__name__, family=family, defaults=FAMILIES[family].defaults
-    )
+    return Config(values=values, source=source, family=family, defaults=FAMILIES[family].defaults)
 
 
 def _read(model: nn.Module, name: str, module: nn.Module, config: Config) -> ExpertModule:
     block_name, _, attribute = name.rpartition(".")
     block = model.get_submodule(block_name)
-    _check_layout(module, block_name, config)
     router = getattr(block, "gate", None) or getattr(block, "router", None)
     top_k = getattr(router, "top_k", None) or getattr(block, "top_k", None)
     return ExpertModule(
         name=block_name,
         block=block,
         attribute=attribute,
-        activation=_activation(module, config),
+        activation=activation_of(module, config, block_name),
         top_k=config.whole("num_experts_per_tok") if top_k is None else int(top_k),
         routed_scaling=float(getattr(router, "routed_scaling_factor", 1.0)),
     )
 
 
-def _activation(module: nn.Module, config: Config) -> Activation:
-    """The family's formula, with the constants that the module computes with."""
-    formula = FAMILIES[config.family].activation(config)
-    constants = {name: float(getattr(module, name, value)) for name, value in formula.parameters}
-    return replace(formula, parameters=tuple(constants.items()))
-
-
-def _check_layout(module: nn.Module, name: str, config: Config) -> None:
-    """Raise where the module is laid out, or computes, as its family does not."""
-    family, interleaved = FAMILIES[config.family], not module.is_concatenated
-    expected = family.activation(config)
+def activation_of(module: nn.Module, config: Config, layer: str | None = None) -> Activation:
+    """The family's formula, with the constants that the module computes with. Raises where it does not fit."""
+    family = FAMILIES[config.family]
+    formula = family.activation(config)
     fits = (
-        bool(module.has_gate) == expected.gated
-        and interleaved == expected.interleaved
+        bool(module.has_gate) == formula.gated
+        and bool(module.is_concatenated) != formula.interleaved
         and bool(module.has_bias) == family.bias
         and not getattr(module, "has_post_expert_norm", False)
     )
@@ -193,8 +195,11 @@ def _check_layout(module: nn.Module, name: str, config: Config) -> None:
         flags = ", ".join(f"{flag}={getattr(module, flag)}" for flag in FLAGS)
         raise InputError(
             f"{type(module).__name__} has {flags}",
-            expected=f"the experts of {config.family}",
-            fix="this version of Transformers has other experts than those we know; compare with "
-            "tokenyard.integrations.transformers.expert_modules",
-            layer=name,
+            expected=f"experts with{'' if formula.gated else 'out'} a gate"
+            f"{', interleaved with up' if formula.interleaved else ''}, with{'' if family.bias else 'out'} a bias: "
+            f"those of {config.family}",
+            fix="use a version of Transformers whose experts of this family are laid out so",
+            layer=layer,
         )
+    constants = {name: float(getattr(module, name, value)) for name, value in formula.parameters}
+    return replace(formula, parameters=tuple(constants.items()))

@@ -13,17 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from tokenyard.errors import ContractError, PeerFailed, TokenyardError
+from tokenyard.errors import PeerFailed, TokenyardError
 from tokenyard.exchange import Exchange
 from tokenyard.experts import ExpertWeights
 from tokenyard.formats import Format, weight_format
 from tokenyard.group import Group
 from tokenyard.integrations.transformers.expert_modules import ExpertModule, expert_modules
+from tokenyard.integrations.transformers.gradients import without_gradient
 from tokenyard.integrations.transformers.reports import LayerReport, Stopwatch, layer_reports
 from tokenyard.integrations.transformers.turns import Turns
 from tokenyard.layer import MoELayer
@@ -125,9 +126,7 @@ class ShardedExperts(nn.Module):
             topk_weights_TK=weights_TK,
             scaled_by=self.layer.wiring.cargo.routed_scaling,
         )
-        y_TH = self._in_parts(x_TH, routes)
-        if torch.is_grad_enabled() and x_TH.requires_grad:
-            y_TH = cast(Any, _NoGradient).apply(x_TH, y_TH)
+        y_TH = without_gradient(x_TH, self._in_parts(x_TH, routes))
         return y_TH.reshape(hidden_states.shape)
 
     @torch.no_grad()
@@ -162,22 +161,6 @@ class ShardedExperts(nn.Module):
     def extra_repr(self) -> str:
         spec, local = self.layer.wiring.spec, self.layer.experts.spec.num_local_experts
         return f"{local} of {spec.num_experts} experts here, {spec.weights}"
-
-
-class _NoGradient(torch.autograd.Function):
-    """Says, when gradients are asked for, that there are none."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, y_TH: Tensor) -> Tensor:
-        return y_TH.view_as(y_TH)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise ContractError(
-            "backward was called through sharded experts",
-            expected="inference: experts are not differentiated",
-            fix="call the model under torch.no_grad()",
-        )
 
 
 class ShardedModel:
