@@ -13,6 +13,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 
@@ -75,6 +76,30 @@ def _rebuild(cls: type[TokenyardError], args: tuple[Any, ...], known: dict[str, 
 
 class InputError(TokenyardError, ValueError):
     """A tensor or value that the caller passed does not fit the layer. Nothing was moved."""
+
+
+class CheckpointError(InputError):
+    """A checkpoint's file is damaged, missing, of a kind that is refused, or does not fit its config.
+
+    `file` and `tensor` say where, as far as it is known.
+
+    >>> print(CheckpointError("model.safetensors: tensor 'a' is F32[3]", expected="BF16[3]", fix="save it as bf16"))
+    model.safetensors: tensor 'a' is F32[3]; expected BF16[3]; fix: save it as bf16
+    """
+
+    def __init__(
+        self,
+        found: str,
+        *,
+        expected: str,
+        fix: str,
+        file: Path | None = None,
+        tensor: str | None = None,
+        layer: str | None = None,
+        rank: int | None = None,
+    ) -> None:
+        super().__init__(found, expected=expected, fix=fix, layer=layer, rank=rank)
+        self.file, self.tensor = file, tensor
 
 
 class ContractError(TokenyardError, TypeError):

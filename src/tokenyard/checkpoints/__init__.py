@@ -1,0 +1,9 @@
+"""Checkpoints: read the experts of a model from safetensors files, a rank's share at a time."""
+
+from __future__ import annotations
+
+from tokenyard.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from tokenyard.checkpoints.header import StoredTensor
+from tokenyard.checkpoints.layers import CheckpointLayer
+
+__all__ = ["Checkpoint", "CheckpointLayer", "StoredTensor", "open_checkpoint"]

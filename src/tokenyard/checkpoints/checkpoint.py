@@ -1,0 +1,149 @@
+"""`open_checkpoint`: what a checkpoint holds, and its experts, a few at a time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tokenyard.checkpoints.config import model_config
+from tokenyard.checkpoints.files import TensorFiles, open_files
+from tokenyard.checkpoints.header import StoredTensor
+from tokenyard.checkpoints.layers import CheckpointLayer, read_layer
+from tokenyard.checkpoints.naming import also_called, find_layers
+from tokenyard.checkpoints.reading import ExpertReading
+from tokenyard.errors import CheckpointError, unknown_name
+from tokenyard.experts.base import ExpertWeights
+
+
+class Checkpoint:
+    """The weights of a model on disk. Made by `open_checkpoint`.
+
+    `layers` are its MoE layers, `shared` everything that is no expert's, as headers have it. Nothing of a tensor
+    is read before it is asked for.
+    """
+
+    def __init__(
+        self, path: Path, files: TensorFiles, config: Mapping[str, Any], layers: Sequence[CheckpointLayer]
+    ) -> None:
+        self.path = path
+        self.config = config
+        self.layers = tuple(layers)
+        self._files = files
+        self._by_name: dict[str, CheckpointLayer] = {}
+        for layer in self.layers:
+            for alias in also_called(layer.name):
+                self._by_name.setdefault(alias, layer)
+        self._by_name |= {layer.name: layer for layer in self.layers}
+        prefixes = tuple(f"{layer.name}.experts." for layer in self.layers)
+        self.shared: dict[str, StoredTensor] = {
+            name: tensor for name, tensor in files.tensors.items() if not name.startswith(prefixes)
+        }
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """Every tensor of the files, by name."""
+        return self._files.tensors
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that hold tensors."""
+        return sorted({tensor.file for tensor in self._files.tensors.values()})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self._files.tensors.values())
+
+    @property
+    def shared_nbytes(self) -> int:
+        """Bytes of what is no expert's: what every rank holds."""
+        return sum(tensor.nbytes for tensor in self.shared.values())
+
+    @property
+    def experts_nbytes(self) -> int:
+        """Bytes of the weights of all experts of all layers, as they lie in the files."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors that were read so far, headers not counted."""
+        return self._files.bytes_read
+
+    def layer(self, name: str | int) -> CheckpointLayer:
+        """A layer by its name in the files, its name in plans (`model.layers.3.mlp`), or its number."""
+        found = self._by_name.get(str(name))
+        if found is None:
+            error = unknown_name("MoE layer", str(name), [layer.name for layer in self.layers])
+            raise CheckpointError(
+                f"{self.path}: {error.found}", expected=error.expected, fix=error.fix, file=self.path
+            )
+        return found
+
+    def reading(self, layer: str | int, experts: Iterable[int] | None = None) -> ExpertReading:
+        """The reading of some experts, to be done in steps: scales, then the rest."""
+        found = self.layer(layer)
+        chosen = range(found.num_experts) if experts is None else experts
+        return ExpertReading(self._files, found, list(chosen))
+
+    def experts(self, layer: str | int, experts: Iterable[int] | None = None) -> ExpertWeights:
+        """The weights of some experts of a layer, by global id, in this order; without ids, of all.
+
+        Nobody else's bytes are read. Quantized weights stay quantized.
+        """
+        return self.reading(layer, experts).finish()
+
+    def tensor(self, name: str) -> Tensor:
+        """A copy of a tensor, under its name in the files."""
+        if name not in self._files.tensors:
+            error = unknown_name("tensor", name, self._files.tensors)
+            raise CheckpointError(
+                f"{self.path}: {error.found}",
+                expected="a tensor of this checkpoint",
+                fix=error.fix,
+                file=self.path,
+            )
+        return self._files.read(name)
+
+    def fingerprint(self) -> str:
+        """The same for checkpoints whose tensors have the same names, dtypes and shapes."""
+        lines = sorted(f"{t.name} {t.dtype}{list(t.shape)}" for t in self._files.tensors.values())
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.path)!r}, {len(self.layers)} MoE layers, {self.nbytes} bytes)"
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open a checkpoint: a folder with `config.json` and safetensors files, or one such file.
+
+    Reads headers and the config, and checks all of it: every expert has every tensor, in the shape, dtype and
+    number that the others have and the config says. No weights are read.
+
+    >>> import json, tempfile, torch
+    >>> from safetensors.torch import save_file
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> _ = (folder / "config.json").write_text(json.dumps({"model_type": "mixtral", "hidden_size": 8,
+    ...     "intermediate_size": 4, "num_local_experts": 2}))
+    >>> save_file({f"model.layers.0.block_sparse_moe.experts.{e}.{w}.weight": torch.zeros(8, 4) if w == "w2"
+    ...     else torch.zeros(4, 8) for e in (0, 1) for w in ("w1", "w2", "w3")}, folder / "model.safetensors")
+    >>> checkpoint = open_checkpoint(folder)
+    >>> weights = checkpoint.experts("model.layers.0.mlp", [1])
+    >>> weights.w13.shape, checkpoint.bytes_read, checkpoint.nbytes
+    (torch.Size([1, 8, 8]), 384, 768)
+    """
+    path = Path(path)
+    files, values, source = open_files(path)
+    config = model_config(values, source)
+    layers = [read_layer(found, config) for found in find_layers(files.tensors)]
+    if not layers:
+        raise CheckpointError(
+            f"{path} holds no experts among its {len(files.tensors)} tensors",
+            expected="a Mixture-of-Experts checkpoint, with tensors ….experts.0.gate_proj.weight or alike",
+            fix="check the path; a dense model needs no expert parallelism",
+            file=path,
+        )
+    return Checkpoint(path, files, values, layers)

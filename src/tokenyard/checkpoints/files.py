@@ -1,0 +1,259 @@
+"""The files of a checkpoint: which there are, what they hold, and reading parts of them.
+
+A checkpoint is a folder with a `config.json` and safetensors files: one, several, or several with an index that
+says which tensor is in which; or one safetensors file that has a `config.json` beside it. Opening one reads
+headers and nothing else. Later, what is asked for is read through memory maps, a tensor or an expert's share of
+one at a time, and the pages are given back as soon as it was copied: a rank that reads a quarter of the experts
+has a quarter in memory, once.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenyard.checkpoints.header import (
+    DTYPES,
+    PICKLE_ENDINGS,
+    StoredTensor,
+    damaged,
+    read_header,
+    refuse_pickle,
+)
+from tokenyard.errors import CheckpointError
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+
+# JSON files of a checkpoint are read whole. The index of a model of a million tensors has about 100 MB.
+_LARGEST_JSON = 256_000_000
+_ONE_OF_SEVERAL = re.compile(r"(?P<name>.*-)(?P<number>\d+)-of-(?P<total>\d+)\.safetensors")
+
+
+class TensorFiles:
+    """The tensors of a checkpoint by name, and how to read them. Made by `open_files`.
+
+    Any number of threads may read at a time.
+    """
+
+    def __init__(self, tensors: Mapping[str, StoredTensor], sizes: Mapping[Path, int]) -> None:
+        self.tensors = tensors
+        self._sizes = sizes
+        self._maps: dict[Path, mmap.mmap] = {}
+        self._lock = threading.Lock()
+        self.bytes_read = 0  # of tensors that were asked for
+
+    @contextmanager
+    def view(self, name: str, index: int | None = None) -> Iterator[Tensor]:
+        """A tensor, or number `index` along its first dimension, as it lies in the file. Copy what is to stay."""
+        stored = self.tensors[name]
+        shape, nbytes, begin = stored.shape, stored.nbytes, stored.begin
+        if index is not None:
+            shape, nbytes = shape[1:], nbytes // shape[0]
+            begin += index * nbytes
+        dtype = DTYPES[stored.dtype][1]
+        if dtype is None:
+            raise CheckpointError(
+                str(stored),
+                expected="a dtype that torch can hold",
+                fix="this tensor cannot be read; leave it out",
+                file=stored.file,
+                tensor=name,
+            )
+        if nbytes == 0:
+            yield torch.empty(shape, dtype=dtype)
+            return
+        mapped = self._map(stored.file)
+        raw = torch.frombuffer(mapped, dtype=torch.uint8, count=nbytes, offset=begin)
+        # A tensor may lie anywhere in a file; torch reads numbers only where their size divides the place.
+        raw = raw if begin % dtype.itemsize == 0 else raw.clone()
+        with self._lock:
+            self.bytes_read += nbytes
+        yield raw.view(dtype).view(shape)
+        # Whole pages of this tensor alone go back to the system, so that they do not count as this process's.
+        first, last = -(-begin // mmap.PAGESIZE), (begin + nbytes) // mmap.PAGESIZE
+        if last > first:
+            mapped.madvise(mmap.MADV_DONTNEED, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
+
+    def read(self, name: str) -> Tensor:
+        """A copy of a tensor."""
+        with self.view(name) as tensor:
+            return tensor.clone()
+
+    def _map(self, path: Path) -> mmap.mmap:
+        with self._lock:
+            if path not in self._maps:
+                try:
+                    with path.open("rb") as file:
+                        size = os.fstat(file.fileno()).st_size
+                        if size != self._sizes[path]:
+                            raise damaged(path, f"had {self._sizes[path]} bytes when opened, now {size}")
+                        # A private map: torch wants memory that it could write to, and the file stays as it is.
+                        self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                except OSError as error:
+                    raise damaged(path, f"cannot be mapped ({error.strerror or error})") from error
+            return self._maps[path]
+
+
+def open_files(path: Path) -> tuple[TensorFiles, dict[str, Any], Path]:
+    """The tensors of a checkpoint, what its config says, and the file which that was read from."""
+    if path.is_file():
+        return _open_one(path)
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path} is not there",
+            expected="the folder of a checkpoint, or a safetensors file",
+            fix="check the path",
+            file=path,
+        )
+    config = read_config(path / CONFIG)
+    index = path / INDEX
+    if index.exists():
+        return _indexed(path, index), config, path / CONFIG
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        pickles = sorted(file for file in path.iterdir() if file.suffix in PICKLE_ENDINGS)
+        if pickles:
+            refuse_pickle(pickles[0], b"")
+        raise CheckpointError(
+            f"{path} holds no safetensors file",
+            expected=f"{CONFIG} and *.safetensors",
+            fix="check the path, and that the weights were downloaded",
+            file=path,
+        )
+    _check_numbering(path, files)
+    return _all_of(files), config, path / CONFIG
+
+
+def _open_one(path: Path) -> tuple[TensorFiles, dict[str, Any], Path]:
+    with path.open("rb") as file:
+        refuse_pickle(path, file.read(8))
+    if path.suffix != ".safetensors":
+        raise CheckpointError(
+            f"{path} is not a safetensors file, by its name",
+            expected="the folder of a checkpoint, or *.safetensors",
+            fix="pass the folder that holds config.json",
+            file=path,
+        )
+    return _all_of([path]), read_config(path.parent / CONFIG), path.parent / CONFIG
+
+
+def _all_of(files: list[Path]) -> TensorFiles:
+    tensors: dict[str, StoredTensor] = {}
+    sizes = {}
+    for file in files:
+        held, sizes[file] = read_header(file)
+        for tensor in held:
+            if tensor.name in tensors:
+                raise CheckpointError(
+                    f"tensor {tensor.name!r} is in {tensors[tensor.name].file.name} and in {file.name}",
+                    expected="each tensor once, or an index that says which counts",
+                    fix=f"remove the file that is too many, or add {INDEX}",
+                    file=file,
+                    tensor=tensor.name,
+                )
+            tensors[tensor.name] = tensor
+    return TensorFiles(tensors, sizes)
+
+
+def _indexed(folder: Path, index: Path) -> TensorFiles:
+    """The tensors that an index lists, each from the file that it says."""
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise CheckpointError(
+            f"{index} has no weight_map of tensors to files",
+            expected='{"weight_map": {"a tensor": "a file"}}',
+            fix="download or copy the index again",
+            file=index,
+        )
+    files = {name: folder / name for name in sorted(set(places.values()))}
+    for name, file in files.items():
+        refuse_pickle(file, b"")
+        if Path(name).name != name:
+            raise CheckpointError(
+                f"{index} names the file {name!r}",
+                expected="the name of a file beside the index",
+                fix="do not trust this checkpoint: an index has no reason to lead elsewhere",
+                file=index,
+            )
+        if not file.is_file():
+            tensor = next(tensor for tensor, place in places.items() if place == name)
+            raise _missing_file(file, f"{index.name} says that it holds tensor {tensor!r} and others")
+    held, sizes = {}, {}
+    for name, file in files.items():
+        tensors, sizes[file] = read_header(file)
+        held[name] = {tensor.name: tensor for tensor in tensors}
+    for tensor, place in places.items():
+        if tensor not in held[place]:
+            raise CheckpointError(
+                f"{files[place]} does not hold tensor {tensor!r}",
+                expected=f"it to be there, as {index.name} says",
+                fix="download the file and the index again: they are of different versions",
+                file=files[place],
+                tensor=tensor,
+            )
+    return TensorFiles({tensor: held[place][tensor] for tensor, place in places.items()}, sizes)
+
+
+def _check_numbering(folder: Path, files: list[Path]) -> None:
+    """Raise where files are numbered "of 3" and one of the three is not there."""
+    for file in files:
+        match = _ONE_OF_SEVERAL.fullmatch(file.name)
+        if match is None:
+            continue
+        digits = len(match["number"])
+        # A wrong total must not keep anybody busy: there are as many files as there are.
+        for number in range(1, min(int(match["total"]), len(files) + 1) + 1):
+            name = f"{match['name']}{number:0{digits}}-of-{match['total']}.safetensors"
+            if not (folder / name).is_file():
+                raise _missing_file(folder / name, f"{file.name} is there")
+
+
+def _missing_file(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is missing; {why}",
+        expected="all files of the checkpoint in one folder",
+        fix="download or copy this file, too",
+        file=path,
+    )
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The config of a model."""
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} is missing",
+            expected="a config.json beside the weights: it says what they are",
+            fix="download or copy the config of this model, too",
+            file=path,
+        )
+    return read_json(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file."""
+    try:
+        if path.stat().st_size > _LARGEST_JSON:
+            raise ValueError(f"more than {_LARGEST_JSON} bytes")
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError(f"a {type(values).__name__}")
+    except (OSError, ValueError, RecursionError) as error:
+        why = (error.strerror or error) if isinstance(error, OSError) else str(error)[:120]
+        raise CheckpointError(
+            f"{path} cannot be read ({why})",
+            expected="a JSON object",
+            fix="download or copy the file again",
+            file=path,
+        ) from error
+    return values

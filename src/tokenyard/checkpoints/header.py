@@ -1,0 +1,201 @@
+"""The header of a safetensors file, read strictly.
+
+    8 bytes: n, little endian │ n bytes of JSON: name → dtype, shape, [begin, end) │ the tensors' bytes
+
+A header is all that is needed to know what a checkpoint holds, and it is checked before anything else is read:
+its length against the file's, every tensor's bytes against its shape and dtype, and all of them against the
+end of the file, without gap or overlap. So a file that was cut off, or is of another kind, is refused by name
+after reading a few kilobytes, and nobody allocates what a broken number says.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokenyard.errors import CheckpointError
+
+# The largest header that is read: that of a model of a million tensors. What safetensors itself takes, too.
+LARGEST_HEADER = 100_000_000
+
+# The dtypes of the format, with their bits, and what torch calls them; None where it has no such dtype.
+DTYPES: dict[str, tuple[int, torch.dtype | None]] = {
+    "BOOL": (8, torch.bool),
+    "U8": (8, torch.uint8),
+    "I8": (8, torch.int8),
+    "U16": (16, torch.uint16),
+    "I16": (16, torch.int16),
+    "U32": (32, torch.uint32),
+    "I32": (32, torch.int32),
+    "U64": (64, torch.uint64),
+    "I64": (64, torch.int64),
+    "F4": (4, None),
+    "F6_E2M3": (6, None),
+    "F6_E3M2": (6, None),
+    "F8_E4M3": (8, torch.float8_e4m3fn),
+    "F8_E5M2": (8, torch.float8_e5m2),
+    "F8_E4M3FNUZ": (8, torch.float8_e4m3fnuz),
+    "F8_E5M2FNUZ": (8, torch.float8_e5m2fnuz),
+    "F8_E8M0": (8, torch.float8_e8m0fnu),
+    "F16": (16, torch.float16),
+    "BF16": (16, torch.bfloat16),
+    "F32": (32, torch.float32),
+    "F64": (64, torch.float64),
+    "C64": (64, torch.complex64),
+}
+
+# How files begin that can run code when they are loaded: pickles, and the archives that torch.save makes.
+_PICKLE_STARTS = {b"\x80\x02": "a pickle", b"\x80\x03": "a pickle", b"\x80\x04": "a pickle"}
+_PICKLE_STARTS |= {b"\x80\x05": "a pickle", b"PK": "an archive of torch.save, which is a pickle"}
+PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTensor:
+    """One tensor of a file, as its header has it: nothing of it was read. `begin` counts from the file's start."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.file.name}: tensor {self.name!r} is {self.dtype}{list(self.shape)}"
+
+
+def read_header(path: Path) -> tuple[list[StoredTensor], int]:
+    """The tensors of a safetensors file, and the file's size. Raises unless the file is whole.
+
+    >>> import tempfile
+    >>> with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+    ...     _ = file.write(b"\\x80\\x02}q\\x00."), file.flush()
+    ...     read_header(Path(file.name))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    tokenyard.errors.CheckpointError: ....safetensors is a pickle; expected a safetensors file; fix: ...
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            start = file.read(8)
+            refuse_pickle(path, start)
+            length = int.from_bytes(start, "little")
+            if len(start) < 8 or length > size - 8:
+                raise damaged(path, f"has {size} bytes, and a header of {length} bytes is announced")
+            if length > LARGEST_HEADER:
+                raise damaged(path, f"announces a header of {length} bytes, more than {LARGEST_HEADER}")
+            text = file.read(length)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error.strerror or error})",
+            expected="a safetensors file",
+            fix="check the path, and who may read it",
+        ) from error
+    first = 8 + length
+    entries = _entries(path, text)
+    tensors = [_tensor(path, name, entry, first) for name, entry in entries.items()]
+    _check_cover(path, tensors, first, size)
+    return tensors, size
+
+
+def refuse_pickle(path: Path, start: bytes) -> None:
+    """Raise if a file is a pickle, by its name or by how it begins: loading one runs what is in it."""
+    kind = next((kind for magic, kind in _PICKLE_STARTS.items() if start.startswith(magic)), None)
+    if kind is None and path.suffix in PICKLE_ENDINGS:
+        kind = f"a pickle, by its name (*{path.suffix})"
+    if kind is not None:
+        raise CheckpointError(
+            f"{path} is {kind}",
+            expected="a safetensors file",
+            fix="convert it on a machine that you do not mind: loading a pickle runs the code that is in it",
+            file=path,
+        )
+
+
+def damaged(path: Path, found: str) -> CheckpointError:
+    """The error for a file that is not what its header says."""
+    return CheckpointError(
+        f"{path} {found}",
+        expected="a whole safetensors file",
+        fix="download or copy the file again: it was cut off, or is of another kind",
+        file=path,
+    )
+
+
+def _entries(path: Path, text: bytes) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ValueError("a name stands there twice")
+        return found
+
+    try:
+        entries = json.loads(text.decode("utf-8"), object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, f"has a header that is not JSON ({str(error)[:120]})") from error
+    if not isinstance(entries, dict):
+        raise damaged(path, f"has a header that is a JSON {type(entries).__name__}")
+    entries.pop("__metadata__", None)
+    return entries
+
+
+def _tensor(path: Path, name: str, entry: Any, first: int) -> StoredTensor:
+    entry = entry if isinstance(entry, dict) else {}
+    dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise _wrong(path, name, f"has dtype {dtype!r}", f"one of {', '.join(DTYPES)}")
+    if not _whole_numbers(shape):
+        raise _wrong(path, name, f"has shape {shape!r}", "a list of whole numbers")
+    if not _whole_numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise _wrong(path, name, f"lies at {offsets!r}", "[begin, end]")
+    bits = math.prod(shape) * DTYPES[dtype][0]
+    nbytes = offsets[1] - offsets[0]
+    if bits != 8 * nbytes:
+        raise _wrong(path, name, f"is {dtype}{shape} and has {nbytes} bytes", f"{bits / 8:.0f} bytes")
+    return StoredTensor(
+        name=name, file=path, dtype=dtype, shape=tuple(shape), begin=first + offsets[0], nbytes=nbytes
+    )
+
+
+def _whole_numbers(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
+
+
+def _wrong(path: Path, name: str, found: str, expected: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: tensor {name!r} {found}",
+        expected=expected,
+        fix="download or copy the file again: its header is damaged",
+        file=path,
+        tensor=name,
+    )
+
+
+def _check_cover(path: Path, tensors: list[StoredTensor], first: int, size: int) -> None:
+    """Raise unless the tensors fill the file, each byte once."""
+    end = first
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.begin, tensor.nbytes)):
+        if tensor.begin + tensor.nbytes > size:
+            raise CheckpointError(
+                f"{path} ends at byte {size}, in or before tensor {tensor.name!r}, which ends at "
+                f"{tensor.begin + tensor.nbytes}",
+                expected="a whole safetensors file",
+                fix="download or copy the file again: it was cut off",
+                file=path,
+                tensor=tensor.name,
+            )
+        if tensor.begin != end:
+            kind = (
+                "overlaps the one before" if tensor.begin < end else f"leaves {tensor.begin - end} bytes out"
+            )
+            raise _wrong(path, tensor.name, kind, "tensors one behind the other")
+        end += tensor.nbytes
+    if end != size:
+        raise damaged(path, f"has {size - end} bytes behind its last tensor")

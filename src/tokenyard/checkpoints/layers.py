@@ -1,0 +1,301 @@
+"""The MoE layers of a checkpoint: found by their tensors' names, recognized by their layout, checked whole.
+
+Everything here works on headers. A layer is accepted when each expert has each tensor of its layout, with the
+dtype and the shape that follow from the layer's sizes, and these are what `config.json` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tokenyard.checkpoints.config import ModelConfig
+from tokenyard.checkpoints.header import StoredTensor
+from tokenyard.checkpoints.layout import Layout, Piece
+from tokenyard.checkpoints.naming import FoundLayer, Projections, tensor_name
+from tokenyard.checkpoints.plain import PLAIN_DTYPES, PLAIN_LAYOUTS, PlainLayout
+from tokenyard.errors import CheckpointError
+
+# More than any layer has; a config with a slip of the keyboard must not keep anybody busy.
+_MOST_EXPERTS = 65536
+
+QUANTIZED_LAYOUTS: tuple[Layout, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointLayer:
+    """One MoE layer of a checkpoint, as its headers and its config have it."""
+
+    name: str
+    number: int
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    projections: Projections
+    # Gate and up rows of w13 take turns (gpt-oss), rather than gate coming first.
+    interleaved: bool
+    bias: bool
+    layout: Layout
+    # Of all experts' weights, as they lie in the files.
+    nbytes: int
+
+    @property
+    def weights(self) -> str:
+        """The weight format that holds the layer's matrices, as in `LayerSpec(weights=…)`."""
+        return self.layout.weights
+
+    @property
+    def gated(self) -> bool:
+        """Whether w13 has a gate."""
+        return self.projections.w13 != ("up_proj",)
+
+    def sizes(self, projection: str) -> tuple[int, int]:
+        """N and D of a projection."""
+        H, I = self.hidden_size, self.intermediate_size  # noqa: E741
+        if projection == self.projections.w2:
+            return H, I
+        return (2 * I if projection == "gate_up_proj" else I), H
+
+    def stored(self, expert: int, projection: str, suffix: str) -> tuple[str, int | None]:
+        """Where a tensor of an expert lies: its name, and the place in the first dimension if all share one."""
+        if self.layout.fused:
+            return tensor_name(self.name, None, projection, suffix), expert
+        return tensor_name(self.name, expert, projection, suffix), None
+
+
+def read_layer(found: FoundLayer, config: ModelConfig) -> CheckpointLayer:
+    """Recognize a layer and check every tensor of it, by its header."""
+    projections = found.projections()
+    layout = _recognize(found, projections, config)
+    num_experts = _num_experts(found, config)
+    hidden, intermediate = _sizes(found, projections, layout, config)
+    layer = CheckpointLayer(
+        name=found.name,
+        number=found.number,
+        num_experts=num_experts,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        projections=projections,
+        interleaved=config.model_type == "gpt_oss" and projections.w13 == ("gate_up_proj",),
+        bias=any(suffix == "bias" for _, _, suffix in found.tensors),
+        layout=layout,
+        nbytes=0,
+    )
+    for projection in projections.names:
+        parts = len(projections.w13) if projection in projections.w13 else 1
+        if reason := layout.refused(*layer.sizes(projection), parts):
+            tensor = _first(found, projection)
+            raise _wrong(tensor, layer.name, f"a {layout.weights} matrix that can be held", reason)
+    nbytes = sum(_check(found, layer, config, piece) for piece in _expected(layer))
+    _check_nothing_else(found, layer)
+    return CheckpointLayer(**{**layer.__dict__, "nbytes": nbytes})
+
+
+def bias_piece(outputs: int) -> Piece:
+    """The bias of a linear map; it is plain whatever the weights are."""
+    return Piece("bias", tuple(PLAIN_DTYPES), (outputs,))
+
+
+# --- Which layout it is -----------------------------------------------------------------------------------
+
+
+def _first(found: FoundLayer, projection: str) -> StoredTensor:
+    return next(t for (_, p, suffix), t in found.tensors.items() if p == projection and suffix != "bias")
+
+
+def _recognize(found: FoundLayer, projections: Projections, config: ModelConfig) -> Layout:
+    lead = projections.w13[0]
+    expert = None if found.fused else min(e for e, _, _ in found.tensors if e is not None)
+    present = found.suffixes(expert, lead)
+    looks = [
+        layout
+        for layout in (*QUANTIZED_LAYOUTS, *PLAIN_LAYOUTS)
+        if layout.fused == found.fused and layout.matches(present)
+    ]
+    looks = [
+        layout for layout in looks if not isinstance(layout, PlainLayout) or _fits(found, projections, layout)
+    ]
+    declared = [layout for layout in looks if layout.declared(config.quantization)]
+    if declared:
+        return declared[0]
+    tensor = next(iter(present.values()), None) or next(iter(found.tensors.values()))
+    held = ", ".join(f"{suffix or lead} {t.dtype}{list(t.shape)}" for suffix, t in sorted(present.items()))
+    if looks:
+        raise CheckpointError(
+            f"{config.file} has {config.quantized_as}, but {tensor.file.name}: tensor {tensor.name!r} is of {looks[0]}",
+            expected="a config that says how its weights are quantized",
+            fix="take the config.json that belongs to these weights",
+            file=tensor.file,
+            tensor=tensor.name,
+            layer=found.name,
+        )
+    # A layout that the config names, and of which something is missing or of another dtype: say what.
+    for layout in QUANTIZED_LAYOUTS:
+        if (
+            layout.fused != found.fused
+            or not layout.declared(config.quantization)
+            or layout.data not in present
+        ):
+            continue
+        for piece in layout.pieces(1, 1).values():
+            there = present.get(piece.suffix)
+            if there is None or there.dtype not in piece.dtypes:
+                name = tensor_name(found.name, expert, lead, piece.suffix)
+                raise CheckpointError(
+                    f"{tensor.file.name}: tensor {name!r} is {'missing' if there is None else there.dtype}",
+                    expected=f"{' or '.join(piece.dtypes)}, as {layout} has it",
+                    fix="take the config.json that belongs to these weights, or download them again",
+                    file=tensor.file,
+                    tensor=name,
+                    layer=found.name,
+                )
+    raise CheckpointError(
+        f"{tensor.file.name}: the experts of {found.name!r} hold {held} each, and {config.file} has "
+        f"{config.quantized_as}",
+        expected="one of "
+        + "; ".join(dict.fromkeys(str(layout) for layout in (*QUANTIZED_LAYOUTS, *PLAIN_LAYOUTS))),
+        fix="this way of quantizing is not known; requantize the model into one that is",
+        file=tensor.file,
+        tensor=tensor.name,
+        layer=found.name,
+    )
+
+
+def _fits(found: FoundLayer, projections: Projections, layout: PlainLayout) -> bool:
+    """Whether w13 and w2 lie the way round that a layout of all experts in one tensor says."""
+    if not layout.fused:
+        return True
+    first, last = (found.tensors.get((None, name, "")) for name in (projections.w13[0], projections.w2))
+    if first is None or last is None or not len(first.shape) == len(last.shape) == 3:
+        return not layout.transposed
+    (wide, hidden), (outputs, inner) = layout.size(first.shape[1:]), layout.size(last.shape[1:])
+    return hidden == outputs and wide == (2 * inner if projections.w13[0] == "gate_up_proj" else inner)
+
+
+# --- How large it is --------------------------------------------------------------------------------------
+
+
+def _num_experts(found: FoundLayer, config: ModelConfig) -> int:
+    """E, if all experts are there."""
+    known = config.num_experts
+    if found.fused:
+        tensor = next(iter(found.tensors.values()))
+        number = tensor.shape[0] if tensor.shape else 0
+        if known is not None and number != known:
+            raise _wrong(tensor, found.name, f"{known} experts, as {config.file} says")
+        return number
+    ids = {expert: t for (expert, _, _), t in found.tensors.items() if expert is not None}
+    number = known if known is not None else max(ids) + 1
+    if max(ids) >= number:
+        tensor = ids[max(ids)]
+        raise CheckpointError(
+            f"{tensor.file.name}: tensor {tensor.name!r} is of expert {max(ids)}",
+            expected=f"experts 0 to {number - 1}, as {config.file} says",
+            fix="take the config.json that belongs to these weights",
+            file=tensor.file,
+            tensor=tensor.name,
+            layer=found.name,
+        )
+    missing = next((expert for expert in range(min(number, _MOST_EXPERTS)) if expert not in ids), None)
+    if missing is not None:
+        name = f"{found.name}.experts.{missing}"
+        raise CheckpointError(
+            f"{found.file.name}: expert {missing} is missing: no tensor is called {name}.…",
+            expected=f"{number} experts" + ("" if known is None else f", as {config.file} says"),
+            fix="check that all files of the checkpoint are there, and that the config belongs to them",
+            file=found.file,
+            tensor=name,
+            layer=found.name,
+        )
+    return number
+
+
+def _sizes(
+    found: FoundLayer, projections: Projections, layout: Layout, config: ModelConfig
+) -> tuple[int, int]:
+    """H and I: what the config says, or else what the first tensors of w13 say."""
+    tensor = next(
+        (
+            t
+            for (_, p, suffix), t in found.tensors.items()
+            if (p, suffix) == (projections.w13[0], layout.data)
+        ),
+        None,
+    )
+    lead = projections.w13[0]
+    if tensor is None:
+        tensor = _first(found, lead)
+        raise _wrong(tensor, found.name, f"a tensor {lead}.{layout.data} beside it, as {layout} has it")
+    shape = tensor.shape[1:] if layout.fused else tensor.shape
+    if len(shape) != len(layout.pieces(1, 1)["data"].shape):
+        raise _wrong(
+            tensor, found.name, f"{len(layout.pieces(1, 1)['data'].shape)} dimensions for each expert"
+        )
+    outputs, inputs = layout.size(shape)
+    intermediate = outputs // 2 if lead == "gate_up_proj" else outputs
+    hidden = inputs if config.hidden_size is None else config.hidden_size
+    return hidden, intermediate if config.intermediate_size is None else config.intermediate_size
+
+
+# --- Every tensor -----------------------------------------------------------------------------------------
+
+
+def _expected(layer: CheckpointLayer) -> Iterator[tuple[int | None, str, Piece]]:
+    """Every tensor that the layer must have: the expert (None: all in one), the projection, and what it must be."""
+    experts = [None] if layer.layout.fused else range(layer.num_experts)
+    for projection in layer.projections.names:
+        outputs, inputs = layer.sizes(projection)
+        pieces = list(layer.layout.pieces(outputs, inputs).values())
+        pieces += [bias_piece(outputs)] if layer.bias else []
+        for expert in experts:
+            for piece in pieces:
+                yield expert, projection, piece
+
+
+def _check(
+    found: FoundLayer, layer: CheckpointLayer, config: ModelConfig, expected: tuple[int | None, str, Piece]
+) -> int:
+    """The bytes of a tensor that must be there."""
+    expert, projection, piece = expected
+    tensor = found.tensors.get((expert, projection, piece.suffix))
+    if tensor is None:
+        name = tensor_name(layer.name, expert, projection, piece.suffix)
+        raise CheckpointError(
+            f"{found.file.name}: tensor {name!r} is missing",
+            expected=f"it beside the other tensors of {layer.layout} experts",
+            fix="check that all files of the checkpoint are there",
+            file=found.file,
+            tensor=name,
+            layer=layer.name,
+        )
+    shape = piece.shape if expert is not None else (layer.num_experts, *piece.shape)
+    if tensor.dtype not in piece.dtypes or tensor.shape != shape:
+        because = (
+            f": hidden size {layer.hidden_size}, intermediate size {layer.intermediate_size}, "
+            f"{layer.num_experts} experts, as {config.file.name} and the other tensors say"
+        )
+        raise _wrong(tensor, layer.name, f"{' or '.join(piece.dtypes)}{list(shape)}{because}")
+    return tensor.nbytes
+
+
+def _check_nothing_else(found: FoundLayer, layer: CheckpointLayer) -> None:
+    """Raise where a tensor stands beside the weights that nobody would read."""
+    known = {piece.suffix for piece in layer.layout.pieces(1, 1).values()} | {"bias", *layer.layout.beside}
+    for (_, _, suffix), tensor in found.tensors.items():
+        if suffix not in known:
+            raise _wrong(
+                tensor,
+                layer.name,
+                f"{', '.join(sorted(filter(None, known)))}, as {layer.layout} has it: nobody would read this one",
+            )
+
+
+def _wrong(tensor: StoredTensor, layer: str, expected: str, why: str = "") -> CheckpointError:
+    return CheckpointError(
+        str(tensor) + (f": {why}" if why else ""),
+        expected=expected,
+        fix="take the config.json that belongs to these weights, or download them again",
+        file=tensor.file,
+        tensor=tensor.name,
+        layer=layer,
+    )

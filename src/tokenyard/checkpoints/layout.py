@@ -1,0 +1,80 @@
+"""What a layout is: how one linear map of an expert lies in files, and which weight format that is.
+
+A weight format says how matrices are held in memory, a layout how checkpoints of one kind spell the same numbers
+on disk: what the tensors are called, their dtypes and shapes, and how each becomes a payload of the format. No
+layout decodes: codes stay codes, and what changes is at most how they are packed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor
+
+from tokenyard.checkpoints.header import StoredTensor
+from tokenyard.formats import WeightFormat, weight_format
+
+
+class Piece(NamedTuple):
+    """One tensor of a linear map on disk: the end of its name, its dtypes, and its shape (of one expert)."""
+
+    suffix: str
+    dtypes: tuple[str, ...]
+    shape: tuple[int, ...]
+
+
+class Layout(ABC):
+    """How linear maps `[N, D]` lie in files. Subclasses are frozen dataclasses."""
+
+    # Who writes such files, as `tokenyard inspect` shows it.
+    method: ClassVar[str]
+    # The name of the weight format that holds the same numbers in memory.
+    weights: str
+    # How the name of the tensor ends that holds the elements.
+    data: str = "weight"
+    # Tensors that stand beside the weights and say nothing about them: scales of activations.
+    beside: ClassVar[tuple[str, ...]] = ()
+    # Payloads that the files do not have, because they are always this.
+    constants: ClassVar[Mapping[str, float]] = {}
+    # Whether one tensor holds all experts.
+    fused: bool = False
+
+    @property
+    def format(self) -> WeightFormat:
+        """The weight format that holds the same numbers in memory."""
+        return weight_format(self.weights)
+
+    @abstractmethod
+    def size(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """N and D of a linear map whose `data` has this shape on disk (of one expert)."""
+
+    @abstractmethod
+    def pieces(self, outputs: int, inputs: int) -> dict[str, Piece]:
+        """The tensors of a linear map `[N, D]`, by the payload that each becomes."""
+
+    @abstractmethod
+    def declared(self, quantization: Mapping[str, Any]) -> bool:
+        """Whether a config's `quantization_config` (empty where there is none) says that this layout is used."""
+
+    def refused(self, outputs: int, inputs: int, parts: int) -> str | None:
+        """None, or why `parts` maps of this size cannot be held as one matrix."""
+        block = self.format.block
+        if inputs % block:
+            return f"rows of {inputs} columns are no whole number of blocks of {block}"
+        return None
+
+    def matches(self, present: Mapping[str, StoredTensor]) -> bool:
+        """Whether these tensors of one linear map, by the end of their name, look like this layout."""
+        pieces = self.pieces(1, 1).values()
+        return all(
+            piece.suffix in present and present[piece.suffix].dtype in piece.dtypes for piece in pieces
+        )
+
+    def fill(self, payload: str, stored: Tensor, out: Tensor) -> None:
+        """Write a payload of one linear map, from its tensor on disk. One number may stand for several."""
+        out.copy_(stored if stored.numel() == 1 else stored.reshape(out.shape))
+
+    def __str__(self) -> str:
+        return f"{self.method} {self.weights}"

@@ -1,0 +1,140 @@
+"""How the tensors of experts are called.
+
+    model.layers.3.mlp.experts.17.gate_proj.weight     one by one: layer, expert, projection, what it is
+    model.layers.3.mlp.experts.gate_up_proj_blocks     all experts in one tensor: layer, projection, what it is
+
+A projection is one of an expert's linear maps. Families call the same three by different names (`PROJECTIONS`);
+gate and up make up w13, and down is w2.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from tokenyard.checkpoints.header import StoredTensor
+from tokenyard.errors import CheckpointError
+
+_EXPERTS = re.compile(r"(?:.*\.)?experts\..*")
+_ONE_BY_ONE = re.compile(r"(?P<layer>.+)\.experts\.(?P<expert>\d{1,9})\.(?P<projection>\w+)\.(?P<suffix>\w+)")
+_FUSED = re.compile(
+    r"(?P<layer>.+)\.experts\.(?P<projection>gate_up_proj|up_proj|down_proj)(?:_(?P<suffix>blocks|scales|bias))?"
+)
+_NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
+
+
+class Projections(NamedTuple):
+    """The projections of an expert by name: those that make up w13, in order, and w2."""
+
+    w13: tuple[str, ...]
+    w2: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of them."""
+        return (*self.w13, self.w2)
+
+
+# The first whose names are all there counts.
+PROJECTIONS = (
+    Projections(("gate_proj", "up_proj"), "down_proj"),  # Qwen, DeepSeek, GLM, OLMoE
+    Projections(("w1", "w3"), "w2"),  # Mixtral, MiniMax
+    Projections(("gate_up_proj",), "down_proj"),  # gpt-oss; what Transformers fuses on load
+    Projections(("up_proj",), "down_proj"),  # without a gate: Nemotron-H
+)
+
+
+@dataclass
+class FoundLayer:
+    """The experts' tensors of one layer, by (expert, projection, suffix); the expert is None where all are in one."""
+
+    name: str
+    tensors: dict[tuple[int | None, str, str], StoredTensor] = field(default_factory=dict)
+
+    @property
+    def fused(self) -> bool:
+        """Whether one tensor holds all experts."""
+        return any(expert is None for expert, _, _ in self.tensors)
+
+    @property
+    def number(self) -> int:
+        """The layer's place in the model, as its name has it; -1 if it has none."""
+        found = _NUMBER.findall(self.name)
+        return int(found[-1]) if found else -1
+
+    @property
+    def file(self) -> Path:
+        """One of the files that hold it."""
+        return next(iter(self.tensors.values())).file
+
+    def suffixes(self, expert: int | None, projection: str) -> dict[str, StoredTensor]:
+        """The tensors of one projection of one expert."""
+        return {suffix: t for (e, p, suffix), t in self.tensors.items() if (e, p) == (expert, projection)}
+
+    def projections(self) -> Projections:
+        """Which names this layer has for its projections."""
+        found = {projection for _, projection, _ in self.tensors}
+        for known in PROJECTIONS:
+            if found == set(known.names):
+                return known
+        near = max(PROJECTIONS, key=lambda known: len(found & set(known.names)))
+        spelled = " or ".join(", ".join(known.names) for known in PROJECTIONS)
+        missing = [name for name in near.names if name not in found]
+        raise CheckpointError(
+            f"{self.file.name}: the experts of {self.name!r} have {', '.join(sorted(found))}"
+            + (f"; {', '.join(missing)} is missing" if missing else ""),
+            expected=spelled,
+            fix="check that all files of the checkpoint are there; other families are not known yet",
+            file=self.file,
+            layer=self.name,
+        )
+
+
+def tensor_name(layer: str, expert: int | None, projection: str, suffix: str) -> str:
+    """The name of a tensor of experts.
+
+    >>> tensor_name("model.layers.3.mlp", 17, "up_proj", "weight")
+    'model.layers.3.mlp.experts.17.up_proj.weight'
+    >>> tensor_name("model.layers.3.mlp", None, "gate_up_proj", "blocks")
+    'model.layers.3.mlp.experts.gate_up_proj_blocks'
+    """
+    if expert is None:
+        return f"{layer}.experts.{projection}" + (f"_{suffix}" if suffix else "")
+    return f"{layer}.experts.{expert}.{projection}.{suffix}"
+
+
+def find_layers(tensors: Mapping[str, StoredTensor]) -> list[FoundLayer]:
+    """The layers that have experts, in the order of the model."""
+    layers: dict[str, FoundLayer] = {}
+    for name, tensor in tensors.items():
+        match = _ONE_BY_ONE.fullmatch(name) or _FUSED.fullmatch(name)
+        if match is None:
+            if _EXPERTS.fullmatch(name):
+                raise CheckpointError(
+                    f"{tensor.file.name}: tensor {name!r} belongs to experts, and nobody knows as what",
+                    expected="….experts.0.gate_proj.weight, ….experts.gate_up_proj, or alike",
+                    fix="this family, or this way of saving it, is not known yet",
+                    file=tensor.file,
+                    tensor=name,
+                )
+            continue
+        parts = match.groupdict()
+        expert = int(parts["expert"]) if parts.get("expert") is not None else None
+        layer = layers.setdefault(parts["layer"], FoundLayer(parts["layer"]))
+        layer.tensors[expert, parts["projection"], parts["suffix"] or ""] = tensor
+    return sorted(layers.values(), key=lambda layer: (layer.number, layer.name))
+
+
+def also_called(name: str) -> Iterable[str]:
+    """Other names for a layer: as plans have it, and its number.
+
+    >>> list(also_called("model.layers.3.block_sparse_moe"))
+    ['model.layers.3.mlp', '3']
+    """
+    yield f"{name.rpartition('.')[0]}.mlp"
+    numbers = _NUMBER.findall(name)
+    if numbers:
+        yield numbers[-1]

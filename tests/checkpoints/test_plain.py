@@ -1,0 +1,163 @@
+"""Plain weights: every family's names, one file or several, and who reads which bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.checkpoints.small import NAMES, Small, same_bits, save
+from tokenyard import Placement, launch
+from tokenyard.checkpoints import open_checkpoint
+from tokenyard.errors import CheckpointError
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("files", "index"), [(1, True), (3, True), (3, False)])
+def test_experts_are_the_weights_that_were_saved(tmp_path, dtype, files, index):
+    model = Small(dtype=dtype)
+    checkpoint = open_checkpoint(save(tmp_path, model.tensors(), model.config(), files=files, index=index))
+    assert [layer.name for layer in checkpoint.layers] == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    for number in range(2):
+        weights = checkpoint.experts(number)
+        assert same_bits(weights.w13, model.w13(number))
+        assert same_bits(weights.w2, model.w2(number))
+        assert weights.b13 is None
+        some = checkpoint.experts(f"model.layers.{number}.mlp", [5, 0, 7])
+        assert same_bits(some.w13, model.w13(number, [5, 0, 7]))
+        assert same_bits(some.w2, model.w2(number, [5, 0, 7]))
+    none = checkpoint.experts(0, [])
+    assert (none.w13.shape, none.w2.shape) == ((0, 64, 64), (0, 64, 32))
+
+
+def test_what_a_checkpoint_knows(tmp_path):
+    model = Small()
+    checkpoint = open_checkpoint(save(tmp_path, model.tensors(), model.config()))
+    layer = checkpoint.layer("model.layers.1.mlp")
+    assert (layer.num_experts, layer.hidden_size, layer.intermediate_size) == (8, 64, 32)
+    assert (layer.gated, layer.interleaved, layer.bias, layer.weights) == (True, False, False, "bf16")
+    assert layer.nbytes == 8 * 3 * 64 * 32 * 2
+    assert checkpoint.experts_nbytes == 2 * layer.nbytes
+    assert set(checkpoint.shared) == set(model.shared())
+    assert checkpoint.nbytes == checkpoint.shared_nbytes + checkpoint.experts_nbytes
+    assert checkpoint.bytes_read == 0
+    gate = checkpoint.tensor("model.layers.0.mlp.gate.weight")
+    assert same_bits(gate, torch.ones(8, 64))
+    assert checkpoint.bytes_read == gate.nbytes
+    assert checkpoint.config["model_type"] == "qwen3_moe"
+
+
+@pytest.mark.parametrize("placement", ["contiguous", "round_robin"])
+def test_each_of_four_ranks_reads_its_quarter(tmp_path, placement):
+    model = Small()
+    save(tmp_path, model.tensors(), model.config(), files=3)
+    table = getattr(Placement, placement)(8, 4)
+
+    def rank(group):
+        checkpoint = open_checkpoint(tmp_path)
+        for layer in checkpoint.layers:
+            checkpoint.experts(layer.name, table.local_experts(group.rank))
+        return checkpoint.bytes_read, checkpoint.experts_nbytes
+
+    for read, everything in launch(4, rank, ranks="threads"):
+        assert 4 * read == everything
+
+
+def test_names_of_mixtral_also_by_the_name_of_the_plan(tmp_path):
+    model = Small(
+        model_type="mixtral", parent="model.layers.{}.block_sparse_moe", names=NAMES["w1"],
+        extra_config={"num_experts": None, "num_local_experts": 8},
+    )  # fmt: skip
+    checkpoint = open_checkpoint(save(tmp_path, model.tensors(), model.config()))
+    assert checkpoint.layers[1].name == "model.layers.1.block_sparse_moe"
+    assert same_bits(checkpoint.experts("model.layers.1.mlp").w13, model.w13(1))
+    with pytest.raises(CheckpointError, match=r"unknown MoE layer 'model.layers.7.mlp'"):
+        checkpoint.experts("model.layers.7.mlp")
+
+
+def test_experts_without_a_gate(tmp_path):
+    model = Small(model_type="nemotron_h", parent="backbone.layers.{}.mixer")
+    tensors = {name: t for name, t in model.tensors().items() if "gate_proj" not in name}
+    checkpoint = open_checkpoint(save(tmp_path, tensors, model.config()))
+    weights = checkpoint.experts(0)
+    assert not checkpoint.layers[0].gated
+    assert same_bits(weights.w13, model.w13(0)[:, 32:].contiguous())
+    assert same_bits(weights.w2, model.w2(0))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_all_experts_in_one_tensor(tmp_path, transposed, bias):
+    """What Transformers saves of gpt-oss (transposed), and holds of the other families."""
+    model = Small(model_type="gpt_oss" if transposed else "qwen3_moe")
+    tensors = model.shared()
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        w13, w2 = model.w13(layer), model.w2(layer)
+        tensors[f"{prefix}.gate_up_proj"] = (w13.mT if transposed else w13).contiguous()
+        tensors[f"{prefix}.down_proj"] = (w2.mT if transposed else w2).contiguous()
+        if bias:
+            tensors[f"{prefix}.gate_up_proj_bias"] = w13[..., 0].contiguous()
+            tensors[f"{prefix}.down_proj_bias"] = w2[..., 0].contiguous()
+    checkpoint = open_checkpoint(save(tmp_path, tensors, model.config()))
+    (layer, _) = checkpoint.layers
+    assert (layer.interleaved, layer.bias, layer.num_experts) == (transposed, bias, 8)
+    weights = checkpoint.experts(0, [6, 7])
+    assert same_bits(weights.w13, model.w13(0, [6, 7]))
+    assert same_bits(weights.w2, model.w2(0, [6, 7]))
+    assert 4 * checkpoint.bytes_read == layer.nbytes
+    if bias:
+        assert same_bits(weights.b13, model.w13(0, [6, 7])[..., 0].contiguous())
+        assert same_bits(weights.b2, model.w2(0, [6, 7])[..., 0].contiguous())
+
+
+def test_tensors_that_do_not_lie_on_whole_numbers(tmp_path):
+    """A tensor of odd size in front shifts the others: torch cannot read bf16 from an odd byte."""
+    model = Small(num_layers=1)
+    tensors = model.tensors()
+    blob, header = b"\x07", {"odd": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}
+    for name, tensor in tensors.items():
+        dtype = {torch.bfloat16: "BF16", torch.float32: "F32"}[tensor.dtype]
+        raw = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+        places = [len(blob), len(blob) + len(raw)]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": places}
+        blob += raw
+    import json
+
+    text = json.dumps(header).encode()
+    save(tmp_path, {}, model.config())
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + blob)
+    checkpoint = open_checkpoint(tmp_path / "model.safetensors")
+    assert same_bits(checkpoint.experts(0).w13, model.w13(0))
+    assert same_bits(checkpoint.experts(0).w2, model.w2(0))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "olmoe", "deepseek_v3", "minimax_m2"])
+def test_what_transformers_saves(tmp_path, family):
+    """The same experts as in the model that was saved."""
+    import transformers
+
+    sizes = {
+        "hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64,
+        "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "num_nextn_predict_layers": 0,
+    }  # fmt: skip
+    config = transformers.AutoConfig.for_model(family, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    assert [layer.number for layer in checkpoint.layers] == ([1] if family == "deepseek_v3" else [0, 1])
+    experts = model.model.layers[1].mlp.experts
+    held = {name: p.detach() for name, p in experts.named_parameters()}
+    flip = family == "gpt_oss"
+    weights = checkpoint.experts("model.layers.1.mlp", [3, 1])
+    for ours, theirs in (("w13", "gate_up_proj"), ("w2", "down_proj")):
+        expected = held[theirs][[3, 1]]
+        assert same_bits(getattr(weights, ours), expected.mT.contiguous() if flip else expected)
+    if flip:
+        assert checkpoint.layers[0].interleaved
+        assert same_bits(weights.b13, held["gate_up_proj_bias"][[3, 1]])
+        assert same_bits(weights.b2, held["down_proj_bias"][[3, 1]])
