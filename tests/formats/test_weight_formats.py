@@ -71,8 +71,10 @@ def compressed(name: str, w: torch.Tensor) -> dict[str, torch.Tensor]:
     )
     compressor = BaseCompressor.get_value_from_registry(f"{name}-pack-quantized")
     held = compressor.compress(state, scheme)
-    names = {"data": "weight_packed", "scales": "weight_scale", "global_scale": "weight_global_scale"}
-    return {ours: held[theirs] for ours, theirs in names.items() if theirs in held}
+    ours = {"data": held["weight_packed"], "scales": held["weight_scale"]}
+    if name == "nvfp4":
+        ours |= {"global_scale": held["weight_global_scale"].repeat(2), "global_factor": torch.ones(2)}
+    return ours
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -121,7 +123,8 @@ def plain_mxfp4(w: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def plain_nvfp4(w: torch.Tensor) -> dict[str, torch.Tensor]:
     g = torch.tensor(2688.0) / w.float().abs().amax()
-    return {**twin_nvfp4(w, g.expand(w.shape[0])), "global_scale": g.view(1)}
+    twin = twin_nvfp4(w, g.expand(w.shape[0]))
+    return {**twin, "global_scale": g.repeat(2), "global_factor": torch.ones(2)}
 
 
 FORMULAS = {
@@ -206,12 +209,32 @@ def test_decoding_what_was_decoded_changes_nothing(name):
     assert ((again - once).norm() / once.norm()) < (0.08 if name in ("nvfp4", "mxint4") else 1e-6)
 
 
+@pytest.mark.parametrize("outputs", [6, 7])
+def test_each_half_of_an_nvfp4_matrix_has_its_own_global_scale_and_factor(outputs):
+    """Gate and up of one expert, quantized by themselves, are one matrix, to the bit."""
+    half = -(-outputs // 2)
+    matrix = weight_format("nvfp4").quantize(gaussian(2, outputs, 40, dtype=torch.float32))
+    matrix.payloads["global_scale"].copy_(torch.tensor([[3.0, 448.5], [1.0, 1.0]]))
+    matrix.payloads["global_factor"].copy_(torch.tensor([[1.0, 1.0], [0.1, 0.7]]))
+    from tokenyard.formats import bits
+
+    for expert, (above, below) in enumerate([(lambda s: s / 3, lambda s: s / 448.5),
+                                             (lambda s: s * 0.1, lambda s: s * 0.7)]):  # fmt: skip
+        scales = matrix[expert].payloads["scales"].float()
+        scales = torch.cat([above(scales[:half]), below(scales[half:])]).repeat_interleave(16, dim=1)
+        expected = bits.e2m1_to_float32(matrix[expert].payloads["data"]) * scales
+        assert same_bits(matrix[expert].decode(), expected[:, :40].contiguous())
+        assert same_bits(
+            matrix[expert].tile(half - 1, half + 1), expected[half - 1 : half + 1, :40].contiguous()
+        )
+
+
 def test_bytes():
     shape = (2, 4096, 7168)
     elements = 2 * 4096 * 7168
     assert weight_format("mxint4").nbytes(*shape) == elements // 2 + elements // 16
     assert weight_format("mxfp4").nbytes(*shape) == elements // 2 + elements // 32
-    assert weight_format("nvfp4").nbytes(*shape) == elements // 2 + elements // 16 + 8
+    assert weight_format("nvfp4").nbytes(*shape) == elements // 2 + elements // 16 + 2 * 16
     assert weight_format("mxfp8").nbytes(*shape) == elements + elements // 32
     assert weight_format("fp8_block128").nbytes(*shape) == elements + elements // 128**2 * 4
     assert weight_format("bf16").nbytes(*shape) == 2 * elements

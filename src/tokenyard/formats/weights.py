@@ -4,7 +4,7 @@
     bf16 …        the plain tensor
     fp8_block128  e4m3  [N, D]             float32 [⌈N/128⌉, ⌈D/128⌉]
     mxfp8         e4m3  [N, P]             E8M0    [N, P / 32]
-    nvfp4         e2m1  [N, P / 2] uint8   e4m3    [N, P / 16]           float32 [1]
+    nvfp4         e2m1  [N, P / 2] uint8   e4m3    [N, P / 16]           float32 [2], and global_factor
     mxfp4         e2m1  [N, P / 2] uint8   E8M0    [N, P / 32]
     mxint4        int4  [N, P / 2] uint8   bf16    [N, P / 32]
 
@@ -12,7 +12,10 @@ P is D rounded up to whole blocks. Two codes stand in a byte, low nibble first a
 travels, its weights are encoded by the rule of its rows, except that
 
 - fp8_block128 has a scale per block of 128 outputs × 128 inputs (and no pad: what DeepSeek's checkpoints hold);
-- nvfp4 has one global scale per matrix, `2688 / amax`: weights are known as a whole, rows are not.
+- nvfp4 has one global scale per matrix, `2688 / amax`: weights are known as a whole, rows are not. It is held for
+  each half of the outputs, because checkpoints quantize gate and up, the halves of w13, by themselves; and beside it
+  stands a factor, 1 here, because some checkpoints store the reciprocal, `amax / 2688`, which is to be multiplied
+  with: dividing by its rounded inverse would give other numbers.
 
 mxfp4 and mxint4 hold weights and nothing else.
 
@@ -184,9 +187,11 @@ class FourBitWeights(WeightFormat):
 class Nvfp4Weights(FourBitWeights):
     """e2m1 with an e4m3 scale per 16 inputs, and a float32 global scale per matrix: 2688 / amax.
 
+    value = e2m1 · (scale / global_scale · global_factor), the last two those of the half that the output is in.
+
     >>> matrix = Nvfp4Weights().quantize(torch.tensor([[6.0, -3.0, 0.3]]))
     >>> matrix.payloads["global_scale"], matrix.decode()
-    (tensor([448.]), tensor([[ 6.0000, -3.0000,  0.5000]]))
+    (tensor([448., 448.]), tensor([[ 6.0000, -3.0000,  0.5000]]))
     """
 
     name = "nvfp4"
@@ -197,7 +202,8 @@ class Nvfp4Weights(FourBitWeights):
     def payloads(self, outputs: int, inputs: int) -> dict[str, HeldPayload]:
         return {
             **super().payloads(outputs, inputs),
-            "global_scale": HeldPayload(torch.float32, (1,)),
+            "global_scale": HeldPayload(torch.float32, (2,)),
+            "global_factor": HeldPayload(torch.float32, (2,)),
         }
 
     def quantize(self, w_ND: Tensor) -> QuantizedMatrix:
@@ -207,11 +213,17 @@ class Nvfp4Weights(FourBitWeights):
         matrices = rows_RD.reshape(-1, outputs * inputs)
         g_M1 = row_global_scale(amax_RC.view(len(matrices), -1), matrices)
         rows = Nvfp4().encode(rows_RD, global_scale_T=g_M1.repeat_interleave(outputs, dim=0))
-        return _held(self, w_ND, **{**rows.payloads, "global_scale": g_M1})
+        global_scale = g_M1.expand(-1, 2).contiguous()
+        factors = torch.ones_like(global_scale)
+        return _held(self, w_ND, **{**rows.payloads, "global_scale": global_scale, "global_factor": factors})
 
     def decode_rows(self, matrix: QuantizedMatrix, first: int, last: int) -> Tensor:
         data, scales = (matrix.payloads[name][first:last] for name in ("data", "scales"))
-        scales = bits.e4m3_to_float32(scales) / matrix.payloads["global_scale"]
+        half_n = torch.arange(first, last, device=data.device) >= -(-matrix.shape[-2] // 2)
+        divisor_n1, factor_n1 = (
+            matrix.payloads[name][half_n.long()].unsqueeze(1) for name in ("global_scale", "global_factor")
+        )
+        scales = (bits.e4m3_to_float32(scales) / divisor_n1).mul_(factor_n1)
         return _scaled(bits.e2m1_to_float32(data), scales, matrix)
 
 
