@@ -1,32 +1,49 @@
-"""`shard_experts`: a model whose experts live on four ranks gives what it gave on one."""
+"""`shard_experts`: a model whose experts live on four ranks gives what it gave on one, in every family."""
 
 import copy
 
 import pytest
 import torch
+import transformers
 
+from tests.integrations.transformers_models import (
+    FAMILIES,
+    generated,
+    logits_of,
+    prompts,
+    tiny_config,
+    tiny_model,
+)
 from tests.models import on_ranks
-
-transformers = pytest.importorskip("transformers")
-
-from tests.integrations.transformers_models import FAMILIES, prompts, tiny_model  # noqa: E402
-from tokenyard.integrations.transformers import shard_experts  # noqa: E402
+from tokenyard import EXCHANGES
+from tokenyard.checkpoints import open_checkpoint
+from tokenyard.integrations.transformers import load_sharded, shard_experts
+from tokenyard.integrations.transformers.expert_modules import expert_modules
+from tokenyard.integrations.transformers.loading import experts_left_out, load_without_experts
 
 WORLD = 4
+# Only the order of float32 sums differs: a few units in the last place of logits that are about 5.
+SAME = {"rtol": 1e-5, "atol": 2e-5}
 
 
-def logits_of(model, ids):
-    with torch.no_grad():
-        return model(ids).logits
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folder of a tiny model of a family, as Transformers saves it, and the model."""
+    kept = {}
 
+    def save(family):
+        if family not in kept:
+            model, folder = tiny_model(family), tmp_path_factory.mktemp(family)
+            model.save_pretrained(folder)
+            kept[family] = model, folder
+        return kept[family]
 
-def generated(model, ids, tokens):
-    return model.generate(ids, max_new_tokens=tokens, do_sample=False)
+    return save
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_tokens_are_those_of_the_unsharded_model(family):
-    """In float32, where only the order of sums differs. Every rank has its own batch and its own number of tokens."""
+    """Every rank has its own batch and generates its own number of tokens, with a cache."""
     whole = tiny_model(family)
 
     def rank_main(group):
@@ -36,15 +53,100 @@ def test_logits_and_tokens_are_those_of_the_unsharded_model(family):
         return ids, found, sharded.generate(ids, max_new_tokens=9 - 2 * group.rank, do_sample=False)
 
     for rank, (ids, found, tokens) in enumerate(on_ranks(WORLD, rank_main)):
-        torch.testing.assert_close(found, logits_of(whole, ids), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found, logits_of(whole, ids), **SAME)
         assert torch.equal(tokens, generated(whole, ids, 9 - 2 * rank))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_one_rank_without_a_plan(family):
-    """`experts_implementation="tokenyard"` computes the same, on the model's own weights."""
-    model = tiny_model(family)
-    ids = prompts(0, batch=2, length=7)
-    expected = logits_of(model, ids)
-    model.set_experts_implementation("tokenyard")
-    torch.testing.assert_close(logits_of(model, ids), expected, rtol=1e-4, atol=1e-4)
+def test_a_checkpoint_is_loaded_by_the_share(family, saved):
+    """Each rank reads what all need and its own experts, and no other byte; the model is the same."""
+    whole, folder = saved(family)
+
+    def rank_main(group):
+        checkpoint = open_checkpoint(folder)
+        sharded = load_sharded(checkpoint, group, max_tokens=32)
+        ids = prompts(group.rank)
+        owned = sum(experts.layer.experts.weights.nbytes for experts in sharded.experts)
+        assert not any(p.is_meta for p in sharded.model.parameters())
+        return ids, logits_of(sharded.model, ids), checkpoint.bytes_read - checkpoint.shared_nbytes, owned
+
+    results = on_ranks(WORLD, rank_main)
+    for ids, found, bytes_read, owned in results:
+        torch.testing.assert_close(found, logits_of(whole, ids), **SAME)
+        assert bytes_read == owned
+    assert sum(owned for *_, owned in results) == open_checkpoint(folder).experts_nbytes
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["on meta", "experts left out", "whole"])
+def test_half_loaded_models(family, kind, saved):
+    """Built on the meta device, or without experts, or with all of them: a checkpoint's experts are taken."""
+    whole, folder = saved(family)
+    if kind == "on meta":
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
+    elif kind == "experts left out":
+        with experts_left_out():
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        assert sum(p.numel() for p in model.parameters()) < sum(p.numel() for p in whole.parameters())
+    else:
+        model = copy.deepcopy(whole)
+        for module in expert_modules(model):
+            module.module.down_proj.zero_()  # what must not be used
+
+    def rank_main(group):
+        sharded = shard_experts(copy.deepcopy(model), group, max_tokens=32, checkpoint=folder)
+        ids = prompts(group.rank)
+        return ids, logits_of(sharded.model, ids)
+
+    for ids, found in on_ranks(WORLD, rank_main):
+        torch.testing.assert_close(found, logits_of(whole, ids), **SAME)
+
+
+def test_what_is_no_experts_is_loaded_without_a_copy(saved):
+    _, folder = saved("deepseek_v3")
+    checkpoint = open_checkpoint(folder)
+    read = {}
+    tensor, checkpoint.tensor = checkpoint.tensor, lambda name: read.setdefault(name, tensor(name))
+    model = load_without_experts(checkpoint)
+    pointers = {held.data_ptr() for held in read.values()}
+    assert {p.data_ptr() for p in model.parameters()} <= pointers
+    assert model.generation_config.eos_token_id is None
+
+
+@pytest.mark.parametrize("placement", ["round_robin", "contiguous"])
+def test_exchanges_agree_to_the_bit(placement):
+    whole = tiny_model("qwen3_moe", torch.bfloat16)
+
+    def rank_main(group, exchange):
+        sharded = shard_experts(
+            copy.deepcopy(whole), group, exchange=exchange, max_tokens=32, placement=placement
+        )
+        return logits_of(sharded.model, prompts(group.rank, batch=2))
+
+    first, *others = [on_ranks(WORLD, rank_main, exchange) for exchange in EXCHANGES]
+    for other in others:
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, other, strict=True))
+
+
+def test_layers_that_differ():
+    """What a layer is, is read from its module: widths and numbers of choices may change from layer to layer."""
+    whole = tiny_model("qwen3_moe")
+    wide, _, last = whole.model.layers[0], whole.model.layers[1], whole.model.layers[2]
+    other = tiny_model("qwen3_moe", moe_intermediate_size=40, num_experts=7, num_experts_per_tok=2, seed=1)
+    last.mlp = other.model.layers[2].mlp
+
+    def rank_main(group):
+        sharded = shard_experts(copy.deepcopy(whole), group, max_tokens=32)
+        specs = [sharded.plan.wiring(name).spec for name in sharded.layers]
+        ids = prompts(group.rank)
+        return (
+            ids,
+            logits_of(sharded.model, ids),
+            [(s.num_experts, s.intermediate_size, s.top_k) for s in specs],
+        )
+
+    for ids, found, sizes in on_ranks(WORLD, rank_main):
+        assert sizes == [(10, 32, 3), (7, 40, 2)]
+        torch.testing.assert_close(found, logits_of(whole, ids), **SAME)
+    assert wide.mlp.experts.num_experts == 10

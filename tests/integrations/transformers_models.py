@@ -77,3 +77,12 @@ def prompts(rank: int, seed: int = 0, batch: int = 1, length: int = 5) -> torch.
     """Token ids [batch, length] that no other rank has."""
     draw = torch.Generator().manual_seed(1000 * seed + rank)
     return torch.randint(2, TINY["vocab_size"], (batch, length), generator=draw)
+
+
+def logits_of(model, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(ids).logits
+
+
+def generated(model, ids: torch.Tensor, tokens: int, **options) -> torch.Tensor:
+    return model.generate(ids, max_new_tokens=tokens, do_sample=False, **options)

@@ -9,9 +9,23 @@ tokens = sharded.generate(input_ids, max_new_tokens=64)
 from __future__ import annotations
 
 from tokenyard.integrations.transformers import one_rank
+from tokenyard.integrations.transformers.loading import experts_left_out, load_without_experts
 from tokenyard.integrations.transformers.reports import LayerReport
-from tokenyard.integrations.transformers.sharding import ShardedExperts, ShardedModel, shard_experts
+from tokenyard.integrations.transformers.sharding import (
+    ShardedExperts,
+    ShardedModel,
+    load_sharded,
+    shard_experts,
+)
 
 one_rank.register()
 
-__all__ = ["LayerReport", "ShardedExperts", "ShardedModel", "shard_experts"]
+__all__ = [
+    "LayerReport",
+    "ShardedExperts",
+    "ShardedModel",
+    "experts_left_out",
+    "load_sharded",
+    "load_without_experts",
+    "shard_experts",
+]

@@ -13,19 +13,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from tokenyard.checkpoints import Checkpoint, open_checkpoint
+from tokenyard.drafting import draft
 from tokenyard.errors import PeerFailed, TokenyardError
 from tokenyard.exchange import Exchange
 from tokenyard.experts import ExpertWeights
-from tokenyard.formats import Format, weight_format
+from tokenyard.formats import Format
 from tokenyard.group import Group
 from tokenyard.integrations.transformers.expert_modules import ExpertModule, expert_modules
 from tokenyard.integrations.transformers.gradients import without_gradient
+from tokenyard.integrations.transformers.loading import fill_shared, load_without_experts
 from tokenyard.integrations.transformers.reports import LayerReport, Stopwatch, layer_reports
+from tokenyard.integrations.transformers.sources import Sources
 from tokenyard.integrations.transformers.turns import Turns
 from tokenyard.layer import MoELayer
 from tokenyard.placement import Placement
@@ -46,47 +52,81 @@ def shard_experts(
     weights: str | None = None,
     max_tokens: int = 1024,
     placement: str | Placement | None = None,
+    checkpoint: Checkpoint | str | Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> ShardedModel:
     """Replace the experts of a model by this rank's share of them. Collective over the group; the model is changed.
 
     Every rank passes the same model, each its own copy. `wire` and `combine_wire` are the formats in which rows travel
     out and back, `weights` the one that holds this rank's experts (plain ones are quantized on the way in). A rank
     brings up to `max_tokens` tokens to one round trip; `generate` and `passes` cut what is more into parts.
+
+    With a `checkpoint` (a folder) experts are read from there, this rank's and no others. The model may then come
+    without them (`experts_left_out`), or have been built on the meta device. `progress(done, all)` is told of layers.
     """
 
-    def read() -> tuple[list[ExpertModule], list[LayerSpec]]:
+    def read() -> tuple[list[ExpertModule], list[LayerSpec], Sources]:
         modules = expert_modules(model)
-        return modules, [
-            module.spec(
+        sources = Sources(checkpoint, weights)
+        specs = [
+            replace(
+                sources.spec(module),
                 wire=wire,
                 combine_wire=combine_wire,
-                weights=weights,
-                placement=placement,
-                max_tokens=max_tokens,
+                placement="contiguous" if placement is None else placement,
             )
             for module in modules
         ]
+        # What is small, and tells whether a checkpoint is good, is read before anybody allocates.
+        drafted = draft(specs, group.size, exchange=exchange, max_tokens=max_tokens)
+        for module, wiring in zip(modules, drafted.wirings, strict=True):
+            sources.prepare(module, wiring.cargo.placement.local_experts(group.rank))
+        return modules, specs, sources
 
-    modules, specs = _on_all_ranks(group, "reading the model", read)
+    modules, specs, sources = _on_all_ranks(group, "reading the model", read)
     made = plan(specs, group, exchange=exchange, max_tokens=max_tokens)
     turns = Turns(made, [module.name for module in modules])
 
     def take() -> list[ShardedExperts]:
-        return [_replace(module, index, made, turns) for index, module in enumerate(modules)]
+        if sources.checkpoint is not None:
+            fill_shared(model, sources.checkpoint)
+        experts = []
+        for index, module in enumerate(modules):
+            if progress is not None:
+                progress(index, len(modules))
+            experts.append(
+                ShardedExperts(
+                    made, module.name, sources.take(module, group.device), index=index, turns=turns
+                )
+            )
+            module.replace_by(experts[-1])  # the memory of the others' experts is free now
+        if progress is not None:
+            progress(len(modules), len(modules))
+        return experts
 
-    experts = _on_all_ranks(group, "sharding the experts", take)
+    try:
+        experts = _on_all_ranks(group, "sharding the experts", take)
+    except BaseException:
+        made.close()
+        raise
     return ShardedModel(model, made, turns, experts)
 
 
-def _replace(module: ExpertModule, index: int, made: Plan, turns: Turns) -> ShardedExperts:
-    """Take this rank's experts out of a module, and put them in its place: the others' memory is free then."""
-    layer = made.wiring(module.name)
-    taken = module.weights(made.local_experts(module.name))
-    if weight_format(layer.spec.weights).quantized:
-        taken = taken.quantize(layer.spec.weights)
-    sharded = ShardedExperts(made, module.name, taken, index=index, turns=turns)
-    module.replace_by(sharded)
-    return sharded
+def load_sharded(
+    path: Checkpoint | str | Path, group: Group, *, dtype: torch.dtype | None = None, **options: Any
+) -> ShardedModel:
+    """Load a causal language model, with this rank's share of the experts. Collective over the group.
+
+    Each rank reads what is no expert's, and its own experts. `options` are those of `shard_experts`; `dtype` is the
+    model's, by default that of its config.
+    """
+
+    def load() -> tuple[Any, Checkpoint]:
+        checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+        return load_without_experts(checkpoint, dtype=dtype).to(group.device), checkpoint
+
+    model, checkpoint = _on_all_ranks(group, "loading the model", load)
+    return shard_experts(model, group, checkpoint=checkpoint, **options)
 
 
 def _on_all_ranks(group: Group, what: str, do: Callable[[], Result]) -> Result:
@@ -185,6 +225,23 @@ class ShardedModel:
         """Passes that this rank took part in, those without tokens of its own included."""
         return self._turns.passes
 
+    def __call__(self, input_ids: Tensor | None = None, **arguments: Any) -> Any:
+        """One pass of the model. Collective: a rank without sequences passes none, and gets None.
+
+        Models of Transformers cannot take an empty batch; here it goes through the MoE layers alone.
+        """
+        ids = input_ids if input_ids is not None else arguments.get("inputs_embeds")
+        if ids is None or ids.shape[0] == 0:
+            self._take_part(1)
+            return None
+        return self.model(input_ids, **arguments)
+
+    def _take_part(self, parts: int) -> None:
+        """A pass in which this rank has no tokens."""
+        with self._turns.empty_pass():
+            for experts in self.experts:
+                experts.take_part(parts)
+
     @contextmanager
     def passes(self) -> Iterator[Any]:
         """Inside, this rank calls the model as often as it has to, also never. Collective over the group.
@@ -199,9 +256,7 @@ class ShardedModel:
         with self._turns.meetings():
             yield self.model
             while not self._turns.all_done():
-                with self._turns.empty_pass():
-                    for experts in self.experts:
-                        experts.take_part(self._turns.parts)
+                self._take_part(self._turns.parts)
 
     def serve(self) -> None:
         """Take part in the passes of the others, with nothing of this rank's own, until all are done."""

@@ -1,0 +1,209 @@
+"""Models without their experts: from a checkpoint, each rank reads what all ranks need, and its own experts.
+
+    sharded = load_sharded("path/of/a/model", group, wire="mxfp8")
+
+What is no expert's (attention, norms, embeddings, routers, shared experts) is read once and becomes the model's
+parameters without a copy. Experts modules never get memory: while the model is built, an `ExpertsLeftOut` takes the
+place of each, which knows its shapes. Only safetensors files are read (`tokenyard.checkpoints`), never a pickle.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from transformers.utils import logging as transformers_logging
+
+from tokenyard.checkpoints import Checkpoint, open_checkpoint
+from tokenyard.errors import CheckpointError, ContractError, InputError
+from tokenyard.integrations.transformers.expert_modules import (
+    FIELDS,
+    FLAGS,
+    config_of,
+    is_experts,
+    tensors_of,
+)
+
+# Building a model changes what torch does meanwhile (the default dtype, how weights are initialized): ranks that are
+# threads of one process take turns.
+_one_at_a_time = threading.RLock()
+
+
+class ExpertsLeftOut(nn.Module):
+    """Stands for an experts module that was not built: its shapes and flags, and no memory."""
+
+    # Transformers asks every module which tensors of a checkpoint it does not want.
+    _keys_to_ignore_on_load_unexpected = [r"\.experts\."]  # noqa: RUF012
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        for flag in (*FLAGS, "has_post_expert_norm", "limit", "alpha"):
+            if hasattr(experts, flag):
+                setattr(self, flag, getattr(experts, flag))
+        for name, tensor in tensors_of(experts).items():
+            # A plain attribute: neither a parameter nor a buffer.
+            object.__setattr__(
+                self, FIELDS[name], torch.empty_like(tensor, device="meta", requires_grad=False)
+            )
+
+    def forward(self, *_: Any) -> Tensor:
+        """There is nothing to compute with."""
+        raise ContractError(
+            "a model was called whose experts were left out",
+            expected="experts",
+            fix="shard_experts(model, group, checkpoint=…) gives every rank its share",
+        )
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{FIELDS[name]} {list(tensor.shape)}" for name, tensor in tensors_of(self).items())
+
+
+@contextmanager
+def experts_left_out() -> Iterator[None]:
+    """Models that this thread builds or loads inside come without their experts.
+
+    >>> import transformers
+    >>> config = transformers.AutoConfig.for_model("qwen3_moe", hidden_size=64, moe_intermediate_size=32,
+    ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, num_experts=128, vocab_size=100)
+    >>> with experts_left_out():
+    ...     model = transformers.AutoModelForCausalLM.from_config(config)
+    >>> model.model.layers[0].mlp.experts
+    ExpertsLeftOut(gate_up_proj [128, 64, 64], down_proj [128, 64, 32])
+    """
+    before, _leaving_out.now = getattr(_leaving_out, "now", False), True
+    try:
+        yield
+    finally:
+        _leaving_out.now = before
+
+
+_leaving_out = threading.local()
+
+
+def _leave_out(_: nn.Module, __: str, module: nn.Module | None) -> nn.Module | None:
+    leave = getattr(_leaving_out, "now", False) and module is not None and is_experts(module)
+    return ExpertsLeftOut(module) if leave and module is not None else None
+
+
+# Once and for all: torch goes through these hooks whenever a module gets a child, in whatever thread.
+register_module_module_registration_hook(_leave_out)  # type: ignore[arg-type] # it may return a module
+
+
+def load_without_experts(checkpoint: Checkpoint | str | Path, *, dtype: torch.dtype | None = None) -> Any:
+    """A causal language model with everything but its experts, in evaluation mode.
+
+    `dtype` is the model's, by default the one that its config says. What the checkpoint quantizes beside the experts
+    is refused: the model is plain there.
+    """
+    checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    kind = _model_class(config, checkpoint)
+    if getattr(config, "quantization_config", None) is not None:
+        del (
+            config.quantization_config
+        )  # experts are read by us, as they are; the rest is plain, or refused below
+    state = {name: checkpoint.tensor(name) for name in checkpoint.shared}
+    with _one_at_a_time, experts_left_out(), _without_progress_bar():
+        model, found = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict=state,
+            dtype=dtype or getattr(config, "dtype", None) or torch.bfloat16,
+            output_loading_info=True,
+        )
+    _check_found(checkpoint, found)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return model.eval()
+
+
+def fill_shared(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Give a model that was built on the meta device what is no expert's."""
+    names = [name for name, tensor in _shared_tensors(model) if tensor.is_meta]
+    if not names:
+        return
+    loaded = load_without_experts(checkpoint, dtype=getattr(model, "dtype", None))
+    for name in names:
+        owner_name, _, attribute = name.rpartition(".")
+        try:
+            source = loaded.get_submodule(owner_name)
+        except AttributeError:
+            source = None
+        value = getattr(source, attribute, None)
+        if value is None:
+            raise InputError(
+                f"{name} is on the meta device, and {type(loaded).__name__} of this checkpoint has no such tensor",
+                expected=f"a {type(loaded).__name__}",
+                fix="load the model with `load_sharded`",
+            )
+        owner = model.get_submodule(owner_name)
+        held = owner._parameters if attribute in owner._parameters else owner._buffers
+        held[attribute] = value
+    model.eval()
+
+
+def _shared_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    experts = [f"{name}." for name, module in model.named_modules() if is_experts(module)]
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if not name.startswith(tuple(experts)):
+            yield name, tensor
+
+
+def _model_class(config: Any, checkpoint: Checkpoint) -> Any:
+    """The causal language model of a config; its family must be known here, before anything is read."""
+    holder = nn.Module()
+    holder.config = config
+    config_of(holder, str(checkpoint.path))
+    mapping = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) not in mapping:
+        raise InputError(
+            f"{checkpoint.path} is a {type(config).__name__}, of which Transformers has no causal language model",
+            expected="a causal language model",
+            fix="load it under `experts_left_out()` with its own class, and pass it to shard_experts(checkpoint=…)",
+        )
+    return mapping[type(config)]
+
+
+def _check_found(checkpoint: Checkpoint, found: dict[str, Any]) -> None:
+    missing = sorted(found["missing_keys"])
+    # Scales that nobody asked for: what they belong to was read as if it were numbers.
+    unused = sorted(key for key in found["unexpected_keys"] if "scale" in key or "packed" in key)
+    if missing and not unused:
+        raise CheckpointError(
+            f"{checkpoint.path} has no {missing[0]!r}"
+            + (f", nor {len(missing) - 1} more" if missing[1:] else ""),
+            expected="all parameters of the model that its config describes",
+            fix="check that all files of the model are there",
+            file=checkpoint.path,
+            tensor=missing[0],
+        )
+    if unused:
+        raise CheckpointError(
+            f"{checkpoint.path} quantizes more than its experts: {unused[0]!r}, and {len(unused) - 1} more",
+            expected="attention, norms, embeddings and shared experts in bf16, fp16 or float32",
+            fix="load the model under `experts_left_out()` with Transformers' own quantizer, and pass it to "
+            "shard_experts(model, group, checkpoint=…)",
+            file=checkpoint.path,
+            tensor=unused[0],
+        )
+
+
+@contextmanager
+def _without_progress_bar() -> Iterator[None]:
+    """Parameters are taken over in no time: the bar of Transformers would show nothing, once for each rank."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    set_progress_bar: Any = transformers_logging
+    set_progress_bar.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            set_progress_bar.enable_progress_bar()
