@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tokenyard.checkpoints.compressed_tensors import COMPRESSED_LAYOUTS
 from tokenyard.checkpoints.config import ModelConfig
+from tokenyard.checkpoints.deepseek import DeepSeekFp8
+from tokenyard.checkpoints.gpt_oss import GptOssMxfp4
 from tokenyard.checkpoints.header import StoredTensor
 from tokenyard.checkpoints.layout import Layout, Piece
+from tokenyard.checkpoints.modelopt import ModelOptNvfp4
 from tokenyard.checkpoints.naming import FoundLayer, Projections, tensor_name
 from tokenyard.checkpoints.plain import PLAIN_DTYPES, PLAIN_LAYOUTS, PlainLayout
 from tokenyard.errors import CheckpointError
@@ -19,7 +23,7 @@ from tokenyard.errors import CheckpointError
 # More than any layer has; a config with a slip of the keyboard must not keep anybody busy.
 _MOST_EXPERTS = 65536
 
-QUANTIZED_LAYOUTS: tuple[Layout, ...] = ()
+QUANTIZED_LAYOUTS: tuple[Layout, ...] = (*COMPRESSED_LAYOUTS, ModelOptNvfp4(), GptOssMxfp4(), DeepSeekFp8())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +121,14 @@ def _recognize(found: FoundLayer, projections: Projections, config: ModelConfig)
     ]
     declared = [layout for layout in looks if layout.declared(config.quantization)]
     if declared:
+        if reason := declared[0].mismatch(config.quantization):
+            raise CheckpointError(
+                f"{config.file} says {reason}",
+                expected=f"{declared[0]}, as tokenyard holds it",
+                fix="quantize the model in another way",
+                file=config.file,
+                layer=found.name,
+            )
         return declared[0]
     tensor = next(iter(present.values()), None) or next(iter(found.tensors.values()))
     held = ", ".join(f"{suffix or lead} {t.dtype}{list(t.shape)}" for suffix, t in sorted(present.items()))

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from tokenyard.checkpoints.header import StoredTensor
@@ -58,6 +59,10 @@ class Layout(ABC):
     def declared(self, quantization: Mapping[str, Any]) -> bool:
         """Whether a config's `quantization_config` (empty where there is none) says that this layout is used."""
 
+    def mismatch(self, quantization: Mapping[str, Any]) -> str | None:
+        """None, or what a config that declares this layout says that cannot be held."""
+        return None
+
     def refused(self, outputs: int, inputs: int, parts: int) -> str | None:
         """None, or why `parts` maps of this size cannot be held as one matrix."""
         block = self.format.block
@@ -74,6 +79,8 @@ class Layout(ABC):
 
     def fill(self, payload: str, stored: Tensor, out: Tensor) -> None:
         """Write a payload of one linear map, from its tensor on disk. One number may stand for several."""
+        # E8M0 has a dtype of its own in torch; here scales of that kind are their bytes.
+        stored = stored.view(torch.uint8) if stored.dtype == torch.float8_e8m0fnu else stored
         out.copy_(stored if stored.numel() == 1 else stored.reshape(out.shape))
 
     def __str__(self) -> str:

@@ -1,0 +1,168 @@
+"""The layouts of compressed-tensors: NVFP4, MXFP4, MXFP8, and int4 in groups of 32.
+
+    format in the config   tensors of a linear map [N, D]
+    nvfp4-pack-quantized   weight_packed u8[N, D/2], weight_scale e4m3[N, D/16], weight_global_scale f32[1] (divides)
+    mxfp4-pack-quantized   weight_packed u8[N, D/2], weight_scale u8[N, D/32] (E8M0)
+    mxfp8-quantized        weight e4m3[N, D], weight_scale u8[N, D/32] (E8M0)
+    pack-quantized         weight_packed i32[N, D/8], weight_scale bf16[N, D/32], weight_shape i64[2]
+
+The integers of pack-quantized stand eight to a word, number i in bits 4i to 4i + 3, as value + 8. In bytes that is
+our own order, low nibble first, but for the highest bit of each nibble: one xor, and nothing is decoded.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from tokenyard.checkpoints.layout import Layout, Piece
+
+# The highest bit of both nibbles of a byte: value + 8 ↔ two's complement.
+SIGN_BITS = 0x88
+
+
+class CompressedTensorsLayout(Layout):
+    """One of the formats of compressed-tensors."""
+
+    method = "compressed-tensors"
+    beside: ClassVar[tuple[str, ...]] = (
+        "input_global_scale",
+        "input_scale",
+        "input_zero_point",
+        "output_scale",
+    )
+    # As `format` in a config's quantization_config has it.
+    config_format: ClassVar[str]
+
+    def declared(self, quantization: Mapping[str, Any]) -> bool:
+        if quantization.get("quant_method") != "compressed-tensors":
+            return False
+        formats = [quantization.get("format"), *(group.get("format") for group in _groups(quantization))]
+        return self.config_format in formats
+
+    @abstractmethod
+    def arguments(self) -> dict[str, Any]:
+        """What `weights` of a config group must say."""
+
+    def mismatch(self, quantization: Mapping[str, Any]) -> str | None:
+        told = [
+            group["weights"] for group in _groups(quantization) if isinstance(group.get("weights"), Mapping)
+        ]
+        wanted = self.arguments()
+        if not told or any(
+            all(group.get(key, value) == value for key, value in wanted.items()) for group in told
+        ):
+            return None
+        group = told[0]
+        wrong = {key: group[key] for key, value in wanted.items() if key in group and group[key] != value}
+        return ", ".join(f"{key} {value!r} where {wanted[key]!r} can be held" for key, value in wrong.items())
+
+
+def _groups(quantization: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    groups = quantization.get("config_groups")
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        if isinstance(group, Mapping):
+            yield group
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedNvfp4(CompressedTensorsLayout):
+    """nvfp4-pack-quantized."""
+
+    weights = "nvfp4"
+    config_format = "nvfp4-pack-quantized"
+    data = "weight_packed"
+    constants: ClassVar[Mapping[str, float]] = {"global_factor": 1.0}
+
+    def size(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        return shape[0], 2 * shape[1]
+
+    def pieces(self, outputs: int, inputs: int) -> dict[str, Piece]:
+        return {
+            "data": Piece("weight_packed", ("U8",), (outputs, inputs // 2)),
+            "scales": Piece("weight_scale", ("F8_E4M3",), (outputs, inputs // 16)),
+            "global_scale": Piece("weight_global_scale", ("F32",), (1,)),
+        }
+
+    def arguments(self) -> dict[str, Any]:
+        return {"num_bits": 4, "type": "float", "group_size": 16, "symmetric": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedMxfp4(CompressedTensorsLayout):
+    """mxfp4-pack-quantized."""
+
+    weights = "mxfp4"
+    config_format = "mxfp4-pack-quantized"
+    data = "weight_packed"
+
+    def size(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        return shape[0], 2 * shape[1]
+
+    def pieces(self, outputs: int, inputs: int) -> dict[str, Piece]:
+        return {
+            "data": Piece("weight_packed", ("U8",), (outputs, inputs // 2)),
+            "scales": Piece("weight_scale", ("U8", "F8_E8M0"), (outputs, inputs // 32)),
+        }
+
+    def matches(self, present: Mapping[str, Any]) -> bool:
+        return super().matches(present) and "weight_global_scale" not in present
+
+    def arguments(self) -> dict[str, Any]:
+        return {"num_bits": 4, "type": "float", "group_size": 32, "symmetric": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedMxfp8(CompressedTensorsLayout):
+    """mxfp8-quantized."""
+
+    weights = "mxfp8"
+    config_format = "mxfp8-quantized"
+
+    def size(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        return shape[0], shape[1]
+
+    def pieces(self, outputs: int, inputs: int) -> dict[str, Piece]:
+        return {
+            "data": Piece("weight", ("F8_E4M3",), (outputs, inputs)),
+            "scales": Piece("weight_scale", ("U8", "F8_E8M0"), (outputs, inputs // 32)),
+        }
+
+    def arguments(self) -> dict[str, Any]:
+        return {"num_bits": 8, "type": "float", "group_size": 32, "symmetric": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedInt4(CompressedTensorsLayout):
+    """pack-quantized, with 4 bits and groups of 32."""
+
+    weights = "mxint4"
+    config_format = "pack-quantized"
+    data = "weight_packed"
+    beside = (*CompressedTensorsLayout.beside, "weight_shape")
+
+    def size(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        return shape[0], 8 * shape[1]
+
+    def pieces(self, outputs: int, inputs: int) -> dict[str, Piece]:
+        return {
+            "data": Piece("weight_packed", ("I32",), (outputs, inputs // 8)),
+            "scales": Piece("weight_scale", ("BF16",), (outputs, inputs // 32)),
+        }
+
+    def fill(self, payload: str, stored: Tensor, out: Tensor) -> None:
+        if payload == "data":
+            torch.bitwise_xor(stored.view(torch.uint8), SIGN_BITS, out=out)
+        else:
+            super().fill(payload, stored, out)
+
+    def arguments(self) -> dict[str, Any]:
+        return {"num_bits": 4, "type": "int", "group_size": 32, "symmetric": True}
+
+
+COMPRESSED_LAYOUTS = (CompressedNvfp4(), CompressedMxfp4(), CompressedMxfp8(), CompressedInt4())

@@ -1,0 +1,38 @@
+"""The layout of gpt-oss: MXFP4, all experts of a layer in one tensor.
+
+    gate_up_proj_blocks u8[E, 2I, H/32, 16]   gate_up_proj_scales u8[E, 2I, H/32]   gate_up_proj_bias bf16[E, 2I]
+    down_proj_blocks    u8[E, H, I/32, 16]    down_proj_scales    u8[E, H, I/32]    down_proj_bias    bf16[E, H]
+
+A block's 32 codes are 16 bytes, low nibble first: the rows of our own mxfp4, in one more dimension. Gate and up
+rows take turns, and stay so: the activation of gpt-oss is interleaved, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenyard.checkpoints.layout import Layout, Piece
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptOssMxfp4(Layout):
+    """MXFP4 as gpt-oss has it."""
+
+    method = "gpt-oss"
+    weights = "mxfp4"
+    data = "blocks"
+    fused = True
+
+    def declared(self, quantization: Mapping[str, Any]) -> bool:
+        return quantization.get("quant_method") == "mxfp4"
+
+    def size(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        return shape[0], 32 * shape[1]
+
+    def pieces(self, outputs: int, inputs: int) -> dict[str, Piece]:
+        return {
+            "data": Piece("blocks", ("U8",), (outputs, inputs // 32, 16)),
+            "scales": Piece("scales", ("U8", "F8_E8M0"), (outputs, inputs // 32)),
+        }
