@@ -5,5 +5,13 @@ from __future__ import annotations
 from tokenyard.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from tokenyard.checkpoints.header import StoredTensor
 from tokenyard.checkpoints.layers import CheckpointLayer
+from tokenyard.checkpoints.loading import load_experts, open_together
 
-__all__ = ["Checkpoint", "CheckpointLayer", "StoredTensor", "open_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointLayer",
+    "StoredTensor",
+    "load_experts",
+    "open_checkpoint",
+    "open_together",
+]

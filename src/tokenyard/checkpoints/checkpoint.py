@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from tokenyard.checkpoints.config import model_config
+from tokenyard.checkpoints.config import ModelConfig, model_config
 from tokenyard.checkpoints.files import TensorFiles, open_files
 from tokenyard.checkpoints.header import StoredTensor
 from tokenyard.checkpoints.layers import CheckpointLayer, read_layer
 from tokenyard.checkpoints.naming import also_called, find_layers
+from tokenyard.checkpoints.plain import PLAIN_DTYPES
 from tokenyard.checkpoints.reading import ExpertReading
 from tokenyard.errors import CheckpointError, unknown_name
 from tokenyard.experts.base import ExpertWeights
@@ -146,4 +147,22 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             fix="check the path; a dense model needs no expert parallelism",
             file=path,
         )
+    _check_quantized(config, files)
     return Checkpoint(path, files, values, layers)
+
+
+def _check_quantized(config: ModelConfig, files: TensorFiles) -> None:
+    """Raise where a config says that weights are quantized, and no tensor of the checkpoint is."""
+    quantized = not config.quantization or any(
+        "scale" in name or name.endswith("_blocks") or tensor.dtype not in PLAIN_DTYPES
+        for name, tensor in files.tensors.items()
+    )
+    if not quantized:
+        tensor = next(iter(files.tensors.values()))
+        raise CheckpointError(
+            f"{config.file} has {config.quantized_as}, but no tensor has scales; {tensor}",
+            expected="quantized weights, as the config says",
+            fix="take the config.json that belongs to these weights, or remove its quantization_config",
+            file=tensor.file,
+            tensor=tensor.name,
+        )

@@ -1,0 +1,426 @@
+"""Bad files: each a clear error that names file and tensor, before anything large is allocated."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import tracemalloc
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoints import references
+from tests.checkpoints.small import Small, save
+from tokenyard.checkpoints import open_checkpoint
+from tokenyard.errors import CheckpointError, InputError
+
+MODEL = Small(num_experts=4)
+EXPERT = "model.layers.1.mlp.experts.2"
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return save(tmp_path, MODEL.tensors(), MODEL.config())
+
+
+def change(folder: Path, **tensors: torch.Tensor | None) -> None:
+    """Replace tensors of expert 2 of layer 1, by the end of their name; None removes one."""
+    path = folder / "model.safetensors"
+    held = load_file(path)
+    for end, tensor in tensors.items():
+        name = f"{EXPERT}.{end.replace('__', '.')}"
+        if tensor is None:
+            del held[name]
+        else:
+            assert name in held, name
+            held[name] = tensor
+    save_file(held, path)
+
+
+def reconfigure(folder: Path, **values) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | values
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def refused(folder: Path, *words: str, experts: bool = False) -> CheckpointError:
+    def use() -> None:
+        checkpoint = open_checkpoint(folder)
+        if experts:
+            checkpoint.experts(1)
+
+    with pytest.raises(CheckpointError) as caught:
+        use()
+    message = str(caught.value)
+    for word in words:
+        assert word in message, message
+    assert "; expected " in message
+    assert "; fix: " in message
+    assert isinstance(caught.value, InputError)
+    return caught.value
+
+
+# -- Files ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kept", [0, 7, 8, 100, 5000, -1])
+def test_truncated_file(folder, kept):
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:kept])
+    error = refused(folder, str(path), "download or copy the file again")
+    assert error.file == path
+    if kept in (5000, -1):
+        assert error.tensor in load_file_names(content)
+
+
+def load_file_names(content: bytes) -> set[str]:
+    return set(json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]))
+
+
+def test_bytes_behind_the_last_tensor(folder):
+    with (folder / "model.safetensors").open("ab") as file:
+        file.write(b"xyz")
+    refused(folder, "3 bytes behind its last tensor")
+
+
+HEADERS = {
+    "not JSON": b"{,}",
+    "a JSON list": b"[]",
+    "has dtype 'F99'": {"a": {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}},
+    "has shape [-1]": {"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}},
+    "has shape [1.0]": {"a": {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}},
+    "has shape [true]".replace("true", "True"): {
+        "a": {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}
+    },
+    "lies at [4, 0]": {"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}},
+    "lies at None": {"a": {"dtype": "F32", "shape": [1]}},
+    "is F32[2] and has 4 bytes; expected 8 bytes": {
+        "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}
+    },
+    "which ends at": {"a": {"dtype": "U8", "shape": [9], "data_offsets": [0, 9]}},
+    "overlaps": {
+        "a": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},
+        "b": {"dtype": "U8", "shape": [2], "data_offsets": [2, 4]},
+    },
+    "leaves 1 bytes out": {"a": {"dtype": "U8", "shape": [3], "data_offsets": [1, 4]}},
+    "stands there twice": b'{"a": {"dtype": "U8", "dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}',
+    "dtype None": {"a": 3},
+    "has a header that is not JSON": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("words", HEADERS)
+def test_damaged_headers(folder, words):
+    header = HEADERS[words]
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path = folder / "model.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"\0\0\0\0")
+    refused(folder, str(path), words)
+
+
+@pytest.mark.parametrize("length", [2**63, 2**40, 10**9])
+def test_a_huge_header_is_not_allocated(folder, length):
+    path = folder / "model.safetensors"
+    path.write_bytes(length.to_bytes(8, "little") + b"{}")
+    tracemalloc.start()
+    refused(folder, str(path), f"a header of {length} bytes")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4_000_000
+
+
+def test_a_header_beyond_what_is_read_at_all(folder):
+    path = folder / "model.safetensors"
+    with path.open("wb") as file:
+        file.write((200_000_000).to_bytes(8, "little"))
+        file.truncate(300_000_000)  # a hole: no bytes on the disk
+    refused(folder, "announces a header of 200000000 bytes, more than 100000000")
+
+
+def test_missing_shard(tmp_path):
+    for index in (True, False):
+        folder = save(tmp_path / str(index), MODEL.tensors(), MODEL.config(), files=3, index=index)
+        missing = folder / "model-00002-of-00003.safetensors"
+        missing.unlink()
+        error = refused(folder, f"{missing} is missing")
+        assert error.file == missing
+
+
+def test_a_shard_of_another_version(tmp_path):
+    folder = save(tmp_path, MODEL.tensors(), MODEL.config(), files=3)
+    path = folder / "model-00003-of-00003.safetensors"
+    held = load_file(path)
+    name = sorted(held)[0]
+    del held[name]
+    save_file(held, path)
+    assert refused(folder, str(path), f"does not hold tensor {name!r}").tensor == name
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "cannot be read"),
+        ("{}", "has no weight_map"),
+        ('{"weight_map": {"a": 3}}', "has no weight_map"),
+        ('{"weight_map": {"a": "../model.safetensors"}}', "names the file '../model.safetensors'"),
+        ('{"weight_map": {"a": "/etc/passwd.safetensors"}}', "names the file '/etc/passwd.safetensors'"),
+        ('{"weight_map": {"a": "pytorch_model.bin"}}', "pytorch_model.bin is a pickle"),
+    ],
+)
+def test_broken_index(folder, index, words):
+    (folder / "model.safetensors.index.json").write_text(index)
+    refused(folder, words)
+
+
+def test_a_tensor_in_two_files(folder):
+    save_file({"model.embed_tokens.weight": torch.zeros(1)}, folder / "more.safetensors")
+    refused(folder, "'model.embed_tokens.weight' is in model.safetensors and in more.safetensors")
+
+
+class Evil:
+    """Unpickling this would write a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("kind", ["pickle", "archive"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.safetensors"])
+def test_pickles_are_refused_by_name_and_by_content(tmp_path, kind, name):
+    trap, path = tmp_path / "touched", tmp_path / name
+    (tmp_path / "config.json").write_text("{}")
+    if kind == "pickle":
+        path.write_bytes(pickle.dumps(Evil(trap)))
+    else:
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("archive/data.pkl", pickle.dumps(Evil(trap)))
+    for place in (tmp_path, path):
+        error = refused(place, name, "pickle", "expected a safetensors file")
+        assert error.file == path
+    assert not trap.exists()
+
+
+def test_nothing_there(tmp_path):
+    refused(tmp_path / "none", "is not there")
+    refused(tmp_path, "config.json is missing")
+    (tmp_path / "config.json").write_text("{}")
+    refused(tmp_path, "holds no safetensors file")
+    (tmp_path / "notes.txt").write_text("x")
+    refused(tmp_path / "notes.txt", "is not a safetensors file")
+    save_file({"model.embed_tokens.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
+    refused(tmp_path, "holds no experts among its 1 tensors")
+
+
+def test_a_file_that_changes_after_it_was_opened(folder):
+    checkpoint = open_checkpoint(folder)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-64])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors had \d+ bytes when opened, now \d+"):
+        checkpoint.experts(0)
+
+
+# -- Tensors -------------------------------------------------------------------------------------------------
+
+
+def test_wrong_shape(folder):
+    change(folder, up_proj__weight=torch.zeros(33, 64, dtype=torch.bfloat16))
+    error = refused(
+        folder,
+        "model.safetensors",
+        f"tensor '{EXPERT}.up_proj.weight' is BF16[33, 64]",
+        "expected BF16[32, 64]",
+    )
+    assert (error.tensor, error.layer) == (f"{EXPERT}.up_proj.weight", "model.layers.1.mlp")
+
+
+def test_wrong_dtype(folder):
+    change(folder, down_proj__weight=torch.zeros(64, 32))
+    refused(folder, f"tensor '{EXPERT}.down_proj.weight' is F32[64, 32]", "expected BF16[64, 32]")
+
+
+def test_missing_tensor(folder):
+    change(folder, gate_proj__weight=None)
+    refused(folder, f"tensor '{EXPERT}.gate_proj.weight' is missing")
+
+
+def test_missing_expert(folder):
+    change(folder, gate_proj__weight=None, up_proj__weight=None, down_proj__weight=None)
+    refused(folder, "expert 2 is missing", EXPERT, "4 experts, as")
+
+
+def test_a_projection_missing_everywhere(folder):
+    path = folder / "model.safetensors"
+    save_file({name: t for name, t in load_file(path).items() if ".down_proj" not in name}, path)
+    refused(folder, "have gate_proj, up_proj; down_proj is missing")
+
+
+def test_a_tensor_nobody_would_read(folder):
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | {f"{EXPERT}.up_proj.weight_g_idx": torch.zeros(3)}, path)
+    refused(folder, f"tensor '{EXPERT}.up_proj.weight_g_idx' is F32[3]", "nobody would read")
+    save_file(load_file(path) | {"model.layers.1.mlp.experts.mystery": torch.zeros(3)}, path)
+    refused(folder, "tensor 'model.layers.1.mlp.experts.mystery' belongs to experts")
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"hidden_size": 96}, "hidden size 96"),
+        ({"moe_intermediate_size": 48}, "intermediate size 48"),
+        ({"num_experts": 3}, "is of expert 3; expected experts 0 to 2, as"),
+        ({"num_experts": 5}, "expert 4 is missing"),
+        ({"num_experts": "4"}, "num_experts='4'"),
+        ({"hidden_size": 0}, "hidden_size=0"),
+        ({"quantization_config": 3}, "quantization_config=3"),
+        (
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "quant_method 'mxfp4', but no tensor has scales",
+        ),
+    ],
+)
+def test_config_that_disagrees(folder, config, words):
+    reconfigure(folder, **config)
+    refused(folder, "config.json", words)
+
+
+def test_config_that_says_nothing_of_sizes(folder):
+    reconfigure(folder, hidden_size=None, moe_intermediate_size=None, num_experts=None)
+    layer = open_checkpoint(folder).layers[0]
+    assert (layer.num_experts, layer.hidden_size, layer.intermediate_size) == (4, 64, 32)
+
+
+@pytest.mark.parametrize("wrong", [4, -1, 1.5, "2", None])
+def test_expert_out_of_range(folder, wrong):
+    with pytest.raises(CheckpointError, match=r"layer 'model.layers.0.mlp': expert .* ids from 0 to 3"):
+        open_checkpoint(folder).experts(0, [0, wrong])
+
+
+# -- Scales --------------------------------------------------------------------------------------------------
+
+QUANTIZATION = {name: references.compressed_config(name) for name in references.FORMATS}
+QUANTIZATION["modelopt"] = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+QUANTIZATION["deepseek"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.fixture(params=list(QUANTIZATION))
+def quantized(request, tmp_path) -> tuple[str, Path]:
+    kind, model = request.param, Small(num_experts=4, hidden_size=128, intermediate_size=128)
+    own = {"modelopt": references.modelopt, "deepseek": references.deepseek}
+    write = own.get(kind) or (lambda w: references.compress(kind, w))
+    config = model.config() | {"quantization_config": QUANTIZATION[kind]}
+    return kind, save(tmp_path, model.tensors(write), config)
+
+
+def scale_name(kind: str) -> str:
+    return "up_proj__weight_scale_inv" if kind == "deepseek" else "up_proj__weight_scale"
+
+
+def scales_of(folder: Path, end: str) -> torch.Tensor:
+    return load_file(folder / "model.safetensors")[f"{EXPERT}.{end.replace('__', '.')}"]
+
+
+def test_scales_that_do_not_match(quantized):
+    kind, folder = quantized
+    end = scale_name(kind)
+    scales = scales_of(folder, end)
+    change(folder, **{end: torch.cat((scales, scales), dim=1)})
+    error = refused(folder, "model.safetensors", f"{EXPERT}.up_proj.weight_scale", f"{list(scales.shape)}")
+    assert error.layer == "model.layers.1.mlp"
+    change(folder, **{end: None})
+    refused(folder, f"tensor '{EXPERT}.{end.replace('__', '.')}' is missing")
+
+
+def test_nan_scales(quantized):
+    kind, folder = quantized
+    end = scale_name(kind)
+    scales = scales_of(folder, end)
+    if scales.dtype == torch.uint8:
+        scales[0, 0] = 255
+    elif scales.dtype == torch.float8_e4m3fn:
+        scales.view(torch.uint8)[0, 0] = 0x7F
+    else:
+        scales[0, 0] = torch.nan
+    change(folder, **{end: scales})
+    open_checkpoint(folder).experts(1, [0, 1, 3])  # others do not touch it
+    words = ("model.safetensors", f"{EXPERT}.up_proj.weight_scale", "of expert 2", "NaN", "at [0, 0]")
+    error = refused(folder, *words, experts=True)
+    assert (error.layer, error.tensor) == ("model.layers.1.mlp", f"{EXPERT}.{end.replace('__', '.')}")
+
+
+@pytest.mark.parametrize("value", [0.0, float("inf"), float("nan")])
+def test_global_scales_that_are_no_divisors(tmp_path, value):
+    config = MODEL.config() | {"quantization_config": QUANTIZATION["nvfp4"]}
+    folder = save(tmp_path, MODEL.tensors(lambda w: references.compress("nvfp4", w)), config)
+    change(folder, gate_proj__weight_global_scale=torch.tensor([value]))
+    refused(folder, "gate_proj.weight_global_scale", "NaN, infinite or zero", experts=True)
+
+
+def test_nan_scales_are_found_before_the_weights_are_read(tmp_path):
+    config = MODEL.config() | {"quantization_config": QUANTIZATION["mxfp4"]}
+    folder = save(tmp_path, MODEL.tensors(lambda w: references.compress("mxfp4", w)), config)
+    change(folder, down_proj__weight_scale=torch.full((64, 1), 255, dtype=torch.uint8))
+    checkpoint = open_checkpoint(folder)
+    with pytest.raises(CheckpointError, match="NaN"):
+        checkpoint.experts(1)
+    everything = checkpoint.layer(1).nbytes
+    assert checkpoint.bytes_read < everything / 8
+
+
+def test_a_config_of_another_quantization(quantized):
+    kind, folder = quantized
+    for other, quantization in {**QUANTIZATION, "nothing": None}.items():
+        if other == kind:
+            continue
+        reconfigure(folder, quantization_config=quantization)
+        refused(folder, "model.safetensors" if quantization else "no quantization_config", "config.json")
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "changes"),
+    [
+        ("mxint4", "group_size 128 where 32 can be held", {"group_size": 128}),
+        ("mxint4", "num_bits 8 where 4 can be held", {"num_bits": 8}),
+        ("mxint4", "symmetric False where True can be held", {"symmetric": False}),
+        ("deepseek", "weight_block_size [64, 64] where [128, 128] can be held", {}),
+    ],
+)
+def test_a_quantization_that_cannot_be_held(tmp_path, kind, words, changes):
+    model = Small(num_experts=4, hidden_size=128, intermediate_size=128)
+    quantization = json.loads(json.dumps(QUANTIZATION[kind]))
+    if changes:
+        quantization["config_groups"]["group_0"]["weights"] |= changes
+    else:
+        quantization["weight_block_size"] = [64, 64]
+    write = references.deepseek if kind == "deepseek" else lambda w: references.compress(kind, w)
+    folder = save(tmp_path, model.tensors(write), model.config() | {"quantization_config": quantization})
+    refused(folder, words)
+
+
+def test_gate_and_up_that_would_share_blocks(tmp_path):
+    model = Small(num_experts=4, hidden_size=128, intermediate_size=96)
+    config = model.config() | {"quantization_config": QUANTIZATION["deepseek"]}
+    folder = save(tmp_path, model.tensors(references.deepseek), config)
+    refused(folder, "gate and up of 96 rows each cannot be one matrix")
+
+
+def test_an_unknown_quantization(folder):
+    path = folder / "model.safetensors"
+    held = load_file(path)
+    held = {name: t.to(torch.int8) if ".experts." in name else t for name, t in held.items()}
+    save_file(held, path)
+    reconfigure(folder, quantization_config={"quant_method": "awq"})
+    refused(
+        folder,
+        "hold weight I8[32, 64] each",
+        "quant_method 'awq'",
+        "compressed-tensors nvfp4",
+        "DeepSeek fp8",
+    )
