@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from tokenyard.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from tokenyard.checkpoints.conversion import TARGETS, Conversion, ConvertedLayer, convert
 from tokenyard.checkpoints.header import StoredTensor
 from tokenyard.checkpoints.layers import CheckpointLayer
 from tokenyard.checkpoints.loading import load_experts, open_together
 
 __all__ = [
+    "TARGETS",
     "Checkpoint",
     "CheckpointLayer",
+    "Conversion",
+    "ConvertedLayer",
     "StoredTensor",
+    "convert",
     "load_experts",
     "open_checkpoint",
     "open_together",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tokenyard.checkpoints.config import ModelConfig, model_config
@@ -108,6 +109,15 @@ class Checkpoint:
                 file=self.path,
             )
         return self._files.read(name)
+
+    def copy(self, name: str, write: Callable[[str, Tensor], None]) -> None:
+        """Hand a tensor's bytes on to `write(name, bytes)`, without a copy in memory."""
+        with self._files.view_bytes(name) as raw:
+            write(name, raw)
+
+    def bias_dtype(self, layer: CheckpointLayer) -> torch.dtype | None:
+        """The dtype of a layer's biases, if it has any."""
+        return self.reading(layer.name, []).bias_dtype if layer.bias else None
 
     def fingerprint(self) -> str:
         """The same for checkpoints whose tensors have the same names, dtypes and shapes."""

@@ -49,6 +49,26 @@ class CompressedTensorsLayout(Layout):
     def arguments(self) -> dict[str, Any]:
         """What `weights` of a config group must say."""
 
+    def spellings(self) -> dict[str, Any]:
+        """What it says besides, where we write it."""
+        return {"strategy": "group", "dynamic": False}
+
+    def quantization_config(self, ignored: list[str]) -> dict[str, Any]:
+        group = {
+            "targets": ["Linear"],
+            "weights": {**self.arguments(), **self.spellings()},
+            "input_activations": None,
+            "output_activations": None,
+            "format": self.config_format,
+        }
+        return {
+            "quant_method": "compressed-tensors",
+            "format": self.config_format,
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": ignored,
+        }
+
     def mismatch(self, quantization: Mapping[str, Any]) -> str | None:
         told = [
             group["weights"] for group in _groups(quantization) if isinstance(group.get("weights"), Mapping)
@@ -89,8 +109,14 @@ class CompressedNvfp4(CompressedTensorsLayout):
             "global_scale": Piece("weight_global_scale", ("F32",), (1,)),
         }
 
+    def spelled(self, payloads: Mapping[str, Tensor], outputs: int, inputs: int) -> dict[str, Tensor]:
+        return super().spelled({**payloads, "global_scale": payloads["global_scale"][:1]}, outputs, inputs)
+
     def arguments(self) -> dict[str, Any]:
         return {"num_bits": 4, "type": "float", "group_size": 16, "symmetric": True}
+
+    def spellings(self) -> dict[str, Any]:
+        return {"strategy": "tensor_group", "dynamic": False, "scale_dtype": "torch.float8_e4m3fn"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +142,9 @@ class CompressedMxfp4(CompressedTensorsLayout):
     def arguments(self) -> dict[str, Any]:
         return {"num_bits": 4, "type": "float", "group_size": 32, "symmetric": True}
 
+    def spellings(self) -> dict[str, Any]:
+        return {**super().spellings(), "scale_dtype": "torch.uint8"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedMxfp8(CompressedTensorsLayout):
@@ -135,6 +164,9 @@ class CompressedMxfp8(CompressedTensorsLayout):
 
     def arguments(self) -> dict[str, Any]:
         return {"num_bits": 8, "type": "float", "group_size": 32, "symmetric": True}
+
+    def spellings(self) -> dict[str, Any]:
+        return {**super().spellings(), "scale_dtype": "torch.uint8"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +192,11 @@ class CompressedInt4(CompressedTensorsLayout):
             torch.bitwise_xor(stored.view(torch.uint8), SIGN_BITS, out=out)
         else:
             super().fill(payload, stored, out)
+
+    def spelled(self, payloads: Mapping[str, Tensor], outputs: int, inputs: int) -> dict[str, Tensor]:
+        words = (payloads["data"] ^ SIGN_BITS).view(torch.int32)
+        shape = torch.tensor([outputs, inputs])
+        return {**super().spelled({**payloads, "data": words}, outputs, inputs), "weight_shape": shape}
 
     def arguments(self) -> dict[str, Any]:
         return {"num_bits": 4, "type": "int", "group_size": 32, "symmetric": True}

@@ -52,3 +52,12 @@ class DeepSeekFp8(Layout):
                 "they would share blocks"
             )
         return None
+
+    def quantization_config(self, ignored: list[str]) -> dict[str, Any]:
+        return {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": ignored,
+        }

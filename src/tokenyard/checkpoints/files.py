@@ -57,10 +57,6 @@ class TensorFiles:
     def view(self, name: str, index: int | None = None) -> Iterator[Tensor]:
         """A tensor, or number `index` along its first dimension, as it lies in the file. Copy what is to stay."""
         stored = self.tensors[name]
-        shape, nbytes, begin = stored.shape, stored.nbytes, stored.begin
-        if index is not None:
-            shape, nbytes = shape[1:], nbytes // shape[0]
-            begin += index * nbytes
         dtype = DTYPES[stored.dtype][1]
         if dtype is None:
             raise CheckpointError(
@@ -70,16 +66,27 @@ class TensorFiles:
                 file=stored.file,
                 tensor=name,
             )
+        shape = stored.shape if index is None else stored.shape[1:]
+        with self.view_bytes(name, index) as raw:
+            # A tensor may lie anywhere in a file; torch reads numbers only where their size divides the place.
+            aligned = raw if raw.data_ptr() % dtype.itemsize == 0 else raw.clone()
+            yield aligned.view(dtype).view(shape)
+
+    @contextmanager
+    def view_bytes(self, name: str, index: int | None = None) -> Iterator[Tensor]:
+        """The same as bytes."""
+        stored = self.tensors[name]
+        begin, nbytes = stored.begin, stored.nbytes
+        if index is not None:
+            nbytes //= stored.shape[0]
+            begin += index * nbytes
         if nbytes == 0:
-            yield torch.empty(shape, dtype=dtype)
+            yield torch.empty(0, dtype=torch.uint8)
             return
         mapped = self._map(stored.file)
-        raw = torch.frombuffer(mapped, dtype=torch.uint8, count=nbytes, offset=begin)
-        # A tensor may lie anywhere in a file; torch reads numbers only where their size divides the place.
-        raw = raw if begin % dtype.itemsize == 0 else raw.clone()
         with self._lock:
             self.bytes_read += nbytes
-        yield raw.view(dtype).view(shape)
+        yield torch.frombuffer(mapped, dtype=torch.uint8, count=nbytes, offset=begin)
         # Whole pages of this tensor alone go back to the system, so that they do not count as this process's.
         first, last = -(-begin // mmap.PAGESIZE), (begin + nbytes) // mmap.PAGESIZE
         if last > first:

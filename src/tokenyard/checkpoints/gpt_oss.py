@@ -36,3 +36,6 @@ class GptOssMxfp4(Layout):
             "data": Piece("blocks", ("U8",), (outputs, inputs // 32, 16)),
             "scales": Piece("scales", ("U8", "F8_E8M0"), (outputs, inputs // 32)),
         }
+
+    def quantization_config(self, ignored: list[str]) -> dict[str, Any]:
+        return {"quant_method": "mxfp4", "modules_to_not_convert": ignored}

@@ -53,6 +53,11 @@ class CheckpointLayer:
         """Whether w13 has a gate."""
         return self.projections.w13 != ("up_proj",)
 
+    @property
+    def w13_outputs(self) -> int:
+        """Rows of w13: 2I, or I without a gate."""
+        return (2 if self.gated else 1) * self.intermediate_size
+
     def sizes(self, projection: str) -> tuple[int, int]:
         """N and D of a projection."""
         H, I = self.hidden_size, self.intermediate_size  # noqa: E741

@@ -83,5 +83,14 @@ class Layout(ABC):
         stored = stored.view(torch.uint8) if stored.dtype == torch.float8_e8m0fnu else stored
         out.copy_(stored if stored.numel() == 1 else stored.reshape(out.shape))
 
+    def spelled(self, payloads: Mapping[str, Tensor], outputs: int, inputs: int) -> dict[str, Tensor]:
+        """The tensors of a linear map as they are written, by the end of their name: `fill` the other way round."""
+        pieces = self.pieces(outputs, inputs)
+        return {piece.suffix: payloads[name].reshape(piece.shape) for name, piece in pieces.items()}
+
+    def quantization_config(self, ignored: list[str]) -> dict[str, Any]:
+        """What a config says of a model whose experts are written in this layout, and `ignored` modules are not."""
+        raise NotImplementedError(f"{self} is not written")
+
     def __str__(self) -> str:
         return f"{self.method} {self.weights}"

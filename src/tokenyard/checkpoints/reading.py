@@ -98,12 +98,16 @@ class ExpertReading:
                     self._check_numbers(share, payload, name, expert)
         return out
 
+    @property
+    def bias_dtype(self) -> torch.dtype | None:
+        """The dtype of the layer's biases."""
+        name, _ = self._layer.stored(0, self._layer.projections.w2, "bias")
+        return DTYPES[self._files.tensors[name].dtype][1]
+
     def _read_bias(self, matrix: str) -> Tensor:
         layer, projections = self._layer, self._matrices[matrix]
         many, outputs, _ = self._shape(matrix)
-        name, _ = layer.stored(0, projections[0], "bias")
-        dtype = DTYPES[self._files.tensors[name].dtype][1]
-        out = torch.empty(many, outputs, dtype=dtype)
+        out = torch.empty(many, outputs, dtype=self.bias_dtype)
         for place, expert in enumerate(self._experts):
             for projection, share in zip(projections, out[place].chunk(len(projections)), strict=True):
                 name, among = layer.stored(expert, projection, "bias")

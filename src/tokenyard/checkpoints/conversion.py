@@ -1,0 +1,346 @@
+"""Converting: a plain checkpoint with its experts quantized, in the layout that other engines read.
+
+    read one expert ── quantize ── spell it in the target's layout ── write it to its place
+
+One expert is in memory at a time. Only the matrices of routed experts are quantized: attention, routers, shared
+experts, embeddings and biases are copied, byte for byte, and the config lists them as ignored. An expert's gate
+and up are quantized as the one matrix that they are here, so that what is read back is, bit for bit, what
+`ExpertWeights.quantize` makes in memory (and nvfp4's gate and up have one global scale, as fused kernels want).
+
+The result stands in a folder of its own until it is whole, and gets its name at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tokenyard.checkpoints.checkpoint import Checkpoint
+from tokenyard.checkpoints.compressed_tensors import COMPRESSED_LAYOUTS
+from tokenyard.checkpoints.deepseek import DeepSeekFp8
+from tokenyard.checkpoints.files import CONFIG, INDEX
+from tokenyard.checkpoints.gpt_oss import GptOssMxfp4
+from tokenyard.checkpoints.layers import CheckpointLayer
+from tokenyard.checkpoints.layout import Layout
+from tokenyard.checkpoints.naming import PROJECTIONS, Projections, tensor_name
+from tokenyard.checkpoints.writer import LARGEST_FILE, SPELLINGS, CheckpointWriter, Entry
+from tokenyard.errors import CheckpointError, unknown_name
+from tokenyard.experts.base import ExpertWeights
+from tokenyard.formats import QuantizedMatrix
+
+# The layout in which each weight format is written.
+TARGETS: dict[str, Layout] = {layout.weights: layout for layout in (*COMPRESSED_LAYOUTS, DeepSeekFp8())}
+
+# Files beside the weights that belong to a model: its tokenizer, its code, its words.
+_COMPANIONS = (".json", ".txt", ".model", ".jinja", ".py", ".md", ".tiktoken")
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertedLayer:
+    """What became of one layer's experts."""
+
+    name: str
+    num_experts: int
+    layout: str
+    bytes_before: int
+    bytes_after: int
+    # |quantized - plain| / |plain|, in L2 over all matrices of the layer.
+    relative_error: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What a conversion wrote."""
+
+    folder: Path
+    weights: str
+    files: tuple[str, ...]
+    bytes_before: int
+    bytes_after: int
+    layers: tuple[ConvertedLayer, ...]
+
+
+def convert(
+    checkpoint: Checkpoint,
+    weights: str,
+    out: str | Path,
+    *,
+    largest_file: int = LARGEST_FILE,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Write a copy of a plain checkpoint with the experts' matrices in a weight format.
+
+    `progress` is called with what is being done, the bytes read so far, and the bytes to read.
+
+    >>> from tokenyard.checkpoints import convert, open_checkpoint
+    >>> import tempfile, torch
+    >>> from safetensors.torch import save_file
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> _ = (folder / "config.json").write_text('{"model_type": "qwen3_moe", "hidden_size": 32}')
+    >>> save_file({"model.layers.0.mlp.experts.gate_up_proj": torch.ones(4, 64, 32),
+    ...            "model.layers.0.mlp.experts.down_proj": torch.ones(4, 32, 32)}, folder / "model.safetensors")
+    >>> written = convert(open_checkpoint(folder), "mxint4", folder / "small")
+    >>> written.bytes_before, written.bytes_after, written.layers[0].layout
+    (49152, 7104, 'compressed-tensors mxint4')
+    >>> open_checkpoint(folder / "small").experts(0, [2]).w13.format
+    Mxint4Weights()
+    """
+    layouts = {layer.name: _target(checkpoint, layer, weights) for layer in checkpoint.layers}
+    folder = Path(out)
+    _check_free(folder)
+    entries = list(_entries(checkpoint, layouts))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _check_space(folder.parent, sum(entry.nbytes for entry in entries))
+        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    try:
+        writer = CheckpointWriter(partial, entries, largest_file=largest_file)
+        try:
+            layers = _write(checkpoint, layouts, writer, progress or (lambda *_: None))
+            writer.close()
+        finally:
+            writer.abandon()
+        _write_config(checkpoint, layouts, partial)
+        partial.chmod(0o755)
+        if folder.exists():
+            folder.rmdir()
+        os.replace(partial, folder)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return Conversion(
+        folder=folder,
+        weights=weights,
+        files=tuple(sorted(path.name for path in folder.glob("*.safetensors"))),
+        bytes_before=checkpoint.nbytes,
+        bytes_after=writer.nbytes,
+        layers=layers,
+    )
+
+
+# --- What can be converted, and into what -----------------------------------------------------------------
+
+
+def _target(checkpoint: Checkpoint, layer: CheckpointLayer, weights: str) -> Layout:
+    """The layout that a layer is written in, or why it cannot be."""
+    if weights not in TARGETS:
+        raise unknown_name("weight format to convert into", str(weights), TARGETS)
+    if layer.layout.format.quantized:
+        raise CheckpointError(
+            f"{checkpoint.path}: the experts are {layer.layout} already",
+            expected="plain weights: quantizing twice loses twice",
+            fix="convert the checkpoint that this one was made from",
+            file=checkpoint.path,
+            layer=layer.name,
+        )
+    if reason := _reason(layer, weights):
+        fit = [name for name in TARGETS if _reason(layer, name) is None]
+        raise CheckpointError(
+            f"{checkpoint.path}: {reason}",
+            expected="experts that this format has a layout for",
+            fix=f"one of these works: {', '.join(fit)}"
+            if fit
+            else "no format has a layout for these experts",
+            file=checkpoint.path,
+            layer=layer.name,
+        )
+    return _layouts(layer)[weights]
+
+
+def _layouts(layer: CheckpointLayer) -> dict[str, Layout]:
+    """Where gate and up take turns, gpt-oss's own layout is the only one that says so."""
+    return {"mxfp4": GptOssMxfp4()} if layer.interleaved else TARGETS
+
+
+def _reason(layer: CheckpointLayer, weights: str) -> str | None:
+    layout = _layouts(layer).get(weights)
+    if layout is None:
+        return f"gate and up rows take turns, and no layout of {weights} says so"
+    shape = (layer.hidden_size, layer.intermediate_size)
+    for outputs, inputs, parts in ((shape[1], shape[0], 2 if layer.gated else 1), (*shape, 1)):
+        if reason := layout.refused(outputs, inputs, parts):
+            return reason
+    return None
+
+
+def _projections(layer: CheckpointLayer, layout: Layout) -> Projections:
+    """How projections are called: as before; one by one what was fused, unless the target fuses, too."""
+    fused = layer.projections.w13 == ("gate_up_proj",)
+    return PROJECTIONS[0] if fused and not layout.fused else layer.projections
+
+
+def _check_free(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(
+            f"{folder} is there already",
+            expected="a folder that is empty, or none",
+            fix="choose another --out, or remove it first",
+            file=folder,
+        )
+
+
+def _unwritable(folder: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{folder} cannot be written ({error.strerror or error})",
+        expected="a folder that can be made, on a disk with room",
+        fix="choose another --out",
+        file=folder,
+    )
+
+
+def _check_space(folder: Path, nbytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        raise CheckpointError(
+            f"{folder} has {free} bytes left",
+            expected=f"{nbytes} bytes for the new checkpoint",
+            fix="choose a disk with more room",
+            file=folder,
+        )
+
+
+# --- What will be written ---------------------------------------------------------------------------------
+
+
+def _entries(checkpoint: Checkpoint, layouts: Mapping[str, Layout]) -> Iterator[Entry]:
+    for name, stored in checkpoint.shared.items():
+        yield Entry(name=name, dtype=stored.dtype, shape=stored.shape)
+    for layer in checkpoint.layers:
+        layout = layouts[layer.name]
+        for projection, tensors in _blank(checkpoint, layer, layout).items():
+            for expert in [None] if layout.fused else range(layer.num_experts):
+                for suffix, tensor in tensors.items():
+                    shape = tuple(tensor.shape) if expert is not None else (layer.num_experts, *tensor.shape)
+                    name = tensor_name(layer.name, expert, projection, suffix)
+                    yield Entry(name=name, dtype=SPELLINGS[tensor.dtype], shape=shape)
+
+
+def _blank(checkpoint: Checkpoint, layer: CheckpointLayer, layout: Layout) -> dict[str, dict[str, Tensor]]:
+    """One expert's tensors without memory: what they will look like."""
+    wide, H, I = layer.w13_outputs, layer.hidden_size, layer.intermediate_size  # noqa: E741
+    blank: dict[str, Tensor | QuantizedMatrix] = {}
+    for matrix, shape in (("w13", (1, wide, H)), ("w2", (1, H, I))):
+        declared = layout.format.payloads(*shape[1:])
+        payloads = {
+            name: torch.empty(1, *p.shape, dtype=p.dtype, device="meta") for name, p in declared.items()
+        }
+        blank[matrix] = QuantizedMatrix(format=layout.format, shape=shape, payloads=payloads)
+    if layer.bias:
+        dtype = checkpoint.bias_dtype(layer)
+        blank |= {
+            name: torch.empty(1, size, dtype=dtype, device="meta")
+            for name, size in (("b13", wide), ("b2", H))
+        }
+    return _spelled(ExpertWeights(**blank), layer, layout)  # type: ignore[arg-type]
+
+
+def _spelled(weights: ExpertWeights, layer: CheckpointLayer, layout: Layout) -> dict[str, dict[str, Tensor]]:
+    """One expert's tensors as they are written: by projection, by the end of their name."""
+    names, spelled = _projections(layer, layout), {}
+    for matrix, bias, projections in (
+        (weights.w13, weights.b13, names.w13),
+        (weights.w2, weights.b2, (names.w2,)),
+    ):
+        assert isinstance(matrix, QuantizedMatrix)
+        one, parts = matrix[0], len(projections)
+        _, outputs, inputs = matrix.shape
+        shares = {name: payload.chunk(parts) for name, payload in one.payloads.items()}
+        for number, projection in enumerate(projections):
+            payloads = {name: share[number] for name, share in shares.items()}
+            spelled[projection] = layout.spelled(payloads, outputs // parts, inputs)
+            if bias is not None:
+                spelled[projection]["bias"] = bias[0].chunk(parts)[number]
+    return spelled
+
+
+# --- Writing ----------------------------------------------------------------------------------------------
+
+
+def _write(
+    checkpoint: Checkpoint, layouts: Mapping[str, Layout], writer: CheckpointWriter, progress: Progress
+) -> tuple[ConvertedLayer, ...]:
+    total = checkpoint.shared_nbytes + checkpoint.experts_nbytes
+    start = checkpoint.bytes_read
+    progress("shared weights", 0, total)
+    for name in checkpoint.shared:
+        checkpoint.copy(name, writer.write_bytes)
+        progress("shared weights", checkpoint.bytes_read - start, total)
+    converted = []
+    for layer in checkpoint.layers:
+        layout, squares, errors, after = layouts[layer.name], 0.0, 0.0, 0
+        for expert in range(layer.num_experts):
+            plain = checkpoint.experts(layer.name, [expert])
+            _check_numbers(checkpoint, layer, expert, plain)
+            quantized = plain.quantize(layout.format)
+            for one, other in ((plain.w13, quantized.w13), (plain.w2, quantized.w2)):
+                assert isinstance(one, Tensor)
+                assert isinstance(other, QuantizedMatrix)
+                squares += float(one.float().square().sum())
+                errors += float((other.decode() - one.float()).square().sum())
+            for projection, tensors in _spelled(quantized, layer, layout).items():
+                for suffix, tensor in tensors.items():
+                    among = expert if layout.fused else None
+                    name = tensor_name(layer.name, None if layout.fused else expert, projection, suffix)
+                    writer.write(name, tensor, among)
+                    after += tensor.nbytes
+            progress(layer.name, checkpoint.bytes_read - start, total)
+        converted.append(
+            ConvertedLayer(
+                name=layer.name,
+                num_experts=layer.num_experts,
+                layout=str(layout),
+                bytes_before=layer.nbytes,
+                bytes_after=after,
+                relative_error=math.sqrt(errors / squares) if squares else 0.0,
+            )
+        )
+    return tuple(converted)
+
+
+def _check_numbers(checkpoint: Checkpoint, layer: CheckpointLayer, expert: int, plain: ExpertWeights) -> None:
+    """Raise where a weight is NaN or infinite: its whole block would be."""
+    for name, matrix in (("w13", plain.w13), ("w2", plain.w2)):
+        assert isinstance(matrix, Tensor)
+        if not bool(matrix.isfinite().all()):
+            projection = layer.projections.w2 if name == "w2" else layer.projections.w13[0]
+            tensor, _ = layer.stored(expert, projection, layer.layout.data)
+            raise CheckpointError(
+                f"{checkpoint.tensors[tensor].file.name}: {name} of expert {expert} ({tensor}) holds NaN or Inf",
+                expected="weights that are finite numbers",
+                fix="mend the weights first: quantized, a whole block of them would be lost",
+                file=checkpoint.tensors[tensor].file,
+                tensor=tensor,
+                layer=layer.name,
+            )
+
+
+def _write_config(checkpoint: Checkpoint, layouts: Mapping[str, Layout], folder: Path) -> None:
+    """The config, with what was done in it, and everything else that belongs to the model."""
+    modules = {
+        name.removesuffix(".weight")
+        for name, tensor in checkpoint.shared.items()
+        if name.endswith(".weight") and len(tensor.shape) == 2
+    }
+    layout = next(iter(layouts.values()))
+    config = dict(checkpoint.config) | {
+        "quantization_config": layout.quantization_config(sorted(modules | {"lm_head"}))
+    }
+    (folder / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    source = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.suffix in _COMPANIONS and path.name not in (CONFIG, INDEX):
+            shutil.copyfile(path, folder / path.name)

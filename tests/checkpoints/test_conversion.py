@@ -1,0 +1,275 @@
+"""Converting: what is written is read back by compressed-tensors, and by us, bit for bit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from tests.checkpoints import references
+from tests.checkpoints.small import NAMES, Small, same_bits, save
+from tests.checkpoints.test_quantized import gpt_oss_checkpoint
+from tokenyard.checkpoints import TARGETS, convert, open_checkpoint
+from tokenyard.errors import CheckpointError, UnknownName
+from tokenyard.experts import ExpertWeights
+from tokenyard.formats import WEIGHT_FORMATS
+
+MODEL = Small(num_experts=5, hidden_size=96, intermediate_size=128)
+every_target = pytest.mark.parametrize("weights", list(TARGETS))
+
+
+def tensors_of(folder) -> dict[str, torch.Tensor]:
+    """Everything in a folder's files, as the safetensors library reads it."""
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def in_memory(model: Small, layer: int, weights: str) -> ExpertWeights:
+    return ExpertWeights(w13=model.w13(layer), w2=model.w2(layer)).quantize(weights)
+
+
+def assert_same_weights(found: ExpertWeights, expected: ExpertWeights) -> None:
+    assert list(found.by_name()) == list(expected.by_name())
+    for name, tensor in expected.by_name().items():
+        assert same_bits(found.by_name()[name], tensor), name
+
+
+def test_every_quantized_weight_format_is_a_target():
+    assert set(TARGETS) == {name for name, kind in WEIGHT_FORMATS.items() if kind.quantized}
+
+
+@every_target
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_we_read_back_what_quantizing_in_memory_makes(tmp_path, weights, dtype):
+    model = Small(num_experts=5, hidden_size=96, intermediate_size=128, dtype=dtype)
+    source = open_checkpoint(save(tmp_path / "plain", model.tensors(), model.config(), files=2))
+    written = convert(source, weights, tmp_path / "out")
+    back = open_checkpoint(tmp_path / "out")
+    for layer in range(2):
+        assert_same_weights(back.experts(layer), in_memory(model, layer, weights))
+    assert {layer.weights for layer in back.layers} == {weights}
+    assert written.bytes_after == back.nbytes
+    assert written.bytes_before == source.nbytes
+    decoded = in_memory(model, 0, weights).decode()
+    plain = torch.cat([model.w13(0).flatten(), model.w2(0).flatten()]).float()
+    error = (torch.cat([decoded.w13.flatten(), decoded.w2.flatten()]) - plain).norm() / plain.norm()
+    assert written.layers[0].relative_error == pytest.approx(float(error), rel=1e-4)
+
+
+@pytest.mark.parametrize("weights", list(references.FORMATS))
+def test_compressed_tensors_reads_what_we_write(tmp_path, weights):
+    from compressed_tensors.quantization import QuantizationConfig
+
+    source = open_checkpoint(save(tmp_path / "plain", MODEL.tensors(), MODEL.config()))
+    convert(source, weights, tmp_path / "out")
+    held, back = tensors_of(tmp_path / "out"), open_checkpoint(tmp_path / "out")
+    quantization = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    config = QuantizationConfig.model_validate(quantization)
+    (scheme,) = config.config_groups.values()
+    assert config.format == scheme.format == references.FORMATS[weights]
+    compressor = references.compressor(weights)
+    assert compressor.can_compress(torch.nn.Linear, scheme)
+    for layer in range(2):
+        ours = back.experts(layer).decode()
+        for expert in range(5):
+            gate, up = ours.w13[expert].chunk(2)
+            for name, expected in zip(NAMES["gate_proj"], (gate, up, ours.w2[expert]), strict=True):
+                prefix = f"model.layers.{layer}.mlp.experts.{expert}.{name}."
+                state = {key.removeprefix(prefix): t for key, t in held.items() if key.startswith(prefix)}
+                assert set(state) == set(compressor.compression_param_names(scheme))
+                theirs = compressor.decompress(state, scheme)["weight"]
+                assert same_bits(theirs.detach(), expected.to(theirs.dtype))
+
+
+def test_the_ignore_list_leaves_only_experts_to_be_quantized(tmp_path):
+    from compressed_tensors.utils.match import is_match
+
+    convert(
+        open_checkpoint(save(tmp_path / "plain", MODEL.tensors(), MODEL.config())), "mxint4", tmp_path / "out"
+    )
+    quantization = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    linear = torch.nn.Linear(1, 1)
+    modules = {name.removesuffix(".weight") for name in MODEL.tensors() if name.endswith(".weight")}
+    quantized = {
+        name for name in modules | {"lm_head"} if is_match(name, linear, ["Linear"], quantization["ignore"])
+    }
+    assert quantized == {name for name in modules if ".experts." in name}
+
+
+def test_deepseek_layout(tmp_path):
+    source = open_checkpoint(save(tmp_path / "plain", MODEL.tensors(), MODEL.config()))
+    convert(source, "fp8_block128", tmp_path / "out")
+    held, ours = tensors_of(tmp_path / "out"), open_checkpoint(tmp_path / "out").experts(1).decode()
+    written = {
+        suffix: held[f"model.layers.1.mlp.experts.3.up_proj.{suffix}"]
+        for suffix in ("weight", "weight_scale_inv")
+    }
+    assert same_bits(references.deepseek_read(written), ours.w13[3, 128:].contiguous())
+    quantization = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert quantization["weight_block_size"] == [128, 128]
+
+
+@every_target
+def test_everything_else_is_copied(tmp_path, weights):
+    tensors = MODEL.tensors() | {"odd": torch.arange(3, dtype=torch.uint8), "flag": torch.tensor(True)}
+    plain = save(tmp_path / "plain", tensors, MODEL.config())
+    (plain / "tokenizer.json").write_text('{"a": 1}')
+    (plain / "weights.bin").write_bytes(b"\x80\x04.")
+    convert(open_checkpoint(plain), weights, tmp_path / "out")
+    held = tensors_of(tmp_path / "out")
+    for name, tensor in tensors.items():
+        if ".experts." not in name:
+            assert same_bits(held[name], tensor), name
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"config.json", "tokenizer.json", "model.safetensors"}
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {key: value for key, value in config.items() if key != "quantization_config"} == MODEL.config()
+
+
+def test_several_files_with_an_index(tmp_path):
+    source = open_checkpoint(save(tmp_path / "plain", MODEL.tensors(), MODEL.config()))
+    written = convert(source, "mxfp4", tmp_path / "out", largest_file=40_000)
+    assert len(written.files) > 3
+    assert all((tmp_path / "out" / name).stat().st_size < 60_000 for name in written.files)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    for name, file in index["weight_map"].items():
+        with safe_open(tmp_path / "out" / file, "pt") as held:
+            assert name in held.keys()  # noqa: SIM118
+    assert index["metadata"]["total_size"] == written.bytes_after
+    assert_same_weights(open_checkpoint(tmp_path / "out").experts(1), in_memory(MODEL, 1, "mxfp4"))
+
+
+def test_numbers_lie_on_multiples_of_their_size(tmp_path):
+    source = open_checkpoint(save(tmp_path / "plain", MODEL.tensors(), MODEL.config()))
+    convert(source, "mxint4", tmp_path / "out")
+    sizes = {"I64": 8, "I32": 4, "F32": 4, "BF16": 2}
+    for tensor in open_checkpoint(tmp_path / "out").tensors.values():
+        assert tensor.begin % sizes[tensor.dtype] == 0
+
+
+def test_progress_ends_at_its_total(tmp_path):
+    source = open_checkpoint(save(tmp_path / "plain", MODEL.tensors(), MODEL.config()))
+    said: list[tuple[str, int, int]] = []
+    convert(source, "mxfp8", tmp_path / "out", progress=lambda *news: said.append(news))
+    assert [what for what, _, _ in said][:2] == ["shared weights"] * 2
+    assert {what for what, _, _ in said} >= {"model.layers.0.mlp", "model.layers.1.mlp"}
+    done = [bytes_done for _, bytes_done, _ in said]
+    assert done == sorted(done)
+    assert said[-1][1] == said[-1][2] == source.nbytes
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_names_stay_as_they_were(tmp_path, gated):
+    names = NAMES["w1"] if gated else NAMES["gate_proj"]
+    model = Small(num_experts=5, names=names, parent="model.layers.{}.block_sparse_moe")
+    tensors = {name: t for name, t in model.tensors().items() if gated or "gate_proj" not in name}
+    source = open_checkpoint(save(tmp_path / "plain", tensors, model.config()))
+    convert(source, "mxint4", tmp_path / "out")
+    back = open_checkpoint(tmp_path / "out")
+    assert [layer.projections for layer in back.layers] == [layer.projections for layer in source.layers]
+    assert_same_weights(back.experts(0), source.experts(0).quantize("mxint4"))
+
+
+def fused(model: Small) -> dict[str, torch.Tensor]:
+    tensors = model.shared()
+    for layer in range(model.num_layers):
+        prefix, flip = f"model.layers.{layer}.mlp.experts", model.model_type == "gpt_oss"
+        w13, w2 = model.w13(layer), model.w2(layer)
+        tensors[f"{prefix}.gate_up_proj"] = (w13.mT if flip else w13).contiguous()
+        tensors[f"{prefix}.down_proj"] = (w2.mT if flip else w2).contiguous()
+        if flip:
+            tensors[f"{prefix}.gate_up_proj_bias"] = w13[..., 0].contiguous()
+            tensors[f"{prefix}.down_proj_bias"] = w2[..., 0].contiguous()
+    return tensors
+
+
+def test_experts_in_one_tensor_are_written_one_by_one(tmp_path):
+    source = open_checkpoint(save(tmp_path / "plain", fused(MODEL), MODEL.config()))
+    convert(source, "nvfp4", tmp_path / "out")
+    back = open_checkpoint(tmp_path / "out")
+    assert back.layers[0].projections.w13 == ("gate_proj", "up_proj")
+    assert_same_weights(back.experts(1), in_memory(MODEL, 1, "nvfp4"))
+
+
+def test_gpt_oss_is_written_as_gpt_oss(tmp_path):
+    """Its gate and up rows take turns; no other layout says so."""
+    model = Small(num_experts=5, hidden_size=96, intermediate_size=64, model_type="gpt_oss")
+    source = open_checkpoint(save(tmp_path / "plain", fused(model), model.config()))
+    convert(source, "mxfp4", tmp_path / "out")
+    back = open_checkpoint(tmp_path / "out")
+    assert (str(back.layers[0].layout), back.layers[0].interleaved) == ("gpt-oss mxfp4", True)
+    found = back.experts(1)
+    assert_same_weights(found, source.experts(1).quantize("mxfp4"))
+    assert same_bits(found.b13, model.w13(1)[..., 0].contiguous())
+    with pytest.raises(CheckpointError, match=r"gate and up rows take turns.*one of these works: mxfp4"):
+        convert(source, "mxint4", tmp_path / "other")
+
+
+# -- What cannot be converted --------------------------------------------------------------------------------
+
+
+def left_behind(folder) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_cannot_be_converted(tmp_path):
+    source = open_checkpoint(save(tmp_path / "plain", MODEL.tensors(), MODEL.config()))
+    with pytest.raises(UnknownName, match=r"'mxint5'.*did you mean 'mxint4'"):
+        convert(source, "mxint5", tmp_path / "out")
+    with pytest.raises(UnknownName, match="'bf16'"):
+        convert(source, "bf16", tmp_path / "out")
+    with pytest.raises(CheckpointError, match="plain is there already"):
+        convert(source, "mxint4", tmp_path / "plain")
+    quantized = gpt_oss_checkpoint(tmp_path / "gpt_oss", Small(model_type="gpt_oss"))
+    with pytest.raises(CheckpointError, match="the experts are gpt-oss mxfp4 already"):
+        convert(quantized, "mxint4", tmp_path / "out")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        convert(source, "mxint4", tmp_path / "file" / "out")
+    assert left_behind(tmp_path) == ["file", "gpt_oss", "plain"]
+
+
+@pytest.mark.parametrize(
+    ("weights", "sizes", "fit"),
+    [
+        ("mxint4", (80, 128), "nvfp4, fp8_block128"),
+        ("nvfp4", (40, 128), "fp8_block128"),
+        ("fp8_block128", (96, 96), "nvfp4, mxfp4, mxfp8, mxint4"),
+    ],
+)
+def test_sizes_that_a_layout_cannot_say(tmp_path, weights, sizes, fit):
+    model = Small(num_experts=2, hidden_size=sizes[0], intermediate_size=sizes[1])
+    source = open_checkpoint(save(tmp_path / "plain", model.tensors(), model.config()))
+    with pytest.raises(CheckpointError, match=f"one of these works: {fit}"):
+        convert(source, weights, tmp_path / "out")
+    for name in fit.split(", "):
+        convert(source, name, tmp_path / name)
+        assert_same_weights(open_checkpoint(tmp_path / name).experts(1), in_memory(model, 1, name))
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_not_written(tmp_path, wrong):
+    tensors = MODEL.tensors()
+    tensors["model.layers.1.mlp.experts.4.down_proj.weight"][0, 0] = wrong
+    source = open_checkpoint(save(tmp_path / "plain", tensors, MODEL.config()))
+    with pytest.raises(
+        CheckpointError, match=r"w2 of expert 4 \(.*experts\.4\.down_proj\.weight\) holds NaN"
+    ):
+        convert(source, "mxint4", tmp_path / "out")
+    assert left_behind(tmp_path) == ["plain"]  # nothing that is half done
+
+
+def test_a_disk_that_is_full(tmp_path, monkeypatch):
+    import shutil
+    from collections import namedtuple
+
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1, 1, 1000))
+    source = open_checkpoint(save(tmp_path / "plain", MODEL.tensors(), MODEL.config()))
+    with pytest.raises(CheckpointError, match="has 1000 bytes left"):
+        convert(source, "mxint4", tmp_path / "out")
