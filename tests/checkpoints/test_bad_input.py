@@ -208,6 +208,22 @@ def test_pickles_are_refused_by_name_and_by_content(tmp_path, kind, name):
     assert not trap.exists()
 
 
+def test_a_header_whose_length_begins_as_a_pickle_does(tmp_path):
+    """0x0480 bytes of JSON: the file begins with the two bytes of pickle's fourth protocol."""
+    tensors, config = MODEL.tensors(), MODEL.config()
+    folder = save(tmp_path, tensors, config)
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    longer = length + (0x0480 - length) % 0x10000
+    path.write_bytes(
+        longer.to_bytes(8, "little") + content[8 : 8 + length].ljust(longer) + content[8 + length :]
+    )
+    assert path.read_bytes().startswith(b"\x80\x04")
+    assert len(open_checkpoint(folder).layers) == 2
+    assert len(open_checkpoint(path).layers) == 2
+
+
 def test_nothing_there(tmp_path):
     refused(tmp_path / "none", "is not there")
     refused(tmp_path, "config.json is missing")

@@ -144,7 +144,7 @@ def open_files(path: Path) -> tuple[TensorFiles, dict[str, Any], Path]:
 
 def _open_one(path: Path) -> tuple[TensorFiles, dict[str, Any], Path]:
     with path.open("rb") as file:
-        refuse_pickle(path, file.read(8))
+        refuse_pickle(path, file.read(9))
     if path.suffix != ".safetensors":
         raise CheckpointError(
             f"{path} is not a safetensors file, by its name",

@@ -84,13 +84,14 @@ def read_header(path: Path) -> tuple[list[StoredTensor], int]:
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            start = file.read(8)
+            start = file.read(9)
             refuse_pickle(path, start)
-            length = int.from_bytes(start, "little")
-            if len(start) < 8 or length > size - 8:
+            length = int.from_bytes(start[:8], "little")
+            if len(start) < 9 or length > size - 8:
                 raise damaged(path, f"has {size} bytes, and a header of {length} bytes is announced")
             if length > LARGEST_HEADER:
                 raise damaged(path, f"announces a header of {length} bytes, more than {LARGEST_HEADER}")
+            file.seek(8)
             text = file.read(length)
     except OSError as error:
         raise CheckpointError(
@@ -106,8 +107,12 @@ def read_header(path: Path) -> tuple[list[StoredTensor], int]:
 
 
 def refuse_pickle(path: Path, start: bytes) -> None:
-    """Raise if a file is a pickle, by its name or by how it begins: loading one runs what is in it."""
+    """Raise if a file is a pickle, by its name or by its first 9 bytes: loading one runs what is in it.
+
+    A header may happen to have a length that begins as pickles do; its JSON then follows, and no pickle's.
+    """
     kind = next((kind for magic, kind in _PICKLE_STARTS.items() if start.startswith(magic)), None)
+    kind = None if start[8:9] == b"{" else kind
     if kind is None and path.suffix in PICKLE_ENDINGS:
         kind = f"a pickle, by its name (*{path.suffix})"
     if kind is not None:

@@ -1,4 +1,5 @@
-"""The command line: `tokenyard run`, `check`, `plan`, `doctor`, `support`, `bench`.
+"""The command line: `tokenyard run`, `check`, `plan`, `doctor`, `support`, `inspect`, `convert`,
+`bench`.
 
 A command is a function in a module of its name. Modules import typer and nothing heavier at their top; torch
 and the rest of the package are imported inside the functions, so that `--help` answers at once. Errors of the
@@ -14,7 +15,9 @@ import typer
 
 from tokenyard.cli import bench
 from tokenyard.cli.check import check
+from tokenyard.cli.convert import convert
 from tokenyard.cli.doctor import doctor
+from tokenyard.cli.inspect import inspect
 from tokenyard.cli.output import reported
 from tokenyard.cli.plan import plan
 from tokenyard.cli.run import run
@@ -46,7 +49,7 @@ def _root(
     """Expert-parallel MoE layers that cannot be wired wrong."""
 
 
-for _command in (run, check, plan, doctor, support):
+for _command in (run, check, plan, doctor, support, inspect, convert):
     app.command()(reported(_command))
 app.add_typer(bench.app, name="bench")
 

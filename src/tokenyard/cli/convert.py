@@ -1,0 +1,95 @@
+"""`tokenyard convert`: a copy of a plain checkpoint with its experts quantized."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tokenyard.cli.output import JsonFlag, console, print_json
+
+if TYPE_CHECKING:
+    from tokenyard.checkpoints import Conversion
+
+
+def convert(
+    path: Annotated[Path, typer.Argument(help="A checkpoint with plain weights: its folder, or its file.")],
+    weights: Annotated[
+        str,
+        typer.Option(help="The format of the experts' matrices: mxint4, mxfp4, nvfp4, mxfp8, fp8_block128."),
+    ],
+    out: Annotated[Path, typer.Option(help="The folder to write; it must not be there yet, or be empty.")],
+    largest_file: Annotated[
+        int, typer.Option(min=1, help="The most bytes that a file of weights may have.")
+    ] = 5_000_000_000,
+    as_json: JsonFlag = False,
+) -> None:
+    """Quantize the routed experts of a checkpoint; everything else is copied. Others read the result, too."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from tokenyard.checkpoints import convert as convert_checkpoint
+    from tokenyard.checkpoints import open_checkpoint
+
+    checkpoint = open_checkpoint(path)
+    started = time.monotonic()
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console(stderr=True), disable=as_json) as bar:
+        task = bar.add_task("reading", total=checkpoint.nbytes)
+
+        def tell(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        written = convert_checkpoint(checkpoint, weights, out, largest_file=largest_file, progress=tell)
+    seconds = time.monotonic() - started
+    if as_json:
+        print_json({"path": str(path), **as_fields(written), "seconds": round(seconds, 3)})
+    else:
+        _show(written, seconds)
+
+
+def as_fields(written: Conversion) -> dict[str, Any]:
+    """What was written, as plain values."""
+    return {
+        "out": str(written.folder),
+        "weights": written.weights,
+        "files": list(written.files),
+        "bytes": {"before": written.bytes_before, "after": written.bytes_after},
+        "layers": [
+            {
+                "name": layer.name,
+                "num_experts": layer.num_experts,
+                "layout": layer.layout,
+                "bytes": {"before": layer.bytes_before, "after": layer.bytes_after},
+                "relative_error": layer.relative_error,
+            }
+            for layer in written.layers
+        ],
+    }
+
+
+def _show(written: Conversion, seconds: float) -> None:
+    from rich.table import Table
+
+    from tokenyard.drafting import size
+
+    table = Table(title_justify="left")
+    table.title = f"{written.folder}: experts in {written.weights}, {len(written.files)} files of weights"
+    for heading in ("layer", "layout", "before", "after", "relative error"):
+        table.add_column(heading)
+    for layer in written.layers:
+        table.add_row(
+            layer.name,
+            layer.layout,
+            size(layer.bytes_before),
+            size(layer.bytes_after),
+            f"{100 * layer.relative_error:.2f}%",
+        )
+    out = console()
+    out.print(table)
+    out.print(
+        f"{size(written.bytes_before)} became {size(written.bytes_after)}, in {seconds:.1f} s. The error is that of "
+        "the weights, |quantized - plain| / |plain|; what it costs in answers, `tokenyard eval` tells.",
+        soft_wrap=True,
+    )

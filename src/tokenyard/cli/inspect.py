@@ -1,0 +1,179 @@
+"""`tokenyard inspect`: what a checkpoint holds, and what would run it, from its headers alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tokenyard.cli.output import JsonFlag, console, print_json
+
+if TYPE_CHECKING:
+    from tokenyard.checkpoints import Checkpoint, CheckpointLayer
+    from tokenyard.spec import LayerSpec
+
+_MOST_RANKS = 65536
+
+
+def inspect(
+    path: Annotated[Path, typer.Argument(help="The folder of a checkpoint, or one safetensors file.")],
+    ranks: Annotated[
+        int, typer.Option(min=1, max=_MOST_RANKS, help="Ranks in the EP group, for the bytes of one of them.")
+    ] = 4,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show a checkpoint's MoE layers, their formats and bytes, and what would run them. No weights are read."""
+    from tokenyard.checkpoints import open_checkpoint
+
+    found = as_fields(open_checkpoint(path), ranks)
+    if as_json:
+        print_json(found)
+    else:
+        _show(found)
+
+
+def as_fields(checkpoint: Checkpoint, ranks: int) -> dict[str, Any]:
+    """A checkpoint as plain values."""
+    specs, notes = _specs(checkpoint)
+    layers: list[dict[str, Any]] = []
+    for layer in checkpoint.layers:
+        spec = specs.get(_planned_name(layer), next(iter(specs.values()), None))
+        mine = -(-layer.num_experts // ranks)
+        layers.append(
+            {
+                "name": layer.name,
+                "num_experts": layer.num_experts,
+                "hidden_size": layer.hidden_size,
+                "intermediate_size": layer.intermediate_size,
+                "gated": layer.gated,
+                "interleaved": layer.interleaved,
+                "bias": layer.bias,
+                "weights": layer.weights,
+                "layout": str(layer.layout),
+                "bytes": layer.nbytes,
+                "experts_per_rank": mine,
+                "bytes_per_rank": layer.nbytes // layer.num_experts * mine,
+                "experts": _who_runs(layer, spec, mine),
+            }
+        )
+    on_a_rank = checkpoint.shared_nbytes + sum(layer["bytes_per_rank"] for layer in layers)
+    return {
+        "path": str(checkpoint.path),
+        "model_type": checkpoint.config.get("model_type"),
+        "ranks": ranks,
+        "files": [{"name": file.name, "bytes": file.stat().st_size} for file in checkpoint.files],
+        "num_tensors": len(checkpoint.tensors),
+        "bytes": {
+            "total": checkpoint.nbytes,
+            "experts": checkpoint.experts_nbytes,
+            "shared": checkpoint.shared_nbytes,
+            "rank": on_a_rank,
+        },
+        "layers": layers,
+        "notes": notes,
+    }
+
+
+def _specs(checkpoint: Checkpoint) -> tuple[dict[str, LayerSpec], list[str]]:
+    """The layers as the model's config has them, by name, and what is to be said about that."""
+    from tokenyard.drafting import span
+    from tokenyard.errors import TokenyardError
+    from tokenyard.integrations.huggingface import layers_from_config
+
+    try:
+        specs = {spec.name: spec for spec in layers_from_config(checkpoint.config)}
+    except TokenyardError as error:
+        return {}, [
+            f"The weights can be read, but layers cannot be planned from this config: {error.found} (expected "
+            f"{error.expected})."
+        ]
+    there = {_planned_name(layer) for layer in checkpoint.layers}
+    missing = [name for name in specs if name not in there]
+    more = [name for name in there if name not in specs]
+    notes = []
+    if missing:
+        notes.append(f"The config has MoE layers that are not in the files: {span(missing)}.")
+    if more:
+        notes.append(f"The files have MoE layers that the config does not: {span(sorted(more))}.")
+    return specs, notes
+
+
+def _planned_name(layer: CheckpointLayer) -> str:
+    return f"{layer.name.rpartition('.')[0]}.mlp"
+
+
+def _who_runs(layer: CheckpointLayer, spec: LayerSpec | None, num_local: int) -> dict[str, str | None]:
+    """Each experts class, and None if it runs this layer's weights, or why not."""
+    from tokenyard.experts import EXPERTS, ExpertsSpec, activation
+
+    act = activation(spec.activation if spec is not None else _usual_activation(layer))
+    asked = ExpertsSpec(
+        hidden_size=layer.hidden_size,
+        intermediate_size=layer.intermediate_size,
+        num_local_experts=num_local,
+        top_k=1 if spec is None else spec.top_k,
+        activation=act,
+        bias=layer.bias,
+        weights=layer.weights,
+    )
+    reasons = {name: kind.supports(asked) for name, kind in EXPERTS.items()}
+    return {name: None if reason is None else str(reason) for name, reason in reasons.items()}
+
+
+def _usual_activation(layer: CheckpointLayer) -> str:
+    if layer.interleaved:
+        return "swiglu_clamped"
+    return "swiglu" if layer.gated else "relu2"
+
+
+def _show(found: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    from tokenyard.drafting import size, span
+    from tokenyard.formats import weight_format
+
+    table = Table(show_lines=True, title_justify="left")
+    table.title = (
+        f"{found['path']}: {found['model_type'] or 'a model'}, {len(found['layers'])} MoE layers, "
+        f"{size(found['bytes']['total'])} in {len(found['files'])} files"
+    )
+    for heading in ("layers", "shape", "weights", "bytes", f"a rank of {found['ranks']}", "runs on"):
+        table.add_column(heading)
+    for names, layer in _alike(found["layers"]):
+        what = ["gate and up", "up"][not layer["gated"]] + (", interleaved" if layer["interleaved"] else "")
+        runs = [name for name, reason in layer["experts"].items() if reason is None]
+        refused = [f"not {name}: {reason}" for name, reason in layer["experts"].items() if reason is not None]
+        rows = ", ".join(("plain", *weight_format(layer["weights"]).row_formats))
+        table.add_row(
+            span(names).replace(" … ", "\n… ").replace(" (", "\n("),
+            f"{layer['num_experts']} experts\nH {layer['hidden_size']}, I {layer['intermediate_size']}\n{what}"
+            + ("\nwith biases" if layer["bias"] else ""),
+            f"{layer['weights']}\n{layer['layout']}",
+            f"{size(layer['bytes'])} a layer\n{size(layer['bytes'] / layer['num_experts'])} an expert",
+            f"{layer['experts_per_rank']} experts\n{size(layer['bytes_per_rank'])}",
+            "\n".join([f"experts: {', '.join(runs) or 'none'}", f"rows: {rows}", *refused]),
+        )
+    out = console()
+    out.print(table)
+    told = found["bytes"]
+    out.print(
+        f"Experts {size(told['experts'])}, everything else {size(told['shared'])}. With {found['ranks']} ranks, one "
+        f"holds {size(told['rank'])} at most: everything else, and its experts.",
+        soft_wrap=True,
+    )
+    for note in found["notes"]:
+        out.print(note, style="yellow", markup=False, soft_wrap=True)
+
+
+def _alike(layers: list[dict[str, Any]]) -> list[tuple[list[str], dict[str, Any]]]:
+    """Layers that differ in nothing but their name, together."""
+    groups: list[tuple[list[str], dict[str, Any]]] = []
+    for layer in layers:
+        rest = {key: value for key, value in layer.items() if key != "name"}
+        same = next((names for names, other in groups if other == rest), None)
+        if same is None:
+            groups.append(([layer["name"]], rest))
+        else:
+            same.append(layer["name"])
+    return groups
