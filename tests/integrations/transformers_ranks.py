@@ -1,0 +1,68 @@
+"""What each rank does where ranks are processes: load, generate, and measure its own memory."""
+
+import re
+from pathlib import Path
+
+from tests.integrations.transformers_models import logits_of, prompts
+from tokenyard import EXCHANGES
+from tokenyard.integrations.transformers import load_sharded
+
+
+def resident(field: str) -> int:
+    """Bytes of this process in memory: `VmRSS` now, `VmHWM` at most since `forget_peak`."""
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(found[1]) * 1024
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def generate_everywhere(group, folders):
+    """Logits and tokens of every family by every exchange. Rank 3 has no prompt."""
+    found = {}
+    for family, folder in folders.items():
+        for exchange in EXCHANGES:
+            sharded = load_sharded(folder, group, exchange=exchange, max_tokens=16)
+            ids = prompts(group.rank, batch=2, length=4 + 3 * group.rank) if group.rank < 3 else None
+            tokens = sharded.generate(ids, max_new_tokens=5 + group.rank, do_sample=False)
+            with sharded.passes() as model:
+                logits = None if ids is None else logits_of(model, ids)
+            found[family, exchange] = ids, tokens, logits
+            sharded.close()
+    return found
+
+
+def load_and_run(group, folder):
+    sharded = load_sharded(folder, group, max_tokens=64)
+    with sharded.passes() as model:
+        logits_of(model, prompts(group.rank, batch=2, length=16))
+    return sharded
+
+
+def measure_peak(group, small, large):
+    """The peak of a rank that loads a model and runs it, over what it had before, and what it has to hold.
+
+    A small model of the same shapes goes first: the code of the libraries that compute it is in memory then.
+    """
+    load_and_run(group, small).close()
+    group.barrier()
+    before = resident("VmRSS")
+    forget_peak()
+    sharded = load_and_run(group, large)
+    peak = resident("VmHWM") - before
+    local = [experts.layer.experts.weights.nbytes for experts in sharded.experts]
+    experts = {buffer.data_ptr() for part in sharded.experts for buffer in part.buffers()}
+    tensors = {t.data_ptr(): t.nbytes for t in [*sharded.model.parameters(), *sharded.model.buffers()]}
+    shared = sum(nbytes for place, nbytes in tensors.items() if place not in experts)
+    return {
+        "peak": peak,
+        "tensors": sum(tensors.values()),
+        "shared": shared,
+        "experts": sum(local),
+        "workspace": sharded.plan.draft.workspace_bytes,
+    }
+
+
+def everything(group, folders, small, large):
+    return generate_everywhere(group, folders), measure_peak(group, small, large)
