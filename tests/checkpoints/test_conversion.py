@@ -152,6 +152,26 @@ def test_numbers_lie_on_multiples_of_their_size(tmp_path):
         assert tensor.begin % sizes[tensor.dtype] == 0
 
 
+@pytest.fixture
+def three_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_threads_change_nothing(tmp_path, three_threads):
+    model = Small(num_experts=5, hidden_size=96, intermediate_size=64, model_type="gpt_oss")
+    for name, tensors, config, weights in (
+        ("one by one", MODEL.tensors(), MODEL.config(), "mxint4"),
+        ("in one tensor", fused(model), model.config(), "mxfp4"),
+    ):
+        source = open_checkpoint(save(tmp_path / name, tensors, config))
+        convert(source, weights, tmp_path / name / "out")
+        back = open_checkpoint(tmp_path / name / "out")
+        assert_same_weights(back.experts(1), source.experts(1).quantize(weights))
+
+
 def test_progress_ends_at_its_total(tmp_path):
     source = open_checkpoint(save(tmp_path / "plain", MODEL.tensors(), MODEL.config()))
     said: list[tuple[str, int, int]] = []

@@ -161,3 +161,29 @@ def test_what_transformers_saves(tmp_path, family):
         assert checkpoint.layers[0].interleaved
         assert same_bits(weights.b13, held["gate_up_proj_bias"][[3, 1]])
         assert same_bits(weights.b2, held["down_proj_bias"][[3, 1]])
+
+
+_PEAK = """
+import resource, sys
+from tokenyard.checkpoints import open_checkpoint
+
+checkpoint = open_checkpoint(sys.argv[1])
+checkpoint.experts(0, [0])  # whatever is loaded once
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+weights = checkpoint.experts(0, range(8))
+rose = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+print(rose / weights.nbytes)
+"""
+
+
+def test_reading_takes_the_memory_of_what_is_read_once(tmp_path):
+    """Pages of the files go back as soon as they were copied; otherwise this would be 2."""
+    import subprocess
+    import sys
+
+    model = Small(hidden_size=1024, intermediate_size=1024, num_layers=1)
+    save(tmp_path, model.tensors(), model.config())
+    done = subprocess.run(
+        [sys.executable, "-c", _PEAK, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert float(done.stdout) < 1.4

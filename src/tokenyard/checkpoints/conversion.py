@@ -2,10 +2,11 @@
 
     read one expert ── quantize ── spell it in the target's layout ── write it to its place
 
-One expert is in memory at a time. Only the matrices of routed experts are quantized: attention, routers, shared
-experts, embeddings and biases are copied, byte for byte, and the config lists them as ignored. An expert's gate
-and up are quantized as the one matrix that they are here, so that what is read back is, bit for bit, what
-`ExpertWeights.quantize` makes in memory (and nvfp4's gate and up have one global scale, as fused kernels want).
+Experts go through side by side, one for each of torch's threads, and no more are in memory. Only the matrices of
+routed experts are quantized: attention, routers, shared experts, embeddings and biases are copied, byte for byte, and
+the config lists them as ignored. An expert's gate and up are quantized as the one matrix that they are here, so that
+what is read back is, bit for bit, what `ExpertWeights.quantize` makes in memory (and nvfp4's gate and up have one
+global scale, as fused kernels want).
 
 The result stands in a folder of its own until it is whole, and gets its name at the end.
 """
@@ -20,6 +21,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +36,7 @@ from tokenyard.checkpoints.layout import Layout
 from tokenyard.checkpoints.naming import PROJECTIONS, Projections, tensor_name
 from tokenyard.checkpoints.writer import LARGEST_FILE, SPELLINGS, CheckpointWriter, Entry
 from tokenyard.errors import CheckpointError, unknown_name
+from tokenyard.experts import workers
 from tokenyard.experts.base import ExpertWeights
 from tokenyard.formats import QuantizedMatrix
 
@@ -81,7 +84,8 @@ def convert(
 ) -> Conversion:
     """Write a copy of a plain checkpoint with the experts' matrices in a weight format.
 
-    `progress` is called with what is being done, the bytes read so far, and the bytes to read.
+    `progress` is called with what is being done, the bytes read so far, and the bytes to read; from several
+    threads.
 
     >>> from tokenyard.checkpoints import convert, open_checkpoint
     >>> import tempfile, torch
@@ -279,36 +283,75 @@ def _write(
     for name in checkpoint.shared:
         checkpoint.copy(name, writer.write_bytes)
         progress("shared weights", checkpoint.bytes_read - start, total)
-    converted = []
-    for layer in checkpoint.layers:
-        layout, squares, errors, after = layouts[layer.name], 0.0, 0.0, 0
-        for expert in range(layer.num_experts):
-            plain = checkpoint.experts(layer.name, [expert])
-            _check_numbers(checkpoint, layer, expert, plain)
-            quantized = plain.quantize(layout.format)
-            for one, other in ((plain.w13, quantized.w13), (plain.w2, quantized.w2)):
-                assert isinstance(one, Tensor)
-                assert isinstance(other, QuantizedMatrix)
-                squares += float(one.float().square().sum())
-                errors += float((other.decode() - one.float()).square().sum())
-            for projection, tensors in _spelled(quantized, layer, layout).items():
-                for suffix, tensor in tensors.items():
-                    among = expert if layout.fused else None
-                    name = tensor_name(layer.name, None if layout.fused else expert, projection, suffix)
-                    writer.write(name, tensor, among)
-                    after += tensor.nbytes
-            progress(layer.name, checkpoint.bytes_read - start, total)
-        converted.append(
-            ConvertedLayer(
-                name=layer.name,
-                num_experts=layer.num_experts,
-                layout=str(layout),
-                bytes_before=layer.nbytes,
-                bytes_after=after,
-                relative_error=math.sqrt(errors / squares) if squares else 0.0,
-            )
-        )
-    return tuple(converted)
+
+    def tell(what: str) -> None:
+        progress(what, checkpoint.bytes_read - start, total)
+
+    return tuple(
+        _convert_layer(checkpoint, layer, layouts[layer.name], writer, tell) for layer in checkpoint.layers
+    )
+
+
+def _convert_layer(
+    checkpoint: Checkpoint,
+    layer: CheckpointLayer,
+    layout: Layout,
+    writer: CheckpointWriter,
+    tell: Callable[[str], None],
+) -> ConvertedLayer:
+    done: dict[int, _ConvertedExpert] = {}
+    failed: dict[int, Exception] = {}
+
+    def convert_one(expert: int) -> None:
+        if failed:
+            return
+        # An error is kept until all threads have stopped: what they write to is then cleared away.
+        try:
+            done[expert] = _convert_expert(checkpoint, layer, layout, expert, writer)
+        except Exception as error:
+            failed[expert] = error
+        tell(layer.name)
+
+    workers.for_each(convert_one, range(layer.num_experts), torch.get_num_threads())
+    if failed:
+        raise failed[min(failed)]
+    parts = [done[expert] for expert in range(layer.num_experts)]
+    squares = sum(part.squares for part in parts)
+    return ConvertedLayer(
+        name=layer.name,
+        num_experts=layer.num_experts,
+        layout=str(layout),
+        bytes_before=layer.nbytes,
+        bytes_after=sum(part.nbytes for part in parts),
+        relative_error=math.sqrt(sum(part.errors for part in parts) / squares) if squares else 0.0,
+    )
+
+
+class _ConvertedExpert(NamedTuple):
+    squares: float  # of the plain weights
+    errors: float  # squares of what was lost
+    nbytes: int
+
+
+def _convert_expert(
+    checkpoint: Checkpoint, layer: CheckpointLayer, layout: Layout, expert: int, writer: CheckpointWriter
+) -> _ConvertedExpert:
+    plain = checkpoint.experts(layer.name, [expert])
+    _check_numbers(checkpoint, layer, expert, plain)
+    quantized = plain.quantize(layout.format)
+    squares = errors = 0.0
+    for one, other in ((plain.w13, quantized.w13), (plain.w2, quantized.w2)):
+        assert isinstance(one, Tensor)
+        assert isinstance(other, QuantizedMatrix)
+        squares += float(one.float().square().sum(dtype=torch.float64))
+        errors += float((other.decode() - one.float()).square().sum(dtype=torch.float64))
+    nbytes = 0
+    for projection, tensors in _spelled(quantized, layer, layout).items():
+        for suffix, tensor in tensors.items():
+            name = tensor_name(layer.name, None if layout.fused else expert, projection, suffix)
+            writer.write(name, tensor, expert if layout.fused else None)
+            nbytes += tensor.nbytes
+    return _ConvertedExpert(squares, errors, nbytes)
 
 
 def _check_numbers(checkpoint: Checkpoint, layer: CheckpointLayer, expert: int, plain: ExpertWeights) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,10 +52,12 @@ class _Place:
 
 
 class CheckpointWriter:
-    """Writes the tensors of a checkpoint into a folder: `write` each of them, then `close`."""
+    """Writes the tensors of a checkpoint into a folder: `write` each of them, from any thread, then `close`."""
 
     def __init__(self, folder: Path, entries: Sequence[Entry], *, largest_file: int = LARGEST_FILE) -> None:
         self._folder = folder
+        self._lock = threading.Lock()
+        self._closed = False
         self._places: dict[str, _Place] = {}
         files = _divide(entries, largest_file)
         self.nbytes = sum(entry.nbytes for entry in entries)
@@ -96,12 +99,15 @@ class CheckpointWriter:
         """The same, given as bytes."""
         place = self._places[name]
         begin = place.begin + (0 if index is None else index * (place.entry.nbytes // place.entry.shape[0]))
-        if place.file not in self._descriptors:
-            self._descriptors[place.file] = os.open(place.file, os.O_WRONLY)
-        view, done = raw.numpy().data, 0
-        while done < len(view):
-            done += os.pwrite(self._descriptors[place.file], view[done : done + _AT_ONCE], begin + done)
-        place.written += len(view)
+        with self._lock:
+            if self._closed:  # a thread that had not heard that all is off
+                return
+            if place.file not in self._descriptors:
+                self._descriptors[place.file] = os.open(place.file, os.O_WRONLY)
+            view, done = raw.numpy().data, 0
+            while done < len(view):
+                done += os.pwrite(self._descriptors[place.file], view[done : done + _AT_ONCE], begin + done)
+            place.written += len(view)
 
     def close(self) -> None:
         """Finish: everything is on the disk, and where there are several files, an index says what is where."""
@@ -119,9 +125,11 @@ class CheckpointWriter:
 
     def abandon(self) -> None:
         """Close the files, whatever was written."""
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors = {}
+        with self._lock:
+            self._closed = True
+            for descriptor in self._descriptors.values():
+                os.close(descriptor)
+            self._descriptors = {}
 
 
 def _divide(entries: Sequence[Entry], largest_file: int) -> list[list[Entry]]:
