@@ -12,9 +12,12 @@ from multiprocessing.context import ForkServerContext
 _PRELOAD = ["torch", "torch.distributed", "tokenyard.group.launch"]
 
 
-def start_forkserver() -> ForkServerContext:
-    """Start the forkserver, if it is not running, and return its context. Does not wait for it."""
+def start_forkserver(*more: str) -> ForkServerContext:
+    """Start the forkserver, if it is not running, and return its context. Does not wait for it.
+
+    `more` are modules that it loads, too; they count if it is this call that starts it.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload([*_PRELOAD, *more])
     forkserver.ensure_running()
     return context

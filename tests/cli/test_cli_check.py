@@ -11,7 +11,7 @@ MUTANTS = "tests.conformance.mutants"
 
 
 def test_everything_on_threads():
-    document = call_json("check", "--cases", 36, "--ranks", "threads", "--rounds", 5)
+    document = call_json("check", "--cases", 36, "--ranks", "threads", "--rounds", 5, "--tokens", 0)
     assert document["passed"]
     assert document["device"] == "cpu"
     assert document["cases"] == 36
@@ -31,7 +31,17 @@ def test_everything_on_threads():
 
 def test_processes_and_the_grid():
     result = call(
-        "check", "--cases", 12, "--ranks", "processes", "--exchange", "two_sided", "--format", "nvfp4"
+        "check",
+        "--cases",
+        12,
+        "--ranks",
+        "processes",
+        "--exchange",
+        "two_sided",
+        "--format",
+        "nvfp4",
+        "--tokens",
+        8,
     )
     assert result.exit_code == 0
     assert "two_sided │ processes" in result.stdout

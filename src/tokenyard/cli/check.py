@@ -1,7 +1,8 @@
 """`tokenyard check`: every exchange × wire format × kind of ranks, random layers and named checks, as a grid.
 
 A random case is bitwise equal to the twin and within the bound around the oracle, or it is a finding. The named checks
-say what a part did wrong, where a case says that something is wrong. Both run on anybody's class:
+say what a part did wrong, where a case says that something is wrong. At the end four ranks push tokens through a stack
+of layers of different formats and shapes, in one plan, on every exchange × wire. All of it runs on anybody's class:
 
     tokenyard check --exchange package.module:Class
 """
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from tokenyard.cli.check_stack import stack_fields, stack_findings, stack_table
 from tokenyard.cli.output import JsonFlag, console, print_json
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
     from tokenyard.conformance.campaign import Cell, Row
     from tokenyard.conformance.cases import Case
+    from tokenyard.conformance.stack import StackCell
     from tokenyard.conformance.suites import CheckResult
     from tokenyard.formats import Format
 
@@ -57,6 +60,10 @@ def check(
             min=1, help="Rounds of the check `many_rounds`.", show_default="50; 1000 where memory is shared"
         ),
     ] = None,
+    tokens: Annotated[
+        int,
+        typer.Option(min=0, help="Tokens of the first rank of the stack of layers; 0 leaves the stack out."),
+    ] = 96,
     as_json: JsonFlag = False,
 ) -> None:
     """Hold exchanges, formats and experts to their contract: your own classes, too."""
@@ -67,6 +74,7 @@ def check(
     from tokenyard.cli.machine import provenance
     from tokenyard.conformance.campaign import Campaign, check_parts, share_of_large
     from tokenyard.conformance.draws import histogram
+    from tokenyard.conformance.stack import check_stack
     from tokenyard.exchange import EXCHANGES
     from tokenyard.exchange import resolve as resolve_exchange
     from tokenyard.experts import EXPERTS
@@ -93,15 +101,20 @@ def check(
     )
     started = time.monotonic()
     drawn = campaign.draw()
-    steps = len(drawn) + len(exchanges) * len(kinds)
+    stacked = exchanges if tokens else []
+    steps = len(drawn) + len(exchanges) * len(kinds) + len(stacked) * len(chosen_formats)
     with _Bar(steps) as bar:
         parts = check_parts(chosen_formats if everything or format_ else [], chosen_experts)
         rows, cells = campaign.run(drawn, bar.tell, rounds)
+        stack = check_stack(
+            stacked, chosen_formats, tokens=tokens, ranks=kinds[-1], device=device, progress=bar.tell
+        )
     seconds = time.monotonic() - started
     only_cases = [case for _, case in drawn]
     named = [result for row in rows for result in row.results]
     named += [result for kind in parts.values() for results in kind.values() for result in results]
     passed = all(cell.ok for cell in cells) and all(result.passed for result in named)
+    passed = passed and all(cell.passed for cell in stack)
     if as_json:
         print_json(
             {
@@ -114,16 +127,18 @@ def check(
                 "seconds": round(seconds, 1),
                 "cells": [_cell_fields(cell) for cell in cells],
                 "checks": _check_fields(rows, parts),
+                "stack": stack_fields(stack),
                 "histogram": histogram(only_cases),
                 **provenance(),
             }
         )
     else:
-        _show(console(), device, rows, cells, parts, only_cases)
+        _show(console(), device, rows, cells, parts, only_cases, stack)
         count = sum(cell.passed for cell in cells)
         checks = sum(result.passed for result in named)
         console().print(
-            f"{count} of {len(drawn)} cases and {checks} of {len(named)} checks passed, in {seconds:.0f} s",
+            f"{count} of {len(drawn)} cases, {checks} of {len(named)} checks and "
+            f"{sum(cell.passed for cell in stack)} of {len(stack)} stacks passed, in {seconds:.0f} s",
             style="green" if passed else "red",
         )
     if not passed:
@@ -272,6 +287,7 @@ def _show(
     cells: list[Cell],
     parts: dict[str, dict[str, list[CheckResult]]],
     cases: list[Case],
+    stack: list[StackCell],
 ) -> None:
     findings: list[str] = []
     if rows:
@@ -279,6 +295,9 @@ def _show(
     for kind, by_name in parts.items():
         if by_name:
             out.print(_parts_table(kind, by_name, findings))
+    if stack:
+        out.print(stack_table(stack))
+        findings += stack_findings(stack)
     for finding in findings[:_MOST_SHOWN]:
         out.print(f"✗ {finding}", style="red", markup=False, soft_wrap=True)
     if len(findings) > _MOST_SHOWN:

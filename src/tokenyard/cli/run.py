@@ -1,159 +1,283 @@
-"""`tokenyard run`: four ranks in processes push tokens through layers of different formats and shapes.
+"""`tokenyard run`: a model whose experts live on several ranks answers, with its tokens streaming to the screen.
 
-Every exchange × wire format is one cell. In each, a plan of a quantized body and a bf16 head of another shape is made
-and run, and every layer's result is checked against a float64 oracle. All exchanges must give the same bits.
+The model is the one that ships with the package, or any checkpoint of a known family. Every rank answers questions of
+its own; at the end a table says what moved in each layer. Under `torchrun` each process is a rank.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tokenyard.cli.output import JsonFlag, console, print_json
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console, RenderableType
     from rich.table import Table
 
-EXIT_OFF = 1
+    from tokenyard.evaluation.questions import Question
+    from tokenyard.evaluation.ranks import Ranks
+
+EXIT_WRONG = 1
+# The share of the problems that must be right: 19 of 20.
+ENOUGH = 0.95
+# What the ranks' processes need, loaded once, in the process that they come from.
+PRELOAD = (
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "tokenyard.integrations.transformers",
+    "tokenyard.evaluation.answering",
+)
 
 
 def run(
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of a checkpoint.", show_default="the model that ships")
+    ] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="Answer this; may be given several times.", show_default=False)
+    ] = None,
+    problems: Annotated[
+        int, typer.Option(min=1, help="Held-out word problems to answer, without --prompt.")
+    ] = 20,
     ranks: Annotated[int, typer.Option(min=1, max=64, help="How many ranks.")] = 4,
-    tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of the first rank; others bring more, one none.")
-    ] = 96,
     kind: Annotated[str, typer.Option(help="Ranks as `processes` or `threads`.")] = "processes",
-    exchange: Annotated[
-        list[str] | None, typer.Option(help="Only this exchange; may be given several times.")
-    ] = None,
+    exchange: Annotated[str, typer.Option(help="How rows move.")] = "one_sided",
     wire: Annotated[
-        list[str] | None, typer.Option(help="Only this wire format; may be given several times.")
+        str | None, typer.Option(help="Format of rows on the way.", show_default="the model's dtype")
     ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="Format that holds the experts.", show_default="as they are stored")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 128,
     as_json: JsonFlag = False,
 ) -> None:
-    """Push tokens through MoE layers of different formats and shapes, and check every result."""
-    from tokenyard.forkserver import start_forkserver
-
-    if kind == "processes":
-        start_forkserver()  # it loads torch while this process does
-    import torch
-
+    """Shard a model's experts over ranks, and let it answer."""
+    where = start_ranks(ranks, kind)
     from tokenyard.cli.machine import provenance
-    from tokenyard.exchange import EXCHANGES, resolve
-    from tokenyard.formats import FORMATS, get
+    from tokenyard.evaluation.answering import Asking, answer_aloud
+    from tokenyard.evaluation.models import check_model
+    from tokenyard.evaluation.questions import Question, held_out_questions
+    from tokenyard.exchange import resolve
+    from tokenyard.formats import get, weight_format
 
-    exchanges = [resolve(name).name for name in exchange or EXCHANGES]
-    wires = [str(get(name)) for name in wire or FORMATS if wire or get(name).carries(torch.bfloat16) is None]
-    cells = [(name, format_name) for format_name in wires for name in exchanges]
-    results = _run_cells(cells, ranks, tokens, "threads" if kind == "threads" else "processes", kind)
-    passed = all(row["passed"] for row in results)
+    folder = check_model(model)
+    asking = Asking(
+        folder=str(folder),
+        prompts=[],
+        exchange=resolve(exchange).name,
+        wire=None if wire is None else str(get(wire)),
+        weights=None if weights is None else weight_format(weights).name,
+        most=max_new_tokens,
+    )
+    asked = [Question(text, "") for text in prompt] if prompt else held_out_questions(problems)
+    asking = Asking(**{**vars(asking), "prompts": [question.prompt for question in asked]})
+    shows = where.leads and not as_json
+    if prompt and model is None and where.leads:
+        _warn_of_unknown_words(prompt)
+    with _Stage(asked, judged=not prompt, shows=shows) as stage:
+        by_rank = where.call(answer_aloud, asking, hear=stage.hear)
+        stage.finish(by_rank)
+    if not where.leads:
+        return
+    answers = [_judged(asked[number], text, bool(prompt)) for number, text, _ in _in_order(by_rank)]
+    right = None if prompt else sum(answer["right"] for answer in answers)
+    passed = right is None or right >= enough_of(len(asked))
+    tokens = sum(count for _, _, count in _in_order(by_rank))
+    seconds = max(rank["seconds"] for rank in by_rank)
     if as_json:
         print_json(
             {
                 "command": "run",
-                "ranks": ranks,
+                "model": str(folder),
+                "ranks": where.size,
                 "kind": kind,
+                "exchange": asking.exchange,
+                "wire": asking.wire,
+                "weights": asking.weights,
                 "passed": passed,
-                "cells": results,
+                "right": right,
+                "answers": answers,
+                "tokens": tokens,
+                "seconds": round(seconds, 3),
+                "layers": by_rank[0]["layers"],
                 **provenance(),
             }
         )
     else:
         out = console()
-        out.print(_table(results, ranks, kind))
-        for row in results:
-            for complaint in row["off"]:
-                out.print(f"{row['exchange']} × {row['wire']}: {complaint}", style="red", markup=False)
-        verdict = "all" if passed else f"{sum(row['passed'] for row in results)} of"
-        out.print(f"{verdict} {len(results)} cells are right", style="green" if passed else "red")
+        out.print(_layers_table(by_rank[0]["layers"], where.size))
+        out.print(
+            f"{tokens} tokens in {seconds:.1f} s on {where.size} ranks, {tokens / seconds:,.0f} a second"
+        )
+        if right is not None:
+            style = "green" if passed else "red"
+            out.print(f"{right} of {len(asked)} problems are right", style=style)
     if not passed:
-        raise typer.Exit(EXIT_OFF)
+        raise typer.Exit(EXIT_WRONG)
 
 
-def _run_cells(
-    cells: list[tuple[str, str]], ranks: int, tokens: int, kind: Literal["threads", "processes"], asked: str
-) -> list[dict[str, Any]]:
-    """Run every cell, with progress on stderr."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from tokenyard.conformance.stack import run_stack
-    from tokenyard.errors import InputError, TokenyardError
-    from tokenyard.group import launch
-
-    if asked != kind:
-        raise InputError(f"--kind {asked}", expected="processes or threads", fix="choose one of them")
-    results: list[dict[str, Any]] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console(stderr=True)) as progress:
-        bar = progress.add_task("starting the ranks", total=len(cells))
-        for exchange, wire in cells:
-            progress.update(bar, description=f"{ranks} ranks: {exchange} × {wire}")
-            try:
-                found = [asdict(one) for one in launch(ranks, run_stack, wire, exchange, tokens, ranks=kind)]
-                results.append(_judge(exchange, wire, found, results))
-            except TokenyardError as error:
-                failed = {"exchange": exchange, "wire": wire, "passed": False, "off": [str(error)]}
-                results.append(failed)
-            progress.advance(bar)
-        progress.update(bar, description=f"{ranks} ranks: done")
-    return results
+def enough_of(problems: int) -> int:
+    """How many of so many problems must be right."""
+    return math.floor(ENOUGH * problems + 1e-9)
 
 
-def _judge(
-    exchange: str, wire: str, by_rank: list[dict[str, Any]], earlier: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """One cell's figures, and what is off in them."""
-    from tokenyard.conformance.stack import TOLERANCE
+def start_ranks(ranks: int, kind: str) -> Ranks:
+    """The ranks of `torchrun`, if this is one of them, or those that will be started here."""
+    from tokenyard.forkserver import start_forkserver
 
-    tokens = sum(rank["tokens"] for rank in by_rank)
-    digest = "-".join(rank["digest"] for rank in by_rank)
-    row = {
-        "exchange": exchange,
-        "wire": wire,
-        "oracle_error": max(rank["oracle_error"] for rank in by_rank),
-        "end_to_end_error": max(rank["end_to_end_error"] for rank in by_rank),
-        "tokens": tokens,
-        "tokens_per_s": tokens / max(rank["seconds"] for rank in by_rank),
-        "bytes_per_token": sum(rank["bytes_sent"] for rank in by_rank) / tokens,
-        "digest": digest,
-        "off": [],
+    if kind == "processes":
+        start_forkserver(*PRELOAD)  # it loads torch and Transformers while this process does
+    from tokenyard.evaluation.ranks import StartedRanks, TorchrunRanks, under_torchrun
+
+    return TorchrunRanks() if under_torchrun() else StartedRanks(ranks, kind)
+
+
+def _warn_of_unknown_words(prompts: Sequence[str]) -> None:
+    from tokenyard.shipped.vocabulary import unknown_words
+
+    unknown = [word for text in prompts for word in unknown_words(text)]
+    if unknown:
+        console(stderr=True).print(
+            f"The model that ships has never seen: {', '.join(unknown)}. It knows word problems like those of "
+            "`tokenyard run`.",
+            style="yellow",
+            markup=False,
+            soft_wrap=True,
+        )
+
+
+def _in_order(by_rank: list[dict[str, Any]]) -> list[tuple[int, str, int]]:
+    return sorted((number, text, count) for rank in by_rank for number, text, count in rank["answers"])
+
+
+def _judged(question: Question, text: str, free: bool) -> dict[str, Any]:
+    from tokenyard.evaluation.questions import is_right
+
+    if free:
+        return {"prompt": question.prompt, "text": text}
+    return {
+        "prompt": question.prompt,
+        "text": text,
+        "wanted": question.answer,
+        "right": is_right(text, question.answer),
     }
-    # `not <=`: NaN is off, too.
-    if not row["oracle_error"] <= TOLERANCE:
-        row["off"].append(f"error {row['oracle_error']:.2%} against the oracle, more than {TOLERANCE:.2%}")
-    for other in earlier:
-        if other["wire"] == wire and other.get("digest", digest) != digest:
-            row["off"].append(f"other bits than {other['exchange']}")
-    row["passed"] = not row["off"]
-    return row
 
 
-def _table(results: list[dict[str, Any]], ranks: int, kind: str) -> Table:
+class _Stage:
+    """What ranks say: the answers they are at, live where there is a terminal, and above them those that are done."""
+
+    def __init__(self, asked: Sequence[Question], *, judged: bool, shows: bool) -> None:
+        from rich.live import Live
+
+        self.asked, self.judged, self.shows = asked, judged, shows
+        self.done: set[int] = set()
+        self.at: dict[int, tuple[int, str]] = {}  # by rank: which question, and the text so far
+        self.out: Console = console()
+        self.live = Live(console=self.out, refresh_per_second=12, transient=True, get_renderable=self._now)
+        self.live_here = shows and self.out.is_terminal
+
+    def __enter__(self) -> _Stage:
+        if self.shows:
+            self.out.print("loading and sharding the model …", style="dim")
+        if self.live_here:
+            self.live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.live_here:
+            self.live.stop()
+
+    def hear(self, message: dict[str, Any]) -> None:
+        """A token more, or an answer that is done."""
+        rank, number, text = message.get("rank", 0), message["number"], message["text"]
+        self.at[rank] = (number, text)
+        if message.get("done"):
+            del self.at[rank]
+            self._show(number, text, rank)
+
+    def finish(self, by_rank: list[dict[str, Any]]) -> None:
+        """Show what nobody told: under `torchrun` only rank 0 is heard while it speaks."""
+        for rank, found in enumerate(by_rank):
+            for number, text, _ in found["answers"]:
+                if number not in self.done:
+                    self._show(number, text, rank)
+
+    def _show(self, number: int, text: str, rank: int) -> None:
+        from rich.text import Text
+
+        from tokenyard.evaluation.questions import is_right
+
+        self.done.add(number)
+        if not self.shows:
+            return
+        question = self.asked[number]
+        self.out.print(Text(question.prompt, style="bold"), soft_wrap=True)
+        line = Text(f"  rank {rank}: ", style="dim")
+        line.append_text(_colored(text))
+        if self.judged:
+            right = is_right(text, question.answer)
+            line.append("  ✓" if right else f"  ✗ {question.answer} is right", "green" if right else "red")
+        self.out.print(line, soft_wrap=True)
+
+    def _now(self) -> RenderableType:
+        from rich.console import Group
+        from rich.text import Text
+
+        lines: list[RenderableType] = []
+        for rank, (number, text) in sorted(self.at.items()):
+            lines.append(Text(self.asked[number].prompt, style="dim bold", no_wrap=True, overflow="ellipsis"))
+            lines.append(Text.assemble((f"  rank {rank}: ", "dim"), _colored(text), "▌"))
+        return Group(*lines)
+
+
+def _colored(text: str) -> Any:
+    """A solution with its columns of digits in the background, and the answer in front."""
+    from rich.text import Text
+
+    colored = Text(text)
+    colored.highlight_regex(r":[\d ,]*", "dim")
+    colored.highlight_regex(r"answer \d+", "bold")
+    return colored
+
+
+def _layers_table(layers: list[dict[str, Any]], ranks: int) -> Table:
     from rich.table import Table
 
     table = Table(
-        title=f"A body of two layers (H 1000, E 16, K 4) on the wire named, and a bf16 head (H 720, E 6, K 2), "
-        f"on {ranks} {kind}",
+        title=f"What moved between {ranks} ranks (times: ms of a round trip, mean of the ranks, waiting included)",
         title_justify="left",
     )
-    table.add_column("exchange")
-    table.add_column("wire")
-    for name in ("error against the oracle", "cost of the wire", "tokens/s", "bytes moved per token"):
+    table.add_column("layer")
+    for name in (
+        "round trips",
+        "rows",
+        "KB out",
+        "KB back",
+        "busiest rank",
+        "dispatch",
+        "experts",
+        "combine",
+    ):
         table.add_column(name, justify="right")
-    table.add_column("")
-    for row in results:
-        if "oracle_error" not in row:
-            table.add_row(row["exchange"], row["wire"], "", "", "", "", "[red]✗")
-            continue
+    for layer in layers:
+        rounds = max(1, layer["rounds"])
+        times = [
+            f"{1e3 * sum(layer[name]) / ranks / rounds:.2f}"
+            for name in ("dispatch_s", "experts_s", "combine_s")
+        ]
         table.add_row(
-            row["exchange"],
-            row["wire"],
-            f"{row['oracle_error']:.2%}",
-            f"{row['end_to_end_error']:.2%}",
-            f"{row['tokens_per_s']:,.0f}",
-            f"{row['bytes_per_token']:,.0f}",
-            "[green]✓" if row["passed"] else "[red]✗",
+            layer["layer"],
+            f"{layer['rounds']:,}",
+            f"{sum(layer['rows_sent']):,}",
+            f"{sum(layer['dispatch_bytes']) / 1000:,.0f}",
+            f"{sum(layer['combine_bytes']) / 1000:,.0f}",
+            f"{layer['busiest_rank']} ({layer['imbalance']:.2f}×)",
+            *times,
         )
     return table

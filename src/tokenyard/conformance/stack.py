@@ -1,4 +1,4 @@
-"""The stack that `tokenyard run` pushes tokens through: a quantized body and an unquantized head of another shape.
+"""A stack of layers, as in a model: a quantized body, and an unquantized head of another shape.
 
     x ──► body.0 ──► body.1 ──► projection ──► head ──► y
           wire under test              bf16, other H, K, E
@@ -6,20 +6,26 @@
 One plan serves all three layers, as in a model whose body is 4-bit and whose prediction head is not. Every layer's
 result is held against the float64 oracle, fed with the rows as the experts decoded them; beside it stands the
 end-to-end error, which is what the wire's format costs. The ranks bring different numbers of tokens; one is idle.
+All exchanges must give the same bits.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from tokenyard.conformance.cases import random_weights
 from tokenyard.conformance.oracle import oracle, relative_error
-from tokenyard.group import Group
+from tokenyard.errors import TokenyardError
+from tokenyard.exchange import Exchange
+from tokenyard.formats import Format, get
+from tokenyard.group import Group, launch
 from tokenyard.layer import MoELayer
 from tokenyard.planner import plan
 from tokenyard.routing import GroupedSigmoidRouter, SoftmaxRouter
@@ -29,7 +35,7 @@ from tokenyard.spec import LayerSpec
 TOLERANCE = 4 * 2.0**-9
 
 
-def stack(wire: str) -> list[LayerSpec]:
+def stack(wire: str | Format) -> list[LayerSpec]:
     """The layers, with the body's rows on the given wire."""
     router = GroupedSigmoidRouter(4, num_groups=4, topk_groups=2, routed_scaling=2.5)
     body = {"hidden_size": 1000, "intermediate_size": 256, "num_experts": 16, "top_k": 4, "router": router}
@@ -66,7 +72,9 @@ class StackResult:
     digest: str  # of the output's bits
 
 
-def run_stack(group: Group, wire: str, exchange: str, tokens: int, seed: int = 0) -> StackResult:
+def run_stack(
+    group: Group, wire: str | Format, exchange: type[Exchange], tokens: int, seed: int = 0
+) -> StackResult:
     """Push this rank's tokens through the stack, check every layer, then time passes without the checks."""
     specs = stack(wire)
     made = plan(specs, group, exchange=exchange, max_tokens=2 * tokens)
@@ -137,3 +145,73 @@ def _normalized(x_TH: Tensor) -> Tensor:
     """Rows of unit root mean square, as between the layers of a model."""
     scale_T1 = x_TH.float().square().mean(dim=1, keepdim=True).add(1e-6).rsqrt()
     return (x_TH.float() * scale_T1).bfloat16()
+
+
+@dataclass(kw_only=True)
+class StackCell:
+    """One exchange × wire: what all ranks found together, and what is off in it."""
+
+    exchange: str
+    wire: str
+    oracle_error: float | None = None
+    end_to_end_error: float | None = None
+    tokens: int = 0
+    tokens_per_s: float = 0.0
+    bytes_per_token: float = 0.0
+    digest: str | None = None
+    off: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing is off."""
+        return not self.off
+
+
+def check_stack(
+    exchanges: Sequence[type[Exchange]],
+    wires: Sequence[str | Format],
+    *,
+    world: int = 4,
+    tokens: int = 96,
+    ranks: Literal["threads", "processes"] = "processes",
+    device: str | None = None,
+    progress: Callable[[str, int], None] | None = None,
+) -> list[StackCell]:
+    """Run the stack on every exchange × wire that carries bf16 rows, and judge what comes out.
+
+    >>> from tokenyard.exchange import EXCHANGES
+    >>> [cell] = check_stack([EXCHANGES["two_sided"]], ["mxfp8"], world=2, tokens=4, ranks="threads")
+    >>> cell.passed, cell.tokens
+    (True, 4)
+    """
+    cells: list[StackCell] = []
+    for wire in wires:
+        if get(wire).carries(torch.bfloat16) is not None:
+            continue
+        for exchange in exchanges:
+            cell = StackCell(exchange=exchange.name, wire=str(get(wire)))
+            try:
+                by_rank = launch(world, run_stack, wire, exchange, tokens, ranks=ranks, device=device)
+                _judge(cell, by_rank, cells)
+            except TokenyardError as error:
+                cell.off.append(str(error))
+            cells.append(cell)
+            if progress is not None:
+                progress(f"the stack: {cell.exchange} × {cell.wire}", 1)
+    return cells
+
+
+def _judge(cell: StackCell, by_rank: Sequence[StackResult], earlier: Sequence[StackCell]) -> None:
+    """Put the ranks' figures together, and say what is off."""
+    cell.tokens = sum(rank.tokens for rank in by_rank)
+    cell.digest = "-".join(rank.digest for rank in by_rank)
+    cell.oracle_error = max(rank.oracle_error for rank in by_rank)
+    cell.end_to_end_error = max(rank.end_to_end_error for rank in by_rank)
+    cell.tokens_per_s = cell.tokens / max(rank.seconds for rank in by_rank)
+    cell.bytes_per_token = sum(rank.bytes_sent for rank in by_rank) / cell.tokens
+    # `not <=`: NaN is off, too.
+    if not cell.oracle_error <= TOLERANCE:
+        cell.off.append(f"error {cell.oracle_error:.2%} against the oracle, more than {TOLERANCE:.2%}")
+    for other in earlier:
+        if other.wire == cell.wire and other.digest not in (None, cell.digest):
+            cell.off.append(f"other bits than {other.exchange}")

@@ -1,0 +1,142 @@
+"""Where a job is done: on ranks that this command starts, or on the ranks that `torchrun` has started.
+
+    started = StartedRanks(4, "processes")
+    results = started.call(job, argument, hear=print)
+
+`job(group, argument, tell)` runs on every rank and returns what JSON can hold. What a rank tells while it works, the
+one who called hears at once: lines of JSON through a socket in a folder that nobody else can enter. Under `torchrun`
+there is nobody above the ranks: rank 0 hears itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import socketserver
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from tokenyard.errors import InputError
+from tokenyard.group import DistributedGroup, Group, launch
+
+Tell = Callable[[dict[str, Any]], None]
+Job = Callable[..., Any]
+
+# Seconds: a rank may load a large checkpoint, or answer with the whole model, while another waits for it.
+DEADLINE = 300.0
+
+
+class Ranks(Protocol):
+    """Ranks that do jobs together."""
+
+    size: int
+    leads: bool  # whether this process is the one that reports
+
+    def call(self, job: Job, *args: Any, hear: Tell | None = None) -> list[Any]:
+        """Do a job on every rank; the results in rank order."""
+        ...
+
+
+class StartedRanks:
+    """Processes or threads of this machine, started for each job."""
+
+    leads = True
+
+    def __init__(self, size: int, kind: str, *, device: str | None = None) -> None:
+        if kind not in ("processes", "threads"):
+            raise InputError(f"--kind {kind}", expected="processes or threads", fix="choose one of them")
+        self.size, self.device = size, device
+        self.kind: Literal["processes", "threads"] = "threads" if kind == "threads" else "processes"
+
+    def call(self, job: Job, *args: Any, hear: Tell | None = None) -> list[Any]:
+        with _listening(hear) as address:
+            return launch(
+                self.size,
+                _do,
+                job,
+                args,
+                address,
+                ranks=self.kind,
+                device=self.device,
+                deadline=DEADLINE,
+            )
+
+
+class TorchrunRanks:
+    """The ranks of `torchrun`, of which this process is one."""
+
+    def __init__(self) -> None:
+        import torch
+        import torch.distributed as dist
+
+        gpus = torch.cuda.device_count()
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+        if gpus:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)
+        if not dist.is_initialized():
+            # NCCL refuses two ranks on one GPU.
+            dist.init_process_group("nccl" if gpus >= here else "gloo")
+        self.group = DistributedGroup(device="cuda" if gpus else "cpu", deadline=DEADLINE)
+        self.size, self.leads = self.group.size, self.group.rank == 0
+
+    def call(self, job: Job, *args: Any, hear: Tell | None = None) -> list[Any]:
+        tell = hear if hear is not None and self.leads else _nobody
+        return self.group.gather_json(job(self.group, *args, tell), phase="results")
+
+
+def under_torchrun() -> bool:
+    """Whether this process is a rank that `torchrun` has started."""
+    return "LOCAL_RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _nobody(message: dict[str, Any]) -> None:
+    """Nobody listens."""
+
+
+def _do(group: Group, job: Job, args: tuple[Any, ...], address: str | None) -> Any:
+    """A job on one rank, with somebody to tell."""
+    if address is None:
+        return job(group, *args, _nobody)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+        line.connect(address)
+
+        def tell(message: dict[str, Any]) -> None:
+            line.sendall(json.dumps({"rank": group.rank, **message}).encode() + b"\n")
+
+        return job(group, *args, tell)
+
+
+@contextmanager
+def _listening(hear: Tell | None) -> Iterator[str | None]:
+    """An address that ranks can tell things to; everything that was told has been heard at the end."""
+    if hear is None:
+        yield None
+        return
+    one_at_a_time = threading.Lock()
+    heard: Tell = hear
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            for line in self.rfile:
+                with one_at_a_time:
+                    heard(json.loads(line))
+
+    class Server(socketserver.ThreadingUnixStreamServer):
+        daemon_threads = False
+        block_on_close = True  # until every line has been read
+
+    with tempfile.TemporaryDirectory(prefix="tokenyard-") as folder:
+        address = str(Path(folder) / "told")
+        with Server(address, Handler) as server:
+            serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+            serving.start()
+            try:
+                yield address
+            finally:
+                server.shutdown()
+                serving.join()
