@@ -13,7 +13,7 @@ import tokenyard
 from tests.cli.runner import call
 from tokenyard.cli.output import reported
 
-COMMANDS = ["run", "check", "plan", "doctor", "support", "inspect", "convert", "bench"]
+COMMANDS = ["run", "eval", "check", "plan", "doctor", "support", "inspect", "convert", "bench"]
 MODULES = sorted((Path(tokenyard.__file__).parent / "cli").glob("*.py"))
 
 

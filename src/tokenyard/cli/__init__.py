@@ -1,4 +1,4 @@
-"""The command line: `tokenyard run`, `check`, `plan`, `doctor`, `support`, `inspect`, `convert`,
+"""The command line: `tokenyard run`, `eval`, `check`, `plan`, `doctor`, `support`, `inspect`, `convert`,
 `bench`.
 
 A command is a function in a module of its name. Modules import typer and nothing heavier at their top; torch
@@ -17,6 +17,7 @@ from tokenyard.cli import bench
 from tokenyard.cli.check import check
 from tokenyard.cli.convert import convert
 from tokenyard.cli.doctor import doctor
+from tokenyard.cli.eval import evaluate
 from tokenyard.cli.inspect import inspect
 from tokenyard.cli.output import reported
 from tokenyard.cli.plan import plan
@@ -49,6 +50,7 @@ def _root(
     """Expert-parallel MoE layers that cannot be wired wrong."""
 
 
+app.command("eval")(reported(evaluate))
 for _command in (run, check, plan, doctor, support, inspect, convert):
     app.command()(reported(_command))
 app.add_typer(bench.app, name="bench")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,9 @@ import torch
 from tokenyard.errors import InputError
 from tokenyard.shipped import shipped_model
 from tokenyard.shipped.vocabulary import readable
+
+# Ranks may be threads, and Transformers changes what is global while it loads a model.
+_ONE_AT_A_TIME = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ def require_transformers() -> None:
 
 def load_model(folder: Path, device: torch.device) -> LoadedModel:
     """Load a checkpoint, as it is on disk, onto a device."""
-    with warnings.catch_warnings():
+    with _ONE_AT_A_TIME, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of libraries that Transformers looks for
         import transformers
 

@@ -1,0 +1,206 @@
+"""`tokenyard eval`: what a wiring costs in accuracy.
+
+Every exchange × wire × weights answers the same questions as the whole model. The table has the share that is right,
+the paired difference to the whole model, the error of the logits, tokens per second, and the bytes that it takes.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tokenyard.cli.output import JsonFlag, console, print_json, save_json
+from tokenyard.cli.run import start_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
+    from tokenyard.evaluation.table import Evaluation, Row
+
+# The formats that weights of a bf16 model are put into, if no other choice is made.
+_WEIGHTS = ("bf16", "fp8_block128", "mxfp8", "nvfp4", "mxfp4", "mxint4")
+
+
+def evaluate(
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of a checkpoint.", show_default="the model that ships")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help='Your own questions: JSON lines with "prompt" and "answer".',
+            show_default="held-out word problems",
+        ),
+    ] = None,
+    problems: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many questions.", show_default="400 word problems, or all of --data"),
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, max=64, help="How many ranks.")] = 4,
+    kind: Annotated[str, typer.Option(help="Ranks as `processes` or `threads`.")] = "processes",
+    exchange: Annotated[
+        list[str] | None, typer.Option(help="Only this exchange; may be given several times.")
+    ] = None,
+    wire: Annotated[
+        list[str] | None, typer.Option(help="Only this wire format; may be given several times.")
+    ] = None,
+    weights: Annotated[
+        list[str] | None, typer.Option(help="Only this format of weights; may be given several times.")
+    ] = None,
+    every: Annotated[
+        bool,
+        typer.Option(help="Let every exchange answer everything, even where the first gives the same bits."),
+    ] = False,
+    batch: Annotated[int, typer.Option(min=1, help="Questions that a rank answers at a time.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 128,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw accuracy against bytes into this .png, .svg or .pdf.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Save the figures, as JSON, in this file.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Accuracy of every exchange × wire × weights, beside the whole model's."""
+    where = start_ranks(ranks, kind)
+    from tokenyard.cli.machine import provenance
+    from tokenyard.evaluation.models import check_model
+    from tokenyard.evaluation.questions import held_out_questions, read_questions
+    from tokenyard.evaluation.table import Evaluation
+    from tokenyard.exchange import EXCHANGES, resolve
+
+    folder = check_model(model)
+    if plot is not None:
+        from tokenyard.bench.picture import check_picture
+
+        check_picture(plot)
+    evaluation = Evaluation(
+        ranks=where,
+        folder=folder,
+        questions=held_out_questions(problems or 400) if data is None else read_questions(data, problems),
+        exchanges=_distinct(resolve(name).name for name in exchange or _fastest_first(EXCHANGES)),
+        wires=_wires(wire),
+        weights=_weights(weights),
+        batch=batch,
+        most=max_new_tokens,
+        every=every,
+    )
+    started = time.monotonic()
+    rows = _run(evaluation, shows=where.leads)
+    if not where.leads:
+        return
+    document = {
+        "command": "eval",
+        "model": "shipped" if model is None else str(folder),
+        "data": "held-out word problems" if data is None else str(data),
+        "questions": len(evaluation.questions),
+        "ranks": where.size,
+        "kind": kind,
+        "seconds": round(time.monotonic() - started, 1),
+        "results": [row.as_dict() for row in rows],
+        **provenance(),
+    }
+    if out is not None:
+        save_json(document, out)
+    if plot is not None:
+        from tokenyard.evaluation.picture import draw_accuracy
+
+        draw_accuracy(document, plot)
+    if as_json:
+        print_json(document)
+    else:
+        console().print(_table(rows, len(evaluation.questions), where.size))
+
+
+def _fastest_first(exchanges: dict[str, Any]) -> list[str]:
+    """The first one answers everything."""
+    return sorted(exchanges, key=lambda name: name != "one_sided")
+
+
+def _distinct(names: Any) -> list[str]:
+    return list(dict.fromkeys(names))
+
+
+def _wires(chosen: Sequence[str] | None) -> list[str]:
+    import torch
+
+    from tokenyard.formats import FORMATS, get
+
+    if chosen:
+        return _distinct(str(get(name)) for name in chosen)
+    return [name for name in FORMATS if get(name).carries(torch.bfloat16) is None]
+
+
+def _weights(chosen: Sequence[str] | None) -> list[str]:
+    from tokenyard.formats import weight_format
+
+    return _distinct(weight_format(name).name for name in chosen or _WEIGHTS)
+
+
+def _run(evaluation: Evaluation, *, shows: bool) -> list[Row]:
+    """All rows, with progress on stderr."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console(stderr=True), disable=not shows) as progress:
+        bar = progress.add_task("loading the model", total=evaluation.answers_expected)
+
+        def hear(message: dict[str, Any]) -> None:
+            progress.update(bar, description=message["what"], advance=message.get("answered", 0))
+
+        rows = []
+        for row in evaluation.rows(hear):
+            rows.append(row)
+            if progress.console.is_terminal:
+                right = f"{row.accuracy.value:.2%}"
+                progress.console.print(" × ".join(filter(None, (row.exchange, row.wire, row.weights))), right)
+        progress.update(bar, description="done")
+    return rows
+
+
+def _table(rows: list[Row], questions: int, ranks: int) -> Table:
+    from rich.table import Table
+
+    table = Table(
+        title=f"{questions} questions on {ranks} ranks, 95% intervals. =: the same bits as the first exchange, on "
+        "the questions that tokens/s is taken from",
+        title_justify="left",
+    )
+    for name in ("exchange", "wire", "weights"):
+        table.add_column(name)
+    for name in (
+        "right",
+        "minus the whole model's",
+        "error of logits",
+        "tokens/s",
+        "KB/token",
+        "MB of experts",
+    ):
+        table.add_column(name, justify="right")
+    before = ""
+    for row in rows:
+        if row.wire != before:
+            table.add_section()
+            before = row.wire
+        accuracy, difference = row.accuracy, row.difference
+        right = f"{100 * accuracy.value:.2f}% ({100 * accuracy.low:.1f} to {100 * accuracy.high:.1f})"
+        paired = (
+            ""
+            if difference is None
+            else f"{100 * difference.value:+.2f} ({100 * difference.low:+.2f} to {100 * difference.high:+.2f})"
+        )
+        table.add_row(
+            row.exchange,
+            row.wire,
+            row.weights,
+            right if row.same_bits_as is None else f"= {100 * accuracy.value:.2f}%",
+            paired if row.same_bits_as is None else "=",
+            "" if row.logit_error is None else f"{row.logit_error:.2%}",
+            f"{row.tokens_per_s:,.0f}",
+            f"{row.bytes_per_token / 1000:.1f}" if row.difference is not None else "",
+            f"{row.expert_bytes / 1e6:.2f}",
+        )
+    return table

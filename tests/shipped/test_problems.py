@@ -1,0 +1,82 @@
+"""Word problems: solved right, always the same, and none that is held out is told as a training problem is."""
+
+import re
+from itertools import islice
+
+import pytest
+
+from tokenyard.shipped.arithmetic import LARGEST, result, step
+from tokenyard.shipped.problems import MOST_STEPS, held_out, is_held_out, read_answer, skeleton, stream
+from tokenyard.shipped.stories import EVENTS, MEN, OPENINGS, QUESTIONS, THINGS, WOMEN
+
+HELD_OUT = held_out(2000)
+TRAINING = list(islice(stream("training", seed=3), 6000))
+STEP = re.compile(r"(\d+) ([-+×÷]) (\d+) : ([\d ,]+) = (\d+) ;")
+
+
+def test_two_thousand_different_problems_are_held_out():
+    assert len({problem.question for problem in HELD_OUT}) == 2000
+    assert held_out(50) == HELD_OUT[:50]
+
+
+def test_training_and_held_out_problems_have_no_skeleton_in_common():
+    """A skeleton is what is left without numbers, names and things."""
+    ours, theirs = ({skeleton(p.question) for p in problems} for problems in (HELD_OUT, TRAINING))
+    assert len(ours) > 500
+    assert len(theirs) > 2000
+    assert not ours & theirs
+    assert all(is_held_out(problem.question) for problem in HELD_OUT)
+    assert not any(is_held_out(problem.question) for problem in TRAINING)
+
+
+def test_a_skeleton_holds_no_number_no_name_and_no_thing():
+    words = {name.lower() for name in WOMEN + MEN} | set(THINGS)
+    for problem in HELD_OUT[:300]:
+        assert not words & set(skeleton(problem.question).split())
+        assert not re.search(r"\d", skeleton(problem.question))
+
+
+def test_a_seed_gives_the_same_problems_and_another_seed_others():
+    first, again, other = (list(islice(stream("training", seed), 20)) for seed in (1, 1, 2))
+    assert first == again != other
+
+
+@pytest.mark.parametrize("problem", HELD_OUT[:100] + TRAINING[:100], ids=lambda p: str(p.answer))
+def test_every_step_is_right_and_leads_to_the_answer(problem):
+    steps = STEP.findall(problem.solution)
+    assert 2 <= len(steps) == problem.steps <= MOST_STEPS
+    for left, sign, right, columns, value in steps:
+        exact = {"+": int.__add__, "-": int.__sub__, "×": int.__mul__, "÷": int.__floordiv__}[sign]
+        assert int(value) == exact(int(left), int(right)) <= LARGEST
+        assert sign != "÷" or int(left) % int(right) == 0
+        assert len(columns.split(" , ")) == max(len(left), 1 if sign in "×÷" else len(right))
+    assert int(steps[-1][4]) == problem.answer == read_answer(problem.solution)
+
+
+@pytest.mark.parametrize("sign", ["+", "-", "×", "÷"])
+def test_columns_hold_the_digits_of_the_result(sign):
+    """Read on their own: what comes out of the columns, with the last carry in front, is the result."""
+    for left in range(1, 1000, 7):
+        for right in (2, 3, 7, 9) if sign in "×÷" else (1, 26, 350, 999):
+            whole = sign != "÷" or left % right == 0
+            if not whole or not 0 <= result(left, sign, right) <= LARGEST:
+                continue
+            columns = [
+                column.split()
+                for column in step(left, sign, right).split(" : ")[1].split(" = ")[0].split(" , ")
+            ]
+            digits = [column[2] for column in columns]
+            if sign != "÷":
+                digits = [columns[-1][3], *reversed(digits)]
+            assert int("".join(digits)) == result(left, sign, right)
+            assert columns[-1][3] == "0" or sign in "+×"
+
+
+def test_every_sentence_is_told():
+    told = " ".join(skeleton(problem.question) for problem in TRAINING)
+    for sentence in OPENINGS + EVENTS + QUESTIONS:
+        filled = sentence.text.format(
+            who="Mia", other="Tom", She="She", she="she", her="her", things="pens", box="box", boxes="boxes",
+            place="shop", n=5, m=5,
+        )  # fmt: skip
+        assert skeleton(filled) in told

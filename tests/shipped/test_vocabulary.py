@@ -1,0 +1,51 @@
+"""The tokenizer of the shipped model: small, complete, and the same for training and for Transformers."""
+
+import json
+from itertools import islice
+
+import pytest
+
+from tokenyard.shipped.problems import held_out, stream
+from tokenyard.shipped.vocabulary import (
+    END,
+    PAD,
+    UNKNOWN,
+    encode,
+    readable,
+    split,
+    tokenizer_config,
+    tokenizer_json,
+    unknown_words,
+    vocabulary,
+)
+
+PROBLEMS = [*held_out(100), *islice(stream("training", seed=5), 1000)]
+
+
+def test_every_word_of_every_problem_is_known():
+    assert len(vocabulary()) < 400
+    for problem in PROBLEMS:
+        assert unknown_words(problem.question) == unknown_words(problem.solution) == []
+        assert len(encode(problem.question)) + len(encode(problem.solution)) < 200
+
+
+def test_transformers_reads_the_same_tokens(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    for name, content in {
+        "tokenizer.json": tokenizer_json(),
+        "tokenizer_config.json": tokenizer_config(),
+    }.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for problem in PROBLEMS[:200]:
+        text = f"{problem.question} {problem.solution}"
+        assert tokenizer(text).input_ids == encode(text)
+    assert tokenizer("3 submarines?").input_ids == encode("3 submarines?")
+    assert (tokenizer.pad_token, tokenizer.eos_token, tokenizer.unk_token) == (PAD, END, UNKNOWN)
+    assert tokenizer.padding_side == "left"
+
+
+def test_a_solution_is_readable_again():
+    for problem in PROBLEMS[:100]:
+        assert readable(split(problem.solution)) == problem.solution
