@@ -23,8 +23,13 @@ from typing import TYPE_CHECKING, Any
 from tokenyard.version import __version__
 
 if TYPE_CHECKING:
+    from tokenyard.checkpoints import Checkpoint as Checkpoint
+    from tokenyard.checkpoints import load_experts as load_experts
+    from tokenyard.checkpoints import open_checkpoint as open_checkpoint
+    from tokenyard.checkpoints import open_together as open_together
     from tokenyard.drafting import Draft as Draft
     from tokenyard.drafting import draft as draft
+    from tokenyard.errors import CheckpointError as CheckpointError
     from tokenyard.errors import ContractError as ContractError
     from tokenyard.errors import Drifted as Drifted
     from tokenyard.errors import GroupError as GroupError
@@ -74,7 +79,14 @@ if TYPE_CHECKING:
 
 # Where each public name lives.
 _HOMES = {
+    "checkpoints": (
+        "Checkpoint",
+        "load_experts",
+        "open_checkpoint",
+        "open_together",
+    ),
     "errors": (
+        "CheckpointError",
         "ContractError",
         "Drifted",
         "GroupError",
