@@ -5,7 +5,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 .PHONY: run test test-faults lint docs bench clean
 
-run: .venv/base
+run: .venv/model
 	$(BIN)/tokenyard run
 
 test: .venv/dev
@@ -33,6 +33,10 @@ bench: .venv/dev
 .venv/base: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) --editable .
+	touch $@
+
+.venv/model: .venv/base
+	$(PIP) --editable '.[transformers]'
 	touch $@
 
 .venv/dev: .venv/base
