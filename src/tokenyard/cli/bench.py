@@ -9,10 +9,12 @@ from typing import Annotated, Any
 import typer
 
 from tokenyard.cli.bench_cuda import show
+from tokenyard.cli.bench_transformers import transformers
 from tokenyard.cli.output import JsonFlag, console, print_json, reported, save_json
 
 app = typer.Typer(help="Measure, beside the floor.", no_args_is_help=True)
 app.command()(show)
+app.command()(transformers)
 
 OutFile = Annotated[
     Path | None, typer.Option("--out", help="Save the figures, with date, hardware, versions and commit.")

@@ -42,12 +42,17 @@ def tokenyard_experts(
     """What Transformers calls: the weighted sum of each row's experts, in the dtype of the rows."""
     x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
     with torch.no_grad():
+        experts = _experts(module, top_k_index.shape[1])
+        # Where Transformers itself splits experts between ranks, the id behind the last one is that of nobody here.
+        nobody = top_k_index == experts.spec.num_local_experts
         received = ReceivedRows(
             rows=for_dtype(x_TH.dtype).encode(x_TH.detach()),
-            routes=LocalRoutes(ids_RK=top_k_index.int(), weights_RK=top_k_weights.float()),
+            routes=LocalRoutes(
+                ids_RK=top_k_index.masked_fill(nobody, -1).int(), weights_RK=top_k_weights.float()
+            ),
             counts_W=(x_TH.shape[0],),
         )
-        result = _experts(module, top_k_index.shape[1])(received)
+        result = experts(received)
     assert isinstance(result, ExpertRows)
     return without_gradient(x_TH, result.rows_RH.to(x_TH.dtype)).reshape(hidden_states.shape)
 

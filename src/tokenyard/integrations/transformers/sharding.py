@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from tokenyard.checkpoints import Checkpoint, open_checkpoint
+from tokenyard.checkpoints import Checkpoint, open_together
 from tokenyard.drafting import draft
 from tokenyard.errors import PeerFailed, TokenyardError
 from tokenyard.exchange import Exchange
@@ -40,6 +40,9 @@ from tokenyard.routing import Routes
 from tokenyard.spec import LayerSpec
 
 Result = TypeVar("Result")
+
+# Seconds that a rank waits for the slowest at least, while weights are read and quantized.
+LOADING_DEADLINE = 1800.0
 
 
 def shard_experts(
@@ -65,9 +68,11 @@ def shard_experts(
     without them (`experts_left_out`), or have been built on the meta device. `progress(done, all)` is told of layers.
     """
 
+    opened = open_together(checkpoint, group) if isinstance(checkpoint, str | Path) else checkpoint
+
     def read() -> tuple[list[ExpertModule], list[LayerSpec], Sources]:
         modules = expert_modules(model)
-        sources = Sources(checkpoint, weights)
+        sources = Sources(opened, weights)
         specs = [
             replace(
                 sources.spec(module),
@@ -121,11 +126,12 @@ def load_sharded(
     model's, by default that of its config.
     """
 
-    def load() -> tuple[Any, Checkpoint]:
-        checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-        return load_without_experts(checkpoint, dtype=dtype).to(group.device), checkpoint
+    checkpoint = path if isinstance(path, Checkpoint) else open_together(path, group)
 
-    model, checkpoint = _on_all_ranks(group, "loading the model", load)
+    def load() -> Any:
+        return load_without_experts(checkpoint, dtype=dtype).to(group.device)
+
+    model = _on_all_ranks(group, "loading the model", load)
     return shard_experts(model, group, checkpoint=checkpoint, **options)
 
 
@@ -137,7 +143,8 @@ def _on_all_ranks(group: Group, what: str, do: Callable[[], Result]) -> Result:
         result = do()
     except Exception as raised:
         error = raised.at(rank=group.rank) if isinstance(raised, TokenyardError) else raised
-    said = group.gather_json(None if error is None else f"{type(error).__name__}: {error}", phase=what)
+    with group.patience(LOADING_DEADLINE):
+        said = group.gather_json(None if error is None else f"{type(error).__name__}: {error}", phase=what)
     if error is not None:
         raise error
     for rank, other in enumerate(said):

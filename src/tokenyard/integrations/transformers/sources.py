@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from tokenyard.checkpoints import Checkpoint, CheckpointLayer, open_checkpoint
+from tokenyard.checkpoints import Checkpoint, CheckpointLayer
 from tokenyard.errors import CheckpointError
 from tokenyard.experts import ExpertWeights, activation
 from tokenyard.experts.base import WEIGHT_DTYPES
@@ -25,10 +24,8 @@ class Sources:
     shows whether a checkpoint is good; `take` reads the rest.
     """
 
-    def __init__(self, checkpoint: Checkpoint | str | Path | None, weights: str | None) -> None:
-        opened = open_checkpoint(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint
-        self.checkpoint: Checkpoint | None = opened
-        self.weights = weights
+    def __init__(self, checkpoint: Checkpoint | None, weights: str | None) -> None:
+        self.checkpoint, self.weights = checkpoint, weights
         self._specs: dict[str, LayerSpec] = {}
         self._readings: dict[str, Any] = {}
         self._experts: dict[str, Sequence[int]] = {}

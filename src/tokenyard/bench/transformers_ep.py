@@ -1,0 +1,300 @@
+"""A model's experts over several processes: through tokenyard, and through Transformers' own expert parallelism.
+
+Both load one checkpoint (a Qwen3-MoE with random bf16 weights, made here), and answer one batch: a pass over the
+prompts (prefill), then some passes of one token per sequence with a cache (decode). Results are compared first. Rounds
+alternate between the two, ranks meet before each, and the slowest rank counts; what is told is the median of the ratios
+round by round, and their quartiles.
+
+Transformers offers several layouts, and which is fastest depends on the machine. Each is tried, with each of its own
+implementations of experts, and the fastest is the peer of the rounds:
+
+    dispatch, FSDP          each rank its own sequences, attention's weights gathered layer by layer; all-to-all
+    dispatch, replicated    every rank all sequences, attention computed by all; each rank sends its part of the rows
+    dispatch, split         every rank all sequences, attention split by heads
+    all-reduce, replicated  every rank all sequences; each computes its experts for all rows, and results are summed
+
+The same peer with our experts in the place of its own shows the share of the exchange in the difference. The floor is
+the model without any exchange: every rank holds all experts, and answers its own sequences alone.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenyard.errors import InputError
+from tokenyard.group import Group, launch
+
+# Version 5.19 has `DistributedConfig(ep_size=…)` with the layouts that are compared here.
+OLDEST_PEER = (5, 19)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """The model and the batch."""
+
+    ranks: int = 4
+    hidden_size: int = 512
+    intermediate_size: int = 256
+    num_experts: int = 32
+    top_k: int = 4
+    num_layers: int = 6
+    sequences: int = 4  # of each rank
+    length: int = 32  # of a prompt
+    steps: int = 8  # tokens that are decoded
+    rounds: int = 7
+    exchange: str = "one_sided"
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """One round on one rank, or the slowest of all."""
+
+    prefill: float
+    decode: float
+
+
+def measure_transformers_ep(work: Workload) -> list[dict[str, Any]]:
+    """Measure, and return a row for prefill and one for decode.
+
+    `peer_ratio` is the peer's time over ours (above 1: ours is faster), the median over rounds, with its quartiles.
+    Times are medians in milliseconds, of a pass over the prompts, or of one token of every sequence.
+    """
+    _check_peer(work)
+    with tempfile.TemporaryDirectory() as folder:
+        _save_model(work, folder)
+        by_rank = launch(work.ranks, _rank_main, work, folder, ranks="processes", deadline=300.0)
+    first = by_rank[0]
+    slowest = {
+        name: [
+            Seconds(max(t.prefill for t in rounds), max(t.decode for t in rounds))
+            for rounds in zip(*(rank["seconds"][name] for rank in by_rank), strict=True)
+        ]
+        for name in first["seconds"]
+    }
+    shape = asdict(work) | {"peer": first["peer"], "difference": max(rank["difference"] for rank in by_rank)}
+    return [
+        shape | _row(phase, slowest, 1 if phase == "prefill" else work.steps)
+        for phase in ("prefill", "decode")
+    ]
+
+
+def _row(phase: str, rounds: dict[str, list[Seconds]], passes: int) -> dict[str, Any]:
+    seconds = {name: [getattr(t, phase) / passes for t in times] for name, times in rounds.items()}
+    row: dict[str, Any] = {"phase": phase}
+    for name, times in seconds.items():
+        row[f"{name}_ms"] = 1e3 * statistics.median(times)
+        if name != "ours":
+            ratios = [other / ours for other, ours in zip(times, seconds["ours"], strict=True)]
+            low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
+            row |= {f"{name}_ratio": median, f"{name}_ratio_low": low, f"{name}_ratio_high": high}
+    return row
+
+
+# --- Each rank --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A way to answer the batch, on one rank."""
+
+    model: Any
+    batch: Tensor  # the sequences that this rank's model is given
+    own: slice  # those of them that are this rank's
+    steps: int
+    experts: str | None = None  # the implementation of experts; None: they are ours, and sharded
+
+    def answer(self) -> tuple[Seconds, Tensor]:
+        """One pass over the prompts and some tokens after them: the seconds, and the logits of this rank's prompts."""
+        if self.experts is not None:
+            self.model.set_experts_implementation(self.experts)
+        with torch.no_grad():
+            started = time.perf_counter()
+            output = self.model(self.batch, use_cache=True)
+            prefilled = time.perf_counter()
+            logits = first = output.logits
+            for _ in range(self.steps):
+                tokens = logits[:, -1:].argmax(dim=-1)
+                output = self.model(tokens, past_key_values=output.past_key_values, use_cache=True)
+                logits = output.logits
+            decoded = time.perf_counter()
+        return Seconds(prefilled - started, decoded - prefilled), first[self.own]
+
+
+def _rank_main(group: Group, work: Workload, folder: str) -> dict[str, Any]:
+    import transformers
+
+    from tokenyard.integrations.transformers import load_sharded
+
+    quiet: Any = transformers.utils.logging
+    quiet.set_verbosity_error()
+    quiet.disable_progress_bar()
+    batch = _prompts(work)
+    own = slice(group.rank * work.sequences, (group.rank + 1) * work.sequences)
+
+    def alone(model: Any, experts: str | None) -> Candidate:
+        return Candidate(model=model, batch=batch[own], own=slice(None), steps=work.steps, experts=experts)
+
+    max_tokens = work.sequences * work.length
+    ours = alone(load_sharded(folder, group, exchange=work.exchange, max_tokens=max_tokens).model, None)
+    name, peer = _fastest_peer(group, work, folder, batch, own)
+    whole = _load_whole(folder)
+    candidates = {
+        "ours": ours,
+        "peer": peer,
+        "peer_with_our_experts": replace(peer, experts="tokenyard"),
+        "floor": alone(whole, "tokenyard"),
+    }
+    difference = _compare(ours.answer()[1], peer.answer()[1])
+    return {"peer": name, "difference": difference, "seconds": _alternate(group, candidates, work.rounds)}
+
+
+def _alternate(group: Group, candidates: dict[str, Candidate], rounds: int) -> dict[str, list[Seconds]]:
+    """Seconds of each candidate on this rank, round by round; every second round runs in the opposite order."""
+    seconds: dict[str, list[Seconds]] = {name: [] for name in candidates}
+    for candidate in candidates.values():
+        candidate.answer()
+    for number in range(rounds):
+        order = list(candidates.items())
+        for name, candidate in order if number % 2 == 0 else reversed(order):
+            group.barrier(phase="a round of the benchmark")
+            seconds[name].append(candidate.answer()[0])
+    return seconds
+
+
+# --- The peer ---------------------------------------------------------------------------------------------
+
+
+def layouts(ranks: int) -> dict[str, dict[str, Any]]:
+    """The arguments of `DistributedConfig` for each layout."""
+    masked = {"model.layers.*.mlp.gate": "ep_router", "model.layers.*.mlp.experts": "moe_tp_experts"}
+    return {
+        "dispatch, FSDP": {"fsdp_size": ranks, "ep_size": ranks},
+        "dispatch, replicated": {"tp_size": ranks, "tp_plan": {}, "ep_size": ranks},
+        "dispatch, split": {"tp_size": ranks, "tp_plan": "auto", "ep_size": ranks},
+        "all-reduce, replicated": {"tp_size": ranks, "tp_plan": {}, "ep_size": ranks, "ep_plan": masked},
+    }
+
+
+def _fastest_peer(
+    group: Group, work: Workload, folder: str, batch: Tensor, own: slice
+) -> tuple[str, Candidate]:
+    """The layout and implementation of Transformers that is fastest here, by one answer each after a first one."""
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    os.environ["LOCAL_RANK"] = str(group.rank)
+    found: dict[str, tuple[float, Candidate]] = {}
+    for layout, arguments in layouts(group.size).items():
+        model = _load_whole(folder)
+        config, _, mesh = type(model).prepare_distribute_model(DistributedConfig(**arguments))
+        model = type(model).maybe_distribute_model(model, config, mesh)
+        apart = "fsdp_size" in arguments
+        for experts in ("grouped_mm", "eager"):
+            candidate = Candidate(
+                model=model,
+                batch=batch[own] if apart else batch,
+                own=slice(None) if apart else own,
+                steps=work.steps,
+                experts=experts,
+            )
+            candidate.answer()
+            group.barrier(phase="a trial of the benchmark")
+            seconds, _ = candidate.answer()
+            total = max(group.gather_json(seconds.prefill + seconds.decode, phase="a trial of the benchmark"))
+            found[f"{layout}, {experts}"] = total, candidate
+    name = min(found, key=lambda key: found[key][0])
+    return name, found[name][1]
+
+
+def _compare(ours: Tensor, theirs: Tensor) -> float:
+    """How far logits are apart, as a part of their length; raise where the two are not one model.
+
+    Both round to bf16 in every layer, and a token whose choice of experts is nearly a tie may choose differently.
+    """
+    difference = float((ours.float() - theirs.float()).norm() / theirs.float().norm())
+    if not difference < 0.1:
+        raise InputError(
+            f"our logits differ from Transformers' by {difference:.1%}",
+            expected="the same model from both, to a few bf16 roundings",
+            fix="compare only what agrees: try another version of Transformers",
+        )
+    return difference
+
+
+def _check_peer(work: Workload) -> None:
+    try:
+        import transformers
+    except ImportError as error:
+        raise InputError(
+            "transformers is not installed",
+            expected="transformers 5.19 or newer, whose expert parallelism is the peer of this benchmark",
+            fix="pip install 'tokenyard[transformers]'",
+        ) from error
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if version < OLDEST_PEER:
+        raise InputError(
+            f"transformers is {transformers.__version__}",
+            expected="5.19 or newer, whose expert parallelism is the peer of this benchmark",
+            fix="pip install --upgrade transformers",
+        )
+    if work.num_experts % work.ranks:
+        raise InputError(
+            f"{work.num_experts} experts on {work.ranks} ranks",
+            expected=f"a multiple of {work.ranks}: Transformers splits experts evenly (tokenyard need not)",
+            fix=f"choose {work.ranks * max(1, work.num_experts // work.ranks)} experts",
+        )
+
+
+# --- The model and the batch ------------------------------------------------------------------------------
+
+VOCABULARY = 1024
+
+
+def _save_model(work: Workload, folder: str) -> None:
+    """A Qwen3-MoE of the workload's sizes, with random weights."""
+    import transformers
+
+    config = transformers.AutoConfig.for_model(
+        "qwen3_moe",
+        vocab_size=VOCABULARY,
+        hidden_size=work.hidden_size,
+        moe_intermediate_size=work.intermediate_size,
+        num_hidden_layers=work.num_layers,
+        num_attention_heads=2 * work.ranks,
+        num_key_value_heads=work.ranks,
+        head_dim=64,
+        num_experts=work.num_experts,
+        num_experts_per_tok=work.top_k,
+        norm_topk_prob=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    causal: Any = transformers.AutoModelForCausalLM
+    model = causal.from_config(config, dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    quiet: Any = transformers.utils.logging
+    quiet.disable_progress_bar()
+    model.save_pretrained(folder)
+
+
+def _load_whole(folder: str) -> Any:
+    import transformers
+
+    causal: Any = transformers.AutoModelForCausalLM
+    return causal.from_pretrained(folder, dtype=torch.bfloat16).eval()
+
+
+def _prompts(work: Workload) -> Tensor:
+    """The sequences of all ranks."""
+    draw = torch.Generator().manual_seed(0)
+    return torch.randint(2, VOCABULARY, (work.ranks * work.sequences, work.length), generator=draw)
