@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenyard.evaluation.cells import MAX_TOKENS
 from tokenyard.evaluation.decoding import answer, pad_left
-from tokenyard.evaluation.models import load_model
+from tokenyard.evaluation.models import load_language
 from tokenyard.evaluation.ranks import Tell
 from tokenyard.group import Group
 
@@ -32,17 +32,18 @@ class Asking:
 
 def answer_aloud(group: Group, asking: Asking, tell: Tell) -> dict[str, Any]:
     """This rank's answers, and what moved in each layer."""
-    from tokenyard.integrations.transformers import shard_experts
+    from tokenyard.integrations.transformers import load_sharded
 
-    loaded = load_model(Path(asking.folder), group.device)
-    sharded = shard_experts(
-        loaded.model,
+    language = load_language(Path(asking.folder))
+    sharded = load_sharded(
+        asking.folder,
         group,
         exchange=asking.exchange,
         wire=asking.wire,
         weights=asking.weights,
         max_tokens=MAX_TOKENS,
     )
+    end_ids = language.end_ids(sharded.model)
     found: list[tuple[int, str, int]] = []
     try:
         group.barrier()
@@ -54,12 +55,12 @@ def answer_aloud(group: Group, asking: Asking, tell: Tell) -> dict[str, Any]:
 
                 def say(_: int, token: int, number: int = number, tokens: list[int] = tokens) -> None:
                     tokens.append(token)
-                    tell({"number": number, "text": loaded.text(tokens)})
+                    tell({"number": number, "text": language.text(tokens)})
 
-                prompt = pad_left(loaded.encode([asking.prompts[number]]), loaded.pad, group.device)
-                answer(model, *prompt, end_ids=loaded.end_ids, most=asking.most, on_token=say)
-                tell({"number": number, "text": loaded.text(tokens), "done": True})
-                found.append((number, loaded.text(tokens), len(tokens)))
+                prompt = pad_left(language.encode([asking.prompts[number]]), language.pad, group.device)
+                answer(model, *prompt, end_ids=end_ids, most=asking.most, on_token=say)
+                tell({"number": number, "text": language.text(tokens), "done": True})
+                found.append((number, language.text(tokens), len(tokens)))
         seconds = time.perf_counter() - started
         return {
             "answers": found,

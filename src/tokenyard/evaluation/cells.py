@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tokenyard.evaluation.decoding import answer, answer_from_drafts, pad_left, read
-from tokenyard.evaluation.models import LoadedModel, load_model
+from tokenyard.evaluation.models import load_language, load_whole
 from tokenyard.evaluation.ranks import Tell
 from tokenyard.group import Group
 
@@ -60,16 +60,16 @@ class Cell:
 
 def measure(group: Group, cell: Cell, tell: Tell) -> dict[str, Any]:
     """This rank's share of a cell."""
-    loaded = load_model(Path(cell.folder), group.device)
-    asked = _Asked(loaded, cell, group, tell)
+    whole = load_whole(Path(cell.folder), group.device)
+    asked = _Asked(whole, cell, group, tell)
     if cell.wiring is None:
-        size = sum(value.nbytes for name, value in loaded.model.named_parameters() if ".experts." in name)
-        return {**asked.answers(loaded.model), "expert_bytes": size}
+        size = sum(value.nbytes for name, value in whole.named_parameters() if ".experts." in name)
+        return {**asked.answers(whole), "expert_bytes": size}
     from tokenyard.integrations.transformers import shard_experts
 
-    whole = asked.probe_logits(loaded.model)
+    theirs = asked.probe_logits(whole)
     sharded = shard_experts(
-        loaded.model,
+        whole,
         group,
         exchange=cell.wiring.exchange,
         wire=cell.wiring.wire,
@@ -87,8 +87,8 @@ def measure(group: Group, cell: Cell, tell: Tell) -> dict[str, Any]:
     moved = sum(sum(report.dispatch_bytes) + sum(report.combine_bytes) for report in reports)
     return {
         **found,
-        "squared_error": float((ours.double() - whole.double()).square().sum()),
-        "squared_size": float(whole.double().square().sum()),
+        "squared_error": float((ours.double() - theirs.double()).square().sum()),
+        "squared_size": float(theirs.double().square().sum()),
         "digest": hashlib.sha256(ours.cpu().view(torch.uint8).numpy().tobytes()).hexdigest()[:16],
         "expert_bytes": sum(experts.layer.experts.weights.nbytes for experts in sharded.experts),
         "bytes_per_token": moved / max(1, sum(reports[0].tokens)),
@@ -98,10 +98,12 @@ def measure(group: Group, cell: Cell, tell: Tell) -> dict[str, Any]:
 class _Asked:
     """This rank's share of the questions."""
 
-    def __init__(self, loaded: LoadedModel, cell: Cell, group: Group, tell: Tell) -> None:
-        self.loaded, self.cell, self.device, self.tell = loaded, cell, group.device, tell
+    def __init__(self, model: Any, cell: Cell, group: Group, tell: Tell) -> None:
+        self.cell, self.device, self.tell = cell, group.device, tell
+        self.language = load_language(Path(cell.folder))
+        self.end_ids = self.language.end_ids(model)
         mine = range(group.rank, len(cell.prompts), group.size)
-        self.prompts = dict(zip(mine, loaded.encode([cell.prompts[n] for n in mine]), strict=True))
+        self.prompts = dict(zip(mine, self.language.encode([cell.prompts[n] for n in mine]), strict=True))
         self.probes = [number for number in mine if number < PROBES]
         # Prompts of one length are padded least.
         self.others = sorted((n for n in mine if n >= PROBES), key=lambda n: (len(self.prompts[n]), n))
@@ -112,7 +114,7 @@ class _Asked:
             return torch.empty(0, 1)
         drafts = [self.cell.drafts[number] for number in self.probes]
         prompts = [self.prompts[number] for number in self.probes]
-        return torch.cat(read(model, prompts, drafts, self.loaded.pad, self.device))
+        return torch.cat(read(model, prompts, drafts, self.language.pad, self.device))
 
     def answers(self, model: Any) -> dict[str, Any]:
         """The answers, and how long the probes took."""
@@ -128,8 +130,8 @@ class _Asked:
     def _token_by_token(self, model: Any, numbers: list[int]) -> list[Answer]:
         found: list[Answer] = []
         for batch in _in_batches(numbers, self.cell.batch):
-            ids, mask = pad_left([self.prompts[n] for n in batch], self.loaded.pad, self.device)
-            written = answer(model, ids, mask, end_ids=self.loaded.end_ids, most=self.cell.most)
+            ids, mask = pad_left([self.prompts[n] for n in batch], self.language.pad, self.device)
+            written = answer(model, ids, mask, end_ids=self.end_ids, most=self.cell.most)
             found += self._said(batch, written)
         return found
 
@@ -140,9 +142,9 @@ class _Asked:
                 model,
                 [self.prompts[n] for n in batch],
                 [self.cell.drafts[n] for n in batch],
-                end_ids=self.loaded.end_ids,
+                end_ids=self.end_ids,
                 most=self.cell.most,
-                pad=self.loaded.pad,
+                pad=self.language.pad,
                 device=self.device,
             )
             found += self._said(batch, written)
@@ -150,7 +152,7 @@ class _Asked:
 
     def _said(self, numbers: list[int], written: list[list[int]]) -> list[Answer]:
         self.tell({"answered": len(numbers)})
-        return [(number, ids, self.loaded.text(ids)) for number, ids in zip(numbers, written, strict=True)]
+        return [(number, ids, self.language.text(ids)) for number, ids in zip(numbers, written, strict=True)]
 
 
 def _in_batches(numbers: list[int], size: int) -> list[list[int]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,21 +22,11 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 @dataclass(frozen=True)
-class LoadedModel:
-    """A model that is ready to be sharded, and its tokenizer."""
+class Language:
+    """What a checkpoint's tokens mean."""
 
-    model: Any
     tokenizer: Any
     shipped: bool
-
-    @property
-    def end_ids(self) -> list[int]:
-        """Tokens that end an answer."""
-        for source in (self.model.generation_config, self.model.config):
-            found = getattr(source, "eos_token_id", None)
-            if found is not None:
-                return [found] if isinstance(found, int) else list(found)
-        return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
 
     @property
     def pad(self) -> int:
@@ -42,9 +34,17 @@ class LoadedModel:
         found = self.tokenizer.pad_token_id
         return 0 if found is None else int(found)
 
+    def end_ids(self, model: Any) -> list[int]:
+        """The tokens that end an answer of this model."""
+        for source in (model.generation_config, model.config, self.tokenizer):
+            found = getattr(source, "eos_token_id", None)
+            if found is not None:
+                return [found] if isinstance(found, int) else list(found)
+        return []
+
     def encode(self, prompts: list[str]) -> list[list[int]]:
         """The tokens of each prompt."""
-        return [list(ids) for ids in self.tokenizer(prompts).input_ids]
+        return [list(ids) for ids in self.tokenizer(prompts).input_ids] if prompts else []
 
     def text(self, ids: list[int]) -> str:
         """What the tokens of an answer say."""
@@ -79,16 +79,28 @@ def require_transformers() -> None:
         )
 
 
-def load_model(folder: Path, device: torch.device) -> LoadedModel:
-    """Load a checkpoint, as it is on disk, onto a device."""
+def load_language(folder: Path) -> Language:
+    """The tokenizer of a checkpoint."""
+    with _quietly() as transformers:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return Language(tokenizer, shipped=folder.resolve() == shipped_model().resolve())
+
+
+def load_whole(folder: Path, device: torch.device) -> Any:
+    """The model of a checkpoint, with all its experts, as it is on disk."""
+    with _quietly() as transformers:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
+    return model.eval().to(device)
+
+
+@contextmanager
+def _quietly() -> Iterator[Any]:
+    """Transformers, without a word of what it is doing, and for one thread at a time."""
     with _ONE_AT_A_TIME, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of libraries that Transformers looks for
+        warnings.simplefilter("ignore")  # of libraries that it looks for
         import transformers
 
         quiet: Any = transformers.utils.logging
         quiet.disable_progress_bar()
         quiet.set_verbosity(logging.ERROR)
-        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-        model = model.eval().to(device)
-    return LoadedModel(model, tokenizer, shipped=folder.resolve() == shipped_model().resolve())
+        yield transformers
