@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
+import shutil
 import tracemalloc
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import references
@@ -233,6 +237,38 @@ def test_nothing_there(tmp_path):
     refused(tmp_path / "notes.txt", "is not a safetensors file")
     save_file({"model.embed_tokens.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
     refused(tmp_path, "holds no experts among its 1 tensors")
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_any_damage_to_a_header_is_an_error_or_harmless(tmp_path_factory, data):
+    """Whatever bytes of a header are changed, cut or added: never another exception, never more than is there."""
+    folder = tmp_path_factory.getbasetemp() / "fuzzed"
+    if not folder.exists():
+        save(
+            folder,
+            {"a.experts.gate_up_proj": torch.ones(2, 4, 2), "a.experts.down_proj": torch.ones(2, 2, 2)},
+            {},
+        )
+        shutil.copyfile(folder / "model.safetensors", folder / "whole")
+    content = bytearray((folder / "whole").read_bytes())
+    length = int.from_bytes(content[:8], "little")
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, min(8 + length, len(content) - 1)))
+        kind = data.draw(st.sampled_from(["change", "cut", "add"]))
+        byte = data.draw(st.sampled_from(b'0123456789{}[]",:-.eE\x00\xff BFIU') | st.integers(0, 255))
+        if kind == "change":
+            content[place] = byte
+        elif kind == "cut":
+            del content[place : place + data.draw(st.integers(1, 9))]
+        else:
+            content.insert(place, byte)
+    (folder / "model.safetensors").write_bytes(content)
+    with contextlib.suppress(CheckpointError):
+        checkpoint = open_checkpoint(folder)
+        assert checkpoint.nbytes <= len(content)
+        for layer in checkpoint.layers:
+            checkpoint.experts(layer.name)
 
 
 def test_a_file_that_changes_after_it_was_opened(folder):
