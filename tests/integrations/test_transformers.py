@@ -8,6 +8,7 @@ import transformers
 
 from tests.integrations.transformers_models import (
     FAMILIES,
+    VARIANTS,
     generated,
     logits_of,
     prompts,
@@ -41,7 +42,7 @@ def saved(tmp_path_factory):
     return save
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *VARIANTS])
 def test_logits_and_tokens_are_those_of_the_unsharded_model(family):
     """Every rank has its own batch and generates its own number of tokens, with a cache."""
     whole = tiny_model(family)
@@ -150,3 +151,26 @@ def test_layers_that_differ():
         assert sizes == [(10, 32, 3), (7, 40, 2)]
         torch.testing.assert_close(found, logits_of(whole, ids), **SAME)
     assert wide.mlp.experts.num_experts == 10
+
+
+def test_a_language_model_inside_of_another_model():
+    """What stands in `text_config` counts, and layers have the names of the whole model."""
+    text = tiny_config("qwen3_moe", mlp_only_layers=[]).to_dict() | {
+        "model_type": "qwen3_vl_moe_text",
+        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4},
+    }
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    config = transformers.AutoConfig.for_model("qwen3_vl_moe", text_config=text, vision_config=vision)
+    whole = transformers.AutoModelForImageTextToText.from_config(config).eval().requires_grad_(False)
+    for module in expert_modules(whole):
+        module.module.down_proj.normal_()
+        module.module.gate_up_proj.normal_()
+
+    def rank_main(group):
+        sharded = shard_experts(copy.deepcopy(whole), group, max_tokens=32)
+        return logits_of(sharded.model, prompts(group.rank)), sharded.layers
+
+    for rank, (found, layers) in enumerate(on_ranks(WORLD, rank_main)):
+        assert layers == [f"model.language_model.layers.{layer}.mlp" for layer in range(3)]
+        torch.testing.assert_close(found, logits_of(whole, prompts(rank)), **SAME)

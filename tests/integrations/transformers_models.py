@@ -52,10 +52,30 @@ FAMILIES = {
     "olmoe": {"num_experts": 10, "norm_topk_prob": True},
     "minimax_m2": {"num_local_experts": 10, "head_dim": 16, "rotary_dim": 8},
 }
+# Families that are variants of those above: these are run once.
+VARIANTS = {
+    "qwen3_next": {
+        **FAMILIES["qwen2_moe"],
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
+    "deepseek_v32": {
+        **LATENT,
+        **GROUPED,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "index_topk": 8,
+    },
+}
 
 
 def tiny_config(family: str, **changes):
-    return transformers.AutoConfig.for_model(family, **(TINY | FAMILIES[family] | changes))
+    return transformers.AutoConfig.for_model(family, **(TINY | (FAMILIES | VARIANTS)[family] | changes))
 
 
 def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes):
