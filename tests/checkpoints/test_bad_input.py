@@ -323,6 +323,28 @@ def test_a_tensor_nobody_would_read(folder):
 
 
 @pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"down_proj": torch.zeros(4, 64, 31)},
+            "down_proj' is F32[4, 64, 31]; expected a shape that fits that of",
+        ),
+        ({"down_proj": torch.zeros(3, 64, 32)}, "down_proj' is F32[3, 64, 32]; expected"),
+        ({"gate_up_proj": torch.zeros(64, 64)}, "gate_up_proj' is F32[64, 64]; expected"),
+        ({"gate_up_proj": torch.zeros(0, 64, 64), "down_proj": torch.zeros(0, 64, 32)}, "is F32[0, 64, 64]"),
+        ({"gate_up_proj": None}, "gate_up_proj is missing"),
+        ({"gate_up_proj_bias": torch.zeros(4, 64)}, "down_proj_bias' is missing"),
+        ({"0.down_proj.weight": torch.zeros(64, 32)}, "experts.0.down_proj.weight' is F32[64, 32]; expected"),
+    ],
+)
+@pytest.mark.parametrize("told", [True, False])
+def test_all_experts_in_one_tensor_of_the_wrong_kind(tmp_path, changes, words, told):
+    tensors = {"gate_up_proj": torch.zeros(4, 64, 64), "down_proj": torch.zeros(4, 64, 32), **changes}
+    named = {f"model.layers.0.mlp.experts.{name}": t for name, t in tensors.items() if t is not None}
+    refused(save(tmp_path, named, MODEL.config() if told else {}), "model.safetensors", words)
+
+
+@pytest.mark.parametrize(
     ("config", "words"),
     [
         ({"hidden_size": 96}, "hidden size 96"),

@@ -7,7 +7,7 @@ dtype and the shape that follow from the layer's sizes, and these are what `conf
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tokenyard.checkpoints.compressed_tensors import COMPRESSED_LAYOUTS
 from tokenyard.checkpoints.config import ModelConfig
@@ -76,7 +76,7 @@ def read_layer(found: FoundLayer, config: ModelConfig) -> CheckpointLayer:
     """Recognize a layer and check every tensor of it, by its header."""
     projections = found.projections()
     layout = _recognize(found, projections, config)
-    num_experts = _num_experts(found, config)
+    num_experts = _num_experts(found, projections, config)
     hidden, intermediate = _sizes(found, projections, layout, config)
     layer = CheckpointLayer(
         name=found.name,
@@ -97,7 +97,7 @@ def read_layer(found: FoundLayer, config: ModelConfig) -> CheckpointLayer:
             raise _wrong(tensor, layer.name, f"a {layout.weights} matrix that can be held", reason)
     nbytes = sum(_check(found, layer, config, piece) for piece in _expected(layer))
     _check_nothing_else(found, layer)
-    return CheckpointLayer(**{**layer.__dict__, "nbytes": nbytes})
+    return replace(layer, nbytes=nbytes)
 
 
 def bias_piece(outputs: int) -> Piece:
@@ -121,9 +121,13 @@ def _recognize(found: FoundLayer, projections: Projections, config: ModelConfig)
         for layout in (*QUANTIZED_LAYOUTS, *PLAIN_LAYOUTS)
         if layout.fused == found.fused and layout.matches(present)
     ]
-    looks = [
+    round_right = [
         layout for layout in looks if not isinstance(layout, PlainLayout) or _fits(found, projections, layout)
     ]
+    if looks and not round_right:
+        first, last = found.tensors[None, lead, ""], found.tensors[None, projections.w2, ""]
+        raise _wrong(last, found.name, f"a shape that fits that of {first.name!r}, {list(first.shape)}")
+    looks = round_right
     declared = [layout for layout in looks if layout.declared(config.quantization)]
     if declared:
         if reason := declared[0].mismatch(config.quantization):
@@ -192,14 +196,14 @@ def _fits(found: FoundLayer, projections: Projections, layout: PlainLayout) -> b
 # --- How large it is --------------------------------------------------------------------------------------
 
 
-def _num_experts(found: FoundLayer, config: ModelConfig) -> int:
+def _num_experts(found: FoundLayer, projections: Projections, config: ModelConfig) -> int:
     """E, if all experts are there."""
     known = config.num_experts
     if found.fused:
-        tensor = next(iter(found.tensors.values()))
+        tensor = _first(found, projections.w13[0])
         number = tensor.shape[0] if tensor.shape else 0
-        if known is not None and number != known:
-            raise _wrong(tensor, found.name, f"{known} experts, as {config.file} says")
+        if number == 0 or number != (known or number):
+            raise _wrong(tensor, found.name, f"{known or 'some'} experts, as {config.file} says")
         return number
     ids = {expert: t for (expert, _, _), t in found.tensors.items() if expert is not None}
     number = known if known is not None else max(ids) + 1
@@ -298,8 +302,8 @@ def _check(
 def _check_nothing_else(found: FoundLayer, layer: CheckpointLayer) -> None:
     """Raise where a tensor stands beside the weights that nobody would read."""
     known = {piece.suffix for piece in layer.layout.pieces(1, 1).values()} | {"bias", *layer.layout.beside}
-    for (_, _, suffix), tensor in found.tensors.items():
-        if suffix not in known:
+    for (expert, _, suffix), tensor in found.tensors.items():
+        if suffix not in known or (expert is None) != layer.layout.fused:
             raise _wrong(
                 tensor,
                 layer.name,

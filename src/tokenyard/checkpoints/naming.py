@@ -80,7 +80,8 @@ class FoundLayer:
         for known in PROJECTIONS:
             if found == set(known.names):
                 return known
-        near = max(PROJECTIONS, key=lambda known: len(found & set(known.names)))
+        usual = [known for known in PROJECTIONS if not self.fused or known.w13 == ("gate_up_proj",)]
+        near = max(usual, key=lambda known: len(found & set(known.names)))
         spelled = " or ".join(", ".join(known.names) for known in PROJECTIONS)
         missing = [name for name in near.names if name not in found]
         raise CheckpointError(
