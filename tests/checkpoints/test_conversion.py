@@ -265,6 +265,29 @@ def test_gpt_oss_is_written_as_gpt_oss(tmp_path):
         convert(source, "mxint4", tmp_path / "other")
 
 
+@pytest.mark.parametrize("width", [64, 96, 130, 200])
+def test_gate_and_up_that_share_blocks_share_a_scale(tmp_path, width):
+    """In the layout of DeepSeek a gate has blocks of its own, in our matrix it ends amid one: both are exact."""
+    model = Small(num_experts=3, hidden_size=200, intermediate_size=width)
+    source = open_checkpoint(save(tmp_path / "plain", model.tensors(), model.config()))
+    written = convert(source, "fp8_block128", tmp_path / "out")
+    assert written.layers[0].relative_error < 0.03
+    held, found = tensors_of(tmp_path / "out"), open_checkpoint(tmp_path / "out").experts(1)
+    for expert in range(3):
+        ours = (*found.w13[expert].decode().chunk(2), found.w2[expert].decode())
+        for name, expected in zip(NAMES["gate_proj"], ours, strict=True):
+            prefix = f"model.layers.1.mlp.experts.{expert}.{name}"
+            theirs = {end: held[f"{prefix}.{end}"] for end in ("weight", "weight_scale_inv")}
+            outputs, inputs = theirs["weight"].shape
+            assert theirs["weight_scale_inv"].shape == (-(-outputs // 128), -(-inputs // 128))
+            assert same_bits(references.deepseek_read(theirs), expected.contiguous())
+    # Blocks before those that are shared are as ever.
+    alone = in_memory(model, 1, "fp8_block128")
+    whole = width // 128 * 128
+    assert same_bits(found.w13.payloads["data"][:, :whole], alone.w13.payloads["data"][:, :whole])
+    assert_same_weights(ExpertWeights(w13=found.w2, w2=found.w2), ExpertWeights(w13=alone.w2, w2=alone.w2))
+
+
 # -- What cannot be converted --------------------------------------------------------------------------------
 
 
@@ -294,7 +317,7 @@ def test_what_cannot_be_converted(tmp_path):
     [
         ("mxint4", (80, 128), "nvfp4, fp8_block128"),
         ("nvfp4", (40, 128), "fp8_block128"),
-        ("fp8_block128", (96, 96), "nvfp4, mxfp4, mxfp8, mxint4"),
+        ("mxfp8", (48, 128), "nvfp4, fp8_block128"),
     ],
 )
 def test_sizes_that_a_layout_cannot_say(tmp_path, weights, sizes, fit):

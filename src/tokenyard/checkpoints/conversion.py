@@ -174,11 +174,7 @@ def _reason(layer: CheckpointLayer, weights: str) -> str | None:
     layout = _layouts(layer).get(weights)
     if layout is None:
         return f"gate and up rows take turns, and no layout of {weights} says so"
-    shape = (layer.hidden_size, layer.intermediate_size)
-    for outputs, inputs, parts in ((shape[1], shape[0], 2 if layer.gated else 1), (*shape, 1)):
-        if reason := layout.refused(outputs, inputs, parts):
-            return reason
-    return None
+    return layout.refused(layer.hidden_size) or layout.refused(layer.intermediate_size)
 
 
 def _projections(layer: CheckpointLayer, layout: Layout) -> Projections:
@@ -262,7 +258,10 @@ def _spelled(weights: ExpertWeights, layer: CheckpointLayer, layout: Layout) -> 
         assert isinstance(matrix, QuantizedMatrix)
         one, parts = matrix[0], len(projections)
         _, outputs, inputs = matrix.shape
-        shares = {name: payload.chunk(parts) for name, payload in one.payloads.items()}
+        shares = {
+            name: layout.split(name, payload, parts, outputs // parts)
+            for name, payload in one.payloads.items()
+        }
         for number, projection in enumerate(projections):
             payloads = {name: share[number] for name, share in shares.items()}
             spelled[projection] = layout.spelled(payloads, outputs // parts, inputs)
@@ -338,7 +337,7 @@ def _convert_expert(
 ) -> _ConvertedExpert:
     plain = checkpoint.experts(layer.name, [expert])
     _check_numbers(checkpoint, layer, expert, plain)
-    quantized = plain.quantize(layout.format)
+    quantized = layout.quantize(plain, len(_projections(layer, layout).w13))
     squares = errors = 0.0
     for one, other in ((plain.w13, quantized.w13), (plain.w2, quantized.w2)):
         assert isinstance(one, Tensor)

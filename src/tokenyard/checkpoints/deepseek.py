@@ -3,17 +3,25 @@
 A linear map [N, D] is `weight` e4m3[N, D] and `weight_scale_inv` [⌈N/128⌉, ⌈D/128⌉], which, despite its name, is
 *multiplied* with. DeepSeek stores it as float32, Qwen as bf16, which float32 holds exactly.
 
-Gate and up become one matrix, whose blocks are counted from its first row. So a gate must be a whole number of
-blocks, as it is in the models that use this layout.
+Gate and up become one matrix, whose blocks are counted from its first row. In the models that use this layout a gate
+is a whole number of blocks, and nothing more is to be said. Otherwise a block may hold rows of both, and has one scale:
+from the gate's last block on, all blocks of an expert must have the same scale (for each 128 inputs). What is written
+here is quantized so; e4m3 has its own exponents, so that it costs next to nothing. A file whose scales differ there
+cannot be held exactly, and is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from tokenyard.checkpoints.layout import Layout, Piece
+from tokenyard.experts.base import ExpertWeights
+from tokenyard.formats import QuantizedMatrix
 
 BLOCK = 128
 
@@ -45,13 +53,41 @@ class DeepSeekFp8(Layout):
             "scales": Piece("weight_scale_inv", ("F32", "BF16"), blocks),
         }
 
-    def refused(self, outputs: int, inputs: int, parts: int) -> str | None:
-        if parts > 1 and outputs % BLOCK:
-            return (
-                f"gate and up of {outputs} rows each cannot be one matrix: {outputs} is no multiple of {BLOCK}, and "
-                "they would share blocks"
-            )
+    def refused(self, inputs: int) -> str | None:
         return None
+
+    def overlaps(self, outputs: int, parts: int) -> bool:
+        return parts > 1 and outputs % BLOCK != 0
+
+    def join(self, shares: list[Tensor], outputs: int) -> Tensor | None:
+        gate, up = shares
+        whole = outputs // BLOCK  # blocks of the gate alone
+        shared = torch.cat((gate[whole:], up))
+        if not bool((shared == shared[0]).all()):
+            return None
+        rest = -(-2 * outputs // BLOCK) - whole
+        return torch.cat((gate[:whole], shared[:1].expand(rest, -1)))
+
+    def split(self, name: str, payload: Tensor, parts: int, outputs: int) -> Sequence[Tensor]:
+        if name != "scales" or not self.overlaps(outputs, parts):
+            return payload.chunk(parts)
+        whole, blocks = outputs // BLOCK, -(-outputs // BLOCK)
+        return payload[:blocks], payload[whole : whole + 1].expand(blocks, -1)
+
+    def quantize(self, weights: ExpertWeights, parts: int) -> ExpertWeights:
+        quantized = super().quantize(weights, parts)
+        w13 = quantized.w13
+        assert isinstance(w13, QuantizedMatrix)
+        assert isinstance(weights.w13, Tensor)
+        outputs = w13.shape[1] // parts
+        if self.overlaps(outputs, parts):
+            whole = outputs // BLOCK
+            scales, data = w13.payloads["scales"], w13.payloads["data"]
+            scales[:, whole:] = scales[:, whole:].amax(dim=1, keepdim=True)
+            by_input = scales[:, whole:, None].repeat_interleave(BLOCK, dim=-1)[..., : w13.shape[-1]]
+            rows = weights.w13[:, whole * BLOCK :].float()
+            data[:, whole * BLOCK :] = (rows / by_input[:, 0]).clamp_(-448, 448).to(data.dtype)
+        return quantized
 
     def quantization_config(self, ignored: list[str]) -> dict[str, Any]:
         return {

@@ -91,8 +91,7 @@ def read_layer(found: FoundLayer, config: ModelConfig) -> CheckpointLayer:
         nbytes=0,
     )
     for projection in projections.names:
-        parts = len(projections.w13) if projection in projections.w13 else 1
-        if reason := layout.refused(*layer.sizes(projection), parts):
+        if reason := layout.refused(layer.sizes(projection)[1]):
             tensor = _first(found, projection)
             raise _wrong(tensor, layer.name, f"a {layout.weights} matrix that can be held", reason)
     nbytes = sum(_check(found, layer, config, piece) for piece in _expected(layer))

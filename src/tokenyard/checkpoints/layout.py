@@ -8,13 +8,14 @@ layout decodes: codes stay codes, and what changes is at most how they are packe
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tokenyard.checkpoints.header import StoredTensor
+from tokenyard.experts.base import ExpertWeights
 from tokenyard.formats import WeightFormat, weight_format
 
 
@@ -63,8 +64,8 @@ class Layout(ABC):
         """None, or what a config that declares this layout says that cannot be held."""
         return None
 
-    def refused(self, outputs: int, inputs: int, parts: int) -> str | None:
-        """None, or why `parts` maps of this size cannot be held as one matrix."""
+    def refused(self, inputs: int) -> str | None:
+        """None, or why linear maps of this width have no such layout."""
         block = self.format.block
         if inputs % block:
             return f"rows of {inputs} columns are no whole number of blocks of {block}"
@@ -82,6 +83,22 @@ class Layout(ABC):
         # E8M0 has a dtype of its own in torch; here scales of that kind are their bytes.
         stored = stored.view(torch.uint8) if stored.dtype == torch.float8_e8m0fnu else stored
         out.copy_(stored if stored.numel() == 1 else stored.reshape(out.shape))
+
+    def overlaps(self, outputs: int, parts: int) -> bool:
+        """Whether `parts` maps of so many outputs, one behind the other, share scales as one matrix."""
+        return False
+
+    def join(self, shares: list[Tensor], outputs: int) -> Tensor | None:
+        """The scales of maps that overlap, as those of one matrix; None if they do not fit together."""
+        return torch.cat(shares)
+
+    def split(self, name: str, payload: Tensor, parts: int, outputs: int) -> Sequence[Tensor]:
+        """A payload of one matrix as those of the maps that it is made of: `join` the other way round."""
+        return payload.chunk(parts)
+
+    def quantize(self, weights: ExpertWeights, parts: int) -> ExpertWeights:
+        """Plain weights in this layout's format, such that w13 can be split into `parts` maps."""
+        return weights.quantize(self.format)
 
     def spelled(self, payloads: Mapping[str, Tensor], outputs: int, inputs: int) -> dict[str, Tensor]:
         """The tensors of a linear map as they are written, by the end of their name: `fill` the other way round."""

@@ -87,16 +87,38 @@ class ExpertReading:
         if payload in layout.constants:
             return out.fill_(layout.constants[payload])
         projections = self._matrices[matrix]
+        joined = payload == "scales" and layout.overlaps(outputs // len(projections), len(projections))
         for place, expert in enumerate(self._experts):
             # Every payload has rows, in the order of the matrix's: each projection gets its share of them.
-            for projection, share in zip(projections, out[place].chunk(len(projections)), strict=True):
+            shares: Sequence[Tensor] = () if joined else out[place].chunk(len(projections))
+            for number, projection in enumerate(projections):
                 piece = layout.pieces(*layer.sizes(projection))[payload]
+                if joined:
+                    shares = (*shares, torch.empty(piece.shape, dtype=declared.dtype))
                 name, among = layer.stored(expert, projection, piece.suffix)
                 with self._files.view(name, among) as stored:
-                    layout.fill(payload, stored, share)
+                    layout.fill(payload, stored, shares[number])
                 if payload != "data":
-                    self._check_numbers(share, payload, name, expert)
+                    self._check_numbers(shares[number], payload, name, expert)
+            if joined:
+                together = layout.join(list(shares), outputs // len(projections))
+                if together is None:
+                    raise self._apart(name, expert, outputs // len(projections))
+                out[place] = together
         return out
+
+    def _apart(self, name: str, expert: int, outputs: int) -> CheckpointError:
+        """Scales of gate and up that would have to be the same."""
+        file = self._files.tensors[name].file
+        return CheckpointError(
+            f"{file.name}: tensor {name!r}: gate and up of expert {expert} have {outputs} rows each and different "
+            "scales, and would share blocks as one matrix",
+            expected="a multiple of 128 rows, or one scale for all blocks from the gate's last on",
+            fix="convert the plain checkpoint with `tokenyard convert`, which gives them one scale",
+            file=file,
+            tensor=name,
+            layer=self._layer.name,
+        )
 
     @property
     def bias_dtype(self) -> torch.dtype | None:
