@@ -91,6 +91,7 @@ def test_the_table(random_model, own_questions):
         (["--exchange", "two_side"], "did you mean 'two_sided'"),
         (["--weights", "mxint5"], "did you mean 'mxint4'"),
         (["--kind", "fibers"], "processes or threads"),
+        (["--device", "abacus"], "abacus"),
         (["--model", "nowhere"], "nowhere has no config.json"),
         (["--data", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
         (["--plot", "picture.txt"], "ending in .png"),

@@ -43,6 +43,10 @@ def evaluate(
     ] = None,
     ranks: Annotated[int, typer.Option(min=1, max=64, help="How many ranks.")] = 4,
     kind: Annotated[str, typer.Option(help="Ranks as `processes` or `threads`.")] = "processes",
+    device: Annotated[
+        str,
+        typer.Option(help="Where the started ranks live: `cpu` or `cuda`; those of torchrun take their GPU."),
+    ] = "cpu",
     exchange: Annotated[
         list[str] | None, typer.Option(help="Only this exchange; may be given several times.")
     ] = None,
@@ -65,7 +69,7 @@ def evaluate(
     as_json: JsonFlag = False,
 ) -> None:
     """Accuracy of every exchange × wire × weights, beside the whole model's."""
-    where = start_ranks(ranks, kind)
+    where = start_ranks(ranks, kind, device)
     from tokenyard.cli.machine import provenance
     from tokenyard.evaluation.models import check_model
     from tokenyard.evaluation.questions import held_out_questions, read_questions

@@ -47,6 +47,10 @@ def run(
     ] = 20,
     ranks: Annotated[int, typer.Option(min=1, max=64, help="How many ranks.")] = 4,
     kind: Annotated[str, typer.Option(help="Ranks as `processes` or `threads`.")] = "processes",
+    device: Annotated[
+        str,
+        typer.Option(help="Where the started ranks live: `cpu` or `cuda`; those of torchrun take their GPU."),
+    ] = "cpu",
     exchange: Annotated[str, typer.Option(help="How rows move.")] = "one_sided",
     wire: Annotated[
         str | None, typer.Option(help="Format of rows on the way.", show_default="the model's dtype")
@@ -58,7 +62,7 @@ def run(
     as_json: JsonFlag = False,
 ) -> None:
     """Shard a model's experts over ranks, and let it answer."""
-    where = start_ranks(ranks, kind)
+    where = start_ranks(ranks, kind, device)
     from tokenyard.cli.machine import provenance
     from tokenyard.evaluation.answering import Asking, answer_aloud
     from tokenyard.evaluation.models import check_model
@@ -127,7 +131,7 @@ def enough_of(problems: int) -> int:
     return math.floor(ENOUGH * problems + 1e-9)
 
 
-def start_ranks(ranks: int, kind: str) -> Ranks:
+def start_ranks(ranks: int, kind: str, device: str) -> Ranks:
     """The ranks of `torchrun`, if this is one of them, or those that will be started here."""
     from tokenyard.forkserver import start_forkserver
 
@@ -135,7 +139,7 @@ def start_ranks(ranks: int, kind: str) -> Ranks:
         start_forkserver(*PRELOAD)  # it loads torch and Transformers while this process does
     from tokenyard.evaluation.ranks import StartedRanks, TorchrunRanks, under_torchrun
 
-    return TorchrunRanks() if under_torchrun() else StartedRanks(ranks, kind)
+    return TorchrunRanks() if under_torchrun() else StartedRanks(ranks, kind, device=device)
 
 
 def _warn_of_unknown_words(prompts: Sequence[str]) -> None:
@@ -217,9 +221,7 @@ class _Stage:
         if not self.shows:
             return
         question = self.asked[number]
-        self.out.print(Text(question.prompt, style="bold"), soft_wrap=True)
-        line = Text(f"  rank {rank}: ", style="dim")
-        line.append_text(_colored(text))
+        line = Text.assemble((question.prompt, "bold"), (f"\n  rank {rank}: ", "dim"), _colored(text))
         if self.judged:
             right = is_right(text, question.answer)
             line.append("  ✓" if right else f"  ✗ {question.answer} is right", "green" if right else "red")
@@ -230,7 +232,7 @@ class _Stage:
         from rich.text import Text
 
         lines: list[RenderableType] = []
-        for rank, (number, text) in sorted(self.at.items()):
+        for rank, (number, text) in sorted(self.at.copy().items()):
             lines.append(Text(self.asked[number].prompt, style="dim bold", no_wrap=True, overflow="ellipsis"))
             lines.append(Text.assemble((f"  rank {rank}: ", "dim"), _colored(text), "▌"))
         return Group(*lines)

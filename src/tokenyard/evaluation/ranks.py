@@ -22,13 +22,15 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from tokenyard.errors import InputError
-from tokenyard.group import DistributedGroup, Group, launch
+from tokenyard.group import DistributedGroup, Group, launch, thread_groups
 
 Tell = Callable[[dict[str, Any]], None]
 Job = Callable[..., Any]
 
 # Seconds: a rank may load a large checkpoint, or answer with the whole model, while another waits for it.
 DEADLINE = 300.0
+# Seconds in which a rank that has returned hangs up: at once, but for a machine that is very busy.
+_HANGING_UP = 10.0
 
 
 class Ranks(Protocol):
@@ -50,11 +52,12 @@ class StartedRanks:
     def __init__(self, size: int, kind: str, *, device: str | None = None) -> None:
         if kind not in ("processes", "threads"):
             raise InputError(f"--kind {kind}", expected="processes or threads", fix="choose one of them")
+        thread_groups(1, device=device)  # raises where there is no such device
         self.size, self.device = size, device
         self.kind: Literal["processes", "threads"] = "threads" if kind == "threads" else "processes"
 
     def call(self, job: Job, *args: Any, hear: Tell | None = None) -> list[Any]:
-        with _listening(hear) as address:
+        with _listening(hear, self.size) as address:
             return launch(
                 self.size,
                 _do,
@@ -112,23 +115,26 @@ def _do(group: Group, job: Job, args: tuple[Any, ...], address: str | None) -> A
 
 
 @contextmanager
-def _listening(hear: Tell | None) -> Iterator[str | None]:
-    """An address that ranks can tell things to; everything that was told has been heard at the end."""
+def _listening(hear: Tell | None, lines: int) -> Iterator[str | None]:
+    """An address that so many ranks can tell things to; everything that was told has been heard at the end."""
     if hear is None:
         yield None
         return
     one_at_a_time = threading.Lock()
     heard: Tell = hear
+    read_to_the_end = threading.Semaphore(0)
 
     class Handler(socketserver.StreamRequestHandler):
         def handle(self) -> None:
-            for line in self.rfile:
-                with one_at_a_time:
-                    heard(json.loads(line))
+            try:
+                for line in self.rfile:
+                    with one_at_a_time:
+                        heard(json.loads(line))
+            finally:
+                read_to_the_end.release()
 
     class Server(socketserver.ThreadingUnixStreamServer):
-        daemon_threads = False
-        block_on_close = True  # until every line has been read
+        request_queue_size = 64  # all ranks may call at once
 
     with tempfile.TemporaryDirectory(prefix="tokenyard-") as folder:
         address = str(Path(folder) / "told")
@@ -137,6 +143,8 @@ def _listening(hear: Tell | None) -> Iterator[str | None]:
             serving.start()
             try:
                 yield address
+                for _ in range(lines):  # a rank may have called and hung up before it was answered
+                    read_to_the_end.acquire(timeout=_HANGING_UP)
             finally:
                 server.shutdown()
                 serving.join()
