@@ -174,3 +174,16 @@ def test_a_language_model_inside_of_another_model():
     for rank, (found, layers) in enumerate(on_ranks(WORLD, rank_main)):
         assert layers == [f"model.language_model.layers.{layer}.mlp" for layer in range(3)]
         torch.testing.assert_close(found, logits_of(whole, prompts(rank)), **SAME)
+
+
+def test_a_sharded_model_compiles_as_one_graph():
+    whole = tiny_model("qwen3_moe", num_hidden_layers=1)
+
+    def rank_main(group):
+        sharded = shard_experts(copy.deepcopy(whole), group, max_tokens=32)
+        compiled = torch.compile(sharded.model, fullgraph=True, backend="aot_eager")
+        with torch.no_grad():
+            return compiled(prompts(0), use_cache=False).logits
+
+    (found,) = on_ranks(1, rank_main, deadline=60.0)
+    torch.testing.assert_close(found, logits_of(whole, prompts(0)), **SAME)

@@ -40,6 +40,7 @@ from tokenyard.routing import Routes
 from tokenyard.spec import LayerSpec
 
 Result = TypeVar("Result")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Seconds that a rank waits for the slowest at least, while weights are read and quantized.
 LOADING_DEADLINE = 1800.0
@@ -153,6 +154,9 @@ def _on_all_ranks(group: Group, what: str, do: Callable[[], Result]) -> Result:
     return result  # type: ignore[return-value]
 
 
+_never_compiled: Callable[[Function], Function] = torch.compiler.disable
+
+
 class ShardedExperts(nn.Module):
     """Stands in the place of a model's experts module, and is called as that is."""
 
@@ -173,9 +177,13 @@ class ShardedExperts(nn.Module):
             topk_weights_TK=weights_TK,
             scaled_by=self.layer.wiring.cargo.routed_scaling,
         )
-        y_TH = without_gradient(x_TH, self._in_parts(x_TH, routes))
+        if torch.compiler.is_compiling() and not self.turns.meeting:
+            y_TH: Tensor = self.layer(x_TH, routes)  # one operator, which knows about gradients
+        else:
+            y_TH = without_gradient(x_TH, self._in_parts(x_TH, routes))
         return y_TH.reshape(hidden_states.shape)
 
+    @_never_compiled  # meetings with other ranks are no part of a graph
     @torch.no_grad()
     def _in_parts(self, x_TH: Tensor, routes: Routes) -> Tensor:
         with self.turns.layer(self.index, x_TH.shape[0]) as parts:
