@@ -4,7 +4,7 @@
 
 Worker processes make fresh problems without end, so no problem is seen twice (but for chance), and none that is
 held out is ever seen (`tokenyard.shipped.problems`). The loss counts the solution only. Experts see their rows with
-noise of up to 15% of a row's size: a model that is to run on coarse wires should not hang on the last bits of a row.
+noise of up to 10% of a row's size: a model that is to run on coarse wires should not hang on the last bits of a row.
 The learning rate follows the clock: it reaches zero when the time is over.
 """
 
@@ -205,8 +205,8 @@ def train(options: argparse.Namespace) -> float:
             held_out_answers=reached,
             held_out_solutions=solutions,
         )
-        # What goes wrong with experts must show: without them nothing works, and a result that was added twice costs.
-        for factor in (0.0, 2.0):
+        # Experts must matter: without them nothing works, and their results in another size cost something.
+        for factor in (0.0, 0.5, 2.0, 4.0):
             scaled = {
                 name: value.detach() * (factor if name.endswith("down_proj") else 1.0)
                 for name, value in parameters.items()
@@ -231,11 +231,11 @@ def main() -> None:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None)
     parser.add_argument("--workers", type=int, default=None)
     parser.add_argument("--batch", type=int, default=None)
-    parser.add_argument("--length", type=int, default=176, help="longer problems are left out (1 in 2,000)")
+    parser.add_argument("--length", type=int, default=168, help="longer problems are left out (1 in 10,000)")
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--warmup", type=int, default=200)
     parser.add_argument("--balance", type=float, default=0.01, help="weight of the load-balancing loss")
-    parser.add_argument("--noise", type=float, default=0.15)
+    parser.add_argument("--noise", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=6)
     parser.add_argument("--scored", type=int, default=500)
     parser.add_argument("--scored-last", type=int, default=2000)

@@ -54,22 +54,21 @@ def test_every_step_is_right_and_leads_to_the_answer(problem):
 
 
 @pytest.mark.parametrize("sign", ["+", "-", "×", "÷"])
-def test_columns_hold_the_digits_of_the_result(sign):
-    """Read on their own: what comes out of the columns, with the last carry in front, is the result."""
+def test_columns_hold_the_digits_of_both_numbers_and_of_the_result(sign):
+    """Read on their own: downwards the columns give left, right and the result (but for a last carry in front)."""
     for left in range(1, 1000, 7):
         for right in (2, 3, 7, 9) if sign in "×÷" else (1, 26, 350, 999):
             whole = sign != "÷" or left % right == 0
             if not whole or not 0 <= result(left, sign, right) <= LARGEST:
                 continue
-            columns = [
-                column.split()
-                for column in step(left, sign, right).split(" : ")[1].split(" = ")[0].split(" , ")
-            ]
-            digits = [column[2] for column in columns]
+            worked = step(left, sign, right).split(" : ")[1].split(" = ")[0]
+            columns = [column.split() for column in worked.split(" , ")]
             if sign != "÷":
-                digits = [columns[-1][3], *reversed(digits)]
-            assert int("".join(digits)) == result(left, sign, right)
-            assert columns[-1][3] == "0" or sign in "+×"
+                columns.reverse()
+            read = [int("".join(digits)) for digits in zip(*columns, strict=True)]
+            assert read[0] == left
+            assert read[1] == (right if sign in "+-" else int(str(right) * len(str(left))))
+            assert read[2] == result(left, sign, right) % 10 ** len(columns)
 
 
 def test_every_sentence_is_told():

@@ -123,5 +123,5 @@ def test_the_whole_script_trains_saves_and_scores(scripts, tmp_path, monkeypatch
     losses = [line["loss"] for line in lines if "loss" in line]
     assert losses[-1] < losses[0] - 0.3
     assert lines[0]["seed"] == 6
-    assert [line["experts_times"] for line in lines if "experts_times" in line] == [0.0, 2.0]
+    assert [line["experts_times"] for line in lines if "experts_times" in line] == [0.0, 0.5, 2.0, 4.0]
     assert (tmp_path / "model" / "model.safetensors").is_file()

@@ -106,7 +106,7 @@ def skeleton(question: str) -> str:
 def read_answer(text: str) -> int | None:
     """The number after the last `answer`, however its digits are spaced, or nothing.
 
-    >>> read_answer("3 + 4 : 3 4 7 0 = 7 ; answer 7"), read_answer("answer 1 2 8"), read_answer("12 pens")
+    >>> read_answer("3 + 4 : 3 4 7 = 7 ; answer 7"), read_answer("answer 1 2 8"), read_answer("12 pens")
     (7, 128, None)
     """
     found = re.findall(rf"{ANSWER}\s*((?:\d\s*)+)", text)

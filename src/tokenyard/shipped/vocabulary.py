@@ -60,8 +60,8 @@ def unknown_words(text: str) -> list[str]:
 def readable(tokens: list[str]) -> str:
     """Tokens of a solution as a person writes them: digits of a number together, those of a column apart.
 
-    >>> readable(split("34 + 27 : 4 7 1 1 , 3 2 6 0 = 61 ; answer 61"))
-    '34 + 27 : 4 7 1 1 , 3 2 6 0 = 61 ; answer 61'
+    >>> readable(split("34 + 27 : 4 7 1 , 3 2 6 = 61 ; answer 61"))
+    '34 + 27 : 4 7 1 , 3 2 6 = 61 ; answer 61'
     """
     text, in_column, before = "", False, ""
     for token in tokens:
