@@ -20,18 +20,23 @@ a plain wire for rows that were encoded and decoded before.
 """
 
 import copy
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.integrations.transformers_models import FAMILIES, logits_of, prompts, tiny_model
-from tests.models import on_ranks
+from tests.models import on_ranks, raised
 from tokenyard import formats
-from tokenyard.integrations.transformers import shard_experts
+from tokenyard.checkpoints import TARGETS, convert, open_checkpoint
+from tokenyard.errors import CheckpointError
+from tokenyard.integrations.transformers import load_sharded, shard_experts
 from tokenyard.integrations.transformers.expert_modules import expert_modules, weights_of
 
 WORLD = 4
+# Blocks of 128, which some layouts hold whole, fit.
+WIDE = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128}
 U = 2.0**-8  # the largest relative error of rounding to bf16
 
 
@@ -207,3 +212,42 @@ def test_quantized_weights_are_those_of_the_whole_layer(weights):
     for rank, (logits, held) in enumerate(on_ranks(WORLD, rank_main)):
         torch.testing.assert_close(logits, logits_of(decoded, prompts(rank)), rtol=1e-4, atol=1e-4)
         assert held < 0.3 * 3 * (2 * 32 * 64 + 64 * 32) * 4
+
+
+@pytest.mark.parametrize(
+    ("family", "weights"),
+    [
+        *product(["qwen3_moe", "mixtral"], sorted(TARGETS)),
+        ("gpt_oss", "mxfp4"),
+    ],  # which has a layout of its own
+)
+def test_a_converted_checkpoint_is_the_same_as_quantizing_while_sharding(family, weights, tmp_path):
+    """Codes go from the file into the experts as they are: to the bit, the model that `weights=` makes."""
+    whole = tiny_model(family, torch.bfloat16, **WIDE)
+    whole.save_pretrained(tmp_path / "plain")
+    convert(open_checkpoint(tmp_path / "plain"), weights, tmp_path / "quantized")
+
+    def rank_main(group):
+        ids = prompts(group.rank)
+        quantized = shard_experts(copy.deepcopy(whole), group, max_tokens=32, weights=weights)
+        expected = logits_of(quantized.model, ids)
+        sharded = load_sharded(tmp_path / "quantized", group, max_tokens=32)
+        held = {sharded.plan.wiring(layer).spec.weights for layer in sharded.layers}
+        return logits_of(sharded.model, ids), expected, held
+
+    for rank, (found, expected, held) in enumerate(on_ranks(WORLD, rank_main)):
+        assert held == {weights}
+        assert torch.equal(found, expected)
+        assert not torch.equal(found, logits_of(whole, prompts(rank)))
+
+
+def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path):
+    tiny_model("qwen3_moe", torch.bfloat16).save_pretrained(tmp_path / "plain")
+    convert(open_checkpoint(tmp_path / "plain"), "mxfp4", tmp_path / "quantized")
+
+    def rank_main(group):
+        return raised(load_sharded, tmp_path / "quantized", group, weights="mxint4")
+
+    for error in on_ranks(2, rank_main):
+        assert isinstance(error, CheckpointError)
+        assert "quantizing twice loses twice" in error.expected

@@ -12,7 +12,7 @@ from torch import nn
 
 @dataclass(frozen=True, kw_only=True)
 class LayerReport:
-    """One layer since the model was sharded, or since `reset_report`. Lists have an entry for each rank.
+    """One layer, since the model was sharded. Lists have an entry for each rank.
 
     Seconds are those of each rank's own clock. Dispatch and combine hold the waiting for other ranks; on a GPU all
     three are the time in which work was handed to the device, unless the device was waited for.
