@@ -2,6 +2,8 @@
 
 import copy
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -240,3 +242,15 @@ def test_the_registered_implementation_has_no_gradients():
     model.model.embed_tokens.weight.requires_grad_(True)
     with pytest.raises(ContractError, match="backward"):
         model(prompts(0)).logits.sum().backward()
+
+
+def test_without_transformers_the_import_says_what_to_install():
+    code = (
+        "import sys; sys.modules['transformers.integrations.moe'] = None\n"
+        "try:\n    import tokenyard.integrations.transformers\n"
+        "except ImportError as error:\n    print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert "pip install 'tokenyard[transformers]'" in done.stdout

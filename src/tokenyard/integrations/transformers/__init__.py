@@ -1,12 +1,26 @@
 """Transformers models whose experts live on several ranks.
 
-from tokenyard.integrations.transformers import shard_experts
+    sharded = shard_experts(model, group, exchange="one_sided", wire="mxfp8")
+    tokens = sharded.generate(input_ids, max_new_tokens=64)
 
-sharded = shard_experts(model, group, exchange="one_sided", wire="mxfp8")
-tokens = sharded.generate(input_ids, max_new_tokens=64)
+The rooms, from the model inwards:
+
+- `expert_modules`: the experts modules of a model, as layers of a plan.
+- `loading` and `sources`: models without experts, and where a rank's own experts come from.
+- `sharding`: `shard_experts`, `load_sharded`, and the model that they give.
+- `turns`: passes that ranks make together, though each has its own number of them.
+- `reports`: what moved, layer by layer.
+- `one_rank`: our experts in Transformers' registry, for models that are not sharded.
 """
 
 from __future__ import annotations
+
+try:
+    import transformers.integrations.moe  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "tokenyard.integrations.transformers needs transformers 5.17 or newer: pip install 'tokenyard[transformers]'"
+    ) from error
 
 from tokenyard.integrations.transformers import one_rank
 from tokenyard.integrations.transformers.loading import experts_left_out, load_without_experts
