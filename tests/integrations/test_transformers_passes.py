@@ -1,5 +1,6 @@
 """Ranks that hold different batches, different numbers of them, or nothing, and ranks that fail: all end together."""
 
+import contextlib
 import copy
 
 import pytest
@@ -73,6 +74,8 @@ def test_an_empty_batch_takes_part(whole):
         with torch.no_grad():
             answers = [sharded(ids), sharded(prompts(0)) if group.rank == 0 else sharded()]
         empty = sharded.generate(prompts(0)[:0], max_new_tokens=2)
+        with sharded.passes():
+            assert sharded(prompts(0)[:0]) is None
         return [None if answer is None else answer.logits for answer in answers], empty
 
     for rank, ((first, second), empty) in enumerate(on_ranks(WORLD, rank_main)):
@@ -151,6 +154,50 @@ def test_a_rank_that_fails_between_layers_ends_all(whole, exchange, layer, passe
         assert isinstance(error, Broken if rank == 2 else PeerFailed)
         assert "attention is out of order" in str(error)
         assert torch.equal(tokens, generated(whole, ids, 4))
+
+
+def test_an_error_that_is_swallowed_in_the_middle_of_a_pass_ends_all(whole):
+    def rank_main(group):
+        sharded = sharded_on(group, whole)
+        if group.rank == 0:
+            break_at(sharded.model, 2, 1)
+
+        def swallow():
+            with sharded.passes() as model, contextlib.suppress(Broken):
+                logits_of(model, prompts(group.rank))
+
+        return raised(swallow), sharded.generate(prompts(group.rank), max_new_tokens=2, do_sample=False)
+
+    for rank, (error, tokens) in enumerate(on_ranks(WORLD, rank_main)):
+        assert isinstance(error, PeerFailed if rank else ContractError)
+        assert "a pass ended before layer 'model.layers.2.mlp'" in str(error)
+        assert torch.equal(tokens, generated(whole, prompts(rank), 2))
+
+
+def test_an_error_inside_of_a_layer_may_be_swallowed_by_all(whole):
+    def rank_main(group):
+        sharded = sharded_on(group, whole)
+        with sharded.passes() as model:
+            with contextlib.suppress(IndexError, PeerFailed):
+                if group.rank == 0:
+                    sharded.experts[0].layer.experts.register_forward_pre_hook(fail_once())
+                logits_of(model, prompts(group.rank))
+            found = logits_of(model, prompts(group.rank))
+        return found
+
+    for rank, found in enumerate(on_ranks(WORLD, rank_main)):
+        torch.testing.assert_close(found, logits_of(whole, prompts(rank)), **SAME)
+
+
+def fail_once():
+    calls = []
+
+    def fail(*_):
+        calls.append(1)
+        if len(calls) == 1:
+            raise IndexError("experts are out of order")
+
+    return fail
 
 
 def test_a_rank_that_fails_inside_of_a_layer_ends_all(whole):

@@ -1,13 +1,10 @@
 """Ranks as processes: the same tokens, and no more memory than a rank has to have."""
 
-from itertools import product
-
 import torch
 
 from tests.integrations.transformers_models import generated, logits_of, tiny_model
-from tests.integrations.transformers_ranks import everything
+from tests.integrations.transformers_ranks import RUNS, everything
 from tests.models import on_ranks
-from tokenyard import EXCHANGES
 from tokenyard.checkpoints import open_checkpoint
 
 WORLD = 4
@@ -36,7 +33,7 @@ def test_processes_generate_what_one_rank_does_and_hold_their_share(tmp_path):
     large = saved(tmp_path / "large", "qwen3_moe", torch.bfloat16, **LARGE)
     small = saved(tmp_path / "small", "qwen3_moe", torch.bfloat16, **(LARGE | SMALL))
     ranks = on_ranks(WORLD, everything, folders, small, large, ranks="processes", deadline=60.0)
-    for family, exchange in product(MODELS, EXCHANGES):
+    for family, exchange in RUNS:
         check_tokens(tiny_model(family), [found[family, exchange] for found, _ in ranks])
     check_memory(open_checkpoint(large), [memory for _, memory in ranks])
 

@@ -18,18 +18,22 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
+# One family goes through all of them.
+RUNS = [*(("qwen3_moe", exchange) for exchange in EXCHANGES), ("deepseek_v3", "one_sided")]
+
+
 def generate_everywhere(group, folders):
-    """Logits and tokens of every family by every exchange. Rank 3 has no prompt."""
+    """Logits and tokens of the runs. Rank 3 has no prompt."""
     found = {}
-    for family, folder in folders.items():
-        for exchange in EXCHANGES:
-            sharded = load_sharded(folder, group, exchange=exchange, max_tokens=16)
-            ids = prompts(group.rank, batch=2, length=4 + 3 * group.rank) if group.rank < 3 else None
-            tokens = sharded.generate(ids, max_new_tokens=5 + group.rank, do_sample=False)
-            with sharded.passes() as model:
-                logits = None if ids is None else logits_of(model, ids)
-            found[family, exchange] = ids, tokens, logits
-            sharded.close()
+    for family, exchange in RUNS:
+        folder = folders[family]
+        sharded = load_sharded(folder, group, exchange=exchange, max_tokens=16)
+        ids = prompts(group.rank, batch=2, length=4 + 3 * group.rank) if group.rank < 3 else None
+        tokens = sharded.generate(ids, max_new_tokens=5 + group.rank, do_sample=False)
+        with sharded.passes() as model:
+            logits = None if ids is None else logits_of(model, ids)
+        found[family, exchange] = ids, tokens, logits
+        sharded.close()
     return found
 
 

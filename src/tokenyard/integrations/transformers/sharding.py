@@ -68,7 +68,6 @@ def shard_experts(
     With a `checkpoint` (a folder) experts are read from there, this rank's and no others. The model may then come
     without them (`experts_left_out`), or have been built on the meta device. `progress(done, all)` is told of layers.
     """
-
     opened = open_together(checkpoint, group) if isinstance(checkpoint, str | Path) else checkpoint
 
     def read() -> tuple[list[ExpertModule], list[LayerSpec], Sources]:
@@ -126,7 +125,6 @@ def load_sharded(
     Each rank reads what is no expert's, and its own experts. `options` are those of `shard_experts`; `dtype` is the
     model's, by default that of its config.
     """
-
     checkpoint = path if isinstance(path, Checkpoint) else open_together(path, group)
 
     def load() -> Any:
@@ -247,7 +245,8 @@ class ShardedModel:
         """
         ids = input_ids if input_ids is not None else arguments.get("inputs_embeds")
         if ids is None or ids.shape[0] == 0:
-            self._take_part(1)
+            if not self._turns.meeting:  # else the others' passes are served at the end
+                self._take_part(1)
             return None
         return self.model(input_ids, **arguments)
 

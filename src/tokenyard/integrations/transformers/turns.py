@@ -87,6 +87,14 @@ class Turns:
 
     def all_done(self) -> bool:
         """Say that this rank is done, and whether all are. If not, it must make the pass that `parts` says."""
+        if self._next != 0 and not self._inside:
+            raise ContractError(
+                f"a pass ended before layer {self.layers[self._next]!r}",
+                expected="every pass to call all MoE layers, in order",
+                fix="let an error of the model leave `passes()`: it reaches all ranks",
+                rank=self.plan.group.rank,
+            )
+        self._next, self._inside = 0, False
         self._parts = self._meet(_DONE)
         return self._parts == 0
 
