@@ -21,7 +21,7 @@ from tokenyard.ops import compilable
 from tokenyard.planner import Plan
 from tokenyard.receiver import build_experts, run_experts
 from tokenyard.routing import Routes
-from tokenyard.rows import ExpertRows, RankRows
+from tokenyard.rows import ExpertRows, PlacedRows, RankRows
 from tokenyard.sender import check_rows, check_shared, route
 from tokenyard.wiring import Wiring
 
@@ -82,7 +82,7 @@ class MoELayer(nn.Module):
         x_TH: Tensor,
         routes_or_logits: Routes | Tensor,
         payloads: Mapping[str, Tensor] | None,
-    ) -> ExpertRows:
+    ) -> ExpertRows | PlacedRows:
         check_rows(self.wiring, x_TH)
         routes = route(self.wiring, routes_or_logits)
         rows = fate.encode(x_TH)

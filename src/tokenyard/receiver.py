@@ -16,7 +16,7 @@ from tokenyard.errors import TokenyardError
 from tokenyard.experts import Experts, ExpertWeights
 from tokenyard.experts.self_routing import SelfRoutingExperts
 from tokenyard.placement import Placement
-from tokenyard.rows import ExpertRows, ReceivedRows, UnfinalizedRows, check_expert_rows
+from tokenyard.rows import ExpertRows, PlacedRows, ReceivedRows, UnfinalizedRows, check_result
 from tokenyard.wiring import Duty, Party, Wiring
 
 
@@ -34,14 +34,14 @@ def build_experts(wiring: Wiring, rank: int, weights: ExpertWeights, *, adopt: b
         raise
 
 
-def run_experts(wiring: Wiring, experts: Experts, received: ReceivedRows) -> ExpertRows:
+def run_experts(wiring: Wiring, experts: Experts, received: ReceivedRows) -> ExpertRows | PlacedRows:
     """Run the experts on the rows that arrived, and do what the wiring leaves to the receiver."""
     if wiring.duties[Duty.SWIZZLE] is Party.RECEIVER:
         received = dataclasses.replace(received, rows=received.dense().swizzled(), slots_R=None)
     result = experts(received, finalize=wiring.duties[Duty.REDUCE_EXPERTS] is Party.EXPERTS)
     if isinstance(result, UnfinalizedRows):
         result = result.finish()
-    return check_expert_rows(result, received)
+    return check_result(result, received)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -53,6 +53,8 @@ class ReceivedRows:
     # Where `rows` is a view of the exchange's workspace, which has slots that hold no row: the slot of each row.
     # Such rows are valid until they are combined. None: `rows` holds the R rows and nothing else.
     slots_R: Tensor | None = None
+    # Where the results of these rows are read, for experts that can write there; None: where they return them.
+    results: CombineBuffer | None = None
 
     @property
     def num_rows(self) -> int:
@@ -158,6 +160,13 @@ class RankRows:
         for rows_NH, token_N in zip(self.rows_by_rank, self.tokens_by_rank, strict=True):
             sums_TH[token_N] += rows_NH  # a token has at most one row from a rank: the sum has one order
         return sums_TH
+
+
+def check_result(result: object, received: ReceivedRows) -> ExpertRows | PlacedRows:
+    """Raise unless `result` is what experts may return: rows in their place, or `ExpertRows` to be put there."""
+    if isinstance(result, PlacedRows) and result.buffer is received.results:
+        return result
+    return check_expert_rows(result, received)
 
 
 def check_expert_rows(result: object, received: ReceivedRows) -> ExpertRows:

@@ -186,6 +186,7 @@ def _experts_spec(spec: LayerSpec, expert_rows: Format | None, num_local_experts
         dtype=spec.dtype,
         rows=expert_rows,
         weight_on=spec.weight_on,
+        num_experts=spec.num_experts,
     )
 
 

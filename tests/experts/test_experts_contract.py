@@ -14,7 +14,7 @@ CLASSES = [ReferenceExperts, GroupedExperts]
 
 
 def test_the_registry() -> None:
-    assert set(EXPERTS) == {"reference", "grouped", "self_routing"}
+    assert set(EXPERTS) == {"reference", "grouped", "fused", "self_routing"}
     assert get("grouped") is get(GroupedExperts) is GroupedExperts
     with pytest.raises(UnknownName, match=r"unknown experts 'refrence'.*did you mean 'reference'"):
         get("refrence")

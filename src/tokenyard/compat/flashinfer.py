@@ -24,7 +24,7 @@ On GPUs (`tokenyard.compat.device_carrier`) a call whose manifest is on the list
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -94,6 +94,7 @@ class MoeAlltoAll:
         self.group, self.ep_size, self.ep_rank = group, group.size, group.rank
         self.max_num_tokens, self.top_k, self.num_experts = max_num_tokens, top_k, num_experts
         self._cargos: dict[Manifest | None, Cargo] = {}
+        self._warm: set[Manifest | None] = set()
         self._flight: Dispatched | None = None
         self._dispatched: Manifest | None = None
 
@@ -118,7 +119,7 @@ class MoeAlltoAll:
         # The routing weights travel as a payload of the caller's, if at all.
         self._ones_TK = torch.ones(max_num_tokens, top_k, device=group.device)
         self._cargos[None] = self._cargo("door", _NOTHING, 0, 1, torch.bfloat16, max_tokens=0)
-        self._exchange.serve(list(self._cargos.values()))
+        self._serve(self._cargos)
         if hidden_size is not None:
             self._learn(Manifest.of_results(hidden_size, torch.bfloat16, max_num_tokens))
 
@@ -339,8 +340,14 @@ class MoeAlltoAll:
         for each in (self._listed(manifest), replace(manifest, max_tokens=self.max_num_tokens)):
             if each is not None and each not in known:
                 known[each] = self._cargo_of(each, len(known))
-        self._exchange.serve(list(known.values()))
+        self._serve(known)
         self._cargos = known
+
+    def _serve(self, known: Mapping[Manifest | None, Cargo]) -> None:
+        """Make room for these, and load their kernels before one waits for another rank. Collective."""
+        self._exchange.serve(list(known.values()))
+        self._exchange.warmup([cargo for manifest, cargo in known.items() if manifest not in self._warm])
+        self._warm |= set(known)
 
     def _cargo_of(self, manifest: Manifest, number: int) -> Cargo:
         name = f"{manifest.phase} {number}"

@@ -13,7 +13,7 @@ from torch import Tensor
 from tokenyard.experts import ExpertWeights
 from tokenyard.receiver import build_experts, run_experts
 from tokenyard.routing import Routes
-from tokenyard.rows import LocalRoutes, ReceivedRows
+from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows
 from tokenyard.wiring import Wiring
 
 
@@ -37,7 +37,8 @@ def twin(wiring: Wiring, weights: ExpertWeights, x_TH: Tensor, routes: Routes, s
             ),
             counts_W=(x_TH.shape[0],),
         )
-        result_TH = run_experts(wiring, experts, received).rows_RH
+        result = run_experts(wiring, experts, received)
+        assert isinstance(result, ExpertRows)  # there is no place to write them to
         goes_T = here_TK.any(dim=1)
-        sums_TH[goes_T] += combine_wire.encode(result_TH[goes_T]).decode(torch.float32)
+        sums_TH[goes_T] += combine_wire.encode(result.rows_RH[goes_T]).decode(torch.float32)
     return sums_TH.to(x_TH.dtype)

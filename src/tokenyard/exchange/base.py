@@ -88,7 +88,7 @@ class Fate:
         return self.dispatched.received
 
     def combine(
-        self, result: ExpertRows, *, out: Tensor | None = None, add: Sequence[Tensor] = ()
+        self, result: ExpertRows | PlacedRows, *, out: Tensor | None = None, add: Sequence[Tensor] = ()
     ) -> CombinedRows:
         """Combine what was dispatched."""
         self.owes = None

@@ -5,12 +5,13 @@ from __future__ import annotations
 from tokenyard.errors import unknown_name
 from tokenyard.experts.activations import ACTIVATIONS, Activation, activation
 from tokenyard.experts.base import Experts, ExpertsSpec, ExpertWeights
+from tokenyard.experts.fused import FusedExperts
 from tokenyard.experts.grouped import GroupedExperts
 from tokenyard.experts.reference import ReferenceExperts
 from tokenyard.experts.self_routing import SelfRoutingExperts
 
 EXPERTS: dict[str, type[Experts]] = {
-    cls.name: cls for cls in (ReferenceExperts, GroupedExperts, SelfRoutingExperts)
+    cls.name: cls for cls in (ReferenceExperts, GroupedExperts, FusedExperts, SelfRoutingExperts)
 }
 
 
@@ -34,6 +35,7 @@ __all__ = [
     "ExpertWeights",
     "Experts",
     "ExpertsSpec",
+    "FusedExperts",
     "GroupedExperts",
     "ReferenceExperts",
     "SelfRoutingExperts",

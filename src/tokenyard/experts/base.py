@@ -34,7 +34,7 @@ from tokenyard.formats import (
     weight_format,
 )
 from tokenyard.formats.base import ROW_DTYPES, ScaleLayout, dtype_name
-from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows, UnfinalizedRows, describe
+from tokenyard.rows import ExpertRows, LocalRoutes, PlacedRows, ReceivedRows, UnfinalizedRows, describe
 
 WeightOn = Literal["input", "output"]
 
@@ -58,6 +58,8 @@ class ExpertsSpec:
     # this format, the experts encode them (and decode them again, where their matrix product is plain).
     rows: Format | None = None
     weight_on: WeightOn = "output"
+    # Of the whole layer, on all ranks. How many rows to expect depends on it; no result does.
+    num_experts: int | None = None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the weights, by the name of their field in `ExpertWeights`."""
@@ -220,14 +222,20 @@ class Experts(nn.Module, ABC):
             self.get_buffer(name).copy_(tensor)
 
     @abstractmethod
-    def compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows | UnfinalizedRows:
-        """`ExpertRows` if `finalize`, else `UnfinalizedRows`. Never anything else."""
+    def compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows | PlacedRows | UnfinalizedRows:
+        """`ExpertRows` if `finalize`, else `UnfinalizedRows`. Never anything else.
 
-    def forward(self, received: ReceivedRows, *, finalize: bool = True) -> ExpertRows | UnfinalizedRows:
+        Where the batch says where its results are read (`received.results`), they may be written there: `PlacedRows`.
+        """
+
+    def forward(
+        self, received: ReceivedRows, *, finalize: bool = True
+    ) -> ExpertRows | PlacedRows | UnfinalizedRows:
         """Compute, and hold the kernel to its contract."""
         result = self.compute(received, finalize=finalize)
         expected = ExpertRows if finalize else UnfinalizedRows
-        if not isinstance(result, expected):
+        placed = isinstance(result, PlacedRows) and result.buffer is received.results
+        if not isinstance(result, expected) and not (finalize and placed):
             raise ContractError(
                 f"{type(self).__name__}.compute(finalize={finalize}) returned {describe(result)}",
                 expected=f"{expected.__name__}: one type, whatever the kernel underneath returns",

@@ -23,6 +23,8 @@ MOST_THREADS_ON_CUDA = 32
 
 # Read by torch's symmetric memory, in each process.
 OVERLAPPING_DEVICES = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+# Says that nobody asked for the eager loading but `prepare_threads`.
+_EAGER_FOR_THREADS = "TOKENYARD_EAGER_FOR_THREADS"
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
@@ -71,7 +73,14 @@ def prepare_threads(device: str | torch.device | None) -> None:
     """Make the settings under which kernels of several threads run at the same time, unless others were made."""
     if _read(device).type == "cuda" and not torch.cuda.is_initialized():
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+        if "CUDA_MODULE_LOADING" not in os.environ:
+            os.environ |= {"CUDA_MODULE_LOADING": "EAGER", _EAGER_FOR_THREADS: "1"}
+
+
+def prepare_process() -> None:
+    """Undo, in a rank's own process, what only threads need: to load all kernels takes it seconds to start."""
+    if os.environ.pop(_EAGER_FOR_THREADS, None) is not None:
+        os.environ.pop("CUDA_MODULE_LOADING", None)
 
 
 def let_ranks_share_a_gpu() -> None:

@@ -35,6 +35,7 @@ from tokenyard.group.devices import (
     MOST_THREADS_ON_CUDA,
     devices_of_ranks,
     let_ranks_share_a_gpu,
+    prepare_process,
     rank_on,
 )
 from tokenyard.group.distributed import FINDING_EACH_OTHER, DistributedGroup, loopback_interface
@@ -238,6 +239,7 @@ def _rank_main(
         os.environ["GLOO_SOCKET_IFNAME"] = interface
     try:
         if devices[rank].type == "cuda":
+            prepare_process()
             if len(set(devices)) < len(devices):
                 let_ranks_share_a_gpu()
             torch.cuda.set_device(devices[rank])

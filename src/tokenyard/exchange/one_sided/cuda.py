@@ -302,7 +302,8 @@ class CudaOneSidedExchange(OneSidedExchange):
         if counts is None:
             routes = LocalRoutes(ids_RK=slots["ids"], weights_RK=slots["weights"])
             everything = (crossing.max_tokens,) * self.group.size
-            return ReceivedRows(rows=rows, routes=routes, counts_W=everything, extra=extra)
+            results = self._results_at(crossing, None)
+            return ReceivedRows(rows=rows, routes=routes, counts_W=everything, extra=extra, results=results)
         places = [torch.arange(n) + source * crossing.max_tokens for source, n in enumerate(counts)]
         slots_R = torch.cat(places).to(self.group.device)
         return ReceivedRows(
@@ -311,6 +312,7 @@ class CudaOneSidedExchange(OneSidedExchange):
             counts_W=counts,
             extra={name: payload[slots_R] for name, payload in extra.items()},
             slots_R=slots_R,
+            results=self._results_at(crossing, slots_R),
         )
 
     def _count(self, dispatched: Dispatched) -> None:
@@ -326,11 +328,15 @@ class CudaOneSidedExchange(OneSidedExchange):
     # -- The way back --------------------------------------------------------------------------------------
 
     def combine_buffer(self, dispatched: Dispatched) -> CombineBuffer | None:
-        cargo, path = dispatched.cargo, cast(DevicePath, dispatched.return_path)
-        if cargo.combine_wire.quantized:
+        path = cast(DevicePath, dispatched.return_path)
+        return self._results_at(path.crossing, dispatched.received.slots_R)
+
+    def _results_at(self, crossing: Crossing, slots_R: Tensor | None) -> CombineBuffer | None:
+        """Where results are read; None where they are encoded on the way there."""
+        if crossing.cargo.combine_wire.quantized:
             return None
-        (rows_SH,) = self.memory.combine(path.crossing, self.group.rank).values()
-        return CombineBuffer(rows_SH=rows_SH, slots_R=dispatched.received.slots_R)
+        (rows_SH,) = self.memory.combine(crossing, self.group.rank).values()
+        return CombineBuffer(rows_SH=rows_SH, slots_R=slots_R)
 
     def combine(
         self,

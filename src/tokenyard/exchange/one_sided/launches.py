@@ -234,18 +234,27 @@ class Launcher:
         }
         places = self._places(cargo.dispatch_slots, 0)
         routes = Routing(ids_TK, ids_TK.float(), slots_TW, places, -1)
-        rows = x_TH if Encoding.of(cargo.wire) is not None else cargo.wire.encode(x_TH)
-        loads = self._loads(cargo, rows, extra)
-        if len(loads) == 1:
-            for tokens in {min(FEW_ROWS + 1, cargo.max_tokens * self.ranks), 1}:
-                self._push(crossing, loads[0], routes, whole=True, sized_for=tokens)
-        if len(loads) > 1 or cargo.max_tokens > LONGEST_WHOLE:
-            self._assign(crossing, routes)
-            for tokens in {
-                min(many, cargo.max_tokens * self.ranks) for many in (1, FEW_ROWS + 1, MANY_ROWS + 1)
-            }:
-                for load in loads:
-                    self._push(crossing, load, routes, whole=False, sized_for=tokens)
+        encoded = EncodedRows(
+            format=cargo.wire,
+            hidden_size=cargo.hidden_size,
+            payloads=cargo.wire.empty_payloads(1, cargo.hidden_size, self.device),
+        )
+        # Whoever has encoded rows sends them as they are; others leave that to the kernels, where one can.
+        forms: list[EncodedRows | Tensor] = [encoded]
+        if Encoding.of(cargo.wire) is not None:
+            forms.append(x_TH)
+        for rows in forms:
+            loads = self._loads(cargo, rows, extra)
+            if len(loads) == 1:
+                for tokens in {min(FEW_ROWS + 1, cargo.max_tokens * self.ranks), 1}:
+                    self._push(crossing, loads[0], routes, whole=True, sized_for=tokens)
+            if len(loads) > 1 or cargo.max_tokens > LONGEST_WHOLE:
+                self._assign(crossing, routes)
+                for tokens in {
+                    min(many, cargo.max_tokens * self.ranks) for many in (1, FEW_ROWS + 1, MANY_ROWS + 1)
+                }:
+                    for load in loads:
+                        self._push(crossing, load, routes, whole=False, sized_for=tokens)
         self.meet(-1, Phase.DISPATCH, early=self._early)
         if self._early:
             self.meet(-1, Phase.DISPATCH)

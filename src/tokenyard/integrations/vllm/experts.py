@@ -24,7 +24,7 @@ from tokenyard.integrations.vllm.interface import (
 )
 from tokenyard.planner import Plan
 from tokenyard.receiver import build_experts, run_experts
-from tokenyard.rows import LocalRoutes, ReceivedRows, describe
+from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows, describe
 from tokenyard.wiring import Duty, Party, Wiring
 
 
@@ -159,6 +159,7 @@ class TokenyardExperts(ExpertsOfVllm):
             self._check_call(activation, a2_scale, apply_router_weight_on_input)
             received = self._received(hidden_states, a1q_scale, topk_ids, topk_weights, expert_map)
             result = run_experts(self.wiring, self._experts_with(w1, w2), received)
+            assert isinstance(result, ExpertRows)  # `received` names no place to write them to
             if output.shape != result.rows_RH.shape or not output.is_floating_point():
                 raise ContractError(
                     f"output is {describe(output)}",

@@ -1,0 +1,116 @@
+"""How the products of experts are cut into tiles: a pure function of the shape, the rows and the format.
+
+A tile is OUT outputs × TILE rows, computed BLOCK inputs at a time. Few rows an expert: narrow tiles, which only
+have to read the weights as fast as the memory gives them. Many rows: wide ones, which feed the tensor cores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One product's tiles, and the warps and pipeline stages of the blocks that compute them."""
+
+    out: int
+    tile: int
+    block: int
+    warps: int
+    stages: int
+    tail: int = 0  # tiles of at most so many rows are computed as narrow ones
+
+    def parts(self, outputs: int) -> int:
+        """Tiles side by side that so many outputs take."""
+        return -(-outputs // self.out)
+
+
+@dataclass(frozen=True)
+class PackedCut:
+    """The same for packed weights: 16 · warps · groups outputs; rows in one or two runs of a few widths."""
+
+    widths: tuple[tuple[int, int], ...]
+    groups: int
+    ahead: int
+    stages: int
+    warps: int
+    registers: int | None = None
+
+    @property
+    def out(self) -> int:
+        """Outputs that one count of arrivals is for."""
+        return 16 * self.warps
+
+    def parts(self, outputs: int) -> int:
+        """Parts side by side that so many outputs take, in whole blocks."""
+        return -(-outputs // (self.out * self.groups)) * self.groups
+
+    @property
+    def tile(self) -> int:
+        """The most rows of a tile."""
+        return sum(self.widths[-1])
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """The tiles of the first product and of the second: the same rows in both."""
+
+    inner: Cut | PackedCut
+    result: Cut | PackedCut
+
+    def __post_init__(self) -> None:
+        assert self.inner.tile == self.result.tile
+
+
+def expected_pairs(rows: int, top_k: int, local: int, experts: int | None, *, all_slots: bool) -> float:
+    """How many pairs of a row and a local expert to expect, if experts are hit evenly.
+
+    A row that was received has at least one expert here; of all slots of a workspace some are empty.
+
+    >>> expected_pairs(100, 8, 256, 256, all_slots=False)
+    800.0
+    >>> round(expected_pairs(100, 8, 32, 256, all_slots=False))
+    152
+    """
+    share = local / experts if experts else 1.0
+    pairs = rows * top_k * share
+    return pairs if all_slots or share == 1.0 else pairs / (1.0 - (1.0 - share) ** top_k)
+
+
+def choose_cuts(pairs: float, experts: int, weights: str, rows: str) -> Cuts:
+    """The cuts for so many pairs over so many experts, with weights and rows in these formats.
+
+    >>> choose_cuts(32, 32, "bf16", "bf16").inner
+    Cut(out=64, tile=16, block=128, warps=4, stages=4)
+    """
+    del rows
+    each = pairs / max(1, experts)
+    four_bit = weights in ("mxint4", "mxfp4", "nvfp4")
+    for tile in (16, 32, 64):
+        if each <= tile * 0.75:
+            cut = Cut(64, tile, 128, 4, 3 if four_bit else 4)
+            return Cuts(cut, cut)
+    cut = Cut(128, 128, 64, 8, 3)
+    return Cuts(cut, cut)
+
+
+_NARROW, _MIDDLE, _WIDE = ((8, 0),), ((16, 0), (32, 0)), ((32, 0), (64, 32))
+
+
+def choose_packed_cuts(pairs: float, experts: int) -> Cuts:
+    """The cuts for packed weights.
+
+    >>> choose_packed_cuts(4096, 48).inner.tile
+    96
+    """
+    each = pairs / max(1, experts)
+    if pairs <= experts / 2:
+        cut = PackedCut(_NARROW, 1, 4, 4, 8)
+        return Cuts(cut, cut)
+    if each <= 3:
+        return Cuts(PackedCut(_NARROW, 1, 4, 4, 4), PackedCut(_NARROW, 1, 4, 4, 8))
+    if each <= 24:
+        cut = PackedCut(_MIDDLE, 1, 4, 4, 8, 128)
+        return Cuts(cut, cut)
+    cut = PackedCut(_WIDE, 2, 2, 4, 8)
+    return Cuts(cut, cut)

@@ -1,0 +1,258 @@
+"""Experts for NVIDIA GPUs: three kernels from the rows as they arrived to the results as `combine` reads them.
+
+    sort pairs, cut tiles ── W13 · x, activation ── W2 · inner, weight, sum ── the exchange's combine region
+
+Rows are read by index out of the receive buffer, in the format in which they travelled; weights stay quantized and
+are decoded in registers; results go straight into the combine region where the exchange offers one. Nothing is read
+by the host, so a CUDA graph can hold all of it, and nothing is compiled for a number of rows.
+
+Memory beside the weights: for each of the R · K pairs that there may be, I numbers of 16 bits between the products, and
+H for the results of rows that several experts take, which are summed as `UnfinalizedRows.finish` would do it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import Tensor
+
+from tokenyard.errors import ContractError, InputError, Reason
+from tokenyard.experts.base import (
+    WEIGHT_DTYPES,
+    Experts,
+    ExpertsSpec,
+    ExpertWeights,
+    check_weights,
+    local_routes,
+)
+from tokenyard.experts.fused import packing
+from tokenyard.experts.fused.cuts import Cuts, choose_cuts, choose_packed_cuts, expected_pairs
+from tokenyard.experts.fused.packing import PackedMatrix
+from tokenyard.formats import FORMATS, WEIGHT_FORMATS, QuantizedMatrix, for_dtype, weight_format
+from tokenyard.formats.base import EncodedRows
+from tokenyard.rows import ExpertRows, PlacedRows, ReceivedRows, UnfinalizedRows
+
+if TYPE_CHECKING:
+    from tokenyard.experts.fused.stage import Destination
+
+# Rows of a tile up to which the second product makes the sums. (In longer ones they hold up the tensor cores.)
+LONGEST_SUMMED_INSIDE = 16
+
+
+@functools.cache
+def _gluon_runs() -> bool:
+    """Whether this Triton has the dialect of the packed products."""
+    try:
+        from tokenyard.experts.fused.kernels import packed  # noqa: F401
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def can_run_packed(spec: ExpertsSpec, weights: ExpertWeights) -> bool:
+    """Whether products with these weights run on Hopper's tensor cores with packed weights; else plain Triton does."""
+    w13, w2 = weights.w13, weights.w2
+    if not isinstance(w13, QuantizedMatrix) or not isinstance(w2, QuantizedMatrix):
+        return False
+    if spec.weights not in packing.LARGEST_SCALE or not spec.activation.gated or w13.device.type != "cuda":
+        return False
+    is_hopper = torch.cuda.get_device_capability(w13.device)[0] == 9
+    # Rows are copied 16 bytes at a time.
+    aligned = spec.hidden_size % 8 == 0 and spec.intermediate_size % 8 == 0
+    return is_hopper and aligned and _gluon_runs() and packing.can_pack(w13) and packing.can_pack(w2)
+
+
+class FusedExperts(Experts):
+    """Experts computed by Triton kernels on a GPU."""
+
+    name = "fused"
+    weight_formats = tuple(WEIGHT_FORMATS)
+    cuts: Cuts | None = None  # of a benchmark; else they are chosen for each batch
+
+    def __init__(self, spec: ExpertsSpec, weights: ExpertWeights, *, adopt: bool = False) -> None:
+        super().__init__(spec, weights, adopt=adopt)
+        self._is_packed = False
+        self._pack_where_that_helps()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Weights that come to a GPU are packed for it."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._pack_where_that_helps()
+        return self
+
+    def _pack_where_that_helps(self) -> None:
+        """Hold 4-bit weights in the order of Hopper's tensor cores, and in no other."""
+        if self._is_packed or not can_run_packed(self.spec, self.weights):
+            return
+        for name in ("w13", "w2"):
+            packed = self._pack(name, self.weights)
+            delattr(self, f"{name}_data")
+            delattr(self, f"{name}_scales")
+            self.register_buffer(f"{name}_words", packed.words)
+            self.register_buffer(f"{name}_word_scales", packed.scales)
+        self._is_packed = True
+
+    def _pack(self, name: str, weights: ExpertWeights) -> PackedMatrix:
+        matrix, act = getattr(weights, name), self.spec.activation
+        is_first = name == "w13"
+        return packing.pack(matrix, gated=is_first, interleaved=is_first and act.interleaved)
+
+    def _packed(self, name: str) -> PackedMatrix:
+        """A packed matrix as it is now (no copies)."""
+        buffers, is_first = dict(self.named_buffers(recurse=False)), name == "w13"
+        return PackedMatrix(
+            self.spec.weights,
+            self.spec.shapes()[name],
+            is_first,
+            is_first and self.spec.activation.interleaved,
+            buffers[f"{name}_words"],
+            buffers[f"{name}_word_scales"],
+            buffers.get(f"{name}_global_scale"),
+            buffers.get(f"{name}_global_factor"),
+        )
+
+    def _part(self, name: str, shape: tuple[int, ...]) -> Tensor | QuantizedMatrix:
+        if f"{name}_words" not in self._buffers:
+            return super()._part(name, shape)
+        packed = self._packed(name)
+        payloads = packing.unpack(packed)
+        if packed.global_scale is not None and packed.global_factor is not None:
+            payloads |= {"global_scale": packed.global_scale, "global_factor": packed.global_factor}
+        return QuantizedMatrix(format=weight_format(packed.format), shape=shape, payloads=payloads)
+
+    @torch.no_grad()
+    def load_(self, weights: ExpertWeights) -> None:
+        """Replace the weights in place: whatever refers to them (a captured graph) sees the new ones."""
+        if not self._is_packed:
+            super().load_(weights)
+            return
+        check_weights(self.spec, weights)
+        packed = {name: self._pack(name, weights) for name in ("w13", "w2")}
+        for name, matrix in packed.items():
+            if not packing.can_pack(getattr(weights, name)):
+                raise InputError(
+                    f"{name} has scales beyond {packing.LARGEST_SCALE[self.spec.weights]}",
+                    expected="scales that packed weights can hold",
+                    fix="make new experts of these weights: they will not be packed",
+                )
+            self.get_buffer(f"{name}_words").copy_(matrix.words)
+            self.get_buffer(f"{name}_word_scales").copy_(matrix.scales)
+        for name, tensor in weights.by_name().items():
+            if not name.endswith(("_data", "_scales")):
+                self.get_buffer(name).copy_(tensor)
+
+    @classmethod
+    def supports(cls, spec: ExpertsSpec) -> Reason | None:
+        """None, or why not: Triton is missing."""
+        if importlib.util.find_spec("triton") is None:
+            return Reason(field="experts", value=cls.name, why="Triton is not installed")
+        return super().supports(spec)
+
+    @torch.no_grad()
+    def compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows | PlacedRows | UnfinalizedRows:
+        """Sort, multiply, activate, multiply, weight and sum."""
+        from tokenyard.experts.fused import stage
+
+        spec, routes = self.spec, local_routes(received)
+        _check_device(received)
+        rows, slots_R = self._rows(received)
+        ids_RK = routes.ids_RK.to(torch.int32).contiguous()
+        weights_RK = routes.weights_RK.contiguous()
+        num_rows, top_k = ids_RK.shape
+        if top_k != spec.top_k:
+            raise InputError(
+                f"the routes have {top_k} choices a row",
+                expected=f"{spec.top_k}, as the layer was planned for",
+                fix="pass the routes of this layer",
+            )
+        all_slots = received.slots_R is None and rows.num_rows == num_rows
+        pairs = expected_pairs(num_rows, top_k, spec.num_local_experts, spec.num_experts, all_slots=all_slots)
+        if self.cuts is not None:
+            cuts = self.cuts
+        elif self._is_packed:
+            cuts = choose_packed_cuts(pairs, spec.num_local_experts)
+        else:
+            cuts = choose_cuts(pairs, spec.num_local_experts, spec.weights, rows.format.name)
+        to, result = self._destination(received, num_rows, cuts, finalize=finalize)
+        device = rows.device
+        if num_rows and spec.num_local_experts:
+            early = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+            inner = to.left.new_empty(num_rows * top_k, spec.intermediate_size)
+            with stage.on_device(ids_RK):
+                sorted_pairs = stage.sort_on_device(
+                    ids_RK, to.arrived, spec.num_local_experts, cuts.inner.tile, early=early
+                )
+                call = stage.Launch(spec, cuts, sorted_pairs, weights_RK, early)
+                if self._is_packed:
+                    biases = (self._buffers.get("b13"), self._buffers.get("b2"))
+                    packed = stage.PackedCall(self._packed("w13"), self._packed("w2"), *biases)
+                    x = rows.payloads["data"]
+                    stage.launch_packed(call, packed, x, slots_R, inner, ids_RK, to, finalize=finalize)
+                else:
+                    weights = self.weights
+                    stage.launch_inner(call, rows, slots_R, weights, inner)
+                    stage.launch_result(call, ids_RK, weights, inner, to, finalize=finalize)
+                if finalize and not to.arrived.numel():
+                    stage.launch_sums(call, ids_RK, to)
+        if result is not None:
+            return result
+        index_N = (ids_RK.reshape(-1) >= 0).nonzero().squeeze(1)
+        weights_N = weights_RK.reshape(-1)[index_N].float()
+        return UnfinalizedRows(
+            rows_NH=to.left[index_N],
+            weights_N=torch.ones_like(weights_N) if spec.weight_on == "input" else weights_N,
+            index_N=index_N,
+            num_rows=num_rows,
+            top_k=top_k,
+        )
+
+    def _rows(self, received: ReceivedRows) -> tuple[EncodedRows, Tensor | None]:
+        """The rows as the kernels read them, and the slot of each where they stand in a workspace."""
+        rows = received.rows
+        as_arrived = self.spec.rows is None or rows.format == self.spec.rows
+        taken = ("bf16",) if self._is_packed else FORMATS
+        if as_arrived and rows.format.name in taken and rows.scale_layout == "linear":
+            return rows, received.slots_R
+        dtype = torch.bfloat16 if self._is_packed else self.spec.dtype
+        return for_dtype(dtype).encode(self.incoming(received, dtype)), None
+
+    def _destination(
+        self, received: ReceivedRows, num_rows: int, cuts: Cuts, *, finalize: bool
+    ) -> tuple[Destination, ExpertRows | PlacedRows | None]:
+        from tokenyard.experts.fused.stage import Destination
+
+        spec, device = self.spec, received.rows.device
+        dtype = WEIGHT_DTYPES.get(spec.weights, torch.bfloat16)
+        left = torch.empty(num_rows * spec.top_k, spec.hidden_size, dtype=dtype, device=device)
+        sums_inside = finalize and cuts.result.tile <= LONGEST_SUMMED_INSIDE
+        across = cuts.result.parts(spec.hidden_size) if sums_inside else 0
+        arrived = torch.empty(num_rows * across, dtype=torch.int32, device=device)
+        if not finalize:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise ContractError(
+                    "fused experts were captured without finalizing",
+                    expected="results that are weighted and summed by the experts: only these have a fixed shape",
+                    fix="run this layer outside of the CUDA graph",
+                )
+            return Destination(left, None, left, arrived), None
+        buffer = received.results
+        if buffer is not None:
+            return Destination(buffer.rows_SH, buffer.slots_R, left, arrived), buffer.placed()
+        # A row that none of the experts here takes is zero.
+        out = torch.zeros(num_rows, spec.hidden_size, device=device)
+        return Destination(out, None, left, arrived), ExpertRows(rows_RH=out)
+
+
+def _check_device(received: ReceivedRows) -> None:
+    device = received.rows.device
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise InputError(
+            f"rows on {device}",
+            expected="rows on a GPU",
+            fix="use experts='grouped', which run anywhere, or set TRITON_INTERPRET=1 to try the kernels without a GPU",
+        )

@@ -1,0 +1,8 @@
+"""A rank's experts as Triton kernels, from the rows that arrived to the results that `combine` reads.
+
+    sorting    which pairs of a row and an expert there are, sorted by expert, and cut into tiles
+    decoding   a tile of weights or of rows, in any format, as numbers
+    products   the two matrix products, with the activation and the weighted sum inside them
+
+Only `tokenyard.experts.fused` imports these modules: Triton is not needed on a CPU.
+"""

@@ -1,0 +1,448 @@
+"""The two products with packed 4-bit weights, on Hopper's tensor cores, in Triton's Gluon dialect.
+
+The weights are `wgmma`'s register operand: loaded 16 bytes a thread, several steps ahead, decoded in place by a mask
+and one bf16 operation for two weights (see `tokenyard.experts.fused.packing`). Rows are its shared-memory operand,
+brought by asynchronous copies; a fence between the copies and the tensor cores, which see shared memory by another way,
+is part of each step. Tiles have as many columns as they have rows, up to a few widths (`WIDTHS`): one is compiled for
+each.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import async_copy
+
+from tokenyard.experts.fused import packing
+
+# Younger Tritons have other names for them.
+start_copy = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
+meet = getattr(gl, "barrier", None) or gl.thread_barrier
+INT4 = gl.constexpr(0)
+E2M1 = gl.constexpr(1)
+LEFT_OVER = gl.constexpr(packing.LEFT_OVER)
+
+
+def _scale_pair(scale: str) -> list[str]:
+    """b0 and b1: the scale of output g, twice, and that of output g + 8."""
+    return [f"mov.b32 {{l, h}}, {scale};", "mov.b32 b0, {l, l};", "mov.b32 b1, {h, h};"]
+
+
+def _decode_int4() -> str:
+    """4 words and 4 pairs of scales (2 of them used) to 16 pairs of bf16: an AND and a fused multiply-add each."""
+    lines = ["{", ".reg .b32 t, c, b0, b1, c0, c1;", ".reg .b16 l, h;"]
+    for span in range(2):
+        scale = f"${20 + span}"
+        # -8 times the scale, of both outputs.
+        lines += [f"mov.b32 t, {0x80808008};", f"mul.rn.bf16x2 c, {scale}, t;"]
+        lines += [*_scale_pair(scale), "mov.b32 {l, h}, c;", "mov.b32 c0, {l, l};", "mov.b32 c1, {h, h};"]
+        for q in (2 * span, 2 * span + 1):
+            word = f"${16 + q}"
+            for later in range(2):
+                out = (q * 2 + later) * 2
+                if later:
+                    lines.append(f"shr.u32 t, {word}, 8;")
+                    word = "t"
+                lines += [f"and.b32 ${out}, {word}, {0x000F000F};"]
+                lines += [f"and.b32 ${out + 1}, {word}, {0x00F000F0};"]
+                lines += [f"fma.rn.bf16x2 ${out}, ${out}, b0, c0;"]
+                lines += [f"fma.rn.bf16x2 ${out + 1}, ${out + 1}, b1, c1;"]
+    return "\n".join([*lines, "}"])
+
+
+def _decode_e2m1(spans: int) -> str:
+    """The same for e2m1, with 2 or 4 scales for the 64 inputs: a shift, an AND and a product each, but for the last."""
+    code, sign, low = 0x81C081C0, 0x80008000, 0x00400040
+    lines = ["{", ".reg .b32 t, u, b0, b1;", ".reg .b16 l, h;"]
+    for q in range(4):
+        if q % (4 // spans) == 0:
+            lines += _scale_pair(f"${20 + q * spans // 4}")
+        word, out = f"${16 + q}", 4 * q
+        lines += [f"and.b32 ${out}, {word}, {code};"]
+        lines += [f"shl.b32 t, {word}, 3;", f"and.b32 ${out + 1}, t, {code};"]
+        lines += [f"shl.b32 t, {word}, 6;", f"and.b32 ${out + 2}, t, {code};"]
+        # The last one's sign is one bit off, its exponent three, its mantissa seven.
+        lines += [f"shl.b32 t, {word}, 1;", f"shr.u32 u, {word}, 3;"]
+        lines += [f"lop3.b32 t, t, u, {sign}, 0xe4;"]  # the sign of t, the rest of u
+        lines += [f"shr.u32 u, {word}, 7;", f"lop3.b32 t, u, t, {low}, 0xe4;"]
+        lines += [f"and.b32 ${out + 3}, t, {code};"]
+        for later in range(2):
+            lines += [f"mul.rn.bf16x2 ${out + 2 * later}, ${out + 2 * later}, b0;"]
+            lines += [f"mul.rn.bf16x2 ${out + 2 * later + 1}, ${out + 2 * later + 1}, b1;"]
+    return "\n".join([*lines, "}"])
+
+
+DECODE_INT4 = gl.constexpr(_decode_int4())
+DECODE_E2M1_2 = gl.constexpr(_decode_e2m1(2))
+DECODE_E2M1_4 = gl.constexpr(_decode_e2m1(4))
+CONSTRAINTS_2 = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 6))
+CONSTRAINTS_4 = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 8))
+
+
+@gluon.jit
+def depends(op: gl.constexpr):
+    """Programmatic dependent launch: `wait` for the kernel before, or let the next one start (`launch_dependents`)."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol." + op + "; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def decode(
+    words, scales, KIND: gl.constexpr, SPANS: gl.constexpr, WARPS: gl.constexpr, OPERAND: gl.constexpr
+):
+    """Words `[T, 4]` and scales `[T, 2 · SPANS]` of 64 inputs to the operand `[16 · WARPS, 64]`; nothing moves."""
+    if KIND == INT4:
+        o0, o1, o2, o3, o4, o5, o6, o7 = gl.inline_asm_elementwise(
+            DECODE_INT4, CONSTRAINTS_2, [words, scales], is_pure=True, pack=4,
+            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
+                   gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+        )  # fmt: skip
+    elif SPANS == 2:
+        o0, o1, o2, o3, o4, o5, o6, o7 = gl.inline_asm_elementwise(
+            DECODE_E2M1_2, CONSTRAINTS_2, [words, scales], is_pure=True, pack=4,
+            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
+                   gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+        )  # fmt: skip
+    else:
+        first, second = scales.reshape([32 * WARPS, 2, 4]).permute([0, 2, 1]).split()
+        first = gl.convert_layout(first, words.type.layout, assert_trivial=True)
+        second = gl.convert_layout(second, words.type.layout, assert_trivial=True)
+        o0, o1, o2, o3, o4, o5, o6, o7 = gl.inline_asm_elementwise(
+            DECODE_E2M1_4, CONSTRAINTS_4, [words, first, second], is_pure=True, pack=4,
+            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
+                   gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+        )  # fmt: skip
+    a = gl.join(gl.join(gl.join(o0, o1), gl.join(o2, o3)), gl.join(gl.join(o4, o5), gl.join(o6, o7)))
+    a = a.reshape([WARPS, 8, 4, 2, 2, 2, 2, 2]).permute([0, 3, 1, 7, 6, 5, 2, 4]).reshape([WARPS * 16, 64])
+    return gl.convert_layout(a, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def load_weights(
+    words, scales, step, ok,
+    GROUPS: gl.constexpr, WIDTH: gl.constexpr, SPANS: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """The words and scales of 128 inputs: (words, words, scales, scales) of 64 each, for each group of outputs.
+
+    Behind the last input scales are zero, and so is whatever the words may be.
+    """
+    T: gl.constexpr = 32 * WARPS
+    L4: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
+    L8: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [WARPS, 1], [1, 0])
+    t = gl.arange(0, T, layout=gl.SliceLayout(1, L4))[:, None]
+    off = (
+        (t // 128) * (WIDTH // 64 * 512)
+        + (t % 128) * 4
+        + gl.arange(0, 4, layout=gl.SliceLayout(0, L4))[None, :]
+    )
+    t8 = gl.arange(0, T, layout=gl.SliceLayout(1, L8))[:, None]
+    S: gl.constexpr = 128 * SPANS  # scales of 64 outputs for 128 inputs: 32 × 4 · SPANS
+    e8 = gl.arange(0, 8, layout=gl.SliceLayout(0, L8))[None, :]
+    off8 = (t8 // 128) * (WIDTH // 128 * S) + (t8 % 128) // 4 * (4 * SPANS) + e8
+    out = ()
+    for m in gl.static_range(GROUPS):
+        p = words + m * (WARPS // 4 * (WIDTH // 64) * 512) + step * 1024
+        w0 = gl.load(p + off, mask=ok, eviction_policy="evict_first")
+        w1 = gl.load(p + 512 + off, mask=ok, eviction_policy="evict_first")
+        q = scales + m * (WARPS // 4 * (WIDTH // 128) * S) + step * S
+        if SPANS == 2:
+            s = gl.load(q + off8, mask=ok, other=0.0, eviction_policy="evict_first")
+            s0, s1 = s.reshape([T, 2, 4]).permute([0, 2, 1]).split()
+            s0 = gl.convert_layout(s0, L4, assert_trivial=True)
+            s1 = gl.convert_layout(s1, L4, assert_trivial=True)
+        else:
+            s0 = gl.load(q + off8, mask=ok, other=0.0, eviction_policy="evict_first")
+            s1 = gl.load(q + 8 + off8, mask=ok, other=0.0, eviction_policy="evict_first")
+        out = out + (w0, w1, s0, s1)
+    return out
+
+
+@gluon.jit
+def copy_rows(
+    buffers, pointers, columns, NB: gl.constexpr, stage: gl.constexpr, step, ok, INPUTS: gl.constexpr
+):
+    """Start copying 128 inputs of the tile's rows into a stage's buffers; zeros behind the last input."""
+    for b in gl.static_range(NB):
+        for c in gl.static_range(2):
+            mask = ok
+            if INPUTS % 128 != 0:
+                mask = ok & (step * 128 + c * 64 + columns[b] < INPUTS)
+            start_copy(buffers[(2 * stage + c) * NB + b], pointers[b] + step * 128 + c * 64, mask=mask)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def wait_for_products(acc):
+    """All products that were started are done."""
+    return hopper.warpgroup_mma_wait(0, acc) if len(acc) > 1 else (hopper.warpgroup_mma_wait(0, acc),)
+
+
+@gluon.jit
+def sigmoid(x):
+    """1 / (1 + e^-x)."""
+    return 1.0 / (1.0 + gl.exp(-x))
+
+
+@gluon.jit
+def activate(gate, up, KIND: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, SHIFT: gl.constexpr):
+    """The gated activations of `tokenyard.experts.fused.kernels.products`, by their numbers there."""
+    if KIND == 4:
+        gate = gl.minimum(gate, LIMIT)
+        up = gl.minimum(gl.maximum(up, -LIMIT), LIMIT)
+        return gate * sigmoid(gate * ALPHA) * (up + SHIFT)
+    if KIND == 0:
+        return gate * sigmoid(gate) * up
+    if KIND == 1:
+        return gate * 0.5 * (1.0 + gl.erf(gate * 0.7071067811865476)) * up
+    return gate * sigmoid(1.5957691216057308 * (gate + 0.044715 * (gate * gate * gate))) * up
+
+
+@gluon.jit
+def deliver(
+    value, place, is_row, n, is_output, column, across,
+    weights_N, ids_N, left, arrived, out, out_slots_R, out_stride,
+    EXPERTS: gl.constexpr, H: gl.constexpr, TOP_K: gl.constexpr,
+    HAS_OUT_SLOTS: gl.constexpr, WEIGHTED: gl.constexpr, SUMS: gl.constexpr, STORE: gl.constexpr,
+):  # fmt: skip
+    """Results `[outputs, rows]`: alone in their row, weighted, into `out`; else into `left`, and their row's sum."""
+    # Eight outputs a thread, where they are neighbors in memory.
+    wide = gl.convert_layout(value.to(left.dtype.element_ty), STORE)
+    n8 = gl.convert_layout(n, gl.SliceLayout(1, STORE))
+    place8 = gl.convert_layout(gl.where(is_row, place, 0x7FFFFFFF), gl.SliceLayout(0, STORE))
+    pair8 = gl.where(place8 < 0, ~place8, place8)
+    there8 = place8 != 0x7FFFFFFF
+    where = left + pair8.to(gl.int64)[None, :] * H + n8[:, None]
+    gl.store(where, wide, mask=(n8 < H)[:, None] & (place8 < 0)[None, :])
+    line = pair8 // TOP_K
+    if HAS_OUT_SLOTS:
+        line = gl.load(out_slots_R + line, mask=there8, other=0).to(gl.int32)
+    weighted = wide.to(gl.float32)
+    if WEIGHTED:
+        weighted = weighted * gl.load(weights_N + pair8, mask=there8, other=0.0).to(gl.float32)[None, :]
+    home = out + line.to(gl.int64)[None, :] * out_stride + n8[:, None]
+    is_alone = there8 & (place8 >= 0)
+    gl.store(home, weighted.to(out.dtype.element_ty), mask=(n8 < H)[:, None] & is_alone[None, :])
+    if SUMS:
+        shared = is_row & (place < 0)
+        if gl.max(shared.to(gl.int32), axis=0) > 0:
+            row = gl.where(place < 0, ~place, place) // TOP_K
+            expected = gl.zeros_like(row)
+            for k in gl.static_range(TOP_K):
+                expert = gl.load(ids_N + row * TOP_K + k, mask=shared, other=-1)
+                expected += ((expert >= 0) & (expert < EXPERTS)).to(gl.int32)
+            meet()
+            one = gl.zeros_like(row) + 1
+            counts = arrived + row * across + column
+            earlier = gl.atomic_add(counts, one, mask=shared, sem="acq_rel", scope="gpu")
+            last = shared & (earlier == expected - 1)
+            meet()
+            if gl.max(last.to(gl.int32), axis=0) > 0:
+                total = gl.zeros_like(value)
+                for choice in range(TOP_K):
+                    other = row * TOP_K + choice
+                    expert = gl.load(ids_N + other, mask=last, other=-1)
+                    there = last & (expert >= 0) & (expert < EXPERTS)
+                    found = gl.load(
+                        left + other.to(gl.int64)[None, :] * H + n[:, None],
+                        mask=is_output[:, None] & there[None, :],
+                        other=0.0,
+                    ).to(gl.float32)
+                    if WEIGHTED:
+                        weight = gl.load(weights_N + other, mask=there, other=0.0).to(gl.float32)
+                        found = found * weight[None, :]
+                    total += found
+                to = row
+                if HAS_OUT_SLOTS:
+                    to = gl.load(out_slots_R + row, mask=last, other=0).to(gl.int32)
+                sums = out + to.to(gl.int64)[None, :] * out_stride + n[:, None]
+                gl.store(sums, total.to(out.dtype.element_ty), mask=is_output[:, None] & last[None, :])
+
+
+@gluon.jit
+def nothing(WARPS: gl.constexpr, N: gl.constexpr):
+    """Sums of no products."""
+    return gl.zeros([WARPS * 16, N], gl.float32, gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, N, 16]))
+
+
+@gluon.jit
+def finish_tile(
+    acc, slots_R, divisors, factors, bias, weights_N, y, order_N, ids_N, left, arrived,
+    expert, part, start, count, offset, y_stride, across,
+    EXPERTS: gl.constexpr, COLUMNS: gl.constexpr, TOP_K: gl.constexpr,
+    FIRST: gl.constexpr, INTERLEAVED: gl.constexpr, HAS_SLOTS: gl.constexpr, HAS_GLOBAL: gl.constexpr,
+    HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr, FINALIZE: gl.constexpr, SUMS: gl.constexpr,
+    ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, SHIFT: gl.constexpr,
+    NN: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """What is done with the sums `[16 · WARPS, NN]` of some outputs and rows."""
+    STORE: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, WARPS], [0, 1])
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, NN, 16])
+    t = offset + gl.arange(0, NN, layout=gl.SliceLayout(0, LAYOUT))
+    is_row = t < count
+    place = gl.load(order_N + start + t, mask=is_row, other=0)
+    pair = gl.where(place < 0, ~place, place)
+    j = part * (WARPS * 16) + gl.arange(0, WARPS * 16, layout=gl.SliceLayout(1, LAYOUT))
+    if FIRST:
+        i = j // 16 * 8 + j % 8
+        half = j // 8 % 2
+        output = 2 * i + half if INTERLEAVED else half * COLUMNS + i
+        is_output = i < COLUMNS
+        OUTPUTS: gl.constexpr = 2 * COLUMNS
+    else:
+        output = j
+        is_output = j < COLUMNS
+        OUTPUTS: gl.constexpr = COLUMNS
+    value = acc * LEFT_OVER
+    if HAS_GLOBAL:
+        side = expert * 2 + (output >= (OUTPUTS + 1) // 2).to(gl.int32)
+        value = value * (gl.load(factors + side) / gl.load(divisors + side))[:, None]
+    if FIRST:
+        if WEIGHTED:
+            value = value * gl.load(weights_N + pair, mask=is_row, other=0.0).to(gl.float32)[None, :]
+    if HAS_BIAS:
+        where = bias + expert.to(gl.int64) * OUTPUTS + output
+        value += gl.load(where, mask=is_output, other=0.0).to(gl.float32)[:, None]
+    if FIRST:
+        gate, up = value.reshape([WARPS, 2, 8, NN]).permute([0, 2, 3, 1]).split()
+        value = activate(gate, up, ACTIVATION, LIMIT, ALPHA, SHIFT).reshape([WARPS * 8, NN])
+        value = gl.convert_layout(value.to(y.dtype.element_ty), STORE)
+        i = part * (WARPS * 8) + gl.arange(0, WARPS * 8, layout=gl.SliceLayout(1, STORE))
+        t = offset + gl.arange(0, NN, layout=gl.SliceLayout(0, STORE))
+        where = y + (start + t).to(gl.int64)[None, :] * y_stride + i[:, None]
+        gl.store(where, value, mask=(i < COLUMNS)[:, None] & (t < count)[None, :])
+    elif FINALIZE:
+        deliver(value, place, is_row, j, is_output, part, across, weights_N, ids_N, left, arrived, y, slots_R, y_stride,
+                EXPERTS, COLUMNS, TOP_K, HAS_SLOTS, WEIGHTED, SUMS, STORE)  # fmt: skip
+    else:
+        where = left + pair.to(gl.int64)[None, :] * COLUMNS + j[:, None]
+        gl.store(where, value.to(left.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
+
+
+@gluon.jit
+def tile_product(
+    x, slots_R, words, scales, divisors, factors, bias, weights_N, y, order_N, ids_N, left, arrived,
+    expert, block, start, count, x_stride, y_stride, across,
+    EXPERTS: gl.constexpr, INPUTS: gl.constexpr, WIDTH: gl.constexpr, COLUMNS: gl.constexpr, TOP_K: gl.constexpr,
+    KIND: gl.constexpr, SPANS: gl.constexpr, N0: gl.constexpr, N1: gl.constexpr,
+    FIRST: gl.constexpr, INTERLEAVED: gl.constexpr, HAS_SLOTS: gl.constexpr, HAS_GLOBAL: gl.constexpr,
+    HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr, FINALIZE: gl.constexpr, SUMS: gl.constexpr,
+    ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, SHIFT: gl.constexpr,
+    GROUPS: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """One tile: 16 · WARPS · GROUPS outputs × up to N0 + N1 rows."""
+    STEPS: gl.constexpr = WIDTH // 128
+    NB: gl.constexpr = 2 if N1 > 0 else 1
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    LAYOUT0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, N0, 16])
+    LAYOUT1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, N1 if N1 else N0, 16])
+    OPERAND0: gl.constexpr = gl.DotOperandLayout(0, LAYOUT0, 2)
+    OPERAND1: gl.constexpr = gl.DotOperandLayout(0, LAYOUT1, 2)
+    held = ()
+    for d in gl.static_range(AHEAD):
+        held = held + load_weights(words, scales, d, (count > 0) & (d < STEPS), GROUPS, WIDTH, SPANS, WARPS)
+    if EARLY:
+        if not FIRST:
+            depends("wait")  # the weights do not depend on the kernel before, the rows do
+    buffers = ()
+    for i in gl.static_range(2 * STAGES):
+        for b in gl.static_range(NB):
+            buffers = buffers + (
+                gl.allocate_shared_memory(
+                    gl.bfloat16, [N1 if b else N0, 64], gl.NVMMASharedLayout(128, 16, 2)
+                ),
+            )
+    pointers, columns, acc = (), (), ()
+    for b in gl.static_range(NB):
+        t = gl.arange(0, N1 if b else N0, layout=gl.SliceLayout(1, COPY))
+        line = start + gl.minimum(b * N0 + t, count - 1)
+        if FIRST:
+            line = gl.load(order_N + line)
+            line = gl.where(line < 0, ~line, line) // TOP_K
+            if HAS_SLOTS:
+                line = gl.load(slots_R + line)
+        column = gl.arange(0, 64, layout=gl.SliceLayout(0, COPY))[None, :]
+        columns = columns + (column,)
+        pointers = pointers + (x + line.to(gl.int64)[:, None] * x_stride + column,)
+    for m in gl.static_range(GROUPS):
+        for b in gl.static_range(NB):
+            acc = acc + (nothing(WARPS, N1 if b else N0),)
+    for i in gl.static_range(STAGES - 1):
+        copy_rows(buffers, pointers, columns, NB, i, i, (count > 0) & (i < STEPS), INPUTS)
+    for first in range(0, STEPS, STAGES):
+        for d in gl.static_range(STAGES):
+            step = first + d
+            early = ()
+            for m in gl.static_range(GROUPS):  # the first half is decoded while the products before still run
+                early = early + (decode(held[4 * m], held[4 * m + 2], KIND, SPANS, WARPS, OPERAND0),)
+            acc = wait_for_products(acc)
+            async_copy.wait_group(STAGES - 2)
+            hopper.fence_async_shared()
+            meet()
+            copy_rows(buffers, pointers, columns, NB, (d + STAGES - 1) % STAGES, step + STAGES - 1,
+                      step + STAGES - 1 < STEPS, INPUTS)  # fmt: skip
+            for c in gl.static_range(2):
+                after = ()
+                for m in gl.static_range(GROUPS):
+                    if c == 0:
+                        a = early[m]
+                    else:
+                        a = decode(held[4 * m + 1], held[4 * m + 3], KIND, SPANS, WARPS, OPERAND0)
+                    for b in gl.static_range(NB):
+                        ab = gl.convert_layout(a, OPERAND1, assert_trivial=True) if b else a
+                        turned = buffers[(2 * d + c) * NB + b].permute((1, 0))
+                        after = after + (hopper.warpgroup_mma(ab, turned, acc[m * NB + b], is_async=True),)
+                acc = after
+            held = held[4 * GROUPS :] + load_weights(
+                words, scales, step + AHEAD, step + AHEAD < STEPS, GROUPS, WIDTH, SPANS, WARPS
+            )
+    acc = wait_for_products(acc)
+    for m in gl.static_range(GROUPS):
+        for b in gl.static_range(NB):
+            finish_tile(
+                acc[m * NB + b], slots_R, divisors, factors, bias, weights_N, y, order_N, ids_N, left, arrived,
+                expert, block * GROUPS + m, start, count, b * N0, y_stride, across,
+                EXPERTS, COLUMNS, TOP_K, FIRST, INTERLEAVED, HAS_SLOTS, HAS_GLOBAL, HAS_BIAS, WEIGHTED, FINALIZE, SUMS,
+                ACTIVATION, LIMIT, ALPHA, SHIFT, N1 if b else N0, WARPS,
+            )  # fmt: skip
+
+
+@gluon.jit
+def packed_product(
+    x, slots_R, words, scales, divisors, factors, bias, weights_N, y, order_N, ids_N, left, arrived,
+    tiles, how_many, max_tiles, x_stride, y_stride,
+    EXPERTS: gl.constexpr, INPUTS: gl.constexpr, WIDTH: gl.constexpr, LINES: gl.constexpr, COLUMNS: gl.constexpr,
+    TOP_K: gl.constexpr, KIND: gl.constexpr, SPANS: gl.constexpr, WIDTHS: gl.constexpr,
+    FIRST: gl.constexpr, INTERLEAVED: gl.constexpr, HAS_SLOTS: gl.constexpr, HAS_GLOBAL: gl.constexpr,
+    HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr, FINALIZE: gl.constexpr, SUMS: gl.constexpr,
+    ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, SHIFT: gl.constexpr,
+    GROUPS: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """One product of all experts. The first: rows gathered, activated into `y`, sorted. The second: delivered."""
+    if EARLY:
+        if FIRST:
+            depends("wait")
+        depends("launch_dependents")
+    block, tile = gl.program_id(0), gl.program_id(1)
+    # The second product has not waited yet, but the kernel before it has: what the sort wrote is there.
+    if tile >= gl.load(how_many):
+        return
+    expert = gl.load(tiles + tile)
+    start = gl.load(tiles + max_tiles + tile)
+    count = gl.load(tiles + 2 * max_tiles + tile)
+    u0 = expert.to(gl.int64) * (LINES // 64) + block * (num_warps // 4 * GROUPS)
+    S: gl.constexpr = 128 * SPANS
+    across = gl.num_programs(0) * GROUPS
+    for v in gl.static_range(len(WIDTHS)):
+        if (count > (WIDTHS[v - 1][0] + WIDTHS[v - 1][1] if v else 0)) & (
+            count <= WIDTHS[v][0] + WIDTHS[v][1]
+        ):
+            tile_product(
+                x, slots_R, words + u0 * (WIDTH // 64 * 512), scales + u0 * (WIDTH // 128 * S), divisors, factors, bias,
+                weights_N, y, order_N, ids_N, left, arrived,
+                expert, block, start, count, x_stride, y_stride, across,
+                EXPERTS, INPUTS, WIDTH, COLUMNS, TOP_K, KIND, SPANS, WIDTHS[v][0], WIDTHS[v][1],
+                FIRST, INTERLEAVED, HAS_SLOTS, HAS_GLOBAL, HAS_BIAS, WEIGHTED, FINALIZE, SUMS,
+                ACTIVATION, LIMIT, ALPHA, SHIFT, GROUPS, AHEAD, STAGES, EARLY, num_warps,
+            )  # fmt: skip

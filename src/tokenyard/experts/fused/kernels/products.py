@@ -1,0 +1,347 @@
+"""The two products of an expert, turned: outputs × rows, so that few rows make a narrow tile and not a wasted one.
+
+    inner  = activation(W13 · x + b13)            rows gathered by index, gate and up in one tile
+    result = weight · (W2 · inner + b2)           summed over a row's experts here, in the order of its choices
+
+A tile of outputs holds gate and up of the same columns, 8 and 8 in turn, which a thread finds in its own registers.
+
+**The sum.** A row that one expert takes is written where its result belongs. A row with several leaves their results,
+by pair, in `left`: rounded to the type of the rows, not weighted yet. Then `summing` adds them up, or (`SUMS`) whoever
+comes last here: an atomic count for each row and tile of outputs says who that is.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tokenyard.experts.fused.kernels.decoding import FP8_BLOCK, load_tile
+from tokenyard.experts.fused.kernels.sorting import experts_of, unsigned
+
+SWIGLU = tl.constexpr(0)
+GELU = tl.constexpr(1)
+GELU_TANH = tl.constexpr(2)
+RELU2 = tl.constexpr(3)
+SWIGLU_CLAMPED = tl.constexpr(4)
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + e^-x)."""
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def activate(
+    gate, up, KIND: tl.constexpr, GATED: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """The activation of float32 numbers."""
+    if KIND == SWIGLU_CLAMPED:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.clamp(up, -LIMIT, LIMIT)
+        return gate * sigmoid(gate * ALPHA) * (up + SHIFT)
+    if KIND == SWIGLU:
+        value = gate * sigmoid(gate)
+    elif KIND == GELU:
+        value = gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+    elif KIND == GELU_TANH:
+        value = gate * sigmoid(1.5957691216057308 * (gate + 0.044715 * (gate * gate * gate)))
+    else:
+        value = tl.maximum(gate, 0.0) * tl.maximum(gate, 0.0)
+    if GATED:
+        value *= up
+    return value
+
+
+@triton.jit
+def block_product(
+    x, x_scales, x_line, w, w_scales, w_line,
+    x_stride, x_scale_stride, w_stride, w_scale_stride,
+    INPUTS: tl.constexpr, X_WIDTH: tl.constexpr, W_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, WEIGHTS: tl.constexpr, KIND: tl.constexpr,
+    OUT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Some outputs of an expert `[OUT]` × some rows `[TILE]`, float32. All of them exist: nothing is masked."""
+    EVEN: tl.constexpr = INPUTS % BLOCK == 0
+    # Both in e4m3: the tensor cores take them as they are.
+    NARROW: tl.constexpr = (ROWS == FP8_BLOCK) & (WEIGHTS == FP8_BLOCK) & (KIND != tl.float32)
+    BOTH_FP8: tl.constexpr = (ROWS == FP8_BLOCK) & (WEIGHTS == FP8_BLOCK)
+    acc = tl.zeros([OUT, TILE], tl.float32)
+    # Scales of blocks are loaded a step ahead: they are not part of what the compiler brings early.
+    if WEIGHTS == FP8_BLOCK:
+        w_scale = w_scales + (w_line // 128) * w_scale_stride
+        by_output = tl.load(w_scale)
+    if ROWS == FP8_BLOCK:
+        x_scale = x_scales + x_line.to(tl.int64) * x_scale_stride
+        by_row = tl.load(x_scale)
+    for first in range(0, INPUTS, BLOCK):
+        later = tl.minimum(first + BLOCK, INPUTS - 1) // 128
+        if WEIGHTS == FP8_BLOCK:
+            next_by_output = tl.load(w_scale + later)
+        if ROWS == FP8_BLOCK:
+            next_by_row = tl.load(x_scale + later)
+        a = load_tile(w, w_scales, w_line, first, W_WIDTH, w_stride, w_scale_stride,
+                      WEIGHTS, OUT, BLOCK, EVEN, KIND)  # fmt: skip
+        b = load_tile(x, x_scales, x_line, first, X_WIDTH, x_stride, x_scale_stride,
+                      ROWS, TILE, BLOCK, EVEN, KIND)  # fmt: skip
+        if ROWS == FP8_BLOCK:
+            if not BOTH_FP8:
+                b = b.to(tl.float32) * by_row[:, None]
+        if not NARROW:
+            a, b = a.to(KIND), b.to(KIND)
+        if WEIGHTS == FP8_BLOCK:
+            if KIND == tl.float32:
+                part = tl.dot(a, tl.trans(b), input_precision="ieee")
+            else:
+                part = tl.dot(a, tl.trans(b))
+            if BOTH_FP8:
+                acc += part * (by_output[:, None] * by_row[None, :])
+            else:
+                acc += part * by_output[:, None]
+            by_output = next_by_output
+        elif KIND == tl.float32:
+            acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(a, tl.trans(b), acc)
+        if ROWS == FP8_BLOCK:
+            by_row = next_by_row
+    return acc
+
+
+@triton.jit
+def global_scale(divisors, factors, expert, output, OUTPUTS: tl.constexpr):
+    """What the products of some outputs are multiplied with: the two halves of a matrix have their own."""
+    half = expert * 2 + (output >= (OUTPUTS + 1) // 2).to(tl.int64)
+    return tl.load(factors + half) / tl.load(divisors + half)
+
+
+@triton.jit
+def inner_tile(
+    x, x_scales, x_globals, slots_R, w13, w13_scales, w13_global, w13_factor, b13, weights_N, inner,
+    order_N, expert, start, count, column,
+    x_stride, x_scale_stride, x_global_stride,
+    H: tl.constexpr, I: tl.constexpr, X_WIDTH: tl.constexpr, W_WIDTH: tl.constexpr, W_SCALE_WIDTH: tl.constexpr,
+    W_STRIDE: tl.constexpr, TOP_K: tl.constexpr,
+    ROWS: tl.constexpr, WEIGHTS: tl.constexpr, KIND: tl.constexpr, HAS_SLOTS: tl.constexpr, X_GLOBAL: tl.constexpr,
+    HAS_GLOBAL: tl.constexpr, HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr,
+    OUT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One tile of the first product, activated, into `inner` at the places of `order_N`."""
+    t = tl.arange(0, TILE)
+    is_row = t < count
+    place = start + tl.minimum(t, count - 1)  # behind the last row it is computed again, and not stored
+    pair = unsigned(tl.load(order_N + place))
+    line = pair // TOP_K
+    if HAS_SLOTS:
+        line = tl.load(slots_R + line)
+    j = tl.arange(0, OUT)
+    if GATED:
+        COLUMNS: tl.constexpr = OUT // 2
+        i = tl.minimum(column * COLUMNS + (j // 16) * 8 + j % 8, I - 1)
+        half = (j // 8) % 2
+        if INTERLEAVED:
+            output = 2 * i + half
+        else:
+            output = half * I + i
+        OUTPUTS: tl.constexpr = 2 * I
+    else:
+        COLUMNS: tl.constexpr = OUT
+        i = tl.minimum(column * OUT + j, I - 1)
+        output = i
+        OUTPUTS: tl.constexpr = I
+    expert = expert.to(tl.int64)
+    SCALE_LINES: tl.constexpr = (OUTPUTS + 127) // 128 if WEIGHTS == FP8_BLOCK else OUTPUTS
+    acc = block_product(
+        x, x_scales, line,
+        w13 + expert * (OUTPUTS * W_STRIDE), w13_scales + expert * (SCALE_LINES * W_SCALE_WIDTH), output,
+        x_stride, x_scale_stride, W_STRIDE, W_SCALE_WIDTH,
+        H, X_WIDTH, W_WIDTH, ROWS, WEIGHTS, KIND, OUT, TILE, BLOCK,
+    )  # fmt: skip
+    if HAS_GLOBAL:
+        acc *= global_scale(w13_global, w13_factor, expert, output, OUTPUTS)[:, None]
+    if X_GLOBAL:
+        acc = acc / tl.load(x_globals + line.to(tl.int64) * x_global_stride)[None, :]
+    if WEIGHTED:
+        acc *= tl.load(weights_N + pair).to(tl.float32)[None, :]
+    if HAS_BIAS:
+        acc += tl.load(b13 + expert * OUTPUTS + output).to(tl.float32)[:, None]
+    if GATED:
+        both = tl.permute(tl.reshape(acc, [OUT // 16, 2, 8, TILE]), [0, 2, 3, 1])
+        gate, up = tl.split(both)
+        value = activate(gate, up, ACTIVATION, True, LIMIT, ALPHA, SHIFT)
+        value = tl.reshape(value, [COLUMNS, TILE])
+    else:
+        value = activate(acc, acc, ACTIVATION, False, LIMIT, ALPHA, SHIFT)
+    c = column * COLUMNS + tl.arange(0, COLUMNS)
+    where = inner + place.to(tl.int64)[None, :] * I + c[:, None]
+    tl.store(where, value.to(inner.dtype.element_ty), mask=(c < I)[:, None] & is_row[None, :])
+
+
+@triton.jit
+def inner_product(
+    x, x_scales, x_globals, slots_R, w13, w13_scales, w13_global, w13_factor, b13, weights_N, inner,
+    order_N, tiles, how_many, max_tiles, x_stride, x_scale_stride, x_global_stride,
+    H: tl.constexpr, I: tl.constexpr, X_WIDTH: tl.constexpr, W_WIDTH: tl.constexpr, W_SCALE_WIDTH: tl.constexpr,
+    W_STRIDE: tl.constexpr, TOP_K: tl.constexpr,
+    ROWS: tl.constexpr, WEIGHTS: tl.constexpr, KIND: tl.constexpr, HAS_SLOTS: tl.constexpr, X_GLOBAL: tl.constexpr,
+    HAS_GLOBAL: tl.constexpr, HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr,
+    OUT: tl.constexpr, TILE: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The first product of all experts: every block takes tiles in turn."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    COLUMNS: tl.constexpr = OUT // 2 if GATED else OUT
+    ACROSS: tl.constexpr = (I + COLUMNS - 1) // COLUMNS
+    total = tl.load(how_many) * ACROSS
+    for item in range(tl.program_id(0), total, tl.num_programs(0)):
+        tile, column = item // ACROSS, item % ACROSS
+        expert, start = tl.load(tiles + tile), tl.load(tiles + max_tiles + tile)
+        count = tl.load(tiles + 2 * max_tiles + tile)
+        if (TAIL > 0) & (count <= TAIL):
+            inner_tile(
+                x, x_scales, x_globals, slots_R, w13, w13_scales, w13_global, w13_factor, b13, weights_N, inner,
+                order_N, expert, start, count, column,
+                x_stride, x_scale_stride, x_global_stride,
+                H, I, X_WIDTH, W_WIDTH, W_SCALE_WIDTH, W_STRIDE, TOP_K,
+                ROWS, WEIGHTS, KIND, HAS_SLOTS, X_GLOBAL, HAS_GLOBAL, HAS_BIAS, WEIGHTED,
+                ACTIVATION, GATED, INTERLEAVED, LIMIT, ALPHA, SHIFT, OUT, TAIL if TAIL > 0 else TILE, BLOCK,
+            )  # fmt: skip
+        else:
+            inner_tile(
+                x, x_scales, x_globals, slots_R, w13, w13_scales, w13_global, w13_factor, b13, weights_N, inner,
+                order_N, expert, start, count, column,
+                x_stride, x_scale_stride, x_global_stride,
+                H, I, X_WIDTH, W_WIDTH, W_SCALE_WIDTH, W_STRIDE, TOP_K,
+                ROWS, WEIGHTS, KIND, HAS_SLOTS, X_GLOBAL, HAS_GLOBAL, HAS_BIAS, WEIGHTED,
+                ACTIVATION, GATED, INTERLEAVED, LIMIT, ALPHA, SHIFT, OUT, TILE, BLOCK,
+            )  # fmt: skip
+
+
+@triton.jit
+def deliver(
+    value, place, is_row, n, is_output, column, across,
+    weights_N, ids_N, left, arrived, out, out_slots_R, out_stride,
+    H: tl.constexpr, TOP_K: tl.constexpr, HAS_OUT_SLOTS: tl.constexpr, WEIGHTED: tl.constexpr, SUMS: tl.constexpr,
+    OUT: tl.constexpr, TILE: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """Results `[OUT, TILE]`: alone in their row, weighted, into `out`; else into `left`, and into their row's sum."""
+    pair = unsigned(place)
+    row = pair // TOP_K
+    value = value.to(left.dtype.element_ty)
+    shared = is_row & (place < 0)
+    where = left + pair.to(tl.int64)[None, :] * H + n[:, None]
+    tl.store(where, value, mask=is_output[:, None] & shared[None, :])
+    line = row
+    if HAS_OUT_SLOTS:
+        line = tl.load(out_slots_R + row, mask=is_row, other=0)
+    home = out + line.to(tl.int64)[None, :] * out_stride + n[:, None]
+    alone = is_row & (place >= 0)
+    weighted = value.to(tl.float32)
+    if WEIGHTED:
+        weighted *= tl.load(weights_N + pair, mask=is_row, other=0.0).to(tl.float32)[None, :]
+    tl.store(home, weighted.to(out.dtype.element_ty), mask=is_output[:, None] & alone[None, :])
+    if SUMS:
+        if tl.max(shared.to(tl.int32), axis=0) > 0:
+            expected = experts_of(ids_N, row, shared, EXPERTS, TOP_K)
+            tl.debug_barrier()
+            count = arrived + row * across + column
+            earlier = tl.atomic_add(count, 1, mask=shared, sem="acq_rel", scope="gpu")
+            last = shared & (earlier == expected - 1)
+            tl.debug_barrier()
+            if tl.max(last.to(tl.int32), axis=0) > 0:
+                total = tl.zeros([OUT, TILE], tl.float32)
+                for choice in range(TOP_K):
+                    other = row * TOP_K + choice
+                    expert = tl.load(ids_N + other, mask=last, other=-1)
+                    there = last & (expert >= 0) & (expert < EXPERTS)
+                    where = left + other.to(tl.int64)[None, :] * H + n[:, None]
+                    found = tl.load(where, mask=is_output[:, None] & there[None, :], other=0.0).to(tl.float32)
+                    if WEIGHTED:
+                        found *= tl.load(weights_N + other, mask=there, other=0.0).to(tl.float32)[None, :]
+                    total += found
+                tl.store(home, total.to(out.dtype.element_ty), mask=is_output[:, None] & last[None, :])
+
+
+@triton.jit
+def result_tile(
+    inner, w2, w2_scales, w2_global, w2_factor, b2, weights_N, ids_N, left, arrived, out, out_slots_R, out_stride,
+    order_N, expert, start, count, column, across,
+    H: tl.constexpr, I: tl.constexpr, W_WIDTH: tl.constexpr, W_SCALE_WIDTH: tl.constexpr,
+    W_STRIDE: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
+    WEIGHTS: tl.constexpr, KIND: tl.constexpr, HAS_OUT_SLOTS: tl.constexpr, HAS_GLOBAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr, FINALIZE: tl.constexpr, SUMS: tl.constexpr,
+    OUT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One tile of the second product, delivered."""
+    t = tl.arange(0, TILE)
+    is_row = t < count
+    place = start + tl.minimum(t, count - 1)
+    n = column * OUT + tl.arange(0, OUT)
+    is_output = n < H
+    output = tl.minimum(n, H - 1)
+    expert = expert.to(tl.int64)
+    SCALE_LINES: tl.constexpr = (H + 127) // 128 if WEIGHTS == FP8_BLOCK else H
+    acc = block_product(
+        inner, inner, place,
+        w2 + expert * (H * W_STRIDE), w2_scales + expert * (SCALE_LINES * W_SCALE_WIDTH), output,
+        I, 1, W_STRIDE, W_SCALE_WIDTH,
+        I, I, W_WIDTH, 0, WEIGHTS, KIND, OUT, TILE, BLOCK,
+    )  # fmt: skip
+    if HAS_GLOBAL:
+        acc *= global_scale(w2_global, w2_factor, expert, output, H)[:, None]
+    if HAS_BIAS:
+        acc += tl.load(b2 + expert * H + output).to(tl.float32)[:, None]
+    place = tl.load(order_N + place)
+    if FINALIZE:
+        deliver(
+            acc, place, is_row, n, is_output, column, across,
+            weights_N, ids_N, left, arrived, out, out_slots_R, out_stride,
+            H, TOP_K, HAS_OUT_SLOTS, WEIGHTED, SUMS, OUT, TILE, EXPERTS,
+        )  # fmt: skip
+    else:
+        where = left + unsigned(place).to(tl.int64)[None, :] * H + n[:, None]
+        tl.store(where, acc.to(left.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
+
+
+@triton.jit
+def result_product(
+    inner, w2, w2_scales, w2_global, w2_factor, b2, weights_N, ids_N, left, arrived, out, out_slots_R, out_stride,
+    order_N, tiles, how_many, max_tiles,
+    H: tl.constexpr, I: tl.constexpr, W_WIDTH: tl.constexpr, W_SCALE_WIDTH: tl.constexpr,
+    W_STRIDE: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
+    WEIGHTS: tl.constexpr, KIND: tl.constexpr, HAS_OUT_SLOTS: tl.constexpr, HAS_GLOBAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr, FINALIZE: tl.constexpr, SUMS: tl.constexpr,
+    OUT: tl.constexpr, TILE: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The second product of all experts: every block takes tiles in turn."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    ACROSS: tl.constexpr = (H + OUT - 1) // OUT
+    total = tl.load(how_many) * ACROSS
+    for item in range(tl.program_id(0), total, tl.num_programs(0)):
+        tile, column = item // ACROSS, item % ACROSS
+        expert, start = tl.load(tiles + tile), tl.load(tiles + max_tiles + tile)
+        count = tl.load(tiles + 2 * max_tiles + tile)
+        if (TAIL > 0) & (count <= TAIL):
+            result_tile(
+                inner, w2, w2_scales, w2_global, w2_factor, b2, weights_N, ids_N,
+                left, arrived, out, out_slots_R, out_stride, order_N, expert, start, count, column, ACROSS,
+                H, I, W_WIDTH, W_SCALE_WIDTH, W_STRIDE, TOP_K, EXPERTS,
+                WEIGHTS, KIND, HAS_OUT_SLOTS, HAS_GLOBAL, HAS_BIAS, WEIGHTED, FINALIZE, SUMS,
+                OUT, TAIL if TAIL > 0 else TILE, BLOCK,
+            )  # fmt: skip
+        else:
+            result_tile(
+                inner, w2, w2_scales, w2_global, w2_factor, b2, weights_N, ids_N,
+                left, arrived, out, out_slots_R, out_stride, order_N, expert, start, count, column, ACROSS,
+                H, I, W_WIDTH, W_SCALE_WIDTH, W_STRIDE, TOP_K, EXPERTS,
+                WEIGHTS, KIND, HAS_OUT_SLOTS, HAS_GLOBAL, HAS_BIAS, WEIGHTED, FINALIZE, SUMS, OUT, TILE, BLOCK,
+            )  # fmt: skip

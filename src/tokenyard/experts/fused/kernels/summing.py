@@ -1,0 +1,47 @@
+"""The sum of a row's experts, from the results that the second product left by pair.
+
+A row that one expert takes has its result already. In short batches the block that computes the last of a row's
+results adds them up (`products`, `packed`); in long ones that would keep the tensor cores waiting, and a kernel of its
+own does.
+Both add `weight · result` in float32, in the order of the choices, from zero: the same bits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def sum_rows(
+    left, weights_N, ids_N, out, out_slots_R, num_rows, out_stride,
+    H: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, EXPERTS: tl.constexpr,
+    HAS_OUT_SLOTS: tl.constexpr, WEIGHTED: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Sum the rows that several experts take: every block takes parts of rows in turn."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    ACROSS: tl.constexpr = (H + COLUMNS - 1) // COLUMNS
+    k = tl.arange(0, CHOICES)
+    for item in range(tl.program_id(0), num_rows * ACROSS, tl.num_programs(0)):
+        row = tl.zeros([], tl.int64) + item // ACROSS
+        ids = tl.load(ids_N + row * TOP_K + k, mask=k < TOP_K, other=-1)
+        if tl.sum(((ids >= 0) & (ids < EXPERTS)).to(tl.int32)) > 1:
+            column = item % ACROSS * COLUMNS + tl.arange(0, COLUMNS)
+            is_column = column < H
+            total = tl.zeros([COLUMNS], tl.float32)
+            for choice in tl.static_range(TOP_K):  # all of them are loaded at once
+                pair = row * TOP_K + choice
+                expert = tl.load(ids_N + pair)
+                there = is_column & (expert >= 0) & (expert < EXPERTS)
+                found = tl.load(left + pair * H + column, mask=there, other=0.0).to(tl.float32)
+                if WEIGHTED:
+                    weight = tl.load(weights_N + pair).to(tl.float32)
+                    found *= tl.where((expert >= 0) & (expert < EXPERTS), weight, 0.0)
+                total += found
+            line = row
+            if HAS_OUT_SLOTS:
+                line = tl.load(out_slots_R + row).to(tl.int64)
+            tl.store(out + line * out_stride + column, total.to(out.dtype.element_ty), mask=is_column)

@@ -1,0 +1,209 @@
+"""Four-bit weights in the order in which Hopper's tensor cores take them.
+
+The weights are the register operand of `wgmma`: 64 outputs × 16 inputs, of which thread t = 32 w + 4 g + c of 128
+holds outputs 16 w + g and 16 w + g + 8 at inputs 2 c, 2 c + 1, 2 c + 8 and 2 c + 9: eight weights, one word. So a
+matrix is held as
+
+    words   [outputs / 64, inputs / 64, 128 threads, 4 words]    16 bytes a thread, for 64 inputs
+    scales  [outputs / 64, inputs / 128, 32 (w, g), spans, 2]    bf16: of outputs g and g + 8, for 128 inputs
+
+and a thread decodes the words it has loaded in place: no shuffle, no shared memory. Gate and up rows take turns, 8 and
+8, so that a thread finds the up of its gate in its own registers. Outputs are padded to 64, inputs to 128, with zeros.
+
+**Bits.** A 16-bit half of a word holds 4 weights, and those of both halves (neighboring inputs) are decoded together.
+A signed integer stands as value + 8 in one nibble: with all else masked it is the bf16 number n · 2^-133 (n · 2^-129
+from the next nibble), since subnormal numbers are linear. An e2m1 code stands with its sign in bit 15 and its magnitude
+in bits 8 to 6 of the half, or will after one shift: as a bf16 number that is its value · 2^-126. Scales are held times
+the power of two that makes up for it, up to the factor LEFT_OVER, which the sum is multiplied with in the end.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tokenyard.formats import QuantizedMatrix, weight_format
+
+OUTPUTS, INPUTS = 64, 128  # what matrices are padded to
+LEFT_OVER = 2.0**21
+
+# Where the four bits of a weight stand in their half of a word, from its sign to its last bit, for each of the four:
+# (input + 8?) · 2 + (output + 8?).
+INT4_BITS = ((3, 2, 1, 0), (7, 6, 5, 4), (11, 10, 9, 8), (15, 14, 13, 12))
+E2M1_BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 11, 10, 13))
+# The scales of integers, by output g and g + 8; e2m1 needs the same for both.
+INT4_POWERS, E2M1_POWER = (112, 108), 105
+# The largest scale that can be held.
+LARGEST_SCALE = {"mxint4": 2.0**12, "mxfp4": 2.0**20, "nvfp4": 2.0**20}
+
+# Which half of a word, input + 8 or not, output + 8 or not.
+_PLACES = tuple(itertools.product(range(2), repeat=3))
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """Matrices `[L, N, D]` of a 4-bit format, packed."""
+
+    format: str
+    shape: tuple[int, ...]
+    gated: bool
+    interleaved: bool
+    words: Tensor
+    scales: Tensor
+    global_scale: Tensor | None
+    global_factor: Tensor | None
+
+
+def padded(size: int, multiple: int) -> int:
+    """`size` rounded up.
+
+    >>> padded(2880, INPUTS)
+    2944
+    """
+    return -(-size // multiple) * multiple
+
+
+def output_order(outputs: int, *, gated: bool, interleaved: bool) -> Tensor:
+    """Which output stands in each line of a packed matrix; -1 in the pad.
+
+    >>> output_order(32, gated=True, interleaved=False)[:20].tolist()
+    [0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23, 8, 9, 10, 11]
+    """
+    lines = torch.arange(padded(outputs, OUTPUTS))
+    if not gated:
+        return torch.where(lines < outputs, lines, -1)
+    column, half, columns = lines // 16 * 8 + lines % 8, lines // 8 % 2, outputs // 2
+    output = 2 * column + half if interleaved else half * columns + column
+    return torch.where(column < columns, output, -1)
+
+
+def can_pack(matrix: QuantizedMatrix) -> bool:
+    """Whether every scale is one that can be held: those of real weights are."""
+    largest = LARGEST_SCALE[matrix.format.name]
+    return bool((_scales_of(matrix) <= largest).all())
+
+
+def pack(matrix: QuantizedMatrix, *, gated: bool, interleaved: bool) -> PackedMatrix:
+    """Matrices `[L, N, D]` in packed order, matrix by matrix."""
+    experts, outputs, inputs = matrix.shape
+    lines, width = padded(outputs, OUTPUTS), padded(inputs, INPUTS)
+    span, device = matrix.format.block, matrix.device
+    order = output_order(outputs, gated=gated, interleaved=interleaved).to(device)
+    spare = 4 * OUTPUTS  # a block of outputs may reach behind the last matrix
+    words = torch.zeros((experts * lines + spare) * width // 8, dtype=torch.int32, device=device)
+    scales = torch.zeros((experts * lines + spare) * width // span, dtype=torch.bfloat16, device=device)
+    for expert in range(experts):
+        one = matrix[expert]
+        at = slice(expert * lines * width // 8, (expert + 1) * lines * width // 8)
+        words[at] = _words(one, order, width)
+        at = slice(expert * lines * width // span, (expert + 1) * lines * width // span)
+        scales[at] = _held_scales(one, order, width)
+    return PackedMatrix(
+        matrix.format.name,
+        matrix.shape,
+        gated,
+        interleaved,
+        words,
+        scales,
+        matrix.payloads.get("global_scale"),
+        matrix.payloads.get("global_factor"),
+    )
+
+
+def unpack(packed: PackedMatrix) -> dict[str, Tensor]:
+    """The payloads `data` and `scales` that a packed matrix was made of."""
+    experts, outputs, inputs = packed.shape
+    format = weight_format(packed.format)
+    lines, width, span = padded(outputs, OUTPUTS), padded(inputs, INPUTS), format.block
+    order = output_order(outputs, gated=packed.gated, interleaved=packed.interleaved).to(packed.words.device)
+    declared = format.payloads(outputs, inputs)
+    found = {
+        name: torch.empty(
+            experts, *declared[name].shape, dtype=declared[name].dtype, device=packed.words.device
+        )
+        for name in ("data", "scales")
+    }
+    real = order >= 0
+    for expert in range(experts):
+        at = slice(expert * lines * width // 8, (expert + 1) * lines * width // 8)
+        codes = torch.empty(outputs, width, dtype=torch.uint8, device=packed.words.device)
+        codes[order[real]] = _codes(packed.words[at], packed.format, width)[real]
+        codes = codes[:, : 2 * declared["data"].shape[1]]
+        found["data"][expert] = codes[:, 0::2] | codes[:, 1::2] << 4
+        at = slice(expert * lines * width // span, (expert + 1) * lines * width // span)
+        held = packed.scales[at].view(-1, width // INPUTS, 4, 8, INPUTS // span, 2).permute(0, 2, 5, 3, 1, 4)
+        scales = (held.double() / _factor(packed.format, held.device)[:, None, None, None]).reshape(lines, -1)
+        by_output = torch.empty(outputs, scales.shape[1], dtype=torch.float64, device=scales.device)
+        by_output[order[real]] = scales[real]
+        by_output = by_output[:, : declared["scales"].shape[1]]
+        if packed.format == "mxfp4":
+            found["scales"][expert] = (by_output.log2() + 127).to(torch.uint8)
+        else:
+            found["scales"][expert] = by_output.to(found["scales"].dtype)
+    return found
+
+
+def _bit_places(format: str, kh: int, h: int) -> tuple[int, ...]:
+    return (INT4_BITS if format == "mxint4" else E2M1_BITS)[2 * kh + h]
+
+
+def _codes(words: Tensor, format: str, width: int) -> Tensor:
+    """The codes of one matrix, line by line."""
+    w = words.view(-1, width // 64, 4, 8, 4, 4).to(torch.int64)
+    n = w.new_empty(*w.shape, 2, 2, 2)
+    for half, kh, h in _PLACES:
+        places = _bit_places(format, kh, h)
+        code = sum((w >> (place + 16 * half) & 1) << (3 - nth) for nth, place in enumerate(places))
+        n[..., half, kh, h] = code ^ 8 if format == "mxint4" else code
+    n = n.permute(0, 2, 8, 3, 1, 5, 7, 4, 6)
+    return n.reshape(-1, width).to(torch.uint8)
+
+
+def _words(matrix: QuantizedMatrix, order: Tensor, width: int) -> Tensor:
+    byte = matrix.payloads["data"]
+    codes = torch.stack([byte & 15, byte >> 4], -1).flatten(-2).to(torch.int64)
+    is_integer = matrix.format.name == "mxint4"
+    if is_integer:
+        codes = codes ^ 8
+    nothing = 8 if is_integer else 0
+    held = torch.full((len(order), width), nothing, dtype=torch.int64, device=byte.device)
+    real = order >= 0
+    held[real, : codes.shape[1]] = codes[order[real]]
+    # u w h g | chunk q kh c kl: block, warp, output + 8?, output; 64 inputs, 16, input + 8?, pair, which of the two
+    n = held.view(-1, 4, 2, 8, width // 64, 4, 2, 4, 2)
+    # u chunk w g c q | kl kh h
+    n = n.permute(0, 4, 1, 3, 7, 5, 8, 6, 2)
+    bits = torch.zeros_like(n)
+    for half, kh, h in _PLACES:
+        for nth, place in enumerate(_bit_places(matrix.format.name, kh, h)):
+            bits[..., half, kh, h] |= (n[..., half, kh, h] >> (3 - nth) & 1) << (place + 16 * half)
+    return bits.sum((-1, -2, -3)).to(torch.int32).flatten()
+
+
+def _scales_of(matrix: QuantizedMatrix) -> Tensor:
+    """The scales of all spans as float32, without the global one."""
+    scales = matrix.payloads["scales"]
+    if matrix.format.name != "mxfp4":
+        return scales.float()
+    byte = scales.to(torch.int32)
+    found = torch.where(byte == 0, 0x00400000, byte << 23).view(torch.float32)
+    return torch.where(byte == 255, torch.nan, found)
+
+
+def _held_scales(matrix: QuantizedMatrix, order: Tensor, width: int) -> Tensor:
+    found, span = _scales_of(matrix), matrix.format.block
+    held = found.new_zeros(len(order), width // span)
+    real = order >= 0
+    held[real, : found.shape[1]] = found[order[real]]
+    # u w h g | step span  →  u step w g span h
+    held = held.view(-1, 4, 2, 8, width // INPUTS, INPUTS // span).permute(0, 4, 1, 3, 5, 2)
+    return (held.double() * _factor(matrix.format.name, found.device)).to(torch.bfloat16).flatten()
+
+
+def _factor(format: str, device: torch.device) -> Tensor:
+    """What the scales of outputs g and g + 8 are held times."""
+    powers = INT4_POWERS if format == "mxint4" else (E2M1_POWER, E2M1_POWER)
+    return torch.tensor([2.0**power for power in powers], dtype=torch.float64, device=device)

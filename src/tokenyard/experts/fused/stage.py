@@ -1,0 +1,319 @@
+"""Launching the kernels: what rows, weights and routes mean to them.
+
+Nothing here reads a value from the device, and nothing is compiled for a number of rows: a batch of another size
+launches the same kernels, on other grids, or kernels of another cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenyard.experts.base import ExpertsSpec, ExpertWeights
+from tokenyard.experts.fused import packing
+from tokenyard.experts.fused.cuts import Cut, Cuts, PackedCut
+from tokenyard.experts.fused.kernels import decoding, products, sorting, summing
+from tokenyard.experts.fused.packing import PackedMatrix
+from tokenyard.formats import QuantizedMatrix
+from tokenyard.formats.base import EncodedRows
+
+# Pairs of a chunk, and chunks up to which every block counts all of them by itself.
+CHUNK = 1024
+# Blocks that share the chunks of an expert, where there are many.
+PARTS = 16
+
+_FORMATS = {
+    "fp8_block128": decoding.FP8_BLOCK,
+    "mxfp8": decoding.MXFP8,
+    "nvfp4": decoding.NVFP4,
+    "mxfp4": decoding.MXFP4,
+    "mxint4": decoding.MXINT4,
+}
+_ACTIVATIONS = {
+    "swiglu": products.SWIGLU,
+    "gelu": products.GELU,
+    "gelu_tanh": products.GELU_TANH,
+    "relu2": products.RELU2,
+    "swiglu_clamped": products.SWIGLU_CLAMPED,
+}
+_KINDS = {"fp16": tl.float16, "fp32": tl.float32}
+
+
+class Matrices(NamedTuple):
+    """The matrices of one product as the kernels take them."""
+
+    format: Any
+    data: Tensor
+    scales: Tensor
+    global_scale: Tensor
+    global_factor: Tensor
+    stride: int  # elements of a line of `data`
+    width: int  # inputs, with the pad
+    scale_width: int
+    has_global: bool
+
+    @classmethod
+    def of(cls, matrix: Tensor | QuantizedMatrix) -> Matrices:
+        """Plain matrices, or those of a format."""
+        if isinstance(matrix, Tensor):
+            width = matrix.shape[-1]
+            return cls(decoding.PLAIN, matrix, matrix, matrix, matrix, width, width, 1, False)
+        data, scales = matrix.payloads["data"], matrix.payloads["scales"]
+        has_global = "global_scale" in matrix.payloads
+        format, stride = matrix.format, data.shape[-1]
+        width = stride if format.name == "fp8_block128" else format.padded_size(matrix.shape[-1])
+        return cls(
+            _FORMATS[format.name],
+            data,
+            scales,
+            matrix.payloads.get("global_scale", data),
+            matrix.payloads.get("global_factor", data),
+            stride,
+            width,
+            scales.shape[-1],
+            has_global,
+        )
+
+
+class Rows(NamedTuple):
+    """Rows as the kernels take them."""
+
+    format: Any
+    data: Tensor
+    scales: Tensor
+    globals: Tensor
+    width: int
+    has_globals: bool
+    global_stride: int
+
+    @classmethod
+    def of(cls, rows: EncodedRows) -> Rows:
+        """Rows in a format, with linear scales."""
+        payloads = rows.payloads
+        data = payloads["data"]
+        if not rows.format.quantized:
+            return cls(decoding.PLAIN, data, data, data, data.shape[1], False, 0)
+        width = rows.format.padded_size(rows.hidden_size)
+        scales = payloads["scales"]
+        if rows.format.name != "nvfp4":
+            return cls(_FORMATS[rows.format.name], data, scales, data, width, False, 0)
+        g = payloads.get("global_scale")
+        stride = 0 if g is None else g.stride(0)
+        if g is None:
+            g = torch.full((1,), rows.format.global_scale, device=data.device)  # type: ignore[attr-defined]
+        return cls(decoding.NVFP4, data, scales, g, width, True, stride)
+
+
+@dataclass(frozen=True)
+class SortedOnDevice:
+    """The pairs of a batch by expert, and their tiles, on the device."""
+
+    order_N: Tensor
+    tiles: Tensor
+    how_many: Tensor
+    max_tiles: int
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Launches go to the tensor's GPU. (The interpreter has none.)"""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def sort_on_device(
+    ids_RK: Tensor, arrived: Tensor, experts: int, tile: int, *, early: bool
+) -> SortedOnDevice:
+    """Sort the pairs of a batch by expert and cut them into tiles, without looking at them; zero `arrived`."""
+    pairs, device = ids_RK.numel(), ids_RK.device
+    bins, chunks = triton.next_power_of_2(experts + 1), triton.cdiv(pairs, CHUNK)
+    max_tiles = min(pairs, pairs // tile + experts)
+    order_N = torch.empty(pairs, dtype=torch.int32, device=device)
+    tiles = torch.empty(3 * max_tiles + 1, dtype=torch.int32, device=device)
+    how_many = tiles[3 * max_tiles :]
+    counted = chunks > 1
+    counts = order_N
+    launch = {"launch_pdl": True} if early else {}
+    if counted:
+        counts = torch.empty(chunks, bins, dtype=torch.int32, device=device)
+        sorting.count_chunks[(chunks,)](
+            ids_RK, counts, pairs, experts, bins, CHUNK, early, num_warps=4, **launch
+        )
+    parts = min(PARTS, chunks)
+    sorting.sort_pairs[(experts, parts)](
+        ids_RK, counts, order_N, tiles, how_many, arrived, pairs, max_tiles, arrived.numel(),
+        experts, bins, CHUNK, parts, tile, ids_RK.shape[1], counted, early, num_warps=4, **launch,
+    )  # fmt: skip
+    return SortedOnDevice(order_N, tiles, how_many, max_tiles)
+
+
+def product_kind(weights: str, device: torch.device) -> Any:
+    """The type in which numbers are multiplied. (The interpreter knows float32 alone.)"""
+    return tl.float32 if device.type == "cpu" else _KINDS.get(weights, tl.bfloat16)
+
+
+def blocks_for(items: int, device: torch.device) -> int:
+    """How many blocks to launch for at most so many items: one each, or some that take them in turn."""
+    if device.type == "cpu":
+        return max(1, min(items, 4))
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, min(items, processors * 16))
+
+
+class Launch(NamedTuple):
+    """What both products share in one call."""
+
+    spec: ExpertsSpec
+    cuts: Cuts
+    sorted: SortedOnDevice
+    weights_RK: Tensor
+    early: bool
+
+    @property
+    def options(self) -> Mapping[str, bool]:
+        """How a kernel is launched that may start before its predecessor has ended."""
+        return {"launch_pdl": True} if self.early else {}
+
+
+def launch_inner(
+    call: Launch, rows: EncodedRows, slots_R: Tensor | None, weights: ExpertWeights, inner: Tensor
+) -> None:
+    """`inner = activation(W13 · x + b13)` for all pairs, in the order of `order_N`."""
+    spec, cut, act = call.spec, call.cuts.inner, call.spec.activation
+    assert isinstance(cut, Cut)
+    x, w = Rows.of(rows), Matrices.of(weights.w13)
+    constants = dict(act.parameters)
+    columns = cut.out // 2 if act.gated else cut.out
+    items = call.sorted.max_tiles * triton.cdiv(spec.intermediate_size, columns)
+    nothing = call.sorted.order_N
+    products.inner_product[(blocks_for(items, inner.device),)](
+        x.data, x.scales, x.globals, nothing if slots_R is None else slots_R,
+        w.data, w.scales, w.global_scale, w.global_factor, nothing if weights.b13 is None else weights.b13,
+        call.weights_RK, inner, call.sorted.order_N, call.sorted.tiles, call.sorted.how_many, call.sorted.max_tiles,
+        x.data.stride(0), x.scales.stride(0), x.global_stride,
+        H=spec.hidden_size, I=spec.intermediate_size, X_WIDTH=x.width, W_WIDTH=w.width, W_SCALE_WIDTH=w.scale_width,
+        W_STRIDE=w.stride, TOP_K=spec.top_k,
+        ROWS=x.format, WEIGHTS=w.format, KIND=product_kind(spec.weights, inner.device),
+        HAS_SLOTS=slots_R is not None, X_GLOBAL=x.has_globals, HAS_GLOBAL=w.has_global,
+        HAS_BIAS=weights.b13 is not None, WEIGHTED=spec.weight_on == "input",
+        ACTIVATION=_ACTIVATIONS[act.name], GATED=act.gated, INTERLEAVED=act.interleaved,
+        LIMIT=constants.get("limit", 0.0), ALPHA=constants.get("alpha", 0.0), SHIFT=constants.get("up_shift", 0.0),
+        OUT=cut.out, TILE=cut.tile, TAIL=cut.tail, BLOCK=cut.block, EARLY=call.early,
+        num_warps=cut.warps, num_stages=cut.stages, **call.options,
+    )  # fmt: skip
+
+
+class Destination(NamedTuple):
+    """Where results go: rows `[S, H]`, the slot of each received row, and what sums are made of."""
+
+    out: Tensor
+    slots_R: Tensor | None
+    left: Tensor  # results by pair
+    arrived: Tensor  # counts; empty where a kernel of its own makes the sums
+
+
+def launch_result(
+    call: Launch, ids_RK: Tensor, weights: ExpertWeights, inner: Tensor, to: Destination, *, finalize: bool
+) -> None:
+    """`W2 · inner + b2`: weighted and summed into `to.out`, or as it is into `to.left`, by pair."""
+    spec, cut = call.spec, call.cuts.result
+    assert isinstance(cut, Cut)
+    w, nothing = Matrices.of(weights.w2), call.sorted.order_N
+    items = call.sorted.max_tiles * triton.cdiv(spec.hidden_size, cut.out)
+    products.result_product[(blocks_for(items, inner.device),)](
+        inner, w.data, w.scales, w.global_scale, w.global_factor, nothing if weights.b2 is None else weights.b2,
+        call.weights_RK, ids_RK, to.left, to.arrived, to.out, nothing if to.slots_R is None else to.slots_R,
+        to.out.stride(0), call.sorted.order_N, call.sorted.tiles, call.sorted.how_many, call.sorted.max_tiles,
+        H=spec.hidden_size, I=spec.intermediate_size, W_WIDTH=w.width, W_SCALE_WIDTH=w.scale_width,
+        W_STRIDE=w.stride, TOP_K=spec.top_k, EXPERTS=spec.num_local_experts,
+        WEIGHTS=w.format, KIND=product_kind(spec.weights, inner.device), HAS_OUT_SLOTS=to.slots_R is not None,
+        HAS_GLOBAL=w.has_global, HAS_BIAS=weights.b2 is not None, WEIGHTED=spec.weight_on == "output",
+        FINALIZE=finalize, SUMS=to.arrived.numel() > 0,
+        OUT=cut.out, TILE=cut.tile, TAIL=cut.tail, BLOCK=cut.block, EARLY=call.early,
+        num_warps=cut.warps, num_stages=cut.stages, **call.options,
+    )  # fmt: skip
+
+
+def launch_sums(call: Launch, ids_RK: Tensor, to: Destination) -> None:
+    """Sum the rows that several experts take, out of `to.left` into `to.out`."""
+    spec, rows = call.spec, ids_RK.shape[0]
+    columns = min(2048, triton.next_power_of_2(spec.hidden_size))
+    items = rows * triton.cdiv(spec.hidden_size, columns)
+    summing.sum_rows[(blocks_for(items, ids_RK.device),)](
+        to.left, call.weights_RK, ids_RK, to.out, ids_RK if to.slots_R is None else to.slots_R, rows, to.out.stride(0),
+        H=spec.hidden_size, TOP_K=spec.top_k, CHOICES=triton.next_power_of_2(spec.top_k),
+        EXPERTS=spec.num_local_experts, HAS_OUT_SLOTS=to.slots_R is not None, WEIGHTED=spec.weight_on == "output",
+        COLUMNS=columns, EARLY=call.early, num_warps=4, **call.options,
+    )  # fmt: skip
+
+
+class PackedCall(NamedTuple):
+    """The packed matrices of both products, and their biases."""
+
+    w13: PackedMatrix
+    w2: PackedMatrix
+    b13: Tensor | None
+    b2: Tensor | None
+
+
+def launch_packed(
+    call: Launch,
+    weights: PackedCall,
+    x: Tensor,
+    slots_R: Tensor | None,
+    inner: Tensor,
+    ids_RK: Tensor,
+    to: Destination,
+    *,
+    finalize: bool,
+    only: int | None = None,
+) -> None:
+    """Both products, with packed weights and plain rows; or only the first (0) or the second (1), for a benchmark."""
+    spec, constants = call.spec, dict(call.spec.activation.parameters)
+    H, I = spec.hidden_size, spec.intermediate_size  # noqa: E741
+
+    def launch(
+        cut: Cut | PackedCut, w: PackedMatrix, bias: Tensor | None, rows: Tensor, slots: Tensor | None, y: Tensor,
+        weighted: bool, is_first: bool,
+    ) -> None:  # fmt: skip
+        from tokenyard.experts.fused.kernels import packed
+
+        assert isinstance(cut, PackedCut)
+        nothing, (_, outputs, inputs) = call.sorted.order_N, w.shape
+        lines = packing.padded(outputs, packing.OUTPUTS)
+        registers = {} if cut.registers is None else {"maxnreg": cut.registers}
+        has_global = w.global_scale is not None
+        packed.packed_product[(triton.cdiv(lines, cut.out * cut.groups), call.sorted.max_tiles)](
+            rows, nothing if slots is None else slots, w.words, w.scales,
+            w.global_scale if has_global else nothing, w.global_factor if has_global else nothing,
+            nothing if bias is None else bias, call.weights_RK, y, call.sorted.order_N, ids_RK, to.left, to.arrived,
+            call.sorted.tiles, call.sorted.how_many, call.sorted.max_tiles, rows.stride(0), y.stride(0),
+            EXPERTS=spec.num_local_experts, INPUTS=inputs, WIDTH=packing.padded(inputs, packing.INPUTS), LINES=lines,
+            COLUMNS=I if is_first else H, TOP_K=spec.top_k,
+            KIND=packed.INT4 if w.format == "mxint4" else packed.E2M1, SPANS=4 if w.format == "nvfp4" else 2,
+            WIDTHS=cut.widths, FIRST=is_first, INTERLEAVED=spec.activation.interleaved,
+            HAS_SLOTS=slots is not None, HAS_GLOBAL=has_global, HAS_BIAS=bias is not None, WEIGHTED=weighted,
+            FINALIZE=finalize, SUMS=to.arrived.numel() > 0, ACTIVATION=_ACTIVATIONS[spec.activation.name],
+            LIMIT=constants.get("limit", 0.0), ALPHA=constants.get("alpha", 0.0), SHIFT=constants.get("up_shift", 0.0),
+            GROUPS=cut.groups, AHEAD=cut.ahead, STAGES=cut.stages, EARLY=call.early,
+            num_warps=cut.warps, **registers, **call.options,
+        )  # fmt: skip
+
+    if only != 1:
+        launch(call.cuts.inner, weights.w13, weights.b13, x, slots_R, inner, spec.weight_on == "input", True)
+    if only != 0:
+        launch(
+            call.cuts.result,
+            weights.w2,
+            weights.b2,
+            inner,
+            to.slots_R,
+            to.out,
+            spec.weight_on == "output",
+            False,
+        )
