@@ -1,6 +1,6 @@
 """Train the model that ships with tokenyard, in minutes on one GPU.
 
-    PYTHONPATH=src python3 training/train.py --seconds 300 --out model --log train.jsonl
+    PYTHONPATH=src python3 training/train.py --seconds 165 --out model --log train.jsonl
 
 Worker processes make fresh problems without end, so no problem is seen twice (but for chance), and none that is
 held out is ever seen (`tokenyard.shipped.problems`). The loss counts the solution only. Experts see their rows with
