@@ -16,7 +16,7 @@ from tokenyard.cli.output import JsonFlag, console, print_json, save_json
 from tokenyard.cli.run import start_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from rich.table import Table
 
@@ -65,7 +65,9 @@ def evaluate(
     plot: Annotated[
         Path | None, typer.Option(help="Draw accuracy against bytes into this .png, .svg or .pdf.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Save the figures, as JSON, in this file.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Save the figures, as JSON, in this file, row by row.")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Accuracy of every exchange × wire × weights, beside the whole model's."""
@@ -93,22 +95,29 @@ def evaluate(
         every=every,
     )
     started = time.monotonic()
-    rows = _run(evaluation, shows=where.leads)
-    if not where.leads:
-        return
-    document = {
+    about = {
         "command": "eval",
         "model": "shipped" if model is None else str(folder),
         "data": "held-out word problems" if data is None else str(data),
         "questions": len(evaluation.questions),
         "ranks": where.size,
         "kind": kind,
-        "seconds": round(time.monotonic() - started, 1),
-        "results": [row.as_dict() for row in rows],
-        **provenance(),
+        "cells": 1 + len(evaluation.exchanges) * len(evaluation.wires) * len(evaluation.weights),
     }
-    if out is not None:
-        save_json(document, out)
+
+    def document_of(rows: list[Row]) -> dict[str, Any]:
+        seconds = round(time.monotonic() - started, 1)
+        return {**about, "seconds": seconds, "results": [row.as_dict() for row in rows], **provenance()}
+
+    def keep(rows: list[Row]) -> None:
+        """A long evaluation that is stopped leaves what it has found."""
+        if out is not None and where.leads:
+            save_json(document_of(rows), out)
+
+    rows = _run(evaluation, keep, shows=where.leads)
+    if not where.leads:
+        return
+    document = document_of(rows)
     if plot is not None:
         from tokenyard.evaluation.picture import draw_accuracy
 
@@ -144,7 +153,7 @@ def _weights(chosen: Sequence[str] | None) -> list[str]:
     return _distinct(weight_format(name).name for name in chosen or _WEIGHTS)
 
 
-def _run(evaluation: Evaluation, *, shows: bool) -> list[Row]:
+def _run(evaluation: Evaluation, keep: Callable[[list[Row]], None], *, shows: bool) -> list[Row]:
     """All rows, with progress on stderr."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -155,9 +164,10 @@ def _run(evaluation: Evaluation, *, shows: bool) -> list[Row]:
         def hear(message: dict[str, Any]) -> None:
             progress.update(bar, description=message["what"], advance=message.get("answered", 0))
 
-        rows = []
+        rows: list[Row] = []
         for row in evaluation.rows(hear):
-            rows.append(row)
+            rows = evaluation.in_order([*rows, row])
+            keep(rows)
             if progress.console.is_terminal:
                 right = f"{row.accuracy.value:.2%}"
                 progress.console.print(" × ".join(filter(None, (row.exchange, row.wire, row.weights))), right)

@@ -74,19 +74,36 @@ class Evaluation:
         return len(self.questions) * (1 + wirings) + each * wirings * others
 
     def rows(self, hear: Tell | None = None) -> Iterator[Row]:
-        """Row after row, as they are measured; the whole model comes first.
+        """Row after row, as they are measured: the whole model, wirings that differ in one format, then the others.
 
         `hear` is told `what` is being run, and how many questions were `answered` since.
         """
         whole, drafts = self._whole(hear)
         yield whole
-        for wire in self.wires:
-            for weights in self.weights:
-                first: _First | None = None
-                for exchange in self.exchanges:
-                    found = self._sharded(Wiring(exchange, wire, weights), whole, drafts, first, hear)
-                    first = first or found
-                    yield found.row
+        formats = [(wire, weights) for wire in self.wires for weights in self.weights]
+        for wire, weights in sorted(formats, key=self._differs_in_both):
+            first: _First | None = None
+            for exchange in self.exchanges:
+                found = self._sharded(Wiring(exchange, wire, weights), whole, drafts, first, hear)
+                first = first or found
+                yield found.row
+
+    def _differs_in_both(self, formats: tuple[str, str]) -> bool:
+        return formats[0] != self.wires[0] and formats[1] != self.weights[0]
+
+    def in_order(self, rows: Sequence[Row]) -> list[Row]:
+        """Rows by wire, then by weights, then by exchange."""
+
+        def place(row: Row) -> tuple[int, ...]:
+            if row.exchange == WHOLE_MODEL:
+                return (-1,)
+            return (
+                self.wires.index(row.wire),
+                self.weights.index(row.weights),
+                self.exchanges.index(row.exchange),
+            )
+
+        return sorted(rows, key=place)
 
     def _whole(self, hear: Tell | None) -> tuple[Row, list[list[int]]]:
         by_rank = self._call(self._cell(None, []), WHOLE_MODEL, hear)
