@@ -13,8 +13,8 @@ from tokenyard.errors import InputError
 
 ENDINGS = (".png", ".svg", ".pdf")
 # By contestant, in the order of the registry; gray is for the peer. They differ in lightness, too.
-_COLORS = ("#1b4f8a", "#5aa0d0", "#e0963a", "#5f9e6e", "#8c6bb1")
-_PEER = "#a9a9a9"
+COLORS = ("#1b4f8a", "#5aa0d0", "#e0963a", "#5f9e6e", "#8c6bb1")
+PEER_COLOR = "#a9a9a9"
 _WIDTH = 0.72  # of the space of one group
 
 
@@ -78,10 +78,10 @@ def draw_dispatch(document: dict[str, Any], path: Path) -> None:
         left = group - _WIDTH / 2
         for row in found:
             position = exchanges.index(row["exchange"])
-            color = _COLORS[position % len(_COLORS)]
+            color = COLORS[position % len(COLORS)]
             draw(left + (position + 0.5) * bar, row["exchange"], "", row, color)
         if has_gloo:
-            draw(left + (len(exchanges) + 0.5) * bar, "bare gloo", "gloo_", found[0], _PEER)
+            draw(left + (len(exchanges) + 0.5) * bar, "bare gloo", "gloo_", found[0], PEER_COLOR)
         floor = found[0]["floor_ms"]
         ends = (left - 0.04, left + _WIDTH + 0.12)
         axes.hlines(floor, *ends, color="black", linewidth=1.8, linestyle="--", label=label("floor (copy)"))
@@ -118,7 +118,7 @@ def draw_dispatch(document: dict[str, Any], path: Path) -> None:
         "Gloo moves ready bytes; floor: each rank copies the same bytes.",
         fontsize=8,
     )
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_dispatch_cuda(document: dict[str, Any], path: Path) -> None:
@@ -139,7 +139,7 @@ def draw_dispatch_cuda(document: dict[str, Any], path: Path) -> None:
         axes = figure.add_subplot(1, len(worlds), number)
         first = number == 1
         for position, wire in enumerate(wires):
-            color = _COLORS[position % len(_COLORS)]
+            color = COLORS[position % len(COLORS)]
             found = sorted(
                 (row for row in rows if (row["world"], row["wire"]) == (world, wire)),
                 key=lambda row: int(row["num_tokens"]),
@@ -170,10 +170,11 @@ def draw_dispatch_cuda(document: dict[str, Any], path: Path) -> None:
         "Ranks share one GPU's memory: this is not the speed of a link.",
         fontsize=8,
     )
-    _save(figure, path)
+    save_figure(figure, path)
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a figure, or say why that cannot be."""
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:

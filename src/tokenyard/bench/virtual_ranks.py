@@ -23,7 +23,9 @@ from tokenyard.exchange.one_sided.control import ControlLayout
 from tokenyard.exchange.one_sided.kernels.twins import SentBatch, pull_twin, push_twin, slots_twin
 from tokenyard.exchange.one_sided.launches import Crossing, Launcher
 from tokenyard.formats import get
+from tokenyard.formats.base import EncodedRows
 from tokenyard.placement import Placement
+from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
 from tokenyard.workspace import WorkspaceLayout
 
 # Seconds after which a kernel that waits for another rank gives up.
@@ -121,6 +123,31 @@ class VirtualRanks:
         )
 
     # -- What is measured ----------------------------------------------------------------------------------
+
+    def dispatch(self, batch: Batch) -> None:
+        """Send a batch of all ranks."""
+        self._run([batch], dispatches=True, combines=False)
+
+    def combine(self) -> None:
+        """Bring home what is ready in the workspace, for the batch that was sent last: into `y_TH`."""
+        self._run(self.batches[:1], dispatches=False, combines=True)
+
+    def received(self, rank: int) -> ReceivedRows:
+        """What a rank's experts get: all slots of its workspace as rows, results where `combine` reads them."""
+        cargo, buffer = self.cargo, self._buffers[rank]
+        slots = cargo.dispatch_slots.views(self._layout.dispatch_region(0).of(buffer))
+        (results_SH,) = cargo.combine_slots.views(self._layout.combine_region(0).of(buffer)).values()
+        names = [payload.name for payload in cargo.wire.payloads(cargo.hidden_size)]
+        return ReceivedRows(
+            rows=EncodedRows(
+                format=cargo.wire,
+                hidden_size=cargo.hidden_size,
+                payloads={name: slots[name] for name in names},
+            ),
+            routes=LocalRoutes(ids_RK=slots["ids"], weights_RK=slots["weights"]),
+            counts_W=(self.cell.num_tokens,) * self.cell.world,
+            results=CombineBuffer(rows_SH=results_SH, slots_R=None),
+        )
 
     def run(self) -> None:
         """The cell's operation, for each of the batches. A combine alone takes the last batch that was checked."""

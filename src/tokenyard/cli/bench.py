@@ -9,11 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from tokenyard.cli.bench_cuda import show
+from tokenyard.cli.bench_layer import layer
 from tokenyard.cli.bench_transformers import transformers
 from tokenyard.cli.output import JsonFlag, console, print_json, reported, save_json
 
 app = typer.Typer(help="Measure, beside the floor.", no_args_is_help=True)
 app.command()(show)
+app.command()(layer)
 app.command()(transformers)
 
 OutFile = Annotated[
@@ -52,24 +54,119 @@ def encode(
 @app.command()
 @reported
 def experts(
-    tokens: Tokens = [512],  # noqa: B006
-    hidden_size: Annotated[int, typer.Option(min=1)] = 2048,
-    intermediate_size: Annotated[int, typer.Option(min=1)] = 1024,
-    num_experts: Annotated[int, typer.Option(min=1)] = 64,
-    top_k: Annotated[int, typer.Option(min=1)] = 8,
-    rounds: Annotated[int, typer.Option(min=1)] = 7,
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option("--tokens", min=1, help="Tokens; may be given several times.", show_default="512"),
+    ] = None,
+    hidden_size: Annotated[int | None, typer.Option(min=1, show_default="2048")] = None,
+    intermediate_size: Annotated[int | None, typer.Option(min=1, show_default="1024")] = None,
+    num_experts: Annotated[int | None, typer.Option(min=1, show_default="64")] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, show_default="8")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Rounds of each.", show_default="7; cuda: 15")
+    ] = None,
     weights: Annotated[
-        list[str],
-        typer.Option(help="The format of the weights, bf16 or quantized; may be given several times."),
-    ] = ["bf16"],  # noqa: B006
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+        list[str] | None,
+        typer.Option(
+            help="The format of the weights, bf16 or quantized; may be given several times.",
+            show_default="bf16; cuda: all of the cells",
+        ),
+    ] = None,
+    cells: Annotated[
+        str | None,
+        typer.Option(help="With --device cuda: A, B and C (several with commas).", show_default="all"),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="cpu: grouped experts. cuda: fused experts, on the shapes of --cells.")
+    ] = "cpu",
     out: OutFile = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot", help="With --device cuda: draw the figures into this file (needs matplotlib)."
+        ),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """How fast experts compute, beside a peer and the floor.
 
-    The peer of bf16 weights is Transformers; that of quantized ones decodes them first and calls F.grouped_mm.
+    On a CPU the peer of bf16 weights is Transformers; that of quantized ones decodes them first and calls F.grouped_mm.
+    On a GPU it is F.grouped_mm or its fp8 sister, and the best that was measured before.
     """
+    shape_options = {
+        "--tokens": tokens,
+        "--hidden-size": hidden_size,
+        "--intermediate-size": intermediate_size,
+        "--num-experts": num_experts,
+        "--top-k": top_k,
+    }
+    if device == "cuda":
+        from tokenyard.bench.expert_figures import grid
+        from tokenyard.bench.experts_cuda import ROUNDS
+        from tokenyard.cli.bench_experts_cuda import cases_of, experts_on_gpu
+
+        _check_cell_options(shape_options, rounds)
+        experts_on_gpu(
+            grid(cases_of(cells), weights or ()),
+            rounds=rounds or ROUNDS,
+            out=out,
+            plot=plot,
+            as_json=as_json,
+        )
+        return
+    _check_is_cpu(device, {"--cells": cells, "--plot": plot})
+    _experts_on_cpu(
+        tokens or [512],
+        hidden_size or 2048,
+        intermediate_size or 1024,
+        num_experts or 64,
+        top_k or 8,
+        rounds or 7,
+        weights or ["bf16"],
+        out,
+        as_json,
+    )
+
+
+def _check_cell_options(options: dict[str, Any], rounds: int | None) -> None:
+    from tokenyard.errors import InputError
+
+    if given := [name for name, value in options.items() if value is not None]:
+        raise InputError(
+            f"{given[0]} with --device cuda",
+            expected="the shapes of the cells, which are those that figures are known for",
+            fix="choose them with --cells and --weights",
+        )
+    if rounds == 1:
+        raise InputError("rounds is 1", expected="at least 2, to have a spread", fix="pass --rounds 2")
+
+
+def _check_is_cpu(device: str, options: dict[str, Any]) -> None:
+    from tokenyard.errors import InputError
+
+    if device != "cpu":
+        raise InputError(
+            f"--device {device}", expected="cpu or cuda", fix="`tokenyard doctor` says what is here"
+        )
+    if given := [name for name, value in options.items() if value is not None]:
+        raise InputError(
+            f"{given[0]} without --device cuda",
+            expected=f"{given[0]} for the cells of the GPU",
+            fix="add --device cuda, or leave it out",
+        )
+
+
+def _experts_on_cpu(
+    tokens: list[int],
+    hidden_size: int,
+    intermediate_size: int,
+    num_experts: int,
+    top_k: int,
+    rounds: int,
+    weights: list[str],
+    out: Path | None,
+    as_json: bool,
+) -> None:
     from tokenyard.bench.experts import measure_experts
     from tokenyard.bench.quantized_experts import measure_quantized_experts
     from tokenyard.errors import InputError
@@ -81,13 +178,12 @@ def experts(
             expected=f"a top-k from 1 to {num_experts}",
             fix="choose fewer experts per token, or more experts",
         )
-    _check_device(device)
     for name in weights:
-        if name != "bf16" and (device != "cpu" or not weight_format(name).quantized):
+        if name != "bf16" and not weight_format(name).quantized:
             raise InputError(
-                f"--weights {name} on --device {device}",
-                expected="bf16, or a quantized format on the cpu",
-                fix="leave --device out, or measure bf16",
+                f"--weights {name} on --device cpu",
+                expected="bf16, or a quantized format",
+                fix="measure bf16",
             )
 
     def measure(num_tokens: int) -> list[dict[str, Any]]:
@@ -99,7 +195,7 @@ def experts(
             "rounds": rounds,
         }
         return [
-            measure_experts(num_tokens, device=device, **shape)
+            measure_experts(num_tokens, device="cpu", **shape)
             if name == "bf16"
             else measure_quantized_experts(num_tokens, weights=name, **shape)
             for name in weights
@@ -317,18 +413,6 @@ def _with_spread(row: dict[str, Any], name: str) -> str:
         for key in (name, f"{name}_low", f"{name}_high")
     )
     return f"{median} ({low}–{high})"
-
-
-def _check_device(device: str) -> None:
-    import torch
-
-    from tokenyard.errors import InputError
-
-    known = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    if device not in known:
-        raise InputError(
-            f"--device {device}", expected=" or ".join(known), fix="`tokenyard doctor` says what is here"
-        )
 
 
 def _run(

@@ -1,4 +1,4 @@
-"""`tokenyard bench dispatch --device cuda` and `bench show`: cells on a GPU, and the table of what was measured."""
+"""`tokenyard bench dispatch --device cuda`: cells on a GPU, their table; and `bench show`, for all GPU benchmarks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -81,28 +81,49 @@ def dispatch_on_gpu(
 
 @reported
 def show(
-    file: Annotated[Path, typer.Argument(help="A file that `bench dispatch --device cuda --out` wrote.")],
+    file: Annotated[Path, typer.Argument(help="A file that a benchmark on a GPU wrote (--out).")],
     markdown: Annotated[bool, typer.Option("--markdown", help="As a table for a page.")] = False,
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Draw the figures into this file (needs matplotlib).")
     ] = None,
 ) -> None:
-    """Show figures of dispatch on a GPU that were saved."""
-    from tokenyard.bench.cuda_figures import render_markdown
-    from tokenyard.bench.picture import check_picture, draw_dispatch_cuda
+    """Show figures of a GPU that were saved: of dispatch, experts or layer."""
+    from tokenyard.bench.picture import check_picture
 
     document = _read(file)
+    way = _ways_to_show()[document["benchmark"]]
     if plot is not None:
         check_picture(plot)
-        draw_dispatch_cuda(document, plot)
+        way.draw(document, plot)
     if markdown:
-        typer.echo(render_markdown(document))
+        typer.echo(way.render_markdown(document))
     else:
-        print_table(document)
+        way.print(document)
+
+
+class _WayToShow(NamedTuple):
+    """How the documents of one benchmark are shown."""
+
+    print: Callable[[dict[str, Any]], None]
+    render_markdown: Callable[[dict[str, Any]], str]
+    draw: Callable[[dict[str, Any], Path], None]
+
+
+def _ways_to_show() -> dict[str, _WayToShow]:
+    from tokenyard.bench import cuda_figures, expert_figures, layer_figures
+    from tokenyard.bench.picture import draw_dispatch_cuda
+    from tokenyard.bench.picture_experts import draw_experts, draw_layer
+    from tokenyard.cli.bench_experts_cuda import print_experts
+    from tokenyard.cli.bench_layer import print_layer
+
+    return {
+        cuda_figures.BENCHMARK: _WayToShow(print_table, cuda_figures.render_markdown, draw_dispatch_cuda),
+        expert_figures.BENCHMARK: _WayToShow(print_experts, expert_figures.render_markdown, draw_experts),
+        layer_figures.BENCHMARK: _WayToShow(print_layer, layer_figures.render_markdown, draw_layer),
+    }
 
 
 def _read(file: Path) -> dict[str, Any]:
-    from tokenyard.bench.cuda_figures import BENCHMARK
     from tokenyard.errors import InputError
 
     try:
@@ -114,11 +135,12 @@ def _read(file: Path) -> dict[str, Any]:
             fix="pass a file that --out wrote",
         ) from error
     found = document.get("benchmark") if isinstance(document, dict) else None
-    if found != BENCHMARK or "results" not in document:
+    known = _ways_to_show()
+    if found not in known or "results" not in document:
         raise InputError(
             f"{file} holds {f'the benchmark {found!r}' if found else 'no finished benchmark'}",
-            expected=f"the benchmark {BENCHMARK!r}, with results",
-            fix="pass a file that `tokenyard bench dispatch --device cuda --out` wrote",
+            expected=f"the benchmark {', '.join(map(repr, known))}, with results",
+            fix="pass a file that `tokenyard bench dispatch|experts|layer --device cuda --out` wrote",
         )
     return document
 

@@ -1,0 +1,116 @@
+"""Experts of any format for a benchmark, made in no time, and what they must give.
+
+One expert is drawn and quantized. Expert e is that one with its outputs turned by e steps: its bytes are moved, not
+quantized again, and no two experts are the same, so that a kernel that takes the wrong one is found out. The reference
+turns the decoded numbers in the same way, and multiplies in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tokenyard.errors import ContractError
+from tokenyard.experts import ExpertsSpec, ExpertWeights
+from tokenyard.formats import QuantizedMatrix, weight_format
+
+# Of relative L2 error against float32: three roundings to bf16 (between the products, of a pair, of the sum) are 0.3%.
+TOLERANCE = 6e-3
+_DEVIATION = 0.02  # of drawn weights, as those of trained layers
+
+
+@dataclass(frozen=True, eq=False)
+class DrawnExperts:
+    """The weights of one rank's experts, in a format, and the one that they were made from, decoded."""
+
+    weights: ExpertWeights
+    bytes_per_expert: float
+    _first: tuple[Tensor, Tensor]  # float32 w13 and w2 of expert 0
+    _step: int
+
+    @classmethod
+    def draw(cls, spec: ExpertsSpec, device: torch.device, seed: int = 0) -> DrawnExperts:
+        """Random experts as a spec wants them."""
+        draw = torch.Generator(device).manual_seed(seed)
+        format = weight_format(spec.weights)
+        # Where a scale is shared by a block of outputs, whole blocks are turned.
+        step = 128 if spec.weights == "fp8_block128" else 8
+        held: dict[str, Tensor | QuantizedMatrix] = {}
+        first = []
+        for name, shape in spec.shapes().items():
+            one = format.quantize(_DEVIATION * torch.randn(shape[1:], device=device, generator=draw))
+            first.append(one.decode())
+            many = _turned(one, spec.num_local_experts, step)
+            held[name] = many if format.quantized else many.payloads["data"]
+        weights = ExpertWeights(**held)  # type: ignore[arg-type]
+        nbytes = weights.nbytes / max(1, spec.num_local_experts)
+        return cls(weights, nbytes, (first[0], first[1]), step)
+
+    def expert(self, number: int) -> tuple[Tensor, Tensor]:
+        """The float32 w13 and w2 of one expert."""
+        w13, w2 = (matrix.roll(number * self._step, dims=0) for matrix in self._first)
+        return w13, w2
+
+    def add_results(self, x_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, y_RH: Tensor) -> None:
+        """Add to `y_RH` what these experts give for float32 rows: gate rows first, SiLU, weights on the output."""
+        for expert in ids_RK.unique().tolist():
+            if expert < 0:
+                continue
+            takes_RK = ids_RK == expert
+            (row_N,) = takes_RK.any(dim=1).nonzero(as_tuple=True)
+            w13, w2 = self.expert(expert)
+            gate_NI, up_NI = (x_RH[row_N] @ w13.t()).chunk(2, dim=1)
+            weight_N = (weights_RK * takes_RK)[row_N].sum(dim=1, keepdim=True)
+            y_RH[row_N] += weight_N * ((functional.silu(gate_NI) * up_NI) @ w2.t())
+
+
+def _turned(one: QuantizedMatrix, experts: int, step: int) -> QuantizedMatrix:
+    outputs = one.shape[0]
+    payloads = {}
+    for name, payload in one.payloads.items():
+        source = payload.view(torch.uint8) if payload.element_size() == 1 else payload
+        many = source.new_empty((experts, *source.shape))
+        # A payload has a line for each output, or for each block of them, or one number for all.
+        lines = step * source.shape[0] // outputs if source.dim() else 0
+        for expert in range(experts):
+            many[expert] = source.roll(expert * lines, dims=0) if source.dim() else source
+        payloads[name] = many.view(payload.dtype)
+    return QuantizedMatrix(format=one.format, shape=(experts, *one.shape), payloads=payloads)
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Products of float32 numbers in float32, whatever the caller has allowed."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def check_results(found: Tensor, expected: Tensor, what: str) -> float:
+    """The relative L2 error; raise where it is larger than roundings to bf16 explain."""
+    error = float((found.float() - expected).norm() / expected.norm())
+    if not error <= TOLERANCE:
+        raise ContractError(
+            f"{what} differs from float32 by {error:.2e} (relative L2)",
+            expected=f"at most {TOLERANCE:.0e}: a few roundings to bf16",
+            fix="find the difference first (`tokenyard check --device cuda`): a wrong result has no speed",
+        )
+    return error
+
+
+def check_replayed(replayed: Tensor, again: Tensor, what: str) -> None:
+    """Raise unless a graph left what a run outside of it gives: sums have one order, so bit by bit."""
+    if not torch.equal(replayed, again):
+        raise ContractError(
+            f"{what} gave other bits in a replayed graph",
+            expected="the bits of a run outside of a graph",
+            fix="find the race first: a wrong result has no speed",
+        )
