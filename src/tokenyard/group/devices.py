@@ -6,6 +6,8 @@ both are read when CUDA starts, so they are made before anything asks for a GPU:
 - `CUDA_DEVICE_MAX_CONNECTIONS=32`: with the 8 queues of old, streams of different ranks stand behind each other.
 - `CUDA_MODULE_LOADING=EAGER`: to load a kernel at its first use, CUDA may wait for all kernels that run. One that
   waits for the rank that loads would wait forever.
+
+The same may happen where a thread needs more memory than torch holds for its stream, so some is set aside at its start.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from tokenyard.errors import InputError
 
 # Thread ranks have a stream each, and torch hands out 32 a device before it starts again with the first.
 MOST_THREADS_ON_CUDA = 32
+
+# Bytes: torch gets memory for pieces up to 1 MiB, and for larger ones, in segments of their own.
+_SMALL_PIECE, _LARGE_PIECE = 1 << 19, 1 << 24
 
 # Read by torch's symmetric memory, in each process.
 OVERLAPPING_DEVICES = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
@@ -89,6 +94,13 @@ def let_ranks_share_a_gpu() -> None:
     os.environ.setdefault(_NO_MULTICAST, "1")
 
 
+def _reserve_memory(device: torch.device) -> None:
+    """Let torch keep some memory for this stream: to get more, CUDA may wait for all kernels, those that wait included."""
+    sizes = [*[_SMALL_PIECE] * 16, *[_LARGE_PIECE] * 4]
+    pieces = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+    del pieces
+
+
 @contextmanager
 def rank_on(device: torch.device) -> Iterator[None]:
     """The body of a thread rank: on its device, and there on a stream of its own."""
@@ -98,5 +110,6 @@ def rank_on(device: torch.device) -> Iterator[None]:
     torch.cuda.set_device(device)
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
+        _reserve_memory(device)
         yield
     stream.synchronize()  # whoever gets the result reads it on another stream

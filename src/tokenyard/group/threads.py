@@ -14,6 +14,7 @@ stream before it posts, and marks what it takes as read by its stream, so that t
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Sequence
@@ -138,6 +139,15 @@ class ThreadGroup(Group):
             )
         self._calls += 1
         return self._meeting_point.meet(self.rank, self._calls, kind, value, self.deadline, phase)
+
+    def barrier(self, *, phase: str = "barrier") -> None:
+        """Return when every rank of the group has come here. Nothing touches a device: others' kernels may wait there."""
+        self._meet("waits for all", None, phase)
+
+    def gather_json(self, value: Any, *, phase: str = "gather_json") -> list[Any]:
+        """Every rank's value, in rank order, by way of JSON as between processes, and of no device."""
+        encoded = json.dumps(value, sort_keys=True, allow_nan=True)
+        return [json.loads(other) for other in self._meet("gathers json", encoded, phase)]
 
     def all_gather(self, mine: Tensor, *, phase: str) -> Tensor:
         mine = self._check_bytes(mine, 1)

@@ -6,7 +6,13 @@ have to read the weights as fast as the memory gives them. Many rows: wide ones,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+from tokenyard.experts.fused import cut_table
+
+_Line = TypeVar("_Line")
 
 
 @dataclass(frozen=True)
@@ -77,40 +83,27 @@ def expected_pairs(rows: int, top_k: int, local: int, experts: int | None, *, al
     return pairs if all_slots or share == 1.0 else pairs / (1.0 - (1.0 - share) ** top_k)
 
 
-def choose_cuts(pairs: float, experts: int, weights: str, rows: str) -> Cuts:
-    """The cuts for so many pairs over so many experts, with weights and rows in these formats.
+def choose_cuts(pairs: float, experts: int, weights: str) -> Cuts:
+    """The cuts for so many pairs over so many experts, with weights in this format.
 
-    >>> choose_cuts(32, 32, "bf16", "bf16").inner
-    Cut(out=64, tile=16, block=128, warps=4, stages=4)
+    >>> choose_cuts(32, 32, "bf16").inner.tile, choose_cuts(8192, 32, "bf16").inner.tile
+    (16, 128)
     """
-    del rows
-    each = pairs / max(1, experts)
-    four_bit = weights in ("mxint4", "mxfp4", "nvfp4")
-    for tile in (16, 32, 64):
-        if each <= tile * 0.75:
-            cut = Cut(64, tile, 128, 4, 3 if four_bit else 4)
-            return Cuts(cut, cut)
-    cut = Cut(128, 128, 64, 8, 3)
-    return Cuts(cut, cut)
+    lines = cut_table.PLAIN[cut_table.ALIKE.get(weights, weights)]
+    inner, result = _line_for(pairs / max(1, experts), lines)
+    return Cuts(Cut(*inner), Cut(*result))
 
 
-_NARROW, _MIDDLE, _WIDE = ((8, 0),), ((16, 0), (32, 0)), ((32, 0), (64, 32))
+def choose_packed_cuts(pairs: float, experts: int, weights: str) -> Cuts:
+    """The same for packed weights.
 
-
-def choose_packed_cuts(pairs: float, experts: int) -> Cuts:
-    """The cuts for packed weights.
-
-    >>> choose_packed_cuts(4096, 48).inner.tile
-    96
+    >>> choose_packed_cuts(8, 48, "mxint4").inner.tile
+    8
     """
-    each = pairs / max(1, experts)
-    if pairs <= experts / 2:
-        cut = PackedCut(_NARROW, 1, 4, 4, 8)
-        return Cuts(cut, cut)
-    if each <= 3:
-        return Cuts(PackedCut(_NARROW, 1, 4, 4, 4), PackedCut(_NARROW, 1, 4, 4, 8))
-    if each <= 24:
-        cut = PackedCut(_MIDDLE, 1, 4, 4, 8, 128)
-        return Cuts(cut, cut)
-    cut = PackedCut(_WIDE, 2, 2, 4, 8)
-    return Cuts(cut, cut)
+    inner, result = _line_for(pairs / max(1, experts), cut_table.PACKED[weights])
+    return Cuts(PackedCut(*inner), PackedCut(*result))
+
+
+def _line_for(rows: float, lines: Sequence[tuple[float, _Line, _Line]]) -> tuple[_Line, _Line]:
+    """The first line that is for at least so many rows an expert."""
+    return next((inner, result) for most, inner, result in lines if rows <= most)

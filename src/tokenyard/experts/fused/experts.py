@@ -149,9 +149,21 @@ class FusedExperts(Experts):
     @classmethod
     def supports(cls, spec: ExpertsSpec) -> Reason | None:
         """None, or why not: Triton is missing."""
+        return cls._without_triton() or super().supports(spec)
+
+    @classmethod
+    def runs_on(cls, device: torch.device) -> Reason | None:
+        """None for GPUs, and for anything where Triton interprets its kernels; that is slow."""
+        if device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+            return cls._without_triton()
+        why = f"its kernels need a GPU, and rows are on {device} (TRITON_INTERPRET=1 tries them without one, slowly)"
+        return Reason(field="experts", value=cls.name, why=why)
+
+    @classmethod
+    def _without_triton(cls) -> Reason | None:
         if importlib.util.find_spec("triton") is None:
             return Reason(field="experts", value=cls.name, why="Triton is not installed")
-        return super().supports(spec)
+        return None
 
     @torch.no_grad()
     def compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows | PlacedRows | UnfinalizedRows:
@@ -175,9 +187,9 @@ class FusedExperts(Experts):
         if self.cuts is not None:
             cuts = self.cuts
         elif self._is_packed:
-            cuts = choose_packed_cuts(pairs, spec.num_local_experts)
+            cuts = choose_packed_cuts(pairs, spec.num_local_experts, spec.weights)
         else:
-            cuts = choose_cuts(pairs, spec.num_local_experts, spec.weights, rows.format.name)
+            cuts = choose_cuts(pairs, spec.num_local_experts, spec.weights)
         to, result = self._destination(received, num_rows, cuts, finalize=finalize)
         device = rows.device
         if num_rows and spec.num_local_experts:
@@ -250,9 +262,9 @@ class FusedExperts(Experts):
 
 def _check_device(received: ReceivedRows) -> None:
     device = received.rows.device
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+    if FusedExperts.runs_on(device) is not None:
         raise InputError(
-            f"rows on {device}",
+            f"fused experts were given rows on {device}",
             expected="rows on a GPU",
             fix="use experts='grouped', which run anywhere, or set TRITON_INTERPRET=1 to try the kernels without a GPU",
         )

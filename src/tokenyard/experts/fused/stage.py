@@ -6,8 +6,9 @@ launches the same kernels, on other grids, or kernels of another cut.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -121,9 +122,13 @@ class SortedOnDevice:
     max_tiles: int
 
 
+# Triton's interpreter changes the language while it runs a kernel: ranks that are threads take turns.
+_INTERPRETER = threading.RLock()
+
+
 def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
     """Launches go to the tensor's GPU. (The interpreter has none.)"""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else _INTERPRETER
 
 
 def sort_on_device(

@@ -97,7 +97,7 @@ def block_product(
             else:
                 part = tl.dot(a, tl.trans(b))
             if BOTH_FP8:
-                acc += part * (by_output[:, None] * by_row[None, :])
+                acc += (part * by_output[:, None]) * by_row[None, :]
             else:
                 acc += part * by_output[:, None]
             by_output = next_by_output
