@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any
 
+import torch
+
 from tokenyard import experts as experts_room
 from tokenyard import formats
 from tokenyard.errors import Alternative, InputError, PlanError, Reason, TokenyardError
@@ -123,17 +125,23 @@ def draft(
     max_tokens: int | None = None,
     in_flight: int = 1,
     renormalize_dropped: bool = False,
+    device: torch.device | None = None,
 ) -> Draft:
-    """What a plan would be on `world` ranks, without a group. Raises what `plan` would raise."""
+    """What a plan would be on `world` ranks, without a group. Raises what `plan` would raise.
+
+    `device` is where the rows of the ranks live; without it, whether experts run there is not asked.
+    """
     layers = list(layers)
     _check_layers(layers, world, in_flight)
     chosen = resolve_exchange(os.environ.get(EXCHANGE_VARIABLE) or exchange)
     wirings: list[Wiring] = []
     for index, spec in enumerate(layers):
         try:
-            wired = wire_layer(spec, index=index, world=world, exchange=chosen, max_tokens=max_tokens)
+            wired = wire_layer(
+                spec, index=index, world=world, exchange=chosen, max_tokens=max_tokens, device=device
+            )
             if isinstance(wired, Reason):
-                found = _alternatives(layers, index, world, chosen, max_tokens, wired)
+                found = _alternatives(layers, index, world, chosen, max_tokens, device, wired)
                 raise PlanError(
                     str(wired),
                     expected="a layer that its exchange, formats and experts all support",
@@ -206,6 +214,7 @@ def _alternatives(
     world: int,
     exchange: type[Exchange],
     max_tokens: int | None,
+    device: torch.device | None,
     reason: Reason,
 ) -> list[Alternative]:
     """Changes of one field (or, if none helps, two) with which the layer fits, the field at fault first."""
@@ -231,7 +240,12 @@ def _alternatives(
         return all(
             isinstance(
                 wire_layer(
-                    changed[i], index=i, world=world, exchange=resolve_exchange(name), max_tokens=max_tokens
+                    changed[i],
+                    index=i,
+                    world=world,
+                    exchange=resolve_exchange(name),
+                    max_tokens=max_tokens,
+                    device=device,
                 ),
                 Wiring,
             )

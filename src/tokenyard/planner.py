@@ -79,7 +79,12 @@ class Plan:
 
         def make() -> Draft:
             return draft(
-                specs, self.group.size, exchange=old.exchange, max_tokens=max_tokens, in_flight=old.in_flight
+                specs,
+                self.group.size,
+                exchange=old.exchange,
+                max_tokens=max_tokens,
+                in_flight=old.in_flight,
+                device=self.group.device,
             )
 
         reshaped, _ = _agree(self.group, make)
@@ -125,6 +130,7 @@ class Plan:
                 exchange=old.exchange,
                 in_flight=old.in_flight,
                 renormalize_dropped=renormalize,
+                device=group.device,
             )
 
         reduced, number = _agree(group, make)
@@ -187,7 +193,14 @@ def plan(
     """
 
     def make() -> Draft:
-        return draft(layers, group.size, exchange=exchange, max_tokens=max_tokens, in_flight=in_flight)
+        return draft(
+            layers,
+            group.size,
+            exchange=exchange,
+            max_tokens=max_tokens,
+            in_flight=in_flight,
+            device=group.device,
+        )
 
     agreed, number = _agree(group, make)
     made = Plan(agreed, group, _plan_id(agreed, number))

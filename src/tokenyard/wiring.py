@@ -21,6 +21,8 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
+import torch
+
 from tokenyard import experts as experts_room
 from tokenyard import formats
 from tokenyard.errors import Reason, TokenyardError
@@ -98,9 +100,18 @@ class Wiring:
 
 
 def wire_layer(
-    spec: LayerSpec, *, index: int, world: int, exchange: type[Exchange], max_tokens: int | None
+    spec: LayerSpec,
+    *,
+    index: int,
+    world: int,
+    exchange: type[Exchange],
+    max_tokens: int | None,
+    device: torch.device | None = None,
 ) -> Wiring | Reason:
-    """Resolve a layer's names and assign its duties, or give the reason why that cannot be done."""
+    """Resolve a layer's names and assign its duties, or give the reason why that cannot be done.
+
+    `device` is where the rows of the ranks live, if that is known.
+    """
     for check in (_check_sizes, _check_choices, _check_router, _check_payloads):
         if (reason := check(spec)) is not None:
             return reason
@@ -138,6 +149,8 @@ def wire_layer(
         reduces_ranks=spec.reduce_ranks == "exchange",
     )
     reason = exchange.supports(cargo) or experts.supports(_experts_spec(spec, expert_rows, 1))
+    if reason is None and device is not None:
+        reason = experts.runs_on(device)
     if reason is not None:
         return reason
     return Wiring(

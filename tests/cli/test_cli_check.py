@@ -10,7 +10,8 @@ from tokenyard.experts import EXPERTS
 MUTANTS = "tests.conformance.mutants"
 
 
-def test_everything_on_threads():
+def test_everything_on_threads(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # as on a user's machine
     document = call_json("check", "--cases", 36, "--ranks", "threads", "--rounds", 5, "--tokens", 0)
     assert document["passed"]
     assert document["device"] == "cpu"
@@ -24,8 +25,11 @@ def test_everything_on_threads():
     assert checked == {
         *(("exchange", name) for name in ty.EXCHANGES),
         *(("format", name) for name in ty.FORMATS),
-        *(("experts", name) for name in EXPERTS),
+        *(("experts", name) for name in EXPERTS if name != "fused"),
     }
+    # What does not run here is not checked, and that is said.
+    assert set(document["skipped"]) == {"fused"}
+    assert "its kernels need a GPU, and rows are on cpu" in document["skipped"]["fused"]
     assert all(entry["finding"] is None and entry["what"] for entry in document["checks"])
 
 
@@ -63,6 +67,13 @@ def test_a_wrong_exchange_is_exit_code_one_with_its_findings():
     )
     assert "other bits than the twin" in result.stdout
     assert "Case(tokens=" in result.stdout
+
+
+def test_experts_that_do_not_run_here_are_refused_by_name(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    result = call("check", "--experts", "fused")
+    assert result.exit_code != 0
+    assert "experts=fused: its kernels need a GPU" in " ".join(result.output.split())
 
 
 def test_experts_alone_need_no_exchange():

@@ -5,6 +5,7 @@ import torch
 
 import tokenyard as ty
 from tests.conformance import mutants
+from tests.exchange.interpreter import install, only_without_gpu
 from tokenyard.conformance.exchange_duties import EXCHANGE_CHECKS
 from tokenyard.conformance.experts_suite import EXPERTS_CHECKS
 from tokenyard.conformance.format_suite import FORMAT_CHECKS
@@ -41,11 +42,26 @@ def test_every_format_passes(format):
     assert_passed(results)
 
 
-@pytest.mark.parametrize("experts", EXPERTS)
+@pytest.mark.parametrize("experts", [name for name in EXPERTS if name != "fused"])
 def test_every_experts_class_passes(experts):
     results = check_experts(experts)
     assert [result.check for result in results] == list(EXPERTS_CHECKS)
     assert_passed(results)
+
+
+# Where Triton interprets, a call takes a second: the checks that draw many specs are left to tests/gpu, and the shapes
+# they draw to tests/experts/test_fused.py.
+@only_without_gpu
+def test_fused_experts_pass_under_the_interpreter():
+    install()
+    few = [name for name in EXPERTS_CHECKS if name not in ("finalizing_agrees", "within_the_bound")]
+    assert_passed(check_experts("fused", only=few))
+
+
+def test_experts_that_do_not_run_somewhere_are_refused(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(InputError, match=r"experts=fused: its kernels need a GPU, and rows are on cpu"):
+        check_experts("fused")
 
 
 def test_a_device_may_be_given():

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tokenyard.conformance.cases import Case
     from tokenyard.conformance.stack import StackCell
     from tokenyard.conformance.suites import CheckResult
+    from tokenyard.experts import Experts
     from tokenyard.formats import Format
 
 EXIT_OFF = 1
@@ -91,6 +92,9 @@ def check(
     exchanges = [_part(name, resolve_exchange) for name in exchange or EXCHANGES] if moves else []
     chosen_formats = [_format(name) for name in format_ or FORMATS]
     chosen_experts = [_part(name, get_experts) for name in experts or (EXPERTS if everything else ())]
+    # Whoever names experts that do not run there gets an error; of all of them, those that do are checked.
+    skipped = {} if experts else _not_running(chosen_experts, device)
+    chosen_experts = [one for one in chosen_experts if one.name not in skipped]
     campaign = Campaign(
         exchanges=exchanges,
         formats=chosen_formats if moves else [],
@@ -104,7 +108,7 @@ def check(
     stacked = exchanges if tokens else []
     steps = len(drawn) + len(exchanges) * len(kinds) + len(stacked) * len(chosen_formats)
     with _Bar(steps) as bar:
-        parts = check_parts(chosen_formats if everything or format_ else [], chosen_experts)
+        parts = check_parts(chosen_formats if everything or format_ else [], chosen_experts, device)
         rows, cells = campaign.run(drawn, bar.tell, rounds)
         stack = check_stack(
             stacked, chosen_formats, tokens=tokens, ranks=kinds[-1], device=device, progress=bar.tell
@@ -127,6 +131,7 @@ def check(
                 "seconds": round(seconds, 1),
                 "cells": [_cell_fields(cell) for cell in cells],
                 "checks": _check_fields(rows, parts),
+                "skipped": skipped,
                 "stack": stack_fields(stack),
                 "histogram": histogram(only_cases),
                 **provenance(),
@@ -134,6 +139,8 @@ def check(
         )
     else:
         _show(console(), device, rows, cells, parts, only_cases, stack)
+        for why in skipped.values():
+            console().print(f"not checked: {why}", style="yellow", markup=False, soft_wrap=True)
         count = sum(cell.passed for cell in cells)
         checks = sum(result.passed for result in named)
         console().print(
@@ -195,6 +202,14 @@ def _kinds(ranks: str) -> tuple[Literal["threads", "processes"], ...]:
     if ranks == "processes":
         return ("processes",)
     raise InputError(f"--ranks {ranks}", expected="threads, processes or both", fix="choose one of them")
+
+
+def _not_running(experts: list[type[Experts]], device: str) -> dict[str, str]:
+    """The experts that do not run on a device, by name, and why: as they declare it."""
+    import torch
+
+    reasons = {one.name: one.runs_on(torch.device(device)) for one in experts}
+    return {name: str(reason) for name, reason in reasons.items() if reason is not None}
 
 
 def _part(name: str, resolve: Callable[[Any], Any]) -> Any:

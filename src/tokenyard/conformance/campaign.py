@@ -154,10 +154,10 @@ def share_of_large(cases: Sequence[Case]) -> float:
 
 
 def check_parts(
-    formats: Sequence[str | Format], experts: Sequence[type[Experts]]
+    formats: Sequence[str | Format], experts: Sequence[type[Experts]], device: str = "cpu"
 ) -> dict[str, dict[str, list[CheckResult]]]:
-    """The named checks of formats and experts, by kind and name."""
+    """The named checks of formats and experts (with rows on `device`), by kind and name."""
     return {
         "formats": {str(get(one)): check_format(one) for one in formats},
-        "experts": {one.name: check_experts(one) for one in experts},
+        "experts": {one.name: check_experts(one, device=device) for one in experts},
     }

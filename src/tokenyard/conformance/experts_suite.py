@@ -1,6 +1,6 @@
 """What every experts class must keep to: one type, one meaning of rows and weights, nothing changed on the way.
 
-Each check takes a class, somebody's own too, and tries it on specs that its `supports` accepts.
+Each check takes a class, somebody's own too, and tries it on specs that its `supports` accepts, with rows on a device.
 
 The bound around the float64 result is the usual first-order analysis, carried through the layer: a dot product of
 D terms, summed in float32 in any order, is off by at most (D + 2) · 2^-24 · Σ|x·w|; where a product runs in a 16-bit
@@ -34,33 +34,42 @@ _ROWS = 17
 _FLOAT32 = 2.0**-24
 _SLOPE = 1.13  # of silu, gelu and the clamped SwiGLU, at most
 _TINY = 2.0**-24  # half the distance of float16's subnormal numbers
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Batch:
-    """A layer of experts on this rank, and rows for it."""
+    """A layer of experts on this rank, and rows for it. They are drawn on the CPU, and computed on `device`."""
 
     spec: ExpertsSpec
     weights: ExpertWeights
     x_RH: Tensor
     routes: LocalRoutes
+    device: torch.device = _CPU
 
     def received(self, cls: type[Experts], routes: LocalRoutes | None = None) -> ReceivedRows:
         """The rows as an exchange would deliver them; with logits, for experts that route by themselves."""
-        routes = routes or self.routes
-        logits = RoutingLogits(logits_RE=torch.zeros(self.x_RH.shape[0], self.spec.num_local_experts))
+        routes, x_RH = self.routes_there() if routes is None else routes, self.x_RH.to(self.device)
+        shape = (x_RH.shape[0], self.spec.num_local_experts)
+        logits = RoutingLogits(logits_RE=torch.zeros(shape, device=self.device))
         return ReceivedRows(
-            rows=formats.for_dtype(self.x_RH.dtype).encode(self.x_RH),
+            rows=formats.for_dtype(x_RH.dtype).encode(x_RH),
             routes=logits if cls.routes_itself else routes,
-            counts_W=(self.x_RH.shape[0],),
+            counts_W=(x_RH.shape[0],),
         )
+
+    def routes_there(self) -> LocalRoutes:
+        """The routes on the device."""
+        ids_RK, weights_RK = self.routes.ids_RK.to(self.device), self.routes.weights_RK.to(self.device)
+        return LocalRoutes(ids_RK=ids_RK, weights_RK=weights_RK)
 
     def build(self, cls: type[Experts], **options: Any) -> Experts:
         """The experts. Those that route by themselves get a router that answers with this batch's routes."""
         if cls.routes_itself:
-            routes = SimpleNamespace(topk_ids_TK=self.routes.ids_RK, topk_weights_TK=self.routes.weights_RK)
+            there = self.routes_there()
+            routes = SimpleNamespace(topk_ids_TK=there.ids_RK, topk_weights_TK=there.weights_RK)
             options |= {"router": lambda logits_RE: routes, "to_local": lambda ids_RK, counts_W: ids_RK}
-        return cls(self.spec, self.weights, **options)
+        return cls(self.spec, self.weights, **options).to(self.device)
 
     def result(self, cls: type[Experts], **options: Any) -> Tensor:
         """The finished rows."""
@@ -73,7 +82,7 @@ def _finished(cls: type[Experts], experts: Experts, received: ReceivedRows) -> T
         result = result.finish()
     rows_RH = result.rows_RH
     assert isinstance(rows_RH, Tensor)
-    return rows_RH
+    return rows_RH.cpu()
 
 
 def _specs(cls: type[Experts], seed: int = 0, count: int = _DRAWS) -> Iterator[ExpertsSpec]:
@@ -109,15 +118,17 @@ def _dtype(weights: str) -> torch.dtype:
     return WEIGHT_DTYPES.get(weights, torch.bfloat16)
 
 
-def _one(cls: type[Experts], seed: int = 0, rows: int = _ROWS, *, least_k: int = 1) -> _Batch:
+def _one(
+    cls: type[Experts], device: torch.device, seed: int = 0, rows: int = _ROWS, *, least_k: int = 1
+) -> _Batch:
     """A batch for a spec that the class supports."""
     for spec in _specs(cls, seed):
         if spec.top_k >= least_k and spec.num_local_experts > 1 and spec.hidden_size > 1:
-            return _batch(spec, rows, seed)
-    return _batch(next(_specs(cls, seed)), rows, seed)
+            return _batch(spec, rows, seed, device)
+    return _batch(next(_specs(cls, seed)), rows, seed, device)
 
 
-def _batch(spec: ExpertsSpec, rows: int = _ROWS, seed: int = 0) -> _Batch:
+def _batch(spec: ExpertsSpec, rows: int = _ROWS, seed: int = 0, device: torch.device = _CPU) -> _Batch:
     draw = torch.Generator().manual_seed(seed)
     dtype = _dtype(spec.weights)
 
@@ -137,6 +148,7 @@ def _batch(spec: ExpertsSpec, rows: int = _ROWS, seed: int = 0) -> _Batch:
         weights=weights.quantize(spec.weights),
         x_RH=normal(rows, spec.hidden_size),
         routes=LocalRoutes(ids_RK=ids_RK, weights_RK=weights_RK),
+        device=device,
     )
 
 
@@ -193,9 +205,9 @@ def exact(batch: _Batch) -> tuple[Tensor, Tensor]:
 # -- The checks ----------------------------------------------------------------------------------------------
 
 
-def one_type_returned(cls: type[Experts]) -> None:
+def one_type_returned(cls: type[Experts], device: torch.device) -> None:
     """`compute` returns `ExpertRows` if it finalizes, else `UnfinalizedRows`; never a tensor, a tuple or nothing."""
-    batch = _one(cls)
+    batch = _one(cls, device)
     experts, received = batch.build(cls), batch.received(cls)
     for finalize in (True, False) if cls.finalizes else (False,):
         result: object = experts.compute(received, finalize=finalize)
@@ -214,12 +226,12 @@ def one_type_returned(cls: type[Experts]) -> None:
     )
 
 
-def finalizing_agrees(cls: type[Experts]) -> None:
+def finalizing_agrees(cls: type[Experts], device: torch.device) -> None:
     """Rows that the experts finalize are bitwise those that the receiver finishes."""
     if not cls.finalizes:
         return
     for seed, spec in enumerate(_specs(cls, count=12)):
-        batch = _batch(spec, seed=seed)
+        batch = _batch(spec, seed=seed, device=device)
         experts, received = batch.build(cls), batch.received(cls)
         finalized, unfinalized = experts(received, finalize=True), experts(received, finalize=False)
         assert isinstance(finalized, ExpertRows)
@@ -231,17 +243,17 @@ def finalizing_agrees(cls: type[Experts]) -> None:
         )
 
 
-def within_the_bound(cls: type[Experts]) -> None:
+def within_the_bound(cls: type[Experts], device: torch.device) -> None:
     """For every supported spec the result is within the bound around the float64 one: weighted once, summed once."""
     for seed, spec in enumerate(_specs(cls)):
-        batch = _batch(spec, seed=seed)
+        batch = _batch(spec, seed=seed, device=device)
         over = excess(batch.result(cls), *exact(batch))
         _expect(over <= 0, f"{over:.3g} beyond the bound for {_told(spec)}", "every element within it")
 
 
-def rows_for_nobody_are_zero(cls: type[Experts]) -> None:
+def rows_for_nobody_are_zero(cls: type[Experts], device: torch.device) -> None:
     """A row none of whose experts live here is zero, even where it holds NaN, and so is its weight's."""
-    batch = _one(cls)
+    batch = _one(cls, device)
     ids_RK, weights_RK = batch.routes.ids_RK.clone(), batch.routes.weights_RK.clone()
     ids_RK[3], ids_RK[9] = -1, -1
     x_RH = batch.x_RH.clone()
@@ -255,9 +267,9 @@ def rows_for_nobody_are_zero(cls: type[Experts]) -> None:
     _expect(bool(torch.isfinite(rows_RH).all()), "NaN of a row for nobody reached another row", "finite rows")
 
 
-def nan_stays_in_its_row(cls: type[Experts]) -> None:
+def nan_stays_in_its_row(cls: type[Experts], device: torch.device) -> None:
     """NaN in one row does not reach another row."""
-    batch = _one(cls)
+    batch = _one(cls, device)
     batch.routes.ids_RK[:, 0] = 0  # everyone shares an expert
     x_RH = batch.x_RH.clone()
     x_RH[5] = float("nan")
@@ -267,69 +279,71 @@ def nan_stays_in_its_row(cls: type[Experts]) -> None:
     _expect(bool(rows_RH[5].isnan().any()), "a row of NaN gave numbers", "NaN")
 
 
-def duplicate_choices_count_twice(cls: type[Experts]) -> None:
+def duplicate_choices_count_twice(cls: type[Experts], device: torch.device) -> None:
     """An expert that a row names twice counts twice, with both weights."""
-    batch = _one(cls, least_k=2)
+    batch = _one(cls, device, least_k=2)
     ids_RK = batch.routes.ids_RK[:, :1].clamp(min=0).expand(-1, batch.spec.top_k).contiguous()
     batch = replace(batch, routes=replace(batch.routes, ids_RK=ids_RK))
     over = excess(batch.result(cls), *exact(batch))
     _expect(over <= 0, f"{over:.3g} beyond the bound where all choices name one expert", "both to count")
 
 
-def empty_batches(cls: type[Experts]) -> None:
+def empty_batches(cls: type[Experts], device: torch.device) -> None:
     """No rows give no rows; rows for nobody at all give zeros."""
-    batch = _one(cls, rows=0)
+    batch = _one(cls, device, rows=0)
     shape = tuple(batch.result(cls).shape)
     _expect(shape == (0, batch.spec.hidden_size), f"no rows gave {list(shape)}", [0, batch.spec.hidden_size])
-    batch = _one(cls)
+    batch = _one(cls, device)
     batch.routes.ids_RK.fill_(-1)
     _expect(not bool(batch.result(cls).any()), "a batch for nobody gave something", "zeros")
 
 
-def nothing_is_changed(cls: type[Experts]) -> None:
+def nothing_is_changed(cls: type[Experts], device: torch.device) -> None:
     """Neither rows, nor routes, nor weights are changed by computing, adopted weights included."""
-    batch = _one(cls)
+    batch = _one(cls, device)
+    routes = batch.routes_there()
+    received = batch.received(cls, routes)
     tensors = {
-        "x_RH": batch.x_RH,
-        "ids_RK": batch.routes.ids_RK,
-        "weights_RK": batch.routes.weights_RK,
+        "x_RH": received.rows.payloads["data"],
+        "ids_RK": routes.ids_RK,
+        "weights_RK": routes.weights_RK,
         **batch.weights.by_name(),
     }
     before = {name: tensor.clone() for name, tensor in tensors.items()}
-    experts, received = batch.build(cls, adopt=True), batch.received(cls)
+    experts = batch.build(cls, adopt=True)
     for finalize in (True, False) if cls.finalizes else (False,):
         experts(received, finalize=finalize)
     for name, tensor in tensors.items():
         _expect(same_bits(tensor, before[name]), f"{name} was changed", "it untouched")
     for name, tensor in experts.weights.by_name().items():
-        _expect(same_bits(tensor, before[name]), f"the experts' own {name} was changed", "it untouched")
+        _expect(same_bits(tensor.cpu(), before[name]), f"the experts' own {name} was changed", "it untouched")
 
 
-def load_is_in_place(cls: type[Experts]) -> None:
+def load_is_in_place(cls: type[Experts], device: torch.device) -> None:
     """`load_` writes into the tensors that are there, and the next result is that of the new weights."""
-    batch = _one(cls, seed=1)
-    other = _batch(batch.spec, seed=2)
+    batch = _one(cls, device, seed=1)
+    other = _batch(batch.spec, seed=2, device=device)
     experts, received = batch.build(cls), batch.received(cls)
     _finished(cls, experts, received)  # whatever is prepared once is prepared now
-    pointers = {name: tensor.data_ptr() for name, tensor in experts.weights.by_name().items()}
+    pointers = {name: tensor.data_ptr() for name, tensor in experts.named_buffers()}
     experts.load_(other.weights)
-    for name, tensor in experts.weights.by_name().items():
+    for name, tensor in experts.named_buffers():
         _expect(
             tensor.data_ptr() == pointers[name],
             f"load_ put another tensor in the place of {name}",
             "the same",
         )
-        _expect(
-            same_bits(tensor, other.weights.by_name()[name]), f"load_ did not take {name}", "the new weights"
-        )
+    for name, tensor in experts.weights.by_name().items():
+        fine = same_bits(tensor.cpu(), other.weights.by_name()[name])
+        _expect(fine, f"load_ did not take {name}", "the new weights")
     new = replace(batch, weights=other.weights)
     over = excess(_finished(cls, experts, received), *exact(new))
     _expect(over <= 0, f"after load_, {over:.3g} beyond the bound", "the result of the new weights")
 
 
-def computing_repeats(cls: type[Experts]) -> None:
+def computing_repeats(cls: type[Experts], device: torch.device) -> None:
     """The same batch twice gives the same bits."""
-    batch = _one(cls)
+    batch = _one(cls, device)
     experts, received = batch.build(cls), batch.received(cls)
     first, second = _finished(cls, experts, received).clone(), _finished(cls, experts, received)
     _expect(same_bits(first, second), "computing twice gave two results", "the same bits")
@@ -343,7 +357,7 @@ def _told(spec: ExpertsSpec) -> str:
     )
 
 
-EXPERTS_CHECKS: dict[str, Callable[[type[Experts]], None]] = {
+EXPERTS_CHECKS: dict[str, Callable[[type[Experts], torch.device], None]] = {
     check.__name__: check
     for check in (
         one_type_returned,

@@ -22,7 +22,7 @@ from tokenyard.conformance.exchange_suite import Trial
 from tokenyard.conformance.experts_suite import EXPERTS_CHECKS
 from tokenyard.conformance.format_suite import FORMAT_CHECKS
 from tokenyard.conformance.runner import DEADLINE, Finding, Verdict, attempt, run_on_ranks
-from tokenyard.errors import unknown_name
+from tokenyard.errors import InputError, unknown_name
 from tokenyard.exchange import Exchange
 from tokenyard.exchange import resolve as resolve_exchange
 from tokenyard.experts import Experts
@@ -98,15 +98,23 @@ def check_format(format: str | Format | type[Format], *, only: Sequence[str] = (
     ]
 
 
-def check_experts(experts: str | type[Experts], *, only: Sequence[str] = ()) -> list[CheckResult]:
-    """Run the experts suite.
+def check_experts(
+    experts: str | type[Experts], *, only: Sequence[str] = (), device: str | torch.device = "cpu"
+) -> list[CheckResult]:
+    """Run the experts suite, with rows on `device`. Experts that do not run there are refused: `InputError`.
 
     >>> all(result.passed for result in check_experts("reference", only=["one_type_returned"]))
     True
     """
-    cls = experts_room.get(experts)
+    cls, device = experts_room.get(experts), torch.device(device)
+    if (reason := cls.runs_on(device)) is not None:
+        raise InputError(
+            str(reason), expected=f"experts that run on {device}", fix="check them where they do"
+        )
     return [
-        CheckResult(check=name, what=_what(EXPERTS_CHECKS[name]), finding=attempt(EXPERTS_CHECKS[name], cls))
+        CheckResult(
+            check=name, what=_what(EXPERTS_CHECKS[name]), finding=attempt(EXPERTS_CHECKS[name], cls, device)
+        )
         for name in _chosen(EXPERTS_CHECKS, only)
     ]
 

@@ -183,6 +183,12 @@ class Experts(nn.Module, ABC):
             return Reason(field="expert_rows", value=spec.rows, why=why)
         return None
 
+    @classmethod
+    def runs_on(cls, device: torch.device) -> Reason | None:
+        """None, or why these experts cannot compute on rows that live there."""
+        del device
+        return None
+
     def __init__(self, spec: ExpertsSpec, weights: ExpertWeights, *, adopt: bool = False) -> None:
         """Check and take the weights: a copy of them, or with `adopt=True` the tensors themselves.
 
