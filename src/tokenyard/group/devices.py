@@ -95,7 +95,7 @@ def let_ranks_share_a_gpu() -> None:
 
 
 def _reserve_memory(device: torch.device) -> None:
-    """Let torch keep some memory for this stream: to get more, CUDA may wait for all kernels, those that wait included."""
+    """Let torch keep some memory for this stream: to get more, CUDA may wait for all kernels, waiting ones too."""
     sizes = [*[_SMALL_PIECE] * 16, *[_LARGE_PIECE] * 4]
     pieces = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
     del pieces

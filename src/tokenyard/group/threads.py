@@ -141,7 +141,7 @@ class ThreadGroup(Group):
         return self._meeting_point.meet(self.rank, self._calls, kind, value, self.deadline, phase)
 
     def barrier(self, *, phase: str = "barrier") -> None:
-        """Return when every rank of the group has come here. Nothing touches a device: others' kernels may wait there."""
+        """Return when every rank of the group has come here. No device is touched: others' kernels may wait there."""
         self._meet("waits for all", None, phase)
 
     def gather_json(self, value: Any, *, phase: str = "gather_json") -> list[Any]:
