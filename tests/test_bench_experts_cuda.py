@@ -309,7 +309,7 @@ def layer_document():
         "gpu": H200,
         "shape": {"hidden_size": 7168, "intermediate_size": 2048, "num_experts": 256, "top_k": 8},
         "rounds": 15,
-        "reported": {"by": "#40960", "ms": [35.0, 40.0], "ratio": 0.875},
+        "reported": {"by": "#40960", "on": "8 B200", "ms": [35.0, 40.0], "ratio": 0.875},
         "results": rows,
     }
 
@@ -333,8 +333,8 @@ def test_saved_figures_are_shown(document, tmp_path):
     shown = call("bench", "show", file, "--plot", picture)
     assert shown.exit_code == 0, shown.output
     for words in (
-        "best–worst",
-        "recorded peer",
+        "ours / peer",
+        "recorded: the best that was measured before",
         "4.45 TB/s",
         "F.grouped_mm; rows sorted beforehand",
         "torch's products were not measured, A, fp8_block128, 32 rows: RuntimeError: no kernel",
@@ -357,7 +357,7 @@ def test_a_layer_is_shown_beside_the_reported_ratio(layer_document, tmp_path):
         "0.910 (0.900–0.920)",
         "0.50 (0.40–0.50)",
         "0.875",
-        "35 against 40 ms",
+        "35 against 40 ms on 8 B200",
         "2 of 2 faster",
         "failed",
     ):

@@ -13,7 +13,7 @@ from tokenyard.errors import InputError
 
 ENDINGS = (".png", ".svg", ".pdf")
 # By contestant, in the order of the registry; gray is for the peer. They differ in lightness, too.
-COLORS = ("#1b4f8a", "#5aa0d0", "#e0963a", "#5f9e6e", "#8c6bb1")
+COLORS = ("#1b4f8a", "#5aa0d0", "#e0963a", "#5f9e6e", "#8c6bb1", "#b03a48")
 PEER_COLOR = "#a9a9a9"
 _WIDTH = 0.72  # of the space of one group
 

@@ -8,13 +8,14 @@ from typing import Any
 from tokenyard.bench.expert_figures import CASES
 from tokenyard.bench.picture import COLORS, PEER_COLOR, save_figure
 
-_WIDTH = 0.36  # of a bar; two of them stand in a group
+_WIDTH = 0.72  # of a bar
 
 
 def draw_experts(document: dict[str, Any], path: Path) -> None:
     """Draw a document of `bench experts --device cuda` into a file: a panel for each case."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogFormatter
 
     rows = [row for row in document["results"] if row["us"] is not None]
     names = list(dict.fromkeys(row["case"] for row in rows))
@@ -46,8 +47,11 @@ def draw_experts(document: dict[str, Any], path: Path) -> None:
         )
         axes.set_xlabel("tokens" if case.all_local else "pairs of a row and an expert")
         axes.spines[["top", "right"]].set_visible(False)
+        axes.yaxis.set_major_formatter(LogFormatter())
+        axes.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
         if number == 1:
             axes.set_ylabel("whole expert stage, µs (lower is better)")
+        if number == len(names):
             axes.plot([], [], color="black", linestyle="--", linewidth=1, label="floor")
             if any(row["best_peer_us"] is not None for row in rows):
                 axes.plot([], [], "x", color="black", label="best peer,\nwithout sorting\nand sums")
@@ -61,42 +65,44 @@ def draw_experts(document: dict[str, Any], path: Path) -> None:
 
 
 def draw_layer(document: dict[str, Any], path: Path) -> None:
-    """Draw a document of `bench layer` into a file: the whole layer on the left, rows alone on the right."""
+    """Draw a document of `bench layer` into a file: times over those of an allgather, whole and of rows alone."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     rows = [row for row in document["results"] if row["us"] is not None]
-    figure = Figure(figsize=(max(7.5, 3.0 + 2.2 * len(rows)), 4.6), layout="constrained")
+    figure = Figure(figsize=(max(8.0, 3.4 + 2.0 * len(rows)), 4.6), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = {"whole layer": ("us", "allgather_us"), "rows alone": ("exchange_us", "allgather_exchange_us")}
-    for number, (title, names) in enumerate(panels.items(), start=1):
+    panels = {
+        "whole layer": ("ratio", "us", "allgather_us"),
+        "rows alone": ("exchange_ratio", "exchange_us", "allgather_exchange_us"),
+    }
+    reported = document["reported"]
+    for number, (title, (ratio, ours, theirs)) in enumerate(panels.items(), start=1):
         axes = figure.add_subplot(1, 2, number)
-        for side, (name, label, color) in enumerate(
-            zip(names, ("one_sided", "allgather"), (COLORS[0], PEER_COLOR), strict=True)
-        ):
-            places = [group + (side - 0.5) * _WIDTH for group in range(len(rows))]
-            times = [row[name] for row in rows]
-            below = [row[name] - row[f"{name}_min"] for row in rows]
-            above = [row[f"{name}_max"] - row[name] for row in rows]
-            axes.bar(places, times, _WIDTH * 0.94, color=color, label=label if number == 1 else "_")
-            axes.errorbar(
-                places, times, [below, above], color="#333333", capsize=3, linewidth=1, linestyle="none"
+        first = number == 1
+        for place, row in enumerate(rows):
+            axes.bar(place, row[ratio], _WIDTH, color=COLORS[0])
+            spread = [[row[ratio] - row[f"{ratio}_min"]], [row[f"{ratio}_max"] - row[ratio]]]
+            axes.errorbar(place, row[ratio], spread, color="#333333", capsize=3, linewidth=1)
+            axes.annotate(
+                f"{row[ours]:,.0f}\nof {row[theirs]:,.0f} µs",
+                (place, 0),
+                xytext=(0, 6),
+                textcoords="offset points",
+                ha="center",
+                va="bottom",
+                fontsize=8,
+                color="white",
             )
-            for place, row in zip(places, rows, strict=True):
-                axes.annotate(
-                    f"{row[name]:.0f}",
-                    (place, row[f"{name}_max"]),
-                    xytext=(0, 3),
-                    textcoords="offset points",
-                    ha="center",
-                    va="bottom",
-                    fontsize=8,
-                )
-        axes.set_xticks(range(len(rows)), [f"{row['weights']}\nT {row['num_tokens']}" for row in rows])
-        axes.set_yscale("log")
-        axes.margins(y=0.12)
+        axes.axhline(1.0, color=PEER_COLOR, linewidth=1.8, label="allgather" if first else "_")
+        if first:
+            said = f"{reported['by']},\n{reported['on']}"
+            axes.axhline(reported["ratio"], color="black", linestyle="--", linewidth=1, label=said)
+            axes.set_ylabel("one_sided / allgather (lower is better)")
+        names = [f"{row['weights']}\nT {row['num_tokens']}" for row in rows]
+        axes.set_xticks(range(len(rows)), names, fontsize=8)
+        axes.set_ylim(bottom=0)
         axes.set_title(title, fontsize=11)
-        axes.set_ylabel("µs of all ranks (lower is better)" if number == 1 else "")
         axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right upper", frameon=False, fontsize=9)
     shape = document["shape"]

@@ -100,23 +100,24 @@ def print_experts(document: dict[str, Any]) -> None:
         "weights": lambda row: row["weights"],
         "rows": lambda row: f"{row['size']:,}",
         "ours": lambda row: number(row["us"]) or "failed",
-        "best–worst": lambda row: f"{number(row['us_min'])}–{number(row['us_max'])}" if row["us"] else "",
+        "spread": lambda row: f"{number(row['us_min'])}–{number(row['us_max'])}" if row["us"] else "",
         "floor": lambda row: number(row["floor_us"]),
         "by": lambda row: row["floor_by"] or "",
         "ours / floor": ratio("floor_ratio"),
         "to reach": lambda row: number(row["target_us"]) + (" *" if row["target_is"] else ""),
         "met": lambda row: {None: "", True: "yes", False: "no"}[row["met"]],
         "torch": lambda row: number(row["peer_us"]),
-        "recorded peer": lambda row: number(row["recorded_peer_us"]),
-        "ours / best peer": ratio("peer_ratio"),
+        "recorded": lambda row: number(row["recorded_peer_us"]),
+        "ours / peer": ratio("peer_ratio"),
         "error": lambda row: f"{row['relative_error']:.1e}" if row["relative_error"] is not None else "",
     }
     table = Table(
-        title=f"experts, {document['gpu']}: µs, medians; ours sort, weight and sum, peers do not",
+        title=f"experts, {document['gpu']}: µs, medians, best and worst round; ours sort, weight and sum",
         title_justify="left",
     )
     for column in columns:
-        table.add_column(column, justify="left" if column in ("", "weights", "by", "met") else "right")
+        is_text = column in ("", "weights", "by", "met")
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=column == "weights")
     for row in rows:
         table.add_row(*(cell(row) for cell in columns.values()))
     page = console()
@@ -129,7 +130,7 @@ def print_experts(document: dict[str, Any]) -> None:
         f"this GPU reads {document['read_TB_per_s']:.2f} TB/s and multiplies bf16 at "
         f"{document['bf16_TFLOP_per_s']:.0f} TFLOP/s" + (f", fp8 at {fp8:.0f}" if fp8 else ""),
         *([f"torch: {', '.join(peers)}; rows sorted beforehand"] if peers else []),
-        *([f"recorded peer: {RECORDED_PEER}"] if any(row["recorded_peer_us"] for row in rows) else []),
+        *([f"recorded: {RECORDED_PEER}"] if any(row["recorded_peer_us"] for row in rows) else []),
         *(f"* {line}, of this run" for line in beside),
         *(f"torch's products were not measured, {cell}: {why}" for cell, why in _grouped(document)),
         *summary(rows),

@@ -51,6 +51,7 @@ def layer(
         BENCHMARK,
         REPORTED_BY,
         REPORTED_MS,
+        REPORTED_ON,
         REPORTED_RATIO,
         LayerShape,
         layer_grid,
@@ -82,7 +83,7 @@ def layer(
         "gpu": torch.cuda.get_device_name(gpu_device),
         "shape": asdict(shape),
         "rounds": rounds,
-        "reported": {"by": REPORTED_BY, "ms": list(REPORTED_MS), "ratio": REPORTED_RATIO},
+        "reported": {"by": REPORTED_BY, "on": REPORTED_ON, "ms": list(REPORTED_MS), "ratio": REPORTED_RATIO},
         "results": rows,
     }
     if out is not None:
@@ -134,7 +135,7 @@ def print_layer(document: dict[str, Any]) -> None:
         "rows alone": lambda row: number(row["exchange_us"]),
         "allgather alone": lambda row: number(row["allgather_exchange_us"]),
         "ratio alone": with_spread("exchange_ratio", 2),
-        f"ratio of {reported_there['by']}": lambda row: f"{reported_there['ratio']:.3f}",
+        f"{reported_there['by']}": lambda row: f"{reported_there['ratio']:.3f}",
     }
     table = Table(
         title=f"layer, {document['gpu']}, virtual ranks, H {shape['hidden_size']}, I {shape['intermediate_size']}, "
@@ -142,7 +143,9 @@ def print_layer(document: dict[str, Any]) -> None:
         title_justify="left",
     )
     for column in columns:
-        table.add_column(column, justify="left" if column == "weights" else "right")
+        table.add_column(
+            column, justify="left" if column == "weights" else "right", no_wrap="ratio" in column
+        )
     for row in rows:
         table.add_row(*(cell(row) for cell in columns.values()))
     page = console()
@@ -151,8 +154,8 @@ def print_layer(document: dict[str, Any]) -> None:
     faster = [row["faster"] for row in rows if row["faster"] is not None]
     notes = [
         "both run the same experts, one rank after the other in one graph; rows alone: there and back, no experts",
-        f"{reported_there['by']} reports {ours:.0f} against {theirs:.0f} ms for a whole model on GPUs with links; "
-        "here ranks share one GPU's memory",
+        f"{reported_there['by']} reports {ours:.0f} against {theirs:.0f} ms on {reported_there['on']}; "
+        "here ranks share one GPU's memory: this is not the speed of a link",
         f"{sum(faster)} of {len(faster)} faster than behind an allgather",
         *(f"failed: {line}" for line in missed(rows)),
     ]
