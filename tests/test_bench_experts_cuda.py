@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -16,6 +18,7 @@ from tokenyard.bench import expert_figures, layer_figures
 from tokenyard.bench.drawn_experts import DrawnExperts, check_replayed, check_results
 from tokenyard.bench.expert_figures import BESIDE, CASES, PEER, TARGETS, Cell, Load, floor_of, grid, result
 from tokenyard.bench.experts_cuda import draw_batch, draw_routes, spec_of
+from tokenyard.bench.graph_clock import graph_clock
 from tokenyard.bench.grouped_peers import peer_of
 from tokenyard.bench.layer_figures import LayerTimes, layer_grid, layer_result
 from tokenyard.errors import ContractError, UnknownName
@@ -333,7 +336,7 @@ def test_saved_figures_are_shown(document, tmp_path):
     shown = call("bench", "show", file, "--plot", picture)
     assert shown.exit_code == 0, shown.output
     for words in (
-        "ours / peer",
+        "recorded",
         "recorded: the best that was measured before",
         "4.45 TB/s",
         "F.grouped_mm; rows sorted beforehand",
@@ -377,6 +380,54 @@ def test_ratios_are_taken_round_by_round():
     assert (row["ratio"], row["ratio_min"], row["ratio_max"]) == (1.25, 0.5, 2.0)
     assert row["faster"] is False
     assert layer_figures.REPORTED_RATIO == 0.875
+
+
+# -- The clock of graphs, on a GPU that is made up ---------------------------------------------------------
+
+
+def test_graphs_take_turns_and_short_ones_are_replayed_often(monkeypatch):
+    now, replayed = [0.0], []
+
+    class Graph:
+        def __init__(self):
+            self.work = None
+
+        def replay(self):
+            replayed.append(self.work)
+            now[0] += {"short": 100.0, "long": 40_000.0}[self.work]
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = now[0]
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, end):
+            return (end.at - self.at) / 1e3
+
+    captured = []
+
+    @contextlib.contextmanager
+    def capture(graph):
+        yield
+        graph.work = captured[-1]
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    clock = graph_clock(torch.device("cuda"), 3)
+    times = clock({"short": lambda: captured.append("short"), "long": lambda: captured.append("long")})
+    assert captured == ["short", "short", "long", "long"]  # once to compile, once to capture
+    assert times == {"short": pytest.approx([100.0] * 3), "long": pytest.approx([40_000.0] * 3)}
+    order = [name for name, _ in itertools.groupby(replayed[4:])]
+    assert order == ["short", "long", "short", "long", "short"]  # neighbors of two rounds are one run
+    assert replayed[4:].count("short") == 4 * 150
+    assert replayed[4:].count("long") == 4
 
 
 # -- Measuring, with a clock of our own --------------------------------------------------------------------
