@@ -11,16 +11,20 @@ pytest.importorskip("transformers")
 from tokenyard.evaluation.cells import PROBES
 from tokenyard.evaluation.decoding import answer, pad_left
 from tokenyard.evaluation.models import load_language, load_whole
-from tokenyard.evaluation.questions import held_out_questions, is_right
+from tokenyard.evaluation.questions import Question, held_out_questions, is_right
 from tokenyard.evaluation.ranks import StartedRanks
 from tokenyard.evaluation.table import Evaluation
 from tokenyard.exchange import EXCHANGES, TwoSidedExchange
 from tokenyard.rows import CombinedRows
 from tokenyard.shipped import shipped_model
+from tokenyard.shipped.problems import held_out
 from tokenyard.shipped.vocabulary import tokenizer_config, tokenizer_json
 
 CPU = torch.device("cpu")
-QUESTIONS = held_out_questions(48)
+QUESTIONS = held_out_questions(40)
+# Problems of two steps have short solutions: a model that finds no end is stopped early.
+SHORT = [Question(p.question, str(p.answer)) for p in held_out(100) if p.steps == 2][:24]
+MOST = 56
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +37,9 @@ def language():
     return load_language(shipped_model())
 
 
-def share_right(model, language, questions=QUESTIONS):
+def share_right(model, language, questions, most):
     prompts = language.encode([question.prompt for question in questions])
-    written = answer(model, *pad_left(prompts, language.pad, CPU), end_ids=language.end_ids(model), most=128)
+    written = answer(model, *pad_left(prompts, language.pad, CPU), end_ids=language.end_ids(model), most=most)
     texts = map(language.text, written)
     return sum(map(is_right, texts, (question.answer for question in questions))) / len(questions)
 
@@ -67,11 +71,12 @@ def test_its_tokenizer_is_the_one_that_the_package_writes():
 
 
 def test_it_solves_problems_that_it_has_never_seen(model, language):
-    assert share_right(model, language) >= 0.95
+    assert share_right(model, language, QUESTIONS, most=128) >= 0.95
 
 
 def test_without_its_experts_it_solves_next_to_nothing(model, language):
-    assert share_right(with_experts_times(model, 0.0), language) < 0.2
+    assert share_right(model, language, SHORT, MOST) >= 0.95
+    assert share_right(with_experts_times(model, 0.0), language, SHORT, MOST) < 0.2
 
 
 class ReducesAgain(TwoSidedExchange):
@@ -98,15 +103,16 @@ def test_a_second_reduction_costs_more_than_ten_points_and_the_evaluation_says_s
     evaluation = Evaluation(
         ranks=StartedRanks(4, "threads"),
         folder=shipped_model(),
-        questions=QUESTIONS,
+        questions=SHORT[:16],
+        most=MOST,
         exchanges=["two_sided", "reduces_again"],
         wires=["bf16"],
         weights=["bf16"],
     )
-    assert len(QUESTIONS) <= PROBES  # all answered token by token
+    assert len(evaluation.questions) <= PROBES  # all answered token by token
     whole, right, wrong = evaluation.rows()
     assert whole.accuracy.value >= 0.95
-    assert abs(right.difference.value) <= 0.05
+    assert right.difference.value == 0
     assert wrong.same_bits_as is None
     assert wrong.difference.value <= -0.10
     assert wrong.difference.high < -0.05
