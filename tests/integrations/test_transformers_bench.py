@@ -36,8 +36,9 @@ def test_a_small_run():
     for row in rows:
         assert any(row["peer"].startswith(layout) for layout in layouts(2))
         assert row["difference"] < 0.1
-        for name in ("ours", "peer", "peer_with_our_experts", "floor"):
-            assert row[f"{name}_ms"] > 0
+        for name in ("ours", "peer", "peer_with_our_experts", "no_exchange"):
+            assert row[f"{name}_ms"] > row["floor_ms"] > 0
+        assert row["over_floor"] > 1
         assert 0 < row["peer_ratio_low"] <= row["peer_ratio"] <= row["peer_ratio_high"]
 
 
@@ -57,7 +58,8 @@ def test_experts_that_transformers_cannot_split():
 MEASURED = {
     "ours_ms": 10.0, "peer_ms": 20.0, "peer_ratio": 2.0, "peer_ratio_low": 1.9, "peer_ratio_high": 2.1,
     "peer_with_our_experts_ms": 15.0, "peer_with_our_experts_ratio": 1.5, "peer_with_our_experts_ratio_low": 1.4,
-    "peer_with_our_experts_ratio_high": 1.6, "floor_ms": 5.0, "peer": "dispatch, FSDP, eager", "ranks": 3,
+    "peer_with_our_experts_ratio_high": 1.6, "floor_ms": 5.0, "no_exchange_ms": 6.0, "ranks": 3,
+    "peer": "dispatch, FSDP, eager",
     "hidden_size": 64, "intermediate_size": 32, "num_experts": 6, "top_k": 2, "num_layers": 1, "sequences": 2,
     "length": 4,
 }  # fmt: skip

@@ -13,8 +13,12 @@ implementations of experts, and the fastest is the peer of the rounds:
     dispatch, split         every rank all sequences, attention split by heads
     all-reduce, replicated  every rank all sequences; each computes its experts for all rows, and results are summed
 
-The same peer with our experts in the place of its own shows the share of the exchange in the difference. The floor is
-the model without any exchange: every rank holds all experts, and answers its own sequences alone.
+The same peer with our experts in the place of its own shows the share of the exchange in the difference. Beside them
+runs the model without any exchange: every rank holds all experts, and answers its own sequences alone.
+
+The floor is the arithmetic of the model's products over the best rate that this machine shows for a plain square
+product on all its cores, or the bytes of the weights that a pass must read over the rate of a copy, whichever takes
+longer. Nothing else is in it: no attention scores, no norms, no exchange.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -31,6 +36,10 @@ from torch import Tensor
 
 from tokenyard.errors import InputError
 from tokenyard.group import Group, launch
+
+SQUARE = 2048  # the side of the product that shows the machine's rate: 17 GFLOP
+COPIED = 256 * 1024 * 1024  # bytes, more than any cache holds
+VOCABULARY, HEAD = 1024, 64  # of the model
 
 # Version 5.19 has `DistributedConfig(ep_size=…)` with the layouts that are compared here.
 OLDEST_PEER = (5, 19)
@@ -80,10 +89,49 @@ def measure_transformers_ep(work: Workload) -> list[dict[str, Any]]:
         for name in first["seconds"]
     }
     shape = asdict(work) | {"peer": first["peer"], "difference": max(rank["difference"] for rank in by_rank)}
-    return [
-        shape | _row(phase, slowest, 1 if phase == "prefill" else work.steps)
-        for phase in ("prefill", "decode")
-    ]
+    rates = _rates()
+    rows = []
+    for phase, passes, tokens in (("prefill", 1, work.length), ("decode", work.steps, 1)):
+        row = shape | rates | _row(phase, slowest, passes)
+        row["floor_ms"] = 1e3 * _floor(work, work.ranks * work.sequences * tokens, rates)
+        row["over_floor"] = row["ours_ms"] / row["floor_ms"]
+        rows.append(row)
+    return rows
+
+
+def _rates() -> dict[str, float]:
+    """What the machine can do at best: GFLOP/s of a product, and GB/s of a copy (bytes read and written)."""
+
+    def best(do: Callable[[], Any]) -> float:
+        seconds = []
+        for _ in range(4):
+            started = time.perf_counter()
+            do()
+            seconds.append(time.perf_counter() - started)
+        return min(seconds)
+
+    wide = torch.ones(SQUARE, SQUARE)
+    narrow = wide.bfloat16()
+    source = torch.ones(COPIED, dtype=torch.uint8)
+    target = torch.ones_like(source)
+    product = min(best(lambda: wide @ wide), best(lambda: narrow @ narrow))
+    return {
+        "floor_gflops": 2 * SQUARE**3 / product / 1e9,
+        "floor_gbytes": 2 * COPIED / best(lambda: target.copy_(source)) / 1e9,
+    }
+
+
+def _floor(work: Workload, tokens: int, rates: dict[str, float]) -> float:
+    """Seconds that a pass over so many tokens, of all ranks together, takes at least."""
+    attention = work.hidden_size * HEAD * 6 * work.ranks  # 2·W heads for q and o, W for k and v
+    expert = 3 * work.hidden_size * work.intermediate_size
+    dense = (
+        work.num_layers * (attention + work.hidden_size * work.num_experts) + work.hidden_size * VOCABULARY
+    )
+    flops = 2 * tokens * (dense + work.num_layers * work.top_k * expert)
+    # Every rank reads its own copy of what is dense; of experts, at least those of one token are read once.
+    weights = 2 * (work.ranks * dense + work.num_layers * work.top_k * expert)
+    return max(flops / rates["floor_gflops"], weights / rates["floor_gbytes"]) / 1e9
 
 
 def _row(phase: str, rounds: dict[str, list[Seconds]], passes: int) -> dict[str, Any]:
@@ -150,7 +198,7 @@ def _rank_main(group: Group, work: Workload, folder: str) -> dict[str, Any]:
         "ours": ours,
         "peer": peer,
         "peer_with_our_experts": replace(peer, experts="tokenyard"),
-        "floor": alone(whole, "tokenyard"),
+        "no_exchange": alone(whole, "tokenyard"),
     }
     difference = _compare(ours.answer()[1], peer.answer()[1])
     return {"peer": name, "difference": difference, "seconds": _alternate(group, candidates, work.rounds)}
@@ -259,8 +307,6 @@ def _check_peer(work: Workload) -> None:
 
 # --- The model and the batch ------------------------------------------------------------------------------
 
-VOCABULARY = 1024
-
 
 def _save_model(work: Workload, folder: str) -> None:
     """A Qwen3-MoE of the workload's sizes, with random weights."""
@@ -274,7 +320,7 @@ def _save_model(work: Workload, folder: str) -> None:
         num_hidden_layers=work.num_layers,
         num_attention_heads=2 * work.ranks,
         num_key_value_heads=work.ranks,
-        head_dim=64,
+        head_dim=HEAD,
         num_experts=work.num_experts,
         num_experts_per_tok=work.top_k,
         norm_topk_prob=True,

@@ -30,7 +30,7 @@ def transformers(
 ) -> None:
     """How fast a sharded model answers, beside Transformers' own expert parallelism (5.19 or newer).
 
-    Same model, same batch, same processes. Transformers' fastest layout is the peer; the floor has no exchange.
+    Same model, same batch, same processes. Transformers' fastest layout is the peer.
     """
     from tokenyard.bench.transformers_ep import Workload, measure_transformers_ep
     from tokenyard.cli.machine import provenance
@@ -78,7 +78,15 @@ def _print(document: dict[str, Any], exchange: str) -> None:
         f"peer: Transformers {document['versions']['transformers']}, {first['peer']}"
     )
     table = Table(title=title, title_justify="left")
-    headings = ("", "ours, ms", "peer, ms", "peer / ours", "peer with our experts / ours", "no exchange, ms")
+    headings = (
+        "",
+        "ours, ms",
+        "peer, ms",
+        "floor, ms",
+        "peer / ours",
+        "peer with our experts / ours",
+        "no exchange, ms",
+    )
     for heading in headings:
         table.add_column(heading)
     for row in document["results"]:
@@ -86,9 +94,10 @@ def _print(document: dict[str, Any], exchange: str) -> None:
             {"prefill": "a pass over the prompts", "decode": "a token of each sequence"}[row["phase"]],
             f"{row['ours_ms']:.1f}",
             f"{row['peer_ms']:.1f}",
+            f"{row['floor_ms']:.1f}",
             _spread(row, "peer_ratio"),
             _spread(row, "peer_with_our_experts_ratio"),
-            f"{row['floor_ms']:.1f}",
+            f"{row['no_exchange_ms']:.1f}",
         )
     console().print(table)
 
