@@ -1,0 +1,158 @@
+"""Fused experts, their kernels run by Triton's interpreter: every declared pair of formats, any shape, every ending."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tokenyard as ty
+from tests.exchange.interpreter import install, only_without_gpu
+from tests.experts.fused_cases import FusedCase, check_case, declared_pairs, drawn, same_bits
+from tests.models import batch, build, on_ranks, spec
+from tokenyard.experts import FusedExperts
+from tokenyard.experts.fused import experts as fused_experts
+from tokenyard.experts.fused.cuts import Cut, Cuts
+from tokenyard.formats import WEIGHT_FORMATS
+
+pytestmark = only_without_gpu
+install()
+
+
+def run(case: FusedCase) -> torch.Tensor:
+    return check_case(case, FusedExperts(case.spec, case.held))
+
+
+@pytest.mark.parametrize(("weights", "rows"), declared_pairs())
+def test_any_shape_of_every_declared_pair(weights, rows):
+    for seed in range(1 if weights in ("fp16", "fp32") else 2):
+        run(drawn(weights, rows, seed))
+
+
+CORNERS = {
+    "one row": FusedCase(R=1, K=1, L=1),
+    "no rows": FusedCase(R=0),
+    "one expert has all rows, several tiles of them": FusedCase(R=40, K=2, L=3, routing="one expert"),
+    "eight choices, all the same": FusedCase(weights="mxfp4", R=6, K=8, routing="duplicates"),
+    "nobody": FusedCase(routing="nobody"),
+    "an odd intermediate size": FusedCase(weights="nvfp4", H=24, I=7, R=4),
+    "more than a block of scales": FusedCase(weights="fp8_block128", rows="fp8_block128", H=136, I=136, R=3),
+    "gpt-oss": FusedCase(
+        weights="mxfp4", rows="mxfp8(alignment=256)", activation="swiglu_clamped", bias=True
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CORNERS.values(), ids=CORNERS)
+def test_corners(case):
+    run(case)
+
+
+def test_the_bound_notices_a_wrong_layer():
+    case = FusedCase(weights="mxint4")
+    wrong = FusedExperts(case.spec, FusedCase(weights="mxint4", seed=1).held)
+    with pytest.raises(AssertionError):
+        check_case(case, wrong)
+
+
+@pytest.mark.parametrize("weight_on", ["output", "input"])
+def test_sums_inside_the_product_and_by_a_kernel_have_the_same_bits(weight_on, monkeypatch):
+    case = FusedCase(R=20, K=3, I=20, weight_on=weight_on, routing="any")
+    experts = FusedExperts(case.spec, case.held)
+    cut = Cut(64, 16, 64, 4, 3)
+    experts.cuts = Cuts(cut, cut)
+    assert cut.tile <= fused_experts.LONGEST_SUMMED_INSIDE
+    inside = experts(case.received()).rows_RH
+    monkeypatch.setattr(fused_experts, "LONGEST_SUMMED_INSIDE", 0)
+    assert same_bits(experts(case.received()).rows_RH, inside)
+
+
+def test_a_tile_that_is_hardly_filled_may_be_computed_as_a_narrow_one():
+    """`tail`: tiles of few rows, in a batch whose tiles are wide."""
+    case = FusedCase(R=40, K=1, L=2, routing="one expert")
+    experts = FusedExperts(case.spec, case.held)
+    wide = Cut(64, 32, 64, 4, 3, 16)  # 40 rows: 32 and 8
+    experts.cuts = Cuts(wide, wide)
+    check_case(case, experts)
+
+
+def test_loading_is_in_place():
+    case, other = FusedCase(weights="mxint4", bias=True), FusedCase(weights="mxint4", bias=True, seed=1)
+    experts = FusedExperts(case.spec, case.held)
+    pointers = {name: tensor.data_ptr() for name, tensor in experts.named_buffers()}
+    experts.load_(other.held)
+    assert {name: tensor.data_ptr() for name, tensor in experts.named_buffers()} == pointers
+    expected = FusedExperts(case.spec, other.held)(case.received()).rows_RH
+    assert same_bits(experts(case.received()).rows_RH, expected)
+
+
+def layers(group, exchange):
+    """The outputs of a layer with fused experts, and with the reference."""
+    layer = spec(hidden_size=100, intermediate_size=20, wire="mxfp8", weights="mxfp4", bias=True)
+    x_TH, routes = batch(layer, 3 + 2 * group.rank, seed=group.rank)
+    outputs = []
+    for experts in ("fused", "reference"):
+        plan = ty.plan([replace(layer, experts=experts)], group, exchange=exchange)
+        outputs.append(build(plan, "moe")(x_TH, routes).float())
+        plan.close()
+    return outputs
+
+
+@pytest.mark.parametrize("exchange", ty.EXCHANGES)
+def test_layers_agree_with_the_reference_through_every_exchange(exchange):
+    for fused_TH, reference_TH in on_ranks(2, layers, exchange, deadline=120.0):
+        # Both are rounded to bf16 at the end; fused experts round between their products, too.
+        distance = (fused_TH - reference_TH).norm() / reference_TH.norm()
+        assert reference_TH.norm() > 0
+        assert distance < 2**-7
+
+
+# -- What is declared, and refused ---------------------------------------------------------------------------
+
+
+def test_every_weight_format_is_declared():
+    assert set(FusedExperts.weight_formats) == set(WEIGHT_FORMATS)
+    assert {weights for weights, _ in declared_pairs()} == set(WEIGHT_FORMATS)
+
+
+def test_rows_on_a_cpu_are_refused_where_kernels_are_compiled(monkeypatch):
+    case = FusedCase()
+    experts = FusedExperts(case.spec, case.held)
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(
+        ty.InputError, match=r"were given rows on cpu; expected rows on a GPU; fix: use experts='grouped'"
+    ):
+        experts(case.received())
+
+
+def planned(group):
+    try:
+        ty.plan([spec(experts="fused")], group)
+    except ty.PlanError as error:
+        return str(error), [alternative.changes for alternative in error.alternatives]
+    return None
+
+
+def test_a_plan_on_cpus_refuses_them_and_names_experts_that_run(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    for message, alternatives in on_ranks(2, planned):
+        assert "experts=fused: its kernels need a GPU, and rows are on cpu" in message
+        assert {"experts": "grouped"} in alternatives
+        assert all(changes["experts"] != "fused" for changes in alternatives)
+    ty.draft([spec(experts="fused")], 2)  # of which nobody knows where it will run
+
+
+def test_without_triton_they_say_so(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else find(name))
+    with pytest.raises(ty.PlanError, match="experts=fused: Triton is not installed"):
+        ty.draft([spec(experts="fused")], 2)
+    assert "Triton is not installed" in str(FusedExperts.runs_on(torch.device("cuda")))
+
+
+def test_routes_of_another_layer_are_refused():
+    case = FusedCase(K=2)
+    with pytest.raises(ty.InputError, match="the routes have 3 choices a row; expected 2"):
+        FusedExperts(case.spec, case.held)(FusedCase(K=3).received())

@@ -1,0 +1,62 @@
+"""The kernels that sort pairs by expert and cut them into tiles, against their twin in torch."""
+
+import pytest
+import torch
+
+from tests.exchange.interpreter import install, only_without_gpu
+from tokenyard.experts.fused import stage
+from tokenyard.experts.fused.kernels import twins
+
+pytestmark = only_without_gpu
+install()
+
+
+def drawn(rows: int, top_k: int, experts: int, routing: str, seed: int = 0) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    ids_RK = torch.randint(-1, experts, (rows, top_k), generator=draw)
+    if routing == "one expert":
+        ids_RK.fill_(experts - 1)
+    elif routing == "skewed":  # half of all pairs to expert 0, some experts get nothing
+        ids_RK = torch.where(torch.rand(ids_RK.shape, generator=draw) < 0.5, 0, ids_RK // 2 * 2)
+    elif routing == "sparse":
+        ids_RK[torch.rand(ids_RK.shape, generator=draw) < 0.9] = -1
+    elif routing == "nobody":
+        ids_RK.fill_(-1)
+    elif routing == "beyond":  # ids that no expert here has are nobody's
+        ids_RK[::3] = experts + 5
+    return ids_RK.int()
+
+
+def agree(ids_RK: torch.Tensor, experts: int, tile: int, arrived: int = 100) -> None:
+    counts = torch.full((arrived,), 7, dtype=torch.int32)
+    found = stage.sort_on_device(ids_RK, counts, experts, tile, early=False)
+    order_N, tiles = twins.sort_pairs(ids_RK, experts, tile)
+    how_many = int(found.how_many)
+    assert how_many == len(tiles) <= found.max_tiles
+    by_field = found.tiles[: 3 * found.max_tiles].view(3, found.max_tiles)
+    assert by_field[:, :how_many].T.tolist() == tiles.tolist()
+    assert found.order_N[: len(order_N)].tolist() == order_N.tolist()
+    assert not counts.any()  # by which the second product counts
+
+
+@pytest.mark.parametrize("routing", ["any", "one expert", "skewed", "sparse", "nobody", "beyond"])
+@pytest.mark.parametrize(("rows", "top_k", "experts", "tile"), [(1, 1, 1, 8), (37, 3, 5, 16), (60, 8, 33, 8)])
+def test_one_chunk(rows, top_k, experts, tile, routing):
+    assert rows * top_k <= stage.CHUNK
+    agree(drawn(rows, top_k, experts, routing), experts, tile)
+
+
+@pytest.mark.parametrize("routing", ["any", "one expert", "skewed", "sparse"])
+@pytest.mark.parametrize(("rows", "top_k"), [(1025, 1), (700, 3), (1500, 5)])
+def test_chunks_that_are_counted_first(rows, top_k, routing):
+    """Two, three and eight chunks: fewer than the parts that share them, and more."""
+    assert rows * top_k > stage.CHUNK
+    agree(drawn(rows, top_k, 3, routing, seed=rows), 3, 64, arrived=5000)
+
+
+def test_more_chunks_than_are_read_at_a_time():
+    agree(drawn(17 * stage.CHUNK + 3, 1, 2, "skewed"), 2, 128)
+
+
+def test_more_tiles_of_an_expert_than_are_written_at_a_time():
+    agree(drawn(300, 1, 2, "one expert"), 2, 8)
