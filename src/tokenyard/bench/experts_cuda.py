@@ -29,7 +29,6 @@ from tokenyard.bench import grouped_peers
 from tokenyard.bench.drawn_experts import DrawnExperts, check_replayed, check_results, exact_products
 from tokenyard.bench.expert_figures import BESIDE, CASES, Case, Cell, Load, floor_of, peer_fields, result
 from tokenyard.bench.graph_clock import Clock
-from tokenyard.errors import TokenyardError
 from tokenyard.experts import ExpertsSpec, FusedExperts, activation
 from tokenyard.formats import get
 from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
@@ -124,7 +123,7 @@ def measure_cells(
                 peer, why = _measure_peer(drawn, batches, clock)
                 row |= peer_fields(row, peer, grouped_peers.NAMES[weights] if peer is not None else None)
                 del batches
-            except (TokenyardError, RuntimeError) as trouble:  # torch's own errors on a GPU are RuntimeErrors
+            except Exception as trouble:  # ours, torch's, or Triton's, which is none of both
                 row = result(cell, gpu, note=f"{type(trouble).__name__}: {trouble}")
             yield row, why
             if device.type == "cuda":
