@@ -538,11 +538,14 @@ def test_a_wrong_kernel_has_no_speed(interpreted):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("command", ["experts", "layer"])
-def test_without_a_gpu_the_error_says_so(command):
+@pytest.mark.parametrize(
+    ("command", "fix"), [("experts", "leave out --device"), ("layer", "measure the halves")]
+)
+def test_without_a_gpu_the_error_says_so(command, fix):
     refused = call("bench", command, "--device", "cuda")
     assert (refused.exit_code, refused.stdout) == (2, "")
     assert "sees no GPU" in refused.stderr
+    assert fix in refused.stderr
 
 
 @pytest.mark.parametrize(

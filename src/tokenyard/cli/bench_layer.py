@@ -75,7 +75,7 @@ def layer(
     bench.check_layer(cells, shape)
     if plot is not None:
         check_picture(plot)
-    gpu_device = check_gpu(device)
+    gpu_device = check_gpu(device, "measure the halves on the CPU: `bench dispatch` and `bench experts`")
     rows: list[dict[str, Any]] = []
     document: dict[str, Any] = {
         "benchmark": BENCHMARK,
