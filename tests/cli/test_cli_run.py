@@ -23,12 +23,12 @@ def random_model(tmp_path_factory):
 
 
 def test_the_shipped_model_answers_on_two_ranks():
-    document = call_json("run", *THREADS, "--problems", 4)
+    document = call_json("run", *THREADS, "--problems", 2)
     assert document["passed"]
-    assert document["right"] == 4
+    assert document["right"] == 2
     for answer in document["answers"]:
         assert answer["text"].endswith(f"answer {answer['wanted']}")
-    assert document["tokens"] > 4 * 20
+    assert document["tokens"] > 2 * 20
     assert [layer["layer"] for layer in document["layers"]] == [f"model.layers.{n}.mlp" for n in range(4)]
     for layer in document["layers"]:
         assert len(layer["rows_sent"]) == len(layer["dispatch_bytes"]) == 2
