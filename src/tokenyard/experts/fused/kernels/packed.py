@@ -408,7 +408,7 @@ def tile_product(
             )  # fmt: skip
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["how_many", "max_tiles"])
 def packed_product(
     x, slots_R, words, scales, divisors, factors, bias, weights_N, y, order_N, ids_N, left, arrived,
     tiles, how_many, max_tiles, x_stride, y_stride,

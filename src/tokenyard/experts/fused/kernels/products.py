@@ -181,7 +181,7 @@ def inner_tile(
     tl.store(where, value.to(inner.dtype.element_ty), mask=(c < I)[:, None] & is_row[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["how_many", "max_tiles"])
 def inner_product(
     x, x_scales, x_globals, slots_R, w13, w13_scales, w13_global, w13_factor, b13, weights_N, inner,
     order_N, tiles, how_many, max_tiles, x_stride, x_scale_stride, x_global_stride,
@@ -310,7 +310,7 @@ def result_tile(
         tl.store(where, acc.to(left.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["how_many", "max_tiles"])
 def result_product(
     inner, w2, w2_scales, w2_global, w2_factor, b2, weights_N, ids_N, left, arrived, out, out_slots_R, out_stride,
     order_N, tiles, how_many, max_tiles,

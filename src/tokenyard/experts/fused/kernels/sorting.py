@@ -34,7 +34,7 @@ def count_experts(expert, BINS: tl.constexpr):
     return tl.histogram(tl.where(expert < 0, BINS - 1, expert), BINS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def count_chunks(
     ids_N, counts_CB, num_pairs,
     EXPERTS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
@@ -75,7 +75,7 @@ def is_alone(ids_N, pair, expert, ok, EXPERTS: tl.constexpr, TOP_K: tl.constexpr
         return experts_of(ids_N, pair // TOP_K, ok, EXPERTS, TOP_K) == 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["how_many", "num_pairs", "max_tiles", "num_arrived"])
 def sort_pairs(
     ids_N, counts_CB, order_N, tiles, how_many, arrived, num_pairs, max_tiles, num_arrived,
     EXPERTS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
