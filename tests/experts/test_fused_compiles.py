@@ -1,0 +1,82 @@
+"""The kernels compile for Hopper, on a machine without a GPU, with whatever Triton is installed.
+
+The interpreter runs neither the types nor the layouts of a kernel, and Gluon's kernels not at all.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+COMPILE = """
+import sys
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from tokenyard.experts.fused.kernels import decoding, packed, products, sorting, summing
+
+BF16 = ("x", "scales", "y", "left", "inner", "out", "w13", "w2")
+FLOATS = ("divisors", "factors", "bias", "weights_N", "b13", "b2")
+WHOLE = ("words", "order_N", "ids_N", "arrived", "tiles", "how_many", "counts_CB")
+
+def compiled(kernel, constants, warps, source=ASTSource):
+    signature, values, aligned = {}, {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name], values[(place,)] = "constexpr", constants[name]
+            continue
+        kind = "*bf16" if name in BF16 else "*fp32" if name in FLOATS else "*i32" if name in WHOLE else "i32"
+        kind = "*i64" if name.endswith("slots_R") else kind
+        kind = "*bf16" if "_scales" in name or "_global" in name and not name.endswith("stride") else kind
+        kind = "*fp32" if name.endswith("_factor") else kind
+        signature[name] = kind
+        if kind.startswith("*") or name.endswith("stride"):
+            aligned[(place,)] = [["tt.divisibility", 16]]
+    made = triton.compile(
+        source(kernel, signature, values, aligned),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": warps},
+    )
+    assert ".version" in made.asm["ptx"]
+    print(kernel.__name__)
+
+def packed_kernel(kind, spans, first, sums, widths, groups):
+    compiled(packed.packed_product, dict(
+        EXPERTS=4, INPUTS=264, WIDTH=384, LINES=256, COLUMNS=264, TOP_K=4, KIND=kind, SPANS=spans, WIDTHS=widths,
+        FIRST=first, INTERLEAVED=first, HAS_SLOTS=True, HAS_GLOBAL=spans == 4, HAS_BIAS=True, WEIGHTED=True,
+        FINALIZE=True, SUMS=sums, ACTIVATION=4, LIMIT=7.0, ALPHA=1.7, SHIFT=1.0, GROUPS=groups, AHEAD=2, STAGES=4,
+        EARLY=True, num_warps=8,
+    ), 8, GluonASTSource)
+
+def plain_kernels():
+    compiled(sorting.sort_pairs, dict(
+        EXPERTS=8, BINS=16, CHUNK=1024, PARTS=4, TILE=16, TOP_K=4, COUNTED=True, EARLY=True), 4)
+    shared = dict(H=264, I=136, W_STRIDE=264, W_SCALE_WIDTH=1, TOP_K=4, WEIGHTS=decoding.PLAIN, KIND=tl.bfloat16,
+                  HAS_GLOBAL=False, HAS_BIAS=True, WEIGHTED=True, OUT=64, TILE=32, TAIL=16, BLOCK=64, EARLY=True)
+    compiled(products.inner_product, dict(
+        shared, X_WIDTH=264, W_WIDTH=264, ROWS=decoding.PLAIN, HAS_SLOTS=True, X_GLOBAL=False, ACTIVATION=0, GATED=True,
+        INTERLEAVED=False, LIMIT=0.0, ALPHA=0.0, SHIFT=0.0), 4)
+    compiled(products.result_product, dict(
+        shared, W_WIDTH=136, EXPERTS=8, HAS_OUT_SLOTS=True, FINALIZE=True, SUMS=True), 4)
+    compiled(summing.sum_rows, dict(
+        H=264, TOP_K=4, CHOICES=4, EXPERTS=8, HAS_OUT_SLOTS=True, WEIGHTED=True, COLUMNS=512, EARLY=True), 4)
+
+"""
+CALLS = {
+    "mxint4, the first product": "packed_kernel(0, 2, True, False, ((16, 0), (32, 0)), 1)",
+    "mxfp4, summed inside": "packed_kernel(1, 2, False, True, ((8, 0),), 1)",
+    "nvfp4, two runs of rows": "packed_kernel(1, 4, False, False, ((64, 32),), 2)",
+    "plain": "plain_kernels()",
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_kernels_compile_for_hopper(call):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE + call], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
