@@ -13,7 +13,7 @@ from tests.exchange.interpreter import install, only_without_gpu
 from tests.experts.fused_cases import FusedCase, check_case, declared_pairs, drawn, same_bits
 from tests.models import batch, build, on_ranks, spec
 from tokenyard.experts import FusedExperts
-from tokenyard.experts.fused import experts as fused_experts
+from tokenyard.experts.fused import cuts
 from tokenyard.experts.fused.cuts import Cut, Cuts
 from tokenyard.formats import WEIGHT_FORMATS
 
@@ -63,9 +63,9 @@ def test_sums_inside_the_product_and_by_a_kernel_have_the_same_bits(weight_on, m
     experts = FusedExperts(case.spec, case.held)
     cut = Cut(64, 16, 64, 4, 3)
     experts.cuts = Cuts(cut, cut)
-    assert cut.tile <= fused_experts.LONGEST_SUMMED_INSIDE
+    assert cut.tile <= cuts.LONGEST_SUMMED_INSIDE
     inside = experts(case.received()).rows_RH
-    monkeypatch.setattr(fused_experts, "LONGEST_SUMMED_INSIDE", 0)
+    monkeypatch.setattr(cuts, "LONGEST_SUMMED_INSIDE", 0)
     assert same_bits(experts(case.received()).rows_RH, inside)
 
 

@@ -21,8 +21,8 @@ from tokenyard.conformance.cases import random_weights
 from tokenyard.conformance.suites import assert_passed, check_experts
 from tokenyard.conformance.twin import twin
 from tokenyard.experts import ExpertsSpec, ExpertWeights, FusedExperts, ReferenceExperts, activation
+from tokenyard.experts.fused import cuts, packing
 from tokenyard.experts.fused import experts as fused_experts
-from tokenyard.experts.fused import packing
 from tokenyard.formats import QuantizedMatrix, weight_format
 from tokenyard.rows import LocalRoutes, ReceivedRows
 
@@ -145,7 +145,7 @@ def test_sums_inside_the_product_and_by_a_kernel_have_the_same_bits(monkeypatch)
         case = replace(BASE, weights=weights, R=5)
         experts = built(case)
         y_RH = within(case, experts)
-        monkeypatch.setattr(fused_experts, "LONGEST_SUMMED_INSIDE", 0)
+        monkeypatch.setattr(cuts, "LONGEST_SUMMED_INSIDE", 0)
         assert same_bits(experts(case.received()).rows_RH, y_RH)
         monkeypatch.undo()
 

@@ -14,6 +14,9 @@ from tokenyard.experts.fused import cut_table
 
 _Line = TypeVar("_Line")
 
+# Rows of a tile up to which the second product makes the sums. (In longer ones they hold up the tensor cores.)
+LONGEST_SUMMED_INSIDE = 16
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -25,6 +28,11 @@ class Cut:
     warps: int
     stages: int
     tail: int = 0  # tiles of at most so many rows are computed as narrow ones
+
+    @property
+    def sums_inside(self) -> bool:
+        """Whether the second product adds up the results of a row."""
+        return self.tile <= LONGEST_SUMMED_INSIDE
 
     def parts(self, outputs: int) -> int:
         """Tiles side by side that so many outputs take."""
@@ -46,6 +54,11 @@ class PackedCut:
     def out(self) -> int:
         """Outputs that one count of arrivals is for."""
         return 16 * self.warps
+
+    @property
+    def sums_inside(self) -> bool:
+        """Whether the second product adds up the results of a row."""
+        return self.tile <= LONGEST_SUMMED_INSIDE
 
     def parts(self, outputs: int) -> int:
         """Parts side by side that so many outputs take, in whole blocks."""

@@ -40,9 +40,6 @@ from tokenyard.rows import ExpertRows, PlacedRows, ReceivedRows, UnfinalizedRows
 if TYPE_CHECKING:
     from tokenyard.experts.fused.stage import Destination
 
-# Rows of a tile up to which the second product makes the sums. (In longer ones they hold up the tensor cores.)
-LONGEST_SUMMED_INSIDE = 16
-
 
 @functools.cache
 def _gluon_runs() -> bool:
@@ -72,6 +69,7 @@ class FusedExperts(Experts):
 
     name = "fused"
     weight_formats = tuple(WEIGHT_FORMATS)
+    devices = ("cuda",)
     cuts: Cuts | None = None  # of a benchmark; else they are chosen for each batch
 
     def __init__(self, spec: ExpertsSpec, weights: ExpertWeights, *, adopt: bool = False) -> None:
@@ -154,7 +152,7 @@ class FusedExperts(Experts):
     @classmethod
     def runs_on(cls, device: torch.device) -> Reason | None:
         """None for GPUs, and for anything where Triton interprets its kernels; that is slow."""
-        if device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+        if super().runs_on(device) is None or os.environ.get("TRITON_INTERPRET") == "1":
             return cls._without_triton()
         why = f"its kernels need a GPU, and rows are on {device} (TRITON_INTERPRET=1 tries them without one, slowly)"
         return Reason(field="experts", value=cls.name, why=why)
@@ -241,7 +239,7 @@ class FusedExperts(Experts):
         spec, device = self.spec, received.rows.device
         dtype = WEIGHT_DTYPES.get(spec.weights, torch.bfloat16)
         left = torch.empty(num_rows * spec.top_k, spec.hidden_size, dtype=dtype, device=device)
-        sums_inside = finalize and cuts.result.tile <= LONGEST_SUMMED_INSIDE
+        sums_inside = finalize and cuts.result.sums_inside
         across = cuts.result.parts(spec.hidden_size) if sums_inside else 0
         arrived = torch.empty(num_rows * across, dtype=torch.int32, device=device)
         if not finalize:

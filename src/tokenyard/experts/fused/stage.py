@@ -149,7 +149,7 @@ def sort_on_device(
         sorting.count_chunks[(chunks,)](
             ids_RK, counts, pairs, experts, bins, CHUNK, early, num_warps=4, **launch
         )
-    parts = min(PARTS, chunks)
+    parts = PARTS if counted else 1
     sorting.sort_pairs[(experts, parts)](
         ids_RK, counts, order_N, tiles, how_many, arrived, pairs, max_tiles, arrived.numel(),
         experts, bins, CHUNK, parts, tile, ids_RK.shape[1], counted, early, num_warps=4, **launch,
@@ -225,7 +225,10 @@ class Destination(NamedTuple):
 def launch_result(
     call: Launch, ids_RK: Tensor, weights: ExpertWeights, inner: Tensor, to: Destination, *, finalize: bool
 ) -> None:
-    """`W2 · inner + b2`: weighted and summed into `to.out`, or as it is into `to.left`, by pair."""
+    """`W2 · inner + b2`: weighted and summed into `to.out`, or as it is into `to.left`, by pair.
+
+    Where sums are made, a product and a sum are two roundings, as in `UnfinalizedRows.finish`.
+    """
     spec, cut = call.spec, call.cuts.result
     assert isinstance(cut, Cut)
     w, nothing = Matrices.of(weights.w2), call.sorted.order_N
@@ -240,7 +243,7 @@ def launch_result(
         HAS_GLOBAL=w.has_global, HAS_BIAS=weights.b2 is not None, WEIGHTED=spec.weight_on == "output",
         FINALIZE=finalize, SUMS=to.arrived.numel() > 0,
         OUT=cut.out, TILE=cut.tile, TAIL=cut.tail, BLOCK=cut.block, EARLY=call.early,
-        num_warps=cut.warps, num_stages=cut.stages, **call.options,
+        num_warps=cut.warps, num_stages=cut.stages, enable_fp_fusion=not cut.sums_inside, **call.options,
     )  # fmt: skip
 
 
@@ -253,7 +256,7 @@ def launch_sums(call: Launch, ids_RK: Tensor, to: Destination) -> None:
         to.left, call.weights_RK, ids_RK, to.out, ids_RK if to.slots_R is None else to.slots_R, rows, to.out.stride(0),
         H=spec.hidden_size, TOP_K=spec.top_k, CHOICES=triton.next_power_of_2(spec.top_k),
         EXPERTS=spec.num_local_experts, HAS_OUT_SLOTS=to.slots_R is not None, WEIGHTED=spec.weight_on == "output",
-        COLUMNS=columns, EARLY=call.early, num_warps=4, **call.options,
+        COLUMNS=columns, EARLY=call.early, num_warps=4, enable_fp_fusion=False, **call.options,
     )  # fmt: skip
 
 
@@ -306,7 +309,7 @@ def launch_packed(
             FINALIZE=finalize, SUMS=to.arrived.numel() > 0, ACTIVATION=_ACTIVATIONS[spec.activation.name],
             LIMIT=constants.get("limit", 0.0), ALPHA=constants.get("alpha", 0.0), SHIFT=constants.get("up_shift", 0.0),
             GROUPS=cut.groups, AHEAD=cut.ahead, STAGES=cut.stages, EARLY=call.early,
-            num_warps=cut.warps, **registers, **call.options,
+            num_warps=cut.warps, enable_fp_fusion=is_first or not cut.sums_inside, **registers, **call.options,
         )  # fmt: skip
 
     if only != 1:
