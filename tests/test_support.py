@@ -41,7 +41,8 @@ def test_exchange_cells_are_what_plans_do(exchange, name, way, field):
 
 
 @pytest.mark.parametrize("experts", EXPERTS)
-def test_expert_cells_are_what_plans_do(experts):
+def test_expert_cells_are_what_plans_do(experts, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     cells = {name: row[f"`{experts}`"] for name, row in table("Experts").items()}
     also = {"experts": experts, "router": SoftmaxRouter(2, renormalize=True)}
     for act in ACTIVATIONS:
@@ -49,6 +50,8 @@ def test_expert_cells_are_what_plans_do(experts):
     for name in [key.removeprefix("weights in ") for key in cells if key.startswith("weights in ")]:
         assert (cells[f"weights in {name}"] == YES) == plans("allgather", weights=name, **also)
     assert (cells["route by themselves"] == YES) == (not plans("two_sided", **also))
+    for device, row in (("cpu", "run on a CPU"), ("cuda", "run on an NVIDIA GPU")):
+        assert (cells[row] == YES) == (EXPERTS[experts].runs_on(torch.device(device)) is None)
 
 
 def test_every_registry_is_in_the_tables():

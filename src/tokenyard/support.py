@@ -204,6 +204,8 @@ def _experts() -> SupportTable:
     traits: dict[str, Callable[[type[Experts]], bool]] = {
         "weight and sum by themselves": lambda kind: kind.finalizes,
         "route by themselves": lambda kind: kind.routes_itself,
+        "run on a CPU": lambda kind: "cpu" in kind.devices,
+        "run on an NVIDIA GPU": lambda kind: "cuda" in kind.devices,
     }
     rows += [(name, *(YES if has(kind) else NO for kind in kinds)) for name, has in traits.items()]
     return SupportTable(

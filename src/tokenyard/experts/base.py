@@ -168,6 +168,8 @@ class Experts(nn.Module, ABC):
     routes_itself: ClassVar[bool] = False
     # The layout in which the experts want the scales of the rows.
     scale_layout: ClassVar[ScaleLayout] = "linear"
+    # The kinds of devices that the rows may live on.
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
 
     @classmethod
     def supports(cls, spec: ExpertsSpec) -> Reason | None:
@@ -186,8 +188,10 @@ class Experts(nn.Module, ABC):
     @classmethod
     def runs_on(cls, device: torch.device) -> Reason | None:
         """None, or why these experts cannot compute on rows that live there."""
-        del device
-        return None
+        if device.type in cls.devices:
+            return None
+        why = f"these experts run on {' and '.join(cls.devices)}, and rows are on {device}"
+        return Reason(field="experts", value=cls.name, why=why)
 
     def __init__(self, spec: ExpertsSpec, weights: ExpertWeights, *, adopt: bool = False) -> None:
         """Check and take the weights: a copy of them, or with `adopt=True` the tensors themselves.
