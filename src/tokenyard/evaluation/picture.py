@@ -1,4 +1,7 @@
-"""Accuracy against bytes, as a picture: of rows on the wire on the left, of the experts' weights on the right."""
+"""Accuracy against bytes, as a picture: of rows on the wire on the left, of the experts' weights on the right.
+
+Below the accuracy stands the error of the logits, which moves before the answers do.
+"""
 
 from __future__ import annotations
 
@@ -20,26 +23,34 @@ def draw_accuracy(document: dict[str, Any], path: Path) -> None:
     first = rows[0]["exchange"]
     rows = [row for row in rows if row["exchange"] == first]
     plain_weights, plain_wire = rows[0]["weights"], rows[0]["wire"]
-    figure = Figure(figsize=(10.5, 4.8), layout="constrained")
+    figure = Figure(figsize=(10.5, 7.2), layout="constrained")
     FigureCanvasAgg(figure)  # draws without a display
-    _panel(
-        figure.add_subplot(1, 2, 1),
-        [
-            (row["wire"], row["bytes_per_token"] / 1000, row)
-            for row in rows
-            if row["weights"] == plain_weights
-        ],
-        whole,
-        f"Wires, with weights in {plain_weights}",
-        "KB moved per token, all layers, out and back",
+    panels = (
+        (
+            [
+                (row["wire"], row["bytes_per_token"] / 1000, row)
+                for row in rows
+                if row["weights"] == plain_weights
+            ],
+            f"Wires, with weights in {plain_weights}",
+            "KB moved per token, all layers, out and back",
+        ),
+        (
+            [(row["weights"], row["expert_bytes"] / 1e6, row) for row in rows if row["wire"] == plain_wire],
+            f"Weights, with rows in {plain_wire}",
+            "MB of experts' weights, all ranks",
+        ),
     )
-    _panel(
-        figure.add_subplot(1, 2, 2),
-        [(row["weights"], row["expert_bytes"] / 1e6, row) for row in rows if row["wire"] == plain_wire],
-        whole,
-        f"Weights, with rows in {plain_wire}",
-        "MB of experts' weights, all ranks",
-    )
+    for column, (points, title, below) in enumerate(panels, start=1):
+        above = figure.add_subplot(2, 2, column)
+        _draw_accuracy(above, points, whole)
+        above.set_title(title, fontsize=11)
+        under = figure.add_subplot(2, 2, 2 + column, sharex=above)
+        _draw_errors(under, points)
+        under.set_xlabel(below)
+        under.set_xlim(left=0)
+        for axes in (above, under):
+            axes.spines[["top", "right"]].set_visible(False)
     hardware = document["hardware"]
     figure.supxlabel(
         f"{whole['questions']} questions, {document['ranks']} ranks; bars: 95%, of the difference to the whole model "
@@ -49,20 +60,27 @@ def draw_accuracy(document: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def _panel(
-    axes: Any, points: list[tuple[str, float, dict[str, Any]]], whole: dict[str, Any], title: str, below: str
-) -> None:
+Points = list[tuple[str, float, dict[str, Any]]]
+
+
+def _draw_accuracy(axes: Any, points: Points, whole: dict[str, Any]) -> None:
     level = 100 * whole["accuracy"]["value"]
     axes.axhline(level, color="black", linestyle="--", linewidth=1)
     for place, (name, size, row) in enumerate(points):
         value = 100 * row["accuracy"]["value"]
         low, high = (level + 100 * row["difference"][end] for end in ("low", "high"))
+        spread = [[max(0.0, value - low)], [max(0.0, min(high, 100.0) - value)]]
         color = _COLORS[place % len(_COLORS)]
-        spread = [[max(0.0, value - low)], [max(0.0, high - value)]]
         axes.errorbar(size, value, spread, color=color, marker="o", capsize=3, linewidth=1, label=name)
-    axes.set_title(title, fontsize=11)
-    axes.set_xlabel(below)
+    # At least half a point is shown: differences that nobody can tell from zero should not fill the picture.
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, level - 0.5), max(high, level + 0.1))
     axes.set_ylabel("% of answers that are right")
-    axes.set_xlim(left=0)
     axes.legend(frameon=False, fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_errors(axes: Any, points: Points) -> None:
+    for place, (_, size, row) in enumerate(points):
+        axes.plot(size, 100 * row["logit_error"], "o", color=_COLORS[place % len(_COLORS)])
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("error of the logits, %")
