@@ -14,12 +14,14 @@ import argparse
 import json
 import math
 import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from pathlib import Path
+from queue import Full
 
 import numpy as np
 import torch
@@ -50,7 +52,13 @@ def make_batches(queue: Queue[Batch], seed: int, batch: int, length: int) -> Non
                 tokens[row, : len(ids)] = ids
                 starts[row] = len(question)
                 row += 1
-        queue.put((tokens, starts))
+        while True:
+            try:
+                queue.put((tokens, starts), timeout=5)
+                break
+            except Full:
+                if os.getppid() == 1:  # whoever started this worker is gone
+                    return
 
 
 class Batches:
