@@ -83,7 +83,7 @@ class CombineBuffer:
 
     The result of received row r belongs into `rows_SH[slots_R[r]]`, or where there is no `slots_R` into `rows_SH[r]`,
     in the dtype of `rows_SH`. When all of them are written, `placed()` is the result that `combine` takes. The buffer
-    belongs to one dispatch.
+    belongs to one dispatch. An exchange that offers one delivers no row that none of the experts here takes.
     """
 
     rows_SH: Tensor

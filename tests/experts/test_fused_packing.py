@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.experts.fused_cases import same_bits
+from tests.experts.fused_cases import FusedCase, same_bits
+from tokenyard.experts import FusedExperts
+from tokenyard.experts.fused import experts as fused_experts
 from tokenyard.experts.fused import packing
 from tokenyard.formats import QuantizedMatrix, weight_format
 
@@ -126,3 +128,18 @@ def test_scales_beyond_the_limit_are_refused(name):
     assert torch.equal(packing.unpack(packed)["scales"], scales)
     scales[1, 3, 1] = beyond
     assert not packing.can_pack(matrix)
+
+
+@pytest.mark.parametrize("name", ["mxint4", "mxfp4", "nvfp4"])
+def test_experts_that_leave_the_gpu_hold_what_they_were_given(name, monkeypatch):
+    """Packed on a CPU for once; moving them anywhere but to a GPU undoes it."""
+    case = FusedCase(weights=name, H=64, I=32)
+    monkeypatch.setattr(fused_experts, "can_run_packed", lambda spec, weights: True)
+    experts = FusedExperts(case.spec, case.held)
+    assert {"w13_words", "w2_words"} <= set(experts.state_dict())
+    monkeypatch.undo()
+    experts.to("cpu")
+    held = case.held.by_name()
+    assert set(experts.state_dict()) == set(held)
+    for part, tensor in experts.weights.by_name().items():
+        assert torch.equal(tensor.view(torch.uint8), held[part].view(torch.uint8)), part

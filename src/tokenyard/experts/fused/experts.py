@@ -78,10 +78,22 @@ class FusedExperts(Experts):
         self._pack_where_that_helps()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Weights that come to a GPU are packed for it."""
+        """Weights that come to a GPU are packed for it, and unpacked where they leave it."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self._is_packed and self.get_buffer("w13_words").device.type != "cuda":
+            self._unpack()
         self._pack_where_that_helps()
         return self
+
+    def _unpack(self) -> None:
+        """Hold weights as their format has them again."""
+        for name in ("w13", "w2"):
+            payloads = packing.unpack(self._packed(name))
+            delattr(self, f"{name}_words")
+            delattr(self, f"{name}_word_scales")
+            for payload, tensor in payloads.items():
+                self.register_buffer(f"{name}_{payload}", tensor)
+        self._is_packed = False
 
     def _pack_where_that_helps(self) -> None:
         """Hold 4-bit weights in the order of Hopper's tensor cores, and in no other."""
@@ -130,14 +142,15 @@ class FusedExperts(Experts):
             super().load_(weights)
             return
         check_weights(self.spec, weights)
-        packed = {name: self._pack(name, weights) for name in ("w13", "w2")}
-        for name, matrix in packed.items():
+        for name in ("w13", "w2"):
             if not packing.can_pack(getattr(weights, name)):
                 raise InputError(
                     f"{name} has scales beyond {packing.LARGEST_SCALE[self.spec.weights]}",
                     expected="scales that packed weights can hold",
                     fix="make new experts of these weights: they will not be packed",
                 )
+        for name in ("w13", "w2"):
+            matrix = self._pack(name, weights)
             self.get_buffer(f"{name}_words").copy_(matrix.words)
             self.get_buffer(f"{name}_word_scales").copy_(matrix.scales)
         for name, tensor in weights.by_name().items():
