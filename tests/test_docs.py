@@ -29,7 +29,7 @@ SUPPORT_PAGES = [ROOT / "README.md", ROOT / "docs" / "support.md"]
 
 _FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
-_HEADING = re.compile(r"^#+ +(.*?)(?: *\{#([\w-]+)\})? *$", re.MULTILINE)
+_HEADING = re.compile(r"^#+ +(.*?)(?: *\{ ?#([\w-]+) ?\})? *$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
