@@ -8,18 +8,14 @@ it said; if all is well but ranks hold different checkpoints, all raise `Disagre
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tokenyard.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from tokenyard.checkpoints.reading import ExpertReading
-from tokenyard.errors import PeerFailed, TokenyardError
 from tokenyard.experts.base import ExpertWeights
-from tokenyard.group import Disagreement, Group
+from tokenyard.group import Disagreement, Group, make_together
 from tokenyard.placement import Placement, placement_for
-
-Made = TypeVar("Made")
 
 # Seconds that a rank waits for the slowest at least: it may read hundreds of gigabytes from a slow disk.
 READING_DEADLINE = 1800.0
@@ -34,7 +30,12 @@ def open_together(path: str | Path, group: Group) -> Checkpoint:
     def note(checkpoint: Checkpoint) -> dict[str, Any]:
         return {"tensors": checkpoint.fingerprint()}
 
-    return _together(group, "opening the checkpoint", lambda: open_checkpoint(path), note)
+    what = "opening the checkpoint"
+    opened, notes = make_together(
+        group, what, lambda: open_checkpoint(path), seconds=READING_DEADLINE, note=note
+    )
+    _check_notes(notes, group)
+    return opened
 
 
 def load_experts(
@@ -71,38 +72,19 @@ def load_experts(
         return reading
 
     name = str(layer)
-    reading = _together(group, "checking the experts", begin, lambda _: facts, layer=name)
-    return _together(group, "loading the experts", reading.finish, layer=name)
+    reading, notes = make_together(
+        group, "checking the experts", begin, seconds=READING_DEADLINE, note=lambda _: facts, layer=name
+    )
+    _check_notes(notes, group, layer=name)
+    experts, _ = make_together(
+        group, "loading the experts", reading.finish, seconds=READING_DEADLINE, layer=name
+    )
+    return experts
 
 
-def _together(
-    group: Group,
-    what: str,
-    make: Callable[[], Made],
-    note: Callable[[Made], dict[str, Any]] | None = None,
-    *,
-    layer: str | None = None,
-) -> Made:
-    """What `make` makes on this rank, if it made something on every rank, and their notes are the same."""
-    made: Made | None = None
-    error: Exception | None = None
-    try:
-        made = make()
-    except Exception as raised:
-        error = raised.at(layer=layer, rank=group.rank) if isinstance(raised, TokenyardError) else raised
-    told = note(made) if note is not None and error is None and made is not None else None
-    report = {"error": f"{type(error).__name__}: {error}" if error is not None else None, "note": told}
-    with group.patience(READING_DEADLINE):
-        by_rank = group.gather_json(report, phase=what)
-    if error is not None:
-        raise error
-    for rank, other in enumerate(by_rank):
-        if other["error"] is not None:
-            raise PeerFailed(rank, other["error"], phase=what, layer=layer, rank=group.rank)
-    notes = [other["note"] for other in by_rank]
-    if any(other != notes[0] for other in notes):
-        differing = sorted(key for key in notes[0] if any(other[key] != notes[0][key] for other in notes))
+def _check_notes(notes: list[dict[str, Any]], group: Group, layer: str | None = None) -> None:
+    """Raise on all ranks if they do not hold the same checkpoint."""
+    differing = sorted(key for key in notes[0] if any(other[key] != notes[0][key] for other in notes))
+    if differing:
         values = [{key: other[key] for key in differing} for other in notes]
         raise Disagreement("the checkpoint", values, rank=group.rank).at(layer=layer)
-    assert made is not None
-    return made

@@ -4,6 +4,7 @@ from tokenyard.group.base import DEFAULT_DEADLINE, Disagreement, Group
 from tokenyard.group.distributed import DistributedGroup
 from tokenyard.group.launch import launch
 from tokenyard.group.threads import ThreadGroup, thread_groups
+from tokenyard.group.together import make_together
 
 __all__ = [
     "DEFAULT_DEADLINE",
@@ -12,5 +13,6 @@ __all__ = [
     "Group",
     "ThreadGroup",
     "launch",
+    "make_together",
     "thread_groups",
 ]

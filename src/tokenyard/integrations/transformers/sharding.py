@@ -22,11 +22,10 @@ from torch import Tensor, nn
 
 from tokenyard.checkpoints import Checkpoint, open_together
 from tokenyard.drafting import draft
-from tokenyard.errors import PeerFailed, TokenyardError
 from tokenyard.exchange import Exchange
 from tokenyard.experts import ExpertWeights
 from tokenyard.formats import Format
-from tokenyard.group import Group
+from tokenyard.group import Group, make_together
 from tokenyard.integrations.transformers.expert_modules import ExpertModule, expert_modules
 from tokenyard.integrations.transformers.gradients import without_gradient
 from tokenyard.integrations.transformers.loading import fill_shared, load_without_experts
@@ -39,7 +38,6 @@ from tokenyard.planner import Plan, plan
 from tokenyard.routing import Routes
 from tokenyard.spec import LayerSpec
 
-Result = TypeVar("Result")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Seconds that a rank waits for the slowest at least, while weights are read and quantized.
@@ -88,7 +86,7 @@ def shard_experts(
             sources.prepare(module, wiring.cargo.placement.local_experts(group.rank))
         return modules, specs, sources
 
-    modules, specs, sources = _on_all_ranks(group, "reading the model", read)
+    (modules, specs, sources), _ = make_together(group, "reading the model", read, seconds=LOADING_DEADLINE)
     made = plan(specs, group, exchange=exchange, max_tokens=max_tokens)
     turns = Turns(made, [module.name for module in modules])
 
@@ -110,7 +108,7 @@ def shard_experts(
         return experts
 
     try:
-        experts = _on_all_ranks(group, "sharding the experts", take)
+        experts, _ = make_together(group, "sharding the experts", take, seconds=LOADING_DEADLINE)
     except BaseException:
         made.close()
         raise
@@ -130,26 +128,8 @@ def load_sharded(
     def load() -> Any:
         return load_without_experts(checkpoint, dtype=dtype).to(group.device)
 
-    model = _on_all_ranks(group, "loading the model", load)
+    model, _ = make_together(group, "loading the model", load, seconds=LOADING_DEADLINE)
     return shard_experts(model, group, checkpoint=checkpoint, **options)
-
-
-def _on_all_ranks(group: Group, what: str, do: Callable[[], Result]) -> Result:
-    """Do a thing on every rank. If one rank raises, all do."""
-    result: Result | None = None
-    error: Exception | None = None
-    try:
-        result = do()
-    except Exception as raised:
-        error = raised.at(rank=group.rank) if isinstance(raised, TokenyardError) else raised
-    with group.patience(LOADING_DEADLINE):
-        said = group.gather_json(None if error is None else f"{type(error).__name__}: {error}", phase=what)
-    if error is not None:
-        raise error
-    for rank, other in enumerate(said):
-        if other is not None:
-            raise PeerFailed(rank, other, phase=what, rank=group.rank)
-    return result  # type: ignore[return-value]
 
 
 _never_compiled: Callable[[Function], Function] = torch.compiler.disable

@@ -1,0 +1,43 @@
+"""Something that every rank makes for itself, and that all have, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from tokenyard.errors import PeerFailed, TokenyardError
+from tokenyard.group.base import Group
+
+Made = TypeVar("Made")
+
+
+def make_together(
+    group: Group,
+    what: str,
+    make: Callable[[], Made],
+    *,
+    seconds: float,
+    note: Callable[[Made], Any] = lambda made: None,
+    layer: str | None = None,
+) -> tuple[Made, list[Any]]:
+    """What `make` makes on this rank, and what every rank notes of its own. If one rank raises, all do. Collective.
+
+    The others are waited for at least so many seconds.
+    """
+    made: Made
+    told: Any = None
+    error: Exception | None = None
+    try:
+        made = make()
+        told = note(made)
+    except Exception as raised:
+        error = raised.at(layer=layer, rank=group.rank) if isinstance(raised, TokenyardError) else raised
+    report = {"error": None if error is None else f"{type(error).__name__}: {error}", "note": told}
+    with group.patience(seconds):
+        by_rank = group.gather_json(report, phase=what)
+    if error is not None:
+        raise error
+    for rank, other in enumerate(by_rank):
+        if other["error"] is not None:
+            raise PeerFailed(rank, other["error"], phase=what, layer=layer, rank=group.rank)
+    return made, [other["note"] for other in by_rank]
