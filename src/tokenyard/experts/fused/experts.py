@@ -74,8 +74,12 @@ class FusedExperts(Experts):
 
     def __init__(self, spec: ExpertsSpec, weights: ExpertWeights, *, adopt: bool = False) -> None:
         super().__init__(spec, weights, adopt=adopt)
-        self._is_packed = False
         self._pack_where_that_helps()
+
+    @property
+    def _is_packed(self) -> bool:
+        """Whether weights are held in the order of Hopper's tensor cores."""
+        return "w2_words" in self._buffers
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Weights that come to a GPU are packed for it, and unpacked where they leave it."""
@@ -93,24 +97,22 @@ class FusedExperts(Experts):
             delattr(self, f"{name}_word_scales")
             for payload, tensor in payloads.items():
                 self.register_buffer(f"{name}_{payload}", tensor)
-        self._is_packed = False
 
     def _pack_where_that_helps(self) -> None:
         """Hold 4-bit weights in the order of Hopper's tensor cores, and in no other."""
         if self._is_packed or not can_run_packed(self.spec, self.weights):
             return
         for name in ("w13", "w2"):
-            packed = self._pack(name, self.weights)
+            packed = self._pack(name, self._part(name, self.spec.shapes()[name]))
             delattr(self, f"{name}_data")
             delattr(self, f"{name}_scales")
             self.register_buffer(f"{name}_words", packed.words)
             self.register_buffer(f"{name}_word_scales", packed.scales)
-        self._is_packed = True
 
-    def _pack(self, name: str, weights: ExpertWeights) -> PackedMatrix:
-        matrix, act = getattr(weights, name), self.spec.activation
+    def _pack(self, name: str, matrix: Tensor | QuantizedMatrix) -> PackedMatrix:
+        assert isinstance(matrix, QuantizedMatrix)
         is_first = name == "w13"
-        return packing.pack(matrix, gated=is_first, interleaved=is_first and act.interleaved)
+        return packing.pack(matrix, gated=is_first, interleaved=is_first and self.spec.activation.interleaved)
 
     def _packed(self, name: str) -> PackedMatrix:
         """A packed matrix as it is now (no copies)."""
@@ -150,7 +152,7 @@ class FusedExperts(Experts):
                     fix="make new experts of these weights: they will not be packed",
                 )
         for name in ("w13", "w2"):
-            matrix = self._pack(name, weights)
+            matrix = self._pack(name, getattr(weights, name))
             self.get_buffer(f"{name}_words").copy_(matrix.words)
             self.get_buffer(f"{name}_word_scales").copy_(matrix.scales)
         for name, tensor in weights.by_name().items():

@@ -47,6 +47,23 @@ _ACTIVATIONS = {
 _KINDS = {"fp16": tl.float16, "fp32": tl.float32}
 
 
+def _activation(spec: ExpertsSpec) -> dict[str, Any]:
+    """The activation as both kinds of kernels take it."""
+    activation = spec.activation
+    constants = {"limit": 0.0, "alpha": 0.0, "up_shift": 0.0} | dict(activation.parameters)
+    return {
+        "ACTIVATION": _ACTIVATIONS[activation.name],
+        "LIMIT": constants["limit"],
+        "ALPHA": constants["alpha"],
+        "SHIFT": constants["up_shift"],
+    }
+
+
+def launch_options(early: bool) -> dict[str, bool]:
+    """How a kernel is launched that may start before its predecessor has ended."""
+    return {"launch_pdl": True} if early else {}
+
+
 class Matrices(NamedTuple):
     """The matrices of one product as the kernels take them."""
 
@@ -143,7 +160,7 @@ def sort_on_device(
     how_many = tiles[3 * max_tiles :]
     counted = chunks > 1
     counts = order_N
-    launch = {"launch_pdl": True} if early else {}
+    launch = launch_options(early)
     if counted:
         counts = torch.empty(chunks, bins, dtype=torch.int32, device=device)
         sorting.count_chunks[(chunks,)](
@@ -182,7 +199,7 @@ class Launch(NamedTuple):
     @property
     def options(self) -> Mapping[str, bool]:
         """How a kernel is launched that may start before its predecessor has ended."""
-        return {"launch_pdl": True} if self.early else {}
+        return launch_options(self.early)
 
 
 def launch_inner(
@@ -192,7 +209,6 @@ def launch_inner(
     spec, cut, act = call.spec, call.cuts.inner, call.spec.activation
     assert isinstance(cut, Cut)
     x, w = Rows.of(rows), Matrices.of(weights.w13)
-    constants = dict(act.parameters)
     columns = cut.out // 2 if act.gated else cut.out
     items = call.sorted.max_tiles * triton.cdiv(spec.intermediate_size, columns)
     nothing = call.sorted.order_N
@@ -206,8 +222,7 @@ def launch_inner(
         ROWS=x.format, WEIGHTS=w.format, KIND=product_kind(spec.weights, inner.device),
         HAS_SLOTS=slots_R is not None, X_GLOBAL=x.has_globals, HAS_GLOBAL=w.has_global,
         HAS_BIAS=weights.b13 is not None, WEIGHTED=spec.weight_on == "input",
-        ACTIVATION=_ACTIVATIONS[act.name], GATED=act.gated, INTERLEAVED=act.interleaved,
-        LIMIT=constants.get("limit", 0.0), ALPHA=constants.get("alpha", 0.0), SHIFT=constants.get("up_shift", 0.0),
+        **_activation(spec), GATED=act.gated, INTERLEAVED=act.interleaved,
         OUT=cut.out, TILE=cut.tile, TAIL=cut.tail, BLOCK=cut.block, EARLY=call.early,
         num_warps=cut.warps, num_stages=cut.stages, **call.options,
     )  # fmt: skip
@@ -279,10 +294,9 @@ def launch_packed(
     to: Destination,
     *,
     finalize: bool,
-    only: int | None = None,
 ) -> None:
-    """Both products, with packed weights and plain rows; or only the first (0) or the second (1), for a benchmark."""
-    spec, constants = call.spec, dict(call.spec.activation.parameters)
+    """Both products, with packed weights and plain rows."""
+    spec = call.spec
     H, I = spec.hidden_size, spec.intermediate_size  # noqa: E741
 
     def launch(
@@ -306,22 +320,11 @@ def launch_packed(
             KIND=packed.INT4 if w.format == "mxint4" else packed.E2M1, SPANS=4 if w.format == "nvfp4" else 2,
             WIDTHS=cut.widths, FIRST=is_first, INTERLEAVED=spec.activation.interleaved,
             HAS_SLOTS=slots is not None, HAS_GLOBAL=has_global, HAS_BIAS=bias is not None, WEIGHTED=weighted,
-            FINALIZE=finalize, SUMS=to.arrived.numel() > 0, ACTIVATION=_ACTIVATIONS[spec.activation.name],
-            LIMIT=constants.get("limit", 0.0), ALPHA=constants.get("alpha", 0.0), SHIFT=constants.get("up_shift", 0.0),
+            FINALIZE=finalize, SUMS=to.arrived.numel() > 0, **_activation(spec),
             GROUPS=cut.groups, AHEAD=cut.ahead, STAGES=cut.stages, EARLY=call.early,
             num_warps=cut.warps, enable_fp_fusion=is_first or not cut.sums_inside, **registers, **call.options,
         )  # fmt: skip
 
-    if only != 1:
-        launch(call.cuts.inner, weights.w13, weights.b13, x, slots_R, inner, spec.weight_on == "input", True)
-    if only != 0:
-        launch(
-            call.cuts.result,
-            weights.w2,
-            weights.b2,
-            inner,
-            to.slots_R,
-            to.out,
-            spec.weight_on == "output",
-            False,
-        )
+    first, second = call.cuts.inner, call.cuts.result
+    launch(first, weights.w13, weights.b13, x, slots_R, inner, spec.weight_on == "input", True)
+    launch(second, weights.w2, weights.b2, inner, to.slots_R, to.out, spec.weight_on == "output", False)
