@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import torch
 
 from tokenyard.bench.cuda_figures import Cell, Shape, cell_of, result
+from tokenyard.bench.graph_clock import captured, replay
 from tokenyard.errors import InputError, TokenyardError
 from tokenyard.formats import get
 
@@ -53,20 +54,8 @@ def graph_timer(device: torch.device, repeats: int, replays: int) -> Timer:
 def _graph_times(
     device: torch.device, repeats: int, replays: int, work: Callable[[], None], /
 ) -> list[float]:
-    work()
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    times = []
-    for _ in range(1 + repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(replays):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / replays)
+    graph = captured(device, work)
+    times = [replay(graph, replays) for _ in range(1 + repeats)]
     return times[1:]  # the first one warms up
 
 

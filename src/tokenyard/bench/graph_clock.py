@@ -34,21 +34,22 @@ def graph_clock(device: torch.device, rounds: int) -> Clock:
 
 
 def _graph_times(device: torch.device, rounds: int, works: Mapping[str, Work], /) -> dict[str, list[float]]:
-    graphs = {name: _captured(device, work) for name, work in works.items()}
+    graphs = {name: captured(device, work) for name, work in works.items()}
     # The first replay uploads the graph; the second says how long it takes.
     replays = {}
     for name, graph in graphs.items():
-        _replay(graph, 1)
-        replays[name] = max(1, min(MOST_REPLAYS, round(ROUND_US / max(1.0, _replay(graph, 1)))))
+        replay(graph, 1)
+        replays[name] = max(1, min(MOST_REPLAYS, round(ROUND_US / max(1.0, replay(graph, 1)))))
     times: dict[str, list[float]] = {name: [] for name in works}
     for number in range(1 + rounds):
         order = list(graphs.items())
         for name, graph in order if number % 2 == 0 else reversed(order):
-            times[name].append(_replay(graph, replays[name]))
+            times[name].append(replay(graph, replays[name]))
     return {name: found[1:] for name, found in times.items()}  # the first round warms up
 
 
-def _captured(device: torch.device, work: Work) -> torch.cuda.CUDAGraph:
+def captured(device: torch.device, work: Work) -> torch.cuda.CUDAGraph:
+    """A graph of some work."""
     work()  # compiles, and fails where a capture would fail
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
@@ -57,7 +58,8 @@ def _captured(device: torch.device, work: Work) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _replay(graph: torch.cuda.CUDAGraph, replays: int) -> float:
+def replay(graph: torch.cuda.CUDAGraph, replays: int) -> float:
+    """The µs of one replay, of so many back to back."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(replays):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tokenyard.bench.cuda_figures import Cell, Shape
 
 # The exit code where cells have no time because they failed.
-EXIT_FAILED = 1
+EXIT_FAILED = 1  # cells have no time because they failed
 
 
 def dispatch_on_gpu(
@@ -34,7 +34,7 @@ def dispatch_on_gpu(
 
     from tokenyard.bench import dispatch_cuda as bench
     from tokenyard.bench.cuda_figures import BENCHMARK
-    from tokenyard.bench.picture import check_picture, draw_dispatch_cuda
+    from tokenyard.bench.picture import check_picture
     from tokenyard.cli.machine import provenance
 
     bench.check_cells(cells, shape, repeats)
@@ -69,13 +69,19 @@ def dispatch_on_gpu(
     document["peer"] = bench.measure_peers(rows, shape, device=device, timer=timer)
     if out is not None:
         save_json(document, out)
+    conclude(document, as_json=as_json, plot=plot, failed=bool(bench.missed(rows)))
+
+
+def conclude(document: dict[str, Any], *, as_json: bool, plot: Path | None, failed: bool) -> None:
+    """Show what a benchmark on a GPU has found, in the ways that were asked for."""
+    way = _ways_to_show()[document["benchmark"]]
     if as_json:
         print_json(document)
     else:
-        print_table(document)
+        way.print(document)
     if plot is not None:
-        draw_dispatch_cuda(document, plot)
-    if bench.missed(rows):
+        way.draw(document, plot)
+    if failed:
         raise typer.Exit(EXIT_FAILED)
 
 

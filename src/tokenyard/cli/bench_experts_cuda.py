@@ -6,15 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from tokenyard.cli.output import console, print_json, save_json
+from tokenyard.cli.bench_cuda import conclude
+from tokenyard.cli.output import console, save_json
 
 if TYPE_CHECKING:
     from tokenyard.bench.expert_figures import Cell
-
-# The exit code where cells have no time because they failed.
-EXIT_FAILED = 1
 
 
 def cases_of(names: str | None) -> list[str]:
@@ -39,7 +35,6 @@ def experts_on_gpu(
     from tokenyard.bench.expert_figures import BENCHMARK, missed
     from tokenyard.bench.graph_clock import graph_clock
     from tokenyard.bench.picture import check_picture
-    from tokenyard.bench.picture_experts import draw_experts
     from tokenyard.cli.machine import provenance
 
     if plot is not None:
@@ -74,14 +69,7 @@ def experts_on_gpu(
         errors.print(f"{number} of {len(cells)}: {cell}: {took}", markup=False)
         if out is not None:
             save_json(document, out)  # as far as it goes: a GPU that is taken away takes no figures with it
-    if as_json:
-        print_json(document)
-    else:
-        print_experts(document)
-    if plot is not None:
-        draw_experts(document, plot)
-    if missed(rows):
-        raise typer.Exit(EXIT_FAILED)
+    conclude(document, as_json=as_json, plot=plot, failed=bool(missed(rows)))
 
 
 def print_experts(document: dict[str, Any]) -> None:

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from tokenyard.cli.bench_experts_cuda import EXIT_FAILED
-from tokenyard.cli.output import JsonFlag, console, print_json, reported, save_json
+from tokenyard.cli.bench_cuda import conclude
+from tokenyard.cli.output import JsonFlag, console, reported, save_json
 
 
 @reported
@@ -58,7 +58,6 @@ def layer(
         missed,
     )
     from tokenyard.bench.picture import check_picture
-    from tokenyard.bench.picture_experts import draw_layer
     from tokenyard.cli.machine import provenance
     from tokenyard.errors import InputError
 
@@ -100,14 +99,7 @@ def layer(
         errors.print(f"{number} of {len(cells)}: {cell}: {took}", markup=False)
         if out is not None:
             save_json(document, out)  # as far as it goes: a GPU that is taken away takes no figures with it
-    if as_json:
-        print_json(document)
-    else:
-        print_layer(document)
-    if plot is not None:
-        draw_layer(document, plot)
-    if missed(rows):
-        raise typer.Exit(EXIT_FAILED)
+    conclude(document, as_json=as_json, plot=plot, failed=bool(missed(rows)))
 
 
 def print_layer(document: dict[str, Any]) -> None:
