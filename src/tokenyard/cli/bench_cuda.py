@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tokenyard.bench.cuda_figures import Cell, Shape
 
 # The exit code where cells have no time because they failed.
-EXIT_FAILED = 1  # cells have no time because they failed
+EXIT_FAILED = 1
 
 
 def dispatch_on_gpu(
