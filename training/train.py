@@ -5,7 +5,7 @@
 Worker processes make fresh problems without end, so no problem is seen twice (but for chance), and none that is
 held out is ever seen (`tokenyard.shipped.problems`). The loss counts the solution only. Experts see their rows with
 noise of up to 10% of a row's size: a model that is to run on coarse wires should not hang on the last bits of a row.
-The learning rate follows the clock: it reaches zero when the time is over.
+The learning rate follows the clock (or, with `--steps`, the steps): it reaches zero when the time is over.
 """
 
 from __future__ import annotations
@@ -163,7 +163,10 @@ def train(options: argparse.Namespace) -> float:
         )
         for index, (tokens_np, starts_np) in enumerate(batches):
             now = time.monotonic() - started
-            progress = (now - first_done) / (options.seconds - first_done) if first_done else 0.0
+            if options.steps:
+                progress = index / options.steps
+            else:
+                progress = (now - first_done) / (options.seconds - first_done) if first_done else 0.0
             if progress >= 1:
                 break
             rate = options.rate * min(1.0, (index + 1) / options.warmup) * _decay(progress)
@@ -177,7 +180,8 @@ def train(options: argparse.Namespace) -> float:
             torch.nn.utils.clip_grad_norm_(list(parameters.values()), 1.0, foreach=True)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            if index % 16 and index:
+            last = index + 1 == options.steps
+            if index % 16 and not last:
                 continue  # the device is left alone in between
             value = float(loss.detach())
             now = time.monotonic() - started
@@ -185,7 +189,7 @@ def train(options: argparse.Namespace) -> float:
                 first_done = now
             if not math.isfinite(value):
                 raise SystemExit(f"step {index}: the loss is {value}")
-            if now >= next_log:
+            if now >= next_log or last:
                 note(
                     step=index,
                     seconds=round(now, 1),
@@ -232,6 +236,7 @@ def _decay(progress: float) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seconds", type=float, default=300, help="wall time, all but the last measurement")
+    parser.add_argument("--steps", type=int, default=0, help="end after so many steps instead, however long")
     parser.add_argument("--out", default="model", help="folder of the checkpoint")
     parser.add_argument("--log", default="train.jsonl")
     parser.add_argument("--device", default="cuda")
