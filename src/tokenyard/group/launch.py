@@ -17,6 +17,7 @@ import contextlib
 import os
 import pickle
 import signal
+import socket
 import threading
 import time
 import traceback
@@ -152,9 +153,7 @@ def _launch_processes(
     intra_op: int,
 ) -> list[Result]:
     context = start_forkserver()
-    store = _TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=deadline)
-    )
+    store = _meeting_store(deadline)
     job = pickle.dumps((fn, args))
     connections: list[Connection] = []
     processes = []
@@ -179,6 +178,18 @@ def _launch_processes(
             connection.close()
         _end(processes)
         del store  # or the traceback of an error would keep its sockets open
+
+
+def _meeting_store(deadline: float) -> Any:
+    """The store in which the ranks find each other, on loopback: by itself torch would listen to every network."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    return _TCPStore(
+        *listener.getsockname(),
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=deadline),
+        master_listen_fd=listener.detach(),  # the store closes it
+    )
 
 
 def _collect(connections: list[Connection], processes: list[Any], deadline: float) -> list[Any]:
