@@ -31,6 +31,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tokenyard.errors import ContractError
 from tokenyard.formats.base import Payload
 
 # Bytes. Every payload in a packet, and every packet, starts at a multiple of this: the widest single load of
@@ -136,8 +137,24 @@ class SlotLayout:
             end = round_up(end + slots * payload.nbytes, REGION_ALIGNMENT)
         return cls(payloads, slots, tuple(offsets), end)
 
+    @property
+    def end(self) -> int:
+        """The first byte behind the last slot."""
+        ends = [
+            offset + self.slots * payload.nbytes
+            for payload, offset in zip(self.payloads, self.offsets, strict=True)
+        ]
+        return max(ends, default=0)
+
     def views(self, region: Tensor) -> dict[str, Tensor]:
-        """The payloads of all slots, `[slots, width]`, as views of a region's bytes."""
+        """The payloads of all slots, `[slots, width]`, as views of a region's bytes. They must fit into it."""
+        if region.numel() < self.end:
+            raise ContractError(
+                f"a region of the workspace has {region.numel()} bytes",
+                expected=f"at least {self.end}: {self.slots} slots of "
+                + ", ".join(f"{payload.name} ({payload.nbytes})" for payload in self.payloads),
+                fix="size the workspace by what every layer declares, for all ranks of the group, pads included",
+            )
         return {
             payload.name: region[offset : offset + self.slots * payload.nbytes]
             .view(payload.dtype)
@@ -172,20 +189,29 @@ class WorkspaceLayout:
     ([128, 1152], [2176, 2688])
     >>> layout.nbytes  # 128 + 2 · 1024 + 2 · 512
     3200
+
+    With a `guard`, so many bytes that belong to nobody lie in front of, between and behind the regions:
+
+    >>> guarded = WorkspaceLayout(control=100, dispatch=1000, combine=500, guard=256)
+    >>> [(name, region.offset) for name, region in guarded.regions().items()]
+    [('control', 256), ('dispatch 0', 640), ('combine 0', 1920)]
+    >>> [(gap.offset, gap.nbytes) for gap in guarded.gaps()]
+    [(0, 256), (356, 284), (1640, 280), (2420, 268)]
     """
 
     control: int  # bytes of flags and mail
     dispatch: int  # bytes of the largest dispatch region
     combine: int  # bytes of the largest combine region
     in_flight: int = 1
+    guard: int = 0  # bytes, a multiple of the alignment
 
     def control_region(self) -> Region:
         """Flags and mail."""
-        return Region(offset=0, nbytes=self.control)
+        return Region(offset=self.guard, nbytes=self.control)
 
     def dispatch_region(self, flight: int) -> Region:
         """Where rows arrive."""
-        start = round_up(self.control, REGION_ALIGNMENT)
+        start = round_up(self.control_region().end, REGION_ALIGNMENT) + self.guard
         return Region(offset=start + flight * self._dispatch_step, nbytes=self.dispatch)
 
     def combine_region(self, flight: int) -> Region:
@@ -200,16 +226,32 @@ class WorkspaceLayout:
 
     @property
     def _dispatch_step(self) -> int:
-        return round_up(self.dispatch, REGION_ALIGNMENT)
+        return round_up(self.dispatch, REGION_ALIGNMENT) + self.guard
 
     @property
     def _combine_step(self) -> int:
-        return round_up(self.combine, REGION_ALIGNMENT)
+        return round_up(self.combine, REGION_ALIGNMENT) + self.guard
+
+    def regions(self) -> dict[str, Region]:
+        """All regions by name, in the order in which they lie."""
+        flights = range(self.in_flight)
+        return {
+            "control": self.control_region(),
+            **{f"dispatch {flight}": self.dispatch_region(flight) for flight in flights},
+            **{f"combine {flight}": self.combine_region(flight) for flight in flights},
+        }
+
+    def gaps(self) -> list[Region]:
+        """The bytes of no region: in front of the first, between each and the next, behind the last."""
+        regions = list(self.regions().values())
+        starts = [0, *(region.end for region in regions)]
+        ends = [*(region.offset for region in regions), self.nbytes]
+        return [Region(offset=a, nbytes=b - a) for a, b in zip(starts, ends, strict=True)]
 
     def suffices_for(self, other: WorkspaceLayout) -> bool:
         """Whether every region of another layout fits into this one's."""
         return (
-            (self.control, self.in_flight) == (other.control, other.in_flight)
+            (self.control, self.in_flight, self.guard) == (other.control, other.in_flight, other.guard)
             and self.dispatch >= other.dispatch
             and self.combine >= other.combine
         )
@@ -221,6 +263,7 @@ class WorkspaceLayout:
             dispatch=max(self.dispatch, other.dispatch),
             combine=max(self.combine, other.combine),
             in_flight=max(self.in_flight, other.in_flight),
+            guard=max(self.guard, other.guard),
         )
 
 

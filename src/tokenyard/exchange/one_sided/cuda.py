@@ -167,6 +167,7 @@ class CudaOneSidedExchange(OneSidedExchange):
                 fix="make several plans",
                 layer=over[0],
             )
+        super().warmup(cargos)
         with self.group.patience(COMPILING):
             for turn in range(2):  # one rank compiles, the others find what it has compiled
                 if turn == min(self.group.rank, 1):
@@ -175,6 +176,11 @@ class CudaOneSidedExchange(OneSidedExchange):
                             self.launcher.rehearse(cargo)
                     self.group.wait_for_device()
                 self.group.barrier(phase="loading kernels")
+
+    def _look_at(self, cargo: Cargo, flight: int) -> None:
+        crossing = Crossing(cargo=cargo, flight=flight, max_tokens=cargo.max_tokens)
+        self.memory.dispatch(crossing, self.group.rank)
+        self.memory.combine(crossing, self.group.rank)
 
     def _check_graphs(self) -> None:
         """Raise, on all ranks, where a captured graph would go on using a workspace that is given up."""

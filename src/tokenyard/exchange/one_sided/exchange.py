@@ -137,6 +137,18 @@ class OneSidedExchange(Exchange):
             self._workspace = Workspace(self.group, needed)
         super().serve(cargos)
 
+    def warmup(self, cargos: Sequence[Cargo]) -> None:
+        """Look at every layer's slots once: a workspace that one of them does not fit into is found now."""
+        for cargo in cargos:
+            with self._in_layer(cargo):
+                for flight in range(self._capacity):
+                    self._look_at(cargo, flight)
+
+    def _look_at(self, cargo: Cargo, flight: int) -> None:
+        """This rank's slots of a layer, out and back; raises where they do not fit."""
+        self.workspace.dispatch(self.group.rank, cargo, flight)
+        self.workspace.combine(self.group.rank, cargo, flight)
+
     @property
     def _control_bytes(self) -> int:
         """Bytes of flags and mail on a rank."""
