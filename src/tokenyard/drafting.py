@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
@@ -19,17 +20,22 @@ import torch
 
 from tokenyard import experts as experts_room
 from tokenyard import formats
-from tokenyard.errors import Alternative, InputError, PlanError, Reason, TokenyardError
+from tokenyard.errors import Alternative, InputError, PlanError, Reason, TokenyardError, shown
 from tokenyard.exchange import EXCHANGES, Exchange
 from tokenyard.exchange import resolve as resolve_exchange
-from tokenyard.placement import PLACEMENTS
-from tokenyard.spec import LayerSpec
+from tokenyard.placement import MOST_RANKS, PLACEMENTS
+from tokenyard.routing import Router
+from tokenyard.spec import LayerSpec, is_size
 from tokenyard.version import PROTOCOL
 from tokenyard.wiring import Wiring, wire_layer
 
 # Overrides the `exchange` of every plan in this process.
 EXCHANGE_VARIABLE = "TOKENYARD_EXCHANGE"
 _MOST_ALTERNATIVES = 6
+# Dispatches before their combine. A layer has one, and whoever overlaps two micro-batches, two.
+_MOST_IN_FLIGHT = 1024
+# Bytes: what a process of a 64-bit machine can address.
+_LARGEST_WORKSPACE = 2**47
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +137,8 @@ def draft(
 
     `device` is where the rows of the ranks live; without it, whether experts run there is not asked.
     """
-    layers = list(layers)
-    _check_layers(layers, world, in_flight)
+    layers = _check_layers(layers)
+    _check_counts(world=(world, MOST_RANKS), in_flight=(in_flight, _MOST_IN_FLIGHT))
     chosen = resolve_exchange(os.environ.get(EXCHANGE_VARIABLE) or exchange)
     wirings: list[Wiring] = []
     for index, spec in enumerate(layers):
@@ -153,7 +159,9 @@ def draft(
             raise
         cargo = replace(wired.cargo, renormalizes_dropped=renormalize_dropped)
         wirings.append(replace(wired, cargo=cargo))
-    return Draft(world=world, exchange=chosen, in_flight=in_flight, wirings=tuple(wirings))
+    drafted = Draft(world=world, exchange=chosen, in_flight=in_flight, wirings=tuple(wirings))
+    _check_bytes(drafted)
+    return drafted
 
 
 def apply_alternative(
@@ -165,26 +173,61 @@ def apply_alternative(
     return [replace(spec, **changes) if spec.name == layer else spec for spec in layers], exchange
 
 
-def _check_layers(layers: list[LayerSpec], world: int, in_flight: int) -> None:
+def _check_layers(layers: Sequence[LayerSpec]) -> list[LayerSpec]:
+    """The layers as a list; raises unless each is a layer with a name of its own."""
+    expected, fix = "at least one LayerSpec, and nothing else", "pass [LayerSpec(...), ...]"
+    try:
+        layers = list(layers)
+    except TypeError as error:
+        raise InputError(f"layers is {shown(layers)}", expected=expected, fix=fix) from error
     wrong = [spec for spec in layers if not isinstance(spec, LayerSpec)]
     if wrong or not layers:
+        found = f"layers holds a {type(wrong[0]).__name__}" if wrong else "layers is empty"
+        raise InputError(found, expected=expected, fix=fix)
+    for spec in layers:
+        if not isinstance(spec.name, str):
+            raise PlanError(
+                f"name={shown(spec.name)}: must be a name", expected="a string", fix="name it 'moe', say"
+            )
+    names = Counter(spec.name for spec in layers)
+    if twice := sorted(name for name, times in names.items() if times > 1):
         raise InputError(
-            f"layers holds a {type(wrong[0]).__name__}" if wrong else "layers is empty",
-            expected="at least one LayerSpec, and nothing else",
-            fix="pass [LayerSpec(...), ...]",
-        )
-    names = [spec.name for spec in layers]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise InputError(
-            f"{len(names)} layers share {len(set(names))} names: {', '.join(twice)} stands more than once",
+            f"{len(layers)} layers share {len(names)} names: {', '.join(twice)} stands more than once",
             expected="a name of its own for each layer",
             fix="number them: 'model.layers.0.mlp', 'model.layers.1.mlp', …",
         )
-    for name, value in (("world", world), ("in_flight", in_flight)):
-        if not isinstance(value, int) or value < 1:
+    return layers
+
+
+def _check_counts(**counts: tuple[object, int]) -> None:
+    """Raise unless each argument is a whole number of at least 1, and at most what is given beside it."""
+    for name, (value, most) in counts.items():
+        if not is_size(value, most=most):
             raise InputError(
-                f"{name} is {value!r}", expected="a whole number ≥ 1", fix=f"pass {name}=1 or more"
+                f"{name} is {shown(value)}",
+                expected=f"a whole number from 1 to {most} (≥ 1)",
+                fix=f"pass {name}=1 or more",
             )
+
+
+def _check_bytes(drafted: Draft) -> None:
+    """Raise where no machine could hold the rows: sizes that are each possible, but not together."""
+    if drafted.workspace_bytes <= _LARGEST_WORKSPACE:
+        return
+    most = max(drafted.wirings, key=lambda wiring: sum(_regions(drafted.exchange, wiring)))
+    needed = size(sum(_regions(drafted.exchange, most)))
+    raise PlanError(
+        f"max_tokens={most.cargo.max_tokens}: rows of this layer would take {needed} "
+        f"on a rank, and those of all layers {size(drafted.workspace_bytes)}",
+        expected=f"at most {size(_LARGEST_WORKSPACE)}, all that a process can address",
+        fix="plan for fewer tokens, ranks, or dispatches in flight, and check the sizes of the layer",
+        layer=most.spec.name,
+    )
+
+
+def _regions(exchange: type[Exchange], wiring: Wiring) -> tuple[int, int]:
+    nbytes = exchange.region_bytes(wiring.cargo)
+    return nbytes.dispatch, nbytes.combine
 
 
 # The fields of a spec that may be changed to make a layer fit, and the values to try, by asking the registries.
@@ -203,7 +246,7 @@ def _candidates(spec: LayerSpec) -> dict[str, list[Any]]:
         "weight_on": ["output", "input"],
         "reduce_ranks": ["exchange", "caller"],
         "placement": list(PLACEMENTS),
-        "top_k": [] if spec.router is None else [spec.router.top_k],
+        "top_k": [spec.router.top_k] if isinstance(spec.router, Router) else [],
         "routed_scaling": [None],
     }
 

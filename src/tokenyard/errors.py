@@ -11,7 +11,7 @@ first token; bad input is raised before anything is moved.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -30,7 +30,7 @@ class Reason:
     why: str
 
     def __str__(self) -> str:
-        return f"{self.field}={self.value}: {self.why}"
+        return f"{self.field}={shown(self.value, most=400, write=str)}: {self.why}"
 
 
 class TokenyardError(Exception):
@@ -225,13 +225,26 @@ class RankError(TokenyardError, RuntimeError):
     """A rank that `launch` started raised. The original error is the `__cause__`."""
 
 
-def unknown_name(kind: str, name: str, known: Iterable[str]) -> UnknownName:
+def shown(value: object, most: int = 80, write: Callable[[object], str] = repr) -> str:
+    """A value as it may stand in a message: short, whatever it is.
+
+    >>> shown([1, 2]), shown("x" * 100)[-5:], shown(10**9999)
+    ('[1, 2]', 'xxxx…', 'an int that cannot be written')
+    """
+    try:
+        text = write(value)
+    except Exception:  # Python refuses to write very long numbers; other people's classes may refuse anything
+        return f"an {type(value).__name__} that cannot be written"
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def unknown_name(kind: str, name: object, known: Iterable[str]) -> UnknownName:
     """The error for a name that a registry does not know, with the nearest match.
 
     >>> print(unknown_name("format", "nvpf4", ["mxfp8", "nvfp4"]))
     unknown format 'nvpf4'; expected one of mxfp8, nvfp4; fix: did you mean 'nvfp4'?
     """
     known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(name[:80], known, n=1, cutoff=0.4) if isinstance(name, str) else []
     fix = f"did you mean {near[0]!r}?" if near else f"choose the {kind} from that list"
-    return UnknownName(f"unknown {kind} {name!r}", expected=f"one of {', '.join(known)}", fix=fix)
+    return UnknownName(f"unknown {kind} {shown(name)}", expected=f"one of {', '.join(known)}", fix=fix)

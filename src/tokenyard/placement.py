@@ -20,6 +20,7 @@ padding, slicing or reordering a batch changes no result. The same id twice in o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,8 +30,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenyard.errors import InputError, unknown_name
+from tokenyard.errors import InputError, shown, unknown_name
 from tokenyard.rows import describe
+
+# More than any model and any group has. Tables of all experts and all ranks are made: a slip of the keyboard must not
+# fill the memory.
+MOST_EXPERTS = 65536
+MOST_RANKS = 65536
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +64,7 @@ class Placement:
             object.__setattr__(self, "table", tuple(tuple(map(index, experts)) for experts in self.table))
         except TypeError as error:
             raise InputError(
-                f"num_experts={self.num_experts!r} and a table of which {error}",
+                f"num_experts={shown(self.num_experts)} and a table of which {error}",
                 expected="whole numbers: for each rank, a list of expert ids",
                 fix="write the table as [[0, 1], [2, 3]]: one list per rank",
             ) from error
@@ -104,7 +110,7 @@ class Placement:
         >>> Placement.explicit(3, [[2, 0], [1, 0]]).owners(0)
         ((0, 1), (1, 1))
         """
-        return cls(num_experts=num_experts, table=tuple(map(tuple, table)))
+        return cls(num_experts=num_experts, table=table)  # type: ignore[arg-type] # made of tuples there
 
     @classmethod
     def replicated(cls, base: Placement, replicas: Mapping[int, Sequence[int]]) -> Placement:
@@ -116,8 +122,18 @@ class Placement:
         >>> Placement.replicated(Placement.contiguous(4, 2), {0: [1], 3: [0]}).table
         ((0, 1, 3), (2, 3, 0))
         """
-        table = [list(experts) for experts in base.table]
-        for expert, ranks in sorted(replicas.items()):
+        try:
+            copies = sorted(
+                (index(expert), [index(rank) for rank in ranks]) for expert, ranks in replicas.items()
+            )
+            table = [list(experts) for experts in base.table]
+        except (AttributeError, TypeError) as error:
+            raise InputError(
+                f"replicas are {shown(replicas)}, added to {describe(base)} ({error})",
+                expected="a Placement, and for each expert the ranks that hold it as well",
+                fix="write replicas as {expert: [rank, …]}",
+            ) from error
+        for expert, ranks in copies:
             for rank in ranks:
                 if not 0 <= rank < base.world:
                     raise InputError(
@@ -309,12 +325,14 @@ def placement_for(spec: str | Placement, num_experts: int, world: int) -> Placem
 
 
 def _check_sizes(num_experts: int, world: int) -> None:
-    if num_experts < 1 or world < 1:
-        raise InputError(
-            f"a placement of {num_experts} experts on {world} ranks",
-            expected="at least one expert and one rank",
-            fix="pass the layer's number of experts and the EP group's size",
-        )
+    """Raise unless there are experts and ranks, and no more than a table of them is made for."""
+    for found, most in ((num_experts, MOST_EXPERTS), (world, MOST_RANKS)):
+        if not isinstance(found, int) or isinstance(found, bool) or not 1 <= found <= most:
+            raise InputError(
+                f"a placement of {shown(num_experts)} experts on {shown(world)} ranks",
+                expected=f"from 1 to {MOST_EXPERTS} experts, on 1 to {MOST_RANKS} ranks",
+                fix="pass the layer's number of experts and the EP group's size",
+            )
 
 
 def _check_experts_of_rank(rank: int, experts: tuple[int, ...], num_experts: int) -> None:
@@ -326,7 +344,7 @@ def _check_experts_of_rank(rank: int, experts: tuple[int, ...], num_experts: int
             fix="pass global expert ids, counted from 0",
         )
     if len(set(experts)) < len(experts):
-        twice = next(expert for expert in experts if experts.count(expert) > 1)
+        twice = Counter(experts).most_common(1)[0][0]
         raise InputError(
             f"rank {rank} holds expert {twice} more than once",
             expected="each expert at most once on a rank",

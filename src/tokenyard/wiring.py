@@ -29,9 +29,9 @@ from tokenyard.errors import Reason, TokenyardError
 from tokenyard.exchange import Cargo, Exchange
 from tokenyard.experts import Experts, ExpertsSpec, activation
 from tokenyard.formats import Format
-from tokenyard.formats.base import ROW_DTYPES, dtype_name
+from tokenyard.formats.base import dtype_name
 from tokenyard.placement import placement_for
-from tokenyard.spec import LayerSpec
+from tokenyard.spec import LARGEST_SIZE, LayerSpec, check_spec, is_size
 
 
 class Duty(Enum):
@@ -112,14 +112,14 @@ def wire_layer(
 
     `device` is where the rows of the ranks live, if that is known.
     """
-    for check in (_check_sizes, _check_choices, _check_router, _check_payloads):
-        if (reason := check(spec)) is not None:
-            return reason
+    if (reason := check_spec(spec)) is not None:
+        return reason
     tokens = spec.max_tokens if spec.max_tokens is not None else max_tokens
-    if tokens is None or not _whole(tokens, least=1):
-        return Reason(field="max_tokens", value=tokens, why="say how many tokens a rank brings at most (≥ 1)")
+    if tokens is None or not is_size(tokens):
+        why = f"say how many tokens a rank brings at most (from 1 to {LARGEST_SIZE})"
+        return Reason(field="max_tokens", value=tokens, why=why)
     own = formats.for_dtype(spec.dtype)
-    wire, combine_wire = formats.get(spec.wire or own), formats.get(spec.combine_wire or own)
+    wire, combine_wire = (own if f is None else formats.get(f) for f in (spec.wire, spec.combine_wire))
     expert_rows = None if spec.expert_rows is None else formats.get(spec.expert_rows)
     if wire.quantized and expert_rows is not None and expert_rows.quantized and expert_rows != wire:
         why = f"the rows arrive as {wire}, and would be quantized a second time"
@@ -145,7 +145,7 @@ def wire_layer(
         placement=placement,
         routed_scaling=_scaling(spec),
         carries_logits=experts.routes_itself,
-        extra=spec.payloads,
+        extra=tuple(spec.payloads),
         reduces_ranks=spec.reduce_ranks == "exchange",
     )
     reason = exchange.supports(cargo) or experts.supports(_experts_spec(spec, expert_rows, 1))
@@ -207,60 +207,3 @@ def _scaling(spec: LayerSpec) -> float:
     if spec.routed_scaling is not None:
         return spec.routed_scaling
     return 1.0 if spec.router is None else spec.router.routed_scaling
-
-
-def _whole(value: object, *, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _check_sizes(spec: LayerSpec) -> Reason | None:
-    for name in ("hidden_size", "intermediate_size", "num_experts", "top_k"):
-        value = getattr(spec, name)
-        if not _whole(value, least=1):
-            return Reason(field=name, value=value, why="must be a whole number of at least 1")
-    return None
-
-
-def _check_choices(spec: LayerSpec) -> Reason | None:
-    if spec.dtype not in ROW_DTYPES:
-        known = ", ".join(map(dtype_name, ROW_DTYPES))
-        return Reason(field="dtype", value=dtype_name(spec.dtype), why=f"rows are {known}")
-    if spec.tensor_parallel != 1:
-        why = (
-            "an expert is never split between ranks (TP inside EP): its partial results would be summed twice"
-        )
-        return Reason(field="tensor_parallel", value=spec.tensor_parallel, why=why)
-    for name, choices in (("weight_on", ("output", "input")), ("reduce_ranks", ("exchange", "caller"))):
-        if getattr(spec, name) not in choices:
-            return Reason(field=name, value=getattr(spec, name), why=f"choose {' or '.join(choices)}")
-    return None
-
-
-def _check_router(spec: LayerSpec) -> Reason | None:
-    router = spec.router
-    if router is None:
-        if experts_room.get(spec.experts).routes_itself:
-            return Reason(field="router", value=None, why="experts that route by themselves need one")
-        return None
-    try:
-        router.check_experts(spec.num_experts)
-    except TokenyardError as error:
-        return Reason(field="router", value=error.found, why=f"expected {error.expected}")
-    if router.top_k != spec.top_k:
-        return Reason(field="top_k", value=spec.top_k, why=f"the layer's router chooses {router.top_k}")
-    if spec.routed_scaling is not None and spec.routed_scaling != router.routed_scaling:
-        why = f"the layer's router scales its weights by {router.routed_scaling} already"
-        return Reason(field="routed_scaling", value=spec.routed_scaling, why=why)
-    return None
-
-
-def _check_payloads(spec: LayerSpec) -> Reason | None:
-    reserved = {"data", "scales", "global_scale", "ids", "weights", "logits"}
-    names = [payload.name for payload in spec.payloads]
-    for name in names:
-        if name in reserved or names.count(name) > 1:
-            return Reason(field="payloads", value=name, why="a packet has a payload of this name already")
-    for payload in spec.payloads:
-        if payload.width < 1:
-            return Reason(field="payloads", value=payload.name, why="its width must be at least 1")
-    return None

@@ -38,13 +38,13 @@ def resolve(name: str | type[Exchange]) -> type[Exchange]:
     """
     if isinstance(name, type) and issubclass(name, Exchange):
         return name
-    if name in EXCHANGES:
+    if isinstance(name, str) and name in EXCHANGES:
         return EXCHANGES[name]
-    for choice in ALIASES.get(name, ()):
+    for choice in ALIASES.get(name, ()) if isinstance(name, str) else ():
         if choice in EXCHANGES:
             _log.info("exchange %r is served by %r", name, choice)
             return EXCHANGES[choice]
-    raise unknown_name("exchange", str(name), [*EXCHANGES, *ALIASES])
+    raise unknown_name("exchange", name, [*EXCHANGES, *ALIASES])
 
 
 __all__ = [

@@ -24,7 +24,7 @@ def get(name: str | type[Experts]) -> type[Experts]:
     if isinstance(name, type) and issubclass(name, Experts):
         return name
     if not isinstance(name, str) or name not in EXPERTS:
-        raise unknown_name("experts", str(name), EXPERTS)
+        raise unknown_name("experts", name, EXPERTS)
     return EXPERTS[name]
 
 

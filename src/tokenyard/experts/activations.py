@@ -46,7 +46,7 @@ class Activation:
     parameters: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
-        if self.name not in _FORMULAS:
+        if not isinstance(self.name, str) or self.name not in _FORMULAS:
             raise unknown_name("activation", self.name, _FORMULAS)
         constants = _FORMULAS[self.name].constants
         if set(dict(self.parameters)) != set(constants):
@@ -107,7 +107,7 @@ def activation(name: str | Activation) -> Activation:
     """
     if isinstance(name, Activation):
         return name
-    known = ALIASES.get(name, name)
+    known = ALIASES.get(name, name) if isinstance(name, str) else None
     if known not in ACTIVATIONS:
         raise unknown_name("activation", name, ACTIVATIONS)
     return ACTIVATIONS[known]

@@ -35,6 +35,17 @@ ScaleLayout = Literal["linear", "swizzled"]
 # The dtypes that a caller's rows may have.
 ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
+# The dtypes that further payloads of a caller may have: all that torch copies, row by row, on every device.
+PAYLOAD_DTYPES = (
+    *ROW_DTYPES,
+    torch.float64,
+    torch.bool,
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint16, torch.uint32, torch.uint64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu),
+    *(torch.complex64, torch.complex128),
+)
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """`torch.bfloat16` → `'bfloat16'`."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tokenyard.errors import InputError
+from tokenyard.errors import InputError, shown
 from tokenyard.experts import ACTIVATIONS, Activation
 from tokenyard.routing import GroupedSigmoidRouter, Router, SoftmaxRouter, TopLogitsRouter
 
@@ -293,9 +293,3 @@ FAMILIES: dict[str, Family] = {
 
 def _is_whole(value: object, least: int, most: int = _LARGEST) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-
-
-def shown(value: object) -> str:
-    """A value as it may stand in a message: short."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "…"

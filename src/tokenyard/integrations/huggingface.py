@@ -31,19 +31,18 @@ from typing import Any
 
 import torch
 
-from tokenyard.errors import InputError, TokenyardError, unknown_name
+from tokenyard.errors import InputError, TokenyardError, shown, unknown_name
 from tokenyard.experts import Experts
 from tokenyard.experts.base import WEIGHT_DTYPES
 from tokenyard.formats import Format
 from tokenyard.formats.base import ROW_DTYPES, dtype_name
-from tokenyard.integrations.families import FAMILIES, Config, Family, shown, top_k
-from tokenyard.placement import Placement
+from tokenyard.integrations.families import FAMILIES, Config, Family, top_k
+from tokenyard.placement import MOST_EXPERTS, Placement
 from tokenyard.routing import Router
 from tokenyard.spec import LayerSpec
 
 # More than any model has; a file with a slip of the keyboard must not fill the memory.
 _MOST_LAYERS = 4096
-_MOST_EXPERTS = 65536
 
 
 def layers_from_config(
@@ -78,7 +77,7 @@ def layers_from_config(
     family, settings = _family(values, source)
     prefix = prefix or ("model.language_model.layers" if nested else "model.layers")
     dtype = _dtype(settings)
-    num_experts = settings.whole(*family.num_experts, most=_MOST_EXPERTS)
+    num_experts = settings.whole(*family.num_experts, most=MOST_EXPERTS)
     router = _router(family, settings, num_experts)
     scaling = settings.positive("routed_scaling_factor") if router is None else None
     first = LayerSpec(

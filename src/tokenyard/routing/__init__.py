@@ -35,6 +35,7 @@ from tokenyard.routing.routers import (
     SoftmaxRouter,
     SqrtSoftplusRouter,
     TopLogitsRouter,
+    is_scaling,
     router_class,
 )
 from tokenyard.routing.routes import Routes
@@ -47,5 +48,6 @@ __all__ = [
     "SoftmaxRouter",
     "SqrtSoftplusRouter",
     "TopLogitsRouter",
+    "is_scaling",
     "router_class",
 ]

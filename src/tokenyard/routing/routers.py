@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import sys
 from abc import ABC, abstractmethod
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Literal, get_args
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from tokenyard.errors import InputError, unknown_name
+from tokenyard.errors import InputError, shown, unknown_name
 from tokenyard.formats.base import ROW_DTYPES, dtype_name
 from tokenyard.routing.routes import Routes
 from tokenyard.rows import describe
@@ -46,11 +47,19 @@ class Router(ABC):
     routed_scaling: float = 1.0  # then multiply them by this
 
     def __post_init__(self) -> None:
-        if self.top_k < 1:
-            raise InputError(f"top_k={self.top_k}", expected="top_k ≥ 1", fix="choose at least one expert")
-        if not (math.isfinite(self.routed_scaling) and self.routed_scaling > 0):
+        if not _is_whole(self.top_k):
             raise InputError(
-                f"routed_scaling={self.routed_scaling}",
+                f"top_k={shown(self.top_k)}", expected="top_k ≥ 1", fix="choose at least one expert"
+            )
+        if not isinstance(self.renormalize, bool):
+            raise InputError(
+                f"renormalize={shown(self.renormalize)}",
+                expected="True or False",
+                fix="pass the model's norm_topk_prob",
+            )
+        if not is_scaling(self.routed_scaling):
+            raise InputError(
+                f"routed_scaling={shown(self.routed_scaling)}",
                 expected="a positive number",
                 fix="pass the model's routed_scaling_factor, or 1.0 where it has none",
             )
@@ -183,7 +192,7 @@ class SoftmaxRouter(Router):
     order: SoftmaxOrder = field(default="softmax_topk", kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.order not in get_args(SoftmaxOrder):
+        if not isinstance(self.order, str) or self.order not in get_args(SoftmaxOrder):
             raise unknown_name("order", self.order, get_args(SoftmaxOrder))
         super().__post_init__()
 
@@ -275,9 +284,10 @@ class GroupedSigmoidRouter(BiasedRouter):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.topk_groups <= self.num_groups:
+        groups, chosen = self.num_groups, self.topk_groups
+        if not (_is_whole(groups) and _is_whole(chosen) and chosen <= groups):
             raise InputError(
-                f"topk_groups={self.topk_groups} of num_groups={self.num_groups}",
+                f"topk_groups={shown(chosen)} of num_groups={shown(groups)}",
                 expected="1 ≤ topk_groups ≤ num_groups",
                 fix="pass the config's topk_group and n_group",
             )
@@ -341,9 +351,24 @@ def router_class(name: str) -> type[Router]:
     >>> router_class("top_logits")(top_k=4).top_k
     4
     """
-    if name not in ROUTERS:
+    if not isinstance(name, str) or name not in ROUTERS:
         raise unknown_name("router", name, ROUTERS)
     return ROUTERS[name]
+
+
+def is_scaling(value: object) -> bool:
+    """Whether weights may be multiplied by it: a finite number above 0.
+
+    >>> is_scaling(2.5), is_scaling(float("nan")), is_scaling(True)
+    (True, False, False)
+    """
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return 0 < value <= sys.float_info.max
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def top_of_row(scores_TE: Tensor, k: int) -> Tensor:
