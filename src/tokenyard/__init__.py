@@ -29,8 +29,11 @@ if TYPE_CHECKING:
     from tokenyard.checkpoints import open_together as open_together
     from tokenyard.drafting import Draft as Draft
     from tokenyard.drafting import draft as draft
+    from tokenyard.duties import Duty as Duty
+    from tokenyard.duties import Party as Party
     from tokenyard.errors import CheckpointError as CheckpointError
     from tokenyard.errors import ContractError as ContractError
+    from tokenyard.errors import Corrupted as Corrupted
     from tokenyard.errors import Drifted as Drifted
     from tokenyard.errors import GroupError as GroupError
     from tokenyard.errors import HandleError as HandleError
@@ -56,6 +59,7 @@ if TYPE_CHECKING:
     from tokenyard.group import Group as Group
     from tokenyard.group import ThreadGroup as ThreadGroup
     from tokenyard.group import launch as launch
+    from tokenyard.group import rejoin as rejoin
     from tokenyard.group import thread_groups as thread_groups
     from tokenyard.layer import MoELayer as MoELayer
     from tokenyard.placement import Placement as Placement
@@ -73,8 +77,6 @@ if TYPE_CHECKING:
     from tokenyard.rows import ReceivedRows as ReceivedRows
     from tokenyard.rows import UnfinalizedRows as UnfinalizedRows
     from tokenyard.spec import LayerSpec as LayerSpec
-    from tokenyard.wiring import Duty as Duty
-    from tokenyard.wiring import Party as Party
     from tokenyard.wiring import Wiring as Wiring
 
 # Where each public name lives.
@@ -85,9 +87,11 @@ _HOMES = {
         "open_checkpoint",
         "open_together",
     ),
+    "duties": ("Duty", "Party"),
     "errors": (
         "CheckpointError",
         "ContractError",
+        "Corrupted",
         "Drifted",
         "GroupError",
         "HandleError",
@@ -119,6 +123,7 @@ _HOMES = {
         "Group",
         "ThreadGroup",
         "launch",
+        "rejoin",
         "thread_groups",
     ),
     "layer": ("MoELayer",),
@@ -141,11 +146,7 @@ _HOMES = {
         "UnfinalizedRows",
     ),
     "spec": ("LayerSpec",),
-    "wiring": (
-        "Duty",
-        "Party",
-        "Wiring",
-    ),
+    "wiring": ("Wiring",),
 }
 _HOME_OF = {name: room for room, names in _HOMES.items() for name in names}
 

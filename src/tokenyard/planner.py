@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenyard.drafting import Draft, draft
@@ -29,17 +29,33 @@ from tokenyard.errors import (
 )
 from tokenyard.exchange import EXCHANGES, Cargo, Exchange
 from tokenyard.exchange.stats import LayerStats
-from tokenyard.group import Group
+from tokenyard.group import READMISSION, Group
 from tokenyard.spec import LayerSpec
 from tokenyard.wiring import Wiring
 
 _log = logging.getLogger("tokenyard")
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Whole:
+    """What a plan was before ranks were lost: to this it returns when they are replaced."""
+
+    group: Group
+    specs: dict[str, LayerSpec]
+    lost: tuple[int, ...] = ()
+    made_here: bool = False  # whether the group is the plan's own, to be closed by it
+
+    def without(self, lost: Sequence[int]) -> _Whole:
+        """When more ranks are lost; `lost` counts as the ranks that are left do."""
+        left = [rank for rank in range(self.group.size) if rank not in self.lost]
+        return replace(self, lost=tuple(sorted({*self.lost, *(left[rank] for rank in lost)})))
+
+
 class Plan:
     """All layers of a model on one rank, agreed on with the other ranks. Made by `plan`."""
 
     def __init__(self, draft: Draft, group: Group, plan_id: int) -> None:
+        self._whole = _Whole(group=group, specs={spec.name: spec for spec in draft.specs})
         self._start(draft, group, plan_id)
 
     def _start(self, draft: Draft, group: Group, plan_id: int) -> None:
@@ -75,22 +91,19 @@ class Plan:
         max_tokens: int | None,
         serve: Callable[[Sequence[Cargo]], None],
     ) -> None:
-        old = self.draft
-
-        def make() -> Draft:
-            return draft(
-                specs,
-                self.group.size,
-                exchange=old.exchange,
-                max_tokens=max_tokens,
-                in_flight=old.in_flight,
-                device=self.group.device,
-            )
-
-        reshaped, _ = _agree(self.group, make)
+        reshaped, _ = self._redraft(self.group, lambda: specs, max_tokens=max_tokens)
         serve([wiring.cargo for wiring in reshaped.wirings])
         self._adopt(reshaped)
+        if not self._whole.lost:
+            self._whole = replace(self._whole, specs={spec.name: spec for spec in reshaped.specs})
         self.warmup()
+
+    def _redraft(
+        self, group: Group, specs: Callable[[], Sequence[LayerSpec]], **changes: Any
+    ) -> tuple[Draft, int]:
+        """What this plan would be with these layers, agreed on by all ranks of a group."""
+        kept: dict[str, Any] = {"exchange": self.draft.exchange, "in_flight": self.draft.in_flight}
+        return _agree(group, lambda: draft(specs(), group.size, device=group.device, **(kept | changes)))
 
     def warmup(self) -> None:
         """Compile and load all kernels, before the first one that waits. Collective; a new plan has done so."""
@@ -117,25 +130,56 @@ class Plan:
         """
         survivors = [rank for rank in range(self.group.size) if rank not in lost]
         group = self.group.subgroup(survivors)
-        old = self.draft
 
-        def make() -> Draft:
-            specs = [
+        def specs() -> list[LayerSpec]:
+            return [
                 replace(spec, placement=wiring.cargo.placement.without(lost))
-                for spec, wiring in zip(old.specs, old.wirings, strict=True)
+                for spec, wiring in zip(self.draft.specs, self.draft.wirings, strict=True)
             ]
-            return draft(
-                specs,
-                len(survivors),
-                exchange=old.exchange,
-                in_flight=old.in_flight,
-                renormalize_dropped=renormalize,
-                device=group.device,
-            )
 
-        reduced, number = _agree(group, make)
+        reduced, number = self._redraft(group, specs, renormalize_dropped=renormalize)
+        self._move(reduced, group, number, self._whole.without(lost))
+
+    def readmit(
+        self, lost: Sequence[int] = (), *, group: Group | None = None, seconds: float = READMISSION
+    ) -> None:
+        """Serve all layers on all ranks again, fresh ones in the places of the lost. Collective over all of these.
+
+        The ranks that are left call this: after `go_on_without`, or at once with the ranks that `PeerLost` names. A
+        fresh process calls `rejoin(group.address, rank=…)`, makes the same plan, and loads the same weights. Then
+        every result is bitwise what it was before. If nobody comes within so many seconds, `PeerLost` says who is
+        missing, and the plan is as it was.
+
+        `group` is for a plan that is not alone: readmit on the group once, and pass what it returned to each plan, in
+        the order in which they were made. It is also the way for groups that cannot readmit (NCCL).
+        """
+        whole = self._whole.without(lost)
+        if added := [spec.name for spec in self.draft.specs if spec.name not in whole.specs]:
+            raise PlanError(
+                f"layer {added[0]!r} was added while ranks {list(self._whole.lost)} were lost",
+                expected="layers whose experts were placed on all ranks",
+                fix=f"forget it (`plan.trim(keep=…)` without {', '.join(map(repr, added))}), readmit, add it anew",
+                rank=self.group.rank,
+            )
+        everybody = group or whole.group.readmit(whole.lost, seconds=seconds)
+        # A fresh rank loads its libraries and its weights, and only then makes its plan.
+        with everybody.patience(seconds):
+            restored, number = self._redraft(
+                everybody, lambda: [whole.specs[spec.name] for spec in self.draft.specs]
+            )
+        restored_whole = replace(whole, group=everybody, lost=(), made_here=group is None)
+        self._move(restored, everybody, number, restored_whole)
+
+    def _move(self, agreed: Draft, group: Group, number: int, whole: _Whole) -> None:
+        """Serve what was agreed on with another group. Nothing that was shared with the old one is used again."""
         self.exchange.close()
-        self._start(reduced, group, _plan_id(reduced, number))
+        old = self._whole
+        if self.group is not old.group:
+            self.group.close()  # of those that were left: the plan made it
+        if old.made_here and old.group is not whole.group:
+            old.group.close()
+        self._whole = whole
+        self._start(agreed, group, _plan_id(agreed, number))
 
     def wiring(self, layer: str) -> Wiring:
         """The wiring of a layer."""

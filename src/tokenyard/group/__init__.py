@@ -3,16 +3,20 @@
 from tokenyard.group.base import DEFAULT_DEADLINE, Disagreement, Group
 from tokenyard.group.distributed import DistributedGroup
 from tokenyard.group.launch import launch
+from tokenyard.group.readmission import READMISSION
+from tokenyard.group.rejoining import rejoin
 from tokenyard.group.threads import ThreadGroup, thread_groups
 from tokenyard.group.together import make_together
 
 __all__ = [
     "DEFAULT_DEADLINE",
+    "READMISSION",
     "Disagreement",
     "DistributedGroup",
     "Group",
     "ThreadGroup",
     "launch",
     "make_together",
+    "rejoin",
     "thread_groups",
 ]

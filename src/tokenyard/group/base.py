@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import GroupError, InputError, PeerFailed
+from tokenyard.group.readmission import READMISSION
 from tokenyard.rows import describe
 
 # Seconds that any single wait may take. A rank that compiles kernels or loads weights between two calls is
@@ -92,6 +93,19 @@ class Group(ABC):
     @abstractmethod
     def subgroup(self, ranks: Sequence[int], *, name: str | None = None) -> Group:
         """A group of some of these ranks. Collective over *those* ranks only; nobody else is waited for."""
+
+    @property
+    @abstractmethod
+    def address(self) -> str:
+        """Where a fresh rank finds this group, to take the place of one that was lost: see `rejoin`."""
+
+    @abstractmethod
+    def readmit(self, lost: Sequence[int], *, seconds: float = READMISSION) -> Group:
+        """This group once more, of the ranks that are left and fresh ones in the places of the lost.
+
+        Collective over those that are left, and over the fresh ranks' `rejoin`. If they have not come after so many
+        seconds, `PeerLost` says who is missing, and nothing has changed.
+        """
 
     @abstractmethod
     def close(self) -> None:

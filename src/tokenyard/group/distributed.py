@@ -5,8 +5,8 @@ All traps of the library underneath are dealt with here, once:
 - float8 and friends are refused by gloo ("Invalid scalar type"): only bytes travel.
 - The deadline is given to each wait, so that a group made by somebody else, with a timeout of half an hour,
   is bounded too.
-- gloo says only "Timed out" (or "Connection closed by peer", when a process died) and never who. The ranks
-  that wait write their names into the group's store, and who has not is missing.
+- gloo says only "Timed out" (or "Connection closed by peer", when a process died), never who, and not to everybody:
+  the ranks call the roll (`roll_call`).
 - After such an error the connections are in an unknown state: the group is broken for good and says so.
 - torch 2.13 renames `all_gather_into_tensor`; it is called here only.
 - NCCL refuses two ranks on one GPU, and gloo takes no GPU's bytes: between ranks on GPUs, gloo's bytes pass through
@@ -28,12 +28,20 @@ from torch import Tensor
 from tokenyard.errors import GroupError, InputError, PeerLost
 from tokenyard.group.base import DEFAULT_DEADLINE, Group
 from tokenyard.group.devices import resolve_device
+from tokenyard.group.readmission import (
+    READMISSION,
+    Invitation,
+    Seats,
+    address_of,
+    check_lost,
+    lineage_of,
+    meet,
+    seats_at,
+    underlying,
+)
+from tokenyard.group.roll_call import LOOK, RollCall
 from tokenyard.group.shared_memory import share_between_processes, this_host
 from tokenyard.group.symmetric_memory import share_between_gpus
-
-# Seconds in which the other waiting ranks write their names once this rank's wait has failed. All ranks enter
-# a collective within a few milliseconds of each other, and so do their deadlines pass.
-_ROLL_CALL = 1.0
 
 # Seconds in which the processes of a new group must have connected, whatever the deadline of their later waits.
 FINDING_EACH_OTHER = 30.0
@@ -63,17 +71,56 @@ class DistributedGroup(Group):
             )
         resolved = process_group if process_group is not None else dist.group.WORLD
         assert resolved is not None
-        self._process_group: dist.ProcessGroup | None = resolved
-        self.rank, self.size = resolved.rank(), resolved.size()
-        self.name, self.deadline = name, deadline
         on_gpu = "nccl" in dist.get_backend(resolved)
-        self.device = resolve_device(device or ("cuda" if on_gpu else "cpu"))
         # Where the library takes bytes from and puts them.
         self._carrier = resolve_device("cuda") if on_gpu else torch.device("cpu")
-        if self._carrier.type == self.device.type:
-            self._carrier = self.device
+        lineage = lineage_of(name, dist.get_process_group_ranks(resolved))
+        seats = Seats(underlying(_store_of(resolved)), lineage)
+        self._roll = RollCall(_store_of(resolved), "", resolved.rank(), resolved.size(), this_host())
+        self._start(resolved, seats, resolve_device(device or ("cuda" if on_gpu else "cpu")), name, deadline)
+
+    def _start(
+        self,
+        process_group: dist.ProcessGroup,
+        seats: Seats,
+        device: torch.device,
+        name: str,
+        deadline: float,
+    ) -> None:
+        self._process_group: dist.ProcessGroup | None = process_group
+        self.rank, self.size = process_group.rank(), process_group.size()
+        self.name, self.deadline, self.device = name, deadline, device
+        if self._carrier.type == device.type:
+            self._carrier = device
+        self._seats = seats
         self._broken: str | None = None
-        self._calls = 0
+        self._readmissions = 0
+        self._splits: dict[tuple[int, ...], int] = {}
+
+    @classmethod
+    def _met(
+        cls,
+        seats: Seats,
+        rank: int,
+        invitation: Invitation,
+        *,
+        device: torch.device,
+        seconds: float,
+    ) -> DistributedGroup:
+        """The group of those who meet as an invitation says; torch knows no world of them."""
+        process_group = meet(
+            seats.store,
+            invitation.meeting,
+            rank,
+            invitation.size,
+            seconds=seconds,
+            timeout=max(invitation.deadline, FINDING_EACH_OTHER),
+        )
+        group = cls.__new__(cls)
+        group._carrier = torch.device("cpu")
+        group._roll = RollCall(seats.store, invitation.meeting, rank, invitation.size, this_host())
+        group._start(process_group, seats, device, invitation.name, invitation.deadline)
+        return group
 
     def all_gather(self, mine: Tensor, *, phase: str) -> Tensor:
         mine = self._check_bytes(mine, 1).to(self._carrier)
@@ -109,18 +156,29 @@ class DistributedGroup(Group):
         """Start a collective and wait for it, no longer than the deadline."""
         if self._broken is not None:
             raise self._gone()
-        self._calls += 1
         started = time.monotonic()
         try:
             work = collective(*tensors, group=self._process_group, async_op=True, **splits)
-            work.wait(timedelta(seconds=self.deadline))
+            self._wait(work, started + self.deadline)
         except RuntimeError as error:
             waited = time.monotonic() - started
-            missing = self._roll_call()
+            missing = self._roll.lost()
             detail = "" if "timed out" in str(error).lower() else str(error).splitlines()[0][:200]
             lost = PeerLost(missing, phase=phase, waited=waited, rank=self.rank, detail=detail)
             self._broken = lost.found
             raise lost from error
+
+    def _wait(self, work: Any, until: float) -> None:
+        """Wait for a collective. It ends early once another rank has found out that somebody is lost."""
+        while True:
+            left = max(until - time.monotonic(), 0.001)  # no time at all would be no limit
+            on_gpu = self._carrier.type != "cpu"  # there, a wait that times out takes everything down
+            try:
+                work.wait(timedelta(seconds=left if on_gpu else min(left, LOOK)))
+                return
+            except RuntimeError:
+                if on_gpu or work.is_completed() or time.monotonic() >= until or self._roll.called():
+                    raise
 
     def _gone(self) -> GroupError:
         return GroupError(
@@ -129,20 +187,6 @@ class DistributedGroup(Group):
             fix="make a new group of the ranks that are left",
             rank=self.rank,
         )
-
-    def _roll_call(self) -> list[int]:
-        """Which ranks do not wait in this call: those that have not written their names in time."""
-        try:
-            assert self._process_group is not None
-            store = _store_of(self._process_group)
-            keys = [f"tokenyard/{self.name}/{self._calls}/{rank}" for rank in range(self.size)]
-            store.set(keys[self.rank], "waiting")
-            until = time.monotonic() + _ROLL_CALL
-            while time.monotonic() < until and not store.check(keys):
-                time.sleep(0.02)
-            return [rank for rank, key in enumerate(keys) if not store.check([key])]
-        except Exception:  # the store's own host may be the rank that died: then nobody can tell
-            return []
 
     def share_memory(self, nbytes: int) -> list[Tensor]:
         if self.device.type == "cpu":
@@ -164,6 +208,9 @@ class DistributedGroup(Group):
             )
         if self._process_group is None:
             raise self._gone()
+        name = name or f"{self.name}/{'-'.join(map(str, ranks))}"
+        if self.device.type == "cpu" and self._carrier.type == "cpu":
+            return self._split(ranks, name)
         global_ranks = [dist.get_global_rank(self._process_group, r) for r in ranks]
         # Local synchronization: only the members take part, other stages are not waited for.
         process_group = dist.new_group(
@@ -171,13 +218,57 @@ class DistributedGroup(Group):
             timeout=timedelta(seconds=max(self.deadline, FINDING_EACH_OTHER)),
             use_local_synchronization=True,
         )
-        name = name or f"{self.name}/{'-'.join(map(str, ranks))}"
         return DistributedGroup(process_group, device=self.device, name=name, deadline=self.deadline)
+
+    def _split(self, ranks: Sequence[int], name: str) -> DistributedGroup:
+        """Some of these ranks, who meet by themselves: it goes with its last reference, which torch's own do not."""
+        members = tuple(ranks)
+        # The n-th subgroup of the same ranks is the same one on all of them.
+        self._splits[members] = number = self._splits.get(members, 0) + 1
+        meeting = f"{self._seats.lineage}/{self.name}/subgroup/{'-'.join(map(str, members))}/{number}"
+        invitation = Invitation(meeting=meeting, size=len(members), name=name, deadline=self.deadline)
+        seats = Seats(self._seats.store, f"{self._seats.lineage}/{name}/{number}")
+        seconds = max(self.deadline, FINDING_EACH_OTHER)
+        return DistributedGroup._met(
+            seats, members.index(self.rank), invitation, device=self.device, seconds=seconds
+        )
+
+    @property
+    def address(self) -> str:
+        return address_of(self._seats.store, self._seats.lineage)
+
+    def readmit(self, lost: Sequence[int], *, seconds: float = READMISSION) -> DistributedGroup:
+        empty = check_lost(lost, self.rank, self.size)
+        if self._carrier.type != "cpu":
+            raise GroupError(
+                f"group {self.name!r} is one of NCCL",
+                expected="a group over gloo: NCCL has no way to take in a process",
+                fix="make a new process group of all ranks, and pass `plan.readmit(group=DistributedGroup(…))`",
+                rank=self.rank,
+            )
+        self._readmissions += 1
+        name = f"{self.name}/again-{self._readmissions}"
+        meeting = f"{self._seats.lineage}/{name}/{'-'.join(map(str, empty))}"
+        invitation = Invitation(meeting=meeting, size=self.size, name=name, deadline=self.deadline)
+        first = min(rank for rank in range(self.size) if rank not in empty)
+        with self._seats.invited(empty if self.rank == first else [], invitation):
+            return DistributedGroup._met(
+                self._seats, self.rank, invitation, device=self.device, seconds=seconds
+            )
 
     def close(self) -> None:
         """Close this door. The process group belongs to whoever made it, and can be destroyed now."""
         self._broken = self._broken or "it was closed"
         self._process_group = None  # torch's own destructor aborts where a reference outlives the library
+
+
+def rejoin_processes(
+    address: str, rank: int, *, device: str | torch.device | None, seconds: float
+) -> DistributedGroup:
+    """Take the place of a lost rank, in this process."""
+    seats = seats_at(address, seconds)
+    invitation = seats.take(rank, address, seconds)
+    return DistributedGroup._met(seats, rank, invitation, device=resolve_device(device), seconds=seconds)
 
 
 def _store_of(process_group: dist.ProcessGroup) -> Any:

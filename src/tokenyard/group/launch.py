@@ -40,13 +40,14 @@ from tokenyard.group.devices import (
     rank_on,
 )
 from tokenyard.group.distributed import FINDING_EACH_OTHER, DistributedGroup, loopback_interface
+from tokenyard.group.readmission import READMISSION, TCPStore, address_of, lineage_of
+from tokenyard.group.rejoining import rejoin
 from tokenyard.group.threads import thread_groups
 
 Result = TypeVar("Result")
 
 # Seconds that the other ranks get to notice an error and report, beyond the deadline of their waits.
 _GRACE = 2.0
-_TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
 
 
 def launch(
@@ -57,6 +58,7 @@ def launch(
     device: str | torch.device | None = None,
     deadline: float = DEFAULT_DEADLINE,
     threads_per_rank: int | None = None,
+    replacements: int = 0,
 ) -> list[Result]:
     """Run `fn(group, *args)` on every rank of a new group; return the results in rank order.
 
@@ -67,16 +69,26 @@ def launch(
     `device` is where the group's rows live: the CPU, or with `device="cuda"` a GPU. Threads share it, each on a
     stream of its own; processes are dealt the GPUs in turn, and share them where they are more.
 
+    `replacements`: so many ranks whose process dies are started anew. In the new process `fn` runs from its beginning,
+    with a group that is made when the ranks that are left call `plan.readmit` (or `group.readmit`).
+
     >>> launch(3, lambda group: sum(group.gather_json(group.rank)))
     [3, 3, 3]
     """
     if world < 1:
         raise InputError(f"world is {world}", expected="at least one rank", fix="pass world ≥ 1")
     intra_op = threads_per_rank or max(1, (os.cpu_count() or 1) // world)
+    if ranks == "threads" and replacements:
+        raise InputError(
+            f"{replacements} replacements for ranks that are threads",
+            expected="ranks that are processes: threads do not die",
+            fix="launch with ranks='processes', or start a thread that calls `rejoin`",
+        )
     if ranks == "threads":
         return _launch_threads(world, fn, args, device, deadline, intra_op)
     if ranks == "processes":
-        return _launch_processes(world, fn, args, devices_of_ranks(device, world), deadline, intra_op)
+        devices = devices_of_ranks(device, world)
+        return _launch_processes(fn, args, devices, deadline, intra_op, replacements)
     raise InputError(f"ranks is {ranks!r}", expected="'threads' or 'processes'", fix="choose one of them")
 
 
@@ -145,45 +157,28 @@ def _first_error(errors: list[tuple[int, BaseException]]) -> tuple[int, BaseExce
 
 
 def _launch_processes(
-    world: int,
     fn: Callable[..., Result],
     args: tuple[Any, ...],
     devices: list[torch.device],
     deadline: float,
     intra_op: int,
+    replacements: int,
 ) -> list[Result]:
-    context = start_forkserver()
     store = _meeting_store(deadline)
-    job = pickle.dumps((fn, args))
-    connections: list[Connection] = []
-    processes = []
+    processes = _Processes(devices, store, deadline, intra_op, pickle.dumps((fn, args)))
     try:
-        for rank in range(world):
-            parent, child = context.Pipe()
-            process = context.Process(
-                target=_rank_main,
-                args=(rank, devices, store.port, deadline, intra_op, child, job),
-                name=f"rank {rank}",
-                daemon=True,
-            )
-            process.start()
-            child.close()
-            connections.append(parent)
-            processes.append(process)
-        return _collect(connections, processes, deadline)
+        for rank in range(len(devices)):
+            processes.start(rank)
+        return processes.collect(replacements)
     finally:
-        for connection in connections:
-            with contextlib.suppress(OSError):
-                connection.send_bytes(b"leave")
-            connection.close()
-        _end(processes)
-        del store  # or the traceback of an error would keep its sockets open
+        processes.end()
+        del processes, store  # or the traceback of an error would keep its sockets open
 
 
 def _meeting_store(deadline: float) -> Any:
     """The store in which the ranks find each other, on loopback: by itself torch would listen to every network."""
     listener = socket.create_server(("127.0.0.1", 0))
-    return _TCPStore(
+    return TCPStore(
         *listener.getsockname(),
         is_master=True,
         wait_for_workers=False,
@@ -192,32 +187,88 @@ def _meeting_store(deadline: float) -> Any:
     )
 
 
-def _collect(connections: list[Connection], processes: list[Any], deadline: float) -> list[Any]:
-    """Wait for every rank's report. After the first error the others get their deadline to end, no longer."""
-    results: dict[int, Any] = {}
-    errors: list[tuple[int, BaseException, str]] = []
-    open_connections = {connection: rank for rank, connection in enumerate(connections)}
-    until: float | None = None
-    while open_connections and (until is None or time.monotonic() < until):
-        for ready in wait(list(open_connections), timeout=0.5):
-            connection = cast("Connection", ready)
-            rank = open_connections.pop(connection)
-            try:
-                outcome, value, report = pickle.loads(connection.recv_bytes())
-            except EOFError:
-                processes[rank].join(1.0)
-                outcome, report = "error", ""
-                value = ProcessLookupError(f"the process ended with exit code {processes[rank].exitcode}")
-            if outcome == "result":
-                results[rank] = value
-            else:
-                errors.append((rank, value, report))
-                until = until or time.monotonic() + deadline + _GRACE
-    if errors:
-        rank, error = _first_error([(r, e) for r, e, _ in errors])
-        report = next(text for r, _, text in errors if r == rank)
-        raise _rank_error(rank, error, report) from error
-    return [results[rank] for rank in range(len(connections))]
+class _Processes:
+    """The processes of a launch's ranks, and the pipes over which they report."""
+
+    def __init__(
+        self, devices: list[torch.device], store: Any, deadline: float, intra_op: int, job: bytes
+    ) -> None:
+        self._context = start_forkserver()
+        self._devices, self._store, self._deadline = devices, store, deadline
+        self._intra_op, self._job = intra_op, job
+        self._connections: dict[int, Connection] = {}
+        self._processes: dict[int, Any] = {}
+        self._replaced: list[Any] = []
+
+    def start(self, rank: int, *, fresh: bool = False) -> None:
+        """Start a rank; a fresh one takes the place of one that was lost."""
+        parent, child = self._context.Pipe()
+        lineage = lineage_of("world", range(len(self._devices)))
+        process = self._context.Process(
+            target=_rank_main,
+            args=(
+                rank,
+                self._devices,
+                self._store.port,
+                address_of(self._store, lineage) if fresh else None,
+                self._deadline,
+                self._intra_op,
+                child,
+                self._job,
+            ),
+            name=f"rank {rank}",
+            daemon=True,
+        )
+        process.start()
+        child.close()
+        self._connections[rank], self._processes[rank] = parent, process
+
+    def collect(self, replacements: int) -> list[Any]:
+        """Wait for every rank's report. After the first error the others get their deadline to end, no longer."""
+        results: dict[int, Any] = {}
+        errors: list[tuple[int, BaseException, str]] = []
+        waiting = set(self._connections)
+        until: float | None = None
+        while waiting and (until is None or time.monotonic() < until):
+            ranks = {self._connections[rank]: rank for rank in waiting}
+            for ready in wait(list(ranks), timeout=0.5):
+                rank = ranks[cast("Connection", ready)]
+                try:
+                    outcome, value, report = pickle.loads(self._connections[rank].recv_bytes())
+                except EOFError:
+                    if replacements > 0:
+                        replacements -= 1
+                        self._replace(rank)
+                        continue
+                    self._processes[rank].join(1.0)
+                    outcome, report = "error", ""
+                    value = ProcessLookupError(
+                        f"the process ended with exit code {self._processes[rank].exitcode}"
+                    )
+                waiting.remove(rank)
+                if outcome == "result":
+                    results[rank] = value
+                else:
+                    errors.append((rank, value, report))
+                    until = until or time.monotonic() + self._deadline + _GRACE
+        if errors:
+            rank, error = _first_error([(r, e) for r, e, _ in errors])
+            report = next(text for r, _, text in errors if r == rank)
+            raise _rank_error(rank, error, report) from error
+        return [results[rank] for rank in range(len(self._devices))]
+
+    def _replace(self, rank: int) -> None:
+        self._connections[rank].close()
+        self._replaced.append(self._processes[rank])
+        self.start(rank, fresh=True)
+
+    def end(self) -> None:
+        """Let every process leave, and see it off."""
+        for connection in self._connections.values():
+            with contextlib.suppress(OSError):
+                connection.send_bytes(b"leave")
+            connection.close()
+        _end([*self._replaced, *self._processes.values()])
 
 
 def _end(processes: list[Any]) -> None:
@@ -236,6 +287,7 @@ def _rank_main(
     rank: int,
     devices: list[torch.device],
     port: int,
+    rejoins: str | None,
     deadline: float,
     intra_op: int,
     parent: Connection,
@@ -255,11 +307,10 @@ def _rank_main(
                 let_ranks_share_a_gpu()
             torch.cuda.set_device(devices[rank])
         fn, args = pickle.loads(job)
-        # Processes start one after the other: finding each other may take longer than any wait later on.
-        timeout = timedelta(seconds=max(deadline, FINDING_EACH_OTHER))
-        store = _TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=len(devices), timeout=timeout)
-        group: Group = DistributedGroup(device=devices[rank], deadline=deadline)
+        if rejoins is None:
+            group = _find_each_other(rank, devices, port, deadline)
+        else:
+            group = rejoin(rejoins, rank=rank, device=devices[rank], seconds=max(deadline, READMISSION))
         outcome: tuple[str, Any, str] = ("result", fn(group, *args), "")
     except BaseException as error:
         outcome = ("error", _picklable(error), traceback.format_exc())
@@ -267,6 +318,14 @@ def _rank_main(
     if outcome[0] == "result":
         released.wait()  # others may still read from this rank's connections: it stays until all have reported
     os._exit(0)
+
+
+def _find_each_other(rank: int, devices: list[torch.device], port: int, deadline: float) -> Group:
+    """The group of all ranks. Processes start one after the other: this may take longer than any wait later on."""
+    timeout = timedelta(seconds=max(deadline, FINDING_EACH_OTHER))
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=len(devices), timeout=timeout)
+    return DistributedGroup(device=devices[rank], deadline=deadline)
 
 
 def _picklable(error: BaseException) -> BaseException:

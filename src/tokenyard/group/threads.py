@@ -15,8 +15,10 @@ stream before it posts, and marks what it takes as read by its stream, so that t
 from __future__ import annotations
 
 import json
+import secrets
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +29,7 @@ from torch import Tensor
 from tokenyard.errors import Drifted, GroupError, InputError, PeerLost
 from tokenyard.group.base import DEFAULT_DEADLINE, Group
 from tokenyard.group.devices import prepare_threads, resolve_device
+from tokenyard.group.readmission import PHASE, READMISSION, check_lost, nobody_invited
 
 
 @dataclass
@@ -58,7 +61,9 @@ class _MeetingPoint:
         self.size = size
         self.lock = threading.Lock()
         self.calls: dict[int, _Call] = {}
+        self.seats = _Seats()
         self.subgroups: dict[tuple[tuple[int, ...], int], _MeetingPoint] = {}
+        self.readmissions: dict[int, _MeetingPoint] = {}
         self.gone: dict[int, str] = {}
         self.verdict: _Verdict | None = None
 
@@ -116,16 +121,43 @@ class _MeetingPoint:
                 meeting_point.leave(ranks.index(rank), why)
 
 
+class _Seats:
+    """The seats of a group's ranks, where fresh threads wait to be invited."""
+
+    def __init__(self) -> None:
+        self.address = f"threads:{secrets.token_hex(8)}"
+        self.changed = threading.Condition()
+        self.invited: dict[int, ThreadGroup] = {}  # by rank: the group as the fresh rank will see it
+        _open_seats[self.address] = self
+
+    def take(self, rank: int, seconds: float) -> ThreadGroup:
+        """Wait for an invitation, and take it."""
+        with self.changed:
+            if not self.changed.wait_for(lambda: rank in self.invited, seconds):
+                raise nobody_invited(rank, self.address, seconds)
+            return self.invited.pop(rank)
+
+
+_open_seats: weakref.WeakValueDictionary[str, _Seats] = weakref.WeakValueDictionary()
+
+
 class ThreadGroup(Group):
     """One rank of a group of threads. Make all of them with `thread_groups`, or let `launch` do it."""
 
     def __init__(
-        self, rank: int, meeting_point: _MeetingPoint, name: str, deadline: float, device: torch.device
+        self,
+        rank: int,
+        meeting_point: _MeetingPoint,
+        name: str,
+        deadline: float,
+        device: torch.device,
+        seats: _Seats | None = None,
     ) -> None:
         self.rank, self.size = rank, meeting_point.size
         self.name, self.deadline, self.device = name, deadline, device
         self._meeting_point = meeting_point
-        self._calls = 0
+        self._seats = seats or meeting_point.seats
+        self._calls = self._readmissions = 0
         self._splits: dict[tuple[int, ...], int] = {}
         self._closed = False
 
@@ -228,12 +260,59 @@ class ThreadGroup(Group):
             self.device,
         )
 
+    @property
+    def address(self) -> str:
+        return self._seats.address
+
+    def readmit(self, lost: Sequence[int], *, seconds: float = READMISSION) -> ThreadGroup:
+        empty = check_lost(lost, self.rank, self.size)
+        self._readmissions += 1
+        name = f"{self.name}/again-{self._readmissions}"
+        parent, seats = self._meeting_point, self._seats
+        with parent.lock:
+            first = self._readmissions not in parent.readmissions
+            meeting_point = parent.readmissions.setdefault(self._readmissions, _MeetingPoint(self.size))
+
+        def seat(rank: int) -> ThreadGroup:
+            return ThreadGroup(rank, meeting_point, name, self.deadline, self.device, seats)
+
+        if first:
+            with seats.changed:
+                seats.invited |= {rank: seat(rank) for rank in empty}
+                seats.changed.notify_all()
+        try:
+            return seat(self.rank)._met(seconds)
+        except BaseException:
+            with seats.changed:
+                for rank in [r for r, g in seats.invited.items() if g._meeting_point is meeting_point]:
+                    del seats.invited[rank]
+            raise
+
+    def _met(self, seconds: float) -> ThreadGroup:
+        """This group, when all of its ranks have come."""
+        deadline, self.deadline = self.deadline, seconds
+        self.barrier(phase=PHASE)
+        self.deadline = deadline
+        return self
+
     def leave(self, why: str) -> None:
         """Tell the others that this rank will not come again."""
         self._meeting_point.leave(self.rank, why)
 
     def close(self) -> None:
         self._closed = True
+
+
+def rejoin_threads(address: str, rank: int, *, seconds: float) -> ThreadGroup:
+    """Take the place of a lost rank, in this thread."""
+    seats = _open_seats.get(address)
+    if seats is None:
+        raise InputError(
+            f"address is {address!r}",
+            expected="the address of a group of threads in this process",
+            fix="pass what `group.address` says on a rank of the group",
+        )
+    return seats.take(rank, seconds)._met(seconds)
 
 
 def thread_groups(

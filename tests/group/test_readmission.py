@@ -1,0 +1,264 @@
+"""A fresh rank takes the place of one that was lost, and everything is bitwise as it was."""
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import tokenyard as ty
+from tests.models import batch, build, raised, spec
+from tokenyard.conformance.cases import same_bits
+
+LAYERS = [
+    spec("body", hidden_size=64, num_experts=6, experts="reference", wire="mxfp8"),
+    spec("head", num_experts=5, experts="reference"),
+]
+EXCHANGES = ["one_sided", "two_sided", "allgather"]
+
+
+def round_trips(plan, layers, seed):
+    """What this rank gets from a round trip of each layer."""
+    return [layers[s.name](*batch(s, 3 + seed, seed=seed)) for s in LAYERS if s.name in layers]
+
+
+def built(plan):
+    return {s.name: build(plan, s.name) for s in LAYERS}
+
+
+def all_same(ours, theirs):
+    return all(same_bits(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+# -- Processes -------------------------------------------------------------------------------------------------------
+
+
+def lives(group, exchange, losses):
+    """Every loss strikes one rank; the others go on without it, then with a fresh one.
+
+    Returns, for each loss, whether the results are what they were, how many rows were dropped meanwhile, and the
+    descriptors that are open afterwards.
+    """
+    plan = ty.plan(LAYERS, group, exchange=exchange)
+    layers = built(plan)
+    chapter = max(plan.group.gather_json(0))  # a fresh rank enters the story where the others are
+    before = round_trips(plan, layers, group.rank)
+    outcomes = []
+    for number, lost in enumerate(losses[chapter:], chapter):
+        if group.rank == lost:
+            os.kill(os.getpid(), signal.SIGKILL)
+        error = raised(round_trips, plan, layers, group.rank)
+        assert isinstance(error, ty.PeerLost), error
+        assert error.peers == (lost,)
+        plan.go_on_without(error.peers)
+        round_trips(plan, layers, group.rank)
+        dropped = plan.stats()["body"].dropped
+        plan.readmit()
+        plan.group.gather_json(number + 1)
+        after = round_trips(plan, layers, group.rank)
+        descriptors = len(os.listdir("/proc/self/fd"))
+        outcomes.append((all_same(before, after), dropped, descriptors))
+    return outcomes
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_killed_replaced_and_bitwise_as_before(exchange):
+    losses = [1, 0, 1]
+    results = ty.launch(3, lives, exchange, losses, ranks="processes", deadline=2.0, replacements=len(losses))
+    assert [len(outcomes) for outcomes in results] == [1, 0, 3]  # rank 2 saw all; rank 1 was replaced last
+    assert all(same and dropped > 0 for outcomes in results for same, dropped, _ in outcomes)
+    descriptors = [left_open for _, _, left_open in results[2]]
+    assert descriptors[1] == descriptors[2]
+
+
+def replaced_at_once(group):
+    """No going on in between."""
+    plan = ty.plan(LAYERS, group, exchange="one_sided")
+    layers = built(plan)
+    if "again" in group.name:
+        return all(t.isfinite().all() for t in round_trips(plan, layers, group.rank))
+    before = round_trips(plan, layers, group.rank)
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    plan.readmit(raised(round_trips, plan, layers, group.rank).peers)
+    return all_same(before, round_trips(plan, layers, group.rank))
+
+
+def test_a_rank_can_be_replaced_at_once():
+    assert ty.launch(2, replaced_at_once, ranks="processes", deadline=1.0, replacements=1) == [True, True]
+
+
+def with_another_plan(group):
+    fresh = "again" in group.name
+    layers = [LAYERS[0], spec("head", num_experts=5, experts="reference", top_k=3 if fresh else 2)]
+    if fresh:
+        return type(raised(ty.plan, layers, group)).__name__
+    plan = ty.plan(layers, group)
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = raised(plan.readmit, [1])
+    return type(error).__name__, sorted(error.differences)
+
+
+def test_a_fresh_rank_with_another_plan_is_found_out_on_all_ranks():
+    kept, fresh = ty.launch(2, with_another_plan, ranks="processes", deadline=2.0, replacements=1)
+    assert fresh == "PlanMismatch"
+    assert kept == ("PlanMismatch", ["layers[1].top_k"])
+
+
+def nobody_comes(group):
+    plan = ty.plan(LAYERS, group, exchange="one_sided")
+    layers = built(plan)
+    if group.rank == 1:
+        return None
+    plan.go_on_without([1])
+    before = round_trips(plan, layers, group.rank)
+    started = time.monotonic()
+    error = raised(plan.readmit, seconds=0.5)
+    waited = time.monotonic() - started
+    return error.peers, error.phase, waited, all_same(before, round_trips(plan, layers, group.rank))
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_if_nobody_comes_the_others_say_so_and_are_as_they_were(ranks):
+    for outcome in ty.launch(3, nobody_comes, ranks=ranks, deadline=20)[::2]:
+        peers, phase, waited, same = outcome
+        assert peers == (1,)
+        assert phase == "readmission"
+        assert 0.5 <= waited < 15
+        assert same
+
+
+# -- Threads ---------------------------------------------------------------------------------------------------------
+
+
+def with_a_fresh_thread(group, exchange):
+    """Rank 1 goes away; rank 0 starts a thread that takes its place."""
+    plan = ty.plan(LAYERS, group, exchange=exchange)
+    layers = built(plan)
+    before = round_trips(plan, layers, group.rank)
+    plan.group.barrier()
+    if group.rank == 1:
+        return before
+
+    def fresh():
+        again = ty.rejoin(group.address, rank=1, seconds=20)
+        new_plan = ty.plan(LAYERS, again, exchange=exchange)
+        return round_trips(new_plan, built(new_plan), 1)
+
+    with ThreadPoolExecutor(1) as pool:
+        newcomer = pool.submit(fresh) if group.rank == 0 else None
+        plan.readmit([1], seconds=20)
+        same = all_same(before, round_trips(plan, layers, group.rank))
+        return same, newcomer and newcomer.result()
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_thread_takes_the_place_of_a_rank(exchange):
+    (same, newcomer), left, (also, _) = ty.launch(3, with_a_fresh_thread, exchange, deadline=20)
+    assert same
+    assert also
+    assert all_same(newcomer, left)
+
+
+def in_threads(*calls):
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result() for future in [pool.submit(call) for call in calls]]
+
+
+def test_an_invitation_is_for_one():
+    first, _ = ty.thread_groups(2, deadline=20)
+    again, one, other = in_threads(
+        lambda: first.readmit([1], seconds=20),
+        lambda: _rejoins(first, 1.0),
+        lambda: _rejoins(first, 1.0),
+    )
+    assert again.size == 2
+    errors = [found for found in (one, other) if isinstance(found, ty.TokenyardError)]
+    assert len(errors) == 1
+    assert "was not invited within" in str(errors[0])
+
+
+def _rejoins(group, seconds):
+    try:
+        return ty.rejoin(group.address, rank=1, seconds=seconds)
+    except ty.TokenyardError as error:
+        return error
+
+
+def test_who_comes_too_late_finds_the_seat_closed():
+    first, _ = ty.thread_groups(2)
+    assert isinstance(raised(first.readmit, [1], seconds=0.1), ty.PeerLost)
+    assert "was not invited" in str(raised(ty.rejoin, first.address, rank=1, seconds=0.1))
+
+
+@pytest.mark.parametrize("lost", [[], [0], [1, 1], [7], [-1]])
+def test_only_ranks_that_can_be_lost_are_readmitted(lost):
+    error = raised(ty.thread_groups(3)[0].readmit, lost)
+    assert isinstance(error, ty.InputError)
+    assert str(lost) in str(error)
+
+
+@pytest.mark.parametrize("address", ["", "threads:0", "tcp://here", "http://a/b", "tcp://127.0.0.1:1"])
+def test_an_address_that_is_none(address):
+    assert isinstance(raised(ty.rejoin, address, rank=1, seconds=0.1), ty.InputError)
+
+
+def layer_added_meanwhile(group):
+    plan = ty.plan(LAYERS, group)
+    if group.rank == 1:
+        return None
+    plan.go_on_without([1])
+    plan.extend([spec("tail")])
+    return str(raised(plan.readmit, seconds=0.1))
+
+
+def test_a_layer_that_was_placed_on_the_ranks_that_were_left_cannot_stay():
+    message = ty.launch(2, layer_added_meanwhile, deadline=20)[0]
+    assert "layer 'tail' was added while ranks [1] were lost" in message
+    assert "plan.trim" in message
+
+
+def lost_one_after_the_other(group):
+    """Ranks 1 and then 2 of four are lost, by the numbers of the ranks that are left; both are replaced."""
+    plan = ty.plan(LAYERS, group, exchange="one_sided")
+    layers = built(plan)
+    before = round_trips(plan, layers, group.rank)
+    plan.group.barrier()
+    if group.rank == 1:
+        return None
+    plan.go_on_without([1])
+    round_trips(plan, layers, group.rank)
+    if group.rank == 2:
+        return None
+    plan.go_on_without([1])  # rank 2, as those that are left count
+    round_trips(plan, layers, group.rank)
+
+    def fresh(rank):
+        new_plan = ty.plan(LAYERS, ty.rejoin(group.address, rank=rank, seconds=20), exchange="one_sided")
+        round_trips(new_plan, built(new_plan), rank)
+
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(fresh, rank) for rank in (1, 2)] if group.rank == 0 else []
+        plan.readmit(seconds=20)
+        same = all_same(before, round_trips(plan, layers, group.rank))
+        for future in futures:
+            future.result()
+    return same
+
+
+def test_two_that_were_lost_one_after_the_other_are_replaced_together():
+    assert ty.launch(4, lost_one_after_the_other, deadline=20) == [True, None, None, True]
+
+
+def test_the_address_says_how_the_ranks_found_each_other():
+    addresses = ty.launch(2, address_of_group, ranks="processes")
+    assert addresses[0] == addresses[1]
+    assert addresses[0].startswith("tcp://127.0.0.1:")
+    assert addresses[0].endswith("#world/0-1")
+
+
+def address_of_group(group):
+    return group.address
