@@ -1,0 +1,136 @@
+"""Who is lost, when a wait of a group has failed: found out together, so that all ranks name the same.
+
+A library underneath says at most that a connection closed, and often only to some of the ranks; the others wait on,
+or are in another call already. So a rank whose wait fails *calls the roll* in the store through which the group found
+together, and the others, who look there while they wait, answer. Lost is
+
+1. whose process is gone, as a rank on the same host can see for itself; if there is none,
+2. who has not answered within a second.
+
+The first verdict stands: every rank raises the same, and a stopped rank that wakes up reads that it was given up. A
+rank that computes while another dies is not blamed, however long it computes, where the dead one's host has a rank
+that waits. The store may be gone, too, with its host: a look into it takes two seconds at most, and then nobody can
+tell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+Answer = TypeVar("Answer")
+
+# Seconds in which the other waiting ranks answer. They look for a roll call every `LOOK` seconds.
+ANSWERING = 1.0
+LOOK = 0.1
+# Seconds that one look into the store may take: a round trip, on a busy machine. The store's own limit is that of
+# finding each other, which is longer.
+_STORE = 2.0
+_PAUSE = 0.02
+
+
+class RollCall:
+    """The roll of one group, in a place of the store that is this group's alone."""
+
+    def __init__(self, store: Any, place: str, rank: int, size: int, host: str) -> None:
+        self._store, self._answers = store, True
+        self._place = f"tokenyard/{place}/roll call"
+        self._rank, self._size, self._host = rank, size, host
+        # Who stands behind a rank's number, for those that share its host.
+        self._ask(lambda: store.set(self._key("who", rank), json.dumps([host, _namespace(), os.getpid()])))
+
+    def called(self) -> bool:
+        """Whether a rank has called the roll: then no wait of this group will succeed any more."""
+        return bool(self._ask(lambda: self._store.check([self._key("called")])))
+
+    def lost(self) -> list[int]:
+        """Who is lost, as all ranks of the group will say; nobody, if that cannot be told."""
+        until = time.monotonic() + ANSWERING
+        self._set("called")
+        self._set("here", self._rank)
+        while self._answers:
+            verdict = self._verdict()
+            if verdict is not None:
+                return verdict
+            gone, silent = self._gone(), self._silent()
+            if gone:
+                self._judge(gone)
+            elif not silent or time.monotonic() > until:
+                self._judge(silent)
+            time.sleep(_PAUSE)
+        return []
+
+    def _verdict(self) -> list[int] | None:
+        found = self._ask(lambda: self._get("verdict"))
+        return None if found is None else list(json.loads(found))
+
+    def _judge(self, lost: list[int]) -> None:
+        """Put a verdict into the store, unless there is one."""
+        self._ask(lambda: self._store.compare_set(self._key("verdict"), "", json.dumps(lost)))
+
+    def _silent(self) -> list[int]:
+        """Who has not answered."""
+        answers = self._ask(
+            lambda: [self._store.check([self._key("here", rank)]) for rank in range(self._size)]
+        )
+        return [rank for rank, here in enumerate(answers or []) if not here]
+
+    def _gone(self) -> list[int]:
+        """Whose process is gone from this host."""
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        found = self._ask(lambda: {rank: self._get("who", rank) for rank in others}) or {}
+        known = {rank: json.loads(who) for rank, who in found.items() if who is not None}
+        return [
+            rank
+            for rank, (host, namespace, pid) in known.items()
+            if [host, namespace] == [self._host, _namespace()] and not _lives(pid)
+        ]
+
+    def _get(self, *parts: object) -> bytes | None:
+        key = self._key(*parts)
+        return self._store.get(key) if self._store.check([key]) else None
+
+    def _set(self, *parts: object) -> None:
+        self._ask(lambda: self._store.set(self._key(*parts), "yes"))
+
+    def _ask(self, question: Callable[[], Answer]) -> Answer | None:
+        """What the store says, or None; a store that does not answer is not asked again."""
+        if not self._answers:
+            return None
+        answers: list[Answer] = []
+
+        def ask() -> None:
+            with contextlib.suppress(Exception):  # its host may be the rank that died
+                answers.append(question())
+
+        asking = threading.Thread(target=ask, name="roll call", daemon=True)
+        asking.start()
+        asking.join(_STORE)
+        self._answers = bool(answers)
+        return answers[0] if answers else None
+
+    def _key(self, *parts: object) -> str:
+        return "/".join(map(str, (self._place, *parts)))
+
+
+def _namespace() -> int:
+    """Processes are numbered anew in each container."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def _lives(pid: int) -> bool:
+    """Whether a process runs, or could: not one that is there only until its parent has looked at how it ended."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            # The name in front may hold anything, in parentheses.
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
