@@ -1,12 +1,12 @@
 """A fresh rank takes the place of one that was lost, and everything is bitwise as it was."""
 
+import gc
 import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 
 import tokenyard as ty
 from tests.models import batch, build, raised, spec
@@ -35,6 +35,14 @@ def all_same(ours, theirs):
 # -- Processes -------------------------------------------------------------------------------------------------------
 
 
+def open_descriptors(before):
+    """How many there are; connections close in the background, so no more than before may take a moment."""
+    until = time.monotonic() + 10
+    while (count := len(os.listdir("/proc/self/fd"))) > (before or count) and time.monotonic() < until:
+        time.sleep(0.05)
+    return count
+
+
 def lives(group, exchange, losses):
     """Every loss strikes one rank; the others go on without it, then with a fresh one.
 
@@ -58,7 +66,9 @@ def lives(group, exchange, losses):
         plan.readmit()
         plan.group.gather_json(number + 1)
         after = round_trips(plan, layers, group.rank)
-        descriptors = len(os.listdir("/proc/self/fd"))
+        error = None  # its traceback holds what it passed through
+        gc.collect()
+        descriptors = open_descriptors(outcomes[-1][2] if outcomes else None)
         outcomes.append((all_same(before, after), dropped, descriptors))
     return outcomes
 
@@ -70,7 +80,7 @@ def test_killed_replaced_and_bitwise_as_before(exchange):
     assert [len(outcomes) for outcomes in results] == [1, 0, 3]  # rank 2 saw all; rank 1 was replaced last
     assert all(same and dropped > 0 for outcomes in results for same, dropped, _ in outcomes)
     descriptors = [left_open for _, _, left_open in results[2]]
-    assert descriptors[1] == descriptors[2]
+    assert descriptors[2] <= descriptors[1]
 
 
 def replaced_at_once(group):
