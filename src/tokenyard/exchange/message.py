@@ -17,6 +17,7 @@ from tokenyard.exchange.announcement import (
     ANNOUNCEMENT_BYTES,
     Announcement,
     Phase,
+    check_counts,
     check_fates,
     check_places,
 )
@@ -45,9 +46,9 @@ class MessageExchange(Exchange):
     def _send_out(
         self, cargo: Cargo, round: int, outgoing: Outgoing, loaded: Any
     ) -> tuple[ReceivedRows, tuple[int, ...]]:
-        heard = self._announce(
-            self._announcement(cargo, Phase.DISPATCH, round, outgoing.num_tokens, outgoing.counts, None)
-        )
+        mine = self._announcement(cargo, Phase.DISPATCH, round, outgoing.num_tokens, outgoing.counts, None)
+        heard = self._announce(mine)
+        check_counts(self.group, mine, heard, cargo.max_tokens)
         return self._move(cargo, outgoing, loaded, heard)
 
     def _fail_out(self, cargo: Cargo, round: int, error: Exception) -> None:
@@ -58,7 +59,7 @@ class MessageExchange(Exchange):
         """Tell every rank what this one is about to do, and hear the same of them."""
         encoded = bytes_tensor(mine.encode(ANNOUNCEMENT_BYTES + 8 * self.group.size))
         gathered = self.group.all_gather(encoded.to(self.group.device), phase=mine.phase.value)
-        heard = [Announcement.decode(tensor_bytes(part)) for part in gathered]
+        heard = [Announcement.decode(tensor_bytes(part), rank) for rank, part in enumerate(gathered)]
         check_places(self.group, mine, heard, self._names)
         self._round = mine.round  # all ranks were in this round, whatever comes of it
         check_fates(self.group, mine, heard)
@@ -103,7 +104,7 @@ class MessageExchange(Exchange):
             phase="combine",
         )
         parts = arrived.split(expected)
-        heard = [Announcement.decode(tensor_bytes(part[:front])) for part in parts]
+        heard = [Announcement.decode(tensor_bytes(part[:front]), rank) for rank, part in enumerate(parts)]
         check_places(self.group, mine, heard, self._names)
         check_fates(self.group, mine, heard)
         return [part[front:] for part in parts]

@@ -36,6 +36,10 @@ from tokenyard.rows import describe
 # late by less than this; a rank that died is found out as soon as its connection closes.
 DEFAULT_DEADLINE = 60.0
 
+# Bytes of a value that travels as JSON. The plan of a model of 100 layers and 1,000 experts has half a megabyte; memory
+# for what the others announce is taken up to here, and no further.
+LARGEST_JSON = 1 << 26
+
 
 _MEMORY_FIX = "plan with a smaller max_tokens or fewer tokens in flight, or give the machine more memory"
 
@@ -120,10 +124,29 @@ class Group(ABC):
         encoded = json.dumps(value, sort_keys=True, allow_nan=True).encode()
         size = torch.tensor([len(encoded)], dtype=torch.int64).view(torch.uint8)
         sizes = self.all_gather(size.to(self.device), phase=phase).cpu().view(torch.int64).flatten().tolist()
+        for rank, announced in enumerate(sizes):  # all ranks see all sizes, and raise together
+            if not 0 < announced <= LARGEST_JSON:
+                raise self._unreadable(rank, phase, f"{announced} bytes", f"from 1 to {LARGEST_JSON} bytes")
         mine = torch.zeros(max(sizes), dtype=torch.uint8)
         mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         gathered = self.all_gather(mine.to(self.device), phase=phase).cpu()
-        return [json.loads(bytes(row[:size].tolist())) for row, size in zip(gathered, sizes, strict=True)]
+        values = []
+        for rank, (row, length) in enumerate(zip(gathered, sizes, strict=True)):
+            try:
+                values.append(json.loads(row[:length].numpy().tobytes()))
+            except (ValueError, RecursionError) as error:
+                raise self._unreadable(
+                    rank, phase, f"no JSON ({str(error)[:120]})", "a JSON value"
+                ) from error
+        return values
+
+    def _unreadable(self, source: int, phase: str, found: str, expected: str) -> GroupError:
+        return GroupError(
+            f"rank {source} sent {found} in {phase}",
+            expected=expected,
+            fix=f"run the same version of tokenyard on rank {source}, in the same order of calls",
+            rank=self.rank,
+        )
 
     def agree(self, what: str, value: Any) -> None:
         """Compare a value across ranks. If it differs, every rank raises and learns who has what."""

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import ContractError, Reason
-from tokenyard.exchange.announcement import Announcement, Phase, check_fates, check_places
+from tokenyard.exchange.announcement import Announcement, Phase, check_counts, check_fates, check_places
 from tokenyard.exchange.base import Exchange
 from tokenyard.exchange.cargo import Cargo, Dispatched, Outgoing
 from tokenyard.exchange.one_sided.control import MOST_RANKS
@@ -169,12 +169,12 @@ class OneSidedExchange(Exchange):
     def _send_out(
         self, cargo: Cargo, round: int, outgoing: Outgoing, loaded: None
     ) -> tuple[ReceivedRows, tuple[int, ...]]:
-        heard = self._tell_and_hear(
-            [
-                self._announcement(cargo, Phase.DISPATCH, round, outgoing.num_tokens, [count], None)
-                for count in outgoing.counts
-            ]
-        )
+        by_rank = [
+            self._announcement(cargo, Phase.DISPATCH, round, outgoing.num_tokens, [count], None)
+            for count in outgoing.counts
+        ]
+        heard = self._tell_and_hear(by_rank)
+        check_counts(self.group, by_rank[self.group.rank], heard, cargo.max_tokens)
         arrived = tuple(announcement.counts[0] for announcement in heard)
         return self._received(cargo, round, arrived), arrived
 

@@ -114,7 +114,10 @@ class Signals:
         self._wait(all_there, mine.phase, mine.round)
         self._set_state(0)
         mail = self._bytes[self.rank]
-        return [Announcement.decode(bytes(mail[index * 8 + _LINE : index * 8 + _MAIL])) for index in flags]
+        return [
+            Announcement.decode(bytes(mail[index * 8 + _LINE : index * 8 + _MAIL]), source)
+            for source, index in enumerate(flags)
+        ]
 
     def _wait(self, ready: Callable[[], bool], phase: Phase, round: int) -> None:
         for _ in range(_YIELDS):
