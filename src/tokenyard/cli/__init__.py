@@ -1,4 +1,4 @@
-"""The command line: `tokenyard run`, `eval`, `check`, `plan`, `doctor`, `support`, `inspect`, `convert`,
+"""The command line: `tokenyard run`, `eval`, `check`, `soak`, `plan`, `doctor`, `support`, `inspect`, `convert`,
 `bench`.
 
 A command is a function in a module of its name. Modules import typer and nothing heavier at their top; torch
@@ -22,6 +22,7 @@ from tokenyard.cli.inspect import inspect
 from tokenyard.cli.output import reported
 from tokenyard.cli.plan import plan
 from tokenyard.cli.run import run
+from tokenyard.cli.soak import soak
 from tokenyard.cli.support import support
 
 app = typer.Typer(
@@ -51,7 +52,7 @@ def _root(
 
 
 app.command("eval")(reported(evaluate))
-for _command in (run, check, plan, doctor, support, inspect, convert):
+for _command in (run, check, soak, plan, doctor, support, inspect, convert):
     app.command()(reported(_command))
 app.add_typer(bench.app, name="bench")
 

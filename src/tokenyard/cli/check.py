@@ -16,10 +16,9 @@ import typer
 
 from tokenyard.cli.check_stack import stack_fields, stack_findings, stack_table
 from tokenyard.cli.output import JsonFlag, console, print_json
+from tokenyard.cli.parts import load_object, load_part, refuse_override
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rich.console import Console
     from rich.table import Table
 
@@ -83,15 +82,15 @@ def check(
     from tokenyard.formats import FORMATS
     from tokenyard.group import thread_groups
 
-    _refuse_override()
+    refuse_override()
     thread_groups(1, device=device)  # raises where there is no such device
     kinds = _kinds(ranks)
     everything = not (exchange or format_ or experts)
     # Experts alone need no exchange; an exchange or a format is tried with all of its counterparts.
     moves = everything or bool(exchange or format_)
-    exchanges = [_part(name, resolve_exchange) for name in exchange or EXCHANGES] if moves else []
+    exchanges = [load_part(name, resolve_exchange) for name in exchange or EXCHANGES] if moves else []
     chosen_formats = [_format(name) for name in format_ or FORMATS]
-    chosen_experts = [_part(name, get_experts) for name in experts or (EXPERTS if everything else ())]
+    chosen_experts = [load_part(name, get_experts) for name in experts or (EXPERTS if everything else ())]
     # Whoever names experts that do not run there gets an error; of all of them, those that do are checked.
     skipped = {} if experts else _not_running(chosen_experts, device)
     chosen_experts = [one for one in chosen_experts if one.name not in skipped]
@@ -177,21 +176,6 @@ class _Bar:
 # -- Options -------------------------------------------------------------------------------------------------
 
 
-def _refuse_override() -> None:
-    """A variable that puts another exchange in the place of the one under test would make all of this a lie."""
-    import os
-
-    from tokenyard.drafting import EXCHANGE_VARIABLE
-    from tokenyard.errors import InputError
-
-    if name := os.environ.get(EXCHANGE_VARIABLE):
-        raise InputError(
-            f"{EXCHANGE_VARIABLE}={name}, which overrides the exchange of every plan",
-            expected="each exchange to be checked as itself",
-            fix=f"unset {EXCHANGE_VARIABLE}, and choose with --exchange",
-        )
-
-
 def _kinds(ranks: str) -> tuple[Literal["threads", "processes"], ...]:
     from tokenyard.errors import InputError
 
@@ -212,11 +196,6 @@ def _not_running(experts: list[type[Experts]], device: str) -> dict[str, str]:
     return {name: str(reason) for name, reason in reasons.items() if reason is not None}
 
 
-def _part(name: str, resolve: Callable[[Any], Any]) -> Any:
-    """A registered class by its name, or somebody's own."""
-    return resolve(_load(name) if ":" in name else name)
-
-
 def _format(name: str) -> str | Format:
     """A registered format by its name, or an object of somebody's own class."""
     from tokenyard.formats import FORMATS, Format, get
@@ -224,7 +203,7 @@ def _format(name: str) -> str | Format:
     if ":" not in name:
         get(name)  # raises where there is none
         return name
-    loaded = _load(name)
+    loaded = load_object(name)
     if isinstance(loaded, type) and issubclass(loaded, Format):
         loaded = loaded()
     if isinstance(loaded, Format) and FORMATS.get(loaded.name) not in (None, type(loaded)):
@@ -236,30 +215,6 @@ def _format(name: str) -> str | Format:
             fix="change the `name` of the class",
         )
     return get(loaded)
-
-
-def _load(path: str) -> Any:
-    """The object that `package.module:Class` names, looked for in the current folder, too."""
-    import importlib
-    import os
-    import sys
-
-    from tokenyard.errors import InputError
-
-    module_name, _, name = path.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # process ranks inherit it
-    try:
-        found: Any = importlib.import_module(module_name)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(
-            f"{path} cannot be loaded ({error})",
-            expected="package.module:Class, importable from here",
-            fix=f"run in the folder that holds it, and try: python -c 'import {module_name}'",
-        ) from error
-    return found
 
 
 # -- What was found ------------------------------------------------------------------------------------------

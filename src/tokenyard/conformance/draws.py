@@ -65,8 +65,9 @@ def draw_case(
     ranks: RankKind = "threads",
     formats: Sequence[str | Format] = (),
     crowded: bool = True,
+    world: int | None = None,
 ) -> Case:
-    """The case of this seed. `exchange` and `wire` fix a part; `formats` may be drawn beside the registered ones.
+    """The case of this seed. `exchange`, `wire` and `world` fix a part; `formats` may be drawn beside the registered.
 
     `crowded` lets one case in a hundred on threads have 9 to 64 ranks, for which a GPU has too few streams.
 
@@ -78,7 +79,14 @@ def draw_case(
     chance = random.Random(f"{seed} {large}")
     for _ in range(_TRIES):
         case = _draw(
-            chance, seed, large, exchange, wire, crowded and ranks == "threads", [*FORMATS, *formats]
+            chance,
+            seed,
+            large,
+            exchange,
+            wire,
+            world,
+            crowded and ranks == "threads",
+            [*FORMATS, *formats],
         )
         wired = wire_layer(
             case.spec(), index=0, world=case.world, exchange=resolve_exchange(case.exchange), max_tokens=None
@@ -103,14 +111,13 @@ def _draw(
     large: bool,
     exchange: str | type[Exchange] | None,
     wire: str | Format | None,
+    world: int | None,
     crowded: bool,
     names: list[str | Format],
 ) -> Case:
     """A case that may still be refused."""
     heavy = _HEAVY if chance.random() < 0.02 else 1
-    world = chance.choice(LARGE_WORLDS if large else WORLDS)
-    if crowded and chance.random() < 0.01:
-        world = chance.randint(9, 64)
+    world = world or _draw_world(chance, large, crowded)
     sizes = _sizes(chance, large, world, heavy)
     dtype = chance.choice(("bfloat16", "bfloat16", "float16", "float32"))
     wire = _spelling(chance, wire if wire is not None else chance.choice(names), dtype)
@@ -135,6 +142,12 @@ def _draw(
         payloads=chance.random() < 0.5,
         seed=seed,
     )
+
+
+def _draw_world(chance: random.Random, large: bool, crowded: bool) -> int:
+    """How many ranks."""
+    world = chance.choice(LARGE_WORLDS if large else WORLDS)
+    return chance.randint(9, 64) if crowded and chance.random() < 0.01 else world
 
 
 def _spelling(chance: random.Random, wire: str | Format, dtype: str) -> str | Format | None:

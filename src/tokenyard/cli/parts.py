@@ -1,0 +1,50 @@
+"""Parts that are named on the command line: registered ones, and anybody's own as `package.module:Class`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def load_part(name: str, resolve: Callable[[Any], Any]) -> Any:
+    """A registered class by its name, or somebody's own."""
+    return resolve(load_object(name) if ":" in name else name)
+
+
+def load_object(path: str) -> Any:
+    """The object that `package.module:Class` names, looked for in the current folder, too."""
+    import importlib
+    import os
+    import sys
+
+    from tokenyard.errors import InputError
+
+    module_name, _, name = path.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # process ranks inherit it
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(
+            f"{path} cannot be loaded ({error})",
+            expected="package.module:Class, importable from here",
+            fix=f"run in the folder that holds it, and try: python -c 'import {module_name}'",
+        ) from error
+    return found
+
+
+def refuse_override() -> None:
+    """A variable that puts another exchange in the place of the one under test would make all of it a lie."""
+    import os
+
+    from tokenyard.drafting import EXCHANGE_VARIABLE
+    from tokenyard.errors import InputError
+
+    if name := os.environ.get(EXCHANGE_VARIABLE):
+        raise InputError(
+            f"{EXCHANGE_VARIABLE}={name}, which overrides the exchange of every plan",
+            expected="each exchange to be checked as itself",
+            fix=f"unset {EXCHANGE_VARIABLE}, and choose with --exchange",
+        )

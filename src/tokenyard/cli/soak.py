@@ -1,0 +1,210 @@
+"""`tokenyard soak`: ranks that work for as long as you like, every result checked, and nothing may pile up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tokenyard.cli.output import JsonFlag, console, print_json, save_json
+from tokenyard.cli.parts import load_part, refuse_override
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from tokenyard.soaking import Progress, Report
+
+EXIT_OFF = 1
+# Findings shown in the end; `--json` has all.
+_MOST_SHOWN = 12
+_MB = 1e6
+
+
+def soak(
+    minutes: Annotated[float, typer.Option(min=0.01, help="How long.")] = 10.0,
+    episodes: Annotated[
+        int | None, typer.Option(min=1, help="End after so many episodes, however long they take.")
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, max=64, help="How many ranks.")] = 4,
+    processes: Annotated[bool, typer.Option("--processes/--threads", help="What the ranks are.")] = True,
+    exchange: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Only this exchange: a name, or package.module:Class. May be given several times.",
+            show_default="all",
+        ),
+    ] = None,
+    losses: Annotated[
+        bool, typer.Option("--losses/--no-losses", help="Kill ranks, and let fresh ones take their places.")
+    ] = True,
+    device: Annotated[
+        str, typer.Option(help="Where the rows of the ranks live: `cpu`, `cuda`, or `cuda:0`.")
+    ] = "cpu",
+    seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 0,
+    deadline: Annotated[
+        float, typer.Option(min=1.0, help="Seconds that a rank waits for another before that is a finding.")
+    ] = 20.0,
+    out: Annotated[Path | None, typer.Option(help="Write the JSON document into this file.")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw memory, descriptors and speed into this file (needs matplotlib)."),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Let ranks work for minutes or for a night: nothing may be wrong, hang, leak or grow."""
+    from tokenyard.forkserver import start_forkserver
+
+    if processes:
+        start_forkserver("tokenyard.soaking.life")  # it loads torch while this process does
+    from tokenyard.bench.picture import check_picture
+    from tokenyard.exchange import EXCHANGES, resolve
+    from tokenyard.group import thread_groups
+    from tokenyard.soaking import Settings
+    from tokenyard.soaking import soak as run_soak
+
+    refuse_override()
+    thread_groups(1, device=device)  # raises where there is no such device
+    if plot is not None:
+        check_picture(plot)
+    settings = Settings(
+        ranks=ranks,
+        kind="processes" if processes else "threads",
+        seconds=None if episodes is not None else 60 * minutes,
+        episodes=episodes,
+        exchanges=tuple(load_part(name, resolve) for name in exchange or reversed(EXCHANGES)),
+        device=device,
+        seed=seed,
+        deadline=deadline,
+        losses=losses,
+    )
+    with _Display(settings.seconds) as display:
+        report = run_soak(settings, display.hear)
+    document = _document(report)
+    if out is not None:
+        save_json(document, out)
+    if plot is not None:
+        from tokenyard.soaking.picture import draw_soak
+
+        draw_soak(document, plot)
+    if as_json:
+        print_json(document)
+    else:
+        _show(report)
+    if not report.passed:
+        raise typer.Exit(EXIT_OFF)
+
+
+def _document(report: Report) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from tokenyard.cli.machine import provenance
+
+    settings = report.settings
+    return {
+        "command": "soak",
+        "passed": report.passed,
+        "ranks": settings.ranks,
+        "kind": settings.kind,
+        "exchanges": [name if isinstance(name, str) else name.name for name in settings.exchanges],
+        "device": settings.device,
+        "seed": settings.seed,
+        "seconds": round(report.seconds, 1),
+        "counts": asdict(report.counts),
+        "findings": [asdict(finding) for finding in report.findings],
+        # Bytes in 10 minutes, with their 95% intervals.
+        "growth": {name: asdict(growth) for name, growth in report.growth.items()},
+        "samples": [asdict(sample) for sample in report.samples],
+        **provenance(),
+    }
+
+
+class _Display:
+    """How it goes, live on stderr; a line a minute where that is no terminal."""
+
+    def __init__(self, seconds: float | None) -> None:
+        from rich.live import Live
+
+        self._seconds = seconds
+        self._out = console(stderr=True)
+        self._latest: Progress | None = None
+        self._live = Live(console=self._out, refresh_per_second=2, transient=True, get_renderable=self._now)
+        self._minutes_told = 0
+
+    def __enter__(self) -> _Display:
+        if self._out.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._out.is_terminal:
+            self._live.stop()
+
+    def hear(self, progress: Progress) -> None:
+        """The latest."""
+        news = self._latest is None or progress.findings > self._latest.findings
+        self._latest = progress
+        if news and progress.last_finding is not None:
+            self._out.print(f"✗ {progress.last_finding}", style="red", markup=False, soft_wrap=True)
+        if not self._out.is_terminal and progress.seconds // 60 > self._minutes_told:
+            self._minutes_told = int(progress.seconds // 60)
+            self._out.print(_in_words(progress), markup=False, soft_wrap=True)
+
+    def _now(self) -> RenderableType:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.text import Text
+
+        if self._latest is None:
+            return Text("starting the ranks …", style="dim")
+        lines: list[RenderableType] = [Text(_in_words(self._latest))]
+        if self._seconds is not None:
+            lines.append(ProgressBar(total=self._seconds, completed=min(self._seconds, self._latest.seconds)))
+        return Group(*lines)
+
+
+def _in_words(progress: Progress) -> str:
+    """One line."""
+    counts, sample = progress.counts, progress.sample
+    told = [
+        f"{progress.seconds / 60:.1f} min",
+        f"{counts.episodes:,} episodes",
+        f"{counts.round_trips:,} round trips",
+        f"{counts.checked:,} results checked",
+        f"{counts.lost:,} ranks killed and replaced",
+    ]
+    if sample is not None:
+        told += [
+            f"{sample.memory / _MB:,.0f} MB",
+            f"{sample.descriptors} descriptors",
+            f"{sample.threads} threads",
+            f"{sample.round_trips_per_s:,.0f} round trips/s",
+        ]
+    return ", ".join([*told, f"{progress.findings} findings"])
+
+
+def _show(report: Report) -> None:
+    from rich.table import Table
+
+    out, counts = console(), report.counts
+    if report.growth:
+        table = Table(title="What grows, in MB per 10 minutes, after the warm-up", title_justify="left")
+        for name in ("", "growth", "95% interval", "in the end"):
+            table.add_column(name, justify="right" if name else "left")
+        for name, growth in report.growth.items():
+            table.add_row(
+                name.replace("_", " "),
+                f"{growth.value / _MB:+.2f}",
+                f"{growth.low / _MB:+.2f} to {growth.high / _MB:+.2f}",
+                f"{getattr(report.samples[-1], name) / _MB:,.1f} MB",
+            )
+        out.print(table)
+    for finding in report.findings[:_MOST_SHOWN]:
+        out.print(f"✗ {finding}", style="red", markup=False, soft_wrap=True)
+    if len(report.findings) > _MOST_SHOWN:
+        out.print(f"… and {len(report.findings) - _MOST_SHOWN} more", style="red")
+    out.print(
+        f"{counts.episodes:,} episodes, {counts.round_trips:,} round trips, {counts.checked:,} results checked, "
+        f"{counts.lost:,} ranks killed and replaced, {len(report.findings)} findings, in {report.seconds / 60:.1f} min",
+        style="green" if report.passed else "red",
+    )

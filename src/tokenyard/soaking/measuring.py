@@ -1,0 +1,154 @@
+"""What the processes of a soak hold, as the kernel counts it (/proc, so: Linux).
+
+Memory is the sum of proportional shares (PSS): what several processes share counts once, so that the sum over all
+processes is what the machine has given away. It is measured while all ranks rest: between two episodes, garbage
+collected, and what the allocator holds free given back. What is left is held by somebody.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tokenyard.errors import InputError
+
+_PROC = Path("/proc")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """Everything at one moment. Memory in bytes."""
+
+    seconds: float  # since the soak began
+    episode: int
+    memory: int  # of all processes: proportional shares
+    lasting_memory: int  # private to the processes that live all along: who launched, the forkserver, rank 0
+    shared_memory: int  # anonymous files and /dev/shm, proportional shares
+    descriptors: int
+    sockets: int  # of the descriptors
+    threads: int
+    processes: int
+    round_trips_per_s: float  # of the layers that are served all along
+    device_memory: int | None  # in use on rank 0's GPU, by anybody
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What one process holds."""
+
+    memory: int
+    private_memory: int
+    shared_memory: int
+    descriptors: int
+    sockets: int
+    threads: int
+
+
+def check_measurable() -> None:
+    """Raise where the kernel does not say what a process holds."""
+    if not (_PROC / "self/smaps_rollup").exists():
+        raise InputError(
+            "/proc/self/smaps_rollup is not there",
+            expected="Linux 4.14 or newer, which says there what a process holds",
+            fix="run the soak on such a machine",
+        )
+
+
+def settle() -> None:
+    """Collect garbage, and give what the allocator holds free back to the machine."""
+    gc.collect()
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):  # glibc's
+        libc.malloc_trim(0)
+
+
+def measure(
+    root: int, *, seconds: float, episode: int, round_trips_per_s: float, device: torch.device
+) -> Sample:
+    """A sample of the process `root` and of all that come from it. Called by rank 0, while the others rest."""
+    parents = _parents()
+    children = defaultdict(list)
+    for pid, parent in parents.items():
+        children[parent].append(pid)
+    tree, unseen = [], [root]
+    while unseen:
+        pid = unseen.pop()
+        tree.append(pid)
+        unseen += children[pid]
+    lasting = {root, os.getpid(), *children[root]}
+    held = {pid: one for pid in tree if (one := _held(pid)) is not None}
+    return Sample(
+        seconds=round(seconds, 3),
+        episode=episode,
+        memory=sum(one.memory for one in held.values()),
+        lasting_memory=sum(one.private_memory for pid, one in held.items() if pid in lasting),
+        shared_memory=sum(one.shared_memory for one in held.values()),
+        descriptors=sum(one.descriptors for one in held.values()),
+        sockets=sum(one.sockets for one in held.values()),
+        threads=sum(one.threads for one in held.values()),
+        processes=len(held),
+        round_trips_per_s=round(round_trips_per_s, 2),
+        device_memory=_device_memory(device),
+    )
+
+
+def _parents() -> dict[int, int]:
+    """Every process of the machine, and where it comes from."""
+    found = {}
+    for entry in os.scandir(_PROC):
+        if entry.name.isdigit():
+            try:
+                stat = (_PROC / entry.name / "stat").read_text()
+            except OSError:
+                continue  # it has just ended
+            # The name stands in parentheses, and may hold any.
+            found[int(entry.name)] = int(stat.rpartition(")")[2].split()[1])
+    return found
+
+
+def _held(pid: int) -> Held | None:
+    """None, if the process has just ended."""
+    here = _PROC / str(pid)
+    try:
+        links = [_link(entry.path) for entry in os.scandir(here / "fd")]
+        sizes = _sizes((here / "smaps_rollup").read_text())
+        threads = len(os.listdir(here / "task"))
+    except OSError:
+        return None
+    return Held(
+        memory=sizes["Pss"],
+        private_memory=sizes["Private_Clean"] + sizes["Private_Dirty"],
+        shared_memory=sizes["Pss_Shmem"],
+        descriptors=len(links),
+        sockets=sum(link.startswith("socket:") for link in links),
+        threads=threads,
+    )
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:  # closed in this very moment
+        return ""
+
+
+def _sizes(rollup: str) -> defaultdict[str, int]:
+    """The lines of a smaps_rollup, in bytes. A kernel that does not know a line has nothing of it."""
+    sizes: defaultdict[str, int] = defaultdict(int)
+    for line in rollup.splitlines()[1:]:
+        name, _, size = line.partition(":")
+        sizes[name] = int(size.split()[0]) * 1024
+    return sizes
+
+
+def _device_memory(device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free

@@ -1,0 +1,41 @@
+"""What a soak is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenyard.conformance.draws import RankKind
+from tokenyard.exchange import Exchange
+
+# Seconds that a rank waits for another: far more than the slowest episode takes on a busy machine.
+DEADLINE = 20.0
+# A picture and a fit need some hundred points, not more.
+_MOST_SAMPLES = 400
+_SHORTEST_INTERVAL = 1.0  # seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How long, on which ranks, and with what. Plain data: ranks get it, too."""
+
+    ranks: int = 4
+    kind: RankKind = "processes"
+    # It ends after so many seconds, or after so many episodes, whichever comes first. None: never by that.
+    seconds: float | None = None
+    episodes: int | None = None
+    exchanges: tuple[str | type[Exchange], ...] = ("one_sided", "two_sided", "allgather")
+    device: str = "cpu"
+    seed: int = 0
+    deadline: float = DEADLINE
+    # Whether ranks are killed, and fresh ones take their places.
+    losses: bool = True
+
+    @property
+    def loses_ranks(self) -> bool:
+        """A thread cannot be killed, and somebody must be left."""
+        return self.losses and self.kind == "processes" and self.ranks > 1
+
+    @property
+    def sample_every(self) -> float:
+        """Seconds between two samples; without an end in time, one after every episode."""
+        return 0.0 if self.seconds is None else max(_SHORTEST_INTERVAL, self.seconds / _MOST_SAMPLES)
