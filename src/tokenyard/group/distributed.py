@@ -5,10 +5,12 @@ All traps of the library underneath are dealt with here, once:
 - float8 and friends are refused by gloo ("Invalid scalar type"): only bytes travel.
 - The deadline is given to each wait, so that a group made by somebody else, with a timeout of half an hour,
   is bounded too.
+- gloo has it, too: what only the waiting rank gives up, gloo's own threads do not, and a process cannot end before
+  they do. Half an hour, as torch has it, looks like a hang.
 - gloo says only "Timed out" (or "Connection closed by peer", when a process died), never who, and not to everybody:
   the ranks call the roll (`roll_call`).
 - After such an error the connections are in an unknown state: the group is broken for good and says so.
-- torch 2.13 renames `all_gather_into_tensor`; it is called here only.
+- torch 2.13 renames `_allgather_base`; it is called here only.
 - NCCL refuses two ranks on one GPU, and gloo takes no GPU's bytes: between ranks on GPUs, gloo's bytes pass through
   the CPU's memory.
 """
@@ -45,8 +47,6 @@ from tokenyard.group.symmetric_memory import share_between_gpus
 
 # Seconds in which the processes of a new group must have connected, whatever the deadline of their later waits.
 FINDING_EACH_OTHER = 30.0
-
-_all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class DistributedGroup(Group):
@@ -125,7 +125,7 @@ class DistributedGroup(Group):
     def all_gather(self, mine: Tensor, *, phase: str) -> Tensor:
         mine = self._check_bytes(mine, 1).to(self._carrier)
         gathered = mine.new_empty(self.size * mine.numel())
-        self._run(_all_gather_single, gathered, mine, phase=phase)
+        self._run(_gather, gathered, mine, phase=phase)
         return gathered.view(self.size, -1).to(self.device)
 
     def all_gather_rows(self, mine: Tensor, counts: Sequence[int], *, phase: str) -> Tensor:
@@ -138,7 +138,7 @@ class DistributedGroup(Group):
         padded = mine.new_empty(most, width)
         padded[: counts[self.rank]] = mine
         gathered = mine.new_empty(self.size * most, width)
-        self._run(_all_gather_single, gathered, padded, phase=phase)
+        self._run(_gather, gathered, padded, phase=phase)
         parts = gathered.view(self.size, most, width)
         return torch.cat([parts[w, :count] for w, count in enumerate(counts)]).to(self.device)
 
@@ -148,18 +148,18 @@ class DistributedGroup(Group):
         rows = self._check_bytes(rows, 2, sum(send)).to(self._carrier)
         received = rows.new_empty(sum(receive), rows.shape[1])
         if rows.shape[1] > 0:
-            splits = {"output_split_sizes": list(receive), "input_split_sizes": list(send)}
-            self._run(dist.all_to_all_single, received, rows, phase=phase, **splits)
+            self._run(_exchange, received, rows, list(receive), list(send), phase=phase)
         return received.to(self.device)
 
-    def _run(self, collective: Callable[..., Any], *tensors: Tensor, phase: str, **splits: Any) -> None:
+    def _run(self, collective: Callable[..., Any], *arguments: Any, phase: str) -> None:
         """Start a collective and wait for it, no longer than the deadline."""
         if self._broken is not None:
             raise self._gone()
         started = time.monotonic()
         try:
-            work = collective(*tensors, group=self._process_group, async_op=True, **splits)
-            self._wait(work, started + self.deadline)
+            # NCCL's own watchdog would end the process: there, this rank alone gives up.
+            own = timedelta(seconds=self.deadline) if self._carrier.type == "cpu" else None
+            self._wait(collective(self._process_group, own, *arguments), started + self.deadline)
         except RuntimeError as error:
             waited = time.monotonic() - started
             missing = self._roll.lost()
@@ -269,6 +269,35 @@ def rejoin_processes(
     seats = seats_at(address, seconds)
     invitation = seats.take(rank, address, seconds)
     return DistributedGroup._met(seats, rank, invitation, device=resolve_device(device), seconds=seconds)
+
+
+def _gather(process_group: Any, timeout: timedelta | None, gathered: Tensor, mine: Tensor) -> Any:
+    """Start to gather equal parts."""
+    renamed = hasattr(process_group, "all_gather_single")
+    start = process_group.all_gather_single if renamed else process_group._allgather_base
+    return start(gathered, mine, _options("AllgatherOptions", timeout))
+
+
+def _exchange(
+    process_group: Any,
+    timeout: timedelta | None,
+    received: Tensor,
+    rows: Tensor,
+    receive: list[int],
+    send: list[int],
+) -> Any:
+    """Start to exchange rows, so many with each rank."""
+    options = _options("AllToAllOptions", timeout)
+    return process_group.alltoall_base(received, rows, receive, send, options)
+
+
+def _options(kind: str, timeout: timedelta | None) -> Any:
+    """Of a collective that is waited for later. None leaves it to the process group how long it may take."""
+    options = getattr(dist.distributed_c10d, kind)()
+    options.asyncOp = True
+    if timeout is not None:
+        options.timeout = timeout
+    return options
 
 
 def _store_of(process_group: dist.ProcessGroup) -> Any:
