@@ -172,7 +172,7 @@ def _launch_processes(
         return processes.collect(replacements)
     finally:
         processes.end()
-        del processes, store  # or the traceback of an error would keep its sockets open
+        del store  # or the traceback of an error would keep its sockets open
 
 
 def _meeting_store(deadline: float) -> Any:
@@ -269,6 +269,7 @@ class _Processes:
                 connection.send_bytes(b"leave")
             connection.close()
         _end([*self._replaced, *self._processes.values()])
+        self._store = None  # the traceback of an error holds this object, and must not hold its sockets
 
 
 def _end(processes: list[Any]) -> None:
@@ -324,6 +325,15 @@ def _find_each_other(rank: int, devices: list[torch.device], port: int, deadline
     """The group of all ranks. Processes start one after the other: this may take longer than any wait later on."""
     timeout = timedelta(seconds=max(deadline, FINDING_EACH_OTHER))
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    here = [f"tokenyard/here/{other}" for other in range(len(devices))]
+    store.set(here[rank], "")
+    started = time.monotonic()
+    try:
+        store.wait(here)
+    except RuntimeError as error:  # torch would say how many are missing, and not who
+        missing = [other for other, key in enumerate(here) if not store.check([key])]
+        waited = time.monotonic() - started
+        raise PeerLost(missing, phase="finding each other", waited=waited, rank=rank) from error
     dist.init_process_group("gloo", store=store, rank=rank, world_size=len(devices), timeout=timeout)
     return DistributedGroup(device=devices[rank], deadline=deadline)
 
