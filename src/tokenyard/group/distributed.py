@@ -55,6 +55,9 @@ class DistributedGroup(Group):
     `device` is where this rank's rows live. Left out, it is the current GPU under NCCL, and the CPU under gloo.
     """
 
+    # Whether torch made the process group, for ranks of its world, or they met without it.
+    _known_to_torch = True
+
     def __init__(
         self,
         process_group: dist.ProcessGroup | None = None,
@@ -117,7 +120,7 @@ class DistributedGroup(Group):
             timeout=max(invitation.deadline, FINDING_EACH_OTHER),
         )
         group = cls.__new__(cls)
-        group._carrier = torch.device("cpu")
+        group._carrier, group._known_to_torch = torch.device("cpu"), False
         group._roll = RollCall(seats.store, invitation.meeting, rank, invitation.size, this_host())
         group._start(process_group, seats, device, invitation.name, invitation.deadline)
         return group
@@ -193,6 +196,14 @@ class DistributedGroup(Group):
             return share_between_processes(self, nbytes)
         if self._process_group is None:
             raise self._gone()
+        if not self._known_to_torch:
+            raise GroupError(
+                f"group {self.name!r} was met by fresh ranks, and torch's symmetric memory knows it not",
+                expected="a process group that torch made",
+                fix="use two_sided, which shares no memory; or make a new process group of all ranks, and pass "
+                "`plan.readmit(group=DistributedGroup(…))`",
+                rank=self.rank,
+            )
         return share_between_gpus(self, self._process_group, nbytes)
 
     def host(self) -> str:
@@ -209,7 +220,7 @@ class DistributedGroup(Group):
         if self._process_group is None:
             raise self._gone()
         name = name or f"{self.name}/{'-'.join(map(str, ranks))}"
-        if self.device.type == "cpu" and self._carrier.type == "cpu":
+        if not self._known_to_torch or (self.device.type == "cpu" and self._carrier.type == "cpu"):
             return self._split(ranks, name)
         global_ranks = [dist.get_global_rank(self._process_group, r) for r in ranks]
         # Local synchronization: only the members take part, other stages are not waited for.
