@@ -31,6 +31,8 @@ from tokenyard.wiring import Wiring, wire_layer
 
 # Overrides the `exchange` of every plan in this process.
 EXCHANGE_VARIABLE = "TOKENYARD_EXCHANGE"
+# Makes every plan in this process watch itself.
+PARANOID_VARIABLE = "TOKENYARD_PARANOID"
 _MOST_ALTERNATIVES = 6
 # Dispatches before their combine. A layer has one, and whoever overlaps two micro-batches, two.
 _MOST_IN_FLIGHT = 1024
@@ -46,6 +48,7 @@ class Draft:
     exchange: type[Exchange]
     in_flight: int
     wirings: tuple[Wiring, ...]
+    paranoid: bool = False
 
     @property
     def specs(self) -> list[LayerSpec]:
@@ -74,6 +77,7 @@ class Draft:
             "world": self.world,
             "exchange": self.exchange.name,
             "in_flight": self.in_flight,
+            "paranoid": self.paranoid,
             "number of layers": len(self.wirings),
         }
         for index, wiring in enumerate(self.wirings):
@@ -105,7 +109,10 @@ class Draft:
 
     def __str__(self) -> str:
         size_of_plan = f"{count(len(self.wirings), 'layer')} on {count(self.world, 'rank')}"
-        lines = [f"plan of {size_of_plan}, exchange {self.exchange.name}, {self.in_flight} in flight"]
+        paranoid = ", paranoid" if self.paranoid else ""
+        lines = [
+            f"plan of {size_of_plan}, exchange {self.exchange.name}, {self.in_flight} in flight{paranoid}"
+        ]
         for row in self.rows():
             duties = ", ".join(f"{duty}: {who}" for duty, who in row["duties"].items() if who != "–")
             per_row, per_rank = row["bytes_per_row"], row["bytes_per_rank"]
@@ -130,6 +137,7 @@ def draft(
     exchange: str | type[Exchange] = "two_sided",
     max_tokens: int | None = None,
     in_flight: int = 1,
+    paranoid: bool = False,
     renormalize_dropped: bool = False,
     device: torch.device | None = None,
 ) -> Draft:
@@ -140,6 +148,7 @@ def draft(
     layers = _check_layers(layers)
     _check_counts(world=(world, MOST_RANKS), in_flight=(in_flight, _MOST_IN_FLIGHT))
     chosen = resolve_exchange(os.environ.get(EXCHANGE_VARIABLE) or exchange)
+    paranoid = _is_paranoid(paranoid)
     wirings: list[Wiring] = []
     for index, spec in enumerate(layers):
         try:
@@ -157,11 +166,26 @@ def draft(
         except TokenyardError as error:  # that one, or an unknown name
             error.at(layer=spec.name)
             raise
-        cargo = replace(wired.cargo, renormalizes_dropped=renormalize_dropped)
+        cargo = replace(wired.cargo, renormalizes_dropped=renormalize_dropped, sealed=paranoid)
         wirings.append(replace(wired, cargo=cargo))
-    drafted = Draft(world=world, exchange=chosen, in_flight=in_flight, wirings=tuple(wirings))
+    drafted = Draft(
+        world=world, exchange=chosen, in_flight=in_flight, wirings=tuple(wirings), paranoid=paranoid
+    )
     _check_bytes(drafted)
     return drafted
+
+
+def _is_paranoid(asked: object) -> bool:
+    """Whether the caller or the environment wants a plan that watches itself."""
+    said = os.environ.get(PARANOID_VARIABLE, "")
+    if not isinstance(asked, bool) or said not in ("", "0", "1"):
+        found = f"paranoid={shown(asked)} and {PARANOID_VARIABLE}={shown(said)}"
+        raise InputError(
+            found,
+            expected="True or False, and 1 or 0",
+            fix=f"pass paranoid=True, or set {PARANOID_VARIABLE}=1",
+        )
+    return asked or said == "1"
 
 
 def apply_alternative(

@@ -221,6 +221,34 @@ class PeerLost(GroupError):
         )
 
 
+class Corrupted(TokenyardError, RuntimeError):
+    """A plan that watches itself (`paranoid=True`) found bytes, rows or duties that are not what they must be.
+
+    `source` is the rank that a row came from, `token` its index there, `place` the payload, the region or the duty;
+    each is None where it does not apply. The round has no result on any rank; the group stays usable.
+
+    >>> print(Corrupted("payload 'scales' of token 3 of rank 1 is not what was sent", expected="the bytes that rank 1 "
+    ...                 "encoded", layer="moe", rank=0, source=1, token=3, place="scales"))
+    layer 'moe', rank 0: payload 'scales' of token 3 of rank 1 is not what was sent; expected the bytes that rank 1 \
+encoded; fix: something wrote into memory that is not its own: look at kernels and experts of your own first
+    """
+
+    def __init__(
+        self,
+        found: str,
+        *,
+        expected: str,
+        fix: str = "something wrote into memory that is not its own: look at kernels and experts of your own first",
+        layer: str | None = None,
+        rank: int | None = None,
+        source: int | None = None,
+        token: int | None = None,
+        place: str | None = None,
+    ) -> None:
+        super().__init__(found, expected=expected, fix=fix, layer=layer, rank=rank)
+        self.source, self.token, self.place = source, token, place
+
+
 class RankError(TokenyardError, RuntimeError):
     """A rank that `launch` started raised. The original error is the `__cause__`."""
 

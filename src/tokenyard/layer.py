@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
+from tokenyard.audit import audit
 from tokenyard.exchange import Fate
 from tokenyard.experts import ExpertWeights
 from tokenyard.ops import compilable
@@ -83,8 +84,11 @@ class MoELayer(nn.Module):
         routes_or_logits: Routes | Tensor,
         payloads: Mapping[str, Tensor] | None,
     ) -> ExpertRows | PlacedRows:
-        check_rows(self.wiring, x_TH)
-        routes = route(self.wiring, routes_or_logits)
-        rows = fate.encode(x_TH)
-        received = fate.dispatch(rows, routes, payloads)
-        return run_experts(self.wiring, self.experts, received)
+        with audit(self.wiring) as done:
+            check_rows(self.wiring, x_TH)
+            routes = route(self.wiring, routes_or_logits)
+            rows = fate.encode(x_TH)
+            received = fate.dispatch(rows, routes, payloads)
+            result = run_experts(self.wiring, self.experts, received)
+            done.settle(x_TH.shape[0], routes_or_logits, received)
+        return result

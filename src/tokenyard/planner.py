@@ -24,6 +24,7 @@ from tokenyard.errors import (
     PeerFailed,
     PlanError,
     PlanMismatch,
+    Reason,
     TokenyardError,
     unknown_name,
 )
@@ -60,7 +61,9 @@ class Plan:
 
     def _start(self, draft: Draft, group: Group, plan_id: int) -> None:
         self.group = group
-        self.exchange = draft.exchange.on(group)(group, in_flight=draft.in_flight, plan_id=plan_id)
+        self.exchange = draft.exchange.on(group)(
+            group, in_flight=draft.in_flight, plan_id=plan_id, paranoid=draft.paranoid
+        )
         self.exchange.serve([wiring.cargo for wiring in draft.wirings])
         self._adopt(draft)
         self.warmup()
@@ -102,7 +105,11 @@ class Plan:
         self, group: Group, specs: Callable[[], Sequence[LayerSpec]], **changes: Any
     ) -> tuple[Draft, int]:
         """What this plan would be with these layers, agreed on by all ranks of a group."""
-        kept: dict[str, Any] = {"exchange": self.draft.exchange, "in_flight": self.draft.in_flight}
+        kept: dict[str, Any] = {
+            "exchange": self.draft.exchange,
+            "in_flight": self.draft.in_flight,
+            "paranoid": self.draft.paranoid,
+        }
         return _agree(group, lambda: draft(specs(), group.size, device=group.device, **(kept | changes)))
 
     def warmup(self) -> None:
@@ -215,10 +222,13 @@ def plan(
     exchange: str | type[Exchange] = "two_sided",
     max_tokens: int | None = None,
     in_flight: int = 1,
+    paranoid: bool = False,
 ) -> Plan:
     """Check the layers, agree with the other ranks of the group, and set up the exchange. Collective.
 
-    `TOKENYARD_EXCHANGE` in the environment overrides `exchange`.
+    `TOKENYARD_EXCHANGE` in the environment overrides `exchange`. A `paranoid` plan watches every row, region and duty
+    while its layers run, and raises `Corrupted` when one is not what it must be; `TOKENYARD_PARANOID=1` in the
+    environment asks for it, too.
 
     >>> from tokenyard import LayerSpec, launch, plan
     >>> moe = LayerSpec(name="moe", hidden_size=64, intermediate_size=32, num_experts=8, top_k=2, wire="nvfp4")
@@ -243,6 +253,7 @@ def plan(
             exchange=exchange,
             max_tokens=max_tokens,
             in_flight=in_flight,
+            paranoid=paranoid,
             device=group.device,
         )
 
@@ -286,19 +297,24 @@ def _agree(group: Group, make: Callable[[], Draft]) -> tuple[Draft, int]:
 
 
 def _check_reach(drafted: Draft, group: Group, hosts: list[str]) -> None:
-    """Raise unless the exchange reaches all ranks. It is the same on all of them: they all raise."""
-    reason = drafted.exchange.reaches(group, hosts)
+    """Raise unless the exchange reaches all ranks, and can be watched if it must. They all raise the same."""
+
+    def refusal(exchange: type[Exchange]) -> Reason | None:
+        return exchange.reaches(group, hosts) or (exchange.watches(group) if drafted.paranoid else None)
+
+    reason = refusal(drafted.exchange)
     if reason is None:
         return
     cargos = [wiring.cargo for wiring in drafted.wirings]
     others = [
         Alternative(changes={"exchange": name})
         for name, cls in EXCHANGES.items()
-        if cls.reaches(group, hosts) is None and all(cls.supports(cargo) is None for cargo in cargos)
+        if refusal(cls) is None and all(cls.supports(cargo) is None for cargo in cargos)
     ]
     raise PlanError(
         str(reason),
-        expected="an exchange that reaches all ranks of the group",
+        expected="an exchange that reaches all ranks of the group"
+        + (", and can be watched" if drafted.paranoid else ""),
         fix="" if others else reason.why,
         rank=group.rank,
         alternatives=others,

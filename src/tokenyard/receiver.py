@@ -12,12 +12,13 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from tokenyard.duties import Duty, Party, acting
 from tokenyard.errors import TokenyardError
 from tokenyard.experts import Experts, ExpertWeights
 from tokenyard.experts.self_routing import SelfRoutingExperts
 from tokenyard.placement import Placement
 from tokenyard.rows import ExpertRows, PlacedRows, ReceivedRows, UnfinalizedRows, check_result
-from tokenyard.wiring import Duty, Party, Wiring
+from tokenyard.wiring import Wiring
 
 
 def build_experts(wiring: Wiring, rank: int, weights: ExpertWeights, *, adopt: bool) -> Experts:
@@ -36,11 +37,12 @@ def build_experts(wiring: Wiring, rank: int, weights: ExpertWeights, *, adopt: b
 
 def run_experts(wiring: Wiring, experts: Experts, received: ReceivedRows) -> ExpertRows | PlacedRows:
     """Run the experts on the rows that arrived, and do what the wiring leaves to the receiver."""
-    if wiring.duties[Duty.SWIZZLE] is Party.RECEIVER:
-        received = dataclasses.replace(received, rows=received.dense().swizzled(), slots_R=None)
-    result = experts(received, finalize=wiring.duties[Duty.REDUCE_EXPERTS] is Party.EXPERTS)
-    if isinstance(result, UnfinalizedRows):
-        result = result.finish()
+    with acting(Party.RECEIVER):
+        if wiring.duties[Duty.SWIZZLE] is Party.RECEIVER:
+            received = dataclasses.replace(received, rows=received.dense().swizzled(), slots_R=None)
+        result = experts(received, finalize=wiring.duties[Duty.REDUCE_EXPERTS] is Party.EXPERTS)
+        if isinstance(result, UnfinalizedRows):
+            result = result.finish()
     return check_result(result, received)
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tokenyard.duties import Duty, record, record_weights
 from tokenyard.errors import ContractError
 from tokenyard.formats.base import EncodedRows
 
@@ -118,6 +119,8 @@ class UnfinalizedRows:
 
     def finish(self) -> ExpertRows:
         """Weight the rows and sum each token's experts, in float32, in the order of its choices."""
+        record_weights(self.weights_N)
+        record(Duty.REDUCE_EXPERTS, len(self.index_N))
         sums_RH = torch.zeros(
             self.num_rows, self.rows_NH.shape[1], dtype=torch.float32, device=self.rows_NH.device
         )
@@ -155,6 +158,7 @@ class RankRows:
 
     def sum(self) -> Tensor:
         """The float32 sum over ranks, in rank order, before it is rounded."""
+        record(Duty.REDUCE_RANKS, sum(tokens.numel() for tokens in self.tokens_by_rank))
         first = self.rows_by_rank[0]
         sums_TH = torch.zeros(self.num_tokens, first.shape[1], dtype=torch.float32, device=first.device)
         for rows_NH, token_N in zip(self.rows_by_rank, self.tokens_by_rank, strict=True):

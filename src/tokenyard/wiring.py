@@ -18,13 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from enum import Enum
 from typing import Any
 
 import torch
 
 from tokenyard import experts as experts_room
 from tokenyard import formats
+from tokenyard.duties import Duty, Party
 from tokenyard.errors import Reason, TokenyardError
 from tokenyard.exchange import Cargo, Exchange
 from tokenyard.experts import Experts, ExpertsSpec, activation
@@ -32,30 +32,6 @@ from tokenyard.formats import Format
 from tokenyard.formats.base import dtype_name
 from tokenyard.placement import placement_for
 from tokenyard.spec import LARGEST_SIZE, LayerSpec, check_spec, is_size
-
-
-class Duty(Enum):
-    """A job that exactly one party must do."""
-
-    QUANTIZE = "quantize"
-    PAD = "pad"
-    SWIZZLE = "swizzle"
-    WEIGHT = "weight"
-    REDUCE_EXPERTS = "reduce experts"
-    REDUCE_RANKS = "reduce ranks"
-    ROUTED_SCALING = "routed scaling"
-
-
-class Party(Enum):
-    """Who does a job. `NOBODY` means that there is nothing to do."""
-
-    CALLER = "caller"
-    ROUTER = "router"
-    SENDER = "sender"
-    EXCHANGE = "exchange"
-    RECEIVER = "receiver"
-    EXPERTS = "experts"
-    NOBODY = "–"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
+from tokenyard.duties import Party, acting
 from tokenyard.errors import ContractError, HandleError, InputError, Reason, TokenyardError
 from tokenyard.exchange.announcement import Announcement, Phase
 from tokenyard.exchange.cargo import (
@@ -46,6 +47,7 @@ from tokenyard.exchange.cargo import (
 )
 from tokenyard.exchange.reduce import sum_over_ranks
 from tokenyard.exchange.stats import LayerStats
+from tokenyard.exchange.watch import ParanoidWatch, Watch
 from tokenyard.formats.base import EncodedRows
 from tokenyard.group.base import Group
 from tokenyard.routing import Routes
@@ -73,7 +75,8 @@ class Fate:
 
     def encode(self, x_TH: Tensor) -> EncodedRows | UnencodedRows:
         """The rows of a batch, as the exchange takes them."""
-        return self.exchange.encode(self.cargo, x_TH)
+        with acting(Party.SENDER):
+            return self.exchange.encode(self.cargo, x_TH)
 
     def dispatch(
         self,
@@ -83,7 +86,8 @@ class Fate:
     ) -> ReceivedRows:
         """Dispatch; from now on, this rank owes the others a combine."""
         self.owes = None
-        self.dispatched = self.exchange.dispatch(self.cargo, rows, routes, extra)
+        with acting(Party.SENDER):
+            self.dispatched = self.exchange.dispatch(self.cargo, rows, routes, extra)
         self.owes = Phase.COMBINE
         return self.dispatched.received
 
@@ -128,6 +132,11 @@ class Exchange(ABC):
         return None
 
     @classmethod
+    def watches(cls, group: Group) -> Reason | None:
+        """None, or why this exchange cannot watch itself on this group (`plan(paranoid=True)`)."""
+        return None
+
+    @classmethod
     def region_bytes(cls, cargo: Cargo) -> LayerBytes:
         """The memory that a round trip of a layer takes on one rank, at most."""
         return cargo.nbytes
@@ -137,14 +146,20 @@ class Exchange(ABC):
         """The class that does this exchange's work for a group: it may depend on where the rows are."""
         return cls
 
-    def __init__(self, group: Group, *, in_flight: int = 1, plan_id: int = 0) -> None:
+    def __init__(self, group: Group, *, in_flight: int = 1, plan_id: int = 0, paranoid: bool = False) -> None:
         self.group = group
+        self._watch = self._paranoid_watch(group, in_flight) if paranoid else Watch()
         self.stats: dict[str, LayerStats] = {}
         self._capacity, self._plan_id = in_flight, plan_id
         self._names: list[str] = []
         self._in_flight: deque[Dispatched] = deque()
         self._round = 0
         self._closed = False
+
+    @classmethod
+    def _paranoid_watch(cls, group: Group, in_flight: int) -> Watch:
+        """What looks on where a plan was made to watch itself."""
+        return ParanoidWatch(group)
 
     def trim(self, cargos: Sequence[Cargo]) -> None:
         """Carry these layers, and give back what they do not need. Collective."""
@@ -187,8 +202,9 @@ class Exchange(ABC):
         """Send each row to every rank that owns one of its experts; return what the others sent here."""
         self._check_turn(cargo)
         round, stats = self._round + 1, self.stats[cargo.layer]
+        extra = {} if extra is None else extra
         try:
-            outgoing = self._prepare(cargo, rows, routes, extra or {})
+            outgoing = self._watch.seal(cargo, round, self._prepare(cargo, rows, routes, extra))
             loaded = self._load_out(cargo, round, outgoing)
         except Exception as error:
             self._fail(cargo, error, partial(self._fail_out, cargo, round, error))
@@ -204,7 +220,16 @@ class Exchange(ABC):
         stats.count_dispatch(
             outgoing.num_tokens, outgoing.counts, received_counts, self.bytes_sent(cargo, outgoing)
         )
-        return dispatched
+        return self._look_at_arrival(dispatched)
+
+    def _look_at_arrival(self, dispatched: Dispatched) -> Dispatched:
+        """Let the watch see what came. The others have gone on: they wait for this rank's combine."""
+        try:
+            self._in_flight[-1] = seen = self._watch.arrived(dispatched)
+        except Exception as error:
+            self._take(dispatched)
+            self._fail(dispatched.cargo, error, partial(self._fail_back, dispatched, error))
+        return seen
 
     @abstractmethod
     def _load_out(self, cargo: Cargo, round: int, outgoing: Outgoing) -> Any:
@@ -360,15 +385,23 @@ class Exchange(ABC):
         if out is None:
             shape = (path.num_tokens, cargo.hidden_size)
             out = torch.empty(shape, dtype=cargo.dtype, device=self.group.device)
-        return CombinedRows(y_TH=sum_over_ranks(home, path.tokens_by_rank, out, add))
+        with self._in_layer(cargo), self._watch.conclusion(dispatched):
+            home = self._watch.open_results(dispatched, home)
+            due_TH = self._watch.due_sum(dispatched, home, add)
+            y_TH = sum_over_ranks(home, path.tokens_by_rank, out, add)
+            self._watch.check_sum(dispatched, due_TH, y_TH)
+        return CombinedRows(y_TH=y_TH)
 
     def combine_unreduced(self, dispatched: Dispatched, result: ExpertRows | PlacedRows) -> RankRows:
         """Bring every token's results home, one row per (token, rank). Summing them is the caller's duty."""
         home = self._bring_home(dispatched, result, reduces=False, out=None, add=())
         path = dispatched.return_path
-        return RankRows(
+        with self._in_layer(dispatched.cargo), self._watch.conclusion(dispatched):
+            home = self._watch.open_results(dispatched, home)
             # A copy even of float32 rows: what comes home must not be a view of a peer's memory.
-            rows_by_rank=tuple(rows.decode(torch.float32).clone() for rows in home),
+            rows_by_rank = tuple(rows.decode(torch.float32).clone() for rows in home)
+        return RankRows(
+            rows_by_rank=rows_by_rank,
             tokens_by_rank=path.tokens_by_rank,
             num_tokens=path.num_tokens,
             dtype=dispatched.cargo.dtype,
@@ -390,7 +423,9 @@ class Exchange(ABC):
             rows_RH = self._check_result(dispatched, result, reduces=reduces, out=out, add=add)
             loaded = None
             if rows_RH is not None:
-                loaded = self._load_back(dispatched, cargo.combine_wire.encode(rows_RH))
+                encoded = cargo.combine_wire.encode(rows_RH)
+                loaded = self._load_back(dispatched, self._watch.seal_results(dispatched, encoded))
+            self._watch.leaving(dispatched, placed=rows_RH is None)
         except Exception as error:
             self._fail(cargo, error, partial(self._fail_back, dispatched, error))
         with stats.waiting("combine"), self._in_layer(cargo):

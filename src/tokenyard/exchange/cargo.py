@@ -16,6 +16,10 @@ from tokenyard.routing import Routes
 from tokenyard.rows import LocalRoutes, ReceivedRows, RoutingLogits, describe
 from tokenyard.workspace import LayerBytes, RowLayout, SlotLayout
 
+# The payload that rows of a sealed cargo carry beside all others, out and back; `tokenyard.exchange.seals` makes it.
+SEAL = "seal"
+SEAL_HEAD = 3  # numbers that say whose row it is
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cargo:
@@ -37,6 +41,8 @@ class Cargo:
     reduces_ranks: bool = True  # else the caller does
     # Where experts were lost with their ranks: whether a token's other weights make up for it.
     renormalizes_dropped: bool = False
+    # Whether rows carry seals, by which the other end sees that they are what was sent.
+    sealed: bool = False
 
     @cached_property
     def dispatch_layout(self) -> RowLayout:
@@ -48,7 +54,16 @@ class Cargo:
                 Payload(name="ids", dtype=torch.int32, width=self.top_k),
                 Payload(name="weights", dtype=torch.float32, width=self.top_k),
             ]
-        return RowLayout.of([*self.wire.payloads(self.hidden_size), *routes, *self.extra])
+        return RowLayout.of([*self.wire.payloads(self.hidden_size), *routes, *self.further])
+
+    @cached_property
+    def further(self) -> tuple[Payload, ...]:
+        """What travels out beside a row and its routes: the caller's further payloads, and the seal if there is one."""
+        if not self.sealed:
+            return self.extra
+        own = len(self.wire.payloads(self.hidden_size)) + len(self.extra)
+        routes = 1 if self.carries_logits else self.top_k  # a checksum of logits, a copy of routes
+        return (*self.extra, Payload(name=SEAL, dtype=torch.int64, width=SEAL_HEAD + own + routes))
 
     @property
     def slots(self) -> int:
@@ -68,7 +83,10 @@ class Cargo:
     @cached_property
     def combine_layout(self) -> RowLayout:
         """A packet on the way back: the result row in the combine wire's format."""
-        return RowLayout.of(self.combine_wire.payloads(self.hidden_size))
+        payloads = self.combine_wire.payloads(self.hidden_size)
+        if self.sealed:
+            payloads += (Payload(name=SEAL, dtype=torch.int64, width=SEAL_HEAD + len(payloads)),)
+        return RowLayout.of(payloads)
 
     @cached_property
     def nbytes(self) -> LayerBytes:
@@ -123,6 +141,7 @@ class Dispatched:
     cargo: Cargo
     round: int
     return_path: ReturnPath
+    seals_RC: Tensor | None = None  # of the rows that arrived, where the cargo is sealed
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -180,7 +199,7 @@ def check_device(what: str, found: torch.device, device: torch.device) -> None:
 def check_extra(cargo: Cargo, extra: Mapping[str, Tensor], num_tokens: int, device: torch.device) -> None:
     """Raise unless the caller's further payloads are the declared ones."""
     declared = {payload.name: payload for payload in cargo.extra}
-    if set(extra) != set(declared):
+    if not isinstance(extra, Mapping) or set(extra) != set(declared):
         raise InputError(
             f"the further payloads are {sorted(extra)}",
             expected=f"{sorted(declared)}, as the layer declares",
@@ -229,5 +248,5 @@ def received_rows(cargo: Cargo, packets: Tensor, counts: tuple[int, ...]) -> Rec
         routes = RoutingLogits(logits_RE=tensors["logits"])
     else:
         routes = LocalRoutes(ids_RK=tensors["ids"], weights_RK=tensors["weights"])
-    extra = {payload.name: tensors[payload.name] for payload in cargo.extra}
+    extra = {payload.name: tensors[payload.name] for payload in cargo.further}
     return ReceivedRows(rows=rows, routes=routes, counts_W=counts, extra=extra)

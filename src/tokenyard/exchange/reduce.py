@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tokenyard.duties import Duty, record
 from tokenyard.formats.base import EncodedRows
 
 # float32 elements of a block of sums (512 KiB: with the rows that are added, it fits a core's L2 cache).
@@ -39,6 +40,7 @@ def sum_over_ranks(
     home: Sequence[EncodedRows], tokens_by_rank: Sequence[Tensor], out_TH: Tensor, add: Sequence[Tensor]
 ) -> Tensor:
     """Write into `out_TH` the sum of `home[w]`, the rows of tokens `tokens_by_rank[w]`, and of `add`."""
+    record(Duty.REDUCE_RANKS, sum(tokens.numel() for tokens in tokens_by_rank))
     table = None if add else _table_of(home, out_TH)
     if table is None:
         return _sum_decoded(home, tokens_by_rank, out_TH, add)

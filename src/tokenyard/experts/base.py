@@ -22,6 +22,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from tokenyard.duties import Party, acting
 from tokenyard.errors import ContractError, InputError, Reason
 from tokenyard.experts.activations import Activation
 from tokenyard.formats import (
@@ -168,6 +169,9 @@ class Experts(nn.Module, ABC):
     routes_itself: ClassVar[bool] = False
     # The layout in which the experts want the scales of the rows.
     scale_layout: ClassVar[ScaleLayout] = "linear"
+    # Whether `compute` writes down what it weights and sums (`tokenyard.duties.record`). What a kernel that does not
+    # has done inside, nobody can count.
+    counts_duties: ClassVar[bool] = False
     # The kinds of devices that the rows may live on.
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
 
@@ -242,7 +246,8 @@ class Experts(nn.Module, ABC):
         self, received: ReceivedRows, *, finalize: bool = True
     ) -> ExpertRows | PlacedRows | UnfinalizedRows:
         """Compute, and hold the kernel to its contract."""
-        result = self.compute(received, finalize=finalize)
+        with acting(Party.EXPERTS):
+            result = self.compute(received, finalize=finalize)
         expected = ExpertRows if finalize else UnfinalizedRows
         placed = isinstance(result, PlacedRows) and result.buffer is received.results
         if not isinstance(result, expected) and not (finalize and placed):

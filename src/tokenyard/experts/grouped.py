@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tokenyard.duties import Duty, record, record_weights
 from tokenyard.errors import ContractError
 from tokenyard.experts import workers
 from tokenyard.experts.base import Experts, local_routes
@@ -103,6 +104,7 @@ class GroupedExperts(Experts):
     """Experts computed group by group, on whatever matrix product is fastest for the shape."""
 
     name = "grouped"
+    counts_duties = True
     weight_formats = tuple(WEIGHT_FORMATS)
 
     @torch.no_grad()
@@ -188,6 +190,7 @@ class GroupedExperts(Experts):
         """The rows of some pairs in the dtype of the product, weighted where the weight goes on the input."""
         x_nH = x_RH[pairs.row_N[chosen]]
         if self.spec.weight_on == "input":
+            record_weights(pairs.weights_N[chosen])
             return (x_nH.float() * pairs.weights_N[chosen].unsqueeze(1)).to(dtype)
         return x_nH.to(dtype)
 
@@ -274,6 +277,8 @@ def sum_choices(y_NH: Tensor, weights_N: Tensor, pairs: SortedPairs) -> Tensor:
     its second, …; no row occurs twice in one step. Where all K choices of all rows live here, the steps are
     the choices, and on a CPU they go block by block, so that each result is read from memory once.
     """
+    record_weights(weights_N)
+    record(Duty.REDUCE_EXPERTS, len(weights_N))
     (num_pairs, hidden_size), num_rows, top_k = y_NH.shape, pairs.num_rows, pairs.top_k
     sums_RH = y_NH.new_zeros(num_rows, hidden_size, dtype=torch.float32)
     if num_pairs == num_rows * top_k:

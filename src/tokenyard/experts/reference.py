@@ -25,6 +25,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tokenyard.duties import record_weights
 from tokenyard.experts.base import Experts, expert_matrix, local_routes
 from tokenyard.experts.pairs import sort_pairs
 from tokenyard.formats import WEIGHT_FORMATS
@@ -42,6 +43,7 @@ class ReferenceExperts(Experts):
     """Plain experts whose result for a row is bitwise independent of the rest of the batch."""
 
     name = "reference"
+    counts_duties = True
     weight_formats = tuple(WEIGHT_FORMATS)
 
     @torch.no_grad()
@@ -56,6 +58,7 @@ class ReferenceExperts(Experts):
             chosen = pairs.by_expert_N[run]
             x_nH = x_RH[row_N[chosen]]
             if spec.weight_on == "input":
+                record_weights(weights_N[chosen])
                 x_nH = x_nH * weights_N[chosen].unsqueeze(1)
             pre = product_written_out(x_nH, expert_matrix(weights.w13, expert))
             if weights.b13 is not None:

@@ -36,6 +36,7 @@ class SelfRoutingExperts(Experts):
     """A router in front of other experts, on the receiving side."""
 
     name = "self_routing"
+    counts_duties = True  # those behind the router do
     routes_itself = True
     weight_formats = GroupedExperts.weight_formats
     # The experts that can compute behind the router.

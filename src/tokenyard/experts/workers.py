@@ -16,6 +16,8 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -46,7 +48,11 @@ def for_each(function: Callable[[Item], object], items: Iterable[Item], threads:
         with torch.inference_mode(inference), torch.no_grad():
             function(item)
 
-    for _ in _pool(threads).map(call, items):
+    def carry(item: Item) -> Callable[[], None]:
+        # What the caller keeps for its own thread (who acts, what is written down) holds for those that help it.
+        return partial(copy_context().run, call, item)
+
+    for _ in _pool(threads).map(lambda job: job(), map(carry, items)):
         pass
 
 

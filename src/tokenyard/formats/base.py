@@ -20,14 +20,16 @@ Rules that all formats keep:
 from __future__ import annotations
 
 import dataclasses
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from tokenyard.duties import Duty, aside, record
 from tokenyard.errors import InputError, Reason
 
 ScaleLayout = Literal["linear", "swizzled"]
@@ -138,7 +140,10 @@ class EncodedRows:
 
     def swizzled(self) -> EncodedRows:
         """The same rows with 128×4 swizzled scales. Rows swizzled already are refused."""
-        return self.format.swizzle(self)
+        swizzled = self.format.swizzle(self)
+        if swizzled.scale_layout == "swizzled":
+            record(Duty.SWIZZLE, self.num_rows)
+        return swizzled
 
     def linear(self) -> EncodedRows:
         """The same rows with linear scales; rows that are linear already come back as they are."""
@@ -167,6 +172,12 @@ class Format(ABC):
     def row_alignment(self) -> int:
         """Encoded rows are as wide as the next multiple of this."""
         return self.block
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Encoding is a duty: where a ledger is open it is written down, also for formats of somebody's own."""
+        super().__init_subclass__(**options)
+        if "encode" in vars(cls):
+            cls.encode = _counted(cls.encode)  # type: ignore[method-assign]
 
     def padded_size(self, hidden_size: int) -> int:
         """The width of an encoded row, pad included."""
@@ -229,6 +240,22 @@ class Format(ABC):
             if getattr(self, f.name) != f.default
         ]
         return f"{self.name}({', '.join(changed)})" if changed else self.name
+
+
+def _counted(encode: Callable[..., EncodedRows]) -> Callable[..., EncodedRows]:
+    """The same function, which writes down that rows were quantized, and padded."""
+
+    @functools.wraps(encode)
+    def counted(self: Format, x_TH: Tensor, **options: Any) -> EncodedRows:
+        with aside():  # a format may encode by way of another: that is one duty, done once
+            rows = encode(self, x_TH, **options)
+        if self.quantized:
+            record(Duty.QUANTIZE, rows.num_rows)
+            if self.padded_size(rows.hidden_size) > rows.hidden_size:
+                record(Duty.PAD, rows.num_rows)
+        return rows
+
+    return counted
 
 
 def _pick(payload: Tensor, index_N: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from tokenyard.duties import Duty, Party, acting, record
 from tokenyard.errors import InputError, shown, unknown_name
 from tokenyard.formats.base import ROW_DTYPES, dtype_name
 from tokenyard.routing.routes import Routes
@@ -154,6 +155,9 @@ class Router(ABC):
             # Sigmoids of a row can all be 0 in float32: the tiny number keeps 0 / 0 out, and is lost in the
             # rounding of every other sum.
             chosen_TK = chosen_TK / (chosen_TK.sum(dim=1, keepdim=True) + 1e-20)
+        if self.routed_scaling != 1.0:
+            with acting(Party.ROUTER):
+                record(Duty.ROUTED_SCALING, chosen_TK.shape[0])
         return chosen_TK * self.routed_scaling
 
     def _routes(self, topk_ids_TK: Tensor, weights_TK: Tensor) -> Routes:

@@ -105,8 +105,8 @@ class DeviceWorkspace:
 class CudaOneSidedExchange(OneSidedExchange):
     """Push out, pull back, by kernels."""
 
-    def __init__(self, group: Group, *, in_flight: int = 1, plan_id: int = 0) -> None:
-        super().__init__(group, in_flight=in_flight, plan_id=plan_id)
+    def __init__(self, group: Group, *, in_flight: int = 1, plan_id: int = 0, paranoid: bool = False) -> None:
+        super().__init__(group, in_flight=in_flight, plan_id=plan_id, paranoid=paranoid)
         self._device_workspace: DeviceWorkspace | None = None
         self._graphs = CapturedGraphs()
         self._limit: int | None = None  # of tokens on a rank, for a while

@@ -31,7 +31,9 @@ from tokenyard.exchange.announcement import Announcement, Phase, check_counts, c
 from tokenyard.exchange.base import Exchange
 from tokenyard.exchange.cargo import Cargo, Dispatched, Outgoing
 from tokenyard.exchange.one_sided.control import MOST_RANKS
+from tokenyard.exchange.one_sided.guarded import WorkspaceWatch
 from tokenyard.exchange.one_sided.signals import Signals, control_bytes
+from tokenyard.exchange.watch import Watch
 from tokenyard.formats.base import EncodedRows
 from tokenyard.group.base import Group
 from tokenyard.routing import Routes
@@ -107,9 +109,20 @@ class OneSidedExchange(Exchange):
             combine=cargo.combine_slots.nbytes,
         )
 
-    def __init__(self, group: Group, *, in_flight: int = 1, plan_id: int = 0) -> None:
-        super().__init__(group, in_flight=in_flight, plan_id=plan_id)
+    @classmethod
+    def watches(cls, group: Group) -> Reason | None:
+        if group.device.type != "cuda":
+            return None
+        why = "the kernels that move rows between GPUs leave no seals, guards and poison"
+        return Reason(field="paranoid", value=True, why=why)
+
+    def __init__(self, group: Group, *, in_flight: int = 1, plan_id: int = 0, paranoid: bool = False) -> None:
+        super().__init__(group, in_flight=in_flight, plan_id=plan_id, paranoid=paranoid)
         self._workspace: Workspace | None = None
+
+    @classmethod
+    def _paranoid_watch(cls, group: Group, in_flight: int) -> Watch:
+        return WorkspaceWatch(group, in_flight)
 
     @property
     def workspace(self) -> Workspace:
@@ -124,18 +137,23 @@ class OneSidedExchange(Exchange):
         """Carry these layers: in the workspace that is there if it suffices, else in a new one for the union."""
         needed = self.layout_for(cargos)
         if self._workspace is None:
-            self._workspace = Workspace(self.group, needed)
+            self._make_workspace(needed)
         elif not self._workspace.layout.suffices_for(needed):
-            # All or nothing: if a rank cannot allocate, all raise here, and the old workspace still serves.
-            self._workspace = Workspace(self.group, self._workspace.layout.union(needed))
+            self._make_workspace(self._workspace.layout.union(needed))
         super().serve(cargos)
 
     def trim(self, cargos: Sequence[Cargo]) -> None:
         """Carry these layers in a workspace that is no larger than they need."""
         needed = self.layout_for(cargos)
         if self._workspace is None or self._workspace.layout != needed:
-            self._workspace = Workspace(self.group, needed)
+            self._make_workspace(needed)
         super().serve(cargos)
+
+    def _make_workspace(self, layout: WorkspaceLayout) -> None:
+        """All or nothing: if a rank cannot allocate, all raise here, and the old workspace still serves."""
+        made = Workspace(self.group, layout)
+        self._watch.workspace_made(made, self._round)
+        self._workspace = made
 
     def warmup(self, cargos: Sequence[Cargo]) -> None:
         """Look at every layer's slots once: a workspace that one of them does not fit into is found now."""
@@ -162,6 +180,7 @@ class OneSidedExchange(Exchange):
             dispatch=max(need.dispatch for need in needs),
             combine=max(need.combine for need in needs),
             in_flight=self._capacity,
+            guard=self._watch.guard,
         )
 
     # -- The way out ---------------------------------------------------------------------------------------
@@ -211,7 +230,7 @@ class OneSidedExchange(Exchange):
             ),
             routes=LocalRoutes(ids_RK=slots["ids"][slots_R], weights_RK=slots["weights"][slots_R]),
             counts_W=arrived,
-            extra={payload.name: slots[payload.name][slots_R] for payload in cargo.extra},
+            extra={payload.name: slots[payload.name][slots_R] for payload in cargo.further},
             slots_R=slots_R,
         )
 
@@ -226,8 +245,9 @@ class OneSidedExchange(Exchange):
         cargo, slots_R = dispatched.cargo, dispatched.received.slots_R
         if cargo.combine_wire.quantized or slots_R is None:
             return None
-        (rows_SH,) = self.workspace.combine(self.group.rank, cargo, dispatched.round).values()
-        return CombineBuffer(rows_SH=rows_SH, slots_R=slots_R)
+        slots = self.workspace.combine(self.group.rank, cargo, dispatched.round)
+        (payload,) = cargo.combine_wire.payloads(cargo.hidden_size)
+        return CombineBuffer(rows_SH=slots[payload.name], slots_R=slots_R)
 
     def _is_placed(self, dispatched: Dispatched, result: object) -> bool:
         if not isinstance(result, PlacedRows):

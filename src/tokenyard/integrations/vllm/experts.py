@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenyard.duties import Duty, Party
 from tokenyard.errors import ContractError
 from tokenyard.experts import Experts, ExpertWeights
 from tokenyard.formats import EncodedRows, for_dtype
@@ -25,7 +26,7 @@ from tokenyard.integrations.vllm.interface import (
 from tokenyard.planner import Plan
 from tokenyard.receiver import build_experts, run_experts
 from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows, describe
-from tokenyard.wiring import Duty, Party, Wiring
+from tokenyard.wiring import Wiring
 
 
 class TokenyardExperts(ExpertsOfVllm):

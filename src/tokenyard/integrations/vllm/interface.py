@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tokenyard.duties import Duty, Party
 from tokenyard.errors import ContractError, InputError
 from tokenyard.experts import ACTIVATIONS, Activation
 from tokenyard.placement import Placement
 from tokenyard.planner import Plan
 from tokenyard.rows import describe
-from tokenyard.wiring import Duty, Party, Wiring
+from tokenyard.wiring import Wiring
 
 _FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 # What vLLM calls an activation, as a value of its enum or (before there was one) as a plain string.

@@ -1,0 +1,80 @@
+"""The audit of a round trip: what was done on its way, by whom, compared with what the wiring says.
+
+A plan that watches itself opens a ledger for each batch (`tokenyard.duties`). When the experts are done, every duty
+up to then must stand in it for the rows that it is due on, under the name of the party that the wiring gives it to,
+and under no other. The last duty, the sum over ranks, is looked at by the exchange, which does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tokenyard.duties import Duty, Ledger, Party
+from tokenyard.errors import Corrupted
+from tokenyard.routing import Routes
+from tokenyard.rows import LocalRoutes, ReceivedRows
+from tokenyard.wiring import Wiring
+
+
+class Audit:
+    """Of one batch of one layer. Without a ledger it finds nothing."""
+
+    def __init__(self, wiring: Wiring, ledger: Ledger | None) -> None:
+        self.wiring, self.ledger = wiring, ledger
+
+    def settle(self, num_tokens: int, routes: object, received: ReceivedRows) -> None:
+        """Raise unless each duty was done by its party, on all its rows, once. `routes` is what the layer was given."""
+        if self.ledger is None:
+            return
+        for duty, party in self.wiring.duties.items():
+            done = self.ledger.rows(duty)
+            due = _due(self.wiring, duty, party, num_tokens, routes, received)
+            if not self._fits(party, done, due):
+                raise Corrupted(
+                    f"duty {duty.value!r} was done {_told(done)}",
+                    expected=f"{_told({} if not due else {party: due})}, as the wiring says",
+                    fix="let one party do it, the one that `print(plan)` names",
+                    place=duty.value,
+                )
+
+    def _fits(self, party: Party, done: dict[Party, int], due: int | None) -> bool:
+        if party is Party.EXPERTS and not done and not self.wiring.experts.counts_duties:
+            return True  # what such a kernel does, nobody can count: the type of its result says it
+        if due is None:
+            return set(done) <= {party}
+        return done == ({party: due} if due else {})
+
+
+def _due(
+    wiring: Wiring, duty: Duty, party: Party, num_tokens: int, routes: object, received: ReceivedRows
+) -> int | None:
+    """On how many rows (tokens, received rows, or pairs of a row and an expert) a duty is due; None: not known here."""
+    if party in (Party.NOBODY, Party.CALLER) or duty is Duty.REDUCE_RANKS:
+        return 0
+    if duty is Duty.ROUTED_SCALING:
+        if isinstance(routes, Routes):  # ready: whoever made them has scaled them
+            return 0
+        return received.num_rows if wiring.cargo.carries_logits else num_tokens
+    if duty in (Duty.WEIGHT, Duty.REDUCE_EXPERTS):
+        if not isinstance(received.routes, LocalRoutes):
+            return None
+        pairs_RK = received.routes.ids_RK >= 0
+        if duty is Duty.WEIGHT:
+            pairs_RK = pairs_RK & (received.routes.weights_RK != 1)  # times 1 is not counted
+        return int(pairs_RK.sum())
+    return num_tokens if party is Party.SENDER else received.num_rows
+
+
+def _told(done: dict[Party, int]) -> str:
+    return " and ".join(f"{rows} times by the {party.value}" for party, rows in done.items()) or "by nobody"
+
+
+@contextmanager
+def audit(wiring: Wiring) -> Iterator[Audit]:
+    """Write down what is done inside, where the plan watches itself."""
+    if not wiring.cargo.sealed:
+        yield Audit(wiring, None)
+        return
+    with Ledger().open() as ledger:
+        yield Audit(wiring, ledger)

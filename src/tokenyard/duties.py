@@ -1,0 +1,118 @@
+"""Duties: jobs that exactly one party must do, who can do them, and the ledger in which what was done is written down.
+
+A wiring gives every duty to one party. Whether that party did it, once, and nobody else did, shows only while a layer
+runs: so the places where a duty is done write it down (`record`), by how many rows, where a ledger is open. A *party*
+acts for the length of a block (`acting`); whatever is done inside is done by it.
+
+    with Ledger().open() as ledger:
+        with acting(Party.SENDER):
+            format.encode(x_TH)            # records QUANTIZE, T rows
+    ledger.done[Duty.QUANTIZE]             # {Party.SENDER: T}
+
+Without an open ledger nothing is written, and a place pays for one look at a variable.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from enum import Enum
+
+from torch import Tensor
+
+
+class Duty(Enum):
+    """A job that exactly one party must do."""
+
+    QUANTIZE = "quantize"
+    PAD = "pad"
+    SWIZZLE = "swizzle"
+    WEIGHT = "weight"
+    REDUCE_EXPERTS = "reduce experts"
+    REDUCE_RANKS = "reduce ranks"
+    ROUTED_SCALING = "routed scaling"
+
+
+class Party(Enum):
+    """Who does a job. `NOBODY` means that there is nothing to do."""
+
+    CALLER = "caller"
+    ROUTER = "router"
+    SENDER = "sender"
+    EXCHANGE = "exchange"
+    RECEIVER = "receiver"
+    EXPERTS = "experts"
+    NOBODY = "–"
+
+
+class Ledger:
+    """What was done in one round trip, by whom, and on how many rows.
+
+    >>> with Ledger().open() as ledger, acting(Party.EXPERTS):
+    ...     record(Duty.WEIGHT, 3)
+    ...     record(Duty.WEIGHT, 4)
+    >>> ledger.done[Duty.WEIGHT]
+    {<Party.EXPERTS: 'experts'>: 7}
+    """
+
+    def __init__(self) -> None:
+        self.done: dict[Duty, dict[Party, int]] = defaultdict(dict)
+        self._lock = threading.Lock()  # experts compute in several threads
+
+    def write(self, duty: Duty, party: Party, rows: int) -> None:
+        """Some more rows."""
+        with self._lock:
+            by_party = self.done[duty]
+            by_party[party] = by_party.get(party, 0) + rows
+
+    def rows(self, duty: Duty) -> dict[Party, int]:
+        """On how many rows a duty was done, by party; nobody who did nothing."""
+        return {party: rows for party, rows in self.done[duty].items() if rows}
+
+    @contextmanager
+    def open(self) -> Iterator[Ledger]:
+        """Write down what is done inside, on this thread and those that work for it."""
+        token = _ledger.set(self)
+        try:
+            yield self
+        finally:
+            _ledger.reset(token)
+
+
+_ledger: ContextVar[Ledger | None] = ContextVar("ledger", default=None)
+_party: ContextVar[Party] = ContextVar("party", default=Party.CALLER)
+
+
+def record(duty: Duty, rows: int | Callable[[], int]) -> None:
+    """A duty was done on so many rows, by whoever acts. What is costly to count is counted only if it is written."""
+    ledger = _ledger.get()
+    if ledger is not None:
+        ledger.write(duty, _party.get(), rows() if callable(rows) else rows)
+
+
+def record_weights(weights_N: Tensor) -> None:
+    """Rows were multiplied by these routing weights. A weight of 1 changes nothing, and does not count."""
+    record(Duty.WEIGHT, lambda: int((weights_N != 1).sum()))
+
+
+@contextmanager
+def acting(party: Party) -> Iterator[None]:
+    """What is done inside is done by this party."""
+    token = _party.set(party)
+    try:
+        yield
+    finally:
+        _party.reset(token)
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """What is done inside belongs to no round trip, and is not written down."""
+    token = _ledger.set(None)
+    try:
+        yield
+    finally:
+        _ledger.reset(token)

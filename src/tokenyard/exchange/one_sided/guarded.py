@@ -1,0 +1,221 @@
+"""A watched workspace: guards around its regions, and poison in every slot that holds no row.
+
+Each rank looks after its own buffer. Bytes between regions hold a pattern that nobody may change (*guards*). Slots of
+the dispatch and combine regions that hold no row hold *poison*, bytes of 0xFF: NaN as a number of any width and as a
+scale, -1 as an id. Whoever reads a slot that was not written reads that; whoever writes one leaves a mark.
+
+When a region may be poisoned follows from when others use it. Rows are pushed into a dispatch region between a rank's
+last combine and its dispatch, so it is looked at after a dispatch, and poisoned before the combine is announced.
+Results are pulled out of a combine region between the combine and the next dispatch, so it is poisoned after that
+dispatch, and looked at before the combine is announced. A round that fails leaves rows behind: the next one that uses
+the region does not look at its unused slots, and poisons all of it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tokenyard.errors import Corrupted
+from tokenyard.exchange.cargo import SEAL, Cargo, Dispatched
+from tokenyard.exchange.watch import ParanoidWatch
+from tokenyard.formats.base import EncodedRows
+from tokenyard.group.base import Group
+from tokenyard.workspace import SlotLayout
+
+if TYPE_CHECKING:
+    from tokenyard.exchange.one_sided.exchange import Workspace
+
+# Bytes in front of, between and behind regions: a few rows that go too far still end in them.
+GUARD_BYTES = 1024
+GUARD = 0xA5
+POISON = 0xFF
+
+
+class WorkspaceWatch(ParanoidWatch):
+    """Looks after the seals of rows, and after this rank's own buffer."""
+
+    guard = GUARD_BYTES
+
+    def __init__(self, group: Group, in_flight: int) -> None:
+        super().__init__(group)
+        self._in_flight = in_flight
+        self._made: weakref.ref[Workspace] | None = None  # it goes when the exchange gives it up
+        self._poisoned: dict[
+            int, int
+        ] = {}  # by flight: after which round all of its dispatch region was poison
+
+    def workspace_made(self, workspace: Workspace, round: int) -> None:
+        self._made = weakref.ref(workspace)
+        layout, mine = workspace.layout, workspace.buffers[self.group.rank]
+        for gap in layout.gaps():
+            gap.of(mine).fill_(GUARD)
+        for flight in range(self._in_flight):
+            layout.dispatch_region(flight).of(mine).fill_(POISON)
+            layout.combine_region(flight).of(mine).fill_(POISON)
+        self._poisoned = dict.fromkeys(range(self._in_flight), round)
+        self.group.barrier(phase="sharing memory")  # nobody pushes a row into what is not poisoned yet
+
+    @property
+    def _workspace(self) -> Workspace:
+        workspace = None if self._made is None else self._made()
+        assert workspace is not None  # rows move through it
+        return workspace
+
+    def _dispatch_region(self, round: int) -> Tensor:
+        workspace = self._workspace
+        region = workspace.layout.dispatch_region(round % self._in_flight)
+        return region.of(workspace.buffers[self.group.rank])
+
+    def _combine_region(self, round: int) -> Tensor:
+        workspace = self._workspace
+        region = workspace.layout.combine_region(round % self._in_flight)
+        return region.of(workspace.buffers[self.group.rank])
+
+    # -- The stations of a round trip ----------------------------------------------------------------------
+
+    def arrived(self, dispatched: Dispatched) -> Dispatched:
+        # Everybody has come to this dispatch, hence has pulled what stood there.
+        self._combine_region(dispatched.round).fill_(POISON)
+        self._check_guards()
+        self._check_dispatch_region(dispatched)
+        return super().arrived(dispatched)
+
+    def leaving(self, dispatched: Dispatched, *, placed: bool) -> None:
+        super().leaving(dispatched, placed=placed)
+        cargo, round, counts = dispatched.cargo, dispatched.round, dispatched.return_path.received_counts
+        if placed:
+            self._seal_placed(dispatched)
+        self._check_guards()
+        self._check_dispatch_region(dispatched)
+        _check_unused("combine", self._combine_region(round), cargo.combine_slots, cargo, counts)
+        region = self._dispatch_region(round)
+        if self._was_poisoned(round):
+            for _, rows in _cut(region, cargo.dispatch_slots, _used(cargo, counts)):
+                rows.fill_(POISON)
+        else:
+            region.fill_(POISON)
+        self._poisoned[round % self._in_flight] = round
+
+    def _was_poisoned(self, round: int) -> bool:
+        """Whether all of a dispatch region was poison before the rows of this round came."""
+        return self._poisoned[round % self._in_flight] >= round - self._in_flight
+
+    def _seal_placed(self, dispatched: Dispatched) -> None:
+        """Seal the results that experts wrote into the combine region by themselves."""
+        cargo, slots_R = dispatched.cargo, dispatched.received.slots_R
+        assert slots_R is not None
+        slots = self._workspace.combine(self.group.rank, cargo, dispatched.round)
+        (payload,) = cargo.combine_wire.payloads(cargo.hidden_size)
+        rows_RH = slots[payload.name][slots_R]
+        blank_R = (rows_RH.view(torch.uint8) == POISON).all(dim=1)
+        if bool(blank_R.any()):
+            row = int(blank_R.nonzero()[0])
+            assert dispatched.seals_RC is not None
+            source, token = dispatched.seals_RC[row, :2].tolist()
+            raise Corrupted(
+                f"the experts placed no result for token {token} of rank {source}",
+                expected="a result in every slot of `CombineBuffer.slots_R`",
+                fix="write all rows before `placed()`",
+                source=source,
+                token=token,
+                place="combine",
+            )
+        encoded = EncodedRows(
+            format=cargo.combine_wire, hidden_size=cargo.hidden_size, payloads={payload.name: rows_RH}
+        )
+        slots[SEAL][slots_R] = self._seals_back(dispatched, encoded)
+
+    # -- Looking -------------------------------------------------------------------------------------------
+
+    def _check_dispatch_region(self, dispatched: Dispatched) -> None:
+        if self._was_poisoned(dispatched.round):
+            cargo, counts = dispatched.cargo, dispatched.return_path.received_counts
+            region = self._dispatch_region(dispatched.round)
+            _check_unused("dispatch", region, cargo.dispatch_slots, cargo, counts)
+
+    def _check_guards(self) -> None:
+        """Raise if a byte between regions was written; the next round finds the guards whole again."""
+        workspace = self._workspace
+        mine, regions = workspace.buffers[self.group.rank], workspace.layout.regions()
+        names = [*regions]
+        for number, gap in enumerate(workspace.layout.gaps()):
+            written = gap.of(mine) != GUARD
+            if not bool(written.any()):
+                continue
+            first, last = int(written.nonzero()[0]), int(written.nonzero()[-1])
+            value = int(gap.of(mine)[first])
+            gap.of(mine).fill_(GUARD)
+            behind = number > 0 and (number == len(names) or first < gap.nbytes - last)
+            name = names[number - 1] if behind else names[number]
+            where = f"{first + 1} behind" if behind else f"{gap.nbytes - first} in front of"
+            raise Corrupted(
+                f"byte {where} region {name!r} of this rank's workspace was written ({value:#04x})",
+                expected="nobody to write outside of the regions",
+                place=name,
+            )
+
+
+def _used(cargo: Cargo, counts: Sequence[int]) -> list[range]:
+    """The slots that hold a row."""
+    return [
+        range(source * cargo.max_tokens, source * cargo.max_tokens + n) for source, n in enumerate(counts)
+    ]
+
+
+def _unused(cargo: Cargo, counts: Sequence[int]) -> list[range]:
+    """The slots that hold none."""
+    return [
+        range(source * cargo.max_tokens + n, (source + 1) * cargo.max_tokens)
+        for source, n in enumerate(counts)
+    ]
+
+
+def _cut(region: Tensor, layout: SlotLayout, runs: Sequence[range]) -> Iterator[tuple[str, Tensor]]:
+    """The bytes of some runs of slots, payload by payload."""
+    for payload, offset in zip(layout.payloads, layout.offsets, strict=True):
+        for run in runs:
+            first, last = (offset + slot * payload.nbytes for slot in (run.start, run.stop))
+            yield payload.name, region[first:last]
+
+
+def _check_unused(name: str, region: Tensor, layout: SlotLayout, cargo: Cargo, counts: Sequence[int]) -> None:
+    """Raise if a byte of a region that belongs to no row is not poison."""
+    runs = _unused(cargo, counts)
+    width = {payload.name: payload.nbytes for payload in layout.payloads}
+    for number, (payload, rows) in enumerate(_cut(region, layout, runs)):
+        if (byte := _first_written(rows)) is not None:
+            run = runs[number % len(runs)]
+            source, place = divmod(run.start + byte // width[payload], cargo.max_tokens)
+            raise Corrupted(
+                f"slot {place} for rank {source} of region {name!r} holds no row in this round, and payload "
+                f"{payload!r} was written there",
+                expected=f"rows from rank {source} in its first {counts[source]} slots only",
+                source=source,
+                token=None,
+                place=name,
+            )
+    starts = [
+        offset + layout.slots * payload.nbytes
+        for payload, offset in zip(layout.payloads, layout.offsets, strict=True)
+    ]
+    for payload_, first, last in zip(
+        layout.payloads, starts, [*layout.offsets[1:], region.numel()], strict=True
+    ):
+        if (byte := _first_written(region[first:last])) is not None:
+            raise Corrupted(
+                f"byte {byte + 1} behind the slots of payload {payload_.name!r} in region {name!r} was written",
+                expected="nobody to write outside of the slots",
+                place=name,
+            )
+
+
+def _first_written(run: Tensor) -> int | None:
+    """The first byte that is not poison, None if all are."""
+    if run.numel() == 0 or int(run.min()) == POISON:
+        return None
+    return int((run != POISON).nonzero()[0])
