@@ -42,7 +42,6 @@ def movement(group, exchange, wire):
     rows = encoded(plan, "moe", x_TH)
     dispatched = plan.exchange.dispatch(plan.wiring("moe").cargo, rows, routes, extra)
     received = dispatched.received
-    combined = plan.exchange.combine(dispatched, no_experts(received))
     sent = (
         {name: payload.view(torch.uint8) for name, payload in rows.payloads.items()},
         extra,
@@ -56,6 +55,7 @@ def movement(group, exchange, wire):
         received.routes.weights_RK.clone(),
         received.counts_W,
     )
+    combined = plan.exchange.combine(dispatched, no_experts(received))  # what arrived is valid until now
     return sent, arrived, combined.y_TH
 
 
