@@ -92,7 +92,20 @@ class Group(ABC):
 
     @abstractmethod
     def host(self) -> str:
-        """Names the machine that this rank runs on: ranks with the same name can share memory."""
+        """Names the host that this rank runs on: ranks with the same name can share memory."""
+
+    def hosts(self) -> list[list[int]]:
+        """The ranks of each host, hosts in the order of their first ranks. Collective over the group."""
+        by_host: dict[str, list[int]] = {}
+        for rank, host in enumerate(self.gather_json(self.host(), phase="finding hosts")):
+            by_host.setdefault(host, []).append(rank)
+        return list(by_host.values())
+
+    def on_this_host(self, *, name: str | None = None) -> Group:
+        """The ranks that run on this rank's host, as a group: they can share memory. Collective over the group."""
+        hosts = self.hosts()
+        number = next(index for index, ranks in enumerate(hosts) if self.rank in ranks)
+        return self.subgroup(hosts[number], name=name or f"{self.name}/host {number}")
 
     @abstractmethod
     def subgroup(self, ranks: Sequence[int], *, name: str | None = None) -> Group:

@@ -42,7 +42,7 @@ class RollCall:
         self._place = f"tokenyard/{place}/roll call"
         self._rank, self._size, self._host = rank, size, host
         # Who stands behind a rank's number, for those that share its host.
-        self._ask(lambda: store.set(self._key("who", rank), json.dumps([host, _namespace(), os.getpid()])))
+        self._ask(lambda: store.set(self._key("who", rank), json.dumps([host, os.getpid()])))
 
     def called(self) -> bool:
         """Whether a rank has called the roll: then no wait of this group will succeed any more."""
@@ -85,11 +85,7 @@ class RollCall:
         others = [rank for rank in range(self._size) if rank != self._rank]
         found = self._ask(lambda: {rank: self._get("who", rank) for rank in others}) or {}
         known = {rank: json.loads(who) for rank, who in found.items() if who is not None}
-        return [
-            rank
-            for rank, (host, namespace, pid) in known.items()
-            if [host, namespace] == [self._host, _namespace()] and not _lives(pid)
-        ]
+        return [rank for rank, (host, pid) in known.items() if host == self._host and not _lives(pid)]
 
     def _get(self, *parts: object) -> bytes | None:
         key = self._key(*parts)
@@ -116,14 +112,6 @@ class RollCall:
 
     def _key(self, *parts: object) -> str:
         return "/".join(map(str, (self._place, *parts)))
-
-
-def _namespace() -> int:
-    """Processes are numbered anew in each container."""
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
 
 
 def _lives(pid: int) -> bool:

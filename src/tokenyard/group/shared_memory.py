@@ -78,9 +78,14 @@ def _map(pid: int, descriptor: int, inode: int, nbytes: int) -> Tensor:
 
 
 def this_host() -> str:
-    """A name of this machine, as it was started: processes with the same one can share memory."""
+    """A name of this host: processes with the same one see each other, and can share memory.
+
+    A machine, as it was started; and on it the namespace in which processes are numbered. Two containers are two hosts:
+    neither has a number for the other's processes.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
+            machine = file.read().strip()
+        return f"{machine}/{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
         return os.uname().nodename

@@ -1,0 +1,51 @@
+"""Which ranks share a host, and the group of those that do."""
+
+import threading
+
+import pytest
+
+import tokenyard as ty
+from tests.models import batch, build, spec
+from tokenyard.group import ThreadGroup
+from tokenyard.group.shared_memory import this_host
+
+both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
+
+
+def the_same_host(group):
+    here = group.on_this_host()
+    return group.hosts(), here.name, here.rank, here.size
+
+
+@both_kinds
+def test_ranks_that_share_memory_are_on_one_host(ranks):
+    outcomes = ty.launch(3, the_same_host, ranks=ranks, deadline=20)
+    name = "threads/host 0" if ranks == "threads" else "world/host 0"
+    assert outcomes == [([[0, 1, 2]], name, rank, 3) for rank in range(3)]
+
+
+def hosts_in_turn(group):
+    here = group.on_this_host()
+    layer = spec("moe", experts="reference")
+    with pytest.raises(ty.PlanError, match=r"the ranks run on 2 hosts.*exchange=two_sided"):
+        ty.plan([layer], group, exchange="one_sided")
+    built = build(ty.plan([layer], here, exchange="one_sided"), "moe")
+    y_TH = built(*batch(layer, 4, seed=group.rank))
+    return group.hosts(), here.name, here.gather_json(group.rank), tuple(y_TH.shape)
+
+
+def test_ranks_of_two_hosts_part_into_two_groups(monkeypatch):
+    def host(group):
+        return f"host {int(threading.current_thread().name.split()[1]) % 2}"  # launch names a rank's thread
+
+    monkeypatch.setattr(ThreadGroup, "host", host)
+    for rank, (hosts, name, here, shape) in enumerate(ty.launch(5, hosts_in_turn, deadline=20)):
+        assert hosts == [[0, 2, 4], [1, 3]]
+        assert name == f"threads/host {rank % 2}"
+        assert here == hosts[rank % 2]
+        assert shape == (4, 32)
+
+
+def test_a_host_has_a_name_that_lasts():
+    assert this_host() == this_host()
+    assert "/" in this_host()  # a machine, and the processes that see each other on it
