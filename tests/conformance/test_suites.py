@@ -54,7 +54,8 @@ def test_every_experts_class_passes(experts):
 @only_without_gpu
 def test_fused_experts_pass_under_the_interpreter():
     install()
-    few = [name for name in EXPERTS_CHECKS if name not in ("finalizing_agrees", "within_the_bound")]
+    many = ("finalizing_agrees", "within_the_bound", "rows_are_quantized_once")
+    few = [name for name in EXPERTS_CHECKS if name not in many]
     assert_passed(check_experts("fused", only=few))
 
 

@@ -5,6 +5,7 @@ Layers here compute with the reference experts, so that a result has one right s
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -123,6 +124,61 @@ def alternating_layers(trial: Trial) -> None:
     stack.plan.close()
 
 
+def late_ranks(trial: Trial) -> None:
+    """A rank that is late is waited for, in every round: nobody takes its word of an earlier round for this one."""
+    stack = _Stack(trial, (layer(payloads=()),))
+    for round_ in range(4):
+        if trial.group.rank == trial.group.size - 1:
+            time.sleep(0.03)
+        stack.check("moe", f"with a late rank, in round {round_ + 1},")
+    stack.plan.close()
+
+
+def regions_never_overlap(trial: Trial) -> None:
+    """Results are put down nowhere where rows of any layer arrive: a fast rank may be a layer ahead of a slow one."""
+    specs = (layer("small", payloads=()), layer("large", hidden_size=500, payloads=()))
+    made = trial.plan(*specs)
+    arriving, leaving = {}, {}
+    for spec in specs:
+        flight = send(made, spec, trial.batch(spec, 2))
+        buffer = getattr(made.exchange, "combine_buffer", lambda _: None)(flight)
+        if flight.received.slots_R is not None:  # the rows are where they arrived, in a workspace
+            arriving[spec.name] = [_span(payload) for payload in flight.received.rows.payloads.values()]
+        if buffer is not None:
+            leaving[spec.name] = _span(buffer.rows_SH)
+        made.exchange.combine(flight, _zeros(flight.received))
+    made.close()
+    for name, (first, last) in leaving.items():
+        for other, spans in arriving.items():
+            for start, end in spans:
+                shared = min(last, end) - max(first, start)
+                expect(
+                    shared <= 0,
+                    f"results of layer {name!r} lie over {shared} bytes of rows of layer {other!r}",
+                    "regions that never overlap, in any pair of layers",
+                )
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+
+
+def groups_side_by_side(trial: Trial) -> None:
+    """Two groups side by side, as pipeline stages are, plan and grow as they like: neither waits for the other.
+
+    The first half of the ranks makes one plan. The other half makes it, and lets it grow twice.
+    """
+    size, rank = trial.group.size, trial.group.rank
+    first = rank < (size + 1) // 2
+    stage = trial.group.subgroup([r for r in range(size) if (r < (size + 1) // 2) == first])
+    stack = _Stack(dataclasses.replace(trial, group=stage), (layer(payloads=()),))
+    for more in range(0 if first else 2):
+        stack.plan.extend([layer(f"wider {more}", hidden_size=100 * (more + 1), payloads=())])
+    stack.check("moe", "beside another group")
+    stack.plan.close()
+    stage.close()
+
+
 def many_rounds(trial: Trial) -> None:
     """The bits of a round trip do not drift, however many rounds went before."""
     spec = layer(wire="mxfp8", hidden_size=24)
@@ -149,6 +205,8 @@ def input_untouched(trial: Trial) -> None:
     """Rows, routes, further payloads and the experts' results are not changed by a round trip."""
     spec = layer()
     made, mine = trial.plan(spec), trial.batch(spec, 6)
+    # What stands beside nobody means nothing, and is the caller's all the same.
+    mine.routes.topk_ids_TK[1, 0], mine.routes.topk_weights_TK[1, 0] = -1, 0.5
     wiring = made.wiring("moe")
     rows = wiring.wire.encode(mine.x_TH)
     tensors = mine.tensors() | {f"encoded {name}": tensor for name, tensor in rows.payloads.items()}
@@ -330,6 +388,9 @@ def closed_plans_make_room(trial: Trial) -> None:
 DUTY_CHECKS: tuple[Callable[[Trial], None], ...] = (
     heterogeneous_layers,
     alternating_layers,
+    late_ranks,
+    regions_never_overlap,
+    groups_side_by_side,
     many_rounds,
     input_untouched,
     output_dtype,

@@ -139,10 +139,25 @@ class _Movement:
 
 
 def check_movement(
-    trial: Trial, spec: LayerSpec, *, tokens: Sequence[int] = TOKENS, reroute: Reroute | None = None
+    trial: Trial,
+    spec: LayerSpec,
+    *,
+    tokens: Sequence[int] = TOKENS,
+    reroute: Reroute | None = None,
+    made: Plan | None = None,
 ) -> None:
-    """Send a batch from every rank and results back, and compare all that arrived with all that was sent."""
-    moved = _move(trial, spec, tokens, reroute)
+    """Send a batch from every rank and results back, and compare all that arrived with all that was sent.
+
+    Through a plan that is `made` already, or through one of its own.
+    """
+    if made is None:
+        own = trial.plan(spec)
+        try:
+            check_movement(trial, spec, tokens=tokens, reroute=reroute, made=own)
+        finally:
+            own.close()
+        return
+    moved = _move(trial, made, spec, tokens, reroute)
     _check_order(moved)
     for row in range(len(moved.due)):
         _check_row(moved, row)
@@ -151,8 +166,10 @@ def check_movement(
     _check_homecoming(moved)
 
 
-def _move(trial: Trial, spec: LayerSpec, tokens: Sequence[int], reroute: Reroute | None) -> _Movement:
-    group, made = trial.group, trial.plan(spec)
+def _move(
+    trial: Trial, made: Plan, spec: LayerSpec, tokens: Sequence[int], reroute: Reroute | None
+) -> _Movement:
+    group = trial.group
     sent = [batch(spec, rank, tokens[rank % len(tokens)]) for rank in range(group.size)]
     if reroute is not None:
         sent = [one.with_ids(reroute(one.routes.topk_ids_TK.clone(), rank)) for rank, one in enumerate(sent)]
@@ -160,8 +177,8 @@ def _move(trial: Trial, spec: LayerSpec, tokens: Sequence[int], reroute: Reroute
     due = [
         (source, token)
         for source, one in enumerate(sent)
-        for token, ranks in enumerate(placement.resolve(one.routes.topk_ids_TK, source)[0].tolist())
-        if group.rank in ranks
+        for token, ids in enumerate(one.routes.topk_ids_TK.tolist())
+        if any(rank == group.rank for rank, _ in _goes(placement, ids, source))
     ]
     dispatched = send(made, spec, sent[group.rank].to(group.device))
     received = _copy(dispatched.received)  # before the next phase may write over it
@@ -175,7 +192,6 @@ def _move(trial: Trial, spec: LayerSpec, tokens: Sequence[int], reroute: Reroute
         y_TH = made.exchange.combine(dispatched, ExpertRows(rows_RH=rows_RH.to(group.device))).y_TH.cpu()
     except Exception as error:
         failed = error
-    made.close()
     return _Movement(
         sent=sent,
         received=received,
@@ -185,6 +201,16 @@ def _move(trial: Trial, spec: LayerSpec, tokens: Sequence[int], reroute: Reroute
         placement=placement,
         rank=group.rank,
     )
+
+
+def _goes(placement: Placement, ids: Sequence[int], source: int) -> list[tuple[int, int]]:
+    """The (rank, local id) of each choice of a token, (-1, -1) for nobody, read off the table in plain words."""
+    number, pairs = sum(expert for expert in ids if expert >= 0), []
+    for expert in ids:
+        owners = [(rank, own.index(expert)) for rank, own in enumerate(placement.table) if expert in own]
+        near = [pair for pair in owners if pair[0] == source]
+        pairs.append(near[0] if near else owners[number % len(owners)] if owners else (-1, -1))
+    return pairs
 
 
 def _copy(received: ReceivedRows) -> ReceivedRows:
@@ -240,8 +266,8 @@ def _check_row(moved: _Movement, row: int) -> None:
         expect(same, f"payload {payload!r} of {name} arrived with other bits", "the bits that were sent")
     found, meant = received.extra["blob"][row].tolist(), sent.extra["blob"][token].tolist()
     expect(found == meant, f"the further payload 'blob' of {name} arrived as {found}", meant)
-    rank_TK, local_TK = moved.placement.resolve(sent.routes.topk_ids_TK, source)
-    local = torch.where(rank_TK[token] == moved.rank, local_TK[token], -1).tolist()
+    pairs = _goes(moved.placement, sent.routes.topk_ids_TK[token].tolist(), source)
+    local = [expert if rank == moved.rank else -1 for rank, expert in pairs]
     assert isinstance(received.routes, LocalRoutes)
     ids = received.routes.ids_RK[row].tolist()
     expect(ids == local, f"{name} has local ids {ids}", f"{local}: -1 where an expert lives elsewhere")
@@ -254,8 +280,8 @@ def _check_row(moved: _Movement, row: int) -> None:
 def _check_homecoming(moved: _Movement) -> None:
     """Each token's sum over the ranks that it went to, and zero elsewhere."""
     mine = moved.sent[moved.rank].routes.topk_ids_TK
-    for token, ranks in enumerate(moved.placement.resolve(mine, moved.rank)[0].tolist()):
-        went = sorted({rank for rank in ranks if rank >= 0})
+    for token, ids in enumerate(mine.tolist()):
+        went = sorted({rank for rank, _ in _goes(moved.placement, ids, moved.rank) if rank >= 0})
         meant = [sum(2.0 ** (rank % 4) for rank in went), float(len(went) * (token + 1))]
         home = moved.y_TH[token, :2].tolist()
         expect(
@@ -300,6 +326,25 @@ def empty_ranks(trial: Trial) -> None:
 def ranks_without_experts(trial: Trial) -> None:
     """With fewer experts than ranks, some ranks receive nothing."""
     check_movement(trial, layer(num_experts=max(1, trial.group.size - 2), top_k=1))
+
+
+def uneven_experts(trial: Trial) -> None:
+    """With E mod W ≠ 0 the first ranks hold one expert more, and the others' ids are counted behind theirs."""
+    check_movement(trial, layer(num_experts=2 * trial.group.size + trial.group.size // 2))
+
+
+def many_experts(trial: Trial) -> None:
+    """A rank may hold hundreds of experts, more than a byte can count."""
+    check_movement(trial, layer(num_experts=300 * trial.group.size))
+
+
+def smaller_batches(trial: Trial) -> None:
+    """A batch that is smaller than the one before brings its own rows, and none that were left behind."""
+    spec = layer()
+    made = trial.plan(spec)
+    for tokens in ((16, 9), (2, 5), (0, 3), (7, 0)):
+        check_movement(trial, spec, tokens=tokens, made=made)
+    made.close()
 
 
 def all_tokens_to_one_rank(trial: Trial) -> None:
@@ -359,6 +404,9 @@ MOVEMENT_CHECKS: tuple[Callable[[Trial], None], ...] = (
     one_copy_per_rank,
     empty_ranks,
     ranks_without_experts,
+    uneven_experts,
+    many_experts,
+    smaller_batches,
     all_tokens_to_one_rank,
     one_hot_expert,
     nobody_is_not_sent,

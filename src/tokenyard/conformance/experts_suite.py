@@ -25,7 +25,7 @@ from tokenyard.conformance.oracle import exact_activation
 from tokenyard.conformance.runner import Finding
 from tokenyard.experts import ACTIVATIONS, Activation, Experts, ExpertsSpec, ExpertWeights, activation
 from tokenyard.experts.base import WEIGHT_DTYPES
-from tokenyard.formats import WEIGHT_FORMATS
+from tokenyard.formats import WEIGHT_FORMATS, Format
 from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows, RoutingLogits, UnfinalizedRows, describe
 
 # Random specs that the oracle check draws, and rows of a batch.
@@ -35,6 +35,8 @@ _FLOAT32 = 2.0**-24
 _SLOPE = 1.13  # of silu, gelu and the clamped SwiGLU, at most
 _TINY = 2.0**-24  # half the distance of float16's subnormal numbers
 _CPU = torch.device("cpu")
+# Codes whose numbers every 16-bit dtype holds: whoever decodes them once decodes them exactly.
+_EXACT_CODES = ("mxfp8", "nvfp4(global_scale=8.0)", "fp8_block128(power_of_two_scales=True)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,7 @@ class _Batch:
     x_RH: Tensor
     routes: LocalRoutes
     device: torch.device = _CPU
+    wire: Format | None = None  # in which the rows arrive; None: in their own dtype
 
     def received(self, cls: type[Experts], routes: LocalRoutes | None = None) -> ReceivedRows:
         """The rows as an exchange would deliver them; with logits, for experts that route by themselves."""
@@ -53,7 +56,7 @@ class _Batch:
         shape = (x_RH.shape[0], self.spec.num_local_experts)
         logits = RoutingLogits(logits_RE=torch.zeros(shape, device=self.device))
         return ReceivedRows(
-            rows=formats.for_dtype(x_RH.dtype).encode(x_RH),
+            rows=(self.wire or formats.for_dtype(x_RH.dtype)).encode(x_RH),
             routes=logits if cls.routes_itself else routes,
             counts_W=(x_RH.shape[0],),
         )
@@ -251,6 +254,25 @@ def within_the_bound(cls: type[Experts], device: torch.device) -> None:
         _expect(over <= 0, f"{over:.3g} beyond the bound for {_told(spec)}", "every element within it")
 
 
+def rows_are_quantized_once(cls: type[Experts], device: torch.device) -> None:
+    """Rows that arrive quantized are taken as they are; plain rows are quantized where the spec asks for it."""
+    for seed, drawn in enumerate(_specs(cls, count=12)):
+        name = _EXACT_CODES[seed % len(_EXACT_CODES)]
+        code = formats.get(name)
+        for wire, rows in ((code, None), (code, code), (None, code)):
+            spec = replace(drawn, rows=rows)
+            if cls.supports(spec) is not None:
+                continue
+            batch = replace(_batch(spec, seed=seed, device=device), wire=wire)
+            given_RH = code.encode(batch.x_RH).decode(torch.float32)
+            over = excess(batch.result(cls), *exact(replace(batch, x_RH=given_RH)))
+            how = f"rows that arrive {'plain' if wire is None else 'so'}, and experts that compute on "
+            how += "what arrives" if rows is None else "such rows"
+            _expect(
+                over <= 0, f"{over:.3g} beyond the bound for {name}, {how}", "rows that are quantized once"
+            )
+
+
 def rows_for_nobody_are_zero(cls: type[Experts], device: torch.device) -> None:
     """A row none of whose experts live here is zero, even where it holds NaN, and so is its weight's."""
     batch = _one(cls, device)
@@ -363,6 +385,7 @@ EXPERTS_CHECKS: dict[str, Callable[[type[Experts], torch.device], None]] = {
         one_type_returned,
         finalizing_agrees,
         within_the_bound,
+        rows_are_quantized_once,
         rows_for_nobody_are_zero,
         nan_stays_in_its_row,
         duplicate_choices_count_twice,
