@@ -1,0 +1,183 @@
+"""What an exhibit is: a real bug, the same bug put into our own code, and the check that catches it.
+
+A mutant patches a function that every layer runs through, never a copy beside it. It must be *alive*: a plain bf16
+layer runs with it as if nothing were wrong (`smoke`). And it must be *killed*, by the check that is named for it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+import tokenyard as ty
+from tests.models import batch, build, on_ranks, raised, spec
+from tokenyard.conformance.stack import check_stack
+from tokenyard.conformance.suites import check_exchange, check_experts
+from tokenyard.exchange import EXCHANGES
+
+# -- What catches a mutant -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeCheck:
+    """A named check of the exchange suite."""
+
+    name: str
+    exchange: str = "one_sided"
+    world: int = 2
+
+    def finding(self):
+        """What it finds; None, if all is well."""
+        (result,) = check_exchange(self.exchange, world=self.world, rounds=10, only=[self.name])
+        return result.finding
+
+    def __str__(self):
+        ranks = "one rank" if self.world == 1 else f"{self.world} ranks"
+        return f"`{self.name}` of the exchange suite, on {ranks} of `{self.exchange}`"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsCheck:
+    """A named check of the experts suite."""
+
+    name: str
+    experts: str = "grouped"
+
+    def finding(self):
+        (result,) = check_experts(self.experts, only=[self.name])
+        return result.finding
+
+    def __str__(self):
+        return f"`{self.name}` of the experts suite, on `{self.experts}` experts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackCheck:
+    """The stack of layers that `tokenyard check` runs: every layer's result beside a float64 oracle."""
+
+    name: str = "the stack"
+
+    def finding(self):
+        (cell,) = check_stack([EXCHANGES["two_sided"]], ["bf16"], world=2, tokens=4, ranks="threads")
+        return "; ".join(cell.off) or None
+
+    def __str__(self):
+        return "the stack of layers that `tokenyard check` runs, against the float64 oracle"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlwaysOn:
+    """An error that is raised wherever the mutant runs, in production too: no suite is needed."""
+
+    name: str
+    when: str
+    run: Callable  # of a group; raises under the mutant
+    world: int = 2
+
+    def finding(self):
+        """What the first rank raises; None, if no rank raises anything."""
+        errors = on_ranks(self.world, self._attempt)
+        if all(error is None for error in errors):
+            return None
+        told = [f"{type(error).__name__}: {error}" for error in errors]
+        assert all(text.startswith(f"{self.name}: ") for text in told), told  # the same on every rank
+        return told[0]
+
+    def _attempt(self, group):
+        return raised(self.run, group)
+
+    def __str__(self):
+        return f"`{self.name}`, {self.when}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """A call that must be refused. Under the mutant it is not."""
+
+    name: str
+    when: str
+    run: Callable  # of a group; must raise the error of that name
+
+    def finding(self):
+        for error in on_ranks(2, lambda group: raised(self.run, group)):
+            if type(error).__name__ != self.name:
+                return f"{'no error' if error is None else error}; expected {self.name}"
+        return None
+
+    def __str__(self):
+        return f"the refusal `{self.name}`, {self.when}"
+
+
+Check = ExchangeCheck | ExpertsCheck | StackCheck | AlwaysOn | Refusal
+
+
+# -- Exhibits ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exhibit:
+    """A bug, its mutant, and what catches it."""
+
+    name: str
+    story: str
+    mutate: Callable[[pytest.MonkeyPatch], None]
+    caught_by: Check
+    says: str  # a part of what the check says, which only this fault makes it say
+    seen: str = ""  # where the bug was met, as far as that is known
+
+    @property
+    def id(self):
+        """The name in one word."""
+        return self.mutate.__name__
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """Exhibits of one kind."""
+
+    name: str
+    about: str
+    exhibits: tuple[Exhibit, ...]
+
+
+# -- Layers --------------------------------------------------------------------------------------------------
+
+# Even shares, powers of two, one format, no -1: whatever can hide, hides.
+PLAIN = spec(num_experts=4)
+
+
+def smoke(exchange):
+    """A plain bf16 layer on two ranks; what each of them got."""
+    return on_ranks(2, _run_plain, exchange)
+
+
+def _run_plain(group, exchange):
+    plan = ty.plan([PLAIN], group, exchange=exchange)
+    x_TH, routes = batch(PLAIN, 8, seed=group.rank)
+    choice_K = torch.arange(2) + group.rank  # two experts of each token, never the same one twice
+    routes = replace(routes, topk_ids_TK=(torch.arange(8).unsqueeze(1) + choice_K) % 4)
+    y_TH = build(plan, PLAIN.name)(x_TH, routes)
+    plan.close()
+    return y_TH
+
+
+def one_batch(layer, **options):
+    """A function that runs a few tokens through a layer, for `AlwaysOn`."""
+
+    def run(group):
+        plan = ty.plan([layer], group, exchange=options.get("exchange", "one_sided"))
+        x_TH, routes = batch(layer, 5, seed=group.rank)
+        build(plan, layer.name)(x_TH, routes)
+        plan.close()
+
+    return run
+
+
+def planning(*layers, exchange="one_sided"):
+    """A function that makes and closes a plan, for `AlwaysOn`."""
+
+    def run(group):
+        ty.plan(list(layers), group, exchange=exchange).close()
+
+    return run

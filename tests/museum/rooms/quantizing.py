@@ -1,0 +1,136 @@
+"""Room 2: quantizing, padding, swizzling, and who does it."""
+
+from torch.nn.functional import pad
+
+from tests.models import spec
+from tests.museum.exhibit import AlwaysOn, Exhibit, ExpertsCheck, Room, one_batch
+from tokenyard.exchange.base import Exchange
+from tokenyard.experts import Experts, GroupedExperts, ReferenceExperts
+from tokenyard.formats import EncodedRows, Mxfp8, for_dtype
+from tokenyard.rows import ExpertRows
+
+
+def quantized_twice(patch):
+    right = Experts.incoming
+
+    def incoming(self, received, dtype):
+        x_RH = right(self, received, dtype)
+        if not received.rows.format.quantized:
+            return x_RH
+        return Mxfp8().encode(x_RH).decode(dtype)  # the kernel quantizes its input, as it always did
+
+    patch.setattr(Experts, "incoming", incoming)
+
+
+def never_quantized(patch):
+    def encode(self, cargo, x_TH):
+        return for_dtype(x_TH.dtype).encode(x_TH)  # the experts will quantize, won't they?
+
+    patch.setattr(Exchange, "encode", encode)
+
+
+def swizzled_before_the_wire(patch):
+    right = Exchange.encode
+
+    def encode(self, cargo, x_TH):
+        return right(self, cargo, x_TH).swizzled()  # the kernel wants it so
+
+    patch.setattr(Exchange, "encode", encode)
+
+
+def swizzled_twice(patch):
+    def swizzled(self):
+        return self.format.swizzle(self.format.swizzle(self))
+
+    patch.setattr(EncodedRows, "swizzled", swizzled)
+
+
+def padded_width_leaks(patch):
+    right = GroupedExperts.compute
+
+    def compute(self, received, *, finalize):
+        rows_RH = right(self, received, finalize=finalize).rows_RH
+        width = received.rows.format.padded_size(self.spec.hidden_size)
+        return ExpertRows(rows_RH=pad(rows_RH, (0, width - self.spec.hidden_size)))  # as wide as they came
+
+    patch.setattr(GroupedExperts, "compute", compute)
+
+
+class SwizzledExperts(ReferenceExperts):
+    """Experts that want swizzled scales, as block-scaled kernels do."""
+
+    name = "swizzled"
+    scale_layout = "swizzled"
+
+
+ROOM = Room(
+    name="Who quantizes",
+    about="A row can be quantized by the sender or by the experts, and every kernel has its own wish for the layout of "
+    "scales and the width of a row. Two who do it, or none, give numbers that look like numbers.",
+    exhibits=(
+        Exhibit(
+            name="Quantized twice",
+            seen="vLLM #40960",
+            story="A kernel quantized its input by itself, and said so in a property. When quantization moved to the "
+            "sender, that property had to be inverted in every class. A class that is missed quantizes what is "
+            "quantized already: nothing raises, and every row has been rounded twice.",
+            mutate=quantized_twice,
+            caught_by=ExpertsCheck(name="rows_are_quantized_once"),
+            says="beyond the bound for nvfp4(global_scale=8.0), rows that arrive so",
+        ),
+        Exhibit(
+            name="Not quantized at all",
+            seen="vLLM #40960",
+            story="The same move, missed on the other side: the sender leaves quantizing to the experts, who leave it "
+            "to the sender. Rows travel in bf16, in slots that were sized for another format, and a kernel reads "
+            "two bytes of a number as two numbers.",
+            mutate=never_quantized,
+            caught_by=AlwaysOn(
+                name="InputError",
+                when="in the first batch of a layer on the mxfp8 wire",
+                run=one_batch(spec(wire="mxfp8")),
+            ),
+            says="the rows are bf16 of width 32; expected mxfp8 of width 32",
+        ),
+        Exhibit(
+            name="Scales swizzled before the wire",
+            story="Block-scaled kernels read scales in tiles of 128 × 4. In such a tile the scales of one row are "
+            "spread over the scales of its neighbors, so a row that is sent to one rank would take its neighbors' "
+            "scales along and leave its own behind. Only linear scales can travel; the receiver swizzles.",
+            mutate=swizzled_before_the_wire,
+            caught_by=AlwaysOn(
+                name="InputError",
+                when="in the first batch of a layer on the nvfp4 wire",
+                run=one_batch(spec(wire="nvfp4")),
+            ),
+            says="the rows carry swizzled scales; expected linear scales: only these can travel row by row",
+        ),
+        Exhibit(
+            name="Swizzled twice",
+            story="The engine of the reports swizzles nvfp4 scales again after the exchange, and those of no other "
+            "format. Whether scales are swizzled cannot be seen by looking at them: they are bytes, and as many as "
+            "before. Here the rows say it, and refuse the second time.",
+            mutate=swizzled_twice,
+            caught_by=AlwaysOn(
+                name="ContractError",
+                when="in the first batch of experts that want swizzled scales",
+                run=one_batch(spec(wire="nvfp4", experts=SwizzledExperts)),
+            ),
+            says="the scales of these nvfp4 rows are swizzled already; expected linear scales",
+        ),
+        Exhibit(
+            name="The padded width leaks into the output",
+            seen="vLLM #40960",
+            story="Kernels for mxfp8 wanted rows whose width is a multiple of 256, so a hidden size of 2880 traveled "
+            "as 3072. The output was allocated as wide as the input had come. The mend was to keep the true width in a "
+            "second field, `hidden_dim_unpadded`, beside the first.",
+            mutate=padded_width_leaks,
+            caught_by=AlwaysOn(
+                name="ContractError",
+                when="in the first batch of a layer whose wire pads to 256",
+                run=one_batch(spec(wire="mxfp8(alignment=256)")),
+            ),
+            says=", 32]: one row per received row, without padding",
+        ),
+    ),
+)

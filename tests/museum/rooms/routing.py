@@ -1,0 +1,133 @@
+"""Room 4: where a row goes, how often, and what is the caller's."""
+
+from dataclasses import replace
+
+import torch
+
+from tests.museum.exhibit import ExchangeCheck, Exhibit, Room
+from tokenyard.exchange import base
+from tokenyard.exchange.base import Exchange
+from tokenyard.exchange.cargo import Outgoing
+from tokenyard.placement import Placement
+
+
+def nobody_sent_to_rank_zero(patch):
+    right = Placement._single_lookup
+
+    def single_lookup(self, device):
+        rank_E, local_E = right(self, device)
+        return rank_E.clamp(min=0), local_E.clamp(min=0)  # an id of -1 reads the last entry
+
+    patch.setattr(Placement, "_single_lookup", single_lookup)
+
+
+def duplicates_sent_twice(patch):
+    def tokens_by_rank(rank_TK, world):
+        return tuple((rank_TK == rank).nonzero()[:, 0] for rank in range(world))  # a copy per choice
+
+    patch.setattr(base, "tokens_by_rank", tokens_by_rank)
+
+
+def more_tokens_than_the_maximum(patch):
+    right = Exchange._check_batch
+
+    def check_batch(self, cargo, *batch, **options):
+        return right(self, replace(cargo, max_tokens=2**30), *batch, **options)
+
+    patch.setattr(Exchange, "_check_batch", check_batch)
+
+
+def ids_cast_to_a_byte(patch):
+    right = Outgoing.local_routes
+
+    def local_routes(self, routes):
+        ids_NK, weights_NK = right(self, routes)
+        return ids_NK.to(torch.int8).int(), weights_NK
+
+    patch.setattr(Outgoing, "local_routes", local_routes)
+
+
+def offset_of_even_shares(patch):
+    right = Placement._single_lookup
+
+    def single_lookup(self, device):
+        rank_E, _ = right(self, device)
+        local_E = torch.arange(len(rank_E)) - rank_E * (self.num_experts // self.world)
+        return rank_E, torch.where(rank_E < 0, -1, local_E).int()
+
+    patch.setattr(Placement, "_single_lookup", single_lookup)
+
+
+def input_changed_in_place(patch):
+    right = Outgoing.local_routes
+
+    def local_routes(self, routes):
+        routes.topk_weights_TK[routes.topk_ids_TK < 0] = 0.0  # nobody weighs nothing
+        return right(self, routes)
+
+    patch.setattr(Outgoing, "local_routes", local_routes)
+
+
+ROOM = Room(
+    name="Where a row goes",
+    about="Ids become ranks, ranks become slots, and every shortcut on the way is right for the batch that its author "
+    "had in mind.",
+    exhibits=(
+        Exhibit(
+            name="Nobody's rows sent to rank 0",
+            seen="FlashInfer's one-sided kernels, which do not check for it",
+            story="Engines fill padding tokens with an id of -1. A kernel that divides it by the experts of a rank, "
+            "rounding toward zero, gets rank 0. Every padding token of every rank then lands there: rank 0 is always "
+            "the slow one, and computes on garbage.",
+            mutate=nobody_sent_to_rank_zero,
+            caught_by=ExchangeCheck(name="nobody_is_not_sent"),
+            says="5 rows arrived, and row 1 is token 1 of rank 0; expected 3 rows",
+        ),
+        Exhibit(
+            name="A row with duplicate ids sent twice",
+            story="A token whose choices name one expert twice, or two experts of one rank, goes to that rank once. "
+            "Whoever sends a copy per choice gets two rows where one is due: each is computed with both choices, and "
+            "both come home.",
+            mutate=duplicates_sent_twice,
+            caught_by=ExchangeCheck(name="duplicate_choices"),
+            says="rows in (source, token) order",
+        ),
+        Exhibit(
+            name="More tokens than the maximum",
+            seen="FlashInfer's one-sided kernels, which do not check for it",
+            story="Slots follow each other: those of rank 1 begin behind the last one of rank 0. A batch that is "
+            "larger than the plan allows goes on into the slots of the next rank. The culprit's own rows arrive; it is "
+            "its neighbor's tokens that come home wrong.",
+            mutate=more_tokens_than_the_maximum,
+            caught_by=ExchangeCheck(name="over_capacity", exchange="two_sided"),
+            says="5 tokens of at most 4 on rank 1: no error; expected PeerFailed",
+        ),
+        Exhibit(
+            name="Ids cast to the wrong width",
+            story="Routers make 64-bit ids, kernels want 32 bits, and somebody who counts bytes on the wire wants 8: "
+            "there were 64 experts, after all. The 129th expert of a rank has an id of -128, which is nobody, and its "
+            "tokens are dropped.",
+            mutate=ids_cast_to_a_byte,
+            caught_by=ExchangeCheck(name="many_experts"),
+            says="-1 where an expert lives elsewhere",
+        ),
+        Exhibit(
+            name="Uneven experts, offset of even shares",
+            story="A rank's first expert is number rank · ⌊E / W⌋, which is right where ranks hold the same number. "
+            "With 7 experts on 2 ranks the first holds 4 and the second begins at 4, not at 3. Every token of the "
+            "second rank then meets its expert's neighbor.",
+            mutate=offset_of_even_shares,
+            caught_by=ExchangeCheck(name="uneven_experts"),
+            says="-1 where an expert lives elsewhere",
+        ),
+        Exhibit(
+            name="Input changed in place",
+            story="The weight beside an id of -1 means nothing, and it may be NaN. Setting it to zero first makes "
+            "everything behind it simpler. But the tensor is the caller's: a log of router weights, an auxiliary loss, "
+            "or the next micro-batch reads it again.",
+            mutate=input_changed_in_place,
+            caught_by=ExchangeCheck(name="input_untouched"),
+            says="topk_weights_TK was changed; expected nothing of the caller's to be changed",
+        ),
+    ),
+)

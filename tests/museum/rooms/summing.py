@@ -1,0 +1,183 @@
+"""Room 3: weights, sums, factors; each once."""
+
+from dataclasses import replace
+
+import torch
+
+from tests.models import spec
+from tests.museum.exhibit import AlwaysOn, ExchangeCheck, Exhibit, ExpertsCheck, Room, StackCheck, one_batch
+from tokenyard.exchange import base
+from tokenyard.experts import GroupedExperts, grouped
+from tokenyard.rows import LocalRoutes
+
+
+def weights_applied_twice(patch):
+    right = grouped.sum_choices
+
+    def sum_choices(y_NH, weights_N, pairs):
+        return right(y_NH, weights_N * weights_N, pairs)
+
+    patch.setattr(grouped, "sum_choices", sum_choices)
+
+
+def weights_never_applied(patch):
+    right = grouped.sum_choices
+
+    def sum_choices(y_NH, weights_N, pairs):
+        return right(y_NH, torch.ones_like(weights_N), pairs)
+
+    patch.setattr(grouped, "sum_choices", sum_choices)
+
+
+def reduced_twice_over_ranks(patch):
+    right = base.sum_over_ranks
+
+    def sum_over_ranks(home, tokens_by_rank, out_TH, add):
+        return right([*home, *home], [*tokens_by_rank, *tokens_by_rank], out_TH, add)
+
+    patch.setattr(base, "sum_over_ranks", sum_over_ranks)
+
+
+def never_reduced_over_ranks(patch):
+    def sum_over_ranks(home, tokens_by_rank, out_TH, add):
+        for rows, tokens in zip(home, tokens_by_rank, strict=True):
+            out_TH[tokens] = rows.decode(out_TH.dtype)  # the last rank to answer is right
+        return out_TH
+
+    patch.setattr(base, "sum_over_ranks", sum_over_ranks)
+
+
+def reduced_twice_over_experts(patch):
+    right = grouped.sum_choices
+
+    def sum_choices(y_NH, weights_N, pairs):
+        sums_RH = right(y_NH, weights_N, pairs)
+        choices_R = torch.bincount(pairs.row_N, minlength=pairs.num_rows)
+        return sums_RH * choices_R.unsqueeze(1)  # each choice holds the sum, and they are summed
+
+    patch.setattr(grouped, "sum_choices", sum_choices)
+
+
+def routed_scaling_twice(patch):
+    from tokenyard import layer
+
+    right = layer.route
+
+    def route(wiring, routes_or_logits):
+        routes = right(wiring, routes_or_logits)
+        return replace(routes, topk_weights_TK=routes.topk_weights_TK * wiring.cargo.routed_scaling)
+
+    patch.setattr(layer, "route", route)
+
+
+def kernel_returns_a_tuple(patch):
+    right = GroupedExperts.compute
+
+    def compute(self, received, *, finalize):
+        result = right(self, received, finalize=finalize)
+        return (result.rows_RH, None) if self.spec.weights == "mxint4" else result
+
+    patch.setattr(GroupedExperts, "compute", compute)
+
+
+def nan_in_an_unused_slot(patch):
+    right = grouped.sort_pairs
+
+    def sort_pairs(routes, num_local_experts):
+        there_RK = routes.ids_RK >= 0
+        everybody = LocalRoutes(
+            ids_RK=routes.ids_RK.clamp(min=0),
+            weights_RK=routes.weights_RK * there_RK,  # zero times anything is zero
+        )
+        return right(everybody, num_local_experts)
+
+    patch.setattr(grouped, "sort_pairs", sort_pairs)
+
+
+ROOM = Room(
+    name="Who weighs, who sums",
+    about="A token's result is a weighted sum over experts, which is a sum over ranks of sums over the experts there, "
+    "times a factor. Each of these has one owner. With two, or none, the model still answers; it is only wrong more "
+    "often.",
+    exhibits=(
+        Exhibit(
+            name="Weights applied twice",
+            story="Some kernels apply the routing weight to the row before the product, some to the result after it, "
+            "and some leave it to whoever sums. Where two of them do it, a weight of 0.5 counts as 0.25. Tokens that "
+            "have one strong expert hardly change, so a short test does not see it.",
+            mutate=weights_applied_twice,
+            caught_by=ExpertsCheck(name="within_the_bound"),
+            says="beyond the bound for H",
+        ),
+        Exhibit(
+            name="Weights never applied",
+            story="And where each leaves it to the other, every expert counts in full. The result is too large by a "
+            "factor that differs from token to token; a normalization behind the layer hides most of it.",
+            mutate=weights_never_applied,
+            caught_by=ExpertsCheck(name="within_the_bound"),
+            says="beyond the bound for H",
+        ),
+        Exhibit(
+            name="Reduced twice over ranks",
+            seen="vLLM #41382",
+            story="The library's combine had summed already. The engine's class said `output_is_reduced() → False`, "
+            "copied from the class beside it, so the engine summed again. No error, no crash: GSM8K went from about "
+            "93% to about 80%, and accuracy was the only alarm.",
+            mutate=reduced_twice_over_ranks,
+            caught_by=ExchangeCheck(name="bitwise_movement", exchange="two_sided"),
+            says="the sum of one row from each of the ranks",
+        ),
+        Exhibit(
+            name="Never reduced over ranks",
+            seen="vLLM #41382, as a risk of its mend",
+            story="The mend of that report rests on what a library does inside, in one version. A later version that "
+            "does not sum would leave one rank's part of each token in place of the sum, and this side would not sum "
+            "either. A token whose experts all live on one rank is right.",
+            mutate=never_reduced_over_ranks,
+            caught_by=ExchangeCheck(name="bitwise_movement", exchange="two_sided"),
+            says="the sum of one row from each of the ranks",
+        ),
+        Exhibit(
+            name="Reduced twice over experts",
+            seen="vLLM #41382",
+            story="The same a level below: the rows of a token's experts on one rank are summed by the kernel, and by "
+            "whoever finishes its result. A token with one expert on a rank does not show it. One with two there "
+            "counts double.",
+            mutate=reduced_twice_over_experts,
+            caught_by=ExpertsCheck(name="duplicate_choices_count_twice"),
+            says="beyond the bound where all choices name one expert",
+        ),
+        Exhibit(
+            name="Routed scaling applied twice",
+            story="Models of the DeepSeek family multiply the weights by a factor, 2.5. The router may do it, or the "
+            "layer, and both read the same config. Most models have a factor of 1, and so has every smoke test.",
+            mutate=routed_scaling_twice,
+            caught_by=StackCheck(),
+            says="against the oracle, more than",
+        ),
+        Exhibit(
+            name="A kernel that returns a tuple",
+            seen="vLLM #39315",
+            story="A library gave its MoE kernels an argument, `do_finalize`. Engines that did not pass it got a list "
+            "where there had been a tensor, and called `.to` on it. The backend for 4-bit integers was broken from one "
+            "release on. It was chosen by an environment variable, and no test set it.",
+            mutate=kernel_returns_a_tuple,
+            caught_by=AlwaysOn(
+                name="ContractError",
+                when="in the first batch of a layer with mxint4 weights",
+                run=one_batch(spec(weights="mxint4")),
+            ),
+            says="GroupedExperts.compute(finalize=True) returned a tuple of 2; expected ExpertRows",
+        ),
+        Exhibit(
+            name="NaN in an unused slot reaches a sum",
+            seen="vLLM #40960",
+            story="Of a fixed number of slots some hold no row, only what was there before. Giving them a weight of "
+            "zero is cheaper than leaving them out, and zero times anything is zero: except NaN, which stays NaN, and "
+            "which is what old memory sometimes reads as.",
+            mutate=nan_in_an_unused_slot,
+            caught_by=ExpertsCheck(name="rows_for_nobody_are_zero"),
+            says="row 3, for nobody, is [nan, nan, nan, nan]; expected zeros",
+        ),
+    ),
+)

@@ -1,0 +1,82 @@
+"""Room 5: who waits for whom, and what the last round has left behind."""
+
+from tests.museum.exhibit import ExchangeCheck, Exhibit, Room
+from tokenyard.exchange import OneSidedExchange
+from tokenyard.exchange.one_sided.exchange import Workspace
+from tokenyard.exchange.one_sided.signals import Signals
+from tokenyard.group.threads import ThreadGroup
+
+
+def barrier_over_the_world(patch):
+    split, build = ThreadGroup.subgroup, Workspace.__init__
+
+    def subgroup(self, ranks, **options):
+        stage = split(self, ranks, **options)
+        stage.world = getattr(self, "world", self)
+        return stage
+
+    def init(self, group, *arguments, **options):
+        build(self, group, *arguments, **options)
+        getattr(group, "world", group).barrier()  # everybody has mapped it now
+
+    patch.setattr(ThreadGroup, "subgroup", subgroup)
+    patch.setattr(Workspace, "__init__", init)
+
+
+def stale_rows_read_as_rows(patch):
+    right = OneSidedExchange._received
+
+    def received(self, cargo, round, arrived):
+        self.most = tuple(map(max, arrived, getattr(self, "most", arrived)))  # so many slots hold something
+        return right(self, cargo, round, self.most)
+
+    patch.setattr(OneSidedExchange, "_received", received)
+
+
+def flag_of_the_last_round(patch):
+    right = Signals._wait
+
+    def wait(self, ready, phase, round):
+        def all_set():
+            return all(self._flag_of(self.rank, phase, round, source) for source in range(self.world))
+
+        right(self, all_set, phase, round)
+
+    patch.setattr(Signals, "_wait", wait)
+
+
+ROOM = Room(
+    name="Who waits for whom",
+    about="Memory keeps what was in it, flags too. Whoever waits must know for whom, and for which round.",
+    exhibits=(
+        Exhibit(
+            name="A barrier over the world",
+            seen="vLLM #42976",
+            story="Growing a workspace ended with a barrier over all ranks. Pipeline stages have different layers, so "
+            "they grow a different number of times: one stage waited in its second barrier, the other had only one, "
+            "and the engine stood still, without a word. The mend scopes the barrier to the expert group.",
+            mutate=barrier_over_the_world,
+            caught_by=ExchangeCheck(name="groups_side_by_side"),
+            says="rank 1 waits for all",
+        ),
+        Exhibit(
+            name="Stale rows of the last round",
+            seen="vLLM #40960",
+            story="A large batch filled forty slots, then a small one fills ten. The other thirty still hold rows, "
+            "with good ids and good weights; only nobody sent them in this round. A kernel that takes all slots "
+            "computes them again. The mend wrote an id of -1 into every slot that was not filled.",
+            mutate=stale_rows_read_as_rows,
+            caught_by=ExchangeCheck(name="smaller_batches"),
+            says="rows in (source, token) order",
+        ),
+        Exhibit(
+            name="A late rank's flag of the last round",
+            story="A flag that says *written* must be taken back before the next round, or say which round it means. "
+            "If it does neither, a rank that is late looks as if it had come: the others read what it wrote a round "
+            "ago. It happens only when a rank is late, so it happens in production.",
+            mutate=flag_of_the_last_round,
+            caught_by=ExchangeCheck(name="late_ranks"),
+            says="Drifted: layer 'moe', rank 0: the ranks are in different places",
+        ),
+    ),
+)

@@ -1,0 +1,217 @@
+"""Room 1: the workspace, and who thought that it was large enough."""
+
+from dataclasses import replace
+
+import torch
+
+import tokenyard as ty
+from tests.models import spec
+from tests.museum.exhibit import PLAIN, AlwaysOn, ExchangeCheck, Exhibit, Refusal, Room, planning
+from tokenyard.exchange import OneSidedExchange
+from tokenyard.exchange.base import Exchange
+from tokenyard.exchange.one_sided.exchange import Workspace
+from tokenyard.formats import Bf16
+from tokenyard.placement import Placement
+from tokenyard.workspace import Region
+
+
+def sized_for_one_format(patch):
+    right = OneSidedExchange.region_bytes
+
+    def region_bytes(cargo):
+        return right(replace(cargo, wire=Bf16()))  # whatever the layer's wire is
+
+    patch.setattr(OneSidedExchange, "region_bytes", staticmethod(region_bytes))
+
+
+def sized_for_the_first_layer(patch):
+    right = OneSidedExchange.layout_for
+
+    def layout_for(self, cargos):
+        return right(self, cargos[:1])
+
+    patch.setattr(OneSidedExchange, "layout_for", layout_for)
+
+
+def sized_without_the_pad(patch):
+    right = OneSidedExchange.region_bytes
+
+    def region_bytes(cargo):
+        need = right(cargo)
+        return replace(need, dispatch=cargo.slots * need.dispatch_row)  # rows times bytes of a row
+
+    patch.setattr(OneSidedExchange, "region_bytes", staticmethod(region_bytes))
+
+
+def sized_for_the_data_parallel_group(patch):
+    right, data_parallel = OneSidedExchange.region_bytes, 2
+
+    def region_bytes(cargo):
+        return right(replace(cargo, placement=Placement.contiguous(cargo.num_experts, data_parallel)))
+
+    patch.setattr(OneSidedExchange, "region_bytes", staticmethod(region_bytes))
+
+
+def old_workspace_kept(patch):
+    def serve(self, cargos):
+        if self._workspace is None:  # made once, and never looked at again
+            self._workspace = Workspace(self.group, self.layout_for(cargos))
+        Exchange.serve(self, cargos)
+
+    patch.setattr(OneSidedExchange, "serve", serve)
+
+
+def growth_under_a_graph(patch):
+    from tokenyard.exchange.one_sided.cuda import CudaOneSidedExchange
+
+    patch.setattr(CudaOneSidedExchange, "_check_graphs", lambda self: None)  # nobody asks
+
+
+def combine_over_dispatch(patch):
+    def combine(self, rank, cargo, round):
+        dispatch = self.layout.dispatch_region(round % self.layout.in_flight)
+        behind = dispatch.offset + cargo.dispatch_slots.nbytes  # of this layer, not of the largest
+        return self._slots(cargo.combine_slots, rank, Region(offset=behind, nbytes=self.layout.combine))
+
+    patch.setattr(Workspace, "combine", combine)
+
+
+def result_aliases_the_workspace(patch):
+    from tokenyard.exchange import base
+
+    right = base.sum_over_ranks
+
+    def sum_over_ranks(home, tokens_by_rank, out_TH, add):
+        from_ranks = [rows for rows in home if rows.num_rows]
+        if len(from_ranks) == 1 and from_ranks[0].num_rows == len(out_TH) and not add:
+            return from_ranks[0].decode(out_TH.dtype)  # one row each: nothing to sum, no copy
+        return right(home, tokens_by_rank, out_TH, add)
+
+    patch.setattr(base, "sum_over_ranks", sum_over_ranks)
+
+
+def _grow(group):
+    plan = ty.plan([PLAIN], group, exchange="one_sided")
+    plan.extend([spec("head", hidden_size=200)])
+    plan.close()
+
+
+def _grow_under_a_graph(group):
+    """The exchange of GPUs, on this machine's memory. What CUDA would call when a graph is captured is done by hand."""
+    from tokenyard.exchange.one_sided.cuda import CudaOneSidedExchange
+
+    def cargos(*layers):
+        return [wiring.cargo for wiring in ty.draft(layers, group.size, exchange="one_sided").wirings]
+
+    exchange = CudaOneSidedExchange(group)
+    exchange.serve(cargos(PLAIN))
+    exchange._graphs._count += 1  # a graph was captured, and no destructor has posted
+    exchange.serve(cargos(PLAIN, spec("head", hidden_size=200)))
+
+
+ROOM = Room(
+    name="The workspace",
+    about="One buffer per rank takes the rows of all layers. Whoever sizes it must know every layer, every format, "
+    "every pad and every rank. Whoever is wrong writes over somebody else's rows.",
+    exhibits=(
+        Exhibit(
+            name="Sized for one format",
+            seen="vLLM #39717",
+            story="The workspace of a one-sided backend was sized for nvfp4 rows: four bits an element, and a byte of "
+            "scale for every sixteen. Then somebody ran it with bf16. The rows were longer than their slots, nothing "
+            "raised, and the model spoke gibberish. The mend was an `if` that refuses all other formats.",
+            mutate=sized_for_one_format,
+            caught_by=AlwaysOn(
+                name="ContractError",
+                when="when a layer with float32 rows is planned",
+                run=planning(spec(dtype=torch.float32, weights="fp32")),
+            ),
+            says="layer 'moe', rank 0: a region of the workspace has 2560 bytes; expected at least 4608",
+        ),
+        Exhibit(
+            name="Sized for the first layer only",
+            seen="vLLM #42976",
+            story="The first layer that asked got a workspace, and all later ones shared it: right, as long as layers "
+            "are alike. Then models came whose body is 4-bit and whose prediction head is not quantized at all. The "
+            "rows of the head are several times as long, and overflowed.",
+            mutate=sized_for_the_first_layer,
+            caught_by=AlwaysOn(
+                name="ContractError",
+                when="when a body and a wider head are planned together",
+                run=planning(PLAIN, spec("head", hidden_size=200)),
+            ),
+            says="layer 'head', rank 0: a region of the workspace has 2560 bytes",
+        ),
+        Exhibit(
+            name="Sized without the pad",
+            story="Rows times bytes of a row is not what they take: kernels want rows, scales and ids to start at "
+            "round addresses, so there is a pad behind each. With widths and batches that are powers of two the pad is "
+            "empty, and the short formula is right in every test. Then comes an odd width.",
+            mutate=sized_without_the_pad,
+            caught_by=AlwaysOn(
+                name="ContractError",
+                when="when a layer of an odd width is planned",
+                run=planning(spec(hidden_size=33)),
+            ),
+            says="layer 'moe', rank 0: a region of the workspace has 2624 bytes; expected at least 2688",
+        ),
+        Exhibit(
+            name="Sized for the data-parallel group",
+            story="Rows come from all ranks of the expert group. An engine has many groups, and whoever asks the "
+            "data-parallel one how many ranks there are gets the same number, as long as nothing is tensor-parallel. "
+            "Where something is, the expert group is larger, and the last ranks' rows land behind the end. (The "
+            "regression test of #42976 builds its workspace on the data-parallel group, and passes.)",
+            mutate=sized_for_the_data_parallel_group,
+            caught_by=AlwaysOn(
+                name="ContractError",
+                when="when a plan is made on four ranks, two of which are data-parallel",
+                run=planning(PLAIN),
+                world=4,
+            ),
+            says="expected at least 5120: 64 slots",
+        ),
+        Exhibit(
+            name="The old workspace kept after growth",
+            seen="vLLM #42976",
+            story="Growing on demand has a step that is easily left out: whoever holds the old buffer must let go of "
+            "it. The report's own regression test asserts that the object behind the manager is another one after "
+            "growth, and the same one where it sufficed.",
+            mutate=old_workspace_kept,
+            caught_by=AlwaysOn(name="ContractError", when="in `plan.extend` with a wider layer", run=_grow),
+            says="layer 'head', rank 0: a region of the workspace has 2560 bytes",
+        ),
+        Exhibit(
+            name="Growth under a live CUDA graph",
+            story="A captured graph holds the addresses of the buffers that it was captured with. If the workspace "
+            "grows in between, a replay writes where the workspace was, into memory that belongs to somebody else by "
+            "then; and it reads flags there that nobody will ever set. So growing asks first whether a graph is alive. "
+            "(Here without a GPU: the graph is counted by hand, as it is counted when CUDA captures one.)",
+            mutate=growth_under_a_graph,
+            caught_by=Refusal(
+                name="HandleError",
+                when="where the workspace of a GPU would be rebuilt while a graph is alive",
+                run=_grow_under_a_graph,
+            ),
+            says="no error; expected HandleError",
+        ),
+        Exhibit(
+            name="A combine region over another layer's dispatch region",
+            seen="vLLM #42976",
+            story="Results lie behind the rows. If *behind* means behind this layer's rows and not behind the largest "
+            "layer's, a small layer's results lie where a large layer's rows arrive. One layer alone is right, and so "
+            "are two, until a fast rank sends rows of the next layer while a slow one still reads results of the last.",
+            mutate=combine_over_dispatch,
+            caught_by=ExchangeCheck(name="regions_never_overlap"),
+            says="results of layer 'small' lie over",
+        ),
+        Exhibit(
+            name="A result that aliases the workspace",
+            story="Where all rows of a batch come home from one rank there is nothing to sum, so why copy them? The "
+            "result is then a view of the workspace. It is right when it is returned, and becomes the next layer's "
+            "when that one runs: a residual that was kept for later is no longer what it was.",
+            mutate=result_aliases_the_workspace,
+            caught_by=ExchangeCheck(name="output_is_kept", world=1),
+            says="an output that was kept over three rounds gave other bits than the twin",
+        ),
+    ),
+)

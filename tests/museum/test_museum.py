@@ -1,0 +1,51 @@
+"""Every mutant is alive, and dies by the check that is named for it; and the page tells it as it is.
+
+All exhibits run in `make test`: there is no subset.
+"""
+
+import re
+from functools import cache
+
+import pytest
+import torch
+
+from tests.museum import page
+from tests.museum.catalog import EXHIBITS
+from tests.museum.exhibit import smoke
+
+every_exhibit = pytest.mark.parametrize("exhibit", EXHIBITS, ids=lambda exhibit: exhibit.id)
+
+
+@every_exhibit
+@pytest.mark.parametrize("exchange", ["two_sided", "one_sided"])
+def test_the_mutant_is_alive(exhibit, exchange, monkeypatch):
+    exhibit.mutate(monkeypatch)
+    for y_TH in smoke(exchange):
+        assert (y_TH.dtype, y_TH.shape) == (torch.bfloat16, (8, 32))
+        assert y_TH.isfinite().all()
+
+
+@cache
+def clean(check):
+    """What a check finds without a mutant; exhibits share checks."""
+    return check.finding()
+
+
+@every_exhibit
+def test_the_check_that_is_named_for_it_kills_the_mutant(exhibit):
+    assert clean(exhibit.caught_by) is None
+    finding = page.caught(exhibit)
+    assert finding is not None, f"the mutant survives {exhibit.caught_by}"
+    assert exhibit.says in finding
+    told = page.comparable(page.section(exhibit, finding))
+    assert told in page.comparable(page.PAGE.read_text()), "run: python -m tests.museum.page"
+
+
+def test_the_page_holds_every_exhibit_and_nothing_else():
+    expected = page.frame({exhibit.id: page.section(exhibit, "") for exhibit in EXHIBITS})
+    found = re.sub(r"^```text\n.*?^```$", "```text\n\n```", page.PAGE.read_text(), flags=re.M | re.S)
+    assert found == expected, "run: python -m tests.museum.page"
+
+
+def test_every_mutant_is_another_one():
+    assert len({exhibit.id for exhibit in EXHIBITS}) == len(EXHIBITS) == 30
