@@ -198,7 +198,6 @@ class _Processes:
         self._intra_op, self._job = intra_op, job
         self._connections: dict[int, Connection] = {}
         self._processes: dict[int, Any] = {}
-        self._replaced: list[Any] = []
 
     def start(self, rank: int, *, fresh: bool = False) -> None:
         """Start a rank; a fresh one takes the place of one that was lost."""
@@ -259,7 +258,8 @@ class _Processes:
 
     def _replace(self, rank: int) -> None:
         self._connections[rank].close()
-        self._replaced.append(self._processes[rank])
+        # Now, not in the end: in a night of losses the descriptors would run out.
+        _end([self._processes.pop(rank)])
         self.start(rank, fresh=True)
 
     def end(self) -> None:
@@ -268,7 +268,7 @@ class _Processes:
             with contextlib.suppress(OSError):
                 connection.send_bytes(b"leave")
             connection.close()
-        _end([*self._replaced, *self._processes.values()])
+        _end(list(self._processes.values()))
         self._store = None  # the traceback of an error holds this object, and must not hold its sockets
 
 
