@@ -168,7 +168,9 @@ class PlanMismatch(TokenyardError, RuntimeError):
         super().__init__(
             "the ranks of this group made different plans: " + "; ".join(lines),
             expected="the same layers, in the same order, on every rank",
-            fix="build the layers from one config on all ranks",
+            fix="run one version of tokenyard on all ranks"
+            if "protocol" in differences
+            else "build the layers from one config on all ranks",
             rank=rank,
         )
 

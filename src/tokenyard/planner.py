@@ -32,6 +32,7 @@ from tokenyard.exchange import EXCHANGES, Cargo, Exchange
 from tokenyard.exchange.stats import LayerStats
 from tokenyard.group import READMISSION, Group
 from tokenyard.spec import LayerSpec
+from tokenyard.version import __version__
 from tokenyard.wiring import Wiring
 
 _log = logging.getLogger("tokenyard")
@@ -280,10 +281,15 @@ def _agree(group: Group, make: Callable[[], Draft]) -> tuple[Draft, int]:
     number = group.count_plan()
     report = {
         "host": group.host(),
+        "version": __version__,
         "error": f"{type(error).__name__}: {error}" if error else None,
         "fields": {"plans made": number, **({} if drafted is None else drafted.fields())},
     }
-    by_rank = group.gather_json(report, phase="agreement on the plan")
+    # A rank of another version may report other things.
+    by_rank = [
+        {"host": "", "version": None, "error": None, "fields": {}} | other
+        for other in group.gather_json(report, phase="agreement on the plan")
+    ]
     if error is not None:
         raise error
     assert drafted is not None
@@ -291,7 +297,10 @@ def _agree(group: Group, make: Callable[[], Draft]) -> tuple[Draft, int]:
         if other["error"] is not None:
             raise PeerFailed(rank, other["error"], phase="plan", rank=group.rank)
     if differences := _differences([other["fields"] for other in by_rank]):
-        raise PlanMismatch(differences, rank=group.rank)
+        # Versions that speak one protocol understand each other. Where plans differ, they are told all the same.
+        first = _differences([{"version": other["version"]} for other in by_rank])
+        first |= {name: values for name, values in differences.items() if name == "protocol"}
+        raise PlanMismatch(first | differences, rank=group.rank)
     _check_reach(drafted, group, [other["host"] for other in by_rank])
     return drafted, number
 

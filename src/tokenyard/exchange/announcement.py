@@ -56,7 +56,10 @@ class Announcement:
         """The place in words, for a rank whose plan has these layers."""
         known = self.plan == mine.plan and 0 <= self.layer < len(layers)
         layer = repr(layers[self.layer]) if known else f"{self.layer} of another plan"
-        return f"{self.phase.value} of layer {layer}, round {self.round}"
+        protocol = (
+            "" if self.protocol == mine.protocol else f", protocol {self.protocol}, not {mine.protocol}"
+        )
+        return f"{self.phase.value} of layer {layer}, round {self.round}{protocol}"
 
     def encode(self, size: int) -> bytes:
         """`size` bytes."""
