@@ -41,7 +41,7 @@ from tokenyard.group.readmission import (
     seats_at,
     underlying,
 )
-from tokenyard.group.roll_call import LOOK, RollCall
+from tokenyard.group.roll_call import LOOK, RollCall, within
 from tokenyard.group.shared_memory import share_between_processes, this_host
 from tokenyard.group.symmetric_memory import share_between_gpus
 
@@ -111,14 +111,20 @@ class DistributedGroup(Group):
         seconds: float,
     ) -> DistributedGroup:
         """The group of those who meet as an invitation says; torch knows no world of them."""
-        process_group = meet(
-            seats.store,
-            invitation.meeting,
-            rank,
-            invitation.size,
-            seconds=seconds,
-            timeout=max(invitation.deadline, FINDING_EACH_OTHER),
-        )
+        try:
+            process_group = within(
+                seconds + FINDING_EACH_OTHER,
+                lambda: meet(
+                    seats.store,
+                    invitation.meeting,
+                    rank,
+                    invitation.size,
+                    seconds=seconds,
+                    timeout=max(invitation.deadline, FINDING_EACH_OTHER),
+                ),
+            )
+        except TimeoutError as silent:
+            raise _lost_store(invitation.name, str(silent), rank) from silent
         group = cls.__new__(cls)
         group._carrier, group._known_to_torch = torch.device("cpu"), False
         group._roll = RollCall(seats.store, invitation.meeting, rank, invitation.size, this_host())
@@ -167,6 +173,7 @@ class DistributedGroup(Group):
             waited = time.monotonic() - started
             missing = self._roll.lost()
             detail = "" if "timed out" in str(error).lower() else str(error).splitlines()[0][:200]
+            detail = "; ".join(filter(None, [detail, self._roll.silent]))
             lost = PeerLost(missing, phase=phase, waited=waited, rank=self.rank, detail=detail)
             self._broken = lost.found
             raise lost from error
@@ -180,7 +187,10 @@ class DistributedGroup(Group):
                 work.wait(timedelta(seconds=left if on_gpu else min(left, LOOK)))
                 return
             except RuntimeError:
-                if on_gpu or work.is_completed() or time.monotonic() >= until or self._roll.called():
+                if not on_gpu and work.is_completed():
+                    work.wait()  # raises what went wrong; or it was done just after it was given up
+                    return
+                if on_gpu or time.monotonic() >= until or self._roll.called():
                     raise
 
     def _gone(self) -> GroupError:
@@ -219,6 +229,7 @@ class DistributedGroup(Group):
             )
         if self._process_group is None:
             raise self._gone()
+        self._check_store()
         name = name or f"{self.name}/{'-'.join(map(str, ranks))}"
         if not self._known_to_torch or (self.device.type == "cpu" and self._carrier.type == "cpu"):
             return self._split(ranks, name)
@@ -250,6 +261,7 @@ class DistributedGroup(Group):
 
     def readmit(self, lost: Sequence[int], *, seconds: float = READMISSION) -> DistributedGroup:
         empty = check_lost(lost, self.rank, self.size)
+        self._check_store()
         if self._carrier.type != "cpu":
             raise GroupError(
                 f"group {self.name!r} is one of NCCL",
@@ -266,6 +278,12 @@ class DistributedGroup(Group):
             return DistributedGroup._met(
                 self._seats, self.rank, invitation, device=self.device, seconds=seconds
             )
+
+    def _check_store(self) -> None:
+        """Raise where ranks cannot find each other, because their store does not answer."""
+        self._roll.ask_again()
+        if self._roll.silent:
+            raise _lost_store(self.name, self._roll.silent, self.rank)
 
     def close(self) -> None:
         """Close this door. The process group belongs to whoever made it, and can be destroyed now."""
@@ -309,6 +327,15 @@ def _options(kind: str, timeout: timedelta | None) -> Any:
     if timeout is not None:
         options.timeout = timeout
     return options
+
+
+def _lost_store(name: str, why: str, rank: int) -> GroupError:
+    return GroupError(
+        f"the ranks of group {name!r} cannot find each other: {why}",
+        expected="a store that answers: it is where the ranks of a new group meet",
+        fix="go on with the ranks that still reach the store's host, and start the others anew",
+        rank=rank,
+    )
 
 
 def _store_of(process_group: dist.ProcessGroup) -> Any:

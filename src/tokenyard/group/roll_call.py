@@ -15,13 +15,13 @@ tell.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 Answer = TypeVar("Answer")
 
@@ -32,6 +32,30 @@ LOOK = 0.1
 # finding each other, which is longer.
 _STORE = 2.0
 _PAUSE = 0.02
+
+
+def within(seconds: float, question: Callable[[], Answer]) -> Answer:
+    """What a question brings that may be left without an answer; `TimeoutError` after so many seconds.
+
+    The client of a store waits without an end, also where the link is cut and no answer can come. So it is a thread
+    that asks, and it is left behind.
+    """
+    answers: queue.SimpleQueue[tuple[Answer, None] | tuple[None, Exception]] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put((question(), None))
+        except Exception as error:
+            answers.put((None, error))
+
+    threading.Thread(target=ask, name="question", daemon=True).start()
+    try:
+        answer, error = answers.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"no answer within {seconds:.1f} s") from None
+    if error is not None:
+        raise error
+    return cast("Answer", answer)
 
 
 class RollCall:
@@ -47,6 +71,18 @@ class RollCall:
     def called(self) -> bool:
         """Whether a rank has called the roll: then no wait of this group will succeed any more."""
         return bool(self._ask(lambda: self._store.check([self._key("called")])))
+
+    @property
+    def silent(self) -> str:
+        """What is wrong with the store, if it has not answered."""
+        if self._answers:
+            return ""
+        return "the group's store does not answer: its process has ended, or the link to its host is cut"
+
+    def ask_again(self) -> None:
+        """Find out whether the store answers now: a link may be mended."""
+        self._answers = True
+        self.called()
 
     def lost(self) -> list[int]:
         """Who is lost, as all ranks of the group will say; nobody, if that cannot be told."""
@@ -98,17 +134,11 @@ class RollCall:
         """What the store says, or None; a store that does not answer is not asked again."""
         if not self._answers:
             return None
-        answers: list[Answer] = []
-
-        def ask() -> None:
-            with contextlib.suppress(Exception):  # its host may be the rank that died
-                answers.append(question())
-
-        asking = threading.Thread(target=ask, name="roll call", daemon=True)
-        asking.start()
-        asking.join(_STORE)
-        self._answers = bool(answers)
-        return answers[0] if answers else None
+        try:
+            return within(_STORE, question)
+        except Exception:  # its host may be the one that died, or be cut off
+            self._answers = False
+            return None
 
     def _key(self, *parts: object) -> str:
         return "/".join(map(str, (self._place, *parts)))

@@ -1,0 +1,99 @@
+"""A store that does not answer, a collective that is done at the last moment: waits end, and say what is wrong."""
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tokenyard as ty
+from tokenyard.errors import GroupError
+from tokenyard.group.roll_call import RollCall, within
+
+
+class CutOff:
+    """A store, up to the moment when its link is cut: then no call returns, until it is mended."""
+
+    def __init__(self):
+        self._store = dist.HashStore()
+        self.mended = threading.Event()
+        self.mended.set()
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            self.mended.wait()
+            return getattr(self._store, name)(*arguments)
+
+        return call
+
+
+def test_what_nobody_answers_ends():
+    never = threading.Event()
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.2 s"):
+        within(0.2, never.wait)
+    never.set()  # nothing of it is left behind
+
+
+def test_an_answer_and_an_error_come_as_they_are():
+    assert within(20, lambda: 7) == 7
+    assert within(20, lambda: None) is None
+    with pytest.raises(ZeroDivisionError):
+        within(20, lambda: 1 // 0)
+
+
+def test_the_roll_is_called_in_vain_where_the_store_is_cut_off_and_says_so():
+    store = CutOff()
+    roll = RollCall(store, "a group", 0, 3, "a host")
+    assert roll.silent == ""
+    store.mended.clear()
+    started = time.monotonic()
+    assert roll.lost() == []
+    assert not roll.called()  # not asked again: that would be two seconds more for each wait
+    assert time.monotonic() - started < 20
+    assert "the link to its host is cut" in roll.silent
+    store.mended.set()
+    roll.ask_again()
+    assert roll.silent == ""
+    assert roll.lost() == [1, 2]
+
+
+def cut_off(group):
+    store = group._roll._store = CutOff()
+    store.mended.clear()
+    expected = r"cannot find each other: the group's store does not answer.*start the others anew"
+    with pytest.raises(GroupError, match=expected):
+        group.subgroup([0, 1])
+    with pytest.raises(GroupError, match=expected):
+        group.readmit([1 - group.rank])
+    store.mended.set()
+    return group.subgroup([0, 1]).gather_json(group.rank)
+
+
+def test_no_group_is_made_where_the_store_is_cut_off_and_one_is_when_it_is_back():
+    assert ty.launch(2, cut_off, ranks="processes", deadline=20) == [[0, 1]] * 2
+
+
+class DoneJustAfter:
+    """A collective that is done between the end of a wait and the look at whether it is."""
+
+    def wait(self, timeout=None):
+        if timeout is not None:
+            raise RuntimeError("Operation timed out!")
+
+    def is_completed(self):
+        return True
+
+
+class FailedJustAfter(DoneJustAfter):
+    def wait(self, timeout=None):
+        super().wait(timeout)
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_a_collective_that_is_done_just_after_a_look_is_done():
+    group = ty.DistributedGroup.__new__(ty.DistributedGroup)
+    group._carrier = torch.device("cpu")
+    group._wait(DoneJustAfter(), time.monotonic() + 20)
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        group._wait(FailedJustAfter(), time.monotonic() + 20)
