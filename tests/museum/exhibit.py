@@ -125,6 +125,8 @@ class Exhibit:
     caught_by: Check
     says: str  # a part of what the check says, which only this fault makes it say
     seen: str = ""  # where the bug was met, as far as that is known
+    # What must run under the mutant beside the plain layer, where that does not come by the patched code; of a group.
+    also_alive: Callable | None = None
 
     @property
     def id(self):

@@ -4,15 +4,22 @@ All exhibits run in `make test`: there is no subset.
 """
 
 import re
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 
+from tests.models import on_ranks
 from tests.museum import page
 from tests.museum.catalog import EXHIBITS
-from tests.museum.exhibit import smoke
+from tests.museum.exhibit import ExchangeCheck, smoke
 
+ON_ANY_RANKS = [
+    exhibit
+    for exhibit in EXHIBITS
+    if isinstance(exhibit.caught_by, ExchangeCheck) and exhibit.caught_by.world > 1
+]
 every_exhibit = pytest.mark.parametrize("exhibit", EXHIBITS, ids=lambda exhibit: exhibit.id)
 
 
@@ -23,6 +30,8 @@ def test_the_mutant_is_alive(exhibit, exchange, monkeypatch):
     for y_TH in smoke(exchange):
         assert (y_TH.dtype, y_TH.shape) == (torch.bfloat16, (8, 32))
         assert y_TH.isfinite().all()
+    if exhibit.also_alive is not None:
+        on_ranks(2, exhibit.also_alive)
 
 
 @cache
@@ -39,6 +48,14 @@ def test_the_check_that_is_named_for_it_kills_the_mutant(exhibit):
     assert exhibit.says in finding
     told = page.comparable(page.section(exhibit, finding))
     assert told in page.comparable(page.PAGE.read_text()), "run: python -m tests.museum.page"
+
+
+@pytest.mark.parametrize("world", [3, 4, 8])
+def test_mutants_of_exchanges_die_on_more_ranks(world):
+    for exhibit in ON_ANY_RANKS:
+        wider = replace(exhibit, caught_by=replace(exhibit.caught_by, world=world))
+        assert clean(wider.caught_by) is None
+        assert page.caught(wider) is not None, f"the mutant survives {wider.caught_by}"
 
 
 def test_the_page_holds_every_exhibit_and_nothing_else():

@@ -100,7 +100,7 @@ ROOM = Room(
             "its neighbor's tokens that come home wrong.",
             mutate=more_tokens_than_the_maximum,
             caught_by=ExchangeCheck(name="over_capacity", exchange="two_sided"),
-            says="5 tokens of at most 4 on rank 1: no error; expected PeerFailed",
+            says="rank 1 announces 5 tokens",
         ),
         Exhibit(
             name="Ids cast to the wrong width",

@@ -96,8 +96,8 @@ def _grow(group):
     plan.close()
 
 
-def _grow_under_a_graph(group):
-    """The exchange of GPUs, on this machine's memory. What CUDA would call when a graph is captured is done by hand."""
+def _grow_under_a_graph(group, *, is_gone=False):
+    """The exchange of GPUs, in a CPU's memory. What CUDA does about a graph is done by hand."""
     from tokenyard.exchange.one_sided.cuda import CudaOneSidedExchange
 
     def cargos(*layers):
@@ -105,8 +105,16 @@ def _grow_under_a_graph(group):
 
     exchange = CudaOneSidedExchange(group)
     exchange.serve(cargos(PLAIN))
-    exchange._graphs._count += 1  # a graph was captured, and no destructor has posted
+    graphs, before = exchange._graphs, exchange.memory.nbytes
+    graphs._count += 1  # as `note` does when a graph is captured
+    if is_gone:
+        graphs._libc.sem_post(graphs._gone)  # as CUDA does when it is destroyed
     exchange.serve(cargos(PLAIN, spec("head", hidden_size=200)))
+    assert exchange.memory.nbytes > before
+
+
+def _grow_when_the_graph_is_gone(group):
+    _grow_under_a_graph(group, is_gone=True)
 
 
 ROOM = Room(
@@ -187,6 +195,7 @@ ROOM = Room(
             "then; and it reads flags there that nobody will ever set. So growing asks first whether a graph is alive. "
             "(Here without a GPU: the graph is counted by hand, as it is counted when CUDA captures one.)",
             mutate=growth_under_a_graph,
+            also_alive=_grow_when_the_graph_is_gone,
             caught_by=Refusal(
                 name="HandleError",
                 when="where the workspace of a GPU would be rebuilt while a graph is alive",
