@@ -1,0 +1,68 @@
+"""The first process of a host: it brings the link up, runs the host's command, and says what that left behind.
+
+Started by `switch.py` in namespaces of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+# Seconds in which children of a command that has ended end, too.
+_GRACE = 5.0
+
+
+def address_of(host: int) -> str:
+    """The address of a host's eth0."""
+    return f"10.77.0.{host + 1}"
+
+
+def others() -> list[str]:
+    """The processes of this host, but for this one."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                command = (
+                    (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                )
+            except OSError:  # it has just ended
+                continue
+            if command:  # a process that has ended and is not waited for has none
+                found.append(command)
+    return found
+
+
+def main(index: int, folder: Path, command: list[str]) -> int:
+    """Run a command on this host; its exit status."""
+    print("waiting for a link", flush=True)
+    sys.stdin.readline()
+    socket.sethostname(f"host{index}")
+    for arguments in (
+        ["link", "set", "lo", "up"],
+        ["address", "add", f"{address_of(index)}/24", "dev", "eth0"],
+        ["link", "set", "eth0", "up"],
+    ):
+        subprocess.run(["ip", *arguments], check=True)
+    started = time.monotonic()
+    with open(folder / f"host{index}.log", "wb") as log:
+        status = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False
+        ).returncode
+    seconds = time.monotonic() - started
+    until = time.monotonic() + _GRACE
+    while others() and time.monotonic() < until:
+        time.sleep(0.05)
+    network = os.stat("/proc/self/ns/net").st_ino
+    report = {"status": status, "seconds": seconds, "left": others(), "network": network}
+    (folder / f"host{index}.json").write_text(json.dumps(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]))

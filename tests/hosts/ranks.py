@@ -1,0 +1,216 @@
+"""What ranks do that torchrun has started on several hosts: one job each run, its findings in a file for each rank.
+
+    python -m torch.distributed.run … ranks.py <job> <folder> <arguments>
+
+The same functions run on the threads of one host, for comparison.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import tokenyard as ty
+from tests.hosts.network import Links
+from tests.models import batch, build, raised, spec
+
+# Seconds. Long where nothing should be lost: a busy machine is not a fault.
+DEADLINE, SHORT_DEADLINE = 60.0, 5.0
+EXCHANGES = ["two_sided", "allgather"]
+LAYERS = [
+    spec("moe.0", hidden_size=64, num_experts=7),
+    spec("moe.1", hidden_size=64, num_experts=7, wire="mxfp8", experts="reference"),
+    spec("moe.2", hidden_size=64, num_experts=5, wire="nvfp4", combine_wire="mxfp8", experts="reference"),
+]
+# Rounds after which somebody would have been told that a link is cut.
+MOST_ROUNDS = 100_000
+
+
+def digest(y_TH: torch.Tensor) -> str:
+    """The bits of a tensor, in short."""
+    return hashlib.sha256(y_TH.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+def outputs(plan: ty.Plan, rank: int, rounds: int = 1) -> list[str]:
+    """The bits that come out of all layers of a plan for a rank's own tokens."""
+    layers = [(layer, build(plan, layer.name)) for layer in LAYERS]
+    return [
+        digest(built(*batch(layer, 3 + rank, seed=10 * turn + rank)))
+        for turn in range(rounds)
+        for layer, built in layers
+    ]
+
+
+def through(group: ty.Group, exchanges: list[str], rounds: int = 1) -> dict[str, list[str]]:
+    """The bits of all layers, through each exchange."""
+    found = {}
+    for name in exchanges:
+        plan = ty.plan(LAYERS, group, exchange=name)
+        found[name] = outputs(plan, group.rank, rounds)
+        plan.close()
+    return found
+
+
+def inside_and_across(group: ty.Group) -> dict[str, list[str]]:
+    """Two plans at a time: one inside each host, through memory, and one over all of them."""
+    here = group.on_this_host()
+    inside, across = ty.plan(LAYERS, here, exchange="one_sided"), ty.plan(LAYERS, group)
+    found: dict[str, list[str]] = {"inside": [], "across": []}
+    for _ in range(2):
+        found["inside"] += outputs(inside, here.rank)
+        found["across"] += outputs(across, group.rank)
+    inside.close()
+    across.close()
+    return found
+
+
+def refused(group: ty.Group) -> dict[str, Any]:
+    """`one_sided` over several hosts; what the error offers instead is taken at its word."""
+    error = raised(ty.plan, LAYERS, group, exchange="one_sided")
+    assert isinstance(error, ty.PlanError)
+    offered = [alternative.changes["exchange"] for alternative in error.alternatives]
+    return {"error": str(error), "offered": offered, "work": through(group, offered)}
+
+
+def over_a_bad_link(group: ty.Group, links: Links, hosts: int) -> dict[str, Any]:
+    """20 ms and 2% of frames lost between any two hosts."""
+    good, bad = {"delay": 0.0, "loss": 0.0}, {"delay": 0.01, "loss": 0.01}
+    group.barrier()
+    if group.rank == 0:
+        links.change(*({"host": host, **bad} for host in range(hosts)))
+    started = time.monotonic()
+    found = through(group, EXCHANGES)
+    seconds = time.monotonic() - started
+    group.barrier()
+    if group.rank == 0:
+        links.change(*({"host": host, **good} for host in range(hosts)))
+    group.barrier()
+    return {"bits": found, "seconds": seconds, "links": links.change()}
+
+
+def meet_past_the_network(folder: Path, what: str, group: ty.Group) -> None:
+    """Wait for all ranks, by way of files."""
+    (folder / f"{what}.{group.rank}").touch()
+    while len(list(folder.glob(f"{what}.*"))) < group.size:
+        time.sleep(0.02)
+
+
+def stages_apart(group: ty.Group, links: Links, folder: Path) -> list[str]:
+    """Each host a stage, of as many layers and rounds as it likes, while the other host cannot be reached at all."""
+    stage = group.on_this_host(name="stage")
+    first = group.rank == 0
+    plan = ty.plan(LAYERS if group.rank < 2 else LAYERS[:1], stage)
+    built = [build(plan, wiring.spec.name) for wiring in plan.draft.wirings]
+    meet_past_the_network(folder, "ready", group)
+    if first:
+        links.cut(1)
+    while not links.change()[1]["cut"]:
+        time.sleep(0.02)
+    found = []
+    for turn in range(2 if group.rank < 2 else 9):
+        found += [digest(layer(*batch(layer.wiring.spec, 2, seed=turn))) for layer in built]
+    meet_past_the_network(folder, "done", group)
+    if first:
+        links.mend(1)
+    plan.close()
+    group.barrier()  # what was sent meanwhile arrives late, and nothing is lost
+    return found
+
+
+def until_cut(
+    group: ty.Group,
+    links: Links,
+    cut: Callable[[Links], None],
+    after: int,
+    exchange: str,
+) -> dict[str, Any]:
+    """Rounds without a pause, until a link is cut; then what every rank says, and how those go on that can."""
+    plan = ty.plan(LAYERS, group, exchange=exchange)
+    built = [(layer, build(plan, layer.name)) for layer in LAYERS]
+    rank, group.deadline = group.rank, SHORT_DEADLINE
+    group.barrier()
+    error, turn, started = None, 0, time.monotonic()
+    while error is None and turn < MOST_ROUNDS:
+        if rank == 0 and turn == after:
+            cut(links)
+        started = time.monotonic()
+        layer, moe = built[turn % len(built)]
+        error = raised(moe, *batch(layer, 4, seed=turn))
+        turn += 1
+    seconds = time.monotonic() - started
+    assert error is not None
+    found = {
+        "error": type(error).__name__,
+        "message": str(error),
+        "peers": list(getattr(error, "peers", [])),
+        "phase": getattr(error, "phase", None),
+        "layer": error.layer,
+        "rounds": turn,
+        "seconds": seconds,
+    }
+    lost = found["peers"] or [other for other in range(group.size) if other != rank]
+    started = time.monotonic()
+    refusal = raised(plan.go_on_without, lost)
+    found["refusal"] = str(refusal) if refusal else None
+    found["refused after"] = time.monotonic() - started
+    if refusal is None:
+        found["goes on"] = outputs(plan, plan.group.rank)
+    return found
+
+
+def story(group: ty.Group, folder: Path, links: Links) -> dict[str, Any]:
+    """Three hosts, of two, two and one rank: everything once."""
+    found: dict[str, Any] = {"hosts": group.hosts(), "three hosts": through(group, EXCHANGES)}
+    if group.rank < 4:
+        two_hosts = group.subgroup([0, 1, 2, 3])
+        found["two hosts"] = through(two_hosts, EXCHANGES)
+        found["stages"] = stages_apart(two_hosts, links, folder)
+    found["inside and across"] = inside_and_across(group)
+    found["refused"] = refused(group)
+    found["bad link"] = over_a_bad_link(group, links, 3)
+    found["cut"] = until_cut(group, links, lambda links: links.cut(1), 7, "two_sided")
+    return found
+
+
+def cut(group: ty.Group, folder: Path, links: Links) -> dict[str, Any]:
+    """A link is cut at a random moment: after some rounds, and a little more."""
+    host, how, exchange, seed = json.loads((folder / "cut.json").read_text())
+    draw = random.Random(seed)
+    after, pause = draw.randrange(1, 40), draw.random() * 0.02
+
+    def strike(links: Links) -> None:
+        import threading
+
+        # In the middle of whatever this rank does next.
+        threading.Timer(pause, links.cut, [host], {"down": how == "down"}).start()
+
+    return until_cut(group, links, strike, after, exchange)
+
+
+JOBS = {"story": story, "cut": cut}
+
+
+def main(job: str, folder: Path) -> None:
+    """Join the others, do the job, and leave what was found."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    group = ty.DistributedGroup(deadline=DEADLINE)
+    found = JOBS[job](group, folder, Links(folder))
+    (folder / f"rank{group.rank}.json").write_text(json.dumps(found))
+    group.close()
+    dist.destroy_process_group()
+    if "cut" in (job, *found):
+        raise SystemExit("a link was cut")  # as an engine ends that does not go on
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

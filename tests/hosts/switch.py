@@ -1,0 +1,192 @@
+"""The switch that hosts hang on: one link to each, whose frames it forwards late, loses, or drops as it is told.
+
+Run as the first process of namespaces of its own (`network.py` starts it). It makes a host of each command that it is
+given: namespaces for the network, processes, mounts and the name, with one end of a veth pair as `eth0`. When this
+process ends, however it ends, the kernel ends all that is in there, and the links go with them.
+
+Frames are read off the switch's ends of the links (AF_PACKET) with the header in which the kernel keeps what it left
+to a network card that is not there: checksums to fill in, segments to cut. They are written out with the same header.
+
+`netem` would delay and lose frames, too, but not every kernel has it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import random
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+_SOL_PACKET, _PACKET_VNET_HDR, _PACKET_OUTGOING, _ETH_P_ALL = 263, 15, 4, 3
+_VNET_HEADER = 10  # bytes before each frame
+_LARGEST_FRAME = 1 << 17
+_SOCKET_BUFFER = 1 << 23
+_BROADCAST_BIT = 0x01
+# Seconds between two looks at whether the hosts have ended.
+_LOOK = 0.1
+
+
+@dataclass
+class Link:
+    """What happens to the frames of one host, both ways."""
+
+    delay: float = 0.0  # seconds, each way
+    loss: float = 0.0  # of frames, each way
+    cut: bool = False
+    forwarded: int = 0
+    lost: int = 0
+
+
+class Switch:
+    """Forwards frames between the links of some hosts."""
+
+    def __init__(self, hosts: int, seed: int) -> None:
+        self.links = [Link() for _ in range(hosts)]
+        self._draw = random.Random(seed)
+        self._sockets: list[socket.socket] = []
+        self._late: list[tuple[float, int, int, bytes]] = []
+        self._number = 0
+
+    def plug_in(self, interface: str) -> socket.socket:
+        """Take the switch's end of the next host's link."""
+        end = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ETH_P_ALL))
+        end.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
+        for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+            end.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER)
+        end.bind((interface, 0))
+        end.setblocking(False)
+        self._sockets.append(end)
+        return end
+
+    def receive(self, host: int) -> None:
+        """Take what has come from a host, and send it on, now or when its time has come."""
+        while True:
+            try:
+                frame, address = self._sockets[host].recvfrom(_LARGEST_FRAME)
+            except OSError:  # nothing more; or the link is down, which ends what was under way
+                return
+            if address[2] == _PACKET_OUTGOING:
+                continue
+            for target in self._targets(frame, host):
+                self._forward(frame, host, target)
+
+    def _targets(self, frame: bytes, source: int) -> list[int]:
+        address = frame[_VNET_HEADER : _VNET_HEADER + 6]
+        if address[0] & _BROADCAST_BIT:
+            return [host for host in range(len(self.links)) if host != source]
+        return [address[5] - 1] if address == mac(address[5] - 1) else []
+
+    def _forward(self, frame: bytes, source: int, target: int) -> None:
+        ways = (self.links[source], self.links[target])
+        if any(link.cut or self._draw.random() < link.loss for link in ways):
+            self.links[source].lost += 1
+            return
+        self.links[source].forwarded += 1
+        self._number += 1
+        due = time.monotonic() + sum(link.delay for link in ways)
+        heapq.heappush(self._late, (due, self._number, target, frame))
+
+    def send_due(self) -> float:
+        """Send the frames whose time has come; return the seconds until the next."""
+        while self._late:
+            wait = self._late[0][0] - time.monotonic()
+            if wait > 0:
+                return min(wait, _LOOK)
+            _, _, target, frame = heapq.heappop(self._late)
+            if not self.links[target].cut:
+                try:
+                    self._sockets[target].send(frame)
+                except OSError:  # a full queue loses frames, as a real one does
+                    self.links[target].lost += 1
+        return _LOOK
+
+
+def mac(host: int) -> bytes:
+    """The hardware address of a host's eth0."""
+    return bytes([2, 0, 0, 0, 0, host + 1])
+
+
+def ip(*arguments: str) -> None:
+    """Run iproute2."""
+    subprocess.run(["ip", *arguments], check=True)
+
+
+def start_host(index: int, command: list[str], folder: Path) -> subprocess.Popen[str]:
+    """A host, which waits for its link."""
+    namespaces = ["--net", "--pid", "--mount", "--uts", "--fork", "--kill-child", "--mount-proc"]
+    program = [sys.executable, str(Path(__file__).with_name("host.py")), str(index), str(folder), *command]
+    host = subprocess.Popen(
+        ["unshare", *namespaces, *program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert host.stdout is not None
+    if host.stdout.readline() != "waiting for a link\n":
+        raise RuntimeError(f"host {index} did not start")
+    return host
+
+
+def obey(switch: Switch, message: bytes) -> list[dict[str, Any]]:
+    """Change links as a message says; answer how all of them are."""
+    for change in json.loads(message):
+        host = change.pop("host")
+        down = change.pop("down", None)
+        if down is not None:
+            ip("link", "set", f"link{host}", "down" if down else "up")
+        for name, value in change.items():
+            setattr(switch.links[host], name, value)
+    return [asdict(link) for link in switch.links]
+
+
+def main(folder: Path) -> int:
+    """Start the hosts, forward their frames until all have ended, and return the first exit status that is not 0."""
+    job = json.loads((folder / "job.json").read_text())
+    ip("link", "set", "lo", "up")
+    switch, events = Switch(len(job["commands"]), job["seed"]), selectors.DefaultSelector()
+    control = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    control.bind(
+        str(folder / "switch")
+    )  # in the file system: every host reaches it, whatever becomes of its link
+    events.register(control, selectors.EVENT_READ, None)
+    hosts = []
+    for index, command in enumerate(job["commands"]):
+        host = start_host(index, command, folder)
+        name, address = f"link{index}", mac(index).hex(":")
+        ip(
+            "link",
+            "add",
+            name,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "address",
+            address,
+            "netns",
+            str(host.pid),
+        )
+        ip("link", "set", name, "up")
+        events.register(switch.plug_in(name), selectors.EVENT_READ, index)
+        hosts.append(host)
+    for host in hosts:
+        assert host.stdin is not None
+        host.stdin.write("here it is\n")
+        host.stdin.close()
+    while any(host.poll() is None for host in hosts):
+        for key, _ in events.select(switch.send_due()):
+            if key.data is not None:
+                switch.receive(key.data)
+                continue
+            message, sender = control.recvfrom(_LARGEST_FRAME)
+            control.sendto(json.dumps(obey(switch, message)).encode(), sender)
+    return next((host.returncode for host in hosts if host.returncode), 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

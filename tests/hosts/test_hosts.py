@@ -1,0 +1,146 @@
+"""Ranks on several hosts, which torchrun starts: the same bits as on one, and an end in time when a link is cut.
+
+Hosts are network namespaces with a link each (`network.py`). `make test` tells one story with everything in it once;
+TOKENYARD_FAULTS=20 (`make test-faults`) cuts links twenty times more, of any host, at any moment.
+"""
+
+import json
+import os
+import random
+from pathlib import Path
+
+import psutil
+import pytest
+
+import tokenyard as ty
+from tests.hosts.network import torchrun, why_not
+from tests.hosts.ranks import EXCHANGES, LAYERS, SHORT_DEADLINE, digest, outputs, through
+from tests.models import batch, build
+
+TIMES = int(os.environ.get("TOKENYARD_FAULTS", "1"))
+SLACK = 20.0  # seconds beyond a deadline, on a machine that does much else
+
+needs_hosts = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+
+def on_threads(world, fn, *arguments):
+    """What ranks of one host find."""
+    return ty.launch(world, fn, *arguments, threads_per_rank=1, deadline=60.0)
+
+
+def bits(group):
+    return through(group, ["two_sided"])["two_sided"]
+
+
+def stage(group, layers, rounds):
+    plan = ty.plan(layers, group)
+    built = [build(plan, layer.name) for layer in layers]
+    return [
+        digest(layer(*batch(layer.wiring.spec, 2, seed=turn))) for turn in range(rounds) for layer in built
+    ]
+
+
+def without(group, lost):
+    plan = ty.plan(LAYERS, group)
+    if group.rank in lost:
+        return None
+    plan.go_on_without(lost)
+    return outputs(plan, plan.group.rank)
+
+
+def found_by_rank(folder, world):
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]
+
+
+def networks():
+    """The network namespaces of this machine that a process is in."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*/ns/net"):
+        try:
+            found.add(process.stat().st_ino)
+        except OSError:  # it has ended, or is somebody else's
+            continue
+    return found
+
+
+def check_nothing_is_left(reports, interfaces):
+    for report in reports:
+        assert report.left == []
+        assert report.network not in networks()
+    assert set(psutil.net_if_addrs()) == interfaces
+    assert not [p for p in psutil.Process().children(recursive=True) if p.name() == "unshare"]
+
+
+def check_cut(found, ranks_by_host, host):
+    """What every rank says when a host's link was cut, and that those go on who can."""
+    first = sum(ranks_by_host[:host])
+    cut_off = list(range(first, first + ranks_by_host[host]))
+    everybody = list(range(sum(ranks_by_host)))
+    beside = [rank for rank in everybody if rank not in cut_off]
+    with_store = cut_off if host == 0 else beside  # the store is on host 0
+    lost = [rank for rank in everybody if rank not in with_store]
+    goes_on = on_threads(len(everybody), without, lost)
+    for rank, cut in enumerate(found):
+        where = f"rank {rank}: {cut}"
+        assert cut["error"] == "PeerLost", where
+        assert cut["phase"] in ("dispatch", "combine"), where
+        assert cut["layer"] in [layer.name for layer in LAYERS], where
+        assert cut["seconds"] < SHORT_DEADLINE + SLACK, where
+        if rank in with_store:
+            assert cut["peers"] == lost, where
+            assert cut["refusal"] is None, where
+            assert cut["goes on"] == goes_on[rank], where
+        else:
+            assert cut["peers"] == [], where
+            assert "the group's store does not answer" in cut["message"], where
+            assert "cannot find each other" in cut["refusal"], where
+            assert cut["refused after"] < SLACK, where
+
+
+@needs_hosts
+def test_three_hosts_find_the_bits_of_one_and_all_say_in_time_that_a_link_is_cut(tmp_path):
+    interfaces = set(psutil.net_if_addrs())
+    reports = torchrun(tmp_path, [2, 2, 1], "story")
+    logs = "\n".join(report.log for report in reports)
+    assert len(list(tmp_path.glob("rank*.json"))) == 5, logs
+    found = found_by_rank(tmp_path, 5)
+
+    three_hosts, two_hosts = on_threads(5, bits), on_threads(4, bits)
+    a_host, alone = on_threads(2, bits), on_threads(1, bits)
+    stages = [on_threads(2, stage, LAYERS, 2), on_threads(2, stage, LAYERS[:1], 9)]
+    inside = [*a_host, *a_host, *alone]
+    for rank, mine in enumerate(found):
+        assert mine["hosts"] == [[0, 1], [2, 3], [4]]
+        assert mine["three hosts"] == dict.fromkeys(EXCHANGES, three_hosts[rank])
+        assert mine["inside and across"] == {"inside": 2 * inside[rank], "across": 2 * three_hosts[rank]}
+        assert "one_sided shares memory, and the ranks run on 3 hosts" in mine["refused"]["error"]
+        assert sorted(mine["refused"]["offered"]) == sorted(EXCHANGES)
+        assert all(worked == three_hosts[rank] for worked in mine["refused"]["work"].values())
+        assert mine["bad link"]["bits"] == dict.fromkeys(EXCHANGES, three_hosts[rank])
+        assert sum(link["lost"] for link in mine["bad link"]["links"]) > 0
+        if rank < 4:
+            assert mine["two hosts"] == dict.fromkeys(EXCHANGES, two_hosts[rank])
+            assert mine["stages"] == stages[rank // 2][rank % 2]
+    check_cut([mine["cut"] for mine in found], [2, 2, 1], host=1)
+    assert all(report.status != 0 for report in reports), logs
+    check_nothing_is_left(reports, interfaces)
+
+
+if TIMES > 1:
+
+    @needs_hosts
+    @pytest.mark.parametrize("seed", range(TIMES))
+    def test_a_link_is_cut_at_any_moment(seed, tmp_path):
+        draw = random.Random(seed)
+        ranks_by_host = draw.choice([[2, 2], [1, 1, 1], [2, 1, 1], [1, 2, 1]])
+        host = draw.randrange(len(ranks_by_host))
+        strike = [host, draw.choice(["silent", "down"]), draw.choice(EXCHANGES), seed]
+        (tmp_path / "cut.json").write_text(json.dumps(strike))
+        interfaces = set(psutil.net_if_addrs())
+        reports = torchrun(tmp_path, ranks_by_host, "cut")
+        logs = "\n".join(report.log for report in reports)
+        world = sum(ranks_by_host)
+        assert len(list(tmp_path.glob("rank*.json"))) == world, logs
+        check_cut(found_by_rank(tmp_path, world), ranks_by_host, host)
+        assert all(report.status != 0 for report in reports), logs
+        check_nothing_is_left(reports, interfaces)
