@@ -13,7 +13,7 @@ test: .venv/dev
 
 # Every fault twenty times, where `make test` has each once.
 test-faults: .venv/dev
-	TOKENYARD_FAULTS=20 $(BIN)/pytest -n 2 --dist worksteal tests/faults tests/museum
+	TOKENYARD_FAULTS=20 $(BIN)/pytest -n 2 --dist worksteal tests/faults tests/museum tests/hosts
 
 lint: .venv/dev
 	$(BIN)/ruff check .
