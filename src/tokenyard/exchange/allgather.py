@@ -43,18 +43,22 @@ class AllgatherExchange(MessageExchange):
         everything = received_rows(cargo, arrived, tokens)
         if isinstance(everything.routes, RoutingLogits):
             return everything, tokens
-        return self._keep_local(cargo, everything.routes, arrived, tokens)
+        # What every source expects back is what it announced: `dispatch` compares it with what is found here.
+        announced = tuple(announcement.counts[self.group.rank] for announcement in heard)
+        return self._keep_local(cargo, everything.routes, arrived, tokens), announced
 
     def _keep_local(
         self, cargo: Cargo, routes: LocalRoutes, arrived: Tensor, tokens: tuple[int, ...]
-    ) -> tuple[ReceivedRows, tuple[int, ...]]:
+    ) -> ReceivedRows:
         """Keep the rows that have an expert here; turn global ids into local ones."""
         kept, ids, kept_counts = [], [], []
         start = 0
         for source, count in enumerate(tokens):
             # Where a replicated expert is, depends on where the token comes from.
             global_ids = routes.ids_RK[start : start + count]
-            rank_TK, local_TK = cargo.placement.resolve(global_ids, source)
+            # An id that no expert has was damaged on the way: its row is missed below.
+            unknown_TK = (global_ids < 0) | (global_ids >= cargo.num_experts)
+            rank_TK, local_TK = cargo.placement.resolve(global_ids.masked_fill(unknown_TK, -1), source)
             here_TK = rank_TK == self.group.rank
             keep = here_TK.any(dim=1).nonzero().squeeze(1)
             kept.append(keep + start)
@@ -66,10 +70,7 @@ class AllgatherExchange(MessageExchange):
         assert isinstance(batch.routes, LocalRoutes)
         weights_RK = torch.where(ids_RK >= 0, batch.routes.weights_RK, 0.0)
         local = LocalRoutes(ids_RK=ids_RK, weights_RK=weights_RK)
-        return (
-            ReceivedRows(rows=batch.rows, routes=local, counts_W=batch.counts_W, extra=batch.extra),
-            tuple(kept_counts),
-        )
+        return ReceivedRows(rows=batch.rows, routes=local, counts_W=batch.counts_W, extra=batch.extra)
 
     def bytes_sent(self, cargo: Cargo, outgoing: Outgoing) -> list[int]:
         return [outgoing.num_tokens * cargo.dispatch_layout.stride] * self.group.size

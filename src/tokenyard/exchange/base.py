@@ -39,6 +39,7 @@ from tokenyard.exchange.cargo import (
     Outgoing,
     ReturnPath,
     UnencodedRows,
+    check_arrival,
     check_device,
     check_extra,
     check_logits,
@@ -223,9 +224,10 @@ class Exchange(ABC):
         return self._look_at_arrival(dispatched)
 
     def _look_at_arrival(self, dispatched: Dispatched) -> Dispatched:
-        """Let the watch see what came. The others have gone on: they wait for this rank's combine."""
+        """Count what came, and let the watch see it. The others have gone on: they wait for this rank's combine."""
         try:
             self._in_flight[-1] = seen = self._watch.arrived(dispatched)
+            check_arrival(dispatched)
         except Exception as error:
             self._take(dispatched)
             self._fail(dispatched.cargo, error, partial(self._fail_back, dispatched, error))

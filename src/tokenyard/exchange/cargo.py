@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tokenyard.errors import InputError
+from tokenyard.errors import Corrupted, InputError
 from tokenyard.formats.base import EncodedRows, Format, Payload, check_rows, dtype_name
 from tokenyard.placement import Placement
 from tokenyard.routing import Routes
@@ -188,6 +188,19 @@ def tokens_by_rank(rank_TK: Tensor, world: int) -> tuple[Tensor, ...]:
     goes_TW.scatter_(1, torch.where(rank_TK < 0, world, rank_TK), True)
     goes_WT = goes_TW[:, :world].t()
     return tuple(goes_WT.nonzero()[:, 1].split(goes_WT.sum(dim=1).tolist()))
+
+
+def check_arrival(dispatched: Dispatched) -> None:
+    """Raise unless as many rows came from each rank as it expects results of."""
+    found, announced = dispatched.received.counts_W, dispatched.return_path.received_counts
+    for source, (came, due) in enumerate(zip(found, announced, strict=True)):
+        if came != due:
+            raise Corrupted(
+                f"{came} rows from rank {source} have an expert here, and it announced {due}",
+                expected="the ids that were sent",
+                source=source,
+                place="ids",
+            )
 
 
 def check_device(what: str, found: torch.device, device: torch.device) -> None:
