@@ -1,0 +1,177 @@
+"""Bytes that belong to nobody, and slots that hold no row: who writes there is found out."""
+
+import pytest
+import torch
+
+import tokenyard as ty
+from tests.models import batch, build, on_ranks, raised, spec
+from tests.paranoid.tampering import (
+    DAMAGED_ROUND,
+    SOURCE,
+    VICTIM,
+    check_alarm,
+    damaging,
+    layer_spec,
+    three_rounds,
+    told,
+)
+from tokenyard.exchange import OneSidedExchange
+from tokenyard.experts import ReferenceExperts
+from tokenyard.rows import ExpertRows
+
+# Where one byte is written, as (region, bytes from its end, or from its start if negative), and what is told.
+BYTES = {
+    "behind the rows that arrive": ("dispatch 0", 0, "byte 1 behind region 'dispatch 0'"),
+    "far behind them": ("dispatch 0", 200, "byte 201 behind region 'dispatch 0'"),
+    "in front of them": ("dispatch 0", -1, "byte 1 in front of region 'dispatch 0'"),
+    "behind the results": ("combine 0", 5, "byte 6 behind region 'combine 0'"),
+    "in front of the results": ("combine 0", -3, "byte 3 in front of region 'combine 0'"),
+    "in front of everything": ("control", -2, "byte 2 in front of region 'control'"),
+    "behind flags and mail": ("control", 0, "byte 1 behind region 'control'"),
+}
+
+
+def writes_beyond(group, where):
+    region_name, offset, _ = BYTES[where]
+
+    class Beyond(OneSidedExchange):
+        name = "beyond"
+
+        def _load_out(self, cargo, round, outgoing):
+            super()._load_out(cargo, round, outgoing)
+            if self.group.rank == SOURCE and round == DAMAGED_ROUND:
+                region = self.workspace.layout.regions()[region_name]
+                at = region.end + offset if offset >= 0 else region.offset + offset
+                self.workspace.buffers[VICTIM][at] = 0x41
+
+    return three_rounds(group, Beyond)
+
+
+@pytest.mark.parametrize("where", BYTES)
+def test_a_byte_beyond_a_region(where):
+    region, _, words = BYTES[where]
+    check_alarm(
+        on_ranks(3, writes_beyond, where),
+        [VICTIM],
+        place=region,
+        source=None,
+        token=None,
+        words=[words, "0x41"],
+    )
+
+
+def unused(group, payload):
+    def write(rows):
+        rows[payload].view(torch.uint8)[-1, 0] = 0
+
+    return three_rounds(group, damaging("one_sided", out=write))
+
+
+@pytest.mark.parametrize("payload", ["data", "scales", "ids", "weights", "tag", "seal"])
+def test_a_slot_that_holds_no_row(payload):
+    words = [f"slot 15 for rank {SOURCE} of region 'dispatch' holds no row", f"payload {payload!r}"]
+    check_alarm(on_ranks(3, unused, payload), [VICTIM], place="dispatch", token=None, words=words)
+
+
+def unused_result(group):
+    def write(rows):
+        rows["data"].view(torch.uint8)[-1, 0] = 0
+
+    return three_rounds(group, damaging("one_sided", back=write))
+
+
+def test_a_slot_that_holds_no_result():
+    words = [f"slot 15 for rank {SOURCE} of region 'combine' holds no row"]
+    check_alarm(on_ranks(3, unused_result), [VICTIM], place="combine", token=None, words=words)
+
+
+def between_payloads(group):
+    class Between(OneSidedExchange):
+        name = "between"
+
+        def _load_out(self, cargo, round, outgoing):
+            super()._load_out(cargo, round, outgoing)
+            if self.group.rank == SOURCE and round == DAMAGED_ROUND:
+                slots, region = cargo.dispatch_slots, self.workspace.layout.dispatch_region(0)
+                end = region.offset + slots.offsets[-2] + slots.slots * slots.payloads[-2].nbytes
+                assert end < region.offset + slots.offsets[-1]  # else nothing lies between the two
+                self.workspace.buffers[VICTIM][end] = 0
+
+    return three_rounds(group, Between, layer=layer_spec(payloads=()))
+
+
+def test_a_byte_between_two_payloads():
+    words = ["byte 1 behind the slots of payload 'weights' in region 'dispatch'"]
+    by_rank = on_ranks(3, between_payloads)
+    check_alarm(by_rank, [VICTIM], place="dispatch", source=None, token=None, words=words)
+
+
+# -- Experts -------------------------------------------------------------------------------------------------
+
+
+class Scribbles(ReferenceExperts):
+    """Uses the rows that it was given as scratch."""
+
+    def compute(self, received, *, finalize):
+        result = super().compute(received, finalize=finalize)
+        rows = received.rows.payloads["data"]
+        if len(rows):
+            rows.view(torch.uint8)[0 if received.slots_R is None else received.slots_R[0], 0] ^= 1
+        return result
+
+
+def scribbled(group, exchange):
+    layer = layer_spec(experts=Scribbles)
+    plan = ty.plan([layer], group, exchange=exchange, paranoid=True)
+    x_TH, routes = batch(layer, 5, seed=group.rank)
+    error = raised(build(plan, "moe"), x_TH, routes, payloads={"tag": torch.zeros(5, 2, dtype=torch.int64)})
+    return told(error)
+
+
+@pytest.mark.parametrize("exchange", ty.EXCHANGES)
+def test_experts_that_write_into_the_rows_they_were_given(exchange):
+    for alarm in on_ranks(2, scribbled, exchange):
+        assert alarm["kind"] == "Corrupted"
+        assert (alarm["place"], alarm["source"], alarm["token"]) == ("data", 0, 0)
+
+
+def placed(group, forgets):
+    layer = spec(experts="reference")
+    plan = ty.plan([layer], group, exchange="one_sided", paranoid=True)
+    built, (x_TH, routes) = build(plan, "moe"), batch(layer, 6, seed=group.rank)
+    cargo, exchange = built.wiring.cargo, plan.exchange
+    due = built(x_TH, routes)
+    flight = exchange.dispatch(cargo, built.wiring.wire.encode(x_TH), routes)
+    buffer = exchange.combine_buffer(flight)
+    rows_RH = built.experts(flight.received).rows_RH
+    written = slice(0, -1) if forgets and group.rank == VICTIM else slice(None)
+    buffer.rows_SH[buffer.slots_R[written]] = rows_RH[written].to(buffer.rows_SH.dtype)
+    results = []
+    error = raised(lambda: results.append(exchange.combine(flight, buffer.placed())))
+    return told(error) if error else torch.equal(results[0].y_TH, due)
+
+
+def test_results_that_experts_place_by_themselves_are_sealed_where_they_stand():
+    assert on_ranks(2, placed, False) == [True, True]
+
+
+def test_experts_that_place_all_results_but_one():
+    other, alarm = on_ranks(2, placed, True)
+    assert (alarm["kind"], other["kind"]) == ("Corrupted", "PeerFailed")
+    assert (alarm["place"], alarm["source"]) == ("combine", 1)
+    assert f"the experts placed no result for token {alarm['token']} of rank 1" in alarm["text"]
+
+
+def read_too_late(group):
+    layer = spec(experts="reference")
+    plan = ty.plan([layer], group, exchange="one_sided", paranoid=True)
+    x_TH, routes = batch(layer, 6, seed=group.rank)
+    cargo = plan.wiring("moe").cargo
+    flight = plan.exchange.dispatch(cargo, cargo.wire.encode(x_TH), routes)
+    good = bool(flight.received.dense().decode().isnan().any())
+    plan.exchange.combine(flight, ExpertRows(rows_RH=torch.zeros(flight.received.num_rows, 32)))
+    return good, bool(flight.received.dense().decode().isnan().all())
+
+
+def test_rows_that_are_read_after_they_were_combined_are_poison():
+    assert on_ranks(2, read_too_late) == [(False, True)] * 2

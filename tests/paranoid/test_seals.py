@@ -1,0 +1,193 @@
+"""Rows that are damaged on their way, out or back, in every exchange: who sees it, and what it says."""
+
+import pytest
+import torch
+
+import tokenyard as ty
+from tests.models import build, on_ranks
+from tests.paranoid.tampering import (
+    SOURCE,
+    VICTIM,
+    check_alarm,
+    damaging,
+    flip,
+    layer_spec,
+    outcome,
+    three_rounds,
+)
+
+every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)
+
+
+def flipped_out(group, exchange, payload):
+    return three_rounds(group, damaging(exchange, out=lambda rows: flip(rows[payload][1])))
+
+
+@every_exchange
+@pytest.mark.parametrize("payload", ["data", "scales", "global_scale", "tag", "weights"])
+def test_a_flipped_bit_on_the_way_out_names_payload_and_token(exchange, payload):
+    by_rank = on_ranks(3, flipped_out, exchange, payload)
+    # Everybody sees a packet that everybody gets; else nobody but its receiver does.
+    finders = None if exchange == "allgather" else [VICTIM]
+    check_alarm(by_rank, finders, place=payload, words=[f"payload {payload!r}", f"of rank {SOURCE}"])
+
+
+@pytest.mark.parametrize("exchange", ["one_sided", "two_sided"])
+def test_a_flipped_id(exchange):
+    check_alarm(on_ranks(3, flipped_out, exchange, "ids"), [VICTIM], place="ids")
+
+
+def lost_id(group):
+    def elsewhere(rows):
+        rows["ids"][0] = -1
+
+    return three_rounds(group, damaging("allgather", out=elsewhere))
+
+
+def test_ids_that_hide_a_row_from_its_receiver_are_missed_by_count():
+    check_lost_id(on_ranks(3, lost_id))
+
+
+def check_lost_id(by_rank):
+    words = ["rows from rank 0 have an expert here, and it announced"]
+    check_alarm(by_rank, None, place="ids", token=None, words=words)
+
+
+def test_a_seal_that_was_damaged_itself_is_an_alarm_too():
+    by_rank = on_ranks(3, flipped_out, "two_sided", "seal")
+    check_alarm(by_rank, [VICTIM], place="order", words=["not the one that belongs there"])
+
+
+def logits_layer():
+    router = ty.SoftmaxRouter(2, renormalize=True)
+    return layer_spec(top_k=2, experts="self_routing", router=router, payloads=(), wire="bf16")
+
+
+def flipped_logits(group):
+    layer = logits_layer()
+    exchange = damaging("allgather", out=lambda rows: flip(rows["logits"][0]))
+    plan = ty.plan([layer], group, exchange=exchange, paranoid=True)
+    built, draw = build(plan, "moe"), torch.Generator().manual_seed(group.rank)
+    x_TH, logits_TE = torch.randn(4, 40, generator=draw).bfloat16(), torch.randn(4, 5, generator=draw)
+    return [outcome(plan, built, x_TH, logits_TE) for _ in range(3)]
+
+
+def test_logits_have_a_checksum_as_well():
+    check_alarm(on_ranks(2, flipped_logits), [0, 1], place="logits")
+
+
+# -- Rows in the wrong place ---------------------------------------------------------------------------------
+
+
+def swap(rows):
+    for payload in rows.values():
+        some = payload.view(torch.uint8)
+        some[[0, 1]] = some[[1, 0]]
+
+
+def swap_data_only(rows):
+    swap({"data": rows["data"]})
+
+
+def swapped(group, exchange, act):
+    return three_rounds(group, damaging(exchange, out=act))
+
+
+@every_exchange
+def test_two_rows_in_each_others_place(exchange):
+    finders = None if exchange == "allgather" else [VICTIM]
+    if exchange != "allgather":  # where packets in each other's place are routed elsewhere
+        check_alarm(on_ranks(3, swapped, exchange, swap), finders, place="order")
+    check_alarm(on_ranks(3, swapped, exchange, swap_data_only), finders, place="data")
+
+
+def dropped(group, exchange):
+    """A row is not written: what stands in its slot, or behind it in the message, is taken for it."""
+
+    def drop(rows):
+        for payload in rows.values():
+            some = payload.view(torch.uint8)
+            if exchange == "one_sided":
+                some[0] = 0xFF  # the poison that was there
+            else:
+                some[0] = some[1]
+
+    return three_rounds(group, damaging(exchange, out=drop))
+
+
+@pytest.mark.parametrize("exchange", ["one_sided", "two_sided"])
+def test_a_row_that_was_dropped(exchange):
+    words = ["nobody wrote it in round 2"] if exchange == "one_sided" else ["not the one that belongs there"]
+    token = None if exchange == "one_sided" else "some"
+    check_alarm(on_ranks(3, dropped, exchange), [VICTIM], place="order", token=token, words=words)
+
+
+def stale(group, exchange):
+    """The first row of the last round stands where that of this one should."""
+    last = {}
+
+    class Stale(ty.EXCHANGES[exchange]):
+        name = "stale"
+
+        def _load_out(self, cargo, round, outgoing):
+            loaded = super()._load_out(cargo, round, outgoing)
+            if self.group.rank == SOURCE:
+                if exchange == "one_sided":
+                    rows = self.workspace.dispatch(VICTIM, cargo, round)
+                else:
+                    rows = {"packet": loaded[sum(outgoing.counts[:VICTIM]) :]}
+                first = {name: payload.view(torch.uint8)[0] for name, payload in rows.items()}
+                kept = {name: row.clone() for name, row in first.items()}
+                for name, row in last.items() if round == 2 else ():
+                    first[name].copy_(row)
+                last.update(kept)
+            return loaded
+
+    return three_rounds(group, Stale)
+
+
+@pytest.mark.parametrize("exchange", ["one_sided", "two_sided"])
+def test_a_row_of_the_last_round(exchange):
+    by_rank = on_ranks(3, stale, exchange)
+    check_alarm(by_rank, [VICTIM], place="order", words=["of round 1: it was left there"])
+
+
+# -- The way back --------------------------------------------------------------------------------------------
+
+
+def damaged_back(group, exchange, act, combine_wire):
+    return three_rounds(group, damaging(exchange, back=act), layer=layer_spec(combine_wire=combine_wire))
+
+
+def flip_data(rows):
+    flip(rows["data"][0])
+
+
+def flip_scales(rows):
+    flip(rows["scales"][0])
+
+
+@every_exchange
+@pytest.mark.parametrize(("act", "place"), [(flip_data, "data"), (flip_scales, "scales")])
+def test_a_flipped_bit_on_the_way_back(exchange, act, place):
+    by_rank = on_ranks(3, damaged_back, exchange, act, "mxfp8")
+    words = [f"payload {place!r} of the result of token", f"that rank {VICTIM} returned"]
+    check_alarm(by_rank, [SOURCE], place=place, source=VICTIM, words=words)
+
+
+@every_exchange
+def test_results_in_each_others_place(exchange):
+    by_rank = on_ranks(3, damaged_back, exchange, swap, None)
+    check_alarm(by_rank, [SOURCE], place="order", source=VICTIM, words=[f"rank {VICTIM} returned what rank"])
+
+
+def forget(rows):
+    for payload in rows.values():
+        payload.view(torch.uint8)[0] = 0xFF
+
+
+def test_a_result_that_nobody_wrote():
+    by_rank = on_ranks(3, damaged_back, "one_sided", forget, None)
+    check_alarm(
+        by_rank, [SOURCE], place="order", source=VICTIM, words=["returned nothing as the result of token"]
+    )
