@@ -13,7 +13,7 @@ The first half without a group is a draft (`tokenyard.drafting`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -279,11 +279,12 @@ def _agree(group: Group, make: Callable[[], Draft]) -> tuple[Draft, int]:
     except Exception as raised:
         error = raised.at(rank=group.rank) if isinstance(raised, TokenyardError) else raised
     number = group.count_plan()
+    fields = {"plans made": number, **({} if drafted is None else drafted.fields())}
     report = {
         "host": group.host(),
         "version": __version__,
         "error": f"{type(error).__name__}: {error}" if error else None,
-        "fields": {"plans made": number, **({} if drafted is None else drafted.fields())},
+        "fields": fields,
     }
     # A rank of another version may report other things.
     by_rank = [
@@ -296,11 +297,10 @@ def _agree(group: Group, make: Callable[[], Draft]) -> tuple[Draft, int]:
     for rank, other in enumerate(by_rank):
         if other["error"] is not None:
             raise PeerFailed(rank, other["error"], phase="plan", rank=group.rank)
-    if differences := _differences([other["fields"] for other in by_rank]):
+    if differences := _differences(fields, [other["fields"] for other in by_rank]):
         # Versions that speak one protocol understand each other. Where plans differ, they are told all the same.
-        first = _differences([{"version": other["version"]} for other in by_rank])
-        first |= {name: values for name, values in differences.items() if name == "protocol"}
-        raise PlanMismatch(first | differences, rank=group.rank)
+        versions = _differences(["version"], [{"version": other["version"]} for other in by_rank])
+        raise PlanMismatch(versions | differences, rank=group.rank)
     _check_reach(drafted, group, [other["host"] for other in by_rank])
     return drafted, number
 
@@ -330,9 +330,9 @@ def _check_reach(drafted: Draft, group: Group, hosts: list[str]) -> None:
     )
 
 
-def _differences(by_rank: list[dict[str, Any]]) -> dict[str, dict[int, Any]]:
-    """The fields that differ, with every rank's value. A field that a rank lacks is None there."""
-    names = dict.fromkeys(name for fields in by_rank for name in fields)
+def _differences(first: Iterable[str], by_rank: list[dict[str, Any]]) -> dict[str, dict[int, Any]]:
+    """The fields that differ, some first, with every rank's value. A field that a rank lacks is None there."""
+    names = dict.fromkeys([*first, *(name for fields in by_rank for name in fields)])
     values = {name: {rank: fields.get(name) for rank, fields in enumerate(by_rank)} for name in names}
     return {
         name: ranks for name, ranks in values.items() if any(value != ranks[0] for value in ranks.values())
