@@ -112,6 +112,16 @@ class Life:
         y_TH = self.layers[spec.name](*self.batches[spec.name][i])
         self.wrong += not same_bits(y_TH, self.expected[spec.name][i])
 
+    def count_dropped(self):
+        """A round trip in which every choice of an expert that was lost is dropped, and counted."""
+        spec = self.specs[self.number % len(self.specs)]
+        _, routes = self.batches[spec.name][self.number // len(self.specs) % _BATCHES]
+        lost = self.plan.wiring(spec.name).cargo.placement.lost_experts
+        due = sum(expert in lost for expert in routes.topk_ids_TK.flatten().tolist())
+        before = self.plan.stats()[spec.name].dropped
+        self.round_trip()
+        self.wrong += self.plan.stats()[spec.name].dropped - before != due
+
     def calm(self, rounds):
         """Round trips in which nothing may happen."""
         for _ in range(rounds):
@@ -202,6 +212,7 @@ class Life:
         self.there.remove(fault.victim)
         self.plan.go_on_without([lost])
         self.expect()
+        self.count_dropped()
         if fault.kind == "stopped for good":
             self.calm(1)
             self.marks.put(f"went-on-{index}-{self.rank}")

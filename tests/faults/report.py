@@ -68,3 +68,19 @@ def table(summary):
         made.add_row(row["title"], str(row["faults"]), str(row["right"]), times)
     made.caption = f"deadline of every wait {summary['deadline_s']} s, slack {summary['slack_s']} s"
     return made
+
+
+def markdown(summary):
+    """For the documentation."""
+    lines = [
+        "| fault | injected | right on every rank | to the error: median, worst |",
+        "| --- | --- | --- | --- |",
+    ]
+    for row in summary["kinds"]:
+        times = "no error" if row["median_s"] is None else f"{row['median_s']:.2f} s, {row['worst_s']:.2f} s"
+        lines.append(f"| {row['title']} | {row['faults']} | {row['right']} | {times} |")
+    whole = (
+        f"**{summary['faults']} faults** on {summary['groups']} groups: errors and results right after "
+        f"**{summary['right']}**, hangs **{summary['hangs']}**, leaks **{summary['leaks']}**."
+    )
+    return "\n".join([whole, "", *lines])

@@ -81,7 +81,7 @@ def run_session(session):
     """Run a session to its end, whatever that is."""
     before, started = Belongings.now(), time.monotonic()
     folder = tempfile.mkdtemp(prefix="faults-")
-    watch = _Watch(session, Marks(folder))
+    watch = _Watch(session, Marks(folder), before)
     watch.start()
     try:
         error = met(_start, session, folder)
@@ -130,14 +130,14 @@ def _stacks(folder):
 class _Watch(threading.Thread):
     """Strikes from outside, wakes the stopped, and ends a session that hangs."""
 
-    def __init__(self, session, marks):
+    def __init__(self, session, marks, before):
         super().__init__(name="watch", daemon=True)
-        self.session, self.marks = session, marks
+        self.session, self.marks, self._before = session, marks, before.children
+        self.until = time.monotonic() + session.longest
         self.hung = False
         self._over = threading.Event()
 
     def run(self):
-        until = time.monotonic() + self.session.longest
         waiting = dict(enumerate(self.session.faults))
         stopped = {}
         while not self._over.wait(0.004):
@@ -150,9 +150,8 @@ class _Watch(threading.Thread):
                 if self._wake(index, fault):
                     del stopped[index]
             self._let_leave()
-            if time.monotonic() > until:
+            if time.monotonic() > self.until:
                 self._end_it()
-                return
 
     def finish(self):
         self._over.set()
@@ -193,11 +192,10 @@ class _Watch(threading.Thread):
             self.marks.put("leave")
 
     def _end_it(self):
-        """Ask every rank where it is, then end it."""
+        """Ask every rank where it is, then end it; and again, until there is none."""
         self.hung = True
-        pids = [self.marks.get(f"pid-{rank}") for rank in range(self.session.world)]
         for number, pause in ((signal.SIGCONT, 0.0), (signal.SIGUSR1, 1.0), (signal.SIGKILL, 0.0)):
-            for pid in pids:
-                if pid is not None:
-                    kill(pid, number)
+            for process in psutil.Process().children(recursive=True):
+                if process.pid not in self._before:
+                    kill(process.pid, number)
             time.sleep(pause)
