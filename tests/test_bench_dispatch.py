@@ -183,3 +183,18 @@ def test_an_override_of_all_plans_is_refused(monkeypatch):
     monkeypatch.setenv("TOKENYARD_EXCHANGE", "allgather")
     with pytest.raises(InputError, match="TOKENYARD_EXCHANGE=allgather"):
         measure_dispatch(2, **SHAPE)
+
+
+def test_what_watching_costs_is_measured_beside_the_plain_exchange(monkeypatch):
+    rows = measure_dispatch(2, **SHAPE, rounds=3, kind="threads", paranoid=True)
+    assert [row["exchange"] for row in rows] == list(EXCHANGES)
+    for row in rows:
+        assert 0 < row["paranoid_ms_low"] <= row["paranoid_ms"] <= row["paranoid_ms_high"]
+        assert 0 < row["paranoid_ratio_low"] <= row["paranoid_ratio"] <= row["paranoid_ratio_high"]
+    assert (
+        "paranoid_ms"
+        not in measure_dispatch(2, **SHAPE, exchanges=["two_sided"], rounds=2, kind="threads")[0]
+    )
+    monkeypatch.setenv("TOKENYARD_PARANOID", "1")
+    with pytest.raises(InputError, match="TOKENYARD_PARANOID makes every plan watch itself"):
+        measure_dispatch(2, **SHAPE, rounds=2, kind="threads")

@@ -65,7 +65,9 @@ def test_shows_ours_beside_gloo_and_the_floor(measured, monkeypatch, tmp_path):
     options = ["--wire", "bf16", "--tokens", 9, "--exchange", "two_sided", "--plot", picture]
     result = call("bench", "dispatch", *TINY, *options)
     assert result.exit_code == 0, result.output
-    assert asked == [(2, n, "bf16", ["two_sided"], 2, {"combine_wire": "bf16"}) for n in (8, 9)]
+    assert asked == [
+        (2, n, "bf16", ["two_sided"], 2, {"combine_wire": "bf16", "paranoid": False}) for n in (8, 9)
+    ]
     row = rows[0]
     for word in ("bare gloo", "floor", "gloo / ours", "two_sided", f"{row['gloo_ms']:.1f}"):
         assert word in result.stdout
@@ -80,6 +82,7 @@ def test_shows_ours_beside_gloo_and_the_floor(measured, monkeypatch, tmp_path):
         (["--wire", "bf61"], "bf61"),
         (["--plot", "/nowhere/at/all.png"], "cannot be written"),
         (["--plot", "picture.bmp3"], ".png"),
+        (["--paranoid", "--device", "cuda"], "--paranoid with --device cuda"),
         (["--out", "/nowhere/at/all.json"], "cannot be written"),
     ],
 )

@@ -90,7 +90,7 @@ class OneCopyPerExpert(AllgatherExchange):
             counts_W=tuple(2 * count for count in received.counts_W),
             extra={name: tensor[order] for name, tensor in received.extra.items()},
         )
-        return doubled, tuple(2 * count for count in counts)
+        return doubled, counts  # as they were announced: doubled already
 
 
 class NobodyToRankZero(TwoSidedExchange):

@@ -18,6 +18,9 @@ ranks (they agree on it, then sleep until it comes: a barrier would let the firs
 in it) and ends when the last rank is done. Processes of one host share the clock. Every result of every round is
 compared with the bits that `two_sided` gave for the same batch; the first that differs ends the measurement.
 
+**What watching costs.** With `paranoid=True` every exchange takes part twice, plain and watched
+(`plan(paranoid=True)`), and both get results as experts on a CPU return them, not in their place.
+
 This is memory on one host. It says nothing about a link between hosts or GPUs.
 """
 
@@ -34,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tokenyard.drafting import EXCHANGE_VARIABLE, draft
+from tokenyard.drafting import EXCHANGE_VARIABLE, PARANOID_VARIABLE, draft
 from tokenyard.errors import ContractError, InputError
 from tokenyard.exchange import EXCHANGES, Cargo, Dispatched, Exchange, resolve
 from tokenyard.formats import EncodedRows
@@ -45,6 +48,7 @@ from tokenyard.rows import CombineBuffer, ExpertRows, LocalRoutes, PlacedRows, R
 from tokenyard.spec import LayerSpec
 
 REFERENCE = "two_sided"
+WATCHED = ", watched"  # behind the name of an exchange
 WARM_UP = 3  # rounds that are not counted: pages, connections, tables
 # Seconds between the agreement on a start and the start: time for the slowest rank to hear of it.
 LEAD = 0.01
@@ -65,6 +69,7 @@ class _Job:
     combine_wire: str
     exchanges: tuple[str, ...] | None  # None: all that can carry the layer between these ranks
     rounds: int
+    paranoid: bool  # whether they take part a second time, watched
 
     def spec(self) -> LayerSpec:
         return LayerSpec(
@@ -100,6 +105,7 @@ def measure_dispatch(
     rounds: int = 30,
     kind: Literal["threads", "processes"] = "processes",
     combine_wire: str = "bf16",
+    paranoid: bool = False,
 ) -> list[dict[str, Any]]:
     """Time dispatch and combine of one layer through every exchange (or those named) on `world` ranks.
 
@@ -107,7 +113,8 @@ def measure_dispatch(
     `dispatch_ms` lasts until the last rank has its rows, `combine_ms` is the rest. `gloo_…` and `floor_…` say the
     same of the two it is held against; threads have no gloo, and None there. `gloo_ratio` is gloo's time over
     ours (above 1: ours is faster), `floor_ratio` ours over the floor's (1 would be perfect): medians over
-    rounds, with quartiles. Bytes are what all ranks together put on the wire in one round trip.
+    rounds, with quartiles. Bytes are what all ranks together put on the wire in one round trip. With `paranoid`,
+    `paranoid_…` says the same of the exchange that watches itself, and `paranoid_ratio` is its time over the plain one.
 
     >>> rows = measure_dispatch(2, 8, 64, 2, 4, exchanges=["two_sided"], rounds=2, kind="threads")
     >>> [(row["exchange"], row["dispatch_bytes_per_token"] <= 2 * 160) for row in rows]
@@ -125,6 +132,7 @@ def measure_dispatch(
         if exchanges is None
         else tuple(dict.fromkeys(resolve(name).name for name in exchanges)),
         rounds=rounds,
+        paranoid=paranoid,
     )
     for name in [REFERENCE, *(job.exchanges or [])]:
         draft([job.spec()], world, exchange=name)  # what does not fit is found out before any rank is started
@@ -147,6 +155,12 @@ def _check(top_k: int, num_experts: int, rounds: int) -> None:
             f"{EXCHANGE_VARIABLE}={forced} overrides the exchange of every plan",
             expected="plans with different exchanges to compare",
             fix=f"unset {EXCHANGE_VARIABLE}, and name the exchanges to measure",
+        )
+    if os.environ.get(PARANOID_VARIABLE, "0") != "0":
+        raise InputError(
+            f"{PARANOID_VARIABLE} makes every plan watch itself",
+            expected="plans that do not, to compare with",
+            fix=f"unset {PARANOID_VARIABLE}, and ask for both: --paranoid",
         )
 
 
@@ -177,10 +191,10 @@ class _Batch:
 
 
 class _Ours:
-    """Round trips of a batch through one exchange."""
+    """Round trips of a batch through one exchange; `places`: results stand where they are read, if they can."""
 
-    def __init__(self, exchange: Exchange, cargo: Cargo, batch: _Batch) -> None:
-        self.exchange, self.cargo, self.batch = exchange, cargo, batch
+    def __init__(self, exchange: Exchange, cargo: Cargo, batch: _Batch, *, places: bool) -> None:
+        self.exchange, self.cargo, self.batch, self.places = exchange, cargo, batch, places
         self.y_TH = torch.empty_like(batch.x_TH)
         self.results_RH: Tensor | None = None
         self._written: set[int] = set()
@@ -208,7 +222,7 @@ class _Ours:
         assert self.results_RH is not None
         result: ExpertRows | PlacedRows = ExpertRows(rows_RH=self.results_RH)
         # Not every exchange has a buffer that experts can write into.
-        combine_buffer = getattr(self.exchange, "combine_buffer", None)
+        combine_buffer = getattr(self.exchange, "combine_buffer", None) if self.places else None
         buffer: CombineBuffer | None = None if combine_buffer is None else combine_buffer(dispatched)
         if buffer is not None:
             if buffer.rows_SH.data_ptr() not in self._written:  # in the rounds before those that count
@@ -232,9 +246,16 @@ def _measure_rank(group: Group, job: _Job) -> _Measured:
     exchanges = list(job.exchanges) if job.exchanges is not None else _able(group, spec)
     names = dict.fromkeys([REFERENCE, *exchanges])
     plans = {name: plan([spec], group, exchange=name) for name in names}
+    watched = [name + WATCHED for name in exchanges] if job.paranoid else []
+    plans |= {
+        name: plan([spec], group, exchange=name.removesuffix(WATCHED), paranoid=True) for name in watched
+    }
     cargos = {name: made.wiring(spec.name).cargo for name, made in plans.items()}
     batch = _Batch(cargos[REFERENCE], job, group.rank)
-    ours = {name: _Ours(made.exchange, cargos[name], batch) for name, made in plans.items()}
+    ours = {
+        name: _Ours(made.exchange, cargos[name], batch, places=not job.paranoid)
+        for name, made in plans.items()
+    }
 
     arrived, y_TH = ours[REFERENCE].explore(None)
     for name, trip in ours.items():
@@ -250,7 +271,7 @@ def _measure_rank(group: Group, job: _Job) -> _Measured:
     send = [count // rounds for count in stats[REFERENCE].rows_sent]
     receive = [count // rounds for count in stats[REFERENCE].rows_received]
 
-    trips: dict[str, Trip] = {name: ours[name] for name in exchanges}
+    trips: dict[str, Trip] = {name: ours[name] for name in [*exchanges, *watched]}
     if dist.is_initialized():
         trips["gloo"] = _bare_gloo(cargos[REFERENCE], send, receive)
     trips["floor"] = _floor(cargos[REFERENCE], sum(send))
@@ -382,11 +403,19 @@ def _summaries(job: _Job, world: int, kind: str, by_rank: list[_Measured]) -> li
             **floor,
             **_ratios("gloo_ratio", rounds.get("gloo"), rounds[name]),
             **_ratios("floor_ratio", rounds[name], rounds["floor"]),
+            **_watched(rounds, name, job),
             "encode_ms": 1e3 * statistics.median(done for _, done in rounds["encode"]),
             **_bytes(world * job.num_tokens, [rank.sent_bytes[name] for rank in by_rank]),
         }
         for name in by_rank[0].exchanges
     ]
+
+
+def _watched(rounds: dict[str, list[tuple[float, ...]]], name: str, job: _Job) -> dict[str, float | None]:
+    if not job.paranoid:
+        return {}
+    watched = rounds[name + WATCHED]
+    return _times("paranoid_", watched) | _ratios("paranoid_ratio", watched, rounds[name])
 
 
 def _times(prefix: str, rounds: list[tuple[float, ...]] | None) -> dict[str, float | None]:

@@ -266,6 +266,9 @@ def dispatch(
     quick: Annotated[
         bool, typer.Option("--quick", help="With --device cuda: fewer cells and repeats.")
     ] = False,
+    paranoid: Annotated[
+        bool, typer.Option("--paranoid", help="Every exchange a second time, watching itself; on the CPU.")
+    ] = False,
     out: OutFile = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Draw the figures into this file (needs matplotlib).")
@@ -274,7 +277,7 @@ def dispatch(
 ) -> None:
     """How fast rows travel out and back, beside the floor and a peer: bare gloo, or FlashInfer on a GPU."""
     if device != "cpu":
-        _check_cuda_options(device, exchange)
+        _check_cuda_options(device, exchange, paranoid)
         from tokenyard.bench.cuda_figures import Shape, grid
         from tokenyard.bench.dispatch_cuda import QUICK_REPEATS, QUICK_REPLAYS, REPEATS, REPLAYS
         from tokenyard.cli.bench_cuda import dispatch_on_gpu
@@ -305,13 +308,14 @@ def dispatch(
         combine_wire,
         exchange,
         rounds or 30,
+        paranoid,
         out,
         plot,
         as_json,
     )
 
 
-def _check_cuda_options(device: str, exchange: list[str] | None) -> None:
+def _check_cuda_options(device: str, exchange: list[str] | None, paranoid: bool) -> None:
     from tokenyard.errors import InputError
     from tokenyard.exchange import resolve
 
@@ -324,6 +328,12 @@ def _check_cuda_options(device: str, exchange: list[str] | None) -> None:
             f"--exchange {other[0]} with --device cuda",
             expected="one_sided, whose kernels are measured there",
             fix="leave out --exchange, or measure on the CPU",
+        )
+    if paranoid:
+        raise InputError(
+            "--paranoid with --device cuda",
+            expected="exchanges that can watch themselves: the kernels of one_sided cannot",
+            fix="measure on the CPU",
         )
 
 
@@ -354,6 +364,7 @@ def _dispatch_between_processes(
     combine_wire: str,
     exchange: list[str] | None,
     rounds: int,
+    paranoid: bool,
     out: Path | None,
     plot: Path | None,
     as_json: bool,
@@ -380,6 +391,7 @@ def _dispatch_between_processes(
                 exchange,
                 rounds,
                 combine_wire=combine_wire,
+                paranoid=paranoid,
             )
         ]
 
@@ -398,6 +410,9 @@ def _dispatch_between_processes(
             f"{row['dispatch_bytes_per_token'] / 1e3:.1f} + {row['combine_bytes_per_token'] / 1e3:.1f}"
         ),
     }
+    if paranoid:
+        columns["watched"] = lambda row: f"{row['paranoid_ms']:.1f}"
+        columns["watched / ours"] = lambda row: _with_spread(row, "paranoid_ratio")
     title = (
         f"{ranks} processes, H {hidden_size}, K {top_k}, E {num_experts}, {combine_wire} back: "
         "ms and ratios, medians (quartiles)"
