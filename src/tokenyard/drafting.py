@@ -287,17 +287,14 @@ def _alternatives(
     """Changes of one field (or, if none helps, two) with which the layer fits, the field at fault first."""
     spec = layers[index]
     candidates = _candidates(spec)
-    current = {
-        "exchange": exchange.name,
-        **{name: getattr(spec, name) for name in candidates if name != "exchange"},
-    }
+    current = {name: shown(getattr(spec, name, exchange.name), write=str) for name in candidates}
 
     def tries(count: int) -> Iterator[dict[str, Any]]:
         chosen = sorted(combinations(candidates, count), key=lambda names: reason.field not in names)
         for names in chosen:
             for values in product(*(candidates[name] for name in names)):
                 changes = dict(zip(names, values, strict=True))
-                if all(str(value) != str(current[name]) for name, value in changes.items()):
+                if all(str(value) != current[name] for name, value in changes.items()):
                     yield changes
 
     def fits(changes: dict[str, Any]) -> bool:

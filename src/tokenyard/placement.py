@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from operator import index
 from typing import Any
 
@@ -62,7 +62,7 @@ class Placement:
         try:
             object.__setattr__(self, "num_experts", index(self.num_experts))
             object.__setattr__(self, "table", tuple(tuple(map(index, experts)) for experts in self.table))
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise InputError(
                 f"num_experts={shown(self.num_experts)} and a table of which {error}",
                 expected="whole numbers: for each rank, a list of expert ids",
@@ -127,7 +127,7 @@ class Placement:
                 (index(expert), [index(rank) for rank in ranks]) for expert, ranks in replicas.items()
             )
             table = [list(experts) for experts in base.table]
-        except (AttributeError, TypeError) as error:
+        except (AttributeError, TypeError, ValueError) as error:
             raise InputError(
                 f"replicas are {shown(replicas)}, added to {describe(base)} ({error})",
                 expected="a Placement, and for each expert the ranks that hold it as well",
@@ -308,7 +308,7 @@ def placement_for(spec: str | Placement, num_experts: int, world: int) -> Placem
     if isinstance(spec, str):
         if spec not in PLACEMENTS:
             raise unknown_name("placement", spec, PLACEMENTS)
-        return PLACEMENTS[spec](num_experts, world)
+        return _named(spec, num_experts, world)
     if not isinstance(spec, Placement):
         raise InputError(
             f"placement is {describe(spec)}",
@@ -322,6 +322,12 @@ def placement_for(spec: str | Placement, num_experts: int, world: int) -> Placem
             fix="build the placement for this layer's experts and this EP group's ranks",
         )
     return spec
+
+
+@lru_cache(maxsize=16)
+def _named(name: str, num_experts: int, world: int) -> Placement:
+    """Layers of one shape share one table: looking for alternatives asks for it a thousand times."""
+    return PLACEMENTS[name](num_experts, world)
 
 
 def _check_sizes(num_experts: int, world: int) -> None:

@@ -200,7 +200,8 @@ def check_expert_rows(result: object, received: ReceivedRows) -> ExpertRows:
 def describe(value: object) -> str:
     """How an error names a value that it did not expect."""
     if isinstance(value, Tensor):
-        return f"a tensor {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        layout = "" if value.layout == torch.strided else f", {str(value.layout).removeprefix('torch.')}"
+        return f"a tensor {str(value.dtype).removeprefix('torch.')}{list(value.shape)}{layout}"
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)}"
     return "None" if value is None else f"a {type(value).__name__}"

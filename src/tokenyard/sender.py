@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tokenyard.errors import InputError
-from tokenyard.formats.base import dtype_name
+from tokenyard.formats.base import dtype_name, is_matrix
 from tokenyard.routing import Routes
 from tokenyard.rows import RoutingLogits, describe
 from tokenyard.wiring import Wiring
@@ -14,7 +14,7 @@ from tokenyard.wiring import Wiring
 def check_rows(wiring: Wiring, x_TH: Tensor) -> None:
     """Raise unless `x_TH` is what the layer was planned for."""
     spec = wiring.spec
-    fits = isinstance(x_TH, Tensor) and x_TH.dim() == 2 and x_TH.shape[1] == spec.hidden_size
+    fits = is_matrix(x_TH) and x_TH.shape[1] == spec.hidden_size
     if not fits or x_TH.dtype != spec.dtype:
         raise InputError(
             f"x_TH is {describe(x_TH)}",

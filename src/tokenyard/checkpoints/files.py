@@ -114,9 +114,9 @@ class TensorFiles:
 
 def open_files(path: Path) -> tuple[TensorFiles, dict[str, Any], Path]:
     """The tensors of a checkpoint, what its config says, and the file which that was read from."""
-    if path.is_file():
+    if is_file(path):
         return _open_one(path)
-    if not path.is_dir():
+    if not _is_folder(path):
         raise CheckpointError(
             f"{path} is not there",
             expected="the folder of a checkpoint, or a safetensors file",
@@ -143,8 +143,11 @@ def open_files(path: Path) -> tuple[TensorFiles, dict[str, Any], Path]:
 
 
 def _open_one(path: Path) -> tuple[TensorFiles, dict[str, Any], Path]:
-    with path.open("rb") as file:
-        refuse_pickle(path, file.read(9))
+    try:
+        with path.open("rb") as file:
+            refuse_pickle(path, file.read(9))
+    except OSError as error:
+        raise damaged(path, f"cannot be read ({error.strerror or error})") from error
     if path.suffix != ".safetensors":
         raise CheckpointError(
             f"{path} is not a safetensors file, by its name",
@@ -193,7 +196,7 @@ def _indexed(folder: Path, index: Path) -> TensorFiles:
                 fix="do not trust this checkpoint: an index has no reason to lead elsewhere",
                 file=index,
             )
-        if not file.is_file():
+        if not is_file(file):
             tensor = next(tensor for tensor, place in places.items() if place == name)
             raise _missing_file(file, f"{index.name} says that it holds tensor {tensor!r} and others")
     held, sizes = {}, {}
@@ -226,6 +229,21 @@ def _check_numbering(folder: Path, files: list[Path]) -> None:
                 raise _missing_file(folder / name, f"{file.name} is there")
 
 
+def is_file(path: Path) -> bool:
+    """Whether there is such a file. A path that no system takes is none."""
+    try:
+        return path.is_file()
+    except OSError:  # too long, or in a folder that nobody may look into
+        return False
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
+
+
 def _missing_file(path: Path, why: str) -> CheckpointError:
     return CheckpointError(
         f"{path} is missing; {why}",
@@ -237,7 +255,7 @@ def _missing_file(path: Path, why: str) -> CheckpointError:
 
 def read_config(path: Path) -> dict[str, Any]:
     """The config of a model."""
-    if not path.is_file():
+    if not is_file(path):
         raise CheckpointError(
             f"{path} is missing",
             expected="a config.json beside the weights: it says what they are",

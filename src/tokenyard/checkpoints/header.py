@@ -19,10 +19,13 @@ from typing import Any
 
 import torch
 
-from tokenyard.errors import CheckpointError
+from tokenyard.errors import CheckpointError, shown
 
 # The largest header that is read: that of a model of a million tensors. What safetensors itself takes, too.
 LARGEST_HEADER = 100_000_000
+
+# No tensor has more, and multiplying a million sizes takes hours.
+_MOST_DIMENSIONS = 64
 
 # The dtypes of the format, with their bits, and what torch calls them; None where it has no such dtype.
 DTYPES: dict[str, tuple[int, torch.dtype | None]] = {
@@ -155,15 +158,17 @@ def _tensor(path: Path, name: str, entry: Any, first: int) -> StoredTensor:
     entry = entry if isinstance(entry, dict) else {}
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise _wrong(path, name, f"has dtype {dtype!r}", f"one of {', '.join(DTYPES)}")
-    if not _whole_numbers(shape):
-        raise _wrong(path, name, f"has shape {shape!r}", "a list of whole numbers")
+        raise _wrong(path, name, f"has dtype {shown(dtype)}", f"one of {', '.join(DTYPES)}")
+    if not _whole_numbers(shape) or len(shape) > _MOST_DIMENSIONS:
+        raise _wrong(path, name, f"has shape {shown(shape)}", f"at most {_MOST_DIMENSIONS} whole numbers")
+    if math.prod(filter(None, shape)) >= 2**63:  # also of a tensor that is empty: torch multiplies, too
+        raise _wrong(path, name, f"has shape {shape}", "fewer than 2^63 elements")
     if not _whole_numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise _wrong(path, name, f"lies at {offsets!r}", "[begin, end]")
+        raise _wrong(path, name, f"lies at {shown(offsets)}", "[begin, end]")
     bits = math.prod(shape) * DTYPES[dtype][0]
     nbytes = offsets[1] - offsets[0]
     if bits != 8 * nbytes:
-        raise _wrong(path, name, f"is {dtype}{shape} and has {nbytes} bytes", f"{bits / 8:.0f} bytes")
+        raise _wrong(path, name, f"is {dtype}{shape} and has {nbytes} bytes", f"{-(-bits // 8)} bytes")
     return StoredTensor(
         name=name, file=path, dtype=dtype, shape=tuple(shape), begin=first + offsets[0], nbytes=nbytes
     )
@@ -175,7 +180,7 @@ def _whole_numbers(values: Any) -> bool:
 
 def _wrong(path: Path, name: str, found: str, expected: str) -> CheckpointError:
     return CheckpointError(
-        f"{path}: tensor {name!r} {found}",
+        f"{path}: tensor {shown(name, most=400)} {found}",
         expected=expected,
         fix="download or copy the file again: its header is damaged",
         file=path,

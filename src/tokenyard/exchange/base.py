@@ -44,6 +44,7 @@ from tokenyard.exchange.cargo import (
     check_extra,
     check_logits,
     check_output,
+    check_writable,
     tokens_by_rank,
 )
 from tokenyard.exchange.reduce import sum_over_ranks
@@ -456,6 +457,8 @@ class Exchange(ABC):
             )
         for tensor in ([] if out is None else [out]) + list(add):
             check_output(cargo, tensor, dispatched.return_path.num_tokens, self.group.device)
+        if out is not None:
+            check_writable(out)
         if self._is_placed(dispatched, result):
             return None
         return check_expert_rows(result, dispatched.received).rows_RH

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from tokenyard.errors import Corrupted, InputError
-from tokenyard.formats.base import EncodedRows, Format, Payload, check_rows, dtype_name
+from tokenyard.errors import Corrupted, InputError, shown
+from tokenyard.formats.base import EncodedRows, Format, Payload, check_rows, dtype_name, is_matrix
 from tokenyard.placement import Placement
 from tokenyard.routing import Routes
 from tokenyard.rows import LocalRoutes, ReceivedRows, RoutingLogits, describe
@@ -214,7 +215,7 @@ def check_extra(cargo: Cargo, extra: Mapping[str, Tensor], num_tokens: int, devi
     declared = {payload.name: payload for payload in cargo.extra}
     if not isinstance(extra, Mapping) or set(extra) != set(declared):
         raise InputError(
-            f"the further payloads are {sorted(extra)}",
+            f"the further payloads are {shown(sorted(extra, key=str) if isinstance(extra, Mapping) else extra)}",
             expected=f"{sorted(declared)}, as the layer declares",
             fix="declare them in LayerSpec(payloads=…) and pass each one in every call",
         )
@@ -228,7 +229,7 @@ def check_logits(cargo: Cargo, routes: object, num_tokens: int) -> RoutingLogits
     logits_TE = routes.logits_RE if isinstance(routes, RoutingLogits) else None
     found = routes if logits_TE is None else logits_TE
     expected = (num_tokens, cargo.num_experts)
-    if logits_TE is None or tuple(logits_TE.shape) != expected or logits_TE.dtype != torch.float32:
+    if not is_matrix(logits_TE) or tuple(logits_TE.shape) != expected or logits_TE.dtype != torch.float32:
         raise InputError(
             f"the layer's experts route by themselves, and were given {describe(found)}",
             expected=f"RoutingLogits of float32{list(expected)}",
@@ -240,13 +241,31 @@ def check_logits(cargo: Cargo, routes: object, num_tokens: int) -> RoutingLogits
 def check_output(cargo: Cargo, tensor: Tensor, num_tokens: int, device: torch.device) -> None:
     """Raise unless a tensor can take the result, or be added to it."""
     expected = (num_tokens, cargo.hidden_size)
-    if not isinstance(tensor, Tensor) or tuple(tensor.shape) != expected or tensor.dtype != cargo.dtype:
+    if not is_matrix(tensor) or tuple(tensor.shape) != expected or tensor.dtype != cargo.dtype:
         raise InputError(
             f"a tensor to write into or to add is {describe(tensor)}",
             expected=f"{dtype_name(cargo.dtype)}{list(expected)}: the shape and dtype of the input",
             fix="allocate it with torch.empty_like(x_TH)",
         )
     check_device("a tensor to write into or to add", tensor.device, device)
+
+
+def check_writable(out: Tensor) -> None:
+    """Raise unless every element of a tensor can be written by itself, and nothing else hangs on it."""
+    steps = sorted((step, count) for step, count in zip(out.stride(), out.shape, strict=True) if count > 1)
+    # Each step must lead beyond what the smaller ones reach.
+    overlaps = any(step < reach * count for (reach, count), (step, _) in pairwise([(1, 1), *steps]))
+    if out.numel() and overlaps:
+        found, fix = "whose elements share memory", "pass torch.empty_like(x_TH)"
+    elif out.requires_grad:
+        found, fix = "that wants a gradient", "pass out.detach(), or leave `out` away"
+    elif out.is_inference() and not torch.is_inference_mode_enabled():
+        found, fix = "made in inference mode", "call the layer in inference mode, too"
+    else:
+        return
+    raise InputError(
+        f"`out` is {describe(out)} {found}", expected="a tensor of its own that can be written", fix=fix
+    )
 
 
 def received_rows(cargo: Cargo, packets: Tensor, counts: tuple[int, ...]) -> ReceivedRows:

@@ -36,6 +36,7 @@ TABLE_BLOCK = 512 * 1024
 NARROWEST_LINE = 512
 
 
+@torch.no_grad()  # a residual may want a gradient; layers have none, and sums are made in place
 def sum_over_ranks(
     home: Sequence[EncodedRows], tokens_by_rank: Sequence[Tensor], out_TH: Tensor, add: Sequence[Tensor]
 ) -> Tensor:

@@ -24,13 +24,13 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeGuard
 
 import torch
 from torch import Tensor
 
 from tokenyard.duties import Duty, aside, record
-from tokenyard.errors import InputError, Reason
+from tokenyard.errors import InputError, Reason, shown
 
 ScaleLayout = Literal["linear", "swizzled"]
 
@@ -54,6 +54,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def is_matrix(value: object) -> TypeGuard[Tensor]:
+    """Whether something is a tensor of two dimensions whose elements lie in memory: not sparse, not nested."""
+    return isinstance(value, Tensor) and value.layout == torch.strided and value.dim() == 2
+
+
+def _kind_of(tensor: Tensor) -> str:
+    layout = "" if tensor.layout == torch.strided else f", {str(tensor.layout).removeprefix('torch.')}"
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}{layout}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Payload:
     """One tensor of an encoded row, `[rows, width]` of `dtype`.
@@ -73,13 +83,9 @@ class Payload:
 
     def check(self, tensor: Tensor, num_rows: int) -> None:
         """Compare a tensor that arrives with what was declared."""
-        fits = isinstance(tensor, Tensor) and tensor.dtype == self.dtype
+        fits = is_matrix(tensor) and tensor.dtype == self.dtype
         if not fits or tuple(tensor.shape) != (num_rows, self.width):
-            found = (
-                f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
-                if isinstance(tensor, Tensor)
-                else repr(tensor)
-            )
+            found = _kind_of(tensor) if isinstance(tensor, Tensor) else shown(tensor)
             raise InputError(
                 f"payload {self.name!r} is {found}",
                 expected=f"{dtype_name(self.dtype)}[{num_rows}, {self.width}], as its format declares",
@@ -267,9 +273,9 @@ def _pick(payload: Tensor, index_N: Tensor) -> Tensor:
 
 def check_rows(x_TH: Tensor) -> None:
     """Raise unless `x_TH` is a matrix of a dtype that rows may have."""
-    if x_TH.dim() != 2 or x_TH.shape[1] == 0 or x_TH.dtype not in ROW_DTYPES:
+    if not is_matrix(x_TH) or x_TH.shape[1] == 0 or x_TH.dtype not in ROW_DTYPES:
         raise InputError(
-            f"x_TH is {dtype_name(x_TH.dtype)}{list(x_TH.shape)}",
+            f"x_TH is {_kind_of(x_TH)}",
             expected=f"a matrix [T, H] of {', '.join(map(dtype_name, ROW_DTYPES))} with H ≥ 1",
             fix="flatten the batch with x.reshape(-1, hidden_size), and quantize through a format",
         )

@@ -35,10 +35,9 @@ from tokenyard.routing.routers import (
     SoftmaxRouter,
     SqrtSoftplusRouter,
     TopLogitsRouter,
-    is_scaling,
     router_class,
 )
-from tokenyard.routing.routes import Routes
+from tokenyard.routing.routes import Routes, is_scaling
 
 __all__ = [
     "ROUTERS",

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-import sys
 from abc import ABC, abstractmethod
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Literal, get_args
@@ -25,8 +24,8 @@ from torch.nn.functional import softplus
 
 from tokenyard.duties import Duty, Party, acting, record
 from tokenyard.errors import InputError, shown, unknown_name
-from tokenyard.formats.base import ROW_DTYPES, dtype_name
-from tokenyard.routing.routes import Routes
+from tokenyard.formats.base import ROW_DTYPES, dtype_name, is_matrix
+from tokenyard.routing.routes import Routes, is_scaling
 from tokenyard.rows import describe
 
 SoftmaxOrder = Literal["softmax_topk", "topk_softmax"]
@@ -165,7 +164,7 @@ class Router(ABC):
         return Routes(topk_ids_TK=ids_TK, topk_weights_TK=weights_TK, scaled_by=self.routed_scaling)
 
     def _checked(self, logits_TE: Tensor) -> Tensor:
-        if not isinstance(logits_TE, Tensor) or logits_TE.dim() != 2 or logits_TE.dtype not in ROW_DTYPES:
+        if not is_matrix(logits_TE) or logits_TE.dtype not in ROW_DTYPES:
             raise InputError(
                 f"logits_TE is {describe(logits_TE)}",
                 expected=f"a matrix [T, E] of {', '.join(map(dtype_name, ROW_DTYPES))}",
@@ -358,17 +357,6 @@ def router_class(name: str) -> type[Router]:
     if not isinstance(name, str) or name not in ROUTERS:
         raise unknown_name("router", name, ROUTERS)
     return ROUTERS[name]
-
-
-def is_scaling(value: object) -> bool:
-    """Whether weights may be multiplied by it: a finite number above 0.
-
-    >>> is_scaling(2.5), is_scaling(float("nan")), is_scaling(True)
-    (True, False, False)
-    """
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return False
-    return 0 < value <= sys.float_info.max
 
 
 def _is_whole(value: object) -> bool:

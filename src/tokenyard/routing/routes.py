@@ -8,13 +8,14 @@ check is one pass over the ids (a minimum and a maximum) and comparisons of shap
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from tokenyard.errors import InputError
-from tokenyard.formats.base import dtype_name
+from tokenyard.errors import InputError, shown
+from tokenyard.formats.base import dtype_name, is_matrix
 from tokenyard.rows import describe
 
 ID_DTYPES = (torch.int32, torch.int64)
@@ -107,7 +108,7 @@ for nobody; fix: pass global expert ids of this layer, and -1 for padding
             ("topk_ids_TK", ids, ID_DTYPES),
             ("topk_weights_TK", weights, WEIGHT_DTYPES),
         ):
-            if not isinstance(tensor, Tensor) or tensor.dim() != 2 or tensor.dtype not in dtypes:
+            if not is_matrix(tensor) or tensor.dtype not in dtypes:
                 allowed = " or ".join(map(dtype_name, dtypes))
                 raise InputError(
                     f"{name} is {describe(tensor)}",
@@ -142,6 +143,12 @@ for nobody; fix: pass global expert ids of this layer, and -1 for padding
             )
 
     def _check_scaling(self, scaled_by: float) -> None:
+        if not is_scaling(self.scaled_by):
+            raise InputError(
+                f"the weights hold the routed scaling factor {shown(self.scaled_by)} (Routes.scaled_by)",
+                expected="a positive number, 1.0 where nothing was scaled",
+                fix="pass the router's routed_scaling",
+            )
         # A factor that went through float32 on one of the two sides is still the same factor.
         if math.isclose(self.scaled_by, scaled_by, rel_tol=1e-6):
             return
@@ -161,6 +168,12 @@ for nobody; fix: pass global expert ids of this layer, and -1 for padding
         ids = self.topk_ids_TK
         if ids.numel() == 0:
             return
+        if ids.device.type == "meta":
+            raise InputError(
+                "topk_ids_TK is on meta, where tensors hold nothing",
+                expected="ids that can be read",
+                fix="make the routes on the device of the rows",
+            )
         lowest, highest = torch.stack(torch.aminmax(ids)).tolist()  # stacked: one wait for the GPU, not two
         if lowest >= -1 and highest < num_experts:
             return
@@ -175,3 +188,14 @@ for nobody; fix: pass global expert ids of this layer, and -1 for padding
 def _same_device(found: torch.device, expected: torch.device) -> bool:
     """`cuda` means any GPU, `cuda:1` that one."""
     return found.type == expected.type and expected.index in (None, found.index)
+
+
+def is_scaling(value: object) -> bool:
+    """Whether weights may be multiplied by it: a finite number above 0.
+
+    >>> is_scaling(2.5), is_scaling(float("nan")), is_scaling(True)
+    (True, False, False)
+    """
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return 0 < value <= sys.float_info.max

@@ -1,0 +1,357 @@
+"""Everything that takes something from outside, given garbage: it works, or an error of ours comes out.
+
+Each target is a hypothesis test. `test_targets.py` runs it on a few examples; `atheris_targets.py` drives the same test
+with bytes that atheris changes until they reach lines which no bytes have reached before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save
+
+import tokenyard as ty
+from tests.cli.runner import MIXTRAL, call
+from tests.fuzz.garbage import JSON, NUMBERS, TEXTS, anything, changed, ours, peculiar, plain, tensors
+from tests.models import batch, build
+from tokenyard.checkpoints import open_checkpoint
+from tokenyard.exchange.announcement import Announcement
+from tokenyard.group.base import Group
+from tokenyard.integrations.huggingface import FAMILIES, layers_from_config
+
+FIELDS = [field.name for field in dataclasses.fields(ty.LayerSpec)]
+SPEC = {
+    "name": "moe",
+    "hidden_size": 32,
+    "intermediate_size": 8,
+    "num_experts": 5,
+    "top_k": 2,
+    "max_tokens": 6,
+}
+
+
+def use(drafted: ty.Draft) -> None:
+    """What a plan does with a draft before the first token."""
+    assert str(drafted)
+    json.dumps(drafted.fields())
+    assert drafted.workspace_bytes < 2**48
+    assert 0 <= drafted.fingerprint() < 2**63
+
+
+def fields_of(kinds: st.SearchStrategy) -> st.SearchStrategy:
+    """Some fields of a layer, each with anything."""
+    return st.dictionaries(st.sampled_from(FIELDS), kinds, min_size=1, max_size=3)
+
+
+@given(changes=fields_of(anything()))
+def layer_specs(changes):
+    """`LayerSpec`, any value of any type in any field."""
+    drafted = ours(lambda: ty.draft([ty.LayerSpec(**{**SPEC, **changes})], 2))
+    if isinstance(drafted, ty.Draft):
+        use(drafted)
+
+
+FORMATS = st.sampled_from([None, *ty.FORMATS, "mxfp8(alignment=64)"])
+SIZES = st.one_of(st.integers(1, 70), st.sampled_from([4096, 65536, 2**31 - 1, 10**9, 10**12, 10**15]))
+
+
+@st.composite
+def placements(draw):
+    """Placements by name, or made of any table."""
+    table = st.lists(st.lists(st.integers(-1, 5), max_size=4), max_size=4)
+    make = draw(st.sampled_from(["name", "explicit", "replicated", "anything"]))
+    if make == "name":
+        return draw(st.sampled_from(["contiguous", "round_robin", "elsewhere"]))
+    if make == "explicit":
+        return ours(ty.Placement.explicit, draw(SIZES), draw(st.one_of(table, anything())))
+    if make == "replicated":
+        base = ours(ty.Placement.contiguous, draw(st.integers(1, 5)), draw(st.integers(1, 3)))
+        replicas = st.dictionaries(st.integers(-1, 5), st.lists(st.integers(-1, 3), max_size=3), max_size=3)
+        return ours(ty.Placement.replicated, base, draw(st.one_of(replicas, anything())))
+    return ours(ty.Placement.contiguous, draw(anything()), draw(anything()))
+
+
+@st.composite
+def routers(draw):
+    """Routers of any kind, with any settings."""
+    if draw(st.booleans()):
+        return None
+    kind = draw(st.sampled_from([ty.SoftmaxRouter, ty.GroupedSigmoidRouter, ty.TopLogitsRouter]))
+    settings = {"top_k": draw(st.one_of(st.integers(1, 5), anything()))}
+    settings["renormalize"] = draw(st.one_of(st.booleans(), anything()))
+    settings["routed_scaling"] = draw(st.one_of(st.just(1.0), st.floats(), anything()))
+    if kind is ty.GroupedSigmoidRouter:
+        settings["num_groups"] = draw(st.one_of(st.integers(1, 5), anything()))
+        settings["choice_bias_E"] = draw(st.one_of(st.none(), st.just(torch.zeros(5)), tensors()))
+    return ours(kind, **settings)
+
+
+@st.composite
+def layers(draw):
+    """A layer that might well be planned."""
+    return ty.LayerSpec(
+        name=draw(st.sampled_from(["a", "b", "c"])),
+        hidden_size=draw(SIZES),
+        intermediate_size=draw(SIZES),
+        num_experts=draw(st.one_of(st.integers(1, 9), SIZES)),
+        top_k=draw(st.one_of(st.integers(1, 9), SIZES)),
+        max_tokens=draw(st.one_of(st.none(), SIZES)),
+        dtype=draw(st.sampled_from([torch.bfloat16, torch.float32])),
+        wire=draw(FORMATS),
+        combine_wire=draw(FORMATS),
+        expert_rows=draw(FORMATS),
+        experts=draw(st.sampled_from(["grouped", "reference", "self_routing"])),
+        weights=draw(st.sampled_from(["bf16", "fp32", "mxfp4", "none"])),
+        placement=draw(placements()),
+        router=draw(routers()),
+        tensor_parallel=draw(st.sampled_from([1, 1, 1, 2])),
+    )
+
+
+@given(
+    specs=st.lists(layers(), max_size=3),
+    world=st.one_of(st.integers(1, 4), SIZES, anything()),
+    exchange=st.one_of(st.sampled_from([*ty.EXCHANGES]), TEXTS, anything()),
+    max_tokens=st.one_of(SIZES, anything()),
+    in_flight=st.one_of(st.integers(1, 3), NUMBERS),
+)
+def drafts(specs, world, exchange, max_tokens, in_flight):
+    """Plans of random layers, on any number of ranks, for any number of tokens."""
+    made = ours(ty.draft, specs, world, exchange=exchange, max_tokens=max_tokens, in_flight=in_flight)
+    if isinstance(made, ty.Draft):
+        use(made)
+
+
+@st.composite
+def some_routes(draw):
+    """Routes of anything, most of it tensors."""
+    good = st.just(batch(ty.LayerSpec(**SPEC), 4)[1])
+    ids = st.one_of(good.map(lambda routes: routes.topk_ids_TK), tensors(columns=3), anything())
+    weights = st.one_of(good.map(lambda routes: routes.topk_weights_TK), tensors(columns=3), anything())
+    scaled = st.one_of(st.just(1.0), st.just(1.0), anything())
+    return ty.Routes(topk_ids_TK=draw(ids), topk_weights_TK=draw(weights), scaled_by=draw(scaled))
+
+
+@given(
+    routes=some_routes(),
+    num_experts=st.sampled_from([1, 5, 10**9]),
+    top_k=st.one_of(st.none(), st.integers(0, 3)),
+    num_tokens=st.one_of(st.none(), st.integers(0, 6)),
+    values=st.booleans(),
+)
+def routes(routes, num_experts, top_k, num_tokens, values):
+    """`Routes`: any tensors as ids and weights."""
+    ours(routes.check, num_experts, top_k=top_k, num_tokens=num_tokens, values=values)
+
+
+@st.composite
+def peculiar_routes(draw):
+    """Good routes, in tensors of a peculiar form."""
+    ids, weights = draw(peculiar(ROUTES.topk_ids_TK)), draw(peculiar(ROUTES.topk_weights_TK))
+    only = draw(st.sampled_from(["ids", "weights", "both"]))
+    return ty.Routes(
+        topk_ids_TK=ROUTES.topk_ids_TK if only == "weights" else ids,
+        topk_weights_TK=ROUTES.topk_weights_TK if only == "ids" else weights,
+    )
+
+
+LAYER = ty.LayerSpec(**SPEC, payloads=(ty.Payload(name="tag", dtype=torch.int64, width=2),))
+X_TH, ROUTES = batch(LAYER, 4)
+TAG = torch.arange(8).view(4, 2)
+
+
+@st.composite
+def calls(draw):
+    """The arguments of one call of a layer, of which any may be anything."""
+    any_rows = tensors(columns=32, dtypes=st.just(torch.bfloat16))
+    kinds = {
+        "x_TH": st.one_of(peculiar(X_TH), any_rows, tensors(), anything()),
+        "routes": st.one_of(peculiar_routes(), some_routes(), anything()),
+        "payloads": st.one_of(st.one_of(peculiar(TAG), anything()).map(lambda tag: {"tag": tag}), anything()),
+        "out": st.one_of(peculiar(X_TH.clone()), tensors(rows=4, columns=32), anything()),
+        "add": st.one_of(peculiar(X_TH.clone()), tensors(rows=4, columns=32), anything()),
+    }
+    good = {"x_TH": X_TH, "routes": ROUTES, "payloads": {"tag": TAG}}
+    wrong = draw(st.sets(st.sampled_from([*kinds]), min_size=1, max_size=2))
+    return {**good, **{name: draw(kinds[name]) for name in sorted(wrong)}}
+
+
+def serve(group: Group, exchange: str, bad) -> tuple[object, torch.Tensor]:
+    """One rank: a call in which rank 0 passes garbage, and one in which nobody does."""
+    built = build(ty.plan([LAYER], group, exchange=exchange), "moe")
+    good = {"x_TH": X_TH, "routes": ROUTES, "payloads": {"tag": TAG}}
+    asked = dict(bad if group.rank == 0 else good)
+    outcome = ours(built, asked.pop("x_TH"), asked.pop("routes"), **asked)
+    return outcome, built(X_TH, ROUTES, payloads={"tag": TAG})
+
+
+@given(bad=calls(), exchange=st.sampled_from([*ty.EXCHANGES]))
+def layer_calls(bad, exchange):
+    """Calls of a layer: garbage on one rank is its own error, reaches the other, and the next call is as ever."""
+    outcomes, after = zip(*ty.launch(2, serve, exchange, bad, deadline=20.0), strict=True)
+    assert isinstance(outcomes[0], (torch.Tensor, ty.TokenyardError))
+    failed = isinstance(outcomes[0], ty.TokenyardError)
+    assert isinstance(outcomes[1], ty.PeerFailed if failed else torch.Tensor), outcomes
+    assert torch.equal(after[0], after[1]), "both brought the same tokens"
+    assert after[0].isfinite().all()
+
+
+CONFIGS = {
+    name: {
+        "model_type": name,
+        "num_hidden_layers": 4,
+        "num_experts_per_tok": 2,
+        **dict.fromkeys(("hidden_size", family.intermediate_size, *family.num_experts), 64),
+        **family.defaults,
+    }
+    for name, family in FAMILIES.items()
+}
+
+
+@given(data=st.data())
+def huggingface_configs(data):
+    """Configs of models: any JSON, and those of every family with anything in any key."""
+    config = data.draw(st.one_of(st.sampled_from([*CONFIGS.values()]).flatmap(changed), JSON, plain()))
+    if isinstance(config, dict) and data.draw(st.booleans()):
+        key = data.draw(st.sampled_from([*CONFIGS["deepseek_v3"], "text_config", "mlp_only_layers", "dtype"]))
+        config = {**config, key: data.draw(st.one_of(JSON, anything()))}
+    found = ours(layers_from_config, config)
+    if isinstance(found, list):
+        assert 0 < len(found) <= 8192
+        ours(ty.draft, found[:2], 2, max_tokens=4)
+
+
+EXPERTS = {"a.experts.gate_up_proj": torch.ones(2, 4, 2), "a.experts.down_proj": torch.ones(2, 2, 2)}
+FILE = save(EXPERTS)
+HEADER = json.loads(FILE[8 : 8 + int.from_bytes(FILE[:8], "little")])
+BODY = FILE[8 + int.from_bytes(FILE[:8], "little") :]
+
+
+def read_all(folder: Path, config: object) -> None:
+    """Open a checkpoint and read all of it."""
+    (folder / "config.json").write_text(json.dumps(config))
+    checkpoint = ours(open_checkpoint, folder)
+    if isinstance(checkpoint, ty.Checkpoint):
+        on_disk = sum(file.stat().st_size for file in folder.iterdir())
+        assert checkpoint.nbytes <= on_disk
+        for layer in checkpoint.layers:
+            ours(checkpoint.experts, layer.name)
+        for name in checkpoint.tensors:
+            ours(checkpoint.tensor, name)
+
+
+@given(data=st.data())
+def checkpoint_headers(data):
+    """Headers of safetensors files: other dtypes, shapes and places, names that stand twice, nesting, any bytes."""
+    header = data.draw(st.one_of(changed(HEADER), JSON))
+    if isinstance(header, dict) and data.draw(st.booleans()):
+        lengths = st.sampled_from([0, 1, 2, 4, 2**31, 2**62, 2**63 - 1])
+        sizes = st.one_of(st.lists(lengths, max_size=8), lengths.map(lambda length: [length] * 40))
+        entry = {"dtype": data.draw(st.sampled_from(["F32", "F4", "U8", "BF16", "F8_E4M3", "C64"]))}
+        entry |= {
+            "shape": data.draw(sizes),
+            "data_offsets": data.draw(st.sampled_from([[0, 0], [64, 64], [0, 96]])),
+        }
+        header[data.draw(st.sampled_from(["a.experts.down_proj", "b", "a.experts.0.up_proj.weight"]))] = entry
+    text = json.dumps(header).encode()
+    text = data.draw(
+        st.sampled_from([text, text, text + b" " * 7, text.replace(b"down", b"gate_up"), text[:-1]])
+    )
+    length = data.draw(st.sampled_from([len(text), len(text), len(text), 0, 2**63, len(text) + 1]))
+    body = data.draw(st.sampled_from([BODY, BODY, b"", BODY[:-1], BODY + b"\0"]))
+    with tempfile.TemporaryDirectory() as name:
+        Path(name, "model.safetensors").write_bytes(length.to_bytes(8, "little") + text + body)
+        read_all(Path(name), data.draw(st.one_of(st.just({}), changed(CONFIGS["mixtral"]))))
+
+
+@given(
+    places=st.one_of(
+        st.dictionaries(
+            st.sampled_from([*EXPERTS, "x"]), st.one_of(TEXTS, st.just("model.safetensors"), JSON)
+        ),
+        JSON,
+    ),
+    config=st.one_of(st.just({}), JSON, changed(CONFIGS["qwen3_moe"])),
+    raw=st.one_of(st.none(), st.binary(max_size=40)),
+)
+def checkpoint_indexes(places, config, raw):
+    """Index files and configs beside weights: any names, any JSON, any bytes."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name, "model.safetensors").write_bytes(FILE)
+        index = json.dumps({"weight_map": places}).encode() if raw is None else raw
+        Path(name, "model.safetensors.index.json").write_bytes(index)
+        read_all(Path(name), config)
+
+
+@given(
+    numbers=st.lists(st.one_of(st.integers(-1, 9), st.integers(-(2**63), 2**63 - 1)), max_size=14),
+    rest=st.binary(max_size=64),
+)
+def announcements(numbers, rest):
+    """What a rank says at the start of a phase: any numbers, any bytes."""
+    encoded = b"".join(number.to_bytes(8, "little", signed=True) for number in numbers) + rest
+    heard = ours(Announcement.decode, encoded, 1)
+    if isinstance(heard, Announcement):
+        assert 8 * len(heard.counts) <= len(encoded)
+        assert heard.where(heard, ["moe"])
+
+
+# Arguments of commands that do nothing but look, and options that any command has.
+WORDS = st.one_of(
+    st.sampled_from(
+        [
+            "plan",
+            "inspect",
+            "support",
+            "--config",
+            "--ranks",
+            "--json",
+            "--write",
+            "--version",
+            "--help",
+            "--max-tokens",
+        ]
+    ),
+    st.sampled_from(
+        ["--wire", "mxfp8", "--exchange", "one_sided", "--in-flight", "--placement", "--experts", "4"]
+    ),
+    TEXTS.filter(lambda text: "\0" not in text),
+    NUMBERS.filter(lambda number: abs(number) < 1e300).map(str),
+)
+
+
+@given(
+    command=st.sampled_from(["plan", "inspect", "support", ""]),
+    words=st.lists(WORDS, max_size=8),
+    config=st.one_of(st.just(MIXTRAL), changed(MIXTRAL), JSON),
+)
+def command_lines(command, words, config):
+    """`tokenyard`, with any arguments: an answer, a usage message, or an error of ours; never a traceback."""
+    with tempfile.TemporaryDirectory() as name, contextlib.chdir(name):
+        Path("config.json").write_text(json.dumps(config))
+        usual = ["--config", "config.json", "--ranks", "2"] if command == "plan" else []
+        result = call(*([command] if command else []), *usual, *words)
+    assert result.exit_code in (0, 2), result.output
+
+
+TARGETS = {
+    target.__name__: target
+    for target in (
+        layer_specs,
+        drafts,
+        routes,
+        layer_calls,
+        huggingface_configs,
+        checkpoint_headers,
+        checkpoint_indexes,
+        announcements,
+        command_lines,
+    )
+}
