@@ -23,9 +23,9 @@ from tokenyard import formats
 from tokenyard.errors import Alternative, InputError, PlanError, Reason, TokenyardError, shown
 from tokenyard.exchange import EXCHANGES, Exchange
 from tokenyard.exchange import resolve as resolve_exchange
-from tokenyard.placement import MOST_RANKS, PLACEMENTS
+from tokenyard.placement import MOST_RANKS, PLACEMENTS, Placement, placement_for
 from tokenyard.routing import Router
-from tokenyard.spec import LayerSpec, is_size
+from tokenyard.spec import LayerSpec, check_spec, is_size
 from tokenyard.version import PROTOCOL
 from tokenyard.wiring import Wiring, wire_layer
 
@@ -297,6 +297,19 @@ def _alternatives(
                 if all(str(value) != current[name] for name, value in changes.items()):
                     yield changes
 
+    tables: dict[tuple[str, int], Placement] = {}
+
+    def with_table(spec: LayerSpec) -> LayerSpec:
+        """The layer with the table that its placement's name stands for: made once, not in each of a thousand tries."""
+        if not (
+            isinstance(spec.placement, str) and spec.placement in PLACEMENTS and check_spec(spec) is None
+        ):
+            return spec
+        key = (spec.placement, spec.num_experts)
+        if key not in tables:
+            tables[key] = placement_for(*key, world)
+        return replace(spec, placement=tables[key])
+
     def fits(changes: dict[str, Any]) -> bool:
         changed, name = apply_alternative(Alternative(changes=changes), layers, spec.name, exchange.name)
         # A change of the exchange must not take it away from another layer.
@@ -304,7 +317,7 @@ def _alternatives(
         return all(
             isinstance(
                 wire_layer(
-                    changed[i],
+                    with_table(changed[i]),
                     index=i,
                     world=world,
                     exchange=resolve_exchange(name),

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from operator import index
 from typing import Any
 
@@ -308,7 +308,7 @@ def placement_for(spec: str | Placement, num_experts: int, world: int) -> Placem
     if isinstance(spec, str):
         if spec not in PLACEMENTS:
             raise unknown_name("placement", spec, PLACEMENTS)
-        return _named(spec, num_experts, world)
+        return PLACEMENTS[spec](num_experts, world)
     if not isinstance(spec, Placement):
         raise InputError(
             f"placement is {describe(spec)}",
@@ -322,12 +322,6 @@ def placement_for(spec: str | Placement, num_experts: int, world: int) -> Placem
             fix="build the placement for this layer's experts and this EP group's ranks",
         )
     return spec
-
-
-@lru_cache(maxsize=16)
-def _named(name: str, num_experts: int, world: int) -> Placement:
-    """Layers of one shape share one table: looking for alternatives asks for it a thousand times."""
-    return PLACEMENTS[name](num_experts, world)
 
 
 def _check_sizes(num_experts: int, world: int) -> None:
