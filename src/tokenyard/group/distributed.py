@@ -38,8 +38,10 @@ from tokenyard.group.readmission import (
     check_lost,
     lineage_of,
     meet,
+    name_again,
     seats_at,
     underlying,
+    written_to_meet,
 )
 from tokenyard.group.roll_call import LOOK, RollCall, within
 from tokenyard.group.shared_memory import share_between_processes, this_host
@@ -57,6 +59,8 @@ class DistributedGroup(Group):
 
     # Whether torch made the process group, for ranks of its world, or they met without it.
     _known_to_torch = True
+    # The keys that this rank wrote into the store to be found.
+    _written: Sequence[str] = ()
 
     def __init__(
         self,
@@ -98,6 +102,7 @@ class DistributedGroup(Group):
         self._seats = seats
         self._broken: str | None = None
         self._readmissions = 0
+        self._all_met = False
         self._splits: dict[tuple[int, ...], int] = {}
 
     @classmethod
@@ -127,6 +132,7 @@ class DistributedGroup(Group):
             raise _lost_store(invitation.name, str(silent), rank) from silent
         group = cls.__new__(cls)
         group._carrier, group._known_to_torch = torch.device("cpu"), False
+        group._written = written_to_meet(invitation.meeting, rank)
         group._roll = RollCall(seats.store, invitation.meeting, rank, invitation.size, this_host())
         group._start(process_group, seats, device, invitation.name, invitation.deadline)
         return group
@@ -135,6 +141,7 @@ class DistributedGroup(Group):
         mine = self._check_bytes(mine, 1).to(self._carrier)
         gathered = mine.new_empty(self.size * mine.numel())
         self._run(_gather, gathered, mine, phase=phase)
+        self._all_met = True  # every rank has brought something, so every rank has found the others
         return gathered.view(self.size, -1).to(self.device)
 
     def all_gather_rows(self, mine: Tensor, counts: Sequence[int], *, phase: str) -> Tensor:
@@ -270,7 +277,7 @@ class DistributedGroup(Group):
                 rank=self.rank,
             )
         self._readmissions += 1
-        name = f"{self.name}/again-{self._readmissions}"
+        name = name_again(self.name, self._readmissions)
         meeting = f"{self._seats.lineage}/{name}/{'-'.join(map(str, empty))}"
         invitation = Invitation(meeting=meeting, size=self.size, name=name, deadline=self.deadline)
         first = min(rank for rank in range(self.size) if rank not in empty)
@@ -287,6 +294,8 @@ class DistributedGroup(Group):
 
     def close(self) -> None:
         """Close this door. The process group belongs to whoever made it, and can be destroyed now."""
+        if self._process_group is not None:
+            self._roll.leave(*(self._written if self._all_met else ()))
         self._broken = self._broken or "it was closed"
         self._process_group = None  # torch's own destructor aborts where a reference outlives the library
 

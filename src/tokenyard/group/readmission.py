@@ -140,6 +140,23 @@ def meet(
     return met
 
 
+def written_to_meet(meeting: str, rank: int) -> list[str]:
+    """The keys that a rank writes into the store to be found at a meeting: it is there, and gloo's address of it."""
+    return [f"tokenyard/{meeting}/here/{rank}", f"tokenyard/{meeting}/0/{rank}"]
+
+
+def name_again(name: str, times: int) -> str:
+    """The name of a group that was made whole so many times more. It stays short, however often that happens.
+
+    >>> name_again("world", 1), name_again("world/again-9", 1), name_again("world/again-9/0-2", 1)
+    ('world/again-1', 'world/again-10', 'world/again-9/0-2/again-1')
+    """
+    first, again, before = name.rpartition("/again-")
+    if again and before.isdigit():
+        return f"{first}/again-{int(before) + times}"
+    return f"{name}/again-{times}"
+
+
 def lineage_of(name: str, global_ranks: Sequence[int]) -> str:
     """What a group and all that come after it are called in the store."""
     return f"{name}/{'-'.join(map(str, global_ranks))}"

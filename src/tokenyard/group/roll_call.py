@@ -101,6 +101,14 @@ class RollCall:
             time.sleep(_PAUSE)
         return []
 
+    def leave(self, *written: str) -> None:
+        """Take back what this rank has written into the store, these keys among it. A verdict stays.
+
+        Groups come and go, and the store lives as long as all of them: what each leaves behind would pile up in it.
+        """
+        keys = [*written, self._key("who", self._rank), self._key("here", self._rank)]
+        self._ask(lambda: [self._store.delete_key(key) for key in keys])
+
     def _verdict(self) -> list[int] | None:
         found = self._ask(lambda: self._get("verdict"))
         return None if found is None else list(json.loads(found))

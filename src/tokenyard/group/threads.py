@@ -29,7 +29,7 @@ from torch import Tensor
 from tokenyard.errors import Drifted, GroupError, InputError, PeerLost
 from tokenyard.group.base import DEFAULT_DEADLINE, Group
 from tokenyard.group.devices import prepare_threads, resolve_device
-from tokenyard.group.readmission import PHASE, READMISSION, check_lost, nobody_invited
+from tokenyard.group.readmission import PHASE, READMISSION, check_lost, name_again, nobody_invited
 
 
 @dataclass
@@ -267,7 +267,7 @@ class ThreadGroup(Group):
     def readmit(self, lost: Sequence[int], *, seconds: float = READMISSION) -> ThreadGroup:
         empty = check_lost(lost, self.rank, self.size)
         self._readmissions += 1
-        name = f"{self.name}/again-{self._readmissions}"
+        name = name_again(self.name, self._readmissions)
         parent, seats = self._meeting_point, self._seats
         with parent.lock:
             first = self._readmissions not in parent.readmissions
