@@ -315,7 +315,8 @@ def _rank_main(
         outcome: tuple[str, Any, str] = ("result", fn(group, *args), "")
     except BaseException as error:
         outcome = ("error", _picklable(error), traceback.format_exc())
-    parent.send_bytes(pickle.dumps(outcome))
+    with contextlib.suppress(OSError):  # who launched this may have given up on it
+        parent.send_bytes(pickle.dumps(outcome))
     if outcome[0] == "result":
         released.wait()  # others may still read from this rank's connections: it stays until all have reported
     os._exit(0)
