@@ -162,7 +162,7 @@ class RankRows:
         first = self.rows_by_rank[0]
         sums_TH = torch.zeros(self.num_tokens, first.shape[1], dtype=torch.float32, device=first.device)
         for rows_NH, token_N in zip(self.rows_by_rank, self.tokens_by_rank, strict=True):
-            sums_TH[token_N] += rows_NH  # a token has at most one row from a rank: the sum has one order
+            sums_TH.index_add_(0, token_N, rows_NH)  # no token twice within a rank: the sum has one order
         return sums_TH
 
 

@@ -15,7 +15,7 @@ word, hence of a single bit, changes it; so do two words in each other's place, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import torch
@@ -84,13 +84,21 @@ def check_out(cargo: Cargo, rank: int, round: int, received: ReceivedRows, seals
             place="order",
         )
     _check_heads(cargo, round, sources_R, seals_RC)
-    rows = received.dense()
-    payloads = {**rows.payloads, **received.extra}
+    payloads = {name: [payload] for name, payload in received.extra.items()}
+    payloads |= {name: _runs(received, payload) for name, payload in received.rows.payloads.items()}
     if isinstance(received.routes, RoutingLogits):
-        payloads["logits"] = received.routes.logits_RE
-    _check_sums(cargo, {name: payloads[name] for name in _summed(cargo)}, sources_R, seals_RC)
+        payloads["logits"] = [received.routes.logits_RE]
+    _check_sums({name: payloads[name] for name in _summed(cargo)}, sources_R, seals_RC)
     if isinstance(received.routes, LocalRoutes):
         _check_routes(cargo, rank, received.routes, received.counts_W, sources_R, seals_RC)
+
+
+def _runs(received: ReceivedRows, payload: Tensor) -> list[Tensor]:
+    """A payload's rows, as views: in a workspace those of each source rank lie one behind the other."""
+    if received.slots_R is None:
+        return [payload]
+    slots = received.slots_R.split(received.counts_W)
+    return [payload[int(run[0]) : int(run[0]) + len(run)] for run in slots if len(run)]
 
 
 def _summed(cargo: Cargo) -> list[str]:
@@ -129,11 +137,12 @@ def _check_heads(cargo: Cargo, round: int, sources_R: Tensor, seals_RC: Tensor) 
 
 
 def _check_sums(
-    cargo: Cargo, payloads: Mapping[str, Tensor], sources_R: Tensor, seals_RC: Tensor, *, back: bool = False
+    payloads: Mapping[str, Sequence[Tensor]], sources_R: Tensor, seals_RC: Tensor, *, back: bool = False
 ) -> None:
-    """Raise at the first payload that has another checksum than its seal says."""
-    for column, (name, payload) in enumerate(payloads.items(), SEAL_HEAD):
-        row = _first(checksums(payload) != seals_RC[:, column])
+    """Raise at the first payload, given in parts, that has another checksum than its seal says."""
+    for column, (name, parts) in enumerate(payloads.items(), SEAL_HEAD):
+        sums_R = torch.cat([seals_RC.new_empty(0), *map(checksums, parts)])
+        row = _first(sums_R != seals_RC[:, column])
         if row is not None:
             source, token = int(sources_R[row]), int(seals_RC[row, TOKEN])
             what = "of the result of token" if back else "of token"
@@ -214,7 +223,7 @@ def check_back(cargo: Cargo, peer: int, round: int, tokens_N: Tensor, rows: Enco
             token=token,
             place="order",
         )
-    _check_sums(cargo, payloads, peers_N, seals_NC, back=True)
+    _check_sums({name: [payload] for name, payload in payloads.items()}, peers_N, seals_NC, back=True)
     return EncodedRows(format=rows.format, hidden_size=rows.hidden_size, payloads=payloads)
 
 

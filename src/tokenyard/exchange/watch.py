@@ -158,6 +158,8 @@ class ParanoidWatch(Watch):
 
     def check_sum(self, dispatched: Dispatched, due_TH: Tensor | None, y_TH: Tensor) -> None:
         assert due_TH is not None
+        if torch.equal(y_TH, due_TH):
+            return
         wrong_T = ~((y_TH == due_TH) | (y_TH.isnan() & due_TH.isnan())).all(dim=1)
         if bool(wrong_T.any()):
             token = int(wrong_T.nonzero()[0])
