@@ -81,6 +81,18 @@ def markdown(summary):
         lines.append(f"| {row['title']} | {row['faults']} | {row['right']} | {times} |")
     whole = (
         f"**{summary['faults']} faults** on {summary['groups']} groups: errors and results right after "
-        f"**{summary['right']}**, hangs **{summary['hangs']}**, leaks **{summary['leaks']}**."
+        f"**{summary['right']}**, hangs **{summary['hangs']}**, leaks **{summary['leaks']}**. "
+        f"The deadline of every wait is {summary['deadline_s']} s, the slack {summary['slack_s']} s."
     )
     return "\n".join([whole, "", *lines])
+
+
+_MARKS = ("<!-- campaign -->\n", "\n<!-- /campaign -->")
+
+
+def rewrite(page, summary):
+    """Put the counts into a page of the documentation."""
+    text = page.read_text()
+    before, _, rest = text.partition(_MARKS[0])
+    _, _, after = rest.partition(_MARKS[1].lstrip())
+    page.write_text(before + _MARKS[0] + markdown(summary) + _MARKS[1] + after)
