@@ -164,22 +164,23 @@ def _run_plain(group, exchange):
     return y_TH
 
 
-def one_batch(layer, **options):
-    """A function that runs a few tokens through a layer, for `AlwaysOn`."""
+def batches(layer, *tokens):
+    """A function that runs batches of so many tokens through a layer, for `AlwaysOn`."""
 
     def run(group):
-        plan = ty.plan([layer], group, exchange=options.get("exchange", "one_sided"))
-        x_TH, routes = batch(layer, 5, seed=group.rank)
-        build(plan, layer.name)(x_TH, routes)
+        plan = ty.plan([layer], group, exchange="one_sided")
+        built = build(plan, layer.name)
+        for count in tokens:
+            built(*batch(layer, count, seed=group.rank))
         plan.close()
 
     return run
 
 
-def planning(*layers, exchange="one_sided"):
+def planning(*layers):
     """A function that makes and closes a plan, for `AlwaysOn`."""
 
     def run(group):
-        ty.plan(list(layers), group, exchange=exchange).close()
+        ty.plan(list(layers), group, exchange="one_sided").close()
 
     return run

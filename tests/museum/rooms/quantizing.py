@@ -3,7 +3,7 @@
 from torch.nn.functional import pad
 
 from tests.models import spec
-from tests.museum.exhibit import AlwaysOn, Exhibit, ExpertsCheck, Room, one_batch
+from tests.museum.exhibit import AlwaysOn, Exhibit, ExpertsCheck, Room, batches
 from tokenyard.exchange.base import Exchange
 from tokenyard.experts import Experts, GroupedExperts, ReferenceExperts
 from tokenyard.formats import EncodedRows, Mxfp8, for_dtype
@@ -88,7 +88,7 @@ ROOM = Room(
             caught_by=AlwaysOn(
                 name="InputError",
                 when="in the first batch of a layer on the mxfp8 wire",
-                run=one_batch(spec(wire="mxfp8")),
+                run=batches(spec(wire="mxfp8"), 5),
             ),
             says="the rows are bf16 of width 32; expected mxfp8 of width 32",
         ),
@@ -101,7 +101,7 @@ ROOM = Room(
             caught_by=AlwaysOn(
                 name="InputError",
                 when="in the first batch of a layer on the nvfp4 wire",
-                run=one_batch(spec(wire="nvfp4")),
+                run=batches(spec(wire="nvfp4"), 5),
             ),
             says="the rows carry swizzled scales; expected linear scales: only these can travel row by row",
         ),
@@ -114,7 +114,7 @@ ROOM = Room(
             caught_by=AlwaysOn(
                 name="ContractError",
                 when="in the first batch of experts that want swizzled scales",
-                run=one_batch(spec(wire="nvfp4", experts=SwizzledExperts)),
+                run=batches(spec(wire="nvfp4", experts=SwizzledExperts), 5),
             ),
             says="the scales of these nvfp4 rows are swizzled already; expected linear scales",
         ),
@@ -128,7 +128,7 @@ ROOM = Room(
             caught_by=AlwaysOn(
                 name="ContractError",
                 when="in the first batch of a layer whose wire pads to 256",
-                run=one_batch(spec(wire="mxfp8(alignment=256)")),
+                run=batches(spec(wire="mxfp8(alignment=256)"), 5),
             ),
             says=", 32]: one row per received row, without padding",
         ),

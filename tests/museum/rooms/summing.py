@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from tests.models import spec
-from tests.museum.exhibit import AlwaysOn, ExchangeCheck, Exhibit, ExpertsCheck, Room, StackCheck, one_batch
+from tests.museum.exhibit import AlwaysOn, ExchangeCheck, Exhibit, ExpertsCheck, Room, StackCheck, batches
 from tokenyard.exchange import base
 from tokenyard.experts import GroupedExperts, grouped
 from tokenyard.rows import LocalRoutes
@@ -165,7 +165,7 @@ ROOM = Room(
             caught_by=AlwaysOn(
                 name="ContractError",
                 when="in the first batch of a layer with mxint4 weights",
-                run=one_batch(spec(weights="mxint4")),
+                run=batches(spec(weights="mxint4"), 5),
             ),
             says="GroupedExperts.compute(finalize=True) returned a tuple of 2; expected ExpertRows",
         ),

@@ -1,6 +1,6 @@
 """Room 5: who waits for whom, and what the last round has left behind."""
 
-from tests.museum.exhibit import ExchangeCheck, Exhibit, Room
+from tests.museum.exhibit import PLAIN, AlwaysOn, ExchangeCheck, Exhibit, Room, batches
 from tokenyard.exchange import OneSidedExchange
 from tokenyard.exchange.one_sided.exchange import Workspace
 from tokenyard.exchange.one_sided.signals import Signals
@@ -66,8 +66,12 @@ ROOM = Room(
             "with good ids and good weights; only nobody sent them in this round. A kernel that takes all slots "
             "computes them again. The mend wrote an id of -1 into every slot that was not filled.",
             mutate=stale_rows_read_as_rows,
-            caught_by=ExchangeCheck(name="smaller_batches"),
-            says="rows in (source, token) order",
+            caught_by=AlwaysOn(
+                name="Corrupted",
+                when="in a batch that is smaller than the one before",
+                run=batches(PLAIN, 8, 3),
+            ),
+            says="have an expert here, and it announced",
         ),
         Exhibit(
             name="A late rank's flag of the last round",
