@@ -165,8 +165,8 @@ def lineage_of(name: str, global_ranks: Sequence[int]) -> str:
 def address_of(store: Any, lineage: str) -> str:
     """Where a fresh process finds the store, and in it the seats of a group.
 
-    >>> store = dist.FileStore("/tmp/found/together", 1)
-    >>> address_of(store, "world/0-1")
+    >>> from types import SimpleNamespace
+    >>> address_of(SimpleNamespace(path="/tmp/found/together"), "world/0-1")  # as a FileStore has it
     'file:///tmp/found/together#world/0-1'
     """
     if hasattr(store, "port"):
