@@ -26,7 +26,7 @@ from tokenyard.soaking.serving import Batch, Served, named
 from tokenyard.soaking.settings import Settings
 
 # Seconds. Where nothing but the clock tells that a rank is gone, the others wait so long; nobody computes for as long.
-_LOSS_DEADLINE = 5.0
+_LOSS_DEADLINE = 10.0
 # Seconds under load before a rank is killed, at most: some hundred round trips.
 _LONGEST_LIFE = 0.5
 _LAYERS = 2

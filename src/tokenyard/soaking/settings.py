@@ -32,8 +32,8 @@ class Settings:
 
     @property
     def loses_ranks(self) -> bool:
-        """A thread cannot be killed, and somebody must be left."""
-        return self.losses and self.kind == "processes" and self.ranks > 1
+        """Somebody must be left."""
+        return self.losses and self.ranks > 1
 
     @property
     def sample_every(self) -> float:

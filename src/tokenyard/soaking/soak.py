@@ -132,7 +132,8 @@ def _launch(settings: Settings, shift: Shift, errors: list[BaseException]) -> No
             device=settings.device,
             deadline=settings.deadline,
             threads_per_rank=1,
-            replacements=_MOST_REPLACEMENTS if settings.loses_ranks else 0,
+            # Threads do not die: they leave, and come back by themselves.
+            replacements=_MOST_REPLACEMENTS if settings.loses_ranks and settings.kind == "processes" else 0,
         )
     except TokenyardError as error:
         errors.append(error)

@@ -1,0 +1,61 @@
+"""`tokenyard soak`: what it prints, JSON, the file, the picture, exit codes."""
+
+import json
+
+import pytest
+
+from tests.cli.runner import call, call_json
+from tests.soak import planted
+
+SHORT = ("soak", "--threads", "--ranks", 2, "--no-losses", "--exchange", "two_sided")
+
+
+def test_a_short_soak_with_its_file_and_its_picture(tmp_path):
+    out, plot = tmp_path / "soak.json", tmp_path / "soak.png"
+    result = call(*SHORT, "--episodes", 9, "--out", out, "--plot", plot)
+    assert result.exit_code == 0, result.output
+    assert "9 episodes" in result.stdout
+    assert "0 findings" in result.stdout
+    assert "What grows, in MB per 10 minutes" in result.stdout
+    document = json.loads(out.read_text())
+    assert document["command"] == "soak"
+    assert document["passed"]
+    assert (document["ranks"], document["kind"], document["exchanges"]) == (2, "threads", ["two_sided"])
+    assert document["counts"]["episodes"] == 9
+    assert document["counts"]["checked"] > 9 * 20
+    assert document["findings"] == []
+    assert set(document["growth"]) == {"memory", "lasting_memory", "shared_memory"}
+    assert len(document["samples"]) == 9
+    assert {"seconds", "memory", "descriptors", "sockets", "threads", "round_trips_per_s"} <= set(
+        document["samples"][0]
+    )
+    assert {"date", "hardware", "versions", "git_commit"} <= set(document)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_finding_is_exit_code_one():
+    document = call_json(*SHORT[:-1], "tests.soak.planted:FlipsABit", "--episodes", 1, exit_code=1)
+    assert not document["passed"]
+    assert document["exchanges"] == [planted.FlipsABit.name]
+    assert {finding["kind"] for finding in document["findings"]} == {"wrong result"}
+    assert document["growth"] == {}  # too few samples
+
+
+def test_a_finding_is_shown():
+    result = call(*SHORT[:-1], "tests.soak.planted:FlipsABit", "--episodes", 1)
+    assert result.exit_code == 1
+    assert "✗ wrong result in episode 0, rank" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--exchange", "two_side"], "did you mean 'two_sided'"),
+        (["--plot", "nowhere/soak.png"], "a picture cannot be written"),
+        (["--plot", "soak.doc"], "a picture cannot be written"),
+    ],
+)
+def test_wrong_options_are_exit_code_two(options, message):
+    result = call("soak", "--threads", "--episodes", 1, *options)
+    assert result.exit_code == 2
+    assert message in result.stderr

@@ -1,0 +1,122 @@
+"""Soaks by episodes, not by the clock: one that passes, and one for each kind of fault, which it finds."""
+
+import os
+
+import pytest
+import torch
+
+from tests.soak import planted
+from tokenyard.errors import InputError
+from tokenyard.soaking import Settings, measuring, soak
+from tokenyard.soaking.episodes import draw_episode
+from tokenyard.soaking.measuring import measure
+
+CPU = torch.device("cpu")
+
+
+def soak_on_threads(exchange, episodes, **changes):
+    options = {"ranks": 2, "kind": "threads", "episodes": episodes, "losses": False, "deadline": 20.0}
+    return soak(Settings(exchanges=(exchange,), **(options | changes)))
+
+
+def kinds(report):
+    return {finding.kind for finding in report.findings}
+
+
+def test_processes_come_and_go_and_every_result_is_right():
+    heard = []
+    settings = Settings(ranks=3, episodes=12, exchanges=("two_sided", "one_sided"), seed=1)
+    report = soak(settings, heard.append)
+    assert report.findings == []
+    assert report.counts.episodes == 12
+    assert report.counts.lost == 1  # the tenth episode
+    assert report.counts.round_trips > 12 * 10
+    assert report.counts.checked > 2 * report.counts.round_trips
+    assert [sample.episode for sample in report.samples] == list(range(1, 13))
+    assert all(sample.processes >= 1 + 3 for sample in report.samples)
+    assert {draw_episode(settings, number).kind for number in range(12)} == {
+        "case",
+        "growth",
+        "split",
+        "loss",
+    }
+    assert heard[-1].counts.episodes > 0
+    assert heard[-1].findings == 0
+
+
+def test_threads_leave_and_come_back():
+    report = soak_on_threads("allgather", 10, losses=True, ranks=3)
+    assert report.findings == []
+    assert report.counts.lost == 1
+
+
+def test_memory_that_piles_up_is_found():
+    try:
+        report = soak_on_threads(planted.KeepsBytes, 12)
+    finally:
+        planted.KeepsBytes.kept.clear()
+    assert kinds(report) == {"memory"}
+    assert report.growth["memory"].total > 8 * 10 * 2 * planted.LEAKED / 2
+
+
+def test_descriptors_that_pile_up_are_found():
+    try:
+        report = soak_on_threads(planted.KeepsDescriptors, 12)
+    finally:
+        while planted.KeepsDescriptors.kept:
+            os.close(planted.KeepsDescriptors.kept.pop())
+    assert kinds(report) == {"leak"}
+    assert report.findings[0].what.startswith("descriptors: at least ")
+
+
+def test_a_wrong_bit_is_found_and_the_soak_goes_on():
+    report = soak_on_threads(planted.FlipsABit, 3)
+    assert kinds(report) == {"wrong result"}
+    assert report.counts.episodes == 3
+    assert {finding.episode for finding in report.findings} == {0, 1, 2}
+    assert "other bits than in the first round trip" in str(report.findings[0])
+
+
+def test_an_error_is_found_once_with_its_rank_and_the_ranks_are_started_anew():
+    report = soak_on_threads(planted.Raises, 3)
+    assert kinds(report) == {"error"}
+    assert {finding.rank for finding in report.findings} == {1}
+    assert all("a fault that was planted" in finding.what for finding in report.findings)
+    assert len(report.findings) == 3  # of three groups, and then it is given up
+
+
+def test_a_rank_that_does_not_come_is_a_hang():
+    report = soak_on_threads(planted.NeverComes, 3, deadline=1.0)
+    assert "hang" in kinds(report)
+    assert any("rank 1 did not arrive" in finding.what for finding in report.findings)
+
+
+def test_the_same_seed_gives_the_same_episodes():
+    one, other = Settings(seed=3), Settings(seed=4)
+    first = [draw_episode(one, number) for number in range(40)]
+    assert first == [draw_episode(one, number) for number in range(40)]
+    assert first != [draw_episode(other, number) for number in range(40)]
+
+
+def sample_now():
+    return measure(os.getpid(), seconds=0.0, episode=0, round_trips_per_s=0.0, device=CPU)
+
+
+def test_what_this_process_holds_is_seen():
+    before = sample_now()
+    held = torch.ones(16 << 20, dtype=torch.uint8)
+    descriptors = [os.dup(0), *os.pipe()]
+    after = sample_now()
+    assert after.memory - before.memory > 0.9 * held.numel()
+    assert after.lasting_memory - before.lasting_memory > 0.9 * held.numel()
+    assert after.descriptors == before.descriptors + 3
+    assert after.sockets == before.sockets
+    for descriptor in descriptors:
+        os.close(descriptor)
+    assert after.device_memory is None
+
+
+def test_where_the_kernel_does_not_tell_it_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(measuring, "_PROC", tmp_path)
+    with pytest.raises(InputError, match="smaps_rollup"):
+        soak(Settings(episodes=1))
