@@ -62,8 +62,11 @@ class _MeetingPoint:
         self.lock = threading.Lock()
         self.calls: dict[int, _Call] = {}
         self.seats = _Seats()
-        self.subgroups: dict[tuple[tuple[int, ...], int], _MeetingPoint] = {}
-        self.readmissions: dict[int, _MeetingPoint] = {}
+        # Groups hold their meeting points. Those that are gone are not remembered here.
+        self.subgroups: weakref.WeakValueDictionary[tuple[tuple[int, ...], int], _MeetingPoint] = (
+            weakref.WeakValueDictionary()
+        )
+        self.readmissions: weakref.WeakValueDictionary[int, _MeetingPoint] = weakref.WeakValueDictionary()
         self.gone: dict[int, str] = {}
         self.verdict: _Verdict | None = None
 

@@ -1,0 +1,80 @@
+"""Groups that come and go leave nothing behind: not in the store, not in the process that launched, not in memory."""
+
+import gc
+import os
+import signal
+
+import tokenyard as ty
+from tests.models import on_ranks
+from tokenyard.group.threads import _MeetingPoint
+
+LOSSES = 3
+
+
+def keys_left_behind(group):
+    store = group._seats.store
+    group.barrier()
+    before = store.num_keys()
+    group.barrier()
+    for _ in range(3):
+        if group.rank < 2:
+            part = group.subgroup([0, 1])
+            part.barrier()
+            part.close()
+    group.barrier()
+    return store.num_keys() - before
+
+
+def test_subgroups_of_processes_leave_no_keys_in_the_store():
+    assert on_ranks(3, keys_left_behind, ranks="processes") == [0, 0, 0]
+
+
+def meeting_points(group):
+    def there():
+        gc.collect()
+        return sum(type(one) is _MeetingPoint for one in gc.get_objects())
+
+    group.barrier()
+    before = there()
+    group.barrier()
+    for _ in range(5):
+        part = group.subgroup([0, 1])
+        part.barrier()
+        part.close()
+        del part
+    group.barrier()
+    return there() - before
+
+
+def test_subgroups_of_threads_are_forgotten():
+    assert on_ranks(2, meeting_points) == [0, 0]
+
+
+def lose_rank_1(group, launcher, counts):
+    """Rank 1 dies again and again; rank 0 counts the descriptors of the process that launched."""
+    with open(counts) as file:
+        if group.rank == 1 and len(file.readlines()) <= LOSSES:
+            group.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(LOSSES if group.rank == 0 else 0):
+        with open(counts, "a") as file:
+            print(len(os.listdir(f"/proc/{launcher}/fd")), file=file)
+        group.barrier()
+        try:
+            group.barrier()
+        except ty.PeerLost:
+            old, group = group, group.readmit([1])
+            old.close()
+    with open(counts, "a") as file:
+        print(len(os.listdir(f"/proc/{launcher}/fd")), file=file)
+    group.barrier()
+    return group.name
+
+
+def test_ranks_that_are_replaced_leave_no_descriptors_with_who_launched(tmp_path):
+    counts = tmp_path / "counts"
+    counts.touch()
+    names = on_ranks(2, lose_rank_1, os.getpid(), str(counts), ranks="processes", replacements=LOSSES)
+    found = list(map(int, counts.read_text().split()))
+    assert found[1:] == [found[1]] * (len(found) - 1)
+    assert names == [f"world/again-{LOSSES}"] * 2
