@@ -62,13 +62,17 @@ def conduct(options):
     from tests.faults.runner import Outcome
 
     outcomes, left_out = [], []
-    for line in _lines(workers):
-        entry = json.loads(line)
-        if "left out" in entry:
-            left_out.append(entry["left out"])
-            continue
-        entry["findings"] = [Finding(**finding) for finding in entry["findings"]]
-        outcomes.append(Outcome(**entry))
+    with Console(stderr=True).status("starting") as status:
+        for line in _lines(workers):
+            entry = json.loads(line)
+            if "left out" in entry:
+                left_out.append(entry["left out"])
+                continue
+            entry["findings"] = [Finding(**finding) for finding in entry["findings"]]
+            outcomes.append(Outcome(**entry))
+            findings = [finding for outcome in outcomes for finding in outcome.findings]
+            right = sum(finding.right for finding in findings)
+            status.update(f"{len(findings)} faults so far, {right} right")
     summary = _report().summarize(outcomes)
     summary["left_out"] = sorted(set(left_out))
     summary["stacks"] = [outcome.stacks for outcome in outcomes if outcome.hung]

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 
 from tests.faults.cases import SLACK
-from tests.faults.life import Marks
+from tests.faults.marks import Marks
 from tests.faults.starting import FINDING, GRACE
 
 
@@ -70,7 +70,8 @@ def _judge_fault(session, index, fault, there, records, marks):
             complaints.append(f"rank {rank} did not come through")
             continue
         complaints += [f"rank {rank}: {text}" for text in _off(session, fault, expected, met[0])]
-        if expected is not None and declared.lethal and role == "other" and struck_at is not None:
+        woken = declared.lethal and role == "victim"  # it raises when it is let
+        if met[0]["at"] is not None and struck_at is not None and not woken:
             seconds.append(met[0]["at"] - struck_at)
             raised.append(met[0])
     for rank in [r for r in there if not declared.lethal or r != fault.victim]:
@@ -95,6 +96,8 @@ def _judge_fault(session, index, fault, there, records, marks):
 
 def _needs_a_deadline(session, fault):
     """Whether a loss shows in nothing but silence."""
+    if not fault.declared.lethal:
+        return False
     in_memory = session.exchange == "one_sided" and fault.declared.other.phase == "here"
     return in_memory or fault.kind == "stopped for good"
 

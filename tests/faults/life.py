@@ -10,13 +10,13 @@ import faulthandler
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import torch
 
 import tokenyard as ty
 from tests.faults.kinds import ANYTIME
+from tests.faults.marks import Marks, met
 from tests.faults.moments import INTERRUPTIBLE, Ambush, InterruptibleExperts
 from tests.faults.strikes import STRIKES, TRIALS
 from tests.models import batch
@@ -24,43 +24,11 @@ from tokenyard.conformance.cases import random_weights, same_bits
 from tokenyard.conformance.twin import twin
 
 _BATCHES = 3
-# Seconds that a rank waits for a mark. It is there long before, or something is wrong.
-_MARK = 60.0
 _AFTER = 3  # good round trips after a fault
-
-
-def stamp():
-    """Seconds of a clock that is one for all processes: no fault changes it, and nothing but records depends on it."""
-    return time.clock_gettime(time.CLOCK_REALTIME)
 
 
 class Gone(Exception):
     """This rank was given up by the others: its story ends here."""
-
-
-class Marks:
-    """Files that tell ranks and the launching process how far a session has come."""
-
-    def __init__(self, folder):
-        self.folder = Path(folder)
-
-    def put(self, name, value=None):
-        draft = self.folder / f".{name}.{os.getpid()}"
-        draft.write_text(json.dumps(stamp() if value is None else value))
-        draft.rename(self.folder / name)
-
-    def get(self, name):
-        try:
-            return json.loads((self.folder / name).read_text())
-        except FileNotFoundError:
-            return None
-
-    def wait(self, name):
-        until = time.monotonic() + _MARK
-        while self.get(name) is None:
-            if time.monotonic() > until:
-                raise TimeoutError(f"nobody has put the mark {name}")
-            time.sleep(0.005)
 
 
 class Life:
@@ -149,7 +117,7 @@ class Life:
             self.calm(fault.rounds)
             Ambush.place = ("", "")
             error = self.meet(index, fault)
-            self.record(index, fault, error, stamp())
+            self.record(index, error)
             self.go_on(index, fault, error)
             self.calm(_AFTER)
             self.write({"fault": index, "wrong": self.wrong - wrong, "done": True})
@@ -220,7 +188,7 @@ class Life:
 
     # -- The record ----------------------------------------------------------------------------------------------
 
-    def record(self, index, fault, error, at):
+    def record(self, index, error):
         """What this rank raised, with ranks as they were counted at the start."""
         peers = getattr(error, "peers", None)
         if peers is None:
@@ -236,22 +204,13 @@ class Life:
                 "phase": getattr(error, "phase", None),
                 "waited": getattr(error, "waited", None),
                 "place": {"layer": layer, "phase": phase},
-                "at": at,
+                "at": getattr(error, "raised_at", None),
             }
         )
 
     def write(self, entry):
         with open(self.marks.folder / f"record-{self.rank}.jsonl", "a") as file:
             file.write(json.dumps(entry) + "\n")
-
-
-def met(call, *arguments):
-    """The error that a call raises, of any kind; None if there is none."""
-    try:
-        call(*arguments)
-    except Exception as error:
-        return error
-    return None
 
 
 def live_through(group, session, folder):

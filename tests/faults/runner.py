@@ -14,7 +14,8 @@ import psutil
 import tokenyard as ty
 from tests.faults.judge import Finding, judge
 from tests.faults.kinds import ANYTIME, BY_NAME
-from tests.faults.life import Marks, live_through, met, stamp
+from tests.faults.life import live_through
+from tests.faults.marks import Marks, met, stamp
 from tests.faults.starting import bare_life, kill, launch_without_one, start_bare
 
 # Seconds that `launch` gives the ranks that are left when one has ended; their own waits have another deadline.

@@ -11,7 +11,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 import tokenyard as ty
-from tests.faults.life import Life, Marks, live_through, met, stamp
+from tests.faults.life import Life, live_through
+from tests.faults.marks import Marks, met, stamp
 from tests.faults.namespaces import fork_with_another_clock
 from tokenyard.forkserver import start_forkserver
 from tokenyard.group.distributed import loopback_interface
@@ -119,7 +120,7 @@ def never_plans(group, trap):
         marks.wait("leave")
         return
     error = met(ty.plan, trap.session.specs(), group)
-    life.record(0, fault, error, stamp())
+    life.record(0, error)
     marks.put(f"done-{group.rank}")
 
 
@@ -151,7 +152,7 @@ def _absent(session, folder):
         Marks(folder).put("struck-0")
         return
     started = time.monotonic()
-    error = met(lambda: dist.init_process_group("gloo", timeout=timedelta(seconds=FINDING)))
+    error = met(dist.init_process_group, "gloo", timeout=timedelta(seconds=FINDING))
     entry = {"fault": 0, "error": type(error).__name__, "text": str(error)[:300], "at": stamp()}
     entry |= {"waited": time.monotonic() - started, "names": [], "layer": None, "phase": None, "place": {}}
     with open(os.path.join(folder, f"record-{rank}.jsonl"), "a") as file:

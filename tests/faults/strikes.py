@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import tokenyard as ty
+from tests.faults.marks import met
 from tests.faults.moments import (
     Ambush,
     allocate_too_much,
@@ -42,14 +43,6 @@ LARGE = ty.LayerSpec(
 )
 SMALL = replace(LARGE, name="small", hidden_size=32, max_tokens=8, top_k=2)
 _LIMIT = 256 * 1024  # bytes: SMALL fits, LARGE does not
-
-
-def raised(call, *arguments, **options):
-    try:
-        call(*arguments, **options)
-    except Exception as error:
-        return error
-    return None
 
 
 @contextlib.contextmanager
@@ -85,17 +78,17 @@ _IN_EXPERTS = {
 def exception(life, fault, mine):
     """One round trip that fails on the victim."""
     if not mine:
-        return raised(life.round_trip)
+        return met(life.round_trip)
     if fault.variant in _IN_EXPERTS:
         Ambush.lay("in the experts", _IN_EXPERTS[fault.variant])
-        return raised(life.round_trip)
+        return met(life.round_trip)
     name = life.specs[life.number % len(life.specs)].name
     spec = life.plan.wiring(name).spec
     x_TH, routes = batch(spec, 17 if fault.variant == "too many tokens" else 3, seed=life.number)
     if fault.variant == "bad ids":
         routes.topk_ids_TK[-1, -1] = spec.num_experts
     life.number += 1
-    return raised(life.layers[name], x_TH, routes)
+    return met(life.layers[name], x_TH, routes)
 
 
 def clock(life, fault, mine):
@@ -105,7 +98,7 @@ def clock(life, fault, mine):
         now, now_ns = time.time, time.time_ns
         time.time = lambda: now() + seconds
         time.time_ns = lambda: now_ns() + int(seconds * 1e9)
-    return raised(life.calm, 6)
+    return met(life.calm, 6)
 
 
 STRIKES = {"exception": exception, "clock": clock}
@@ -135,13 +128,13 @@ def no_memory(life, fault, mine):
     scarce = _SCARCITY[what] if mine else contextlib.nullcontext
     if when == "plan":
         with scarce():
-            error = raised(make, life, [LARGE])
+            error = met(make, life, [LARGE])
         plan = make(life, [LARGE])  # and now it can be had
     else:
         plan = make(life, [SMALL])
         works(life, plan, SMALL)
         with scarce():
-            error = raised(plan.extend, [LARGE])
+            error = met(plan.extend, [LARGE])
         works(life, plan, SMALL)  # as it was
         plan.extend([LARGE])
         works(life, plan, SMALL)
@@ -192,7 +185,7 @@ def disk_full(life, fault, mine):
         works(life, plan, LARGE)
         plan.close()
 
-    error = raised(everything)
+    error = met(everything)
     life.group.barrier()
     if mine:
         fill.unlink(missing_ok=True)
@@ -222,13 +215,13 @@ def another_plan(life, fault, mine):
             "combine_wire": "mxfp8",
         }
         layers[index] = replace(layers[index], **{name: others[name]})
-    return raised(make, life, layers, exchange, **options)
+    return met(make, life, layers, exchange, **options)
 
 
 def another_version(life, fault, mine):
     if fault.variant == "an announcement":
         with changed(Ambush, "protocol", 99 if mine else None):
-            return raised(life.round_trip)
+            return met(life.round_trip)
     with contextlib.ExitStack() as stack:
         if mine and fault.variant == "a report of other fields":
             report = life.group.gather_json  # an older one: neither error nor fields
@@ -243,7 +236,7 @@ def another_version(life, fault, mine):
             stack.enter_context(changed(drafting, "PROTOCOL", 99))
         if mine and fault.variant == "protocol and version":
             stack.enter_context(changed(planner, "__version__", "99.0"))
-        return raised(make, life, [SMALL])
+        return met(make, life, [SMALL])
 
 
 def killed_while_planning(life, fault, mine, strike):
@@ -251,7 +244,7 @@ def killed_while_planning(life, fault, mine, strike):
     if mine and fault.variant == "before a plan":
         strike()
     with changed(os, "posix_fallocate", lambda *arguments: strike()) if mine else contextlib.nullcontext():
-        return raised(make, life, [LARGE])
+        return met(make, life, [LARGE])
 
 
 TRIALS = {

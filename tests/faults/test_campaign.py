@@ -23,7 +23,7 @@ from tests.faults.campaign import ROOT
 from tests.faults.cases import DEADLINE, SLACK, Fault, Session, draw_sessions
 from tests.faults.judge import judge
 from tests.faults.kinds import KINDS
-from tests.faults.life import Marks
+from tests.faults.marks import Marks
 from tests.faults.report import is_good, markdown, summarize
 
 PAGE = ROOT / "docs" / "guide" / "faults.md"
