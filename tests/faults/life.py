@@ -24,6 +24,8 @@ from tokenyard.conformance.cases import random_weights, same_bits
 from tokenyard.conformance.twin import twin
 
 _BATCHES = 3
+# Seconds that ranks have to compute what they expect. It is no part of what is tested.
+_COMPUTING = 60.0
 _AFTER = 3  # good round trips after a fault
 
 
@@ -69,6 +71,8 @@ class Life:
             ]
             for spec in self.specs
         }
+        with self.group.patience(_COMPUTING):
+            self.group.barrier()
 
     # -- Round trips ---------------------------------------------------------------------------------------------
 
