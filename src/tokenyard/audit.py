@@ -67,7 +67,7 @@ def _due(
 
 
 def _told(done: dict[Party, int]) -> str:
-    return " and ".join(f"{rows} times by the {party.value}" for party, rows in done.items()) or "by nobody"
+    return " and ".join(f"on {rows} rows by the {party.value}" for party, rows in done.items()) or "by nobody"
 
 
 @contextmanager

@@ -106,7 +106,7 @@ def test_weights_applied_by_nobody():
 
 def test_weights_applied_by_experts_and_receiver():
     by_rank = on_ranks(2, on_experts, FinishesThoughTheReceiverDoes, {})
-    check_duty(by_rank, "weight", "times by the experts and", "times by the receiver;")
+    check_duty(by_rank, "weight", "rows by the experts and", "rows by the receiver;")
 
 
 def test_a_sum_over_experts_made_twice():
@@ -116,7 +116,7 @@ def test_a_sum_over_experts_made_twice():
 @pytest.mark.parametrize("wire", ["mxfp8", "nvfp4", "fp8_block128"])
 def test_rows_quantized_twice(wire):
     by_rank = on_ranks(2, on_experts, QuantizesAgain, {"wire": wire, "hidden_size": 128})
-    check_duty(by_rank, "quantize", "times by the sender and", "times by the experts;")
+    check_duty(by_rank, "quantize", "rows by the sender and", "rows by the experts;")
 
 
 def test_weights_of_one_are_not_missed():
@@ -157,7 +157,7 @@ def test_rows_quantized_by_nobody(monkeypatch):
 
     monkeypatch.setattr(exchange_base.Exchange, "encode", ready)
     check_duty(
-        on_ranks(2, alarms, spec(wire="mxfp8")), "quantize", "by nobody", "times by the sender, as the wiring"
+        on_ranks(2, alarms, spec(wire="mxfp8")), "quantize", "by nobody", "rows by the sender, as the wiring"
     )
 
 
@@ -171,7 +171,7 @@ def test_rows_padded_by_somebody_else(monkeypatch):
 
     monkeypatch.setattr("tokenyard.layer.run_experts", pads)
     layer = spec(wire="mxfp8(alignment=256)", hidden_size=100)
-    check_duty(on_ranks(2, alarms, layer), "pad", "times by the sender and", "times by the receiver;")
+    check_duty(on_ranks(2, alarms, layer), "pad", "rows by the sender and", "rows by the receiver;")
 
 
 class WantsSwizzledScales(ReferenceExperts):
@@ -202,7 +202,7 @@ def test_routed_scaling_applied_twice(monkeypatch):
     check_duty(
         on_ranks(2, _logits, scaled()),
         "routed scaling",
-        "times by the router;",
+        "rows by the router;",
     )
 
 
