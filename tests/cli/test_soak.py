@@ -33,18 +33,22 @@ def test_a_short_soak_with_its_file_and_its_picture(tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_finding_is_exit_code_one():
-    document = call_json(*SHORT[:-1], "tests.soak.planted:FlipsABit", "--episodes", 1, exit_code=1)
+def test_a_finding_is_exit_code_one(tmp_path):
+    out = tmp_path / "soak.json"
+    result = call(*SHORT[:-1], "tests.soak.planted:FlipsABit", "--episodes", 1, "--out", out)
+    assert result.exit_code == 1
+    assert "✗ wrong result in episode 0, rank" in result.stdout
+    document = json.loads(out.read_text())
     assert not document["passed"]
     assert document["exchanges"] == [planted.FlipsABit.name]
     assert {finding["kind"] for finding in document["findings"]} == {"wrong result"}
     assert document["growth"] == {}  # too few samples
 
 
-def test_a_finding_is_shown():
-    result = call(*SHORT[:-1], "tests.soak.planted:FlipsABit", "--episodes", 1)
-    assert result.exit_code == 1
-    assert "✗ wrong result in episode 0, rank" in result.stdout
+def test_one_document_and_nothing_else():
+    document = call_json(*SHORT, "--episodes", 1)
+    assert document["passed"]
+    assert len(document["samples"]) == 1
 
 
 @pytest.mark.parametrize(

@@ -8,29 +8,29 @@ import torch
 from tokenyard.exchange import TwoSidedExchange
 from tokenyard.rows import CombinedRows
 
-LEAKED = 200_000  # bytes in every round trip
+LEAKED = 300_000  # bytes in every round trip
 
 
-class KeepsBytes(TwoSidedExchange):
-    """Remembers something of every round trip."""
+class KeepsEverything(TwoSidedExchange):
+    """Remembers something of every round trip, and leaves something open after every plan."""
 
-    name = "keeps_bytes"
+    name = "keeps_everything"
     kept: ClassVar[list[bytes]] = []
+    left_open: ClassVar[list[int]] = []
 
     def combine(self, dispatched, result, **options):
         self.kept.append(os.urandom(LEAKED))
         return super().combine(dispatched, result, **options)
 
-
-class KeepsDescriptors(TwoSidedExchange):
-    """Opens something in every plan, and never closes it."""
-
-    name = "keeps_descriptors"
-    kept: ClassVar[list[int]] = []
-
     def close(self):
-        self.kept.append(os.dup(0))
+        self.left_open.append(os.dup(0))
         super().close()
+
+    @classmethod
+    def let_go(cls):
+        cls.kept.clear()
+        while cls.left_open:
+            os.close(cls.left_open.pop())
 
 
 class FlipsABit(TwoSidedExchange):

@@ -78,7 +78,7 @@ def draw_episode(settings: Settings, number: int) -> Episode:
     """The episode of this number."""
     chance = random.Random(f"{settings.seed} {number}")
     kind: EpisodeKind = chance.choice(("case", "case", "case", "growth", "growth", "split"))
-    if settings.loses_ranks and number % _EPISODES_PER_LOSS == _EPISODES_PER_LOSS - 1:
+    if settings.loses_ranks and number % _EPISODES_PER_LOSS == _EPISODES_PER_LOSS // 2:
         kind = "loss"
     return Episode(
         number=number,

@@ -144,7 +144,8 @@ class _Life:
 
     def _rest(self) -> None:
         """Nobody does anything, while rank 0 looks at all of them."""
-        settle()
+        if self.group.rank == 0 or self.settings.kind == "processes":
+            settle()
         self.group.barrier(phase="a rest")
         if self.group.rank == 0:
             self._next_sample = time.monotonic() + self.settings.sample_every
