@@ -29,7 +29,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from tokenyard.errors import InputError, PeerFailed, PeerLost, RankError
+from tokenyard.errors import InputError, PeerFailed, PeerLost, RankError, shown
 from tokenyard.forkserver import start_forkserver
 from tokenyard.group.base import DEFAULT_DEADLINE, Group
 from tokenyard.group.devices import (
@@ -48,6 +48,8 @@ Result = TypeVar("Result")
 
 # Seconds that the other ranks get to notice an error and report, beyond the deadline of their waits.
 _GRACE = 2.0
+# Threads or processes that one machine is asked to start.
+_MOST_RANKS = 1024
 
 
 def launch(
@@ -75,8 +77,12 @@ def launch(
     >>> launch(3, lambda group: sum(group.gather_json(group.rank)))
     [3, 3, 3]
     """
-    if world < 1:
-        raise InputError(f"world is {world}", expected="at least one rank", fix="pass world ≥ 1")
+    if not isinstance(world, int) or not 1 <= world <= _MOST_RANKS:
+        raise InputError(
+            f"world is {shown(world)}",
+            expected=f"at least one rank, and at most {_MOST_RANKS} on one machine",
+            fix="pass world ≥ 1",
+        )
     intra_op = threads_per_rank or max(1, (os.cpu_count() or 1) // world)
     if ranks == "threads" and replacements:
         raise InputError(

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from tokenyard.group.memory import too_much
+
 if TYPE_CHECKING:
     from tokenyard.group.base import Group
 
@@ -35,6 +37,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 def share_between_processes(group: Group, nbytes: int) -> list[Tensor]:
     """One zeroed buffer per rank, mapped by all ranks. All or nothing."""
+    group.all_or_none("sharing memory", too_much(nbytes, group.size))  # asked before anybody takes any
     mine, error = -1, None
     try:
         mine = os.memfd_create("tokenyard", os.MFD_CLOEXEC)
@@ -64,7 +67,8 @@ def share_between_processes(group: Group, nbytes: int) -> list[Tensor]:
 def _map(pid: int, descriptor: int, inode: int, nbytes: int) -> Tensor:
     opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        if os.fstat(opened).st_ino != inode:
+        found = os.fstat(opened)
+        if found.st_ino != inode or found.st_size < nbytes:  # beyond a file's end there is nothing to map
             raise OSError(0, "another file stands there")
         address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, opened, 0)
         if address == _FAILED:

@@ -29,6 +29,7 @@ from torch import Tensor
 from tokenyard.errors import Drifted, GroupError, InputError, PeerLost
 from tokenyard.group.base import DEFAULT_DEADLINE, Group
 from tokenyard.group.devices import prepare_threads, resolve_device
+from tokenyard.group.memory import too_much
 from tokenyard.group.readmission import PHASE, READMISSION, check_lost, name_again, nobody_invited
 
 
@@ -226,9 +227,10 @@ class ThreadGroup(Group):
         return posted
 
     def share_memory(self, nbytes: int) -> list[Tensor]:
-        error, mine = None, torch.empty(0, dtype=torch.uint8)
+        error = too_much(nbytes, self.size) if self.device.type == "cpu" else None
+        mine = torch.empty(0, dtype=torch.uint8)
         try:
-            mine = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+            mine = torch.zeros(0 if error else nbytes, dtype=torch.uint8, device=self.device)
             self.wait_for_device()
         except RuntimeError as raised:  # torch's name for a failed allocation
             error = f"{nbytes} bytes cannot be allocated ({str(raised).splitlines()[0][:200]})"
