@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -53,9 +54,29 @@ def test_the_roll_is_called_in_vain_where_the_store_is_cut_off_and_says_so():
     assert time.monotonic() - started < 20
     assert "the link to its host is cut" in roll.silent
     store.mended.set()
-    roll.ask_again()
+    assert roll.lost() == [1, 2]  # asked again, and now it answers
     assert roll.silent == ""
-    assert roll.lost() == [1, 2]
+
+
+def test_what_ranks_of_an_earlier_start_wrote_is_forgotten():
+    store = dist.HashStore()
+    before = RollCall(store, "a group", 0, 2, "a host")
+    assert before.lost() == [1]
+    now = RollCall(store, "a group", 0, 2, "a host")
+    assert not now.called()
+    other = RollCall(store, "a group", 1, 2, "another host")
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(RollCall.lost, [now, other])) == [[], []]  # both are here
+
+
+def test_each_question_may_take_as_long_as_a_look_may_however_many_ranks_there_are():
+    class FarAway(CutOff):
+        def __getattr__(self, name):
+            time.sleep(0.06)
+            return super().__getattr__(name)
+
+    roll = RollCall(FarAway(), "a group", 0, 40, "a host")  # 40 questions take longer than one may
+    assert roll.lost() == list(range(1, 40))
 
 
 def cut_off(group):

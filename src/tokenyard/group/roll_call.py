@@ -21,6 +21,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar, cast
 
 Answer = TypeVar("Answer")
@@ -31,6 +32,8 @@ LOOK = 0.1
 # Seconds that one look into the store may take: a round trip, on a busy machine. The store's own limit is that of
 # finding each other, which is longer.
 _STORE = 2.0
+# Seconds after which a store that did not answer is asked again by ranks that wait: its link may have been mended.
+_AGAIN = 60.0
 _PAUSE = 0.02
 
 
@@ -62,11 +65,18 @@ class RollCall:
     """The roll of one group, in a place of the store that is this group's alone."""
 
     def __init__(self, store: Any, place: str, rank: int, size: int, host: str) -> None:
-        self._store, self._answers = store, True
+        self._store, self._answers, self._again = store, True, 0.0
         self._place = f"tokenyard/{place}/roll call"
         self._rank, self._size, self._host = rank, size, host
+        self._who: dict[int, tuple[str, int]] = {}
+        self._ask(self._enroll)
+
+    def _enroll(self) -> None:
+        # What is written there is of an earlier life: torchrun starts ranks anew on the same store.
+        for stale in (self._key("called"), self._key("verdict"), self._key("here", self._rank)):
+            self._store.delete_key(stale)
         # Who stands behind a rank's number, for those that share its host.
-        self._ask(lambda: store.set(self._key("who", rank), json.dumps([host, os.getpid()])))
+        self._store.set(self._key("who", self._rank), json.dumps([self._host, os.getpid()]))
 
     def called(self) -> bool:
         """Whether a rank has called the roll: then no wait of this group will succeed any more."""
@@ -81,12 +91,12 @@ class RollCall:
 
     def ask_again(self) -> None:
         """Find out whether the store answers now: a link may be mended."""
-        self._answers = True
+        self._again = 0.0
         self.called()
 
     def lost(self) -> list[int]:
         """Who is lost, as all ranks of the group will say; nobody, if that cannot be told."""
-        until = time.monotonic() + ANSWERING
+        until, self._again = time.monotonic() + ANSWERING, 0.0
         self._set("called")
         self._set("here", self._rank)
         while self._answers:
@@ -119,17 +129,17 @@ class RollCall:
 
     def _silent(self) -> list[int]:
         """Who has not answered."""
-        answers = self._ask(
-            lambda: [self._store.check([self._key("here", rank)]) for rank in range(self._size)]
-        )
-        return [rank for rank, here in enumerate(answers or []) if not here]
+        names = [self._key("here", rank) for rank in range(self._size)]
+        if self._ask(lambda: self._store.check(names)):
+            return []
+        return [rank for rank, name in enumerate(names) if not self._ask(partial(self._store.check, [name]))]
 
     def _gone(self) -> list[int]:
         """Whose process is gone from this host."""
-        others = [rank for rank in range(self._size) if rank != self._rank]
-        found = self._ask(lambda: {rank: self._get("who", rank) for rank in others}) or {}
-        known = {rank: json.loads(who) for rank, who in found.items() if who is not None}
-        return [rank for rank, (host, pid) in known.items() if host == self._host and not _lives(pid)]
+        for rank in range(self._size):
+            if rank not in self._who and (who := self._ask(partial(self._get, "who", rank))):
+                self._who[rank] = json.loads(who)
+        return [rank for rank, (host, pid) in self._who.items() if host == self._host and not _lives(pid)]
 
     def _get(self, *parts: object) -> bytes | None:
         key = self._key(*parts)
@@ -139,14 +149,16 @@ class RollCall:
         self._ask(lambda: self._store.set(self._key(*parts), "yes"))
 
     def _ask(self, question: Callable[[], Answer]) -> Answer | None:
-        """What the store says, or None; a store that does not answer is not asked again."""
-        if not self._answers:
+        """What the store says, or None; a store that did not answer is left alone for a while."""
+        if not self._answers and time.monotonic() < self._again:
             return None
         try:
-            return within(_STORE, question)
+            answer = within(_STORE, question)
         except Exception:  # its host may be the one that died, or be cut off
-            self._answers = False
+            self._answers, self._again = False, time.monotonic() + _AGAIN
             return None
+        self._answers = True
+        return answer
 
     def _key(self, *parts: object) -> str:
         return "/".join(map(str, (self._place, *parts)))
