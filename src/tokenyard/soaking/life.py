@@ -17,7 +17,7 @@ from tokenyard.group import Group
 from tokenyard.soaking.desk import Counts, Desk, Finding, FindingKind
 from tokenyard.soaking.episodes import RUNS, Steady, Tally, draw_episode
 from tokenyard.soaking.loss import join, lose_a_rank
-from tokenyard.soaking.measuring import measure, settle
+from tokenyard.soaking.measuring import let_freed_memory_go, measure, settle
 from tokenyard.soaking.settings import Settings
 
 
@@ -33,6 +33,7 @@ class Shift:
 
 def live(group: Group, settings: Settings, shift: Shift) -> None:
     """Do episodes until it is time to end. On a fresh rank: from the one that it joins."""
+    let_freed_memory_go()
     desk = Desk(shift.folder)
     desk.sign_in(group.rank)
     joined = desk.expected() if group.rank else None

@@ -3,6 +3,10 @@
 Memory is the sum of proportional shares (PSS): what several processes share counts once, so that the sum over all
 processes is what the machine has given away. It is measured while all ranks rest: between two episodes, garbage
 collected, and what the allocator holds free given back. What is left is held by somebody.
+
+Left to itself, glibc's allocator keeps freed memory between what is still in use, in a heap for each thread, and the
+random sizes of a soak fragment them for an hour. So ranks are told to map every larger block by itself, and to share
+one heap: what is freed is gone.
 """
 
 from __future__ import annotations
@@ -19,6 +23,9 @@ import torch
 from tokenyard.errors import InputError
 
 _PROC = Path("/proc")
+# Of mallopt, and bytes: a tensor of so many is mapped by itself.
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
+_SMALLEST_MAPPED = 64 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +65,14 @@ def check_measurable() -> None:
             expected="Linux 4.14 or newer, which says there what a process holds",
             fix="run the soak on such a machine",
         )
+
+
+def let_freed_memory_go() -> None:
+    """From now on, what this process frees goes back to the machine."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # glibc's
+        libc.mallopt(_M_MMAP_THRESHOLD, _SMALLEST_MAPPED)
+        libc.mallopt(_M_ARENA_MAX, 1)
 
 
 def settle() -> None:
