@@ -58,6 +58,8 @@ class WeightsOnBothEnds(ReferenceExperts):
 
 
 class NeverWeights(ReferenceExperts):
+    counts_duties = True
+
     def compute(self, received, *, finalize):
         pairs, weights_N = unfinished(self, received, "output")
         return dataclasses.replace(pairs, weights_N=torch.ones_like(weights_N)).finish()
@@ -133,8 +135,6 @@ def test_weights_of_one_are_not_missed():
 
 class SaysNothing(ReferenceExperts):
     """As a kernel of somebody's own, in which nothing is written down."""
-
-    counts_duties = False
 
     def compute(self, received, *, finalize):
         with aside():

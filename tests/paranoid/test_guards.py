@@ -85,6 +85,26 @@ def test_a_slot_that_holds_no_result():
     check_alarm(on_ranks(3, unused_result), [VICTIM], place="combine", token=None, words=words)
 
 
+def writes_results_of_others(group):
+    class Meddles(OneSidedExchange):
+        name = "meddles"
+
+        def _send_back(self, dispatched, loaded):
+            home = super()._send_back(dispatched, loaded)
+            if self.group.rank == SOURCE and dispatched.round == DAMAGED_ROUND - 1:
+                region = self.workspace.layout.combine_region(0)
+                self.workspace.buffers[VICTIM][region.end - 1] = 0  # the last slot is far from being used
+            return home
+
+    return three_rounds(group, Meddles)
+
+
+def test_a_rank_that_writes_where_it_may_only_read_is_found_out_in_the_next_round():
+    words = ["of region 'combine' was written after this rank's results stood there"]
+    by_rank = on_ranks(3, writes_results_of_others)
+    check_alarm(by_rank, [VICTIM], place="combine", source=None, token=None, words=words)
+
+
 def between_payloads(group):
     class Between(OneSidedExchange):
         name = "between"

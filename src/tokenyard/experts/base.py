@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -196,6 +196,12 @@ class Experts(nn.Module, ABC):
             return None
         why = f"these experts run on {' and '.join(cls.devices)}, and rows are on {device}"
         return Reason(field="experts", value=cls.name, why=why)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """A kernel that replaces one that counts does not count, unless it says so."""
+        super().__init_subclass__(**options)
+        if "compute" in vars(cls) and "counts_duties" not in vars(cls):
+            cls.counts_duties = False
 
     def __init__(self, spec: ExpertsSpec, weights: ExpertWeights, *, adopt: bool = False) -> None:
         """Check and take the weights: a copy of them, or with `adopt=True` the tensors themselves.

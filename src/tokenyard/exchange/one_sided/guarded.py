@@ -45,20 +45,21 @@ class WorkspaceWatch(ParanoidWatch):
         super().__init__(group)
         self._in_flight = in_flight
         self._made: weakref.ref[Workspace] | None = None  # it goes when the exchange gives it up
-        self._poisoned: dict[
-            int, int
-        ] = {}  # by flight: after which round all of its dispatch region was poison
+        # By flight: after which round all of its dispatch region was poison.
+        self._poisoned: dict[int, int] = {}
+        # By flight: whose results stand in its combine region, and how many for each rank, beside poison.
+        self._results: dict[int, tuple[Cargo, tuple[int, ...]]] = {}
 
     def workspace_made(self, workspace: Workspace, round: int) -> None:
-        self._made = weakref.ref(workspace)
         layout, mine = workspace.layout, workspace.buffers[self.group.rank]
         for gap in layout.gaps():
             gap.of(mine).fill_(GUARD)
         for flight in range(self._in_flight):
             layout.dispatch_region(flight).of(mine).fill_(POISON)
             layout.combine_region(flight).of(mine).fill_(POISON)
-        self._poisoned = dict.fromkeys(range(self._in_flight), round)
         self.group.barrier(phase="sharing memory")  # nobody pushes a row into what is not poisoned yet
+        self._made = weakref.ref(workspace)
+        self._poisoned, self._results = dict.fromkeys(range(self._in_flight), round), {}
 
     @property
     def _workspace(self) -> Workspace:
@@ -79,8 +80,7 @@ class WorkspaceWatch(ParanoidWatch):
     # -- The stations of a round trip ----------------------------------------------------------------------
 
     def arrived(self, dispatched: Dispatched) -> Dispatched:
-        # Everybody has come to this dispatch, hence has pulled what stood there.
-        self._combine_region(dispatched.round).fill_(POISON)
+        self._poison_results(dispatched.round)
         self._check_guards()
         self._check_dispatch_region(dispatched)
         return super().arrived(dispatched)
@@ -93,6 +93,7 @@ class WorkspaceWatch(ParanoidWatch):
         self._check_guards()
         self._check_dispatch_region(dispatched)
         _check_unused("combine", self._combine_region(round), cargo.combine_slots, cargo, counts)
+        self._results[round % self._in_flight] = (cargo, counts)
         region = self._dispatch_region(round)
         if self._was_poisoned(round):
             for _, rows in _cut(region, cargo.dispatch_slots, _used(cargo, counts)):
@@ -100,6 +101,24 @@ class WorkspaceWatch(ParanoidWatch):
         else:
             region.fill_(POISON)
         self._poisoned[round % self._in_flight] = round
+
+    def _poison_results(self, round: int) -> None:
+        """Poison a combine region: everybody has come to this dispatch, hence has pulled what stood there."""
+        region, known = self._combine_region(round), self._results.pop(round % self._in_flight, None)
+        if known is None:
+            region.fill_(POISON)
+            return
+        cargo, counts = known
+        for _, rows in _cut(region, cargo.combine_slots, _used(cargo, counts)):
+            rows.fill_(POISON)
+        if (byte := _first_written(region)) is not None:
+            region.fill_(POISON)
+            raise Corrupted(
+                f"byte {byte} of region 'combine' was written after this rank's results stood there",
+                expected="the other ranks to read results, and to write nothing",
+                layer=cargo.layer,
+                place="combine",
+            )
 
     def _was_poisoned(self, round: int) -> bool:
         """Whether all of a dispatch region was poison before the rows of this round came."""
