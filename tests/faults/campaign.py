@@ -54,8 +54,14 @@ def conduct(options):
     command = [sys.executable, "-m", "tests.faults.campaign", "--seed", str(options.seed)]
     command += ["--scale", str(options.scale), "--workers", str(options.workers)]
     command += [word for kind in options.kind or () for word in ("--kind", kind)]
+    quiet = {
+        **os.environ,
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }  # torch warns of waits that end, which is what they are for
     workers = [
-        subprocess.Popen([*command, "--worker", str(i)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, "--worker", str(i)], cwd=ROOT, env=quiet, stdout=subprocess.PIPE, text=True
+        )
         for i in range(options.workers)
     ]
     from tests.faults.judge import Finding

@@ -78,6 +78,9 @@ def _judge_fault(session, index, fault, there, records, marks):
         done = [entry for entry in records[rank] if entry.get("fault") == index and "done" in entry]
         wrong = done[0]["wrong"] if done else None
         complaints += [] if wrong == 0 else [f"rank {rank}: {wrong} wrong results afterwards"]
+        complaints += (
+            [f"rank {rank} has {done[0]['more']} more than before"] if done and done[0]["more"] else []
+        )
     # One rank has waited for all of its deadline, whatever its clock says; only a closed connection tells earlier.
     waits = [entry["waited"] for entry in raised if entry["waited"] is not None]
     if waits and _needs_a_deadline(session, fault) and max(waits) < 0.99 * session.deadline:

@@ -7,9 +7,11 @@ and marks, by which ranks and the launching process wait for each other where no
 
 import contextlib
 import faulthandler
+import gc
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import torch
@@ -26,6 +28,7 @@ from tokenyard.conformance.twin import twin
 _BATCHES = 3
 # Seconds that ranks have to compute what they expect. It is no part of what is tested.
 _COMPUTING = 60.0
+_GIVING_BACK = 2.0  # seconds
 _AFTER = 3  # good round trips after a fault
 
 
@@ -117,14 +120,17 @@ class Life:
 
     def live(self, first=0):
         for index, fault in list(enumerate(self.session.faults))[first:]:
-            wrong = self.wrong
+            wrong, before = self.wrong, holdings()
             self.calm(fault.rounds)
             Ambush.place = ("", "")
             error = self.meet(index, fault)
             self.record(index, error)
             self.go_on(index, fault, error)
             self.calm(_AFTER)
-            self.write({"fault": index, "wrong": self.wrong - wrong, "done": True})
+            del error  # its traceback holds what it passed through
+            # A group without the lost one, or with a fresh one, has connections of its own.
+            more = {} if fault.declared.lethal else more_than(before)
+            self.write({"fault": index, "wrong": self.wrong - wrong, "more": more, "done": True})
         self.calm(_AFTER)
         self.write({"wrong": self.wrong, "end": True})
 
@@ -217,6 +223,23 @@ class Life:
             file.write(json.dumps(entry) + "\n")
 
 
+def holdings():
+    """Descriptors and shared mappings of this process."""
+    gc.collect()
+    mappings = Path("/proc/self/maps").read_text().count("memfd:tokenyard")
+    return {"descriptors": len(os.listdir("/proc/self/fd")), "mappings": mappings}
+
+
+def more_than(before):
+    """What this process holds more of than before. It may take a moment to be given back."""
+    until = time.monotonic() + _GIVING_BACK
+    while True:
+        more = {name: count for name, count in holdings().items() if count > before[name]}
+        if not more or time.monotonic() > until:
+            return more
+        time.sleep(0.02)
+
+
 def live_through(group, session, folder):
     """What every rank of a session runs."""
     marks = Marks(folder)
@@ -230,5 +253,5 @@ def live_through(group, session, folder):
     with contextlib.suppress(Gone):
         if fresh:
             life.calm(_AFTER)
-            life.write({"fault": len(session.faults) - 1, "wrong": life.wrong, "done": True})
+            life.write({"fault": len(session.faults) - 1, "wrong": life.wrong, "more": {}, "done": True})
         life.live(first=len(session.faults) if fresh else 0)

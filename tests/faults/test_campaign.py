@@ -86,9 +86,9 @@ def written(folder, **changes):
             "place": {"layer": "moe.0", "phase": "combine"},
             "at": 100.0 + DEADLINE,
         }
-        done = {"fault": 0, "wrong": 0, "done": True}
+        done = {"fault": 0, "wrong": 0, "more": {}, "done": True}
         for name, value in changes.items() if rank == 2 else ():
-            (done if name == "wrong" else entry)[name] = value
+            (done if name in done else entry)[name] = value
         lines = [entry, done, {"end": True}]
         (folder / f"record-{rank}.jsonl").write_text("\n".join(map(json.dumps, lines)))
     return judge(SESSION, folder, error=ty.RankError("…", expected="…", fix="…"))
@@ -110,6 +110,7 @@ def test_what_is_right_is_found_right(tmp_path):
         ({"phase": "dispatch"}, "names phase dispatch; expected combine"),
         ({"layer": None}, "names layer None; expected moe.0"),
         ({"wrong": 1}, "1 wrong results"),
+        ({"more": {"mappings": 4}}, "{'mappings': 4} more than before"),
         ({"at": 101.0 + DEADLINE + SLACK}, "an error came after"),
     ],
     ids=str,
