@@ -1,8 +1,9 @@
 """What the processes of a soak hold, as the kernel counts it (/proc, so: Linux).
 
-Memory is the sum of proportional shares (PSS): what several processes share counts once, so that the sum over all
-processes is what the machine has given away. It is measured while all ranks rest: between two episodes, garbage
-collected, and what the allocator holds free given back. What is left is held by somebody.
+Memory is the sum of proportional shares (PSS) of what is not read from files: what several processes share counts once,
+so that the sum over all processes is what the machine has given to them. (Libraries count for whoever else on the
+machine has loaded them: their shares move when others come and go.) It is measured while all ranks rest: between two
+episodes, garbage collected, and what the allocator holds free given back. What is left is held by somebody.
 
 Left to itself, glibc's allocator keeps freed memory between what is still in use, in a heap for each thread, and the
 random sizes of a soak fragment them for an hour. So ranks are told to map every larger block by itself, and to share
@@ -35,7 +36,7 @@ class Sample:
     seconds: float  # since the soak began
     episode: int
     memory: int  # of all processes: proportional shares
-    lasting_memory: int  # private to the processes that live all along: who launched, the forkserver, rank 0
+    lasting_memory: int  # of those that live all along: who launched, the forkserver, rank 0
     shared_memory: int  # anonymous files and /dev/shm, proportional shares
     descriptors: int
     sockets: int  # of the descriptors
@@ -50,7 +51,6 @@ class Held:
     """What one process holds."""
 
     memory: int
-    private_memory: int
     shared_memory: int
     descriptors: int
     sockets: int
@@ -59,16 +59,18 @@ class Held:
 
 def check_measurable() -> None:
     """Raise where the kernel does not say what a process holds."""
-    if not (_PROC / "self/smaps_rollup").exists():
+    rollup = _PROC / "self/smaps_rollup"
+    if not rollup.exists() or "Pss_Anon:" not in rollup.read_text():
         raise InputError(
-            "/proc/self/smaps_rollup is not there",
-            expected="Linux 4.14 or newer, which says there what a process holds",
+            f"{rollup} does not say what a process holds",
+            expected="Linux 5.4 or newer, where it does",
             fix="run the soak on such a machine",
         )
 
 
 def let_freed_memory_go() -> None:
     """From now on, what this process frees goes back to the machine."""
+    gc.freeze()  # a collection would write into what is shared with the forkserver, and so copy all of it
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc's
         libc.mallopt(_M_MMAP_THRESHOLD, _SMALLEST_MAPPED)
@@ -102,7 +104,7 @@ def measure(
         seconds=round(seconds, 3),
         episode=episode,
         memory=sum(one.memory for one in held.values()),
-        lasting_memory=sum(one.private_memory for pid, one in held.items() if pid in lasting),
+        lasting_memory=sum(one.memory for pid, one in held.items() if pid in lasting),
         shared_memory=sum(one.shared_memory for one in held.values()),
         descriptors=sum(one.descriptors for one in held.values()),
         sockets=sum(one.sockets for one in held.values()),
@@ -137,8 +139,7 @@ def _held(pid: int) -> Held | None:
     except OSError:
         return None
     return Held(
-        memory=sizes["Pss"],
-        private_memory=sizes["Private_Clean"] + sizes["Private_Dirty"],
+        memory=sizes["Pss_Anon"] + sizes["Pss_Shmem"] + sizes["SwapPss"],
         shared_memory=sizes["Pss_Shmem"],
         descriptors=len(links),
         sockets=sum(link.startswith("socket:") for link in links),
@@ -154,7 +155,7 @@ def _link(path: str) -> str:
 
 
 def _sizes(rollup: str) -> defaultdict[str, int]:
-    """The lines of a smaps_rollup, in bytes. A kernel that does not know a line has nothing of it."""
+    """The lines of a smaps_rollup, in bytes. A kernel without swap has no line of it."""
     sizes: defaultdict[str, int] = defaultdict(int)
     for line in rollup.splitlines()[1:]:
         name, _, size = line.partition(":")

@@ -47,7 +47,7 @@ def _draw_memory(axes: Any, minutes: list[float], document: dict[str, Any]) -> N
     samples, growth = document["samples"], document["growth"]
     names = {
         "memory": "all processes (PSS)",
-        "lasting_memory": "private to those that live all along",
+        "lasting_memory": "those that live all along",
         "shared_memory": "shared memory",
     }
     for place, (name, label) in enumerate(names.items()):
