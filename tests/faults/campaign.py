@@ -121,11 +121,8 @@ def _work(options):
     for variant, why in left_out.items():
         print(json.dumps({"left out": f"left out: {variant} ({why})"}), flush=True)
     warm_up()
-    for session in _sessions(options)[options.worker :: options.workers]:
-        if any(fault.variant in left_out for fault in session.faults):
-            continue
-        outcome = run_session(session)
-        print(json.dumps(asdict(outcome)), flush=True)
+    for session in _sessions(options, left_out)[options.worker :: options.workers]:
+        print(json.dumps(asdict(run_session(session))), flush=True)
 
 
 def _refused(no_shared_memory, no_clocks):
@@ -134,7 +131,7 @@ def _refused(no_shared_memory, no_clocks):
     return {variant: why for variant, why in refused.items() if why is not None}
 
 
-def _sessions(options):
+def _sessions(options, without):
     from tests.faults.cases import draw_sessions
     from tests.faults.kinds import KINDS
 
@@ -143,7 +140,7 @@ def _sessions(options):
         for kind in KINDS
         if options.kind is None or kind.name in options.kind
     }
-    return draw_sessions(options.seed, counts)
+    return draw_sessions(options.seed, counts, without)
 
 
 def _report():

@@ -1,6 +1,7 @@
 """Sessions: a group, its layers, and the faults that strike it one after the other, drawn from a seed."""
 
 import random
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import tokenyard as ty
@@ -59,16 +60,14 @@ class Session:
         return 60.0 + 15.0 * len(self.faults)
 
 
-def draw_faults(chance: random.Random, counts: dict[str, int]) -> list[Fault]:
-    """So many faults of each kind; every variant about as often as the others."""
+def draw_faults(chance: random.Random, counts: dict[str, int], without: Collection[str] = ()) -> list[Fault]:
+    """So many faults of each kind; every variant about as often as the others, some left out."""
     faults = []
     for kind in KINDS:
-        variants = list(dict.fromkeys(kind.variants))
+        variants = [variant for variant in kind.variants if variant.name not in without]
         for i in range(counts.get(kind.name, 0)):
-            variant = kind.variants[i] if i < len(kind.variants) else chance.choice(kind.variants)
-            if counts[kind.name] < len(variants):
-                variant = chance.choice(kind.variants)
-            faults.append(_fault(chance, kind, variant))
+            in_turn = i < len(variants) <= counts[kind.name]
+            faults.append(_fault(chance, kind, variants[i] if in_turn else chance.choice(variants)))
     chance.shuffle(faults)
     return faults
 
@@ -84,10 +83,10 @@ def _fault(chance: random.Random, kind: Kind, variant: Variant) -> Fault:
     )
 
 
-def draw_sessions(seed: int, counts: dict[str, int]) -> list[Session]:
-    """Sessions in which so many faults of each kind strike."""
+def draw_sessions(seed: int, counts: dict[str, int], without: Collection[str] = ()) -> list[Session]:
+    """Sessions in which so many faults of each kind strike, some variants left out."""
     chance = random.Random(seed)
-    faults = draw_faults(chance, counts)
+    faults = draw_faults(chance, counts, without)
     alone = [fault for fault in faults if BY_NAME[fault.kind].alone]
     together = [fault for fault in faults if not BY_NAME[fault.kind].alone]
     sessions = [_session(chance, [fault]) for fault in alone]

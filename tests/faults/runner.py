@@ -17,6 +17,7 @@ from tests.faults.kinds import ANYTIME, BY_NAME
 from tests.faults.life import live_through
 from tests.faults.marks import Marks, met, stamp
 from tests.faults.starting import bare_life, kill, launch_without_one, start_bare
+from tests.faults.strikes import PRIVATE, SHARED_MEMORY
 
 # Seconds that `launch` gives the ranks that are left when one has ended; their own waits have another deadline.
 _GOING_ON = 40.0
@@ -54,7 +55,8 @@ class Belongings:
             sockets=sum("socket:" in path for path in held),
             threads=process.num_threads(),
             children=frozenset(child.pid for child in process.children(recursive=True)),
-            shared_memory=frozenset(os.listdir("/dev/shm")),
+            # Elsewhere it is everybody's.
+            shared_memory=frozenset(os.listdir(SHARED_MEMORY) if PRIVATE in os.environ else ()),
         )
 
     def more_than(self, before):

@@ -62,6 +62,14 @@ def test_a_whole_campaign_has_500_faults_and_30_of_each_kind():
     assert {session.world for session in sessions} == {2, 3, 4}
 
 
+def test_what_the_kernel_refuses_is_made_up_for_by_other_variants():
+    refused = {"full /dev/shm", "another monotonic clock"}
+    counts = {"clock": 10, "disk full": 10}
+    faults = [fault for session in draw_sessions(1, counts, refused) for fault in session.faults]
+    assert len(faults) == 20
+    assert not refused & {fault.variant for fault in faults}
+
+
 def test_a_seed_gives_the_same_sessions():
     counts = {kind.name: 3 for kind in KINDS}
     assert draw_sessions(5, counts) == draw_sessions(5, counts) != draw_sessions(6, counts)
