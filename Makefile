@@ -23,7 +23,7 @@ lint: .venv/dev
 	$(BIN)/lint-imports
 
 docs: .venv/docs
-	$(BIN)/tokenyard support --write README.md docs/support.md
+	$(BIN)/tokenyard support --write README.md docs/support.md docs/guide/errors.md
 	$(BIN)/mkdocs build --strict
 
 bench: .venv/dev

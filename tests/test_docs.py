@@ -25,7 +25,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SUPPORT_PAGES = [ROOT / "README.md", ROOT / "docs" / "support.md"]
+SUPPORT_PAGES = [ROOT / name for name in ("README.md", "docs/support.md", "docs/guide/errors.md")]
 
 _FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
@@ -167,4 +167,4 @@ def test_support_table_is_what_the_declarations_give(page, tmp_path):
     copy = tmp_path / page.name
     copy.write_text(page.read_text())
     support.rewrite(copy)
-    assert copy.read_text() == page.read_text(), "run: tokenyard support --write README.md docs/support.md"
+    assert copy.read_text() == page.read_text(), f"run: tokenyard support --write {name_of(page)}"

@@ -10,8 +10,9 @@ import torch
 from tokenyard import EXCHANGES, EXPERTS, FORMATS, LayerSpec, SoftmaxRouter, draft
 from tokenyard.errors import InputError, PlanError
 from tokenyard.experts import ACTIVATIONS
-from tokenyard.support import BEGIN, END, NO, YES, rewrite, support_tables, to_markdown
+from tokenyard.support import BLOCKS, NO, YES, marks, rewrite, support_tables, to_markdown
 
+BEGIN, END = marks("support")
 SPEC = {"name": "moe", "hidden_size": 64, "intermediate_size": 32, "num_experts": 8, "top_k": 2}
 
 
@@ -70,6 +71,15 @@ def test_rewrite_touches_only_what_is_between_the_marks(tmp_path):
     page.write_text(f"# Before\n{BEGIN}\nold\n{END}\nafter\n")
     assert rewrite(page)
     assert page.read_text() == f"# Before\n{BEGIN}\n\n{to_markdown()}\n\n{END}\nafter\n"
+    assert not rewrite(page)
+
+
+def test_a_page_gets_every_kind_of_tables_that_it_asks_for(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("\n".join(mark for name in BLOCKS for mark in marks(name)))
+    assert rewrite(page)
+    for make in BLOCKS.values():
+        assert make() in page.read_text()
     assert not rewrite(page)
 
 

@@ -14,7 +14,7 @@ import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,9 @@ class TokenyardError(Exception):
     ...                  fix="pass global expert ids", layer="head", rank=2))
     layer 'head', rank 2: topk_ids_TK holds id 64; expected ids from -1 to 63; fix: pass global expert ids
     """
+
+    # What went wrong, in the words of who sees it: a row of the tables that `tokenyard.error_table` makes.
+    when: ClassVar[str]
 
     def __init__(
         self, found: str, *, expected: str, fix: str, layer: str | None = None, rank: int | None = None
@@ -77,6 +80,8 @@ def _rebuild(cls: type[TokenyardError], args: tuple[Any, ...], known: dict[str, 
 class InputError(TokenyardError, ValueError):
     """A tensor or value that the caller passed does not fit the layer. Nothing was moved."""
 
+    when = "a tensor or a value that you passed does not fit; nothing was moved"
+
 
 class CheckpointError(InputError):
     """A checkpoint's file is damaged, missing, of a kind that is refused, or does not fit its config.
@@ -86,6 +91,8 @@ class CheckpointError(InputError):
     >>> print(CheckpointError("model.safetensors: tensor 'a' is F32[3]", expected="BF16[3]", fix="save it as bf16"))
     model.safetensors: tensor 'a' is F32[3]; expected BF16[3]; fix: save it as bf16
     """
+
+    when = "a checkpoint's file is damaged, missing, a pickle, or does not fit its config"
 
     def __init__(
         self,
@@ -105,13 +112,19 @@ class CheckpointError(InputError):
 class ContractError(TokenyardError, TypeError):
     """A part returned or was given an object that its contract does not allow (say, rows reduced already)."""
 
+    when = "experts or an exchange returned, or were given, the wrong kind of object: rows reduced already, a tuple"
+
 
 class UnknownName(TokenyardError, ValueError):
     """A name that no registry knows; the message holds the nearest ones that exist."""
 
+    when = "a format, an exchange, a layer has another name"
+
 
 class HandleError(TokenyardError, RuntimeError):
     """A dispatch handle was used twice, out of turn, or after its plan was closed."""
+
+    when = "a dispatch is combined twice or out of turn, or a layer is called after its plan was closed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +139,8 @@ class Alternative:
 
 class PlanError(TokenyardError, ValueError):
     """A layer that cannot be wired as asked. `alternatives` were each checked to fit."""
+
+    when = "a layer cannot be wired as asked; what would work is said"
 
     def __init__(
         self,
@@ -155,6 +170,8 @@ _MOST_DIFFERENCES = 6
 class PlanMismatch(TokenyardError, RuntimeError):
     """Ranks of one group made different plans. Raised on every rank; `differences` lists fields by rank."""
 
+    when = "ranks were given different layers, settings or versions"
+
     def __init__(self, differences: dict[str, dict[int, Any]], *, rank: int | None = None) -> None:
         self.differences = differences
         lines = [
@@ -178,9 +195,13 @@ class PlanMismatch(TokenyardError, RuntimeError):
 class GroupError(TokenyardError, RuntimeError):
     """The ranks of a group could not finish a collective call together."""
 
+    when = "ranks could not finish a call together: the group is closed or broken, or memory is not to be had"
+
 
 class PeerFailed(GroupError):
     """Another rank of the group raised in this call. The call has no result; the group stays usable."""
+
+    when = "another rank raised in this call; the group stays usable"
 
     def __init__(
         self, peer: int, message: str, *, phase: str, layer: str | None = None, rank: int | None = None
@@ -198,9 +219,13 @@ class PeerFailed(GroupError):
 class Drifted(GroupError):
     """Ranks are in different layers, phases or rounds."""
 
+    when = "ranks are in different layers, rounds or calls"
+
 
 class PeerLost(GroupError):
     """A rank did not arrive within the deadline, or has died. `peers` is empty where nobody can tell who."""
+
+    when = "a rank died, hangs, or is late by more than the deadline"
 
     def __init__(
         self,
@@ -235,6 +260,8 @@ class Corrupted(TokenyardError, RuntimeError):
 encoded; fix: something wrote into memory that is not its own: look at kernels and experts of your own first
     """
 
+    when = "a plan that watches itself found bytes, rows or duties that are not what they must be"
+
     def __init__(
         self,
         found: str,
@@ -253,6 +280,8 @@ encoded; fix: something wrote into memory that is not its own: look at kernels a
 
 class RankError(TokenyardError, RuntimeError):
     """A rank that `launch` started raised. The original error is the `__cause__`."""
+
+    when = "a rank that `launch` started raised; its error is the cause of this one"
 
 
 def shown(value: object, most: int = 80, write: Callable[[object], str] = repr) -> str:

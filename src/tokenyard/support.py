@@ -4,9 +4,10 @@ Exchanges, formats and experts publish what they can carry (`supports`). The pla
 and so do the tables here: a combination cannot be supported in the documentation and refused by a plan. The
 tables are generated, never written:
 
-    tokenyard support --write README.md docs/support.md
+    tokenyard support --write README.md docs/support.md docs/guide/errors.md
 
-puts them between `<!-- support:begin -->` and `<!-- support:end -->`, and a test compares.
+puts them between `<!-- support:begin -->` and `<!-- support:end -->`, and a test compares. The tables of errors
+(`tokenyard.error_table`) are written in the same way, between marks of their own.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from tokenyard.error_table import classes_in_markdown, troubles_in_markdown
 from tokenyard.errors import InputError, Reason
 from tokenyard.exchange import EXCHANGES, Cargo, Exchange
 from tokenyard.experts import ACTIVATIONS, EXPERTS, Experts, ExpertsSpec, activation
@@ -29,7 +31,6 @@ from tokenyard.integrations.huggingface import FAMILIES, layers_from_config
 from tokenyard.placement import PLACEMENTS, Placement
 from tokenyard.routing import ROUTERS
 
-BEGIN, END = "<!-- support:begin -->", "<!-- support:end -->"
 YES, NO = "✓", "–"
 
 # The width of DeepSeek-V3's rows, for the column of bytes.
@@ -71,8 +72,16 @@ def to_markdown() -> str:
     return "\n\n".join(table.to_markdown() for table in support_tables())
 
 
+# What stands between the marks of each name.
+BLOCKS: dict[str, Callable[[], str]] = {
+    "support": to_markdown,
+    "troubles": troubles_in_markdown,
+    "error-classes": classes_in_markdown,
+}
+
+
 def rewrite(path: str | Path) -> bool:
-    """Put the tables between the two marks of a Markdown file; say whether that changed the file."""
+    """Put the tables between their marks in a Markdown file; say whether that changed the file."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -80,15 +89,11 @@ def rewrite(path: str | Path) -> bool:
         raise InputError(
             f"{path} cannot be read ({error})", expected="a Markdown file", fix="check the path"
         ) from error
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(END) < text.index(BEGIN):
-        raise InputError(
-            f"{path} has {text.count(BEGIN)} × {BEGIN} and {text.count(END)} × {END}",
-            expected="each of them once, in this order",
-            fix="write both marks, on lines of their own, where the tables shall stand",
-        )
-    before, after = text[: text.index(BEGIN)], text[text.index(END) :]
-    # Markdown sees a table only behind an empty line.
-    written = f"{before}{BEGIN}\n\n{to_markdown()}\n\n{after}"
+    # A page that asks for nothing forgot the marks of the first kind.
+    names = [name for name in BLOCKS if any(mark in text for mark in marks(name))] or list(BLOCKS)[:1]
+    written = text
+    for name in names:
+        written = _fill(path, written, name)
     if written == text:
         return False
     try:
@@ -98,6 +103,28 @@ def rewrite(path: str | Path) -> bool:
             f"{path} cannot be written ({error})", expected="a file of yours", fix="check its rights"
         ) from error
     return True
+
+
+def marks(name: str) -> tuple[str, str]:
+    """What stands before and behind the tables of this name.
+
+    >>> marks("support")
+    ('<!-- support:begin -->', '<!-- support:end -->')
+    """
+    return f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+
+
+def _fill(path: Path, text: str, name: str) -> str:
+    begin, end = marks(name)
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(end) < text.index(begin):
+        raise InputError(
+            f"{path} has {text.count(begin)} × {begin} and {text.count(end)} × {end}",
+            expected="each of them once, in this order",
+            fix="write both marks, on lines of their own, where the tables shall stand",
+        )
+    before, after = text[: text.index(begin)], text[text.index(end) :]
+    # Markdown sees a table only behind an empty line.
+    return f"{before}{begin}\n\n{BLOCKS[name]()}\n\n{after}"
 
 
 # --- The tables -------------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from tests.cli.runner import call, call_json
-from tokenyard.support import BEGIN, END, support_tables, to_markdown
+from tokenyard.support import marks, support_tables, to_markdown
+
+BEGIN, END = marks("support")
 
 
 def test_tables():

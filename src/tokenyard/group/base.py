@@ -47,6 +47,8 @@ _MEMORY_FIX = "plan with a smaller max_tokens or fewer tokens in flight, or give
 class Disagreement(GroupError):
     """The ranks of a group hold different values for what must be one value. Raised on every rank."""
 
+    when = "ranks hold different values for what must be one value (`group.agree`)"
+
     def __init__(self, what: str, by_rank: list[Any], *, rank: int | None = None) -> None:
         self.by_rank = by_rank
         values = ", ".join(f"rank {r} has {value!r}" for r, value in enumerate(by_rank))

@@ -1,0 +1,57 @@
+"""Every error class has a row in the tables of what can go wrong, with a message that it really raises."""
+
+from __future__ import annotations
+
+import pytest
+
+import tokenyard as ty
+from tokenyard import error_table
+from tokenyard.error_table import (
+    EXAMPLES,
+    classes_in_markdown,
+    error_classes,
+    troubles_in_markdown,
+    what_you_see,
+)
+
+
+def all_kinds(base: type = ty.TokenyardError) -> set[type]:
+    """The classes of the package that derive from a class, however far down."""
+    own = {kind for kind in base.__subclasses__() if kind.__module__.startswith("tokenyard.")}
+    return own.union(*(all_kinds(kind) for kind in own))
+
+
+def test_every_error_class_is_public_and_has_a_row():
+    assert set(error_classes()) == all_kinds() == set(EXAMPLES)
+
+
+@pytest.mark.parametrize("kind", error_classes(), ids=lambda kind: kind.__name__)
+def test_each_class_says_by_itself_when_it_is_raised(kind):
+    assert vars(kind).get("when"), f"{kind.__name__} has no `when` of its own"
+    assert len({other.when for other in error_classes()}) == len(error_classes())
+
+
+@pytest.mark.parametrize("kind", error_classes(), ids=lambda kind: kind.__name__)
+def test_what_you_see_is_a_whole_message_of_that_class(kind):
+    message = what_you_see(kind)
+    assert message.startswith(f"{kind.__name__}: ")
+    assert "; expected " in message
+    assert "; fix: " in message
+    assert f"`{message}`".replace("|", r"\|") in troubles_in_markdown()
+    assert f"[`{kind.__name__}`](#{kind.__name__.lower()})" in classes_in_markdown()
+
+
+def test_an_example_that_raises_something_else_is_found_out(monkeypatch):
+    monkeypatch.setitem(error_table.EXAMPLES, ty.PeerLost, EXAMPLES[ty.Drifted])
+    with pytest.raises(AssertionError, match="the example of PeerLost raises Drifted"):
+        troubles_in_markdown()
+    monkeypatch.setitem(error_table.EXAMPLES, ty.PeerLost, lambda: None)
+    with pytest.raises(AssertionError, match="the example of PeerLost raises nothing"):
+        troubles_in_markdown()
+
+
+def test_a_class_without_an_example_is_missed(monkeypatch):
+    left = {kind: example for kind, example in EXAMPLES.items() if kind is not ty.Corrupted}
+    monkeypatch.setattr(error_table, "EXAMPLES", left)
+    with pytest.raises(KeyError):
+        troubles_in_markdown()
