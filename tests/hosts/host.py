@@ -22,6 +22,11 @@ def address_of(host: int) -> str:
     return f"10.77.0.{host + 1}"
 
 
+def name_of(host: int) -> str:
+    """What a host is called."""
+    return f"host{host}"
+
+
 def others() -> list[str]:
     """The processes of this host, but for this one."""
     found = []
@@ -42,15 +47,16 @@ def main(index: int, folder: Path, command: list[str]) -> int:
     """Run a command on this host; its exit status."""
     print("waiting for a link", flush=True)
     sys.stdin.readline()
-    socket.sethostname(f"host{index}")
+    socket.sethostname(name_of(index))
     for arguments in (
-        ["link", "set", "lo", "up"],
-        ["address", "add", f"{address_of(index)}/24", "dev", "eth0"],
-        ["link", "set", "eth0", "up"],
+        ["mount", "--bind", str(folder / "hosts"), "/etc/hosts"],  # hosts know each other's names
+        ["ip", "link", "set", "lo", "up"],
+        ["ip", "address", "add", f"{address_of(index)}/24", "dev", "eth0"],
+        ["ip", "link", "set", "eth0", "up"],
     ):
-        subprocess.run(["ip", *arguments], check=True)
+        subprocess.run(arguments, check=True)
     started = time.monotonic()
-    with open(folder / f"host{index}.log", "wb") as log:
+    with open(folder / f"{name_of(index)}.log", "wb") as log:
         status = subprocess.run(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False
         ).returncode
@@ -60,7 +66,7 @@ def main(index: int, folder: Path, command: list[str]) -> int:
         time.sleep(0.05)
     network = os.stat("/proc/self/ns/net").st_ino
     report = {"status": status, "seconds": seconds, "left": others(), "network": network}
-    (folder / f"host{index}.json").write_text(json.dumps(report))
+    (folder / f"{name_of(index)}.json").write_text(json.dumps(report))
     return 0
 
 

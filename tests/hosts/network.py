@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.hosts.host import address_of
+from tests.hosts.host import address_of, name_of
 
 _OWN = ["--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
 # As any user; or as root, where user namespaces are not allowed.
@@ -69,24 +69,29 @@ def run_on_hosts(
     way, reason = _way()
     assert way is not None, reason
     (folder / "job.json").write_text(json.dumps({"commands": commands, "seed": seed}))
+    names = [f"{address_of(host)} {name_of(host)}" for host in range(len(commands))]
+    (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
     switch = [sys.executable, str(Path(__file__).with_name("switch.py")), str(folder)]
     # A session of its own: what stops the tests by hand ends this with them (--kill-child), and nothing else does.
     subprocess.run([*way, *switch], cwd=ROOT, timeout=seconds, check=True, start_new_session=True)
     return [
         HostReport(
-            **json.loads((folder / f"host{index}.json").read_text()),
-            log=(folder / f"host{index}.log").read_text(errors="replace"),
+            **json.loads((folder / f"{name_of(host)}.json").read_text()),
+            log=(folder / f"{name_of(host)}.log").read_text(errors="replace"),
         )
-        for index in range(len(commands))
+        for host in range(len(commands))
     ]
 
 
 def torchrun(
-    folder: Path, ranks_by_host: list[int], job: str, *arguments: str, **limits: Any
+    folder: Path, ranks_by_host: list[int], job: str, *, interface: str | None = "eth0"
 ) -> list[HostReport]:
-    """Start ranks on hosts as an engine does, and let each run a job of `ranks.py`."""
+    """Start ranks on hosts as an engine does, and let each run a job of `ranks.py`.
+
+    gloo is told the interface; or with None it finds it by the host's name.
+    """
     environment = {
-        "GLOO_SOCKET_IFNAME": "eth0",
+        **({"GLOO_SOCKET_IFNAME": interface} if interface else {}),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]),
     }
@@ -97,11 +102,11 @@ def torchrun(
             *(sys.executable, "-m", "torch.distributed.run"),
             *("--nnodes", str(len(ranks_by_host)), "--node-rank", str(host), "--nproc-per-node", str(ranks)),
             *("--master-addr", address_of(0), "--master-port", "29500"),
-            *(str(Path(__file__).with_name("ranks.py")), job, str(folder), *arguments),
+            *(str(Path(__file__).with_name("ranks.py")), job, str(folder)),
         ]
         for host, ranks in enumerate(ranks_by_host)
     ]
-    return run_on_hosts(folder, commands, **limits)
+    return run_on_hosts(folder, commands)
 
 
 class Links:

@@ -137,7 +137,7 @@ if TIMES > 1:
         strike = [host, draw.choice(["silent", "down"]), draw.choice(EXCHANGES), seed]
         (tmp_path / "cut.json").write_text(json.dumps(strike))
         interfaces = set(psutil.net_if_addrs())
-        reports = torchrun(tmp_path, ranks_by_host, "cut")
+        reports = torchrun(tmp_path, ranks_by_host, "cut", interface=draw.choice(["eth0", None]))
         logs = "\n".join(report.log for report in reports)
         world = sum(ranks_by_host)
         assert len(list(tmp_path.glob("rank*.json"))) == world, logs
