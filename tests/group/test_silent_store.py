@@ -1,5 +1,7 @@
 """A store that does not answer, a collective that is done at the last moment: waits end, and say what is wrong."""
 
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -93,6 +95,45 @@ def cut_off(group):
 
 def test_no_group_is_made_where_the_store_is_cut_off_and_one_is_when_it_is_back():
     assert ty.launch(2, cut_off, ranks="processes", deadline=20) == [[0, 1]] * 2
+
+
+_LEFT_ALONE = """
+import sys, time
+import torch.distributed as dist
+import tokenyard as ty
+
+rank = int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
+group = ty.DistributedGroup(deadline=1.0)
+group.barrier()
+if rank == 1:
+    time.sleep(600)  # it lives, and does not come
+try:
+    group.barrier()
+except ty.PeerLost as lost:
+    print("lost", *lost.peers)
+"""
+
+
+def test_a_process_that_gave_up_a_peer_can_end_by_itself(tmp_path):
+    """Torch's half an hour is for gloo's own threads, and a process that has them ends no sooner."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", _LEFT_ALONE, str(tmp_path / "store"), str(rank)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said, _ = started[0].communicate(timeout=120)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+    assert said == "lost 1\n"
+    assert started[0].returncode == 0
 
 
 class DoneJustAfter:

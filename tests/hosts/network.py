@@ -73,7 +73,11 @@ def run_on_hosts(
     (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
     switch = [sys.executable, str(Path(__file__).with_name("switch.py")), str(folder)]
     # A session of its own: what stops the tests by hand ends this with them (--kill-child), and nothing else does.
-    subprocess.run([*way, *switch], cwd=ROOT, timeout=seconds, check=True, start_new_session=True)
+    try:
+        subprocess.run([*way, *switch], cwd=ROOT, timeout=seconds, check=True, start_new_session=True)
+    except subprocess.TimeoutExpired as late:
+        logs = [f"{log.name}:\n{log.read_text(errors='replace')[-4000:]}" for log in folder.glob("*.log")]
+        raise AssertionError(f"hosts hang: {late}\n" + "\n".join(logs)) from late
     return [
         HostReport(
             **json.loads((folder / f"{name_of(host)}.json").read_text()),
