@@ -1,5 +1,6 @@
 """What came of a campaign: counts by kind, as a table for people and as JSON."""
 
+import re
 import statistics
 from collections import Counter
 from dataclasses import asdict
@@ -87,12 +88,10 @@ def markdown(summary):
     return "\n".join([whole, "", *lines])
 
 
-_MARKS = ("<!-- campaign -->\n", "\n<!-- /campaign -->")
+_BETWEEN = re.compile(r"(<!-- campaign -->).*(<!-- /campaign -->)", re.DOTALL)
 
 
 def rewrite(page, summary):
     """Put the counts into a page of the documentation."""
-    text = page.read_text()
-    before, _, rest = text.partition(_MARKS[0])
-    _, _, after = rest.partition(_MARKS[1].lstrip())
-    page.write_text(before + _MARKS[0] + markdown(summary) + _MARKS[1] + after)
+    counts = markdown(summary)
+    page.write_text(_BETWEEN.sub(lambda marks: f"{marks[1]}\n{counts}\n\n{marks[2]}", page.read_text()))
