@@ -42,6 +42,8 @@ class Session:
     layers: tuple[dict[str, object], ...]
     faults: tuple[Fault, ...]
     deadline: float = DEADLINE
+    # Whether the plan watches itself (`plan(paranoid=True)`).
+    paranoid: bool = False
     # Whether ranks are started as torchrun does it, each finding the others by itself; else by `launch`.
     bare: bool = False
 
@@ -140,6 +142,7 @@ def _session(
         exchange=exchange,
         layers=_draw_layers(chance, world, exchange),
         faults=tuple(struck),
+        paranoid=chance.random() < 0.25,
         bare=bare,
     )
 

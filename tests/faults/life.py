@@ -47,7 +47,8 @@ class Life:
         self.wrong = 0  # results that were not bitwise what they must be
         self.specs = session.specs(InterruptibleExperts)
         self.weights = {spec.name: random_weights(spec, session.seed) for spec in self.specs}
-        self.plan = ty.plan(self.specs, group, exchange=INTERRUPTIBLE[session.exchange])
+        exchange = INTERRUPTIBLE[session.exchange]
+        self.plan = ty.plan(self.specs, group, exchange=exchange, paranoid=session.paranoid)
         self.layers = {
             name: ty.MoELayer(self.plan, name, weights.select(self.plan.local_experts(name)))
             for name, weights in self.weights.items()
