@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: run test test-faults lint docs bench clean
+.PHONY: run test test-faults test-fuzz lint docs bench clean
 
 run: .venv/model
 	$(BIN)/tokenyard run
@@ -15,6 +15,11 @@ test: .venv/dev
 test-faults: .venv/dev
 	$(BIN)/python -m tests.faults.campaign --write bench/results/faults-cpu.json --page docs/guide/faults.md
 	TOKENYARD_FAULTS=20 $(BIN)/pytest -n 2 --dist worksteal tests/faults tests/museum tests/hosts tests/fuzz
+	$(MAKE) test-fuzz
+
+# Garbage in, led by coverage. Needs atheris, which is not made for every Python.
+test-fuzz: .venv/dev .venv/fuzz
+	$(BIN)/python -m tests.fuzz.atheris_targets --runs 2000
 
 lint: .venv/dev
 	$(BIN)/ruff check .
@@ -42,6 +47,10 @@ bench: .venv/dev
 
 .venv/dev: .venv/base
 	$(PIP) --editable '.[dev]'
+	touch $@
+
+.venv/fuzz: .venv/base
+	$(PIP) --editable '.[fuzz]'
 	touch $@
 
 .venv/docs: .venv/base

@@ -19,7 +19,7 @@ from safetensors.torch import save
 
 import tokenyard as ty
 from tests.cli.runner import MIXTRAL, call
-from tests.fuzz.garbage import JSON, NUMBERS, TEXTS, anything, changed, ours, peculiar, plain, tensors
+from tests.fuzz.garbage import JSON, NUMBERS, TEXTS, anything, changed, mostly, ours, peculiar, plain, tensors
 from tests.models import batch, build
 from tokenyard.checkpoints import open_checkpoint
 from tokenyard.exchange.announcement import Announcement
@@ -59,22 +59,22 @@ def layer_specs(changes):
 
 
 FORMATS = st.sampled_from([None, *ty.FORMATS, "mxfp8(alignment=64)"])
-SIZES = st.one_of(st.integers(1, 70), st.sampled_from([4096, 65536, 2**31 - 1, 10**9, 10**12, 10**15]))
+SIZES = mostly(st.integers(1, 70), st.sampled_from([4096, 65536, 2**31 - 1, 10**9, 10**12, 10**15]))
 
 
 @st.composite
 def placements(draw):
     """Placements by name, or made of any table."""
     table = st.lists(st.lists(st.integers(-1, 5), max_size=4), max_size=4)
-    make = draw(st.sampled_from(["name", "explicit", "replicated", "anything"]))
+    make = draw(st.sampled_from(["name"] * 6 + ["explicit", "replicated", "anything"]))
     if make == "name":
-        return draw(st.sampled_from(["contiguous", "round_robin", "elsewhere"]))
+        return draw(mostly(st.sampled_from(["contiguous", "round_robin"]), TEXTS))
     if make == "explicit":
-        return ours(ty.Placement.explicit, draw(SIZES), draw(st.one_of(table, anything())))
+        return ours(ty.Placement.explicit, draw(SIZES), draw(mostly(table, anything())))
     if make == "replicated":
         base = ours(ty.Placement.contiguous, draw(st.integers(1, 5)), draw(st.integers(1, 3)))
         replicas = st.dictionaries(st.integers(-1, 5), st.lists(st.integers(-1, 3), max_size=3), max_size=3)
-        return ours(ty.Placement.replicated, base, draw(st.one_of(replicas, anything())))
+        return ours(ty.Placement.replicated, base, draw(mostly(replicas, anything())))
     return ours(ty.Placement.contiguous, draw(anything()), draw(anything()))
 
 
@@ -84,11 +84,11 @@ def routers(draw):
     if draw(st.booleans()):
         return None
     kind = draw(st.sampled_from([ty.SoftmaxRouter, ty.GroupedSigmoidRouter, ty.TopLogitsRouter]))
-    settings = {"top_k": draw(st.one_of(st.integers(1, 5), anything()))}
-    settings["renormalize"] = draw(st.one_of(st.booleans(), anything()))
-    settings["routed_scaling"] = draw(st.one_of(st.just(1.0), st.floats(), anything()))
+    settings = {"top_k": draw(mostly(st.integers(1, 5), anything()))}
+    settings["renormalize"] = draw(mostly(st.booleans(), anything()))
+    settings["routed_scaling"] = draw(mostly(st.just(1.0), st.floats(), anything()))
     if kind is ty.GroupedSigmoidRouter:
-        settings["num_groups"] = draw(st.one_of(st.integers(1, 5), anything()))
+        settings["num_groups"] = draw(mostly(st.just(1), st.integers(1, 5), anything()))
         settings["choice_bias_E"] = draw(st.one_of(st.none(), st.just(torch.zeros(5)), tensors()))
     return ours(kind, **settings)
 
@@ -100,27 +100,30 @@ def layers(draw):
         name=draw(st.sampled_from(["a", "b", "c"])),
         hidden_size=draw(SIZES),
         intermediate_size=draw(SIZES),
-        num_experts=draw(st.one_of(st.integers(1, 9), SIZES)),
-        top_k=draw(st.one_of(st.integers(1, 9), SIZES)),
+        num_experts=draw(mostly(st.integers(4, 9), SIZES)),
+        top_k=draw(mostly(st.integers(1, 4), SIZES)),
         max_tokens=draw(st.one_of(st.none(), SIZES)),
-        dtype=draw(st.sampled_from([torch.bfloat16, torch.float32])),
-        wire=draw(FORMATS),
-        combine_wire=draw(FORMATS),
-        expert_rows=draw(FORMATS),
-        experts=draw(st.sampled_from(["grouped", "reference", "self_routing"])),
-        weights=draw(st.sampled_from(["bf16", "fp32", "mxfp4", "none"])),
+        dtype=draw(mostly(st.just(torch.bfloat16), st.just(torch.float32))),
+        wire=draw(mostly(st.sampled_from([None, "mxfp8", "fp8_block128"]), FORMATS)),
+        combine_wire=draw(mostly(st.none(), FORMATS)),
+        expert_rows=draw(mostly(st.none(), FORMATS)),
+        experts=draw(mostly(st.sampled_from(["grouped", "reference"]), st.just("self_routing"), TEXTS)),
+        weights=draw(mostly(st.just("bf16"), st.sampled_from(["fp32", "mxfp4"]), TEXTS)),
         placement=draw(placements()),
         router=draw(routers()),
-        tensor_parallel=draw(st.sampled_from([1, 1, 1, 2])),
+        tensor_parallel=draw(mostly(st.just(1), st.integers(-1, 3))),
     )
 
 
 @given(
-    specs=st.lists(layers(), max_size=3),
-    world=st.one_of(st.integers(1, 4), SIZES, anything()),
-    exchange=st.one_of(st.sampled_from([*ty.EXCHANGES]), TEXTS, anything()),
-    max_tokens=st.one_of(SIZES, anything()),
-    in_flight=st.one_of(st.integers(1, 3), NUMBERS),
+    specs=mostly(
+        st.lists(layers(), min_size=1, max_size=2, unique_by=lambda spec: spec.name),
+        st.lists(layers(), max_size=3),
+    ),
+    world=mostly(st.integers(1, 4), SIZES, anything()),
+    exchange=mostly(st.sampled_from([*ty.EXCHANGES]), TEXTS, anything()),
+    max_tokens=mostly(SIZES, anything()),
+    in_flight=mostly(st.integers(1, 3), NUMBERS),
 )
 def drafts(specs, world, exchange, max_tokens, in_flight):
     """Plans of random layers, on any number of ranks, for any number of tokens."""
@@ -133,17 +136,19 @@ def drafts(specs, world, exchange, max_tokens, in_flight):
 def some_routes(draw):
     """Routes of anything, most of it tensors."""
     good = st.just(batch(ty.LayerSpec(**SPEC), 4)[1])
-    ids = st.one_of(good.map(lambda routes: routes.topk_ids_TK), tensors(columns=3), anything())
-    weights = st.one_of(good.map(lambda routes: routes.topk_weights_TK), tensors(columns=3), anything())
-    scaled = st.one_of(st.just(1.0), st.just(1.0), anything())
+    some_ids = st.integers(-2, 6).map(lambda number: torch.full((4, 2), number))
+    good_ids = st.one_of(good.map(lambda routes: routes.topk_ids_TK), some_ids)
+    ids = mostly(good_ids, tensors(columns=3), anything())
+    weights = mostly(good.map(lambda routes: routes.topk_weights_TK), tensors(columns=3), anything())
+    scaled = mostly(st.just(1.0), anything())
     return ty.Routes(topk_ids_TK=draw(ids), topk_weights_TK=draw(weights), scaled_by=draw(scaled))
 
 
 @given(
     routes=some_routes(),
-    num_experts=st.sampled_from([1, 5, 10**9]),
-    top_k=st.one_of(st.none(), st.integers(0, 3)),
-    num_tokens=st.one_of(st.none(), st.integers(0, 6)),
+    num_experts=st.sampled_from([1, 5, 5, 10**9]),
+    top_k=mostly(st.sampled_from([None, 2]), st.integers(0, 3)),
+    num_tokens=mostly(st.sampled_from([None, 4]), st.integers(0, 6)),
     values=st.booleans(),
 )
 def routes(routes, num_experts, top_k, num_tokens, values):
@@ -218,7 +223,9 @@ CONFIGS = {
 @given(data=st.data())
 def huggingface_configs(data):
     """Configs of models: any JSON, and those of every family with anything in any key."""
-    config = data.draw(st.one_of(st.sampled_from([*CONFIGS.values()]).flatmap(changed), JSON, plain()))
+    some = st.sampled_from([*CONFIGS.values()])
+    slightly = some.flatmap(lambda config: changed(config, times=1))
+    config = data.draw(mostly(slightly, some.flatmap(changed), JSON, plain()))
     if isinstance(config, dict) and data.draw(st.booleans()):
         key = data.draw(st.sampled_from([*CONFIGS["deepseek_v3"], "text_config", "mlp_only_layers", "dtype"]))
         config = {**config, key: data.draw(st.one_of(JSON, anything()))}
@@ -250,36 +257,37 @@ def read_all(folder: Path, config: object) -> None:
 @given(data=st.data())
 def checkpoint_headers(data):
     """Headers of safetensors files: other dtypes, shapes and places, names that stand twice, nesting, any bytes."""
-    header = data.draw(st.one_of(changed(HEADER), JSON))
+    header = data.draw(mostly(changed(HEADER, times=1), changed(HEADER), JSON))
     if isinstance(header, dict) and data.draw(st.booleans()):
         lengths = st.sampled_from([0, 1, 2, 4, 2**31, 2**62, 2**63 - 1])
         sizes = st.one_of(st.lists(lengths, max_size=8), lengths.map(lambda length: [length] * 40))
         entry = {"dtype": data.draw(st.sampled_from(["F32", "F4", "U8", "BF16", "F8_E4M3", "C64"]))}
         entry |= {
             "shape": data.draw(sizes),
-            "data_offsets": data.draw(st.sampled_from([[0, 0], [64, 64], [0, 96]])),
+            "data_offsets": data.draw(st.sampled_from([[0, 0], [0, 0], [96, 96], [0, 96]])),
         }
-        header[data.draw(st.sampled_from(["a.experts.down_proj", "b", "a.experts.0.up_proj.weight"]))] = entry
+        names = ["b", "b", "b", "a.experts.down_proj", "a.experts.0.up_proj.weight"]
+        header[data.draw(st.sampled_from(names))] = entry
     text = json.dumps(header).encode()
-    text = data.draw(
-        st.sampled_from([text, text, text + b" " * 7, text.replace(b"down", b"gate_up"), text[:-1]])
-    )
-    length = data.draw(st.sampled_from([len(text), len(text), len(text), 0, 2**63, len(text) + 1]))
-    body = data.draw(st.sampled_from([BODY, BODY, b"", BODY[:-1], BODY + b"\0"]))
+    others = [text + b" " * 7, text.replace(b"down", b"gate_up"), text[:-1]]
+    text = data.draw(mostly(st.just(text), st.sampled_from(others)))
+    length = data.draw(mostly(st.just(len(text)), st.sampled_from([0, 2**63, len(text) + 1])))
+    body = data.draw(mostly(st.just(BODY), st.sampled_from([b"", BODY[:-1], BODY + b"\0"])))
     with tempfile.TemporaryDirectory() as name:
         Path(name, "model.safetensors").write_bytes(length.to_bytes(8, "little") + text + body)
-        read_all(Path(name), data.draw(st.one_of(st.just({}), changed(CONFIGS["mixtral"]))))
+        read_all(Path(name), data.draw(mostly(st.just({}), changed(CONFIGS["mixtral"]))))
 
 
 @given(
-    places=st.one_of(
+    places=mostly(
+        changed(dict.fromkeys(EXPERTS, "model.safetensors"), times=1),
         st.dictionaries(
             st.sampled_from([*EXPERTS, "x"]), st.one_of(TEXTS, st.just("model.safetensors"), JSON)
         ),
         JSON,
     ),
-    config=st.one_of(st.just({}), JSON, changed(CONFIGS["qwen3_moe"])),
-    raw=st.one_of(st.none(), st.binary(max_size=40)),
+    config=mostly(st.just({}), JSON, changed(CONFIGS["qwen3_moe"])),
+    raw=mostly(st.none(), st.binary(max_size=40)),
 )
 def checkpoint_indexes(places, config, raw):
     """Index files and configs beside weights: any names, any JSON, any bytes."""
@@ -290,14 +298,21 @@ def checkpoint_indexes(places, config, raw):
         read_all(Path(name), config)
 
 
+WORD = st.integers(-(2**63), 2**63 - 1)
+
+
 @given(
-    numbers=st.lists(st.one_of(st.integers(-1, 9), st.integers(-(2**63), 2**63 - 1)), max_size=14),
-    rest=st.binary(max_size=64),
+    place=st.tuples(
+        WORD, WORD, st.one_of(st.integers(-1, 2), WORD), st.one_of(st.integers(0, 1), WORD), WORD, WORD
+    ),
+    lengths=st.tuples(*[st.one_of(st.integers(0, 5), st.integers(-1, 90), WORD)] * 2),
+    rest=st.binary(max_size=90),
+    cut=st.one_of(st.none(), st.integers(0, 63)),
 )
-def announcements(numbers, rest):
+def announcements(place, lengths, rest, cut):
     """What a rank says at the start of a phase: any numbers, any bytes."""
-    encoded = b"".join(number.to_bytes(8, "little", signed=True) for number in numbers) + rest
-    heard = ours(Announcement.decode, encoded, 1)
+    encoded = b"".join(number.to_bytes(8, "little", signed=True) for number in (*place, *lengths)) + rest
+    heard = ours(Announcement.decode, encoded[:cut], 1)
     if isinstance(heard, Announcement):
         assert 8 * len(heard.counts) <= len(encoded)
         assert heard.where(heard, ["moe"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -214,6 +215,19 @@ def test_a_shape_that_no_tensor_has(tmp_path, shape):
     error = ours(open_checkpoint, checkpoint(tmp_path, b=wrong))
     assert isinstance(error, ty.CheckpointError)
     assert error.tensor == "b"
+
+
+def test_a_file_without_end_or_beginning_is_not_read(tmp_path):
+    """An index that is /dev/zero was read until the memory was full, and weights that are a pipe never came."""
+    assert isinstance(ours(layers_from_config, "/dev/zero"), ty.InputError)
+    index = checkpoint(tmp_path) / "model.safetensors.index.json"
+    index.symlink_to("/dev/zero")
+    assert isinstance(ours(open_checkpoint, tmp_path), ty.CheckpointError)
+    index.unlink()
+    os.mkfifo(tmp_path / "more.safetensors")
+    error = ours(open_checkpoint, tmp_path)
+    assert isinstance(error, ty.CheckpointError)
+    assert "more.safetensors is no file" in str(error)
 
 
 def test_a_path_too_long_for_the_system(tmp_path):

@@ -12,15 +12,15 @@ from tests.fuzz.targets import TARGETS
 
 # Examples of each target. What an example costs is from 3 ms (announcements) to 100 ms (layers on two ranks).
 EXAMPLES = {
-    "layer_specs": 100,
-    "drafts": 40,
-    "routes": 80,
-    "layer_calls": 40,
-    "huggingface_configs": 80,
-    "checkpoint_headers": 120,
-    "checkpoint_indexes": 60,
-    "announcements": 150,
-    "command_lines": 20,
+    "layer_specs": 60,
+    "drafts": 25,
+    "routes": 60,
+    "layer_calls": 25,
+    "huggingface_configs": 60,
+    "checkpoint_headers": 60,
+    "checkpoint_indexes": 40,
+    "announcements": 100,
+    "command_lines": 10,
 }
 TIMES = int(os.environ.get("TOKENYARD_FAULTS", "1"))
 

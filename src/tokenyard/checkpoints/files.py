@@ -268,6 +268,8 @@ def read_config(path: Path) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file."""
     try:
+        if not path.is_file():  # a device or a pipe has no end
+            raise ValueError("no file")
         if path.stat().st_size > _LARGEST_JSON:
             raise ValueError(f"more than {_LARGEST_JSON} bytes")
         values = json.loads(path.read_text(encoding="utf-8"))

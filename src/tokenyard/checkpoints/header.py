@@ -85,6 +85,8 @@ def read_header(path: Path) -> tuple[list[StoredTensor], int]:
     tokenyard.errors.CheckpointError: ....safetensors is a pickle; expected a safetensors file; fix: ...
     """
     try:
+        if path.exists() and not path.is_file():  # a pipe would never end
+            raise damaged(path, "is no file")
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             start = file.read(9)

@@ -24,6 +24,7 @@ What is read strictly, and what is not:
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +44,7 @@ from tokenyard.spec import LayerSpec
 
 # More than any model has; a file with a slip of the keyboard must not fill the memory.
 _MOST_LAYERS = 4096
+_LARGEST_CONFIG = 16_000_000  # bytes
 
 
 def layers_from_config(
@@ -166,6 +168,11 @@ def _read(config: Mapping[str, Any] | str | Path) -> tuple[Mapping[str, Any], st
     path = Path(config)
     try:
         path = path / "config.json" if path.is_dir() else path
+        found = path.stat()
+        if (
+            not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST_CONFIG
+        ):  # a device or a pipe has no end
+            raise ValueError(f"no file of at most {_LARGEST_CONFIG} bytes")
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(
