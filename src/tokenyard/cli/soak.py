@@ -53,8 +53,12 @@ def soak(
     as_json: JsonFlag = False,
 ) -> None:
     """Let ranks work for minutes or for a night: nothing may be wrong, hang, leak or grow."""
+    import os
+
     from tokenyard.forkserver import start_forkserver
 
+    # Torch remembers the last 2,000 collectives of a process, 1.1 KB each: that looks like a leak until it is full.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     if processes:
         start_forkserver("tokenyard.soaking.life")  # it loads torch while this process does
     from tokenyard.bench.picture import check_picture
