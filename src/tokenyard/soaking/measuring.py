@@ -1,9 +1,10 @@
 """What the processes of a soak hold, as the kernel counts it (/proc, so: Linux).
 
-Memory is the sum of proportional shares (PSS) of what is not read from files: what several processes share counts once,
-so that the sum over all processes is what the machine has given to them. (Libraries count for whoever else on the
-machine has loaded them: their shares move when others come and go.) It is measured while all ranks rest: between two
-episodes, garbage collected, and what the allocator holds free given back. What is left is held by somebody.
+Memory is what no file stands behind, process by process, and shared memory, of which each process has its share. (So
+libraries do not count: the shares of a library move when others on the machine load it. And what a rank shares with the
+forkserver counts for both: with proportional shares, memory would seem to grow for hours, while ranks write into one
+page after the other and so get copies of their own.) It is measured while all ranks rest: between two episodes, garbage
+collected, and what the allocator holds free given back. What is left is held by somebody.
 
 Left to itself, glibc's allocator keeps freed memory between what is still in use, in a heap for each thread, and the
 random sizes of a soak fragment them for an hour. So ranks are told to map every larger block by itself, and to share
@@ -35,7 +36,7 @@ class Sample:
 
     seconds: float  # since the soak began
     episode: int
-    memory: int  # of all processes: proportional shares
+    memory: int  # of all processes
     lasting_memory: int  # of those that live all along: who launched, the forkserver, rank 0
     shared_memory: int  # anonymous files and /dev/shm, proportional shares
     descriptors: int
@@ -60,7 +61,7 @@ class Held:
 def check_measurable() -> None:
     """Raise where the kernel does not say what a process holds."""
     rollup = _PROC / "self/smaps_rollup"
-    if not rollup.exists() or "Pss_Anon:" not in rollup.read_text():
+    if not rollup.exists() or "Pss_Shmem:" not in rollup.read_text():
         raise InputError(
             f"{rollup} does not say what a process holds",
             expected="Linux 5.4 or newer, where it does",
@@ -70,7 +71,6 @@ def check_measurable() -> None:
 
 def let_freed_memory_go() -> None:
     """From now on, what this process frees goes back to the machine."""
-    gc.freeze()  # a collection would write into what is shared with the forkserver, and so copy all of it
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc's
         libc.mallopt(_M_MMAP_THRESHOLD, _SMALLEST_MAPPED)
@@ -139,7 +139,7 @@ def _held(pid: int) -> Held | None:
     except OSError:
         return None
     return Held(
-        memory=sizes["Pss_Anon"] + sizes["Pss_Shmem"] + sizes["SwapPss"],
+        memory=sizes["Anonymous"] + sizes["Pss_Shmem"] + sizes["Swap"],
         shared_memory=sizes["Pss_Shmem"],
         descriptors=len(links),
         sockets=sum(link.startswith("socket:") for link in links),

@@ -46,7 +46,7 @@ def draw_soak(document: dict[str, Any], path: Path) -> None:
 def _draw_memory(axes: Any, minutes: list[float], document: dict[str, Any]) -> None:
     samples, growth = document["samples"], document["growth"]
     names = {
-        "memory": "all processes (PSS)",
+        "memory": "all processes",
         "lasting_memory": "those that live all along",
         "shared_memory": "shared memory",
     }
