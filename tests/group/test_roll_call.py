@@ -1,0 +1,100 @@
+"""Who is lost: found out together, and all say the same."""
+
+import json
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from tokenyard.group import roll_call
+from tokenyard.group.roll_call import RollCall
+
+HERE = "this host"
+
+
+@pytest.fixture
+def store():
+    return dist.HashStore()
+
+
+@pytest.fixture
+def dead():
+    """The number of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def roll(store, world):
+    return [RollCall(store, "place", rank, world, HERE) for rank in range(world)]
+
+
+def who(store, rank, *, host=HERE, pid):
+    """Put a process behind a rank's number."""
+    store.set(f"tokenyard/place/roll call/who/{rank}", json.dumps([host, pid]))
+
+
+def together(ranks):
+    """What each of these ranks says, all at once."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(RollCall.lost, ranks))
+
+
+def test_all_that_wait_answer_and_nobody_is_lost(store):
+    assert together(roll(store, 3)) == [[], [], []]
+
+
+def test_who_does_not_answer_is_lost_and_all_say_the_same(store):
+    ranks = roll(store, 4)
+    assert together([ranks[0], ranks[2]]) == [[1, 3], [1, 3]]
+
+
+def test_nobody_has_called_before_somebody_does(store):
+    ranks = roll(store, 2)
+    assert not ranks[1].called()
+    together(ranks)
+    assert ranks[1].called()
+
+
+def test_whose_process_is_gone_is_lost_at_once_and_who_computes_is_not(store, dead, monkeypatch):
+    monkeypatch.setattr(roll_call, "ANSWERING", 1000.0)
+    ranks = roll(store, 4)
+    who(store, 1, pid=dead)
+    started = time.monotonic()
+    assert together([ranks[0], ranks[2]]) == [[1], [1]]  # rank 3 computes
+    assert time.monotonic() - started < 500
+    assert ranks[3].lost() == [1]
+
+
+def test_the_first_verdict_stands_for_a_rank_that_wakes_up(store):
+    ranks = roll(store, 3)
+    assert together(ranks[:2]) == [[2], [2]]
+    assert ranks[2].lost() == [2]
+
+
+def test_processes_of_another_host_are_not_looked_for_here(store, dead):
+    ranks = roll(store, 3)
+    who(store, 1, host="another", pid=dead)
+    assert together(ranks) == [[], [], []]
+
+
+def test_groups_in_other_places_have_rolls_of_their_own(store):
+    roll(store, 2)[0].lost()
+    assert not RollCall(store, "another place", 0, 2, HERE).called()
+
+
+class Silent(dist.HashStore):
+    """A store whose host is gone."""
+
+    def set(self, *arguments):
+        time.sleep(3600)
+
+
+def test_a_store_that_does_not_answer_tells_nothing_and_holds_nobody(monkeypatch):
+    monkeypatch.setattr(roll_call, "_STORE", 0.05)
+    rank = RollCall(Silent(), "place", 0, 2, HERE)
+    assert rank.lost() == []
+    assert not rank.called()

@@ -1,0 +1,56 @@
+"""Ranks of different versions: told apart before the first token, on every rank, by what they speak."""
+
+import tokenyard as ty
+from tests.models import on_ranks, raised, spec
+from tokenyard.group import ThreadGroup
+
+
+class Older(ThreadGroup):
+    """What this rank reports is of another version."""
+
+    says = {}  # noqa: RUF012 (each test has its own)
+
+    def gather_json(self, value, *, phase="gather_json"):
+        if isinstance(value, dict) and "fields" in value and self.rank == 1:
+            value = self.says(value)
+        return super().gather_json(value, phase=phase)
+
+
+def mismatch(group, says):
+    group.__class__, Older.says = Older, staticmethod(says)
+    error = raised(ty.plan, [spec()], group)
+    assert isinstance(error, ty.PlanMismatch), error
+    return list(error.differences)[:2], error.fix
+
+
+def test_another_protocol_is_told_first_with_the_versions():
+    def says(report):
+        return {**report, "version": "99.0", "fields": {**report["fields"], "protocol": 99}}
+
+    for names, fix in on_ranks(2, mismatch, says):
+        assert names == ["version", "protocol"]
+        assert fix == "run one version of tokenyard on all ranks"
+
+
+def test_a_report_of_another_shape_is_a_mismatch_like_any_other():
+    for names, _ in on_ranks(2, mismatch, lambda report: {"hash": "0a1b"}):
+        assert names == ["version", "plans made"]
+
+
+def more_layers(group):
+    layers = [spec("moe"), spec("head")] if group.rank == 1 else [spec("moe")]
+    return next(iter(raised(ty.plan, layers, group).differences))
+
+
+def test_how_many_layers_there_are_is_told_before_the_fields_of_one():
+    assert on_ranks(2, more_layers) == ["number of layers"] * 2
+
+
+def another_version_of_one_protocol(group):
+    group.__class__ = Older
+    Older.says = staticmethod(lambda report: {**report, "version": "99.0"})
+    return ty.plan([spec()], group).stats().keys()
+
+
+def test_versions_that_speak_one_protocol_understand_each_other():
+    assert on_ranks(2, another_version_of_one_protocol) == [{"moe"}, {"moe"}]
