@@ -137,7 +137,7 @@ def test_if_nobody_comes_the_others_say_so_and_are_as_they_were(ranks):
         peers, phase, waited, same = outcome
         assert peers == (1,)
         assert phase == "readmission"
-        assert 0.5 <= waited < 15
+        assert 0.4 < waited < 15  # a clock may round
         assert same
 
 
