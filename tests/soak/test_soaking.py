@@ -85,6 +85,20 @@ def test_a_rank_that_does_not_come_is_a_hang():
     assert any("rank 1 did not arrive" in finding.what for finding in report.findings)
 
 
+def test_an_interrupt_ends_it_early_with_what_was_found():
+    interrupted = []
+
+    def hear(progress):
+        if not interrupted:
+            interrupted.append(progress)
+            raise KeyboardInterrupt
+
+    settings = Settings(ranks=1, kind="threads", episodes=10_000, exchanges=("two_sided",))
+    report = soak(settings, hear)
+    assert report.findings == []
+    assert 0 < report.counts.episodes < 10_000
+
+
 def test_the_same_seed_gives_the_same_episodes():
     one, other = Settings(seed=3), Settings(seed=4)
     first = [draw_episode(one, number) for number in range(40)]

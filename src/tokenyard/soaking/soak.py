@@ -16,11 +16,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tokenyard.errors import TokenyardError
 from tokenyard.group import launch
 from tokenyard.soaking.desk import Counts, Desk, Finding
 from tokenyard.soaking.life import Shift, live
-from tokenyard.soaking.measuring import Sample, check_measurable, settle
+from tokenyard.soaking.measuring import Sample, check_measurable
 from tokenyard.soaking.settings import Settings
 from tokenyard.soaking.verdict import Growth, judge
 
@@ -102,17 +101,18 @@ def _work(
 ) -> bool:
     """Run one group of ranks to its end; whether it got there."""
     errors: list[BaseException] = []
-    ranks = threading.Thread(target=_launch, args=(settings, shift, errors), name="soak", daemon=True)
+    ended = threading.Event()  # a `join` that is interrupted takes a thread that runs for one that has ended
+    ranks = threading.Thread(target=_launch, args=(settings, shift, errors, ended), name="soak", daemon=True)
     ranks.start()
     watch = _Watch(settings, desk)
-    while ranks.is_alive():
+    while not ended.is_set():
         try:
-            ranks.join(_LOOK)
+            ended.wait(_LOOK)
             hear(_progress(desk, shift, before))
             if watch.hangs():
                 desk.add_finding(Finding(kind="hang", what=watch.complaint, episode=watch.episode))
                 _end_processes(settings, desk)
-                ranks.join(settings.deadline)
+                ended.wait(settings.deadline)
                 return False
         except KeyboardInterrupt:
             desk.stop()
@@ -121,7 +121,7 @@ def _work(
     return not errors
 
 
-def _launch(settings: Settings, shift: Shift, errors: list[BaseException]) -> None:
+def _launch(settings: Settings, shift: Shift, errors: list[BaseException], ended: threading.Event) -> None:
     try:
         launch(
             settings.ranks,
@@ -135,10 +135,10 @@ def _launch(settings: Settings, shift: Shift, errors: list[BaseException]) -> No
             # Threads do not die: they leave, and come back by themselves.
             replacements=_MOST_REPLACEMENTS if settings.loses_ranks and settings.kind == "processes" else 0,
         )
-    except TokenyardError as error:
+    except Exception as error:
         errors.append(error)
     finally:
-        settle()
+        ended.set()
 
 
 class _Watch:
