@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import tokenyard as ty
 from tests.fuzz.garbage import PECULIAR, Rude, ours
 from tests.fuzz.targets import BODY, HEADER, LAYER, ROUTES, SPEC, TAG, X_TH, serve
 from tests.models import batch, build, on_ranks, spec
+from tokenyard import formats
 from tokenyard.checkpoints import open_checkpoint
 from tokenyard.errors import shown
 from tokenyard.integrations.huggingface import layers_from_config
@@ -121,6 +123,36 @@ def test_settings_of_a_router_of_the_wrong_type(settings):
 def test_a_number_too_long_to_be_written_in_a_config():
     error = ours(layers_from_config, {"model_type": "mixtral", "hidden_size": 10**5000})
     assert isinstance(error, ty.InputError)
+
+
+UNREADABLE = [
+    "(" * 3000,
+    "alignment=" + "-" * 100_000 + "1",
+    "alignment=" + "9" * 5000,
+    "alignment=9" * 999,
+    "alignment=1, alignment=2",
+    "alignment==32",
+    "alignment=[32]",
+    "alignment='32'",
+    "256",
+    "=",
+    ",",
+    "**{}",
+    "\0=1",
+]
+
+
+@pytest.mark.parametrize("inside", UNREADABLE, ids=lambda text: shown(text, most=24))
+def test_parameters_of_a_format_that_cannot_be_read(inside):
+    """Python's own parser ran out of memory on some of these."""
+    assert isinstance(ours(formats.get, f"mxfp8({inside})"), (ty.InputError, ty.UnknownName))
+
+
+def test_formats_are_read_by_many_threads_at_a_time():
+    """Python's own parser raised SystemError in one of them, now and then."""
+    with ThreadPoolExecutor(8) as pool:
+        found = set(pool.map(lambda _: formats.get("mxfp8(alignment=256)"), range(4000)))
+    assert found == {formats.get("mxfp8( alignment = 256 )")}
 
 
 # -- Calls ---------------------------------------------------------------------------------------------------

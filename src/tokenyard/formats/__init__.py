@@ -10,13 +10,13 @@ Weights have formats of their own, in a registry of their own: `weight_format("m
 
 from __future__ import annotations
 
-import ast
 import dataclasses
+import re
 from typing import Any
 
 import torch
 
-from tokenyard.errors import InputError, unknown_name
+from tokenyard.errors import InputError, shown, unknown_name
 from tokenyard.formats.base import ROW_DTYPES, EncodedRows, Format, Payload, dtype_name
 from tokenyard.formats.fp8_block import Fp8Block128
 from tokenyard.formats.matrix import QuantizedMatrix, WeightFormat
@@ -26,6 +26,9 @@ from tokenyard.formats.plain import Bf16, Fp16, Fp32, PlainFormat
 from tokenyard.formats.weights import WEIGHT_FORMATS, PlainWeights, weight_format
 
 FORMATS: dict[str, type[Format]] = {kind.name: kind for kind in (Bf16, Fp16, Fp32, Fp8Block128, Mxfp8, Nvfp4)}
+
+_CALL = re.compile(r"[^()]*\(([^()]*)\)\s*")
+_WORDS = {"True": True, "False": False, "None": None}
 
 
 def get(spec: str | Format) -> Format:
@@ -80,18 +83,34 @@ def for_dtype(dtype: torch.dtype) -> Format:
 
 
 def _parameters(spec: str) -> dict[str, Any]:
-    """The parameters of `name(key=value, …)`, whose values are Python literals."""
+    """The parameters of `name(key=value, …)`, whose values are numbers, True, False or None.
+
+    Read by hand: Python's own parser (`ast`) fails in several threads at a time, and on brackets without end.
+    """
     try:
-        call = ast.parse(spec.strip(), mode="eval").body
-        if not isinstance(call, ast.Call) or call.args or any(word.arg is None for word in call.keywords):
+        inside = _CALL.fullmatch(spec)
+        if inside is None:
             raise ValueError("not of the form name(key=value)")
-        return {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-    except (SyntaxError, ValueError, TypeError) as error:
+        found: dict[str, Any] = {}
+        for part in inside[1].split(",") if inside[1].strip() else []:
+            key, value = (word.strip() for word in part.split("="))
+            if not key.isidentifier() or key in found:
+                raise ValueError(f"a parameter {key!r}")
+            found[key] = _WORDS[value] if value in _WORDS else _number(value)
+        return found
+    except ValueError as error:
         raise InputError(
-            f"the format {spec!r} cannot be read",
+            f"the format {shown(spec)} cannot be read",
             expected="name(key=value, …) with plain values, like mxfp8(alignment=256)",
             fix="write it as str(format) does",
         ) from error
+
+
+def _number(text: str) -> int | float:
+    try:
+        return int(text, 0)
+    except ValueError:
+        return float(text)
 
 
 __all__ = [
