@@ -56,4 +56,4 @@ def _draw_memory(axes: Any, minutes: list[float], document: dict[str, Any]) -> N
         axes.plot(minutes, values, color=_COLORS[place], label=label + slope)
     axes.set_ylabel("MB held at rest")
     axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, fontsize=9, loc="center right")
+    axes.legend(frameon=False, fontsize=9, loc="lower right", bbox_to_anchor=(1.0, 0.08))
