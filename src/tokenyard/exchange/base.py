@@ -227,8 +227,8 @@ class Exchange(ABC):
     def _look_at_arrival(self, dispatched: Dispatched) -> Dispatched:
         """Count what came, and let the watch see it. The others have gone on: they wait for this rank's combine."""
         try:
-            self._in_flight[-1] = seen = self._watch.arrived(dispatched)
             check_arrival(dispatched)
+            self._in_flight[-1] = seen = self._watch.arrived(dispatched)
         except Exception as error:
             self._take(dispatched)
             self._fail(dispatched.cargo, error, partial(self._fail_back, dispatched, error))
