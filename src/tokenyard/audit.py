@@ -7,43 +7,40 @@ and under no other. The last duty, the sum over ranks, is looked at by the excha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeVar
+
+from torch import Tensor
 
 from tokenyard.duties import Duty, Ledger, Party
 from tokenyard.errors import Corrupted
+from tokenyard.exchange import Fate
 from tokenyard.routing import Routes
 from tokenyard.rows import LocalRoutes, ReceivedRows
 from tokenyard.wiring import Wiring
 
 
-class Audit:
-    """Of one batch of one layer. Without a ledger it finds nothing."""
+def settle(wiring: Wiring, ledger: Ledger, num_tokens: int, routes: object, received: ReceivedRows) -> None:
+    """Raise unless each duty was done by its party, on all its rows, once. `routes` is what the layer was given."""
+    for duty, party in wiring.duties.items():
+        done = ledger.rows(duty)
+        due = _due(wiring, duty, party, num_tokens, routes, received)
+        if not _fits(wiring, party, done, due):
+            raise Corrupted(
+                f"duty {duty.value!r} was done {_told(done)}",
+                expected=f"{_told({} if not due else {party: due})}, as the wiring says",
+                fix="let one party do it, the one that `print(plan)` names",
+                place=duty.value,
+            )
 
-    def __init__(self, wiring: Wiring, ledger: Ledger | None) -> None:
-        self.wiring, self.ledger = wiring, ledger
 
-    def settle(self, num_tokens: int, routes: object, received: ReceivedRows) -> None:
-        """Raise unless each duty was done by its party, on all its rows, once. `routes` is what the layer was given."""
-        if self.ledger is None:
-            return
-        for duty, party in self.wiring.duties.items():
-            done = self.ledger.rows(duty)
-            due = _due(self.wiring, duty, party, num_tokens, routes, received)
-            if not self._fits(party, done, due):
-                raise Corrupted(
-                    f"duty {duty.value!r} was done {_told(done)}",
-                    expected=f"{_told({} if not due else {party: due})}, as the wiring says",
-                    fix="let one party do it, the one that `print(plan)` names",
-                    place=duty.value,
-                )
-
-    def _fits(self, party: Party, done: dict[Party, int], due: int | None) -> bool:
-        if party is Party.EXPERTS and not done and not self.wiring.experts.counts_duties:
-            return True  # what such a kernel does, nobody can count: the type of its result says it
-        if due is None:
-            return set(done) <= {party}
-        return done == ({party: due} if due else {})
+def _fits(wiring: Wiring, party: Party, done: dict[Party, int], due: int | None) -> bool:
+    if party is Party.EXPERTS and not done and not wiring.experts.counts_duties:
+        return True  # what such a kernel does, nobody can count: the type of its result says it
+    if due is None:
+        return set(done) <= {party}
+    return done == ({party: due} if due else {})
 
 
 def _due(
@@ -70,11 +67,37 @@ def _told(done: dict[Party, int]) -> str:
     return " and ".join(f"on {rows} rows by the {party.value}" for party, rows in done.items()) or "by nobody"
 
 
-@contextmanager
-def audit(wiring: Wiring) -> Iterator[Audit]:
-    """Write down what is done inside, where the plan watches itself."""
-    if not wiring.cargo.sealed:
-        yield Audit(wiring, None)
-        return
-    with Ledger().open() as ledger:
-        yield Audit(wiring, ledger)
+class HasWiring(Protocol):
+    """A layer, as far as an audit looks at it."""
+
+    @property
+    def wiring(self) -> Wiring:
+        """Who does which duty."""
+
+
+Layer = TypeVar("Layer", bound=HasWiring)
+Out = TypeVar("Out")
+# A layer's way out: the fate of this round trip, rows, routes or logits, further payloads.
+WayOut = Callable[[Layer, Fate, Tensor, Routes | Tensor, Mapping[str, Tensor] | None], Out]
+
+
+def audited(go_out: WayOut[Layer, Out]) -> WayOut[Layer, Out]:
+    """Write down what is done on the way out, and settle it, where the plan watches itself."""
+
+    @functools.wraps(go_out)
+    def watched(
+        layer: Layer,
+        fate: Fate,
+        x_TH: Tensor,
+        routes_or_logits: Routes | Tensor,
+        payloads: Mapping[str, Tensor] | None,
+    ) -> Out:
+        if not layer.wiring.cargo.sealed:
+            return go_out(layer, fate, x_TH, routes_or_logits, payloads)
+        with Ledger().open() as ledger:
+            result = go_out(layer, fate, x_TH, routes_or_logits, payloads)
+            assert fate.dispatched is not None
+            settle(layer.wiring, ledger, x_TH.shape[0], routes_or_logits, fate.dispatched.received)
+        return result
+
+    return watched
