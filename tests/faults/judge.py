@@ -69,7 +69,7 @@ def _judge_fault(session, index, fault, there, records, marks):
         if not met:
             complaints.append(f"rank {rank} did not come through")
             continue
-        complaints += [f"rank {rank}: {text}" for text in _off(session, fault, expected, met[0])]
+        complaints += [f"rank {rank}: {text}" for text in _off(session, fault, expected, met[0], role)]
         woken = declared.lethal and role == "victim"  # it raises when it is let
         if met[0]["at"] is not None and struck_at is not None and not woken:
             seconds.append(met[0]["at"] - struck_at)
@@ -98,24 +98,27 @@ def _judge_fault(session, index, fault, there, records, marks):
 
 
 def _needs_a_deadline(session, fault):
-    """Whether a loss shows in nothing but silence."""
-    if not fault.declared.lethal:
+    """Whether a loss shows in nothing but silence. The last word of a plan that watches itself is a message."""
+    if not fault.declared.lethal or session.paranoid:
         return False
     in_memory = session.exchange == "one_sided" and fault.declared.other.phase == "here"
     return in_memory or fault.kind == "stopped for good"
 
 
-def _off(session, fault, expected, entry):
+def _off(session, fault, expected, entry, role="other"):
     """What is wrong with what one rank raised, in words."""
     if expected is None:
         return [] if entry["error"] is None else [f"raised {entry['text']}"]
     off = []
     if entry["error"] != expected.error:
         return [f"raised {entry['error']}: {entry['text']}; expected {expected.error}"]
-    if expected.names and entry["names"] != [fault.victim]:
+    # In a plan that watches itself, one that was given up may wake up in a last word, which the others have left.
+    left = session.paranoid and role == "victim"
+    if expected.names and entry["names"] != [fault.victim] and not left:
         off.append(f"names ranks {entry['names']}; expected [{fault.victim}]")
     phase = entry["place"]["phase"] if expected.phase == "here" else expected.phase
-    if phase is not None and entry["phase"] != phase:
+    last_word = session.paranoid and entry["phase"] == f"the last word of {phase}"
+    if phase is not None and entry["phase"] != phase and not last_word:
         off.append(f"names phase {entry['phase']}; expected {phase}")
     if expected.layer and entry["layer"] != entry["place"]["layer"]:
         off.append(f"names layer {entry['layer']}; expected {entry['place']['layer']}")

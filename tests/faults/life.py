@@ -26,7 +26,7 @@ from tokenyard.conformance.cases import random_weights, same_bits
 from tokenyard.conformance.twin import twin
 
 _BATCHES = 3
-# Seconds that ranks have to compute what they expect. It is no part of what is tested.
+# Seconds that ranks have to compute what they expect, and to look at what they hold: no part of what is tested.
 _COMPUTING = 60.0
 _GIVING_BACK = 2.0  # seconds
 _AFTER = 3  # good round trips after a fault
@@ -75,6 +75,10 @@ class Life:
             ]
             for spec in self.specs
         }
+        self.meet_again()
+
+    def meet_again(self):
+        """Wait for ranks that did what is no part of the test."""
         with self.group.patience(_COMPUTING):
             self.group.barrier()
 
@@ -132,6 +136,7 @@ class Life:
             # A group without the lost one, or with a fresh one, has connections of its own.
             more = {} if fault.declared.lethal else more_than(before)
             self.write({"fault": index, "wrong": self.wrong - wrong, "more": more, "done": True})
+            self.meet_again()
         self.calm(_AFTER)
         self.write({"wrong": self.wrong, "end": True})
 
@@ -255,4 +260,5 @@ def live_through(group, session, folder):
         if fresh:
             life.calm(_AFTER)
             life.write({"fault": len(session.faults) - 1, "wrong": life.wrong, "more": {}, "done": True})
+            life.meet_again()
         life.live(first=len(session.faults) if fresh else 0)
