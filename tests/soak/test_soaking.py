@@ -5,11 +5,15 @@ import os
 import pytest
 import torch
 
+import tokenyard as ty
 from tests.soak import planted
+from tokenyard.conformance.cases import Case
 from tokenyard.errors import InputError
+from tokenyard.exchange import AllgatherExchange
 from tokenyard.soaking import Settings, measuring, soak
 from tokenyard.soaking.episodes import draw_episode
 from tokenyard.soaking.measuring import measure
+from tokenyard.soaking.serving import Served, named
 
 CPU = torch.device("cpu")
 SEED = 4  # whose first eight episodes are of every kind
@@ -128,3 +132,35 @@ def test_where_the_kernel_does_not_tell_it_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(measuring, "_PROC", tmp_path)
     with pytest.raises(InputError, match="smaps_rollup"):
         soak(Settings(episodes=1))
+
+
+def small_numbers(group):
+    """Squares of numbers that fp16 hardly holds, which fast experts round away between their products."""
+    case = Case(
+        tokens=(12, 8, 12, 9),
+        hidden_size=1,
+        intermediate_size=24,
+        num_experts=31,
+        top_k=1,
+        exchange=AllgatherExchange,
+        wire="fp16",
+        combine_wire="fp8_block128",
+        expert_rows="fp32",
+        experts="grouped",
+        activation="relu2",
+        weights="fp16",
+        placement="shuffled",
+        routes="duplicates",
+        payloads=True,
+        seed=171927710905,
+    )
+    served = Served(ty.plan([named(case, "moe")], group, exchange="allgather"), case, "moe")
+    batch = served.batch(case.tokens, case.seed)
+    y_TH = served(batch)
+    return served.complaint(batch, y_TH), served.complaint(batch, y_TH + 1e-4)
+
+
+def test_what_fp16_is_too_coarse_for_is_no_finding():
+    for right, wrong in ty.launch(4, small_numbers, deadline=60):
+        assert right is None
+        assert "beyond the bound" in wrong

@@ -31,7 +31,7 @@ from tokenyard.conformance.twin import twin
 from tokenyard.exchange import Exchange
 from tokenyard.experts import Experts, ExpertWeights, activation
 from tokenyard.experts.base import WEIGHT_DTYPES, WeightOn
-from tokenyard.formats import Format, Payload
+from tokenyard.formats import Format, Payload, QuantizedMatrix
 from tokenyard.group import Group
 from tokenyard.layer import MoELayer
 from tokenyard.placement import Placement, placement_for
@@ -226,10 +226,12 @@ def oracle_excess(
     y_TH: Tensor,
     *,
     rounds_between: float = 0.0,
+    rounds_to: torch.dtype = torch.float32,
 ) -> float:
     """By how much a result is outside the bound around the oracle that is fed the rows as the experts get them.
 
-    `rounds_between`: the relative error of what experts round between their two products; float32 is in the bound.
+    `rounds_between`: the relative error of what experts round between their two products, to `rounds_to`; float32 is in
+    the bound.
     """
     spec = wiring.spec
     decoded_TH = wiring.wire.encode(x_TH).decode(torch.float32)
@@ -237,7 +239,19 @@ def oracle_excess(
         decoded_TH = wiring.expert_rows.encode(decoded_TH.to(spec.dtype)).decode(torch.float32)
     exact, bound = oracle(spec, weights, decoded_TH, routes, with_bound=True)
     tolerance_TH = bound.tolerance(wiring.cargo.combine_wire, spec.dtype)
-    return excess(y_TH, exact, tolerance_TH + rounds_between * bound.absolute_TH)
+    if rounds_between:
+        tolerance_TH += rounds_between * bound.absolute_TH + _underflow(weights, routes, rounds_to)
+    return excess(y_TH, exact, tolerance_TH)
+
+
+def _underflow(weights: ExpertWeights, routes: Routes, dtype: torch.dtype) -> Tensor:
+    """What a token's result loses at most, `[T, 1]`, where numbers between the products are too small to be normal."""
+    kind = torch.finfo(dtype)
+    w2 = weights.w2.decode() if isinstance(weights.w2, QuantizedMatrix) else weights.w2
+    largest = float(w2.abs().amax()) if w2.numel() else 0.0
+    half_a_step = kind.smallest_normal * kind.eps / 2
+    each = half_a_step * (w2.shape[-1] * largest + 1)  # all inputs of the second product, and its result
+    return each * routes.topk_weights_TK.double().abs().sum(dim=1, keepdim=True)
 
 
 def excess(y_TH: Tensor, exact_TH: Tensor, tolerance_TH: Tensor) -> float:

@@ -11,6 +11,7 @@ from torch import Tensor
 from tokenyard.conformance.cases import Case, oracle_excess, same_bits
 from tokenyard.conformance.twin import twin
 from tokenyard.experts import ExpertWeights
+from tokenyard.experts.base import WEIGHT_DTYPES
 from tokenyard.layer import MoELayer
 from tokenyard.planner import Plan
 from tokenyard.receiver import run_experts
@@ -69,7 +70,15 @@ class Served:
         if y_TH.dtype != batch.x_TH.dtype or y_TH.shape != batch.x_TH.shape:
             return f"{self._said(batch)}: an output of another dtype or shape than the input"
         between = 0.0 if wiring.experts.name == BITWISE else _ROUNDED_TO_BF16
-        over = oracle_excess(wiring, self.weights, batch.x_TH, routes, y_TH, rounds_between=between)
+        over = oracle_excess(
+            wiring,
+            self.weights,
+            batch.x_TH,
+            routes,
+            y_TH,
+            rounds_between=between,
+            rounds_to=WEIGHT_DTYPES.get(wiring.spec.weights, torch.bfloat16),
+        )
         if not over <= 0:  # NaN is wrong, too
             return f"{self._said(batch)}: {over:.3g} beyond the bound around the oracle"
         if wiring.experts.name == BITWISE:
