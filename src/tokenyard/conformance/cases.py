@@ -251,7 +251,9 @@ def _underflow(weights: ExpertWeights, routes: Routes, dtype: torch.dtype) -> Te
     largest = float(w2.abs().amax()) if w2.numel() else 0.0
     half_a_step = kind.smallest_normal * kind.eps / 2
     each = half_a_step * (w2.shape[-1] * largest + 1)  # all inputs of the second product, and its result
-    return each * routes.topk_weights_TK.double().abs().sum(dim=1, keepdim=True)
+    weights_TK = routes.topk_weights_TK.double().abs()
+    weights_TK = weights_TK.masked_fill(routes.topk_ids_TK < 0, 0.0)  # nobody's weight may be anything
+    return each * weights_TK.sum(dim=1, keepdim=True)
 
 
 def excess(y_TH: Tensor, exact_TH: Tensor, tolerance_TH: Tensor) -> float:
