@@ -101,3 +101,38 @@ def test_a_rank_that_computes_while_another_dies_is_not_blamed(tmp_path):
     with pytest.raises(ty.RankError):
         ty.launch(4, collected, tmp_path, ranks="processes", deadline=20.0)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys("023", "(1,)")
+
+
+def dies_soon(group, folder):
+    layer = spec("moe", experts="reference")
+    built = build(ty.plan([layer], group, exchange="one_sided"), "moe")
+    x_TH, routes = batch(layer, 5, seed=group.rank)
+    built(x_TH, routes)
+    if group.rank == LOST:
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = raised(built, x_TH, routes)
+    (folder / f"{group.rank}").write_text(f"{type(error).__name__} {error.peers} {error.waited}")
+
+
+def test_a_process_that_has_ended_is_missed_long_before_the_deadline(tmp_path):
+    with pytest.raises(ty.RankError):
+        ty.launch(3, dies_soon, tmp_path, ranks="processes", deadline=300.0)
+    for rank in (0, 2):
+        kind, peers, waited = (tmp_path / f"{rank}").read_text().split()
+        assert (kind, peers) == ("PeerLost", "(1,)")
+        assert float(waited) < 60.0
+
+
+def returns_soon(group):
+    layer = spec("moe", experts="reference")
+    built = build(ty.plan([layer], group, exchange="one_sided"), "moe")
+    x_TH, routes = batch(layer, 5, seed=group.rank)
+    built(x_TH, routes)
+    return None if group.rank == LOST else raised(built, x_TH, routes)
+
+
+def test_a_thread_that_has_returned_is_missed_long_before_the_deadline():
+    first, _, third = ty.launch(3, returns_soon, deadline=300.0)
+    for error in (first, third):
+        assert error.peers == (LOST,)
+        assert error.waited < 60.0

@@ -93,6 +93,10 @@ class Group(ABC):
         """
 
     @abstractmethod
+    def gone(self) -> list[int]:
+        """Ranks that will not come again, as far as this one can see: the process has ended, the thread returned."""
+
+    @abstractmethod
     def host(self) -> str:
         """Names the host that this rank runs on: ranks with the same name can share memory."""
 

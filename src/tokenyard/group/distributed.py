@@ -223,6 +223,9 @@ class DistributedGroup(Group):
             )
         return share_between_gpus(self, self._process_group, nbytes)
 
+    def gone(self) -> list[int]:
+        return self._roll.gone()
+
     def host(self) -> str:
         return f"{this_host()} on {self.device.type}"
 

@@ -103,13 +103,20 @@ class RollCall:
             verdict = self._verdict()
             if verdict is not None:
                 return verdict
-            gone, silent = self._gone(), self._silent()
+            gone, silent = self.gone(), self._silent()
             if gone:
                 self._judge(gone)
             elif not silent or time.monotonic() > until:
                 self._judge(silent)
             time.sleep(_PAUSE)
         return []
+
+    def gone(self) -> list[int]:
+        """Whose process is gone from this host."""
+        for rank in range(self._size):
+            if rank not in self._who and (who := self._ask(partial(self._get, "who", rank))):
+                self._who[rank] = json.loads(who)
+        return [rank for rank, (host, pid) in self._who.items() if host == self._host and not _lives(pid)]
 
     def leave(self, *written: str) -> None:
         """Take back what this rank has written into the store, these keys among it. A verdict stays.
@@ -133,13 +140,6 @@ class RollCall:
         if self._ask(lambda: self._store.check(names)):
             return []
         return [rank for rank, name in enumerate(names) if not self._ask(partial(self._store.check, [name]))]
-
-    def _gone(self) -> list[int]:
-        """Whose process is gone from this host."""
-        for rank in range(self._size):
-            if rank not in self._who and (who := self._ask(partial(self._get, "who", rank))):
-                self._who[rank] = json.loads(who)
-        return [rank for rank, (host, pid) in self._who.items() if host == self._host and not _lives(pid)]
 
     def _get(self, *parts: object) -> bytes | None:
         key = self._key(*parts)

@@ -237,6 +237,10 @@ class ThreadGroup(Group):
         self.all_or_none("sharing memory", error)
         return self._read(self._meet("shares memory", mine, "sharing memory"))
 
+    def gone(self) -> list[int]:
+        with self._meeting_point.lock:
+            return list(self._meeting_point.gone)
+
     def host(self) -> str:
         return "this process"
 

@@ -52,7 +52,7 @@ class Workspace:
         self.nbytes = layout.nbytes
         self.buffers = group.share_memory(layout.nbytes)
         controls = [layout.control_region().of(buffer) for buffer in self.buffers]
-        self.signals = Signals(controls, group.rank, layout.in_flight, group.deadline)
+        self.signals = Signals(controls, group.rank, layout.in_flight, group.deadline, group.gone)
         self._views: dict[tuple[SlotLayout, int, int], dict[str, Tensor]] = {}
 
     def dispatch(self, rank: int, cargo: Cargo, round: int) -> dict[str, Tensor]:

@@ -21,17 +21,17 @@ torch is (no torn read in 10 million), `struct.pack_into` is not (9% of reads we
 **Waiting** yields the core at once and then sleeps, longer each time, up to a fifth of a millisecond: four ranks on two
 cores must not burn each other's time.
 
-**Giving up.** Waits end at the group's deadline, counted from entering the wait. The first rank whose wait ends so
-decides who is lost, and writes the verdict into every rank's control region; the others find it there and raise the
-same. Somebody who is itself waiting for a third rank is not lost: its state says what for, and its mail whether that
-has come.
+**Giving up.** Waits end at the group's deadline, counted from entering the wait, or as soon as somebody who has not
+come is seen to be gone: its process has ended. The first rank whose wait ends so decides who is lost, and writes the
+verdict into every rank's control region; the others find it there and raise the same. Somebody who is itself waiting
+for a third rank is not lost: its state says what for, and its mail whether that has come.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -44,6 +44,8 @@ _MAIL = _LINE + ANNOUNCEMENT_BYTES
 _PHASES = list(Phase)
 # Tries with the core given away in between, before the first sleep.
 _YIELDS = 30
+# Seconds between two looks at who is gone for good.
+_LOOK = 0.1
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 20e-6, 200e-6  # seconds
 
 
@@ -68,9 +70,16 @@ def flag(layer: int, phase: Phase, round: int) -> int:
 class Signals:
     """The control regions of all ranks, as one rank uses them."""
 
-    def __init__(self, controls: Sequence[Tensor], rank: int, in_flight: int, deadline: float) -> None:
+    def __init__(
+        self,
+        controls: Sequence[Tensor],
+        rank: int,
+        in_flight: int,
+        deadline: float,
+        gone: Callable[[], list[int]],
+    ) -> None:
         self.rank, self.world = rank, len(controls)
-        self.deadline = deadline
+        self.deadline, self._gone = deadline, gone
         self._turns = in_flight + 1
         self._controls = list(controls)
         self._bytes = [memoryview(control.numpy().data) for control in controls]
@@ -125,11 +134,15 @@ class Signals:
                 return
             os.sched_yield()
         started, pause = time.monotonic(), _SHORTEST_SLEEP
+        next_look = _LOOK
         while not ready():
             waited = time.monotonic() - started
             lost = self._lost()
+            if not lost and waited > next_look:
+                next_look = waited + _LOOK
+                lost = self._give_up(phase, round, self._gone())
             if not lost and waited > self.deadline:
-                lost = self._give_up(phase, round)
+                lost = self._give_up(phase, round, range(self.world))
             if lost:
                 raise PeerLost(lost, phase=phase.value, waited=waited, rank=self.rank)
             time.sleep(pause)
@@ -144,10 +157,12 @@ class Signals:
         lost = self._controls[self.rank][2 * _LINE : 2 * _LINE + self.world]
         return lost.nonzero().squeeze(1).tolist()
 
-    def _give_up(self, phase: Phase, round: int) -> list[int]:
-        """Decide who is lost, and tell every rank."""
-        missing = [r for r in range(self.world) if self._flag_of(self.rank, phase, round, r) >> 24 < round]
+    def _give_up(self, phase: Phase, round: int, suspects: Iterable[int]) -> list[int]:
+        """Decide who of the suspects is lost, and tell every rank. Who has come in this round is not."""
+        missing = [r for r in suspects if self._flag_of(self.rank, phase, round, r) >> 24 < round]
         lost = [r for r in missing if not self._waits_for_another(r)] or missing
+        if not lost:
+            return []
         marks = torch.zeros(self.world, dtype=torch.uint8)
         marks[lost] = 1
         for target in range(self.world):
