@@ -10,8 +10,9 @@ import logging
 
 from tokenyard.errors import unknown_name
 from tokenyard.exchange.allgather import AllgatherExchange
-from tokenyard.exchange.base import Exchange, Fate
+from tokenyard.exchange.base import Exchange
 from tokenyard.exchange.cargo import Cargo, Dispatched
+from tokenyard.exchange.fate import Fate
 from tokenyard.exchange.one_sided import OneSidedExchange
 from tokenyard.exchange.two_sided import TwoSidedExchange
 

@@ -23,14 +23,12 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 
-from tokenyard.duties import Party, acting
 from tokenyard.errors import ContractError, HandleError, InputError, Reason, TokenyardError
 from tokenyard.exchange.announcement import Announcement, Phase
 from tokenyard.exchange.cargo import (
@@ -47,6 +45,7 @@ from tokenyard.exchange.cargo import (
     check_writable,
     tokens_by_rank,
 )
+from tokenyard.exchange.fate import Fate
 from tokenyard.exchange.reduce import sum_over_ranks
 from tokenyard.exchange.stats import LayerStats
 from tokenyard.exchange.watch import ParanoidWatch, Watch
@@ -64,53 +63,6 @@ from tokenyard.rows import (
     describe,
 )
 from tokenyard.workspace import LayerBytes
-
-
-@dataclass(kw_only=True)
-class Fate:
-    """What a rank still owes the others in one round trip of one layer."""
-
-    exchange: Exchange
-    cargo: Cargo
-    dispatched: Dispatched | None = None
-    owes: Phase | None = Phase.DISPATCH
-
-    def encode(self, x_TH: Tensor) -> EncodedRows | UnencodedRows:
-        """The rows of a batch, as the exchange takes them."""
-        with acting(Party.SENDER):
-            return self.exchange.encode(self.cargo, x_TH)
-
-    def dispatch(
-        self,
-        rows: EncodedRows | UnencodedRows,
-        routes: Routes | RoutingLogits,
-        extra: Mapping[str, Tensor] | None = None,
-    ) -> ReceivedRows:
-        """Dispatch; from now on, this rank owes the others a combine."""
-        self.owes = None
-        with acting(Party.SENDER):
-            self.dispatched = self.exchange.dispatch(self.cargo, rows, routes, extra)
-        self.owes = Phase.COMBINE
-        return self.dispatched.received
-
-    def combine(
-        self, result: ExpertRows | PlacedRows, *, out: Tensor | None = None, add: Sequence[Tensor] = ()
-    ) -> CombinedRows:
-        """Combine what was dispatched."""
-        self.owes = None
-        return self.exchange.combine(self._arrived(), result, out=out, add=add)
-
-    def combine_unreduced(self, result: ExpertRows | PlacedRows) -> RankRows:
-        """Bring the results home without summing over ranks."""
-        self.owes = None
-        return self.exchange.combine_unreduced(self._arrived(), result)
-
-    def _arrived(self) -> Dispatched:
-        if self.dispatched is None:
-            raise HandleError(
-                "nothing was dispatched", expected="dispatch, then combine", fix="dispatch first"
-            )
-        return self.dispatched
 
 
 class Exchange(ABC):

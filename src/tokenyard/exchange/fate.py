@@ -1,0 +1,67 @@
+"""What a rank still owes the others in a round trip: the thread that a layer holds on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from tokenyard.duties import Party, acting
+from tokenyard.errors import HandleError
+from tokenyard.exchange.announcement import Phase
+from tokenyard.exchange.cargo import Cargo, Dispatched, UnencodedRows
+from tokenyard.formats.base import EncodedRows
+from tokenyard.routing import Routes
+from tokenyard.rows import CombinedRows, ExpertRows, PlacedRows, RankRows, ReceivedRows, RoutingLogits
+
+if TYPE_CHECKING:
+    from tokenyard.exchange.base import Exchange
+
+
+@dataclass(kw_only=True)
+class Fate:
+    """What a rank still owes the others in one round trip of one layer."""
+
+    exchange: Exchange
+    cargo: Cargo
+    dispatched: Dispatched | None = None
+    owes: Phase | None = Phase.DISPATCH
+
+    def encode(self, x_TH: Tensor) -> EncodedRows | UnencodedRows:
+        """The rows of a batch, as the exchange takes them."""
+        with acting(Party.SENDER):
+            return self.exchange.encode(self.cargo, x_TH)
+
+    def dispatch(
+        self,
+        rows: EncodedRows | UnencodedRows,
+        routes: Routes | RoutingLogits,
+        extra: Mapping[str, Tensor] | None = None,
+    ) -> ReceivedRows:
+        """Dispatch; from now on, this rank owes the others a combine."""
+        self.owes = None
+        with acting(Party.SENDER):
+            self.dispatched = self.exchange.dispatch(self.cargo, rows, routes, extra)
+        self.owes = Phase.COMBINE
+        return self.dispatched.received
+
+    def combine(
+        self, result: ExpertRows | PlacedRows, *, out: Tensor | None = None, add: Sequence[Tensor] = ()
+    ) -> CombinedRows:
+        """Combine what was dispatched."""
+        self.owes = None
+        return self.exchange.combine(self._arrived(), result, out=out, add=add)
+
+    def combine_unreduced(self, result: ExpertRows | PlacedRows) -> RankRows:
+        """Bring the results home without summing over ranks."""
+        self.owes = None
+        return self.exchange.combine_unreduced(self._arrived(), result)
+
+    def _arrived(self) -> Dispatched:
+        if self.dispatched is None:
+            raise HandleError(
+                "nothing was dispatched", expected="dispatch, then combine", fix="dispatch first"
+            )
+        return self.dispatched
