@@ -16,6 +16,7 @@ import socket
 import socketserver
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -143,8 +144,9 @@ def _listening(hear: Tell | None, lines: int) -> Iterator[str | None]:
             serving.start()
             try:
                 yield address
+            finally:  # also after an error: what was told before it is heard
+                until = time.monotonic() + _HANGING_UP
                 for _ in range(lines):  # a rank may have called and hung up before it was answered
-                    read_to_the_end.acquire(timeout=_HANGING_UP)
-            finally:
+                    read_to_the_end.acquire(timeout=max(0.0, until - time.monotonic()))
                 server.shutdown()
                 serving.join()
