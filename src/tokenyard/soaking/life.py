@@ -33,7 +33,8 @@ class Shift:
 
 def live(group: Group, settings: Settings, shift: Shift) -> None:
     """Do episodes until it is time to end. On a fresh rank: from the one that it joins."""
-    let_freed_memory_go()
+    if settings.kind == "processes":
+        let_freed_memory_go()
     desk = Desk(shift.folder)
     desk.sign_in(group.rank)
     joined = desk.expected() if group.rank else None
