@@ -212,6 +212,17 @@ class Group(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, rank {self.rank} of {self.size})"
 
+    def _check_members(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """The ranks of a subgroup that this rank asks for; raise unless it is one of them."""
+        if self.rank not in ranks or len(set(ranks)) != len(ranks):
+            raise InputError(
+                f"rank {self.rank} asks for a subgroup of ranks {list(ranks)}",
+                expected="distinct ranks that include the caller's own",
+                fix="call subgroup only on the ranks that belong to it",
+                rank=self.rank,
+            )
+        return tuple(ranks)
+
     def _check_bytes(self, tensor: Tensor, dims: int, rows: int | None = None) -> Tensor:
         """Raise unless `tensor` is contiguous bytes on the group's device."""
         fits = tensor.dtype == torch.uint8 and tensor.dim() == dims and tensor.device.type == self.device.type

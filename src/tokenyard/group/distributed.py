@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tokenyard.errors import GroupError, InputError, PeerLost
+from tokenyard.errors import GroupError, PeerLost
 from tokenyard.group.base import DEFAULT_DEADLINE, Group
 from tokenyard.group.devices import resolve_device
 from tokenyard.group.readmission import (
@@ -230,20 +230,14 @@ class DistributedGroup(Group):
         return f"{this_host()} on {self.device.type}"
 
     def subgroup(self, ranks: Sequence[int], *, name: str | None = None) -> DistributedGroup:
-        if self.rank not in ranks or len(set(ranks)) != len(ranks):
-            raise InputError(
-                f"rank {self.rank} asks for a subgroup of ranks {list(ranks)}",
-                expected="distinct ranks that include the caller's own",
-                fix="call subgroup only on the ranks that belong to it",
-                rank=self.rank,
-            )
+        members = self._check_members(ranks)
         if self._process_group is None:
             raise self._gone()
         self._check_store()
-        name = name or f"{self.name}/{'-'.join(map(str, ranks))}"
+        name = name or f"{self.name}/{'-'.join(map(str, members))}"
         if not self._known_to_torch or (self.device.type == "cpu" and self._carrier.type == "cpu"):
-            return self._split(ranks, name)
-        global_ranks = [dist.get_global_rank(self._process_group, r) for r in ranks]
+            return self._split(members, name)
+        global_ranks = [dist.get_global_rank(self._process_group, r) for r in members]
         # Local synchronization: only the members take part, other stages are not waited for.
         process_group = dist.new_group(
             global_ranks,
@@ -252,9 +246,8 @@ class DistributedGroup(Group):
         )
         return DistributedGroup(process_group, device=self.device, name=name, deadline=self.deadline)
 
-    def _split(self, ranks: Sequence[int], name: str) -> DistributedGroup:
+    def _split(self, members: tuple[int, ...], name: str) -> DistributedGroup:
         """Some of these ranks, who meet by themselves: it goes with its last reference, which torch's own do not."""
-        members = tuple(ranks)
         # The n-th subgroup of the same ranks is the same one on all of them.
         self._splits[members] = number = self._splits.get(members, 0) + 1
         meeting = f"{self._seats.lineage}/{self.name}/subgroup/{'-'.join(map(str, members))}/{number}"

@@ -245,14 +245,7 @@ class ThreadGroup(Group):
         return "this process"
 
     def subgroup(self, ranks: Sequence[int], *, name: str | None = None) -> ThreadGroup:
-        members = tuple(ranks)
-        if self.rank not in members or sorted(set(members)) != sorted(members):
-            raise InputError(
-                f"rank {self.rank} asks for a subgroup of ranks {list(members)}",
-                expected="distinct ranks that include the caller's own",
-                fix="call subgroup only on the ranks that belong to it",
-                rank=self.rank,
-            )
+        members = self._check_members(ranks)
         # The n-th subgroup of the same ranks is the same one on all of them: no wait is needed to find it.
         self._splits[members] = number = self._splits.get(members, 0) + 1
         parent = self._meeting_point
