@@ -78,6 +78,25 @@ def test_a_tile_that_is_hardly_filled_may_be_computed_as_a_narrow_one():
     check_case(case, experts)
 
 
+ROWS_FIRST = {
+    "plain": {"I": 48},
+    "interleaved, with biases": {"activation": "swiglu_oai", "bias": True, "I": 40},
+    "weighted inputs": {"weight_on": "input", "I": 20},
+    "blocks that share a scale": {"weights": "fp8_block128", "rows": "fp8_block128", "H": 200, "I": 128},
+    "blocks that do not": {"weights": "fp8_block128", "rows": "fp8_block128", "H": 256, "I": 100},
+    "in a workspace": {"weights": "fp8_block128", "rows": "fp8_block128", "in_workspace": True},
+}
+
+
+@pytest.mark.parametrize("changes", ROWS_FIRST.values(), ids=ROWS_FIRST)
+def test_many_rows_may_stand_first(changes):
+    case = FusedCase(R=40, K=2, L=2, routing="any", **changes)
+    experts = FusedExperts(case.spec, case.held)
+    first = Cut(64, 32, 128, 4, 3, 16, rows_first=True)
+    experts.cuts = Cuts(first, Cut(64, 32, 128, 4, 3, 16))
+    check_case(case, experts)
+
+
 def test_loading_is_in_place():
     case, other = FusedCase(weights="mxint4", bias=True), FusedCase(weights="mxint4", bias=True, seed=1)
     experts = FusedExperts(case.spec, case.held)

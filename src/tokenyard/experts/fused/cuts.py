@@ -28,6 +28,7 @@ class Cut:
     warps: int
     stages: int
     tail: int = 0  # tiles of at most so many rows are computed as narrow ones
+    rows_first: bool = False  # rows × outputs (`kernels.rows_first`), where formats and activation allow it
 
     @property
     def sums_inside(self) -> bool:

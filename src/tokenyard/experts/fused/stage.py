@@ -20,7 +20,7 @@ from torch import Tensor
 from tokenyard.experts.base import ExpertsSpec, ExpertWeights
 from tokenyard.experts.fused import packing
 from tokenyard.experts.fused.cuts import Cut, Cuts, PackedCut
-from tokenyard.experts.fused.kernels import decoding, products, sorting, summing
+from tokenyard.experts.fused.kernels import decoding, products, rows_first, sorting, summing
 from tokenyard.experts.fused.packing import PackedMatrix
 from tokenyard.formats import QuantizedMatrix
 from tokenyard.formats.base import EncodedRows
@@ -44,6 +44,7 @@ _ACTIVATIONS = {
     "relu2": products.RELU2,
     "swiglu_clamped": products.SWIGLU_CLAMPED,
 }
+_ROWS_FIRST = (decoding.PLAIN, decoding.FP8_BLOCK)
 _KINDS = {"fp16": tl.float16, "fp32": tl.float32}
 
 
@@ -212,6 +213,20 @@ def launch_inner(
     columns = cut.out // 2 if act.gated else cut.out
     items = call.sorted.max_tiles * triton.cdiv(spec.intermediate_size, columns)
     nothing = call.sorted.order_N
+    if cut.rows_first and act.gated and x.format == w.format and x.format in _ROWS_FIRST:
+        rows_first.rows_first_product[(blocks_for(items, inner.device),)](
+            x.data, x.scales, nothing if slots_R is None else slots_R, w.data, w.scales,
+            nothing if weights.b13 is None else weights.b13, call.weights_RK, inner,
+            call.sorted.order_N, call.sorted.tiles, call.sorted.how_many, call.sorted.max_tiles,
+            x.data.stride(0), x.scales.stride(0),
+            H=spec.hidden_size, I=spec.intermediate_size, X_WIDTH=x.width, W_WIDTH=w.width, W_SCALE_WIDTH=w.scale_width,
+            W_STRIDE=w.stride, TOP_K=spec.top_k, FORMAT=x.format, KIND=product_kind(spec.weights, inner.device),
+            HAS_SLOTS=slots_R is not None, HAS_BIAS=weights.b13 is not None, WEIGHTED=spec.weight_on == "input",
+            **_activation(spec), INTERLEAVED=act.interleaved,
+            COLUMNS=columns, TILE=cut.tile, TAIL=cut.tail, BLOCK=cut.block, EARLY=call.early,
+            num_warps=cut.warps, num_stages=cut.stages, **call.options,
+        )  # fmt: skip
+        return
     products.inner_product[(blocks_for(items, inner.device),)](
         x.data, x.scales, x.globals, nothing if slots_R is None else slots_R,
         w.data, w.scales, w.global_scale, w.global_factor, nothing if weights.b13 is None else weights.b13,
