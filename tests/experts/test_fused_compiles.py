@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
-from tokenyard.experts.fused.kernels import decoding, packed, products, sorting, summing
+from tokenyard.experts.fused.kernels import decoding, packed, products, rows_first, sorting, summing
 
 BF16 = ("x", "scales", "y", "left", "inner", "out", "w13", "w2")
 FLOATS = ("divisors", "factors", "bias", "weights_N", "b13", "b2")
@@ -33,7 +33,7 @@ def compiled(kernel, constants, warps, source=ASTSource):
         kind = "*bf16" if "_scales" in name or "_global" in name and not name.endswith("stride") else kind
         kind = "*fp32" if name.endswith("_factor") else kind
         signature[name] = kind
-        if kind.startswith("*") or name.endswith("stride"):
+        if kind.startswith("*"):  # strides are multiples of 8 here, of which the compiler hears nothing
             aligned[(place,)] = [["tt.divisibility", 16]]
     made = triton.compile(
         source(kernel, signature, values, aligned),
@@ -59,6 +59,10 @@ def plain_kernels():
     compiled(products.inner_product, dict(
         shared, X_WIDTH=264, W_WIDTH=264, ROWS=decoding.PLAIN, HAS_SLOTS=True, X_GLOBAL=False, ACTIVATION=0, GATED=True,
         INTERLEAVED=False, LIMIT=0.0, ALPHA=0.0, SHIFT=0.0), 4)
+    compiled(rows_first.rows_first_product, dict(
+        {name: value for name, value in shared.items() if name not in ("HAS_GLOBAL", "OUT", "WEIGHTS")},
+        X_WIDTH=264, W_WIDTH=264, FORMAT=decoding.PLAIN, HAS_SLOTS=True, ACTIVATION=0, INTERLEAVED=False, LIMIT=0.0,
+        ALPHA=0.0, SHIFT=0.0, COLUMNS=32), 4)
     compiled(products.result_product, dict(
         shared, W_WIDTH=136, EXPERTS=8, HAS_OUT_SLOTS=True, FINALIZE=True, SUMS=True), 4)
     compiled(summing.sum_rows, dict(

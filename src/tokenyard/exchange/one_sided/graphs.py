@@ -2,7 +2,8 @@
 
 CUDA lets a graph keep a reference to something of the program's, and calls a function when the graph, and all that
 was instantiated from it, is gone. The function here is the C library's `sem_post`: it may be called on any thread,
-and does not need Python. So a semaphore counts the graphs that are gone.
+and does not need Python. So a semaphore counts the graphs that are gone. A graph may outlive the workspace and all
+that knew of it: the memory of a semaphore that graphs refer to is never given back.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import torch
 _SEMAPHORE_BYTES = 64  # more than any C library's sem_t
 _MOVE = 1  # cudaGraphUserObjectMove: the graph takes over our reference
 _NO_SYNC = 1  # cudaUserObjectNoDestructorSync
+
+# Those that graphs refer to, or did.
+_semaphores: list[ctypes.Array[ctypes.c_byte]] = []
 
 
 class CapturedGraphs:
@@ -44,6 +48,8 @@ class CapturedGraphs:
         post = ctypes.cast(self._libc.sem_post, ctypes.c_void_p)
         _check(runtime.cudaUserObjectCreate(ctypes.byref(kept), self._gone, post, 1, _NO_SYNC))
         _check(runtime.cudaGraphRetainUserObject(graph, kept, 1, _MOVE))
+        if self._count == 0:
+            _semaphores.append(self._gone)
         self._count += 1
 
     def alive(self) -> int:
