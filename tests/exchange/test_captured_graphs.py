@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,15 +20,15 @@ class Runtime:
         self.capturing = 1
         self.kept = []
 
-    def cudaStreamGetCaptureInfo_v3(self, stream, status, number, graph, *_):
+    def cudaStreamGetCaptureInfo_v3(self, stream, status, number, graph, *_):  # noqa: N802
         number._obj.value = self.capturing
         return 0
 
-    def cudaUserObjectCreate(self, kept, argument, destroy, references, flags):
+    def cudaUserObjectCreate(self, kept, argument, destroy, references, flags):  # noqa: N802
         self.kept.append((ctypes.addressof(argument), destroy.value))
         return 0
 
-    def cudaGraphRetainUserObject(self, graph, kept, references, flags):
+    def cudaGraphRetainUserObject(self, graph, kept, references, flags):  # noqa: N802
         return 0
 
     def destroy(self, place):
@@ -39,9 +40,7 @@ class Runtime:
 def runtime(monkeypatch):
     made = Runtime()
     monkeypatch.setattr(graphs, "_runtime", lambda: made)
-    monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda: type("Stream", (), {"cuda_stream": 1})(), raising=False
-    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=1))
     return made
 
 

@@ -354,7 +354,8 @@ def tile_product(
                 ),
             )
     pointers, columns, acc = (), (), ()
-    x_stride = x_stride // 8 * 8  # which it is; so the compiler knows that rows can be copied 16 bytes at a time
+    # Which it is: so the compiler knows that rows can be copied 16 bytes at a time.
+    x_stride = x_stride // 8 * 8
     for b in gl.static_range(NB):
         t = gl.arange(0, N1 if b else N0, layout=gl.SliceLayout(1, COPY))
         line = start + gl.minimum(b * N0 + t, count - 1)
