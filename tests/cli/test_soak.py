@@ -1,8 +1,10 @@
 """`tokenyard soak`: what it prints, JSON, the file, the picture, exit codes."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.cli.runner import call, call_json
 from tests.soak import planted
@@ -63,3 +65,11 @@ def test_wrong_options_are_exit_code_two(options, message):
     result = call("soak", "--threads", "--episodes", 1, *options)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_losses_on_a_gpu_are_refused(monkeypatch):
+    on_gpu = SimpleNamespace(device=torch.device("cuda", 0))
+    monkeypatch.setattr("tokenyard.group.thread_groups", lambda *_, **__: [on_gpu])
+    refused = call("soak", "--threads", "--device", "cuda", "--losses", "--episodes", 1)
+    assert refused.exit_code == 2
+    assert "leave out --losses" in refused.stderr

@@ -1,6 +1,9 @@
 """Jobs on ranks: results come back in order, and what ranks tell is heard."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from tokenyard.errors import InputError, RankError
 from tokenyard.evaluation.ranks import StartedRanks
@@ -40,3 +43,11 @@ def test_an_error_of_a_rank_ends_the_call():
 def test_a_kind_that_is_none():
     with pytest.raises(InputError, match="fibers"):
         StartedRanks(2, "fibers")
+
+
+def test_threads_on_a_gpu_are_refused(monkeypatch):
+    on_gpu = SimpleNamespace(device=torch.device("cuda", 0))
+    monkeypatch.setattr("tokenyard.evaluation.ranks.thread_groups", lambda *_, **__: [on_gpu])
+    with pytest.raises(InputError, match="use --kind processes"):
+        StartedRanks(2, "threads", device="cuda")
+    assert StartedRanks(2, "processes", device="cuda").kind == "processes"

@@ -9,6 +9,7 @@ import typer
 
 from tokenyard.cli.output import JsonFlag, console, print_json, save_json
 from tokenyard.cli.parts import load_part, refuse_override
+from tokenyard.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -36,8 +37,13 @@ def soak(
         ),
     ] = None,
     losses: Annotated[
-        bool, typer.Option("--losses/--no-losses", help="Kill ranks, and let fresh ones take their places.")
-    ] = True,
+        bool | None,
+        typer.Option(
+            "--losses/--no-losses",
+            help="Kill ranks, and let fresh ones take their places.",
+            show_default="losses, on a CPU",
+        ),
+    ] = None,
     device: Annotated[
         str, typer.Option(help="Where the rows of the ranks live: `cpu`, `cuda`, or `cuda:0`.")
     ] = "cpu",
@@ -68,7 +74,14 @@ def soak(
     from tokenyard.soaking import soak as run_soak
 
     refuse_override()
-    thread_groups(1, device=device)  # raises where there is no such device
+    (group,) = thread_groups(1, device=device)  # raises where there is no such device
+    on_cpu = group.device.type == "cpu"
+    if losses and not on_cpu:
+        raise InputError(
+            f"--losses with --device {device}",
+            expected="losses on a CPU: fresh ranks cannot map the memory that ranks share on GPUs",
+            fix="leave out --losses",
+        )
     if plot is not None:
         check_picture(plot)
     settings = Settings(
@@ -80,7 +93,7 @@ def soak(
         device=device,
         seed=seed,
         deadline=deadline,
-        losses=losses,
+        losses=on_cpu if losses is None else losses,
     )
     with _Display(settings.seconds) as display:
         report = run_soak(settings, display.hear)

@@ -53,7 +53,14 @@ class StartedRanks:
     def __init__(self, size: int, kind: str, *, device: str | None = None) -> None:
         if kind not in ("processes", "threads"):
             raise InputError(f"--kind {kind}", expected="processes or threads", fix="choose one of them")
-        thread_groups(1, device=device)  # raises where there is no such device
+        (group,) = thread_groups(1, device=device)  # raises where there is no such device
+        if kind == "threads" and group.device.type != "cpu":
+            raise InputError(
+                f"--kind threads with --device {device}",
+                expected="processes on a GPU: a thread whose model needs more memory waits for all kernels, and a "
+                "kernel that waits for its rows waits for that thread",
+                fix="use --kind processes; several of them may share a GPU",
+            )
         self.size, self.device = size, device
         self.kind: Literal["processes", "threads"] = "threads" if kind == "threads" else "processes"
 
