@@ -13,8 +13,7 @@ from tests.exchange.interpreter import install, only_without_gpu
 from tests.experts.fused_cases import FusedCase, check_case, declared_pairs, drawn, same_bits
 from tests.models import batch, build, on_ranks, spec
 from tokenyard.experts import FusedExperts
-from tokenyard.experts.fused import cuts
-from tokenyard.experts.fused.cuts import Cut, Cuts
+from tokenyard.experts.fused.cuts import SPLIT_OUT, Cut, Cuts
 from tokenyard.formats import WEIGHT_FORMATS
 
 pytestmark = only_without_gpu
@@ -57,18 +56,6 @@ def test_the_bound_notices_a_wrong_layer():
         check_case(case, wrong)
 
 
-@pytest.mark.parametrize("weight_on", ["output", "input"])
-def test_sums_inside_the_product_and_by_a_kernel_have_the_same_bits(weight_on, monkeypatch):
-    case = FusedCase(R=20, K=3, I=20, weight_on=weight_on, routing="any")
-    experts = FusedExperts(case.spec, case.held)
-    cut = Cut(64, 16, 64, 4, 3)
-    experts.cuts = Cuts(cut, cut)
-    assert cut.tile <= cuts.LONGEST_SUMMED_INSIDE
-    inside = experts(case.received()).rows_RH
-    monkeypatch.setattr(cuts, "LONGEST_SUMMED_INSIDE", 0)
-    assert same_bits(experts(case.received()).rows_RH, inside)
-
-
 def test_a_tile_that_is_hardly_filled_may_be_computed_as_a_narrow_one():
     """`tail`: tiles of few rows, in a batch whose tiles are wide."""
     case = FusedCase(R=40, K=1, L=2, routing="one expert")
@@ -92,9 +79,68 @@ ROWS_FIRST = {
 def test_many_rows_may_stand_first(changes):
     case = FusedCase(R=40, K=2, L=2, routing="any", **changes)
     experts = FusedExperts(case.spec, case.held)
-    first = Cut(64, 32, 128, 4, 3, 16, rows_first=True)
+    out = SPLIT_OUT if case.weights == "fp8_block128" else 64
+    first = Cut(out, 32, 128, 4, 3, 16, rows_first=True)
     experts.cuts = Cuts(first, Cut(64, 32, 128, 4, 3, 16))
     check_case(case, experts)
+
+
+# Of the first product and of the second, whose rows are digits of e4m3.
+SPLIT_CUTS = {
+    "turned, summed inside": Cuts(Cut(SPLIT_OUT, 16, 128, 4, 3), Cut(64, 16, 128, 4, 3)),
+    "turned, with tails": Cuts(Cut(SPLIT_OUT, 32, 128, 4, 3, 16), Cut(128, 32, 128, 4, 3, 16)),
+    "turned, long": Cuts(Cut(SPLIT_OUT, 64, 64, 4, 3), Cut(256, 64, 128, 4, 3)),
+    "rows first, with tails": Cuts(
+        Cut(SPLIT_OUT, 32, 128, 4, 3, 16, rows_first=True), Cut(256, 32, 128, 4, 3, 16, rows_first=True)
+    ),
+    "rows first, long": Cuts(
+        Cut(SPLIT_OUT, 64, 128, 4, 3, rows_first=True), Cut(256, 64, 128, 4, 3, rows_first=True)
+    ),
+}
+SPLIT_LAYERS = {
+    "hardly more than a block": {"rows": "fp8_block128", "H": 136, "I": 136, "bias": True},
+    "less than a block, and more than two": {"rows": "fp8_block128", "H": 300, "I": 33, "in_workspace": True},
+    "plain rows": {"H": 128, "I": 256, "weight_on": "input"},
+    "no gate": {"rows": "fp8_block128", "H": 40, "I": 130, "activation": "relu2", "bias": True},
+    "interleaved": {"rows": "fp8_block128", "H": 40, "I": 200, "activation": "swiglu_oai"},
+}
+
+
+def split_case(changes) -> FusedCase:
+    return replace(FusedCase(weights="fp8_block128", R=23, K=2, L=2, routing="any"), **changes)
+
+
+@pytest.mark.parametrize("changes", SPLIT_LAYERS.values(), ids=SPLIT_LAYERS)
+@pytest.mark.parametrize("chosen", SPLIT_CUTS.values(), ids=SPLIT_CUTS)
+def test_second_products_of_digits(chosen, changes):
+    case = split_case(changes)
+    experts = FusedExperts(case.spec, case.held)
+    experts.cuts = chosen
+    check_case(case, experts)
+
+
+@pytest.mark.parametrize("chosen", SPLIT_CUTS.values(), ids=SPLIT_CUTS)
+def test_nan_stays_in_its_row(chosen):
+    case = split_case({"rows": "bf16", "H": 40, "I": 130})
+    experts = FusedExperts(case.spec, case.held)
+    experts.cuts = chosen
+    good = experts(case.received()).rows_RH
+    case.routes.ids_RK[5] = torch.tensor([0, 1])
+    case.routes.weights_RK[5] = 0.5
+    case.x.payloads["data"][5, 3] = torch.nan
+    found = experts(case.received()).rows_RH
+    assert found[5].isnan().all()
+    others = torch.arange(case.R) != 5
+    assert same_bits(found[others], good[others])
+
+
+def test_digits_need_tiles_of_whole_blocks():
+    case = split_case({})
+    experts = FusedExperts(case.spec, case.held)
+    cut = Cut(64, 16, 128, 4, 3)
+    experts.cuts = Cuts(cut, cut)
+    with pytest.raises(AssertionError):
+        experts(case.received())
 
 
 def test_loading_is_in_place():

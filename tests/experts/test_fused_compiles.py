@@ -16,13 +16,14 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
-from tokenyard.experts.fused.kernels import decoding, packed, products, rows_first, sorting, summing
+from tokenyard.experts.fused.kernels import (
+    decoding, packed, products, rows_first, rows_first_result, sorting, summing)
 
 BF16 = ("x", "scales", "y", "left", "inner", "out", "w13", "w2")
 FLOATS = ("divisors", "factors", "bias", "weights_N", "b13", "b2")
-WHOLE = ("words", "order_N", "ids_N", "arrived", "tiles", "how_many", "counts_CB")
+WHOLE = ("words", "order_N", "ids_N", "tiles", "how_many", "counts_CB")
 
-def compiled(kernel, constants, warps, source=ASTSource):
+def compiled(kernel, constants, warps, source=ASTSource, kinds={}):
     signature, values, aligned = {}, {}, {}
     for place, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -32,7 +33,7 @@ def compiled(kernel, constants, warps, source=ASTSource):
         kind = "*i64" if name.endswith("slots_R") else kind
         kind = "*bf16" if "_scales" in name or "_global" in name and not name.endswith("stride") else kind
         kind = "*fp32" if name.endswith("_factor") else kind
-        signature[name] = kind
+        signature[name] = kind = kinds.get(name, kind)
         if kind.startswith("*"):  # strides are multiples of 8 here, of which the compiler hears nothing
             aligned[(place,)] = [["tt.divisibility", 16]]
     made = triton.compile(
@@ -43,11 +44,11 @@ def compiled(kernel, constants, warps, source=ASTSource):
     assert ".version" in made.asm["ptx"]
     print(kernel.__name__)
 
-def packed_kernel(kind, spans, first, sums, widths, groups):
+def packed_kernel(kind, spans, first, widths, groups):
     compiled(packed.packed_product, dict(
-        EXPERTS=4, INPUTS=264, WIDTH=384, LINES=256, COLUMNS=264, TOP_K=4, KIND=kind, SPANS=spans, WIDTHS=widths,
+        INPUTS=264, WIDTH=384, LINES=256, COLUMNS=264, TOP_K=4, KIND=kind, SPANS=spans, WIDTHS=widths,
         FIRST=first, INTERLEAVED=first, HAS_SLOTS=True, HAS_GLOBAL=spans == 4, HAS_BIAS=True, WEIGHTED=True,
-        FINALIZE=True, SUMS=sums, ACTIVATION=4, LIMIT=7.0, ALPHA=1.7, SHIFT=1.0, GROUPS=groups, AHEAD=2, STAGES=4,
+        FINALIZE=True, ACTIVATION=4, LIMIT=7.0, ALPHA=1.7, SHIFT=1.0, GROUPS=groups, AHEAD=2, STAGES=4,
         EARLY=True, num_warps=8,
     ), 8, GluonASTSource)
 
@@ -64,16 +65,35 @@ def plain_kernels():
         X_WIDTH=264, W_WIDTH=264, FORMAT=decoding.PLAIN, HAS_SLOTS=True, ACTIVATION=0, INTERLEAVED=False, LIMIT=0.0,
         ALPHA=0.0, SHIFT=0.0, COLUMNS=32), 4)
     compiled(products.result_product, dict(
-        shared, W_WIDTH=136, EXPERTS=8, HAS_OUT_SLOTS=True, FINALIZE=True, SUMS=True), 4)
+        shared, W_WIDTH=136, HAS_OUT_SLOTS=True, FINALIZE=True), 4)
     compiled(summing.sum_rows, dict(
         H=264, TOP_K=4, CHOICES=4, EXPERTS=8, HAS_OUT_SLOTS=True, WEIGHTED=True, COLUMNS=512, EARLY=True), 4)
 
+def kernels_of_digits():
+    names = ("x", "w13", "w2", "inner")
+    scales = ("x_scales", "w13_scales", "w2_scales", "inner_scales")
+    kinds = dict.fromkeys(names, "*fp8e4nv") | dict.fromkeys(scales, "*fp32")
+    shared = dict(H=264, I=136, TOP_K=4, KIND=tl.bfloat16, HAS_BIAS=True, WEIGHTED=True, EARLY=True)
+    first = dict(shared, X_WIDTH=264, W_WIDTH=264, W_STRIDE=264, W_SCALE_WIDTH=3, HAS_SLOTS=True, ACTIVATION=0,
+                 INTERLEAVED=False, LIMIT=0.0, ALPHA=0.0, SHIFT=0.0, BLOCK=128)
+    second = dict(shared, W_WIDTH=136, W_STRIDE=136, W_SCALE_WIDTH=2, HAS_OUT_SLOTS=True, FINALIZE=True)
+    turned = dict(WEIGHTS=decoding.FP8_BLOCK, HAS_GLOBAL=False, TILE=16, TAIL=0)
+    wide = dict(TILE=128, TAIL=64)
+    compiled(products.inner_product, dict(
+        first, **turned, ROWS=decoding.FP8_BLOCK, X_GLOBAL=False, GATED=True, OUT=256), 4, kinds=kinds)
+    compiled(products.result_product, dict(
+        second, **turned, OUT=128, BLOCK=128), 4, kinds=kinds)
+    compiled(rows_first.rows_first_product, dict(
+        first, **wide, FORMAT=decoding.FP8_BLOCK, COLUMNS=128), 8, kinds=kinds)
+    compiled(rows_first_result.rows_first_result, dict(second, **wide), 8, kinds=kinds)
+
 """
 CALLS = {
-    "mxint4, the first product": "packed_kernel(0, 2, True, False, ((16, 0), (32, 0)), 1)",
-    "mxfp4, summed inside": "packed_kernel(1, 2, False, True, ((8, 0),), 1)",
-    "nvfp4, two runs of rows": "packed_kernel(1, 4, False, False, ((64, 32),), 2)",
+    "mxint4, the first product": "packed_kernel(0, 2, True, ((16, 0), (32, 0)), 1)",
+    "mxfp4, the second product": "packed_kernel(1, 2, False, ((8, 0),), 1)",
+    "nvfp4, two runs of rows": "packed_kernel(1, 4, False, ((64, 32),), 2)",
     "plain": "plain_kernels()",
+    "digits of e4m3": "kernels_of_digits()",
 }
 
 

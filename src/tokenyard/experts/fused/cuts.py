@@ -14,8 +14,10 @@ from tokenyard.experts.fused import cut_table
 
 _Line = TypeVar("_Line")
 
-# Rows of a tile up to which the second product makes the sums. (In longer ones they hold up the tensor cores.)
-LONGEST_SUMMED_INSIDE = 16
+# Outputs of a tile of the first product whose results become digits (`kernels.digits`): gate and up of 128 columns,
+# which share a scale. Without a gate it has half as many.
+SPLIT_OUT = 256
+SPLIT_BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -29,15 +31,6 @@ class Cut:
     stages: int
     tail: int = 0  # tiles of at most so many rows are computed as narrow ones
     rows_first: bool = False  # rows × outputs (`kernels.rows_first`), where formats and activation allow it
-
-    @property
-    def sums_inside(self) -> bool:
-        """Whether the second product adds up the results of a row."""
-        return self.tile <= LONGEST_SUMMED_INSIDE
-
-    def parts(self, outputs: int) -> int:
-        """Tiles side by side that so many outputs take."""
-        return -(-outputs // self.out)
 
 
 @dataclass(frozen=True)
@@ -53,17 +46,8 @@ class PackedCut:
 
     @property
     def out(self) -> int:
-        """Outputs that one count of arrivals is for."""
+        """Outputs of a group."""
         return 16 * self.warps
-
-    @property
-    def sums_inside(self) -> bool:
-        """Whether the second product adds up the results of a row."""
-        return self.tile <= LONGEST_SUMMED_INSIDE
-
-    def parts(self, outputs: int) -> int:
-        """Parts side by side that so many outputs take, in whole blocks."""
-        return -(-outputs // (self.out * self.groups)) * self.groups
 
     @property
     def tile(self) -> int:
@@ -80,6 +64,14 @@ class Cuts:
 
     def __post_init__(self) -> None:
         assert self.inner.tile == self.result.tile
+
+    @property
+    def can_split(self) -> bool:
+        """Whether digits may stand between the products: a tile of the first makes all columns of a scale."""
+        inner, result = self.inner, self.result
+        if not isinstance(inner, Cut) or not isinstance(result, Cut) or result.block != SPLIT_BLOCK:
+            return False
+        return inner.out == SPLIT_OUT and (not result.rows_first or result.out == 2 * SPLIT_BLOCK)
 
 
 def expected_pairs(rows: int, top_k: int, local: int, experts: int | None, *, all_slots: bool) -> float:

@@ -1,13 +1,14 @@
-"""Experts for NVIDIA GPUs: three kernels from the rows as they arrived to the results as `combine` reads them.
+"""Experts for NVIDIA GPUs: four kernels from the rows as they arrived to the results as `combine` reads them.
 
-    sort pairs, cut tiles ── W13 · x, activation ── W2 · inner, weight, sum ── the exchange's combine region
+    sort pairs, cut tiles ── W13 · x, activation ── W2 · inner, weight ── sum ── the exchange's combine region
 
 Rows are read by index out of the receive buffer, in the format in which they travelled; weights stay quantized and
 are decoded in registers; results go straight into the combine region where the exchange offers one. Nothing is read
 by the host, so a CUDA graph can hold all of it, and nothing is compiled for a number of rows.
 
 Memory beside the weights: for each of the R · K pairs that there may be, I numbers of 16 bits between the products, and
-H for the results of rows that several experts take, which are summed as `UnfinalizedRows.finish` would do it.
+H for the results of rows that several experts take, which are summed as `UnfinalizedRows.finish` would do it. Where the
+weights are in blocks of e4m3, the 16 bits are two digits of e4m3, and 128 of them have a scale (`kernels.digits`).
 """
 
 from __future__ import annotations
@@ -203,26 +204,26 @@ class FusedExperts(Experts):
             cuts = choose_packed_cuts(pairs, spec.num_local_experts, spec.weights)
         else:
             cuts = choose_cuts(pairs, spec.num_local_experts, spec.weights)
-        to, result = self._destination(received, num_rows, cuts, finalize=finalize)
+        to, result = self._destination(received, num_rows, finalize=finalize)
         device = rows.device
         if num_rows and spec.num_local_experts:
             early = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-            inner = to.left.new_empty(num_rows * top_k, spec.intermediate_size)
+            inner = stage.Inner.empty(spec, to.left, cuts)
             with stage.on_device(ids_RK):
                 sorted_pairs = stage.sort_on_device(
-                    ids_RK, to.arrived, spec.num_local_experts, cuts.inner.tile, early=early
+                    ids_RK, spec.num_local_experts, cuts.inner.tile, early=early
                 )
                 call = stage.Launch(spec, cuts, sorted_pairs, weights_RK, early)
                 if self._is_packed:
                     biases = (self._buffers.get("b13"), self._buffers.get("b2"))
                     packed = stage.PackedCall(self._packed("w13"), self._packed("w2"), *biases)
                     x = rows.payloads["data"]
-                    stage.launch_packed(call, packed, x, slots_R, inner, ids_RK, to, finalize=finalize)
+                    stage.launch_packed(call, packed, x, slots_R, inner.data, to, finalize=finalize)
                 else:
                     weights = self.weights
                     stage.launch_inner(call, rows, slots_R, weights, inner)
-                    stage.launch_result(call, ids_RK, weights, inner, to, finalize=finalize)
-                if finalize and not to.arrived.numel():
+                    stage.launch_result(call, weights, inner, to, finalize=finalize)
+                if finalize:
                     stage.launch_sums(call, ids_RK, to)
         if result is not None:
             return result
@@ -247,16 +248,13 @@ class FusedExperts(Experts):
         return for_dtype(dtype).encode(self.incoming(received, dtype)), None
 
     def _destination(
-        self, received: ReceivedRows, num_rows: int, cuts: Cuts, *, finalize: bool
+        self, received: ReceivedRows, num_rows: int, *, finalize: bool
     ) -> tuple[Destination, ExpertRows | PlacedRows | None]:
         from tokenyard.experts.fused.stage import Destination
 
         spec, device = self.spec, received.rows.device
         dtype = WEIGHT_DTYPES.get(spec.weights, torch.bfloat16)
         left = torch.empty(num_rows * spec.top_k, spec.hidden_size, dtype=dtype, device=device)
-        sums_inside = finalize and cuts.result.sums_inside
-        across = cuts.result.parts(spec.hidden_size) if sums_inside else 0
-        arrived = torch.empty(num_rows * across, dtype=torch.int32, device=device)
         if not finalize:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise ContractError(
@@ -264,13 +262,13 @@ class FusedExperts(Experts):
                     expected="results that are weighted and summed by the experts: only these have a fixed shape",
                     fix="run this layer outside of the CUDA graph",
                 )
-            return Destination(left, None, left, arrived), None
+            return Destination(left, None, left), None
         buffer = received.results
         if buffer is not None:
-            return Destination(buffer.rows_SH, buffer.slots_R, left, arrived), buffer.placed()
+            return Destination(buffer.rows_SH, buffer.slots_R, left), buffer.placed()
         # A row that none of the experts here takes is zero.
         out = torch.zeros(num_rows, spec.hidden_size, device=device)
-        return Destination(out, None, left, arrived), ExpertRows(rows_RH=out)
+        return Destination(out, None, left), ExpertRows(rows_RH=out)
 
 
 def _check_device(received: ReceivedRows) -> None:

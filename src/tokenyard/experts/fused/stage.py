@@ -19,8 +19,15 @@ from torch import Tensor
 
 from tokenyard.experts.base import ExpertsSpec, ExpertWeights
 from tokenyard.experts.fused import packing
-from tokenyard.experts.fused.cuts import Cut, Cuts, PackedCut
-from tokenyard.experts.fused.kernels import decoding, products, rows_first, sorting, summing
+from tokenyard.experts.fused.cuts import SPLIT_BLOCK, Cut, Cuts, PackedCut
+from tokenyard.experts.fused.kernels import (
+    decoding,
+    products,
+    rows_first,
+    rows_first_result,
+    sorting,
+    summing,
+)
 from tokenyard.experts.fused.packing import PackedMatrix
 from tokenyard.formats import QuantizedMatrix
 from tokenyard.formats.base import EncodedRows
@@ -149,10 +156,8 @@ def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else _INTERPRETER
 
 
-def sort_on_device(
-    ids_RK: Tensor, arrived: Tensor, experts: int, tile: int, *, early: bool
-) -> SortedOnDevice:
-    """Sort the pairs of a batch by expert and cut them into tiles, without looking at them; zero `arrived`."""
+def sort_on_device(ids_RK: Tensor, experts: int, tile: int, *, early: bool) -> SortedOnDevice:
+    """Sort the pairs of a batch by expert and cut them into tiles, without looking at them."""
     pairs, device = ids_RK.numel(), ids_RK.device
     bins, chunks = triton.next_power_of_2(experts + 1), triton.cdiv(pairs, CHUNK)
     max_tiles = min(pairs, pairs // tile + experts)
@@ -169,7 +174,7 @@ def sort_on_device(
         )
     parts = PARTS if counted else 1
     sorting.sort_pairs[(experts, parts)](
-        ids_RK, counts, order_N, tiles, how_many, arrived, pairs, max_tiles, arrived.numel(),
+        ids_RK, counts, order_N, tiles, how_many, pairs, max_tiles,
         experts, bins, CHUNK, parts, tile, ids_RK.shape[1], counted, early, num_warps=4, **launch,
     )  # fmt: skip
     return SortedOnDevice(order_N, tiles, how_many, max_tiles)
@@ -203,42 +208,69 @@ class Launch(NamedTuple):
         return launch_options(self.early)
 
 
+class Inner(NamedTuple):
+    """What stands between the products, by place: numbers `[pairs, I]`, or their digits (`kernels.digits`).
+
+    Digits are e4m3 `[pairs, 2, width]`, high and low, and scales float32 `[pairs, width / 128]`: columns are padded to
+    whole blocks of 128.
+    """
+
+    data: Tensor
+    scales: Tensor
+    is_split: bool
+
+    @classmethod
+    def empty(cls, spec: ExpertsSpec, left: Tensor, cuts: Cuts) -> Inner:
+        """Room for as many pairs as `left` has, in numbers of its type, or in digits for weights in blocks of e4m3."""
+        pairs, columns = left.shape[0], spec.intermediate_size
+        if spec.weights != "fp8_block128":
+            data = left.new_empty(pairs, columns)
+            return cls(data, data, False)
+        assert cuts.can_split, cuts
+        blocks = triton.cdiv(columns, SPLIT_BLOCK)
+        data = left.new_empty(pairs, 2, blocks * SPLIT_BLOCK, dtype=torch.float8_e4m3fn)
+        return cls(data, left.new_empty(pairs, blocks, dtype=torch.float32), True)
+
+
 def launch_inner(
-    call: Launch, rows: EncodedRows, slots_R: Tensor | None, weights: ExpertWeights, inner: Tensor
+    call: Launch, rows: EncodedRows, slots_R: Tensor | None, weights: ExpertWeights, inner: Inner
 ) -> None:
     """`inner = activation(W13 · x + b13)` for all pairs, in the order of `order_N`."""
     spec, cut, act = call.spec, call.cuts.inner, call.spec.activation
     assert isinstance(cut, Cut)
     x, w = Rows.of(rows), Matrices.of(weights.w13)
-    columns = cut.out // 2 if act.gated else cut.out
+    device = inner.data.device
+    out = cut.out if act.gated or not inner.is_split else cut.out // 2
+    columns = out // 2 if act.gated else out
     items = call.sorted.max_tiles * triton.cdiv(spec.intermediate_size, columns)
     nothing = call.sorted.order_N
     if cut.rows_first and act.gated and x.format == w.format and x.format in _ROWS_FIRST:
-        rows_first.rows_first_product[(blocks_for(items, inner.device),)](
+        rows_first.rows_first_product[(blocks_for(items, device),)](
             x.data, x.scales, nothing if slots_R is None else slots_R, w.data, w.scales,
-            nothing if weights.b13 is None else weights.b13, call.weights_RK, inner,
+            nothing if weights.b13 is None else weights.b13, call.weights_RK, inner.data, inner.scales,
             call.sorted.order_N, call.sorted.tiles, call.sorted.how_many, call.sorted.max_tiles,
             x.data.stride(0), x.scales.stride(0),
             H=spec.hidden_size, I=spec.intermediate_size, X_WIDTH=x.width, W_WIDTH=w.width, W_SCALE_WIDTH=w.scale_width,
-            W_STRIDE=w.stride, TOP_K=spec.top_k, FORMAT=x.format, KIND=product_kind(spec.weights, inner.device),
+            W_STRIDE=w.stride, TOP_K=spec.top_k, FORMAT=x.format, KIND=product_kind(spec.weights, device),
             HAS_SLOTS=slots_R is not None, HAS_BIAS=weights.b13 is not None, WEIGHTED=spec.weight_on == "input",
             **_activation(spec), INTERLEAVED=act.interleaved,
             COLUMNS=columns, TILE=cut.tile, TAIL=cut.tail, BLOCK=cut.block, EARLY=call.early,
             num_warps=cut.warps, num_stages=cut.stages, **call.options,
         )  # fmt: skip
         return
-    products.inner_product[(blocks_for(items, inner.device),)](
+    products.inner_product[(blocks_for(items, device),)](
         x.data, x.scales, x.globals, nothing if slots_R is None else slots_R,
         w.data, w.scales, w.global_scale, w.global_factor, nothing if weights.b13 is None else weights.b13,
-        call.weights_RK, inner, call.sorted.order_N, call.sorted.tiles, call.sorted.how_many, call.sorted.max_tiles,
+        call.weights_RK, inner.data, inner.scales,
+        call.sorted.order_N, call.sorted.tiles, call.sorted.how_many, call.sorted.max_tiles,
         x.data.stride(0), x.scales.stride(0), x.global_stride,
         H=spec.hidden_size, I=spec.intermediate_size, X_WIDTH=x.width, W_WIDTH=w.width, W_SCALE_WIDTH=w.scale_width,
         W_STRIDE=w.stride, TOP_K=spec.top_k,
-        ROWS=x.format, WEIGHTS=w.format, KIND=product_kind(spec.weights, inner.device),
+        ROWS=x.format, WEIGHTS=w.format, KIND=product_kind(spec.weights, device),
         HAS_SLOTS=slots_R is not None, X_GLOBAL=x.has_globals, HAS_GLOBAL=w.has_global,
         HAS_BIAS=weights.b13 is not None, WEIGHTED=spec.weight_on == "input",
         **_activation(spec), GATED=act.gated, INTERLEAVED=act.interleaved,
-        OUT=cut.out, TILE=cut.tile, TAIL=cut.tail, BLOCK=cut.block, EARLY=call.early,
+        OUT=out, TILE=cut.tile, TAIL=cut.tail, BLOCK=cut.block, EARLY=call.early,
         num_warps=cut.warps, num_stages=cut.stages, **call.options,
     )  # fmt: skip
 
@@ -249,36 +281,48 @@ class Destination(NamedTuple):
     out: Tensor
     slots_R: Tensor | None
     left: Tensor  # results by pair
-    arrived: Tensor  # counts; empty where a kernel of its own makes the sums
 
 
 def launch_result(
-    call: Launch, ids_RK: Tensor, weights: ExpertWeights, inner: Tensor, to: Destination, *, finalize: bool
+    call: Launch, weights: ExpertWeights, inner: Inner, to: Destination, *, finalize: bool
 ) -> None:
-    """`W2 · inner + b2`: weighted and summed into `to.out`, or as it is into `to.left`, by pair.
-
-    Where sums are made, a product and a sum are two roundings, as in `UnfinalizedRows.finish`.
-    """
+    """`W2 · inner + b2`: weighted into `to.out`, or, where a row has several experts, into `to.left`, by pair."""
     spec, cut = call.spec, call.cuts.result
     assert isinstance(cut, Cut)
     w, nothing = Matrices.of(weights.w2), call.sorted.order_N
     items = call.sorted.max_tiles * triton.cdiv(spec.hidden_size, cut.out)
-    products.result_product[(blocks_for(items, inner.device),)](
-        inner, w.data, w.scales, w.global_scale, w.global_factor, nothing if weights.b2 is None else weights.b2,
-        call.weights_RK, ids_RK, to.left, to.arrived, to.out, nothing if to.slots_R is None else to.slots_R,
-        to.out.stride(0), call.sorted.order_N, call.sorted.tiles, call.sorted.how_many, call.sorted.max_tiles,
+    device = inner.data.device
+    if cut.rows_first and inner.is_split:
+        rows_first_result.rows_first_result[(blocks_for(items, device),)](
+            inner.data, inner.scales, w.data, w.scales, nothing if weights.b2 is None else weights.b2,
+            call.weights_RK, to.left, to.out, nothing if to.slots_R is None else to.slots_R,
+            to.out.stride(0), call.sorted.order_N, call.sorted.tiles, call.sorted.how_many, call.sorted.max_tiles,
+            H=spec.hidden_size, I=spec.intermediate_size, W_WIDTH=w.width, W_SCALE_WIDTH=w.scale_width,
+            W_STRIDE=w.stride, TOP_K=spec.top_k, KIND=product_kind(spec.weights, device),
+            HAS_OUT_SLOTS=to.slots_R is not None, HAS_BIAS=weights.b2 is not None, WEIGHTED=spec.weight_on == "output",
+            FINALIZE=finalize, TILE=cut.tile, TAIL=cut.tail, EARLY=call.early,
+            num_warps=cut.warps, num_stages=cut.stages, **call.options,
+        )  # fmt: skip
+        return
+    products.result_product[(blocks_for(items, device),)](
+        inner.data, inner.scales, w.data, w.scales, w.global_scale, w.global_factor,
+        nothing if weights.b2 is None else weights.b2, call.weights_RK,
+        to.left, to.out, nothing if to.slots_R is None else to.slots_R, to.out.stride(0),
+        call.sorted.order_N, call.sorted.tiles, call.sorted.how_many, call.sorted.max_tiles,
         H=spec.hidden_size, I=spec.intermediate_size, W_WIDTH=w.width, W_SCALE_WIDTH=w.scale_width,
-        W_STRIDE=w.stride, TOP_K=spec.top_k, EXPERTS=spec.num_local_experts,
-        WEIGHTS=w.format, KIND=product_kind(spec.weights, inner.device), HAS_OUT_SLOTS=to.slots_R is not None,
+        W_STRIDE=w.stride, TOP_K=spec.top_k,
+        WEIGHTS=w.format, KIND=product_kind(spec.weights, device), HAS_OUT_SLOTS=to.slots_R is not None,
         HAS_GLOBAL=w.has_global, HAS_BIAS=weights.b2 is not None, WEIGHTED=spec.weight_on == "output",
-        FINALIZE=finalize, SUMS=to.arrived.numel() > 0,
-        OUT=cut.out, TILE=cut.tile, TAIL=cut.tail, BLOCK=cut.block, EARLY=call.early,
-        num_warps=cut.warps, num_stages=cut.stages, enable_fp_fusion=not cut.sums_inside, **call.options,
+        FINALIZE=finalize, OUT=cut.out, TILE=cut.tile, TAIL=cut.tail, BLOCK=cut.block, EARLY=call.early,
+        num_warps=cut.warps, num_stages=cut.stages, **call.options,
     )  # fmt: skip
 
 
 def launch_sums(call: Launch, ids_RK: Tensor, to: Destination) -> None:
-    """Sum the rows that several experts take, out of `to.left` into `to.out`."""
+    """Sum the rows that several experts take, out of `to.left` into `to.out`.
+
+    A product and a sum are two roundings, as in `UnfinalizedRows.finish`.
+    """
     spec, rows = call.spec, ids_RK.shape[0]
     columns = min(2048, triton.next_power_of_2(spec.hidden_size))
     items = rows * triton.cdiv(spec.hidden_size, columns)
@@ -305,7 +349,6 @@ def launch_packed(
     x: Tensor,
     slots_R: Tensor | None,
     inner: Tensor,
-    ids_RK: Tensor,
     to: Destination,
     *,
     finalize: bool,
@@ -328,16 +371,16 @@ def launch_packed(
         packed.packed_product[(triton.cdiv(lines, cut.out * cut.groups), call.sorted.max_tiles)](
             rows, nothing if slots is None else slots, w.words, w.scales,
             w.global_scale if has_global else nothing, w.global_factor if has_global else nothing,
-            nothing if bias is None else bias, call.weights_RK, y, call.sorted.order_N, ids_RK, to.left, to.arrived,
+            nothing if bias is None else bias, call.weights_RK, y, call.sorted.order_N, to.left,
             call.sorted.tiles, call.sorted.how_many, call.sorted.max_tiles, rows.stride(0), y.stride(0),
-            EXPERTS=spec.num_local_experts, INPUTS=inputs, WIDTH=packing.padded(inputs, packing.INPUTS), LINES=lines,
+            INPUTS=inputs, WIDTH=packing.padded(inputs, packing.INPUTS), LINES=lines,
             COLUMNS=I if is_first else H, TOP_K=spec.top_k,
             KIND=packed.INT4 if w.format == "mxint4" else packed.E2M1, SPANS=4 if w.format == "nvfp4" else 2,
             WIDTHS=cut.widths, FIRST=is_first, INTERLEAVED=spec.activation.interleaved,
             HAS_SLOTS=slots is not None, HAS_GLOBAL=has_global, HAS_BIAS=bias is not None, WEIGHTED=weighted,
-            FINALIZE=finalize, SUMS=to.arrived.numel() > 0, **_activation(spec),
+            FINALIZE=finalize, **_activation(spec),
             GROUPS=cut.groups, AHEAD=cut.ahead, STAGES=cut.stages, EARLY=call.early,
-            num_warps=cut.warps, enable_fp_fusion=is_first or not cut.sums_inside, **registers, **call.options,
+            num_warps=cut.warps, **registers, **call.options,
         )  # fmt: skip
 
     first, second = call.cuts.inner, call.cuts.result

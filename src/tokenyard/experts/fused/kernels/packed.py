@@ -201,12 +201,10 @@ def activate(gate, up, KIND: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.conste
 
 @gluon.jit
 def deliver(
-    value, place, is_row, n, is_output, column, across,
-    weights_N, ids_N, left, arrived, out, out_slots_R, out_stride,
-    EXPERTS: gl.constexpr, H: gl.constexpr, TOP_K: gl.constexpr,
-    HAS_OUT_SLOTS: gl.constexpr, WEIGHTED: gl.constexpr, SUMS: gl.constexpr, STORE: gl.constexpr,
+    value, place, is_row, n, weights_N, left, out, out_slots_R, out_stride,
+    H: gl.constexpr, TOP_K: gl.constexpr, HAS_OUT_SLOTS: gl.constexpr, WEIGHTED: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
-    """Results `[outputs, rows]`: alone in their row, weighted, into `out`; else into `left`, and their row's sum."""
+    """Results `[outputs, rows]`: alone in their row, weighted, into `out`; else into `left`, for their row's sum."""
     # Eight outputs a thread, where they are neighbors in memory.
     wide = gl.convert_layout(value.to(left.dtype.element_ty), STORE)
     n8 = gl.convert_layout(n, gl.SliceLayout(1, STORE))
@@ -224,40 +222,6 @@ def deliver(
     home = out + line.to(gl.int64)[None, :] * out_stride + n8[:, None]
     is_alone = there8 & (place8 >= 0)
     gl.store(home, weighted.to(out.dtype.element_ty), mask=(n8 < H)[:, None] & is_alone[None, :])
-    if SUMS:
-        shared = is_row & (place < 0)
-        if gl.max(shared.to(gl.int32), axis=0) > 0:
-            row = gl.where(place < 0, ~place, place) // TOP_K
-            expected = gl.zeros_like(row)
-            for k in gl.static_range(TOP_K):
-                expert = gl.load(ids_N + row * TOP_K + k, mask=shared, other=-1)
-                expected += ((expert >= 0) & (expert < EXPERTS)).to(gl.int32)
-            meet()
-            one = gl.zeros_like(row) + 1
-            counts = arrived + row * across + column
-            earlier = gl.atomic_add(counts, one, mask=shared, sem="acq_rel", scope="gpu")
-            last = shared & (earlier == expected - 1)
-            meet()
-            if gl.max(last.to(gl.int32), axis=0) > 0:
-                total = gl.zeros_like(value)
-                for choice in range(TOP_K):
-                    other = row * TOP_K + choice
-                    expert = gl.load(ids_N + other, mask=last, other=-1)
-                    there = last & (expert >= 0) & (expert < EXPERTS)
-                    found = gl.load(
-                        left + other.to(gl.int64)[None, :] * H + n[:, None],
-                        mask=is_output[:, None] & there[None, :],
-                        other=0.0,
-                    ).to(gl.float32)
-                    if WEIGHTED:
-                        weight = gl.load(weights_N + other, mask=there, other=0.0).to(gl.float32)
-                        found = found * weight[None, :]
-                    total += found
-                to = row
-                if HAS_OUT_SLOTS:
-                    to = gl.load(out_slots_R + row, mask=last, other=0).to(gl.int32)
-                sums = out + to.to(gl.int64)[None, :] * out_stride + n[:, None]
-                gl.store(sums, total.to(out.dtype.element_ty), mask=is_output[:, None] & last[None, :])
 
 
 @gluon.jit
@@ -268,11 +232,11 @@ def nothing(WARPS: gl.constexpr, N: gl.constexpr):
 
 @gluon.jit
 def finish_tile(
-    acc, slots_R, divisors, factors, bias, weights_N, y, order_N, ids_N, left, arrived,
-    expert, part, start, count, offset, y_stride, across,
-    EXPERTS: gl.constexpr, COLUMNS: gl.constexpr, TOP_K: gl.constexpr,
+    acc, slots_R, divisors, factors, bias, weights_N, y, order_N, left,
+    expert, part, start, count, offset, y_stride,
+    COLUMNS: gl.constexpr, TOP_K: gl.constexpr,
     FIRST: gl.constexpr, INTERLEAVED: gl.constexpr, HAS_SLOTS: gl.constexpr, HAS_GLOBAL: gl.constexpr,
-    HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr, FINALIZE: gl.constexpr, SUMS: gl.constexpr,
+    HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr, FINALIZE: gl.constexpr,
     ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, SHIFT: gl.constexpr,
     NN: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -313,8 +277,8 @@ def finish_tile(
         where = y + (start + t).to(gl.int64)[None, :] * y_stride + i[:, None]
         gl.store(where, value, mask=(i < COLUMNS)[:, None] & (t < count)[None, :])
     elif FINALIZE:
-        deliver(value, place, is_row, j, is_output, part, across, weights_N, ids_N, left, arrived, y, slots_R, y_stride,
-                EXPERTS, COLUMNS, TOP_K, HAS_SLOTS, WEIGHTED, SUMS, STORE)  # fmt: skip
+        deliver(value, place, is_row, j, weights_N, left, y, slots_R, y_stride,
+                COLUMNS, TOP_K, HAS_SLOTS, WEIGHTED, STORE)  # fmt: skip
     else:
         where = left + pair.to(gl.int64)[None, :] * COLUMNS + j[:, None]
         gl.store(where, value.to(left.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
@@ -322,12 +286,12 @@ def finish_tile(
 
 @gluon.jit
 def tile_product(
-    x, slots_R, words, scales, divisors, factors, bias, weights_N, y, order_N, ids_N, left, arrived,
-    expert, block, start, count, x_stride, y_stride, across,
-    EXPERTS: gl.constexpr, INPUTS: gl.constexpr, WIDTH: gl.constexpr, COLUMNS: gl.constexpr, TOP_K: gl.constexpr,
+    x, slots_R, words, scales, divisors, factors, bias, weights_N, y, order_N, left,
+    expert, block, start, count, x_stride, y_stride,
+    INPUTS: gl.constexpr, WIDTH: gl.constexpr, COLUMNS: gl.constexpr, TOP_K: gl.constexpr,
     KIND: gl.constexpr, SPANS: gl.constexpr, N0: gl.constexpr, N1: gl.constexpr,
     FIRST: gl.constexpr, INTERLEAVED: gl.constexpr, HAS_SLOTS: gl.constexpr, HAS_GLOBAL: gl.constexpr,
-    HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr, FINALIZE: gl.constexpr, SUMS: gl.constexpr,
+    HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr, FINALIZE: gl.constexpr,
     ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, SHIFT: gl.constexpr,
     GROUPS: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -403,21 +367,21 @@ def tile_product(
     for m in gl.static_range(GROUPS):
         for b in gl.static_range(NB):
             finish_tile(
-                acc[m * NB + b], slots_R, divisors, factors, bias, weights_N, y, order_N, ids_N, left, arrived,
-                expert, block * GROUPS + m, start, count, b * N0, y_stride, across,
-                EXPERTS, COLUMNS, TOP_K, FIRST, INTERLEAVED, HAS_SLOTS, HAS_GLOBAL, HAS_BIAS, WEIGHTED, FINALIZE, SUMS,
+                acc[m * NB + b], slots_R, divisors, factors, bias, weights_N, y, order_N, left,
+                expert, block * GROUPS + m, start, count, b * N0, y_stride,
+                COLUMNS, TOP_K, FIRST, INTERLEAVED, HAS_SLOTS, HAS_GLOBAL, HAS_BIAS, WEIGHTED, FINALIZE,
                 ACTIVATION, LIMIT, ALPHA, SHIFT, N1 if b else N0, WARPS,
             )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["how_many", "max_tiles"])
 def packed_product(
-    x, slots_R, words, scales, divisors, factors, bias, weights_N, y, order_N, ids_N, left, arrived,
+    x, slots_R, words, scales, divisors, factors, bias, weights_N, y, order_N, left,
     tiles, how_many, max_tiles, x_stride, y_stride,
-    EXPERTS: gl.constexpr, INPUTS: gl.constexpr, WIDTH: gl.constexpr, LINES: gl.constexpr, COLUMNS: gl.constexpr,
+    INPUTS: gl.constexpr, WIDTH: gl.constexpr, LINES: gl.constexpr, COLUMNS: gl.constexpr,
     TOP_K: gl.constexpr, KIND: gl.constexpr, SPANS: gl.constexpr, WIDTHS: gl.constexpr,
     FIRST: gl.constexpr, INTERLEAVED: gl.constexpr, HAS_SLOTS: gl.constexpr, HAS_GLOBAL: gl.constexpr,
-    HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr, FINALIZE: gl.constexpr, SUMS: gl.constexpr,
+    HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr, FINALIZE: gl.constexpr,
     ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, SHIFT: gl.constexpr,
     GROUPS: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -427,24 +391,24 @@ def packed_product(
             depends("wait")
         depends("launch_dependents")
     block, tile = gl.program_id(0), gl.program_id(1)
-    # The second product has not waited yet, but the kernel before it has: what the sort wrote is there.
-    if tile >= gl.load(how_many):
-        return
+    # The second product has not waited yet, but the kernel before it has: what the sort wrote is there. All of it is
+    # asked for at once; behind the last tile there is something, but no tile.
     expert = gl.load(tiles + tile)
     start = gl.load(tiles + max_tiles + tile)
     count = gl.load(tiles + 2 * max_tiles + tile)
+    if tile >= gl.load(how_many):
+        return
     u0 = expert.to(gl.int64) * (LINES // 64) + block * (num_warps // 4 * GROUPS)
     S: gl.constexpr = 128 * SPANS
-    across = gl.num_programs(0) * GROUPS
     for v in gl.static_range(len(WIDTHS)):
         if (count > (WIDTHS[v - 1][0] + WIDTHS[v - 1][1] if v else 0)) & (
             count <= WIDTHS[v][0] + WIDTHS[v][1]
         ):
             tile_product(
                 x, slots_R, words + u0 * (WIDTH // 64 * 512), scales + u0 * (WIDTH // 128 * S), divisors, factors, bias,
-                weights_N, y, order_N, ids_N, left, arrived,
-                expert, block, start, count, x_stride, y_stride, across,
-                EXPERTS, INPUTS, WIDTH, COLUMNS, TOP_K, KIND, SPANS, WIDTHS[v][0], WIDTHS[v][1],
-                FIRST, INTERLEAVED, HAS_SLOTS, HAS_GLOBAL, HAS_BIAS, WEIGHTED, FINALIZE, SUMS,
+                weights_N, y, order_N, left,
+                expert, block, start, count, x_stride, y_stride,
+                INPUTS, WIDTH, COLUMNS, TOP_K, KIND, SPANS, WIDTHS[v][0], WIDTHS[v][1],
+                FIRST, INTERLEAVED, HAS_SLOTS, HAS_GLOBAL, HAS_BIAS, WEIGHTED, FINALIZE,
                 ACTIVATION, LIMIT, ALPHA, SHIFT, GROUPS, AHEAD, STAGES, EARLY, num_warps,
             )  # fmt: skip

@@ -1,13 +1,14 @@
 """The two products of an expert, turned: outputs × rows, so that few rows make a narrow tile and not a wasted one.
 
     inner  = activation(W13 · x + b13)            rows gathered by index, gate and up in one tile
-    result = weight · (W2 · inner + b2)           summed over a row's experts here, in the order of its choices
+    result = weight · (W2 · inner + b2)           where it belongs, or left for the sum over a row's experts
 
 A tile of outputs holds gate and up of the same columns, 8 and 8 in turn, which a thread finds in its own registers.
+Between products with weights in blocks of e4m3, `inner` holds digits of e4m3 (`digits`); else numbers of 16 or 32 bits.
 
 **The sum.** A row that one expert takes is written where its result belongs. A row with several leaves their results,
-by pair, in `left`: rounded to the type of the rows, not weighted yet. Then `summing` adds them up, or (`SUMS`) whoever
-comes last here: an atomic count for each row and tile of outputs says who that is.
+by pair, in `left`: rounded to the type of the rows, not weighted yet. Then `summing` adds them up. (To let the block
+that comes last add them up here, with a count for each row, was slower for any number of rows.)
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tokenyard.experts.fused.kernels.decoding import FP8_BLOCK, load_tile
-from tokenyard.experts.fused.kernels.sorting import experts_of, unsigned
+from tokenyard.experts.fused.kernels.decoding import FP8_BLOCK, PLAIN, load_tile
+from tokenyard.experts.fused.kernels.digits import MASKED_FROM, split_product, store_split
+from tokenyard.experts.fused.kernels.sorting import unsigned
 
 SWIGLU = tl.constexpr(0)
 GELU = tl.constexpr(1)
@@ -56,8 +58,34 @@ def activate(
 
 
 @triton.jit
+def tile_of(tiles, max_tiles, item, ACROSS: tl.constexpr):
+    """Expert, first place and count of an item's tile; something of no meaning for an item behind the last."""
+    tile = tl.minimum(item // ACROSS, max_tiles - 1)
+    return tl.load(tiles + tile), tl.load(tiles + max_tiles + tile), tl.load(tiles + 2 * max_tiles + tile)
+
+
+@triton.jit
+def load_rows(
+    x, x_scales, x_line, is_row, first, width, x_stride, x_scale_stride,
+    ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """`load_tile` of rows, of which a long tile loads those alone that are there: the others are zero."""
+    if (TILE >= MASKED_FROM) & ((ROWS == PLAIN) | (ROWS == FP8_BLOCK)):
+        column = first + tl.arange(0, BLOCK)
+        where = x + x_line.to(tl.int64)[:, None] * x_stride + column[None, :]
+        if EVEN:
+            return tl.load(where, mask=is_row[:, None], other=0.0)
+        else:
+            return tl.load(where, mask=is_row[:, None] & (column < width)[None, :], other=0.0)
+    else:
+        return load_tile(
+            x, x_scales, x_line, first, width, x_stride, x_scale_stride, ROWS, TILE, BLOCK, EVEN, KIND
+        )
+
+
+@triton.jit
 def block_product(
-    x, x_scales, x_line, w, w_scales, w_line,
+    x, x_scales, x_line, is_row, w, w_scales, w_line,
     x_stride, x_scale_stride, w_stride, w_scale_stride,
     INPUTS: tl.constexpr, X_WIDTH: tl.constexpr, W_WIDTH: tl.constexpr,
     ROWS: tl.constexpr, WEIGHTS: tl.constexpr, KIND: tl.constexpr,
@@ -86,7 +114,7 @@ def block_product(
             next_by_row = tl.load(x_scale + later)
         a = load_tile(w, w_scales, w_line, first, W_WIDTH, w_stride, w_scale_stride,
                       WEIGHTS, OUT, BLOCK, EVEN, KIND)  # fmt: skip
-        b = load_tile(x, x_scales, x_line, first, X_WIDTH, x_stride, x_scale_stride,
+        b = load_rows(x, x_scales, x_line, is_row, first, X_WIDTH, x_stride, x_scale_stride,
                       ROWS, TILE, BLOCK, EVEN, KIND)  # fmt: skip
         if ROWS == FP8_BLOCK:
             if not BOTH_FP8:
@@ -125,8 +153,8 @@ def global_scale(divisors, factors, expert, output, OUTPUTS: tl.constexpr):
 
 @triton.jit
 def inner_tile(
-    x, x_scales, x_globals, slots_R, w13, w13_scales, w13_global, w13_factor, b13, weights_N, inner,
-    order_N, expert, start, count, column,
+    x, x_scales, x_globals, slots_R, w13, w13_scales, w13_global, w13_factor, b13, weights_N,
+    inner, inner_scales, order_N, expert, start, count, column,
     x_stride, x_scale_stride, x_global_stride,
     H: tl.constexpr, I: tl.constexpr, X_WIDTH: tl.constexpr, W_WIDTH: tl.constexpr, W_SCALE_WIDTH: tl.constexpr,
     W_STRIDE: tl.constexpr, TOP_K: tl.constexpr,
@@ -139,7 +167,7 @@ def inner_tile(
     """One tile of the first product, activated, into `inner` at the places of `order_N`."""
     t = tl.arange(0, TILE)
     is_row = t < count
-    place = start + tl.minimum(t, count - 1)  # behind the last row it is computed again, and not stored
+    place = start + tl.minimum(t, count - 1)  # behind the last row something is computed, and not stored
     pair = unsigned(tl.load(order_N + place))
     line = pair // TOP_K
     if HAS_SLOTS:
@@ -162,7 +190,7 @@ def inner_tile(
     expert = expert.to(tl.int64)
     SCALE_LINES: tl.constexpr = (OUTPUTS + 127) // 128 if WEIGHTS == FP8_BLOCK else OUTPUTS
     acc = block_product(
-        x, x_scales, line,
+        x, x_scales, line, is_row,
         w13 + expert * (OUTPUTS * W_STRIDE), w13_scales + expert * (SCALE_LINES * W_SCALE_WIDTH), output,
         x_stride, x_scale_stride, W_STRIDE, W_SCALE_WIDTH,
         H, X_WIDTH, W_WIDTH, ROWS, WEIGHTS, KIND, OUT, TILE, BLOCK,
@@ -182,15 +210,19 @@ def inner_tile(
         value = tl.reshape(value, [COLUMNS, TILE])
     else:
         value = activate(acc, acc, ACTIVATION, False, LIMIT, ALPHA, SHIFT)
-    c = column * COLUMNS + tl.arange(0, COLUMNS)
-    where = inner + place.to(tl.int64)[None, :] * I + c[:, None]
-    tl.store(where, value.to(inner.dtype.element_ty), mask=(c < I)[:, None] & is_row[None, :])
+    if inner.dtype.element_ty == tl.float8e4nv:
+        tl.static_assert(COLUMNS == 128)
+        store_split(value, place, is_row, column, inner, inner_scales, I, 0)
+    else:
+        c = column * COLUMNS + tl.arange(0, COLUMNS)
+        where = inner + place.to(tl.int64)[None, :] * I + c[:, None]
+        tl.store(where, value.to(inner.dtype.element_ty), mask=(c < I)[:, None] & is_row[None, :])
 
 
 @triton.jit(do_not_specialize=["how_many", "max_tiles"])
 def inner_product(
-    x, x_scales, x_globals, slots_R, w13, w13_scales, w13_global, w13_factor, b13, weights_N, inner,
-    order_N, tiles, how_many, max_tiles, x_stride, x_scale_stride, x_global_stride,
+    x, x_scales, x_globals, slots_R, w13, w13_scales, w13_global, w13_factor, b13, weights_N,
+    inner, inner_scales, order_N, tiles, how_many, max_tiles, x_stride, x_scale_stride, x_global_stride,
     H: tl.constexpr, I: tl.constexpr, X_WIDTH: tl.constexpr, W_WIDTH: tl.constexpr, W_SCALE_WIDTH: tl.constexpr,
     W_STRIDE: tl.constexpr, TOP_K: tl.constexpr,
     ROWS: tl.constexpr, WEIGHTS: tl.constexpr, KIND: tl.constexpr, HAS_SLOTS: tl.constexpr, X_GLOBAL: tl.constexpr,
@@ -205,15 +237,16 @@ def inner_product(
         gdc_launch_dependents()
     COLUMNS: tl.constexpr = OUT // 2 if GATED else OUT
     ACROSS: tl.constexpr = (I + COLUMNS - 1) // COLUMNS
+    # A tile is looked up before it is known to be there, and the next one early: no load waits for another.
+    expert, start, count = tile_of(tiles, max_tiles, tl.program_id(0), ACROSS)
     total = tl.load(how_many) * ACROSS
     for item in range(tl.program_id(0), total, tl.num_programs(0)):
-        tile, column = item // ACROSS, item % ACROSS
-        expert, start = tl.load(tiles + tile), tl.load(tiles + max_tiles + tile)
-        count = tl.load(tiles + 2 * max_tiles + tile)
+        column = item % ACROSS
+        next_expert, next_start, next_count = tile_of(tiles, max_tiles, item + tl.num_programs(0), ACROSS)
         if (TAIL > 0) & (count <= TAIL):
             inner_tile(
-                x, x_scales, x_globals, slots_R, w13, w13_scales, w13_global, w13_factor, b13, weights_N, inner,
-                order_N, expert, start, count, column,
+                x, x_scales, x_globals, slots_R, w13, w13_scales, w13_global, w13_factor, b13, weights_N,
+                inner, inner_scales, order_N, expert, start, count, column,
                 x_stride, x_scale_stride, x_global_stride,
                 H, I, X_WIDTH, W_WIDTH, W_SCALE_WIDTH, W_STRIDE, TOP_K,
                 ROWS, WEIGHTS, KIND, HAS_SLOTS, X_GLOBAL, HAS_GLOBAL, HAS_BIAS, WEIGHTED,
@@ -221,23 +254,22 @@ def inner_product(
             )  # fmt: skip
         else:
             inner_tile(
-                x, x_scales, x_globals, slots_R, w13, w13_scales, w13_global, w13_factor, b13, weights_N, inner,
-                order_N, expert, start, count, column,
+                x, x_scales, x_globals, slots_R, w13, w13_scales, w13_global, w13_factor, b13, weights_N,
+                inner, inner_scales, order_N, expert, start, count, column,
                 x_stride, x_scale_stride, x_global_stride,
                 H, I, X_WIDTH, W_WIDTH, W_SCALE_WIDTH, W_STRIDE, TOP_K,
                 ROWS, WEIGHTS, KIND, HAS_SLOTS, X_GLOBAL, HAS_GLOBAL, HAS_BIAS, WEIGHTED,
                 ACTIVATION, GATED, INTERLEAVED, LIMIT, ALPHA, SHIFT, OUT, TILE, BLOCK,
             )  # fmt: skip
+        expert, start, count = next_expert, next_start, next_count
 
 
 @triton.jit
 def deliver(
-    value, place, is_row, n, is_output, column, across,
-    weights_N, ids_N, left, arrived, out, out_slots_R, out_stride,
-    H: tl.constexpr, TOP_K: tl.constexpr, HAS_OUT_SLOTS: tl.constexpr, WEIGHTED: tl.constexpr, SUMS: tl.constexpr,
-    OUT: tl.constexpr, TILE: tl.constexpr, EXPERTS: tl.constexpr,
+    value, place, is_row, n, is_output, weights_N, left, out, out_slots_R, out_stride,
+    H: tl.constexpr, TOP_K: tl.constexpr, HAS_OUT_SLOTS: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Results `[OUT, TILE]`: alone in their row, weighted, into `out`; else into `left`, and into their row's sum."""
+    """Results `[OUT, TILE]`: alone in their row, weighted, into `out`; else into `left`, for their row's sum."""
     pair = unsigned(place)
     row = pair // TOP_K
     value = value.to(left.dtype.element_ty)
@@ -253,36 +285,17 @@ def deliver(
     if WEIGHTED:
         weighted *= tl.load(weights_N + pair, mask=is_row, other=0.0).to(tl.float32)[None, :]
     tl.store(home, weighted.to(out.dtype.element_ty), mask=is_output[:, None] & alone[None, :])
-    if SUMS:
-        if tl.max(shared.to(tl.int32), axis=0) > 0:
-            expected = experts_of(ids_N, row, shared, EXPERTS, TOP_K)
-            tl.debug_barrier()
-            count = arrived + row * across + column
-            earlier = tl.atomic_add(count, 1, mask=shared, sem="acq_rel", scope="gpu")
-            last = shared & (earlier == expected - 1)
-            tl.debug_barrier()
-            if tl.max(last.to(tl.int32), axis=0) > 0:
-                total = tl.zeros([OUT, TILE], tl.float32)
-                for choice in range(TOP_K):
-                    other = row * TOP_K + choice
-                    expert = tl.load(ids_N + other, mask=last, other=-1)
-                    there = last & (expert >= 0) & (expert < EXPERTS)
-                    where = left + other.to(tl.int64)[None, :] * H + n[:, None]
-                    found = tl.load(where, mask=is_output[:, None] & there[None, :], other=0.0).to(tl.float32)
-                    if WEIGHTED:
-                        found *= tl.load(weights_N + other, mask=there, other=0.0).to(tl.float32)[None, :]
-                    total += found
-                tl.store(home, total.to(out.dtype.element_ty), mask=is_output[:, None] & last[None, :])
 
 
 @triton.jit
 def result_tile(
-    inner, w2, w2_scales, w2_global, w2_factor, b2, weights_N, ids_N, left, arrived, out, out_slots_R, out_stride,
-    order_N, expert, start, count, column, across,
+    inner, inner_scales, w2, w2_scales, w2_global, w2_factor, b2, weights_N,
+    left, out, out_slots_R, out_stride,
+    order_N, expert, start, count, column,
     H: tl.constexpr, I: tl.constexpr, W_WIDTH: tl.constexpr, W_SCALE_WIDTH: tl.constexpr,
-    W_STRIDE: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
+    W_STRIDE: tl.constexpr, TOP_K: tl.constexpr,
     WEIGHTS: tl.constexpr, KIND: tl.constexpr, HAS_OUT_SLOTS: tl.constexpr, HAS_GLOBAL: tl.constexpr,
-    HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr, FINALIZE: tl.constexpr, SUMS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr, FINALIZE: tl.constexpr,
     OUT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One tile of the second product, delivered."""
@@ -294,12 +307,18 @@ def result_tile(
     output = tl.minimum(n, H - 1)
     expert = expert.to(tl.int64)
     SCALE_LINES: tl.constexpr = (H + 127) // 128 if WEIGHTS == FP8_BLOCK else H
-    acc = block_product(
-        inner, inner, place,
-        w2 + expert * (H * W_STRIDE), w2_scales + expert * (SCALE_LINES * W_SCALE_WIDTH), output,
-        I, 1, W_STRIDE, W_SCALE_WIDTH,
-        I, I, W_WIDTH, 0, WEIGHTS, KIND, OUT, TILE, BLOCK,
-    )  # fmt: skip
+    w, w_scales = w2 + expert * (H * W_STRIDE), w2_scales + expert * (SCALE_LINES * W_SCALE_WIDTH)
+    if inner.dtype.element_ty == tl.float8e4nv:
+        tl.static_assert(BLOCK == 128)
+        acc = split_product(
+            inner, inner_scales, place, is_row, w, w_scales, output, W_STRIDE, W_SCALE_WIDTH,
+            I, W_WIDTH, KIND, OUT, TILE,
+        )  # fmt: skip
+    else:
+        acc = block_product(
+            inner, inner, place, is_row, w, w_scales, output, I, 1, W_STRIDE, W_SCALE_WIDTH,
+            I, I, W_WIDTH, PLAIN, WEIGHTS, KIND, OUT, TILE, BLOCK,
+        )  # fmt: skip
     if HAS_GLOBAL:
         acc *= global_scale(w2_global, w2_factor, expert, output, H)[:, None]
     if HAS_BIAS:
@@ -307,9 +326,8 @@ def result_tile(
     place = tl.load(order_N + place)
     if FINALIZE:
         deliver(
-            acc, place, is_row, n, is_output, column, across,
-            weights_N, ids_N, left, arrived, out, out_slots_R, out_stride,
-            H, TOP_K, HAS_OUT_SLOTS, WEIGHTED, SUMS, OUT, TILE, EXPERTS,
+            acc, place, is_row, n, is_output, weights_N, left, out, out_slots_R, out_stride,
+            H, TOP_K, HAS_OUT_SLOTS, WEIGHTED,
         )  # fmt: skip
     else:
         where = left + unsigned(place).to(tl.int64)[None, :] * H + n[:, None]
@@ -318,12 +336,13 @@ def result_tile(
 
 @triton.jit(do_not_specialize=["how_many", "max_tiles"])
 def result_product(
-    inner, w2, w2_scales, w2_global, w2_factor, b2, weights_N, ids_N, left, arrived, out, out_slots_R, out_stride,
+    inner, inner_scales, w2, w2_scales, w2_global, w2_factor, b2, weights_N,
+    left, out, out_slots_R, out_stride,
     order_N, tiles, how_many, max_tiles,
     H: tl.constexpr, I: tl.constexpr, W_WIDTH: tl.constexpr, W_SCALE_WIDTH: tl.constexpr,
-    W_STRIDE: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
+    W_STRIDE: tl.constexpr, TOP_K: tl.constexpr,
     WEIGHTS: tl.constexpr, KIND: tl.constexpr, HAS_OUT_SLOTS: tl.constexpr, HAS_GLOBAL: tl.constexpr,
-    HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr, FINALIZE: tl.constexpr, SUMS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr, FINALIZE: tl.constexpr,
     OUT: tl.constexpr, TILE: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The second product of all experts: every block takes tiles in turn."""
@@ -331,23 +350,25 @@ def result_product(
         gdc_wait()
         gdc_launch_dependents()
     ACROSS: tl.constexpr = (H + OUT - 1) // OUT
+    # A tile is looked up before it is known to be there, and the next one early: no load waits for another.
+    expert, start, count = tile_of(tiles, max_tiles, tl.program_id(0), ACROSS)
     total = tl.load(how_many) * ACROSS
     for item in range(tl.program_id(0), total, tl.num_programs(0)):
-        tile, column = item // ACROSS, item % ACROSS
-        expert, start = tl.load(tiles + tile), tl.load(tiles + max_tiles + tile)
-        count = tl.load(tiles + 2 * max_tiles + tile)
+        column = item % ACROSS
+        next_expert, next_start, next_count = tile_of(tiles, max_tiles, item + tl.num_programs(0), ACROSS)
         if (TAIL > 0) & (count <= TAIL):
             result_tile(
-                inner, w2, w2_scales, w2_global, w2_factor, b2, weights_N, ids_N,
-                left, arrived, out, out_slots_R, out_stride, order_N, expert, start, count, column, ACROSS,
-                H, I, W_WIDTH, W_SCALE_WIDTH, W_STRIDE, TOP_K, EXPERTS,
-                WEIGHTS, KIND, HAS_OUT_SLOTS, HAS_GLOBAL, HAS_BIAS, WEIGHTED, FINALIZE, SUMS,
+                inner, inner_scales, w2, w2_scales, w2_global, w2_factor, b2, weights_N,
+                left, out, out_slots_R, out_stride, order_N, expert, start, count, column,
+                H, I, W_WIDTH, W_SCALE_WIDTH, W_STRIDE, TOP_K,
+                WEIGHTS, KIND, HAS_OUT_SLOTS, HAS_GLOBAL, HAS_BIAS, WEIGHTED, FINALIZE,
                 OUT, TAIL if TAIL > 0 else TILE, BLOCK,
             )  # fmt: skip
         else:
             result_tile(
-                inner, w2, w2_scales, w2_global, w2_factor, b2, weights_N, ids_N,
-                left, arrived, out, out_slots_R, out_stride, order_N, expert, start, count, column, ACROSS,
-                H, I, W_WIDTH, W_SCALE_WIDTH, W_STRIDE, TOP_K, EXPERTS,
-                WEIGHTS, KIND, HAS_OUT_SLOTS, HAS_GLOBAL, HAS_BIAS, WEIGHTED, FINALIZE, SUMS, OUT, TILE, BLOCK,
+                inner, inner_scales, w2, w2_scales, w2_global, w2_factor, b2, weights_N,
+                left, out, out_slots_R, out_stride, order_N, expert, start, count, column,
+                H, I, W_WIDTH, W_SCALE_WIDTH, W_STRIDE, TOP_K,
+                WEIGHTS, KIND, HAS_OUT_SLOTS, HAS_GLOBAL, HAS_BIAS, WEIGHTED, FINALIZE, OUT, TILE, BLOCK,
             )  # fmt: skip
+        expert, start, count = next_expert, next_start, next_count

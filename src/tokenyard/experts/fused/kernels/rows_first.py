@@ -12,7 +12,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenyard.experts.fused.kernels.decoding import FP8_BLOCK, load_tile
-from tokenyard.experts.fused.kernels.products import activate
+from tokenyard.experts.fused.kernels.digits import store_split
+from tokenyard.experts.fused.kernels.products import activate, load_rows, tile_of
 from tokenyard.experts.fused.kernels.sorting import unsigned
 
 
@@ -26,17 +27,24 @@ def block_part(rows, weights, KIND: tl.constexpr):
 
 
 @triton.jit
-def block_scale(scales, output, first, stride, UNIFORM: tl.constexpr):
-    """The scale of a block of weights: one for all outputs, or one for each."""
-    if UNIFORM:
-        return tl.load(scales + (tl.min(output, axis=0) // 128) * stride + first // 128)
+def block_scale(by_row, scales, output, first, stride, LAST: tl.constexpr, EDGE: tl.constexpr):
+    """The scales of rows `[TILE, 1]` times that of 128 columns of weights, from an output on.
+
+    The first EDGE columns lie in one block of outputs, the others in the next. The edge is a constant, so that a thread
+    knows on what side its columns are: a scale of each column would take too many registers.
+    """
+    line = output // 128
+    near = by_row * tl.load(scales + line * stride + first // 128)
+    if EDGE == 128:
+        return near
     else:
-        return tl.load(scales + (output // 128) * stride + first // 128)[None, :]
+        far = by_row * tl.load(scales + tl.minimum(line + 1, LAST) * stride + first // 128)
+        return tl.where((tl.arange(0, 128) < EDGE)[None, :], near, far)
 
 
 @triton.jit
 def rows_first_tile(
-    x, x_scales, slots_R, w13, w13_scales, b13, weights_N, inner,
+    x, x_scales, slots_R, w13, w13_scales, b13, weights_N, inner, inner_scales,
     order_N, expert, start, count, column, x_stride, x_scale_stride,
     H: tl.constexpr, I: tl.constexpr, X_WIDTH: tl.constexpr, W_WIDTH: tl.constexpr, W_SCALE_WIDTH: tl.constexpr,
     W_STRIDE: tl.constexpr, TOP_K: tl.constexpr,
@@ -48,21 +56,28 @@ def rows_first_tile(
     """One tile of the first product, activated, into `inner` at the places of `order_N`."""
     t = tl.arange(0, TILE)
     is_row = t < count
-    place = start + tl.minimum(t, count - 1)  # behind the last row it is computed again, and not stored
+    place = start + tl.minimum(t, count - 1)  # behind the last row something is computed, and not stored
     pair = unsigned(tl.load(order_N + place))
     line = pair // TOP_K
     if HAS_SLOTS:
         line = tl.load(slots_R + line)
     c = column * COLUMNS + tl.arange(0, COLUMNS)
-    i = tl.minimum(c, I - 1)
+    if I % COLUMNS == 0:
+        i = c  # lines at equal distances: one address is enough for all
+    else:
+        i = tl.minimum(c, I - 1)
     if INTERLEAVED:
         gates, ups = 2 * i, 2 * i + 1
     else:
         gates, ups = i, I + i
-    SPAN: tl.constexpr = 2 * COLUMNS if INTERLEAVED else COLUMNS
-    # All outputs of the tile lie in one block of 128.
-    UNIFORM: tl.constexpr = (128 % SPAN == 0) & (INTERLEAVED | (I % COLUMNS == 0))
     SCALED: tl.constexpr = FORMAT == FP8_BLOCK
+    if SCALED:
+        tl.static_assert(COLUMNS == 128)
+    GATE_EDGE: tl.constexpr = 64 if INTERLEAVED else 128
+    UP_EDGE: tl.constexpr = 64 if INTERLEAVED else 128 - I % 128
+    LAST: tl.constexpr = (2 * I - 1) // 128
+    # By a reduction, whose result the compiler keeps: what it can compute again, it does, and runs out of registers.
+    first_gate, first_up = tl.min(gates, axis=0), tl.min(ups, axis=0)
     expert = expert.to(tl.int64)
     w = w13 + expert * (2 * I * W_STRIDE)
     w_scales = w13_scales + expert * (((2 * I + 127) // 128) * W_SCALE_WIDTH)
@@ -71,7 +86,7 @@ def rows_first_tile(
     gate = tl.zeros([TILE, COLUMNS], tl.float32)
     up = tl.zeros([TILE, COLUMNS], tl.float32)
     for first in range(0, H, BLOCK):
-        rows = load_tile(x, x_scales, line, first, X_WIDTH, x_stride, x_scale_stride,
+        rows = load_rows(x, x_scales, line, is_row, first, X_WIDTH, x_stride, x_scale_stride,
                          FORMAT, TILE, BLOCK, EVEN, KIND)  # fmt: skip
         gate_weights = load_tile(w, w_scales, gates, first, W_WIDTH, W_STRIDE, W_SCALE_WIDTH,
                                  FORMAT, COLUMNS, BLOCK, EVEN, KIND)  # fmt: skip
@@ -79,10 +94,10 @@ def rows_first_tile(
                                FORMAT, COLUMNS, BLOCK, EVEN, KIND)  # fmt: skip
         if SCALED:
             by_row = tl.load(x_scale + first // 128)[:, None]
-            gate_scale = block_scale(w_scales, gates, first, W_SCALE_WIDTH, UNIFORM)
-            up_scale = block_scale(w_scales, ups, first, W_SCALE_WIDTH, UNIFORM)
-            gate += block_part(rows, gate_weights, KIND) * (by_row * gate_scale)
-            up += block_part(rows, up_weights, KIND) * (by_row * up_scale)
+            gate_scale = block_scale(by_row, w_scales, first_gate, first, W_SCALE_WIDTH, LAST, GATE_EDGE)
+            up_scale = block_scale(by_row, w_scales, first_up, first, W_SCALE_WIDTH, LAST, UP_EDGE)
+            gate += block_part(rows, gate_weights, KIND) * gate_scale
+            up += block_part(rows, up_weights, KIND) * up_scale
         elif KIND == tl.float32:
             gate += block_part(rows, gate_weights, KIND)
             up += block_part(rows, up_weights, KIND)
@@ -96,13 +111,17 @@ def rows_first_tile(
         gate += tl.load(b13 + expert * (2 * I) + gates).to(tl.float32)[None, :]
         up += tl.load(b13 + expert * (2 * I) + ups).to(tl.float32)[None, :]
     value = activate(gate, up, ACTIVATION, True, LIMIT, ALPHA, SHIFT)
-    where = inner + place.to(tl.int64)[:, None] * I + c[None, :]
-    tl.store(where, value.to(inner.dtype.element_ty), mask=(c < I)[None, :] & is_row[:, None])
+    if inner.dtype.element_ty == tl.float8e4nv:
+        tl.static_assert(COLUMNS == 128)
+        store_split(value, place, is_row, column, inner, inner_scales, I, 1)
+    else:
+        where = inner + place.to(tl.int64)[:, None] * I + c[None, :]
+        tl.store(where, value.to(inner.dtype.element_ty), mask=(c < I)[None, :] & is_row[:, None])
 
 
 @triton.jit(do_not_specialize=["how_many", "max_tiles"])
 def rows_first_product(
-    x, x_scales, slots_R, w13, w13_scales, b13, weights_N, inner,
+    x, x_scales, slots_R, w13, w13_scales, b13, weights_N, inner, inner_scales,
     order_N, tiles, how_many, max_tiles, x_stride, x_scale_stride,
     H: tl.constexpr, I: tl.constexpr, X_WIDTH: tl.constexpr, W_WIDTH: tl.constexpr, W_SCALE_WIDTH: tl.constexpr,
     W_STRIDE: tl.constexpr, TOP_K: tl.constexpr,
@@ -116,14 +135,14 @@ def rows_first_product(
         gdc_wait()
         gdc_launch_dependents()
     ACROSS: tl.constexpr = (I + COLUMNS - 1) // COLUMNS
+    expert, start, count = tile_of(tiles, max_tiles, tl.program_id(0), ACROSS)  # early, as in `products`
     total = tl.load(how_many) * ACROSS
     for item in range(tl.program_id(0), total, tl.num_programs(0)):
-        tile, column = item // ACROSS, item % ACROSS
-        expert, start = tl.load(tiles + tile), tl.load(tiles + max_tiles + tile)
-        count = tl.load(tiles + 2 * max_tiles + tile)
+        column = item % ACROSS
+        next_expert, next_start, next_count = tile_of(tiles, max_tiles, item + tl.num_programs(0), ACROSS)
         if (TAIL > 0) & (count <= TAIL):
             rows_first_tile(
-                x, x_scales, slots_R, w13, w13_scales, b13, weights_N, inner,
+                x, x_scales, slots_R, w13, w13_scales, b13, weights_N, inner, inner_scales,
                 order_N, expert, start, count, column, x_stride, x_scale_stride,
                 H, I, X_WIDTH, W_WIDTH, W_SCALE_WIDTH, W_STRIDE, TOP_K,
                 FORMAT, KIND, HAS_SLOTS, HAS_BIAS, WEIGHTED, ACTIVATION, INTERLEAVED, LIMIT, ALPHA, SHIFT,
@@ -131,9 +150,10 @@ def rows_first_product(
             )  # fmt: skip
         else:
             rows_first_tile(
-                x, x_scales, slots_R, w13, w13_scales, b13, weights_N, inner,
+                x, x_scales, slots_R, w13, w13_scales, b13, weights_N, inner, inner_scales,
                 order_N, expert, start, count, column, x_stride, x_scale_stride,
                 H, I, X_WIDTH, W_WIDTH, W_SCALE_WIDTH, W_STRIDE, TOP_K,
                 FORMAT, KIND, HAS_SLOTS, HAS_BIAS, WEIGHTED, ACTIVATION, INTERLEAVED, LIMIT, ALPHA, SHIFT,
                 COLUMNS, TILE, BLOCK,
             )  # fmt: skip
+        expert, start, count = next_expert, next_start, next_count

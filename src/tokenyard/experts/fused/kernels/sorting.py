@@ -58,7 +58,7 @@ def unsigned(place):
 def experts_of(ids_N, row, ok, EXPERTS: tl.constexpr, TOP_K: tl.constexpr):
     """How many experts take each of some rows."""
     count = tl.zeros_like(row)
-    for k in range(TOP_K):
+    for k in tl.static_range(TOP_K):
         expert = tl.load(ids_N + row * TOP_K + k, mask=ok, other=-1)
         count += ((expert >= 0) & (expert < EXPERTS)).to(tl.int32)
     return count
@@ -75,9 +75,9 @@ def is_alone(ids_N, pair, expert, ok, EXPERTS: tl.constexpr, TOP_K: tl.constexpr
         return experts_of(ids_N, pair // TOP_K, ok, EXPERTS, TOP_K) == 1
 
 
-@triton.jit(do_not_specialize=["how_many", "num_pairs", "max_tiles", "num_arrived"])
+@triton.jit(do_not_specialize=["how_many", "num_pairs", "max_tiles"])
 def sort_pairs(
-    ids_N, counts_CB, order_N, tiles, how_many, arrived, num_pairs, max_tiles, num_arrived,
+    ids_N, counts_CB, order_N, tiles, how_many, num_pairs, max_tiles,
     EXPERTS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
     TILE: tl.constexpr, TOP_K: tl.constexpr, COUNTED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -120,9 +120,6 @@ def sort_pairs(
             tl.store(where, tl.zeros_like(tile) + mine, mask=is_tile)
             tl.store(where + max_tiles, start + offset, mask=is_tile)
             tl.store(where + 2 * max_tiles, tl.minimum(rows - offset, TILE), mask=is_tile)
-    blank = tl.arange(0, CHUNK)
-    for first in range((mine * PARTS + part) * CHUNK, num_arrived, EXPERTS * PARTS * CHUNK):
-        tl.store(arrived + first + blank, tl.zeros_like(blank), mask=first + blank < num_arrived)
     place = start + before
     for chunk in range(part * share, tl.minimum((part + 1) * share, chunks)):
         pair, expert = load_chunk(ids_N, num_pairs, chunk, EXPERTS, CHUNK)

@@ -1,9 +1,7 @@
 """The sum of a row's experts, from the results that the second product left by pair.
 
-A row that one expert takes has its result already. In short batches the block that computes the last of a row's
-results adds them up (`products`, `packed`); in long ones that would keep the tensor cores waiting, and a kernel of its
-own does.
-Both add `weight · result` in float32, in the order of the choices, from zero: the same bits.
+A row that one expert takes has its result already. Of the others `weight · result` is added up in float32, in the order
+of the choices, from zero: as `UnfinalizedRows.finish` does it, and with its bits.
 """
 
 from __future__ import annotations

@@ -1,0 +1,116 @@
+"""Numbers as sums of two e4m3 digits, which tensor cores multiply with e4m3 weights as they are.
+
+A bf16 number has 8 significant bits, an e4m3 number 4. The scale of 128 columns of a row is the smallest power of two
+for which the largest of them, divided by it, is at most 448. Of a number so divided, the first four bits are the digit
+`high`, and the rest, rounded to four bits, is `low`; where that is below 2^-6, in which e4m3 has fewer bits, all of it
+is `low`:
+
+    number ≈ scale · (high + low)
+
+is as close as a bf16 number would be, and exact for bf16 numbers, if |number| >= largest / 896. Smaller ones are off by
+at most scale / 2^10, which is below largest / 2^17.8. (Scales end at 2^-100.) Where NaN or an infinity is among the
+128, the scale is NaN.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenyard.experts.fused.kernels.decoding import FP8_BLOCK, load_tile
+
+# Tiles of so many rows do not load those that are not there. (Shorter ones are waiting for weights anyway.)
+MASKED_FROM = tl.constexpr(64)
+
+
+@triton.jit
+def split(value, AXIS: tl.constexpr):
+    """The digits of float32 numbers, and the scales: one for all numbers along AXIS."""
+    # As integers: NaN is above all.
+    largest = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=AXIS)
+    is_finite = largest < 0x7F800000
+    largest = tl.minimum(largest, 0x7F800000)
+    # The exponent of the largest, one more if it is above 1.75 times that power of two.
+    exponent = tl.maximum(((largest + 0x1FFFFF) >> 23) - 8, 27)
+    scale = tl.where(is_finite, exponent << 23, 0x7FC00000).to(tl.float32, bitcast=True)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    number = value * tl.expand_dims(inverse, AXIS)
+    high = (number.to(tl.int32, bitcast=True) & -0x100000).to(tl.float32, bitcast=True)
+    high = tl.where(tl.abs(number) < 0.015625, 0.0, high)
+    return high.to(tl.float8e4nv), (number - high).to(tl.float8e4nv), scale
+
+
+@triton.jit
+def store_split(value, place, is_row, column, inner, inner_scales, I: tl.constexpr, AXIS: tl.constexpr):
+    """A block of 128 columns of some rows, columns along AXIS, into `inner`: zeros behind column I."""
+    WIDTH: tl.constexpr = (I + 127) // 128 * 128
+    ACROSS: tl.constexpr = 1 - AXIS
+    c = column * 128 + tl.arange(0, 128)
+    if I % 128 != 0:
+        value = tl.where(tl.expand_dims(c < I, ACROSS), value, 0.0)
+    high, low, scale = split(value, AXIS)
+    place = place.to(tl.int64)
+    where = inner + tl.expand_dims(place, AXIS) * (2 * WIDTH) + tl.expand_dims(c, ACROSS)
+    mask = tl.expand_dims(is_row, AXIS)
+    tl.store(where, high, mask=mask)
+    tl.store(where + WIDTH, low, mask=mask)
+    tl.store(inner_scales + place * (WIDTH // 128) + column, scale, mask=is_row)
+
+
+@triton.jit
+def load_split(inner, place, is_row, block, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    """A block of 128 columns of some rows `[TILE, 128]`: the digits high and low, whole up to the width."""
+    where = inner + place.to(tl.int64)[:, None] * (2 * WIDTH) + (block * 128 + tl.arange(0, 128))[None, :]
+    if TILE >= MASKED_FROM:
+        high = tl.load(where, mask=is_row[:, None], other=0.0)
+        return high, tl.load(where + WIDTH, mask=is_row[:, None], other=0.0)
+    else:
+        return tl.load(where), tl.load(where + WIDTH)
+
+
+@triton.jit
+def split_dot(weights, high, low, TURNED: tl.constexpr, KIND: tl.constexpr):
+    """Weights times rows in two digits: outputs × rows if TURNED, else rows × outputs.
+
+    The small ones first: in e4m3 the tensor cores keep fewer bits of a sum than float32 has.
+    """
+    if KIND == tl.float32:  # the interpreter
+        weights, high, low = weights.to(KIND), high.to(KIND), low.to(KIND)
+        if TURNED:
+            part = tl.dot(weights, tl.trans(low), input_precision="ieee")
+            return tl.dot(weights, tl.trans(high), part, input_precision="ieee")
+        else:
+            part = tl.dot(low, tl.trans(weights), input_precision="ieee")
+            return tl.dot(high, tl.trans(weights), part, input_precision="ieee")
+    elif TURNED:
+        return tl.dot(weights, tl.trans(high), tl.dot(weights, tl.trans(low)))
+    elif high.shape[0] < 128:
+        # Of products in a chain, the compiler spreads the first over the warps in another way, if it is narrow.
+        return tl.dot(low, tl.trans(weights)) + tl.dot(high, tl.trans(weights))
+    else:
+        return tl.dot(high, tl.trans(weights), tl.dot(low, tl.trans(weights)))
+
+
+@triton.jit
+def split_product(
+    inner, inner_scales, place, is_row, w, w_scales, w_line, w_stride, w_scale_stride,
+    I: tl.constexpr, W_WIDTH: tl.constexpr, KIND: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Some outputs of an expert `[OUT]` × some rows in digits `[TILE]`, float32; weights in blocks of e4m3."""
+    EVEN: tl.constexpr = I % 128 == 0
+    BLOCKS: tl.constexpr = (I + 127) // 128
+    acc = tl.zeros([OUT, TILE], tl.float32)
+    w_scale = w_scales + (w_line // 128) * w_scale_stride
+    row_scale = inner_scales + place.to(tl.int64) * BLOCKS
+    # Scales are loaded a step ahead: they are not part of what the compiler brings early.
+    by_output, by_row = tl.load(w_scale), tl.load(row_scale)
+    for block in range(BLOCKS):
+        later = tl.minimum(block + 1, BLOCKS - 1)
+        next_by_output, next_by_row = tl.load(w_scale + later), tl.load(row_scale + later)
+        weights = load_tile(w, w_scales, w_line, block * 128, W_WIDTH, w_stride, w_scale_stride,
+                            FP8_BLOCK, OUT, 128, EVEN, KIND)  # fmt: skip
+        high, low = load_split(inner, place, is_row, block, BLOCKS * 128, TILE)
+        part = split_dot(weights, high, low, True, KIND)
+        acc += (part * by_output[:, None]) * by_row[None, :]
+        by_output, by_row = next_by_output, next_by_row
+    return acc
