@@ -178,6 +178,20 @@ def test_the_summary_counts_and_names_what_is_slow():
     assert expert_figures.missed(rows) == ["C, mxfp4, 16 tokens: ContractError: differs"]
 
 
+def test_figures_after_a_rest_are_beside_the_others():
+    rows = [
+        figures(cell(size=32), 500.0, rested_times=(420.0, 424.0, 460.0)),
+        figures(cell(), 600.0, rested_times=(800.0,)),
+    ]
+    assert [row["met"] for row in rows] == [False, True]
+    assert [row["rested_met"] for row in rows] == [True, False]
+    assert rows[0]["rested_us"] == 424
+    assert rows[1]["rested_peer_ratio"] == pytest.approx(800 / 639)
+    assert expert_figures.summary(rows)[-1] == (
+        "after a rest 1 figures reached, 1 slower than 1.15 × the best peer: A, bf16, 256 rows"
+    )
+
+
 # -- Experts that are made in no time ----------------------------------------------------------------------
 
 

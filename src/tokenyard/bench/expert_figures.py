@@ -14,6 +14,7 @@ the weights, and a number of pairs of a row and an expert. It is held against:
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -208,16 +209,19 @@ def result(
     load: Load | None = None,
     floor: Floor | None = None,
     times: Sequence[float] = (),
+    rested_times: Sequence[float] = (),
     error: float | None = None,
     beside_us: float | None = None,
     note: str = "",
 ) -> dict[str, Any]:
     """A cell's figures as plain values: `times` are µs, one of each round; none, where `note` says what went wrong.
 
+    Figures and peers are held against `times`; against `rested_times`, of rounds after a rest, in columns of their own.
     `beside_us` is the time of the format that this one is held against, in the same run.
     """
     timed = spread("us", times)
     us = timed["us"]
+    rested_us = statistics.median(rested_times) if rested_times else None
     known = "H200" in gpu
     target = _at(TARGETS, cell) if known else None
     if target is None and beside_us is not None:
@@ -239,6 +243,8 @@ def result(
         "target_is": f"{WITHIN} × {BESIDE[cell.weights]}" if target and cell.weights in BESIDE else None,
         "target_ratio": us / target if us is not None and target else None,
         "met": us <= target if us is not None and target is not None else None,
+        "rested_us": rested_us,
+        "rested_met": rested_us <= target if rested_us is not None and target is not None else None,
         "recorded_peer_us": _at(PEER, cell) if known else None,
         "note": note,
     }
@@ -254,6 +260,9 @@ def peer_fields(row: dict[str, Any], us: float | None, name: str | None) -> dict
         "peer": name,
         "best_peer_us": best,
         "peer_ratio": row["us"] / best if best is not None and row["us"] is not None else None,
+        "rested_peer_ratio": row["rested_us"] / best
+        if best is not None and row["rested_us"] is not None
+        else None,
     }
 
 
@@ -270,11 +279,11 @@ def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
 def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
     """What the figures come to, in sentences; nothing where nothing is known."""
     lines = []
-    fixed = [row["met"] for row in rows if row["met"] is not None and row["target_is"] is None]
+    fixed = [row for row in rows if row["met"] is not None and row["target_is"] is None]
     beside = [row["met"] for row in rows if row["met"] is not None and row["target_is"] is not None]
     held = [row for row in rows if row["peer_ratio"] is not None]
     if fixed:
-        lines.append(f"{sum(fixed)} of {len(fixed)} figures reached")
+        lines.append(f"{sum(row['met'] for row in fixed)} of {len(fixed)} figures reached")
     if beside:
         names = " and ".join(f"{name} of {other}" for name, other in BESIDE.items())
         lines.append(f"{sum(beside)} of {len(beside)} within {WITHIN} × ({names})")
@@ -284,6 +293,13 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
         lines.append(
             f"{faster} of {len(held)} at least as fast as the best peer, {len(slow)} slower than "
             f"{MOST_OVER_PEER} × it" + (f": {'; '.join(str(cell_of(row)) for row in slow)}" if slow else "")
+        )
+    if any(row.get("rested_us") is not None for row in fixed):
+        slow = [row for row in held if (row["rested_peer_ratio"] or 0) > MOST_OVER_PEER]
+        lines.append(
+            f"after a rest {sum(bool(row['rested_met']) for row in fixed)} figures reached, {len(slow)} slower than "
+            f"{MOST_OVER_PEER} × the best peer"
+            + (f": {'; '.join(str(cell_of(row)) for row in slow)}" if slow else "")
         )
     return lines
 

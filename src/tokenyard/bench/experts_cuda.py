@@ -2,8 +2,8 @@
 
 **What is timed.** The whole stage: sorting pairs by expert, both products with the activation, weights and sums, from
 rows as they arrive to results where `combine` reads them. A CUDA graph holds several batches with routes of their own;
-it is replayed many times, and the median over rounds is the figure. Weights of the experts that are hit are far larger
-than the cache.
+it is replayed many times, and the median over rounds is the figure: of rounds that follow at once, and beside it of
+rounds after a rest. Weights of the experts that are hit are far larger than the cache.
 
 **Batches.** Routes are uniform over all experts of the layer. A rank gets the rows that have an expert of its own, cut
 so that there are exactly as many pairs of a row and an expert as the cell says.
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from tokenyard.bench.machine_rates import Rates
 
 ROUNDS = 15
+# Seconds, and rounds, in which a GPU is found rested.
+REST = 0.2
+RESTED_ROUNDS = 5
 # Batches of a graph; where one has many rows, a few will do.
 ROTATION = 8
 MANY_PAIRS = 4096
@@ -96,7 +99,13 @@ def spec_of(case: Case, weights: str) -> ExpertsSpec:
 
 
 def measure_cells(
-    cells: Sequence[Cell], *, device: torch.device, gpu: str, clock: Clock, rates: Rates
+    cells: Sequence[Cell],
+    *,
+    device: torch.device,
+    gpu: str,
+    clock: Clock,
+    rates: Rates,
+    rested: Clock | None = None,
 ) -> Iterator[tuple[dict[str, Any], str | None]]:
     """The figures of one cell after the other, and what kept a peer from being measured. Trouble is a cell's note."""
     measured: dict[Cell, float] = {}
@@ -114,11 +123,24 @@ def measure_cells(
                     experts = FusedExperts(spec, drawn.weights, adopt=True)
                 batches = _draw_batches(cell, device)
                 error = _check(experts, drawn, batches[0], str(cell))
-                times = [us / len(batches) for us in clock({"ours": _stage(experts, batches)})["ours"]]
+                work = {"ours": _stage(experts, batches)}
+                times, rested_times = (
+                    [us / len(batches) for us in by(work)["ours"]] if by is not None else []
+                    for by in (clock, rested)
+                )
                 _check_replayed(experts, batches, str(cell))
                 load = _load(batches, drawn)
                 floor = floor_of(cell, load, read=rates.read, bf16=rates.bf16, fp8=rates.fp8)
-                row = result(cell, gpu, load=load, floor=floor, times=times, error=error, beside_us=beside_us)
+                row = result(
+                    cell,
+                    gpu,
+                    load=load,
+                    floor=floor,
+                    times=times,
+                    rested_times=rested_times,
+                    error=error,
+                    beside_us=beside_us,
+                )
                 measured[cell] = row["us"]
                 peer, why = _measure_peer(drawn, batches, clock)
                 row |= peer_fields(row, peer, grouped_peers.NAMES[weights] if peer is not None else None)

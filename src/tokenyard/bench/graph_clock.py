@@ -1,7 +1,9 @@
 """A clock for work on a GPU: CUDA graphs, replayed in turn.
 
 Each piece of work is captured once. A round replays each of them so often that it takes a while, and every second
-round goes in the opposite order: a GPU that slows down slows all of them down.
+round goes in the opposite order: a GPU that slows down slows all of them down. Rounds that follow at once find it as
+warm as hours of work do, and slower for that, where tensor cores are busy; with a rest before each it is as fast as it
+can be.
 
 `Clock` is an argument wherever something is measured: all but the clock runs on a CPU, too.
 """
@@ -9,6 +11,7 @@ round goes in the opposite order: a GPU that slows down slows all of them down.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -28,12 +31,14 @@ class Clock(Protocol):
     def __call__(self, works: Mapping[str, Work], /) -> dict[str, list[float]]: ...
 
 
-def graph_clock(device: torch.device, rounds: int) -> Clock:
-    """A clock of so many rounds on this GPU."""
-    return partial(_graph_times, device, rounds)
+def graph_clock(device: torch.device, rounds: int, *, rest: float = 0.0) -> Clock:
+    """A clock of so many rounds on this GPU, with so many seconds of rest before each."""
+    return partial(_graph_times, device, rounds, rest)
 
 
-def _graph_times(device: torch.device, rounds: int, works: Mapping[str, Work], /) -> dict[str, list[float]]:
+def _graph_times(
+    device: torch.device, rounds: int, rest: float, works: Mapping[str, Work], /
+) -> dict[str, list[float]]:
     graphs = {name: captured(device, work) for name, work in works.items()}
     # The first replay uploads the graph; the second says how long it takes.
     replays = {}
@@ -44,6 +49,7 @@ def _graph_times(device: torch.device, rounds: int, works: Mapping[str, Work], /
     for number in range(1 + rounds):
         order = list(graphs.items())
         for name, graph in order if number % 2 == 0 else reversed(order):
+            time.sleep(rest)
             times[name].append(replay(graph, replays[name]))
     return {name: found[1:] for name, found in times.items()}  # the first round warms up
 

@@ -49,7 +49,8 @@ def experts_on_gpu(
     from tokenyard.bench.machine_rates import measure_rates
 
     clock = graph_clock(device, rounds)
-    rates = measure_rates(device, clock)
+    rested = graph_clock(device, min(rounds, bench.RESTED_ROUNDS), rest=bench.REST)
+    rates, rested_rates = measure_rates(device, clock), measure_rates(device, rested)
     torch.cuda.empty_cache()
     rows: list[dict[str, Any]] = []
     unmeasured: dict[str, str] = {}
@@ -57,10 +58,15 @@ def experts_on_gpu(
         "read_TB_per_s": rates.read / 1e6,
         "bf16_TFLOP_per_s": rates.bf16 / 1e6,
         "fp8_TFLOP_per_s": rates.fp8 / 1e6 if rates.fp8 is not None else None,
+        "rested": {
+            "seconds": bench.REST,
+            "read_TB_per_s": rested_rates.read / 1e6,
+            "bf16_TFLOP_per_s": rested_rates.bf16 / 1e6,
+        },
         "peers_not_measured": unmeasured,
         "results": rows,
     }
-    measured = bench.measure_cells(cells, device=device, gpu=gpu, clock=clock, rates=rates)
+    measured = bench.measure_cells(cells, device=device, gpu=gpu, clock=clock, rates=rates, rested=rested)
     for number, (cell, (row, why)) in enumerate(zip(cells, measured, strict=True), start=1):
         rows.append(row)
         if why is not None:
@@ -89,6 +95,7 @@ def print_experts(document: dict[str, Any]) -> None:
         "rows": lambda row: f"{row['size']:,}",
         "ours": lambda row: number(row["us"]) or "failed",
         "spread": lambda row: f"{number(row['us_min'])}–{number(row['us_max'])}" if row["us"] else "",
+        "rested": lambda row: number(row.get("rested_us")),
         "floor": lambda row: number(row["floor_us"]),
         "by": lambda row: row["floor_by"] or "",
         "ours / floor": ratio("floor_ratio"),
@@ -117,6 +124,7 @@ def print_experts(document: dict[str, Any]) -> None:
         *(f"{name}: {CASES[name]}" for name in dict.fromkeys(row["case"] for row in rows)),
         f"this GPU reads {document['read_TB_per_s']:.2f} TB/s and multiplies bf16 at "
         f"{document['bf16_TFLOP_per_s']:.0f} TFLOP/s" + (f", fp8 at {fp8:.0f}" if fp8 else ""),
+        *_rested(document),
         *([f"torch: {', '.join(peers)}; rows sorted beforehand"] if peers else []),
         *([f"recorded: {RECORDED_PEER}"] if any(row["recorded_peer_us"] for row in rows) else []),
         *(f"* {line}, of this run" for line in beside),
@@ -125,6 +133,16 @@ def print_experts(document: dict[str, Any]) -> None:
         *(f"failed: {line}" for line in missed(rows)),
     ]
     page.print("\n".join(notes), markup=False, soft_wrap=True)
+
+
+def _rested(document: dict[str, Any]) -> list[str]:
+    """What the column of that name is."""
+    if "rested" not in document:
+        return []
+    seconds, rate = document["rested"]["seconds"], document["rested"]["bf16_TFLOP_per_s"]
+    return [
+        f"rested: after {seconds} s without work before each round; then it multiplies bf16 at {rate:.0f} TFLOP/s"
+    ]
 
 
 def _grouped(document: dict[str, Any]) -> list[tuple[str, str]]:
