@@ -180,8 +180,8 @@ def test_the_summary_counts_and_names_what_is_slow():
 
 def test_figures_after_a_rest_are_beside_the_others():
     rows = [
-        figures(cell(size=32), 500.0, rested_times=(420.0, 424.0, 460.0)),
-        figures(cell(), 600.0, rested_times=(800.0,)),
+        figures(cell(size=32), 500.0, 500.0, rested_times=(420.0, 424.0, 460.0)),
+        figures(cell(), 600.0, 600.0, rested_times=(800.0,)),
     ]
     assert [row["met"] for row in rows] == [False, True]
     assert [row["rested_met"] for row in rows] == [True, False]
