@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenyard.experts.fused.kernels.decoding import FP8_BLOCK, PLAIN, load_tile
-from tokenyard.experts.fused.kernels.digits import MASKED_FROM, split_product, store_split
+from tokenyard.experts.fused.kernels.digits import split_product, store_split
 from tokenyard.experts.fused.kernels.sorting import unsigned
 
 SWIGLU = tl.constexpr(0)
@@ -65,27 +65,8 @@ def tile_of(tiles, max_tiles, item, ACROSS: tl.constexpr):
 
 
 @triton.jit
-def load_rows(
-    x, x_scales, x_line, is_row, first, width, x_stride, x_scale_stride,
-    ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, KIND: tl.constexpr,
-):  # fmt: skip
-    """`load_tile` of rows, of which a long tile loads those alone that are there: the others are zero."""
-    if (TILE >= MASKED_FROM) & ((ROWS == PLAIN) | (ROWS == FP8_BLOCK)):
-        column = first + tl.arange(0, BLOCK)
-        where = x + x_line.to(tl.int64)[:, None] * x_stride + column[None, :]
-        if EVEN:
-            return tl.load(where, mask=is_row[:, None], other=0.0)
-        else:
-            return tl.load(where, mask=is_row[:, None] & (column < width)[None, :], other=0.0)
-    else:
-        return load_tile(
-            x, x_scales, x_line, first, width, x_stride, x_scale_stride, ROWS, TILE, BLOCK, EVEN, KIND
-        )
-
-
-@triton.jit
 def block_product(
-    x, x_scales, x_line, is_row, w, w_scales, w_line,
+    x, x_scales, x_line, w, w_scales, w_line,
     x_stride, x_scale_stride, w_stride, w_scale_stride,
     INPUTS: tl.constexpr, X_WIDTH: tl.constexpr, W_WIDTH: tl.constexpr,
     ROWS: tl.constexpr, WEIGHTS: tl.constexpr, KIND: tl.constexpr,
@@ -114,7 +95,7 @@ def block_product(
             next_by_row = tl.load(x_scale + later)
         a = load_tile(w, w_scales, w_line, first, W_WIDTH, w_stride, w_scale_stride,
                       WEIGHTS, OUT, BLOCK, EVEN, KIND)  # fmt: skip
-        b = load_rows(x, x_scales, x_line, is_row, first, X_WIDTH, x_stride, x_scale_stride,
+        b = load_tile(x, x_scales, x_line, first, X_WIDTH, x_stride, x_scale_stride,
                       ROWS, TILE, BLOCK, EVEN, KIND)  # fmt: skip
         if ROWS == FP8_BLOCK:
             if not BOTH_FP8:
@@ -190,7 +171,7 @@ def inner_tile(
     expert = expert.to(tl.int64)
     SCALE_LINES: tl.constexpr = (OUTPUTS + 127) // 128 if WEIGHTS == FP8_BLOCK else OUTPUTS
     acc = block_product(
-        x, x_scales, line, is_row,
+        x, x_scales, line,
         w13 + expert * (OUTPUTS * W_STRIDE), w13_scales + expert * (SCALE_LINES * W_SCALE_WIDTH), output,
         x_stride, x_scale_stride, W_STRIDE, W_SCALE_WIDTH,
         H, X_WIDTH, W_WIDTH, ROWS, WEIGHTS, KIND, OUT, TILE, BLOCK,
@@ -316,7 +297,7 @@ def result_tile(
         )  # fmt: skip
     else:
         acc = block_product(
-            inner, inner, place, is_row, w, w_scales, output, I, 1, W_STRIDE, W_SCALE_WIDTH,
+            inner, inner, place, w, w_scales, output, I, 1, W_STRIDE, W_SCALE_WIDTH,
             I, I, W_WIDTH, PLAIN, WEIGHTS, KIND, OUT, TILE, BLOCK,
         )  # fmt: skip
     if HAS_GLOBAL:

@@ -12,9 +12,28 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenyard.experts.fused.kernels.decoding import FP8_BLOCK, load_tile
-from tokenyard.experts.fused.kernels.digits import store_split
-from tokenyard.experts.fused.kernels.products import activate, load_rows, tile_of
+from tokenyard.experts.fused.kernels.digits import MASKED_FROM, store_split
+from tokenyard.experts.fused.kernels.products import activate, tile_of
 from tokenyard.experts.fused.kernels.sorting import unsigned
+
+
+@triton.jit
+def load_rows(
+    x, x_scales, x_line, is_row, first, width, x_stride, x_scale_stride,
+    ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """`load_tile` of rows, of which a long tile loads those alone that are there: the others are zero."""
+    if TILE >= MASKED_FROM:
+        column = first + tl.arange(0, BLOCK)
+        where = x + x_line.to(tl.int64)[:, None] * x_stride + column[None, :]
+        if EVEN:
+            return tl.load(where, mask=is_row[:, None], other=0.0)
+        else:
+            return tl.load(where, mask=is_row[:, None] & (column < width)[None, :], other=0.0)
+    else:
+        return load_tile(
+            x, x_scales, x_line, first, width, x_stride, x_scale_stride, ROWS, TILE, BLOCK, EVEN, KIND
+        )
 
 
 @triton.jit
