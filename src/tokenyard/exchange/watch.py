@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.duties import Duty, Ledger, aside
-from tokenyard.errors import Corrupted, PeerFailed, TokenyardError
+from tokenyard.errors import Corrupted, PeerFailed, PeerLost, TokenyardError
 from tokenyard.exchange.cargo import SEAL, Cargo, Dispatched, Outgoing
 from tokenyard.exchange.seals import TOKEN, check_back, check_out, seal_back, seal_out
 from tokenyard.formats.base import EncodedRows
@@ -126,12 +126,25 @@ class ParanoidWatch(Watch):
             error.at(layer=dispatched.cargo.layer, rank=self.group.rank)
         text = b"" if error is None else f"{type(error).__name__}: {error}".encode()[:_LAST_WORD]
         word = torch.frombuffer(bytearray(text.ljust(_LAST_WORD, b"\0")), dtype=torch.uint8)
-        heard = self.group.all_gather(word.to(self.group.device), phase="the last word of combine").cpu()
+        heard = self._tell_all(word.to(self.group.device)).cpu()
         if error is not None:
             raise error
         for rank, other in enumerate(heard):
             if why := bytes(other.tolist()).rstrip(b"\0").decode(errors="replace"):
                 raise PeerFailed(rank, why, phase="combine", rank=self.group.rank)
+
+    def _tell_all(self, word: Tensor) -> Tensor:
+        try:
+            return self.group.all_gather(word, phase="the last word of combine")
+        except PeerLost as lost:
+            # Who missed somebody within the exchange has left, and is not lost for that.
+            if named := self.given_up():
+                raise PeerLost(named, phase=lost.phase, waited=lost.waited, rank=self.group.rank) from lost
+            raise
+
+    def given_up(self) -> list[int]:
+        """Who is lost by the verdict of the exchange itself; nobody, if it has none."""
+        return []
 
     def open_results(self, dispatched: Dispatched, home: list[EncodedRows]) -> list[EncodedRows]:
         return [

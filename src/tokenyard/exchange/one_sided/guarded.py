@@ -50,6 +50,10 @@ class WorkspaceWatch(ParanoidWatch):
         # By flight: whose results stand in its combine region, and how many for each rank, beside poison.
         self._results: dict[int, tuple[Cargo, tuple[int, ...]]] = {}
 
+    def given_up(self) -> list[int]:
+        workspace = None if self._made is None else self._made()
+        return [] if workspace is None else workspace.signals.lost()
+
     def workspace_made(self, workspace: Workspace, round: int) -> None:
         layout, mine = workspace.layout, workspace.buffers[self.group.rank]
         for gap in layout.gaps():

@@ -137,7 +137,7 @@ class Signals:
         next_look = _LOOK
         while not ready():
             waited = time.monotonic() - started
-            lost = self._lost()
+            lost = self.lost()
             if not lost and waited > next_look:
                 next_look = waited + _LOOK
                 lost = self._give_up(phase, round, self._gone())
@@ -150,7 +150,7 @@ class Signals:
 
     # -- Giving up -----------------------------------------------------------------------------------------
 
-    def _lost(self) -> list[int]:
+    def lost(self) -> list[int]:
         """Who is lost, by the verdict that somebody wrote here; nobody, if there is none."""
         if not self._words[self.rank][_LINE // 8]:
             return []
@@ -169,7 +169,7 @@ class Signals:
             if not self._words[target][_LINE // 8]:  # the first verdict stands
                 self._controls[target][2 * _LINE : 2 * _LINE + self.world] = marks
                 self._words[target][_LINE // 8] = 1
-        return self._lost()
+        return self.lost()
 
     def _waits_for_another(self, rank: int) -> bool:
         """Whether a rank that we miss is itself waiting for somebody who has not come."""
