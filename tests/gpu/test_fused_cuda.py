@@ -56,7 +56,7 @@ def within(case: FusedCase, experts: FusedExperts) -> torch.Tensor:
 def test_every_declared_pair(weights, rows):
     case = replace(BASE, weights=weights, rows=rows)
     experts = built(case)
-    assert experts._is_packed == (is_hopper() and weights in FOUR_BIT)
+    assert experts.is_packed == (is_hopper() and weights in FOUR_BIT)
     within(case, experts)
 
 
@@ -66,7 +66,7 @@ def test_four_bits_in_plain_triton(weights, rows, monkeypatch):
     monkeypatch.setattr(fused_experts, "can_run_packed", lambda spec, weights: False)
     case = replace(BASE, weights=weights, rows=rows)
     experts = built(case)
-    assert not experts._is_packed
+    assert not experts.is_packed
     within(case, experts)
 
 
@@ -246,7 +246,7 @@ def test_packed_weights_are_held_once_and_given_back(weights):
     with pytest.raises(ty.InputError, match=r"w2 has scales beyond .*fix: make new experts"):
         experts.load_(other.held)
     refused = FusedExperts(other.spec, other.held)
-    assert not refused._is_packed
+    assert not refused.is_packed
     assert refused(case.received()).rows_RH.shape == (case.R, case.H)
 
 

@@ -121,9 +121,9 @@ def measure_cells(
                     spec = spec_of(CASES[name], weights)
                     drawn = DrawnExperts.draw(spec, device)
                     experts = FusedExperts(spec, drawn.weights, adopt=True)
-                batches = _draw_batches(cell, device)
-                error = _check(experts, drawn, batches[0], str(cell))
-                work = {"ours": _stage(experts, batches)}
+                batches = draw_batches(cell, device)
+                error = check_batch(experts, drawn, batches[0], str(cell))
+                work = {"ours": stage_of(experts, batches)}
                 times, rested_times = (
                     [us / len(batches) for us in by(work)["ours"]] if by is not None else []
                     for by in (clock, rested)
@@ -155,12 +155,12 @@ def measure_cells(
             torch.cuda.empty_cache()
 
 
-def _draw_batches(cell: Cell, device: torch.device) -> list[ReceivedRows]:
+def draw_batches(cell: Cell, device: torch.device) -> list[ReceivedRows]:
     many = CASES[cell.case].pairs(cell.size) >= MANY_PAIRS
     return [draw_batch(cell, device, seed) for seed in range(ROTATION_OF_MANY if many else ROTATION)]
 
 
-def _stage(experts: FusedExperts, batches: Sequence[ReceivedRows]) -> Any:
+def stage_of(experts: FusedExperts, batches: Sequence[ReceivedRows]) -> Any:
     def run() -> None:
         for batch in batches:
             experts(batch)
@@ -177,7 +177,7 @@ def _load(batches: Sequence[ReceivedRows], drawn: DrawnExperts) -> Load:
     )
 
 
-def _check(experts: FusedExperts, drawn: DrawnExperts, batch: ReceivedRows, what: str) -> float:
+def check_batch(experts: FusedExperts, drawn: DrawnExperts, batch: ReceivedRows, what: str) -> float:
     assert isinstance(batch.routes, LocalRoutes)
     assert batch.results is not None
     batch.results.rows_SH.fill_(torch.nan)

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from tokenyard.cli.bench_cuda import show
+from tokenyard.cli.bench_cuts import cuts
 from tokenyard.cli.bench_layer import layer
 from tokenyard.cli.bench_transformers import transformers
 from tokenyard.cli.output import JsonFlag, console, print_json, reported, save_json
@@ -16,6 +17,7 @@ from tokenyard.cli.output import JsonFlag, console, print_json, reported, save_j
 app = typer.Typer(help="Measure, beside the floor.", no_args_is_help=True)
 app.command()(show)
 app.command()(layer)
+app.command()(cuts)
 app.command()(transformers)
 
 OutFile = Annotated[

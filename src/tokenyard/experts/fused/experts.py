@@ -78,14 +78,14 @@ class FusedExperts(Experts):
         self._pack_where_that_helps()
 
     @property
-    def _is_packed(self) -> bool:
+    def is_packed(self) -> bool:
         """Whether weights are held in the order of Hopper's tensor cores."""
         return "w2_words" in self._buffers
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Weights that come to a GPU are packed for it, and unpacked where they leave it."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self._is_packed and self.get_buffer("w13_words").device.type != "cuda":
+        if self.is_packed and self.get_buffer("w13_words").device.type != "cuda":
             self._unpack()
         self._pack_where_that_helps()
         return self
@@ -101,7 +101,7 @@ class FusedExperts(Experts):
 
     def _pack_where_that_helps(self) -> None:
         """Hold 4-bit weights in the order of Hopper's tensor cores, and in no other."""
-        if self._is_packed or not can_run_packed(self.spec, self.weights):
+        if self.is_packed or not can_run_packed(self.spec, self.weights):
             return
         for name in ("w13", "w2"):
             packed = self._pack(name, self._part(name, self.spec.shapes()[name]))
@@ -141,7 +141,7 @@ class FusedExperts(Experts):
     @torch.no_grad()
     def load_(self, weights: ExpertWeights) -> None:
         """Replace the weights in place: whatever refers to them (a captured graph) sees the new ones."""
-        if not self._is_packed:
+        if not self.is_packed:
             super().load_(weights)
             return
         check_weights(self.spec, weights)
@@ -200,7 +200,7 @@ class FusedExperts(Experts):
         pairs = expected_pairs(num_rows, top_k, spec.num_local_experts, spec.num_experts, all_slots=all_slots)
         if self.cuts is not None:
             cuts = self.cuts
-        elif self._is_packed:
+        elif self.is_packed:
             cuts = choose_packed_cuts(pairs, spec.num_local_experts, spec.weights)
         else:
             cuts = choose_cuts(pairs, spec.num_local_experts, spec.weights)
@@ -214,7 +214,7 @@ class FusedExperts(Experts):
                     ids_RK, spec.num_local_experts, cuts.inner.tile, early=early
                 )
                 call = stage.Launch(spec, cuts, sorted_pairs, weights_RK, early)
-                if self._is_packed:
+                if self.is_packed:
                     biases = (self._buffers.get("b13"), self._buffers.get("b2"))
                     packed = stage.PackedCall(self._packed("w13"), self._packed("w2"), *biases)
                     x = rows.payloads["data"]
@@ -241,10 +241,10 @@ class FusedExperts(Experts):
         """The rows as the kernels read them, and the slot of each where they stand in a workspace."""
         rows = received.rows
         as_arrived = self.spec.rows is None or rows.format == self.spec.rows
-        taken = ("bf16",) if self._is_packed else FORMATS
+        taken = ("bf16",) if self.is_packed else FORMATS
         if as_arrived and rows.format.name in taken and rows.scale_layout == "linear":
             return rows, received.slots_R
-        dtype = torch.bfloat16 if self._is_packed else self.spec.dtype
+        dtype = torch.bfloat16 if self.is_packed else self.spec.dtype
         return for_dtype(dtype).encode(self.incoming(received, dtype)), None
 
     def _destination(

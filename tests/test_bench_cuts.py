@@ -1,0 +1,125 @@
+"""`bench cuts`, all but the clock: what is tried, what is chosen, and that it runs, interpreted."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from tests.cli.runner import call
+from tokenyard.bench.cut_sweep import can_be, lines_of, neighbors, search
+from tokenyard.cli.bench_cuts import print_cuts
+from tokenyard.experts.fused import cut_table
+from tokenyard.experts.fused.cuts import Cut, Cuts, PackedCut
+
+ROOT = Path(__file__).resolve().parent.parent
+SOME = [Cut(128, 16, 128, 4, 3), Cut(256, 128, 64, 8, 4, 64), PackedCut(((8, 0), (16, 0)), 1, 4, 4, 4, 128)]
+
+
+@pytest.mark.parametrize("cut", SOME, ids=str)
+def test_neighbors_differ_in_one_thing_and_never_in_rows(cut):
+    found = neighbors(cut)
+    assert len(set(found)) == len(found) >= 5
+    for other in found:
+        differ = {name for name, value in asdict(other).items() if value != asdict(cut)[name]}
+        assert len(differ) == 1
+        assert other.tile == cut.tile
+
+
+def test_every_line_of_the_table_is_tried():
+    for weights in cut_table.PLAIN:
+        assert all(can_be(weights, cuts) for cuts in lines_of(weights, packed=False))
+    for weights, lines in cut_table.PACKED.items():
+        assert len(lines_of(weights, packed=True)) == len(lines)
+
+
+def test_the_search_goes_from_the_fastest_line_to_its_neighbors_in_both_products():
+    far, near = (Cuts(Cut(64, tile, 64, 4, 3), Cut(64, tile, 64, 4, 3)) for tile in (16, 64))
+    tried = []
+
+    def time(cuts):
+        tried.append(cuts)
+        if cuts.inner.stages == 2:
+            return None  # it does not run
+        return 100.0 * (cuts.inner.tile == 16) + abs(cuts.inner.out - 128) + abs(cuts.result.warps - 8)
+
+    best = search([far, near], "bf16", time)
+    assert (best.inner.out, best.inner.tile, best.result.warps) == (128, 64, 8)
+    assert len(set(tried)) == len(tried)
+    assert sum(cuts.inner.tile == 16 for cuts in tried) == 1
+    assert search([far, near], "bf16", lambda cuts: None) is None
+
+
+def test_cuts_whose_digits_would_have_no_scale_are_not_tried():
+    good = lines_of("fp8_block128", packed=False)[0]
+    counter = itertools.count(1)
+    tried = []
+
+    def time(cuts):
+        tried.append(cuts)
+        return float(next(counter))
+
+    search([good], "fp8_block128", time)
+    assert len(tried) > 5
+    assert all(cuts.can_split for cuts in tried)
+
+
+INTERPRETED = """
+import json, numpy, torch
+from tests.exchange import interpreter
+interpreter.install()
+numpy.seterr(all="ignore")
+from tests.test_bench_experts_cuda import CASES, tiny_case
+CASES["A"] = tiny_case("A")
+from tokenyard.bench import cut_sweep, experts_cuda
+from tokenyard.bench.expert_figures import grid
+from tokenyard.experts.fused.cuts import Cut, Cuts
+experts_cuda.ROTATION = 1
+cut_sweep.lines_of = lambda weights, packed: [Cuts(Cut(256, 32, 128, 4, 3), Cut(128, 32, 128, 4, 3))]
+cut_sweep.neighbors = lambda cut: [Cut(cut.out, cut.tile, 64, 4, 3)]
+
+def clock(works):
+    for work in works.values():
+        work()
+    return {name: [40.0, 44.0, 42.0] for name in works}
+
+cells = grid(["A"], ["fp8_block128"])
+print(json.dumps(list(cut_sweep.sweep(cells, device=torch.device("cpu"), clock=clock))))
+"""
+
+
+def test_a_sweep_runs_compares_and_times(capsys):
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout.splitlines()[-1])
+    assert (row["case"], row["weights"], row["size"]) == ("A", "fp8_block128", 6)
+    assert row["chosen_us"] == row["fastest_us"] == 42.0
+    assert row["ratio"] == 1.0
+    # The table's, the line, and another block of the first product; the second's must be whole.
+    assert [tried["us"] for tried in row["tried"]] == [42.0] * 3
+    assert not any(tried["note"] for tried in row["tried"])
+    print_cuts({"results": [row, {**row, "fastest": None, "fastest_us": None, "ratio": None}]})
+    shown = capsys.readouterr().out
+    assert "fp8_block128" in shown
+    assert "none runs" in shown
+
+
+def test_without_a_gpu_it_says_so():
+    refused = call("bench", "cuts", "--cells", "A", "--weights", "bf16")
+    assert refused.exit_code == 2
+    assert "sees no GPU" in refused.stderr
