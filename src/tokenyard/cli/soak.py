@@ -9,7 +9,6 @@ import typer
 
 from tokenyard.cli.output import JsonFlag, console, print_json, save_json
 from tokenyard.cli.parts import load_part, refuse_override
-from tokenyard.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -68,6 +67,7 @@ def soak(
     if processes:
         start_forkserver("tokenyard.soaking.life")  # it loads torch while this process does
     from tokenyard.bench.picture import check_picture
+    from tokenyard.errors import InputError
     from tokenyard.exchange import EXCHANGES, resolve
     from tokenyard.group import thread_groups
     from tokenyard.soaking import Settings
