@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from tests.cli.runner import call
+from tests.interpreted import run_interpreted
 from tokenyard.bench.cut_sweep import can_be, lines_of, neighbors, search
 from tokenyard.cli.bench_cuts import print_cuts
 from tokenyard.experts.fused import cut_table
@@ -95,18 +92,7 @@ print(json.dumps(list(cut_sweep.sweep(cells, device=torch.device("cpu"), clock=c
 
 
 def test_a_sweep_runs_compares_and_times(capsys):
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    (row,) = json.loads(done.stdout.splitlines()[-1])
+    (row,) = run_interpreted(INTERPRETED)
     assert (row["case"], row["weights"], row["size"]) == ("A", "fp8_block128", 6)
     assert row["chosen_us"] == row["fastest_us"] == 42.0
     assert row["ratio"] == 1.0

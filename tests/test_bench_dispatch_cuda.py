@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.cli.runner import call
+from tests.interpreted import run_interpreted
 from tokenyard.bench import dispatch_cuda as bench
 from tokenyard.bench.cuda_figures import (
     ALL_RANKS,
@@ -265,18 +263,7 @@ print(json.dumps([right, measure(cells), len(runs)]))
 
 
 def test_cells_are_checked_against_the_twins_before_they_are_timed():
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    right, wrong, runs = json.loads(done.stdout)
+    right, wrong, runs = run_interpreted(INTERPRETED)
     assert [row["operation"] for row in right] == [*["dispatch"] * 2, *["round trip"] * 2, "combine"]
     for row in right:
         assert (row["us"], row["note"]) == (42 / bench.ROTATION, "")

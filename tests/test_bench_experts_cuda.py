@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.cli.runner import call
+from tests.interpreted import run_interpreted
 from tokenyard.bench import expert_figures, layer_figures
 from tokenyard.bench.drawn_experts import DrawnExperts, check_replayed, check_results
 from tokenyard.bench.expert_figures import BESIDE, CASES, PEER, TARGETS, Cell, Load, floor_of, grid, result
@@ -494,18 +492,7 @@ print(json.dumps([rates.read, rates.bf16, right, layers, bad, bad_layers]))
 
 @pytest.fixture(scope="module")
 def interpreted():
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return run_interpreted(INTERPRETED)
 
 
 def test_cells_are_checked_and_timed(interpreted):
