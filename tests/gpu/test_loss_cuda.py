@@ -114,11 +114,21 @@ def live_through(group, directory, moment):
     return "survived"
 
 
+# Bytes: another process of the GPU may have come meanwhile; a context alone takes five times as much.
+A_LITTLE = 100 * 2**20
+
+
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_survivors_name_the_killed_rank_in_time_and_go_on_with_their_contexts(moment, tmp_path):
+    torch.cuda.init()
+    before, _ = torch.cuda.mem_get_info()
     with pytest.raises(ty.RankError) as caught:
         ty.launch(WORLD, live_through, str(tmp_path), moment, ranks="processes", device="cuda", deadline=60.0)
     assert caught.value.rank == LOST
+    until = time.monotonic() + 10  # the driver takes back what a killed process had
+    while torch.cuda.mem_get_info()[0] < before - A_LITTLE and time.monotonic() < until:
+        time.sleep(0.1)
+    assert torch.cuda.mem_get_info()[0] >= before - A_LITTLE
     for rank in set(range(WORLD)) - {LOST}:
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert found["error"] == "PeerLost"
