@@ -23,11 +23,12 @@ def is_power_of_two(number: int) -> bool:
     return number > 0 and number & (number - 1) == 0
 
 
+@pytest.mark.parametrize("rows", [None, "bf16"])
 @pytest.mark.parametrize("weights", WEIGHT_FORMATS)
-def test_plain_cuts(weights):
+def test_plain_cuts(weights, rows):
     for experts in EXPERTS:
-        chosen = [choose_cuts(pairs, experts, weights) for pairs in PAIRS]
-        assert chosen == [choose_cuts(pairs, experts, weights) for pairs in PAIRS]
+        chosen = [choose_cuts(pairs, experts, weights, rows=rows) for pairs in PAIRS]
+        assert chosen == [choose_cuts(pairs, experts, weights, rows=rows) for pairs in PAIRS]
         for cuts in chosen:
             for cut in (cuts.inner, cuts.result):
                 assert isinstance(cut, Cut)

@@ -123,9 +123,11 @@ def sweep(cells: Sequence[Cell], *, device: torch.device, clock: Clock) -> Itera
     for cell in cells:
         trials = Trials(cell, device, clock)
         packed = trials.experts.is_packed
-        choose = choose_packed_cuts if packed else choose_cuts
-        pairs = CASES[cell.case].pairs(cell.size)
-        chosen = choose(pairs, trials.spec.num_local_experts, cell.weights)
+        pairs, experts = CASES[cell.case].pairs(cell.size), trials.spec.num_local_experts
+        if packed:
+            chosen = choose_packed_cuts(pairs, experts, cell.weights)
+        else:
+            chosen = choose_cuts(pairs, experts, cell.weights, rows=cell.rows_format)
         best = search([chosen, *lines_of(cell.weights, packed=packed)], cell.weights, trials)
         yield _row(cell, chosen, best, trials.tried)
         del trials

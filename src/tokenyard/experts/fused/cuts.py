@@ -89,13 +89,17 @@ def expected_pairs(rows: int, top_k: int, local: int, experts: int | None, *, al
     return pairs if all_slots or share == 1.0 else pairs / (1.0 - (1.0 - share) ** top_k)
 
 
-def choose_cuts(pairs: float, experts: int, weights: str) -> Cuts:
-    """The cuts for so many pairs over so many experts, with weights in this format.
+def choose_cuts(pairs: float, experts: int, weights: str, *, rows: str | None = None) -> Cuts:
+    """The cuts for so many pairs over so many experts, with weights in this format; rows are in the same, or in `rows`.
 
     >>> choose_cuts(32, 32, "bf16").inner.tile, choose_cuts(8192, 32, "bf16").inner.tile
     (16, 128)
+    >>> choose_cuts(32, 32, "fp8_block128", rows="bf16") == choose_cuts(32, 32, "fp8_block128")
+    False
     """
     lines = cut_table.PLAIN[cut_table.ALIKE.get(weights, weights)]
+    if rows is not None and rows != weights:
+        lines = cut_table.PLAIN.get(f"{weights} for other rows", lines)
     inner, result = _line_for(pairs / max(1, experts), lines)
     return Cuts(Cut(*inner), Cut(*result))
 

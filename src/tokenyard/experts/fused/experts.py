@@ -203,7 +203,7 @@ class FusedExperts(Experts):
         elif self.is_packed:
             cuts = choose_packed_cuts(pairs, spec.num_local_experts, spec.weights)
         else:
-            cuts = choose_cuts(pairs, spec.num_local_experts, spec.weights)
+            cuts = choose_cuts(pairs, spec.num_local_experts, spec.weights, rows=rows.format.name)
         to, result = self._destination(received, num_rows, finalize=finalize)
         device = rows.device
         if num_rows and spec.num_local_experts:
