@@ -138,12 +138,12 @@ class ParanoidWatch(Watch):
             return self.group.all_gather(word, phase="the last word of combine")
         except PeerLost as lost:
             # Who missed somebody within the exchange has left, and is not lost for that.
-            if named := self.given_up():
+            if named := self.given_up(lost):
                 raise PeerLost(named, phase=lost.phase, waited=lost.waited, rank=self.group.rank) from lost
             raise
 
-    def given_up(self) -> list[int]:
-        """Who is lost by the verdict of the exchange itself; nobody, if it has none."""
+    def given_up(self, lost: PeerLost) -> list[int]:
+        """Who is lost by the verdict of the exchange itself, as the group has lost somebody; nobody, if it has none."""
         return []
 
     def open_results(self, dispatched: Dispatched, home: list[EncodedRows]) -> list[EncodedRows]:

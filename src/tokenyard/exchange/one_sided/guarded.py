@@ -13,6 +13,7 @@ the region does not look at its unused slots, and poisons all of it.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tokenyard.errors import Corrupted
+from tokenyard.errors import Corrupted, PeerLost
 from tokenyard.exchange.cargo import SEAL, Cargo, Dispatched
 from tokenyard.exchange.watch import ParanoidWatch
 from tokenyard.formats.base import EncodedRows
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 GUARD_BYTES = 1024
 GUARD = 0xA5
 POISON = 0xFF
+# Seconds: who waits in the exchange came there before others came to the last word, and gives up about when they do.
+_VERDICT, _PAUSE = 1.0, 0.02
 
 
 class WorkspaceWatch(ParanoidWatch):
@@ -50,9 +53,16 @@ class WorkspaceWatch(ParanoidWatch):
         # By flight: whose results stand in its combine region, and how many for each rank, beside poison.
         self._results: dict[int, tuple[Cargo, tuple[int, ...]]] = {}
 
-    def given_up(self) -> list[int]:
+    def given_up(self, lost: PeerLost) -> list[int]:
         workspace = None if self._made is None else self._made()
-        return [] if workspace is None else workspace.signals.lost()
+        until = time.monotonic() + _VERDICT
+        while workspace is not None and time.monotonic() < until:
+            if verdict := workspace.signals.lost():
+                return verdict
+            if set(lost.peers) <= set(self.group.gone()):
+                break  # there is nobody left to blame wrongly
+            time.sleep(_PAUSE)
+        return []
 
     def workspace_made(self, workspace: Workspace, round: int) -> None:
         layout, mine = workspace.layout, workspace.buffers[self.group.rank]
