@@ -8,7 +8,7 @@ Between products with weights in blocks of e4m3, `inner` holds digits of e4m3 (`
 
 **The sum.** A row that one expert takes is written where its result belongs. A row with several leaves their results,
 by pair, in `left`: rounded to the type of the rows, not weighted yet. Then `summing` adds them up. (To let the block
-that comes last add them up here, with a count for each row, was slower for any number of rows.)
+that comes last add them up here, with a count for each row, was not faster for any number of rows.)
 """
 
 from __future__ import annotations
