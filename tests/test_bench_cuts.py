@@ -50,7 +50,9 @@ def test_the_search_goes_from_the_fastest_line_to_its_neighbors_in_both_products
     assert (best.inner.out, best.inner.tile, best.result.warps) == (128, 64, 8)
     assert len(set(tried)) == len(tried)
     assert sum(cuts.inner.tile == 16 for cuts in tried) == 1
-    assert search([far, near], "bf16", lambda cuts: None) is None
+    failed = []
+    assert search([far, near, far], "bf16", failed.append) is None
+    assert failed == [far, near]  # what does not run is not compiled again
 
 
 def test_cuts_whose_digits_would_have_no_scale_are_not_tried():

@@ -22,7 +22,7 @@ from tokenyard.bench.experts_cuda import check_batch, draw_batches, spec_of, sta
 from tokenyard.bench.graph_clock import Clock
 from tokenyard.experts import FusedExperts
 from tokenyard.experts.fused import cut_table
-from tokenyard.experts.fused.cuts import Cut, Cuts, PackedCut, choose_cuts, choose_packed_cuts
+from tokenyard.experts.fused.cuts import Cut, Cuts, PackedCut, choose_cuts, choose_packed_cuts, plain_lines
 
 BENCHMARK = "cuts-cuda"
 _OUTPUTS = (64, 128, 256)
@@ -65,8 +65,7 @@ def lines_of(weights: str, *, packed: bool) -> list[Cuts]:
     """
     if packed:
         return [Cuts(PackedCut(*inner), PackedCut(*result)) for _, inner, result in cut_table.PACKED[weights]]
-    lines = cut_table.PLAIN[cut_table.ALIKE.get(weights, weights)]
-    return list(dict.fromkeys(Cuts(Cut(*inner), Cut(*result)) for _, inner, result in lines))
+    return [Cuts(Cut(*inner), Cut(*result)) for _, inner, result in plain_lines(weights)]
 
 
 def can_be(weights: str, cuts: Cuts) -> bool:
@@ -76,16 +75,16 @@ def can_be(weights: str, cuts: Cuts) -> bool:
 
 def search(lines: Iterable[Cuts], weights: str, time: Callable[[Cuts], float | None]) -> Cuts | None:
     """Try the lines of a table, then the neighbors of the fastest; the fastest of all, if any has a time."""
-    times: dict[Cuts, float] = {}
+    tried: dict[Cuts, float | None] = {}
 
     def fastest(candidates: Iterable[Cuts]) -> Cuts | None:
         for cuts in candidates:
-            if cuts not in times and can_be(weights, cuts) and (us := time(cuts)) is not None:
-                times[cuts] = us
+            if cuts not in tried and can_be(weights, cuts):
+                tried[cuts] = time(cuts)
+        times = {cuts: us for cuts, us in tried.items() if us is not None}
         return min(times, key=times.__getitem__, default=None)
 
-    best = fastest(lines)
-    if best is None:
+    if (best := fastest(lines)) is None:
         return None
     best = fastest(Cuts(inner, best.result) for inner in neighbors(best.inner)) or best
     return fastest(Cuts(best.inner, result) for result in neighbors(best.result))
@@ -110,9 +109,7 @@ class Trials:
             check_batch(self.experts, self._drawn, self._batches[0], str(self.cell))
             times = self._clock({"ours": stage_of(self.experts, self._batches)})["ours"]
             us = statistics.median(times) / len(self._batches)
-        except (
-            Exception
-        ) as trouble:  # ours, torch's, or Triton's: registers or shared memory that there are not
+        except Exception as trouble:  # ours, torch's, or Triton's: there may not be so many registers
             note = f"{type(trouble).__name__}: {str(trouble).splitlines()[0]}"
         self.tried[cuts] = {"us": us, "note": note}
         return us

@@ -292,16 +292,20 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
         faster = sum(row["peer_ratio"] <= 1 for row in held)
         lines.append(
             f"{faster} of {len(held)} at least as fast as the best peer, {len(slow)} slower than "
-            f"{MOST_OVER_PEER} × it" + (f": {'; '.join(str(cell_of(row)) for row in slow)}" if slow else "")
+            f"{MOST_OVER_PEER} × it" + _named(slow)
         )
     if any(row.get("rested_us") is not None for row in fixed):
         slow = [row for row in held if (row["rested_peer_ratio"] or 0) > MOST_OVER_PEER]
         lines.append(
             f"after a rest {sum(bool(row['rested_met']) for row in fixed)} figures reached, {len(slow)} slower than "
-            f"{MOST_OVER_PEER} × the best peer"
-            + (f": {'; '.join(str(cell_of(row)) for row in slow)}" if slow else "")
+            f"{MOST_OVER_PEER} × the best peer" + _named(slow)
         )
     return lines
+
+
+def _named(rows: Sequence[dict[str, Any]]) -> str:
+    """The cells that a sentence ends with, if there are any."""
+    return f": {'; '.join(str(cell_of(row)) for row in rows)}" if rows else ""
 
 
 # -- Markdown ----------------------------------------------------------------------------------------------

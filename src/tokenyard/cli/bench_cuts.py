@@ -33,7 +33,7 @@ def cuts(
     """
     from tokenyard.bench.cut_sweep import BENCHMARK, sweep
     from tokenyard.bench.dispatch_cuda import check_gpu
-    from tokenyard.bench.expert_figures import Cell, grid
+    from tokenyard.bench.expert_figures import cell_of, grid
     from tokenyard.bench.graph_clock import graph_clock
     from tokenyard.cli.machine import provenance
 
@@ -46,8 +46,7 @@ def cuts(
     errors = console(stderr=True)
     for number, row in enumerate(sweep(chosen, device=device, clock=graph_clock(device, rounds)), start=1):
         rows.append(row)
-        cell = Cell(case=row["case"], weights=row["weights"], size=row["size"])
-        errors.print(f"{number} of {len(chosen)}: {cell}: {len(row['tried'])} tried", markup=False)
+        errors.print(f"{number} of {len(chosen)}: {cell_of(row)}: {len(row['tried'])} tried", markup=False)
         if out is not None:
             save_json(document, out)
     if as_json:

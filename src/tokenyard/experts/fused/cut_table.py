@@ -11,8 +11,11 @@ from __future__ import annotations
 from math import inf
 from typing import Any
 
+# Up to so many rows an expert: the first product, the second.
+Lines = tuple[tuple[float, tuple[Any, ...], tuple[Any, ...]], ...]
+
 # out, tile, block, warps, stages, tail, and True where rows stand first
-PLAIN: dict[str, tuple[tuple[float, tuple[Any, ...], tuple[Any, ...]], ...]] = {
+PLAIN: dict[str, Lines] = {
     "bf16": (
         (2, (64, 16, 128, 4, 5, 0), (64, 16, 128, 4, 5, 0)),
         (12, (128, 16, 128, 8, 3, 0), (128, 16, 128, 8, 3, 0)),

@@ -97,11 +97,16 @@ def choose_cuts(pairs: float, experts: int, weights: str, *, rows: str | None = 
     >>> choose_cuts(32, 32, "fp8_block128", rows="bf16") == choose_cuts(32, 32, "fp8_block128")
     False
     """
-    lines = cut_table.PLAIN[cut_table.ALIKE.get(weights, weights)]
-    if rows is not None and rows != weights:
-        lines = cut_table.PLAIN.get(f"{weights} for other rows", lines)
-    inner, result = _line_for(pairs / max(1, experts), lines)
+    inner, result = _line_for(pairs / max(1, experts), plain_lines(weights, rows))
     return Cuts(Cut(*inner), Cut(*result))
+
+
+def plain_lines(weights: str, rows: str | None = None) -> cut_table.Lines:
+    """The lines of the table for weights in this format, and rows in the same, or in `rows`."""
+    lines = cut_table.PLAIN[cut_table.ALIKE.get(weights, weights)]
+    if rows is None or rows == weights:
+        return lines
+    return cut_table.PLAIN.get(f"{weights} for other rows", lines)
 
 
 def choose_packed_cuts(pairs: float, experts: int, weights: str) -> Cuts:

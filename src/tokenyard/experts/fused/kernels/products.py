@@ -133,6 +133,18 @@ def global_scale(divisors, factors, expert, output, OUTPUTS: tl.constexpr):
 
 
 @triton.jit
+def rows_of(order_N, slots_R, start, count, TILE: tl.constexpr, TOP_K: tl.constexpr, HAS_SLOTS: tl.constexpr):
+    """The places of a tile's rows, which of them are rows, their pairs, and the lines where they stand."""
+    t = tl.arange(0, TILE)
+    place = start + tl.minimum(t, count - 1)  # behind the last row something is computed, and not stored
+    pair = unsigned(tl.load(order_N + place))
+    line = pair // TOP_K
+    if HAS_SLOTS:
+        line = tl.load(slots_R + line)
+    return place, t < count, pair, line
+
+
+@triton.jit
 def inner_tile(
     x, x_scales, x_globals, slots_R, w13, w13_scales, w13_global, w13_factor, b13, weights_N,
     inner, inner_scales, order_N, expert, start, count, column,
@@ -146,13 +158,7 @@ def inner_tile(
     OUT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One tile of the first product, activated, into `inner` at the places of `order_N`."""
-    t = tl.arange(0, TILE)
-    is_row = t < count
-    place = start + tl.minimum(t, count - 1)  # behind the last row something is computed, and not stored
-    pair = unsigned(tl.load(order_N + place))
-    line = pair // TOP_K
-    if HAS_SLOTS:
-        line = tl.load(slots_R + line)
+    place, is_row, pair, line = rows_of(order_N, slots_R, start, count, TILE, TOP_K, HAS_SLOTS)
     j = tl.arange(0, OUT)
     if GATED:
         COLUMNS: tl.constexpr = OUT // 2

@@ -13,8 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenyard.experts.fused.kernels.decoding import FP8_BLOCK, load_tile
 from tokenyard.experts.fused.kernels.digits import MASKED_FROM, store_split
-from tokenyard.experts.fused.kernels.products import activate, tile_of
-from tokenyard.experts.fused.kernels.sorting import unsigned
+from tokenyard.experts.fused.kernels.products import activate, rows_of, tile_of
 
 
 @triton.jit
@@ -73,13 +72,7 @@ def rows_first_tile(
     COLUMNS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One tile of the first product, activated, into `inner` at the places of `order_N`."""
-    t = tl.arange(0, TILE)
-    is_row = t < count
-    place = start + tl.minimum(t, count - 1)  # behind the last row something is computed, and not stored
-    pair = unsigned(tl.load(order_N + place))
-    line = pair // TOP_K
-    if HAS_SLOTS:
-        line = tl.load(slots_R + line)
+    place, is_row, pair, line = rows_of(order_N, slots_R, start, count, TILE, TOP_K, HAS_SLOTS)
     c = column * COLUMNS + tl.arange(0, COLUMNS)
     if I % COLUMNS == 0:
         i = c  # lines at equal distances: one address is enough for all
