@@ -206,3 +206,20 @@ def test_ranks_on_one_gpu_are_told_which_variable_is_missing():
         pytest.skip("each rank has its own GPU")
     for message in on_gpu(shares_untold, ranks="processes", world=2):
         assert f"expected a GPU for each rank, or {OVERLAPPING_DEVICES}=1 on every rank" in message
+
+
+def shared_elsewhere_before(group):
+    """Memory of all ranks, after one half shared more often among itself than the other did."""
+    half = [0, 1] if group.rank < 2 else [2, 3]
+    part = group.subgroup(half)
+    for _ in range(1 if group.rank < 2 else 3):
+        part.share_memory(256)
+    buffers = group.share_memory(1024)
+    buffers[group.rank].fill_(group.rank + 1)
+    torch.cuda.synchronize()
+    group.barrier()
+    return [int(buffer.sum()) // 1024 for buffer in buffers]
+
+
+def test_ranks_share_memory_whatever_they_shared_in_other_groups():
+    assert on_gpu(shared_elsewhere_before, ranks="processes") == [[1, 2, 3, 4]] * RANKS

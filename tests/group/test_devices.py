@@ -81,7 +81,7 @@ class FakeGroup:
 
     def gather_json(self, value, *, phase):
         host = value[0]
-        return [value, [host, 1, self.told_by_others], [host, 0, self.told_by_others]]
+        return [value, [host, 1, self.told_by_others, "1"], [host, 0, self.told_by_others, "2"]]
 
 
 def test_ranks_that_share_a_gpu_must_have_said_so(monkeypatch):
@@ -91,7 +91,8 @@ def test_ranks_that_share_a_gpu_must_have_said_so(monkeypatch):
     ):
         _check_devices(FakeGroup(told_by_others=True))
     monkeypatch.setenv(OVERLAPPING_DEVICES, "1")
-    _check_devices(FakeGroup(told_by_others=True))
+    words = {_check_devices(FakeGroup(told_by_others=True)) for _ in range(3)}
+    assert len(words) == 3  # new each time
     with pytest.raises(GroupError, match="is not 1 on rank 1"):
         _check_devices(FakeGroup(told_by_others=False))
 

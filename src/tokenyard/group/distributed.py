@@ -213,15 +213,7 @@ class DistributedGroup(Group):
             return share_between_processes(self, nbytes)
         if self._process_group is None:
             raise self._gone()
-        if not self._known_to_torch:
-            raise GroupError(
-                f"group {self.name!r} was met by fresh ranks, and torch's symmetric memory knows it not",
-                expected="a process group that torch made",
-                fix="use two_sided, which shares no memory; or make a new process group of all ranks, and pass "
-                "`plan.readmit(group=DistributedGroup(…))`",
-                rank=self.rank,
-            )
-        return share_between_gpus(self, self._process_group, nbytes)
+        return share_between_gpus(self, self._seats.store, nbytes)
 
     def gone(self) -> list[int]:
         return self._roll.gone()

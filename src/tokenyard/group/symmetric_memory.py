@@ -8,17 +8,24 @@ rendezvous. So the handle is tied to the *storage* of each buffer, which lives a
 
 Traps: `symm_mem.empty` takes memory from a pool that keeps it, reuses it, and has an open report of corruption, so the
 memory is asked for directly and goes back when its last view does. Torch counts ranks of one host and device index as
-ranks on one GPU, and refuses them unless a variable says so: this is asked before, on all ranks at once.
+ranks on one GPU, and refuses them unless a variable says so: this is asked before, on all ranks at once. And torch
+numbers the rounds of all rendezvous of a process in one sequence, whatever their groups: ranks that shared memory in
+other groups before, one more often than another, would wait for each other's keys in vain. They meet at a name that is
+new each time, in a store that numbers the rounds of this meeting alone (`Meeting`).
 """
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import ProcessGroup, Store
 
 from tokenyard.errors import GroupError
 from tokenyard.group.devices import OVERLAPPING_DEVICES
@@ -29,11 +36,62 @@ if TYPE_CHECKING:
 _PHASE = "sharing memory"
 
 
-def share_between_gpus(group: Group, process_group: dist.ProcessGroup, nbytes: int) -> list[Tensor]:
-    """One zeroed buffer per rank on the ranks' GPUs, mapped by all ranks. All or nothing."""
+class Meeting(Store):
+    """The store of one rendezvous: rounds are numbered in the order in which this rank begins them.
+
+    A round begins with what a rank says, under a key that ends in its number; what precedes that, the ranks need not
+    agree on.
+    """
+
+    def __init__(self, store: Store, name: str, deadline: float) -> None:
+        super().__init__()
+        self._store, self._name, self._deadline = store, name, deadline
+        self._rounds: dict[str, int] = {}
+        self._said: list[str] = []
+
+    def _here(self, key: str) -> str:
+        heading, _, rank = key.rpartition("/")
+        return f"tokenyard/{self._name}/{self._rounds.setdefault(heading, len(self._rounds))}/{rank}"
+
+    def set(self, key: str, value: Any) -> None:
+        self._said.append(self._here(key))
+        self._store.set(self._said[-1], value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._here(key))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._store.wait([self._here(key) for key in keys], timeout or timedelta(seconds=self._deadline))
+
+    def forget(self) -> None:
+        """Take back what this rank said: nobody asks for it any more."""
+        for key in self._said:
+            self._store.delete_key(key)
+
+
+@contextmanager
+def met_as(name: str, meeting: Meeting, rank: int, size: int) -> Iterator[None]:
+    """Within, torch finds these ranks and their store by a name."""
+    from torch._C import _distributed_c10d as torch_groups
+
+    process_group = ProcessGroup(meeting, rank, size)
+    called = cast(Any, name)  # younger versions have a type for it
+    torch_groups._register_process_group(called, process_group)  # by a weak reference
+    try:
+        yield
+    finally:
+        torch_groups._unregister_process_group(called)
+
+
+def share_between_gpus(group: Group, store: Store, nbytes: int) -> list[Tensor]:
+    """One zeroed buffer per rank on the ranks' GPUs, mapped by all ranks, who find each other in a store of their own.
+
+    All or nothing.
+    """
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    _check_devices(group)
+    name = f"symmetric memory {_check_devices(group)}"
+    meeting = Meeting(store, name, group.deadline)
     mine, error = torch.empty(0, dtype=torch.uint8), None
     try:
         mine = _allocate(nbytes, group.device)
@@ -43,8 +101,8 @@ def share_between_gpus(group: Group, process_group: dist.ProcessGroup, nbytes: i
     group.all_or_none(_PHASE, error)  # also: nobody maps a buffer that is yet to be zeroed
     buffers: list[Tensor] = []
     try:
-        # By name: a process group itself is taken by some versions of torch only.
-        handle = symmetric_memory.rendezvous(mine, process_group.group_name)
+        with met_as(name, meeting, group.rank, group.size):
+            handle = symmetric_memory.rendezvous(mine, cast(Any, name))
         buffers = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(group.size)]
         for buffer in buffers:
             keep_with(buffer, (handle, mine))
@@ -56,6 +114,7 @@ def share_between_gpus(group: Group, process_group: dist.ProcessGroup, nbytes: i
         expected="GPUs that reach each other's memory",
         fix="see `nvidia-smi topo -m`; or use two_sided, which shares no memory",
     )
+    meeting.forget()
     return buffers
 
 
@@ -70,15 +129,16 @@ def _allocate(nbytes: int, device: torch.device) -> Tensor:
     return _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device).zero_()
 
 
-def _check_devices(group: Group) -> None:
-    """Raise on every rank where two share a GPU and torch was not told that they may."""
-    place = [os.uname().nodename, group.device.index, os.environ.get(OVERLAPPING_DEVICES) == "1"]
+def _check_devices(group: Group) -> str:
+    """Raise on every rank where two share a GPU and torch was not told that they may; else a word that all share."""
+    told = os.environ.get(OVERLAPPING_DEVICES) == "1"
+    place = [os.uname().nodename, group.device.index, told, secrets.token_hex(8)]
     places = group.gather_json(place, phase=_PHASE)
     ranks_on: dict[tuple[str, int], list[int]] = {}
-    for rank, (host, index, _) in enumerate(places):
+    for rank, (host, index, *_) in enumerate(places):
         ranks_on.setdefault((host, index), []).append(rank)
     shared = next((item for item in ranks_on.items() if len(item[1]) > 1), None)
-    untold = [rank for rank, (_, _, told) in enumerate(places) if not told]
+    untold = [rank for rank, (_, _, told, _) in enumerate(places) if not told]
     if shared and untold:
         (host, index), ranks = shared
         raise GroupError(
@@ -88,6 +148,7 @@ def _check_devices(group: Group) -> None:
             fix="set it before the ranks start (tokenyard.launch does), or give each rank its own GPU",
             rank=group.rank,
         )
+    return str(places[0][3])
 
 
 def _first_line(error: BaseException) -> str:
