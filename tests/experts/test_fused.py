@@ -88,6 +88,7 @@ def test_many_rows_may_stand_first(changes):
 # Of the first product and of the second, whose rows are digits of e4m3.
 SPLIT_CUTS = {
     "turned, summed inside": Cuts(Cut(SPLIT_OUT, 16, 128, 4, 3), Cut(64, 16, 128, 4, 3)),
+    "turned, two blocks a step": Cuts(Cut(SPLIT_OUT, 16, 256, 4, 3), Cut(64, 16, 128, 4, 3)),
     "turned, with tails": Cuts(Cut(SPLIT_OUT, 32, 128, 4, 3, 16), Cut(128, 32, 128, 4, 3, 16)),
     "turned, long": Cuts(Cut(SPLIT_OUT, 64, 64, 4, 3), Cut(256, 64, 128, 4, 3)),
     "rows first, with tails": Cuts(
@@ -100,6 +101,7 @@ SPLIT_CUTS = {
 SPLIT_LAYERS = {
     "hardly more than a block": {"rows": "fp8_block128", "H": 136, "I": 136, "bias": True},
     "less than a block, and more than two": {"rows": "fp8_block128", "H": 300, "I": 33, "in_workspace": True},
+    "an even number of blocks": {"rows": "fp8_block128", "H": 512, "I": 72, "bias": True},
     "plain rows": {"H": 128, "I": 256, "weight_on": "input"},
     "no gate": {"rows": "fp8_block128", "H": 40, "I": 130, "activation": "relu2", "bias": True},
     "interleaved": {"rows": "fp8_block128", "H": 40, "I": 200, "activation": "swiglu_oai"},

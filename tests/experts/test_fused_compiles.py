@@ -44,13 +44,13 @@ def compiled(kernel, constants, warps, source=ASTSource, kinds={}):
     assert ".version" in made.asm["ptx"]
     print(kernel.__name__)
 
-def packed_kernel(kind, spans, first, widths, groups):
+def packed_kernel(kind, spans, first, widths, groups, warps=8):
     compiled(packed.packed_product, dict(
         INPUTS=264, WIDTH=384, LINES=256, COLUMNS=264, TOP_K=4, KIND=kind, SPANS=spans, WIDTHS=widths,
         FIRST=first, INTERLEAVED=first, HAS_SLOTS=True, HAS_GLOBAL=spans == 4, HAS_BIAS=True, WEIGHTED=True,
         FINALIZE=True, ACTIVATION=4, LIMIT=7.0, ALPHA=1.7, SHIFT=1.0, GROUPS=groups, AHEAD=2, STAGES=4,
-        EARLY=True, num_warps=8,
-    ), 8, GluonASTSource)
+        EARLY=True, num_warps=warps,
+    ), warps, GluonASTSource)
 
 def plain_kernels():
     compiled(sorting.sort_pairs, dict(
@@ -81,6 +81,9 @@ def kernels_of_digits():
     wide = dict(TILE=128, TAIL=64)
     compiled(products.inner_product, dict(
         first, **turned, ROWS=decoding.FP8_BLOCK, X_GLOBAL=False, GATED=True, OUT=256), 4, kinds=kinds)
+    two = first | dict(H=512, X_WIDTH=512, W_WIDTH=512, W_STRIDE=512, W_SCALE_WIDTH=4, BLOCK=256)
+    compiled(products.inner_product, dict(
+        two, **turned, ROWS=decoding.FP8_BLOCK, X_GLOBAL=False, GATED=True, OUT=256), 4, kinds=kinds)
     compiled(products.result_product, dict(
         second, **turned, OUT=128, BLOCK=128), 4, kinds=kinds)
     compiled(rows_first.rows_first_product, dict(
@@ -91,6 +94,8 @@ def kernels_of_digits():
 CALLS = {
     "mxint4, the first product": "packed_kernel(0, 2, True, ((16, 0), (32, 0)), 1)",
     "mxfp4, the second product": "packed_kernel(1, 2, False, ((8, 0),), 1)",
+    "mxfp4, many warps": "packed_kernel(1, 2, True, ((32, 0), (64, 0)), 1, warps=16)",
+    "nvfp4, few rows": "packed_kernel(1, 4, True, ((8, 0), (16, 0)), 2, warps=4)",
     "nvfp4, two runs of rows": "packed_kernel(1, 4, False, ((64, 32),), 2)",
     "plain": "plain_kernels()",
     "digits of e4m3": "kernels_of_digits()",

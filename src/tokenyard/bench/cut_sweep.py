@@ -42,7 +42,7 @@ def neighbors(cut: Cut | PackedCut) -> list[Cut | PackedCut]:
         found = [
             *(replace(cut, ahead=ahead) for ahead in (cut.ahead - 1, cut.ahead + 1) if ahead >= 1),
             *(replace(cut, groups=groups) for groups in (1, 2)),
-            *(replace(cut, warps=warps) for warps in _WARPS),
+            *(replace(cut, warps=warps) for warps in (*_WARPS, 16)),
             *(replace(cut, registers=registers) for registers in (None, 128)),
         ]
     else:

@@ -26,7 +26,7 @@ class Cut:
 
     out: int
     tile: int
-    block: int
+    block: int  # 256 of e4m3, rows and weights: two blocks of scales, if their number is even
     warps: int
     stages: int
     tail: int = 0  # tiles of at most so many rows are computed as narrow ones

@@ -36,6 +36,8 @@ from tokenyard.formats.base import EncodedRows
 CHUNK = 1024
 # Blocks that share the chunks of an expert, where there are many.
 PARTS = 16
+# Columns and warps of a block that sums rows.
+SUM_COLUMNS, SUM_WARPS = 2048, 4
 
 _FORMATS = {
     "fp8_block128": decoding.FP8_BLOCK,
@@ -244,6 +246,10 @@ def launch_inner(
     columns = out // 2 if act.gated else out
     items = call.sorted.max_tiles * triton.cdiv(spec.intermediate_size, columns)
     nothing = call.sorted.order_N
+    block = cut.block
+    if block > SPLIT_BLOCK and (x.format != w.format or spec.hidden_size % block):
+        block = SPLIT_BLOCK  # one at a time
+    stages = cut.stages * cut.block // block
     if cut.rows_first and act.gated and x.format == w.format and x.format in _ROWS_FIRST:
         rows_first.rows_first_product[(blocks_for(items, device),)](
             x.data, x.scales, nothing if slots_R is None else slots_R, w.data, w.scales,
@@ -270,8 +276,8 @@ def launch_inner(
         HAS_SLOTS=slots_R is not None, X_GLOBAL=x.has_globals, HAS_GLOBAL=w.has_global,
         HAS_BIAS=weights.b13 is not None, WEIGHTED=spec.weight_on == "input",
         **_activation(spec), GATED=act.gated, INTERLEAVED=act.interleaved,
-        OUT=out, TILE=cut.tile, TAIL=cut.tail, BLOCK=cut.block, EARLY=call.early,
-        num_warps=cut.warps, num_stages=cut.stages, **call.options,
+        OUT=out, TILE=cut.tile, TAIL=cut.tail, BLOCK=block, EARLY=call.early,
+        num_warps=cut.warps, num_stages=stages, **call.options,
     )  # fmt: skip
 
 
@@ -324,13 +330,13 @@ def launch_sums(call: Launch, ids_RK: Tensor, to: Destination) -> None:
     A product and a sum are two roundings, as in `UnfinalizedRows.finish`.
     """
     spec, rows = call.spec, ids_RK.shape[0]
-    columns = min(2048, triton.next_power_of_2(spec.hidden_size))
+    columns = min(SUM_COLUMNS, triton.next_power_of_2(spec.hidden_size))
     items = rows * triton.cdiv(spec.hidden_size, columns)
     summing.sum_rows[(blocks_for(items, ids_RK.device),)](
         to.left, call.weights_RK, ids_RK, to.out, ids_RK if to.slots_R is None else to.slots_R, rows, to.out.stride(0),
         H=spec.hidden_size, TOP_K=spec.top_k, CHOICES=triton.next_power_of_2(spec.top_k),
         EXPERTS=spec.num_local_experts, HAS_OUT_SLOTS=to.slots_R is not None, WEIGHTED=spec.weight_on == "output",
-        COLUMNS=columns, EARLY=call.early, num_warps=4, enable_fp_fusion=False, **call.options,
+        COLUMNS=columns, EARLY=call.early, num_warps=SUM_WARPS, enable_fp_fusion=False, **call.options,
     )  # fmt: skip
 
 

@@ -1,17 +1,20 @@
 """The two products with packed 4-bit weights, on Hopper's tensor cores, in Triton's Gluon dialect.
 
-The weights are `wgmma`'s register operand: loaded 16 bytes a thread, several steps ahead, decoded in place by a mask
-and one bf16 operation for two weights (see `tokenyard.experts.fused.packing`). Rows are its shared-memory operand,
-brought by asynchronous copies; a fence between the copies and the tensor cores, which see shared memory by another way,
-is part of each step. Tiles have as many columns as they have rows, up to a few widths (`WIDTHS`): one is compiled for
+The weights are the register operand: loaded 16 bytes a thread, several steps ahead, decoded in place by a mask and one
+bf16 operation for two weights (see `tokenyard.experts.fused.packing`). Rows are brought to shared memory by
+asynchronous copies. Tiles have as many columns as they have rows, up to a few widths (`WIDTHS`): one is compiled for
 each.
+
+With few rows each warp multiplies by itself (`mma.sync`), and loads the rows into registers, too. With many, four warps
+do together (`wgmma`), and the tensor cores read the rows from shared memory, which they see by another way than the
+copies do: a fence between the two, and a wait for the products before, are part of each step.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia import ampere, hopper
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from tokenyard.experts.fused import packing
@@ -22,6 +25,7 @@ meet = getattr(gl, "barrier", None) or gl.thread_barrier
 INT4 = gl.constexpr(0)
 E2M1 = gl.constexpr(1)
 LEFT_OVER = gl.constexpr(packing.LEFT_OVER)
+FEW_ROWS = gl.constexpr(16)
 
 
 def _scale_pair(scale: str) -> list[str]:
@@ -224,10 +228,18 @@ def deliver(
     gl.store(home, weighted.to(out.dtype.element_ty), mask=(n8 < H)[:, None] & is_alone[None, :])
 
 
+@gluon.constexpr_function
+def sums_layout(rows, warps, few):
+    """How sums `[16 · warps, rows]` are spread over threads."""
+    if few:
+        return gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, rows, 16])
+
+
 @gluon.jit
-def nothing(WARPS: gl.constexpr, N: gl.constexpr):
+def nothing(WARPS: gl.constexpr, N: gl.constexpr, FEW: gl.constexpr):
     """Sums of no products."""
-    return gl.zeros([WARPS * 16, N], gl.float32, gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, N, 16]))
+    return gl.zeros([WARPS * 16, N], gl.float32, sums_layout(N, WARPS, FEW))
 
 
 @gluon.jit
@@ -238,11 +250,11 @@ def finish_tile(
     FIRST: gl.constexpr, INTERLEAVED: gl.constexpr, HAS_SLOTS: gl.constexpr, HAS_GLOBAL: gl.constexpr,
     HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr, FINALIZE: gl.constexpr,
     ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, SHIFT: gl.constexpr,
-    NN: gl.constexpr, WARPS: gl.constexpr,
+    NN: gl.constexpr, WARPS: gl.constexpr, FEW: gl.constexpr,
 ):  # fmt: skip
     """What is done with the sums `[16 · WARPS, NN]` of some outputs and rows."""
     STORE: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, WARPS], [0, 1])
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, NN, 16])
+    LAYOUT: gl.constexpr = sums_layout(NN, WARPS, FEW)
     t = offset + gl.arange(0, NN, layout=gl.SliceLayout(0, LAYOUT))
     is_row = t < count
     place = gl.load(order_N + start + t, mask=is_row, other=0)
@@ -299,8 +311,9 @@ def tile_product(
     STEPS: gl.constexpr = WIDTH // 128
     NB: gl.constexpr = 2 if N1 > 0 else 1
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    LAYOUT0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, N0, 16])
-    LAYOUT1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, N1 if N1 else N0, 16])
+    FEW: gl.constexpr = N0 <= FEW_ROWS and N1 == 0
+    LAYOUT0: gl.constexpr = sums_layout(N0, WARPS, FEW)
+    LAYOUT1: gl.constexpr = sums_layout(N1 if N1 else N0, WARPS, FEW)
     OPERAND0: gl.constexpr = gl.DotOperandLayout(0, LAYOUT0, 2)
     OPERAND1: gl.constexpr = gl.DotOperandLayout(0, LAYOUT1, 2)
     held = ()
@@ -333,7 +346,7 @@ def tile_product(
         pointers = pointers + (x + line.to(gl.int64)[:, None] * x_stride + column,)
     for m in gl.static_range(GROUPS):
         for b in gl.static_range(NB):
-            acc = acc + (nothing(WARPS, N1 if b else N0),)
+            acc = acc + (nothing(WARPS, N1 if b else N0, FEW),)
     for i in gl.static_range(STAGES - 1):
         copy_rows(buffers, pointers, columns, NB, i, i, (count > 0) & (i < STEPS), INPUTS)
     for first in range(0, STEPS, STAGES):
@@ -342,35 +355,45 @@ def tile_product(
             early = ()
             for m in gl.static_range(GROUPS):  # the first half is decoded while the products before still run
                 early = early + (decode(held[4 * m], held[4 * m + 2], KIND, SPANS, WARPS, OPERAND0),)
-            acc = wait_for_products(acc)
+            if not FEW:
+                acc = wait_for_products(acc)
             async_copy.wait_group(STAGES - 2)
-            hopper.fence_async_shared()
+            if not FEW:
+                hopper.fence_async_shared()
             meet()
             copy_rows(buffers, pointers, columns, NB, (d + STAGES - 1) % STAGES, step + STAGES - 1,
                       step + STAGES - 1 < STEPS, INPUTS)  # fmt: skip
             for c in gl.static_range(2):
                 after = ()
+                if FEW:
+                    rows = buffers[2 * d + c].permute((1, 0)).load(gl.DotOperandLayout(1, LAYOUT0, 2))
                 for m in gl.static_range(GROUPS):
                     if c == 0:
                         a = early[m]
                     else:
                         a = decode(held[4 * m + 1], held[4 * m + 3], KIND, SPANS, WARPS, OPERAND0)
                     for b in gl.static_range(NB):
-                        ab = gl.convert_layout(a, OPERAND1, assert_trivial=True) if b else a
-                        turned = buffers[(2 * d + c) * NB + b].permute((1, 0))
-                        after = after + (hopper.warpgroup_mma(ab, turned, acc[m * NB + b], is_async=True),)
+                        if FEW:
+                            after = after + (ampere.mma_v2(a, rows, acc[m]),)
+                        else:
+                            ab = gl.convert_layout(a, OPERAND1, assert_trivial=True) if b else a
+                            turned = buffers[(2 * d + c) * NB + b].permute((1, 0))
+                            after = after + (
+                                hopper.warpgroup_mma(ab, turned, acc[m * NB + b], is_async=True),
+                            )
                 acc = after
             held = held[4 * GROUPS :] + load_weights(
                 words, scales, step + AHEAD, step + AHEAD < STEPS, GROUPS, WIDTH, SPANS, WARPS
             )
-    acc = wait_for_products(acc)
+    if not FEW:
+        acc = wait_for_products(acc)
     for m in gl.static_range(GROUPS):
         for b in gl.static_range(NB):
             finish_tile(
                 acc[m * NB + b], slots_R, divisors, factors, bias, weights_N, y, order_N, left,
                 expert, block * GROUPS + m, start, count, b * N0, y_stride,
                 COLUMNS, TOP_K, FIRST, INTERLEAVED, HAS_SLOTS, HAS_GLOBAL, HAS_BIAS, WEIGHTED, FINALIZE,
-                ACTIVATION, LIMIT, ALPHA, SHIFT, N1 if b else N0, WARPS,
+                ACTIVATION, LIMIT, ALPHA, SHIFT, N1 if b else N0, WARPS, FEW,
             )  # fmt: skip
 
 

@@ -11,6 +11,23 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
+@triton.jit
+def experts_here(
+    ids_N,
+    item,
+    total,
+    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ACROSS: tl.constexpr,
+):
+    """How many experts take an item's row; 0 behind the last item."""
+    k = tl.arange(0, CHOICES)
+    row = tl.zeros([], tl.int64) + item // ACROSS
+    ids = tl.load(ids_N + row * TOP_K + k, mask=(k < TOP_K) & (item < total), other=-1)
+    return tl.sum(((ids >= 0) & (ids < EXPERTS)).to(tl.int32))
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def sum_rows(
     left, weights_N, ids_N, out, out_slots_R, num_rows, out_stride,
@@ -18,18 +35,20 @@ def sum_rows(
     HAS_OUT_SLOTS: tl.constexpr, WEIGHTED: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sum the rows that several experts take: every block takes parts of rows in turn."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
     ACROSS: tl.constexpr = (H + COLUMNS - 1) // COLUMNS
-    k = tl.arange(0, CHOICES)
-    for item in range(tl.program_id(0), num_rows * ACROSS, tl.num_programs(0)):
-        row = tl.zeros([], tl.int64) + item // ACROSS
-        ids = tl.load(ids_N + row * TOP_K + k, mask=k < TOP_K, other=-1)
-        if tl.sum(((ids >= 0) & (ids < EXPERTS)).to(tl.int32)) > 1:
+    total = num_rows * ACROSS
+    next_count = experts_here(ids_N, tl.program_id(0), total, TOP_K, CHOICES, EXPERTS, ACROSS)
+    if EARLY:
+        gdc_wait()  # ids were there before
+        gdc_launch_dependents()
+    for item in range(tl.program_id(0), total, tl.num_programs(0)):
+        count = next_count
+        next_count = experts_here(ids_N, item + tl.num_programs(0), total, TOP_K, CHOICES, EXPERTS, ACROSS)
+        if count > 1:
+            row = tl.zeros([], tl.int64) + item // ACROSS
             column = item % ACROSS * COLUMNS + tl.arange(0, COLUMNS)
             is_column = column < H
-            total = tl.zeros([COLUMNS], tl.float32)
+            sums = tl.zeros([COLUMNS], tl.float32)
             for choice in tl.static_range(TOP_K):  # all of them are loaded at once
                 pair = row * TOP_K + choice
                 expert = tl.load(ids_N + pair)
@@ -38,8 +57,8 @@ def sum_rows(
                 if WEIGHTED:
                     weight = tl.load(weights_N + pair).to(tl.float32)
                     found *= tl.where((expert >= 0) & (expert < EXPERTS), weight, 0.0)
-                total += found
+                sums += found
             line = row
             if HAS_OUT_SLOTS:
                 line = tl.load(out_slots_R + row).to(tl.int64)
-            tl.store(out + line * out_stride + column, total.to(out.dtype.element_ty), mask=is_column)
+            tl.store(out + line * out_stride + column, sums.to(out.dtype.element_ty), mask=is_column)
