@@ -79,7 +79,7 @@ def soak(
     if losses and not on_cpu:
         raise InputError(
             f"--losses with --device {device}",
-            expected="losses on a CPU: fresh ranks cannot map the memory that ranks share on GPUs",
+            expected="losses on a CPU: a soak kills no ranks on GPUs yet",
             fix="leave out --losses",
         )
     if plot is not None:
