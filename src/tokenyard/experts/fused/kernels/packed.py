@@ -25,6 +25,7 @@ meet = getattr(gl, "barrier", None) or gl.thread_barrier
 INT4 = gl.constexpr(0)
 E2M1 = gl.constexpr(1)
 LEFT_OVER = gl.constexpr(packing.LEFT_OVER)
+# Rows of a tile up to which each warp multiplies by itself.
 FEW_ROWS = gl.constexpr(16)
 
 

@@ -13,14 +13,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def experts_here(
-    ids_N,
-    item,
-    total,
-    TOP_K: tl.constexpr,
-    CHOICES: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    ACROSS: tl.constexpr,
-):
+    ids_N, item, total,
+    TOP_K: tl.constexpr, CHOICES: tl.constexpr, EXPERTS: tl.constexpr, ACROSS: tl.constexpr,
+):  # fmt: skip
     """How many experts take an item's row; 0 behind the last item."""
     k = tl.arange(0, CHOICES)
     row = tl.zeros([], tl.int64) + item // ACROSS
