@@ -87,7 +87,7 @@ def test_many_rows_may_stand_first(changes):
 
 # Of the first product and of the second, whose rows are digits of e4m3.
 SPLIT_CUTS = {
-    "turned, summed inside": Cuts(Cut(SPLIT_OUT, 16, 128, 4, 3), Cut(64, 16, 128, 4, 3)),
+    "turned": Cuts(Cut(SPLIT_OUT, 16, 128, 4, 3), Cut(64, 16, 128, 4, 3)),
     "turned, two blocks a step": Cuts(Cut(SPLIT_OUT, 16, 256, 4, 3), Cut(64, 16, 128, 4, 3)),
     "turned, with tails": Cuts(Cut(SPLIT_OUT, 32, 128, 4, 3, 16), Cut(128, 32, 128, 4, 3, 16)),
     "turned, long": Cuts(Cut(SPLIT_OUT, 64, 64, 4, 3), Cut(256, 64, 128, 4, 3)),

@@ -25,7 +25,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import ProcessGroup, Store
+from torch._C._distributed_c10d import (
+    ProcessGroup,
+    Store,
+    _register_process_group,
+    _unregister_process_group,
+)
 
 from tokenyard.errors import GroupError
 from tokenyard.group.devices import OVERLAPPING_DEVICES
@@ -72,15 +77,13 @@ class Meeting(Store):
 @contextmanager
 def met_as(name: str, meeting: Meeting, rank: int, size: int) -> Iterator[None]:
     """Within, torch finds these ranks and their store by a name."""
-    from torch._C import _distributed_c10d as torch_groups
-
     process_group = ProcessGroup(meeting, rank, size)
     called = cast(Any, name)  # younger versions have a type for it
-    torch_groups._register_process_group(called, process_group)  # by a weak reference
+    _register_process_group(called, process_group)  # by a weak reference
     try:
         yield
     finally:
-        torch_groups._unregister_process_group(called)
+        _unregister_process_group(called)
 
 
 def share_between_gpus(group: Group, store: Store, nbytes: int) -> list[Tensor]:

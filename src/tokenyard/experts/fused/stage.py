@@ -36,8 +36,6 @@ from tokenyard.formats.base import EncodedRows
 CHUNK = 1024
 # Blocks that share the chunks of an expert, where there are many.
 PARTS = 16
-# Columns and warps of a block that sums rows.
-SUM_COLUMNS, SUM_WARPS = 2048, 4
 
 _FORMATS = {
     "fp8_block128": decoding.FP8_BLOCK,
@@ -330,13 +328,13 @@ def launch_sums(call: Launch, ids_RK: Tensor, to: Destination) -> None:
     A product and a sum are two roundings, as in `UnfinalizedRows.finish`.
     """
     spec, rows = call.spec, ids_RK.shape[0]
-    columns = min(SUM_COLUMNS, triton.next_power_of_2(spec.hidden_size))
+    columns = min(2048, triton.next_power_of_2(spec.hidden_size))
     items = rows * triton.cdiv(spec.hidden_size, columns)
     summing.sum_rows[(blocks_for(items, ids_RK.device),)](
         to.left, call.weights_RK, ids_RK, to.out, ids_RK if to.slots_R is None else to.slots_R, rows, to.out.stride(0),
         H=spec.hidden_size, TOP_K=spec.top_k, CHOICES=triton.next_power_of_2(spec.top_k),
         EXPERTS=spec.num_local_experts, HAS_OUT_SLOTS=to.slots_R is not None, WEIGHTED=spec.weight_on == "output",
-        COLUMNS=columns, EARLY=call.early, num_warps=SUM_WARPS, enable_fp_fusion=False, **call.options,
+        COLUMNS=columns, EARLY=call.early, num_warps=4, enable_fp_fusion=False, **call.options,
     )  # fmt: skip
 
 

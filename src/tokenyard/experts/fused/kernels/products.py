@@ -65,6 +65,15 @@ def tile_of(tiles, max_tiles, item, ACROSS: tl.constexpr):
 
 
 @triton.jit
+def block_part(left, right, KIND: tl.constexpr):
+    """The product of a block of inputs alone, lines of one with lines of the other. Tensor cores take e4m3 as it is."""
+    if KIND == tl.float32:
+        return tl.dot(left.to(KIND), tl.trans(right.to(KIND)), input_precision="ieee")
+    else:
+        return tl.dot(left, tl.trans(right))
+
+
+@triton.jit
 def block_product(
     x, x_scales, x_line, w, w_scales, w_line,
     x_stride, x_scale_stride, w_stride, w_scale_stride,
@@ -107,10 +116,7 @@ def block_product(
             # By way of float32: from e4m3 to bf16 directly is an instruction for each, at a sixteenth of the rate.
             a, b = a.to(tl.float32).to(KIND), b.to(KIND)
         if (WEIGHTS == FP8_BLOCK) & (not FOLDED):
-            if KIND == tl.float32:
-                part = tl.dot(a, tl.trans(b), input_precision="ieee")
-            else:
-                part = tl.dot(a, tl.trans(b))
+            part = block_part(a, b, KIND)
             if BOTH_FP8:
                 acc += (part * by_output[:, None]) * by_row[None, :]
             else:
@@ -123,15 +129,6 @@ def block_product(
         if ROWS == FP8_BLOCK:
             by_row = next_by_row
     return acc
-
-
-@triton.jit
-def e4m3_dot(a, b, KIND: tl.constexpr):
-    """Outputs × rows, both in e4m3, which the tensor cores take as it is."""
-    if KIND == tl.float32:  # the interpreter
-        return tl.dot(a.to(KIND), tl.trans(b.to(KIND)), input_precision="ieee")
-    else:
-        return tl.dot(a, tl.trans(b))
 
 
 @triton.jit
@@ -163,8 +160,8 @@ def two_block_product(
                       FP8_BLOCK, TILE, 128, True, KIND)  # fmt: skip
         other_b = load_tile(x, x_scales, x_line, block * 128 + 128, X_WIDTH, x_stride, x_scale_stride,
                             FP8_BLOCK, TILE, 128, True, KIND)  # fmt: skip
-        acc += (e4m3_dot(a, b, KIND) * by_output[:, None]) * by_row[None, :]
-        acc += (e4m3_dot(other_a, other_b, KIND) * other_by_output[:, None]) * other_by_row[None, :]
+        acc += (block_part(a, b, KIND) * by_output[:, None]) * by_row[None, :]
+        acc += (block_part(other_a, other_b, KIND) * other_by_output[:, None]) * other_by_row[None, :]
         by_output, by_row = next_by_output, next_by_row
         other_by_output, other_by_row = next_other_by_output, next_other_by_row
     return acc

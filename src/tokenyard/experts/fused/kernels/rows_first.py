@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenyard.experts.fused.kernels.decoding import FP8_BLOCK, load_tile
 from tokenyard.experts.fused.kernels.digits import MASKED_FROM, store_split
-from tokenyard.experts.fused.kernels.products import activate, rows_of, tile_of
+from tokenyard.experts.fused.kernels.products import activate, block_part, rows_of, tile_of
 
 
 @triton.jit
@@ -33,15 +33,6 @@ def load_rows(
         return load_tile(
             x, x_scales, x_line, first, width, x_stride, x_scale_stride, ROWS, TILE, BLOCK, EVEN, KIND
         )
-
-
-@triton.jit
-def block_part(rows, weights, KIND: tl.constexpr):
-    """The product of a block of inputs alone. The tensor cores take e4m3 as it is."""
-    if KIND == tl.float32:
-        return tl.dot(rows.to(KIND), tl.trans(weights.to(KIND)), input_precision="ieee")
-    else:
-        return tl.dot(rows, tl.trans(weights))
 
 
 @triton.jit

@@ -2,10 +2,9 @@
 
 A pair is a received row and one of its choices, `row * top_k + choice`; those without an expert here (-1) are left
 out. `order_N` holds the pairs by expert, and by their own order within an expert; a pair p whose row has other experts
-here stands as ~p, below zero. A tile is at most TILE pairs of
-one expert: `tiles` holds its expert, its first place in `order_N` and how many pairs it has, one line of int32 for
-each of the three, and `how_many` the number of tiles. Nothing of this is read by the host. The same blocks set the
-counts to zero by which the second product knows who comes last.
+here stands as ~p, below zero. A tile is at most TILE pairs of one expert: `tiles` holds its expert, its first place in
+`order_N` and how many pairs it has, one line of int32 for each of the three, and `how_many` the number of tiles.
+Nothing of this is read by the host.
 
 Short batches take one launch, in which each block counts everything. Longer ones are counted first, chunk by chunk.
 """
