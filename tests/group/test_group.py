@@ -128,8 +128,10 @@ def test_a_late_rank_is_named_within_the_deadline(ranks):
         peers, phase, waited, own = results[rank]
         assert peers == (1,)
         assert phase == "a phase"
-        assert 1.0 <= waited < 2.4
+        assert waited < 2.4
         assert own == rank
+    # The first to give up has waited the whole deadline; the other may have come later, and is told at once.
+    assert max(results[rank][2] for rank in (0, 2)) >= 1.0
 
 
 def dies(group):
