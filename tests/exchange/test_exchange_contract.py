@@ -1,6 +1,8 @@
 """What every exchange promises beyond the result: order, handles, capacity, what travels with a row."""
 
 import dataclasses
+import gc
+import weakref
 
 import pytest
 import torch
@@ -148,6 +150,123 @@ def test_two_dispatches_may_be_in_flight_if_the_plan_was_made_for_it(ranks, exch
         assert same
         assert "2 dispatch in flight already" in third
         assert "an earlier dispatch is still in flight" in early
+
+
+def bad_ids(routes):
+    return dataclasses.replace(routes, topk_ids_TK=routes.topk_ids_TK + 99)
+
+
+def failure_beside_a_flight(group, exchange, paranoid, times):
+    """A batch of rank 0 is refused, a few times, while another is in flight; then one more is sent."""
+    layer = spec(experts="reference")
+    plan = ty.plan([layer], group, exchange=exchange, in_flight=2, paranoid=paranoid)
+    built, cargo = build(plan, "moe"), plan.wiring("moe").cargo
+    batches = [batch(layer, 5, seed=10 * n + group.rank) for n in range(2)]
+    expected = [built(x_TH, routes) for x_TH, routes in batches]
+    (x_TH, routes), other = batches
+    rows = encoded(plan, "moe", x_TH)
+    flights = [plan.exchange.dispatch(cargo, rows, routes)]
+    wrong = bad_ids(routes) if group.rank == 0 else routes
+    refused = [raised(plan.exchange.dispatch, cargo, rows, wrong) for _ in range(times)]
+    flights.append(plan.exchange.dispatch(cargo, encoded(plan, "moe", other[0]), other[1]))
+    found = [plan.exchange.combine(flight, built.experts(flight.received)).y_TH for flight in flights]
+    return list(map(type, refused)), all(map(same_bits, found, expected))
+
+
+@every_exchange
+@pytest.mark.parametrize("paranoid", [False, True])
+def test_a_batch_that_is_refused_does_not_touch_the_one_in_flight(exchange, paranoid):
+    for times in (1, 2):
+        results = on_ranks(2, failure_beside_a_flight, exchange, paranoid, times)
+        assert results == [([ty.InputError] * times, True), ([ty.PeerFailed] * times, True)]
+
+
+def error_of_two(group, exchange, error):
+    """Both round trips of a rank end by one error, before either is combined."""
+    layer = spec(experts="reference")
+    plan = ty.plan([layer], group, exchange=exchange, in_flight=2)
+    built, cargo, batches = (
+        build(plan, "moe"),
+        plan.wiring("moe").cargo,
+        [batch(layer, 5, seed=n) for n in range(2)],
+    )
+    seen = None
+    try:
+        with plan.exchange.shared_fate(cargo) as first, plan.exchange.shared_fate(cargo) as second:
+            fates = [first, second]
+            arrived = [
+                fate.dispatch(fate.encode(x_TH), routes)
+                for fate, (x_TH, routes) in zip(fates, batches, strict=True)
+            ]
+            if group.rank == 0:
+                raise error
+            for fate, received in zip(fates, arrived, strict=True):
+                fate.combine(built.experts(received))
+    except BaseException as found:
+        seen = type(found)
+    return seen, built(*batches[0]).shape
+
+
+@every_exchange
+@pytest.mark.parametrize(
+    "error", [ValueError("an expert broke"), KeyboardInterrupt()], ids=["error", "interrupt"]
+)
+def test_what_ends_a_rank_s_round_trips_reaches_all_and_the_next_one_works(exchange, error):
+    (first, _), (second, _) = on_ranks(2, error_of_two, exchange, error, deadline=60.0)
+    assert (first, second) == (type(error), ty.PeerFailed)
+
+
+def modes(group, exchange, paranoid, planned_in_inference_mode):
+    layer = spec(experts="reference")
+    with torch.inference_mode(planned_in_inference_mode):
+        plan = ty.plan([layer], group, exchange=exchange, paranoid=paranoid)
+        built = build(plan, "moe")
+    x_TH, routes = batch(layer, 5, seed=group.rank)
+    wanting = dataclasses.replace(routes, topk_weights_TK=routes.topk_weights_TK.clone().requires_grad_())
+    results = []
+    for inference in (True, False, True, False):
+        with torch.inference_mode(inference):
+            results.append(built(x_TH, routes if inference else wanting).clone())
+    return all(same_bits(result, results[0]) for result in results)
+
+
+@both_kinds
+@every_exchange
+@pytest.mark.parametrize("paranoid", [False, True])
+def test_calls_with_and_without_gradients_and_in_inference_mode_take_turns(ranks, exchange, paranoid):
+    for planned_in_inference_mode in (False, True):
+        found = on_ranks(2, modes, exchange, paranoid, planned_in_inference_mode, ranks=ranks)
+        assert found == [True, True]
+
+
+class Trained(ty.EXPERTS["reference"]):
+    """Experts whose results want a gradient."""
+
+    name = "trained"
+
+    def compute(self, received, *, finalize):
+        result = super().compute(received, finalize=finalize)
+        return ty.ExpertRows(rows_RH=result.rows_RH * torch.ones(1, requires_grad=True))
+
+
+def remembered(group, exchange, experts):
+    layer = spec(experts=experts)
+    plan = ty.plan([layer], group, exchange=exchange)
+    built, alive = build(plan, "moe"), []
+    for seed in range(3):
+        x_TH, routes = batch(layer, 5, seed=seed)
+        weights_TK = routes.topk_weights_TK.clone().requires_grad_()
+        alive.append(weakref.ref(weights_TK))
+        built(x_TH, dataclasses.replace(routes, topk_weights_TK=weights_TK * 1))
+    del weights_TK, routes
+    gc.collect()
+    return [weights() is not None for weights in alive]
+
+
+@every_exchange
+@pytest.mark.parametrize("experts", ["reference", Trained])
+def test_no_batch_is_remembered(exchange, experts):
+    assert on_ranks(2, remembered, exchange, experts) == [[False] * 3] * 2
 
 
 def wrong_batches(group, exchange):

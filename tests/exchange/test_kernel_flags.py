@@ -1,9 +1,10 @@
 """Flags, as the kernels publish them and wait for them, run by Triton's interpreter."""
 
 import pytest
+import torch
 
 from tests.exchange import interpreter
-from tests.exchange.virtual_ranks import VirtualRanks, make_cargo
+from tests.exchange.virtual_ranks import VirtualRanks, make_batch, make_cargo
 from tokenyard.exchange.announcement import Phase
 from tokenyard.exchange.one_sided.control import COMBINED, ROUND, STATE, STATUS, VERDICT, Trouble
 from tokenyard.exchange.one_sided.kernels import flags
@@ -96,3 +97,19 @@ def test_who_waits_only_for_itself_is_not_excused(clock):
         yard.flags(2)[rank] = (rank != 2) << 24
     yard.launchers[0].meet(0, Phase.DISPATCH)
     assert yard.status(0)[2] == 0b110
+
+
+@pytest.mark.parametrize("trouble", [Trouble.FAILED, Trouble.LOST])
+def test_bad_ids_do_not_hide_what_ends_the_round(trouble, clock):
+    cargo = make_cargo(2, hidden_size=4)
+    batch = make_batch(cargo, 3)
+    batch.ids_TK[0, 0] = 77
+    yard = VirtualRanks(cargo, deadline=0.01)
+    if trouble is Trouble.FAILED:
+        yard.launchers[1].meet(yard.crossing.layer, Phase.DISPATCH, fails=True, waits=False)
+    slots_TW = yard.launchers[0].dispatch(yard.crossing, batch.x_TH, batch.ids_TK, batch.weights_TK, {})
+    assert yard.status(0)[:3] == [trouble, 1 << 24 | yard.crossing.layer << 2, 0b10]
+    assert yard.launchers[0].told[0].tolist() == yard.status(0)
+    out_TH = torch.zeros_like(batch.x_TH)
+    yard.launchers[0].combine(yard.crossing, slots_TW, None, out_TH)
+    assert bool(out_TH.isnan().all())

@@ -217,6 +217,21 @@ def test_ids_that_no_expert_has_go_nowhere_and_are_reported(bad, whole):
     assert yard.words(1)[ROUND] == 1  # the round goes on
 
 
+@pytest.mark.parametrize(("bad", "told"), [(2**32 + 3, 2**31 - 1), (-(2**40), -(2**31))])
+def test_ids_that_have_no_room_in_32_bits_are_no_others(bad, told, whole):
+    cargo = make_cargo(2, hidden_size=4)
+    batch, yard = make_batch(cargo, 3), VirtualRanks(cargo)
+    ids_TK = batch.ids_TK.long()
+    ids_TK[1, 2] = bad
+    slots_TW = yard.launchers[0].dispatch(
+        yard.crossing, batch.x_TH, ids_TK, batch.weights_TK, {}, waits=False
+    )
+    assert yard.status(0)[0] == Trouble.BAD_IDS
+    assert yard.status(0)[2] == told
+    ids_TK[1, 2] = -1
+    assert torch.equal(slots_TW, slots_twin(cargo, ids_TK.int(), 0))
+
+
 ASSIGNED = [(130, 200, 3), (64, 64, 2), (65, 130, 1), (0, 70, 2), (3, 5, 9)]
 
 

@@ -10,6 +10,7 @@ from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import random_weights, same_bits
 from tokenyard.conformance.twin import twin
 from tokenyard.exchange import OneSidedExchange
+from tokenyard.exchange.announcement import Phase
 
 both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
 
@@ -57,6 +58,41 @@ def run_ahead(group, in_flight):
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_a_rank_that_sleeps_inside_combine_is_never_overwritten_by_those_that_run_ahead(ranks, in_flight):
     assert on_ranks(4, run_ahead, in_flight, ranks=ranks) == [True] * 4
+
+
+class Late(OneSidedExchange):
+    """Rank 1 has told the others that its first combine is here, and looks into its own mail late."""
+
+    name = "late"
+
+    def _make_workspace(self, layout):
+        super()._make_workspace(layout)
+        hear = self.workspace.signals.hear
+
+        def hear_late(mine):
+            if self.group.rank == 1 and mine.phase is Phase.COMBINE and mine.round == 1:
+                time.sleep(0.3)
+            return hear(mine)
+
+        self.workspace.signals.hear = hear_late
+
+
+def mail_of_rounds_that_failed(group):
+    layer = spec("moe", experts="reference")
+    plan = ty.plan([layer], group, exchange=Late, in_flight=2)
+    exchange, cargo, built = plan.exchange, plan.wiring("moe").cargo, build(plan, "moe")
+    x_TH, routes = batch(layer, 5, seed=group.rank)
+    rows = plan.wiring("moe").wire.encode(x_TH)
+    flights = [exchange.dispatch(cargo, rows, routes)]
+    wrong = ty.Routes(topk_ids_TK=routes.topk_ids_TK + 99, topk_weights_TK=routes.topk_weights_TK)
+    refused = [raised(exchange.dispatch, cargo, rows, wrong) for _ in range(2)]
+    flights.append(exchange.dispatch(cargo, rows, routes))
+    found = [exchange.combine(flight, built.experts(flight.received)).y_TH for flight in flights]
+    return all(map(bool, refused)) and same_bits(*found)
+
+
+def test_mail_is_read_before_it_is_overwritten_however_many_rounds_fail_in_between():
+    assert on_ranks(2, mail_of_rounds_that_failed) == [True, True]
 
 
 def a_thousand_rounds(group):
@@ -172,20 +208,29 @@ def descriptors_and_mappings(group):
         with open("/proc/self/maps") as maps:
             return len(os.listdir("/proc/self/fd")), sum("memfd:tokenyard" in line for line in maps)
 
+    def settled(most):
+        """What there is, once there are no more descriptors: one that is closed in passing may still be there."""
+        until = time.monotonic() + 10
+        while (now := count())[0] > most and time.monotonic() < until:
+            time.sleep(0.02)
+        return now
+
+    group.barrier()  # all connections are made
     before = count()
     plan = ty.plan([spec("a", **SMALL)], group, exchange="one_sided")
-    during = count()
+    during = settled(before[0])
     plan.extend([spec("b", **LARGE)])
     right(plan, spec("b", **LARGE), 4, 0)
     plan.close()
-    return before, during, count()
+    return before, during, settled(before[0])
 
 
 def test_nothing_is_left_behind_by_a_plan_that_was_closed():
     for before, during, after in on_ranks(3, descriptors_and_mappings, ranks="processes"):
         assert during[1] == before[1] + 3  # one mapping for each rank
-        assert during[0] == before[0]  # and no descriptor
-        assert after == before
+        assert during[0] <= before[0]  # and no descriptor
+        assert after[0] <= before[0]
+        assert after[1] == before[1]
 
 
 # -- Results written in place ---------------------------------------------------------------------------------

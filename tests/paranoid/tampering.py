@@ -38,7 +38,7 @@ def damaging(exchange, out=None, back=None):
             loaded = super()._load_out(cargo, round, outgoing)
             here = out is not None and round == DAMAGED_ROUND and self.group.rank == SOURCE
             if here and exchange == "one_sided":
-                slots = self.workspace.dispatch(VICTIM, cargo, round)
+                slots = self.workspace.dispatch(VICTIM, cargo, self._free_flight())
                 first = SOURCE * cargo.max_tokens
                 out({name: slots[name][first : first + cargo.max_tokens] for name in slots})
             elif here:
@@ -57,7 +57,7 @@ def damaging(exchange, out=None, back=None):
             here = back is not None and dispatched.round == DAMAGED_ROUND and self.group.rank == VICTIM
             cargo, counts = dispatched.cargo, dispatched.return_path.received_counts
             if here and exchange == "one_sided":
-                slots = self.workspace.combine(VICTIM, cargo, dispatched.round)
+                slots = self.workspace.combine(VICTIM, cargo, dispatched.flight)
                 first = SOURCE * cargo.max_tokens
                 back({name: slots[name][first : first + cargo.max_tokens] for name in slots})
             elif here:

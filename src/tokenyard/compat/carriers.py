@@ -65,7 +65,7 @@ class Carrier(OneSidedExchange):
 
     def results(self, cargo: Cargo, max_tokens: int) -> Tensor:
         """Where results of a cargo belong in this rank's workspace, `[slots, H]`; one dispatch is in flight at most."""
-        (rows_SH,) = self.workspace.combine(self.group.rank, cargo, round=0).values()
+        (rows_SH,) = self.workspace.combine(self.group.rank, cargo, flight=0).values()
         return rows_SH
 
     @property

@@ -92,7 +92,7 @@ class DeviceCarrier(Carrier, CudaOneSidedExchange):
         """This rank's control region."""
         return self.memory.layout.control_region().of(self.own_buffer).view(torch.int64)
 
-    def _tell_failure(self, crossing: Crossing, phase: Phase, error: Exception) -> None:
+    def _tell_failure(self, crossing: Crossing, phase: Phase, error: BaseException) -> None:
         number = list(Phase).index(phase)
         round = int(self._words()[ROUND + number]) + 1
         # What stands at every rank if all are at the door; and no older flag, if this round has failed before.

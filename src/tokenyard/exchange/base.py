@@ -29,7 +29,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from tokenyard.errors import ContractError, HandleError, InputError, Reason, TokenyardError
+from tokenyard.errors import ContractError, HandleError, InputError, PeerFailed, Reason, TokenyardError
 from tokenyard.exchange.announcement import Announcement, Phase
 from tokenyard.exchange.cargo import (
     Cargo,
@@ -107,6 +107,8 @@ class Exchange(ABC):
         self._capacity, self._plan_id = in_flight, plan_id
         self._names: list[str] = []
         self._in_flight: deque[Dispatched] = deque()
+        # By round: why a dispatch that is in flight will not be combined. The others are told when it is the oldest.
+        self._given_up: dict[int, BaseException] = {}
         self._round = 0
         self._closed = False
 
@@ -123,7 +125,7 @@ class Exchange(ABC):
         """Carry these layers from now on. Collective; handles that are in flight raise afterwards."""
         self.stats = {c.layer: self.stats.get(c.layer) or LayerStats(self.group.size) for c in cargos}
         self._names = list(self.stats)
-        self._in_flight.clear()
+        self._land_all()
 
     def warmup(self, cargos: Sequence[Cargo]) -> None:  # noqa: B027 (most have nothing to do)
         """Make ready whatever the first round trips of these layers would otherwise wait for. Collective."""
@@ -169,7 +171,9 @@ class Exchange(ABC):
             received_counts=received_counts,
             num_tokens=outgoing.num_tokens,
         )
-        dispatched = Dispatched(received=received, cargo=cargo, round=round, return_path=path)
+        dispatched = Dispatched(
+            received=received, cargo=cargo, round=round, return_path=path, flight=self._free_flight()
+        )
         self._in_flight.append(dispatched)
         stats.count_dispatch(
             outgoing.num_tokens, outgoing.counts, received_counts, self.bytes_sent(cargo, outgoing)
@@ -182,8 +186,7 @@ class Exchange(ABC):
             check_arrival(dispatched)
             self._in_flight[-1] = seen = self._watch.arrived(dispatched)
         except Exception as error:
-            self._take(dispatched)
-            self._fail(dispatched.cargo, error, partial(self._fail_back, dispatched, error))
+            self._fail(dispatched.cargo, error, partial(self._give_up, self._in_flight[-1], error))
         return seen
 
     @abstractmethod
@@ -197,7 +200,7 @@ class Exchange(ABC):
         """Move a loaded batch; return what arrived, and how many rows this rank owes each source rank."""
 
     @abstractmethod
-    def _fail_out(self, cargo: Cargo, round: int, error: Exception) -> None:
+    def _fail_out(self, cargo: Cargo, round: int, error: BaseException) -> None:
         """Take part in a dispatch only to say that this rank failed."""
 
     @abstractmethod
@@ -212,7 +215,7 @@ class Exchange(ABC):
         """
 
     @abstractmethod
-    def _fail_back(self, dispatched: Dispatched, error: Exception) -> None:
+    def _fail_back(self, dispatched: Dispatched, error: BaseException) -> None:
         """Take part in a combine only to say that this rank failed."""
 
     @abstractmethod
@@ -234,6 +237,11 @@ class Exchange(ABC):
                 layer=cargo.layer,
                 rank=self.group.rank,
             )
+
+    def _free_flight(self) -> int:
+        """The first place that no dispatch in flight has: the same one on every rank."""
+        used = {dispatched.flight for dispatched in self._in_flight}
+        return next(flight for flight in range(self._capacity) if flight not in used)
 
     def _prepare(
         self,
@@ -383,7 +391,7 @@ class Exchange(ABC):
             self._watch.leaving(dispatched, placed=rows_RH is None)
         except Exception as error:
             self._fail(cargo, error, partial(self._fail_back, dispatched, error))
-        with stats.waiting("combine"), self._in_layer(cargo):
+        with stats.waiting("combine"), self._in_layer(cargo), self._in_turn():
             home = self._send_back(dispatched, loaded)
         stats.count_combine([n * self.region_bytes(cargo).combine_row for n in path.received_counts])
         return home
@@ -449,22 +457,48 @@ class Exchange(ABC):
         fate = Fate(exchange=self, cargo=cargo)
         try:
             yield fate
-        except Exception as error:
+        except BaseException as error:  # one that is interrupted owes the others a word, too
             if fate.owes is Phase.DISPATCH:
                 self._fail(cargo, error, partial(self._fail_out, cargo, self._round + 1, error))
             flight = fate.dispatched
             if fate.owes is Phase.COMBINE and flight is not None:
-                self._take(flight)
-                self._fail(cargo, error, partial(self._fail_back, flight, error))
+                self._fail(cargo, error, partial(self._give_up, flight, error))
             raise
 
-    def _fail(self, cargo: Cargo, error: Exception, tell: Callable[[], None]) -> NoReturn:
+    def _fail(self, cargo: Cargo, error: BaseException, tell: Callable[[], None]) -> NoReturn:
         """Tell the others that this rank failed, then raise its error."""
         with self._in_layer(cargo):
             if isinstance(error, TokenyardError):
                 error.at(layer=cargo.layer, rank=self.group.rank)
             tell()
+            self._tell_given_up()
             raise error
+
+    def _give_up(self, dispatched: Dispatched, error: BaseException) -> None:
+        """A dispatch will not be combined. The others, which combine in order, are told when it is its turn."""
+        if any(flight is dispatched for flight in self._in_flight):  # else nobody waits for it any more
+            self._given_up[dispatched.round] = error
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """A combine, behind which those that were given up have their turn."""
+        try:
+            yield
+        except PeerFailed:
+            self._tell_given_up()
+            raise
+        self._tell_given_up()
+
+    def _tell_given_up(self) -> None:
+        """Take part in the combines of the oldest dispatches that were given up, only to say so."""
+        while self._in_flight and self._in_flight[0].round in self._given_up:
+            oldest = self._in_flight.popleft()
+            self._fail_back(oldest, self._given_up.pop(oldest.round))
+
+    def _land_all(self) -> None:
+        """Nothing is in flight any more."""
+        self._in_flight.clear()
+        self._given_up.clear()
 
     @contextmanager
     def _in_layer(self, cargo: Cargo) -> Iterator[None]:
@@ -476,7 +510,13 @@ class Exchange(ABC):
             raise
 
     def _announcement(
-        self, cargo: Cargo, phase: Phase, round: int, tokens: int, counts: list[int], error: Exception | None
+        self,
+        cargo: Cargo,
+        phase: Phase,
+        round: int,
+        tokens: int,
+        counts: list[int],
+        error: BaseException | None,
     ) -> Announcement:
         return Announcement(
             plan=self._plan_id,
@@ -491,4 +531,4 @@ class Exchange(ABC):
     def close(self) -> None:
         """No more rounds."""
         self._closed = True
-        self._in_flight.clear()
+        self._land_all()

@@ -142,6 +142,7 @@ class Dispatched:
     cargo: Cargo
     round: int
     return_path: ReturnPath
+    flight: int = 0  # which of `in_flight` places it has, the same on every rank
     seals_RC: Tensor | None = None  # of the rows that arrived, where the cargo is sealed
 
 

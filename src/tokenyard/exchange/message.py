@@ -51,7 +51,7 @@ class MessageExchange(Exchange):
         check_counts(self.group, mine, heard, cargo.max_tokens)
         return self._move(cargo, outgoing, loaded, heard)
 
-    def _fail_out(self, cargo: Cargo, round: int, error: Exception) -> None:
+    def _fail_out(self, cargo: Cargo, round: int, error: BaseException) -> None:
         counts = [0] * self.group.size
         self._announce(self._announcement(cargo, Phase.DISPATCH, round, 0, counts, error))
 
@@ -61,7 +61,7 @@ class MessageExchange(Exchange):
         gathered = self.group.all_gather(encoded.to(self.group.device), phase=mine.phase.value)
         heard = [Announcement.decode(tensor_bytes(part), rank) for rank, part in enumerate(gathered)]
         check_places(self.group, mine, heard, self._names)
-        self._round = mine.round  # all ranks were in this round, whatever comes of it
+        self._round = max(self._round, mine.round)  # all ranks were in this round, whatever comes of it
         check_fates(self.group, mine, heard)
         return heard
 
@@ -79,7 +79,7 @@ class MessageExchange(Exchange):
             for part in self._return(dispatched, loaded.split(path.received_counts), None)
         ]
 
-    def _fail_back(self, dispatched: Dispatched, error: Exception) -> None:
+    def _fail_back(self, dispatched: Dispatched, error: BaseException) -> None:
         stride = dispatched.cargo.combine_layout.stride
         nothing = [
             torch.zeros(count, stride, dtype=torch.uint8, device=self.group.device)
@@ -88,7 +88,7 @@ class MessageExchange(Exchange):
         self._return(dispatched, nothing, error)
 
     def _return(
-        self, dispatched: Dispatched, packets_by_rank: Sequence[Tensor], error: Exception | None
+        self, dispatched: Dispatched, packets_by_rank: Sequence[Tensor], error: BaseException | None
     ) -> list[Tensor]:
         """Send every source rank its rows, behind an announcement; return what came home, by rank."""
         cargo, path = dispatched.cargo, dispatched.return_path

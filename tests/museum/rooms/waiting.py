@@ -26,9 +26,9 @@ def barrier_over_the_world(patch):
 def stale_rows_read_as_rows(patch):
     right = OneSidedExchange._received
 
-    def received(self, cargo, round, arrived):
+    def received(self, cargo, arrived):
         self.most = tuple(map(max, arrived, getattr(self, "most", arrived)))  # so many slots hold something
-        return right(self, cargo, round, self.most)
+        return right(self, cargo, self.most)
 
     patch.setattr(OneSidedExchange, "_received", received)
 
@@ -38,7 +38,8 @@ def flag_of_the_last_round(patch):
 
     def wait(self, ready, phase, round):
         def all_set():
-            return all(self._flag_of(self.rank, phase, round, source) for source in range(self.world))
+            turn = self._turn(phase)
+            return all(self._flag_of(self.rank, phase, turn, source) for source in range(self.world))
 
         right(self, all_set, phase, round)
 

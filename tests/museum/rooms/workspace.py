@@ -68,8 +68,8 @@ def growth_under_a_graph(patch):
 
 
 def combine_over_dispatch(patch):
-    def combine(self, rank, cargo, round):
-        dispatch = self.layout.dispatch_region(round % self.layout.in_flight)
+    def combine(self, rank, cargo, flight):
+        dispatch = self.layout.dispatch_region(flight)
         behind = dispatch.offset + cargo.dispatch_slots.nbytes  # of this layer, not of the largest
         return self._slots(cargo.combine_slots, rank, Region(offset=behind, nbytes=self.layout.combine))
 

@@ -257,14 +257,15 @@ class CudaOneSidedExchange(OneSidedExchange):
             slots_TW=slots_TW,
         )
         received = self._rows_received(crossing, counts)
-        dispatched = Dispatched(received=received, cargo=cargo, round=round, return_path=path)
+        dispatched = Dispatched(
+            received=received, cargo=cargo, round=round, return_path=path, flight=crossing.flight
+        )
         self._in_flight.append(dispatched)
         if is_checked:
             try:
                 self._raise_trouble()  # of this rank's own ids: the others have gone on, and wait for its combine
             except InputError as error:
-                self._take(dispatched)
-                self._fail(cargo, error, partial(self._fail_back, dispatched, error))
+                self._fail(cargo, error, partial(self._give_up, dispatched, error))
         self._count(dispatched)
         return dispatched
 
@@ -274,11 +275,9 @@ class CudaOneSidedExchange(OneSidedExchange):
             yield
 
     def _crossing(self, cargo: Cargo) -> Crossing:
-        """The first region that no dispatch in flight uses: the same one on every rank."""
-        used = {cast(DevicePath, flight.return_path).crossing.flight for flight in self._in_flight}
-        free = next(flight for flight in range(self._capacity) if flight not in used)
+        """The way of a dispatch through the first region that none in flight uses."""
         limit = cargo.max_tokens if self._limit is None else min(self._limit, cargo.max_tokens)
-        return Crossing(cargo=cargo, flight=free, max_tokens=limit)
+        return Crossing(cargo=cargo, flight=self._free_flight(), max_tokens=limit)
 
     def _read_counts(self, crossing: Crossing) -> tuple[int, ...]:
         """How many rows came from whom; waits for the device."""
@@ -356,7 +355,7 @@ class CudaOneSidedExchange(OneSidedExchange):
         cargo = dispatched.cargo
         if out is None:
             out = torch.empty(path.num_tokens, cargo.hidden_size, dtype=cargo.dtype, device=self.group.device)
-        with self._working(cargo, "combine"):
+        with self._working(cargo, "combine"), self._in_turn():
             home = (
                 out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
             )
@@ -370,7 +369,7 @@ class CudaOneSidedExchange(OneSidedExchange):
     def combine_unreduced(self, dispatched: Dispatched, result: ExpertRows | PlacedRows) -> RankRows:
         path, rows_RH = self._results(dispatched, result, reduces=False, out=None, add=())
         cargo, crossing = dispatched.cargo, path.crossing
-        with self._working(cargo, "combine"):
+        with self._working(cargo, "combine"), self._in_turn():
             if rows_RH is not None:
                 self.launcher.place(crossing, rows_RH, dense=path.is_checked)
             self.launcher.meet(crossing.layer, Phase.COMBINE)
@@ -432,14 +431,14 @@ class CudaOneSidedExchange(OneSidedExchange):
 
     # -- Shared fate ---------------------------------------------------------------------------------------
 
-    def _fail_out(self, cargo: Cargo, round: int, error: Exception) -> None:
+    def _fail_out(self, cargo: Cargo, round: int, error: BaseException) -> None:
         self._round = round
         self._tell_failure(self._crossing(cargo), Phase.DISPATCH, error)
 
-    def _fail_back(self, dispatched: Dispatched, error: Exception) -> None:
+    def _fail_back(self, dispatched: Dispatched, error: BaseException) -> None:
         self._tell_failure(cast(DevicePath, dispatched.return_path).crossing, Phase.COMBINE, error)
 
-    def _tell_failure(self, crossing: Crossing, phase: Phase, error: Exception) -> None:
+    def _tell_failure(self, crossing: Crossing, phase: Phase, error: BaseException) -> None:
         """Take part in a phase only to say that this rank failed, and why."""
         if torch.cuda.is_current_stream_capturing():
             return  # nothing runs yet: the others are capturing, too, and wait for nobody

@@ -6,11 +6,11 @@
 Slots follow from the order of tokens, so placement is deterministic, and no rank has to ask another for room. A slot
 that nobody wrote in this round is never read: each rank is told how many rows came from whom.
 
-**Why nothing is overwritten too early.** A rank pushes round n only after its combine of round n − in_flight, in which
-it heard from every rank; they said so after their experts had read what was pushed before. A rank writes results of
-round n only after its dispatch of round n, in which it heard from every rank; they said so after they had pulled what
-stood there before. Dispatch and combine regions never overlap, so a fast rank may push its next layer while a slow one
-still pulls.
+**Why nothing is overwritten too early.** Each of `in_flight` dispatches has a pair of regions, which it keeps until it
+is combined. So a rank pushes into a region only after the combine of what stood there, in which it heard from every
+rank; they said so after their experts had read it. A rank writes results only after their dispatch, in which it heard
+from every rank; they said so after they had pulled what stood there before. Dispatch and combine regions never overlap,
+so a fast rank may push its next layer while a slow one still pulls.
 
 A rank that fails tells the others in place of rows; all raise, and the next round starts clean.
 """
@@ -50,27 +50,25 @@ class Workspace:
     def __init__(self, group: Group, layout: WorkspaceLayout) -> None:
         self.layout = layout
         self.nbytes = layout.nbytes
-        self.buffers = group.share_memory(layout.nbytes)
+        with torch.inference_mode(False):  # what is made there could not be written elsewhere
+            self.buffers = group.share_memory(layout.nbytes)
         controls = [layout.control_region().of(buffer) for buffer in self.buffers]
-        self.signals = Signals(controls, group.rank, layout.in_flight, group.deadline, group.gone)
+        self.signals = Signals(controls, group.rank, group.deadline, group.gone)
         self._views: dict[tuple[SlotLayout, int, int], dict[str, Tensor]] = {}
 
-    def dispatch(self, rank: int, cargo: Cargo, round: int) -> dict[str, Tensor]:
-        """The payloads of all slots that a rank receives into, in this round."""
-        return self._slots(
-            cargo.dispatch_slots, rank, self.layout.dispatch_region(round % self.layout.in_flight)
-        )
+    def dispatch(self, rank: int, cargo: Cargo, flight: int) -> dict[str, Tensor]:
+        """The payloads of all slots that a rank receives into."""
+        return self._slots(cargo.dispatch_slots, rank, self.layout.dispatch_region(flight))
 
-    def combine(self, rank: int, cargo: Cargo, round: int) -> dict[str, Tensor]:
-        """The payloads of all slots that a rank's results are read from, in this round."""
-        return self._slots(
-            cargo.combine_slots, rank, self.layout.combine_region(round % self.layout.in_flight)
-        )
+    def combine(self, rank: int, cargo: Cargo, flight: int) -> dict[str, Tensor]:
+        """The payloads of all slots that a rank's results are read from."""
+        return self._slots(cargo.combine_slots, rank, self.layout.combine_region(flight))
 
     def _slots(self, slots: SlotLayout, rank: int, region: Region) -> dict[str, Tensor]:
         key = (slots, rank, region.offset)
         if key not in self._views:  # making them anew in every round costs a tenth of a small round trip
-            self._views[key] = slots.views(region.of(self.buffers[rank]))
+            with torch.inference_mode(False):
+                self._views[key] = slots.views(region.of(self.buffers[rank]))
         return self._views[key]
 
 
@@ -170,7 +168,7 @@ class OneSidedExchange(Exchange):
     @property
     def _control_bytes(self) -> int:
         """Bytes of flags and mail on a rank."""
-        return control_bytes(self.group.size, self._capacity)
+        return control_bytes(self.group.size)
 
     def layout_for(self, cargos: Sequence[Cargo]) -> WorkspaceLayout:
         """The smallest layout that serves these layers: the union of what they need."""
@@ -195,8 +193,9 @@ class OneSidedExchange(Exchange):
         heard = self._tell_and_hear(by_rank)
         check_counts(self.group, by_rank[self.group.rank], heard, cargo.max_tokens)
         arrived = tuple(announcement.counts[0] for announcement in heard)
-        return self._received(cargo, round, arrived), arrived
+        return self._received(cargo, arrived), arrived
 
+    @torch.no_grad()  # weights may want a gradient; a workspace that remembered would hold every batch
     def _load_out(self, cargo: Cargo, round: int, outgoing: Outgoing) -> None:
         """Push each row to every rank that owns one of its experts. Nobody reads it before being told."""
         routes = outgoing.routes
@@ -208,16 +207,16 @@ class OneSidedExchange(Exchange):
             count = tokens.numel()
             if count == 0:
                 continue
-            slots = self.workspace.dispatch(rank, cargo, round)
+            slots = self.workspace.dispatch(rank, cargo, self._free_flight())
             for name, tensor in whole.items():
                 _gather_into(slots[name][first : first + count], tensor, tokens)
             slots["ids"][first : first + count] = ids_NK[start : start + count]
             slots["weights"][first : first + count] = weights_NK[start : start + count]
             start += count
 
-    def _received(self, cargo: Cargo, round: int, arrived: tuple[int, ...]) -> ReceivedRows:
+    def _received(self, cargo: Cargo, arrived: tuple[int, ...]) -> ReceivedRows:
         """What came, as views of the workspace: the rows, and the slots in which there are any."""
-        slots = self.workspace.dispatch(self.group.rank, cargo, round)
+        slots = self.workspace.dispatch(self.group.rank, cargo, self._free_flight())
         slots_R = torch.cat(
             [torch.arange(count) + source * cargo.max_tokens for source, count in enumerate(arrived)]
         )
@@ -245,9 +244,10 @@ class OneSidedExchange(Exchange):
         cargo, slots_R = dispatched.cargo, dispatched.received.slots_R
         if cargo.combine_wire.quantized or slots_R is None:
             return None
-        slots = self.workspace.combine(self.group.rank, cargo, dispatched.round)
+        slots = self.workspace.combine(self.group.rank, cargo, dispatched.flight)
         (payload,) = cargo.combine_wire.payloads(cargo.hidden_size)
-        return CombineBuffer(rows_SH=slots[payload.name], slots_R=slots_R)
+        # Detached: experts may write what wants a gradient, and only this handle is to remember it.
+        return CombineBuffer(rows_SH=slots[payload.name].detach(), slots_R=slots_R)
 
     def _is_placed(self, dispatched: Dispatched, result: object) -> bool:
         if not isinstance(result, PlacedRows):
@@ -262,10 +262,11 @@ class OneSidedExchange(Exchange):
             )
         return True
 
+    @torch.no_grad()
     def _load_back(self, dispatched: Dispatched, encoded: EncodedRows) -> None:
         """Write the results into this rank's combine region, from which their owners pull them."""
         cargo = dispatched.cargo
-        slots = self.workspace.combine(self.group.rank, cargo, dispatched.round)
+        slots = self.workspace.combine(self.group.rank, cargo, dispatched.flight)
         start = 0
         for source, count in enumerate(dispatched.return_path.received_counts):
             first = source * cargo.max_tokens
@@ -284,7 +285,7 @@ class OneSidedExchange(Exchange):
                 hidden_size=cargo.hidden_size,
                 payloads={
                     name: slots[first : first + tokens.numel()]
-                    for name, slots in self.workspace.combine(rank, cargo, round).items()
+                    for name, slots in self.workspace.combine(rank, cargo, dispatched.flight).items()
                 },
             )
             for rank, tokens in enumerate(path.tokens_by_rank)
@@ -292,11 +293,11 @@ class OneSidedExchange(Exchange):
 
     # -- Shared fate ---------------------------------------------------------------------------------------
 
-    def _fail_out(self, cargo: Cargo, round: int, error: Exception) -> None:
+    def _fail_out(self, cargo: Cargo, round: int, error: BaseException) -> None:
         failed = self._announcement(cargo, Phase.DISPATCH, round, 0, [0], error)
         self._tell_and_hear([failed] * self.group.size)
 
-    def _fail_back(self, dispatched: Dispatched, error: Exception) -> None:
+    def _fail_back(self, dispatched: Dispatched, error: BaseException) -> None:
         failed = self._announcement(dispatched.cargo, Phase.COMBINE, dispatched.round, 0, [], error)
         self._tell_and_hear([failed] * self.group.size)
 

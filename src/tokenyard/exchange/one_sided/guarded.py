@@ -48,8 +48,10 @@ class WorkspaceWatch(ParanoidWatch):
         super().__init__(group)
         self._in_flight = in_flight
         self._made: weakref.ref[Workspace] | None = None  # it goes when the exchange gives it up
-        # By flight: after which round all of its dispatch region was poison.
-        self._poisoned: dict[int, int] = {}
+        # The round that came last, and the flights whose rounds have not left: those that failed never do.
+        self._last, self._open = 0, set[int]()
+        # By flight: whether all of its dispatch region was poison before its rows came.
+        self._poisoned: dict[int, bool] = {}
         # By flight: whose results stand in its combine region, and how many for each rank, beside poison.
         self._results: dict[int, tuple[Cargo, tuple[int, ...]]] = {}
 
@@ -73,7 +75,8 @@ class WorkspaceWatch(ParanoidWatch):
             layout.combine_region(flight).of(mine).fill_(POISON)
         self.group.barrier(phase="sharing memory")  # nobody pushes a row into what is not poisoned yet
         self._made = weakref.ref(workspace)
-        self._poisoned, self._results = dict.fromkeys(range(self._in_flight), round), {}
+        self._poisoned, self._results = dict.fromkeys(range(self._in_flight), True), {}
+        self._last, self._open = round, set()
 
     @property
     def _workspace(self) -> Workspace:
@@ -81,44 +84,53 @@ class WorkspaceWatch(ParanoidWatch):
         assert workspace is not None  # rows move through it
         return workspace
 
-    def _dispatch_region(self, round: int) -> Tensor:
+    def _dispatch_region(self, flight: int) -> Tensor:
         workspace = self._workspace
-        region = workspace.layout.dispatch_region(round % self._in_flight)
-        return region.of(workspace.buffers[self.group.rank])
+        return workspace.layout.dispatch_region(flight).of(workspace.buffers[self.group.rank])
 
-    def _combine_region(self, round: int) -> Tensor:
+    def _combine_region(self, flight: int) -> Tensor:
         workspace = self._workspace
-        region = workspace.layout.combine_region(round % self._in_flight)
-        return region.of(workspace.buffers[self.group.rank])
+        return workspace.layout.combine_region(flight).of(workspace.buffers[self.group.rank])
 
     # -- The stations of a round trip ----------------------------------------------------------------------
 
     def arrived(self, dispatched: Dispatched) -> Dispatched:
-        self._poison_results(dispatched.round)
+        self._note_what_failed(dispatched)
+        self._poison_results(dispatched.flight)
         self._check_guards()
         self._check_dispatch_region(dispatched)
         return super().arrived(dispatched)
 
     def leaving(self, dispatched: Dispatched, *, placed: bool) -> None:
         super().leaving(dispatched, placed=placed)
-        cargo, round, counts = dispatched.cargo, dispatched.round, dispatched.return_path.received_counts
+        cargo, flight, counts = dispatched.cargo, dispatched.flight, dispatched.return_path.received_counts
         if placed:
             self._seal_placed(dispatched)
         self._check_guards()
         self._check_dispatch_region(dispatched)
-        _check_unused("combine", self._combine_region(round), cargo.combine_slots, cargo, counts)
-        self._results[round % self._in_flight] = (cargo, counts)
-        region = self._dispatch_region(round)
-        if self._was_poisoned(round):
+        _check_unused("combine", self._combine_region(flight), cargo.combine_slots, cargo, counts)
+        self._results[flight] = (cargo, counts)
+        region = self._dispatch_region(flight)
+        if self._poisoned[flight]:
             for _, rows in _cut(region, cargo.dispatch_slots, _used(cargo, counts)):
                 rows.fill_(POISON)
         else:
             region.fill_(POISON)
-        self._poisoned[round % self._in_flight] = round
+        self._poisoned[flight] = True
+        self._open.discard(flight)
 
-    def _poison_results(self, round: int) -> None:
+    def _note_what_failed(self, arrived: Dispatched) -> None:
+        """Rounds that failed since the last one that came, or never left, have left rows behind."""
+        if arrived.round > self._last + 1:  # in a flight that was free
+            self._poisoned |= dict.fromkeys(set(self._poisoned) - self._open, False)
+        if arrived.flight in self._open:
+            self._poisoned[arrived.flight] = False
+        self._last = arrived.round
+        self._open.add(arrived.flight)
+
+    def _poison_results(self, flight: int) -> None:
         """Poison a combine region: everybody has come to this dispatch, hence has pulled what stood there."""
-        region, known = self._combine_region(round), self._results.pop(round % self._in_flight, None)
+        region, known = self._combine_region(flight), self._results.pop(flight, None)
         if known is None:
             region.fill_(POISON)
             return
@@ -134,15 +146,11 @@ class WorkspaceWatch(ParanoidWatch):
                 place="combine",
             )
 
-    def _was_poisoned(self, round: int) -> bool:
-        """Whether all of a dispatch region was poison before the rows of this round came."""
-        return self._poisoned[round % self._in_flight] >= round - self._in_flight
-
     def _seal_placed(self, dispatched: Dispatched) -> None:
         """Seal the results that experts wrote into the combine region by themselves."""
         cargo, slots_R = dispatched.cargo, dispatched.received.slots_R
         assert slots_R is not None
-        slots = self._workspace.combine(self.group.rank, cargo, dispatched.round)
+        slots = self._workspace.combine(self.group.rank, cargo, dispatched.flight)
         (payload,) = cargo.combine_wire.payloads(cargo.hidden_size)
         rows_RH = slots[payload.name][slots_R]
         blank_R = (rows_RH.view(torch.uint8) == POISON).all(dim=1)
@@ -166,9 +174,9 @@ class WorkspaceWatch(ParanoidWatch):
     # -- Looking -------------------------------------------------------------------------------------------
 
     def _check_dispatch_region(self, dispatched: Dispatched) -> None:
-        if self._was_poisoned(dispatched.round):
+        if self._poisoned[dispatched.flight]:
             cargo, counts = dispatched.cargo, dispatched.return_path.received_counts
-            region = self._dispatch_region(dispatched.round)
+            region = self._dispatch_region(dispatched.flight)
             _check_unused("dispatch", region, cargo.dispatch_slots, cargo, counts)
 
     def _check_guards(self) -> None:

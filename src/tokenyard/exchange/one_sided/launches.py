@@ -130,6 +130,12 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
+def narrow(ids: Tensor) -> Tensor:
+    """Ids in 32 bits. One that has no room there becomes the largest, which no expert has."""
+    room = torch.iinfo(torch.int32)
+    return (ids.clamp(room.min, room.max) if ids.dtype == torch.int64 else ids).int()
+
+
 def as_words(rows: Tensor) -> Tensor:
     """A matrix as integers, the widest of up to four bytes that its rows hold a whole number of."""
     row = rows.shape[1] * rows.element_size()
@@ -294,7 +300,7 @@ class Launcher:
         """Move a batch; return the slot of each token on each rank, `[T, W]`, -1 where it does not go."""
         cargo, tokens = crossing.cargo, ids_TK.shape[0] // self.ranks
         slots_TW = torch.empty(ids_TK.shape[0], self.world, dtype=torch.int32, device=self.device)
-        ids_TK, weights_TK = aligned(ids_TK.int()), aligned(weights_TK.float())
+        ids_TK, weights_TK = aligned(narrow(ids_TK)), aligned(weights_TK.float())
         places = self._places(cargo.dispatch_slots, self.layout.dispatch_region(crossing.flight).offset)
         routes = Routing(ids_TK, weights_TK, slots_TW, places, tokens)
         loads = self._loads(cargo, rows, extra)

@@ -2,7 +2,7 @@
 
 Every rank has a control region in its workspace, which all ranks map:
 
-    state     what this rank waits for now, as a flag; 0 while it does not wait
+    state     what this rank waits for now, as a flag, and in which turn; 0 while it does not wait
     verdict   non-zero once a rank is given up; behind it, one byte per rank that is lost
     mail      for each turn, phase and source rank: a flag (a cache line of its own) and an announcement
 
@@ -10,8 +10,9 @@ Every rank has a control region in its workspace, which all ranks map:
 only grow, so a flag is never reset, and the flag of an earlier round cannot be taken for this one. A rank whose flag
 has the right round and another layer has drifted.
 
-**Turns.** Mail of round n lies in turn `n mod (in_flight + 1)`. A rank can be at most `in_flight` rounds ahead of one
-that it exchanges with, so mail is never overwritten before it was read, not even when a round fails half-way.
+**Turns.** All ranks meet in every dispatch, and in every combine, be it to say that they failed. Each phase has mail
+for two meetings, in turn. A rank that meets the others again has heard from all of them in between, so they have read
+what it said the time before last: mail is never overwritten before it was read, however rounds fail.
 
 **Order.** Data is written before its flag and read after it. On x86 plain aligned stores become visible in program
 order, and plain loads are done in program order, so that is enough; elsewhere it is not, and Python has no fence, so
@@ -42,6 +43,7 @@ from tokenyard.exchange.announcement import ANNOUNCEMENT_BYTES, Announcement, Ph
 _LINE = 128  # bytes: a cache line and its neighbor, which x86 fetches together
 _MAIL = _LINE + ANNOUNCEMENT_BYTES
 _PHASES = list(Phase)
+_TURNS = 2
 # Tries with the core given away in between, before the first sleep.
 _YIELDS = 30
 # Seconds between two looks at who is gone for good.
@@ -49,9 +51,9 @@ _LOOK = 0.1
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 20e-6, 200e-6  # seconds
 
 
-def control_bytes(world: int, in_flight: int) -> int:
+def control_bytes(world: int) -> int:
     """Bytes of a rank's control region."""
-    return 2 * _LINE + _lost_bytes(world) + (in_flight + 1) * 2 * world * _MAIL
+    return 2 * _LINE + _lost_bytes(world) + _TURNS * 2 * world * _MAIL
 
 
 def _lost_bytes(world: int) -> int:
@@ -74,13 +76,12 @@ class Signals:
         self,
         controls: Sequence[Tensor],
         rank: int,
-        in_flight: int,
         deadline: float,
         gone: Callable[[], list[int]],
     ) -> None:
         self.rank, self.world = rank, len(controls)
         self.deadline, self._gone = deadline, gone
-        self._turns = in_flight + 1
+        self._meetings = dict.fromkeys(Phase, 0)  # how many there were
         self._controls = list(controls)
         self._bytes = [memoryview(control.numpy().data) for control in controls]
         # A store through a memoryview of 64-bit words is one store of the machine.
@@ -89,39 +90,44 @@ class Signals:
 
     # -- Words of the control region -----------------------------------------------------------------------
 
-    def _state(self, rank: int) -> int:
-        return self._words[rank][0]
+    def _state(self, rank: int) -> tuple[int, int]:
+        return self._words[rank][0], self._words[rank][1]
 
-    def _set_state(self, value: int) -> None:
+    def _set_state(self, value: int, turn: int = 0) -> None:
+        self._words[self.rank][1] = turn
         self._words[self.rank][0] = value
 
-    def _mail_offset(self, phase: Phase, round: int, source: int) -> int:
-        turn = round % self._turns
+    def _turn(self, phase: Phase) -> int:
+        """The turn of the meeting that is on, or comes next."""
+        return self._meetings[phase] % _TURNS
+
+    def _mail_offset(self, phase: Phase, turn: int, source: int) -> int:
         return self._heard_at + ((turn * 2 + _PHASES.index(phase)) * self.world + source) * _MAIL
 
-    def _flag_of(self, owner: int, phase: Phase, round: int, source: int) -> int:
-        return self._words[owner][self._mail_offset(phase, round, source) // 8]
+    def _flag_of(self, owner: int, phase: Phase, turn: int, source: int) -> int:
+        return self._words[owner][self._mail_offset(phase, turn, source) // 8]
 
     # -- Telling and hearing -------------------------------------------------------------------------------
 
     def tell(self, target: int, mine: Announcement) -> None:
         """Put an announcement into a rank's mail, then its flag. Whatever it announces was written before."""
-        offset = self._mail_offset(mine.phase, mine.round, self.rank)
+        offset = self._mail_offset(mine.phase, self._turn(mine.phase), self.rank)
         self._bytes[target][offset + _LINE : offset + _MAIL] = mine.encode(ANNOUNCEMENT_BYTES)
         self._words[target][offset // 8] = flag(mine.layer, mine.phase, mine.round)
 
     def hear(self, mine: Announcement) -> list[Announcement]:
         """Wait until every rank has told this one what it brings to this phase of this round."""
-        waiting = flag(mine.layer, mine.phase, mine.round)
-        flags = [self._mail_offset(mine.phase, mine.round, source) // 8 for source in range(self.world)]
+        waiting, turn = flag(mine.layer, mine.phase, mine.round), self._turn(mine.phase)
+        flags = [self._mail_offset(mine.phase, turn, source) // 8 for source in range(self.world)]
         words = self._words[self.rank]
 
         def all_there() -> bool:
             return all(words[index] >> 24 >= mine.round for index in flags)
 
-        self._set_state(waiting)
+        self._set_state(waiting, turn)
         self._wait(all_there, mine.phase, mine.round)
         self._set_state(0)
+        self._meetings[mine.phase] += 1
         mail = self._bytes[self.rank]
         return [
             Announcement.decode(bytes(mail[index * 8 + _LINE : index * 8 + _MAIL]), source)
@@ -159,7 +165,8 @@ class Signals:
 
     def _give_up(self, phase: Phase, round: int, suspects: Iterable[int]) -> list[int]:
         """Decide who of the suspects is lost, and tell every rank. Who has come in this round is not."""
-        missing = [r for r in suspects if self._flag_of(self.rank, phase, round, r) >> 24 < round]
+        turn = self._turn(phase)
+        missing = [r for r in suspects if self._flag_of(self.rank, phase, turn, r) >> 24 < round]
         lost = [r for r in missing if not self._waits_for_another(r)] or missing
         if not lost:
             return []
@@ -173,12 +180,12 @@ class Signals:
 
     def _waits_for_another(self, rank: int) -> bool:
         """Whether a rank that we miss is itself waiting for somebody who has not come."""
-        waiting = self._state(rank)
+        waiting, turn = self._state(rank)
         if waiting == 0:
             return False
         phase, round = _PHASES[waiting & 3], waiting >> 24
         return any(
-            self._flag_of(rank, phase, round, source) >> 24 < round
+            self._flag_of(rank, phase, turn % _TURNS, source) >> 24 < round
             for source in range(self.world)
             if source != rank
         )

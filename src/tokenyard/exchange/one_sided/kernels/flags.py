@@ -69,11 +69,15 @@ def flags_of(control, phase, round, WORLD: tl.constexpr, TURNS: tl.constexpr):
 
 @triton.jit
 def report(mine, host, kind, flag, ranks, waited):
-    """Write what went wrong, for later kernels and for the host. The first report stands."""
-    first = tl.atomic_cas(
-        mine + STATUS, tl.zeros([], tl.int64), kind.to(tl.int64), sem="relaxed", scope="gpu"
-    )
-    if first == 0:
+    """Write what went wrong, for later kernels and for the host.
+
+    The first report stands; but bad ids, with which a round goes on, make way for what ends it.
+    """
+    none, bad_ids = tl.zeros([], tl.int64), tl.full([], BAD_IDS, tl.int64)
+    stood = tl.atomic_cas(mine + STATUS, none, kind.to(tl.int64), sem="relaxed", scope="gpu")
+    if (stood == BAD_IDS) & (kind >= FAILED):
+        stood = tl.atomic_cas(mine + STATUS, bad_ids, kind.to(tl.int64), sem="relaxed", scope="gpu") - BAD_IDS
+    if stood == 0:
         tl.store(mine + STATUS + 1, flag)
         tl.store(mine + STATUS + 2, ranks)
         tl.store(mine + STATUS + 3, waited)
