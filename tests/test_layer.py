@@ -1,5 +1,6 @@
 """The layer: what it adds, what it refuses, and that an error on one rank reaches all of them."""
 
+import dataclasses
 import re
 
 import pytest
@@ -165,6 +166,48 @@ def wrong_weights(group):
     return type(error).__name__, str(error)
 
 
+def weights_of_others(group):
+    layer = spec("moe", num_experts=6, placement="round_robin")
+    plan = ty.plan([layer], group)
+    every = random_weights(layer, 0)
+    first = 3 * group.rank
+    wrong = every.select(range(first, first + 3))  # as if experts stood in a row
+    found = raised(ty.MoELayer, plan, "moe", wrong)
+    ty.MoELayer(plan, "moe", dataclasses.replace(wrong, experts=None))
+    right = every.select(range(6)).select(plan.local_experts("moe"))
+    ty.MoELayer(plan, "moe", right.decode(torch.float32).decode(torch.bfloat16))
+    return found
+
+
+def test_weights_of_experts_that_another_rank_owns_are_refused():
+    for rank, error in enumerate(on_ranks(2, weights_of_others)):
+        others, own = ([0, 1, 2], [0, 2, 4]) if rank == 0 else ([3, 4, 5], [1, 3, 5])
+        assert isinstance(error, ty.InputError)
+        assert (
+            f"rank {rank}: the weights are those of experts {others}; expected those of experts {own}"
+            in str(error)
+        )
+
+
+def moved_or_cast(group, experts):
+    layer = spec("moe", experts=experts)
+    built = build(ty.plan([layer], group), "moe")
+    x_TH, routes = batch(layer, 4)
+    built.double()
+    cast = raised(built, x_TH, routes)
+    built.to("meta")
+    return cast, raised(built, x_TH, routes)
+
+
+@pytest.mark.parametrize("experts", ["reference", "grouped"])
+def test_a_layer_that_was_moved_or_cast_after_it_was_built_says_so(experts):
+    cast, moved = on_ranks(1, moved_or_cast, experts)[0]
+    assert "layer 'moe', rank 0: w13 is float64; expected bfloat16, as the layer was planned" in str(cast)
+    assert "layer 'moe', rank 0: the weights are on meta, and the rows on cpu; expected one device" in str(
+        moved
+    )
+
+
 def test_weights_of_the_wrong_shape_name_layer_rank_and_expectation():
     kind, message = on_ranks(2, wrong_weights)[1]
     assert kind == "InputError"
@@ -307,6 +350,51 @@ def reloaded(group):
     first, second = layer(x_TH, routes), other(x_TH, routes)
     layer.experts.load_(random_weights(spec(), 2).select(plan.local_experts("moe")))
     return same_bits(first, second), same_bits(layer(x_TH, routes), second)
+
+
+def name_of_another(group):
+    layer = spec("moe", experts="reference")
+    plan = ty.plan([layer, spec("kept")], group)
+    built, other = build(plan, "moe"), build(plan, "kept")
+    x_TH, routes = batch(layer, 4, seed=group.rank)
+    first = built(x_TH, routes)
+    plan.extend([spec("later")])
+    same = torch.equal(built(x_TH, routes), first)  # the layer is the one it was
+    plan.trim(keep=["kept"])
+    plan.extend([dataclasses.replace(layer, placement="round_robin")])
+    return same, raised(built, x_TH, routes), bool(torch.isfinite(other(x_TH, routes)).all())
+
+
+def test_a_layer_whose_name_was_given_to_another_is_refused():
+    for same, error, goes_on in on_ranks(2, name_of_another):
+        assert same
+        assert goes_on
+        assert isinstance(error, ty.HandleError)
+        assert "another layer of this name" in str(error)
+        assert "make a new MoELayer" in str(error)
+
+
+def backward(group, wanting):
+    layer = spec("moe", experts="reference", dtype=torch.float32, weights="fp32")
+    built = build(ty.plan([layer], group), "moe", shared=torch.nn.Linear(32, 32, bias=False))
+    x_TH, routes = batch(layer, 4, seed=group.rank)
+    weights_TK, add = routes.topk_weights_TK.clone(), torch.zeros_like(x_TH)
+    built.shared.weight.requires_grad_(wanting == "shared experts")
+    tensors = {"rows": x_TH, "weights": weights_TK, "residual": add}
+    if wanting in tensors:
+        tensors[wanting].requires_grad_()
+    y_TH = built(x_TH, dataclasses.replace(routes, topk_weights_TK=weights_TK), add=add)
+    with torch.no_grad():
+        silent = built(x_TH, dataclasses.replace(routes, topk_weights_TK=weights_TK), add=add).requires_grad
+    return raised((y_TH + x_TH).sum().backward), silent
+
+
+@pytest.mark.parametrize("wanting", ["rows", "weights", "residual", "shared experts"])
+def test_backward_through_a_layer_raises(wanting):
+    ((error, silent),) = on_ranks(1, backward, wanting)
+    assert isinstance(error, ty.HandleError)
+    assert "layer 'moe': backward was called through a layer" in str(error)
+    assert not silent
 
 
 def test_weights_are_replaced_in_place():

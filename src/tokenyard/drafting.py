@@ -49,6 +49,7 @@ class Draft:
     in_flight: int
     wirings: tuple[Wiring, ...]
     paranoid: bool = False
+    renormalize_dropped: bool = False
 
     @property
     def specs(self) -> list[LayerSpec]:
@@ -78,6 +79,7 @@ class Draft:
             "exchange": self.exchange.name,
             "in_flight": self.in_flight,
             "paranoid": self.paranoid,
+            "renormalize_dropped": self.renormalize_dropped,
             "number of layers": len(self.wirings),
         }
         for index, wiring in enumerate(self.wirings):
@@ -138,17 +140,38 @@ def draft(
     max_tokens: int | None = None,
     in_flight: int = 1,
     paranoid: bool = False,
-    renormalize_dropped: bool = False,
     device: torch.device | None = None,
 ) -> Draft:
     """What a plan would be on `world` ranks, without a group. Raises what `plan` would raise.
 
     `device` is where the rows of the ranks live; without it, whether experts run there is not asked.
     """
+    return draft_as_told(
+        layers,
+        world,
+        exchange=os.environ.get(EXCHANGE_VARIABLE) or exchange,
+        max_tokens=max_tokens,
+        in_flight=in_flight,
+        paranoid=_is_paranoid(paranoid),
+        device=device,
+    )
+
+
+def draft_as_told(
+    layers: Sequence[LayerSpec],
+    world: int,
+    *,
+    exchange: str | type[Exchange],
+    max_tokens: int | None = None,
+    in_flight: int,
+    paranoid: bool,
+    renormalize_dropped: bool = False,
+    device: torch.device | None,
+) -> Draft:
+    """`draft`, whatever the environment says: a plan that exists keeps what it was made with."""
     layers = _check_layers(layers)
     _check_counts(world=(world, MOST_RANKS), in_flight=(in_flight, _MOST_IN_FLIGHT))
-    chosen = resolve_exchange(os.environ.get(EXCHANGE_VARIABLE) or exchange)
-    paranoid = _is_paranoid(paranoid)
+    chosen = resolve_exchange(exchange)
     wirings: list[Wiring] = []
     for index, spec in enumerate(layers):
         try:
@@ -160,8 +183,14 @@ def draft(
                 raise PlanError(
                     str(wired),
                     expected="a layer that its exchange, formats and experts all support",
-                    fix="" if found else wired.why,
+                    fix="" if found else f"change `{wired.field}` of the LayerSpec",
                     alternatives=found,
+                )
+            if renormalize_dropped and wired.cargo.carries_logits and wired.cargo.placement.lost_experts:
+                raise PlanError(
+                    "its experts route by themselves, and would not renormalize",
+                    expected="experts that take routes, where weights are to make up for lost experts",
+                    fix="go on without renormalize=True",
                 )
         except TokenyardError as error:  # that one, or an unknown name
             error.at(layer=spec.name)
@@ -169,7 +198,12 @@ def draft(
         cargo = replace(wired.cargo, renormalizes_dropped=renormalize_dropped, sealed=paranoid)
         wirings.append(replace(wired, cargo=cargo))
     drafted = Draft(
-        world=world, exchange=chosen, in_flight=in_flight, wirings=tuple(wirings), paranoid=paranoid
+        world=world,
+        exchange=chosen,
+        in_flight=in_flight,
+        wirings=tuple(wirings),
+        paranoid=paranoid,
+        renormalize_dropped=renormalize_dropped,
     )
     _check_bytes(drafted)
     return drafted
@@ -230,7 +264,7 @@ def _check_counts(**counts: tuple[object, int]) -> None:
             raise InputError(
                 f"{name} is {shown(value)}",
                 expected=f"a whole number from 1 to {most} (≥ 1)",
-                fix=f"pass {name}=1 or more",
+                fix=f"pass such a number as {name}",
             )
 
 
@@ -320,7 +354,7 @@ def _alternatives(
                     with_table(changed[i]),
                     index=i,
                     world=world,
-                    exchange=resolve_exchange(name),
+                    exchange=resolve_exchange(name) if "exchange" in changes else exchange,
                     max_tokens=max_tokens,
                     device=device,
                 ),

@@ -19,8 +19,8 @@ from tokenyard.audit import audited
 from tokenyard.exchange import Fate
 from tokenyard.experts import ExpertWeights
 from tokenyard.ops import compilable
-from tokenyard.planner import Plan
-from tokenyard.receiver import build_experts, run_experts
+from tokenyard.planner import Plan, wiring_in
+from tokenyard.receiver import build_experts, fitting, run_experts
 from tokenyard.routing import Routes
 from tokenyard.rows import ExpertRows, PlacedRows, RankRows
 from tokenyard.sender import check_rows, check_shared, route
@@ -46,13 +46,13 @@ class MoELayer(nn.Module):
     ) -> None:
         super().__init__()
         self.plan, self.name, self.shared = plan, name, shared
-        check_shared(self.wiring, shared)
-        self.experts = build_experts(self.wiring, plan.group.rank, weights, adopt=adopt)
+        check_shared(wiring_in(plan, name), shared)
+        self.experts = build_experts(plan.wiring(name), plan.group.rank, weights, adopt=adopt)
 
     @property
     def wiring(self) -> Wiring:
         """The layer's wiring, as the plan has it now: a plan may grow, or go on without a rank."""
-        return self.plan.wiring(self.name)
+        return fitting(self.plan.wiring(self.name), self.plan.group.rank, self.experts)
 
     def forward(
         self,

@@ -16,7 +16,7 @@ by one, would each be compiled anew, and more than eight be refused.
   `cudagraph_unsafe`, is not seen on an operator with an effect; the option `custom_should_partition_ops` is.
 - **`out`.** The operator writes into nothing that it was given, so that it can be ordered and differentiated. It
   gets `out` to check it, and the result is copied there: one copy more than an eager call makes.
-- **Gradients.** There are none, in eager calls neither. A compiled layer says so: `backward` through it raises.
+- **Gradients.** There are none, in eager calls neither. `backward` through a layer says so: it raises.
 """
 
 from __future__ import annotations
@@ -63,9 +63,15 @@ def compilable(cls: LayerClass) -> LayerClass:
         out: Tensor | None = None,
         add: Tensor | None = None,
     ) -> Tensor:
-        if not torch.compiler.is_compiling():
-            return cast(Tensor, forward(self, x_TH, routes_or_logits, payloads=payloads, out=out, add=add))
-        return _call(self, x_TH, routes_or_logits, payloads or {}, out, add)
+        if torch.compiler.is_compiling():
+            return _call(self, x_TH, routes_or_logits, payloads or {}, out, add)
+        y_TH = forward(self, x_TH, routes_or_logits, payloads=payloads, out=out, add=add)
+        if not torch.is_grad_enabled():
+            return cast(Tensor, y_TH)
+        weights = (
+            routes_or_logits.topk_weights_TK if isinstance(routes_or_logits, Routes) else routes_or_logits
+        )
+        return _without_gradient(self, y_TH, x_TH, weights, add, *self.parameters())
 
     @wraps(unreduced)
     def unreduced_or_graph_break(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -179,15 +185,36 @@ moe_layer.register_effect(EffectType.ORDERED)
 # -- Gradients ---------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("tokenyard::moe_layer_backward", mutates_args=())
-def moe_layer_backward(grad_TH: Tensor, shape: Sequence[int], dtype: torch.dtype, key: Tensor) -> Tensor:
-    """The gradient of an input, which does not exist. Compilers trace `backward` unasked, so only a call raises."""
-    raise HandleError(
+def _without_gradient(layer: Any, y_TH: Tensor, *inputs: Tensor | None) -> Tensor:
+    """The result of an eager call: where one of its inputs wants a gradient, `backward` raises."""
+    wanting = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
+    return cast(Tensor, cast(Any, _NoGradient).apply(layer.name, y_TH, *wanting)) if wanting else y_TH
+
+
+def _no_gradient(layer: str) -> HandleError:
+    return HandleError(
         "backward was called through a layer",
         expected="inference: experts are not differentiated",
         fix="call the model under torch.no_grad(), or detach what goes into the layer",
-        layer=_layer(key).name,
+        layer=layer,
     )
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layer: str, y_TH: Tensor, *wanting: Tensor) -> Tensor:
+        ctx.layer = layer
+        return y_TH.view_as(y_TH)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise _no_gradient(ctx.layer)
+
+
+@torch.library.custom_op("tokenyard::moe_layer_backward", mutates_args=())
+def moe_layer_backward(grad_TH: Tensor, shape: Sequence[int], dtype: torch.dtype, key: Tensor) -> Tensor:
+    """The gradient of an input, which does not exist. Compilers trace `backward` unasked, so only a call raises."""
+    raise _no_gradient(_layer(key).name)
 
 
 @moe_layer_backward.register_fake

@@ -18,14 +18,17 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tokenyard.drafting import Draft, draft
+from tokenyard.drafting import Draft, draft, draft_as_told
 from tokenyard.errors import (
     Alternative,
+    HandleError,
+    InputError,
     PeerFailed,
     PlanError,
     PlanMismatch,
     Reason,
     TokenyardError,
+    shown,
     unknown_name,
 )
 from tokenyard.exchange import EXCHANGES, Cargo, Exchange
@@ -57,6 +60,7 @@ class Plan:
     """All layers of a model on one rank, agreed on with the other ranks. Made by `plan`."""
 
     def __init__(self, draft: Draft, group: Group, plan_id: int) -> None:
+        self._closed = False
         self._whole = _Whole(group=group, specs={spec.name: spec for spec in draft.specs})
         self._start(draft, group, plan_id)
 
@@ -80,10 +84,12 @@ class Plan:
         dispatch that was in flight must be made again. If a rank cannot allocate, all raise, and the plan is as it
         was.
         """
+        self._check_open()
         self._reshape([*self.draft.specs, *layers], max_tokens, self.exchange.serve)
 
     def trim(self, keep: Sequence[str] | None = None) -> None:
         """Give back what the layers do not need; with `keep`, forget all layers but these. Collective."""
+        self._check_open()
         for name in keep or ():
             self.wiring(name)
         specs = [spec for spec in self.draft.specs if keep is None or spec.name in keep]
@@ -110,11 +116,15 @@ class Plan:
             "exchange": self.draft.exchange,
             "in_flight": self.draft.in_flight,
             "paranoid": self.draft.paranoid,
+            "renormalize_dropped": self.draft.renormalize_dropped,
         }
-        return _agree(group, lambda: draft(specs(), group.size, device=group.device, **(kept | changes)))
+        return _agree(
+            group, lambda: draft_as_told(specs(), group.size, device=group.device, **(kept | changes))
+        )
 
     def warmup(self) -> None:
         """Compile and load all kernels, before the first one that waits. Collective; a new plan has done so."""
+        self._check_open()
         self.exchange.warmup([wiring.cargo for wiring in self.draft.wirings])
 
     def fixed_shapes(self, max_tokens: int | None = None) -> AbstractContextManager[None]:
@@ -134,8 +144,11 @@ class Plan:
 
         Ranks are renumbered in their order. What exchanges share is made anew: a lost rank that wakes up finds
         nothing to write into. Experts that were lost, and have no replica elsewhere, are dropped from the routes and
-        counted (`stats`); with `renormalize` a token's other weights make up for them.
+        counted (`stats`); with `renormalize` a token's other weights make up for them. Experts that route by
+        themselves leave lost ones out, uncounted, and cannot renormalize.
         """
+        self._check_open()
+        lost = self._check_lost(lost)
         survivors = [rank for rank in range(self.group.size) if rank not in lost]
         group = self.group.subgroup(survivors)
 
@@ -147,6 +160,18 @@ class Plan:
 
         reduced, number = self._redraft(group, specs, renormalize_dropped=renormalize)
         self._move(reduced, group, number, self._whole.without(lost))
+
+    def _check_lost(self, lost: Sequence[int]) -> list[int]:
+        """Ranks of the group as it is now, of which this one is none."""
+        size, mine = self.group.size, self.group.rank
+        if wrong := [rank for rank in lost if rank not in range(size) or rank == mine]:
+            raise InputError(
+                f"rank {shown(wrong[0])} among those that are lost",
+                expected=f"ranks from 0 to {size - 1}, other than {mine}, which asks",
+                fix="pass the `peers` of the PeerLost that this plan raised: after a loss, ranks are renumbered",
+                rank=mine,
+            )
+        return list(lost)
 
     def readmit(
         self, lost: Sequence[int] = (), *, group: Group | None = None, seconds: float = READMISSION
@@ -161,7 +186,8 @@ class Plan:
         `group` is for a plan that is not alone: readmit on the group once, and pass what it returned to each plan, in
         the order in which they were made. It is also the way for groups that cannot readmit (NCCL).
         """
-        whole = self._whole.without(lost)
+        self._check_open()
+        whole = self._whole.without(self._check_lost(lost))
         if added := [spec.name for spec in self.draft.specs if spec.name not in whole.specs]:
             raise PlanError(
                 f"layer {added[0]!r} was added while ranks {list(self._whole.lost)} were lost",
@@ -205,11 +231,19 @@ class Plan:
 
     def gather_stats(self) -> list[dict[str, dict[str, Any]]]:
         """`stats` of every rank, as plain values, in rank order. Collective over the group."""
+        self._check_open()
         mine = {layer: stats.as_dict() for layer, stats in self.stats().items()}
         return self.group.gather_json(mine, phase="gather_stats")
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise HandleError(
+                "the plan is closed", expected="an open plan", fix="make a new plan", rank=self.group.rank
+            )
+
     def close(self) -> None:
-        """Give everything back. Layers of this plan raise from now on; the group stays."""
+        """Give everything back. Whoever asks this plan for something gets an error from now on; the group stays."""
+        self._closed = True
         self.exchange.close()
 
     def __str__(self) -> str:
@@ -247,6 +281,13 @@ def plan(
       all layers share 8.0 KB a rank (largest out 4.0 KB + largest back 4.0 KB)
     """
 
+    if not isinstance(group, Group):
+        raise InputError(
+            f"the group is {shown(group)}",
+            expected="a Group: each rank makes the plan with its own",
+            fix="call plan inside a function that `launch` runs on every rank, or pass DistributedGroup()",
+        )
+
     def make() -> Draft:
         return draft(
             layers,
@@ -265,6 +306,18 @@ def plan(
     return made
 
 
+def wiring_in(plan: object, layer: str) -> Wiring:
+    """The wiring of a layer of a plan, and of nothing else."""
+    if not isinstance(plan, Plan):
+        raise InputError(
+            f"the plan of layer {shown(layer)} is {shown(plan)}",
+            expected="a Plan, which all ranks have agreed on",
+            fix="pass plan(layers, group, …), and the name of the layer after it",
+        )
+    plan._check_open()
+    return plan.wiring(layer)
+
+
 def _plan_id(agreed: Draft, number: int) -> int:
     """The same on all ranks, and different for each plan of a group."""
     return (agreed.fingerprint() + number) & (2**63 - 1)
@@ -274,12 +327,14 @@ def _agree(group: Group, make: Callable[[], Draft]) -> tuple[Draft, int]:
     """Make a draft on every rank and compare: one that all ranks made, or an error on every rank."""
     drafted: Draft | None = None
     error: Exception | None = None
+    fields: dict[str, Any] = {}
     try:
         drafted = make()
+        fields = drafted.fields()
     except Exception as raised:
         error = raised.at(rank=group.rank) if isinstance(raised, TokenyardError) else raised
     number = group.count_plan()
-    fields = {"plans made": number, **({} if drafted is None else drafted.fields())}
+    fields = {"plans made": number, **fields}
     report = {
         "host": group.host(),
         "version": __version__,

@@ -1,6 +1,7 @@
 """Plans: wired or refused before the first token, on every rank, with choices that work."""
 
 import dataclasses
+import os
 import re
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
-from tokenyard.drafting import EXCHANGE_VARIABLE, apply_alternative
+from tokenyard.conformance.cases import random_weights
+from tokenyard.drafting import EXCHANGE_VARIABLE, PARANOID_VARIABLE, apply_alternative
 from tokenyard.errors import Alternative
 from tokenyard.rows import UnfinalizedRows
 
@@ -242,6 +244,20 @@ def test_order_length_and_settings_are_compared(differs):
     assert on_ranks(3, differs) == [("PlanMismatch", True)] * 3
 
 
+def unreadable_on_one(group):
+    """A router's bias that has no numbers: found only when plans are compared."""
+    bias_E = torch.zeros(5, device="meta" if group.rank == 1 else "cpu")
+    try:
+        ty.plan([spec(router=ty.GroupedSigmoidRouter(2, choice_bias_E=bias_E))], group)
+    except Exception as error:
+        return type(error).__name__
+    return None
+
+
+def test_what_cannot_be_compared_on_one_rank_reaches_all():
+    assert on_ranks(2, unreadable_on_one) == ["PeerFailed", "NotImplementedError"]
+
+
 def plan_error_on_one(group):
     error = raised(ty.plan, [spec(wire="fp32" if group.rank == 1 else "bf16")], group)
     plan = ty.plan([spec()], group)  # the group is still usable
@@ -332,20 +348,61 @@ def test_stats_count_rows_bytes_and_waits_by_rank_and_layer(exchange):
 def two_plans(group):
     first, second = ty.plan([spec()], group), ty.plan([spec()], group, exchange="allgather")
     x_TH, routes = batch(spec(), 4, seed=group.rank)
-    before = build(first, "moe")(x_TH, routes)
+    layer = build(first, "moe")
+    before = layer(x_TH, routes)
     between = build(second, "moe")(x_TH, routes)
     first.close()
-    closed = raised(build(first, "moe"), x_TH, routes)
+    late = [
+        raised(layer, x_TH, routes),
+        raised(build, first, "moe"),
+        raised(first.extend, [spec("other")]),
+        raised(first.trim),
+        raised(first.go_on_without, [1 - group.rank]),
+        raised(first.readmit),
+        raised(first.gather_stats),
+        raised(first.warmup),
+    ]
     after = build(second, "moe")(x_TH, routes)
-    return torch.equal(before, between) and torch.equal(between, after), type(closed).__name__, str(closed)
+    return torch.equal(before, between) and torch.equal(between, after), late
 
 
 @both_kinds
 def test_several_plans_live_in_one_process_and_close_alone(ranks):
-    for same, error, message in on_ranks(2, two_plans, ranks=ranks):
+    for same, late in on_ranks(2, two_plans, ranks=ranks):
         assert same
-        assert error == "HandleError"
-        assert "the plan is closed" in message
+        for error in late:
+            assert isinstance(error, ty.HandleError)
+            assert "the plan is closed" in str(error)
+
+
+@pytest.mark.parametrize("group", [4, None, ty.thread_groups(2)], ids=["a number", "nothing", "all groups"])
+def test_a_plan_is_made_with_a_group(group):
+    with pytest.raises(
+        ty.InputError, match=r"expected a Group.*fix: call plan inside a function that `launch` runs"
+    ):
+        ty.plan([spec()], group)
+
+
+def other_arguments(group):
+    plan = ty.plan([spec()], group)
+    weights = random_weights(spec(), 0).select(plan.local_experts("moe"))
+    return (
+        raised(ty.MoELayer, plan.draft, "moe", weights),
+        raised(ty.MoELayer, "moe", plan, weights),
+        raised(ty.MoELayer, plan, "moe", (weights.w13, weights.w2)),
+        raised(ty.MoELayer, plan, "moe", None),
+    )
+
+
+def test_a_layer_is_made_of_a_plan_a_name_and_weights():
+    (drafted, swapped, pair, nothing) = on_ranks(1, other_arguments)[0]
+    for error in (drafted, swapped):
+        assert isinstance(error, ty.InputError)
+        assert "expected a Plan, which all ranks have agreed on; fix: pass plan(layers, group" in str(error)
+    for error in (pair, nothing):
+        assert isinstance(error, ty.InputError)
+        assert "layer 'moe', rank 0: the weights are" in str(error)
+        assert "fix: pass ExpertWeights(" in str(error)
 
 
 def crossed_plans(group):
@@ -358,6 +415,36 @@ def crossed_plans(group):
 
 def test_ranks_that_call_different_plans_find_out_and_go_on():
     assert on_ranks(2, crossed_plans) == [("Drifted", True)] * 2
+
+
+def environment_changes(group, variable, value):
+    plan = ty.plan([spec("a")], group, exchange="two_sided")
+    group.barrier()
+    os.environ[variable] = value
+    group.barrier()
+    try:
+        plan.extend([spec("b")])
+        x_TH, routes = batch(spec("a"), 5, seed=group.rank)
+        y_TH = build(plan, "a")(x_TH, routes)
+    finally:
+        group.barrier()
+        os.environ.pop(variable, None)
+    return plan.draft.exchange.name, plan.draft.paranoid, bool(torch.isfinite(y_TH).all())
+
+
+@pytest.mark.parametrize(("variable", "value"), [(EXCHANGE_VARIABLE, "allgather"), (PARANOID_VARIABLE, "1")])
+def test_a_plan_keeps_what_it_was_made_with_whatever_the_environment_says_later(variable, value):
+    assert on_ranks(2, environment_changes, variable, value) == [("two_sided", False, True)] * 2
+
+
+class Own(ty.EXCHANGES["two_sided"]):
+    name = "an exchange of one's own"
+
+
+def test_a_layer_that_does_not_fit_an_exchange_of_ones_own_is_refused_with_alternatives():
+    with pytest.raises(ty.PlanError, match="wire=fp32") as caught:
+        ty.draft([spec(wire="fp32")], 2, exchange=Own)
+    assert {"wire": "mxfp8"} in [alternative.changes for alternative in caught.value.alternatives]
 
 
 def test_a_layer_that_the_plan_does_not_have():
