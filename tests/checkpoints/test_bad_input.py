@@ -113,6 +113,7 @@ HEADERS = {
     "leaves 1 bytes out": {"a": {"dtype": "U8", "shape": [3], "data_offsets": [1, 4]}},
     "stands there twice": b'{"a": {"dtype": "U8", "dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}',
     "dtype None": {"a": 3},
+    r"whose name is no text: 'a\ud800'": {"a\ud800": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}},
     "has a header that is not JSON": b"[" * 100_000,
 }
 

@@ -312,6 +312,37 @@ def test_what_cannot_be_converted(tmp_path):
     assert left_behind(tmp_path) == ["file", "gpt_oss", "plain"]
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b", "a\ud800b"], ids=["too long", "a zero", "no text"])
+def test_a_name_that_no_system_takes(tmp_path, name):
+    source = open_checkpoint(save(tmp_path / "plain", MODEL.tensors(), MODEL.config()))
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        convert(source, "mxint4", tmp_path / name)
+    assert left_behind(tmp_path) == ["plain"]
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["in the config", "beside the config"])
+def test_plain_experts_beside_quantized_attention_are_refused(tmp_path, beside):
+    """The new config would say nothing of the attention's codes, which engines would then take for numbers."""
+    attention = "model.layers.0.self_attn.q_proj"
+    tensors = MODEL.tensors() | {
+        f"{attention}.weight": torch.ones(64, 64).to(torch.float8_e4m3fn),
+        f"{attention}.weight_scale_inv": torch.ones(1, 1),
+    }
+    quantization = {"quant_method": "fp8", "modules_to_not_convert": ["model.layers.0.mlp.experts"]}
+    folder = save(
+        tmp_path / "mixed",
+        tensors,
+        MODEL.config() | ({} if beside else {"quantization_config": quantization}),
+    )
+    if beside:
+        (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
+    with pytest.raises(
+        CheckpointError, match=r"quantization_config with quant_method 'fp8', of weights beside"
+    ):
+        convert(open_checkpoint(folder), "mxfp4", tmp_path / "out")
+    assert left_behind(tmp_path) == ["mixed"]
+
+
 @pytest.mark.parametrize(
     ("weights", "sizes", "fit"),
     [

@@ -74,6 +74,26 @@ def test_names_of_mixtral_also_by_the_name_of_the_plan(tmp_path):
         checkpoint.experts("model.layers.7.mlp")
 
 
+@pytest.mark.parametrize("written", ["02", "\N{ARABIC-INDIC DIGIT TWO}", "+2"])
+def test_numbers_of_experts_are_written_one_way(tmp_path, written):
+    """Their tensors would not be found by the names that the numbers give."""
+    model = Small(num_experts=3)
+    old, new = "model.layers.1.mlp.experts.2.", f"model.layers.1.mlp.experts.{written}."
+    tensors = {name.replace(old, new): tensor for name, tensor in model.tensors().items()}
+    folder = save(tmp_path, tensors, model.config())
+    with pytest.raises(CheckpointError, match="belongs to experts, and nobody knows as what"):
+        open_checkpoint(folder)
+
+
+def test_a_layer_whose_number_is_none(tmp_path):
+    """A model of 10^5000 layers is no model; its layer has a name all the same."""
+    model = Small(num_layers=1, parent="model.layers." + "9" * 5000 + ".mlp")
+    checkpoint = open_checkpoint(save(tmp_path, model.tensors(), model.config()))
+    (layer,) = checkpoint.layers
+    assert (layer.name, layer.number) == (model.parent, -1)
+    assert same_bits(checkpoint.experts(layer.name, [1]).w2, model.w2(0, [1]))
+
+
 def test_experts_without_a_gate(tmp_path):
     model = Small(model_type="nemotron_h", parent="backbone.layers.{}.mixer")
     tensors = {name: t for name, t in model.tensors().items() if "gate_proj" not in name}

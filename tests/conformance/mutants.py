@@ -280,6 +280,18 @@ class ComputesForNobody(ReferenceExperts):
         return super().compute(dataclasses.replace(received, routes=routes), finalize=finalize)
 
 
+class ClampsNan(ReferenceExperts):
+    """Takes the smaller of NaN and a limit for the limit."""
+
+    name = "clamps_nan"
+
+    def compute(self, received, *, finalize):
+        result = super().compute(received, finalize=False)
+        if self.spec.activation.parameters:
+            result = dataclasses.replace(result, rows_NH=result.rows_NH.nan_to_num())
+        return result.finish() if finalize else result
+
+
 class DropsDuplicates(ReferenceExperts):
     name = "drops_duplicates"
 

@@ -109,8 +109,8 @@ class FusedCase:
             "any": ids(-1, self.L, self.K),
             "one expert": torch.full((self.R, self.K), self.L - 1, device=self.device),
             "few experts": ids(-1, self.L, self.K).clamp(max=1),
-            "duplicates": ids(0, self.L, 1).expand(-1, self.K),
-            "sparse": ids(-6 * self.L, self.L, self.K).clamp(min=-1),
+            "duplicates": ids(0, max(1, self.L), 1).expand(-1, self.K),
+            "sparse": ids(-6 * max(1, self.L), self.L, self.K).clamp(min=-1),
             "nobody": torch.full((self.R, self.K), -1, device=self.device),
         }[self.routing]
         ids_RK = drawn.int().contiguous().clamp(max=self.L - 1)

@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from tests.experts.expert_cases import Case, receive, run
+from tokenyard import Placement
+from tokenyard.conformance.cases import same_bits
 from tokenyard.errors import ContractError, InputError, UnknownName
 from tokenyard.experts import EXPERTS, Experts, ExpertWeights, GroupedExperts, ReferenceExperts, get
+from tokenyard.formats import QuantizedMatrix
 from tokenyard.rows import ExpertRows, UnfinalizedRows, check_expert_rows
 
 CLASSES = [ReferenceExperts, GroupedExperts]
@@ -94,6 +97,23 @@ def test_weights_are_copied_unless_adopted(cls: type[Experts]) -> None:
 
 
 @pytest.mark.parametrize("cls", CLASSES)
+def test_adopted_views_stay_views_where_the_kernel_reads_strides(cls: type[Experts]) -> None:
+    class Own(cls):  # a kernel that says nothing about strides
+        def compute(self, received, *, finalize):
+            return super().compute(received, finalize=finalize)
+
+    spec, weights, x_RH, routes = Case(bias=True).build()
+    view = replace(weights, w13=weights.w13.mT.contiguous().mT, b2=weights.b2.mT.contiguous().mT)
+    assert not view.w13.is_contiguous()
+    adopted, copied, own = cls(spec, view, adopt=True), cls(spec, view), Own(spec, view, adopt=True)
+    assert adopted.get_buffer("w13").data_ptr() == view.w13.data_ptr()
+    assert own.get_buffer("w2").data_ptr() == weights.w2.data_ptr()
+    for experts in (copied, own):
+        assert all(tensor.is_contiguous() for tensor in experts.weights.by_name().values())
+    assert torch.equal(run(own, x_RH, routes), run(copied, x_RH, routes))
+
+
+@pytest.mark.parametrize("cls", CLASSES)
 def test_load_replaces_in_place(cls: type[Experts]) -> None:
     spec, weights, x_RH, routes = Case(bias=True).build()
     _, others, _, _ = Case(bias=True, seed=9).build()
@@ -118,6 +138,35 @@ def test_load_checks_everything_before_it_changes_anything(cls: type[Experts], b
         experts.load_(others)
     for name, tensor in weights.by_name().items():
         assert torch.equal(experts.get_buffer(name), tensor)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("weights", ["fp32", "mxfp8"])
+@pytest.mark.parametrize("broken", ["w13", "w2", "b13", "b2"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensor: tensor.to("meta"), "is on the meta device"),
+        (lambda tensor: tensor.to_sparse(), "is held in a sparse_coo tensor; expected dense tensors"),
+    ],
+    ids=["meta", "sparse"],
+)
+def test_load_refuses_what_cannot_be_copied_before_it_changes_anything(
+    cls: type[Experts], weights: str, broken: str, change, message: str
+) -> None:
+    plain, others = (Case(bias=True, weights="fp32", seed=seed).build()[1] for seed in (0, 9))
+    spec = replace(Case(bias=True, weights="fp32").spec(), weights=weights)
+    held, others = plain.quantize(weights), others.quantize(weights)
+    part = getattr(others, broken)
+    if isinstance(part, QuantizedMatrix):
+        part = replace(part, payloads={**part.payloads, "scales": change(part.payloads["scales"])})
+    else:
+        part = change(part)
+    experts = cls(spec, held)
+    with pytest.raises(InputError, match=message):
+        experts.load_(replace(others, **{broken: part}))
+    for name, tensor in held.by_name().items():
+        assert same_bits(experts.get_buffer(name), tensor)
 
 
 def test_messages_about_weights() -> None:
@@ -153,6 +202,31 @@ def test_select_gives_one_ranks_weights() -> None:
     assert torch.equal(some.w13, weights.w13[[2, 0]])
     assert isinstance(some, ExpertWeights)
     assert set(some.by_name()) == {"w13", "w2", "b13", "b2"}
+
+
+def test_select_knows_how_many_experts_there_are() -> None:
+    weights = ExpertWeights(w13=torch.zeros(3, 8, 4), w2=torch.zeros(3, 4, 4))
+    for wrong in (3, -1):
+        with pytest.raises(
+            InputError, match=f"expert {wrong} was selected of 3; expected experts from 0 to 2"
+        ):
+            weights.select([0, wrong])
+
+
+@pytest.mark.parametrize("weights", ["fp32", "mxfp4"])
+@pytest.mark.parametrize("rank", range(3))
+def test_select_takes_what_a_placement_gives(weights: str, rank: int) -> None:
+    """`select(placement.local_experts(rank))`, as it is documented: a tuple; and any other sequence."""
+    _, plain, _, _ = Case(bias=True, weights="fp32").build()
+    held = plain.quantize(weights)
+    owned = Placement.contiguous(4, 3).local_experts(rank)
+    assert owned == ((0, 1), (2,), (3,))[rank]
+    expected = held.select(list(owned)).by_name()
+    for experts in (owned, range(owned[0], owned[-1] + 1), torch.tensor(owned)):
+        found = held.select(experts).by_name()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert torch.equal(held.select(owned).decode().w2, held.decode().w2[list(owned)])
+    assert len(held.select(()).decode().w13) == 0
 
 
 def test_results_do_not_share_memory() -> None:

@@ -284,10 +284,30 @@ def test_plain_weights_for_a_quantized_layer_are_refused_and_the_fix_is_named():
         ty.MoELayer(wide, "wide", plain.quantize("mxfp4"))
 
 
-def test_a_module_that_was_cast_says_so():
-    """`.half()` on a model turns float scales into something else: found, not computed with."""
+@every_class
+@every_format
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_casts_of_a_model_leave_quantized_weights_alone(cls, weights, dtype):
+    """`model.half()` is for what is plain. Codes and scales rounded to another dtype would be other weights."""
+    case = drawn(3, weights)
+    experts, received = case.build(cls), case.received(cls)
+    expected = experts(received).rows_RH
+    for cast in (lambda model: model.to(dtype), lambda model: model.to("cpu", dtype)):
+        cast(torch.nn.Sequential(experts))
+        for name, tensor in case.weights.by_name().items():
+            assert experts.get_buffer(name).dtype == tensor.dtype
+        assert same_bits(experts(received).rows_RH, expected)
+    experts.to("meta", dtype)  # moved, and nothing else
+    assert all(tensor.is_meta for tensor in experts.buffers())
+    for name, tensor in case.weights.by_name().items():
+        assert experts.get_buffer(name).dtype == tensor.dtype
+
+
+def test_a_buffer_of_another_dtype_is_found():
+    """However it got there: found, not computed with."""
     case = drawn(0, "fp8_block128")
-    experts = case.build(CLASSES[1]).half()
+    experts = case.build(CLASSES[1])
+    experts.w13_data = experts.w13_data.half()
     with pytest.raises(ty.InputError, match=r"a fp8_block128 matrix .* is held in data float16"):
         experts(case.received(CLASSES[1]))
 

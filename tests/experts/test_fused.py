@@ -12,9 +12,9 @@ import tokenyard as ty
 from tests.exchange.interpreter import install, only_without_gpu
 from tests.experts.fused_cases import FusedCase, check_case, declared_pairs, drawn, same_bits
 from tests.models import batch, build, on_ranks, spec
-from tokenyard.experts import FusedExperts
+from tokenyard.experts import ExpertWeights, FusedExperts
 from tokenyard.experts.fused.cuts import SPLIT_OUT, Cut, Cuts
-from tokenyard.formats import WEIGHT_FORMATS
+from tokenyard.formats import WEIGHT_FORMATS, QuantizedMatrix
 
 pytestmark = only_without_gpu
 install()
@@ -47,6 +47,17 @@ CORNERS = {
 @pytest.mark.parametrize("case", CORNERS.values(), ids=CORNERS)
 def test_corners(case):
     run(case)
+
+
+@pytest.mark.parametrize("weights", WEIGHT_FORMATS)
+def test_a_rank_without_experts(weights):
+    """Rows for nobody are zero. (All experts of the layer live elsewhere.)"""
+    rows = weights if weights in ("fp16", "fp32") else "bf16"
+    for received in (0, 3):
+        case = FusedCase(weights=weights, rows=rows, L=0, R=received, routing="nobody", bias=True)
+        experts = FusedExperts(replace(case.spec, num_experts=2), case.held)
+        check_case(case, experts)
+        assert torch.equal(experts(case.received()).rows_RH, torch.zeros(received, case.H))
 
 
 def test_the_bound_notices_a_wrong_layer():
@@ -136,6 +147,36 @@ def test_nan_stays_in_its_row(chosen):
     assert same_bits(found[others], good[others])
 
 
+def turned(tensor):
+    """The same numbers, with the first dimension last in memory: a copy keeps that order, if it may."""
+    return tensor.transpose(0, -1).clone(memory_format=torch.contiguous_format).transpose(0, -1)
+
+
+def spread(tensor):
+    """The same numbers, with a gap behind each."""
+    view = tensor.new_empty(*tensor.shape, 2)[..., 0]
+    return view.copy_(tensor)
+
+
+@pytest.mark.parametrize("weights", WEIGHT_FORMATS)
+@pytest.mark.parametrize("layout", [turned, spread])
+@pytest.mark.parametrize("adopt", [False, True], ids=["copied", "adopted"])
+def test_weights_that_are_not_contiguous(weights, layout, adopt):
+    """Matrices, all that quantized ones are made of, and biases."""
+    rows = weights if weights in ("fp16", "fp32") else "bf16"
+    case = FusedCase(weights=weights, rows=rows, H=136, I=72, bias=True, R=4)
+
+    def view_of(part):
+        if isinstance(part, QuantizedMatrix):
+            return replace(part, payloads={name: layout(tensor) for name, tensor in part.payloads.items()})
+        return layout(part)
+
+    views = ExpertWeights(**{name: view_of(part) for name, part in case.held.parts().items()})
+    assert not any(tensor.is_contiguous() for tensor in views.by_name().values())
+    found = FusedExperts(case.spec, views, adopt=adopt)(case.received()).rows_RH
+    assert same_bits(found, FusedExperts(case.spec, case.held)(case.received()).rows_RH)
+
+
 def test_digits_need_tiles_of_whole_blocks():
     case = split_case({})
     experts = FusedExperts(case.spec, case.held)
@@ -176,6 +217,27 @@ def test_layers_agree_with_the_reference_through_every_exchange(exchange):
         assert distance < 2**-7
 
 
+def more_ranks_than_experts(group, exchange, experts):
+    layer = spec(hidden_size=24, intermediate_size=20, num_experts=2, top_k=2, experts=experts)
+    x_TH, routes = batch(layer, 3, seed=group.rank)
+    plan = ty.plan([layer], group, exchange=exchange)
+    y_TH = build(plan, "moe")(x_TH, routes).float()
+    local = len(plan.local_experts("moe"))
+    plan.close()
+    return local, y_TH
+
+
+@pytest.mark.parametrize("exchange", ty.EXCHANGES)
+def test_more_ranks_than_experts(exchange):
+    fused, reference = (
+        on_ranks(3, more_ranks_than_experts, exchange, experts, deadline=120.0)
+        for experts in ("fused", "reference")
+    )
+    assert [local for local, _ in fused] == [1, 1, 0]
+    for (_, fused_TH), (_, reference_TH) in zip(fused, reference, strict=True):
+        assert (fused_TH - reference_TH).norm() < 2**-7 * reference_TH.norm()
+
+
 # -- What is declared, and refused ---------------------------------------------------------------------------
 
 
@@ -189,7 +251,9 @@ def test_rows_on_a_cpu_are_refused_where_kernels_are_compiled(monkeypatch):
     experts = FusedExperts(case.spec, case.held)
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(
-        ty.InputError, match=r"were given rows on cpu; expected rows on a GPU; fix: use experts='grouped'"
+        ty.InputError,
+        # Nothing of Triton's interpreter, which runs these kernels only as `install` mends it.
+        match=r"were given rows on cpu; expected rows on a GPU; fix: use experts='grouped', which run anywhere$",
     ):
         experts(case.received())
 
@@ -205,7 +269,7 @@ def planned(group):
 def test_a_plan_on_cpus_refuses_them_and_names_experts_that_run(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     for message, alternatives in on_ranks(2, planned):
-        assert "experts=fused: its kernels need a GPU, and rows are on cpu" in message
+        assert "experts=fused: its kernels need a GPU, and rows are on cpu; expected" in message
         assert {"experts": "grouped"} in alternatives
         assert all(changes["experts"] != "fused" for changes in alternatives)
     ty.draft([spec(experts="fused")], 2)  # of which nobody knows where it will run

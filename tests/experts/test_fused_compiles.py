@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-COMPILE = """
+COMPILE = r"""
+import re
 import sys
 import triton
 import triton.language as tl
@@ -42,6 +43,9 @@ def compiled(kernel, constants, warps, source=ASTSource, kinds={}):
         options={"num_warps": warps},
     )
     assert ".version" in made.asm["ptx"]
+    # The smaller of a number and NaN must be NaN: that of an activation's limit, or of zero.
+    dropping = re.findall(r"(?:min|max)(?:\.ftz)?(?:\.xorsign\.abs)?\.f32", made.asm["ptx"])
+    assert not dropping, (kernel.__name__, set(dropping))
     print(kernel.__name__)
 
 def packed_kernel(kind, spans, first, widths, groups, warps=8):
@@ -57,9 +61,11 @@ def plain_kernels():
         EXPERTS=8, BINS=16, CHUNK=1024, PARTS=4, TILE=16, TOP_K=4, COUNTED=True, EARLY=True), 4)
     shared = dict(H=264, I=136, W_STRIDE=264, W_SCALE_WIDTH=1, TOP_K=4, WEIGHTS=decoding.PLAIN, KIND=tl.bfloat16,
                   HAS_GLOBAL=False, HAS_BIAS=True, WEIGHTED=True, OUT=64, TILE=32, TAIL=16, BLOCK=64, EARLY=True)
-    compiled(products.inner_product, dict(
-        shared, X_WIDTH=264, W_WIDTH=264, ROWS=decoding.PLAIN, HAS_SLOTS=True, X_GLOBAL=False, ACTIVATION=0, GATED=True,
-        INTERLEAVED=False, LIMIT=0.0, ALPHA=0.0, SHIFT=0.0), 4)
+    for activation in (products.SWIGLU, products.RELU2, products.SWIGLU_CLAMPED):
+        compiled(products.inner_product, dict(
+            shared, X_WIDTH=264, W_WIDTH=264, ROWS=decoding.PLAIN, HAS_SLOTS=True, X_GLOBAL=False,
+            ACTIVATION=activation, GATED=activation != products.RELU2, INTERLEAVED=False, LIMIT=7.0, ALPHA=1.7,
+            SHIFT=1.0), 4)
     compiled(rows_first.rows_first_product, dict(
         {name: value for name, value in shared.items() if name not in ("HAS_GLOBAL", "OUT", "WEIGHTS")},
         X_WIDTH=264, W_WIDTH=264, FORMAT=decoding.PLAIN, HAS_SLOTS=True, ACTIVATION=0, INTERLEAVED=False, LIMIT=0.0,

@@ -94,5 +94,9 @@ def test_expected_pairs():
     for local in (1, 8, 32, 128):
         assert 100 <= expected_pairs(100, 8, local, 256, all_slots=False) <= 800
     assert expected_pairs(0, 8, 32, 256, all_slots=False) == 0
+    # A rank without experts may still get slots that are all empty.
+    for all_slots in (True, False):
+        assert expected_pairs(100, 8, 0, 256, all_slots=all_slots) == 0
+        assert expected_pairs(100, 8, 0, None, all_slots=all_slots) == 0
     few, more = (expected_pairs(100, 8, local, 256, all_slots=False) for local in (16, 64))
     assert few < more

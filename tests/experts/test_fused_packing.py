@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.experts.fused_cases import FusedCase, same_bits
+from tokenyard.errors import InputError
 from tokenyard.experts import FusedExperts
 from tokenyard.experts.fused import experts as fused_experts
 from tokenyard.experts.fused import packing
@@ -143,3 +146,41 @@ def test_experts_that_leave_the_gpu_hold_what_they_were_given(name, monkeypatch)
     assert set(experts.state_dict()) == set(held)
     for part, tensor in experts.weights.by_name().items():
         assert torch.equal(tensor.view(torch.uint8), held[part].view(torch.uint8)), part
+
+
+@pytest.fixture
+def packed_on_a_cpu(monkeypatch):
+    """Packed on a CPU, and staying so: as on a GPU."""
+    monkeypatch.setattr(fused_experts, "can_run_packed", lambda spec, weights: True)
+    monkeypatch.setattr(FusedExperts, "_unpack", lambda self: None)
+
+
+@every_format
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_casts_leave_packed_weights_alone(name, dtype, packed_on_a_cpu):
+    case = FusedCase(weights=name, H=64, I=32, bias=True)
+    experts = FusedExperts(case.spec, case.held)
+    assert experts.is_packed
+    before = {buffer: (tensor, tensor.clone()) for buffer, tensor in experts.named_buffers()}
+    torch.nn.Sequential(experts).to(dtype)
+    for buffer, tensor in experts.named_buffers():
+        held, copy = before[buffer]
+        assert tensor is held
+        assert torch.equal(tensor.view(torch.uint8), copy.view(torch.uint8)), buffer
+
+
+@every_format
+@pytest.mark.parametrize("broken", ["b13", "b2", "scales of w2"])
+def test_loading_into_packed_weights_changes_nothing_if_a_part_has_no_numbers(name, broken, packed_on_a_cpu):
+    case, other = (FusedCase(weights=name, H=64, I=32, bias=True, seed=seed) for seed in (0, 1))
+    experts = FusedExperts(case.spec, case.held)
+    before = {buffer: tensor.clone() for buffer, tensor in experts.named_buffers()}
+    if broken == "scales of w2":
+        payloads = {**other.held.w2.payloads, "scales": other.held.w2.payloads["scales"].to("meta")}
+        bad = replace(other.held, w2=replace(other.held.w2, payloads=payloads))
+    else:
+        bad = replace(other.held, **{broken: getattr(other.held, broken).to("meta")})
+    with pytest.raises(InputError, match="is on the meta device"):
+        experts.load_(bad)
+    for buffer, tensor in experts.named_buffers():
+        assert torch.equal(tensor.view(torch.uint8), before[buffer].view(torch.uint8)), buffer

@@ -169,6 +169,21 @@ def test_the_rule_of_mxfp4_scales_is_a_parameter():
         Mxfp4Weights(scale_rule="floor")
 
 
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+@pytest.mark.parametrize("many", [(0,), (2, 0)])
+def test_no_matrices_are_quantized_to_none(name, many):
+    """A rank may own no experts."""
+    outputs, inputs = 200, 72
+    matrix = weight_format(name).quantize(gaussian(*many, outputs, inputs))
+    some = weight_format(name).quantize(gaussian(2, outputs, inputs))
+    for payload, tensor in matrix.payloads.items():
+        assert tuple(tensor.shape) == (*many, *some.payloads[payload].shape[1:])
+        assert tensor.dtype == some.payloads[payload].dtype
+    assert matrix.decode().shape == (*many, outputs, inputs)
+    assert matrix.nbytes == weight_format(name).nbytes(*many, outputs, inputs) == 0
+    assert some.select([]).shape == (0, outputs, inputs)
+
+
 # -- What decoding gives -------------------------------------------------------------------------------------
 
 LARGEST_ERROR = {"fp8_block128": 0.03, "mxfp8": 0.03, "nvfp4": 0.105, "mxfp4": 0.125, "mxint4": 0.105}

@@ -18,9 +18,10 @@ from tests.integrations.transformers_models import (
 from tests.models import on_ranks
 from tokenyard import EXCHANGES
 from tokenyard.checkpoints import open_checkpoint
-from tokenyard.integrations.transformers import load_sharded, shard_experts
+from tokenyard.errors import InputError
+from tokenyard.integrations.transformers import load_sharded, loading, shard_experts
 from tokenyard.integrations.transformers.expert_modules import expert_modules
-from tokenyard.integrations.transformers.loading import experts_left_out, load_without_experts
+from tokenyard.integrations.transformers.loading import experts_left_out, fill_shared, load_without_experts
 
 WORLD = 4
 # Only the order of float32 sums differs: a few units in the last place of logits that are about 5.
@@ -102,6 +103,43 @@ def test_half_loaded_models(family, kind, saved):
 
     for ids, found in on_ranks(WORLD, rank_main):
         torch.testing.assert_close(found, logits_of(whole, ids), **SAME)
+
+
+def test_tied_embeddings_of_a_model_on_meta_stay_tied(tmp_path):
+    """Both names of the embeddings get their numbers, which are one tensor, as Transformers has it."""
+    whole = tiny_model("qwen3_moe", tie_word_embeddings=True)
+    whole.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        config = tiny_config("qwen3_moe", tie_word_embeddings=True)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+    def rank_main(group):
+        sharded = shard_experts(copy.deepcopy(model), group, max_tokens=32, checkpoint=tmp_path)
+        filled, ids = sharded.model, prompts(group.rank)
+        named = [
+            *filled.named_parameters(remove_duplicate=False),
+            *filled.named_buffers(remove_duplicate=False),
+        ]
+        left = [name for name, tensor in named if tensor.is_meta]
+        return left, filled.lm_head.weight is filled.model.embed_tokens.weight, ids, logits_of(filled, ids)
+
+    for left, is_tied, ids, found in on_ranks(2, rank_main):
+        assert left == []
+        assert is_tied
+        torch.testing.assert_close(found, logits_of(whole, ids), **SAME)
+
+
+def test_what_has_no_numbers_in_the_checkpoint_does_not_stay_on_meta(saved, monkeypatch):
+    """Whatever the model of the checkpoint could not fill either is an error, and no garbage."""
+    _, folder = saved("qwen3_moe")
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(tiny_config("qwen3_moe"), dtype=torch.float32)
+    half_loaded = load_without_experts(folder)
+    half_loaded.model.norm.to("meta")
+    monkeypatch.setattr(loading, "load_without_experts", lambda *_, **__: half_loaded)
+    with pytest.raises(InputError, match=r"model\.norm\.weight is on the meta device"):
+        fill_shared(model, open_checkpoint(folder))
 
 
 def test_what_is_no_experts_is_loaded_without_a_copy(saved):

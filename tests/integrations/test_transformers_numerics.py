@@ -31,6 +31,7 @@ from tests.models import on_ranks, raised
 from tokenyard import formats
 from tokenyard.checkpoints import TARGETS, convert, open_checkpoint
 from tokenyard.errors import CheckpointError
+from tokenyard.experts.base import WEIGHT_DTYPES
 from tokenyard.integrations.transformers import load_sharded, shard_experts
 from tokenyard.integrations.transformers.expert_modules import expert_modules, weights_of
 
@@ -251,3 +252,64 @@ def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path):
     for error in on_ranks(2, rank_main):
         assert isinstance(error, CheckpointError)
         assert "quantizing twice loses twice" in error.expected
+
+
+@pytest.mark.parametrize("plain", ["bf16", "fp32"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_quantized_checkpoint_is_decoded_where_plain_weights_are_asked_for(family, plain, tmp_path):
+    """The experts are plain then, with the numbers of the quantized ones: all of them are numbers of bf16."""
+    tiny_model(family, torch.bfloat16, **WIDE).save_pretrained(tmp_path / "plain")
+    convert(open_checkpoint(tmp_path / "plain"), "mxfp4", tmp_path / "quantized")
+
+    def rank_main(group):
+        quantized = load_sharded(tmp_path / "quantized", group, max_tokens=32)
+        decoded = load_sharded(tmp_path / "quantized", group, max_tokens=32, weights=plain)
+        held = {decoded.plan.wiring(layer).spec.weights for layer in decoded.layers}
+        pairs = [
+            (one.layer.experts.weights.decode(), other.layer.experts.weights)
+            for one, other in zip(quantized.experts, decoded.experts, strict=True)
+        ]
+        logits_of(decoded.model, prompts(group.rank))
+        return held, [(one.by_name(), other.by_name()) for one, other in pairs]
+
+    for held, layers in on_ranks(2, rank_main):
+        assert held == {plain}
+        for expected, found in layers:
+            assert set(found) == set(expected)
+            for name, tensor in found.items():
+                assert tensor.dtype == WEIGHT_DTYPES[plain]
+                assert torch.equal(tensor.float(), expected[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_plain_checkpoint_is_loaded_in_another_dtype(dtype, tmp_path):
+    """Biases, which gpt-oss has, are of the dtype that the matrices get."""
+    whole = tiny_model("gpt_oss", torch.bfloat16)
+    whole.save_pretrained(tmp_path)
+
+    def rank_main(group):
+        ids = prompts(group.rank)
+        sharded = load_sharded(tmp_path, group, max_tokens=32, dtype=dtype)
+        held = {
+            t.dtype for experts in sharded.experts for t in experts.layer.experts.weights.by_name().values()
+        }
+        return ids, held, logits_of(sharded.model, ids)
+
+    expected = copy.deepcopy(whole).float()
+    for ids, held, found in on_ranks(2, rank_main):
+        assert held == {dtype}
+        assert found.dtype == dtype
+        distance = (found.float() - logits_of(expected, ids)).norm() / logits_of(expected, ids).norm()
+        assert distance < (1e-5 if dtype == torch.float32 else 2**-8)
+
+
+def test_experts_of_a_model_are_taken_over_in_another_dtype():
+    whole = tiny_model("gpt_oss", torch.bfloat16)
+
+    def rank_main(group):
+        sharded = shard_experts(copy.deepcopy(whole), group, max_tokens=32, weights="fp32")
+        return {
+            t.dtype for experts in sharded.experts for t in experts.layer.experts.weights.by_name().values()
+        }
+
+    assert on_ranks(2, rank_main) == [{torch.float32}] * 2

@@ -52,7 +52,7 @@ def measure_experts(
         activation=activation("swiglu"),
     )
     weights = ExpertWeights(
-        **{
+        **{  # type: ignore[arg-type]
             name: torch.empty(shape, dtype=torch.bfloat16)
             .normal_(0.0, shape[-1] ** -0.5, generator=generator)
             .to(device)

@@ -50,7 +50,7 @@ def measure_quantized_experts(
         weights=weights,
     )
     plain = ExpertWeights(
-        **{
+        **{  # type: ignore[arg-type]
             name: torch.empty(shape, dtype=torch.bfloat16).normal_(
                 0.0, shape[-1] ** -0.5, generator=generator
             )

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from tokenyard.checkpoints.checkpoint import Checkpoint
 from tokenyard.checkpoints.compressed_tensors import COMPRESSED_LAYOUTS
+from tokenyard.checkpoints.config import model_config
 from tokenyard.checkpoints.deepseek import DeepSeekFp8
 from tokenyard.checkpoints.files import CONFIG, INDEX
 from tokenyard.checkpoints.gpt_oss import GptOssMxfp4
@@ -101,6 +102,7 @@ def convert(
     Mxint4Weights()
     """
     layouts = {layer.name: _target(checkpoint, layer, weights) for layer in checkpoint.layers}
+    _check_all_plain(checkpoint)
     folder = Path(out)
     _check_free(folder)
     entries = list(_entries(checkpoint, layouts))
@@ -183,8 +185,28 @@ def _projections(layer: CheckpointLayer, layout: Layout) -> Projections:
     return PROJECTIONS[0] if fused and not layout.fused else layer.projections
 
 
+def _check_all_plain(checkpoint: Checkpoint) -> None:
+    """Raise where what is no expert's is quantized: a config has room for one way, and would lose the other."""
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    config = model_config(checkpoint.config, folder / CONFIG)
+    if config.quantization:
+        raise CheckpointError(
+            f"{config.file} has {config.quantized_as}, of weights beside the experts",
+            expected="a checkpoint that is plain as a whole: its config says one way of quantizing",
+            fix="convert the checkpoint that this one was made from, or, if nothing is quantized, remove that entry",
+            file=config.file,
+        )
+
+
 def _check_free(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    try:
+        os.lstat(folder)
+        is_taken = not folder.is_dir() or any(folder.iterdir())
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:  # among others, a name that no system takes
+        raise _unwritable(folder, error) from error
+    if is_taken:
         raise CheckpointError(
             f"{folder} is there already",
             expected="a folder that is empty, or none",
@@ -193,9 +215,9 @@ def _check_free(folder: Path) -> None:
         )
 
 
-def _unwritable(folder: Path, error: OSError) -> CheckpointError:
+def _unwritable(folder: Path, error: OSError | ValueError) -> CheckpointError:
     return CheckpointError(
-        f"{folder} cannot be written ({error.strerror or error})",
+        f"{folder} cannot be written ({getattr(error, 'strerror', None) or error})",
         expected="a folder that can be made, on a disk with room",
         fix="choose another --out",
         file=folder,

@@ -153,6 +153,9 @@ def _entries(path: Path, text: bytes) -> dict[str, Any]:
     if not isinstance(entries, dict):
         raise damaged(path, f"has a header that is a JSON {type(entries).__name__}")
     entries.pop("__metadata__", None)
+    for name in entries:
+        if not name.isascii() and any("\ud800" <= letter <= "\udfff" for letter in name):
+            raise damaged(path, f"has a tensor whose name is no text: {shown(name, most=400)}")
     return entries
 
 

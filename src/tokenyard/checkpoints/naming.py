@@ -19,11 +19,14 @@ from tokenyard.checkpoints.header import StoredTensor
 from tokenyard.errors import CheckpointError
 
 _EXPERTS = re.compile(r"(?:.*\.)?experts\..*")
-_ONE_BY_ONE = re.compile(r"(?P<layer>.+)\.experts\.(?P<expert>\d{1,9})\.(?P<projection>\w+)\.(?P<suffix>\w+)")
+# Numbers are written one way: a name is made of its numbers again when a tensor is read.
+_ONE_BY_ONE = re.compile(
+    r"(?P<layer>.+)\.experts\.(?P<expert>0|[1-9][0-9]{0,8})\.(?P<projection>\w+)\.(?P<suffix>\w+)"
+)
 _FUSED = re.compile(
     r"(?P<layer>.+)\.experts\.(?P<projection>gate_up_proj|up_proj|down_proj)(?:_(?P<suffix>blocks|scales|bias))?"
 )
-_NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
+_NUMBER = re.compile(r"\.([0-9]{1,9})(?=\.|$)")
 
 
 class Projections(NamedTuple):

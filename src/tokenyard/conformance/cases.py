@@ -283,5 +283,5 @@ def random_weights(spec: LayerSpec, seed: int) -> ExpertWeights:
         return values.mul_(shape[-1] ** -0.5).to(dtype)
 
     biases = {"b13": matrix(E, wide), "b2": matrix(E, H)} if spec.bias else {}
-    weights = ExpertWeights(w13=matrix(E, wide, H), w2=matrix(E, H, I), **biases)
+    weights = ExpertWeights(w13=matrix(E, wide, H), w2=matrix(E, H, I), **biases)  # type: ignore[arg-type]
     return weights if spec.weights in WEIGHT_DTYPES else weights.quantize(spec.weights)

@@ -139,7 +139,7 @@ def _batch(spec: ExpertsSpec, rows: int = _ROWS, seed: int = 0, device: torch.de
         return (torch.randn(*shape, generator=draw) * scale).to(dtype)
 
     weights = ExpertWeights(
-        **{
+        **{  # type: ignore[arg-type]
             name: normal(*shape, scale=1.0 if name.startswith("b") else shape[-1] ** -0.5)
             for name, shape in spec.shapes().items()
         }
@@ -290,15 +290,20 @@ def rows_for_nobody_are_zero(cls: type[Experts], device: torch.device) -> None:
 
 
 def nan_stays_in_its_row(cls: type[Experts], device: torch.device) -> None:
-    """NaN in one row does not reach another row."""
-    batch = _one(cls, device)
-    batch.routes.ids_RK[:, 0] = 0  # everyone shares an expert
-    x_RH = batch.x_RH.clone()
-    x_RH[5] = float("nan")
-    rows_RH = replace(batch, x_RH=x_RH).result(cls)
-    others = [row for row in range(_ROWS) if row != 5]
-    _expect(bool(torch.isfinite(rows_RH[others]).all()), "NaN of row 5 reached another row", "row 5 alone")
-    _expect(bool(rows_RH[5].isnan().any()), "a row of NaN gave numbers", "NaN")
+    """NaN in one row does not reach another row, and is not lost in its own, whatever the activation."""
+    drawn = _one(cls, device).spec
+    for formula in ACTIVATIONS.values():
+        spec = replace(drawn, activation=formula)
+        if cls.supports(spec) is not None:
+            continue
+        batch = _batch(spec, device=device)
+        batch.routes.ids_RK[:, 0] = 0  # everyone shares an expert
+        batch.x_RH[5] = float("nan")
+        rows_RH, others = batch.result(cls), [row for row in range(_ROWS) if row != 5]
+        told = f"with {formula.name}"
+        fine = bool(torch.isfinite(rows_RH[others]).all())
+        _expect(fine, f"NaN of row 5 reached another row {told}", "row 5 alone")
+        _expect(bool(rows_RH[5].isnan().all()), f"a row of NaN gave numbers {told}", "NaN")
 
 
 def duplicate_choices_count_twice(cls: type[Experts], device: torch.device) -> None:
@@ -311,13 +316,19 @@ def duplicate_choices_count_twice(cls: type[Experts], device: torch.device) -> N
 
 
 def empty_batches(cls: type[Experts], device: torch.device) -> None:
-    """No rows give no rows; rows for nobody at all give zeros."""
+    """No rows give no rows; rows for nobody at all give zeros, also on a rank that owns no experts."""
     batch = _one(cls, device, rows=0)
     shape = tuple(batch.result(cls).shape)
     _expect(shape == (0, batch.spec.hidden_size), f"no rows gave {list(shape)}", [0, batch.spec.hidden_size])
     batch = _one(cls, device)
     batch.routes.ids_RK.fill_(-1)
     _expect(not bool(batch.result(cls).any()), "a batch for nobody gave something", "zeros")
+    spec = replace(batch.spec, num_local_experts=0, num_experts=batch.spec.num_local_experts)
+    if cls.supports(spec) is None:
+        for rows in (0, _ROWS):
+            batch = _batch(spec, rows, device=device)
+            batch.routes.ids_RK.fill_(-1)
+            _expect(not bool(batch.result(cls).any()), "a rank without experts gave something", "zeros")
 
 
 def nothing_is_changed(cls: type[Experts], device: torch.device) -> None:

@@ -16,8 +16,9 @@ and the row's result is the sum over k, in the order of k, in float32.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -91,10 +92,12 @@ class ExpertWeights:
     w2: Tensor | QuantizedMatrix
     b13: Tensor | None = None
     b2: Tensor | None = None
+    # Which experts of the layer these are, where they were selected: a layer then knows its own from others.
+    experts: tuple[int, ...] | None = None
 
     def parts(self) -> dict[str, Tensor | QuantizedMatrix]:
         """What is there, by field."""
-        named = {f.name: getattr(self, f.name) for f in fields(self)}
+        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "experts"}
         return {name: part for name, part in named.items() if part is not None}
 
     def by_name(self) -> dict[str, Tensor]:
@@ -112,13 +115,24 @@ class ExpertWeights:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.by_name().values())
 
-    def select(self, experts: list[int]) -> ExpertWeights:
+    def select(self, experts: Sequence[int]) -> ExpertWeights:
         """A copy of some experts' weights: `select(placement.local_experts(rank))` is what one rank owns."""
+        places, held = (
+            [int(expert) for expert in experts],
+            self.w13.shape[0],
+        )  # a tuple is another index to torch
+        if wrong := [place for place in places if not 0 <= place < held]:
+            raise InputError(
+                f"expert {wrong[0]} was selected of {held}",
+                expected=f"experts from 0 to {held - 1}",
+                fix="select from the weights of all experts of the layer",
+            )
         chosen = {
-            name: part.select(experts) if isinstance(part, QuantizedMatrix) else part[experts]
+            name: part.select(places) if isinstance(part, QuantizedMatrix) else part[places]
             for name, part in self.parts().items()
         }
-        return ExpertWeights(**chosen)  # type: ignore[arg-type]
+        known = places if self.experts is None else [self.experts[place] for place in places]
+        return ExpertWeights(**chosen, experts=tuple(known))  # type: ignore[arg-type]
 
     def quantize(self, format: str | WeightFormat) -> ExpertWeights:
         """The same weights with their matrices in a format, from plain ones. Biases stay as they are."""
@@ -137,12 +151,12 @@ class ExpertWeights:
         return replace(self, w13=held("w13", self.w13), w2=held("w2", self.w2))
 
     def decode(self, dtype: torch.dtype = torch.float32) -> ExpertWeights:
-        """The same weights with plain matrices of this dtype."""
-
-        def plain(matrix: Tensor | QuantizedMatrix) -> Tensor:
-            return matrix.decode(dtype) if isinstance(matrix, QuantizedMatrix) else matrix.to(dtype)
-
-        return replace(self, w13=plain(self.w13), w2=plain(self.w2))
+        """The same weights, all of them plain tensors of this dtype; no copy of those that are."""
+        decoded = {
+            name: part.decode(dtype) if isinstance(part, QuantizedMatrix) else part.to(dtype)
+            for name, part in self.parts().items()
+        }
+        return ExpertWeights(**decoded, experts=self.experts)
 
     def plain_matrices(self) -> tuple[Tensor, Tensor]:
         """`w13` and `w2`, for experts that hold plain weights only."""
@@ -172,6 +186,8 @@ class Experts(nn.Module, ABC):
     # Whether `compute` writes down what it weights and sums (`tokenyard.duties.record`). What a kernel that does not
     # has done inside, nobody can count.
     counts_duties: ClassVar[bool] = False
+    # Whether `compute` reads adopted weights by their strides. If not, those that are not contiguous are copied.
+    any_strides: ClassVar[bool] = False
     # The kinds of devices that the rows may live on.
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
 
@@ -198,15 +214,17 @@ class Experts(nn.Module, ABC):
         return Reason(field="experts", value=cls.name, why=why)
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """A kernel that replaces one that counts does not count, unless it says so."""
+        """A kernel that replaces one that counts, or reads strides, does not do so, unless it says so."""
         super().__init_subclass__(**options)
-        if "compute" in vars(cls) and "counts_duties" not in vars(cls):
-            cls.counts_duties = False
+        if "compute" in vars(cls):
+            cls.counts_duties = vars(cls).get("counts_duties", False)
+            cls.any_strides = vars(cls).get("any_strides", False)
 
     def __init__(self, spec: ExpertsSpec, weights: ExpertWeights, *, adopt: bool = False) -> None:
         """Check and take the weights: a copy of them, or with `adopt=True` the tensors themselves.
 
-        Adopted tensors belong to the experts from then on: `load_` writes into them.
+        Adopted tensors belong to the experts from then on: `load_` writes into them. Those that are not contiguous
+        are copied all the same, unless these experts take `any_strides`.
         """
         super().__init__()
         if (reason := type(self).supports(spec)) is not None:
@@ -216,7 +234,18 @@ class Experts(nn.Module, ABC):
         self.spec = spec
         check_weights(spec, weights)
         for name, tensor in weights.by_name().items():
-            self.register_buffer(name, tensor.detach() if adopt else tensor.detach().clone())
+            held = tensor.detach()
+            if not adopt:
+                held = held.clone(memory_format=torch.contiguous_format)
+            elif not self.any_strides:
+                held = held.contiguous()  # no copy, where it is
+            self.register_buffer(name, held)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Quantized weights move with a model, and keep their dtypes where `model.half()` casts all that is plain."""
+        if weight_format(self.spec.weights).quantized:
+            fn = _without_casts(fn)
+        return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
     @property
     def weights(self) -> ExpertWeights:
@@ -237,9 +266,20 @@ class Experts(nn.Module, ABC):
 
         All of them are checked before the first is changed.
         """
-        check_weights(self.spec, weights)
+        self._check_new(weights)
         for name, tensor in weights.by_name().items():
             self.get_buffer(name).copy_(tensor)
+
+    def _check_new(self, weights: ExpertWeights) -> None:
+        """Raise unless these weights can take the place of those that are here."""
+        check_weights(self.spec, weights)
+        for name, tensor in weights.by_name().items():
+            if tensor.is_meta:
+                raise InputError(
+                    f"{name} is on the meta device: {describe(tensor)} without numbers",
+                    expected="weights to load",
+                    fix="read them first, or leave this part as it is: pass `experts.weights` with the others replaced",
+                )
 
     @abstractmethod
     def compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows | PlacedRows | UnfinalizedRows:
@@ -252,6 +292,7 @@ class Experts(nn.Module, ABC):
         self, received: ReceivedRows, *, finalize: bool = True
     ) -> ExpertRows | PlacedRows | UnfinalizedRows:
         """Compute, and hold the kernel to its contract."""
+        self._check_held(received)
         with acting(Party.EXPERTS):
             result = self.compute(received, finalize=finalize)
         expected = ExpertRows if finalize else UnfinalizedRows
@@ -264,12 +305,42 @@ class Experts(nn.Module, ABC):
             )
         return result
 
+    def _check_held(self, received: ReceivedRows) -> None:
+        """Raise where the model was moved or cast since its experts were built."""
+        held = next(self.buffers(), None)
+        if held is None:
+            return
+        if held.device != received.rows.device:
+            raise InputError(
+                f"the weights are on {held.device}, and the rows on {received.rows.device}",
+                expected="one device",
+                fix=f"move the layer: layer.to({str(received.rows.device)!r})"
+                + (", with weights that have numbers" if held.is_meta else ""),
+            )
+        plain, w13 = WEIGHT_DTYPES.get(self.spec.weights), self._buffers.get("w13")
+        if plain is not None and w13 is not None and w13.dtype != plain:
+            raise InputError(
+                f"w13 is {dtype_name(w13.dtype)}",
+                expected=f"{dtype_name(plain)}, as the layer was planned",
+                fix=f"cast the layer back, or plan with LayerSpec(weights=…) of {dtype_name(w13.dtype)}",
+            )
+
     def incoming(self, received: ReceivedRows, dtype: torch.dtype) -> Tensor:
         """The received rows as numbers, in the format that the spec asks for: decoded once, by its owner."""
         rows = received.dense()
         if self.spec.rows is not None and rows.format != self.spec.rows:
             rows = self.spec.rows.encode(rows.decode(self.spec.dtype))
         return rows.decode(dtype)
+
+
+def _without_casts(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """What `fn` does to a tensor, but for its dtype."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        probe = fn(tensor.new_empty(0))
+        return fn(tensor) if probe.dtype == tensor.dtype else tensor.to(probe.device)
+
+    return moved
 
 
 def local_routes(received: ReceivedRows) -> LocalRoutes:
@@ -325,12 +396,24 @@ def _check_part(spec: ExpertsSpec, name: str, part: Tensor | QuantizedMatrix, sh
             )
     fits = isinstance(part, QuantizedMatrix) or part.dtype in _dtypes(spec, name)
     if tuple(part.shape) != shape or not fits:
+        select = (
+            "pass this rank's experts only (`weights.select(placement.local_experts(rank))`), "
+            "laid out as [experts, out, in]"
+        )
+        dtype = dtype_name(_dtypes(spec, name)[0])
+        cast = f"cast them, `weights.decode(torch.{dtype})`, or set `weights` in the LayerSpec"
         raise InputError(
             f"{name} is {_told(part)}",
             expected=f"{_expected(spec, name, shape)}: {experts}",
-            fix="pass this rank's experts only (`weights.select(placement.local_experts(rank))`), "
-            "laid out as [experts, out, in]",
+            fix=cast if tuple(part.shape) == shape else select,
         )
+    for tensor in part.payloads.values() if isinstance(part, QuantizedMatrix) else [part]:
+        if tensor.layout is not torch.strided:
+            raise InputError(
+                f"{name} is held in a {str(tensor.layout).removeprefix('torch.')} tensor",
+                expected="dense tensors",
+                fix="pass `tensor.to_dense()`",
+            )
 
 
 def _dtypes(spec: ExpertsSpec, name: str) -> tuple[torch.dtype, ...]:

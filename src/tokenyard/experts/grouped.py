@@ -105,6 +105,7 @@ class GroupedExperts(Experts):
 
     name = "grouped"
     counts_duties = True
+    any_strides = True
     weight_formats = tuple(WEIGHT_FORMATS)
 
     @torch.no_grad()

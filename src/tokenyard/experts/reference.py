@@ -44,6 +44,7 @@ class ReferenceExperts(Experts):
 
     name = "reference"
     counts_duties = True
+    any_strides = True
     weight_formats = tuple(WEIGHT_FORMATS)
 
     @torch.no_grad()

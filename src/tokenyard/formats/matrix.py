@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
@@ -113,10 +113,11 @@ class QuantizedMatrix:
         payloads = {name: payload[expert] for name, payload in self.payloads.items()}
         return replace(self, shape=self.shape[1:], payloads=payloads)
 
-    def select(self, experts: list[int]) -> QuantizedMatrix:
+    def select(self, experts: Sequence[int]) -> QuantizedMatrix:
         """A copy of some of the matrices in front."""
-        payloads = {name: _pick(payload, experts) for name, payload in self.payloads.items()}
-        return replace(self, shape=(len(experts), *self.shape[1:]), payloads=payloads)
+        places = [int(expert) for expert in experts]
+        payloads = {name: _pick(payload, places) for name, payload in self.payloads.items()}
+        return replace(self, shape=(len(places), *self.shape[1:]), payloads=payloads)
 
     def tile(self, first: int, last: int) -> Tensor:
         """Outputs `first` to `last` of one matrix `[N, D]`, as float32 `[last - first, D]`."""

@@ -33,6 +33,7 @@ elements saturate. NaN in a block: its scale is NaN, the codes are 0, and it dec
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -120,13 +121,13 @@ class Fp8Block128Weights(WeightFormat):
         *many, outputs, inputs = w_ND.shape
         amax_RC = blocks.block_amax(rows_RD, self.padded_size(inputs), self.block)
         amax_NC = functional.pad(
-            amax_RC.view(-1, outputs, amax_RC.shape[1]), (0, 0, 0, -outputs % self.block)
+            amax_RC.unflatten(0, (math.prod(many), outputs)), (0, 0, 0, -outputs % self.block)
         )
         amax = amax_NC.unflatten(1, (-1, self.block)).amax(2).clamp_(SMALLEST_AMAX, bits.FLOAT32_MAX)
         scales = amax / bits.constant(bits.E4M3_MAX, w_ND.device)
         scales.masked_fill_(scales.isnan(), torch.nan)
         data = torch.empty(rows_RD.shape, dtype=torch.float8_e4m3fn, device=w_ND.device)
-        by_row = scales.repeat_interleave(self.block, dim=1)[:, :outputs].reshape(len(rows_RD), -1)
+        by_row = scales.repeat_interleave(self.block, dim=1)[:, :outputs].flatten(0, 1)
         divide_into_e4m3(rows_RD, by_row, data)
         return _held(self, w_ND, data=data, scales=scales.view(*many, *scales.shape[1:]))
 
@@ -208,10 +209,10 @@ class Nvfp4Weights(FourBitWeights):
 
     def quantize(self, w_ND: Tensor) -> QuantizedMatrix:
         rows_RD = _as_rows(w_ND)
-        outputs, inputs = w_ND.shape[-2:]
+        *many, outputs, inputs = w_ND.shape
         amax_RC = blocks.block_amax(rows_RD, self.padded_size(inputs), self.block)
-        matrices = rows_RD.reshape(-1, outputs * inputs)
-        g_M1 = row_global_scale(amax_RC.view(len(matrices), -1), matrices)
+        matrices = rows_RD.reshape(math.prod(many), outputs * inputs)
+        g_M1 = row_global_scale(amax_RC.reshape(len(matrices), outputs * amax_RC.shape[1]), matrices)
         rows = Nvfp4().encode(rows_RD, global_scale_T=g_M1.repeat_interleave(outputs, dim=0))
         global_scale = g_M1.expand(-1, 2).contiguous()
         factors = torch.ones_like(global_scale)

@@ -84,6 +84,8 @@ def expected_pairs(rows: int, top_k: int, local: int, experts: int | None, *, al
     >>> round(expected_pairs(100, 8, 32, 256, all_slots=False))
     152
     """
+    if local == 0:
+        return 0.0
     share = local / experts if experts else 1.0
     pairs = rows * top_k * share
     return pairs if all_slots or share == 1.0 else pairs / (1.0 - (1.0 - share) ** top_k)

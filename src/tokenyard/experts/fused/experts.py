@@ -28,7 +28,6 @@ from tokenyard.experts.base import (
     Experts,
     ExpertsSpec,
     ExpertWeights,
-    check_weights,
     local_routes,
 )
 from tokenyard.experts.fused import packing
@@ -84,7 +83,7 @@ class FusedExperts(Experts):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Weights that come to a GPU are packed for it, and unpacked where they leave it."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         if self.is_packed and self.get_buffer("w13_words").device.type != "cuda":
             self._unpack()
         self._pack_where_that_helps()
@@ -144,7 +143,7 @@ class FusedExperts(Experts):
         if not self.is_packed:
             super().load_(weights)
             return
-        check_weights(self.spec, weights)
+        self._check_new(weights)
         for name in ("w13", "w2"):
             if not packing.can_pack(getattr(weights, name)):
                 raise InputError(
@@ -167,10 +166,10 @@ class FusedExperts(Experts):
 
     @classmethod
     def runs_on(cls, device: torch.device) -> Reason | None:
-        """None for GPUs, and for anything where Triton interprets its kernels; that is slow."""
+        """None for GPUs, and wherever Triton interprets its kernels; that takes the interpreter of the tests."""
         if super().runs_on(device) is None or os.environ.get("TRITON_INTERPRET") == "1":
             return cls._without_triton()
-        why = f"its kernels need a GPU, and rows are on {device} (TRITON_INTERPRET=1 tries them without one, slowly)"
+        why = f"its kernels need a GPU, and rows are on {device}"
         return Reason(field="experts", value=cls.name, why=why)
 
     @classmethod
@@ -277,5 +276,5 @@ def _check_device(received: ReceivedRows) -> None:
         raise InputError(
             f"fused experts were given rows on {device}",
             expected="rows on a GPU",
-            fix="use experts='grouped', which run anywhere, or set TRITON_INTERPRET=1 to try the kernels without a GPU",
+            fix="use experts='grouped', which run anywhere",
         )

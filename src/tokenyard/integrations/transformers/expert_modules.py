@@ -117,7 +117,7 @@ def weights_of(module: nn.Module) -> ExpertWeights:
     tensors = {name: tensor.detach() for name, tensor in tensors_of(module).items()}
     if module.is_transposed:
         tensors |= {name: tensors[name].mT for name in ("w13", "w2")}
-    return ExpertWeights(**tensors)
+    return ExpertWeights(**tensors)  # type: ignore[arg-type]
 
 
 def plain_format(held: Tensor, layer: str | None = None) -> str:

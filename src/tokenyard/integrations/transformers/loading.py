@@ -126,7 +126,10 @@ def load_without_experts(checkpoint: Checkpoint | str | Path, *, dtype: torch.dt
 
 
 def fill_shared(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Give a model that was built on the meta device what is no expert's."""
+    """Give a model that was built on the meta device what is no expert's.
+
+    A tensor that has several names (tied embeddings) is one tensor afterwards, as in the model of the checkpoint.
+    """
     names = [name for name, tensor in _shared_tensors(model) if tensor.is_meta]
     if not names:
         return
@@ -138,7 +141,7 @@ def fill_shared(model: nn.Module, checkpoint: Checkpoint) -> None:
         except AttributeError:
             source = None
         value = getattr(source, attribute, None)
-        if value is None:
+        if value is None or value.is_meta:
             raise InputError(
                 f"{name} is on the meta device, and {type(loaded).__name__} of this checkpoint has no such tensor",
                 expected=f"a {type(loaded).__name__}",
@@ -151,9 +154,12 @@ def fill_shared(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def _shared_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    experts = [f"{name}." for name, module in model.named_modules() if is_experts(module)]
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if not name.startswith(tuple(experts)):
+    """What is no expert's, under all of its names."""
+    modules = model.named_modules(remove_duplicate=False)
+    experts = tuple(f"{name}." for name, module in modules if is_experts(module))
+    parameters = model.named_parameters(remove_duplicate=False)
+    for name, tensor in [*parameters, *model.named_buffers(remove_duplicate=False)]:
+        if not name.startswith(experts):
             yield name, tensor
 
 

@@ -20,8 +20,8 @@ from tokenyard.spec import LayerSpec
 class Sources:
     """The experts of a model's modules, a rank's share at a time, in the format that holds them.
 
-    `weights` is that format, by default the one in which the experts are found. `prepare` reads what is small, and
-    shows whether a checkpoint is good; `take` reads the rest.
+    `weights` is that format, by default the one in which the experts are found; quantized ones are decoded where it is
+    a plain one. `prepare` reads what is small, and shows whether a checkpoint is good; `take` reads the rest.
     """
 
     def __init__(self, checkpoint: Checkpoint | None, weights: str | None) -> None:
@@ -36,7 +36,7 @@ class Sources:
         if self.checkpoint is not None:
             layer = self.checkpoint.layer(module.name)
             _check_fits(self.checkpoint, layer, spec)
-            if weight_format(layer.weights).quantized:
+            if self.weights is None and weight_format(layer.weights).quantized:
                 spec = replace(spec, weights=layer.weights)
         self._specs[module.name] = spec
         return spec
@@ -53,11 +53,10 @@ class Sources:
         spec = self._specs[module.name]
         reading = self._readings.pop(module.name, None)
         found = module.weights(self._experts[module.name]) if reading is None else reading.finish()
-        if not isinstance(found.w13, QuantizedMatrix):
-            if weight_format(spec.weights).quantized:
-                found = found.quantize(spec.weights)
-            else:
-                found = found.decode(WEIGHT_DTYPES[spec.weights])  # no copy, where it is that dtype
+        if not weight_format(spec.weights).quantized:
+            found = found.decode(WEIGHT_DTYPES[spec.weights])  # no copy, where it is that dtype
+        elif not isinstance(found.w13, QuantizedMatrix):
+            found = found.quantize(spec.weights)
         return _to(found, device)
 
 
@@ -102,7 +101,7 @@ def _check_fits(checkpoint: Checkpoint, layer: CheckpointLayer, spec: LayerSpec)
     if weight_format(held).quantized and asked not in (held, *WEIGHT_DTYPES):
         raise CheckpointError(
             f"{checkpoint.path} holds its experts as {held}, and weights={asked!r} was asked for",
-            expected=f"weights={held!r}, or none: quantizing twice loses twice",
+            expected=f"weights={held!r}, a plain format, or none: quantizing twice loses twice",
             fix=f"leave `weights` out, or make the checkpoint from plain weights: tokenyard convert --weights {asked}",
             file=checkpoint.path,
             layer=layer.name,

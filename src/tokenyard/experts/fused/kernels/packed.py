@@ -12,6 +12,7 @@ copies do: a fence between the two, and a wait for the products before, are part
 
 from __future__ import annotations
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import ampere, hopper
@@ -27,6 +28,7 @@ E2M1 = gl.constexpr(1)
 LEFT_OVER = gl.constexpr(packing.LEFT_OVER)
 # Rows of a tile up to which each warp multiplies by itself.
 FEW_ROWS = gl.constexpr(16)
+KEEP_NAN = gl.constexpr(tl.PropagateNan.ALL)
 
 
 def _scale_pair(scale: str) -> list[str]:
@@ -194,8 +196,8 @@ def sigmoid(x):
 def activate(gate, up, KIND: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, SHIFT: gl.constexpr):
     """The gated activations of `tokenyard.experts.fused.kernels.products`, by their numbers there."""
     if KIND == 4:
-        gate = gl.minimum(gate, LIMIT)
-        up = gl.minimum(gl.maximum(up, -LIMIT), LIMIT)
+        gate = gl.minimum(gate, LIMIT, propagate_nan=KEEP_NAN)
+        up = gl.minimum(gl.maximum(up, -LIMIT, propagate_nan=KEEP_NAN), LIMIT, propagate_nan=KEEP_NAN)
         return gate * sigmoid(gate * ALPHA) * (up + SHIFT)
     if KIND == 0:
         return gate * sigmoid(gate) * up

@@ -39,10 +39,10 @@ def activate(
     gate, up, KIND: tl.constexpr, GATED: tl.constexpr,
     LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """The activation of float32 numbers."""
+    """The activation of float32 numbers. What is NaN stays NaN: a GPU's min and max drop it, unless told otherwise."""
     if KIND == SWIGLU_CLAMPED:
-        gate = tl.minimum(gate, LIMIT)
-        up = tl.clamp(up, -LIMIT, LIMIT)
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         return gate * sigmoid(gate * ALPHA) * (up + SHIFT)
     if KIND == SWIGLU:
         value = gate * sigmoid(gate)
@@ -51,7 +51,8 @@ def activate(
     elif KIND == GELU_TANH:
         value = gate * sigmoid(1.5957691216057308 * (gate + 0.044715 * (gate * gate * gate)))
     else:
-        value = tl.maximum(gate, 0.0) * tl.maximum(gate, 0.0)
+        value = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        value = value * value
     if GATED:
         value *= up
     return value
