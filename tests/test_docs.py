@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import json
 import os
 import re
 import shlex
@@ -22,6 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
+
+from tokenyard.cli import app
+from tokenyard.exchange import EXCHANGES
+from tokenyard.experts import EXPERTS
+from tokenyard.formats import WEIGHT_FORMATS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -29,7 +36,7 @@ SUPPORT_PAGES = [ROOT / name for name in ("README.md", "docs/support.md", "docs/
 
 _FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
-_HEADING = re.compile(r"^#+ +(.*?)(?: *\{ ?#([\w-]+) ?\})? *$", re.MULTILINE)
+_HEADING = re.compile(r"^#+ +(.*?) *$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -140,13 +147,21 @@ def test_files_of_a_page_are_used_by_it(page):
 
 
 def anchors(page: Path) -> set[str]:
+    """Where links into a page may lead: both on the site and on GitHub, which knows no `{ #anchor }`."""
     text = _FENCE.sub("", page.read_text())
-    return {given or slug(heading) for heading, given in _HEADING.findall(text)}
+    return {slug(heading) for heading in _HEADING.findall(text) if slug(heading) == github_slug(heading)}
 
 
 def slug(heading: str) -> str:
-    plain = re.sub(r"[`*]", "", heading)
-    return re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower())
+    return re.sub(r"[\s-]+", "-", _words(heading).strip())
+
+
+def github_slug(heading: str) -> str:
+    return _words(heading).replace(" ", "-")
+
+
+def _words(heading: str) -> str:
+    return re.sub(r"[^\w\s-]", "", heading.lower())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -159,6 +174,77 @@ def test_links_lead_somewhere(page):
         assert there.exists(), f"{name_of(page)} links to {target}"
         if anchor:
             assert anchor in anchors(there), f"{name_of(page)} links to {target}"
+
+
+def commands(group: Any, parent: str = "") -> dict[str, Any]:
+    """All commands that do something, by their full names."""
+    found: dict[str, Any] = {}
+    for name, command in group.commands.items():
+        more = commands(command, f"{parent}{name} ") if hasattr(command, "commands") else {}
+        found |= more or {f"{parent}{name}": command}
+    return found
+
+
+COMMANDS = commands(typer.main.get_command(app))
+
+
+@pytest.mark.parametrize(("name", "command"), COMMANDS.items(), ids=COMMANDS)
+def test_every_option_is_named_where_its_command_is(name, command):
+    """In the sections of the page of all commands that are called like it, or on a page of its own."""
+    page, own = ROOT / "docs/guide/cli.md", ROOT / f"docs/guide/{name}.md"
+    sections = re.split(r"^#+ +", page.read_text(), flags=re.MULTILINE)
+    told = "".join(text for text in sections if re.match(rf"{name}( on a GPU)?\n", text))
+    told += own.read_text() if own.exists() else ""
+    options = {option for each in command.params for option in [*each.opts, *each.secondary_opts]}
+    named = {*re.findall(r"--[\w-]+", told), "--json", "--help"}  # these two are every command's
+    assert told
+    assert {option for option in options if option.startswith("--")} <= named
+
+
+@pytest.mark.parametrize(
+    ("page", "line", "names"),
+    [
+        ("docs/concepts.md", "| **exchange** |", EXCHANGES),
+        ("docs/concepts.md", "| **experts** |", EXPERTS),
+        ("docs/concepts.md", "| **format** |", WEIGHT_FORMATS),
+        ("docs/guide/cli.md", "| `--exchange` | `two_sided` (default)", EXCHANGES),
+        ("docs/guide/cli.md", "| `--experts` |", EXPERTS),
+        ("docs/guide/experts.md", "| name | what it is |", EXPERTS),
+        ("docs/guide/gpus.md", "Weights stay as they are held", WEIGHT_FORMATS),
+    ],
+)
+def test_what_can_be_chosen_is_all_named(page, line, names):
+    """A part that came later is missing in no list."""
+    text = (ROOT / page).read_text()
+    start = text.index(line)
+    # A line of a table stands for itself; its head, and any other line, for all that follows up to an empty one.
+    cell = line.startswith(("| `", "| **"))
+    listed = text[start : text.index("\n" if cell else "\n\n", start)]
+    assert [name for name in names if f"`{name}`" not in listed] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_page_speaks_of_an_earlier_version(page):
+    """Releases are in the changelog; a page says what is there."""
+    assert not re.search(r"(?i)in this version", page.read_text())
+
+
+def measured(name: str) -> Any:
+    return json.loads((ROOT / "bench/results" / name).read_text())["results"]
+
+
+def test_a_page_says_how_many_rounds_were_measured():
+    rounds = {row["rounds"] for row in measured("paranoid-cpu.json")}
+    (said,) = re.findall(r"medians of (\d+) rounds", (ROOT / "docs/guide/paranoid.md").read_text())
+    assert rounds == {int(said)}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/guide/faults.md"])
+def test_a_page_says_how_late_an_error_was(page):
+    found = measured("faults-cpu.json")
+    late = max(kind["worst_s"] or 0.0 for kind in found["kinds"]) - found["deadline_s"]
+    assert late < 2.5
+    assert "within about two seconds of the" in (ROOT / page).read_text()
 
 
 @pytest.mark.parametrize("page", SUPPORT_PAGES, ids=name_of)

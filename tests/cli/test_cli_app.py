@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import tokenyard
-from tests.cli.runner import call
+from tests.cli.runner import call, call_json
+from tokenyard.cli import output
 from tokenyard.cli.output import reported
 
 COMMANDS = ["run", "eval", "check", "plan", "doctor", "support", "inspect", "convert", "bench"]
@@ -33,6 +34,40 @@ def test_wrong_usage_is_exit_code_2_and_says_so_on_stderr(wrong):
     assert result.exit_code == 2
     assert result.stdout == ""
     assert result.stderr
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (["fly"], "'fly'"),
+        (["--fly"], "--fly"),
+        (["plan", "--config", "mix", "--ranks", 0], "--ranks"),
+        (["plan", "--config", "mix", "--ranks", "two"], "--ranks"),
+        (["plan", "--ranks", 2], "--config"),
+        (["plan", "--fly"], "--fly"),
+        (["inspect"], "path"),
+        (["bench", "decode"], "'decode'"),
+        (["bench", "encode", "--tokens", "two"], "--tokens"),
+    ],
+)
+def test_wrong_usage_with_json_is_one_document(wrong, words):
+    error = call_json(*wrong, exit_code=2)["error"]
+    assert error["type"] == "InputError"
+    assert words in error["found"].lower()
+    assert "--help" in error["fix"]
+    assert call(*wrong, "--json").stderr == ""
+
+
+@pytest.mark.parametrize("wrong", [["plan", "--ranks", "two"], ["inspect", "nowhere"]])
+def test_of_the_ranks_of_torchrun_one_prints_the_document(wrong, monkeypatch):
+    monkeypatch.setattr(output, "_RANK_0_FIRST", 0.0)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("RANK", "0")
+    assert call_json(*wrong, exit_code=2)["error"]
+    monkeypatch.setenv("RANK", "3")
+    other = call(*wrong, "--json")
+    assert (other.exit_code, other.stdout) == (2, "")
+    assert other.stderr.startswith("error: ")
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.name)
@@ -70,6 +105,16 @@ def test_console_script_from_outside(tmp_path):
         "  expected: the config.json of a Hugging Face model, or its folder",
         "  fix: check the path",
     ]
+
+
+@pytest.mark.parametrize("command", [["check"], ["soak"], ["eval"], ["doctor"], ["bench", "transformers"]])
+def test_a_variable_that_overrides_the_exchange_is_refused(command, monkeypatch):
+    """Each exchange would be told to have done what another one did."""
+    monkeypatch.setenv("TOKENYARD_EXCHANGE", "allgather")
+    result = call(*command)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "TOKENYARD_EXCHANGE=allgather" in result.stderr
+    assert "unset TOKENYARD_EXCHANGE" in result.stderr
 
 
 def test_a_bug_is_not_dressed_up_as_an_error_of_the_user():

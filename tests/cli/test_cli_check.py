@@ -122,13 +122,6 @@ def test_wrong_options_are_exit_code_two(options, message):
     assert message in result.stderr
 
 
-def test_a_variable_that_overrides_the_exchange_is_refused(monkeypatch):
-    monkeypatch.setenv("TOKENYARD_EXCHANGE", "allgather")
-    result = call("check")
-    assert result.exit_code == 2
-    assert "TOKENYARD_EXCHANGE=allgather" in result.stderr
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_exit_code_two():
     error = call_json("check", "--device", "cuda", exit_code=2)["error"]

@@ -1,6 +1,7 @@
 """`tokenyard eval`: every cell is measured, the table says so, and files of one's own are read."""
 
 import json
+from importlib import import_module
 
 import pytest
 
@@ -95,10 +96,31 @@ def test_the_table(random_model, own_questions):
         (["--model", "nowhere"], "nowhere has no config.json"),
         (["--data", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
         (["--plot", "picture.txt"], "ending in .png"),
+        (["--out", "nowhere/eval.json"], "nowhere/eval.json cannot be written"),
     ],
 )
-def test_wrong_options_are_exit_code_two(options, message, random_model):
+def test_wrong_options_are_exit_code_two(options, message, random_model, monkeypatch):
+    monkeypatch.delattr("tokenyard.evaluation.table.Evaluation.rows")  # nothing is run
     default = [] if "--model" in options else ["--model", random_model]
     result = call("eval", *default, *options)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_a_file_that_goes_bad_costs_no_figures(random_model, own_questions, tmp_path, monkeypatch):
+    out, room = tmp_path / "eval.json", import_module("tokenyard.evaluation.table")
+    measured = room.Evaluation.rows
+
+    def rows(evaluation, hear):
+        out.mkdir()  # it could be written before the first row
+        return measured(evaluation, hear)
+
+    monkeypatch.setattr(room.Evaluation, "rows", rows)
+    result = call(
+        *("eval", *THREADS, "--model", random_model, "--data", own_questions, "--problems", 1, "--json"),
+        *("--max-new-tokens", 1, "--wire", "bf16", "--weights", "bf16", "--exchange", "two_sided"),
+        *("--out", out),
+    )
+    assert result.exit_code == 2
+    assert len(json.loads(result.stdout)["results"]) == 2
+    assert "eval.json cannot be written" in result.stderr

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -75,6 +76,14 @@ def test_formats_and_exchange_can_be_chosen(random_model):
     assert document["right"] is None
 
 
+def test_the_exchange_that_is_told_is_the_one_that_ran(random_model, monkeypatch):
+    monkeypatch.setenv("TOKENYARD_EXCHANGE", "allgather")
+    asked = ("run", *THREADS, "--model", random_model, "--prompt", "Mia has 3 pens.", "--max-new-tokens", 1)
+    asked += ("--exchange", "two_sided")
+    assert call_json(*asked)["exchange"] == "allgather"
+    assert "What moved between 2 ranks through allgather" in call(*asked).stdout
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -84,12 +93,33 @@ def test_formats_and_exchange_can_be_chosen(random_model):
         (["--kind", "fibers"], "processes or threads"),
         (["--device", "abacus"], "abacus"),
         (["--model", "nowhere"], "nowhere has no config.json"),
+        (["--prompt", ""], "--prompt ''"),
+        (["--prompt", "Mia has 3 pens.", "--prompt", " "], "a text to answer"),
     ],
 )
-def test_wrong_options_are_exit_code_two(options, message):
+def test_wrong_options_are_exit_code_two(options, message, monkeypatch):
+    monkeypatch.delattr("tokenyard.evaluation.ranks.StartedRanks.call")  # no rank is started
     result = call("run", *options)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+@pytest.mark.parametrize("command", ["run", "eval"])
+@pytest.mark.parametrize(
+    ("there", "message"),
+    [
+        (None, "transformers is not installed"),
+        (ModuleType("transformers"), "transformers is not installed"),  # a folder that was left behind
+        (SimpleNamespace(__version__="5.16.1"), "transformers is 5.16.1"),
+    ],
+)
+def test_transformers_that_is_missing_is_said_before_ranks_start(command, there, message, monkeypatch):
+    monkeypatch.delattr("tokenyard.evaluation.ranks.StartedRanks.call")
+    monkeypatch.setitem(sys.modules, "transformers", there)
+    result = call(command, *THREADS)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "fix: pip install 'tokenyard[transformers]'" in result.stderr
 
 
 def test_a_file_that_was_cut_off_is_named(tmp_path):
@@ -101,17 +131,28 @@ def test_a_file_that_was_cut_off_is_named(tmp_path):
     assert "cut off" in error["message"]
 
 
-def test_under_torchrun_each_process_is_a_rank(random_model):
+def under_torchrun(*arguments):
+    """`tokenyard run --json` on two ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
-    command += [str(Path(sys.executable).parent / "tokenyard"), "run", "--json", "--model", str(random_model)]
-    done = subprocess.run(
-        [*command, "--problems", "3", "--max-new-tokens", "3"],
+    command += [str(Path(sys.executable).parent / "tokenyard"), "run", "--json"]
+    return subprocess.run(
+        [*command, *map(str, arguments)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=200,
         check=False,
     )
+
+
+def test_an_error_under_torchrun_is_one_document():
+    done = under_torchrun("--max-new-tokens", 0)  # found out before torch is loaded
+    assert "--max-new-tokens" in json.loads(done.stdout)["error"]["found"]  # from rank 0, and nobody else's
+    assert done.returncode != 0
+
+
+def test_under_torchrun_each_process_is_a_rank(random_model):
+    done = under_torchrun("--model", random_model, "--problems", 3, "--max-new-tokens", 3)
     document = json.loads(done.stdout)  # one document, from rank 0
     assert document["ranks"] == 2
     assert len(document["answers"]) == 3

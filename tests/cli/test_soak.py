@@ -1,6 +1,7 @@
 """`tokenyard soak`: what it prints, JSON, the file, the picture, exit codes."""
 
 import json
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -57,14 +58,47 @@ def test_one_document_and_nothing_else():
     ("options", "message"),
     [
         (["--exchange", "two_side"], "did you mean 'two_sided'"),
+        (["--out", "nowhere/soak.json"], "nowhere/soak.json cannot be written"),
+        (["--out", "s" * 300], "cannot be written (File name too long)"),
         (["--plot", "nowhere/soak.png"], "a picture cannot be written"),
         (["--plot", "soak.doc"], "a picture cannot be written"),
     ],
 )
-def test_wrong_options_are_exit_code_two(options, message):
+def test_wrong_options_are_exit_code_two(options, message, monkeypatch):
+    monkeypatch.setattr(import_module("tokenyard.soaking"), "soak", None)  # nothing is run
     result = call("soak", "--threads", "--episodes", 1, *options)
-    assert result.exit_code == 2
+    assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr
+
+
+@pytest.fixture
+def out_that_goes_bad(tmp_path, monkeypatch):
+    """A file that could be written when the soak began, and cannot when it ends."""
+    out, room = tmp_path / "soak.json", import_module("tokenyard.soaking")
+    run_soak = room.soak
+
+    def soak(*args):
+        assert not out.exists()
+        report = run_soak(*args)
+        out.mkdir()
+        return report
+
+    monkeypatch.setattr(room, "soak", soak)
+    return out
+
+
+def test_what_was_found_is_printed_even_if_it_cannot_be_saved(out_that_goes_bad):
+    result = call(*SHORT, "--episodes", 1, "--out", out_that_goes_bad)
+    assert result.exit_code == 2
+    assert "1 episodes" in result.stdout
+    assert "soak.json cannot be written" in result.stderr
+
+
+def test_an_error_after_the_document_is_no_second_one(out_that_goes_bad):
+    result = call(*SHORT, "--episodes", 1, "--out", out_that_goes_bad, "--json")
+    assert result.exit_code == 2
+    assert json.loads(result.stdout)["passed"]
+    assert "soak.json cannot be written" in result.stderr
 
 
 def test_losses_on_a_gpu_are_refused(monkeypatch):

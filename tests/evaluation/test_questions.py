@@ -22,6 +22,7 @@ def test_a_file_of_ones_own(tmp_path):
         ("{}", "line 1"),
         ('{"prompt": "a", "answer": "b"}\n["x"]', "line 2"),
         ('{"prompt": "", "answer": "b"}', "not empty"),
+        ('{"prompt": " ", "answer": "b"}', "not empty"),
         ('{"prompt": "a", "answer": ["b"]}', "text or a number"),
         ("not json", "line 1"),
     ],

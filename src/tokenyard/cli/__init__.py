@@ -4,7 +4,7 @@
 A command is a function in a module of its name. Modules import typer and nothing heavier at their top; torch
 and the rest of the package are imported inside the functions, so that `--help` answers at once. Errors of the
 package are one readable message on stderr and exit code 2 (`output.reported`); `--json` prints exactly one
-JSON document on stdout, and nothing else there.
+JSON document on stdout, and nothing else there, also where an option is wrong (`output.Commands`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tokenyard.cli.convert import convert
 from tokenyard.cli.doctor import doctor
 from tokenyard.cli.eval import evaluate
 from tokenyard.cli.inspect import inspect
-from tokenyard.cli.output import reported
+from tokenyard.cli.output import Commands, reported
 from tokenyard.cli.plan import plan
 from tokenyard.cli.run import run
 from tokenyard.cli.soak import soak
@@ -27,6 +27,7 @@ from tokenyard.cli.support import support
 
 app = typer.Typer(
     name="tokenyard",
+    cls=Commands,
     help="Expert-parallel MoE layers that cannot be wired wrong.",
     no_args_is_help=True,
     add_completion=False,

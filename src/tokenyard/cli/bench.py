@@ -442,8 +442,6 @@ def _run(
     what: str = "",
 ) -> dict[str, Any]:
     """Measure for each number of tokens, with a sign of life on stderr; then print, and save if asked."""
-    from rich.table import Table
-
     from tokenyard.cli.machine import provenance
 
     document: dict[str, Any] = {"benchmark": name, **provenance(), "results": []}
@@ -456,11 +454,20 @@ def _run(
             errors.print(message)
         with errors.status(message):
             document["results"] += measure(count)
-    if out is not None:
-        save_json(document, out)
     if as_json:
         print_json(document)
-        return document
+    else:
+        _print_table(name, document, columns, what)
+    if out is not None:
+        save_json(document, out)
+    return document
+
+
+def _print_table(
+    name: str, document: dict[str, Any], columns: dict[str, Callable[[dict[str, Any]], str]], what: str
+) -> None:
+    from rich.table import Table
+
     title = ", ".join([name, *([what] if what else []), document["hardware"]["cpu"]])
     table = Table(title=title, title_justify="left")
     for column in columns:
@@ -468,4 +475,3 @@ def _run(
     for row in document["results"]:
         table.add_row(*(cell(row) for cell in columns.values()))
     console().print(table)
-    return document

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from tokenyard.cli.output import JsonFlag, console, print_json, reported, save_json
+from tokenyard.cli.parts import refuse_override
 
 
 @reported
@@ -35,6 +36,7 @@ def transformers(
     from tokenyard.bench.transformers_ep import Workload, measure_transformers_ep
     from tokenyard.cli.machine import provenance
 
+    refuse_override()
     work = Workload(
         ranks=ranks,
         hidden_size=hidden_size,
@@ -59,12 +61,12 @@ def transformers(
         errors.print(message)
     with errors.status(message):
         document["results"] = measure_transformers_ep(work)
-    if out is not None:
-        save_json(document, out)
     if as_json:
         print_json(document)
     else:
         _print(document, work.exchange)
+    if out is not None:
+        save_json(document, out)
 
 
 def _print(document: dict[str, Any], exchange: str) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import typer
 
 from tokenyard.cli.output import JsonFlag, console, print_json
+from tokenyard.cli.parts import refuse_override
 
 if TYPE_CHECKING:
     from tokenyard.group import Group
@@ -36,6 +37,7 @@ class Finding:
 
 def doctor(as_json: JsonFlag = False) -> None:
     """Say what this machine can do, and why not the rest."""
+    refuse_override()
     findings = []
     status = console(stderr=True).status("looking around …")
     with status:
@@ -68,7 +70,7 @@ def _machine() -> Iterator[Finding]:
 
     reasons = {
         "triton": "not installed (a CPU build of torch brings none): GPU kernels cannot be compiled",
-        "transformers": "not installed: `bench experts` has nobody to compare with",
+        "transformers": "not installed: `run` and `eval` need it, and `bench experts` has nobody to compare with",
     }
     for name, version in versions().items():
         missing = reasons.get(name, "not installed")

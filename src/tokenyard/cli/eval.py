@@ -7,12 +7,14 @@ the paired difference to the whole model, the error of the logits, tokens per se
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokenyard.cli.output import JsonFlag, console, print_json, save_json
+from tokenyard.cli.output import JsonFlag, check_out, console, print_json, save_json
+from tokenyard.cli.parts import refuse_override
 from tokenyard.cli.run import start_ranks
 
 if TYPE_CHECKING:
@@ -58,7 +60,9 @@ def evaluate(
     ] = None,
     every: Annotated[
         bool,
-        typer.Option(help="Let every exchange answer everything, even where the first gives the same bits."),
+        typer.Option(
+            "--every", help="Let every exchange answer everything, even where the first gives the same bits."
+        ),
     ] = False,
     batch: Annotated[int, typer.Option(min=1, help="Questions that a rank answers at a time.")] = 128,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 128,
@@ -73,12 +77,16 @@ def evaluate(
     """Accuracy of every exchange × wire × weights, beside the whole model's."""
     where = start_ranks(ranks, kind, device)
     from tokenyard.cli.machine import provenance
+    from tokenyard.errors import InputError
     from tokenyard.evaluation.models import check_model
     from tokenyard.evaluation.questions import held_out_questions, read_questions
     from tokenyard.evaluation.table import Evaluation
     from tokenyard.exchange import EXCHANGES, resolve
 
+    refuse_override()
     folder = check_model(model)
+    if where.leads:
+        check_out(out)
     if plot is not None:
         from tokenyard.bench.picture import check_picture
 
@@ -110,22 +118,25 @@ def evaluate(
         return {**about, "seconds": seconds, "results": [row.as_dict() for row in rows], **provenance()}
 
     def keep(rows: list[Row]) -> None:
-        """A long evaluation that is stopped leaves what it has found."""
+        """A long evaluation that is stopped leaves what it has found. A row that cannot be written stops none."""
         if out is not None and where.leads:
-            save_json(document_of(rows), out)
+            with suppress(InputError):  # told at the end, below the table
+                save_json(document_of(rows), out)
 
     rows = _run(evaluation, keep, shows=where.leads)
     if not where.leads:
         return
     document = document_of(rows)
-    if plot is not None:
-        from tokenyard.evaluation.picture import draw_accuracy
-
-        draw_accuracy(document, plot)
     if as_json:
         print_json(document)
     else:
         console().print(_table(rows, len(evaluation.questions), where.size))
+    if out is not None:
+        save_json(document, out)
+    if plot is not None:
+        from tokenyard.evaluation.picture import draw_accuracy
+
+        draw_accuracy(document, plot)
 
 
 def _fastest_first(exchanges: dict[str, Any]) -> list[str]:

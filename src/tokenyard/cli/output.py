@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 import typer
+from typer.core import TyperGroup
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,6 +25,15 @@ Result = TypeVar("Result")
 
 # The exit code of an error that the caller can mend, as for a wrong option.
 EXIT_ERROR = 2
+
+# What a wrong option raises. Its base is named by no module of typer's that all versions have.
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+# Seconds that the other ranks of torchrun leave to rank 0, which ends them all when it has said what is wrong.
+_RANK_0_FIRST = 5.0
+
+# Whether this run of a command has printed its document. There is one: an error that comes later goes to stderr.
+_document_printed: ContextVar[bool] = ContextVar("document_printed", default=False)
 
 # `reported` looks for this parameter: a command that has it is called `as_json`.
 JsonFlag = Annotated[
@@ -38,20 +52,38 @@ def console(*, stderr: bool = False) -> Console:
 def print_json(document: Any) -> None:
     """The one document of a `--json` run."""
     typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
+    _document_printed.set(True)
+
+
+def check_out(path: Path | None) -> None:
+    """Raise unless a document can be written to this file, if one is asked for. Asked before the time is spent."""
+    if path is None:
+        return
+    try:
+        new = not (path.exists() or path.is_symlink())
+        path.open("a").close()  # what is there stays
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise _not_written(path, error) from error
 
 
 def save_json(document: Any, path: Path) -> None:
-    """Write a document to a file."""
-    from tokenyard.errors import InputError
-
+    """Write a document to a file. Print first what took long to find: this may raise."""
     try:
         path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:
-        raise InputError(
-            f"{path} cannot be written ({error.strerror or error})",
-            expected="a file in a folder that exists",
-            fix="choose another --out",
-        ) from error
+        raise _not_written(path, error) from error
+
+
+def _not_written(path: Path, error: OSError) -> TokenyardError:
+    from tokenyard.errors import InputError
+
+    return InputError(
+        f"{path} cannot be written ({error.strerror or error})",
+        expected="a file in a folder that exists",
+        fix="choose another --out",
+    )
 
 
 def reported(command: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -64,13 +96,64 @@ def reported(command: Callable[Parameters, Result]) -> Callable[Parameters, Resu
         try:
             return command(*args, **kwargs)
         except TokenyardError as error:
-            if kwargs.get("as_json"):
-                print_json({"error": error_fields(error)})
-            else:
-                _print_error(error)
+            _report(error, as_json=bool(kwargs.get("as_json")))
             raise typer.Exit(EXIT_ERROR) from None
 
     return wrapped
+
+
+class Commands(TyperGroup):
+    """Commands whose wrong options are a document, too, where `--json` stands among the arguments."""
+
+    def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        _document_printed.set(False)
+        as_json = "--json" in args  # parsing takes arguments out of the list
+        with _usage_reported(as_json):
+            made: Any = super().make_context(info_name, args, parent, **extra)
+        made.meta["as_json"] = as_json
+        return made
+
+    def invoke(self, ctx: Any) -> Any:
+        with _usage_reported(ctx.meta["as_json"]):
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _usage_reported(as_json: bool) -> Iterator[None]:
+    try:
+        yield
+    except _UsageError as error:
+        if not as_json:
+            raise  # typer draws a box on stderr
+        _report(_as_ours(error), as_json=True)
+        raise typer.Exit(EXIT_ERROR) from None
+
+
+def _as_ours(error: Any) -> TokenyardError:
+    """A wrong option as an error of this package."""
+    from tokenyard.errors import InputError
+
+    command = "tokenyard" if error.ctx is None else error.ctx.command_path
+    return InputError(
+        error.format_message().strip().removesuffix("."),
+        expected=f"the commands, options and values of `{command}`",
+        fix=f"`{command} --help` lists them",
+    )
+
+
+def _report(error: TokenyardError, *, as_json: bool) -> None:
+    """Say what is wrong: as the one document of a `--json` run, else on stderr. Of torchrun's ranks, rank 0 says it.
+
+    The others wait: one that ended first would have rank 0 killed before it has spoken. If they are not killed
+    themselves, rank 0 does not know of the error, and they say it on stderr.
+    """
+    leads = "LOCAL_RANK" not in os.environ or os.environ.get("RANK", "0") == "0"
+    if not leads:
+        time.sleep(_RANK_0_FIRST)
+    if as_json and leads and not _document_printed.get():
+        print_json({"error": error_fields(error)})
+    else:
+        _print_error(error)
 
 
 def error_fields(error: TokenyardError) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def load_object(path: str) -> Any:
 
 
 def refuse_override() -> None:
-    """A variable that puts another exchange in the place of the one under test would make all of it a lie."""
+    """Raise where a variable puts another exchange in the place of the one that is named: figures would be a lie."""
     import os
 
     from tokenyard.drafting import EXCHANGE_VARIABLE
@@ -45,6 +45,6 @@ def refuse_override() -> None:
     if name := os.environ.get(EXCHANGE_VARIABLE):
         raise InputError(
             f"{EXCHANGE_VARIABLE}={name}, which overrides the exchange of every plan",
-            expected="each exchange to be checked as itself",
-            fix=f"unset {EXCHANGE_VARIABLE}, and choose with --exchange",
+            expected="each exchange to be tried as itself",
+            fix=f"unset {EXCHANGE_VARIABLE}; --exchange chooses, where there is a choice",
         )

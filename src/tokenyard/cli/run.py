@@ -70,6 +70,7 @@ def run(
     from tokenyard.exchange import resolve
     from tokenyard.formats import get, weight_format
 
+    _check_prompts(prompt or ())
     folder = check_model(model)
     asking = Asking(
         folder=str(folder),
@@ -101,7 +102,7 @@ def run(
                 "model": str(folder),
                 "ranks": where.size,
                 "kind": kind,
-                "exchange": asking.exchange,
+                "exchange": by_rank[0]["exchange"],  # a variable may override the one that was asked for
                 "wire": asking.wire,
                 "weights": asking.weights,
                 "passed": passed,
@@ -115,7 +116,7 @@ def run(
         )
     else:
         out = console()
-        out.print(_layers_table(by_rank[0]["layers"], where.size))
+        out.print(_layers_table(by_rank[0]["layers"], where.size, by_rank[0]["exchange"]))
         out.print(
             f"{tokens} tokens in {seconds:.1f} s on {where.size} ranks, {tokens / seconds:,.0f} a second"
         )
@@ -140,6 +141,18 @@ def start_ranks(ranks: int, kind: str, device: str) -> Ranks:
     from tokenyard.evaluation.ranks import StartedRanks, TorchrunRanks, under_torchrun
 
     return TorchrunRanks() if under_torchrun() else StartedRanks(ranks, kind, device=device)
+
+
+def _check_prompts(prompts: Sequence[str]) -> None:
+    from tokenyard.errors import InputError
+
+    for text in prompts:
+        if not text.strip():
+            raise InputError(
+                f"--prompt {text!r}",
+                expected="a text to answer",
+                fix="write one, or leave out --prompt: word problems are answered then",
+            )
 
 
 def _warn_of_unknown_words(prompts: Sequence[str]) -> None:
@@ -248,11 +261,12 @@ def _colored(text: str) -> Any:
     return colored
 
 
-def _layers_table(layers: list[dict[str, Any]], ranks: int) -> Table:
+def _layers_table(layers: list[dict[str, Any]], ranks: int, exchange: str) -> Table:
     from rich.table import Table
 
     table = Table(
-        title=f"What moved between {ranks} ranks (times: ms of a round trip, mean of the ranks, waiting included)",
+        title=f"What moved between {ranks} ranks through {exchange} (times: ms of a round trip, mean of the ranks, "
+        "waiting included)",
         title_justify="left",
     )
     table.add_column("layer")

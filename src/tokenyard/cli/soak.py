@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokenyard.cli.output import JsonFlag, console, print_json, save_json
+from tokenyard.cli.output import JsonFlag, check_out, console, print_json, save_json
 from tokenyard.cli.parts import load_part, refuse_override
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ def soak(
             expected="losses on a CPU: a soak kills no ranks on GPUs yet",
             fix="leave out --losses",
         )
+    check_out(out)
     if plot is not None:
         check_picture(plot)
     settings = Settings(
@@ -98,16 +99,16 @@ def soak(
     with _Display(settings.seconds) as display:
         report = run_soak(settings, display.hear)
     document = _document(report)
+    if as_json:
+        print_json(document)
+    else:
+        _show(report)
     if out is not None:
         save_json(document, out)
     if plot is not None:
         from tokenyard.soaking.picture import draw_soak
 
         draw_soak(document, plot)
-    if as_json:
-        print_json(document)
-    else:
-        _show(report)
     if not report.passed:
         raise typer.Exit(EXIT_OFF)
 

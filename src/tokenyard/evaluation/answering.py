@@ -65,7 +65,7 @@ def answer_aloud(group: Group, asking: Asking, tell: Tell) -> dict[str, Any]:
         return {
             "answers": found,
             "seconds": seconds,
-            "plan": str(sharded.plan),
+            "exchange": sharded.plan.draft.exchange.name,
             "layers": [report.as_dict() for report in sharded.report()],
         }
     finally:

@@ -17,6 +17,7 @@ from tokenyard.errors import InputError
 from tokenyard.shipped import shipped_model
 from tokenyard.shipped.vocabulary import readable
 
+OLDEST_TRANSFORMERS = (5, 17)
 # Ranks may be threads, and Transformers changes what is global while it loads a model.
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -68,15 +69,23 @@ def check_model(path: Path | None) -> Path:
 
 
 def require_transformers() -> None:
-    """Raise where Transformers is not installed."""
-    import importlib.util
+    """Raise where Transformers cannot be imported, or is too old. A folder of that name is not it."""
+    try:
+        import transformers
 
-    if importlib.util.find_spec("transformers") is None:
-        raise InputError(
-            "transformers is not installed",
-            expected="transformers 5.17 or newer, which loads the model",
-            fix="pip install 'tokenyard[transformers]'",
-        )
+        version = str(transformers.__version__)
+    except (ImportError, AttributeError) as error:
+        raise _other_transformers(f"transformers is not installed ({error})") from error
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TRANSFORMERS:
+        raise _other_transformers(f"transformers is {version}")
+
+
+def _other_transformers(found: str) -> InputError:
+    return InputError(
+        found,
+        expected=f"transformers {'.'.join(map(str, OLDEST_TRANSFORMERS))} or newer, which loads the model",
+        fix="pip install 'tokenyard[transformers]'",
+    )
 
 
 def load_language(folder: Path) -> Language:

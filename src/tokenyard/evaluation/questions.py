@@ -70,7 +70,7 @@ def _read_line(path: Path, number: int, line: str) -> Question:
             expected='a JSON object with "prompt" and "answer"',
             fix="write one such object a line",
         ) from error
-    if not isinstance(prompt, str) or not prompt or not isinstance(answer, (str, int, float)):
+    if not isinstance(prompt, str) or not prompt.strip() or not isinstance(answer, (str, int, float)):
         raise InputError(
             f"{path}, line {number}: prompt {prompt!r:.60}, answer {answer!r:.60}",
             expected="a prompt that is text and not empty, and an answer that is text or a number",
