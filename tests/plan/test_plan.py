@@ -375,6 +375,44 @@ def test_several_plans_live_in_one_process_and_close_alone(ranks):
             assert "the plan is closed" in str(error)
 
 
+def after_a_loss(group):
+    """Rank 2 is gone; a third of the experts with it."""
+    layer = spec(num_experts=6, top_k=3, dtype=torch.float32, weights="fp32")
+    plan = ty.plan([layer], group)
+    built = build(plan, "moe")
+    x_TH, routes = batch(layer, 6, seed=group.rank)
+    if group.rank == 2:
+        return None
+    wrong = [raised(plan.go_on_without, lost) for lost in ([3], [-1], [group.rank], ["2"])]
+    plan.go_on_without([2], renormalize=True)
+    renormalized = built(x_TH, routes)
+    plan.extend([spec("other")])
+    return wrong, plan.stats()["moe"].dropped, torch.equal(renormalized, built(x_TH, routes))
+
+
+def test_a_plan_that_goes_on_checks_who_is_lost_and_keeps_what_it_was_told():
+    for rank, (wrong, dropped, same) in enumerate(on_ranks(3, after_a_loss)[:2]):
+        for error in wrong:
+            assert isinstance(error, ty.InputError)
+            assert f"expected ranks from 0 to 2, other than {rank}, which asks" in str(error)
+        assert dropped > 0
+        assert same
+
+
+def loss_of_experts_that_route(group):
+    layer = spec(num_experts=6, experts="self_routing", router=router)
+    plan = ty.plan([layer], group, exchange="allgather")
+    if group.rank == 2:
+        return None
+    return raised(plan.go_on_without, [2], renormalize=True)
+
+
+def test_experts_that_route_by_themselves_do_not_renormalize_without_a_word():
+    for error in on_ranks(3, loss_of_experts_that_route)[:2]:
+        assert "route by themselves, and would not renormalize" in str(error)
+        assert "fix: go on without renormalize=True" in str(error)
+
+
 @pytest.mark.parametrize("group", [4, None, ty.thread_groups(2)], ids=["a number", "nothing", "all groups"])
 def test_a_plan_is_made_with_a_group(group):
     with pytest.raises(
