@@ -20,7 +20,7 @@ from tokenyard.group.distributed import loopback_interface
 launching = importlib.import_module("tokenyard.group.launch")  # the package has a function of that name
 
 # Seconds in which the ranks of these sessions must have found each other, where tokenyard gives them thirty.
-FINDING = 4.0
+FINDING = 10.0
 GRACE = launching._GRACE
 _A_DAY = 24 * 3600.0
 

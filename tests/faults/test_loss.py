@@ -5,6 +5,7 @@ Ranks that are killed and stopped, at every moment, are the campaign's (`test_ca
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -59,26 +60,31 @@ def test_weights_can_make_up_for_what_was_dropped():
     assert ty.launch(2, renormalized, deadline=20)[0] == (True, 3)
 
 
-def waits_for_a_third(group):
-    """Rank 1 never comes; rank 2 waits for it; rank 0 waits for rank 2, and must not blame it."""
+def waits_for_a_third(group, done):
+    """Rank 1 lives and never comes; rank 2 waits for it; rank 0 waits for rank 2, and must not blame it."""
     layer = spec("moe", experts="reference")
     plan = ty.plan([layer], group, exchange="one_sided")
     signals = plan.exchange.workspace.signals
     if group.rank == 1:
-        return None
+        return done.acquire(timeout=60) and done.acquire(timeout=60)
     words = plan.exchange._announcement(plan.wiring("moe").cargo, Phase.DISPATCH, 1, 0, [0], None)
     if group.rank == 2:
         signals.tell(2, words)
         error = raised(signals.hear, words)
     else:
         signals.tell(0, words)
-        signals.deadline = 0.5  # gives up first, and sees that rank 2 is only waiting
+        until = time.monotonic() + 60
+        while not signals._state(2)[0] and time.monotonic() < until:
+            time.sleep(0.005)
+        signals.deadline = 0.2  # gives up first, and sees that rank 2 is only waiting
         error = raised(signals.hear, words)
+    done.release()
     return error.peers
 
 
 def test_a_rank_that_only_waits_is_not_blamed():
-    assert ty.launch(3, waits_for_a_third, deadline=3) == [(1,), None, (1,)]
+    done = threading.Semaphore(0)
+    assert ty.launch(3, waits_for_a_third, done, deadline=60) == [(1,), True, (1,)]
 
 
 def computes_meanwhile(group):

@@ -1,5 +1,6 @@
 """Groups of threads and of processes: the same collectives, the same errors, and no wait without an end."""
 
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import torch
 import tokenyard as ty
 from tokenyard.errors import Drifted, GroupError, InputError, PeerLost, RankError
 from tokenyard.group import Disagreement
+from tokenyard.group.readmission import meet
 
 both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
 
@@ -108,27 +110,36 @@ def test_launch_raises_the_first_error_with_its_rank(ranks):
     assert time.monotonic() - started < 10  # the others do not sit out their deadline
 
 
-def comes_late(group):
+def wait_for(what):
+    """Whether it comes true soon."""
+    until = time.monotonic() + 30
+    while not what() and time.monotonic() < until:
+        time.sleep(0.02)
+    return bool(what())
+
+
+def comes_late(group, folder):
     if group.rank == 1:
-        time.sleep(2.5)
-        return None
+        return wait_for(lambda: len(list(folder.iterdir())) == 2)
     try:
         group.barrier(phase="a phase")
     except PeerLost as lost:
         with pytest.raises(GroupError):  # what a lost rank leaves behind cannot be trusted
             group.barrier()
         return lost.peers, lost.phase, lost.waited, lost.rank
+    finally:
+        (folder / str(group.rank)).touch()
     return None
 
 
 @both_kinds
-def test_a_late_rank_is_named_within_the_deadline(ranks):
-    results = ty.launch(3, comes_late, ranks=ranks, deadline=1.0)
+def test_a_late_rank_is_named_within_the_deadline(ranks, tmp_path):
+    results = ty.launch(3, comes_late, tmp_path, ranks=ranks, deadline=1.0)
     for rank in (0, 2):
         peers, phase, waited, own = results[rank]
         assert peers == (1,)
         assert phase == "a phase"
-        assert waited < 2.4
+        assert waited < 20
         assert own == rank
     # The first to give up has waited the whole deadline; the other may have come later, and is told at once.
     assert max(results[rank][2] for rank in (0, 2)) >= 1.0
@@ -145,25 +156,42 @@ def dies(group):
     return None
 
 
+def processes():
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
 def test_a_killed_process_is_an_error_with_its_rank_and_nothing_stays_behind():
+    ty.launch(1, collectives, ranks="processes")  # the forkserver itself stays
+    before = processes()
     with pytest.raises(RankError, match=r"rank 2 raised .*exit code -9"):
         ty.launch(3, dies, ranks="processes", deadline=20)
-    time.sleep(0.2)
-    ranks_left = [p for p in psutil.Process().children(recursive=True) if p.name().startswith("rank")]
-    assert not ranks_left
+    assert processes() <= before
 
 
-def count_children():
-    return len(psutil.Process().children(recursive=True))
+def closes_and_ends(group, folder):
+    group.barrier()
+    group.barrier()  # by now every rank knows whose processes the others are
+    if group.rank == 1:
+        group.close()
+        (folder / "closed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if wait_for((folder / "closed").exists) and wait_for(group.gone):
+        (folder / "gone").write_text(str(group.gone()))
+
+
+def test_a_process_that_ends_is_missed_though_it_closed_its_group(tmp_path):
+    with pytest.raises(RankError, match="exit code -9"):
+        ty.launch(2, closes_and_ends, tmp_path, ranks="processes", deadline=20)
+    assert (tmp_path / "gone").read_text() == "[1]"
 
 
 def test_launch_leaves_no_process_behind():
-    ty.launch(4, collectives, ranks="processes")  # the forkserver itself stays
-    with_forkserver = count_children()
+    ty.launch(4, collectives, ranks="processes")
+    before = processes()
     ty.launch(4, collectives, ranks="processes")
     with pytest.raises(RankError):
         ty.launch(4, raises_on_one, ranks="processes")
-    assert count_children() == with_forkserver
+    assert processes() <= before
 
 
 _ABANDONED = """
@@ -228,6 +256,77 @@ def test_two_groups_side_by_side_never_wait_for_each_other(ranks):
     results = ty.launch(4, two_stages, ranks=ranks, deadline=20)
     assert results[0] == (3, [[0, 2], [1, 2]], [0, 1], (0, 2))
     assert results[3] == (11, [[2, 10], [3, 10]], [2, 3], (1, 2))
+
+
+def two_doors(group):
+    """A second group of the same processes: one has its own subgroup, and is closed while the other is in use."""
+    other = ty.DistributedGroup(deadline=20)
+    pair = group.subgroup([0, 1])
+    if group.rank == 1:
+        time.sleep(0.5)  # rank 0 must not find what rank 1 left at the first pair's meeting
+    other_pair = other.subgroup([0, 1])
+    met = pair.gather_json(["one", group.rank]), other_pair.gather_json(["other", group.rank])
+    addresses = [one.address for one in (group, other, pair, other_pair)]
+    other.close()
+    group.barrier()
+    enrolled = [group._roll._get("who", rank) is not None for rank in range(2)]
+    return met, addresses, enrolled
+
+
+def test_two_groups_of_the_same_processes_do_not_meddle_with_each_other():
+    first, second = ty.launch(2, two_doors, ranks="processes", deadline=20)
+    assert first == second
+    met, addresses, enrolled = first
+    assert met == ([["one", 0], ["one", 1]], [["other", 0], ["other", 1]])
+    assert len(set(addresses)) == 4
+    assert enrolled == [True, True]
+
+
+def stages_of_one_name(group):
+    stage = group.subgroup([0, 1] if group.rank < 2 else [2, 3], name="stage")
+    return stage.address, stage.subgroup([0, 1]).gather_json(group.rank)
+
+
+def test_stages_of_one_name_do_not_meet_each_other():
+    results = ty.launch(4, stages_of_one_name, ranks="processes", deadline=20)
+    assert [met for _, met in results] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert len({address for address, _ in results}) == 2
+
+
+def dies_as_the_others_regroup(group, folder, arrives):
+    group.barrier()
+    if group.rank == 1:
+
+        def die(*arguments):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        torch.distributed.ProcessGroupGloo = die  # when it has come, and is not connected yet
+        if not arrives:
+            die()
+    with pytest.raises(PeerLost) as lost:
+        group.subgroup([0, 1, 2])
+    found = [lost.value.peers, lost.value.phase, lost.value.waited < 25]
+    (folder / str(group.rank)).write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize("arrives", [False, True])
+def test_a_rank_that_dies_as_the_others_regroup_is_named_at_once(arrives, tmp_path):
+    with pytest.raises(RankError, match="exit code -9"):
+        ty.launch(3, dies_as_the_others_regroup, tmp_path, arrives, ranks="processes", deadline=30)
+    found = {path.name: json.loads(path.read_text()) for path in tmp_path.iterdir()}
+    assert found == {rank: [[1], "finding each other", True] for rank in "02"}
+
+
+def test_what_goes_wrong_as_ranks_connect_is_a_loss(monkeypatch):
+    def refuse(*arguments):
+        raise RuntimeError("Connection refused\nand a stack")
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupGloo", refuse)
+    times = {"seconds": 20, "connecting": 20, "timeout": 20}
+    with pytest.raises(
+        PeerLost, match=r"a rank of the group did not arrive in a phase .*Connection refused\)"
+    ):
+        meet(torch.distributed.HashStore(), "a meeting", 0, 1, phase="a phase", gone=list, **times)
 
 
 def asks_for_others(group):

@@ -8,12 +8,14 @@ import pytest
 import torch
 
 import tokenyard as ty
+from tests.exchange import interpreter
 from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import random_weights
 from tokenyard.drafting import EXCHANGE_VARIABLE, PARANOID_VARIABLE, apply_alternative
 from tokenyard.errors import Alternative
 from tokenyard.rows import UnfinalizedRows
 
+interpreter.install()  # alternatives that are offered run here, kernels too
 both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
 router = ty.SoftmaxRouter(2, renormalize=True)
 

@@ -1,5 +1,6 @@
 """Soaks by episodes, not by the clock: one that passes, and one for each kind of fault, which it finds."""
 
+import gc
 import os
 
 import pytest
@@ -115,14 +116,16 @@ def sample_now():
 
 
 def test_what_this_process_holds_is_seen():
+    gc.collect()
     before = sample_now()
     held = torch.ones(16 << 20, dtype=torch.uint8)
-    descriptors = [os.dup(0), *os.pipe()]
+    # So many that it does not matter what else this process closes meanwhile: connections do in the background.
+    descriptors = [os.dup(0) for _ in range(200)]
     after = sample_now()
     assert after.memory - before.memory > 0.9 * held.numel()
     assert after.lasting_memory - before.lasting_memory > 0.9 * held.numel()
-    assert after.descriptors == before.descriptors + 3
-    assert after.sockets == before.sockets
+    assert 180 < after.descriptors - before.descriptors < 220
+    assert after.sockets - before.sockets < 20
     for descriptor in descriptors:
         os.close(descriptor)
     assert after.device_memory is None

@@ -20,21 +20,25 @@ Collectives:
 from __future__ import annotations
 
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tokenyard.errors import GroupError, InputError, PeerFailed
+from tokenyard.errors import GroupError, InputError, PeerFailed, shown
 from tokenyard.group.readmission import READMISSION
 from tokenyard.rows import describe
 
 # Seconds that any single wait may take. A rank that compiles kernels or loads weights between two calls is
 # late by less than this; a rank that died is found out as soon as its connection closes.
 DEFAULT_DEADLINE = 60.0
+# Seconds: eleven days. Torch counts milliseconds, and loses count above 24 days.
+LONGEST_DEADLINE = 1e6
 
 # Bytes of a value that travels as JSON. The plan of a model of 100 layers and 1,000 experts has half a megabyte; memory
 # for what the others announce is taken up to here, and no further.
@@ -42,6 +46,18 @@ LARGEST_JSON = 1 << 26
 
 
 _MEMORY_FIX = "plan with a smaller max_tokens or fewer tokens in flight, or give the machine more memory"
+
+
+def check_deadline(deadline: object) -> float:
+    """The seconds that a wait may take; raise unless that is a time at which it ends."""
+    seconds = float(deadline) if isinstance(deadline, Real) else math.nan
+    if not 0 < seconds <= LONGEST_DEADLINE:
+        raise InputError(
+            f"deadline is {shown(deadline)}",
+            expected=f"seconds, above 0 and at most {LONGEST_DEADLINE:,.0f}: every wait has an end",
+            fix=f"leave it out, for {DEFAULT_DEADLINE:.0f} s",
+        )
+    return seconds
 
 
 class Disagreement(GroupError):

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -28,18 +29,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard.errors import GroupError, PeerLost
-from tokenyard.group.base import DEFAULT_DEADLINE, Group
+from tokenyard.group.base import DEFAULT_DEADLINE, Group, check_deadline
 from tokenyard.group.devices import resolve_device
 from tokenyard.group.readmission import (
+    PHASE,
     READMISSION,
     Invitation,
     Seats,
     address_of,
     check_lost,
+    invited_at,
     lineage_of,
     meet,
     name_again,
-    seats_at,
     underlying,
     written_to_meet,
 )
@@ -49,6 +51,8 @@ from tokenyard.group.symmetric_memory import share_between_gpus
 
 # Seconds in which the processes of a new group must have connected, whatever the deadline of their later waits.
 FINDING_EACH_OTHER = 30.0
+# Seconds more for the store's answers meanwhile.
+_STORE = 2.0
 
 
 class DistributedGroup(Group):
@@ -76,14 +80,16 @@ class DistributedGroup(Group):
                 expected="a process group",
                 fix="call torch.distributed.init_process_group first, or use tokenyard.launch",
             )
+        deadline = check_deadline(deadline)
         resolved = process_group if process_group is not None else dist.group.WORLD
         assert resolved is not None
         on_gpu = "nccl" in dist.get_backend(resolved)
         # Where the library takes bytes from and puts them.
         self._carrier = resolve_device("cuda") if on_gpu else torch.device("cpu")
-        lineage = lineage_of(name, dist.get_process_group_ranks(resolved))
+        door = _next_door(resolved)
+        lineage = lineage_of(name, dist.get_process_group_ranks(resolved), door)
         seats = Seats(underlying(_store_of(resolved)), lineage)
-        self._roll = RollCall(_store_of(resolved), "", resolved.rank(), resolved.size(), this_host())
+        self._roll = RollCall(_store_of(resolved), door, resolved.rank(), resolved.size(), this_host())
         self._start(resolved, seats, resolve_device(device or ("cuda" if on_gpu else "cpu")), name, deadline)
 
     def _start(
@@ -114,18 +120,26 @@ class DistributedGroup(Group):
         *,
         device: torch.device,
         seconds: float,
+        phase: str = PHASE,
+        gone: Callable[[], list[int]] = list,
     ) -> DistributedGroup:
-        """The group of those who meet as an invitation says; torch knows no world of them."""
+        """The group of those who meet as an invitation says; torch knows no world of them.
+
+        `gone` says which of them will not come, as far as this rank sees.
+        """
         try:
             process_group = within(
-                seconds + FINDING_EACH_OTHER,
+                seconds + FINDING_EACH_OTHER + _STORE,
                 lambda: meet(
                     seats.store,
                     invitation.meeting,
                     rank,
                     invitation.size,
+                    phase=phase,
                     seconds=seconds,
+                    connecting=FINDING_EACH_OTHER,
                     timeout=max(invitation.deadline, FINDING_EACH_OTHER),
+                    gone=gone,
                 ),
             )
         except TimeoutError as silent:
@@ -141,7 +155,9 @@ class DistributedGroup(Group):
         mine = self._check_bytes(mine, 1).to(self._carrier)
         gathered = mine.new_empty(self.size * mine.numel())
         self._run(_gather, gathered, mine, phase=phase)
-        self._all_met = True  # every rank has brought something, so every rank has found the others
+        if not self._all_met:  # every rank has brought something, so every rank has found the others
+            self._all_met = True
+            self._roll.read()
         return gathered.view(self.size, -1).to(self.device)
 
     def all_gather_rows(self, mine: Tensor, counts: Sequence[int], *, phase: str) -> Tensor:
@@ -183,7 +199,11 @@ class DistributedGroup(Group):
             detail = "; ".join(filter(None, [detail, self._roll.silent]))
             lost = PeerLost(missing, phase=phase, waited=waited, rank=self.rank, detail=detail)
             self._broken = lost.found
-            raise lost from error
+            try:
+                raise lost from error
+            finally:
+                # Or it would hold, by way of its traceback, the connections until garbage is collected.
+                del lost
 
     def _wait(self, work: Any, until: float) -> None:
         """Wait for a collective. It ends early once another rank has found out that somebody is lost."""
@@ -244,10 +264,18 @@ class DistributedGroup(Group):
         self._splits[members] = number = self._splits.get(members, 0) + 1
         meeting = f"{self._seats.lineage}/{self.name}/subgroup/{'-'.join(map(str, members))}/{number}"
         invitation = Invitation(meeting=meeting, size=len(members), name=name, deadline=self.deadline)
-        seats = Seats(self._seats.store, f"{self._seats.lineage}/{name}/{number}")
-        seconds = max(self.deadline, FINDING_EACH_OTHER)
+        seats = Seats(
+            self._seats.store, f"{self._seats.lineage}/{name}/{'-'.join(map(str, members))}/{number}"
+        )
+        self._roll.read()
         return DistributedGroup._met(
-            seats, members.index(self.rank), invitation, device=self.device, seconds=seconds
+            seats,
+            members.index(self.rank),
+            invitation,
+            device=self.device,
+            seconds=max(self.deadline, FINDING_EACH_OTHER),
+            phase="finding each other",
+            gone=lambda: [members.index(rank) for rank in self._roll.ended() if rank in members],
         )
 
     @property
@@ -269,9 +297,15 @@ class DistributedGroup(Group):
         meeting = f"{self._seats.lineage}/{name}/{'-'.join(map(str, empty))}"
         invitation = Invitation(meeting=meeting, size=self.size, name=name, deadline=self.deadline)
         first = min(rank for rank in range(self.size) if rank not in empty)
+        self._roll.read()
         with self._seats.invited(empty if self.rank == first else [], invitation):
             return DistributedGroup._met(
-                self._seats, self.rank, invitation, device=self.device, seconds=seconds
+                self._seats,
+                self.rank,
+                invitation,
+                device=self.device,
+                seconds=seconds,
+                gone=lambda: [rank for rank in self._roll.ended() if rank not in empty],
             )
 
     def _check_store(self) -> None:
@@ -292,8 +326,7 @@ def rejoin_processes(
     address: str, rank: int, *, device: str | torch.device | None, seconds: float
 ) -> DistributedGroup:
     """Take the place of a lost rank, in this process."""
-    seats = seats_at(address, seconds)
-    invitation = seats.take(rank, address, seconds)
+    seats, invitation = invited_at(address, rank, seconds)
     return DistributedGroup._met(seats, rank, invitation, device=resolve_device(device), seconds=seconds)
 
 
@@ -333,6 +366,20 @@ def _lost_store(name: str, why: str, rank: int) -> GroupError:
         fix="go on with the ranks that still reach the store's host, and start the others anew",
         rank=rank,
     )
+
+
+# How many groups were made of each process group.
+_doors: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def _next_door(process_group: dist.ProcessGroup) -> str:
+    """Tells this group of a process group from others of it, and from those of other process groups of the same ranks.
+
+    All ranks make them in one order. Nothing, for the first of torch's world: a fresh process looks for that one.
+    """
+    _doors[process_group] = number = _doors.get(process_group, 0) + 1
+    made_by_torch = "" if process_group is dist.group.WORLD else f"group {process_group.group_name}"
+    return "/".join(filter(None, [made_by_torch, f"door {number}" if number > 1 else ""]))
 
 
 def _store_of(process_group: dist.ProcessGroup) -> Any:

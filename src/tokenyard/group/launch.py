@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from tokenyard.errors import InputError, PeerFailed, PeerLost, RankError, shown
 from tokenyard.forkserver import start_forkserver
-from tokenyard.group.base import DEFAULT_DEADLINE, Group
+from tokenyard.group.base import DEFAULT_DEADLINE, Group, check_deadline
 from tokenyard.group.devices import (
     MOST_THREADS_ON_CUDA,
     devices_of_ranks,
@@ -48,6 +48,8 @@ Result = TypeVar("Result")
 
 # Seconds that the other ranks get to notice an error and report, beyond the deadline of their waits.
 _GRACE = 2.0
+# Seconds between two looks whether all of this is still wanted.
+_LOOK = 0.5
 # Threads or processes that one machine is asked to start.
 _MOST_RANKS = 1024
 
@@ -82,6 +84,19 @@ def launch(
             f"world is {shown(world)}",
             expected=f"at least one rank, and at most {_MOST_RANKS} on one machine",
             fix="pass world ≥ 1",
+        )
+    deadline = check_deadline(deadline)
+    if threads_per_rank is not None and (not isinstance(threads_per_rank, int) or threads_per_rank < 1):
+        raise InputError(
+            f"threads_per_rank is {shown(threads_per_rank)}",
+            expected="at least one thread",
+            fix="leave it out: the ranks then share the machine's cores",
+        )
+    if not isinstance(replacements, int) or replacements < 0:
+        raise InputError(
+            f"replacements is {shown(replacements)}",
+            expected="how many ranks may be started anew: 0 or more",
+            fix="leave it out, for none",
         )
     intra_op = threads_per_rank or max(1, (os.cpu_count() or 1) // world)
     if ranks == "threads" and replacements:
@@ -131,9 +146,11 @@ def _launch_threads(
     errors: list[tuple[int, BaseException]] = []
     intra_op_before = torch.get_num_threads()
 
+    done = [threading.Event() for _ in range(world)]
+
     def run(rank: int) -> None:
-        torch.set_num_threads(intra_op)
         try:
+            torch.set_num_threads(intra_op)
             with rank_on(groups[rank].device):
                 results[rank] = fn(groups[rank], *args)
         except BaseException as error:
@@ -141,15 +158,31 @@ def _launch_threads(
             groups[rank].leave(f"it raised {type(error).__name__}: {error}")
         else:
             groups[rank].leave("it has returned")
+        finally:
+            done[rank].set()
 
     threads = [
         threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world)
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    torch.set_num_threads(intra_op_before)
+    try:
+        for thread in threads:
+            thread.start()
+        for event in done:
+            while not event.wait(_LOOK):  # a signal that comes just before a wait does not end it
+                continue
+    except BaseException:  # Ctrl-C: every rank's next wait ends, and nothing of this launch runs on
+        for group in groups:
+            group.leave("launch was interrupted")
+        until = time.monotonic() + _GRACE
+        for thread, event in zip(threads, done, strict=True):
+            if thread.ident is not None and event.wait(max(0.0, until - time.monotonic())):
+                thread.join()
+        raise
+    else:
+        for thread in threads:
+            thread.join()
+    finally:
+        torch.set_num_threads(intra_op_before)
     if errors:
         rank, error = _first_error(errors)
         raise _rank_error(rank, error, "".join(traceback.format_exception(error))) from error
@@ -220,6 +253,7 @@ class _Processes:
                 self._intra_op,
                 child,
                 self._job,
+                dict(os.environ),
             ),
             name=f"rank {rank}",
             daemon=True,
@@ -236,11 +270,11 @@ class _Processes:
         until: float | None = None
         while waiting and (until is None or time.monotonic() < until):
             ranks = {self._connections[rank]: rank for rank in waiting}
-            for ready in wait(list(ranks), timeout=0.5):
+            for ready in wait(list(ranks), timeout=_LOOK):
                 rank = ranks[cast("Connection", ready)]
                 try:
-                    outcome, value, report = pickle.loads(self._connections[rank].recv_bytes())
-                except EOFError:
+                    outcome, value, report = _unpacked(self._connections[rank].recv_bytes(), rank)
+                except (EOFError, OSError):  # before it reported, or in the midst of it
                     if replacements > 0:
                         replacements -= 1
                         self._replace(rank)
@@ -299,8 +333,12 @@ def _rank_main(
     intra_op: int,
     parent: Connection,
     job: bytes,
+    environment: dict[str, str],
 ) -> None:
     """The life of one rank's process."""
+    # The forkserver has that of the first launch.
+    os.environ.clear()
+    os.environ.update(environment)
     released = threading.Event()
     threading.Thread(target=_watch_parent, args=(parent, released), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C and ends its ranks
@@ -318,12 +356,12 @@ def _rank_main(
             group = _find_each_other(rank, devices, port, deadline)
         else:
             group = rejoin(rejoins, rank=rank, device=devices[rank], seconds=max(deadline, READMISSION))
-        outcome: tuple[str, Any, str] = ("result", fn(group, *args), "")
+        outcome, report = "result", _packed(fn(group, *args), rank)
     except BaseException as error:
-        outcome = ("error", _picklable(error), traceback.format_exc())
+        outcome, report = "error", pickle.dumps(("error", _picklable(error), traceback.format_exc()))
     with contextlib.suppress(OSError):  # who launched this may have given up on it
-        parent.send_bytes(pickle.dumps(outcome))
-    if outcome[0] == "result":
+        parent.send_bytes(report)
+    if outcome == "result":
         released.wait()  # others may still read from this rank's connections: it stays until all have reported
     os._exit(0)
 
@@ -343,6 +381,34 @@ def _find_each_other(rank: int, devices: list[torch.device], port: int, deadline
         raise PeerLost(missing, phase="finding each other", waited=waited, rank=rank) from error
     dist.init_process_group("gloo", store=store, rank=rank, world_size=len(devices), timeout=timeout)
     return DistributedGroup(device=devices[rank], deadline=deadline)
+
+
+def _packed(result: Any, rank: int) -> bytes:
+    """A rank's result, as it travels to the parent."""
+    try:
+        return pickle.dumps(("result", result, ""))
+    except Exception as error:
+        raise _cannot_travel(result, error, rank) from error
+
+
+def _unpacked(report: bytes, rank: int) -> tuple[str, Any, str]:
+    """What a rank has reported: whether it is a result, that or its error, and the traceback."""
+    try:
+        outcome, value, text = pickle.loads(report)
+    except Exception as error:
+        return "error", _cannot_travel("what cannot be unpickled here", error, rank, write=str), ""
+    return outcome, value, text
+
+
+def _cannot_travel(
+    result: Any, error: Exception, rank: int, write: Callable[[object], str] = repr
+) -> InputError:
+    return InputError(
+        f"rank {rank} returned {shown(result, write=write)} ({type(error).__name__}: {error})",
+        expected="a result that can be pickled: it comes from another process",
+        fix="return tensors, and values of importable classes",
+        rank=rank,
+    )
 
 
 def _picklable(error: BaseException) -> BaseException:

@@ -15,8 +15,10 @@ as they were.
 from __future__ import annotations
 
 import json
+import os
+import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -26,7 +28,8 @@ from urllib.parse import quote, unquote, urlsplit
 import torch
 import torch.distributed as dist
 
-from tokenyard.errors import GroupError, InputError, PeerLost
+from tokenyard.errors import GroupError, InputError, PeerLost, TokenyardError, shown
+from tokenyard.group.roll_call import within
 
 # Seconds in which a fresh rank must have come, and in which it must have been invited: it starts a process, loads
 # libraries and finds a device.
@@ -37,6 +40,7 @@ TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
 _FileStore: Any = dist.FileStore  # type: ignore[attr-defined]
 _PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined]
 _PAUSE = 0.02  # seconds between two looks for an invitation
+_ANSWER = 1.0  # seconds that the last of these looks may take
 _TAKEN = b"taken"
 
 
@@ -105,33 +109,66 @@ class Seats:
     def take(self, rank: int, address: str, seconds: float) -> Invitation:
         """Wait for an invitation, and take it."""
         started = time.monotonic()
+        # Of this process alone: the store says what stands there now, to who took the seat and to who came second.
+        taken = _TAKEN + f" by {secrets.token_hex(8)}".encode()
         while (waited := time.monotonic() - started) < seconds:
             if self.store.check([self._key(rank)]):
                 found = self.store.get(self._key(rank))
-                if found != _TAKEN and self.store.compare_set(self._key(rank), found, _TAKEN) == _TAKEN:
+                free = not found.startswith(_TAKEN)
+                if free and self.store.compare_set(self._key(rank), found, taken) == taken:
                     return Invitation.decode(found)
             time.sleep(_PAUSE)
         raise nobody_invited(rank, address, waited)
 
 
 def meet(
-    store: Any, meeting: str, rank: int, size: int, *, seconds: float, timeout: float
+    store: Any,
+    meeting: str,
+    rank: int,
+    size: int,
+    *,
+    phase: str,
+    seconds: float,
+    connecting: float,
+    timeout: float,
+    gone: Callable[[], list[int]],
 ) -> dist.ProcessGroup:
     """A gloo process group of whoever comes to this meeting in the store, though torch knows no world of them.
+
+    All must have come within so many seconds, and then be connected within some more, unless one of them is seen to
+    be gone. `timeout` is that of gloo's own waits.
 
     Torch's own `new_group` serves ranks of one world only, and a fresh process is of no world.
     """
     started = time.monotonic()
-    place = _PrefixStore(f"tokenyard/{meeting}", store)
+
+    def lost(who: Sequence[int], detail: str = "") -> PeerLost:
+        return PeerLost(who, phase=phase, waited=time.monotonic() - started, rank=rank, detail=detail)
+
+    def look() -> None:
+        if who := gone():
+            raise lost(who)
+
+    # A connection of this meeting's own: gloo waits in it, and this process asks the store of other things meanwhile.
+    place = _PrefixStore(f"tokenyard/{meeting}", store.clone())
     here = [f"here/{other}" for other in range(size)]
     place.set(here[rank], "")
     while not place.check(here):
-        if (waited := time.monotonic() - started) > seconds:
-            missing = [other for other, key in enumerate(here) if not place.check([key])]
-            raise PeerLost(missing, phase=PHASE, waited=waited, rank=rank)
+        look()
+        if time.monotonic() - started > seconds:
+            raise lost([other for other, key in enumerate(here) if not place.check([key])])
         time.sleep(_PAUSE)
+    try:
+        return within(connecting, lambda: _connect(place, rank, size, timeout), look=look)
+    except PeerLost:
+        raise
+    except (RuntimeError, TimeoutError) as error:  # torch says what went wrong, and not with whom
+        raise lost(gone(), str(error).splitlines()[0][:200]) from error
+
+
+def _connect(place: Any, rank: int, size: int, timeout: float) -> dist.ProcessGroup:
     process_group: Any = dist.ProcessGroup(place, rank, size)
-    gloo: Any = dist.ProcessGroupGloo(place, rank, size, timedelta(seconds=max(timeout, seconds)))
+    gloo: Any = dist.ProcessGroupGloo(place, rank, size, timedelta(seconds=timeout))
     kind = dist.ProcessGroup.BackendType.GLOO
     gloo._set_sequence_number_for_group()
     process_group._set_default_backend(kind)
@@ -157,9 +194,13 @@ def name_again(name: str, times: int) -> str:
     return f"{name}/again-{times}"
 
 
-def lineage_of(name: str, global_ranks: Sequence[int]) -> str:
-    """What a group and all that come after it are called in the store."""
-    return f"{name}/{'-'.join(map(str, global_ranks))}"
+def lineage_of(name: str, global_ranks: Sequence[int], door: str = "") -> str:
+    """What a group and all that come after it are called in the store.
+
+    >>> lineage_of("world", [0, 1]), lineage_of("world", [0, 1], "door 2")
+    ('world/0-1', 'world/0-1/door 2')
+    """
+    return "/".join(filter(None, [name, "-".join(map(str, global_ranks)), door]))
 
 
 def address_of(store: Any, lineage: str) -> str:
@@ -170,7 +211,8 @@ def address_of(store: Any, lineage: str) -> str:
     'file:///tmp/found/together#world/0-1'
     """
     if hasattr(store, "port"):
-        return f"tcp://{store.host}:{store.port}#{quote(lineage)}"
+        host = f"[{store.host}]" if ":" in store.host else store.host  # as an address of IPv6 is written
+        return f"tcp://{host}:{store.port}#{quote(lineage)}"
     if hasattr(store, "path"):
         return f"file://{quote(store.path)}#{quote(lineage)}"
     raise GroupError(
@@ -182,19 +224,56 @@ def address_of(store: Any, lineage: str) -> str:
 
 
 def seats_at(address: str, seconds: float) -> Seats:
-    """The seats behind an address."""
-    parts = urlsplit(address)
-    lineage = unquote(parts.fragment)
-    if parts.scheme == "tcp" and parts.hostname and parts.port and lineage:
-        timeout = timedelta(seconds=seconds)
-        return Seats(TCPStore(parts.hostname, parts.port, is_master=False, timeout=timeout), lineage)
+    """The seats behind an address. Connects, within so many seconds."""
+    try:
+        parts = urlsplit(address)
+        lineage, port = unquote(parts.fragment), parts.port
+    except ValueError as error:
+        raise no_address(address) from error
+    timeout = timedelta(seconds=seconds)
+    if parts.scheme == "tcp" and parts.hostname and port and lineage:
+        return Seats(TCPStore(parts.hostname, port, is_master=False, timeout=timeout), lineage)
     if parts.scheme == "file" and parts.path and lineage:
-        return Seats(_FileStore(unquote(parts.path), -1), lineage)
-    raise InputError(
-        f"address is {address!r}",
+        path = unquote(parts.path)
+        if not os.path.isfile(path):  # torch would wait for it
+            raise FileNotFoundError(f"there is no file {path}")
+        store = _FileStore(path, -1)
+        store.set_timeout(timeout)
+        return Seats(store, lineage)
+    raise no_address(address)
+
+
+def no_address(address: object) -> InputError:
+    """The error of a fresh rank that was handed something else."""
+    return InputError(
+        f"address is {shown(address)}",
         expected="what `group.address` says on a rank of the group",
         fix="hand that string to the process that takes the lost rank's place",
     )
+
+
+def invited_at(address: str, rank: int, seconds: float) -> tuple[Seats, Invitation]:
+    """The seats behind an address, and the invitation that is taken there.
+
+    All of it takes little more than so many seconds, whatever the store does.
+    """
+    until = time.monotonic() + seconds
+
+    def come() -> tuple[Seats, Invitation]:
+        seats = seats_at(address, seconds)
+        return seats, seats.take(rank, address, until - time.monotonic())
+
+    try:
+        return within(seconds + _ANSWER, come)
+    except TokenyardError:
+        raise
+    except (RuntimeError, OSError) as error:  # torch's own errors; and that of no answer
+        raise GroupError(
+            f"the store of {address} does not answer: {str(error).splitlines()[0][:200]}",
+            expected="the store through which the group found together: its host is up, and can be reached from here",
+            fix="pass what `group.address` says on a rank that is left, and look at the way to that host",
+            rank=rank,
+        ) from error
 
 
 def underlying(store: Any) -> Any:

@@ -6,7 +6,7 @@ import torch
 
 from tokenyard.group.base import Group
 from tokenyard.group.distributed import rejoin_processes
-from tokenyard.group.readmission import READMISSION
+from tokenyard.group.readmission import READMISSION, no_address
 from tokenyard.group.threads import rejoin_threads
 
 
@@ -16,7 +16,7 @@ def rejoin(
     """Take the place of rank `rank`, which was lost, in the group behind `address` (`group.address` on any rank).
 
     Returns the group when all are there: those that are left have called `group.readmit` (or `plan.readmit`). Then make
-    the same plan as they did.
+    the same plan as they did. It waits so many seconds to be invited, and as long again for the others to come.
 
     >>> from concurrent.futures import ThreadPoolExecutor
     >>> from tokenyard import thread_groups
@@ -26,6 +26,8 @@ def rejoin(
     ...     list(pool.map(lambda ready: ready.result().gather_json(ready.result().rank), again))
     [[0, 1], [0, 1]]
     """
+    if not isinstance(address, str):
+        raise no_address(address)
     if address.startswith("threads:"):
         return rejoin_threads(address, rank, seconds=seconds)
     return rejoin_processes(address, rank, device=device, seconds=seconds)

@@ -35,13 +35,17 @@ _STORE = 2.0
 # Seconds after which a store that did not answer is asked again by ranks that wait: its link may have been mended.
 _AGAIN = 60.0
 _PAUSE = 0.02
+# What nobody writes into the store: it answers with this word where there is nothing to compare with.
+_ABSENT = "absent"
 
 
-def within(seconds: float, question: Callable[[], Answer]) -> Answer:
+def within(
+    seconds: float, question: Callable[[], Answer], *, look: Callable[[], None] = lambda: None
+) -> Answer:
     """What a question brings that may be left without an answer; `TimeoutError` after so many seconds.
 
     The client of a store waits without an end, also where the link is cut and no answer can come. So it is a thread
-    that asks, and it is left behind.
+    that asks, and it is left behind. Meanwhile `look` is called now and then, and may raise.
     """
     answers: queue.SimpleQueue[tuple[Answer, None] | tuple[None, Exception]] = queue.SimpleQueue()
 
@@ -52,12 +56,20 @@ def within(seconds: float, question: Callable[[], Answer]) -> Answer:
             answers.put((None, error))
 
     threading.Thread(target=ask, name="question", daemon=True).start()
-    try:
-        answer, error = answers.get(timeout=seconds)
-    except queue.Empty:
-        raise TimeoutError(f"no answer within {seconds:.1f} s") from None
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            answer, error = answers.get(timeout=max(0.0, min(LOOK, until - time.monotonic())))
+            break
+        except queue.Empty:
+            if time.monotonic() >= until:
+                raise TimeoutError(f"no answer within {seconds:.1f} s") from None
+        look()
     if error is not None:
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # or it would hold, by way of its traceback, what it passed through
     return cast("Answer", answer)
 
 
@@ -111,11 +123,22 @@ class RollCall:
             time.sleep(_PAUSE)
         return []
 
-    def gone(self) -> list[int]:
-        """Whose process is gone from this host."""
+    def read(self) -> None:
+        """Read who stands behind each rank's number, as far as they have enrolled.
+
+        When all have: a rank that leaves takes its name back, and it is its process that others look for.
+        """
         for rank in range(self._size):
             if rank not in self._who and (who := self._ask(partial(self._get, "who", rank))):
                 self._who[rank] = json.loads(who)
+
+    def gone(self) -> list[int]:
+        """Whose process is gone from this host."""
+        self.read()
+        return self.ended()
+
+    def ended(self) -> list[int]:
+        """The same, of those whose names were read: the store is not asked."""
         return [rank for rank, (host, pid) in self._who.items() if host == self._host and not _lives(pid)]
 
     def leave(self, *written: str) -> None:
@@ -142,8 +165,9 @@ class RollCall:
         return [rank for rank, name in enumerate(names) if not self._ask(partial(self._store.check, [name]))]
 
     def _get(self, *parts: object) -> bytes | None:
-        key = self._key(*parts)
-        return self._store.get(key) if self._store.check([key]) else None
+        """What stands in the store, or None. Its own `get` waits for a key that is not there."""
+        found = self._store.compare_set(self._key(*parts), _ABSENT, _ABSENT)  # writes nothing
+        return None if found == _ABSENT.encode() else bytes(found)
 
     def _set(self, *parts: object) -> None:
         self._ask(lambda: self._store.set(self._key(*parts), "yes"))

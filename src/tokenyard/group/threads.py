@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import Drifted, GroupError, InputError, PeerLost
-from tokenyard.group.base import DEFAULT_DEADLINE, Group
+from tokenyard.group.base import DEFAULT_DEADLINE, Group, check_deadline
 from tokenyard.group.devices import prepare_threads, resolve_device
 from tokenyard.group.memory import too_much
 from tokenyard.group.readmission import PHASE, READMISSION, check_lost, name_again, nobody_invited
@@ -56,11 +56,19 @@ class _Verdict:
 
 
 class _MeetingPoint:
-    """Where the threads of one group meet."""
+    """Where the threads of one group meet.
 
-    def __init__(self, size: int) -> None:
+    `before` is the group that this one is, made whole again, with fresh ranks in some of its seats.
+    """
+
+    def __init__(self, size: int, before: _MeetingPoint | None = None, fresh: Sequence[int] = ()) -> None:
         self.size = size
         self.lock = threading.Lock()
+        # By rank: how many have had its seat before. Who leaves one group leaves all in which the seat is still its.
+        taken: tuple[int, ...] = before.seats_taken if before else (0,) * size
+        self.seats_taken: tuple[int, ...] = tuple(had + (rank in fresh) for rank, had in enumerate(taken))
+        self.lineage: _Lineage = before.lineage if before else _Lineage()
+        self.lineage.add(self)
         self.calls: dict[int, _Call] = {}
         self.seats = _Seats()
         # Groups hold their meeting points. Those that are gone are not remembered here.
@@ -114,6 +122,12 @@ class _MeetingPoint:
 
     def leave(self, rank: int, why: str) -> None:
         """A rank will not come again: whoever waits for it, now or later, raises at once."""
+        self._leave(rank, why)
+        for meeting_point in self.lineage.all():  # who is made after this has seen that the rank is gone
+            if meeting_point is not self and meeting_point.seats_taken[rank] == self.seats_taken[rank]:
+                meeting_point._leave(rank, why)
+
+    def _leave(self, rank: int, why: str) -> None:
         with self.lock:
             self.gone[rank] = why
             waiting = [c for c in self.calls.values() if rank not in c.brought and c.brought]
@@ -123,6 +137,22 @@ class _MeetingPoint:
         for (ranks, _), meeting_point in subgroups:
             if rank in ranks:
                 meeting_point.leave(ranks.index(rank), why)
+
+
+class _Lineage:
+    """A group and those that came after it, made whole again, as far as they are still held by somebody."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._meeting_points: weakref.WeakSet[_MeetingPoint] = weakref.WeakSet()
+
+    def add(self, meeting_point: _MeetingPoint) -> None:
+        with self._lock:
+            self._meeting_points.add(meeting_point)
+
+    def all(self) -> list[_MeetingPoint]:
+        with self._lock:
+            return list(self._meeting_points)
 
 
 class _Seats:
@@ -272,13 +302,17 @@ class ThreadGroup(Group):
         name = name_again(self.name, self._readmissions)
         parent, seats = self._meeting_point, self._seats
         with parent.lock:
-            first = self._readmissions not in parent.readmissions
-            meeting_point = parent.readmissions.setdefault(self._readmissions, _MeetingPoint(self.size))
+            found = parent.readmissions.get(self._readmissions)
+            meeting_point = found or _MeetingPoint(self.size, parent, empty)
+            parent.readmissions[self._readmissions] = meeting_point
+            gone = [(rank, why) for rank, why in parent.gone.items() if rank not in empty]
+        for rank, why in gone:
+            meeting_point.leave(rank, why)
 
         def seat(rank: int) -> ThreadGroup:
             return ThreadGroup(rank, meeting_point, name, self.deadline, self.device, seats)
 
-        if first:
+        if found is None:
             with seats.changed:
                 seats.invited |= {rank: seat(rank) for rank in empty}
                 seats.changed.notify_all()
@@ -336,6 +370,7 @@ def thread_groups(
     """
     if world < 1:
         raise InputError(f"world is {world}", expected="at least one rank", fix="pass world ≥ 1")
+    deadline = check_deadline(deadline)
     prepare_threads(device)
     place, meeting_point = resolve_device(device), _MeetingPoint(world)
     return [ThreadGroup(rank, meeting_point, name, deadline, place) for rank in range(world)]

@@ -1,0 +1,145 @@
+"""What `launch` is given, what it brings back, and how it ends when it is interrupted."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+
+import tokenyard as ty
+from tokenyard.errors import InputError, RankError
+
+both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
+
+
+def nothing(group):
+    return None
+
+
+@both_kinds
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"deadline": 0},
+        {"deadline": -1.0},
+        {"deadline": math.inf},
+        {"deadline": math.nan},
+        {"deadline": 1e12},
+        {"deadline": None},
+        {"threads_per_rank": 0},
+        {"threads_per_rank": "2"},
+        {"replacements": -1},
+        {"replacements": "one"},
+    ],
+    ids=str,
+)
+def test_an_argument_that_makes_no_sense_is_refused_before_anything_starts(ranks, wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(InputError, match=f"{name} is {value!r}"):
+        ty.launch(2, nothing, ranks=ranks, **wrong)
+
+
+def returns_a_lambda(group):
+    return lambda: None
+
+
+def test_a_result_that_cannot_be_pickled_is_the_error_of_its_rank():
+    with pytest.raises(RankError, match=r"returned <function returns_a_lambda.*be pickled") as caught:
+        ty.launch(2, returns_a_lambda, ranks="processes", replacements=1)
+    assert isinstance(caught.value.__cause__, InputError)
+
+
+class Unreadable:
+    """Is pickled, and cannot be unpickled."""
+
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+def returns_what_cannot_be_read(group):
+    return Unreadable()
+
+
+def test_a_result_that_cannot_be_unpickled_is_the_error_of_its_rank():
+    with pytest.raises(
+        RankError, match=r"returned what cannot be unpickled here \(ValueError: invalid literal"
+    ):
+        ty.launch(1, returns_what_cannot_be_read, ranks="processes")
+
+
+def dies_while_it_reports(group):
+    if group.rank == 1:
+
+        def send_half(connection, report):
+            os.write(connection.fileno(), len(report).to_bytes(4, "big") + report[: len(report) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        Connection.send_bytes = send_half
+
+
+def test_a_rank_that_dies_while_it_reports_has_died():
+    with pytest.raises(RankError, match=r"rank 1 raised ProcessLookupError.*exit code -9"):
+        ty.launch(2, dies_while_it_reports, ranks="processes")
+
+
+def is_interrupted(group, stop):
+    """As by Ctrl-C, which reaches the thread that launched."""
+    group.barrier()
+    if group.rank == 0:
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+    until = time.monotonic() + 60
+    while not stop.is_set() and time.monotonic() < until:
+        group.barrier()
+
+
+def test_threads_end_when_launch_is_interrupted():
+    stop, intra_op, before = threading.Event(), torch.get_num_threads(), set(threading.enumerate())
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            ty.launch(3, is_interrupted, stop, threads_per_rank=intra_op + 1, deadline=20)
+        left = {thread.name for thread in set(threading.enumerate()) - before}
+        assert not any(name.startswith("rank") for name in left)
+        assert torch.get_num_threads() == intra_op
+    finally:
+        stop.set()
+        torch.set_num_threads(intra_op)
+
+
+def environment(group, name):
+    return os.environ.get(name)
+
+
+def test_process_ranks_have_the_environment_of_their_launch(monkeypatch):
+    name = "TOKENYARD_OF_THIS_LAUNCH"
+    for value in ("one", "another", None):
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+        assert ty.launch(1, environment, name, ranks="processes") == [value]
+
+
+_FORKED = """
+import os
+import tokenyard as ty
+
+def rank(group):
+    return group.rank
+
+if __name__ == "__main__":
+    ty.launch(1, rank, ranks="processes")
+    if child := os.fork():
+        os.waitpid(child, 0)
+    print(ty.launch(2, rank, ranks="processes"), flush=True)
+    os._exit(0)
+"""
+
+
+def test_a_process_that_was_forked_launches_too_and_so_does_its_parent(tmp_path):
+    script = tmp_path / "forked.py"
+    script.write_text(_FORKED)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    assert done.stdout == "[0, 1]\n[0, 1]\n", done.stderr
