@@ -242,7 +242,9 @@ def test_a_page_says_how_many_rounds_were_measured():
 @pytest.mark.parametrize("page", ["README.md", "docs/guide/faults.md"])
 def test_a_page_says_how_late_an_error_was(page):
     found = measured("faults-cpu.json")
-    late = max(kind["worst_s"] or 0.0 for kind in found["kinds"]) - found["deadline_s"]
+    # One that never starts is waited for as long as ranks may take to find each other.
+    kinds = [kind for kind in found["kinds"] if kind["kind"] != "never starts"]
+    late = max(kind["worst_s"] or 0.0 for kind in kinds) - found["deadline_s"]
     assert late < 2.5
     assert "within about two seconds of the" in (ROOT / page).read_text()
 
