@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar, cast
 from weakref import WeakValueDictionary
 
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch._library.effects import EffectType
 
 from tokenyard.errors import HandleError
+from tokenyard.gradients import without_gradient
 from tokenyard.routing import Routes
 
 LayerClass = TypeVar("LayerClass", bound=type[nn.Module])
@@ -66,12 +67,13 @@ def compilable(cls: LayerClass) -> LayerClass:
         if torch.compiler.is_compiling():
             return _call(self, x_TH, routes_or_logits, payloads or {}, out, add)
         y_TH = forward(self, x_TH, routes_or_logits, payloads=payloads, out=out, add=add)
-        if not torch.is_grad_enabled():
-            return cast(Tensor, y_TH)
-        weights = (
+        routed = (
             routes_or_logits.topk_weights_TK if isinstance(routes_or_logits, Routes) else routes_or_logits
         )
-        return _without_gradient(self, y_TH, x_TH, weights, add, *self.parameters())
+        inputs = itertools.chain(
+            (x_TH, routed, add), self.parameters()
+        )  # looked at only where gradients are made
+        return without_gradient(y_TH, inputs, partial(_no_gradient, self.name))
 
     @wraps(unreduced)
     def unreduced_or_graph_break(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -185,12 +187,6 @@ moe_layer.register_effect(EffectType.ORDERED)
 # -- Gradients ---------------------------------------------------------------------------------------------------
 
 
-def _without_gradient(layer: Any, y_TH: Tensor, *inputs: Tensor | None) -> Tensor:
-    """The result of an eager call: where one of its inputs wants a gradient, `backward` raises."""
-    wanting = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
-    return cast(Tensor, cast(Any, _NoGradient).apply(layer.name, y_TH, *wanting)) if wanting else y_TH
-
-
 def _no_gradient(layer: str) -> HandleError:
     return HandleError(
         "backward was called through a layer",
@@ -198,17 +194,6 @@ def _no_gradient(layer: str) -> HandleError:
         fix="call the model under torch.no_grad(), or detach what goes into the layer",
         layer=layer,
     )
-
-
-class _NoGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, layer: str, y_TH: Tensor, *wanting: Tensor) -> Tensor:
-        ctx.layer = layer
-        return y_TH.view_as(y_TH)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise _no_gradient(ctx.layer)
 
 
 @torch.library.custom_op("tokenyard::moe_layer_backward", mutates_args=())

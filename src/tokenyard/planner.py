@@ -21,7 +21,6 @@ from typing import Any
 from tokenyard.drafting import Draft, draft, draft_as_told
 from tokenyard.errors import (
     Alternative,
-    HandleError,
     InputError,
     PeerFailed,
     PlanError,
@@ -60,7 +59,6 @@ class Plan:
     """All layers of a model on one rank, agreed on with the other ranks. Made by `plan`."""
 
     def __init__(self, draft: Draft, group: Group, plan_id: int) -> None:
-        self._closed = False
         self._whole = _Whole(group=group, specs={spec.name: spec for spec in draft.specs})
         self._start(draft, group, plan_id)
 
@@ -236,14 +234,10 @@ class Plan:
         return self.group.gather_json(mine, phase="gather_stats")
 
     def _check_open(self) -> None:
-        if self._closed:
-            raise HandleError(
-                "the plan is closed", expected="an open plan", fix="make a new plan", rank=self.group.rank
-            )
+        self.exchange.check_open(rank=self.group.rank)
 
     def close(self) -> None:
         """Give everything back. Whoever asks this plan for something gets an error from now on; the group stays."""
-        self._closed = True
         self.exchange.close()
 
     def __str__(self) -> str:

@@ -224,10 +224,7 @@ class Exchange(ABC):
 
     def _check_turn(self, cargo: Cargo) -> None:
         """Errors of this rank's own making, raised before anybody is told: the others are not in this call."""
-        if self._closed:
-            raise HandleError(
-                "the plan is closed", expected="an open plan", fix="make a new plan", layer=cargo.layer
-            )
+        self.check_open(layer=cargo.layer)
         if len(self._in_flight) >= self._capacity:
             waiting = ", ".join(repr(d.cargo.layer) for d in self._in_flight)
             raise HandleError(
@@ -527,6 +524,13 @@ class Exchange(ABC):
             counts=tuple(counts),
             error="" if error is None else f"{type(error).__name__}: {error}",
         )
+
+    def check_open(self, *, layer: str | None = None, rank: int | None = None) -> None:
+        """Raise where there are no more rounds."""
+        if self._closed:
+            raise HandleError(
+                "the plan is closed", expected="an open plan", fix="make a new plan", layer=layer, rank=rank
+            )
 
     def close(self) -> None:
         """No more rounds."""

@@ -117,10 +117,8 @@ class ExpertWeights:
 
     def select(self, experts: Sequence[int]) -> ExpertWeights:
         """A copy of some experts' weights: `select(placement.local_experts(rank))` is what one rank owns."""
-        places, held = (
-            [int(expert) for expert in experts],
-            self.w13.shape[0],
-        )  # a tuple is another index to torch
+        places = [int(expert) for expert in experts]  # of a tuple, torch would index as many dimensions
+        held = self.w13.shape[0]
         if wrong := [place for place in places if not 0 <= place < held]:
             raise InputError(
                 f"expert {wrong[0]} was selected of {held}",
@@ -307,8 +305,8 @@ class Experts(nn.Module, ABC):
 
     def _check_held(self, received: ReceivedRows) -> None:
         """Raise where the model was moved or cast since its experts were built."""
-        held = next(self.buffers(), None)
-        if held is None:
+        held = next(iter(self._buffers.values()), None)
+        if held is None:  # others hold them, and look
             return
         if held.device != received.rows.device:
             raise InputError(

@@ -19,6 +19,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from tokenyard import experts as experts_room
 from tokenyard.experts import Experts, ExpertsSpec
 from tokenyard.formats import for_dtype
+from tokenyard.gradients import without_gradient
 from tokenyard.integrations.transformers.expert_modules import (
     activation_of,
     config_of,
@@ -27,7 +28,7 @@ from tokenyard.integrations.transformers.expert_modules import (
     tensors_of,
     weights_of,
 )
-from tokenyard.integrations.transformers.gradients import without_gradient
+from tokenyard.integrations.transformers.gradients import no_gradient
 from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows
 
 NAME = "tokenyard"
@@ -54,7 +55,7 @@ def tokenyard_experts(
         )
         result = experts(received)
     assert isinstance(result, ExpertRows)
-    return without_gradient(x_TH, result.rows_RH.to(x_TH.dtype)).reshape(hidden_states.shape)
+    return without_gradient(result.rows_RH.to(x_TH.dtype), [x_TH], no_gradient).reshape(hidden_states.shape)
 
 
 def _experts(module: nn.Module, top_k: int) -> Experts:

@@ -25,9 +25,10 @@ from tokenyard.drafting import draft
 from tokenyard.exchange import Exchange
 from tokenyard.experts import ExpertWeights
 from tokenyard.formats import Format
+from tokenyard.gradients import without_gradient
 from tokenyard.group import Group, make_together
 from tokenyard.integrations.transformers.expert_modules import ExpertModule, expert_modules
-from tokenyard.integrations.transformers.gradients import without_gradient
+from tokenyard.integrations.transformers.gradients import no_gradient
 from tokenyard.integrations.transformers.loading import fill_shared, load_without_experts
 from tokenyard.integrations.transformers.reports import LayerReport, Stopwatch, layer_reports
 from tokenyard.integrations.transformers.sources import Sources
@@ -158,7 +159,7 @@ class ShardedExperts(nn.Module):
         if torch.compiler.is_compiling() and not self.turns.meeting:
             y_TH: Tensor = self.layer(x_TH, routes)  # one operator, which knows about gradients
         else:
-            y_TH = without_gradient(x_TH, self._in_parts(x_TH, routes))
+            y_TH = without_gradient(self._in_parts(x_TH, routes), [x_TH], no_gradient)
         return y_TH.reshape(hidden_states.shape)
 
     @_never_compiled  # meetings with other ranks are no part of a graph
