@@ -343,7 +343,7 @@ def test_one_expert_with_all_rows_is_shared_by_the_threads(threads, monkeypatch)
 
 
 PEAK = """
-import resource
+import re
 import torch
 from tokenyard.experts import EXPERTS, ExpertsSpec, ExpertWeights, activation
 from tokenyard.formats import QuantizedMatrix, get, weight_format
@@ -367,8 +367,9 @@ def run(L, H, I):
     experts(ReceivedRows(rows=rows, routes=LocalRoutes(ids_RK=ids.int(), weights_RK=torch.ones(L, 2)), counts_W=(L,)))
     return weights.nbytes
 
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def peak():  # of this process alone: ru_maxrss begins with what its parent had
+    with open("/proc/self/status") as file:
+        return int(re.search(r"VmHWM:\\s+([0-9]+) kB", file.read())[1]) * 1024
 
 run(2, 1024, 1024)  # threads, tables, tiles
 before = peak()
@@ -383,4 +384,4 @@ def test_memory_stays_near_the_quantized_bytes(weights):
     command = [sys.executable, "-c", PEAK.format(weights=weights)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) <= 1.25
+    assert 0.9 <= float(done.stdout) <= 1.25

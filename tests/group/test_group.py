@@ -103,11 +103,11 @@ def raises_on_one(group):
 def test_launch_raises_the_first_error_with_its_rank(ranks):
     started = time.monotonic()
     with pytest.raises(RankError, match="rank 1 raised ValueError: boom") as caught:
-        ty.launch(3, raises_on_one, ranks=ranks, deadline=30)
+        ty.launch(3, raises_on_one, ranks=ranks, deadline=300)
     assert caught.value.rank == 1
     assert isinstance(caught.value.__cause__, ValueError)
     assert any("raises_on_one" in note for note in caught.value.__notes__)  # the traceback of that rank
-    assert time.monotonic() - started < 10  # the others do not sit out their deadline
+    assert time.monotonic() - started < 100  # the others do not sit out their deadline
 
 
 def wait_for(what):
@@ -200,7 +200,7 @@ import tokenyard as ty
 def sleeps(group):
     import os
     os.write(1, f"{os.getpid()}\\n".encode())  # in one piece: two ranks write
-    time.sleep(60)
+    time.sleep(600)
 if __name__ == "__main__":
     ty.launch(2, sleeps, ranks="processes")
 """
@@ -214,7 +214,7 @@ def test_ranks_end_when_whoever_launched_them_is_killed(tmp_path):
     assert all(map(_alive, pids))
     parent.kill()
     parent.wait()
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while any(map(_alive, pids)) and time.monotonic() < until:
         time.sleep(0.05)
     assert not any(map(_alive, pids))

@@ -8,7 +8,7 @@ import torch
 from tokenyard.exchange import TwoSidedExchange
 from tokenyard.rows import CombinedRows
 
-LEAKED = 300_000  # bytes in every round trip
+LEAKED = 1_000_000  # bytes in every round trip
 
 
 class KeepsEverything(TwoSidedExchange):

@@ -1,6 +1,7 @@
 """Soaks by episodes, not by the clock: one that passes, and one for each kind of fault, which it finds."""
 
 import gc
+import mmap
 import os
 
 import pytest
@@ -62,8 +63,9 @@ def test_memory_and_descriptors_that_pile_up_are_found():
     finally:
         planted.KeepsEverything.let_go()
     assert kinds(report) == {"memory", "leak"}
-    # Behind the warm-up, five episodes of ten round trips and more on each of two ranks.
-    assert report.growth["memory"].total > 5 * 10 * 2 * planted.LEAKED * 0.8
+    # Behind the warm-up, five episodes of ten round trips and more on each of two ranks. What is freed beside them, and
+    # a machine that is quicker in some episodes than in others (a slope is per second), take some of it away.
+    assert report.growth["memory"].total > 5 * 10 * 2 * planted.LEAKED * 0.3
     (leak,) = (finding for finding in report.findings if finding.kind == "leak")
     assert leak.what.startswith("descriptors: at least ")
 
@@ -118,16 +120,18 @@ def sample_now():
 def test_what_this_process_holds_is_seen():
     gc.collect()
     before = sample_now()
-    held = torch.ones(16 << 20, dtype=torch.uint8)
+    held = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE)  # pages that nobody has had before
+    held.write(b"1" * len(held))
     # So many that it does not matter what else this process closes meanwhile: connections do in the background.
     descriptors = [os.dup(0) for _ in range(200)]
     after = sample_now()
-    assert after.memory - before.memory > 0.9 * held.numel()
-    assert after.lasting_memory - before.lasting_memory > 0.9 * held.numel()
+    assert after.memory - before.memory > 0.7 * len(held)
+    assert after.lasting_memory - before.lasting_memory > 0.7 * len(held)
     assert 180 < after.descriptors - before.descriptors < 220
     assert after.sockets - before.sockets < 20
     for descriptor in descriptors:
         os.close(descriptor)
+    held.close()
     assert after.device_memory is None
 
 
