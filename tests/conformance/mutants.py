@@ -24,8 +24,7 @@ class ChangesReceived(TwoSidedExchange):
     def dispatch(self, cargo, rows, routes, extra=None):
         dispatched = super().dispatch(cargo, rows, routes, extra)
         changed = dataclasses.replace(dispatched, received=self.change(dispatched.received))
-        self._in_flight[-1] = changed
-        return changed
+        return self._flights.replace_newest(changed)
 
 
 class SwapsRows(ChangesReceived):
@@ -149,7 +148,7 @@ class TakesOldHandles(TwoSidedExchange):
     name = "takes_old_handles"
 
     def combine(self, dispatched, result, **options):
-        if not any(flight is dispatched for flight in self._in_flight):
+        if dispatched not in self._flights:
             return CombinedRows(y_TH=torch.zeros(dispatched.return_path.num_tokens, 1))
         return super().combine(dispatched, result, **options)
 

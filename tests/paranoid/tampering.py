@@ -38,7 +38,7 @@ def damaging(exchange, out=None, back=None):
             loaded = super()._load_out(cargo, round, outgoing)
             here = out is not None and round == DAMAGED_ROUND and self.group.rank == SOURCE
             if here and exchange == "one_sided":
-                slots = self.workspace.dispatch(VICTIM, cargo, self._free_flight())
+                slots = self.workspace.dispatch(VICTIM, cargo, self._flights.free)
                 first = SOURCE * cargo.max_tokens
                 out({name: slots[name][first : first + cargo.max_tokens] for name in slots})
             elif here:

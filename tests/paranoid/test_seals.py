@@ -133,7 +133,7 @@ def stale(group, exchange):
             loaded = super()._load_out(cargo, round, outgoing)
             if self.group.rank == SOURCE:
                 if exchange == "one_sided":
-                    rows = self.workspace.dispatch(VICTIM, cargo, self._free_flight())
+                    rows = self.workspace.dispatch(VICTIM, cargo, self._flights.free)
                 else:
                     rows = {"packet": loaded[sum(outgoing.counts[:VICTIM]) :]}
                 first = {name: payload.view(torch.uint8)[0] for name, payload in rows.items()}

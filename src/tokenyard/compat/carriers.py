@@ -76,14 +76,14 @@ class Carrier(OneSidedExchange):
     def redirect(self, dispatched: Dispatched, cargo: Cargo, *, again: bool = False) -> Dispatched:
         """The one dispatch in flight, with results of this cargo; `again` after a combine that was refused."""
         round = self._round + 1 if again else dispatched.round
+        self._flights.land_all()
         redirected = replace(dispatched, cargo=cargo, round=round)
-        self._in_flight.clear()
-        self._in_flight.append(redirected)
+        self._flights.add(redirected)
         return redirected
 
     def refuse(self, dispatched: Dispatched, error: Exception) -> NoReturn:
         """Take part in a combine only to say that this rank has an error."""
-        self._take(dispatched)
+        self._flights.land(dispatched)
         self._fail(dispatched.cargo, error, partial(self._fail_back, dispatched, error))
 
     def check_may_agree(self, what: str, error: Exception | None) -> None:

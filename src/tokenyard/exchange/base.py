@@ -20,7 +20,6 @@ the same message. Ranks that are in different layers, phases or rounds find out 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -46,6 +45,7 @@ from tokenyard.exchange.cargo import (
     tokens_by_rank,
 )
 from tokenyard.exchange.fate import Fate
+from tokenyard.exchange.flights import Flights
 from tokenyard.exchange.reduce import sum_over_ranks
 from tokenyard.exchange.stats import LayerStats
 from tokenyard.exchange.watch import ParanoidWatch, Watch
@@ -104,11 +104,9 @@ class Exchange(ABC):
         self.group = group
         self._watch = self._paranoid_watch(group, in_flight) if paranoid else Watch()
         self.stats: dict[str, LayerStats] = {}
-        self._capacity, self._plan_id = in_flight, plan_id
+        self._flights = Flights(in_flight, group.rank)
+        self._plan_id = plan_id
         self._names: list[str] = []
-        self._in_flight: deque[Dispatched] = deque()
-        # By round: why a dispatch that is in flight will not be combined. The others are told when it is the oldest.
-        self._given_up: dict[int, BaseException] = {}
         self._round = 0
         self._closed = False
 
@@ -125,7 +123,7 @@ class Exchange(ABC):
         """Carry these layers from now on. Collective; handles that are in flight raise afterwards."""
         self.stats = {c.layer: self.stats.get(c.layer) or LayerStats(self.group.size) for c in cargos}
         self._names = list(self.stats)
-        self._land_all()
+        self._flights.land_all()
 
     def warmup(self, cargos: Sequence[Cargo]) -> None:  # noqa: B027 (most have nothing to do)
         """Make ready whatever the first round trips of these layers would otherwise wait for. Collective."""
@@ -172,9 +170,9 @@ class Exchange(ABC):
             num_tokens=outgoing.num_tokens,
         )
         dispatched = Dispatched(
-            received=received, cargo=cargo, round=round, return_path=path, flight=self._free_flight()
+            received=received, cargo=cargo, round=round, return_path=path, flight=self._flights.free
         )
-        self._in_flight.append(dispatched)
+        self._flights.add(dispatched)
         stats.count_dispatch(
             outgoing.num_tokens, outgoing.counts, received_counts, self.bytes_sent(cargo, outgoing)
         )
@@ -184,10 +182,9 @@ class Exchange(ABC):
         """Count what came, and let the watch see it. The others have gone on: they wait for this rank's combine."""
         try:
             check_arrival(dispatched)
-            self._in_flight[-1] = seen = self._watch.arrived(dispatched)
+            return self._flights.replace_newest(self._watch.arrived(dispatched))
         except Exception as error:
-            self._fail(dispatched.cargo, error, partial(self._give_up, self._in_flight[-1], error))
-        return seen
+            self._fail(dispatched.cargo, error, partial(self._flights.give_up, dispatched, error))
 
     @abstractmethod
     def _load_out(self, cargo: Cargo, round: int, outgoing: Outgoing) -> Any:
@@ -225,20 +222,7 @@ class Exchange(ABC):
     def _check_turn(self, cargo: Cargo) -> None:
         """Errors of this rank's own making, raised before anybody is told: the others are not in this call."""
         self.check_open(layer=cargo.layer)
-        if len(self._in_flight) >= self._capacity:
-            waiting = ", ".join(repr(d.cargo.layer) for d in self._in_flight)
-            raise HandleError(
-                f"{len(self._in_flight)} dispatch in flight already (of {waiting})",
-                expected=f"at most {self._capacity}",
-                fix=f"combine it first, or plan(..., in_flight={self._capacity + 1})",
-                layer=cargo.layer,
-                rank=self.group.rank,
-            )
-
-    def _free_flight(self) -> int:
-        """The first place that no dispatch in flight has: the same one on every rank."""
-        used = {dispatched.flight for dispatched in self._in_flight}
-        return next(flight for flight in range(self._capacity) if flight not in used)
+        self._flights.check_room(cargo)
 
     def _prepare(
         self,
@@ -376,7 +360,7 @@ class Exchange(ABC):
         out: Tensor | None,
         add: Sequence[Tensor],
     ) -> list[EncodedRows]:
-        self._take(dispatched)
+        self._flights.land(dispatched)
         cargo, path = dispatched.cargo, dispatched.return_path
         stats = self.stats[cargo.layer]
         try:
@@ -424,27 +408,6 @@ class Exchange(ABC):
         """Whether a result stands in the combine region already. Exchanges without one know no such thing."""
         return False
 
-    def _take(self, dispatched: Dispatched) -> None:
-        """Take a handle out of flight, or say why it cannot be combined now."""
-        if not isinstance(dispatched, Dispatched):
-            raise ContractError(
-                f"combine was given {describe(dispatched)} as its handle",
-                expected="the Dispatched that dispatch returned",
-                fix="pass dispatch's return value",
-            )
-        oldest = self._in_flight[0] if self._in_flight else None
-        if oldest is not dispatched:
-            known = any(d is dispatched for d in self._in_flight)
-            found = "an earlier dispatch is still in flight" if known else "this handle is not in flight"
-            raise HandleError(
-                found,
-                expected="each dispatch to be combined once, in the order of the dispatches",
-                fix="combine the oldest dispatch first" if known else "dispatch again",
-                layer=dispatched.cargo.layer,
-                rank=self.group.rank,
-            )
-        self._in_flight.popleft()
-
     # -- Shared fate ---------------------------------------------------------------------------------------
 
     @contextmanager
@@ -459,7 +422,7 @@ class Exchange(ABC):
                 self._fail(cargo, error, partial(self._fail_out, cargo, self._round + 1, error))
             flight = fate.dispatched
             if fate.owes is Phase.COMBINE and flight is not None:
-                self._fail(cargo, error, partial(self._give_up, flight, error))
+                self._fail(cargo, error, partial(self._flights.give_up, flight, error))
             raise
 
     def _fail(self, cargo: Cargo, error: BaseException, tell: Callable[[], None]) -> NoReturn:
@@ -470,11 +433,6 @@ class Exchange(ABC):
             tell()
             self._tell_given_up()
             raise error
-
-    def _give_up(self, dispatched: Dispatched, error: BaseException) -> None:
-        """A dispatch will not be combined. The others, which combine in order, are told when it is its turn."""
-        if any(flight is dispatched for flight in self._in_flight):  # else nobody waits for it any more
-            self._given_up[dispatched.round] = error
 
     @contextmanager
     def _in_turn(self) -> Iterator[None]:
@@ -488,14 +446,8 @@ class Exchange(ABC):
 
     def _tell_given_up(self) -> None:
         """Take part in the combines of the oldest dispatches that were given up, only to say so."""
-        while self._in_flight and self._in_flight[0].round in self._given_up:
-            oldest = self._in_flight.popleft()
-            self._fail_back(oldest, self._given_up.pop(oldest.round))
-
-    def _land_all(self) -> None:
-        """Nothing is in flight any more."""
-        self._in_flight.clear()
-        self._given_up.clear()
+        for dispatched, error in self._flights.land_given_up():
+            self._fail_back(dispatched, error)
 
     @contextmanager
     def _in_layer(self, cargo: Cargo) -> Iterator[None]:
@@ -535,4 +487,4 @@ class Exchange(ABC):
     def close(self) -> None:
         """No more rounds."""
         self._closed = True
-        self._land_all()
+        self._flights.land_all()

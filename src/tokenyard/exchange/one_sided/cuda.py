@@ -147,7 +147,7 @@ class CudaOneSidedExchange(OneSidedExchange):
 
     @property
     def _control(self) -> ControlLayout:
-        return ControlLayout(self.group.size, self._capacity)
+        return ControlLayout(self.group.size, self._flights.capacity)
 
     @property
     def _control_bytes(self) -> int:
@@ -260,12 +260,12 @@ class CudaOneSidedExchange(OneSidedExchange):
         dispatched = Dispatched(
             received=received, cargo=cargo, round=round, return_path=path, flight=crossing.flight
         )
-        self._in_flight.append(dispatched)
+        self._flights.add(dispatched)
         if is_checked:
             try:
                 self._raise_trouble()  # of this rank's own ids: the others have gone on, and wait for its combine
             except InputError as error:
-                self._fail(cargo, error, partial(self._give_up, dispatched, error))
+                self._fail(cargo, error, partial(self._flights.give_up, dispatched, error))
         self._count(dispatched)
         return dispatched
 
@@ -277,7 +277,7 @@ class CudaOneSidedExchange(OneSidedExchange):
     def _crossing(self, cargo: Cargo) -> Crossing:
         """The way of a dispatch through the first region that none in flight uses."""
         limit = cargo.max_tokens if self._limit is None else min(self._limit, cargo.max_tokens)
-        return Crossing(cargo=cargo, flight=self._free_flight(), max_tokens=limit)
+        return Crossing(cargo=cargo, flight=self._flights.free, max_tokens=limit)
 
     def _read_counts(self, crossing: Crossing) -> tuple[int, ...]:
         """How many rows came from whom; waits for the device."""
@@ -404,7 +404,7 @@ class CudaOneSidedExchange(OneSidedExchange):
         add: Sequence[Tensor],
     ) -> tuple[DevicePath, Tensor | None]:
         """Check a result; its rows, or None where they are placed already."""
-        self._take(dispatched)
+        self._flights.land(dispatched)
         cargo, path = dispatched.cargo, cast(DevicePath, dispatched.return_path)
         try:
             rows_RH = self._check_result(dispatched, result, reduces=reduces, out=out, add=add)

@@ -157,7 +157,7 @@ class OneSidedExchange(Exchange):
         """Look at every layer's slots once: a workspace that one of them does not fit into is found now."""
         for cargo in cargos:
             with self._in_layer(cargo):
-                for flight in range(self._capacity):
+                for flight in range(self._flights.capacity):
                     self._look_at(cargo, flight)
 
     def _look_at(self, cargo: Cargo, flight: int) -> None:
@@ -177,7 +177,7 @@ class OneSidedExchange(Exchange):
             control=self._control_bytes,
             dispatch=max(need.dispatch for need in needs),
             combine=max(need.combine for need in needs),
-            in_flight=self._capacity,
+            in_flight=self._flights.capacity,
             guard=self._watch.guard,
         )
 
@@ -207,7 +207,7 @@ class OneSidedExchange(Exchange):
             count = tokens.numel()
             if count == 0:
                 continue
-            slots = self.workspace.dispatch(rank, cargo, self._free_flight())
+            slots = self.workspace.dispatch(rank, cargo, self._flights.free)
             for name, tensor in whole.items():
                 _gather_into(slots[name][first : first + count], tensor, tokens)
             slots["ids"][first : first + count] = ids_NK[start : start + count]
@@ -216,7 +216,7 @@ class OneSidedExchange(Exchange):
 
     def _received(self, cargo: Cargo, arrived: tuple[int, ...]) -> ReceivedRows:
         """What came, as views of the workspace: the rows, and the slots in which there are any."""
-        slots = self.workspace.dispatch(self.group.rank, cargo, self._free_flight())
+        slots = self.workspace.dispatch(self.group.rank, cargo, self._flights.free)
         slots_R = torch.cat(
             [torch.arange(count) + source * cargo.max_tokens for source, count in enumerate(arrived)]
         )
