@@ -13,8 +13,8 @@ def check(case, ranks):
         assert outcome.passed, f"rank {rank}: {outcome}"
 
 
-def check_many(ranks, count, part):
-    """Draw `count` cases, other ones for each part, large ones in every third, and check them all."""
+def draw_many(count, part, check):
+    """Draw `count` cases, other ones for each part, large ones in every third, and check each."""
     large = part % 3 == 0
     seen = []
 
@@ -23,7 +23,7 @@ def check_many(ranks, count, part):
     @given(case=cases(large=large))
     def run(case):
         seen.append(case)
-        check(case, ranks)
+        check(case)
 
     run()
     assert len(seen) >= count
@@ -33,12 +33,24 @@ def check_many(ranks, count, part):
 # In parts, so that two workers can share them: 512 cases over threads, 56 over processes.
 @pytest.mark.parametrize("part", range(8))
 def test_any_layer_on_thread_ranks(part):
-    check_many("threads", 64, part)
+    draw_many(64, part, lambda case: check(case, "threads"))
 
 
-@pytest.mark.parametrize("part", range(4))
+def run_one_after_the_other(group, drawn):
+    return [run_case(group, case) for case in drawn]
+
+
+@pytest.mark.parametrize("part", range(2))
 def test_any_layer_on_process_ranks(part):
-    check_many("processes", 14, 99 + part)
+    """Those of one world one after the other on the same processes: to start them takes longer than a case."""
+    by_world = {}
+    for half in range(2):
+        draw_many(14, 99 + 2 * part + half, lambda case: by_world.setdefault(case.world, []).append(case))
+    for world, drawn in by_world.items():
+        by_rank = ty.launch(world, run_one_after_the_other, drawn, ranks="processes")
+        for rank, outcomes in enumerate(by_rank):
+            for case, outcome in zip(drawn, outcomes, strict=True):
+                assert outcome.passed, f"rank {rank}, {case}: {outcome}"
 
 
 @pytest.mark.parametrize("exchange", ty.EXCHANGES)
