@@ -56,13 +56,34 @@ def test_a_machine_that_cannot_run_the_core_job(no_ranks):
 
 def test_speed_and_reach_do_not_decide(monkeypatch):
     """Without processes, tokenyard still runs."""
-    monkeypatch.setattr(module, "_tried", lambda _exchange, ranks: (ranks == "threads", "told so"))
+    monkeypatch.setattr(module, "_tried", lambda _exchange, ranks, **_: (ranks == "threads", "told so"))
     monkeypatch.setattr(module, "_start_of_processes", lambda: iter(()))
     result = call("doctor")
     assert result.exit_code == 0
     assert "tokenyard runs here." in result.stdout
     assert "✗" in result.stdout
     assert "told so" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("count", "works", "detail"),
+    [
+        (1, True, "2 ranks on one GPU"),
+        (8, True, "2 ranks on one GPU; between the 8 here: try torchrun"),
+        (8, False, "2 ranks"),
+    ],
+)
+def test_exchanges_are_tried_on_a_gpu_where_there_is_one(monkeypatch, count, works, detail):
+    tried = []
+
+    def try_it(exchange, ranks, device):
+        tried.append((exchange, ranks, device))
+        return works, "2 ranks"
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(module, "_tried", try_it)
+    assert module._on_gpus("one_sided") == (works, detail)
+    assert tried == [("one_sided", "threads", "cuda")]
 
 
 def test_a_format_that_raises_is_a_finding(monkeypatch):
