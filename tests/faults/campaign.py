@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import ceil
 from pathlib import Path
 
@@ -28,6 +28,12 @@ def main():
     parser.add_argument("--scale", type=float, default=1.0, help="how much of the whole campaign")
     parser.add_argument("--seed", type=int, default=20)
     parser.add_argument("--workers", type=int, default=3, help="launching processes side by side")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=1.0,
+        help="of the ranks and the judge, on a machine that does much else",
+    )
     parser.add_argument("--kind", action="append", help="only these kinds")
     parser.add_argument("--write", type=Path, help="a file for the JSON")
     parser.add_argument("--page", type=Path, help="a page of the documentation, whose counts are renewed")
@@ -53,6 +59,7 @@ def conduct(options):
     """Run the campaign in worker processes; return its summary."""
     command = [sys.executable, "-m", "tests.faults.campaign", "--seed", str(options.seed)]
     command += ["--scale", str(options.scale), "--workers", str(options.workers)]
+    command += ["--patience", str(options.patience)]
     command += [word for kind in options.kind or () for word in ("--kind", kind)]
     quiet = {
         **os.environ,
@@ -80,6 +87,8 @@ def conduct(options):
             right = sum(finding.right for finding in findings)
             status.update(f"{len(findings)} faults so far, {right} right")
     summary = _report().summarize(outcomes)
+    summary["deadline_s"] *= options.patience
+    summary["slack_s"] *= options.patience
     summary["left_out"] = sorted(set(left_out))
     summary["stacks"] = [outcome.stacks for outcome in outcomes if outcome.hung]
     if any(worker.returncode for worker in workers):
@@ -140,7 +149,9 @@ def _sessions(options, without):
         for kind in KINDS
         if options.kind is None or kind.name in options.kind
     }
-    return draw_sessions(options.seed, counts, without)
+    drawn = draw_sessions(options.seed, counts, without)
+    waits = [{"deadline": s.deadline * options.patience, "slack": s.slack * options.patience} for s in drawn]
+    return [replace(session, **patient) for session, patient in zip(drawn, waits, strict=True)]
 
 
 def _report():

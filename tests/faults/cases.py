@@ -42,6 +42,7 @@ class Session:
     layers: tuple[dict[str, object], ...]
     faults: tuple[Fault, ...]
     deadline: float = DEADLINE
+    slack: float = SLACK
     # Whether the plan watches itself (`plan(paranoid=True)`).
     paranoid: bool = False
     # Whether ranks are started as torchrun does it, each finding the others by itself; else by `launch`.
@@ -59,7 +60,7 @@ class Session:
     @property
     def longest(self) -> float:
         """Seconds after which the session counts as hanging: far more than it takes on a busy machine."""
-        return 60.0 + 15.0 * len(self.faults)
+        return 60.0 + 6.0 * self.deadline * len(self.faults)
 
 
 def draw_faults(chance: random.Random, counts: dict[str, int], without: Collection[str] = ()) -> list[Fault]:

@@ -3,7 +3,6 @@
 import json
 from dataclasses import dataclass
 
-from tests.faults.cases import SLACK
 from tests.faults.marks import Marks
 from tests.faults.starting import FINDING, GRACE
 
@@ -85,7 +84,7 @@ def _judge_fault(session, index, fault, there, records, marks):
     waits = [entry["waited"] for entry in raised if entry["waited"] is not None]
     if waits and _needs_a_deadline(session, fault) and max(waits) < 0.99 * session.deadline:
         complaints.append(f"gave up after {max(waits):.2f} s, with a deadline of {session.deadline} s")
-    late = [s for s in seconds if s > session.deadline + SLACK]
+    late = [s for s in seconds if s > session.deadline + session.slack]
     complaints += [f"an error came after {s:.1f} s" for s in late]
     return Finding(
         kind=fault.kind,
@@ -147,7 +146,7 @@ def _judge_start(session, marks, folder):
             complaints += [f"rank {rank}: {text}" for text in _off(session, fault, expected, entries[0])]
             waits.append(entries[0]["waited"] or 0.0)
     seconds = max(waits, default=None)
-    if seconds is not None and seconds > limit + SLACK:
+    if seconds is not None and seconds > limit + session.slack:
         complaints.append(f"took {seconds:.1f} s, and {limit} are allowed")
     return Finding(
         fault.kind, fault.variant, struck_at is not None, complaints, seconds=seconds, deadline=limit
