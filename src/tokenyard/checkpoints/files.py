@@ -13,9 +13,11 @@ import json
 import mmap
 import os
 import re
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,32 @@ INDEX = "model.safetensors.index.json"
 
 # JSON files of a checkpoint are read whole. The index of a model of a million tensors has about 100 MB.
 _LARGEST_JSON = 256_000_000
+# Bytes before and behind what is read, at most, that Linux may bring into memory with it.
+_COME_ALONG = 2 << 20
 _ONE_OF_SEVERAL = re.compile(r"(?P<name>.*-)(?P<number>\d+)-of-(?P<total>\d+)\.safetensors")
+
+
+@dataclass
+class _Map:
+    """A file in memory. What was read goes back to the system, so that it does not count as this process's."""
+
+    bytes: mmap.mmap
+    readers: int = 0
+    first: int = sys.maxsize  # of what was read since there was no reader
+    last: int = 0
+
+    def give_back(self, first: int, last: int) -> None:
+        """A reader has done with some bytes: its own pages go, and after the last reader those that came along."""
+        self._forget(-(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE)
+        self.readers -= 1
+        self.first, self.last = min(self.first, first), max(self.last, last)
+        if self.readers == 0:
+            self._forget(max(0, self.first // _COME_ALONG - 1) * _COME_ALONG, self.last + _COME_ALONG)
+            self.first, self.last = sys.maxsize, 0
+
+    def _forget(self, first: int, last: int) -> None:
+        if last > first:
+            self.bytes.madvise(mmap.MADV_DONTNEED, first, min(last, len(self.bytes)) - first)
 
 
 class TensorFiles:
@@ -49,7 +76,7 @@ class TensorFiles:
     def __init__(self, tensors: Mapping[str, StoredTensor], sizes: Mapping[Path, int]) -> None:
         self.tensors = tensors
         self._sizes = sizes
-        self._maps: dict[Path, mmap.mmap] = {}
+        self._maps: dict[Path, _Map] = {}
         self._lock = threading.Lock()
         self.bytes_read = 0  # of tensors that were asked for
 
@@ -86,18 +113,19 @@ class TensorFiles:
         mapped = self._map(stored.file)
         with self._lock:
             self.bytes_read += nbytes
-        yield torch.frombuffer(mapped, dtype=torch.uint8, count=nbytes, offset=begin)
-        # Whole pages of this tensor alone go back to the system, so that they do not count as this process's.
-        first, last = -(-begin // mmap.PAGESIZE), (begin + nbytes) // mmap.PAGESIZE
-        if last > first:
-            mapped.madvise(mmap.MADV_DONTNEED, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
+            mapped.readers += 1
+        try:
+            yield torch.frombuffer(mapped.bytes, dtype=torch.uint8, count=nbytes, offset=begin)
+        finally:
+            with self._lock:
+                mapped.give_back(begin, begin + nbytes)
 
     def read(self, name: str) -> Tensor:
         """A copy of a tensor."""
         with self.view(name) as tensor:
             return tensor.clone()
 
-    def _map(self, path: Path) -> mmap.mmap:
+    def _map(self, path: Path) -> _Map:
         with self._lock:
             if path not in self._maps:
                 try:
@@ -106,7 +134,7 @@ class TensorFiles:
                         if size != self._sizes[path]:
                             raise damaged(path, f"had {self._sizes[path]} bytes when opened, now {size}")
                         # A private map: torch wants memory that it could write to, and the file stays as it is.
-                        self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                        self._maps[path] = _Map(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
                 except OSError as error:
                     raise damaged(path, f"cannot be mapped ({error.strerror or error})") from error
             return self._maps[path]
