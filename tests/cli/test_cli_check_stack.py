@@ -15,8 +15,11 @@ ONE_CELL = (*QUICK, "--exchange", "allgather", "--format", "bf16", "--rounds", 1
 
 
 def test_every_exchange_and_format_is_a_cell_and_all_are_right():
-    cells = stack.check_stack(list(EXCHANGES.values()), TRAVEL, tokens=8, ranks="processes")
+    cells = stack.check_stack(list(EXCHANGES.values()), TRAVEL, tokens=8, ranks="threads")
     assert {(cell.exchange, cell.wire) for cell in cells} == {(e, wire) for e in EXCHANGES for wire in TRAVEL}
+    apart = stack.check_stack(list(EXCHANGES.values()), ["nvfp4"], tokens=8, ranks="processes")
+    assert len(apart) == len(EXCHANGES)
+    cells += apart
     for cell in cells:
         assert cell.passed, cell.off
         assert 0 < cell.oracle_error <= stack.TOLERANCE

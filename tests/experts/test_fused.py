@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -158,13 +159,23 @@ def spread(tensor):
     return view.copy_(tensor)
 
 
+def case_with_bias(weights) -> FusedCase:
+    rows = weights if weights in ("fp16", "fp32") else "bf16"
+    return FusedCase(weights=weights, rows=rows, H=136, I=72, bias=True, R=4)
+
+
+@cache
+def contiguous_result(weights):
+    case = case_with_bias(weights)
+    return FusedExperts(case.spec, case.held)(case.received()).rows_RH
+
+
 @pytest.mark.parametrize("weights", WEIGHT_FORMATS)
 @pytest.mark.parametrize("layout", [turned, spread])
 @pytest.mark.parametrize("adopt", [False, True], ids=["copied", "adopted"])
 def test_weights_that_are_not_contiguous(weights, layout, adopt):
     """Matrices, all that quantized ones are made of, and biases."""
-    rows = weights if weights in ("fp16", "fp32") else "bf16"
-    case = FusedCase(weights=weights, rows=rows, H=136, I=72, bias=True, R=4)
+    case = case_with_bias(weights)
 
     def view_of(part):
         if isinstance(part, QuantizedMatrix):
@@ -174,7 +185,7 @@ def test_weights_that_are_not_contiguous(weights, layout, adopt):
     views = ExpertWeights(**{name: view_of(part) for name, part in case.held.parts().items()})
     assert not any(tensor.is_contiguous() for tensor in views.by_name().values())
     found = FusedExperts(case.spec, views, adopt=adopt)(case.received()).rows_RH
-    assert same_bits(found, FusedExperts(case.spec, case.held)(case.received()).rows_RH)
+    assert same_bits(found, contiguous_result(weights))
 
 
 def test_digits_need_tiles_of_whole_blocks():

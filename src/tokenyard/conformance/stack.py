@@ -15,6 +15,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Literal
 
 import torch
@@ -24,6 +25,7 @@ from tokenyard.conformance.cases import random_weights
 from tokenyard.conformance.oracle import oracle, relative_error
 from tokenyard.errors import TokenyardError
 from tokenyard.exchange import Exchange
+from tokenyard.experts import ExpertWeights
 from tokenyard.formats import Format, get
 from tokenyard.group import Group, launch
 from tokenyard.layer import MoELayer
@@ -49,6 +51,13 @@ def stack(wire: str | Format) -> list[LayerSpec]:
         wire="bf16",
     )
     return [LayerSpec(name=f"body.{n}", wire=wire, **body) for n in range(2)] + [head]  # type: ignore[arg-type]
+
+
+@cache
+def _weights_of(name: str, seed: int) -> ExpertWeights:
+    """All experts of a layer: ranks that are threads share them, and so do cells, whatever their wire."""
+    (spec,) = (spec for spec in stack("bf16") if spec.name == name)
+    return random_weights(spec, seed)
 
 
 def tokens_of(rank: int, world: int, tokens: int) -> int:
@@ -78,7 +87,7 @@ def run_stack(
     """Push this rank's tokens through the stack, check every layer, then time passes without the checks."""
     specs = stack(wire)
     made = plan(specs, group, exchange=exchange, max_tokens=2 * tokens)
-    weights = {spec.name: random_weights(spec, seed) for spec in specs}
+    weights = {spec.name: _weights_of(spec.name, seed) for spec in specs}
     layers = {}
     for spec in specs:
         local = weights[spec.name].select(made.local_experts(spec.name))
@@ -198,6 +207,7 @@ def check_stack(
             cells.append(cell)
             if progress is not None:
                 progress(f"the stack: {cell.exchange} × {cell.wire}", 1)
+    _weights_of.cache_clear()
     return cells
 
 
