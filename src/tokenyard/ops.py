@@ -70,9 +70,8 @@ def compilable(cls: LayerClass) -> LayerClass:
         routed = (
             routes_or_logits.topk_weights_TK if isinstance(routes_or_logits, Routes) else routes_or_logits
         )
-        inputs = itertools.chain(
-            (x_TH, routed, add), self.parameters()
-        )  # looked at only where gradients are made
+        # Looked at only where gradients are made.
+        inputs = itertools.chain((x_TH, routed, add), self.parameters())
         return without_gradient(y_TH, inputs, partial(_no_gradient, self.name))
 
     @wraps(unreduced)

@@ -18,6 +18,8 @@ from tokenyard.checkpoints import open_checkpoint
 from tokenyard.checkpoints.files import open_files
 from tokenyard.errors import CheckpointError
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("files", "index"), [(1, True), (3, True), (3, False)])
@@ -191,7 +193,7 @@ def test_what_transformers_saves(tmp_path, family):
         assert same_bits(weights.b2, held["down_proj_bias"][[3, 1]])
 
 
-def resident(path):
+def resident_of(path):
     """Bytes of a file that this process has in memory."""
     maps = Path("/proc/self/smaps").read_text()
     found = re.findall(rf" {re.escape(str(path))}\n(?:[A-Z]\w+: .*\n)*?Rss: +(\d+) kB", maps)
@@ -206,8 +208,8 @@ def test_no_page_of_a_file_stays_in_memory_whoever_reads_beside_and_whatever_fai
     (path,) = {tensor.file for tensor in files.tensors.values()}
     with files.view(next(iter(files.tensors))) as tensor:
         tensor.clone()
-        assert resident(path) > 0
-    assert resident(path) == 0
+        assert resident_of(path) > 0
+    assert resident_of(path) == 0
 
     def read(name):
         with suppress(ZeroDivisionError), files.view(name) as tensor:
@@ -216,22 +218,19 @@ def test_no_page_of_a_file_stays_in_memory_whoever_reads_beside_and_whatever_fai
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(read, 10 * list(files.tensors)))
-    assert resident(path) == 0
+    assert resident_of(path) == 0
 
 
 _MEMORY = """
-import resource, sys
+import sys
+from tests.memory import resident
 from tokenyard.checkpoints import open_checkpoint
-
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
 
 checkpoint = open_checkpoint(sys.argv[1])
 checkpoint.experts(0, [0])  # whatever is loaded once
-before = resident()
+before = resident("VmRSS")
 weights = checkpoint.experts(0, range(8))
-print((resident() - before) / weights.nbytes)
+print((resident("VmRSS") - before) / weights.nbytes)
 """
 
 
@@ -239,7 +238,6 @@ def test_reading_takes_the_memory_of_what_is_read_once(tmp_path):
     """Pages of the files go back as soon as they were copied; otherwise this would be 2."""
     model = Small(hidden_size=1024, intermediate_size=1024, num_layers=1)
     save(tmp_path, model.tensors(), model.config())
-    done = subprocess.run(
-        [sys.executable, "-c", _MEMORY, str(tmp_path)], capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-c", _MEMORY, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert float(done.stdout) < 1.2

@@ -16,13 +16,11 @@ every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)
 
 TAG = ty.Payload(name="tag", dtype=torch.int64, width=2)
 BLOB = ty.Payload(name="blob", dtype=torch.uint8, width=5)
+WIRES = ("bf16", "fp8_block128", "mxfp8(alignment=256)", "nvfp4")
 
 
 def encoded(plan, name, x_TH):
     return plan.wiring(name).wire.encode(x_TH)
-
-
-WIRES = ("bf16", "fp8_block128", "mxfp8(alignment=256)", "nvfp4")
 
 
 def no_experts(received):

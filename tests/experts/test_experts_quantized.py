@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tokenyard.experts.base import takes_rows
 from tokenyard.formats import WEIGHT_FORMATS, weight_format
 from tokenyard.rows import LocalRoutes, ReceivedRows
 
+ROOT = Path(__file__).resolve().parents[2]
 QUANTIZED = [name for name, kind in WEIGHT_FORMATS.items() if kind.quantized]
 CLASSES = [ty.EXPERTS["reference"], ty.EXPERTS["grouped"]]
 every_format = pytest.mark.parametrize("weights", QUANTIZED)
@@ -343,8 +345,8 @@ def test_one_expert_with_all_rows_is_shared_by_the_threads(threads, monkeypatch)
 
 
 PEAK = """
-import re
 import torch
+from tests.memory import resident
 from tokenyard.experts import EXPERTS, ExpertsSpec, ExpertWeights, activation
 from tokenyard.formats import QuantizedMatrix, get, weight_format
 from tokenyard.rows import LocalRoutes, ReceivedRows
@@ -367,14 +369,10 @@ def run(L, H, I):
     experts(ReceivedRows(rows=rows, routes=LocalRoutes(ids_RK=ids.int(), weights_RK=torch.ones(L, 2)), counts_W=(L,)))
     return weights.nbytes
 
-def peak():  # of this process alone: ru_maxrss begins with what its parent had
-    with open("/proc/self/status") as file:
-        return int(re.search(r"VmHWM:\\s+([0-9]+) kB", file.read())[1]) * 1024
-
 run(2, 1024, 1024)  # threads, tables, tiles
-before = peak()
+before = resident("VmHWM")
 nbytes = run(24, 4096, 1024)
-print((peak() - before) / nbytes)
+print((resident("VmHWM") - before) / nbytes)
 """
 
 
@@ -382,6 +380,6 @@ print((peak() - before) / nbytes)
 def test_memory_stays_near_the_quantized_bytes(weights):
     """Beside the weights: the rows (under 1% here) and a tile per thread. In bf16: 3.6 times as much."""
     command = [sys.executable, "-c", PEAK.format(weights=weights)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert 0.9 <= float(done.stdout) <= 1.25

@@ -149,9 +149,8 @@ def _sessions(options, without):
         for kind in KINDS
         if options.kind is None or kind.name in options.kind
     }
-    drawn = draw_sessions(options.seed, counts, without)
-    waits = [{"deadline": s.deadline * options.patience, "slack": s.slack * options.patience} for s in drawn]
-    return [replace(session, **patient) for session, patient in zip(drawn, waits, strict=True)]
+    drawn, patience = draw_sessions(options.seed, counts, without), options.patience
+    return [replace(s, deadline=patience * s.deadline, slack=patience * s.slack) for s in drawn]
 
 
 def _report():

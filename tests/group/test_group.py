@@ -214,10 +214,7 @@ def test_ranks_end_when_whoever_launched_them_is_killed(tmp_path):
     assert all(map(_alive, pids))
     parent.kill()
     parent.wait()
-    until = time.monotonic() + 60
-    while any(map(_alive, pids)) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not any(map(_alive, pids))
+    assert wait_for(lambda: not any(map(_alive, pids)))
 
 
 def _alive(pid):

@@ -100,9 +100,8 @@ def is_interrupted(group, stop):
 
 def test_threads_end_when_launch_is_interrupted():
     stop, intra_op, before = threading.Event(), torch.get_num_threads(), set(threading.enumerate())
-    handler = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # where tests run unseen, it may be ignored
+    # Where tests run unseen, it may be ignored.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
             ty.launch(3, is_interrupted, stop, threads_per_rank=intra_op + 1, deadline=20)

@@ -1,20 +1,15 @@
 """What each rank does where ranks are processes: load, generate, and measure its own memory."""
 
-import re
 from pathlib import Path
 
 from tests.integrations.transformers_models import logits_of, prompts
+from tests.memory import resident
 from tokenyard import EXCHANGES
 from tokenyard.integrations.transformers import load_sharded
 
 
-def resident(field: str) -> int:
-    """Bytes of this process in memory: `VmRSS` now, `VmHWM` at most since `forget_peak`."""
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return int(found[1]) * 1024
-
-
 def forget_peak() -> None:
+    """From now on, `VmHWM` is the peak since now."""
     Path("/proc/self/clear_refs").write_text("5")
 
 

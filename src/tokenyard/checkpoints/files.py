@@ -48,7 +48,7 @@ _ONE_OF_SEVERAL = re.compile(r"(?P<name>.*-)(?P<number>\d+)-of-(?P<total>\d+)\.s
 class _Map:
     """A file in memory. What was read goes back to the system, so that it does not count as this process's."""
 
-    bytes: mmap.mmap
+    pages: mmap.mmap
     readers: int = 0
     first: int = sys.maxsize  # of what was read since there was no reader
     last: int = 0
@@ -64,7 +64,7 @@ class _Map:
 
     def _forget(self, first: int, last: int) -> None:
         if last > first:
-            self.bytes.madvise(mmap.MADV_DONTNEED, first, min(last, len(self.bytes)) - first)
+            self.pages.madvise(mmap.MADV_DONTNEED, first, min(last, len(self.pages)) - first)
 
 
 class TensorFiles:
@@ -115,7 +115,7 @@ class TensorFiles:
             self.bytes_read += nbytes
             mapped.readers += 1
         try:
-            yield torch.frombuffer(mapped.bytes, dtype=torch.uint8, count=nbytes, offset=begin)
+            yield torch.frombuffer(mapped.pages, dtype=torch.uint8, count=nbytes, offset=begin)
         finally:
             with self._lock:
                 mapped.give_back(begin, begin + nbytes)
