@@ -5,14 +5,13 @@ import random
 import zlib
 
 import torch
+from hypothesis import HealthCheck, settings
 
-# Before CUDA starts: ranks that share a GPU must not wait for each other's kernels to be loaded, or started.
-os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+from tokenyard.group.devices import prepare_threads
+
+prepare_threads("cuda")  # before CUDA starts, which the next line asks it to
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anybody imports Triton: its kernels run on the CPU then
-
-from hypothesis import HealthCheck, settings
 
 # `derandomize`: a run of the suite is the same run everywhere. HYPOTHESIS_PROFILE=explore looks for new cases.
 _common = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}

@@ -1,6 +1,7 @@
 """Where the rows of a group live: devices that are there, those that are not, and memory that outlives its tensor."""
 
 import gc
+import os
 import weakref
 
 import pytest
@@ -8,7 +9,13 @@ import torch
 
 import tokenyard as ty
 from tokenyard.errors import GroupError, InputError, PeerFailed
-from tokenyard.group.devices import OVERLAPPING_DEVICES, devices_of_ranks, resolve_device
+from tokenyard.group.devices import (
+    OVERLAPPING_DEVICES,
+    devices_of_ranks,
+    prepare_process,
+    prepare_threads,
+    resolve_device,
+)
 from tokenyard.group.symmetric_memory import _check_devices, keep_with
 
 both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
@@ -113,3 +120,48 @@ def test_what_is_kept_with_a_tensor_goes_with_its_last_view():
     del view
     gc.collect()
     assert gone() is None
+
+
+QUEUES, LOADING = "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"
+
+
+def settings():
+    """All that is set for CUDA now, and about it."""
+    return {name: value for name, value in os.environ.items() if name.startswith(("CUDA_", "TOKENYARD_"))}
+
+
+@pytest.fixture
+def unprepared(monkeypatch):
+    """A process in which CUDA has not started, and nobody has set anything for it."""
+    before = settings()
+    for name in before:
+        del os.environ[name]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    yield
+    for name in settings():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+def test_what_threads_need_is_taken_back_in_a_process(unprepared):
+    prepare_threads("cuda")
+    assert (os.environ[QUEUES], os.environ[LOADING]) == ("32", "EAGER")
+    prepare_threads("cuda")  # of a second launch
+    prepare_process()
+    assert settings() == {}
+
+
+def test_what_the_user_set_stays(unprepared):
+    os.environ[QUEUES] = "16"
+    prepare_threads("cuda")
+    assert (os.environ[QUEUES], os.environ[LOADING]) == ("16", "EAGER")
+    prepare_process()
+    assert settings() == {QUEUES: "16"}
+
+
+def test_nothing_is_set_for_ranks_on_the_cpu_or_too_late(unprepared, monkeypatch):
+    prepare_threads("cpu")
+    assert settings() == {}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    prepare_threads("cuda")
+    assert settings() == {}

@@ -7,6 +7,9 @@ both are read when CUDA starts, so they are made before anything asks for a GPU:
 - `CUDA_MODULE_LOADING=EAGER`: to load a kernel at its first use, CUDA may wait for all kernels that run. One that
   waits for the rank that loads would wait forever.
 
+Ranks that are processes need neither, and are better off without: all kernels take seconds to load, and under MPS the
+queues of all processes come out of one supply. With 32 for each, the fourth process does not get past its first call.
+
 The same may happen where a thread needs more memory than torch holds for its stream, so some is set aside at its start.
 """
 
@@ -28,8 +31,9 @@ _SMALL_PIECE, _LARGE_PIECE = 1 << 19, 1 << 24
 
 # Read by torch's symmetric memory, in each process.
 OVERLAPPING_DEVICES = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-# Says that nobody asked for the eager loading but `prepare_threads`.
-_EAGER_FOR_THREADS = "TOKENYARD_EAGER_FOR_THREADS"
+_FOR_THREADS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
+# Names those of them that nobody asked for but `prepare_threads`.
+_SET_FOR_THREADS = "TOKENYARD_SET_FOR_THREADS"
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
@@ -77,15 +81,15 @@ def devices_of_ranks(device: str | torch.device | None, world: int) -> list[torc
 def prepare_threads(device: str | torch.device | None) -> None:
     """Make the settings under which kernels of several threads run at the same time, unless others were made."""
     if _read(device).type == "cuda" and not torch.cuda.is_initialized():
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-        if "CUDA_MODULE_LOADING" not in os.environ:
-            os.environ |= {"CUDA_MODULE_LOADING": "EAGER", _EAGER_FOR_THREADS: "1"}
+        missing = {name: value for name, value in _FOR_THREADS.items() if name not in os.environ}
+        if missing:
+            os.environ |= {**missing, _SET_FOR_THREADS: " ".join(missing)}
 
 
 def prepare_process() -> None:
-    """Undo, in a rank's own process, what only threads need: to load all kernels takes it seconds to start."""
-    if os.environ.pop(_EAGER_FOR_THREADS, None) is not None:
-        os.environ.pop("CUDA_MODULE_LOADING", None)
+    """Undo, in a rank's own process, what was set for threads alone."""
+    for name in os.environ.pop(_SET_FOR_THREADS, "").split():
+        os.environ.pop(name, None)
 
 
 def let_ranks_share_a_gpu() -> None:
