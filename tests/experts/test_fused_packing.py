@@ -59,19 +59,19 @@ def decoded(packed: packing.PackedMatrix) -> np.ndarray:
     lines, width = packing.padded(outputs, 64), packing.padded(inputs, 128)
     blocks, steps = experts * lines // 64, width // 128
     words = packed.words[: experts * lines * width // 8].view(blocks, steps, 2, 128, 4)
-    # As many registers of scales as the 8 or 16 bytes of 128 inputs fill; four threads have the same.
+    # As many registers as the scales of 128 inputs fill; four threads have the same. Integers get those of 64.
     registers = 2 if packed.format == "mxfp4" else 4
     scales = packed.scales.view(torch.int32)[: blocks * steps * 32 * registers]
     scales = scales.view(blocks, steps, 32, 1, registers).expand(-1, -1, -1, 4, -1)
     found = np.empty((blocks, steps, 2, 128, 4, 2, 2, 2))  # q, input + 8?, output + 8?, which of the two
     for half in range(2):
         if packed.format == "mxint4":
-            text = unpacking.int4_instructions(half)
+            text, used = unpacking.int4_instructions(), scales[..., 2 * half : 2 * half + 2]
         else:
-            text = unpacking.e2m1_instructions(2 if packed.format == "mxfp4" else 4, half)
+            text, used = unpacking.e2m1_instructions(2 if packed.format == "mxfp4" else 4, half), scales
         given = [
             *words[:, :, half].reshape(-1, 4).T.numpy(),
-            *scales.reshape(-1, registers).T.numpy(),
+            *used.reshape(-1, used.shape[-1]).T.numpy(),
         ]
         made = np.stack(run_ptx(text, given, 16), -1)
         pairs = np.stack([from_bf16(made), from_bf16(made >> 16)], -1)

@@ -372,8 +372,8 @@ def launch_packed(
         lines = packing.padded(outputs, packing.OUTPUTS)
         registers = {} if cut.registers is None else {"maxnreg": cut.registers}
         has_global = w.global_scale is not None
-        # Four numbers for the scales of 128 inputs.
-        scales = w.scales.view(torch.int16 if w.format == "mxfp4" else torch.int32)
+        # Those of e2m1 as four numbers for 128 inputs.
+        scales = w.scales.view(torch.int16) if w.format == "mxfp4" else w.scales
         packed.packed_product[(triton.cdiv(lines, cut.out * cut.groups), call.sorted.max_tiles)](
             rows, nothing if slots is None else slots, w.words, scales,
             w.global_scale if has_global else nothing, w.global_factor if has_global else nothing,

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia import ampere, hopper
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from tokenyard.experts.fused import packing
-from tokenyard.experts.fused.kernels.unpacking import decode
+from tokenyard.experts.fused.kernels.unpacking import INT4, decode
 
 # Younger Tritons have other names for them.
 start_copy = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
@@ -38,11 +38,27 @@ def depends(op: gl.constexpr):
     )
 
 
-@gluon.jit
-def load_weights(words, scales, step, ok, GROUPS: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr):
-    """The words and scales of 128 inputs: (words, words) of 64 each and scales, for each group of outputs.
+@gluon.constexpr_function
+def scale_elements(kind):
+    """How many numbers hold the scales of two outputs for 128 inputs: bf16 of integers, of e2m1 16 or 32 bits each."""
+    return 8 if kind == INT4 else 4
 
-    Behind the last input all are zero, and so are the weights: no scale, or no code.
+
+@gluon.jit
+def load_weights(
+    words,
+    scales,
+    step,
+    ok,
+    KIND: gl.constexpr,
+    GROUPS: gl.constexpr,
+    WIDTH: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """The words and scales of 128 inputs: (words, words, scales, scales) of 64 each, for each group of outputs.
+
+    Those scales are `[T, 4]` of bf16 for integers; for e2m1 they are one tile `[T, 4]` of all 128 inputs, named twice.
+    Behind the last input everything is zero, and so are the weights: no scale, or no code.
     """
     T: gl.constexpr = 32 * WARPS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
@@ -50,15 +66,24 @@ def load_weights(words, scales, step, ok, GROUPS: gl.constexpr, WIDTH: gl.conste
     fourth = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     off = (t // 128) * (WIDTH // 64 * 512) + (t % 128) * 4 + fourth
     # Four threads have the same outputs, and so the same scales.
-    off_scales = (t // 128) * (WIDTH // 128 * 128) + (t % 128) // 4 * 4 + fourth
+    E: gl.constexpr = scale_elements(KIND)
+    SCALES: gl.constexpr = gl.BlockedLayout([1, E], [32, 1], [WARPS, 1], [1, 0])
+    ts = gl.arange(0, T, layout=gl.SliceLayout(1, SCALES))[:, None]
+    off_scales = (ts // 128) * (WIDTH // 128 * 32 * E) + (ts % 128) // 4 * E
+    off_scales += gl.arange(0, E, layout=gl.SliceLayout(0, SCALES))[None, :]
     out = ()
     for m in gl.static_range(GROUPS):
         p = words + m * (WARPS // 4 * (WIDTH // 64) * 512) + step * 1024
         w0 = gl.load(p + off, mask=ok, other=0, eviction_policy="evict_first")
         w1 = gl.load(p + 512 + off, mask=ok, other=0, eviction_policy="evict_first")
-        q = scales + m * (WARPS // 4 * (WIDTH // 128) * 128) + step * 128
-        s = gl.load(q + off_scales, mask=ok, other=0, eviction_policy="evict_first")
-        out = out + (w0, w1, s)
+        q = scales + m * (WARPS // 4 * (WIDTH // 128) * 32 * E) + step * 32 * E
+        s0 = gl.load(q + off_scales, mask=ok, other=0, eviction_policy="evict_first")
+        s1 = s0
+        if KIND == INT4:
+            s0, s1 = s0.reshape([T, 2, 4]).permute([0, 2, 1]).split()
+            s0 = gl.convert_layout(s0, LAYOUT, assert_trivial=True)
+            s1 = gl.convert_layout(s1, LAYOUT, assert_trivial=True)
+        out = out + (w0, w1, s0, s1)
     return out
 
 
@@ -217,7 +242,7 @@ def tile_product(
     OPERAND1: gl.constexpr = gl.DotOperandLayout(0, LAYOUT1, 2)
     held = ()
     for d in gl.static_range(AHEAD):
-        held = held + load_weights(words, scales, d, (count > 0) & (d < STEPS), GROUPS, WIDTH, WARPS)
+        held = held + load_weights(words, scales, d, (count > 0) & (d < STEPS), KIND, GROUPS, WIDTH, WARPS)
     if EARLY:
         if not FIRST:
             depends("wait")  # the weights do not depend on the kernel before, the rows do
@@ -253,7 +278,7 @@ def tile_product(
             step = first + d
             early = ()
             for m in gl.static_range(GROUPS):  # the first half is decoded while the products before still run
-                early = early + (decode(held[3 * m], held[3 * m + 2], 0, KIND, SPANS, WARPS, OPERAND0),)
+                early = early + (decode(held[4 * m], held[4 * m + 2], 0, KIND, SPANS, WARPS, OPERAND0),)
             if not FEW:
                 acc = wait_for_products(acc)
             async_copy.wait_group(STAGES - 2)
@@ -270,7 +295,7 @@ def tile_product(
                     if c == 0:
                         a = early[m]
                     else:
-                        a = decode(held[3 * m + 1], held[3 * m + 2], 1, KIND, SPANS, WARPS, OPERAND0)
+                        a = decode(held[4 * m + 1], held[4 * m + 3], 1, KIND, SPANS, WARPS, OPERAND0)
                     for b in gl.static_range(NB):
                         if FEW:
                             after = after + (ampere.mma_v2(a, rows, acc[m]),)
@@ -281,8 +306,8 @@ def tile_product(
                                 hopper.warpgroup_mma(ab, turned, acc[m * NB + b], is_async=True),
                             )
                 acc = after
-            held = held[3 * GROUPS :] + load_weights(
-                words, scales, step + AHEAD, step + AHEAD < STEPS, GROUPS, WIDTH, WARPS
+            held = held[4 * GROUPS :] + load_weights(
+                words, scales, step + AHEAD, step + AHEAD < STEPS, KIND, GROUPS, WIDTH, WARPS
             )
     if not FEW:
         acc = wait_for_products(acc)
@@ -321,12 +346,13 @@ def packed_product(
     if tile >= gl.load(how_many):
         return
     u0 = expert.to(gl.int64) * (LINES // 64) + block * (num_warps // 4 * GROUPS)
+    E: gl.constexpr = scale_elements(KIND)
     for v in gl.static_range(len(WIDTHS)):
         if (count > (WIDTHS[v - 1][0] + WIDTHS[v - 1][1] if v else 0)) & (
             count <= WIDTHS[v][0] + WIDTHS[v][1]
         ):
             tile_product(
-                x, slots_R, words + u0 * (WIDTH // 64 * 512), scales + u0 * (WIDTH // 128 * 128), divisors, factors,
+                x, slots_R, words + u0 * (WIDTH // 64 * 512), scales + u0 * (WIDTH // 128 * 32 * E), divisors, factors,
                 bias, weights_N, y, order_N, left,
                 expert, block, start, count, x_stride, y_stride,
                 INPUTS, WIDTH, COLUMNS, TOP_K, KIND, SPANS, WIDTHS[v][0], WIDTHS[v][1],

@@ -1,7 +1,7 @@
 """Packed 4-bit weights to the register operand of tensor cores, in PTX: see `tokenyard.experts.fused.packing`.
 
-The instructions get 4 words (64 inputs) and the scales of 128 inputs, and make 16 pairs of bf16 numbers. There is one
-text for either half of the inputs, so that scales stay in the registers into which they were loaded.
+The instructions get 4 words (64 inputs) and scales, and make 16 pairs of bf16 numbers. Those for e2m1 get the scales of
+128 inputs, in the registers into which they were loaded: there is one text for either half of the inputs.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def _scale_pair(scale: str) -> list[str]:
     return [f"mov.b32 {{l, h}}, {scale};", "mov.b32 b0, {l, l};", "mov.b32 b1, {h, h};"]
 
 
-def int4_instructions(half: int) -> str:
+def int4_instructions() -> str:
     """For integers, whose scales are pairs of bf16 numbers: an AND and a fused multiply-add each."""
     lines = ["{", ".reg .b32 t, c, b0, b1, c0, c1;", ".reg .b16 l, h;"]
     for span in range(2):
-        scale = f"${_OUTPUTS + _WORDS + 2 * half + span}"
+        scale = f"${_OUTPUTS + _WORDS + span}"
         # -8 times the scale, of both outputs.
         lines += [f"mov.b32 t, {0x80808008};", f"mul.rn.bf16x2 c, {scale}, t;"]
         lines += [*_scale_pair(scale), "mov.b32 {l, h}, c;", "mov.b32 c0, {l, l};", "mov.b32 c1, {h, h};"]
@@ -82,10 +82,10 @@ def e2m1_instructions(spans: int, half: int) -> str:
     return "\n".join([*lines, "}"])
 
 
-DECODE_INT4 = gl.constexpr((int4_instructions(0), int4_instructions(1)))
+DECODE_INT4 = gl.constexpr(int4_instructions())
 DECODE_MXFP4 = gl.constexpr((e2m1_instructions(2, 0), e2m1_instructions(2, 1)))
 DECODE_NVFP4 = gl.constexpr((e2m1_instructions(4, 0), e2m1_instructions(4, 1)))
-# With the scales of 128 inputs in 2 registers, and in 4.
+# With scales in 2 registers, and in 4.
 CONSTRAINTS_2 = gl.constexpr(",".join(["=&r"] * _OUTPUTS + ["r"] * (_WORDS + 2)))
 CONSTRAINTS_4 = gl.constexpr(",".join(["=&r"] * _OUTPUTS + ["r"] * (_WORDS + 4)))
 
@@ -95,10 +95,10 @@ def decode(
     words, scales, HALF: gl.constexpr,
     KIND: gl.constexpr, SPANS: gl.constexpr, WARPS: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
-    """Words `[T, 4]` of 64 inputs and scales `[T, 4]` of 128 to the operand `[16 · WARPS, 64]`; nothing moves."""
+    """Words `[T, 4]` of 64 inputs and their scales `[T, 4]` to the operand `[16 · WARPS, 64]`; nothing moves."""
     if KIND == INT4:
-        INSTRUCTIONS: gl.constexpr = DECODE_INT4[HALF]
-        CONSTRAINTS: gl.constexpr = CONSTRAINTS_4
+        INSTRUCTIONS: gl.constexpr = DECODE_INT4
+        CONSTRAINTS: gl.constexpr = CONSTRAINTS_2
     elif SPANS == 2:
         INSTRUCTIONS: gl.constexpr = DECODE_MXFP4[HALF]
         CONSTRAINTS: gl.constexpr = CONSTRAINTS_2
