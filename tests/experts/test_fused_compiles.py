@@ -54,7 +54,7 @@ def packed_kernel(kind, spans, first, widths, groups, warps=8):
         FIRST=first, INTERLEAVED=first, HAS_SLOTS=True, HAS_GLOBAL=spans == 4, HAS_BIAS=True, WEIGHTED=True,
         FINALIZE=True, ACTIVATION=4, LIMIT=7.0, ALPHA=1.7, SHIFT=1.0, GROUPS=groups, AHEAD=2, STAGES=4,
         EARLY=True, num_warps=warps,
-    ), warps, GluonASTSource)
+    ), warps, GluonASTSource, {"scales": "*bf16" if kind == 0 else "*i16" if spans == 2 else "*i32"})
 
 def plain_kernels():
     compiled(sorting.sort_pairs, dict(

@@ -1,13 +1,15 @@
-"""Packed weights: nothing is lost, and a word means what the bit rules say."""
+"""Packed weights: nothing is lost, and the kernels' instructions find in a word what was packed."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from tests.experts.fused_cases import FusedCase, same_bits
+from tests.experts.ptx import from_bf16, run_ptx
 from tokenyard.errors import InputError
 from tokenyard.experts import FusedExperts
 from tokenyard.experts.fused import experts as fused_experts
@@ -50,57 +52,127 @@ def test_every_code_survives(name):
     assert torch.equal(found["data"], matrix.payloads["data"])
 
 
-def bf16(bits: int) -> float:
-    """The number of 16 bits."""
-    sign, exponent, fraction = bits >> 15, bits >> 7 & 0xFF, bits & 0x7F
-    value = fraction * 2.0**-133 if exponent == 0 else (128 + fraction) * 2.0 ** (exponent - 134)
-    return -value if sign else value
-
-
-def weight_of(name: str, half: int, place: int) -> float:
-    """One of the four weights in a half of a word, as the kernel reads it: masked, and taken for a bf16 number."""
-    if name == "mxint4":
-        byte = half >> 8 * (place // 2)  # later inputs in the upper byte
-        mask, eight = (0x00F0, 0x0080) if place % 2 else (0x000F, 0x0008)
-        return bf16(byte & mask) - bf16(eight)
-    if place < 3:
-        return bf16(half << 3 * place & 0x81C0)
-    return bf16(half << 1 & 0x8000 | half >> 3 & 0x0180 | half >> 7 & 0x0040)
+def decoded(packed: packing.PackedMatrix) -> np.ndarray:
+    """What the instructions of the kernels make of all matrices, `[L, lines, width]`: each thread's, put in place."""
+    unpacking = pytest.importorskip("tokenyard.experts.fused.kernels.unpacking")
+    experts, outputs, inputs = packed.shape
+    lines, width = packing.padded(outputs, 64), packing.padded(inputs, 128)
+    blocks, steps = experts * lines // 64, width // 128
+    words = packed.words[: experts * lines * width // 8].view(blocks, steps, 2, 128, 4)
+    # As many registers as the scales of 128 inputs fill; four threads have the same. Integers get those of 64.
+    registers = 2 if packed.format == "mxfp4" else 4
+    scales = packed.scales.view(torch.int32)[: blocks * steps * 32 * registers]
+    scales = scales.view(blocks, steps, 32, 1, registers).expand(-1, -1, -1, 4, -1)
+    found = np.empty((blocks, steps, 2, 128, 4, 2, 2, 2))  # q, input + 8?, output + 8?, which of the two
+    for half in range(2):
+        if packed.format == "mxint4":
+            text, used = unpacking.int4_instructions(), scales[..., 2 * half : 2 * half + 2]
+        else:
+            text, used = unpacking.e2m1_instructions(2 if packed.format == "mxfp4" else 4, half), scales
+        given = [
+            *words[:, :, half].reshape(-1, 4).T.numpy(),
+            *used.reshape(-1, used.shape[-1]).T.numpy(),
+        ]
+        made = np.stack(run_ptx(text, given, 16), -1)
+        pairs = np.stack([from_bf16(made), from_bf16(made >> 16)], -1)
+        found[:, :, half] = pairs.reshape(blocks, steps, 128, 4, 2, 2, 2)
+    # u step half w g c q kh h kl  →  u w h g | step half q kh c kl
+    found = found.reshape(blocks, steps, 2, 4, 8, 4, 4, 2, 2, 2).transpose(0, 3, 8, 4, 1, 2, 6, 7, 5, 9)
+    return found.reshape(experts, lines, width)
 
 
 @every_format
 @pytest.mark.parametrize(("gated", "interleaved"), LAYOUTS)
-def test_words_and_scales_stand_where_a_thread_looks_for_them(name, gated, interleaved):
+def test_instructions_find_the_weights_of_their_thread(name, gated, interleaved):
     outputs, inputs, experts = 100, 150, 2
     matrix = matrix_of(name, experts, outputs, inputs, seed=4)
     packed = packing.pack(matrix, gated=gated, interleaved=interleaved)
-    lines, width, span = 128, 256, matrix.format.block
-    words = packed.words[: experts * lines * width // 8].view(experts, lines // 64, width // 64, 128, 4)
-    scales = packed.scales[: experts * lines * width // span].view(
-        experts, lines // 64, width // 128, 32, 128 // span, 2
-    )
-    exact = matrix.decode(torch.float64)
-    order = packing.output_order(outputs, gated=gated, interleaved=interleaved).tolist()
-    assert sorted(order)[-outputs:] == list(range(outputs))
-    factors = torch.ones(experts, 2, dtype=torch.float64)
+    found = torch.from_numpy(decoded(packed)) * packing.LEFT_OVER
+    order = packing.output_order(outputs, gated=gated, interleaved=interleaved)
+    assert sorted(order.tolist())[-outputs:] == list(range(outputs))
+    assert not found[:, order < 0].any()
+    assert not found[..., inputs:].any()
+    by_output = torch.empty(experts, outputs, inputs, dtype=torch.float64)
+    by_output[:, order[order >= 0]] = found[:, order >= 0, :inputs]
     if name == "nvfp4":
         factors = (packed.global_factor / packed.global_scale).double()
-    for expert in range(experts):
-        for line in range(0, lines, 3):
-            for column in range(0, width, 7):
-                warp, eight, g = line % 64 // 16, line % 16 // 8, line % 8
-                later, pair, which = column % 16 // 8, column % 8 // 2, column % 2
-                thread = 32 * warp + 4 * g + pair
-                word = int(words[expert, line // 64, column // 64, thread, column % 64 // 16])
-                half = word >> 16 * which & 0xFFFF
-                scale = scales[expert, line // 64, column // 128, 8 * warp + g, column % 128 // span, eight]
-                found = weight_of(name, half, 2 * later + eight) * float(scale) * packing.LEFT_OVER
-                if order[line] < 0 or column >= inputs:
-                    assert found == 0.0  # the pad
-                    continue
-                found *= float(factors[expert, int(order[line] >= outputs / 2)])
-                expected = float(exact[expert, order[line], column])
-                assert found == pytest.approx(expected, rel=1e-6, abs=0.0), (expert, line, column)
+        by_output *= factors.repeat_interleave(outputs // 2, 1)[..., None]
+    exact = matrix.decode(torch.float64)
+    # A product of bf16 numbers is one where both have few bits.
+    allowed = 2.0**-8 if name == "mxint4" else 1e-6
+    torch.testing.assert_close(by_output, exact, rtol=allowed, atol=0.0)
+
+
+def every_scale(name: str) -> torch.Tensor:
+    """All that can be held, of mxfp4 and nvfp4, in the dtype of the format."""
+    if name == "mxfp4":
+        return torch.arange(148, dtype=torch.uint8)
+    return torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+
+
+def matrix_of_everything(name: str) -> QuantizedMatrix:
+    """Every code with every scale, at every place of a word: an output for each scale, turned by its number."""
+    scales, span = every_scale(name), weight_format(name).block
+    matrix = matrix_of(name, 1, len(scales), 512)
+    for output, scale in enumerate(scales.view(torch.uint8).tolist()):
+        matrix.payloads["scales"].view(torch.uint8)[0, output] = scale
+        codes = (torch.arange(512) * 5 + torch.arange(512) // 16 + output) % 16
+        matrix.payloads["data"][0, output] = (codes[0::2] | codes[1::2] << 4).to(torch.uint8)
+    # And scales that differ from span to span.
+    spans = torch.arange(512 // span)
+    turned = (torch.arange(len(scales))[:, None] + spans * (spans % 2)) % len(scales)
+    matrix.payloads["scales"].view(torch.uint8)[0] = scales.view(torch.uint8)[turned]
+    return matrix
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize(("gated", "interleaved"), [(False, False), (True, True)])
+def test_every_scale_survives(name, gated, interleaved):
+    matrix = matrix_of_everything(name)
+    outputs = matrix.shape[1] // 2 * 2  # gate and up
+    matrix = QuantizedMatrix(
+        format=matrix.format,
+        shape=(1, outputs, 512),
+        payloads={
+            part: tensor[:, -outputs:] if part in ("data", "scales") else tensor
+            for part, tensor in matrix.payloads.items()
+        },
+    )
+    assert packing.can_pack(matrix)
+    found = packing.unpack(packing.pack(matrix, gated=gated, interleaved=interleaved))
+    scales = matrix.payloads["scales"]
+    assert torch.equal(found["scales"].view(torch.uint8), scales.view(torch.uint8))
+    is_zero = (
+        (scales.view(torch.uint8) == 0) if name == "nvfp4" else torch.zeros_like(scales, dtype=torch.bool)
+    )
+    is_zero = is_zero.repeat_interleave(matrix.format.block // 2, -1)
+    assert torch.equal(found["data"], matrix.payloads["data"].masked_fill(is_zero, 0))
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_instructions_are_exact_for_every_code_and_scale(name):
+    matrix = matrix_of_everything(name)
+    if name == "nvfp4":
+        matrix.payloads["global_scale"].fill_(1.0)
+        matrix.payloads["global_factor"].fill_(1.0)
+    outputs = matrix.shape[1]
+    found = torch.from_numpy(decoded(packing.pack(matrix, gated=False, interleaved=False)))[:, :outputs]
+    byte = matrix.payloads["data"].to(torch.int64)
+    codes = torch.stack([byte & 15, byte >> 4], -1).flatten(-2)
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+    values = magnitudes[codes & 7] * (1 - 2 * (codes >> 3))
+    scales = matrix.payloads["scales"]
+    scales = 2.0 ** (scales.double() - 127) if name == "mxfp4" else scales.double()
+    expected = values * scales.repeat_interleave(matrix.format.block, -1) / packing.LEFT_OVER
+    # bf16 numbers are multiples of 2^-133: weights of scales below 2^-112 are rounded to them.
+    unrounded = expected % 2.0**-133 == 0
+    assert torch.equal(found[unrounded], expected[unrounded])
+    assert ((found - expected).abs() <= 2.0**-134).all()
+    if name == "nvfp4":
+        assert torch.equal(found, expected)
+        assert found[expected != 0].abs().min() >= 2.0**-126
+    numbered = matrix.payloads["scales"].view(torch.uint8).to(torch.int64)
+    assert len((numbered.repeat_interleave(matrix.format.block, -1) * 16 + codes).unique()) == 16 * outputs
 
 
 def test_gate_and_up_of_a_column_stand_eight_lines_apart():
@@ -121,16 +193,19 @@ def test_scales_beyond_the_limit_are_refused(name):
     elif name == "mxint4":
         at, beyond = largest, 2 * largest
     else:  # e4m3 ends before the limit
-        scales.view(torch.uint8)[1, 3, 2] = 0x7F  # NaN
-        assert not packing.can_pack(matrix)
+        assert packing.can_pack(matrix)
+        for bad in (0x7F, 0xFF, 0x80, 0x81, 0xB8, 0xFE):  # NaN, minus zero, and less
+            scales.view(torch.uint8)[1, 3, 2] = bad
+            assert not packing.can_pack(matrix), bad
         return
     scales[1, 3, 1] = at
     assert packing.can_pack(matrix)
     packed = packing.pack(matrix, gated=False, interleaved=False)
-    assert packed.scales.isfinite().all()
+    assert np.isfinite(decoded(packed)).all()
     assert torch.equal(packing.unpack(packed)["scales"], scales)
-    scales[1, 3, 1] = beyond
-    assert not packing.can_pack(matrix)
+    for bad in [beyond, 255] if name == "mxfp4" else [beyond, -beyond, torch.nan]:
+        scales[1, 3, 1] = bad
+        assert not packing.can_pack(matrix), bad
 
 
 @pytest.mark.parametrize("name", ["mxint4", "mxfp4", "nvfp4"])

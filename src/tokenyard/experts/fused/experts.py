@@ -146,8 +146,11 @@ class FusedExperts(Experts):
         self._check_new(weights)
         for name in ("w13", "w2"):
             if not packing.can_pack(getattr(weights, name)):
+                largest = packing.LARGEST_SCALE[self.spec.weights]
                 raise InputError(
-                    f"{name} has scales beyond {packing.LARGEST_SCALE[self.spec.weights]}",
+                    f"{name} has scales below zero"
+                    if self.spec.weights == "nvfp4"
+                    else f"{name} has scales beyond {largest}",
                     expected="scales that packed weights can hold",
                     fix="make new experts of these weights: they will not be packed",
                 )

@@ -5,16 +5,22 @@ holds outputs 16 w + g and 16 w + g + 8 at inputs 2 c, 2 c + 1, 2 c + 8 and 2 c 
 matrix is held as
 
     words   [outputs / 64, inputs / 64, 128 threads, 4 words]    16 bytes a thread, for 64 inputs
-    scales  [outputs / 64, inputs / 128, 32 (w, g), spans, 2]    bf16: of outputs g and g + 8, for 128 inputs
+    scales  [outputs / 64, inputs / 128, 32 (w, g), spans, 2]    of outputs g and g + 8, for 128 inputs
 
 and a thread decodes the words it has loaded in place: no shuffle, no shared memory. Gate and up rows take turns, 8 and
 8, so that a thread finds the up of its gate in its own registers. Outputs are padded to 64, inputs to 128, with zeros.
 
 **Bits.** A 16-bit half of a word holds 4 weights, and those of both halves (neighboring inputs) are decoded together.
 A signed integer stands as value + 8 in one nibble: with all else masked it is the bf16 number n · 2^-133 (n · 2^-129
-from the next nibble), since subnormal numbers are linear. An e2m1 code stands with its sign in bit 15 and its magnitude
-in bits 8 to 6 of the half, or will after one shift: as a bf16 number that is its value · 2^-126. Scales are held times
-the power of two that makes up for it, up to the factor LEFT_OVER, which the sum is multiplied with in the end.
+from the next nibble), since subnormal numbers are linear. An e2m1 code has its sign in bit 15 and its magnitude in bits
+8 to 6 of the half, or will after a shift: as a bf16 number that is its value · 2^-126. No three shifts bring all other
+bits of a word there, so the fourth code takes two, whose results are combined by XOR: what else they bring there is
+known when words are packed, and stands in the code's bits already (E2M1_MIXED).
+
+**Scales** are held times the power of two that makes up for it, up to the factor LEFT_OVER, which the sum is multiplied
+with in the end: those of integers as bf16, those of e2m1 as bytes, the upper bits of the bf16 number (mxfp4: its
+exponent; nvfp4: the last five bits of the exponent, and three of the fraction). Four bytes are one word: the pair (g,
+g + 8) of a span where a mask finds it, that of the next span rotated by 8 bits.
 """
 
 from __future__ import annotations
@@ -28,16 +34,25 @@ from torch import Tensor
 from tokenyard.formats import QuantizedMatrix, weight_format
 
 OUTPUTS, INPUTS = 64, 128  # what matrices are padded to
-LEFT_OVER = 2.0**21
+LEFT_OVER = 2.0**20
 
-# Where the four bits of a weight stand in their half of a word, from its sign to its last bit, for each of the four:
-# (input + 8?) · 2 + (output + 8?).
+# Where the four bits of a weight stand in a word, from its sign to its last bit, for each of the four of its lower
+# half: (input + 8?) · 2 + (output + 8?). Those of the upper half stand 16 bits on, around the end of the word.
 INT4_BITS = ((3, 2, 1, 0), (7, 6, 5, 4), (11, 10, 9, 8), (15, 14, 13, 12))
-E2M1_BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 11, 10, 13))
-# The scales of integers, by output g and g + 8; e2m1 needs the same for both.
-INT4_POWERS, E2M1_POWER = (112, 108), 105
+E2M1_BITS = ((15, 8, 7, 6), (11, 4, 3, 2), (5, 30, 29, 28), (9, 10, 1, 0))
+# The shifts that bring the e2m1 codes to their places: none, left, around, and both left and right.
+E2M1_SECOND, E2M1_THIRD, E2M1_FOURTH = 4, 10, (6, 2)
+# Bits of the fourth codes, and those that the other shift brings to the same place: in the order of packing.
+E2M1_MIXED = ((17, 25), (9, 17), (1, 9), (0, 8), (10, 2), (16, 24), (26, 18))
+# The powers of two that scales are held times: of integers, by output g and g + 8; e2m1 needs the same for both.
+INT4_POWERS, E2M1_POWER = (113, 109), 106
 # The largest scale that can be held.
 LARGEST_SCALE = {"mxint4": 2.0**12, "mxfp4": 2.0**20, "nvfp4": 2.0**20}
+# Where the byte of a scale of output g stands in its bf16 number; nvfp4 has the upper bits of all exponents in common.
+SCALE_SHIFT, NVFP4_EXPONENT = {"mxfp4": 7, "nvfp4": 4}, 0x7000
+# The bytes of e4m3 scales, by their own bits. Those below 2^-6 have a leading one here, too; zero has a byte of some
+# other number, since its codes are zeros.
+NVFP4_BYTES = (143, 0, 8, 12, 16, 18, 20, 22, *range(24, 143))
 
 # Which half of a word, input + 8 or not, output + 8 or not.
 _PLACES = tuple(itertools.product(range(2), repeat=3))
@@ -82,24 +97,27 @@ def output_order(outputs: int, *, gated: bool, interleaved: bool) -> Tensor:
 
 def can_pack(matrix: QuantizedMatrix) -> bool:
     """Whether every scale is one that can be held: those of real weights are."""
-    largest = LARGEST_SCALE[matrix.format.name]
-    return bool((_scales_of(matrix) <= largest).all())
+    scales, largest = _scales_of(matrix), LARGEST_SCALE[matrix.format.name]
+    if matrix.format.name == "nvfp4" and bool(scales.signbit().any()):
+        return False
+    return bool((scales.abs() <= largest).all())
 
 
 def pack(matrix: QuantizedMatrix, *, gated: bool, interleaved: bool) -> PackedMatrix:
-    """Matrices `[L, N, D]` in packed order, matrix by matrix."""
+    """Matrices `[L, N, D]` in packed order, matrix by matrix. Codes of a span whose scale is zero become zeros."""
     experts, outputs, inputs = matrix.shape
     lines, width = padded(outputs, OUTPUTS), padded(inputs, INPUTS)
     span, device = matrix.format.block, matrix.device
     order = output_order(outputs, gated=gated, interleaved=interleaved).to(device)
     spare = 4 * OUTPUTS  # a block of outputs may reach behind the last matrix
     words = torch.zeros((experts * lines + spare) * width // 8, dtype=torch.int32, device=device)
-    scales = torch.zeros((experts * lines + spare) * width // span, dtype=torch.bfloat16, device=device)
+    kept, per = (torch.bfloat16, span) if matrix.format.name == "mxint4" else (torch.int32, 4 * span)
+    scales = torch.zeros((experts * lines + spare) * width // per, dtype=kept, device=device)
     for expert in range(experts):
         one = matrix[expert]
         at = slice(expert * lines * width // 8, (expert + 1) * lines * width // 8)
         words[at] = _words(one, order, width)
-        at = slice(expert * lines * width // span, (expert + 1) * lines * width // span)
+        at = slice(expert * lines * width // per, (expert + 1) * lines * width // per)
         scales[at] = _held_scales(one, order, width)
     return PackedMatrix(
         matrix.format.name,
@@ -114,10 +132,10 @@ def pack(matrix: QuantizedMatrix, *, gated: bool, interleaved: bool) -> PackedMa
 
 
 def unpack(packed: PackedMatrix) -> dict[str, Tensor]:
-    """The payloads `data` and `scales` that a packed matrix was made of."""
+    """The payloads `data` and `scales` that a packed matrix was made of: exactly, but for codes of a scale of zero."""
     experts, outputs, inputs = packed.shape
     format = weight_format(packed.format)
-    lines, width, span = padded(outputs, OUTPUTS), padded(inputs, INPUTS), format.block
+    lines, width = padded(outputs, OUTPUTS), padded(inputs, INPUTS)
     order = output_order(outputs, gated=packed.gated, interleaved=packed.interleaved).to(packed.words.device)
     declared = format.payloads(outputs, inputs)
     found = {
@@ -133,30 +151,31 @@ def unpack(packed: PackedMatrix) -> dict[str, Tensor]:
         codes[order[real]] = _codes(packed.words[at], packed.format, width)[real]
         codes = codes[:, : 2 * declared["data"].shape[1]]
         found["data"][expert] = codes[:, 0::2] | codes[:, 1::2] << 4
-        at = slice(expert * lines * width // span, (expert + 1) * lines * width // span)
-        held = packed.scales[at].view(-1, width // INPUTS, 4, 8, INPUTS // span, 2).permute(0, 2, 5, 3, 1, 4)
-        scales = (held.double() / _factor(packed.format, held.device)[:, None, None, None]).reshape(lines, -1)
-        by_output = torch.empty(outputs, scales.shape[1], dtype=torch.float64, device=scales.device)
+        scales = _scales_by_line(packed, expert, width)
+        by_output = scales.new_empty(outputs, scales.shape[1])
         by_output[order[real]] = scales[real]
-        by_output = by_output[:, : declared["scales"].shape[1]]
-        if packed.format == "mxfp4":
-            found["scales"][expert] = (by_output.log2() + 127).to(torch.uint8)
-        else:
-            found["scales"][expert] = by_output.to(found["scales"].dtype)
+        to = found["scales"][expert]
+        (to.view(torch.uint8) if packed.format == "nvfp4" else to).copy_(by_output[:, : to.shape[1]])
     return found
 
 
-def _bit_places(format: str, kh: int, h: int) -> tuple[int, ...]:
-    return (INT4_BITS if format == "mxint4" else E2M1_BITS)[2 * kh + h]
+def _bit_places(format: str, half: int, kh: int, h: int) -> list[int]:
+    """Where the bits of a weight stand in its word."""
+    return [
+        (place + 16 * half) % 32 for place in (INT4_BITS if format == "mxint4" else E2M1_BITS)[2 * kh + h]
+    ]
 
 
 def _codes(words: Tensor, format: str, width: int) -> Tensor:
     """The codes of one matrix, line by line."""
     w = words.view(-1, width // 64, 4, 8, 4, 4).to(torch.int64)
+    if format != "mxint4":
+        for place, other in reversed(E2M1_MIXED):
+            w = w ^ (w >> other & 1) << place
     n = w.new_empty(*w.shape, 2, 2, 2)
     for half, kh, h in _PLACES:
-        places = _bit_places(format, kh, h)
-        code = sum((w >> (place + 16 * half) & 1) << (3 - nth) for nth, place in enumerate(places))
+        places = _bit_places(format, half, kh, h)
+        code = sum((w >> place & 1) << (3 - nth) for nth, place in enumerate(places))
         n[..., half, kh, h] = code ^ 8 if format == "mxint4" else code
     n = n.permute(0, 2, 8, 3, 1, 5, 7, 4, 6)
     return n.reshape(-1, width).to(torch.uint8)
@@ -168,6 +187,9 @@ def _words(matrix: QuantizedMatrix, order: Tensor, width: int) -> Tensor:
     is_integer = matrix.format.name == "mxint4"
     if is_integer:
         codes = codes ^ 8
+    elif matrix.format.name == "nvfp4":
+        is_zero = matrix.payloads["scales"].float() == 0
+        codes = codes.masked_fill(is_zero.repeat_interleave(matrix.format.block, -1), 0)
     nothing = 8 if is_integer else 0
     held = torch.full((len(order), width), nothing, dtype=torch.int64, device=byte.device)
     real = order >= 0
@@ -176,11 +198,14 @@ def _words(matrix: QuantizedMatrix, order: Tensor, width: int) -> Tensor:
     n = held.view(-1, 4, 2, 8, width // 64, 4, 2, 4, 2)
     # u chunk w g c q | kl kh h
     n = n.permute(0, 4, 1, 3, 7, 5, 8, 6, 2)
-    bits = torch.zeros_like(n)
+    w = n.new_zeros(n.shape[:6])
     for half, kh, h in _PLACES:
-        for nth, place in enumerate(_bit_places(matrix.format.name, kh, h)):
-            bits[..., half, kh, h] |= (n[..., half, kh, h] >> (3 - nth) & 1) << (place + 16 * half)
-    return bits.sum((-1, -2, -3)).to(torch.int32).flatten()
+        for nth, place in enumerate(_bit_places(matrix.format.name, half, kh, h)):
+            w |= (n[..., half, kh, h] >> (3 - nth) & 1) << place
+    if not is_integer:
+        for place, other in E2M1_MIXED:
+            w ^= (w >> other & 1) << place
+    return w.to(torch.int32).flatten()
 
 
 def _scales_of(matrix: QuantizedMatrix) -> Tensor:
@@ -194,16 +219,47 @@ def _scales_of(matrix: QuantizedMatrix) -> Tensor:
 
 
 def _held_scales(matrix: QuantizedMatrix, order: Tensor, width: int) -> Tensor:
-    found, span = _scales_of(matrix), matrix.format.block
+    """The scales of one matrix as they are held: bf16 numbers, or words of four bytes."""
+    format, span = matrix.format.name, matrix.format.block
+    if format == "mxint4":
+        found = matrix.payloads["scales"].double()
+    elif format == "mxfp4":
+        found = matrix.payloads["scales"].to(torch.int64) + E2M1_POWER
+    else:
+        bits = matrix.payloads["scales"].view(torch.uint8).to(torch.int64)
+        found = torch.tensor(NVFP4_BYTES, device=bits.device)[bits]
     held = found.new_zeros(len(order), width // span)
     real = order >= 0
     held[real, : found.shape[1]] = found[order[real]]
     # u w h g | step span  →  u step w g span h
     held = held.view(-1, 4, 2, 8, width // INPUTS, INPUTS // span).permute(0, 4, 1, 3, 5, 2)
-    return (held.double() * _factor(matrix.format.name, found.device)).to(torch.bfloat16).flatten()
+    if format == "mxint4":
+        return (held * _int4_factors(held.device)).to(torch.bfloat16).flatten()
+    shift = SCALE_SHIFT[format]
+    pairs = held[..., 0] << shift | held[..., 1] << (shift + 16)
+    first, second = pairs[..., 0::2], pairs[..., 1::2]
+    return (first | second >> 8 | (second & 0xFF) << 24).to(torch.int32).flatten()
 
 
-def _factor(format: str, device: torch.device) -> Tensor:
+def _scales_by_line(packed: PackedMatrix, expert: int, width: int) -> Tensor:
+    """The scales of one matrix, line by line: numbers, or the bits of mxfp4 and nvfp4."""
+    format, span = packed.format, weight_format(packed.format).block
+    lines = padded(packed.shape[1], OUTPUTS)
+    count = lines * width // span // (1 if format == "mxint4" else 4)
+    held = packed.scales[expert * count : (expert + 1) * count]
+    if format != "mxint4":
+        word, shift = held.to(torch.int64) & 0xFFFFFFFF, SCALE_SHIFT[format]
+        pairs = torch.stack([word, word << 8 | word >> 24], -1)
+        held = torch.stack([pairs >> shift & 0xFF, pairs >> (shift + 16) & 0xFF], -1)
+    held = held.view(-1, width // INPUTS, 4, 8, INPUTS // span, 2).permute(0, 2, 5, 3, 1, 4)
+    if format == "mxint4":
+        return (held.double() / _int4_factors(held.device)[:, None, None, None]).reshape(lines, -1)
+    if format == "mxfp4":
+        return held.reshape(lines, -1) - E2M1_POWER
+    bits = [NVFP4_BYTES.index(byte) if byte in NVFP4_BYTES else 0 for byte in range(256)]
+    return torch.tensor(bits, dtype=torch.uint8, device=held.device)[held.reshape(lines, -1)]
+
+
+def _int4_factors(device: torch.device) -> Tensor:
     """What the scales of outputs g and g + 8 are held times."""
-    powers = INT4_POWERS if format == "mxint4" else (E2M1_POWER, E2M1_POWER)
-    return torch.tensor([2.0**power for power in powers], dtype=torch.float64, device=device)
+    return torch.tensor([2.0**power for power in INT4_POWERS], dtype=torch.float64, device=device)

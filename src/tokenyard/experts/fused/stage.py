@@ -365,21 +365,23 @@ def launch_packed(
         cut: Cut | PackedCut, w: PackedMatrix, bias: Tensor | None, rows: Tensor, slots: Tensor | None, y: Tensor,
         weighted: bool, is_first: bool,
     ) -> None:  # fmt: skip
-        from tokenyard.experts.fused.kernels import packed
+        from tokenyard.experts.fused.kernels import packed, unpacking
 
         assert isinstance(cut, PackedCut)
         nothing, (_, outputs, inputs) = call.sorted.order_N, w.shape
         lines = packing.padded(outputs, packing.OUTPUTS)
         registers = {} if cut.registers is None else {"maxnreg": cut.registers}
         has_global = w.global_scale is not None
+        # Those of e2m1 as four numbers for 128 inputs.
+        scales = w.scales.view(torch.int16) if w.format == "mxfp4" else w.scales
         packed.packed_product[(triton.cdiv(lines, cut.out * cut.groups), call.sorted.max_tiles)](
-            rows, nothing if slots is None else slots, w.words, w.scales,
+            rows, nothing if slots is None else slots, w.words, scales,
             w.global_scale if has_global else nothing, w.global_factor if has_global else nothing,
             nothing if bias is None else bias, call.weights_RK, y, call.sorted.order_N, to.left,
             call.sorted.tiles, call.sorted.how_many, call.sorted.max_tiles, rows.stride(0), y.stride(0),
             INPUTS=inputs, WIDTH=packing.padded(inputs, packing.INPUTS), LINES=lines,
             COLUMNS=I if is_first else H, TOP_K=spec.top_k,
-            KIND=packed.INT4 if w.format == "mxint4" else packed.E2M1, SPANS=4 if w.format == "nvfp4" else 2,
+            KIND=unpacking.INT4 if w.format == "mxint4" else unpacking.E2M1, SPANS=4 if w.format == "nvfp4" else 2,
             WIDTHS=cut.widths, FIRST=is_first, INTERLEAVED=spec.activation.interleaved,
             HAS_SLOTS=slots is not None, HAS_GLOBAL=has_global, HAS_BIAS=bias is not None, WEIGHTED=weighted,
             FINALIZE=finalize, **_activation(spec),

@@ -1,7 +1,7 @@
 """The two products with packed 4-bit weights, on Hopper's tensor cores, in Triton's Gluon dialect.
 
 The weights are the register operand: loaded 16 bytes a thread, several steps ahead, decoded in place by a mask and one
-bf16 operation for two weights (see `tokenyard.experts.fused.packing`). Rows are brought to shared memory by
+bf16 operation for two weights (see `tokenyard.experts.fused.kernels.unpacking`). Rows are brought to shared memory by
 asynchronous copies. Tiles have as many columns as they have rows, up to a few widths (`WIDTHS`): one is compiled for
 each.
 
@@ -19,72 +19,15 @@ from triton.experimental.gluon.language.nvidia import ampere, hopper
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from tokenyard.experts.fused import packing
+from tokenyard.experts.fused.kernels.unpacking import INT4, decode
 
 # Younger Tritons have other names for them.
 start_copy = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
 meet = getattr(gl, "barrier", None) or gl.thread_barrier
-INT4 = gl.constexpr(0)
-E2M1 = gl.constexpr(1)
 LEFT_OVER = gl.constexpr(packing.LEFT_OVER)
 # Rows of a tile up to which each warp multiplies by itself.
 FEW_ROWS = gl.constexpr(16)
 KEEP_NAN = gl.constexpr(tl.PropagateNan.ALL)
-
-
-def _scale_pair(scale: str) -> list[str]:
-    """b0 and b1: the scale of output g, twice, and that of output g + 8."""
-    return [f"mov.b32 {{l, h}}, {scale};", "mov.b32 b0, {l, l};", "mov.b32 b1, {h, h};"]
-
-
-def _decode_int4() -> str:
-    """4 words and 4 pairs of scales (2 of them used) to 16 pairs of bf16: an AND and a fused multiply-add each."""
-    lines = ["{", ".reg .b32 t, c, b0, b1, c0, c1;", ".reg .b16 l, h;"]
-    for span in range(2):
-        scale = f"${20 + span}"
-        # -8 times the scale, of both outputs.
-        lines += [f"mov.b32 t, {0x80808008};", f"mul.rn.bf16x2 c, {scale}, t;"]
-        lines += [*_scale_pair(scale), "mov.b32 {l, h}, c;", "mov.b32 c0, {l, l};", "mov.b32 c1, {h, h};"]
-        for q in (2 * span, 2 * span + 1):
-            word = f"${16 + q}"
-            for later in range(2):
-                out = (q * 2 + later) * 2
-                if later:
-                    lines.append(f"shr.u32 t, {word}, 8;")
-                    word = "t"
-                lines += [f"and.b32 ${out}, {word}, {0x000F000F};"]
-                lines += [f"and.b32 ${out + 1}, {word}, {0x00F000F0};"]
-                lines += [f"fma.rn.bf16x2 ${out}, ${out}, b0, c0;"]
-                lines += [f"fma.rn.bf16x2 ${out + 1}, ${out + 1}, b1, c1;"]
-    return "\n".join([*lines, "}"])
-
-
-def _decode_e2m1(spans: int) -> str:
-    """The same for e2m1, with 2 or 4 scales for the 64 inputs: a shift, an AND and a product each, but for the last."""
-    code, sign, low = 0x81C081C0, 0x80008000, 0x00400040
-    lines = ["{", ".reg .b32 t, u, b0, b1;", ".reg .b16 l, h;"]
-    for q in range(4):
-        if q % (4 // spans) == 0:
-            lines += _scale_pair(f"${20 + q * spans // 4}")
-        word, out = f"${16 + q}", 4 * q
-        lines += [f"and.b32 ${out}, {word}, {code};"]
-        lines += [f"shl.b32 t, {word}, 3;", f"and.b32 ${out + 1}, t, {code};"]
-        lines += [f"shl.b32 t, {word}, 6;", f"and.b32 ${out + 2}, t, {code};"]
-        # The last one's sign is one bit off, its exponent three, its mantissa seven.
-        lines += [f"shl.b32 t, {word}, 1;", f"shr.u32 u, {word}, 3;"]
-        lines += [f"lop3.b32 t, t, u, {sign}, 0xe4;"]  # the sign of t, the rest of u
-        lines += [f"shr.u32 u, {word}, 7;", f"lop3.b32 t, u, t, {low}, 0xe4;"]
-        lines += [f"and.b32 ${out + 3}, t, {code};"]
-        for later in range(2):
-            lines += [f"mul.rn.bf16x2 ${out + 2 * later}, ${out + 2 * later}, b0;"]
-            lines += [f"mul.rn.bf16x2 ${out + 2 * later + 1}, ${out + 2 * later + 1}, b1;"]
-    return "\n".join([*lines, "}"])
-
-
-DECODE_INT4 = gl.constexpr(_decode_int4())
-DECODE_E2M1_2 = gl.constexpr(_decode_e2m1(2))
-DECODE_E2M1_4 = gl.constexpr(_decode_e2m1(4))
-CONSTRAINTS_2 = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 6))
-CONSTRAINTS_4 = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 8))
 
 
 @gluon.jit
@@ -95,73 +38,51 @@ def depends(op: gl.constexpr):
     )
 
 
-@gluon.jit
-def decode(
-    words, scales, KIND: gl.constexpr, SPANS: gl.constexpr, WARPS: gl.constexpr, OPERAND: gl.constexpr
-):
-    """Words `[T, 4]` and scales `[T, 2 · SPANS]` of 64 inputs to the operand `[16 · WARPS, 64]`; nothing moves."""
-    if KIND == INT4:
-        o0, o1, o2, o3, o4, o5, o6, o7 = gl.inline_asm_elementwise(
-            DECODE_INT4, CONSTRAINTS_2, [words, scales], is_pure=True, pack=4,
-            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
-                   gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
-        )  # fmt: skip
-    elif SPANS == 2:
-        o0, o1, o2, o3, o4, o5, o6, o7 = gl.inline_asm_elementwise(
-            DECODE_E2M1_2, CONSTRAINTS_2, [words, scales], is_pure=True, pack=4,
-            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
-                   gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
-        )  # fmt: skip
-    else:
-        first, second = scales.reshape([32 * WARPS, 2, 4]).permute([0, 2, 1]).split()
-        first = gl.convert_layout(first, words.type.layout, assert_trivial=True)
-        second = gl.convert_layout(second, words.type.layout, assert_trivial=True)
-        o0, o1, o2, o3, o4, o5, o6, o7 = gl.inline_asm_elementwise(
-            DECODE_E2M1_4, CONSTRAINTS_4, [words, first, second], is_pure=True, pack=4,
-            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
-                   gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
-        )  # fmt: skip
-    a = gl.join(gl.join(gl.join(o0, o1), gl.join(o2, o3)), gl.join(gl.join(o4, o5), gl.join(o6, o7)))
-    a = a.reshape([WARPS, 8, 4, 2, 2, 2, 2, 2]).permute([0, 3, 1, 7, 6, 5, 2, 4]).reshape([WARPS * 16, 64])
-    return gl.convert_layout(a, OPERAND, assert_trivial=True)
+@gluon.constexpr_function
+def scale_elements(kind):
+    """How many numbers hold the scales of two outputs for 128 inputs: bf16 of integers, of e2m1 16 or 32 bits each."""
+    return 8 if kind == INT4 else 4
 
 
 @gluon.jit
 def load_weights(
-    words, scales, step, ok,
-    GROUPS: gl.constexpr, WIDTH: gl.constexpr, SPANS: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
+    words,
+    scales,
+    step,
+    ok,
+    KIND: gl.constexpr,
+    GROUPS: gl.constexpr,
+    WIDTH: gl.constexpr,
+    WARPS: gl.constexpr,
+):
     """The words and scales of 128 inputs: (words, words, scales, scales) of 64 each, for each group of outputs.
 
-    Behind the last input scales are zero, and so is whatever the words may be.
+    Those scales are `[T, 4]` of bf16 for integers; for e2m1 they are one tile `[T, 4]` of all 128 inputs, named twice.
+    Behind the last input everything is zero, and so are the weights: no scale, or no code.
     """
     T: gl.constexpr = 32 * WARPS
-    L4: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
-    L8: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [WARPS, 1], [1, 0])
-    t = gl.arange(0, T, layout=gl.SliceLayout(1, L4))[:, None]
-    off = (
-        (t // 128) * (WIDTH // 64 * 512)
-        + (t % 128) * 4
-        + gl.arange(0, 4, layout=gl.SliceLayout(0, L4))[None, :]
-    )
-    t8 = gl.arange(0, T, layout=gl.SliceLayout(1, L8))[:, None]
-    S: gl.constexpr = 128 * SPANS  # scales of 64 outputs for 128 inputs: 32 × 4 · SPANS
-    e8 = gl.arange(0, 8, layout=gl.SliceLayout(0, L8))[None, :]
-    off8 = (t8 // 128) * (WIDTH // 128 * S) + (t8 % 128) // 4 * (4 * SPANS) + e8
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
+    t = gl.arange(0, T, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    fourth = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    off = (t // 128) * (WIDTH // 64 * 512) + (t % 128) * 4 + fourth
+    # Four threads have the same outputs, and so the same scales.
+    E: gl.constexpr = scale_elements(KIND)
+    SCALES: gl.constexpr = gl.BlockedLayout([1, E], [32, 1], [WARPS, 1], [1, 0])
+    ts = gl.arange(0, T, layout=gl.SliceLayout(1, SCALES))[:, None]
+    off_scales = (ts // 128) * (WIDTH // 128 * 32 * E) + (ts % 128) // 4 * E
+    off_scales += gl.arange(0, E, layout=gl.SliceLayout(0, SCALES))[None, :]
     out = ()
     for m in gl.static_range(GROUPS):
         p = words + m * (WARPS // 4 * (WIDTH // 64) * 512) + step * 1024
-        w0 = gl.load(p + off, mask=ok, eviction_policy="evict_first")
-        w1 = gl.load(p + 512 + off, mask=ok, eviction_policy="evict_first")
-        q = scales + m * (WARPS // 4 * (WIDTH // 128) * S) + step * S
-        if SPANS == 2:
-            s = gl.load(q + off8, mask=ok, other=0.0, eviction_policy="evict_first")
-            s0, s1 = s.reshape([T, 2, 4]).permute([0, 2, 1]).split()
-            s0 = gl.convert_layout(s0, L4, assert_trivial=True)
-            s1 = gl.convert_layout(s1, L4, assert_trivial=True)
-        else:
-            s0 = gl.load(q + off8, mask=ok, other=0.0, eviction_policy="evict_first")
-            s1 = gl.load(q + 8 + off8, mask=ok, other=0.0, eviction_policy="evict_first")
+        w0 = gl.load(p + off, mask=ok, other=0, eviction_policy="evict_first")
+        w1 = gl.load(p + 512 + off, mask=ok, other=0, eviction_policy="evict_first")
+        q = scales + m * (WARPS // 4 * (WIDTH // 128) * 32 * E) + step * 32 * E
+        s0 = gl.load(q + off_scales, mask=ok, other=0, eviction_policy="evict_first")
+        s1 = s0
+        if KIND == INT4:
+            s0, s1 = s0.reshape([T, 2, 4]).permute([0, 2, 1]).split()
+            s0 = gl.convert_layout(s0, LAYOUT, assert_trivial=True)
+            s1 = gl.convert_layout(s1, LAYOUT, assert_trivial=True)
         out = out + (w0, w1, s0, s1)
     return out
 
@@ -321,7 +242,7 @@ def tile_product(
     OPERAND1: gl.constexpr = gl.DotOperandLayout(0, LAYOUT1, 2)
     held = ()
     for d in gl.static_range(AHEAD):
-        held = held + load_weights(words, scales, d, (count > 0) & (d < STEPS), GROUPS, WIDTH, SPANS, WARPS)
+        held = held + load_weights(words, scales, d, (count > 0) & (d < STEPS), KIND, GROUPS, WIDTH, WARPS)
     if EARLY:
         if not FIRST:
             depends("wait")  # the weights do not depend on the kernel before, the rows do
@@ -357,13 +278,13 @@ def tile_product(
             step = first + d
             early = ()
             for m in gl.static_range(GROUPS):  # the first half is decoded while the products before still run
-                early = early + (decode(held[4 * m], held[4 * m + 2], KIND, SPANS, WARPS, OPERAND0),)
+                early = early + (decode(held[4 * m], held[4 * m + 2], 0, KIND, SPANS, WARPS, OPERAND0),)
             if not FEW:
                 acc = wait_for_products(acc)
             async_copy.wait_group(STAGES - 2)
+            meet()  # right behind the wait for copies, or the compiler adds one there
             if not FEW:
                 hopper.fence_async_shared()
-            meet()
             copy_rows(buffers, pointers, columns, NB, (d + STAGES - 1) % STAGES, step + STAGES - 1,
                       step + STAGES - 1 < STEPS, INPUTS)  # fmt: skip
             for c in gl.static_range(2):
@@ -374,7 +295,7 @@ def tile_product(
                     if c == 0:
                         a = early[m]
                     else:
-                        a = decode(held[4 * m + 1], held[4 * m + 3], KIND, SPANS, WARPS, OPERAND0)
+                        a = decode(held[4 * m + 1], held[4 * m + 3], 1, KIND, SPANS, WARPS, OPERAND0)
                     for b in gl.static_range(NB):
                         if FEW:
                             after = after + (ampere.mma_v2(a, rows, acc[m]),)
@@ -386,7 +307,7 @@ def tile_product(
                             )
                 acc = after
             held = held[4 * GROUPS :] + load_weights(
-                words, scales, step + AHEAD, step + AHEAD < STEPS, GROUPS, WIDTH, SPANS, WARPS
+                words, scales, step + AHEAD, step + AHEAD < STEPS, KIND, GROUPS, WIDTH, WARPS
             )
     if not FEW:
         acc = wait_for_products(acc)
@@ -425,14 +346,14 @@ def packed_product(
     if tile >= gl.load(how_many):
         return
     u0 = expert.to(gl.int64) * (LINES // 64) + block * (num_warps // 4 * GROUPS)
-    S: gl.constexpr = 128 * SPANS
+    E: gl.constexpr = scale_elements(KIND)
     for v in gl.static_range(len(WIDTHS)):
         if (count > (WIDTHS[v - 1][0] + WIDTHS[v - 1][1] if v else 0)) & (
             count <= WIDTHS[v][0] + WIDTHS[v][1]
         ):
             tile_product(
-                x, slots_R, words + u0 * (WIDTH // 64 * 512), scales + u0 * (WIDTH // 128 * S), divisors, factors, bias,
-                weights_N, y, order_N, left,
+                x, slots_R, words + u0 * (WIDTH // 64 * 512), scales + u0 * (WIDTH // 128 * 32 * E), divisors, factors,
+                bias, weights_N, y, order_N, left,
                 expert, block, start, count, x_stride, y_stride,
                 INPUTS, WIDTH, COLUMNS, TOP_K, KIND, SPANS, WIDTHS[v][0], WIDTHS[v][1],
                 FIRST, INTERLEAVED, HAS_SLOTS, HAS_GLOBAL, HAS_BIAS, WEIGHTED, FINALIZE,

@@ -1,0 +1,115 @@
+"""Packed 4-bit weights to the register operand of tensor cores, in PTX: see `tokenyard.experts.fused.packing`.
+
+The instructions get 4 words (64 inputs) and scales, and make 16 pairs of bf16 numbers. Those for e2m1 get the scales of
+128 inputs, in the registers into which they were loaded: there is one text for either half of the inputs.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tokenyard.experts.fused import packing
+
+INT4 = gl.constexpr(0)
+E2M1 = gl.constexpr(1)
+
+_OUTPUTS, _WORDS = 16, 4
+
+
+def _twice(bits: int) -> int:
+    """The same in both halves of a word."""
+    return bits << 16 | bits
+
+
+def _scale_pair(scale: str) -> list[str]:
+    """b0 and b1: the scale of output g, twice, and that of output g + 8."""
+    return [f"mov.b32 {{l, h}}, {scale};", "mov.b32 b0, {l, l};", "mov.b32 b1, {h, h};"]
+
+
+def int4_instructions() -> str:
+    """For integers, whose scales are pairs of bf16 numbers: an AND and a fused multiply-add each."""
+    lines = ["{", ".reg .b32 t, c, b0, b1, c0, c1;", ".reg .b16 l, h;"]
+    for span in range(2):
+        scale = f"${_OUTPUTS + _WORDS + span}"
+        # -8 times the scale, of both outputs.
+        lines += [f"mov.b32 t, {0x80808008};", f"mul.rn.bf16x2 c, {scale}, t;"]
+        lines += [*_scale_pair(scale), "mov.b32 {l, h}, c;", "mov.b32 c0, {l, l};", "mov.b32 c1, {h, h};"]
+        for q in (2 * span, 2 * span + 1):
+            word = f"${_OUTPUTS + q}"
+            for later in range(2):
+                out = (q * 2 + later) * 2
+                if later:
+                    lines.append(f"shr.u32 t, {word}, 8;")
+                    word = "t"
+                lines += [f"and.b32 ${out}, {word}, {_twice(0x000F)};"]
+                lines += [f"and.b32 ${out + 1}, {word}, {_twice(0x00F0)};"]
+                lines += [f"fma.rn.bf16x2 ${out}, ${out}, b0, c0;"]
+                lines += [f"fma.rn.bf16x2 ${out + 1}, ${out + 1}, b1, c1;"]
+    return "\n".join([*lines, "}"])
+
+
+def e2m1_instructions(spans: int, half: int) -> str:
+    """For e2m1, with 2 or 4 spans in 64 inputs, two a word of scales: a shift, an AND and a product each."""
+    code, mask = _twice(0x81C0), _twice(0xFF << packing.SCALE_SHIFT["mxfp4" if spans == 2 else "nvfp4"])
+    left, right = packing.E2M1_FOURTH
+    lines = ["{", ".reg .b32 s, t, u, b0, b1;", ".reg .b16 l, h;"]
+    for q in range(4):
+        span = q * spans // 4
+        if q * spans % 4 == 0:
+            scale = f"${_OUTPUTS + _WORDS + (half * spans + span) // 2}"
+            if span % 2:
+                lines += [f"shf.l.wrap.b32 s, {scale}, {scale}, 8;"]
+                scale = "s"
+            if spans == 2:
+                lines += [f"and.b32 s, {scale}, {mask};"]
+            else:
+                # AND the mask, OR what all exponents have.
+                lines += [f"lop3.b32 s, {scale}, {mask}, {_twice(packing.NVFP4_EXPONENT)}, 0xea;"]
+            lines += _scale_pair("s")
+        word, out = f"${_OUTPUTS + q}", 4 * q
+        lines += [f"and.b32 ${out}, {word}, {code};"]
+        lines += [f"shl.b32 t, {word}, {packing.E2M1_SECOND};", f"and.b32 ${out + 1}, t, {code};"]
+        lines += [
+            f"shf.l.wrap.b32 t, {word}, {word}, {packing.E2M1_THIRD};",
+            f"and.b32 ${out + 2}, t, {code};",
+        ]
+        lines += [f"shl.b32 t, {word}, {left};", f"shr.u32 u, {word}, {right};"]
+        lines += [f"lop3.b32 ${out + 3}, t, u, {code}, 0x28;"]  # XOR, AND
+        for later in range(2):
+            lines += [f"mul.rn.bf16x2 ${out + 2 * later}, ${out + 2 * later}, b0;"]
+            lines += [f"mul.rn.bf16x2 ${out + 2 * later + 1}, ${out + 2 * later + 1}, b1;"]
+    return "\n".join([*lines, "}"])
+
+
+DECODE_INT4 = gl.constexpr(int4_instructions())
+DECODE_MXFP4 = gl.constexpr((e2m1_instructions(2, 0), e2m1_instructions(2, 1)))
+DECODE_NVFP4 = gl.constexpr((e2m1_instructions(4, 0), e2m1_instructions(4, 1)))
+# With scales in 2 registers, and in 4.
+CONSTRAINTS_2 = gl.constexpr(",".join(["=&r"] * _OUTPUTS + ["r"] * (_WORDS + 2)))
+CONSTRAINTS_4 = gl.constexpr(",".join(["=&r"] * _OUTPUTS + ["r"] * (_WORDS + 4)))
+
+
+@gluon.jit
+def decode(
+    words, scales, HALF: gl.constexpr,
+    KIND: gl.constexpr, SPANS: gl.constexpr, WARPS: gl.constexpr, OPERAND: gl.constexpr,
+):  # fmt: skip
+    """Words `[T, 4]` of 64 inputs and their scales `[T, 4]` to the operand `[16 · WARPS, 64]`; nothing moves."""
+    if KIND == INT4:
+        INSTRUCTIONS: gl.constexpr = DECODE_INT4
+        CONSTRAINTS: gl.constexpr = CONSTRAINTS_2
+    elif SPANS == 2:
+        INSTRUCTIONS: gl.constexpr = DECODE_MXFP4[HALF]
+        CONSTRAINTS: gl.constexpr = CONSTRAINTS_2
+    else:
+        INSTRUCTIONS: gl.constexpr = DECODE_NVFP4[HALF]
+        CONSTRAINTS: gl.constexpr = CONSTRAINTS_4
+    o0, o1, o2, o3, o4, o5, o6, o7 = gl.inline_asm_elementwise(
+        INSTRUCTIONS, CONSTRAINTS, [words, scales], is_pure=True, pack=4,
+        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
+               gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+    )  # fmt: skip
+    a = gl.join(gl.join(gl.join(o0, o1), gl.join(o2, o3)), gl.join(gl.join(o4, o5), gl.join(o6, o7)))
+    a = a.reshape([WARPS, 8, 4, 2, 2, 2, 2, 2]).permute([0, 3, 1, 7, 6, 5, 2, 4]).reshape([WARPS * 16, 64])
+    return gl.convert_layout(a, OPERAND, assert_trivial=True)
