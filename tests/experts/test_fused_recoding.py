@@ -10,6 +10,7 @@ import torch
 import tokenyard as ty
 from tests.exchange.interpreter import install, only_without_gpu
 from tests.experts.fused_cases import FusedCase, check_case, same_bits
+from tokenyard.conformance.experts_suite import EXPERTS_CHECKS
 from tokenyard.experts import FusedExperts
 from tokenyard.experts.fused import recoding
 from tokenyard.formats import QuantizedMatrix, weight_format
@@ -191,6 +192,24 @@ def test_weights_are_held_once_as_blocks():
     for name, tensor in experts.named_buffers():
         assert torch.equal(tensor.view(torch.uint8), again.get_buffer(name).view(torch.uint8)), name
     assert same_bits(again(LAYER.received()).rows_RH, experts(LAYER.received()).rows_RH)
+
+
+@pytest.mark.parametrize("check", ["nothing_is_changed", "load_is_in_place", "rows_for_nobody_are_zero"])
+def test_the_contract(check):
+    class Recoded(FusedExperts):
+        weight_formats = ("mxfp8",)
+
+    EXPERTS_CHECKS[check](Recoded, torch.device("cpu"))
+
+
+def test_weights_that_were_given_back_stay_what_they_are():
+    """They are a copy: other weights may be loaded, and these again."""
+    experts = FusedExperts(LAYER.spec, LAYER.held)
+    before, given = experts(LAYER.received()).rows_RH, experts.weights
+    experts.load_(replace(LAYER, seed=1).held)
+    assert not torch.equal(experts(LAYER.received()).rows_RH, before)
+    experts.load_(replace(given, b13=LAYER.held.b13, b2=LAYER.held.b2))
+    assert same_bits(experts(LAYER.received()).rows_RH, before)
 
 
 def test_adopted_weights_are_not_written_to():

@@ -36,7 +36,7 @@ _NAN_BYTE = 255
 # No code is so large that anything is left of it after so many halvings.
 _MOST_HALVINGS = 24
 # Weights that are looked at together: some blocks of outputs at least.
-_AT_A_TIME = 1 << 22
+_AT_A_TIME = 1 << 23
 
 
 class _Lines(NamedTuple):
@@ -115,7 +115,7 @@ def recode_into(matrix: QuantizedMatrix, blocks: QuantizedMatrix) -> None:
 
 
 def give_back(blocks: QuantizedMatrix) -> dict[str, Tensor]:
-    """The payloads of mxfp8 that mean the same: the codes as they are held, and a byte for each span.
+    """The payloads of mxfp8 that mean the same, as copies: the codes as they are held, and a byte for each span.
 
     >>> matrix = weight_format("mxfp8").quantize(torch.tensor([[[448.0] * 32 + [0.25] * 8]]))
     >>> matrix.payloads["scales"].tolist(), give_back(recode(matrix))["scales"].tolist()
@@ -125,7 +125,7 @@ def give_back(blocks: QuantizedMatrix) -> dict[str, Tensor]:
     block_bytes = (blocks.payloads["scales"].view(torch.int32) >> 23).to(torch.uint8)
     by_line = block_bytes.repeat_interleave(BLOCK, 1)[:, :outputs]
     scales = by_line.repeat_interleave(BLOCK // SPAN, 2)[:, :, : width // SPAN].contiguous()
-    return {"data": blocks.payloads["data"], "scales": scales}
+    return {"data": blocks.payloads["data"].clone(), "scales": scales}
 
 
 def _scale_of(byte: Tensor) -> Tensor:
