@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from tokenyard.experts.fused.kernels import (
-    decoding, packed, products, rows_first, rows_first_result, sorting, summing)
+    decoding, packed, products, row_blocks, rows_first, rows_first_result, sorting, summing)
 
 BF16 = ("x", "scales", "y", "left", "inner", "out", "w13", "w2")
 FLOATS = ("divisors", "factors", "bias", "weights_N", "b13", "b2")
@@ -96,6 +96,12 @@ def kernels_of_digits():
         first, **wide, FORMAT=decoding.FP8_BLOCK, COLUMNS=128), 8, kinds=kinds)
     compiled(rows_first_result.rows_first_result, dict(second, **wide), 8, kinds=kinds)
 
+def kernels_of_row_blocks():
+    kinds = dict(x="*fp8e4nv", x_scales="*u8", blocks="*fp8e4nv", block_scales="*fp32")
+    for hidden_size, columns, slots in ((264, 512, True), (2880, 1024, False), (7168, 1024, True)):
+        compiled(row_blocks.recode_rows, dict(
+            H=hidden_size, HAS_SLOTS=slots, COLUMNS=columns, EARLY=True), 4, kinds=kinds)
+
 """
 CALLS = {
     "mxint4, the first product": "packed_kernel(0, 2, True, ((16, 0), (32, 0)), 1)",
@@ -105,6 +111,7 @@ CALLS = {
     "nvfp4, two runs of rows": "packed_kernel(1, 4, False, ((64, 32),), 2)",
     "plain": "plain_kernels()",
     "digits of e4m3": "kernels_of_digits()",
+    "rows of mxfp8 in blocks": "kernels_of_row_blocks()",
 }
 
 

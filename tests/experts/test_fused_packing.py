@@ -227,7 +227,7 @@ def test_experts_that_leave_the_gpu_hold_what_they_were_given(name, monkeypatch)
 def packed_on_a_cpu(monkeypatch):
     """Packed on a CPU, and staying so: as on a GPU."""
     monkeypatch.setattr(fused_experts, "can_run_packed", lambda spec, weights: True)
-    monkeypatch.setattr(FusedExperts, "_unpack", lambda self: None)
+    monkeypatch.setattr(FusedExperts, "_hold_as_given", lambda self: None)
 
 
 @every_format

@@ -14,6 +14,7 @@ import torch
 
 import tokenyard as ty
 from tests.experts.fused_cases import FusedCase, check_case, declared_pairs, exact, same_bits
+from tests.experts.row_block_cases import SCALES, WIDTHS, all_codes, assert_recoded, drawn_rows, moved
 from tests.gpu.test_one_sided_cuda import there
 from tests.models import batch, build, on_ranks, spec
 from tokenyard import formats
@@ -22,7 +23,7 @@ from tokenyard.conformance.suites import assert_passed, check_experts
 from tokenyard.conformance.twin import twin
 from tokenyard.experts import ExpertsSpec, ExpertWeights, FusedExperts, ReferenceExperts, activation
 from tokenyard.experts.fused import experts as fused_experts
-from tokenyard.experts.fused import packing
+from tokenyard.experts.fused import packing, recoding, stage
 from tokenyard.formats import QuantizedMatrix, weight_format
 from tokenyard.rows import LocalRoutes, ReceivedRows
 
@@ -35,6 +36,10 @@ BASE = FusedCase(H=544, I=272, L=8, K=4, R=16, device="cuda")
 
 def is_hopper() -> bool:
     return torch.cuda.get_device_capability()[0] == 9
+
+
+def multiplies_e4m3() -> bool:
+    return torch.cuda.get_device_capability() >= (8, 9)
 
 
 def built(case: FusedCase) -> FusedExperts:
@@ -57,6 +62,17 @@ def test_every_declared_pair(weights, rows):
     case = replace(BASE, weights=weights, rows=rows)
     experts = built(case)
     assert experts.is_packed == (is_hopper() and weights in FOUR_BIT)
+    assert experts.is_recoded == (multiplies_e4m3() and weights == "mxfp8")
+    within(case, experts)
+
+
+@pytest.mark.parametrize("rows", ["bf16", "mxfp8", "mxfp8(alignment=256)"])
+def test_mxfp8_weights_that_are_decoded(rows, monkeypatch):
+    """What runs where they cannot be recoded."""
+    monkeypatch.setattr(FusedExperts, "recodes", False)
+    case = replace(BASE, weights="mxfp8", rows=rows)
+    experts = built(case)
+    assert not experts.is_recoded
     within(case, experts)
 
 
@@ -70,11 +86,14 @@ def test_four_bits_in_plain_triton(weights, rows, monkeypatch):
     within(case, experts)
 
 
-@pytest.mark.parametrize("weights", ["bf16", "fp8_block128", "mxint4"])
-def test_finished_by_hand_in_place_and_from_a_workspace(weights):
+FROM_A_WORKSPACE = [("bf16", "bf16"), ("fp8_block128", "bf16"), ("mxfp8", "mxfp8"), ("mxint4", "bf16")]
+
+
+@pytest.mark.parametrize(("weights", "rows"), FROM_A_WORKSPACE)
+def test_finished_by_hand_in_place_and_from_a_workspace(weights, rows):
     for in_workspace in (False, True):
         for routing in ("any", "duplicates", "sparse", "nobody"):
-            case = replace(BASE, weights=weights, in_workspace=in_workspace, routing=routing)
+            case = replace(BASE, weights=weights, rows=rows, in_workspace=in_workspace, routing=routing)
             check_case(case, built(case))
 
 
@@ -99,8 +118,14 @@ def test_other_layers(case):
 # -- Batches -------------------------------------------------------------------------------------------------
 
 # Experts of these sizes get batches of every size, so that every cut of their table is used.
-ANY_BATCH = [("bf16", "bf16"), ("fp8_block128", "fp8_block128"), ("mxint4", "bf16"), ("mxfp4", "bf16")]
-FEW_ROWS = [("mxfp8", "mxfp8"), ("nvfp4", "bf16")]
+ANY_BATCH = [
+    ("bf16", "bf16"),
+    ("fp8_block128", "fp8_block128"),
+    ("mxfp8", "mxfp8"),
+    ("mxint4", "bf16"),
+    ("mxfp4", "bf16"),
+]
+FEW_ROWS = [("nvfp4", "bf16")]
 BATCHES = 50  # of each: 300 together
 
 
@@ -124,10 +149,11 @@ def test_random_batches(weights, rows):
         assert same_bits(experts(case.received()).rows_RH, y_RH), case
 
 
-def test_nothing_is_compiled_for_a_number_of_rows(monkeypatch):
+@pytest.mark.parametrize(("weights", "rows_in"), [("mxint4", "bf16"), ("mxfp8", "mxfp8")])
+def test_nothing_is_compiled_for_a_number_of_rows(weights, rows_in, monkeypatch):
     from triton import knobs
 
-    case = replace(BASE, weights="mxint4")
+    case = replace(BASE, weights=weights, rows=rows_in)
     experts = built(case)
     for rows in (17, 400):  # one chunk of pairs, and several
         experts(replace(case, R=rows).received())
@@ -248,6 +274,52 @@ def test_packed_weights_are_held_once_and_given_back(weights):
     assert refused(case.received()).rows_RH.shape == (case.R, case.H)
 
 
+# -- Weights and rows in blocks of e4m3 ----------------------------------------------------------------------
+
+
+@pytest.mark.skipif("not multiplies_e4m3()", reason="these tensor cores multiply no e4m3")
+def test_recoded_weights_are_held_once_and_given_back():
+    case, other = replace(BASE, weights="mxfp8"), replace(BASE, weights="mxfp8", seed=1)
+    experts = built(case)
+    assert sum(tensor.nbytes for tensor in experts.buffers()) < case.held.nbytes
+    given = experts.weights
+    for name in ("w13", "w2"):
+        held, found = (getattr(weights, name).decode(torch.float64) for weights in (case.held, given))
+        assert ((found - held).norm(dim=-1) <= 2.0**-12 * held.norm(dim=-1)).all()
+    pointers = [tensor.data_ptr() for tensor in experts.buffers()]
+    experts.load_(other.held)
+    assert [tensor.data_ptr() for tensor in experts.buffers()] == pointers
+    assert same_bits(experts(case.received()).rows_RH, built(other)(case.received()).rows_RH)
+    experts.cpu()
+    assert set(experts.state_dict()) == set(other.held.by_name())
+    assert same_bits(experts.cuda()(case.received()).rows_RH, built(other)(case.received()).rows_RH)
+    other.held.w2.payloads["scales"][3, 5] -= 14
+    with pytest.raises(ty.InputError, match=r"w2 has an output that would change .*fix: make new experts"):
+        experts.load_(other.held)
+    refused = FusedExperts(other.spec, other.held)
+    assert not refused.is_recoded
+    within(other, refused)
+
+
+def test_weights_are_recoded_as_on_a_cpu():
+    held = replace(BASE, weights="mxfp8", device="cpu").held.w13
+    there = replace(held, payloads={name: payload.cuda() for name, payload in held.payloads.items()})
+    expected, found = recoding.recode(held), recoding.recode(there)
+    for name, payload in expected.payloads.items():
+        assert torch.equal(found.payloads[name].cpu().view(torch.uint8), payload.view(torch.uint8)), name
+
+
+@pytest.mark.skipif("not multiplies_e4m3()", reason="e4m3 is not cast by this GPU")
+@pytest.mark.parametrize("early", [False, True])
+def test_rows_are_recoded_as_the_twin_does(early):
+    if early and torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("no kernel starts early on this GPU")
+    drawn = [drawn_rows(width, scales, nan=True) for width in WIDTHS for scales in SCALES]
+    for rows in [all_codes(), *drawn, drawn_rows(544, "far", rows=5000)]:
+        found = stage.launch_row_blocks(moved(rows, "cuda"), None, rows.num_rows, early=early)
+        assert_recoded(found, rows)
+
+
 # -- CUDA graphs ---------------------------------------------------------------------------------------------
 
 
@@ -263,15 +335,16 @@ def captured(experts: FusedExperts, received: ReceivedRows) -> tuple[torch.cuda.
     return graph, y_RH
 
 
-@pytest.mark.parametrize("weights", ["bf16", "mxint4"])
-def test_a_graph_sees_new_rows_new_routes_and_new_weights(weights):
+@pytest.mark.parametrize(("weights", "rows_in"), [("bf16", "bf16"), ("mxint4", "bf16"), ("mxfp8", "mxfp8")])
+def test_a_graph_sees_new_rows_new_routes_and_new_weights(weights, rows_in):
     for rows in (16, 333):
-        case = replace(BASE, weights=weights, R=rows)
+        case = replace(BASE, weights=weights, rows=rows_in, R=rows)
         experts, received = built(case), case.received()
         graph, y_RH = captured(experts, received)
         for seed, routing in enumerate(("any", "one expert", "few experts", "sparse", "nobody", "any")):
             fresh = replace(case, seed=seed + 1, routing=routing)
-            received.rows.payloads["data"].copy_(fresh.x.payloads["data"])
+            for name, payload in received.rows.payloads.items():
+                payload.copy_(fresh.x.payloads[name])
             received.routes.ids_RK.copy_(fresh.routes.ids_RK)
             received.routes.weights_RK.copy_(fresh.routes.weights_RK)
             experts.load_(fresh.held)

@@ -22,7 +22,7 @@ from tokenyard.bench.experts_cuda import check_batch, draw_batches, spec_of, sta
 from tokenyard.bench.graph_clock import Clock
 from tokenyard.experts import FusedExperts
 from tokenyard.experts.fused import cut_table
-from tokenyard.experts.fused.cuts import Cut, Cuts, PackedCut, choose_cuts, choose_packed_cuts, plain_lines
+from tokenyard.experts.fused.cuts import Cut, Cuts, PackedCut, plain_lines
 
 BENCHMARK = "cuts-cuda"
 _OUTPUTS = (64, 128, 256)
@@ -119,13 +119,9 @@ def sweep(cells: Sequence[Cell], *, device: torch.device, clock: Clock) -> Itera
     """What was tried for one cell after the other, which was fastest, and what the table chooses."""
     for cell in cells:
         trials = Trials(cell, device, clock)
-        packed = trials.experts.is_packed
-        pairs, experts = CASES[cell.case].pairs(cell.size), trials.spec.num_local_experts
-        if packed:
-            chosen = choose_packed_cuts(pairs, experts, cell.weights)
-        else:
-            chosen = choose_cuts(pairs, experts, cell.weights, rows=cell.rows_format)
-        best = search([chosen, *lines_of(cell.weights, packed=packed)], cell.weights, trials)
+        packed, held = trials.experts.is_packed, trials.experts.held_format
+        chosen = trials.experts.choose_cuts(CASES[cell.case].pairs(cell.size), cell.rows_format)
+        best = search([chosen, *lines_of(held, packed=packed)], held, trials)
         yield _row(cell, chosen, best, trials.tried)
         del trials
         if device.type == "cuda":

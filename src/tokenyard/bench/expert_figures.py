@@ -88,7 +88,7 @@ CASES: dict[str, Case] = {
 }
 
 # The format in which rows arrive, where it is not bf16.
-ARRIVES_AS = {"fp8_block128": "fp8_block128"}
+ARRIVES_AS = {"fp8_block128": "fp8_block128", "mxfp8": "mxfp8"}
 
 # µs on one H200, by the sizes of the case.
 TARGETS: dict[tuple[str, str], tuple[float, ...]] = {

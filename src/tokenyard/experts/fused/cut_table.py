@@ -33,6 +33,7 @@ PLAIN: dict[str, Lines] = {
         (48, (256, 64, 128, 8, 4, 0), (128, 64, 128, 4, 3, 0)),
         (inf, (256, 64, 64, 8, 4, 0), (256, 64, 128, 8, 4, 0, True)),
     ),
+    # Decoded in registers: for weights that are not held as blocks of e4m3, whose cuts are those of fp8_block128.
     "mxfp8": (
         (12, (128, 16, 128, 4, 3, 0), (128, 16, 128, 4, 3, 0)),
         (48, (128, 64, 128, 4, 3, 0), (128, 64, 128, 4, 3, 0)),

@@ -1,4 +1,4 @@
-"""Experts for NVIDIA GPUs: four kernels from the rows as they arrived to the results as `combine` reads them.
+"""Experts for NVIDIA GPUs: a few kernels from the rows as they arrived to the results as `combine` reads them.
 
     sort pairs, cut tiles ── W13 · x, activation ── W2 · inner, weight ── sum ── the exchange's combine region
 
@@ -9,6 +9,10 @@ by the host, so a CUDA graph can hold all of it, and nothing is compiled for a n
 Memory beside the weights: for each of the R · K pairs that there may be, I numbers of 16 bits between the products, and
 H for the results of rows that several experts take, which are summed as `UnfinalizedRows.finish` would do it. Where the
 weights are in blocks of e4m3, the 16 bits are two digits of e4m3, and 128 of them have a scale (`kernels.digits`).
+
+**How weights are held.** As their format has them, but for two: 4-bit weights are packed on Hopper (`packing`), and
+mxfp8 weights become blocks of e4m3, where the tensor cores multiply these (`recoding`). Rows of mxfp8 that meet such
+blocks are recoded by a kernel of their own, into H bytes for each of the R rows (`kernels.row_blocks`).
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -30,7 +34,7 @@ from tokenyard.experts.base import (
     ExpertWeights,
     local_routes,
 )
-from tokenyard.experts.fused import packing
+from tokenyard.experts.fused import packing, recoding
 from tokenyard.experts.fused.cuts import Cuts, choose_cuts, choose_packed_cuts, expected_pairs
 from tokenyard.experts.fused.packing import PackedMatrix
 from tokenyard.formats import FORMATS, WEIGHT_FORMATS, QuantizedMatrix, for_dtype, weight_format
@@ -39,6 +43,11 @@ from tokenyard.rows import ExpertRows, PlacedRows, ReceivedRows, UnfinalizedRows
 
 if TYPE_CHECKING:
     from tokenyard.experts.fused.stage import Destination
+
+# The buffers of a matrix, by how it is held.
+_GIVEN = ("data", "scales")
+_PACKED = ("words", "word_scales")
+_RECODED = ("blocks", "block_scales")
 
 
 @functools.cache
@@ -64,6 +73,26 @@ def can_run_packed(spec: ExpertsSpec, weights: ExpertWeights) -> bool:
     return is_hopper and aligned and _gluon_runs() and packing.can_pack(w13) and packing.can_pack(w2)
 
 
+def _interprets() -> bool:
+    """Whether Triton interprets its kernels, wherever the rows are."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def takes_e4m3(device: torch.device) -> bool:
+    """Whether products there take e4m3 as it is: on tensor cores from Ada on, and where Triton interprets."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 9)
+    return device.type == "cpu" and _interprets()
+
+
+def can_run_recoded(spec: ExpertsSpec, weights: ExpertWeights) -> bool:
+    """Whether products with these weights run with blocks of e4m3 in their place; else they are decoded."""
+    w13, w2 = weights.w13, weights.w2
+    if spec.weights != "mxfp8" or not isinstance(w13, QuantizedMatrix) or not isinstance(w2, QuantizedMatrix):
+        return False
+    return takes_e4m3(w13.device) and recoding.can_recode(w13) and recoding.can_recode(w2)
+
+
 class FusedExperts(Experts):
     """Experts computed by Triton kernels on a GPU."""
 
@@ -71,46 +100,69 @@ class FusedExperts(Experts):
     weight_formats = tuple(WEIGHT_FORMATS)
     devices = ("cuda",)
     cuts: Cuts | None = None  # of a benchmark; else they are chosen for each batch
+    recodes: bool = True  # mxfp8 weights, where that helps; else they are held as they are
 
     def __init__(self, spec: ExpertsSpec, weights: ExpertWeights, *, adopt: bool = False) -> None:
         super().__init__(spec, weights, adopt=adopt)
-        self._pack_where_that_helps()
+        self._hold_for_kernels()
 
     @property
     def is_packed(self) -> bool:
         """Whether weights are held in the order of Hopper's tensor cores."""
         return "w2_words" in self._buffers
 
+    @property
+    def is_recoded(self) -> bool:
+        """Whether mxfp8 weights are held as blocks of e4m3, within what `recoding` guarantees."""
+        return "w2_blocks" in self._buffers
+
+    @property
+    def held_format(self) -> str:
+        """The format in which the kernels find the weights, packed or not."""
+        return "fp8_block128" if self.is_recoded else self.spec.weights
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Weights that come to a GPU are packed for it, and unpacked where they leave it."""
+        """Weights that come to a GPU are held as its kernels want them, and as they were given where they leave it."""
         super()._apply(fn, recurse)
-        if self.is_packed and self.get_buffer("w13_words").device.type != "cuda":
-            self._unpack()
-        self._pack_where_that_helps()
+        device = next(self.buffers()).device
+        if (self.is_packed and device.type != "cuda") or (self.is_recoded and not takes_e4m3(device)):
+            self._hold_as_given()
+        self._hold_for_kernels()
         return self
 
-    def _unpack(self) -> None:
+    def _hold_as_given(self) -> None:
         """Hold weights as their format has them again."""
         for name in ("w13", "w2"):
-            payloads = packing.unpack(self._packed(name))
-            delattr(self, f"{name}_words")
-            delattr(self, f"{name}_word_scales")
-            for payload, tensor in payloads.items():
-                self.register_buffer(f"{name}_{payload}", tensor)
+            matrix = self._part(name, self.spec.shapes()[name])
+            assert isinstance(matrix, QuantizedMatrix)
+            held = _PACKED if self.is_packed else _RECODED
+            self._replace(name, held, {payload: matrix.payloads[payload] for payload in _GIVEN})
 
-    def _pack_where_that_helps(self) -> None:
-        """Hold 4-bit weights in the order of Hopper's tensor cores, and in no other."""
-        if self.is_packed or not can_run_packed(self.spec, self.weights):
+    def _hold_for_kernels(self) -> None:
+        """Hold weights in the form that is fastest here, and in no other."""
+        if self.is_packed or self.is_recoded:
+            return
+        is_packed = can_run_packed(self.spec, self.weights)
+        if not is_packed and not (self.recodes and can_run_recoded(self.spec, self.weights)):
             return
         for name in ("w13", "w2"):
-            packed = self._pack(name, self._part(name, self.spec.shapes()[name]))
-            delattr(self, f"{name}_data")
-            delattr(self, f"{name}_scales")
-            self.register_buffer(f"{name}_words", packed.words)
-            self.register_buffer(f"{name}_word_scales", packed.scales)
+            matrix = self._part(name, self.spec.shapes()[name])
+            assert isinstance(matrix, QuantizedMatrix)
+            if is_packed:
+                packed = self._pack(name, matrix)
+                made = dict(zip(_PACKED, (packed.words, packed.scales), strict=True))
+            else:
+                made = dict(zip(_RECODED, recoding.recode(matrix).payloads.values(), strict=True))
+            self._replace(name, _GIVEN, made)
 
-    def _pack(self, name: str, matrix: Tensor | QuantizedMatrix) -> PackedMatrix:
-        assert isinstance(matrix, QuantizedMatrix)
+    def _replace(self, name: str, old: Sequence[str], new: Mapping[str, Tensor]) -> None:
+        """Hold other buffers in the place of some of a matrix."""
+        for part in old:
+            delattr(self, f"{name}_{part}")
+        for part, tensor in new.items():
+            self.register_buffer(f"{name}_{part}", tensor)
+
+    def _pack(self, name: str, matrix: QuantizedMatrix) -> PackedMatrix:
         is_first = name == "w13"
         return packing.pack(matrix, gated=is_first, interleaved=is_first and self.spec.activation.interleaved)
 
@@ -128,39 +180,69 @@ class FusedExperts(Experts):
             buffers.get(f"{name}_global_factor"),
         )
 
+    def _blocks(self, name: str) -> QuantizedMatrix:
+        """A recoded matrix as it is now (no copies)."""
+        data, scales = (self.get_buffer(f"{name}_{part}") for part in _RECODED)
+        payloads = {"data": data, "scales": scales}
+        return QuantizedMatrix(
+            format=weight_format("fp8_block128"), shape=tuple(data.shape), payloads=payloads
+        )
+
     def _part(self, name: str, shape: tuple[int, ...]) -> Tensor | QuantizedMatrix:
-        if f"{name}_words" not in self._buffers:
+        if f"{name}_words" in self._buffers:
+            given = packing.unpack(self._packed(name))
+        elif f"{name}_blocks" in self._buffers:
+            given = recoding.give_back(self._blocks(name))
+        else:
             return super()._part(name, shape)
-        packed = self._packed(name)
-        payloads = packing.unpack(packed)
-        if packed.global_scale is not None and packed.global_factor is not None:
-            payloads |= {"global_scale": packed.global_scale, "global_factor": packed.global_factor}
-        return QuantizedMatrix(format=weight_format(packed.format), shape=shape, payloads=payloads)
+        format = weight_format(self.spec.weights)
+        others = [payload for payload in format.payloads(*shape[1:]) if payload not in given]
+        payloads = given | {payload: self.get_buffer(f"{name}_{payload}") for payload in others}
+        return QuantizedMatrix(format=format, shape=shape, payloads=payloads)
+
+    def _seen_by_kernels(self) -> ExpertWeights:
+        """The weights as the kernels find them, if they are not packed (no copies)."""
+        if not self.is_recoded:
+            return self.weights
+        b13, b2 = self._buffers.get("b13"), self._buffers.get("b2")
+        return ExpertWeights(w13=self._blocks("w13"), w2=self._blocks("w2"), b13=b13, b2=b2)
 
     @torch.no_grad()
     def load_(self, weights: ExpertWeights) -> None:
         """Replace the weights in place: whatever refers to them (a captured graph) sees the new ones."""
-        if not self.is_packed:
+        if not self.is_packed and not self.is_recoded:
             super().load_(weights)
             return
         self._check_new(weights)
         for name in ("w13", "w2"):
-            if not packing.can_pack(getattr(weights, name)):
-                largest = packing.LARGEST_SCALE[self.spec.weights]
-                raise InputError(
-                    f"{name} has scales below zero"
-                    if self.spec.weights == "nvfp4"
-                    else f"{name} has scales beyond {largest}",
-                    expected="scales that packed weights can hold",
-                    fix="make new experts of these weights: they will not be packed",
-                )
+            self._check_form(name, getattr(weights, name))
         for name in ("w13", "w2"):
-            matrix = self._pack(name, getattr(weights, name))
-            self.get_buffer(f"{name}_words").copy_(matrix.words)
-            self.get_buffer(f"{name}_word_scales").copy_(matrix.scales)
+            if self.is_recoded:
+                recoding.recode_into(getattr(weights, name), self._blocks(name))
+            else:
+                matrix = self._pack(name, getattr(weights, name))
+                self.get_buffer(f"{name}_words").copy_(matrix.words)
+                self.get_buffer(f"{name}_word_scales").copy_(matrix.scales)
         for name, tensor in weights.by_name().items():
             if not name.endswith(("_data", "_scales")):
                 self.get_buffer(name).copy_(tensor)
+
+    def _check_form(self, name: str, matrix: QuantizedMatrix) -> None:
+        """Raise unless a new matrix can be held in the form of the one that is here."""
+        if self.is_packed and not packing.can_pack(matrix):
+            largest = packing.LARGEST_SCALE[self.spec.weights]
+            beyond = "below zero" if self.spec.weights == "nvfp4" else f"beyond {largest}"
+            raise InputError(
+                f"{name} has scales {beyond}, or that are no numbers",
+                expected="scales that packed weights can hold",
+                fix="make new experts of these weights: they will not be packed",
+            )
+        if self.is_recoded and not recoding.can_recode(matrix, self._blocks(name).device):
+            raise InputError(
+                f"{name} has an output that would change by more than 2^-12 of its length, or is no number",
+                expected="weights that blocks of 128 × 128 can hold: scales that are not too far apart",
+                fix="make new experts of these weights: they will not be recoded",
+            )
 
     @classmethod
     def supports(cls, spec: ExpertsSpec) -> Reason | None:
@@ -170,7 +252,7 @@ class FusedExperts(Experts):
     @classmethod
     def runs_on(cls, device: torch.device) -> Reason | None:
         """None for GPUs, and wherever Triton interprets its kernels; that takes the interpreter of the tests."""
-        if super().runs_on(device) is None or os.environ.get("TRITON_INTERPRET") == "1":
+        if super().runs_on(device) is None or _interprets():
             return cls._without_triton()
         why = f"its kernels need a GPU, and rows are on {device}"
         return Reason(field="experts", value=cls.name, why=why)
@@ -200,17 +282,12 @@ class FusedExperts(Experts):
             )
         all_slots = received.slots_R is None and rows.num_rows == num_rows
         pairs = expected_pairs(num_rows, top_k, spec.num_local_experts, spec.num_experts, all_slots=all_slots)
-        if self.cuts is not None:
-            cuts = self.cuts
-        elif self.is_packed:
-            cuts = choose_packed_cuts(pairs, spec.num_local_experts, spec.weights)
-        else:
-            cuts = choose_cuts(pairs, spec.num_local_experts, spec.weights, rows=rows.format.name)
+        cuts = self.choose_cuts(pairs, rows.format.name) if self.cuts is None else self.cuts
         to, result = self._destination(received, num_rows, finalize=finalize)
         device = rows.device
         if num_rows and spec.num_local_experts:
             early = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-            inner = stage.Inner.empty(spec, to.left, cuts)
+            inner = stage.Inner.empty(spec, to.left, cuts, held=self.held_format)
             with stage.on_device(ids_RK):
                 sorted_pairs = stage.sort_on_device(
                     ids_RK, spec.num_local_experts, cuts.inner.tile, early=early
@@ -222,7 +299,9 @@ class FusedExperts(Experts):
                     x = rows.payloads["data"]
                     stage.launch_packed(call, packed, x, slots_R, inner.data, to, finalize=finalize)
                 else:
-                    weights = self.weights
+                    if self._recodes_rows(rows.format.name):
+                        rows, slots_R = stage.launch_row_blocks(rows, slots_R, num_rows, early=early), None
+                    weights = self._seen_by_kernels()
                     stage.launch_inner(call, rows, slots_R, weights, inner)
                     stage.launch_result(call, weights, inner, to, finalize=finalize)
                 if finalize:
@@ -238,6 +317,17 @@ class FusedExperts(Experts):
             num_rows=num_rows,
             top_k=top_k,
         )
+
+    def choose_cuts(self, pairs: float, rows: str) -> Cuts:
+        """The cuts for so many pairs of a row and an expert, if rows arrive in a format."""
+        experts, weights = self.spec.num_local_experts, self.held_format
+        if self.is_packed:
+            return choose_packed_cuts(pairs, experts, weights)
+        return choose_cuts(pairs, experts, weights, rows=weights if self._recodes_rows(rows) else rows)
+
+    def _recodes_rows(self, rows: str) -> bool:
+        """Whether rows in a format become blocks of e4m3, as the weights are, before they are multiplied."""
+        return self.is_recoded and rows == "mxfp8"
 
     def _rows(self, received: ReceivedRows) -> tuple[EncodedRows, Tensor | None]:
         """The rows as the kernels read them, and the slot of each where they stand in a workspace."""

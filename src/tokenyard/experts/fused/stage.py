@@ -23,13 +23,14 @@ from tokenyard.experts.fused.cuts import SPLIT_BLOCK, Cut, Cuts, PackedCut
 from tokenyard.experts.fused.kernels import (
     decoding,
     products,
+    row_blocks,
     rows_first,
     rows_first_result,
     sorting,
     summing,
 )
 from tokenyard.experts.fused.packing import PackedMatrix
-from tokenyard.formats import QuantizedMatrix
+from tokenyard.formats import Fp8Block128, QuantizedMatrix
 from tokenyard.formats.base import EncodedRows
 
 # Pairs of a chunk, and chunks up to which every block counts all of them by itself.
@@ -220,16 +221,38 @@ class Inner(NamedTuple):
     is_split: bool
 
     @classmethod
-    def empty(cls, spec: ExpertsSpec, left: Tensor, cuts: Cuts) -> Inner:
+    def empty(cls, spec: ExpertsSpec, left: Tensor, cuts: Cuts, *, held: str) -> Inner:
         """Room for as many pairs as `left` has, in numbers of its type, or in digits for weights in blocks of e4m3."""
         pairs, columns = left.shape[0], spec.intermediate_size
-        if spec.weights != "fp8_block128":
+        if held != "fp8_block128":
             data = left.new_empty(pairs, columns)
             return cls(data, data, False)
         assert cuts.can_split, cuts
         blocks = triton.cdiv(columns, SPLIT_BLOCK)
         data = left.new_empty(pairs, 2, blocks * SPLIT_BLOCK, dtype=torch.float8_e4m3fn)
         return cls(data, left.new_empty(pairs, blocks, dtype=torch.float32), True)
+
+
+def launch_row_blocks(
+    rows: EncodedRows, slots_R: Tensor | None, num_rows: int, *, early: bool
+) -> EncodedRows:
+    """Received rows of mxfp8 as rows of fp8_block128, one after the other."""
+    device, hidden_size = rows.device, rows.hidden_size
+    format = Fp8Block128()
+    blocks = EncodedRows(
+        format=format,
+        hidden_size=hidden_size,
+        payloads=format.empty_payloads(num_rows, hidden_size, device),
+    )
+    data, scales = rows.payloads["data"], rows.payloads["scales"]
+    columns = min(1024, triton.next_power_of_2(format.padded_size(hidden_size)))
+    row_blocks.recode_rows[(blocks_for(num_rows * triton.cdiv(hidden_size, columns), device),)](
+        data, scales, data if slots_R is None else slots_R,
+        blocks.payloads["data"], blocks.payloads["scales"], num_rows, data.stride(0), scales.stride(0),
+        H=hidden_size, HAS_SLOTS=slots_R is not None, COLUMNS=columns, EARLY=early,
+        num_warps=4, **launch_options(early),
+    )  # fmt: skip
+    return blocks
 
 
 def launch_inner(

@@ -1,9 +1,15 @@
-"""What the sort does, in torch. (The twins of the products are `ReferenceExperts`, that of the sum `finish`.)"""
+"""What the sort and `row_blocks` do, in torch.
+
+The twins of the products are `ReferenceExperts`, that of the sum is `finish`.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+from tokenyard.formats.base import EncodedRows
 
 
 def sort_pairs(ids_RK: Tensor, experts: int, tile: int) -> tuple[Tensor, Tensor]:
@@ -26,3 +32,24 @@ def sort_pairs(ids_RK: Tensor, experts: int, tile: int) -> tuple[Tensor, Tensor]
         tiles += [(expert, start + first, min(tile, count - first)) for first in range(0, count, tile)]
         start += count
     return order_N.int(), torch.tensor(tiles, dtype=torch.int32).view(-1, 3)
+
+
+def recode_rows(rows: EncodedRows) -> tuple[Tensor, Tensor]:
+    """Rows of mxfp8 as rows of fp8_block128: data `[R, width]` and scales `[R, width / 128]`.
+
+    >>> from tokenyard.formats import get
+    >>> rows = get("mxfp8").encode(torch.tensor([[448.0] * 32 + [0.3]]))
+    >>> data, scales = recode_rows(rows)
+    >>> rows.payloads["scales"].tolist(), scales.tolist(), data[0, 30:34].float().tolist()
+    ([[127, 117]], [[1.0]], [448.0, 448.0, 0.3125, 0.0])
+    """
+    inputs, pad = rows.hidden_size, -rows.hidden_size % 128
+    values = functional.pad(rows.payloads["data"].float()[:, :inputs], (0, pad)).unflatten(1, (-1, 4, 32))
+    byte = rows.payloads["scales"][:, : -(-inputs // 32)].to(torch.int32)
+    byte = functional.pad(byte, (0, pad // 32)).unflatten(1, (-1, 4))
+    block_byte = torch.where((values != 0).any(3), byte, 0).amax(2)
+    numbers = torch.ldexp(values.double(), (byte - block_byte.unsqueeze(2)).unsqueeze(3)).float()
+    codes = numbers.to(torch.float8_e4m3fn).view(torch.uint8).masked_fill(numbers.isnan(), 0x7F)
+    is_finite = functional.pad(rows.decode(), (0, pad)).isfinite().unflatten(1, (-1, 128)).all(2)
+    scales = torch.ldexp(torch.ones_like(block_byte, dtype=torch.float64), block_byte - 127).float()
+    return codes.view(torch.float8_e4m3fn).flatten(1), scales.masked_fill(~is_finite, torch.nan)

@@ -1,0 +1,65 @@
+"""Rows of mxfp8 as rows of fp8_block128: e4m3 with a scale for 128 inputs, which tensor cores multiply as they are.
+
+The scale of 128 inputs is the largest of their spans' that are not all zero; a code whose own scale is smaller by 2^d
+becomes the code of its number times 2^-d, rounded to the nearest. e4m3 has four bits down to 2^-6 and steps of 2^-9
+below: what is rounded at all changes by at most 2^-10 of the scale. Rows are encoded so that the largest code of a span
+is at least 224, and that of the 128 stays as it is: so no number changes by more than 2^-17.8 of the largest of them.
+Where NaN or an infinity is among the 128, the scale is NaN.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tokenyard.experts.fused.kernels.decoding import e8m0_to_float32
+
+# No code is so large that anything is left of it after so many halvings.
+MOST_HALVINGS = tl.constexpr(24)
+
+
+@triton.jit
+def without_sign(number):
+    """The bits of float32 numbers but for their signs: as integers, infinity is above all numbers, and NaN above it."""
+    return number.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def recode_rows(
+    x, x_scales, slots_R, blocks, block_scales, num_rows, x_stride, x_scale_stride,
+    H: tl.constexpr, HAS_SLOTS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Rows one after the other, whole blocks wide: every block of threads takes parts of rows in turn."""
+    if EARLY:
+        gdc_launch_dependents()
+    ACROSS: tl.constexpr = (H + COLUMNS - 1) // COLUMNS
+    WIDTH: tl.constexpr = (H + 127) // 128 * 128
+    BLOCKS: tl.constexpr = COLUMNS // 128
+    for item in range(tl.program_id(0), num_rows * ACROSS, tl.num_programs(0)):
+        row = tl.zeros([], tl.int64) + item // ACROSS
+        part = item % ACROSS
+        line = row
+        if HAS_SLOTS:
+            line = tl.load(slots_R + row).to(tl.int64)
+        column = part * COLUMNS + tl.arange(0, COLUMNS)
+        span = part * (COLUMNS // 32) + tl.arange(0, COLUMNS // 32)
+        code = tl.load(x + line * x_stride + column, mask=column < H, other=0.0)
+        byte = tl.load(x_scales + line * x_scale_stride + span, mask=span * 32 < H, other=0)
+        value = tl.reshape(code.to(tl.float32), [BLOCKS, 4, 32])
+        byte = tl.reshape(byte.to(tl.int32), [BLOCKS, 4])
+        largest = tl.max(without_sign(value), axis=2)
+        block_byte = tl.max(tl.where(largest > 0, byte, 0), axis=1)
+        decoded = largest.to(tl.float32, bitcast=True) * e8m0_to_float32(byte)
+        is_finite = tl.max(without_sign(decoded), axis=1) < 0x7F800000
+        halvings = tl.minimum(tl.maximum(block_byte[:, None] - byte, 0), MOST_HALVINGS)
+        smaller = ((127 - halvings) << 23).to(tl.float32, bitcast=True)
+        recoded = (value * tl.expand_dims(smaller, 2)).to(tl.float8e4nv)
+        tl.store(blocks + row * WIDTH + column, tl.reshape(recoded, [COLUMNS]), mask=column < WIDTH)
+        block = part * BLOCKS + tl.arange(0, BLOCKS)
+        scale = tl.where(is_finite, e8m0_to_float32(block_byte), float("nan"))
+        tl.store(block_scales + row * (WIDTH // 128) + block, scale, mask=block < WIDTH // 128)
+    if EARLY:
+        # Rows and slots were there before the sort, whose results are none of ours: but whoever waits for this kernel
+        # alone reads them.
+        gdc_wait()

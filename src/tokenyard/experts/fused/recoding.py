@@ -1,0 +1,158 @@
+"""mxfp8 weights as blocks of e4m3, which tensor cores multiply as they are.
+
+mxfp8 has a scale for 32 inputs of an output, and a product of e4m3 can be scaled once in 128 inputs. So a matrix is
+held as `fp8_block128` has it, with a scale for 128 outputs × 128 inputs: the largest of those whose spans are not all
+zero. All scales are powers of two: a code whose own scale is smaller by 2^d becomes the code of its number times 2^-d.
+
+    data    e4m3     [N, P]                  P is the number of inputs rounded up to 32; zeros behind the last
+    scales  float32  [⌈N/128⌉, ⌈P/128⌉]      2^(b-127)
+
+**What is lost.** e4m3 has four bits down to 2^-6 and steps of 2^-9 below: a number is rounded, to the nearest, where it
+is below 2^-6 of its block's scale, and is off by at most 2^-10 of it then. Codes reach to 448, so that is 2^-18 of the
+largest that the block may hold. Where all scales of a block are the same, nothing is rounded.
+
+**The guarantee.** Weights are recoded only if no line (an output of an expert) changes by more than 2^-12 of its
+length, in L2, and if they are numbers: no NaN among scales and codes, no scale beyond 2^100. Gaussian weights change by
+about 2^-20. A matrix that was recoded and given back is recoded to the same bits again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tokenyard.formats import QuantizedMatrix, weight_format
+
+BLOCK, SPAN = 128, 32
+# How much a line may change, as a part of its length.
+LARGEST_CHANGE = 2.0**-12
+# Behind this a product of e4m3, with its scale, might overflow.
+LARGEST_BYTE = 127 + 100
+_NAN_BYTE = 255
+# No code is so large that anything is left of it after so many halvings.
+_MOST_HALVINGS = 24
+# Weights that are looked at together: some blocks of outputs at least.
+_AT_A_TIME = 1 << 23
+
+
+class _Lines(NamedTuple):
+    """Some whole blocks of outputs of one matrix, on their way."""
+
+    first: int
+    values: Tensor  # float32 [n, spans, 32]: what the codes stand for
+    bytes: Tensor  # int32 [n, spans]: of the spans' own scales
+    levels: Tensor  # the same, and 0 for a span of zeros
+    block_bytes: Tensor  # int32 [blocks of outputs, blocks of inputs]
+    halvings: Tensor  # int32 [n, spans]
+
+    @property
+    def codes(self) -> Tensor:
+        """The new codes, e4m3 `[n, spans, 32]`."""
+        return (self.values * _power_of_two(-self.halvings).unsqueeze(-1)).to(torch.float8_e4m3fn)
+
+    def is_close(self) -> Tensor:
+        """Whether all of these lines are recoded as the guarantee says, as a tensor."""
+        # In units of the largest scale of a line: a square neither overflows nor vanishes.
+        unit = _power_of_two((self.bytes - self.levels.amax(1, keepdim=True)).clamp(max=0)).unsqueeze(-1)
+        found = self.codes.float() * _power_of_two(self.halvings).unsqueeze(-1)
+        changes = ((found - self.values) * unit).square().sum((1, 2))
+        length = (self.values * unit).square().sum((1, 2))
+        # NaN is not close to anything.
+        close = (changes <= LARGEST_CHANGE**2 * length).all()
+        return close & (self.levels <= LARGEST_BYTE).all() & (self.bytes != _NAN_BYTE).all()
+
+
+def can_recode(matrix: QuantizedMatrix, device: torch.device | None = None) -> bool:
+    """Whether mxfp8 matrices `[L, N, D]` can be recoded within the guarantee. It is found out on the device."""
+    device = matrix.device if device is None else device
+    fine = torch.ones((), dtype=torch.bool, device=device)
+    for expert in range(matrix.shape[0]):
+        for lines in _lines_of(matrix[expert], device):
+            fine &= lines.is_close()
+    return bool(fine)
+
+
+def recode(matrix: QuantizedMatrix) -> QuantizedMatrix:
+    """mxfp8 matrices `[L, N, D]` as `fp8_block128` ones, as wide as the data of mxfp8.
+
+    >>> format = weight_format("mxfp8")
+    >>> matrix = format.quantize(torch.cat([torch.full((1, 1, 32), 448.0), torch.full((1, 1, 32), 0.3)], 2))
+    >>> blocks = recode(matrix)
+    >>> matrix.payloads["scales"].tolist(), blocks.payloads["scales"].tolist()
+    ([[[127, 117]]], [[[1.0]]])
+    >>> torch.equal(blocks.decode(), matrix.decode())
+    True
+    """
+    blocks = empty_blocks(matrix.shape, matrix.device)
+    recode_into(matrix, blocks)
+    return blocks
+
+
+def empty_blocks(shape: tuple[int, ...], device: torch.device) -> QuantizedMatrix:
+    """Room for matrices of a shape `[L, N, D]`."""
+    experts, outputs, inputs = shape
+    format, width = weight_format("fp8_block128"), weight_format("mxfp8").padded_size(inputs)
+    payloads = {
+        name: torch.empty((experts, *declared.shape), dtype=declared.dtype, device=device)
+        for name, declared in format.payloads(outputs, width).items()
+    }
+    return QuantizedMatrix(format=format, shape=(experts, outputs, width), payloads=payloads)
+
+
+def recode_into(matrix: QuantizedMatrix, blocks: QuantizedMatrix) -> None:
+    """Write the recoded matrices into the payloads of `blocks`, on their device, a few lines at a time."""
+    for expert in range(matrix.shape[0]):
+        data, scales = blocks.payloads["data"][expert], blocks.payloads["scales"][expert]
+        for lines in _lines_of(matrix[expert], blocks.device):
+            codes = lines.codes.flatten(1)
+            data[lines.first : lines.first + len(codes)].copy_(codes)
+            at = lines.first // BLOCK
+            scales[at : at + len(lines.block_bytes)].copy_(_scale_of(lines.block_bytes))
+
+
+def give_back(blocks: QuantizedMatrix) -> dict[str, Tensor]:
+    """The payloads of mxfp8 that mean the same, as copies: the codes as they are held, and a byte for each span.
+
+    >>> matrix = weight_format("mxfp8").quantize(torch.tensor([[[448.0] * 32 + [0.25] * 8]]))
+    >>> matrix.payloads["scales"].tolist(), give_back(recode(matrix))["scales"].tolist()
+    ([[[127, 117]]], [[[127, 127]]])
+    """
+    _, outputs, width = blocks.shape
+    block_bytes = (blocks.payloads["scales"].view(torch.int32) >> 23).to(torch.uint8)
+    by_line = block_bytes.repeat_interleave(BLOCK, 1)[:, :outputs]
+    scales = by_line.repeat_interleave(BLOCK // SPAN, 2)[:, :, : width // SPAN].contiguous()
+    return {"data": blocks.payloads["data"].clone(), "scales": scales}
+
+
+def _scale_of(byte: Tensor) -> Tensor:
+    """2^(byte - 127) of bytes below 255: that of 0 is a subnormal number."""
+    return torch.where(byte == 0, 0x00400000, byte << 23).view(torch.float32)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2^exponent for exponents up to 127; 0 where float32 has no normal number for it."""
+    return ((exponent + 127).clamp(min=0) << 23).view(torch.float32)
+
+
+def _lines_of(matrix: QuantizedMatrix, device: torch.device) -> Iterator[_Lines]:
+    """One matrix `[N, D]`, some blocks of outputs at a time."""
+    outputs, inputs = matrix.shape
+    data, scales = matrix.payloads["data"], matrix.payloads["scales"]
+    step = max(1, _AT_A_TIME // (BLOCK * data.shape[1])) * BLOCK
+    for first in range(0, outputs, step):
+        codes, byte = (part[first : first + step].to(device) for part in (data, scales))
+        values = codes.float()
+        values[:, inputs:] = 0.0
+        values = values.unflatten(1, (-1, SPAN))
+        byte = byte.to(torch.int32)
+        levels = torch.where(values.abs().amax(-1) != 0, byte, 0)
+        lines, spans = levels.shape
+        whole = functional.pad(levels, (0, -spans % (BLOCK // SPAN), 0, -lines % BLOCK))
+        block_bytes = whole.unflatten(1, (-1, BLOCK // SPAN)).unflatten(0, (-1, BLOCK)).amax((1, 3))
+        by_span = block_bytes.repeat_interleave(BLOCK, 0)[:lines].repeat_interleave(BLOCK // SPAN, 1)
+        halvings = (by_span[:, :spans] - byte).clamp(0, _MOST_HALVINGS)
+        yield _Lines(first, values, byte, levels, block_bytes, halvings)

@@ -1,0 +1,104 @@
+"""Rows of mxfp8 as blocks of e4m3: the kernel, interpreted, beside its twin; and how close the blocks are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.exchange.interpreter import install, only_without_gpu
+from tests.experts.fused_cases import _scattered
+from tests.experts.row_block_cases import SCALES, WIDTHS, all_codes, assert_recoded, drawn_rows
+from tokenyard import formats
+from tokenyard.experts.fused import stage
+from tokenyard.formats.base import EncodedRows
+
+pytestmark = only_without_gpu
+install()
+
+
+def recoded(
+    rows: EncodedRows, slots_R: torch.Tensor | None = None, num_rows: int | None = None
+) -> EncodedRows:
+    num_rows = rows.num_rows if num_rows is None else num_rows
+    with stage.on_device(rows.payloads["data"]):
+        found = stage.launch_row_blocks(rows, slots_R, num_rows, early=False)
+    found.check()
+    return found
+
+
+@pytest.mark.parametrize("scales", SCALES)
+def test_rows_are_those_of_the_twin(scales):
+    for width in WIDTHS:
+        for alignment in (32, 256):
+            rows = drawn_rows(width, scales, alignment=alignment)
+            assert_recoded(recoded(rows), rows)
+
+
+def test_every_code_at_every_distance():
+    rows = all_codes()
+    assert_recoded(recoded(rows), rows)
+
+
+@pytest.mark.parametrize("width", [33, 300])
+def test_rows_are_gathered_out_of_a_workspace(width):
+    rows = drawn_rows(width, "near")
+    slots_R = torch.randperm(30)[: rows.num_rows]
+    payloads = {name: _scattered(payload, slots_R, 30) for name, payload in rows.payloads.items()}
+    workspace = EncodedRows(format=rows.format, hidden_size=width, payloads=payloads)
+    assert_recoded(recoded(workspace, slots_R, rows.num_rows), rows)
+
+
+@pytest.mark.parametrize("spread", [1.0, 2.0**6, 2.0**20])
+def test_no_number_moves_far(spread):
+    """By at most half of the smallest step, as a part of the largest code: 2^-10 / 224."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 384, generator=draw) * spread ** torch.rand(8, 384, generator=draw)
+    rows = formats.get("mxfp8").encode(x)
+    found = recoded(rows)
+    exact, close = rows.decode(), found.decode()
+    largest = exact.abs().unflatten(1, (-1, 128)).amax(2)
+    moved = (close - exact).abs().unflatten(1, (-1, 128)).amax(2)
+    assert (moved <= largest * (2.0**-10 / 224)).all()
+    if spread == 1.0:
+        assert (close != exact).float().mean() < 0.001
+
+
+BAD = {
+    "a scale of NaN": lambda data, scales: scales.__setitem__((2, 5), 255),
+    "a scale of NaN, of zeros": lambda data, scales: (
+        scales.__setitem__((2, 5), 255),
+        data.view(torch.uint8)[2, 160:192].zero_(),
+    ),
+    "a code of NaN": lambda data, scales: data.view(torch.uint8).__setitem__((2, 170), 0xFF),
+    "an infinity": lambda data, scales: (
+        scales.__setitem__((2, 5), 254),
+        data.__setitem__((2, 170), torch.tensor(448.0).to(data.dtype)),
+    ),
+}
+
+
+@pytest.mark.parametrize("spoil", BAD.values(), ids=BAD)
+def test_what_is_not_finite_makes_its_block_nan(spoil):
+    rows = formats.get("mxfp8").encode(torch.ones(4, 300))
+    good = recoded(rows).decode()
+    spoil(rows.payloads["data"], rows.payloads["scales"])
+    found = recoded(rows)
+    assert_recoded(found, rows)
+    is_nan = found.decode().isnan()
+    assert is_nan[2, 128:256].all()
+    assert is_nan.sum() == 128
+    assert torch.equal(found.decode()[~is_nan], good[~is_nan])
+
+
+def test_the_largest_number_is_no_infinity():
+    rows = formats.get("mxfp8").encode(torch.full((1, 40), torch.finfo(torch.float32).max))
+    rows.payloads["data"][:] = torch.tensor(1.875).to(torch.float8_e4m3fn)
+    rows.payloads["scales"][:] = 254
+    assert torch.equal(recoded(rows).decode(), torch.full((1, 40), 1.875 * 2.0**127))
+
+
+def test_codes_of_nan_in_the_middle_of_random_ones():
+    rows = drawn_rows(512, "far", nan=True, rows=4)
+    found = recoded(rows)
+    assert_recoded(found, rows)
+    assert found.payloads["scales"].isnan().any()
