@@ -79,10 +79,13 @@ def _called(self, *arguments, **named):
 
 
 def _with_bool_mask(access, at):
-    """A masked access whose mask, an argument at a place, may have become integers on its way."""
+    """A masked access whose mask, an argument at a place, may have become integers on its way.
 
-    def accessed(self, *arguments):
-        arguments = list(arguments)
+    (Accesses by a tensor descriptor name some of their arguments.)
+    """
+
+    def accessed(self, *arguments, **named):
+        arguments = [*arguments, *named.values()]
         mask = arguments[at]
         arguments[at] = interpreter.TensorHandle(mask.data.astype(np.bool_), mask.dtype.scalar)
         return access(self, *arguments)

@@ -14,6 +14,7 @@ from tests.exchange.interpreter import install, only_without_gpu
 from tests.experts.fused_cases import FusedCase, check_case, declared_pairs, drawn, same_bits
 from tests.models import batch, build, on_ranks, spec
 from tokenyard.experts import ExpertWeights, FusedExperts
+from tokenyard.experts.fused import stage
 from tokenyard.experts.fused.cuts import SPLIT_OUT, Cut, Cuts
 from tokenyard.formats import WEIGHT_FORMATS, QuantizedMatrix
 
@@ -95,6 +96,60 @@ def test_many_rows_may_stand_first(changes):
     first = Cut(out, 32, 128, 4, 3, 16, rows_first=True)
     experts.cuts = Cuts(first, Cut(64, 32, 128, 4, 3, 16))
     check_case(case, experts)
+
+
+BOXES = {
+    "several boxes each way": {"H": 200, "I": 72},
+    "less than a box": {"H": 24, "I": 8},
+    "interleaved, with biases": {"activation": "swiglu_oai", "bias": True, "I": 40},
+    "biases, a limit": {"activation": "swiglu_clamped", "bias": True},
+    "weighted inputs": {"weight_on": "input"},
+    "in a workspace": {"in_workspace": True},
+    "fp16": {"weights": "fp16", "rows": "fp16"},
+    "a row, and experts without any": {"R": 1, "L": 5},
+}
+BOXED = Cuts(Cut(64, 32, 32, 4, 3, 16, boxes=True), Cut(64, 32, 32, 4, 3, 16, boxes=True))
+
+
+@pytest.fixture
+def boxed_launches(monkeypatch):
+    """The boxed kernels that were launched."""
+    launched = []
+    for name in ("_boxed_inner", "_boxed_result"):
+        launch = getattr(stage, name)
+
+        def noting(*arguments, launch=launch, name=name, **options):
+            launched.append(name)
+            launch(*arguments, **options)
+
+        monkeypatch.setattr(stage, name, noting)
+    return launched
+
+
+@pytest.mark.parametrize("changes", BOXES.values(), ids=BOXES)
+def test_matrices_may_come_in_boxes(changes, boxed_launches):
+    case = replace(FusedCase(R=40, K=2, L=2), **changes)
+    experts = FusedExperts(case.spec, case.held)
+    experts.cuts = BOXED
+    check_case(case, experts)
+    assert set(boxed_launches) == {"_boxed_inner", "_boxed_result"}
+
+
+NO_BOXES = {
+    "lines that are no multiple of 16 bytes": {"H": 36},
+    "no gate": {"activation": "relu2"},
+    "rows of another type": {"rows": "fp32"},
+    "weights of a format": {"weights": "mxint4"},
+}
+
+
+@pytest.mark.parametrize("changes", NO_BOXES.values(), ids=NO_BOXES)
+def test_what_cannot_come_in_boxes_comes_as_ever(changes, boxed_launches):
+    case = replace(FusedCase(R=40, K=2, L=2), **changes)
+    experts = FusedExperts(case.spec, case.held)
+    experts.cuts = BOXED
+    check_case(case, experts)
+    assert "_boxed_inner" not in boxed_launches
 
 
 # Of the first product and of the second, whose rows are digits of e4m3.

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from tokenyard.experts.fused.kernels import (
-    decoding, packed, products, row_blocks, rows_first, rows_first_result, sorting, summing)
+    boxed, decoding, packed, products, row_blocks, rows_first, rows_first_result, sorting, summing)
 
 BF16 = ("x", "scales", "y", "left", "inner", "out", "w13", "w2")
 FLOATS = ("divisors", "factors", "bias", "weights_N", "b13", "b2")
@@ -102,6 +102,16 @@ def kernels_of_row_blocks():
         compiled(row_blocks.recode_rows, dict(
             H=hidden_size, HAS_SLOTS=slots, COLUMNS=columns, EARLY=True), 4, kinds=kinds)
 
+def boxed_kernels():
+    shared = dict(H=264, I=136, TOP_K=4, KIND=tl.bfloat16, HAS_BIAS=True, WEIGHTED=True, EARLY=True,
+                  TILE=128, TAIL=64, BLOCK=64)
+    gates, rows = "tensordesc<bf16[1, 1, 128, 64]>", "tensordesc<bf16[{}, 64]>"
+    compiled(boxed.boxed_inner, dict(
+        shared, HAS_SLOTS=True, ACTIVATION=4, INTERLEAVED=True, LIMIT=7.0, ALPHA=1.7, SHIFT=1.0, COLUMNS=128), 8,
+        kinds=dict(w13=gates))
+    compiled(boxed.boxed_result, dict(shared, HAS_OUT_SLOTS=True, FINALIZE=True, OUT=256), 8, kinds=dict(
+        inner=rows.format(128), tail=rows.format(64), w2="tensordesc<bf16[1, 256, 64]>"))
+
 """
 CALLS = {
     "mxint4, the first product": "packed_kernel(0, 2, True, ((16, 0), (32, 0)), 1)",
@@ -112,6 +122,7 @@ CALLS = {
     "plain": "plain_kernels()",
     "digits of e4m3": "kernels_of_digits()",
     "rows of mxfp8 in blocks": "kernels_of_row_blocks()",
+    "matrices in boxes": "boxed_kernels()",
 }
 
 

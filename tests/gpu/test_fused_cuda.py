@@ -24,6 +24,7 @@ from tokenyard.conformance.twin import twin
 from tokenyard.experts import ExpertsSpec, ExpertWeights, FusedExperts, ReferenceExperts, activation
 from tokenyard.experts.fused import experts as fused_experts
 from tokenyard.experts.fused import packing, recoding, stage
+from tokenyard.experts.fused.cuts import Cut, Cuts
 from tokenyard.formats import QuantizedMatrix, weight_format
 from tokenyard.rows import LocalRoutes, ReceivedRows
 
@@ -115,6 +116,25 @@ def test_other_layers(case):
     within(case, built(case))
 
 
+BOXED_LAYERS = {
+    "interleaved, with biases": FusedCase(activation="swiglu_oai", bias=True, H=328, I=200, R=150),
+    "the weight on the input": FusedCase(weight_on="input", H=264, I=72, R=40),
+    "fp16, in a workspace": FusedCase(weights="fp16", rows="fp16", H=1024, I=256, in_workspace=True, R=300),
+    "one expert has all rows": FusedCase(H=256, I=136, R=200, routing="one expert"),
+}
+
+
+@pytest.mark.parametrize("case", BOXED_LAYERS.values(), ids=BOXED_LAYERS)
+def test_matrices_in_boxes(case):
+    case = replace(case, device="cuda")
+    experts = built(case)
+    many = Cut(256, 128, 64, 8, 4, 64, boxes=True)
+    experts.cuts = Cuts(many, many)
+    assert stage.can_box(experts.weights.w13, case.spec) == (torch.cuda.get_device_capability()[0] >= 9)
+    y_RH = within(case, experts)
+    assert same_bits(experts(case.received()).rows_RH, y_RH)
+
+
 # -- Batches -------------------------------------------------------------------------------------------------
 
 # Experts of these sizes get batches of every size, so that every cut of their table is used.
@@ -134,7 +154,7 @@ def test_random_batches(weights, rows):
     """No rows, one row, empty experts, one expert with all rows: within the bound, the same bits when repeated."""
     experts = built(replace(BASE, weights=weights, rows=rows))
     chance = random.Random(weights)
-    sizes = (0, 1, 1, 2, 7, 16, 24) + ((40, 64, 150, 333) if (weights, rows) in ANY_BATCH else ())
+    sizes = (0, 1, 1, 2, 7, 16, 24) + ((40, 64, 150, 333, 450) if (weights, rows) in ANY_BATCH else ())
     for seed in range(BATCHES):
         case = replace(
             BASE,
@@ -337,7 +357,7 @@ def captured(experts: FusedExperts, received: ReceivedRows) -> tuple[torch.cuda.
 
 @pytest.mark.parametrize(("weights", "rows_in"), [("bf16", "bf16"), ("mxint4", "bf16"), ("mxfp8", "mxfp8")])
 def test_a_graph_sees_new_rows_new_routes_and_new_weights(weights, rows_in):
-    for rows in (16, 333):
+    for rows in (16, 450):
         case = replace(BASE, weights=weights, rows=rows_in, R=rows)
         experts, received = built(case), case.received()
         graph, y_RH = captured(experts, received)

@@ -53,6 +53,7 @@ def neighbors(cut: Cut | PackedCut) -> list[Cut | PackedCut]:
             *(replace(cut, warps=warps) for warps in _WARPS),
             *(replace(cut, tail=tail) for tail in tails),
             replace(cut, rows_first=not cut.rows_first),
+            replace(cut, boxes=not cut.boxes),
         ]
     return [other for other in dict.fromkeys(found) if other != cut]
 

@@ -31,6 +31,9 @@ class Cut:
     stages: int
     tail: int = 0  # tiles of at most so many rows are computed as narrow ones
     rows_first: bool = False  # rows × outputs (`kernels.rows_first`), where formats and activation allow it
+    boxes: bool = (
+        False  # so, and matrices come by TMA (`kernels.boxed`), where GPU, format and activation allow it
+    )
 
 
 @dataclass(frozen=True)

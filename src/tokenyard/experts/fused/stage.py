@@ -16,11 +16,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenyard.experts.base import ExpertsSpec, ExpertWeights
 from tokenyard.experts.fused import packing
 from tokenyard.experts.fused.cuts import SPLIT_BLOCK, Cut, Cuts, PackedCut
 from tokenyard.experts.fused.kernels import (
+    boxed,
     decoding,
     products,
     row_blocks,
@@ -255,6 +257,59 @@ def launch_row_blocks(
     return blocks
 
 
+def can_box(matrix: Tensor | QuantizedMatrix, spec: ExpertsSpec) -> bool:
+    """Whether the products of plain matrices can have them in boxes: TMA is Hopper's, and steps by 16 bytes."""
+    if not isinstance(matrix, Tensor) or matrix.element_size() != 2 or not spec.activation.gated:
+        return False
+    if matrix.is_cuda and torch.cuda.get_device_capability(matrix.device)[0] < 9:
+        return False
+    sizes = (spec.hidden_size, spec.intermediate_size)
+    return all(size % 8 == 0 for size in sizes) and matrix.data_ptr() % 16 == 0 and matrix.is_contiguous()
+
+
+def _boxed_inner(
+    call: Launch, x: Tensor, slots_R: Tensor | None, weights: ExpertWeights, inner: Tensor, cut: Cut
+) -> None:
+    spec, w13, nothing = call.spec, weights.w13, call.sorted.order_N
+    assert isinstance(w13, Tensor)
+    H, I, columns = spec.hidden_size, spec.intermediate_size, cut.out // 2  # noqa: E741
+    interleaved = spec.activation.interleaved
+    strides = [2 * I * H, H, 2 * H, 1] if interleaved else [2 * I * H, I * H, H, 1]
+    boxes = TensorDescriptor(w13, [w13.shape[0], 2, I, H], strides, [1, 1, columns, cut.block])
+    items = call.sorted.max_tiles * triton.cdiv(I, columns)
+    boxed.boxed_inner[(blocks_for(items, x.device),)](
+        x, nothing if slots_R is None else slots_R, boxes, nothing if weights.b13 is None else weights.b13,
+        call.weights_RK, inner, call.sorted.order_N, call.sorted.tiles, call.sorted.how_many, call.sorted.max_tiles,
+        x.stride(0), H=H, I=I, TOP_K=spec.top_k, KIND=product_kind(spec.weights, x.device),
+        HAS_SLOTS=slots_R is not None, HAS_BIAS=weights.b13 is not None, WEIGHTED=spec.weight_on == "input",
+        **_activation(spec), INTERLEAVED=interleaved, COLUMNS=columns, TILE=cut.tile, TAIL=cut.tail, BLOCK=cut.block,
+        EARLY=call.early, num_warps=cut.warps, num_stages=cut.stages, **call.options,
+    )  # fmt: skip
+
+
+def _boxed_result(
+    call: Launch, weights: ExpertWeights, inner: Tensor, to: Destination, cut: Cut, *, finalize: bool
+) -> None:
+    spec, w2, nothing = call.spec, weights.w2, call.sorted.order_N
+    assert isinstance(w2, Tensor)
+    H, I = spec.hidden_size, spec.intermediate_size  # noqa: E741
+    rows, tail = (
+        TensorDescriptor(inner, list(inner.shape), [I, 1], [most, cut.block])
+        for most in (cut.tile, cut.tail or 16)
+    )
+    boxes = TensorDescriptor(w2, list(w2.shape), [H * I, I, 1], [1, cut.out, cut.block])
+    items = call.sorted.max_tiles * triton.cdiv(H, cut.out)
+    boxed.boxed_result[(blocks_for(items, inner.device),)](
+        rows, tail, boxes, nothing if weights.b2 is None else weights.b2, call.weights_RK, to.left, to.out,
+        nothing if to.slots_R is None else to.slots_R, to.out.stride(0),
+        call.sorted.order_N, call.sorted.tiles, call.sorted.how_many, call.sorted.max_tiles,
+        H=H, I=I, TOP_K=spec.top_k, KIND=product_kind(spec.weights, inner.device),
+        HAS_OUT_SLOTS=to.slots_R is not None, HAS_BIAS=weights.b2 is not None, WEIGHTED=spec.weight_on == "output",
+        FINALIZE=finalize, OUT=cut.out, TILE=cut.tile, TAIL=cut.tail, BLOCK=cut.block,
+        EARLY=call.early, num_warps=cut.warps, num_stages=cut.stages, **call.options,
+    )  # fmt: skip
+
+
 def launch_inner(
     call: Launch, rows: EncodedRows, slots_R: Tensor | None, weights: ExpertWeights, inner: Inner
 ) -> None:
@@ -262,6 +317,9 @@ def launch_inner(
     spec, cut, act = call.spec, call.cuts.inner, call.spec.activation
     assert isinstance(cut, Cut)
     x, w = Rows.of(rows), Matrices.of(weights.w13)
+    if cut.boxes and can_box(weights.w13, spec) and x.data.dtype == w.data.dtype:
+        _boxed_inner(call, x.data, slots_R, weights, inner.data, cut)
+        return
     device = inner.data.device
     out = cut.out if act.gated or not inner.is_split else cut.out // 2
     columns = out // 2 if act.gated else out
@@ -316,6 +374,9 @@ def launch_result(
     """`W2 · inner + b2`: weighted into `to.out`, or, where a row has several experts, into `to.left`, by pair."""
     spec, cut = call.spec, call.cuts.result
     assert isinstance(cut, Cut)
+    if cut.boxes and not inner.is_split and can_box(weights.w2, spec):
+        _boxed_result(call, weights, inner.data, to, cut, finalize=finalize)
+        return
     w, nothing = Matrices.of(weights.w2), call.sorted.order_N
     items = call.sorted.max_tiles * triton.cdiv(spec.hidden_size, cut.out)
     device = inner.data.device

@@ -20,10 +20,10 @@ from tokenyard.experts.fused.kernels.sorting import unsigned
 def deliver_rows(
     value, place, is_row, first, b2, weights_N, left, out, out_slots_R, out_stride,
     H: tl.constexpr, TOP_K: tl.constexpr, HAS_OUT_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    WEIGHTED: tl.constexpr, FINALIZE: tl.constexpr,
+    WEIGHTED: tl.constexpr, FINALIZE: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
-    """Results `[TILE, 128]` from output `first` on: alone in their row, weighted, into `out`; else into `left`."""
-    n = first + tl.arange(0, 128)
+    """Results `[TILE, OUT]` from output `first` on: alone in their row, weighted, into `out`; else into `left`."""
+    n = first + tl.arange(0, OUT)
     is_output = (n < H)[None, :]
     if HAS_BIAS:
         value += tl.load(b2 + n, mask=n < H, other=0.0).to(tl.float32)[None, :]
@@ -84,11 +84,11 @@ def rows_first_result_tile(
     place = tl.load(order_N + place)
     deliver_rows(
         first_sum, place, is_row, first, b2 + expert * H, weights_N, left, out, out_slots_R, out_stride,
-        H, TOP_K, HAS_OUT_SLOTS, HAS_BIAS, WEIGHTED, FINALIZE,
+        H, TOP_K, HAS_OUT_SLOTS, HAS_BIAS, WEIGHTED, FINALIZE, 128,
     )  # fmt: skip
     deliver_rows(
         second_sum, place, is_row, first + 128, b2 + expert * H, weights_N, left, out, out_slots_R, out_stride,
-        H, TOP_K, HAS_OUT_SLOTS, HAS_BIAS, WEIGHTED, FINALIZE,
+        H, TOP_K, HAS_OUT_SLOTS, HAS_BIAS, WEIGHTED, FINALIZE, 128,
     )  # fmt: skip
 
 
