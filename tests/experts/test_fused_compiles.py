@@ -109,8 +109,9 @@ def boxed_kernels():
     compiled(boxed.boxed_inner, dict(
         shared, HAS_SLOTS=True, ACTIVATION=4, INTERLEAVED=True, LIMIT=7.0, ALPHA=1.7, SHIFT=1.0, COLUMNS=128), 8,
         kinds=dict(w13=gates))
-    compiled(boxed.boxed_result, dict(shared, HAS_OUT_SLOTS=True, FINALIZE=True, OUT=256), 8, kinds=dict(
-        inner=rows.format(128), tail=rows.format(64), w2="tensordesc<bf16[1, 256, 64]>"))
+    for tail in (64, 0):
+        compiled(boxed.boxed_result, dict(shared, HAS_OUT_SLOTS=True, FINALIZE=True, OUT=256, TAIL=tail), 8, kinds=dict(
+            inner=rows.format(128), tail=rows.format(tail or 128), w2="tensordesc<bf16[1, 256, 64]>"))
 
 """
 CALLS = {

@@ -295,7 +295,7 @@ def _boxed_result(
     H, I = spec.hidden_size, spec.intermediate_size  # noqa: E741
     rows, tail = (
         TensorDescriptor(inner, list(inner.shape), [I, 1], [most, cut.block])
-        for most in (cut.tile, cut.tail or 16)
+        for most in (cut.tile, cut.tail or cut.tile)
     )
     boxes = TensorDescriptor(w2, list(w2.shape), [H * I, I, 1], [1, cut.out, cut.block])
     items = call.sorted.max_tiles * triton.cdiv(H, cut.out)
