@@ -23,7 +23,7 @@ def layer(
     weights: Annotated[
         list[str],
         typer.Option(
-            help="The format of the weights; may be given several times. Rows travel as fp8_block128 to "
+            help="The format of the weights; may be given several times. Rows travel as fp8_block128 or mxfp8 to "
             "experts with such weights, else as bf16."
         ),
     ] = ["bf16"],  # noqa: B006
