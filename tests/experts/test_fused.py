@@ -179,26 +179,6 @@ def split_case(changes) -> FusedCase:
     return replace(FusedCase(weights="fp8_block128", R=23, K=2, L=2, routing="any"), **changes)
 
 
-BOXED_DIGITS = {
-    "hardly more than a block": {"rows": "fp8_block128", "H": 300, "I": 144, "bias": True},
-    "whole blocks, in a workspace": {"rows": "fp8_block128", "H": 256, "I": 256, "in_workspace": True},
-    "plain rows": {"H": 40, "I": 16},
-    "mxfp8": {"weights": "mxfp8", "rows": "mxfp8", "H": 100, "I": 144},
-}
-
-
-@pytest.mark.parametrize("changes", BOXED_DIGITS.values(), ids=BOXED_DIGITS)
-def test_digits_may_come_in_boxes(changes):
-    case = split_case(changes)
-    experts = FusedExperts(case.spec, case.held)
-    first = Cut(SPLIT_OUT, 32, 128, 4, 3, 16, rows_first=True)
-    experts.cuts = Cuts(first, replace(first, boxes=True))
-    assert stage.can_box(experts._seen_by_kernels().w2, case.spec)
-    boxed = check_case(case, experts)
-    experts.cuts = Cuts(first, first)
-    assert same_bits(check_case(case, experts), boxed)
-
-
 @pytest.mark.parametrize("changes", SPLIT_LAYERS.values(), ids=SPLIT_LAYERS)
 @pytest.mark.parametrize("chosen", SPLIT_CUTS.values(), ids=SPLIT_CUTS)
 def test_second_products_of_digits(chosen, changes):

@@ -94,11 +94,7 @@ def kernels_of_digits():
         second, **turned, OUT=128, BLOCK=128), 4, kinds=kinds)
     compiled(rows_first.rows_first_product, dict(
         first, **wide, FORMAT=decoding.FP8_BLOCK, COLUMNS=128), 8, kinds=kinds)
-    kinds["tail"] = kinds["inner"]
-    compiled(rows_first_result.rows_first_result, dict(second, **wide, BOXES=False), 8, kinds=kinds)
-    box = "tensordesc<fp8e4nv[{}, {}, 128]>"
-    boxes = dict(inner=box.format(128, 1), tail=box.format(64, 1), w2=box.format(1, 128))
-    compiled(rows_first_result.rows_first_result, dict(second, **wide, BOXES=True), 8, kinds=kinds | boxes)
+    compiled(rows_first_result.rows_first_result, dict(second, **wide), 8, kinds=kinds)
 
 def kernels_of_row_blocks():
     kinds = dict(x="*fp8e4nv", x_scales="*u8", blocks="*fp8e4nv", block_scales="*fp32")

@@ -258,16 +258,13 @@ def launch_row_blocks(
 
 
 def can_box(matrix: Tensor | QuantizedMatrix, spec: ExpertsSpec) -> bool:
-    """Whether products can have these matrices in boxes: TMA is Hopper's, and steps by 16 bytes."""
-    data = matrix if isinstance(matrix, Tensor) else matrix.payloads["data"]
-    if not isinstance(matrix, Tensor) and matrix.format.name != "fp8_block128":
+    """Whether the products of plain matrices can have them in boxes: TMA is Hopper's, and steps by 16 bytes."""
+    if not isinstance(matrix, Tensor) or matrix.element_size() != 2 or not spec.activation.gated:
         return False
-    if data.element_size() > 2 or not spec.activation.gated:
+    if matrix.is_cuda and torch.cuda.get_device_capability(matrix.device)[0] < 9:
         return False
-    if data.is_cuda and torch.cuda.get_device_capability(data.device)[0] < 9:
-        return False
-    lines = (data.shape[-1], spec.intermediate_size)
-    return all(n * data.element_size() % 16 == 0 for n in lines) and data.data_ptr() % 16 == 0
+    sizes = (spec.hidden_size, spec.intermediate_size)
+    return all(size % 8 == 0 for size in sizes) and matrix.data_ptr() % 16 == 0 and matrix.is_contiguous()
 
 
 def _boxed_inner(
@@ -297,9 +294,10 @@ def _boxed_result(
     assert isinstance(w2, Tensor)
     H, I = spec.hidden_size, spec.intermediate_size  # noqa: E741
     rows, tail = (
-        TensorDescriptor.from_tensor(inner, [most, cut.block]) for most in (cut.tile, cut.tail or cut.tile)
+        TensorDescriptor(inner, list(inner.shape), [I, 1], [most, cut.block])
+        for most in (cut.tile, cut.tail or cut.tile)
     )
-    boxes = TensorDescriptor.from_tensor(w2, [1, cut.out, cut.block])
+    boxes = TensorDescriptor(w2, list(w2.shape), [H * I, I, 1], [1, cut.out, cut.block])
     items = call.sorted.max_tiles * triton.cdiv(H, cut.out)
     boxed.boxed_result[(blocks_for(items, inner.device),)](
         rows, tail, boxes, nothing if weights.b2 is None else weights.b2, call.weights_RK, to.left, to.out,
@@ -319,12 +317,7 @@ def launch_inner(
     spec, cut, act = call.spec, call.cuts.inner, call.spec.activation
     assert isinstance(cut, Cut)
     x, w = Rows.of(rows), Matrices.of(weights.w13)
-    if (
-        cut.boxes
-        and w.format == decoding.PLAIN
-        and can_box(weights.w13, spec)
-        and x.data.dtype == w.data.dtype
-    ):
+    if cut.boxes and can_box(weights.w13, spec) and x.data.dtype == w.data.dtype:
         _boxed_inner(call, x.data, slots_R, weights, inner.data, cut)
         return
     device = inner.data.device
@@ -381,28 +374,21 @@ def launch_result(
     """`W2 · inner + b2`: weighted into `to.out`, or, where a row has several experts, into `to.left`, by pair."""
     spec, cut = call.spec, call.cuts.result
     assert isinstance(cut, Cut)
-    is_boxed = cut.boxes and can_box(weights.w2, spec)
-    if is_boxed and not inner.is_split:
+    if cut.boxes and not inner.is_split and can_box(weights.w2, spec):
         _boxed_result(call, weights, inner.data, to, cut, finalize=finalize)
         return
     w, nothing = Matrices.of(weights.w2), call.sorted.order_N
     items = call.sorted.max_tiles * triton.cdiv(spec.hidden_size, cut.out)
     device = inner.data.device
     if cut.rows_first and inner.is_split:
-        rows: Any = inner.data
-        tail, matrices = rows, w.data
-        if is_boxed:
-            tail = TensorDescriptor.from_tensor(rows, [cut.tail or cut.tile, 1, SPLIT_BLOCK])
-            rows = TensorDescriptor.from_tensor(rows, [cut.tile, 1, SPLIT_BLOCK])
-            matrices = TensorDescriptor.from_tensor(w.data, [1, SPLIT_BLOCK, SPLIT_BLOCK])
         rows_first_result.rows_first_result[(blocks_for(items, device),)](
-            rows, tail, inner.scales, matrices, w.scales, nothing if weights.b2 is None else weights.b2,
+            inner.data, inner.scales, w.data, w.scales, nothing if weights.b2 is None else weights.b2,
             call.weights_RK, to.left, to.out, nothing if to.slots_R is None else to.slots_R,
             to.out.stride(0), call.sorted.order_N, call.sorted.tiles, call.sorted.how_many, call.sorted.max_tiles,
             H=spec.hidden_size, I=spec.intermediate_size, W_WIDTH=w.width, W_SCALE_WIDTH=w.scale_width,
             W_STRIDE=w.stride, TOP_K=spec.top_k, KIND=product_kind(spec.weights, device),
             HAS_OUT_SLOTS=to.slots_R is not None, HAS_BIAS=weights.b2 is not None, WEIGHTED=spec.weight_on == "output",
-            FINALIZE=finalize, TILE=cut.tile, TAIL=cut.tail, BOXES=is_boxed, EARLY=call.early,
+            FINALIZE=finalize, TILE=cut.tile, TAIL=cut.tail, EARLY=call.early,
             num_warps=cut.warps, num_stages=cut.stages, **call.options,
         )  # fmt: skip
         return

@@ -51,7 +51,7 @@ def rows_first_result_tile(
     H: tl.constexpr, I: tl.constexpr, W_WIDTH: tl.constexpr, W_SCALE_WIDTH: tl.constexpr,
     W_STRIDE: tl.constexpr, TOP_K: tl.constexpr,
     KIND: tl.constexpr, HAS_OUT_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
-    FINALIZE: tl.constexpr, TILE: tl.constexpr, BOXES: tl.constexpr,
+    FINALIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One tile of the second product, delivered."""
     EVEN: tl.constexpr = I % 128 == 0
@@ -63,10 +63,8 @@ def rows_first_result_tile(
     first = column * 256
     first_lines = tl.minimum(first + tl.arange(0, 128), H - 1)
     second_lines = tl.minimum(first + 128 + tl.arange(0, 128), H - 1)
-    number = expert
     expert = expert.to(tl.int64)
-    if not BOXES:
-        w = w2 + expert * (H * W_STRIDE)
+    w = w2 + expert * (H * W_STRIDE)
     scales = w2_scales + expert * (SCALE_LINES * W_SCALE_WIDTH)
     first_scales = scales + (2 * column) * W_SCALE_WIDTH
     second_scales = scales + tl.minimum(2 * column + 1, SCALE_LINES - 1) * W_SCALE_WIDTH
@@ -74,17 +72,11 @@ def rows_first_result_tile(
     first_sum = tl.zeros([TILE, 128], tl.float32)
     second_sum = tl.zeros([TILE, 128], tl.float32)
     for block in range(BLOCKS):
-        if BOXES:
-            high = tl.reshape(inner.load([start, 0, block * 128]), [TILE, 128])
-            low = tl.reshape(inner.load([start, 1, block * 128]), [TILE, 128])
-            first_weights = tl.reshape(w2.load([number, first, block * 128]), [128, 128])
-            second_weights = tl.reshape(w2.load([number, first + 128, block * 128]), [128, 128])
-        else:
-            high, low = load_split(inner, place, is_row, block, BLOCKS * 128, TILE)
-            first_weights = load_tile(w, scales, first_lines, block * 128, W_WIDTH, W_STRIDE, W_SCALE_WIDTH,
-                                     FP8_BLOCK, 128, 128, EVEN, KIND)  # fmt: skip
-            second_weights = load_tile(w, scales, second_lines, block * 128, W_WIDTH, W_STRIDE, W_SCALE_WIDTH,
-                                      FP8_BLOCK, 128, 128, EVEN, KIND)  # fmt: skip
+        high, low = load_split(inner, place, is_row, block, BLOCKS * 128, TILE)
+        first_weights = load_tile(w, scales, first_lines, block * 128, W_WIDTH, W_STRIDE, W_SCALE_WIDTH,
+                                 FP8_BLOCK, 128, 128, EVEN, KIND)  # fmt: skip
+        second_weights = load_tile(w, scales, second_lines, block * 128, W_WIDTH, W_STRIDE, W_SCALE_WIDTH,
+                                  FP8_BLOCK, 128, 128, EVEN, KIND)  # fmt: skip
         by_row = tl.load(row_scales + block)[:, None]
         first_scale, second_scale = tl.load(first_scales + block), tl.load(second_scales + block)
         first_sum += split_dot(first_weights, high, low, False, KIND) * (by_row * first_scale)
@@ -102,17 +94,14 @@ def rows_first_result_tile(
 
 @triton.jit(do_not_specialize=["how_many", "max_tiles"])
 def rows_first_result(
-    inner, tail, inner_scales, w2, w2_scales, b2, weights_N, left, out, out_slots_R, out_stride,
+    inner, inner_scales, w2, w2_scales, b2, weights_N, left, out, out_slots_R, out_stride,
     order_N, tiles, how_many, max_tiles,
     H: tl.constexpr, I: tl.constexpr, W_WIDTH: tl.constexpr, W_SCALE_WIDTH: tl.constexpr,
     W_STRIDE: tl.constexpr, TOP_K: tl.constexpr,
     KIND: tl.constexpr, HAS_OUT_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
-    FINALIZE: tl.constexpr, TILE: tl.constexpr, TAIL: tl.constexpr, BOXES: tl.constexpr, EARLY: tl.constexpr,
+    FINALIZE: tl.constexpr, TILE: tl.constexpr, TAIL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The second product of all experts: every block takes tiles in turn.
-
-    With BOXES, matrices come as in `boxed`: `inner` and `tail` are the same rows, in boxes of TILE and of TAIL.
-    """
+    """The second product of all experts: every block takes tiles in turn."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -124,16 +113,16 @@ def rows_first_result(
         next_expert, next_start, next_count = tile_of(tiles, max_tiles, item + tl.num_programs(0), ACROSS)
         if (TAIL > 0) & (count <= TAIL):
             rows_first_result_tile(
-                tail, inner_scales, w2, w2_scales, b2, weights_N, left, out, out_slots_R, out_stride,
+                inner, inner_scales, w2, w2_scales, b2, weights_N, left, out, out_slots_R, out_stride,
                 order_N, expert, start, count, column,
                 H, I, W_WIDTH, W_SCALE_WIDTH, W_STRIDE, TOP_K,
-                KIND, HAS_OUT_SLOTS, HAS_BIAS, WEIGHTED, FINALIZE, TAIL if TAIL > 0 else TILE, BOXES,
+                KIND, HAS_OUT_SLOTS, HAS_BIAS, WEIGHTED, FINALIZE, TAIL if TAIL > 0 else TILE,
             )  # fmt: skip
         else:
             rows_first_result_tile(
                 inner, inner_scales, w2, w2_scales, b2, weights_N, left, out, out_slots_R, out_stride,
                 order_N, expert, start, count, column,
                 H, I, W_WIDTH, W_SCALE_WIDTH, W_STRIDE, TOP_K,
-                KIND, HAS_OUT_SLOTS, HAS_BIAS, WEIGHTED, FINALIZE, TILE, BOXES,
+                KIND, HAS_OUT_SLOTS, HAS_BIAS, WEIGHTED, FINALIZE, TILE,
             )  # fmt: skip
         expert, start, count = next_expert, next_start, next_count
