@@ -31,6 +31,8 @@ class Trouble(IntEnum):
 
 WORD = 8  # bytes
 TEXT_BYTES = 512
+# Where rows begin. From an odd multiple of 128 bytes on, long dispatches of bf16 rows took 5 to 6% longer on an H200.
+ROWS_ALIGNMENT = 1024
 # A verdict is one word, a bit for each rank.
 MOST_RANKS = 63
 
@@ -41,7 +43,7 @@ class ControlLayout:
 
     >>> layout = ControlLayout(world=4, in_flight=2)
     >>> layout.mail(0), layout.mail(1), layout.text, layout.nbytes
-    (320, 352, Region(offset=384, nbytes=512), 896)
+    (320, 352, Region(offset=384, nbytes=512), 1024)
     """
 
     world: int
@@ -68,5 +70,5 @@ class ControlLayout:
 
     @property
     def nbytes(self) -> int:
-        """The whole region."""
-        return self.text.end
+        """The whole region; rows begin behind it."""
+        return round_up(self.text.end, ROWS_ALIGNMENT)

@@ -294,10 +294,9 @@ def _boxed_result(
     assert isinstance(w2, Tensor)
     H, I = spec.hidden_size, spec.intermediate_size  # noqa: E741
     rows, tail = (
-        TensorDescriptor(inner, list(inner.shape), [I, 1], [most, cut.block])
-        for most in (cut.tile, cut.tail or cut.tile)
+        TensorDescriptor.from_tensor(inner, [most, cut.block]) for most in (cut.tile, cut.tail or cut.tile)
     )
-    boxes = TensorDescriptor(w2, list(w2.shape), [H * I, I, 1], [1, cut.out, cut.block])
+    boxes = TensorDescriptor.from_tensor(w2, [1, cut.out, cut.block])
     items = call.sorted.max_tiles * triton.cdiv(H, cut.out)
     boxed.boxed_result[(blocks_for(items, inner.device),)](
         rows, tail, boxes, nothing if weights.b2 is None else weights.b2, call.weights_RK, to.left, to.out,
