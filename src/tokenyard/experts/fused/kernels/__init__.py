@@ -1,10 +1,15 @@
 """A rank's experts as Triton kernels, from the rows that arrived to the results that `combine` reads.
 
-    sorting    which pairs of a row and an expert there are, sorted by expert, and cut into tiles
-    row_blocks rows of mxfp8 as blocks of e4m3, which tensor cores multiply as they are
-    decoding   a tile of weights or of rows, in any format, as numbers
-    products   the two matrix products, with the activation and the weighted sum inside them
-    boxed      the same for many rows of 16-bit numbers, with matrices that come by TMA
+    sorting            which pairs of a row and an expert there are, sorted by expert, and cut into tiles
+    decoding           a tile of weights or of rows, in any format, as numbers
+    products           the two matrix products, outputs × rows, with the activation and the weights inside them
+    rows_first         the first for many rows, rows × outputs; rows_first_result: the second, of digits
+    digits             what stands between products of e4m3: numbers as two digits of it
+    row_blocks         rows of mxfp8 as blocks of e4m3, which tensor cores multiply as they are
+    boxed              both for many rows of 16-bit numbers, with matrices that come by TMA
+    packed, unpacking  both with 4-bit weights in the order of Hopper's tensor cores
+    summing            a row's experts, added up
+    twins              what some of them must give, in torch
 
 Only `tokenyard.experts.fused` imports these modules: Triton is not needed on a CPU.
 """
