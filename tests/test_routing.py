@@ -296,11 +296,15 @@ def test_ties_go_to_the_lowest_id(router: Router) -> None:
 
 @each_router
 def test_a_token_is_routed_the_same_in_any_batch(router: Router) -> None:
+    """Alone, or with any number of others: vectors of a CPU begin and end elsewhere then."""
     logits_TE = logits()
     whole = router(logits_TE)
-    alone = router(logits_TE[17:18])
-    assert torch.equal(whole.topk_ids_TK[17:18], alone.topk_ids_TK)
-    assert torch.equal(whole.topk_weights_TK[17:18], alone.topk_weights_TK)
+    for tokens in (1, 2, 3, 7):
+        for first in range(0, len(logits_TE) - tokens, tokens):
+            some = slice(first, first + tokens)
+            alone = router(logits_TE[some])
+            assert torch.equal(whole.topk_ids_TK[some], alone.topk_ids_TK)
+            assert torch.equal(whole.topk_weights_TK[some], alone.topk_weights_TK)
 
 
 @each_router

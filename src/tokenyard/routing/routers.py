@@ -15,6 +15,7 @@ import dataclasses
 import hashlib
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
@@ -174,6 +175,15 @@ class Router(ABC):
         return logits_TE.float()
 
 
+def rounded_once(function: Callable[[Tensor], Tensor], logits_TE: Tensor) -> Tensor:
+    """A function of each number, computed in float64: so a token's scores do not depend on its batch.
+
+    In float32 they may, in the last bit: on a CPU torch computes whole vectors by other instructions than the numbers
+    that are left over at the end.
+    """
+    return function(logits_TE.double()).float()
+
+
 @dataclass(frozen=True)
 class SoftmaxRouter(Router):
     """Mixtral, Qwen, OLMoE: softmax over all experts, the top k of it, renormalized to sum 1 or not.
@@ -312,7 +322,7 @@ class GroupedSigmoidRouter(BiasedRouter):
             )
 
     def _scores(self, logits_TE: Tensor) -> Tensor:
-        return logits_TE.sigmoid()
+        return rounded_once(torch.sigmoid, logits_TE)
 
     def _choice_scores(self, scores_TE: Tensor) -> Tensor:
         biased_TE = super()._choice_scores(scores_TE)
@@ -339,7 +349,7 @@ class SqrtSoftplusRouter(BiasedRouter):
     name: ClassVar[str] = "sqrt_softplus"
 
     def _scores(self, logits_TE: Tensor) -> Tensor:
-        return softplus(logits_TE, threshold=20.0).sqrt()
+        return rounded_once(lambda exact_TE: softplus(exact_TE, threshold=20.0).sqrt(), logits_TE)
 
 
 ROUTERS: dict[str, type[Router]] = {
