@@ -176,10 +176,10 @@ class Router(ABC):
 
 
 def rounded_once(function: Callable[[Tensor], Tensor], logits_TE: Tensor) -> Tensor:
-    """A function of each number, computed in float64: so a token's scores do not depend on its batch.
+    """A function of each number, in float64, rounded to float32: a token's scores do not depend on its batch.
 
-    In float32 they may, in the last bit: on a CPU torch computes whole vectors by other instructions than the numbers
-    that are left over at the end.
+    In float32 they do, in the last bit: on a CPU torch computes whole vectors by other instructions than the numbers
+    that are left over at the end. In float64 they differ as well, and rounding hides that but for one number in 10^8.
     """
     return function(logits_TE.double()).float()
 
