@@ -3,21 +3,24 @@
 import gc
 import os
 import weakref
+from importlib import import_module
 
 import pytest
 import torch
 
 import tokenyard as ty
-from tokenyard.errors import GroupError, InputError, PeerFailed
+from tokenyard.errors import GroupError, InputError, PeerFailed, PeerLost
 from tokenyard.group.devices import (
     OVERLAPPING_DEVICES,
     devices_of_ranks,
     prepare_process,
     prepare_threads,
     resolve_device,
+    why_none_may_start,
 )
 from tokenyard.group.symmetric_memory import _check_devices, keep_with
 
+launch_room = import_module("tokenyard.group.launch")  # the package's attribute of this name is the function
 both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -165,3 +168,22 @@ def test_nothing_is_set_for_ranks_on_the_cpu_or_too_late(unprepared, monkeypatch
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     prepare_threads("cuda")
     assert settings() == {}
+
+
+def test_a_setting_that_may_keep_ranks_from_starting_is_named(unprepared):
+    gpu = torch.device("cuda", 0)
+    assert why_none_may_start(gpu) is None
+    os.environ[QUEUES] = "32"
+    assert "CUDA_DEVICE_MAX_CONNECTIONS is 32: under MPS" in why_none_may_start(gpu)
+    assert why_none_may_start(torch.device("cpu")) is None
+
+
+def test_ranks_that_do_not_find_each_other_hear_of_it(unprepared, monkeypatch):
+    monkeypatch.setattr(launch_room, "FINDING_EACH_OTHER", 0.2)
+    os.environ[QUEUES] = "32"
+    store = launch_room._meeting_store(5.0)
+    with pytest.raises(PeerLost) as caught:
+        launch_room._find_each_other(0, [torch.device("cuda", 0)] * 2, store.port, 0.2)
+    assert caught.value.peers == (1,)
+    assert caught.value.phase == "finding each other"
+    assert "leave it unset there" in caught.value.__notes__[0]

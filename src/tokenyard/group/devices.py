@@ -92,6 +92,14 @@ def prepare_process() -> None:
         os.environ.pop(name, None)
 
 
+def why_none_may_start(device: torch.device) -> str | None:
+    """A setting of the user's that may keep the process of a rank from starting CUDA; None where there is none."""
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    if device.type != "cuda" or name not in os.environ:
+        return None
+    return f"{name} is {os.environ[name]}: under MPS all processes share one supply of queues; leave it unset there"
+
+
 def let_ranks_share_a_gpu() -> None:
     """Tell torch's symmetric memory that ranks share a GPU: it refuses otherwise, and cannot multicast there."""
     os.environ[OVERLAPPING_DEVICES] = "1"

@@ -38,6 +38,7 @@ from tokenyard.group.devices import (
     let_ranks_share_a_gpu,
     prepare_process,
     rank_on,
+    why_none_may_start,
 )
 from tokenyard.group.distributed import FINDING_EACH_OTHER, DistributedGroup, loopback_interface
 from tokenyard.group.readmission import READMISSION, TCPStore, address_of, lineage_of
@@ -378,7 +379,10 @@ def _find_each_other(rank: int, devices: list[torch.device], port: int, deadline
     except RuntimeError as error:  # torch would say how many are missing, and not who
         missing = [other for other, key in enumerate(here) if not store.check([key])]
         waited = time.monotonic() - started
-        raise PeerLost(missing, phase="finding each other", waited=waited, rank=rank) from error
+        lost = PeerLost(missing, phase="finding each other", waited=waited, rank=rank)
+        if (hint := why_none_may_start(devices[rank])) is not None:
+            lost.add_note(hint)
+        raise lost from error
     dist.init_process_group("gloo", store=store, rank=rank, world_size=len(devices), timeout=timeout)
     return DistributedGroup(device=devices[rank], deadline=deadline)
 
