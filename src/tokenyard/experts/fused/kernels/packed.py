@@ -283,7 +283,7 @@ def tile_product(
                 acc = wait_for_products(acc)
             async_copy.wait_group(STAGES - 2)
             meet()  # right behind the wait for copies, or the compiler adds one there
-            if not FEW:
+            if not FEW:  # orders what all threads have copied, which the barrier has told this one of
                 hopper.fence_async_shared()
             copy_rows(buffers, pointers, columns, NB, (d + STAGES - 1) % STAGES, step + STAGES - 1,
                       step + STAGES - 1 < STEPS, INPUTS)  # fmt: skip
