@@ -179,11 +179,11 @@ def test_a_setting_that_may_keep_ranks_from_starting_is_named(unprepared):
 
 
 def test_ranks_that_do_not_find_each_other_hear_of_it(unprepared, monkeypatch):
-    monkeypatch.setattr(launch_room, "FINDING_EACH_OTHER", 0.2)
+    monkeypatch.setattr(launch_room, "FINDING_EACH_OTHER", 2.0)
     os.environ[QUEUES] = "32"
-    store = launch_room._meeting_store(5.0)
+    store = launch_room._meeting_store(30.0)
     with pytest.raises(PeerLost) as caught:
-        launch_room._find_each_other(0, [torch.device("cuda", 0)] * 2, store.port, 0.2)
+        launch_room._find_each_other(0, [torch.device("cuda", 0)] * 2, store.port, 2.0)
     assert caught.value.peers == (1,)
     assert caught.value.phase == "finding each other"
     assert "leave it unset there" in caught.value.__notes__[0]
