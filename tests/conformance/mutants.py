@@ -318,6 +318,16 @@ class NormalizesWeights(ReferenceExperts):
         return result
 
 
+class HoldsOthers(ReferenceExperts):
+    name = "holds others"
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options | {"adopt": False})
+        for name, buffer in self.named_buffers():
+            if name in ("w2", "w2_data"):
+                buffer.view(torch.uint8).bitwise_xor_(8)
+
+
 class LoadsElsewhere(ReferenceExperts):
     name = "loads_elsewhere"
 

@@ -141,6 +141,7 @@ def test_a_wrong_format_is_caught(format, check, part):
         (mutants.ClampsNan, "nan_stays_in_its_row", "a row of NaN gave numbers with swiglu_clamped"),
         (mutants.DropsDuplicates, "duplicate_choices_count_twice", "where all choices name one expert"),
         (mutants.NormalizesWeights, "nothing_is_changed", " was changed"),
+        (mutants.HoldsOthers, "nothing_is_changed", "do not hold the w2 that they were given"),
         (mutants.LoadsElsewhere, "load_is_in_place", "load_ put another tensor in the place of"),
         (mutants.CachesWeights, "load_is_in_place", "after load_"),
     ],

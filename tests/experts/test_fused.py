@@ -126,12 +126,16 @@ def boxed_launches(monkeypatch):
     return launched
 
 
-@pytest.mark.parametrize("changes", BOXES.values(), ids=BOXES)
-def test_matrices_may_come_in_boxes(changes, boxed_launches):
+def check_cut_for_boxes(changes):
     case = replace(FusedCase(R=40, K=2, L=2), **changes)
     experts = FusedExperts(case.spec, case.held)
     experts.cuts = BOXED
     check_case(case, experts)
+
+
+@pytest.mark.parametrize("changes", BOXES.values(), ids=BOXES)
+def test_matrices_may_come_in_boxes(changes, boxed_launches):
+    check_cut_for_boxes(changes)
     assert set(boxed_launches) == {"_boxed_inner", "_boxed_result"}
 
 
@@ -145,10 +149,7 @@ NO_BOXES = {
 
 @pytest.mark.parametrize("changes", NO_BOXES.values(), ids=NO_BOXES)
 def test_what_cannot_come_in_boxes_comes_as_ever(changes, boxed_launches):
-    case = replace(FusedCase(R=40, K=2, L=2), **changes)
-    experts = FusedExperts(case.spec, case.held)
-    experts.cuts = BOXED
-    check_case(case, experts)
+    check_cut_for_boxes(changes)
     assert "_boxed_inner" not in boxed_launches
 
 

@@ -25,7 +25,7 @@ from tokenyard.conformance.oracle import exact_activation
 from tokenyard.conformance.runner import Finding
 from tokenyard.experts import ACTIVATIONS, Activation, Experts, ExpertsSpec, ExpertWeights, activation
 from tokenyard.experts.base import WEIGHT_DTYPES
-from tokenyard.formats import WEIGHT_FORMATS, Format
+from tokenyard.formats import WEIGHT_FORMATS, Format, QuantizedMatrix
 from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows, RoutingLogits, UnfinalizedRows, describe
 
 # Random specs that the oracle check draws, and rows of a batch.
@@ -34,6 +34,7 @@ _ROWS = 17
 _FLOAT32 = 2.0**-24
 _SLOPE = 1.13  # of silu, gelu and the clamped SwiGLU, at most
 _TINY = 2.0**-24  # half the distance of float16's subnormal numbers
+_ALL_BUT = 2.0**-12  # of the length of an output: far below what any product rounds
 _CPU = torch.device("cpu")
 # Codes whose numbers every 16-bit dtype holds: whoever decodes them once decodes them exactly.
 _EXACT_CODES = ("mxfp8", "nvfp4(global_scale=8.0)", "fp8_block128(power_of_two_scales=True)")
@@ -331,6 +332,14 @@ def empty_batches(cls: type[Experts], device: torch.device) -> None:
             _expect(not bool(batch.result(cls).any()), "a rank without experts gave something", "zeros")
 
 
+def _means(held: Tensor | QuantizedMatrix, given: Tensor | QuantizedMatrix) -> bool:
+    """Whether held weights are those given: to the bit, or, in another form of a format (`recoding`), all but."""
+    if isinstance(held, Tensor) or isinstance(given, Tensor):
+        return isinstance(held, Tensor) and isinstance(given, Tensor) and same_bits(held.cpu(), given.cpu())
+    exact, found = (matrix.decode(torch.float64).cpu() for matrix in (given, held))
+    return bool(((found - exact).norm(dim=-1) <= _ALL_BUT * exact.norm(dim=-1)).all())
+
+
 def nothing_is_changed(cls: type[Experts], device: torch.device) -> None:
     """Neither rows, nor routes, nor weights are changed by computing, adopted weights included."""
     batch = _one(cls, device)
@@ -344,7 +353,9 @@ def nothing_is_changed(cls: type[Experts], device: torch.device) -> None:
     }
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     experts = batch.build(cls, adopt=True)
-    # Those that hold weights in another form (`recoding`) need not have the bytes they were given.
+    for name in ("w13", "w2"):
+        what = f"the experts do not hold the {name} that they were given"
+        _expect(_means(getattr(experts.weights, name), getattr(batch.weights, name)), what, "it untouched")
     own = {name: tensor.clone() for name, tensor in experts.weights.by_name().items()}
     for finalize in (True, False) if cls.finalizes else (False,):
         experts(received, finalize=finalize)
@@ -368,6 +379,9 @@ def load_is_in_place(cls: type[Experts], device: torch.device) -> None:
             f"load_ put another tensor in the place of {name}",
             "the same",
         )
+    for name in ("w13", "w2"):
+        fine = _means(getattr(experts.weights, name), getattr(other.weights, name))
+        _expect(fine, f"load_ did not take {name}", "the new weights")
     expected = other.build(cls).weights.by_name()
     for name, tensor in experts.weights.by_name().items():
         fine = same_bits(tensor, expected[name])
