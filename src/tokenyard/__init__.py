@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tokenyard.duties import Duty as Duty
     from tokenyard.duties import Party as Party
     from tokenyard.errors import CheckpointError as CheckpointError
+    from tokenyard.errors import ConcurrentUse as ConcurrentUse
     from tokenyard.errors import ContractError as ContractError
     from tokenyard.errors import Corrupted as Corrupted
     from tokenyard.errors import Drifted as Drifted
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from tokenyard.errors import InputError as InputError
     from tokenyard.errors import PeerFailed as PeerFailed
     from tokenyard.errors import PeerLost as PeerLost
+    from tokenyard.errors import PlanBroken as PlanBroken
     from tokenyard.errors import PlanError as PlanError
     from tokenyard.errors import PlanMismatch as PlanMismatch
     from tokenyard.errors import RankError as RankError
@@ -90,6 +92,7 @@ _HOMES = {
     "duties": ("Duty", "Party"),
     "errors": (
         "CheckpointError",
+        "ConcurrentUse",
         "ContractError",
         "Corrupted",
         "Drifted",
@@ -98,6 +101,7 @@ _HOMES = {
         "InputError",
         "PeerFailed",
         "PeerLost",
+        "PlanBroken",
         "PlanError",
         "PlanMismatch",
         "RankError",

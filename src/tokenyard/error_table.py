@@ -7,7 +7,9 @@ of a message that nobody ever sees.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from tokenyard.checkpoints import open_checkpoint
 from tokenyard.drafting import draft
 from tokenyard.errors import (
     CheckpointError,
+    ConcurrentUse,
     ContractError,
     Corrupted,
     Drifted,
@@ -26,6 +29,7 @@ from tokenyard.errors import (
     InputError,
     PeerFailed,
     PeerLost,
+    PlanBroken,
     PlanError,
     PlanMismatch,
     RankError,
@@ -170,6 +174,27 @@ def _leaves(group: Group) -> None:
         layer(_rows(), _routes())
 
 
+def _called_again(group: Group) -> None:
+    layer = _layer(group)
+    if group.rank == 0:
+        with contextlib.suppress(PeerLost):
+            layer(_rows(), _routes())
+        layer(_rows(), _routes())
+
+
+def _from_two_threads(group: Group) -> None:
+    layer = _layer(group)
+    compute = layer.experts.compute
+
+    def calls_again(received: Any, *, finalize: bool) -> Any:
+        with ThreadPoolExecutor(1, thread_name_prefix="thread") as pool:
+            pool.submit(layer, _rows(), _routes()).result()
+        return compute(received, finalize=finalize)
+
+    layer.experts.compute = calls_again  # type: ignore[method-assign]
+    layer(_rows(), _routes())
+
+
 def _writes_elsewhere(group: Group) -> None:
     layer = _layer(group, paranoid=True)
     compute = layer.experts.compute
@@ -196,9 +221,11 @@ EXAMPLES: dict[type[TokenyardError], Callable[[], object]] = {
     CheckpointError: lambda: open_checkpoint(Path("pytorch_model")),
     ContractError: lambda: _on_ranks(1, _wrong_result),
     HandleError: lambda: _on_ranks(1, _used_twice),
+    ConcurrentUse: lambda: _on_ranks(1, _from_two_threads),
     GroupError: _closed,
     PeerFailed: lambda: _on_ranks(2, lambda group: _layer(group)(_rows(32 + group.rank), _routes())),
     PeerLost: lambda: _on_ranks(2, _leaves),
+    PlanBroken: lambda: _on_ranks(2, _called_again),
     Drifted: lambda: _on_ranks(2, _different_calls),
     Disagreement: lambda: _on_ranks(2, lambda group: group.agree("the seed", group.rank)),
     Corrupted: lambda: _on_ranks(1, _writes_elsewhere),

@@ -11,7 +11,7 @@ first token; bad input is raised before anything is moved.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -127,6 +127,12 @@ class HandleError(TokenyardError, RuntimeError):
     when = "a dispatch is combined twice or out of turn, or a layer is called after its plan was closed"
 
 
+class ConcurrentUse(HandleError):
+    """A second thread called a plan or a group while a call of the first was under way. Nothing was moved."""
+
+    when = "two threads use one plan, or one group, at the same time"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
     """A change of a plan's arguments that was tried and fits: fields of the layer's spec, or the exchange."""
@@ -223,7 +229,11 @@ class Drifted(GroupError):
 
 
 class PeerLost(GroupError):
-    """A rank did not arrive within the deadline, or has died. `peers` is empty where nobody can tell who."""
+    """A rank did not arrive within the deadline, or has died. `peers` is empty where nobody can tell who.
+
+    The plan whose layer raised it is broken from then on: see `PlanBroken`. `ended` says that the ranks will not come
+    again, as `detail` tells (their processes have ended); otherwise they may only be late.
+    """
 
     when = "a rank died, hangs, or is late by more than the deadline"
 
@@ -236,16 +246,63 @@ class PeerLost(GroupError):
         layer: str | None = None,
         rank: int | None = None,
         detail: str = "",
+        ended: bool = False,
     ) -> None:
         self.peers, self.phase, self.waited = tuple(peers), phase, waited
         who = ", ".join(f"rank {p}" for p in self.peers) or "a rank of the group"
+        late = "look at that rank's own log; raise the group's deadline if it was only slow"
+        gone = f"look at that rank's own log; a plan can {_ways_on(self.peers)}"
         super().__init__(
             f"{who} did not arrive in {phase} (waited {waited:.1f} s{'; ' + detail if detail else ''})",
             expected="every rank of the group to make the same calls within the deadline",
-            fix="look at that rank's own log; raise the group's deadline if it was only slow",
+            fix=gone if ended else late,
             layer=layer,
             rank=rank,
         )
+
+
+class PlanBroken(PeerLost):
+    """A layer was called after a call of its plan had ended without the others' answer.
+
+    Ranks may have received different things in that call, and a late answer to it must not be taken for an answer to
+    a later one. So every call raises, until `go_on_without` or `readmit` has given the plan new connections and memory.
+    `peers` and `phase` are those of the loss.
+    """
+
+    when = "a layer is called after its plan lost a rank, or was interrupted while it waited for one"
+
+    def __init__(self, cause: BaseException, *, layer: str | None = None, rank: int | None = None) -> None:
+        lost = isinstance(cause, PeerLost)
+        self.peers: tuple[int, ...] = cause.peers if isinstance(cause, PeerLost) else ()
+        self.phase: str = cause.phase if isinstance(cause, PeerLost) else ""
+        self.waited: float = cause.waited if isinstance(cause, PeerLost) else 0.0
+        if rank is not None and rank in self.peers:
+            fix = f"the others have given this rank up; it can come back as a fresh one: `rejoin(…, rank={rank})`"
+        elif self.peers:
+            fix = f"{_ways_on(self.peers)}, on every rank that is left"
+        else:
+            fix = "make a new plan, on a new group, on every rank"
+        GroupError.__init__(
+            self,
+            f"the plan is broken: {cause.found if isinstance(cause, TokenyardError) else _named(cause)}",
+            expected="a plan whose ranks have all finished its last call"
+            if lost
+            else "a call of the plan that is not interrupted while it waits for other ranks",
+            fix=fix,
+            layer=layer,
+            rank=rank,
+        )
+
+
+def _ways_on(lost: Sequence[int]) -> str:
+    ranks = list(lost)
+    return f"go on without it: `plan.go_on_without({ranks})`, or with a fresh rank: `plan.readmit({ranks})`"
+
+
+def _named(error: BaseException) -> str:
+    """An error of Python's own, in one line."""
+    text = shown(error, most=200, write=str)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 class Corrupted(TokenyardError, RuntimeError):

@@ -82,16 +82,16 @@ class Plan:
         dispatch that was in flight must be made again. If a rank cannot allocate, all raise, and the plan is as it
         was.
         """
-        self._check_open()
-        self._reshape([*self.draft.specs, *layers], max_tokens, self.exchange.serve)
+        with self.exchange.in_use():
+            self._reshape([*self.draft.specs, *layers], max_tokens, self.exchange.serve)
 
     def trim(self, keep: Sequence[str] | None = None) -> None:
         """Give back what the layers do not need; with `keep`, forget all layers but these. Collective."""
-        self._check_open()
-        for name in keep or ():
-            self.wiring(name)
-        specs = [spec for spec in self.draft.specs if keep is None or spec.name in keep]
-        self._reshape(specs, None, self.exchange.trim)
+        with self.exchange.in_use():
+            for name in keep or ():
+                self.wiring(name)
+            specs = [spec for spec in self.draft.specs if keep is None or spec.name in keep]
+            self._reshape(specs, None, self.exchange.trim)
 
     def _reshape(
         self,
@@ -122,8 +122,8 @@ class Plan:
 
     def warmup(self) -> None:
         """Compile and load all kernels, before the first one that waits. Collective; a new plan has done so."""
-        self._check_open()
-        self.exchange.warmup([wiring.cargo for wiring in self.draft.wirings])
+        with self.exchange.in_use():
+            self.exchange.warmup([wiring.cargo for wiring in self.draft.wirings])
 
     def fixed_shapes(self, max_tokens: int | None = None) -> AbstractContextManager[None]:
         """Inside, layers on GPUs wait for nothing, and may be captured in a CUDA graph.
@@ -145,7 +145,7 @@ class Plan:
         counted (`stats`); with `renormalize` a token's other weights make up for them. Experts that route by
         themselves leave lost ones out, uncounted, and cannot renormalize.
         """
-        self._check_open()
+        self.exchange.check_open()
         lost = self._check_lost(lost)
         survivors = [rank for rank in range(self.group.size) if rank not in lost]
         group = self.group.subgroup(survivors)
@@ -184,7 +184,7 @@ class Plan:
         `group` is for a plan that is not alone: readmit on the group once, and pass what it returned to each plan, in
         the order in which they were made. It is also the way for groups that cannot readmit (NCCL).
         """
-        self._check_open()
+        self.exchange.check_open()
         whole = self._whole.without(self._check_lost(lost))
         if added := [spec.name for spec in self.draft.specs if spec.name not in whole.specs]:
             raise PlanError(
@@ -229,12 +229,9 @@ class Plan:
 
     def gather_stats(self) -> list[dict[str, dict[str, Any]]]:
         """`stats` of every rank, as plain values, in rank order. Collective over the group."""
-        self._check_open()
-        mine = {layer: stats.as_dict() for layer, stats in self.stats().items()}
-        return self.group.gather_json(mine, phase="gather_stats")
-
-    def _check_open(self) -> None:
-        self.exchange.check_open(rank=self.group.rank)
+        with self.exchange.in_use():
+            mine = {layer: stats.as_dict() for layer, stats in self.stats().items()}
+            return self.group.gather_json(mine, phase="gather_stats")
 
     def close(self) -> None:
         """Give everything back. Whoever asks this plan for something gets an error from now on; the group stays."""
@@ -308,7 +305,7 @@ def wiring_in(plan: object, layer: str) -> Wiring:
             expected="a Plan, which all ranks have agreed on",
             fix="pass plan(layers, group, …), and the name of the layer after it",
         )
-    plan._check_open()
+    plan.exchange.check_open()
     return plan.wiring(layer)
 
 

@@ -128,10 +128,10 @@ def test_a_handle_is_combined_once_and_in_its_turn(exchange):
     for messages in on_ranks(2, handles, exchange):
         assert "1 dispatch in flight already (of 'moe')" in messages["second dispatch"]
         assert "plan(..., in_flight=2)" in messages["second dispatch"]
-        assert "1 dispatch in flight already" in messages["layer while in flight"]
+        assert "a dispatch of layer 'moe' is in flight" in messages["layer while in flight"]
         assert "this handle is not in flight" in messages["combined twice"]
         assert "combine was given a ReceivedRows as its handle" in messages["not a handle"]
-        assert "this handle is not in flight" in messages["after close"]
+        assert "the plan is closed" in messages["after close"]
 
 
 def two_in_flight(group, exchange):

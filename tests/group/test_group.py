@@ -15,6 +15,7 @@ import tokenyard as ty
 from tokenyard.errors import Drifted, GroupError, InputError, PeerLost, RankError
 from tokenyard.group import Disagreement
 from tokenyard.group.readmission import meet
+from tokenyard.group.roll_call import RollCall
 
 both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
 
@@ -182,7 +183,7 @@ def closes_and_ends(group, folder):
 def test_a_process_that_ends_is_missed_though_it_closed_its_group(tmp_path):
     with pytest.raises(RankError, match="exit code -9"):
         ty.launch(2, closes_and_ends, tmp_path, ranks="processes", deadline=20)
-    assert (tmp_path / "gone").read_text() == "[1]"
+    assert (tmp_path / "gone").read_text() == "{1: 'its process has ended'}"
 
 
 def test_launch_leaves_no_process_behind():
@@ -320,10 +321,12 @@ def test_what_goes_wrong_as_ranks_connect_is_a_loss(monkeypatch):
 
     monkeypatch.setattr(torch.distributed, "ProcessGroupGloo", refuse)
     times = {"seconds": 20, "connecting": 20, "timeout": 20}
+    store = torch.distributed.HashStore()
+    roll = RollCall(store, "a meeting", 0, 1, "a host")
     with pytest.raises(
         PeerLost, match=r"a rank of the group did not arrive in a phase .*Connection refused\)"
     ):
-        meet(torch.distributed.HashStore(), "a meeting", 0, 1, phase="a phase", gone=list, **times)
+        meet(store, "a meeting", 0, 1, phase="a phase", roll=roll, gone=dict, **times)
 
 
 def asks_for_others(group):

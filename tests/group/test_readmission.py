@@ -196,7 +196,10 @@ def raises_after_a_readmission(group, readmitted, returned):
     until = time.monotonic() + 30
     while not group.gone() and time.monotonic() < until:
         time.sleep(0.01)
-    seen = group.gone(), again.gone()  # the seat of rank 1 is not its own any more in the new group
+    seen = (
+        list(group.gone()),
+        list(again.gone()),
+    )  # the seat of rank 1 is not its own any more in the new group
     returned.set()
     pool.shutdown()
     return seen, raised(again.barrier), fresh.result().size

@@ -58,7 +58,7 @@ def together(ranks):
 def answered(ranks):
     """These ranks, each of which has answered in time; others are silent."""
     for rank in ranks:
-        rank._set("here", rank._rank)
+        rank._set('["", 0.0]', "here", rank._rank)
     return ranks
 
 
@@ -108,7 +108,7 @@ def test_whose_process_ends_is_missed_though_it_took_its_name_back(store, dead):
     who(store, 1, pid=dead)
     ranks[0].read()
     ranks[1].leave()
-    assert ranks[0].gone() == [1]
+    assert list(ranks[0].gone()) == [1]
 
 
 class LeavesMeanwhile(dist.HashStore):
@@ -124,7 +124,7 @@ class LeavesMeanwhile(dist.HashStore):
 def test_nobody_waits_for_the_name_of_a_rank_that_leaves_meanwhile(monkeypatch):
     monkeypatch.setattr(roll_call, "_STORE", 5.0)
     ranks = roll(LeavesMeanwhile(), 2)
-    assert ranks[0].gone() == []
+    assert ranks[0].gone() == {}
     assert ranks[0].silent == ""
 
 

@@ -83,7 +83,7 @@ class Carrier(OneSidedExchange):
 
     def refuse(self, dispatched: Dispatched, error: Exception) -> NoReturn:
         """Take part in a combine only to say that this rank has an error."""
-        self._flights.land(dispatched)
+        self._land(dispatched)
         self._fail(dispatched.cargo, error, partial(self._fail_back, dispatched, error))
 
     def check_may_agree(self, what: str, error: Exception | None) -> None:

@@ -44,7 +44,15 @@ from tokenyard.compat.manifest import (
     check_results,
     check_whole,
 )
-from tokenyard.errors import Drifted, HandleError, InputError, PeerFailed, PlanError, TokenyardError
+from tokenyard.errors import (
+    Drifted,
+    HandleError,
+    InputError,
+    PeerFailed,
+    PlanBroken,
+    PlanError,
+    TokenyardError,
+)
 from tokenyard.exchange import Cargo, Dispatched, OneSidedExchange
 from tokenyard.formats import EncodedRows, Format, Payload, for_dtype
 from tokenyard.group import Disagreement
@@ -144,6 +152,7 @@ class MoeAlltoAll:
         token order. Slots behind them are zero; with `invalid_token_expert_id` they hold that id in the payload
         `expert_id_payload_index`.
         """
+        self._check_usable()
         if self._flight is not None:
             raise self._out_of_turn("dispatch was called twice", "combine the last dispatch first")
 
@@ -386,7 +395,15 @@ class MoeAlltoAll:
         except Exception as error:
             return None, error.at(rank=self.group.rank) if isinstance(error, TokenyardError) else error
 
+    def _check_usable(self) -> None:
+        try:
+            self._exchange.check_usable()
+        except PlanBroken as error:
+            error.fix = "make a new MoeAlltoAll on every rank that is left, on a group of these ranks"
+            raise
+
     def _check_dispatched(self, name: str) -> None:
+        self._check_usable()
         if self._flight is None:
             raise self._out_of_turn(f"{name} was called before a dispatch", "dispatch first")
 

@@ -15,6 +15,10 @@ phase starts with an announcement from each rank, "here is layer 3, round 17, so
 because …". A rank that fails still announces that, then raises its own error; the others raise `PeerFailed`;
 nothing is lost, and the group stays usable. On the way back the announcement travels in front of the rows, in
 the same message. Ranks that are in different layers, phases or rounds find out here (`Drifted`).
+
+**A loss.** A wait that ends without the others' answer (a rank is lost, or this one was interrupted) breaks the plan:
+nobody knows what the others have received, and a late answer must not be taken for an answer to a later call. Every
+call raises `PlanBroken` from then on; `Plan.go_on_without` and `Plan.readmit` make a new exchange.
 """
 
 from __future__ import annotations
@@ -28,7 +32,16 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from tokenyard.errors import ContractError, HandleError, InputError, PeerFailed, Reason, TokenyardError
+from tokenyard.errors import (
+    ContractError,
+    HandleError,
+    InputError,
+    PeerFailed,
+    PeerLost,
+    PlanBroken,
+    Reason,
+    TokenyardError,
+)
 from tokenyard.exchange.announcement import Announcement, Phase
 from tokenyard.exchange.cargo import (
     Cargo,
@@ -50,6 +63,7 @@ from tokenyard.exchange.reduce import sum_over_ranks
 from tokenyard.exchange.stats import LayerStats
 from tokenyard.exchange.watch import ParanoidWatch, Watch
 from tokenyard.formats.base import EncodedRows
+from tokenyard.group import OneThread, by_one_thread
 from tokenyard.group.base import Group
 from tokenyard.routing import Routes
 from tokenyard.rows import (
@@ -109,6 +123,10 @@ class Exchange(ABC):
         self._names: list[str] = []
         self._round = 0
         self._closed = False
+        self._broken: BaseException | None = (
+            None  # why a wait for the other ranks has ended without an answer
+        )
+        self.one_thread = OneThread("the plan")
 
     @classmethod
     def _paranoid_watch(cls, group: Group, in_flight: int) -> Watch:
@@ -146,6 +164,7 @@ class Exchange(ABC):
         """Rows in the layer's wire; or as they are, by an exchange that encodes them on their way."""
         return cargo.wire.encode(x_TH)
 
+    @by_one_thread
     def dispatch(
         self,
         cargo: Cargo,
@@ -162,7 +181,7 @@ class Exchange(ABC):
             loaded = self._load_out(cargo, round, outgoing)
         except Exception as error:
             self._fail(cargo, error, partial(self._fail_out, cargo, round, error))
-        with stats.waiting("dispatch"), self._in_layer(cargo):
+        with stats.waiting("dispatch"), self._in_layer(cargo), self._waiting():
             received, received_counts = self._send_out(cargo, round, outgoing, loaded)
         path = ReturnPath(
             tokens_by_rank=outgoing.tokens_by_rank,
@@ -221,7 +240,7 @@ class Exchange(ABC):
 
     def _check_turn(self, cargo: Cargo) -> None:
         """Errors of this rank's own making, raised before anybody is told: the others are not in this call."""
-        self.check_open(layer=cargo.layer)
+        self.check_usable(layer=cargo.layer)
         self._flights.check_room(cargo)
 
     def _prepare(
@@ -311,6 +330,7 @@ class Exchange(ABC):
 
     # -- The way back --------------------------------------------------------------------------------------
 
+    @by_one_thread
     def combine(
         self,
         dispatched: Dispatched,
@@ -336,6 +356,7 @@ class Exchange(ABC):
             self._watch.check_sum(dispatched, due_TH, y_TH)
         return CombinedRows(y_TH=y_TH)
 
+    @by_one_thread
     def combine_unreduced(self, dispatched: Dispatched, result: ExpertRows | PlacedRows) -> RankRows:
         """Bring every token's results home, one row per (token, rank). Summing them is the caller's duty."""
         home = self._bring_home(dispatched, result, reduces=False, out=None, add=())
@@ -360,7 +381,7 @@ class Exchange(ABC):
         out: Tensor | None,
         add: Sequence[Tensor],
     ) -> list[EncodedRows]:
-        self._flights.land(dispatched)
+        self._land(dispatched)
         cargo, path = dispatched.cargo, dispatched.return_path
         stats = self.stats[cargo.layer]
         try:
@@ -372,7 +393,7 @@ class Exchange(ABC):
             self._watch.leaving(dispatched, placed=rows_RH is None)
         except Exception as error:
             self._fail(cargo, error, partial(self._fail_back, dispatched, error))
-        with stats.waiting("combine"), self._in_layer(cargo), self._in_turn():
+        with stats.waiting("combine"), self._in_layer(cargo), self._in_turn(), self._waiting():
             home = self._send_back(dispatched, loaded)
         stats.count_combine([n * self.region_bytes(cargo).combine_row for n in path.received_counts])
         return home
@@ -413,25 +434,27 @@ class Exchange(ABC):
     @contextmanager
     def shared_fate(self, cargo: Cargo) -> Iterator[Fate]:
         """One round trip of one layer, in which an error on one rank reaches all ranks, wherever it happens."""
-        self._check_turn(cargo)
-        fate = Fate(exchange=self, cargo=cargo)
-        try:
-            yield fate
-        except BaseException as error:  # one that is interrupted owes the others a word, too
-            if fate.owes is Phase.DISPATCH:
-                self._fail(cargo, error, partial(self._fail_out, cargo, self._round + 1, error))
-            flight = fate.dispatched
-            if fate.owes is Phase.COMBINE and flight is not None:
-                self._fail(cargo, error, partial(self._flights.give_up, flight, error))
-            raise
+        with self.in_use(layer=cargo.layer):
+            self._flights.check_empty(cargo)
+            fate = Fate(exchange=self, cargo=cargo)
+            try:
+                yield fate
+            except BaseException as error:  # one that is interrupted owes the others a word, too
+                if fate.dispatched is not None and fate.dispatched in self._flights:
+                    self._fail(cargo, error, partial(self._flights.give_up, fate.dispatched, error))
+                if fate.owes_dispatch:
+                    self._fail(cargo, error, partial(self._fail_out, cargo, self._round + 1, error))
+                raise
 
     def _fail(self, cargo: Cargo, error: BaseException, tell: Callable[[], None]) -> NoReturn:
         """Tell the others that this rank failed, then raise its error."""
         with self._in_layer(cargo):
             if isinstance(error, TokenyardError):
                 error.at(layer=cargo.layer, rank=self.group.rank)
-            tell()
-            self._tell_given_up()
+            if self._broken is None:
+                with self._waiting():
+                    tell()
+                    self._tell_given_up()
             raise error
 
     @contextmanager
@@ -451,12 +474,34 @@ class Exchange(ABC):
 
     @contextmanager
     def _in_layer(self, cargo: Cargo) -> Iterator[None]:
-        """Errors of the group, which knows no layers, get the layer's name here."""
+        """Errors of the group, which knows no layers, get the layer's name here. A loss breaks the plan."""
         try:
             yield
         except TokenyardError as error:
             error.at(layer=cargo.layer, rank=self.group.rank)
+            if isinstance(error, PeerLost):
+                self._break(error)
             raise
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """A wait for the other ranks. If it is interrupted, the plan is broken."""
+        try:
+            yield
+        except TokenyardError:
+            raise  # an answer of the others, or a loss
+        except BaseException as error:
+            self._break(error)
+            raise
+
+    def _break(self, cause: BaseException) -> None:
+        """Refuse all later calls: this one has ended without the others' answer."""
+        self._broken = self._broken or cause
+
+    def _land(self, dispatched: Dispatched) -> None:
+        """Take a handle out of flight, or say why it cannot be combined."""
+        self.check_usable(layer=dispatched.cargo.layer if isinstance(dispatched, Dispatched) else None)
+        self._flights.land(dispatched)
 
     def _announcement(
         self,
@@ -477,12 +522,33 @@ class Exchange(ABC):
             error="" if error is None else f"{type(error).__name__}: {error}",
         )
 
-    def check_open(self, *, layer: str | None = None, rank: int | None = None) -> None:
-        """Raise where there are no more rounds."""
+    def check_open(self, *, layer: str | None = None) -> None:
+        """Raise if the plan is closed."""
         if self._closed:
             raise HandleError(
-                "the plan is closed", expected="an open plan", fix="make a new plan", layer=layer, rank=rank
+                "the plan is closed",
+                expected="an open plan",
+                fix="make a new plan",
+                layer=layer,
+                rank=self.group.rank,
             )
+
+    @contextmanager
+    def in_use(self, *, layer: str | None = None) -> Iterator[None]:
+        """A call of the plan that all its ranks make: by one thread at a time, and not after a loss."""
+        with self.one_thread:
+            self.check_usable(layer=layer)
+            try:
+                yield
+            except PeerLost as error:
+                self._break(error)
+                raise
+
+    def check_usable(self, *, layer: str | None = None) -> None:
+        """Raise if the plan is closed, or broken."""
+        self.check_open(layer=layer)
+        if self._broken is not None:
+            raise PlanBroken(self._broken, layer=layer, rank=self.group.rank)
 
     def close(self) -> None:
         """No more rounds."""

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from tokenyard.duties import Party, acting
 from tokenyard.errors import HandleError
-from tokenyard.exchange.announcement import Phase
 from tokenyard.exchange.cargo import Cargo, Dispatched, UnencodedRows
 from tokenyard.formats.base import EncodedRows
 from tokenyard.routing import Routes
@@ -27,7 +26,8 @@ class Fate:
     exchange: Exchange
     cargo: Cargo
     dispatched: Dispatched | None = None
-    owes: Phase | None = Phase.DISPATCH
+    # Whether the others still wait for this rank's dispatch. A combine is owed as long as the dispatch is in flight.
+    owes_dispatch: bool = True
 
     def encode(self, x_TH: Tensor) -> EncodedRows | UnencodedRows:
         """The rows of a batch, as the exchange takes them."""
@@ -41,22 +41,19 @@ class Fate:
         extra: Mapping[str, Tensor] | None = None,
     ) -> ReceivedRows:
         """Dispatch; from now on, this rank owes the others a combine."""
-        self.owes = None
+        self.owes_dispatch = False
         with acting(Party.SENDER):
             self.dispatched = self.exchange.dispatch(self.cargo, rows, routes, extra)
-        self.owes = Phase.COMBINE
         return self.dispatched.received
 
     def combine(
         self, result: ExpertRows | PlacedRows, *, out: Tensor | None = None, add: Sequence[Tensor] = ()
     ) -> CombinedRows:
         """Combine what was dispatched."""
-        self.owes = None
         return self.exchange.combine(self._arrived(), result, out=out, add=add)
 
     def combine_unreduced(self, result: ExpertRows | PlacedRows) -> RankRows:
         """Bring the results home without summing over ranks."""
-        self.owes = None
         return self.exchange.combine_unreduced(self._arrived(), result)
 
     def _arrived(self) -> Dispatched:

@@ -41,6 +41,18 @@ class Flights:
                 rank=self._rank,
             )
 
+    def check_empty(self, cargo: Cargo) -> None:
+        """Raise where an earlier dispatch would have to be combined before that of a whole round trip."""
+        if self._waiting:
+            earlier = self._waiting[0].cargo.layer
+            raise HandleError(
+                f"a dispatch of layer {earlier!r} is in flight, and is combined only after this call",
+                expected="each dispatch to be combined in the order of the dispatches",
+                fix=f"combine the dispatch of {earlier!r} first; inside a round trip, no other layer can be called",
+                layer=cargo.layer,
+                rank=self._rank,
+            )
+
     def add(self, dispatched: Dispatched) -> None:
         """One more, which was dispatched just now."""
         self._waiting.append(dispatched)

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenyard.errors import GroupError, InputError, PeerFailed, shown
+from tokenyard.errors import GroupError, InputError, PeerFailed, PeerLost, shown
 from tokenyard.group.readmission import READMISSION
 from tokenyard.rows import describe
 
@@ -109,8 +109,24 @@ class Group(ABC):
         """
 
     @abstractmethod
-    def gone(self) -> list[int]:
-        """Ranks that will not come again, as far as this one can see: the process has ended, the thread returned."""
+    def gone(self) -> dict[int, str]:
+        """Ranks that will not come again, as far as this one can see, and why: "its process has ended"."""
+
+    def lost(
+        self, ranks: Sequence[int], *, phase: str, waited: float, layer: str | None = None, detail: str = ""
+    ) -> PeerLost:
+        """The error for ranks that did not come. It says why, where this rank can see that they will not come."""
+        gone = self.gone()
+        ended = bool(ranks) and all(rank in gone for rank in ranks)
+        return PeerLost(
+            ranks,
+            phase=phase,
+            waited=waited,
+            layer=layer,
+            rank=self.rank,
+            detail="; ".join(dict.fromkeys(gone[rank] for rank in ranks)) if ended else detail,
+            ended=ended,
+        )
 
     @abstractmethod
     def host(self) -> str:

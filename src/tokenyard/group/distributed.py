@@ -31,6 +31,7 @@ from torch import Tensor
 from tokenyard.errors import GroupError, PeerLost
 from tokenyard.group.base import DEFAULT_DEADLINE, Group, check_deadline
 from tokenyard.group.devices import resolve_device
+from tokenyard.group.one_thread import OneThread, by_one_thread
 from tokenyard.group.readmission import (
     PHASE,
     READMISSION,
@@ -107,6 +108,7 @@ class DistributedGroup(Group):
             self._carrier = device
         self._seats = seats
         self._broken: str | None = None
+        self.one_thread = OneThread(f"group {name!r}")
         self._readmissions = 0
         self._all_met = False
         self._splits: dict[tuple[int, ...], int] = {}
@@ -121,12 +123,14 @@ class DistributedGroup(Group):
         device: torch.device,
         seconds: float,
         phase: str = PHASE,
-        gone: Callable[[], list[int]] = list,
+        gone: Callable[[], dict[int, str]] = dict,
     ) -> DistributedGroup:
         """The group of those who meet as an invitation says; torch knows no world of them.
 
         `gone` says which of them will not come, as far as this rank sees.
         """
+        # Before this rank is seen at the meeting: who is there has enrolled.
+        roll = RollCall(seats.store, invitation.meeting, rank, invitation.size, this_host())
         try:
             process_group = within(
                 seconds + FINDING_EACH_OTHER + _STORE,
@@ -139,6 +143,7 @@ class DistributedGroup(Group):
                     seconds=seconds,
                     connecting=FINDING_EACH_OTHER,
                     timeout=max(invitation.deadline, FINDING_EACH_OTHER),
+                    roll=roll,
                     gone=gone,
                 ),
             )
@@ -147,7 +152,7 @@ class DistributedGroup(Group):
         group = cls.__new__(cls)
         group._carrier, group._known_to_torch = torch.device("cpu"), False
         group._written = written_to_meet(invitation.meeting, rank)
-        group._roll = RollCall(seats.store, invitation.meeting, rank, invitation.size, this_host())
+        group._roll = roll
         group._start(process_group, seats, device, invitation.name, invitation.deadline)
         return group
 
@@ -183,27 +188,36 @@ class DistributedGroup(Group):
             self._run(_exchange, received, rows, list(receive), list(send), phase=phase)
         return received.to(self.device)
 
+    @by_one_thread
     def _run(self, collective: Callable[..., Any], *arguments: Any, phase: str) -> None:
         """Start a collective and wait for it, no longer than the deadline."""
         if self._broken is not None:
-            raise self._gone()
+            raise self._is_broken()
         started = time.monotonic()
         try:
             # NCCL's own watchdog would end the process: there, this rank alone gives up.
             own = timedelta(seconds=self.deadline) if self._carrier.type == "cpu" else None
             self._wait(collective(self._process_group, own, *arguments), started + self.deadline)
         except RuntimeError as error:
-            waited = time.monotonic() - started
-            missing = self._roll.lost()
-            detail = "" if "timed out" in str(error).lower() else str(error).splitlines()[0][:200]
-            detail = "; ".join(filter(None, [detail, self._roll.silent]))
-            lost = PeerLost(missing, phase=phase, waited=waited, rank=self.rank, detail=detail)
+            lost = self._lost_in(phase, time.monotonic() - started, error)
             self._broken = lost.found
             try:
                 raise lost from error
             finally:
                 # Or it would hold, by way of its traceback, the connections until garbage is collected.
                 del lost
+        except BaseException as error:
+            # The others may have finished this collective, and wait in the next one.
+            self._broken = f"{type(error).__name__} while this rank waited in {phase}"
+            raise
+
+    def _lost_in(self, phase: str, waited: float, error: RuntimeError) -> PeerLost:
+        """The error of a wait that failed: the ranks find out together who is lost."""
+        missing = self._roll.lost(phase=phase, waited=waited, deadline=self.deadline)
+        # What the library says of a connection is of use only where nobody is named.
+        said = "" if missing or "timed out" in str(error).lower() else str(error).splitlines()[0][:200]
+        detail = "; ".join(filter(None, [self._roll.detail or said, self._roll.silent]))
+        return self.lost(missing, phase=phase, waited=waited, detail=detail)
 
     def _wait(self, work: Any, until: float) -> None:
         """Wait for a collective. It ends early once another rank has found out that somebody is lost."""
@@ -220,7 +234,7 @@ class DistributedGroup(Group):
                 if on_gpu or time.monotonic() >= until or self._roll.called():
                     raise
 
-    def _gone(self) -> GroupError:
+    def _is_broken(self) -> GroupError:
         return GroupError(
             f"group {self.name!r} is broken: {self._broken}",
             expected="a group all of whose ranks are there",
@@ -232,10 +246,10 @@ class DistributedGroup(Group):
         if self.device.type == "cpu":
             return share_between_processes(self, nbytes)
         if self._process_group is None:
-            raise self._gone()
+            raise self._is_broken()
         return share_between_gpus(self, self._seats.store, nbytes)
 
-    def gone(self) -> list[int]:
+    def gone(self) -> dict[int, str]:
         return self._roll.gone()
 
     def host(self) -> str:
@@ -244,7 +258,7 @@ class DistributedGroup(Group):
     def subgroup(self, ranks: Sequence[int], *, name: str | None = None) -> DistributedGroup:
         members = self._check_members(ranks)
         if self._process_group is None:
-            raise self._gone()
+            raise self._is_broken()
         self._check_store()
         name = name or f"{self.name}/{'-'.join(map(str, members))}"
         if not self._known_to_torch or (self.device.type == "cpu" and self._carrier.type == "cpu"):
@@ -275,7 +289,9 @@ class DistributedGroup(Group):
             device=self.device,
             seconds=max(self.deadline, FINDING_EACH_OTHER),
             phase="finding each other",
-            gone=lambda: [members.index(rank) for rank in self._roll.ended() if rank in members],
+            gone=lambda: {
+                members.index(rank): why for rank, why in self._roll.ended().items() if rank in members
+            },
         )
 
     @property
@@ -305,7 +321,7 @@ class DistributedGroup(Group):
                 invitation,
                 device=self.device,
                 seconds=seconds,
-                gone=lambda: [rank for rank in self._roll.ended() if rank not in empty],
+                gone=lambda: {rank: why for rank, why in self._roll.ended().items() if rank not in empty},
             )
 
     def _check_store(self) -> None:

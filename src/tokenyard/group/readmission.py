@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from tokenyard.errors import GroupError, InputError, PeerLost, TokenyardError, shown
-from tokenyard.group.roll_call import within
+from tokenyard.group.roll_call import RollCall, within
 
 # Seconds in which a fresh rank must have come, and in which it must have been invited: it starts a process, loads
 # libraries and finds a device.
@@ -131,39 +131,52 @@ def meet(
     seconds: float,
     connecting: float,
     timeout: float,
-    gone: Callable[[], list[int]],
+    roll: RollCall,
+    gone: Callable[[], dict[int, str]],
 ) -> dist.ProcessGroup:
     """A gloo process group of whoever comes to this meeting in the store, though torch knows no world of them.
 
     All must have come within so many seconds, and then be connected within some more, unless one of them is seen to
-    be gone. `timeout` is that of gloo's own waits.
+    be gone: before all have come by `gone`, then by the `roll` on which all are. `timeout` is that of gloo's own waits.
 
     Torch's own `new_group` serves ranks of one world only, and a fresh process is of no world.
     """
     started = time.monotonic()
 
-    def lost(who: Sequence[int], detail: str = "") -> PeerLost:
-        return PeerLost(who, phase=phase, waited=time.monotonic() - started, rank=rank, detail=detail)
+    def lost(who: Sequence[int], detail: str = "", *, ended: bool = False) -> PeerLost:
+        waited = time.monotonic() - started
+        return PeerLost(who, phase=phase, waited=waited, rank=rank, detail=detail, ended=ended)
 
-    def look() -> None:
-        if who := gone():
-            raise lost(who)
+    def all_lost(detail: str) -> PeerLost:
+        """What all ranks of the meeting say: some may have finished connecting, and wait for the others already."""
+        who = roll.lost(phase=phase, waited=time.monotonic() - started)
+        ended = roll.ended()
+        if who and all(one in ended for one in who):
+            return lost(who, ended[who[0]], ended=True)
+        return lost(who, detail)
 
     # A connection of this meeting's own: gloo waits in it, and this process asks the store of other things meanwhile.
     place = _PrefixStore(f"tokenyard/{meeting}", store.clone())
     here = [f"here/{other}" for other in range(size)]
     place.set(here[rank], "")
     while not place.check(here):
-        look()
+        if ended := gone():
+            raise lost(list(ended), next(iter(ended.values())), ended=True)
         if time.monotonic() - started > seconds:
             raise lost([other for other, key in enumerate(here) if not place.check([key])])
         time.sleep(_PAUSE)
+    roll.read()
+
+    def look() -> None:
+        if roll.ended() or roll.called():
+            raise all_lost("")
+
     try:
         return within(connecting, lambda: _connect(place, rank, size, timeout), look=look)
     except PeerLost:
         raise
     except (RuntimeError, TimeoutError) as error:  # torch says what went wrong, and not with whom
-        raise lost(gone(), str(error).splitlines()[0][:200]) from error
+        raise all_lost(str(error).splitlines()[0][:200]) from error
 
 
 def _connect(place: Any, rank: int, size: int, timeout: float) -> dist.ProcessGroup:

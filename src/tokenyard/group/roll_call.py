@@ -5,7 +5,9 @@ or are in another call already. So a rank whose wait fails *calls the roll* in t
 together, and the others, who look there while they wait, answer. Lost is
 
 1. whose process is gone, as a rank on the same host can see for itself; if there is none,
-2. who has not answered within a second.
+2. who has not answered within a second; if all have,
+3. who came too late: an answer says how long its rank has waited, so it tells when each one came. Who came a deadline
+   after the first did not come in time.
 
 The first verdict stands: every rank raises the same, and a stopped rank that wakes up reads that it was given up. A
 rank that computes while another dies is not blamed, however long it computes, where the dead one's host has a rank
@@ -16,6 +18,7 @@ tell.
 from __future__ import annotations
 
 import json
+import math
 import os
 import queue
 import threading
@@ -35,6 +38,8 @@ _STORE = 2.0
 # Seconds after which a store that did not answer is asked again by ranks that wait: its link may have been mended.
 _AGAIN = 60.0
 _PAUSE = 0.02
+# Seconds by which the times at which answers are seen may be off. A shorter deadline is known to a third of it.
+_UNSURE = 0.1
 # What nobody writes into the store: it answers with this word where there is nothing to compare with.
 _ABSENT = "absent"
 
@@ -81,6 +86,7 @@ class RollCall:
         self._place = f"tokenyard/{place}/roll call"
         self._rank, self._size, self._host = rank, size, host
         self._who: dict[int, tuple[str, int]] = {}
+        self.detail = ""  # what the ranks have found out together, beside who is lost
         self._ask(self._enroll)
 
     def _enroll(self) -> None:
@@ -106,19 +112,25 @@ class RollCall:
         self._again = 0.0
         self.called()
 
-    def lost(self) -> list[int]:
-        """Who is lost, as all ranks of the group will say; nobody, if that cannot be told."""
+    def lost(self, *, phase: str = "", waited: float = 0.0, deadline: float = math.inf) -> list[int]:
+        """Who is lost, as all ranks of the group will say; nobody, if that cannot be told.
+
+        This rank has waited so many seconds in a phase, of the seconds that it may wait.
+        """
         until, self._again = time.monotonic() + ANSWERING, 0.0
-        self._set("called")
-        self._set("here", self._rank)
+        seen: dict[int, tuple[str, float]] = {}  # by rank: the phase that it waits in, and when it came there
+        self._set("yes", "called")
+        self._set(json.dumps([phase, waited]), "here", self._rank)
         while self._answers:
             verdict = self._verdict()
             if verdict is not None:
                 return verdict
-            gone, silent = self.gone(), self._silent()
+            gone, silent = self.gone(), self._silent(seen)
             if gone:
-                self._judge(gone)
-            elif not silent or time.monotonic() > until:
+                self._judge(list(gone))
+            elif not silent:
+                self._judge(_too_late(seen, deadline), _different_phases(seen))
+            elif time.monotonic() > until:
                 self._judge(silent)
             time.sleep(_PAUSE)
         return []
@@ -132,14 +144,18 @@ class RollCall:
             if rank not in self._who and (who := self._ask(partial(self._get, "who", rank))):
                 self._who[rank] = json.loads(who)
 
-    def gone(self) -> list[int]:
-        """Whose process is gone from this host."""
+    def gone(self) -> dict[int, str]:
+        """Whose process is gone from this host, and how to say it."""
         self.read()
         return self.ended()
 
-    def ended(self) -> list[int]:
+    def ended(self) -> dict[int, str]:
         """The same, of those whose names were read: the store is not asked."""
-        return [rank for rank, (host, pid) in self._who.items() if host == self._host and not _lives(pid)]
+        return {
+            rank: "its process has ended"
+            for rank, (host, pid) in self._who.items()
+            if host == self._host and not _lives(pid)
+        }
 
     def leave(self, *written: str) -> None:
         """Take back what this rank has written into the store, these keys among it. A verdict stays.
@@ -151,26 +167,32 @@ class RollCall:
 
     def _verdict(self) -> list[int] | None:
         found = self._ask(lambda: self._get("verdict"))
-        return None if found is None else list(json.loads(found))
+        if found is None:
+            return None
+        verdict = json.loads(found)
+        self.detail = str(verdict["detail"])
+        return list(verdict["lost"])
 
-    def _judge(self, lost: list[int]) -> None:
+    def _judge(self, lost: list[int], detail: str = "") -> None:
         """Put a verdict into the store, unless there is one."""
-        self._ask(lambda: self._store.compare_set(self._key("verdict"), "", json.dumps(lost)))
+        verdict = json.dumps({"lost": lost, "detail": detail})
+        self._ask(lambda: self._store.compare_set(self._key("verdict"), "", verdict))
 
-    def _silent(self) -> list[int]:
-        """Who has not answered."""
-        names = [self._key("here", rank) for rank in range(self._size)]
-        if self._ask(lambda: self._store.check(names)):
-            return []
-        return [rank for rank, name in enumerate(names) if not self._ask(partial(self._store.check, [name]))]
+    def _silent(self, seen: dict[int, tuple[str, float]]) -> list[int]:
+        """Who has not answered. New answers are added to those that were seen before."""
+        for rank in range(self._size):
+            if rank not in seen and (answer := self._ask(partial(self._get, "here", rank))):
+                phase, waited = json.loads(answer)
+                seen[rank] = phase, time.monotonic() - waited
+        return [rank for rank in range(self._size) if rank not in seen]
 
     def _get(self, *parts: object) -> bytes | None:
         """What stands in the store, or None. Its own `get` waits for a key that is not there."""
         found = self._store.compare_set(self._key(*parts), _ABSENT, _ABSENT)  # writes nothing
         return None if found == _ABSENT.encode() else bytes(found)
 
-    def _set(self, *parts: object) -> None:
-        self._ask(lambda: self._store.set(self._key(*parts), "yes"))
+    def _set(self, value: str, *parts: object) -> None:
+        self._ask(lambda: self._store.set(self._key(*parts), value))
 
     def _ask(self, question: Callable[[], Answer]) -> Answer | None:
         """What the store says, or None; a store that did not answer is left alone for a while."""
@@ -186,6 +208,29 @@ class RollCall:
 
     def _key(self, *parts: object) -> str:
         return "/".join(map(str, (self._place, *parts)))
+
+
+def _too_late(seen: dict[int, tuple[str, float]], deadline: float) -> list[int]:
+    """Who came so late that the first had waited for all of its deadline.
+
+    >>> _too_late({0: ("dispatch", 10.0), 1: ("dispatch", 11.2), 2: ("dispatch", 10.3)}, deadline=1.0)
+    [1]
+    """
+    first = min(came for _, came in seen.values())
+    in_time = first + deadline - min(_UNSURE, deadline / 3)
+    return sorted(rank for rank, (_, came) in seen.items() if came > in_time)
+
+
+def _different_phases(seen: dict[int, tuple[str, float]]) -> str:
+    """In which phases the ranks wait, if not all in the same.
+
+    >>> _different_phases({1: ("combine", 0.0), 0: ("barrier", 0.0)})
+    'the ranks wait in different calls: rank 0 in barrier, rank 1 in combine'
+    """
+    if len({phase for phase, _ in seen.values()}) == 1:
+        return ""
+    where = ", ".join(f"rank {rank} in {phase}" for rank, (phase, _) in sorted(seen.items()))
+    return f"the ranks wait in different calls: {where}"
 
 
 def _lives(pid: int) -> bool:

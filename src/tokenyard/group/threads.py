@@ -30,6 +30,7 @@ from tokenyard.errors import Drifted, GroupError, InputError, PeerLost
 from tokenyard.group.base import DEFAULT_DEADLINE, Group, check_deadline
 from tokenyard.group.devices import prepare_threads, resolve_device
 from tokenyard.group.memory import too_much
+from tokenyard.group.one_thread import OneThread, by_one_thread
 from tokenyard.group.readmission import PHASE, READMISSION, check_lost, name_again, nobody_invited
 
 
@@ -52,7 +53,9 @@ class _Verdict:
 
     def error(self, rank: int, phase: str) -> PeerLost:
         """What one rank raises."""
-        return PeerLost(self.missing, phase=phase, waited=self.waited, rank=rank, detail=self.why)
+        return PeerLost(
+            self.missing, phase=phase, waited=self.waited, rank=rank, detail=self.why, ended=bool(self.why)
+        )
 
 
 class _MeetingPoint:
@@ -194,7 +197,9 @@ class ThreadGroup(Group):
         self._calls = self._readmissions = 0
         self._splits: dict[tuple[int, ...], int] = {}
         self._closed = False
+        self.one_thread = OneThread(f"group {name!r}")
 
+    @by_one_thread
     def _meet(self, kind: str, value: Any, phase: str) -> list[Any]:
         if self._closed:
             raise GroupError(
@@ -267,9 +272,9 @@ class ThreadGroup(Group):
         self.all_or_none("sharing memory", error)
         return self._read(self._meet("shares memory", mine, "sharing memory"))
 
-    def gone(self) -> list[int]:
+    def gone(self) -> dict[int, str]:
         with self._meeting_point.lock:
-            return list(self._meeting_point.gone)
+            return dict(self._meeting_point.gone)
 
     def host(self) -> str:
         return "this process"

@@ -36,12 +36,12 @@ def stale_rows_read_as_rows(patch):
 def flag_of_the_last_round(patch):
     right = Signals._wait
 
-    def wait(self, ready, phase, round):
+    def wait(self, ready, mine):
         def all_set():
-            turn = self._turn(phase)
-            return all(self._flag_of(self.rank, phase, turn, source) for source in range(self.world))
+            turn = self._turn(mine.phase)
+            return all(self._flag_of(self.rank, mine.phase, turn, source) for source in range(self.world))
 
-        right(self, all_set, phase, round)
+        right(self, all_set, mine)
 
     patch.setattr(Signals, "_wait", wait)
 

@@ -24,7 +24,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from tokenyard.errors import ContractError, Drifted, HandleError, InputError, PeerFailed, PeerLost
+from tokenyard.errors import ContractError, Drifted, HandleError, InputError, PeerFailed
 from tokenyard.exchange.announcement import Phase
 from tokenyard.exchange.base import Exchange
 from tokenyard.exchange.cargo import Cargo, Dispatched, ReturnPath, UnencodedRows
@@ -33,6 +33,7 @@ from tokenyard.exchange.one_sided.exchange import OneSidedExchange
 from tokenyard.exchange.one_sided.graphs import CapturedGraphs
 from tokenyard.exchange.one_sided.launches import LAYER_BITS, Crossing, Encoding, Launcher
 from tokenyard.formats.base import EncodedRows
+from tokenyard.group import by_one_thread
 from tokenyard.group.base import Group
 from tokenyard.routing import Routes
 from tokenyard.rows import (
@@ -213,6 +214,7 @@ class CudaOneSidedExchange(OneSidedExchange):
         fused = Encoding.of(cargo.wire) is not None
         return UnencodedRows(format=cargo.wire, x_TH=x_TH) if fused else super().encode(cargo, x_TH)
 
+    @by_one_thread
     def dispatch(
         self,
         cargo: Cargo,
@@ -271,7 +273,12 @@ class CudaOneSidedExchange(OneSidedExchange):
 
     @contextmanager
     def _working(self, cargo: Cargo, phase: str) -> Iterator[None]:
-        with self.stats[cargo.layer].waiting(phase), self._in_layer(cargo), self.launcher.on_device():
+        with (
+            self.stats[cargo.layer].waiting(phase),
+            self._in_layer(cargo),
+            self._waiting(),
+            self.launcher.on_device(),
+        ):
             yield
 
     def _crossing(self, cargo: Cargo) -> Crossing:
@@ -343,6 +350,7 @@ class CudaOneSidedExchange(OneSidedExchange):
         (rows_SH,) = self.memory.combine(crossing, self.group.rank).values()
         return CombineBuffer(rows_SH=rows_SH, slots_R=slots_R)
 
+    @by_one_thread
     def combine(
         self,
         dispatched: Dispatched,
@@ -366,6 +374,7 @@ class CudaOneSidedExchange(OneSidedExchange):
         self._count_back(dispatched)
         return CombinedRows(y_TH=out)
 
+    @by_one_thread
     def combine_unreduced(self, dispatched: Dispatched, result: ExpertRows | PlacedRows) -> RankRows:
         path, rows_RH = self._results(dispatched, result, reduces=False, out=None, add=())
         cargo, crossing = dispatched.cargo, path.crossing
@@ -404,7 +413,7 @@ class CudaOneSidedExchange(OneSidedExchange):
         add: Sequence[Tensor],
     ) -> tuple[DevicePath, Tensor | None]:
         """Check a result; its rows, or None where they are placed already."""
-        self._flights.land(dispatched)
+        self._land(dispatched)
         cargo, path = dispatched.cargo, cast(DevicePath, dispatched.return_path)
         try:
             rows_RH = self._check_result(dispatched, result, reduces=reduces, out=out, add=add)
@@ -452,6 +461,7 @@ class CudaOneSidedExchange(OneSidedExchange):
         if self.launcher.told[0, 0] != Trouble.LOST:
             self._forget_trouble()
 
+    @by_one_thread
     def synchronize(self) -> None:
         """Wait for the device, and raise what went wrong in rounds that were not checked."""
         self.group.wait_for_device()
@@ -466,7 +476,9 @@ class CudaOneSidedExchange(OneSidedExchange):
         layer = self._names[flag >> 2 & (1 << LAYER_BITS) - 1] if kind != Trouble.BAD_IDS else None
         who = [rank for rank in range(self.group.size) if ranks >> rank & 1]
         if kind == Trouble.LOST:
-            raise PeerLost(who, phase=phase.value, waited=waited / 1e9, layer=layer, rank=self.group.rank)
+            lost = self.group.lost(who, phase=phase.value, waited=waited / 1e9, layer=layer)
+            self._break(lost)
+            raise lost
         if kind == Trouble.BAD_IDS:
             self._forget_trouble()
             raise InputError(

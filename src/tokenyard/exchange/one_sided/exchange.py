@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenyard.errors import ContractError, Reason
+from tokenyard.errors import ContractError, Drifted, Reason
 from tokenyard.exchange.announcement import Announcement, Phase, check_counts, check_fates, check_places
 from tokenyard.exchange.base import Exchange
 from tokenyard.exchange.cargo import Cargo, Dispatched, Outgoing
@@ -53,7 +53,7 @@ class Workspace:
         with torch.inference_mode(False):  # what is made there could not be written elsewhere
             self.buffers = group.share_memory(layout.nbytes)
         controls = [layout.control_region().of(buffer) for buffer in self.buffers]
-        self.signals = Signals(controls, group.rank, group.deadline, group.gone)
+        self.signals = Signals(controls, group)
         self._views: dict[tuple[SlotLayout, int, int], dict[str, Tensor]] = {}
 
     def dispatch(self, rank: int, cargo: Cargo, flight: int) -> dict[str, Tensor]:
@@ -304,13 +304,28 @@ class OneSidedExchange(Exchange):
     def _tell_and_hear(self, by_rank: Sequence[Announcement]) -> list[Announcement]:
         """Tell each rank, hear from all. Every rank that was told is in this round, whatever comes of it."""
         signals, mine = self.workspace.signals, by_rank[self.group.rank]
+        if signals.left:
+            self._drift_apart()
+            self.check_usable()
         for rank, announcement in enumerate(by_rank):
             signals.tell(rank, announcement)
         heard = signals.hear(mine)
         self._round = max(self._round, mine.round)
+        if any(other.plan != mine.plan for other in heard):
+            self._drift_apart()
         check_places(self.group, mine, heard, self._names)
         check_fates(self.group, mine, heard)
         return heard
+
+    def _drift_apart(self) -> None:
+        """Some ranks told of this plan, others of another one: it is not known any more in which round each one is."""
+        self._break(
+            Drifted(
+                "the ranks were in different plans",
+                expected="every rank of the group to call the layers of the same plans in the same order",
+                fix="look for a branch that only some ranks take",
+            )
+        )
 
     def close(self) -> None:
         """No more rounds, and the workspace is given back."""

@@ -24,8 +24,13 @@ cores must not burn each other's time.
 
 **Giving up.** Waits end at the group's deadline, counted from entering the wait, or as soon as somebody who has not
 come is seen to be gone: its process has ended. The first rank whose wait ends so decides who is lost, and writes the
-verdict into every rank's control region; the others find it there and raise the same. Somebody who is itself waiting
-for a third rank is not lost: its state says what for, and its mail whether that has come.
+verdict into every rank's control region; the others find it there and raise the same, also a late rank for which
+everything is there by now. Somebody who is itself waiting for a third rank is not lost: its state says what for, and
+its mail whether that has come.
+
+**Ranks in different plans** wait in different control regions. A rank that waits for long looks whether one that it
+misses waits for it in another plan of the group, and puts its announcement there: that rank reads of another plan, and
+both raise `Drifted`.
 """
 
 from __future__ import annotations
@@ -33,12 +38,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
 
-from tokenyard.errors import PeerLost
 from tokenyard.exchange.announcement import ANNOUNCEMENT_BYTES, Announcement, Phase
+from tokenyard.group.base import Group
 
 _LINE = 128  # bytes: a cache line and its neighbor, which x86 fetches together
 _MAIL = _LINE + ANNOUNCEMENT_BYTES
@@ -69,24 +75,26 @@ def flag(layer: int, phase: Phase, round: int) -> int:
     return (round << 24) | (layer << 2) | _PHASES.index(phase)
 
 
+# The signals of all plans of a group.
+_of_group: WeakKeyDictionary[Group, WeakSet[Signals]] = WeakKeyDictionary()
+
+
 class Signals:
     """The control regions of all ranks, as one rank uses them."""
 
-    def __init__(
-        self,
-        controls: Sequence[Tensor],
-        rank: int,
-        deadline: float,
-        gone: Callable[[], list[int]],
-    ) -> None:
-        self.rank, self.world = rank, len(controls)
-        self.deadline, self._gone = deadline, gone
+    def __init__(self, controls: Sequence[Tensor], group: Group) -> None:
+        self.rank, self.world = group.rank, group.size
+        self.deadline = group.deadline
+        self.left = False  # whether this rank has told the others that it is in another plan
+        self._group = group
         self._meetings = dict.fromkeys(Phase, 0)  # how many there were
         self._controls = list(controls)
         self._bytes = [memoryview(control.numpy().data) for control in controls]
         # A store through a memoryview of 64-bit words is one store of the machine.
         self._words = [view.cast("q") for view in self._bytes]
         self._heard_at = 2 * _LINE + _lost_bytes(self.world)
+        self._all_plans = _of_group.setdefault(group, WeakSet())
+        self._all_plans.add(self)
 
     # -- Words of the control region -----------------------------------------------------------------------
 
@@ -111,9 +119,12 @@ class Signals:
 
     def tell(self, target: int, mine: Announcement) -> None:
         """Put an announcement into a rank's mail, then its flag. Whatever it announces was written before."""
-        offset = self._mail_offset(mine.phase, self._turn(mine.phase), self.rank)
+        self._put(target, mine.phase, self._turn(mine.phase), mine, flag(mine.layer, mine.phase, mine.round))
+
+    def _put(self, target: int, phase: Phase, turn: int, mine: Announcement, word: int) -> None:
+        offset = self._mail_offset(phase, turn, self.rank)
         self._bytes[target][offset + _LINE : offset + _MAIL] = mine.encode(ANNOUNCEMENT_BYTES)
-        self._words[target][offset // 8] = flag(mine.layer, mine.phase, mine.round)
+        self._words[target][offset // 8] = word
 
     def hear(self, mine: Announcement) -> list[Announcement]:
         """Wait until every rank has told this one what it brings to this phase of this round."""
@@ -125,34 +136,43 @@ class Signals:
             return all(words[index] >> 24 >= mine.round for index in flags)
 
         self._set_state(waiting, turn)
-        self._wait(all_there, mine.phase, mine.round)
-        self._set_state(0)
+        try:
+            self._wait(all_there, mine)
+        finally:
+            self._set_state(0)
         self._meetings[mine.phase] += 1
         mail = self._bytes[self.rank]
-        return [
+        heard = [
             Announcement.decode(bytes(mail[index * 8 + _LINE : index * 8 + _MAIL]), source)
             for source, index in enumerate(flags)
         ]
+        elsewhere = [source for source, other in enumerate(heard) if other.plan != mine.plan]
+        self._tell_in_other_plans(mine, elsewhere)
+        return heard
 
-    def _wait(self, ready: Callable[[], bool], phase: Phase, round: int) -> None:
-        for _ in range(_YIELDS):
-            if ready():
-                return
-            os.sched_yield()
-        started, pause = time.monotonic(), _SHORTEST_SLEEP
+    def _wait(self, ready: Callable[[], bool], mine: Announcement) -> None:
+        started, pause, tries = time.monotonic(), _SHORTEST_SLEEP, 0
         next_look = _LOOK
         while not ready():
+            if (tries := tries + 1) <= _YIELDS:
+                os.sched_yield()
+                continue
             waited = time.monotonic() - started
             lost = self.lost()
             if not lost and waited > next_look:
                 next_look = waited + _LOOK
-                lost = self._give_up(phase, round, self._gone())
+                self._tell_in_other_plans(mine, self._missing(mine, range(self.world)))
+                lost = self._give_up(mine, self._group.gone())
             if not lost and waited > self.deadline:
-                lost = self._give_up(phase, round, range(self.world))
+                lost = self._give_up(mine, range(self.world))
             if lost:
-                raise PeerLost(lost, phase=phase.value, waited=waited, rank=self.rank)
+                raise self._group.lost(lost, phase=mine.phase.value, waited=waited)
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST_SLEEP)
+        if (
+            lost := self.lost()
+        ):  # others have given up in this round, or before: they do not take part any more
+            raise self._group.lost(lost, phase=mine.phase.value, waited=time.monotonic() - started)
 
     # -- Giving up -----------------------------------------------------------------------------------------
 
@@ -163,10 +183,14 @@ class Signals:
         lost = self._controls[self.rank][2 * _LINE : 2 * _LINE + self.world]
         return lost.nonzero().squeeze(1).tolist()
 
-    def _give_up(self, phase: Phase, round: int, suspects: Iterable[int]) -> list[int]:
+    def _missing(self, mine: Announcement, suspects: Iterable[int]) -> list[int]:
+        """Who of the suspects has not come to a phase of a round."""
+        turn = self._turn(mine.phase)
+        return [r for r in suspects if self._flag_of(self.rank, mine.phase, turn, r) >> 24 < mine.round]
+
+    def _give_up(self, mine: Announcement, suspects: Iterable[int]) -> list[int]:
         """Decide who of the suspects is lost, and tell every rank. Who has come in this round is not."""
-        turn = self._turn(phase)
-        missing = [r for r in suspects if self._flag_of(self.rank, phase, turn, r) >> 24 < round]
+        missing = self._missing(mine, suspects)
         lost = [r for r in missing if not self._waits_for_another(r)] or missing
         if not lost:
             return []
@@ -179,13 +203,22 @@ class Signals:
         return self.lost()
 
     def _waits_for_another(self, rank: int) -> bool:
-        """Whether a rank that we miss is itself waiting for somebody who has not come."""
+        """Whether a rank that we miss is itself waiting, in any plan, for somebody who has not come."""
+        others = [source for source in range(self.world) if source != rank]
+        return any(plan._waits_for(rank, source) for plan in self._all_plans for source in others)
+
+    def _waits_for(self, rank: int, source: int) -> bool:
+        """Whether a rank waits in this plan for a word of `source` that has not come."""
         waiting, turn = self._state(rank)
         if waiting == 0:
             return False
-        phase, round = _PHASES[waiting & 3], waiting >> 24
-        return any(
-            self._flag_of(rank, phase, turn % _TURNS, source) >> 24 < round
-            for source in range(self.world)
-            if source != rank
-        )
+        return self._flag_of(rank, _PHASES[waiting & 3], turn % _TURNS, source) >> 24 < waiting >> 24
+
+    def _tell_in_other_plans(self, mine: Announcement, ranks: Sequence[int]) -> None:
+        """Tell those of these ranks that wait for this one in another plan where this one is."""
+        for plan in self._all_plans - {self} if ranks else ():
+            for rank in ranks:
+                if rank != self.rank and plan._waits_for(rank, self.rank):
+                    waiting, turn = plan._state(rank)
+                    plan._put(rank, _PHASES[waiting & 3], turn % _TURNS, mine, waiting)
+                    plan.left = True  # what it said there is of no round of that plan

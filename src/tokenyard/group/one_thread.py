@@ -1,0 +1,66 @@
+"""One thread at a time: the calls of a plan and of a group have an order, which is the same on every rank."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import wraps
+from types import TracebackType
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from tokenyard.errors import ConcurrentUse
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class OneThread:
+    """Lets one thread at a time into the calls of a plan or a group; a second one gets an error, and does not wait.
+
+    Two threads would make their calls in an order of their own on each rank. A call inside a call of the same thread is
+    let in.
+
+    >>> plan = OneThread("the plan")
+    >>> with plan, plan:
+    ...     print("inside")
+    inside
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._lock = threading.RLock()
+        self._user = ""
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise ConcurrentUse(
+                f"thread {threading.current_thread().name!r} calls {self._what}, which thread {self._user!r} uses",
+                expected="one thread at a time: all ranks make their calls in the same order",
+                fix="make a plan for each thread, on a group of its own; or let one thread make all calls",
+            )
+        self._user = threading.current_thread().name
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.release()
+
+
+class _Guarded(Protocol):
+    one_thread: OneThread
+
+
+Owner = TypeVar("Owner", bound=_Guarded)
+
+
+def by_one_thread(
+    method: Callable[Concatenate[Owner, Arguments], Result],
+) -> Callable[Concatenate[Owner, Arguments], Result]:
+    """A method that one thread at a time may be in, as the object's `one_thread` says."""
+
+    @wraps(method)
+    def guarded(self: Owner, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with self.one_thread:
+            return method(self, *args, **kwargs)
+
+    return guarded

@@ -1,0 +1,143 @@
+"""Turns: dispatches in flight are combined in their order, and one thread at a time makes the calls of a plan."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import tokenyard as ty
+from tests.models import batch, build, on_ranks, raised, spec
+from tokenyard.conformance.cases import same_bits
+from tokenyard.experts import ReferenceExperts
+
+every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)
+
+
+def encoded(plan, name, x_TH):
+    return plan.wiring(name).wire.encode(x_TH)
+
+
+def out_of_turn(group, exchange):
+    """A layer is called while a dispatch is in flight, and inside another layer's round trip."""
+    layers = [spec("a", experts="reference"), spec("b", experts="reference")]
+    plan = ty.plan(layers, group, exchange=exchange, in_flight=2)
+    first, second = build(plan, "a"), build(plan, "b")
+    nested = build(plan, "b", shared=lambda x_TH: first(x_TH, routes))
+    x_TH, routes = batch(layers[0], 5, seed=group.rank)
+    expected = first(x_TH, routes)
+    flight = plan.exchange.dispatch(first.wiring.cargo, first.wiring.wire.encode(x_TH), routes)
+    refused = raised(second, x_TH, routes)
+    home = plan.exchange.combine(flight, first.experts(flight.received)).y_TH
+    inside = raised(nested, x_TH, routes)
+    return str(refused), str(inside), same_bits(home, expected), same_bits(first(x_TH, routes), expected)
+
+
+@every_exchange
+def test_a_layer_that_is_called_out_of_turn_leaves_nothing_in_flight(exchange):
+    for refused, inside, home, after in on_ranks(2, out_of_turn, exchange):
+        assert "layer 'b'" in refused
+        assert "a dispatch of layer 'a' is in flight, and is combined only after this call" in refused
+        assert "combine the dispatch of 'a' first" in refused
+        assert "a dispatch of layer 'b' is in flight" in inside
+        assert home
+        assert after
+
+
+def combined_too_early(group, exchange):
+    """The second of two round trips is combined first, inside `shared_fate`: it is given up, in its turn."""
+    layer = spec(experts="reference")
+    plan = ty.plan([layer], group, exchange=exchange, in_flight=2)
+    built, cargo = build(plan, "moe"), plan.wiring("moe").cargo
+    x_TH, routes = batch(layer, 5, seed=group.rank)
+    expected = built(x_TH, routes)
+    with plan.exchange.shared_fate(cargo) as fate:
+        flight = plan.exchange.dispatch(cargo, encoded(plan, "moe", x_TH), routes)
+        received = fate.dispatch(fate.encode(x_TH), routes)
+        early = raised(fate.combine, built.experts(received))
+        home = plan.exchange.combine(flight, built.experts(flight.received)).y_TH
+        again = fate.combine(built.experts(received)).y_TH
+    return str(early), same_bits(home, expected), same_bits(again, expected)
+
+
+@every_exchange
+def test_a_combine_out_of_turn_can_be_made_in_its_turn(exchange):
+    for early, home, again in on_ranks(2, combined_too_early, exchange):
+        assert "an earlier dispatch is still in flight" in early
+        assert home
+        assert again
+
+
+def escapes_too_early(group, exchange):
+    """The error of a combine out of turn leaves `shared_fate`: all ranks hear of it when its turn comes."""
+    layer = spec(experts="reference")
+    plan = ty.plan([layer], group, exchange=exchange, in_flight=2)
+    built, cargo = build(plan, "moe"), plan.wiring("moe").cargo
+    x_TH, routes = batch(layer, 5, seed=group.rank)
+    expected = built(x_TH, routes)
+    flights = []
+
+    def round_trip():
+        with plan.exchange.shared_fate(cargo) as fate:
+            flights.append(plan.exchange.dispatch(cargo, encoded(plan, "moe", x_TH), routes))
+            fate.combine(built.experts(fate.dispatch(fate.encode(x_TH), routes)))
+
+    early, flight = raised(round_trip), flights[0]
+    assert "an earlier dispatch is still in flight" in str(early)
+    home = plan.exchange.combine(flight, built.experts(flight.received)).y_TH
+    return same_bits(home, expected), same_bits(built(x_TH, routes), expected)
+
+
+@every_exchange
+def test_a_round_trip_that_ends_by_a_combine_out_of_turn_is_not_left_in_flight(exchange):
+    assert on_ranks(2, escapes_too_early, exchange) == [(True, True)] * 2
+
+
+# -- One thread at a time ------------------------------------------------------------------------------------
+
+
+class Paused(ReferenceExperts):
+    """Experts that wait, in the middle of a call, until another thread has tried to make one."""
+
+    name = "paused"
+    inside = tried = None
+
+    def compute(self, received, *, finalize):
+        if self.inside is not None:
+            self.inside.set()
+            self.tried.wait(20)
+        return super().compute(received, finalize=finalize)
+
+
+def two_threads(group, exchange):
+    layer = spec(experts=Paused)
+    plan = ty.plan([layer], group, exchange=exchange)
+    built = build(plan, "moe")
+    x_TH, routes = batch(layer, 5, seed=group.rank)
+    expected = built(x_TH, routes)
+    inside, tried = threading.Event(), threading.Event()
+    built.experts.inside, built.experts.tried = inside, tried
+    refused = []
+
+    def second():
+        inside.wait(20)
+        refused.append(raised(built, x_TH, routes))
+        refused.append(raised(plan.gather_stats))
+        tried.set()
+
+    thread = threading.Thread(target=second, name="second")
+    thread.start()
+    found = built(x_TH, routes)
+    thread.join()
+    built.experts.inside = None
+    with ThreadPoolExecutor(1) as pool:  # one after the other, threads may change
+        later = pool.submit(built, x_TH, routes).result()
+    return refused, same_bits(found, expected), same_bits(later, expected)
+
+
+@every_exchange
+def test_a_second_thread_is_refused_while_a_call_is_under_way(exchange):
+    for refused, found, later in on_ranks(2, two_threads, exchange):
+        assert [type(error) for error in refused] == [ty.ConcurrentUse] * 2
+        assert "thread 'second' calls the plan, which thread 'rank " in str(refused[0])
+        assert found
+        assert later
