@@ -192,7 +192,7 @@ class PlanMismatch(TokenyardError, RuntimeError):
             "the ranks of this group made different plans: " + "; ".join(lines),
             expected="the same layers, in the same order, on every rank",
             fix="run one version of tokenyard on all ranks"
-            if "protocol" in differences
+            if "protocol" in differences or "version" in differences
             else "build the layers from one config on all ranks",
             rank=rank,
         )

@@ -18,6 +18,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from tokenyard.drafting import Draft, draft, draft_as_told
 from tokenyard.errors import (
     Alternative,
@@ -329,12 +331,13 @@ def _agree(group: Group, make: Callable[[], Draft]) -> tuple[Draft, int]:
     report = {
         "host": group.host(),
         "version": __version__,
+        "torch": str(torch.__version__),
         "error": f"{type(error).__name__}: {error}" if error else None,
         "fields": fields,
     }
     # A rank of another version may report other things.
     by_rank = [
-        {"host": "", "version": None, "error": None, "fields": {}} | other
+        {"host": "", "version": None, "torch": None, "error": None, "fields": {}} | other
         for other in group.gather_json(report, phase="agreement on the plan")
     ]
     if error is not None:
@@ -343,10 +346,14 @@ def _agree(group: Group, make: Callable[[], Draft]) -> tuple[Draft, int]:
     for rank, other in enumerate(by_rank):
         if other["error"] is not None:
             raise PeerFailed(rank, other["error"], phase="plan", rank=group.rank)
-    if differences := _differences(fields, [other["fields"] for other in by_rank]):
-        # Versions that speak one protocol understand each other. Where plans differ, they are told all the same.
-        versions = _differences(["version"], [{"version": other["version"]} for other in by_rank])
-        raise PlanMismatch(versions | differences, rank=group.rank)
+    # Another tokenyard may move or round rows otherwise. Another torch computes the same up to rounding.
+    differences = _differences(["version"], [{"version": other["version"]} for other in by_rank])
+    differences |= _differences(fields, [other["fields"] for other in by_rank])
+    if differences:
+        raise PlanMismatch(differences, rank=group.rank)
+    for by_torch in _differences(["torch"], [{"torch": other["torch"]} for other in by_rank]).values():
+        versions = ", ".join(f"rank {rank} has torch {version}" for rank, version in by_torch.items())
+        _log.warning("the ranks of group %r run different versions: %s", group.name, versions)
     _check_reach(drafted, group, [other["host"] for other in by_rank])
     return drafted, number
 

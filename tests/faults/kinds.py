@@ -195,6 +195,11 @@ KINDS = (
                 Expected("PlanMismatch", says=("protocol:",)),
             ),
             Variant(
+                "version",
+                Expected("PlanMismatch", says=("version:",)),
+                Expected("PlanMismatch", says=("version:",)),
+            ),
+            Variant(
                 "protocol and version",
                 Expected("PlanMismatch", says=("protocol:", "version:")),
                 Expected("PlanMismatch", says=("protocol:", "version:")),

@@ -232,9 +232,9 @@ def another_version(life, fault, mine):
                     lambda value, **words: report({"hash": "0a1b", "ranks": 4}, **words),
                 )
             )
-        elif mine:
+        elif mine and fault.variant != "version":
             stack.enter_context(changed(drafting, "PROTOCOL", 99))
-        if mine and fault.variant == "protocol and version":
+        if mine and fault.variant in ("version", "protocol and version"):
             stack.enter_context(changed(planner, "__version__", "99.0"))
         return met(make, life, [SMALL])
 

@@ -46,11 +46,20 @@ def test_how_many_layers_there_are_is_told_before_the_fields_of_one():
     assert on_ranks(2, more_layers) == ["number of layers"] * 2
 
 
-def another_version_of_one_protocol(group):
+def test_another_version_of_one_protocol_is_refused():
+    for names, fix in on_ranks(2, mismatch, lambda report: {**report, "version": "99.0"}):
+        assert names == ["version"]
+        assert fix == "run one version of tokenyard on all ranks"
+
+
+def another_torch(group):
     group.__class__ = Older
-    Older.says = staticmethod(lambda report: {**report, "version": "99.0"})
+    Older.says = staticmethod(lambda report: {**report, "torch": "1.0"})
     return ty.plan([spec()], group).stats().keys()
 
 
-def test_versions_that_speak_one_protocol_understand_each_other():
-    assert on_ranks(2, another_version_of_one_protocol) == [{"moe"}, {"moe"}]
+def test_another_torch_is_a_warning_on_every_rank(caplog):
+    assert on_ranks(2, another_torch) == [{"moe"}, {"moe"}]
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 2
+    assert all("rank 1 has torch 1.0" in warning for warning in warnings)
