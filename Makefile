@@ -14,6 +14,7 @@ test: .venv/dev
 # More than 500 faults on processes; every mutant; links cut, and garbage in, many times. `make test` has a few of each.
 test-faults: .venv/dev
 	$(BIN)/python -m tests.faults.campaign --write bench/results/faults-cpu.json --page docs/guide/faults.md
+	$(BIN)/python -m tests.faults.late --write bench/results/late-cpu.json --page docs/guide/losing-ranks.md
 	TOKENYARD_FAULTS=20 $(BIN)/pytest -n 2 --dist worksteal tests/faults tests/museum tests/hosts tests/fuzz
 	$(MAKE) test-fuzz
 

@@ -51,7 +51,7 @@ def main():
     if options.write:
         options.write.write_text(json.dumps(_document(options, summary), indent=2) + "\n")
     if options.page and _report().is_good(summary):
-        _report().rewrite(options.page, summary)
+        _report().rewrite(options.page, "campaign", _report().markdown(summary))
     sys.exit(0 if _report().is_good(summary) else 1)
 
 

@@ -4,7 +4,7 @@ Every rank calls its layer again and again, with rows that tell which call they 
 Another process stops one of the ranks at a random moment. Whatever the ranks raise, a result that comes must be that of
 its own call, and none may come from a plan that has lost a rank.
 
-    python -m tests.faults.late --trials 200 --write bench/results/late-cpu.json
+    python -m tests.faults.late --trials 200 --write bench/results/late-cpu.json --page docs/guide/losing-ranks.md
 """
 
 import argparse
@@ -20,9 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from rich.console import Console
 
 import tokenyard as ty
+from tests.faults.report import rewrite
 from tests.faults.starting import kill
+from tokenyard.cli.machine import provenance
 
 DEADLINE = 0.5  # seconds
 EXCHANGES = ("one_sided", "two_sided", "allgather")
@@ -144,27 +147,39 @@ def complaints(said_by_rank):
     ]
 
 
+def sentence(summary):
+    """For the documentation."""
+    return (
+        f"**{summary['trials']} trials** on groups of two to four processes, over every exchange: a rank was lost in "
+        f"**{summary['with a loss']}**, wrong rows or wrong errors in **{len(summary['off'])}**."
+    )
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--write", type=Path)
+    parser.add_argument("--write", type=Path, help="a file for the JSON")
+    parser.add_argument("--page", type=Path, help="a page of the documentation, whose counts are renewed")
     options = parser.parse_args()
-    lost, wrong = 0, []
-    for number in range(options.trials):
-        trial = draw(options.seed + number)
-        said = run(trial)
-        lost += any("PeerLost" in each for each in said)
-        if found := complaints(said):
-            wrong.append({"trial": vars(trial), "complaints": found})
-        print(f"{number + 1} of {options.trials}: {lost} with a loss, {len(wrong)} off", end="\r", flush=True)
-    print()
-    for each in wrong:
+    summary = {"trials": options.trials, "with a loss": 0, "off": [], "deadline_s": DEADLINE}
+    with Console(stderr=True).status("starting") as status:
+        for number in range(options.trials):
+            trial = draw(options.seed + number)
+            said = run(trial)
+            summary["with a loss"] += any("PeerLost" in each for each in said)
+            if found := complaints(said):
+                summary["off"].append({"trial": vars(trial), "complaints": found})
+            status.update(f"{number + 1} of {options.trials}: {sentence(summary)}")
+    print(sentence(summary))
+    for each in summary["off"]:
         print(each)
     if options.write:
-        record = {"trials": options.trials, "with a loss": lost, "off": wrong, "deadline_s": DEADLINE}
-        options.write.write_text(json.dumps(record, indent=1) + "\n")
-    return 1 if wrong else 0
+        document = {"benchmark": "late ranks", **provenance(), "seed": options.seed, "results": summary}
+        options.write.write_text(json.dumps(document, indent=2) + "\n")
+    if options.page:
+        rewrite(options.page, "late", sentence(summary))
+    return 1 if summary["off"] or not summary["with a loss"] else 0
 
 
 if __name__ == "__main__":

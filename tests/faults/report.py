@@ -88,10 +88,7 @@ def markdown(summary):
     return "\n".join([whole, "", *lines])
 
 
-_BETWEEN = re.compile(r"(<!-- campaign -->).*(<!-- /campaign -->)", re.DOTALL)
-
-
-def rewrite(page, summary):
-    """Put the counts into a page of the documentation."""
-    counts = markdown(summary)
-    page.write_text(_BETWEEN.sub(lambda marks: f"{marks[1]}\n{counts}\n\n{marks[2]}", page.read_text()))
+def rewrite(page, name, text):
+    """Put a text between the marks of that name in a page of the documentation."""
+    between = re.compile(rf"(<!-- {name} -->).*(<!-- /{name} -->)", re.DOTALL)
+    page.write_text(between.sub(lambda marks: f"{marks[1]}\n{text}\n\n{marks[2]}", page.read_text()))

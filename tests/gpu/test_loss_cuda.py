@@ -137,7 +137,7 @@ def test_survivors_name_the_killed_rank_in_time_and_go_on_with_their_contexts(mo
         assert found["waited"] < DEADLINE + 2 + (
             moment == "waiting in dispatch"
         )  # which the test itself waits
-        assert found["again"] == "PeerLost"
+        assert found["again"] == "PlanBroken"
         assert found["context lives"]
         assert found["whole"]
         assert found["went on"]

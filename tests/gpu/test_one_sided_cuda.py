@@ -153,7 +153,7 @@ def late(group, layer):
 
 def test_a_rank_that_does_not_come_is_named():
     answers = on_ranks(3, late, spec(hidden_size=64), device="cuda", deadline=1.5)
-    assert answers[0] == answers[2] == ("PeerLost", (1,), "PeerLost", 3.0)
+    assert answers[0] == answers[2] == ("PeerLost", (1,), "PlanBroken", 3.0)
 
 
 def drifting(group, first, second):
