@@ -1,9 +1,9 @@
 """The documentation is run: README.md and every page under docs/.
 
-- A `python` block is executed; the blocks of one page share a namespace. `python no-run` is left alone (only
-  for what needs a GPU).
+- A `python` block is executed; the blocks of one page share a namespace. One below a comment
+  `<!-- not run: why -->` is left alone: say, it needs a GPU.
 - A `text title="output"` block is what the block before it printed, to the letter.
-- A block with another title is a file. The page's `sh` blocks say how it is used, and so it is.
+- A block of another language that has a title is a file. The page's `sh` blocks use it, and so they are run.
 - Links lead somewhere, and the support tables are what the declarations give.
 """
 
@@ -34,7 +34,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SUPPORT_PAGES = [ROOT / name for name in ("README.md", "docs/support.md", "docs/guide/errors.md")]
 
-_FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(
+    r"^(?:<!-- not run: (?P<not_run>[^\n]+) -->\n)?```(?P<info>[^\n`]*)\n(?P<body>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
 _LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#+ +(.*?) *$", re.MULTILINE)
 
@@ -46,6 +49,7 @@ class Block:
     info: str
     body: str
     line: int
+    not_run: str | None  # why it is not run, if so
 
     @property
     def language(self) -> str:
@@ -62,13 +66,18 @@ class Block:
 
     @property
     def is_file(self) -> bool:
-        return self.title is not None and not self.is_output
+        return self.title is not None and self.language != "text"
 
 
 def blocks(page: Path) -> list[Block]:
     text = page.read_text()
     return [
-        Block(match[1].strip(), match[2], text[: match.start()].count("\n") + 1)
+        Block(
+            match["info"].strip(),
+            match["body"],
+            text[: match.start("info")].count("\n") + 1,
+            match["not_run"],
+        )
         for match in _FENCE.finditer(text)
     ]
 
@@ -86,7 +95,7 @@ def run_page(page: Path, folder: Path) -> list[tuple[Block, str]]:
             outputs.append((block, printed))
         elif block.is_file:
             (folder / str(block.title)).write_text(block.body)
-        elif block.language == "python" and "no-run" not in block.info:
+        elif block.language == "python" and block.not_run is None:
             out = io.StringIO()
             # Empty lines in front give tracebacks the page's own line numbers.
             code = compile("\n" * block.line + block.body, str(page), "exec")
