@@ -28,7 +28,7 @@ lint: .venv/dev
 	$(BIN)/lint-imports
 
 docs: .venv/docs
-	$(BIN)/tokenyard support --write README.md docs/support.md docs/guide/errors.md
+	$(BIN)/python -m docs.generate
 	$(BIN)/mkdocs build --strict
 
 bench: .venv/dev

@@ -18,6 +18,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,16 @@ from typing import Any
 import pytest
 import typer
 
+from docs.generate import SUPPORT_PAGES as SUPPORTED
 from tokenyard.cli import app
 from tokenyard.exchange import EXCHANGES
 from tokenyard.experts import EXPERTS
 from tokenyard.formats import WEIGHT_FORMATS
+from tokenyard.integrations.huggingface import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SUPPORT_PAGES = [ROOT / name for name in ("README.md", "docs/support.md", "docs/guide/errors.md")]
+SUPPORT_PAGES = [ROOT / name for name in SUPPORTED]
 
 _FENCE = re.compile(
     r"^(?:<!-- not run: (?P<not_run>[^\n]+) -->\n)?```(?P<info>[^\n`]*)\n(?P<body>.*?)^```$",
@@ -141,6 +144,16 @@ def comparable(text: str) -> str:
     return re.sub(r"\(plan [0-9a-f]{4}\)", "(plan …)", text).strip()
 
 
+@pytest.fixture
+def kept_registries():
+    """A page may add a family of models; no other test sees it."""
+    before = dict(FAMILIES)
+    yield
+    FAMILIES.clear()
+    FAMILIES.update(before)
+
+
+@pytest.mark.usefixtures("kept_registries")
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_blocks_run_and_print_what_the_page_says(page, tmp_path):
     for block, printed in run_page(page, tmp_path):
@@ -265,3 +278,12 @@ def test_support_table_is_what_the_declarations_give(page, tmp_path):
     copy.write_text(page.read_text())
     support.rewrite(copy)
     assert copy.read_text() == page.read_text(), f"run: tokenyard support --write {name_of(page)}"
+
+
+def test_the_page_on_installing_says_what_the_package_declares():
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    page = (ROOT / "docs/install.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(declared["optional-dependencies"])
+    python, torch = declared["requires-python"], declared["dependencies"][0]
+    assert f"| {python.removeprefix('>=')} or newer |" in page
+    assert f"{torch.replace('>=', ' ')} or newer" in page

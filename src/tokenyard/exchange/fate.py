@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 class Fate:
     """What a rank still owes the others in one round trip of one layer."""
 
-    exchange: Exchange
-    cargo: Cargo
-    dispatched: Dispatched | None = None
-    owes: Phase | None = Phase.DISPATCH
+    exchange: Exchange  # what moves the rows
+    cargo: Cargo  # what the exchange knows of the layer
+    dispatched: Dispatched | None = None  # the handle, once rows were sent
+    owes: Phase | None = Phase.DISPATCH  # the phase in which the others wait for this rank; None: nobody does
 
     def encode(self, x_TH: Tensor) -> EncodedRows | UnencodedRows:
         """The rows of a batch, as the exchange takes them."""

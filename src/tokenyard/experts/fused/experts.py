@@ -99,8 +99,8 @@ class FusedExperts(Experts):
     name = "fused"
     weight_formats = tuple(WEIGHT_FORMATS)
     devices = ("cuda",)
-    cuts: Cuts | None = None  # of a benchmark; else they are chosen for each batch
-    recodes: bool = True  # mxfp8 weights, where that helps; else they are held as they are
+    cuts: Cuts | None = None  # tiles that a benchmark sets; None: chosen for each batch
+    recodes: bool = True  # whether mxfp8 weights are held as blocks of e4m3 where that is faster
 
     def __init__(self, spec: ExpertsSpec, weights: ExpertWeights, *, adopt: bool = False) -> None:
         super().__init__(spec, weights, adopt=adopt)
