@@ -23,6 +23,7 @@ import re
 import textwrap
 import tokenize
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,18 +77,18 @@ def _declared(cls: type) -> dict[str, tuple[str, str]]:
     """Type and description of the attributes that one class declares or assigns, by name."""
     source = textwrap.dedent(inspect.getsource(cls))
     comments = _comments(source)
-    node = ast.parse(source).body[0]
-    assert isinstance(node, ast.ClassDef)
+    (definition,) = ast.parse(source).body
+    assert isinstance(definition, ast.ClassDef)
     found: dict[str, tuple[str, str]] = {}
-    for statement in node.body:
+    for statement in definition.body:
         for name, annotation in _targets(statement, ast.Name):
             found[name] = (annotation, _description(statement, comments))
-    for method in node.body:
+    for method in definition.body:
         if not isinstance(method, ast.FunctionDef) or _is_property(method):
             continue
-        for statement in ast.walk(method):
-            for name, annotation in _targets(statement, ast.Attribute):
-                text = _description(statement, comments)
+        for node in ast.walk(method):
+            for name, annotation in _targets(node, ast.Attribute):
+                text = _description(node, comments)
                 # The first assignment that says something counts.
                 if name not in found or (text and not found[name][1]):
                     found[name] = (found.get(name, (annotation, ""))[0] or annotation, text)
@@ -100,15 +101,13 @@ def _is_property(method: ast.FunctionDef) -> bool:
 
 def _targets(statement: ast.AST, kind: type[ast.Name | ast.Attribute]) -> list[tuple[str, str]]:
     """What a statement assigns: names of a class body, or attributes of `self`."""
+    targets: list[ast.expr] = []
+    annotation = ""
     if isinstance(statement, ast.AnnAssign):
         targets, annotation = [statement.target], ast.unparse(statement.annotation).strip("'\"")
     elif isinstance(statement, ast.Assign):
-        targets, annotation = list(statement.targets), ""
-        targets = [
-            one for target in targets for one in (target.elts if isinstance(target, ast.Tuple) else [target])
-        ]
-    else:
-        return []
+        for target in statement.targets:
+            targets += target.elts if isinstance(target, ast.Tuple) else [target]
     if kind is ast.Name:
         return [(target.id, annotation) for target in targets if isinstance(target, ast.Name)]
     return [
@@ -130,7 +129,7 @@ def _comments(source: str) -> dict[int, tuple[str, bool]]:
     return found
 
 
-def _description(statement: ast.stmt, comments: dict[int, tuple[str, bool]]) -> str:
+def _description(statement: Any, comments: dict[int, tuple[str, bool]]) -> str:
     """The comment behind a statement, or those above it."""
     for line in (statement.end_lineno, statement.lineno):
         text, alone = comments.get(line or 0, ("", True))
@@ -162,7 +161,7 @@ def _default(cls: type, name: str) -> str:
         if field.default is not dataclasses.MISSING:
             return written(field.default)
         if field.default_factory is not dataclasses.MISSING:
-            return {dict: "{}", list: "[]"}.get(field.default_factory, "…")  # type: ignore[call-overload]
+            return "[]" if field.default_factory is list else "{}" if field.default_factory is dict else "…"
         return ""
     value = inspect.getattr_static(cls, name, dataclasses.MISSING)
     if value is dataclasses.MISSING or inspect.ismemberdescriptor(value):

@@ -16,6 +16,7 @@ import re
 import sys
 import textwrap
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -186,7 +187,7 @@ def _method(name: Name, method: str) -> list[str]:
     value = _methods(name.value)[method]
     inner = value.__func__ if isinstance(value, classmethod | staticmethod) else value
     if isinstance(inner, property | functools.cached_property):
-        getter = inner.fget if isinstance(inner, property) else inner.func
+        getter: Any = inner.fget if isinstance(inner, property) else inner.func
         returns = inspect.signature(getter).return_annotation
         shown = f"{name.name}.{method}: {returns}" if isinstance(returns, str) else f"{name.name}.{method}"
         code = _fence(shown)
@@ -206,8 +207,8 @@ def _signature(shown: str, value: Any, *, cut: bool = False) -> str:
         if parameter.kind is parameter.KEYWORD_ONLY and not star:
             texts.append("*")
         star = star or parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL)
-        marks = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-        text = f"{marks}{parameter.name}"
+        stars = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}.get(parameter.kind.name, "")
+        text = f"{stars}{parameter.name}"
         annotation = parameter.annotation
         if annotation is not parameter.empty:
             text += f": {annotation if isinstance(annotation, str) else annotation.__name__}"
@@ -224,7 +225,7 @@ def _signature(shown: str, value: Any, *, cut: bool = False) -> str:
 
 def _defaults(value: Any) -> dict[str, str]:
     """Defaults as the source has them, for those that cannot be written otherwise."""
-    function = value.__init__ if isinstance(value, type) else value
+    function = getattr(value, "__init__") if isinstance(value, type) else value  # noqa: B009
     try:
         node = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
     except (OSError, TypeError):
@@ -315,6 +316,6 @@ def _escaped(text: str) -> str:
     return re.sub(r"(?<!\\)\|", r"\\|", text)
 
 
-def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = [columns, ("---",) * len(columns), *(tuple(map(_escaped, row)) for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
