@@ -6,6 +6,7 @@ headings that such a fence swallows. So the site is built once here, and each pa
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
@@ -109,3 +110,27 @@ def test_every_fence_is_a_code_block_and_every_heading_a_heading(site, page):
 def plain(heading: str) -> str:
     """A heading without its marks."""
     return _LINK.sub(r"\1", heading).replace("`", "").replace("\\", "")
+
+
+def linked(page: Path) -> set[Path]:
+    """The pages that a page links to."""
+    targets = re.findall(r"\]\(([^)#\s]+\.md)", _FENCE.sub("", page.read_text()))
+    return {(page.parent / target).resolve() for target in targets}
+
+
+def test_every_page_is_linked_from_the_index_or_from_that_of_its_section():
+    """A page that is missing in the navigation is an error of the build."""
+    from_index = linked(DOCS / "index.md") | {DOCS / "index.md"}
+    for page in PAGES:
+        section = page.parent / "index.md"
+        assert page in from_index or (section in from_index and page in linked(section)), name_of(page)
+
+
+def test_a_page_outside_of_the_navigation_is_an_error_of_the_build(tmp_path):
+    config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path), strict=True)
+    assert config.validation.nav.omitted_files == logging.WARNING
+
+
+def test_only_pages_and_pictures_are_published(site):
+    kinds = {path.suffix for path in site.rglob("*") if path.is_file() and "assets" not in path.parts}
+    assert kinds <= {".html", ".svg", ".png", ".css", ".xml", ".gz", ".json", ".js"}

@@ -90,7 +90,8 @@ def _page(page: Page) -> str:
 
 
 def _section(name: Name) -> list[str]:
-    parts = [f"## {name.heading}", f"`from {name.package} import {name.name}`"]
+    heading = name.heading.replace("__version__", "`__version__`")  # else Markdown makes it bold
+    parts = [f"## {heading}", f"`from {name.package} import {name.name}`"]
     if name.kind == "constant":
         return [*parts, _linked(_text(name), name), *_value(name.value)]
     if name.kind == "function" or _is_made_by_calling(name.value):
