@@ -34,7 +34,7 @@ def test_every_field_of_a_layer_is_in_its_table_with_its_default_and_its_choices
     }
     assert list(rows) == [field.name for field in dataclasses.fields(ty.LayerSpec)]
     assert rows["hidden_size"][2] == "required"
-    assert rows["weight_on"][1:3] == (r"`'input' \| 'output'`", "`'output'`")
+    assert rows["weight_on"][1:3] == ("<code>'input' &#124; 'output'</code>", "`'output'`")
     assert all(f"`{name}`" in rows["experts"][3] for name in ty.EXPERTS)
 
 

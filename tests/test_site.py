@@ -104,7 +104,8 @@ def test_every_fence_is_a_code_block_and_every_heading_a_heading(site, page):
     found = shown(site, page)
     assert [block.rstrip("\n") for block in found.blocks] == fences
     assert found.headings == headings
-    assert [text for text in found.prose if "```" in text] == []
+    # A fence that became prose; an escaped pipe in code, of which GitHub removes the backslash, and the site does not.
+    assert [text for text in found.prose if "```" in text or r"\|" in text] == []
 
 
 def plain(heading: str) -> str:

@@ -183,4 +183,4 @@ def written(value: object) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(map(written, value))}{',' if len(value) == 1 else ''})"
     text = repr(value)
-    return "" if text.startswith("<") or " object at " in text else text
+    return "" if "<" in text or " object at " in text else text

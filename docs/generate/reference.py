@@ -11,6 +11,7 @@ import ast
 import dataclasses
 import enum
 import functools
+import html
 import inspect
 import re
 import sys
@@ -136,7 +137,7 @@ def _attributes(name: Name) -> list[str]:
         text = _linked(one.text, name)
         if choices is not None:
             text += f" Names: {', '.join(f'`{choice}`' for choice in choices)}."
-        kind = f"`{_type(name.value, one.type)}`" if one.type else ""
+        kind = _code(_type(name.value, one.type)) if one.type else ""
         default = "required" if one.required else _code(one.default)
         rows.append((f"`{one.name}`", kind, default, _escaped(text)))
     if not rows:
@@ -177,6 +178,8 @@ def _members(cls: type) -> dict[str, Any]:
             inner = value.__func__ if isinstance(value, classmethod | staticmethod) else value
             inner = getattr(inner, "func", inner) if isinstance(inner, functools.cached_property) else inner
             is_method = inspect.isfunction(inner) or isinstance(inner, property)
+            if inspect.isfunction(inner) and inner.__name__ != name:
+                continue  # another name for a function that is there already
             is_public = not name.startswith("_") or name == "__call__"
             is_field = name in getattr(cls, "__dataclass_fields__", ())
             if is_method and is_public and not is_field and name not in found:
@@ -195,7 +198,9 @@ def _method(name: Name, method: str) -> list[str]:
     else:
         shown = method if method == "__call__" else f"{name.name}.{method}"
         code = _signature(shown, inner, cut=not isinstance(value, staticmethod))
-    return [f"### {name.name}.{method.strip('_')}", code, *_docstring(value, name)]
+    # Markdown makes `__call__` bold where it is no code.
+    heading = f"`{name.name}.{method}`" if method.startswith("__") else f"{name.name}.{method}"
+    return [f"### {heading}", code, *_docstring(value, name)]
 
 
 def _signature(shown: str, value: Any, *, cut: bool = False) -> str:
@@ -310,7 +315,10 @@ def _link(name: Name, here: Name) -> str:
 
 
 def _code(text: str) -> str:
-    return f"`{_escaped(text)}`" if text else ""
+    """Code in a cell of a table. The site and GitHub read an escaped `|` in it differently, but not this one."""
+    if "|" in text:
+        return f"<code>{html.escape(text, quote=False).replace('|', '&#124;')}</code>"
+    return f"`{text}`" if text else ""
 
 
 def _escaped(text: str) -> str:
