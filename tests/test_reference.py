@@ -29,13 +29,11 @@ def test_the_pages_are_what_the_sources_give():
 def test_every_field_of_a_layer_is_in_its_table_with_its_default_and_its_choices():
     page = reference.pages()[reference.FOLDER / "layers.md"]
     section = page[page.index("## class LayerSpec") : page.index("## function plan")]
-    rows = {
-        row[0]: row for row in re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \| (.*) \|$", section, re.MULTILINE)
-    }
+    rows = {row[0]: row for row in re.findall(r"^\| `(\w+)` \| (.*?) \| (.*) \|$", section, re.MULTILINE)}
     assert list(rows) == [field.name for field in dataclasses.fields(ty.LayerSpec)]
-    assert rows["hidden_size"][2] == "required"
-    assert rows["weight_on"][1:3] == ("<code>'input' &#124; 'output'</code>", "`'output'`")
-    assert all(f"`{name}`" in rows["experts"][3] for name in ty.EXPERTS)
+    assert rows["hidden_size"][1] == "`int`"
+    assert rows["weight_on"][1] == "<code>'input' &#124; 'output' = 'output'</code>"
+    assert all(f"`{name}`" in rows["experts"][2] for name in ty.EXPERTS)
 
 
 def test_what_has_no_description_is_found(monkeypatch):
@@ -97,7 +95,7 @@ def test_comments_describe_attributes(monkeypatch, name, type, default, text):
     found = {one.name: one for one in descriptions.attributes(Derived)}
     assert list(found) == ["behind", "above", "plain", "assigned", "first", "second"]
     one = found[name]
-    assert (one.type, one.default, one.text, one.required) == (type, default, text, False)
+    assert (one.type, one.default, one.text) == (type, default, text)
 
 
 _SOURCES = {cls.__name__: descriptions.inspect.getsource(cls) for cls in (Base, Derived)}

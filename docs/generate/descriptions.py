@@ -34,7 +34,6 @@ class Attribute:
     type: str  # as the source has it; empty where it does not say
     default: str  # as Python writes it; empty where there is none
     text: str  # what it means; empty where nobody has described it
-    required: bool  # whether it is a field of a dataclass, without a default
 
 
 def attributes(cls: type) -> list[Attribute]:
@@ -47,7 +46,6 @@ def attributes(cls: type) -> list[Attribute]:
                 name=name,
                 type=annotation or (before.type if before else ""),
                 default=_default(cls, name),
-                required=_is_required(cls, name),
                 text=text or (before.text if before else ""),
             )
     hidden = {
@@ -167,15 +165,6 @@ def _default(cls: type, name: str) -> str:
     if value is dataclasses.MISSING or inspect.ismemberdescriptor(value):
         return ""
     return written(value.value if isinstance(value, enum.Enum) else value)
-
-
-def _is_required(cls: type, name: str) -> bool:
-    field = getattr(cls, "__dataclass_fields__", {}).get(name)
-    if field is None or not field.init:
-        return False
-    # A pseudo-field of the class (`ClassVar`) is no argument.
-    is_field = name in {one.name for one in dataclasses.fields(cls)}
-    return is_field and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def written(value: object) -> str:

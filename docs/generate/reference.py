@@ -64,8 +64,8 @@ def _index() -> str:
         "# Reference",
         "Every public name, from its docstring and its source. `make docs` writes these pages; what is missing a "
         "description here is a failing test.",
-        "Names of the first column are imported from the package that stands above them. `import tokenyard` loads a "
-        "name when it is first used, and torch with it.",
+        "Fields of a dataclass that have no default must be given. `import tokenyard` loads a name when it is first "
+        "used, and torch with it.",
     ]
     for page in PAGES:
         parts.append(f"## {page.title}")
@@ -137,20 +137,15 @@ def _attributes(name: Name) -> list[str]:
         text = _linked(one.text, name)
         if choices is not None:
             text += f" Names: {', '.join(f'`{choice}`' for choice in choices)}."
-        kind = _code(_type(name.value, one.type)) if one.type else ""
-        default = "required" if one.required else _code(one.default)
-        rows.append((f"`{one.name}`", kind, default, _escaped(text)))
+        kind = _type(name.value, one.type) if one.type else ""
+        value = one.default if _is_enum(name.value) else " = ".join(filter(None, (kind, one.default)))
+        rows.append((f"`{one.name}`", _code(value), _escaped(text)))
     if not rows:
         return []
-    if _is_enum(name.value):
-        return [
-            _table(("member", "value", "meaning"), [(cell, value, text) for cell, _, value, text in rows])
-        ]
-    if not any(default for _, _, default, _ in rows):
-        return [
-            _table(("attribute", "type", "meaning"), [(cell, type, text) for cell, type, _, text in rows])
-        ]
-    return [_table(("attribute", "type", "default", "meaning"), rows)]
+    columns = (
+        ("member", "value") if _is_enum(name.value) else ("attribute", "type, and default if it has one")
+    )
+    return [_table((*columns, "meaning"), rows)]
 
 
 def _type(cls: type, text: str) -> str:
