@@ -69,16 +69,13 @@ def _index() -> str:
     ]
     for page in PAGES:
         parts.append(f"## {page.title}")
-        rows = [
-            (
-                f"[`{name.name}`]({page.name}.md#{name.anchor})",
-                f"`{name.package}`",
-                _linked(_summary(name), None),
-            )
-            for name in names()
-            if name.page is page
-        ]
-        parts.append(_table(("name", "import from", "what it is"), rows))
+        for package in page.names:
+            listed = [name for name in names() if name.page is page and name.package == package]
+            rows = [
+                (f"[`{name.name}`]({page.name}.md#{name.anchor})", _linked(_summary(name), None))
+                for name in listed
+            ]
+            parts.append(_table((f"from `{package}`", "what it is"), rows))
     return "\n\n".join(parts) + "\n"
 
 
