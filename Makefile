@@ -29,7 +29,7 @@ lint: .venv/dev
 
 docs: .venv/docs
 	$(BIN)/python -m docs.generate
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: .venv/dev
 	$(BIN)/tokenyard bench encode

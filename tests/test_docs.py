@@ -261,6 +261,15 @@ def test_a_page_says_how_many_rounds_were_measured():
     assert rounds == {int(said)}
 
 
+def test_a_page_says_how_long_each_exchange_takes():
+    (told,) = re.findall(
+        r"^\| time of a round trip.*$", (ROOT / "docs/guide/exchanges.md").read_text(), re.MULTILINE
+    )
+    took = {row["exchange"]: row["ms"] for row in measured("dispatch-cpu.json") if row["wire"] == "bf16"}
+    columns = ("one_sided", "two_sided", "allgather")
+    assert re.findall(r"(\d+) ms", told) == [f"{took[name]:.0f}" for name in columns]
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/guide/faults.md"])
 def test_a_page_says_how_late_an_error_was(page):
     found = measured("faults-cpu.json")

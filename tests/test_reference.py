@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
+import subprocess
+import sys
 
 import pytest
 
 import tokenyard as ty
 from docs.generate import catalog, descriptions, reference
+from docs.generate.pictures import pictures
 
 
 def test_every_exported_name_is_on_a_page():
@@ -24,6 +28,28 @@ def test_the_pages_are_what_the_sources_give():
     assert {path.name for path in pages} == {path.name for path in reference.FOLDER.iterdir()}
     for path, text in pages.items():
         assert path.read_text() == text, "run: make docs"
+
+
+_ELSEWHERE = """
+import json, os, platform, sys
+for library in ("triton", "torchao", "compressed_tensors", "matplotlib", "flashinfer", "vllm"):
+    sys.modules[library] = None  # importing it fails, and it is not to be found
+platform.machine = lambda: "aarch64"
+os.environ |= {"TOKENYARD_EXCHANGE": "allgather", "TOKENYARD_PARANOID": "1"}
+from docs.generate.pictures import pictures
+from docs.generate.reference import pages
+print(json.dumps({str(path): text for path, text in (pages() | pictures()).items()}))
+"""
+
+
+def test_pages_and_pictures_are_the_same_on_every_machine():
+    """Without libraries that are not required, on another CPU, and whatever the environment says."""
+    command = [sys.executable, "-c", _ELSEWHERE]
+    root = reference.FOLDER.parent.parent
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    here = {str(path): text for path, text in (reference.pages() | pictures()).items()}
+    assert json.loads(done.stdout) == here
 
 
 def test_every_field_of_a_layer_is_in_its_table_with_its_default_and_its_choices():
