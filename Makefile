@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 .PHONY: run test test-faults test-fuzz lint docs bench clean
 
 run: .venv/model
-	$(BIN)/tokenyard run
+	@$(BIN)/tokenyard run
 
 test: .venv/dev
 	$(BIN)/pytest -n 2 --dist worksteal
@@ -29,34 +29,41 @@ lint: .venv/dev
 	$(BIN)/lint-imports
 
 docs: .venv/docs
-	$(BIN)/tokenyard support --write README.md docs/support.md docs/guide/errors.md
-	$(BIN)/mkdocs build --strict
+	$(BIN)/python -m docs.generate
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: .venv/dev
 	$(BIN)/tokenyard bench encode
 	$(BIN)/tokenyard bench experts
 
-# Each stamp says which extras are installed; it is renewed when the declared dependencies change.
+# Each stamp says which extras are installed; it is renewed when the declared dependencies change. A step says what it
+# does before pip takes its time. Where everything is installed, nothing is said.
 .venv/base: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(PIP) --editable .
-	touch $@
+	@test -x $(BIN)/python || echo "Making .venv with $$($(PYTHON) --version)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "Installing tokenyard and torch into .venv (a few minutes, once)"
+	@$(PIP) --editable .
+	@touch $@
 
 .venv/model: .venv/base
-	$(PIP) --editable '.[transformers]'
-	touch $@
+	@echo "Installing transformers into .venv, for the model (a minute, once)"
+	@$(PIP) --editable '.[transformers]'
+	@touch $@
 
 .venv/dev: .venv/base
-	$(PIP) --editable '.[dev]'
-	touch $@
+	@echo "Installing pytest, linters and the libraries to compare with into .venv (a few minutes, once)"
+	@$(PIP) --editable '.[dev]'
+	@touch $@
 
 .venv/fuzz: .venv/base
-	$(PIP) --editable '.[fuzz]'
-	touch $@
+	@echo "Installing atheris into .venv (once)"
+	@$(PIP) --editable '.[fuzz]'
+	@touch $@
 
-.venv/docs: .venv/base
-	$(PIP) --editable '.[docs]'
-	touch $@
+.venv/docs: .venv/model
+	@echo "Installing mkdocs into .venv (once)"
+	@$(PIP) --editable '.[docs]'
+	@touch $@
 
 clean:
 	rm -rf .venv site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,9 +1,9 @@
 """The documentation is run: README.md and every page under docs/.
 
-- A `python` block is executed; the blocks of one page share a namespace. `python no-run` is left alone (only
-  for what needs a GPU).
+- A `python` block is executed; the blocks of one page share a namespace. One below a comment
+  `<!-- not run: why -->` is left alone: say, it needs a GPU.
 - A `text title="output"` block is what the block before it printed, to the letter.
-- A block with another title is a file. The page's `sh` blocks say how it is used, and so it is.
+- A block of another language that has a title is a file. The page's `sh` blocks use it, and so they are run.
 - Links lead somewhere, and the support tables are what the declarations give.
 """
 
@@ -18,6 +18,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,16 +26,21 @@ from typing import Any
 import pytest
 import typer
 
+from docs.generate import SUPPORT_PAGES as SUPPORTED
 from tokenyard.cli import app
 from tokenyard.exchange import EXCHANGES
 from tokenyard.experts import EXPERTS
 from tokenyard.formats import WEIGHT_FORMATS
+from tokenyard.integrations.huggingface import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SUPPORT_PAGES = [ROOT / name for name in ("README.md", "docs/support.md", "docs/guide/errors.md")]
+SUPPORT_PAGES = [ROOT / name for name in SUPPORTED]
 
-_FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(
+    r"^(?:<!-- not run: (?P<not_run>[^\n]+) -->\n)?```(?P<info>[^\n`]*)\n(?P<body>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
 _LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#+ +(.*?) *$", re.MULTILINE)
 
@@ -46,6 +52,7 @@ class Block:
     info: str
     body: str
     line: int
+    not_run: str | None  # why it is not run, if so
 
     @property
     def language(self) -> str:
@@ -62,13 +69,18 @@ class Block:
 
     @property
     def is_file(self) -> bool:
-        return self.title is not None and not self.is_output
+        return self.title is not None and self.language != "text"
 
 
 def blocks(page: Path) -> list[Block]:
     text = page.read_text()
     return [
-        Block(match[1].strip(), match[2], text[: match.start()].count("\n") + 1)
+        Block(
+            match["info"].strip(),
+            match["body"],
+            text[: match.start("info")].count("\n") + 1,
+            match["not_run"],
+        )
         for match in _FENCE.finditer(text)
     ]
 
@@ -86,7 +98,7 @@ def run_page(page: Path, folder: Path) -> list[tuple[Block, str]]:
             outputs.append((block, printed))
         elif block.is_file:
             (folder / str(block.title)).write_text(block.body)
-        elif block.language == "python" and "no-run" not in block.info:
+        elif block.language == "python" and block.not_run is None:
             out = io.StringIO()
             # Empty lines in front give tracebacks the page's own line numbers.
             code = compile("\n" * block.line + block.body, str(page), "exec")
@@ -132,6 +144,16 @@ def comparable(text: str) -> str:
     return re.sub(r"\(plan [0-9a-f]{4}\)", "(plan …)", text).strip()
 
 
+@pytest.fixture
+def kept_registries():
+    """A page may add a family of models; no other test sees it."""
+    before = dict(FAMILIES)
+    yield
+    FAMILIES.clear()
+    FAMILIES.update(before)
+
+
+@pytest.mark.usefixtures("kept_registries")
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_blocks_run_and_print_what_the_page_says(page, tmp_path):
     for block, printed in run_page(page, tmp_path):
@@ -239,6 +261,15 @@ def test_a_page_says_how_many_rounds_were_measured():
     assert rounds == {int(said)}
 
 
+def test_a_page_says_how_long_each_exchange_takes():
+    (told,) = re.findall(
+        r"^\| time of a round trip.*$", (ROOT / "docs/guide/exchanges.md").read_text(), re.MULTILINE
+    )
+    took = {row["exchange"]: row["ms"] for row in measured("dispatch-cpu.json") if row["wire"] == "bf16"}
+    columns = ("one_sided", "two_sided", "allgather")
+    assert re.findall(r"(\d+) ms", told) == [f"{took[name]:.0f}" for name in columns]
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/guide/faults.md"])
 def test_a_page_says_how_late_an_error_was(page):
     found = measured("faults-cpu.json")
@@ -256,3 +287,12 @@ def test_support_table_is_what_the_declarations_give(page, tmp_path):
     copy.write_text(page.read_text())
     support.rewrite(copy)
     assert copy.read_text() == page.read_text(), f"run: tokenyard support --write {name_of(page)}"
+
+
+def test_the_page_on_installing_says_what_the_package_declares():
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    page = (ROOT / "docs/install.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(declared["optional-dependencies"])
+    python, torch = declared["requires-python"], declared["dependencies"][0]
+    assert f"| {python.removeprefix('>=')} or newer |" in page
+    assert f"{torch.replace('>=', ' ')} or newer" in page

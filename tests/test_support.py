@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -64,6 +66,25 @@ def test_every_registry_is_in_the_tables():
 def test_tables_are_plain_values():
     plain = json.loads(json.dumps([t.as_dict() for t in support_tables()]))
     assert plain[0]["rows"][0]["format"] == "`bf16`"
+
+
+_ELSEWHERE = """
+import json, os, platform, sys
+for library in ("triton", "transformers", "torchao", "compressed_tensors", "matplotlib", "flashinfer", "vllm"):
+    sys.modules[library] = None  # importing it fails, and it is not to be found
+platform.machine = lambda: "aarch64"
+os.environ |= {"TOKENYARD_EXCHANGE": "one_sided", "TOKENYARD_PARANOID": "1", "TRITON_INTERPRET": "0"}
+from tokenyard.support import BLOCKS
+print(json.dumps({name: make() for name, make in BLOCKS.items()}))
+"""
+
+
+def test_tables_are_the_same_on_every_machine():
+    """Without the libraries that are not required, on another CPU, and whatever the environment says."""
+    command = [sys.executable, "-c", _ELSEWHERE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {name: make() for name, make in BLOCKS.items()}
 
 
 def test_rewrite_touches_only_what_is_between_the_marks(tmp_path):

@@ -44,11 +44,12 @@ _LARGEST_WORKSPACE = 2**47
 class Draft:
     """A plan before any rank has agreed to it: the wiring of every layer on `world` ranks, and its bytes."""
 
-    world: int
-    exchange: type[Exchange]
-    in_flight: int
-    wirings: tuple[Wiring, ...]
-    paranoid: bool = False
+    world: int  # W, the number of ranks
+    exchange: type[Exchange]  # the class that moves rows
+    in_flight: int  # dispatches that may wait for their combine at a time
+    wirings: tuple[Wiring, ...]  # the wiring of every layer, in the order of the specs
+    paranoid: bool = False  # whether the plan watches itself
+    # Whether a token's other weights make up for experts that were lost with their ranks.
     renormalize_dropped: bool = False
 
     @property
@@ -144,7 +145,8 @@ def draft(
 ) -> Draft:
     """What a plan would be on `world` ranks, without a group. Raises what `plan` would raise.
 
-    `device` is where the rows of the ranks live; without it, whether experts run there is not asked.
+    The other arguments are those of `plan`. `device` is where the rows of the ranks live; without it, whether experts
+    run there is not asked.
     """
     return draft_as_told(
         layers,

@@ -27,25 +27,25 @@ from torch import Tensor
 class Duty(Enum):
     """A job that exactly one party must do."""
 
-    QUANTIZE = "quantize"
-    PAD = "pad"
-    SWIZZLE = "swizzle"
-    WEIGHT = "weight"
-    REDUCE_EXPERTS = "reduce experts"
-    REDUCE_RANKS = "reduce ranks"
-    ROUTED_SCALING = "routed scaling"
+    QUANTIZE = "quantize"  # encode rows into a quantized format
+    PAD = "pad"  # fill rows up to the width that a format asks for
+    SWIZZLE = "swizzle"  # bring scales into the 128×4 layout that some kernels read
+    WEIGHT = "weight"  # multiply by the routing weight
+    REDUCE_EXPERTS = "reduce experts"  # sum a token's experts on one rank
+    REDUCE_RANKS = "reduce ranks"  # sum a token's results over ranks
+    ROUTED_SCALING = "routed scaling"  # multiply routing weights by the model's scaling factor
 
 
 class Party(Enum):
     """Who does a job. `NOBODY` means that there is nothing to do."""
 
-    CALLER = "caller"
-    ROUTER = "router"
-    SENDER = "sender"
-    EXCHANGE = "exchange"
-    RECEIVER = "receiver"
-    EXPERTS = "experts"
-    NOBODY = "–"
+    CALLER = "caller"  # whoever calls the layer
+    ROUTER = "router"  # the router of the layer
+    SENDER = "sender"  # the layer, on the rank that holds a token
+    EXCHANGE = "exchange"  # the exchange
+    RECEIVER = "receiver"  # the layer, on the rank that holds an expert
+    EXPERTS = "experts"  # the experts
+    NOBODY = "–"  # there is nothing to do
 
 
 class Ledger:

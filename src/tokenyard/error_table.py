@@ -2,14 +2,18 @@
 
 A class says in `when` what went wrong; `EXAMPLES` has a call that goes wrong in just that way. The tables of the README
 and of the guide are made of both (`tokenyard support --write`), so that they cannot tell of an error that is gone, or
-of a message that nobody ever sees.
+of a message that nobody ever sees. They are the same on every machine: settings in the environment do not count, and
+a time that was waited is written as zero.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,7 @@ import torch
 
 import tokenyard
 from tokenyard.checkpoints import open_checkpoint
-from tokenyard.drafting import draft
+from tokenyard.drafting import EXCHANGE_VARIABLE, PARANOID_VARIABLE, draft
 from tokenyard.errors import (
     CheckpointError,
     ConcurrentUse,
@@ -67,12 +71,24 @@ def what_you_see(kind: type[TokenyardError]) -> str:
     """The message of an error of this class, as Python prints it; the call that raises it is made."""
     raised = "nothing"
     try:
-        EXAMPLES[kind]()
+        with _default_environment():
+            EXAMPLES[kind]()
     except TokenyardError as error:
         raised = f"{type(error).__name__}: {error}"
     if not raised.startswith(f"{kind.__name__}: "):
         raise AssertionError(f"the example of {kind.__name__} raises {raised}")
-    return raised
+    return re.sub(r"waited \d+\.\d s", "waited 0.0 s", raised)
+
+
+@contextmanager
+def _default_environment() -> Iterator[None]:
+    """The environment without the variables that change plans."""
+    names = (EXCHANGE_VARIABLE, PARANOID_VARIABLE)
+    found = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(found)
 
 
 def troubles_in_markdown() -> str:

@@ -25,9 +25,9 @@ class Reason:
     wire=fp32: carries float32 rows only
     """
 
-    field: str
-    value: object
-    why: str
+    field: str  # the field of the spec
+    value: object  # the value of the field
+    why: str  # what is in the way
 
     def __str__(self) -> str:
         return f"{self.field}={shown(self.value, most=400, write=str)}: {self.why}"
@@ -41,7 +41,13 @@ class TokenyardError(Exception):
     layer 'head', rank 2: topk_ids_TK holds id 64; expected ids from -1 to 63; fix: pass global expert ids
     """
 
-    # What went wrong, in the words of who sees it: a row of the tables that `tokenyard.error_table` makes.
+    found: str  # what was found
+    expected: str  # what was expected
+    fix: str  # what to do
+    layer: str | None  # the layer, if it is known
+    rank: int | None  # the rank that raised, if it is known
+
+    # When errors of this class are raised: a row of the tables that `tokenyard.error_table` makes.
     when: ClassVar[str]
 
     def __init__(
@@ -92,6 +98,9 @@ class CheckpointError(InputError):
     model.safetensors: tensor 'a' is F32[3]; expected BF16[3]; fix: save it as bf16
     """
 
+    file: Path | None  # the file, as far as it is known
+    tensor: str | None  # the tensor, as far as it is known
+
     when = "a checkpoint's file is damaged, missing, a pickle, or does not fit its config"
 
     def __init__(
@@ -137,7 +146,7 @@ class ConcurrentUse(HandleError):
 class Alternative:
     """A change of a plan's arguments that was tried and fits: fields of the layer's spec, or the exchange."""
 
-    changes: dict[str, Any]
+    changes: dict[str, Any]  # the new values of some fields
 
     def __str__(self) -> str:
         return ", ".join(f"{key}={value!s}" for key, value in self.changes.items())
@@ -145,6 +154,8 @@ class Alternative:
 
 class PlanError(TokenyardError, ValueError):
     """A layer that cannot be wired as asked. `alternatives` were each checked to fit."""
+
+    alternatives: tuple[Alternative, ...]  # changes that work; each was tried
 
     when = "a layer cannot be wired as asked; what would work is said"
 
@@ -175,6 +186,8 @@ _MOST_DIFFERENCES = 6
 
 class PlanMismatch(TokenyardError, RuntimeError):
     """Ranks of one group made different plans. Raised on every rank; `differences` lists fields by rank."""
+
+    differences: dict[str, dict[int, Any]]  # the fields that differ, by name and rank
 
     when = "ranks were given different layers, settings or versions"
 
@@ -207,6 +220,10 @@ class GroupError(TokenyardError, RuntimeError):
 class PeerFailed(GroupError):
     """Another rank of the group raised in this call. The call has no result; the group stays usable."""
 
+    peer: int  # the rank that failed
+    phase: str  # the phase in which it failed
+    message: str  # what it said
+
     when = "another rank raised in this call; the group stays usable"
 
     def __init__(
@@ -234,6 +251,10 @@ class PeerLost(GroupError):
     The plan whose layer raised it is broken from then on: see `PlanBroken`. `ended` says that the ranks will not come
     again, as `detail` tells (their processes have ended); otherwise they may only be late.
     """
+
+    peers: tuple[int, ...]  # the ranks that are lost; empty where nobody can tell
+    phase: str  # the phase in which they were waited for
+    waited: float  # seconds that this rank waited
 
     when = "a rank died, hangs, or is late by more than the deadline"
 
@@ -316,6 +337,10 @@ class Corrupted(TokenyardError, RuntimeError):
     layer 'moe', rank 0: payload 'scales' of token 3 of rank 1 is not what was sent; expected the bytes that rank 1 \
 encoded; fix: something wrote into memory that is not its own: look at kernels and experts of your own first
     """
+
+    source: int | None  # the rank that a row came from
+    token: int | None  # the row's token on that rank
+    place: str | None  # the payload, the region or the duty
 
     when = "a plan that watches itself found bytes, rows or duties that are not what they must be"
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tokenyard.audit import audited
 from tokenyard.exchange import Fate
-from tokenyard.experts import ExpertWeights
+from tokenyard.experts import Experts, ExpertWeights
 from tokenyard.ops import compilable
 from tokenyard.planner import Plan, wiring_in
 from tokenyard.receiver import build_experts, fitting, run_experts
@@ -34,6 +34,11 @@ class MoELayer(nn.Module):
     `weights` are those of this rank's experts: `all_weights.select(plan.local_experts(name))`. They are
     copied, or with `adopt=True` taken over. `shared` experts run on this rank's own tokens, and are added once.
     """
+
+    plan: Plan  # the plan that all ranks agreed on
+    name: str  # the layer's name in the plan
+    shared: Callable[[Tensor], Tensor] | None  # the shared experts, if there are any
+    experts: Experts  # the experts of this rank, with their weights
 
     def __init__(
         self,

@@ -52,8 +52,8 @@ class Placement:
     7 experts on 3 ranks, contiguous
     """
 
-    num_experts: int
-    table: tuple[tuple[int, ...], ...]
+    num_experts: int  # E, the experts of the layer
+    table: tuple[tuple[int, ...], ...]  # for each rank, the global ids of its experts, in local order
     # True after a rank was lost: experts that nobody owns any more are then no error, they are dropped.
     allow_lost: bool = False
 

@@ -60,6 +60,10 @@ class _Whole:
 class Plan:
     """All layers of a model on one rank, agreed on with the other ranks. Made by `plan`."""
 
+    group: Group  # the ranks that agreed
+    exchange: Exchange  # what moves the rows
+    draft: Draft  # the wiring of all layers, and its bytes
+
     def __init__(self, draft: Draft, group: Group, plan_id: int) -> None:
         self._whole = _Whole(group=group, specs={spec.name: spec for spec in draft.specs})
         self._start(draft, group, plan_id)
@@ -253,6 +257,9 @@ def plan(
     paranoid: bool = False,
 ) -> Plan:
     """Check the layers, agree with the other ranks of the group, and set up the exchange. Collective.
+
+    `exchange` is a name of `EXCHANGES`, or a class. `max_tokens` is the most tokens that a rank brings in one call, for
+    layers that do not set their own. `in_flight` dispatches may wait for their combine at a time.
 
     `TOKENYARD_EXCHANGE` in the environment overrides `exchange`. A `paranoid` plan watches every row, region and duty
     while its layers run, and raises `Corrupted` when one is not what it must be; `TOKENYARD_PARANOID=1` in the

@@ -32,22 +32,23 @@ class LocalRoutes:
     `weights_RK` is float32 and means something only where the id is not `-1`.
     """
 
-    ids_RK: Tensor
-    weights_RK: Tensor
+    ids_RK: Tensor  # int32: the experts of this rank, counted from 0; -1: one that lives elsewhere, or nobody
+    weights_RK: Tensor  # float32: the routing weights
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RoutingLogits:
     """The router's logits, for experts that route by themselves. They travel instead of routes."""
 
-    logits_RE: Tensor
+    logits_RE: Tensor  # float32: a logit for each expert of the layer
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReceivedRows:
     """A dispatched batch: the rows that this rank received, in (source rank, token) order."""
 
-    rows: EncodedRows
+    rows: EncodedRows  # the rows, in the layer's wire
+    # The routes to this rank's experts, or logits for experts that route by themselves.
     routes: LocalRoutes | RoutingLogits
     counts_W: tuple[int, ...]  # rows from each source rank
     extra: Mapping[str, Tensor] = field(default_factory=dict)  # the caller's further per-token payloads
@@ -75,7 +76,7 @@ class ExpertRows:
     that were, have another type, and `combine` does not take it.
     """
 
-    rows_RH: Tensor
+    rows_RH: Tensor  # the results, of a floating-point dtype, without padding
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,8 +88,8 @@ class CombineBuffer:
     belongs to one dispatch. An exchange that offers one delivers no row that none of the experts here takes.
     """
 
-    rows_SH: Tensor
-    slots_R: Tensor | None
+    rows_SH: Tensor  # a row for each slot of the workspace
+    slots_R: Tensor | None  # the slot of each received row; None: slot r is row r
 
     def placed(self) -> PlacedRows:
         """All rows are written, weighted and summed over the experts of this rank."""
@@ -99,7 +100,7 @@ class CombineBuffer:
 class PlacedRows:
     """What experts return that wrote into a `CombineBuffer`: the same as `ExpertRows`, already in place."""
 
-    buffer: CombineBuffer
+    buffer: CombineBuffer  # the buffer that the rows were written into
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -111,11 +112,11 @@ class UnfinalizedRows:
     `finish()` does what `finalize=True` would have done, bit for bit.
     """
 
-    rows_NH: Tensor
-    weights_N: Tensor
-    index_N: Tensor
-    num_rows: int
-    top_k: int
+    rows_NH: Tensor  # the output of an expert for a row
+    weights_N: Tensor  # the routing weights that are still to be applied
+    index_N: Tensor  # the received row times K, plus the choice
+    num_rows: int  # R, the rows that were received
+    top_k: int  # K, the experts that a token chooses
 
     def finish(self) -> ExpertRows:
         """Weight the rows and sum each token's experts, in float32, in the order of its choices."""
@@ -137,7 +138,7 @@ class UnfinalizedRows:
 class CombinedRows:
     """The end of the way: the tokens of this rank, reduced over ranks, in the dtype of the input."""
 
-    y_TH: Tensor
+    y_TH: Tensor  # the output of the layer
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -147,10 +148,10 @@ class RankRows:
     Rank w returned `rows_by_rank[w]` (float32) for the tokens `tokens_by_rank[w]` of this rank.
     """
 
-    rows_by_rank: tuple[Tensor, ...]
-    tokens_by_rank: tuple[Tensor, ...]
-    num_tokens: int
-    dtype: torch.dtype
+    rows_by_rank: tuple[Tensor, ...]  # the results that each rank returned, in float32
+    tokens_by_rank: tuple[Tensor, ...]  # the tokens of this rank that they belong to
+    num_tokens: int  # T, the tokens of this rank
+    dtype: torch.dtype  # the dtype of the layer's output
 
     def reduce(self) -> CombinedRows:
         """Sum over ranks, in rank order, in float32, with one rounding: what `combine` does."""

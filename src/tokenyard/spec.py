@@ -29,31 +29,37 @@ class LayerSpec:
     4
     """
 
+    # Names the layer in errors, statistics and `plan.wiring(name)`. No two layers of a plan share one.
     name: str
-    hidden_size: int
-    intermediate_size: int
-    num_experts: int
-    top_k: int
+    hidden_size: int  # H, the width of a row
+    intermediate_size: int  # I, the width between an expert's two products
+    num_experts: int  # E, the experts of the layer, on all ranks together
+    top_k: int  # K, the experts that a token chooses
     # The most tokens that one rank brings in one call; None takes the plan's.
     max_tokens: int | None = None
-    # Of the rows that go in and come out.
+    # The dtype of the rows that go in and come out.
     dtype: torch.dtype = torch.bfloat16
-    # The format in which rows travel out, and results travel back. None: the layer's own dtype.
+    # The format in which rows travel out. None: the layer's own dtype.
     wire: str | Format | None = None
+    # The format in which results travel back. None: the layer's own dtype.
     combine_wire: str | Format | None = None
     # The format that the experts compute on. None: whatever arrives. Rows that do not arrive in it are
     # quantized by the experts (quantize-after); rows that do, by the sender (quantize-before).
     expert_rows: str | Format | None = None
+    # The function between an expert's two products: a name, or an `Activation` with constants of its own.
     activation: str | Activation = "swiglu"
-    bias: bool = False
+    bias: bool = False  # whether experts have biases, `b13` and `b2`
     # The format that holds the weight matrices; `ExpertWeights.quantize` makes them.
     weights: str = "bf16"
     # Where the routing weight is applied: on an expert's output, or on its input.
     weight_on: WeightOn = "output"
+    # Turns logits into routes. None: every call passes ready `Routes`.
     router: Router | None = None
     # The factor that routing weights hold. None: the router's, or 1.
     routed_scaling: float | None = None
+    # Which rank owns which expert: a name, or a table.
     placement: str | Placement = "contiguous"
+    # What computes the experts: a name, or a class of your own.
     experts: str | type[Experts] = "grouped"
     # Further per-token payloads that travel with the rows.
     payloads: tuple[Payload, ...] = ()

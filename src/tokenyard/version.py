@@ -1,5 +1,6 @@
 """The version of the package, and of the protocol that its ranks speak to each other."""
 
+# The version of the package.
 __version__ = "0.1.0"
 
 # Ranks compare this number before the first token. It changes when a header, a row layout or the order of a

@@ -38,12 +38,12 @@ from tokenyard.spec import LARGEST_SIZE, LayerSpec, check_spec, is_size
 class Wiring:
     """One layer, resolved and checked: every name is an object, every duty has its party."""
 
-    spec: LayerSpec
-    cargo: Cargo
-    exchange: type[Exchange]
-    experts: type[Experts]
-    expert_rows: Format | None
-    duties: Mapping[Duty, Party]
+    spec: LayerSpec  # the layer, as it was asked for
+    cargo: Cargo  # what the exchange is told of the layer
+    exchange: type[Exchange]  # the class that moves rows
+    experts: type[Experts]  # the class that computes
+    expert_rows: Format | None  # the format that the experts compute on; None: whatever arrives
+    duties: Mapping[Duty, Party]  # the one party that does each duty
 
     @property
     def wire(self) -> Format:

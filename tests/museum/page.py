@@ -69,13 +69,14 @@ def section(exhibit, finding):
 
 {exhibit.story}
 {seen}
-```python no-run
+<!-- not run: a patch of the package itself -->
+```python
 {source.rstrip()}
 ```
 
 Caught by {exhibit.caught_by}:
 
-```text
+```text title="finding"
 {said}
 ```
 """

@@ -31,9 +31,9 @@ class Checkpoint:
     def __init__(
         self, path: Path, files: TensorFiles, config: Mapping[str, Any], layers: Sequence[CheckpointLayer]
     ) -> None:
-        self.path = path
-        self.config = config
-        self.layers = tuple(layers)
+        self.path = path  # the folder, or the file
+        self.config = config  # what is in `config.json`
+        self.layers = tuple(layers)  # the MoE layers
         self._files = files
         self._by_name: dict[str, CheckpointLayer] = {}
         for layer in self.layers:
@@ -41,6 +41,7 @@ class Checkpoint:
                 self._by_name.setdefault(alias, layer)
         self._by_name |= {layer.name: layer for layer in self.layers}
         prefixes = tuple(f"{layer.name}.experts." for layer in self.layers)
+        # what is no expert's, by name
         self.shared: dict[str, StoredTensor] = {
             name: tensor for name, tensor in files.tensors.items() if not name.startswith(prefixes)
         }

@@ -54,11 +54,11 @@ Progress = Callable[[str, int, int], None]
 class ConvertedLayer:
     """What became of one layer's experts."""
 
-    name: str
-    num_experts: int
-    layout: str
-    bytes_before: int
-    bytes_after: int
+    name: str  # the name of the layer
+    num_experts: int  # E, the number of experts
+    layout: str  # how the tensors are stored
+    bytes_before: int  # bytes of the experts in the old files
+    bytes_after: int  # bytes of the experts in the new files
     # |quantized - plain| / |plain|, in L2 over all matrices of the layer.
     relative_error: float
 
@@ -67,12 +67,12 @@ class ConvertedLayer:
 class Conversion:
     """What a conversion wrote."""
 
-    folder: Path
-    weights: str
-    files: tuple[str, ...]
-    bytes_before: int
-    bytes_after: int
-    layers: tuple[ConvertedLayer, ...]
+    folder: Path  # the folder that was written
+    weights: str  # the weight format
+    files: tuple[str, ...]  # the names of the files that hold tensors
+    bytes_before: int  # bytes of all experts in the old files
+    bytes_after: int  # bytes of all experts in the new files
+    layers: tuple[ConvertedLayer, ...]  # the figures of each layer
 
 
 def convert(
@@ -85,8 +85,8 @@ def convert(
 ) -> Conversion:
     """Write a copy of a plain checkpoint with the experts' matrices in a weight format.
 
-    `progress` is called with what is being done, the bytes read so far, and the bytes to read; from several
-    threads.
+    `weights` is a key of `TARGETS`. Files hold up to `largest_file` bytes. `progress` is called with what is being
+    done, the bytes read so far, and the bytes to read; from several threads.
 
     >>> from tokenyard.checkpoints import convert, open_checkpoint
     >>> import tempfile, torch

@@ -63,12 +63,12 @@ PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 class StoredTensor:
     """One tensor of a file, as its header has it: nothing of it was read. `begin` counts from the file's start."""
 
-    name: str
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    nbytes: int
+    name: str  # the name in the file
+    file: Path  # the file that holds it
+    dtype: str  # the dtype, as the header writes it: `BF16`, `F32`, …
+    shape: tuple[int, ...]  # the shape of the tensor
+    begin: int  # the first byte, counted from the start of the file
+    nbytes: int  # its size in bytes
 
     def __str__(self) -> str:
         return f"{self.file.name}: tensor {self.name!r} is {self.dtype}{list(self.shape)}"

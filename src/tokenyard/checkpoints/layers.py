@@ -30,17 +30,17 @@ QUANTIZED_LAYOUTS: tuple[Layout, ...] = (*COMPRESSED_LAYOUTS, ModelOptNvfp4(), G
 class CheckpointLayer:
     """One MoE layer of a checkpoint, as its headers and its config have it."""
 
-    name: str
-    number: int
-    num_experts: int
-    hidden_size: int
-    intermediate_size: int
-    projections: Projections
+    name: str  # the name in the files
+    number: int  # the number of the layer in the model; -1 if its name has none
+    num_experts: int  # E, the number of experts
+    hidden_size: int  # H, the width of a row
+    intermediate_size: int  # I, the width between an expert's two products
+    projections: Projections  # what the expert's matrices are called
     # Gate and up rows of w13 take turns (gpt-oss), rather than gate coming first.
     interleaved: bool
-    bias: bool
-    layout: Layout
-    # Of all experts' weights, as they lie in the files.
+    bias: bool  # whether experts have biases
+    layout: Layout  # how the tensors of a matrix are stored
+    # Bytes of all experts' weights, as they lie in the files.
     nbytes: int
 
     @property

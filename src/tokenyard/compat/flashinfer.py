@@ -85,6 +85,13 @@ class MoeAlltoAll:
     [([2.0, 12.0], [100.0, 200.0]), ([1.0, 11.0], [1100.0, 1200.0])]
     """
 
+    group: Group  # the ranks that exchange
+    ep_size: int  # the number of ranks
+    ep_rank: int  # the rank of this process or thread
+    max_num_tokens: int  # the most tokens that a rank brings in a call
+    top_k: int  # the experts that a token chooses
+    num_experts: int  # the experts of the layer, on all ranks together
+
     def __init__(
         self,
         mapping: Any = None,

@@ -38,9 +38,9 @@ ROUNDS_SHARED_MEMORY = 1000
 class CheckResult:
     """What came of one named check of one part."""
 
-    check: str
-    what: str  # the check's docstring
-    finding: str | None = None
+    check: str  # the name of the check
+    what: str  # what the check asks
+    finding: str | None = None  # what is wrong; None: nothing
 
     @property
     def passed(self) -> bool:
@@ -59,6 +59,8 @@ def check_exchange(
     deadline: float = DEADLINE,
 ) -> list[CheckResult]:
     """Run the exchange suite on a group of `world` ranks, whose rows live on `device`, the CPU if left out.
+
+    `only` names some checks. `rounds` are those of the check `many_rounds`, `deadline` is that of the group.
 
     >>> [result.passed for result in check_exchange("two_sided", only=["one_copy_per_rank"])]
     [True]

@@ -16,6 +16,7 @@ from tokenyard.exchange.fate import Fate
 from tokenyard.exchange.one_sided import OneSidedExchange
 from tokenyard.exchange.two_sided import TwoSidedExchange
 
+# The exchanges by name.
 EXCHANGES: dict[str, type[Exchange]] = {
     cls.name: cls for cls in (AllgatherExchange, TwoSidedExchange, OneSidedExchange)
 }

@@ -82,7 +82,7 @@ from tokenyard.workspace import LayerBytes
 class Exchange(ABC):
     """Moves rows for all layers of a plan. Subclasses say how a checked batch travels, out and back."""
 
-    name: ClassVar[str]
+    name: ClassVar[str]  # the name in `EXCHANGES`, or one of your own
     # Whether router logits can travel: every rank must then see every token.
     carries_logits: ClassVar[bool] = False
 
@@ -115,9 +115,9 @@ class Exchange(ABC):
         return cls
 
     def __init__(self, group: Group, *, in_flight: int = 1, plan_id: int = 0, paranoid: bool = False) -> None:
-        self.group = group
+        self.group = group  # the ranks that exchange
         self._watch = self._paranoid_watch(group, in_flight) if paranoid else Watch()
-        self.stats: dict[str, LayerStats] = {}
+        self.stats: dict[str, LayerStats] = {}  # counters by layer
         self._flights = Flights(in_flight, group.rank)
         self._plan_id = plan_id
         self._names: list[str] = []

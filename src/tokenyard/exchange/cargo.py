@@ -26,20 +26,20 @@ SEAL_HEAD = 3  # numbers that say whose row it is
 class Cargo:
     """What an exchange must carry for one layer."""
 
-    layer: str
-    index: int  # of the layer in its plan
-    hidden_size: int
-    num_experts: int
-    top_k: int
-    max_tokens: int
-    dtype: torch.dtype
-    wire: Format
-    combine_wire: Format
-    placement: Placement
-    routed_scaling: float = 1.0
-    carries_logits: bool = False  # logits travel instead of routes
-    extra: tuple[Payload, ...] = ()  # further per-token payloads of the caller's
-    reduces_ranks: bool = True  # else the caller does
+    layer: str  # the name of the layer
+    index: int  # the number of the layer in its plan
+    hidden_size: int  # H, the width of a row
+    num_experts: int  # E, the experts of the layer
+    top_k: int  # K, the experts that a token chooses
+    max_tokens: int  # the most tokens that a rank brings in a call
+    dtype: torch.dtype  # the dtype of the rows that go in and come out
+    wire: Format  # the format of the way out
+    combine_wire: Format  # the format of the way back
+    placement: Placement  # which rank owns which expert
+    routed_scaling: float = 1.0  # the factor that routing weights hold
+    carries_logits: bool = False  # whether logits travel instead of routes
+    extra: tuple[Payload, ...] = ()  # further payloads of the caller's, one row per token
+    reduces_ranks: bool = True  # whether the exchange sums over ranks; else the caller does
     # Where experts were lost with their ranks: whether a token's other weights make up for it.
     renormalizes_dropped: bool = False
     # Whether rows carry seals, by which the other end sees that they are what was sent.
@@ -138,12 +138,12 @@ class ReturnPath:
 class Dispatched:
     """The handle of one dispatch: the batch that arrived here, and the way back. Combined exactly once."""
 
-    received: ReceivedRows
-    cargo: Cargo
-    round: int
-    return_path: ReturnPath
+    received: ReceivedRows  # the rows that arrived here
+    cargo: Cargo  # what the exchange knows of the layer
+    round: int  # the number of the round trip, from 1
+    return_path: ReturnPath  # which rows go back to whom
     flight: int = 0  # which of `in_flight` places it has, the same on every rank
-    seals_RC: Tensor | None = None  # of the rows that arrived, where the cargo is sealed
+    seals_RC: Tensor | None = None  # the seals of the rows that arrived, in a paranoid plan
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 class Fate:
     """What a rank still owes the others in one round trip of one layer."""
 
-    exchange: Exchange
-    cargo: Cargo
-    dispatched: Dispatched | None = None
+    exchange: Exchange  # what moves the rows
+    cargo: Cargo  # what the exchange knows of the layer
+    dispatched: Dispatched | None = None  # the handle, once rows were sent
     # Whether the others still wait for this rank's dispatch. A combine is owed as long as the dispatch is in flight.
     owes_dispatch: bool = True
 

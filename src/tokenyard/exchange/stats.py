@@ -16,14 +16,15 @@ from torch import Tensor
 class LayerStats:
     """Counters of one layer on one rank. Lists have an entry for each rank of the group."""
 
-    world: int
-    rounds: int = 0
-    tokens: int = 0
+    world: int  # W, the number of ranks
+    rounds: int = 0  # round trips
+    tokens: int = 0  # tokens that this rank brought
     dropped: int = 0  # choices of tokens whose expert was lost with its rank
-    rows_sent: list[int] = field(default_factory=list)
-    rows_received: list[int] = field(default_factory=list)
-    dispatch_bytes: list[int] = field(default_factory=list)  # put on the wire for each rank
-    combine_bytes: list[int] = field(default_factory=list)
+    rows_sent: list[int] = field(default_factory=list)  # rows that went to each rank
+    rows_received: list[int] = field(default_factory=list)  # rows that came from each rank
+    dispatch_bytes: list[int] = field(default_factory=list)  # bytes put on the wire for each rank
+    combine_bytes: list[int] = field(default_factory=list)  # bytes of results, returned to each rank
+    # Seconds in which this rank moved bytes or waited for others, by phase.
     wait_s: dict[str, float] = field(default_factory=lambda: {"dispatch": 0.0, "combine": 0.0})
 
     def __post_init__(self) -> None:

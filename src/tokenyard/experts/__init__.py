@@ -10,6 +10,7 @@ from tokenyard.experts.grouped import GroupedExperts
 from tokenyard.experts.reference import ReferenceExperts
 from tokenyard.experts.self_routing import SelfRoutingExperts
 
+# The experts by name.
 EXPERTS: dict[str, type[Experts]] = {
     cls.name: cls for cls in (ReferenceExperts, GroupedExperts, FusedExperts, SelfRoutingExperts)
 }

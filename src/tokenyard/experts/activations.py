@@ -38,12 +38,12 @@ class Activation:
     tensor([[0.0000, 8.8080]])
     """
 
-    name: str
-    # With a gate the first product is 2I wide: gate and up.
+    name: str  # the formula
+    # Whether there is a gate. The first product is then 2I wide: gate and up.
     gated: bool = True
     # Where gate and up are: gate on even columns and up on odd ones, or all of gate and then all of up.
     interleaved: bool = False
-    parameters: tuple[tuple[str, float], ...] = ()
+    parameters: tuple[tuple[str, float], ...] = ()  # names and values of its constants
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or self.name not in _FORMULAS:
@@ -189,6 +189,7 @@ _FORMULAS = {
     "swiglu_clamped": _Formula(torch.sigmoid, _sigmoid_written_out, ("limit", "alpha", "up_shift")),
 }
 
+# The activations by name.
 ACTIVATIONS = {
     "swiglu": Activation(name="swiglu"),  # silu(gate) · up
     "gelu": Activation(name="gelu"),  # gelu(gate) · up, with the exact erf

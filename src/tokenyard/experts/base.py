@@ -48,19 +48,20 @@ WEIGHT_DTYPES = {name: kind.dtype for name, kind in WEIGHT_FORMATS.items() if is
 class ExpertsSpec:
     """What one rank's experts of one layer must compute."""
 
-    hidden_size: int
-    intermediate_size: int
-    num_local_experts: int
-    top_k: int
-    activation: Activation
-    bias: bool = False
+    hidden_size: int  # H, the width of a row
+    intermediate_size: int  # I, the width between the two products
+    num_local_experts: int  # L, the experts of this rank; may be 0
+    top_k: int  # K, the experts that a token chooses
+    activation: Activation  # the function between the two products
+    bias: bool = False  # whether there are `b13` and `b2`
     weights: str = "bf16"  # the format that holds the weight matrices
-    dtype: torch.dtype = torch.bfloat16  # of the layer's rows, in and out
+    dtype: torch.dtype = torch.bfloat16  # the dtype of the layer's rows, in and out
     # The format that the experts compute on. None: whatever arrives. Where the wire does not bring rows in
     # this format, the experts encode them (and decode them again, where their matrix product is plain).
     rows: Format | None = None
+    # Where the routing weight is applied: on an expert's output, or on its input.
     weight_on: WeightOn = "output"
-    # Of the whole layer, on all ranks. How many rows to expect depends on it; no result does.
+    # E, the experts of the whole layer. How many rows to expect depends on it; no result does.
     num_experts: int | None = None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -88,10 +89,10 @@ class ExpertWeights:
     ['w13_data', 'w13_scales', 'w2_data', 'w2_scales']
     """
 
-    w13: Tensor | QuantizedMatrix
-    w2: Tensor | QuantizedMatrix
-    b13: Tensor | None = None
-    b2: Tensor | None = None
+    w13: Tensor | QuantizedMatrix  # the first matrices, `[L, 2I, H]`: gate rows, then up rows
+    w2: Tensor | QuantizedMatrix  # the second matrices, `[L, H, I]`
+    b13: Tensor | None = None  # the biases of the first product, `[L, 2I]`
+    b2: Tensor | None = None  # the biases of the second product, `[L, H]`
     # Which experts of the layer these are, where they were selected: a layer then knows its own from others.
     experts: tuple[int, ...] | None = None
 
@@ -172,7 +173,7 @@ def expert_matrix(matrix: Tensor | QuantizedMatrix, expert: int) -> Tensor:
 class Experts(nn.Module, ABC):
     """Computes experts. Subclasses declare what they serve and implement `compute`."""
 
-    name: ClassVar[str]
+    name: ClassVar[str]  # the name in `EXPERTS`, or one of your own
     # Formats that may hold the weights.
     weight_formats: ClassVar[tuple[str, ...]] = tuple(WEIGHT_DTYPES)
     # Whether `compute` can weight and sum by itself. If not, the layer finishes what it returns.
@@ -229,7 +230,7 @@ class Experts(nn.Module, ABC):
             raise InputError(
                 str(reason), expected="a spec that these experts support", fix="ask `supports` first"
             )
-        self.spec = spec
+        self.spec = spec  # what these experts compute
         check_weights(spec, weights)
         for name, tensor in weights.by_name().items():
             held = tensor.detach()

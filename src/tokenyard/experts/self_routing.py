@@ -35,8 +35,11 @@ ToLocal = Callable[[Tensor, tuple[int, ...]], Tensor]
 class SelfRoutingExperts(Experts):
     """A router in front of other experts, on the receiving side."""
 
+    router: Router  # turns logits into routes
+    to_local: ToLocal  # turns global ids into those of this rank
+
     name = "self_routing"
-    counts_duties = True  # those behind the router do
+    counts_duties = True  # whether duties are written down: the experts behind the router do it
     routes_itself = True
     weight_formats = GroupedExperts.weight_formats
     # The experts that can compute behind the router.
@@ -68,7 +71,7 @@ class SelfRoutingExperts(Experts):
                 raise unknown_name("inner experts", inner, self.inner_classes)
             inner = self.inner_classes[inner]
         self.spec, self.router, self.to_local = spec, router, to_local
-        self.inner = inner(spec, weights, adopt=adopt)
+        self.inner = inner(spec, weights, adopt=adopt)  # the experts that compute
 
     @property
     def weights(self) -> ExpertWeights:

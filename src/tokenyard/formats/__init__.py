@@ -25,6 +25,7 @@ from tokenyard.formats.nvfp4 import Nvfp4
 from tokenyard.formats.plain import Bf16, Fp16, Fp32, PlainFormat
 from tokenyard.formats.weights import WEIGHT_FORMATS, PlainWeights, weight_format
 
+# The formats in which rows travel, by name.
 FORMATS: dict[str, type[Format]] = {kind.name: kind for kind in (Bf16, Fp16, Fp32, Fp8Block128, Mxfp8, Nvfp4)}
 
 _CALL = re.compile(r"[^()]*\(([^()]*)\)\s*")

@@ -72,9 +72,9 @@ class Payload:
     224
     """
 
-    name: str
-    dtype: torch.dtype
-    width: int
+    name: str  # the name, such as `data` or `scales`
+    dtype: torch.dtype  # the dtype of its elements
+    width: int  # elements of one row
 
     @property
     def nbytes(self) -> int:
@@ -97,10 +97,10 @@ class Payload:
 class EncodedRows:
     """Rows in a format: its payloads by name, and the true width that decoding brings back."""
 
-    format: Format
-    hidden_size: int
-    payloads: Mapping[str, Tensor]
-    scale_layout: ScaleLayout = "linear"
+    format: Format  # the format of the rows
+    hidden_size: int  # H, the width that decoding brings back
+    payloads: Mapping[str, Tensor]  # the tensors by name, `[rows, width]`
+    scale_layout: ScaleLayout = "linear"  # `linear`, or `swizzled` in tiles of 128×4
 
     @property
     def num_rows(self) -> int:
@@ -163,15 +163,16 @@ class Format(ABC):
     the same spelling back.
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str]  # the name in `FORMATS`
     # Columns that share one scale; 1 where there are no scales.
     block: ClassVar[int] = 1
     # True where the code loses bits of a bf16 row: someone must have the QUANTIZE duty.
     quantized: ClassVar[bool] = True
     # The layouts that its scales can have; none where there are no scales.
     scale_layouts: ClassVar[tuple[ScaleLayout, ...]] = ()
-    # The kinds of rows that may be encoded into this format for the way out, and for the way back.
+    # The dtypes of rows that may be encoded into this format for the way out.
     wire_dtypes: ClassVar[tuple[torch.dtype, ...]] = ROW_DTYPES
+    # The dtypes of results that may be encoded into this format for the way back.
     combine_dtypes: ClassVar[tuple[torch.dtype, ...]] = ROW_DTYPES
 
     @property

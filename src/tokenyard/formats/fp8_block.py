@@ -38,7 +38,7 @@ class Fp8Block128(Format):
     name = "fp8_block128"
     scale_layouts = ("linear",)
     block = 128
-    power_of_two_scales: bool = False
+    power_of_two_scales: bool = False  # whether scales are rounded up to powers of two
 
     def __post_init__(self) -> None:
         if not isinstance(self.power_of_two_scales, bool):

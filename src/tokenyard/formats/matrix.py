@@ -36,10 +36,10 @@ class HeldPayload(NamedTuple):
 class WeightFormat(ABC):
     """A way to hold weight matrices. Subclasses are frozen dataclasses."""
 
-    name: ClassVar[str]
+    name: ClassVar[str]  # the name in `WEIGHT_FORMATS`
     # Columns that share one scale; 1 where there are no scales.
     block: ClassVar[int] = 1
-    quantized: ClassVar[bool] = True
+    quantized: ClassVar[bool] = True  # whether weights lose bits of bf16
     # Quantized rows that experts with such weights compute on, as they arrive. Plain rows they all take; rows in
     # other formats are decoded first.
     row_formats: ClassVar[tuple[str, ...]] = ()
@@ -82,9 +82,9 @@ class QuantizedMatrix:
     torch.Size([10, 48])
     """
 
-    format: WeightFormat
-    shape: tuple[int, ...]
-    payloads: Mapping[str, Tensor]
+    format: WeightFormat  # the format of the weights
+    shape: tuple[int, ...]  # `[.., N, D]`: matrices of N outputs and D inputs
+    payloads: Mapping[str, Tensor]  # the tensors by name
 
     def __post_init__(self) -> None:
         *many, outputs, inputs = self.shape

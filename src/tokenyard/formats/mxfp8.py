@@ -41,7 +41,7 @@ class Mxfp8(Format):
     name = "mxfp8"
     scale_layouts = ("linear", "swizzled")
     block = 32
-    alignment: int = 32
+    alignment: int = 32  # the width of a row is padded to a multiple of this; itself a multiple of 32
 
     def __post_init__(self) -> None:
         good = isinstance(self.alignment, int) and not isinstance(self.alignment, bool)

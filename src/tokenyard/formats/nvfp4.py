@@ -54,7 +54,8 @@ class Nvfp4(Format):
     name = "nvfp4"
     scale_layouts = ("linear", "swizzled")
     block = 16
-    combine_dtypes = ()  # partial sums do not survive 4 bits
+    combine_dtypes = ()  # no results travel back: partial sums do not survive 4 bits
+    # the factor g for all rows; None: each row has its own, which travels with it
     global_scale: float | None = None
 
     def __post_init__(self) -> None:

@@ -22,7 +22,7 @@ class PlainFormat(Format):
     """One payload, `data`, of the rows' own width."""
 
     quantized = False
-    dtype: ClassVar[torch.dtype]
+    dtype: ClassVar[torch.dtype]  # the dtype of the elements
 
     def payloads(self, hidden_size: int) -> tuple[Payload, ...]:
         return (Payload(name="data", dtype=self.dtype, width=hidden_size),)

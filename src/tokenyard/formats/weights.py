@@ -56,7 +56,7 @@ class PlainWeights(WeightFormat):
 
     quantized = False
     row_formats = (Fp8Block128.name, Mxfp8.name, Nvfp4.name)
-    dtype: ClassVar[torch.dtype]
+    dtype: ClassVar[torch.dtype]  # the dtype of the weights
 
     def payloads(self, outputs: int, inputs: int) -> dict[str, HeldPayload]:
         return {"data": HeldPayload(self.dtype, (outputs, inputs))}
@@ -313,6 +313,7 @@ class Mxint4Weights(FourBitWeights):
         return _scaled(bits.int4_to_float32(data), scales.float(), matrix)
 
 
+# The formats that hold weights, by name.
 WEIGHT_FORMATS: dict[str, type[WeightFormat]] = {
     kind.name: kind
     for kind in (

@@ -63,6 +63,8 @@ def check_deadline(deadline: object) -> float:
 class Disagreement(GroupError):
     """The ranks of a group hold different values for what must be one value. Raised on every rank."""
 
+    by_rank: list[Any]  # the value of each rank
+
     when = "ranks hold different values for what must be one value (`group.agree`)"
 
     def __init__(self, what: str, by_rank: list[Any], *, rank: int | None = None) -> None:
@@ -79,11 +81,11 @@ class Disagreement(GroupError):
 class Group(ABC):
     """The ranks that exchange. `rank` counts within the group."""
 
-    rank: int
-    size: int
-    name: str
-    deadline: float
-    device: torch.device  # where rows and the bytes of a collective live
+    rank: int  # the number of this process or thread within the group
+    size: int  # W, the number of ranks
+    name: str  # the name of the group in errors and in the names of subgroups
+    deadline: float  # seconds that any single wait may take
+    device: torch.device  # the device that rows and the bytes of a collective are on
     _plans = 0
 
     @abstractmethod

@@ -57,9 +57,10 @@ _STORE = 2.0
 
 
 class DistributedGroup(Group):
-    """A process group of torch.distributed, as tokenyard uses it. None stands for the default group.
+    """A process group of torch.distributed, as tokenyard uses it. Without `process_group`, it is the default group.
 
     `device` is where this rank's rows live. Left out, it is the current GPU under NCCL, and the CPU under gloo.
+    `deadline` is the seconds that any single wait may take; `name` stands in errors.
     """
 
     # Whether torch made the process group, for ranks of its world, or they met without it.

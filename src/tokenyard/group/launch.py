@@ -65,11 +65,11 @@ def launch(
     threads_per_rank: int | None = None,
     replacements: int = 0,
 ) -> list[Result]:
-    """Run `fn(group, *args)` on every rank of a new group; return the results in rank order.
+    """Run `fn(group, *args)` on every rank of a new group of `world` ranks; return the results in rank order.
 
     With `ranks="processes"`, `fn`, `args` and the results must be picklable, and a script that calls this
     needs the usual `if __name__ == "__main__":`. `threads_per_rank` sets torch's intra-op threads; by default
-    the ranks share the machine's cores.
+    the ranks share the machine's cores. `deadline` is the seconds that any single wait in the group may take.
 
     `device` is where the group's rows live: the CPU, or with `device="cuda"` a GPU. Threads share it, each on a
     stream of its own; processes are dealt the GPUs in turn, and share them where they are more.

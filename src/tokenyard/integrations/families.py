@@ -35,10 +35,10 @@ HIDDEN_ACTS: dict[str, Activation] = {
 class Config:
     """The values of one file, read by key with the type that they must have."""
 
-    values: Mapping[str, Any]
-    source: str  # how errors call the file
-    family: str
-    defaults: Mapping[str, Any]
+    values: Mapping[str, Any]  # what is in the file
+    source: str  # the name of the file in errors
+    family: str  # the `model_type`
+    defaults: Mapping[str, Any]  # values of keys that the file may lack
 
     def get(self, key: str) -> Any:
         """The value, the family's default, or None."""
@@ -185,15 +185,15 @@ def _clamped_swiglu(config: Config) -> Activation:
 class Family:
     """How the models of one `model_type` write down their MoE layers."""
 
-    num_experts: tuple[str, ...]  # the keys that may hold it, the usual one first
-    intermediate_size: str = "moe_intermediate_size"
-    is_moe: Callable[[Config, int], bool] = _every_layer
-    router: Callable[[Config], Router | None]
-    activation: Callable[[Config], Activation] = _hidden_act
-    bias: bool = False
+    num_experts: tuple[str, ...]  # the keys that may hold the number of experts, the usual one first
+    intermediate_size: str = "moe_intermediate_size"  # the key that holds the width of an expert
+    is_moe: Callable[[Config, int], bool] = _every_layer  # whether the layer of this number is MoE
+    router: Callable[[Config], Router | None]  # the router that a config describes; None: the caller's
+    activation: Callable[[Config], Activation] = _hidden_act  # the activation that a config describes
+    bias: bool = False  # whether experts have biases
     # The number of prediction layers behind the last one, where the family has them.
     prediction_layers: str | None = None
-    # Of keys that a file may lack.
+    # Values of keys that a file may lack.
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -231,6 +231,7 @@ _GLM4 = replace(
     },
 )
 
+# The families by `model_type`.
 FAMILIES: dict[str, Family] = {
     "mixtral": Family(
         num_experts=("num_local_experts", "num_experts"),

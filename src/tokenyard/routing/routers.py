@@ -40,12 +40,12 @@ class Router(ABC):
     tells them apart by what is in it.
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str]  # the name in `ROUTERS`
 
-    top_k: int
+    top_k: int  # K, the experts that a token chooses
     _: KW_ONLY
-    renormalize: bool = True  # divide the weights of a token by their sum
-    routed_scaling: float = 1.0  # then multiply them by this
+    renormalize: bool = True  # whether the weights of a token are divided by their sum
+    routed_scaling: float = 1.0  # the factor that the weights are multiplied by, after that
 
     def __post_init__(self) -> None:
         if not _is_whole(self.top_k):
@@ -202,6 +202,7 @@ class SoftmaxRouter(Router):
 
     # No default: models of this family differ, and the wrong choice gives plausible tokens.
     renormalize: bool = field(kw_only=True)
+    # which comes first: the softmax over all experts, or the choice
     order: SoftmaxOrder = field(default="softmax_topk", kw_only=True)
 
     def __post_init__(self) -> None:
@@ -243,7 +244,9 @@ class TopLogitsRouter(Router):
 class BiasedRouter(Router):
     """Routers whose choice is moved by a bias (DeepSeek's `e_score_correction_bias`), never the weight."""
 
-    choice_bias_E: Tensor | None = field(default=None, kw_only=True)  # float32
+    choice_bias_E: Tensor | None = field(
+        default=None, kw_only=True
+    )  # float32, added to the scores for the choice
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -292,8 +295,8 @@ class GroupedSigmoidRouter(BiasedRouter):
 
     name: ClassVar[str] = "grouped_sigmoid"
 
-    num_groups: int = field(default=1, kw_only=True)
-    topk_groups: int = field(default=1, kw_only=True)
+    num_groups: int = field(default=1, kw_only=True)  # groups of experts, of one size; 1: no groups
+    topk_groups: int = field(default=1, kw_only=True)  # groups that a token may choose experts from
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -352,6 +355,7 @@ class SqrtSoftplusRouter(BiasedRouter):
         return rounded_once(lambda exact_TE: softplus(exact_TE, threshold=20.0).sqrt(), logits_TE)
 
 
+# The routers by name.
 ROUTERS: dict[str, type[Router]] = {
     router.name: router
     for router in (SoftmaxRouter, TopLogitsRouter, GroupedSigmoidRouter, SqrtSoftplusRouter)

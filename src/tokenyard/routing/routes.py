@@ -41,9 +41,9 @@ class Routes:
 for nobody; fix: pass global expert ids of this layer, and -1 for padding
     """
 
-    topk_ids_TK: Tensor
-    topk_weights_TK: Tensor
-    scaled_by: float = 1.0
+    topk_ids_TK: Tensor  # int32 or int64: global ids of experts; -1 is nobody
+    topk_weights_TK: Tensor  # float32 or bf16: the routing weights
+    scaled_by: float = 1.0  # the routed scaling factor that the weights hold already
 
     @property
     def num_tokens(self) -> int:

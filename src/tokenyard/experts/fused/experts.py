@@ -99,8 +99,8 @@ class FusedExperts(Experts):
     name = "fused"
     weight_formats = tuple(WEIGHT_FORMATS)
     devices = ("cuda",)
-    cuts: Cuts | None = None  # of a benchmark; else they are chosen for each batch
-    recodes: bool = True  # mxfp8 weights, where that helps; else they are held as they are
+    cuts: Cuts | None = None  # tiles that a benchmark sets; None: chosen for each batch
+    recodes: bool = True  # whether mxfp8 weights are held as blocks of e4m3 where that is faster
 
     def __init__(self, spec: ExpertsSpec, weights: ExpertWeights, *, adopt: bool = False) -> None:
         super().__init__(spec, weights, adopt=adopt)
@@ -245,23 +245,17 @@ class FusedExperts(Experts):
             )
 
     @classmethod
-    def supports(cls, spec: ExpertsSpec) -> Reason | None:
-        """None, or why not: Triton is missing."""
-        return cls._without_triton() or super().supports(spec)
-
-    @classmethod
     def runs_on(cls, device: torch.device) -> Reason | None:
-        """None for GPUs, and wherever Triton interprets its kernels; that takes the interpreter of the tests."""
-        if super().runs_on(device) is None or _interprets():
-            return cls._without_triton()
-        why = f"its kernels need a GPU, and rows are on {device}"
-        return Reason(field="experts", value=cls.name, why=why)
+        """None for GPUs, and where Triton interprets its kernels, as in the tests; else a reason. Triton must be there.
 
-    @classmethod
-    def _without_triton(cls) -> Reason | None:
-        if importlib.util.find_spec("triton") is None:
-            return Reason(field="experts", value=cls.name, why="Triton is not installed")
-        return None
+        What these experts support is the same on every machine. Only where they run depends on what is installed.
+        """
+        why = None
+        if super().runs_on(device) is not None and not _interprets():
+            why = f"its kernels need a GPU, and rows are on {device}"
+        elif importlib.util.find_spec("triton") is None:
+            why = "Triton is not installed"
+        return None if why is None else Reason(field="experts", value=cls.name, why=why)
 
     @torch.no_grad()
     def compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows | PlacedRows | UnfinalizedRows:

@@ -18,16 +18,16 @@ class LayerReport:
     three are the time in which work was handed to the device, unless the device was waited for.
     """
 
-    layer: str
+    layer: str  # the name of the layer
     rounds: int  # round trips
-    tokens: list[int]  # that a rank brought
-    rows_sent: list[int]  # one row for each (token, rank that owns one of its experts), a rank's own included
-    rows_received: list[int]
-    dispatch_bytes: list[int]  # that a rank put on the wire
-    combine_bytes: list[int]
-    dispatch_s: list[float]
-    experts_s: list[float]
-    combine_s: list[float]
+    tokens: list[int]  # tokens that a rank brought
+    rows_sent: list[int]  # a row for each token and each rank that owns one of its experts, its own included
+    rows_received: list[int]  # rows that a rank received
+    dispatch_bytes: list[int]  # bytes that a rank put on the wire
+    combine_bytes: list[int]  # bytes of results that a rank returned
+    dispatch_s: list[float]  # seconds in dispatch
+    experts_s: list[float]  # seconds in the experts
+    combine_s: list[float]  # seconds in combine
     dropped: int  # choices whose expert was lost with its rank
 
     @property

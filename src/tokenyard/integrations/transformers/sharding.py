@@ -62,7 +62,8 @@ def shard_experts(
 
     Every rank passes the same model, each its own copy. `wire` and `combine_wire` are the formats in which rows travel
     out and back, `weights` the one that holds this rank's experts (plain ones are quantized on the way in). A rank
-    brings up to `max_tokens` tokens to one round trip; `generate` and `passes` cut what is more into parts.
+    brings up to `max_tokens` tokens to one round trip; `generate` and `passes` cut what is more into parts. `exchange`
+    and `placement` are those of a plan.
 
     With a `checkpoint` (a folder) experts are read from there, this rank's and no others. The model may then come
     without them (`experts_left_out`), or have been built on the meta device. `progress(done, all)` is told of layers.
@@ -139,11 +140,14 @@ _never_compiled: Callable[[Function], Function] = torch.compiler.disable
 class ShardedExperts(nn.Module):
     """Stands in the place of a model's experts module, and is called as that is."""
 
+    index: int  # the number of the layer among the MoE layers of the model
+    turns: Turns  # the passes that ranks make together
+
     def __init__(self, made: Plan, name: str, weights: ExpertWeights, *, index: int, turns: Turns) -> None:
         super().__init__()
-        self.layer = MoELayer(made, name, weights, adopt=True)
+        self.layer = MoELayer(made, name, weights, adopt=True)  # the layer that runs the experts
         self.index, self.turns = index, turns
-        self.stopwatch = Stopwatch(self.layer.experts)
+        self.stopwatch = Stopwatch(self.layer.experts)  # counts the seconds of the experts
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The sum of each row's experts, wherever they live, weighted."""
@@ -193,6 +197,7 @@ class ShardedExperts(nn.Module):
             self.layer(x_TH, nobody)
 
     def extra_repr(self) -> str:
+        """What `print(model)` shows of this module."""
         spec, local = self.layer.wiring.spec, self.layer.experts.spec.num_local_experts
         return f"{local} of {spec.num_experts} experts here, {spec.weights}"
 
@@ -203,10 +208,13 @@ class ShardedModel:
     `model` is the model that was given, `plan` what serves its layers, `group` the ranks.
     """
 
+    plan: Plan  # the plan that serves its layers
+    group: Group  # the ranks that share the experts
+
     def __init__(self, model: nn.Module, made: Plan, turns: Turns, experts: list[ShardedExperts]) -> None:
-        self.model: Any = model
+        self.model: Any = model  # the model that was given
         self.plan, self.group = made, made.group
-        self.experts = experts
+        self.experts = experts  # the modules that took the place of the model's experts
         self._turns = turns
 
     @property

@@ -36,12 +36,18 @@ class TokenyardExperts(ExpertsOfVllm):
     experts is the one that the layer was planned with.
     """
 
+    plan: Plan  # the plan that all ranks agreed on
+    layer: str  # the name of the layer in the plan
+    moe_config: Any  # vLLM's own; it is not read
+    quant_config: Any  # vLLM's own, or what the layer's wire says
+
     def __init__(self, plan: Plan, layer: str, *, moe_config: Any = None, quant_config: Any = None) -> None:
         check_layer(plan, layer)
         self.plan, self.layer, self.moe_config = plan, layer, moe_config
         self.quant_config = declared_quantization(self.wiring) if quant_config is None else quant_config
-        self.max_num_tokens = self.num_dispatchers = None  # these are for batches per expert
-        self.on_error: Callable[[Exception], None] | None = None  # so that the other ranks hear of it
+        self.max_num_tokens = self.num_dispatchers = None  # None: vLLM sets these for batches per expert
+        # Called with an error, to tell the other ranks.
+        self.on_error: Callable[[Exception], None] | None = None
         self._tables = ExpertTables.of(plan, layer)
         self._built: tuple[object, Experts] | None = None
 

@@ -36,6 +36,12 @@ class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
     group makes the same calls; an error on one of them reaches all.
     """
 
+    plan: Plan  # the plan that all ranks agreed on
+    layer: str  # the name of the layer in the plan
+    routed_scaling_in_weights: float  # the factor that vLLM's routing weights hold
+    moe_config: Any  # vLLM's own; it is not read
+    quant_config: Any  # vLLM's own; it is not read
+
     def __init__(
         self,
         plan: Plan,

@@ -1,0 +1,51 @@
+"""`make run` says what it does while pip works, and is silent about what is done already."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Stands for Python: `-m venv` makes an environment of programs that print nothing, but for tokenyard.
+_PYTHON = """#!/bin/sh
+if [ "$1" = --version ]; then echo "Python 3"; exit; fi
+if [ "$2" = venv ]; then
+    mkdir -p "$3/bin"
+    printf '#!/bin/sh\\n' > "$3/bin/python"
+    printf '#!/bin/sh\\necho the job: "$@"\\n' > "$3/bin/tokenyard"
+    chmod +x "$3/bin/python" "$3/bin/tokenyard"
+fi
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs `make run` in a folder of its own, with a Python that installs nothing."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    python = tmp_path / "python"
+    python.write_text(_PYTHON)
+    python.chmod(0o755)
+    command = ["make", "--no-print-directory", "run", f"PYTHON={python}"]
+
+    def run() -> list[str]:
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+        assert done.stderr == ""
+        return done.stdout.splitlines()
+
+    return run
+
+
+def test_make_run_says_what_takes_its_time_and_only_once(run):
+    *steps, job = run()
+    assert job == "the job: run"
+    assert len(steps) == 3
+    assert steps[0].startswith("Making .venv")
+    assert "torch" in steps[1]
+    assert "a few minutes" in steps[1]
+    assert "transformers" in steps[2]
+    assert run() == [job]
