@@ -179,9 +179,11 @@ PAGES = (
                 *(
                     "ContractError",
                     "HandleError",
+                    "ConcurrentUse",
                     "GroupError",
                     "PeerFailed",
                     "PeerLost",
+                    "PlanBroken",
                     "Drifted",
                     "Disagreement",
                 ),

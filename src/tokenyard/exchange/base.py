@@ -63,7 +63,7 @@ from tokenyard.exchange.reduce import sum_over_ranks
 from tokenyard.exchange.stats import LayerStats
 from tokenyard.exchange.watch import ParanoidWatch, Watch
 from tokenyard.formats.base import EncodedRows
-from tokenyard.group import OneThread, by_one_thread
+from tokenyard.group.one_thread import OneThread, by_one_thread
 from tokenyard.group.base import Group
 from tokenyard.routing import Routes
 from tokenyard.rows import (
@@ -126,7 +126,7 @@ class Exchange(ABC):
         self._broken: BaseException | None = (
             None  # why a wait for the other ranks has ended without an answer
         )
-        self.one_thread = OneThread("the plan")
+        self._one_thread = OneThread("the plan")
 
     @classmethod
     def _paranoid_watch(cls, group: Group, in_flight: int) -> Watch:
@@ -536,7 +536,7 @@ class Exchange(ABC):
     @contextmanager
     def in_use(self, *, layer: str | None = None) -> Iterator[None]:
         """A call of the plan that all its ranks make: by one thread at a time, and not after a loss."""
-        with self.one_thread:
+        with self._one_thread:
             self.check_usable(layer=layer)
             try:
                 yield

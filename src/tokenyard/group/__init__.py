@@ -3,7 +3,6 @@
 from tokenyard.group.base import DEFAULT_DEADLINE, Disagreement, Group
 from tokenyard.group.distributed import DistributedGroup
 from tokenyard.group.launch import launch
-from tokenyard.group.one_thread import OneThread, by_one_thread
 from tokenyard.group.readmission import READMISSION
 from tokenyard.group.rejoining import rejoin
 from tokenyard.group.threads import ThreadGroup, thread_groups
@@ -15,9 +14,7 @@ __all__ = [
     "Disagreement",
     "DistributedGroup",
     "Group",
-    "OneThread",
     "ThreadGroup",
-    "by_one_thread",
     "launch",
     "make_together",
     "rejoin",

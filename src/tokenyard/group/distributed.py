@@ -109,7 +109,7 @@ class DistributedGroup(Group):
             self._carrier = device
         self._seats = seats
         self._broken: str | None = None
-        self.one_thread = OneThread(f"group {name!r}")
+        self._one_thread = OneThread(f"group {name!r}")
         self._readmissions = 0
         self._all_met = False
         self._splits: dict[tuple[int, ...], int] = {}

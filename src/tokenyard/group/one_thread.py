@@ -47,7 +47,7 @@ class OneThread:
 
 
 class _Guarded(Protocol):
-    one_thread: OneThread
+    _one_thread: OneThread
 
 
 Owner = TypeVar("Owner", bound=_Guarded)
@@ -56,11 +56,11 @@ Owner = TypeVar("Owner", bound=_Guarded)
 def by_one_thread(
     method: Callable[Concatenate[Owner, Arguments], Result],
 ) -> Callable[Concatenate[Owner, Arguments], Result]:
-    """A method that one thread at a time may be in, as the object's `one_thread` says."""
+    """A method that one thread at a time may be in, as the object's `_one_thread` says."""
 
     @wraps(method)
     def guarded(self: Owner, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        with self.one_thread:
+        with self._one_thread:
             return method(self, *args, **kwargs)
 
     return guarded

@@ -197,7 +197,7 @@ class ThreadGroup(Group):
         self._calls = self._readmissions = 0
         self._splits: dict[tuple[int, ...], int] = {}
         self._closed = False
-        self.one_thread = OneThread(f"group {name!r}")
+        self._one_thread = OneThread(f"group {name!r}")
 
     @by_one_thread
     def _meet(self, kind: str, value: Any, phase: str) -> list[Any]:
