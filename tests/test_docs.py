@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 import typer
 
-from tokenyard.cli import app
+from tokenyard.cli.commands import app
 from tokenyard.exchange import EXCHANGES
 from tokenyard.experts import EXPERTS
 from tokenyard.formats import WEIGHT_FORMATS

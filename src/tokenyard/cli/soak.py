@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tokenyard.cli.interrupts import describe_progress
 from tokenyard.cli.output import JsonFlag, check_out, console, print_json, save_json
 from tokenyard.cli.parts import load_part, refuse_override
 
@@ -97,6 +98,7 @@ def soak(
         losses=on_cpu if losses is None else losses,
     )
     with _Display(settings.seconds) as display:
+        describe_progress(display.describe)
         report = run_soak(settings, display.hear)
     document = _document(report)
     if as_json:
@@ -167,6 +169,10 @@ class _Display:
         if not self._out.is_terminal and progress.seconds // 60 > self._minutes_told:
             self._minutes_told = int(progress.seconds // 60)
             self._out.print(_in_words(progress), markup=False, soft_wrap=True)
+
+    def describe(self) -> str:
+        """What was done so far, in one line."""
+        return "" if self._latest is None else _in_words(self._latest)
 
     def _now(self) -> RenderableType:
         from rich.console import Group
