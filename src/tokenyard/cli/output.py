@@ -158,9 +158,7 @@ def _report(error: TokenyardError, *, as_json: bool) -> None:
 
 def error_fields(error: TokenyardError) -> dict[str, Any]:
     """An error as plain values."""
-    from tokenyard.errors import PlanError
-
-    plain: dict[str, Any] = {
+    return {
         "type": type(error).__name__,
         "message": str(error),
         "found": error.found,
@@ -168,25 +166,27 @@ def error_fields(error: TokenyardError) -> dict[str, Any]:
         "fix": error.fix,
         "layer": error.layer,
         "rank": error.rank,
-    }
-    if isinstance(error, PlanError):
-        plain["alternatives"] = [
+        "alternatives": [
             {name: None if value is None else str(value) for name, value in alternative.changes.items()}
             for alternative in error.alternatives
-        ]
-    return plain
+        ],
+    }
 
 
 def _print_error(error: TokenyardError) -> None:
-    from tokenyard.errors import PlanError
+    import traceback
 
-    alternatives = error.alternatives if isinstance(error, PlanError) else ()
-    where = [f"layer {error.layer!r}"] if error.layer is not None else []
-    where += [f"rank {error.rank}"] if error.rank is not None else []
-    lines = [": ".join(["error", *([", ".join(where)] if where else []), error.found])]
-    lines.append(f"  expected: {error.expected}")
-    if alternatives:
-        lines += ["  one of these works:", *(f"    {alternative}" for alternative in alternatives)]
+    from tokenyard.errors import RankError, TokenyardError
+
+    cause = error.__cause__
+    lines = []
+    if isinstance(error, RankError) and cause is not None and not isinstance(cause, TokenyardError):
+        lines = "".join(
+            traceback.format_exception(cause)
+        ).splitlines()  # nothing else says where it was raised
+    lines += [f"error: {error.headline}", f"  expected: {error.expected}"]
+    if error.alternatives:
+        lines += ["  one of these works:", *(f"    {alternative}" for alternative in error.alternatives)]
     else:
         lines.append(f"  fix: {error.fix}")
     console(stderr=True).print("\n".join(lines), style="red", markup=False, soft_wrap=True)
