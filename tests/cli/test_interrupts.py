@@ -9,8 +9,10 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import psutil
 import pytest
@@ -18,6 +20,13 @@ import pytest
 # Seconds that a command has for its end. A machine that is busy with other things gets a second try.
 IN_TIME = 1.0
 TRIES = 3
+
+
+@pytest.fixture
+def folder():
+    """One with a short name: the path of a socket in it has at most 107 characters."""
+    with tempfile.TemporaryDirectory() as path:
+        yield Path(path)
 
 
 class Command:
@@ -143,27 +152,27 @@ MOMENTS = [
     ("arguments", "ready", "seconds"), MOMENTS, ids=lambda value: getattr(value, "__name__", str(value))
 )
 def test_an_interrupted_command_ends_in_time_with_a_line_and_leaves_nothing(
-    arguments, ready, seconds, tmp_path
+    arguments, ready, seconds, folder
 ):
     took = []
     for attempt in range(TRIES):
-        took.append(interrupted(arguments, ready, seconds, tmp_path / str(attempt)))
+        took.append(interrupted(arguments, ready, seconds, folder / str(attempt)))
         if took[-1] < IN_TIME:
             return
     pytest.fail(f"it took {took} s")
 
 
-def test_a_soak_that_is_interrupted_says_what_it_has_done(tmp_path):
-    with started("soak --threads --exchange two_sided", tmp_path / "soak") as command:
+def test_a_soak_that_is_interrupted_says_what_it_has_done(folder):
+    with started("soak --threads --exchange two_sided", folder / "soak") as command:
         command.wait_until(lambda c: list(c.folder.glob("*/progress.json")))
         time.sleep(0.6)  # it looks every quarter of a second
         command.send(signal.SIGINT)
         assert command.process.wait(30) == 130
-        assert re.search(r"interrupted after .*: .* episodes, .* 0 findings\n", command.stderr.read_text())
+        assert re.search(r"interrupted after .*: .* episodes?, .* 0 findings\n", command.stderr.read_text())
 
 
-def test_other_signals_that_end_a_command_leave_nothing_either(tmp_path):
-    with started("check --ranks threads --exchange two_sided", tmp_path / "check") as command:
+def test_other_signals_that_end_a_command_leave_nothing_either(folder):
+    with started("check --ranks threads --exchange two_sided", folder / "check") as command:
         command.wait_until(Command.has_folder)
         command.process.send_signal(signal.SIGTERM)
         assert command.process.wait(30) == 128 + signal.SIGTERM
@@ -171,11 +180,11 @@ def test_other_signals_that_end_a_command_leave_nothing_either(tmp_path):
         assert re.search(r"interrupted by SIGTERM after [\d.]+ s\n", command.stderr.read_text())
 
 
-def test_a_conversion_that_is_interrupted_leaves_no_half_of_a_checkpoint(tmp_path):
+def test_a_conversion_that_is_interrupted_leaves_no_half_of_a_checkpoint(folder):
     import torch
     from safetensors.torch import save_file
 
-    source, out = tmp_path / "source", tmp_path / "out"
+    source, out = folder / "source", folder / "out"
     source.mkdir()
     (source / "config.json").write_text('{"model_type": "qwen3_moe", "hidden_size": 1024}')
     experts = {
@@ -184,7 +193,7 @@ def test_a_conversion_that_is_interrupted_leaves_no_half_of_a_checkpoint(tmp_pat
         for name, shape in {"gate_up_proj": (1024, 1024), "down_proj": (1024, 512)}.items()
     }
     save_file(experts, source / "model.safetensors")
-    with started(f"convert {source} --weights mxint4 --out {out}/small", tmp_path / "convert") as command:
+    with started(f"convert {source} --weights mxint4 --out {out}/small", folder / "convert") as command:
         command.wait_until(lambda command: out.exists() and list(out.iterdir()))
         command.send(signal.SIGINT)
         assert command.process.wait(30) == 130

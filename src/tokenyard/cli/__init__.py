@@ -10,12 +10,18 @@ command within a second, with exit code 130 (`interrupts`).
 
 from __future__ import annotations
 
+import io
+import sys
+
 
 def main() -> None:
     """The console script."""
     from tokenyard.cli.interrupts import end_on_interrupt
 
     end_on_interrupt()  # before typer is imported, which takes a while
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # an encoding that has no ✓ is no reason to end
     from tokenyard.cli.commands import app
 
     app(prog_name="tokenyard")

@@ -24,6 +24,7 @@ app = typer.Typer(
     help="Expert-parallel MoE layers that cannot be wired wrong.",
     no_args_is_help=True,
     add_completion=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_show_locals=False,
 )
 
@@ -45,7 +46,8 @@ def _root(
     """Expert-parallel MoE layers that cannot be wired wrong."""
 
 
+app.command()(reported(run))
 app.command("eval")(reported(evaluate))
-for _command in (run, check, soak, plan, doctor, support, inspect, convert):
+for _command in (check, soak, plan, inspect, convert, doctor, support):
     app.command()(reported(_command))
 app.add_typer(bench.app, name="bench")

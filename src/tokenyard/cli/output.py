@@ -35,6 +35,9 @@ _RANK_0_FIRST = 5.0
 # Whether this run of a command has printed its document. There is one: an error that comes later goes to stderr.
 _document_printed: ContextVar[bool] = ContextVar("document_printed", default=False)
 
+# Columns where the output is no terminal: a line of a log, or of a file.
+_WIDTH_ELSEWHERE = 140
+
 # `reported` looks for this parameter: a command that has it is called `as_json`.
 JsonFlag = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")
@@ -46,7 +49,14 @@ def console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
     made = Console(stderr=stderr, highlight=False)
-    return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=max(made.width, 140))
+    if not has_a_width(made):
+        made.width = max(made.width, _WIDTH_ELSEWHERE)
+    return made
+
+
+def has_a_width(console: Console) -> bool:
+    """Whether lines must not be longer than the console is wide: in a terminal, or where somebody says so."""
+    return console.is_terminal or "COLUMNS" in os.environ
 
 
 def print_json(document: Any) -> None:
