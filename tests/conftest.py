@@ -13,6 +13,10 @@ prepare_threads("cuda")  # before CUDA starts, which the next line asks it to
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anybody imports Triton: its kernels run on the CPU then
 
+os.environ.pop(
+    "COLUMNS", None
+)  # workers that run tests side by side have it; the width of tables depends on it
+
 # `derandomize`: a run of the suite is the same run everywhere. HYPOTHESIS_PROFILE=explore looks for new cases.
 _common = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
 settings.register_profile("suite", derandomize=True, **_common)

@@ -319,10 +319,20 @@ def test_a_peer_is_measured_where_it_is_installed_and_one_that_breaks_is_named(m
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_error_says_so():
     with pytest.raises(InputError, match=r"sees no GPU.*leave out --device"):
-        bench.check_gpu("cuda")
+        bench.check_gpu("leave out --device")
     refused = call("bench", "dispatch", "--device", "cuda")
     assert (refused.exit_code, refused.stdout) == (2, "")
     assert "sees no GPU" in refused.stderr
+    assert "leave out --device" in refused.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("command", ["cuts", "layer"])
+def test_a_benchmark_for_gpus_only_advises_no_option_that_it_has_not(command):
+    refused = call("bench", command)
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "sees no GPU" in refused.stderr
+    assert "--device" not in refused.stderr
 
 
 @pytest.mark.parametrize(

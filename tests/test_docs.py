@@ -27,7 +27,7 @@ import pytest
 import typer
 
 from docs.generate import SUPPORT_PAGES as SUPPORTED
-from tokenyard.cli import app
+from tokenyard.cli.commands import app
 from tokenyard.exchange import EXCHANGES
 from tokenyard.experts import EXPERTS
 from tokenyard.formats import WEIGHT_FORMATS

@@ -26,6 +26,7 @@ from tokenyard.exchange import resolve as resolve_exchange
 from tokenyard.placement import MOST_RANKS, PLACEMENTS, Placement, placement_for
 from tokenyard.routing import Router
 from tokenyard.spec import LayerSpec, check_spec, is_size
+from tokenyard.units import size
 from tokenyard.version import PROTOCOL
 from tokenyard.wiring import Wiring, wire_layer
 
@@ -370,19 +371,6 @@ def _alternatives(
         if found:
             return found[:_MOST_ALTERNATIVES]
     return []
-
-
-def size(nbytes: float) -> str:
-    """Bytes for people.
-
-    >>> size(2048), size(3_500_000)
-    ('2.0 KB', '3.3 MB')
-    """
-    for unit in ("bytes", "KB", "MB", "GB"):
-        if nbytes < 1024 or unit == "GB":
-            break
-        nbytes /= 1024
-    return f"{nbytes:.0f} bytes" if unit == "bytes" else f"{nbytes:.1f} {unit}"
 
 
 def count(number: int, noun: str) -> str:

@@ -49,6 +49,8 @@ class TokenyardError(Exception):
 
     # When errors of this class are raised: a row of the tables that `tokenyard.error_table` makes.
     when: ClassVar[str]
+    # Changes that were tried and fit, where the error knows some.
+    alternatives: tuple[Alternative, ...] = ()
 
     def __init__(
         self, found: str, *, expected: str, fix: str, layer: str | None = None, rank: int | None = None
@@ -67,14 +69,18 @@ class TokenyardError(Exception):
         """Errors travel from the process of a rank to whoever launched it, with all they know."""
         return _rebuild, (type(self), self.args, self.__dict__)
 
+    @property
+    def headline(self) -> str:
+        """Where it happened, and what was found."""
+        return self._headline(self.rank)
+
+    def _headline(self, rank: int | None) -> str:
+        where = [] if self.layer is None else [f"layer {self.layer!r}"]
+        where += [] if rank is None else [f"rank {rank}"]
+        return ": ".join([*([", ".join(where)] if where else []), self.found])
+
     def __str__(self) -> str:
-        where = []
-        if self.layer is not None:
-            where.append(f"layer {self.layer!r}")
-        if self.rank is not None:
-            where.append(f"rank {self.rank}")
-        prefix = ", ".join(where) + ": " if where else ""
-        return f"{prefix}{self.found}; expected {self.expected}; fix: {self.fix}"
+        return f"{self.headline}; expected {self.expected}; fix: {self.fix}"
 
 
 def _rebuild(cls: type[TokenyardError], args: tuple[Any, ...], known: dict[str, Any]) -> TokenyardError:
@@ -361,9 +367,35 @@ encoded; fix: something wrote into memory that is not its own: look at kernels a
 
 
 class RankError(TokenyardError, RuntimeError):
-    """A rank that `launch` started raised. The original error is the `__cause__`."""
+    """A rank that `launch` started raised. It says what that error says, which is its `__cause__`.
+
+    >>> print(RankError(3, PlanError("wire=nvpf4", expected="a known format", layer="moe", rank=3,
+    ...                              alternatives=[Alternative(changes={"wire": "nvfp4"})])))
+    rank 3 raised PlanError: layer 'moe': wire=nvpf4; expected a known format; fix: one of these works: wire=nvfp4
+    >>> print(RankError(1, ZeroDivisionError("no tokens")))
+    rank 1 raised ZeroDivisionError: no tokens; expected every rank to return; fix: look at the traceback of that \
+rank, or at what it printed
+    """
 
     when = "a rank that `launch` started raised; its error is the cause of this one"
+
+    def __init__(self, rank: int, error: BaseException) -> None:
+        ours = error if isinstance(error, TokenyardError) else None
+        # In a subgroup a rank has another number than in the group that was launched.
+        message = str(error) if ours is None else ours._headline(None if ours.rank == rank else ours.rank)
+        super().__init__(
+            f"rank {rank} raised {type(error).__name__}: {message}",
+            expected="every rank to return" if ours is None else ours.expected,
+            fix="look at the traceback of that rank, or at what it printed" if ours is None else ours.fix,
+            layer=None if ours is None else ours.layer,
+            rank=rank,
+        )
+        self.alternatives = () if ours is None else ours.alternatives
+
+    @property
+    def headline(self) -> str:
+        """What was found says where."""
+        return self.found
 
 
 def shown(value: object, most: int = 80, write: Callable[[object], str] = repr) -> str:

@@ -5,9 +5,12 @@ Nothing heavy is imported here: a command can start the forkserver first and loa
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
-from multiprocessing import forkserver
+import shutil
+import signal
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
@@ -26,8 +29,36 @@ def start_forkserver(*more: str) -> ForkServerContext:
     _started_by[:] = [os.getpid()]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_PRELOAD, *more])
-    forkserver.ensure_running()
+    # Ctrl-C at a terminal reaches every process there. The forkserver ignores it, but only once it has loaded all of
+    # its modules; so it is started with the signal blocked. Its ranks inherit that.
+    resource_tracker.ensure_running()  # where it has to start the tracker, it unblocks the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context
+
+
+def end_forkserver(seconds: float) -> None:
+    """Kill the forkserver and the processes that came from it, and let none be started again.
+
+    For a process that is about to end. Waits at most so many seconds for another thread that is just starting one.
+    """
+    if _started_by != [os.getpid()]:
+        return
+    server: Any = forkserver._forkserver
+    server._lock.acquire(timeout=seconds)  # and never released
+    for child in multiprocessing.active_children():
+        child.kill()
+    if server._forkserver_pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server._forkserver_pid, signal.SIGKILL)
+    process: Any = multiprocessing.current_process()
+    if (
+        folder := process._config.get("tempdir")
+    ) is not None:  # Python's own, with the socket of the forkserver
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _forget() -> None:

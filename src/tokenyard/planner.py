@@ -273,12 +273,12 @@ def plan(
       moe: H 64, I 32, E 8, K 2; grouped, bf16 weights, 8 experts on 2 ranks, contiguous
         wire nvfp4 (96 bytes a row), back bf16 (128); up to 16 tokens a rank
         quantize: sender, weight: experts, reduce experts: experts, reduce ranks: exchange
-        at most 3.0 KB out + 4.0 KB back on a rank
+        at most 3.1 KB out + 4.1 KB back on a rank
       head: H 48, I 16, E 3, K 1; grouped, bf16 weights, 3 experts on 2 ranks, contiguous
         wire bf16 (128 bytes a row), back bf16 (96); up to 16 tokens a rank
         weight: experts, reduce experts: experts, reduce ranks: exchange
-        at most 4.0 KB out + 3.0 KB back on a rank
-      all layers share 8.0 KB a rank (largest out 4.0 KB + largest back 4.0 KB)
+        at most 4.1 KB out + 3.1 KB back on a rank
+      all layers share 8.2 KB a rank (largest out 4.1 KB + largest back 4.1 KB)
     """
 
     if not isinstance(group, Group):

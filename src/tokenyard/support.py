@@ -13,6 +13,7 @@ puts them between `<!-- support:begin -->` and `<!-- support:end -->`, and a tes
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,15 +48,25 @@ class SupportTable:
     rows: tuple[tuple[str, ...], ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        cells = [dict(zip(self.columns, row, strict=True)) for row in self.rows]
-        return {"title": self.title, "note": self.note, "rows": cells}
+        """Plain values, for JSON. The column without a heading is called `what`."""
+        columns = [plain(column) or "what" for column in self.columns]
+        cells = [dict(zip(columns, map(plain, row), strict=True)) for row in self.rows]
+        return {"title": self.title, "note": plain(self.note), "rows": cells}
 
     def to_markdown(self) -> str:
         """The table in Markdown, under its title in bold: pages choose their own headings."""
         lines = [self.columns, ("---",) * len(self.columns), *self.rows]
         cells = "\n".join("| " + " | ".join(line) + " |" for line in lines)
         return f"**{self.title}.** {self.note}\n\n{cells}"
+
+
+def plain(text: str) -> str:
+    """A text without the marks of Markdown that these tables use.
+
+    >>> plain("`replicas` hold it *as well*")
+    'replicas hold it as well'
+    """
+    return re.sub(r"`|\*(?=\S)|(?<=\S)\*", "", text)
 
 
 def support_tables() -> list[SupportTable]:

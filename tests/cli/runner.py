@@ -7,7 +7,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from tokenyard.cli import app
+from tokenyard.cli.commands import app
 
 MIXTRAL = {
     "model_type": "mixtral",

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import ast
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 import tokenyard
 from tests.cli.runner import call, call_json
 from tokenyard.cli import output
 from tokenyard.cli.output import reported
+from tokenyard.errors import Alternative, PlanError, RankError
 
-COMMANDS = ["run", "eval", "check", "plan", "doctor", "support", "inspect", "convert", "bench"]
+COMMANDS = ["run", "eval", "check", "soak", "plan", "doctor", "support", "inspect", "convert", "bench"]
 MODULES = sorted((Path(tokenyard.__file__).parent / "cli").glob("*.py"))
 
 
@@ -26,6 +30,29 @@ def test_help_of_every_command(command):
 
 def test_version():
     assert call("--version").stdout.strip() == tokenyard.__version__
+
+
+def outside(*arguments, **environment):
+    """`python -m tokenyard` in another process."""
+    return subprocess.run(
+        [sys.executable, "-m", "tokenyard", *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def test_as_a_module():
+    assert outside("--version").stdout.strip() == tokenyard.__version__
+    assert outside("-h").stdout.split()[:2] == ["Usage:", "tokenyard"]
+
+
+def test_an_encoding_without_our_signs_is_no_error():
+    done = outside("support", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "bf16" in done.stdout
 
 
 @pytest.mark.parametrize("wrong", [["fly"], ["plan"], ["plan", "--ranks", "two"], ["bench", "decode"]])
@@ -115,6 +142,46 @@ def test_a_variable_that_overrides_the_exchange_is_refused(command, monkeypatch)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "TOKENYARD_EXCHANGE=allgather" in result.stderr
     assert "unset TOKENYARD_EXCHANGE" in result.stderr
+
+
+def test_the_error_of_a_rank_is_shown_with_its_own_alternatives(capsys):
+    def command(as_json: bool = False) -> None:
+        cause = PlanError(
+            "wire=fp32: takes float32 rows",
+            expected="a layer that fits",
+            layer="moe",
+            rank=3,
+            alternatives=[Alternative(changes={"wire": "bf16"})],
+        )
+        raise RankError(3, cause) from cause
+
+    with pytest.raises(typer.Exit):
+        reported(command)()
+    assert capsys.readouterr().err.splitlines() == [
+        "error: rank 3 raised PlanError: layer 'moe': wire=fp32: takes float32 rows",
+        "  expected: a layer that fits",
+        "  one of these works:",
+        "    wire=bf16",
+    ]
+    with pytest.raises(typer.Exit):
+        reported(command)(as_json=True)
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert (error["type"], error["rank"], error["layer"]) == ("RankError", 3, "moe")
+    assert error["alternatives"] == [{"wire": "bf16"}]
+
+
+def test_an_error_of_a_rank_that_is_not_ours_is_shown_with_its_traceback(capsys):
+    def raises_on_its_rank(group):
+        raise KeyError("a bug")
+
+    def command() -> None:
+        tokenyard.launch(1, raises_on_its_rank)
+
+    with pytest.raises(typer.Exit):
+        reported(command)()
+    told = capsys.readouterr().err
+    assert told.count("in raises_on_its_rank\n") == 1
+    assert "error: rank 0 raised KeyError: 'a bug'\n" in told
 
 
 def test_a_bug_is_not_dressed_up_as_an_error_of_the_user():

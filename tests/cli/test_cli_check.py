@@ -5,9 +5,11 @@ import torch
 
 import tokenyard as ty
 from tests.cli.runner import call, call_json
+from tokenyard.cli import check
 from tokenyard.experts import EXPERTS
 
 MUTANTS = "tests.conformance.mutants"
+BRIEF = ("--ranks", "threads", "--tokens", 4, "--rounds", 1)
 
 
 def test_everything_on_threads(monkeypatch):
@@ -74,6 +76,20 @@ def test_experts_that_do_not_run_here_are_refused_by_name(monkeypatch):
     result = call("check", "--experts", "fused")
     assert result.exit_code != 0
     assert "experts=fused: its kernels need a GPU" in " ".join(result.output.split())
+
+
+def test_progress_names_what_is_checked_and_counts_all_of_it(monkeypatch):
+    told, totals = [], []
+    monkeypatch.setattr(check._Bar, "tell", lambda bar, what, steps: told.append((what, steps)))
+    monkeypatch.setattr(check._Bar, "__enter__", lambda bar: totals.append(bar.steps) or bar)
+    call("check", "--cases", 4, "--exchange", "two_sided", "--format", "mxfp8", "--format", "fp32", *BRIEF)
+    assert told[:2] == [("format mxfp8", 0), ("format mxfp8", 1)]
+    assert told[-1] == ("the stack: two_sided × mxfp8", 1)  # which fp32 is not in
+    told.clear()
+    call("check", "--cases", 4, "--exchange", "two_sided", *BRIEF)
+    assert told[0] == ("two_sided on threads: named checks", 0)
+    assert not any("format" in what or "experts" in what for what, _ in told)
+    assert sum(steps for _, steps in told) == totals[-1]
 
 
 def test_experts_alone_need_no_exchange():

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 import pytest
 import torch
 
 from tests.cli.runner import call, call_json
 from tokenyard import EXCHANGES, FORMATS
-
-# The package's attribute of this name is the command.
-module = import_module("tokenyard.cli.doctor")
+from tokenyard.cli import doctor as module
 
 
 def test_this_machine_is_fit():
@@ -26,7 +22,7 @@ def test_this_machine_is_fit():
         assert by_name["exchanges", f"{name} on processes"]["ok"]
         if not torch.cuda.is_available():
             on_gpus = by_name["exchanges", f"{name} on GPUs"]
-            assert on_gpus["ok"] is False
+            assert (on_gpus["ok"], on_gpus["absent"]) == (None, True)
             assert on_gpus["detail"].startswith("none")
     assert by_name["start", "4 process ranks"]["detail"].endswith("s to start, meet and end")
 
@@ -49,20 +45,36 @@ def test_a_machine_that_cannot_run_the_core_job(no_ranks):
     assert broken == [f"{name} on threads" for name in EXCHANGES]
     result = call("doctor")
     assert result.exit_code == 1
-    assert "tokenyard does not run here" in result.stdout
+    failed = [f["name"] for f in found["findings"] if f["ok"] is False]
+    assert result.stdout.split()[-len(" ".join(failed).split()) :] == (", ".join(failed) + ".").split()
+    assert "tokenyard does not run here. These failed: allgather on threads," in result.stdout
     assert "OSError: [Errno 12] no memory [for] ranks" in result.stdout
     assert "second line" not in result.stdout
 
 
-def test_speed_and_reach_do_not_decide(monkeypatch):
-    """Without processes, tokenyard still runs."""
-    monkeypatch.setattr(module, "_tried", lambda _exchange, ranks, **_: (ranks == "threads", "told so"))
+def test_what_failed_is_said_in_the_end(monkeypatch):
+    """Without processes, tokenyard runs in part."""
+    monkeypatch.setattr(module, "_tried", lambda exchange, ranks, **_: (ranks == "threads", "told so"))
     monkeypatch.setattr(module, "_start_of_processes", lambda: iter(()))
+    assert not call_json("doctor", exit_code=1)["ok"]
     result = call("doctor")
-    assert result.exit_code == 0
-    assert "tokenyard runs here." in result.stdout
-    assert "✗" in result.stdout
+    assert result.exit_code == 1
+    names = ", ".join(f"{name} on processes" for name in EXCHANGES)
+    assert result.stdout.endswith(f"tokenyard runs here in part. These failed: {names}.\n")
+    assert result.stdout.count("✗") == len(EXCHANGES)
     assert "told so" in result.stdout
+
+
+def test_what_a_machine_has_not_is_no_failure(monkeypatch):
+    def findings():
+        yield module.Finding(section="formats", name="bf16", ok=True, detail="fine")
+        yield module._here_or_absent("versions", "triton", None, "not installed")
+
+    monkeypatch.setattr(module, "examine", findings)
+    assert call_json("doctor")["ok"]
+    result = call("doctor")
+    assert "✗" not in result.stdout
+    assert result.stdout.endswith("tokenyard runs here. Not here, and not tried: triton.\n")
 
 
 @pytest.mark.parametrize(

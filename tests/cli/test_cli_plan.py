@@ -49,6 +49,15 @@ def test_table_shows_wiring_and_bytes(config):
     assert result.stderr == ""
 
 
+def test_weights_can_be_chosen(config):
+    (row,) = call_json("plan", "--config", config, "--ranks", 2, "--weights", "mxint4")["wirings"]
+    assert "mxint4 weights" in row["experts"]
+    refused = call("plan", "--config", config, "--ranks", 2, "--weights", "mxint5")
+    assert refused.exit_code == 2
+    assert "weights=mxint5" in refused.stderr
+    assert "    weights=mxfp8" in refused.stderr.splitlines()
+
+
 def test_plan_error_prints_alternatives_that_work(config):
     wrong = ["plan", "--config", config, "--ranks", 2, "--combine-wire", "nvfp4"]
     result = call(*wrong)

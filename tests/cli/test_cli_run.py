@@ -55,14 +55,19 @@ def test_words_that_the_shipped_model_does_not_know_are_named():
     assert "has never seen: sees, submarines" in result.stderr
 
 
+def test_one_problem_that_is_wrong_is_exit_code_one():
+    document = call_json("run", *THREADS, "--problems", 1, "--max-new-tokens", 2, exit_code=1)
+    assert (document["right"], document["passed"]) == (0, False)
+
+
 def test_wrong_answers_are_exit_code_one(random_model):
     result = call("run", *THREADS, "--model", random_model, "--problems", 3, "--max-new-tokens", 4)
     assert result.exit_code == 1
-    assert "0 of 3 problems are right" in result.stdout
+    assert "0 of 3 problems are right; 3 must be (95%)" in result.stdout
     assert result.stdout.count("✗") == 3
 
 
-@pytest.mark.parametrize(("problems", "enough"), [(20, 19), (40, 38), (1, 0), (100, 95), (19, 18)])
+@pytest.mark.parametrize(("problems", "enough"), [(20, 19), (40, 38), (1, 1), (100, 95), (19, 19), (21, 20)])
 def test_how_many_must_be_right(problems, enough):
     assert enough_of(problems) == enough
 

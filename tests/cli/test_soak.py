@@ -90,7 +90,7 @@ def out_that_goes_bad(tmp_path, monkeypatch):
 def test_what_was_found_is_printed_even_if_it_cannot_be_saved(out_that_goes_bad):
     result = call(*SHORT, "--episodes", 1, "--out", out_that_goes_bad)
     assert result.exit_code == 2
-    assert "1 episodes" in result.stdout
+    assert "1 episode," in result.stdout
     assert "soak.json cannot be written" in result.stderr
 
 

@@ -1,6 +1,5 @@
 """Ranks that never start, and ranks that find each other by themselves, as torchrun's do."""
 
-import importlib
 import json
 import multiprocessing
 import os
@@ -15,13 +14,12 @@ from tests.faults.life import Life, live_through
 from tests.faults.marks import Marks, met, stamp
 from tests.faults.namespaces import fork_with_another_clock
 from tokenyard.forkserver import start_forkserver
+from tokenyard.group import process_ranks
 from tokenyard.group.distributed import loopback_interface
-
-launching = importlib.import_module("tokenyard.group.launch")  # the package has a function of that name
 
 # Seconds in which the ranks of these sessions must have found each other, where tokenyard gives them thirty.
 FINDING = 10.0
-GRACE = launching._GRACE
+GRACE = process_ranks._GRACE
 _A_DAY = 24 * 3600.0
 
 
@@ -31,7 +29,7 @@ _A_DAY = 24 * 3600.0
 def start_bare(session, folder, rank_main):
     """Start every rank of a session as torchrun does: with an environment, and a store in the launching process."""
     context = start_forkserver("tests.faults.starting")
-    store = launching._meeting_store(60.0)
+    store = process_ranks._meeting_store(60.0)
     processes = [
         context.Process(target=_bare_rank, args=(rank, session, folder, store.port, rank_main), daemon=True)
         for rank in range(session.world)
@@ -96,7 +94,7 @@ def _arrive(session, folder):
     rank, (fault,), marks = int(name.split()[1]), session.faults, Marks(folder)
     marks.put(f"pid-{rank}", os.getpid())
     if fault.variant != "does not plan":
-        launching.FINDING_EACH_OTHER = FINDING
+        process_ranks.FINDING_EACH_OTHER = FINDING
     if rank == fault.victim and fault.variant in ("exits", "sleeps"):
         time.sleep(fault.number)
         marks.put("struck-0")

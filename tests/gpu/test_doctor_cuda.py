@@ -1,13 +1,11 @@
 """`tokenyard doctor` where there is a GPU: it tries every exchange there."""
 
-from importlib import import_module
-
 import pytest
 
 import tokenyard as ty
+from tokenyard.cli import doctor as module
 
 pytestmark = pytest.mark.gpu
-module = import_module("tokenyard.cli.doctor")  # the package's attribute of this name is the command
 
 
 @pytest.mark.parametrize("exchange", ty.EXCHANGES)

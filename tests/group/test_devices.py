@@ -3,13 +3,13 @@
 import gc
 import os
 import weakref
-from importlib import import_module
 
 import pytest
 import torch
 
 import tokenyard as ty
 from tokenyard.errors import GroupError, InputError, PeerFailed, PeerLost
+from tokenyard.group import process_ranks
 from tokenyard.group.devices import (
     OVERLAPPING_DEVICES,
     devices_of_ranks,
@@ -20,7 +20,6 @@ from tokenyard.group.devices import (
 )
 from tokenyard.group.symmetric_memory import _check_devices, keep_with
 
-launch_room = import_module("tokenyard.group.launch")  # the package's attribute of this name is the function
 both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -179,11 +178,11 @@ def test_a_setting_that_may_keep_ranks_from_starting_is_named(unprepared):
 
 
 def test_ranks_that_do_not_find_each_other_hear_of_it(unprepared, monkeypatch):
-    monkeypatch.setattr(launch_room, "FINDING_EACH_OTHER", 2.0)
+    monkeypatch.setattr(process_ranks, "FINDING_EACH_OTHER", 2.0)
     os.environ[QUEUES] = "32"
-    store = launch_room._meeting_store(30.0)
+    store = process_ranks._meeting_store(30.0)
     with pytest.raises(PeerLost) as caught:
-        launch_room._find_each_other(0, [torch.device("cuda", 0)] * 2, store.port, 2.0)
+        process_ranks._find_each_other(0, [torch.device("cuda", 0)] * 2, store.port, 2.0)
     assert caught.value.peers == (1,)
     assert caught.value.phase == "finding each other"
     assert "leave it unset there" in caught.value.__notes__[0]

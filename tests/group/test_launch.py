@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch
 
 import tokenyard as ty
 from tokenyard.errors import InputError, RankError
+from tokenyard.group import process_ranks
 
 both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
 
@@ -88,6 +90,75 @@ def test_a_rank_that_dies_while_it_reports_has_died():
         ty.launch(2, dies_while_it_reports, ranks="processes")
 
 
+@pytest.mark.parametrize(
+    ("fn", "args", "found"),
+    [
+        (lambda group: None, (), r"fn is <function <lambda> at"),
+        (nothing, (1, lambda: None), r"argument 2 of fn is <function <lambda> at"),
+        (nothing, (threading.Lock(),), r"argument 1 of fn is <unlocked _thread.lock"),
+    ],
+    ids=["lambda", "argument", "lock"],
+)
+def test_what_cannot_travel_to_a_process_is_refused_before_anything_starts(fn, args, found, monkeypatch):
+    monkeypatch.setattr(process_ranks, "start_forkserver", lambda: pytest.fail("the forkserver is started"))
+    with pytest.raises(
+        InputError, match=found + r".*cannot be pickled.*fix: define it at the top level of a"
+    ):
+        ty.launch(2, fn, *args, ranks="processes")
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        (["-"], "the program comes from <stdin>"),
+        (["-c", "{}"], "fn is <function rank .* an interactive session"),
+    ],
+    ids=["stdin", "command"],
+)
+def test_a_function_that_processes_cannot_import_is_refused(options, found):
+    program = "import tokenyard as ty\ndef rank(group): pass\nty.launch(2, rank, ranks='processes')"
+    command = [sys.executable, *(option.format(program) for option in options)]
+    done = subprocess.run(command, input=program, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert re.search(rf"InputError: {found}.*fix: write it into a file", done.stderr)
+    assert "RankError" not in done.stderr
+
+
+def cannot_be_planned(group):
+    spec = ty.LayerSpec(
+        name="moe",
+        hidden_size=32,
+        intermediate_size=32,
+        num_experts=4,
+        top_k=1,
+        wire="fp32",
+        experts="reference",
+    )
+    ty.plan([spec], group, max_tokens=4)
+
+
+@both_kinds
+def test_the_error_of_a_rank_is_told_once_with_its_own_fix_and_alternatives(ranks):
+    with pytest.raises(RankError) as caught:
+        ty.launch(2, cannot_be_planned, ranks=ranks)
+    error = caught.value
+    cause = error.__cause__
+    assert isinstance(cause, ty.PlanError)
+    assert str(error) == (
+        f"rank {error.rank} raised PlanError: layer 'moe': {cause.found}; expected {cause.expected}; fix: {cause.fix}"
+    )
+    assert error.alternatives == cause.alternatives != ()
+
+
+class InASubgroup(ty.GroupError):
+    """Raised by a rank that has another number there."""
+
+
+def test_a_rank_that_has_another_number_in_a_subgroup_keeps_it():
+    error = InASubgroup("it is closed", expected="an open one", fix="make one", rank=0)
+    assert str(RankError(2, error)).startswith("rank 2 raised InASubgroup: rank 0: it is closed; expected")
+
+
 def is_interrupted(group, stop):
     """As by Ctrl-C, which reaches the thread that launched."""
     group.barrier()
@@ -112,6 +183,31 @@ def test_threads_end_when_launch_is_interrupted():
         stop.set()
         torch.set_num_threads(intra_op)
         signal.signal(signal.SIGINT, handler)
+
+
+def computes_for_long(group, launcher, file):
+    group.barrier()
+    if group.rank == 0:
+        file.write_text(str(time.monotonic()))
+        os.kill(launcher, signal.SIGINT)
+    until = time.monotonic() + 60
+    while time.monotonic() < until:  # and makes no call in which it would hear that the others are gone
+        pass
+
+
+@both_kinds
+def test_ranks_that_compute_end_soon_when_launch_is_interrupted(ranks, tmp_path, capfd):
+    before, file = set(threading.enumerate()), tmp_path / "interrupted"
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            ty.launch(3, computes_for_long, os.getpid(), file, ranks=ranks, deadline=60)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert time.monotonic() - float(file.read_text()) < 1.5  # of which it leaves threads 0.5 s
+    left = [thread.name for thread in set(threading.enumerate()) - before]
+    assert not any(name.startswith("rank") for name in left)
+    assert capfd.readouterr().err == ""
 
 
 def environment(group, name):

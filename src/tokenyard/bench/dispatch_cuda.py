@@ -59,12 +59,12 @@ def _graph_times(
     return times[1:]  # the first one warms up
 
 
-def check_gpu(device: str, otherwise: str = "leave out --device to measure on the CPU") -> torch.device:
-    """The GPU that is meant, or an error that says what is here, and what to do otherwise."""
+def check_gpu(otherwise: str) -> torch.device:
+    """The current GPU, or an error that says what is here, and what to do otherwise."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         raise InputError(
-            f"--device {device}, and torch {torch.__version__} sees no GPU",
+            f"torch {torch.__version__} sees no GPU",
             expected="an NVIDIA GPU that torch sees",
             fix=f"{otherwise}, or see what `tokenyard doctor` says about CUDA",
         )

@@ -1,9 +1,9 @@
-"""How fast one thread encodes rows, per format, beside the floor.
+"""How fast one thread encodes rows, per format, beside the ceiling.
 
 The unit is MB (10^6 bytes) of *bf16 input* per second, whatever the format writes, so that formats compare.
-The floor is `x.clone()` of the same rows in the same run: reading and writing every byte once, which no
+The ceiling is `x.clone()` of the same rows in the same run: reading and writing every byte once, which no
 encoder that writes as much could beat, and which tells a slow machine from a slow encoder. Rounds of all
-formats and of the floor are interleaved, so that a busy neighbor slows down all of them alike.
+formats and of the ceiling are interleaved, so that a busy neighbor slows down all of them alike.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from tokenyard.formats import FORMATS, Format
+from tokenyard.units import MB
 
-FLOOR = "floor (clone)"
+CEILING = "ceiling (clone)"
 
 
 def measure_encode(
@@ -26,23 +27,23 @@ def measure_encode(
     """Encode bf16 rows in every quantized format on one thread, for about `seconds` per format.
 
     One dict per format: `format`, `MB_per_s` (median over rounds), `MB_per_s_low` and `MB_per_s_high` (the
-    quartiles), `rounds`, `threads`, `floor_MB_per_s` and `ratio` (floor over ours: 1 would be perfect).
+    quartiles), `rounds`, `threads`, `ceiling_MB_per_s` and `ratio` (ceiling over ours: 1 would be perfect).
 
     >>> [row["format"] for row in measure_encode(num_tokens=4, hidden_size=256, seconds=0.01)]
     ['fp8_block128', 'mxfp8', 'nvfp4']
     """
     x_TH = torch.randn(num_tokens, hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
     formats: list[Format] = [kind() for kind in FORMATS.values() if kind.quantized]
-    calls: dict[str, Callable[[], object]] = {FLOOR: x_TH.clone}
+    calls: dict[str, Callable[[], object]] = {CEILING: x_TH.clone}
     calls |= {str(format): _encoder(format, x_TH) for format in formats}
     threads_before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        rates = _rates(calls, x_TH.numel() * x_TH.element_size() / 1e6, seconds)
+        rates = _rates(calls, x_TH.numel() * x_TH.element_size() / MB, seconds)
     finally:
         torch.set_num_threads(threads_before)
-    floor = statistics.median(rates[FLOOR])
-    return [_summary(str(format), rates[str(format)], floor) for format in formats]
+    ceiling = statistics.median(rates[CEILING])
+    return [_summary(str(format), rates[str(format)], ceiling) for format in formats]
 
 
 def _encoder(format: Format, x_TH: torch.Tensor) -> Callable[[], object]:
@@ -65,7 +66,7 @@ def _rates(
     return rates
 
 
-def _summary(name: str, rates: list[float], floor: float) -> dict[str, Any]:
+def _summary(name: str, rates: list[float], ceiling: float) -> dict[str, Any]:
     low, median, high = statistics.quantiles(rates, n=4)
     return {
         "format": name,
@@ -74,6 +75,6 @@ def _summary(name: str, rates: list[float], floor: float) -> dict[str, Any]:
         "MB_per_s_high": high,
         "rounds": len(rates),
         "threads": 1,
-        "floor_MB_per_s": floor,
-        "ratio": floor / median,
+        "ceiling_MB_per_s": ceiling,
+        "ratio": ceiling / median,
     }

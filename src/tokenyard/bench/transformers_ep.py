@@ -25,10 +25,10 @@ from __future__ import annotations
 
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from torch import Tensor
 
 from tokenyard.errors import InputError
 from tokenyard.group import Group, launch
+from tokenyard.temporary_folders import temporary_folder
 
 SQUARE = 2048  # the side of the product that shows the machine's rate: 17 GFLOP
 COPIED = 256 * 1024 * 1024  # bytes, more than any cache holds
@@ -77,7 +78,7 @@ def measure_transformers_ep(work: Workload) -> list[dict[str, Any]]:
     Times are medians in milliseconds, of a pass over the prompts, or of one token of every sequence.
     """
     _check_peer(work)
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder("tokenyard-bench-") as folder:
         _save_model(work, folder)
         by_rank = launch(work.ranks, _rank_main, work, folder, ranks="processes", deadline=300.0)
     first = by_rank[0]
@@ -176,7 +177,7 @@ class Candidate:
         return Seconds(prefilled - started, decoded - prefilled), first[self.own]
 
 
-def _rank_main(group: Group, work: Workload, folder: str) -> dict[str, Any]:
+def _rank_main(group: Group, work: Workload, folder: Path) -> dict[str, Any]:
     import transformers
 
     from tokenyard.integrations.transformers import load_sharded
@@ -232,7 +233,7 @@ def layouts(ranks: int) -> dict[str, dict[str, Any]]:
 
 
 def _fastest_peer(
-    group: Group, work: Workload, folder: str, batch: Tensor, own: slice
+    group: Group, work: Workload, folder: Path, batch: Tensor, own: slice
 ) -> tuple[str, Candidate]:
     """The layout and implementation of Transformers that is fastest here, by two answers each after a first one."""
     from transformers.distributed.configuration_utils import DistributedConfig
@@ -308,7 +309,7 @@ def _check_peer(work: Workload) -> None:
 # --- The model and the batch ------------------------------------------------------------------------------
 
 
-def _save_model(work: Workload, folder: str) -> None:
+def _save_model(work: Workload, folder: Path) -> None:
     """A Qwen3-MoE of the workload's sizes, with random weights."""
     import transformers
 
@@ -338,7 +339,7 @@ def _save_model(work: Workload, folder: str) -> None:
     model.save_pretrained(folder)
 
 
-def _load_whole(folder: str) -> Any:
+def _load_whole(folder: Path) -> Any:
     import transformers
 
     causal: Any = transformers.AutoModelForCausalLM

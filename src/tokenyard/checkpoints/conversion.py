@@ -17,7 +17,6 @@ import json
 import math
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +39,7 @@ from tokenyard.errors import CheckpointError, unknown_name
 from tokenyard.experts import workers
 from tokenyard.experts.base import ExpertWeights
 from tokenyard.formats import QuantizedMatrix
+from tokenyard.temporary_folders import temporary_folder
 
 # The layout in which each weight format is written.
 TARGETS: dict[str, Layout] = {layout.weights: layout for layout in (*COMPRESSED_LAYOUTS, DeepSeekFp8())}
@@ -109,25 +109,20 @@ def convert(
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _check_space(folder.parent, sum(entry.nbytes for entry in entries))
-        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        with temporary_folder(f".{folder.name}.", folder.parent) as partial:
+            writer = CheckpointWriter(partial, entries, largest_file=largest_file)
+            try:
+                layers = _write(checkpoint, layouts, writer, progress or (lambda *_: None))
+                writer.close()
+            finally:
+                writer.abandon()
+            _write_config(checkpoint, layouts, partial)
+            partial.chmod(0o755)
+            if folder.exists():
+                folder.rmdir()
+            os.replace(partial, folder)
     except OSError as error:
         raise _unwritable(folder, error) from error
-    try:
-        writer = CheckpointWriter(partial, entries, largest_file=largest_file)
-        try:
-            layers = _write(checkpoint, layouts, writer, progress or (lambda *_: None))
-            writer.close()
-        finally:
-            writer.abandon()
-        _write_config(checkpoint, layouts, partial)
-        partial.chmod(0o755)
-        if folder.exists():
-            folder.rmdir()
-        os.replace(partial, folder)
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return Conversion(
         folder=folder,
         weights=weights,

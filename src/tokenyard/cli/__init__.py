@@ -4,60 +4,24 @@
 A command is a function in a module of its name. Modules import typer and nothing heavier at their top; torch
 and the rest of the package are imported inside the functions, so that `--help` answers at once. Errors of the
 package are one readable message on stderr and exit code 2 (`output.reported`); `--json` prints exactly one
-JSON document on stdout, and nothing else there, also where an option is wrong (`output.Commands`).
+JSON document on stdout, and nothing else there, also where an option is wrong (`output.Commands`). Ctrl-C ends a
+command within a second, with exit code 130 (`interrupts`).
 """
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
-from tokenyard.cli import bench
-from tokenyard.cli.check import check
-from tokenyard.cli.convert import convert
-from tokenyard.cli.doctor import doctor
-from tokenyard.cli.eval import evaluate
-from tokenyard.cli.inspect import inspect
-from tokenyard.cli.output import Commands, reported
-from tokenyard.cli.plan import plan
-from tokenyard.cli.run import run
-from tokenyard.cli.soak import soak
-from tokenyard.cli.support import support
-
-app = typer.Typer(
-    name="tokenyard",
-    cls=Commands,
-    help="Expert-parallel MoE layers that cannot be wired wrong.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_show_locals=False,
-)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        from tokenyard.version import __version__
-
-        typer.echo(__version__)
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
-    ] = False,
-) -> None:
-    """Expert-parallel MoE layers that cannot be wired wrong."""
-
-
-app.command("eval")(reported(evaluate))
-for _command in (run, check, soak, plan, doctor, support, inspect, convert):
-    app.command()(reported(_command))
-app.add_typer(bench.app, name="bench")
+import io
+import sys
 
 
 def main() -> None:
     """The console script."""
+    from tokenyard.cli.interrupts import end_on_interrupt
+
+    end_on_interrupt()  # before typer is imported, which takes a while
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # an encoding that has no ✓ is no reason to end
+    from tokenyard.cli.commands import app
+
     app(prog_name="tokenyard")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,13 +13,9 @@ from tokenyard.cli.bench_cuts import cuts
 from tokenyard.cli.bench_layer import layer
 from tokenyard.cli.bench_transformers import transformers
 from tokenyard.cli.output import JsonFlag, console, print_json, reported, save_json
+from tokenyard.cli.tables import print_table
 
 app = typer.Typer(help="Measure, beside the floor.", no_args_is_help=True)
-app.command()(show)
-app.command()(layer)
-app.command()(cuts)
-app.command()(transformers)
-
 OutFile = Annotated[
     Path | None, typer.Option("--out", help="Save the figures, with date, hardware, versions and commit.")
 ]
@@ -47,8 +43,8 @@ def encode(
         "format": lambda row: str(row["format"]),
         "ours, MB/s of bf16": lambda row: f"{row['MB_per_s']:.0f}",
         "quartiles": lambda row: f"{row['MB_per_s_low']:.0f} to {row['MB_per_s_high']:.0f}",
-        "floor (copy), MB/s": lambda row: f"{row['floor_MB_per_s']:.0f}",
-        "floor / ours": lambda row: f"{row['ratio']:.1f} ×",
+        "ceiling (copy), MB/s": lambda row: f"{row['ceiling_MB_per_s']:.0f}",
+        "ceiling / ours": lambda row: f"{row['ratio']:.1f} ×",
     }
     _run("encode", tokens, measure, columns, out, as_json)
 
@@ -374,6 +370,7 @@ def _dispatch_between_processes(
     from tokenyard.bench.dispatch import measure_dispatch
     from tokenyard.bench.picture import check_picture, draw_dispatch
     from tokenyard.forkserver import start_forkserver
+    from tokenyard.units import size
 
     if plot is not None:
         check_picture(plot)
@@ -408,8 +405,8 @@ def _dispatch_between_processes(
         "gloo / ours": lambda row: _with_spread(row, "gloo_ratio"),
         "ours / floor": lambda row: _with_spread(row, "floor_ratio"),
         "encode": lambda row: f"{row['encode_ms']:.1f}",
-        "KB a token": lambda row: (
-            f"{row['dispatch_bytes_per_token'] / 1e3:.1f} + {row['combine_bytes_per_token'] / 1e3:.1f}"
+        "a token": lambda row: (
+            f"{size(row['dispatch_bytes_per_token'])} + {size(row['combine_bytes_per_token'])}"
         ),
     }
     if paranoid:
@@ -419,7 +416,16 @@ def _dispatch_between_processes(
         f"{ranks} processes, H {hidden_size}, K {top_k}, E {num_experts}, {combine_wire} back: "
         "ms and ratios, medians (quartiles)"
     )
-    document = _run("dispatch", tokens, measure, columns, out, as_json, title)
+    document = _run(
+        "dispatch",
+        tokens,
+        measure,
+        columns,
+        out,
+        as_json,
+        title,
+        ("a token", "out + back", "encode", "bare gloo"),
+    )
     if plot is not None:
         draw_dispatch(document, plot)
 
@@ -440,6 +446,7 @@ def _run(
     out: Path | None,
     as_json: bool,
     what: str = "",
+    less_needed: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Measure for each number of tokens, with a sign of life on stderr; then print, and save if asked."""
     from tokenyard.cli.machine import provenance
@@ -457,14 +464,18 @@ def _run(
     if as_json:
         print_json(document)
     else:
-        _print_table(name, document, columns, what)
+        _print_figures(name, document, columns, what, less_needed)
     if out is not None:
         save_json(document, out)
     return document
 
 
-def _print_table(
-    name: str, document: dict[str, Any], columns: dict[str, Callable[[dict[str, Any]], str]], what: str
+def _print_figures(
+    name: str,
+    document: dict[str, Any],
+    columns: dict[str, Callable[[dict[str, Any]], str]],
+    what: str,
+    less_needed: Sequence[str],
 ) -> None:
     from rich.table import Table
 
@@ -474,4 +485,8 @@ def _print_table(
         table.add_column(column)
     for row in document["results"]:
         table.add_row(*(cell(row) for cell in columns.values()))
-    console().print(table)
+    print_table(table, less_needed=less_needed)
+
+
+for _command in (layer, transformers, cuts, show):
+    app.command()(_command)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from tokenyard.cli.output import console, print_json, reported, save_json
+from tokenyard.cli.tables import print_table
 
 if TYPE_CHECKING:
     from tokenyard.bench.cuda_figures import Cell, Shape
@@ -40,7 +41,7 @@ def dispatch_on_gpu(
     bench.check_cells(cells, shape, repeats)
     if plot is not None:
         check_picture(plot)
-    device = bench.check_gpu("cuda")
+    device = bench.check_gpu("leave out --device to measure on the CPU")
     gpu = torch.cuda.get_device_name(device)
     document: dict[str, Any] = {
         "benchmark": BENCHMARK,
@@ -123,7 +124,7 @@ def _ways_to_show() -> dict[str, _WayToShow]:
     from tokenyard.cli.bench_layer import print_layer
 
     return {
-        cuda_figures.BENCHMARK: _WayToShow(print_table, cuda_figures.render_markdown, draw_dispatch_cuda),
+        cuda_figures.BENCHMARK: _WayToShow(print_dispatch, cuda_figures.render_markdown, draw_dispatch_cuda),
         expert_figures.BENCHMARK: _WayToShow(print_experts, expert_figures.render_markdown, draw_experts),
         layer_figures.BENCHMARK: _WayToShow(print_layer, layer_figures.render_markdown, draw_layer),
     }
@@ -136,7 +137,7 @@ def _read(file: Path) -> dict[str, Any]:
         document: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(
-            f"{file} cannot be read ({error})",
+            f"{file} cannot be read ({getattr(error, 'strerror', None) or error})",
             expected="a JSON document",
             fix="pass a file that --out wrote",
         ) from error
@@ -151,7 +152,7 @@ def _read(file: Path) -> dict[str, Any]:
     return document
 
 
-def print_table(document: dict[str, Any]) -> None:
+def print_dispatch(document: dict[str, Any]) -> None:
     """The figures, for people."""
     from rich.table import Table
 
@@ -182,8 +183,7 @@ def print_table(document: dict[str, Any]) -> None:
         table.add_column(column, justify="left" if column in ("", "wire", "met") else "right")
     for row in rows:
         table.add_row(*(cell(row) for cell in columns.values()))
-    page = console()
-    page.print(table)
+    print_table(table, less_needed=("quartiles", "peer + quantizer", "target", "met"))
     held = [row["met"] for row in rows if row["met"] is not None]
     sources = dict.fromkeys(row["peer_source"] for row in rows if row["peer_source"])
     notes = [
@@ -195,4 +195,4 @@ def print_table(document: dict[str, Any]) -> None:
         *([f"{sum(held)} of {len(held)} targets met"] if held else []),
         *(f"failed: {line}" for line in missed(rows)),
     ]
-    page.print("\n".join(notes), markup=False, soft_wrap=True)
+    console().print("\n".join(notes), markup=False, soft_wrap=True)

@@ -10,6 +10,7 @@ import typer
 
 from tokenyard.cli.bench_experts_cuda import cases_of
 from tokenyard.cli.output import JsonFlag, console, print_json, reported, save_json
+from tokenyard.cli.tables import print_table
 
 
 @reported
@@ -38,7 +39,7 @@ def cuts(
     from tokenyard.cli.machine import provenance
 
     chosen = grid(cases_of(cells), weights or [])
-    device = check_gpu("cuda")
+    device = check_gpu("measure on a machine that has one")
     rows: list[dict[str, Any]] = []
     document: dict[str, Any] = {"benchmark": BENCHMARK, **provenance(), "rounds": rounds, "results": rows}
     if out is not None:
@@ -76,7 +77,7 @@ def print_cuts(document: dict[str, Any]) -> None:
             f"{row['ratio']:.2f}" if row["ratio"] is not None else "",
             *([in_words(fastest["inner"]), in_words(fastest["result"])] if fastest else ["", ""]),
         )
-    console().print(table)
+    print_table(table)
 
 
 def in_words(cut: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenyard.cli.bench_cuda import conclude
 from tokenyard.cli.output import console, save_json
+from tokenyard.cli.tables import print_table
 
 if TYPE_CHECKING:
     from tokenyard.bench.expert_figures import Cell
@@ -39,7 +40,7 @@ def experts_on_gpu(
 
     if plot is not None:
         check_picture(plot)
-    device = check_gpu("cuda")
+    device = check_gpu("leave out --device to measure on the CPU")
     gpu = torch.cuda.get_device_name(device)
     document: dict[str, Any] = {"benchmark": BENCHMARK, **provenance(), "gpu": gpu, "rounds": rounds}
     if out is not None:
@@ -115,8 +116,9 @@ def print_experts(document: dict[str, Any]) -> None:
         table.add_column(column, justify="left" if is_text else "right", no_wrap=column == "weights")
     for row in rows:
         table.add_row(*(cell(row) for cell in columns.values()))
-    page = console()
-    page.print(table)
+    print_table(
+        table, less_needed=("rested", "spread", "error", "by", "recorded", "torch", "to reach", "met")
+    )
     fp8 = document["fp8_TFLOP_per_s"]
     peers = dict.fromkeys(row["peer"] for row in rows if row["peer"])
     beside = dict.fromkeys(f"{row['weights']}: {row['target_is']}" for row in rows if row["target_is"])
@@ -132,7 +134,7 @@ def print_experts(document: dict[str, Any]) -> None:
         *summary(rows),
         *(f"failed: {line}" for line in missed(rows)),
     ]
-    page.print("\n".join(notes), markup=False, soft_wrap=True)
+    console().print("\n".join(notes), markup=False, soft_wrap=True)
 
 
 def _rested(document: dict[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ import typer
 
 from tokenyard.cli.bench_cuda import conclude
 from tokenyard.cli.output import JsonFlag, console, reported, save_json
+from tokenyard.cli.tables import print_table
 
 
 @reported
@@ -74,7 +75,7 @@ def layer(
     bench.check_layer(cells, shape)
     if plot is not None:
         check_picture(plot)
-    gpu_device = check_gpu(device, "measure the halves on the CPU: `bench dispatch` and `bench experts`")
+    gpu_device = check_gpu("measure the halves on the CPU: `bench dispatch` and `bench experts`")
     rows: list[dict[str, Any]] = []
     document: dict[str, Any] = {
         "benchmark": BENCHMARK,
@@ -135,13 +136,10 @@ def print_layer(document: dict[str, Any]) -> None:
         title_justify="left",
     )
     for column in columns:
-        table.add_column(
-            column, justify="left" if column == "weights" else "right", no_wrap="ratio" in column
-        )
+        table.add_column(column, justify="left" if column == "weights" else "right")
     for row in rows:
         table.add_row(*(cell(row) for cell in columns.values()))
-    page = console()
-    page.print(table)
+    print_table(table, less_needed=(reported_there["by"], "allgather alone", "rows alone"))
     ours, theirs = reported_there["ms"]
     faster = [row["faster"] for row in rows if row["faster"] is not None]
     notes = [
@@ -151,4 +149,4 @@ def print_layer(document: dict[str, Any]) -> None:
         f"{sum(faster)} of {len(faster)} faster than behind an allgather",
         *(f"failed: {line}" for line in missed(rows)),
     ]
-    page.print("\n".join(notes), markup=False, soft_wrap=True)
+    console().print("\n".join(notes), markup=False, soft_wrap=True)

@@ -9,6 +9,7 @@ import typer
 
 from tokenyard.cli.output import JsonFlag, console, print_json, reported, save_json
 from tokenyard.cli.parts import refuse_override
+from tokenyard.cli.tables import print_table
 
 
 @reported
@@ -101,7 +102,7 @@ def _print(document: dict[str, Any], exchange: str) -> None:
             _spread(row, "peer_with_our_experts_ratio"),
             f"{row['no_exchange_ms']:.1f}",
         )
-    console().print(table)
+    print_table(table)
 
 
 def _spread(row: dict[str, Any], name: str) -> str:

@@ -17,6 +17,7 @@ import typer
 from tokenyard.cli.check_stack import stack_fields, stack_findings, stack_table
 from tokenyard.cli.output import JsonFlag, console, print_json
 from tokenyard.cli.parts import load_object, load_part, refuse_override
+from tokenyard.cli.tables import print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -74,7 +75,7 @@ def check(
     from tokenyard.cli.machine import provenance
     from tokenyard.conformance.campaign import Campaign, check_parts, share_of_large
     from tokenyard.conformance.draws import histogram
-    from tokenyard.conformance.stack import check_stack
+    from tokenyard.conformance.stack import check_stack, runs_in_stack
     from tokenyard.exchange import EXCHANGES
     from tokenyard.exchange import resolve as resolve_exchange
     from tokenyard.experts import EXPERTS
@@ -105,9 +106,10 @@ def check(
     started = time.monotonic()
     drawn = campaign.draw()
     stacked = exchanges if tokens else []
-    steps = len(drawn) + len(exchanges) * len(kinds) + len(stacked) * len(chosen_formats)
-    with _Bar(steps) as bar:
-        parts = check_parts(chosen_formats if everything or format_ else [], chosen_experts, device)
+    lone_formats = chosen_formats if everything or format_ else []
+    steps = len(drawn) + len(exchanges) * len(kinds) + len(stacked) * sum(map(runs_in_stack, chosen_formats))
+    with _Bar(steps + len(lone_formats) + len(chosen_experts)) as bar:
+        parts = check_parts(lone_formats, chosen_experts, device, bar.tell)
         rows, cells = campaign.run(drawn, bar.tell, rounds)
         stack = check_stack(
             stacked, chosen_formats, tokens=tokens, ranks=kinds[-1], device=device, progress=bar.tell
@@ -158,8 +160,9 @@ class _Bar:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self.steps = steps
         self._progress = Progress(*columns, console=console(stderr=True))
-        self._task = self._progress.add_task("formats and experts", total=steps)
+        self._task = self._progress.add_task("starting", total=steps)
 
     def __enter__(self) -> _Bar:
         self._progress.start()
@@ -261,19 +264,19 @@ def _show(
 ) -> None:
     findings: list[str] = []
     if rows:
-        out.print(_grid(device, rows, cells, findings))
+        print_table(_grid(device, rows, cells, findings))
     for kind, by_name in parts.items():
         if by_name:
-            out.print(_parts_table(kind, by_name, findings))
+            print_table(_parts_table(kind, by_name, findings))
     if stack:
-        out.print(stack_table(stack))
+        print_table(stack_table(stack))
         findings += stack_findings(stack)
     for finding in findings[:_MOST_SHOWN]:
         out.print(f"✗ {finding}", style="red", markup=False, soft_wrap=True)
     if len(findings) > _MOST_SHOWN:
         out.print(f"and {len(findings) - _MOST_SHOWN} more: --json has them all", style="red")
     if cases:
-        out.print(_histogram_table(cases))
+        print_table(_histogram_table(cases))
 
 
 def _mark(passed: int, total: int) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenyard.cli.output import JsonFlag, console, print_json
+from tokenyard.cli.tables import print_table
 
 if TYPE_CHECKING:
     from tokenyard.checkpoints import Conversion
@@ -35,13 +36,17 @@ def convert(
     checkpoint = open_checkpoint(path)
     started = time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console(stderr=True), disable=as_json) as bar:
-        task = bar.add_task("reading", total=checkpoint.nbytes)
+    bar = Progress(*columns, console=console(stderr=True), disable=as_json)
+    task = bar.add_task("reading", total=checkpoint.nbytes)
 
-        def tell(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
+    def tell(what: str, done: int, total: int) -> None:
+        bar.start()  # not before: what cannot be converted has no progress
+        bar.update(task, description=what, completed=done, total=total)
 
+    try:
         written = convert_checkpoint(checkpoint, weights, out, largest_file=largest_file, progress=tell)
+    finally:
+        bar.stop()
     seconds = time.monotonic() - started
     if as_json:
         print_json({"path": str(path), **as_fields(written), "seconds": round(seconds, 3)})
@@ -72,10 +77,13 @@ def as_fields(written: Conversion) -> dict[str, Any]:
 def _show(written: Conversion, seconds: float) -> None:
     from rich.table import Table
 
-    from tokenyard.drafting import size
+    from tokenyard.drafting import count
+    from tokenyard.units import size
 
     table = Table(title_justify="left")
-    table.title = f"{written.folder}: experts in {written.weights}, {len(written.files)} files of weights"
+    table.title = (
+        f"{written.folder}: experts in {written.weights}, {count(len(written.files), 'file')} of weights"
+    )
     for heading in ("layer", "layout", "before", "after", "relative error"):
         table.add_column(heading)
     for layer in written.layers:
@@ -86,9 +94,8 @@ def _show(written: Conversion, seconds: float) -> None:
             size(layer.bytes_after),
             f"{100 * layer.relative_error:.2f}%",
         )
-    out = console()
-    out.print(table)
-    out.print(
+    print_table(table)
+    console().print(
         f"{size(written.bytes_before)} became {size(written.bytes_after)}, in {seconds:.1f} s. The error is that of "
         "the weights, |quantized - plain| / |plain|; what it costs in answers, `tokenyard eval` tells.",
         soft_wrap=True,

@@ -1,7 +1,7 @@
 """`tokenyard doctor`: what this machine can do, and why not the rest. Everything marked ✓ was really run.
 
-The core job is a layer on two ranks in one process: if that does not give the right result, nothing else
-counts, and the exit code says so. All other findings are about speed and reach.
+What this machine has not (a GPU, an optional library) is no failure. What was run and did not work is: it is named in
+the last line, and the exit code is 1. The core job is a layer on two ranks in one process; without it, nothing works.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import typer
 
 from tokenyard.cli.output import JsonFlag, console, print_json
 from tokenyard.cli.parts import refuse_override
+from tokenyard.cli.tables import print_table
 
 if TYPE_CHECKING:
     from tokenyard.group import Group
@@ -26,13 +27,14 @@ _START_RANKS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One line of the report. `ok` is None for what is neither good nor bad."""
+    """One line of the report."""
 
     section: str
     name: str
-    ok: bool | None
+    ok: bool | None  # None: a fact, or something that is not here
     detail: str
     core: bool = False  # nothing works without it
+    absent: bool = False  # it is not here, so it was not tried
 
 
 def doctor(as_json: JsonFlag = False) -> None:
@@ -44,12 +46,12 @@ def doctor(as_json: JsonFlag = False) -> None:
         for finding in examine():
             status.update(f"looked at: {finding.section}, {finding.name} …")
             findings.append(finding)
-    healthy = all(finding.ok for finding in findings if finding.core)
+    failed = [finding for finding in findings if finding.ok is False]
     if as_json:
-        print_json({"ok": healthy, "findings": [asdict(finding) for finding in findings]})
+        print_json({"ok": not failed, "findings": [asdict(finding) for finding in findings]})
     else:
-        _show(findings, healthy)
-    if not healthy:
+        _show(findings)
+    if failed:
         raise typer.Exit(1)
 
 
@@ -66,15 +68,14 @@ def _machine() -> Iterator[Finding]:
     import torch.distributed as dist
 
     from tokenyard.cli.machine import hardware, shared_memory_bytes, versions
-    from tokenyard.drafting import size
+    from tokenyard.units import size
 
     reasons = {
         "triton": "not installed (a CPU build of torch brings none): GPU kernels cannot be compiled",
         "transformers": "not installed: `run` and `eval` need it, and `bench experts` has nobody to compare with",
     }
     for name, version in versions().items():
-        missing = reasons.get(name, "not installed")
-        yield Finding(section="versions", name=name, ok=version is not None, detail=version or missing)
+        yield _here_or_absent("versions", name, version, reasons.get(name, "not installed"))
     found = hardware()
     facts = {
         "processor": found["cpu"],
@@ -84,18 +85,23 @@ def _machine() -> Iterator[Finding]:
     for name, fact in facts.items():
         yield Finding(section="machine", name=name, ok=None, detail=fact)
     shared = shared_memory_bytes()
-    detail = "there is no /dev/shm" if shared is None else size(shared)
-    yield Finding(section="machine", name="/dev/shm", ok=shared is not None, detail=detail)
-    gpus = ", ".join(found["gpus"]) or _no_gpu()
-    yield Finding(section="machine", name="GPUs", ok=bool(found["gpus"]), detail=gpus)
+    yield _here_or_absent("machine", "/dev/shm", None if shared is None else size(shared), "there is none")
+    yield _here_or_absent("machine", "GPUs", ", ".join(found["gpus"]), _no_gpu())
     available = dist.is_available()
     backends = {
         "gloo": (available and dist.is_gloo_available(), "between CPU processes and hosts"),
         "nccl": (available and dist.is_nccl_available(), "between GPUs"),
     }
     for name, (here, purpose) in backends.items():
-        detail = purpose if here else f"not in this build of torch ({torch.__version__})"
-        yield Finding(section="torch.distributed", name=name, ok=here, detail=detail)
+        why_not = f"not in this build of torch ({torch.__version__})"
+        yield _here_or_absent("torch.distributed", name, purpose if here else None, why_not)
+
+
+def _here_or_absent(section: str, name: str, detail: str | None, why_not: str) -> Finding:
+    """Something that a machine may have. Nothing is known to be wrong with it."""
+    return Finding(
+        section=section, name=name, ok=True if detail else None, detail=detail or why_not, absent=not detail
+    )
 
 
 def _formats() -> Iterator[Finding]:
@@ -127,8 +133,14 @@ def _exchanges() -> Iterator[Finding]:
             ok, detail = _tried(name, kind)
             core = kind == "threads"
             yield Finding(section="exchanges", name=f"{name} on {kind}", ok=ok, detail=detail, core=core)
-        ok_on_gpu, detail = _on_gpus(name)
-        yield Finding(section="exchanges", name=f"{name} on GPUs", ok=ok_on_gpu, detail=detail)
+        ok_on_gpus, detail = _on_gpus(name)
+        yield Finding(
+            section="exchanges",
+            name=f"{name} on GPUs",
+            ok=ok_on_gpus,
+            detail=detail,
+            absent=ok_on_gpus is None,
+        )
 
 
 def _tried(exchange: str, ranks: Literal["threads", "processes"], device: str = "cpu") -> tuple[bool, str]:
@@ -173,12 +185,12 @@ def _tiny_layer(group: Group, exchange: str) -> float:
     return relative_error(y_TH, oracle(spec, weights, x_TH, spec.router(logits_TE)))
 
 
-def _on_gpus(exchange: str) -> tuple[bool, str]:
+def _on_gpus(exchange: str) -> tuple[bool | None, str]:
     import torch
 
     count = torch.cuda.device_count()
     if count == 0:
-        return False, _no_gpu()
+        return None, _no_gpu()
     ok, detail = _tried(exchange, "threads", device="cuda")
     if ok:
         detail += " on one GPU" if count == 1 else f" on one GPU; between the {count} here: try torchrun"
@@ -219,27 +231,38 @@ def _in_one_line(error: BaseException) -> str:
 
 
 _SIGNS: dict[bool | None, tuple[str, str]] = {True: ("✓", "green"), False: ("✗", "red"), None: ("·", "")}
+_ABSENT = ("–", "yellow")
 
 
-def _show(findings: list[Finding], healthy: bool) -> None:
+def _show(findings: list[Finding]) -> None:
     from rich.table import Table
     from rich.text import Text
 
     table = Table(show_header=False, box=None)
     before = ""
     for finding in findings:
-        sign, style = _SIGNS[finding.ok]
+        sign, style = _ABSENT if finding.absent else _SIGNS[finding.ok]
         section = "" if finding.section == before else finding.section
         before = finding.section
         # Text, not str: a bracket in an error's message is no markup.
         table.add_row(
             Text(section, style="bold"), Text(sign, style=style), Text(finding.name), Text(finding.detail)
         )
+    print_table(table)
     out = console()
-    out.print(table)
-    core = [finding.name for finding in findings if finding.core and not finding.ok]
-    verdict = "tokenyard runs here." if healthy else f"tokenyard does not run here: {', '.join(core)}."
-    out.print(Text(verdict, style="green" if healthy else "red"))
+    verdict, style = _verdict(findings)
+    out.print(Text(verdict, style=style))
 
 
-__all__: list[str] = ["Finding", "doctor", "examine"]
+def _verdict(findings: list[Finding]) -> tuple[str, str]:
+    """The last line, and its color."""
+    failed = [finding for finding in findings if finding.ok is False]
+    names = ", ".join(finding.name for finding in failed)
+    if any(finding.core for finding in failed):
+        return f"tokenyard does not run here. These failed: {names}.", "red"
+    if failed:
+        return f"tokenyard runs here in part. These failed: {names}.", "red"
+    absent = [finding.name for finding in findings if finding.absent]
+    return "tokenyard runs here." + (
+        f" Not here, and not tried: {', '.join(absent)}." if absent else ""
+    ), "green"

@@ -16,6 +16,7 @@ import typer
 from tokenyard.cli.output import JsonFlag, check_out, console, print_json, save_json
 from tokenyard.cli.parts import refuse_override
 from tokenyard.cli.run import start_ranks
+from tokenyard.cli.tables import print_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -130,7 +131,10 @@ def evaluate(
     if as_json:
         print_json(document)
     else:
-        console().print(_table(rows, len(evaluation.questions), where.size))
+        print_table(
+            _table(rows, len(evaluation.questions), where.size),
+            less_needed=("error of logits", "tokens/s", "a token", "experts"),
+        )
     if out is not None:
         save_json(document, out)
     if plot is not None:
@@ -189,6 +193,8 @@ def _run(evaluation: Evaluation, keep: Callable[[list[Row]], None], *, shows: bo
 def _table(rows: list[Row], questions: int, ranks: int) -> Table:
     from rich.table import Table
 
+    from tokenyard.units import size
+
     table = Table(
         title=f"{questions} questions on {ranks} ranks, 95% intervals. =: the same bits as the first exchange, on "
         "the questions that tokens/s is taken from",
@@ -201,8 +207,8 @@ def _table(rows: list[Row], questions: int, ranks: int) -> Table:
         "minus the whole model's",
         "error of logits",
         "tokens/s",
-        "KB/token",
-        "MB of experts",
+        "a token",
+        "experts",
     ):
         table.add_column(name, justify="right")
     before = ""
@@ -225,7 +231,7 @@ def _table(rows: list[Row], questions: int, ranks: int) -> Table:
             paired if row.same_bits_as is None else "=",
             "" if row.logit_error is None else f"{row.logit_error:.2%}",
             f"{row.tokens_per_s:,.0f}",
-            f"{row.bytes_per_token / 1000:.1f}" if row.difference is not None else "",
-            f"{row.expert_bytes / 1e6:.2f}",
+            size(row.bytes_per_token) if row.difference is not None else "",
+            size(row.expert_bytes),
         )
     return table

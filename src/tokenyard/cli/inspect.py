@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenyard.cli.output import JsonFlag, console, print_json
+from tokenyard.cli.tables import print_table
 
 if TYPE_CHECKING:
     from tokenyard.checkpoints import Checkpoint, CheckpointLayer
@@ -130,13 +131,14 @@ def _usual_activation(layer: CheckpointLayer) -> str:
 def _show(found: dict[str, Any]) -> None:
     from rich.table import Table
 
-    from tokenyard.drafting import size, span
+    from tokenyard.drafting import count, span
     from tokenyard.formats import weight_format
+    from tokenyard.units import size
 
     table = Table(show_lines=True, title_justify="left")
     table.title = (
-        f"{found['path']}: {found['model_type'] or 'a model'}, {len(found['layers'])} MoE layers, "
-        f"{size(found['bytes']['total'])} in {len(found['files'])} files"
+        f"{found['path']}: {found['model_type'] or 'a model'}, {count(len(found['layers']), 'MoE layer')}, "
+        f"{size(found['bytes']['total'])} in {count(len(found['files']), 'file')}"
     )
     for heading in ("layers", "shape", "weights", "bytes", f"a rank of {found['ranks']}", "runs on"):
         table.add_column(heading)
@@ -154,8 +156,8 @@ def _show(found: dict[str, Any]) -> None:
             f"{layer['experts_per_rank']} experts\n{size(layer['bytes_per_rank'])}",
             "\n".join([f"experts: {', '.join(runs) or 'none'}", f"rows: {rows}", *refused]),
         )
+    print_table(table)
     out = console()
-    out.print(table)
     told = found["bytes"]
     out.print(
         f"Experts {size(told['experts'])}, everything else {size(told['shared'])}. With {found['ranks']} ranks, one "

@@ -35,6 +35,9 @@ _RANK_0_FIRST = 5.0
 # Whether this run of a command has printed its document. There is one: an error that comes later goes to stderr.
 _document_printed: ContextVar[bool] = ContextVar("document_printed", default=False)
 
+# Columns where the output is no terminal: a line of a log, or of a file.
+_WIDTH_ELSEWHERE = 140
+
 # `reported` looks for this parameter: a command that has it is called `as_json`.
 JsonFlag = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")
@@ -46,7 +49,14 @@ def console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
     made = Console(stderr=stderr, highlight=False)
-    return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=max(made.width, 140))
+    if not has_a_width(made):
+        made.width = max(made.width, _WIDTH_ELSEWHERE)
+    return made
+
+
+def has_a_width(console: Console) -> bool:
+    """Whether lines must not be longer than the console is wide: in a terminal, or where somebody says so."""
+    return console.is_terminal or "COLUMNS" in os.environ
 
 
 def print_json(document: Any) -> None:
@@ -158,9 +168,7 @@ def _report(error: TokenyardError, *, as_json: bool) -> None:
 
 def error_fields(error: TokenyardError) -> dict[str, Any]:
     """An error as plain values."""
-    from tokenyard.errors import PlanError
-
-    plain: dict[str, Any] = {
+    return {
         "type": type(error).__name__,
         "message": str(error),
         "found": error.found,
@@ -168,25 +176,27 @@ def error_fields(error: TokenyardError) -> dict[str, Any]:
         "fix": error.fix,
         "layer": error.layer,
         "rank": error.rank,
-    }
-    if isinstance(error, PlanError):
-        plain["alternatives"] = [
+        "alternatives": [
             {name: None if value is None else str(value) for name, value in alternative.changes.items()}
             for alternative in error.alternatives
-        ]
-    return plain
+        ],
+    }
 
 
 def _print_error(error: TokenyardError) -> None:
-    from tokenyard.errors import PlanError
+    import traceback
 
-    alternatives = error.alternatives if isinstance(error, PlanError) else ()
-    where = [f"layer {error.layer!r}"] if error.layer is not None else []
-    where += [f"rank {error.rank}"] if error.rank is not None else []
-    lines = [": ".join(["error", *([", ".join(where)] if where else []), error.found])]
-    lines.append(f"  expected: {error.expected}")
-    if alternatives:
-        lines += ["  one of these works:", *(f"    {alternative}" for alternative in alternatives)]
+    from tokenyard.errors import RankError, TokenyardError
+
+    cause = error.__cause__
+    lines = []
+    if isinstance(error, RankError) and cause is not None and not isinstance(cause, TokenyardError):
+        lines = "".join(
+            traceback.format_exception(cause)
+        ).splitlines()  # nothing else says where it was raised
+    lines += [f"error: {error.headline}", f"  expected: {error.expected}"]
+    if error.alternatives:
+        lines += ["  one of these works:", *(f"    {alternative}" for alternative in error.alternatives)]
     else:
         lines.append(f"  fix: {error.fix}")
     console(stderr=True).print("\n".join(lines), style="red", markup=False, soft_wrap=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenyard.cli.output import JsonFlag, console, print_json
+from tokenyard.cli.tables import print_table
 
 if TYPE_CHECKING:
     from tokenyard.drafting import Draft
@@ -28,6 +29,9 @@ def plan(
     combine_wire: Annotated[
         str | None, typer.Option(help="The format on the way back.", show_default="the model's dtype")
     ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="The format that holds the experts.", show_default="the model's dtype")
+    ] = None,
     max_tokens: Annotated[
         int, typer.Option(min=1, help="The most tokens that a rank brings in a call.")
     ] = 4096,
@@ -41,7 +45,7 @@ def plan(
     from tokenyard.integrations.huggingface import layers_from_config
 
     layers = layers_from_config(
-        config, wire=wire, combine_wire=combine_wire, placement=placement, experts=experts
+        config, wire=wire, combine_wire=combine_wire, placement=placement, experts=experts, weights=weights
     )
     drafted = draft(layers, ranks, exchange=exchange, max_tokens=max_tokens, in_flight=in_flight)
     if as_json:
@@ -81,12 +85,13 @@ def _experts_per_rank(wiring: Wiring) -> dict[str, int]:
 def _show(drafted: Draft) -> None:
     from rich.table import Table
 
-    from tokenyard.drafting import size, span
+    from tokenyard.drafting import count, span
+    from tokenyard.units import size
 
     fields = as_fields(drafted)
     table = Table(show_lines=True, title_justify="left")
     table.title = (
-        f"{fields['num_layers']} layers on {drafted.world} ranks, exchange {drafted.exchange.name}, "
+        f"{count(fields['num_layers'], 'layer')} on {count(drafted.world, 'rank')}, exchange {drafted.exchange.name}, "
         f"{drafted.in_flight} in flight"
     )
     for heading in ("layers", "shape", "experts", "out", "back", "a rank, at most", "duties"):
@@ -105,10 +110,9 @@ def _show(drafted: Draft) -> None:
             f"{row['max_tokens']} tokens\n{size(per_rank['dispatch'])} out\n{size(per_rank['combine'])} back",
             "\n".join(f"{duty}: {who}" for duty, who in row["duties"].items() if who != "–"),
         )
-    out = console()
-    out.print(table)
+    print_table(table)
     times = "" if drafted.in_flight == 1 else f", × {drafted.in_flight} in flight"
-    out.print(
+    console().print(
         f"All layers share a workspace of {size(drafted.workspace_bytes)} a rank: largest out "
         f"{size(drafted.dispatch_bytes)} + largest back {size(drafted.combine_bytes)}{times}.",
         soft_wrap=True,

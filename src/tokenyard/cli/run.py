@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenyard.cli.output import JsonFlag, console, print_json
+from tokenyard.cli.tables import print_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -116,20 +117,25 @@ def run(
         )
     else:
         out = console()
-        out.print(_layers_table(by_rank[0]["layers"], where.size, by_rank[0]["exchange"]))
+        print_table(
+            _layers_table(by_rank[0]["layers"], where.size, by_rank[0]["exchange"]),
+            less_needed=("round trips", "rows", "busiest rank"),
+        )
         out.print(
             f"{tokens} tokens in {seconds:.1f} s on {where.size} ranks, {tokens / seconds:,.0f} a second"
         )
         if right is not None:
-            style = "green" if passed else "red"
-            out.print(f"{right} of {len(asked)} problems are right", style=style)
+            wanted = "" if passed else f"; {enough_of(len(asked))} must be ({ENOUGH:.0%})"
+            out.print(
+                f"{right} of {len(asked)} problems are right{wanted}", style="green" if passed else "red"
+            )
     if not passed:
         raise typer.Exit(EXIT_WRONG)
 
 
 def enough_of(problems: int) -> int:
     """How many of so many problems must be right."""
-    return math.floor(ENOUGH * problems + 1e-9)
+    return math.ceil(ENOUGH * problems - 1e-9)
 
 
 def start_ranks(ranks: int, kind: str, device: str) -> Ranks:
@@ -264,6 +270,8 @@ def _colored(text: str) -> Any:
 def _layers_table(layers: list[dict[str, Any]], ranks: int, exchange: str) -> Table:
     from rich.table import Table
 
+    from tokenyard.units import size
+
     table = Table(
         title=f"What moved between {ranks} ranks through {exchange} (times: ms of a round trip, mean of the ranks, "
         "waiting included)",
@@ -273,14 +281,14 @@ def _layers_table(layers: list[dict[str, Any]], ranks: int, exchange: str) -> Ta
     for name in (
         "round trips",
         "rows",
-        "KB out",
-        "KB back",
+        "out",
+        "back",
         "busiest rank",
         "dispatch",
         "experts",
         "combine",
     ):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=name in ("out", "back"))
     for layer in layers:
         rounds = max(1, layer["rounds"])
         times = [
@@ -291,8 +299,8 @@ def _layers_table(layers: list[dict[str, Any]], ranks: int, exchange: str) -> Ta
             layer["layer"],
             f"{layer['rounds']:,}",
             f"{sum(layer['rows_sent']):,}",
-            f"{sum(layer['dispatch_bytes']) / 1000:,.0f}",
-            f"{sum(layer['combine_bytes']) / 1000:,.0f}",
+            size(sum(layer["dispatch_bytes"])),
+            size(sum(layer["combine_bytes"])),
             f"{layer['busiest_rank']} ({layer['imbalance']:.2f}×)",
             *times,
         )

@@ -7,18 +7,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tokenyard.cli.interrupts import describe_progress
 from tokenyard.cli.output import JsonFlag, check_out, console, print_json, save_json
 from tokenyard.cli.parts import load_part, refuse_override
+from tokenyard.cli.tables import print_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from tokenyard.soaking import Progress, Report
+    from tokenyard.soaking.desk import Counts
 
 EXIT_OFF = 1
 # Findings shown in the end; `--json` has all.
 _MOST_SHOWN = 12
-_MB = 1e6
 
 
 def soak(
@@ -97,6 +99,7 @@ def soak(
         losses=on_cpu if losses is None else losses,
     )
     with _Display(settings.seconds) as display:
+        describe_progress(display.describe)
         report = run_soak(settings, display.hear)
     document = _document(report)
     if as_json:
@@ -168,6 +171,10 @@ class _Display:
             self._minutes_told = int(progress.seconds // 60)
             self._out.print(_in_words(progress), markup=False, soft_wrap=True)
 
+    def describe(self) -> str:
+        """What was done so far, in one line."""
+        return "" if self._latest is None else _done(self._latest.counts, self._latest.findings)
+
     def _now(self) -> RenderableType:
         from rich.console import Group
         from rich.progress_bar import ProgressBar
@@ -183,28 +190,43 @@ class _Display:
 
 def _in_words(progress: Progress) -> str:
     """One line."""
-    counts, sample = progress.counts, progress.sample
-    told = [
-        f"{progress.seconds / 60:.1f} min",
-        f"{counts.episodes:,} episodes",
-        f"{counts.round_trips:,} round trips",
-        f"{counts.checked:,} results checked",
-        f"{counts.lost:,} ranks killed and replaced",
-    ]
+    from tokenyard.units import size
+
+    sample = progress.sample
+    told = [f"{progress.seconds / 60:.1f} min", _done(progress.counts, progress.findings)]
     if sample is not None:
         told += [
-            f"{sample.memory / _MB:,.0f} MB",
+            size(sample.memory),
             f"{sample.descriptors} descriptors",
             f"{sample.threads} threads",
             f"{sample.round_trips_per_s:,.0f} round trips/s",
         ]
-    return ", ".join([*told, f"{progress.findings} findings"])
+    return ", ".join(told)
+
+
+def _done(counts: Counts, findings: int) -> str:
+    """What was done, and what came of it."""
+
+    def number(value: int, one: str, many: str) -> str:
+        return f"{value:,} {one if value == 1 else many}"
+
+    return ", ".join(
+        [
+            number(counts.episodes, "episode", "episodes"),
+            number(counts.round_trips, "round trip", "round trips"),
+            number(counts.checked, "result checked", "results checked"),
+            number(counts.lost, "rank killed and replaced", "ranks killed and replaced"),
+            number(findings, "finding", "findings"),
+        ]
+    )
 
 
 def _show(report: Report) -> None:
     from rich.table import Table
 
-    out, counts = console(), report.counts
+    from tokenyard.units import MB, size
+
+    out = console()
     if report.growth:
         table = Table(title="What grows, in MB per 10 minutes, after the warm-up", title_justify="left")
         for name in ("", "growth", "95% interval", "in the end"):
@@ -212,17 +234,16 @@ def _show(report: Report) -> None:
         for name, growth in report.growth.items():
             table.add_row(
                 name.replace("_", " "),
-                f"{growth.value / _MB:+.2f}",
-                f"{growth.low / _MB:+.2f} to {growth.high / _MB:+.2f}",
-                f"{getattr(report.samples[-1], name) / _MB:,.1f} MB",
+                f"{growth.value / MB:+.2f}",
+                f"{growth.low / MB:+.2f} to {growth.high / MB:+.2f}",
+                size(getattr(report.samples[-1], name)),
             )
-        out.print(table)
+        print_table(table)
     for finding in report.findings[:_MOST_SHOWN]:
         out.print(f"✗ {finding}", style="red", markup=False, soft_wrap=True)
     if len(report.findings) > _MOST_SHOWN:
         out.print(f"… and {len(report.findings) - _MOST_SHOWN} more", style="red")
     out.print(
-        f"{counts.episodes:,} episodes, {counts.round_trips:,} round trips, {counts.checked:,} results checked, "
-        f"{counts.lost:,} ranks killed and replaced, {len(report.findings)} findings, in {report.seconds / 60:.1f} min",
+        f"{_done(report.counts, len(report.findings))}, in {report.seconds / 60:.1f} min",
         style="green" if report.passed else "red",
     )

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from tokenyard.cli.output import JsonFlag, console, print_json
+from tokenyard.cli.tables import print_table
 
 
 def support(
@@ -20,13 +21,14 @@ def support(
     as_json: JsonFlag = False,
 ) -> None:
     """Show what is supported, as formats, exchanges and experts declare it."""
+    from tokenyard.drafting import count
     from tokenyard.errors import InputError
     from tokenyard.support import rewrite, support_tables
 
     files = files or []
     if write != bool(files):
         raise InputError(
-            f"{len(files)} files {'with' if write else 'without'} --write",
+            f"{count(len(files), 'file')} {'with' if write else 'without'} --write",
             expected="--write and at least one file, or neither",
             fix="tokenyard support --write README.md",
         )
@@ -46,15 +48,18 @@ def support(
 
     for table in tables:
         shown = Table(
-            title=table.title, title_justify="left", caption=_plain(table.note), caption_justify="left"
+            title=table.title, title_justify="left", caption=_cell(table.note), caption_justify="left"
         )
         for column in table.columns:
-            shown.add_column(_plain(column))
+            shown.add_column(_cell(column))
         for row in table.rows:
-            shown.add_row(*map(_plain, row))
-        console().print(shown, "")
+            shown.add_row(*map(_cell, row))
+        print_table(shown)
+        console().print()
 
 
-def _plain(cell: str) -> str:
-    """Markdown's quotes are for pages, and a bracket is no markup of the console's."""
-    return cell.replace("`", "").replace("[", r"\[")
+def _cell(text: str) -> str:
+    """Marks of Markdown are for pages, and a bracket is no markup of the console's."""
+    from tokenyard.support import plain
+
+    return plain(text).replace("[", r"\[")

@@ -22,7 +22,7 @@ from tokenyard.formats import Format, get
 PORTION = 64
 MOST_BREAKS = 3
 
-# Told after each portion: what was run, and how many cases.
+# Told before each portion, with 0: what is run. And after it: what was run, and how many cases.
 Progress = Callable[[str, int], None]
 
 
@@ -114,8 +114,10 @@ class Campaign:
         self, exchange: type[Exchange], ranks: RankKind, progress: Progress, rounds: int | None
     ) -> Row:
         """The named checks of one exchange × kind of ranks."""
+        what = f"{exchange.name} on {ranks}: named checks"
+        progress(what, 0)
         results = check_exchange(exchange, ranks=ranks, rounds=rounds, device=self.device)
-        progress(f"{exchange.name} on {ranks}", 1)
+        progress(what, 1)
         return Row(exchange=exchange.name, ranks=ranks, results=results)
 
     def _run_row(
@@ -124,6 +126,8 @@ class Campaign:
         """The cases of one exchange × kind of ranks, portion by portion."""
         breaks = 0
         for portion in _portions(row):
+            what = f"{exchange.name} on {portion[0][1].world} {ranks}"
+            progress(what, 0)
             for cell, _ in portion:
                 cell.total += 1
             if breaks >= MOST_BREAKS:
@@ -137,7 +141,7 @@ class Campaign:
                         cell.passed += 1
                     else:
                         cell.findings.append((case, verdict.finding))
-            progress(f"{exchange.name} on {portion[0][1].world} {ranks}", len(portion))
+            progress(what, len(portion))
 
 
 def _portions(row: Sequence[tuple[Cell, Case]]) -> Iterator[list[tuple[Cell, Case]]]:
@@ -154,10 +158,20 @@ def share_of_large(cases: Sequence[Case]) -> float:
 
 
 def check_parts(
-    formats: Sequence[str | Format], experts: Sequence[type[Experts]], device: str = "cpu"
+    formats: Sequence[str | Format],
+    experts: Sequence[type[Experts]],
+    device: str = "cpu",
+    progress: Progress = lambda what, steps: None,
 ) -> dict[str, dict[str, list[CheckResult]]]:
     """The named checks of formats and experts (with rows on `device`), by kind and name."""
-    return {
-        "formats": {str(get(one)): check_format(one) for one in formats},
-        "experts": {one.name: check_experts(one, device=device) for one in experts},
-    }
+    found: dict[str, dict[str, list[CheckResult]]] = {"formats": {}, "experts": {}}
+    for one in formats:
+        name = str(get(one))
+        progress(f"format {name}", 0)
+        found["formats"][name] = check_format(one)
+        progress(f"format {name}", 1)
+    for cls in experts:
+        progress(f"experts {cls.name}", 0)
+        found["experts"][cls.name] = check_experts(cls, device=device)
+        progress(f"experts {cls.name}", 1)
+    return found

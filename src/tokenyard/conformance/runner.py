@@ -11,7 +11,6 @@ word (a collective library that is called out of step ends the process), and its
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch
 from tokenyard.conformance.draws import RankKind
 from tokenyard.errors import Drifted, GroupError, RankError
 from tokenyard.group import Group, launch
+from tokenyard.temporary_folders import temporary_folder
 
 # Seconds that ranks wait for each other before a group counts as broken.
 DEADLINE = 20.0
@@ -84,7 +84,7 @@ def run_on_ranks(
     rest = list(jobs)
     options: dict[str, Any] = {"ranks": ranks, "device": device, "deadline": deadline, "threads_per_rank": 1}
     while rest:
-        with tempfile.TemporaryDirectory(prefix="tokenyard-check-") as folder:
+        with temporary_folder("tokenyard-check-") as folder:
             died = None
             try:
                 launch(world, _run_jobs, fn, rest, folder, **options)
@@ -103,7 +103,7 @@ def run_on_ranks(
             rest = rest[1:]
 
 
-def _run_jobs(group: Group, fn: Callable[[Group, Any], Any], jobs: Sequence[Any], folder: str) -> None:
+def _run_jobs(group: Group, fn: Callable[[Group, Any], Any], jobs: Sequence[Any], folder: Path) -> None:
     """All jobs on this rank, up to the first that breaks the group."""
     with _diary(folder, group.rank).open("w") as diary:
         for number, job in enumerate(jobs):
@@ -133,8 +133,8 @@ def _meet(group: Group, number: int) -> None:
         raise Drifted(f"the ranks are at checks {numbers}", expected=f"all at {number}", fix="start again")
 
 
-def _diary(folder: str, rank: int) -> Path:
-    return Path(folder) / f"rank{rank}"
+def _diary(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}"
 
 
 def _read(diary: Path) -> tuple[list[_Entry], int]:

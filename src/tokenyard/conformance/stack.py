@@ -176,6 +176,15 @@ class StackCell:
         return not self.off
 
 
+def runs_in_stack(wire: str | Format) -> bool:
+    """Whether a wire carries the rows of the stack.
+
+    >>> runs_in_stack("mxfp8"), runs_in_stack("fp32")
+    (True, False)
+    """
+    return get(wire).carries(torch.bfloat16) is None
+
+
 def check_stack(
     exchanges: Sequence[type[Exchange]],
     wires: Sequence[str | Format],
@@ -184,7 +193,7 @@ def check_stack(
     tokens: int = 96,
     ranks: Literal["threads", "processes"] = "processes",
     device: str | None = None,
-    progress: Callable[[str, int], None] | None = None,
+    progress: Callable[[str, int], None] = lambda what, steps: None,
 ) -> list[StackCell]:
     """Run the stack on every exchange × wire that carries bf16 rows, and judge what comes out.
 
@@ -194,19 +203,17 @@ def check_stack(
     (True, 4)
     """
     cells: list[StackCell] = []
-    for wire in wires:
-        if get(wire).carries(torch.bfloat16) is not None:
-            continue
+    for wire in filter(runs_in_stack, wires):
         for exchange in exchanges:
             cell = StackCell(exchange=exchange.name, wire=str(get(wire)))
+            progress(f"the stack: {cell.exchange} × {cell.wire}", 0)
             try:
                 by_rank = launch(world, run_stack, wire, exchange, tokens, ranks=ranks, device=device)
                 _judge(cell, by_rank, cells)
             except TokenyardError as error:
                 cell.off.append(str(error))
             cells.append(cell)
-            if progress is not None:
-                progress(f"the stack: {cell.exchange} × {cell.wire}", 1)
+            progress(f"the stack: {cell.exchange} × {cell.wire}", 1)
     _weights_of.cache_clear()
     return cells
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenyard.evaluation.table import WHOLE_MODEL
+from tokenyard.units import KB, MB
 
 _COLORS = ("#1b4f8a", "#e0963a", "#5f9e6e", "#8c6bb1", "#5aa0d0", "#a3413a", "#6b6b6b")
 
@@ -28,7 +29,7 @@ def draw_accuracy(document: dict[str, Any], path: Path) -> None:
     panels = (
         (
             [
-                (row["wire"], row["bytes_per_token"] / 1000, row)
+                (row["wire"], row["bytes_per_token"] / KB, row)
                 for row in rows
                 if row["weights"] == plain_weights
             ],
@@ -36,7 +37,7 @@ def draw_accuracy(document: dict[str, Any], path: Path) -> None:
             "KB moved per token, all layers, out and back",
         ),
         (
-            [(row["weights"], row["expert_bytes"] / 1e6, row) for row in rows if row["wire"] == plain_wire],
+            [(row["weights"], row["expert_bytes"] / MB, row) for row in rows if row["wire"] == plain_wire],
             f"Weights, with rows in {plain_wire}",
             "MB of experts' weights, all ranks",
         ),

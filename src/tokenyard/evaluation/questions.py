@@ -44,7 +44,9 @@ def read_questions(path: Path, count: int | None = None) -> list[Question]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
-            f"{path} cannot be read ({error})", expected="a file of JSON lines", fix="choose another --data"
+            f"{path} cannot be read ({getattr(error, 'strerror', None) or error})",
+            expected="a file of JSON lines",
+            fix="choose another --data",
         ) from error
     found: list[Question] = []
     for number, line in enumerate(lines, start=1):

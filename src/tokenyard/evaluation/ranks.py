@@ -14,16 +14,15 @@ import json
 import os
 import socket
 import socketserver
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from tokenyard.errors import InputError
 from tokenyard.group import DistributedGroup, Group, launch, thread_groups
+from tokenyard.temporary_folders import temporary_folder
 
 Tell = Callable[[dict[str, Any]], None]
 Job = Callable[..., Any]
@@ -144,8 +143,8 @@ def _listening(hear: Tell | None, lines: int) -> Iterator[str | None]:
     class Server(socketserver.ThreadingUnixStreamServer):
         request_queue_size = 64  # all ranks may call at once
 
-    with tempfile.TemporaryDirectory(prefix="tokenyard-") as folder:
-        address = str(Path(folder) / "told")
+    with temporary_folder("tokenyard-") as folder:
+        address = str(folder / "told")
         with Server(address, Handler) as server:
             serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
             serving.start()

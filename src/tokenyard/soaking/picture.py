@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tokenyard.units import MB
+
 _COLORS = ("#1b4f8a", "#e0963a", "#5f9e6e", "#8c6bb1", "#5aa0d0", "#a3413a")
-_MB = 1e6
 
 
 def draw_soak(document: dict[str, Any], path: Path) -> None:
@@ -51,8 +52,8 @@ def _draw_memory(axes: Any, minutes: list[float], document: dict[str, Any]) -> N
         "shared_memory": "shared memory",
     }
     for place, (name, label) in enumerate(names.items()):
-        slope = f": {growth[name]['value'] / _MB:+.2f} MB in 10 minutes" if name in growth else ""
-        values = [sample[name] / _MB for sample in samples]
+        slope = f": {growth[name]['value'] / MB:+.2f} MB in 10 minutes" if name in growth else ""
+        values = [sample[name] / MB for sample in samples]
         axes.plot(minutes, values, color=_COLORS[place], label=label + slope)
     axes.set_ylabel("MB held at rest")
     axes.set_ylim(bottom=0)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from tokenyard.soaking.life import Shift, live
 from tokenyard.soaking.measuring import Sample, check_measurable
 from tokenyard.soaking.settings import Settings
 from tokenyard.soaking.verdict import Growth, judge
+from tokenyard.temporary_folders import temporary_folder
 
 # Groups that may break before a soak is given up.
 _MOST_BREAKS = 3
@@ -63,7 +63,7 @@ def soak(settings: Settings, hear: Callable[[Progress], None] = lambda progress:
     """Soak, and tell how it goes a few times a second. `KeyboardInterrupt` ends it early, with what was found."""
     check_measurable()
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="tokenyard-soak-") as folder:
+    with temporary_folder("tokenyard-soak-") as folder:
         desk = Desk(folder)
         done = _soak_in_shifts(settings, desk, began, hear)
         samples = desk.samples()

@@ -21,8 +21,8 @@ import numpy as np
 
 from tokenyard.soaking.desk import Finding
 from tokenyard.soaking.measuring import Sample
+from tokenyard.units import MB
 
-MB = 1e6
 # Bytes per second: 1 MB in 10 minutes.
 MOST_GROWTH = MB / 600
 # Seconds behind the warm-up from which on such a growth can be told from noise.

@@ -1,0 +1,53 @@
+"""All commands, under one name."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tokenyard.cli import bench
+from tokenyard.cli.check import check
+from tokenyard.cli.convert import convert
+from tokenyard.cli.doctor import doctor
+from tokenyard.cli.eval import evaluate
+from tokenyard.cli.inspect import inspect
+from tokenyard.cli.output import Commands, reported
+from tokenyard.cli.plan import plan
+from tokenyard.cli.run import run
+from tokenyard.cli.soak import soak
+from tokenyard.cli.support import support
+
+app = typer.Typer(
+    name="tokenyard",
+    cls=Commands,
+    help="Expert-parallel MoE layers that cannot be wired wrong.",
+    no_args_is_help=True,
+    add_completion=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
+    pretty_exceptions_show_locals=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from tokenyard.version import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Expert-parallel MoE layers that cannot be wired wrong."""
+
+
+app.command()(reported(run))
+app.command("eval")(reported(evaluate))
+for _command in (check, soak, plan, inspect, convert, doctor, support):
+    app.command()(reported(_command))
+app.add_typer(bench.app, name="bench")

@@ -1,0 +1,278 @@
+"""Tables lose nothing in a narrow terminal: each command's own, with figures as they are measured."""
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.table import Table
+
+from tests.cli.runner import MIXTRAL, call
+from tokenyard.checkpoints import convert as convert_checkpoint
+from tokenyard.checkpoints import open_checkpoint
+from tokenyard.cli import bench_cuts, check, doctor
+from tokenyard.cli import convert as convert_command
+from tokenyard.cli import eval as eval_command
+from tokenyard.cli import run as run_command
+from tokenyard.cli.tables import print_table
+from tokenyard.conformance.campaign import Cell, Row
+from tokenyard.conformance.draws import draw_cases
+from tokenyard.conformance.stack import StackCell
+from tokenyard.conformance.suites import CheckResult
+from tokenyard.evaluation.intervals import Interval
+from tokenyard.evaluation.table import Row as EvalRow
+from tokenyard.exchange import EXCHANGES
+from tokenyard.formats import FORMATS
+from tokenyard.shipped import shipped_model
+from tokenyard.soaking import Report, Settings
+from tokenyard.soaking.desk import Counts
+from tokenyard.soaking.measuring import Sample
+from tokenyard.soaking.verdict import Growth
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
+
+
+def stored(name):
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+# --- The tables of all commands, printed -------------------------------------------------------------------
+
+
+def plan(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL | {"num_hidden_layers": 61}))
+    return call("plan", "--config", tmp_path, "--ranks", 3, "--wire", "fp8_block128", "--max-tokens", 100_000)
+
+
+def inspect(tmp_path, monkeypatch):
+    return call("inspect", shipped_model())
+
+
+def convert(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written = convert_checkpoint(open_checkpoint(shipped_model()), "mxint4", "out")
+    return printed(lambda: convert_command._show(written, 1.0))
+
+
+def support(tmp_path, monkeypatch):
+    return call("support")
+
+
+def show_dispatch(tmp_path, monkeypatch):
+    return call("bench", "show", RESULTS / "dispatch-h200.json")
+
+
+def show_experts(tmp_path, monkeypatch):
+    return call("bench", "show", RESULTS / "experts-h200.json")
+
+
+def show_layer(tmp_path, monkeypatch):
+    return call("bench", "show", RESULTS / "layer-h200.json")
+
+
+def bench_dispatch(tmp_path, monkeypatch):
+    rows = stored("dispatch-cpu")["results"]
+    monkeypatch.setattr("tokenyard.bench.dispatch.measure_dispatch", lambda *_args, **_options: rows)
+    return call("bench", "dispatch", "--wire", "bf16")
+
+
+def bench_dispatch_paranoid(tmp_path, monkeypatch):
+    rows = stored("paranoid-cpu")["results"]
+    monkeypatch.setattr("tokenyard.bench.dispatch.measure_dispatch", lambda *_args, **_options: rows)
+    return call("bench", "dispatch", "--wire", "bf16", "--paranoid")
+
+
+def bench_experts(tmp_path, monkeypatch):
+    rows = iter(stored("experts-quantized-cpu")["results"])
+    target = "tokenyard.bench.quantized_experts.measure_quantized_experts"
+    monkeypatch.setattr(target, lambda *_args, **_options: next(rows))
+    return call("bench", "experts", "--weights", "mxint4", "--tokens", 1, "--tokens", 128)
+
+
+def bench_encode(tmp_path, monkeypatch):
+    rows = [{k: v for k, v in row.items() if k != "num_tokens"} for row in stored("encode-cpu")["results"]]
+    monkeypatch.setattr("tokenyard.bench.encode.measure_encode", lambda *_: rows)
+    return call("bench", "encode")
+
+
+def bench_transformers(tmp_path, monkeypatch):
+    rows = stored("transformers-cpu")["results"]
+    monkeypatch.setattr("tokenyard.bench.transformers_ep.measure_transformers_ep", lambda _: rows)
+    return call("bench", "transformers")
+
+
+def bench_cuts_of_experts(tmp_path, monkeypatch):
+    cut = {"out": 128, "tile": 64, "stages": 4, "warps": 8, "tail": 16, "rows_first": True}
+    row = {"case": "A", "weights": "fp8_block128", "size": 8192, "chosen_us": 1289.0, "fastest_us": 1267.0}
+    row |= {"ratio": 1.02, "fastest": {"inner": cut, "result": cut}}
+    return printed(lambda: bench_cuts.print_cuts({"results": [row]}))
+
+
+def doctor_report(tmp_path, monkeypatch):
+    findings = [
+        doctor.Finding(
+            section="exchanges", name=f"{name} on processes", ok=False, detail="PeerLost: " + "late " * 40
+        )
+        for name in EXCHANGES
+    ]
+    return printed(lambda: doctor._show(findings))
+
+
+def run(tmp_path, monkeypatch):
+    layer = {
+        "layer": "model.language_model.layers.60.mlp",
+        "rounds": 12_345,
+        "rows_sent": [10**6] * 4,
+        "dispatch_bytes": [10**9] * 4,
+        "combine_bytes": [10**9] * 4,
+        "busiest_rank": 3,
+        "imbalance": 1.25,
+        **{name: [100.0] * 4 for name in ("dispatch_s", "experts_s", "combine_s")},
+    }
+    asked = [SimpleNamespace(prompt="Why?", answer="")]
+    answers = [
+        {"answers": [(0, "Because.", 3)], "seconds": 1.0, "exchange": "one_sided", "layers": [layer] * 4}
+    ]
+    where = SimpleNamespace(leads=True, size=4, call=lambda *_args, **_options: answers)
+    monkeypatch.setattr(run_command, "start_ranks", lambda *_: where)
+    return call("run", "--prompt", asked[0].prompt)
+
+
+def evaluation(tmp_path, monkeypatch):
+    rows = []
+    for row in stored("eval-cpu")["results"]:
+        fields = {k: v for k, v in row.items() if k not in ("questions", "wrong")}
+        fields["accuracy"] = Interval(**row["accuracy"])
+        fields["difference"] = Interval(**row["difference"]) if row["difference"] else None
+        rows.append(EvalRow(**fields, right=[True]))
+    monkeypatch.setattr(eval_command, "start_ranks", lambda *_: SimpleNamespace(leads=True, size=4))
+    monkeypatch.setattr(eval_command, "_run", lambda *_args, **_options: rows)
+    return call("eval")
+
+
+def soak(tmp_path, monkeypatch):
+    document = stored("soak-cpu")
+    report = Report(
+        settings=Settings(ranks=4, kind="threads", seconds=60.0, exchanges=("two_sided",)),
+        seconds=3600.0,
+        counts=Counts(**document["counts"]),
+        samples=[Sample(**document["samples"][-1])],
+        growth={name: Growth(**growth) for name, growth in document["growth"].items()},
+        findings=[],
+    )
+    monkeypatch.setattr("tokenyard.soaking.soak", lambda *_: report)
+    return call("soak", "--threads")
+
+
+def check_grid(tmp_path, monkeypatch):
+    passed = [CheckResult(check=f"check_{number}", what="") for number in range(32)]
+    pairs = [(exchange, ranks) for exchange in EXCHANGES for ranks in ("threads", "processes")]
+    rows = [Row(exchange=exchange, ranks=ranks, results=passed) for exchange, ranks in pairs]
+    cells = [
+        Cell(exchange=exchange, ranks=ranks, wire=wire, total=1111, passed=1111)
+        for exchange, ranks in pairs
+        for wire in [*FORMATS, "nvfp4(global_scale=448.0)"]
+    ]
+    parts = {"formats": dict.fromkeys(FORMATS, passed), "experts": {}}
+    cases = [case for _, case in draw_cases(40, 0, [(EXCHANGES["two_sided"], "bf16", "threads")])]
+    stack = [
+        StackCell(exchange=name, wire="fp8_block128", oracle_error=0.1, end_to_end_error=0.1)
+        for name in EXCHANGES
+    ]
+    return printed(lambda: check._show(check.console(), "cpu", rows, cells, parts, cases, stack))
+
+
+def printed(function):
+    """What a function prints, as a command's result has it."""
+    import typer
+    from typer.testing import CliRunner
+
+    app = typer.Typer()
+    app.command()(function)
+    return CliRunner().invoke(app, [])
+
+
+COMMANDS = [
+    plan, inspect, convert, support, show_dispatch, show_experts, show_layer, bench_dispatch, bench_dispatch_paranoid,
+    bench_experts, bench_encode, bench_transformers, bench_cuts_of_experts, doctor_report, run, evaluation, soak,
+    check_grid,
+]  # fmt: skip
+
+
+def words(text):
+    """All words, without the lines of tables."""
+    return set(re.sub(r"[━─│┃┏┓┗┛┡┩╇┳┻┼╋├┤┬┴└┘┌┐]", " ", text).split())
+
+
+def out_of(command, folder, monkeypatch, columns):
+    folder.mkdir()
+    monkeypatch.setenv("COLUMNS", str(columns))
+    result = command(folder, monkeypatch)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.__name__)
+def test_a_command_shows_every_word_of_its_tables_or_names_the_columns(
+    command, columns, tmp_path, monkeypatch
+):
+    narrow = out_of(command, tmp_path / "narrow", monkeypatch, columns)
+    wide = out_of(command, tmp_path / "wide", monkeypatch, 1000)
+    tables = [line for line in narrow.splitlines() if re.search(r"[━─│┃]", line)]
+    assert max(map(len, tables), default=0) <= columns
+    # By itself it stands between the first and the last layer.
+    assert "…" not in re.sub(r"(?<!\S)…(?!\S)", "", narrow)
+    if "Left out for lack of width: " not in narrow:
+        assert words(wide) - words(narrow) == set()
+
+
+# --- How a table is made to fit ----------------------------------------------------------------------------
+
+
+def shown(monkeypatch, columns, **options):
+    """A table of three columns, whose words are 10 and 5 and 7 wide."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    table = Table(title="all")
+    for heading in ("first", "second", "third"):
+        table.add_column(heading)
+    for number in range(3):
+        table.add_row("exchange" + f"_{number}", "a b c d", f"x={number}.1234")
+    return printed(lambda: print_table(table, **options)).stdout
+
+
+def test_cells_wrap_before_anything_goes(monkeypatch):
+    text = shown(monkeypatch, 34, less_needed=["third"])
+    assert "Left out" not in text
+    assert {"exchange_2", "third", "x=2.1234"} <= words(text)
+    assert "a b c d" not in text
+    assert "│" in text
+
+
+def test_lines_between_columns_go_before_columns(monkeypatch):
+    text = shown(monkeypatch, 26, less_needed=["third"])
+    assert {"exchange_2", "third", "x=2.1234"} <= words(text)
+    assert "│" not in text
+
+
+def test_a_column_that_goes_is_named(monkeypatch):
+    text = shown(monkeypatch, 20, less_needed=["no such column", "third", "first"])
+    assert "x=2.1234" not in text
+    assert "Left out for lack of width: third." in " ".join(text.split())
+    assert {"exchange_2", "second"} <= words(text)
+
+
+@pytest.mark.parametrize("less_needed", [[], ["second"]])
+def test_a_table_that_cannot_fit_becomes_lists_of_all_columns(monkeypatch, less_needed):
+    text = shown(monkeypatch, 18, less_needed=less_needed)
+    assert text.count("first") == text.count("second") == 3
+    assert {"exchange_0", "exchange_1", "exchange_2", "x=2.1234"} <= words(text)
+    assert "Left out" not in text
+
+
+def test_outside_of_a_terminal_a_table_is_as_wide_as_it_needs_to_be(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    table = Table("word", "more")
+    table.add_row("w" * 150, "m" * 150)
+    assert "w" * 150 + " │ " + "m" * 150 in printed(lambda: print_table(table, less_needed=["more"])).stdout
