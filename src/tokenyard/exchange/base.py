@@ -63,8 +63,8 @@ from tokenyard.exchange.reduce import sum_over_ranks
 from tokenyard.exchange.stats import LayerStats
 from tokenyard.exchange.watch import ParanoidWatch, Watch
 from tokenyard.formats.base import EncodedRows
-from tokenyard.group.one_thread import OneThread, by_one_thread
 from tokenyard.group.base import Group
+from tokenyard.group.one_thread import OneThread, by_one_thread
 from tokenyard.routing import Routes
 from tokenyard.rows import (
     CombinedRows,

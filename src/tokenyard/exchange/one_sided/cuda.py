@@ -33,8 +33,8 @@ from tokenyard.exchange.one_sided.exchange import OneSidedExchange
 from tokenyard.exchange.one_sided.graphs import CapturedGraphs
 from tokenyard.exchange.one_sided.launches import LAYER_BITS, Crossing, Encoding, Launcher
 from tokenyard.formats.base import EncodedRows
-from tokenyard.group.one_thread import by_one_thread
 from tokenyard.group.base import Group
+from tokenyard.group.one_thread import by_one_thread
 from tokenyard.routing import Routes
 from tokenyard.rows import (
     CombineBuffer,
