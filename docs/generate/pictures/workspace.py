@@ -6,9 +6,10 @@ from typing import Any
 
 from docs.generate.pictures.svg import WIDTH, Drawing
 from tokenyard import Draft, LayerSpec
-from tokenyard.drafting import draft_as_told, size
+from tokenyard.drafting import draft_as_told
 from tokenyard.exchange import OneSidedExchange
 from tokenyard.exchange.one_sided.signals import control_bytes
+from tokenyard.units import size
 from tokenyard.workspace import WorkspaceLayout
 
 WORLD, MAX_TOKENS = 8, 1024
