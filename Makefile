@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: run test test-faults test-fuzz lint docs bench clean
+.PHONY: run test test-faults test-mutants test-fuzz lint docs bench clean
 
 run: .venv/model
 	@$(BIN)/tokenyard run
@@ -17,6 +17,10 @@ test-faults: .venv/dev
 	$(BIN)/python -m tests.faults.late --write bench/results/late-cpu.json --page docs/guide/losing-ranks.md
 	TOKENYARD_FAULTS=20 $(BIN)/pytest -n 2 --dist worksteal tests/faults tests/museum tests/hosts tests/fuzz
 	$(MAKE) test-fuzz
+
+# Random mutants of the core against the tests that run their lines, and the score.
+test-mutants: .venv/dev
+	$(BIN)/python -m tests.mutation --write bench/results/mutants-cpu.json --page docs/guide/faults.md
 
 # Garbage in, led by coverage. Needs atheris, which is not made for every Python.
 test-fuzz: .venv/dev .venv/fuzz

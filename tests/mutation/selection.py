@@ -1,0 +1,69 @@
+"""Which tests a mutant meets: those that run its line, the quickest first, within a limit of time."""
+
+import itertools
+import json
+from pathlib import Path
+
+import coverage
+
+
+class Record:
+    """Which test runs which line, how long it takes, and whether it starts processes."""
+
+    def __init__(self, folder):
+        folder = Path(folder)
+        self.tests = {}
+        for path in sorted(folder.glob("tests.*.json")):
+            self.tests.update(json.loads(path.read_text()))
+        data = coverage.CoverageData(str(folder / "combined"))
+        for path in sorted(folder.glob("coverage.*")):
+            part = coverage.CoverageData(str(path))
+            part.read()
+            data.update(part)
+        self._lines = {}
+        for path in data.measured_files():
+            name = "src/tokenyard" + path.rsplit("src/tokenyard", 1)[1]
+            self._lines[name] = data.contexts_by_lineno(path)
+
+    def covering(self, path, first, last):
+        """Tests that ran one of these lines, and passed when they were recorded."""
+        lines = self._lines.get(path, {})
+        found = {test for line in range(first, last + 1) for test in lines.get(line, ())}
+        return {test for test in found if self.tests.get(test, {}).get("passed")}
+
+    def starting_processes(self):
+        return {test for test, facts in self.tests.items() if facts["processes"] and facts["passed"]}
+
+
+def choose(record, mutant, limit):
+    """The tests for a mutant: each test function in turn gives its quickest case, until the time is used up.
+
+    Lines that run in other processes are not recorded: after the tests that cover the line come those that start
+    processes, from the folder of tests that has the name of the mutant's folder first.
+    """
+    last = mutant.line + mutant.before.count("\n")
+    covering = record.covering(mutant.path, mutant.line, last)
+    chosen = _in_turn(record, covering)
+    package = mutant.path.split("/")[2].removesuffix(".py")
+    others = record.starting_processes() - covering
+    near = {test for test in others if f"tests/{package}/" in test or f"test_{package}" in test}
+    return _within(record, [*chosen, *_in_turn(record, near), *_in_turn(record, others - near)], limit)
+
+
+def _in_turn(record, tests):
+    """One case of each function, then the second of each, and so on."""
+    cases = {}
+    for test in sorted(tests, key=lambda test: (record.tests[test]["seconds"], test)):
+        cases.setdefault(test.split("[")[0], []).append(test)
+    rounds = itertools.zip_longest(*cases.values())
+    return [test for each in rounds for test in each if test is not None]
+
+
+def _within(record, tests, limit):
+    used, chosen = 0.0, []
+    for test in tests:
+        seconds = record.tests[test]["seconds"]
+        if used + seconds <= limit:
+            used += seconds
+            chosen.append(test)
+    return chosen

@@ -1,0 +1,151 @@
+"""The tool that changes the core: what it changes, which tests it chooses, and what it calls killed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from tests.mutation import __main__ as tool
+from tests.mutation import trial
+from tests.mutation.mutants import draw, mutants_of
+from tests.mutation.selection import choose
+
+ROOT = Path(__file__).parents[2]
+
+
+def changes(source):
+    return [(mutant.before, mutant.after) for mutant in mutants_of("file.py", source)]
+
+
+@pytest.mark.parametrize(
+    ("source", "change"),
+    [
+        ("a < b", ("a < b", "(a <= b)")),
+        ("a is None", ("a is None", "(a is not None)")),
+        ("a * b", ("a * b", "(a // b)")),
+        ("a and b", ("a and b", "(a or b)")),
+        ("not a", ("not a", "a")),
+        ("a[0]", ("0", "1")),
+        ("f(a=True)", ("True", "False")),
+        ("b = a.clone()", ("a.clone()", "a")),
+        ("f(a)", ("f(a)", "pass")),
+        ("raise ValueError('a')", ("raise ValueError('a')", "pass")),
+    ],
+)
+def test_a_change_of_each_kind(source, change):
+    assert change in changes(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "x: Literal[1] = y",
+        "def f(a: Literal[1]) -> Literal[2]: return a",
+        "@cached(1)\ndef f(a): return a",
+        "x = f'{a + 1}'",
+        "x = 'a' + b",
+        "'a docstring'",
+    ],
+)
+def test_what_only_speaks_is_left_alone(source):
+    assert [after for _, after in changes(source) if after != "pass"] == []
+
+
+def test_line_numbers_stay_and_so_does_the_rest():
+    source = "# é → ü\nx = f(\n    1,\n    2,\n)\ny = 3\n"
+    for mutant in mutants_of("file.py", source):
+        changed = mutant.apply(source)
+        assert changed.count("\n") == source.count("\n")
+        assert changed.splitlines()[0] == "# é → ü"
+        assert changed != source
+
+
+def test_a_draw_is_the_same_for_the_same_seed_and_takes_a_line_once():
+    mutants = mutants_of("file.py", "\n".join(f"a{n} = {n} < {n} + 1" for n in range(50)))
+    assert draw(mutants, 20, seed=1) == draw(mutants, 20, seed=1) != draw(mutants, 20, seed=2)
+    assert len({mutant.line for mutant in draw(mutants, 20, seed=1)}) == 20
+
+
+class SmallRecord:
+    """Three functions: one quick with two cases, one slow, one that starts processes and covers nothing."""
+
+    tests: ClassVar = {
+        "tests/a.py::quick[1]": {"seconds": 0.1},
+        "tests/a.py::quick[2]": {"seconds": 0.2},
+        "tests/a.py::slow": {"seconds": 5.0},
+        "tests/group/b.py::processes": {"seconds": 1.0},
+    }
+
+    def covering(self, *_):
+        return {test for test in self.tests if "a.py" in test}
+
+    def starting_processes(self):
+        return {"tests/group/b.py::processes"}
+
+
+def test_each_function_has_its_turn_within_the_time():
+    mutant = mutants_of("src/tokenyard/group/x.py", "a < b")[0]
+    every = [
+        "tests/a.py::quick[1]",
+        "tests/a.py::slow",
+        "tests/a.py::quick[2]",
+        "tests/group/b.py::processes",
+    ]
+    assert choose(SmallRecord(), mutant, 60) == every
+    assert choose(SmallRecord(), mutant, 1.5) == [every[0], every[2], every[3]]
+
+
+_SMALL = "def double(x):\n    return x * 2\n"
+_TESTS = {
+    "killed": "def test_it(): assert small.double(2) == 4",
+    "alive": "def test_it(): assert small.double(0) == 0",
+    "timed out": "def test_it():\n    while small.double(2) != 4: pass",
+}
+
+
+def meet_small_mutant(folder):
+    """What becomes of a mutant of a small project, with each of three tests."""
+    trial._KEPT = ("src", "tests")
+    mutant = next(m for m in mutants_of("src/small.py", _SMALL) if m.after == "(x // 2)")
+    with trial.Checkout(folder) as checkout:
+        outcomes = [checkout.meet(mutant, [f"tests/test_{number}.py"], 5) for number in range(len(_TESTS))]
+        outcomes.append(checkout.meet(mutant, [], 5))
+    print(json.dumps([(outcome.verdict, outcome.test) for outcome in outcomes]))
+
+
+def test_what_becomes_of_a_mutant(tmp_path):
+    """In a process without threads: it forks."""
+    (tmp_path / "src").mkdir()
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "src" / "small.py").write_text(_SMALL)
+    for number, test in enumerate(_TESTS.values()):
+        (tmp_path / "tests" / f"test_{number}.py").write_text(f"import small\n{test}\n")
+    code = f"from tests.mutation.test_mutation import meet_small_mutant as meet; meet({str(tmp_path)!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert json.loads(done.stdout) == [
+        ["killed", "tests/test_0.py::test_it"],
+        ["alive", None],
+        ["timed out", None],
+        ["met by no test", None],
+    ]
+
+
+def test_the_core_is_what_runs_without_a_gpu():
+    files = list(tool.core_files())
+    assert "src/tokenyard/exchange/reduce.py" in files
+    assert not [path for path in files if "kernels" in path or "cuda" in path]
+
+
+def test_mutants_that_change_nothing_are_still_in_the_source():
+    """An entry whose line has changed says nothing any more."""
+    every = {
+        tool.identity(mutant)
+        for path in tool.core_files()
+        for mutant in mutants_of(path, (ROOT / path).read_text())
+    }
+    assert tool.equivalent_mutants() - every == set()
