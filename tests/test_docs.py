@@ -27,6 +27,7 @@ import pytest
 import typer
 
 from docs.generate import SUPPORT_PAGES as SUPPORTED
+from docs.generate import figures
 from tokenyard.cli.commands import app
 from tokenyard.exchange import EXCHANGES
 from tokenyard.experts import EXPERTS
@@ -287,6 +288,17 @@ def test_support_table_is_what_the_declarations_give(page, tmp_path):
     copy.write_text(page.read_text())
     support.rewrite(copy)
     assert copy.read_text() == page.read_text(), f"run: tokenyard support --write {name_of(page)}"
+
+
+@pytest.mark.parametrize("name", figures.PAGES)
+def test_figures_are_what_was_measured(name, tmp_path):
+    copy = tmp_path / Path(name).name
+    copy.write_text((ROOT / name).read_text())
+    assert not figures.rewrite(copy), "run: python -m docs.generate"
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_bytes()) <= 7000
 
 
 def test_the_page_on_installing_says_what_the_package_declares():

@@ -1,4 +1,4 @@
-"""What is generated in the documentation: support tables, the API reference, pictures.
+"""What is generated in the documentation: support tables, figures, the API reference, pictures.
 
     python -m docs.generate
 
@@ -7,4 +7,4 @@ every machine; tests compare what is here with what would be generated.
 """
 
 # Pages with tables that `tokenyard.support` writes.
-SUPPORT_PAGES = ("README.md", "docs/support.md", "docs/guide/errors.md")
+SUPPORT_PAGES = ("docs/support.md", "docs/guide/errors.md")

@@ -1,7 +1,7 @@
 """What can go wrong, and what one sees then: a row for every error class, with a message that was really raised.
 
-A class says in `when` what went wrong; `EXAMPLES` has a call that goes wrong in just that way. The tables of the README
-and of the guide are made of both (`tokenyard support --write`), so that they cannot tell of an error that is gone, or
+A class says in `when` what went wrong; `EXAMPLES` has a call that goes wrong in just that way. The texts of the
+guide are made of both (`tokenyard support --write`), so that they cannot tell of an error that is gone, or
 of a message that nobody ever sees. They are the same on every machine: settings in the environment do not count, and
 a time that was waited is written as zero.
 """
@@ -92,9 +92,11 @@ def _default_environment() -> Iterator[None]:
 
 
 def troubles_in_markdown() -> str:
-    """A table of what can go wrong and what one sees then."""
-    rows = [(kind.when, f"`{_cell(what_you_see(kind))}`") for kind in error_classes()]
-    return _table(("what can go wrong", "what you see"), rows)
+    """What can go wrong, and behind each what one sees then."""
+    return "\n\n".join(
+        f'{kind.when.capitalize()}:\n\n```text title="error"\n{what_you_see(kind)}\n```'
+        for kind in error_classes()
+    )
 
 
 def classes_in_markdown() -> str:
@@ -114,13 +116,6 @@ def _also_a(kind: type[TokenyardError]) -> type:
 def _table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = [columns, ("---",) * len(columns), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
-
-
-# --- Calls that go wrong ----------------------------------------------------------------------------------
 
 
 def _spec(**changes: Any) -> LayerSpec:

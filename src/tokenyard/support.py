@@ -4,7 +4,7 @@ Exchanges, formats and experts publish what they can carry (`supports`). The pla
 and so do the tables here: a combination cannot be supported in the documentation and refused by a plan. The
 tables are generated, never written:
 
-    tokenyard support --write README.md docs/support.md docs/guide/errors.md
+    tokenyard support --write docs/support.md docs/guide/errors.md
 
 puts them between `<!-- support:begin -->` and `<!-- support:end -->`, and a test compares. The tables of errors
 (`tokenyard.error_table`) are written in the same way, between marks of their own.
@@ -104,7 +104,7 @@ def rewrite(path: str | Path) -> bool:
     names = [name for name in BLOCKS if any(mark in text for mark in marks(name))] or list(BLOCKS)[:1]
     written = text
     for name in names:
-        written = _fill(path, written, name)
+        written = between_marks(path, written, name, BLOCKS[name]())
     if written == text:
         return False
     try:
@@ -125,7 +125,8 @@ def marks(name: str) -> tuple[str, str]:
     return f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
 
 
-def _fill(path: Path, text: str, name: str) -> str:
+def between_marks(path: Path, text: str, name: str, tables: str) -> str:
+    """A page's text with these tables between the marks of that name."""
     begin, end = marks(name)
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(end) < text.index(begin):
         raise InputError(
@@ -135,7 +136,7 @@ def _fill(path: Path, text: str, name: str) -> str:
         )
     before, after = text[: text.index(begin)], text[text.index(end) :]
     # Markdown sees a table only behind an empty line.
-    return f"{before}{begin}\n\n{BLOCKS[name]()}\n\n{after}"
+    return f"{before}{begin}\n\n{tables}\n\n{after}"
 
 
 # --- The tables -------------------------------------------------------------------------------------------

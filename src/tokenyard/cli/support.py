@@ -30,7 +30,7 @@ def support(
         raise InputError(
             f"{count(len(files), 'file')} {'with' if write else 'without'} --write",
             expected="--write and at least one file, or neither",
-            fix="tokenyard support --write README.md",
+            fix="tokenyard support --write docs/support.md",
         )
     if write:
         changed = {str(path): rewrite(path) for path in files}
