@@ -130,7 +130,7 @@ PAGES = (
                 *("experts_left_out", "load_without_experts"),
             ),
             "tokenyard.integrations.huggingface": ("layers_from_config", "FAMILIES"),
-            "tokenyard.integrations.families": ("Family", "Config"),
+            "tokenyard.families": ("Family", "Config"),
         },
     ),
     Page(

@@ -133,7 +133,7 @@ class ContractError(TokenyardError, TypeError):
 class UnknownName(TokenyardError, ValueError):
     """A name that no registry knows; the message holds the nearest ones that exist."""
 
-    when = "a format, an exchange, a layer has another name"
+    when = "a format, an exchange, a layer has another name; a model is of a family that is not known"
 
 
 class HandleError(TokenyardError, RuntimeError):

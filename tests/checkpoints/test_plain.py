@@ -91,7 +91,7 @@ def test_numbers_of_experts_are_written_one_way(tmp_path, written):
     old, new = "model.layers.1.mlp.experts.2.", f"model.layers.1.mlp.experts.{written}."
     tensors = {name.replace(old, new): tensor for name, tensor in model.tensors().items()}
     folder = save(tmp_path, tensors, model.config())
-    with pytest.raises(CheckpointError, match="belongs to experts, and nobody knows as what"):
+    with pytest.raises(CheckpointError, match="belongs to experts, under a name that is not known"):
         open_checkpoint(folder)
 
 

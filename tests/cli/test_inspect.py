@@ -98,7 +98,7 @@ def test_families_that_cannot_be_planned_are_still_shown(tmp_path):
     save(tmp_path, tensors, model.config())
     found = call_json("inspect", tmp_path)
     assert [layer["gated"] for layer in found["layers"]] == [False, False]
-    assert "unknown model_type 'nemotron_h'" in found["notes"][0]
+    assert "model_type 'nemotron_h', which is not known to tokenyard" in found["notes"][0]
     assert "nemotron_h" in call("inspect", tmp_path).stdout
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenyard.checkpoints.config import ModelConfig, model_config
+from tokenyard.checkpoints.config import ModelConfig, model_config, text_config
 from tokenyard.checkpoints.files import TensorFiles, open_files
 from tokenyard.checkpoints.header import StoredTensor
 from tokenyard.checkpoints.layers import CheckpointLayer, read_layer
@@ -19,6 +19,7 @@ from tokenyard.checkpoints.plain import PLAIN_DTYPES
 from tokenyard.checkpoints.reading import ExpertReading
 from tokenyard.errors import CheckpointError, unknown_name
 from tokenyard.experts.base import ExpertWeights
+from tokenyard.families import FAMILIES, unknown_family
 
 
 class Checkpoint:
@@ -149,15 +150,24 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """
     path = Path(path)
     files, values, source = open_files(path)
-    config = model_config(values, source)
-    layers = [read_layer(found, config) for found in find_layers(files.tensors)]
-    if not layers:
-        raise CheckpointError(
-            f"{path} holds no experts among its {len(files.tensors)} tensors",
-            expected="a Mixture-of-Experts checkpoint, with tensors ….experts.0.gate_proj.weight or alike",
-            fix="check the path; a dense model needs no expert parallelism",
-            file=path,
-        )
+    try:
+        config = model_config(values, source)
+        layers = [read_layer(found, config) for found in find_layers(files.tensors)]
+        if not layers:
+            raise CheckpointError(
+                f"none of the {len(files.tensors)} tensors of {path} is called as those of experts are",
+                expected="a Mixture-of-Experts checkpoint, with tensors ….experts.0.gate_proj.weight or alike",
+                fix="check the path, and that the config.json belongs to these weights",
+                file=path,
+            )
+    except CheckpointError as error:
+        # A family that is not known may call its tensors, and write down its sizes, in ways of its own.
+        text = text_config(values)
+        family = text.get("model_type")
+        if not isinstance(family, str) or family in FAMILIES:
+            raise
+        shown = any("expert" in name for name in files.tensors)
+        raise unknown_family(text, str(source), experts=shown, why=error.found) from error
     _check_quantized(config, files)
     return Checkpoint(path, files, values, layers)
 

@@ -50,9 +50,8 @@ class ModelConfig:
 
 
 def model_config(values: Mapping[str, Any], file: Path) -> ModelConfig:
-    """Read a config's values. A model of several parts keeps its language model in `text_config`."""
-    inner = values.get("text_config")
-    text = inner if isinstance(inner, Mapping) and "hidden_size" not in values else values
+    """Read a config's values."""
+    text = text_config(values)
 
     def size(keys: tuple[str, ...]) -> int | None:
         key = next((key for key in keys if text.get(key) is not None), None)
@@ -77,6 +76,12 @@ def model_config(values: Mapping[str, Any], file: Path) -> ModelConfig:
         intermediate_size=size(_INTERMEDIATE_SIZE),
         quantization=_quantization(values, text, file),
     )
+
+
+def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config that is about the language model: a model of several parts keeps it in `text_config`."""
+    inner = values.get("text_config")
+    return inner if isinstance(inner, Mapping) and "hidden_size" not in values else values
 
 
 def _quantization(values: Mapping[str, Any], text: Mapping[str, Any], file: Path) -> Mapping[str, Any]:

@@ -118,9 +118,9 @@ def find_layers(tensors: Mapping[str, StoredTensor]) -> list[FoundLayer]:
         if match is None:
             if _EXPERTS.fullmatch(name):
                 raise CheckpointError(
-                    f"{tensor.file.name}: tensor {name!r} belongs to experts, and nobody knows as what",
+                    f"{tensor.file.name}: tensor {name!r} belongs to experts, under a name that is not known",
                     expected="….experts.0.gate_proj.weight, ….experts.gate_up_proj, or alike",
-                    fix="this family, or this way of saving it, is not known yet",
+                    fix="save the model as Transformers does, or download it again",
                     file=tensor.file,
                     tensor=name,
                 )

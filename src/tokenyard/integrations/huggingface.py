@@ -32,12 +32,12 @@ from typing import Any
 
 import torch
 
-from tokenyard.errors import InputError, TokenyardError, shown, unknown_name
+from tokenyard.errors import InputError, TokenyardError, shown
 from tokenyard.experts import Experts
 from tokenyard.experts.base import WEIGHT_DTYPES
+from tokenyard.families import FAMILIES, Config, Family, top_k, unknown_family
 from tokenyard.formats import Format
 from tokenyard.formats.base import ROW_DTYPES, dtype_name
-from tokenyard.integrations.families import FAMILIES, Config, Family, top_k
 from tokenyard.placement import MOST_EXPERTS, Placement
 from tokenyard.routing import Router
 from tokenyard.spec import LayerSpec
@@ -149,9 +149,7 @@ def _family(values: Mapping[str, Any], source: str) -> tuple[Family, Config]:
             fix="pass the config.json of a Hugging Face model",
         )
     if name not in FAMILIES:
-        error = unknown_name("model_type", name, FAMILIES)
-        error.found = f"{source} has an {error.found}"
-        raise error
+        raise unknown_family(values, source)
     family = FAMILIES[name]
     return family, Config(values=values, source=source, family=name, defaults=family.defaults)
 

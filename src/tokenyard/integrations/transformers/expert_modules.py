@@ -19,11 +19,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tokenyard.errors import InputError, unknown_name
+from tokenyard.errors import InputError
 from tokenyard.experts import Activation, ExpertWeights
 from tokenyard.experts.base import WEIGHT_DTYPES
+from tokenyard.families import FAMILIES, Config, unknown_family
 from tokenyard.formats.base import dtype_name
-from tokenyard.integrations.families import FAMILIES, Config
 from tokenyard.rows import describe
 from tokenyard.spec import LayerSpec
 
@@ -160,9 +160,8 @@ def config_of(owner: nn.Module, source: str) -> Config:
     values = config.get_text_config().to_dict()
     family = str(values.get("model_type"))
     if family not in FAMILIES:
-        error = unknown_name("model family", family, FAMILIES)
-        error.found = f"{source} is of an {error.found}"
-        raise error
+        shows = any(is_experts(module) for module in owner.modules())
+        raise unknown_family(values, source, experts=shows)
     return Config(values=values, source=source, family=family, defaults=FAMILIES[family].defaults)
 
 

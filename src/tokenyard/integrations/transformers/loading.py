@@ -88,8 +88,11 @@ _leaving_out = threading.local()
 
 
 def _leave_out(_: nn.Module, __: str, module: nn.Module | None) -> nn.Module | None:
-    leave = getattr(_leaving_out, "now", False) and module is not None and is_experts(module)
-    return ExpertsLeftOut(module) if leave and module is not None else None
+    if module is None or not getattr(_leaving_out, "now", False) or not is_experts(module):
+        return None
+    if not isinstance(module, ExpertsLeftOut):
+        config_of(module, type(module).__name__)  # raises, where the family is not known
+    return ExpertsLeftOut(module)
 
 
 # Once and for all: torch goes through these hooks whenever a module gets a child, in whatever thread.

@@ -60,9 +60,11 @@ def tokenyard_experts(
 
 def _experts(module: nn.Module, top_k: int) -> Experts:
     """Our experts over the module's own weights, made once for each place where these lie."""
+    found = _built.get(module)
+    if found is None:  # a family that is not known may keep its weights under other names
+        config_of(module, type(module).__name__)
     tensors = tensors_of(module)
     place = (top_k, *((tensor.data_ptr(), tensor.dtype, tensor.device) for tensor in tensors.values()))
-    found = _built.get(module)
     if found is None or found[1] != place:
         num_experts, hidden, inner = sizes_of(module)
         spec = ExpertsSpec(

@@ -4,6 +4,9 @@ A `Family` says under which key a `config.json` keeps its number of experts, whi
 it routes and what a missing key means; `FAMILIES` holds one for each `model_type`. Defaults are those of the
 family's config class in transformers, and a test holds the two against each other. `Config` reads values by
 key, with the type that they must have, and its errors name the key, the file and the family.
+
+Whatever reads a config refuses a family that is not here with `unknown_family`, and a formula that is not here with
+`Config.choice`: what was found, and all that is known. Neither advises another name: that would be another model.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tokenyard.errors import InputError, shown
+from tokenyard.errors import InputError, UnknownName, shown
 from tokenyard.experts import ACTIVATIONS, Activation
 from tokenyard.routing import GroupedSigmoidRouter, Router, SoftmaxRouter, TopLogitsRouter
 
@@ -71,8 +74,15 @@ class Config:
     def choice(self, key: str, choices: Mapping[str, Any]) -> Any:
         """What one of some names stands for."""
         value = self.get(key)
-        if not isinstance(value, str) or value not in choices:
-            raise self.wrong(key, value, f"one of {', '.join(choices)}")
+        expected = f"one of {', '.join(choices)}"
+        if not isinstance(value, str):
+            raise self.wrong(key, value, expected)
+        if value not in choices:
+            raise UnknownName(
+                f"{self.source} ({self.family}) has {key}={shown(value)}, which is not known to tokenyard",
+                expected=expected,
+                fix=f"use a model with one of these: another {key!r} in the file would be another model",
+            )
         return choices[value]
 
     def indices(self, key: str) -> list[int]:
@@ -294,3 +304,38 @@ FAMILIES: dict[str, Family] = {
 
 def _is_whole(value: object, least: int, most: int = _LARGEST) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def unknown_family(
+    values: Mapping[str, Any], source: str, *, experts: bool = False, why: str = ""
+) -> UnknownName:
+    """The error for a config whose `model_type` is none of `FAMILIES`. Everything that reads a config raises it.
+
+    `experts` says that tensors or modules show experts, whatever the config says. `why` tells what else was found.
+
+    >>> print(unknown_family({"model_type": "jamba", "num_experts": 16}, "config.json"))  # doctest: +ELLIPSIS
+    config.json has model_type 'jamba', which is not known to tokenyard; expected one of deepseek_v2, ...
+    >>> print(unknown_family({"model_type": "llama"}, "config.json").found)
+    config.json has model_type 'llama', which is not known to tokenyard: a dense model, without experts
+    """
+    dense = not experts and not _counts_experts(values)
+    found = f"{source} has model_type {shown(values.get('model_type'))}, which is not known to tokenyard"
+    return UnknownName(
+        found
+        + (": a dense model, without experts" if dense else "")
+        + (f" ({why})" if why and not dense else ""),
+        expected=f"one of {', '.join(sorted(FAMILIES))}",
+        fix="use a model with experts: a dense one needs no expert parallelism"
+        if dense
+        else "use a model of one of these families, or declare this one in `tokenyard.families.FAMILIES`",
+    )
+
+
+def _counts_experts(values: Mapping[str, Any]) -> bool:
+    """Whether a config, of whatever family, has a number of experts that is not 0. Parts of a model count, too."""
+    return any(
+        _counts_experts(value)
+        if isinstance(value, Mapping)
+        else "expert" in str(key) and "per_tok" not in str(key) and type(value) in (int, list) and bool(value)
+        for key, value in values.items()
+    )

@@ -1,0 +1,217 @@
+"""Every family of Transformers that has experts is known here, or is refused in one way, wherever a config is read.
+
+Models are built on the meta device, with the sizes of their config class and few layers, and their checkpoints are
+headers before files without content: nothing is computed, and nothing is read.
+"""
+
+import warnings
+
+import pytest
+import torch
+import transformers
+from transformers.core_model_loading import revert_weight_conversion
+
+from tests.cli.runner import call
+from tests.integrations.transformers_models import tiny_config
+from tests.models import on_ranks, raised
+from tokenyard.checkpoints.writer import SPELLINGS, CheckpointWriter, Entry
+from tokenyard.errors import UnknownName
+from tokenyard.families import FAMILIES
+from tokenyard.integrations.huggingface import layers_from_config
+from tokenyard.integrations.transformers import experts_left_out, load_sharded, shard_experts
+from tokenyard.integrations.transformers.expert_modules import is_experts
+from tokenyard.integrations.transformers.one_rank import tokenyard_experts
+
+LAYERS = 6
+# What the config class of a family lacks, or says so that no model can be built.
+SETTINGS = {
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "gemma4_text": {
+        "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64,
+    },
+    "hunyuan_v1_moe": {"num_experts": 4, "head_dim": 128, "moe_topk": 2},
+    "lfm2_moe": {"layer_types": ["full_attention"] * LAYERS},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 64,
+        "indexer_compress_ratio": 4,
+    },
+}  # fmt: skip
+# Families that were once refused for a reason that was not true.
+REPORTED = (
+    "granitemoe",
+    "granitemoehybrid",
+    "granitemoeshared",
+    "longcat_flash",
+    "jetmoe",
+    "laguna",
+    "aria_text",
+)
+# A checkpoint of a family whose model this Transformers does not build from a config.
+DBRX = {"transformer.blocks.0.ffn.experts.mlp.w1": (64, 32), "transformer.wte.weight": (100, 32)}
+
+
+def config_of(name):
+    try:
+        return transformers.CONFIG_MAPPING[name](**({"num_hidden_layers": LAYERS} | SETTINGS.get(name, {})))
+    except Exception:  # a vision model, a model of models: other settings
+        return None
+
+
+def counts_experts(values):
+    return any(
+        counts_experts(value) if isinstance(value, dict) else str(key).endswith("experts") and bool(value)
+        for key, value in values.items()
+    )
+
+
+def families():
+    """The model types whose configs have experts, and that `FAMILIES` does not hold."""
+    for name in transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES:
+        config = config_of(name)
+        has_experts = config is not None and counts_experts(config.to_dict())
+        if has_experts and config.get_text_config().model_type not in FAMILIES:
+            yield name
+
+
+UNKNOWN = list(families())
+
+
+def model_of(name):
+    """A language model on the meta device; None where Transformers builds none from a config."""
+    config = config_of(name)
+    if config.get_text_config() is not config:  # of several parts: the part with the experts is a family, too
+        return None
+    kinds = (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_MAPPING)
+    kind = next((mapping[type(config)] for mapping in kinds if type(config) in mapping), None)
+    if kind is None or name == "dbrx":
+        return None
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return kind(config)
+
+
+def save(folder, config, tensors):
+    """A checkpoint that has headers, and holes where its numbers would be."""
+    config.save_pretrained(folder)
+    entries = [
+        Entry(name=name, dtype=SPELLINGS[t.dtype], shape=tuple(t.shape)) for name, t in tensors.items()
+    ]
+    CheckpointWriter(folder, entries, largest_file=1 << 60).abandon()
+    return folder
+
+
+def refusals(name):
+    """What is said of a family, or of the family of its language model."""
+    config = config_of(name)
+    for family in {config.model_type, config.get_text_config().model_type}:
+        yield f"has model_type {family!r}, which is not known to tokenyard"
+
+
+def check(error, name):
+    """The one way: what was found, that it is not known, and all that is."""
+    assert isinstance(error, UnknownName)
+    assert any(words in error.found for words in refusals(name))
+    assert "dense" not in str(error)
+    assert error.expected == f"one of {', '.join(sorted(FAMILIES))}"
+    assert "did you mean" not in error.fix
+
+
+def test_the_families_are_those_of_transformers():
+    assert set(REPORTED) | {"dbrx", "nemotron_h", "llama4_text", "jamba", "dots1"} <= set(UNKNOWN)
+    assert len(UNKNOWN) > 50
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_the_config_is_refused(name):
+    values = config_of(name).to_dict()
+    if "text_config" not in values and "thinker_config" in values:
+        values = values["thinker_config"]  # a model of two models
+    check(raised(layers_from_config, values), name)
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_model_and_checkpoint_are_refused(name, tmp_path):
+    model = model_of(name)
+    if model is None:
+        assert name not in REPORTED
+        model = torch.nn.Module()
+        model.config = config_of(name)
+        tensors = {key: torch.empty(shape, device="meta") for key, shape in DBRX.items()}
+    else:
+        tensors = revert_weight_conversion(model, model.state_dict())
+        modules = [module for module in model.modules() if is_experts(module)]
+        for module in modules:
+            rows, ids = torch.empty(3, 8, device="meta"), torch.zeros(3, 2, dtype=torch.int64, device="meta")
+            check(raised(tokenyard_experts, module, rows, ids, torch.ones(3, 2, device="meta")), name)
+        if modules:
+            with experts_left_out():
+                check(raised(model_of, name), name)
+    folder = save(tmp_path, config_of(name), tensors)
+
+    def rank_main(group):
+        return raised(shard_experts, model, group), raised(load_sharded, folder, group)
+
+    for error in on_ranks(1, rank_main)[0]:
+        check(error, name)
+    inspected = call("inspect", folder, "--json")
+    assert any(words in inspected.stdout for words in refusals(name))
+    if inspected.exit_code:
+        out = tmp_path / "out"
+        for command in (("inspect", folder), ("convert", folder, "--weights", "mxfp8", "--out", out)):
+            result = call(*command)
+            assert result.exit_code == 2
+            assert any(words in result.stderr for words in refusals(name))
+
+
+# --- What is refused for another reason ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("llama", {}),
+        ("granitemoehybrid", {"num_local_experts": 0, "num_experts_per_tok": 0}),
+        ("gemma4_text", {}),
+    ],
+)
+def test_dense_models_are_called_dense(name, settings, tmp_path):
+    config = transformers.CONFIG_MAPPING[name](num_hidden_layers=2, **settings)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    folder = save(tmp_path, config, model.state_dict())
+
+    def rank_main(group):
+        return raised(shard_experts, model, group), raised(load_sharded, folder, group)
+
+    refused = call("inspect", folder)
+    assert refused.exit_code == 2
+    for error in [*on_ranks(1, rank_main)[0], raised(layers_from_config, config.to_dict())]:
+        assert isinstance(error, UnknownName)
+        words = f"has model_type {name!r}, which is not known to tokenyard: a dense model, without experts"
+        assert error.found.endswith(words)
+        assert words in refused.stderr
+        assert error.expected == f"one of {', '.join(sorted(FAMILIES))}"
+        assert error.fix == "use a model with experts: a dense one needs no expert parallelism"
+
+
+def test_an_activation_that_is_not_known_is_not_advised_to_be_another(tmp_path):
+    config = tiny_config("qwen3_moe", hidden_act="relu6")
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    module = model.model.layers[0].mlp.experts
+    rows, ids = torch.zeros(3, config.hidden_size), torch.zeros(3, 2, dtype=torch.int64)
+
+    def rank_main(group):
+        return raised(shard_experts, model, group), raised(load_sharded, tmp_path, group)
+
+    errors = [
+        *on_ranks(1, rank_main)[0],
+        raised(layers_from_config, config.to_dict()),
+        raised(tokenyard_experts, module, rows, ids, torch.ones(3, 2)),
+    ]
+    for error in errors:
+        assert isinstance(error, UnknownName)
+        assert error.found.endswith("(qwen3_moe) has hidden_act='relu6', which is not known to tokenyard")
+        assert error.expected == "one of silu, swish, gelu, gelu_new, gelu_pytorch_tanh, relu2"
+        assert "would be another model" in error.fix
+    assert "hidden_act='relu6', which is not known to tokenyard" in call("inspect", tmp_path).stdout
