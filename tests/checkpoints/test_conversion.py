@@ -153,15 +153,31 @@ def test_deepseek_layout(tmp_path):
 def test_everything_else_is_copied(tmp_path, weights):
     tensors = MODEL.tensors() | {"odd": torch.arange(3, dtype=torch.uint8), "flag": torch.tensor(True)}
     plain = save(tmp_path / "plain", tensors, MODEL.config())
-    (plain / "tokenizer.json").write_text('{"a": 1}')
-    (plain / "weights.bin").write_bytes(b"\x80\x04.")
+    texts = {
+        "tokenizer.json": '{"a": 1}', "tokenizer_config.json": '{"b": 2}', "generation_config.json": '{"c": 3}',
+        "chat_template.jinja": "{{ d }}", "additional_chat_templates/tools.jinja": "{{ e }}", "merges.txt": "f g",
+        "spiece.model": "h", "vocab.bpe": "i", "configuration_mine.py": "j = 1", "LICENSE": "k", "sounds.pb": "l",
+    }  # fmt: skip
+    (plain / "additional_chat_templates").mkdir()
+    for name, text in texts.items():
+        (plain / name).write_text(text)
+    for name in (
+        "weights.bin",
+        "pytorch_model.bin.index.json",
+        "old.index.json",
+        "tf_model.h5",
+        ".gitattributes",
+    ):
+        (plain / name).write_bytes(b"\x80\x04.")
     convert(open_checkpoint(plain), weights, tmp_path / "out")
     held = tensors_of(tmp_path / "out")
     for name, tensor in tensors.items():
         if ".experts." not in name:
             assert same_bits(held[name], tensor), name
-    names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"config.json", "tokenizer.json", "model.safetensors"}
+    out = tmp_path / "out"
+    written = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    assert written == {"config.json", "model.safetensors", *texts}
+    assert {name: (out / name).read_text() for name in texts} == texts
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {key: value for key, value in config.items() if key != "quantization_config"} == MODEL.config()
 

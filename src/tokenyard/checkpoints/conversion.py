@@ -29,8 +29,9 @@ from tokenyard.checkpoints.checkpoint import Checkpoint
 from tokenyard.checkpoints.compressed_tensors import COMPRESSED_LAYOUTS
 from tokenyard.checkpoints.config import model_config
 from tokenyard.checkpoints.deepseek import DeepSeekFp8
-from tokenyard.checkpoints.files import CONFIG, INDEX
+from tokenyard.checkpoints.files import CONFIG
 from tokenyard.checkpoints.gpt_oss import GptOssMxfp4
+from tokenyard.checkpoints.header import PICKLE_ENDINGS
 from tokenyard.checkpoints.layers import CheckpointLayer
 from tokenyard.checkpoints.layout import Layout
 from tokenyard.checkpoints.naming import PROJECTIONS, Projections, tensor_name
@@ -44,8 +45,11 @@ from tokenyard.temporary_folders import temporary_folder
 # The layout in which each weight format is written.
 TARGETS: dict[str, Layout] = {layout.weights: layout for layout in (*COMPRESSED_LAYOUTS, DeepSeekFp8())}
 
-# Files beside the weights that belong to a model: its tokenizer, its code, its words.
-_COMPANIONS = (".json", ".txt", ".model", ".jinja", ".py", ".md", ".tiktoken")
+# Files with weights, in this and in other formats. Whatever else lies in the folder belongs to the model: tokenizer,
+# chat templates, how it generates, code, the license.
+_WEIGHTS = (".safetensors", ".index.json", *PICKLE_ENDINGS, ".h5", ".msgpack", ".gguf", ".onnx", ".npz")
+# The folder in which Transformers keeps chat templates, where a model has several.
+_CHAT_TEMPLATES = "additional_chat_templates"
 
 Progress = Callable[[str, int, int], None]
 
@@ -401,5 +405,8 @@ def _write_config(checkpoint: Checkpoint, layouts: Mapping[str, Layout], folder:
     (folder / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     source = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix in _COMPANIONS and path.name not in (CONFIG, INDEX):
+        left_out = path.name == CONFIG or path.name.startswith(".") or path.name.endswith(_WEIGHTS)
+        if path.is_file() and not left_out:
             shutil.copyfile(path, folder / path.name)
+    if (source / _CHAT_TEMPLATES).is_dir():
+        shutil.copytree(source / _CHAT_TEMPLATES, folder / _CHAT_TEMPLATES)

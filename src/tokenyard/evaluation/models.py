@@ -15,7 +15,6 @@ import torch
 
 from tokenyard.errors import InputError
 from tokenyard.shipped import shipped_model
-from tokenyard.shipped.vocabulary import readable
 
 OLDEST_TRANSFORMERS = (5, 17)
 # Ranks may be threads, and Transformers changes what is global while it loads a model.
@@ -27,7 +26,6 @@ class Language:
     """What a checkpoint's tokens mean."""
 
     tokenizer: Any
-    shipped: bool
 
     @property
     def pad(self) -> int:
@@ -49,8 +47,6 @@ class Language:
 
     def text(self, ids: list[int]) -> str:
         """What the tokens of an answer say."""
-        if self.shipped:
-            return readable(self.tokenizer.convert_ids_to_tokens(ids))
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
 
@@ -92,7 +88,7 @@ def load_language(folder: Path) -> Language:
     """The tokenizer of a checkpoint."""
     with _quietly() as transformers:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    return Language(tokenizer, shipped=folder.resolve() == shipped_model().resolve())
+    return Language(tokenizer)
 
 
 def load_whole(folder: Path, device: torch.device) -> Any:

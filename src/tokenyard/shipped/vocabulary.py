@@ -57,21 +57,6 @@ def unknown_words(text: str) -> list[str]:
     return sorted({token for token in split(text) if token not in vocabulary()})
 
 
-def readable(tokens: list[str]) -> str:
-    """Tokens of a solution as a person writes them: digits of a number together, those of a column apart.
-
-    >>> readable(split("34 + 27 : 4 7 1 , 3 2 6 = 61 ; answer 61"))
-    '34 + 27 : 4 7 1 , 3 2 6 = 61 ; answer 61'
-    """
-    text, in_column, before = "", False, ""
-    for token in tokens:
-        in_column = token == ":" or (in_column and token != "=")
-        glued = not text or (before.isdigit() and token.isdigit() and not in_column)
-        text += token if glued else f" {token}"
-        before = token
-    return text
-
-
 def tokenizer_json() -> dict[str, Any]:
     """The tokenizer in the format of the `tokenizers` library."""
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
@@ -90,7 +75,19 @@ def tokenizer_json() -> dict[str, Any]:
             "invert": True,
         },
         "post_processor": None,
-        "decoder": None,
+        # A space between tokens, but none between the digits of a number; those of a column, from ":" to "=", keep it.
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"Regex": "^"}, "content": " "},
+                {"type": "Fuse"},
+                {
+                    "type": "Replace",
+                    "pattern": {"Regex": "^ |(?<=[0-9]) (?=[0-9])(?<!:[^=]*)"},
+                    "content": "",
+                },
+            ],
+        },
         "model": {"type": "WordLevel", "vocab": vocabulary(), "unk_token": UNKNOWN},
     }
 
