@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -67,18 +67,10 @@ def _told(done: dict[Party, int]) -> str:
     return " and ".join(f"on {rows} rows by the {party.value}" for party, rows in done.items()) or "by nobody"
 
 
-class HasWiring(Protocol):
-    """A layer, as far as an audit looks at it."""
-
-    @property
-    def wiring(self) -> Wiring:
-        """Who does which duty."""
-
-
-Layer = TypeVar("Layer", bound=HasWiring)
+Layer = TypeVar("Layer")
 Out = TypeVar("Out")
-# A layer's way out: the fate of this round trip, rows, routes or logits, further payloads.
-WayOut = Callable[[Layer, Fate, Tensor, Routes | Tensor, Mapping[str, Tensor] | None], Out]
+# A layer's way out: its wiring, the fate of this round trip, rows, routes or logits, further payloads.
+WayOut = Callable[[Layer, Wiring, Fate, Tensor, Routes | Tensor, Mapping[str, Tensor] | None], Out]
 
 
 def audited(go_out: WayOut[Layer, Out]) -> WayOut[Layer, Out]:
@@ -87,17 +79,18 @@ def audited(go_out: WayOut[Layer, Out]) -> WayOut[Layer, Out]:
     @functools.wraps(go_out)
     def watched(
         layer: Layer,
+        wiring: Wiring,
         fate: Fate,
         x_TH: Tensor,
         routes_or_logits: Routes | Tensor,
         payloads: Mapping[str, Tensor] | None,
     ) -> Out:
-        if not layer.wiring.cargo.sealed:
-            return go_out(layer, fate, x_TH, routes_or_logits, payloads)
+        if not wiring.cargo.sealed:
+            return go_out(layer, wiring, fate, x_TH, routes_or_logits, payloads)
         with Ledger().open() as ledger:
-            result = go_out(layer, fate, x_TH, routes_or_logits, payloads)
+            result = go_out(layer, wiring, fate, x_TH, routes_or_logits, payloads)
             assert fate.dispatched is not None
-            settle(layer.wiring, ledger, x_TH.shape[0], routes_or_logits, fate.dispatched.received)
+            settle(wiring, ledger, x_TH.shape[0], routes_or_logits, fate.dispatched.received)
         return result
 
     return watched

@@ -69,8 +69,9 @@ class MoELayer(nn.Module):
         add: Tensor | None = None,
     ) -> Tensor:
         """Send tokens to their experts and bring the results home, into `out` if given, plus `add` if given."""
-        with self.plan.exchange.shared_fate(self.wiring.cargo) as fate:  # an error on one rank reaches all
-            result = self._go_out(fate, x_TH, routes_or_logits, payloads)
+        wiring = self.wiring
+        with self.plan.exchange.shared_fate(wiring.cargo) as fate:  # an error on one rank reaches all
+            result = self._go_out(wiring, fate, x_TH, routes_or_logits, payloads)
             terms = [self.shared(x_TH)] if self.shared is not None else []
             terms += [add] if add is not None else []
             return fate.combine(result, out=out, add=terms).y_TH
@@ -79,19 +80,21 @@ class MoELayer(nn.Module):
         self, x_TH: Tensor, routes_or_logits: Routes | Tensor, *, payloads: Mapping[str, Tensor] | None = None
     ) -> RankRows:
         """The same up to the sum over ranks, which is the caller's duty here (`reduce_ranks="caller"`)."""
-        with self.plan.exchange.shared_fate(self.wiring.cargo) as fate:
-            return fate.combine_unreduced(self._go_out(fate, x_TH, routes_or_logits, payloads))
+        wiring = self.wiring
+        with self.plan.exchange.shared_fate(wiring.cargo) as fate:
+            return fate.combine_unreduced(self._go_out(wiring, fate, x_TH, routes_or_logits, payloads))
 
     @audited  # in a plan that watches itself, every duty is counted
     def _go_out(
         self,
+        wiring: Wiring,
         fate: Fate,
         x_TH: Tensor,
         routes_or_logits: Routes | Tensor,
         payloads: Mapping[str, Tensor] | None,
     ) -> ExpertRows | PlacedRows:
-        check_rows(self.wiring, x_TH)
-        routes = route(self.wiring, routes_or_logits)
+        check_rows(wiring, x_TH)
+        routes = route(wiring, routes_or_logits)
         rows = fate.encode(x_TH)
         received = fate.dispatch(rows, routes, payloads)
-        return run_experts(self.wiring, self.experts, received)
+        return run_experts(wiring, self.experts, received)

@@ -119,5 +119,5 @@ class GroupedMm(GroupedExperts):
 
     name = "grouped_mm"
 
-    def _path(self, rows: int) -> Any:
+    def _path(self, weights: ExpertWeights, rows: int) -> Any:
         return "grouped_mm"

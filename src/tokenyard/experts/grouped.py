@@ -38,7 +38,7 @@ from torch.nn import functional
 from tokenyard.duties import Duty, record, record_weights
 from tokenyard.errors import ContractError
 from tokenyard.experts import workers
-from tokenyard.experts.base import Experts, local_routes
+from tokenyard.experts.base import Experts, ExpertWeights, local_routes
 from tokenyard.experts.pairs import SortedPairs, sort_pairs
 from tokenyard.experts.tiles import product_by_tiles
 from tokenyard.formats import WEIGHT_FORMATS, QuantizedMatrix
@@ -114,13 +114,14 @@ class GroupedExperts(Experts):
         spec = self.spec
         if received.rows.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return self.compute_fixed(received, finalize=finalize)
-        pairs = sort_pairs(local_routes(received), spec.num_local_experts)
-        if isinstance(self.weights.w13, QuantizedMatrix):
-            y_NH = self._tile_by_tile(self.incoming(received, torch.float32), pairs)
+        pairs, weights = sort_pairs(local_routes(received), spec.num_local_experts), self.weights
+        if isinstance(weights.w13, QuantizedMatrix):
+            y_NH = self._tile_by_tile(weights, self.incoming(received, torch.float32), pairs)
         else:
-            x_RH = self.incoming(received, self.weights.w13.dtype)
-            at_once = self._path(max(pairs.counts, default=0)) == "grouped_mm"
-            y_NH = self._all_at_once(x_RH, pairs) if at_once else self._one_by_one(x_RH, pairs)
+            x_RH = self.incoming(received, weights.w13.dtype)
+            at_once = self._path(weights, max(pairs.counts, default=0)) == "grouped_mm"
+            compute = self._all_at_once if at_once else self._one_by_one
+            y_NH = compute(weights, x_RH, pairs)
         weights_N = torch.ones_like(pairs.weights_N) if spec.weight_on == "input" else pairs.weights_N
         if finalize:
             return ExpertRows(rows_RH=sum_choices(y_NH, weights_N, pairs))
@@ -141,7 +142,7 @@ class GroupedExperts(Experts):
         """
         spec, weights, routes = self.spec, self.weights, local_routes(received)
         quantized = isinstance(weights.w13, QuantizedMatrix)
-        if quantized or not finalize or self._path(0) != "grouped_mm":
+        if quantized or not finalize or self._path(weights, 0) != "grouped_mm":
             raise ContractError(
                 f"grouped experts of {spec.hidden_size} and {spec.intermediate_size} columns with {spec.weights} "
                 "weights were captured" + ("" if finalize else " without finalizing"),
@@ -178,8 +179,8 @@ class GroupedExperts(Experts):
             sums_RH += torch.where(routes.ids_RK[:, choice : choice + 1] >= 0, y_RH, 0.0)
         return ExpertRows(rows_RH=sums_RH)
 
-    def _path(self, rows: int) -> ProductPath:
-        spec, (w13, w2) = self.spec, self.weights.plain_matrices()
+    def _path(self, weights: ExpertWeights, rows: int) -> ProductPath:
+        spec, (w13, w2) = self.spec, weights.plain_matrices()
         dtype, device = w13.dtype, w13.device
         native = device.type == "cpu" and cpu_multiplies(dtype)
         path = product_path(rows, spec.hidden_size, spec.intermediate_size, dtype, device, native=native)
@@ -195,10 +196,9 @@ class GroupedExperts(Experts):
             return (x_nH.float() * pairs.weights_N[chosen].unsqueeze(1)).to(dtype)
         return x_nH.to(dtype)
 
-    def _all_at_once(self, x_RH: Tensor, pairs: SortedPairs) -> Tensor:
+    def _all_at_once(self, weights: ExpertWeights, x_RH: Tensor, pairs: SortedPairs) -> Tensor:
         """The results of all pairs, in the order of `by_expert_N`, by two grouped products."""
-        weights, order = self.weights, pairs.by_expert_N
-        w13, w2 = weights.plain_matrices()
+        order, (w13, w2) = pairs.by_expert_N, weights.plain_matrices()
         if len(order) == 0:
             return x_RH.new_empty(0, self.spec.hidden_size)
         ends_L = pairs.counts_L.cumsum(0, dtype=torch.int32)
@@ -212,9 +212,9 @@ class GroupedExperts(Experts):
             y_NH = y_NH + weights.b2.float().repeat_interleave(pairs.counts_L, dim=0)
         return y_NH
 
-    def _one_by_one(self, x_RH: Tensor, pairs: SortedPairs) -> Tensor:
+    def _one_by_one(self, weights: ExpertWeights, x_RH: Tensor, pairs: SortedPairs) -> Tensor:
         """The results of all pairs, in the order of `by_expert_N`, expert by expert, in float32."""
-        (w13, w2), b13, b2 = self.weights.plain_matrices(), self.weights.b13, self.weights.b2
+        (w13, w2), b13, b2 = weights.plain_matrices(), weights.b13, weights.b2
         shape = (len(pairs.index_N), self.spec.hidden_size)
         y_NH = torch.empty(shape, dtype=torch.float32, device=w13.device)
 
@@ -222,7 +222,7 @@ class GroupedExperts(Experts):
             expert, run = expert_and_run
             chosen = pairs.by_expert_N[run]
             # An expert with few rows is better off in 16 bits, even where others of the batch are widened.
-            upcast = self._path(len(chosen)) == "upcast"
+            upcast = self._path(weights, len(chosen)) == "upcast"
             x_nH = self._inputs(x_RH, pairs, chosen, torch.float32 if upcast else w13.dtype)
             pre = _product(x_nH, w13[expert])
             if b13 is not None:
@@ -234,9 +234,9 @@ class GroupedExperts(Experts):
         _for_each(compute_one, pairs.runs(), pairs.counts, y_NH.device)
         return y_NH
 
-    def _tile_by_tile(self, x_RH: Tensor, pairs: SortedPairs) -> Tensor:
+    def _tile_by_tile(self, weights: ExpertWeights, x_RH: Tensor, pairs: SortedPairs) -> Tensor:
         """The results of all pairs, in the order of `by_expert_N`, in float32, from quantized weights."""
-        weights, runs = self.weights, list(pairs.runs())
+        runs = list(pairs.runs())
         assert isinstance(weights.w13, QuantizedMatrix)
         assert isinstance(weights.w2, QuantizedMatrix)
         x_NH = self._inputs(x_RH, pairs, pairs.by_expert_N, torch.float32)

@@ -32,11 +32,11 @@ _pools_lock = threading.Lock()
 def worth_sharing(counts: Iterable[int], threads: int) -> bool:
     """Whether experts with these numbers of rows keep all threads busy if each expert has one thread.
 
-    >>> worth_sharing([60, 70, 65, 61], threads=2), worth_sharing([1000, 2, 2], threads=2)
-    (True, False)
+    >>> worth_sharing([60, 70, 65, 61], threads=2), worth_sharing([1000, 2, 2], threads=2), worth_sharing([], threads=2)
+    (True, False, False)
     """
     counts = list(counts)
-    return threads > 1 and max(counts, default=0) * threads <= sum(counts)
+    return threads > 1 and 0 < max(counts, default=0) * threads <= sum(counts)
 
 
 def for_each(function: Callable[[Item], object], items: Iterable[Item], threads: int) -> None:
