@@ -51,7 +51,9 @@ def test_expert_cells_are_what_plans_do(experts, monkeypatch):
     for act in ACTIVATIONS:
         assert (cells[f"activation {act}"] == YES) == plans("allgather", activation=act, **also)
     for name in [key.removeprefix("weights in ") for key in cells if key.startswith("weights in ")]:
-        assert (cells[f"weights in {name}"] == YES) == plans("allgather", weights=name, **also)
+        weights, _, inner = name.removesuffix(" between the products").partition(", ")
+        wanted = {"weights": weights, "inner": inner or "exact"}
+        assert (cells[f"weights in {name}"] == YES) == plans("allgather", **wanted, **also)
     assert (cells["route by themselves"] == YES) == (not plans("two_sided", **also))
     for device, row in (("cpu", "run on a CPU"), ("cuda", "run on an NVIDIA GPU")):
         assert (cells[row] == YES) == (EXPERTS[experts].runs_on(torch.device(device)) is None)

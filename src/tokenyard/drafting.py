@@ -23,6 +23,7 @@ from tokenyard import formats
 from tokenyard.errors import Alternative, InputError, PlanError, Reason, TokenyardError, shown
 from tokenyard.exchange import EXCHANGES, Exchange
 from tokenyard.exchange import resolve as resolve_exchange
+from tokenyard.experts.base import EXACT
 from tokenyard.placement import MOST_RANKS, PLACEMENTS, Placement, placement_for
 from tokenyard.routing import Router
 from tokenyard.spec import LayerSpec, check_spec, is_size
@@ -100,7 +101,7 @@ class Draft:
             spec, nbytes = wiring.spec, self.exchange.region_bytes(wiring.cargo)
             row = {
                 "shape": f"H {spec.hidden_size}, I {spec.intermediate_size}, E {spec.num_experts}, K {spec.top_k}",
-                "experts": f"{wiring.experts.name}, {spec.weights} weights, {wiring.cargo.placement}",
+                "experts": f"{wiring.experts.name}, {spec.weights} weights{_between(wiring)}, {wiring.cargo.placement}",
                 "wire": str(wiring.wire),
                 "combine_wire": str(wiring.cargo.combine_wire),
                 "duties": {duty.value: party.value for duty, party in wiring.duties.items()},
@@ -286,6 +287,11 @@ def _check_bytes(drafted: Draft) -> None:
     )
 
 
+def _between(wiring: Wiring) -> str:
+    """How a plan tells of the numbers between the two products, where they are quantized."""
+    return "" if wiring.inner is None else f", {wiring.inner} between the products"
+
+
 def _regions(exchange: type[Exchange], wiring: Wiring) -> tuple[int, int]:
     nbytes = exchange.region_bytes(wiring.cargo)
     return nbytes.dispatch, nbytes.combine
@@ -303,6 +309,10 @@ def _candidates(spec: LayerSpec) -> dict[str, list[Any]]:
         "weights": list(
             dict.fromkeys(w for cls in experts_room.EXPERTS.values() for w in cls.weight_formats)
         ),
+        "inner": [
+            EXACT,
+            *dict.fromkeys(f for cls in experts_room.EXPERTS.values() for f in cls.inner_formats),
+        ],
         "tensor_parallel": [1],
         "weight_on": ["output", "input"],
         "reduce_ranks": ["exchange", "caller"],

@@ -10,7 +10,7 @@ import torch
 from tokenyard import experts as experts_room
 from tokenyard.errors import Reason, TokenyardError
 from tokenyard.experts import Activation, Experts
-from tokenyard.experts.base import WeightOn
+from tokenyard.experts.base import EXACT, WeightOn
 from tokenyard.formats import Format, Payload
 from tokenyard.formats.base import PAYLOAD_DTYPES, ROW_DTYPES, dtype_name
 from tokenyard.placement import MOST_EXPERTS, Placement
@@ -51,6 +51,9 @@ class LayerSpec:
     bias: bool = False  # whether experts have biases, `b13` and `b2`
     # The format that holds the weight matrices; `ExpertWeights.quantize` makes them.
     weights: str = "bf16"
+    # How numbers are held between an expert's two products. "exact": as close as the products are. A format: they
+    # are quantized to it there, once ("fp8_block128", for weights in that format).
+    inner: str | Format = EXACT
     # Where the routing weight is applied: on an expert's output, or on its input.
     weight_on: WeightOn = "output"
     # Turns logits into routes. None: every call passes ready `Routes`.
@@ -97,6 +100,7 @@ _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "activation": ("an activation or its name", (str, Activation)),
     "bias": ("True or False", (bool,)),
     "weights": ("the name of a weight format", (str,)),
+    "inner": ('"exact", or a format or its name', (str, Format)),
     "weight_on": ("a name", (str,)),
     "router": ("a Router", (Router, type(None))),
     "placement": ("a placement or its name", (str, Placement)),

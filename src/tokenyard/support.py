@@ -27,6 +27,7 @@ from tokenyard.exchange import EXCHANGES, Cargo, Exchange
 from tokenyard.experts import ACTIVATIONS, EXPERTS, Experts, ExpertsSpec, activation
 from tokenyard.experts.base import takes_rows
 from tokenyard.formats import FORMATS, WEIGHT_FORMATS, Format, for_dtype, weight_format
+from tokenyard.formats import get as formats_get
 from tokenyard.formats.base import ROW_DTYPES, dtype_name
 from tokenyard.integrations.huggingface import FAMILIES, layers_from_config
 from tokenyard.placement import PLACEMENTS, Placement
@@ -234,6 +235,11 @@ def _experts() -> SupportTable:
     changes |= {f"weights in `{name}`": {"weights": name} for name in weight_formats}
     changes |= {
         f"computes on `{name}` rows": {"rows": kind()} for name, kind in FORMATS.items() if kind.quantized
+    }
+    changes |= {
+        f"weights in `{name}`, `{inner}` between the products": {"weights": name, "inner": formats_get(inner)}
+        for name in WEIGHT_FORMATS
+        for inner in weight_format(name).inner_formats
     }
     changes |= {"biases": {"bias": True}, "routing weight on the input": {"weight_on": "input"}}
     rows = [

@@ -28,6 +28,7 @@ from tokenyard.duties import Duty, Party
 from tokenyard.errors import Reason, TokenyardError
 from tokenyard.exchange import Cargo, Exchange
 from tokenyard.experts import Experts, ExpertsSpec, activation
+from tokenyard.experts.base import EXACT
 from tokenyard.formats import Format
 from tokenyard.formats.base import dtype_name
 from tokenyard.placement import placement_for
@@ -43,6 +44,7 @@ class Wiring:
     exchange: type[Exchange]  # the class that moves rows
     experts: type[Experts]  # the class that computes
     expert_rows: Format | None  # the format that the experts compute on; None: whatever arrives
+    inner: Format | None  # the format of numbers between an expert's two products; None: exact
     duties: Mapping[Duty, Party]  # the one party that does each duty
 
     @property
@@ -52,7 +54,7 @@ class Wiring:
 
     def experts_spec(self, rank: int) -> ExpertsSpec:
         """What the experts of one rank must compute."""
-        return _experts_spec(self.spec, self.expert_rows, self.cargo.placement.num_local(rank))
+        return _experts_spec(self.spec, self.expert_rows, self.inner, self.cargo.placement.num_local(rank))
 
     def fields(self) -> dict[str, Any]:
         """Plain values that say all that ranks must have in common."""
@@ -64,6 +66,7 @@ class Wiring:
             "wire": str(cargo.wire),
             "combine_wire": str(cargo.combine_wire),
             "expert_rows": str(self.expert_rows),
+            "inner": EXACT if self.inner is None else str(self.inner),
             "activation": str(activation(spec.activation)),
             "router": None if spec.router is None else spec.router.fields(),
             "routed_scaling": cargo.routed_scaling,
@@ -100,6 +103,7 @@ def wire_layer(
     if wire.quantized and expert_rows is not None and expert_rows.quantized and expert_rows != wire:
         why = f"the rows arrive as {wire}, and would be quantized a second time"
         return Reason(field="expert_rows", value=expert_rows, why=why)
+    inner = None if spec.inner == EXACT else formats.get(spec.inner)
     experts = experts_room.get(spec.experts)
     if wire.scale_layouts and experts.scale_layout not in wire.scale_layouts:
         why = f"{experts.name} experts want {experts.scale_layout} scales, which it does not have"
@@ -124,7 +128,7 @@ def wire_layer(
         extra=tuple(spec.payloads),
         reduces_ranks=spec.reduce_ranks == "exchange",
     )
-    reason = exchange.supports(cargo) or experts.supports(_experts_spec(spec, expert_rows, 1))
+    reason = exchange.supports(cargo) or experts.supports(_experts_spec(spec, expert_rows, inner, 1))
     if reason is None and device is not None:
         reason = experts.runs_on(device)
     if reason is not None:
@@ -135,6 +139,7 @@ def wire_layer(
         exchange=exchange,
         experts=experts,
         expert_rows=expert_rows,
+        inner=inner,
         duties=_duties(spec, cargo, experts, expert_rows),
     )
 
@@ -163,7 +168,9 @@ def _duties(
     }
 
 
-def _experts_spec(spec: LayerSpec, expert_rows: Format | None, num_local_experts: int) -> ExpertsSpec:
+def _experts_spec(
+    spec: LayerSpec, expert_rows: Format | None, inner: Format | None, num_local_experts: int
+) -> ExpertsSpec:
     return ExpertsSpec(
         hidden_size=spec.hidden_size,
         intermediate_size=spec.intermediate_size,
@@ -174,6 +181,7 @@ def _experts_spec(spec: LayerSpec, expert_rows: Format | None, num_local_experts
         weights=spec.weights,
         dtype=spec.dtype,
         rows=expert_rows,
+        inner=inner,
         weight_on=spec.weight_on,
         num_experts=spec.num_experts,
     )

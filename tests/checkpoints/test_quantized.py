@@ -12,6 +12,7 @@ from tokenyard import Placement, launch
 from tokenyard.checkpoints import open_checkpoint
 from tokenyard.experts import ExpertsSpec, activation, get
 from tokenyard.formats import QuantizedMatrix, weight_format
+from tokenyard.integrations.huggingface import layers_from_config
 
 COMPRESSED = list(references.FORMATS)
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
@@ -111,6 +112,31 @@ def gpt_oss(model: Small) -> dict[str, Tensor]:
 def gpt_oss_checkpoint(folder, model: Small):
     config = model.config() | {"quantization_config": {"quant_method": "mxfp4"}}
     return open_checkpoint(save(folder, gpt_oss(model), config))
+
+
+RECIPES = {
+    "nothing is said": ({}, "exact"),
+    "static activations": ({"activation_scheme": "static"}, "exact"),
+    "dynamic activations": ({"activation_scheme": "dynamic"}, "fp8_block128"),
+    "scales that are powers of two": (
+        {"activation_scheme": "dynamic", "scale_fmt": "ue8m0"},
+        "fp8_block128(power_of_two_scales=True)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("told", "inner"), RECIPES.values(), ids=RECIPES)
+def test_the_recipe_says_how_numbers_are_held_between_the_products(tmp_path, told, inner):
+    quantization = {**DEEPSEEK, **told}
+    checkpoint = opened(tmp_path, Small(hidden_size=256), references.deepseek, quantization)
+    assert {layer.inner for layer in checkpoint.layers} == {inner}
+    config = {**checkpoint.config, "num_experts_per_tok": 2}
+    for weights, expected in (("fp8_block128", inner), (None, "exact")):
+        specs = layers_from_config(config, weights=weights)
+        assert {spec.inner for spec in specs} == {expected}
+    assert {spec.inner for spec in layers_from_config(config, weights="fp8_block128", inner="exact")} == {
+        "exact"
+    }
 
 
 def test_gpt_oss(tmp_path):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tokenyard import formats
 from tokenyard.conformance.experts_suite import _activation_error
-from tokenyard.conformance.oracle import exact_activation
+from tokenyard.conformance.oracle import exact_activation, quantizing_error
 from tokenyard.experts import Experts, ExpertsSpec, ExpertWeights, activation
 from tokenyard.experts.base import WEIGHT_DTYPES
 from tokenyard.formats import WEIGHT_FORMATS, weight_format
@@ -58,6 +58,7 @@ class FusedCase:
     activation: str = "swiglu"
     bias: bool = False
     weight_on: str = "output"
+    inner: str | None = None  # between the products; None: exact
     routing: str = "any"
     in_workspace: bool = False  # rows stand in some slots of a larger buffer, whose other bytes are garbage
     device: str = "cpu"
@@ -75,6 +76,7 @@ class FusedCase:
             weights=self.weights,
             dtype=WEIGHT_DTYPES.get(self.weights, torch.bfloat16),
             weight_on=self.weight_on,
+            inner=None if self.inner is None else formats.get(self.inner),
         )
 
     def _draw(self, salt: int) -> torch.Generator:
@@ -169,6 +171,8 @@ def exact(
         error = ((spec.hidden_size + 8) * FLOAT32 + operand) * size + TINY
         act = exact_activation(spec.activation, pre)
         act_error = _activation_error(spec.activation, pre, error) + (u + 8 * FLOAT32) * act.abs() + TINY
+        if spec.inner is not None:
+            act_error = 1.07 * act_error + quantizing_error(spec.inner, act)
         y = act @ w2.T + b2
         size = act.abs() @ w2.abs().T + b2.abs()
         y_error = act_error @ w2.abs().T + ((spec.intermediate_size + 8) * FLOAT32 + operand) * size
@@ -194,6 +198,7 @@ def drawn(weights: str, rows: str, seed: int) -> FusedCase:
         activation=chance.choice(("swiglu", "swiglu_clamped", "gelu", "gelu_tanh", "relu2")),
         bias=chance.random() < 0.5,
         weight_on=chance.choice(("output", "input")),
+        inner=chance.choice((None, *weight_format(weights).inner_formats)),
         routing=chance.choice(ROUTINGS),
         in_workspace=chance.random() < 0.5,
         seed=seed,

@@ -18,6 +18,7 @@ from tests.models import batch, build, on_ranks, spec
 from tokenyard import formats
 from tokenyard.conformance.cases import Case, excess, random_weights, run_case, same_bits
 from tokenyard.conformance.experts_suite import _batch, exact
+from tokenyard.conformance.oracle import quantizing_error
 from tokenyard.experts import ACTIVATIONS, ExpertsSpec, ExpertWeights, activation, tiles
 from tokenyard.experts.base import takes_rows
 from tokenyard.formats import WEIGHT_FORMATS, weight_format
@@ -42,6 +43,7 @@ def drawn(seed: int, weights: str):
         bias=chance.random() < 0.5,
         weights=weights,
         weight_on=chance.choice(("output", "input")),
+        inner=chance.choice((None, *map(formats.get, weight_format(weights).inner_formats))),
     )
     case = _batch(drawn_spec, rows=chance.choice((0, 1, 1, 5, 17, 60)), seed=seed)
     routes = chance.choice(("any", "any", "one expert", "few experts"))
@@ -65,6 +67,43 @@ def test_any_shape_is_within_the_bound_of_a_bf16_product(cls, weights, part):
         assert type(unfinished) is ty.UnfinalizedRows
         assert excess(finished.rows_RH, *exact(case)) <= 0, (seed, case.spec)
         assert same_bits(unfinished.finish().rows_RH, finished.rows_RH), (seed, case.spec)
+
+
+@every_class
+@pytest.mark.parametrize("inner", ["fp8_block128", "fp8_block128(power_of_two_scales=True)"])
+def test_numbers_between_the_products_are_quantized_once_where_the_layer_says_so(cls, inner):
+    quantized = ExpertsSpec(
+        hidden_size=64,
+        intermediate_size=200,
+        num_local_experts=1,
+        top_k=1,
+        activation=activation("swiglu"),
+        weights="fp8_block128",
+        inner=formats.get(inner),
+    )
+    case = _batch(quantized, rows=9)
+    case.routes.ids_RK.zero_()
+    case.routes.weights_RK.fill_(1.0)
+    (w13,), (w2,) = case.weights.decode().plain_matrices()
+    hidden = quantized.activation.reproducible(case.x_RH.float() @ w13.T)
+    expected = formats.get(inner).encode(hidden).decode(torch.float32) @ w2.T
+    found = case.result(cls)
+    assert (
+        found - expected
+    ).norm() < 2**-12 * expected.norm()  # but for a code on the other side of a middle
+    exact_RH = replace(case, spec=replace(quantized, inner=None)).result(cls)
+    assert 2**-7 * expected.norm() < (found - exact_RH).norm() < 2**-4 * expected.norm()
+
+
+def test_the_bound_around_quantized_numbers_is_no_wider_than_it_must_be():
+    """Numbers in the middle between two codes, all moved in one direction: the bound is reached by more than a half."""
+    inner = formats.get("fp8_block128")
+    numbers = torch.full((1, 128), 1.0 + 2.0**-4 + 2.0**-12)
+    numbers[0, 0] = 448.0  # the scale is 1
+    moved = (inner.encode(numbers).decode(torch.float32) - numbers).double().abs()
+    bound = quantizing_error(inner, numbers.double())
+    assert (moved <= bound).all()
+    assert (moved[0, 1:] > bound[0, 1:] / 2).all()
 
 
 def test_the_bound_notices_weights_that_were_not_decoded():

@@ -13,7 +13,7 @@ import tokenyard as ty
 from tests.exchange.interpreter import install, only_without_gpu
 from tests.experts.fused_cases import FusedCase, check_case, declared_pairs, drawn, same_bits
 from tests.models import batch, build, on_ranks, spec
-from tokenyard.experts import ExpertWeights, FusedExperts
+from tokenyard.experts import ExpertWeights, FusedExperts, ReferenceExperts
 from tokenyard.experts.fused import stage
 from tokenyard.experts.fused.cuts import SPLIT_OUT, Cut, Cuts
 from tokenyard.formats import WEIGHT_FORMATS, QuantizedMatrix
@@ -189,9 +189,39 @@ def test_second_products_of_digits(chosen, changes):
     check_case(case, experts)
 
 
+CODED_LAYERS = {
+    "hardly more than a block": {"rows": "fp8_block128", "H": 136, "I": 136, "bias": True},
+    "plain rows, scales that are powers of two": {
+        "H": 128,
+        "I": 256,
+        "weight_on": "input",
+        "inner": "fp8_block128(power_of_two_scales=True)",
+    },
+    "no gate": {"rows": "fp8_block128", "H": 40, "I": 130, "activation": "relu2", "in_workspace": True},
+}
+
+
+@pytest.mark.parametrize("changes", CODED_LAYERS.values(), ids=CODED_LAYERS)
 @pytest.mark.parametrize("chosen", SPLIT_CUTS.values(), ids=SPLIT_CUTS)
-def test_nan_stays_in_its_row(chosen):
-    case = split_case({"rows": "bf16", "H": 40, "I": 130})
+def test_second_products_of_codes(chosen, changes):
+    """Quantized once between the products: the numbers of the reference, and not those of digits."""
+    case = split_case({"inner": "fp8_block128", **changes})
+    experts = FusedExperts(case.spec, case.held)
+    experts.cuts = chosen
+    found = check_case(case, experts)
+    quantized, exact = (
+        ReferenceExperts(spec, case.held)(case.received()).rows_RH
+        for spec in (case.spec, replace(case.spec, inner=None))
+    )
+    # Results are rounded to bf16; a code that falls to the other side of a middle is rare.
+    assert (found - quantized).norm() < 2**-7 * quantized.norm()
+    assert (exact - quantized).norm() > 2**-7 * quantized.norm()
+
+
+@pytest.mark.parametrize("inner", [None, "fp8_block128"])
+@pytest.mark.parametrize("chosen", SPLIT_CUTS.values(), ids=SPLIT_CUTS)
+def test_nan_stays_in_its_row(chosen, inner):
+    case = split_case({"rows": "bf16", "H": 40, "I": 130, "inner": inner})
     experts = FusedExperts(case.spec, case.held)
     experts.cuts = chosen
     good = experts(case.received()).rows_RH

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from tokenyard.experts.fused.kernels import (
-    boxed, decoding, packed, products, row_blocks, rows_first, rows_first_result, sorting, summing)
+    boxed, decoding, digits, packed, products, row_blocks, rows_first, rows_first_result, sorting, summing)
 
 BF16 = ("x", "scales", "y", "left", "inner", "out", "w13", "w2")
 FLOATS = ("divisors", "factors", "bias", "weights_N", "b13", "b2")
@@ -65,21 +65,21 @@ def plain_kernels():
         compiled(products.inner_product, dict(
             shared, X_WIDTH=264, W_WIDTH=264, ROWS=decoding.PLAIN, HAS_SLOTS=True, X_GLOBAL=False,
             ACTIVATION=activation, GATED=activation != products.RELU2, INTERLEAVED=False, LIMIT=7.0, ALPHA=1.7,
-            SHIFT=1.0), 4)
+            SHIFT=1.0, INNER=digits.NUMBERS), 4)
     compiled(rows_first.rows_first_product, dict(
         {name: value for name, value in shared.items() if name not in ("HAS_GLOBAL", "OUT", "WEIGHTS")},
         X_WIDTH=264, W_WIDTH=264, FORMAT=decoding.PLAIN, HAS_SLOTS=True, ACTIVATION=0, INTERLEAVED=False, LIMIT=0.0,
-        ALPHA=0.0, SHIFT=0.0, COLUMNS=32), 4)
+        ALPHA=0.0, SHIFT=0.0, INNER=digits.NUMBERS, COLUMNS=32), 4)
     compiled(products.result_product, dict(
-        shared, W_WIDTH=136, HAS_OUT_SLOTS=True, FINALIZE=True), 4)
+        shared, W_WIDTH=136, HAS_OUT_SLOTS=True, FINALIZE=True, INNER=digits.NUMBERS), 4)
     compiled(summing.sum_rows, dict(
         H=264, TOP_K=4, CHOICES=4, EXPERTS=8, HAS_OUT_SLOTS=True, WEIGHTED=True, COLUMNS=512, EARLY=True), 4)
 
-def kernels_of_digits():
+def kernels_of_e4m3(held):
     names = ("x", "w13", "w2", "inner")
     scales = ("x_scales", "w13_scales", "w2_scales", "inner_scales")
     kinds = dict.fromkeys(names, "*fp8e4nv") | dict.fromkeys(scales, "*fp32")
-    shared = dict(H=264, I=136, TOP_K=4, KIND=tl.bfloat16, HAS_BIAS=True, WEIGHTED=True, EARLY=True)
+    shared = dict(H=264, I=136, TOP_K=4, KIND=tl.bfloat16, HAS_BIAS=True, WEIGHTED=True, EARLY=True, INNER=held)
     first = dict(shared, X_WIDTH=264, W_WIDTH=264, W_STRIDE=264, W_SCALE_WIDTH=3, HAS_SLOTS=True, ACTIVATION=0,
                  INTERLEAVED=False, LIMIT=0.0, ALPHA=0.0, SHIFT=0.0, BLOCK=128)
     second = dict(shared, W_WIDTH=136, W_STRIDE=136, W_SCALE_WIDTH=2, HAS_OUT_SLOTS=True, FINALIZE=True)
@@ -121,7 +121,9 @@ CALLS = {
     "nvfp4, few rows": "packed_kernel(1, 4, True, ((8, 0), (16, 0)), 2, warps=4)",
     "nvfp4, two runs of rows": "packed_kernel(1, 4, False, ((64, 32),), 2)",
     "plain": "plain_kernels()",
-    "digits of e4m3": "kernels_of_digits()",
+    "digits of e4m3": "kernels_of_e4m3(digits.DIGITS)",
+    "codes of e4m3": "kernels_of_e4m3(digits.CODES)",
+    "codes of e4m3 whose scales are powers of two": "kernels_of_e4m3(digits.POWER_CODES)",
     "rows of mxfp8 in blocks": "kernels_of_row_blocks()",
     "matrices in boxes": "boxed_kernels()",
 }

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from tests.exchange.interpreter import install, only_without_gpu
 from tokenyard.experts.fused.kernels import digits
+from tokenyard.formats import Fp8Block128
 
 pytestmark = only_without_gpu
 install()
@@ -91,3 +92,30 @@ def test_what_is_not_finite_makes_its_scale_nan(bad):
     assert scales.squeeze(1).isnan().tolist() == [False, False, True, False]
     x[2, 100] = torch.finfo(torch.float32).max
     assert not split(x)[2].isnan().any()
+
+
+@triton.jit
+def quantize_lines(x, codes, scales, N: tl.constexpr, AXIS: tl.constexpr, POWERS: tl.constexpr):
+    """Lines of 128 numbers in codes, along either axis."""
+    line, column = tl.arange(0, N), tl.arange(0, 128)
+    where = tl.expand_dims(line, AXIS) * 128 + tl.expand_dims(column, 1 - AXIS)
+    code, scale = digits.quantize(tl.load(x + where), AXIS, POWERS)
+    tl.store(codes + where, code)
+    tl.store(scales + line, scale)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("powers", [False, True])
+def test_codes_are_those_of_the_format(axis, powers):
+    """To the bit: zeros, NaN, infinities, numbers that vanish, and 60 lines of any size."""
+    draw = torch.Generator().manual_seed(axis)
+    x = torch.randn(64, 128, generator=draw) * 2.0 ** torch.randint(-60, 60, (64, 1), generator=draw)
+    x *= 2.0 ** torch.randint(-12, 1, (64, 128), generator=draw)
+    x[0], x[1, 5], x[2, 7], x[3] = 0.0, torch.nan, -torch.inf, 1e-12
+    codes, scales = torch.empty(64, 128, dtype=torch.float8_e4m3fn), torch.empty(64)
+    quantize_lines[(1,)](x, codes, scales, 64, axis, powers)
+    expected = Fp8Block128(power_of_two_scales=powers).encode(x).payloads
+    assert torch.equal(scales.isnan(), torch.arange(64) == 1)
+    fine = ~scales.isnan()
+    assert torch.equal(scales[fine], expected["scales"][fine, 0])
+    assert torch.equal(codes.view(torch.uint8)[fine], expected["data"].view(torch.uint8)[fine])

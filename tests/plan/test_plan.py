@@ -11,7 +11,7 @@ import tokenyard as ty
 from tests.exchange import interpreter
 from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import random_weights
-from tokenyard.drafting import EXCHANGE_VARIABLE, PARANOID_VARIABLE, apply_alternative
+from tokenyard.drafting import EXCHANGE_VARIABLE, PARANOID_VARIABLE, apply_alternative, draft
 from tokenyard.errors import Alternative
 from tokenyard.rows import UnfinalizedRows
 
@@ -40,6 +40,15 @@ IMPOSSIBLE = {
     ),
     "tensor parallel": ({"tensor_parallel": 2}, "tensor_parallel=2: an expert is never split between ranks"),
     "weights of an unknown kind": ({"weights": "int3"}, "weights=int3: grouped experts hold weights in"),
+    "weights whose products take no codes": (
+        {"inner": "fp8_block128"},
+        "inner=fp8_block128: grouped experts with bf16 weights hold numbers between their products as exact",
+    ),
+    "a format that nobody holds between products": (
+        {"inner": "nvfp4", "weights": "fp8_block128"},
+        "inner=nvfp4: grouped experts with fp8_block128 weights hold numbers between their products as exact, "
+        "fp8_block128",
+    ),
     "the router's top-k": ({"top_k": 3, "router": router}, "top_k=3: the layer's router chooses 2"),
     "the router's scaling": (
         {"routed_scaling": 2.5, "router": router},
@@ -182,6 +191,7 @@ DIFFERENCES = {
     "activation": "gelu",
     "bias": True,
     "weights": "fp32",
+    "inner": "fp8_block128",
     "weight_on": "input",
     "router": router,
     "routed_scaling": 2.5,
@@ -201,7 +211,8 @@ def test_every_field_of_a_spec_is_compared():
 def plan_that_differs(group, field, value):
     changes = {field: value} if group.rank == 1 else {}
     try:
-        ty.plan([spec("a"), dataclasses.replace(spec("b"), **changes)], group)
+        held = "fp8_block128" if field == "inner" else "bf16"  # the only weights that have a choice there
+        ty.plan([spec("a"), dataclasses.replace(spec("b", weights=held), **changes)], group)
     except ty.PlanMismatch as error:
         return error.differences, str(error), group.gather_json("still here")
     return None
@@ -287,6 +298,31 @@ def test_an_error_in_the_plan_of_one_rank_reaches_all(ranks):
 )
 def test_the_names_that_engines_use_are_accepted(alias, name):
     assert ty.draft([spec()], 2, exchange=alias).exchange.name == name
+
+
+def test_a_plan_tells_what_is_quantized_between_the_products():
+    layers = [
+        spec(name="exact", weights="fp8_block128"),
+        spec(name="codes", weights="fp8_block128", inner="fp8_block128"),
+    ]
+    exact, codes = str(draft(layers, 2, max_tokens=4)).split("codes: ")
+    assert "grouped, fp8_block128 weights, 5 experts" in exact
+    assert "grouped, fp8_block128 weights, fp8_block128 between the products, 5 experts" in codes
+
+
+class OwnKernel(ty.EXPERTS["grouped"]):
+    """A kernel of one's own, which says nothing of what it holds between its products."""
+
+    name = "own"
+
+    def compute(self, received, *, finalize):
+        return super().compute(received, finalize=finalize)
+
+
+def test_experts_of_ones_own_hold_codes_only_where_they_say_so():
+    layer = spec(weights="fp8_block128", inner="fp8_block128", experts=OwnKernel)
+    with pytest.raises(ty.PlanError, match="own experts with fp8_block128 weights hold numbers .* as exact"):
+        draft([layer], 2, max_tokens=4)
 
 
 def test_the_environment_overrides_the_exchange(monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tokenyard.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from tokenyard.checkpoints.conversion import TARGETS, Conversion, ConvertedLayer, convert
 from tokenyard.checkpoints.header import StoredTensor
-from tokenyard.checkpoints.layers import CheckpointLayer
+from tokenyard.checkpoints.layers import CheckpointLayer, recipe_inner
 from tokenyard.checkpoints.loading import load_experts, open_together
 
 __all__ = [
@@ -19,4 +19,5 @@ __all__ = [
     "load_experts",
     "open_checkpoint",
     "open_together",
+    "recipe_inner",
 ]

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from tokenyard.checkpoints.layout import Layout, Piece
-from tokenyard.experts.base import ExpertWeights
-from tokenyard.formats import QuantizedMatrix
+from tokenyard.experts.base import EXACT, ExpertWeights
+from tokenyard.formats import Fp8Block128, QuantizedMatrix
 
 BLOCK = 128
 
@@ -42,6 +42,12 @@ class DeepSeekFp8(Layout):
         return (
             None if size == [BLOCK, BLOCK] else f"weight_block_size {size!r:.60} where [128, 128] can be held"
         )
+
+    def inner(self, quantization: Mapping[str, Any]) -> str:
+        """Activations that are quantized as they come: so are those between the products, and by what scales."""
+        if quantization.get("activation_scheme") != "dynamic":
+            return EXACT
+        return str(Fp8Block128(power_of_two_scales=quantization.get("scale_fmt") == "ue8m0"))
 
     def size(self, shape: tuple[int, ...]) -> tuple[int, int]:
         return shape[0], shape[1]

@@ -6,7 +6,7 @@ dtype and the shape that follow from the layer's sizes, and these are what `conf
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from tokenyard.checkpoints.compressed_tensors import COMPRESSED_LAYOUTS
@@ -19,6 +19,7 @@ from tokenyard.checkpoints.modelopt import ModelOptNvfp4
 from tokenyard.checkpoints.naming import FoundLayer, Projections, tensor_name
 from tokenyard.checkpoints.plain import PLAIN_DTYPES, PLAIN_LAYOUTS, PlainLayout
 from tokenyard.errors import CheckpointError
+from tokenyard.experts.base import EXACT
 
 # More than any layer has; a config with a slip of the keyboard must not keep anybody busy.
 _MOST_EXPERTS = 65536
@@ -40,6 +41,8 @@ class CheckpointLayer:
     interleaved: bool
     bias: bool  # whether experts have biases
     layout: Layout  # how the tensors of a matrix are stored
+    # How the recipe of the checkpoint holds numbers between an expert's products, as in `LayerSpec(inner=…)`.
+    inner: str
     # Bytes of all experts' weights, as they lie in the files.
     nbytes: int
 
@@ -72,6 +75,20 @@ class CheckpointLayer:
         return tensor_name(self.name, expert, projection, suffix), None
 
 
+def recipe_inner(weights: str, quantization: object) -> str:
+    """How a `quantization_config` holds numbers between the products of experts with such weights (`LayerSpec.inner`).
+
+    >>> recipe_inner("fp8_block128", {"quant_method": "fp8", "activation_scheme": "dynamic"})
+    'fp8_block128'
+    >>> recipe_inner("bf16", {"quant_method": "fp8", "activation_scheme": "dynamic"})
+    'exact'
+    """
+    if not isinstance(quantization, Mapping):
+        return EXACT
+    told = (layout for layout in QUANTIZED_LAYOUTS if layout.declared(quantization))
+    return next((layout.inner(quantization) for layout in told if layout.weights == weights), EXACT)
+
+
 def read_layer(found: FoundLayer, config: ModelConfig) -> CheckpointLayer:
     """Recognize a layer and check every tensor of it, by its header."""
     projections = found.projections()
@@ -88,6 +105,7 @@ def read_layer(found: FoundLayer, config: ModelConfig) -> CheckpointLayer:
         interleaved=config.model_type == "gpt_oss" and projections.w13 == ("gate_up_proj",),
         bias=any(suffix == "bias" for _, _, suffix in found.tensors),
         layout=layout,
+        inner=layout.inner(config.quantization),
         nbytes=0,
     )
     for projection in projections.names:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.checkpoints.header import StoredTensor
-from tokenyard.experts.base import ExpertWeights
+from tokenyard.experts.base import EXACT, ExpertWeights
 from tokenyard.formats import WeightFormat, weight_format
 
 
@@ -63,6 +63,10 @@ class Layout(ABC):
     def mismatch(self, quantization: Mapping[str, Any]) -> str | None:
         """None, or what a config that declares this layout says that cannot be held."""
         return None
+
+    def inner(self, quantization: Mapping[str, Any]) -> str:
+        """How a config that declares this layout holds numbers between an expert's products (`LayerSpec.inner`)."""
+        return EXACT
 
     def refused(self, inputs: int) -> str | None:
         """None, or why linear maps of this width have no such layout."""

@@ -59,6 +59,12 @@ def evaluate(
     weights: Annotated[
         list[str] | None, typer.Option(help="Only this format of weights; may be given several times.")
     ] = None,
+    inner: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Only this format between an expert's two products, or `exact`; may be given several times.",
+        ),
+    ] = None,
     every: Annotated[
         bool,
         typer.Option(
@@ -75,7 +81,7 @@ def evaluate(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Accuracy of every exchange × wire × weights, beside the whole model's."""
+    """Accuracy of every exchange × wire × weights × what stands between the products, beside the whole model's."""
     where = start_ranks(ranks, kind, device)
     from tokenyard.cli.machine import provenance
     from tokenyard.errors import InputError
@@ -99,6 +105,7 @@ def evaluate(
         exchanges=_distinct(resolve(name).name for name in exchange or _fastest_first(EXCHANGES)),
         wires=_wires(wire),
         weights=_weights(weights),
+        inners=_inners(inner),
         batch=batch,
         most=max_new_tokens,
         every=every,
@@ -111,7 +118,7 @@ def evaluate(
         "questions": len(evaluation.questions),
         "ranks": where.size,
         "kind": kind,
-        "cells": 1 + len(evaluation.exchanges) * len(evaluation.wires) * len(evaluation.weights),
+        "cells": 1 + len(evaluation.exchanges) * len(evaluation.formats),
     }
 
     def document_of(rows: list[Row]) -> dict[str, Any]:
@@ -168,6 +175,14 @@ def _weights(chosen: Sequence[str] | None) -> list[str]:
     return _distinct(weight_format(name).name for name in chosen or _WEIGHTS)
 
 
+def _inners(chosen: Sequence[str] | None) -> list[str]:
+    from tokenyard.experts.base import EXACT
+    from tokenyard.formats import WEIGHT_FORMATS, get
+
+    every = [EXACT, *(name for kind in WEIGHT_FORMATS.values() for name in kind.inner_formats)]
+    return _distinct(name if name == EXACT else str(get(name)) for name in chosen or every)
+
+
 def _run(evaluation: Evaluation, keep: Callable[[list[Row]], None], *, shows: bool) -> list[Row]:
     """All rows, with progress on stderr."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -185,7 +200,8 @@ def _run(evaluation: Evaluation, keep: Callable[[list[Row]], None], *, shows: bo
             keep(rows)
             if progress.console.is_terminal:
                 right = f"{row.accuracy.value:.2%}"
-                progress.console.print(" × ".join(filter(None, (row.exchange, row.wire, row.weights))), right)
+                told = (row.exchange, row.wire, row.weights, row.inner)
+                progress.console.print(" × ".join(filter(None, told)), right)
         progress.update(bar, description="done")
     return rows
 
@@ -200,7 +216,7 @@ def _table(rows: list[Row], questions: int, ranks: int) -> Table:
         "the questions that tokens/s is taken from",
         title_justify="left",
     )
-    for name in ("exchange", "wire", "weights"):
+    for name in ("exchange", "wire", "weights", "between"):
         table.add_column(name)
     for name in (
         "right",
@@ -227,6 +243,7 @@ def _table(rows: list[Row], questions: int, ranks: int) -> Table:
             row.exchange,
             row.wire,
             row.weights,
+            row.inner,
             right if row.same_bits_as is None else f"= {100 * accuracy.value:.2f}%",
             paired if row.same_bits_as is None else "=",
             "" if row.logit_error is None else f"{row.logit_error:.2%}",

@@ -51,6 +51,7 @@ def as_fields(checkpoint: Checkpoint, ranks: int) -> dict[str, Any]:
                 "interleaved": layer.interleaved,
                 "bias": layer.bias,
                 "weights": layer.weights,
+                "inner": layer.inner,
                 "layout": str(layer.layout),
                 "bytes": layer.nbytes,
                 "experts_per_rank": mine,
@@ -106,7 +107,9 @@ def _planned_name(layer: CheckpointLayer) -> str:
 
 def _who_runs(layer: CheckpointLayer, spec: LayerSpec | None, num_local: int) -> dict[str, str | None]:
     """Each experts class, and None if it runs this layer's weights, or why not."""
+    from tokenyard import formats
     from tokenyard.experts import EXPERTS, ExpertsSpec, activation
+    from tokenyard.experts.base import EXACT
 
     act = activation(spec.activation if spec is not None else _usual_activation(layer))
     asked = ExpertsSpec(
@@ -117,6 +120,7 @@ def _who_runs(layer: CheckpointLayer, spec: LayerSpec | None, num_local: int) ->
         activation=act,
         bias=layer.bias,
         weights=layer.weights,
+        inner=None if layer.inner == EXACT else formats.get(layer.inner),
     )
     reasons = {name: kind.supports(asked) for name, kind in EXPERTS.items()}
     return {name: None if reason is None else str(reason) for name, reason in reasons.items()}
@@ -132,6 +136,7 @@ def _show(found: dict[str, Any]) -> None:
     from rich.table import Table
 
     from tokenyard.drafting import count, span
+    from tokenyard.experts.base import EXACT
     from tokenyard.formats import weight_format
     from tokenyard.units import size
 
@@ -151,7 +156,8 @@ def _show(found: dict[str, Any]) -> None:
             span(names).replace(" … ", "\n… ").replace(" (", "\n("),
             f"{layer['num_experts']} experts\nH {layer['hidden_size']}, I {layer['intermediate_size']}\n{what}"
             + ("\nwith biases" if layer["bias"] else ""),
-            f"{layer['weights']}\n{layer['layout']}",
+            f"{layer['weights']}\n{layer['layout']}"
+            + ("" if layer["inner"] == EXACT else f"\n{layer['inner']} between the products"),
             f"{size(layer['bytes'])} a layer\n{size(layer['bytes'] / layer['num_experts'])} an expert",
             f"{layer['experts_per_rank']} experts\n{size(layer['bytes_per_rank'])}",
             "\n".join([f"experts: {', '.join(runs) or 'none'}", f"rows: {rows}", *refused]),

@@ -32,6 +32,12 @@ def plan(
     weights: Annotated[
         str | None, typer.Option(help="The format that holds the experts.", show_default="the model's dtype")
     ] = None,
+    inner: Annotated[
+        str | None,
+        typer.Option(
+            help="How numbers are held between the two products.", show_default="as the config says"
+        ),
+    ] = None,
     max_tokens: Annotated[
         int, typer.Option(min=1, help="The most tokens that a rank brings in a call.")
     ] = 4096,
@@ -45,7 +51,13 @@ def plan(
     from tokenyard.integrations.huggingface import layers_from_config
 
     layers = layers_from_config(
-        config, wire=wire, combine_wire=combine_wire, placement=placement, experts=experts, weights=weights
+        config,
+        wire=wire,
+        combine_wire=combine_wire,
+        placement=placement,
+        experts=experts,
+        weights=weights,
+        inner=inner,
     )
     drafted = draft(layers, ranks, exchange=exchange, max_tokens=max_tokens, in_flight=in_flight)
     if as_json:
@@ -104,7 +116,8 @@ def _show(drafted: Draft) -> None:
             span(row["layers"]).replace(" … ", "\n… ").replace(" (", "\n("),
             row["shape"].replace(", ", "\n"),
             f"{most if fewest == most else f'{fewest} to {most}'} a rank\n{wiring.experts.name}\n"
-            f"{wiring.spec.weights} weights\n{wiring.spec.placement}",
+            f"{wiring.spec.weights} weights\n{wiring.spec.placement}"
+            + ("" if wiring.inner is None else f"\n{wiring.inner}\nbetween products"),
             f"{row['wire']}\n{per_row['dispatch']} B/row",
             f"{row['combine_wire']}\n{per_row['combine']} B/row",
             f"{row['max_tokens']} tokens\n{size(per_rank['dispatch'])} out\n{size(per_rank['combine'])} back",

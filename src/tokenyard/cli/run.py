@@ -59,6 +59,12 @@ def run(
     weights: Annotated[
         str | None, typer.Option(help="Format that holds the experts.", show_default="as they are stored")
     ] = None,
+    inner: Annotated[
+        str | None,
+        typer.Option(
+            help="Format between an expert's two products, or `exact`.", show_default="as the checkpoint says"
+        ),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 128,
     as_json: JsonFlag = False,
 ) -> None:
@@ -69,6 +75,7 @@ def run(
     from tokenyard.evaluation.models import check_model
     from tokenyard.evaluation.questions import Question, held_out_questions
     from tokenyard.exchange import resolve
+    from tokenyard.experts.base import EXACT
     from tokenyard.formats import get, weight_format
 
     _check_prompts(prompt or ())
@@ -79,6 +86,7 @@ def run(
         exchange=resolve(exchange).name,
         wire=None if wire is None else str(get(wire)),
         weights=None if weights is None else weight_format(weights).name,
+        inner=inner if inner in (None, EXACT) else str(get(inner)),
         most=max_new_tokens,
     )
     asked = [Question(text, "") for text in prompt] if prompt else held_out_questions(problems)
@@ -106,6 +114,7 @@ def run(
                 "exchange": by_rank[0]["exchange"],  # a variable may override the one that was asked for
                 "wire": asking.wire,
                 "weights": asking.weights,
+                "inner": asking.inner,
                 "passed": passed,
                 "right": right,
                 "answers": answers,

@@ -30,7 +30,7 @@ from tokenyard.conformance.oracle import oracle, relative_error
 from tokenyard.conformance.twin import twin
 from tokenyard.exchange import Exchange
 from tokenyard.experts import Experts, ExpertWeights, activation
-from tokenyard.experts.base import WEIGHT_DTYPES, WeightOn
+from tokenyard.experts.base import EXACT, WEIGHT_DTYPES, WeightOn
 from tokenyard.formats import Format, Payload, QuantizedMatrix
 from tokenyard.group import Group
 from tokenyard.layer import MoELayer
@@ -62,6 +62,7 @@ class Case:
     activation: str = "swiglu"
     bias: bool = False
     weights: str = "bf16"
+    inner: str | Format = EXACT
     weight_on: WeightOn = "output"
     placement: str = "contiguous"  # or a name below
     routes: RouteKind = "uniform"
@@ -92,6 +93,7 @@ class Case:
             activation=self.activation,
             bias=self.bias,
             weights=self.weights,
+            inner=self.inner,
             weight_on=self.weight_on,
             placement=self._placement(),
             experts=self.experts,

@@ -23,8 +23,8 @@ from tokenyard.errors import InputError
 from tokenyard.exchange import EXCHANGES, Exchange
 from tokenyard.exchange import resolve as resolve_exchange
 from tokenyard.experts import ACTIVATIONS
-from tokenyard.experts.base import WEIGHT_DTYPES
-from tokenyard.formats import FORMATS, WEIGHT_FORMATS, Format, get
+from tokenyard.experts.base import EXACT, WEIGHT_DTYPES
+from tokenyard.formats import FORMATS, WEIGHT_FORMATS, Format, get, weight_format
 from tokenyard.placement import PLACEMENTS
 from tokenyard.wiring import Wiring, wire_layer
 
@@ -122,6 +122,7 @@ def _draw(
     dtype = chance.choice(("bfloat16", "bfloat16", "float16", "float32"))
     wire = _spelling(chance, wire if wire is not None else chance.choice(names), dtype)
     plain = wire is None or not get(wire).quantized
+    weights = chance.choice(WEIGHTS)
     return Case(
         **sizes,
         exchange=exchange or chance.choice(list(EXCHANGES)),
@@ -130,7 +131,8 @@ def _draw(
         expert_rows=chance.choice([None, None, *names]) if plain else chance.choice([None, None, wire]),
         activation=chance.choice(sorted(ACTIVATIONS)),
         bias=chance.random() < 0.5,
-        weights=chance.choice(WEIGHTS),
+        weights=weights,
+        inner=chance.choice([EXACT, *weight_format(weights).inner_formats]),
         weight_on=chance.choice(("output", "output", "input")),
         placement=chance.choice([*PLACEMENTS, "replicas", "shuffled"]),
         routes=chance.choice(

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from tokenyard import formats
 from tokenyard.conformance.cases import excess, same_bits
-from tokenyard.conformance.oracle import exact_activation
+from tokenyard.conformance.oracle import exact_activation, quantizing_error
 from tokenyard.conformance.runner import Finding
 from tokenyard.experts import ACTIVATIONS, Activation, Experts, ExpertsSpec, ExpertWeights, activation
-from tokenyard.experts.base import WEIGHT_DTYPES
+from tokenyard.experts.base import EXACT, WEIGHT_DTYPES
 from tokenyard.formats import WEIGHT_FORMATS, Format, QuantizedMatrix
 from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows, RoutingLogits, UnfinalizedRows, describe
 
@@ -105,6 +105,7 @@ def _specs(cls: type[Experts], seed: int = 0, count: int = _DRAWS) -> Iterator[E
             weights=weights,
             dtype=_dtype(weights),
             weight_on=chance.choice(("output", "input")),
+            inner=_inner(chance, weights),
         )
         if cls.supports(spec) is None:
             left -= 1
@@ -115,6 +116,12 @@ def _specs(cls: type[Experts], seed: int = 0, count: int = _DRAWS) -> Iterator[E
         raise Finding(
             f"`supports` refused {100 * count} specs, the last with: {cls.supports(spec)}", "some spec"
         )
+
+
+def _inner(chance: random.Random, weights: str) -> Format | None:
+    """How numbers may be held between products with such weights: exactly, or in a format."""
+    held = WEIGHT_FORMATS[weights].inner_formats if weights in WEIGHT_FORMATS else ()
+    return formats.get(chance.choice(held)) if held and chance.random() < 0.5 else None
 
 
 def _dtype(weights: str) -> torch.dtype:
@@ -195,6 +202,9 @@ def exact(batch: _Batch) -> tuple[Tensor, Tensor]:
             act_error = _activation_error(spec.activation, pre, error)
             # The formula itself is evaluated in float32, with a handful of roundings.
             act_error = act_error + (u + 8 * _FLOAT32) * act.abs() + _TINY
+            if spec.inner is not None:
+                # A number that is off is quantized as it is: what comes of both is at most this much more.
+                act_error = 1.07 * act_error + quantizing_error(spec.inner, act)
             product = act @ w2[expert].T
             y = product + b2[expert]
             size = act.abs() @ w2[expert].abs().T + b2[expert].abs()
@@ -403,7 +413,8 @@ def _told(spec: ExpertsSpec) -> str:
     """How a finding names a spec."""
     return (
         f"H {spec.hidden_size}, I {spec.intermediate_size}, L {spec.num_local_experts}, K {spec.top_k}, "
-        f"{spec.activation.name}, {spec.weights} weights, bias {spec.bias}, weight on {spec.weight_on}"
+        f"{spec.activation.name}, {spec.weights} weights, bias {spec.bias}, weight on {spec.weight_on}, "
+        f"{spec.inner or EXACT} between the products"
     )
 
 

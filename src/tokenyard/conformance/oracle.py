@@ -12,6 +12,10 @@ each rounding moves an element by at most eps/2 of the size of what it rounds, w
 Σ_k |w · Expert(x)|, the *magnitude* (a little more, which the second term covers).
 Sums in float32 move it by a few units of 2^-24 of the sum of the
 *absolute* products, which can be far larger than the result where the products cancel.
+
+Numbers that are quantized between the two products (`LayerSpec.inner`) are left exact here, and the bound has a third
+term: by what each may move there, through the second product. (Which of two codes a number near the middle gets depends
+on the last bit of the first product: no oracle can know it.)
 """
 
 from __future__ import annotations
@@ -24,8 +28,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from tokenyard.experts import Activation, ExpertWeights, activation
-from tokenyard.experts.base import expert_matrix
-from tokenyard.formats import FORMATS, Format, QuantizedMatrix
+from tokenyard.experts.base import EXACT, expert_matrix
+from tokenyard.formats import FORMATS, Format, Fp8Block128, QuantizedMatrix, get
 from tokenyard.routing import Routes
 from tokenyard.spec import LayerSpec
 
@@ -37,9 +41,16 @@ class Bound:
     magnitude_TH: Tensor
     absolute_TH: Tensor
     most_rows: int  # that a token's result is summed from: one per rank, so at most K
+    inner_TH: (
+        Tensor  # by what numbers that are quantized between the products move a result; zeros where none are
+    )
 
     def tolerance(self, combine_wire: Format, dtype: torch.dtype) -> Tensor:
         """For results that came home in `combine_wire`, rounded to `dtype` at the end."""
+        # What is added to a result is rounded with it.
+        return self._rounded(combine_wire, dtype) + 1.01 * self.inner_TH
+
+    def _rounded(self, combine_wire: Format, dtype: torch.dtype) -> Tensor:
         end = torch.finfo(dtype)
         if combine_wire.quantized and combine_wire.name not in FORMATS:
             # Of somebody's own code nothing is known but what it declares, over a row. Without that: no bound.
@@ -71,7 +82,8 @@ def oracle(
     spec: LayerSpec, weights: ExpertWeights, x_TH: Tensor, routes: Routes, *, with_bound: bool = False
 ) -> Tensor | tuple[Tensor, Bound]:
     """The exact result of a layer, float64. `weights` are those of all E experts."""
-    y_TH, magnitude_TH, absolute_TH = torch.zeros(3, *x_TH.shape, dtype=torch.float64).unbind()
+    y_TH, magnitude_TH, absolute_TH, inner_TH = torch.zeros(4, *x_TH.shape, dtype=torch.float64).unbind()
+    inner = None if spec.inner == EXACT else get(spec.inner)
     act = activation(spec.activation)
     for expert in range(spec.num_experts):
         token_N, choice_N = (routes.topk_ids_TK == expert).nonzero(as_tuple=True)
@@ -95,9 +107,35 @@ def oracle(
             absolute_TH.index_add_(
                 0, token_N, sums_NH if spec.weight_on == "input" else weight_N1.abs() * sums_NH
             )
+            if inner is not None:
+                moved_NH = _linear(
+                    quantizing_error(inner, hidden_NI), weights.w2, None, expert, absolute=True
+                )
+                inner_TH.index_add_(
+                    0, token_N, moved_NH if spec.weight_on == "input" else weight_N1.abs() * moved_NH
+                )
     if not with_bound:
         return y_TH
-    return y_TH, Bound(magnitude_TH=magnitude_TH, absolute_TH=absolute_TH, most_rows=spec.top_k)
+    return y_TH, Bound(
+        magnitude_TH=magnitude_TH, absolute_TH=absolute_TH, most_rows=spec.top_k, inner_TH=inner_TH
+    )
+
+
+def quantizing_error(format: Format, numbers_ND: Tensor) -> Tensor:
+    """By what quantizing to e4m3 with a scale per block moves each number at most.
+
+    Half a step is 2^-4 of a number, or 2^-10 of its scale where that is more, and the scale is at most a 224th of the
+    block's largest (a 448th, rounded up to a power of two).
+
+    >>> quantizing_error(get("fp8_block128"), torch.tensor([[448.0, 1.0, 0.0]], dtype=torch.float64))
+    tensor([[28.0020,  0.0645,  0.0020]], dtype=torch.float64)
+    """
+    assert isinstance(format, Fp8Block128), format
+    size = numbers_ND.shape[1]
+    whole = functional.pad(numbers_ND.abs(), (0, -size % format.block)).unflatten(1, (-1, format.block))
+    grid = whole.amax(dim=2, keepdim=True).clamp(min=1e-10) / 224 * 2.0**-10
+    moved: Tensor = (2.0**-4 * whole + grid).flatten(1)[:, :size]
+    return moved
 
 
 def _linear(

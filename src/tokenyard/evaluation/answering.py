@@ -27,6 +27,7 @@ class Asking:
     exchange: str
     wire: str | None
     weights: str | None
+    inner: str | None
     most: int
 
 
@@ -41,6 +42,7 @@ def answer_aloud(group: Group, asking: Asking, tell: Tell) -> dict[str, Any]:
         exchange=asking.exchange,
         wire=asking.wire,
         weights=asking.weights,
+        inner=asking.inner,
         max_tokens=MAX_TOKENS,
     )
     end_ids = language.end_ids(sharded.model)

@@ -20,6 +20,7 @@ import torch
 from tokenyard.evaluation.decoding import answer, answer_from_drafts, pad_left, read
 from tokenyard.evaluation.models import load_language, load_whole
 from tokenyard.evaluation.ranks import Tell
+from tokenyard.experts.base import EXACT
 from tokenyard.group import Group
 
 # Tokens that a rank brings to one round trip; longer batches of prompts go in parts.
@@ -40,9 +41,11 @@ class Wiring:
     exchange: str
     wire: str
     weights: str
+    inner: str = EXACT  # between an expert's two products
 
     def __str__(self) -> str:
-        return f"{self.exchange} × {self.wire} × {self.weights}"
+        inner = "" if self.inner == EXACT else f" × {self.inner} between products"
+        return f"{self.exchange} × {self.wire} × {self.weights}{inner}"
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ def measure(group: Group, cell: Cell, tell: Tell) -> dict[str, Any]:
         exchange=cell.wiring.exchange,
         wire=cell.wiring.wire,
         weights=cell.wiring.weights,
+        inner=cell.wiring.inner,
         max_tokens=MAX_TOKENS,
     )
     try:

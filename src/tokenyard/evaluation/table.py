@@ -17,6 +17,8 @@ from tokenyard.evaluation.cells import PROBES, Cell, Wiring, measure
 from tokenyard.evaluation.intervals import Interval, paired_difference, wilson
 from tokenyard.evaluation.questions import Question, is_right
 from tokenyard.evaluation.ranks import Ranks, Tell
+from tokenyard.experts.base import EXACT
+from tokenyard.formats import get, weight_format
 
 WHOLE_MODEL = "whole model"
 
@@ -28,6 +30,7 @@ class Row:
     exchange: str
     wire: str
     weights: str
+    inner: str  # between an expert's two products
     accuracy: Interval
     difference: Interval | None  # to the whole model, on the same questions
     logit_error: float | None  # relative, over the probes
@@ -62,6 +65,7 @@ class Evaluation:
     exchanges: Sequence[str]
     wires: Sequence[str]
     weights: Sequence[str]
+    inners: Sequence[str] = (EXACT,)  # those that weights have; each is exact, too, if that is among them
     batch: int = 128
     most: int = 128
     every: bool = False
@@ -69,9 +73,20 @@ class Evaluation:
     @property
     def answers_expected(self) -> int:
         """How many answers will be made, if exchanges give the same bits."""
-        wirings, others = len(self.wires) * len(self.weights), len(self.exchanges) - 1
+        wirings, others = len(self.formats), len(self.exchanges) - 1
         each = len(self.questions) if self.every else min(PROBES, len(self.questions))
         return len(self.questions) * (1 + wirings) + each * wirings * others
+
+    @property
+    def formats(self) -> list[tuple[str, str, str]]:
+        """Wire, weights, and what stands between the products: all that go together."""
+        return [
+            (wire, weights, inner)
+            for wire in self.wires
+            for weights in self.weights
+            for inner in self.inners
+            if inner == EXACT or get(inner).name in weight_format(weights).inner_formats
+        ]
 
     def rows(self, hear: Tell | None = None) -> Iterator[Row]:
         """Row after row, as they are measured: the whole model, wirings that differ in one format, then the others.
@@ -80,19 +95,18 @@ class Evaluation:
         """
         whole, drafts = self._whole(hear)
         yield whole
-        formats = [(wire, weights) for wire in self.wires for weights in self.weights]
-        for wire, weights in sorted(formats, key=self._differs_in_both):
+        for wire, weights, inner in sorted(self.formats, key=self._differs_in_both):
             first: _First | None = None
             for exchange in self.exchanges:
-                found = self._sharded(Wiring(exchange, wire, weights), whole, drafts, first, hear)
+                found = self._sharded(Wiring(exchange, wire, weights, inner), whole, drafts, first, hear)
                 first = first or found
                 yield found.row
 
-    def _differs_in_both(self, formats: tuple[str, str]) -> bool:
+    def _differs_in_both(self, formats: tuple[str, str, str]) -> bool:
         return formats[0] != self.wires[0] and formats[1] != self.weights[0]
 
     def in_order(self, rows: Sequence[Row]) -> list[Row]:
-        """Rows by wire, then by weights, then by exchange."""
+        """Rows by wire, then by weights and what stands between the products, then by exchange."""
 
         def place(row: Row) -> tuple[int, ...]:
             if row.exchange == WHOLE_MODEL:
@@ -100,6 +114,7 @@ class Evaluation:
             return (
                 self.wires.index(row.wire),
                 self.weights.index(row.weights),
+                self.inners.index(row.inner),
                 self.exchanges.index(row.exchange),
             )
 
@@ -113,6 +128,7 @@ class Evaluation:
             exchange=WHOLE_MODEL,
             wire="",
             weights="",
+            inner="",
             accuracy=wilson(sum(right), len(right)),
             difference=None,
             logit_error=None,
@@ -140,6 +156,7 @@ class Evaluation:
             exchange=wiring.exchange,
             wire=wiring.wire,
             weights=wiring.weights,
+            inner=wiring.inner,
             accuracy=wilson(sum(right), len(right)),
             difference=paired_difference(right, whole.right),
             logit_error=(sum(rank["squared_error"] for rank in by_rank) / size) ** 0.5 if size else None,

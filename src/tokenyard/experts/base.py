@@ -40,6 +40,9 @@ from tokenyard.rows import ExpertRows, LocalRoutes, PlacedRows, ReceivedRows, Un
 
 WeightOn = Literal["input", "output"]
 
+# What `LayerSpec.inner` says where numbers between the two products are not quantized.
+EXACT = "exact"
+
 # How a plain weight matrix is held.
 WEIGHT_DTYPES = {name: kind.dtype for name, kind in WEIGHT_FORMATS.items() if issubclass(kind, PlainWeights)}
 
@@ -59,6 +62,8 @@ class ExpertsSpec:
     # The format that the experts compute on. None: whatever arrives. Where the wire does not bring rows in
     # this format, the experts encode them (and decode them again, where their matrix product is plain).
     rows: Format | None = None
+    # The format in which numbers are held between the two products. None: as close as the products are.
+    inner: Format | None = None
     # Where the routing weight is applied: on an expert's output, or on its input.
     weight_on: WeightOn = "output"
     # E, the experts of the whole layer. How many rows to expect depends on it; no result does.
@@ -176,6 +181,8 @@ class Experts(nn.Module, ABC):
     name: ClassVar[str]  # the name in `EXPERTS`, or one of your own
     # Formats that may hold the weights.
     weight_formats: ClassVar[tuple[str, ...]] = tuple(WEIGHT_DTYPES)
+    # Formats in which `compute` can hold numbers between the two products.
+    inner_formats: ClassVar[tuple[str, ...]] = ()
     # Whether `compute` can weight and sum by itself. If not, the layer finishes what it returns.
     finalizes: ClassVar[bool] = True
     # Whether the experts turn logits into routes by themselves (then logits travel instead of routes).
@@ -202,6 +209,12 @@ class Experts(nn.Module, ABC):
             taken = ", ".join(("plain rows", *weight_format(spec.weights).row_formats))
             why = f"experts with {spec.weights} weights compute on {taken}"
             return Reason(field="expert_rows", value=spec.rows, why=why)
+        if spec.inner is not None:
+            held = weight_format(spec.weights).inner_formats
+            taken = ", ".join(("exact", *(name for name in cls.inner_formats if name in held)))
+            if spec.inner.name not in taken.split(", ")[1:]:
+                why = f"{cls.name} experts with {spec.weights} weights hold numbers between their products as {taken}"
+                return Reason(field="inner", value=spec.inner, why=why)
         return None
 
     @classmethod
@@ -213,11 +226,12 @@ class Experts(nn.Module, ABC):
         return Reason(field="experts", value=cls.name, why=why)
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """A kernel that replaces one that counts, or reads strides, does not do so, unless it says so."""
+        """A kernel that replaces another declares by itself what it counts, reads and holds."""
         super().__init_subclass__(**options)
         if "compute" in vars(cls):
             cls.counts_duties = vars(cls).get("counts_duties", False)
             cls.any_strides = vars(cls).get("any_strides", False)
+            cls.inner_formats = vars(cls).get("inner_formats", ())
 
     def __init__(self, spec: ExpertsSpec, weights: ExpertWeights, *, adopt: bool = False) -> None:
         """Check and take the weights: a copy of them, or with `adopt=True` the tensors themselves.
@@ -330,6 +344,11 @@ class Experts(nn.Module, ABC):
         if self.spec.rows is not None and rows.format != self.spec.rows:
             rows = self.spec.rows.encode(rows.decode(self.spec.dtype))
         return rows.decode(dtype)
+
+    def between(self, hidden_nI: Tensor) -> Tensor:
+        """What the second product gets of the activation's result: the same, or as the spec's format holds it."""
+        inner = self.spec.inner
+        return hidden_nI if inner is None else inner.encode(hidden_nI.float()).decode(torch.float32)
 
 
 def _without_casts(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -41,7 +41,7 @@ from tokenyard.experts import workers
 from tokenyard.experts.base import Experts, ExpertWeights, local_routes
 from tokenyard.experts.pairs import SortedPairs, sort_pairs
 from tokenyard.experts.tiles import product_by_tiles
-from tokenyard.formats import WEIGHT_FORMATS, QuantizedMatrix
+from tokenyard.formats import WEIGHT_FORMATS, Fp8Block128, QuantizedMatrix
 from tokenyard.rows import ExpertRows, ReceivedRows, UnfinalizedRows
 
 Item = TypeVar("Item")
@@ -107,6 +107,7 @@ class GroupedExperts(Experts):
     counts_duties = True
     any_strides = True
     weight_formats = tuple(WEIGHT_FORMATS)
+    inner_formats = (Fp8Block128.name,)
 
     @torch.no_grad()
     def compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows | UnfinalizedRows:
@@ -241,7 +242,7 @@ class GroupedExperts(Experts):
         assert isinstance(weights.w2, QuantizedMatrix)
         x_NH = self._inputs(x_RH, pairs, pairs.by_expert_N, torch.float32)
         pre = product_by_tiles(x_NH, weights.w13, weights.b13, runs)
-        return product_by_tiles(self.spec.activation(pre), weights.w2, weights.b2, runs)
+        return product_by_tiles(self.between(self.spec.activation(pre)), weights.w2, weights.b2, runs)
 
 
 def _product(x_nD: Tensor, w_OD: Tensor, out: Tensor | None = None) -> Tensor:

@@ -28,7 +28,7 @@ from torch import Tensor
 from tokenyard.duties import record_weights
 from tokenyard.experts.base import Experts, expert_matrix, local_routes
 from tokenyard.experts.pairs import sort_pairs
-from tokenyard.formats import WEIGHT_FORMATS
+from tokenyard.formats import WEIGHT_FORMATS, Fp8Block128
 from tokenyard.rows import ExpertRows, ReceivedRows, UnfinalizedRows
 
 # float32 elements of one block of products (1 MiB, about a core's L2 cache). No influence on the result.
@@ -46,6 +46,7 @@ class ReferenceExperts(Experts):
     counts_duties = True
     any_strides = True
     weight_formats = tuple(WEIGHT_FORMATS)
+    inner_formats = (Fp8Block128.name,)
 
     @torch.no_grad()
     def compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows | UnfinalizedRows:
@@ -64,7 +65,7 @@ class ReferenceExperts(Experts):
             pre = product_written_out(x_nH, expert_matrix(weights.w13, expert))
             if weights.b13 is not None:
                 pre += weights.b13[expert].float()
-            hidden_nI = spec.activation.reproducible(pre)
+            hidden_nI = self.between(spec.activation.reproducible(pre))
             y_nH = product_written_out(hidden_nI, expert_matrix(weights.w2, expert))
             if weights.b2 is not None:
                 y_nH += weights.b2[expert].float()

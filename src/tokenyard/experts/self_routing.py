@@ -42,6 +42,7 @@ class SelfRoutingExperts(Experts):
     counts_duties = True  # whether duties are written down: the experts behind the router do it
     routes_itself = True
     weight_formats = GroupedExperts.weight_formats
+    inner_formats = GroupedExperts.inner_formats
     # The experts that can compute behind the router.
     inner_classes: ClassVar[dict[str, type[Experts]]] = {
         cls.name: cls for cls in (ReferenceExperts, GroupedExperts)

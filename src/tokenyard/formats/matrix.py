@@ -43,6 +43,8 @@ class WeightFormat(ABC):
     # Quantized rows that experts with such weights compute on, as they arrive. Plain rows they all take; rows in
     # other formats are decoded first.
     row_formats: ClassVar[tuple[str, ...]] = ()
+    # Formats in which experts with such weights may hold numbers between their two products.
+    inner_formats: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def payloads(self, outputs: int, inputs: int) -> dict[str, HeldPayload]:

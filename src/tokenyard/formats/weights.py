@@ -108,6 +108,7 @@ class Fp8Block128Weights(WeightFormat):
     name = "fp8_block128"
     block = 128
     row_formats = (Fp8Block128.name,)
+    inner_formats = (Fp8Block128.name,)
 
     def payloads(self, outputs: int, inputs: int) -> dict[str, HeldPayload]:
         scales = (-(-outputs // self.block), -(-inputs // self.block))

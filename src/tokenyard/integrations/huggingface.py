@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 
+from tokenyard.checkpoints import recipe_inner
 from tokenyard.errors import InputError, TokenyardError, shown
 from tokenyard.experts import Experts
 from tokenyard.experts.base import WEIGHT_DTYPES
@@ -56,11 +57,14 @@ def layers_from_config(
     experts: str | type[Experts] = "grouped",
     placement: str | Placement = "contiguous",
     weights: str | None = None,
+    inner: str | Format | None = None,
     prefix: str | None = None,
 ) -> list[LayerSpec]:
     """The MoE layers of a model, in order. `config` is the file, its folder, or what is in it.
 
     `weights` is the format that holds the experts' weights; by default the plain one of the model's dtype.
+    `inner` is how numbers are held between an expert's two products; by default as `quantization_config` says for such
+    weights (`activation_scheme` "dynamic": quantized), else exactly.
     `prefix` stands before a layer's number in its name. The other arguments are fields of `LayerSpec`.
 
     >>> layers = layers_from_config({"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336,
@@ -69,19 +73,25 @@ def layers_from_config(
     (32, 'model.layers.3.mlp', 'softmax(top_k=2, renormalize=True)')
     """
     values, source = _read(config)
-    inner = values.get("text_config")
+    text = values.get("text_config")
     nested = False
-    if isinstance(inner, Mapping) and values.get("model_type") not in list(FAMILIES):
+    if isinstance(text, Mapping) and values.get("model_type") not in list(FAMILIES):
         nested = True
         # The whole model's dtype counts where its language model does not say one of its own.
-        dtypes = (part.get(key) for part in (inner, values) for key in ("dtype", "torch_dtype"))
-        values = {**inner, "dtype": next((dtype for dtype in dtypes if dtype is not None), None)}
+        dtypes = (part.get(key) for part in (text, values) for key in ("dtype", "torch_dtype"))
+        quantization = values.get("quantization_config")
+        values = {
+            "quantization_config": quantization,
+            **text,
+            "dtype": next((dtype for dtype in dtypes if dtype is not None), None),
+        }
     family, settings = _family(values, source)
     prefix = prefix or ("model.language_model.layers" if nested else "model.layers")
     dtype = _dtype(settings)
     num_experts = settings.whole(*family.num_experts, most=MOST_EXPERTS)
     router = _router(family, settings, num_experts)
     scaling = settings.positive("routed_scaling_factor") if router is None else None
+    held = weights or next(name for name, plain in WEIGHT_DTYPES.items() if plain == dtype)
     first = LayerSpec(
         name=prefix,
         hidden_size=settings.whole("hidden_size"),
@@ -94,7 +104,8 @@ def layers_from_config(
         combine_wire=combine_wire,
         activation=family.activation(settings),
         bias=family.bias,
-        weights=weights or next(name for name, held in WEIGHT_DTYPES.items() if held == dtype),
+        weights=held,
+        inner=recipe_inner(held, values.get("quantization_config")) if inner is None else inner,
         router=router,
         routed_scaling=scaling,
         placement=placement,

@@ -8,7 +8,8 @@ by the host, so a CUDA graph can hold all of it, and nothing is compiled for a n
 
 Memory beside the weights: for each of the R · K pairs that there may be, I numbers of 16 bits between the products, and
 H for the results of rows that several experts take, which are summed as `UnfinalizedRows.finish` would do it. Where the
-weights are in blocks of e4m3, the 16 bits are two digits of e4m3, and 128 of them have a scale (`kernels.digits`).
+weights are in blocks of e4m3, the 16 bits are two digits of e4m3, and 128 of them have a scale (`kernels.digits`);
+where the layer's `inner` says so, 8 bits, one code.
 
 **How weights are held.** As their format has them, but for two: 4-bit weights are packed on Hopper (`packing`), and
 mxfp8 weights become blocks of e4m3, where the tensor cores multiply these (`recoding`). Rows of mxfp8 that meet such
@@ -37,7 +38,7 @@ from tokenyard.experts.base import (
 from tokenyard.experts.fused import packing, recoding
 from tokenyard.experts.fused.cuts import Cuts, choose_cuts, choose_packed_cuts, expected_pairs
 from tokenyard.experts.fused.packing import PackedMatrix
-from tokenyard.formats import FORMATS, WEIGHT_FORMATS, QuantizedMatrix, for_dtype, weight_format
+from tokenyard.formats import FORMATS, WEIGHT_FORMATS, Fp8Block128, QuantizedMatrix, for_dtype, weight_format
 from tokenyard.formats.base import EncodedRows
 from tokenyard.rows import ExpertRows, PlacedRows, ReceivedRows, UnfinalizedRows
 
@@ -98,6 +99,7 @@ class FusedExperts(Experts):
 
     name = "fused"
     weight_formats = tuple(WEIGHT_FORMATS)
+    inner_formats = (Fp8Block128.name,)
     devices = ("cuda",)
     cuts: Cuts | None = None  # tiles that a benchmark sets; None: chosen for each batch
     recodes: bool = True  # whether mxfp8 weights are held as blocks of e4m3 where that is faster

@@ -24,6 +24,7 @@ from tokenyard.experts.fused.cuts import SPLIT_BLOCK, Cut, Cuts, PackedCut
 from tokenyard.experts.fused.kernels import (
     boxed,
     decoding,
+    digits,
     products,
     row_blocks,
     rows_first,
@@ -212,27 +213,37 @@ class Launch(NamedTuple):
 
 
 class Inner(NamedTuple):
-    """What stands between the products, by place: numbers `[pairs, I]`, or their digits (`kernels.digits`).
+    """What stands between the products, by place: numbers `[pairs, I]`, or their digits or codes (`kernels.digits`).
 
-    Digits are e4m3 `[pairs, 2, width]`, high and low, and scales float32 `[pairs, width / 128]`: columns are padded to
-    whole blocks of 128.
+    Digits are e4m3 `[pairs, 2, width]`, high and low, codes `[pairs, width]`, and scales float32
+    `[pairs, width / 128]`: columns are padded to whole blocks of 128.
     """
 
     data: Tensor
     scales: Tensor
-    is_split: bool
+    held: Any  # as the kernels call it
 
     @classmethod
     def empty(cls, spec: ExpertsSpec, left: Tensor, cuts: Cuts, *, held: str) -> Inner:
-        """Room for as many pairs as `left` has, in numbers of its type, or in digits for weights in blocks of e4m3."""
+        """Room for as many pairs as `left` has: in numbers of its type; for weights in blocks of e4m3, in e4m3."""
         pairs, columns = left.shape[0], spec.intermediate_size
         if held != "fp8_block128":
             data = left.new_empty(pairs, columns)
-            return cls(data, data, False)
+            return cls(data, data, digits.NUMBERS)
         assert cuts.can_split, cuts
         blocks = triton.cdiv(columns, SPLIT_BLOCK)
-        data = left.new_empty(pairs, 2, blocks * SPLIT_BLOCK, dtype=torch.float8_e4m3fn)
-        return cls(data, left.new_empty(pairs, blocks, dtype=torch.float32), True)
+        scales = left.new_empty(pairs, blocks, dtype=torch.float32)
+        if spec.inner is None:
+            data = left.new_empty(pairs, 2, blocks * SPLIT_BLOCK, dtype=torch.float8_e4m3fn)
+            return cls(data, scales, digits.DIGITS)
+        assert isinstance(spec.inner, Fp8Block128), spec.inner
+        data = left.new_empty(pairs, blocks * SPLIT_BLOCK, dtype=torch.float8_e4m3fn)
+        return cls(data, scales, digits.POWER_CODES if spec.inner.power_of_two_scales else digits.CODES)
+
+    @property
+    def is_numbers(self) -> bool:
+        """Whether these are numbers of 16 or 32 bits, and not e4m3."""
+        return bool(self.held == digits.NUMBERS)
 
 
 def launch_row_blocks(
@@ -320,7 +331,7 @@ def launch_inner(
         _boxed_inner(call, x.data, slots_R, weights, inner.data, cut)
         return
     device = inner.data.device
-    out = cut.out if act.gated or not inner.is_split else cut.out // 2
+    out = cut.out if act.gated or inner.is_numbers else cut.out // 2
     columns = out // 2 if act.gated else out
     items = call.sorted.max_tiles * triton.cdiv(spec.intermediate_size, columns)
     nothing = call.sorted.order_N
@@ -337,7 +348,7 @@ def launch_inner(
             H=spec.hidden_size, I=spec.intermediate_size, X_WIDTH=x.width, W_WIDTH=w.width, W_SCALE_WIDTH=w.scale_width,
             W_STRIDE=w.stride, TOP_K=spec.top_k, FORMAT=x.format, KIND=product_kind(spec.weights, device),
             HAS_SLOTS=slots_R is not None, HAS_BIAS=weights.b13 is not None, WEIGHTED=spec.weight_on == "input",
-            **_activation(spec), INTERLEAVED=act.interleaved,
+            **_activation(spec), INTERLEAVED=act.interleaved, INNER=inner.held,
             COLUMNS=columns, TILE=cut.tile, TAIL=cut.tail, BLOCK=cut.block, EARLY=call.early,
             num_warps=cut.warps, num_stages=cut.stages, **call.options,
         )  # fmt: skip
@@ -353,7 +364,7 @@ def launch_inner(
         ROWS=x.format, WEIGHTS=w.format, KIND=product_kind(spec.weights, device),
         HAS_SLOTS=slots_R is not None, X_GLOBAL=x.has_globals, HAS_GLOBAL=w.has_global,
         HAS_BIAS=weights.b13 is not None, WEIGHTED=spec.weight_on == "input",
-        **_activation(spec), GATED=act.gated, INTERLEAVED=act.interleaved,
+        **_activation(spec), GATED=act.gated, INTERLEAVED=act.interleaved, INNER=inner.held,
         OUT=out, TILE=cut.tile, TAIL=cut.tail, BLOCK=block, EARLY=call.early,
         num_warps=cut.warps, num_stages=stages, **call.options,
     )  # fmt: skip
@@ -373,13 +384,13 @@ def launch_result(
     """`W2 · inner + b2`: weighted into `to.out`, or, where a row has several experts, into `to.left`, by pair."""
     spec, cut = call.spec, call.cuts.result
     assert isinstance(cut, Cut)
-    if cut.boxes and not inner.is_split and can_box(weights.w2, spec):
+    if cut.boxes and inner.is_numbers and can_box(weights.w2, spec):
         _boxed_result(call, weights, inner.data, to, cut, finalize=finalize)
         return
     w, nothing = Matrices.of(weights.w2), call.sorted.order_N
     items = call.sorted.max_tiles * triton.cdiv(spec.hidden_size, cut.out)
     device = inner.data.device
-    if cut.rows_first and inner.is_split:
+    if cut.rows_first and not inner.is_numbers:
         rows_first_result.rows_first_result[(blocks_for(items, device),)](
             inner.data, inner.scales, w.data, w.scales, nothing if weights.b2 is None else weights.b2,
             call.weights_RK, to.left, to.out, nothing if to.slots_R is None else to.slots_R,
@@ -387,7 +398,7 @@ def launch_result(
             H=spec.hidden_size, I=spec.intermediate_size, W_WIDTH=w.width, W_SCALE_WIDTH=w.scale_width,
             W_STRIDE=w.stride, TOP_K=spec.top_k, KIND=product_kind(spec.weights, device),
             HAS_OUT_SLOTS=to.slots_R is not None, HAS_BIAS=weights.b2 is not None, WEIGHTED=spec.weight_on == "output",
-            FINALIZE=finalize, TILE=cut.tile, TAIL=cut.tail, EARLY=call.early,
+            FINALIZE=finalize, INNER=inner.held, TILE=cut.tile, TAIL=cut.tail, EARLY=call.early,
             num_warps=cut.warps, num_stages=cut.stages, **call.options,
         )  # fmt: skip
         return
@@ -400,7 +411,8 @@ def launch_result(
         W_STRIDE=w.stride, TOP_K=spec.top_k,
         WEIGHTS=w.format, KIND=product_kind(spec.weights, device), HAS_OUT_SLOTS=to.slots_R is not None,
         HAS_GLOBAL=w.has_global, HAS_BIAS=weights.b2 is not None, WEIGHTED=spec.weight_on == "output",
-        FINALIZE=finalize, OUT=cut.out, TILE=cut.tile, TAIL=cut.tail, BLOCK=cut.block, EARLY=call.early,
+        FINALIZE=finalize, INNER=inner.held,
+        OUT=cut.out, TILE=cut.tile, TAIL=cut.tail, BLOCK=cut.block, EARLY=call.early,
         num_warps=cut.warps, num_stages=cut.stages, **call.options,
     )  # fmt: skip
 

@@ -53,6 +53,7 @@ def shard_experts(
     wire: str | Format | None = None,
     combine_wire: str | Format | None = None,
     weights: str | None = None,
+    inner: str | Format | None = None,
     max_tokens: int = 1024,
     placement: str | Placement | None = None,
     checkpoint: Checkpoint | str | Path | None = None,
@@ -61,7 +62,9 @@ def shard_experts(
     """Replace the experts of a model by this rank's share of them. Collective over the group; the model is changed.
 
     Every rank passes the same model, each its own copy. `wire` and `combine_wire` are the formats in which rows travel
-    out and back, `weights` the one that holds this rank's experts (plain ones are quantized on the way in). A rank
+    out and back, `weights` the one that holds this rank's experts (plain ones are quantized on the way in).
+    `inner` is how numbers are held between an expert's two products, by default as the recipe of the checkpoint has it,
+    else exactly. A rank
     brings up to `max_tokens` tokens to one round trip; `generate` and `passes` cut what is more into parts. `exchange`
     and `placement` are those of a plan.
 
@@ -72,7 +75,7 @@ def shard_experts(
 
     def read() -> tuple[list[ExpertModule], list[LayerSpec], Sources]:
         modules = expert_modules(model)
-        sources = Sources(opened, weights)
+        sources = Sources(opened, weights, inner)
         specs = [
             replace(
                 sources.spec(module),

@@ -12,7 +12,7 @@ from tokenyard.checkpoints import Checkpoint, CheckpointLayer
 from tokenyard.errors import CheckpointError
 from tokenyard.experts import ExpertWeights, activation
 from tokenyard.experts.base import WEIGHT_DTYPES
-from tokenyard.formats import QuantizedMatrix, weight_format
+from tokenyard.formats import Format, QuantizedMatrix, weight_format
 from tokenyard.integrations.transformers.expert_modules import ExpertModule
 from tokenyard.spec import LayerSpec
 
@@ -21,23 +21,30 @@ class Sources:
     """The experts of a model's modules, a rank's share at a time, in the format that holds them.
 
     `weights` is that format, by default the one in which the experts are found; quantized ones are decoded where it is
-    a plain one. `prepare` reads what is small, and shows whether a checkpoint is good; `take` reads the rest.
+    a plain one. `inner` is how numbers are held between the two products, by default as the checkpoint's recipe has it
+    for weights in that format.
+
+    `prepare` reads what is small, and shows whether a checkpoint is good; `take` reads the rest.
     """
 
-    def __init__(self, checkpoint: Checkpoint | None, weights: str | None) -> None:
-        self.checkpoint, self.weights = checkpoint, weights
+    def __init__(
+        self, checkpoint: Checkpoint | None, weights: str | None, inner: str | Format | None = None
+    ) -> None:
+        self.checkpoint, self.weights, self.inner = checkpoint, weights, inner
         self._specs: dict[str, LayerSpec] = {}
         self._readings: dict[str, Any] = {}
         self._experts: dict[str, Sequence[int]] = {}
 
     def spec(self, module: ExpertModule) -> LayerSpec:
         """The layer that a plan makes of a module, with the format of its weights."""
-        spec = module.spec(weights=self.weights)
+        spec = module.spec(weights=self.weights, inner=self.inner)
         if self.checkpoint is not None:
             layer = self.checkpoint.layer(module.name)
             _check_fits(self.checkpoint, layer, spec)
             if self.weights is None and weight_format(layer.weights).quantized:
                 spec = replace(spec, weights=layer.weights)
+            if self.inner is None and spec.weights == layer.weights:
+                spec = replace(spec, inner=layer.inner)
         self._specs[module.name] = spec
         return spec
 

@@ -1,4 +1,7 @@
-"""Numbers as sums of two e4m3 digits, which tensor cores multiply with e4m3 weights as they are.
+"""What stands between products of e4m3: numbers as sums of two e4m3 digits, or, where the layer says so, as codes.
+
+Tensor cores multiply both with e4m3 weights as they are. Codes are those of `formats.Fp8Block128`, to the bit: e4m3
+with a scale for 128 columns of a row. Digits are closer:
 
 A bf16 number has 8 significant bits, an e4m3 number 4. The scale of 128 columns of a row is the smallest power of two
 for which the largest of them, divided by it, is at most 448. Of a number so divided, the first four bits are the digit
@@ -18,6 +21,12 @@ import triton
 import triton.language as tl
 
 from tokenyard.experts.fused.kernels.decoding import FP8_BLOCK, load_tile
+
+# How `inner` is held: as numbers of its own type, in digits, or in codes (whose scales may be powers of two).
+NUMBERS = tl.constexpr(0)
+DIGITS = tl.constexpr(1)
+CODES = tl.constexpr(2)
+POWER_CODES = tl.constexpr(3)
 
 # Tiles of so many rows do not load those that are not there. (Shorter ones are waiting for weights anyway.)
 MASKED_FROM = tl.constexpr(64)
@@ -41,19 +50,44 @@ def split(value, AXIS: tl.constexpr):
 
 
 @triton.jit
-def store_split(value, place, is_row, column, inner, inner_scales, I: tl.constexpr, AXIS: tl.constexpr):
+def quantize(value, AXIS: tl.constexpr, POWERS: tl.constexpr):
+    """float32 numbers in e4m3, and the scales, as `formats.Fp8Block128` has them: one for all numbers along AXIS."""
+    largest = tl.max(
+        value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=AXIS
+    )  # as integers: NaN is above all
+    is_nan = largest > 0x7F800000
+    largest = tl.maximum(tl.minimum(largest, 0x7F7FFFFF), 0x2EDBE6FF).to(
+        tl.float32, bitcast=True
+    )  # from 1e-10 on
+    scale = tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32))
+    if POWERS:
+        scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    number = tl.div_rn(value, tl.broadcast_to(tl.expand_dims(scale, AXIS), value.shape))
+    code = tl.clamp(number, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+    return code, tl.where(is_nan, float("nan"), scale)
+
+
+@triton.jit
+def store_inner(
+    value, place, is_row, column, inner, inner_scales, I: tl.constexpr, AXIS: tl.constexpr, INNER: tl.constexpr
+):  # fmt: skip
     """A block of 128 columns of some rows, columns along AXIS, into `inner`: zeros behind column I."""
     WIDTH: tl.constexpr = (I + 127) // 128 * 128
     ACROSS: tl.constexpr = 1 - AXIS
     c = column * 128 + tl.arange(0, 128)
     if I % 128 != 0:
         value = tl.where(tl.expand_dims(c < I, ACROSS), value, 0.0)
-    high, low, scale = split(value, AXIS)
     place = place.to(tl.int64)
-    where = inner + tl.expand_dims(place, AXIS) * (2 * WIDTH) + tl.expand_dims(c, ACROSS)
     mask = tl.expand_dims(is_row, AXIS)
-    tl.store(where, high, mask=mask)
-    tl.store(where + WIDTH, low, mask=mask)
+    if INNER == DIGITS:
+        high, low, scale = split(value, AXIS)
+        where = inner + tl.expand_dims(place, AXIS) * (2 * WIDTH) + tl.expand_dims(c, ACROSS)
+        tl.store(where, high, mask=mask)
+        tl.store(where + WIDTH, low, mask=mask)
+    else:
+        code, scale = quantize(value, AXIS, INNER == POWER_CODES)
+        where = inner + tl.expand_dims(place, AXIS) * WIDTH + tl.expand_dims(c, ACROSS)
+        tl.store(where, code, mask=mask)
     tl.store(inner_scales + place * (WIDTH // 128) + column, scale, mask=is_row)
 
 

@@ -4,7 +4,8 @@
     result = weight · (W2 · inner + b2)           where it belongs, or left for the sum over a row's experts
 
 A tile of outputs holds gate and up of the same columns, 8 and 8 in turn, which a thread finds in its own registers.
-Between products with weights in blocks of e4m3, `inner` holds digits of e4m3 (`digits`); else numbers of 16 or 32 bits.
+Between products with weights in blocks of e4m3, `inner` holds digits or codes of e4m3 (`digits`); else numbers of 16 or
+32 bits.
 
 **The sum.** A row that one expert takes is written where its result belongs. A row with several leaves their results,
 by pair, in `left`: rounded to the type of the rows, not weighted yet. Then `summing` adds them up. (To let the block
@@ -18,7 +19,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenyard.experts.fused.kernels.decoding import FP8_BLOCK, PLAIN, load_tile
-from tokenyard.experts.fused.kernels.digits import split_product, store_split
+from tokenyard.experts.fused.kernels.digits import DIGITS, NUMBERS, split_product, store_inner
 from tokenyard.experts.fused.kernels.sorting import unsigned
 
 SWIGLU = tl.constexpr(0)
@@ -197,7 +198,7 @@ def inner_tile(
     ROWS: tl.constexpr, WEIGHTS: tl.constexpr, KIND: tl.constexpr, HAS_SLOTS: tl.constexpr, X_GLOBAL: tl.constexpr,
     HAS_GLOBAL: tl.constexpr, HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr, INNER: tl.constexpr,
     OUT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One tile of the first product, activated, into `inner` at the places of `order_N`."""
@@ -249,9 +250,9 @@ def inner_tile(
         value = tl.reshape(value, [COLUMNS, TILE])
     else:
         value = activate(acc, acc, ACTIVATION, False, LIMIT, ALPHA, SHIFT)
-    if inner.dtype.element_ty == tl.float8e4nv:
+    if INNER != NUMBERS:
         tl.static_assert(COLUMNS == 128)
-        store_split(value, place, is_row, column, inner, inner_scales, I, 0)
+        store_inner(value, place, is_row, column, inner, inner_scales, I, 0, INNER)
     else:
         c = column * COLUMNS + tl.arange(0, COLUMNS)
         where = inner + place.to(tl.int64)[None, :] * I + c[:, None]
@@ -267,7 +268,7 @@ def inner_product(
     ROWS: tl.constexpr, WEIGHTS: tl.constexpr, KIND: tl.constexpr, HAS_SLOTS: tl.constexpr, X_GLOBAL: tl.constexpr,
     HAS_GLOBAL: tl.constexpr, HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr, INNER: tl.constexpr,
     OUT: tl.constexpr, TILE: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The first product of all experts: every block takes tiles in turn."""
@@ -289,7 +290,7 @@ def inner_product(
                 x_stride, x_scale_stride, x_global_stride,
                 H, I, X_WIDTH, W_WIDTH, W_SCALE_WIDTH, W_STRIDE, TOP_K,
                 ROWS, WEIGHTS, KIND, HAS_SLOTS, X_GLOBAL, HAS_GLOBAL, HAS_BIAS, WEIGHTED,
-                ACTIVATION, GATED, INTERLEAVED, LIMIT, ALPHA, SHIFT, OUT, TAIL if TAIL > 0 else TILE, BLOCK,
+                ACTIVATION, GATED, INTERLEAVED, LIMIT, ALPHA, SHIFT, INNER, OUT, TAIL if TAIL > 0 else TILE, BLOCK,
             )  # fmt: skip
         else:
             inner_tile(
@@ -298,7 +299,7 @@ def inner_product(
                 x_stride, x_scale_stride, x_global_stride,
                 H, I, X_WIDTH, W_WIDTH, W_SCALE_WIDTH, W_STRIDE, TOP_K,
                 ROWS, WEIGHTS, KIND, HAS_SLOTS, X_GLOBAL, HAS_GLOBAL, HAS_BIAS, WEIGHTED,
-                ACTIVATION, GATED, INTERLEAVED, LIMIT, ALPHA, SHIFT, OUT, TILE, BLOCK,
+                ACTIVATION, GATED, INTERLEAVED, LIMIT, ALPHA, SHIFT, INNER, OUT, TILE, BLOCK,
             )  # fmt: skip
         expert, start, count = next_expert, next_start, next_count
 
@@ -334,7 +335,7 @@ def result_tile(
     H: tl.constexpr, I: tl.constexpr, W_WIDTH: tl.constexpr, W_SCALE_WIDTH: tl.constexpr,
     W_STRIDE: tl.constexpr, TOP_K: tl.constexpr,
     WEIGHTS: tl.constexpr, KIND: tl.constexpr, HAS_OUT_SLOTS: tl.constexpr, HAS_GLOBAL: tl.constexpr,
-    HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr, FINALIZE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr, FINALIZE: tl.constexpr, INNER: tl.constexpr,
     OUT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One tile of the second product, delivered."""
@@ -347,11 +348,17 @@ def result_tile(
     expert = expert.to(tl.int64)
     SCALE_LINES: tl.constexpr = (H + 127) // 128 if WEIGHTS == FP8_BLOCK else H
     w, w_scales = w2 + expert * (H * W_STRIDE), w2_scales + expert * (SCALE_LINES * W_SCALE_WIDTH)
-    if inner.dtype.element_ty == tl.float8e4nv:
+    if INNER == DIGITS:
         tl.static_assert(BLOCK == 128)
         acc = split_product(
             inner, inner_scales, place, is_row, w, w_scales, output, W_STRIDE, W_SCALE_WIDTH,
             I, W_WIDTH, KIND, OUT, TILE,
+        )  # fmt: skip
+    elif INNER != NUMBERS:
+        WIDTH: tl.constexpr = (I + 127) // 128 * 128
+        acc = block_product(
+            inner, inner_scales, place, w, w_scales, output, WIDTH, WIDTH // 128, W_STRIDE, W_SCALE_WIDTH,
+            I, WIDTH, W_WIDTH, FP8_BLOCK, WEIGHTS, KIND, OUT, TILE, BLOCK,
         )  # fmt: skip
     else:
         acc = block_product(
@@ -381,7 +388,7 @@ def result_product(
     H: tl.constexpr, I: tl.constexpr, W_WIDTH: tl.constexpr, W_SCALE_WIDTH: tl.constexpr,
     W_STRIDE: tl.constexpr, TOP_K: tl.constexpr,
     WEIGHTS: tl.constexpr, KIND: tl.constexpr, HAS_OUT_SLOTS: tl.constexpr, HAS_GLOBAL: tl.constexpr,
-    HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr, FINALIZE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr, FINALIZE: tl.constexpr, INNER: tl.constexpr,
     OUT: tl.constexpr, TILE: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The second product of all experts: every block takes tiles in turn."""
@@ -400,7 +407,7 @@ def result_product(
                 inner, inner_scales, w2, w2_scales, w2_global, w2_factor, b2, weights_N,
                 left, out, out_slots_R, out_stride, order_N, expert, start, count, column,
                 H, I, W_WIDTH, W_SCALE_WIDTH, W_STRIDE, TOP_K,
-                WEIGHTS, KIND, HAS_OUT_SLOTS, HAS_GLOBAL, HAS_BIAS, WEIGHTED, FINALIZE,
+                WEIGHTS, KIND, HAS_OUT_SLOTS, HAS_GLOBAL, HAS_BIAS, WEIGHTED, FINALIZE, INNER,
                 OUT, TAIL if TAIL > 0 else TILE, BLOCK,
             )  # fmt: skip
         else:
@@ -408,6 +415,7 @@ def result_product(
                 inner, inner_scales, w2, w2_scales, w2_global, w2_factor, b2, weights_N,
                 left, out, out_slots_R, out_stride, order_N, expert, start, count, column,
                 H, I, W_WIDTH, W_SCALE_WIDTH, W_STRIDE, TOP_K,
-                WEIGHTS, KIND, HAS_OUT_SLOTS, HAS_GLOBAL, HAS_BIAS, WEIGHTED, FINALIZE, OUT, TILE, BLOCK,
+                WEIGHTS, KIND, HAS_OUT_SLOTS, HAS_GLOBAL, HAS_BIAS, WEIGHTED, FINALIZE, INNER,
+                OUT, TILE, BLOCK,
             )  # fmt: skip
         expert, start, count = next_expert, next_start, next_count

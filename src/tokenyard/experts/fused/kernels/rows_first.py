@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenyard.experts.fused.kernels.decoding import FP8_BLOCK, load_tile
-from tokenyard.experts.fused.kernels.digits import MASKED_FROM, store_split
+from tokenyard.experts.fused.kernels.digits import MASKED_FROM, NUMBERS, store_inner
 from tokenyard.experts.fused.kernels.products import activate, block_part, rows_of, tile_of
 
 
@@ -59,7 +59,7 @@ def rows_first_tile(
     W_STRIDE: tl.constexpr, TOP_K: tl.constexpr,
     FORMAT: tl.constexpr, KIND: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
     ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr, INNER: tl.constexpr,
     COLUMNS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One tile of the first product, activated, into `inner` at the places of `order_N`."""
@@ -114,9 +114,9 @@ def rows_first_tile(
         gate += tl.load(b13 + expert * (2 * I) + gates).to(tl.float32)[None, :]
         up += tl.load(b13 + expert * (2 * I) + ups).to(tl.float32)[None, :]
     value = activate(gate, up, ACTIVATION, True, LIMIT, ALPHA, SHIFT)
-    if inner.dtype.element_ty == tl.float8e4nv:
+    if INNER != NUMBERS:
         tl.static_assert(COLUMNS == 128)
-        store_split(value, place, is_row, column, inner, inner_scales, I, 1)
+        store_inner(value, place, is_row, column, inner, inner_scales, I, 1, INNER)
     else:
         where = inner + place.to(tl.int64)[:, None] * I + c[None, :]
         tl.store(where, value.to(inner.dtype.element_ty), mask=(c < I)[None, :] & is_row[:, None])
@@ -130,7 +130,7 @@ def rows_first_product(
     W_STRIDE: tl.constexpr, TOP_K: tl.constexpr,
     FORMAT: tl.constexpr, KIND: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
     ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr, INNER: tl.constexpr,
     COLUMNS: tl.constexpr, TILE: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The first product of all experts: every block takes tiles in turn."""
@@ -149,7 +149,7 @@ def rows_first_product(
                 order_N, expert, start, count, column, x_stride, x_scale_stride,
                 H, I, X_WIDTH, W_WIDTH, W_SCALE_WIDTH, W_STRIDE, TOP_K,
                 FORMAT, KIND, HAS_SLOTS, HAS_BIAS, WEIGHTED, ACTIVATION, INTERLEAVED, LIMIT, ALPHA, SHIFT,
-                COLUMNS, TAIL if TAIL > 0 else TILE, BLOCK,
+                INNER, COLUMNS, TAIL if TAIL > 0 else TILE, BLOCK,
             )  # fmt: skip
         else:
             rows_first_tile(
@@ -157,6 +157,6 @@ def rows_first_product(
                 order_N, expert, start, count, column, x_stride, x_scale_stride,
                 H, I, X_WIDTH, W_WIDTH, W_SCALE_WIDTH, W_STRIDE, TOP_K,
                 FORMAT, KIND, HAS_SLOTS, HAS_BIAS, WEIGHTED, ACTIVATION, INTERLEAVED, LIMIT, ALPHA, SHIFT,
-                COLUMNS, TILE, BLOCK,
+                INNER, COLUMNS, TILE, BLOCK,
             )  # fmt: skip
         expert, start, count = next_expert, next_start, next_count

@@ -1,4 +1,4 @@
-"""The second product for many rows: rows in digits of e4m3 × outputs, 128 and 128 in sums of their own.
+"""The second product for many rows: rows in digits or codes of e4m3 × outputs, 128 and 128 in sums of their own.
 
 As in `rows_first`, a thread has a few rows and many outputs, which share a scale. Two sums and the product of a block
 for one of them at a time leave room for a tile of 128 rows × 256 outputs.
@@ -11,8 +11,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenyard.experts.fused.kernels.decoding import FP8_BLOCK, load_tile
-from tokenyard.experts.fused.kernels.digits import load_split, split_dot
-from tokenyard.experts.fused.kernels.products import tile_of
+from tokenyard.experts.fused.kernels.digits import DIGITS, load_split, split_dot
+from tokenyard.experts.fused.kernels.products import block_part, tile_of
+from tokenyard.experts.fused.kernels.rows_first import load_rows
 from tokenyard.experts.fused.kernels.sorting import unsigned
 
 
@@ -51,7 +52,7 @@ def rows_first_result_tile(
     H: tl.constexpr, I: tl.constexpr, W_WIDTH: tl.constexpr, W_SCALE_WIDTH: tl.constexpr,
     W_STRIDE: tl.constexpr, TOP_K: tl.constexpr,
     KIND: tl.constexpr, HAS_OUT_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
-    FINALIZE: tl.constexpr, TILE: tl.constexpr,
+    FINALIZE: tl.constexpr, INNER: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One tile of the second product, delivered."""
     EVEN: tl.constexpr = I % 128 == 0
@@ -72,15 +73,23 @@ def rows_first_result_tile(
     first_sum = tl.zeros([TILE, 128], tl.float32)
     second_sum = tl.zeros([TILE, 128], tl.float32)
     for block in range(BLOCKS):
-        high, low = load_split(inner, place, is_row, block, BLOCKS * 128, TILE)
+        if INNER == DIGITS:
+            high, low = load_split(inner, place, is_row, block, BLOCKS * 128, TILE)
+        else:
+            rows = load_rows(inner, inner_scales, place, is_row, block * 128, BLOCKS * 128, BLOCKS * 128, BLOCKS,
+                             FP8_BLOCK, TILE, 128, True, KIND)  # fmt: skip
         first_weights = load_tile(w, scales, first_lines, block * 128, W_WIDTH, W_STRIDE, W_SCALE_WIDTH,
                                  FP8_BLOCK, 128, 128, EVEN, KIND)  # fmt: skip
         second_weights = load_tile(w, scales, second_lines, block * 128, W_WIDTH, W_STRIDE, W_SCALE_WIDTH,
                                   FP8_BLOCK, 128, 128, EVEN, KIND)  # fmt: skip
         by_row = tl.load(row_scales + block)[:, None]
         first_scale, second_scale = tl.load(first_scales + block), tl.load(second_scales + block)
-        first_sum += split_dot(first_weights, high, low, False, KIND) * (by_row * first_scale)
-        second_sum += split_dot(second_weights, high, low, False, KIND) * (by_row * second_scale)
+        if INNER == DIGITS:
+            first_sum += split_dot(first_weights, high, low, False, KIND) * (by_row * first_scale)
+            second_sum += split_dot(second_weights, high, low, False, KIND) * (by_row * second_scale)
+        else:
+            first_sum += block_part(rows, first_weights, KIND) * (by_row * first_scale)
+            second_sum += block_part(rows, second_weights, KIND) * (by_row * second_scale)
     place = tl.load(order_N + place)
     deliver_rows(
         first_sum, place, is_row, first, b2 + expert * H, weights_N, left, out, out_slots_R, out_stride,
@@ -99,7 +108,7 @@ def rows_first_result(
     H: tl.constexpr, I: tl.constexpr, W_WIDTH: tl.constexpr, W_SCALE_WIDTH: tl.constexpr,
     W_STRIDE: tl.constexpr, TOP_K: tl.constexpr,
     KIND: tl.constexpr, HAS_OUT_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
-    FINALIZE: tl.constexpr, TILE: tl.constexpr, TAIL: tl.constexpr, EARLY: tl.constexpr,
+    FINALIZE: tl.constexpr, INNER: tl.constexpr, TILE: tl.constexpr, TAIL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The second product of all experts: every block takes tiles in turn."""
     if EARLY:
@@ -116,13 +125,13 @@ def rows_first_result(
                 inner, inner_scales, w2, w2_scales, b2, weights_N, left, out, out_slots_R, out_stride,
                 order_N, expert, start, count, column,
                 H, I, W_WIDTH, W_SCALE_WIDTH, W_STRIDE, TOP_K,
-                KIND, HAS_OUT_SLOTS, HAS_BIAS, WEIGHTED, FINALIZE, TAIL if TAIL > 0 else TILE,
+                KIND, HAS_OUT_SLOTS, HAS_BIAS, WEIGHTED, FINALIZE, INNER, TAIL if TAIL > 0 else TILE,
             )  # fmt: skip
         else:
             rows_first_result_tile(
                 inner, inner_scales, w2, w2_scales, b2, weights_N, left, out, out_slots_R, out_stride,
                 order_N, expert, start, count, column,
                 H, I, W_WIDTH, W_SCALE_WIDTH, W_STRIDE, TOP_K,
-                KIND, HAS_OUT_SLOTS, HAS_BIAS, WEIGHTED, FINALIZE, TILE,
+                KIND, HAS_OUT_SLOTS, HAS_BIAS, WEIGHTED, FINALIZE, INNER, TILE,
             )  # fmt: skip
         expert, start, count = next_expert, next_start, next_count
