@@ -115,6 +115,7 @@ PAGES = (
             "tokenyard": ("open_checkpoint", "Checkpoint", "open_together", "load_experts"),
             "tokenyard.checkpoints": (
                 *("CheckpointLayer", "StoredTensor", "convert", "Conversion", "ConvertedLayer", "TARGETS"),
+                "recipe_inner",
             ),
             "tokenyard.shipped": ("shipped_model",),
         },

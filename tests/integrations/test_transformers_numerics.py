@@ -223,21 +223,25 @@ def test_quantized_weights_are_those_of_the_whole_layer(weights):
     ],  # which has a layout of its own
 )
 def test_a_converted_checkpoint_is_the_same_as_quantizing_while_sharding(family, weights, tmp_path):
-    """Codes go from the file into the experts as they are: to the bit, the model that `weights=` makes."""
+    """Codes go from the file into the experts as they are: to the bit, the model that `weights=` makes.
+
+    What stands between the products is what the recipe says: fp8 activations, where weights are fp8 in blocks.
+    """
+    inner = "fp8_block128" if weights == "fp8_block128" else "exact"
     whole = tiny_model(family, torch.bfloat16, **WIDE)
     whole.save_pretrained(tmp_path / "plain")
     convert(open_checkpoint(tmp_path / "plain"), weights, tmp_path / "quantized")
 
     def rank_main(group):
         ids = prompts(group.rank)
-        quantized = shard_experts(copy.deepcopy(whole), group, max_tokens=32, weights=weights)
+        quantized = shard_experts(copy.deepcopy(whole), group, max_tokens=32, weights=weights, inner=inner)
         expected = logits_of(quantized.model, ids)
         sharded = load_sharded(tmp_path / "quantized", group, max_tokens=32)
-        held = {sharded.plan.wiring(layer).spec.weights for layer in sharded.layers}
-        return logits_of(sharded.model, ids), expected, held
+        specs = [sharded.plan.wiring(layer).spec for layer in sharded.layers]
+        return logits_of(sharded.model, ids), expected, {(spec.weights, spec.inner) for spec in specs}
 
     for rank, (found, expected, held) in enumerate(on_ranks(WORLD, rank_main)):
-        assert held == {weights}
+        assert held == {(weights, inner)}
         assert torch.equal(found, expected)
         assert not torch.equal(found, logits_of(whole, prompts(rank)))
 

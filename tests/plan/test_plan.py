@@ -321,7 +321,7 @@ class OwnKernel(ty.EXPERTS["grouped"]):
 
 def test_experts_of_ones_own_hold_codes_only_where_they_say_so():
     layer = spec(weights="fp8_block128", inner="fp8_block128", experts=OwnKernel)
-    with pytest.raises(ty.PlanError, match="own experts with fp8_block128 weights hold numbers .* as exact"):
+    with pytest.raises(ty.PlanError, match=r"own experts with fp8_block128 weights hold numbers .* as exact"):
         draft([layer], 2, max_tokens=4)
 
 

@@ -9,9 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from tokenyard.evaluation.table import WHOLE_MODEL
+from tokenyard.experts.base import EXACT
 from tokenyard.units import KB, MB
 
 _COLORS = ("#1b4f8a", "#e0963a", "#5f9e6e", "#8c6bb1", "#5aa0d0", "#a3413a", "#6b6b6b")
+
+
+def _held(row: dict[str, Any]) -> str:
+    """How a row holds its weights, and the numbers between its products where these are quantized, too."""
+    inner = row.get("inner", EXACT)
+    return str(row["weights"]) + ("" if inner == EXACT else f", {inner} between")
 
 
 def draw_accuracy(document: dict[str, Any], path: Path) -> None:
@@ -23,21 +30,17 @@ def draw_accuracy(document: dict[str, Any], path: Path) -> None:
     whole = next(row for row in document["results"] if row["exchange"] == WHOLE_MODEL)
     first = rows[0]["exchange"]
     rows = [row for row in rows if row["exchange"] == first]
-    plain_weights, plain_wire = rows[0]["weights"], rows[0]["wire"]
+    plain_wire = rows[0]["wire"]
     figure = Figure(figsize=(10.5, 7.2), layout="constrained")
     FigureCanvasAgg(figure)  # draws without a display
     panels = (
         (
-            [
-                (row["wire"], row["bytes_per_token"] / KB, row)
-                for row in rows
-                if row["weights"] == plain_weights
-            ],
-            f"Wires, with weights in {plain_weights}",
+            [(row["wire"], row["bytes_per_token"] / KB, row) for row in rows if _held(row) == _held(rows[0])],
+            f"Wires, with weights in {_held(rows[0])}",
             "KB moved per token, all layers, out and back",
         ),
         (
-            [(row["weights"], row["expert_bytes"] / MB, row) for row in rows if row["wire"] == plain_wire],
+            [(_held(row), row["expert_bytes"] / MB, row) for row in rows if row["wire"] == plain_wire],
             f"Weights, with rows in {plain_wire}",
             "MB of experts' weights, all ranks",
         ),

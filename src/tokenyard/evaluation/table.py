@@ -30,7 +30,7 @@ class Row:
     exchange: str
     wire: str
     weights: str
-    inner: str  # between an expert's two products
+    inner: str = EXACT  # between an expert's two products
     accuracy: Interval
     difference: Interval | None  # to the whole model, on the same questions
     logit_error: float | None  # relative, over the probes
