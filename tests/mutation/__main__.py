@@ -9,6 +9,7 @@ there the next time). Then each mutant meets the tests of its line, the quickest
 import argparse
 import fnmatch
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -21,9 +22,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from tests.faults.report import rewrite
+from tests.mutation import trial
 from tests.mutation.mutants import draw, mutants_of
 from tests.mutation.selection import Record, choose
-from tests.mutation.trial import Checkout
 
 ROOT = Path(__file__).parents[2]
 # What a wrong number can come from, without what only runs on a GPU.
@@ -45,7 +46,14 @@ CORE = (
     "experts/*.py",
     "checkpoints/*.py",
 )
-ONLY_ON_A_GPU = ("*kernel*", "*cuda*", "*/fused/*", "*/one_sided/launches.py", "*/one_sided/graphs.py")
+ONLY_ON_A_GPU = (
+    "*kernel*",
+    "*cuda*",
+    "*/fused/*",
+    "*/one_sided/launches.py",
+    "*/one_sided/graphs.py",
+    "*/group/symmetric_memory.py",
+)
 # Tests of the core. What tests the commands, the site, models and benchmarks is slow, and meets the core from afar.
 TESTS = (
     "tests/checkpoints",
@@ -53,6 +61,7 @@ TESTS = (
     "tests/exchange",
     "tests/experts",
     "tests/formats",
+    "tests/fuzz",
     "tests/group",
     "tests/paranoid",
     "tests/plan",
@@ -62,6 +71,12 @@ TESTS = (
     "tests/test_placement.py",
     "tests/test_routing.py",
     "tests/test_workspace.py",
+    "src/tokenyard/checkpoints",
+    "src/tokenyard/exchange",
+    "src/tokenyard/experts",
+    "src/tokenyard/formats",
+    "src/tokenyard/group",
+    "src/tokenyard/routing",
 )
 
 
@@ -136,6 +151,7 @@ def main():
     parser.add_argument("--count", type=int, default=200, help="how many mutants")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit", type=float, default=60.0, help="seconds of tests for one mutant")
+    parser.add_argument("--workers", type=int, default=2, help="how many mutants at a time")
     parser.add_argument("--only", default="*", help="a pattern for the mutated files")
     parser.add_argument("--record", type=Path, help="a folder that keeps which test runs which line")
     parser.add_argument("--write", type=Path, help="a file for the JSON")
@@ -153,12 +169,15 @@ def main():
     )
     files = [path for path in core_files() if fnmatch.fnmatch(path, options.only)]
     every = [mutant for path in files for mutant in mutants_of(path, (ROOT / path).read_text())]
+    trials = [
+        (mutant, choose(record, mutant, options.limit), 60 + 5 * options.limit)
+        for mutant in draw(every, options.count, options.seed)
+    ]
     outcomes = []
-    with Checkout(ROOT) as checkout, Progress(console=console) as progress:
-        task = progress.add_task("mutants", total=options.count)
-        for mutant in draw(every, options.count, options.seed):
-            tests = choose(record, mutant, options.limit)
-            outcome = checkout.meet(mutant, tests, 60 + 5 * options.limit)
+    workers = multiprocessing.get_context("spawn").Pool(options.workers, trial.start_worker, (ROOT,))
+    with workers, Progress(console=console) as progress:
+        task = progress.add_task("mutants", total=len(trials))
+        for mutant, outcome in workers.imap(trial.meet, trials):
             outcomes.append((mutant, outcome))
             met = f"{outcome.verdict:15} {outcome.seconds:6.1f} s {outcome.tests:4} tests"
             print(met, mutant, outcome.test or "", sep="  ", flush=True)

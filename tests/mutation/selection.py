@@ -6,6 +6,8 @@ from pathlib import Path
 
 import coverage
 
+_END = 10**9  # behind the last line of any file
+
 
 class Record:
     """Which test runs which line, how long it takes, and whether it starts processes."""
@@ -28,7 +30,7 @@ class Record:
     def covering(self, path, first, last):
         """Tests that ran one of these lines, and passed when they were recorded."""
         lines = self._lines.get(path, {})
-        found = {test for line in range(first, last + 1) for test in lines.get(line, ())}
+        found = {test for line, tests in lines.items() if first <= line <= last for test in tests}
         return {test for test in found if self.tests.get(test, {}).get("passed")}
 
     def starting_processes(self):
@@ -38,11 +40,12 @@ class Record:
 def choose(record, mutant, limit):
     """The tests for a mutant: each test function in turn gives its quickest case, until the time is used up.
 
-    Lines that run in other processes are not recorded: after the tests that cover the line come those that start
-    processes, from the folder of tests that has the name of the mutant's folder first.
+    Lines that run while modules are imported, or in other processes, are not recorded. Where no test covers a line,
+    those of its file stand in. Behind them come tests that start processes, those from the folder of tests that has
+    the name of the mutant's folder first.
     """
     last = mutant.line + mutant.before.count("\n")
-    covering = record.covering(mutant.path, mutant.line, last)
+    covering = record.covering(mutant.path, mutant.line, last) or record.covering(mutant.path, 1, _END)
     chosen = _in_turn(record, covering)
     package = mutant.path.split("/")[2].removesuffix(".py")
     others = record.starting_processes() - covering

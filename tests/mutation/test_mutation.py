@@ -110,9 +110,10 @@ def meet_small_mutant(folder):
     """What becomes of a mutant of a small project, with each of three tests."""
     trial._KEPT = ("src", "tests")
     mutant = next(m for m in mutants_of("src/small.py", _SMALL) if m.after == "(x // 2)")
-    with trial.Checkout(folder) as checkout:
-        outcomes = [checkout.meet(mutant, [f"tests/test_{number}.py"], 5) for number in range(len(_TESTS))]
-        outcomes.append(checkout.meet(mutant, [], 5))
+    checkout = trial.Checkout(folder)
+    outcomes = [checkout.meet(mutant, [f"tests/test_{number}.py"], 5) for number in range(len(_TESTS))]
+    outcomes.append(checkout.meet(mutant, [], 5))
+    checkout.remove()
     print(json.dumps([(outcome.verdict, outcome.test) for outcome in outcomes]))
 
 

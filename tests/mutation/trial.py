@@ -1,6 +1,7 @@
 """One mutant against its tests, in a process of its own."""
 
 import json
+import multiprocessing.util
 import os
 import shutil
 import signal
@@ -48,10 +49,7 @@ class Checkout:
             else:
                 shutil.copy(source, self._folder / name)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
+    def remove(self):
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def meet(self, mutant, tests, seconds):
@@ -136,3 +134,20 @@ def _kill(child):
         os.waitpid(child, 0)
     except ChildProcessError:
         return
+
+
+# -- Several at a time ---------------------------------------------------------------------------------------------
+
+_checkouts = []  # of a worker: one
+
+
+def start_worker(root):
+    """In each worker: a copy of the repository, which goes when the worker ends."""
+    _checkouts.append(Checkout(root))
+    multiprocessing.util.Finalize(None, _checkouts[0].remove, exitpriority=1)
+
+
+def meet(trial):
+    """A mutant, and what became of it."""
+    mutant, tests, seconds = trial
+    return mutant, _checkouts[0].meet(mutant, tests, seconds)
