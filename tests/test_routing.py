@@ -550,3 +550,12 @@ def test_routes_that_do_not_fit(routes: Routes, check: dict, message: str) -> No
         routes.check(4, **check)
     assert message in str(caught.value)
     assert "; fix: " in str(caught.value)
+
+
+def test_without_groups_every_expert_can_be_chosen():
+    logits_TE = torch.randn(50, 8)
+    plain = GroupedSigmoidRouter(2)
+    assert (plain.num_groups, plain.topk_groups) == (1, 1)
+    assert torch.equal(
+        plain(logits_TE).topk_ids_TK.long(), logits_TE.sort(descending=True, stable=True).indices[:, :2]
+    )

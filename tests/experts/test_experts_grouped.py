@@ -205,3 +205,11 @@ def test_gpt_oss_experts_of_transformers() -> None:
         torch.testing.assert_close(
             run(get(name)(spec, weights), x_RH, routes), expected_RH, rtol=1e-5, atol=1e-5
         )
+
+
+def test_a_cpu_that_says_nothing_multiplies_no_16_bits(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    assert not cpu_multiplies.__wrapped__(torch.bfloat16)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    assert cpu_multiplies.__wrapped__(torch.bfloat16)
+    assert not cpu_multiplies.__wrapped__(torch.float16)

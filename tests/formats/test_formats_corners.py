@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from tests.formats.format_twins import INF, NAN, QUANTIZED, same_bits
 from tokenyard.errors import InputError
-from tokenyard.formats import Bf16, Fp8Block128, Fp16, Fp32, Mxfp8, Nvfp4
+from tokenyard.formats import Bf16, Fp8Block128, Fp16, Fp32, Mxfp8, Nvfp4, bits
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -153,3 +155,16 @@ def test_nvfp4_refuses_what_is_not_one_scale_per_row():
         Nvfp4(global_scale=2).encode(x, global_scale_T=torch.ones(2))
     rows = Nvfp4().encode(x, global_scale_T=torch.tensor([[3.0], [4.0]]))
     assert rows.payloads["global_scale"].tolist() == [[3.0], [4.0]]
+
+
+@pytest.mark.parametrize("shape", [(256,), (16, 16), (2, 4, 32), (3, 0)])
+def test_four_bit_numbers_are_the_same_by_table_and_by_bits(shape):
+    """CPUs look them up; GPUs compute them."""
+    packed = torch.arange(256).repeat(2)[: math.prod(shape)].to(torch.uint8).view(shape)
+    for by_table, by_bits in (
+        (bits.e2m1_to_float32, bits._e2m1_by_bits),
+        (bits.int4_to_float32, bits._int4_by_bits),
+    ):
+        found = by_bits(packed)
+        assert found.shape == (*shape[:-1], 2 * shape[-1])
+        assert torch.equal(found.view(torch.int32), by_table(packed).view(torch.int32))

@@ -301,7 +301,7 @@ def test_blocks_too_small_for_a_scale():
 
 
 def test_quantizing_leaves_its_input_alone():
-    for name in QUANTIZED:
+    for name in WEIGHT_FORMATS:
         w = gaussian(2, 50, 70, dtype=torch.float32).requires_grad_()
         before = w.detach().clone()
         assert not weight_format(name).quantize(w).decode().requires_grad

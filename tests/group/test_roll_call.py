@@ -133,6 +133,28 @@ def test_groups_in_other_places_have_rolls_of_their_own(store):
     assert not RollCall(store, "another place", 0, 2, HERE).called()
 
 
+class Mended(dist.HashStore):
+    """A store that fails until its link is mended."""
+
+    broken = False
+
+    def check(self, keys):
+        if self.broken:
+            raise ConnectionError("no route")
+        return super().check(keys)
+
+
+def test_a_store_that_answers_again_is_asked_again_at_once(monkeypatch):
+    store = Mended()
+    rank = RollCall(store, "place", 0, 2, HERE)
+    store.broken = True
+    assert not rank.called()
+    assert "does not answer" in rank.silent
+    store.broken = False
+    rank.ask_again()
+    assert rank.silent == ""
+
+
 class Silent(dist.HashStore):
     """A store whose host is gone."""
 

@@ -598,3 +598,17 @@ def compare_kernels(group, wire, weight_on):
 @pytest.mark.parametrize("wire", ["bf16", "mxfp8", "nvfp4"])
 def test_whoever_has_the_duty_the_bits_are_the_same(wire, weight_on):
     assert on_ranks(2, compare_kernels, wire, weight_on) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "name"),
+    [
+        (0, {}, "world"),
+        (2, {"in_flight": 0}, "in_flight"),
+        (2, {"in_flight": True}, "in_flight"),
+    ],
+)
+def test_counts_that_make_no_plan(ranks, settings, name):
+    spec = ty.LayerSpec(name="moe", hidden_size=32, intermediate_size=16, num_experts=4, top_k=1)
+    with pytest.raises(ty.InputError, match=f"^{name} is "):
+        ty.draft([spec], ranks, **({"max_tokens": 4} | settings))

@@ -208,8 +208,10 @@ def e2m1_to_float32(packed: Tensor) -> Tensor:
     >>> e2m1_to_float32(torch.tensor([[0x21, 0x8F]], dtype=torch.uint8))
     tensor([[ 0.5000,  1.0000, -6.0000, -0.0000]])
     """
-    if packed.device.type == "cpu":
-        return _look_up_pairs(_e2m1_pairs(), packed)
+    return _look_up_pairs(_e2m1_pairs(), packed) if packed.device.type == "cpu" else _e2m1_by_bits(packed)
+
+
+def _e2m1_by_bits(packed: Tensor) -> Tensor:
     shape = (*packed.shape[:-1], 2 * packed.shape[-1])
     codes = torch.stack((packed & 15, packed >> 4), dim=-1).to(torch.int32)
     # The three bits of a magnitude are the low end of float32's exponent and the high end of its mantissa;
@@ -230,8 +232,10 @@ def int4_to_float32(packed: Tensor) -> Tensor:
     >>> int4_to_float32(torch.tensor([[0x21, 0x8F]], dtype=torch.uint8))
     tensor([[ 1.,  2., -1., -8.]])
     """
-    if packed.device.type == "cpu":
-        return _look_up_pairs(_int4_pairs(), packed)
+    return _look_up_pairs(_int4_pairs(), packed) if packed.device.type == "cpu" else _int4_by_bits(packed)
+
+
+def _int4_by_bits(packed: Tensor) -> Tensor:
     codes = torch.stack((packed & 15, packed >> 4), dim=-1).to(torch.int32)
     return ((codes ^ 8) - 8).float().view(*packed.shape[:-1], 2 * packed.shape[-1])
 
