@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from tokenyard.experts.fused.kernels import (
-    boxed, decoding, digits, packed, products, row_blocks, rows_first, rows_first_result, sorting, summing)
+    boxed, decoding, digits, packed, products, row_blocks, rows_first, rows_first_result, sorting, specialized, summing)
 
 BF16 = ("x", "scales", "y", "left", "inner", "out", "w13", "w2")
 FLOATS = ("divisors", "factors", "bias", "weights_N", "b13", "b2")
@@ -113,6 +114,21 @@ def boxed_kernels():
         compiled(boxed.boxed_result, dict(shared, HAS_OUT_SLOTS=True, FINALIZE=True, OUT=256, TAIL=tail), 8, kinds=dict(
             inner=rows.format(128), tail=rows.format(tail or 128), w2="tensordesc<bf16[1, 256, 64]>"))
 
+def specialized_kernels():
+    shared = repr(gl.NVMMASharedLayout(128, 8, 2))
+    e4m3 = ("x", "inner")
+    kinds = dict.fromkeys(e4m3, "*fp8e4nv") | dict.fromkeys(("x_scales", "w_scales", "inner_scales"), "*fp32")
+    kinds |= dict(w_boxes=f"tensordesc<fp8e4nv[128, 128],{shared}>")
+    common = dict(EXPERTS=8, TOP_K=4, HAS_SLOTS=True, HAS_OUT_SLOTS=True, HAS_BIAS=True, WEIGHTED=True, FINALIZE=True,
+                  LIMIT=7.0, ALPHA=1.7, SHIFT=1.0, POWERS=True, STAGES=4, EARLY=True, num_warps=4)
+    for activation in (products.SWIGLU, products.SWIGLU_CLAMPED):
+        compiled(specialized.specialized_product, dict(
+            common, INPUTS=384, OUTPUTS=256, FIRST=True, FENCE=True, ACTIVATION=activation), 4, GluonASTSource,
+            kinds | dict(x_boxes=kinds["w_boxes"]))
+    compiled(specialized.specialized_product, dict(
+        common, INPUTS=256, OUTPUTS=384, FIRST=False, FENCE=False, ACTIVATION=0), 4, GluonASTSource,
+        kinds | dict(x_boxes=f"tensordesc<fp8e4nv[64, 128],{shared}>"))
+
 """
 CALLS = {
     "mxint4, the first product": "packed_kernel(0, 2, True, ((16, 0), (32, 0)), 1)",
@@ -126,6 +142,7 @@ CALLS = {
     "codes of e4m3 whose scales are powers of two": "kernels_of_e4m3(digits.POWER_CODES)",
     "rows of mxfp8 in blocks": "kernels_of_row_blocks()",
     "matrices in boxes": "boxed_kernels()",
+    "warps that load, and warps that multiply": "specialized_kernels()",
 }
 
 

@@ -32,7 +32,7 @@ def agree(ids_RK: torch.Tensor, experts: int, tile: int) -> None:
     order_N, tiles = twins.sort_pairs(ids_RK, experts, tile)
     how_many = int(found.how_many)
     assert how_many == len(tiles) <= found.max_tiles
-    by_field = found.tiles[: 3 * found.max_tiles].view(3, found.max_tiles)
+    by_field = found.tiles[: 5 * found.max_tiles].view(5, found.max_tiles)
     assert by_field[:, :how_many].T.tolist() == tiles.tolist()
     assert found.order_N[: len(order_N)].tolist() == order_N.tolist()
 

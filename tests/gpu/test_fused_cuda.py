@@ -135,6 +135,79 @@ def test_matrices_in_boxes(case):
     assert same_bits(experts(case.received()).rows_RH, y_RH)
 
 
+MANY = Cut(256, 128, 128, 8, 3, 64, True, False, True)
+CODES = FusedCase(
+    weights="fp8_block128",
+    rows="fp8_block128",
+    inner="fp8_block128",
+    H=512,
+    I=256,
+    L=4,
+    K=2,
+    R=700,
+    device="cuda",
+)
+SPECIALIZED_LAYERS = {
+    "several tiles": {},
+    "biases, a limit": {"activation": replace(activation("swiglu_clamped"), interleaved=False), "bias": True},
+    "gelu, the weight on the input": {"activation": "gelu", "weight_on": "input", "bias": True},
+    "scales that are powers of two": {"inner": "fp8_block128(power_of_two_scales=True)"},
+    "half a tile of outputs, and one block": {"H": 384, "I": 128},
+    "in a workspace": {"in_workspace": True, "H": 1024, "activation": "gelu_tanh"},
+    "one expert has all rows": {"routing": "one expert", "R": 333},
+    "few rows, most experts have none": {"R": 3, "L": 16, "routing": "sparse"},
+    "every row names an expert twice": {"routing": "duplicates", "R": 130, "K": 3},
+    "nobody": {"routing": "nobody"},
+}
+
+
+@pytest.fixture
+def specialized_launches(monkeypatch):
+    """The layers whose products were launched as `kernels.specialized`."""
+    launched, launch = [], stage.launch_specialized
+
+    def noting(call, *arguments, **options):
+        launched.append(call.spec)
+        launch(call, *arguments, **options)
+
+    monkeypatch.setattr(stage, "launch_specialized", noting)
+    return launched
+
+
+@pytest.mark.parametrize("changes", SPECIALIZED_LAYERS.values(), ids=SPECIALIZED_LAYERS)
+def test_warps_that_load_and_warps_that_multiply(changes, specialized_launches):
+    case = replace(CODES, **changes)
+    experts = built(case)
+    experts.cuts = Cuts(MANY, MANY)
+    y_RH = check_case(case, experts)
+    assert len(specialized_launches) == (3 if is_hopper() else 0)
+    for _ in range(20):  # what races is not the same twice
+        assert same_bits(experts(case.received()).rows_RH, y_RH)
+    experts.cuts = Cuts(replace(MANY, specialized=False), replace(MANY, specialized=False))
+    plain_RH = within(case, experts)
+    assert len(specialized_launches) == (23 if is_hopper() else 0)
+    # The same codes, but for those in the middle between two, and sums in another order.
+    assert (plain_RH - y_RH).norm() <= 2**-7 * y_RH.norm()
+
+
+NOT_SPECIALIZED = {
+    "exact between the products": {"inner": None},
+    "plain rows": {"rows": "bf16"},
+    "interleaved": {"activation": "swiglu_oai"},
+    "no gate": {"activation": "relu2"},
+    "a size that is no multiple of 128": {"H": 528},
+}
+
+
+@pytest.mark.parametrize("changes", NOT_SPECIALIZED.values(), ids=NOT_SPECIALIZED)
+def test_what_cannot_be_specialized_is_computed_as_ever(changes, specialized_launches):
+    case = replace(CODES, **changes)
+    experts = built(case)
+    experts.cuts = Cuts(MANY, MANY)
+    within(case, experts)
+    assert not specialized_launches
+
+
 # -- Batches -------------------------------------------------------------------------------------------------
 
 # Experts of these sizes get batches of every size, so that every cut of their table is used.

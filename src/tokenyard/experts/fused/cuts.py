@@ -18,6 +18,8 @@ _Line = TypeVar("_Line")
 # which share a scale. Without a gate it has half as many.
 SPLIT_OUT = 256
 SPLIT_BLOCK = 128
+# Rows of a tile of `kernels.specialized`: 64 for each group of warps that multiply.
+SPECIALIZED_TILE = 128
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,9 @@ class Cut:
     rows_first: bool = False  # rows × outputs (`kernels.rows_first`), where formats and activation allow it
     boxes: bool = (
         False  # so, and matrices come by TMA (`kernels.boxed`), where GPU, format and activation allow it
+    )
+    specialized: bool = (
+        False  # both products by `kernels.specialized`, where `stage.can_specialize` allows it
     )
 
 
@@ -69,6 +74,12 @@ class Cuts:
         assert self.inner.tile == self.result.tile
 
     @property
+    def specialized(self) -> bool:
+        """Whether both products are to be computed by warps that load and warps that multiply, if they can."""
+        cuts = (self.inner, self.result)
+        return all(isinstance(cut, Cut) and cut.specialized and cut.tile == SPECIALIZED_TILE for cut in cuts)
+
+    @property
     def can_split(self) -> bool:
         """Whether digits may stand between the products: a tile of the first makes all columns of a scale."""
         inner, result = self.inner, self.result
@@ -94,23 +105,27 @@ def expected_pairs(rows: int, top_k: int, local: int, experts: int | None, *, al
     return pairs if all_slots or share == 1.0 else pairs / (1.0 - (1.0 - share) ** top_k)
 
 
-def choose_cuts(pairs: float, experts: int, weights: str, *, rows: str | None = None) -> Cuts:
+def choose_cuts(
+    pairs: float, experts: int, weights: str, *, rows: str | None = None, codes: bool = False
+) -> Cuts:
     """The cuts for so many pairs over so many experts, with weights in this format; rows are in the same, or in `rows`.
+
+    `codes`: numbers between the products are quantized, and multiplied once.
 
     >>> choose_cuts(32, 32, "bf16").inner.tile, choose_cuts(8192, 32, "bf16").inner.tile
     (16, 128)
     >>> choose_cuts(32, 32, "fp8_block128", rows="bf16") == choose_cuts(32, 32, "fp8_block128")
     False
     """
-    inner, result = _line_for(pairs / max(1, experts), plain_lines(weights, rows))
+    inner, result = _line_for(pairs / max(1, experts), plain_lines(weights, rows, codes=codes))
     return Cuts(Cut(*inner), Cut(*result))
 
 
-def plain_lines(weights: str, rows: str | None = None) -> cut_table.Lines:
+def plain_lines(weights: str, rows: str | None = None, *, codes: bool = False) -> cut_table.Lines:
     """The lines of the table for weights in this format, and rows in the same, or in `rows`."""
     lines = cut_table.PLAIN[cut_table.ALIKE.get(weights, weights)]
     if rows is None or rows == weights:
-        return lines
+        return cut_table.PLAIN.get(f"{weights} with codes", lines) if codes else lines
     return cut_table.PLAIN.get(f"{weights} for other rows", lines)
 
 

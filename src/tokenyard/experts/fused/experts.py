@@ -52,10 +52,10 @@ _RECODED = ("blocks", "block_scales")
 
 
 @functools.cache
-def _gluon_runs() -> bool:
-    """Whether this Triton has the dialect of the packed products."""
+def gluon_runs() -> bool:
+    """Whether this Triton has the dialect of the packed and of the specialized products."""
     try:
-        from tokenyard.experts.fused.kernels import packed  # noqa: F401
+        from tokenyard.experts.fused.kernels import packed, specialized  # noqa: F401
     except (ImportError, AttributeError):
         return False
     return True
@@ -71,7 +71,7 @@ def can_run_packed(spec: ExpertsSpec, weights: ExpertWeights) -> bool:
     is_hopper = torch.cuda.get_device_capability(w13.device)[0] == 9
     # Rows are copied 16 bytes at a time.
     aligned = spec.hidden_size % 8 == 0 and spec.intermediate_size % 8 == 0
-    return is_hopper and aligned and _gluon_runs() and packing.can_pack(w13) and packing.can_pack(w2)
+    return is_hopper and aligned and gluon_runs() and packing.can_pack(w13) and packing.can_pack(w2)
 
 
 def _interprets() -> bool:
@@ -298,8 +298,11 @@ class FusedExperts(Experts):
                     if self._recodes_rows(rows.format.name):
                         rows, slots_R = stage.launch_row_blocks(rows, slots_R, num_rows, early=early), None
                     weights = self._seen_by_kernels()
-                    stage.launch_inner(call, rows, slots_R, weights, inner)
-                    stage.launch_result(call, weights, inner, to, finalize=finalize)
+                    if cuts.specialized and gluon_runs() and stage.can_specialize(spec, rows, weights):
+                        stage.launch_specialized(call, rows, slots_R, weights, inner, to, finalize=finalize)
+                    else:
+                        stage.launch_inner(call, rows, slots_R, weights, inner)
+                        stage.launch_result(call, weights, inner, to, finalize=finalize)
                 if finalize:
                     stage.launch_sums(call, ids_RK, to)
         if result is not None:
@@ -319,7 +322,8 @@ class FusedExperts(Experts):
         experts, weights = self.spec.num_local_experts, self.held_format
         if self.is_packed:
             return choose_packed_cuts(pairs, experts, weights)
-        return choose_cuts(pairs, experts, weights, rows=weights if self._recodes_rows(rows) else rows)
+        taken = weights if self._recodes_rows(rows) else rows
+        return choose_cuts(pairs, experts, weights, rows=taken, codes=self.spec.inner is not None)
 
     def _recodes_rows(self, rows: str) -> bool:
         """Whether rows in a format become blocks of e4m3, as the weights are, before they are multiplied."""

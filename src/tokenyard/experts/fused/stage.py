@@ -166,8 +166,8 @@ def sort_on_device(ids_RK: Tensor, experts: int, tile: int, *, early: bool) -> S
     bins, chunks = triton.next_power_of_2(experts + 1), triton.cdiv(pairs, CHUNK)
     max_tiles = min(pairs, pairs // tile + experts)
     order_N = torch.empty(pairs, dtype=torch.int32, device=device)
-    tiles = torch.empty(3 * max_tiles + 1, dtype=torch.int32, device=device)
-    how_many = tiles[3 * max_tiles :]
+    tiles = torch.empty(5 * max_tiles + 1, dtype=torch.int32, device=device)
+    how_many = tiles[5 * max_tiles :]
     counted = chunks > 1
     counts = order_N
     launch = launch_options(early)
@@ -368,6 +368,79 @@ def launch_inner(
         OUT=out, TILE=cut.tile, TAIL=cut.tail, BLOCK=block, EARLY=call.early,
         num_warps=cut.warps, num_stages=stages, **call.options,
     )  # fmt: skip
+
+
+def can_specialize(spec: ExpertsSpec, rows: EncodedRows, weights: ExpertWeights) -> bool:
+    """Whether both products run as `kernels.specialized` has them: on Hopper, codes between them, whole blocks of 128.
+
+    Gates and ups stand apart; rows and lines of weights begin at multiples of 16 bytes, which TMA and copies ask for.
+    """
+    act, device = spec.activation, rows.device
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    if spec.inner is None or not act.gated or act.interleaved or rows.format.name != "fp8_block128":
+        return False
+    if spec.hidden_size % SPLIT_BLOCK or spec.intermediate_size % SPLIT_BLOCK:
+        return False
+    x, x_scales = rows.payloads["data"], rows.payloads["scales"]
+    matrices = [Matrices.of(matrix).data for matrix in (weights.w13, weights.w2)]
+    pointers = [x.data_ptr(), x.stride(0), *(matrix.data_ptr() for matrix in matrices)]
+    # A row's bytes are counted in 16 and 32 bits of them.
+    near = x.shape[0] * x.stride(0) < 2**35
+    lines = (
+        x.stride(1) == 1 and x_scales.stride(1) == 1 and all(matrix.is_contiguous() for matrix in matrices)
+    )
+    return all(pointer % 16 == 0 for pointer in pointers) and near and lines
+
+
+def launch_specialized(
+    call: Launch,
+    rows: EncodedRows,
+    slots_R: Tensor | None,
+    weights: ExpertWeights,
+    inner: Inner,
+    to: Destination,
+    *,
+    finalize: bool,
+) -> None:
+    """Both products, by warps that load and warps that multiply."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Boxes
+
+    from tokenyard.experts.fused.kernels import specialized
+
+    spec, nothing = call.spec, call.sorted.order_N
+    experts, top_k = spec.num_local_experts, spec.top_k
+    shared = gl.NVMMASharedLayout(128, 8, 2)
+    processors = torch.cuda.get_device_properties(rows.device).multi_processor_count
+    x, x_scales = rows.payloads["data"], rows.payloads["scales"]
+
+    def boxes(tensor: Tensor, lines: int) -> Any:
+        flat = tensor.view(-1, tensor.shape[-1])
+        return Boxes(flat, list(flat.shape), [flat.shape[1], 1], [lines, SPLIT_BLOCK], shared)
+
+    for is_first in (True, False):
+        w, bias = (weights.w13, weights.b13) if is_first else (weights.w2, weights.b2)
+        held = Matrices.of(w)
+        sizes = (spec.hidden_size, spec.intermediate_size)
+        inputs, outputs = sizes if is_first else sizes[::-1]
+        w_boxes = boxes(held.data, 128)
+        data, scales = (x, x_scales) if is_first else (inner.data, inner.scales)
+        slots = slots_R if is_first else None
+        weighted = spec.weight_on == ("input" if is_first else "output")
+        items = call.sorted.max_tiles * triton.cdiv(outputs, 128 if is_first else 256)
+        specialized.specialized_product[(max(1, min(items, processors)),)](
+            data, w_boxes if is_first else boxes(data, 64), scales, nothing if slots is None else slots,
+            w_boxes, held.scales, nothing if bias is None else bias, call.weights_RK, inner.data, inner.scales,
+            to.left, to.out, nothing if to.slots_R is None else to.slots_R, to.out.stride(0),
+            call.sorted.order_N, call.sorted.tiles, call.sorted.how_many, call.sorted.max_tiles,
+            data.stride(0) // 16, scales.stride(0),
+            INPUTS=inputs, OUTPUTS=outputs, EXPERTS=experts, FIRST=is_first, TOP_K=top_k,
+            HAS_SLOTS=slots is not None, HAS_OUT_SLOTS=to.slots_R is not None, HAS_BIAS=bias is not None,
+            WEIGHTED=weighted, FINALIZE=finalize, **_activation(spec),
+            POWERS=bool(inner.held == digits.POWER_CODES),
+            FENCE=is_first, STAGES=4, EARLY=call.early, num_warps=4, **call.options,
+        )  # fmt: skip
 
 
 class Destination(NamedTuple):

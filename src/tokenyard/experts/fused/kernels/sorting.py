@@ -3,8 +3,8 @@
 A pair is a received row and one of its choices, `row * top_k + choice`; those without an expert here (-1) are left
 out. `order_N` holds the pairs by expert, and by their own order within an expert; a pair p whose row has other experts
 here stands as ~p, below zero. A tile is at most TILE pairs of one expert: `tiles` holds its expert, its first place in
-`order_N` and how many pairs it has, one line of int32 for each of the three, and `how_many` the number of tiles.
-Nothing of this is read by the host.
+`order_N`, how many pairs it has, the first tile of its expert and how many tiles that has, one line of int32 for each
+of the five, and `how_many` the number of tiles. Nothing of this is read by the host.
 
 Short batches take one launch, in which each block counts everything. Longer ones are counted first, chunk by chunk.
 """
@@ -119,6 +119,8 @@ def sort_pairs(
             tl.store(where, tl.zeros_like(tile) + mine, mask=is_tile)
             tl.store(where + max_tiles, start + offset, mask=is_tile)
             tl.store(where + 2 * max_tiles, tl.minimum(rows - offset, TILE), mask=is_tile)
+            tl.store(where + 3 * max_tiles, tl.zeros_like(tile) + first_tile, mask=is_tile)
+            tl.store(where + 4 * max_tiles, tl.zeros_like(tile) + tl.cdiv(rows, TILE), mask=is_tile)
     place = start + before
     for chunk in range(part * share, tl.minimum((part + 1) * share, chunks)):
         pair, expert = load_chunk(ids_N, num_pairs, chunk, EXPERTS, CHUNK)

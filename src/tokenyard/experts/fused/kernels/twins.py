@@ -13,12 +13,14 @@ from tokenyard.formats.base import EncodedRows
 
 
 def sort_pairs(ids_RK: Tensor, experts: int, tile: int) -> tuple[Tensor, Tensor]:
-    """`order_N`, as far as it is written, and the tiles `[n, 3]`: expert, first place, pairs.
+    """`order_N`, as far as it is written, and the tiles `[n, 5]`.
+
+    Of a tile: expert, first place, pairs, the first tile of its expert, and how many that has.
 
     >>> ids_RK = torch.tensor([[1, -1], [0, 1], [1, -1]])  # row 1 has two experts, the others have one
     >>> order_N, tiles = sort_pairs(ids_RK, experts=2, tile=2)
     >>> order_N.tolist(), tiles.tolist()
-    ([-3, 0, -4, 4], [[0, 0, 1], [1, 1, 2], [1, 3, 1]])
+    ([-3, 0, -4, 4], [[0, 0, 1, 0, 1], [1, 1, 2, 1, 2], [1, 3, 1, 1, 2]])
     """
     is_here_RK = (ids_RK >= 0) & (ids_RK < experts)
     pairs_N = is_here_RK.flatten().nonzero().squeeze(1)
@@ -27,11 +29,13 @@ def sort_pairs(ids_RK: Tensor, experts: int, tile: int) -> tuple[Tensor, Tensor]
     by_expert = torch.argsort(expert_N, stable=True)
     order_N = torch.where(alone_N, pairs_N, ~pairs_N)[by_expert]
     counts = torch.bincount(expert_N, minlength=experts).tolist()
-    tiles, start = [], 0
+    tiles: list[tuple[int, ...]] = []
+    start = 0
     for expert, count in enumerate(counts):
-        tiles += [(expert, start + first, min(tile, count - first)) for first in range(0, count, tile)]
+        own = (len(tiles), -(-count // tile))
+        tiles += [(expert, start + first, min(tile, count - first), *own) for first in range(0, count, tile)]
         start += count
-    return order_N.int(), torch.tensor(tiles, dtype=torch.int32).view(-1, 3)
+    return order_N.int(), torch.tensor(tiles, dtype=torch.int32).view(-1, 5)
 
 
 def recode_rows(rows: EncodedRows) -> tuple[Tensor, Tensor]:
