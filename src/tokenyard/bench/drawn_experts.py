@@ -17,10 +17,13 @@ from torch.nn import functional
 
 from tokenyard.errors import ContractError
 from tokenyard.experts import ExpertsSpec, ExpertWeights
-from tokenyard.formats import QuantizedMatrix, weight_format
+from tokenyard.formats import Format, QuantizedMatrix, weight_format
 
 # Of relative L2 error against float32: three roundings to bf16 (between the products, of a pair, of the sum) are 0.3%.
 TOLERANCE = 6e-3
+# Where numbers are quantized between the products, some fall to the other side of the middle between two codes. Not to
+# quantize them at all would be 2.4%.
+TOLERANCE_OF_CODES = 1.2e-2
 _DEVIATION = 0.02  # of drawn weights, as those of trained layers
 
 
@@ -32,6 +35,7 @@ class DrawnExperts:
     bytes_per_expert: float
     _first: tuple[Tensor, Tensor]  # float32 w13 and w2 of expert 0
     _step: int
+    inner: Format | None  # between the products; None: exact
 
     @classmethod
     def draw(cls, spec: ExpertsSpec, device: torch.device, seed: int = 0) -> DrawnExperts:
@@ -49,7 +53,7 @@ class DrawnExperts:
             held[name] = many if format.quantized else many.payloads["data"]
         weights = ExpertWeights(**held)  # type: ignore[arg-type]
         nbytes = weights.nbytes / max(1, spec.num_local_experts)
-        return cls(weights, nbytes, (first[0], first[1]), step)
+        return cls(weights, nbytes, (first[0], first[1]), step, spec.inner)
 
     def expert(self, number: int) -> tuple[Tensor, Tensor]:
         """The float32 w13 and w2 of one expert."""
@@ -66,7 +70,10 @@ class DrawnExperts:
             w13, w2 = self.expert(expert)
             gate_NI, up_NI = (x_RH[row_N] @ w13.t()).chunk(2, dim=1)
             weight_N = (weights_RK * takes_RK)[row_N].sum(dim=1, keepdim=True)
-            y_RH[row_N] += weight_N * ((functional.silu(gate_NI) * up_NI) @ w2.t())
+            inner_NI = functional.silu(gate_NI) * up_NI
+            if self.inner is not None:
+                inner_NI = self.inner.encode(inner_NI).decode(torch.float32)
+            y_RH[row_N] += weight_N * (inner_NI @ w2.t())
 
 
 def _turned(one: QuantizedMatrix, experts: int, step: int) -> QuantizedMatrix:
@@ -94,13 +101,13 @@ def exact_products() -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def check_results(found: Tensor, expected: Tensor, what: str) -> float:
+def check_results(found: Tensor, expected: Tensor, what: str, most: float = TOLERANCE) -> float:
     """The relative L2 error; raise where it is larger than roundings to bf16 explain."""
     error = float((found.float() - expected).norm() / expected.norm())
-    if not error <= TOLERANCE:
+    if not error <= most:
         raise ContractError(
             f"{what} differs from float32 by {error:.2e} (relative L2)",
-            expected=f"at most {TOLERANCE:.0e}: a few roundings to bf16",
+            expected=f"at most {most:.1e}: a few roundings to bf16",
             fix="find the difference first (`tokenyard check --device cuda`): a wrong result has no speed",
         )
     return error

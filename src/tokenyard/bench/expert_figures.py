@@ -22,6 +22,7 @@ from typing import Any
 from tokenyard.bench.cuda_figures import number
 from tokenyard.bench.graph_clock import spread
 from tokenyard.errors import unknown_name
+from tokenyard.experts.base import EXACT
 from tokenyard.formats import get
 
 BENCHMARK = "experts-cuda"
@@ -37,7 +38,14 @@ class Case:
     num_experts: int
     top_k: int
     weights: tuple[str, ...]
-    sizes: tuple[int, ...]  # pairs of a row and a local expert; tokens, where all experts are local
+    # Pairs of a row and a local expert; tokens, where all experts are local or the count is of tokens.
+    sizes: tuple[int, ...]
+    # Whether sizes are tokens that each of the ranks brings: a rank's experts get its share of all pairs.
+    tokens_a_rank: bool = False
+    inner: str = EXACT  # what stands between the products, where the weights have that choice
+    arrives: tuple[
+        tuple[str, str], ...
+    ] = ()  # by weights, the format in which rows arrive, if it is not the usual one
 
     @property
     def all_local(self) -> bool:
@@ -46,14 +54,19 @@ class Case:
 
     def pairs(self, size: int) -> int:
         """Pairs of a row and a local expert."""
-        return size * self.top_k if self.all_local else size
+        return size * self.top_k if self.all_local or self.tokens_a_rank else size
+
+    @property
+    def counts(self) -> str:
+        """What sizes count."""
+        return "tokens" if self.all_local else "tokens a rank" if self.tokens_a_rank else "rows"
 
     def __str__(self) -> str:
         """What a table's title says of it."""
-        count = "tokens" if self.all_local else "rows"
+        between = "" if self.inner == EXACT else f", {self.inner} between products of such weights"
         return (
             f"H {self.hidden_size}, I {self.intermediate_size}, {self.local_experts} of {self.num_experts} "
-            f"experts, K {self.top_k}; {count}"
+            f"experts, K {self.top_k}{between}; {self.counts}"
         )
 
 
@@ -85,6 +98,53 @@ CASES: dict[str, Case] = {
         weights=("mxfp4",),
         sizes=(16, 128, 1024),
     ),
+    # A, quantized once between the products.
+    "D": Case(
+        hidden_size=7168,
+        intermediate_size=2048,
+        local_experts=32,
+        num_experts=256,
+        top_k=8,
+        weights=("fp8_block128",),
+        sizes=(32, 256, 1024, 8192),
+        inner="fp8_block128",
+    ),
+    # One rank's share of eight: DeepSeek-V4-Flash, V4-Pro and V3.
+    "FLASH": Case(
+        hidden_size=4096,
+        intermediate_size=2048,
+        local_experts=32,
+        num_experts=256,
+        top_k=6,
+        weights=("fp8_block128", "mxfp4", "bf16"),
+        sizes=(8, 128, 1024, 8192),
+        tokens_a_rank=True,
+        inner="fp8_block128",
+        arrives=(("mxfp4", "mxfp8"),),
+    ),
+    "PRO": Case(
+        hidden_size=7168,
+        intermediate_size=3072,
+        local_experts=48,
+        num_experts=384,
+        top_k=6,
+        weights=("fp8_block128", "mxfp4", "bf16"),
+        sizes=(8, 128, 1024, 8192),
+        tokens_a_rank=True,
+        inner="fp8_block128",
+        arrives=(("mxfp4", "mxfp8"),),
+    ),
+    "V3": Case(
+        hidden_size=7168,
+        intermediate_size=2048,
+        local_experts=32,
+        num_experts=256,
+        top_k=8,
+        weights=("fp8_block128",),
+        sizes=(8, 128, 1024, 8192),
+        tokens_a_rank=True,
+        inner="fp8_block128",
+    ),
 }
 
 # The format in which rows arrive, where it is not bf16.
@@ -96,6 +156,13 @@ TARGETS: dict[tuple[str, str], tuple[float, ...]] = {
     ("A", "fp8_block128"): (230, 345, 370, 1000),
     ("B", "mxint4"): (58, 230, 350, 820),
     ("C", "mxfp4"): (235, 540, 850),
+    ("D", "fp8_block128"): (230, 345, 370, 950),
+    ("FLASH", "fp8_block128"): (155, 210, 450, 2650),
+    ("FLASH", "mxfp4"): (110, 185, 560, 2950),
+    ("FLASH", "bf16"): (280, 385, 630, 4150),
+    ("PRO", "fp8_block128"): (425, 830, 1300, 7000),
+    ("PRO", "mxfp4"): (268, 580, 1650, 8200),
+    ("V3", "fp8_block128"): (300, 400, 950, 6200),
 }
 # Formats that are to stay within a multiple of another one.
 WITHIN = 1.15
@@ -124,11 +191,10 @@ class Cell:
     @property
     def rows_format(self) -> str:
         """The format in which rows arrive."""
-        return ARRIVES_AS.get(self.weights, "bf16")
+        return dict(CASES[self.case].arrives).get(self.weights) or ARRIVES_AS.get(self.weights, "bf16")
 
     def __str__(self) -> str:
-        count = "tokens" if CASES[self.case].all_local else "rows"
-        return f"{self.case}, {self.weights}, {self.size} {count}"
+        return f"{self.case}, {self.weights}, {self.size} {CASES[self.case].counts}"
 
 
 def cell_of(row: dict[str, Any]) -> Cell:

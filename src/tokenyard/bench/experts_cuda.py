@@ -26,11 +26,18 @@ import torch
 from torch import Tensor
 
 from tokenyard.bench import grouped_peers
-from tokenyard.bench.drawn_experts import DrawnExperts, check_replayed, check_results, exact_products
+from tokenyard.bench.drawn_experts import (
+    TOLERANCE,
+    TOLERANCE_OF_CODES,
+    DrawnExperts,
+    check_replayed,
+    check_results,
+    exact_products,
+)
 from tokenyard.bench.expert_figures import BESIDE, CASES, Case, Cell, Load, floor_of, peer_fields, result
 from tokenyard.bench.graph_clock import Clock
 from tokenyard.experts import ExpertsSpec, FusedExperts, activation
-from tokenyard.formats import get
+from tokenyard.formats import get, weight_format
 from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
 
 if TYPE_CHECKING:
@@ -95,6 +102,7 @@ def spec_of(case: Case, weights: str) -> ExpertsSpec:
         top_k=case.top_k,
         activation=activation("swiglu"),
         weights=weights,
+        inner=get(case.inner) if case.inner in weight_format(weights).inner_formats else None,
     )
 
 
@@ -186,7 +194,8 @@ def check_batch(experts: FusedExperts, drawn: DrawnExperts, batch: ReceivedRows,
     y_RH = torch.zeros_like(x_RH)
     with exact_products():
         drawn.add_results(x_RH, batch.routes.ids_RK, batch.routes.weights_RK, y_RH)
-    return check_results(batch.results.rows_SH, y_RH, what)
+    most = TOLERANCE if experts.spec.inner is None else TOLERANCE_OF_CODES
+    return check_results(batch.results.rows_SH, y_RH, what, most)
 
 
 def _check_replayed(experts: FusedExperts, batches: Sequence[ReceivedRows], what: str) -> None:

@@ -45,7 +45,7 @@ def draw_experts(document: dict[str, Any], path: Path) -> None:
             f"{case.local_experts} of {case.num_experts} experts, K {case.top_k}",
             fontsize=11,
         )
-        axes.set_xlabel("tokens" if case.all_local else "pairs of a row and an expert")
+        axes.set_xlabel("pairs of a row and an expert" if case.counts == "rows" else case.counts)
         axes.spines[["top", "right"]].set_visible(False)
         axes.yaxis.set_major_formatter(LogFormatter())
         axes.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
