@@ -26,14 +26,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.bench import grouped_peers
-from tokenyard.bench.drawn_experts import (
-    TOLERANCE,
-    TOLERANCE_OF_CODES,
-    DrawnExperts,
-    check_replayed,
-    check_results,
-    exact_products,
-)
+from tokenyard.bench.drawn_experts import DrawnExperts, check_replayed, check_results, exact_products
 from tokenyard.bench.expert_figures import BESIDE, CASES, Case, Cell, Load, floor_of, peer_fields, result
 from tokenyard.bench.graph_clock import Clock
 from tokenyard.experts import ExpertsSpec, FusedExperts, activation
@@ -194,8 +187,7 @@ def check_batch(experts: FusedExperts, drawn: DrawnExperts, batch: ReceivedRows,
     y_RH = torch.zeros_like(x_RH)
     with exact_products():
         drawn.add_results(x_RH, batch.routes.ids_RK, batch.routes.weights_RK, y_RH)
-    most = TOLERANCE if experts.spec.inner is None else TOLERANCE_OF_CODES
-    return check_results(batch.results.rows_SH, y_RH, what, most)
+    return check_results(batch.results.rows_SH, y_RH, what)
 
 
 def _check_replayed(experts: FusedExperts, batches: Sequence[ReceivedRows], what: str) -> None:

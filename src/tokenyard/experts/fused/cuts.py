@@ -36,9 +36,7 @@ class Cut:
     boxes: bool = (
         False  # so, and matrices come by TMA (`kernels.boxed`), where GPU, format and activation allow it
     )
-    specialized: bool = (
-        False  # both products by `kernels.specialized`, where `stage.can_specialize` allows it
-    )
+    specialized: bool = False  # both products by `kernels.specialized`, where layer, GPU and rows allow it
 
 
 @dataclass(frozen=True)
@@ -106,26 +104,26 @@ def expected_pairs(rows: int, top_k: int, local: int, experts: int | None, *, al
 
 
 def choose_cuts(
-    pairs: float, experts: int, weights: str, *, rows: str | None = None, codes: bool = False
+    pairs: float, experts: int, weights: str, *, rows: str | None = None, specialized: bool = False
 ) -> Cuts:
     """The cuts for so many pairs over so many experts, with weights in this format; rows are in the same, or in `rows`.
 
-    `codes`: numbers between the products are quantized, and multiplied once.
+    `specialized`: whether products can run by `kernels.specialized`.
 
     >>> choose_cuts(32, 32, "bf16").inner.tile, choose_cuts(8192, 32, "bf16").inner.tile
     (16, 128)
     >>> choose_cuts(32, 32, "fp8_block128", rows="bf16") == choose_cuts(32, 32, "fp8_block128")
     False
     """
-    inner, result = _line_for(pairs / max(1, experts), plain_lines(weights, rows, codes=codes))
+    inner, result = _line_for(pairs / max(1, experts), plain_lines(weights, rows, specialized=specialized))
     return Cuts(Cut(*inner), Cut(*result))
 
 
-def plain_lines(weights: str, rows: str | None = None, *, codes: bool = False) -> cut_table.Lines:
+def plain_lines(weights: str, rows: str | None = None, *, specialized: bool = False) -> cut_table.Lines:
     """The lines of the table for weights in this format, and rows in the same, or in `rows`."""
     lines = cut_table.PLAIN[cut_table.ALIKE.get(weights, weights)]
     if rows is None or rows == weights:
-        return cut_table.PLAIN.get(f"{weights} with codes", lines) if codes else lines
+        return cut_table.PLAIN.get(f"{weights}, specialized", lines) if specialized else lines
     return cut_table.PLAIN.get(f"{weights} for other rows", lines)
 
 

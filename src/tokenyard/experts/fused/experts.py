@@ -36,7 +36,7 @@ from tokenyard.experts.base import (
     local_routes,
 )
 from tokenyard.experts.fused import packing, recoding
-from tokenyard.experts.fused.cuts import Cuts, choose_cuts, choose_packed_cuts, expected_pairs
+from tokenyard.experts.fused.cuts import SPLIT_BLOCK, Cuts, choose_cuts, choose_packed_cuts, expected_pairs
 from tokenyard.experts.fused.packing import PackedMatrix
 from tokenyard.formats import FORMATS, WEIGHT_FORMATS, Fp8Block128, QuantizedMatrix, for_dtype, weight_format
 from tokenyard.formats.base import EncodedRows
@@ -92,6 +92,17 @@ def can_run_recoded(spec: ExpertsSpec, weights: ExpertWeights) -> bool:
     if spec.weights != "mxfp8" or not isinstance(w13, QuantizedMatrix) or not isinstance(w2, QuantizedMatrix):
         return False
     return takes_e4m3(w13.device) and recoding.can_recode(w13) and recoding.can_recode(w2)
+
+
+def can_run_specialized(spec: ExpertsSpec, device: torch.device) -> bool:
+    """Whether products run by warps that load and warps that multiply (`kernels.specialized`), if rows allow it.
+
+    On Hopper, with codes between the products, gates and ups apart, and sizes that are whole blocks of 128.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9 or not gluon_runs():
+        return False
+    whole = spec.hidden_size % SPLIT_BLOCK == 0 and spec.intermediate_size % SPLIT_BLOCK == 0
+    return spec.inner is not None and spec.activation.gated and not spec.activation.interleaved and whole
 
 
 class FusedExperts(Experts):
@@ -298,7 +309,8 @@ class FusedExperts(Experts):
                     if self._recodes_rows(rows.format.name):
                         rows, slots_R = stage.launch_row_blocks(rows, slots_R, num_rows, early=early), None
                     weights = self._seen_by_kernels()
-                    if cuts.specialized and gluon_runs() and stage.can_specialize(spec, rows, weights):
+                    wanted = cuts.specialized and can_run_specialized(spec, device)
+                    if wanted and stage.can_specialize(rows, weights):
                         stage.launch_specialized(call, rows, slots_R, weights, inner, to, finalize=finalize)
                     else:
                         stage.launch_inner(call, rows, slots_R, weights, inner)
@@ -323,7 +335,8 @@ class FusedExperts(Experts):
         if self.is_packed:
             return choose_packed_cuts(pairs, experts, weights)
         taken = weights if self._recodes_rows(rows) else rows
-        return choose_cuts(pairs, experts, weights, rows=taken, codes=self.spec.inner is not None)
+        specialized = can_run_specialized(self.spec, next(self.buffers()).device)
+        return choose_cuts(pairs, experts, weights, rows=taken, specialized=specialized)
 
     def _recodes_rows(self, rows: str) -> bool:
         """Whether rows in a format become blocks of e4m3, as the weights are, before they are multiplied."""

@@ -370,27 +370,19 @@ def launch_inner(
     )  # fmt: skip
 
 
-def can_specialize(spec: ExpertsSpec, rows: EncodedRows, weights: ExpertWeights) -> bool:
-    """Whether both products run as `kernels.specialized` has them: on Hopper, codes between them, whole blocks of 128.
-
-    Gates and ups stand apart; rows and lines of weights begin at multiples of 16 bytes, which TMA and copies ask for.
-    """
-    act, device = spec.activation, rows.device
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return False
-    if spec.inner is None or not act.gated or act.interleaved or rows.format.name != "fp8_block128":
-        return False
-    if spec.hidden_size % SPLIT_BLOCK or spec.intermediate_size % SPLIT_BLOCK:
+def can_specialize(rows: EncodedRows, weights: ExpertWeights) -> bool:
+    """Whether rows and weights stand as `kernels.specialized` reads them: 16 bytes at a time, by TMA and by copies."""
+    if rows.format.name != "fp8_block128":
         return False
     x, x_scales = rows.payloads["data"], rows.payloads["scales"]
     matrices = [Matrices.of(matrix).data for matrix in (weights.w13, weights.w2)]
-    pointers = [x.data_ptr(), x.stride(0), *(matrix.data_ptr() for matrix in matrices)]
-    # A row's bytes are counted in 16 and 32 bits of them.
+    aligned = [x.data_ptr(), x.stride(0), *(matrix.data_ptr() for matrix in matrices)]
+    # Where a row begins is counted in 16 bytes, in 32 bits.
     near = x.shape[0] * x.stride(0) < 2**35
     lines = (
         x.stride(1) == 1 and x_scales.stride(1) == 1 and all(matrix.is_contiguous() for matrix in matrices)
     )
-    return all(pointer % 16 == 0 for pointer in pointers) and near and lines
+    return all(place % 16 == 0 for place in aligned) and near and lines
 
 
 def launch_specialized(
