@@ -330,7 +330,7 @@ def layer_document():
 
 def test_markdown_has_a_table_for_each_case(document):
     tables = expert_figures.render_markdown(document).split("\n\n")
-    assert len(tables) == 3
+    assert len(tables) == len(CASES)
     for table in tables:
         assert len({line.count("|") for line in table.splitlines()}) == 1
     first = tables[0].splitlines()
