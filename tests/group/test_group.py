@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import tokenyard as ty
+from tests.models import raised
 from tokenyard.errors import Drifted, GroupError, InputError, PeerLost, RankError
-from tokenyard.group import Disagreement
+from tokenyard.group import Disagreement, base
 from tokenyard.group.readmission import meet
 from tokenyard.group.roll_call import RollCall
 
@@ -414,3 +415,63 @@ def test_patience_lasts_for_a_while_only():
         with group.patience(1.0):
             assert group.deadline == 30.0
     assert group.deadline == 2.0
+
+
+def interrupted_while_it_waits(group):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    group._wait = interrupted
+    try:
+        group.barrier(phase="loading weights")
+    except KeyboardInterrupt:
+        return str(raised(group.barrier))
+    return "went on"
+
+
+def test_an_interrupt_leaves_the_wait_and_the_group_is_broken():
+    (told,) = ty.launch(1, interrupted_while_it_waits, ranks="processes")
+    assert "is broken: KeyboardInterrupt while this rank waited in loading weights" in told
+
+
+def bytes_with_gaps(group):
+    """What is given lies in memory with gaps, or by columns."""
+    W, r = group.size, group.rank
+    vector = torch.arange(10, dtype=torch.uint8)[::2] + 10 * r
+    spread = torch.stack([vector, vector], dim=1)[:, 0]
+    matrix = (torch.arange(6, dtype=torch.uint8).view(3, 2) + 10 * r).t()
+    assert not spread.is_contiguous()
+    assert not matrix.is_contiguous()
+    return (
+        group.all_gather(spread, phase="test").tolist(),
+        group.all_gather_rows(matrix, [2] * W, phase="test").tolist(),
+        group.all_to_all_rows(matrix, [1, 1], [1, 1], phase="test").tolist(),
+    )
+
+
+@both_kinds
+def test_collectives_take_bytes_that_do_not_lie_side_by_side(ranks):
+    for rank, (gathered, rows, arrived) in enumerate(ty.launch(2, bytes_with_gaps, ranks=ranks)):
+        assert gathered == [[0, 2, 4, 6, 8], [10, 12, 14, 16, 18]]
+        assert rows == [[0, 2, 4], [1, 3, 5], [10, 12, 14], [11, 13, 15]]
+        assert arrived == [[rank, rank + 2, rank + 4], [rank + 10, rank + 12, rank + 14]]
+
+
+def json_of_the_largest_size(group):
+    base.LARGEST_JSON = 10
+    return group.gather_json("x" * 8), str(raised(group.gather_json, "x" * 9))
+
+
+def test_json_of_the_largest_size_travels_and_longer_one_does_not():
+    ((found,), told) = ty.launch(1, json_of_the_largest_size, ranks="processes")[0]
+    assert found == "x" * 8
+    assert "rank 0 sent 11 bytes in gather_json; expected from 1 to 10 bytes" in told
+
+
+def test_patience_is_never_less_than_the_deadline_and_ends_with_its_block():
+    (group,) = ty.thread_groups(1, deadline=5.0)
+    with group.patience(9.0):
+        assert group.deadline == 9.0
+    with group.patience(1.0):
+        assert group.deadline == 5.0
+    assert group.deadline == 5.0
