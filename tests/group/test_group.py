@@ -475,3 +475,15 @@ def test_patience_is_never_less_than_the_deadline_and_ends_with_its_block():
     with group.patience(1.0):
         assert group.deadline == 5.0
     assert group.deadline == 5.0
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_calls_that_are_over_are_forgotten(world):
+    def calls(group):
+        for _ in range(3):
+            group.gather_json(group.rank)
+        group.barrier()
+        return group
+
+    groups = ty.launch(world, calls)
+    assert all(not group._meeting_point.calls for group in groups)
