@@ -487,3 +487,30 @@ def test_calls_that_are_over_are_forgotten(world):
 
     groups = ty.launch(world, calls)
     assert all(not group._meeting_point.calls for group in groups)
+
+
+def overwritten_at_once(group):
+    """Rank 0 has finished each call, and uses its memory again, before rank 1 has read what was brought."""
+    read = group._read
+
+    def read_late(posted):
+        time.sleep(0.1)
+        return read(posted)
+
+    if group.rank == 1:
+        group._read = read_late
+    found = []
+    for collective in (
+        lambda mine: group.all_gather(mine.view(-1), phase="test"),
+        lambda mine: group.all_gather_rows(mine, [2, 2], phase="test"),
+        lambda mine: group.all_to_all_rows(mine, [1, 1], [1, 1], phase="test"),
+    ):
+        mine = _bytes(2, 3, value=group.rank)
+        result = collective(mine)
+        mine.fill_(9)
+        found.append(result.unique().tolist())
+    return found
+
+
+def test_threads_may_use_their_memory_again_before_others_have_read_it():
+    assert ty.launch(2, overwritten_at_once, ranks="threads") == [[[0, 1]] * 3] * 2
