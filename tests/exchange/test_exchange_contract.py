@@ -10,6 +10,7 @@ import torch
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import same_bits
+from tokenyard.exchange.cargo import UnencodedRows
 
 both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
 every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)
@@ -397,3 +398,20 @@ def unreduced_twice(group, exchange, dtype):
 @pytest.mark.parametrize("exchange", ty.EXCHANGES)
 def test_unreduced_rows_that_the_caller_holds_are_not_overwritten_by_later_calls(exchange, dtype):
     assert on_ranks(3, unreduced_twice, exchange, dtype) == [True] * 3
+
+
+def unencoded(group, exchange):
+    """An exchange may be given rows that it encodes itself: checked as all others are."""
+    layer = spec(wire="mxfp8")
+    plan = ty.plan([layer], group, exchange=exchange)
+    cargo, (x_TH, routes) = plan.wiring("moe").cargo, batch(layer, 3)
+    with pytest.raises(ty.InputError, match="x_TH is"):
+        plan.exchange.dispatch(cargo, UnencodedRows(format=cargo.wire, x_TH=x_TH.long()), routes)
+    dispatched = plan.exchange.dispatch(cargo, UnencodedRows(format=cargo.wire, x_TH=x_TH), routes)
+    data = dispatched.received.dense().payloads["data"]
+    return torch.equal(data.view(torch.uint8), cargo.wire.encode(x_TH).payloads["data"].view(torch.uint8))
+
+
+@every_exchange
+def test_rows_that_the_exchange_encodes(exchange):
+    assert on_ranks(1, unencoded, exchange) == [True]

@@ -41,6 +41,13 @@ def test_product_path(
     assert product_path(rows, hidden, inner, dtype, device) == expected
 
 
+@pytest.mark.parametrize("dtype", list(grouped.UPCAST_ROWS))
+def test_weights_are_widened_from_so_many_rows_on(dtype: torch.dtype) -> None:
+    enough = grouped.UPCAST_ROWS[dtype]
+    assert product_path(enough, 2048, 1024, dtype, CPU) == "upcast"
+    assert product_path(enough - 1, 2048, 1024, dtype, CPU) == "grouped_mm"
+
+
 def test_a_cpu_that_multiplies_16_bits_does_not_widen() -> None:
     assert product_path(64, 2048, 1024, torch.bfloat16, CPU, native=True) == "grouped_mm"
     assert product_path(64, 100, 1024, torch.float16, CPU, native=True) == "mm"

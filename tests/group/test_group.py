@@ -514,3 +514,13 @@ def overwritten_at_once(group):
 
 def test_threads_may_use_their_memory_again_before_others_have_read_it():
     assert ty.launch(2, overwritten_at_once, ranks="threads") == [[[0, 1]] * 3] * 2
+
+
+def announces_too_many(group):
+    rows = torch.zeros(group.size, 4, dtype=torch.uint8)
+    with pytest.raises(ty.Drifted, match="1 rows came in test where 2 were announced"):
+        group.all_to_all_rows(rows, [1] * group.size, [2] * group.size, phase="test")
+
+
+def test_other_rows_than_were_announced_are_refused():
+    ty.launch(2, announces_too_many)
