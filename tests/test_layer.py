@@ -401,6 +401,22 @@ def test_weights_are_replaced_in_place():
     assert on_ranks(2, reloaded) == [(False, True)] * 2
 
 
+def changed_after_building(group, adopt):
+    layer = spec(max_tokens=8)
+    plan = ty.plan([layer], group)
+    weights = random_weights(layer, 0).select(plan.local_experts("moe"))
+    built = ty.MoELayer(plan, "moe", weights, **({"adopt": True} if adopt else {}))
+    x_TH, routes = batch(layer, 8, seed=0)
+    before = built(x_TH, routes).clone()
+    weights.w2.zero_()
+    return same_bits(built(x_TH, routes), before)
+
+
+@pytest.mark.parametrize("adopt", [False, True])
+def test_weights_are_copied_unless_they_are_adopted(adopt):
+    assert on_ranks(1, changed_after_building, adopt) == [not adopt]
+
+
 def batch_of_one(group, exchange):
     layer = spec(experts="reference", wire="nvfp4", hidden_size=100, max_tokens=64, placement="round_robin")
     plan = ty.plan([layer], group, exchange=exchange)

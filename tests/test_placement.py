@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tokenyard.errors import InputError, UnknownName
-from tokenyard.placement import Placement, placement_for
+from tokenyard.placement import MOST_EXPERTS, MOST_RANKS, Placement, placement_for
 
 thrifty = settings(deadline=None, max_examples=60)
 
@@ -239,3 +239,34 @@ def test_unknown_names_suggest_the_nearest() -> None:
 def test_an_instance_that_fits_is_returned_as_it_is() -> None:
     placement = Placement.explicit(3, [[2], [1, 0]])
     assert placement_for(placement, 3, 2) is placement
+
+
+# --- At the limits -----------------------------------------------------------------------------------------
+
+
+def test_the_largest_sizes_are_taken_and_larger_ones_are_not() -> None:
+    assert Placement.contiguous(MOST_EXPERTS, 1).num_local(0) == MOST_EXPERTS
+    assert Placement.round_robin(1, MOST_RANKS).world == MOST_RANKS
+    for experts, ranks in ((MOST_EXPERTS + 1, 1), (1, MOST_RANKS + 1), (0, 1), (1, 0)):
+        with pytest.raises(InputError, match=f"a placement of {experts} experts on {ranks} ranks"):
+            Placement.contiguous(experts, ranks)
+
+
+@pytest.mark.parametrize(
+    ("lost", "words"),
+    [
+        (1, "nobody owns expert 1;"),
+        (8, "nobody owns experts 1, 2, 3, 4, 5, 6, 7, 8;"),
+        (9, "nobody owns experts 1, 2, 3, 4, 5, 6, 7, 8 and 1 more;"),
+    ],
+)
+def test_experts_without_an_owner_are_listed_up_to_eight(lost: int, words: str) -> None:
+    with pytest.raises(InputError) as caught:
+        Placement.explicit(lost + 1, [[0]])
+    assert words in str(caught.value)
+
+
+def test_a_placement_that_lost_experts_travels_to_another_process() -> None:
+    left = Placement.contiguous(4, 2).without([1])
+    assert pickle.loads(pickle.dumps(left)) == left
+    assert pickle.loads(pickle.dumps(left)).lost_experts == [2, 3]

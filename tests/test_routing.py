@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tokenyard.routing import (
     TopLogitsRouter,
     router_class,
 )
+from tokenyard.routing import routes as routes_module
 
 HIDDEN, EXPERTS, TOKENS = 32, 16, 200
 
@@ -559,3 +561,50 @@ def test_without_groups_every_expert_can_be_chosen():
     assert torch.equal(
         plain(logits_TE).topk_ids_TK.long(), logits_TE.sort(descending=True, stable=True).indices[:, :2]
     )
+
+
+# --- Choices that are dropped, and limits --------------------------------------------------------------------
+
+
+def test_weights_that_are_left_make_up_for_those_that_are_dropped() -> None:
+    ids = torch.tensor([[0, 1, 2], [0, 1, 2], [0, -1, 2], [3, -1, -1]])
+    weights = torch.tensor([[0.5, 0.25, 0.25], [0.5, 0.25, 0.25], [0.5, float("nan"), 0.5], [0.5, 7.0, 7.0]])
+    dropped = torch.tensor([[False, True, False], [True, True, True], [False, False, True], [False] * 3])
+    routes = Routes(topk_ids_TK=ids, topk_weights_TK=weights, scaled_by=2.5)
+    found = routes.without(dropped, renormalize=True)
+    assert found.topk_ids_TK.tolist() == [[0, -1, 2], [-1, -1, -1], [0, -1, -1], [3, -1, -1]]
+    there = found.topk_ids_TK >= 0
+    assert found.topk_weights_TK[there].tolist() == pytest.approx([2 / 3, 1 / 3, 1.0, 0.5])
+    assert found.topk_weights_TK[1].isfinite().all()  # nothing is left of token 1, and nothing is raised
+    assert found.scaled_by == 2.5
+    plain = routes.without(dropped, renormalize=False)
+    assert torch.equal(plain.topk_ids_TK, found.topk_ids_TK)
+    assert torch.equal(plain.topk_weights_TK.nan_to_num(), weights.nan_to_num())
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "same"),
+    [
+        ("cpu", "cpu", True),
+        ("cpu", "cuda", False),
+        ("cuda:1", "cuda", True),
+        ("cuda:1", "cuda:1", True),
+        ("cuda:0", "cuda:1", False),
+    ],
+)
+def test_a_device_without_a_number_is_any_of_its_kind(found: str, expected: str, same: bool) -> None:
+    assert routes_module._same_device(torch.device(found), torch.device(expected)) == same
+
+
+def test_what_weights_may_be_scaled_by() -> None:
+    largest = sys.float_info.max
+    for value, allowed in ((largest, True), (5e-324, True), (math.inf, False), (0.0, False), (-1.0, False)):
+        assert routes_module.is_scaling(value) == allowed, value
+
+
+def test_a_scaling_factor_may_differ_by_the_rounding_of_float32_and_no_more() -> None:
+    ids, weights = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1)
+    rounded = float(torch.tensor(2.446, dtype=torch.float32))
+    Routes(topk_ids_TK=ids, topk_weights_TK=weights, scaled_by=rounded).check(1, scaled_by=2.446)
+    with pytest.raises(InputError, match="different factors"):
+        Routes(topk_ids_TK=ids, topk_weights_TK=weights, scaled_by=2.4461).check(1, scaled_by=2.446)

@@ -92,6 +92,15 @@ def test_views_of_slots_are_disjoint_and_cover_what_they_declare():
     assert [int((region == n).sum()) for n in (1, 2, 3)] == [7 * 10, 7 * 4, 7 * 3]
 
 
+def test_a_region_that_is_too_small_by_a_byte_is_refused():
+    layout = SlotLayout.of([ty.Payload(name="a", dtype=torch.uint8, width=5)], slots=7)
+    assert layout.views(torch.zeros(layout.end, dtype=torch.uint8))["a"].shape == (7, 5)
+    with pytest.raises(
+        ty.ContractError, match=f"has {layout.end - 1} bytes; expected at least {layout.end}: 7 slots"
+    ):
+        layout.views(torch.zeros(layout.end - 1, dtype=torch.uint8))
+
+
 @pytest.mark.parametrize("width", [1, 3, 8, 33])
 def test_packets_come_back_as_they_went(width):
     payloads = [

@@ -421,3 +421,39 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> UnknownName:
     near = difflib.get_close_matches(name[:80], known, n=1, cutoff=0.4) if isinstance(name, str) else []
     fix = f"did you mean {near[0]!r}?" if near else f"choose the {kind} from that list"
     return UnknownName(f"unknown {kind} {shown(name)}", expected=f"one of {', '.join(known)}", fix=fix)
+
+
+def check_part(kind: str, given: object, base: type) -> None:
+    """Raise unless what was given for a part, not by its name, is a class that can be used as one.
+
+    >>> class Mine:
+    ...     pass
+    >>> check_part("exchange", 3, Mine)
+    Traceback (most recent call last):
+    tokenyard.errors.InputError: the exchange is 3; expected a name, or a class that derives from Mine; fix: pass the \
+class itself
+    >>> check_part("exchange", Mine, Mine)
+    Traceback (most recent call last):
+    tokenyard.errors.InputError: the exchange Mine has no name; expected a class attribute `name`, a string; fix: \
+write `name = "mine"` in the class
+    """
+    if not isinstance(given, type) or not issubclass(given, base):
+        raise InputError(
+            f"the {kind} is {shown(given)}",
+            expected=f"a name, or a class that derives from {base.__name__}",
+            fix=f"derive {given.__name__} from {base.__name__}"
+            if isinstance(given, type)
+            else "pass the class itself",
+        )
+    if missing := sorted(getattr(given, "__abstractmethods__", ())):
+        raise InputError(
+            f"the {kind} {given.__name__} is abstract: it lacks {', '.join(missing)}",
+            expected="a class that has every method",
+            fix="define them, or derive from a class that has them",
+        )
+    if not isinstance(getattr(given, "name", None), str):
+        raise InputError(
+            f"the {kind} {given.__name__} has no name",
+            expected="a class attribute `name`, a string",
+            fix=f'write `name = "{given.__name__.lower()}"` in the class',
+        )

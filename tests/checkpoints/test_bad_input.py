@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import pickle
 import shutil
 import tracemalloc
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import references
 from tests.checkpoints.small import Small, save
-from tokenyard.checkpoints import open_checkpoint
+from tokenyard.checkpoints import files, header, open_checkpoint
 from tokenyard.errors import CheckpointError, InputError
 
 MODEL = Small(num_experts=4)
@@ -503,3 +504,88 @@ def test_an_unknown_quantization(folder):
         "compressed-tensors nvfp4",
         "DeepSeek fp8",
     )
+
+
+# -- At the limits -------------------------------------------------------------------------------------------
+
+
+def test_a_header_of_the_largest_size_is_read_and_a_longer_one_is_not(folder, monkeypatch):
+    with (folder / "model.safetensors").open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+    monkeypatch.setattr(header, "LARGEST_HEADER", length)
+    assert len(open_checkpoint(folder).layers) == 2
+    monkeypatch.setattr(header, "LARGEST_HEADER", length - 1)
+    refused(folder, f"announces a header of {length} bytes, more than {length - 1}")
+
+
+def test_a_json_file_of_the_largest_size_is_read_and_a_longer_one_is_not(folder, monkeypatch):
+    size = (folder / "config.json").stat().st_size
+    monkeypatch.setattr(files, "_LARGEST_JSON", size)
+    assert len(open_checkpoint(folder).layers) == 2
+    monkeypatch.setattr(files, "_LARGEST_JSON", size - 1)
+    refused(folder, "config.json cannot be read", f"more than {size - 1} bytes")
+
+
+def test_a_last_tensor_that_ends_with_the_last_page_of_the_file(folder):
+    """None of its pages can be given back, and behind it there is no page at all."""
+    held = MODEL.tensors() | {"z": torch.arange(8, dtype=torch.uint8)}
+    save_file(held, folder / "model.safetensors")
+    size = (folder / "model.safetensors").stat().st_size
+    held["filling"] = torch.zeros(-(size + 64) % mmap.PAGESIZE + mmap.PAGESIZE, dtype=torch.uint8)
+    save_file(held, folder / "model.safetensors")
+    size = (folder / "model.safetensors").stat().st_size
+    held["filling"] = held["filling"][: len(held["filling"]) - size % mmap.PAGESIZE]
+    save_file(held, folder / "model.safetensors")
+    assert (folder / "model.safetensors").stat().st_size % mmap.PAGESIZE == 0
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.tensors["z"].begin + 8 == (folder / "model.safetensors").stat().st_size
+    assert checkpoint.tensor("z").tolist() == list(range(8))
+
+
+def write_raw(path: Path, entries: dict, data: bytes) -> None:
+    text = json.dumps(entries).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def test_a_file_may_end_with_its_header_and_tensors_may_be_empty(tmp_path):
+    write_raw(tmp_path / "none.safetensors", {}, b"")
+    assert header.read_header(tmp_path / "none.safetensors")[0] == []
+    empty = {"dtype": "F32", "shape": [0, 4], "data_offsets": [0, 0]}
+    write_raw(tmp_path / "empty.safetensors", {"a": empty}, b"")
+    found, sizes = header.read_header(tmp_path / "empty.safetensors")
+    opened = files.TensorFiles({"a": found[0]}, {found[0].file: sizes})
+    assert opened.read("a").shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ([1] * 64, None),
+        ([1] * 65, "at most 64 whole numbers"),
+        ([0, 2**62], None),
+        ([0, 2**63 - 1], None),
+        ([0, 2**62, 2], "fewer than 2^63 elements"),
+        ([0, 2**63], "at most 64 whole numbers"),
+    ],
+)
+def test_shapes_up_to_the_limits_are_read(tmp_path, shape, words):
+    size = 0 if 0 in shape else 1
+    write_raw(
+        tmp_path / "a.safetensors",
+        {"a": {"dtype": "U8", "shape": shape, "data_offsets": [0, size]}},
+        b"\0" * size,
+    )
+    if words is None:
+        assert header.read_header(tmp_path / "a.safetensors")[0][0].shape == tuple(shape)
+    else:
+        with pytest.raises(CheckpointError) as caught:
+            header.read_header(tmp_path / "a.safetensors")
+        assert words in str(caught.value)
+
+
+def test_a_file_that_has_changed_since_it_was_opened_is_not_read(folder):
+    checkpoint = open_checkpoint(folder)
+    with (folder / "model.safetensors").open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(CheckpointError, match="bytes when opened, now"):
+        checkpoint.experts(1)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tests.checkpoints import references
 from tests.checkpoints.small import NAMES, Small, same_bits, save
 from tests.checkpoints.test_quantized import gpt_oss_checkpoint
-from tokenyard.checkpoints import TARGETS, convert, open_checkpoint
+from tokenyard.checkpoints import TARGETS, convert, open_checkpoint, writer
 from tokenyard.errors import CheckpointError, UnknownName
 from tokenyard.experts import ExpertWeights
 from tokenyard.formats import WEIGHT_FORMATS
@@ -398,3 +398,22 @@ def test_a_disk_that_is_full(tmp_path, monkeypatch):
     source = open_checkpoint(save(tmp_path / "plain", MODEL.tensors(), MODEL.config()))
     with pytest.raises(CheckpointError, match="has 1000 bytes left"):
         convert(source, "mxint4", tmp_path / "out")
+
+
+def entry(name, nbytes, dtype="U8"):
+    return writer.Entry(name=name, dtype=dtype, shape=(nbytes // (writer.DTYPES[dtype][0] // 8),))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "files"),
+    [
+        ([4, 6], [["0", "1"]]),  # full to the last byte
+        ([4, 7], [["0"], ["1"]]),
+        ([4, 11, 4, 6], [["0"], ["1"], ["2", "3"]]),  # one that is too large is alone
+        ([11], [["0"]]),
+        ([], [[]]),
+    ],
+)
+def test_files_are_filled_up_to_the_largest_size(sizes, files):
+    divided = writer._divide([entry(str(number), size) for number, size in enumerate(sizes)], 10)
+    assert [[one.name for one in share] for share in divided] == files

@@ -234,6 +234,20 @@ print((resident("VmRSS") - before) / weights.nbytes)
 """
 
 
+def test_tensors_that_are_handed_out_are_the_callers_own(tmp_path):
+    model = Small()
+    checkpoint = open_checkpoint(save(tmp_path, model.tensors(), model.config()))
+    name = next(iter(checkpoint.shared))
+    first, experts = checkpoint.tensor(name), checkpoint.experts(1, [2])
+    before, w13 = first.clone(), experts.w13.clone()
+    first.fill_(7)
+    experts.w13.fill_(7)
+    assert same_bits(checkpoint.tensor(name), before)
+    assert same_bits(checkpoint.experts(1, [2]).w13, w13)
+    assert (first == 7).all()  # what was read later has not taken its memory back
+    assert (experts.w13 == 7).all()
+
+
 def test_reading_takes_the_memory_of_what_is_read_once(tmp_path):
     """Pages of the files go back as soon as they were copied; otherwise this would be 2."""
     model = Small(hidden_size=1024, intermediate_size=1024, num_layers=1)

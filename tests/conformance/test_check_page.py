@@ -31,7 +31,12 @@ def told(after):
     at = next(n for n, block in enumerate(PAGE) if after in block.body)
     text = next(block for block in PAGE[at + 1 :] if block.language == "text").body
     lines = [line for line in text.splitlines() if line.strip() and line != "…"]
-    return [line for line in lines if not re.search(r" in \d+ s$|^  Case\(|× mxfp8: |✗ \d\d/24", line)]
+    return [_plain(line) for line in lines if not re.search(r" in \d+ s$|^  Case\(|× mxfp8: ", line)]
+
+
+def _plain(text):
+    """Without the number of drawn cases that pass by chance."""
+    return re.sub(r"✗ +\d+/24", "✗ some/24", text)
 
 
 def change(folder, old, new):
@@ -46,7 +51,7 @@ def test_the_example_passes(tmp_path):
     assert code == 0
     for line in told("--cases 48"):
         assert line in out
-    assert "48 of 48 cases, 84 of 84 checks and 2 of 2 stacks passed" in out
+    assert "48 of 48 cases, 112 of 112 checks and 2 of 2 stacks passed" in out
 
 
 def test_a_broken_exchange_is_reported_as_the_page_says(tmp_path):
@@ -59,7 +64,7 @@ def test_a_broken_exchange_is_reported_as_the_page_says(tmp_path):
     lines = told("--cases 24")
     assert any("row 5 is token 0 of rank 3" in line for line in lines)
     for line in lines:
-        assert line in out
+        assert line in _plain(out)
 
 
 def test_a_broken_format_is_reported_as_the_page_says(tmp_path):

@@ -6,7 +6,7 @@ import torch
 import tokenyard as ty
 from tests.conformance import mutants
 from tests.exchange.interpreter import install, only_without_gpu
-from tokenyard.conformance.exchange_duties import EXCHANGE_CHECKS
+from tokenyard.conformance.exchange_checks import EXCHANGE_CHECKS
 from tokenyard.conformance.experts_suite import EXPERTS_CHECKS
 from tokenyard.conformance.format_suite import FORMAT_CHECKS
 from tokenyard.conformance.suites import (
@@ -14,7 +14,6 @@ from tokenyard.conformance.suites import (
     check_exchange,
     check_experts,
     check_format,
-    default_rounds,
 )
 from tokenyard.errors import InputError, UnknownName
 from tokenyard.experts import EXPERTS
@@ -55,6 +54,7 @@ def test_every_experts_class_passes(experts):
 def test_fused_experts_pass_under_the_interpreter():
     install()
     many = ("finalizing_agrees", "within_the_bound", "rows_are_quantized_once")
+    many += ("batches_are_independent", "objects_are_independent")
     few = [name for name in EXPERTS_CHECKS if name not in many]
     assert_passed(check_experts("fused", only=few))
 
@@ -94,13 +94,64 @@ def test_a_class_of_ones_own_passes():
         (mutants.ReusesOutput, "output_is_kept", "kept over three rounds gave other bits"),
         (mutants.TakesOldHandles, "stale_handles", "a handle combined twice: no error; expected HandleError"),
         (mutants.NoLimit, "over_capacity", "5 tokens of at most 4"),
-        (mutants.DriftsLater, "many_rounds", "the result of round 31 are not those of round 1"),
+        (mutants.DriftsLater, "many_rounds", "round 31 brought other results than were sent in it"),
+        (mutants.StaleRows, "many_rounds", "brought other rows (data) than were sent in it"),
+        (mutants.StaleRows, "plans_in_turns", "beside another plan gave other bits than the twin"),
+        (mutants.StaleWeights, "many_rounds", "brought other weights than were sent in it"),
+        (mutants.StalePayloads, "many_rounds", "brought other payloads (where) than were sent in it"),
+        (mutants.StaleResults, "many_rounds", "brought other results than were sent in it"),
+        (mutants.StaleResults, "late_ranks", "in round 2, gave other bits than the twin"),
+        (mutants.SendsWhatWasLeft, "bad_input_reaches_all", "layer 'moe'"),
+        (mutants.RoundStandsStill, "rounds_are_counted", "have the rounds [1, 1, 1, 1, 1]"),
+        (mutants.RoundStandsStill, "many_rounds", "dispatch 2 has the round 1; expected 2"),
+        (mutants.FailedRoundsDoNotCount, "rounds_are_counted", "have the rounds [1, 2, 3, 4, 5]"),
+        (mutants.PlacesByShape, "alike_layers", "layer 'second' beside one of the same sizes"),
+        (mutants.PlacesByName, "plans_in_turns", "beside another plan gave other bits than the twin"),
+        (mutants.LayersByNumber, "growing_plans", "after the plan has forgotten its first layer"),
+        (mutants.OneBufferForTheRows, "several_in_flight", "dispatch 1 of three in flight"),
+        (mutants.RowsComeHomeInOneBuffer, "unreduced_rows", "the sum of unreduced rows gave other bits"),
+        (mutants.KeepsTheResidual, "out_and_add", "combine(out=y, add=(y,)) gave other bits"),
+        (
+            mutants.KeepsTheWorkspace,
+            "closed_plans_make_room",
+            "shared buffers of 5 closed plans are still there",
+        ),
+        (mutants.TakesHandlesOfOtherPlans, "stale_handles", "a handle of another plan: no error"),
+        (mutants.CountsNoBytes, "bytes_are_counted", "`dispatch_bytes` for rank 0 is 0"),
+        (mutants.CountsNoBytesOneSided, "bytes_are_counted", "`dispatch_bytes` for rank 0 is 0"),
+        (mutants.CountsEveryToken, "bytes_are_counted", "as went through the group"),
+        (mutants.CountsOnce, "counters_are_right", "`rounds` of layer 'first' is 1; expected 2"),
+        (mutants.NeverWaits, "counters_are_right", "`wait_s` of two dispatches"),
+        (mutants.DropsUncounted, "lost_experts_are_counted", "`dropped` is 0; expected"),
+        (mutants.PlansHalf, "memory_as_planned", "the plan says a dispatch region of 19200 bytes"),
+        (mutants.PlansNothingOneSided, "memory_as_planned", "the plan says a workspace of"),
+        (
+            mutants.SaysItCarriesLogits,
+            "logits_as_declared",
+            "`carries_logits` is True, and a dispatch of logits",
+        ),
+        (mutants.SaysItWatches, "paranoid_as_declared", "a received row that was changed: no error"),
+        (mutants.GoesOn, "late_in_dispatch", "after PeerLost gave other bits than the twin"),
+        (mutants.GoesOn, "late_in_combine", "after PeerLost gave other bits than the twin"),
+        (mutants.IsNotBrokenForLong, "late_in_dispatch", "a call of a layer after PeerLost: PeerLost"),
     ],
     ids=lambda value: getattr(value, "name", None),
 )
 def test_a_wrong_exchange_is_caught(exchange, check, part):
     (result,) = check_exchange(exchange, world=3, rounds=40, only=[check])
     assert part in str(result.finding)
+
+
+def test_a_barrier_over_the_whole_world_is_caught():
+    only = ["one_hot_expert", "groups_side_by_side"]  # the first of which has the world in it
+    _, result = check_exchange(mutants.WaitsForTheWorld, world=4, only=only, deadline=2.0)
+    assert "beside another group that makes one" in str(result.finding)
+
+
+@pytest.mark.parametrize("exchange", [mutants.GoesOn, mutants.IsNotBrokenForLong])
+def test_going_on_after_a_process_was_stopped_is_caught(exchange):
+    (result,) = check_exchange(exchange, ranks="processes", world=2, only=["stopped_and_continued"])
+    assert "after PeerLost" in str(result.finding)
 
 
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
@@ -123,6 +174,8 @@ def test_a_rank_that_keeps_its_error_to_itself_breaks_one_check_and_no_other(ran
         (mutants.ClampsInPlace, "input_untouched", "encode changed its bfloat16 rows"),
         (mutants.NotAsNear, "decoded_rows_are_near", "at most 0.001, as declared"),
         (mutants.HidesNan, "nan_stays_in_its_row", "a row with NaN decodes to numbers"),
+        (mutants.RemembersTheLargest, "codes_repeat", "encoding twice gave two different 'data'"),
+        (mutants.SwizzlesNothing, "scale_layouts_as_declared", "swizzled"),
     ],
     ids=lambda value: getattr(value, "name", None),
 )
@@ -144,6 +197,19 @@ def test_a_wrong_format_is_caught(format, check, part):
         (mutants.HoldsOthers, "nothing_is_changed", "do not hold the w2 that they were given"),
         (mutants.LoadsElsewhere, "load_is_in_place", "load_ put another tensor in the place of"),
         (mutants.CachesWeights, "load_is_in_place", "after load_"),
+        (
+            mutants.ReusesItsBuffer,
+            "results_are_kept",
+            "a result was changed by a later call of the same experts",
+        ),
+        (
+            mutants.SharesItsBuffer,
+            "results_are_kept",
+            "a result was changed by a later call of other experts",
+        ),
+        (mutants.SortsOnce, "batches_are_independent", "beyond the bound in batch 2"),
+        (mutants.SharesItsWeights, "objects_are_independent", "beside others with other weights"),
+        (mutants.DeclaresTooMuch, "formats_as_declared", "`weight_formats` has 'mxfp4'"),
     ],
     ids=lambda value: getattr(value, "name", None),
 )
@@ -160,9 +226,3 @@ def test_findings_become_one_error():
 def test_an_unknown_check_is_named():
     with pytest.raises(UnknownName, match="did you mean 'many_rounds'"):
         check_exchange("two_sided", only=["many_round"])
-
-
-def test_shared_memory_is_held_to_more_rounds():
-    assert default_rounds(ty.EXCHANGES["two_sided"]) == 50
-    if "one_sided" in ty.EXCHANGES:
-        assert default_rounds(ty.EXCHANGES["one_sided"]) == 1000

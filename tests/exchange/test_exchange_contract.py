@@ -10,6 +10,7 @@ import torch
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import same_bits
+from tokenyard.exchange.cargo import UnencodedRows
 
 both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
 every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)
@@ -380,3 +381,37 @@ def choices_served(group, exchange):
 @every_exchange
 def test_where_experts_are_lost_all_ranks_agree_on_the_replicas_of_the_others(exchange):
     assert on_ranks(3, choices_served, exchange) == [0, 2, 1]
+
+
+def unreduced_twice(group, exchange, dtype):
+    layer = spec(reduce_ranks="caller", dtype=dtype, weights="fp32" if dtype == torch.float32 else "bf16")
+    plan = ty.plan([layer], group, exchange=exchange)
+    built = build(plan, "moe")
+    held = built.unreduced(*batch(layer, 5, seed=group.rank))
+    before = [rows_NH.clone() for rows_NH in held.rows_by_rank]
+    for turn in range(1, 4):  # every place of the workspace is written again
+        built.unreduced(*batch(layer, 16, seed=100 * turn + group.rank))
+    return all(map(torch.equal, held.rows_by_rank, before))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("exchange", ty.EXCHANGES)
+def test_unreduced_rows_that_the_caller_holds_are_not_overwritten_by_later_calls(exchange, dtype):
+    assert on_ranks(3, unreduced_twice, exchange, dtype) == [True] * 3
+
+
+def unencoded(group, exchange):
+    """An exchange may be given rows that it encodes itself: checked as all others are."""
+    layer = spec(wire="mxfp8")
+    plan = ty.plan([layer], group, exchange=exchange)
+    cargo, (x_TH, routes) = plan.wiring("moe").cargo, batch(layer, 3)
+    with pytest.raises(ty.InputError, match="x_TH is"):
+        plan.exchange.dispatch(cargo, UnencodedRows(format=cargo.wire, x_TH=x_TH.long()), routes)
+    dispatched = plan.exchange.dispatch(cargo, UnencodedRows(format=cargo.wire, x_TH=x_TH), routes)
+    data = dispatched.received.dense().payloads["data"]
+    return torch.equal(data.view(torch.uint8), cargo.wire.encode(x_TH).payloads["data"].view(torch.uint8))
+
+
+@every_exchange
+def test_rows_that_the_exchange_encodes(exchange):
+    assert on_ranks(1, unencoded, exchange) == [True]

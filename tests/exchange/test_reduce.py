@@ -59,10 +59,23 @@ def test_rows_are_summed_where_they_stand(wire, world, num_tokens, hidden_size, 
     check_sum(rows, tokens, num_tokens, wire, in_place=True)
 
 
-def test_rows_of_several_lines_of_the_table():
+@pytest.mark.parametrize(("hidden_size", "gap", "lines"), [(1024, 512, 2), (768, 256, 3), (1536, 256, 6)])
+def test_rows_of_several_lines_of_the_table(hidden_size, gap, lines):
     draw = torch.Generator().manual_seed(0)
-    rows, tokens = rows_of_ranks(draw, 4, 50, 1536, torch.bfloat16, share=0.8, gap=256)
+    rows, tokens = rows_of_ranks(draw, 4, 50, hidden_size, torch.bfloat16, share=0.8, gap=gap)
+    home = [
+        EncodedRows(format=get("bf16"), hidden_size=hidden_size, payloads={"data": some}) for some in rows
+    ]
+    table = reduce._table_of(home, torch.empty(50, hidden_size, dtype=torch.bfloat16))
+    assert table.lines_per_row == lines
     check_sum(rows, tokens, 50, "bf16", in_place=True)
+
+
+def test_rows_that_are_narrower_than_the_narrowest_line():
+    """A line is a whole row there: no part of a row would be narrower still."""
+    draw = torch.Generator().manual_seed(0)
+    rows, tokens = rows_of_ranks(draw, 3, 20, 64, torch.bfloat16, share=0.8)
+    check_sum(rows, tokens, 20, "bf16", in_place=True)
 
 
 @pytest.mark.parametrize(("hidden_size", "gap"), [(1536, 8), (1001, 3)])
@@ -84,3 +97,12 @@ def test_blocks_change_no_bit(monkeypatch):
     rows, tokens = rows_of_ranks(draw, 4, 50, 512, torch.bfloat16, share=0.5)
     monkeypatch.setattr(reduce, "TABLE_BLOCK", 7 * 512)
     check_sum(rows, tokens, 50, "bf16", in_place=True)
+
+
+@pytest.mark.parametrize(("gap", "in_place"), [(0, True), (8, False)])
+def test_rows_that_are_wider_than_a_block(gap, in_place, monkeypatch):
+    draw = torch.Generator().manual_seed(0)
+    rows, tokens = rows_of_ranks(draw, 3, 5, 512, torch.bfloat16, share=0.8, gap=gap)
+    monkeypatch.setattr(reduce, "TABLE_BLOCK", 100)
+    monkeypatch.setattr(reduce, "BLOCK", 100)
+    check_sum(rows, tokens, 5, "bf16", in_place=in_place)

@@ -41,6 +41,13 @@ def test_product_path(
     assert product_path(rows, hidden, inner, dtype, device) == expected
 
 
+@pytest.mark.parametrize("dtype", list(grouped.UPCAST_ROWS))
+def test_weights_are_widened_from_so_many_rows_on(dtype: torch.dtype) -> None:
+    enough = grouped.UPCAST_ROWS[dtype]
+    assert product_path(enough, 2048, 1024, dtype, CPU) == "upcast"
+    assert product_path(enough - 1, 2048, 1024, dtype, CPU) == "grouped_mm"
+
+
 def test_a_cpu_that_multiplies_16_bits_does_not_widen() -> None:
     assert product_path(64, 2048, 1024, torch.bfloat16, CPU, native=True) == "grouped_mm"
     assert product_path(64, 100, 1024, torch.float16, CPU, native=True) == "mm"
@@ -56,6 +63,32 @@ def test_every_path_computes_the_same_layer(path: str, case: Case, monkeypatch: 
     expected_RH, bound_RH = oracle(case)
     assert ((run(experts, x_RH, routes) - expected_RH).abs() <= bound_RH).all()
     assert torch.equal(run_unfinalized(experts, x_RH, routes).finish().rows_RH, run(experts, x_RH, routes))
+
+
+@pytest.mark.parametrize("path", ["grouped_mm", "upcast", "mm"])
+@pytest.mark.parametrize("pairs", [0, 1, 2])
+def test_a_rank_that_has_hardly_any_pairs(path: str, pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped, "product_path", lambda *_, **__: path)
+    experts, x_RH, routes = build_experts("grouped", Case(R=5))
+    routes.ids_RK.fill_(-1)
+    routes.ids_RK[3, 1 : 1 + pairs] = 2
+    y_RH = run(experts, x_RH, routes)
+    expected_RH = run(build_experts("reference", Case(R=5))[0], x_RH, routes)
+    assert y_RH.shape == (5, 32)
+    assert torch.allclose(y_RH, expected_RH, atol=0.02, rtol=0.02)
+    assert bool(y_RH[3].any()) == (pairs > 0)
+    assert not y_RH[[0, 1, 2, 4]].any()
+
+
+@pytest.mark.parametrize("path", ["grouped_mm", "upcast", "mm"])
+def test_rows_that_are_wider_than_a_tile_or_a_block(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped, "product_path", lambda *_, **__: path)
+    monkeypatch.setattr(grouped, "UPCAST_TILE", 5)
+    monkeypatch.setattr(grouped, "SUM_BLOCK", 5)
+    case = Case(R=9, ids="first")
+    experts, x_RH, routes = build_experts("grouped", case)
+    expected_RH, bound_RH = oracle(case)
+    assert ((run(experts, x_RH, routes) - expected_RH).abs() <= bound_RH).all()
 
 
 def test_uneven_loads_choose_for_each_expert(monkeypatch: pytest.MonkeyPatch) -> None:

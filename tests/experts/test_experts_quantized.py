@@ -367,6 +367,15 @@ def test_tiles_cover_every_output_once():
         assert all((tile.last - tile.first) * inputs <= max(tiles.TILE_ELEMENTS, inputs) for tile in found)
 
 
+def test_rows_that_are_wider_than_a_tile():
+    assert [
+        tile[2:] for tile in tiles.tiles([(0, slice(0, 2))], outputs=2, inputs=tiles.TILE_ELEMENTS + 1)
+    ] == [
+        (0, 1),
+        (1, 2),
+    ]
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_one_expert_with_all_rows_is_shared_by_the_threads(threads, monkeypatch):
     """A thread computes tiles, so one expert keeps all of them busy; their number changes no bit."""

@@ -64,3 +64,11 @@ def test_after_a_fork(two_threads) -> None:
         workers.for_each(done.append, range(4), 2)
         os._exit(0 if sorted(done) == [0, 1, 2, 3] else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize(
+    ("counts", "threads", "worth"),
+    [([50, 50], 2, True), ([51, 49], 2, False), ([50, 50], 1, False), ([1, 1, 1], 3, True), ([], 2, False)],
+)
+def test_experts_are_shared_where_no_thread_would_wait(counts, threads, worth):
+    assert workers.worth_sharing(counts, threads) == worth

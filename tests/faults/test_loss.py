@@ -76,7 +76,7 @@ def waits_for_a_third(group, done):
         until = time.monotonic() + 60
         while not signals._state(2)[0] and time.monotonic() < until:
             time.sleep(0.005)
-        signals.deadline = 0.2  # gives up first, and sees that rank 2 is only waiting
+        group.deadline = 0.2  # gives up first, and sees that rank 2 is only waiting
         error = raised(signals.hear, words)
     done.release()
     return error.peers

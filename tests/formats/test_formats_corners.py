@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -168,3 +169,13 @@ def test_four_bit_numbers_are_the_same_by_table_and_by_bits(shape):
         found = by_bits(packed)
         assert found.shape == (*shape[:-1], 2 * shape[-1])
         assert torch.equal(found.view(torch.int32), by_table(packed).view(torch.int32))
+
+
+@pytest.mark.parametrize("format", QUANTIZED, ids=str)
+def test_each_payload_is_compared_with_its_declaration(format):
+    rows = format.encode(torch.randn(3, 256))
+    rows.check()
+    for name, tensor in rows.payloads.items():
+        for wrong in (tensor[:, :-1], tensor.view(torch.uint8).to(torch.int64)):
+            with pytest.raises(InputError, match=name):
+                replace(rows, payloads={**rows.payloads, name: wrong}).check()

@@ -11,7 +11,7 @@ import pytest
 
 from tokenyard.conformance.campaign import Campaign
 from tokenyard.conformance.draws import draw_case
-from tokenyard.conformance.exchange_duties import EXCHANGE_CHECKS
+from tokenyard.conformance.exchange_checks import EXCHANGE_CHECKS
 from tokenyard.conformance.suites import check_cases, check_exchange
 from tokenyard.exchange import EXCHANGES
 from tokenyard.formats import FORMATS

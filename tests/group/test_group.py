@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import tokenyard as ty
+from tests.models import raised
 from tokenyard.errors import Drifted, GroupError, InputError, PeerLost, RankError
-from tokenyard.group import Disagreement
+from tokenyard.group import Disagreement, base
 from tokenyard.group.readmission import meet
 from tokenyard.group.roll_call import RollCall
 
@@ -414,3 +415,112 @@ def test_patience_lasts_for_a_while_only():
         with group.patience(1.0):
             assert group.deadline == 30.0
     assert group.deadline == 2.0
+
+
+def interrupted_while_it_waits(group):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    group._wait = interrupted
+    try:
+        group.barrier(phase="loading weights")
+    except KeyboardInterrupt:
+        return str(raised(group.barrier))
+    return "went on"
+
+
+def test_an_interrupt_leaves_the_wait_and_the_group_is_broken():
+    (told,) = ty.launch(1, interrupted_while_it_waits, ranks="processes")
+    assert "is broken: KeyboardInterrupt while this rank waited in loading weights" in told
+
+
+def bytes_with_gaps(group):
+    """What is given lies in memory with gaps, or by columns."""
+    W, r = group.size, group.rank
+    vector = torch.arange(10, dtype=torch.uint8)[::2] + 10 * r
+    spread = torch.stack([vector, vector], dim=1)[:, 0]
+    matrix = (torch.arange(6, dtype=torch.uint8).view(3, 2) + 10 * r).t()
+    assert not spread.is_contiguous()
+    assert not matrix.is_contiguous()
+    return (
+        group.all_gather(spread, phase="test").tolist(),
+        group.all_gather_rows(matrix, [2] * W, phase="test").tolist(),
+        group.all_to_all_rows(matrix, [1, 1], [1, 1], phase="test").tolist(),
+    )
+
+
+@both_kinds
+def test_collectives_take_bytes_that_do_not_lie_side_by_side(ranks):
+    for rank, (gathered, rows, arrived) in enumerate(ty.launch(2, bytes_with_gaps, ranks=ranks)):
+        assert gathered == [[0, 2, 4, 6, 8], [10, 12, 14, 16, 18]]
+        assert rows == [[0, 2, 4], [1, 3, 5], [10, 12, 14], [11, 13, 15]]
+        assert arrived == [[rank, rank + 2, rank + 4], [rank + 10, rank + 12, rank + 14]]
+
+
+def json_of_the_largest_size(group):
+    base.LARGEST_JSON = 10
+    return group.gather_json("x" * 8), str(raised(group.gather_json, "x" * 9))
+
+
+def test_json_of_the_largest_size_travels_and_longer_one_does_not():
+    ((found,), told) = ty.launch(1, json_of_the_largest_size, ranks="processes")[0]
+    assert found == "x" * 8
+    assert "rank 0 sent 11 bytes in gather_json; expected from 1 to 10 bytes" in told
+
+
+def test_patience_is_never_less_than_the_deadline_and_ends_with_its_block():
+    (group,) = ty.thread_groups(1, deadline=5.0)
+    with group.patience(9.0):
+        assert group.deadline == 9.0
+    with group.patience(1.0):
+        assert group.deadline == 5.0
+    assert group.deadline == 5.0
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_calls_that_are_over_are_forgotten(world):
+    def calls(group):
+        for _ in range(3):
+            group.gather_json(group.rank)
+        group.barrier()
+        return group
+
+    groups = ty.launch(world, calls)
+    assert all(not group._meeting_point.calls for group in groups)
+
+
+def overwritten_at_once(group):
+    """Rank 0 has finished each call, and uses its memory again, before rank 1 has read what was brought."""
+    read = group._read
+
+    def read_late(posted):
+        time.sleep(0.1)
+        return read(posted)
+
+    if group.rank == 1:
+        group._read = read_late
+    found = []
+    for collective in (
+        lambda mine: group.all_gather(mine.view(-1), phase="test"),
+        lambda mine: group.all_gather_rows(mine, [2, 2], phase="test"),
+        lambda mine: group.all_to_all_rows(mine, [1, 1], [1, 1], phase="test"),
+    ):
+        mine = _bytes(2, 3, value=group.rank)
+        result = collective(mine)
+        mine.fill_(9)
+        found.append(result.unique().tolist())
+    return found
+
+
+def test_threads_may_use_their_memory_again_before_others_have_read_it():
+    assert ty.launch(2, overwritten_at_once, ranks="threads") == [[[0, 1]] * 3] * 2
+
+
+def announces_too_many(group):
+    rows = torch.zeros(group.size, 4, dtype=torch.uint8)
+    with pytest.raises(ty.Drifted, match="1 rows came in test where 2 were announced"):
+        group.all_to_all_rows(rows, [1] * group.size, [2] * group.size, phase="test")
+
+
+def test_other_rows_than_were_announced_are_refused():
+    ty.launch(2, announces_too_many)

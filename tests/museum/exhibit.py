@@ -13,7 +13,7 @@ import torch
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.conformance.stack import check_stack
-from tokenyard.conformance.suites import check_exchange, check_experts
+from tokenyard.conformance.suites import check_exchange, check_experts, check_format
 from tokenyard.exchange import EXCHANGES
 
 # -- What catches a mutant -----------------------------------------------------------------------------------
@@ -21,11 +21,11 @@ from tokenyard.exchange import EXCHANGES
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeCheck:
-    """A named check of the exchange suite."""
+    """A named check of the exchange suite, on as many ranks as `tokenyard check` has."""
 
     name: str
     exchange: str = "one_sided"
-    world: int = 2
+    world: int = 4
 
     def finding(self):
         """What it finds; None, if all is well."""
@@ -33,8 +33,7 @@ class ExchangeCheck:
         return result.finding
 
     def __str__(self):
-        ranks = "one rank" if self.world == 1 else f"{self.world} ranks"
-        return f"`{self.name}` of the exchange suite, on {ranks} of `{self.exchange}`"
+        return f"`{self.name}` of the exchange suite, on `{self.exchange}`"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +49,21 @@ class ExpertsCheck:
 
     def __str__(self):
         return f"`{self.name}` of the experts suite, on `{self.experts}` experts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatCheck:
+    """A named check of the format suite."""
+
+    name: str
+    format: str
+
+    def finding(self):
+        (result,) = check_format(self.format, only=[self.name])
+        return result.finding
+
+    def __str__(self):
+        return f"`{self.name}` of the format suite, on `{self.format}`"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +123,8 @@ class Refusal:
         return f"the refusal `{self.name}`, {self.when}"
 
 
-Check = ExchangeCheck | ExpertsCheck | StackCheck | AlwaysOn | Refusal
+SuiteCheck = ExchangeCheck | ExpertsCheck | FormatCheck | StackCheck
+Check = SuiteCheck | AlwaysOn | Refusal
 
 
 # -- Exhibits ------------------------------------------------------------------------------------------------
@@ -125,6 +140,8 @@ class Exhibit:
     caught_by: Check
     says: str  # a part of what the check says, which only this fault makes it say
     seen: str = ""  # where the bug was met, as far as that is known
+    # Where an error catches it wherever it runs: what of `tokenyard check` finds it, too. None: nothing on a CPU.
+    in_check: SuiteCheck | None = None
     # What must run under the mutant beside the plain layer, where that does not come by the patched code; of a group.
     also_alive: Callable | None = None
 

@@ -30,9 +30,10 @@ once. They have one thing in common: a plain layer on two ranks runs as if nothi
 Each is put into tokenyard's own code: a *mutant*, a patch of a function that every layer runs through. A mutant must
 first be **alive**: a bf16 layer runs with it on two ranks, through `two_sided` and `one_sided`, without an error, and
 returns finite numbers. It would ship. Then it must be **killed**, by the one check that is named for it: an error
-that is always raised, or a check of the [suites](guide/check.md) that hold for parts of your own as well. The same
-check finds nothing without the mutant. `tests/museum` does all of this in every run of the tests, and a mutant that
-survives is a failing test.
+that is always raised, or a check of the [suites](guide/check.md) that hold for parts of your own as well. What an error
+catches, a check of the suites catches, too, but for one bug that needs a GPU: `tokenyard check` finds all others, by
+name. The same check finds nothing without the mutant. `tests/museum` does all of this in every run of the tests, and a
+mutant that survives is a failing test.
 
 | exhibit | caught by |
 | --- | --- |
@@ -51,12 +52,16 @@ def caught(exhibit):
 
 def frame(sections):
     """The page with these sections, by exhibit."""
-    table = "\n".join(f"| [{one.name}](#{anchor(one.name)}) | {one.caught_by} |" for one in EXHIBITS)
+    table = "\n".join(f"| [{one.name}](#{anchor(one.name)}) | {_catchers(one)} |" for one in EXHIBITS)
     parts = [_INTRODUCTION.format(count=len(EXHIBITS), table=table)]
     for room in ROOMS:
         parts.append(f"## {room.name}\n\n{room.about}\n")
         parts += [sections[exhibit.id] for exhibit in room.exhibits]
     return "\n".join(parts)
+
+
+def _catchers(exhibit):
+    return f"{exhibit.caught_by}; and {exhibit.in_check}" if exhibit.in_check else str(exhibit.caught_by)
 
 
 def section(exhibit, finding):

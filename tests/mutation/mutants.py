@@ -128,6 +128,8 @@ def _running_code(tree):
                 continue
             if isinstance(node, ast.Assign) and any(_text(each) == "__all__" for each in node.targets):
                 continue
+            if isinstance(node, ast.keyword) and node.arg == "strict":
+                continue  # `zip` says by it that lists are of one length; they are
             children = value if isinstance(value, list) else [value]
             waiting.extend(child for child in children if isinstance(child, ast.AST))
 

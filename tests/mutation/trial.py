@@ -149,5 +149,9 @@ def start_worker(root):
 
 def meet(trial):
     """A mutant, and what became of it."""
-    mutant, tests, seconds = trial
-    return mutant, _checkouts[0].meet(mutant, tests, seconds)
+    mutant, first, every, limit = trial
+    outcome = _checkouts[0].meet(mutant, first, 60 + 5 * limit)
+    others = [test for test in every if test not in set(first)]
+    if outcome.verdict == "alive" and others:
+        outcome = _checkouts[0].meet(mutant, others, 60 + 25 * limit)
+    return mutant, outcome

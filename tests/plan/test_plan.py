@@ -612,3 +612,24 @@ def test_counts_that_make_no_plan(ranks, settings, name):
     spec = ty.LayerSpec(name="moe", hidden_size=32, intermediate_size=16, num_experts=4, top_k=1)
     with pytest.raises(ty.InputError, match=f"^{name} is "):
         ty.draft([spec], ranks, **({"max_tokens": 4} | settings))
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 3])
+@pytest.mark.parametrize("exchange", ty.EXCHANGES)
+def test_the_workspace_holds_every_dispatch_in_flight_of_the_largest_layer(exchange, in_flight):
+    layers = [spec("wide", hidden_size=96, max_tokens=4), spec("long", max_tokens=32)]
+    drafted = ty.draft(layers, 3, exchange=exchange, in_flight=in_flight)
+    regions = [drafted.exchange.region_bytes(wiring.cargo) for wiring in drafted.wirings]
+    assert drafted.dispatch_bytes == max(region.dispatch for region in regions)
+    assert drafted.combine_bytes == max(region.combine for region in regions)
+    assert drafted.workspace_bytes == in_flight * (drafted.dispatch_bytes + drafted.combine_bytes) > 0
+
+
+def test_a_workspace_of_the_largest_size_is_planned_and_a_larger_one_is_not(monkeypatch):
+    layer = spec()
+    nbytes = ty.draft([layer], 3, in_flight=2).workspace_bytes
+    monkeypatch.setattr("tokenyard.drafting._LARGEST_WORKSPACE", nbytes)
+    assert ty.draft([layer], 3, in_flight=2).workspace_bytes == nbytes
+    monkeypatch.setattr("tokenyard.drafting._LARGEST_WORKSPACE", nbytes - 1)
+    with pytest.raises(ty.PlanError, match="max_tokens=16: rows of this layer would take"):
+        ty.draft([layer], 3, in_flight=2)

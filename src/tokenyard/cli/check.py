@@ -10,6 +10,7 @@ of layers of different formats and shapes, in one plan, on every exchange × wir
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -92,6 +93,8 @@ def check(
     exchanges = [load_part(name, resolve_exchange) for name in exchange or EXCHANGES] if moves else []
     chosen_formats = [_format(name) for name in format_ or FORMATS]
     chosen_experts = [load_part(name, get_experts) for name in experts or (EXPERTS if everything else ())]
+    _check_names("exchange", exchanges, EXCHANGES)
+    _check_names("experts", chosen_experts, EXPERTS)
     # Whoever names experts that do not run there gets an error; of all of them, those that do are checked.
     skipped = {} if experts else _not_running(chosen_experts, device)
     chosen_experts = [one for one in chosen_experts if one.name not in skipped]
@@ -201,23 +204,39 @@ def _not_running(experts: list[type[Experts]], device: str) -> dict[str, str]:
 
 def _format(name: str) -> str | Format:
     """A registered format by its name, or an object of somebody's own class."""
+    from tokenyard.errors import InputError, check_part
     from tokenyard.formats import FORMATS, Format, get
 
     if ":" not in name:
         get(name)  # raises where there is none
         return name
     loaded = load_object(name)
-    if isinstance(loaded, type) and issubclass(loaded, Format):
-        loaded = loaded()
-    if isinstance(loaded, Format) and FORMATS.get(loaded.name) not in (None, type(loaded)):
-        from tokenyard.errors import InputError
-
-        raise InputError(
-            f"{name} is called {loaded.name!r}, as a registered format is",
-            expected="a name of its own",
-            fix="change the `name` of the class",
-        )
+    if not isinstance(loaded, Format):
+        check_part("format", loaded, Format)
+        try:
+            loaded = loaded()
+        except TypeError as error:
+            raise InputError(
+                f"the format {name} cannot be made without parameters ({error})",
+                expected="a class whose parameters all have defaults, or an object",
+                fix="name an object of the class: package.module:my_format",
+            ) from error
+    _check_names("format", [type(loaded)], FORMATS)
     return get(loaded)
+
+
+def _check_names(kind: str, chosen: Sequence[Any], registered: Mapping[str, Any]) -> None:
+    """Raise where two classes have one name: the grid could not tell them apart."""
+    from tokenyard.errors import InputError
+
+    known = dict(registered)
+    for cls in chosen:
+        if known.setdefault(cls.name, cls) is not cls:
+            raise InputError(
+                f"the {kind} {cls.__name__} is called {cls.name!r}, as {known[cls.name].__name__} is",
+                expected="a name of its own",
+                fix="change the `name` of the class",
+            )
 
 
 # -- What was found ------------------------------------------------------------------------------------------

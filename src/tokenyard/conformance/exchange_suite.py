@@ -4,17 +4,21 @@
 
 A check runs on every rank of a small group. Ranks draw their batches from seeds, so each of them knows what the
 others sent, and compares all that arrived here without asking anybody. What it finds it raises as a `Finding`.
-Batches are drawn on the CPU and sent from the group's device; what arrived is compared on the CPU.
+Batches are drawn on the CPU and sent from the group's device; what arrived is compared on the CPU. No two rounds bring
+the same rows, routes or results: what is left of an earlier round never passes for this one's.
 
 Here stand the checks of *movement*, bitwise, on four ranks with 5, 0, 9 and 2 tokens. `exchange_duties` holds those of
-handles, errors, and many rounds.
+handles, errors and many rounds, `exchange_accounts` what an exchange declares and counts, and `exchange_losses` what it
+does after a rank was lost.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,15 +47,22 @@ class Trial:
 
     group: Group
     exchange: type[Exchange]
-    rounds: int = 50
+    rounds: int | None = None  # of `many_rounds`; None: by whether the exchange shares memory
+    # Seeds, one for each round. All ranks draw them in the same order, so each knows what the others send.
+    seeds: Iterator[int] = field(default_factory=itertools.count)
 
-    def plan(self, *layers: LayerSpec, in_flight: int = 1) -> Plan:
+    def plan(self, *layers: LayerSpec, **options: Any) -> Plan:
         """A plan of these layers, through the exchange under test."""
-        return plan(list(layers), self.group, exchange=self.exchange, in_flight=in_flight)
+        return plan(list(layers), self.group, exchange=self.exchange, **options)
 
     def batch(self, spec: LayerSpec, tokens: int) -> Batch:
-        """This rank's batch, where the group's rows live."""
-        return batch(spec, self.group.rank, tokens).to(self.group.device)
+        """A new batch of this rank, where the group's rows live."""
+        return batch(spec, self.group.rank, tokens, next(self.seeds)).to(self.group.device)
+
+    def batches(self, spec: LayerSpec, tokens: Sequence[int]) -> list[Batch]:
+        """A new batch of every rank, on the CPU. Rank r has `tokens[r]` tokens, and where the list ends, it repeats."""
+        seed = next(self.seeds)
+        return [batch(spec, rank, tokens[rank % len(tokens)], seed) for rank in range(self.group.size)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +105,8 @@ def layer(name: str = "moe", **changes: object) -> LayerSpec:
     return LayerSpec(name=name, **(fields | changes))  # type: ignore[arg-type]
 
 
-def batch(spec: LayerSpec, rank: int, tokens: int, seed: int = 0) -> Batch:
-    """The batch of a rank, the same wherever it is drawn."""
+def batch(spec: LayerSpec, rank: int, tokens: int, seed: int) -> Batch:
+    """The batch of a rank in the round of a seed, the same wherever it is drawn."""
     draw = torch.Generator().manual_seed(seed * 1009 + rank + 1)
     x_TH = torch.randn(tokens, spec.hidden_size, generator=draw)
     x_TH *= torch.exp2(torch.randint(-3, 4, (tokens, 1), generator=draw).float())
@@ -125,6 +136,11 @@ def expect(fine: bool, found: object, expected: object) -> None:
         raise Finding(str(found), str(expected))
 
 
+def expect_on(found: torch.device, device: torch.device, what: str) -> None:
+    """Raise a finding unless something is where the rows of the group live."""
+    expect(found.type == device.type, f"{what} on {found}", f"{device}, where the rows of the group live")
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Movement:
     """One round trip seen from this rank: what all ranks sent, what arrived, what came home."""
@@ -136,6 +152,7 @@ class _Movement:
     error: Exception | None
     placement: Placement
     rank: int
+    mark: float  # what results of this round have in their third column
 
 
 def check_movement(
@@ -170,7 +187,7 @@ def _move(
     trial: Trial, made: Plan, spec: LayerSpec, tokens: Sequence[int], reroute: Reroute | None
 ) -> _Movement:
     group = trial.group
-    sent = [batch(spec, rank, tokens[rank % len(tokens)]) for rank in range(group.size)]
+    sent, mark = trial.batches(spec, tokens), float(next(trial.seeds) % 16)
     if reroute is not None:
         sent = [one.with_ids(reroute(one.routes.topk_ids_TK.clone(), rank)) for rank, one in enumerate(sent)]
     placement = made.wiring(spec.name).cargo.placement
@@ -181,10 +198,10 @@ def _move(
         if any(rank == group.rank for rank, _ in _goes(placement, ids, source))
     ]
     dispatched = send(made, spec, sent[group.rank].to(group.device))
-    received = _copy(dispatched.received)  # before the next phase may write over it
-    # Small whole numbers: exact in every dtype, and their sums name the ranks and the token.
+    received = _copy(dispatched.received, group.device)  # before the next phase may write over it
+    # Small whole numbers: exact in every dtype, and their sums name the ranks, the token and the round.
     rows_RH = torch.zeros(received.num_rows, spec.hidden_size)
-    rows_RH[:, 0] = 2.0 ** (group.rank % 4)
+    rows_RH[:, 0], rows_RH[:, 2] = 2.0 ** (group.rank % 4), mark
     if received.num_rows == len(due):
         rows_RH[:, 1] = torch.tensor([float(token + 1) for _, token in due])
     y_TH, failed = torch.empty(0, spec.hidden_size), None
@@ -200,6 +217,7 @@ def _move(
         error=failed,
         placement=placement,
         rank=group.rank,
+        mark=mark,
     )
 
 
@@ -213,8 +231,9 @@ def _goes(placement: Placement, ids: Sequence[int], source: int) -> list[tuple[i
     return pairs
 
 
-def _copy(received: ReceivedRows) -> ReceivedRows:
-    """What was received, on the CPU."""
+def _copy(received: ReceivedRows, device: torch.device) -> ReceivedRows:
+    """What was received on a device, on the CPU."""
+    expect_on(received.rows.device, device, "rows arrived")
     routes = received.routes
     if not isinstance(routes, LocalRoutes):
         raise Finding(f"dispatch delivered {type(routes).__name__}", "LocalRoutes, since routes were sent")
@@ -282,14 +301,14 @@ def _check_homecoming(moved: _Movement) -> None:
     mine = moved.sent[moved.rank].routes.topk_ids_TK
     for token, ids in enumerate(mine.tolist()):
         went = sorted({rank for rank, _ in _goes(moved.placement, ids, moved.rank) if rank >= 0})
-        meant = [sum(2.0 ** (rank % 4) for rank in went), float(len(went) * (token + 1))]
-        home = moved.y_TH[token, :2].tolist()
+        meant = [sum(2.0 ** (rank % 4) for rank in went), *(len(went) * n for n in (token + 1.0, moved.mark))]
+        home = moved.y_TH[token, :3].tolist()
         expect(
             home == meant,
             f"token {token} of rank {moved.rank} came home as {home}",
             f"{meant}: the sum of one row from each of the ranks {went}",
         )
-        expect(not bool(moved.y_TH[token, 2:].any()), "something was added to zeros", "zeros")
+        expect(not bool(moved.y_TH[token, 3:].any()), "something was added to zeros", "zeros")
 
 
 # -- The checks ----------------------------------------------------------------------------------------------

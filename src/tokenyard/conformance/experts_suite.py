@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,8 +85,11 @@ def _finished(cls: type[Experts], experts: Experts, received: ReceivedRows) -> T
     result = experts(received, finalize=cls.finalizes)
     if isinstance(result, UnfinalizedRows):
         result = result.finish()
-    rows_RH = result.rows_RH
+    rows_RH, device = result.rows_RH, received.rows.device
     assert isinstance(rows_RH, Tensor)
+    _expect(
+        rows_RH.device.type == device.type, f"the result is on {rows_RH.device}", f"{device}, as the rows"
+    )
     return rows_RH.cpu()
 
 
@@ -409,6 +413,85 @@ def computing_repeats(cls: type[Experts], device: torch.device) -> None:
     _expect(same_bits(first, second), "computing twice gave two results", "the same bits")
 
 
+def batches_are_independent(cls: type[Experts], device: torch.device) -> None:
+    """Each batch is computed from its own rows and routes, whatever the experts computed before."""
+    batch = _one(cls, device)
+    experts = batch.build(cls)
+    for number, rows in enumerate((_ROWS, _ROWS, _ROWS if cls.routes_itself else 5, _ROWS)):
+        other = _batch(batch.spec, rows, seed=20 + number, device=device)
+        # Experts that route by themselves have a router that answers with the routes of the first batch.
+        here = replace(batch, x_RH=other.x_RH, routes=batch.routes if cls.routes_itself else other.routes)
+        over = excess(_finished(cls, experts, here.received(cls)), *exact(here))
+        told = f"{over:.3g} beyond the bound in batch {number + 1} of the same experts"
+        _expect(over <= 0, told, "its own rows and routes")
+
+
+def objects_are_independent(cls: type[Experts], device: torch.device) -> None:
+    """Two layers of one spec have weights of their own, also when they compute in turns."""
+    first, second = (_batch(_one(cls, device).spec, seed=seed, device=device) for seed in (31, 32))
+    built = [(batch, batch.build(cls)) for batch in (first, second)]
+    for batch, experts in built * 2:
+        over = excess(_finished(cls, experts, batch.received(cls)), *exact(batch))
+        told = f"{over:.3g} beyond the bound beside others with other weights"
+        _expect(over <= 0, told, "the result of the own weights")
+
+
+def results_are_kept(cls: type[Experts], device: torch.device) -> None:
+    """A result is not written again by later calls, of these experts or of others: two dispatches may be in flight."""
+    batch = _one(cls, device)
+    later = _batch(batch.spec, seed=41, device=device)
+    for finalize in (True, False) if cls.finalizes else (False,):
+        for experts, told in ((batch.build(cls), "the same experts"), (later.build(cls), "other experts")):
+            first = batch.build(cls) if told == "other experts" else experts
+            result = first(batch.received(cls), finalize=finalize)
+            tensors = _tensors(result)
+            before = [tensor.clone() for tensor in tensors]
+            experts(replace(later, routes=batch.routes).received(cls), finalize=finalize)
+            fine = all(map(same_bits, tensors, before))
+            _expect(
+                fine,
+                f"a result was changed by a later call of {told}",
+                "memory of its own, until it is combined",
+            )
+
+
+def _tensors(result: object) -> list[Tensor]:
+    """All that a result holds."""
+    return [value for value in vars(result).values() if isinstance(value, Tensor)]
+
+
+def formats_as_declared(cls: type[Experts], device: torch.device) -> None:
+    """Every format in `weight_formats` is one that some layer is supported with."""
+    for name in cls.weight_formats:
+        if name not in WEIGHT_FORMATS:
+            raise Finding(
+                f"`weight_formats` has {name!r}", f"formats of weights: {', '.join(WEIGHT_FORMATS)}"
+            )
+        reasons = [cls.supports(spec) for spec in _specs_of(name)]
+        if None not in reasons:
+            raise Finding(
+                f"`weight_formats` has {name!r}, and `supports` refused {len(reasons)} layers with it, the last "
+                f"with: {reasons[-1]}",
+                "a declared format to be supported",
+            )
+
+
+def _specs_of(weights: str) -> Iterator[ExpertsSpec]:
+    """Layers of every activation, with such weights, of sizes that every format can hold."""
+    for formula, bias, weight_on in product(sorted(ACTIVATIONS), (False, True), ("output", "input")):
+        yield ExpertsSpec(
+            hidden_size=256,
+            intermediate_size=128,
+            num_local_experts=2,
+            top_k=2,
+            activation=activation(formula),
+            bias=bias,
+            weights=weights,
+            dtype=_dtype(weights),
+            weight_on=weight_on,  # type: ignore[arg-type]
+        )
+
+
 def _told(spec: ExpertsSpec) -> str:
     """How a finding names a spec."""
     return (
@@ -432,5 +515,9 @@ EXPERTS_CHECKS: dict[str, Callable[[type[Experts], torch.device], None]] = {
         nothing_is_changed,
         load_is_in_place,
         computing_repeats,
+        batches_are_independent,
+        objects_are_independent,
+        results_are_kept,
+        formats_as_declared,
     )
 }

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tokenyard.conformance.cases import same_bits
 from tokenyard.conformance.runner import Finding
-from tokenyard.errors import UnknownName
+from tokenyard.errors import ContractError, UnknownName
 from tokenyard.formats import FORMATS, EncodedRows, Format, get
 from tokenyard.formats.base import ROW_DTYPES, dtype_name
 
@@ -170,9 +170,12 @@ def decoded_rows_are_near(format: Format) -> None:
 
 
 def codes_repeat(format: Format) -> None:
-    """Encoding the same rows twice gives the same bits."""
+    """Encoding the same rows twice gives the same bits, whatever was encoded in between."""
     x_TH = _rows(_ROWS, 100)
-    first, second = format.encode(x_TH), format.encode(x_TH)
+    first = format.encode(x_TH)
+    for size in (2.0**-9, 2.0**9):
+        format.encode(x_TH * size)
+    second = format.encode(x_TH)
     for row in range(_ROWS):
         differs = _same_code(format, first, second, row, row)
         _expect(differs is None, f"encoding twice gave two different {differs!r}", "the same bits")
@@ -208,6 +211,29 @@ def rows_are_cut_and_joined(format: Format) -> None:
     _expect(same_bits(decoded, due), "rows taken out of a batch decode to something else", "the same bits")
 
 
+def scale_layouts_as_declared(format: Format) -> None:
+    """A format that declares swizzled scales has them: the same rows, swizzled once, and brought back."""
+    if "swizzled" not in format.scale_layouts:
+        return
+    encoded = format.encode(_rows(_ROWS, 100))
+    swizzled = encoded.swizzled()
+    _expect(
+        swizzled.scale_layout == "swizzled",
+        f"`swizzled()` gave rows with {swizzled.scale_layout} scales",
+        "swizzled ones, as `scale_layouts` declares",
+    )
+    same = same_bits(swizzled.decode(torch.float32), encoded.decode(torch.float32))
+    _expect(same, "rows with swizzled scales decode to something else", "the same bits")
+    back = swizzled.linear().payloads
+    for name, payload in encoded.payloads.items():
+        _expect(same_bits(back[name], payload), f"`linear()` brought back another {name!r}", "the same bits")
+    try:
+        swizzled.swizzled()
+    except ContractError:
+        return
+    raise Finding("scales were swizzled twice", "ContractError: swizzled scales look like linear ones")
+
+
 def name_reads_back(format: Format) -> None:
     """Equal parameters are equal formats, and what `str` writes, the registry reads back (where registered)."""
     twin = type(format)(**{f: getattr(format, f) for f in getattr(format, "__dataclass_fields__", {})})
@@ -237,6 +263,7 @@ FORMAT_CHECKS: dict[str, Callable[[Format], None]] = {
         codes_repeat,
         nan_stays_in_its_row,
         rows_are_cut_and_joined,
+        scale_layouts_as_declared,
         name_reads_back,
     )
 }

@@ -57,7 +57,8 @@ class _Entry:
     """One rank's word on one job."""
 
     finding: str | None = None
-    echo: bool = False  # of what another rank did
+    # 0: a finding; 1: an error that was not expected; 2: an error of the group, mostly of what another rank did.
+    echo: int = 0
 
 
 def attempt(fn: Callable[..., Any], *args: Any) -> str | None:
@@ -122,7 +123,8 @@ def _run_job(group: Group, fn: Callable[[Group, Any], Any], job: Any) -> _Entry:
     except Finding as finding:
         return _Entry(finding=where + str(finding))
     except Exception as error:
-        return _Entry(finding=f"{where}{type(error).__name__}: {error}", echo=isinstance(error, GroupError))
+        echo = 2 if isinstance(error, GroupError) else 1
+        return _Entry(finding=f"{where}{type(error).__name__}: {error}", echo=echo)
     return _Entry()
 
 
@@ -145,6 +147,6 @@ def _read(diary: Path) -> tuple[list[_Entry], int]:
 
 
 def _judge(entries: Sequence[_Entry]) -> Verdict:
-    """The first finding that is not merely the echo of another rank's."""
+    """The first finding, and not an error that is merely the echo of what another rank did."""
     found = [entry for entry in entries if entry.finding is not None]
     return Verdict(finding=min(found, key=lambda entry: entry.echo).finding if found else None)

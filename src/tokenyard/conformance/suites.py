@@ -17,7 +17,7 @@ from tokenyard import experts as experts_room
 from tokenyard import formats
 from tokenyard.conformance.cases import Case, run_case
 from tokenyard.conformance.draws import RankKind
-from tokenyard.conformance.exchange_duties import EXCHANGE_CHECKS
+from tokenyard.conformance.exchange_checks import EXCHANGE_CHECKS
 from tokenyard.conformance.exchange_suite import Trial
 from tokenyard.conformance.experts_suite import EXPERTS_CHECKS
 from tokenyard.conformance.format_suite import FORMAT_CHECKS
@@ -28,10 +28,6 @@ from tokenyard.exchange import resolve as resolve_exchange
 from tokenyard.experts import Experts
 from tokenyard.formats import Format
 from tokenyard.group import Group
-
-# Rounds of `many_rounds`. Where memory is shared between ranks, flags and epochs live in it, and must not drift.
-ROUNDS = 50
-ROUNDS_SHARED_MEMORY = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +56,13 @@ def check_exchange(
 ) -> list[CheckResult]:
     """Run the exchange suite on a group of `world` ranks, whose rows live on `device`, the CPU if left out.
 
-    `only` names some checks. `rounds` are those of the check `many_rounds`, `deadline` is that of the group.
+    `only` names some checks. `rounds` are those of the check `many_rounds`: 50 if left out, and 1000 where the exchange
+    shares memory between ranks. `deadline` is that of the group.
 
     >>> [result.passed for result in check_exchange("two_sided", only=["one_copy_per_rank"])]
     [True]
     """
     cls = resolve_exchange(exchange)
-    rounds = default_rounds(cls) if rounds is None else rounds
     names = _chosen(EXCHANGE_CHECKS, only)
     jobs = [(name, cls, rounds) for name in names]
     verdicts = run_on_ranks(world, _run_exchange_check, jobs, ranks=ranks, device=device, deadline=deadline)
@@ -76,13 +72,7 @@ def check_exchange(
     ]
 
 
-def default_rounds(exchange: type[Exchange]) -> int:
-    """How many rounds are many for an exchange, by whether it declares shared memory."""
-    shared = getattr(exchange, "shares_memory", False) or exchange.name == "one_sided"
-    return ROUNDS_SHARED_MEMORY if shared else ROUNDS
-
-
-def _run_exchange_check(group: Group, job: tuple[str, type[Exchange], int]) -> None:
+def _run_exchange_check(group: Group, job: tuple[str, type[Exchange], int | None]) -> None:
     name, exchange, rounds = job
     EXCHANGE_CHECKS[name](Trial(group=group, exchange=exchange, rounds=rounds))
 

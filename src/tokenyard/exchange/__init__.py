@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from tokenyard.errors import unknown_name
+from tokenyard.errors import check_part, unknown_name
 from tokenyard.exchange.allgather import AllgatherExchange
 from tokenyard.exchange.base import Exchange
 from tokenyard.exchange.cargo import Cargo, Dispatched
@@ -38,11 +38,12 @@ def resolve(name: str | type[Exchange]) -> type[Exchange]:
     >>> resolve("allgather_reducescatter").name
     'allgather'
     """
-    if isinstance(name, type) and issubclass(name, Exchange):
+    if not isinstance(name, str):
+        check_part("exchange", name, Exchange)
         return name
-    if isinstance(name, str) and name in EXCHANGES:
+    if name in EXCHANGES:
         return EXCHANGES[name]
-    for choice in ALIASES.get(name, ()) if isinstance(name, str) else ():
+    for choice in ALIASES.get(name, ()):
         if choice in EXCHANGES:
             _log.info("exchange %r is served by %r", name, choice)
             return EXCHANGES[choice]

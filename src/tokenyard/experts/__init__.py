@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenyard.errors import unknown_name
+from tokenyard.errors import check_part, unknown_name
 from tokenyard.experts.activations import ACTIVATIONS, Activation, activation
 from tokenyard.experts.base import Experts, ExpertsSpec, ExpertWeights
 from tokenyard.experts.fused import FusedExperts
@@ -22,9 +22,10 @@ def get(name: str | type[Experts]) -> type[Experts]:
     >>> get("reference")
     <class 'tokenyard.experts.reference.ReferenceExperts'>
     """
-    if isinstance(name, type) and issubclass(name, Experts):
+    if not isinstance(name, str):
+        check_part("experts", name, Experts)
         return name
-    if not isinstance(name, str) or name not in EXPERTS:
+    if name not in EXPERTS:
         raise unknown_name("experts", name, EXPERTS)
     return EXPERTS[name]
 

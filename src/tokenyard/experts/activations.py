@@ -139,7 +139,7 @@ def erf_written_out(x: Tensor) -> Tensor:
     """erf(x) in float64: 2/√π · e^(-x²) · Σ 2^n x^(2n+1) / (1·3·5···(2n+1)), whose terms have one sign."""
     x = x.clamp(-6.0, 6.0)  # 1 - erf(6) is 2e-17
     square = x * x
-    term, total = x.clone(), x.clone()
+    term, total = x, x.clone()
     for n in range(_ERF_TERMS):
         term.mul_(square).mul_(2.0 / (2 * n + 3))
         total.add_(term)

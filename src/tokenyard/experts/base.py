@@ -298,7 +298,8 @@ class Experts(nn.Module, ABC):
     def compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows | PlacedRows | UnfinalizedRows:
         """`ExpertRows` if `finalize`, else `UnfinalizedRows`. Never anything else.
 
-        Where the batch says where its results are read (`received.results`), they may be written there: `PlacedRows`.
+        A result has memory of its own, which no later call writes again: two batches may be in flight. Where the batch
+        says where its results are read (`received.results`), they may be written there: `PlacedRows`.
         """
 
     def forward(

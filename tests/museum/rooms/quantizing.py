@@ -3,7 +3,7 @@
 from torch.nn.functional import pad
 
 from tests.models import spec
-from tests.museum.exhibit import AlwaysOn, Exhibit, ExpertsCheck, Room, batches
+from tests.museum.exhibit import AlwaysOn, ExchangeCheck, Exhibit, ExpertsCheck, FormatCheck, Room, batches
 from tokenyard.exchange.base import Exchange
 from tokenyard.experts import Experts, GroupedExperts, ReferenceExperts
 from tokenyard.formats import EncodedRows, Mxfp8, for_dtype
@@ -85,6 +85,7 @@ ROOM = Room(
             "to the sender. Rows travel in bf16, in slots that were sized for another format, and a kernel reads "
             "two bytes of a number as two numbers.",
             mutate=never_quantized,
+            in_check=ExchangeCheck(name="bitwise_movement"),
             caught_by=AlwaysOn(
                 name="InputError",
                 when="in the first batch of a layer on the mxfp8 wire",
@@ -98,6 +99,7 @@ ROOM = Room(
             "spread over the scales of its neighbors, so a row that is sent to one rank would take its neighbors' "
             "scales along and leave its own behind. Only linear scales can travel; the receiver swizzles.",
             mutate=swizzled_before_the_wire,
+            in_check=ExchangeCheck(name="bitwise_movement"),
             caught_by=AlwaysOn(
                 name="InputError",
                 when="in the first batch of a layer on the nvfp4 wire",
@@ -111,6 +113,7 @@ ROOM = Room(
             "format. Whether scales are swizzled cannot be seen by looking at them: they are bytes, and as many as "
             "before. Here the rows say it, and refuse the second time.",
             mutate=swizzled_twice,
+            in_check=FormatCheck(name="scale_layouts_as_declared", format="nvfp4"),
             caught_by=AlwaysOn(
                 name="ContractError",
                 when="in the first batch of experts that want swizzled scales",
@@ -125,6 +128,7 @@ ROOM = Room(
             "as 3072. The output was allocated as wide as the input had come. The mend was to keep the true width in a "
             "second field, `hidden_dim_unpadded`, beside the first.",
             mutate=padded_width_leaks,
+            in_check=ExpertsCheck(name="one_type_returned"),
             caught_by=AlwaysOn(
                 name="ContractError",
                 when="in the first batch of a layer whose wire pads to 256",

@@ -81,7 +81,7 @@ ROOM = Room(
             "the slow one, and computes on garbage.",
             mutate=nobody_sent_to_rank_zero,
             caught_by=ExchangeCheck(name="nobody_is_not_sent"),
-            says="5 rows arrived, and row 1 is token 1 of rank 0; expected 3 rows",
+            says="14 rows arrived, and row 0 is token 0 of rank 0; expected 4 rows",
         ),
         Exhibit(
             name="A row with duplicate ids sent twice",
@@ -100,7 +100,7 @@ ROOM = Room(
             "its neighbor's tokens that come home wrong.",
             mutate=more_tokens_than_the_maximum,
             caught_by=ExchangeCheck(name="over_capacity", exchange="two_sided"),
-            says="rank 1 announces 5 tokens",
+            says="rank 3 announces 5 tokens",
         ),
         Exhibit(
             name="Ids cast to the wrong width",

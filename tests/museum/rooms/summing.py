@@ -162,6 +162,7 @@ ROOM = Room(
             "where there had been a tensor, and called `.to` on it. The backend for 4-bit integers was broken from one "
             "release on. It was chosen by an environment variable, and no test set it.",
             mutate=kernel_returns_a_tuple,
+            in_check=ExpertsCheck(name="finalizing_agrees"),
             caught_by=AlwaysOn(
                 name="ContractError",
                 when="in the first batch of a layer with mxint4 weights",

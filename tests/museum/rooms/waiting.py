@@ -58,7 +58,7 @@ ROOM = Room(
             "and the engine stood still, without a word. The mend scopes the barrier to the expert group.",
             mutate=barrier_over_the_world,
             caught_by=ExchangeCheck(name="groups_side_by_side"),
-            says="rank 1 waits for all",
+            says="rank 2 waits for all",
         ),
         Exhibit(
             name="Stale rows of the last round",
@@ -67,6 +67,7 @@ ROOM = Room(
             "with good ids and good weights; only nobody sent them in this round. A kernel that takes all slots "
             "computes them again. The mend wrote an id of -1 into every slot that was not filled.",
             mutate=stale_rows_read_as_rows,
+            in_check=ExchangeCheck(name="smaller_batches"),
             caught_by=AlwaysOn(
                 name="Corrupted",
                 when="in a batch that is smaller than the one before",

@@ -129,6 +129,7 @@ ROOM = Room(
             "scale for every sixteen. Then somebody ran it with bf16. The rows were longer than their slots, nothing "
             "raised, and the model spoke gibberish. The mend was an `if` that refuses all other formats.",
             mutate=sized_for_one_format,
+            in_check=ExchangeCheck(name="bitwise_movement"),
             caught_by=AlwaysOn(
                 name="ContractError",
                 when="when a layer with float32 rows is planned",
@@ -143,6 +144,7 @@ ROOM = Room(
             "are alike. Then models came whose body is 4-bit and whose prediction head is not quantized at all. The "
             "rows of the head are several times as long, and overflowed.",
             mutate=sized_for_the_first_layer,
+            in_check=ExchangeCheck(name="heterogeneous_layers"),
             caught_by=AlwaysOn(
                 name="ContractError",
                 when="when a body and a wider head are planned together",
@@ -156,6 +158,7 @@ ROOM = Room(
             "round addresses, so there is a pad behind each. With widths and batches that are powers of two the pad is "
             "empty, and the short formula is right in every test. Then comes an odd width.",
             mutate=sized_without_the_pad,
+            in_check=ExchangeCheck(name="bitwise_movement"),
             caught_by=AlwaysOn(
                 name="ContractError",
                 when="when a layer of an odd width is planned",
@@ -170,6 +173,7 @@ ROOM = Room(
             "Where something is, the expert group is larger, and the last ranks' rows land behind the end. (The "
             "regression test of #42976 builds its workspace on the data-parallel group, and passes.)",
             mutate=sized_for_the_data_parallel_group,
+            in_check=ExchangeCheck(name="bitwise_movement"),
             caught_by=AlwaysOn(
                 name="ContractError",
                 when="when a plan is made on four ranks, two of which are data-parallel",
@@ -185,6 +189,7 @@ ROOM = Room(
             "it. The report's own regression test asserts that the object behind the manager is another one after "
             "growth, and the same one where it sufficed.",
             mutate=old_workspace_kept,
+            in_check=ExchangeCheck(name="growing_plans"),
             caught_by=AlwaysOn(name="ContractError", when="in `plan.extend` with a wider layer", run=_grow),
             says="layer 'head', rank 0: a region of the workspace has 2560 bytes",
         ),
@@ -219,7 +224,7 @@ ROOM = Room(
             "result is then a view of the workspace. It is right when it is returned, and becomes the next layer's "
             "when that one runs: a residual that was kept for later is no longer what it was.",
             mutate=result_aliases_the_workspace,
-            caught_by=ExchangeCheck(name="output_is_kept", world=1),
+            caught_by=ExchangeCheck(name="output_is_kept"),
             says="an output that was kept over three rounds gave other bits than the twin",
         ),
     ),

@@ -84,7 +84,6 @@ class Signals:
 
     def __init__(self, controls: Sequence[Tensor], group: Group) -> None:
         self.rank, self.world = group.rank, group.size
-        self.deadline = group.deadline
         self.left = False  # whether this rank has told the others that it is in another plan
         self._group = group
         self._meetings = dict.fromkeys(Phase, 0)  # how many there were
@@ -163,7 +162,7 @@ class Signals:
                 next_look = waited + _LOOK
                 self._tell_in_other_plans(mine, self._missing(mine, range(self.world)))
                 lost = self._give_up(mine, self._group.gone())
-            if not lost and waited > self.deadline:
+            if not lost and waited > self._group.deadline:
                 lost = self._give_up(mine, range(self.world))
             if lost:
                 raise self._group.lost(lost, phase=mine.phase.value, waited=waited)

@@ -1,0 +1,261 @@
+"""What an exchange declares and counts, compared with what happened: counters, bytes, memory, capabilities.
+
+What must have happened is known from the batches, which every rank draws. What passes through the group is metered
+beside the exchange (`Meter`). An exchange that has ways of its own is held to what rows take at least and at most.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tokenyard.conformance.cases import same_bits
+from tokenyard.conformance.exchange_layers import CheckedLayers, check_same, echo, must_raise, zeros
+from tokenyard.conformance.exchange_suite import Batch, Trial, expect, layer, send
+from tokenyard.conformance.metering import Meter
+from tokenyard.conformance.runner import Finding
+from tokenyard.errors import Corrupted, PeerFailed, PlanError
+from tokenyard.formats import Payload
+from tokenyard.placement import Placement
+from tokenyard.planner import Plan
+from tokenyard.routing import SoftmaxRouter
+from tokenyard.rows import ExpertRows, RoutingLogits
+from tokenyard.spec import LayerSpec
+
+TOKENS = (16, 3, 0, 7)
+# Bytes that announcements may take beside the rows for one rank, in one phase: they are not counted.
+ANNOUNCED = 2048
+# Bytes of shared memory that flags and mail may take for each rank: a plan does not list them.
+CONTROL = 4096
+_LATE = 0.03  # seconds
+
+
+# -- Counters ------------------------------------------------------------------------------------------------
+
+
+def counters_are_right(trial: Trial) -> None:
+    """Rounds, tokens, and rows sent and received are counted for each layer and each rank, and waits in seconds."""
+    specs = (layer("first"), layer("second", hidden_size=90))
+    made, group = trial.plan(*specs), trial.group
+    late = group.rank == group.size - 1
+    due = {spec.name: _Count(group.size) for spec in specs}
+    for spec, tokens in zip((*specs, specs[0]), (TOKENS, (2,), (0, 5)), strict=True):
+        sent = trial.batches(spec, tokens)
+        due[spec.name].add(made, spec, sent)
+        if late:
+            time.sleep(_LATE)
+        flight = send(made, spec, sent[group.rank].to(group.device))
+        made.exchange.combine(flight, zeros(flight.received))
+    stats = made.stats()
+    made.close()
+    for name, count in due.items():
+        for field, meant in vars(count).items():
+            found = getattr(stats[name], field)
+            expect(found == meant, f"`{field}` of layer {name!r} is {found}", f"{meant}, as it happened")
+    waited = stats["first"].wait_s["dispatch"]
+    expect(
+        late or group.device.type == "cuda" or waited >= _LATE,  # on a GPU kernels wait, and not this thread
+        f"`wait_s` of two dispatches, in each of which a rank was {_LATE} s late, is {waited:.3f} s",
+        f"at least {_LATE} s",
+    )
+
+
+class _Count:
+    """What the counters of a layer must say on this rank."""
+
+    def __init__(self, world: int) -> None:
+        self.rounds = self.tokens = 0
+        self.rows_sent, self.rows_received = [0] * world, [0] * world
+
+    def add(self, made: Plan, spec: LayerSpec, sent: Sequence[Batch]) -> None:
+        """One more round."""
+        me = made.group.rank
+        self.rounds += 1
+        self.tokens += sent[me].x_TH.shape[0]
+        for rank, one in enumerate(sent):
+            self.rows_sent[rank] += _rows(made, spec, sent[me], me)[rank]
+            self.rows_received[rank] += _rows(made, spec, one, rank)[me]
+
+
+def _rows(made: Plan, spec: LayerSpec, one: Batch, source: int) -> list[int]:
+    """How many rows of a source rank's batch go to each rank."""
+    rank_TK, _ = made.wiring(spec.name).cargo.placement.resolve(one.routes.topk_ids_TK, source)
+    return [int((rank_TK == rank).any(dim=1).sum()) for rank in range(made.group.size)]
+
+
+def lost_experts_are_counted(trial: Trial) -> None:
+    """Choices whose expert was lost with its rank are dropped and counted; the others are as ever."""
+    world = trial.group.size
+    lost = Placement.contiguous(world + 1, world + 1).without([world])  # the last expert is nobody's
+    spec = layer(placement=lost, num_experts=world + 1, top_k=min(3, world + 1), payloads=())
+    stack = CheckedLayers(trial, (spec,))
+    mine = [stack.batch("moe", 6) for _ in range(2)]
+    for one in mine:
+        gone_TK = one.routes.topk_ids_TK == world
+        kept = one.with_ids(one.routes.topk_ids_TK.masked_fill(gone_TK, -1))
+        check_same(stack.run("moe", one), stack.due("moe", kept), "a layer with a lost expert")
+    found = stack.plan.stats()["moe"].dropped
+    meant = sum(int((one.routes.topk_ids_TK == world).sum()) for one in mine)
+    stack.plan.close()
+    expect(found == meant, f"`dropped` is {found}", f"{meant} choices of the expert that was lost")
+
+
+# -- Bytes and memory ----------------------------------------------------------------------------------------
+
+
+def bytes_are_counted(trial: Trial) -> None:
+    """`bytes_sent`, and the bytes of results, are those that rows took on the wire, for each rank, the own one, too."""
+    spec, group = layer(wire="mxfp8", hidden_size=700), trial.group
+    made = trial.plan(spec)
+    cargo, stats = made.wiring("moe").cargo, made.stats()["moe"]
+    out = _nbytes((*cargo.wire.payloads(cargo.hidden_size), *cargo.extra))
+    back = _nbytes(cargo.combine_wire.payloads(cargo.hidden_size))
+    region = made.draft.exchange.region_bytes(cargo)
+    sent = trial.batches(spec, TOKENS)
+    mine = sent[group.rank]
+    with Meter(group) as way_out:
+        flight = send(made, spec, mine.to(group.device))
+    with Meter(group) as way_back:
+        made.exchange.combine(flight, zeros(flight.received))
+    made.close()
+    all_tokens = mine.x_TH.shape[0]
+    for rank, rows in enumerate(_rows(made, spec, mine, group.rank)):
+        least, most = (
+            rows * out,
+            all_tokens * region.dispatch_row,
+        )  # an exchange may send all tokens to all ranks
+        _compare("dispatch_bytes", rank, stats.dispatch_bytes[rank], (least, most), way_out)
+    for rank, one in enumerate(sent):
+        rows = _rows(made, spec, one, rank)[group.rank]
+        least, most = rows * back, rows * region.combine_row
+        _compare("combine_bytes", rank, stats.combine_bytes[rank], (least, most), way_back)
+
+
+def _nbytes(payloads: Sequence[Payload]) -> int:
+    """Bytes of a row of these payloads."""
+    return sum(payload.nbytes for payload in payloads)
+
+
+def _compare(name: str, rank: int, counted: int, bounds: tuple[int, int], meter: Meter) -> None:
+    """Counted bytes beside what went through the group, or beside what the rows take at least and at most."""
+    low, high = bounds
+    if meter.carried_rows:
+        low, high = max(low, meter.sent[rank] - ANNOUNCED), meter.sent[rank]
+    expect(
+        low <= counted <= high,
+        f"`{name}` for rank {rank} is {counted}",
+        f"from {low} to {high} bytes, as {'went through the group' if meter.carried_rows else 'its rows take'}",
+    )
+
+
+def memory_as_planned(trial: Trial) -> None:
+    """What a plan says that a rank needs is what it needs: in shared memory, or for the rows of a full batch."""
+    spec, group = layer(wire="mxfp8", hidden_size=700, num_experts=3 * trial.group.size), trial.group
+    with Meter(group) as planning:
+        made = trial.plan(spec)
+    region, last = made.draft.exchange.region_bytes(made.wiring("moe").cargo), group.size - 1
+    sent = [one.with_ids(3 * last + one.routes.topk_ids_TK % 3) for one in trial.batches(spec, (16,))]
+    with Meter(group) as way_out:
+        flight = send(made, spec, sent[group.rank].to(group.device))
+    with Meter(group) as way_back:
+        made.exchange.combine(flight, zeros(flight.received))
+    planned = made.draft.workspace_bytes
+    made.close()
+    if planning.shared:
+        _expect_near("shares", planning.shared, "a workspace", planned, CONTROL * (group.size + 1))
+    if way_out.carried_rows and group.rank == last:  # where all rows are
+        slack = ANNOUNCED * group.size
+        _expect_near("received", way_out.received, "a dispatch region", region.dispatch, slack)
+        _expect_near("returned", sum(way_back.sent), "a combine region", region.combine, slack)
+
+
+def _expect_near(did: str, found: int, what: str, planned: int, slack: int) -> None:
+    expect(
+        planned <= found <= planned + slack,
+        f"the plan says {what} of {planned} bytes, and this rank {did} {found}",
+        f"as many, and at most {slack} more for announcements and flags",
+    )
+
+
+# -- Capabilities --------------------------------------------------------------------------------------------
+
+
+def logits_as_declared(trial: Trial) -> None:
+    """With `carries_logits` every rank sees every token's logits, bit for bit; without, such a layer is refused."""
+    spec, group = (
+        layer(experts="self_routing", router=SoftmaxRouter(3, renormalize=True), wire="bf16"),
+        trial.group,
+    )
+    if not trial.exchange.carries_logits:
+        must_raise(PlanError, trial.plan, spec, when="a layer whose experts route by themselves")
+        return
+    made = trial.plan(spec)
+    cargo = made.wiring("moe").cargo
+    for _ in range(2):
+        sent = trial.batches(spec, TOKENS)
+        logits = [one.x_TH[:, : spec.num_experts].float().contiguous() for one in sent]
+        mine = sent[group.rank].to(group.device)
+        rows = made.exchange.encode(cargo, mine.x_TH)
+        routes = RoutingLogits(logits_RE=logits[group.rank].to(group.device))
+        try:
+            flight = made.exchange.dispatch(cargo, rows, routes, mine.extra)
+        except Exception as error:
+            found = (
+                f"`carries_logits` is True, and a dispatch of logits raised {type(error).__name__}: {error}"
+            )
+            raise Finding(found, "logits to travel, as declared") from error
+        received = flight.received
+        if not isinstance(received.routes, RoutingLogits):
+            raise Finding(
+                f"dispatch delivered {type(received.routes).__name__}",
+                "RoutingLogits, since logits were sent",
+            )
+        pairs = {
+            "logits": (received.routes.logits_RE, torch.cat(logits)),
+            "rows": (received.dense().decode(spec.dtype), torch.cat([one.x_TH for one in sent])),
+        }
+        for what, (arrived, due) in pairs.items():
+            fine = same_bits(arrived.cpu(), due)
+            expect(fine, f"{what} arrived with other bits", "those of all tokens, in (source, token) order")
+        ones = torch.ones(received.num_rows, spec.hidden_size, device=group.device)
+        y_TH = made.exchange.combine(flight, ExpertRows(rows_RH=ones)).y_TH.cpu()
+        check_same(y_TH, torch.full_like(mine.x_TH.cpu(), group.size), "the sum of a one from each rank")
+    made.close()
+
+
+def paranoid_as_declared(trial: Trial) -> None:
+    """A plan that watches itself raises no false alarm, and notices a received row that was changed."""
+    if trial.exchange.on(trial.group).watches(trial.group) is not None:
+        must_raise(PlanError, trial.plan, layer(), paranoid=True, when="a plan that watches itself")
+        return
+    stack = CheckedLayers(trial, (layer(), layer("other", wire="mxfp8", hidden_size=90)), paranoid=True)
+    for name in ("moe", "other", "moe"):
+        stack.check(name, "in a plan that watches itself")
+    made, mine = stack.plan, stack.batch("moe", 4)
+    spec = made.wiring("moe").spec
+    flight = send(made, spec, mine.with_ids(torch.zeros_like(mine.routes.topk_ids_TK)))
+    result, owns = echo(flight.received), 0 in made.local_experts("moe")
+    if owns:
+        payload, slots_R = next(iter(flight.received.rows.payloads.values())), flight.received.slots_R
+        _flip_a_bit(payload[0 if slots_R is None else int(slots_R[0])])
+    kind = Corrupted if owns else PeerFailed
+    must_raise(kind, made.exchange.combine, flight, result, when="a received row that was changed")
+    stack.check("moe", "after a row was changed")
+    made.close()
+
+
+def _flip_a_bit(row: Tensor) -> None:
+    row.view(torch.uint8)[0] ^= 1
+
+
+ACCOUNT_CHECKS: tuple[Callable[[Trial], None], ...] = (
+    counters_are_right,
+    lost_experts_are_counted,
+    bytes_are_counted,
+    memory_as_planned,
+    logits_as_declared,
+    paranoid_as_declared,
+)

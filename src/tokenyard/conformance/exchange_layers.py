@@ -1,0 +1,115 @@
+"""Layers of a plan under test: every call brings new rows, and its result has one right set of bits, the twin's.
+
+The layers compute with the reference experts, whose rows do not depend on each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenyard.conformance.cases import random_weights, same_bits
+from tokenyard.conformance.exchange_suite import Batch, Trial, expect_on
+from tokenyard.conformance.runner import Finding
+from tokenyard.conformance.twin import twin
+from tokenyard.experts import ExpertWeights
+from tokenyard.formats.base import dtype_name
+from tokenyard.layer import MoELayer
+from tokenyard.planner import Plan
+from tokenyard.rows import ExpertRows, ReceivedRows
+from tokenyard.spec import LayerSpec
+
+
+class CheckedLayers:
+    """The layers of a plan on this rank. No two layers, also of two plans, have the same weights."""
+
+    def __init__(self, trial: Trial, specs: Sequence[LayerSpec], **options: Any) -> None:
+        self.trial = trial
+        self.plan: Plan = trial.plan(*specs, **options)
+        self.layers: dict[str, MoELayer] = {}
+        self._weights: dict[str, ExpertWeights] = {}
+        for spec in specs:
+            self.add(spec)
+
+    def add(self, spec: LayerSpec) -> None:
+        """Make a layer of the plan."""
+        weights = self._weights[spec.name] = random_weights(spec, next(self.trial.seeds))
+        local = weights.select(self.plan.local_experts(spec.name))
+        self.layers[spec.name] = MoELayer(self.plan, spec.name, local).to(self.trial.group.device)
+
+    def batch(self, name: str, tokens: int | None = None) -> Batch:
+        """A new batch for a layer: of one to four tokens, where their number is left out."""
+        some = self.trial.group.rank % 4 + 1 if tokens is None else tokens
+        return self.trial.batch(self.plan.wiring(name).spec, some)
+
+    def run(self, name: str, mine: Batch) -> Tensor:
+        """One round trip of a layer."""
+        y_TH: Tensor = self.layers[name](mine.x_TH, mine.routes, payloads=mine.extra)
+        expect_on(y_TH.device, self.trial.group.device, f"the output of layer {name!r} is")
+        return y_TH
+
+    def due(self, name: str, mine: Batch) -> Tensor:
+        """What a layer must give for a batch, on the CPU."""
+        wiring, here = self.plan.wiring(name), mine.to(torch.device("cpu"))
+        return twin(wiring, self._weights[name], here.x_TH, here.routes, self.plan.group.rank)
+
+    def check(self, name: str, when: str, tokens: int | None = None) -> None:
+        """Run a new batch through a layer and compare its bits with the twin's."""
+        mine = self.batch(name, tokens)
+        check_same(self.run(name, mine), self.due(name, mine), f"layer {name!r} {when}")
+
+
+def check_same(y_TH: Tensor, due_TH: Tensor, what: str) -> None:
+    """Raise a finding unless a result has the bits that are due."""
+    y_TH = y_TH.cpu()  # what is due was computed there
+    if same_bits(y_TH, due_TH):
+        return
+    if y_TH.dtype != due_TH.dtype or y_TH.shape != due_TH.shape:
+        raise Finding(
+            f"{what} gave {dtype_name(y_TH.dtype)}{list(y_TH.shape)}",
+            f"{dtype_name(due_TH.dtype)}{list(due_TH.shape)}",
+        )
+    off_T = (y_TH != due_TH).any(dim=1).nonzero().flatten().tolist()
+    raise Finding(f"{what} gave other bits than the twin for tokens {off_T[:8]}", "the same bits")
+
+
+def must_raise(
+    kind: type[Exception], fn: Callable[..., Any], *args: Any, when: str, **options: Any
+) -> Exception:
+    """The error that a call must raise."""
+    try:
+        fn(*args, **options)
+    except kind as error:
+        return error
+    except Exception as error:
+        raise Finding(f"{when}: {type(error).__name__}: {error}", kind.__name__) from error
+    raise Finding(f"{when}: no error", kind.__name__)
+
+
+def zeros(received: ReceivedRows) -> ExpertRows:
+    """A result for received rows."""
+    shape = (received.num_rows, received.rows.hidden_size)
+    return ExpertRows(rows_RH=torch.zeros(shape, device=received.rows.device))
+
+
+def echo(received: ReceivedRows) -> ExpertRows:
+    """A result that is the received rows themselves, decoded."""
+    return ExpertRows(rows_RH=received.dense().decode(torch.float32))
+
+
+def echo_due(made: Plan, spec: LayerSpec, mine: Batch) -> Tensor:
+    """What comes home if every rank returns the `echo` of a batch, on the CPU."""
+    cargo, here = made.wiring(spec.name).cargo, mine.to(torch.device("cpu"))
+    ranks_TK = cargo.placement.resolve(here.routes.topk_ids_TK, made.group.rank)[0]
+    times_T1 = torch.tensor([[len(set(ranks) - {-1})] for ranks in ranks_TK.tolist()])
+    decoded_TH = cargo.wire.encode(here.x_TH).decode(torch.float32)
+    one_TH = cargo.combine_wire.encode(decoded_TH).decode(torch.float32)
+    due_TH = torch.zeros_like(one_TH)
+    for time_ in range(int(times_T1.max()) if len(times_T1) else 0):
+        due_TH += torch.where(
+            times_T1 > time_, one_TH, 0.0
+        )  # a sum, not a product: that is the order of roundings
+    return due_TH.to(cargo.dtype)

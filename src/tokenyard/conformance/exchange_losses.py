@@ -1,0 +1,154 @@
+"""What every exchange owes after a rank was lost: no call of the plan gives a result, until it goes on without it.
+
+A rank that is late by more than the deadline may still answer. Its rows of one batch must never be taken for its rows
+of the next. So the ranks here go on calling: some at once, some when the late one has come. A result that is returned
+must be right, and after `PeerLost` none may be returned.
+
+Each check has a group of its own, of all ranks, with a short deadline: the group of the other checks is not harmed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from tokenyard.conformance.exchange_layers import CheckedLayers, must_raise
+from tokenyard.conformance.exchange_suite import Trial, expect, layer, send
+from tokenyard.conformance.runner import Finding
+from tokenyard.errors import PeerLost, PlanBroken
+from tokenyard.rows import ReceivedRows
+
+# Seconds. Short, since the ranks do nothing but wait; kernels that wait between GPUs are loaded within it.
+DEADLINE = 0.4
+DEADLINE_CUDA = 3.0
+BEYOND = 0.3  # that a rank is late, beyond the deadline
+PATIENCE = 20.0  # for what is not on trial
+_CALLS = 1000  # of ranks that wait for one of them to be stopped; each takes milliseconds
+
+
+class _Losing:
+    """One layer on a group of all ranks, of which the last one will be late."""
+
+    def __init__(self, trial: Trial) -> None:
+        self.group = trial.group.subgroup(range(trial.group.size))
+        self.is_late = self.group.rank == self.group.size - 1
+        self.deadline = DEADLINE if self.group.device.type == "cpu" else DEADLINE_CUDA
+        self.lateness = self.deadline + BEYOND
+        if self.group.device.type != "cpu":  # kernels keep the deadline with which their plan was made
+            self.group.deadline = self.deadline
+        with self.group.patience(PATIENCE if self.group.device.type == "cpu" else self.deadline):
+            self.stack = CheckedLayers(replace(trial, group=self.group), (layer(payloads=()),))
+            self.stack.check("moe", "before a rank is lost")
+            self.group.barrier()
+        self.group.deadline = self.deadline
+
+    def call(self, when: str) -> PeerLost | None:
+        """One call: None if its result was right, or the loss that it raised."""
+        try:
+            self.stack.check("moe", when)
+        except PeerLost as error:
+            return error
+        return None
+
+    def first_loss(self, calls: int) -> PeerLost:
+        """The loss in one of so many calls. It must come in time."""
+        for _ in range(calls):
+            started = time.monotonic()
+            loss = self.call(f"with a rank that is {BEYOND} s later than the deadline")
+            waited = time.monotonic() - started
+            if loss is not None:
+                # The deadline, a roll call of a second, and patience with a machine that is busy.
+                fine = waited < self.lateness + PATIENCE / 2
+                expect(fine, f"PeerLost came after {waited:.1f} s", f"the deadline, {self.deadline} s")
+                return loss
+        raise Finding(f"a rank was {BEYOND} s later than the deadline, and nobody raised", "PeerLost")
+
+    def stays_broken(self) -> None:
+        """Every later call must raise `PlanBroken`, at once or later."""
+        if self.group.rank % 2:
+            time.sleep(self.lateness)
+        spec, made = self.stack.plan.wiring("moe").spec, self.stack.plan
+        for _ in range(2):
+            self._must_be_broken(self.stack.check, "moe", "after PeerLost", what="a call of a layer")
+        self._must_be_broken(send, made, spec, self.stack.batch("moe"), what="a dispatch")
+        self._must_be_broken(made.extend, [layer("more")], what="plan.extend")
+        self._must_be_broken(made.gather_stats, what="plan.gather_stats")
+
+    def _must_be_broken(self, fn: Callable[..., Any], *arguments: Any, what: str) -> None:
+        must_raise(PlanBroken, fn, *arguments, when=f"{what} after PeerLost")
+
+    def goes_on(self, loss: PeerLost) -> None:
+        """The others go on without the late rank, and get right results."""
+        if loss.peers == (self.group.size - 1,) and not self.is_late:
+            with self.group.patience(PATIENCE):
+                self.stack.plan.go_on_without(loss.peers)
+                self.stack.check("moe", "after the plan has gone on without the late rank")
+
+    def close(self) -> None:
+        self.stack.plan.close()
+        self.group.close()
+
+
+@contextmanager
+def _losing(trial: Trial) -> Iterator[_Losing]:
+    lost = _Losing(trial)
+    try:
+        yield lost
+    finally:
+        lost.close()
+
+
+def late_in_dispatch(trial: Trial) -> None:
+    """A rank that comes too late to a dispatch is lost. The plan is broken, until it goes on without that rank."""
+    if trial.group.size == 1:
+        return
+    with _losing(trial) as losing:
+        if losing.is_late:
+            time.sleep(losing.lateness)
+        # The late one may have had all that it needs for its own call when the others gave it up.
+        loss = losing.first_loss(calls=2 if losing.is_late else 1)
+        losing.stays_broken()
+        losing.goes_on(loss)
+
+
+def late_in_combine(trial: Trial) -> None:
+    """A rank whose experts take too long is lost in the combine, and the plan is broken."""
+    if trial.group.size == 1:
+        return
+    with _losing(trial) as losing:
+        experts = losing.stack.layers["moe"].experts
+        compute = experts.compute
+
+        def dawdle(received: ReceivedRows, *, finalize: bool) -> Any:
+            object.__setattr__(experts, "compute", compute)  # this once
+            time.sleep(losing.lateness)
+            return compute(received, finalize=finalize)
+
+        if losing.is_late:
+            object.__setattr__(experts, "compute", dawdle)
+        losing.first_loss(calls=2 if losing.is_late else 1)
+        losing.stays_broken()
+
+
+def stopped_and_continued(trial: Trial) -> None:
+    """A process that is stopped at any moment, and continued when the deadline is over, gives nobody a wrong row."""
+    pids = trial.group.gather_json(os.getpid(), phase="looking for processes")
+    if len(set(pids)) < max(2, trial.group.size) or trial.group.device.type != "cpu":
+        return  # threads cannot be stopped; kernels go on without their process
+    with _losing(trial) as losing:
+        if losing.is_late:
+            pid = os.getpid()
+            words = f"sleep 0.02; kill -STOP {pid}; sleep {losing.lateness}; kill -CONT {pid}"
+            with subprocess.Popen(["/bin/sh", "-c", words]):  # waits for it in the end
+                losing.first_loss(calls=_CALLS)
+        else:
+            losing.first_loss(calls=_CALLS)
+        losing.stays_broken()
+
+
+LOSS_CHECKS: tuple[Callable[[Trial], None], ...] = (late_in_dispatch, late_in_combine, stopped_and_continued)

@@ -1,0 +1,64 @@
+"""A meter on a group: what this rank sends through it, and how much memory it shares, counted beside the exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tokenyard.group import Group
+
+
+class Meter:
+    """Inside the `with`, counts what passes through the calls of a group that carry rows or share memory."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.sent = [0] * group.size  # bytes of rows for each rank
+        self.received = 0  # bytes of rows from all ranks
+        self.shared = 0  # bytes of shared memory, on this rank
+        self._memory: list[StorageWeakRef] = []
+
+    def __enter__(self) -> Self:
+        for name in ("all_to_all_rows", "all_gather_rows", "share_memory"):
+            setattr(self.group, name, getattr(self, f"_{name}"))  # of this object, in front of its class's
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for name in ("all_to_all_rows", "all_gather_rows", "share_memory"):
+            delattr(self.group, name)
+
+    @property
+    def carried_rows(self) -> bool:
+        """Whether any row came by the group; an exchange may have ways of its own."""
+        return any(self.sent) or self.received > 0
+
+    def held(self) -> int:
+        """How many pieces of the memory that was shared are not given back yet."""
+        return sum(not memory.expired() for memory in self._memory)
+
+    def _all_to_all_rows(
+        self, rows: Tensor, send: Sequence[int], receive: Sequence[int], **options: Any
+    ) -> Tensor:
+        for rank, count in enumerate(send):
+            self.sent[rank] += count * rows.shape[1]
+        arrived = type(self.group).all_to_all_rows(self.group, rows, send, receive, **options)
+        self.received += arrived.nbytes
+        return arrived
+
+    def _all_gather_rows(self, mine: Tensor, counts: Sequence[int], **options: Any) -> Tensor:
+        self.sent = [nbytes + mine.nbytes for nbytes in self.sent]
+        arrived = type(self.group).all_gather_rows(self.group, mine, counts, **options)
+        self.received += arrived.nbytes
+        return arrived
+
+    def _share_memory(self, nbytes: int) -> list[Tensor]:
+        self.shared += nbytes
+        buffers = type(self.group).share_memory(self.group, nbytes)
+        self._memory += [StorageWeakRef(buffer.untyped_storage()) for buffer in buffers]
+        return buffers

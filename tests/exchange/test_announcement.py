@@ -1,0 +1,93 @@
+"""Announcements: what fits is read back, one byte more is refused, and the first rank that failed is named."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from tokenyard.errors import Drifted, GroupError, PeerFailed
+from tokenyard.exchange.announcement import Announcement, Phase, check_counts, check_fates, check_places
+
+GROUP = SimpleNamespace(rank=0, size=3)
+
+
+def announcement(counts=(), error="", tokens=4, **place):
+    fields = {"plan": 5, "layer": 1, "phase": Phase.COMBINE, "round": 9} | place
+    return Announcement(tokens=tokens, counts=tuple(counts), error=error, **fields)
+
+
+@pytest.mark.parametrize(
+    ("size", "counts", "error"),
+    [
+        (64, (), ""),  # the numbers, and no byte more
+        (88, (1, 2, 3), ""),  # counts up to the last byte
+        (70, (), "reason"),  # text up to the last byte
+        (96, (1, 2, 3), "reasons!"),
+        (97, (1, 2, 3), "reasons!"),
+    ],
+)
+def test_what_fills_an_announcement_is_read_back(size, counts, error):
+    sent = announcement(counts, error)
+    encoded = sent.encode(size)
+    assert len(encoded) == size
+    assert Announcement.decode(encoded, 2) == sent
+
+
+def test_a_text_that_is_too_long_is_cut_and_the_counts_are_whole():
+    encoded = announcement((1, 2, 3), "reasons!").encode(92)
+    assert Announcement.decode(encoded, 2) == announcement((1, 2, 3), "reas")
+
+
+def with_number(index, value, size=88):
+    encoded = bytearray(announcement((1, 2, 3)).encode(size))
+    encoded[8 * index : 8 * index + 8] = value.to_bytes(8, "little", signed=True)
+    return bytes(encoded)
+
+
+@pytest.mark.parametrize(
+    ("encoded", "words"),
+    [
+        (announcement().encode(64)[:63], "63 bytes"),
+        (with_number(3, 2), "phase 2"),
+        (with_number(3, -1), "phase -1"),
+        (with_number(6, 4), "4 counts"),
+        (with_number(6, -1), "-1 counts"),
+        (with_number(7, 1), "1 bytes of text in 24 bytes"),
+        (with_number(7, -1), "-1 bytes of text"),
+    ],
+)
+def test_what_does_not_fit_is_no_announcement(encoded, words):
+    with pytest.raises(GroupError, match="rank 2 sent what is no announcement") as caught:
+        Announcement.decode(encoded, 2)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(("tokens", "counts"), [(4, (0, 4, 4)), (0, (0, 0, 0))])
+def test_counts_up_to_the_most_are_believed(tokens, counts):
+    check_counts(GROUP, announcement((0, 0, 0)), [announcement(counts, tokens=tokens)], most=4)
+
+
+@pytest.mark.parametrize(("tokens", "counts"), [(5, (0, 4, 4)), (4, (0, 5, 4)), (4, (0, -1, 4)), (4, (0, 4))])
+def test_counts_that_cannot_be_are_not(tokens, counts):
+    mine = announcement((0, 0, 0))
+    with pytest.raises(GroupError, match="rank 1 announces"):
+        check_counts(GROUP, mine, [mine, announcement(counts, tokens=tokens)], most=4)
+
+
+def test_of_several_ranks_that_failed_the_first_is_named_and_a_rank_that_failed_itself_raises_its_own():
+    fine = announcement()
+    heard = [fine, announcement(error="no memory"), announcement(error="no disk")]
+    with pytest.raises(PeerFailed, match="rank 1 failed in combine: no memory") as caught:
+        check_fates(GROUP, fine, heard)
+    assert caught.value.peer == 1
+    check_fates(GROUP, heard[1], heard)
+    check_fates(GROUP, fine, [fine] * 3)
+
+
+@pytest.mark.parametrize(
+    "other", [{"plan": 6}, {"layer": 0}, {"phase": Phase.DISPATCH}, {"round": 8}, {"protocol": -1}]
+)
+def test_a_rank_that_is_somewhere_else_has_drifted(other):
+    mine = announcement()
+    check_places(GROUP, mine, [mine, mine], ["a", "b"])
+    with pytest.raises(Drifted, match="rank 0: combine of layer 'b', round 9, rank 1: "):
+        check_places(GROUP, mine, [mine, announcement(**other)], ["a", "b"])

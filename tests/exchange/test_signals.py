@@ -1,0 +1,127 @@
+"""Who is given up: those who have not come, but for those who wait themselves for somebody who has not come."""
+
+import pytest
+import torch
+
+from tokenyard.errors import PeerLost
+from tokenyard.exchange.announcement import Announcement, Phase
+from tokenyard.exchange.one_sided.signals import Signals, control_bytes, flag
+
+WORLD = 4
+
+
+class FakeGroup:
+    """A rank of a group whose other ranks are acted by the test."""
+
+    size, deadline = WORLD, 0.05
+
+    def __init__(self, rank):
+        self.rank, self.ended = rank, []
+
+    def gone(self):
+        return self.ended
+
+    def lost(self, peers, *, phase, waited):
+        return PeerLost(peers, phase=phase, waited=waited, rank=self.rank)
+
+
+def word(round=1, phase=Phase.DISPATCH):
+    return Announcement(plan=7, layer=0, phase=phase, round=round, tokens=3, counts=())
+
+
+@pytest.fixture
+def ranks():
+    """The signals of all ranks, over the same memory."""
+    controls = [torch.zeros(control_bytes(WORLD), dtype=torch.uint8) for _ in range(WORLD)]
+    return [Signals(controls, FakeGroup(rank)) for rank in range(WORLD)]
+
+
+def tell(ranks, source, targets, **place):
+    for target in targets:
+        ranks[source].tell(target, word(**place))
+
+
+def waits(ranks, rank):
+    ranks[rank]._set_state(flag(0, Phase.DISPATCH, 1), 0)
+
+
+def blamed(ranks, rank=0):
+    with pytest.raises(PeerLost) as caught:
+        ranks[rank].hear(word())
+    return list(caught.value.peers)
+
+
+def test_who_has_come_is_heard_and_nobody_is_lost(ranks):
+    for source in range(WORLD):
+        tell(ranks, source, [0])
+    assert [other.tokens for other in ranks[0].hear(word())] == [3] * WORLD
+    assert ranks[0].lost() == []
+    assert ranks[0]._state(0) == (0, 0)
+
+
+@pytest.mark.parametrize("late", [[1], [3], [1, 2]])
+def test_at_the_deadline_those_are_named_who_have_not_come(ranks, late):
+    for source in set(range(WORLD)) - set(late):
+        tell(ranks, source, range(WORLD))
+    assert blamed(ranks) == late
+    assert [rank.lost() for rank in ranks] == [late] * WORLD  # the verdict is told to everybody
+    assert ranks[0]._state(0) == (0, 0)  # it waits no more
+
+
+def test_who_has_come_only_in_an_earlier_round_has_not_come(ranks):
+    for source in (0, 1, 2):
+        tell(ranks, source, [0], round=5)
+    tell(ranks, 3, [0], round=4)
+    with pytest.raises(PeerLost) as caught:
+        ranks[0].hear(word(round=5))
+    assert list(caught.value.peers) == [3]
+
+
+def test_who_waits_for_another_is_not_blamed(ranks):
+    """Rank 1 waits for rank 2, which does nothing, and has therefore not come to rank 0."""
+    for source in (0, 3):
+        tell(ranks, source, range(WORLD))
+    waits(ranks, 1)
+    assert blamed(ranks) == [2]
+
+
+def test_who_waits_for_nobody_is_blamed_though_it_says_that_it_waits(ranks):
+    """Rank 1 has heard from everybody, and rank 2 told everybody but rank 0: both are stuck by themselves."""
+    for source in (0, 3):
+        tell(ranks, source, range(WORLD))
+    tell(ranks, 1, [1])
+    tell(ranks, 2, [1, 2, 3])
+    waits(ranks, 1)
+    assert blamed(ranks) == [1, 2]
+
+
+def test_ranks_that_wait_for_each_other_are_all_named(ranks):
+    for source in (0, 3):
+        tell(ranks, source, range(WORLD))
+    waits(ranks, 1)
+    waits(ranks, 2)
+    assert blamed(ranks) == [1, 2]
+
+
+def test_the_first_verdict_stands(ranks):
+    for source in (0, 1, 2):
+        tell(ranks, source, range(WORLD))
+    assert blamed(ranks, 0) == [3]
+    assert ranks[1]._give_up(word(round=2), [0, 2]) == [3]
+    assert [rank.lost() for rank in ranks] == [[3]] * WORLD
+
+
+def test_a_rank_for_which_everything_is_there_hears_of_the_verdict(ranks):
+    for source in range(WORLD):
+        tell(ranks, source, [1, 2, 3])
+        tell(ranks, source, [0] if source != 3 else [])
+    assert blamed(ranks, 0) == [3]
+    assert blamed(ranks, 2) == [3]
+
+
+def test_who_is_gone_is_given_up_before_the_deadline(ranks):
+    ranks[0].deadline = 60.0
+    ranks[0]._group.ended = [1, 2]  # rank 2 has come before it ended
+    for source in (0, 2, 3):
+        tell(ranks, source, [0])
+    assert blamed(ranks) == [1]
