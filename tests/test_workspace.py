@@ -147,3 +147,21 @@ def test_flags_order_by_round_and_tell_layers_and_phases_apart():
     seen = {flag(layer, phase, round) for layer in range(200) for phase in Phase for round in range(5)}
     assert len(seen) == 200 * 2 * 5
     assert flag(10_000, Phase.COMBINE, 4) < flag(0, Phase.DISPATCH, 5)
+
+
+def test_a_region_that_ends_with_its_last_slot_suffices():
+    layout = SlotLayout.of([ty.Payload(name="data", dtype=torch.uint8, width=50)], slots=3)
+    assert layout.views(torch.zeros(150, dtype=torch.uint8))["data"].shape == (3, 50)
+    with pytest.raises(ty.ContractError, match="has 149 bytes; expected at least 150"):
+        layout.views(torch.zeros(149, dtype=torch.uint8))
+
+
+def test_gaps_of_packets_are_zero():
+    payloads = [
+        ty.Payload(name="data", dtype=torch.uint8, width=50),
+        ty.Payload(name="ids", dtype=torch.int32, width=4),
+    ]
+    layout = RowLayout.of(payloads)
+    tensors = {"data": torch.full((2, 50), 7, dtype=torch.uint8), "ids": torch.ones(2, 4, dtype=torch.int32)}
+    packets = layout.pack(tensors, 2, torch.device("cpu"))
+    assert not packets[:, 50:64].any()

@@ -589,3 +589,27 @@ def test_a_file_that_has_changed_since_it_was_opened_is_not_read(folder):
         file.write(b"more")
     with pytest.raises(CheckpointError, match="bytes when opened, now"):
         checkpoint.experts(1)
+
+
+@pytest.mark.parametrize("missing", [1, 2, 3])
+def test_any_of_several_numbered_files_is_missed(folder, missing):
+    (folder / "model.safetensors").unlink()
+    tensors = list(MODEL.tensors().items())
+    for number in {1, 2, 3} - {missing}:
+        save_file(dict(tensors[number - 1 :: 3]), folder / f"model-{number:05}-of-00003.safetensors")
+    refused(folder, f"model-{missing:05}-of-00003.safetensors is missing")
+
+
+def test_what_is_viewed_lies_on_a_multiple_of_its_size(tmp_path):
+    """Wherever it lies in the file: some kernels and some machines cannot read from an odd address."""
+    entries = {
+        "odd": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]},
+        "words": {"dtype": "F32", "shape": [2], "data_offsets": [2, 10]},
+    }
+    write_raw(tmp_path / "a.safetensors", entries, b"\7\7" + torch.tensor([1.5, -2.0]).numpy().tobytes())
+    found, size = header.read_header(tmp_path / "a.safetensors")
+    opened = files.TensorFiles({tensor.name: tensor for tensor in found}, {tmp_path / "a.safetensors": size})
+    assert found[1].begin % 4 != 0
+    with opened.view("words") as words:
+        assert words.data_ptr() % 4 == 0
+        assert words.tolist() == [1.5, -2.0]

@@ -417,3 +417,8 @@ def entry(name, nbytes, dtype="U8"):
 def test_files_are_filled_up_to_the_largest_size(sizes, files):
     divided = writer._divide([entry(str(number), size) for number, size in enumerate(sizes)], 10)
     assert [[one.name for one in share] for share in divided] == files
+
+
+def test_wide_numbers_stand_first_in_a_file():
+    (share,) = writer._divide([entry("bytes", 3), entry("words", 8, "F32"), entry("halves", 6, "BF16")], 100)
+    assert [one.name for one in share] == ["words", "halves", "bytes"]
