@@ -6,6 +6,7 @@ import torch
 import tokenyard as ty
 from tests.cli.runner import call, call_json
 from tokenyard.cli import check
+from tokenyard.conformance import suites
 from tokenyard.experts import EXPERTS
 
 MUTANTS = "tests.conformance.mutants"
@@ -79,6 +80,7 @@ def test_experts_that_do_not_run_here_are_refused_by_name(monkeypatch):
 
 
 def test_progress_names_what_is_checked_and_counts_all_of_it(monkeypatch):
+    monkeypatch.setattr(suites, "EXCHANGE_CHECKS", {"empty_ranks": suites.EXCHANGE_CHECKS["empty_ranks"]})
     told, totals = [], []
     monkeypatch.setattr(check._Bar, "tell", lambda bar, what, steps: told.append((what, steps)))
     monkeypatch.setattr(check._Bar, "__enter__", lambda bar: totals.append(bar.steps) or bar)
@@ -101,6 +103,7 @@ def test_experts_alone_need_no_exchange():
 
 
 def test_a_group_that_breaks_again_and_again_is_given_up(monkeypatch):
+    monkeypatch.setattr(suites, "EXCHANGE_CHECKS", {"empty_ranks": suites.EXCHANGE_CHECKS["empty_ranks"]})
     from tokenyard.conformance import campaign
     from tokenyard.conformance.runner import Verdict
 

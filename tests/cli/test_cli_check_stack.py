@@ -5,13 +5,18 @@ import dataclasses
 import pytest
 
 from tests.cli.runner import call, call_json
-from tokenyard.conformance import stack
+from tokenyard.conformance import stack, suites
 from tokenyard.exchange import EXCHANGES
 
 TRAVEL = ["bf16", "fp16", "fp8_block128", "mxfp8", "nvfp4"]
-# No cases, few rounds: what is left is the stack, and the named checks of one exchange.
+# No cases, and one named check: what is left is the stack.
 QUICK = ("check", "--cases", 0, "--ranks", "threads", "--tokens", 8)
 ONE_CELL = (*QUICK, "--exchange", "allgather", "--format", "bf16", "--rounds", 1)
+
+
+@pytest.fixture(autouse=True)
+def one_named_check(monkeypatch):
+    monkeypatch.setattr(suites, "EXCHANGE_CHECKS", {"empty_ranks": suites.EXCHANGE_CHECKS["empty_ranks"]})
 
 
 def test_every_exchange_and_format_is_a_cell_and_all_are_right():
@@ -78,7 +83,7 @@ def test_a_cell_that_raises_is_exit_code_one(monkeypatch):
     assert "ZeroDivisionError: broken" in result.stdout
 
 
-@pytest.mark.parametrize("mutant", ["ReducesTwice"])
+@pytest.mark.parametrize("mutant", ["ReducesTwice", "StaleResults"])
 def test_a_wrong_exchange_of_ones_own_fails_in_the_stack(mutant):
     document = call_json(
         *QUICK,

@@ -608,20 +608,20 @@ class HidesNan(Bf16):
         return super().encode(x_TH.nan_to_num())
 
 
+_seen = [1.0]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RemembersTheLargest(Bf16):
     """Scales by the largest number that it has ever seen."""
 
     name = "remembers_the_largest"
-    seen: typing.ClassVar = [1.0]
 
     def encode(self, x_TH):
-        self.seen.append(
-            max(
-                self.seen[-1], float(x_TH.nan_to_num(posinf=0, neginf=0).abs().max()) if x_TH.numel() else 0.0
-            )
+        _seen.append(
+            max(_seen[-1], float(x_TH.nan_to_num(posinf=0, neginf=0).abs().max()) if x_TH.numel() else 0.0)
         )
-        coarse = self.seen[-1] / 2**10
+        coarse = _seen[-1] / 2**10
         return dataclasses.replace(super().encode((x_TH / coarse).round() * coarse), format=self)
 
 

@@ -5,6 +5,8 @@ of the next. So the ranks here go on calling: some at once, some when the late o
 must be right, and after `PeerLost` none may be returned.
 
 Each check has a group of its own, of all ranks, with a short deadline: the group of the other checks is not harmed.
+They run where rows are on CPUs. Kernels keep the deadline with which their plan was made, and there the plan is
+made with more patience than a loss is waited for.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from tokenyard.conformance.runner import Finding
 from tokenyard.errors import PeerLost, PlanBroken
 from tokenyard.rows import ReceivedRows
 
-# Seconds. Short, since the ranks do nothing but wait; kernels that wait between GPUs are loaded within it.
+# Seconds. Short, since the ranks do nothing but wait.
 DEADLINE = 0.4
-DEADLINE_CUDA = 3.0
 BEYOND = 0.3  # that a rank is late, beyond the deadline
+LATENESS = DEADLINE + BEYOND
 PATIENCE = 20.0  # for what is not on trial
 _CALLS = 1000  # of ranks that wait for one of them to be stopped; each takes milliseconds
 
@@ -37,15 +39,11 @@ class _Losing:
     def __init__(self, trial: Trial) -> None:
         self.group = trial.group.subgroup(range(trial.group.size))
         self.is_late = self.group.rank == self.group.size - 1
-        self.deadline = DEADLINE if self.group.device.type == "cpu" else DEADLINE_CUDA
-        self.lateness = self.deadline + BEYOND
-        if self.group.device.type != "cpu":  # kernels keep the deadline with which their plan was made
-            self.group.deadline = self.deadline
-        with self.group.patience(PATIENCE if self.group.device.type == "cpu" else self.deadline):
+        with self.group.patience(PATIENCE):
             self.stack = CheckedLayers(replace(trial, group=self.group), (layer(payloads=()),))
             self.stack.check("moe", "before a rank is lost")
             self.group.barrier()
-        self.group.deadline = self.deadline
+        self.group.deadline = DEADLINE
 
     def call(self, when: str) -> PeerLost | None:
         """One call: None if its result was right, or the loss that it raised."""
@@ -63,15 +61,15 @@ class _Losing:
             waited = time.monotonic() - started
             if loss is not None:
                 # The deadline, a roll call of a second, and patience with a machine that is busy.
-                fine = waited < self.lateness + PATIENCE / 2
-                expect(fine, f"PeerLost came after {waited:.1f} s", f"the deadline, {self.deadline} s")
+                fine = waited < LATENESS + PATIENCE / 2
+                expect(fine, f"PeerLost came after {waited:.1f} s", f"the deadline, {DEADLINE} s")
                 return loss
         raise Finding(f"a rank was {BEYOND} s later than the deadline, and nobody raised", "PeerLost")
 
     def stays_broken(self) -> None:
         """Every later call must raise `PlanBroken`, at once or later."""
         if self.group.rank % 2:
-            time.sleep(self.lateness)
+            time.sleep(2 * BEYOND)
         spec, made = self.stack.plan.wiring("moe").spec, self.stack.plan
         for _ in range(2):
             self._must_be_broken(self.stack.check, "moe", "after PeerLost", what="a call of a layer")
@@ -105,11 +103,11 @@ def _losing(trial: Trial) -> Iterator[_Losing]:
 
 def late_in_dispatch(trial: Trial) -> None:
     """A rank that comes too late to a dispatch is lost. The plan is broken, until it goes on without that rank."""
-    if trial.group.size == 1:
+    if trial.group.size == 1 or trial.group.device.type != "cpu":
         return
     with _losing(trial) as losing:
         if losing.is_late:
-            time.sleep(losing.lateness)
+            time.sleep(LATENESS)
         # The late one may have had all that it needs for its own call when the others gave it up.
         loss = losing.first_loss(calls=2 if losing.is_late else 1)
         losing.stays_broken()
@@ -118,7 +116,7 @@ def late_in_dispatch(trial: Trial) -> None:
 
 def late_in_combine(trial: Trial) -> None:
     """A rank whose experts take too long is lost in the combine, and the plan is broken."""
-    if trial.group.size == 1:
+    if trial.group.size == 1 or trial.group.device.type != "cpu":
         return
     with _losing(trial) as losing:
         experts = losing.stack.layers["moe"].experts
@@ -126,7 +124,7 @@ def late_in_combine(trial: Trial) -> None:
 
         def dawdle(received: ReceivedRows, *, finalize: bool) -> Any:
             object.__setattr__(experts, "compute", compute)  # this once
-            time.sleep(losing.lateness)
+            time.sleep(LATENESS)
             return compute(received, finalize=finalize)
 
         if losing.is_late:
@@ -143,7 +141,7 @@ def stopped_and_continued(trial: Trial) -> None:
     with _losing(trial) as losing:
         if losing.is_late:
             pid = os.getpid()
-            words = f"sleep 0.02; kill -STOP {pid}; sleep {losing.lateness}; kill -CONT {pid}"
+            words = f"sleep 0.02; kill -STOP {pid}; sleep {LATENESS}; kill -CONT {pid}"
             with subprocess.Popen(["/bin/sh", "-c", words]):  # waits for it in the end
                 losing.first_loss(calls=_CALLS)
         else:

@@ -7,6 +7,7 @@ formats it stands here.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -236,7 +237,8 @@ def scale_layouts_as_declared(format: Format) -> None:
 
 def name_reads_back(format: Format) -> None:
     """Equal parameters are equal formats, and what `str` writes, the registry reads back (where registered)."""
-    twin = type(format)(**{f: getattr(format, f) for f in getattr(format, "__dataclass_fields__", {})})
+    names = [field.name for field in dataclasses.fields(format)] if dataclasses.is_dataclass(format) else []
+    twin = type(format)(**{name: getattr(format, name) for name in names})
     _expect(
         twin == format and hash(twin) == hash(format),
         f"two formats {format} with equal parameters differ",
