@@ -10,10 +10,10 @@ import pytest
 
 from tests.cli.runner import call
 from tests.interpreted import run_interpreted
-from tokenyard.bench.cut_sweep import can_be, lines_of, neighbors, search
 from tokenyard.cli.bench_cuts import print_cuts
 from tokenyard.experts.fused import cut_table
 from tokenyard.experts.fused.cuts import Cut, Cuts, PackedCut
+from tokenyard.lab.bench.cut_sweep import can_be, lines_of, neighbors, search
 
 ROOT = Path(__file__).resolve().parent.parent
 SOME = [Cut(128, 16, 128, 4, 3), Cut(256, 128, 64, 8, 4, 64), PackedCut(((8, 0), (16, 0)), 1, 4, 4, 4, 128)]
@@ -76,8 +76,8 @@ interpreter.install()
 numpy.seterr(all="ignore")
 from tests.test_bench_experts_cuda import CASES, tiny_case
 CASES["A"] = tiny_case("A")
-from tokenyard.bench import cut_sweep, experts_cuda
-from tokenyard.bench.expert_figures import grid
+from tokenyard.lab.bench import cut_sweep, experts_cuda
+from tokenyard.lab.bench.expert_figures import grid
 from tokenyard.experts.fused.cuts import Cut, Cuts
 experts_cuda.ROTATION = 1
 cut_sweep.lines_of = lambda weights, packed: [Cuts(Cut(256, 32, 128, 4, 3), Cut(128, 32, 128, 4, 3))]

@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tokenyard.bench import dispatch as bench
-from tokenyard.bench.dispatch import measure_dispatch
 from tokenyard.errors import ContractError, InputError, PlanError, RankError, Reason, UnknownName
 from tokenyard.exchange import EXCHANGES, TwoSidedExchange
 from tokenyard.group import thread_groups
+from tokenyard.lab.bench import dispatch as bench
+from tokenyard.lab.bench.dispatch import measure_dispatch
 from tokenyard.rows import CombineBuffer, CombinedRows, ExpertRows
 
 SHAPE = {"num_tokens": 24, "hidden_size": 256, "top_k": 2, "num_experts": 6}

@@ -10,8 +10,9 @@ import torch
 
 from tests.cli.runner import call
 from tests.interpreted import run_interpreted
-from tokenyard.bench import dispatch_cuda as bench
-from tokenyard.bench.cuda_figures import (
+from tokenyard.errors import InputError, UnknownName
+from tokenyard.lab.bench import dispatch_cuda as bench
+from tokenyard.lab.bench.cuda_figures import (
     ALL_RANKS,
     EXTRA_WIRES,
     PER_RANK,
@@ -24,9 +25,8 @@ from tokenyard.bench.cuda_figures import (
     result,
     traffic,
 )
-from tokenyard.bench.picture import draw_dispatch_cuda
-from tokenyard.errors import InputError, UnknownName
-from tokenyard.placement import Placement
+from tokenyard.lab.bench.picture import draw_dispatch_cuda
+from tokenyard.routing import Placement
 
 ROOT = Path(__file__).resolve().parent.parent
 H200 = "NVIDIA H200"
@@ -234,8 +234,8 @@ import json, numpy, torch
 from tests.exchange import interpreter
 interpreter.install()
 numpy.seterr(all="ignore")
-from tokenyard.bench.cuda_figures import Shape, grid, ALL_RANKS
-from tokenyard.bench import dispatch_cuda as bench
+from tokenyard.lab.bench.cuda_figures import Shape, grid, ALL_RANKS
+from tokenyard.lab.bench import dispatch_cuda as bench
 from tokenyard.exchange.one_sided.launches import Launcher
 
 runs = []
@@ -249,7 +249,7 @@ def measure(cells):
     cpu = torch.device("cpu")
     return list(bench.measure_cells(cells, shape, device=cpu, gpu="CPU", timer=timer, copy_bytes_per_us=1e3))
 
-from tokenyard.bench import cuda_figures
+from tokenyard.lab.bench import cuda_figures
 cuda_figures.LARGE_BATCH = 3
 cells = [c for c in grid([2], [3], ["bf16", "mxfp8"]) if c.launch == ALL_RANKS]
 right = measure(cells)
@@ -293,7 +293,7 @@ def test_without_flashinfer_stored_times_stay():
 
 def test_a_peer_is_measured_where_it_is_installed_and_one_that_breaks_is_named(monkeypatch):
     pytest.importorskip("triton")
-    from tokenyard.bench import flashinfer_peer
+    from tokenyard.lab.bench import flashinfer_peer
 
     def measure(cell, shape, *, device, timer):
         if cell.operation == "round trip":

@@ -12,16 +12,26 @@ import torch
 
 from tests.cli.runner import call
 from tests.interpreted import run_interpreted
-from tokenyard.bench import expert_figures, layer_figures
-from tokenyard.bench.drawn_experts import DrawnExperts, check_replayed, check_results
-from tokenyard.bench.expert_figures import BESIDE, CASES, PEER, TARGETS, Cell, Load, floor_of, grid, result
-from tokenyard.bench.experts_cuda import draw_batch, draw_routes, spec_of
-from tokenyard.bench.graph_clock import graph_clock
-from tokenyard.bench.grouped_peers import peer_of
-from tokenyard.bench.layer_figures import LayerTimes, layer_grid, layer_result
 from tokenyard.errors import ContractError, UnknownName
 from tokenyard.experts import ExpertsSpec, ReferenceExperts, activation
 from tokenyard.formats import get
+from tokenyard.lab.bench import expert_figures, layer_figures
+from tokenyard.lab.bench.drawn_experts import DrawnExperts, check_replayed, check_results
+from tokenyard.lab.bench.expert_figures import (
+    BESIDE,
+    CASES,
+    PEER,
+    TARGETS,
+    Cell,
+    Load,
+    floor_of,
+    grid,
+    result,
+)
+from tokenyard.lab.bench.experts_cuda import draw_batch, draw_routes, spec_of
+from tokenyard.lab.bench.graph_clock import graph_clock
+from tokenyard.lab.bench.grouped_peers import peer_of
+from tokenyard.lab.bench.layer_figures import LayerTimes, layer_grid, layer_result
 from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -452,9 +462,9 @@ numpy.seterr(all="ignore")
 from tests.test_bench_experts_cuda import CASES, tiny_case
 for name in CASES:
     CASES[name] = tiny_case(name)
-from tokenyard.bench import experts_cuda, layer_cuda, machine_rates
-from tokenyard.bench.expert_figures import grid
-from tokenyard.bench.layer_figures import LayerShape, layer_grid
+from tokenyard.lab.bench import experts_cuda, layer_cuda, machine_rates
+from tokenyard.lab.bench.expert_figures import grid
+from tokenyard.lab.bench.layer_figures import LayerShape, layer_grid
 from tokenyard.experts import FusedExperts
 
 cpu = torch.device("cpu")

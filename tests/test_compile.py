@@ -12,8 +12,8 @@ from torch import nn
 
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
-from tokenyard import ops
 from tokenyard.conformance.cases import same_bits
+from tokenyard.layer import compiled as ops
 
 both_backends = pytest.mark.parametrize("backend", ["eager", "aot_eager"])  # neither needs a C++ compiler
 ROUTER = ty.SoftmaxRouter(2, renormalize=True)

@@ -283,7 +283,7 @@ def test_a_page_says_how_late_an_error_was(page):
 
 @pytest.mark.parametrize("page", SUPPORT_PAGES, ids=name_of)
 def test_support_table_is_what_the_declarations_give(page, tmp_path):
-    support = importlib.import_module("tokenyard.support")
+    support = importlib.import_module("tokenyard.lab.support")
     copy = tmp_path / page.name
     copy.write_text(page.read_text())
     support.rewrite(copy)
@@ -295,6 +295,14 @@ def test_figures_are_what_was_measured(name, tmp_path):
     copy = tmp_path / Path(name).name
     copy.write_text((ROOT / name).read_text())
     assert not figures.rewrite(copy), "run: python -m docs.generate"
+
+
+def test_contributing_names_every_room():
+    package = ROOT / "src" / "tokenyard"
+    rooms = {path.name + "/" for path in package.iterdir() if (path / "__init__.py").exists()}
+    rooms |= {path.name for path in package.glob("[a-z]*.py")}
+    said = re.findall(r"^\| `([\w./]+)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    assert sorted(said) == sorted(rooms)
 
 
 def test_the_readme_is_short():

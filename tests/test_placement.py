@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tokenyard.errors import InputError, UnknownName
-from tokenyard.placement import MOST_EXPERTS, MOST_RANKS, Placement, placement_for
+from tokenyard.routing.placement import MOST_EXPERTS, MOST_RANKS, Placement, placement_for
 
 thrifty = settings(deadline=None, max_examples=60)
 

@@ -12,7 +12,7 @@ import torch
 from tokenyard import EXCHANGES, EXPERTS, FORMATS, LayerSpec, SoftmaxRouter, draft
 from tokenyard.errors import InputError, PlanError
 from tokenyard.experts import ACTIVATIONS
-from tokenyard.support import BLOCKS, NO, YES, marks, rewrite, support_tables, to_markdown
+from tokenyard.lab.support import BLOCKS, NO, YES, marks, rewrite, support_tables, to_markdown
 
 BEGIN, END = marks("support")
 SPEC = {"name": "moe", "hidden_size": 64, "intermediate_size": 32, "num_experts": 8, "top_k": 2}
@@ -81,7 +81,7 @@ for library in ("triton", "transformers", "torchao", "compressed_tensors", "matp
     sys.modules[library] = None  # importing it fails, and it is not to be found
 platform.machine = lambda: "aarch64"
 os.environ |= {"TOKENYARD_EXCHANGE": "one_sided", "TOKENYARD_PARANOID": "1", "TRITON_INTERPRET": "0"}
-from tokenyard.support import BLOCKS
+from tokenyard.lab.support import BLOCKS
 print(json.dumps({name: make() for name, make in BLOCKS.items()}))
 """
 

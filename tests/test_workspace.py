@@ -12,7 +12,14 @@ from tests.models import spec
 from tokenyard.exchange import OneSidedExchange
 from tokenyard.exchange.announcement import Phase
 from tokenyard.exchange.one_sided.signals import control_bytes, flag
-from tokenyard.workspace import REGION_ALIGNMENT, RowLayout, SlotLayout, WorkspaceLayout, as_bytes, round_up
+from tokenyard.exchange.workspace import (
+    REGION_ALIGNMENT,
+    RowLayout,
+    SlotLayout,
+    WorkspaceLayout,
+    as_bytes,
+    round_up,
+)
 
 
 @st.composite

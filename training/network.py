@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
-from tokenyard.shipped.vocabulary import END, PAD, tokenizer_config, tokenizer_json, vocabulary
+from tokenyard.lab.shipped.vocabulary import END, PAD, tokenizer_config, tokenizer_json, vocabulary
 
 Parameters = dict[str, Tensor]
 

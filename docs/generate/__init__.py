@@ -6,5 +6,5 @@ writes all of it, and `make docs` runs this. Everything is computed from the pac
 every machine; tests compare what is here with what would be generated.
 """
 
-# Pages with tables that `tokenyard.support` writes.
+# Pages with tables that `tokenyard.lab.support` writes.
 SUPPORT_PAGES = ("docs/support.md", "docs/guide/errors.md")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from docs.generate import SUPPORT_PAGES, figures, reference
 from docs.generate.pictures import pictures
-from tokenyard.support import rewrite
+from tokenyard.lab.support import rewrite
 
 ROOT = Path(__file__).resolve().parents[2]
 

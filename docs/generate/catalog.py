@@ -52,7 +52,7 @@ PAGES = (
                 *("SqrtSoftplusRouter", "Placement"),
             ),
             "tokenyard.routing": ("ROUTERS", "router_class", "is_scaling"),
-            "tokenyard.placement": ("PLACEMENTS", "placement_for"),
+            "tokenyard.routing.placement": ("PLACEMENTS", "placement_for"),
         },
     ),
     Page(
@@ -117,7 +117,7 @@ PAGES = (
                 *("CheckpointLayer", "StoredTensor", "convert", "Conversion", "ConvertedLayer", "TARGETS"),
                 "recipe_inner",
             ),
-            "tokenyard.shipped": ("shipped_model",),
+            "tokenyard.lab.shipped": ("shipped_model",),
         },
     ),
     Page(
@@ -131,7 +131,7 @@ PAGES = (
                 *("experts_left_out", "load_without_experts"),
             ),
             "tokenyard.integrations.huggingface": ("layers_from_config", "FAMILIES"),
-            "tokenyard.families": ("Family", "Config"),
+            "tokenyard.checkpoints.families": ("Family", "Config"),
         },
     ),
     Page(
@@ -139,7 +139,7 @@ PAGES = (
         title="Engines",
         about="Classes with the methods that engines call. The guide is [Engines](../guide/engines.md).",
         names={
-            "tokenyard.compat.flashinfer": ("MoeAlltoAll", "moe_a2a_get_workspace_size_per_rank"),
+            "tokenyard.integrations.flashinfer": ("MoeAlltoAll", "moe_a2a_get_workspace_size_per_rank"),
             "tokenyard.integrations.vllm": ("TokenyardPrepareAndFinalize", "TokenyardExperts"),
         },
     ),

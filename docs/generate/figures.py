@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tokenyard.support import between_marks
+from tokenyard.lab.support import between_marks
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "docs/figures.md")

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from tokenyard.checkpoints import load_experts as load_experts
     from tokenyard.checkpoints import open_checkpoint as open_checkpoint
     from tokenyard.checkpoints import open_together as open_together
-    from tokenyard.drafting import Draft as Draft
-    from tokenyard.drafting import draft as draft
     from tokenyard.duties import Duty as Duty
     from tokenyard.duties import Party as Party
     from tokenyard.errors import CheckpointError as CheckpointError
@@ -64,10 +62,14 @@ if TYPE_CHECKING:
     from tokenyard.group import rejoin as rejoin
     from tokenyard.group import thread_groups as thread_groups
     from tokenyard.layer import MoELayer as MoELayer
-    from tokenyard.placement import Placement as Placement
-    from tokenyard.planner import Plan as Plan
-    from tokenyard.planner import plan as plan
+    from tokenyard.planning.drafting import Draft as Draft
+    from tokenyard.planning.drafting import draft as draft
+    from tokenyard.planning.planner import Plan as Plan
+    from tokenyard.planning.planner import plan as plan
+    from tokenyard.planning.spec import LayerSpec as LayerSpec
+    from tokenyard.planning.wiring import Wiring as Wiring
     from tokenyard.routing import GroupedSigmoidRouter as GroupedSigmoidRouter
+    from tokenyard.routing import Placement as Placement
     from tokenyard.routing import Router as Router
     from tokenyard.routing import Routes as Routes
     from tokenyard.routing import SoftmaxRouter as SoftmaxRouter
@@ -78,8 +80,6 @@ if TYPE_CHECKING:
     from tokenyard.rows import RankRows as RankRows
     from tokenyard.rows import ReceivedRows as ReceivedRows
     from tokenyard.rows import UnfinalizedRows as UnfinalizedRows
-    from tokenyard.spec import LayerSpec as LayerSpec
-    from tokenyard.wiring import Wiring as Wiring
 
 # Where each public name lives.
 _HOMES = {
@@ -131,11 +131,11 @@ _HOMES = {
         "thread_groups",
     ),
     "layer": ("MoELayer",),
-    "placement": ("Placement",),
-    "drafting": ("Draft", "draft"),
-    "planner": ("Plan", "plan"),
+    "planning.drafting": ("Draft", "draft"),
+    "planning.planner": ("Plan", "plan"),
     "routing": (
         "GroupedSigmoidRouter",
+        "Placement",
         "Router",
         "Routes",
         "SoftmaxRouter",
@@ -149,8 +149,8 @@ _HOMES = {
         "ReceivedRows",
         "UnfinalizedRows",
     ),
-    "spec": ("LayerSpec",),
-    "wiring": ("Wiring",),
+    "planning.spec": ("LayerSpec",),
+    "planning.wiring": ("Wiring",),
 }
 _HOME_OF = {name: room for room, names in _HOMES.items() for name in names}
 

@@ -45,7 +45,7 @@ def test_experts(monkeypatch):
         asked.update(num_tokens=num_tokens, **arguments)
         return MEASURED
 
-    monkeypatch.setattr(import_module("tokenyard.bench.experts"), "measure_experts", measure_experts)
+    monkeypatch.setattr(import_module("tokenyard.lab.bench.experts"), "measure_experts", measure_experts)
     arguments = ["bench", "experts", "--tokens", 16, "--num-experts", 8, "--top-k", 2, "--rounds", 3]
     assert call_json(*arguments)["results"] == [MEASURED]
     assert (asked["num_tokens"], asked["num_experts"], asked["rounds"], asked["device"]) == (16, 8, 3, "cpu")

@@ -60,7 +60,7 @@ def test_shows_ours_beside_gloo_and_the_floor(measured, monkeypatch, tmp_path):
         asked.append((ranks, num_tokens, wire, exchanges, rounds, more))
         return [{**row, "num_tokens": num_tokens} for row in rows if row["wire"] == wire]
 
-    monkeypatch.setattr(import_module("tokenyard.bench.dispatch"), "measure_dispatch", measure_dispatch)
+    monkeypatch.setattr(import_module("tokenyard.lab.bench.dispatch"), "measure_dispatch", measure_dispatch)
     picture = tmp_path / "picture.svg"
     options = ["--wire", "bf16", "--tokens", 9, "--exchange", "two_sided", "--plot", picture]
     result = call("bench", "dispatch", *TINY, *options)

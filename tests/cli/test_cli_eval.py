@@ -100,7 +100,7 @@ def test_the_table(random_model, own_questions):
     ],
 )
 def test_wrong_options_are_exit_code_two(options, message, random_model, monkeypatch):
-    monkeypatch.delattr("tokenyard.evaluation.table.Evaluation.rows")  # nothing is run
+    monkeypatch.delattr("tokenyard.lab.evaluation.table.Evaluation.rows")  # nothing is run
     default = [] if "--model" in options else ["--model", random_model]
     result = call("eval", *default, *options)
     assert result.exit_code == 2
@@ -108,7 +108,7 @@ def test_wrong_options_are_exit_code_two(options, message, random_model, monkeyp
 
 
 def test_a_file_that_goes_bad_costs_no_figures(random_model, own_questions, tmp_path, monkeypatch):
-    out, room = tmp_path / "eval.json", import_module("tokenyard.evaluation.table")
+    out, room = tmp_path / "eval.json", import_module("tokenyard.lab.evaluation.table")
     measured = room.Evaluation.rows
 
     def rows(evaluation, hear):

@@ -103,7 +103,7 @@ def test_the_exchange_that_is_told_is_the_one_that_ran(random_model, monkeypatch
     ],
 )
 def test_wrong_options_are_exit_code_two(options, message, monkeypatch):
-    monkeypatch.delattr("tokenyard.evaluation.ranks.StartedRanks.call")  # no rank is started
+    monkeypatch.delattr("tokenyard.lab.evaluation.ranks.StartedRanks.call")  # no rank is started
     result = call("run", *options)
     assert result.exit_code == 2
     assert message in result.stderr
@@ -119,7 +119,7 @@ def test_wrong_options_are_exit_code_two(options, message, monkeypatch):
     ],
 )
 def test_transformers_that_is_missing_is_said_before_ranks_start(command, there, message, monkeypatch):
-    monkeypatch.delattr("tokenyard.evaluation.ranks.StartedRanks.call")
+    monkeypatch.delattr("tokenyard.lab.evaluation.ranks.StartedRanks.call")
     monkeypatch.setitem(sys.modules, "transformers", there)
     result = call(command, *THREADS)
     assert result.exit_code == 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.cli.runner import call, call_json
-from tokenyard.support import marks, support_tables, to_markdown
+from tokenyard.lab.support import marks, support_tables, to_markdown
 
 BEGIN, END = marks("support")
 

@@ -65,7 +65,7 @@ def test_one_document_and_nothing_else():
     ],
 )
 def test_wrong_options_are_exit_code_two(options, message, monkeypatch):
-    monkeypatch.setattr(import_module("tokenyard.soaking"), "soak", None)  # nothing is run
+    monkeypatch.setattr(import_module("tokenyard.lab.soaking"), "soak", None)  # nothing is run
     result = call("soak", "--threads", "--episodes", 1, *options)
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr
@@ -74,7 +74,7 @@ def test_wrong_options_are_exit_code_two(options, message, monkeypatch):
 @pytest.fixture
 def out_that_goes_bad(tmp_path, monkeypatch):
     """A file that could be written when the soak began, and cannot when it ends."""
-    out, room = tmp_path / "soak.json", import_module("tokenyard.soaking")
+    out, room = tmp_path / "soak.json", import_module("tokenyard.lab.soaking")
     run_soak = room.soak
 
     def soak(*args):

@@ -20,15 +20,15 @@ from tokenyard.conformance.campaign import Cell, Row
 from tokenyard.conformance.draws import draw_cases
 from tokenyard.conformance.stack import StackCell
 from tokenyard.conformance.suites import CheckResult
-from tokenyard.evaluation.intervals import Interval
-from tokenyard.evaluation.table import Row as EvalRow
 from tokenyard.exchange import EXCHANGES
 from tokenyard.formats import FORMATS
-from tokenyard.shipped import shipped_model
-from tokenyard.soaking import Report, Settings
-from tokenyard.soaking.desk import Counts
-from tokenyard.soaking.measuring import Sample
-from tokenyard.soaking.verdict import Growth
+from tokenyard.lab.evaluation.intervals import Interval
+from tokenyard.lab.evaluation.table import Row as EvalRow
+from tokenyard.lab.shipped import shipped_model
+from tokenyard.lab.soaking import Report, Settings
+from tokenyard.lab.soaking.measuring import Sample
+from tokenyard.lab.soaking.run_folder import Counts
+from tokenyard.lab.soaking.verdict import Growth
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
@@ -73,32 +73,32 @@ def show_layer(tmp_path, monkeypatch):
 
 def bench_dispatch(tmp_path, monkeypatch):
     rows = stored("dispatch-cpu")["results"]
-    monkeypatch.setattr("tokenyard.bench.dispatch.measure_dispatch", lambda *_args, **_options: rows)
+    monkeypatch.setattr("tokenyard.lab.bench.dispatch.measure_dispatch", lambda *_args, **_options: rows)
     return call("bench", "dispatch", "--wire", "bf16")
 
 
 def bench_dispatch_paranoid(tmp_path, monkeypatch):
     rows = stored("paranoid-cpu")["results"]
-    monkeypatch.setattr("tokenyard.bench.dispatch.measure_dispatch", lambda *_args, **_options: rows)
+    monkeypatch.setattr("tokenyard.lab.bench.dispatch.measure_dispatch", lambda *_args, **_options: rows)
     return call("bench", "dispatch", "--wire", "bf16", "--paranoid")
 
 
 def bench_experts(tmp_path, monkeypatch):
     rows = iter(stored("experts-quantized-cpu")["results"])
-    target = "tokenyard.bench.quantized_experts.measure_quantized_experts"
+    target = "tokenyard.lab.bench.quantized_experts.measure_quantized_experts"
     monkeypatch.setattr(target, lambda *_args, **_options: next(rows))
     return call("bench", "experts", "--weights", "mxint4", "--tokens", 1, "--tokens", 128)
 
 
 def bench_encode(tmp_path, monkeypatch):
     rows = [{k: v for k, v in row.items() if k != "num_tokens"} for row in stored("encode-cpu")["results"]]
-    monkeypatch.setattr("tokenyard.bench.encode.measure_encode", lambda *_: rows)
+    monkeypatch.setattr("tokenyard.lab.bench.encode.measure_encode", lambda *_: rows)
     return call("bench", "encode")
 
 
 def bench_transformers(tmp_path, monkeypatch):
     rows = stored("transformers-cpu")["results"]
-    monkeypatch.setattr("tokenyard.bench.transformers_ep.measure_transformers_ep", lambda _: rows)
+    monkeypatch.setattr("tokenyard.lab.bench.transformers_ep.measure_transformers_ep", lambda _: rows)
     return call("bench", "transformers")
 
 
@@ -161,7 +161,7 @@ def soak(tmp_path, monkeypatch):
         growth={name: Growth(**growth) for name, growth in document["growth"].items()},
         findings=[],
     )
-    monkeypatch.setattr("tokenyard.soaking.soak", lambda *_: report)
+    monkeypatch.setattr("tokenyard.lab.soaking.soak", lambda *_: report)
     return call("soak", "--threads")
 
 

@@ -6,7 +6,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from tests.integrations.transformers_models import tiny_model  # noqa: E402
-from tokenyard.evaluation.decoding import answer, answer_from_drafts, pad_left, read  # noqa: E402
+from tokenyard.lab.evaluation.decoding import answer, answer_from_drafts, pad_left, read  # noqa: E402
 
 CPU = torch.device("cpu")
 MOST = 14

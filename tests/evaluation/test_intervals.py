@@ -2,7 +2,7 @@
 
 import random
 
-from tokenyard.evaluation.intervals import paired_difference, wilson
+from tokenyard.lab.evaluation.intervals import paired_difference, wilson
 
 
 def test_a_share_is_inside_of_its_interval_about_19_times_in_20():

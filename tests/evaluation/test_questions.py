@@ -3,7 +3,7 @@
 import pytest
 
 from tokenyard.errors import InputError
-from tokenyard.evaluation.questions import Question, is_right, read_questions
+from tokenyard.lab.evaluation.questions import Question, is_right, read_questions
 
 
 def test_a_file_of_ones_own(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tokenyard.errors import InputError, RankError
-from tokenyard.evaluation.ranks import StartedRanks
+from tokenyard.lab.evaluation.ranks import StartedRanks
 
 
 def count_aloud(group, upto, tell):
@@ -47,7 +47,7 @@ def test_a_kind_that_is_none():
 
 def test_threads_on_a_gpu_are_refused(monkeypatch):
     on_gpu = SimpleNamespace(device=torch.device("cuda", 0))
-    monkeypatch.setattr("tokenyard.evaluation.ranks.thread_groups", lambda *_, **__: [on_gpu])
+    monkeypatch.setattr("tokenyard.lab.evaluation.ranks.thread_groups", lambda *_, **__: [on_gpu])
     with pytest.raises(InputError, match="use --kind processes"):
         StartedRanks(2, "threads", device="cuda")
     assert StartedRanks(2, "processes", device="cuda").kind == "processes"

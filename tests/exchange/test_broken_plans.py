@@ -8,11 +8,11 @@ import torch
 import tokenyard as ty
 from tests.faults import late
 from tests.models import batch, build, raised, spec
-from tokenyard.compat.flashinfer import MoeAlltoAll
 from tokenyard.conformance.cases import random_weights, same_bits
 from tokenyard.conformance.twin import twin
 from tokenyard.exchange import AllgatherExchange, OneSidedExchange, TwoSidedExchange
 from tokenyard.experts import ReferenceExperts
+from tokenyard.integrations.flashinfer import MoeAlltoAll
 
 both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
 every_exchange = pytest.mark.parametrize("exchange", ["one_sided", "two_sided", "allgather"])

@@ -12,7 +12,7 @@ from tokenyard.exchange.one_sided.control import COMBINED, ROUND, STATUS, Troubl
 from tokenyard.exchange.one_sided.kernels.twins import slots_twin
 from tokenyard.exchange.one_sided.launches import Routing
 from tokenyard.formats import Payload
-from tokenyard.placement import Placement
+from tokenyard.routing import Placement
 
 pytestmark = interpreter.only_without_gpu
 interpreter.install()

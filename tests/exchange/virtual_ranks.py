@@ -10,9 +10,9 @@ from tokenyard.exchange.one_sided.control import STATUS, STATUS_WORDS, ControlLa
 from tokenyard.exchange.one_sided.exchange import OneSidedExchange
 from tokenyard.exchange.one_sided.kernels.twins import SentBatch, place_twin, pull_twin, push_twin, slots_twin
 from tokenyard.exchange.one_sided.launches import Crossing, Launcher
+from tokenyard.exchange.workspace import WorkspaceLayout
 from tokenyard.formats import get
-from tokenyard.placement import Placement
-from tokenyard.workspace import WorkspaceLayout
+from tokenyard.routing import Placement
 
 
 def make_cargo(world, *, wire="bf16", combine_wire="bf16", experts=5, placement=None, **changes):

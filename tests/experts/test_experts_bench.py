@@ -5,9 +5,9 @@ import sys
 import pytest
 import torch
 
-from tokenyard.bench.experts import compare, measure_experts
-from tokenyard.bench.quantized_experts import measure_quantized_experts
 from tokenyard.errors import InputError
+from tokenyard.lab.bench.experts import compare, measure_experts
+from tokenyard.lab.bench.quantized_experts import measure_quantized_experts
 
 SMALL = {
     "num_tokens": 24,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import tokenyard as ty
 from tests.faults.kinds import ANYTIME, BY_NAME, KINDS, Kind, Variant
-from tokenyard.drafting import draft
+from tokenyard.planning.drafting import draft
 
 DEADLINE = 2.5  # seconds, of every wait
 # Beyond it: the roll call, and ranks that share two cores with others do not run when they are due.

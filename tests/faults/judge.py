@@ -3,8 +3,8 @@
 import json
 from dataclasses import dataclass
 
-from tests.faults.marks import Marks
 from tests.faults.starting import FINDING, GRACE
+from tests.faults.timestamps import Marks
 
 
 @dataclass

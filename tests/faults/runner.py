@@ -12,12 +12,12 @@ from pathlib import Path
 import psutil
 
 import tokenyard as ty
+from tests.faults.fault_actions import PRIVATE, SHARED_MEMORY
 from tests.faults.judge import Finding, judge
 from tests.faults.kinds import ANYTIME, BY_NAME
-from tests.faults.life import live_through
-from tests.faults.marks import Marks, met, stamp
 from tests.faults.starting import bare_life, kill, launch_without_one, start_bare
-from tests.faults.strikes import PRIVATE, SHARED_MEMORY
+from tests.faults.timestamps import Marks, met, stamp
+from tests.faults.worker import live_through
 
 # Seconds that `launch` gives the ranks that are left when one has ended; their own waits have another deadline.
 _GOING_ON = 40.0

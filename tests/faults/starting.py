@@ -10,12 +10,12 @@ from datetime import timedelta
 import torch.distributed as dist
 
 import tokenyard as ty
-from tests.faults.life import Life, live_through
-from tests.faults.marks import Marks, met, stamp
 from tests.faults.namespaces import fork_with_another_clock
-from tokenyard.forkserver import start_forkserver
+from tests.faults.timestamps import Marks, met, stamp
+from tests.faults.worker import Life, live_through
 from tokenyard.group import process_ranks
 from tokenyard.group.distributed import loopback_interface
+from tokenyard.group.forkserver import start_forkserver
 
 # Seconds in which the ranks of these sessions must have found each other, where tokenyard gives them thirty.
 FINDING = 10.0

@@ -25,8 +25,8 @@ from tests.faults.campaign import ROOT
 from tests.faults.cases import DEADLINE, SLACK, Fault, Session, draw_sessions
 from tests.faults.judge import Finding, judge
 from tests.faults.kinds import KINDS
-from tests.faults.marks import Marks
 from tests.faults.report import is_good, markdown, summarize
+from tests.faults.timestamps import Marks
 
 PAGE = ROOT / "docs" / "guide" / "faults.md"
 RESULTS = ROOT / "bench" / "results" / "faults-cpu.json"

@@ -6,8 +6,8 @@ import pytest
 
 from tests.cli.runner import call
 from tests.test_bench_experts_cuda import tiny_case
-from tokenyard.bench import machine_rates
-from tokenyard.bench.expert_figures import CASES
+from tokenyard.lab.bench import machine_rates
+from tokenyard.lab.bench.expert_figures import CASES
 
 pytestmark = pytest.mark.gpu
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.compat.round_trips import batch, goes_to, make, round_trip
+from tests.integrations.flashinfer.round_trips import batch, goes_to, make, round_trip
 from tests.models import on_ranks, raised
 from tokenyard.conformance.cases import same_bits
 

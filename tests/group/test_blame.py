@@ -17,8 +17,8 @@ import tokenyard as ty
 from tests.models import raised
 from tokenyard.errors import PeerLost
 from tokenyard.group import readmission
+from tokenyard.group.failure_detector import FailureDetector
 from tokenyard.group.readmission import meet
-from tokenyard.group.roll_call import RollCall
 
 both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
 
@@ -112,7 +112,7 @@ def test_who_connects_while_another_is_dead_is_not_blamed_by_who_has_connected(m
     store.set(f"tokenyard/{meeting}/here/0", "")
 
     def come(rank):
-        roll = RollCall(store, meeting, rank, world, "a host")
+        roll = FailureDetector(store, meeting, rank, world, "a host")
         found = []
         try:
             options = {"phase": "finding each other", "seconds": 20, "connecting": 20, "timeout": 20}

@@ -16,8 +16,8 @@ import tokenyard as ty
 from tests.models import raised
 from tokenyard.errors import Drifted, GroupError, InputError, PeerLost, RankError
 from tokenyard.group import Disagreement, base
+from tokenyard.group.failure_detector import FailureDetector
 from tokenyard.group.readmission import meet
-from tokenyard.group.roll_call import RollCall
 
 both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
 
@@ -326,7 +326,7 @@ def test_what_goes_wrong_as_ranks_connect_is_a_loss(monkeypatch):
     monkeypatch.setattr(torch.distributed, "ProcessGroupGloo", refuse)
     times = {"seconds": 20, "connecting": 20, "timeout": 20}
     store = torch.distributed.HashStore()
-    roll = RollCall(store, "a meeting", 0, 1, "a host")
+    roll = FailureDetector(store, "a meeting", 0, 1, "a host")
     with pytest.raises(
         PeerLost, match=r"a rank of the group did not arrive in a phase .*Connection refused\)"
     ):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import tokenyard as ty
 from tests.models import batch, build, raised, spec
 from tokenyard.conformance.cases import same_bits
-from tokenyard.group.readmission import Invitation, Seats, address_of
+from tokenyard.group.readmission import Invitation, RejoinStore, address_of
 
 LAYERS = [
     spec("body", hidden_size=64, num_experts=6, experts="reference", wire="mxfp8"),
@@ -199,7 +199,7 @@ def raises_after_a_readmission(group, readmitted, returned):
     seen = (
         list(group.gone()),
         list(again.gone()),
-    )  # the seat of rank 1 is not its own any more in the new group
+    )  # the place of rank 1 is not its own any more in the new group
     returned.set()
     pool.shutdown()
     return seen, raised(again.barrier), fresh.result().size
@@ -246,7 +246,7 @@ def _rejoins(group, seconds):
 
 
 class ComesSecond:
-    """A store in which somebody else takes a seat, between a process's look at it and its own taking."""
+    """A store in which somebody else takes a place, between a process's look at it and its own taking."""
 
     def __init__(self):
         self.store, self.first = dist.HashStore(), None
@@ -255,16 +255,16 @@ class ComesSecond:
         return getattr(self.store, name)
 
     def compare_set(self, *arguments):
-        self.first = self.first or Seats(self.store, "lineage").take(1, "address", 20)
+        self.first = self.first or RejoinStore(self.store, "group_key").take(1, "address", 20)
         return self.store.compare_set(*arguments)
 
 
 def test_an_invitation_that_two_processes_see_is_for_one():
-    seats = Seats(ComesSecond(), "lineage")
+    rejoin_store = RejoinStore(ComesSecond(), "group_key")
     invitation = Invitation(meeting="here", size=2, name="again", deadline=20.0)
-    with seats.invited([1], invitation):
-        error = raised(seats.take, 1, "address", 0.1)
-    assert seats.store.first == invitation
+    with rejoin_store.invited([1], invitation):
+        error = raised(rejoin_store.take, 1, "address", 0.1)
+    assert rejoin_store.store.first == invitation
     assert "was not invited" in str(error)
 
 

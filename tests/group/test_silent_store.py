@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import tokenyard as ty
 from tokenyard.errors import GroupError
-from tokenyard.group import roll_call
-from tokenyard.group.roll_call import RollCall, within
+from tokenyard.group import failure_detector
+from tokenyard.group.failure_detector import FailureDetector, within
 
 
 class CutOff:
@@ -48,7 +48,7 @@ def test_an_answer_and_an_error_come_as_they_are():
 
 def test_the_roll_is_called_in_vain_where_the_store_is_cut_off_and_says_so():
     store = CutOff()
-    roll = RollCall(store, "a group", 0, 3, "a host")
+    roll = FailureDetector(store, "a group", 0, 3, "a host")
     assert roll.silent == ""
     store.mended.clear()
     started = time.monotonic()
@@ -63,14 +63,16 @@ def test_the_roll_is_called_in_vain_where_the_store_is_cut_off_and_says_so():
 
 def test_what_ranks_of_an_earlier_start_wrote_is_forgotten(monkeypatch):
     store = dist.HashStore()
-    before = RollCall(store, "a group", 0, 2, "a host")
+    before = FailureDetector(store, "a group", 0, 2, "a host")
     assert before.lost() == [1]
-    monkeypatch.setattr(roll_call, "ANSWERING", 1000.0)  # however busy the machine is, both are waited for
-    now = RollCall(store, "a group", 0, 2, "a host")
+    monkeypatch.setattr(
+        failure_detector, "ANSWERING", 1000.0
+    )  # however busy the machine is, both are waited for
+    now = FailureDetector(store, "a group", 0, 2, "a host")
     assert not now.called()
-    other = RollCall(store, "a group", 1, 2, "another host")
+    other = FailureDetector(store, "a group", 1, 2, "another host")
     with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(RollCall.lost, [now, other])) == [[], []]  # both are here
+        assert list(pool.map(FailureDetector.lost, [now, other])) == [[], []]  # both are here
 
 
 def test_each_question_may_take_as_long_as_a_look_may_however_many_ranks_there_are():
@@ -79,7 +81,7 @@ def test_each_question_may_take_as_long_as_a_look_may_however_many_ranks_there_a
             time.sleep(0.06)
             return super().__getattr__(name)
 
-    roll = RollCall(FarAway(), "a group", 0, 40, "a host")  # 40 questions take longer than one may
+    roll = FailureDetector(FarAway(), "a group", 0, 40, "a host")  # 40 questions take longer than one may
     assert roll.lost() == list(range(1, 40))
 
 

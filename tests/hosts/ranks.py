@@ -22,7 +22,7 @@ import torch.distributed as dist
 import tokenyard as ty
 from tests.hosts.network import Links
 from tests.models import batch, build, raised, spec
-from tokenyard.group import roll_call
+from tokenyard.group import failure_detector
 
 # Seconds. Long where nothing should be lost: a busy machine is not a fault.
 DEADLINE, SHORT_DEADLINE, ANSWERING = 60.0, 5.0, 5.0
@@ -203,7 +203,7 @@ JOBS = {"story": story, "cut": cut}
 def main(job: str, folder: Path) -> None:
     """Join the others, do the job, and leave what was found."""
     torch.set_num_threads(1)
-    roll_call.ANSWERING = ANSWERING
+    failure_detector.ANSWERING = ANSWERING
     dist.init_process_group("gloo")
     group = ty.DistributedGroup(deadline=DEADLINE)
     found = JOBS[job](group, folder, Links(folder))

@@ -14,13 +14,13 @@ from transformers.core_model_loading import revert_weight_conversion
 from tests.cli.runner import call
 from tests.integrations.transformers_models import tiny_config
 from tests.models import on_ranks, raised
+from tokenyard.checkpoints.families import FAMILIES
 from tokenyard.checkpoints.writer import SPELLINGS, CheckpointWriter, Entry
 from tokenyard.errors import UnknownName
-from tokenyard.families import FAMILIES
 from tokenyard.integrations.huggingface import layers_from_config
 from tokenyard.integrations.transformers import experts_left_out, load_sharded, shard_experts
 from tokenyard.integrations.transformers.expert_modules import is_experts
-from tokenyard.integrations.transformers.one_rank import tokenyard_experts
+from tokenyard.integrations.transformers.registry_backend import tokenyard_experts
 
 LAYERS = 6
 # What the config class of a family lacks, or says so that no model can be built.

@@ -8,8 +8,14 @@ import torch
 import transformers
 
 from tests.cli.runner import call, call_json
-from tokenyard.bench.transformers_ep import OLDEST_PEER, Workload, _compare, layouts, measure_transformers_ep
 from tokenyard.errors import InputError
+from tokenyard.lab.bench.transformers_ep import (
+    OLDEST_PEER,
+    Workload,
+    _compare,
+    layouts,
+    measure_transformers_ep,
+)
 
 TINY = Workload(
     ranks=2,
@@ -72,7 +78,9 @@ def test_the_command(monkeypatch, tmp_path):
         asked.append(work)
         return [MEASURED | {"phase": phase} for phase in ("prefill", "decode")]
 
-    monkeypatch.setattr(import_module("tokenyard.bench.transformers_ep"), "measure_transformers_ep", measure)
+    monkeypatch.setattr(
+        import_module("tokenyard.lab.bench.transformers_ep"), "measure_transformers_ep", measure
+    )
     arguments = [
         "bench",
         "transformers",

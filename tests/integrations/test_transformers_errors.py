@@ -196,7 +196,7 @@ def test_the_registered_implementation(family):
 
 
 def test_the_registered_implementation_copies_no_weights_and_follows_the_model():
-    from tokenyard.integrations.transformers import one_rank
+    from tokenyard.integrations.transformers import registry_backend
 
     model = transformers.AutoModelForCausalLM.from_config(
         tiny_config("qwen3_moe"), experts_implementation="tokenyard"
@@ -204,18 +204,18 @@ def test_the_registered_implementation_copies_no_weights_and_follows_the_model()
     model = model.eval().requires_grad_(False)
     experts, ids = model.model.layers[0].mlp.experts, prompts(0)
     first = logits_of(model, ids)
-    built, _ = one_rank._built[experts]
+    built, _ = registry_backend._built[experts]
     assert built.get_buffer("w13").data_ptr() == experts.gate_up_proj.data_ptr()
     assert built.get_buffer("w2").data_ptr() == experts.down_proj.data_ptr()
     logits_of(model, ids)
-    assert one_rank._built[experts][0] is built
+    assert registry_backend._built[experts][0] is built
     experts.down_proj.mul_(50)  # in place: seen at once
     second = logits_of(model, ids)
     assert not torch.equal(first, second)
     model.to(torch.bfloat16)  # elsewhere: built anew
     third = logits_of(model, ids)
     assert third.dtype == torch.bfloat16
-    assert one_rank._built[experts][0] is not built
+    assert registry_backend._built[experts][0] is not built
     model.set_experts_implementation("eager")
     torch.testing.assert_close(third, logits_of(model, ids), rtol=0.1, atol=0.1)
 

@@ -8,12 +8,12 @@ import torch
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
 from tests.paranoid.tampering import told
-from tokenyard import receiver, sender
 from tokenyard.duties import Duty, Ledger, Party, acting, aside, record
 from tokenyard.exchange import base as exchange_base
 from tokenyard.experts import ReferenceExperts, workers
 from tokenyard.experts.pairs import sort_pairs
 from tokenyard.formats.base import EncodedRows
+from tokenyard.layer import receiver, sender
 from tokenyard.rows import ExpertRows
 
 
@@ -169,7 +169,7 @@ def test_rows_padded_by_somebody_else(monkeypatch):
             record(Duty.PAD, received.num_rows)
         return real(wiring, experts, received)
 
-    monkeypatch.setattr("tokenyard.layer.run_experts", pads)
+    monkeypatch.setattr("tokenyard.layer.moe_layer.run_experts", pads)
     layer = spec(wire="mxfp8(alignment=256)", hidden_size=100)
     check_duty(on_ranks(2, alarms, layer), "pad", "rows by the sender and", "rows by the receiver;")
 
@@ -198,7 +198,7 @@ def test_routed_scaling_applied_twice(monkeypatch):
         real(wiring, logits)
         return real(wiring, logits)
 
-    monkeypatch.setattr("tokenyard.layer.route", routes_twice)
+    monkeypatch.setattr("tokenyard.layer.moe_layer.route", routes_twice)
     check_duty(
         on_ranks(2, _logits, scaled()),
         "routed scaling",

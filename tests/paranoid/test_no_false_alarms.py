@@ -14,8 +14,8 @@ from tests.paranoid.tampering import told
 from tokenyard.conformance.cases import random_weights, run_case, same_bits
 from tokenyard.conformance.suites import assert_passed, check_exchange
 from tokenyard.conformance.twin import twin
-from tokenyard.drafting import PARANOID_VARIABLE
 from tokenyard.exchange.one_sided.exchange import OneSidedExchange
+from tokenyard.planning.drafting import PARANOID_VARIABLE
 
 every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)
 

@@ -11,8 +11,8 @@ import tokenyard as ty
 from tests.exchange import interpreter
 from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import random_weights
-from tokenyard.drafting import EXCHANGE_VARIABLE, PARANOID_VARIABLE, apply_alternative, draft
 from tokenyard.errors import Alternative
+from tokenyard.planning.drafting import EXCHANGE_VARIABLE, PARANOID_VARIABLE, apply_alternative, draft
 from tokenyard.rows import UnfinalizedRows
 
 interpreter.install()  # alternatives that are offered run here, kernels too
@@ -628,8 +628,8 @@ def test_the_workspace_holds_every_dispatch_in_flight_of_the_largest_layer(excha
 def test_a_workspace_of_the_largest_size_is_planned_and_a_larger_one_is_not(monkeypatch):
     layer = spec()
     nbytes = ty.draft([layer], 3, in_flight=2).workspace_bytes
-    monkeypatch.setattr("tokenyard.drafting._LARGEST_WORKSPACE", nbytes)
+    monkeypatch.setattr("tokenyard.planning.drafting._LARGEST_WORKSPACE", nbytes)
     assert ty.draft([layer], 3, in_flight=2).workspace_bytes == nbytes
-    monkeypatch.setattr("tokenyard.drafting._LARGEST_WORKSPACE", nbytes - 1)
+    monkeypatch.setattr("tokenyard.planning.drafting._LARGEST_WORKSPACE", nbytes - 1)
     with pytest.raises(ty.PlanError, match="max_tokens=16: rows of this layer would take"):
         ty.draft([layer], 3, in_flight=2)

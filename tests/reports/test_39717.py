@@ -12,7 +12,7 @@ import torch
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import same_bits
-from tokenyard.workspace import round_up
+from tokenyard.exchange.workspace import round_up
 
 TRAVEL = ["bf16", "fp16", "fp8_block128", "mxfp8", "nvfp4"]
 every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)

@@ -8,17 +8,17 @@ import torch
 
 pytest.importorskip("transformers")
 
-from tokenyard.evaluation.cells import PROBES
-from tokenyard.evaluation.decoding import answer, pad_left
-from tokenyard.evaluation.models import load_language, load_whole
-from tokenyard.evaluation.questions import Question, held_out_questions, is_right
-from tokenyard.evaluation.ranks import StartedRanks
-from tokenyard.evaluation.table import Evaluation
 from tokenyard.exchange import EXCHANGES, TwoSidedExchange
+from tokenyard.lab.evaluation.cells import PROBES
+from tokenyard.lab.evaluation.decoding import answer, pad_left
+from tokenyard.lab.evaluation.models import load_language, load_whole
+from tokenyard.lab.evaluation.questions import Question, held_out_questions, is_right
+from tokenyard.lab.evaluation.ranks import StartedRanks
+from tokenyard.lab.evaluation.table import Evaluation
+from tokenyard.lab.shipped import shipped_model
+from tokenyard.lab.shipped.problems import held_out
+from tokenyard.lab.shipped.vocabulary import tokenizer_config, tokenizer_json
 from tokenyard.rows import CombinedRows
-from tokenyard.shipped import shipped_model
-from tokenyard.shipped.problems import held_out
-from tokenyard.shipped.vocabulary import tokenizer_config, tokenizer_json
 
 CPU = torch.device("cpu")
 QUESTIONS = held_out_questions(40)

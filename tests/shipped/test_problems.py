@@ -5,9 +5,9 @@ from itertools import islice
 
 import pytest
 
-from tokenyard.shipped.arithmetic import LARGEST, result, step
-from tokenyard.shipped.problems import MOST_STEPS, held_out, is_held_out, read_answer, skeleton, stream
-from tokenyard.shipped.stories import EVENTS, MEN, OPENINGS, QUESTIONS, THINGS, WOMEN
+from tokenyard.lab.shipped.arithmetic import LARGEST, result, step
+from tokenyard.lab.shipped.problems import MOST_STEPS, held_out, is_held_out, read_answer, skeleton, stream
+from tokenyard.lab.shipped.stories import EVENTS, MEN, OPENINGS, QUESTIONS, THINGS, WOMEN
 
 HELD_OUT = held_out(2000)
 TRAINING = list(islice(stream("training", seed=3), 6000))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tokenyard.shipped.problems import held_out
-from tokenyard.shipped.vocabulary import END, PAD, encode, vocabulary
+from tokenyard.lab.shipped.problems import held_out
+from tokenyard.lab.shipped.vocabulary import END, PAD, encode, vocabulary
 
 TRAINING = Path(__file__).resolve().parents[2] / "training"
 

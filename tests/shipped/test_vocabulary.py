@@ -5,8 +5,8 @@ from itertools import islice
 
 import pytest
 
-from tokenyard.shipped.problems import held_out, stream
-from tokenyard.shipped.vocabulary import (
+from tokenyard.lab.shipped.problems import held_out, stream
+from tokenyard.lab.shipped.vocabulary import (
     END,
     PAD,
     UNKNOWN,

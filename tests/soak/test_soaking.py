@@ -12,10 +12,10 @@ from tests.soak import planted
 from tokenyard.conformance.cases import Case
 from tokenyard.errors import InputError
 from tokenyard.exchange import AllgatherExchange
-from tokenyard.soaking import Settings, measuring, soak
-from tokenyard.soaking.episodes import draw_episode
-from tokenyard.soaking.measuring import measure
-from tokenyard.soaking.serving import Served, named
+from tokenyard.lab.soaking import Settings, measuring, soak
+from tokenyard.lab.soaking.episodes import draw_episode
+from tokenyard.lab.soaking.measuring import measure
+from tokenyard.lab.soaking.serving import Served, named
 
 CPU = torch.device("cpu")
 SEED = 4  # whose first eight episodes are of every kind

@@ -6,9 +6,9 @@ import torch
 
 from docs.generate.pictures.svg import Drawing
 from tokenyard import LayerSpec, Routes
-from tokenyard.drafting import draft_as_told
 from tokenyard.exchange import Cargo
-from tokenyard.workspace import RowLayout
+from tokenyard.exchange.workspace import RowLayout
+from tokenyard.planning.drafting import draft_as_told
 
 SMALL = LayerSpec(
     name="moe", hidden_size=40, intermediate_size=8, num_experts=8, top_k=2, wire="mxfp8", max_tokens=1

@@ -6,11 +6,11 @@ from typing import Any
 
 from docs.generate.pictures.svg import WIDTH, Drawing
 from tokenyard import Draft, LayerSpec
-from tokenyard.drafting import draft_as_told
 from tokenyard.exchange import OneSidedExchange
 from tokenyard.exchange.one_sided.signals import control_bytes
+from tokenyard.exchange.workspace import WorkspaceLayout
+from tokenyard.planning.drafting import draft_as_told
 from tokenyard.units import size
-from tokenyard.workspace import WorkspaceLayout
 
 WORLD, MAX_TOKENS = 8, 1024
 _SIZES: dict[str, Any] = {"intermediate_size": 2048, "num_experts": 256, "top_k": 8}

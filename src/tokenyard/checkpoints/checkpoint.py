@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.checkpoints.config import ModelConfig, model_config, text_config
+from tokenyard.checkpoints.families import FAMILIES, unknown_family
 from tokenyard.checkpoints.files import TensorFiles, open_files
 from tokenyard.checkpoints.header import StoredTensor
 from tokenyard.checkpoints.layers import CheckpointLayer, read_layer
@@ -19,7 +20,6 @@ from tokenyard.checkpoints.plain import PLAIN_DTYPES
 from tokenyard.checkpoints.reading import ExpertReading
 from tokenyard.errors import CheckpointError, unknown_name
 from tokenyard.experts.base import ExpertWeights
-from tokenyard.families import FAMILIES, unknown_family
 
 
 class Checkpoint:

@@ -15,7 +15,7 @@ from tokenyard.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from tokenyard.checkpoints.reading import ExpertReading
 from tokenyard.experts.base import ExpertWeights
 from tokenyard.group import Disagreement, Group, make_together
-from tokenyard.placement import Placement, placement_for
+from tokenyard.routing import Placement, placement_for
 
 # Seconds that a rank waits for the slowest at least: it may read hundreds of gigabytes from a slow disk.
 READING_DEADLINE = 1800.0

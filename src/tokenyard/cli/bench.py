@@ -32,7 +32,7 @@ def encode(
     as_json: JsonFlag = False,
 ) -> None:
     """How fast one thread encodes rows, per format."""
-    from tokenyard.bench.encode import measure_encode
+    from tokenyard.lab.bench.encode import measure_encode
 
     def measure(num_tokens: int) -> list[dict[str, Any]]:
         rows = measure_encode(num_tokens, hidden_size, seconds)
@@ -99,9 +99,9 @@ def experts(
         "--top-k": top_k,
     }
     if device == "cuda":
-        from tokenyard.bench.expert_figures import grid
-        from tokenyard.bench.experts_cuda import ROUNDS
         from tokenyard.cli.bench_experts_cuda import cases_of, experts_on_gpu
+        from tokenyard.lab.bench.expert_figures import grid
+        from tokenyard.lab.bench.experts_cuda import ROUNDS
 
         _check_cell_options(shape_options, rounds)
         experts_on_gpu(
@@ -165,10 +165,10 @@ def _experts_on_cpu(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    from tokenyard.bench.experts import measure_experts
-    from tokenyard.bench.quantized_experts import measure_quantized_experts
     from tokenyard.errors import InputError
     from tokenyard.formats import weight_format
+    from tokenyard.lab.bench.experts import measure_experts
+    from tokenyard.lab.bench.quantized_experts import measure_quantized_experts
 
     if top_k > num_experts:
         raise InputError(
@@ -276,9 +276,9 @@ def dispatch(
     """How fast rows travel out and back, beside the floor and a peer: bare gloo, or FlashInfer on a GPU."""
     if device != "cpu":
         _check_cuda_options(device, exchange, paranoid)
-        from tokenyard.bench.cuda_figures import Shape, grid
-        from tokenyard.bench.dispatch_cuda import QUICK_REPEATS, QUICK_REPLAYS, REPEATS, REPLAYS
         from tokenyard.cli.bench_cuda import dispatch_on_gpu
+        from tokenyard.lab.bench.cuda_figures import Shape, grid
+        from tokenyard.lab.bench.dispatch_cuda import QUICK_REPEATS, QUICK_REPLAYS, REPEATS, REPLAYS
 
         dispatch_on_gpu(
             grid(ranks or (), tokens or (), wire or (), quick=quick),
@@ -367,9 +367,9 @@ def _dispatch_between_processes(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    from tokenyard.bench.dispatch import measure_dispatch
-    from tokenyard.bench.picture import check_picture, draw_dispatch
-    from tokenyard.forkserver import start_forkserver
+    from tokenyard.group.forkserver import start_forkserver
+    from tokenyard.lab.bench.dispatch import measure_dispatch
+    from tokenyard.lab.bench.picture import check_picture, draw_dispatch
     from tokenyard.units import size
 
     if plot is not None:

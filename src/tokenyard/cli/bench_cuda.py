@@ -14,7 +14,7 @@ from tokenyard.cli.output import console, print_json, reported, save_json
 from tokenyard.cli.tables import print_table
 
 if TYPE_CHECKING:
-    from tokenyard.bench.cuda_figures import Cell, Shape
+    from tokenyard.lab.bench.cuda_figures import Cell, Shape
 
 # The exit code where cells have no time because they failed.
 EXIT_FAILED = 1
@@ -33,10 +33,10 @@ def dispatch_on_gpu(
     """Measure the cells on the current GPU; print, save and draw."""
     import torch
 
-    from tokenyard.bench import dispatch_cuda as bench
-    from tokenyard.bench.cuda_figures import BENCHMARK
-    from tokenyard.bench.picture import check_picture
     from tokenyard.cli.machine import provenance
+    from tokenyard.lab.bench import dispatch_cuda as bench
+    from tokenyard.lab.bench.cuda_figures import BENCHMARK
+    from tokenyard.lab.bench.picture import check_picture
 
     bench.check_cells(cells, shape, repeats)
     if plot is not None:
@@ -95,7 +95,7 @@ def show(
     ] = None,
 ) -> None:
     """Show figures of a GPU that were saved: of dispatch, experts or layer."""
-    from tokenyard.bench.picture import check_picture
+    from tokenyard.lab.bench.picture import check_picture
 
     document = _read(file)
     way = _ways_to_show()[document["benchmark"]]
@@ -117,11 +117,11 @@ class _WayToShow(NamedTuple):
 
 
 def _ways_to_show() -> dict[str, _WayToShow]:
-    from tokenyard.bench import cuda_figures, expert_figures, layer_figures
-    from tokenyard.bench.picture import draw_dispatch_cuda
-    from tokenyard.bench.picture_experts import draw_experts, draw_layer
     from tokenyard.cli.bench_experts_cuda import print_experts
     from tokenyard.cli.bench_layer import print_layer
+    from tokenyard.lab.bench import cuda_figures, expert_figures, layer_figures
+    from tokenyard.lab.bench.picture import draw_dispatch_cuda
+    from tokenyard.lab.bench.picture_experts import draw_experts, draw_layer
 
     return {
         cuda_figures.BENCHMARK: _WayToShow(print_dispatch, cuda_figures.render_markdown, draw_dispatch_cuda),
@@ -156,8 +156,8 @@ def print_dispatch(document: dict[str, Any]) -> None:
     """The figures, for people."""
     from rich.table import Table
 
-    from tokenyard.bench.cuda_figures import ALL_RANKS, PER_RANK, number
-    from tokenyard.bench.dispatch_cuda import missed
+    from tokenyard.lab.bench.cuda_figures import ALL_RANKS, PER_RANK, number
+    from tokenyard.lab.bench.dispatch_cuda import missed
 
     rows, shape = document["results"], document["shape"]
     columns: dict[str, Callable[[dict[str, Any]], str]] = {

@@ -32,11 +32,11 @@ def cuts(
 
     Every cut is compiled once: for all cells that takes many minutes.
     """
-    from tokenyard.bench.cut_sweep import BENCHMARK, sweep
-    from tokenyard.bench.dispatch_cuda import check_gpu
-    from tokenyard.bench.expert_figures import cell_of, grid
-    from tokenyard.bench.graph_clock import graph_clock
     from tokenyard.cli.machine import provenance
+    from tokenyard.lab.bench.cut_sweep import BENCHMARK, sweep
+    from tokenyard.lab.bench.dispatch_cuda import check_gpu
+    from tokenyard.lab.bench.expert_figures import cell_of, grid
+    from tokenyard.lab.bench.graph_clock import graph_clock
 
     chosen = grid(cases_of(cells), weights or [])
     device = check_gpu("measure on a machine that has one")
@@ -60,7 +60,7 @@ def print_cuts(document: dict[str, Any]) -> None:
     """The fastest of each cell, for people."""
     from rich.table import Table
 
-    from tokenyard.bench.cuda_figures import number
+    from tokenyard.lab.bench.cuda_figures import number
 
     columns = ("", "weights", "rows", "the table's", "fastest", "ratio", "first product", "second product")
     table = Table(title="cuts of fused experts: µs of the whole stage", title_justify="left")

@@ -11,7 +11,7 @@ from tokenyard.cli.output import console, save_json
 from tokenyard.cli.tables import print_table
 
 if TYPE_CHECKING:
-    from tokenyard.bench.expert_figures import Cell
+    from tokenyard.lab.bench.expert_figures import Cell
 
 
 def cases_of(names: str | None) -> list[str]:
@@ -31,12 +31,12 @@ def experts_on_gpu(
     """Measure the cells on the current GPU; print, save and draw."""
     import torch
 
-    from tokenyard.bench import experts_cuda as bench
-    from tokenyard.bench.dispatch_cuda import check_gpu
-    from tokenyard.bench.expert_figures import BENCHMARK, missed
-    from tokenyard.bench.graph_clock import graph_clock
-    from tokenyard.bench.picture import check_picture
     from tokenyard.cli.machine import provenance
+    from tokenyard.lab.bench import experts_cuda as bench
+    from tokenyard.lab.bench.dispatch_cuda import check_gpu
+    from tokenyard.lab.bench.expert_figures import BENCHMARK, missed
+    from tokenyard.lab.bench.graph_clock import graph_clock
+    from tokenyard.lab.bench.picture import check_picture
 
     if plot is not None:
         check_picture(plot)
@@ -47,7 +47,7 @@ def experts_on_gpu(
         save_json(document, out)  # a file that cannot be written is found out before the time is spent
     errors = console(stderr=True)
     errors.print("measuring what this GPU reads and multiplies at best")
-    from tokenyard.bench.machine_rates import measure_rates
+    from tokenyard.lab.bench.machine_rates import measure_rates
 
     clock = graph_clock(device, rounds)
     rested = graph_clock(device, min(rounds, bench.RESTED_ROUNDS), rest=bench.REST)
@@ -83,8 +83,8 @@ def print_experts(document: dict[str, Any]) -> None:
     """The figures, for people."""
     from rich.table import Table
 
-    from tokenyard.bench.cuda_figures import number
-    from tokenyard.bench.expert_figures import CASES, RECORDED_PEER, missed, summary
+    from tokenyard.lab.bench.cuda_figures import number
+    from tokenyard.lab.bench.expert_figures import CASES, RECORDED_PEER, missed, summary
 
     def ratio(name: str) -> Callable[[dict[str, Any]], str]:
         return lambda row: f"{row[name]:.2f}" if row[name] is not None else ""

@@ -45,10 +45,12 @@ def layer(
     """How fast a whole layer is on a GPU, beside the same experts behind an allgather of plain copies."""
     import torch
 
-    from tokenyard.bench import layer_cuda as bench
-    from tokenyard.bench.dispatch_cuda import check_gpu
-    from tokenyard.bench.graph_clock import graph_clock
-    from tokenyard.bench.layer_figures import (
+    from tokenyard.cli.machine import provenance
+    from tokenyard.errors import InputError
+    from tokenyard.lab.bench import layer_cuda as bench
+    from tokenyard.lab.bench.dispatch_cuda import check_gpu
+    from tokenyard.lab.bench.graph_clock import graph_clock
+    from tokenyard.lab.bench.layer_figures import (
         BENCHMARK,
         REPORTED_BY,
         REPORTED_MS,
@@ -58,9 +60,7 @@ def layer(
         layer_grid,
         missed,
     )
-    from tokenyard.bench.picture import check_picture
-    from tokenyard.cli.machine import provenance
-    from tokenyard.errors import InputError
+    from tokenyard.lab.bench.picture import check_picture
 
     if device != "cuda":
         raise InputError(
@@ -107,8 +107,8 @@ def print_layer(document: dict[str, Any]) -> None:
     """The figures, for people."""
     from rich.table import Table
 
-    from tokenyard.bench.cuda_figures import number
-    from tokenyard.bench.layer_figures import missed
+    from tokenyard.lab.bench.cuda_figures import number
+    from tokenyard.lab.bench.layer_figures import missed
 
     def with_spread(name: str, digits: int) -> Callable[[dict[str, Any]], str]:
         return lambda row: (

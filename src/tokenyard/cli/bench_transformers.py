@@ -34,8 +34,8 @@ def transformers(
 
     Same model, same batch, same processes. Transformers' fastest layout is the peer.
     """
-    from tokenyard.bench.transformers_ep import Workload, measure_transformers_ep
     from tokenyard.cli.machine import provenance
+    from tokenyard.lab.bench.transformers_ep import Workload, measure_transformers_ep
 
     refuse_override()
     work = Workload(

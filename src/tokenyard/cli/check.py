@@ -69,7 +69,7 @@ def check(
     as_json: JsonFlag = False,
 ) -> None:
     """Hold exchanges, formats and experts to their contract: your own classes, too."""
-    from tokenyard.forkserver import start_forkserver
+    from tokenyard.group.forkserver import start_forkserver
 
     if ranks in ("processes", "both"):
         start_forkserver()  # it loads torch while this process does

@@ -77,7 +77,7 @@ def as_fields(written: Conversion) -> dict[str, Any]:
 def _show(written: Conversion, seconds: float) -> None:
     from rich.table import Table
 
-    from tokenyard.drafting import count
+    from tokenyard.planning.drafting import count
     from tokenyard.units import size
 
     table = Table(title_justify="left")

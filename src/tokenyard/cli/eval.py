@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from tokenyard.evaluation.table import Evaluation, Row
+    from tokenyard.lab.evaluation.table import Evaluation, Row
 
 # The formats that weights of a bf16 model are put into, if no other choice is made.
 _WEIGHTS = ("bf16", "fp8_block128", "mxfp8", "nvfp4", "mxfp4", "mxint4")
@@ -85,17 +85,17 @@ def evaluate(
     where = start_ranks(ranks, kind, device)
     from tokenyard.cli.machine import provenance
     from tokenyard.errors import InputError
-    from tokenyard.evaluation.models import check_model
-    from tokenyard.evaluation.questions import held_out_questions, read_questions
-    from tokenyard.evaluation.table import Evaluation
     from tokenyard.exchange import EXCHANGES, resolve
+    from tokenyard.lab.evaluation.models import check_model
+    from tokenyard.lab.evaluation.questions import held_out_questions, read_questions
+    from tokenyard.lab.evaluation.table import Evaluation
 
     refuse_override()
     folder = check_model(model)
     if where.leads:
         check_out(out)
     if plot is not None:
-        from tokenyard.bench.picture import check_picture
+        from tokenyard.lab.bench.picture import check_picture
 
         check_picture(plot)
     evaluation = Evaluation(
@@ -145,7 +145,7 @@ def evaluate(
     if out is not None:
         save_json(document, out)
     if plot is not None:
-        from tokenyard.evaluation.picture import draw_accuracy
+        from tokenyard.lab.evaluation.picture import draw_accuracy
 
         draw_accuracy(document, plot)
 

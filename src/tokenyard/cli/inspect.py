@@ -12,7 +12,7 @@ from tokenyard.cli.tables import print_table
 
 if TYPE_CHECKING:
     from tokenyard.checkpoints import Checkpoint, CheckpointLayer
-    from tokenyard.spec import LayerSpec
+    from tokenyard.planning.spec import LayerSpec
 
 _MOST_RANKS = 65536
 
@@ -79,9 +79,9 @@ def as_fields(checkpoint: Checkpoint, ranks: int) -> dict[str, Any]:
 
 def _specs(checkpoint: Checkpoint) -> tuple[dict[str, LayerSpec], list[str]]:
     """The layers as the model's config has them, by name, and what is to be said about that."""
-    from tokenyard.drafting import span
     from tokenyard.errors import TokenyardError
     from tokenyard.integrations.huggingface import layers_from_config
+    from tokenyard.planning.drafting import span
 
     try:
         specs = {spec.name: spec for spec in layers_from_config(checkpoint.config)}
@@ -135,9 +135,9 @@ def _usual_activation(layer: CheckpointLayer) -> str:
 def _show(found: dict[str, Any]) -> None:
     from rich.table import Table
 
-    from tokenyard.drafting import count, span
     from tokenyard.experts.base import EXACT
     from tokenyard.formats import weight_format
+    from tokenyard.planning.drafting import count, span
     from tokenyard.units import size
 
     table = Table(show_lines=True, title_justify="left")

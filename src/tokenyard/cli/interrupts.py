@@ -67,7 +67,7 @@ def _wait_and_end(reader: int, began: float) -> None:
 
 def _end_processes() -> None:
     """End the processes of ranks, and the one that they come from. Nothing is imported: imports may be locked."""
-    forkserver = sys.modules.get("tokenyard.forkserver")
+    forkserver = sys.modules.get("tokenyard.group.forkserver")
     if forkserver is not None:
         forkserver.end_forkserver(_PATIENCE)
 

@@ -39,8 +39,8 @@ def refuse_override() -> None:
     """Raise where a variable puts another exchange in the place of the one that is named: figures would be a lie."""
     import os
 
-    from tokenyard.drafting import EXCHANGE_VARIABLE
     from tokenyard.errors import InputError
+    from tokenyard.planning.drafting import EXCHANGE_VARIABLE
 
     if name := os.environ.get(EXCHANGE_VARIABLE):
         raise InputError(

@@ -11,8 +11,8 @@ from tokenyard.cli.output import JsonFlag, console, print_json
 from tokenyard.cli.tables import print_table
 
 if TYPE_CHECKING:
-    from tokenyard.drafting import Draft
-    from tokenyard.wiring import Wiring
+    from tokenyard.planning.drafting import Draft
+    from tokenyard.planning.wiring import Wiring
 
 # More ranks than any group has: a table of all ranks is made.
 _MOST_RANKS = 65536
@@ -47,8 +47,8 @@ def plan(
     as_json: JsonFlag = False,
 ) -> None:
     """Show how a model's MoE layers would be wired, and the bytes, without running anything."""
-    from tokenyard.drafting import draft
     from tokenyard.integrations.huggingface import layers_from_config
+    from tokenyard.planning.drafting import draft
 
     layers = layers_from_config(
         config,
@@ -97,7 +97,7 @@ def _experts_per_rank(wiring: Wiring) -> dict[str, int]:
 def _show(drafted: Draft) -> None:
     from rich.table import Table
 
-    from tokenyard.drafting import count, span
+    from tokenyard.planning.drafting import count, span
     from tokenyard.units import size
 
     fields = as_fields(drafted)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
-    from tokenyard.evaluation.questions import Question
-    from tokenyard.evaluation.ranks import Ranks
+    from tokenyard.lab.evaluation.questions import Question
+    from tokenyard.lab.evaluation.ranks import Ranks
 
 EXIT_WRONG = 1
 # The share of the problems that must be right: 19 of 20.
@@ -32,7 +32,7 @@ PRELOAD = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "tokenyard.integrations.transformers",
-    "tokenyard.evaluation.answering",
+    "tokenyard.lab.evaluation.answering",
 )
 
 
@@ -71,12 +71,12 @@ def run(
     """Shard a model's experts over ranks, and let it answer."""
     where = start_ranks(ranks, kind, device)
     from tokenyard.cli.machine import provenance
-    from tokenyard.evaluation.answering import Asking, answer_aloud
-    from tokenyard.evaluation.models import check_model
-    from tokenyard.evaluation.questions import Question, held_out_questions
     from tokenyard.exchange import resolve
     from tokenyard.experts.base import EXACT
     from tokenyard.formats import get, weight_format
+    from tokenyard.lab.evaluation.answering import Asking, answer_aloud
+    from tokenyard.lab.evaluation.models import check_model
+    from tokenyard.lab.evaluation.questions import Question, held_out_questions
 
     _check_prompts(prompt or ())
     folder = check_model(model)
@@ -149,11 +149,11 @@ def enough_of(problems: int) -> int:
 
 def start_ranks(ranks: int, kind: str, device: str) -> Ranks:
     """The ranks of `torchrun`, if this is one of them, or those that will be started here."""
-    from tokenyard.forkserver import start_forkserver
+    from tokenyard.group.forkserver import start_forkserver
 
     if kind == "processes":
         start_forkserver(*PRELOAD)  # it loads torch and Transformers while this process does
-    from tokenyard.evaluation.ranks import StartedRanks, TorchrunRanks, under_torchrun
+    from tokenyard.lab.evaluation.ranks import StartedRanks, TorchrunRanks, under_torchrun
 
     return TorchrunRanks() if under_torchrun() else StartedRanks(ranks, kind, device=device)
 
@@ -171,7 +171,7 @@ def _check_prompts(prompts: Sequence[str]) -> None:
 
 
 def _warn_of_unknown_words(prompts: Sequence[str]) -> None:
-    from tokenyard.shipped.vocabulary import unknown_words
+    from tokenyard.lab.shipped.vocabulary import unknown_words
 
     unknown = [word for text in prompts for word in unknown_words(text)]
     if unknown:
@@ -189,7 +189,7 @@ def _in_order(by_rank: list[dict[str, Any]]) -> list[tuple[int, str, int]]:
 
 
 def _judged(question: Question, text: str, free: bool) -> dict[str, Any]:
-    from tokenyard.evaluation.questions import is_right
+    from tokenyard.lab.evaluation.questions import is_right
 
     if free:
         return {"prompt": question.prompt, "text": text}
@@ -243,7 +243,7 @@ class _Stage:
     def _show(self, number: int, text: str, rank: int) -> None:
         from rich.text import Text
 
-        from tokenyard.evaluation.questions import is_right
+        from tokenyard.lab.evaluation.questions import is_right
 
         self.done.add(number)
         if not self.shows:

@@ -15,8 +15,8 @@ from tokenyard.cli.tables import print_table
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from tokenyard.soaking import Progress, Report
-    from tokenyard.soaking.desk import Counts
+    from tokenyard.lab.soaking import Progress, Report
+    from tokenyard.lab.soaking.run_folder import Counts
 
 EXIT_OFF = 1
 # Findings shown in the end; `--json` has all.
@@ -62,18 +62,18 @@ def soak(
     """Let ranks work for minutes or for a night: nothing may be wrong, hang, leak or grow."""
     import os
 
-    from tokenyard.forkserver import start_forkserver
+    from tokenyard.group.forkserver import start_forkserver
 
     # Torch remembers the last 2,000 collectives of a process, 1.1 KB each: that looks like a leak until it is full.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     if processes:
-        start_forkserver("tokenyard.soaking.life")  # it loads torch while this process does
-    from tokenyard.bench.picture import check_picture
+        start_forkserver("tokenyard.lab.soaking.worker")  # it loads torch while this process does
     from tokenyard.errors import InputError
     from tokenyard.exchange import EXCHANGES, resolve
     from tokenyard.group import thread_groups
-    from tokenyard.soaking import Settings
-    from tokenyard.soaking import soak as run_soak
+    from tokenyard.lab.bench.picture import check_picture
+    from tokenyard.lab.soaking import Settings
+    from tokenyard.lab.soaking import soak as run_soak
 
     refuse_override()
     (group,) = thread_groups(1, device=device)  # raises where there is no such device
@@ -109,7 +109,7 @@ def soak(
     if out is not None:
         save_json(document, out)
     if plot is not None:
-        from tokenyard.soaking.picture import draw_soak
+        from tokenyard.lab.soaking.picture import draw_soak
 
         draw_soak(document, plot)
     if not report.passed:

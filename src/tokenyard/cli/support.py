@@ -21,9 +21,9 @@ def support(
     as_json: JsonFlag = False,
 ) -> None:
     """Show what is supported, as formats, exchanges and experts declare it."""
-    from tokenyard.drafting import count
     from tokenyard.errors import InputError
-    from tokenyard.support import rewrite, support_tables
+    from tokenyard.lab.support import rewrite, support_tables
+    from tokenyard.planning.drafting import count
 
     files = files or []
     if write != bool(files):
@@ -60,6 +60,6 @@ def support(
 
 def _cell(text: str) -> str:
     """Marks of Markdown are for pages, and a bracket is no markup of the console's."""
-    from tokenyard.support import plain
+    from tokenyard.lab.support import plain
 
     return plain(text).replace("[", r"\[")

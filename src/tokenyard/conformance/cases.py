@@ -34,11 +34,10 @@ from tokenyard.experts.base import EXACT, WEIGHT_DTYPES, WeightOn
 from tokenyard.formats import Format, Payload, QuantizedMatrix
 from tokenyard.group import Group
 from tokenyard.layer import MoELayer
-from tokenyard.placement import Placement, placement_for
-from tokenyard.planner import plan
-from tokenyard.routing import Routes
-from tokenyard.spec import LayerSpec
-from tokenyard.wiring import Wiring
+from tokenyard.planning.planner import plan
+from tokenyard.planning.spec import LayerSpec
+from tokenyard.planning.wiring import Wiring
+from tokenyard.routing import Placement, Routes, placement_for
 
 RouteKind = Literal["uniform", "gaps", "duplicates", "one_rank", "one_expert", "nobody"]
 

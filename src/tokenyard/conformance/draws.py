@@ -25,8 +25,8 @@ from tokenyard.exchange import resolve as resolve_exchange
 from tokenyard.experts import ACTIVATIONS
 from tokenyard.experts.base import EXACT, WEIGHT_DTYPES
 from tokenyard.formats import FORMATS, WEIGHT_FORMATS, Format, get, weight_format
-from tokenyard.placement import PLACEMENTS
-from tokenyard.wiring import Wiring, wire_layer
+from tokenyard.planning.wiring import Wiring, wire_layer
+from tokenyard.routing import PLACEMENTS
 
 RankKind = Literal["threads", "processes"]
 

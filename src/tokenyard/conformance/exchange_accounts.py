@@ -19,11 +19,10 @@ from tokenyard.conformance.metering import Meter
 from tokenyard.conformance.runner import Finding
 from tokenyard.errors import Corrupted, PeerFailed, PlanError
 from tokenyard.formats import Payload
-from tokenyard.placement import Placement
-from tokenyard.planner import Plan
-from tokenyard.routing import SoftmaxRouter
+from tokenyard.planning.planner import Plan
+from tokenyard.planning.spec import LayerSpec
+from tokenyard.routing import Placement, SoftmaxRouter
 from tokenyard.rows import ExpertRows, RoutingLogits
-from tokenyard.spec import LayerSpec
 
 TOKENS = (16, 3, 0, 7)
 # Bytes that announcements may take beside the rows for one rank, in one phase: they are not counted.

@@ -27,9 +27,9 @@ from tokenyard.conformance.runner import Finding
 from tokenyard.errors import GroupError, HandleError, TokenyardError
 from tokenyard.exchange import Dispatched
 from tokenyard.formats.base import dtype_name
-from tokenyard.planner import Plan
+from tokenyard.planning.planner import Plan
+from tokenyard.planning.spec import LayerSpec
 from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows
-from tokenyard.spec import LayerSpec
 
 # Rounds of `many_rounds`. Where memory is shared between ranks, flags and epochs live in it, and must not drift.
 ROUNDS = 50

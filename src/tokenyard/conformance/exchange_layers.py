@@ -18,9 +18,9 @@ from tokenyard.conformance.twin import twin
 from tokenyard.experts import ExpertWeights
 from tokenyard.formats.base import dtype_name
 from tokenyard.layer import MoELayer
-from tokenyard.planner import Plan
+from tokenyard.planning.planner import Plan
+from tokenyard.planning.spec import LayerSpec
 from tokenyard.rows import ExpertRows, ReceivedRows
-from tokenyard.spec import LayerSpec
 
 
 class CheckedLayers:

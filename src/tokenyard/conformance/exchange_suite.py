@@ -28,11 +28,10 @@ from tokenyard.conformance.runner import Finding
 from tokenyard.exchange import Dispatched, Exchange
 from tokenyard.formats import Payload
 from tokenyard.group import Group
-from tokenyard.placement import Placement
-from tokenyard.planner import Plan, plan
-from tokenyard.routing import Routes
+from tokenyard.planning.planner import Plan, plan
+from tokenyard.planning.spec import LayerSpec
+from tokenyard.routing import Placement, Routes
 from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows
-from tokenyard.spec import LayerSpec
 
 TOKENS = (5, 0, 9, 2)
 # A code without scales, one scale a block, padded rows, and two kinds of scales.

@@ -30,8 +30,8 @@ from torch.nn import functional
 from tokenyard.experts import Activation, ExpertWeights, activation
 from tokenyard.experts.base import EXACT, expert_matrix
 from tokenyard.formats import FORMATS, Format, Fp8Block128, QuantizedMatrix, get
+from tokenyard.planning.spec import LayerSpec
 from tokenyard.routing import Routes
-from tokenyard.spec import LayerSpec
 
 
 @dataclass(frozen=True, kw_only=True)

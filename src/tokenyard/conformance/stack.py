@@ -29,9 +29,9 @@ from tokenyard.experts import ExpertWeights
 from tokenyard.formats import Format, get
 from tokenyard.group import Group, launch
 from tokenyard.layer import MoELayer
-from tokenyard.planner import plan
+from tokenyard.planning.planner import plan
+from tokenyard.planning.spec import LayerSpec
 from tokenyard.routing import GroupedSigmoidRouter, SoftmaxRouter
-from tokenyard.spec import LayerSpec
 
 # Rows, hidden values, results on the way back and the output are each rounded to bf16 once: 2^-9, relative, each.
 _PASSES = 4  # each with tokens of its own; the last is checked

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from tokenyard.experts import ExpertWeights
-from tokenyard.receiver import build_experts, run_experts
+from tokenyard.layer.receiver import build_experts, run_experts
+from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Routes
 from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows
-from tokenyard.wiring import Wiring
 
 
 def twin(wiring: Wiring, weights: ExpertWeights, x_TH: Tensor, routes: Routes, source_rank: int) -> Tensor:

@@ -62,6 +62,7 @@ from tokenyard.exchange.flights import Flights
 from tokenyard.exchange.reduce import sum_over_ranks
 from tokenyard.exchange.stats import LayerStats
 from tokenyard.exchange.watch import ParanoidWatch, Watch
+from tokenyard.exchange.workspace import LayerBytes
 from tokenyard.formats.base import EncodedRows
 from tokenyard.group.base import Group
 from tokenyard.group.one_thread import OneThread, by_one_thread
@@ -76,7 +77,6 @@ from tokenyard.rows import (
     check_expert_rows,
     describe,
 )
-from tokenyard.workspace import LayerBytes
 
 
 class Exchange(ABC):

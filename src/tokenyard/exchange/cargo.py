@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import Corrupted, InputError, shown
+from tokenyard.exchange.workspace import LayerBytes, RowLayout, SlotLayout
 from tokenyard.formats.base import EncodedRows, Format, Payload, check_rows, dtype_name, is_matrix
-from tokenyard.placement import Placement
-from tokenyard.routing import Routes
+from tokenyard.routing import Placement, Routes
 from tokenyard.rows import LocalRoutes, ReceivedRows, RoutingLogits, describe
-from tokenyard.workspace import LayerBytes, RowLayout, SlotLayout
 
 # The payload that rows of a sealed cargo carry beside all others, out and back; `tokenyard.exchange.seals` makes it.
 SEAL = "seal"

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from tokenyard.errors import Corrupted
 from tokenyard.exchange.cargo import SEAL, SEAL_HEAD, Cargo, Outgoing
+from tokenyard.exchange.workspace import as_bytes
 from tokenyard.formats.base import EncodedRows
 from tokenyard.routing import Routes
 from tokenyard.rows import LocalRoutes, ReceivedRows, RoutingLogits
-from tokenyard.workspace import as_bytes
 
 SOURCE, TOKEN, ROUND = range(SEAL_HEAD)
 _WORD = 8  # bytes

@@ -8,7 +8,7 @@ All traps of the library underneath are dealt with here, once:
 - gloo has it, too: what only the waiting rank gives up, gloo's own threads do not, and a process cannot end before
   they do. Half an hour, as torch has it, looks like a hang.
 - gloo says only "Timed out" (or "Connection closed by peer", when a process died), never who, and not to everybody:
-  the ranks call the roll (`roll_call`).
+  the ranks find out together who is lost (`failure_detector`).
 - After such an error the connections are in an unknown state: the group is broken for good and says so.
 - torch 2.13 renames `_allgather_base`; it is called here only.
 - NCCL refuses two ranks on one GPU, and gloo takes no GPU's bytes: between ranks on GPUs, gloo's bytes pass through
@@ -31,22 +31,22 @@ from torch import Tensor
 from tokenyard.errors import GroupError, PeerLost
 from tokenyard.group.base import DEFAULT_DEADLINE, Group, check_deadline
 from tokenyard.group.devices import resolve_device
+from tokenyard.group.failure_detector import LOOK, FailureDetector, within
 from tokenyard.group.one_thread import OneThread, by_one_thread
 from tokenyard.group.readmission import (
     PHASE,
     READMISSION,
     Invitation,
-    Seats,
+    RejoinStore,
     address_of,
     check_lost,
+    group_key_of,
     invited_at,
-    lineage_of,
     meet,
     name_again,
     underlying,
     written_to_meet,
 )
-from tokenyard.group.roll_call import LOOK, RollCall, within
 from tokenyard.group.shared_memory import share_between_processes, this_host
 from tokenyard.group.symmetric_memory import share_between_gpus
 
@@ -88,16 +88,20 @@ class DistributedGroup(Group):
         on_gpu = "nccl" in dist.get_backend(resolved)
         # Where the library takes bytes from and puts them.
         self._carrier = resolve_device("cuda") if on_gpu else torch.device("cpu")
-        door = _next_door(resolved)
-        lineage = lineage_of(name, dist.get_process_group_ranks(resolved), door)
-        seats = Seats(underlying(_store_of(resolved)), lineage)
-        self._roll = RollCall(_store_of(resolved), door, resolved.rank(), resolved.size(), this_host())
-        self._start(resolved, seats, resolve_device(device or ("cuda" if on_gpu else "cpu")), name, deadline)
+        use = _next_use(resolved)
+        group_key = group_key_of(name, dist.get_process_group_ranks(resolved), use)
+        rejoin_store = RejoinStore(underlying(_store_of(resolved)), group_key)
+        self._detector = FailureDetector(
+            _store_of(resolved), use, resolved.rank(), resolved.size(), this_host()
+        )
+        self._start(
+            resolved, rejoin_store, resolve_device(device or ("cuda" if on_gpu else "cpu")), name, deadline
+        )
 
     def _start(
         self,
         process_group: dist.ProcessGroup,
-        seats: Seats,
+        rejoin_store: RejoinStore,
         device: torch.device,
         name: str,
         deadline: float,
@@ -107,7 +111,7 @@ class DistributedGroup(Group):
         self.name, self.deadline, self.device = name, deadline, device
         if self._carrier.type == device.type:
             self._carrier = device
-        self._seats = seats
+        self._rejoin_store = rejoin_store
         self._broken: str | None = None
         self._one_thread = OneThread(f"group {name!r}")
         self._readmissions = 0
@@ -117,7 +121,7 @@ class DistributedGroup(Group):
     @classmethod
     def _met(
         cls,
-        seats: Seats,
+        rejoin_store: RejoinStore,
         rank: int,
         invitation: Invitation,
         *,
@@ -131,12 +135,12 @@ class DistributedGroup(Group):
         `gone` says which of them will not come, as far as this rank sees.
         """
         # Before this rank is seen at the meeting: who is there has enrolled.
-        roll = RollCall(seats.store, invitation.meeting, rank, invitation.size, this_host())
+        detector = FailureDetector(rejoin_store.store, invitation.meeting, rank, invitation.size, this_host())
         try:
             process_group = within(
                 seconds + FINDING_EACH_OTHER + _STORE,
                 lambda: meet(
-                    seats.store,
+                    rejoin_store.store,
                     invitation.meeting,
                     rank,
                     invitation.size,
@@ -144,7 +148,7 @@ class DistributedGroup(Group):
                     seconds=seconds,
                     connecting=FINDING_EACH_OTHER,
                     timeout=max(invitation.deadline, FINDING_EACH_OTHER),
-                    roll=roll,
+                    detector=detector,
                     gone=gone,
                 ),
             )
@@ -153,8 +157,8 @@ class DistributedGroup(Group):
         group = cls.__new__(cls)
         group._carrier, group._known_to_torch = torch.device("cpu"), False
         group._written = written_to_meet(invitation.meeting, rank)
-        group._roll = roll
-        group._start(process_group, seats, device, invitation.name, invitation.deadline)
+        group._detector = detector
+        group._start(process_group, rejoin_store, device, invitation.name, invitation.deadline)
         return group
 
     def all_gather(self, mine: Tensor, *, phase: str) -> Tensor:
@@ -163,7 +167,7 @@ class DistributedGroup(Group):
         self._run(_gather, gathered, mine, phase=phase)
         if not self._all_met:  # every rank has brought something, so every rank has found the others
             self._all_met = True
-            self._roll.read()
+            self._detector.read()
         return gathered.view(self.size, -1).to(self.device)
 
     def all_gather_rows(self, mine: Tensor, counts: Sequence[int], *, phase: str) -> Tensor:
@@ -214,10 +218,10 @@ class DistributedGroup(Group):
 
     def _lost_in(self, phase: str, waited: float, error: RuntimeError) -> PeerLost:
         """The error of a wait that failed: the ranks find out together who is lost."""
-        missing = self._roll.lost(phase=phase, waited=waited, deadline=self.deadline)
+        missing = self._detector.lost(phase=phase, waited=waited, deadline=self.deadline)
         # What the library says of a connection is of use only where nobody is named.
         said = "" if missing or "timed out" in str(error).lower() else str(error).splitlines()[0][:200]
-        detail = "; ".join(filter(None, [self._roll.detail or said, self._roll.silent]))
+        detail = "; ".join(filter(None, [self._detector.detail or said, self._detector.silent]))
         return self.lost(missing, phase=phase, waited=waited, detail=detail)
 
     def _wait(self, work: Any, until: float) -> None:
@@ -232,7 +236,7 @@ class DistributedGroup(Group):
                 if not on_gpu and work.is_completed():
                     work.wait()  # raises what went wrong; or it was done just after it was given up
                     return
-                if on_gpu or time.monotonic() >= until or self._roll.called():
+                if on_gpu or time.monotonic() >= until or self._detector.called():
                     raise
 
     def _is_broken(self) -> GroupError:
@@ -248,10 +252,10 @@ class DistributedGroup(Group):
             return share_between_processes(self, nbytes)
         if self._process_group is None:
             raise self._is_broken()
-        return share_between_gpus(self, self._seats.store, nbytes)
+        return share_between_gpus(self, self._rejoin_store.store, nbytes)
 
     def gone(self) -> dict[int, str]:
-        return self._roll.gone()
+        return self._detector.gone()
 
     def host(self) -> str:
         return f"{this_host()} on {self.device.type}"
@@ -277,27 +281,30 @@ class DistributedGroup(Group):
         """Some of these ranks, who meet by themselves: it goes with its last reference, which torch's own do not."""
         # The n-th subgroup of the same ranks is the same one on all of them.
         self._splits[members] = number = self._splits.get(members, 0) + 1
-        meeting = f"{self._seats.lineage}/{self.name}/subgroup/{'-'.join(map(str, members))}/{number}"
-        invitation = Invitation(meeting=meeting, size=len(members), name=name, deadline=self.deadline)
-        seats = Seats(
-            self._seats.store, f"{self._seats.lineage}/{name}/{'-'.join(map(str, members))}/{number}"
+        meeting = (
+            f"{self._rejoin_store.group_key}/{self.name}/subgroup/{'-'.join(map(str, members))}/{number}"
         )
-        self._roll.read()
+        invitation = Invitation(meeting=meeting, size=len(members), name=name, deadline=self.deadline)
+        rejoin_store = RejoinStore(
+            self._rejoin_store.store,
+            f"{self._rejoin_store.group_key}/{name}/{'-'.join(map(str, members))}/{number}",
+        )
+        self._detector.read()
         return DistributedGroup._met(
-            seats,
+            rejoin_store,
             members.index(self.rank),
             invitation,
             device=self.device,
             seconds=max(self.deadline, FINDING_EACH_OTHER),
             phase="finding each other",
             gone=lambda: {
-                members.index(rank): why for rank, why in self._roll.ended().items() if rank in members
+                members.index(rank): why for rank, why in self._detector.ended().items() if rank in members
             },
         )
 
     @property
     def address(self) -> str:
-        return address_of(self._seats.store, self._seats.lineage)
+        return address_of(self._rejoin_store.store, self._rejoin_store.group_key)
 
     def readmit(self, lost: Sequence[int], *, seconds: float = READMISSION) -> DistributedGroup:
         empty = check_lost(lost, self.rank, self.size)
@@ -311,30 +318,30 @@ class DistributedGroup(Group):
             )
         self._readmissions += 1
         name = name_again(self.name, self._readmissions)
-        meeting = f"{self._seats.lineage}/{name}/{'-'.join(map(str, empty))}"
+        meeting = f"{self._rejoin_store.group_key}/{name}/{'-'.join(map(str, empty))}"
         invitation = Invitation(meeting=meeting, size=self.size, name=name, deadline=self.deadline)
         first = min(rank for rank in range(self.size) if rank not in empty)
-        self._roll.read()
-        with self._seats.invited(empty if self.rank == first else [], invitation):
+        self._detector.read()
+        with self._rejoin_store.invited(empty if self.rank == first else [], invitation):
             return DistributedGroup._met(
-                self._seats,
+                self._rejoin_store,
                 self.rank,
                 invitation,
                 device=self.device,
                 seconds=seconds,
-                gone=lambda: {rank: why for rank, why in self._roll.ended().items() if rank not in empty},
+                gone=lambda: {rank: why for rank, why in self._detector.ended().items() if rank not in empty},
             )
 
     def _check_store(self) -> None:
         """Raise where ranks cannot find each other, because their store does not answer."""
-        self._roll.ask_again()
-        if self._roll.silent:
-            raise _lost_store(self.name, self._roll.silent, self.rank)
+        self._detector.ask_again()
+        if self._detector.silent:
+            raise _lost_store(self.name, self._detector.silent, self.rank)
 
     def close(self) -> None:
-        """Close this door. The process group belongs to whoever made it, and can be destroyed now."""
+        """Close this group. The process group belongs to whoever made it, and can be destroyed now."""
         if self._process_group is not None:
-            self._roll.leave(*(self._written if self._all_met else ()))
+            self._detector.leave(*(self._written if self._all_met else ()))
         self._broken = self._broken or "it was closed"
         self._process_group = None  # torch's own destructor aborts where a reference outlives the library
 
@@ -343,8 +350,10 @@ def rejoin_processes(
     address: str, rank: int, *, device: str | torch.device | None, seconds: float
 ) -> DistributedGroup:
     """Take the place of a lost rank, in this process."""
-    seats, invitation = invited_at(address, rank, seconds)
-    return DistributedGroup._met(seats, rank, invitation, device=resolve_device(device), seconds=seconds)
+    rejoin_store, invitation = invited_at(address, rank, seconds)
+    return DistributedGroup._met(
+        rejoin_store, rank, invitation, device=resolve_device(device), seconds=seconds
+    )
 
 
 def _gather(process_group: Any, timeout: timedelta | None, gathered: Tensor, mine: Tensor) -> Any:
@@ -386,17 +395,17 @@ def _lost_store(name: str, why: str, rank: int) -> GroupError:
 
 
 # How many groups were made of each process group.
-_doors: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_uses: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-def _next_door(process_group: dist.ProcessGroup) -> str:
+def _next_use(process_group: dist.ProcessGroup) -> str:
     """Tells this group of a process group from others of it, and from those of other process groups of the same ranks.
 
     All ranks make them in one order. Nothing, for the first of torch's world: a fresh process looks for that one.
     """
-    _doors[process_group] = number = _doors.get(process_group, 0) + 1
+    _uses[process_group] = number = _uses.get(process_group, 0) + 1
     made_by_torch = "" if process_group is dist.group.WORLD else f"group {process_group.group_name}"
-    return "/".join(filter(None, [made_by_torch, f"door {number}" if number > 1 else ""]))
+    return "/".join(filter(None, [made_by_torch, f"use {number}" if number > 1 else ""]))
 
 
 def _store_of(process_group: dist.ProcessGroup) -> Any:

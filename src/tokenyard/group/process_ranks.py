@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 
 from tokenyard.errors import InputError, PeerFailed, PeerLost, RankError, shown
-from tokenyard.forkserver import start_forkserver
 from tokenyard.group.base import Group
 from tokenyard.group.devices import let_ranks_share_a_gpu, prepare_process, why_none_may_start
 from tokenyard.group.distributed import FINDING_EACH_OTHER, DistributedGroup, loopback_interface
-from tokenyard.group.readmission import READMISSION, TCPStore, address_of, lineage_of
+from tokenyard.group.forkserver import start_forkserver
+from tokenyard.group.readmission import READMISSION, TCPStore, address_of, group_key_of
 from tokenyard.group.rejoining import rejoin
 
 Result = TypeVar("Result")
@@ -132,14 +132,14 @@ class _Processes:
     def start(self, rank: int, *, fresh: bool = False) -> None:
         """Start a rank; a fresh one takes the place of one that was lost."""
         parent, child = self._context.Pipe()
-        lineage = lineage_of("world", range(len(self._devices)))
+        group_key = group_key_of("world", range(len(self._devices)))
         process = self._context.Process(
             target=_rank_main,
             args=(
                 rank,
                 self._devices,
                 self._store.port,
-                address_of(self._store, lineage) if fresh else None,
+                address_of(self._store, group_key) if fresh else None,
                 self._deadline,
                 self._intra_op,
                 child,

@@ -1,6 +1,6 @@
 """How a fresh process takes the place of a rank that was lost.
 
-The ranks that are left call `group.readmit(lost)`. It puts an *invitation* for each lost rank's seat into the store
+The ranks that are left call `group.readmit(lost)`. It puts an *invitation* for each lost rank's place into the store
 through which the group found together. The fresh process calls `rejoin(address, rank=…)` with the address that
 `group.address` tells on any rank: it waits for its invitation, takes it (an invitation is for one: of two that come,
 one gets an error), and meets the others. The new group has the size, the ranks and the deadline of the old one.
@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from tokenyard.errors import GroupError, InputError, PeerLost, TokenyardError, shown
-from tokenyard.group.roll_call import RollCall, within
+from tokenyard.group.failure_detector import FailureDetector, within
 
 # Seconds in which a fresh rank must have come, and in which it must have been invited: it starts a process, loads
 # libraries and finds a device.
@@ -45,7 +45,7 @@ _TAKEN = b"taken"
 
 
 def check_lost(lost: Sequence[int], rank: int, size: int) -> list[int]:
-    """The ranks whose seats are empty, in their order; raise unless they can be."""
+    """The ranks whose rejoin_store are empty, in their order; raise unless they can be."""
     if not lost or len(set(lost)) < len(lost) or not all(0 <= r < size and r != rank for r in lost):
         raise InputError(
             f"rank {rank} readmits ranks {list(lost)}",
@@ -57,7 +57,7 @@ def check_lost(lost: Sequence[int], rank: int, size: int) -> list[int]:
 
 
 def nobody_invited(rank: int, address: str, waited: float) -> GroupError:
-    """The error of a fresh rank whose seat is not free, or not any more."""
+    """The error of a fresh rank whose place is not free, or not any more."""
     return GroupError(
         f"rank {rank} of {address} was not invited within {waited:.1f} s",
         expected="the other ranks to call `readmit` for this rank, and no other process to have come first",
@@ -85,18 +85,18 @@ class Invitation:
         return cls(**json.loads(encoded))
 
 
-class Seats:
-    """The seats of a group's ranks, in a store that all of them reach, and that a fresh process can find."""
+class RejoinStore:
+    """The invitations to places of a group, in a store that its ranks reach, and that a fresh process can find."""
 
-    def __init__(self, store: Any, lineage: str) -> None:
-        self.store, self.lineage = store, lineage
+    def __init__(self, store: Any, group_key: str) -> None:
+        self.store, self.group_key = store, group_key
 
     def _key(self, rank: int) -> str:
-        return f"tokenyard/{self.lineage}/seat/{rank}"
+        return f"tokenyard/{self.group_key}/place/{rank}"
 
     @contextmanager
     def invited(self, ranks: Sequence[int], invitation: Invitation) -> Iterator[None]:
-        """Inside, these ranks are invited. Whoever has not come when it raises finds the seat closed."""
+        """Inside, these ranks are invited. Whoever has not come when it raises finds the place closed."""
         for rank in ranks:
             self.store.set(self._key(rank), invitation.encode())
         try:
@@ -109,7 +109,7 @@ class Seats:
     def take(self, rank: int, address: str, seconds: float) -> Invitation:
         """Wait for an invitation, and take it."""
         started = time.monotonic()
-        # Of this process alone: the store says what stands there now, to who took the seat and to who came second.
+        # Of this process alone: the store says what stands there now, to who took the place and to who came second.
         taken = _TAKEN + f" by {secrets.token_hex(8)}".encode()
         while (waited := time.monotonic() - started) < seconds:
             if self.store.check([self._key(rank)]):
@@ -131,13 +131,13 @@ def meet(
     seconds: float,
     connecting: float,
     timeout: float,
-    roll: RollCall,
+    detector: FailureDetector,
     gone: Callable[[], dict[int, str]],
 ) -> dist.ProcessGroup:
     """A gloo process group of whoever comes to this meeting in the store, though torch knows no world of them.
 
     All must have come within so many seconds, and then be connected within some more, unless one of them is seen to
-    be gone: before all have come by `gone`, then by the `roll` on which all are. `timeout` is that of gloo's own waits.
+    be gone: before all have come by `gone`, then by the `detector` of those that met. `timeout` is that of gloo.
 
     Torch's own `new_group` serves ranks of one world only, and a fresh process is of no world.
     """
@@ -149,8 +149,8 @@ def meet(
 
     def all_lost(detail: str) -> PeerLost:
         """What all ranks of the meeting say: some may have finished connecting, and wait for the others already."""
-        who = roll.lost(phase=phase, waited=time.monotonic() - started)
-        ended = roll.ended()
+        who = detector.lost(phase=phase, waited=time.monotonic() - started)
+        ended = detector.ended()
         if who and all(one in ended for one in who):
             return lost(who, ended[who[0]], ended=True)
         return lost(who, detail)
@@ -165,10 +165,10 @@ def meet(
         if time.monotonic() - started > seconds:
             raise lost([other for other, key in enumerate(here) if not place.check([key])])
         time.sleep(_PAUSE)
-    roll.read()
+    detector.read()
 
     def look() -> None:
-        if roll.ended() or roll.called():
+        if detector.ended() or detector.called():
             raise all_lost("")
 
     try:
@@ -207,17 +207,17 @@ def name_again(name: str, times: int) -> str:
     return f"{name}/again-{times}"
 
 
-def lineage_of(name: str, global_ranks: Sequence[int], door: str = "") -> str:
+def group_key_of(name: str, global_ranks: Sequence[int], use: str = "") -> str:
     """What a group and all that come after it are called in the store.
 
-    >>> lineage_of("world", [0, 1]), lineage_of("world", [0, 1], "door 2")
-    ('world/0-1', 'world/0-1/door 2')
+    >>> group_key_of("world", [0, 1]), group_key_of("world", [0, 1], "use 2")
+    ('world/0-1', 'world/0-1/use 2')
     """
-    return "/".join(filter(None, [name, "-".join(map(str, global_ranks)), door]))
+    return "/".join(filter(None, [name, "-".join(map(str, global_ranks)), use]))
 
 
-def address_of(store: Any, lineage: str) -> str:
-    """Where a fresh process finds the store, and in it the seats of a group.
+def address_of(store: Any, group_key: str) -> str:
+    """Where a fresh process finds the store, and in it the invitations of a group.
 
     >>> from types import SimpleNamespace
     >>> address_of(SimpleNamespace(path="/tmp/found/together"), "world/0-1")  # as a FileStore has it
@@ -225,9 +225,9 @@ def address_of(store: Any, lineage: str) -> str:
     """
     if hasattr(store, "port"):
         host = f"[{store.host}]" if ":" in store.host else store.host  # as an address of IPv6 is written
-        return f"tcp://{host}:{store.port}#{quote(lineage)}"
+        return f"tcp://{host}:{store.port}#{quote(group_key)}"
     if hasattr(store, "path"):
-        return f"file://{quote(store.path)}#{quote(lineage)}"
+        return f"file://{quote(store.path)}#{quote(group_key)}"
     raise GroupError(
         f"the ranks found each other through a {type(store).__name__}",
         expected="a store that a fresh process can reach: a TCPStore or a FileStore",
@@ -236,23 +236,23 @@ def address_of(store: Any, lineage: str) -> str:
     )
 
 
-def seats_at(address: str, seconds: float) -> Seats:
-    """The seats behind an address. Connects, within so many seconds."""
+def rejoin_store_at(address: str, seconds: float) -> RejoinStore:
+    """The rejoin_store behind an address. Connects, within so many seconds."""
     try:
         parts = urlsplit(address)
-        lineage, port = unquote(parts.fragment), parts.port
+        group_key, port = unquote(parts.fragment), parts.port
     except ValueError as error:
         raise no_address(address) from error
     timeout = timedelta(seconds=seconds)
-    if parts.scheme == "tcp" and parts.hostname and port and lineage:
-        return Seats(TCPStore(parts.hostname, port, is_master=False, timeout=timeout), lineage)
-    if parts.scheme == "file" and parts.path and lineage:
+    if parts.scheme == "tcp" and parts.hostname and port and group_key:
+        return RejoinStore(TCPStore(parts.hostname, port, is_master=False, timeout=timeout), group_key)
+    if parts.scheme == "file" and parts.path and group_key:
         path = unquote(parts.path)
         if not os.path.isfile(path):  # torch would wait for it
             raise FileNotFoundError(f"there is no file {path}")
         store = _FileStore(path, -1)
         store.set_timeout(timeout)
-        return Seats(store, lineage)
+        return RejoinStore(store, group_key)
     raise no_address(address)
 
 
@@ -265,16 +265,16 @@ def no_address(address: object) -> InputError:
     )
 
 
-def invited_at(address: str, rank: int, seconds: float) -> tuple[Seats, Invitation]:
-    """The seats behind an address, and the invitation that is taken there.
+def invited_at(address: str, rank: int, seconds: float) -> tuple[RejoinStore, Invitation]:
+    """The rejoin_store behind an address, and the invitation that is taken there.
 
     All of it takes little more than so many seconds, whatever the store does.
     """
     until = time.monotonic() + seconds
 
-    def come() -> tuple[Seats, Invitation]:
-        seats = seats_at(address, seconds)
-        return seats, seats.take(rank, address, until - time.monotonic())
+    def come() -> tuple[RejoinStore, Invitation]:
+        rejoin_store = rejoin_store_at(address, seconds)
+        return rejoin_store, rejoin_store.take(rank, address, until - time.monotonic())
 
     try:
         return within(seconds + _ANSWER, come)

@@ -1,4 +1,4 @@
-"""The door through which a fresh rank comes in."""
+"""How a fresh rank joins a group that has lost one."""
 
 from __future__ import annotations
 

@@ -61,19 +61,19 @@ class _Verdict:
 class _MeetingPoint:
     """Where the threads of one group meet.
 
-    `before` is the group that this one is, made whole again, with fresh ranks in some of its seats.
+    `before` is the group that this one is, made whole again, with fresh ranks in some of its places.
     """
 
     def __init__(self, size: int, before: _MeetingPoint | None = None, fresh: Sequence[int] = ()) -> None:
         self.size = size
         self.lock = threading.Lock()
-        # By rank: how many have had its seat before. Who leaves one group leaves all in which the seat is still its.
-        taken: tuple[int, ...] = before.seats_taken if before else (0,) * size
-        self.seats_taken: tuple[int, ...] = tuple(had + (rank in fresh) for rank, had in enumerate(taken))
-        self.lineage: _Lineage = before.lineage if before else _Lineage()
-        self.lineage.add(self)
+        # By rank: how many have had its place before. Who leaves one group leaves all in which the place is still its.
+        taken: tuple[int, ...] = before.places_taken if before else (0,) * size
+        self.places_taken: tuple[int, ...] = tuple(had + (rank in fresh) for rank, had in enumerate(taken))
+        self.successors: _Successors = before.successors if before else _Successors()
+        self.successors.add(self)
         self.calls: dict[int, _Call] = {}
-        self.seats = _Seats()
+        self.invitations = _Invitations()
         # Groups hold their meeting points. Those that are gone are not remembered here.
         self.subgroups: weakref.WeakValueDictionary[tuple[tuple[int, ...], int], _MeetingPoint] = (
             weakref.WeakValueDictionary()
@@ -126,8 +126,8 @@ class _MeetingPoint:
     def leave(self, rank: int, why: str) -> None:
         """A rank will not come again: whoever waits for it, now or later, raises at once."""
         self._leave(rank, why)
-        for meeting_point in self.lineage.all():  # who is made after this has seen that the rank is gone
-            if meeting_point is not self and meeting_point.seats_taken[rank] == self.seats_taken[rank]:
+        for meeting_point in self.successors.all():  # who is made after this has seen that the rank is gone
+            if meeting_point is not self and meeting_point.places_taken[rank] == self.places_taken[rank]:
                 meeting_point._leave(rank, why)
 
     def _leave(self, rank: int, why: str) -> None:
@@ -142,7 +142,7 @@ class _MeetingPoint:
                 meeting_point.leave(ranks.index(rank), why)
 
 
-class _Lineage:
+class _Successors:
     """A group and those that came after it, made whole again, as far as they are still held by somebody."""
 
     def __init__(self) -> None:
@@ -158,14 +158,14 @@ class _Lineage:
             return list(self._meeting_points)
 
 
-class _Seats:
-    """The seats of a group's ranks, where fresh threads wait to be invited."""
+class _Invitations:
+    """The invitations to the places of lost ranks, for which fresh threads wait."""
 
     def __init__(self) -> None:
         self.address = f"threads:{secrets.token_hex(8)}"
         self.changed = threading.Condition()
         self.invited: dict[int, ThreadGroup] = {}  # by rank: the group as the fresh rank will see it
-        _open_seats[self.address] = self
+        _open_invitations[self.address] = self
 
     def take(self, rank: int, seconds: float) -> ThreadGroup:
         """Wait for an invitation, and take it."""
@@ -175,7 +175,7 @@ class _Seats:
             return self.invited.pop(rank)
 
 
-_open_seats: weakref.WeakValueDictionary[str, _Seats] = weakref.WeakValueDictionary()
+_open_invitations: weakref.WeakValueDictionary[str, _Invitations] = weakref.WeakValueDictionary()
 
 
 class ThreadGroup(Group):
@@ -188,12 +188,12 @@ class ThreadGroup(Group):
         name: str,
         deadline: float,
         device: torch.device,
-        seats: _Seats | None = None,
+        invitations: _Invitations | None = None,
     ) -> None:
         self.rank, self.size = rank, meeting_point.size
         self.name, self.deadline, self.device = name, deadline, device
         self._meeting_point = meeting_point
-        self._seats = seats or meeting_point.seats
+        self._invitations = invitations or meeting_point.invitations
         self._calls = self._readmissions = 0
         self._splits: dict[tuple[int, ...], int] = {}
         self._closed = False
@@ -299,13 +299,13 @@ class ThreadGroup(Group):
 
     @property
     def address(self) -> str:
-        return self._seats.address
+        return self._invitations.address
 
     def readmit(self, lost: Sequence[int], *, seconds: float = READMISSION) -> ThreadGroup:
         empty = check_lost(lost, self.rank, self.size)
         self._readmissions += 1
         name = name_again(self.name, self._readmissions)
-        parent, seats = self._meeting_point, self._seats
+        parent, invitations = self._meeting_point, self._invitations
         with parent.lock:
             found = parent.readmissions.get(self._readmissions)
             meeting_point = found or _MeetingPoint(self.size, parent, empty)
@@ -314,19 +314,19 @@ class ThreadGroup(Group):
         for rank, why in gone:
             meeting_point.leave(rank, why)
 
-        def seat(rank: int) -> ThreadGroup:
-            return ThreadGroup(rank, meeting_point, name, self.deadline, self.device, seats)
+        def invited_group(rank: int) -> ThreadGroup:
+            return ThreadGroup(rank, meeting_point, name, self.deadline, self.device, invitations)
 
         if found is None:
-            with seats.changed:
-                seats.invited |= {rank: seat(rank) for rank in empty}
-                seats.changed.notify_all()
+            with invitations.changed:
+                invitations.invited |= {rank: invited_group(rank) for rank in empty}
+                invitations.changed.notify_all()
         try:
-            return seat(self.rank)._met(seconds)
+            return invited_group(self.rank)._met(seconds)
         except BaseException:
-            with seats.changed:
-                for rank in [r for r, g in seats.invited.items() if g._meeting_point is meeting_point]:
-                    del seats.invited[rank]
+            with invitations.changed:
+                for rank in [r for r, g in invitations.invited.items() if g._meeting_point is meeting_point]:
+                    del invitations.invited[rank]
             raise
 
     def _met(self, seconds: float) -> ThreadGroup:
@@ -346,14 +346,14 @@ class ThreadGroup(Group):
 
 def rejoin_threads(address: str, rank: int, *, seconds: float) -> ThreadGroup:
     """Take the place of a lost rank, in this thread."""
-    seats = _open_seats.get(address)
-    if seats is None:
+    invitations = _open_invitations.get(address)
+    if invitations is None:
         raise InputError(
             f"address is {address!r}",
             expected="the address of a group of threads in this process",
             fix="pass what `group.address` says on a rank of the group",
         )
-    return seats.take(rank, seconds)._met(seconds)
+    return invitations.take(rank, seconds)._met(seconds)
 
 
 def thread_groups(

@@ -33,15 +33,15 @@ from typing import Any
 import torch
 
 from tokenyard.checkpoints import recipe_inner
+from tokenyard.checkpoints.families import FAMILIES, Config, Family, top_k, unknown_family
 from tokenyard.errors import InputError, TokenyardError, shown
 from tokenyard.experts import Experts
 from tokenyard.experts.base import WEIGHT_DTYPES
-from tokenyard.families import FAMILIES, Config, Family, top_k, unknown_family
 from tokenyard.formats import Format
 from tokenyard.formats.base import ROW_DTYPES, dtype_name
-from tokenyard.placement import MOST_EXPERTS, Placement
-from tokenyard.routing import Router
-from tokenyard.spec import LayerSpec
+from tokenyard.planning.spec import LayerSpec
+from tokenyard.routing import Placement, Router
+from tokenyard.routing.placement import MOST_EXPERTS
 
 # More than any model has; a file with a slip of the keyboard must not fill the memory.
 _MOST_LAYERS = 4096

@@ -28,6 +28,7 @@ Rules that all of them keep:
 Whether the weight is applied on an expert's input or on its output is the experts' business.
 """
 
+from tokenyard.routing.placement import PLACEMENTS, Placement, placement_for
 from tokenyard.routing.routers import (
     ROUTERS,
     GroupedSigmoidRouter,
@@ -40,13 +41,16 @@ from tokenyard.routing.routers import (
 from tokenyard.routing.routes import Routes, is_scaling
 
 __all__ = [
+    "PLACEMENTS",
     "ROUTERS",
     "GroupedSigmoidRouter",
+    "Placement",
     "Router",
     "Routes",
     "SoftmaxRouter",
     "SqrtSoftplusRouter",
     "TopLogitsRouter",
     "is_scaling",
+    "placement_for",
     "router_class",
 ]

@@ -8,7 +8,7 @@ from tests.museum.exhibit import ExchangeCheck, Exhibit, Room
 from tokenyard.exchange import base
 from tokenyard.exchange.base import Exchange
 from tokenyard.exchange.cargo import Outgoing
-from tokenyard.placement import Placement
+from tokenyard.routing import Placement
 
 
 def nobody_sent_to_rank_zero(patch):

@@ -59,7 +59,7 @@ def reduced_twice_over_experts(patch):
 
 
 def routed_scaling_twice(patch):
-    from tokenyard import layer
+    from tokenyard.layer import moe_layer as layer
 
     right = layer.route
 

@@ -10,9 +10,9 @@ from tests.museum.exhibit import PLAIN, AlwaysOn, ExchangeCheck, Exhibit, Refusa
 from tokenyard.exchange import OneSidedExchange
 from tokenyard.exchange.base import Exchange
 from tokenyard.exchange.one_sided.exchange import Workspace
+from tokenyard.exchange.workspace import Region
 from tokenyard.formats import Bf16
-from tokenyard.placement import Placement
-from tokenyard.workspace import Region
+from tokenyard.routing import Placement
 
 
 def sized_for_one_format(patch):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-from tokenyard.workspace import Region, round_up
+from tokenyard.exchange.workspace import Region, round_up
 
 STATE, VERDICT, ROUND, COMBINED, ARRIVED, PLACED, LEFT = range(7)
 STATUS = 8

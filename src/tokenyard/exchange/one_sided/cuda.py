@@ -32,6 +32,7 @@ from tokenyard.exchange.one_sided.control import STATUS, WORD, ControlLayout, Tr
 from tokenyard.exchange.one_sided.exchange import OneSidedExchange
 from tokenyard.exchange.one_sided.graphs import CapturedGraphs
 from tokenyard.exchange.one_sided.launches import LAYER_BITS, Crossing, Encoding, Launcher
+from tokenyard.exchange.workspace import WorkspaceLayout
 from tokenyard.formats.base import EncodedRows
 from tokenyard.group.base import Group
 from tokenyard.group.one_thread import by_one_thread
@@ -46,7 +47,6 @@ from tokenyard.rows import (
     ReceivedRows,
     RoutingLogits,
 )
-from tokenyard.workspace import WorkspaceLayout
 
 # Seconds in which one rank may compile while the others wait, whatever the deadline of other waits.
 COMPILING = 900.0

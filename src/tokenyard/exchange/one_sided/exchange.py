@@ -34,11 +34,11 @@ from tokenyard.exchange.one_sided.control import MOST_RANKS
 from tokenyard.exchange.one_sided.guarded import WorkspaceWatch
 from tokenyard.exchange.one_sided.signals import Signals, control_bytes
 from tokenyard.exchange.watch import Watch
+from tokenyard.exchange.workspace import LayerBytes, Region, SlotLayout, WorkspaceLayout, as_bytes
 from tokenyard.formats.base import EncodedRows
 from tokenyard.group.base import Group
 from tokenyard.routing import Routes
 from tokenyard.rows import CombineBuffer, LocalRoutes, PlacedRows, ReceivedRows
-from tokenyard.workspace import LayerBytes, Region, SlotLayout, WorkspaceLayout, as_bytes
 
 # CPUs on which plain aligned stores become visible in the order in which they were made.
 _ORDERED_CPUS = ("x86_64", "AMD64", "i686")

@@ -24,9 +24,9 @@ from torch import Tensor
 from tokenyard.errors import Corrupted, PeerLost
 from tokenyard.exchange.cargo import SEAL, Cargo, Dispatched
 from tokenyard.exchange.watch import ParanoidWatch
+from tokenyard.exchange.workspace import SlotLayout
 from tokenyard.formats.base import EncodedRows
 from tokenyard.group.base import Group
-from tokenyard.workspace import SlotLayout
 
 if TYPE_CHECKING:
     from tokenyard.exchange.one_sided.exchange import Workspace

@@ -26,10 +26,10 @@ from tokenyard.exchange.one_sided.kernels import flags as flags_room
 from tokenyard.exchange.one_sided.kernels import numerics
 from tokenyard.exchange.one_sided.kernels import pull as pull_room
 from tokenyard.exchange.one_sided.kernels import push as push_room
+from tokenyard.exchange.workspace import SlotLayout, WorkspaceLayout
 from tokenyard.formats import Fp8Block128, Mxfp8, Nvfp4, PlainFormat
 from tokenyard.formats.base import EncodedRows, Format
-from tokenyard.placement import Placement
-from tokenyard.workspace import SlotLayout, WorkspaceLayout
+from tokenyard.routing import Placement
 
 # Tokens up to which every block finds the slots of its own row.
 LONGEST_WHOLE = 64

@@ -6,9 +6,9 @@
 The rooms, from the model inwards:
 
 - `expert_modules`: the experts modules of a model, as layers of a plan.
-- `loading` and `sources`: models without experts, and where a rank's own experts come from.
+- `loading` and `weight_sources`: models without experts, and where a rank's own experts come from.
 - `sharding`: `shard_experts`, `load_sharded`, and the model that they give.
-- `turns`: passes that ranks make together, though each has its own number of them.
+- `synchronized_passes`: passes that ranks make together, though each has its own number of them.
 - `reports`: what moved, layer by layer.
 - `one_rank`: our experts in Transformers' registry, for models that are not sharded.
 """
@@ -22,7 +22,7 @@ except ImportError as error:
         "tokenyard.integrations.transformers needs transformers 5.17 or newer: pip install 'tokenyard[transformers]'"
     ) from error
 
-from tokenyard.integrations.transformers import one_rank
+from tokenyard.integrations.transformers import registry_backend
 from tokenyard.integrations.transformers.loading import experts_left_out, load_without_experts
 from tokenyard.integrations.transformers.reports import LayerReport
 from tokenyard.integrations.transformers.sharding import (
@@ -32,7 +32,7 @@ from tokenyard.integrations.transformers.sharding import (
     shard_experts,
 )
 
-one_rank.register()
+registry_backend.register()
 
 __all__ = [
     "LayerReport",

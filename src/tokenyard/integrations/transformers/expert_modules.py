@@ -19,13 +19,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from tokenyard.checkpoints.families import FAMILIES, Config, unknown_family
 from tokenyard.errors import InputError
 from tokenyard.experts import Activation, ExpertWeights
 from tokenyard.experts.base import WEIGHT_DTYPES
-from tokenyard.families import FAMILIES, Config, unknown_family
 from tokenyard.formats.base import dtype_name
+from tokenyard.planning.spec import LayerSpec
 from tokenyard.rows import describe
-from tokenyard.spec import LayerSpec
 
 # Our names of an experts module's weights, and the module's own.
 FIELDS = {"w13": "gate_up_proj", "w2": "down_proj", "b13": "gate_up_proj_bias", "b2": "down_proj_bias"}

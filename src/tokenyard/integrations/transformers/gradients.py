@@ -1,4 +1,4 @@
-"""Sharded experts, like those of a layer, have no gradients: see `tokenyard.gradients`."""
+"""Sharded experts, like those of a layer, have no gradients: see `tokenyard.layer.gradients`."""
 
 from __future__ import annotations
 

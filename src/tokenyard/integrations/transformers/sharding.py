@@ -21,23 +21,22 @@ import torch
 from torch import Tensor, nn
 
 from tokenyard.checkpoints import Checkpoint, open_together
-from tokenyard.drafting import draft
 from tokenyard.exchange import Exchange
 from tokenyard.experts import ExpertWeights
 from tokenyard.formats import Format
-from tokenyard.gradients import without_gradient
 from tokenyard.group import Group, make_together
 from tokenyard.integrations.transformers.expert_modules import ExpertModule, expert_modules
 from tokenyard.integrations.transformers.gradients import no_gradient
 from tokenyard.integrations.transformers.loading import fill_shared, load_without_experts
 from tokenyard.integrations.transformers.reports import LayerReport, Stopwatch, layer_reports
-from tokenyard.integrations.transformers.sources import Sources
-from tokenyard.integrations.transformers.turns import Turns
+from tokenyard.integrations.transformers.synchronized_passes import SynchronizedPasses
+from tokenyard.integrations.transformers.weight_sources import WeightSources
 from tokenyard.layer import MoELayer
-from tokenyard.placement import Placement
-from tokenyard.planner import Plan, plan
-from tokenyard.routing import Routes
-from tokenyard.spec import LayerSpec
+from tokenyard.layer.gradients import without_gradient
+from tokenyard.planning.drafting import draft
+from tokenyard.planning.planner import Plan, plan
+from tokenyard.planning.spec import LayerSpec
+from tokenyard.routing import Placement, Routes
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -73,9 +72,9 @@ def shard_experts(
     """
     opened = open_together(checkpoint, group) if isinstance(checkpoint, str | Path) else checkpoint
 
-    def read() -> tuple[list[ExpertModule], list[LayerSpec], Sources]:
+    def read() -> tuple[list[ExpertModule], list[LayerSpec], WeightSources]:
         modules = expert_modules(model)
-        sources = Sources(opened, weights, inner)
+        sources = WeightSources(opened, weights, inner)
         specs = [
             replace(
                 sources.spec(module),
@@ -93,7 +92,7 @@ def shard_experts(
 
     (modules, specs, sources), _ = make_together(group, "reading the model", read, seconds=LOADING_DEADLINE)
     made = plan(specs, group, exchange=exchange, max_tokens=max_tokens)
-    turns = Turns(made, [module.name for module in modules])
+    passes = SynchronizedPasses(made, [module.name for module in modules])
 
     def take() -> list[ShardedExperts]:
         if sources.checkpoint is not None:
@@ -104,7 +103,7 @@ def shard_experts(
                 progress(index, len(modules))
             experts.append(
                 ShardedExperts(
-                    made, module.name, sources.take(module, group.device), index=index, turns=turns
+                    made, module.name, sources.take(module, group.device), index=index, passes=passes
                 )
             )
             module.replace_by(experts[-1])  # the memory of the others' experts is free now
@@ -117,7 +116,7 @@ def shard_experts(
     except BaseException:
         made.close()
         raise
-    return ShardedModel(model, made, turns, experts)
+    return ShardedModel(model, made, passes, experts)
 
 
 def load_sharded(
@@ -144,12 +143,14 @@ class ShardedExperts(nn.Module):
     """Stands in the place of a model's experts module, and is called as that is."""
 
     index: int  # the number of the layer among the MoE layers of the model
-    turns: Turns  # the passes that ranks make together
+    passes: SynchronizedPasses  # the passes that ranks make together
 
-    def __init__(self, made: Plan, name: str, weights: ExpertWeights, *, index: int, turns: Turns) -> None:
+    def __init__(
+        self, made: Plan, name: str, weights: ExpertWeights, *, index: int, passes: SynchronizedPasses
+    ) -> None:
         super().__init__()
         self.layer = MoELayer(made, name, weights, adopt=True)  # the layer that runs the experts
-        self.index, self.turns = index, turns
+        self.index, self.passes = index, passes
         self.stopwatch = Stopwatch(self.layer.experts)  # counts the seconds of the experts
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -163,7 +164,7 @@ class ShardedExperts(nn.Module):
             topk_weights_TK=weights_TK,
             scaled_by=self.layer.wiring.cargo.routed_scaling,
         )
-        if torch.compiler.is_compiling() and not self.turns.meeting:
+        if torch.compiler.is_compiling() and not self.passes.meeting:
             y_TH: Tensor = self.layer(x_TH, routes)  # one operator, which knows about gradients
         else:
             y_TH = without_gradient(self._in_parts(x_TH, routes), [x_TH], no_gradient)
@@ -172,12 +173,12 @@ class ShardedExperts(nn.Module):
     @_never_compiled  # meetings with other ranks are no part of a graph
     @torch.no_grad()
     def _in_parts(self, x_TH: Tensor, routes: Routes) -> Tensor:
-        with self.turns.layer(self.index, x_TH.shape[0]) as parts:
+        with self.passes.layer(self.index, x_TH.shape[0]) as parts:
             if parts == 1:
                 return self.layer(x_TH, routes)  # type: ignore[no-any-return]
             y_TH = torch.empty_like(x_TH)
             for part in range(parts):
-                rows = slice(part * self.turns.max_tokens, (part + 1) * self.turns.max_tokens)
+                rows = slice(part * self.passes.max_tokens, (part + 1) * self.passes.max_tokens)
                 some = Routes(
                     topk_ids_TK=routes.topk_ids_TK[rows],
                     topk_weights_TK=routes.topk_weights_TK[rows],
@@ -214,21 +215,23 @@ class ShardedModel:
     plan: Plan  # the plan that serves its layers
     group: Group  # the ranks that share the experts
 
-    def __init__(self, model: nn.Module, made: Plan, turns: Turns, experts: list[ShardedExperts]) -> None:
+    def __init__(
+        self, model: nn.Module, made: Plan, passes: SynchronizedPasses, experts: list[ShardedExperts]
+    ) -> None:
         self.model: Any = model  # the model that was given
         self.plan, self.group = made, made.group
         self.experts = experts  # the modules that took the place of the model's experts
-        self._turns = turns
+        self._passes = passes
 
     @property
     def layers(self) -> list[str]:
         """The names of the MoE layers, in order."""
-        return list(self._turns.layers)
+        return list(self._passes.layers)
 
     @property
     def passes_made(self) -> int:
         """Passes that this rank took part in, those without tokens of its own included."""
-        return self._turns.passes
+        return self._passes.passes
 
     def __call__(self, input_ids: Tensor | None = None, **arguments: Any) -> Any:
         """One pass of the model. Collective: a rank without sequences passes none, and gets None.
@@ -237,14 +240,14 @@ class ShardedModel:
         """
         ids = input_ids if input_ids is not None else arguments.get("inputs_embeds")
         if ids is None or ids.shape[0] == 0:
-            if not self._turns.meeting:  # else the others' passes are served at the end
+            if not self._passes.meeting:  # else the others' passes are served at the end
                 self._take_part(1)
             return None
         return self.model(input_ids, **arguments)
 
     def _take_part(self, parts: int) -> None:
         """A pass in which this rank has no tokens."""
-        with self._turns.empty_pass():
+        with self._passes.empty_pass():
             for experts in self.experts:
                 experts.take_part(parts)
 
@@ -259,10 +262,10 @@ class ShardedModel:
                 for batch in my_batches:
                     logits = model(batch).logits
         """
-        with self._turns.meetings():
+        with self._passes.meetings():
             yield self.model
-            while not self._turns.all_done():
-                self._take_part(self._turns.parts)
+            while not self._passes.all_done():
+                self._take_part(self._passes.parts)
 
     def serve(self) -> None:
         """Take part in the passes of the others, with nothing of this rank's own, until all are done."""

@@ -23,10 +23,10 @@ from tokenyard.integrations.vllm.interface import (
     declared_quantization,
     same_formula,
 )
-from tokenyard.planner import Plan
-from tokenyard.receiver import build_experts, run_experts
+from tokenyard.layer.receiver import build_experts, run_experts
+from tokenyard.planning.planner import Plan
+from tokenyard.planning.wiring import Wiring
 from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows, describe
-from tokenyard.wiring import Wiring
 
 
 class TokenyardExperts(ExpertsOfVllm):

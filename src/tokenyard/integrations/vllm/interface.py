@@ -14,10 +14,10 @@ from torch import Tensor
 from tokenyard.duties import Duty, Party
 from tokenyard.errors import ContractError, InputError
 from tokenyard.experts import ACTIVATIONS, Activation
-from tokenyard.placement import Placement
-from tokenyard.planner import Plan
+from tokenyard.planning.planner import Plan
+from tokenyard.planning.wiring import Wiring
+from tokenyard.routing import Placement
 from tokenyard.rows import describe
-from tokenyard.wiring import Wiring
 
 _FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 # What vLLM calls an activation, as a value of its enum or (before there was one) as a plain string.

@@ -22,11 +22,11 @@ from tokenyard.integrations.vllm.interface import (
     check_layer,
     check_weight_on,
 )
-from tokenyard.planner import Plan
+from tokenyard.layer.sender import check_rows
+from tokenyard.planning.planner import Plan
+from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Routes
 from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows, UnfinalizedRows, describe
-from tokenyard.sender import check_rows
-from tokenyard.wiring import Wiring
 
 
 class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):

@@ -1,0 +1,341 @@
+"""How the model families of Hugging Face write down their MoE layers.
+
+A `Family` says under which key a `config.json` keeps its number of experts, which of its layers are MoE, how
+it routes and what a missing key means; `FAMILIES` holds one for each `model_type`. Defaults are those of the
+family's config class in transformers, and a test holds the two against each other. `Config` reads values by
+key, with the type that they must have, and its errors name the key, the file and the family.
+
+Whatever reads a config refuses a family that is not here with `unknown_family`, and a formula that is not here with
+`Config.choice`: what was found, and all that is known. Neither advises another name: that would be another model.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tokenyard.errors import InputError, UnknownName, shown
+from tokenyard.experts import ACTIVATIONS, Activation
+from tokenyard.routing import GroupedSigmoidRouter, Router, SoftmaxRouter, TopLogitsRouter
+
+# No size of a model is larger; a file with a slip of the keyboard must not fill the memory.
+_LARGEST = 2**31 - 1
+
+# What `hidden_act` says of the gate of an expert. All families here multiply it by the up projection.
+HIDDEN_ACTS: dict[str, Activation] = {
+    "silu": ACTIVATIONS["swiglu"],
+    "swish": ACTIVATIONS["swiglu"],
+    "gelu": ACTIVATIONS["gelu"],
+    "gelu_new": ACTIVATIONS["gelu_tanh"],
+    "gelu_pytorch_tanh": ACTIVATIONS["gelu_tanh"],
+    "relu2": Activation(name="relu2", gated=True),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The values of one file, read by key with the type that they must have."""
+
+    values: Mapping[str, Any]  # what is in the file
+    source: str  # the name of the file in errors
+    family: str  # the `model_type`
+    defaults: Mapping[str, Any]  # values of keys that the file may lack
+
+    def get(self, key: str) -> Any:
+        """The value, the family's default, or None."""
+        value = self.values.get(key)
+        return self.defaults.get(key) if value is None else value
+
+    def whole(self, *keys: str, least: int = 1, most: int = _LARGEST) -> int:
+        """A whole number, under the first of the keys that is there."""
+        key = next((key for key in keys if self.get(key) is not None), keys[0])
+        value = self.get(key)
+        if not _is_whole(value, least, most):
+            raise self.wrong(key, value, f"a whole number from {least} to {most}", also=keys[1:])
+        return int(value)
+
+    def positive(self, key: str) -> float:
+        """A finite number above 0."""
+        value = self.get(key)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not 0 < value <= sys.float_info.max:
+            raise self.wrong(key, value, "a positive number")
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        """true or false."""
+        value = self.get(key)
+        if not isinstance(value, bool):
+            raise self.wrong(key, value, "true or false")
+        return value
+
+    def choice(self, key: str, choices: Mapping[str, Any]) -> Any:
+        """What one of some names stands for."""
+        value = self.get(key)
+        expected = f"one of {', '.join(choices)}"
+        if not isinstance(value, str):
+            raise self.wrong(key, value, expected)
+        if value not in choices:
+            raise UnknownName(
+                f"{self.source} ({self.family}) has {key}={shown(value)}, which is not known to tokenyard",
+                expected=expected,
+                fix=f"use a model with one of these: another {key!r} in the file would be another model",
+            )
+        return choices[value]
+
+    def indices(self, key: str) -> list[int]:
+        """A list of layer numbers; absent is empty."""
+        value = self.get(key)
+        value = [] if value is None else value
+        if not isinstance(value, list) or not all(_is_whole(index, 0) for index in value):
+            raise self.wrong(key, value, "a list of layer numbers")
+        return value
+
+    def wrong(self, key: str, value: object, expected: str, also: tuple[str, ...] = ()) -> InputError:
+        """The error for a value that does not fit, or is not there."""
+        found = f"{self.source} ({self.family})"
+        if value is None:
+            other = "".join(f" (or {name!r})" for name in also)
+            return InputError(
+                f"{found} has no {key!r}{other}",
+                expected=expected,
+                fix=f"add {key!r} to the file, or check that its model_type is {self.family!r}",
+            )
+        return InputError(
+            f"{found} has {key}={shown(value)}", expected=expected, fix=f"mend {key!r} in the file"
+        )
+
+
+# --- Which layers are MoE, and how they route -------------------------------------------------------------
+
+
+def _every_layer(config: Config, index: int) -> bool:
+    return True
+
+
+def _sparse_steps(config: Config, index: int) -> bool:
+    """Qwen: every `decoder_sparse_step`-th layer, but for those listed as plain."""
+    step = config.whole("decoder_sparse_step")
+    return (index + 1) % step == 0 and index not in config.indices("mlp_only_layers")
+
+
+def _after_dense(config: Config, index: int) -> bool:
+    """DeepSeek: the first k layers are dense. Newer files list every layer's kind instead."""
+    kinds = config.get("mlp_layer_types")
+    if kinds is not None:
+        if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+            raise config.wrong("mlp_layer_types", kinds, "a list with the kind of each layer")
+        if index < len(kinds):
+            return bool(kinds[index] != "dense")
+    first, every = config.whole("first_k_dense_replace", least=0), config.whole("moe_layer_freq")
+    return index >= first and index % every == 0
+
+
+def _renormalized_softmax(config: Config) -> Router | None:
+    return SoftmaxRouter(top_k(config), renormalize=True)
+
+
+def _softmax(config: Config) -> Router | None:
+    return SoftmaxRouter(top_k(config), renormalize=config.flag("norm_topk_prob"))
+
+
+def _softmax_v2(config: Config) -> Router | None:
+    """DeepSeek-V2: a scaled softmax. Its choice by groups, and renormalizing (which its two reference
+    implementations do differently), are the caller's."""
+    config.choice("scoring_func", {"softmax": None})
+    greedy = config.choice("topk_method", {"greedy": True, "group_limited_greedy": False})
+    if not greedy or config.flag("norm_topk_prob"):
+        return None
+    scaling = config.positive("routed_scaling_factor")
+    return SoftmaxRouter(top_k(config), renormalize=False, routed_scaling=scaling)
+
+
+def _top_logits(config: Config) -> Router | None:
+    return TopLogitsRouter(top_k(config))
+
+
+def _grouped_sigmoid(config: Config) -> Router | None:
+    config.choice("scoring_func", {"sigmoid": None})
+    # In the file of a model without groups, null says so.
+    groups = {
+        key: 1 if key in config.values and config.values[key] is None else config.whole(key)
+        for key in ("n_group", "topk_group")
+    }
+    return GroupedSigmoidRouter(
+        top_k(config),
+        renormalize=config.flag("norm_topk_prob"),
+        routed_scaling=config.positive("routed_scaling_factor"),
+        num_groups=groups["n_group"],
+        topk_groups=groups["topk_group"],
+    )
+
+
+def top_k(config: Config) -> int:
+    """K, the experts per token."""
+    return config.whole("num_experts_per_tok")
+
+
+def _hidden_act(config: Config) -> Activation:
+    act: Activation = config.choice("hidden_act", HIDDEN_ACTS)
+    return act
+
+
+def _clamped_swiglu(config: Config) -> Activation:
+    constants = {"limit": config.positive("swiglu_limit"), "alpha": config.positive("swiglu_alpha")}
+    base = ACTIVATIONS["swiglu_clamped"]
+    return replace(base, parameters=tuple({**dict(base.parameters), **constants}.items()))
+
+
+# --- The families -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """How the models of one `model_type` write down their MoE layers."""
+
+    num_experts: tuple[str, ...]  # the keys that may hold the number of experts, the usual one first
+    intermediate_size: str = "moe_intermediate_size"  # the key that holds the width of an expert
+    is_moe: Callable[[Config, int], bool] = _every_layer  # whether the layer of this number is MoE
+    router: Callable[[Config], Router | None]  # the router that a config describes; None: the caller's
+    activation: Callable[[Config], Activation] = _hidden_act  # the activation that a config describes
+    bias: bool = False  # whether experts have biases
+    # The number of prediction layers behind the last one, where the family has them.
+    prediction_layers: str | None = None
+    # Values of keys that a file may lack.
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+_QWEN = Family(
+    num_experts=("num_experts", "num_local_experts"),
+    is_moe=_sparse_steps,
+    router=_softmax,
+    defaults={"hidden_act": "silu", "decoder_sparse_step": 1, "norm_topk_prob": False},
+)
+_DEEPSEEK_V3 = Family(
+    num_experts=("n_routed_experts", "num_local_experts"),
+    is_moe=_after_dense,
+    router=_grouped_sigmoid,
+    prediction_layers="num_nextn_predict_layers",
+    defaults={
+        "hidden_act": "silu",
+        "first_k_dense_replace": 3,
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "num_nextn_predict_layers": 1,
+    },
+)
+_GLM4 = replace(
+    _DEEPSEEK_V3,
+    defaults={
+        **_DEEPSEEK_V3.defaults,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+)
+
+# The families by `model_type`.
+FAMILIES: dict[str, Family] = {
+    "mixtral": Family(
+        num_experts=("num_local_experts", "num_experts"),
+        intermediate_size="intermediate_size",
+        router=_renormalized_softmax,
+        defaults={"hidden_act": "silu"},
+    ),
+    "qwen2_moe": _QWEN,
+    "qwen3_moe": _QWEN,
+    "qwen3_next": replace(_QWEN, defaults={**_QWEN.defaults, "norm_topk_prob": True}),
+    "qwen3_vl_moe_text": replace(_QWEN, router=_renormalized_softmax),
+    "deepseek_v2": Family(
+        num_experts=("n_routed_experts", "num_experts"),
+        is_moe=_after_dense,
+        router=_softmax_v2,
+        defaults={
+            "hidden_act": "silu",
+            "first_k_dense_replace": 0,
+            "moe_layer_freq": 1,
+            "scoring_func": "softmax",
+            "topk_method": "greedy",
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+        },
+    ),
+    "deepseek_v3": _DEEPSEEK_V3,
+    "deepseek_v32": replace(_DEEPSEEK_V3, defaults={**_DEEPSEEK_V3.defaults, "num_nextn_predict_layers": 0}),
+    "kimi_k2": _DEEPSEEK_V3,
+    "glm4_moe": _GLM4,
+    "glm4v_moe_text": replace(_GLM4, prediction_layers=None),
+    "gpt_oss": Family(
+        num_experts=("num_local_experts", "num_experts"),
+        intermediate_size="intermediate_size",
+        router=_top_logits,
+        activation=_clamped_swiglu,
+        bias=True,
+        defaults={"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+    ),
+    "olmoe": Family(
+        num_experts=("num_experts", "num_local_experts"),
+        intermediate_size="intermediate_size",
+        router=_softmax,
+        defaults={"hidden_act": "silu", "norm_topk_prob": False},
+    ),
+    "minimax_m2": Family(
+        num_experts=("num_local_experts", "num_experts"),
+        intermediate_size="intermediate_size",
+        router=_grouped_sigmoid,
+        defaults={
+            "hidden_act": "silu",
+            "scoring_func": "sigmoid",
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+}
+
+
+def _is_whole(value: object, least: int, most: int = _LARGEST) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def unknown_family(
+    values: Mapping[str, Any], source: str, *, experts: bool = False, why: str = ""
+) -> UnknownName:
+    """The error for a config whose `model_type` is none of `FAMILIES`. Everything that reads a config raises it.
+
+    `experts` says that tensors or modules show experts, whatever the config says. `why` tells what else was found.
+
+    >>> print(unknown_family({"model_type": "jamba", "num_experts": 16}, "config.json"))  # doctest: +ELLIPSIS
+    config.json has model_type 'jamba', which is not known to tokenyard; expected one of deepseek_v2, ...
+    >>> print(unknown_family({"model_type": "llama"}, "config.json").found)
+    config.json has model_type 'llama', which is not known to tokenyard: a dense model, without experts
+    """
+    dense = not experts and not _counts_experts(values)
+    found = f"{source} has model_type {shown(values.get('model_type'))}, which is not known to tokenyard"
+    return UnknownName(
+        found
+        + (": a dense model, without experts" if dense else "")
+        + (f" ({why})" if why and not dense else ""),
+        expected=f"one of {', '.join(sorted(FAMILIES))}",
+        fix="use a model with experts: a dense one needs no expert parallelism"
+        if dense
+        else "use a model of one of these families, or declare this one in `tokenyard.checkpoints.families.FAMILIES`",
+    )
+
+
+def _counts_experts(values: Mapping[str, Any]) -> bool:
+    """Whether a config, of whatever family, has a number of experts that is not 0. Parts of a model count, too."""
+    return any(
+        _counts_experts(value)
+        if isinstance(value, Mapping)
+        else "expert" in str(key) and "per_tok" not in str(key) and type(value) in (int, list) and bool(value)
+        for key, value in values.items()
+    )

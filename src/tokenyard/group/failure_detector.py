@@ -1,0 +1,243 @@
+"""Who is lost, when a wait of a group has failed: found out together, so that all ranks name the same.
+
+A library underneath says at most that a connection closed, and often only to some of the ranks; the others wait on,
+or are in another call already. So a rank whose wait fails *asks who is there*, in the store through which the group
+found together, and the others, who look there while they wait, answer. Lost is
+
+1. whose process is gone, as a rank on the same host can see for itself; if there is none,
+2. who has not answered within a second; if all have,
+3. who came too late: an answer says how long its rank has waited, so it tells when each one came. Who came a deadline
+   after the first did not come in time.
+
+The first verdict stands: every rank raises the same, and a stopped rank that wakes up reads that it was given up. A
+rank that computes while another dies is not blamed, however long it computes, where the dead one's host has a rank
+that waits. The store may be gone, too, with its host: a look into it takes two seconds at most, and then nobody can
+tell.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar, cast
+
+Answer = TypeVar("Answer")
+
+# Seconds in which the other waiting ranks answer. They look for the question every `LOOK` seconds.
+ANSWERING = 1.0
+LOOK = 0.1
+# Seconds that one look into the store may take: a round trip, on a busy machine. The store's own limit is that of
+# finding each other, which is longer.
+_STORE = 2.0
+# Seconds after which a store that did not answer is asked again by ranks that wait: its link may have been mended.
+_AGAIN = 60.0
+_PAUSE = 0.02
+# Seconds by which the times at which answers are seen may be off. A shorter deadline is known to a third of it.
+_UNSURE = 0.1
+# What nobody writes into the store: it answers with this word where there is nothing to compare with.
+_ABSENT = "absent"
+
+
+def within(
+    seconds: float, question: Callable[[], Answer], *, look: Callable[[], None] = lambda: None
+) -> Answer:
+    """What a question brings that may be left without an answer; `TimeoutError` after so many seconds.
+
+    The client of a store waits without an end, also where the link is cut and no answer can come. So it is a thread
+    that asks, and it is left behind. Meanwhile `look` is called now and then, and may raise.
+    """
+    answers: queue.SimpleQueue[tuple[Answer, None] | tuple[None, Exception]] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put((question(), None))
+        except Exception as error:
+            answers.put((None, error))
+
+    threading.Thread(target=ask, name="question", daemon=True).start()
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            answer, error = answers.get(timeout=max(0.0, min(LOOK, until - time.monotonic())))
+            break
+        except queue.Empty:
+            if time.monotonic() >= until:
+                raise TimeoutError(f"no answer within {seconds:.1f} s") from None
+        look()
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del error  # or it would hold, by way of its traceback, what it passed through
+    return cast("Answer", answer)
+
+
+class FailureDetector:
+    """Finds out, with the other ranks of one group, who is lost; in a place of the store that is this group's alone."""
+
+    def __init__(self, store: Any, place: str, rank: int, size: int, host: str) -> None:
+        self._store, self._answers, self._again = store, True, 0.0
+        self._place = f"tokenyard/{place}/failures"
+        self._rank, self._size, self._host = rank, size, host
+        self._who: dict[int, tuple[str, int]] = {}
+        self.detail = ""  # what the ranks have found out together, beside who is lost
+        self._ask(self._register)
+
+    def _register(self) -> None:
+        # What is written there is of an earlier life: torchrun starts ranks anew on the same store.
+        for stale in (self._key("called"), self._key("verdict"), self._key("here", self._rank)):
+            self._store.delete_key(stale)
+        # Who stands behind a rank's number, for those that share its host.
+        self._store.set(self._key("who", self._rank), json.dumps([self._host, os.getpid()]))
+
+    def called(self) -> bool:
+        """Whether a rank has asked who is there: then no wait of this group will succeed any more."""
+        return bool(self._ask(lambda: self._store.check([self._key("called")])))
+
+    @property
+    def silent(self) -> str:
+        """What is wrong with the store, if it has not answered."""
+        if self._answers:
+            return ""
+        return "the group's store does not answer: its process has ended, or the link to its host is cut"
+
+    def ask_again(self) -> None:
+        """Find out whether the store answers now: a link may be mended."""
+        self._again = 0.0
+        self.called()
+
+    def lost(self, *, phase: str = "", waited: float = 0.0, deadline: float = math.inf) -> list[int]:
+        """Who is lost, as all ranks of the group will say; nobody, if that cannot be told.
+
+        This rank has waited so many seconds in a phase, of the seconds that it may wait.
+        """
+        until, self._again = time.monotonic() + ANSWERING, 0.0
+        seen: dict[int, tuple[str, float]] = {}  # by rank: the phase that it waits in, and when it came there
+        self._set("yes", "called")
+        self._set(json.dumps([phase, waited]), "here", self._rank)
+        while self._answers:
+            verdict = self._verdict()
+            if verdict is not None:
+                return verdict
+            gone, silent = self.gone(), self._silent(seen)
+            if gone:
+                self._judge(list(gone))
+            elif not silent:
+                self._judge(_too_late(seen, deadline), _different_phases(seen))
+            elif time.monotonic() > until:
+                self._judge(silent)
+            time.sleep(_PAUSE)
+        return []
+
+    def read(self) -> None:
+        """Read who stands behind each rank's number, as far as they have enrolled.
+
+        When all have: a rank that leaves takes its name back, and it is its process that others look for.
+        """
+        for rank in range(self._size):
+            if rank not in self._who and (who := self._ask(partial(self._get, "who", rank))):
+                self._who[rank] = json.loads(who)
+
+    def gone(self) -> dict[int, str]:
+        """Whose process is gone from this host, and how to say it."""
+        self.read()
+        return self.ended()
+
+    def ended(self) -> dict[int, str]:
+        """The same, of those whose names were read: the store is not asked."""
+        return {
+            rank: "its process has ended"
+            for rank, (host, pid) in self._who.items()
+            if host == self._host and not _lives(pid)
+        }
+
+    def leave(self, *written: str) -> None:
+        """Take back what this rank has written into the store, these keys among it. A verdict stays.
+
+        Groups come and go, and the store lives as long as all of them: what each leaves behind would pile up in it.
+        """
+        keys = [*written, self._key("who", self._rank), self._key("here", self._rank)]
+        self._ask(lambda: [self._store.delete_key(key) for key in keys])
+
+    def _verdict(self) -> list[int] | None:
+        found = self._ask(lambda: self._get("verdict"))
+        if found is None:
+            return None
+        verdict = json.loads(found)
+        self.detail = str(verdict["detail"])
+        return list(verdict["lost"])
+
+    def _judge(self, lost: list[int], detail: str = "") -> None:
+        """Put a verdict into the store, unless there is one."""
+        verdict = json.dumps({"lost": lost, "detail": detail})
+        self._ask(lambda: self._store.compare_set(self._key("verdict"), "", verdict))
+
+    def _silent(self, seen: dict[int, tuple[str, float]]) -> list[int]:
+        """Who has not answered. New answers are added to those that were seen before."""
+        for rank in range(self._size):
+            if rank not in seen and (answer := self._ask(partial(self._get, "here", rank))):
+                phase, waited = json.loads(answer)
+                seen[rank] = phase, time.monotonic() - waited
+        return [rank for rank in range(self._size) if rank not in seen]
+
+    def _get(self, *parts: object) -> bytes | None:
+        """What stands in the store, or None. Its own `get` waits for a key that is not there."""
+        found = self._store.compare_set(self._key(*parts), _ABSENT, _ABSENT)  # writes nothing
+        return None if found == _ABSENT.encode() else bytes(found)
+
+    def _set(self, value: str, *parts: object) -> None:
+        self._ask(lambda: self._store.set(self._key(*parts), value))
+
+    def _ask(self, question: Callable[[], Answer]) -> Answer | None:
+        """What the store says, or None; a store that did not answer is left alone for a while."""
+        if not self._answers and time.monotonic() < self._again:
+            return None
+        try:
+            answer = within(_STORE, question)
+        except Exception:  # its host may be the one that died, or be cut off
+            self._answers, self._again = False, time.monotonic() + _AGAIN
+            return None
+        self._answers = True
+        return answer
+
+    def _key(self, *parts: object) -> str:
+        return "/".join(map(str, (self._place, *parts)))
+
+
+def _too_late(seen: dict[int, tuple[str, float]], deadline: float) -> list[int]:
+    """Who came so late that the first had waited for all of its deadline.
+
+    >>> _too_late({0: ("dispatch", 10.0), 1: ("dispatch", 11.2), 2: ("dispatch", 10.3)}, deadline=1.0)
+    [1]
+    """
+    first = min(came for _, came in seen.values())
+    in_time = first + deadline - min(_UNSURE, deadline / 3)
+    return sorted(rank for rank, (_, came) in seen.items() if came > in_time)
+
+
+def _different_phases(seen: dict[int, tuple[str, float]]) -> str:
+    """In which phases the ranks wait, if not all in the same.
+
+    >>> _different_phases({1: ("combine", 0.0), 0: ("barrier", 0.0)})
+    'the ranks wait in different calls: rank 0 in barrier, rank 1 in combine'
+    """
+    if len({phase for phase, _ in seen.values()}) == 1:
+        return ""
+    where = ", ".join(f"rank {rank} in {phase}" for rank, (phase, _) in sorted(seen.items()))
+    return f"the ranks wait in different calls: {where}"
+
+
+def _lives(pid: int) -> bool:
+    """Whether a process runs, or could: not one that is there only until its parent has looked at how it ended."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            # The name in front may hold anything, in parentheses.
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

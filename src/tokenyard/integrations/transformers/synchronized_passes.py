@@ -1,0 +1,155 @@
+"""Passes of a model that ranks make together, though each has its own number of them.
+
+A pass is one forward of the model: all its MoE layers, in order, each of them collective. Ranks that hold different
+batches make different numbers of passes (one has generated its last token, another needs ten more; a third holds
+nothing), and a rank that stops calling would leave the others waiting. So ranks meet before each pass, and say how many
+tokens they bring:
+
+    rank 0:  37   1   1   1   1   done
+    rank 1:   9   1   done             (takes part with no tokens)
+    rank 2:  done                      (takes part with no tokens)
+             │    │   │   │   │   └── everybody is done: all ranks leave together
+             └────┴───┴───┴───┴────── one pass each
+
+The meeting costs one small gather a pass, and nothing is guessed: no rank runs a pass that nobody needs. It also says
+into how many parts a pass is cut: where a rank brings more tokens than the plan's `max_tokens`, every layer of the pass
+makes several round trips on all ranks, so that a long prompt needs no larger workspace.
+
+A rank that raises between two layers tells the others in the layer that they wait for; one that raises between two
+passes, in the next meeting. Everybody then raises, and the group stays usable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from tokenyard.errors import ContractError, Drifted, GroupError, HandleError, PeerFailed
+from tokenyard.planning.planner import Plan
+
+# What a rank says in a meeting, where it does not bring tokens.
+_DONE, _FAILED = -1, -2
+
+
+class SynchronizedPasses:
+    """Counts the layers of a pass on one rank, and meets the other ranks before each one, where asked to."""
+
+    def __init__(self, plan: Plan, layers: Sequence[str]) -> None:
+        self.plan, self.layers = plan, list(layers)
+        self.max_tokens = plan.wiring(self.layers[0]).cargo.max_tokens
+        self.passes = 0  # that this rank took part in
+        self.meeting = False
+        self._next = 0  # the layer that comes next
+        self._inside = False  # a layer: an error there has reached the others already
+        self._parts = 1  # of the pass
+
+    @contextmanager
+    def layer(self, index: int, num_tokens: int) -> Iterator[int]:
+        """One layer's turn: into how many parts its tokens go."""
+        if self.meeting and index != self._next and not (index == 0 and self._inside):
+            raise ContractError(
+                f"layer {self.layers[index]!r} was called where {self.layers[self._next]!r} is next",
+                expected="every pass to call all MoE layers, in order",
+                fix="call the whole model inside of `passes()`",
+                rank=self.plan.group.rank,
+            )
+        if index == 0:
+            self._next = 0
+            self._inside = False
+            self._parts = self._meet(num_tokens) if self.meeting else 1
+            self.passes += 1
+        self._inside = True
+        yield self._parts
+        self._inside = False
+        self._next = (index + 1) % len(self.layers)
+
+    @contextmanager
+    def meetings(self) -> Iterator[None]:
+        """Inside, ranks meet before each pass. Leaves when all ranks are done; `serve` is how to wait for that."""
+        if self.meeting:
+            raise HandleError(
+                "this rank is making passes together with the others already",
+                expected="one `passes()` at a time",
+                fix="leave the first one before",
+                rank=self.plan.group.rank,
+            )
+        self.meeting, self._next, self._inside = True, 0, False
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, GroupError):  # these are on all ranks
+                self._tell(error)
+            raise
+        finally:
+            self.meeting = False
+
+    def all_done(self) -> bool:
+        """Say that this rank is done, and whether all are. If not, it must make the pass that `parts` says."""
+        if self._next != 0 and not self._inside:
+            raise ContractError(
+                f"a pass ended before layer {self.layers[self._next]!r}",
+                expected="every pass to call all MoE layers, in order",
+                fix="let an error of the model leave `passes()`: it reaches all ranks",
+                rank=self.plan.group.rank,
+            )
+        self._next, self._inside = 0, False
+        self._parts = self._meet(_DONE)
+        return self._parts == 0
+
+    @property
+    def parts(self) -> int:
+        """Round trips of each layer in the pass that has been agreed on."""
+        return self._parts
+
+    @contextmanager
+    def empty_pass(self) -> Iterator[None]:
+        """A pass that was agreed on already, in which this rank has no tokens."""
+        self.passes += 1
+        self._inside = True
+        yield
+        self._inside = False
+
+    def _meet(self, mine: int) -> int:
+        """Into how many parts this pass is cut; 0 where all ranks are done."""
+        group = self.plan.group
+        word = torch.tensor([mine], dtype=torch.int64).view(torch.uint8)
+        said = group.all_gather(word.to(group.device), phase="the meeting before a pass")
+        tokens: list[int] = said.cpu().view(torch.int64).flatten().tolist()
+        if _FAILED in tokens:
+            self._hear(None)
+        if all(number == _DONE for number in tokens):
+            return 0
+        return max(1, *(-(-number // self.max_tokens) for number in tokens))
+
+    def _tell(self, error: Exception) -> None:
+        """Let the others, which wait for this rank, know that it failed."""
+        if self._inside:
+            return
+        group = self.plan.group
+        if self._next == 0:
+            word = torch.tensor([_FAILED], dtype=torch.int64).view(torch.uint8)
+            group.all_gather(word.to(group.device), phase="the meeting before a pass")
+            self._hear(error)
+            return
+        cargo = self.plan.wiring(self.layers[self._next]).cargo
+        with self.plan.exchange.shared_fate(cargo):
+            raise error
+
+    def _hear(self, error: Exception | None) -> None:
+        """Who failed, and why, on all ranks."""
+        group = self.plan.group
+        mine = None if error is None else f"{type(error).__name__}: {error}"
+        said = group.gather_json(mine, phase="the meeting before a pass")
+        if error is not None:
+            return
+        for rank, other in enumerate(said):
+            if other is not None:
+                raise PeerFailed(rank, other, phase="a pass of the model", rank=group.rank)
+        raise Drifted(
+            "a rank said that it failed, and then gave no error",
+            expected="every rank of the group to make the same calls",
+            fix="look for a branch that only some ranks take",
+            rank=group.rank,
+        )

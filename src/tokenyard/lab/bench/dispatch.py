@@ -1,0 +1,452 @@
+"""How fast do rows travel? Dispatch and combine of one layer, beside bare gloo and beside the floor.
+
+**What is timed.** One round trip: `dispatch` of encoded rows, then `combine` of results that are ready, with all
+checks, announcements and sums that a layer pays too. Routes are uniformly random and different on every rank.
+
+**What is not.** Encoding the rows (it has its own figure, `encode_ms`, from the same rounds) and the experts: the
+results are made once, before. An exchange that lets experts write into its workspace (`combine_buffer`) finds
+them there, as it would after experts that do.
+
+**Beside what.** `gloo`: a bare `all_to_all_single` there and one back, of as many bytes as `two_sided` sends. Bytes
+are packed before, counts are known before, buffers are there; nothing is unpacked or summed. The floor: every
+rank copies as many bytes as its rows take, there and back, between buffers of its own, all ranks at once: each byte
+is read once and written once. (What reads a row once for several ranks, or sums as it reads, could go below.)
+
+**Why it is fair.** All contestants run in the same processes, in alternating rounds whose order rotates, so that a
+busy neighbor slows down all of them alike; ratios are taken round by round. A round starts at one moment for all
+ranks (they agree on it, then sleep until it comes: a barrier would let the first ranks go while others are still
+in it) and ends when the last rank is done. Processes of one host share the clock. Every result of every round is
+compared with the bits that `two_sided` gave for the same batch; the first that differs ends the measurement.
+
+**What watching costs.** With `paranoid=True` every exchange takes part twice, plain and watched
+(`plan(paranoid=True)`), and both get results as experts on a CPU return them, not in their place.
+
+This is memory on one host. It says nothing about a link between hosts or GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tokenyard.errors import ContractError, InputError
+from tokenyard.exchange import EXCHANGES, Cargo, Dispatched, Exchange, resolve
+from tokenyard.formats import EncodedRows
+from tokenyard.group import Group, launch
+from tokenyard.planning.drafting import EXCHANGE_VARIABLE, PARANOID_VARIABLE, draft
+from tokenyard.planning.planner import plan
+from tokenyard.planning.spec import LayerSpec
+from tokenyard.routing import Routes
+from tokenyard.rows import CombineBuffer, ExpertRows, LocalRoutes, PlacedRows, ReceivedRows
+
+REFERENCE = "two_sided"
+WATCHED = ", watched"  # behind the name of an exchange
+WARM_UP = 3  # rounds that are not counted: pages, connections, tables
+# Seconds between the agreement on a start and the start: time for the slowest rank to hear of it.
+LEAD = 0.01
+
+# One way out and back; returns the moment at which this rank was out.
+Trip = Callable[[], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """What every rank is told."""
+
+    num_tokens: int
+    hidden_size: int
+    top_k: int
+    num_experts: int
+    wire: str
+    combine_wire: str
+    exchanges: tuple[str, ...] | None  # None: all that can carry the layer between these ranks
+    rounds: int
+    paranoid: bool  # whether they take part a second time, watched
+
+    def spec(self) -> LayerSpec:
+        return LayerSpec(
+            name="moe",
+            hidden_size=self.hidden_size,
+            intermediate_size=self.hidden_size,  # any: there are no experts here
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            max_tokens=self.num_tokens,
+            wire=self.wire,
+            combine_wire=self.combine_wire,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Measured:
+    """What one rank found: seconds from the common start, (out, done), by contestant and round."""
+
+    exchanges: list[str]
+    seconds: dict[str, list[tuple[float, float]]]
+    sent_bytes: dict[str, tuple[int, int]]  # (out, back) in one round trip, by exchange
+    threads: int
+
+
+def measure_dispatch(
+    world: int = 4,
+    num_tokens: int = 512,
+    hidden_size: int = 2048,
+    top_k: int = 8,
+    num_experts: int = 64,
+    wire: str = "bf16",
+    exchanges: Sequence[str] | None = None,
+    rounds: int = 30,
+    kind: Literal["threads", "processes"] = "processes",
+    combine_wire: str = "bf16",
+    paranoid: bool = False,
+) -> list[dict[str, Any]]:
+    """Time dispatch and combine of one layer through every exchange (or those named) on `world` ranks.
+
+    One dict per exchange. `ms` is the median time of a round trip and `ms_low`, `ms_high` its quartiles;
+    `dispatch_ms` lasts until the last rank has its rows, `combine_ms` is the rest. `gloo_…` and `floor_…` say the
+    same of the two it is held against; threads have no gloo, and None there. `gloo_ratio` is gloo's time over
+    ours (above 1: ours is faster), `floor_ratio` ours over the floor's (1 would be perfect): medians over
+    rounds, with quartiles. Bytes are what all ranks together put on the wire in one round trip. With `paranoid`,
+    `paranoid_…` says the same of the exchange that watches itself, and `paranoid_ratio` is its time over the plain one.
+
+    >>> rows = measure_dispatch(2, 8, 64, 2, 4, exchanges=["two_sided"], rounds=2, kind="threads")
+    >>> [(row["exchange"], row["dispatch_bytes_per_token"] <= 2 * 160) for row in rows]
+    [('two_sided', True)]
+    """
+    _check(top_k, num_experts, rounds)
+    job = _Job(
+        num_tokens=num_tokens,
+        hidden_size=hidden_size,
+        top_k=top_k,
+        num_experts=num_experts,
+        wire=wire,
+        combine_wire=combine_wire,
+        exchanges=None
+        if exchanges is None
+        else tuple(dict.fromkeys(resolve(name).name for name in exchanges)),
+        rounds=rounds,
+        paranoid=paranoid,
+    )
+    for name in [REFERENCE, *(job.exchanges or [])]:
+        draft([job.spec()], world, exchange=name)  # what does not fit is found out before any rank is started
+    threads = max(1, _usable_cores() // world)
+    by_rank = launch(world, _measure_rank, job, ranks=kind, threads_per_rank=threads)
+    return _summaries(job, world, kind, by_rank)
+
+
+def _check(top_k: int, num_experts: int, rounds: int) -> None:
+    if not 1 <= top_k <= num_experts:
+        raise InputError(
+            f"top_k is {top_k}, of {num_experts} experts",
+            expected=f"a top_k from 1 to {num_experts}: choices are drawn without repetition",
+            fix="choose fewer experts per token, or more experts",
+        )
+    if rounds < 2:
+        raise InputError(f"rounds is {rounds}", expected="at least 2, to have a spread", fix="pass rounds=2")
+    if forced := os.environ.get(EXCHANGE_VARIABLE):
+        raise InputError(
+            f"{EXCHANGE_VARIABLE}={forced} overrides the exchange of every plan",
+            expected="plans with different exchanges to compare",
+            fix=f"unset {EXCHANGE_VARIABLE}, and name the exchanges to measure",
+        )
+    if os.environ.get(PARANOID_VARIABLE, "0") != "0":
+        raise InputError(
+            f"{PARANOID_VARIABLE} makes every plan watch itself",
+            expected="plans that do not, to compare with",
+            fix=f"unset {PARANOID_VARIABLE}, and ask for both: --paranoid",
+        )
+
+
+def _usable_cores() -> int:
+    """The cores that this process may run on, which can be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# -- On a rank ---------------------------------------------------------------------------------------------
+
+
+class _Batch:
+    """One rank's rows, routes and ready results: the same in every round and for every exchange."""
+
+    def __init__(self, cargo: Cargo, job: _Job, rank: int) -> None:
+        draw = torch.Generator().manual_seed(1009 + rank)
+        self.x_TH = torch.randn(job.num_tokens, job.hidden_size, generator=draw).to(cargo.dtype)
+        scores_TE = torch.rand(job.num_tokens, job.num_experts, generator=draw)
+        weights_TK, ids_TK = scores_TE.topk(job.top_k)
+        self.routes = Routes(topk_ids_TK=ids_TK, topk_weights_TK=weights_TK.softmax(-1))
+        self.rows: EncodedRows = cargo.wire.encode(self.x_TH)
+        self._draw = draw
+
+    def results(self, num_rows: int) -> Tensor:
+        """Results for so many received rows, as experts of this rank would return them."""
+        width, dtype = self.x_TH.shape[1], self.x_TH.dtype
+        return torch.randn(num_rows, width, generator=self._draw).to(dtype)
+
+
+class _Ours:
+    """Round trips of a batch through one exchange; `places`: results stand where they are read, if they can."""
+
+    def __init__(self, exchange: Exchange, cargo: Cargo, batch: _Batch, *, places: bool) -> None:
+        self.exchange, self.cargo, self.batch, self.places = exchange, cargo, batch, places
+        self.y_TH = torch.empty_like(batch.x_TH)
+        self.results_RH: Tensor | None = None
+        self._written: set[int] = set()
+
+    def __call__(self) -> float:
+        dispatched = self._dispatch()
+        out = time.perf_counter()
+        self._combine(dispatched)
+        return out
+
+    def explore(self, results_RH: Tensor | None) -> tuple[list[Tensor], Tensor]:
+        """One round trip, untimed; returns copies of what arrived here and of what came home."""
+        dispatched = self._dispatch()
+        arrived = _contents(dispatched.received)
+        self.results_RH = (
+            self.batch.results(dispatched.received.num_rows) if results_RH is None else results_RH
+        )
+        self._combine(dispatched)
+        return arrived, self.y_TH.clone()
+
+    def _dispatch(self) -> Dispatched:
+        return self.exchange.dispatch(self.cargo, self.batch.rows, self.batch.routes)
+
+    def _combine(self, dispatched: Dispatched) -> None:
+        assert self.results_RH is not None
+        result: ExpertRows | PlacedRows = ExpertRows(rows_RH=self.results_RH)
+        # Not every exchange has a buffer that experts can write into.
+        combine_buffer = getattr(self.exchange, "combine_buffer", None) if self.places else None
+        buffer: CombineBuffer | None = None if combine_buffer is None else combine_buffer(dispatched)
+        if buffer is not None:
+            if buffer.rows_SH.data_ptr() not in self._written:  # in the rounds before those that count
+                buffer.rows_SH[buffer.slots_R] = self.results_RH.to(buffer.rows_SH.dtype)
+                self._written.add(buffer.rows_SH.data_ptr())
+            result = buffer.placed()
+        self.exchange.combine(dispatched, result, out=self.y_TH)
+
+
+def _contents(received: ReceivedRows) -> list[Tensor]:
+    """Copies of all that arrived; weights of choices that live elsewhere mean nothing, and are zero here."""
+    routes = received.routes
+    assert isinstance(routes, LocalRoutes)
+    weights_RK = torch.where(routes.ids_RK >= 0, routes.weights_RK, 0.0)
+    payloads = [payload.contiguous().view(torch.uint8) for payload in received.dense().payloads.values()]
+    return [tensor.clone() for tensor in (*payloads, routes.ids_RK, weights_RK)]
+
+
+def _measure_rank(group: Group, job: _Job) -> _Measured:
+    spec = job.spec()
+    exchanges = list(job.exchanges) if job.exchanges is not None else _able(group, spec)
+    names = dict.fromkeys([REFERENCE, *exchanges])
+    plans = {name: plan([spec], group, exchange=name) for name in names}
+    watched = [name + WATCHED for name in exchanges] if job.paranoid else []
+    plans |= {
+        name: plan([spec], group, exchange=name.removesuffix(WATCHED), paranoid=True) for name in watched
+    }
+    cargos = {name: made.wiring(spec.name).cargo for name, made in plans.items()}
+    batch = _Batch(cargos[REFERENCE], job, group.rank)
+    ours = {
+        name: _Ours(made.exchange, cargos[name], batch, places=not job.paranoid)
+        for name, made in plans.items()
+    }
+
+    arrived, y_TH = ours[REFERENCE].explore(None)
+    for name, trip in ours.items():
+        found, home_TH = trip.explore(ours[REFERENCE].results_RH)
+        same = len(found) == len(arrived) and all(map(torch.equal, found, arrived))
+        _check_bits(name, same and torch.equal(home_TH, y_TH), "in its first round", group.rank)
+    stats = {name: plans[name].stats()[spec.name] for name in names}
+    sent_bytes = {
+        name: (sum(s.dispatch_bytes) // s.rounds, sum(s.combine_bytes) // s.rounds)
+        for name, s in stats.items()
+    }
+    rounds = stats[REFERENCE].rounds
+    send = [count // rounds for count in stats[REFERENCE].rows_sent]
+    receive = [count // rounds for count in stats[REFERENCE].rows_received]
+
+    trips: dict[str, Trip] = {name: ours[name] for name in [*exchanges, *watched]}
+    if dist.is_initialized():
+        trips["gloo"] = _bare_gloo(cargos[REFERENCE], send, receive)
+    trips["floor"] = _floor(cargos[REFERENCE], sum(send))
+    trips["encode"] = _encode(cargos[REFERENCE], batch)
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in trips}
+    for number in range(-WARM_UP, job.rounds):
+        turn = number % len(trips)
+        for name in [*list(trips)[turn:], *list(trips)[:turn]]:
+            start = _start_together(group)
+            out = trips[name]()
+            done = time.perf_counter()
+            if name in ours:
+                _check_bits(name, torch.equal(ours[name].y_TH, y_TH), f"in round {number}", group.rank)
+                ours[name].y_TH.fill_(torch.nan)  # a round that writes nothing is found out, too
+            if number >= 0:
+                seconds[name].append((out - start, done - start))
+    for made in plans.values():
+        made.close()
+    return _Measured(
+        exchanges=exchanges, seconds=seconds, sent_bytes=sent_bytes, threads=torch.get_num_threads()
+    )
+
+
+def _able(group: Group, spec: LayerSpec) -> list[str]:
+    """The exchanges that carry this layer between these ranks, all of which run on this host."""
+    cargo = draft([spec], group.size, exchange=REFERENCE).wirings[0].cargo
+    hosts = [group.host()] * group.size
+    return [n for n, cls in EXCHANGES.items() if (cls.supports(cargo) or cls.reaches(group, hosts)) is None]
+
+
+def _check_bits(name: str, same: bool, when: str, rank: int) -> None:
+    if not same:
+        raise ContractError(
+            f"exchange {name} gave other bits than {REFERENCE} {when}",
+            expected="the same rows and the same sums from every exchange",
+            fix="find the difference first (`tokenyard run`): a wrong result has no speed",
+            rank=rank,
+        )
+
+
+def _start_together(group: Group) -> float:
+    """Agree with all ranks on a moment, and sleep until it comes."""
+    mine = torch.tensor([time.perf_counter()], dtype=torch.float64).view(torch.uint8)
+    clocks = group.all_gather(mine, phase="start of a round").flatten().view(torch.float64)
+    start = float(clocks.max()) + LEAD
+    time.sleep(max(0.0, start - time.perf_counter()))
+    return start
+
+
+def _bare_gloo(cargo: Cargo, send: list[int], receive: list[int]) -> Trip:
+    """Ready bytes to every rank, and ready bytes back."""
+    there, back = cargo.dispatch_layout.stride, cargo.combine_layout.stride
+    sends, arrives = (
+        torch.ones(sum(rows) * width, dtype=torch.uint8) for rows, width in ((send, there), (receive, there))
+    )
+    returns, home = (
+        torch.ones(sum(rows) * width, dtype=torch.uint8) for rows, width in ((receive, back), (send, back))
+    )
+    send_there, receive_there = [n * there for n in send], [n * there for n in receive]
+    send_back, receive_back = [n * back for n in receive], [n * back for n in send]
+
+    def trip() -> float:
+        dist.all_to_all_single(arrives, sends, receive_there, send_there)
+        out = time.perf_counter()
+        dist.all_to_all_single(home, returns, receive_back, send_back)
+        return out
+
+    return trip
+
+
+def _floor(cargo: Cargo, num_rows: int) -> Trip:
+    """As many bytes as this rank's rows take, copied from one buffer into another, there and back."""
+    source, target = (
+        [
+            torch.ones(num_rows * layout.stride, dtype=torch.uint8)
+            for layout in (cargo.dispatch_layout, cargo.combine_layout)
+        ]
+        for _ in range(2)
+    )
+
+    def trip() -> float:
+        target[0].copy_(source[0])
+        out = time.perf_counter()
+        target[1].copy_(source[1])
+        return out
+
+    return trip
+
+
+def _encode(cargo: Cargo, batch: _Batch) -> Trip:
+    """What the sender pays before dispatch, on all ranks at once; there is no way back."""
+
+    def trip() -> float:
+        cargo.wire.encode(batch.x_TH)
+        return time.perf_counter()
+
+    return trip
+
+
+# -- All ranks together ------------------------------------------------------------------------------------
+
+
+def _summaries(job: _Job, world: int, kind: str, by_rank: list[_Measured]) -> list[dict[str, Any]]:
+    # A phase of a round ends when the last rank is done with it.
+    rounds = {
+        name: [
+            tuple(max(ends) for ends in zip(*moments, strict=True))
+            for moments in zip(*(rank.seconds[name] for rank in by_rank), strict=True)
+        ]
+        for name in by_rank[0].seconds
+    }
+    gloo = _times("gloo_", rounds.get("gloo"))
+    floor = _times("floor_", rounds["floor"])
+    return [
+        {
+            "exchange": name,
+            "world": world,
+            "kind": kind,
+            "num_tokens": job.num_tokens,
+            "hidden_size": job.hidden_size,
+            "top_k": job.top_k,
+            "num_experts": job.num_experts,
+            "wire": job.wire,
+            "combine_wire": job.combine_wire,
+            "rounds": job.rounds,
+            "threads": by_rank[0].threads,
+            **_times("", rounds[name]),
+            **gloo,
+            **floor,
+            **_ratios("gloo_ratio", rounds.get("gloo"), rounds[name]),
+            **_ratios("floor_ratio", rounds[name], rounds["floor"]),
+            **_watched(rounds, name, job),
+            "encode_ms": 1e3 * statistics.median(done for _, done in rounds["encode"]),
+            **_bytes(world * job.num_tokens, [rank.sent_bytes[name] for rank in by_rank]),
+        }
+        for name in by_rank[0].exchanges
+    ]
+
+
+def _watched(rounds: dict[str, list[tuple[float, ...]]], name: str, job: _Job) -> dict[str, float | None]:
+    if not job.paranoid:
+        return {}
+    watched = rounds[name + WATCHED]
+    return _times("paranoid_", watched) | _ratios("paranoid_ratio", watched, rounds[name])
+
+
+def _times(prefix: str, rounds: list[tuple[float, ...]] | None) -> dict[str, float | None]:
+    names = [f"{prefix}{name}" for name in ("ms", "ms_low", "ms_high", "dispatch_ms", "combine_ms")]
+    if rounds is None:
+        return dict.fromkeys(names)
+    low, median, high = _quartiles([done for _, done in rounds])
+    out = statistics.median(out for out, _ in rounds)
+    back = statistics.median(done - out for out, done in rounds)
+    return dict(zip(names, (1e3 * s for s in (median, low, high, out, back)), strict=True))
+
+
+def _ratios(
+    name: str, above: list[tuple[float, ...]] | None, below: list[tuple[float, ...]]
+) -> dict[str, float | None]:
+    if above is None:
+        return dict.fromkeys((name, f"{name}_low", f"{name}_high"))
+    low, median, high = _quartiles([a / b for (_, a), (_, b) in zip(above, below, strict=True)])
+    return {name: median, f"{name}_low": low, f"{name}_high": high}
+
+
+def _quartiles(values: list[float]) -> list[float]:
+    return statistics.quantiles(values, n=4, method="inclusive")
+
+
+def _bytes(tokens: int, by_rank: list[tuple[int, int]]) -> dict[str, float]:
+    out, back = (sum(way) for way in zip(*by_rank, strict=True))
+    per_token = {"dispatch": out / tokens, "combine": back / tokens, "moved": (out + back) / tokens}
+    return {
+        "dispatch_bytes": out,
+        "combine_bytes": back,
+        "moved_bytes": out + back,
+        **{f"{name}_bytes_per_token": value for name, value in per_token.items()},
+    }

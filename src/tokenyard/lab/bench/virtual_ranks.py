@@ -1,0 +1,272 @@
+"""W ranks of the one-sided exchange in one process, on one GPU: the kernels alone, without groups, plans and hosts.
+
+Each rank has a workspace of its own. They run in one of two ways: *one launch for all ranks*, or *a stream per rank*,
+where kernels of different ranks wait for each other as they would on different GPUs. Either way a dispatch or combine
+can be captured in a CUDA graph.
+
+`check` compares a dispatch and a combine of a whole batch with the kernels' twins, bit by bit. It looks at everything
+in the regions, not only at rows: what must not be written is found out, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tokenyard.errors import ContractError
+from tokenyard.exchange import Cargo, OneSidedExchange
+from tokenyard.exchange.one_sided.control import ControlLayout
+from tokenyard.exchange.one_sided.kernels.twins import SentBatch, pull_twin, push_twin, slots_twin
+from tokenyard.exchange.one_sided.launches import Crossing, Launcher
+from tokenyard.exchange.workspace import WorkspaceLayout
+from tokenyard.formats import get
+from tokenyard.formats.base import EncodedRows
+from tokenyard.lab.bench.cuda_figures import PER_RANK, Cell, Shape
+from tokenyard.routing import Placement
+from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
+
+# Seconds after which a kernel that waits for another rank gives up.
+DEADLINE = 5.0
+# What stands in a region before a check.
+_POISON = 0xAB
+
+
+def cargo_of(cell: Cell, shape: Shape) -> Cargo:
+    """What a cell carries."""
+    return Cargo(
+        layer="moe",
+        index=0,
+        hidden_size=shape.hidden_size,
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        max_tokens=cell.num_tokens,
+        dtype=torch.bfloat16,
+        wire=get(cell.wire),
+        combine_wire=get(shape.combine_wire),
+        placement=Placement.contiguous(shape.num_experts, cell.world),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """What all ranks dispatch: the rows of rank r are those from `r · T` on."""
+
+    x_TH: Tensor
+    ids_TK: Tensor
+    weights_TK: Tensor
+
+    @classmethod
+    def draw(cls, cell: Cell, shape: Shape, device: torch.device, seed: int) -> Batch:
+        """Random rows that go to uniformly random experts."""
+        draw = torch.Generator(device).manual_seed(seed)
+        tokens = cell.world * cell.num_tokens
+        scores_TE = torch.rand(tokens, shape.num_experts, device=device, generator=draw)
+        x_TH = torch.randn(tokens, shape.hidden_size, device=device, generator=draw, dtype=torch.bfloat16)
+        weights_TK, ids_TK = scores_TE.topk(shape.top_k)
+        return cls(x_TH=x_TH, ids_TK=ids_TK.int(), weights_TK=weights_TK)
+
+    def part(self, rows: slice) -> SentBatch:
+        """The batch of some ranks."""
+        return SentBatch(x_TH=self.x_TH[rows], ids_TK=self.ids_TK[rows], weights_TK=self.weights_TK[rows])
+
+
+@dataclass(frozen=True)
+class _Lane:
+    """Who launches, for which rows, and on which stream (None: the current one)."""
+
+    launcher: Launcher
+    rows: slice
+    stream: torch.cuda.Stream | None
+
+
+class VirtualRanks:
+    """The ranks of one cell, and what they dispatch and combine."""
+
+    def __init__(self, cell: Cell, shape: Shape, batches: Sequence[Batch], device: torch.device) -> None:
+        self.cell, self.batches, self.device = cell, batches, device
+        self.cargo = cargo_of(cell, shape)
+        self._control = ControlLayout(cell.world, 1)
+        regions = OneSidedExchange.region_bytes(self.cargo)
+        self._layout = WorkspaceLayout(
+            control=self._control.nbytes, dispatch=regions.dispatch, combine=regions.combine
+        )
+        self._buffers = [
+            torch.zeros(self._layout.nbytes, dtype=torch.uint8, device=device) for _ in range(cell.world)
+        ]
+        self._crossing = Crossing(cargo=self.cargo, flight=0, max_tokens=cell.num_tokens)
+        self._lanes = self._per_rank() if cell.launch == PER_RANK else self._all_ranks()
+        # Kernels that wait need the others to run beside them. Triton's interpreter runs one after the other.
+        self._waits = device.type == "cuda"
+        self.y_TH = torch.empty_like(batches[0].x_TH)
+        self._slots: list[Tensor] = []
+
+    def _all_ranks(self) -> list[_Lane]:
+        world, tokens = self.cell.world, self.cell.num_tokens
+        return [_Lane(self._launcher(0, ranks=world), slice(0, world * tokens), None)]
+
+    def _per_rank(self) -> list[_Lane]:
+        tokens, lanes = self.cell.num_tokens, []
+        for rank in range(self.cell.world):
+            launcher = self._launcher(rank, ranks=1)
+            launcher.rehearse(self.cargo)  # a kernel that is loaded while another waits can end in a deadlock
+            stream = torch.cuda.Stream(self.device)
+            lanes.append(_Lane(launcher, slice(rank * tokens, (rank + 1) * tokens), stream))
+        torch.cuda.synchronize(self.device)
+        return lanes
+
+    def _launcher(self, rank: int, ranks: int) -> Launcher:
+        return Launcher(
+            self._buffers, self._layout, self._control, rank, DEADLINE, self.cell.num_tokens, ranks=ranks
+        )
+
+    # -- What is measured ----------------------------------------------------------------------------------
+
+    def dispatch(self, batch: Batch) -> None:
+        """Send a batch of all ranks."""
+        self._run([batch], dispatches=True, combines=False)
+
+    def combine(self) -> None:
+        """Bring home what is ready in the workspace, for the batch that was sent last: into `y_TH`."""
+        self._run(self.batches[:1], dispatches=False, combines=True)
+
+    def received(self, rank: int) -> ReceivedRows:
+        """What a rank's experts get: all slots of its workspace as rows, results where `combine` reads them."""
+        cargo, buffer = self.cargo, self._buffers[rank]
+        slots = cargo.dispatch_slots.views(self._layout.dispatch_region(0).of(buffer))
+        (results_SH,) = cargo.combine_slots.views(self._layout.combine_region(0).of(buffer)).values()
+        names = [payload.name for payload in cargo.wire.payloads(cargo.hidden_size)]
+        return ReceivedRows(
+            rows=EncodedRows(
+                format=cargo.wire,
+                hidden_size=cargo.hidden_size,
+                payloads={name: slots[name] for name in names},
+            ),
+            routes=LocalRoutes(ids_RK=slots["ids"], weights_RK=slots["weights"]),
+            counts_W=(self.cell.num_tokens,) * self.cell.world,
+            results=CombineBuffer(rows_SH=results_SH, slots_R=None),
+        )
+
+    def run(self) -> None:
+        """The cell's operation, for each of the batches. A combine alone takes the last batch that was checked."""
+        self._run(self.batches, self.cell.operation != "combine", self.cell.operation != "dispatch")
+
+    def _run(self, batches: Sequence[Batch], dispatches: bool, combines: bool) -> None:
+        # Each lane forks once: on its stream, batches follow each other as on a rank of its own.
+        slots: list[Tensor] = []
+        for number, lane in enumerate(self._lanes):
+            if lane.stream is None:
+                slots.append(self._run_lane(lane, number, batches, dispatches, combines))
+            else:
+                lane.stream.wait_stream(torch.cuda.current_stream(self.device))
+                with torch.cuda.stream(lane.stream):
+                    slots.append(self._run_lane(lane, number, batches, dispatches, combines))
+        for lane in self._lanes:
+            if lane.stream is not None:
+                torch.cuda.current_stream(self.device).wait_stream(lane.stream)
+        if dispatches:
+            self._slots = slots
+
+    def _run_lane(
+        self, lane: _Lane, number: int, batches: Sequence[Batch], dispatches: bool, combines: bool
+    ) -> Tensor:
+        slots_TW = None if dispatches else self._slots[number]
+        for batch in batches:
+            if dispatches:
+                mine = batch.part(lane.rows)
+                slots_TW = lane.launcher.dispatch(
+                    self._crossing, mine.x_TH, mine.ids_TK, mine.weights_TK, {}, waits=self._waits
+                )
+            assert slots_TW is not None
+            if combines:
+                lane.launcher.combine(self._crossing, slots_TW, None, self.y_TH[lane.rows], waits=self._waits)
+        assert slots_TW is not None
+        return slots_TW
+
+    # -- Is it right? --------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise unless a dispatch of the first batch, and a combine after it, have the bits of their twins."""
+        first = self.batches[0]
+        sent = [first.part(rows) for rows in self._rows_by_rank()]
+        self._check_dispatch(first, sent)
+        if self.cell.operation != "dispatch":
+            self._check_combine(first, sent)
+
+    def rows_sent(self) -> int:
+        """Rows of a batch, counted once for each (token, rank): the mean over the batches."""
+        counts = [int((slots_twin(self.cargo, batch.ids_TK, 0) >= 0).sum()) for batch in self.batches]
+        return round(sum(counts) / len(counts))
+
+    def check_nobody_gave_up(self) -> None:
+        """Raise if a kernel reported trouble, such as a rank that it waited for in vain."""
+        self._synchronize()
+        for lane in self._lanes:
+            if bool(lane.launcher.told.any()):
+                raise ContractError(
+                    f"a kernel of {self.cell} reported {lane.launcher.told.tolist()}",
+                    expected="kernels that find all ranks, and report nothing",
+                    fix="a broken round has no speed: see `Trouble` in one_sided/control.py",
+                )
+
+    def _rows_by_rank(self) -> list[slice]:
+        tokens = self.cell.num_tokens
+        return [slice(rank * tokens, (rank + 1) * tokens) for rank in range(self.cell.world)]
+
+    def _check_dispatch(self, batch: Batch, sent: list[SentBatch]) -> None:
+        regions = [self._layout.dispatch_region(0).of(buffer) for buffer in self._buffers]
+        for region in regions:
+            region.fill_(_POISON)
+        self._run([batch], dispatches=True, combines=False)
+        self.check_nobody_gave_up()
+        wanted = [torch.full_like(region, _POISON) for region in regions]
+        views = [self.cargo.dispatch_slots.views(region) for region in wanted]
+        counts = push_twin(self.cargo, sent, views, self.cell.num_tokens)
+        mail = slice(self._control.mail(0), self._control.mail(1))
+        for rank, (region, want) in enumerate(zip(regions, wanted, strict=True)):
+            told = self._buffers[rank][mail].cpu().view(torch.int32)[::2]
+            same = torch.equal(region, want) and torch.equal(told, counts[rank])
+            self._check_bits(same, "dispatch", rank)
+        slots_TW = torch.cat(self._slots)
+        for rank, rows in enumerate(self._rows_by_rank()):
+            slots = slots_twin(self.cargo, batch.ids_TK[rows], rank)
+            self._check_bits(torch.equal(slots_TW[rows], slots), "dispatch", rank)
+
+    def _check_combine(self, batch: Batch, sent: list[SentBatch]) -> None:
+        """The results are ready in the workspace, as after experts that write there; they stay for the measurement."""
+        draw = torch.Generator(self.device).manual_seed(11)
+        regions = []
+        for buffer in self._buffers:
+            views = self.cargo.combine_slots.views(self._layout.combine_region(0).of(buffer))
+            rows_SH = torch.randn(
+                self.cargo.slots,
+                self.cargo.hidden_size,
+                device=self.device,
+                generator=draw,
+                dtype=torch.bfloat16,
+            )
+            for name, payload in self.cargo.combine_wire.encode(rows_SH).payloads.items():
+                views[name].copy_(payload)
+            regions.append(views)
+        self.y_TH.fill_(torch.nan)
+        self._run([batch], dispatches=False, combines=True)
+        self.check_nobody_gave_up()
+        for rank, rows in enumerate(self._rows_by_rank()):
+            home = torch.empty_like(self.y_TH[rows])
+            pull_twin(self.cargo, sent[rank].ids_TK, rank, regions, self.cell.num_tokens, home)
+            self._check_bits(torch.equal(self.y_TH[rows], home), "combine", rank)
+
+    def _check_bits(self, same: bool, operation: str, rank: int) -> None:
+        if not same:
+            raise ContractError(
+                f"{operation} gave other bits than its twin ({self.cell})",
+                expected="what kernels/twins.py computes, bit by bit",
+                fix="find the difference first (`tokenyard check --device cuda`): a wrong result has no speed",
+                rank=rank,
+            )
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

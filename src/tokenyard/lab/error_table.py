@@ -1,0 +1,244 @@
+"""What can go wrong, and what one sees then: a row for every error class, with a message that was really raised.
+
+A class says in `when` what went wrong; `EXAMPLES` has a call that goes wrong in just that way. The texts of the
+guide are made of both (`tokenyard support --write`), so that they cannot tell of an error that is gone, or
+of a message that nobody ever sees. They are the same on every machine: settings in the environment do not count, and
+a time that was waited is written as zero.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tokenyard
+from tokenyard.checkpoints import open_checkpoint
+from tokenyard.errors import (
+    CheckpointError,
+    ConcurrentUse,
+    ContractError,
+    Corrupted,
+    Drifted,
+    GroupError,
+    HandleError,
+    InputError,
+    PeerFailed,
+    PeerLost,
+    PlanBroken,
+    PlanError,
+    PlanMismatch,
+    RankError,
+    TokenyardError,
+    UnknownName,
+)
+from tokenyard.experts import ExpertWeights
+from tokenyard.group import Disagreement, Group, launch, thread_groups
+from tokenyard.layer import MoELayer
+from tokenyard.planning.drafting import EXCHANGE_VARIABLE, PARANOID_VARIABLE, draft
+from tokenyard.planning.planner import plan
+from tokenyard.planning.spec import LayerSpec
+from tokenyard.routing import Routes
+
+_SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 16, "num_experts": 4, "top_k": 1}
+_TOKENS = 4
+
+
+def error_classes() -> list[type[TokenyardError]]:
+    """The public errors, in the order in which a reader meets them: first planning, then running, then losing ranks.
+
+    >>> error_classes()[0].__name__, TokenyardError in error_classes()
+    ('PlanError', False)
+    """
+    public = [getattr(tokenyard, name) for name in tokenyard.__all__]
+    found = [kind for kind in public if isinstance(kind, type) and issubclass(kind, TokenyardError)]
+    known = list(EXAMPLES)
+    # One without an example stands at the end, and is missed when its row is made.
+    return sorted(
+        (kind for kind in found if kind is not TokenyardError),
+        key=lambda kind: known.index(kind) if kind in known else len(known),
+    )
+
+
+def what_you_see(kind: type[TokenyardError]) -> str:
+    """The message of an error of this class, as Python prints it; the call that raises it is made."""
+    raised = "nothing"
+    try:
+        with _default_environment():
+            EXAMPLES[kind]()
+    except TokenyardError as error:
+        raised = f"{type(error).__name__}: {error}"
+    if not raised.startswith(f"{kind.__name__}: "):
+        raise AssertionError(f"the example of {kind.__name__} raises {raised}")
+    return re.sub(r"waited \d+\.\d s", "waited 0.0 s", raised)
+
+
+@contextmanager
+def _default_environment() -> Iterator[None]:
+    """The environment without the variables that change plans."""
+    names = (EXCHANGE_VARIABLE, PARANOID_VARIABLE)
+    found = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(found)
+
+
+def troubles_in_markdown() -> str:
+    """What can go wrong, and behind each what one sees then."""
+    return "\n\n".join(
+        f'{kind.when.capitalize()}:\n\n```text title="error"\n{what_you_see(kind)}\n```'
+        for kind in error_classes()
+    )
+
+
+def classes_in_markdown() -> str:
+    """A table of the classes, each with a link to its section."""
+    rows = [
+        (f"[`{kind.__name__}`](#{kind.__name__.lower()})", f"`{_also_a(kind).__name__}`", kind.when)
+        for kind in error_classes()
+    ]
+    return _table(("error", "also a", "when"), rows)
+
+
+def _also_a(kind: type[TokenyardError]) -> type:
+    """What else catches it: the error that it is a kind of, or Python's own."""
+    return next(base for base in kind.__mro__[1:] if base is not TokenyardError)
+
+
+def _table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [columns, ("---",) * len(columns), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _spec(**changes: Any) -> LayerSpec:
+    return LayerSpec(name="moe", **{**_SIZES, **changes})
+
+
+def _rows(width: int = 32) -> torch.Tensor:
+    return torch.ones(1, width, dtype=torch.bfloat16)
+
+
+def _routes(expert: int = 0) -> Routes:
+    return Routes(topk_ids_TK=torch.tensor([[expert]]), topk_weights_TK=torch.ones(1, 1))
+
+
+def _layer(group: Group, **options: Any) -> MoELayer:
+    weights = ExpertWeights(
+        w13=torch.ones(4, 32, 32, dtype=torch.bfloat16), w2=torch.ones(4, 32, 16, dtype=torch.bfloat16)
+    )
+    agreed = plan([_spec()], group, max_tokens=_TOKENS, **options)
+    return MoELayer(agreed, "moe", weights.select(agreed.local_experts("moe")))
+
+
+def _on_ranks(world: int, body: Callable[[Group], object], *, first: int = 0) -> None:
+    """Run ranks that each may raise; raise what rank `first` raised."""
+
+    def caught(group: Group) -> TokenyardError | None:
+        try:
+            body(group)
+        except TokenyardError as error:
+            return error
+        return None
+
+    error = launch(world, caught)[first]
+    if error is not None:
+        raise error.with_traceback(None)
+
+
+def _wrong_result(group: Group) -> None:
+    layer = _layer(group)
+    wrong: Any = lambda received, *, finalize: received.dense()  # noqa: E731
+    layer.experts.compute = wrong  # type: ignore[method-assign]
+    layer(_rows(), _routes())
+
+
+def _used_twice(group: Group) -> None:
+    layer = _layer(group)
+    layer.plan.close()
+    layer(_rows(), _routes())
+
+
+def _closed() -> None:
+    group = thread_groups(1)[0]
+    group.close()
+    group.barrier()
+
+
+def _different_calls(group: Group) -> None:
+    if group.rank == 0:
+        group.barrier()
+    else:
+        group.all_gather_rows(torch.zeros(1, 8, dtype=torch.uint8), [1, 1], phase="rows")
+
+
+def _leaves(group: Group) -> None:
+    layer = _layer(group)
+    if group.rank == 0:
+        layer(_rows(), _routes())
+
+
+def _called_again(group: Group) -> None:
+    layer = _layer(group)
+    if group.rank == 0:
+        with contextlib.suppress(PeerLost):
+            layer(_rows(), _routes())
+        layer(_rows(), _routes())
+
+
+def _from_two_threads(group: Group) -> None:
+    layer = _layer(group)
+    compute = layer.experts.compute
+
+    def calls_again(received: Any, *, finalize: bool) -> Any:
+        with ThreadPoolExecutor(1, thread_name_prefix="thread") as pool:
+            pool.submit(layer, _rows(), _routes()).result()
+        return compute(received, finalize=finalize)
+
+    layer.experts.compute = calls_again  # type: ignore[method-assign]
+    layer(_rows(), _routes())
+
+
+def _writes_elsewhere(group: Group) -> None:
+    layer = _layer(group, paranoid=True)
+    compute = layer.experts.compute
+
+    def in_place(received: Any, *, finalize: bool) -> Any:
+        result = compute(received, finalize=finalize)
+        received.rows.payloads["data"].zero_()
+        return result
+
+    layer.experts.compute = in_place  # type: ignore[method-assign]
+    layer(_rows(), _routes())
+
+
+def _raises(group: Group) -> None:
+    if group.rank == 1:
+        raise ZeroDivisionError("no tokens")
+
+
+EXAMPLES: dict[type[TokenyardError], Callable[[], object]] = {
+    PlanError: lambda: draft([_spec(combine_wire="nvfp4")], 4, max_tokens=_TOKENS),
+    PlanMismatch: lambda: _on_ranks(2, lambda g: plan([_spec(top_k=1 + g.rank)], g, max_tokens=_TOKENS)),
+    UnknownName: lambda: draft([_spec(wire="nvpf4")], 4, max_tokens=_TOKENS),
+    InputError: lambda: _on_ranks(1, lambda group: _layer(group)(_rows(), _routes(expert=64))),
+    CheckpointError: lambda: open_checkpoint(Path("pytorch_model")),
+    ContractError: lambda: _on_ranks(1, _wrong_result),
+    HandleError: lambda: _on_ranks(1, _used_twice),
+    ConcurrentUse: lambda: _on_ranks(1, _from_two_threads),
+    GroupError: _closed,
+    PeerFailed: lambda: _on_ranks(2, lambda group: _layer(group)(_rows(32 + group.rank), _routes())),
+    PeerLost: lambda: _on_ranks(2, _leaves),
+    PlanBroken: lambda: _on_ranks(2, _called_again),
+    Drifted: lambda: _on_ranks(2, _different_calls),
+    Disagreement: lambda: _on_ranks(2, lambda group: group.agree("the seed", group.rank)),
+    Corrupted: lambda: _on_ranks(1, _writes_elsewhere),
+    RankError: lambda: launch(2, _raises),
+}

@@ -1,0 +1,74 @@
+"""A sharded model answers questions, each rank its own, one after the other, and says every token as it comes.
+
+A rank tells `{"number": 3, "text": "34 + 27 : 4"}` after every token of question 3, and the same with `"done": true` at
+the end. Ranks have answers of different lengths; nobody waits for anybody else's.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenyard.group import Group
+from tokenyard.lab.evaluation.cells import MAX_TOKENS
+from tokenyard.lab.evaluation.decoding import answer, pad_left
+from tokenyard.lab.evaluation.models import load_language
+from tokenyard.lab.evaluation.ranks import Tell
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asking:
+    """What is asked, and how the model is sharded. Picklable: it travels to the processes of the ranks."""
+
+    folder: str
+    prompts: list[str]
+    exchange: str
+    wire: str | None
+    weights: str | None
+    inner: str | None
+    most: int
+
+
+def answer_aloud(group: Group, asking: Asking, tell: Tell) -> dict[str, Any]:
+    """This rank's answers, and what moved in each layer."""
+    from tokenyard.integrations.transformers import load_sharded
+
+    language = load_language(Path(asking.folder))
+    sharded = load_sharded(
+        asking.folder,
+        group,
+        exchange=asking.exchange,
+        wire=asking.wire,
+        weights=asking.weights,
+        inner=asking.inner,
+        max_tokens=MAX_TOKENS,
+    )
+    end_ids = language.end_ids(sharded.model)
+    found: list[tuple[int, str, int]] = []
+    try:
+        group.barrier()
+        started = time.perf_counter()
+        with sharded.passes() as model:
+            for number in range(group.rank, len(asking.prompts), group.size):
+                tokens: list[int] = []
+                tell({"number": number, "text": ""})
+
+                def say(_: int, token: int, number: int = number, tokens: list[int] = tokens) -> None:
+                    tokens.append(token)
+                    tell({"number": number, "text": language.text(tokens)})
+
+                prompt = pad_left(language.encode([asking.prompts[number]]), language.pad, group.device)
+                answer(model, *prompt, end_ids=end_ids, most=asking.most, on_token=say)
+                tell({"number": number, "text": language.text(tokens), "done": True})
+                found.append((number, language.text(tokens), len(tokens)))
+        seconds = time.perf_counter() - started
+        return {
+            "answers": found,
+            "seconds": seconds,
+            "exchange": sharded.plan.draft.exchange.name,
+            "layers": [report.as_dict() for report in sharded.report()],
+        }
+    finally:
+        sharded.close()

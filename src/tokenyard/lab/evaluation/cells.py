@@ -1,0 +1,163 @@
+"""One cell: a model, sharded in one exchange × wire × weights (or whole), answers all questions.
+
+Every rank answers its share of the questions, so attention is data-parallel and the experts serve all ranks. The first
+questions are the *probes*. They are answered token by token against the clock: that gives tokens per second. And what
+the whole model answered to them is read by both, which gives the error of the logits, and a digest that says whether
+two exchanges give the same bits. The other questions are answered from the whole model's answers as drafts, which is
+faster and comes to the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokenyard.experts.base import EXACT
+from tokenyard.group import Group
+from tokenyard.lab.evaluation.decoding import answer, answer_from_drafts, pad_left, read
+from tokenyard.lab.evaluation.models import load_language, load_whole
+from tokenyard.lab.evaluation.ranks import Tell
+
+# Tokens that a rank brings to one round trip; longer batches of prompts go in parts.
+MAX_TOKENS = 1024
+# Questions that tokens per second and the error of the logits are taken from.
+PROBES = 64
+# Drafts are read in smaller batches: they have all their tokens at once.
+_DRAFTS_IN_A_BATCH = 32
+
+# The number of a question, the tokens of the answer, and what they say.
+Answer = tuple[int, list[int], str]
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """What a cell is about."""
+
+    exchange: str
+    wire: str
+    weights: str
+    inner: str = EXACT  # between an expert's two products
+
+    def __str__(self) -> str:
+        inner = "" if self.inner == EXACT else f" × {self.inner} between products"
+        return f"{self.exchange} × {self.wire} × {self.weights}{inner}"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What the ranks of a cell need to know. Picklable: it travels to their processes."""
+
+    folder: str
+    prompts: list[str]
+    wiring: Wiring | None  # None: the whole model on every rank
+    batch: int
+    most: int
+    drafts: list[list[int]] = field(default_factory=list)  # the whole model's answers, for all questions
+    only_probes: bool = False
+
+
+def measure(group: Group, cell: Cell, tell: Tell) -> dict[str, Any]:
+    """This rank's share of a cell."""
+    whole = load_whole(Path(cell.folder), group.device)
+    asked = _Asked(whole, cell, group, tell)
+    if cell.wiring is None:
+        size = sum(value.nbytes for name, value in whole.named_parameters() if ".experts." in name)
+        return {**asked.answers(whole), "expert_bytes": size}
+    from tokenyard.integrations.transformers import shard_experts
+
+    theirs = asked.probe_logits(whole)
+    sharded = shard_experts(
+        whole,
+        group,
+        exchange=cell.wiring.exchange,
+        wire=cell.wiring.wire,
+        weights=cell.wiring.weights,
+        inner=cell.wiring.inner,
+        max_tokens=MAX_TOKENS,
+    )
+    try:
+        with sharded.passes() as model:
+            ours = asked.probe_logits(model)
+        with sharded.passes() as model:
+            found = asked.answers(model)
+        reports = sharded.report()
+    finally:
+        sharded.close()
+    moved = sum(sum(report.dispatch_bytes) + sum(report.combine_bytes) for report in reports)
+    return {
+        **found,
+        "squared_error": float((ours.double() - theirs.double()).square().sum()),
+        "squared_size": float(theirs.double().square().sum()),
+        "digest": hashlib.sha256(ours.cpu().view(torch.uint8).numpy().tobytes()).hexdigest()[:16],
+        "expert_bytes": sum(experts.layer.experts.weights.nbytes for experts in sharded.experts),
+        "bytes_per_token": moved / max(1, sum(reports[0].tokens)),
+    }
+
+
+class _Asked:
+    """This rank's share of the questions."""
+
+    def __init__(self, model: Any, cell: Cell, group: Group, tell: Tell) -> None:
+        self.cell, self.device, self.tell = cell, group.device, tell
+        self.language = load_language(Path(cell.folder))
+        self.end_ids = self.language.end_ids(model)
+        mine = range(group.rank, len(cell.prompts), group.size)
+        self.prompts = dict(zip(mine, self.language.encode([cell.prompts[n] for n in mine]), strict=True))
+        self.probes = [number for number in mine if number < PROBES]
+        # Prompts of one length are padded least.
+        self.others = sorted((n for n in mine if n >= PROBES), key=lambda n: (len(self.prompts[n]), n))
+
+    def probe_logits(self, model: Any) -> torch.Tensor:
+        """Logits of all tokens of the whole model's answers to the probes, [tokens, vocabulary]."""
+        if not self.probes:
+            return torch.empty(0, 1)
+        drafts = [self.cell.drafts[number] for number in self.probes]
+        prompts = [self.prompts[number] for number in self.probes]
+        return torch.cat(read(model, prompts, drafts, self.language.pad, self.device))
+
+    def answers(self, model: Any) -> dict[str, Any]:
+        """The answers, and how long the probes took."""
+        started = time.perf_counter()
+        found = self._token_by_token(model, self.probes)
+        seconds = time.perf_counter() - started
+        tokens = sum(len(ids) for _, ids, _ in found)
+        if not self.cell.only_probes:
+            others = self._from_drafts if self.cell.drafts else self._token_by_token
+            found += others(model, self.others)
+        return {"answers": found, "probe_tokens": tokens, "probe_seconds": seconds}
+
+    def _token_by_token(self, model: Any, numbers: list[int]) -> list[Answer]:
+        found: list[Answer] = []
+        for batch in _in_batches(numbers, self.cell.batch):
+            ids, mask = pad_left([self.prompts[n] for n in batch], self.language.pad, self.device)
+            written = answer(model, ids, mask, end_ids=self.end_ids, most=self.cell.most)
+            found += self._said(batch, written)
+        return found
+
+    def _from_drafts(self, model: Any, numbers: list[int]) -> list[Answer]:
+        found: list[Answer] = []
+        for batch in _in_batches(numbers, min(self.cell.batch, _DRAFTS_IN_A_BATCH)):
+            written = answer_from_drafts(
+                model,
+                [self.prompts[n] for n in batch],
+                [self.cell.drafts[n] for n in batch],
+                end_ids=self.end_ids,
+                most=self.cell.most,
+                pad=self.language.pad,
+                device=self.device,
+            )
+            found += self._said(batch, written)
+        return found
+
+    def _said(self, numbers: list[int], written: list[list[int]]) -> list[Answer]:
+        self.tell({"answered": len(numbers)})
+        return [(number, ids, self.language.text(ids)) for number, ids in zip(numbers, written, strict=True)]
+
+
+def _in_batches(numbers: list[int], size: int) -> list[list[int]]:
+    return [numbers[first : first + size] for first in range(0, len(numbers), size)]

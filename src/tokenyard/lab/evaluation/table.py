@@ -1,0 +1,208 @@
+"""All cells of an evaluation, beside the whole model.
+
+Exchanges that give the same bits give the same answers. So the first exchange of each wire × weights answers all
+questions; the others answer and read the probes, and where every token is the same, and every logit to the bit, the
+other answers are theirs, too. The row says so (`same_bits_as`). An exchange that gives other bits answers all
+questions by itself, and so do all of them where `every` is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenyard.experts.base import EXACT
+from tokenyard.formats import get, weight_format
+from tokenyard.lab.evaluation.cells import PROBES, Cell, Wiring, measure
+from tokenyard.lab.evaluation.intervals import Interval, paired_difference, wilson
+from tokenyard.lab.evaluation.questions import Question, is_right
+from tokenyard.lab.evaluation.ranks import Ranks, Tell
+
+WHOLE_MODEL = "whole model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One wiring's figures. The whole model has no exchange, and nothing to compare with."""
+
+    exchange: str
+    wire: str
+    weights: str
+    inner: str = EXACT  # between an expert's two products
+    accuracy: Interval
+    difference: Interval | None  # to the whole model, on the same questions
+    logit_error: float | None  # relative, over the probes
+    tokens_per_s: float  # of all ranks together, over the probes
+    bytes_per_token: float  # moved by all layers, out and back
+    expert_bytes: int  # of all ranks
+    same_bits_as: str | None  # the exchange that gave the answers beyond the probes
+    right: list[bool]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON; of the answers only how many were wrong."""
+        found = asdict(self) | {"questions": len(self.right), "wrong": self.right.count(False)}
+        del found["right"]
+        return found
+
+
+@dataclass(frozen=True)
+class _First:
+    """What the first exchange of a wire × weights gave."""
+
+    row: Row
+    bits: tuple[Any, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Which questions are asked, and of which wirings."""
+
+    ranks: Ranks
+    folder: Path
+    questions: Sequence[Question]
+    exchanges: Sequence[str]
+    wires: Sequence[str]
+    weights: Sequence[str]
+    inners: Sequence[str] = (EXACT,)  # those that weights have; each is exact, too, if that is among them
+    batch: int = 128
+    most: int = 128
+    every: bool = False
+
+    @property
+    def answers_expected(self) -> int:
+        """How many answers will be made, if exchanges give the same bits."""
+        wirings, others = len(self.formats), len(self.exchanges) - 1
+        each = len(self.questions) if self.every else min(PROBES, len(self.questions))
+        return len(self.questions) * (1 + wirings) + each * wirings * others
+
+    @property
+    def formats(self) -> list[tuple[str, str, str]]:
+        """Wire, weights, and what stands between the products: all that go together."""
+        return [
+            (wire, weights, inner)
+            for wire in self.wires
+            for weights in self.weights
+            for inner in self.inners
+            if inner == EXACT or get(inner).name in weight_format(weights).inner_formats
+        ]
+
+    def rows(self, hear: Tell | None = None) -> Iterator[Row]:
+        """Row after row, as they are measured: the whole model, wirings that differ in one format, then the others.
+
+        `hear` is told `what` is being run, and how many questions were `answered` since.
+        """
+        whole, drafts = self._whole(hear)
+        yield whole
+        for wire, weights, inner in sorted(self.formats, key=self._differs_in_both):
+            first: _First | None = None
+            for exchange in self.exchanges:
+                found = self._sharded(Wiring(exchange, wire, weights, inner), whole, drafts, first, hear)
+                first = first or found
+                yield found.row
+
+    def _differs_in_both(self, formats: tuple[str, str, str]) -> bool:
+        return formats[0] != self.wires[0] and formats[1] != self.weights[0]
+
+    def in_order(self, rows: Sequence[Row]) -> list[Row]:
+        """Rows by wire, then by weights and what stands between the products, then by exchange."""
+
+        def place(row: Row) -> tuple[int, ...]:
+            if row.exchange == WHOLE_MODEL:
+                return (-1,)
+            return (
+                self.wires.index(row.wire),
+                self.weights.index(row.weights),
+                self.inners.index(row.inner),
+                self.exchanges.index(row.exchange),
+            )
+
+        return sorted(rows, key=place)
+
+    def _whole(self, hear: Tell | None) -> tuple[Row, list[list[int]]]:
+        by_rank = self._call(self._cell(None, []), WHOLE_MODEL, hear)
+        answers = _answers(by_rank)
+        right = self._right(answers)
+        row = Row(
+            exchange=WHOLE_MODEL,
+            wire="",
+            weights="",
+            inner="",
+            accuracy=wilson(sum(right), len(right)),
+            difference=None,
+            logit_error=None,
+            tokens_per_s=_tokens_per_s(by_rank),
+            bytes_per_token=0.0,
+            expert_bytes=by_rank[0]["expert_bytes"],
+            same_bits_as=None,
+            right=right,
+        )
+        return row, [answers[number][0] for number in range(len(self.questions))]
+
+    def _sharded(
+        self, wiring: Wiring, whole: Row, drafts: list[list[int]], first: _First | None, hear: Tell | None
+    ) -> _First:
+        only_probes = first is not None and not self.every
+        by_rank = self._call(self._cell(wiring, drafts, only_probes=only_probes), str(wiring), hear)
+        bits = _bits(by_rank)
+        if only_probes and first is not None and bits != first.bits:
+            only_probes = False
+            by_rank = self._call(self._cell(wiring, drafts), str(wiring), hear)
+        same_as = first.row if only_probes and first is not None else None
+        right = self._right(_answers(by_rank)) if same_as is None else same_as.right
+        size = sum(rank["squared_size"] for rank in by_rank)
+        row = Row(
+            exchange=wiring.exchange,
+            wire=wiring.wire,
+            weights=wiring.weights,
+            inner=wiring.inner,
+            accuracy=wilson(sum(right), len(right)),
+            difference=paired_difference(right, whole.right),
+            logit_error=(sum(rank["squared_error"] for rank in by_rank) / size) ** 0.5 if size else None,
+            tokens_per_s=_tokens_per_s(by_rank),
+            bytes_per_token=by_rank[0]["bytes_per_token"],
+            expert_bytes=sum(rank["expert_bytes"] for rank in by_rank),
+            same_bits_as=None if same_as is None else same_as.exchange,
+            right=right,
+        )
+        return _First(row, bits)
+
+    def _cell(self, wiring: Wiring | None, drafts: list[list[int]], *, only_probes: bool = False) -> Cell:
+        return Cell(
+            folder=str(self.folder),
+            prompts=[question.prompt for question in self.questions],
+            wiring=wiring,
+            batch=self.batch,
+            most=self.most,
+            drafts=drafts,
+            only_probes=only_probes,
+        )
+
+    def _call(self, cell: Cell, what: str, hear: Tell | None) -> list[dict[str, Any]]:
+        if hear is None:
+            return self.ranks.call(measure, cell)
+        hear({"what": what})
+        return self.ranks.call(measure, cell, hear=lambda message: hear({**message, "what": what}))
+
+    def _right(self, answers: dict[int, tuple[list[int], str]]) -> list[bool]:
+        return [
+            is_right(answers[number][1], question.answer) for number, question in enumerate(self.questions)
+        ]
+
+
+def _answers(by_rank: list[dict[str, Any]]) -> dict[int, tuple[list[int], str]]:
+    """Tokens and text of all answers, by the number of their question."""
+    return {number: (ids, text) for rank in by_rank for number, ids, text in rank["answers"]}
+
+
+def _bits(by_rank: list[dict[str, Any]]) -> tuple[Any, ...]:
+    """All that two exchanges must have in common to give the same answers: logits, and tokens of the probes."""
+    probes = {number: tuple(ids) for number, (ids, _) in _answers(by_rank).items() if number < PROBES}
+    return tuple(rank["digest"] for rank in by_rank), tuple(sorted(probes.items()))
+
+
+def _tokens_per_s(by_rank: list[dict[str, Any]]) -> float:
+    """Of all ranks together, until the slowest was done."""
+    seconds = max(rank["probe_seconds"] for rank in by_rank)
+    return float(sum(rank["probe_tokens"] for rank in by_rank) / seconds)

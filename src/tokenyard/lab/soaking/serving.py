@@ -1,0 +1,121 @@
+"""Layers that a soak serves, and the checks of what comes out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tokenyard.conformance.cases import Case, oracle_excess, same_bits
+from tokenyard.conformance.twin import twin
+from tokenyard.experts import ExpertWeights
+from tokenyard.experts.base import WEIGHT_DTYPES
+from tokenyard.layer import MoELayer
+from tokenyard.layer.receiver import run_experts
+from tokenyard.planning.planner import Plan
+from tokenyard.planning.spec import LayerSpec
+from tokenyard.routing import Routes
+
+# Experts whose rows do not depend on what else is in the batch: results are compared bit by bit.
+BITWISE = "reference"
+# What fast experts may lose: rows, first products and activations, each rounded to bf16.
+_ROUNDED_TO_BF16 = 3 * torch.finfo(torch.bfloat16).eps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """What one rank brings to a round trip."""
+
+    case: Case  # of which this is the batch
+    rank: int
+    x_TH: Tensor
+    routes: Routes
+
+    def payloads_on(self, device: torch.device) -> dict[str, Tensor] | None:
+        """What travels with the rows, if anything does."""
+        payloads = self.case.further_payloads(self.rank)
+        return payloads and {name: tensor.to(device) for name, tensor in payloads.items()}
+
+
+class Served:
+    """One layer of a plan on this rank, the weights of all its experts, and the case that it is from."""
+
+    def __init__(self, plan: Plan, case: Case, name: str) -> None:
+        self.plan, self.case, self.name = plan, case, name
+        self.weights: ExpertWeights = case.all_weights()
+        local = self.weights.select(plan.local_experts(name))
+        self.layer = MoELayer(plan, name, local).to(plan.group.device)
+
+    def batch(self, tokens: Sequence[int], seed: int) -> Batch:
+        """This rank's batch, of a round trip in which rank r brings `tokens[r]`."""
+        rank = self.plan.group.rank
+        drawn = replace(self.case, tokens=tuple(tokens), seed=seed)
+        x_TH, routes = drawn.batch(rank)
+        return Batch(case=drawn, rank=rank, x_TH=x_TH, routes=routes)
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """A round trip."""
+        device = self.plan.group.device
+        y_TH: Tensor = self.layer(
+            batch.x_TH.to(device), batch.routes.to(device), payloads=batch.payloads_on(device)
+        )
+        return y_TH.cpu()
+
+    def complaint(self, batch: Batch, y_TH: Tensor) -> str | None:
+        """What is wrong with a result; None if nothing is."""
+        wiring = self.plan.wiring(self.name)
+        routes = without_lost(self.plan, self.name, batch.routes)
+        if y_TH.dtype != batch.x_TH.dtype or y_TH.shape != batch.x_TH.shape:
+            return f"{self._said(batch)}: an output of another dtype or shape than the input"
+        between = 0.0 if wiring.experts.name == BITWISE else _ROUNDED_TO_BF16
+        over = oracle_excess(
+            wiring,
+            self.weights,
+            batch.x_TH,
+            routes,
+            y_TH,
+            rounds_between=between,
+            rounds_to=WEIGHT_DTYPES.get(wiring.spec.weights, torch.bfloat16),
+        )
+        if not over <= 0:  # NaN is wrong, too
+            return f"{self._said(batch)}: {over:.3g} beyond the bound around the oracle"
+        if wiring.experts.name == BITWISE:
+            expected_TH = twin(wiring, self.weights, batch.x_TH, routes, self.plan.group.rank)
+            if not same_bits(y_TH, expected_TH):
+                return f"{self._said(batch)}: other bits than the twin in one process has"
+        return None
+
+    def _said(self, batch: Batch) -> str:
+        return f"layer {self.name!r}, {batch.case}"
+
+
+def two_in_flight(first: Served, second: Served, batches: tuple[Batch, Batch]) -> tuple[Tensor, Tensor]:
+    """Two round trips, the second of which goes out before the first comes home."""
+    exchange, device = first.plan.exchange, first.plan.group.device
+    flights = []
+    for served, batch in zip((first, second), batches, strict=True):
+        cargo = served.layer.wiring.cargo
+        rows = exchange.encode(cargo, batch.x_TH.to(device))
+        routes, payloads = batch.routes.to(device), batch.payloads_on(device)
+        flights.append(exchange.dispatch(cargo, rows, routes, payloads))
+    home = []
+    for served, flight in zip((first, second), flights, strict=True):
+        result = run_experts(served.layer.wiring, served.layer.experts, flight.received)
+        home.append(exchange.combine(flight, result).y_TH.cpu())
+    return home[0], home[1]
+
+
+def without_lost(plan: Plan, name: str, routes: Routes) -> Routes:
+    """The routes without the choices whose expert was lost with its rank, as a plan drops them."""
+    placement = plan.wiring(name).cargo.placement
+    if not placement.lost_experts:
+        return routes
+    rank_TK, _ = placement.resolve(routes.topk_ids_TK, plan.group.rank)
+    return routes.without((routes.topk_ids_TK >= 0) & (rank_TK < 0), renormalize=False)
+
+
+def named(case: Case, name: str) -> LayerSpec:
+    """The layer of a case, in a plan of several."""
+    return replace(case.spec(), name=name)

@@ -1,0 +1,165 @@
+"""The life of a rank in a soak: an episode, a meeting, and from time to time a rest.
+
+    ┌► steady layers ─► episode ─► meeting ─► (rest: rank 0 measures) ─┐
+    └──────────────────────────────────────────────────────────────────┘
+
+Rank 0 is never killed: what it keeps by mistake adds up for as long as the soak lasts. It says at each meeting whether
+to go on, and whether to rest.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from tokenyard.errors import Drifted, PeerLost
+from tokenyard.group import Group
+from tokenyard.lab.soaking.episodes import RUNS, Steady, Tally, draw_episode
+from tokenyard.lab.soaking.loss import join, lose_a_rank
+from tokenyard.lab.soaking.measuring import let_freed_memory_go, measure, settle
+from tokenyard.lab.soaking.run_folder import Counts, Finding, FindingKind, RunFolder
+from tokenyard.lab.soaking.settings import Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunArguments:
+    """From when to when ranks work. Plain data."""
+
+    folder: str
+    launcher: int  # the process that started the ranks
+    began: float  # on the clock that all processes of a machine share
+    first_episode: int = 0
+
+
+def live(group: Group, settings: Settings, arguments: RunArguments) -> None:
+    """Do episodes until it is time to end. On a fresh rank: from the one that it joins."""
+    if settings.kind == "processes":
+        let_freed_memory_go()
+    run_folder = RunFolder(arguments.folder)
+    run_folder.sign_in(group.rank)
+    joined = run_folder.expected() if group.rank else None
+    life = _Life(group, settings, arguments, run_folder)
+    try:
+        if joined is None:
+            life.start()
+        else:
+            life.join(joined)
+        while life.goes_on:
+            life.do_episode()
+        life.end()
+    except Exception as error:
+        kind: FindingKind = "hang" if isinstance(error, PeerLost) else "error"
+        what = f"{type(error).__name__}: {error}"
+        run_folder.add_finding(Finding(kind=kind, what=what, episode=life.number, rank=group.rank))
+        raise
+
+
+class _Life:
+    """What a rank is doing, and what rank 0 has counted."""
+
+    def __init__(
+        self, group: Group, settings: Settings, arguments: RunArguments, run_folder: RunFolder
+    ) -> None:
+        self.group, self.settings, self.arguments, self.run_folder = group, settings, arguments, run_folder
+        self.number = arguments.first_episode
+        self.goes_on = True
+        self.counts = Counts()
+        self.steady: Steady | None = None
+        self._next_sample = arguments.began
+        self._steady_trips, self._steady_seconds = 0, 0.0
+
+    def start(self) -> None:
+        """Begin with all the others."""
+        self._serve()
+
+    def join(self, number: int) -> None:
+        """Begin in the middle of an episode, in the place of a rank that was lost in it."""
+        self.number, tally = number, Tally()
+        self.group = join(self.group, self.settings, draw_episode(self.settings, number), tally)
+        self._serve()
+        self._meet(tally)
+
+    def do_episode(self) -> None:
+        """Some round trips of the steady layers, something new, and a meeting."""
+        tally = Tally()
+        self._go_steadily(tally)
+        episode = draw_episode(self.settings, self.number)
+        if episode.kind == "loss":
+            self.end()  # the group that it was made on will be broken
+            self.group = lose_a_rank(self.group, self.settings, episode, self.run_folder, tally)
+            self._serve()
+        else:
+            RUNS[episode.kind](self.group, episode, tally)
+        self._meet(tally, lost=int(episode.kind == "loss"))
+
+    def end(self) -> None:
+        """Give the steady layers back."""
+        if self.steady is not None:
+            self.steady.close()
+            self.steady = None
+
+    def _serve(self) -> None:
+        self.steady = Steady(self.group, self.settings.exchanges[0])
+
+    def _go_steadily(self, tally: Tally) -> None:
+        assert self.steady is not None
+        before, started = tally.round_trips, time.monotonic()
+        self.steady.go(tally)
+        self._steady_trips += tally.round_trips - before
+        self._steady_seconds += time.monotonic() - started
+
+    def _meet(self, tally: Tally, *, lost: int = 0) -> None:
+        """Tell what came of the episode, hear whether to go on, and rest if it is time to."""
+        for complaint in tally.complaints:
+            finding = Finding(kind="wrong result", what=complaint, episode=self.number, rank=self.group.rank)
+            self.run_folder.add_finding(finding)
+        mine = {"episode": self.number, "round_trips": tally.round_trips, "checked": tally.checked}
+        orders = {"goes_on": self._is_time_left(), "rests": time.monotonic() >= self._next_sample}
+        by_rank = self.group.gather_json(mine | orders, phase="the end of an episode")
+        if any(other["episode"] != self.number for other in by_rank):
+            raise Drifted(
+                f"the ranks are in episodes {[other['episode'] for other in by_rank]}",
+                expected="all ranks in one episode",
+                fix="report it: the soak itself has drifted",
+                rank=self.group.rank,
+            )
+        if self.group.rank == 0:
+            self.run_folder.expect(None)
+            self.counts += Counts(
+                episodes=1,
+                round_trips=max(other["round_trips"] for other in by_rank),
+                checked=sum(other["checked"] for other in by_rank),
+                lost=lost,
+            )
+            self.run_folder.write_progress(self.counts)
+        self.number += 1
+        self.goes_on = by_rank[0]["goes_on"]
+        if by_rank[0]["rests"]:
+            self._rest()
+
+    def _is_time_left(self) -> bool:
+        """Asked on rank 0, before an episode is counted."""
+        settings = self.settings
+        if settings.episodes is not None and self.number + 1 >= settings.episodes:
+            return False
+        if settings.seconds is not None and time.monotonic() >= self.arguments.began + settings.seconds:
+            return False
+        return not self.run_folder.stopped()
+
+    def _rest(self) -> None:
+        """Nobody does anything, while rank 0 looks at all of them."""
+        if self.group.rank == 0 or self.settings.kind == "processes":
+            settle()
+        self.group.barrier(phase="a rest")
+        if self.group.rank == 0:
+            self._next_sample = time.monotonic() + self.settings.sample_every
+            sample = measure(
+                self.arguments.launcher,
+                seconds=time.monotonic() - self.arguments.began,
+                episode=self.number,
+                round_trips_per_s=self._steady_trips / max(self._steady_seconds, 1e-9),
+                device=self.group.device,
+            )
+            self._steady_trips, self._steady_seconds = 0, 0.0
+            self.run_folder.add_sample(sample)
+        self.group.barrier(phase="the end of a rest")

@@ -1,0 +1,231 @@
+"""A layer under `torch.compile`: one operator, `tokenyard::moe_layer`, that the compiler does not look into.
+
+What a layer does cannot be traced: it waits for other ranks, and how many rows arrive is known only then. So a
+compiled model holds the layer as one call,
+
+    y_TH = torch.ops.tokenyard.moe_layer(x_TH, routes, …, key)
+
+whose result is a fresh tensor like `x_TH`, and whose work is the layer's own `forward`. All its checks, and its
+errors, are those of an eager call. `key` is a number that finds the layer: an operator takes no objects. It is held in
+a tensor, because the compiler takes the plain numbers of a module for constants: equal blocks of a model, compiled one
+by one, would each be compiled anew, and more than eight be refused.
+
+- **Order.** Every rank calls every layer, in one order. The operator is registered with an ordered effect, so the
+  compiler neither drops a call whose result nobody reads, nor merges two equal ones, nor swaps layers.
+- **CUDA graphs** that the compiler makes (`mode="reduce-overhead"`) must leave the operator out. The tag for that,
+  `cudagraph_unsafe`, is not seen on an operator with an effect; the option `custom_should_partition_ops` is.
+- **`out`.** The operator writes into nothing that it was given, so that it can be ordered and differentiated. It
+  gets `out` to check it, and the result is copied there: one copy more than an eager call makes.
+- **Gradients.** There are none, in eager calls neither. `backward` through a layer says so: it raises.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch._library.effects import EffectType
+
+from tokenyard.errors import HandleError
+from tokenyard.layer.gradients import without_gradient
+from tokenyard.routing import Routes
+
+LayerClass = TypeVar("LayerClass", bound=type[nn.Module])
+
+# A layer that is gone leaves no entry.
+_layers: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
+_keys = itertools.count(1)
+
+
+def compilable(cls: LayerClass) -> LayerClass:
+    """Let `forward` of a layer class be one operator where a model is compiled. Eager calls stay as they are."""
+    init, forward, unreduced = (
+        cast(Any, getattr(cls, name)) for name in ("__init__", "forward", "unreduced")
+    )
+
+    @wraps(init)
+    def init_and_register(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        number = next(_keys)
+        self.key, _layers[number] = torch.tensor(number, device="cpu"), self
+
+    @wraps(forward)
+    def forward_or_operator(
+        self: Any,
+        x_TH: Tensor,
+        routes_or_logits: Routes | Tensor,
+        *,
+        payloads: Mapping[str, Tensor] | None = None,
+        out: Tensor | None = None,
+        add: Tensor | None = None,
+    ) -> Tensor:
+        if torch.compiler.is_compiling():
+            return _call(self, x_TH, routes_or_logits, payloads or {}, out, add)
+        y_TH = forward(self, x_TH, routes_or_logits, payloads=payloads, out=out, add=add)
+        routed = (
+            routes_or_logits.topk_weights_TK if isinstance(routes_or_logits, Routes) else routes_or_logits
+        )
+        # Looked at only where gradients are made.
+        inputs = itertools.chain((x_TH, routed, add), self.parameters())
+        return without_gradient(y_TH, inputs, partial(_no_gradient, self.name))
+
+    @wraps(unreduced)
+    def unreduced_or_graph_break(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return unreduced(self, *args, **kwargs)
+        torch._dynamo.graph_break(msg=_UNREDUCED)
+        return torch.compiler.disable(unreduced)(self, *args, **kwargs)  # else its insides would be compiled
+
+    for name, method in (
+        ("__init__", init_and_register),
+        ("forward", forward_or_operator),
+        ("forward_eagerly", forward),
+        ("unreduced", unreduced_or_graph_break),
+    ):
+        setattr(cls, name, method)
+    return cls
+
+
+_UNREDUCED = (
+    "MoELayer.unreduced returns rows by rank, whose number is known only when they are home; it runs outside of "
+    'the graph. Fix: compile without fullgraph=True, or plan with reduce_ranks="exchange" and call the layer'
+)
+
+
+def _call(
+    layer: Any,
+    x_TH: Tensor,
+    routes_or_logits: Routes | Tensor,
+    payloads: Mapping[str, Tensor],
+    out: Tensor | None,
+    add: Tensor | None,
+) -> Tensor:
+    """The operator's call, as it stands in the graph."""
+    ids_or_logits, weights_TK, scaled_by = routes_or_logits, None, 1.0
+    if isinstance(routes_or_logits, Routes):
+        ids_or_logits, weights_TK = routes_or_logits.topk_ids_TK, routes_or_logits.topk_weights_TK
+        scaled_by = routes_or_logits.scaled_by
+    # Parameters of shared experts are no arguments of `forward`. Gradients would miss them without a word.
+    trained = [p for p in layer.parameters() if p.requires_grad] if torch.is_grad_enabled() else []
+    y_TH = torch.ops.tokenyard.moe_layer(
+        x_TH,
+        ids_or_logits,
+        weights_TK,
+        scaled_by,
+        list(payloads),
+        list(payloads.values()),
+        add,
+        out,
+        trained,
+        layer.key,
+    )
+    return cast(Tensor, y_TH if out is None else out.copy_(y_TH))
+
+
+def _layer(key: Tensor) -> Any:
+    layer = _layers.get(int(key))
+    if layer is None:
+        raise HandleError(
+            f"layer {int(key)} of a compiled model is gone",
+            expected="the layer to live as long as the compiled model is called",
+            fix="keep a reference to the model, or compile the new one",
+        )
+    return layer
+
+
+@torch.library.custom_op(
+    "tokenyard::moe_layer",
+    mutates_args=(),
+    schema="(Tensor x_TH, Tensor ids_or_logits, Tensor? topk_weights_TK, float scaled_by, str[] payload_names, "
+    "Tensor[] payloads, Tensor? add, Tensor? out, Tensor[] trained, Tensor key) -> Tensor",
+)
+def moe_layer(
+    x_TH: Tensor,
+    ids_or_logits: Tensor,
+    topk_weights_TK: Tensor | None,
+    scaled_by: float,
+    payload_names: Sequence[str],
+    payloads: Sequence[Tensor],
+    add: Tensor | None,
+    out: Tensor | None,
+    trained: Sequence[Tensor],
+    key: Tensor,
+) -> Tensor:
+    """The layer's `forward`. Ids come with their weights, logits with none; `out` is checked, not written."""
+    routes_or_logits: Routes | Tensor = ids_or_logits
+    if topk_weights_TK is not None:
+        routes_or_logits = Routes(
+            topk_ids_TK=ids_or_logits, topk_weights_TK=topk_weights_TK, scaled_by=scaled_by
+        )
+    y_TH = _layer(key).forward_eagerly(
+        x_TH,
+        routes_or_logits,
+        payloads=dict(zip(payload_names, payloads, strict=True)),
+        out=None if out is None else torch.empty_like(out, memory_format=torch.contiguous_format),
+        add=add,
+    )
+    return cast(Tensor, y_TH)
+
+
+@moe_layer.register_fake
+def _(x_TH: Tensor, *others: Any) -> Tensor:
+    out = others[6]
+    # An `out` that does not fit is found when the layer runs, which tells the other ranks.
+    like = x_TH if out is None else out
+    return like.new_empty(like.shape)
+
+
+moe_layer.register_effect(EffectType.ORDERED)
+
+
+# -- Gradients ---------------------------------------------------------------------------------------------------
+
+
+def _no_gradient(layer: str) -> HandleError:
+    return HandleError(
+        "backward was called through a layer",
+        expected="inference: experts are not differentiated",
+        fix="call the model under torch.no_grad(), or detach what goes into the layer",
+        layer=layer,
+    )
+
+
+@torch.library.custom_op("tokenyard::moe_layer_backward", mutates_args=())
+def moe_layer_backward(grad_TH: Tensor, shape: Sequence[int], dtype: torch.dtype, key: Tensor) -> Tensor:
+    """The gradient of an input, which does not exist. Compilers trace `backward` unasked, so only a call raises."""
+    raise _no_gradient(_layer(key).name)
+
+
+@moe_layer_backward.register_fake
+def _(grad_TH: Tensor, shape: Sequence[int], dtype: torch.dtype, key: Tensor) -> Tensor:
+    return grad_TH.new_empty(shape, dtype=dtype)
+
+
+def _remember_shapes(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[-1])
+    ctx.inputs = [_shapes(value) for value in inputs]
+
+
+def _shapes(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    return [_shapes(item) for item in value] if isinstance(value, list) else None
+
+
+def _backward(ctx: Any, grad_TH: Tensor) -> tuple[Any, ...]:
+    (key,) = ctx.saved_tensors
+
+    def gradient(known: Any, needed: Any) -> Any:
+        if isinstance(known, list):
+            return [gradient(*both) for both in zip(known, needed, strict=True)]
+        return moe_layer_backward(grad_TH, *known, key) if known is not None and needed else None
+
+    return tuple(gradient(*both) for both in zip(ctx.inputs, ctx.needs_input_grad, strict=True))
+
+
+moe_layer.register_autograd(_backward, setup_context=_remember_shapes)

@@ -1,0 +1,101 @@
+"""What a layer does around its experts, on the rank that received the rows.
+
+The duties of the receiver are those that a kernel leaves to it: swizzling the scales that arrived linear, and
+finishing (weighting, summing per rank) what a kernel returns unfinished. The wiring says which; nothing is
+guessed from the kernel's result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from tokenyard.duties import Duty, Party, acting
+from tokenyard.errors import HandleError, InputError, TokenyardError, shown
+from tokenyard.experts import Experts, ExpertsSpec, ExpertWeights
+from tokenyard.experts.self_routing import SelfRoutingExperts
+from tokenyard.planning.wiring import Wiring
+from tokenyard.routing import Placement
+from tokenyard.rows import ExpertRows, PlacedRows, ReceivedRows, UnfinalizedRows, check_result, describe
+
+# What experts were built for: what they compute, and the global ids of those whose weights they have.
+_built_for: WeakKeyDictionary[Experts, tuple[ExpertsSpec, tuple[int, ...]]] = WeakKeyDictionary()
+# The wiring for which that was looked up last.
+_fits: WeakKeyDictionary[Experts, Wiring] = WeakKeyDictionary()
+
+
+def build_experts(wiring: Wiring, rank: int, weights: ExpertWeights, *, adopt: bool) -> Experts:
+    """This rank's experts of a layer, with their weights checked."""
+    spec, owned = wiring.experts_spec(rank), wiring.cargo.placement.local_experts(rank)
+    try:
+        if not isinstance(weights, ExpertWeights):
+            raise InputError(
+                f"the weights are {describe(weights)}",
+                expected="ExpertWeights",
+                fix="pass ExpertWeights(w13=…, w2=…).select(plan.local_experts(name))",
+            )
+        if weights.experts is not None and weights.experts != owned:
+            raise InputError(
+                f"the weights are those of experts {shown(list(weights.experts))}",
+                expected=f"those of experts {shown(list(owned))}, which this rank owns",
+                fix="pass weights.select(plan.local_experts(name)), of all experts of the layer; where they are "
+                "numbered otherwise, dataclasses.replace(weights, experts=None)",
+            )
+        if issubclass(wiring.experts, SelfRoutingExperts):
+            assert wiring.spec.router is not None  # the wiring has checked it
+            to_local = LocalIds(wiring.cargo.placement, rank)
+            built: Experts = wiring.experts(
+                spec, weights, router=wiring.spec.router, to_local=to_local, adopt=adopt
+            )
+        else:
+            built = wiring.experts(spec, weights, adopt=adopt)
+    except TokenyardError as error:
+        error.at(layer=wiring.spec.name, rank=rank)
+        raise
+    _built_for[built] = spec, owned
+    return built
+
+
+def fitting(wiring: Wiring, rank: int, experts: Experts) -> Wiring:
+    """A layer's wiring; raises if the plan has given the layer's name to one that these experts were not built for."""
+    known = _built_for.get(experts)
+    if known is not None and _fits.get(experts) is not wiring:
+        if known != (wiring.experts_spec(rank), wiring.cargo.placement.local_experts(rank)):
+            raise HandleError(
+                "the plan has another layer of this name now, with other experts on this rank",
+                expected="the layer that these experts were built for",
+                fix="make a new MoELayer with the weights of `plan.local_experts(name)`",
+                layer=wiring.spec.name,
+                rank=rank,
+            )
+        _fits[experts] = wiring
+    return wiring
+
+
+def run_experts(wiring: Wiring, experts: Experts, received: ReceivedRows) -> ExpertRows | PlacedRows:
+    """Run the experts on the rows that arrived, and do what the wiring leaves to the receiver."""
+    with acting(Party.RECEIVER):
+        if wiring.duties[Duty.SWIZZLE] is Party.RECEIVER:
+            received = dataclasses.replace(received, rows=received.dense().swizzled(), slots_R=None)
+        result = experts(received, finalize=wiring.duties[Duty.REDUCE_EXPERTS] is Party.EXPERTS)
+        if isinstance(result, UnfinalizedRows):
+            result = result.finish()
+    return check_result(result, received)
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalIds:
+    """Global expert ids → the local ones of a rank (-1: elsewhere), for rows in (source rank, token) order."""
+
+    placement: Placement
+    rank: int
+
+    def __call__(self, topk_ids_RK: Tensor, counts_W: tuple[int, ...]) -> Tensor:
+        parts = []
+        for source, ids_TK in enumerate(topk_ids_RK.split(counts_W)):
+            rank_TK, local_TK = self.placement.resolve(ids_TK, source)
+            parts.append(torch.where(rank_TK == self.rank, local_TK, -1))
+        return torch.cat(parts)

@@ -1,0 +1,96 @@
+"""The audit of a round trip: what was done on its way, by whom, compared with what the wiring says.
+
+A plan that watches itself opens a ledger for each batch (`tokenyard.duties`). When the experts are done, every duty
+up to then must stand in it for the rows that it is due on, under the name of the party that the wiring gives it to,
+and under no other. The last duty, the sum over ranks, is looked at by the exchange, which does it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from torch import Tensor
+
+from tokenyard.duties import Duty, Ledger, Party
+from tokenyard.errors import Corrupted
+from tokenyard.exchange import Fate
+from tokenyard.planning.wiring import Wiring
+from tokenyard.routing import Routes
+from tokenyard.rows import LocalRoutes, ReceivedRows
+
+
+def settle(wiring: Wiring, ledger: Ledger, num_tokens: int, routes: object, received: ReceivedRows) -> None:
+    """Raise unless each duty was done by its party, on all its rows, once. `routes` is what the layer was given."""
+    for duty, party in wiring.duties.items():
+        done = ledger.rows(duty)
+        due = _due(wiring, duty, party, num_tokens, routes, received)
+        if not _fits(wiring, party, done, due):
+            raise Corrupted(
+                f"duty {duty.value!r} was done {_told(done)}",
+                expected=f"{_told({} if not due else {party: due})}, as the wiring says",
+                fix="let one party do it, the one that `print(plan)` names",
+                place=duty.value,
+            )
+
+
+def _fits(wiring: Wiring, party: Party, done: dict[Party, int], due: int | None) -> bool:
+    if party is Party.EXPERTS and not done and not wiring.experts.counts_duties:
+        return True  # what such a kernel does, nobody can count: the type of its result says it
+    if due is None:
+        return set(done) <= {party}
+    return done == ({party: due} if due else {})
+
+
+def _due(
+    wiring: Wiring, duty: Duty, party: Party, num_tokens: int, routes: object, received: ReceivedRows
+) -> int | None:
+    """On how many rows (tokens, received rows, or pairs of a row and an expert) a duty is due; None: not known here."""
+    if party in (Party.NOBODY, Party.CALLER) or duty is Duty.REDUCE_RANKS:
+        return 0
+    if duty is Duty.ROUTED_SCALING:
+        if isinstance(routes, Routes):  # ready: whoever made them has scaled them
+            return 0
+        return received.num_rows if wiring.cargo.carries_logits else num_tokens
+    if duty in (Duty.WEIGHT, Duty.REDUCE_EXPERTS):
+        if not isinstance(received.routes, LocalRoutes):
+            return None
+        pairs_RK = received.routes.ids_RK >= 0
+        if duty is Duty.WEIGHT:
+            pairs_RK = pairs_RK & (received.routes.weights_RK != 1)  # times 1 is not counted
+        return int(pairs_RK.sum())
+    return num_tokens if party is Party.SENDER else received.num_rows
+
+
+def _told(done: dict[Party, int]) -> str:
+    return " and ".join(f"on {rows} rows by the {party.value}" for party, rows in done.items()) or "by nobody"
+
+
+Layer = TypeVar("Layer")
+Out = TypeVar("Out")
+# A layer's way out: its wiring, the fate of this round trip, rows, routes or logits, further payloads.
+WayOut = Callable[[Layer, Wiring, Fate, Tensor, Routes | Tensor, Mapping[str, Tensor] | None], Out]
+
+
+def audited(go_out: WayOut[Layer, Out]) -> WayOut[Layer, Out]:
+    """Write down what is done on the way out, and settle it, where the plan watches itself."""
+
+    @functools.wraps(go_out)
+    def watched(
+        layer: Layer,
+        wiring: Wiring,
+        fate: Fate,
+        x_TH: Tensor,
+        routes_or_logits: Routes | Tensor,
+        payloads: Mapping[str, Tensor] | None,
+    ) -> Out:
+        if not wiring.cargo.sealed:
+            return go_out(layer, wiring, fate, x_TH, routes_or_logits, payloads)
+        with Ledger().open() as ledger:
+            result = go_out(layer, wiring, fate, x_TH, routes_or_logits, payloads)
+            assert fate.dispatched is not None
+            settle(wiring, ledger, x_TH.shape[0], routes_or_logits, fate.dispatched.received)
+        return result
+
+    return watched

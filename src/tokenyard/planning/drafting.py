@@ -1,0 +1,401 @@
+"""Drafts: what a plan would be, for any number of ranks, before any of them has agreed to it.
+
+`draft` resolves every layer's wiring. A layer that cannot be wired is a `PlanError` with *alternatives*: changes of
+one field of its spec, or of the exchange, or if none helps of two, each of which was tried. The values to try come from
+the registries, so that a new format or exchange is offered without a word here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, product
+from typing import Any
+
+import torch
+
+from tokenyard import experts as experts_room
+from tokenyard import formats
+from tokenyard.errors import Alternative, InputError, PlanError, Reason, TokenyardError, shown
+from tokenyard.exchange import EXCHANGES, Exchange
+from tokenyard.exchange import resolve as resolve_exchange
+from tokenyard.experts.base import EXACT
+from tokenyard.planning.spec import LayerSpec, check_spec, is_size
+from tokenyard.planning.wiring import Wiring, wire_layer
+from tokenyard.routing import Router
+from tokenyard.routing.placement import MOST_RANKS, PLACEMENTS, Placement, placement_for
+from tokenyard.units import size
+from tokenyard.version import PROTOCOL
+
+# Overrides the `exchange` of every plan in this process.
+EXCHANGE_VARIABLE = "TOKENYARD_EXCHANGE"
+# Makes every plan in this process watch itself.
+PARANOID_VARIABLE = "TOKENYARD_PARANOID"
+_MOST_ALTERNATIVES = 6
+# Dispatches before their combine. A layer has one, and whoever overlaps two micro-batches, two.
+_MOST_IN_FLIGHT = 1024
+# Bytes: what a process of a 64-bit machine can address.
+_LARGEST_WORKSPACE = 2**47
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """A plan before any rank has agreed to it: the wiring of every layer on `world` ranks, and its bytes."""
+
+    world: int  # W, the number of ranks
+    exchange: type[Exchange]  # the class that moves rows
+    in_flight: int  # dispatches that may wait for their combine at a time
+    wirings: tuple[Wiring, ...]  # the wiring of every layer, in the order of the specs
+    paranoid: bool = False  # whether the plan watches itself
+    # Whether a token's other weights make up for experts that were lost with their ranks.
+    renormalize_dropped: bool = False
+
+    @property
+    def specs(self) -> list[LayerSpec]:
+        """The layers, each with the limit of tokens that it was planned with."""
+        return [replace(wiring.spec, max_tokens=wiring.cargo.max_tokens) for wiring in self.wirings]
+
+    @property
+    def dispatch_bytes(self) -> int:
+        """The largest dispatch region of any layer, on one rank."""
+        return max(self.exchange.region_bytes(wiring.cargo).dispatch for wiring in self.wirings)
+
+    @property
+    def combine_bytes(self) -> int:
+        """The largest combine region of any layer, on one rank."""
+        return max(self.exchange.region_bytes(wiring.cargo).combine for wiring in self.wirings)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What one rank holds at most for rows in flight, whichever layer is running."""
+        return (self.dispatch_bytes + self.combine_bytes) * self.in_flight
+
+    def fields(self) -> dict[str, Any]:
+        """Plain values, flat, by name: what ranks compare."""
+        flat: dict[str, Any] = {
+            "protocol": PROTOCOL,
+            "world": self.world,
+            "exchange": self.exchange.name,
+            "in_flight": self.in_flight,
+            "paranoid": self.paranoid,
+            "renormalize_dropped": self.renormalize_dropped,
+            "number of layers": len(self.wirings),
+        }
+        for index, wiring in enumerate(self.wirings):
+            flat |= {f"layers[{index}].{name}": value for name, value in wiring.fields().items()}
+        return flat
+
+    def fingerprint(self) -> int:
+        """63 bits of a hash of all fields."""
+        digest = hashlib.sha256(json.dumps(self.fields(), sort_keys=True).encode()).digest()
+        return int.from_bytes(digest[:8], "little") >> 1
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row per distinct wiring: its layers, who does each duty, bytes. For tables and JSON."""
+        distinct: dict[str, dict[str, Any]] = {}
+        for wiring in self.wirings:
+            spec, nbytes = wiring.spec, self.exchange.region_bytes(wiring.cargo)
+            row = {
+                "shape": f"H {spec.hidden_size}, I {spec.intermediate_size}, E {spec.num_experts}, K {spec.top_k}",
+                "experts": f"{wiring.experts.name}, {spec.weights} weights{_between(wiring)}, {wiring.cargo.placement}",
+                "wire": str(wiring.wire),
+                "combine_wire": str(wiring.cargo.combine_wire),
+                "duties": {duty.value: party.value for duty, party in wiring.duties.items()},
+                "max_tokens": wiring.cargo.max_tokens,
+                "bytes_per_row": {"dispatch": nbytes.dispatch_row, "combine": nbytes.combine_row},
+                "bytes_per_rank": {"dispatch": nbytes.dispatch, "combine": nbytes.combine},
+            }
+            distinct.setdefault(json.dumps(row), {"layers": [], **row})["layers"].append(spec.name)
+        return list(distinct.values())
+
+    def __str__(self) -> str:
+        size_of_plan = f"{count(len(self.wirings), 'layer')} on {count(self.world, 'rank')}"
+        paranoid = ", paranoid" if self.paranoid else ""
+        lines = [
+            f"plan of {size_of_plan}, exchange {self.exchange.name}, {self.in_flight} in flight{paranoid}"
+        ]
+        for row in self.rows():
+            duties = ", ".join(f"{duty}: {who}" for duty, who in row["duties"].items() if who != "–")
+            per_row, per_rank = row["bytes_per_row"], row["bytes_per_rank"]
+            lines += [
+                f"  {span(row['layers'])}: {row['shape']}; {row['experts']}",
+                f"    wire {row['wire']} ({per_row['dispatch']} bytes a row), "
+                f"back {row['combine_wire']} ({per_row['combine']}); up to {row['max_tokens']} tokens a rank",
+                f"    {duties}",
+                f"    at most {size(per_rank['dispatch'])} out + {size(per_rank['combine'])} back on a rank",
+            ]
+        lines.append(
+            f"  all layers share {size(self.workspace_bytes)} a rank "
+            f"(largest out {size(self.dispatch_bytes)} + largest back {size(self.combine_bytes)})"
+        )
+        return "\n".join(lines)
+
+
+def draft(
+    layers: Sequence[LayerSpec],
+    world: int,
+    *,
+    exchange: str | type[Exchange] = "two_sided",
+    max_tokens: int | None = None,
+    in_flight: int = 1,
+    paranoid: bool = False,
+    device: torch.device | None = None,
+) -> Draft:
+    """What a plan would be on `world` ranks, without a group. Raises what `plan` would raise.
+
+    The other arguments are those of `plan`. `device` is where the rows of the ranks live; without it, whether experts
+    run there is not asked.
+    """
+    return draft_as_told(
+        layers,
+        world,
+        exchange=os.environ.get(EXCHANGE_VARIABLE) or exchange,
+        max_tokens=max_tokens,
+        in_flight=in_flight,
+        paranoid=_is_paranoid(paranoid),
+        device=device,
+    )
+
+
+def draft_as_told(
+    layers: Sequence[LayerSpec],
+    world: int,
+    *,
+    exchange: str | type[Exchange],
+    max_tokens: int | None = None,
+    in_flight: int,
+    paranoid: bool,
+    renormalize_dropped: bool = False,
+    device: torch.device | None,
+) -> Draft:
+    """`draft`, whatever the environment says: a plan that exists keeps what it was made with."""
+    layers = _check_layers(layers)
+    _check_counts(world=(world, MOST_RANKS), in_flight=(in_flight, _MOST_IN_FLIGHT))
+    chosen = resolve_exchange(exchange)
+    wirings: list[Wiring] = []
+    for index, spec in enumerate(layers):
+        try:
+            wired = wire_layer(
+                spec, index=index, world=world, exchange=chosen, max_tokens=max_tokens, device=device
+            )
+            if isinstance(wired, Reason):
+                found = _alternatives(layers, index, world, chosen, max_tokens, device, wired)
+                raise PlanError(
+                    str(wired),
+                    expected="a layer that its exchange, formats and experts all support",
+                    fix="" if found else f"change `{wired.field}` of the LayerSpec",
+                    alternatives=found,
+                )
+            if renormalize_dropped and wired.cargo.carries_logits and wired.cargo.placement.lost_experts:
+                raise PlanError(
+                    "its experts route by themselves, and would not renormalize",
+                    expected="experts that take routes, where weights are to make up for lost experts",
+                    fix="go on without renormalize=True",
+                )
+        except TokenyardError as error:  # that one, or an unknown name
+            error.at(layer=spec.name)
+            raise
+        cargo = replace(wired.cargo, renormalizes_dropped=renormalize_dropped, sealed=paranoid)
+        wirings.append(replace(wired, cargo=cargo))
+    drafted = Draft(
+        world=world,
+        exchange=chosen,
+        in_flight=in_flight,
+        wirings=tuple(wirings),
+        paranoid=paranoid,
+        renormalize_dropped=renormalize_dropped,
+    )
+    _check_bytes(drafted)
+    return drafted
+
+
+def _is_paranoid(asked: object) -> bool:
+    """Whether the caller or the environment wants a plan that watches itself."""
+    said = os.environ.get(PARANOID_VARIABLE, "")
+    if not isinstance(asked, bool) or said not in ("", "0", "1"):
+        found = f"paranoid={shown(asked)} and {PARANOID_VARIABLE}={shown(said)}"
+        raise InputError(
+            found,
+            expected="True or False, and 1 or 0",
+            fix=f"pass paranoid=True, or set {PARANOID_VARIABLE}=1",
+        )
+    return asked or said == "1"
+
+
+def apply_alternative(
+    alternative: Alternative, layers: Sequence[LayerSpec], layer: str, exchange: str
+) -> tuple[list[LayerSpec], str]:
+    """The layers and the exchange with an alternative's changes made."""
+    changes = dict(alternative.changes)
+    exchange = changes.pop("exchange", exchange)
+    return [replace(spec, **changes) if spec.name == layer else spec for spec in layers], exchange
+
+
+def _check_layers(layers: Sequence[LayerSpec]) -> list[LayerSpec]:
+    """The layers as a list; raises unless each is a layer with a name of its own."""
+    expected, fix = "at least one LayerSpec, and nothing else", "pass [LayerSpec(...), ...]"
+    try:
+        layers = list(layers)
+    except TypeError as error:
+        raise InputError(f"layers is {shown(layers)}", expected=expected, fix=fix) from error
+    wrong = [spec for spec in layers if not isinstance(spec, LayerSpec)]
+    if wrong or not layers:
+        found = f"layers holds a {type(wrong[0]).__name__}" if wrong else "layers is empty"
+        raise InputError(found, expected=expected, fix=fix)
+    for spec in layers:
+        if not isinstance(spec.name, str):
+            raise PlanError(
+                f"name={shown(spec.name)}: must be a name", expected="a string", fix="name it 'moe', say"
+            )
+    names = Counter(spec.name for spec in layers)
+    if twice := sorted(name for name, times in names.items() if times > 1):
+        raise InputError(
+            f"{len(layers)} layers share {len(names)} names: {', '.join(twice)} stands more than once",
+            expected="a name of its own for each layer",
+            fix="number them: 'model.layers.0.mlp', 'model.layers.1.mlp', …",
+        )
+    return layers
+
+
+def _check_counts(**counts: tuple[object, int]) -> None:
+    """Raise unless each argument is a whole number of at least 1, and at most what is given beside it."""
+    for name, (value, most) in counts.items():
+        if not is_size(value, most=most):
+            raise InputError(
+                f"{name} is {shown(value)}",
+                expected=f"a whole number from 1 to {most} (≥ 1)",
+                fix=f"pass such a number as {name}",
+            )
+
+
+def _check_bytes(drafted: Draft) -> None:
+    """Raise where no machine could hold the rows: sizes that are each possible, but not together."""
+    if drafted.workspace_bytes <= _LARGEST_WORKSPACE:
+        return
+    most = max(drafted.wirings, key=lambda wiring: sum(_regions(drafted.exchange, wiring)))
+    needed = size(sum(_regions(drafted.exchange, most)))
+    raise PlanError(
+        f"max_tokens={most.cargo.max_tokens}: rows of this layer would take {needed} "
+        f"on a rank, and those of all layers {size(drafted.workspace_bytes)}",
+        expected=f"at most {size(_LARGEST_WORKSPACE)}, all that a process can address",
+        fix="plan for fewer tokens, ranks, or dispatches in flight, and check the sizes of the layer",
+        layer=most.spec.name,
+    )
+
+
+def _between(wiring: Wiring) -> str:
+    """How a plan tells of the numbers between the two products, where they are quantized."""
+    return "" if wiring.inner is None else f", {wiring.inner} between the products"
+
+
+def _regions(exchange: type[Exchange], wiring: Wiring) -> tuple[int, int]:
+    nbytes = exchange.region_bytes(wiring.cargo)
+    return nbytes.dispatch, nbytes.combine
+
+
+# The fields of a spec that may be changed to make a layer fit, and the values to try, by asking the registries.
+def _candidates(spec: LayerSpec) -> dict[str, list[Any]]:
+    wires: list[Any] = list(formats.FORMATS)
+    return {
+        "exchange": list(EXCHANGES),
+        "wire": wires,
+        "combine_wire": wires,
+        "expert_rows": [None, *wires],
+        "experts": list(experts_room.EXPERTS),
+        "weights": list(
+            dict.fromkeys(w for cls in experts_room.EXPERTS.values() for w in cls.weight_formats)
+        ),
+        "inner": [
+            EXACT,
+            *dict.fromkeys(f for cls in experts_room.EXPERTS.values() for f in cls.inner_formats),
+        ],
+        "tensor_parallel": [1],
+        "weight_on": ["output", "input"],
+        "reduce_ranks": ["exchange", "caller"],
+        "placement": list(PLACEMENTS),
+        "top_k": [spec.router.top_k] if isinstance(spec.router, Router) else [],
+        "routed_scaling": [None],
+    }
+
+
+def _alternatives(
+    layers: list[LayerSpec],
+    index: int,
+    world: int,
+    exchange: type[Exchange],
+    max_tokens: int | None,
+    device: torch.device | None,
+    reason: Reason,
+) -> list[Alternative]:
+    """Changes of one field (or, if none helps, two) with which the layer fits, the field at fault first."""
+    spec = layers[index]
+    candidates = _candidates(spec)
+    current = {name: shown(getattr(spec, name, exchange.name), write=str) for name in candidates}
+
+    def tries(count: int) -> Iterator[dict[str, Any]]:
+        chosen = sorted(combinations(candidates, count), key=lambda names: reason.field not in names)
+        for names in chosen:
+            for values in product(*(candidates[name] for name in names)):
+                changes = dict(zip(names, values, strict=True))
+                if all(str(value) != current[name] for name, value in changes.items()):
+                    yield changes
+
+    tables: dict[tuple[str, int], Placement] = {}
+
+    def with_table(spec: LayerSpec) -> LayerSpec:
+        """The layer with the table that its placement's name stands for: made once, not in each of a thousand tries."""
+        if not (
+            isinstance(spec.placement, str) and spec.placement in PLACEMENTS and check_spec(spec) is None
+        ):
+            return spec
+        key = (spec.placement, spec.num_experts)
+        if key not in tables:
+            tables[key] = placement_for(*key, world)
+        return replace(spec, placement=tables[key])
+
+    def fits(changes: dict[str, Any]) -> bool:
+        changed, name = apply_alternative(Alternative(changes=changes), layers, spec.name, exchange.name)
+        # A change of the exchange must not take it away from another layer.
+        others = range(len(layers)) if "exchange" in changes else (index,)
+        return all(
+            isinstance(
+                wire_layer(
+                    with_table(changed[i]),
+                    index=i,
+                    world=world,
+                    exchange=resolve_exchange(name) if "exchange" in changes else exchange,
+                    max_tokens=max_tokens,
+                    device=device,
+                ),
+                Wiring,
+            )
+            for i in others
+        )
+
+    for count in (1, 2):
+        found = [Alternative(changes=changes) for changes in tries(count) if fits(changes)]
+        if found:
+            return found[:_MOST_ALTERNATIVES]
+    return []
+
+
+def count(number: int, noun: str) -> str:
+    """A number of things.
+
+    >>> count(1, "rank"), count(4, "rank")
+    ('1 rank', '4 ranks')
+    """
+    return f"{number} {noun}" + ("s" if number != 1 else "")
+
+
+def span(names: list[str]) -> str:
+    """How a list of layers is written in one line.
+
+    >>> span(["moe.0"]), span(["moe.0", "moe.1", "moe.2"])
+    ('moe.0', 'moe.0 … moe.2 (3 layers)')
+    """
+    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)} layers)"

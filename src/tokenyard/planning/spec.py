@@ -1,0 +1,185 @@
+"""`LayerSpec`: what a layer is, said once. The plan checks it; nothing else is ever asked of the user."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from tokenyard import experts as experts_room
+from tokenyard.errors import Reason, TokenyardError
+from tokenyard.experts import Activation, Experts
+from tokenyard.experts.base import EXACT, WeightOn
+from tokenyard.formats import Format, Payload
+from tokenyard.formats.base import PAYLOAD_DTYPES, ROW_DTYPES, dtype_name
+from tokenyard.routing import Placement, Router, is_scaling
+from tokenyard.routing.placement import MOST_EXPERTS
+
+# No size of a layer is larger: a slip of the keyboard must not become an allocation, nor an offset that wraps.
+LARGEST_SIZE = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """One MoE layer. Layers of one plan may differ in every field.
+
+    >>> LayerSpec(name="moe.0", hidden_size=2880, intermediate_size=1024, num_experts=32, top_k=4,
+    ...           wire="mxfp8(alignment=256)").top_k
+    4
+    """
+
+    # Names the layer in errors, statistics and `plan.wiring(name)`. No two layers of a plan share one.
+    name: str
+    hidden_size: int  # H, the width of a row
+    intermediate_size: int  # I, the width between an expert's two products
+    num_experts: int  # E, the experts of the layer, on all ranks together
+    top_k: int  # K, the experts that a token chooses
+    # The most tokens that one rank brings in one call; None takes the plan's.
+    max_tokens: int | None = None
+    # The dtype of the rows that go in and come out.
+    dtype: torch.dtype = torch.bfloat16
+    # The format in which rows travel out. None: the layer's own dtype.
+    wire: str | Format | None = None
+    # The format in which results travel back. None: the layer's own dtype.
+    combine_wire: str | Format | None = None
+    # The format that the experts compute on. None: whatever arrives. Rows that do not arrive in it are
+    # quantized by the experts (quantize-after); rows that do, by the sender (quantize-before).
+    expert_rows: str | Format | None = None
+    # The function between an expert's two products: a name, or an `Activation` with constants of its own.
+    activation: str | Activation = "swiglu"
+    bias: bool = False  # whether experts have biases, `b13` and `b2`
+    # The format that holds the weight matrices; `ExpertWeights.quantize` makes them.
+    weights: str = "bf16"
+    # How numbers are held between an expert's two products. "exact": as close as the products are. A format: they
+    # are quantized to it there, once ("fp8_block128", for weights in that format).
+    inner: str | Format = EXACT
+    # Where the routing weight is applied: on an expert's output, or on its input.
+    weight_on: WeightOn = "output"
+    # Turns logits into routes. None: every call passes ready `Routes`.
+    router: Router | None = None
+    # The factor that routing weights hold. None: the router's, or 1.
+    routed_scaling: float | None = None
+    # Which rank owns which expert: a name, or a table.
+    placement: str | Placement = "contiguous"
+    # What computes the experts: a name, or a class of your own.
+    experts: str | type[Experts] = "grouped"
+    # Further per-token payloads that travel with the rows.
+    payloads: tuple[Payload, ...] = ()
+    # Who sums a token's results over ranks. The caller gets them unreduced, as `RankRows`.
+    reduce_ranks: Literal["exchange", "caller"] = "exchange"
+    # Expert parallelism splits experts between ranks, never one expert: only 1 can be planned.
+    tensor_parallel: int = 1
+
+
+def check_spec(spec: LayerSpec) -> Reason | None:
+    """None, or the first field that holds what no layer can have, whatever else it is planned with."""
+    for check in (_check_kinds, _check_sizes, _check_choices, _check_router, _check_payloads):
+        if (reason := check(spec)) is not None:
+            return reason
+    return None
+
+
+def is_size(value: object, *, most: int = LARGEST_SIZE) -> bool:
+    """Whether something is a whole number from 1 to `most`. True is not 1.
+
+    >>> is_size(1), is_size(True), is_size(10**15)
+    (True, False, False)
+    """
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
+
+
+# What each field may be, in words and as types; None stands for itself. Those that are not here are checked below,
+# or by the room that knows their names.
+_KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
+    "name": ("a name", (str,)),
+    "dtype": ("a torch.dtype", (torch.dtype,)),
+    "wire": ("a format or its name", (str, Format, type(None))),
+    "combine_wire": ("a format or its name", (str, Format, type(None))),
+    "expert_rows": ("a format or its name", (str, Format, type(None))),
+    "activation": ("an activation or its name", (str, Activation)),
+    "bias": ("True or False", (bool,)),
+    "weights": ("the name of a weight format", (str,)),
+    "inner": ('"exact", or a format or its name', (str, Format)),
+    "weight_on": ("a name", (str,)),
+    "router": ("a Router", (Router, type(None))),
+    "placement": ("a placement or its name", (str, Placement)),
+    "experts": ("experts or their name", (str, type)),
+    "payloads": ("a tuple of payloads", (tuple, list)),
+    "reduce_ranks": ("a name", (str,)),
+    "tensor_parallel": ("a whole number", (int,)),
+}
+
+
+def _check_kinds(spec: LayerSpec) -> Reason | None:
+    for field, (words, kinds) in _KINDS.items():
+        value = getattr(spec, field)
+        if not isinstance(value, kinds):
+            return Reason(field=field, value=value, why=f"must be {words}")
+    return None
+
+
+def _check_sizes(spec: LayerSpec) -> Reason | None:
+    for name in ("hidden_size", "intermediate_size", "num_experts", "top_k"):
+        most = MOST_EXPERTS if name == "num_experts" else LARGEST_SIZE
+        value = getattr(spec, name)
+        if not is_size(value, most=most):
+            return Reason(
+                field=name, value=value, why=f"must be a whole number of at least 1, at most {most}"
+            )
+    return None
+
+
+def _check_choices(spec: LayerSpec) -> Reason | None:
+    if spec.dtype not in ROW_DTYPES:
+        known = ", ".join(map(dtype_name, ROW_DTYPES))
+        return Reason(field="dtype", value=dtype_name(spec.dtype), why=f"rows are {known}")
+    if spec.tensor_parallel != 1:
+        why = (
+            "an expert is never split between ranks (TP inside EP): its partial results would be summed twice"
+        )
+        return Reason(field="tensor_parallel", value=spec.tensor_parallel, why=why)
+    for name, choices in (("weight_on", ("output", "input")), ("reduce_ranks", ("exchange", "caller"))):
+        if getattr(spec, name) not in choices:
+            return Reason(field=name, value=getattr(spec, name), why=f"choose {' or '.join(choices)}")
+    return None
+
+
+def _check_router(spec: LayerSpec) -> Reason | None:
+    scaling = spec.routed_scaling
+    if scaling is not None and not is_scaling(scaling):
+        return Reason(field="routed_scaling", value=scaling, why="must be a positive number")
+    router = spec.router
+    if router is None:
+        if experts_room.get(spec.experts).routes_itself:
+            return Reason(field="router", value=None, why="experts that route by themselves need one")
+        return None
+    try:
+        router.check_experts(spec.num_experts)
+    except TokenyardError as error:
+        return Reason(field="router", value=error.found, why=f"expected {error.expected}")
+    if router.top_k != spec.top_k:
+        return Reason(field="top_k", value=spec.top_k, why=f"the layer's router chooses {router.top_k}")
+    if scaling is not None and scaling != router.routed_scaling:
+        why = f"the layer's router scales its weights by {router.routed_scaling} already"
+        return Reason(field="routed_scaling", value=scaling, why=why)
+    return None
+
+
+def _check_payloads(spec: LayerSpec) -> Reason | None:
+    taken = {"data", "scales", "global_scale", "ids", "weights", "logits", "seal"}
+    for payload in spec.payloads:
+        if not isinstance(payload, Payload):
+            return Reason(field="payloads", value=payload, why="must be a Payload")
+        if not isinstance(payload.name, str) or payload.name in taken:
+            why = "a packet has a payload of this name already, or it is no name"
+            return Reason(field="payloads", value=payload.name, why=why)
+        taken.add(payload.name)
+        if payload.dtype not in PAYLOAD_DTYPES:
+            known = ", ".join(map(dtype_name, PAYLOAD_DTYPES))
+            why = f"payload {payload.name!r} may be {known}"
+            return Reason(field="payloads", value=payload.dtype, why=why)
+        if not is_size(payload.width):
+            why = f"the width of payload {payload.name!r} must be from 1 to {LARGEST_SIZE}"
+            return Reason(field="payloads", value=payload.width, why=why)
+    return None

@@ -1,0 +1,193 @@
+"""Wiring: which party does each duty of a layer. Every duty has exactly one, or there is no wiring.
+
+A MoE layer is a chain of parts that could each do a job, and silently corrupts when two of them do it, or
+none. The jobs are named here (`Duty`), so are those who can do them (`Party`), and `wire_layer` assigns each
+job once, from what the parts declare. What they declare they cannot do comes back as a `Reason`.
+
+    duty             who has it
+    QUANTIZE         the sender, if the wire is quantized; else the experts, if they compute on quantized rows
+    PAD              whoever quantizes, if the format's alignment asks for it
+    SWIZZLE          the receiver, if the experts want swizzled scales: only linear ones travel
+    WEIGHT           the experts; the receiver, for kernels that do not finalize
+    REDUCE_EXPERTS   the experts; the receiver, for kernels that do not finalize
+    REDUCE_RANKS     the exchange; the caller, if the spec says so
+    ROUTED_SCALING   the router; the caller, if ready routes are passed in
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from tokenyard import experts as experts_room
+from tokenyard import formats
+from tokenyard.duties import Duty, Party
+from tokenyard.errors import Reason, TokenyardError
+from tokenyard.exchange import Cargo, Exchange
+from tokenyard.experts import Experts, ExpertsSpec, activation
+from tokenyard.experts.base import EXACT
+from tokenyard.formats import Format
+from tokenyard.formats.base import dtype_name
+from tokenyard.planning.spec import LARGEST_SIZE, LayerSpec, check_spec, is_size
+from tokenyard.routing import placement_for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wiring:
+    """One layer, resolved and checked: every name is an object, every duty has its party."""
+
+    spec: LayerSpec  # the layer, as it was asked for
+    cargo: Cargo  # what the exchange is told of the layer
+    exchange: type[Exchange]  # the class that moves rows
+    experts: type[Experts]  # the class that computes
+    expert_rows: Format | None  # the format that the experts compute on; None: whatever arrives
+    inner: Format | None  # the format of numbers between an expert's two products; None: exact
+    duties: Mapping[Duty, Party]  # the one party that does each duty
+
+    @property
+    def wire(self) -> Format:
+        """The format in which rows travel out."""
+        return self.cargo.wire
+
+    def experts_spec(self, rank: int) -> ExpertsSpec:
+        """What the experts of one rank must compute."""
+        return _experts_spec(self.spec, self.expert_rows, self.inner, self.cargo.placement.num_local(rank))
+
+    def fields(self) -> dict[str, Any]:
+        """Plain values that say all that ranks must have in common."""
+        spec, cargo = self.spec, self.cargo
+        plain = {f.name: getattr(spec, f.name) for f in fields(spec)}
+        plain |= {
+            "dtype": dtype_name(spec.dtype),
+            "max_tokens": cargo.max_tokens,
+            "wire": str(cargo.wire),
+            "combine_wire": str(cargo.combine_wire),
+            "expert_rows": str(self.expert_rows),
+            "inner": EXACT if self.inner is None else str(self.inner),
+            "activation": str(activation(spec.activation)),
+            "router": None if spec.router is None else spec.router.fields(),
+            "routed_scaling": cargo.routed_scaling,
+            "placement": cargo.placement.fields(),
+            "experts": f"{self.experts.name} ({self.experts.__qualname__})",
+            "payloads": [[p.name, dtype_name(p.dtype), p.width] for p in spec.payloads],
+            "duties": {duty.name: party.name for duty, party in self.duties.items()},
+        }
+        return plain
+
+
+def wire_layer(
+    spec: LayerSpec,
+    *,
+    index: int,
+    world: int,
+    exchange: type[Exchange],
+    max_tokens: int | None,
+    device: torch.device | None = None,
+) -> Wiring | Reason:
+    """Resolve a layer's names and assign its duties, or give the reason why that cannot be done.
+
+    `device` is where the rows of the ranks live, if that is known.
+    """
+    if (reason := check_spec(spec)) is not None:
+        return reason
+    tokens = spec.max_tokens if spec.max_tokens is not None else max_tokens
+    if tokens is None or not is_size(tokens):
+        why = f"say how many tokens a rank brings at most (from 1 to {LARGEST_SIZE})"
+        return Reason(field="max_tokens", value=tokens, why=why)
+    own = formats.for_dtype(spec.dtype)
+    wire, combine_wire = (own if f is None else formats.get(f) for f in (spec.wire, spec.combine_wire))
+    expert_rows = None if spec.expert_rows is None else formats.get(spec.expert_rows)
+    if wire.quantized and expert_rows is not None and expert_rows.quantized and expert_rows != wire:
+        why = f"the rows arrive as {wire}, and would be quantized a second time"
+        return Reason(field="expert_rows", value=expert_rows, why=why)
+    inner = None if spec.inner == EXACT else formats.get(spec.inner)
+    experts = experts_room.get(spec.experts)
+    if wire.scale_layouts and experts.scale_layout not in wire.scale_layouts:
+        why = f"{experts.name} experts want {experts.scale_layout} scales, which it does not have"
+        return Reason(field="wire", value=wire, why=why)
+    try:
+        placement = placement_for(spec.placement, spec.num_experts, world)
+    except TokenyardError as error:
+        return Reason(field="placement", value=error.found, why=f"expected {error.expected}")
+    cargo = Cargo(
+        layer=spec.name,
+        index=index,
+        hidden_size=spec.hidden_size,
+        num_experts=spec.num_experts,
+        top_k=spec.top_k,
+        max_tokens=tokens,
+        dtype=spec.dtype,
+        wire=wire,
+        combine_wire=combine_wire,
+        placement=placement,
+        routed_scaling=_scaling(spec),
+        carries_logits=experts.routes_itself,
+        extra=tuple(spec.payloads),
+        reduces_ranks=spec.reduce_ranks == "exchange",
+    )
+    reason = exchange.supports(cargo) or experts.supports(_experts_spec(spec, expert_rows, inner, 1))
+    if reason is None and device is not None:
+        reason = experts.runs_on(device)
+    if reason is not None:
+        return reason
+    return Wiring(
+        spec=spec,
+        cargo=cargo,
+        exchange=exchange,
+        experts=experts,
+        expert_rows=expert_rows,
+        inner=inner,
+        duties=_duties(spec, cargo, experts, expert_rows),
+    )
+
+
+def _duties(
+    spec: LayerSpec, cargo: Cargo, experts: type[Experts], expert_rows: Format | None
+) -> dict[Duty, Party]:
+    """Each duty's one party."""
+    quantizer, quantized = Party.NOBODY, None
+    if cargo.wire.quantized:
+        quantizer, quantized = Party.SENDER, cargo.wire
+    elif expert_rows is not None and expert_rows.quantized:
+        quantizer, quantized = Party.EXPERTS, expert_rows
+    pads = quantized is not None and quantized.padded_size(spec.hidden_size) > spec.hidden_size
+    swizzles = experts.scale_layout == "swizzled" and bool(cargo.wire.scale_layouts)
+    finisher = Party.EXPERTS if experts.finalizes else Party.RECEIVER
+    scaler = Party.CALLER if spec.router is None else Party.ROUTER
+    return {
+        Duty.QUANTIZE: quantizer,
+        Duty.PAD: quantizer if pads else Party.NOBODY,
+        Duty.SWIZZLE: Party.RECEIVER if swizzles else Party.NOBODY,
+        Duty.WEIGHT: Party.EXPERTS if spec.weight_on == "input" else finisher,
+        Duty.REDUCE_EXPERTS: finisher,
+        Duty.REDUCE_RANKS: Party.EXCHANGE if cargo.reduces_ranks else Party.CALLER,
+        Duty.ROUTED_SCALING: Party.NOBODY if cargo.routed_scaling == 1.0 else scaler,
+    }
+
+
+def _experts_spec(
+    spec: LayerSpec, expert_rows: Format | None, inner: Format | None, num_local_experts: int
+) -> ExpertsSpec:
+    return ExpertsSpec(
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_local_experts=num_local_experts,
+        top_k=spec.top_k,
+        activation=activation(spec.activation),
+        bias=spec.bias,
+        weights=spec.weights,
+        dtype=spec.dtype,
+        rows=expert_rows,
+        inner=inner,
+        weight_on=spec.weight_on,
+        num_experts=spec.num_experts,
+    )
+
+
+def _scaling(spec: LayerSpec) -> float:
+    if spec.routed_scaling is not None:
+        return spec.routed_scaling
+    return 1.0 if spec.router is None else spec.router.routed_scaling

@@ -1,0 +1,169 @@
+"""Who is lost: found out together, and all say the same."""
+
+import json
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from tokenyard.group import failure_detector
+from tokenyard.group.failure_detector import FailureDetector
+
+HERE = "this host"
+
+
+@pytest.fixture
+def store():
+    return dist.HashStore()
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """However busy the machine is, the store answers."""
+    monkeypatch.setattr(failure_detector, "_STORE", 60.0)
+
+
+@pytest.fixture
+def all_answer(monkeypatch):
+    """However busy the machine is, all are waited for."""
+    monkeypatch.setattr(failure_detector, "ANSWERING", 1000.0)
+
+
+@pytest.fixture
+def dead():
+    """The number of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def roll(store, world):
+    return [FailureDetector(store, "place", rank, world, HERE) for rank in range(world)]
+
+
+def who(store, rank, *, host=HERE, pid):
+    """Put a process behind a rank's number."""
+    store.set(f"tokenyard/place/failures/who/{rank}", json.dumps([host, pid]))
+
+
+def together(ranks):
+    """What each of these ranks says, all at once."""
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(FailureDetector.lost, ranks))
+
+
+def answered(ranks):
+    """These ranks, each of which has answered in time; others are silent."""
+    for rank in ranks:
+        rank._set('["", 0.0]', "here", rank._rank)
+    return ranks
+
+
+@pytest.mark.usefixtures("all_answer")
+def test_all_that_wait_answer_and_nobody_is_lost(store):
+    assert together(roll(store, 3)) == [[], [], []]
+
+
+def test_who_does_not_answer_is_lost_and_all_say_the_same(store):
+    ranks = roll(store, 4)
+    assert together(answered([ranks[0], ranks[2]])) == [[1, 3], [1, 3]]
+
+
+@pytest.mark.usefixtures("all_answer")
+def test_nobody_has_called_before_somebody_does(store):
+    ranks = roll(store, 2)
+    assert not ranks[1].called()
+    together(ranks)
+    assert ranks[1].called()
+
+
+@pytest.mark.usefixtures("all_answer")
+def test_whose_process_is_gone_is_lost_at_once_and_who_computes_is_not(store, dead):
+    ranks = roll(store, 4)
+    who(store, 1, pid=dead)
+    started = time.monotonic()
+    assert together([ranks[0], ranks[2]]) == [[1], [1]]  # rank 3 computes
+    assert time.monotonic() - started < 500
+    assert ranks[3].lost() == [1]
+
+
+def test_the_first_verdict_stands_for_a_rank_that_wakes_up(store):
+    ranks = roll(store, 3)
+    assert together(answered(ranks[:2])) == [[2], [2]]
+    assert ranks[2].lost() == [2]
+
+
+@pytest.mark.usefixtures("all_answer")
+def test_processes_of_another_host_are_not_looked_for_here(store, dead):
+    ranks = roll(store, 3)
+    who(store, 1, host="another", pid=dead)
+    assert together(ranks) == [[], [], []]
+
+
+def test_whose_process_ends_is_missed_though_it_took_its_name_back(store, dead):
+    ranks = roll(store, 2)
+    who(store, 1, pid=dead)
+    ranks[0].read()
+    ranks[1].leave()
+    assert list(ranks[0].gone()) == [1]
+
+
+class LeavesMeanwhile(dist.HashStore):
+    """A store out of which rank 1 takes its name back just after somebody has looked whether it is there."""
+
+    def check(self, keys):
+        there = super().check(keys)
+        if there and "who/1" in keys[0]:
+            self.delete_key(keys[0])
+        return there
+
+
+def test_nobody_waits_for_the_name_of_a_rank_that_leaves_meanwhile(monkeypatch):
+    monkeypatch.setattr(failure_detector, "_STORE", 5.0)
+    ranks = roll(LeavesMeanwhile(), 2)
+    assert ranks[0].gone() == {}
+    assert ranks[0].silent == ""
+
+
+def test_groups_in_other_places_have_rolls_of_their_own(store):
+    roll(store, 2)[0].lost()
+    assert not FailureDetector(store, "another place", 0, 2, HERE).called()
+
+
+class Mended(dist.HashStore):
+    """A store that fails until its link is mended."""
+
+    broken = False
+
+    def check(self, keys):
+        if self.broken:
+            raise ConnectionError("no route")
+        return super().check(keys)
+
+
+def test_a_store_that_answers_again_is_asked_again_at_once(monkeypatch):
+    store = Mended()
+    rank = FailureDetector(store, "place", 0, 2, HERE)
+    store.broken = True
+    assert not rank.called()
+    assert "does not answer" in rank.silent
+    store.broken = False
+    rank.ask_again()
+    assert rank.silent == ""
+
+
+class Silent(dist.HashStore):
+    """A store whose host is gone."""
+
+    def set(self, *arguments):
+        time.sleep(3600)
+
+
+def test_a_store_that_does_not_answer_tells_nothing_and_holds_nobody(monkeypatch):
+    monkeypatch.setattr(failure_detector, "_STORE", 0.05)
+    rank = FailureDetector(Silent(), "place", 0, 2, HERE)
+    assert rank.lost() == []
+    assert not rank.called()
