@@ -20,6 +20,10 @@ _SHAPES = {
     "A": "H 7168, I 2048, 32 experts",
     "B": "H 7168, I 2048, 48 experts",
     "C": "H 2880, I 2880, 128 experts, K 4",
+    "D": "H 7168, I 2048, 32 experts",
+    "FLASH": "DeepSeek-V4-Flash: H 4096, I 2048, 32 of 256 experts, K 6",
+    "PRO": "DeepSeek-V4-Pro: H 7168, I 3072, 48 of 384 experts, K 6",
+    "V3": "DeepSeek-V3: H 7168, I 2048, 32 of 256 experts, K 8",
 }
 _PEERS_ON_CPU = {"gloo": "bare gloo, nothing packed or summed", "grouped_mm": "Transformers `grouped_mm`"}
 
@@ -46,6 +50,11 @@ def _summary() -> str:
         ),
         _gpu_line("experts, bf16, 256 rows", _experts("A", "bf16", 256), "best_peer_us"),
         _gpu_line("experts, fp8, 8,192 rows", _experts("A", "fp8_block128", 8192), "best_peer_us"),
+        _gpu_line(
+            "experts of DeepSeek-V3, fp8, 8,192 tokens a rank",
+            _share("V3", "fp8_block128", 8192),
+            "best_peer_us",
+        ),
         _gpu_line("experts, mxint4, 64 rows", _experts("B", "mxint4", 64), "best_peer_us"),
         _gpu_line("experts, mxfp4, 128 tokens", _experts("C", "mxfp4", 128), "best_peer_us"),
     ]
@@ -85,6 +94,18 @@ def _experts_table() -> str:
     return _table(("µs", "ours", "best peer", "floor"), lines)
 
 
+def _share_table() -> str:
+    """One rank's share of eight of a model's experts, a line for each size."""
+    lines = []
+    for name in ("experts-deepseek-fp8-h200", "experts-deepseek-h200"):
+        for cell in _measured(name)["results"]:
+            if cell["case"] in ("FLASH", "PRO", "V3"):
+                peer = _short(cell["best_peer_us"]) if cell["best_peer_us"] else ""
+                what = f"`{cell['weights']}`, {_SHAPES[cell['case']]}, {cell['size']:,} tokens a rank"
+                lines.append((what, _short(cell["us"]), peer, _short(cell["floor_us"])))
+    return _table(("µs", "ours", "torch's grouped products", "floor"), lines)
+
+
 def _cpu_table() -> str:
     """What is measured on a CPU."""
     lines = []
@@ -113,6 +134,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "figures": _summary,
     "dispatch-gpu": _dispatch_table,
     "experts-gpu": _experts_table,
+    "share-gpu": _share_table,
     "cpu": _cpu_table,
 }
 
@@ -131,8 +153,12 @@ def _dispatch(world: int, tokens: int, wire: str, operation: str = "dispatch") -
     return None
 
 
-def _experts(case: str, weights: str, size: int) -> dict[str, Any] | None:
-    for cell in _measured("experts-h200")["results"]:
+def _share(case: str, weights: str, size: int) -> dict[str, Any] | None:
+    return _experts(case, weights, size, "experts-deepseek-fp8-h200")
+
+
+def _experts(case: str, weights: str, size: int, file: str = "experts-h200") -> dict[str, Any] | None:
+    for cell in _measured(file)["results"]:
         if (cell["case"], cell["weights"], cell["size"]) == (case, weights, size):
             return dict(cell)
     return None
