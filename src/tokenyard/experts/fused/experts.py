@@ -38,7 +38,7 @@ from tokenyard.experts.base import (
 from tokenyard.experts.fused import packing, recoding
 from tokenyard.experts.fused.cuts import SPLIT_BLOCK, Cuts, choose_cuts, choose_packed_cuts, expected_pairs
 from tokenyard.experts.fused.packing import PackedMatrix
-from tokenyard.formats import FORMATS, WEIGHT_FORMATS, Fp8Block128, QuantizedMatrix, for_dtype, weight_format
+from tokenyard.formats import FORMATS, Fp8Block128, QuantizedMatrix, for_dtype, weight_format
 from tokenyard.formats.base import EncodedRows
 from tokenyard.rows import ExpertRows, PlacedRows, ReceivedRows, UnfinalizedRows
 
@@ -109,7 +109,8 @@ class FusedExperts(Experts):
     """Experts computed by Triton kernels on a GPU."""
 
     name = "fused"
-    weight_formats = tuple(WEIGHT_FORMATS)
+    # Those that kernels decode; a new one is declared here when it has a kernel.
+    weight_formats = ("bf16", "fp16", "fp32", "fp8_block128", "mxfp8", "nvfp4", "mxfp4", "mxint4")
     inner_formats = (Fp8Block128.name,)
     devices = ("cuda",)
     cuts: Cuts | None = None  # tiles that a benchmark sets; None: chosen for each batch
