@@ -18,7 +18,7 @@ both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
 every_exchange = pytest.mark.parametrize("exchange", ["one_sided", "two_sided", "allgather"])
 
 DEADLINE = 0.4
-# Seconds: a little more than the deadline, and within the second in which ranks answer a roll call.
+# Seconds: a little more than the deadline, and within the second in which ranks answer.
 LATE = DEADLINE + 0.3
 
 

@@ -9,7 +9,7 @@ from tests.faults.kinds import ANYTIME, BY_NAME, KINDS, Kind, Variant
 from tokenyard.planning.drafting import draft
 
 DEADLINE = 2.5  # seconds, of every wait
-# Beyond it: the roll call, and ranks that share two cores with others do not run when they are due.
+# Beyond it: finding out who is lost, and ranks that share two cores with others do not run when they are due.
 SLACK = 4.0
 EXCHANGES = ("one_sided", "two_sided", "allgather")
 _WIRES = (None, None, "mxfp8", "nvfp4", "fp8_block128")

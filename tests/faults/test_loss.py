@@ -88,7 +88,7 @@ def test_a_rank_that_only_waits_is_not_blamed():
 
 
 def computes_meanwhile(group):
-    """Rank 1 dies, rank 3 computes for longer than a roll call takes, and neither of those that wait may blame it."""
+    """Rank 1 dies, rank 3 computes for longer than the others need to find out; neither of them may blame it."""
     group.barrier()
     if group.rank == LOST:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -72,8 +72,8 @@ def test_counts_of_a_plan_are_whole_numbers_with_an_end(argument, value):
     assert f"{argument} is {value!r}" in str(error)
 
 
-def test_an_exchange_that_cannot_be_hashed_is_an_unknown_name():
-    assert isinstance(ours(ty.draft, [ty.LayerSpec(**SPEC)], 2, exchange=["one_sided"]), ty.UnknownName)
+def test_an_exchange_that_cannot_be_hashed_is_refused():
+    assert isinstance(ours(ty.draft, [ty.LayerSpec(**SPEC)], 2, exchange=["one_sided"]), ty.InputError)
 
 
 def test_a_thousand_tries_for_alternatives_share_one_table_of_experts():

@@ -108,16 +108,16 @@ def test_who_connects_while_another_is_dead_is_not_blamed_by_who_has_connected(m
         raise RuntimeError("Connection closed by peer")
 
     monkeypatch.setattr(readmission, "_connect", connect)
-    store.set(f"tokenyard/{meeting}/roll call/who/0", json.dumps(["a host", dead]))
+    store.set(f"tokenyard/{meeting}/failures/who/0", json.dumps(["a host", dead]))
     store.set(f"tokenyard/{meeting}/here/0", "")
 
     def come(rank):
-        roll = FailureDetector(store, meeting, rank, world, "a host")
+        detector = FailureDetector(store, meeting, rank, world, "a host")
         found = []
         try:
             options = {"phase": "finding each other", "seconds": 20, "connecting": 20, "timeout": 20}
-            meet(store, meeting, rank, world, roll=roll, gone=dict, **options)
-            found = roll.lost(phase="dispatch", waited=0.1, deadline=20)
+            meet(store, meeting, rank, world, detector=detector, gone=dict, **options)
+            found = detector.lost(phase="dispatch", waited=0.1, deadline=20)
         except PeerLost as error:
             found = list(error.peers)
         return found

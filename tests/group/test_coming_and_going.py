@@ -14,7 +14,7 @@ LOSSES = 3
 
 
 def keys_left_behind(group):
-    store = group._seats.store
+    store = group._rejoin_store.store
     group.barrier()
     before = store.num_keys()
     group.barrier()

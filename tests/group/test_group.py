@@ -271,7 +271,7 @@ def two_doors(group):
     addresses = [one.address for one in (group, other, pair, other_pair)]
     other.close()
     group.barrier()
-    enrolled = [group._roll._get("who", rank) is not None for rank in range(2)]
+    enrolled = [group._detector._get("who", rank) is not None for rank in range(2)]
     return met, addresses, enrolled
 
 
@@ -326,11 +326,11 @@ def test_what_goes_wrong_as_ranks_connect_is_a_loss(monkeypatch):
     monkeypatch.setattr(torch.distributed, "ProcessGroupGloo", refuse)
     times = {"seconds": 20, "connecting": 20, "timeout": 20}
     store = torch.distributed.HashStore()
-    roll = FailureDetector(store, "a meeting", 0, 1, "a host")
+    detector = FailureDetector(store, "a meeting", 0, 1, "a host")
     with pytest.raises(
         PeerLost, match=r"a rank of the group did not arrive in a phase .*Connection refused\)"
     ):
-        meet(store, "a meeting", 0, 1, phase="a phase", roll=roll, gone=dict, **times)
+        meet(store, "a meeting", 0, 1, phase="a phase", detector=detector, gone=dict, **times)
 
 
 def asks_for_others(group):

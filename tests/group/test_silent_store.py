@@ -48,17 +48,17 @@ def test_an_answer_and_an_error_come_as_they_are():
 
 def test_the_roll_is_called_in_vain_where_the_store_is_cut_off_and_says_so():
     store = CutOff()
-    roll = FailureDetector(store, "a group", 0, 3, "a host")
-    assert roll.silent == ""
+    detector = FailureDetector(store, "a group", 0, 3, "a host")
+    assert detector.silent == ""
     store.mended.clear()
     started = time.monotonic()
-    assert roll.lost() == []
-    assert not roll.called()  # not asked again: that would be two seconds more for each wait
+    assert detector.lost() == []
+    assert not detector.called()  # not asked again: that would be two seconds more for each wait
     assert time.monotonic() - started < 20
-    assert "the link to its host is cut" in roll.silent
+    assert "the link to its host is cut" in detector.silent
     store.mended.set()
-    assert roll.lost() == [1, 2]  # asked again, and now it answers
-    assert roll.silent == ""
+    assert detector.lost() == [1, 2]  # asked again, and now it answers
+    assert detector.silent == ""
 
 
 def test_what_ranks_of_an_earlier_start_wrote_is_forgotten(monkeypatch):
@@ -81,12 +81,12 @@ def test_each_question_may_take_as_long_as_a_look_may_however_many_ranks_there_a
             time.sleep(0.06)
             return super().__getattr__(name)
 
-    roll = FailureDetector(FarAway(), "a group", 0, 40, "a host")  # 40 questions take longer than one may
-    assert roll.lost() == list(range(1, 40))
+    detector = FailureDetector(FarAway(), "a group", 0, 40, "a host")  # 40 questions take longer than one may
+    assert detector.lost() == list(range(1, 40))
 
 
 def cut_off(group):
-    store = group._roll._store = CutOff()
+    store = group._detector._store = CutOff()
     store.mended.clear()
     expected = r"cannot find each other: the group's store does not answer.*start the others anew"
     with pytest.raises(GroupError, match=expected):

@@ -60,7 +60,7 @@ class _Losing:
             loss = self.call(f"with a rank that is {BEYOND} s later than the deadline")
             waited = time.monotonic() - started
             if loss is not None:
-                # The deadline, a roll call of a second, and patience with a machine that is busy.
+                # The deadline, a second to find out who is lost, and patience with a machine that is busy.
                 fine = waited < LATENESS + PATIENCE / 2
                 expect(fine, f"PeerLost came after {waited:.1f} s", f"the deadline, {DEADLINE} s")
                 return loss

@@ -127,8 +127,8 @@ def quantizing_error(format: Format, numbers_ND: Tensor) -> Tensor:
     Half a step is 2^-4 of a number, or 2^-10 of its scale where that is more, and the scale is at most a 224th of the
     block's largest (a 448th, rounded up to a power of two).
 
-    >>> quantizing_error(get("fp8_block128"), torch.tensor([[448.0, 1.0, 0.0]], dtype=torch.float64))
-    tensor([[28.0020,  0.0645,  0.0020]], dtype=torch.float64)
+    >>> quantizing_error(get("fp8_block128"), torch.tensor([[448.0, 1.0, 0.0]], dtype=torch.float64)).tolist()
+    [[28.001953125, 0.064453125, 0.001953125]]
     """
     assert isinstance(format, Fp8Block128), format
     size = numbers_ND.shape[1]
