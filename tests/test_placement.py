@@ -210,6 +210,8 @@ def test_replicated_does_not_depend_on_the_order_of_its_arguments() -> None:
             "rank 0 holds expert 0 more than",
         ),
         (lambda: Placement.replicated(Placement.contiguous(2, 2), {7: [0]}), "rank 0 holds expert 7"),
+        (lambda: Placement.replicated(Placement.contiguous(2, 2), [[0]]), "replicas are"),
+        (lambda: Placement.replicated([[0], [1]], {0: [1]}), "added to a list of 2"),
         (lambda: Placement.contiguous(4, 2).owners(4), "expert 4; expected ids from 0 to 3"),
         (lambda: Placement.contiguous(4, 2).owners(-1), "expert -1; expected ids from 0 to 3"),
         (lambda: Placement.contiguous(4, 2).local_experts(2), "rank 2; expected ranks from 0 to 1"),

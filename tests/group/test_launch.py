@@ -242,3 +242,10 @@ def test_a_process_that_was_forked_launches_too_and_so_does_its_parent(tmp_path)
     script.write_text(_FORKED)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
     assert done.stdout == "[0, 1]\n[0, 1]\n", done.stderr
+
+
+def test_the_threads_of_ranks_have_ended_when_launch_returns():
+    before = set(threading.enumerate())
+    for _ in range(20):
+        ty.launch(3, lambda group: group.rank)
+        assert not [t for t in threading.enumerate() if t.name.startswith("rank ") and t not in before]

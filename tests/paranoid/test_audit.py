@@ -321,3 +321,12 @@ def test_threads_that_help_write_into_the_same_ledger():
     with Ledger().open() as ledger, acting(Party.EXPERTS):
         workers.for_each(lambda rows: record(Duty.WEIGHT, rows), range(10), threads=2)
     assert ledger.rows(Duty.WEIGHT) == {Party.EXPERTS: 45}
+
+
+def test_experts_of_the_package_count_their_duties():
+    """What does not count is not held to it."""
+    assert {name for name, cls in ty.EXPERTS.items() if cls.counts_duties} >= {
+        "reference",
+        "grouped",
+        "self_routing",
+    }
