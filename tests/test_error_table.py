@@ -16,7 +16,7 @@ from tokenyard.lab.error_table import (
 
 
 def all_kinds(base: type = ty.TokenyardError) -> set[type]:
-    """The classes of the package that derive from a class, however far down. (Doors of `compat` keep theirs inside.)"""
+    """The classes of the package that derive from a class, however far down. (FlashInfer's keep theirs inside.)"""
     own = {
         kind
         for kind in base.__subclasses__()

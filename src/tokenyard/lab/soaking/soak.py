@@ -20,7 +20,7 @@ from tokenyard.lab.soaking.measuring import Sample, check_measurable
 from tokenyard.lab.soaking.run_folder import Counts, Finding, RunFolder
 from tokenyard.lab.soaking.settings import Settings
 from tokenyard.lab.soaking.verdict import Growth, judge
-from tokenyard.lab.soaking.worker import RunArguments, live
+from tokenyard.lab.soaking.worker import RunArguments, work
 from tokenyard.temporary_folders import temporary_folder
 
 # Groups that may break before a soak is given up.
@@ -137,7 +137,7 @@ def _launch(
     try:
         launch(
             settings.ranks,
-            live,
+            work,
             settings,
             arguments,
             ranks=settings.kind,

@@ -1,4 +1,4 @@
-"""The life of a rank in a soak: an episode, a meeting, and from time to time a rest.
+"""What a rank does in a soak: an episode, a meeting, and from time to time a rest.
 
     ┌► steady layers ─► episode ─► meeting ─► (rest: rank 0 measures) ─┐
     └──────────────────────────────────────────────────────────────────┘
@@ -23,7 +23,7 @@ from tokenyard.lab.soaking.settings import Settings
 
 @dataclass(frozen=True, kw_only=True)
 class RunArguments:
-    """From when to when ranks work. Plain data."""
+    """What a rank is told when it starts: where to write, and since when and from which episode on it works."""
 
     folder: str
     launcher: int  # the process that started the ranks
@@ -31,30 +31,30 @@ class RunArguments:
     first_episode: int = 0
 
 
-def live(group: Group, settings: Settings, arguments: RunArguments) -> None:
+def work(group: Group, settings: Settings, arguments: RunArguments) -> None:
     """Do episodes until it is time to end. On a fresh rank: from the one that it joins."""
     if settings.kind == "processes":
         let_freed_memory_go()
     run_folder = RunFolder(arguments.folder)
     run_folder.sign_in(group.rank)
     joined = run_folder.expected() if group.rank else None
-    life = _Life(group, settings, arguments, run_folder)
+    worker = _Worker(group, settings, arguments, run_folder)
     try:
         if joined is None:
-            life.start()
+            worker.start()
         else:
-            life.join(joined)
-        while life.goes_on:
-            life.do_episode()
-        life.end()
+            worker.join(joined)
+        while worker.goes_on:
+            worker.do_episode()
+        worker.end()
     except Exception as error:
         kind: FindingKind = "hang" if isinstance(error, PeerLost) else "error"
         what = f"{type(error).__name__}: {error}"
-        run_folder.add_finding(Finding(kind=kind, what=what, episode=life.number, rank=group.rank))
+        run_folder.add_finding(Finding(kind=kind, what=what, episode=worker.number, rank=group.rank))
         raise
 
 
-class _Life:
+class _Worker:
     """What a rank is doing, and what rank 0 has counted."""
 
     def __init__(
