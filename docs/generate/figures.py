@@ -11,20 +11,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from tokenyard.lab.bench.expert_figures import CASES
+from tokenyard.lab.markdown import markdown_table
 from tokenyard.lab.support import between_marks
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "docs/figures.md")
 
-_SHAPES = {
-    "A": "H 7168, I 2048, 32 experts",
-    "B": "H 7168, I 2048, 48 experts",
-    "C": "H 2880, I 2880, 128 experts, K 4",
-    "D": "H 7168, I 2048, 32 experts",
-    "FLASH": "DeepSeek-V4-Flash: H 4096, I 2048, 32 of 256 experts, K 6",
-    "PRO": "DeepSeek-V4-Pro: H 7168, I 3072, 48 of 384 experts, K 6",
-    "V3": "DeepSeek-V3: H 7168, I 2048, 32 of 256 experts, K 8",
-}
+_MODELS = {"FLASH": "DeepSeek-V4-Flash", "PRO": "DeepSeek-V4-Pro", "V3": "DeepSeek-V3"}
 _PEERS_ON_CPU = {"gloo": "bare gloo, nothing packed or summed", "grouped_mm": "Transformers `grouped_mm`"}
 
 
@@ -63,7 +57,7 @@ def _summary() -> str:
         _cpu_line("2 CPU cores: experts, 512 tokens", cpu_experts, "ours_ms", "transformers_ms"),
         _cpu_line("a Qwen3-MoE on 4 CPU processes, prefill", model, "ours_ms", "peer_ms"),
     ]
-    return _table(("", "ours", "best peer", "floor"), lines)
+    return markdown_table(("", "ours", "best peer", "floor"), lines)
 
 
 def _dispatch_table() -> str:
@@ -78,32 +72,34 @@ def _dispatch_table() -> str:
         ours = [f"{_short(cell['us'])} ({_short(cell['floor_us'])})" if cell else "" for cell in of_line]
         peers = [_short(cell["peer_us"]) for cell in of_line if cell and cell["peer_us"]]
         lines.append((f"{operation}, W={world}, T={tokens}", *ours, " / ".join(peers)))
-    return _table(("µs (floor)", *(f"`{wire}`" for wire in wires), "peer, without quantizing"), lines)
+    return markdown_table(("µs (floor)", *(f"`{wire}`" for wire in wires), "peer, without quantizing"), lines)
 
 
 def _experts_table() -> str:
     """One rank's experts on the GPU, a line for each size."""
-    lines = []
-    for cell in _measured("experts-h200")["results"]:
-        peer = _short(cell["best_peer_us"]) if cell["best_peer_us"] else ""
-        size = f"{cell['size']:,} {'tokens' if cell['case'] == 'C' else 'rows'}"
-        shape = _SHAPES[cell["case"]]
-        lines.append(
-            (f"`{cell['weights']}`, {shape}, {size}", _short(cell["us"]), peer, _short(cell["floor_us"]))
-        )
-    return _table(("µs", "ours", "best peer", "floor"), lines)
+    return _stages("best peer", _measured("experts-h200")["results"])
 
 
 def _share_table() -> str:
     """One rank's share of eight of a model's experts, a line for each size."""
+    names = ("experts-deepseek-fp8-h200", "experts-deepseek-h200")
+    cells = [
+        cell for name in names for cell in _measured(name)["results"] if CASES[cell["case"]].tokens_a_rank
+    ]
+    return _stages("torch's grouped products", cells)
+
+
+def _stages(peer: str, cells: Iterable[dict[str, Any]]) -> str:
     lines = []
-    for name in ("experts-deepseek-fp8-h200", "experts-deepseek-h200"):
-        for cell in _measured(name)["results"]:
-            if cell["case"] in ("FLASH", "PRO", "V3"):
-                peer = _short(cell["best_peer_us"]) if cell["best_peer_us"] else ""
-                what = f"`{cell['weights']}`, {_SHAPES[cell['case']]}, {cell['size']:,} tokens a rank"
-                lines.append((what, _short(cell["us"]), peer, _short(cell["floor_us"])))
-    return _table(("µs", "ours", "torch's grouped products", "floor"), lines)
+    for cell in cells:
+        case = CASES[cell["case"]]
+        experts = f"{case.num_experts}" if case.all_local else f"{case.local_experts} of {case.num_experts}"
+        shape = f"H {case.hidden_size}, I {case.intermediate_size}, {experts} experts, K {case.top_k}"
+        model = f"{_MODELS[cell['case']]}: " if cell["case"] in _MODELS else ""
+        what = f"`{cell['weights']}`, {model}{shape}, {cell['size']:,} {case.counts}"
+        best = _short(cell["best_peer_us"]) if cell["best_peer_us"] else ""
+        lines.append((what, _short(cell["us"]), best, _short(cell["floor_us"])))
+    return markdown_table(("µs", "ours", peer, "floor"), lines)
 
 
 def _cpu_table() -> str:
@@ -127,7 +123,7 @@ def _cpu_table() -> str:
         what = f"a Qwen3-MoE of {cell['num_layers']} layers over {cell['ranks']} processes, {cell['phase']}"
         peer = f"Transformers' own expert parallelism: {cell['peer_ms']:,.0f} ms"
         lines.append((what, f"{cell['ours_ms']:.0f} ms", peer, f"{cell['floor_ms']:.0f} ms"))
-    return _table(("", "ours", "peer", "floor"), lines)
+    return markdown_table(("", "ours", "peer", "floor"), lines)
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -176,8 +172,3 @@ def _cpu_line(what: str, cell: dict[str, Any], ours: str, peer: str) -> tuple[st
 def _short(number: float) -> str:
     """Three digits, or all that stand before the point."""
     return f"{number:.1f}" if number < 100 else f"{number:,.0f}"
-
-
-def _table(columns: tuple[str, ...], lines: Iterable[tuple[str, ...]]) -> str:
-    rows = [columns, ("---",) * len(columns), *lines]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)

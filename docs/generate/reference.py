@@ -25,6 +25,7 @@ from docs.generate.catalog import PAGES, Name, Page, names
 from docs.generate.descriptions import attributes, constant, written
 from tokenyard.experts import ACTIVATIONS, EXPERTS
 from tokenyard.formats import FORMATS, WEIGHT_FORMATS
+from tokenyard.lab.markdown import markdown_table
 from tokenyard.routing import PLACEMENTS
 
 FOLDER = Path(__file__).resolve().parent.parent / "reference"
@@ -318,5 +319,4 @@ def _escaped(text: str) -> str:
 
 
 def _table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    lines = [columns, ("---",) * len(columns), *(tuple(map(_escaped, row)) for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown_table(columns, (tuple(map(_escaped, row)) for row in rows))

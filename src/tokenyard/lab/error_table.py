@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +41,7 @@ from tokenyard.errors import (
 )
 from tokenyard.experts import ExpertWeights
 from tokenyard.group import Disagreement, Group, launch, thread_groups
+from tokenyard.lab.markdown import markdown_table
 from tokenyard.layer import MoELayer
 from tokenyard.planning.drafting import EXCHANGE_VARIABLE, PARANOID_VARIABLE, draft
 from tokenyard.planning.planner import plan
@@ -105,17 +106,12 @@ def classes_in_markdown() -> str:
         (f"[`{kind.__name__}`](#{kind.__name__.lower()})", f"`{_also_a(kind).__name__}`", kind.when)
         for kind in error_classes()
     ]
-    return _table(("error", "also a", "when"), rows)
+    return markdown_table(("error", "also a", "when"), rows)
 
 
 def _also_a(kind: type[TokenyardError]) -> type:
     """What else catches it: the error that it is a kind of, or Python's own."""
     return next(base for base in kind.__mro__[1:] if base is not TokenyardError)
-
-
-def _table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    lines = [columns, ("---",) * len(columns), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _spec(**changes: Any) -> LayerSpec:

@@ -30,6 +30,7 @@ from tokenyard.formats import get as formats_get
 from tokenyard.formats.base import ROW_DTYPES, dtype_name
 from tokenyard.integrations.huggingface import FAMILIES, layers_from_config
 from tokenyard.lab.error_table import classes_in_markdown, troubles_in_markdown
+from tokenyard.lab.markdown import markdown_table
 from tokenyard.routing import PLACEMENTS, ROUTERS, Placement
 
 YES, NO = "✓", "–"
@@ -55,9 +56,7 @@ class SupportTable:
 
     def to_markdown(self) -> str:
         """The table in Markdown, under its title in bold: pages choose their own headings."""
-        lines = [self.columns, ("---",) * len(self.columns), *self.rows]
-        cells = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-        return f"**{self.title}.** {self.note}\n\n{cells}"
+        return f"**{self.title}.** {self.note}\n\n{markdown_table(self.columns, self.rows)}"
 
 
 def plain(text: str) -> str:
