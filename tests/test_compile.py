@@ -5,6 +5,7 @@ calls a compiled model while another one traces gets an error from it, now and t
 """
 
 import gc
+import inspect
 
 import pytest
 import torch
@@ -305,6 +306,14 @@ def test_backward_through_a_layer_raises_and_forward_does_not(trained, backend):
     same, message = on_ranks(1, backward_through_a_layer, backend, trained)[0]
     assert same
     assert message.startswith("layer 'moe': backward was called through a layer; expected inference")
+
+
+# -- The page that shows the way of a token ------------------------------------------------------------------------
+
+
+def test_no_method_of_the_layer_is_replaced_by_one_of_another_page():
+    own = [ty.MoELayer.__init__, ty.MoELayer.forward, inspect.unwrap(ty.MoELayer.unreduced)]
+    assert {method.__code__.co_filename for method in own} == {inspect.getfile(ty.MoELayer)}
 
 
 # -- The operator ------------------------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ by one, would each be compiled anew, and more than eight be refused.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from functools import partial, wraps
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 from weakref import WeakValueDictionary
 
@@ -35,69 +35,30 @@ from tokenyard.errors import HandleError
 from tokenyard.layer.gradients import without_gradient
 from tokenyard.routing import Routes
 
-LayerClass = TypeVar("LayerClass", bound=type[nn.Module])
-
 # A layer that is gone leaves no entry.
 _layers: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 _keys = itertools.count(1)
 
-
-def compilable(cls: LayerClass) -> LayerClass:
-    """Let `forward` of a layer class be one operator where a model is compiled. Eager calls stay as they are."""
-    init, forward, unreduced = (
-        cast(Any, getattr(cls, name)) for name in ("__init__", "forward", "unreduced")
-    )
-
-    @wraps(init)
-    def init_and_register(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        number = next(_keys)
-        self.key, _layers[number] = torch.tensor(number, device="cpu"), self
-
-    @wraps(forward)
-    def forward_or_operator(
-        self: Any,
-        x_TH: Tensor,
-        routes_or_logits: Routes | Tensor,
-        *,
-        payloads: Mapping[str, Tensor] | None = None,
-        out: Tensor | None = None,
-        add: Tensor | None = None,
-    ) -> Tensor:
-        if torch.compiler.is_compiling():
-            return _call(self, x_TH, routes_or_logits, payloads or {}, out, add)
-        y_TH = forward(self, x_TH, routes_or_logits, payloads=payloads, out=out, add=add)
-        routed = (
-            routes_or_logits.topk_weights_TK if isinstance(routes_or_logits, Routes) else routes_or_logits
-        )
-        # Looked at only where gradients are made.
-        inputs = itertools.chain((x_TH, routed, add), self.parameters())
-        return without_gradient(y_TH, inputs, partial(_no_gradient, self.name))
-
-    @wraps(unreduced)
-    def unreduced_or_graph_break(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            return unreduced(self, *args, **kwargs)
-        torch._dynamo.graph_break(msg=_UNREDUCED)
-        return torch.compiler.disable(unreduced)(self, *args, **kwargs)  # else its insides would be compiled
-
-    for name, method in (
-        ("__init__", init_and_register),
-        ("forward", forward_or_operator),
-        ("forward_eagerly", forward),
-        ("unreduced", unreduced_or_graph_break),
-    ):
-        setattr(cls, name, method)
-    return cls
-
-
+Method = TypeVar("Method", bound=Callable[..., Any])
 _UNREDUCED = (
     "MoELayer.unreduced returns rows by rank, whose number is known only when they are home; it runs outside of "
     'the graph. Fix: compile without fullgraph=True, or plan with reduce_ranks="exchange" and call the layer'
 )
 
 
-def _call(
+def outside_of_the_graph(unreduced: Method) -> Method:
+    """`unreduced`, which a compiled model calls between two graphs."""
+    return cast(Method, torch.compiler.disable(unreduced, reason=_UNREDUCED))
+
+
+def register(layer: nn.Module) -> Tensor:
+    """The key by which the operator finds a layer, for as long as the layer lives."""
+    number = next(_keys)
+    _layers[number] = layer
+    return torch.tensor(number, device="cpu")
+
+
+def call_operator(
     layer: Any,
     x_TH: Tensor,
     routes_or_logits: Routes | Tensor,
@@ -162,7 +123,7 @@ def moe_layer(
         routes_or_logits = Routes(
             topk_ids_TK=ids_or_logits, topk_weights_TK=topk_weights_TK, scaled_by=scaled_by
         )
-    y_TH = _layer(key).forward_eagerly(
+    y_TH = _layer(key).forward(
         x_TH,
         routes_or_logits,
         payloads=dict(zip(payload_names, payloads, strict=True)),
@@ -184,6 +145,17 @@ moe_layer.register_effect(EffectType.ORDERED)
 
 
 # -- Gradients ---------------------------------------------------------------------------------------------------
+
+
+def refuse_gradients(
+    layer: Any, y_TH: Tensor, x_TH: Tensor, routes_or_logits: Routes | Tensor, add: Tensor | None
+) -> Tensor:
+    """The result of an eager call; `backward` through it raises."""
+    routed = routes_or_logits.topk_weights_TK if isinstance(routes_or_logits, Routes) else routes_or_logits
+    inputs = itertools.chain(
+        (x_TH, routed, add), layer.parameters()
+    )  # looked at only where gradients are made
+    return without_gradient(y_TH, inputs, partial(_no_gradient, layer.name))
 
 
 def _no_gradient(layer: str) -> HandleError:

@@ -13,21 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from tokenyard.exchange import Fate
 from tokenyard.experts import Experts, ExpertWeights
-from tokenyard.layer.compiled import compilable
+from tokenyard.layer.compiled import call_operator, outside_of_the_graph, refuse_gradients, register
 from tokenyard.layer.receiver import build_experts, fitting, run_experts
 from tokenyard.layer.sender import check_rows, check_shared, route
-from tokenyard.planning.audit import audited
+from tokenyard.planning.audit import audit
 from tokenyard.planning.planner import Plan, wiring_in
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Routes
 from tokenyard.rows import ExpertRows, PlacedRows, RankRows
 
 
-@compilable  # torch.compile sees one operator
 class MoELayer(nn.Module):
     """One layer of a plan, on this rank. Every rank of the group calls it, an idle one with T = 0.
 
@@ -39,6 +39,7 @@ class MoELayer(nn.Module):
     name: str  # the layer's name in the plan
     shared: Callable[[Tensor], Tensor] | None  # the shared experts, if there are any
     experts: Experts  # the experts of this rank, with their weights
+    key: Tensor  # the number by which a compiled model finds the layer
 
     def __init__(
         self,
@@ -53,6 +54,7 @@ class MoELayer(nn.Module):
         self.plan, self.name, self.shared = plan, name, shared
         check_shared(wiring_in(plan, name), shared)
         self.experts = build_experts(plan.wiring(name), plan.group.rank, weights, adopt=adopt)
+        self.key = register(self)
 
     @property
     def wiring(self) -> Wiring:
@@ -69,23 +71,27 @@ class MoELayer(nn.Module):
         add: Tensor | None = None,
     ) -> Tensor:
         """Send tokens to their experts and bring the results home, into `out` if given, plus `add` if given."""
+        if torch.compiler.is_compiling():  # a compiled model has one operator here, which calls the layer
+            return call_operator(self, x_TH, routes_or_logits, payloads or {}, out, add)
         wiring = self.wiring
         with self.plan.exchange.shared_fate(wiring.cargo) as fate:  # an error on one rank reaches all
-            result = self._go_out(wiring, fate, x_TH, routes_or_logits, payloads)
+            result = self._send_and_compute(wiring, fate, x_TH, routes_or_logits, payloads)
             terms = [self.shared(x_TH)] if self.shared is not None else []
             terms += [add] if add is not None else []
-            return fate.combine(result, out=out, add=terms).y_TH
+            y_TH = fate.combine(result, out=out, add=terms).y_TH
+        return refuse_gradients(self, y_TH, x_TH, routes_or_logits, add)
 
+    @outside_of_the_graph  # of a compiled model
     def unreduced(
         self, x_TH: Tensor, routes_or_logits: Routes | Tensor, *, payloads: Mapping[str, Tensor] | None = None
     ) -> RankRows:
         """The same up to the sum over ranks, which is the caller's duty here (`reduce_ranks="caller"`)."""
         wiring = self.wiring
         with self.plan.exchange.shared_fate(wiring.cargo) as fate:
-            return fate.combine_unreduced(self._go_out(wiring, fate, x_TH, routes_or_logits, payloads))
+            result = self._send_and_compute(wiring, fate, x_TH, routes_or_logits, payloads)
+            return fate.combine_unreduced(result)
 
-    @audited  # in a plan that watches itself, every duty is counted
-    def _go_out(
+    def _send_and_compute(
         self,
         wiring: Wiring,
         fate: Fate,
@@ -93,8 +99,9 @@ class MoELayer(nn.Module):
         routes_or_logits: Routes | Tensor,
         payloads: Mapping[str, Tensor] | None,
     ) -> ExpertRows | PlacedRows:
-        check_rows(wiring, x_TH)
-        routes = route(wiring, routes_or_logits)
-        rows = fate.encode(x_TH)
-        received = fate.dispatch(rows, routes, payloads)
-        return run_experts(wiring, self.experts, received)
+        with audit(wiring, fate, x_TH, routes_or_logits):  # a paranoid plan counts every duty
+            check_rows(wiring, x_TH)
+            routes = route(wiring, routes_or_logits)
+            rows = fate.encode(x_TH)
+            received = fate.dispatch(rows, routes, payloads)
+            return run_experts(wiring, self.experts, received)

@@ -7,9 +7,8 @@ and under no other. The last duty, the sum over ranks, is looked at by the excha
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import Tensor
 
@@ -67,30 +66,16 @@ def _told(done: dict[Party, int]) -> str:
     return " and ".join(f"on {rows} rows by the {party.value}" for party, rows in done.items()) or "by nobody"
 
 
-Layer = TypeVar("Layer")
-Out = TypeVar("Out")
-# A layer's way out: its wiring, the fate of this round trip, rows, routes or logits, further payloads.
-WayOut = Callable[[Layer, Wiring, Fate, Tensor, Routes | Tensor, Mapping[str, Tensor] | None], Out]
+def audit(
+    wiring: Wiring, fate: Fate, x_TH: Tensor, routes_or_logits: Routes | Tensor
+) -> AbstractContextManager[None]:
+    """Where the plan is paranoid, record what is done inside, and compare it with the wiring at the end."""
+    return _audit(wiring, fate, x_TH, routes_or_logits) if wiring.cargo.sealed else nullcontext()
 
 
-def audited(go_out: WayOut[Layer, Out]) -> WayOut[Layer, Out]:
-    """Write down what is done on the way out, and settle it, where the plan watches itself."""
-
-    @functools.wraps(go_out)
-    def watched(
-        layer: Layer,
-        wiring: Wiring,
-        fate: Fate,
-        x_TH: Tensor,
-        routes_or_logits: Routes | Tensor,
-        payloads: Mapping[str, Tensor] | None,
-    ) -> Out:
-        if not wiring.cargo.sealed:
-            return go_out(layer, wiring, fate, x_TH, routes_or_logits, payloads)
-        with Ledger().open() as ledger:
-            result = go_out(layer, wiring, fate, x_TH, routes_or_logits, payloads)
-            assert fate.dispatched is not None
-            settle(wiring, ledger, x_TH.shape[0], routes_or_logits, fate.dispatched.received)
-        return result
-
-    return watched
+@contextmanager
+def _audit(wiring: Wiring, fate: Fate, x_TH: Tensor, routes_or_logits: Routes | Tensor) -> Iterator[None]:
+    with Ledger().open() as ledger:
+        yield
+        assert fate.dispatched is not None
+        settle(wiring, ledger, x_TH.shape[0], routes_or_logits, fate.dispatched.received)
