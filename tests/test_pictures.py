@@ -45,15 +45,17 @@ def test_the_bytes_of_the_packet_are_those_of_a_row():
     layout, values = packet.packet()
     assert shown[: len(values)] == values
     found = layout.unpack(torch.tensor([values], dtype=torch.uint8))
-    row = packet.cargo_of(packet.SMALL).wire.encode((torch.arange(40) - 20).reshape(1, -1).bfloat16() / 8)
+    row = packet.exchange_spec_of(packet.SMALL).wire.encode(
+        (torch.arange(40) - 20).reshape(1, -1).bfloat16() / 8
+    )
     assert torch.equal(found["data"].view(torch.uint8), row.payloads["data"].view(torch.uint8))
     assert (found["ids"].tolist(), found["weights"].tolist()) == ([[1, -1]], [[0.75, 0.0]])
 
 
 def test_the_workspace_is_the_one_that_the_exchange_would_make():
-    cargos = [wiring.cargo for wiring in workspace.planned().wirings]
+    exchange_specs = [wiring.exchange_spec for wiring in workspace.planned().wirings]
     exchange = OneSidedExchange(thread_groups(workspace.WORLD)[0])
-    assert workspace.layout() == exchange.layout_for(cargos)
+    assert workspace.layout() == exchange.layout_for(exchange_specs)
     assert any(
         f"dispatch at byte {workspace.layout().dispatch_region(0).offset:,}" in text
         for text in texts("workspace")

@@ -54,9 +54,9 @@ def plans(draw):
 def test_no_region_overlaps_or_overruns_and_the_size_is_the_formula(plan):
     specs, world, in_flight = plan
     drafted = ty.draft(specs, world, exchange="one_sided", in_flight=in_flight)
-    cargos = [wiring.cargo for wiring in drafted.wirings]
+    exchange_specs = [wiring.exchange_spec for wiring in drafted.wirings]
     group = ty.thread_groups(world)[0]
-    layout = OneSidedExchange(group, in_flight=in_flight).layout_for(cargos)
+    layout = OneSidedExchange(group, in_flight=in_flight).layout_for(exchange_specs)
 
     regions = [layout.control_region()]
     regions += [layout.dispatch_region(n) for n in range(in_flight)]
@@ -66,15 +66,18 @@ def test_no_region_overlaps_or_overruns_and_the_size_is_the_formula(plan):
         assert after.offset % REGION_ALIGNMENT == 0
     assert regions[-1].end <= layout.nbytes
 
-    dispatch = max(cargo.dispatch_slots.nbytes for cargo in cargos)
-    combine = max(cargo.combine_slots.nbytes for cargo in cargos)
+    dispatch = max(exchange_spec.dispatch_slots.nbytes for exchange_spec in exchange_specs)
+    combine = max(exchange_spec.combine_slots.nbytes for exchange_spec in exchange_specs)
     control = round_up(control_bytes(world), REGION_ALIGNMENT)
     assert layout.nbytes == control + in_flight * (dispatch + combine)
     assert (drafted.dispatch_bytes, drafted.combine_bytes) == (dispatch, combine)
 
-    for cargo in cargos:
-        for slots, region in ((cargo.dispatch_slots, dispatch), (cargo.combine_slots, combine)):
-            assert slots.slots == world * cargo.max_tokens
+    for exchange_spec in exchange_specs:
+        for slots, region in (
+            (exchange_spec.dispatch_slots, dispatch),
+            (exchange_spec.combine_slots, combine),
+        ):
+            assert slots.slots == world * exchange_spec.max_tokens
             ends = [0]
             for payload, offset in zip(slots.payloads, slots.offsets, strict=True):
                 assert offset >= ends[-1]  # no payload lies over another

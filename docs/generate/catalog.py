@@ -102,7 +102,7 @@ PAGES = (
         names={
             "tokenyard": ("EXCHANGES",),
             "tokenyard.exchange": (
-                *("ALIASES", "resolve", "Exchange", "Cargo", "Dispatched", "Fate"),
+                *("ALIASES", "resolve", "Exchange", "ExchangeSpec", "Dispatched", "RoundTrip"),
                 *("AllgatherExchange", "TwoSidedExchange", "OneSidedExchange"),
             ),
         },

@@ -8,13 +8,13 @@ from tokenyard.experts import Experts
 class Nameless(MessageExchange):
     """Has everything but a name."""
 
-    def _pack(self, cargo, outgoing):
+    def _pack(self, exchange_spec, outgoing):
         raise NotImplementedError
 
-    def _move(self, cargo, outgoing, packets, heard):
+    def _move(self, exchange_spec, outgoing, packets, heard):
         raise NotImplementedError
 
-    def bytes_sent(self, cargo, outgoing):
+    def bytes_sent(self, exchange_spec, outgoing):
         raise NotImplementedError
 
 
@@ -23,7 +23,7 @@ class Unfinished(Exchange):
 
     name = "unfinished"
 
-    def bytes_sent(self, cargo, outgoing):
+    def bytes_sent(self, exchange_spec, outgoing):
         return [0] * self.group.size
 
 

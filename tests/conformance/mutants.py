@@ -27,10 +27,10 @@ class Renamed(TwoSidedExchange):
 class ChangesReceived(TwoSidedExchange):
     """Hands out what `change` makes of the received rows."""
 
-    def dispatch(self, cargo, rows, routes, extra=None):
-        dispatched = super().dispatch(cargo, rows, routes, extra)
+    def dispatch(self, exchange_spec, rows, routes, extra=None):
+        dispatched = super().dispatch(exchange_spec, rows, routes, extra)
         changed = dataclasses.replace(dispatched, received=self.change(dispatched.received))
-        return self._flights.replace_newest(changed)
+        return self._in_flight.replace_newest(changed)
 
 
 class SwapsRows(ChangesReceived):
@@ -78,13 +78,13 @@ class OneCopyPerExpert(AllgatherExchange):
 
     name = "one_copy_per_expert"
 
-    def _prepare(self, cargo, rows, routes, extra):
-        outgoing = super()._prepare(cargo, rows, routes, extra)
+    def _prepare(self, exchange_spec, rows, routes, extra):
+        outgoing = super()._prepare(exchange_spec, rows, routes, extra)
         doubled = tuple(tokens.repeat_interleave(2) for tokens in outgoing.tokens_by_rank)
         return dataclasses.replace(outgoing, tokens_by_rank=doubled)
 
-    def _move(self, cargo, outgoing, packets, heard):
-        received, counts = super()._move(cargo, outgoing, packets, heard)
+    def _move(self, exchange_spec, outgoing, packets, heard):
+        received, counts = super()._move(exchange_spec, outgoing, packets, heard)
         order = torch.arange(received.num_rows).repeat_interleave(2)
         doubled = dataclasses.replace(
             received,
@@ -103,8 +103,8 @@ class NobodyToRankZero(TwoSidedExchange):
 
     name = "nobody_to_rank_zero"
 
-    def _prepare(self, cargo, rows, routes, extra):
-        outgoing = super()._prepare(cargo, rows, routes, extra)
+    def _prepare(self, exchange_spec, rows, routes, extra):
+        outgoing = super()._prepare(exchange_spec, rows, routes, extra)
         nobody = (routes.topk_ids_TK < 0).all(dim=1).nonzero().squeeze(1)
         first = torch.cat([outgoing.tokens_by_rank[0], nobody]).sort().values
         return dataclasses.replace(outgoing, tokens_by_rank=(first, *outgoing.tokens_by_rank[1:]))
@@ -115,8 +115,8 @@ class WritesIntoRows(TwoSidedExchange):
 
     name = "writes_into_rows"
 
-    def dispatch(self, cargo, rows, routes, extra=None):
-        dispatched = super().dispatch(cargo, rows, routes, extra)
+    def dispatch(self, exchange_spec, rows, routes, extra=None):
+        dispatched = super().dispatch(exchange_spec, rows, routes, extra)
         routes.topk_weights_TK.zero_()
         return dispatched
 
@@ -154,7 +154,7 @@ class TakesOldHandles(TwoSidedExchange):
     name = "takes_old_handles"
 
     def combine(self, dispatched, result, **options):
-        if dispatched not in self._flights and self._round:
+        if dispatched not in self._in_flight and self._round:
             return CombinedRows(y_TH=torch.zeros(dispatched.return_path.num_tokens, 1))
         return super().combine(dispatched, result, **options)
 
@@ -164,8 +164,8 @@ class NoLimit(TwoSidedExchange):
 
     name = "no_limit"
 
-    def _prepare(self, cargo, rows, routes, extra):
-        return super()._prepare(dataclasses.replace(cargo, max_tokens=10**6), rows, routes, extra)
+    def _prepare(self, exchange_spec, rows, routes, extra):
+        return super()._prepare(dataclasses.replace(exchange_spec, max_tokens=10**6), rows, routes, extra)
 
 
 class ForgetsToTell(TwoSidedExchange):
@@ -173,9 +173,9 @@ class ForgetsToTell(TwoSidedExchange):
 
     name = "forgets_to_tell"
 
-    def _prepare(self, cargo, rows, routes, extra):
+    def _prepare(self, exchange_spec, rows, routes, extra):
         try:
-            return super()._prepare(cargo, rows, routes, extra)
+            return super()._prepare(exchange_spec, rows, routes, extra)
         except Exception as error:
             self._fail_out = lambda *_: None
             raise error
@@ -237,7 +237,7 @@ class StaleResults(TwoSidedExchange):
 
     def combine(self, dispatched, result, **options):
         y_TH = super().combine(dispatched, result, **options).y_TH
-        key = (dispatched.cargo.layer, tuple(y_TH.shape))
+        key = (dispatched.spec.layer, tuple(y_TH.shape))
         kept = self.__dict__.setdefault("kept", {})
         before, kept[key] = kept.get(key, y_TH), y_TH.clone()
         return CombinedRows(y_TH=y_TH.copy_(before))
@@ -248,11 +248,11 @@ class SendsWhatWasLeft(TwoSidedExchange):
 
     name = "sends_what_was_left"
 
-    def _send_out(self, cargo, round, outgoing, loaded):
+    def _send_out(self, exchange_spec, round, outgoing, loaded):
         left = self.__dict__.pop("left", loaded)
         count = min(len(left), len(loaded)) if left.shape[1] == loaded.shape[1] else 0
         self.left = loaded
-        sent = super()._send_out(cargo, round, outgoing, torch.cat([left[:count], loaded[count:]]))
+        sent = super()._send_out(exchange_spec, round, outgoing, torch.cat([left[:count], loaded[count:]]))
         del self.left
         return sent
 
@@ -268,10 +268,10 @@ class WaitsForTheWorld(TwoSidedExchange):
         if "/" not in group.name:  # no subgroup
             self.world.group = group
 
-    def dispatch(self, cargo, rows, routes, extra=None):
+    def dispatch(self, exchange_spec, rows, routes, extra=None):
         self.check_usable()
         self.world.group.barrier()
-        return super().dispatch(cargo, rows, routes, extra)
+        return super().dispatch(exchange_spec, rows, routes, extra)
 
 
 class RoundStandsStill(TwoSidedExchange):
@@ -311,10 +311,12 @@ class PlacesByShape(TwoSidedExchange):
 
     name = "places_by_shape"
 
-    def _prepare(self, cargo, rows, routes, extra):
+    def _prepare(self, exchange_spec, rows, routes, extra):
         known = self.__dict__.setdefault("known", {})
-        placement = known.setdefault((cargo.num_experts, cargo.hidden_size), cargo.placement)
-        return super()._prepare(dataclasses.replace(cargo, placement=placement), rows, routes, extra)
+        placement = known.setdefault(
+            (exchange_spec.num_experts, exchange_spec.hidden_size), exchange_spec.placement
+        )
+        return super()._prepare(dataclasses.replace(exchange_spec, placement=placement), rows, routes, extra)
 
 
 class PlacesByName(TwoSidedExchange):
@@ -323,9 +325,9 @@ class PlacesByName(TwoSidedExchange):
     name = "places_by_name"
     known: typing.ClassVar = {}
 
-    def _prepare(self, cargo, rows, routes, extra):
-        placement = self.known.setdefault((id(self.group), cargo.layer), cargo.placement)
-        return super()._prepare(dataclasses.replace(cargo, placement=placement), rows, routes, extra)
+    def _prepare(self, exchange_spec, rows, routes, extra):
+        placement = self.known.setdefault((id(self.group), exchange_spec.layer), exchange_spec.placement)
+        return super()._prepare(dataclasses.replace(exchange_spec, placement=placement), rows, routes, extra)
 
     def close(self):
         super().close()
@@ -338,10 +340,12 @@ class LayersByNumber(TwoSidedExchange):
 
     name = "layers_by_number"
 
-    def _prepare(self, cargo, rows, routes, extra):
+    def _prepare(self, exchange_spec, rows, routes, extra):
         known = self.__dict__.setdefault("known", {})
-        placement = known.setdefault((cargo.index, cargo.num_experts), cargo.placement)
-        return super()._prepare(dataclasses.replace(cargo, placement=placement), rows, routes, extra)
+        placement = known.setdefault(
+            (exchange_spec.index, exchange_spec.num_experts), exchange_spec.placement
+        )
+        return super()._prepare(dataclasses.replace(exchange_spec, placement=placement), rows, routes, extra)
 
 
 class OneBufferForTheRows(ChangesReceived):
@@ -401,7 +405,7 @@ class TakesHandlesOfOtherPlans(TwoSidedExchange):
     name = "takes_handles_of_other_plans"
 
     def combine(self, dispatched, result, **options):
-        if dispatched not in self._flights and dispatched.round == 1 and self._round == 0:
+        if dispatched not in self._in_flight and dispatched.round == 1 and self._round == 0:
             return CombinedRows(y_TH=torch.zeros(dispatched.return_path.num_tokens, 1))
         return super().combine(dispatched, result, **options)
 
@@ -412,14 +416,14 @@ class TakesHandlesOfOtherPlans(TwoSidedExchange):
 class CountsNoBytes(TwoSidedExchange):
     name = "counts_no_bytes"
 
-    def bytes_sent(self, cargo, outgoing):
+    def bytes_sent(self, exchange_spec, outgoing):
         return [0] * self.group.size
 
 
 class CountsNoBytesOneSided(OneSidedExchange):
     name = "counts_no_bytes_one_sided"
 
-    def bytes_sent(self, cargo, outgoing):
+    def bytes_sent(self, exchange_spec, outgoing):
         return [0] * self.group.size
 
 
@@ -428,8 +432,8 @@ class CountsEveryToken(TwoSidedExchange):
 
     name = "counts_every_token"
 
-    def bytes_sent(self, cargo, outgoing):
-        return [outgoing.num_tokens * cargo.dispatch_layout.stride] * self.group.size
+    def bytes_sent(self, exchange_spec, outgoing):
+        return [outgoing.num_tokens * exchange_spec.dispatch_layout.stride] * self.group.size
 
 
 class CountsOnce(TwoSidedExchange):
@@ -437,12 +441,12 @@ class CountsOnce(TwoSidedExchange):
 
     name = "counts_once"
 
-    def dispatch(self, cargo, rows, routes, extra=None):
-        stats = self.stats[cargo.layer]
+    def dispatch(self, exchange_spec, rows, routes, extra=None):
+        stats = self.stats[exchange_spec.layer]
         known = copy.deepcopy(stats) if stats.rounds else None
-        dispatched = super().dispatch(cargo, rows, routes, extra)
+        dispatched = super().dispatch(exchange_spec, rows, routes, extra)
         if known is not None:
-            self.stats[cargo.layer] = known
+            self.stats[exchange_spec.layer] = known
         return dispatched
 
 
@@ -451,18 +455,18 @@ class NeverWaits(TwoSidedExchange):
 
     name = "never_waits"
 
-    def dispatch(self, cargo, rows, routes, extra=None):
-        dispatched = super().dispatch(cargo, rows, routes, extra)
-        self.stats[cargo.layer].wait_s["dispatch"] = 0.0
+    def dispatch(self, exchange_spec, rows, routes, extra=None):
+        dispatched = super().dispatch(exchange_spec, rows, routes, extra)
+        self.stats[exchange_spec.layer].wait_s["dispatch"] = 0.0
         return dispatched
 
 
 class DropsUncounted(TwoSidedExchange):
     name = "drops_uncounted"
 
-    def _drop_lost(self, cargo, routes):
-        kept = super()._drop_lost(cargo, routes)
-        self.stats[cargo.layer].dropped = 0
+    def _drop_lost(self, exchange_spec, routes):
+        kept = super()._drop_lost(exchange_spec, routes)
+        self.stats[exchange_spec.layer].dropped = 0
         return kept
 
 
@@ -472,8 +476,8 @@ class PlansHalf(TwoSidedExchange):
     name = "plans_half"
 
     @classmethod
-    def region_bytes(cls, cargo):
-        whole = super().region_bytes(cargo)
+    def region_bytes(cls, exchange_spec):
+        whole = super().region_bytes(exchange_spec)
         return dataclasses.replace(whole, dispatch=whole.dispatch // 2)
 
 
@@ -482,8 +486,8 @@ class PlansNothingOneSided(OneSidedExchange):
 
     name = "plans_nothing_one_sided"
 
-    def layout_for(self, cargos):
-        needed = super().layout_for(cargos)
+    def layout_for(self, exchange_specs):
+        needed = super().layout_for(exchange_specs)
         return dataclasses.replace(needed, dispatch=3 * needed.dispatch)
 
 
@@ -519,9 +523,9 @@ class GoesOn(TwoSidedExchange):
     def _break(self, cause):
         pass
 
-    def _send_out(self, cargo, round, outgoing, loaded):
+    def _send_out(self, exchange_spec, round, outgoing, loaded):
         try:
-            self.last = super()._send_out(cargo, round, outgoing, loaded)
+            self.last = super()._send_out(exchange_spec, round, outgoing, loaded)
         except PeerLost:
             if self.__dict__.setdefault("losses", 0):
                 return self.last

@@ -93,8 +93,8 @@ def test_the_histogram_counts_every_case_once():
 def test_a_part_that_carries_nothing_is_named():
     class Refuses(mutants.Renamed):
         @classmethod
-        def supports(cls, cargo):
-            return Reason(field="wire", value=cargo.wire, why="never")
+        def supports(cls, exchange_spec):
+            return Reason(field="wire", value=exchange_spec.wire, why="never")
 
     with pytest.raises(InputError, match="never"):
         draw_case(0, exchange=Refuses)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tokenyard.errors import Drifted, GroupError, PeerFailed
-from tokenyard.exchange.announcement import Announcement, Phase, check_counts, check_fates, check_places
+from tokenyard.exchange.announcement import Announcement, Phase, check_counts, check_failures, check_places
 
 GROUP = SimpleNamespace(rank=0, size=3)
 
@@ -77,10 +77,10 @@ def test_of_several_ranks_that_failed_the_first_is_named_and_a_rank_that_failed_
     fine = announcement()
     heard = [fine, announcement(error="no memory"), announcement(error="no disk")]
     with pytest.raises(PeerFailed, match="rank 1 failed in combine: no memory") as caught:
-        check_fates(GROUP, fine, heard)
+        check_failures(GROUP, fine, heard)
     assert caught.value.peer == 1
-    check_fates(GROUP, heard[1], heard)
-    check_fates(GROUP, fine, [fine] * 3)
+    check_failures(GROUP, heard[1], heard)
+    check_failures(GROUP, fine, [fine] * 3)
 
 
 @pytest.mark.parametrize(

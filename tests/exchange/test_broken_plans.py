@@ -84,16 +84,18 @@ def later_calls(group, exchange):
     """What can still be asked of a plan on rank 0 after rank 1 has left."""
     layer = spec("moe", experts="reference")
     plan = ty.plan([layer], group, exchange=exchange, in_flight=2)
-    built, cargo = build(plan, "moe"), plan.wiring("moe").cargo
+    built, exchange_spec = build(plan, "moe"), plan.wiring("moe").exchange_spec
     x_TH, routes = batch(layer, 5)
-    flight = plan.exchange.dispatch(cargo, plan.wiring("moe").wire.encode(x_TH), routes)
+    flight = plan.exchange.dispatch(exchange_spec, plan.wiring("moe").wire.encode(x_TH), routes)
     if group.rank == 1:
         return None
     result = built.experts(flight.received)
     first = raised(plan.exchange.combine, flight, result)
     calls = {
         "layer": lambda: built(x_TH, routes),
-        "dispatch": lambda: plan.exchange.dispatch(cargo, plan.wiring("moe").wire.encode(x_TH), routes),
+        "dispatch": lambda: plan.exchange.dispatch(
+            exchange_spec, plan.wiring("moe").wire.encode(x_TH), routes
+        ),
         "combine": lambda: plan.exchange.combine(flight, result),
         "extend": lambda: plan.extend([spec("more")]),
         "trim": plan.trim,
@@ -149,8 +151,8 @@ def _interrupts(exchange):
         name = "interrupts"
         done = False
 
-        def _send_out(self, cargo, round, outgoing, loaded):
-            sent = super()._send_out(cargo, round, outgoing, loaded)
+        def _send_out(self, exchange_spec, round, outgoing, loaded):
+            sent = super()._send_out(exchange_spec, round, outgoing, loaded)
             if self.group.rank == 0 and not self.done:
                 self.done = True
                 raise Interrupted

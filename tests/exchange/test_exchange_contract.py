@@ -10,7 +10,7 @@ import torch
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import same_bits
-from tokenyard.exchange.cargo import UnencodedRows
+from tokenyard.exchange.spec import UnencodedRows
 
 both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
 every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)
@@ -44,7 +44,7 @@ def movement(group, exchange, wire):
         "blob": torch.randint(0, 256, (tokens, 5), dtype=torch.uint8),
     }
     rows = encoded(plan, "moe", x_TH)
-    dispatched = plan.exchange.dispatch(plan.wiring("moe").cargo, rows, routes, extra)
+    dispatched = plan.exchange.dispatch(plan.wiring("moe").exchange_spec, rows, routes, extra)
     received = dispatched.received
     sent = (
         {name: payload.view(torch.uint8) for name, payload in rows.payloads.items()},
@@ -106,10 +106,10 @@ def check_movement(results):
 
 def handles(group, exchange):
     plan = ty.plan([spec(), spec("other")], group, exchange=exchange)
-    cargo, other = plan.wiring("moe").cargo, plan.wiring("other").cargo
+    exchange_spec, other = plan.wiring("moe").exchange_spec, plan.wiring("other").exchange_spec
     x_TH, routes = batch(spec(), 3)
     rows = encoded(plan, "moe", x_TH)
-    first = plan.exchange.dispatch(cargo, rows, routes)
+    first = plan.exchange.dispatch(exchange_spec, rows, routes)
     messages = {"second dispatch": str(raised(plan.exchange.dispatch, other, rows, routes))}
     messages["layer while in flight"] = str(raised(build(plan, "other"), x_TH, routes))
     result = no_experts(first.received)
@@ -118,7 +118,7 @@ def handles(group, exchange):
     with pytest.raises(dataclasses.FrozenInstanceError):
         first.round = 7
     messages["not a handle"] = str(raised(plan.exchange.combine, first.received, result))
-    again = plan.exchange.dispatch(cargo, rows, routes)
+    again = plan.exchange.dispatch(exchange_spec, rows, routes)
     plan.close()
     messages["after close"] = str(raised(plan.exchange.combine, again, result))
     return messages
@@ -145,8 +145,10 @@ def two_in_flight(group, exchange):
         alone.append(layer(x_TH, routes))
     flights = []
     for layer, (x_TH, routes) in zip(built, batches, strict=True):
-        flights.append(plan.exchange.dispatch(layer.wiring.cargo, layer.wiring.wire.encode(x_TH), routes))
-    third = str(raised(plan.exchange.dispatch, built[0].wiring.cargo, None, None))
+        flights.append(
+            plan.exchange.dispatch(layer.wiring.exchange_spec, layer.wiring.wire.encode(x_TH), routes)
+        )
+    third = str(raised(plan.exchange.dispatch, built[0].wiring.exchange_spec, None, None))
     early = str(raised(plan.exchange.combine, flights[1], no_experts(flights[1].received)))
     for layer, flight in zip(built, flights, strict=True):
         together.append(plan.exchange.combine(flight, layer.experts(flight.received)).y_TH)
@@ -170,15 +172,15 @@ def failure_beside_a_flight(group, exchange, paranoid, times):
     """A batch of rank 0 is refused, a few times, while another is in flight; then one more is sent."""
     layer = spec(experts="reference")
     plan = ty.plan([layer], group, exchange=exchange, in_flight=2, paranoid=paranoid)
-    built, cargo = build(plan, "moe"), plan.wiring("moe").cargo
+    built, exchange_spec = build(plan, "moe"), plan.wiring("moe").exchange_spec
     batches = [batch(layer, 5, seed=10 * n + group.rank) for n in range(2)]
     expected = [built(x_TH, routes) for x_TH, routes in batches]
     (x_TH, routes), other = batches
     rows = encoded(plan, "moe", x_TH)
-    flights = [plan.exchange.dispatch(cargo, rows, routes)]
+    flights = [plan.exchange.dispatch(exchange_spec, rows, routes)]
     wrong = bad_ids(routes) if group.rank == 0 else routes
-    refused = [raised(plan.exchange.dispatch, cargo, rows, wrong) for _ in range(times)]
-    flights.append(plan.exchange.dispatch(cargo, encoded(plan, "moe", other[0]), other[1]))
+    refused = [raised(plan.exchange.dispatch, exchange_spec, rows, wrong) for _ in range(times)]
+    flights.append(plan.exchange.dispatch(exchange_spec, encoded(plan, "moe", other[0]), other[1]))
     found = [plan.exchange.combine(flight, built.experts(flight.received)).y_TH for flight in flights]
     return list(map(type, refused)), all(map(same_bits, found, expected))
 
@@ -195,23 +197,26 @@ def error_of_two(group, exchange, error):
     """Both round trips of a rank end by one error, before either is combined."""
     layer = spec(experts="reference")
     plan = ty.plan([layer], group, exchange=exchange, in_flight=2)
-    built, cargo, batches = (
+    built, exchange_spec, batches = (
         build(plan, "moe"),
-        plan.wiring("moe").cargo,
+        plan.wiring("moe").exchange_spec,
         [batch(layer, 5, seed=n) for n in range(2)],
     )
     seen = None
     try:
-        with plan.exchange.shared_fate(cargo) as first, plan.exchange.shared_fate(cargo) as second:
+        with (
+            plan.exchange.round_trip(exchange_spec) as first,
+            plan.exchange.round_trip(exchange_spec) as second,
+        ):
             fates = [first, second]
             arrived = [
-                fate.dispatch(fate.encode(x_TH), routes)
-                for fate, (x_TH, routes) in zip(fates, batches, strict=True)
+                trip.dispatch(trip.encode(x_TH), routes)
+                for trip, (x_TH, routes) in zip(fates, batches, strict=True)
             ]
             if group.rank == 0:
                 raise error
-            for fate, received in zip(fates, arrived, strict=True):
-                fate.combine(built.experts(received))
+            for trip, received in zip(fates, arrived, strict=True):
+                trip.combine(built.experts(received))
     except BaseException as found:
         seen = type(found)
     return seen, built(*batches[0]).shape
@@ -282,7 +287,7 @@ def test_no_batch_is_remembered(exchange, experts):
 def wrong_batches(group, exchange):
     layer = spec(wire="mxfp8", payloads=(TAG,))
     plan = ty.plan([layer], group, exchange=exchange)
-    cargo = plan.wiring("moe").cargo
+    exchange_spec = plan.wiring("moe").exchange_spec
     x_TH, routes = batch(layer, 3)
     rows = encoded(plan, "moe", x_TH)
     tag = {"tag": torch.zeros(3, 2, dtype=torch.int64)}
@@ -301,10 +306,12 @@ def wrong_batches(group, exchange):
         "a further payload nobody declared": (rows, routes, tag | {"more": tag["tag"]}),
     }
     errors = {
-        name: raised(plan.exchange.dispatch, cargo, *(arguments if group.rank == 0 else (rows, routes, tag)))
+        name: raised(
+            plan.exchange.dispatch, exchange_spec, *(arguments if group.rank == 0 else (rows, routes, tag))
+        )
         for name, arguments in attempts.items()
     }
-    dispatched = plan.exchange.dispatch(cargo, rows, routes, tag)  # still usable
+    dispatched = plan.exchange.dispatch(exchange_spec, rows, routes, tag)  # still usable
     plan.exchange.combine(dispatched, no_experts(dispatched.received))
     return {name: (type(error).__name__, str(error)) for name, error in errors.items()}
 
@@ -372,7 +379,7 @@ def choices_served(group, exchange):
     plan = ty.plan([layer], group, exchange=exchange)
     x_TH = torch.ones(1, layer.hidden_size, dtype=layer.dtype)
     routes = ty.Routes(topk_ids_TK=torch.tensor([[0, 3]]), topk_weights_TK=torch.ones(1, 2))
-    dispatched = plan.exchange.dispatch(plan.wiring("moe").cargo, encoded(plan, "moe", x_TH), routes)
+    dispatched = plan.exchange.dispatch(plan.wiring("moe").exchange_spec, encoded(plan, "moe", x_TH), routes)
     served = int((dispatched.received.routes.ids_RK >= 0).sum())
     plan.exchange.combine(dispatched, no_experts(dispatched.received))
     return served
@@ -404,12 +411,18 @@ def unencoded(group, exchange):
     """An exchange may be given rows that it encodes itself: checked as all others are."""
     layer = spec(wire="mxfp8")
     plan = ty.plan([layer], group, exchange=exchange)
-    cargo, (x_TH, routes) = plan.wiring("moe").cargo, batch(layer, 3)
+    exchange_spec, (x_TH, routes) = plan.wiring("moe").exchange_spec, batch(layer, 3)
     with pytest.raises(ty.InputError, match="x_TH is"):
-        plan.exchange.dispatch(cargo, UnencodedRows(format=cargo.wire, x_TH=x_TH.long()), routes)
-    dispatched = plan.exchange.dispatch(cargo, UnencodedRows(format=cargo.wire, x_TH=x_TH), routes)
+        plan.exchange.dispatch(
+            exchange_spec, UnencodedRows(format=exchange_spec.wire, x_TH=x_TH.long()), routes
+        )
+    dispatched = plan.exchange.dispatch(
+        exchange_spec, UnencodedRows(format=exchange_spec.wire, x_TH=x_TH), routes
+    )
     data = dispatched.received.dense().payloads["data"]
-    return torch.equal(data.view(torch.uint8), cargo.wire.encode(x_TH).payloads["data"].view(torch.uint8))
+    return torch.equal(
+        data.view(torch.uint8), exchange_spec.wire.encode(x_TH).payloads["data"].view(torch.uint8)
+    )
 
 
 @every_exchange

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.exchange import interpreter
-from tests.exchange.virtual_ranks import VirtualRanks, make_batch, make_cargo
+from tests.exchange.virtual_ranks import VirtualRanks, make_batch, make_exchange_spec
 from tokenyard.exchange.announcement import Phase
 from tokenyard.exchange.one_sided.control import COMBINED, ROUND, STATE, STATUS, VERDICT, Trouble
 from tokenyard.exchange.one_sided.kernels import flags
@@ -22,7 +22,7 @@ def clock(monkeypatch):
 
 
 def test_meeting_publishes_round_layer_phase_and_failure():
-    yard = VirtualRanks(make_cargo(3))
+    yard = VirtualRanks(make_exchange_spec(3))
     for _ in range(2):
         for phase in Phase:
             yard.launchers[1].meet(77, phase, waits=False)
@@ -38,7 +38,7 @@ def test_meeting_publishes_round_layer_phase_and_failure():
 
 @pytest.mark.parametrize("trouble", list(Trouble))
 def test_nobody_meets_after_a_round_has_failed(trouble):
-    yard = VirtualRanks(make_cargo(2))
+    yard = VirtualRanks(make_exchange_spec(2))
     yard.words(1)[STATUS] = int(trouble)
     yard.launchers[1].meet(5, Phase.DISPATCH, waits=False)
     goes_on = trouble == Trouble.BAD_IDS
@@ -47,7 +47,7 @@ def test_nobody_meets_after_a_round_has_failed(trouble):
 
 
 def test_who_comes_last_does_not_wait():
-    yard = VirtualRanks(make_cargo(2))  # and there is no clock, without the fixture
+    yard = VirtualRanks(make_exchange_spec(2))  # and there is no clock, without the fixture
     yard.launchers[0].meet(5, Phase.DISPATCH, waits=False)
     yard.launchers[1].meet(5, Phase.DISPATCH)
     assert yard.status(1) == [0, 0, 0, 0]
@@ -57,7 +57,7 @@ def test_who_comes_last_does_not_wait():
     ("layer", "fails", "trouble"), [(6, False, Trouble.DRIFTED), (5, True, Trouble.FAILED)]
 )
 def test_a_rank_that_drifts_or_fails_is_found_by_its_flag(layer, fails, trouble):
-    yard = VirtualRanks(make_cargo(3))
+    yard = VirtualRanks(make_exchange_spec(3))
     yard.launchers[0].meet(5, Phase.DISPATCH, waits=False)
     yard.launchers[2].meet(layer, Phase.DISPATCH, fails=fails, waits=False)
     yard.launchers[1].meet(5, Phase.DISPATCH)
@@ -66,7 +66,7 @@ def test_a_rank_that_drifts_or_fails_is_found_by_its_flag(layer, fails, trouble)
 
 
 def test_a_failure_is_found_by_who_looks_when_the_next_round_has_begun():
-    yard = VirtualRanks(make_cargo(2))
+    yard = VirtualRanks(make_exchange_spec(2))
     yard.launchers[1].meet(5, Phase.DISPATCH, fails=True, waits=False)
     yard.launchers[1].meet(5, Phase.DISPATCH, waits=False)  # it has heard of rank 0, which has not looked yet
     yard.launchers[0].meet(5, Phase.DISPATCH)
@@ -75,7 +75,7 @@ def test_a_failure_is_found_by_who_looks_when_the_next_round_has_begun():
 
 @pytest.mark.usefixtures("clock")
 def test_a_wait_ends_at_its_deadline_and_every_rank_gets_the_verdict():
-    yard = VirtualRanks(make_cargo(4), deadline=0.01)
+    yard = VirtualRanks(make_exchange_spec(4), deadline=0.01)
     flag = 1 << 24 | 5 << 2
     yard.launchers[0].meet(5, Phase.DISPATCH, waits=False)
     yard.words(3)[STATE] = flag  # rank 3 is missing as well, but only since it waits for rank 2
@@ -91,7 +91,7 @@ def test_a_wait_ends_at_its_deadline_and_every_rank_gets_the_verdict():
 
 
 def test_who_waits_only_for_itself_is_not_excused(clock):
-    yard = VirtualRanks(make_cargo(3), deadline=0.01)
+    yard = VirtualRanks(make_exchange_spec(3), deadline=0.01)
     yard.words(2)[STATE] = 1 << 24
     for rank in range(3):
         yard.flags(2)[rank] = (rank != 2) << 24
@@ -101,10 +101,10 @@ def test_who_waits_only_for_itself_is_not_excused(clock):
 
 @pytest.mark.parametrize("trouble", [Trouble.FAILED, Trouble.LOST])
 def test_bad_ids_do_not_hide_what_ends_the_round(trouble, clock):
-    cargo = make_cargo(2, hidden_size=4)
-    batch = make_batch(cargo, 3)
+    spec = make_exchange_spec(2, hidden_size=4)
+    batch = make_batch(spec, 3)
     batch.ids_TK[0, 0] = 77
-    yard = VirtualRanks(cargo, deadline=0.01)
+    yard = VirtualRanks(spec, deadline=0.01)
     if trouble is Trouble.FAILED:
         yard.launchers[1].meet(yard.crossing.layer, Phase.DISPATCH, fails=True, waits=False)
     slots_TW = yard.launchers[0].dispatch(yard.crossing, batch.x_TH, batch.ids_TK, batch.weights_TK, {})

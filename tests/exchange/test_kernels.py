@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.exchange import interpreter
-from tests.exchange.virtual_ranks import VirtualRanks, make_batch, make_cargo
+from tests.exchange.virtual_ranks import VirtualRanks, make_batch, make_exchange_spec
 from tokenyard.conformance.cases import same_bits
 from tokenyard.exchange.announcement import Phase
 from tokenyard.exchange.one_sided import launches
@@ -34,7 +34,7 @@ def dispatched(yard, batches, *, rows=None, extra=None):
         slots_TW = launcher.dispatch(
             yard.crossing, sent, batch.ids_TK, batch.weights_TK, extra[rank], waits=False
         )
-        if not same_bits(slots_TW, slots_twin(yard.cargo, batch.ids_TK, rank)):
+        if not same_bits(slots_TW, slots_twin(yard.spec, batch.ids_TK, rank)):
             wrong.append(f"slots of rank {rank}")
     counts = yard.push_twins(batches, extra)
     if not yard.same_regions("dispatch"):
@@ -71,9 +71,9 @@ WIRES = [
 @pytest.mark.parametrize("hidden_size", [1, 33, 200])
 def test_rows_arrive_in_every_wire(wire, dtype, hidden_size, monkeypatch):
     monkeypatch.setattr(launches, "LONGEST_WHOLE", -1 if hidden_size == 33 else 64)
-    cargo = make_cargo(2, wire=wire, dtype=getattr(torch, dtype), hidden_size=hidden_size)
-    batches = [make_batch(cargo, tokens, seed=tokens) for tokens in (3, 1)]
-    wrong, _ = dispatched(VirtualRanks(cargo), batches)
+    spec = make_exchange_spec(2, wire=wire, dtype=getattr(torch, dtype), hidden_size=hidden_size)
+    batches = [make_batch(spec, tokens, seed=tokens) for tokens in (3, 1)]
+    wrong, _ = dispatched(VirtualRanks(spec), batches)
     assert wrong == []
 
 
@@ -104,9 +104,9 @@ SHAPES = {
 def test_rows_arrive_for_every_shape(shape, whole):
     sizes = {"tokens": 3} | SHAPES[shape]
     world, tokens = sizes.pop("world"), sizes.pop("tokens")
-    cargo = make_cargo(world, hidden_size=8, **sizes)
-    batches = [make_batch(cargo, max(0, tokens - rank % 2), seed=rank) for rank in range(world)]
-    wrong, _ = dispatched(VirtualRanks(cargo), batches)
+    spec = make_exchange_spec(world, hidden_size=8, **sizes)
+    batches = [make_batch(spec, max(0, tokens - rank % 2), seed=rank) for rank in range(world)]
+    wrong, _ = dispatched(VirtualRanks(spec), batches)
     assert wrong == []
 
 
@@ -128,23 +128,23 @@ LONG_ROWS = [
 def test_long_rows_are_cut_and_arrive_whole(wire, hidden_size, few_rows, many_rows, monkeypatch):
     monkeypatch.setattr(launches, "FEW_ROWS", few_rows)
     monkeypatch.setattr(launches, "MANY_ROWS", many_rows)
-    cargo = make_cargo(1, wire=wire, hidden_size=hidden_size, max_tokens=3)
-    wrong, _ = dispatched(VirtualRanks(cargo), [make_batch(cargo, 3)])
+    spec = make_exchange_spec(1, wire=wire, hidden_size=hidden_size, max_tokens=3)
+    wrong, _ = dispatched(VirtualRanks(spec), [make_batch(spec, 3)])
     assert wrong == []
 
 
 def test_narrower_windows_are_written_where_the_round_wants_them(whole):
-    cargo = make_cargo(2, max_tokens=9)
-    wrong, _ = dispatched(VirtualRanks(cargo, max_tokens=4), [make_batch(cargo, n, seed=n) for n in (4, 2)])
+    spec = make_exchange_spec(2, max_tokens=9)
+    wrong, _ = dispatched(VirtualRanks(spec, max_tokens=4), [make_batch(spec, n, seed=n) for n in (4, 2)])
     assert wrong == []
 
 
 def test_a_second_batch_does_not_meet_the_first_one(whole):
-    cargo = make_cargo(2, max_tokens=70, hidden_size=2)
-    yard = VirtualRanks(cargo)
+    spec = make_exchange_spec(2, max_tokens=70, hidden_size=2)
+    yard = VirtualRanks(spec)
     for turn, sizes in enumerate([(66, 2), (1, 65), (2, 0)]):
         wrong, _ = dispatched(
-            yard, [make_batch(cargo, n, seed=turn) for n in (sizes if not whole else (2, 1))]
+            yard, [make_batch(spec, n, seed=turn) for n in (sizes if not whole else (2, 1))]
         )
         assert wrong == []
         assert yard.words(0)[ROUND] == turn + 1
@@ -152,17 +152,17 @@ def test_a_second_batch_does_not_meet_the_first_one(whole):
 
 
 def test_several_ranks_may_share_a_launch(whole):
-    cargo = make_cargo(3, experts=7, hidden_size=8)
-    yard = VirtualRanks(cargo, together=True)
-    batches = [make_batch(cargo, 3, seed=rank) for rank in range(3)]
+    spec = make_exchange_spec(3, experts=7, hidden_size=8)
+    yard = VirtualRanks(spec, together=True)
+    batches = [make_batch(spec, 3, seed=rank) for rank in range(3)]
     x_TH, ids_TK, weights_TK = (
         torch.cat([getattr(batch, name) for batch in batches]) for name in ("x_TH", "ids_TK", "weights_TK")
     )
     slots_TW = yard.launchers[0].dispatch(yard.crossing, x_TH, ids_TK, weights_TK, {}, waits=False)
     counts = yard.push_twins(batches)
-    assert same_bits(slots_TW, torch.cat([slots_twin(cargo, b.ids_TK, r) for r, b in enumerate(batches)]))
+    assert same_bits(slots_TW, torch.cat([slots_twin(spec, b.ids_TK, r) for r, b in enumerate(batches)]))
     assert yard.same_regions("dispatch")
-    results = [torch.randn(3 * cargo.max_tokens, 8) for _ in range(3)]
+    results = [torch.randn(3 * spec.max_tokens, 8) for _ in range(3)]
     yard.place_twins([rows_SH[taken(yard, c)] for rows_SH, c in zip(results, counts, strict=True)], counts)
     yard.launchers[0].place(yard.crossing, torch.cat(results), dense=False)
     assert yard.same_regions("combine")
@@ -181,8 +181,8 @@ EXTRA = (
 
 
 def test_further_payloads_of_any_width_travel_along():
-    cargo = make_cargo(2, wire="mxfp8", extra=EXTRA)
-    batches = [make_batch(cargo, tokens, seed=tokens) for tokens in (3, 2)]
+    spec = make_exchange_spec(2, wire="mxfp8", extra=EXTRA)
+    batches = [make_batch(spec, tokens, seed=tokens) for tokens in (3, 2)]
     extra = [
         {
             p.name: torch.randint(0, 256, (len(batch.ids_TK), p.nbytes), dtype=torch.uint8).view(p.dtype)
@@ -190,25 +190,25 @@ def test_further_payloads_of_any_width_travel_along():
         }
         for batch in batches
     ]
-    wrong, _ = dispatched(VirtualRanks(cargo), batches, extra=extra)
+    wrong, _ = dispatched(VirtualRanks(spec), batches, extra=extra)
     assert wrong == []
 
 
 @pytest.mark.parametrize("wire", ["bf16", "mxfp8", "fp8_block128", "nvfp4", "nvfp4(global_scale=448.0)"])
 def test_rows_may_come_encoded(wire):
-    cargo = make_cargo(2, wire=wire, hidden_size=40)
-    batches = [make_batch(cargo, tokens, seed=tokens) for tokens in (3, 2)]
-    rows = [cargo.wire.encode(batch.x_TH) for batch in batches]
-    wrong, _ = dispatched(VirtualRanks(cargo), batches, rows=rows)
+    spec = make_exchange_spec(2, wire=wire, hidden_size=40)
+    batches = [make_batch(spec, tokens, seed=tokens) for tokens in (3, 2)]
+    rows = [spec.wire.encode(batch.x_TH) for batch in batches]
+    wrong, _ = dispatched(VirtualRanks(spec), batches, rows=rows)
     assert wrong == []
 
 
 @pytest.mark.parametrize("bad", [5, 1000, -2, 2**31 - 1])
 def test_ids_that_no_expert_has_go_nowhere_and_are_reported(bad, whole):
-    cargo = make_cargo(2, hidden_size=4)
-    batches = [make_batch(cargo, 3, seed=rank) for rank in range(2)]
+    spec = make_exchange_spec(2, hidden_size=4)
+    batches = [make_batch(spec, 3, seed=rank) for rank in range(2)]
     batches[1].ids_TK[1, 2] = bad
-    yard = VirtualRanks(cargo)
+    yard = VirtualRanks(spec)
     wrong, _ = dispatched(yard, batches)
     assert wrong == []
     assert yard.status(0) == [0, 0, 0, 0]
@@ -219,8 +219,8 @@ def test_ids_that_no_expert_has_go_nowhere_and_are_reported(bad, whole):
 
 @pytest.mark.parametrize(("bad", "told"), [(2**32 + 3, 2**31 - 1), (-(2**40), -(2**31))])
 def test_ids_that_have_no_room_in_32_bits_are_no_others(bad, told, whole):
-    cargo = make_cargo(2, hidden_size=4)
-    batch, yard = make_batch(cargo, 3), VirtualRanks(cargo)
+    spec = make_exchange_spec(2, hidden_size=4)
+    batch, yard = make_batch(spec, 3), VirtualRanks(spec)
     ids_TK = batch.ids_TK.long()
     ids_TK[1, 2] = bad
     slots_TW = yard.launchers[0].dispatch(
@@ -229,7 +229,7 @@ def test_ids_that_have_no_room_in_32_bits_are_no_others(bad, told, whole):
     assert yard.status(0)[0] == Trouble.BAD_IDS
     assert yard.status(0)[2] == told
     ids_TK[1, 2] = -1
-    assert torch.equal(slots_TW, slots_twin(cargo, ids_TK.int(), 0))
+    assert torch.equal(slots_TW, slots_twin(spec, ids_TK.int(), 0))
 
 
 ASSIGNED = [(130, 200, 3), (64, 64, 2), (65, 130, 1), (0, 70, 2), (3, 5, 9)]
@@ -237,14 +237,14 @@ ASSIGNED = [(130, 200, 3), (64, 64, 2), (65, 130, 1), (0, 70, 2), (3, 5, 9)]
 
 @pytest.mark.parametrize(("tokens", "max_tokens", "world"), ASSIGNED)
 def test_slots_and_routes_of_many_chunks(tokens, max_tokens, world):
-    cargo = make_cargo(world, experts=11, hidden_size=1, max_tokens=max_tokens)
-    yard = VirtualRanks(cargo)
-    batches = [make_batch(cargo, tokens, seed=rank) for rank in range(world)]
+    spec = make_exchange_spec(world, experts=11, hidden_size=1, max_tokens=max_tokens)
+    yard = VirtualRanks(spec)
+    batches = [make_batch(spec, tokens, seed=rank) for rank in range(world)]
     for rank, (launcher, batch) in enumerate(zip(yard.launchers, batches, strict=True)):
         slots_TW = torch.empty(tokens, world, dtype=torch.int32)
-        places = launcher._places(cargo.dispatch_slots, yard.layout.dispatch_region(0).offset)
+        places = launcher._places(spec.dispatch_slots, yard.layout.dispatch_region(0).offset)
         launcher._assign(yard.crossing, Routing(batch.ids_TK, batch.weights_TK, slots_TW, places, tokens))
-        assert same_bits(slots_TW, slots_twin(cargo, batch.ids_TK, rank))
+        assert same_bits(slots_TW, slots_twin(spec, batch.ids_TK, rank))
     counts = yard.push_twins(batches)
     assert [[n for n, _ in yard.mail(rank)] for rank in range(world)] == [c.tolist() for c in counts]
     mine, twins = yard.slots(yard.buffers, "dispatch"), yard.slots(yard.twins, "dispatch")
@@ -278,17 +278,17 @@ def taken(yard, counts):
 @pytest.mark.parametrize(("wire", "dtype", "result", "terms"), COMBINES)
 def test_results_come_home_in_every_wire(wire, dtype, result, terms, dense):
     hidden_size = 33 if dense else 130
-    cargo = make_cargo(
+    spec = make_exchange_spec(
         2, combine_wire=wire, dtype=getattr(torch, dtype), wire=short(dtype), hidden_size=hidden_size
     )
-    yard = VirtualRanks(cargo)
-    batches = [make_batch(cargo, tokens, seed=tokens) for tokens in (3, 2)]
+    yard = VirtualRanks(spec)
+    batches = [make_batch(spec, tokens, seed=tokens) for tokens in (3, 2)]
     _, counts = dispatched(yard, batches)
     draw = torch.Generator().manual_seed(7)
     results = []
     for rank in range(2):
-        rows_SH = torch.randn(2 * cargo.max_tokens, hidden_size, generator=draw) * 10.0
-        rows_SH[:, 0] = torch.tensor([torch.inf, -0.0, 1e-42, torch.nan])[rank::2].repeat(cargo.max_tokens)
+        rows_SH = torch.randn(2 * spec.max_tokens, hidden_size, generator=draw) * 10.0
+        rows_SH[:, 0] = torch.tensor([torch.inf, -0.0, 1e-42, torch.nan])[rank::2].repeat(spec.max_tokens)
         results.append(rows_SH.to(getattr(torch, result)))
     rows = [rows_SH[taken(yard, counts[rank])] for rank, rows_SH in enumerate(results)]
     yard.place_twins(rows, counts)
@@ -296,10 +296,10 @@ def test_results_come_home_in_every_wire(wire, dtype, result, terms, dense):
         launcher.place(yard.crossing, rows[rank] if dense else results[rank], dense=dense)
     assert yard.same_regions("combine")
     for rank, (launcher, batch) in enumerate(zip(yard.launchers, batches, strict=True)):
-        add = [make_batch(cargo, len(batch.ids_TK), seed=9 + term).x_TH for term in range(terms)]
+        add = [make_batch(spec, len(batch.ids_TK), seed=9 + term).x_TH for term in range(terms)]
         out_TH = add[-1].clone() if terms == 1 else torch.full_like(batch.x_TH, 5.0)
         given = [out_TH] if terms == 1 else add  # what is there may be what is added
-        slots_TW = slots_twin(cargo, batch.ids_TK, rank)
+        slots_TW = slots_twin(spec, batch.ids_TK, rank)
         launcher._pull(
             yard.crossing, launcher._home(yard.crossing), slots_TW, out_TH, given, len(out_TH), meets=False
         )
@@ -316,9 +316,9 @@ def same_numbers(a, b):
 
 
 def test_a_long_row_comes_home_in_parts():
-    cargo = make_cargo(2, combine_wire="mxfp8", hidden_size=2100, max_tokens=2, top_k=2)
-    yard = VirtualRanks(cargo)
-    batches = [make_batch(cargo, 2, seed=rank) for rank in range(2)]
+    spec = make_exchange_spec(2, combine_wire="mxfp8", hidden_size=2100, max_tokens=2, top_k=2)
+    yard = VirtualRanks(spec)
+    batches = [make_batch(spec, 2, seed=rank) for rank in range(2)]
     counts = yard.push_twins(batches)
     for rank in range(2):
         yard.buffers[rank][yard.control.mail(0) : yard.control.mail(1)].view(torch.int32)[::2] = counts[rank]
@@ -329,34 +329,34 @@ def test_a_long_row_comes_home_in_parts():
     assert yard.same_regions("combine")
     for rank, (launcher, batch) in enumerate(zip(yard.launchers, batches, strict=True)):
         out_TH = torch.empty(2, 2100, dtype=torch.bfloat16)
-        home, slots_TW = launcher._home(yard.crossing), slots_twin(cargo, batch.ids_TK, rank)
+        home, slots_TW = launcher._home(yard.crossing), slots_twin(spec, batch.ids_TK, rank)
         assert home.cut(2).parts == 3
         launcher._pull(yard.crossing, home, slots_TW, out_TH, (), 2, meets=False)
         assert same_bits(out_TH, yard.pulled_by_twin(rank, batch.ids_TK))
 
 
 def test_a_round_that_failed_comes_home_as_nan():
-    cargo = make_cargo(1, hidden_size=4)
-    yard = VirtualRanks(cargo)
-    batch = make_batch(cargo, 2)
+    spec = make_exchange_spec(1, hidden_size=4)
+    yard = VirtualRanks(spec)
+    batch = make_batch(spec, 2)
     dispatched(yard, [batch])
     yard.words(0)[STATUS] = int(Trouble.FAILED)
     for placed in (torch.zeros(2, 4), None):
         out_TH = torch.zeros(2, 4, dtype=torch.bfloat16)
-        yard.launchers[0].combine(yard.crossing, slots_twin(cargo, batch.ids_TK, 0), placed, out_TH)
+        yard.launchers[0].combine(yard.crossing, slots_twin(spec, batch.ids_TK, 0), placed, out_TH)
         assert bool(out_TH.isnan().all())
     assert yard.words(0)[COMBINED] == 0
     assert yard.flags(0, phase=1).tolist() == [0]
     yard.words(0)[STATUS] = int(Trouble.BAD_IDS)  # which ends nothing
-    yard.launchers[0].combine(yard.crossing, slots_twin(cargo, batch.ids_TK, 0), None, out_TH)
+    yard.launchers[0].combine(yard.crossing, slots_twin(spec, batch.ids_TK, 0), None, out_TH)
     assert not bool(out_TH.isnan().any())
     assert yard.words(0)[COMBINED] == 1
 
 
 def test_a_small_combine_meets_the_others_itself():
-    cargo = make_cargo(2, hidden_size=4, dtype=torch.float32, wire="fp32", combine_wire="fp32")
-    yard = VirtualRanks(cargo)
-    batches = [make_batch(cargo, 2, seed=rank) for rank in range(2)]
+    spec = make_exchange_spec(2, hidden_size=4, dtype=torch.float32, wire="fp32", combine_wire="fp32")
+    yard = VirtualRanks(spec)
+    batches = [make_batch(spec, 2, seed=rank) for rank in range(2)]
     for turn in range(2):
         _, counts = dispatched(yard, batches)
         results = [torch.randn(int(count.sum()), 4) for count in counts]
@@ -365,7 +365,7 @@ def test_a_small_combine_meets_the_others_itself():
             launcher.place(yard.crossing, rows_RH, dense=True)
         yard.launchers[0].meet(yard.crossing.layer, Phase.COMBINE, waits=False)
         out_TH = torch.empty(2, 4)
-        yard.launchers[1].combine(yard.crossing, slots_twin(cargo, batches[1].ids_TK, 1), None, out_TH)
+        yard.launchers[1].combine(yard.crossing, slots_twin(spec, batches[1].ids_TK, 1), None, out_TH)
         assert same_bits(out_TH, yard.pulled_by_twin(1, batches[1].ids_TK))
         assert yard.words(1)[COMBINED] == turn + 1
         assert (
@@ -376,7 +376,7 @@ def test_a_small_combine_meets_the_others_itself():
 
 
 def test_a_rehearsal_changes_nothing():
-    yard = VirtualRanks(make_cargo(2, extra=EXTRA, wire="mxfp8", combine_wire="fp8_block128"))
+    yard = VirtualRanks(make_exchange_spec(2, extra=EXTRA, wire="mxfp8", combine_wire="fp8_block128"))
     before = [buffer.clone() for buffer in yard.buffers]
-    yard.launchers[0].rehearse(yard.cargo)
+    yard.launchers[0].rehearse(yard.spec)
     assert all(map(torch.equal, before, yard.buffers))

@@ -80,13 +80,13 @@ class Late(OneSidedExchange):
 def mail_of_rounds_that_failed(group):
     layer = spec("moe", experts="reference")
     plan = ty.plan([layer], group, exchange=Late, in_flight=2)
-    exchange, cargo, built = plan.exchange, plan.wiring("moe").cargo, build(plan, "moe")
+    exchange, exchange_spec, built = plan.exchange, plan.wiring("moe").exchange_spec, build(plan, "moe")
     x_TH, routes = batch(layer, 5, seed=group.rank)
     rows = plan.wiring("moe").wire.encode(x_TH)
-    flights = [exchange.dispatch(cargo, rows, routes)]
+    flights = [exchange.dispatch(exchange_spec, rows, routes)]
     wrong = ty.Routes(topk_ids_TK=routes.topk_ids_TK + 99, topk_weights_TK=routes.topk_weights_TK)
-    refused = [raised(exchange.dispatch, cargo, rows, wrong) for _ in range(2)]
-    flights.append(exchange.dispatch(cargo, rows, routes))
+    refused = [raised(exchange.dispatch, exchange_spec, rows, wrong) for _ in range(2)]
+    flights.append(exchange.dispatch(exchange_spec, rows, routes))
     found = [exchange.combine(flight, built.experts(flight.received)).y_TH for flight in flights]
     return all(map(bool, refused)) and same_bits(*found)
 
@@ -116,7 +116,7 @@ def grow(group):
     layer = build(plan, "a")
     x_TH, routes = batch(spec("a", **SMALL), 4, seed=group.rank)
     before = layer(x_TH, routes)
-    flight = plan.exchange.dispatch(layer.wiring.cargo, layer.wiring.wire.encode(x_TH), routes)
+    flight = plan.exchange.dispatch(layer.wiring.exchange_spec, layer.wiring.wire.encode(x_TH), routes)
     old = plan.exchange.workspace
     plan.extend([spec("b", **LARGE)])
     grown = plan.exchange.workspace
@@ -246,17 +246,17 @@ def in_place(group):
     expected = built(x_TH, routes)
     rows, exchange = built.wiring.wire.encode(x_TH), plan.exchange
 
-    flight = exchange.dispatch(built.wiring.cargo, rows, routes)
+    flight = exchange.dispatch(built.wiring.exchange_spec, rows, routes)
     buffer = exchange.combine_buffer(flight)
     result = built.experts(flight.received)
     buffer.rows_SH[buffer.slots_R] = result.rows_RH.to(buffer.rows_SH.dtype)
     y_TH = exchange.combine(flight, buffer.placed()).y_TH
 
-    flight = exchange.dispatch(built.wiring.cargo, rows, routes)
+    flight = exchange.dispatch(built.wiring.exchange_spec, rows, routes)
     wrong = str(raised(exchange.combine, flight, buffer.placed()))  # the buffer of the last dispatch
 
     other = build(plan, "back")
-    flight = exchange.dispatch(other.wiring.cargo, rows, routes)
+    flight = exchange.dispatch(other.wiring.exchange_spec, rows, routes)
     nowhere = exchange.combine_buffer(flight)
     exchange.combine(flight, other.experts(flight.received))
     return same_bits(y_TH, expected), wrong, nowhere
@@ -277,7 +277,7 @@ def two_buffers(group):
     batches = [batch(layer, 5, seed=10 * n + group.rank) for n in range(2)]
     expected = [built(x_TH, routes) for x_TH, routes in batches]
     flights = [
-        exchange.dispatch(built.wiring.cargo, built.wiring.wire.encode(x_TH), routes)
+        exchange.dispatch(built.wiring.exchange_spec, built.wiring.wire.encode(x_TH), routes)
         for x_TH, routes in batches
     ]
     buffers = [exchange.combine_buffer(flight) for flight in flights]

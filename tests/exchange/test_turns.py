@@ -25,7 +25,7 @@ def out_of_turn(group, exchange):
     nested = build(plan, "b", shared=lambda x_TH: first(x_TH, routes))
     x_TH, routes = batch(layers[0], 5, seed=group.rank)
     expected = first(x_TH, routes)
-    flight = plan.exchange.dispatch(first.wiring.cargo, first.wiring.wire.encode(x_TH), routes)
+    flight = plan.exchange.dispatch(first.wiring.exchange_spec, first.wiring.wire.encode(x_TH), routes)
     refused = raised(second, x_TH, routes)
     home = plan.exchange.combine(flight, first.experts(flight.received)).y_TH
     inside = raised(nested, x_TH, routes)
@@ -44,18 +44,18 @@ def test_a_layer_that_is_called_out_of_turn_leaves_nothing_in_flight(exchange):
 
 
 def combined_too_early(group, exchange):
-    """The second of two round trips is combined first, inside `shared_fate`: it is given up, in its turn."""
+    """The second of two round trips is combined first, inside `round_trip`: it is given up, in its turn."""
     layer = spec(experts="reference")
     plan = ty.plan([layer], group, exchange=exchange, in_flight=2)
-    built, cargo = build(plan, "moe"), plan.wiring("moe").cargo
+    built, exchange_spec = build(plan, "moe"), plan.wiring("moe").exchange_spec
     x_TH, routes = batch(layer, 5, seed=group.rank)
     expected = built(x_TH, routes)
-    with plan.exchange.shared_fate(cargo) as fate:
-        flight = plan.exchange.dispatch(cargo, encoded(plan, "moe", x_TH), routes)
-        received = fate.dispatch(fate.encode(x_TH), routes)
-        early = raised(fate.combine, built.experts(received))
+    with plan.exchange.round_trip(exchange_spec) as trip:
+        flight = plan.exchange.dispatch(exchange_spec, encoded(plan, "moe", x_TH), routes)
+        received = trip.dispatch(trip.encode(x_TH), routes)
+        early = raised(trip.combine, built.experts(received))
         home = plan.exchange.combine(flight, built.experts(flight.received)).y_TH
-        again = fate.combine(built.experts(received)).y_TH
+        again = trip.combine(built.experts(received)).y_TH
     return str(early), same_bits(home, expected), same_bits(again, expected)
 
 
@@ -68,18 +68,18 @@ def test_a_combine_out_of_turn_can_be_made_in_its_turn(exchange):
 
 
 def escapes_too_early(group, exchange):
-    """The error of a combine out of turn leaves `shared_fate`: all ranks hear of it when its turn comes."""
+    """The error of a combine out of turn leaves `round_trip`: all ranks hear of it when its turn comes."""
     layer = spec(experts="reference")
     plan = ty.plan([layer], group, exchange=exchange, in_flight=2)
-    built, cargo = build(plan, "moe"), plan.wiring("moe").cargo
+    built, exchange_spec = build(plan, "moe"), plan.wiring("moe").exchange_spec
     x_TH, routes = batch(layer, 5, seed=group.rank)
     expected = built(x_TH, routes)
     flights = []
 
     def round_trip():
-        with plan.exchange.shared_fate(cargo) as fate:
-            flights.append(plan.exchange.dispatch(cargo, encoded(plan, "moe", x_TH), routes))
-            fate.combine(built.experts(fate.dispatch(fate.encode(x_TH), routes)))
+        with plan.exchange.round_trip(exchange_spec) as trip:
+            flights.append(plan.exchange.dispatch(exchange_spec, encoded(plan, "moe", x_TH), routes))
+            trip.combine(built.experts(trip.dispatch(trip.encode(x_TH), routes)))
 
     early, flight = raised(round_trip), flights[0]
     assert "an earlier dispatch is still in flight" in str(early)

@@ -5,20 +5,20 @@ Both begin as the same noise, and whole regions are compared: a byte too many is
 
 import torch
 
-from tokenyard.exchange.cargo import Cargo
 from tokenyard.exchange.one_sided.control import STATUS, STATUS_WORDS, ControlLayout
 from tokenyard.exchange.one_sided.exchange import OneSidedExchange
 from tokenyard.exchange.one_sided.kernels.twins import SentBatch, place_twin, pull_twin, push_twin, slots_twin
 from tokenyard.exchange.one_sided.launches import Crossing, Launcher
+from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.workspace import WorkspaceLayout
 from tokenyard.formats import get
 from tokenyard.routing import Placement
 
 
-def make_cargo(world, *, wire="bf16", combine_wire="bf16", experts=5, placement=None, **changes):
+def make_exchange_spec(world, *, wire="bf16", combine_wire="bf16", experts=5, placement=None, **changes):
     """A small layer, number 3 of its plan."""
     fields = {"hidden_size": 33, "top_k": 3, "max_tokens": 5, "dtype": torch.bfloat16}
-    return Cargo(
+    return ExchangeSpec(
         layer="moe",
         index=3,
         num_experts=experts,
@@ -29,21 +29,21 @@ def make_cargo(world, *, wire="bf16", combine_wire="bf16", experts=5, placement=
     )
 
 
-def make_batch(cargo, tokens, seed=0):
+def make_batch(spec, tokens, seed=0):
     """Rows of all magnitudes, some of them odd, and routes with nobody, duplicates, and a token that goes nowhere."""
     draw = torch.Generator().manual_seed(seed)
     exponents_T1 = torch.randint(-8, 9, (tokens, 1), generator=draw).float()
-    x_TH = torch.randn(tokens, cargo.hidden_size, generator=draw) * exponents_T1.exp2()
+    x_TH = torch.randn(tokens, spec.hidden_size, generator=draw) * exponents_T1.exp2()
     odd = torch.tensor([0.0, -0.0, 1e-30, -6e4, 3e38, torch.inf, -torch.inf, torch.nan])
     for token in range(2, tokens, 2):  # the other rows have numbers only
-        x_TH[token, token % cargo.hidden_size] = odd[(token // 2 + seed) % len(odd)]
-    ids_TK = torch.randint(-1, cargo.num_experts, (tokens, cargo.top_k), generator=draw, dtype=torch.int32)
+        x_TH[token, token % spec.hidden_size] = odd[(token // 2 + seed) % len(odd)]
+    ids_TK = torch.randint(-1, spec.num_experts, (tokens, spec.top_k), generator=draw, dtype=torch.int32)
     if tokens > 1:
         ids_TK[1] = ids_TK[1, 0]
     if tokens > 2:
         ids_TK[2] = -1
-    weights_TK = torch.rand(tokens, cargo.top_k, generator=draw)
-    return SentBatch(x_TH=x_TH.to(cargo.dtype), ids_TK=ids_TK, weights_TK=weights_TK)
+    weights_TK = torch.rand(tokens, spec.top_k, generator=draw)
+    return SentBatch(x_TH=x_TH.to(spec.dtype), ids_TK=ids_TK, weights_TK=weights_TK)
 
 
 def noise(nbytes, seed):
@@ -55,10 +55,10 @@ def noise(nbytes, seed):
 class VirtualRanks:
     """Ranks of one layer; with `together`, one launch serves them all."""
 
-    def __init__(self, cargo, *, device="cpu", together=False, deadline=5.0, max_tokens=None):
-        self.cargo, self.world = cargo, cargo.placement.world
+    def __init__(self, spec, *, device="cpu", together=False, deadline=5.0, max_tokens=None):
+        self.spec, self.world = spec, spec.placement.world
         self.control = ControlLayout(self.world, 1)
-        need = OneSidedExchange.region_bytes(cargo)
+        need = OneSidedExchange.region_bytes(spec)
         self.layout = WorkspaceLayout(
             control=self.control.nbytes, dispatch=need.dispatch, combine=need.combine
         )
@@ -74,13 +74,15 @@ class VirtualRanks:
                 self.control,
                 rank,
                 deadline,
-                cargo.max_tokens,
+                spec.max_tokens,
                 ranks=self.world if together else 1,
             )
             for rank in every
         ]
         self.crossing = Crossing(
-            cargo=cargo, flight=0, max_tokens=cargo.max_tokens if max_tokens is None else max_tokens
+            spec=spec,
+            flight=0,
+            max_tokens=spec.max_tokens if max_tokens is None else max_tokens,
         )
 
     def words(self, rank):
@@ -102,7 +104,7 @@ class VirtualRanks:
 
     def slots(self, buffers, name):
         """The payloads of a region (`dispatch` or `combine`), by rank."""
-        layout = getattr(self.cargo, f"{name}_slots")
+        layout = getattr(self.spec, f"{name}_slots")
         used = self.world * self.crossing.max_tokens
         regions = [getattr(self.layout, f"{name}_region")(0).of(buffer) for buffer in buffers]
         return [{key: view[:used] for key, view in layout.views(region).items()} for region in regions]
@@ -116,9 +118,9 @@ class VirtualRanks:
     def push_twins(self, batches, extra=()):
         """Let the twins dispatch; returns the counts of each rank."""
         regions, most = self.slots(self.twins, "dispatch"), self.crossing.max_tokens
-        counts = push_twin(self.cargo, batches, regions, most)
+        counts = push_twin(self.spec, batches, regions, most)
         for source, payloads in enumerate(extra):
-            slots_TW = slots_twin(self.cargo, batches[source].ids_TK, source)
+            slots_TW = slots_twin(self.spec, batches[source].ids_TK, source)
             for name, tensor in payloads.items():
                 for target, slots_T in enumerate(slots_TW.unbind(dim=1)):
                     goes = slots_T >= 0
@@ -129,10 +131,10 @@ class VirtualRanks:
         """Let the twins place results, one for each row that came, by rank."""
         regions = self.slots(self.twins, "combine")
         for rows_RH, count, region in zip(results, counts, regions, strict=True):
-            place_twin(self.cargo, rows_RH, count, region, self.crossing.max_tokens)
+            place_twin(self.spec, rows_RH, count, region, self.crossing.max_tokens)
 
     def pulled_by_twin(self, rank, ids_TK, add=()):
         """What a rank's tokens come home as."""
-        out_TH = torch.empty(ids_TK.shape[0], self.cargo.hidden_size, dtype=self.cargo.dtype)
+        out_TH = torch.empty(ids_TK.shape[0], self.spec.hidden_size, dtype=self.spec.dtype)
         regions = self.slots(self.twins, "combine")
-        return pull_twin(self.cargo, ids_TK, rank, regions, self.crossing.max_tokens, out_TH, add)
+        return pull_twin(self.spec, ids_TK, rank, regions, self.crossing.max_tokens, out_TH, add)

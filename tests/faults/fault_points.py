@@ -30,16 +30,16 @@ class Ambush:
 class Interruptible:
     """A round trip that can be interrupted anywhere."""
 
-    def dispatch(self, cargo, *arguments):
-        Ambush.place = (cargo.layer, "dispatch")
-        return super().dispatch(cargo, *arguments)
+    def dispatch(self, exchange_spec, *arguments):
+        Ambush.place = (exchange_spec.layer, "dispatch")
+        return super().dispatch(exchange_spec, *arguments)
 
-    def _load_out(self, cargo, round, outgoing):
+    def _load_out(self, exchange_spec, round, outgoing):
         Ambush.at("before dispatch")
-        return super()._load_out(cargo, round, outgoing)
+        return super()._load_out(exchange_spec, round, outgoing)
 
-    def _send_out(self, cargo, round, outgoing, loaded):
-        arrived = super()._send_out(cargo, round, outgoing, loaded)
+    def _send_out(self, exchange_spec, round, outgoing, loaded):
+        arrived = super()._send_out(exchange_spec, round, outgoing, loaded)
         Ambush.at("after dispatch")
         return arrived
 
@@ -48,7 +48,7 @@ class Interruptible:
         return super()._send_back(dispatched, loaded)
 
     def combine(self, dispatched, result, **options):
-        Ambush.place = (dispatched.cargo.layer, "combine")
+        Ambush.place = (dispatched.spec.layer, "combine")
         combined = super().combine(dispatched, result, **options)
         Ambush.at("after combine")
         return combined

@@ -67,7 +67,7 @@ def waits_for_a_third(group, done):
     signals = plan.exchange.workspace.signals
     if group.rank == 1:
         return done.acquire(timeout=60) and done.acquire(timeout=60)
-    words = plan.exchange._announcement(plan.wiring("moe").cargo, Phase.DISPATCH, 1, 0, [0], None)
+    words = plan.exchange._announcement(plan.wiring("moe").exchange_spec, Phase.DISPATCH, 1, 0, [0], None)
     if group.rank == 2:
         signals.tell(2, words)
         error = raised(signals.hear, words)

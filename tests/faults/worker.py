@@ -96,7 +96,7 @@ class Life:
         """A round trip in which every choice of an expert that was lost is dropped, and counted."""
         spec = self.specs[self.number % len(self.specs)]
         _, routes = self.batches[spec.name][self.number // len(self.specs) % _BATCHES]
-        lost = self.plan.wiring(spec.name).cargo.placement.lost_experts
+        lost = self.plan.wiring(spec.name).exchange_spec.placement.lost_experts
         due = sum(expert in lost for expert in routes.topk_ids_TK.flatten().tolist())
         before = self.plan.stats()[spec.name].dropped
         self.round_trip()

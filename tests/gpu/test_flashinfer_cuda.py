@@ -52,7 +52,7 @@ def many_rounds(group, rounds):
         dtype = [torch.float32, torch.bfloat16][turn % 2]
         wrong += round_trip(a2a, group, tokens, seed=turn, in_workspace=turn % 5 < 2, dtype=dtype)
     a2a._exchange.synchronize()
-    return wrong, len(a2a._cargos)
+    return wrong, len(a2a._exchange_specs)
 
 
 def test_100_rounds_of_changing_sizes():

@@ -59,13 +59,13 @@ def test_results_come_home_in_every_wire(combine_wire):
 def captured(group, layer, replays):
     """Rounds of dispatch and combine in a graph, with other routes each time."""
     plan = ty.plan([layer], group, exchange="one_sided")
-    exchange, cargo = plan.exchange, plan.wiring(layer.name).cargo
+    exchange, exchange_spec = plan.exchange, plan.wiring(layer.name).exchange_spec
     x_TH, routes = batch(layer, 12, seed=group.rank)
     x_TH, routes = x_TH.cuda(), there(routes)
     out_TH = torch.empty_like(x_TH)
 
     def round_trip():
-        dispatched = exchange.dispatch(cargo, exchange.encode(cargo, x_TH), routes)
+        dispatched = exchange.dispatch(exchange_spec, exchange.encode(exchange_spec, x_TH), routes)
         buffer = exchange.combine_buffer(dispatched)
         buffer.rows_SH.copy_(dispatched.received.rows.decode(torch.bfloat16))
         exchange.combine(dispatched, buffer.placed(), out=out_TH)
@@ -86,11 +86,11 @@ def captured(group, layer, replays):
         x_TH.copy_(fresh_TH)
         routes.topk_ids_TK.copy_(other.topk_ids_TK)
         graph.replay()
-        rank_TK, _ = cargo.placement.resolve(routes.topk_ids_TK, group.rank)
+        rank_TK, _ = exchange_spec.placement.resolve(routes.topk_ids_TK, group.rank)
         ranks_T1 = (
             (rank_TK.unsqueeze(2) == torch.arange(group.size, device="cuda")).any(1).sum(1, keepdim=True)
         )
-        rows_TH = cargo.wire.encode(x_TH).decode(torch.bfloat16)
+        rows_TH = exchange_spec.wire.encode(x_TH).decode(torch.bfloat16)
         sums_TH = torch.zeros_like(rows_TH, dtype=torch.float32)
         for rank in range(group.size):
             sums_TH += torch.where(ranks_T1 > rank, rows_TH, 0).float()
@@ -172,19 +172,21 @@ def test_ranks_in_different_layers_find_out():
 def many_rounds(group, small, large):
     """Layers of different sizes in turn, two in flight."""
     plan = ty.plan([small, large], group, exchange="one_sided", in_flight=2)
-    cargos = {layer.name: plan.wiring(layer.name).cargo for layer in (small, large)}
+    exchange_specs = {layer.name: plan.wiring(layer.name).exchange_spec for layer in (small, large)}
     fine = True
     for number in range(40):
         flights = []
         for layer in (small, large):
             x_TH, routes = batch(layer, (number + group.rank) % 9, seed=number + group.rank)
-            cargo = cargos[layer.name]
-            sent = plan.exchange.dispatch(cargo, plan.exchange.encode(cargo, x_TH.cuda()), there(routes))
-            flights.append((sent, x_TH, routes, cargo))
-        for sent, x_TH, routes, cargo in flights:
+            exchange_spec = exchange_specs[layer.name]
+            sent = plan.exchange.dispatch(
+                exchange_spec, plan.exchange.encode(exchange_spec, x_TH.cuda()), there(routes)
+            )
+            flights.append((sent, x_TH, routes, exchange_spec))
+        for sent, x_TH, routes, exchange_spec in flights:
             rows_RH = sent.received.dense().decode(torch.float32)
             y_TH = plan.exchange.combine(sent, ExpertRows(rows_RH=rows_RH)).y_TH.cpu()
-            ranks_TK, _ = cargo.placement.resolve(routes.topk_ids_TK, group.rank)
+            ranks_TK, _ = exchange_spec.placement.resolve(routes.topk_ids_TK, group.rank)
             count_T = torch.tensor([len(set(row)) for row in ranks_TK.tolist()]).unsqueeze(1)
             fine &= same_bits(y_TH, (x_TH.float() * count_T).bfloat16())
     plan.close()

@@ -7,7 +7,7 @@ counted on the device: the host waits only at the end.
 import pytest
 import torch
 
-from tests.exchange.virtual_ranks import VirtualRanks, make_batch, make_cargo
+from tests.exchange.virtual_ranks import VirtualRanks, make_batch, make_exchange_spec
 from tokenyard.exchange.one_sided.control import COMBINED, ROUND
 from tokenyard.formats import EncodedRows
 
@@ -19,13 +19,13 @@ WORLD, TOKENS, REPLAYS, SETS = 4, 24, 10_000, 16
 class RoundTrip:
     """A round trip of all ranks that can be captured: the experts of a rank return the rows that they get."""
 
-    def __init__(self, cargo, device):
-        self.ranks = VirtualRanks(cargo, device=device, together=True)
-        self.launcher, self.cargo = self.ranks.launchers[0], cargo
-        rows, wide = WORLD * TOKENS, cargo.hidden_size
-        self.x_TH = torch.zeros(rows, wide, dtype=cargo.dtype, device=device)
-        self.ids_TK = torch.zeros(rows, cargo.top_k, dtype=torch.int32, device=device)
-        self.weights_TK = torch.zeros(rows, cargo.top_k, device=device)
+    def __init__(self, exchange_spec, device):
+        self.ranks = VirtualRanks(exchange_spec, device=device, together=True)
+        self.launcher, self.exchange_spec = self.ranks.launchers[0], exchange_spec
+        rows, wide = WORLD * TOKENS, exchange_spec.hidden_size
+        self.x_TH = torch.zeros(rows, wide, dtype=exchange_spec.dtype, device=device)
+        self.ids_TK = torch.zeros(rows, exchange_spec.top_k, dtype=torch.int32, device=device)
+        self.weights_TK = torch.zeros(rows, exchange_spec.top_k, device=device)
         self.out_TH = torch.zeros_like(self.x_TH)
         self.received = self.ranks.slots(self.ranks.buffers, "dispatch")
         self.results = [slots["data"] for slots in self.ranks.slots(self.ranks.buffers, "combine")]
@@ -40,33 +40,33 @@ class RoundTrip:
         crossing = self.ranks.crossing
         slots_TW = self.launcher.dispatch(crossing, self.x_TH, self.ids_TK, self.weights_TK, {}, waits=waits)
         for slots, results_SH in zip(self.received, self.results, strict=True):
-            results_SH.copy_(decoded(self.cargo, slots))
+            results_SH.copy_(decoded(self.exchange_spec, slots))
         self.launcher.combine(crossing, slots_TW, None, self.out_TH, waits=waits)
 
 
-def decoded(cargo, slots):
+def decoded(exchange_spec, slots):
     """The rows of all slots of a rank."""
-    names = [payload.name for payload in cargo.wire.payloads(cargo.hidden_size)]
+    names = [payload.name for payload in exchange_spec.wire.payloads(exchange_spec.hidden_size)]
     payloads = {name: slots[name] for name in names}
-    rows = EncodedRows(format=cargo.wire, hidden_size=cargo.hidden_size, payloads=payloads)
+    rows = EncodedRows(format=exchange_spec.wire, hidden_size=exchange_spec.hidden_size, payloads=payloads)
     return rows.decode(torch.bfloat16)
 
 
-def prepared(cargo, seed, device):
+def prepared(exchange_spec, seed, device):
     """A batch of all ranks on the device, the ids that must arrive with it, and the sums that must come home."""
-    batches = [make_batch(cargo, TOKENS, seed=100 * seed + rank) for rank in range(WORLD)]
+    batches = [make_batch(exchange_spec, TOKENS, seed=100 * seed + rank) for rank in range(WORLD)]
     for batch in batches:
         batch.x_TH.nan_to_num_(1.0, 2.0, -2.0).clamp_(
             -1e4, 1e4
         )  # which NaN a sum gives, is the device's choice
-    twins = VirtualRanks(cargo)
+    twins = VirtualRanks(exchange_spec)
     counts = twins.push_twins(batches)
     arrived = twins.slots(twins.twins, "dispatch")
     most = twins.crossing.max_tokens
     rows = []
     for slots, count in zip(arrived, counts, strict=True):
         taken = torch.cat([torch.arange(n) + source * most for source, n in enumerate(count.tolist())])
-        rows.append(decoded(cargo, {name: tensor[taken] for name, tensor in slots.items()}))
+        rows.append(decoded(exchange_spec, {name: tensor[taken] for name, tensor in slots.items()}))
     twins.place_twins(rows, counts)
     ends = [twins.pulled_by_twin(rank, batch.ids_TK) for rank, batch in enumerate(batches)]
     batch = tuple(
@@ -84,15 +84,15 @@ def count_wrong(trip, wrong, ids_WSK, end_TH):
 
 
 def layer(wire):
-    return make_cargo(WORLD, wire=wire, hidden_size=256, top_k=4, experts=10, max_tokens=TOKENS)
+    return make_exchange_spec(WORLD, wire=wire, hidden_size=256, top_k=4, experts=10, max_tokens=TOKENS)
 
 
 @pytest.mark.parametrize("wire", ["bf16", "mxfp8"])
 def test_10_000_replays_with_changing_routes_have_the_bits_of_the_twins(wire):
-    cargo = layer(wire)
-    trip = RoundTrip(cargo, "cuda")
-    sets = [prepared(cargo, seed, "cuda") for seed in range(SETS)]
-    trip.launcher.rehearse(cargo)
+    exchange_spec = layer(wire)
+    trip = RoundTrip(exchange_spec, "cuda")
+    sets = [prepared(exchange_spec, seed, "cuda") for seed in range(SETS)]
+    trip.launcher.rehearse(exchange_spec)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     trip.load(sets[0][0])
     trip.go()
@@ -116,11 +116,11 @@ def test_10_000_replays_with_changing_routes_have_the_bits_of_the_twins(wire):
 
 @pytest.mark.parametrize("wire", ["bf16", "mxfp8"])
 def test_two_runs_of_a_batch_leave_the_same_bits(wire):
-    cargo = layer(wire)
-    batch, _, _ = prepared(cargo, 3, "cuda")
-    runs = [RoundTrip(cargo, "cuda") for _ in range(2)]
+    exchange_spec = layer(wire)
+    batch, _, _ = prepared(exchange_spec, 3, "cuda")
+    runs = [RoundTrip(exchange_spec, "cuda") for _ in range(2)]
     for trip in runs:
-        trip.launcher.rehearse(cargo)
+        trip.launcher.rehearse(exchange_spec)
         trip.load(batch)
         trip.go()
     torch.cuda.synchronize()

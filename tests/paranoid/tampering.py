@@ -34,36 +34,36 @@ def damaging(exchange, out=None, back=None):
     class Damaging(base):
         name = f"damaging {exchange}"
 
-        def _load_out(self, cargo, round, outgoing):
-            loaded = super()._load_out(cargo, round, outgoing)
+        def _load_out(self, exchange_spec, round, outgoing):
+            loaded = super()._load_out(exchange_spec, round, outgoing)
             here = out is not None and round == DAMAGED_ROUND and self.group.rank == SOURCE
             if here and exchange == "one_sided":
-                slots = self.workspace.dispatch(VICTIM, cargo, self._flights.free)
-                first = SOURCE * cargo.max_tokens
-                out({name: slots[name][first : first + cargo.max_tokens] for name in slots})
+                slots = self.workspace.dispatch(VICTIM, exchange_spec, self._in_flight.free)
+                first = SOURCE * exchange_spec.max_tokens
+                out({name: slots[name][first : first + exchange_spec.max_tokens] for name in slots})
             elif here:
                 tokens = outgoing.tokens_by_rank[VICTIM]
                 # allgather packs every token once, two_sided those of rank after rank.
                 first = sum(t.numel() for t in outgoing.tokens_by_rank[:VICTIM])
                 where = tokens if exchange == "allgather" else torch.arange(first, first + tokens.numel())
-                rows = {name: p[where] for name, p in cargo.dispatch_layout.unpack(loaded).items()}
+                rows = {name: p[where] for name, p in exchange_spec.dispatch_layout.unpack(loaded).items()}
                 out(rows)
-                for name, payload in cargo.dispatch_layout.unpack(loaded).items():
+                for name, payload in exchange_spec.dispatch_layout.unpack(loaded).items():
                     payload.view(torch.uint8)[where] = rows[name].view(torch.uint8)
             return loaded
 
         def _load_back(self, dispatched, encoded):
             loaded = super()._load_back(dispatched, encoded)
             here = back is not None and dispatched.round == DAMAGED_ROUND and self.group.rank == VICTIM
-            cargo, counts = dispatched.cargo, dispatched.return_path.received_counts
+            exchange_spec, counts = dispatched.spec, dispatched.return_path.received_counts
             if here and exchange == "one_sided":
-                slots = self.workspace.combine(VICTIM, cargo, dispatched.flight)
-                first = SOURCE * cargo.max_tokens
-                back({name: slots[name][first : first + cargo.max_tokens] for name in slots})
+                slots = self.workspace.combine(VICTIM, exchange_spec, dispatched.flight)
+                first = SOURCE * exchange_spec.max_tokens
+                back({name: slots[name][first : first + exchange_spec.max_tokens] for name in slots})
             elif here:
                 first = sum(counts[:SOURCE])
                 rows = loaded[first : first + counts[SOURCE]]
-                back(cargo.combine_layout.unpack(rows))
+                back(exchange_spec.combine_layout.unpack(rows))
             return loaded
 
     return Damaging

@@ -151,9 +151,9 @@ def test_a_kernel_that_counts_nothing_is_taken_at_its_word():
 def test_rows_quantized_by_nobody(monkeypatch):
     real = exchange_base.Exchange.encode
 
-    def ready(self, cargo, x_TH):  # as if somebody had kept the encoded rows
+    def ready(self, exchange_spec, x_TH):  # as if somebody had kept the encoded rows
         with aside():
-            return real(self, cargo, x_TH)
+            return real(self, exchange_spec, x_TH)
 
     monkeypatch.setattr(exchange_base.Exchange, "encode", ready)
     check_duty(

@@ -37,8 +37,8 @@ def writes_beyond(group, where):
     class Beyond(OneSidedExchange):
         name = "beyond"
 
-        def _load_out(self, cargo, round, outgoing):
-            super()._load_out(cargo, round, outgoing)
+        def _load_out(self, exchange_spec, round, outgoing):
+            super()._load_out(exchange_spec, round, outgoing)
             if self.group.rank == SOURCE and round == DAMAGED_ROUND:
                 region = self.workspace.layout.regions()[region_name]
                 at = region.end + offset if offset >= 0 else region.offset + offset
@@ -109,10 +109,10 @@ def between_payloads(group):
     class Between(OneSidedExchange):
         name = "between"
 
-        def _load_out(self, cargo, round, outgoing):
-            super()._load_out(cargo, round, outgoing)
+        def _load_out(self, exchange_spec, round, outgoing):
+            super()._load_out(exchange_spec, round, outgoing)
             if self.group.rank == SOURCE and round == DAMAGED_ROUND:
-                slots, region = cargo.dispatch_slots, self.workspace.layout.dispatch_region(0)
+                slots, region = exchange_spec.dispatch_slots, self.workspace.layout.dispatch_region(0)
                 end = region.offset + slots.offsets[-2] + slots.slots * slots.payloads[-2].nbytes
                 assert end < region.offset + slots.offsets[-1]  # else nothing lies between the two
                 self.workspace.buffers[VICTIM][end] = 0
@@ -159,9 +159,9 @@ def placed(group, forgets):
     layer = spec(experts="reference")
     plan = ty.plan([layer], group, exchange="one_sided", paranoid=True)
     built, (x_TH, routes) = build(plan, "moe"), batch(layer, 6, seed=group.rank)
-    cargo, exchange = built.wiring.cargo, plan.exchange
+    exchange_spec, exchange = built.wiring.exchange_spec, plan.exchange
     due = built(x_TH, routes)
-    flight = exchange.dispatch(cargo, built.wiring.wire.encode(x_TH), routes)
+    flight = exchange.dispatch(exchange_spec, built.wiring.wire.encode(x_TH), routes)
     buffer = exchange.combine_buffer(flight)
     rows_RH = built.experts(flight.received).rows_RH
     written = slice(0, -1) if forgets and group.rank == VICTIM else slice(None)
@@ -186,8 +186,8 @@ def read_too_late(group):
     layer = spec(experts="reference")
     plan = ty.plan([layer], group, exchange="one_sided", paranoid=True)
     x_TH, routes = batch(layer, 6, seed=group.rank)
-    cargo = plan.wiring("moe").cargo
-    flight = plan.exchange.dispatch(cargo, cargo.wire.encode(x_TH), routes)
+    exchange_spec = plan.wiring("moe").exchange_spec
+    flight = plan.exchange.dispatch(exchange_spec, exchange_spec.wire.encode(x_TH), routes)
     good = bool(flight.received.dense().decode().isnan().any())
     plan.exchange.combine(flight, ExpertRows(rows_RH=torch.zeros(flight.received.num_rows, 32)))
     return good, bool(flight.received.dense().decode().isnan().all())

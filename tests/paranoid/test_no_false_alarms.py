@@ -85,8 +85,8 @@ def _two_in_flight(plan, layer):
     flights = []
     for number in range(2):
         x_TH, routes = batch(layer, 5 + number, seed=10 * number + rank)
-        rows = plan.exchange.encode(built.wiring.cargo, x_TH)
-        flights.append(plan.exchange.dispatch(built.wiring.cargo, rows, routes))
+        rows = plan.exchange.encode(built.wiring.exchange_spec, x_TH)
+        flights.append(plan.exchange.dispatch(built.wiring.exchange_spec, rows, routes))
     return [plan.exchange.combine(flight, built.experts(flight.received)).y_TH for flight in flights]
 
 
@@ -109,7 +109,7 @@ def goes_on(group, exchange):
     plan.go_on_without([2])
     wiring = plan.wiring("moe")
     y_TH = build(plan, "moe")(x_TH, routes)
-    kept = wiring.cargo.placement.resolve(routes.topk_ids_TK, plan.group.rank)[0] >= 0
+    kept = wiring.exchange_spec.placement.resolve(routes.topk_ids_TK, plan.group.rank)[0] >= 0
     left = dataclasses.replace(routes, topk_ids_TK=routes.topk_ids_TK.masked_fill(~kept, -1))
     due = twin(wiring, random_weights(layer, 0), x_TH, left, plan.group.rank)
     return same_bits(y_TH, due), plan.draft.paranoid

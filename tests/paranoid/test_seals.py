@@ -129,11 +129,11 @@ def stale(group, exchange):
     class Stale(ty.EXCHANGES[exchange]):
         name = "stale"
 
-        def _load_out(self, cargo, round, outgoing):
-            loaded = super()._load_out(cargo, round, outgoing)
+        def _load_out(self, exchange_spec, round, outgoing):
+            loaded = super()._load_out(exchange_spec, round, outgoing)
             if self.group.rank == SOURCE:
                 if exchange == "one_sided":
-                    rows = self.workspace.dispatch(VICTIM, cargo, self._flights.free)
+                    rows = self.workspace.dispatch(VICTIM, exchange_spec, self._in_flight.free)
                 else:
                     rows = {"packet": loaded[sum(outgoing.counts[:VICTIM]) :]}
                 first = {name: payload.view(torch.uint8)[0] for name, payload in rows.items()}

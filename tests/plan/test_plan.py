@@ -88,7 +88,7 @@ def run_every_layer(group, layers, exchange):
     for layer in layers:
         built = build(plan, layer.name)
         x_TH, routes = batch(layer, 6, seed=group.rank)
-        given = torch.randn(6, layer.num_experts) if built.wiring.cargo.carries_logits else routes
+        given = torch.randn(6, layer.num_experts) if built.wiring.exchange_spec.carries_logits else routes
         by_caller = layer.reduce_ranks == "caller"
         y_TH = built.unreduced(x_TH, given).reduce().y_TH if by_caller else built(x_TH, given)
         results.append(bool(torch.isfinite(y_TH).all()) and y_TH.shape == x_TH.shape)
@@ -148,7 +148,7 @@ def test_a_plan_needs_to_know_the_most_tokens(value):
 
 def test_a_layers_own_max_tokens_goes_before_the_plans():
     drafted = ty.draft([spec("a", max_tokens=7), spec("b", max_tokens=None)], 2, max_tokens=99)
-    assert [w.cargo.max_tokens for w in drafted.wirings] == [7, 99]
+    assert [w.exchange_spec.max_tokens for w in drafted.wirings] == [7, 99]
 
 
 @pytest.mark.parametrize(
@@ -363,7 +363,7 @@ def counted(group, exchange):
         mine,
         plan.stats()["idle"].rounds,
         plan.gather_stats(),
-        plan.exchange.region_bytes(plan.wiring("moe").cargo),
+        plan.exchange.region_bytes(plan.wiring("moe").exchange_spec),
     )
 
 
@@ -619,7 +619,7 @@ def test_counts_that_make_no_plan(ranks, settings, name):
 def test_the_workspace_holds_every_dispatch_in_flight_of_the_largest_layer(exchange, in_flight):
     layers = [spec("wide", hidden_size=96, max_tokens=4), spec("long", max_tokens=32)]
     drafted = ty.draft(layers, 3, exchange=exchange, in_flight=in_flight)
-    regions = [drafted.exchange.region_bytes(wiring.cargo) for wiring in drafted.wirings]
+    regions = [drafted.exchange.region_bytes(wiring.exchange_spec) for wiring in drafted.wirings]
     assert drafted.dispatch_bytes == max(region.dispatch for region in regions)
     assert drafted.combine_bytes == max(region.combine for region in regions)
     assert drafted.workspace_bytes == in_flight * (drafted.dispatch_bytes + drafted.combine_bytes) > 0

@@ -27,7 +27,9 @@ def planned_for_one_format(group, exchange, planned):
     for other in TRAVEL:
         if other != planned:
             rows = ty.FORMATS[other]().encode(x_TH)
-            refused[other] = str(raised(plan.exchange.dispatch, plan.wiring("moe").cargo, rows, routes))
+            refused[other] = str(
+                raised(plan.exchange.dispatch, plan.wiring("moe").exchange_spec, rows, routes)
+            )
     return refused, same_bits(build(plan, "moe")(x_TH, routes), before)
 
 
@@ -50,8 +52,8 @@ def test_39717_a_packet_holds_exactly_what_the_format_declares(wire, hidden_size
     declared = [payload[0].numel() * payload.element_size() for payload in rows.payloads.values()]
     assert sum(declared) == wiring.wire.bytes_per_row(hidden_size)
     # Payloads, 3 ids of 4 bytes, 3 weights of 4 bytes, each rounded up to 16.
-    assert wiring.cargo.nbytes.dispatch_row == sum(map(round_up, [*declared, 12, 12]))
-    assert wiring.cargo.nbytes.dispatch == 4 * 16 * wiring.cargo.nbytes.dispatch_row
+    assert wiring.exchange_spec.nbytes.dispatch_row == sum(map(round_up, [*declared, 12, 12]))
+    assert wiring.exchange_spec.nbytes.dispatch == 4 * 16 * wiring.exchange_spec.nbytes.dispatch_row
 
 
 @dataclass(frozen=True)

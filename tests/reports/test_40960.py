@@ -91,7 +91,7 @@ def aligned(group, exchange, wire, ranks_with_experts):
     plan = ty.plan([layer], group, exchange=exchange)
     x_TH, routes = batch(layer, 3, seed=group.rank)
     dispatched = plan.exchange.dispatch(
-        plan.wiring("moe").cargo, plan.wiring("moe").wire.encode(x_TH), routes
+        plan.wiring("moe").exchange_spec, plan.wiring("moe").wire.encode(x_TH), routes
     )
     received = dispatched.received
     built = build(plan, "moe")
@@ -125,7 +125,7 @@ def test_40960_no_format_at_all_means_the_inputs_dtype(dtype):
     (payload,) = wiring.wire.payloads(32)
     assert payload.dtype == dtype
     assert wiring.wire.quantized is False
-    assert wiring.cargo.combine_wire == wiring.wire
+    assert wiring.exchange_spec.combine_wire == wiring.wire
     assert wiring.duties[ty.Duty.QUANTIZE] is ty.Party.NOBODY
     assert [y.dtype for y in on_ranks(2, in_own_dtype, dtype)] == [dtype] * 2
 

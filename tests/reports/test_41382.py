@@ -18,7 +18,7 @@ every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)
 
 def dispatched_and_result(plan, name, x_TH, routes):
     layer = build(plan, name)
-    flight = plan.exchange.dispatch(layer.wiring.cargo, layer.wiring.wire.encode(x_TH), routes)
+    flight = plan.exchange.dispatch(layer.wiring.exchange_spec, layer.wiring.wire.encode(x_TH), routes)
     return layer, flight
 
 

@@ -53,10 +53,10 @@ class NeverComes(TwoSidedExchange):
 
     name = "never_comes"
 
-    def _load_out(self, cargo, round, outgoing):
+    def _load_out(self, exchange_spec, round, outgoing):
         if round == 3 and self.group.rank == 1:
             raise SystemExit  # no error of ours, and nobody is told
-        return super()._load_out(cargo, round, outgoing)
+        return super()._load_out(exchange_spec, round, outgoing)
 
 
 class Raises(TwoSidedExchange):
@@ -64,7 +64,7 @@ class Raises(TwoSidedExchange):
 
     name = "raises"
 
-    def _load_out(self, cargo, round, outgoing):
+    def _load_out(self, exchange_spec, round, outgoing):
         if round == 3 and self.group.rank == 1:
             raise RuntimeError("a fault that was planted")
-        return super()._load_out(cargo, round, outgoing)
+        return super()._load_out(exchange_spec, round, outgoing)

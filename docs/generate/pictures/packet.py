@@ -6,7 +6,7 @@ import torch
 
 from docs.generate.pictures.svg import Drawing
 from tokenyard import LayerSpec, Routes
-from tokenyard.exchange import Cargo
+from tokenyard.exchange import ExchangeSpec
 from tokenyard.exchange.workspace import RowLayout
 from tokenyard.planning.drafting import draft_as_told
 
@@ -22,20 +22,20 @@ _PER_LINE, _CELL, _LINE = 16, 25, 24
 _LEFT, _TOP = 48, 74
 
 
-def cargo_of(spec: LayerSpec) -> Cargo:
+def exchange_spec_of(spec: LayerSpec) -> ExchangeSpec:
     """What an exchange is told of a layer on four ranks."""
     drafted = draft_as_told([spec], 4, exchange="two_sided", in_flight=1, paranoid=False, device=None)
-    return drafted.wirings[0].cargo
+    return drafted.wirings[0].exchange_spec
 
 
 def packet() -> tuple[RowLayout, list[int]]:
     """The layout of a packet of the small layer, and the bytes of one."""
-    cargo = cargo_of(SMALL)
+    exchange_spec = exchange_spec_of(SMALL)
     x_TH = (torch.arange(SMALL.hidden_size) - 20).reshape(1, -1).bfloat16() / 8
     routes = Routes(topk_ids_TK=torch.tensor([[1, -1]]), topk_weights_TK=torch.tensor([[0.75, 0.0]]))
-    tensors = dict(cargo.wire.encode(x_TH).payloads)
+    tensors = dict(exchange_spec.wire.encode(x_TH).payloads)
     tensors |= {"ids": routes.topk_ids_TK.int(), "weights": routes.topk_weights_TK}
-    layout = cargo.dispatch_layout
+    layout = exchange_spec.dispatch_layout
     return layout, layout.pack(tensors, 1, torch.device("cpu"))[0].tolist()
 
 
@@ -94,12 +94,12 @@ def _label(drawing: Drawing, layout: RowLayout) -> None:
 
 def _large(drawing: Drawing, y: float) -> None:
     """The same layout for a large model, as a list of offsets."""
-    layout = cargo_of(LARGE).dispatch_layout
+    layout = exchange_spec_of(LARGE).dispatch_layout
     drawing.text(16, y, f"The same for H {LARGE.hidden_size}, K {LARGE.top_k}:", bold=True)
-    plain = cargo_of(LayerSpec(**{**vars(LARGE), "wire": None})).dispatch_layout.stride
+    plain = exchange_spec_of(LayerSpec(**{**vars(LARGE), "wire": None})).dispatch_layout.stride
     parts = [f"{payload.name} {offset:,}–{offset + payload.nbytes - 1:,}" for payload, offset in layout]
     drawing.text(16, y + 24, "   ".join(parts), size=13, font="mono")
-    back = cargo_of(LARGE).combine_layout.stride
+    back = exchange_spec_of(LARGE).combine_layout.stride
     drawing.text(
         16,
         y + 50,

@@ -52,8 +52,8 @@ def draw() -> str:
     y = 60.0
     combine_at = whole.combine_region(0).offset
     for wiring in drafted.wirings:
-        spec, needs = wiring.spec, OneSidedExchange.region_bytes(wiring.cargo)
-        formats = f"rows in {wiring.wire} out, in {wiring.cargo.combine_wire} back"
+        spec, needs = wiring.spec, OneSidedExchange.region_bytes(wiring.exchange_spec)
+        formats = f"rows in {wiring.wire} out, in {wiring.exchange_spec.combine_wire} back"
         about = f"layer “{spec.name}”: H {spec.hidden_size}, {formats}"
         drawing.text(_LEFT, y, about)
         _bar(drawing, _LEFT, y + 8, needs.dispatch * scale, "blue", f"out {size(needs.dispatch)}")
@@ -94,7 +94,7 @@ def _bar(drawing: Drawing, x: float, y: float, width: float, color: str, text: s
 
 def _slots(drawing: Drawing, drafted: Draft, y: float) -> None:
     """What lies in the dispatch region while the body runs, payload by payload."""
-    slots = drafted.wirings[0].cargo.dispatch_slots
+    slots = drafted.wirings[0].exchange_spec.dispatch_slots
     drawing.text(_LEFT, y, f"Inside of dispatch, while “{BODY.name}” runs: {slots.slots:,} slots", bold=True)
     rule = "row i from rank w is in slot w · max_tokens + i"
     drawing.text(_LEFT, y + 20, rule, size=13, color="muted")

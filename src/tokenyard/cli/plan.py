@@ -89,7 +89,7 @@ def _wiring(drafted: Draft, row: dict[str, Any]) -> Wiring:
 
 
 def _experts_per_rank(wiring: Wiring) -> dict[str, int]:
-    placement = wiring.cargo.placement
+    placement = wiring.exchange_spec.placement
     counts = [placement.num_local(rank) for rank in range(placement.world)]
     return {"fewest": min(counts), "most": max(counts)}
 

@@ -239,7 +239,7 @@ def oracle_excess(
     if wiring.expert_rows is not None and wiring.expert_rows != wiring.wire:
         decoded_TH = wiring.expert_rows.encode(decoded_TH.to(spec.dtype)).decode(torch.float32)
     exact, bound = oracle(spec, weights, decoded_TH, routes, with_bound=True)
-    tolerance_TH = bound.tolerance(wiring.cargo.combine_wire, spec.dtype)
+    tolerance_TH = bound.tolerance(wiring.exchange_spec.combine_wire, spec.dtype)
     if rounds_between:
         tolerance_TH += rounds_between * bound.absolute_TH + _underflow(weights, routes, rounds_to)
     return excess(y_TH, exact, tolerance_TH)

@@ -81,7 +81,7 @@ class _Count:
 
 def _rows(made: Plan, spec: LayerSpec, one: Batch, source: int) -> list[int]:
     """How many rows of a source rank's batch go to each rank."""
-    rank_TK, _ = made.wiring(spec.name).cargo.placement.resolve(one.routes.topk_ids_TK, source)
+    rank_TK, _ = made.wiring(spec.name).exchange_spec.placement.resolve(one.routes.topk_ids_TK, source)
     return [int((rank_TK == rank).any(dim=1).sum()) for rank in range(made.group.size)]
 
 
@@ -109,10 +109,10 @@ def bytes_are_counted(trial: Trial) -> None:
     """`bytes_sent`, and the bytes of results, are those that rows took on the wire, for each rank, the own one, too."""
     spec, group = layer(wire="mxfp8", hidden_size=700), trial.group
     made = trial.plan(spec)
-    cargo, stats = made.wiring("moe").cargo, made.stats()["moe"]
-    out = _nbytes((*cargo.wire.payloads(cargo.hidden_size), *cargo.extra))
-    back = _nbytes(cargo.combine_wire.payloads(cargo.hidden_size))
-    region = made.draft.exchange.region_bytes(cargo)
+    exchange_spec, stats = made.wiring("moe").exchange_spec, made.stats()["moe"]
+    out = _nbytes((*exchange_spec.wire.payloads(exchange_spec.hidden_size), *exchange_spec.extra))
+    back = _nbytes(exchange_spec.combine_wire.payloads(exchange_spec.hidden_size))
+    region = made.draft.exchange.region_bytes(exchange_spec)
     sent = trial.batches(spec, TOKENS)
     mine = sent[group.rank]
     with Meter(group) as way_out:
@@ -155,7 +155,7 @@ def memory_as_planned(trial: Trial) -> None:
     spec, group = layer(wire="mxfp8", hidden_size=700, num_experts=3 * trial.group.size), trial.group
     with Meter(group) as planning:
         made = trial.plan(spec)
-    region, last = made.draft.exchange.region_bytes(made.wiring("moe").cargo), group.size - 1
+    region, last = made.draft.exchange.region_bytes(made.wiring("moe").exchange_spec), group.size - 1
     sent = [one.with_ids(3 * last + one.routes.topk_ids_TK % 3) for one in trial.batches(spec, (16,))]
     with Meter(group) as way_out:
         flight = send(made, spec, sent[group.rank].to(group.device))
@@ -192,15 +192,15 @@ def logits_as_declared(trial: Trial) -> None:
         must_raise(PlanError, trial.plan, spec, when="a layer whose experts route by themselves")
         return
     made = trial.plan(spec)
-    cargo = made.wiring("moe").cargo
+    exchange_spec = made.wiring("moe").exchange_spec
     for _ in range(2):
         sent = trial.batches(spec, TOKENS)
         logits = [one.x_TH[:, : spec.num_experts].float().contiguous() for one in sent]
         mine = sent[group.rank].to(group.device)
-        rows = made.exchange.encode(cargo, mine.x_TH)
+        rows = made.exchange.encode(exchange_spec, mine.x_TH)
         routes = RoutingLogits(logits_RE=logits[group.rank].to(group.device))
         try:
-            flight = made.exchange.dispatch(cargo, rows, routes, mine.extra)
+            flight = made.exchange.dispatch(exchange_spec, rows, routes, mine.extra)
         except Exception as error:
             found = (
                 f"`carries_logits` is True, and a dispatch of logits raised {type(error).__name__}: {error}"

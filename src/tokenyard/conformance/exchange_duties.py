@@ -285,9 +285,9 @@ def _arrived(dispatched: Dispatched) -> dict[str, Tensor]:
 
 def _arriving(made: Plan, spec: LayerSpec, sent: Sequence[Batch]) -> dict[str, Tensor]:
     """What must arrive on this rank of what all ranks sent, on the CPU."""
-    cargo, parts = made.wiring(spec.name).cargo, []
+    exchange_spec, parts = made.wiring(spec.name).exchange_spec, []
     for source, one in enumerate(sent):
-        rank_TK, local_TK = cargo.placement.resolve(one.routes.topk_ids_TK, source)
+        rank_TK, local_TK = exchange_spec.placement.resolve(one.routes.topk_ids_TK, source)
         here_TK = rank_TK == made.group.rank
         goes_T = here_TK.any(dim=1)
         ids_TK, weights_TK = (
@@ -297,7 +297,7 @@ def _arriving(made: Plan, spec: LayerSpec, sent: Sequence[Batch]) -> dict[str, T
         parts.append([t[goes_T] for t in (one.x_TH, ids_TK, weights_TK, *one.extra.values())])
     x_RH, ids_RK, weights_RK, *extra = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     return {
-        **{f"rows ({name})": t for name, t in cargo.wire.encode(x_RH).payloads.items()},
+        **{f"rows ({name})": t for name, t in exchange_spec.wire.encode(x_RH).payloads.items()},
         "ids": ids_RK.int(),
         "weights": weights_RK,
         **{f"payloads ({name})": t for name, t in zip(sent[0].extra, extra, strict=True)},
@@ -317,7 +317,7 @@ def input_untouched(trial: Trial) -> None:
     rows = wiring.wire.encode(mine.x_TH)
     tensors = mine.tensors() | {f"encoded {name}": tensor for name, tensor in rows.payloads.items()}
     before = {name: tensor.clone() for name, tensor in tensors.items()}
-    dispatched = made.exchange.dispatch(wiring.cargo, rows, mine.routes, mine.extra)
+    dispatched = made.exchange.dispatch(wiring.exchange_spec, rows, mine.routes, mine.extra)
     result_RH = torch.randn(dispatched.received.num_rows, spec.hidden_size).to(trial.group.device)
     tensors["the experts' result"], before["the experts' result"] = result_RH, result_RH.clone()
     made.exchange.combine(dispatched, ExpertRows(rows_RH=result_RH))

@@ -102,14 +102,14 @@ def echo(received: ReceivedRows) -> ExpertRows:
 
 def echo_due(made: Plan, spec: LayerSpec, mine: Batch) -> Tensor:
     """What comes home if every rank returns the `echo` of a batch, on the CPU."""
-    cargo, here = made.wiring(spec.name).cargo, mine.to(torch.device("cpu"))
-    ranks_TK = cargo.placement.resolve(here.routes.topk_ids_TK, made.group.rank)[0]
+    exchange_spec, here = made.wiring(spec.name).exchange_spec, mine.to(torch.device("cpu"))
+    ranks_TK = exchange_spec.placement.resolve(here.routes.topk_ids_TK, made.group.rank)[0]
     times_T1 = torch.tensor([[len(set(ranks) - {-1})] for ranks in ranks_TK.tolist()])
-    decoded_TH = cargo.wire.encode(here.x_TH).decode(torch.float32)
-    one_TH = cargo.combine_wire.encode(decoded_TH).decode(torch.float32)
+    decoded_TH = exchange_spec.wire.encode(here.x_TH).decode(torch.float32)
+    one_TH = exchange_spec.combine_wire.encode(decoded_TH).decode(torch.float32)
     due_TH = torch.zeros_like(one_TH)
     for time_ in range(int(times_T1.max()) if len(times_T1) else 0):
         due_TH += torch.where(
             times_T1 > time_, one_TH, 0.0
         )  # a sum, not a product: that is the order of roundings
-    return due_TH.to(cargo.dtype)
+    return due_TH.to(exchange_spec.dtype)

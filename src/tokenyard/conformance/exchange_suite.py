@@ -125,8 +125,8 @@ def batch(spec: LayerSpec, rank: int, tokens: int, seed: int) -> Batch:
 def send(made: Plan, spec: LayerSpec, mine: Batch) -> Dispatched:
     """Encode and dispatch."""
     wiring = made.wiring(spec.name)
-    rows = made.exchange.encode(wiring.cargo, mine.x_TH)
-    return made.exchange.dispatch(wiring.cargo, rows, mine.routes, mine.extra)
+    rows = made.exchange.encode(wiring.exchange_spec, mine.x_TH)
+    return made.exchange.dispatch(wiring.exchange_spec, rows, mine.routes, mine.extra)
 
 
 def expect(fine: bool, found: object, expected: object) -> None:
@@ -189,7 +189,7 @@ def _move(
     sent, mark = trial.batches(spec, tokens), float(next(trial.seeds) % 16)
     if reroute is not None:
         sent = [one.with_ids(reroute(one.routes.topk_ids_TK.clone(), rank)) for rank, one in enumerate(sent)]
-    placement = made.wiring(spec.name).cargo.placement
+    placement = made.wiring(spec.name).exchange_spec.placement
     due = [
         (source, token)
         for source, one in enumerate(sent)

@@ -19,7 +19,7 @@ from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows
 
 def twin(wiring: Wiring, weights: ExpertWeights, x_TH: Tensor, routes: Routes, source_rank: int) -> Tensor:
     """What rank `source_rank` must get for its tokens. `weights` are those of all E experts."""
-    placement, combine_wire = wiring.cargo.placement, wiring.cargo.combine_wire
+    placement, combine_wire = wiring.exchange_spec.placement, wiring.exchange_spec.combine_wire
     rows = wiring.wire.encode(x_TH)
     rank_TK, local_TK = placement.resolve(routes.topk_ids_TK, source_rank)
     sums_TH = torch.zeros(x_TH.shape, dtype=torch.float32)

@@ -11,9 +11,9 @@ import logging
 from tokenyard.errors import check_part, unknown_name
 from tokenyard.exchange.allgather import AllgatherExchange
 from tokenyard.exchange.base import Exchange
-from tokenyard.exchange.cargo import Cargo, Dispatched
-from tokenyard.exchange.fate import Fate
 from tokenyard.exchange.one_sided import OneSidedExchange
+from tokenyard.exchange.round_trip import RoundTrip
+from tokenyard.exchange.spec import Dispatched, ExchangeSpec
 from tokenyard.exchange.two_sided import TwoSidedExchange
 
 # The exchanges by name.
@@ -54,11 +54,11 @@ __all__ = [
     "ALIASES",
     "EXCHANGES",
     "AllgatherExchange",
-    "Cargo",
     "Dispatched",
     "Exchange",
-    "Fate",
+    "ExchangeSpec",
     "OneSidedExchange",
+    "RoundTrip",
     "TwoSidedExchange",
     "resolve",
 ]

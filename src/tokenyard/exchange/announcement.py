@@ -126,7 +126,7 @@ def check_counts(group: Group, mine: Announcement, heard: Sequence[Announcement]
             )
 
 
-def check_fates(group: Group, mine: Announcement, heard: Sequence[Announcement]) -> None:
+def check_failures(group: Group, mine: Announcement, heard: Sequence[Announcement]) -> None:
     """Raise if another rank failed. A rank that failed itself raises its own error instead."""
     failed = [(rank, other) for rank, other in enumerate(heard) if other.error]
     if failed and not mine.error:

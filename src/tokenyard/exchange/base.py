@@ -1,9 +1,9 @@
 """What an exchange is: it moves rows out to the ranks that own their experts, and results back.
 
-    dispatch(cargo, rows, routes) → Dispatched        each row once to each *rank* that owns one of its experts
+    dispatch(spec, rows, routes) → Dispatched        each row once to each *rank* that owns one of its experts
     combine(dispatched, expert rows) → CombinedRows   one row per (token, rank) back, summed in float32
 
-An exchange knows a group, placements and formats; what an expert is, it does not know. `Cargo` is all that it
+An exchange knows a group, placements and formats; what an expert is, it does not know. `ExchangeSpec` is all that it
 is told of a layer. `Dispatched` is a frozen handle: it is combined once, in the order of dispatches, or it is
 an error.
 
@@ -43,9 +43,12 @@ from tokenyard.errors import (
     TokenyardError,
 )
 from tokenyard.exchange.announcement import Announcement, Phase
-from tokenyard.exchange.cargo import (
-    Cargo,
+from tokenyard.exchange.in_flight import InFlightQueue
+from tokenyard.exchange.reduce import sum_over_ranks
+from tokenyard.exchange.round_trip import RoundTrip
+from tokenyard.exchange.spec import (
     Dispatched,
+    ExchangeSpec,
     Outgoing,
     ReturnPath,
     UnencodedRows,
@@ -57,9 +60,6 @@ from tokenyard.exchange.cargo import (
     check_writable,
     tokens_by_rank,
 )
-from tokenyard.exchange.fate import Fate
-from tokenyard.exchange.flights import Flights
-from tokenyard.exchange.reduce import sum_over_ranks
 from tokenyard.exchange.stats import LayerStats
 from tokenyard.exchange.watch import ParanoidWatch, Watch
 from tokenyard.exchange.workspace import LayerBytes
@@ -87,12 +87,12 @@ class Exchange(ABC):
     carries_logits: ClassVar[bool] = False
 
     @classmethod
-    def supports(cls, cargo: Cargo) -> Reason | None:
+    def supports(cls, spec: ExchangeSpec) -> Reason | None:
         """None, or why this exchange cannot carry a layer."""
-        if cargo.carries_logits and not cls.carries_logits:
+        if spec.carries_logits and not cls.carries_logits:
             why = f"{cls.name} sends a row only where its experts are, so routes must be known before"
             return Reason(field="experts", value="experts that route by themselves", why=why)
-        return cargo.wire.carries(cargo.dtype) or cargo.combine_wire.returns(cargo.dtype)
+        return spec.wire.carries(spec.dtype) or spec.combine_wire.returns(spec.dtype)
 
     @classmethod
     def reaches(cls, group: Group, hosts: Sequence[str]) -> Reason | None:
@@ -105,9 +105,9 @@ class Exchange(ABC):
         return None
 
     @classmethod
-    def region_bytes(cls, cargo: Cargo) -> LayerBytes:
+    def region_bytes(cls, spec: ExchangeSpec) -> LayerBytes:
         """The memory that a round trip of a layer takes on one rank, at most."""
-        return cargo.nbytes
+        return spec.nbytes
 
     @classmethod
     def on(cls, group: Group) -> type[Exchange]:
@@ -118,7 +118,7 @@ class Exchange(ABC):
         self.group = group  # the ranks that exchange
         self._watch = self._paranoid_watch(group, in_flight) if paranoid else Watch()
         self.stats: dict[str, LayerStats] = {}  # counters by layer
-        self._flights = Flights(in_flight, group.rank)
+        self._in_flight = InFlightQueue(in_flight, group.rank)
         self._plan_id = plan_id
         self._names: list[str] = []
         self._round = 0
@@ -133,17 +133,17 @@ class Exchange(ABC):
         """What looks on where a plan was made to watch itself."""
         return ParanoidWatch(group)
 
-    def trim(self, cargos: Sequence[Cargo]) -> None:
+    def trim(self, specs: Sequence[ExchangeSpec]) -> None:
         """Carry these layers, and give back what they do not need. Collective."""
-        self.serve(cargos)
+        self.serve(specs)
 
-    def serve(self, cargos: Sequence[Cargo]) -> None:
+    def serve(self, specs: Sequence[ExchangeSpec]) -> None:
         """Carry these layers from now on. Collective; handles that are in flight raise afterwards."""
-        self.stats = {c.layer: self.stats.get(c.layer) or LayerStats(self.group.size) for c in cargos}
+        self.stats = {c.layer: self.stats.get(c.layer) or LayerStats(self.group.size) for c in specs}
         self._names = list(self.stats)
-        self._flights.land_all()
+        self._in_flight.land_all()
 
-    def warmup(self, cargos: Sequence[Cargo]) -> None:  # noqa: B027 (most have nothing to do)
+    def warmup(self, specs: Sequence[ExchangeSpec]) -> None:  # noqa: B027 (most have nothing to do)
         """Make ready whatever the first round trips of these layers would otherwise wait for. Collective."""
 
     def synchronize(self) -> None:  # noqa: B027
@@ -160,40 +160,44 @@ class Exchange(ABC):
 
     # -- The way out ---------------------------------------------------------------------------------------
 
-    def encode(self, cargo: Cargo, x_TH: Tensor) -> EncodedRows | UnencodedRows:
+    def encode(self, spec: ExchangeSpec, x_TH: Tensor) -> EncodedRows | UnencodedRows:
         """Rows in the layer's wire; or as they are, by an exchange that encodes them on their way."""
-        return cargo.wire.encode(x_TH)
+        return spec.wire.encode(x_TH)
 
     @by_one_thread
     def dispatch(
         self,
-        cargo: Cargo,
+        spec: ExchangeSpec,
         rows: EncodedRows | UnencodedRows,
         routes: Routes | RoutingLogits,
         extra: Mapping[str, Tensor] | None = None,
     ) -> Dispatched:
         """Send each row to every rank that owns one of its experts; return what the others sent here."""
-        self._check_turn(cargo)
-        round, stats = self._round + 1, self.stats[cargo.layer]
+        self._check_turn(spec)
+        round, stats = self._round + 1, self.stats[spec.layer]
         extra = {} if extra is None else extra
         try:
-            outgoing = self._watch.seal(cargo, round, self._prepare(cargo, rows, routes, extra))
-            loaded = self._load_out(cargo, round, outgoing)
+            outgoing = self._watch.seal(spec, round, self._prepare(spec, rows, routes, extra))
+            loaded = self._load_out(spec, round, outgoing)
         except Exception as error:
-            self._fail(cargo, error, partial(self._fail_out, cargo, round, error))
-        with stats.waiting("dispatch"), self._in_layer(cargo), self._waiting():
-            received, received_counts = self._send_out(cargo, round, outgoing, loaded)
+            self._fail(spec, error, partial(self._fail_out, spec, round, error))
+        with stats.waiting("dispatch"), self._in_layer(spec), self._waiting():
+            received, received_counts = self._send_out(spec, round, outgoing, loaded)
         path = ReturnPath(
             tokens_by_rank=outgoing.tokens_by_rank,
             received_counts=received_counts,
             num_tokens=outgoing.num_tokens,
         )
         dispatched = Dispatched(
-            received=received, cargo=cargo, round=round, return_path=path, flight=self._flights.free
+            received=received,
+            spec=spec,
+            round=round,
+            return_path=path,
+            flight=self._in_flight.free,
         )
-        self._flights.add(dispatched)
+        self._in_flight.add(dispatched)
         stats.count_dispatch(
-            outgoing.num_tokens, outgoing.counts, received_counts, self.bytes_sent(cargo, outgoing)
+            outgoing.num_tokens, outgoing.counts, received_counts, self.bytes_sent(spec, outgoing)
         )
         return self._look_at_arrival(dispatched)
 
@@ -201,22 +205,22 @@ class Exchange(ABC):
         """Count what came, and let the watch see it. The others have gone on: they wait for this rank's combine."""
         try:
             check_arrival(dispatched)
-            return self._flights.replace_newest(self._watch.arrived(dispatched))
+            return self._in_flight.replace_newest(self._watch.arrived(dispatched))
         except Exception as error:
-            self._fail(dispatched.cargo, error, partial(self._flights.give_up, dispatched, error))
+            self._fail(dispatched.spec, error, partial(self._in_flight.give_up, dispatched, error))
 
     @abstractmethod
-    def _load_out(self, cargo: Cargo, round: int, outgoing: Outgoing) -> Any:
+    def _load_out(self, spec: ExchangeSpec, round: int, outgoing: Outgoing) -> Any:
         """Bring a checked batch into the form in which it travels. An error here still reaches all ranks."""
 
     @abstractmethod
     def _send_out(
-        self, cargo: Cargo, round: int, outgoing: Outgoing, loaded: Any
+        self, spec: ExchangeSpec, round: int, outgoing: Outgoing, loaded: Any
     ) -> tuple[ReceivedRows, tuple[int, ...]]:
         """Move a loaded batch; return what arrived, and how many rows this rank owes each source rank."""
 
     @abstractmethod
-    def _fail_out(self, cargo: Cargo, round: int, error: BaseException) -> None:
+    def _fail_out(self, spec: ExchangeSpec, round: int, error: BaseException) -> None:
         """Take part in a dispatch only to say that this rank failed."""
 
     @abstractmethod
@@ -235,17 +239,17 @@ class Exchange(ABC):
         """Take part in a combine only to say that this rank failed."""
 
     @abstractmethod
-    def bytes_sent(self, cargo: Cargo, outgoing: Outgoing) -> list[int]:
+    def bytes_sent(self, spec: ExchangeSpec, outgoing: Outgoing) -> list[int]:
         """Bytes that this rank puts on the wire for each rank in a dispatch."""
 
-    def _check_turn(self, cargo: Cargo) -> None:
+    def _check_turn(self, spec: ExchangeSpec) -> None:
         """Errors of this rank's own making, raised before anybody is told: the others are not in this call."""
-        self.check_usable(layer=cargo.layer)
-        self._flights.check_room(cargo)
+        self.check_usable(layer=spec.layer)
+        self._in_flight.check_room(spec)
 
     def _prepare(
         self,
-        cargo: Cargo,
+        spec: ExchangeSpec,
         rows: EncodedRows | UnencodedRows,
         routes: Routes | RoutingLogits,
         extra: Mapping[str, Tensor],
@@ -254,12 +258,12 @@ class Exchange(ABC):
         if isinstance(rows, UnencodedRows):
             rows.check()
             rows = rows.format.encode(rows.x_TH)
-        routes = self._check_batch(cargo, rows, routes, extra)
+        routes = self._check_batch(spec, rows, routes, extra)
         if isinstance(routes, RoutingLogits):
             every = (torch.arange(rows.num_rows, device=rows.device),) * self.group.size
             return Outgoing(rows=rows, routes=routes, extra=extra, tokens_by_rank=every)
-        routes = self._drop_lost(cargo, routes)
-        rank_TK, local_TK = cargo.placement.resolve(routes.topk_ids_TK, self.group.rank)
+        routes = self._drop_lost(spec, routes)
+        rank_TK, local_TK = spec.placement.resolve(routes.topk_ids_TK, self.group.rank)
         return Outgoing(
             rows=rows,
             routes=routes,
@@ -270,7 +274,7 @@ class Exchange(ABC):
 
     def _check_batch(
         self,
-        cargo: Cargo,
+        spec: ExchangeSpec,
         rows: EncodedRows | UnencodedRows,
         routes: Routes | RoutingLogits,
         extra: Mapping[str, Tensor],
@@ -284,49 +288,49 @@ class Exchange(ABC):
                 expected="EncodedRows",
                 fix="encode with the layer's wire",
             )
-        if rows.format != cargo.wire or rows.hidden_size != cargo.hidden_size:
+        if rows.format != spec.wire or rows.hidden_size != spec.hidden_size:
             raise InputError(
                 f"the rows are {rows.format} of width {rows.hidden_size}",
-                expected=f"{cargo.wire} of width {cargo.hidden_size}: the bytes that this layer was sized for",
+                expected=f"{spec.wire} of width {spec.hidden_size}: the bytes that this layer was sized for",
                 fix="encode with the layer's wire, or plan the layer for this format",
             )
         rows.check()
         num_tokens = rows.num_rows
-        if num_tokens > cargo.max_tokens:
+        if num_tokens > spec.max_tokens:
             raise InputError(
                 f"{num_tokens} tokens",
-                expected=f"at most max_tokens={cargo.max_tokens} on a rank",
+                expected=f"at most max_tokens={spec.max_tokens} on a rank",
                 fix="send the batch in parts, or plan with a larger max_tokens",
             )
         check_device("x_TH", rows.device, self.group.device)
-        check_extra(cargo, extra, num_tokens, self.group.device)
-        if cargo.carries_logits:
-            return check_logits(cargo, routes, num_tokens)
+        check_extra(spec, extra, num_tokens, self.group.device)
+        if spec.carries_logits:
+            return check_logits(spec, routes, num_tokens)
         if not isinstance(routes, Routes):
             raise InputError(
                 f"the routes are {describe(routes)}", expected="Routes", fix="pass Routes(topk_ids_TK=…, …)"
             )
         routes.check(
-            cargo.num_experts,
-            top_k=cargo.top_k,
+            spec.num_experts,
+            top_k=spec.top_k,
             num_tokens=num_tokens,
-            scaled_by=cargo.routed_scaling,
+            scaled_by=spec.routed_scaling,
             device=rows.device,
             values=values,
         )
         return routes
 
-    def _drop_lost(self, cargo: Cargo, routes: Routes) -> Routes:
+    def _drop_lost(self, spec: ExchangeSpec, routes: Routes) -> Routes:
         """The routes without choices whose expert was lost with its rank.
 
         A token's replicas follow from the ids that are left: these travel, and every rank reads them alike.
         """
-        if not cargo.placement.lost_experts:
+        if not spec.placement.lost_experts:
             return routes
-        rank_TK, _ = cargo.placement.resolve(routes.topk_ids_TK, self.group.rank)
+        rank_TK, _ = spec.placement.resolve(routes.topk_ids_TK, self.group.rank)
         dropped_TK = (routes.topk_ids_TK >= 0) & (rank_TK < 0)
-        self.stats[cargo.layer].count_dropped(dropped_TK)
-        return routes.without(dropped_TK, renormalize=cargo.renormalizes_dropped)
+        self.stats[spec.layer].count_dropped(dropped_TK)
+        return routes.without(dropped_TK, renormalize=spec.renormalizes_dropped)
 
     # -- The way back --------------------------------------------------------------------------------------
 
@@ -345,11 +349,11 @@ class Exchange(ABC):
         is written into `out` if given; `combine(…, out=y, add=(y,))` adds to what is there.
         """
         home = self._bring_home(dispatched, result, reduces=True, out=out, add=add)
-        cargo, path = dispatched.cargo, dispatched.return_path
+        spec, path = dispatched.spec, dispatched.return_path
         if out is None:
-            shape = (path.num_tokens, cargo.hidden_size)
-            out = torch.empty(shape, dtype=cargo.dtype, device=self.group.device)
-        with self._in_layer(cargo), self._watch.conclusion(dispatched):
+            shape = (path.num_tokens, spec.hidden_size)
+            out = torch.empty(shape, dtype=spec.dtype, device=self.group.device)
+        with self._in_layer(spec), self._watch.conclusion(dispatched):
             home = self._watch.open_results(dispatched, home)
             due_TH = self._watch.due_sum(dispatched, home, add)
             y_TH = sum_over_ranks(home, path.tokens_by_rank, out, add)
@@ -361,7 +365,7 @@ class Exchange(ABC):
         """Bring every token's results home, one row per (token, rank). Summing them is the caller's duty."""
         home = self._bring_home(dispatched, result, reduces=False, out=None, add=())
         path = dispatched.return_path
-        with self._in_layer(dispatched.cargo), self._watch.conclusion(dispatched):
+        with self._in_layer(dispatched.spec), self._watch.conclusion(dispatched):
             home = self._watch.open_results(dispatched, home)
             # A copy even of float32 rows: what comes home must not be a view of a peer's memory.
             rows_by_rank = tuple(rows.decode(torch.float32).clone() for rows in home)
@@ -369,7 +373,7 @@ class Exchange(ABC):
             rows_by_rank=rows_by_rank,
             tokens_by_rank=path.tokens_by_rank,
             num_tokens=path.num_tokens,
-            dtype=dispatched.cargo.dtype,
+            dtype=dispatched.spec.dtype,
         )
 
     def _bring_home(
@@ -382,20 +386,20 @@ class Exchange(ABC):
         add: Sequence[Tensor],
     ) -> list[EncodedRows]:
         self._land(dispatched)
-        cargo, path = dispatched.cargo, dispatched.return_path
-        stats = self.stats[cargo.layer]
+        spec, path = dispatched.spec, dispatched.return_path
+        stats = self.stats[spec.layer]
         try:
             rows_RH = self._check_result(dispatched, result, reduces=reduces, out=out, add=add)
             loaded = None
             if rows_RH is not None:
-                encoded = cargo.combine_wire.encode(rows_RH)
+                encoded = spec.combine_wire.encode(rows_RH)
                 loaded = self._load_back(dispatched, self._watch.seal_results(dispatched, encoded))
             self._watch.leaving(dispatched, placed=rows_RH is None)
         except Exception as error:
-            self._fail(cargo, error, partial(self._fail_back, dispatched, error))
-        with stats.waiting("combine"), self._in_layer(cargo), self._in_turn(), self._waiting():
+            self._fail(spec, error, partial(self._fail_back, dispatched, error))
+        with stats.waiting("combine"), self._in_layer(spec), self._in_turn(), self._waiting():
             home = self._send_back(dispatched, loaded)
-        stats.count_combine([n * self.region_bytes(cargo).combine_row for n in path.received_counts])
+        stats.count_combine([n * self.region_bytes(spec).combine_row for n in path.received_counts])
         return home
 
     def _check_result(
@@ -408,17 +412,17 @@ class Exchange(ABC):
         add: Sequence[Tensor],
     ) -> Tensor | None:
         """Raise unless a result, and what it is written into and added to, fit; its rows, None if they are placed."""
-        cargo = dispatched.cargo
-        if reduces != cargo.reduces_ranks:
+        spec = dispatched.spec
+        if reduces != spec.reduces_ranks:
             raise ContractError(
                 f"the {'exchange' if reduces else 'caller'} was asked to reduce over ranks",
-                expected=f"the {'exchange' if cargo.reduces_ranks else 'caller'} to do it, as the plan says",
+                expected=f"the {'exchange' if spec.reduces_ranks else 'caller'} to do it, as the plan says",
                 fix='take them unreduced, or plan with reduce_ranks="exchange"'
                 if reduces
                 else 'let the exchange do it, or plan with reduce_ranks="caller"',
             )
         for tensor in ([] if out is None else [out]) + list(add):
-            check_output(cargo, tensor, dispatched.return_path.num_tokens, self.group.device)
+            check_output(spec, tensor, dispatched.return_path.num_tokens, self.group.device)
         if out is not None:
             check_writable(out)
         if self._is_placed(dispatched, result):
@@ -432,25 +436,25 @@ class Exchange(ABC):
     # -- Shared fate ---------------------------------------------------------------------------------------
 
     @contextmanager
-    def shared_fate(self, cargo: Cargo) -> Iterator[Fate]:
+    def round_trip(self, spec: ExchangeSpec) -> Iterator[RoundTrip]:
         """One round trip of one layer, in which an error on one rank reaches all ranks, wherever it happens."""
-        with self.in_use(layer=cargo.layer):
-            self._flights.check_empty(cargo)
-            fate = Fate(exchange=self, cargo=cargo)
+        with self.in_use(layer=spec.layer):
+            self._in_flight.check_empty(spec)
+            trip = RoundTrip(exchange=self, spec=spec)
             try:
-                yield fate
+                yield trip
             except BaseException as error:  # one that is interrupted owes the others a word, too
-                if fate.dispatched is not None and fate.dispatched in self._flights:
-                    self._fail(cargo, error, partial(self._flights.give_up, fate.dispatched, error))
-                if fate.owes_dispatch:
-                    self._fail(cargo, error, partial(self._fail_out, cargo, self._round + 1, error))
+                if trip.dispatched is not None and trip.dispatched in self._in_flight:
+                    self._fail(spec, error, partial(self._in_flight.give_up, trip.dispatched, error))
+                if trip.owes_dispatch:
+                    self._fail(spec, error, partial(self._fail_out, spec, self._round + 1, error))
                 raise
 
-    def _fail(self, cargo: Cargo, error: BaseException, tell: Callable[[], None]) -> NoReturn:
+    def _fail(self, spec: ExchangeSpec, error: BaseException, tell: Callable[[], None]) -> NoReturn:
         """Tell the others that this rank failed, then raise its error."""
-        with self._in_layer(cargo):
+        with self._in_layer(spec):
             if isinstance(error, TokenyardError):
-                error.at(layer=cargo.layer, rank=self.group.rank)
+                error.at(layer=spec.layer, rank=self.group.rank)
             if self._broken is None:
                 with self._waiting():
                     tell()
@@ -469,16 +473,16 @@ class Exchange(ABC):
 
     def _tell_given_up(self) -> None:
         """Take part in the combines of the oldest dispatches that were given up, only to say so."""
-        for dispatched, error in self._flights.land_given_up():
+        for dispatched, error in self._in_flight.land_given_up():
             self._fail_back(dispatched, error)
 
     @contextmanager
-    def _in_layer(self, cargo: Cargo) -> Iterator[None]:
+    def _in_layer(self, spec: ExchangeSpec) -> Iterator[None]:
         """Errors of the group, which knows no layers, get the layer's name here. A loss breaks the plan."""
         try:
             yield
         except TokenyardError as error:
-            error.at(layer=cargo.layer, rank=self.group.rank)
+            error.at(layer=spec.layer, rank=self.group.rank)
             if isinstance(error, PeerLost):
                 self._break(error)
             raise
@@ -500,12 +504,12 @@ class Exchange(ABC):
 
     def _land(self, dispatched: Dispatched) -> None:
         """Take a handle out of flight, or say why it cannot be combined."""
-        self.check_usable(layer=dispatched.cargo.layer if isinstance(dispatched, Dispatched) else None)
-        self._flights.land(dispatched)
+        self.check_usable(layer=dispatched.spec.layer if isinstance(dispatched, Dispatched) else None)
+        self._in_flight.land(dispatched)
 
     def _announcement(
         self,
-        cargo: Cargo,
+        spec: ExchangeSpec,
         phase: Phase,
         round: int,
         tokens: int,
@@ -514,7 +518,7 @@ class Exchange(ABC):
     ) -> Announcement:
         return Announcement(
             plan=self._plan_id,
-            layer=cargo.index,
+            layer=spec.index,
             phase=phase,
             round=round,
             tokens=tokens,
@@ -553,4 +557,4 @@ class Exchange(ABC):
     def close(self) -> None:
         """No more rounds."""
         self._closed = True
-        self._flights.land_all()
+        self._in_flight.land_all()

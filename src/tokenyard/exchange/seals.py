@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import Corrupted
-from tokenyard.exchange.cargo import SEAL, SEAL_HEAD, Cargo, Outgoing
+from tokenyard.exchange.spec import SEAL, SEAL_HEAD, ExchangeSpec, Outgoing
 from tokenyard.exchange.workspace import as_bytes
 from tokenyard.formats.base import EncodedRows
 from tokenyard.routing import Routes
@@ -61,19 +61,19 @@ def _factors(width: int, device: torch.device) -> Tensor:
 # -- The way out -------------------------------------------------------------------------------------------
 
 
-def seal_out(cargo: Cargo, rank: int, round: int, outgoing: Outgoing) -> Tensor:
+def seal_out(spec: ExchangeSpec, rank: int, round: int, outgoing: Outgoing) -> Tensor:
     """The seals of a batch, `[T, C]`, as rank `rank` sends it in a round."""
     routes = outgoing.routes
     payloads = {**outgoing.rows.payloads, **outgoing.extra}
     if isinstance(routes, RoutingLogits):
         payloads["logits"] = routes.logits_RE
-    sums = [checksums(payloads[name]) for name in _summed(cargo)]
+    sums = [checksums(payloads[name]) for name in _summed(spec)]
     tokens_T = torch.arange(outgoing.num_tokens, device=outgoing.rows.device)
     seals_TC = torch.stack([*_head(rank, tokens_T, round), *sums], dim=1)
     return torch.cat([seals_TC, _copy_routes(routes)], dim=1) if isinstance(routes, Routes) else seals_TC
 
 
-def check_out(cargo: Cargo, rank: int, round: int, received: ReceivedRows, seals_RC: Tensor) -> None:
+def check_out(spec: ExchangeSpec, rank: int, round: int, received: ReceivedRows, seals_RC: Tensor) -> None:
     """Raise unless the rows that stand here are those that were sealed, in (source rank, token) order."""
     counts_W = torch.tensor(received.counts_W, device=seals_RC.device)
     sources_R = torch.arange(len(counts_W), device=seals_RC.device).repeat_interleave(counts_W)
@@ -83,14 +83,14 @@ def check_out(cargo: Cargo, rank: int, round: int, received: ReceivedRows, seals
             expected="as many rows as were announced",
             place="order",
         )
-    _check_heads(cargo, round, sources_R, seals_RC)
+    _check_heads(spec, round, sources_R, seals_RC)
     payloads = {name: [payload] for name, payload in received.extra.items()}
     payloads |= {name: _runs(received, payload) for name, payload in received.rows.payloads.items()}
     if isinstance(received.routes, RoutingLogits):
         payloads["logits"] = [received.routes.logits_RE]
-    _check_sums({name: payloads[name] for name in _summed(cargo)}, sources_R, seals_RC)
+    _check_sums({name: payloads[name] for name in _summed(spec)}, sources_R, seals_RC)
     if isinstance(received.routes, LocalRoutes):
-        _check_routes(cargo, rank, received.routes, received.counts_W, sources_R, seals_RC)
+        _check_routes(spec, rank, received.routes, received.counts_W, sources_R, seals_RC)
 
 
 def _runs(received: ReceivedRows, payload: Tensor) -> list[Tensor]:
@@ -101,10 +101,10 @@ def _runs(received: ReceivedRows, payload: Tensor) -> list[Tensor]:
     return [payload[int(run[0]) : int(run[0]) + len(run)] for run in slots if len(run)]
 
 
-def _summed(cargo: Cargo) -> list[str]:
+def _summed(spec: ExchangeSpec) -> list[str]:
     """The payloads that arrive as they were sent, in their order."""
     changed = ("ids", "weights", SEAL)
-    return [payload.name for payload in cargo.dispatch_layout.payloads if payload.name not in changed]
+    return [payload.name for payload in spec.dispatch_layout.payloads if payload.name not in changed]
 
 
 def _copy_routes(routes: Routes) -> Tensor:
@@ -115,10 +115,10 @@ def _copy_routes(routes: Routes) -> Tensor:
     return (weights_TK.view(torch.int32).long() << 32) | (ids_TK & 0xFFFFFFFF)
 
 
-def _check_heads(cargo: Cargo, round: int, sources_R: Tensor, seals_RC: Tensor) -> None:
+def _check_heads(spec: ExchangeSpec, round: int, sources_R: Tensor, seals_RC: Tensor) -> None:
     """Raise at the first row that is of another round, another rank, or out of order."""
     source_R, token_R, round_R = (seals_RC[:, column] for column in range(SEAL_HEAD))
-    misplaced_R = (source_R != sources_R) | (token_R < 0) | (token_R >= cargo.max_tokens)
+    misplaced_R = (source_R != sources_R) | (token_R < 0) | (token_R >= spec.max_tokens)
     misplaced_R[1:] |= (sources_R[1:] == sources_R[:-1]) & (token_R[1:] <= token_R[:-1])
     row = _first(misplaced_R | (round_R != round))
     if row is None:
@@ -157,7 +157,7 @@ def _check_sums(
 
 
 def _check_routes(
-    cargo: Cargo,
+    spec: ExchangeSpec,
     rank: int,
     routes: LocalRoutes,
     counts_W: tuple[int, ...],
@@ -165,15 +165,15 @@ def _check_routes(
     seals_RC: Tensor,
 ) -> None:
     """Raise unless the ids and weights that arrived are those that the copy of the global routes gives here."""
-    copy_RK = seals_RC[:, -cargo.top_k :]
+    copy_RK = seals_RC[:, -spec.top_k :]
     ids_RK, bits_RK = (copy_RK << 32) >> 32, copy_RK >> 32
-    unknown_R = ((ids_RK < -1) | (ids_RK >= cargo.num_experts)).any(dim=1)
+    unknown_R = ((ids_RK < -1) | (ids_RK >= spec.num_experts)).any(dim=1)
     ids_RK = ids_RK.masked_fill(unknown_R.unsqueeze(1), -1)
     due_ids, due_bits = [], []
     for source, (ids_NK, bits_NK) in enumerate(
         zip(ids_RK.split(counts_W), bits_RK.split(counts_W), strict=True)
     ):
-        rank_NK, local_NK = cargo.placement.resolve(ids_NK, source)
+        rank_NK, local_NK = spec.placement.resolve(ids_NK, source)
         here_NK = rank_NK == rank
         due_ids.append(torch.where(here_NK, local_NK, -1))
         due_bits.append(torch.where(here_NK, bits_NK, 0))
@@ -204,7 +204,7 @@ def seal_back(rank: int, round: int, tokens_R: Tensor, payloads: Mapping[str, Te
     return torch.stack([*_head(rank, tokens_R, round), *sums], dim=1)
 
 
-def check_back(cargo: Cargo, peer: int, round: int, tokens_N: Tensor, rows: EncodedRows) -> EncodedRows:
+def check_back(spec: ExchangeSpec, peer: int, round: int, tokens_N: Tensor, rows: EncodedRows) -> EncodedRows:
     """What a rank returned for these tokens of mine, without its seals; raise unless it is what that rank sealed."""
     seals_NC, payloads = rows.payloads[SEAL], {n: p for n, p in rows.payloads.items() if n != SEAL}
     peers_N = torch.full_like(tokens_N, peer)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tokenyard.exchange.announcement import Announcement
-from tokenyard.exchange.cargo import Cargo, Outgoing, received_rows
 from tokenyard.exchange.message import MessageExchange
+from tokenyard.exchange.spec import ExchangeSpec, Outgoing, received_rows
 from tokenyard.routing import Routes
 from tokenyard.rows import ReceivedRows
 
@@ -23,21 +23,21 @@ class TwoSidedExchange(MessageExchange):
 
     name = "two_sided"
 
-    def _pack(self, cargo: Cargo, outgoing: Outgoing) -> Tensor:
+    def _pack(self, spec: ExchangeSpec, outgoing: Outgoing) -> Tensor:
         routes = outgoing.routes
         assert isinstance(routes, Routes)  # `supports` refuses logits
         token_N = torch.cat(outgoing.tokens_by_rank)
         tensors = {name: tensor[token_N] for name, tensor in outgoing.rows.payloads.items()}
         tensors |= {name: tensor[token_N] for name, tensor in outgoing.extra.items()}
         tensors["ids"], tensors["weights"] = outgoing.local_routes(routes)
-        return cargo.dispatch_layout.pack(tensors, token_N.numel(), token_N.device)
+        return spec.dispatch_layout.pack(tensors, token_N.numel(), token_N.device)
 
     def _move(
-        self, cargo: Cargo, outgoing: Outgoing, packets: Tensor, heard: Sequence[Announcement]
+        self, spec: ExchangeSpec, outgoing: Outgoing, packets: Tensor, heard: Sequence[Announcement]
     ) -> tuple[ReceivedRows, tuple[int, ...]]:
         arriving = tuple(announcement.counts[self.group.rank] for announcement in heard)
         arrived = self.group.all_to_all_rows(packets, outgoing.counts, arriving, phase="dispatch")
-        return received_rows(cargo, arrived, arriving), arriving
+        return received_rows(spec, arrived, arriving), arriving
 
-    def bytes_sent(self, cargo: Cargo, outgoing: Outgoing) -> list[int]:
-        return [tokens.numel() * cargo.dispatch_layout.stride for tokens in outgoing.tokens_by_rank]
+    def bytes_sent(self, spec: ExchangeSpec, outgoing: Outgoing) -> list[int]:
+        return [tokens.numel() * spec.dispatch_layout.stride for tokens in outgoing.tokens_by_rank]

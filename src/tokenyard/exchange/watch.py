@@ -25,8 +25,8 @@ from torch import Tensor
 
 from tokenyard.duties import Duty, Ledger, aside
 from tokenyard.errors import Corrupted, PeerFailed, PeerLost, TokenyardError
-from tokenyard.exchange.cargo import SEAL, Cargo, Dispatched, Outgoing
 from tokenyard.exchange.seals import TOKEN, check_back, check_out, seal_back, seal_out
+from tokenyard.exchange.spec import SEAL, Dispatched, ExchangeSpec, Outgoing
 from tokenyard.formats.base import EncodedRows
 from tokenyard.group.base import Group
 from tokenyard.rows import RankRows
@@ -43,7 +43,7 @@ class Watch:
     def workspace_made(self, workspace: Any, round: int) -> None:
         """A workspace was made, after so many rounds. Collective."""
 
-    def seal(self, cargo: Cargo, round: int, outgoing: Outgoing) -> Outgoing:
+    def seal(self, spec: ExchangeSpec, round: int, outgoing: Outgoing) -> Outgoing:
         """A batch as it is to be sent."""
         return outgoing
 
@@ -83,8 +83,8 @@ class ParanoidWatch(Watch):
     def __init__(self, group: Group) -> None:
         self.group = group
 
-    def seal(self, cargo: Cargo, round: int, outgoing: Outgoing) -> Outgoing:
-        seals_TC = seal_out(cargo, self.group.rank, round, outgoing)
+    def seal(self, spec: ExchangeSpec, round: int, outgoing: Outgoing) -> Outgoing:
+        seals_TC = seal_out(spec, self.group.rank, round, outgoing)
         return replace(outgoing, extra={**outgoing.extra, SEAL: seals_TC})
 
     def arrived(self, dispatched: Dispatched) -> Dispatched:
@@ -98,7 +98,11 @@ class ParanoidWatch(Watch):
     def _check_rows(self, dispatched: Dispatched) -> None:
         assert dispatched.seals_RC is not None  # `arrived` has put it there
         check_out(
-            dispatched.cargo, self.group.rank, dispatched.round, dispatched.received, dispatched.seals_RC
+            dispatched.spec,
+            self.group.rank,
+            dispatched.round,
+            dispatched.received,
+            dispatched.seals_RC,
         )
 
     def seal_results(self, dispatched: Dispatched, encoded: EncodedRows) -> EncodedRows:
@@ -123,7 +127,7 @@ class ParanoidWatch(Watch):
         except Exception as raised:
             error = raised
         if isinstance(error, TokenyardError):
-            error.at(layer=dispatched.cargo.layer, rank=self.group.rank)
+            error.at(layer=dispatched.spec.layer, rank=self.group.rank)
         text = b"" if error is None else f"{type(error).__name__}: {error}".encode()[:_LAST_WORD]
         word = torch.frombuffer(bytearray(text.ljust(_LAST_WORD, b"\0")), dtype=torch.uint8)
         heard = self._tell_all(word.to(self.group.device)).cpu()
@@ -148,7 +152,7 @@ class ParanoidWatch(Watch):
 
     def open_results(self, dispatched: Dispatched, home: list[EncodedRows]) -> list[EncodedRows]:
         return [
-            check_back(dispatched.cargo, rank, dispatched.round, tokens_N, rows)
+            check_back(dispatched.spec, rank, dispatched.round, tokens_N, rows)
             for rank, (rows, tokens_N) in enumerate(
                 zip(home, dispatched.return_path.tokens_by_rank, strict=True)
             )
@@ -163,11 +167,11 @@ class ParanoidWatch(Watch):
                 rows_by_rank=tuple(rows.decode(torch.float32) for rows in home),
                 tokens_by_rank=path.tokens_by_rank,
                 num_tokens=path.num_tokens,
-                dtype=dispatched.cargo.dtype,
+                dtype=dispatched.spec.dtype,
             ).sum()
         for term_TH in add:
             sums_TH += term_TH.float()
-        return sums_TH.to(dispatched.cargo.dtype)
+        return sums_TH.to(dispatched.spec.dtype)
 
     def check_sum(self, dispatched: Dispatched, due_TH: Tensor | None, y_TH: Tensor) -> None:
         assert due_TH is not None
@@ -187,7 +191,7 @@ class ParanoidWatch(Watch):
 def _check_reduction(dispatched: Dispatched, ledger: Ledger) -> None:
     """Raise unless the exchange has summed over ranks as often as it should: each row that came home, once."""
     came = sum(tokens.numel() for tokens in dispatched.return_path.tokens_by_rank)
-    due = came if dispatched.cargo.reduces_ranks else 0
+    due = came if dispatched.spec.reduces_ranks else 0
     done = sum(ledger.rows(Duty.REDUCE_RANKS).values())
     if done != due:
         raise Corrupted(

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from tokenyard.errors import InputError, Reason
-from tokenyard.exchange import EXCHANGES, Cargo, Exchange
+from tokenyard.exchange import EXCHANGES, Exchange, ExchangeSpec
 from tokenyard.experts import ACTIVATIONS, EXPERTS, Experts, ExpertsSpec, activation
 from tokenyard.experts.base import takes_rows
 from tokenyard.formats import FORMATS, WEIGHT_FORMATS, Format, for_dtype, weight_format
@@ -150,7 +150,7 @@ def _exchanges() -> SupportTable:
     logits = [
         cell
         for exchange in exchanges
-        for cell in (_mark(exchange.supports(_cargo(torch.bfloat16, carries_logits=True))), NO)
+        for cell in (_mark(exchange.supports(_exchange_spec(torch.bfloat16, carries_logits=True))), NO)
     ]
     rows.append(("router logits", NO, *logits))
     ways = (f"`{exchange.name}` {way}" for exchange in exchanges for way in ("out", "back"))
@@ -168,10 +168,10 @@ def _ways(exchange: type[Exchange], format: Format) -> tuple[str, str]:
     """Whether rows may travel out, and back, in a format."""
 
     def out(dtype: torch.dtype) -> Reason | None:
-        return exchange.supports(_cargo(dtype, wire=format))
+        return exchange.supports(_exchange_spec(dtype, wire=format))
 
     def back(dtype: torch.dtype) -> Reason | None:
-        return exchange.supports(_cargo(dtype, combine_wire=format))
+        return exchange.supports(_exchange_spec(dtype, combine_wire=format))
 
     return _for_dtypes(out), _for_dtypes(back)
 
@@ -184,15 +184,15 @@ def _for_dtypes(ask: Callable[[torch.dtype], Reason | None]) -> str:
     return " and ".join(map(dtype_name, served)) + " only" if served else NO
 
 
-def _cargo(
+def _exchange_spec(
     dtype: torch.dtype,
     *,
     wire: Format | None = None,
     combine_wire: Format | None = None,
     carries_logits: bool = False,
-) -> Cargo:
+) -> ExchangeSpec:
     own = for_dtype(dtype)
-    return Cargo(
+    return ExchangeSpec(
         layer="moe",
         index=0,
         hidden_size=_HIDDEN_SIZE,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from tokenyard.exchange import Fate
+from tokenyard.exchange import RoundTrip
 from tokenyard.experts import Experts, ExpertWeights
 from tokenyard.layer.compiled import call_operator, outside_of_the_graph, refuse_gradients, register
 from tokenyard.layer.receiver import build_experts, fitting, run_experts
@@ -74,11 +74,11 @@ class MoELayer(nn.Module):
         if torch.compiler.is_compiling():  # a compiled model has one operator here, which calls the layer
             return call_operator(self, x_TH, routes_or_logits, payloads or {}, out, add)
         wiring = self.wiring
-        with self.plan.exchange.shared_fate(wiring.cargo) as fate:  # an error on one rank reaches all
-            result = self._send_and_compute(wiring, fate, x_TH, routes_or_logits, payloads)
+        with self.plan.exchange.round_trip(wiring.exchange_spec) as trip:  # an error on one rank reaches all
+            result = self._send_and_compute(wiring, trip, x_TH, routes_or_logits, payloads)
             terms = [self.shared(x_TH)] if self.shared is not None else []
             terms += [add] if add is not None else []
-            y_TH = fate.combine(result, out=out, add=terms).y_TH
+            y_TH = trip.combine(result, out=out, add=terms).y_TH
         return refuse_gradients(self, y_TH, x_TH, routes_or_logits, add)
 
     @outside_of_the_graph  # of a compiled model
@@ -87,21 +87,21 @@ class MoELayer(nn.Module):
     ) -> RankRows:
         """The same up to the sum over ranks, which is the caller's duty here (`reduce_ranks="caller"`)."""
         wiring = self.wiring
-        with self.plan.exchange.shared_fate(wiring.cargo) as fate:
-            result = self._send_and_compute(wiring, fate, x_TH, routes_or_logits, payloads)
-            return fate.combine_unreduced(result)
+        with self.plan.exchange.round_trip(wiring.exchange_spec) as trip:
+            result = self._send_and_compute(wiring, trip, x_TH, routes_or_logits, payloads)
+            return trip.combine_unreduced(result)
 
     def _send_and_compute(
         self,
         wiring: Wiring,
-        fate: Fate,
+        trip: RoundTrip,
         x_TH: Tensor,
         routes_or_logits: Routes | Tensor,
         payloads: Mapping[str, Tensor] | None,
     ) -> ExpertRows | PlacedRows:
-        with audit(wiring, fate, x_TH, routes_or_logits):  # a paranoid plan counts every duty
+        with audit(wiring, trip, x_TH, routes_or_logits):  # a paranoid plan counts every duty
             check_rows(wiring, x_TH)
             routes = route(wiring, routes_or_logits)
-            rows = fate.encode(x_TH)
-            received = fate.dispatch(rows, routes, payloads)
+            rows = trip.encode(x_TH)
+            received = trip.dispatch(rows, routes, payloads)
             return run_experts(wiring, self.experts, received)

@@ -29,7 +29,7 @@ _fits: WeakKeyDictionary[Experts, Wiring] = WeakKeyDictionary()
 
 def build_experts(wiring: Wiring, rank: int, weights: ExpertWeights, *, adopt: bool) -> Experts:
     """This rank's experts of a layer, with their weights checked."""
-    spec, owned = wiring.experts_spec(rank), wiring.cargo.placement.local_experts(rank)
+    spec, owned = wiring.experts_spec(rank), wiring.exchange_spec.placement.local_experts(rank)
     try:
         if not isinstance(weights, ExpertWeights):
             raise InputError(
@@ -46,7 +46,7 @@ def build_experts(wiring: Wiring, rank: int, weights: ExpertWeights, *, adopt: b
             )
         if issubclass(wiring.experts, SelfRoutingExperts):
             assert wiring.spec.router is not None  # the wiring has checked it
-            to_local = LocalIds(wiring.cargo.placement, rank)
+            to_local = LocalIds(wiring.exchange_spec.placement, rank)
             built: Experts = wiring.experts(
                 spec, weights, router=wiring.spec.router, to_local=to_local, adopt=adopt
             )
@@ -63,7 +63,7 @@ def fitting(wiring: Wiring, rank: int, experts: Experts) -> Wiring:
     """A layer's wiring; raises if the plan has given the layer's name to one that these experts were not built for."""
     known = _built_for.get(experts)
     if known is not None and _fits.get(experts) is not wiring:
-        if known != (wiring.experts_spec(rank), wiring.cargo.placement.local_experts(rank)):
+        if known != (wiring.experts_spec(rank), wiring.exchange_spec.placement.local_experts(rank)):
             raise HandleError(
                 "the plan has another layer of this name now, with other experts on this rank",
                 expected="the layer that these experts were built for",

@@ -26,7 +26,7 @@ def check_rows(wiring: Wiring, x_TH: Tensor) -> None:
 
 def check_shared(wiring: Wiring, shared: object) -> None:
     """Raise where shared experts are given to a layer whose sum is not made here."""
-    if shared is not None and not wiring.cargo.reduces_ranks:
+    if shared is not None and not wiring.exchange_spec.reduces_ranks:
         raise InputError(
             "shared experts were given to a layer whose results come home unreduced",
             expected="the caller, who reduces over ranks, to add them",
@@ -45,7 +45,7 @@ def route(wiring: Wiring, routes_or_logits: Routes | Tensor) -> Routes | Routing
             expected="Routes, or the router's logits as a tensor [T, E]",
             fix="wrap ids and weights in Routes(topk_ids_TK=…, topk_weights_TK=…)",
         )
-    if wiring.cargo.carries_logits:
+    if wiring.exchange_spec.carries_logits:
         return RoutingLogits(logits_RE=routes_or_logits.float())
     if wiring.spec.router is None:
         raise InputError(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tokenyard.duties import Duty, Ledger, Party
 from tokenyard.errors import Corrupted
-from tokenyard.exchange import Fate
+from tokenyard.exchange import RoundTrip
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Routes
 from tokenyard.rows import LocalRoutes, ReceivedRows
@@ -51,7 +51,7 @@ def _due(
     if duty is Duty.ROUTED_SCALING:
         if isinstance(routes, Routes):  # ready: whoever made them has scaled them
             return 0
-        return received.num_rows if wiring.cargo.carries_logits else num_tokens
+        return received.num_rows if wiring.exchange_spec.carries_logits else num_tokens
     if duty in (Duty.WEIGHT, Duty.REDUCE_EXPERTS):
         if not isinstance(received.routes, LocalRoutes):
             return None
@@ -67,15 +67,17 @@ def _told(done: dict[Party, int]) -> str:
 
 
 def audit(
-    wiring: Wiring, fate: Fate, x_TH: Tensor, routes_or_logits: Routes | Tensor
+    wiring: Wiring, trip: RoundTrip, x_TH: Tensor, routes_or_logits: Routes | Tensor
 ) -> AbstractContextManager[None]:
     """Where the plan is paranoid, record what is done inside, and compare it with the wiring at the end."""
-    return _audit(wiring, fate, x_TH, routes_or_logits) if wiring.cargo.sealed else nullcontext()
+    return _audit(wiring, trip, x_TH, routes_or_logits) if wiring.exchange_spec.sealed else nullcontext()
 
 
 @contextmanager
-def _audit(wiring: Wiring, fate: Fate, x_TH: Tensor, routes_or_logits: Routes | Tensor) -> Iterator[None]:
+def _audit(
+    wiring: Wiring, trip: RoundTrip, x_TH: Tensor, routes_or_logits: Routes | Tensor
+) -> Iterator[None]:
     with Ledger().open() as ledger:
         yield
-        assert fate.dispatched is not None
-        settle(wiring, ledger, x_TH.shape[0], routes_or_logits, fate.dispatched.received)
+        assert trip.dispatched is not None
+        settle(wiring, ledger, x_TH.shape[0], routes_or_logits, trip.dispatched.received)

@@ -57,17 +57,17 @@ class Draft:
     @property
     def specs(self) -> list[LayerSpec]:
         """The layers, each with the limit of tokens that it was planned with."""
-        return [replace(wiring.spec, max_tokens=wiring.cargo.max_tokens) for wiring in self.wirings]
+        return [replace(wiring.spec, max_tokens=wiring.exchange_spec.max_tokens) for wiring in self.wirings]
 
     @property
     def dispatch_bytes(self) -> int:
         """The largest dispatch region of any layer, on one rank."""
-        return max(self.exchange.region_bytes(wiring.cargo).dispatch for wiring in self.wirings)
+        return max(self.exchange.region_bytes(wiring.exchange_spec).dispatch for wiring in self.wirings)
 
     @property
     def combine_bytes(self) -> int:
         """The largest combine region of any layer, on one rank."""
-        return max(self.exchange.region_bytes(wiring.cargo).combine for wiring in self.wirings)
+        return max(self.exchange.region_bytes(wiring.exchange_spec).combine for wiring in self.wirings)
 
     @property
     def workspace_bytes(self) -> int:
@@ -98,14 +98,15 @@ class Draft:
         """A row per distinct wiring: its layers, who does each duty, bytes. For tables and JSON."""
         distinct: dict[str, dict[str, Any]] = {}
         for wiring in self.wirings:
-            spec, nbytes = wiring.spec, self.exchange.region_bytes(wiring.cargo)
+            spec, nbytes = wiring.spec, self.exchange.region_bytes(wiring.exchange_spec)
             row = {
                 "shape": f"H {spec.hidden_size}, I {spec.intermediate_size}, E {spec.num_experts}, K {spec.top_k}",
-                "experts": f"{wiring.experts.name}, {spec.weights} weights{_between(wiring)}, {wiring.cargo.placement}",
+                "experts": f"{wiring.experts.name}, {spec.weights} weights{_between(wiring)}, "
+                f"{wiring.exchange_spec.placement}",
                 "wire": str(wiring.wire),
-                "combine_wire": str(wiring.cargo.combine_wire),
+                "combine_wire": str(wiring.exchange_spec.combine_wire),
                 "duties": {duty.value: party.value for duty, party in wiring.duties.items()},
-                "max_tokens": wiring.cargo.max_tokens,
+                "max_tokens": wiring.exchange_spec.max_tokens,
                 "bytes_per_row": {"dispatch": nbytes.dispatch_row, "combine": nbytes.combine_row},
                 "bytes_per_rank": {"dispatch": nbytes.dispatch, "combine": nbytes.combine},
             }
@@ -190,7 +191,11 @@ def draft_as_told(
                     fix="" if found else f"change `{wired.field}` of the LayerSpec",
                     alternatives=found,
                 )
-            if renormalize_dropped and wired.cargo.carries_logits and wired.cargo.placement.lost_experts:
+            if (
+                renormalize_dropped
+                and wired.exchange_spec.carries_logits
+                and wired.exchange_spec.placement.lost_experts
+            ):
                 raise PlanError(
                     "its experts route by themselves, and would not renormalize",
                     expected="experts that take routes, where weights are to make up for lost experts",
@@ -199,8 +204,10 @@ def draft_as_told(
         except TokenyardError as error:  # that one, or an unknown name
             error.at(layer=spec.name)
             raise
-        cargo = replace(wired.cargo, renormalizes_dropped=renormalize_dropped, sealed=paranoid)
-        wirings.append(replace(wired, cargo=cargo))
+        exchange_spec = replace(
+            wired.exchange_spec, renormalizes_dropped=renormalize_dropped, sealed=paranoid
+        )
+        wirings.append(replace(wired, exchange_spec=exchange_spec))
     drafted = Draft(
         world=world,
         exchange=chosen,
@@ -279,7 +286,7 @@ def _check_bytes(drafted: Draft) -> None:
     most = max(drafted.wirings, key=lambda wiring: sum(_regions(drafted.exchange, wiring)))
     needed = size(sum(_regions(drafted.exchange, most)))
     raise PlanError(
-        f"max_tokens={most.cargo.max_tokens}: rows of this layer would take {needed} "
+        f"max_tokens={most.exchange_spec.max_tokens}: rows of this layer would take {needed} "
         f"on a rank, and those of all layers {size(drafted.workspace_bytes)}",
         expected=f"at most {size(_LARGEST_WORKSPACE)}, all that a process can address",
         fix="plan for fewer tokens, ranks, or dispatches in flight, and check the sizes of the layer",
@@ -293,7 +300,7 @@ def _between(wiring: Wiring) -> str:
 
 
 def _regions(exchange: type[Exchange], wiring: Wiring) -> tuple[int, int]:
-    nbytes = exchange.region_bytes(wiring.cargo)
+    nbytes = exchange.region_bytes(wiring.exchange_spec)
     return nbytes.dispatch, nbytes.combine
 
 

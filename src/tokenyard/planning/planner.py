@@ -31,7 +31,7 @@ from tokenyard.errors import (
     shown,
     unknown_name,
 )
-from tokenyard.exchange import EXCHANGES, Cargo, Exchange
+from tokenyard.exchange import EXCHANGES, Exchange, ExchangeSpec
 from tokenyard.exchange.stats import LayerStats
 from tokenyard.group import READMISSION, Group
 from tokenyard.planning.drafting import Draft, draft, draft_as_told
@@ -73,7 +73,7 @@ class Plan:
         self.exchange = draft.exchange.on(group)(
             group, in_flight=draft.in_flight, plan_id=plan_id, paranoid=draft.paranoid
         )
-        self.exchange.serve([wiring.cargo for wiring in draft.wirings])
+        self.exchange.serve([wiring.exchange_spec for wiring in draft.wirings])
         self._adopt(draft)
         self.warmup()
 
@@ -103,10 +103,10 @@ class Plan:
         self,
         specs: Sequence[LayerSpec],
         max_tokens: int | None,
-        serve: Callable[[Sequence[Cargo]], None],
+        serve: Callable[[Sequence[ExchangeSpec]], None],
     ) -> None:
         reshaped, _ = self._redraft(self.group, lambda: specs, max_tokens=max_tokens)
-        serve([wiring.cargo for wiring in reshaped.wirings])
+        serve([wiring.exchange_spec for wiring in reshaped.wirings])
         self._adopt(reshaped)
         if not self._whole.lost:
             self._whole = replace(self._whole, specs={spec.name: spec for spec in reshaped.specs})
@@ -129,7 +129,7 @@ class Plan:
     def warmup(self) -> None:
         """Compile and load all kernels, before the first one that waits. Collective; a new plan has done so."""
         with self.exchange.in_use():
-            self.exchange.warmup([wiring.cargo for wiring in self.draft.wirings])
+            self.exchange.warmup([wiring.exchange_spec for wiring in self.draft.wirings])
 
     def fixed_shapes(self, max_tokens: int | None = None) -> AbstractContextManager[None]:
         """Inside, layers on GPUs wait for nothing, and may be captured in a CUDA graph.
@@ -158,7 +158,7 @@ class Plan:
 
         def specs() -> list[LayerSpec]:
             return [
-                replace(spec, placement=wiring.cargo.placement.without(lost))
+                replace(spec, placement=wiring.exchange_spec.placement.without(lost))
                 for spec, wiring in zip(self.draft.specs, self.draft.wirings, strict=True)
             ]
 
@@ -227,7 +227,7 @@ class Plan:
 
     def local_experts(self, layer: str) -> list[int]:
         """The global ids of the experts of a layer that this rank owns, in the order of its weights."""
-        return list(self.wiring(layer).cargo.placement.local_experts(self.group.rank))
+        return list(self.wiring(layer).exchange_spec.placement.local_experts(self.group.rank))
 
     def stats(self) -> dict[str, LayerStats]:
         """What this rank has sent, received and waited, by layer."""
@@ -374,11 +374,12 @@ def _check_reach(drafted: Draft, group: Group, hosts: list[str]) -> None:
     reason = refusal(drafted.exchange)
     if reason is None:
         return
-    cargos = [wiring.cargo for wiring in drafted.wirings]
+    exchange_specs = [wiring.exchange_spec for wiring in drafted.wirings]
     others = [
         Alternative(changes={"exchange": name})
         for name, cls in EXCHANGES.items()
-        if refusal(cls) is None and all(cls.supports(cargo) is None for cargo in cargos)
+        if refusal(cls) is None
+        and all(cls.supports(exchange_spec) is None for exchange_spec in exchange_specs)
     ]
     raise PlanError(
         str(reason),

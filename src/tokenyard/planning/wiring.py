@@ -26,7 +26,7 @@ from tokenyard import experts as experts_room
 from tokenyard import formats
 from tokenyard.duties import Duty, Party
 from tokenyard.errors import Reason, TokenyardError
-from tokenyard.exchange import Cargo, Exchange
+from tokenyard.exchange import Exchange, ExchangeSpec
 from tokenyard.experts import Experts, ExpertsSpec, activation
 from tokenyard.experts.base import EXACT
 from tokenyard.formats import Format
@@ -40,7 +40,7 @@ class Wiring:
     """One layer, resolved and checked: every name is an object, every duty has its party."""
 
     spec: LayerSpec  # the layer, as it was asked for
-    cargo: Cargo  # what the exchange is told of the layer
+    exchange_spec: ExchangeSpec  # what the exchange is told of the layer
     exchange: type[Exchange]  # the class that moves rows
     experts: type[Experts]  # the class that computes
     expert_rows: Format | None  # the format that the experts compute on; None: whatever arrives
@@ -50,27 +50,29 @@ class Wiring:
     @property
     def wire(self) -> Format:
         """The format in which rows travel out."""
-        return self.cargo.wire
+        return self.exchange_spec.wire
 
     def experts_spec(self, rank: int) -> ExpertsSpec:
         """What the experts of one rank must compute."""
-        return _experts_spec(self.spec, self.expert_rows, self.inner, self.cargo.placement.num_local(rank))
+        return _experts_spec(
+            self.spec, self.expert_rows, self.inner, self.exchange_spec.placement.num_local(rank)
+        )
 
     def fields(self) -> dict[str, Any]:
         """Plain values that say all that ranks must have in common."""
-        spec, cargo = self.spec, self.cargo
+        spec, exchange_spec = self.spec, self.exchange_spec
         plain = {f.name: getattr(spec, f.name) for f in fields(spec)}
         plain |= {
             "dtype": dtype_name(spec.dtype),
-            "max_tokens": cargo.max_tokens,
-            "wire": str(cargo.wire),
-            "combine_wire": str(cargo.combine_wire),
+            "max_tokens": exchange_spec.max_tokens,
+            "wire": str(exchange_spec.wire),
+            "combine_wire": str(exchange_spec.combine_wire),
             "expert_rows": str(self.expert_rows),
             "inner": EXACT if self.inner is None else str(self.inner),
             "activation": str(activation(spec.activation)),
             "router": None if spec.router is None else spec.router.fields(),
-            "routed_scaling": cargo.routed_scaling,
-            "placement": cargo.placement.fields(),
+            "routed_scaling": exchange_spec.routed_scaling,
+            "placement": exchange_spec.placement.fields(),
             "experts": f"{self.experts.name} ({self.experts.__qualname__})",
             "payloads": [[p.name, dtype_name(p.dtype), p.width] for p in spec.payloads],
             "duties": {duty.name: party.name for duty, party in self.duties.items()},
@@ -112,7 +114,7 @@ def wire_layer(
         placement = placement_for(spec.placement, spec.num_experts, world)
     except TokenyardError as error:
         return Reason(field="placement", value=error.found, why=f"expected {error.expected}")
-    cargo = Cargo(
+    exchange_spec = ExchangeSpec(
         layer=spec.name,
         index=index,
         hidden_size=spec.hidden_size,
@@ -128,33 +130,33 @@ def wire_layer(
         extra=tuple(spec.payloads),
         reduces_ranks=spec.reduce_ranks == "exchange",
     )
-    reason = exchange.supports(cargo) or experts.supports(_experts_spec(spec, expert_rows, inner, 1))
+    reason = exchange.supports(exchange_spec) or experts.supports(_experts_spec(spec, expert_rows, inner, 1))
     if reason is None and device is not None:
         reason = experts.runs_on(device)
     if reason is not None:
         return reason
     return Wiring(
         spec=spec,
-        cargo=cargo,
+        exchange_spec=exchange_spec,
         exchange=exchange,
         experts=experts,
         expert_rows=expert_rows,
         inner=inner,
-        duties=_duties(spec, cargo, experts, expert_rows),
+        duties=_duties(spec, exchange_spec, experts, expert_rows),
     )
 
 
 def _duties(
-    spec: LayerSpec, cargo: Cargo, experts: type[Experts], expert_rows: Format | None
+    spec: LayerSpec, exchange_spec: ExchangeSpec, experts: type[Experts], expert_rows: Format | None
 ) -> dict[Duty, Party]:
     """Each duty's one party."""
     quantizer, quantized = Party.NOBODY, None
-    if cargo.wire.quantized:
-        quantizer, quantized = Party.SENDER, cargo.wire
+    if exchange_spec.wire.quantized:
+        quantizer, quantized = Party.SENDER, exchange_spec.wire
     elif expert_rows is not None and expert_rows.quantized:
         quantizer, quantized = Party.EXPERTS, expert_rows
     pads = quantized is not None and quantized.padded_size(spec.hidden_size) > spec.hidden_size
-    swizzles = experts.scale_layout == "swizzled" and bool(cargo.wire.scale_layouts)
+    swizzles = experts.scale_layout == "swizzled" and bool(exchange_spec.wire.scale_layouts)
     finisher = Party.EXPERTS if experts.finalizes else Party.RECEIVER
     scaler = Party.CALLER if spec.router is None else Party.ROUTER
     return {
@@ -163,8 +165,8 @@ def _duties(
         Duty.SWIZZLE: Party.RECEIVER if swizzles else Party.NOBODY,
         Duty.WEIGHT: Party.EXPERTS if spec.weight_on == "input" else finisher,
         Duty.REDUCE_EXPERTS: finisher,
-        Duty.REDUCE_RANKS: Party.EXCHANGE if cargo.reduces_ranks else Party.CALLER,
-        Duty.ROUTED_SCALING: Party.NOBODY if cargo.routed_scaling == 1.0 else scaler,
+        Duty.REDUCE_RANKS: Party.EXCHANGE if exchange_spec.reduces_ranks else Party.CALLER,
+        Duty.ROUTED_SCALING: Party.NOBODY if exchange_spec.routed_scaling == 1.0 else scaler,
     }
 
 

@@ -35,11 +35,11 @@ def on_two_processes(fn, *arguments):
 def trips(group):
     a2a = make(group)
     wrong = round_trip(a2a, group, [3, 1], most=8)
-    known = len(a2a._cargos)
+    known = len(a2a._exchange_specs)
     wrong += round_trip(a2a, group, [1, 2], seed=1, in_workspace=True)
     wrong += round_trip(a2a, group, [0, 0], seed=2)
     a2a._exchange.synchronize()
-    return wrong, len(a2a._cargos) - known
+    return wrong, len(a2a._exchange_specs) - known
 
 
 def test_rows_arrive_and_come_home_and_other_sizes_need_no_agreement():

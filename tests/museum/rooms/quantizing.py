@@ -23,7 +23,7 @@ def quantized_twice(patch):
 
 
 def never_quantized(patch):
-    def encode(self, cargo, x_TH):
+    def encode(self, exchange_spec, x_TH):
         return for_dtype(x_TH.dtype).encode(x_TH)  # the experts will quantize, won't they?
 
     patch.setattr(Exchange, "encode", encode)
@@ -32,8 +32,8 @@ def never_quantized(patch):
 def swizzled_before_the_wire(patch):
     right = Exchange.encode
 
-    def encode(self, cargo, x_TH):
-        return right(self, cargo, x_TH).swizzled()  # the kernel wants it so
+    def encode(self, exchange_spec, x_TH):
+        return right(self, exchange_spec, x_TH).swizzled()  # the kernel wants it so
 
     patch.setattr(Exchange, "encode", encode)
 

@@ -7,7 +7,7 @@ import torch
 from tests.museum.exhibit import ExchangeCheck, Exhibit, Room
 from tokenyard.exchange import base
 from tokenyard.exchange.base import Exchange
-from tokenyard.exchange.cargo import Outgoing
+from tokenyard.exchange.spec import Outgoing
 from tokenyard.routing import Placement
 
 
@@ -31,8 +31,8 @@ def duplicates_sent_twice(patch):
 def more_tokens_than_the_maximum(patch):
     right = Exchange._check_batch
 
-    def check_batch(self, cargo, *batch, **options):
-        return right(self, replace(cargo, max_tokens=2**30), *batch, **options)
+    def check_batch(self, exchange_spec, *batch, **options):
+        return right(self, replace(exchange_spec, max_tokens=2**30), *batch, **options)
 
     patch.setattr(Exchange, "_check_batch", check_batch)
 

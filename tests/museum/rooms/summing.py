@@ -65,7 +65,7 @@ def routed_scaling_twice(patch):
 
     def route(wiring, routes_or_logits):
         routes = right(wiring, routes_or_logits)
-        return replace(routes, topk_weights_TK=routes.topk_weights_TK * wiring.cargo.routed_scaling)
+        return replace(routes, topk_weights_TK=routes.topk_weights_TK * wiring.exchange_spec.routed_scaling)
 
     patch.setattr(layer, "route", route)
 

@@ -26,9 +26,9 @@ def barrier_over_the_world(patch):
 def stale_rows_read_as_rows(patch):
     right = OneSidedExchange._received
 
-    def received(self, cargo, arrived):
+    def received(self, exchange_spec, arrived):
         self.most = tuple(map(max, arrived, getattr(self, "most", arrived)))  # so many slots hold something
-        return right(self, cargo, self.most)
+        return right(self, exchange_spec, self.most)
 
     patch.setattr(OneSidedExchange, "_received", received)
 

@@ -18,8 +18,8 @@ from tokenyard.routing import Placement
 def sized_for_one_format(patch):
     right = OneSidedExchange.region_bytes
 
-    def region_bytes(cargo):
-        return right(replace(cargo, wire=Bf16()))  # whatever the layer's wire is
+    def region_bytes(exchange_spec):
+        return right(replace(exchange_spec, wire=Bf16()))  # whatever the layer's wire is
 
     patch.setattr(OneSidedExchange, "region_bytes", staticmethod(region_bytes))
 
@@ -27,8 +27,8 @@ def sized_for_one_format(patch):
 def sized_for_the_first_layer(patch):
     right = OneSidedExchange.layout_for
 
-    def layout_for(self, cargos):
-        return right(self, cargos[:1])
+    def layout_for(self, exchange_specs):
+        return right(self, exchange_specs[:1])
 
     patch.setattr(OneSidedExchange, "layout_for", layout_for)
 
@@ -36,9 +36,9 @@ def sized_for_the_first_layer(patch):
 def sized_without_the_pad(patch):
     right = OneSidedExchange.region_bytes
 
-    def region_bytes(cargo):
-        need = right(cargo)
-        return replace(need, dispatch=cargo.slots * need.dispatch_row)  # rows times bytes of a row
+    def region_bytes(exchange_spec):
+        need = right(exchange_spec)
+        return replace(need, dispatch=exchange_spec.slots * need.dispatch_row)  # rows times bytes of a row
 
     patch.setattr(OneSidedExchange, "region_bytes", staticmethod(region_bytes))
 
@@ -46,17 +46,19 @@ def sized_without_the_pad(patch):
 def sized_for_the_data_parallel_group(patch):
     right, data_parallel = OneSidedExchange.region_bytes, 2
 
-    def region_bytes(cargo):
-        return right(replace(cargo, placement=Placement.contiguous(cargo.num_experts, data_parallel)))
+    def region_bytes(exchange_spec):
+        return right(
+            replace(exchange_spec, placement=Placement.contiguous(exchange_spec.num_experts, data_parallel))
+        )
 
     patch.setattr(OneSidedExchange, "region_bytes", staticmethod(region_bytes))
 
 
 def old_workspace_kept(patch):
-    def serve(self, cargos):
+    def serve(self, exchange_specs):
         if self._workspace is None:  # made once, and never looked at again
-            self._workspace = Workspace(self.group, self.layout_for(cargos))
-        Exchange.serve(self, cargos)
+            self._workspace = Workspace(self.group, self.layout_for(exchange_specs))
+        Exchange.serve(self, exchange_specs)
 
     patch.setattr(OneSidedExchange, "serve", serve)
 
@@ -68,10 +70,12 @@ def growth_under_a_graph(patch):
 
 
 def combine_over_dispatch(patch):
-    def combine(self, rank, cargo, flight):
+    def combine(self, rank, exchange_spec, flight):
         dispatch = self.layout.dispatch_region(flight)
-        behind = dispatch.offset + cargo.dispatch_slots.nbytes  # of this layer, not of the largest
-        return self._slots(cargo.combine_slots, rank, Region(offset=behind, nbytes=self.layout.combine))
+        behind = dispatch.offset + exchange_spec.dispatch_slots.nbytes  # of this layer, not of the largest
+        return self._slots(
+            exchange_spec.combine_slots, rank, Region(offset=behind, nbytes=self.layout.combine)
+        )
 
     patch.setattr(Workspace, "combine", combine)
 
@@ -100,16 +104,16 @@ def _grow_under_a_graph(group, *, is_gone=False):
     """The exchange of GPUs, in a CPU's memory. What CUDA does about a graph is done by hand."""
     from tokenyard.exchange.one_sided.cuda import CudaOneSidedExchange
 
-    def cargos(*layers):
-        return [wiring.cargo for wiring in ty.draft(layers, group.size, exchange="one_sided").wirings]
+    def exchange_specs(*layers):
+        return [wiring.exchange_spec for wiring in ty.draft(layers, group.size, exchange="one_sided").wirings]
 
     exchange = CudaOneSidedExchange(group)
-    exchange.serve(cargos(PLAIN))
+    exchange.serve(exchange_specs(PLAIN))
     graphs, before = exchange._graphs, exchange.memory.nbytes
     graphs._count += 1  # as `note` does when a graph is captured
     if is_gone:
         graphs._libc.sem_post(graphs._gone)  # as CUDA does when it is destroyed
-    exchange.serve(cargos(PLAIN, spec("head", hidden_size=200)))
+    exchange.serve(exchange_specs(PLAIN, spec("head", hidden_size=200)))
     assert exchange.memory.nbytes > before
 
 

@@ -27,11 +27,11 @@ from torch import Tensor
 from tokenyard.errors import ContractError, Drifted, HandleError, InputError, PeerFailed
 from tokenyard.exchange.announcement import Phase
 from tokenyard.exchange.base import Exchange
-from tokenyard.exchange.cargo import Cargo, Dispatched, ReturnPath, UnencodedRows
 from tokenyard.exchange.one_sided.control import STATUS, WORD, ControlLayout, Trouble
 from tokenyard.exchange.one_sided.exchange import OneSidedExchange
 from tokenyard.exchange.one_sided.graphs import CapturedGraphs
 from tokenyard.exchange.one_sided.launches import LAYER_BITS, Crossing, Encoding, Launcher
+from tokenyard.exchange.spec import Dispatched, ExchangeSpec, ReturnPath, UnencodedRows
 from tokenyard.exchange.workspace import WorkspaceLayout
 from tokenyard.formats.base import EncodedRows
 from tokenyard.group.base import Group
@@ -82,12 +82,12 @@ class DeviceWorkspace:
     def dispatch(self, crossing: Crossing, rank: int) -> dict[str, Tensor]:
         """The payloads of the slots that a rank receives into."""
         region = self.layout.dispatch_region(crossing.flight)
-        return self._first(crossing, crossing.cargo.dispatch_slots.views(region.of(self.buffers[rank])))
+        return self._first(crossing, crossing.spec.dispatch_slots.views(region.of(self.buffers[rank])))
 
     def combine(self, crossing: Crossing, rank: int) -> dict[str, Tensor]:
         """The payloads of the slots that a rank's results are read from."""
         region = self.layout.combine_region(crossing.flight)
-        return self._first(crossing, crossing.cargo.combine_slots.views(region.of(self.buffers[rank])))
+        return self._first(crossing, crossing.spec.combine_slots.views(region.of(self.buffers[rank])))
 
     def _first(self, crossing: Crossing, slots: dict[str, Tensor]) -> dict[str, Tensor]:
         used = len(self.buffers) * crossing.max_tokens
@@ -129,26 +129,32 @@ class CudaOneSidedExchange(OneSidedExchange):
 
     # -- The workspace -------------------------------------------------------------------------------------
 
-    def serve(self, cargos: Sequence[Cargo]) -> None:
-        needed, tokens = self.layout_for(cargos), max(cargo.max_tokens for cargo in cargos)
+    def serve(self, specs: Sequence[ExchangeSpec]) -> None:
+        needed, tokens = (
+            self.layout_for(specs),
+            max(spec.max_tokens for spec in specs),
+        )
         there = self._device_workspace
         if there is None:
             self._build(needed, tokens)
         elif not there.layout.suffices_for(needed) or there.launcher.max_tokens < tokens:
             self._check_graphs()
             self._build(there.layout.union(needed), max(tokens, there.launcher.max_tokens))
-        Exchange.serve(self, cargos)
+        Exchange.serve(self, specs)
 
-    def trim(self, cargos: Sequence[Cargo]) -> None:
-        needed, tokens = self.layout_for(cargos), max(cargo.max_tokens for cargo in cargos)
+    def trim(self, specs: Sequence[ExchangeSpec]) -> None:
+        needed, tokens = (
+            self.layout_for(specs),
+            max(spec.max_tokens for spec in specs),
+        )
         if self.memory.layout != needed:
             self._check_graphs()
             self._build(needed, tokens)
-        Exchange.serve(self, cargos)
+        Exchange.serve(self, specs)
 
     @property
     def _control(self) -> ControlLayout:
-        return ControlLayout(self.group.size, self._flights.capacity)
+        return ControlLayout(self.group.size, self._in_flight.capacity)
 
     @property
     def _control_bytes(self) -> int:
@@ -158,9 +164,9 @@ class CudaOneSidedExchange(OneSidedExchange):
         self.group.wait_for_device()  # what still uses the old workspace ends first
         self._device_workspace = DeviceWorkspace(self.group, layout, self._control, max_tokens)
 
-    def warmup(self, cargos: Sequence[Cargo]) -> None:
+    def warmup(self, specs: Sequence[ExchangeSpec]) -> None:
         """Load every kernel on every rank, before the first one that waits."""
-        over = [cargo.layer for cargo in cargos if cargo.index >= 1 << LAYER_BITS]
+        over = [spec.layer for spec in specs if spec.index >= 1 << LAYER_BITS]
         if over:
             raise InputError(
                 f"layer {over[0]!r} is number {1 << LAYER_BITS}",
@@ -168,18 +174,18 @@ class CudaOneSidedExchange(OneSidedExchange):
                 fix="make several plans",
                 layer=over[0],
             )
-        super().warmup(cargos)
+        super().warmup(specs)
         with self.group.patience(COMPILING):
             for turn in range(2):  # one rank compiles, the others find what it has compiled
                 if turn == min(self.group.rank, 1):
                     with self.launcher.on_device():
-                        for cargo in cargos:
-                            self.launcher.rehearse(cargo)
+                        for spec in specs:
+                            self.launcher.rehearse(spec)
                     self.group.wait_for_device()
                 self.group.barrier(phase="loading kernels")
 
-    def _look_at(self, cargo: Cargo, flight: int) -> None:
-        crossing = Crossing(cargo=cargo, flight=flight, max_tokens=cargo.max_tokens)
+    def _look_at(self, spec: ExchangeSpec, flight: int) -> None:
+        crossing = Crossing(spec=spec, flight=flight, max_tokens=spec.max_tokens)
         self.memory.dispatch(crossing, self.group.rank)
         self.memory.combine(crossing, self.group.rank)
 
@@ -210,26 +216,26 @@ class CudaOneSidedExchange(OneSidedExchange):
 
     # -- The way out ---------------------------------------------------------------------------------------
 
-    def encode(self, cargo: Cargo, x_TH: Tensor) -> EncodedRows | UnencodedRows:
-        fused = Encoding.of(cargo.wire) is not None
-        return UnencodedRows(format=cargo.wire, x_TH=x_TH) if fused else super().encode(cargo, x_TH)
+    def encode(self, spec: ExchangeSpec, x_TH: Tensor) -> EncodedRows | UnencodedRows:
+        fused = Encoding.of(spec.wire) is not None
+        return UnencodedRows(format=spec.wire, x_TH=x_TH) if fused else super().encode(spec, x_TH)
 
     @by_one_thread
     def dispatch(
         self,
-        cargo: Cargo,
+        spec: ExchangeSpec,
         rows: EncodedRows | UnencodedRows,
         routes: Routes | RoutingLogits,
         extra: Mapping[str, Tensor] | None = None,
     ) -> Dispatched:
-        self._check_turn(cargo)
+        self._check_turn(spec)
         round, is_captured = self._round + 1, torch.cuda.is_current_stream_capturing()
         try:
             self._raise_trouble()
-            crossing = self._crossing(cargo)
-            checked = self._check_batch(cargo, rows, routes, extra or {}, values=False)
+            crossing = self._crossing(spec)
+            checked = self._check_batch(spec, rows, routes, extra or {}, values=False)
             assert isinstance(checked, Routes)  # `supports` refuses logits
-            checked = self._drop_lost(cargo, checked)
+            checked = self._drop_lost(spec, checked)
             if rows.num_rows > crossing.max_tokens:
                 raise InputError(
                     f"{rows.num_rows} tokens",
@@ -237,11 +243,11 @@ class CudaOneSidedExchange(OneSidedExchange):
                     fix="give fixed_shapes the largest number of tokens of any rank",
                 )
         except Exception as error:
-            self._fail(cargo, error, partial(self._fail_out, cargo, round, error))
+            self._fail(spec, error, partial(self._fail_out, spec, round, error))
         self._round = round
         if is_captured:
             self._graphs.note()
-        with self._working(cargo, "dispatch"):
+        with self._working(spec, "dispatch"):
             slots_TW = self.launcher.dispatch(
                 crossing,
                 rows.x_TH if isinstance(rows, UnencodedRows) else rows,
@@ -260,31 +266,35 @@ class CudaOneSidedExchange(OneSidedExchange):
         )
         received = self._rows_received(crossing, counts)
         dispatched = Dispatched(
-            received=received, cargo=cargo, round=round, return_path=path, flight=crossing.flight
+            received=received,
+            spec=spec,
+            round=round,
+            return_path=path,
+            flight=crossing.flight,
         )
-        self._flights.add(dispatched)
+        self._in_flight.add(dispatched)
         if is_checked:
             try:
                 self._raise_trouble()  # of this rank's own ids: the others have gone on, and wait for its combine
             except InputError as error:
-                self._fail(cargo, error, partial(self._flights.give_up, dispatched, error))
+                self._fail(spec, error, partial(self._in_flight.give_up, dispatched, error))
         self._count(dispatched)
         return dispatched
 
     @contextmanager
-    def _working(self, cargo: Cargo, phase: str) -> Iterator[None]:
+    def _working(self, spec: ExchangeSpec, phase: str) -> Iterator[None]:
         with (
-            self.stats[cargo.layer].waiting(phase),
-            self._in_layer(cargo),
+            self.stats[spec.layer].waiting(phase),
+            self._in_layer(spec),
             self._waiting(),
             self.launcher.on_device(),
         ):
             yield
 
-    def _crossing(self, cargo: Cargo) -> Crossing:
+    def _crossing(self, spec: ExchangeSpec) -> Crossing:
         """The way of a dispatch through the first region that none in flight uses."""
-        limit = cargo.max_tokens if self._limit is None else min(self._limit, cargo.max_tokens)
-        return Crossing(cargo=cargo, flight=self._flights.free, max_tokens=limit)
+        limit = spec.max_tokens if self._limit is None else min(self._limit, spec.max_tokens)
+        return Crossing(spec=spec, flight=self._in_flight.free, max_tokens=limit)
 
     def _read_counts(self, crossing: Crossing) -> tuple[int, ...]:
         """How many rows came from whom; waits for the device."""
@@ -303,14 +313,14 @@ class CudaOneSidedExchange(OneSidedExchange):
 
     def _rows_received(self, crossing: Crossing, counts: tuple[int, ...] | None) -> ReceivedRows:
         """What came, as views of the workspace: the rows that are there, or all slots."""
-        cargo, slots = crossing.cargo, self.memory.dispatch(crossing, self.group.rank)
-        names = [payload.name for payload in cargo.wire.payloads(cargo.hidden_size)]
+        spec, slots = crossing.spec, self.memory.dispatch(crossing, self.group.rank)
+        names = [payload.name for payload in spec.wire.payloads(spec.hidden_size)]
         rows = EncodedRows(
-            format=cargo.wire,
-            hidden_size=cargo.hidden_size,
+            format=spec.wire,
+            hidden_size=spec.hidden_size,
             payloads={name: slots[name] for name in names},
         )
-        extra = {payload.name: slots[payload.name] for payload in cargo.extra}
+        extra = {payload.name: slots[payload.name] for payload in spec.extra}
         if counts is None:
             routes = LocalRoutes(ids_RK=slots["ids"], weights_RK=slots["weights"])
             everything = (crossing.max_tokens,) * self.group.size
@@ -328,10 +338,10 @@ class CudaOneSidedExchange(OneSidedExchange):
         )
 
     def _count(self, dispatched: Dispatched) -> None:
-        path, stats = cast(DevicePath, dispatched.return_path), self.stats[dispatched.cargo.layer]
+        path, stats = cast(DevicePath, dispatched.return_path), self.stats[dispatched.spec.layer]
         if path.is_checked:
             sent = (path.slots_TW >= 0).sum(dim=0).tolist()
-            row = self.region_bytes(dispatched.cargo).dispatch_row
+            row = self.region_bytes(dispatched.spec).dispatch_row
             stats.count_dispatch(path.num_tokens, sent, path.received_counts, [n * row for n in sent])
         else:  # how many rows went where, only the device knows
             nobody = [0] * self.group.size
@@ -345,7 +355,7 @@ class CudaOneSidedExchange(OneSidedExchange):
 
     def _results_at(self, crossing: Crossing, slots_R: Tensor | None) -> CombineBuffer | None:
         """Where results are read; None where they are encoded on the way there."""
-        if crossing.cargo.combine_wire.quantized:
+        if crossing.spec.combine_wire.quantized:
             return None
         (rows_SH,) = self.memory.combine(crossing, self.group.rank).values()
         return CombineBuffer(rows_SH=rows_SH, slots_R=slots_R)
@@ -360,10 +370,15 @@ class CudaOneSidedExchange(OneSidedExchange):
         add: Sequence[Tensor] = (),
     ) -> CombinedRows:
         path, rows_RH = self._results(dispatched, result, reduces=True, out=out, add=add)
-        cargo = dispatched.cargo
+        spec = dispatched.spec
         if out is None:
-            out = torch.empty(path.num_tokens, cargo.hidden_size, dtype=cargo.dtype, device=self.group.device)
-        with self._working(cargo, "combine"), self._in_turn():
+            out = torch.empty(
+                path.num_tokens,
+                spec.hidden_size,
+                dtype=spec.dtype,
+                device=self.group.device,
+            )
+        with self._working(spec, "combine"), self._in_turn():
             home = (
                 out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
             )
@@ -377,8 +392,8 @@ class CudaOneSidedExchange(OneSidedExchange):
     @by_one_thread
     def combine_unreduced(self, dispatched: Dispatched, result: ExpertRows | PlacedRows) -> RankRows:
         path, rows_RH = self._results(dispatched, result, reduces=False, out=None, add=())
-        cargo, crossing = dispatched.cargo, path.crossing
-        with self._working(cargo, "combine"), self._in_turn():
+        spec, crossing = dispatched.spec, path.crossing
+        with self._working(spec, "combine"), self._in_turn():
             if rows_RH is not None:
                 self.launcher.place(crossing, rows_RH, dense=path.is_checked)
             self.launcher.meet(crossing.layer, Phase.COMBINE)
@@ -391,7 +406,9 @@ class CudaOneSidedExchange(OneSidedExchange):
                     for name, payload in self.memory.combine(crossing, rank).items()
                 }
                 encoded = EncodedRows(
-                    format=cargo.combine_wire, hidden_size=cargo.hidden_size, payloads=payloads
+                    format=spec.combine_wire,
+                    hidden_size=spec.hidden_size,
+                    payloads=payloads,
                 )
                 home.append(encoded.decode(torch.float32).clone())
             self._end(path)
@@ -400,7 +417,7 @@ class CudaOneSidedExchange(OneSidedExchange):
             rows_by_rank=tuple(home),
             tokens_by_rank=tuple(tokens),
             num_tokens=path.num_tokens,
-            dtype=cargo.dtype,
+            dtype=spec.dtype,
         )
 
     def _results(
@@ -414,7 +431,7 @@ class CudaOneSidedExchange(OneSidedExchange):
     ) -> tuple[DevicePath, Tensor | None]:
         """Check a result; its rows, or None where they are placed already."""
         self._land(dispatched)
-        cargo, path = dispatched.cargo, cast(DevicePath, dispatched.return_path)
+        spec, path = dispatched.spec, cast(DevicePath, dispatched.return_path)
         try:
             rows_RH = self._check_result(dispatched, result, reduces=reduces, out=out, add=add)
             if len(add) > MOST_TERMS:
@@ -425,7 +442,7 @@ class CudaOneSidedExchange(OneSidedExchange):
                 )
             return path, rows_RH
         except Exception as error:
-            self._fail(cargo, error, partial(self._fail_back, dispatched, error))
+            self._fail(spec, error, partial(self._fail_back, dispatched, error))
 
     def _end(self, path: DevicePath) -> None:
         """The end of a checked round: whatever went wrong in it is raised here."""
@@ -434,15 +451,15 @@ class CudaOneSidedExchange(OneSidedExchange):
             self._raise_trouble()
 
     def _count_back(self, dispatched: Dispatched) -> None:
-        row = self.region_bytes(dispatched.cargo).combine_row
+        row = self.region_bytes(dispatched.spec).combine_row
         counts = dispatched.return_path.received_counts
-        self.stats[dispatched.cargo.layer].count_combine([n * row for n in counts])
+        self.stats[dispatched.spec.layer].count_combine([n * row for n in counts])
 
     # -- Shared fate ---------------------------------------------------------------------------------------
 
-    def _fail_out(self, cargo: Cargo, round: int, error: BaseException) -> None:
+    def _fail_out(self, spec: ExchangeSpec, round: int, error: BaseException) -> None:
         self._round = round
-        self._tell_failure(self._crossing(cargo), Phase.DISPATCH, error)
+        self._tell_failure(self._crossing(spec), Phase.DISPATCH, error)
 
     def _fail_back(self, dispatched: Dispatched, error: BaseException) -> None:
         self._tell_failure(cast(DevicePath, dispatched.return_path).crossing, Phase.COMBINE, error)

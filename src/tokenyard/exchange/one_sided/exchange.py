@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import ContractError, Drifted, Reason
-from tokenyard.exchange.announcement import Announcement, Phase, check_counts, check_fates, check_places
+from tokenyard.exchange.announcement import Announcement, Phase, check_counts, check_failures, check_places
 from tokenyard.exchange.base import Exchange
-from tokenyard.exchange.cargo import Cargo, Dispatched, Outgoing
 from tokenyard.exchange.one_sided.control import MOST_RANKS
 from tokenyard.exchange.one_sided.guarded import WorkspaceWatch
 from tokenyard.exchange.one_sided.signals import Signals, control_bytes
+from tokenyard.exchange.spec import Dispatched, ExchangeSpec, Outgoing
 from tokenyard.exchange.watch import Watch
 from tokenyard.exchange.workspace import LayerBytes, Region, SlotLayout, WorkspaceLayout, as_bytes
 from tokenyard.formats.base import EncodedRows
@@ -56,13 +56,13 @@ class Workspace:
         self.signals = Signals(controls, group)
         self._views: dict[tuple[SlotLayout, int, int], dict[str, Tensor]] = {}
 
-    def dispatch(self, rank: int, cargo: Cargo, flight: int) -> dict[str, Tensor]:
+    def dispatch(self, rank: int, spec: ExchangeSpec, flight: int) -> dict[str, Tensor]:
         """The payloads of all slots that a rank receives into."""
-        return self._slots(cargo.dispatch_slots, rank, self.layout.dispatch_region(flight))
+        return self._slots(spec.dispatch_slots, rank, self.layout.dispatch_region(flight))
 
-    def combine(self, rank: int, cargo: Cargo, flight: int) -> dict[str, Tensor]:
+    def combine(self, rank: int, spec: ExchangeSpec, flight: int) -> dict[str, Tensor]:
         """The payloads of all slots that a rank's results are read from."""
-        return self._slots(cargo.combine_slots, rank, self.layout.combine_region(flight))
+        return self._slots(spec.combine_slots, rank, self.layout.combine_region(flight))
 
     def _slots(self, slots: SlotLayout, rank: int, region: Region) -> dict[str, Tensor]:
         key = (slots, rank, region.offset)
@@ -99,12 +99,12 @@ class OneSidedExchange(Exchange):
         return chosen
 
     @classmethod
-    def region_bytes(cls, cargo: Cargo) -> LayerBytes:
+    def region_bytes(cls, spec: ExchangeSpec) -> LayerBytes:
         return LayerBytes(
-            dispatch_row=sum(payload.nbytes for payload in cargo.dispatch_slots.payloads),
-            combine_row=sum(payload.nbytes for payload in cargo.combine_slots.payloads),
-            dispatch=cargo.dispatch_slots.nbytes,
-            combine=cargo.combine_slots.nbytes,
+            dispatch_row=sum(payload.nbytes for payload in spec.dispatch_slots.payloads),
+            combine_row=sum(payload.nbytes for payload in spec.combine_slots.payloads),
+            dispatch=spec.dispatch_slots.nbytes,
+            combine=spec.combine_slots.nbytes,
         )
 
     @classmethod
@@ -131,21 +131,21 @@ class OneSidedExchange(Exchange):
             )
         return self._workspace
 
-    def serve(self, cargos: Sequence[Cargo]) -> None:
+    def serve(self, specs: Sequence[ExchangeSpec]) -> None:
         """Carry these layers: in the workspace that is there if it suffices, else in a new one for the union."""
-        needed = self.layout_for(cargos)
+        needed = self.layout_for(specs)
         if self._workspace is None:
             self._make_workspace(needed)
         elif not self._workspace.layout.suffices_for(needed):
             self._make_workspace(self._workspace.layout.union(needed))
-        super().serve(cargos)
+        super().serve(specs)
 
-    def trim(self, cargos: Sequence[Cargo]) -> None:
+    def trim(self, specs: Sequence[ExchangeSpec]) -> None:
         """Carry these layers in a workspace that is no larger than they need."""
-        needed = self.layout_for(cargos)
+        needed = self.layout_for(specs)
         if self._workspace is None or self._workspace.layout != needed:
             self._make_workspace(needed)
-        super().serve(cargos)
+        super().serve(specs)
 
     def _make_workspace(self, layout: WorkspaceLayout) -> None:
         """All or nothing: if a rank cannot allocate, all raise here, and the old workspace still serves."""
@@ -153,99 +153,99 @@ class OneSidedExchange(Exchange):
         self._watch.workspace_made(made, self._round)
         self._workspace = made
 
-    def warmup(self, cargos: Sequence[Cargo]) -> None:
+    def warmup(self, specs: Sequence[ExchangeSpec]) -> None:
         """Look at every layer's slots once: a workspace that one of them does not fit into is found now."""
-        for cargo in cargos:
-            with self._in_layer(cargo):
-                for flight in range(self._flights.capacity):
-                    self._look_at(cargo, flight)
+        for spec in specs:
+            with self._in_layer(spec):
+                for flight in range(self._in_flight.capacity):
+                    self._look_at(spec, flight)
 
-    def _look_at(self, cargo: Cargo, flight: int) -> None:
+    def _look_at(self, spec: ExchangeSpec, flight: int) -> None:
         """This rank's slots of a layer, out and back; raises where they do not fit."""
-        self.workspace.dispatch(self.group.rank, cargo, flight)
-        self.workspace.combine(self.group.rank, cargo, flight)
+        self.workspace.dispatch(self.group.rank, spec, flight)
+        self.workspace.combine(self.group.rank, spec, flight)
 
     @property
     def _control_bytes(self) -> int:
         """Bytes of flags and mail on a rank."""
         return control_bytes(self.group.size)
 
-    def layout_for(self, cargos: Sequence[Cargo]) -> WorkspaceLayout:
+    def layout_for(self, specs: Sequence[ExchangeSpec]) -> WorkspaceLayout:
         """The smallest layout that serves these layers: the union of what they need."""
-        needs = [self.region_bytes(cargo) for cargo in cargos]
+        needs = [self.region_bytes(spec) for spec in specs]
         return WorkspaceLayout(
             control=self._control_bytes,
             dispatch=max(need.dispatch for need in needs),
             combine=max(need.combine for need in needs),
-            in_flight=self._flights.capacity,
+            in_flight=self._in_flight.capacity,
             guard=self._watch.guard,
         )
 
     # -- The way out ---------------------------------------------------------------------------------------
 
     def _send_out(
-        self, cargo: Cargo, round: int, outgoing: Outgoing, loaded: None
+        self, spec: ExchangeSpec, round: int, outgoing: Outgoing, loaded: None
     ) -> tuple[ReceivedRows, tuple[int, ...]]:
         by_rank = [
-            self._announcement(cargo, Phase.DISPATCH, round, outgoing.num_tokens, [count], None)
+            self._announcement(spec, Phase.DISPATCH, round, outgoing.num_tokens, [count], None)
             for count in outgoing.counts
         ]
         heard = self._tell_and_hear(by_rank)
-        check_counts(self.group, by_rank[self.group.rank], heard, cargo.max_tokens)
+        check_counts(self.group, by_rank[self.group.rank], heard, spec.max_tokens)
         arrived = tuple(announcement.counts[0] for announcement in heard)
-        return self._received(cargo, arrived), arrived
+        return self._received(spec, arrived), arrived
 
     @torch.no_grad()  # weights may want a gradient; a workspace that remembered would hold every batch
-    def _load_out(self, cargo: Cargo, round: int, outgoing: Outgoing) -> None:
+    def _load_out(self, spec: ExchangeSpec, round: int, outgoing: Outgoing) -> None:
         """Push each row to every rank that owns one of its experts. Nobody reads it before being told."""
         routes = outgoing.routes
         assert isinstance(routes, Routes)  # `supports` refuses logits
         ids_NK, weights_NK = outgoing.local_routes(routes)
         whole = {**outgoing.rows.payloads, **outgoing.extra}
-        first, start = self.group.rank * cargo.max_tokens, 0
+        first, start = self.group.rank * spec.max_tokens, 0
         for rank, tokens in enumerate(outgoing.tokens_by_rank):
             count = tokens.numel()
             if count == 0:
                 continue
-            slots = self.workspace.dispatch(rank, cargo, self._flights.free)
+            slots = self.workspace.dispatch(rank, spec, self._in_flight.free)
             for name, tensor in whole.items():
                 _gather_into(slots[name][first : first + count], tensor, tokens)
             slots["ids"][first : first + count] = ids_NK[start : start + count]
             slots["weights"][first : first + count] = weights_NK[start : start + count]
             start += count
 
-    def _received(self, cargo: Cargo, arrived: tuple[int, ...]) -> ReceivedRows:
+    def _received(self, spec: ExchangeSpec, arrived: tuple[int, ...]) -> ReceivedRows:
         """What came, as views of the workspace: the rows, and the slots in which there are any."""
-        slots = self.workspace.dispatch(self.group.rank, cargo, self._flights.free)
+        slots = self.workspace.dispatch(self.group.rank, spec, self._in_flight.free)
         slots_R = torch.cat(
-            [torch.arange(count) + source * cargo.max_tokens for source, count in enumerate(arrived)]
+            [torch.arange(count) + source * spec.max_tokens for source, count in enumerate(arrived)]
         )
-        names = [payload.name for payload in cargo.wire.payloads(cargo.hidden_size)]
+        names = [payload.name for payload in spec.wire.payloads(spec.hidden_size)]
         return ReceivedRows(
             rows=EncodedRows(
-                format=cargo.wire,
-                hidden_size=cargo.hidden_size,
+                format=spec.wire,
+                hidden_size=spec.hidden_size,
                 payloads={name: slots[name] for name in names},
             ),
             routes=LocalRoutes(ids_RK=slots["ids"][slots_R], weights_RK=slots["weights"][slots_R]),
             counts_W=arrived,
-            extra={payload.name: slots[payload.name][slots_R] for payload in cargo.further},
+            extra={payload.name: slots[payload.name][slots_R] for payload in spec.further},
             slots_R=slots_R,
         )
 
-    def bytes_sent(self, cargo: Cargo, outgoing: Outgoing) -> list[int]:
-        row = self.region_bytes(cargo).dispatch_row
+    def bytes_sent(self, spec: ExchangeSpec, outgoing: Outgoing) -> list[int]:
+        row = self.region_bytes(spec).dispatch_row
         return [tokens.numel() * row for tokens in outgoing.tokens_by_rank]
 
     # -- The way back --------------------------------------------------------------------------------------
 
     def combine_buffer(self, dispatched: Dispatched) -> CombineBuffer | None:
         """Where experts may write their results, without a copy. None, if the way back is quantized."""
-        cargo, slots_R = dispatched.cargo, dispatched.received.slots_R
-        if cargo.combine_wire.quantized or slots_R is None:
+        spec, slots_R = dispatched.spec, dispatched.received.slots_R
+        if spec.combine_wire.quantized or slots_R is None:
             return None
-        slots = self.workspace.combine(self.group.rank, cargo, dispatched.flight)
-        (payload,) = cargo.combine_wire.payloads(cargo.hidden_size)
+        slots = self.workspace.combine(self.group.rank, spec, dispatched.flight)
+        (payload,) = spec.combine_wire.payloads(spec.hidden_size)
         # Detached: experts may write what wants a gradient, and only this handle is to remember it.
         return CombineBuffer(rows_SH=slots[payload.name].detach(), slots_R=slots_R)
 
@@ -265,27 +265,27 @@ class OneSidedExchange(Exchange):
     @torch.no_grad()
     def _load_back(self, dispatched: Dispatched, encoded: EncodedRows) -> None:
         """Write the results into this rank's combine region, from which their owners pull them."""
-        cargo = dispatched.cargo
-        slots = self.workspace.combine(self.group.rank, cargo, dispatched.flight)
+        spec = dispatched.spec
+        slots = self.workspace.combine(self.group.rank, spec, dispatched.flight)
         start = 0
         for source, count in enumerate(dispatched.return_path.received_counts):
-            first = source * cargo.max_tokens
+            first = source * spec.max_tokens
             for name, tensor in encoded.payloads.items():
                 slots[name][first : first + count] = tensor[start : start + count]
             start += count
 
     def _send_back(self, dispatched: Dispatched, loaded: None) -> list[EncodedRows]:
-        cargo, path, round = dispatched.cargo, dispatched.return_path, dispatched.round
-        mine = self._announcement(cargo, Phase.COMBINE, round, path.num_tokens, [], None)
+        spec, path, round = dispatched.spec, dispatched.return_path, dispatched.round
+        mine = self._announcement(spec, Phase.COMBINE, round, path.num_tokens, [], None)
         self._tell_and_hear([mine] * self.group.size)
-        first = self.group.rank * cargo.max_tokens
+        first = self.group.rank * spec.max_tokens
         return [
             EncodedRows(
-                format=cargo.combine_wire,
-                hidden_size=cargo.hidden_size,
+                format=spec.combine_wire,
+                hidden_size=spec.hidden_size,
                 payloads={
                     name: slots[first : first + tokens.numel()]
-                    for name, slots in self.workspace.combine(rank, cargo, dispatched.flight).items()
+                    for name, slots in self.workspace.combine(rank, spec, dispatched.flight).items()
                 },
             )
             for rank, tokens in enumerate(path.tokens_by_rank)
@@ -293,12 +293,12 @@ class OneSidedExchange(Exchange):
 
     # -- Shared fate ---------------------------------------------------------------------------------------
 
-    def _fail_out(self, cargo: Cargo, round: int, error: BaseException) -> None:
-        failed = self._announcement(cargo, Phase.DISPATCH, round, 0, [0], error)
+    def _fail_out(self, spec: ExchangeSpec, round: int, error: BaseException) -> None:
+        failed = self._announcement(spec, Phase.DISPATCH, round, 0, [0], error)
         self._tell_and_hear([failed] * self.group.size)
 
     def _fail_back(self, dispatched: Dispatched, error: BaseException) -> None:
-        failed = self._announcement(dispatched.cargo, Phase.COMBINE, dispatched.round, 0, [], error)
+        failed = self._announcement(dispatched.spec, Phase.COMBINE, dispatched.round, 0, [], error)
         self._tell_and_hear([failed] * self.group.size)
 
     def _tell_and_hear(self, by_rank: Sequence[Announcement]) -> list[Announcement]:
@@ -314,7 +314,7 @@ class OneSidedExchange(Exchange):
         if any(other.plan != mine.plan for other in heard):
             self._drift_apart()
         check_places(self.group, mine, heard, self._names)
-        check_fates(self.group, mine, heard)
+        check_failures(self.group, mine, heard)
         return heard
 
     def _drift_apart(self) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import Corrupted, PeerLost
-from tokenyard.exchange.cargo import SEAL, Cargo, Dispatched
+from tokenyard.exchange.spec import SEAL, Dispatched, ExchangeSpec
 from tokenyard.exchange.watch import ParanoidWatch
 from tokenyard.exchange.workspace import SlotLayout
 from tokenyard.formats.base import EncodedRows
@@ -53,7 +53,7 @@ class WorkspaceWatch(ParanoidWatch):
         # By flight: whether all of its dispatch region was poison before its rows came.
         self._poisoned: dict[int, bool] = {}
         # By flight: whose results stand in its combine region, and how many for each rank, beside poison.
-        self._results: dict[int, tuple[Cargo, tuple[int, ...]]] = {}
+        self._results: dict[int, tuple[ExchangeSpec, tuple[int, ...]]] = {}
 
     def given_up(self, lost: PeerLost) -> list[int]:
         workspace = None if self._made is None else self._made()
@@ -103,16 +103,20 @@ class WorkspaceWatch(ParanoidWatch):
 
     def leaving(self, dispatched: Dispatched, *, placed: bool) -> None:
         super().leaving(dispatched, placed=placed)
-        cargo, flight, counts = dispatched.cargo, dispatched.flight, dispatched.return_path.received_counts
+        spec, flight, counts = (
+            dispatched.spec,
+            dispatched.flight,
+            dispatched.return_path.received_counts,
+        )
         if placed:
             self._seal_placed(dispatched)
         self._check_guards()
         self._check_dispatch_region(dispatched)
-        _check_unused("combine", self._combine_region(flight), cargo.combine_slots, cargo, counts)
-        self._results[flight] = (cargo, counts)
+        _check_unused("combine", self._combine_region(flight), spec.combine_slots, spec, counts)
+        self._results[flight] = (spec, counts)
         region = self._dispatch_region(flight)
         if self._poisoned[flight]:
-            for _, rows in _cut(region, cargo.dispatch_slots, _used(cargo, counts)):
+            for _, rows in _cut(region, spec.dispatch_slots, _used(spec, counts)):
                 rows.fill_(POISON)
         else:
             region.fill_(POISON)
@@ -134,24 +138,24 @@ class WorkspaceWatch(ParanoidWatch):
         if known is None:
             region.fill_(POISON)
             return
-        cargo, counts = known
-        for _, rows in _cut(region, cargo.combine_slots, _used(cargo, counts)):
+        spec, counts = known
+        for _, rows in _cut(region, spec.combine_slots, _used(spec, counts)):
             rows.fill_(POISON)
         if (byte := _first_written(region)) is not None:
             region.fill_(POISON)
             raise Corrupted(
                 f"byte {byte} of region 'combine' was written after this rank's results stood there",
                 expected="the other ranks to read results, and to write nothing",
-                layer=cargo.layer,
+                layer=spec.layer,
                 place="combine",
             )
 
     def _seal_placed(self, dispatched: Dispatched) -> None:
         """Seal the results that experts wrote into the combine region by themselves."""
-        cargo, slots_R = dispatched.cargo, dispatched.received.slots_R
+        spec, slots_R = dispatched.spec, dispatched.received.slots_R
         assert slots_R is not None
-        slots = self._workspace.combine(self.group.rank, cargo, dispatched.flight)
-        (payload,) = cargo.combine_wire.payloads(cargo.hidden_size)
+        slots = self._workspace.combine(self.group.rank, spec, dispatched.flight)
+        (payload,) = spec.combine_wire.payloads(spec.hidden_size)
         rows_RH = slots[payload.name][slots_R]
         blank_R = (rows_RH.view(torch.uint8) == POISON).all(dim=1)
         if bool(blank_R.any()):
@@ -167,7 +171,9 @@ class WorkspaceWatch(ParanoidWatch):
                 place="combine",
             )
         encoded = EncodedRows(
-            format=cargo.combine_wire, hidden_size=cargo.hidden_size, payloads={payload.name: rows_RH}
+            format=spec.combine_wire,
+            hidden_size=spec.hidden_size,
+            payloads={payload.name: rows_RH},
         )
         slots[SEAL][slots_R] = self._seals_back(dispatched, encoded)
 
@@ -175,9 +181,9 @@ class WorkspaceWatch(ParanoidWatch):
 
     def _check_dispatch_region(self, dispatched: Dispatched) -> None:
         if self._poisoned[dispatched.flight]:
-            cargo, counts = dispatched.cargo, dispatched.return_path.received_counts
+            spec, counts = dispatched.spec, dispatched.return_path.received_counts
             region = self._dispatch_region(dispatched.flight)
-            _check_unused("dispatch", region, cargo.dispatch_slots, cargo, counts)
+            _check_unused("dispatch", region, spec.dispatch_slots, spec, counts)
 
     def _check_guards(self) -> None:
         """Raise if a byte between regions was written; the next round finds the guards whole again."""
@@ -201,18 +207,15 @@ class WorkspaceWatch(ParanoidWatch):
             )
 
 
-def _used(cargo: Cargo, counts: Sequence[int]) -> list[range]:
+def _used(spec: ExchangeSpec, counts: Sequence[int]) -> list[range]:
     """The slots that hold a row."""
-    return [
-        range(source * cargo.max_tokens, source * cargo.max_tokens + n) for source, n in enumerate(counts)
-    ]
+    return [range(source * spec.max_tokens, source * spec.max_tokens + n) for source, n in enumerate(counts)]
 
 
-def _unused(cargo: Cargo, counts: Sequence[int]) -> list[range]:
+def _unused(spec: ExchangeSpec, counts: Sequence[int]) -> list[range]:
     """The slots that hold none."""
     return [
-        range(source * cargo.max_tokens + n, (source + 1) * cargo.max_tokens)
-        for source, n in enumerate(counts)
+        range(source * spec.max_tokens + n, (source + 1) * spec.max_tokens) for source, n in enumerate(counts)
     ]
 
 
@@ -224,14 +227,16 @@ def _cut(region: Tensor, layout: SlotLayout, runs: Sequence[range]) -> Iterator[
             yield payload.name, region[first:last]
 
 
-def _check_unused(name: str, region: Tensor, layout: SlotLayout, cargo: Cargo, counts: Sequence[int]) -> None:
+def _check_unused(
+    name: str, region: Tensor, layout: SlotLayout, spec: ExchangeSpec, counts: Sequence[int]
+) -> None:
     """Raise if a byte of a region that belongs to no row is not poison."""
-    runs = _unused(cargo, counts)
+    runs = _unused(spec, counts)
     width = {payload.name: payload.nbytes for payload in layout.payloads}
     for number, (payload, rows) in enumerate(_cut(region, layout, runs)):
         if (byte := _first_written(rows)) is not None:
             run = runs[number % len(runs)]
-            source, place = divmod(run.start + byte // width[payload], cargo.max_tokens)
+            source, place = divmod(run.start + byte // width[payload], spec.max_tokens)
             raise Corrupted(
                 f"slot {place} for rank {source} of region {name!r} holds no row in this round, and payload "
                 f"{payload!r} was written there",

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from tokenyard.errors import InputError
 from tokenyard.exchange.announcement import Phase
-from tokenyard.exchange.cargo import Cargo
 from tokenyard.exchange.one_sided.control import STATUS_WORDS, ControlLayout
 from tokenyard.exchange.one_sided.kernels import flags as flags_room
 from tokenyard.exchange.one_sided.kernels import numerics
 from tokenyard.exchange.one_sided.kernels import pull as pull_room
 from tokenyard.exchange.one_sided.kernels import push as push_room
+from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.workspace import SlotLayout, WorkspaceLayout
 from tokenyard.formats import Fp8Block128, Mxfp8, Nvfp4, PlainFormat
 from tokenyard.formats.base import EncodedRows, Format
@@ -183,14 +183,14 @@ class Routing:
 class Crossing:
     """Everything of one dispatch that is not a number of tokens: its layer, and where it goes."""
 
-    cargo: Cargo
+    spec: ExchangeSpec
     flight: int
     max_tokens: int  # of any rank, in this dispatch: windows are so many slots apart
 
     @property
     def layer(self) -> int:
         """What a flag says of it: the layer's index, and a few bits of `max_tokens`, which all ranks must agree on."""
-        return self.cargo.index | ((self.max_tokens * 2654435761 >> 12) & 0x3FF) << LAYER_BITS
+        return self.spec.index | ((self.max_tokens * 2654435761 >> 12) & 0x3FF) << LAYER_BITS
 
 
 class Launcher:
@@ -228,36 +228,36 @@ class Launcher:
         """Kernels are launched on the device of the workspace, whatever the current one is."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
-    def rehearse(self, cargo: Cargo) -> None:
+    def rehearse(self, spec: ExchangeSpec) -> None:
         """Compile and load every kernel that a layer's round trips can launch; nothing is moved."""
-        crossing = Crossing(cargo=cargo, flight=0, max_tokens=cargo.max_tokens)
-        x_TH = torch.zeros(1, cargo.hidden_size, dtype=cargo.dtype, device=self.device)
-        ids_TK = torch.full((1, cargo.top_k), -1, dtype=torch.int32, device=self.device)
+        crossing = Crossing(spec=spec, flight=0, max_tokens=spec.max_tokens)
+        x_TH = torch.zeros(1, spec.hidden_size, dtype=spec.dtype, device=self.device)
+        ids_TK = torch.full((1, spec.top_k), -1, dtype=torch.int32, device=self.device)
         slots_TW = torch.full((1, self.world), -1, dtype=torch.int32, device=self.device)
         extra = {
             payload.name: torch.zeros(1, payload.width, dtype=payload.dtype, device=self.device)
-            for payload in cargo.extra
+            for payload in spec.extra
         }
-        places = self._places(cargo.dispatch_slots, 0)
+        places = self._places(spec.dispatch_slots, 0)
         routes = Routing(ids_TK, ids_TK.float(), slots_TW, places, -1)
         encoded = EncodedRows(
-            format=cargo.wire,
-            hidden_size=cargo.hidden_size,
-            payloads=cargo.wire.empty_payloads(1, cargo.hidden_size, self.device),
+            format=spec.wire,
+            hidden_size=spec.hidden_size,
+            payloads=spec.wire.empty_payloads(1, spec.hidden_size, self.device),
         )
         # Whoever has encoded rows sends them as they are; others leave that to the kernels, where one can.
         forms: list[EncodedRows | Tensor] = [encoded]
-        if Encoding.of(cargo.wire) is not None:
+        if Encoding.of(spec.wire) is not None:
             forms.append(x_TH)
         for rows in forms:
-            loads = self._loads(cargo, rows, extra)
+            loads = self._loads(spec, rows, extra)
             if len(loads) == 1:
-                for tokens in {min(FEW_ROWS + 1, cargo.max_tokens * self.ranks), 1}:
+                for tokens in {min(FEW_ROWS + 1, spec.max_tokens * self.ranks), 1}:
                     self._push(crossing, loads[0], routes, whole=True, sized_for=tokens)
-            if len(loads) > 1 or cargo.max_tokens > LONGEST_WHOLE:
+            if len(loads) > 1 or spec.max_tokens > LONGEST_WHOLE:
                 self._assign(crossing, routes)
                 for tokens in {
-                    min(many, cargo.max_tokens * self.ranks) for many in (1, FEW_ROWS + 1, MANY_ROWS + 1)
+                    min(many, spec.max_tokens * self.ranks) for many in (1, FEW_ROWS + 1, MANY_ROWS + 1)
                 }:
                     for load in loads:
                         self._push(crossing, load, routes, whole=False, sized_for=tokens)
@@ -265,13 +265,13 @@ class Launcher:
         if self._early:
             self.meet(-1, Phase.DISPATCH)
         results = [
-            torch.zeros(0, cargo.hidden_size, dtype=dtype, device=self.device)
-            for dtype in {torch.float32, cargo.dtype}
+            torch.zeros(0, spec.hidden_size, dtype=dtype, device=self.device)
+            for dtype in {torch.float32, spec.dtype}
         ]
         home = self._home(crossing)
         for rows_RH in results:
             self._place(crossing, home, rows_RH, dense=True)
-        for tokens, meets in {(1, True), (1, False), (cargo.max_tokens, False)}:
+        for tokens, meets in {(1, True), (1, False), (spec.max_tokens, False)}:
             self._pull(crossing, home, slots_TW, x_TH, (), -1, meets=meets, sized_for=tokens)
 
     def _table(self, placement: Placement) -> tuple[Tensor, Tensor]:
@@ -298,12 +298,12 @@ class Launcher:
         waits: bool = True,
     ) -> Tensor:
         """Move a batch; return the slot of each token on each rank, `[T, W]`, -1 where it does not go."""
-        cargo, tokens = crossing.cargo, ids_TK.shape[0] // self.ranks
+        spec, tokens = crossing.spec, ids_TK.shape[0] // self.ranks
         slots_TW = torch.empty(ids_TK.shape[0], self.world, dtype=torch.int32, device=self.device)
         ids_TK, weights_TK = aligned(narrow(ids_TK)), aligned(weights_TK.float())
-        places = self._places(cargo.dispatch_slots, self.layout.dispatch_region(crossing.flight).offset)
+        places = self._places(spec.dispatch_slots, self.layout.dispatch_region(crossing.flight).offset)
         routes = Routing(ids_TK, weights_TK, slots_TW, places, tokens)
-        loads = self._loads(cargo, rows, extra)
+        loads = self._loads(spec, rows, extra)
         whole = len(loads) == 1 and tokens <= LONGEST_WHOLE
         if not whole:
             self._assign(crossing, routes)
@@ -313,17 +313,19 @@ class Launcher:
             self.meet(crossing.layer, Phase.DISPATCH, waits=waits, early=self._early)
         return slots_TW
 
-    def _loads(self, cargo: Cargo, rows: EncodedRows | Tensor, extra: Mapping[str, Tensor]) -> list[Load]:
+    def _loads(
+        self, spec: ExchangeSpec, rows: EncodedRows | Tensor, extra: Mapping[str, Tensor]
+    ) -> list[Load]:
         """What travels, payload by payload; the row itself last."""
         if isinstance(rows, EncodedRows):
             return [_copied(name, tensor) for name, tensor in {**extra, **rows.payloads}.items()]
-        wire = cargo.wire
+        wire = spec.wire
         if isinstance(wire, PlainFormat) and wire.dtype == rows.dtype:
             row = _copied("data", rows)
         else:
             encoding = Encoding.of(wire)
             assert encoding is not None  # else the rows come encoded
-            row = Load("data", aligned(rows), encoding, wire.padded_size(cargo.hidden_size))
+            row = Load("data", aligned(rows), encoding, wire.padded_size(spec.hidden_size))
         return [*(_copied(name, tensor) for name, tensor in extra.items()), row]
 
     def meet(
@@ -337,14 +339,14 @@ class Launcher:
         )  # fmt: skip
 
     def _assign(self, crossing: Crossing, routes: Routing) -> None:
-        cargo = crossing.cargo
-        experts, copies = self._table(cargo.placement)
+        spec = crossing.spec
+        experts, copies = self._table(spec.placement)
         chunks = _chunks(crossing.max_tokens) if routes.tokens >= 0 else 1
         push_room.assign[(chunks * self.ranks,)](
             routes.ids_TK, routes.weights_TK, experts, copies, routes.slots_TW, self._counts, self.peers, self.told,
-            routes.tokens, crossing.max_tokens, self.rank, chunks, _chunks(self.max_tokens), cargo.num_experts,
+            routes.tokens, crossing.max_tokens, self.rank, chunks, _chunks(self.max_tokens), spec.num_experts,
             routes.places["ids"], routes.places["weights"], self.control.mail(crossing.flight),
-            TOP_K=cargo.top_k, K_WIDE=triton.next_power_of_2(cargo.top_k), REPLICAS=experts.shape[1],
+            TOP_K=spec.top_k, K_WIDE=triton.next_power_of_2(spec.top_k), REPLICAS=experts.shape[1],
             WORLD=self.world, AT_ONCE=min(push_room.RANKS_AT_ONCE.value, self._wide), EARLY=self._early,
             num_warps=4, **_launch_early(self._early),
         )  # fmt: skip
@@ -360,18 +362,23 @@ class Launcher:
         sized_for: int | None = None,
     ) -> None:
         """Move one payload. `sized_for`: the number of rows that the kernel is chosen for, where nothing is moved."""
-        cargo, tokens, places, encoding = crossing.cargo, routes.tokens, routes.places, load.encoding
-        experts, copies = self._table(cargo.placement)
+        spec, tokens, places, encoding = (
+            crossing.spec,
+            routes.tokens,
+            routes.places,
+            load.encoding,
+        )
+        experts, copies = self._table(spec.placement)
         cut = cut_row(encoding, load.padded, tokens * self.ranks if sized_for is None else sized_for)
         row_blocks = max(0, tokens) * cut.parts
         other_blocks = _chunks(crossing.max_tokens) if whole and tokens >= 0 else int(tokens <= 0)
         push_room.push[((row_blocks + other_blocks) * self.ranks,)](
             load.rows, routes.ids_TK, routes.weights_TK, experts, copies, routes.slots_TW, self.peers, self.told,
-            tokens, crossing.max_tokens, self.rank, row_blocks, other_blocks, cargo.num_experts, crossing.layer,
+            tokens, crossing.max_tokens, self.rank, row_blocks, other_blocks, spec.num_experts, crossing.layer,
             places[load.name], places.get("scales", 0), places.get("global_scale", 0), places["ids"],
             places["weights"], self.control.mail(crossing.flight), encoding.global_scale, self.deadline,
             HIDDEN=load.rows.shape[1], PADDED=load.padded, FORMAT=encoding.code, KIND=encoding.kind,
-            OPTION=encoding.option, TOP_K=cargo.top_k, K_WIDE=triton.next_power_of_2(cargo.top_k),
+            OPTION=encoding.option, TOP_K=spec.top_k, K_WIDE=triton.next_power_of_2(spec.top_k),
             REPLICAS=experts.shape[1], WORLD=self.world, WIDE=self._wide,
             AT_ONCE=min(push_room.RANKS_AT_ONCE.value, self._wide), TILE=cut.tile, PARTS=cut.parts,
             TURNS=self.control.turns, WHOLE=whole, WAITS=waits, EARLY=self._early, num_warps=cut.warps,
@@ -409,27 +416,27 @@ class Launcher:
         self._place(crossing, self._home(crossing), results, dense=dense)
 
     def _home(self, crossing: Crossing) -> Home:
-        cargo = crossing.cargo
+        spec = crossing.spec
         start = self.layout.combine_region(crossing.flight).offset
-        encoding = Encoding.of(cargo.combine_wire)
+        encoding = Encoding.of(spec.combine_wire)
         if encoding is None:
             raise InputError(
-                f"the combine wire is {cargo.combine_wire}",
+                f"the combine wire is {spec.combine_wire}",
                 expected="one that a kernel encodes and decodes: bf16, fp16, fp32, fp8_block128 or mxfp8",
                 fix="choose one of these, or exchange='two_sided'",
-                layer=cargo.layer,
+                layer=spec.layer,
             )
         return Home(
             encoding=encoding,
-            places=self._places(cargo.combine_slots, start),
-            padded=cargo.combine_wire.padded_size(cargo.hidden_size),
+            places=self._places(spec.combine_slots, start),
+            padded=spec.combine_wire.padded_size(spec.hidden_size),
         )
 
     def _place(self, crossing: Crossing, home: Home, results: Tensor, *, dense: bool) -> None:
         pull_room.place[(max(1, results.shape[0]),)](
             aligned(results), self.peers, results.shape[0] // self.ranks, crossing.max_tokens, self.rank,
             int(dense), home.places["data"], home.places.get("scales", 0), self.control.mail(crossing.flight),
-            HIDDEN=crossing.cargo.hidden_size, PADDED=home.padded, FORMAT=home.encoding.code,
+            HIDDEN=crossing.spec.hidden_size, PADDED=home.padded, FORMAT=home.encoding.code,
             KIND=home.encoding.kind, OPTION=home.encoding.option, WORLD=self.world, WIDE=self._wide,
             TILE=min(2048, max(128, triton.next_power_of_2(home.padded))), num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
@@ -453,7 +460,7 @@ class Launcher:
             out_TH, terms[0], terms[1], slots_TW, self.peers, self.told,
             tokens, crossing.max_tokens, self.rank, blocks, crossing.layer, len(add), home.places["data"],
             home.places.get("scales", 0), self.deadline,
-            HIDDEN=crossing.cargo.hidden_size, PADDED=home.padded, FORMAT=home.encoding.code,
+            HIDDEN=crossing.spec.hidden_size, PADDED=home.padded, FORMAT=home.encoding.code,
             KIND=home.encoding.kind, WORLD=self.world, WIDE=self._wide, TILE=cut.tile, PARTS=cut.parts,
             TURNS=self.control.turns, MEETS=meets, EARLY=self._early, num_warps=cut.warps, enable_fp_fusion=False,
             **_launch_early(self._early),

@@ -5,16 +5,16 @@
 
 A layer of a plan is declared before the first token. This door learns what travels from the tensors that it is given,
 and they may change from call to call. So it keeps a list of *manifests* (dtypes and shapes of a call, and its
-`runtime_max_tokens_per_rank`), the same list on every rank, and a cargo of the exchange for each of them.
+`runtime_max_tokens_per_rank`), the same list on every rank, and a spec of the exchange for each of them.
 
 - A manifest that is on the list costs nothing more: the exchange's own announcement carries its number, so ranks that
   bring different ones find out in the flags of that very round.
-- A rank that brings a new one, or has an error to report, says so in that round ("at the door", cargo 0). Every rank
+- A rank that brings a new one, or has an error to report, says so in that round ("at the door", spec 0). Every rank
   hears it, and all meet in one agreement over the group: what does each bring, what went wrong? Either all raise, or
   all bring the same: it goes on the list, the workspace grows where it has to, and the round is made again.
 
 Results have a manifest of their own (width and dtype), which is not known when rows are dispatched. A dispatch that is
-in flight is therefore *redirected* to the cargo of its results. Nothing that stands in the workspace is needed for the
+in flight is therefore *redirected* to the spec of its results. Nothing that stands in the workspace is needed for the
 way back, so the workspace may grow even there, between the two.
 
 What `dispatch` returns, and the tensor for results, are views of the workspace: they mean something until `combine`.
@@ -42,7 +42,7 @@ from tokenyard.errors import (
     PlanError,
     TokenyardError,
 )
-from tokenyard.exchange import Cargo, Dispatched, OneSidedExchange
+from tokenyard.exchange import Dispatched, ExchangeSpec, OneSidedExchange
 from tokenyard.exchange.workspace import REGION_ALIGNMENT, round_up
 from tokenyard.formats import EncodedRows, Format, Payload, for_dtype
 from tokenyard.group import Disagreement
@@ -63,7 +63,7 @@ from tokenyard.rows import describe
 
 Result = TypeVar("Result")
 
-# The wire of a cargo that only serves the way back.
+# The wire of a spec that only serves the way back.
 _NOTHING = PayloadSet(entries=(Payload(name="nothing", dtype=torch.uint8, width=1),))
 
 
@@ -107,7 +107,7 @@ class MoeAlltoAll:
     ) -> None:
         self.group, self.ep_size, self.ep_rank = group, group.size, group.rank
         self.max_num_tokens, self.top_k, self.num_experts = max_num_tokens, top_k, num_experts
-        self._cargos: dict[Manifest | None, Cargo] = {}
+        self._exchange_specs: dict[Manifest | None, ExchangeSpec] = {}
         self._warm: set[Manifest | None] = set()
         self._flight: Dispatched | None = None
         self._dispatched: Manifest | None = None
@@ -132,8 +132,8 @@ class MoeAlltoAll:
         self._exchange = carrier_for(group)(group, plan_id=number)
         # The routing weights travel as a payload of the caller's, if at all.
         self._ones_TK = torch.ones(max_num_tokens, top_k, device=group.device)
-        self._cargos[None] = self._cargo("door", _NOTHING, 0, 1, torch.bfloat16, max_tokens=0)
-        self._serve(self._cargos)
+        self._exchange_specs[None] = self._exchange_spec("door", _NOTHING, 0, 1, torch.bfloat16, max_tokens=0)
+        self._serve(self._exchange_specs)
         if hidden_size is not None:
             self._learn(Manifest.of_results(hidden_size, torch.bfloat16, max_num_tokens))
 
@@ -172,20 +172,20 @@ class MoeAlltoAll:
             return Manifest.of_payloads(input_payloads, most)
 
         manifest, error = self._attempt(check)
-        if error is not None or self._listed(manifest) not in self._cargos:
+        if error is not None or self._listed(manifest) not in self._exchange_specs:
             self._exchange.check_may_agree(f"what this dispatch brings ({manifest})", error)
-            with suppress(AtTheDoor, Drifted), self._exchange.shared_fate(self._cargos[None]):
+            with suppress(AtTheDoor, Drifted), self._exchange.round_trip(self._exchange_specs[None]):
                 raise AtTheDoor(self._cause("dispatch", manifest, error))
             self._agree_at_the_door("dispatch", manifest, error)
         assert manifest is not None
-        cargo = self._cargos[self._listed(manifest)]
-        names = [payload.name for payload in cargo.wire.payloads(1)]
+        spec = self._exchange_specs[self._listed(manifest)]
+        names = [payload.name for payload in spec.wire.payloads(1)]
         matrices = dict(zip(names, map(as_matrix, input_payloads), strict=True))
-        rows = EncodedRows(format=cargo.wire, hidden_size=1, payloads=matrices)
+        rows = EncodedRows(format=spec.wire, hidden_size=1, payloads=matrices)
         routes = Routes(
             topk_ids_TK=token_selected_experts, topk_weights_TK=self._ones_TK[: len(token_selected_experts)]
         )
-        send = partial(self._exchange.move, cargo, rows, routes, manifest.max_tokens)
+        send = partial(self._exchange.move, spec, rows, routes, manifest.max_tokens)
         flight = self._explained(manifest, send)
         self._flight, self._dispatched = flight, manifest
         slots = [flight.received.rows.payloads[name] for name in names]
@@ -264,26 +264,30 @@ class MoeAlltoAll:
         flight, self._flight = self._flight, None
         assert flight is not None
         wanted, error = self._attempt(manifest)
-        again = error is not None or self._listed(wanted) not in self._cargos
+        again = error is not None or self._listed(wanted) not in self._exchange_specs
         if again:
             self._exchange.check_may_agree(f"what this combine brings ({wanted})", error)
             at_the_door = AtTheDoor(self._cause("combine", wanted, error))
             with suppress(AtTheDoor, Drifted):
-                self._exchange.refuse(self._exchange.redirect(flight, self._cargos[None]), at_the_door)
+                self._exchange.refuse(
+                    self._exchange.redirect(flight, self._exchange_specs[None]), at_the_door
+                )
             self._agree_at_the_door("combine", wanted, error)
         assert wanted is not None
-        self._flight = self._exchange.redirect(flight, self._cargos[self._listed(wanted)], again=again)
+        self._flight = self._exchange.redirect(
+            flight, self._exchange_specs[self._listed(wanted)], again=again
+        )
         return wanted, self._flight
 
     def _results(self, manifest: Manifest) -> Tensor:
         """Where results of a manifest belong in this rank's workspace: one place, as one dispatch is in flight."""
-        cargo = self._cargos[self._listed(manifest)]
-        rows_SH = self._exchange.results(cargo, manifest.max_tokens)
-        return rows_SH.view(self.ep_size, manifest.max_tokens, cargo.hidden_size)
+        spec = self._exchange_specs[self._listed(manifest)]
+        rows_SH = self._exchange.results(spec, manifest.max_tokens)
+        return rows_SH.view(self.ep_size, manifest.max_tokens, spec.hidden_size)
 
     def _is_results(self, manifest: Manifest, payload: Tensor) -> bool:
         """Whether a tensor is that place, through whatever views it went in between."""
-        if self._listed(manifest) not in self._cargos or not self._in_workspace(payload):
+        if self._listed(manifest) not in self._exchange_specs or not self._in_workspace(payload):
             return False
         return payload.data_ptr() == self._results(manifest).data_ptr() and payload.is_contiguous()
 
@@ -350,31 +354,31 @@ class MoeAlltoAll:
     def _learn(self, manifest: Manifest | None) -> None:
         """Put a manifest on the list, and let the workspace grow if it has to. Collective."""
         assert manifest is not None  # there was no error
-        known = dict(self._cargos)
+        known = dict(self._exchange_specs)
         # As many tokens as there may ever be come along: another number of them needs no other workspace.
         for each in (self._listed(manifest), replace(manifest, max_tokens=self.max_num_tokens)):
             if each is not None and each not in known:
-                known[each] = self._cargo_of(each, len(known))
+                known[each] = self._exchange_spec_of(each, len(known))
         self._serve(known)
-        self._cargos = known
+        self._exchange_specs = known
 
-    def _serve(self, known: Mapping[Manifest | None, Cargo]) -> None:
+    def _serve(self, known: Mapping[Manifest | None, ExchangeSpec]) -> None:
         """Make room for these, and load their kernels before one waits for another rank. Collective."""
         self._exchange.serve(list(known.values()))
-        self._exchange.warmup([cargo for manifest, cargo in known.items() if manifest not in self._warm])
+        self._exchange.warmup([spec for manifest, spec in known.items() if manifest not in self._warm])
         self._warm |= set(known)
 
-    def _cargo_of(self, manifest: Manifest, number: int) -> Cargo:
+    def _exchange_spec_of(self, manifest: Manifest, number: int) -> ExchangeSpec:
         name = f"{manifest.phase} {number}"
         if manifest.phase == "combine":
             ((dtype, (hidden_size,)),) = manifest.rows
-            return self._cargo(name, _NOTHING, number, hidden_size, dtype, manifest.max_tokens)
-        return self._cargo(name, manifest.wire(), number, 1, torch.bfloat16, manifest.max_tokens)
+            return self._exchange_spec(name, _NOTHING, number, hidden_size, dtype, manifest.max_tokens)
+        return self._exchange_spec(name, manifest.wire(), number, 1, torch.bfloat16, manifest.max_tokens)
 
-    def _cargo(
+    def _exchange_spec(
         self, name: str, wire: Format, number: int, hidden_size: int, dtype: torch.dtype, max_tokens: int
-    ) -> Cargo:
-        return Cargo(
+    ) -> ExchangeSpec:
+        return ExchangeSpec(
             layer=name,
             index=number,
             hidden_size=hidden_size,

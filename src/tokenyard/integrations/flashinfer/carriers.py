@@ -1,6 +1,6 @@
 """What moves the rows of a compatible door: the one-sided exchange, taught three things that a plan does not need.
 
-- Results may be of another cargo than what was dispatched (`redirect`): their width is not known before.
+- Results may be of another spec than what was dispatched (`redirect`): their width is not known before.
 - A rank may come to a round only to say that it needs an agreement, or has an error (`AtTheDoor`); and it can tell
   afterwards whether all ranks came for that.
 - Slots that hold no row are made recognizable.
@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from tokenyard.errors import TokenyardError
-from tokenyard.exchange import Cargo, Dispatched, OneSidedExchange
+from tokenyard.exchange import Dispatched, ExchangeSpec, OneSidedExchange
 from tokenyard.formats import EncodedRows
 from tokenyard.group.base import Group
 from tokenyard.integrations.flashinfer.manifest import clear_unused
@@ -37,14 +37,14 @@ class AtTheDoor(TokenyardError):
 class Carrier(OneSidedExchange):
     """The one-sided exchange of a compatible door, on the CPU."""
 
-    # Whether a cargo serves only its own number of tokens; else any smaller one, too.
+    # Whether a spec serves only its own number of tokens; else any smaller one, too.
     needs_exact_tokens = True
     # Whether a dispatch may look at values: the ids, and how many rows came.
     reads_values = True
 
-    def move(self, cargo: Cargo, rows: EncodedRows, routes: Routes, max_tokens: int) -> Dispatched:
+    def move(self, spec: ExchangeSpec, rows: EncodedRows, routes: Routes, max_tokens: int) -> Dispatched:
         """Dispatch; at most `max_tokens` come from each rank, and so far apart are their slots."""
-        return self.dispatch(cargo, rows, routes)
+        return self.dispatch(spec, rows, routes)
 
     def mark_unused(
         self,
@@ -63,9 +63,9 @@ class Carrier(OneSidedExchange):
         for source, count in enumerate(flight.received.counts_W):
             results[source, :count] = payload[source, :count].detach()
 
-    def results(self, cargo: Cargo, max_tokens: int) -> Tensor:
-        """Where results of a cargo belong in this rank's workspace, `[slots, H]`; one dispatch is in flight at most."""
-        (rows_SH,) = self.workspace.combine(self.group.rank, cargo, flight=0).values()
+    def results(self, spec: ExchangeSpec, max_tokens: int) -> Tensor:
+        """Where results of a spec belong in this rank's workspace, `[slots, H]`; one dispatch is in flight at most."""
+        (rows_SH,) = self.workspace.combine(self.group.rank, spec, flight=0).values()
         return rows_SH
 
     @property
@@ -73,18 +73,18 @@ class Carrier(OneSidedExchange):
         """This rank's workspace."""
         return self.workspace.buffers[self.group.rank]
 
-    def redirect(self, dispatched: Dispatched, cargo: Cargo, *, again: bool = False) -> Dispatched:
-        """The one dispatch in flight, with results of this cargo; `again` after a combine that was refused."""
+    def redirect(self, dispatched: Dispatched, spec: ExchangeSpec, *, again: bool = False) -> Dispatched:
+        """The one dispatch in flight, with results of this spec; `again` after a combine that was refused."""
         round = self._round + 1 if again else dispatched.round
-        self._flights.land_all()
-        redirected = replace(dispatched, cargo=cargo, round=round)
-        self._flights.add(redirected)
+        self._in_flight.land_all()
+        redirected = replace(dispatched, spec=spec, round=round)
+        self._in_flight.add(redirected)
         return redirected
 
     def refuse(self, dispatched: Dispatched, error: Exception) -> NoReturn:
         """Take part in a combine only to say that this rank has an error."""
         self._land(dispatched)
-        self._fail(dispatched.cargo, error, partial(self._fail_back, dispatched, error))
+        self._fail(dispatched.spec, error, partial(self._fail_back, dispatched, error))
 
     def check_may_agree(self, what: str, error: Exception | None) -> None:
         """Raise, on this rank alone, where ranks cannot meet now, because of something new or of an error."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import HandleError, PeerFailed
-from tokenyard.exchange import Cargo, Dispatched
+from tokenyard.exchange import Dispatched, ExchangeSpec
 from tokenyard.exchange.announcement import Phase
 from tokenyard.exchange.one_sided.control import ROUND, Trouble
 from tokenyard.exchange.one_sided.cuda import CudaOneSidedExchange, DevicePath
@@ -37,9 +37,9 @@ class DeviceCarrier(Carrier, CudaOneSidedExchange):
     reads_values = False
     _door_flag = 0
 
-    def move(self, cargo: Cargo, rows: EncodedRows, routes: Routes, max_tokens: int) -> Dispatched:
+    def move(self, spec: ExchangeSpec, rows: EncodedRows, routes: Routes, max_tokens: int) -> Dispatched:
         with self.fixed_shapes(max_tokens):
-            return self.dispatch(cargo, rows, routes)
+            return self.dispatch(spec, rows, routes)
 
     def mark_unused(
         self,
@@ -59,8 +59,8 @@ class DeviceCarrier(Carrier, CudaOneSidedExchange):
     def place(self, flight: Dispatched, results: Tensor, payload: Tensor) -> None:
         results.copy_(payload.detach())
 
-    def results(self, cargo: Cargo, max_tokens: int) -> Tensor:
-        crossing = Crossing(cargo=cargo, flight=0, max_tokens=max_tokens)
+    def results(self, spec: ExchangeSpec, max_tokens: int) -> Tensor:
+        crossing = Crossing(spec=spec, flight=0, max_tokens=max_tokens)
         (rows_SH,) = self.memory.combine(crossing, self.group.rank).values()
         return rows_SH
 
@@ -68,10 +68,10 @@ class DeviceCarrier(Carrier, CudaOneSidedExchange):
     def own_buffer(self) -> Tensor:
         return self.memory.buffers[self.group.rank]
 
-    def redirect(self, dispatched: Dispatched, cargo: Cargo, *, again: bool = False) -> Dispatched:
+    def redirect(self, dispatched: Dispatched, spec: ExchangeSpec, *, again: bool = False) -> Dispatched:
         path = cast(DevicePath, dispatched.return_path)
-        path = replace(path, crossing=replace(path.crossing, cargo=cargo))
-        return super().redirect(replace(dispatched, return_path=path), cargo, again=again)
+        path = replace(path, crossing=replace(path.crossing, spec=spec))
+        return super().redirect(replace(dispatched, return_path=path), spec, again=again)
 
     # -- At the door ---------------------------------------------------------------------------------------
 

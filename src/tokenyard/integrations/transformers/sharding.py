@@ -87,7 +87,7 @@ def shard_experts(
         # What is small, and tells whether a checkpoint is good, is read before anybody allocates.
         drafted = draft(specs, group.size, exchange=exchange, max_tokens=max_tokens)
         for module, wiring in zip(modules, drafted.wirings, strict=True):
-            sources.prepare(module, wiring.cargo.placement.local_experts(group.rank))
+            sources.prepare(module, wiring.exchange_spec.placement.local_experts(group.rank))
         return modules, specs, sources
 
     (modules, specs, sources), _ = make_together(group, "reading the model", read, seconds=LOADING_DEADLINE)
@@ -162,7 +162,7 @@ class ShardedExperts(nn.Module):
         routes = Routes(
             topk_ids_TK=top_k_index,
             topk_weights_TK=weights_TK,
-            scaled_by=self.layer.wiring.cargo.routed_scaling,
+            scaled_by=self.layer.wiring.exchange_spec.routed_scaling,
         )
         if torch.compiler.is_compiling() and not self.passes.meeting:
             y_TH: Tensor = self.layer(x_TH, routes)  # one operator, which knows about gradients
@@ -195,7 +195,7 @@ class ShardedExperts(nn.Module):
         nobody = Routes(
             topk_ids_TK=torch.empty(0, spec.top_k, dtype=torch.int64, device=device),
             topk_weights_TK=torch.empty(0, spec.top_k, device=device),
-            scaled_by=self.layer.wiring.cargo.routed_scaling,
+            scaled_by=self.layer.wiring.exchange_spec.routed_scaling,
         )
         for _ in range(parts):
             self.layer(x_TH, nobody)

@@ -38,7 +38,7 @@ class SynchronizedPasses:
 
     def __init__(self, plan: Plan, layers: Sequence[str]) -> None:
         self.plan, self.layers = plan, list(layers)
-        self.max_tokens = plan.wiring(self.layers[0]).cargo.max_tokens
+        self.max_tokens = plan.wiring(self.layers[0]).exchange_spec.max_tokens
         self.passes = 0  # that this rank took part in
         self.meeting = False
         self._next = 0  # the layer that comes next
@@ -133,8 +133,8 @@ class SynchronizedPasses:
             group.all_gather(word.to(group.device), phase="the meeting before a pass")
             self._hear(error)
             return
-        cargo = self.plan.wiring(self.layers[self._next]).cargo
-        with self.plan.exchange.shared_fate(cargo):
+        exchange_spec = self.plan.wiring(self.layers[self._next]).exchange_spec
+        with self.plan.exchange.round_trip(exchange_spec):
             raise error
 
     def _hear(self, error: Exception | None) -> None:

@@ -125,7 +125,9 @@ class TokenyardExperts(ExpertsOfVllm):
     def workspace_dtype(self, act_dtype: torch.dtype) -> torch.dtype:
         """The dtype of results: the layer's, where they travel back in it; else float32, to be rounded once."""
         spec = self.wiring.spec
-        return spec.dtype if self.wiring.cargo.combine_wire == for_dtype(spec.dtype) else torch.float32
+        return (
+            spec.dtype if self.wiring.exchange_spec.combine_wire == for_dtype(spec.dtype) else torch.float32
+        )
 
     def workspace_shapes(
         self,

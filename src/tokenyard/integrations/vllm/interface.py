@@ -103,20 +103,20 @@ Finished: Any = _vllm_or(TopKWeightAndReduceNoOP, "topk_weight_and_reduce", FINI
 def check_layer(plan: Plan, layer: str) -> None:
     """Raise unless a layer of the plan can be served through vLLM's interface."""
     wiring = plan.wiring(layer)
-    cargo = wiring.cargo
-    names = [payload.name for payload in cargo.wire.payloads(cargo.hidden_size)]
-    if not cargo.reduces_ranks:
+    exchange_spec = wiring.exchange_spec
+    names = [payload.name for payload in exchange_spec.wire.payloads(exchange_spec.hidden_size)]
+    if not exchange_spec.reduces_ranks:
         found, fix = 'reduce_ranks="caller"', 'plan with reduce_ranks="exchange": output_is_reduced() says so'
-    elif cargo.carries_logits:
+    elif exchange_spec.carries_logits:
         found, fix = (
             f"{wiring.experts.name} experts, which route by themselves",
             "use experts that take routes",
         )
-    elif cargo.extra:
+    elif exchange_spec.extra:
         found, fix = "further payloads", "plan the layer without `payloads`"
     elif len(names) > 2:
-        found = f"wire {cargo.wire}, whose rows are {', '.join(names)}"
-        fix = f"give every row one scale: {cargo.wire.name}(global_scale=…)"
+        found = f"wire {exchange_spec.wire}, whose rows are {', '.join(names)}"
+        fix = f"give every row one scale: {exchange_spec.wire.name}(global_scale=…)"
     else:
         return
     raise ContractError(
@@ -140,7 +140,7 @@ class ExpertTables:
     @classmethod
     def of(cls, plan: Plan, layer: str, known: ExpertTables | None = None) -> ExpertTables:
         """The tables of a layer: the known ones, unless the plan has another placement by now."""
-        placement = plan.wiring(layer).cargo.placement
+        placement = plan.wiring(layer).exchange_spec.placement
         if known is not None and known.placement is placement:
             return known
         mine, device = plan.local_experts(layer), plan.group.device

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import ContractError, HandleError, InputError
-from tokenyard.exchange import Fate
+from tokenyard.exchange import RoundTrip
 from tokenyard.integrations.vllm.experts import TokenyardExperts
 from tokenyard.integrations.vllm.interface import (
     FINISHED,
@@ -54,8 +54,8 @@ class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
         self.plan, self.layer, self.routed_scaling_in_weights = plan, layer, routed_scaling_in_weights
         self.moe_config, self.quant_config = moe_config, quant_config
         self._experts: object = None
-        self._trip: ExitStack | None = None
-        self._fate: Fate | None = None
+        self._open: ExitStack | None = None
+        self._trip: RoundTrip | None = None
         check_layer(plan, layer)
         self._tables = ExpertTables.of(plan, layer)
         self._known_map: Tensor | None = None
@@ -78,7 +78,7 @@ class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
 
     def max_num_tokens_per_rank(self) -> int | None:
         """The most tokens of a rank that the plan was made for."""
-        return self.wiring.cargo.max_tokens
+        return self.wiring.exchange_spec.max_tokens
 
     def num_dispatchers(self) -> int:
         """The ranks that send rows here."""
@@ -141,9 +141,9 @@ class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
         A choice that is not for this rank has weight 0, and the id of an expert that `expert_map` puts elsewhere
         (-1 where there is no map).
         """
-        wiring, trip = self.wiring, ExitStack()
-        with trip:  # an error on one rank reaches all
-            fate = trip.enter_context(self.plan.exchange.shared_fate(wiring.cargo))
+        wiring, stack = self.wiring, ExitStack()
+        with stack:  # an error on one rank reaches all
+            trip = stack.enter_context(self.plan.exchange.round_trip(wiring.exchange_spec))
             if self._experts is None:
                 raise HandleError(
                     "prepare was called before post_init_setup",
@@ -166,9 +166,9 @@ class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
                 topk_weights_TK=topk_weights,
                 scaled_by=self.routed_scaling_in_weights,
             )
-            received = fate.dispatch(fate.encode(a1), routes)
+            received = trip.dispatch(trip.encode(a1), routes)
             arrived = _hand_over(received, tables.global_L if expert_map is None else tables.mapped_L)
-            self._fate, self._trip = fate, trip.pop_all()  # the round trip goes on in `finalize`
+            self._trip, self._open = trip, stack.pop_all()  # the round trip goes on in `finalize`
         return arrived
 
     # -- The way back --------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
         `weight_and_reduce_impl` says what is done already; a result that would be weighted or summed twice is refused.
         The weights of `prepare` are used: `topk_weights` and `topk_ids` are not looked at.
         """
-        if self._trip is None or self._fate is None:
+        if self._open is None or self._trip is None:
             raise HandleError(
                 "finalize was called before prepare, or twice",
                 expected="prepare, then finalize, once each",
@@ -195,18 +195,18 @@ class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
                 layer=self.layer,
                 rank=self.plan.group.rank,
             )
-        trip, fate, self._trip, self._fate = self._trip, self._fate, None, None
-        with trip:
-            assert fate.dispatched is not None  # by prepare
+        stack, trip, self._open, self._trip = self._open, self._trip, None, None
+        with stack:
+            assert trip.dispatched is not None  # by prepare
             check_weight_on(self.wiring, apply_router_weight_on_input)
-            rows = self._finished(fused_expert_output, fate.dispatched.received, weight_and_reduce_impl)
-            fate.combine(rows, out=output)
+            rows = self._finished(fused_expert_output, trip.dispatched.received, weight_and_reduce_impl)
+            trip.combine(rows, out=output)
 
     def abandon(self, error: Exception) -> None:
         """Tell the other ranks, which wait in `finalize`, that this one failed since `prepare`, and why."""
-        trip, self._trip, self._fate = self._trip, None, None
-        if trip is not None:
-            with suppress(Exception), trip:  # the caller has an error already
+        stack, self._open, self._trip = self._open, None, None
+        if stack is not None:
+            with suppress(Exception), stack:  # the caller has an error already
                 raise error
 
     def _finished(self, results: Tensor, received: ReceivedRows, impl: object) -> ExpertRows:

@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard.errors import ContractError, InputError
-from tokenyard.exchange import EXCHANGES, Cargo, Dispatched, Exchange, resolve
+from tokenyard.exchange import EXCHANGES, Dispatched, Exchange, ExchangeSpec, resolve
 from tokenyard.formats import EncodedRows
 from tokenyard.group import Group, launch
 from tokenyard.planning.drafting import EXCHANGE_VARIABLE, PARANOID_VARIABLE, draft
@@ -175,13 +175,13 @@ def _usable_cores() -> int:
 class _Batch:
     """One rank's rows, routes and ready results: the same in every round and for every exchange."""
 
-    def __init__(self, cargo: Cargo, job: _Job, rank: int) -> None:
+    def __init__(self, exchange_spec: ExchangeSpec, job: _Job, rank: int) -> None:
         draw = torch.Generator().manual_seed(1009 + rank)
-        self.x_TH = torch.randn(job.num_tokens, job.hidden_size, generator=draw).to(cargo.dtype)
+        self.x_TH = torch.randn(job.num_tokens, job.hidden_size, generator=draw).to(exchange_spec.dtype)
         scores_TE = torch.rand(job.num_tokens, job.num_experts, generator=draw)
         weights_TK, ids_TK = scores_TE.topk(job.top_k)
         self.routes = Routes(topk_ids_TK=ids_TK, topk_weights_TK=weights_TK.softmax(-1))
-        self.rows: EncodedRows = cargo.wire.encode(self.x_TH)
+        self.rows: EncodedRows = exchange_spec.wire.encode(self.x_TH)
         self._draw = draw
 
     def results(self, num_rows: int) -> Tensor:
@@ -193,8 +193,10 @@ class _Batch:
 class _Ours:
     """Round trips of a batch through one exchange; `places`: results stand where they are read, if they can."""
 
-    def __init__(self, exchange: Exchange, cargo: Cargo, batch: _Batch, *, places: bool) -> None:
-        self.exchange, self.cargo, self.batch, self.places = exchange, cargo, batch, places
+    def __init__(
+        self, exchange: Exchange, exchange_spec: ExchangeSpec, batch: _Batch, *, places: bool
+    ) -> None:
+        self.exchange, self.exchange_spec, self.batch, self.places = exchange, exchange_spec, batch, places
         self.y_TH = torch.empty_like(batch.x_TH)
         self.results_RH: Tensor | None = None
         self._written: set[int] = set()
@@ -216,7 +218,7 @@ class _Ours:
         return arrived, self.y_TH.clone()
 
     def _dispatch(self) -> Dispatched:
-        return self.exchange.dispatch(self.cargo, self.batch.rows, self.batch.routes)
+        return self.exchange.dispatch(self.exchange_spec, self.batch.rows, self.batch.routes)
 
     def _combine(self, dispatched: Dispatched) -> None:
         assert self.results_RH is not None
@@ -250,10 +252,10 @@ def _measure_rank(group: Group, job: _Job) -> _Measured:
     plans |= {
         name: plan([spec], group, exchange=name.removesuffix(WATCHED), paranoid=True) for name in watched
     }
-    cargos = {name: made.wiring(spec.name).cargo for name, made in plans.items()}
-    batch = _Batch(cargos[REFERENCE], job, group.rank)
+    exchange_specs = {name: made.wiring(spec.name).exchange_spec for name, made in plans.items()}
+    batch = _Batch(exchange_specs[REFERENCE], job, group.rank)
     ours = {
-        name: _Ours(made.exchange, cargos[name], batch, places=not job.paranoid)
+        name: _Ours(made.exchange, exchange_specs[name], batch, places=not job.paranoid)
         for name, made in plans.items()
     }
 
@@ -273,9 +275,9 @@ def _measure_rank(group: Group, job: _Job) -> _Measured:
 
     trips: dict[str, Trip] = {name: ours[name] for name in [*exchanges, *watched]}
     if dist.is_initialized():
-        trips["gloo"] = _bare_gloo(cargos[REFERENCE], send, receive)
-    trips["floor"] = _floor(cargos[REFERENCE], sum(send))
-    trips["encode"] = _encode(cargos[REFERENCE], batch)
+        trips["gloo"] = _bare_gloo(exchange_specs[REFERENCE], send, receive)
+    trips["floor"] = _floor(exchange_specs[REFERENCE], sum(send))
+    trips["encode"] = _encode(exchange_specs[REFERENCE], batch)
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in trips}
     for number in range(-WARM_UP, job.rounds):
         turn = number % len(trips)
@@ -297,9 +299,13 @@ def _measure_rank(group: Group, job: _Job) -> _Measured:
 
 def _able(group: Group, spec: LayerSpec) -> list[str]:
     """The exchanges that carry this layer between these ranks, all of which run on this host."""
-    cargo = draft([spec], group.size, exchange=REFERENCE).wirings[0].cargo
+    exchange_spec = draft([spec], group.size, exchange=REFERENCE).wirings[0].exchange_spec
     hosts = [group.host()] * group.size
-    return [n for n, cls in EXCHANGES.items() if (cls.supports(cargo) or cls.reaches(group, hosts)) is None]
+    return [
+        n
+        for n, cls in EXCHANGES.items()
+        if (cls.supports(exchange_spec) or cls.reaches(group, hosts)) is None
+    ]
 
 
 def _check_bits(name: str, same: bool, when: str, rank: int) -> None:
@@ -321,9 +327,9 @@ def _start_together(group: Group) -> float:
     return start
 
 
-def _bare_gloo(cargo: Cargo, send: list[int], receive: list[int]) -> Trip:
+def _bare_gloo(exchange_spec: ExchangeSpec, send: list[int], receive: list[int]) -> Trip:
     """Ready bytes to every rank, and ready bytes back."""
-    there, back = cargo.dispatch_layout.stride, cargo.combine_layout.stride
+    there, back = exchange_spec.dispatch_layout.stride, exchange_spec.combine_layout.stride
     sends, arrives = (
         torch.ones(sum(rows) * width, dtype=torch.uint8) for rows, width in ((send, there), (receive, there))
     )
@@ -342,12 +348,12 @@ def _bare_gloo(cargo: Cargo, send: list[int], receive: list[int]) -> Trip:
     return trip
 
 
-def _floor(cargo: Cargo, num_rows: int) -> Trip:
+def _floor(exchange_spec: ExchangeSpec, num_rows: int) -> Trip:
     """As many bytes as this rank's rows take, copied from one buffer into another, there and back."""
     source, target = (
         [
             torch.ones(num_rows * layout.stride, dtype=torch.uint8)
-            for layout in (cargo.dispatch_layout, cargo.combine_layout)
+            for layout in (exchange_spec.dispatch_layout, exchange_spec.combine_layout)
         ]
         for _ in range(2)
     )
@@ -361,11 +367,11 @@ def _floor(cargo: Cargo, num_rows: int) -> Trip:
     return trip
 
 
-def _encode(cargo: Cargo, batch: _Batch) -> Trip:
+def _encode(exchange_spec: ExchangeSpec, batch: _Batch) -> Trip:
     """What the sender pays before dispatch, on all ranks at once; there is no way back."""
 
     def trip() -> float:
-        cargo.wire.encode(batch.x_TH)
+        exchange_spec.wire.encode(batch.x_TH)
         return time.perf_counter()
 
     return trip

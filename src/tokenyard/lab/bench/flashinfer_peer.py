@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tokenyard.lab.bench.cuda_figures import MOST_STREAMS, PER_RANK, Cell, Shape, peer_fields
 from tokenyard.lab.bench.dispatch_cuda import ROTATED_BELOW, ROTATION, Timer
-from tokenyard.lab.bench.virtual_ranks import Batch, cargo_of
+from tokenyard.lab.bench.virtual_ranks import Batch, exchange_spec_of
 
 _MODULE = "flashinfer.comm.trtllm_moe_alltoall"
 
@@ -45,9 +45,9 @@ def measure(cell: Cell, shape: Shape, *, device: torch.device, timer: Timer) -> 
     """µs of its dispatch, or of its round trip, once for each repeat."""
     peer: Any = importlib.import_module(_MODULE)
     world, tokens, hidden = cell.world, cell.num_tokens, shape.hidden_size
-    cargo = cargo_of(cell, shape)
+    exchange_spec = exchange_spec_of(cell, shape)
     sets = ROTATION if tokens < ROTATED_BELOW else 1
-    row_bytes = cargo.wire.bytes_per_row(hidden) + 8 * shape.top_k
+    row_bytes = exchange_spec.wire.bytes_per_row(hidden) + 8 * shape.top_k
     size = peer.moe_a2a_get_workspace_size_per_rank(world, tokens, row_bytes, 2 * hidden)
     workspace = torch.zeros(world, size, dtype=torch.uint8, device=device)
     metainfo = [peer.moe_a2a_initialize(workspace, rank, world, tokens) for rank in range(world)]
@@ -58,7 +58,10 @@ def measure(cell: Cell, shape: Shape, *, device: torch.device, timer: Timer) -> 
         parts = [batch.part(slice(rank * tokens, (rank + 1) * tokens)) for rank in range(world)]
         calls.append(
             [
-                (p.ids_TK, [*_bytes(cargo.wire.encode(p.x_TH).payloads.values()), p.ids_TK, p.weights_TK])
+                (
+                    p.ids_TK,
+                    [*_bytes(exchange_spec.wire.encode(p.x_TH).payloads.values()), p.ids_TK, p.weights_TK],
+                )
                 for p in parts
             ]
         )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import ContractError
-from tokenyard.exchange import Cargo, OneSidedExchange
+from tokenyard.exchange import ExchangeSpec, OneSidedExchange
 from tokenyard.exchange.one_sided.control import ControlLayout
 from tokenyard.exchange.one_sided.kernels.twins import SentBatch, pull_twin, push_twin, slots_twin
 from tokenyard.exchange.one_sided.launches import Crossing, Launcher
@@ -34,9 +34,9 @@ DEADLINE = 5.0
 _POISON = 0xAB
 
 
-def cargo_of(cell: Cell, shape: Shape) -> Cargo:
+def exchange_spec_of(cell: Cell, shape: Shape) -> ExchangeSpec:
     """What a cell carries."""
-    return Cargo(
+    return ExchangeSpec(
         layer="moe",
         index=0,
         hidden_size=shape.hidden_size,
@@ -87,16 +87,16 @@ class VirtualRanks:
 
     def __init__(self, cell: Cell, shape: Shape, batches: Sequence[Batch], device: torch.device) -> None:
         self.cell, self.batches, self.device = cell, batches, device
-        self.cargo = cargo_of(cell, shape)
+        self.exchange_spec = exchange_spec_of(cell, shape)
         self._control = ControlLayout(cell.world, 1)
-        regions = OneSidedExchange.region_bytes(self.cargo)
+        regions = OneSidedExchange.region_bytes(self.exchange_spec)
         self._layout = WorkspaceLayout(
             control=self._control.nbytes, dispatch=regions.dispatch, combine=regions.combine
         )
         self._buffers = [
             torch.zeros(self._layout.nbytes, dtype=torch.uint8, device=device) for _ in range(cell.world)
         ]
-        self._crossing = Crossing(cargo=self.cargo, flight=0, max_tokens=cell.num_tokens)
+        self._crossing = Crossing(spec=self.exchange_spec, flight=0, max_tokens=cell.num_tokens)
         self._lanes = self._per_rank() if cell.launch == PER_RANK else self._all_ranks()
         # Kernels that wait need the others to run beside them. Triton's interpreter runs one after the other.
         self._waits = device.type == "cuda"
@@ -111,7 +111,9 @@ class VirtualRanks:
         tokens, lanes = self.cell.num_tokens, []
         for rank in range(self.cell.world):
             launcher = self._launcher(rank, ranks=1)
-            launcher.rehearse(self.cargo)  # a kernel that is loaded while another waits can end in a deadlock
+            launcher.rehearse(
+                self.exchange_spec
+            )  # a kernel that is loaded while another waits can end in a deadlock
             stream = torch.cuda.Stream(self.device)
             lanes.append(_Lane(launcher, slice(rank * tokens, (rank + 1) * tokens), stream))
         torch.cuda.synchronize(self.device)
@@ -134,14 +136,14 @@ class VirtualRanks:
 
     def received(self, rank: int) -> ReceivedRows:
         """What a rank's experts get: all slots of its workspace as rows, results where `combine` reads them."""
-        cargo, buffer = self.cargo, self._buffers[rank]
-        slots = cargo.dispatch_slots.views(self._layout.dispatch_region(0).of(buffer))
-        (results_SH,) = cargo.combine_slots.views(self._layout.combine_region(0).of(buffer)).values()
-        names = [payload.name for payload in cargo.wire.payloads(cargo.hidden_size)]
+        exchange_spec, buffer = self.exchange_spec, self._buffers[rank]
+        slots = exchange_spec.dispatch_slots.views(self._layout.dispatch_region(0).of(buffer))
+        (results_SH,) = exchange_spec.combine_slots.views(self._layout.combine_region(0).of(buffer)).values()
+        names = [payload.name for payload in exchange_spec.wire.payloads(exchange_spec.hidden_size)]
         return ReceivedRows(
             rows=EncodedRows(
-                format=cargo.wire,
-                hidden_size=cargo.hidden_size,
+                format=exchange_spec.wire,
+                hidden_size=exchange_spec.hidden_size,
                 payloads={name: slots[name] for name in names},
             ),
             routes=LocalRoutes(ids_RK=slots["ids"], weights_RK=slots["weights"]),
@@ -197,7 +199,7 @@ class VirtualRanks:
 
     def rows_sent(self) -> int:
         """Rows of a batch, counted once for each (token, rank): the mean over the batches."""
-        counts = [int((slots_twin(self.cargo, batch.ids_TK, 0) >= 0).sum()) for batch in self.batches]
+        counts = [int((slots_twin(self.exchange_spec, batch.ids_TK, 0) >= 0).sum()) for batch in self.batches]
         return round(sum(counts) / len(counts))
 
     def check_nobody_gave_up(self) -> None:
@@ -222,8 +224,8 @@ class VirtualRanks:
         self._run([batch], dispatches=True, combines=False)
         self.check_nobody_gave_up()
         wanted = [torch.full_like(region, _POISON) for region in regions]
-        views = [self.cargo.dispatch_slots.views(region) for region in wanted]
-        counts = push_twin(self.cargo, sent, views, self.cell.num_tokens)
+        views = [self.exchange_spec.dispatch_slots.views(region) for region in wanted]
+        counts = push_twin(self.exchange_spec, sent, views, self.cell.num_tokens)
         mail = slice(self._control.mail(0), self._control.mail(1))
         for rank, (region, want) in enumerate(zip(regions, wanted, strict=True)):
             told = self._buffers[rank][mail].cpu().view(torch.int32)[::2]
@@ -231,7 +233,7 @@ class VirtualRanks:
             self._check_bits(same, "dispatch", rank)
         slots_TW = torch.cat(self._slots)
         for rank, rows in enumerate(self._rows_by_rank()):
-            slots = slots_twin(self.cargo, batch.ids_TK[rows], rank)
+            slots = slots_twin(self.exchange_spec, batch.ids_TK[rows], rank)
             self._check_bits(torch.equal(slots_TW[rows], slots), "dispatch", rank)
 
     def _check_combine(self, batch: Batch, sent: list[SentBatch]) -> None:
@@ -239,15 +241,15 @@ class VirtualRanks:
         draw = torch.Generator(self.device).manual_seed(11)
         regions = []
         for buffer in self._buffers:
-            views = self.cargo.combine_slots.views(self._layout.combine_region(0).of(buffer))
+            views = self.exchange_spec.combine_slots.views(self._layout.combine_region(0).of(buffer))
             rows_SH = torch.randn(
-                self.cargo.slots,
-                self.cargo.hidden_size,
+                self.exchange_spec.slots,
+                self.exchange_spec.hidden_size,
                 device=self.device,
                 generator=draw,
                 dtype=torch.bfloat16,
             )
-            for name, payload in self.cargo.combine_wire.encode(rows_SH).payloads.items():
+            for name, payload in self.exchange_spec.combine_wire.encode(rows_SH).payloads.items():
                 views[name].copy_(payload)
             regions.append(views)
         self.y_TH.fill_(torch.nan)
@@ -255,7 +257,7 @@ class VirtualRanks:
         self.check_nobody_gave_up()
         for rank, rows in enumerate(self._rows_by_rank()):
             home = torch.empty_like(self.y_TH[rows])
-            pull_twin(self.cargo, sent[rank].ids_TK, rank, regions, self.cell.num_tokens, home)
+            pull_twin(self.exchange_spec, sent[rank].ids_TK, rank, regions, self.cell.num_tokens, home)
             self._check_bits(torch.equal(self.y_TH[rows], home), "combine", rank)
 
     def _check_bits(self, same: bool, operation: str, rank: int) -> None:

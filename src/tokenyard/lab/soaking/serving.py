@@ -96,10 +96,10 @@ def two_in_flight(first: Served, second: Served, batches: tuple[Batch, Batch]) -
     exchange, device = first.plan.exchange, first.plan.group.device
     flights = []
     for served, batch in zip((first, second), batches, strict=True):
-        cargo = served.layer.wiring.cargo
-        rows = exchange.encode(cargo, batch.x_TH.to(device))
+        exchange_spec = served.layer.wiring.exchange_spec
+        rows = exchange.encode(exchange_spec, batch.x_TH.to(device))
         routes, payloads = batch.routes.to(device), batch.payloads_on(device)
-        flights.append(exchange.dispatch(cargo, rows, routes, payloads))
+        flights.append(exchange.dispatch(exchange_spec, rows, routes, payloads))
     home = []
     for served, flight in zip((first, second), flights, strict=True):
         result = run_experts(served.layer.wiring, served.layer.experts, flight.received)
@@ -109,7 +109,7 @@ def two_in_flight(first: Served, second: Served, batches: tuple[Batch, Batch]) -
 
 def without_lost(plan: Plan, name: str, routes: Routes) -> Routes:
     """The routes without the choices whose expert was lost with its rank, as a plan drops them."""
-    placement = plan.wiring(name).cargo.placement
+    placement = plan.wiring(name).exchange_spec.placement
     if not placement.lost_experts:
         return routes
     rank_TK, _ = placement.resolve(routes.topk_ids_TK, plan.group.rank)

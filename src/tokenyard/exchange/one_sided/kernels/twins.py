@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tokenyard.exchange.cargo import Cargo, tokens_by_rank
 from tokenyard.exchange.reduce import sum_over_ranks
+from tokenyard.exchange.spec import ExchangeSpec, tokens_by_rank
 from tokenyard.formats.base import EncodedRows
 
 
@@ -26,24 +26,27 @@ class SentBatch:
     weights_TK: Tensor
 
 
-def slots_twin(cargo: Cargo, ids_TK: Tensor, rank: int) -> Tensor:
+def slots_twin(spec: ExchangeSpec, ids_TK: Tensor, rank: int) -> Tensor:
     """What `assign` finds: the slot of each token on each rank, `[T, W]`, -1 where it does not go."""
-    rank_TK, _ = cargo.placement.resolve(_known(cargo, ids_TK), rank)
-    world = torch.arange(cargo.placement.world, device=ids_TK.device)
+    rank_TK, _ = spec.placement.resolve(_known(spec, ids_TK), rank)
+    world = torch.arange(spec.placement.world, device=ids_TK.device)
     goes_TW = (rank_TK.unsqueeze(2) == world).any(dim=1)
     return torch.where(goes_TW, goes_TW.int().cumsum(0, dtype=torch.int32) - 1, -1).int()
 
 
 def push_twin(
-    cargo: Cargo, batches: Sequence[SentBatch], regions: Sequence[Mapping[str, Tensor]], max_tokens: int
+    spec: ExchangeSpec,
+    batches: Sequence[SentBatch],
+    regions: Sequence[Mapping[str, Tensor]],
+    max_tokens: int,
 ) -> list[Tensor]:
     """What a dispatch of all ranks writes into their regions (views by payload); returns the counts `[W]` of each."""
-    world = cargo.placement.world
+    world = spec.placement.world
     counts = [torch.zeros(world, dtype=torch.int32) for _ in range(world)]
     for source, batch in enumerate(batches):
-        ids_TK = _known(cargo, batch.ids_TK)
-        rank_TK, local_TK = cargo.placement.resolve(ids_TK, source)
-        encoded = cargo.wire.encode(batch.x_TH)
+        ids_TK = _known(spec, batch.ids_TK)
+        rank_TK, local_TK = spec.placement.resolve(ids_TK, source)
+        encoded = spec.wire.encode(batch.x_TH)
         for target, token_N in enumerate(tokens_by_rank(rank_TK, world)):
             region, here_NK = regions[target], rank_TK[token_N] == target
             first, last = source * max_tokens, source * max_tokens + len(token_N)
@@ -57,10 +60,14 @@ def push_twin(
 
 
 def place_twin(
-    cargo: Cargo, rows_RH: Tensor, counts: Tensor, region: Mapping[str, Tensor], max_tokens: int
+    spec: ExchangeSpec,
+    rows_RH: Tensor,
+    counts: Tensor,
+    region: Mapping[str, Tensor],
+    max_tokens: int,
 ) -> None:
     """What a rank's results, one for each row that it received, look like in its combine region."""
-    encoded, start = cargo.combine_wire.encode(rows_RH), 0
+    encoded, start = spec.combine_wire.encode(rows_RH), 0
     for source, count in enumerate(counts.tolist()):
         for name, payload in encoded.slice(start, start + count).payloads.items():
             region[name][source * max_tokens : source * max_tokens + count] = payload
@@ -68,7 +75,7 @@ def place_twin(
 
 
 def pull_twin(
-    cargo: Cargo,
+    spec: ExchangeSpec,
     ids_TK: Tensor,
     rank: int,
     regions: Sequence[Mapping[str, Tensor]],
@@ -77,17 +84,19 @@ def pull_twin(
     add: Sequence[Tensor] = (),
 ) -> Tensor:
     """What a rank pulls: the sum over ranks of the results of its tokens, in rank order, in float32."""
-    rank_TK, _ = cargo.placement.resolve(_known(cargo, ids_TK), rank)
-    tokens = tokens_by_rank(rank_TK, cargo.placement.world)
+    rank_TK, _ = spec.placement.resolve(_known(spec, ids_TK), rank)
+    tokens = tokens_by_rank(rank_TK, spec.placement.world)
     home = [
         EncodedRows(
-            format=cargo.combine_wire, hidden_size=cargo.hidden_size, payloads=dict(regions[w])
+            format=spec.combine_wire,
+            hidden_size=spec.hidden_size,
+            payloads=dict(regions[w]),
         ).slice(rank * max_tokens, rank * max_tokens + len(token_N))
         for w, token_N in enumerate(tokens)
     ]
     return sum_over_ranks(home, tokens, out_TH, add)
 
 
-def _known(cargo: Cargo, ids_TK: Tensor) -> Tensor:
+def _known(spec: ExchangeSpec, ids_TK: Tensor) -> Tensor:
     """Ids that no expert has go nowhere."""
-    return torch.where((ids_TK >= 0) & (ids_TK < cargo.num_experts), ids_TK, -1)
+    return torch.where((ids_TK >= 0) & (ids_TK < spec.num_experts), ids_TK, -1)

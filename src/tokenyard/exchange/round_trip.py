@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tokenyard.duties import Party, acting
 from tokenyard.errors import HandleError
-from tokenyard.exchange.cargo import Cargo, Dispatched, UnencodedRows
+from tokenyard.exchange.spec import Dispatched, ExchangeSpec, UnencodedRows
 from tokenyard.formats.base import EncodedRows
 from tokenyard.routing import Routes
 from tokenyard.rows import CombinedRows, ExpertRows, PlacedRows, RankRows, ReceivedRows, RoutingLogits
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class Fate:
+class RoundTrip:
     """What a rank still owes the others in one round trip of one layer."""
 
     exchange: Exchange  # what moves the rows
-    cargo: Cargo  # what the exchange knows of the layer
+    spec: ExchangeSpec  # what the exchange knows of the layer
     dispatched: Dispatched | None = None  # the handle, once rows were sent
     # Whether the others still wait for this rank's dispatch. A combine is owed as long as the dispatch is in flight.
     owes_dispatch: bool = True
@@ -32,7 +32,7 @@ class Fate:
     def encode(self, x_TH: Tensor) -> EncodedRows | UnencodedRows:
         """The rows of a batch, as the exchange takes them."""
         with acting(Party.SENDER):
-            return self.exchange.encode(self.cargo, x_TH)
+            return self.exchange.encode(self.spec, x_TH)
 
     def dispatch(
         self,
@@ -43,7 +43,7 @@ class Fate:
         """Dispatch; from now on, this rank owes the others a combine."""
         self.owes_dispatch = False
         with acting(Party.SENDER):
-            self.dispatched = self.exchange.dispatch(self.cargo, rows, routes, extra)
+            self.dispatched = self.exchange.dispatch(self.spec, rows, routes, extra)
         return self.dispatched.received
 
     def combine(

@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Iterator
 
 from tokenyard.errors import ContractError, HandleError
-from tokenyard.exchange.cargo import Cargo, Dispatched
+from tokenyard.exchange.spec import Dispatched, ExchangeSpec
 from tokenyard.rows import describe
 
 
-class Flights:
+class InFlightQueue:
     """What one rank has dispatched and not yet combined, the oldest first. All ranks have the same ones."""
 
     def __init__(self, capacity: int, rank: int) -> None:
@@ -29,27 +29,27 @@ class Flights:
         used = {dispatched.flight for dispatched in self._waiting}
         return next(place for place in range(self.capacity) if place not in used)
 
-    def check_room(self, cargo: Cargo) -> None:
+    def check_room(self, spec: ExchangeSpec) -> None:
         """Raise where one more would be too many."""
         if len(self._waiting) >= self.capacity:
-            waiting = ", ".join(repr(dispatched.cargo.layer) for dispatched in self._waiting)
+            waiting = ", ".join(repr(dispatched.spec.layer) for dispatched in self._waiting)
             raise HandleError(
                 f"{len(self._waiting)} dispatch in flight already (of {waiting})",
                 expected=f"at most {self.capacity}",
                 fix=f"combine it first, or plan(..., in_flight={self.capacity + 1})",
-                layer=cargo.layer,
+                layer=spec.layer,
                 rank=self._rank,
             )
 
-    def check_empty(self, cargo: Cargo) -> None:
+    def check_empty(self, spec: ExchangeSpec) -> None:
         """Raise where an earlier dispatch would have to be combined before that of a whole round trip."""
         if self._waiting:
-            earlier = self._waiting[0].cargo.layer
+            earlier = self._waiting[0].spec.layer
             raise HandleError(
                 f"a dispatch of layer {earlier!r} is in flight, and is combined only after this call",
                 expected="each dispatch to be combined in the order of the dispatches",
                 fix=f"combine the dispatch of {earlier!r} first; inside a round trip, no other layer can be called",
-                layer=cargo.layer,
+                layer=spec.layer,
                 rank=self._rank,
             )
 
@@ -76,7 +76,7 @@ class Flights:
                 "an earlier dispatch is still in flight" if known else "this handle is not in flight",
                 expected="each dispatch to be combined once, in the order of the dispatches",
                 fix="combine the oldest dispatch first" if known else "dispatch again",
-                layer=dispatched.cargo.layer,
+                layer=dispatched.spec.layer,
                 rank=self._rank,
             )
         self._waiting.popleft()

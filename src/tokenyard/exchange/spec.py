@@ -1,4 +1,4 @@
-"""What an exchange is told of a layer (`Cargo`), and what it hands out: batches, handles, the way back."""
+"""What an exchange is told of a layer (`ExchangeSpec`), and what it hands out: batches, handles, the way back."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tokenyard.formats.base import EncodedRows, Format, Payload, check_rows, dty
 from tokenyard.routing import Placement, Routes
 from tokenyard.rows import LocalRoutes, ReceivedRows, RoutingLogits, describe
 
-# The payload that rows of a sealed cargo carry beside all others, out and back; `tokenyard.exchange.seals` makes it.
+# The payload that rows of a sealed spec carry beside all others, out and back; `tokenyard.exchange.seals` makes it.
 SEAL = "seal"
 SEAL_HEAD = 3  # numbers that say whose row it is
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cargo:
+class ExchangeSpec:
     """What an exchange must carry for one layer."""
 
     layer: str  # the name of the layer
@@ -138,7 +138,7 @@ class Dispatched:
     """The handle of one dispatch: the batch that arrived here, and the way back. Combined exactly once."""
 
     received: ReceivedRows  # the rows that arrived here
-    cargo: Cargo  # what the exchange knows of the layer
+    spec: ExchangeSpec  # what the exchange knows of the layer
     round: int  # the number of the round trip, from 1
     return_path: ReturnPath  # which rows go back to whom
     flight: int = 0  # which of `in_flight` places it has, the same on every rank
@@ -210,9 +210,11 @@ def check_device(what: str, found: torch.device, device: torch.device) -> None:
         raise InputError(f"{what} is on {found}", expected=str(device), fix="move it there first")
 
 
-def check_extra(cargo: Cargo, extra: Mapping[str, Tensor], num_tokens: int, device: torch.device) -> None:
+def check_extra(
+    spec: ExchangeSpec, extra: Mapping[str, Tensor], num_tokens: int, device: torch.device
+) -> None:
     """Raise unless the caller's further payloads are the declared ones."""
-    declared = {payload.name: payload for payload in cargo.extra}
+    declared = {payload.name: payload for payload in spec.extra}
     if not isinstance(extra, Mapping) or set(extra) != set(declared):
         raise InputError(
             f"the further payloads are {shown(sorted(extra, key=str) if isinstance(extra, Mapping) else extra)}",
@@ -224,11 +226,11 @@ def check_extra(cargo: Cargo, extra: Mapping[str, Tensor], num_tokens: int, devi
         check_device(f"payload {name!r}", tensor.device, device)
 
 
-def check_logits(cargo: Cargo, routes: object, num_tokens: int) -> RoutingLogits:
+def check_logits(spec: ExchangeSpec, routes: object, num_tokens: int) -> RoutingLogits:
     """Raise unless these are logits for experts that route by themselves."""
     logits_TE = routes.logits_RE if isinstance(routes, RoutingLogits) else None
     found = routes if logits_TE is None else logits_TE
-    expected = (num_tokens, cargo.num_experts)
+    expected = (num_tokens, spec.num_experts)
     if not is_matrix(logits_TE) or tuple(logits_TE.shape) != expected or logits_TE.dtype != torch.float32:
         raise InputError(
             f"the layer's experts route by themselves, and were given {describe(found)}",
@@ -238,13 +240,13 @@ def check_logits(cargo: Cargo, routes: object, num_tokens: int) -> RoutingLogits
     return RoutingLogits(logits_RE=logits_TE)
 
 
-def check_output(cargo: Cargo, tensor: Tensor, num_tokens: int, device: torch.device) -> None:
+def check_output(spec: ExchangeSpec, tensor: Tensor, num_tokens: int, device: torch.device) -> None:
     """Raise unless a tensor can take the result, or be added to it."""
-    expected = (num_tokens, cargo.hidden_size)
-    if not is_matrix(tensor) or tuple(tensor.shape) != expected or tensor.dtype != cargo.dtype:
+    expected = (num_tokens, spec.hidden_size)
+    if not is_matrix(tensor) or tuple(tensor.shape) != expected or tensor.dtype != spec.dtype:
         raise InputError(
             f"a tensor to write into or to add is {describe(tensor)}",
-            expected=f"{dtype_name(cargo.dtype)}{list(expected)}: the shape and dtype of the input",
+            expected=f"{dtype_name(spec.dtype)}{list(expected)}: the shape and dtype of the input",
             fix="allocate it with torch.empty_like(x_TH)",
         )
     check_device("a tensor to write into or to add", tensor.device, device)
@@ -268,17 +270,19 @@ def check_writable(out: Tensor) -> None:
     )
 
 
-def received_rows(cargo: Cargo, packets: Tensor, counts: tuple[int, ...]) -> ReceivedRows:
+def received_rows(spec: ExchangeSpec, packets: Tensor, counts: tuple[int, ...]) -> ReceivedRows:
     """The packets that arrived, as a batch: views of the bytes, no copy."""
-    tensors = cargo.dispatch_layout.unpack(packets)
-    names = [payload.name for payload in cargo.wire.payloads(cargo.hidden_size)]
+    tensors = spec.dispatch_layout.unpack(packets)
+    names = [payload.name for payload in spec.wire.payloads(spec.hidden_size)]
     rows = EncodedRows(
-        format=cargo.wire, hidden_size=cargo.hidden_size, payloads={name: tensors[name] for name in names}
+        format=spec.wire,
+        hidden_size=spec.hidden_size,
+        payloads={name: tensors[name] for name in names},
     )
     routes: LocalRoutes | RoutingLogits
-    if cargo.carries_logits:
+    if spec.carries_logits:
         routes = RoutingLogits(logits_RE=tensors["logits"])
     else:
         routes = LocalRoutes(ids_RK=tensors["ids"], weights_RK=tensors["weights"])
-    extra = {payload.name: tensors[payload.name] for payload in cargo.further}
+    extra = {payload.name: tensors[payload.name] for payload in spec.further}
     return ReceivedRows(rows=rows, routes=routes, counts_W=counts, extra=extra)
