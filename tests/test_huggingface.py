@@ -9,9 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from tokenyard import draft
-from tokenyard.errors import InputError, TokenyardError, UnknownName
+from tokenyard.checkpoints import open_checkpoint
+from tokenyard.errors import CheckpointError, InputError, TokenyardError, UnknownName
 from tokenyard.integrations.huggingface import FAMILIES, layers_from_config
 
 transformers = pytest.importorskip("transformers")
@@ -284,6 +286,20 @@ def test_files_that_hold_something_else(content, tmp_path):
     path.write_bytes(content)
     with pytest.raises(InputError, match=r"config\.json"):
         layers_from_config(path)
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", json.dumps({**TINY, "model_type": "mixtral", "num_local_experts": 0})]
+)
+def test_plans_and_checkpoints_say_the_same_of_a_config_that_is_wrong(content, tmp_path):
+    (tmp_path / "config.json").write_text(content)
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    said = []
+    for read in (layers_from_config, open_checkpoint):
+        with pytest.raises(CheckpointError) as raised:
+            read(tmp_path)
+        said.append(raised.value.found)
+    assert said[0] == said[1]
 
 
 def test_paths_that_hold_nothing(tmp_path):

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import references
 from tests.checkpoints.small import Small, save
+from tokenyard.checkpoints import config as configs
 from tokenyard.checkpoints import files, header, open_checkpoint
 from tokenyard.errors import CheckpointError, InputError
 
@@ -520,9 +521,9 @@ def test_a_header_of_the_largest_size_is_read_and_a_longer_one_is_not(folder, mo
 
 def test_a_json_file_of_the_largest_size_is_read_and_a_longer_one_is_not(folder, monkeypatch):
     size = (folder / "config.json").stat().st_size
-    monkeypatch.setattr(files, "_LARGEST_JSON", size)
+    monkeypatch.setattr(configs, "_LARGEST_JSON", size)
     assert len(open_checkpoint(folder).layers) == 2
-    monkeypatch.setattr(files, "_LARGEST_JSON", size - 1)
+    monkeypatch.setattr(configs, "_LARGEST_JSON", size - 1)
     refused(folder, "config.json cannot be read", f"more than {size - 1} bytes")
 
 

@@ -22,6 +22,7 @@ from tokenyard.errors import InputError
 from tokenyard.integrations.transformers import load_sharded, loading, shard_experts
 from tokenyard.integrations.transformers.expert_modules import expert_modules
 from tokenyard.integrations.transformers.loading import experts_left_out, fill_shared, load_without_experts
+from tokenyard.planning import drafting
 
 WORLD = 4
 # Only the order of float32 sums differs: a few units in the last place of logits that are about 5.
@@ -103,6 +104,19 @@ def test_half_loaded_models(family, kind, saved):
 
     for ids, found in on_ranks(WORLD, rank_main):
         torch.testing.assert_close(found, logits_of(whole, ids), **SAME)
+
+
+def test_each_layer_is_wired_once_while_a_model_is_loaded(saved, monkeypatch):
+    """The draft that says whose experts to read is the one that the ranks agree on."""
+    wired, wire_layer = [], drafting.wire_layer
+
+    def counted(spec, **arguments):
+        wired.append(spec.name)
+        return wire_layer(spec, **arguments)
+
+    monkeypatch.setattr(drafting, "wire_layer", counted)
+    sharded = on_ranks(1, lambda group: load_sharded(saved("qwen3_moe")[1], group, max_tokens=32).layers)
+    assert [wired] == sharded
 
 
 def test_tied_embeddings_of_a_model_on_meta_stay_tied(tmp_path):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from tokenyard.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from tokenyard.checkpoints.config import CONFIG, read_json, text_config
 from tokenyard.checkpoints.conversion import TARGETS, Conversion, ConvertedLayer, convert
 from tokenyard.checkpoints.header import StoredTensor
 from tokenyard.checkpoints.layers import CheckpointLayer, recipe_inner
 from tokenyard.checkpoints.loading import load_experts, open_together
 
 __all__ = [
+    "CONFIG",
     "TARGETS",
     "Checkpoint",
     "CheckpointLayer",
@@ -19,5 +21,7 @@ __all__ = [
     "load_experts",
     "open_checkpoint",
     "open_together",
+    "read_json",
     "recipe_inner",
+    "text_config",
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,10 +29,11 @@ class Checkpoint:
     """
 
     def __init__(
-        self, path: Path, files: TensorFiles, config: Mapping[str, Any], layers: Sequence[CheckpointLayer]
+        self, path: Path, files: TensorFiles, model: ModelConfig, layers: Sequence[CheckpointLayer]
     ) -> None:
         self.path = path  # the folder, or the file
-        self.config = config  # what is in `config.json`
+        self.model = model  # what `config.json` says of the experts
+        self.config = model.values  # what is in `config.json`
         self.layers = tuple(layers)  # the MoE layers
         self._files = files
         self._by_name: dict[str, CheckpointLayer] = {}
@@ -169,7 +169,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         shown = any("expert" in name for name in files.tensors)
         raise unknown_family(text, str(source), experts=shown, why=error.found) from error
     _check_quantized(config, files)
-    return Checkpoint(path, files, values, layers)
+    return Checkpoint(path, files, config, layers)
 
 
 def _check_quantized(config: ModelConfig, files: TensorFiles) -> None:

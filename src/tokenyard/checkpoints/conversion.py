@@ -27,9 +27,8 @@ from torch import Tensor
 
 from tokenyard.checkpoints.checkpoint import Checkpoint
 from tokenyard.checkpoints.compressed_tensors import COMPRESSED_LAYOUTS
-from tokenyard.checkpoints.config import model_config
+from tokenyard.checkpoints.config import CONFIG
 from tokenyard.checkpoints.deepseek import DeepSeekFp8
-from tokenyard.checkpoints.files import CONFIG
 from tokenyard.checkpoints.gpt_oss import GptOssMxfp4
 from tokenyard.checkpoints.header import PICKLE_ENDINGS
 from tokenyard.checkpoints.layers import CheckpointLayer
@@ -186,8 +185,7 @@ def _projections(layer: CheckpointLayer, layout: Layout) -> Projections:
 
 def _check_all_plain(checkpoint: Checkpoint) -> None:
     """Raise where what is no expert's is quantized: a config has room for one way, and would lose the other."""
-    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-    config = model_config(checkpoint.config, folder / CONFIG)
+    config = checkpoint.model
     if config.quantization:
         raise CheckpointError(
             f"{config.file} has {config.quantized_as}, of weights beside the experts",

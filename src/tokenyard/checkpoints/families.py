@@ -14,9 +14,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from tokenyard.errors import InputError, UnknownName, shown
+from tokenyard.errors import CheckpointError, InputError, UnknownName, shown
 from tokenyard.experts import ACTIVATIONS, Activation
 from tokenyard.routing import GroupedSigmoidRouter, Router, SoftmaxRouter, TopLogitsRouter
 
@@ -40,8 +41,10 @@ class Config:
 
     values: Mapping[str, Any]  # what is in the file
     source: str  # the name of the file in errors
-    family: str  # the `model_type`
-    defaults: Mapping[str, Any]  # values of keys that the file may lack
+    family: str  # the `model_type`; empty where the file has none
+    # Values of keys that the file may lack.
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    file: Path | None = None  # the file, where the values are those of one
 
     def get(self, key: str) -> Any:
         """The value, the family's default, or None."""
@@ -93,19 +96,16 @@ class Config:
             raise self.wrong(key, value, "a list of layer numbers")
         return value
 
-    def wrong(self, key: str, value: object, expected: str, also: tuple[str, ...] = ()) -> InputError:
+    def wrong(self, key: str, value: object, expected: str, also: tuple[str, ...] = ()) -> CheckpointError:
         """The error for a value that does not fit, or is not there."""
-        found = f"{self.source} ({self.family})"
+        found = self.source + (f" ({self.family})" if self.family else "")
+        fix = f"mend {key!r} in the file"
         if value is None:
-            other = "".join(f" (or {name!r})" for name in also)
-            return InputError(
-                f"{found} has no {key!r}{other}",
-                expected=expected,
-                fix=f"add {key!r} to the file, or check that its model_type is {self.family!r}",
-            )
-        return InputError(
-            f"{found} has {key}={shown(value)}", expected=expected, fix=f"mend {key!r} in the file"
-        )
+            found += f" has no {key!r}" + "".join(f" (or {name!r})" for name in also)
+            fix = f"add {key!r} to the file, or check that its model_type is {self.family!r}"
+        else:
+            found += f" has {key}={shown(value)}"
+        return CheckpointError(found, expected=expected, fix=fix, file=self.file)
 
 
 # --- Which layers are MoE, and how they route -------------------------------------------------------------
@@ -304,6 +304,20 @@ FAMILIES: dict[str, Family] = {
 
 def _is_whole(value: object, least: int, most: int = _LARGEST) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def family_config(values: Mapping[str, Any], source: str, *, experts: bool = False) -> Config:
+    """The values of a config, with the defaults of its family. `experts` is that of `unknown_family`."""
+    name = values.get("model_type")
+    if not isinstance(name, str):
+        raise InputError(
+            f"{source} has model_type={shown(name)}",
+            expected=f"one of {', '.join(sorted(FAMILIES))}",
+            fix="pass the config.json of a Hugging Face model",
+        )
+    if name not in FAMILIES:
+        raise unknown_family(values, source, experts=experts)
+    return Config(values=values, source=source, family=name, defaults=FAMILIES[name].defaults)
 
 
 def unknown_family(

@@ -9,7 +9,6 @@ has a quarter in memory, once.
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import re
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenyard.checkpoints.config import CONFIG, read_json
 from tokenyard.checkpoints.header import (
     DTYPES,
     PICKLE_ENDINGS,
@@ -34,11 +34,8 @@ from tokenyard.checkpoints.header import (
 )
 from tokenyard.errors import CheckpointError
 
-CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 
-# JSON files of a checkpoint are read whole. The index of a model of a million tensors has about 100 MB.
-_LARGEST_JSON = 256_000_000
 # Bytes before and behind what is read, at most, that Linux may bring into memory with it.
 _COME_ALONG = 2 << 20
 _ONE_OF_SEVERAL = re.compile(r"(?P<name>.*-)(?P<number>\d+)-of-(?P<total>\d+)\.safetensors")
@@ -142,16 +139,16 @@ class TensorFiles:
 
 def open_files(path: Path) -> tuple[TensorFiles, dict[str, Any], Path]:
     """The tensors of a checkpoint, what its config says, and the file which that was read from."""
-    if is_file(path):
+    if os.path.isfile(path):  # False for a path that no system takes
         return _open_one(path)
-    if not _is_folder(path):
+    if not os.path.isdir(path):
         raise CheckpointError(
             f"{path} is not there",
             expected="the folder of a checkpoint, or a safetensors file",
             fix="check the path",
             file=path,
         )
-    config = read_config(path / CONFIG)
+    config = _read_config(path / CONFIG)
     index = path / INDEX
     if index.exists():
         return _indexed(path, index), config, path / CONFIG
@@ -183,7 +180,7 @@ def _open_one(path: Path) -> tuple[TensorFiles, dict[str, Any], Path]:
             fix="pass the folder that holds config.json",
             file=path,
         )
-    return _all_of([path]), read_config(path.parent / CONFIG), path.parent / CONFIG
+    return _all_of([path]), _read_config(path.parent / CONFIG), path.parent / CONFIG
 
 
 def _all_of(files: list[Path]) -> TensorFiles:
@@ -224,7 +221,7 @@ def _indexed(folder: Path, index: Path) -> TensorFiles:
                 fix="do not trust this checkpoint: an index has no reason to lead elsewhere",
                 file=index,
             )
-        if not is_file(file):
+        if not os.path.isfile(file):
             tensor = next(tensor for tensor, place in places.items() if place == name)
             raise _missing_file(file, f"{index.name} says that it holds tensor {tensor!r} and others")
     held, sizes = {}, {}
@@ -257,21 +254,6 @@ def _check_numbering(folder: Path, files: list[Path]) -> None:
                 raise _missing_file(folder / name, f"{file.name} is there")
 
 
-def is_file(path: Path) -> bool:
-    """Whether there is such a file. A path that no system takes is none."""
-    try:
-        return path.is_file()
-    except OSError:  # too long, or in a folder that nobody may look into
-        return False
-
-
-def _is_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except OSError:
-        return False
-
-
 def _missing_file(path: Path, why: str) -> CheckpointError:
     return CheckpointError(
         f"{path} is missing; {why}",
@@ -281,9 +263,9 @@ def _missing_file(path: Path, why: str) -> CheckpointError:
     )
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def _read_config(path: Path) -> dict[str, Any]:
     """The config of a model."""
-    if not is_file(path):
+    if not os.path.isfile(path):
         raise CheckpointError(
             f"{path} is missing",
             expected="a config.json beside the weights: it says what they are",
@@ -291,24 +273,3 @@ def read_config(path: Path) -> dict[str, Any]:
             file=path,
         )
     return read_json(path)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file."""
-    try:
-        if not path.is_file():  # a device or a pipe has no end
-            raise ValueError("no file")
-        if path.stat().st_size > _LARGEST_JSON:
-            raise ValueError(f"more than {_LARGEST_JSON} bytes")
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(values, dict):
-            raise ValueError(f"a {type(values).__name__}")
-    except (OSError, ValueError, RecursionError) as error:
-        why = (error.strerror or error) if isinstance(error, OSError) else str(error)[:120]
-        raise CheckpointError(
-            f"{path} cannot be read ({why})",
-            expected="a JSON object",
-            fix="download or copy the file again",
-            file=path,
-        ) from error
-    return values

@@ -23,8 +23,7 @@ What is read strictly, and what is not:
 
 from __future__ import annotations
 
-import json
-import stat
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -32,9 +31,9 @@ from typing import Any
 
 import torch
 
-from tokenyard.checkpoints import recipe_inner
-from tokenyard.checkpoints.families import FAMILIES, Config, Family, top_k, unknown_family
-from tokenyard.errors import InputError, TokenyardError, shown
+from tokenyard.checkpoints import CONFIG, read_json, recipe_inner, text_config
+from tokenyard.checkpoints.families import FAMILIES, Config, Family, family_config, top_k
+from tokenyard.errors import InputError, TokenyardError
 from tokenyard.experts import Experts
 from tokenyard.experts.base import WEIGHT_DTYPES
 from tokenyard.formats import Format
@@ -45,7 +44,6 @@ from tokenyard.routing.placement import MOST_EXPERTS
 
 # More than any model has; a file with a slip of the keyboard must not fill the memory.
 _MOST_LAYERS = 4096
-_LARGEST_CONFIG = 16_000_000  # bytes
 
 
 def layers_from_config(
@@ -73,10 +71,9 @@ def layers_from_config(
     (32, 'model.layers.3.mlp', 'softmax(top_k=2, renormalize=True)')
     """
     values, source = _read(config)
-    text = values.get("text_config")
-    nested = False
-    if isinstance(text, Mapping) and values.get("model_type") not in list(FAMILIES):
-        nested = True
+    text = text_config(values)
+    nested = text is not values
+    if nested:
         # The whole model's dtype counts where its language model does not say one of its own.
         dtypes = (part.get(key) for part in (text, values) for key in ("dtype", "torch_dtype"))
         quantization = values.get("quantization_config")
@@ -85,7 +82,8 @@ def layers_from_config(
             **text,
             "dtype": next((dtype for dtype in dtypes if dtype is not None), None),
         }
-    family, settings = _family(values, source)
+    settings = family_config(values, source)
+    family = FAMILIES[settings.family]
     prefix = prefix or ("model.language_model.layers" if nested else "model.layers")
     dtype = _dtype(settings)
     num_experts = settings.whole(*family.num_experts, most=MOST_EXPERTS)
@@ -151,20 +149,6 @@ def _dtype(config: Config) -> torch.dtype:
     return dtype
 
 
-def _family(values: Mapping[str, Any], source: str) -> tuple[Family, Config]:
-    name = values.get("model_type")
-    if not isinstance(name, str):
-        raise InputError(
-            f"{source} has model_type={shown(name)}",
-            expected=f"one of {', '.join(sorted(FAMILIES))}",
-            fix="pass the config.json of a Hugging Face model",
-        )
-    if name not in FAMILIES:
-        raise unknown_family(values, source)
-    family = FAMILIES[name]
-    return family, Config(values=values, source=source, family=name, defaults=family.defaults)
-
-
 def _read(config: Mapping[str, Any] | str | Path) -> tuple[Mapping[str, Any], str]:
     if isinstance(config, Mapping):
         return config, "the config"
@@ -174,33 +158,9 @@ def _read(config: Mapping[str, Any] | str | Path) -> tuple[Mapping[str, Any], st
             expected="the path of a config.json, or what is in it as a dict",
             fix="pass config.to_dict() for a config object of transformers",
         )
-    path = Path(config)
-    try:
-        path = path / "config.json" if path.is_dir() else path
-        found = path.stat()
-        if (
-            not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST_CONFIG
-        ):  # a device or a pipe has no end
-            raise ValueError(f"no file of at most {_LARGEST_CONFIG} bytes")
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(
-            f"{path} cannot be read ({error.strerror or error})",
-            expected="the config.json of a Hugging Face model, or its folder",
-            fix="check the path",
-        ) from error
-    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested without end
-        raise InputError(
-            f"{path} is not JSON ({str(error)[:200]})",
-            expected="the config.json of a Hugging Face model",
-            fix="check that the file was downloaded whole",
-        ) from error
-    if not isinstance(values, dict):
-        raise InputError(
-            f"{path} holds a JSON {type(values).__name__}",
-            expected="an object with the keys of a config",
-            fix="pass the model's config.json",
-        )
+    path = Path(config) / CONFIG if os.path.isdir(config) else Path(config)
+    expected = "the config.json of a Hugging Face model, or its folder"
+    values = read_json(path, expected=expected, fix="check the path")
     return values, str(path)
 
 

@@ -299,6 +299,11 @@ def plan(
             device=group.device,
         )
 
+    return plan_draft(make, group)
+
+
+def plan_draft(make: Callable[[], Draft], group: Group) -> Plan:
+    """The plan of a draft that every rank makes for itself: `plan`, where the draft is needed before. Collective."""
     agreed, number = _agree(group, make)
     made = Plan(agreed, group, _plan_id(agreed, number))
     if group.rank == 0:

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tokenyard.checkpoints.families import FAMILIES, Config, unknown_family
+from tokenyard.checkpoints.families import FAMILIES, Config, family_config
 from tokenyard.errors import InputError
 from tokenyard.experts import Activation, ExpertWeights
 from tokenyard.experts.base import WEIGHT_DTYPES
@@ -158,11 +158,8 @@ def config_of(owner: nn.Module, source: str) -> Config:
         )
     assert config is not None
     values = config.get_text_config().to_dict()
-    family = str(values.get("model_type"))
-    if family not in FAMILIES:
-        shows = any(is_experts(module) for module in owner.modules())
-        raise unknown_family(values, source, experts=shows)
-    return Config(values=values, source=source, family=family, defaults=FAMILIES[family].defaults)
+    shows = values.get("model_type") not in FAMILIES and any(map(is_experts, owner.modules()))
+    return family_config(values, source, experts=shows)
 
 
 def _read(model: nn.Module, name: str, module: nn.Module, config: Config) -> ExpertModule:

@@ -33,9 +33,8 @@ from tokenyard.integrations.transformers.synchronized_passes import Synchronized
 from tokenyard.integrations.transformers.weight_sources import WeightSources
 from tokenyard.layer import MoELayer
 from tokenyard.layer.gradients import without_gradient
-from tokenyard.planning.drafting import draft
-from tokenyard.planning.planner import Plan, plan
-from tokenyard.planning.spec import LayerSpec
+from tokenyard.planning.drafting import Draft, draft
+from tokenyard.planning.planner import Plan, plan_draft
 from tokenyard.routing import Placement, Routes
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -72,7 +71,7 @@ def shard_experts(
     """
     opened = open_together(checkpoint, group) if isinstance(checkpoint, str | Path) else checkpoint
 
-    def read() -> tuple[list[ExpertModule], list[LayerSpec], WeightSources]:
+    def read() -> tuple[list[ExpertModule], Draft, WeightSources]:
         modules = expert_modules(model)
         sources = WeightSources(opened, weights, inner)
         specs = [
@@ -85,13 +84,13 @@ def shard_experts(
             for module in modules
         ]
         # What is small, and tells whether a checkpoint is good, is read before anybody allocates.
-        drafted = draft(specs, group.size, exchange=exchange, max_tokens=max_tokens)
+        drafted = draft(specs, group.size, exchange=exchange, max_tokens=max_tokens, device=group.device)
         for module, wiring in zip(modules, drafted.wirings, strict=True):
             sources.prepare(module, wiring.exchange_spec.placement.local_experts(group.rank))
-        return modules, specs, sources
+        return modules, drafted, sources
 
-    (modules, specs, sources), _ = make_together(group, "reading the model", read, seconds=LOADING_DEADLINE)
-    made = plan(specs, group, exchange=exchange, max_tokens=max_tokens)
+    (modules, drafted, sources), _ = make_together(group, "reading the model", read, seconds=LOADING_DEADLINE)
+    made = plan_draft(lambda: drafted, group)
     passes = SynchronizedPasses(made, [module.name for module in modules])
 
     def take() -> list[ShardedExperts]:
