@@ -6,6 +6,11 @@ A header is all that is needed to know what a checkpoint holds, and it is checke
 its length against the file's, every tensor's bytes against its shape and dtype, and all of them against the
 end of the file, without gap or overlap. So a file that was cut off, or is of another kind, is refused by name
 after reading a few kilobytes, and nobody allocates what a broken number says.
+
+Why not the library `safetensors`, which tests compare this with: its errors name neither the tensor nor the bytes that
+are wrong ("invalid shape, data type, or offset for tensor"); it reads a tensor into memory of its own, where here an
+expert's share goes from the file to its place in one copy (`files`); and it writes tensors that are all in memory,
+where a conversion writes each expert as soon as it is made (`writer`).
 """
 
 from __future__ import annotations
