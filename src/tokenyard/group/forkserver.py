@@ -55,9 +55,8 @@ def end_forkserver(seconds: float) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(server._forkserver_pid, signal.SIGKILL)
     process: Any = multiprocessing.current_process()
-    if (
-        folder := process._config.get("tempdir")
-    ) is not None:  # Python's own, with the socket of the forkserver
+    folder = process._config.get("tempdir")  # Python's own, with the socket of the forkserver
+    if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
 
 

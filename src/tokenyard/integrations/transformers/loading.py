@@ -150,9 +150,7 @@ def fill_shared(model: nn.Module, checkpoint: Checkpoint) -> None:
                 expected=f"a {type(loaded).__name__}",
                 fix="load the model with `load_sharded`",
             )
-        owner = model.get_submodule(owner_name)
-        held = owner._parameters if attribute in owner._parameters else owner._buffers
-        held[attribute] = value
+        setattr(model.get_submodule(owner_name), attribute, value)  # stays a parameter, or a buffer
     model.eval()
 
 
