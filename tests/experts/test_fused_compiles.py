@@ -38,11 +38,10 @@ def compiled(kernel, constants, warps, source=ASTSource, kinds={}):
         signature[name] = kind = kinds.get(name, kind)
         if kind.startswith("*"):  # strides are multiples of 8 here, of which the compiler hears nothing
             aligned[(place,)] = [["tt.divisibility", 16]]
-    made = triton.compile(
-        source(kernel, signature, values, aligned),
-        target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": warps},
-    )
+    check_compiled(kernel, source(kernel, signature, values, aligned), warps)
+
+def check_compiled(kernel, source, warps):
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
     assert ".version" in made.asm["ptx"]
     # The smaller of a number and NaN must be NaN: that of an activation's limit, or of zero.
     dropping = re.findall(r"(?:min|max)(?:\.ftz)?(?:\.xorsign\.abs)?\.f32", made.asm["ptx"])
@@ -114,20 +113,45 @@ def boxed_kernels():
         compiled(boxed.boxed_result, dict(shared, HAS_OUT_SLOTS=True, FINALIZE=True, OUT=256, TAIL=tail), 8, kinds=dict(
             inner=rows.format(128), tail=rows.format(tail or 128), w2="tensordesc<bf16[1, 256, 64]>"))
 
-def specialized_kernels():
-    shared = repr(gl.NVMMASharedLayout(128, 8, 2))
-    e4m3 = ("x", "inner")
-    kinds = dict.fromkeys(e4m3, "*fp8e4nv") | dict.fromkeys(("x_scales", "w_scales", "inner_scales"), "*fp32")
-    kinds |= dict(w_boxes=f"tensordesc<fp8e4nv[128, 128],{shared}>")
-    common = dict(EXPERTS=8, TOP_K=4, HAS_SLOTS=True, HAS_OUT_SLOTS=True, HAS_BIAS=True, WEIGHTED=True, FINALIZE=True,
-                  LIMIT=7.0, ALPHA=1.7, SHIFT=1.0, POWERS=True, STAGES=4, EARLY=True, num_warps=4)
-    for activation in (products.SWIGLU, products.SWIGLU_CLAMPED):
-        compiled(specialized.specialized_product, dict(
-            common, INPUTS=384, OUTPUTS=256, FIRST=True, FENCE=True, ACTIVATION=activation), 4, GluonASTSource,
-            kinds | dict(x_boxes=kinds["w_boxes"]))
-    compiled(specialized.specialized_product, dict(
-        common, INPUTS=256, OUTPUTS=384, FIRST=False, FENCE=False, ACTIVATION=0), 4, GluonASTSource,
-        kinds | dict(x_boxes=f"tensordesc<fp8e4nv[64, 128],{shared}>"))
+def specialized_kernel(bits, first, inputs, outputs, activation=0, interleaved=False, plain=False):
+    # Of e4m3, or of bf16. A plain layer has no biases, and no slots.
+    element, wide = ("fp8e4nv", 128) if bits == 8 else ("bf16", 64)
+    boxes = f"tensordesc<{element}[{{}}, {wide}],{gl.NVMMASharedLayout(128, bits, 2)!r}>".format
+    scales, bias, slots = "*fp32" if bits == 8 else None, None if plain else "*bf16", None if plain else "*i64"
+    groups = dict(
+        rows=specialized.Rows("*" + element, scales, slots, "i32", "i32"),
+        weights=specialized.Weights(scales, bias),
+        routes=specialized.Routes("*i32", "*i32", "*i32", "i32", "*fp32"),
+        results=specialized.Results("*" + element, scales, "*bf16", "*bf16", slots, "i32"),
+    )
+    product = specialized.Product(
+        inputs=inputs, outputs=outputs, experts=8, top_k=4, first=first, interleaved=interleaved, weighted=True,
+        finalize=True, activation=activation, limit=7.0, alpha=1.7, shift=1.0, powers=True)
+    constants = dict(PRODUCT=product, STAGES=4, EARLY=True, num_warps=4)
+    signature, values, aligned = dict(x_boxes=boxes(128 if first else 64), w_boxes=boxes(128)), {}, {}
+    for place, name in enumerate(specialized.specialized_product.arg_names):
+        if name in constants:
+            signature[name], values[(place,)] = "constexpr", constants[name]
+        elif name in groups:
+            signature[name] = type(groups[name])(*("constexpr" if kind is None else kind for kind in groups[name]))
+            for nth, kind in enumerate(groups[name]):
+                if kind is None:
+                    values[place, nth] = None
+                elif name != "routes":
+                    aligned[place, nth] = [["tt.divisibility", 16]]
+    check_compiled(specialized.specialized_product, GluonASTSource(
+        specialized.specialized_product, signature, values, aligned), 4)
+
+def specialized_codes():
+    for activation in (products.SWIGLU.value, products.SWIGLU_CLAMPED.value):
+        specialized_kernel(8, True, 384, 256, activation)
+    specialized_kernel(8, False, 256, 384)
+
+def specialized_numbers():
+    specialized_kernel(16, True, 328, 200, products.SWIGLU_CLAMPED.value)
+    specialized_kernel(16, True, 320, 200, products.SWIGLU_CLAMPED.value, interleaved=True)
+    specialized_kernel(16, False, 200, 328)
+    specialized_kernel(16, True, 256, 128, plain=True)
 
 """
 CALLS = {
@@ -142,7 +166,8 @@ CALLS = {
     "codes of e4m3 whose scales are powers of two": "kernels_of_e4m3(digits.POWER_CODES)",
     "rows of mxfp8 in blocks": "kernels_of_row_blocks()",
     "matrices in boxes": "boxed_kernels()",
-    "warps that load, and warps that multiply": "specialized_kernels()",
+    "warps that load, and warps that multiply e4m3": "specialized_codes()",
+    "warps that load, and warps that multiply bf16": "specialized_numbers()",
 }
 
 

@@ -190,6 +190,37 @@ def test_warps_that_load_and_warps_that_multiply(changes, specialized_launches):
     assert (plain_RH - y_RH).norm() <= 2**-7 * y_RH.norm()
 
 
+# More than one column of 256 outputs, and of several tiles the last has few rows.
+NUMBERS = FusedCase(H=512, I=256, L=4, K=2, R=700, device="cuda")
+SPECIALIZED_NUMBERS = {
+    "several tiles": {},
+    "no size is a multiple of 64": {"H": 328, "I": 200, "bias": True},
+    "interleaved, with biases": {"activation": "swiglu_oai", "bias": True, "H": 320, "I": 200},
+    "gelu, the weight on the input": {"activation": "gelu", "weight_on": "input", "bias": True},
+    "fp16, in a workspace": {"weights": "fp16", "rows": "fp16", "H": 1024, "in_workspace": True},
+    "half a tile of outputs, and one step": {"H": 128, "I": 64},
+    "one expert has all rows": {"routing": "one expert", "R": 333},
+    "few rows, most experts have none": {"R": 3, "L": 16, "routing": "sparse"},
+    "every row names an expert twice": {"routing": "duplicates", "R": 130, "K": 3},
+    "nobody": {"routing": "nobody"},
+}
+
+
+@pytest.mark.parametrize("changes", SPECIALIZED_NUMBERS.values(), ids=SPECIALIZED_NUMBERS)
+def test_warps_that_load_and_warps_that_multiply_numbers(changes, specialized_launches):
+    case = replace(NUMBERS, **changes)
+    experts = built(case)
+    many = Cut(256, 128, 64, 8, 4, 64, boxes=True, specialized=True)
+    experts.cuts = Cuts(many, many)
+    y_RH = check_case(case, experts)
+    assert len(specialized_launches) == (3 if is_hopper() else 0)
+    for _ in range(20):  # what races is not the same twice
+        assert same_bits(experts(case.received()).rows_RH, y_RH)
+    experts.cuts = Cuts(replace(many, specialized=False), replace(many, specialized=False))
+    assert same_bits(within(case, experts), y_RH)
+    assert len(specialized_launches) == (23 if is_hopper() else 0)
+
+
 NOT_SPECIALIZED = {
     "exact between the products": {"inner": None},
     "plain rows": {"rows": "bf16"},

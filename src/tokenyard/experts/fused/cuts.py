@@ -121,9 +121,10 @@ def choose_cuts(
 
 def plain_lines(weights: str, rows: str | None = None, *, specialized: bool = False) -> cut_table.Lines:
     """The lines of the table for weights in this format, and rows in the same, or in `rows`."""
-    lines = cut_table.PLAIN[cut_table.ALIKE.get(weights, weights)]
+    alike = cut_table.ALIKE.get(weights, weights)
+    lines = cut_table.PLAIN[alike]
     if rows is None or rows == weights:
-        return cut_table.PLAIN.get(f"{weights}, specialized", lines) if specialized else lines
+        return cut_table.PLAIN.get(f"{alike}, specialized", lines) if specialized else lines
     return cut_table.PLAIN.get(f"{weights} for other rows", lines)
 
 

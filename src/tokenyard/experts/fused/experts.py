@@ -97,12 +97,17 @@ def can_run_recoded(spec: ExpertsSpec, weights: ExpertWeights) -> bool:
 def can_run_specialized(spec: ExpertsSpec, device: torch.device) -> bool:
     """Whether products run by warps that load and warps that multiply (`kernels.specialized`), if rows allow it.
 
-    On Hopper, with codes between the products, gates and ups apart, and sizes that are whole blocks of 128.
+    On Hopper, with a gate. Numbers of 16 bits: sizes that are multiples of 16 bytes; where gates and ups take turns, H is
+    one of 128 bytes. Codes of e4m3: codes between the products, gates and ups apart, sizes that are multiples of 128.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9 or not gluon_runs():
         return False
-    whole = spec.hidden_size % SPLIT_BLOCK == 0 and spec.intermediate_size % SPLIT_BLOCK == 0
-    return spec.inner is not None and spec.activation.gated and not spec.activation.interleaved and whole
+    sizes, interleaved = (spec.hidden_size, spec.intermediate_size), spec.activation.interleaved
+    if spec.weights in ("bf16", "fp16"):
+        whole = all(size % 8 == 0 for size in sizes) and (not interleaved or spec.hidden_size % 64 == 0)
+        return spec.activation.gated and whole
+    whole = all(size % SPLIT_BLOCK == 0 for size in sizes)
+    return spec.inner is not None and spec.activation.gated and not interleaved and whole
 
 
 class FusedExperts(Experts):

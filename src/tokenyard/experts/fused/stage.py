@@ -38,8 +38,10 @@ from tokenyard.formats.base import EncodedRows
 
 # Pairs of a chunk, and chunks up to which every block counts all of them by itself.
 CHUNK = 1024
-# Blocks that share the chunks of an expert, where there are many.
+# Blocks that share the chunks of an expert.
 PARTS = 16
+# Where pairs are many, chunks are longer, since every block reads the counts of all; and more blocks share them.
+MANY_PAIRS, LONG_CHUNK, MANY_PARTS = 1 << 16, 4096, 64
 
 _FORMATS = {
     "fp8_block128": decoding.FP8_BLOCK,
@@ -64,7 +66,7 @@ def _activation(spec: ExpertsSpec) -> dict[str, Any]:
     activation = spec.activation
     constants = {"limit": 0.0, "alpha": 0.0, "up_shift": 0.0} | dict(activation.parameters)
     return {
-        "ACTIVATION": _ACTIVATIONS[activation.name],
+        "ACTIVATION": _ACTIVATIONS[activation.name].value,
         "LIMIT": constants["limit"],
         "ALPHA": constants["alpha"],
         "SHIFT": constants["up_shift"],
@@ -163,7 +165,8 @@ def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
 def sort_on_device(ids_RK: Tensor, experts: int, tile: int, *, early: bool) -> SortedOnDevice:
     """Sort the pairs of a batch by expert and cut them into tiles, without looking at them."""
     pairs, device = ids_RK.numel(), ids_RK.device
-    bins, chunks = triton.next_power_of_2(experts + 1), triton.cdiv(pairs, CHUNK)
+    chunk, parts, warps = (CHUNK, PARTS, 4) if pairs < MANY_PAIRS else (LONG_CHUNK, MANY_PARTS, 8)
+    bins, chunks = triton.next_power_of_2(experts + 1), triton.cdiv(pairs, chunk)
     max_tiles = min(pairs, pairs // tile + experts)
     order_N = torch.empty(pairs, dtype=torch.int32, device=device)
     tiles = torch.empty(5 * max_tiles + 1, dtype=torch.int32, device=device)
@@ -174,12 +177,12 @@ def sort_on_device(ids_RK: Tensor, experts: int, tile: int, *, early: bool) -> S
     if counted:
         counts = torch.empty(chunks, bins, dtype=torch.int32, device=device)
         sorting.count_chunks[(chunks,)](
-            ids_RK, counts, pairs, experts, bins, CHUNK, early, num_warps=4, **launch
+            ids_RK, counts, pairs, experts, bins, chunk, early, num_warps=warps, **launch
         )
-    parts = PARTS if counted else 1
+    parts = parts if counted else 1
     sorting.sort_pairs[(experts, parts)](
         ids_RK, counts, order_N, tiles, how_many, pairs, max_tiles,
-        experts, bins, CHUNK, parts, tile, ids_RK.shape[1], counted, early, num_warps=4, **launch,
+        experts, bins, chunk, parts, tile, ids_RK.shape[1], counted, early, num_warps=warps, **launch,
     )  # fmt: skip
     return SortedOnDevice(order_N, tiles, how_many, max_tiles)
 
@@ -372,17 +375,16 @@ def launch_inner(
 
 def can_specialize(rows: EncodedRows, weights: ExpertWeights) -> bool:
     """Whether rows and weights stand as `kernels.specialized` reads them: 16 bytes at a time, by TMA and by copies."""
-    if rows.format.name != "fp8_block128":
+    x, held = Rows.of(rows), [Matrices.of(matrix) for matrix in (weights.w13, weights.w2)]
+    if any(matrix.format != x.format or matrix.data.dtype != x.data.dtype for matrix in held):
         return False
-    x, x_scales = rows.payloads["data"], rows.payloads["scales"]
-    matrices = [Matrices.of(matrix).data for matrix in (weights.w13, weights.w2)]
-    aligned = [x.data_ptr(), x.stride(0), *(matrix.data_ptr() for matrix in matrices)]
+    step = x.data.element_size()
+    aligned = [x.data.data_ptr(), x.data.stride(0) * step, *(matrix.data.data_ptr() for matrix in held)]
     # Where a row begins is counted in 16 bytes, in 32 bits.
-    near = x.shape[0] * x.stride(0) < 2**35
-    lines = (
-        x.stride(1) == 1 and x_scales.stride(1) == 1 and all(matrix.is_contiguous() for matrix in matrices)
-    )
-    return all(place % 16 == 0 for place in aligned) and near and lines
+    near = x.data.shape[0] * x.data.stride(0) * step < 2**35
+    lines = x.data.stride(1) == 1 and x.scales.stride(1) == 1
+    whole = all(matrix.data.is_contiguous() for matrix in held)
+    return all(place % 16 == 0 for place in aligned) and near and lines and whole
 
 
 def launch_specialized(
@@ -401,37 +403,49 @@ def launch_specialized(
 
     from tokenyard.experts.fused.kernels import specialized
 
-    spec, nothing = call.spec, call.sorted.order_N
-    experts, top_k = spec.num_local_experts, spec.top_k
-    shared = gl.NVMMASharedLayout(128, 8, 2)
+    spec, by_sort = call.spec, call.sorted
     processors = torch.cuda.get_device_properties(rows.device).multi_processor_count
-    x, x_scales = rows.payloads["data"], rows.payloads["scales"]
+    x, activation = Rows.of(rows), {name.lower(): value for name, value in _activation(spec).items()}
+    step = x.data.element_size()
+    shared = gl.NVMMASharedLayout(128, 8 * step, 2)
 
-    def boxes(tensor: Tensor, lines: int) -> Any:
-        flat = tensor.view(-1, tensor.shape[-1])
-        return Boxes(flat, list(flat.shape), [flat.shape[1], 1], [lines, SPLIT_BLOCK], shared)
+    def boxes(tensor: Tensor, lines: int, width: int) -> Any:
+        flat = tensor.view(-1, width)
+        return Boxes(flat, list(flat.shape), [width, 1], [lines, 128 // step], shared)
 
+    def scales(tensor: Tensor) -> Tensor | None:
+        return None if inner.is_numbers else tensor
+
+    routes = specialized.Routes(
+        by_sort.order_N, by_sort.tiles, by_sort.how_many, by_sort.max_tiles, call.weights_RK
+    )
+    results = specialized.Results(
+        inner.data, scales(inner.scales), to.left, to.out, to.slots_R, to.out.stride(0)
+    )
     for is_first in (True, False):
         w, bias = (weights.w13, weights.b13) if is_first else (weights.w2, weights.b2)
-        held = Matrices.of(w)
-        sizes = (spec.hidden_size, spec.intermediate_size)
+        held, sizes = Matrices.of(w), (spec.hidden_size, spec.intermediate_size)
         inputs, outputs = sizes if is_first else sizes[::-1]
-        w_boxes = boxes(held.data, 128)
-        data, scales = (x, x_scales) if is_first else (inner.data, inner.scales)
-        slots = slots_R if is_first else None
-        weighted = spec.weight_on == ("input" if is_first else "output")
-        items = call.sorted.max_tiles * triton.cdiv(outputs, 128 if is_first else 256)
+        data, row_scales = (x.data, x.scales) if is_first else (inner.data, inner.scales)
+        interleaved = is_first and spec.activation.interleaved
+        w_boxes = boxes(held.data, 128, 2 * inputs if interleaved else inputs)
+        items = by_sort.max_tiles * triton.cdiv(outputs, 128 if is_first else 256)
         specialized.specialized_product[(max(1, min(items, processors)),)](
-            data, w_boxes if is_first else boxes(data, 64), scales, nothing if slots is None else slots,
-            w_boxes, held.scales, nothing if bias is None else bias, call.weights_RK, inner.data, inner.scales,
-            to.left, to.out, nothing if to.slots_R is None else to.slots_R, to.out.stride(0),
-            call.sorted.order_N, call.sorted.tiles, call.sorted.how_many, call.sorted.max_tiles,
-            data.stride(0) // 16, scales.stride(0),
-            INPUTS=inputs, OUTPUTS=outputs, EXPERTS=experts, FIRST=is_first, TOP_K=top_k,
-            HAS_SLOTS=slots is not None, HAS_OUT_SLOTS=to.slots_R is not None, HAS_BIAS=bias is not None,
-            WEIGHTED=weighted, FINALIZE=finalize, **_activation(spec),
-            POWERS=bool(inner.held == digits.POWER_CODES),
-            FENCE=is_first, STAGES=4, EARLY=call.early, num_warps=4, **call.options,
+            w_boxes if is_first else boxes(data, 64, inputs),
+            w_boxes,
+            specialized.Rows(
+                data, scales(row_scales), slots_R if is_first else None,
+                data.stride(0) * step // 16, row_scales.stride(0),
+            ),
+            specialized.Weights(scales(held.scales), bias),
+            routes,
+            results,
+            PRODUCT=specialized.Product(
+                inputs=inputs, outputs=outputs, experts=spec.num_local_experts, top_k=spec.top_k, first=is_first,
+                interleaved=interleaved, weighted=spec.weight_on == ("input" if is_first else "output"),
+                finalize=finalize, powers=bool(inner.held == digits.POWER_CODES), **activation,
+            ),
+            STAGES=4, EARLY=call.early, num_warps=4, **call.options,
         )  # fmt: skip
 
 

@@ -1,18 +1,27 @@
-"""Both products of e4m3 for many rows, on Hopper, in Triton's Gluon dialect: warps that load, and warps that multiply.
+"""Both products for many rows, on Hopper, in Triton's Gluon dialect: warps that load, and warps that multiply.
 
 Of a block's twelve warps four load (`load_tiles`): weights by TMA, rows of the first product, which lie anywhere, by
-asynchronous copies, those of the second by TMA. Two groups of four multiply (`multiply_tiles`), each 64 rows × 256
-outputs, 128 and 128 in sums of their own. The tensor cores keep fewer bits of a sum of e4m3 than float32 has, so every
-128 inputs are added, scaled, in float32: while one group adds, the other multiplies, and no barrier holds both.
+asynchronous copies, those of the second by TMA; 128 bytes of each a stage. Two groups of four multiply, each 64 rows ×
+256 outputs.
+
+- `multiply_codes`: rows and weights of e4m3, 128 and 128 outputs in sums of their own. The tensor cores keep fewer bits
+  of a sum of e4m3 than float32 has, so every 128 inputs are added, scaled, in float32: while one group adds, the other
+  multiplies, and no barrier holds both.
+- `multiply_numbers`: rows and weights of 16 bits. The tensor cores add up all inputs.
 
 Blocks stay, and take tiles in turn: of one expert all rows for 256 outputs, then the next 256, so that weights are
-found in the level-2 cache. Where a tile has no more than 64 rows, the second group passes it by.
+found in the level-2 cache. Where a tile has no more than 64 rows, the second group passes it by. From round to round
+blocks change places: else those with even numbers would get all long tiles of experts that have two.
 
 Rows that were copied are written to shared memory as ordinary stores are, and read by tensor cores, which see it by
-another way: whoever multiplies waits for the copies, and puts a fence between (FENCE).
+another way: whoever multiplies waits for the copies, and puts a fence between.
+
+**Arguments** are grouped by what they are. `None` stands for what a layer does not have.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,6 +40,75 @@ from tokenyard.experts.fused.kernels.packed import activate, depends, start_copy
 start_box = getattr(tma, "async_load", tma.async_copy_global_to_shared)
 
 
+class Rows(NamedTuple):
+    """The rows of a product."""
+
+    data: Any
+    scales: Any  # None: numbers of 16 bits
+    slots_R: Any  # where each row stands, or None: one after the other
+    line: Any  # 16-byte units from a row to the next
+    scale_stride: Any
+
+
+class Weights(NamedTuple):
+    """What belongs to the matrices of a product, beside themselves."""
+
+    scales: Any  # None: numbers of 16 bits
+    bias: Any  # or None
+
+
+class Routes(NamedTuple):
+    """Which rows go to which expert (`kernels.sorting`), and the weights of pairs."""
+
+    order_N: Any
+    tiles: Any
+    how_many: Any
+    max_tiles: Any
+    weights_N: Any
+
+
+class Results(NamedTuple):
+    """Where the first product leaves its results, and where the second does."""
+
+    inner: Any
+    inner_scales: Any  # None: numbers of 16 bits
+    left: Any
+    out: Any
+    out_slots_R: Any  # or None
+    out_stride: Any
+
+
+class Product(NamedTuple):
+    """What a product is compiled for. `outputs`: I of the first, H of the second."""
+
+    inputs: int
+    outputs: int
+    experts: int
+    top_k: int
+    first: bool
+    interleaved: bool  # gates and ups of the first product take turns
+    weighted: bool
+    finalize: bool
+    activation: int
+    limit: float
+    alpha: float
+    shift: float
+    powers: bool  # scales between the products are powers of two
+
+
+class Stages(NamedTuple):
+    """Shared memory: what was brought, and barriers that say so, or that it may be overwritten."""
+
+    rows0: Any
+    rows1: Any
+    weights: Any  # of 256 outputs
+    by_row: Any
+    by_output: Any
+    full: Any
+    full1: Any  # for the second half of the weights, where sums are apart
+    empty: Any
+
+
 @gluon.jit
 def next_stage(stage, phase, STAGES: gl.constexpr):
     """The stage behind this one; from the first on again, the barriers' phase is the other."""
@@ -40,86 +118,120 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def item_of(tiles, max_tiles, item, ACROSS: gl.constexpr):
-    """Expert, first place, rows and column of an item: all tiles of an expert for one column, then for the next."""
-    near = item // ACROSS  # some tile of the same expert
-    first = gl.load(tiles + 3 * max_tiles + near)
-    many = gl.load(tiles + 4 * max_tiles + near)
-    nth = item - first * ACROSS
-    column = nth // many
-    tile = tiles + first + (nth - column * many)
-    return gl.load(tile), gl.load(tile + max_tiles), gl.load(tile + 2 * max_tiles), column
+def columns_of(PRODUCT: gl.constexpr):
+    """How many items a tile has: the first product makes 128 columns of gates and ups, the second 256 outputs."""
+    STEP: gl.constexpr = 128 if PRODUCT.first else 256
+    return (PRODUCT.outputs + STEP - 1) // STEP
 
 
 @gluon.jit
-def lines_of(order_N, slots_R, place, TOP_K: gl.constexpr, HAS_SLOTS: gl.constexpr):
+def rounds_of(routes, PRODUCT: gl.constexpr):
+    """How many items this block takes."""
+    total = gl.load(routes.how_many) * columns_of(PRODUCT)
+    blocks = gl.num_programs(0)
+    whole = total // blocks
+    return whole + ((gl.program_id(0) + whole) % blocks < total - whole * blocks).to(gl.int32)
+
+
+@gluon.jit
+def item_of(routes, turn, PRODUCT: gl.constexpr):
+    """Expert, first place, rows and column of an item: all tiles of an expert for one column, then for the next."""
+    blocks = gl.num_programs(0)
+    item = turn * blocks + (gl.program_id(0) + turn) % blocks
+    ACROSS: gl.constexpr = columns_of(PRODUCT)
+    near = item // ACROSS  # some tile of the same expert
+    first = gl.load(routes.tiles + 3 * routes.max_tiles + near)
+    many = gl.load(routes.tiles + 4 * routes.max_tiles + near)
+    nth = item - first * ACROSS
+    column = nth // many
+    tile = routes.tiles + first + (nth - column * many)
+    return gl.load(tile), gl.load(tile + routes.max_tiles), gl.load(tile + 2 * routes.max_tiles), column
+
+
+@gluon.jit
+def lines_of(rows, routes, place, TOP_K: gl.constexpr):
     """The lines where the rows of some places stand."""
-    pair = gl.load(order_N + place)
+    pair = gl.load(routes.order_N + place)
     line = gl.where(pair < 0, ~pair, pair) // TOP_K
-    if HAS_SLOTS:
-        line = gl.load(slots_R + line).to(gl.int32)
+    if rows.slots_R is not None:
+        line = gl.load(rows.slots_R + line).to(gl.int32)
     return line
 
 
 @gluon.jit
-def load_tiles(
-    x, x_boxes, x_scales, slots_R, w_boxes, w_scales, order_N, tiles, how_many, max_tiles, x_line, x_scale_stride,
-    rows0, rows1, weights0, weights1, by_row, by_output, full, full1, empty,
-    INPUTS: gl.constexpr, OUTPUTS: gl.constexpr, EXPERTS: gl.constexpr, FIRST: gl.constexpr, TOP_K: gl.constexpr,
-    HAS_SLOTS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Bring rows, weights and scales, 128 inputs a stage. `x_line`: 16-byte units from a row to the next."""
-    BLOCKS: gl.constexpr = INPUTS // 128
-    LINES: gl.constexpr = 2 * OUTPUTS if FIRST else OUTPUTS  # of an expert's matrix
-    STEP: gl.constexpr = 128 if FIRST else 256
-    ACROSS: gl.constexpr = (OUTPUTS + STEP - 1) // STEP
-    COPY: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+def load_tiles(x_boxes, w_boxes, rows, weights, routes, stages, PRODUCT: gl.constexpr, STAGES: gl.constexpr):
+    """Bring rows, weights and scales, 128 bytes of inputs a stage."""
+    SCALED: gl.constexpr = weights.scales is not None
+    WIDE: gl.constexpr = 1024 // rows.data.dtype.element_ty.primitive_bitwidth  # inputs of a stage
+    UNIT: gl.constexpr = WIDE // 8  # of 16 bytes
+    INPUTS: gl.constexpr = PRODUCT.inputs
+    OUTPUTS: gl.constexpr = PRODUCT.outputs
+    BLOCKS: gl.constexpr = (INPUTS + WIDE - 1) // WIDE
+    LINES: gl.constexpr = 2 * OUTPUTS if PRODUCT.first else OUTPUTS  # of an expert's matrix
+    STEP: gl.constexpr = 128 if PRODUCT.first else 256
+    COPY: gl.constexpr = gl.BlockedLayout([1, UNIT], [4, 8], [4, 1], [1, 0])
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     r = gl.arange(0, 64, layout=gl.SliceLayout(1, COPY))
-    c = gl.arange(0, 128, layout=gl.SliceLayout(0, COPY))
+    c = gl.arange(0, WIDE, layout=gl.SliceLayout(0, COPY))
     v = gl.arange(0, 128, layout=ONE)
-    total = gl.load(how_many) * ACROSS
-    for item in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, start, count, column = item_of(tiles, max_tiles, item, ACROSS)
+    for turn in range(rounds_of(routes, PRODUCT)):
+        expert, start, count, column = item_of(routes, turn, PRODUCT)
         place = start + gl.minimum(v, count - 1)
-        if FIRST:
+        if PRODUCT.first:
             # In units of 16 bytes they fit into 32 bits: pointers are made at each step, and take no registers.
             near = start + gl.minimum(r, count - 1)
             far = start + gl.minimum(r + 64, count - 1)
-            line0 = lines_of(order_N, slots_R, near, TOP_K, HAS_SLOTS) * x_line
-            line1 = lines_of(order_N, slots_R, far, TOP_K, HAS_SLOTS) * x_line
+            line0 = lines_of(rows, routes, near, PRODUCT.top_k) * rows.line
+            line1 = lines_of(rows, routes, far, PRODUCT.top_k) * rows.line
             # Rows that are not there are zero: they cost neither memory nor power.
             is_row0 = (r < count)[:, None]
             is_row1 = (r + 64 < count)[:, None]
-            place = lines_of(order_N, slots_R, place, TOP_K, HAS_SLOTS)
-        row_scale = x_scales + place.to(gl.int64) * x_scale_stride
-        output0 = expert * LINES + column * STEP
-        output1 = output0 + (OUTPUTS if FIRST else 128)
-        # Behind the last output of all (of the second product alone) weights are zero, and have the last scale.
-        scale_line = gl.where(v < 64, output0, gl.minimum(output1, EXPERTS * LINES - 1)) // 128
-        output_scale = w_scales + scale_line * BLOCKS
+            if SCALED:
+                place = lines_of(rows, routes, place, PRODUCT.top_k)
+        # Of weights that take turns, a line holds a gate, and its up behind it.
+        output0 = expert * (LINES // 2 if PRODUCT.interleaved else LINES) + column * STEP
+        output1 = output0 + (OUTPUTS if PRODUCT.first else 128)
+        if SCALED:
+            row_scale = rows.scales + place.to(gl.int64) * rows.scale_stride
+            # Behind the last output of all (of the second product alone) weights are zero, and have the last scale.
+            last: gl.constexpr = PRODUCT.experts * LINES - 1
+            scale_line = gl.where(v < 64, output0, gl.minimum(output1, last)) // 128
+            output_scale = weights.scales + scale_line * BLOCKS
         for block in range(BLOCKS):
-            mbarrier.wait(empty.index(stage), phase)
-            bar = full.index(stage)
-            if FIRST:
-                mbarrier.expect(bar, 128 * 128)
-            else:
-                mbarrier.expect(bar, 2 * 128 * 128)
-                start_box(x_boxes, [start, block * 128], bar, rows0.index(stage))
-                start_box(x_boxes, [start + 64, block * 128], bar, rows1.index(stage))
-            start_box(w_boxes, [output0, block * 128], bar, weights0.index(stage))
-            if FIRST:
-                near_line = x + (block * 128 + line0.to(gl.int64) * 16)[:, None] + c[None, :]
-                far_line = x + (block * 128 + line1.to(gl.int64) * 16)[:, None] + c[None, :]
-                start_copy(rows0.index(stage), near_line, mask=is_row0)
-                start_copy(rows1.index(stage), far_line, mask=is_row1)
-            start_copy(by_row.index(stage), row_scale + block)
-            start_copy(by_output.index(stage), output_scale + block)
-            async_copy.mbarrier_arrive(bar, increment_count=False)
-            mbarrier.expect(full1.index(stage), 128 * 128)
-            start_box(w_boxes, [output1, block * 128], full1.index(stage), weights1.index(stage))
+            mbarrier.wait(stages.empty.index(stage), phase)
+            bar = stages.full.index(stage)
+            mbarrier.expect(bar, 128 * 128 * ((1 if SCALED else 2) + (0 if PRODUCT.first else 1)))
+            if not PRODUCT.first:
+                start_box(x_boxes, [start, block * WIDE], bar, stages.rows0.index(stage))
+                start_box(x_boxes, [start + 64, block * WIDE], bar, stages.rows1.index(stage))
+            low = stages.weights.index(stage).slice(0, 128)
+            high = stages.weights.index(stage).slice(128, 128)
+            start_box(w_boxes, [output0, block * WIDE], bar, low)
+            if PRODUCT.interleaved:
+                start_box(w_boxes, [output0, INPUTS + block * WIDE], bar, high)
+            elif not SCALED:
+                start_box(w_boxes, [output1, block * WIDE], bar, high)
+            if PRODUCT.first:
+                near_line = rows.data + (block * WIDE + line0.to(gl.int64) * UNIT)[:, None] + c[None, :]
+                far_line = rows.data + (block * WIDE + line1.to(gl.int64) * UNIT)[:, None] + c[None, :]
+                if INPUTS % WIDE == 0:
+                    start_copy(stages.rows0.index(stage), near_line, mask=is_row0)
+                    start_copy(stages.rows1.index(stage), far_line, mask=is_row1)
+                else:
+                    is_input = (block * WIDE + c < INPUTS)[None, :]
+                    start_copy(stages.rows0.index(stage), near_line, mask=is_row0 & is_input)
+                    start_copy(stages.rows1.index(stage), far_line, mask=is_row1 & is_input)
+            if SCALED:
+                start_copy(stages.by_row.index(stage), row_scale + block)
+                start_copy(stages.by_output.index(stage), output_scale + block)
+            if SCALED or PRODUCT.first:
+                async_copy.mbarrier_arrive(bar, increment_count=False)
+            if SCALED:
+                bar1 = stages.full1.index(stage)
+                mbarrier.expect(bar1, 128 * 128)
+                start_box(w_boxes, [output1, block * WIDE], bar1, high)
             stage, phase = next_stage(stage, phase, STAGES)
 
 
@@ -155,114 +267,144 @@ def quantize(value, POWERS: gl.constexpr):
 
 
 @gluon.jit
-def store_codes(
-    gate, up, expert, start, left_over, column, bias, weights_N, order_N, inner, inner_scales,
-    OUTPUTS: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
-    ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, SHIFT: gl.constexpr, POWERS: gl.constexpr,
-    MMA: gl.constexpr,
+def store_activated(
+    gate, up, expert, start, left_over, column, weights, routes, results, PRODUCT: gl.constexpr, MMA: gl.constexpr
 ):  # fmt: skip
-    """64 rows of the first product, activated and quantized, into `inner` at their places."""
-    ROW: gl.constexpr = gl.SliceLayout(1, MMA)
-    STORE: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
-    t = gl.arange(0, 64, layout=ROW)
-    if WEIGHTED:
-        pair = gl.load(order_N + start + t, mask=t < left_over, other=0)
+    """64 rows × 128 columns of the first product, activated, into `inner` at their places: codes, or numbers."""
+    OUTPUTS: gl.constexpr = PRODUCT.outputs
+    t = gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
+    if PRODUCT.weighted:
+        pair = gl.load(routes.order_N + start + t, mask=t < left_over, other=0)
         pair = gl.where(pair < 0, ~pair, pair)
-        weight = gl.load(weights_N + pair, mask=t < left_over, other=0.0).to(gl.float32)[:, None]
+        weight = gl.load(routes.weights_N + pair, mask=t < left_over, other=0.0).to(gl.float32)[:, None]
         gate, up = gate * weight, up * weight
-    if HAS_BIAS:
-        own = bias + expert.to(gl.int64) * (2 * OUTPUTS) + column * 128
-        i = gl.arange(0, 128, layout=gl.SliceLayout(0, MMA))
-        gate += gl.load(own + i).to(gl.float32)[None, :]
-        up += gl.load(own + OUTPUTS + i).to(gl.float32)[None, :]
-    code, scale = quantize(activate(gate, up, ACTIVATION, LIMIT, ALPHA, SHIFT), POWERS)
-    gl.store(inner_scales + (start + t) * (OUTPUTS // 128) + column, scale, mask=t < left_over)
-    r = gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
-    c = gl.arange(0, 128, layout=gl.SliceLayout(0, STORE))
-    where = inner + (start + r).to(gl.int64)[:, None] * OUTPUTS + (column * 128 + c)[None, :]
-    gl.store(where, gl.convert_layout(code, STORE), mask=(r < left_over)[:, None])
+    if weights.bias is not None:
+        i = column * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, MMA))
+        own = weights.bias + expert.to(gl.int64) * (2 * OUTPUTS)
+        if PRODUCT.interleaved:
+            at, step = 2 * i, 1
+        else:
+            at, step = i, OUTPUTS
+        gate += gl.load(own + at, mask=i < OUTPUTS, other=0.0).to(gl.float32)[None, :]
+        up += gl.load(own + step + at, mask=i < OUTPUTS, other=0.0).to(gl.float32)[None, :]
+    value = activate(gate, up, PRODUCT.activation, PRODUCT.limit, PRODUCT.alpha, PRODUCT.shift)
+    if results.inner_scales is not None:
+        code, scale = quantize(value, PRODUCT.powers)
+        where = results.inner_scales + (start + t) * (OUTPUTS // 128) + column
+        gl.store(where, scale, mask=t < left_over)
+        STORE: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+        r = gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
+        c = column * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, STORE))
+        where = results.inner + (start + r).to(gl.int64)[:, None] * OUTPUTS + c[None, :]
+        gl.store(where, gl.convert_layout(code, STORE), mask=(r < left_over)[:, None])
+    else:
+        STORE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        r = gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
+        row = results.inner + (start + r).to(gl.int64)[:, None] * OUTPUTS
+        # In halves: what threads exchange takes 8 KB.
+        low, high = value.to(results.inner.dtype.element_ty).reshape([64, 2, 64]).permute([0, 2, 1]).split()
+        for half in gl.static_range(2):
+            c = column * 128 + half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, STORE))
+            there = (r < left_over)[:, None]
+            if OUTPUTS % 128 != 0:
+                there = there & (c < OUTPUTS)[None, :]
+            gl.store(row + c[None, :], gl.convert_layout(low if half == 0 else high, STORE), mask=there)
 
 
 @gluon.jit
 def deliver(
-    value, expert, start, left_over, first, bias, weights_N, order_N, left, out, out_slots_R, out_stride,
-    OUTPUTS: gl.constexpr, TOP_K: gl.constexpr, HAS_OUT_SLOTS: gl.constexpr, HAS_BIAS: gl.constexpr,
-    WEIGHTED: gl.constexpr, FINALIZE: gl.constexpr, MMA: gl.constexpr,
-):  # fmt: skip
+    value, expert, start, left_over, first, weights, routes, results, PRODUCT: gl.constexpr, MMA: gl.constexpr
+):
     """64 rows × 128 outputs of the second product: alone in their row, weighted, into `out`; else into `left`."""
+    OUTPUTS: gl.constexpr = PRODUCT.outputs
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    if HAS_BIAS:
-        n = gl.arange(0, 128, layout=gl.SliceLayout(0, MMA))
-        value += gl.load(bias + expert.to(gl.int64) * OUTPUTS + first + n).to(gl.float32)[None, :]
+    left, out = results.left, results.out
+    if weights.bias is not None:
+        n = first + gl.arange(0, 128, layout=gl.SliceLayout(0, MMA))
+        own = weights.bias + expert.to(gl.int64) * OUTPUTS + n
+        value += gl.load(own, mask=n < OUTPUTS, other=0.0).to(gl.float32)[None, :]
     r = gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
-    c = gl.arange(0, 64, layout=gl.SliceLayout(0, STORE))
     is_row = r < left_over
-    place = gl.load(order_N + start + r, mask=is_row, other=0)
+    place = gl.load(routes.order_N + start + r, mask=is_row, other=0)
     pair = gl.where(place < 0, ~place, place)
-    row = left + pair.to(gl.int64) * OUTPUTS + first
-    if FINALIZE:
-        line = pair // TOP_K
-        if HAS_OUT_SLOTS:
-            line = gl.load(out_slots_R + line, mask=is_row, other=0)
-        home = out + line.to(gl.int64) * out_stride + first
+    row = left + pair.to(gl.int64) * OUTPUTS
+    if PRODUCT.finalize:
+        line = pair // PRODUCT.top_k
+        if results.out_slots_R is not None:
+            line = gl.load(results.out_slots_R + line, mask=is_row, other=0)
+        home = out + line.to(gl.int64) * results.out_stride
         alone = is_row & (place >= 0)
         is_row = is_row & (place < 0)
     # In halves: what threads exchange takes 8 KB.
     low, high = value.to(left.dtype.element_ty).reshape([64, 2, 64]).permute([0, 2, 1]).split()
     for half in gl.static_range(2):
         wide = gl.convert_layout(low if half == 0 else high, STORE)
-        gl.store(row[:, None] + (half * 64 + c)[None, :], wide, mask=is_row[:, None])
-        if FINALIZE:
+        c = first + half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, STORE))
+        here = is_row[:, None]
+        if OUTPUTS % 128 != 0:
+            here = here & (c < OUTPUTS)[None, :]
+        gl.store(row[:, None] + c[None, :], wide, mask=here)
+        if PRODUCT.finalize:
             weighted = wide.to(gl.float32)
-            if WEIGHTED:
-                weighted *= gl.load(weights_N + pair, mask=alone, other=0.0).to(gl.float32)[:, None]
-            at_home = home[:, None] + (half * 64 + c)[None, :]
-            gl.store(at_home, weighted.to(out.dtype.element_ty), mask=alone[:, None])
+            if PRODUCT.weighted:
+                weight = gl.load(routes.weights_N + pair, mask=alone, other=0.0)
+                weighted *= weight.to(gl.float32)[:, None]
+            there = alone[:, None]
+            if OUTPUTS % 128 != 0:
+                there = there & (c < OUTPUTS)[None, :]
+            gl.store(home[:, None] + c[None, :], weighted.to(out.dtype.element_ty), mask=there)
 
 
 @gluon.jit
-def multiply_tiles(
-    rows, weights0, weights1, by_row, by_output, full, full1, empty,
-    bias, weights_N, inner, inner_scales, left, out, out_slots_R, out_stride,
-    order_N, tiles, how_many, max_tiles,
-    INPUTS: gl.constexpr, OUTPUTS: gl.constexpr, GROUP: gl.constexpr, FIRST: gl.constexpr, TOP_K: gl.constexpr,
-    HAS_OUT_SLOTS: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr, FINALIZE: gl.constexpr,
-    ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, SHIFT: gl.constexpr, POWERS: gl.constexpr,
-    FENCE: gl.constexpr, STAGES: gl.constexpr,
+def store_tile(
+    sums0, sums1, expert, start, left_over, column, weights, routes, results,
+    PRODUCT: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
-    """One group's 64 rows of every tile: multiplied, and stored."""
-    BLOCKS: gl.constexpr = INPUTS // 128
-    STEP: gl.constexpr = 128 if FIRST else 256
-    ACROSS: gl.constexpr = (OUTPUTS + STEP - 1) // STEP
+    """What is done with the sums of 64 rows × (128 + 128) outputs."""
+    if PRODUCT.first:
+        store_activated(
+            sums0, sums1, expert, start, left_over, column, weights, routes, results, PRODUCT, MMA
+        )
+    else:
+        first = column * 256
+        deliver(sums0, expert, start, left_over, first, weights, routes, results, PRODUCT, MMA)
+        if PRODUCT.outputs % 256 == 0 or first + 128 < PRODUCT.outputs:
+            deliver(sums1, expert, start, left_over, first + 128, weights, routes, results, PRODUCT, MMA)
+
+
+@gluon.jit
+def multiply_codes(
+    rows, weights, routes, results, stages, GROUP: gl.constexpr, PRODUCT: gl.constexpr, STAGES: gl.constexpr
+):
+    """One group's 64 rows of every tile, of e4m3: multiplied, and stored."""
+    BLOCKS: gl.constexpr = PRODUCT.inputs // 128
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     ROW: gl.constexpr = gl.SliceLayout(1, MMA)
+    full, full1, empty = stages.full, stages.full1, stages.empty
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     part = gl.zeros([64, 128], gl.float32, MMA)
-    total = gl.load(how_many) * ACROSS
-    for item in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, start, count, column = item_of(tiles, max_tiles, item, ACROSS)
+    for turn in range(rounds_of(routes, PRODUCT)):
+        expert, start, count, column = item_of(routes, turn, PRODUCT)
         acc0 = gl.zeros([64, 128], gl.float32, MMA)
         acc1 = gl.zeros([64, 128], gl.float32, MMA)
         if count > GROUP * 64:
             for _ in range(BLOCKS):
                 mbarrier.wait(full.index(stage), phase)
-                if FENCE:
+                if PRODUCT.first:
                     fence_async_shared()
                 own = rows.index(stage)
-                token = warpgroup_mma(
-                    own, weights0.index(stage).permute((1, 0)), part, use_acc=False, is_async=True
-                )
-                scale = by_row.index(stage).slice(GROUP * 64, 64).load(ROW)
-                scale0 = scale * by_output.index(stage).slice(0, 64).load(ROW)
-                scale1 = scale * by_output.index(stage).slice(64, 64).load(ROW)
+                low = stages.weights.index(stage).slice(0, 128).permute((1, 0))
+                high = stages.weights.index(stage).slice(128, 128).permute((1, 0))
+                token = warpgroup_mma(own, low, part, use_acc=False, is_async=True)
+                scale = stages.by_row.index(stage).slice(GROUP * 64, 64).load(ROW)
+                scale0 = scale * stages.by_output.index(stage).slice(0, 64).load(ROW)
+                scale1 = scale * stages.by_output.index(stage).slice(64, 64).load(ROW)
                 part = warpgroup_mma_wait(0, [token])
                 acc0 = add_scaled(part, scale0, acc0)
                 # A branch: so the next product is not started before `part` is free, and needs no other registers.
                 mbarrier.wait(full1.index(stage), phase)
-                token = warpgroup_mma(
-                    own, weights1.index(stage).permute((1, 0)), part, use_acc=False, is_async=True
-                )
+                token = warpgroup_mma(own, high, part, use_acc=False, is_async=True)
                 part = warpgroup_mma_wait(0, [token])
                 mbarrier.arrive(empty.index(stage))
                 acc1 = add_scaled(part, scale1, acc1)
@@ -273,71 +415,89 @@ def multiply_tiles(
                 mbarrier.wait(full1.index(stage), phase)
                 mbarrier.arrive(empty.index(stage))
                 stage, phase = next_stage(stage, phase, STAGES)
-        first_row, left_over = start + GROUP * 64, count - GROUP * 64
-        if FIRST:
-            store_codes(
-                acc0, acc1, expert, first_row, left_over, column, bias, weights_N, order_N, inner, inner_scales,
-                OUTPUTS, HAS_BIAS, WEIGHTED, ACTIVATION, LIMIT, ALPHA, SHIFT, POWERS, MMA,
-            )  # fmt: skip
+        store_tile(
+            acc0, acc1, expert, start + GROUP * 64, count - GROUP * 64, column, weights, routes, results, PRODUCT, MMA
+        )  # fmt: skip
+
+
+@gluon.jit
+def multiply_numbers(
+    rows, weights, routes, results, stages, GROUP: gl.constexpr, PRODUCT: gl.constexpr, STAGES: gl.constexpr
+):
+    """One group's 64 rows of every tile, of 16-bit numbers: multiplied, and stored."""
+    BLOCKS: gl.constexpr = (PRODUCT.inputs + 63) // 64
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    full, empty = stages.full, stages.empty
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    for turn in range(rounds_of(routes, PRODUCT)):
+        expert, start, count, column = item_of(routes, turn, PRODUCT)
+        acc = gl.zeros([64, 256], gl.float32, MMA)
+        if count > GROUP * 64:
+            for block in range(BLOCKS):
+                mbarrier.wait(full.index(stage), phase)
+                if PRODUCT.first:
+                    fence_async_shared()
+                turned = stages.weights.index(stage).permute((1, 0))
+                acc = warpgroup_mma(rows.index(stage), turned, acc, is_async=True)
+                # The product before is done, and what it read may be overwritten.
+                acc = warpgroup_mma_wait(1, [acc])
+                mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), pred=block > 0)
+                stage, phase = next_stage(stage, phase, STAGES)
+            acc = warpgroup_mma_wait(0, [acc])
+            mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)))
         else:
-            deliver(
-                acc0, expert, first_row, left_over, column * 256, bias, weights_N, order_N,
-                left, out, out_slots_R, out_stride,
-                OUTPUTS, TOP_K, HAS_OUT_SLOTS, HAS_BIAS, WEIGHTED, FINALIZE, MMA,
-            )  # fmt: skip
-            if OUTPUTS % 256 == 0 or column * 256 + 128 < OUTPUTS:
-                deliver(
-                    acc1, expert, first_row, left_over, column * 256 + 128, bias, weights_N, order_N,
-                    left, out, out_slots_R, out_stride,
-                    OUTPUTS, TOP_K, HAS_OUT_SLOTS, HAS_BIAS, WEIGHTED, FINALIZE, MMA,
-                )  # fmt: skip
+            for block in range(BLOCKS):
+                mbarrier.wait(full.index(stage), phase)
+                mbarrier.arrive(empty.index(stage))
+                stage, phase = next_stage(stage, phase, STAGES)
+        acc0, acc1 = acc.reshape([64, 2, 128]).permute([0, 2, 1]).split()
+        HALF: gl.constexpr = acc0.type.layout
+        store_tile(
+            acc0, acc1, expert, start + GROUP * 64, count - GROUP * 64, column, weights, routes, results, PRODUCT, HALF
+        )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["max_tiles"])
+@gluon.jit(do_not_specialize=["routes"])
 def specialized_product(
-    x, x_boxes, x_scales, slots_R, w_boxes, w_scales, bias, weights_N, inner, inner_scales,
-    left, out, out_slots_R, out_stride, order_N, tiles, how_many, max_tiles, x_line, x_scale_stride,
-    INPUTS: gl.constexpr, OUTPUTS: gl.constexpr, EXPERTS: gl.constexpr, FIRST: gl.constexpr, TOP_K: gl.constexpr,
-    HAS_SLOTS: gl.constexpr, HAS_OUT_SLOTS: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
-    FINALIZE: gl.constexpr,
-    ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, SHIFT: gl.constexpr, POWERS: gl.constexpr,
-    FENCE: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr,
+    x_boxes, w_boxes, rows, weights, routes, results,
+    PRODUCT: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """One product of all experts. OUTPUTS: I of the first, H of the second; both sizes are multiples of 128."""
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    """One product of all experts. Of e4m3, both sizes are multiples of 128; of 16-bit numbers, of 8."""
+    KIND: gl.constexpr = rows.data.dtype.element_ty
+    BITS: gl.constexpr = KIND.primitive_bitwidth
+    SCALED: gl.constexpr = weights.scales is not None
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    rows0 = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 64, 128], SHARED)
-    rows1 = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 64, 128], SHARED)
-    weights0 = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], SHARED)
-    weights1 = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], SHARED)
-    by_row = gl.allocate_shared_memory(gl.float32, [STAGES, 128], LINE)
-    by_output = gl.allocate_shared_memory(gl.float32, [STAGES, 128], LINE)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    full1 = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    stages = Stages(
+        rows0=gl.allocate_shared_memory(KIND, [STAGES, 64, 1024 // BITS], SHARED),
+        rows1=gl.allocate_shared_memory(KIND, [STAGES, 64, 1024 // BITS], SHARED),
+        weights=gl.allocate_shared_memory(KIND, [STAGES, 256, 1024 // BITS], SHARED),
+        by_row=gl.allocate_shared_memory(gl.float32, [STAGES, 128 if SCALED else 1], LINE),
+        by_output=gl.allocate_shared_memory(gl.float32, [STAGES, 128 if SCALED else 1], LINE),
+        full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        full1=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        empty=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+    )
     for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=129)  # 128 threads that copy, and what TMA brings
-        mbarrier.init(full1.index(s), count=1)
-        mbarrier.init(empty.index(s), count=2)
+        # What TMA brings, and 128 threads, where they copy.
+        mbarrier.init(stages.full.index(s), count=129 if SCALED or PRODUCT.first else 1)
+        mbarrier.init(stages.full1.index(s), count=1)
+        mbarrier.init(stages.empty.index(s), count=2)
     fence_async_shared()
     if EARLY:
         depends("wait")
         depends("launch_dependents")
-    gl.warp_specialize([
-        (multiply_tiles, (
-            rows0, weights0, weights1, by_row, by_output, full, full1, empty,
-            bias, weights_N, inner, inner_scales, left, out, out_slots_R, out_stride,
-            order_N, tiles, how_many, max_tiles,
-            INPUTS, OUTPUTS, 0, FIRST, TOP_K, HAS_OUT_SLOTS, HAS_BIAS, WEIGHTED, FINALIZE,
-            ACTIVATION, LIMIT, ALPHA, SHIFT, POWERS, FENCE, STAGES)),
-        (multiply_tiles, (
-            rows1, weights0, weights1, by_row, by_output, full, full1, empty,
-            bias, weights_N, inner, inner_scales, left, out, out_slots_R, out_stride,
-            order_N, tiles, how_many, max_tiles,
-            INPUTS, OUTPUTS, 1, FIRST, TOP_K, HAS_OUT_SLOTS, HAS_BIAS, WEIGHTED, FINALIZE,
-            ACTIVATION, LIMIT, ALPHA, SHIFT, POWERS, FENCE, STAGES)),
-        (load_tiles, (
-            x, x_boxes, x_scales, slots_R, w_boxes, w_scales, order_N, tiles, how_many, max_tiles,
-            x_line, x_scale_stride, rows0, rows1, weights0, weights1, by_row, by_output, full, full1, empty,
-            INPUTS, OUTPUTS, EXPERTS, FIRST, TOP_K, HAS_SLOTS, STAGES)),
-    ], [4, 4], [232, 40])  # fmt: skip
+    if SCALED:
+        gl.warp_specialize([
+            (multiply_codes, (stages.rows0, weights, routes, results, stages, 0, PRODUCT, STAGES)),
+            (multiply_codes, (stages.rows1, weights, routes, results, stages, 1, PRODUCT, STAGES)),
+            (load_tiles, (x_boxes, w_boxes, rows, weights, routes, stages, PRODUCT, STAGES)),
+        ], [4, 4], [232, 40])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (multiply_numbers, (stages.rows0, weights, routes, results, stages, 0, PRODUCT, STAGES)),
+            (multiply_numbers, (stages.rows1, weights, routes, results, stages, 1, PRODUCT, STAGES)),
+            (load_tiles, (x_boxes, w_boxes, rows, weights, routes, stages, PRODUCT, STAGES)),
+        ], [4, 4], [232, 40])  # fmt: skip
