@@ -4,10 +4,13 @@
 
 First every test runs once, and which lines it runs is recorded (`--record` keeps that in a folder and takes it from
 there the next time). Then each mutant meets the tests of its line, the quickest first, for `--limit` seconds of tests;
-one that lives meets more of them, for five times as long.
+one that lives meets more of them, for `--more` times as long. A test that fails without the mutant, too, kills nobody.
+`--outcomes` keeps what became of each mutant, so that a run that was cut off goes on; with `--again` those that lived
+meet their tests once more.
 """
 
 import argparse
+import dataclasses
 import fnmatch
 import json
 import multiprocessing
@@ -40,6 +43,7 @@ CORE = (
     "experts/*.py",
     "checkpoints/*.py",
 )
+# Files, and functions or classes of a file.
 ONLY_ON_A_GPU = (
     "*kernel*",
     "*cuda*",
@@ -47,9 +51,11 @@ ONLY_ON_A_GPU = (
     "*/one_sided/launches.py",
     "*/one_sided/graphs.py",
     "*/group/symmetric_memory.py",
+    "*/group/devices.py::let_ranks_share_a_gpu",
+    "*/group/devices.py::rank_on",
+    "*/group/devices.py::_reserve_memory",
+    "*/exchange/spec.py::UnencodedRows",
 )
-# A mutant that lives meets so many times as many tests.
-MORE = 5
 # Tests of the core. What tests the commands, the site, models and benchmarks is slow, and meets the core from afar.
 TESTS = (
     "tests/checkpoints",
@@ -63,17 +69,23 @@ TESTS = (
     "tests/plan",
     "tests/reports",
     "tests/security",
+    "tests/test_compile.py",
+    "tests/test_huggingface.py",
     "tests/test_layer.py",
     "tests/test_placement.py",
     "tests/test_routing.py",
+    "tests/test_support.py",
     "tests/test_workspace.py",
     "src/tokenyard/checkpoints",
     "src/tokenyard/exchange",
     "src/tokenyard/experts",
     "src/tokenyard/formats",
     "src/tokenyard/group",
+    "src/tokenyard/planning",
     "src/tokenyard/routing",
 )
+# Tests of kernels, which are not mutated.
+LEFT_OUT = ("tests/experts/test_fused*", "tests/exchange/test_kernel*")
 
 
 def core_files():
@@ -86,14 +98,26 @@ def core_files():
             yield str(path.relative_to(ROOT))
 
 
-def equivalent_mutants():
-    """The mutants that change nothing: file, text of the line, text before and after."""
-    entries = tomllib.loads((Path(__file__).parent / "equivalent.toml").read_text()).get("mutant", [])
-    return {(entry["path"], entry["line"], entry["before"], entry["after"]) for entry in entries}
+def core_mutants(path):
+    """Every mutant of a file that runs without a GPU."""
+    parts = [pattern.split("::") for pattern in ONLY_ON_A_GPU if "::" in pattern]
+    without = [name for pattern, name in parts if fnmatch.fnmatch(path, pattern)]
+    return mutants_of(path, (ROOT / path).read_text(), without)
 
 
-def identity(mutant):
-    return (mutant.path, mutant.source_line, mutant.before, mutant.after)
+class Equivalents:
+    """The mutants that change nothing, as `equivalent.toml` has them."""
+
+    def __init__(self):
+        entries = tomllib.loads((Path(__file__).parent / "equivalent.toml").read_text())
+        self.mutants = {(e["path"], e["line"], e["before"], e["after"]) for e in entries["mutant"]}
+        self.constants = {(e["path"], e["name"]) for e in entries["constant"]}
+
+    def entry(self, mutant):
+        """The entry of a mutant; None if it has none."""
+        whole = (mutant.path, mutant.source_line, mutant.before, mutant.after)
+        constant = (mutant.path, mutant.source_line.split(" = ")[0])
+        return whole if whole in self.mutants else constant if constant in self.constants else None
 
 
 def record_tests(folder):
@@ -112,7 +136,17 @@ def record_tests(folder):
         "tests.mutation.recorder",
     ]
     environment = os.environ | {"MUTATION_RECORD": str(folder.resolve())}
-    subprocess.run([*command, *TESTS], cwd=ROOT, env=environment, check=False)
+    left_out = [f"--ignore-glob={ROOT / pattern}" for pattern in LEFT_OUT]
+    subprocess.run([*command, *left_out, *TESTS], cwd=ROOT, env=environment, check=False)
+
+
+def known_outcomes(path, again):
+    """By mutant: what became of it before, the last time it was tried. Of those that lived nothing, `again`."""
+    if path is None or not path.exists():
+        return {}
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    outcomes = {entry.pop("mutant"): trial.Outcome(**entry) for entry in entries}
+    return {mutant: outcome for mutant, outcome in outcomes.items() if not (again and outcome.lives)}
 
 
 def sentence(summary):
@@ -126,11 +160,11 @@ def sentence(summary):
 
 def summarize(outcomes, seed):
     """Plain values of a list of (mutant, outcome)."""
-    same = equivalent_mutants()
+    same = Equivalents()
     verdicts = Counter(outcome.verdict for _, outcome in outcomes)
     killed = verdicts["killed"] + verdicts["timed out"]
-    living = [mutant for mutant, outcome in outcomes if outcome.verdict in ("alive", "met by no test")]
-    alive = [str(mutant) for mutant in living if identity(mutant) not in same]
+    living = [mutant for mutant, outcome in outcomes if outcome.lives]
+    alive = [str(mutant) for mutant in living if same.entry(mutant) is None]
     return {
         "mutants": len(outcomes),
         "seed": seed,
@@ -147,9 +181,14 @@ def main():
     parser.add_argument("--count", type=int, default=200, help="how many mutants")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit", type=float, default=60.0, help="seconds of tests for one mutant")
+    parser.add_argument("--more", type=float, default=5, help="how many times as long for one that lives")
     parser.add_argument("--workers", type=int, default=2, help="how many mutants at a time")
     parser.add_argument("--only", default="*", help="a pattern for the mutated files")
     parser.add_argument("--record", type=Path, help="a folder that keeps which test runs which line")
+    parser.add_argument("--outcomes", type=Path, help="a file that keeps what became of each mutant")
+    parser.add_argument(
+        "--again", action="store_true", help="let those that lived meet their tests once more"
+    )
     parser.add_argument("--write", type=Path, help="a file for the JSON")
     parser.add_argument("--page", type=Path, help="a page of the documentation, whose score is renewed")
     options = parser.parse_args()
@@ -164,22 +203,27 @@ def main():
         f"{len(record.tests)} tests recorded, {sum(not t['passed'] for t in record.tests.values())} failed"
     )
     files = [path for path in core_files() if fnmatch.fnmatch(path, options.only)]
-    every = [mutant for path in files for mutant in mutants_of(path, (ROOT / path).read_text())]
+    every = [mutant for path in files for mutant in core_mutants(path)]
     trials = [
         (
             mutant,
             choose(record, mutant, options.limit),
-            choose(record, mutant, MORE * options.limit),
+            choose(record, mutant, options.more * options.limit),
             options.limit,
         )
         for mutant in draw(every, options.count, options.seed)
     ]
-    outcomes = []
+    known = known_outcomes(options.outcomes, options.again)
+    outcomes = [(mutant, known[str(mutant)]) for mutant, *_ in trials if str(mutant) in known]
+    trials = [trial for trial in trials if str(trial[0]) not in known]
     workers = multiprocessing.get_context("spawn").Pool(options.workers, trial.start_worker, (ROOT,))
     with workers, Progress(console=console) as progress:
         task = progress.add_task("mutants", total=len(trials))
         for mutant, outcome in workers.imap(trial.meet, trials):
             outcomes.append((mutant, outcome))
+            if options.outcomes:
+                with options.outcomes.open("a") as file:
+                    file.write(json.dumps({"mutant": str(mutant), **dataclasses.asdict(outcome)}) + "\n")
             met = f"{outcome.verdict:15} {outcome.seconds:6.1f} s {outcome.tests:4} tests"
             print(met, mutant, outcome.test or "", sep="  ", flush=True)
             progress.advance(task)

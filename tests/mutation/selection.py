@@ -17,15 +17,14 @@ class Record:
         self.tests = {}
         for path in sorted(folder.glob("tests.*.json")):
             self.tests.update(json.loads(path.read_text()))
-        data = coverage.CoverageData(str(folder / "combined"))
-        for path in sorted(folder.glob("coverage.*")):
-            part = coverage.CoverageData(str(path))
-            part.read()
-            data.update(part)
         self._lines = {}
-        for path in data.measured_files():
-            name = "src/tokenyard" + path.rsplit("src/tokenyard", 1)[1]
-            self._lines[name] = data.contexts_by_lineno(path)
+        for file in sorted(folder.glob("coverage.*")):
+            data = coverage.CoverageData(str(file))
+            data.read()
+            for path in data.measured_files():
+                lines = self._lines.setdefault("src/tokenyard" + path.rsplit("src/tokenyard", 1)[1], {})
+                for line, tests in data.contexts_by_lineno(path).items():
+                    lines.setdefault(line, set()).update(tests)
 
     def covering(self, path, first, last):
         """Tests that ran one of these lines, and passed when they were recorded."""

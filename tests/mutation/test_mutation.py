@@ -103,16 +103,18 @@ _TESTS = {
     "killed": "def test_it(): assert small.double(2) == 4",
     "alive": "def test_it(): assert small.double(0) == 0",
     "timed out": "def test_it():\n    while small.double(2) != 4: pass",
+    "met by no test": "def test_it(): assert False  # without the mutant, too",
 }
 
 
 def meet_small_mutant(folder):
-    """What becomes of a mutant of a small project, with each of three tests."""
+    """What becomes of a mutant of a small project, with each of those tests, and with one that does not exist."""
     trial._KEPT = ("src", "tests")
     mutant = next(m for m in mutants_of("src/small.py", _SMALL) if m.after == "(x // 2)")
     checkout = trial.Checkout(folder)
     outcomes = [checkout.meet(mutant, [f"tests/test_{number}.py"], 5) for number in range(len(_TESTS))]
-    outcomes.append(checkout.meet(mutant, [], 5))
+    outcomes.append(checkout.meet(mutant, ["tests/test_nowhere.py"], 5))
+    outcomes.append(checkout.meet(mutant, ["tests/test_3.py::test_it", "tests/test_0.py::test_it"], 5))
     checkout.remove()
     print(json.dumps([(outcome.verdict, outcome.test) for outcome in outcomes]))
 
@@ -133,23 +135,47 @@ def test_what_becomes_of_a_mutant(tmp_path):
         ["alive", None],
         ["timed out", None],
         ["met by no test", None],
+        ["met by no test", None],
+        ["killed", "tests/test_0.py::test_it"],
     ]
+
+
+def test_a_run_that_was_cut_off_goes_on(tmp_path):
+    """What is known is not tried again, but for those that lived, if asked."""
+    kept = tmp_path / "outcomes"
+    assert tool.known_outcomes(kept, again=False) == {}
+    lines = [("a", "alive"), ("b", "killed"), ("c", "met by no test"), ("d", "alive"), ("d", "killed")]
+    kept.write_text("".join(json.dumps({"mutant": m, "verdict": v, "tests": 3}) + "\n" for m, v in lines))
+    verdicts = {m: outcome.verdict for m, outcome in tool.known_outcomes(kept, again=False).items()}
+    assert verdicts == {"a": "alive", "b": "killed", "c": "met by no test", "d": "killed"}
+    assert set(tool.known_outcomes(kept, again=True)) == {"b", "d"}
 
 
 def test_the_core_is_what_runs_without_a_gpu():
     files = list(tool.core_files())
     assert "src/tokenyard/exchange/reduce.py" in files
     assert not [path for path in files if "kernels" in path or "cuda" in path]
+    below_cuda = "if device.type == 'cuda':\n    f(1)\nelse:\n    f(2)"
+    assert [after for _, after in changes(below_cuda)] == ["(device.type != 'cuda')", "pass", "3"]
+    assert mutants_of("file.py", "def f(a): return a + 1\nb = 2", without=["f"])[0].before == "2"
+
+
+def test_functions_that_only_a_gpu_runs_are_still_there():
+    for pattern in tool.ONLY_ON_A_GPU:
+        path, _, name = pattern.partition("::")
+        if name:
+            source = (ROOT / "src" / "tokenyard" / path.removeprefix("*/")).read_text()
+            assert f"def {name}(" in source or f"class {name}:" in source, pattern
 
 
 def test_mutants_that_change_nothing_are_still_in_the_source():
     """An entry whose line has changed says nothing any more."""
-    every = {
-        tool.identity(mutant)
-        for path in tool.core_files()
-        for mutant in mutants_of(path, (ROOT / path).read_text())
-    }
-    assert tool.equivalent_mutants() - every == set()
+    same = tool.Equivalents()
+    entries = same.mutants | same.constants
+    paths = {path for path, *_ in entries}
+    assert paths <= set(tool.core_files())
+    found = {same.entry(mutant) for path in paths for mutant in tool.core_mutants(path)}
+    assert entries - found == set()
 
 
 def test_the_page_quotes_the_last_score():

@@ -37,6 +37,11 @@ class Outcome:
     tests: int = 0  # that it met
     seconds: float = 0.0
 
+    @property
+    def lives(self):
+        """Whether no test has noticed the mutant."""
+        return self.verdict in ("alive", "met by no test")
+
 
 class Checkout:
     """A copy of the repository in which one file at a time is changed."""
@@ -53,9 +58,22 @@ class Checkout:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def meet(self, mutant, tests, seconds):
-        """Run these tests with the mutant in place, at most for so long."""
-        if not tests:
-            return Outcome("met by no test")
+        """Run these tests with the mutant in place, at most for so long.
+
+        What stops them must not happen without the mutant: a test that fails there, too, is left out.
+        """
+        while tests:
+            outcome = self._run_changed(mutant, tests, seconds)
+            if outcome.lives:
+                return outcome
+            failed = [test for test in tests if test == outcome.test or test.startswith(f"{outcome.test}::")]
+            failed = failed or tests  # a crash, or no time left, names no test
+            if self._run(failed, seconds).lives:
+                return outcome
+            tests = [test for test in tests if test not in failed]
+        return Outcome("met by no test")
+
+    def _run_changed(self, mutant, tests, seconds):
         path = self._folder / mutant.path
         source = path.read_text()
         path.write_text(mutant.apply(source))
@@ -112,7 +130,7 @@ class _FirstFailure:
 
     def pytest_collectreport(self, report):
         if report.failed and not self._path.exists():
-            self._path.write_text(json.dumps(f"importing {report.nodeid}"))
+            self._path.write_text(json.dumps(report.nodeid))  # a file that cannot be imported
 
 
 def _wait(child, end):
