@@ -400,6 +400,10 @@ def test_str_shows_what_differs_from_the_defaults() -> None:
     ("call", "message"),
     [
         (lambda: TopLogitsRouter(0), "top_k=0; expected top_k ≥ 1"),
+        (lambda: SqrtSoftplusRouter(0), "top_k=0; expected top_k ≥ 1"),
+        (lambda: GroupedSigmoidRouter(0), "top_k=0; expected top_k ≥ 1"),
+        (lambda: SoftmaxRouter(2, renormalize=1), "renormalize=1; expected True or False"),
+        (lambda: SqrtSoftplusRouter(5).check_experts(4), "top_k=5 of 4 experts; expected top_k from 1 to 4"),
         (lambda: TopLogitsRouter(5)(torch.zeros(2, 4)), "top_k=5 of 4 experts; expected top_k from 1 to 4"),
         (lambda: TopLogitsRouter(2, renormalize=False), "renormalize=False with a softmax over the chosen"),
         (
@@ -449,6 +453,36 @@ def test_router_errors(call, message: str) -> None:
         call()
     assert message in str(caught.value)
     assert "; fix: " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("router", "taken"),
+    [
+        (SoftmaxRouter(4, renormalize=True), 4),
+        (TopLogitsRouter(4), 4),
+        (SqrtSoftplusRouter(4, choice_bias_E=torch.zeros(4)), 4),
+        (GroupedSigmoidRouter(4), 4),
+        (GroupedSigmoidRouter(4, num_groups=2, topk_groups=2), 4),
+        (GroupedSigmoidRouter(2, num_groups=2, topk_groups=1), 2),
+    ],
+    ids=str,
+)
+def test_as_many_experts_as_there_are_can_be_chosen(router: Router, taken: int) -> None:
+    routes = router(torch.tensor([[4.0, 3.0, 2.0, 1.0]]))
+    assert routes.topk_ids_TK.tolist() == [list(range(taken))]
+
+
+def test_scores_that_are_almost_zero_are_divided_by_a_little_more_than_their_sum() -> None:
+    tiny, zero = GroupedSigmoidRouter(2)(torch.tensor([[-46.0, -46.0], [-200.0, -200.0]])).topk_weights_TK
+    score = 1 / (1 + math.exp(46.0))
+    assert tiny.tolist() == pytest.approx([score / (2 * score + 1e-20)] * 2)
+    assert zero.tolist() == [0.0, 0.0]
+
+
+def test_only_the_number_of_experts_goes_without_its_name() -> None:
+    for router in ROUTERS.values():
+        with pytest.raises(TypeError, match="positional argument"):
+            router(2, None, renormalize=True)
 
 
 def test_an_unknown_order_suggests_the_nearest() -> None:

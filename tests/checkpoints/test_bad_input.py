@@ -21,7 +21,7 @@ from tests.checkpoints import references
 from tests.checkpoints.small import Small, save
 from tokenyard.checkpoints import config as configs
 from tokenyard.checkpoints import files, header, open_checkpoint
-from tokenyard.errors import CheckpointError, InputError
+from tokenyard.errors import CheckpointError, InputError, UnknownName
 
 MODEL = Small(num_experts=4)
 EXPERT = "model.layers.1.mlp.experts.2"
@@ -240,6 +240,48 @@ def test_nothing_there(tmp_path):
     refused(tmp_path / "notes.txt", "is not a safetensors file")
     save_file({"model.embed_tokens.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
     refused(tmp_path, "none of the 1 tensors of")
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "model.safetensors"])
+def test_a_file_that_cannot_be_read(folder, name):
+    path = folder / name
+    path.unlink(missing_ok=True)
+    path.symlink_to("/proc/self/mem")  # a file whose first bytes nobody may read
+    refused(path, f"{path} cannot be read (Input/output error)")
+    if name == "model.safetensors":
+        refused(folder, f"{path} cannot be read (Input/output error)")
+
+
+def test_a_file_that_is_gone_since_it_was_opened(folder):
+    checkpoint = open_checkpoint(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"cannot be mapped \(No such file or directory\)"):
+        checkpoint.experts(1)
+
+
+def test_a_tensor_that_is_not_there_or_cannot_be_held(folder):
+    write_raw(
+        folder / "more.safetensors", {"a": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}, b"\0\0"
+    )
+    checkpoint = open_checkpoint(folder)
+    with pytest.raises(
+        CheckpointError, match=r"'model.embed.weight'.*did you mean 'model.embed_tokens.weight'"
+    ):
+        checkpoint.tensor("model.embed.weight")
+    with pytest.raises(CheckpointError, match="a dtype that torch can hold"):
+        checkpoint.tensor("a")
+    assert checkpoint.bytes_read == 0
+
+
+@pytest.mark.parametrize(
+    ("tensor", "dense"), [("model.experts_of_mine", False), ("model.embed_tokens", True)]
+)
+def test_a_family_that_is_not_known(tmp_path, tensor, dense):
+    folder = save(tmp_path, {tensor: torch.zeros(3)}, {"model_type": "mine"})
+    with pytest.raises(UnknownName, match="model_type 'mine', which is not known") as caught:
+        open_checkpoint(folder)
+    assert ("a dense model" in str(caught.value)) is dense
+    assert ("none of the 1 tensors of" in str(caught.value)) is not dense
 
 
 @settings(max_examples=300)
@@ -479,6 +521,28 @@ def test_a_quantization_that_cannot_be_held(tmp_path, kind, words, changes):
     write = references.deepseek if kind == "deepseek" else lambda w: references.compress(kind, w)
     folder = save(tmp_path, model.tensors(write), model.config() | {"quantization_config": quantization})
     refused(folder, words)
+
+
+@pytest.mark.parametrize("kind", ["mxint4", "deepseek"])
+def test_a_declared_quantization_of_which_a_piece_is_missing_everywhere(tmp_path, kind):
+    model = Small(num_experts=4, hidden_size=128, intermediate_size=128)
+    write = references.deepseek if kind == "deepseek" else lambda w: references.compress(kind, w)
+    scales = scale_name(kind).partition("__")[2]
+    tensors, config = model.tensors(write), model.config() | {"quantization_config": QUANTIZATION[kind]}
+    missing = {name: tensor for name, tensor in tensors.items() if not name.endswith(scales)}
+    first = f"model.layers.0.mlp.experts.0.gate_proj.{scales}"
+    error = refused(save(tmp_path / "missing", missing, config), f"tensor '{first}' is missing")
+    assert (error.tensor, error.layer) == (first, "model.layers.0.mlp")
+    doubled = {name: t.double() if name.endswith(scales) else t for name, t in tensors.items()}
+    refused(save(tmp_path / "doubled", doubled, config), f"tensor '{first}' is F64")
+
+
+@pytest.mark.parametrize("kind", ["mxint4", "nvfp4"])
+def test_rows_that_are_no_whole_number_of_blocks(tmp_path, kind):
+    model = Small(num_experts=4, hidden_size=128, intermediate_size=128)
+    config = model.config() | {"quantization_config": QUANTIZATION[kind], "hidden_size": 136}
+    folder = save(tmp_path, model.tensors(lambda w: references.compress(kind, w)), config)
+    refused(folder, "rows of 136 columns are no whole number of blocks", "that can be held")
 
 
 def test_gate_and_up_that_would_share_blocks(tmp_path):

@@ -325,6 +325,8 @@ def test_what_cannot_be_converted(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"):
         convert(source, "mxint4", tmp_path / "file" / "out")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        convert(source, "mxint4", "/proc/nobody/out")  # where no folder can be made
     assert left_behind(tmp_path) == ["file", "gpt_oss", "plain"]
 
 

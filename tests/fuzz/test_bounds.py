@@ -15,7 +15,6 @@ import pytest
 import tokenyard as ty
 from tests.fuzz.targets import BODY, CONFIGS
 from tokenyard.checkpoints import open_checkpoint
-from tokenyard.group import memory
 from tokenyard.integrations.huggingface import layers_from_config
 
 SPEC = ty.LayerSpec(name="moe", hidden_size=64, intermediate_size=32, num_experts=8, top_k=2, max_tokens=16)
@@ -142,23 +141,3 @@ def test_a_workspace_is_refused_by_all_ranks_before_one_takes_memory(monkeypatch
     for rank, message in enumerate(ty.launch(2, say)):
         assert f"rank {rank}: " in message
         assert "bytes cannot be allocated by each of 2 ranks (10000 bytes are available)" in message
-
-
-def test_available_memory_heeds_the_machine_and_every_control_group(tmp_path, monkeypatch):
-    (tmp_path / "outer" / "inner").mkdir(parents=True)
-    for folder, most, used in (("outer", 5000, 1000), ("outer/inner", "max", 10)):
-        (tmp_path / folder / "memory.max").write_text(f"{most}\n")
-        (tmp_path / folder / "memory.current").write_text(f"{used}\n")
-    (tmp_path / "outer" / "memory.stat").write_text("anon 400\nactive_file 200\ninactive_file 100\n")
-    cgroup = tmp_path / "cgroup"
-    cgroup.write_text("0::/outer/inner\n")
-    real_text = Path.read_text
-
-    def read(self, *args, **options):
-        return real_text(cgroup if str(self) == "/proc/self/cgroup" else self, *args, **options)
-
-    monkeypatch.setattr(Path, "read_text", read)
-    monkeypatch.setattr(memory, "_CGROUPS", tmp_path)
-    assert memory.available_memory() == 4300
-    cgroup.write_text("nonsense\n4:memory\n")
-    assert memory.available_memory() > 10**6  # no group that says anything: the machine's

@@ -17,6 +17,7 @@ import tokenyard as ty
 from tests.models import batch, build, raised, spec
 from tokenyard.conformance.cases import same_bits
 from tokenyard.group.readmission import Invitation, RejoinStore, address_of
+from tokenyard.group.threads import thread_groups
 
 LAYERS = [
     spec("body", hidden_size=64, num_experts=6, experts="reference", wire="mxfp8"),
@@ -218,6 +219,17 @@ def test_a_group_that_was_made_whole_is_told_when_a_rank_raises():
     assert error.peers == (2,)
     assert "it raised ValueError: broken" in str(error)
     assert size == 3
+
+
+def test_who_is_gone_as_well_is_not_waited_for():
+    """Ranks 1 and 2 are gone; a place is offered to one of them only."""
+    first, _, third = thread_groups(3, deadline=60)
+    third.leave("it went home")
+    began = time.monotonic()
+    error = raised(first.readmit, [1], seconds=60)
+    assert time.monotonic() - began < 30
+    assert error.peers == (2,)
+    assert "it went home" in str(error)
 
 
 def in_threads(*calls):

@@ -1,0 +1,88 @@
+"""How much memory a process may still take: what the kernel has, and what each control group leaves."""
+
+import pytest
+
+from tokenyard.group import memory
+
+MACHINE = {
+    "proc/meminfo": "MemTotal: 9000000 kB\nMemAvailable: 3000 kB\nSwapFree: 500 kB\nHugePages_Total: 0\n"
+}
+OF_THE_MACHINE = 1024 * 3500
+
+
+@pytest.fixture
+def system(tmp_path, monkeypatch):
+    """Write the files of a system, by name, and let them be asked instead of this one's."""
+    monkeypatch.setattr(memory, "Path", lambda name: tmp_path / name.strip("/"))
+    monkeypatch.setattr(memory, "_CGROUPS", tmp_path / "sys/fs/cgroup")
+
+    def write(files):
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(str(text))
+
+    return write
+
+
+def version_2(folder, most, used, stat=""):
+    place = f"sys/fs/cgroup/{folder}"
+    return {f"{place}memory.max": most, f"{place}memory.current": used, f"{place}memory.stat": stat}
+
+
+def version_1(folder, most, used, stat=""):
+    place = f"sys/fs/cgroup/memory/{folder}"
+    files = {"memory.limit_in_bytes": most, "memory.usage_in_bytes": used, "memory.stat": stat}
+    return {place + name: value for name, value in files.items()}
+
+
+def test_a_system_that_does_not_say(system):
+    assert memory.available_memory() is None
+    assert memory.too_much(2**60, 64) is None
+    system({"proc/meminfo": "MemTotal: 5 kB\nSwapFree: 5 kB\n"})  # an old kernel
+    assert memory.available_memory() is None
+
+
+def test_the_machine_has_what_is_available_and_free_swap_space(system):
+    system(MACHINE)
+    assert memory.available_memory() == OF_THE_MACHINE
+    system({"proc/meminfo": "MemAvailable: 3000 kB\nword\n"})
+    assert memory.available_memory() == 1024 * 3000
+
+
+@pytest.mark.parametrize(
+    ("lines", "groups", "left"),
+    [
+        pytest.param("0::/a/b\n", version_2("a/b/", 1000, 900), 100, id="its own"),
+        pytest.param("0::/a/b\n", version_2("a/", 1000, 900), 100, id="one above it"),
+        pytest.param("0::/a\n", version_2("a/b/", 1000, 900), None, id="one below it"),
+        pytest.param(
+            "0::/a/b\n", version_2("a/b/", 1000, 900) | version_2("a/", 500, 450), 50, id="the least of two"
+        ),
+        pytest.param("0::/a\n", version_2("a/", "max", 900), None, id="without a limit"),
+        pytest.param(
+            "0::/a\n",
+            version_2("a/", 1000, 900, "anon 7\nactive_file 20\ninactive_file 3\n"),
+            123,
+            id="pages of files can be dropped",
+        ),
+        pytest.param("0::/a\n", version_2("a/", 1000, 1200), 0, id="more used than allowed"),
+        pytest.param("3:cpu,memory:/a\n1:name=systemd:/a\n", version_1("a/", 1000, 900), 100, id="version 1"),
+        pytest.param("3:memory:/a\n", version_1("", 1000, 900), 100, id="version 1, in a container"),
+        pytest.param("3:cpu:/a\n", version_1("a/", 1000, 900), None, id="version 1, not for memory"),
+        pytest.param("3:cpuset:/a\n0::/a\n", version_2("a/", 1000, 900), 100, id="both versions"),
+        pytest.param("0::/a:b\n", version_2("a:b/", 1000, 900), 100, id="a colon in a name"),
+        pytest.param("nonsense\n4:memory\n", version_2("", 1000, 900), None, id="nonsense"),
+    ],
+)
+def test_control_groups(system, lines, groups, left):
+    system(MACHINE | {"proc/self/cgroup": lines} | groups)
+    assert memory.available_memory() == (OF_THE_MACHINE if left is None else left)
+
+
+def test_what_all_ranks_take_together_is_held_against_it(system):
+    system({"proc/meminfo": "MemAvailable: 1 kB\n"})
+    assert memory.too_much(256, 4) is None
+    assert memory.too_much(257, 4) == (
+        "257 bytes cannot be allocated by each of 4 ranks (1024 bytes are available)"
+    )
+    assert memory.too_much(1025, 1)
