@@ -24,30 +24,34 @@ def on_processes():
 
 
 def test_every_exchange_is_measured_in_the_order_of_the_registry(on_processes):
-    assert [row["exchange"] for row in on_processes] == list(EXCHANGES)
-    for row in on_processes:
-        assert (row["world"], row["kind"], row["wire"], row["rounds"]) == (2, "processes", "bf16", 4)
-        assert row["encode_ms"] > 0
+    assert exchanges_of(on_processes) == list(EXCHANGES)
+    for record in on_processes:
+        assert (record.parameters["tokens"], record.parameters["wire"]) == (24, "bf16")
+        assert record.details["encode_ms"] > 0
 
 
-@pytest.mark.parametrize("prefix", ["", "gloo_", "floor_"])
-def test_times_are_ordered(on_processes, prefix):
-    for row in on_processes:
-        assert 0 < row[f"{prefix}ms_low"] <= row[f"{prefix}ms"] <= row[f"{prefix}ms_high"]
+def exchanges_of(records):
+    return [record.parameters["exchange"] for record in records]
+
+
+def test_times_are_ordered(on_processes):
+    for record in on_processes:
+        for spread in (record.ours, record.floor, record.peers["gloo"]):
+            assert 0 < spread.least <= spread.low <= spread.median <= spread.high <= spread.most
         # Out and back are parts of one round; the medians of parts may come from different rounds.
-        assert 0 < row[f"{prefix}dispatch_ms"] <= row[f"{prefix}ms_high"] * 2
-        assert 0 <= row[f"{prefix}combine_ms"] <= row[f"{prefix}ms_high"] * 2
+        assert 0 < record.details["out_ms"] <= record.ours.high * 2
+        assert 0 <= record.details["back_ms"] <= record.ours.high * 2
 
 
 def test_bytes_are_those_of_the_packets(on_processes):
-    two_sided = next(row for row in on_processes if row["exchange"] == "two_sided")
+    (two_sided,) = (record.details for record in on_processes if record.parameters["exchange"] == "two_sided")
     packet_out, packet_back = 2 * 256 + 16 + 16, 2 * 256  # two ids and two weights take 16 bytes each, padded
     rows = two_sided["combine_bytes"] / packet_back
     assert rows == int(rows)
     assert 2 * 24 <= rows <= 2 * 24 * 2  # each token goes to one rank, or to both
     assert two_sided["dispatch_bytes"] == rows * packet_out
-    assert two_sided["moved_bytes"] == two_sided["dispatch_bytes"] + two_sided["combine_bytes"]
-    assert two_sided["moved_bytes_per_token"] == two_sided["moved_bytes"] / (2 * 24)
+    moved = two_sided["dispatch_bytes"] + two_sided["combine_bytes"]
+    assert two_sided["bytes_per_token"] == moved / (2 * 24)
 
 
 def test_mxfp8_sends_about_half_and_threads_have_no_gloo():
@@ -57,12 +61,12 @@ def test_mxfp8_sends_about_half_and_threads_have_no_gloo():
         )[0]
         for wire in ("bf16", "mxfp8")
     }
-    bf16, mxfp8 = (by_wire[wire]["dispatch_bytes"] for wire in ("bf16", "mxfp8"))
-    assert 0.5 < mxfp8 / bf16 < 0.54
-    assert by_wire["bf16"]["combine_bytes"] == by_wire["mxfp8"]["combine_bytes"]
-    assert by_wire["bf16"]["gloo_ms"] is None
-    assert by_wire["bf16"]["gloo_ratio"] is None
-    assert by_wire["bf16"]["floor_ratio"] > 0
+    bf16, mxfp8 = (by_wire[wire].details for wire in ("bf16", "mxfp8"))
+    assert 0.5 < mxfp8["dispatch_bytes"] / bf16["dispatch_bytes"] < 0.54
+    assert bf16["combine_bytes"] == mxfp8["combine_bytes"]
+    assert by_wire["bf16"].peers == {}
+    assert list(by_wire["bf16"].ratios) == ["ours / floor"]
+    assert by_wire["bf16"].ratios["ours / floor"].median > 0
 
 
 def test_a_round_lasts_until_the_last_rank_is_done_and_ratios_are_taken_round_by_round():
@@ -80,12 +84,12 @@ def test_a_round_lasts_until_the_last_rank_is_done_and_ratios_are_taken_round_by
     job = bench._Job(
         **SHAPE, wire="bf16", combine_wire="bf16", exchanges=("two_sided",), rounds=2, paranoid=False
     )
-    (row,) = bench._summaries(job, 2, "processes", [rank(slow=1.0), rank(slow=2.0)])
-    assert row["ms"] == pytest.approx(statistics.median([4, 12]))
-    assert row["dispatch_ms"] == pytest.approx(statistics.median([2, 6]))
-    assert row["gloo_ratio"] == pytest.approx(statistics.median([8 / 4, 18 / 12]))
-    assert row["floor_ratio"] == pytest.approx(statistics.median([4 / 2, 12 / 2]))
-    assert (row["dispatch_bytes"], row["combine_bytes"]) == (200, 100)
+    (record,) = bench._records(job, 2, [rank(slow=1.0), rank(slow=2.0)])
+    assert record.ours.median == pytest.approx(statistics.median([4, 12]))
+    assert record.details["out_ms"] == pytest.approx(statistics.median([2, 6]))
+    assert record.ratios["gloo / ours"].median == pytest.approx(statistics.median([8 / 4, 18 / 12]))
+    assert record.ratios["ours / floor"].median == pytest.approx(statistics.median([4 / 2, 12 / 2]))
+    assert (record.details["dispatch_bytes"], record.details["combine_bytes"]) == (200, 100)
 
 
 def test_an_exchange_that_does_not_reach_these_ranks_is_left_out(monkeypatch):
@@ -97,8 +101,8 @@ def test_an_exchange_that_does_not_reach_these_ranks_is_left_out(monkeypatch):
             return Reason(field="exchange", value=cls.name, why="it needs two hosts")
 
     monkeypatch.setitem(EXCHANGES, Elsewhere.name, Elsewhere)
-    rows = measure_dispatch(2, **SHAPE, rounds=2, kind="threads")
-    assert [row["exchange"] for row in rows] == [name for name in EXCHANGES if name != "elsewhere"]
+    records = measure_dispatch(2, **SHAPE, rounds=2, kind="threads")
+    assert exchanges_of(records) == [name for name in EXCHANGES if name != "elsewhere"]
     with pytest.raises(RankError, match="it needs two hosts"):
         measure_dispatch(2, **SHAPE, exchanges=["elsewhere"], rounds=2, kind="threads")
 
@@ -156,8 +160,8 @@ class Buffered(TwoSidedExchange):
 
 def test_results_stand_in_the_buffer_that_an_exchange_offers(monkeypatch):
     monkeypatch.setitem(EXCHANGES, Buffered.name, Buffered)
-    rows = measure_dispatch(2, **SHAPE, exchanges=["buffered"], rounds=2, kind="threads")
-    assert [row["exchange"] for row in rows] == ["buffered"]
+    records = measure_dispatch(2, **SHAPE, exchanges=["buffered"], rounds=2, kind="threads")
+    assert exchanges_of(records) == ["buffered"]
 
 
 def test_all_ranks_start_at_one_moment():
@@ -188,15 +192,15 @@ def test_an_override_of_all_plans_is_refused(monkeypatch):
 
 
 def test_what_watching_costs_is_measured_beside_the_plain_exchange(monkeypatch):
-    rows = measure_dispatch(2, **SHAPE, rounds=3, kind="threads", paranoid=True)
-    assert [row["exchange"] for row in rows] == list(EXCHANGES)
-    for row in rows:
-        assert 0 < row["paranoid_ms_low"] <= row["paranoid_ms"] <= row["paranoid_ms_high"]
-        assert 0 < row["paranoid_ratio_low"] <= row["paranoid_ratio"] <= row["paranoid_ratio_high"]
-    assert (
-        "paranoid_ms"
-        not in measure_dispatch(2, **SHAPE, exchanges=["two_sided"], rounds=2, kind="threads")[0]
-    )
+    records = measure_dispatch(2, **SHAPE, rounds=3, kind="threads", paranoid=True)
+    watched = [f"{name}, watched" for name in EXCHANGES]
+    assert exchanges_of(records) == [*EXCHANGES, *watched]
+    for record in records[len(EXCHANGES) :]:
+        ratio = record.ratios["watched / plain"]
+        assert 0 < record.ours.low <= record.ours.median <= record.ours.high
+        assert 0 < ratio.low <= ratio.median <= ratio.high
+    plain = measure_dispatch(2, **SHAPE, exchanges=["two_sided"], rounds=2, kind="threads")
+    assert exchanges_of(plain) == ["two_sided"]
     monkeypatch.setenv("TOKENYARD_PARANOID", "1")
     with pytest.raises(InputError, match="TOKENYARD_PARANOID makes every plan watch itself"):
         measure_dispatch(2, **SHAPE, rounds=2, kind="threads")

@@ -12,20 +12,22 @@ from tests.cli.runner import call
 from tests.interpreted import run_interpreted
 from tokenyard.errors import InputError, UnknownName
 from tokenyard.lab.bench import dispatch_cuda as bench
-from tokenyard.lab.bench.cuda_figures import (
+from tokenyard.lab.bench import machine_rates
+from tokenyard.lab.bench.clock import check_gpu
+from tokenyard.lab.bench.dispatch_cells import (
     ALL_RANKS,
     EXTRA_WIRES,
     PER_RANK,
     TABLE_WIRES,
     TARGETS,
-    Cell,
-    Shape,
-    grid,
-    render_markdown,
-    result,
+    DispatchCell,
+    dispatch_record,
     traffic,
 )
-from tokenyard.lab.bench.picture import draw_dispatch_cuda
+from tokenyard.lab.bench.dispatch_cells import dispatch_grid as grid
+from tokenyard.lab.bench.records import Document, Record
+from tokenyard.lab.bench.shapes import Shape
+from tokenyard.lab.plots import draw_figures
 from tokenyard.routing import Placement
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,8 +35,8 @@ H200 = "NVIDIA H200"
 COPY = 4.24e6  # bytes per µs
 
 
-def cell(operation="dispatch", world=4, num_tokens=4096, wire="bf16", launch=ALL_RANKS):
-    return Cell(operation=operation, world=world, num_tokens=num_tokens, wire=wire, launch=launch)
+def cell(operation="dispatch", ranks=4, tokens=4096, wire="bf16", launch=ALL_RANKS):
+    return DispatchCell(operation=operation, ranks=ranks, tokens=tokens, wire=wire, launch=launch)
 
 
 def rows_sent(world, tokens):
@@ -53,25 +55,25 @@ def test_the_grid_holds_every_target_and_the_extra_formats():
     for operation, world, tokens in TARGETS:
         for wire in (*TABLE_WIRES, *EXTRA_WIRES):
             assert cell(operation, world, tokens, wire) in cells
-    assert [(c.world, c.num_tokens) for c in cells if c.operation == "combine"] == [
+    assert [(c.ranks, c.tokens) for c in cells if c.operation == "combine"] == [
         (4, 1024),
         (4, 4096),
         (8, 1024),
         (8, 4096),
     ]
     apart = [c for c in cells if c.launch == PER_RANK]
-    assert {(c.world, c.num_tokens) for c in apart} == {(4, 16)}
+    assert {(c.ranks, c.tokens) for c in apart} == {(4, 16)}
     assert len(apart) == 2 * len(TABLE_WIRES)
     assert len(set(cells)) == len(cells) == 6 * 5 + 5 + 4 + 6
 
 
 def test_the_grid_follows_the_options():
-    assert {(c.world, c.num_tokens, c.wire) for c in grid([2, 3], [70], ["mxfp8"])} == {
+    assert {(c.ranks, c.tokens, c.wire) for c in grid([2, 3], [70], ["mxfp8"])} == {
         (2, 70, "mxfp8"),
         (3, 70, "mxfp8"),
     }
-    assert {c.world for c in grid(tokens=[128])} == {4, 8}
-    assert {c.num_tokens for c in grid([5])} == {16, 128, 1024, 4096}
+    assert {c.ranks for c in grid(tokens=[128])} == {4, 8}
+    assert {c.tokens for c in grid([5])} == {16, 128, 1024, 4096}
     assert len(grid(quick=True)) < len(grid()) / 2
     assert not [c for c in grid([8], [16]) if c.launch == PER_RANK]
 
@@ -91,7 +93,7 @@ def test_the_grid_follows_the_options():
 def test_bytes_are_those_that_were_counted_on_the_reference_gpu(world, tokens, megabytes):
     rows = rows_sent(world, tokens)
     for wire, expected in zip(TABLE_WIRES, megabytes, strict=True):
-        written = traffic(cell(world=world, num_tokens=tokens, wire=wire), Shape(), rows).written
+        written = traffic(cell(ranks=world, tokens=tokens, wire=wire), Shape(), rows).written
         assert written / 1e6 == pytest.approx(expected, rel=0.01, abs=1)
 
 
@@ -99,16 +101,16 @@ def test_bytes_are_those_that_were_counted_on_the_reference_gpu(world, tokens, m
 def test_floors_are_bytes_over_the_bandwidth_of_a_copy(world, floors):
     rows = rows_sent(world, 4096)
     for wire, expected in zip(TABLE_WIRES, floors, strict=True):
-        row = result(
-            cell(world=world, wire=wire),
+        record = dispatch_record(
+            cell(ranks=world, wire=wire),
             Shape(),
             H200,
             rows_sent=rows,
             copy_bytes_per_us=COPY,
             times=[500.0] * 3,
         )
-        assert row["floor_us"] == pytest.approx(expected, rel=0.012)
-        assert row["floor_ratio"] == pytest.approx(500 / row["floor_us"])
+        assert record.floor.median == pytest.approx(expected, rel=0.012)
+        assert record.over(record.floor.median) == pytest.approx(500 / record.floor.median)
 
 
 def test_a_round_trip_moves_what_its_halves_move():
@@ -126,38 +128,45 @@ def test_a_round_trip_moves_what_its_halves_move():
 
 
 def figures(which, *times, shape=None, gpu=H200):
-    return result(which, shape or Shape(), gpu, rows_sent=59_000, copy_bytes_per_us=COPY, times=times)
+    return dispatch_record(
+        which, shape or Shape(), gpu, rows_sent=59_000, copy_bytes_per_us=COPY, times=times
+    )
 
 
-def test_a_row_has_median_spread_target_and_peer():
-    row = figures(cell(wire="mxfp8"), 182.0, 176.0, 178.0, 179.0, 190.0)
-    assert (row["us"], row["us_low"], row["us_high"]) == (179, 178, 182)
-    assert (row["us_min"], row["us_max"]) == (176, 190)
-    assert (row["target_us"], row["met"]) == (180, True)
-    assert (row["peer_us"], row["peer_with_quantizer_us"]) == (171, 255)
-    assert "stored" in row["peer_source"]
-    assert figures(cell(wire="mxfp8"), 181.0, 182.0)["met"] is False
+def peers_of(record):
+    return {name: peer.median for name, peer in record.peers.items()}
+
+
+def test_a_record_has_median_spread_target_and_peer():
+    record = figures(cell(wire="mxfp8"), 182.0, 176.0, 178.0, 179.0, 190.0)
+    assert (record.ours.median, record.ours.low, record.ours.high) == (179, 178, 182)
+    assert (record.ours.least, record.ours.most) == (176, 190)
+    assert (record.target, record.met) == (180, True)
+    assert peers_of(record) == {"FlashInfer": 171, "FlashInfer + quantizer": 255}
+    assert "stored" in record.details["peer_source"]
+    assert figures(cell(wire="mxfp8"), 181.0, 182.0).met is False
 
 
 def test_what_is_not_known_is_empty():
-    unknown = figures(cell(world=8, wire="mxfp8"), 400.0, 401.0)
-    assert (unknown["peer_us"], unknown["peer_with_quantizer_us"]) == (743, None)
-    assert figures(cell(world=8), 700.0, 701.0)["peer_with_quantizer_us"] == 951  # nobody quantizes bf16
-    for row in (
+    assert peers_of(figures(cell(ranks=8, wire="mxfp8"), 400.0, 401.0)) == {"FlashInfer": 743}
+    # Nobody quantizes bf16.
+    assert peers_of(figures(cell(ranks=8), 700.0, 701.0))["FlashInfer + quantizer"] == 951
+    for record in (
         figures(cell(), 1.0, 2.0, gpu="NVIDIA A100"),
         figures(cell(), 1.0, 2.0, shape=Shape(hidden_size=4096)),
         figures(cell(wire="fp8_block128"), 1.0, 2.0),
     ):
-        assert [row[name] for name in ("target_us", "met", "peer_us", "peer_source")] == [None] * 4
-    apart = figures(cell(num_tokens=16, launch=PER_RANK), 1.0, 2.0)
-    assert (apart["target_us"], apart["peer_us"]) == (None, 12.2)
+        assert (record.target, record.met, record.peers) == (None, None, {})
+        assert "peer_source" not in record.details
+    apart = figures(cell(tokens=16, launch=PER_RANK), 1.0, 2.0)
+    assert (apart.target, apart.best_peer) == (None, 12.2)
 
 
 def test_the_target_of_a_combine_is_a_multiple_of_its_floor():
-    row = figures(cell("combine"), 1.0, 1.0)
-    assert row["target_us"] == pytest.approx(1.08 * row["floor_us"])
-    assert figures(cell("combine"), *[row["floor_us"] * 1.09] * 2)["met"] is False
-    assert figures(cell("combine", num_tokens=1024), 1.0, 1.0)["target_us"] is None
+    record = figures(cell("combine"), 1.0, 1.0)
+    assert record.target == pytest.approx(1.08 * record.floor.median)
+    assert figures(cell("combine"), *[record.floor.median * 1.09] * 2).met is False
+    assert figures(cell("combine", tokens=1024), 1.0, 1.0).target is None
 
 
 # -- A document, its tables and its picture ----------------------------------------------------------------
@@ -165,48 +174,44 @@ def test_the_target_of_a_combine_is_a_multiple_of_its_floor():
 
 @pytest.fixture
 def document():
-    rows = [figures(which, *(float(which.num_tokens + i) for i in range(3))) for which in grid()]
-    rows[1] |= {
-        "us": None,
-        "us_low": None,
-        "us_high": None,
-        "floor_us": None,
-        "floor_ratio": None,
-        "met": None,
-    }
-    rows[1]["note"] = "ContractError: other bits"
-    return {
-        "benchmark": "dispatch-cuda",
-        "date": "2026-11-15T06:56:46+00:00",
-        "gpu": H200,
-        "shape": {"hidden_size": 7168, "top_k": 8, "num_experts": 256, "combine_wire": "bf16"},
-        "copy_TB_per_s": 4.24,
-        "peer": None,
-        "results": rows,
-    }
+    records = [figures(which, *(float(which.tokens + i) for i in range(3))) for which in grid()]
+    records[1] = dispatch_record(
+        grid()[1], Shape(), H200, rows_sent=None, copy_bytes_per_us=COPY, note="ContractError: other bits"
+    )
+    return Document(
+        benchmark="dispatch-cuda",
+        unit="µs",
+        x="tokens",
+        line="wire",
+        setup={"gpu": H200, "hidden_size": 7168, "copy_TB_per_s": 4.24},
+        notes=[bench.NOTE],
+        provenance={"date": "2026-11-15T06:56:46+00:00"},
+        results=records,
+    )
 
 
-def test_markdown_has_a_line_for_each_batch(document):
-    lines = render_markdown(document).splitlines()
+def test_markdown_has_a_line_for_each_figure(document, tmp_path):
+    file = tmp_path / "dispatch.json"
+    file.write_text(json.dumps(document.as_dict()))
+    lines = call("bench", "show", file, "--markdown").stdout.strip().splitlines()
     assert len({line.count("|") for line in lines}) == 1
-    assert lines[0].startswith("| µs (floor) | `bf16` | `mxfp8` |")
-    assert len(lines) == 2 + 6 + 1 + 4 + 2
-    (large,) = (line for line in lines if line.startswith("| dispatch, W=8, T=4096 |"))
-    assert "| 4097 (" in large
-    assert large.endswith("| 951 / 743 / 609 |")
-    assert any(line.startswith("| round trip, W=4, T=16, a stream per rank |") for line in lines)
+    assert lines[0].startswith("| operation | ranks | tokens | wire | launch | ours, µs |")
+    assert len(lines) == 2 + len(grid())
+    (large,) = (line for line in lines if line.startswith("| dispatch | 8 | 4096 | bf16 |"))
+    assert "| 4,097 | 4,096–4,098 |" in large
+    assert "| 951 | 951 |" in large
+    assert any("| round trip | 4 | 16 | bf16 | a stream per rank |" in line for line in lines)
 
 
 def test_saved_figures_are_shown(document, tmp_path):
     file, picture = tmp_path / "dispatch.json", tmp_path / "dispatch.png"
-    file.write_text(json.dumps(document))
+    file.write_text(json.dumps(document.as_dict()))
     shown = call("bench", "show", file, "--plot", picture)
     assert shown.exit_code == 0, shown.output
-    for words in ("ours / floor", "peer + quantizer", "4.24 TB/s", "not the speed of a link", "other bits"):
+    for words in ("ours / floor", "+ quantizer", "TB/s 4.24", "not the speed of a link", "other bits"):
         assert words in shown.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size > 10_000
-    assert call("bench", "show", file, "--markdown").stdout.strip() == render_markdown(document)
 
 
 @pytest.mark.parametrize(
@@ -221,8 +226,8 @@ def test_other_files_are_refused(text, tmp_path):
 
 
 def test_a_picture_of_one_cell(document, tmp_path):
-    document["results"] = document["results"][:1]
-    draw_dispatch_cuda(document, tmp_path / "one.svg")
+    document.results = document.results[:1]
+    draw_figures(document, tmp_path / "one.svg")
     assert "<svg" in (tmp_path / "one.svg").read_text()
 
 
@@ -234,24 +239,28 @@ import json, numpy, torch
 from tests.exchange import interpreter
 interpreter.install()
 numpy.seterr(all="ignore")
-from tokenyard.lab.bench.cuda_figures import Shape, grid, ALL_RANKS
+from dataclasses import asdict
+from tokenyard.lab.bench import dispatch_cells
 from tokenyard.lab.bench import dispatch_cuda as bench
+from tokenyard.lab.bench.shapes import Shape
 from tokenyard.exchange.one_sided.launches import Launcher
 
 runs = []
-def timer(work):
-    work()
+def clock(works):
+    for work in works.values():
+        work()
     runs.append(1)
-    return [40.0, 44.0, 42.0]
+    return {name: [40.0, 44.0, 42.0] for name in works}
 
 def measure(cells):
     shape = Shape(hidden_size=32, top_k=2, num_experts=5)
     cpu = torch.device("cpu")
-    return list(bench.measure_cells(cells, shape, device=cpu, gpu="CPU", timer=timer, copy_bytes_per_us=1e3))
+    found = bench.measure_cells(cells, shape, device=cpu, gpu="CPU", clock=clock, copy_bytes_per_us=1e3)
+    return [asdict(record) for record in found]
 
-from tokenyard.lab.bench import cuda_figures
-cuda_figures.LARGE_BATCH = 3
-cells = [c for c in grid([2], [3], ["bf16", "mxfp8"]) if c.launch == ALL_RANKS]
+dispatch_cells.LARGE_BATCH = 3
+grid = dispatch_cells.dispatch_grid([2], [3], ["bf16", "mxfp8"])
+cells = [c for c in grid if c.launch == dispatch_cells.ALL_RANKS]
 right = measure(cells)
 pull = Launcher._pull
 def wrong(self, crossing, home, slots_TW, out_TH, *rest, **more):
@@ -264,52 +273,60 @@ print(json.dumps([right, measure(cells), len(runs)]))
 
 def test_cells_are_checked_against_the_twins_before_they_are_timed():
     right, wrong, runs = run_interpreted(INTERPRETED)
-    assert [row["operation"] for row in right] == [*["dispatch"] * 2, *["round trip"] * 2, "combine"]
-    for row in right:
-        assert (row["us"], row["note"]) == (42 / bench.ROTATION, "")
-        assert 6 <= row["rows_sent"] <= 12
-        assert row["floor_us"] == (row["bytes_read"] + row["bytes_written"]) / 1e3
+    operations = [record["parameters"]["operation"] for record in right]
+    assert operations == [*["dispatch"] * 2, *["round trip"] * 2, "combine"]
+    for record in right:
+        details = record["details"]
+        assert (record["ours"]["median"], record["note"]) == (42 / bench.ROTATION, "")
+        assert 6 <= details["rows_sent"] <= 12
+        assert record["floor"]["median"] == (details["bytes_read"] + details["bytes_written"]) / 1e3
     # A kernel with wrong sums: dispatches are timed, nothing that combines is.
-    assert [row["us"] is None for row in wrong] == [False, False, True, True, True]
+    assert [record["ours"] is None for record in wrong] == [False, False, True, True, True]
     assert "combine gave other bits than its twin" in wrong[-1]["note"]
-    assert len(bench.missed(wrong)) == 3
+    records = [Record(parameters=record["parameters"], note=record["note"]) for record in wrong]
+    assert len(Document(benchmark="dispatch-cuda", unit="µs", x="tokens", results=records).failed()) == 3
     assert runs == 5 + 2
 
 
 def test_a_copy_is_counted_both_ways(monkeypatch):
-    monkeypatch.setattr(bench, "COPY_BYTES", 4096)
-    assert bench.measure_copy(torch.device("cpu"), lambda work: [2.0, 4.0, 8.0]) == 2 * 4096 / 4
+    monkeypatch.setitem(machine_rates.COPY_BYTES, "cpu", 4096)
+    rate = machine_rates.copy_rate(torch.device("cpu"), lambda works: {"copy": [2.0, 4.0, 8.0]})
+    assert rate == 2 * 4096 / 4
+
+
+def no_clock(works):
+    raise AssertionError("nothing is timed")
 
 
 def test_without_flashinfer_stored_times_stay():
     pytest.importorskip("triton")
     if bench.importlib.util.find_spec("flashinfer") is not None:
         pytest.skip("FlashInfer is installed here")
-    row = figures(cell(), 1.0, 2.0)
-    before = dict(row)
-    assert bench.measure_peers([row], Shape(), device=torch.device("cpu"), timer=lambda work: []) is None
-    assert row == before
+    records = [figures(cell(), 1.0, 2.0)]
+    before = list(records)
+    assert bench.measure_peers(records, Shape(), device=torch.device("cpu"), clock=no_clock) is None
+    assert records == before
 
 
 def test_a_peer_is_measured_where_it_is_installed_and_one_that_breaks_is_named(monkeypatch):
     pytest.importorskip("triton")
     from tokenyard.lab.bench import flashinfer_peer
 
-    def measure(cell, shape, *, device, timer):
+    def measure(cell, shape, *, device, clock):
         if cell.operation == "round trip":
             raise AttributeError("no moe_a2a_combine")
         return [250.0, 260.0, 270.0]
 
     monkeypatch.setattr(flashinfer_peer, "installed_version", lambda: "9.9")
     monkeypatch.setattr(flashinfer_peer, "measure", measure)
-    rows = [figures(cell(wire="mxfp8"), 1.0, 2.0), figures(cell(world=8), 1.0, 2.0)]
-    said = bench.measure_peers(rows, Shape(), device=torch.device("cpu"), timer=lambda work: [])
+    records = [figures(cell(wire="mxfp8"), 1.0, 2.0), figures(cell(ranks=8), 1.0, 2.0)]
+    said = bench.measure_peers(records, Shape(), device=torch.device("cpu"), clock=no_clock)
     assert said == "FlashInfer 9.9 measured in 1 of 2 cells"
-    assert (rows[0]["peer_us"], rows[0]["peer_with_quantizer_us"]) == (260, 344)
-    assert rows[0]["peer_source"] == "FlashInfer 9.9, measured"
-    assert "stored" in rows[1]["peer_source"]  # eight streams can hang
-    broken = [figures(cell("round trip", num_tokens=16), 1.0, 2.0)]
-    said = bench.measure_peers(broken, Shape(), device=torch.device("cpu"), timer=lambda work: [])
+    assert peers_of(records[0]) == {"FlashInfer": 260, "FlashInfer + quantizer": 344}
+    assert records[0].details["peer_source"] == "FlashInfer 9.9, measured"
+    assert "stored" in records[1].details["peer_source"]  # eight streams can hang
+    broken = [figures(cell("round trip", tokens=16), 1.0, 2.0)]
+    said = bench.measure_peers(broken, Shape(), device=torch.device("cpu"), clock=no_clock)
     assert said == "FlashInfer 9.9 could not be measured: AttributeError: no moe_a2a_combine"
 
 
@@ -319,7 +336,7 @@ def test_a_peer_is_measured_where_it_is_installed_and_one_that_breaks_is_named(m
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_error_says_so():
     with pytest.raises(InputError, match=r"sees no GPU.*leave out --device"):
-        bench.check_gpu("leave out --device")
+        check_gpu("leave out --device")
     refused = call("bench", "dispatch", "--device", "cuda")
     assert (refused.exit_code, refused.stdout) == (2, "")
     assert "sees no GPU" in refused.stderr
@@ -343,8 +360,8 @@ def test_a_benchmark_for_gpus_only_advises_no_option_that_it_has_not(command):
         (["--device", "cuda", "--top-k", 300], "top_k is 300"),
         (["--device", "cuda", "--wire", "bf61"], "bf61"),
         (["--device", "cuda", "--plot", "picture.bmp3"], ".png"),
-        (["--quick"], "--quick without --device cuda"),
-        (["--ranks", 2, "--ranks", 3], "--ranks is given 2 times"),
+        (["--quick"], "--quick with --device cpu"),
+        (["--ranks", 2, "--ranks", 3], "--ranks 2 --ranks 3 with --device cpu"),
     ],
 )
 def test_options_are_checked_before_the_gpu_is_asked(options, words):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -15,35 +16,25 @@ from tests.interpreted import run_interpreted
 from tokenyard.errors import ContractError, UnknownName
 from tokenyard.experts import ExpertsSpec, ReferenceExperts, activation
 from tokenyard.formats import get
-from tokenyard.lab.bench import expert_figures, layer_figures
+from tokenyard.lab.bench import experts
+from tokenyard.lab.bench.clock import graph_clock
 from tokenyard.lab.bench.drawn_experts import DrawnExperts, check_replayed, check_results
-from tokenyard.lab.bench.expert_figures import (
-    BESIDE,
-    CASES,
-    PEER,
-    TARGETS,
-    Cell,
-    Load,
-    floor_of,
-    grid,
-    result,
-)
-from tokenyard.lab.bench.experts_cuda import draw_batch, draw_routes, spec_of
-from tokenyard.lab.bench.graph_clock import graph_clock
-from tokenyard.lab.bench.grouped_peers import peer_of
-from tokenyard.lab.bench.layer_figures import LayerTimes, layer_grid, layer_result
+from tokenyard.lab.bench.experts import Load, draw_batch, draw_routes, experts_record, floor_of
+from tokenyard.lab.bench.experts_peers import grouped_peer
+from tokenyard.lab.bench.machine_rates import Rates
+from tokenyard.lab.bench.records import Document, Spread
+from tokenyard.lab.bench.shapes import BESIDE, CASES, LAYER_PEERS, MODELS, PEERS, TARGETS, Cell, grid
 from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows
 
 ROOT = Path(__file__).resolve().parent.parent
-H200 = "NVIDIA H200"
 CPU = torch.device("cpu")
 # The rates that the floors of the figures were computed with: 4.45 TB/s, 790 TFLOP/s, and as much as it takes in fp8.
-RATES = {"read": 4.45e6, "bf16": 790e6, "fp8": 1400e6}
+RATES = Rates(read=4.45e6, copy=4.2e6, product=790e6, fp8=1400e6)
 FORMATS = ("bf16", "fp8_block128", "mxfp8", "mxint4", "nvfp4", "mxfp4")
 
 
 def cell(case="A", weights="bf16", size=256):
-    return Cell(case=case, weights=weights, size=size)
+    return Cell(case=case, shape=CASES[case], weights=weights, size=size)
 
 
 # -- Cells and batches -------------------------------------------------------------------------------------
@@ -53,8 +44,11 @@ def test_the_grid_holds_every_figure():
     cells = grid()
     assert len(set(cells)) == len(cells) == 3 * 4 + 2 * 4 + 3 + (1 + 3 + 3 + 1) * 4
     assert sum(len(figures) for figures in TARGETS.values()) == 15 + 7 * 4
-    for key, figures in PEER.items():
+    for key, figures in PEERS.items():
         assert len(figures) == len(TARGETS[key])
+    for (case, weights), figures in LAYER_PEERS.items():
+        assert weights in CASES[case].weights
+        assert len(figures) == len(CASES[case].sizes)
     for case, weights in TARGETS:
         assert [c.size for c in cells if (c.case, c.weights) == (case, weights)] == list(CASES[case].sizes)
     # A format is measured after the one that it is held against.
@@ -71,6 +65,8 @@ def test_the_grid_follows_the_options():
         grid(["X"])
     with pytest.raises(UnknownName, match="mxint3"):
         grid(weights=["mxint3"])
+    with pytest.raises(UnknownName, match="unknown case 'A'"):
+        grid(["A"], known=tuple(MODELS))
 
 
 @pytest.mark.parametrize(("case", "size"), [(name, size) for name in CASES for size in CASES[name].sizes])
@@ -117,7 +113,7 @@ def test_floors_are_those_that_the_figures_were_chosen_by(case, weights, floors)
             experts_hit=sum(ids[ids >= 0].unique().numel() for ids in routes) / 8,
             bytes_per_expert=3 * shape.hidden_size * shape.intermediate_size * share,
         )
-        floor = floor_of(cell(case, weights, size), load, **RATES)
+        floor = floor_of(cell(case, weights, size), load, RATES)
         assert floor.us == pytest.approx(expected, rel=0.08)
         assert floor.us == max(floor.by_bytes, floor.by_flops)
 
@@ -125,77 +121,81 @@ def test_floors_are_those_that_the_figures_were_chosen_by(case, weights, floors)
 def test_without_a_rate_of_fp8_the_floor_is_of_bytes():
     load = Load(rows=5000, experts_hit=32, bytes_per_expert=44e6)
     which = cell(weights="fp8_block128", size=8192)
-    assert floor_of(which, load, **RATES | {"fp8": None}).us == floor_of(which, load, **RATES).by_bytes
+    without = dataclasses.replace(RATES, fp8=None)
+    assert floor_of(which, load, without).us == floor_of(which, load, RATES).by_bytes
 
 
 # -- Rows --------------------------------------------------------------------------------------------------
 
 
-def figures(which, *times, gpu=H200, **more):
+def figures(which, *times, is_h200=True, **more):
     load = Load(rows=100, experts_hit=30, bytes_per_expert=88e6)
-    floor = floor_of(which, load, **RATES)
-    return result(which, gpu, load=load, floor=floor, times=times, error=0.003, **more)
+    floor = floor_of(which, load, RATES)
+    return experts_record(which, is_h200=is_h200, load=load, floor=floor, times=times, error=0.003, **more)
 
 
-def test_a_row_has_median_spread_figure_and_peer():
-    row = figures(cell(), 660.0, 640.0, 650.0, 645.0, 655.0)
-    assert (row["us"], row["us_low"], row["us_high"]) == (650, 645, 655)
-    assert (row["us_min"], row["us_max"]) == (640, 660)
-    assert (row["target_us"], row["met"], row["target_is"]) == (650, True, None)
-    assert (row["recorded_peer_us"], row["best_peer_us"], row["peer_us"]) == (639, 639, None)
-    assert row["peer_ratio"] == pytest.approx(650 / 639)
-    assert row["floor_ratio"] == pytest.approx(650 / row["floor_us"])
-    assert figures(cell(), 651.0, 652.0)["met"] is False
+def test_a_record_has_median_spread_target_and_peer():
+    record = figures(cell(), 660.0, 640.0, 650.0, 645.0, 655.0)
+    assert (record.ours.median, record.ours.low, record.ours.high) == (650, 645, 655)
+    assert (record.ours.least, record.ours.most) == (640, 660)
+    assert (record.target, record.met) == (650, True)
+    assert "target_is" not in record.details
+    assert record.peers == {"recorded": Spread(639)}
+    assert record.over(record.best_peer) == pytest.approx(650 / 639)
+    assert record.over(record.floor.median) == pytest.approx(650 / record.floor.median)
+    assert figures(cell(), 651.0, 652.0).met is False
 
 
 def test_the_best_peer_counts():
-    row = figures(cell(), 600.0, 600.0)
-    row |= expert_figures.peer_fields(row, 620.0, "F.grouped_mm")
-    assert (row["peer_us"], row["best_peer_us"], row["peer"]) == (620, 620, "F.grouped_mm")
-    slower = expert_figures.peer_fields(row, 700.0, "F.grouped_mm")
-    assert (slower["peer_us"], slower["best_peer_us"]) == (700, 639)
+    record = figures(cell(), 600.0, 600.0)
+    faster = dataclasses.replace(record, peers={"torch": Spread(620.0), **record.peers})
+    assert faster.best_peer == 620
+    slower = dataclasses.replace(record, peers={"torch": Spread(700.0), **record.peers})
+    assert slower.best_peer == 639
 
 
 def test_some_formats_are_held_against_others_of_the_same_run():
-    row = figures(cell(weights="mxfp8"), 110.0, 110.0, beside_us=100.0)
-    assert row["target_us"] == pytest.approx(115)
-    assert (row["met"], row["target_is"]) == (True, "1.15 × fp8_block128")
+    record = figures(cell(weights="mxfp8"), 110.0, 110.0, beside=100.0)
+    assert record.target == pytest.approx(115)
+    assert (record.met, record.details["target_is"]) == (True, "1.15 × fp8_block128")
     alone = figures(cell(weights="mxfp8"), 110.0, 110.0)
-    assert [alone[name] for name in ("target_us", "met", "target_is", "best_peer_us")] == [None] * 4
+    assert (alone.target, alone.met, alone.best_peer) == (None, None, None)
+    assert "target_is" not in alone.details
 
 
 def test_figures_of_one_gpu_are_left_out_on_others():
-    row = figures(cell(), 1.0, 2.0, gpu="NVIDIA A100")
-    names = ("target_us", "met", "recorded_peer_us", "best_peer_us", "peer_ratio")
-    assert [row[name] for name in names] == [None] * 5
+    record = figures(cell(), 1.0, 2.0, is_h200=False)
+    assert (record.target, record.met, record.peers, record.best_peer) == (None, None, {}, None)
+
+
+def summary_of(*records):
+    return Document(benchmark="experts-cuda", unit="µs", x="size", results=list(records)).summary()
 
 
 def test_the_summary_counts_and_names_what_is_slow():
-    rows = [
+    assert summary_of(
         figures(cell(size=32), 425.0, 425.0),
         figures(cell(), 800.0, 800.0),
-        figures(cell(weights="mxfp8"), 100.0, 100.0, beside_us=50.0),
-        result(cell("C", "mxfp4", 16), H200, note="ContractError: differs"),
+        figures(cell(weights="mxfp8"), 100.0, 100.0, beside=50.0),
+        experts_record(cell("C", "mxfp4", 16), is_h200=True, note="ContractError: differs"),
+    ) == [
+        "1 of 3 targets met",
+        "0 of 2 at least as fast as the best peer, 1 slower than 1.15 × it: A, bf16, size 256",
+        "failed: C, mxfp4, size 16: ContractError: differs",
     ]
-    assert expert_figures.summary(rows) == [
-        "1 of 2 figures reached",
-        "0 of 1 within 1.15 × (mxfp8 of fp8_block128 and nvfp4 of mxint4)",
-        "0 of 2 at least as fast as the best peer, 1 slower than 1.15 × it: A, bf16, 256 rows",
-    ]
-    assert expert_figures.missed(rows) == ["C, mxfp4, 16 tokens: ContractError: differs"]
 
 
 def test_figures_after_a_rest_are_beside_the_others():
-    rows = [
+    records = [
         figures(cell(size=32), 500.0, 500.0, rested_times=(420.0, 424.0, 460.0)),
         figures(cell(), 600.0, 600.0, rested_times=(800.0,)),
     ]
-    assert [row["met"] for row in rows] == [False, True]
-    assert [row["rested_met"] for row in rows] == [True, False]
-    assert rows[0]["rested_us"] == 424
-    assert rows[1]["rested_peer_ratio"] == pytest.approx(800 / 639)
-    assert expert_figures.summary(rows)[-1] == (
-        "after a rest 1 figures reached, 1 slower than 1.15 × the best peer: A, bf16, 256 rows"
+    assert [record.met for record in records] == [False, True]
+    assert [record.rested_met for record in records] == [True, False]
+    assert records[0].rested.median == 424
+    assert records[1].over(records[1].best_peer, rested=True) == pytest.approx(800 / 639)
+    assert (
+        summary_of(*records)[-1] == "after a rest 1 targets met, 1 slower than 1.15 × it: A, bf16, size 256"
     )
 
 
@@ -256,7 +256,7 @@ def test_torchs_products_compute_these_experts(monkeypatch):
     monkeypatch.setitem(CASES, "A", tiny_case("A"))
     which = cell(size=6)
     batch = draw_batch(which, CPU, seed=0)
-    drawn = DrawnExperts.draw(spec_of(CASES["A"], "bf16"), CPU)
+    drawn = DrawnExperts.draw(which.spec, CPU)
     products = []
     grouped_mm = torch.nn.functional.grouped_mm
     monkeypatch.setattr(
@@ -264,9 +264,9 @@ def test_torchs_products_compute_these_experts(monkeypatch):
         "grouped_mm",
         lambda *arguments, **named: products.append(grouped_mm(*arguments, **named)) or products[-1],
     )
-    work = peer_of(drawn.weights, [batch])
-    assert work is not None
-    work()
+    peer = grouped_peer(drawn, [batch])
+    assert peer is not None
+    peer.work()
     results_NH = products[-1].float()
     ids_RK, weights_RK = batch.routes.ids_RK, batch.routes.weights_RK
     row_N, choice_N = (ids_RK >= 0).nonzero(as_tuple=True)
@@ -276,13 +276,11 @@ def test_torchs_products_compute_these_experts(monkeypatch):
     expected = torch.zeros_like(y_RH)
     drawn.add_results(batch.rows.decode(torch.float32), ids_RK, weights_RK, expected)
     assert check_results(y_RH, expected, "torch's products") < 6e-3
-    assert peer_of(DrawnExperts.draw(spec_of(CASES["A"], "mxint4"), CPU).weights, [batch]) is None
+    assert grouped_peer(DrawnExperts.draw(cell(weights="mxint4", size=6).spec, CPU), [batch]) is None
 
 
 def tiny_case(name):
     """The case with few and small experts, for kernels that are interpreted."""
-    import dataclasses
-
     experts = 4 if name == "C" else 3
     total = 4 if name == "C" else 6
     return dataclasses.replace(
@@ -301,106 +299,45 @@ def tiny_case(name):
 
 @pytest.fixture
 def document():
-    rows = [figures(which, *(float(which.size + i) for i in range(3))) for which in grid()]
-    rows[0] |= expert_figures.peer_fields(rows[0], 500.0, "F.grouped_mm")
-    rows[1] = result(cell(), H200, note="ContractError: A differs from float32")
-    return {
-        "benchmark": "experts-cuda",
-        "date": "2026-11-15T06:56:46+00:00",
-        "gpu": H200,
-        "rounds": 15,
-        "read_TB_per_s": 4.45,
-        "bf16_TFLOP_per_s": 790.0,
-        "fp8_TFLOP_per_s": None,
-        "peers_not_measured": {"A, fp8_block128, 32 rows": "RuntimeError: no kernel"},
-        "results": rows,
-    }
-
-
-@pytest.fixture
-def layer_document():
-    times = LayerTimes(
-        layer=[90.0, 91.0, 92.0],
-        allgather_layer=[100.0] * 3,
-        exchange=[8.0] * 3,
-        allgather=[16.0, 16.0, 20.0],
+    records = [figures(which, *(float(which.size + i) for i in range(3))) for which in grid()]
+    records[0] = dataclasses.replace(records[0], peers={"torch": Spread(500.0), **records[0].peers})
+    records[1] = experts_record(cell(), is_h200=True, note="ContractError: A differs from float32")
+    details = {**records[4].details, "peer_not_measured": "RuntimeError: no kernel"}
+    records[4] = dataclasses.replace(records[4], details=details)
+    return Document(
+        benchmark="experts-cuda",
+        unit="µs",
+        x="size",
+        line="weights",
+        columns=experts.COLUMNS,
+        setup={"gpu": "NVIDIA H200", **RATES.as_setup()},
+        notes=list(experts.NOTES),
+        results=records,
     )
-    rows = [layer_result(which, times=times, errors=(0.003, 0.004)) for which in layer_grid()]
-    rows[1] = layer_result(layer_grid()[1], note="ContractError: differs")
-    return {
-        "benchmark": "layer-cuda",
-        "date": "2026-11-15T06:56:46+00:00",
-        "gpu": H200,
-        "shape": {"hidden_size": 7168, "intermediate_size": 2048, "num_experts": 256, "top_k": 8},
-        "rounds": 15,
-        "reported": {"by": "#40960", "on": "8 B200", "ms": [35.0, 40.0], "ratio": 0.875},
-        "results": rows,
-    }
-
-
-def test_markdown_has_a_table_for_each_case(document):
-    tables = expert_figures.render_markdown(document).split("\n\n")
-    assert len(tables) == len(CASES)
-    for table in tables:
-        assert len({line.count("|") for line in table.splitlines()}) == 1
-    first = tables[0].splitlines()
-    title = "| A: H 7168, I 2048, 32 of 256 experts, K 8; rows | 32 | 256 | 1,024 | 8,192 |"
-    assert first[0] == title
-    assert first[2].startswith("| `bf16` | 33.0 (")
-    assert "[417] | – |" in first[2]
-    assert len(first) == 2 + 3
 
 
 def test_saved_figures_are_shown(document, tmp_path):
     file, picture = tmp_path / "experts.json", tmp_path / "experts.png"
-    file.write_text(json.dumps(document))
+    file.write_text(json.dumps(document.as_dict()))
     shown = call("bench", "show", file, "--plot", picture)
     assert shown.exit_code == 0, shown.output
     for words in (
-        "recorded",
+        "recorded, µs",
         "recorded: the best that was measured before",
-        "4.45 TB/s",
-        "F.grouped_mm; rows sorted beforehand",
-        "torch's products were not measured, A, fp8_block128, 32 rows: RuntimeError: no kernel",
-        "figures reached",
-        "failed: A, bf16, 256 rows: ContractError",
+        "TB/s 4.45",
+        "torch: F.grouped_mm",
+        "RuntimeError: no kernel",
+        "targets met",
+        "failed: A, bf16, size 256: ContractError",
     ):
         assert words in shown.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size > 10_000
-    shown = call("bench", "show", file, "--markdown")
-    assert shown.stdout.strip() == expert_figures.render_markdown(document)
-
-
-def test_a_layer_is_shown_beside_the_reported_ratio(layer_document, tmp_path):
-    file, picture = tmp_path / "layer.json", tmp_path / "layer.png"
-    file.write_text(json.dumps(layer_document))
-    shown = call("bench", "show", file, "--plot", picture)
-    assert shown.exit_code == 0, shown.output
-    for words in (
-        "0.910 (0.900–0.920)",
-        "0.50 (0.40–0.50)",
-        "0.875",
-        "35 against 40 ms on 8 B200",
-        "2 of 2 faster",
-        "failed",
-    ):
-        assert words in shown.stdout
-    assert picture.stat().st_size > 10_000
     lines = call("bench", "show", file, "--markdown").stdout.strip().splitlines()
     assert len({line.count("|") for line in lines}) == 1
-    assert lines[2] == "| `bf16`, W=4, T=128 | 91.0 | 100 | 0.910 | 8.0 | 16.0 | 0.50 |"
-    assert lines[3] == "| `bf16`, W=4, T=512 | – | – | – | – | – | – |"
-
-
-def test_ratios_are_taken_round_by_round():
-    times = LayerTimes(
-        layer=[10.0, 30.0], allgather_layer=[20.0, 15.0], exchange=[1.0] * 2, allgather=[2.0] * 2
-    )
-    row = layer_result(layer_grid()[0], times=times)
-    assert (row["ratio"], row["ratio_min"], row["ratio_max"]) == (1.25, 0.5, 2.0)
-    assert row["faster"] is False
-    assert layer_figures.REPORTED_RATIO == 0.875
+    assert len(lines) == 2 + len(grid())
+    assert lines[2].startswith("| A | bf16 | 32 | 33.0 | 32.5–33.5 |")
+    assert lines[3].startswith("| A | bf16 | 256 | failed |")
 
 
 # -- The clock of graphs, on a GPU that is made up ---------------------------------------------------------
@@ -459,12 +396,12 @@ import json, numpy, torch
 from tests.exchange import interpreter
 interpreter.install()
 numpy.seterr(all="ignore")
+from dataclasses import asdict
 from tests.test_bench_experts_cuda import CASES, tiny_case
 for name in CASES:
     CASES[name] = tiny_case(name)
-from tokenyard.lab.bench import experts_cuda, layer_cuda, machine_rates
-from tokenyard.lab.bench.expert_figures import grid
-from tokenyard.lab.bench.layer_figures import LayerShape, layer_grid
+from tokenyard.lab.bench import experts, layer_cuda, machine_rates, read_kernel
+from tokenyard.lab.bench.shapes import MODELS, Case, grid
 from tokenyard.experts import FusedExperts
 
 cpu = torch.device("cpu")
@@ -474,18 +411,26 @@ def clock(works):
         work()
     runs.append(list(works))
     return {name: [40.0, 44.0, 42.0] for name in works}
+def rested(works):
+    return {name: [30.0] for name in works}
 
-machine_rates.READ_BYTES = 16 * 4 * machine_rates._BLOCK
-machine_rates.SQUARE = 32
+machine_rates.READ_BYTES["cpu"] = 16 * 4 * read_kernel.BLOCK
+machine_rates.SQUARE["cpu"] = 32
 rates = machine_rates.measure_rates(cpu, clock)
-experts_cuda.ROTATION = 2
+sums = read_kernel.reading(torch.ones(3 * read_kernel.BLOCK))().tolist()
+experts.ROTATION = 2
 layer_cuda.ROTATION = 2
 def measure(cells):
-    return list(experts_cuda.measure_cells(cells, device=cpu, gpu="CPU", clock=clock, rates=rates))
+    arguments = dict(kind=experts.FUSED, device=cpu, machine="CPU", clock=clock, rates=rates)
+    return [asdict(record) for record in experts.measure_experts(cells, **arguments)]
 right = measure(grid())
-shape = LayerShape(hidden_size=128, intermediate_size=64, num_experts=4, top_k=2)
-cells = layer_grid(2, [3], ["bf16", "fp8_block128"])
-layers = list(layer_cuda.measure_layer(cells, shape, device=cpu, clock=clock))
+shape = Case(hidden_size=128, intermediate_size=64, num_experts=4, local_experts=2, top_k=2,
+             weights=("bf16", "fp8_block128"), sizes=(3,), tokens_a_rank=True)
+cells = layer_cuda.layer_cells(shape) + grid(known=tuple(MODELS))[:2]
+def measure_layers(cells):
+    found = layer_cuda.measure_layer(cells, device=cpu, clock=clock, rates=rates, rested=rested)
+    return [[asdict(record) for record in records] for records in found]
+layers = measure_layers(cells)
 
 compute = FusedExperts.compute
 def wrong(self, received, **more):
@@ -493,9 +438,8 @@ def wrong(self, received, **more):
     received.results.rows_SH[0] += 1
     return result
 FusedExperts.compute = wrong
-bad = measure(grid(["C"]))
-bad_layers = list(layer_cuda.measure_layer(cells[:1], shape, device=cpu, clock=clock))
-print(json.dumps([rates.read, rates.bf16, right, layers, bad, bad_layers]))
+bad = measure(grid(["C"])) + measure_layers(cells[:1])[0]
+print(json.dumps([rates.read, rates.product, sums, right, layers, bad]))
 """
 
 
@@ -505,43 +449,66 @@ def interpreted():
 
 
 def test_cells_are_checked_and_timed(interpreted):
-    read, bf16, right, *_ = interpreted
+    read, product, sums, right, *_ = interpreted
     assert read == 16 * 4 * 16 * 1024 / 42
-    assert bf16 == 2 * 32**3 / 42
+    assert product == 2 * 32**3 / 42
+    assert sums == [16 * 1024] * 3
     assert len(right) == 3 + 2 + 1 + 1 + 3 + 3 + 1
-    for row, _ in right:
-        assert row["note"] == ""
-        assert row["us"] == 42 / 2
-        assert 1e-6 < row["relative_error"] < 6e-3
-        assert row["floor_us"] > 0
-        assert 1 <= row["experts_hit"] <= 4
-    by_format = {row["weights"]: (row, why) for row, why in right}
+    for record in right:
+        assert record["note"] == ""
+        assert record["ours"]["median"] == 42 / 2
+        assert 1e-6 < record["details"]["relative_error"] < 6e-3
+        assert record["floor"]["median"] > 0
+        assert 1 <= record["details"]["experts_hit"] <= 4
+    by_format = {record["parameters"]["weights"]: record for record in right}
     # torch has grouped products of bf16 on CPUs, and none of fp8.
-    assert by_format["bf16"][0]["peer"] == "F.grouped_mm"
-    assert by_format["bf16"][0]["peer_us"] == 42 / 2
-    assert by_format["fp8_block128"][0]["peer_us"] is None
-    assert by_format["fp8_block128"][1]
-    assert by_format["mxint4"] == (by_format["mxint4"][0], None)
+    assert by_format["bf16"]["details"]["peer"] == "F.grouped_mm"
+    assert by_format["bf16"]["peers"]["torch"]["median"] == 42 / 2
+    assert by_format["fp8_block128"]["peers"] == {}
+    assert by_format["fp8_block128"]["details"]["peer_not_measured"]
+    assert by_format["mxint4"]["peers"] == {}
+    assert "peer_not_measured" not in by_format["mxint4"]["details"]
     # Beside those of the same run.
-    assert by_format["mxfp8"][0]["target_us"] == pytest.approx(1.15 * 21)
-    assert by_format["nvfp4"][0]["target_us"] == pytest.approx(1.15 * 21)
+    assert by_format["mxfp8"]["target"] == pytest.approx(1.15 * 21)
+    assert by_format["nvfp4"]["target"] == pytest.approx(1.15 * 21)
 
 
 def test_layers_are_checked_and_timed(interpreted):
-    *_, layers, _, _ = interpreted
-    assert [(row["weights"], row["wire"]) for row in layers] == [("bf16",) * 2, ("fp8_block128",) * 2]
-    for row in layers:
-        assert row["note"] == ""
-        assert row["us"] == row["allgather_us"] == row["exchange_us"] == 21
-        assert 1e-6 < row["relative_error"] < 6e-3
-        assert 1e-6 < row["allgather_relative_error"] < 6e-3
+    *_, layers, _ = interpreted
+    wholes, alone = ([pair[place] for pair in layers] for place in range(2))
+    given = [(record["parameters"]["weights"], record["details"]["wire"]) for record in wholes]
+    assert given == [("bf16",) * 2, ("fp8_block128",) * 2, ("fp8_block128",) * 2, ("mxfp4", "mxfp8")]
+    assert [record["parameters"].get("case") for record in wholes] == [None, None, "FLASH", "FLASH"]
+    for whole, rows in zip(wholes, alone, strict=True):
+        assert (whole["parameters"]["measured"], rows["parameters"]["measured"]) == (
+            "whole layer",
+            "rows alone",
+        )
+        for record in (whole, rows):
+            assert record["note"] == ""
+            # Two batches, and each of two ranks has its part of the time.
+            assert record["ours"]["median"] == record["peers"]["allgather"]["median"] == 42 / 2 / 2
+            assert record["ratios"]["ours / allgather"]["median"] == 1
+        assert whole["rested"]["median"] == 30 / 2 / 2
+        assert whole["floor"]["median"] > rows["floor"]["median"] > 0
+        assert 1e-6 < whole["details"]["relative_error"] < 6e-3
+        assert 1e-6 < whole["details"]["allgather_relative_error"] < 6e-3
+    # The tiny case has a size that no figure is known for; the one of the model has one.
+    assert all("DeepGEMM" not in record["peers"] for record in alone)
+
+
+def test_a_layer_stands_beside_a_peer_with_links():
+    records = [cell(name, "fp8_block128", 8).figure_of(LAYER_PEERS) for name in MODELS]
+    assert records == [225, 637, 404]
+    assert cell("FLASH", "mxfp4", 8).figure_of(LAYER_PEERS) is None
 
 
 def test_a_wrong_kernel_has_no_speed(interpreted):
-    *_, bad, bad_layers = interpreted
-    for row in [row for row, _ in bad] + bad_layers:
-        assert row["us"] is None
-        assert "differs from float32" in row["note"]
+    bad = interpreted[-1]
+    assert len(bad) == 2
+    for record in bad:
+        assert record["ours"] is None
+        assert "differs from float32" in record["note"]
 
 
 # -- Errors ------------------------------------------------------------------------------------------------
@@ -563,14 +530,16 @@ def test_without_a_gpu_the_error_says_so(command, fix):
     [
         (["experts", "--device", "cuda", "--cells", "X"], "unknown case 'X'"),
         (["experts", "--device", "cuda", "--weights", "fp64"], "fp64"),
-        (["experts", "--device", "cuda", "--tokens", 5], "--tokens with --device cuda"),
+        (["experts", "--device", "cuda", "--tokens", 5], "--tokens 5 with --device cuda"),
         (["experts", "--device", "cuda", "--rounds", 1], "at least 2"),
         (["experts", "--device", "cuda", "--plot", "picture.bmp3"], ".png"),
-        (["experts", "--cells", "A"], "--cells without --device cuda"),
+        (["experts", "--cells", "A"], "--cells A with --device cpu"),
         (["layer", "--device", "cpu"], "--device cpu"),
         (["layer", "--top-k", 300], "top_k is 300"),
         (["layer", "--ranks", 3], "256 experts on 3 ranks"),
         (["layer", "--weights", "bf61"], "bf61"),
+        (["layer", "--cells", "A"], "unknown case 'A'"),
+        (["layer", "--cells", "V3", "--top-k", 3], "--top-k 3 with --cells"),
     ],
 )
 def test_options_are_checked_before_the_gpu_is_asked(options, words):

@@ -9,17 +9,18 @@ import functools
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
-from tokenyard.lab.bench.expert_figures import CASES
+from tokenyard.lab.bench.records import Document, Record, Spread
+from tokenyard.lab.bench.shapes import CASES, MODELS
 from tokenyard.lab.markdown import markdown_table
 from tokenyard.lab.support import between_marks
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "docs/figures.md")
 
-_MODELS = {"FLASH": "DeepSeek-V4-Flash", "PRO": "DeepSeek-V4-Pro", "V3": "DeepSeek-V3"}
-_PEERS_ON_CPU = {"gloo": "bare gloo, nothing packed or summed", "grouped_mm": "Transformers `grouped_mm`"}
+_SHARES = ("experts-deepseek-fp8-h200", "experts-deepseek-h200")
+_ONE_LAUNCH = "one for all ranks"
+_STATIC_NVFP4 = "nvfp4(global_scale=448.0)"
 
 
 def rewrite(page: Path) -> bool:
@@ -35,94 +36,111 @@ def rewrite(page: Path) -> bool:
 
 def _summary() -> str:
     """The README's few lines: ours, the best peer, the floor."""
-    lines = [
-        _gpu_line("dispatch of 4 × 1024 tokens, bf16", _dispatch(4, 1024, "bf16"), "peer_us"),
-        _gpu_line(
-            "dispatch of 8 × 1024 tokens, quantized to mxfp8 on the way",
-            _dispatch(8, 1024, "mxfp8"),
-            "peer_us",
-        ),
-        _gpu_line("experts, bf16, 256 rows", _experts("A", "bf16", 256), "best_peer_us"),
-        _gpu_line("experts, fp8, 8,192 rows", _experts("A", "fp8_block128", 8192), "best_peer_us"),
-        _gpu_line(
-            "experts of DeepSeek-V3, fp8, 8,192 tokens a rank",
-            _share("V3", "fp8_block128", 8192),
-            "best_peer_us",
-        ),
-        _gpu_line("experts, mxint4, 64 rows", _experts("B", "mxint4", 64), "best_peer_us"),
-        _gpu_line("experts, mxfp4, 128 tokens", _experts("C", "mxfp4", 128), "best_peer_us"),
-    ]
-    cpu_experts, model = _measured("experts-cpu")["results"][0], _measured("transformers-cpu")["results"][0]
-    lines += [
-        _cpu_line("2 CPU cores: experts, 512 tokens", cpu_experts, "ours_ms", "transformers_ms"),
-        _cpu_line("a Qwen3-MoE on 4 CPU processes, prefill", model, "ours_ms", "peer_ms"),
-    ]
+    dispatch, experts, share = (_measured(name) for name in ("dispatch-h200", "experts-h200", _SHARES[0]))
+
+    def sent(ranks: int, wire: str) -> Record | None:
+        return dispatch.find(operation="dispatch", ranks=ranks, tokens=1024, wire=wire, launch=_ONE_LAUNCH)
+
+    def computed(document: Document, case: str, weights: str, size: int) -> Record | None:
+        return document.find(case=case, weights=weights, size=size)
+
+    on_gpu = {
+        "dispatch of 4 × 1024 tokens, bf16": sent(4, "bf16"),
+        "dispatch of 8 × 1024 tokens, quantized to mxfp8 on the way": sent(8, "mxfp8"),
+        "experts, bf16, 256 rows": computed(experts, "A", "bf16", 256),
+        "experts, fp8, 8,192 rows": computed(experts, "A", "fp8_block128", 8192),
+        "experts of DeepSeek-V3, fp8, 8,192 tokens a rank": computed(share, "V3", "fp8_block128", 8192),
+        "experts, mxint4, 64 rows": computed(experts, "B", "mxint4", 64),
+        "experts, mxfp4, 128 tokens": computed(experts, "C", "mxfp4", 128),
+    }
+    on_cpu = {
+        "2 CPU cores: experts, 512 tokens": _measured("experts-cpu").find(tokens=512),
+        "a Qwen3-MoE on 4 CPU processes, prefill": _measured("transformers-cpu").find(phase="prefill"),
+    }
+    lines = [_line(f"H200: {what}", record, "µs", _short) for what, record in on_gpu.items()]
+    lines += [_line(what, record, "ms", "{:,.0f}".format) for what, record in on_cpu.items()]
     return markdown_table(("", "ours", "best peer", "floor"), lines)
+
+
+def _line(what: str, record: Record | None, unit: str, written: Callable[[float], str]) -> tuple[str, ...]:
+    assert record is not None, f"not measured: {what}"
+    figures = (_median(record.ours), record.best_peer or 0.0, _median(record.floor))
+    return (what, *(f"{written(figure)} {unit}" for figure in figures))
 
 
 def _dispatch_table() -> str:
     """Every operation on the GPU, a column for each wire."""
-    cells = [row for row in _measured("dispatch-h200")["results"] if row["launch"] == "one for all ranks"]
-    wires = ("bf16", "mxfp8", "nvfp4")
+    document = _measured("dispatch-h200")
+    wires = {"bf16": "bf16", "mxfp8": "mxfp8", "nvfp4": _STATIC_NVFP4}
     lines = []
-    for operation, world, tokens in dict.fromkeys(
-        (c["operation"], c["world"], c["num_tokens"]) for c in cells
-    ):
-        of_line = [_dispatch(world, tokens, wire, operation) for wire in wires]
-        ours = [f"{_short(cell['us'])} ({_short(cell['floor_us'])})" if cell else "" for cell in of_line]
-        peers = [_short(cell["peer_us"]) for cell in of_line if cell and cell["peer_us"]]
-        lines.append((f"{operation}, W={world}, T={tokens}", *ours, " / ".join(peers)))
+    operations = dict.fromkeys(
+        (record.parameters["operation"], record.parameters["ranks"], record.parameters["tokens"])
+        for record in document.results
+    )
+    for operation, ranks, tokens in operations:
+        of_line = [
+            document.find(operation=operation, ranks=ranks, tokens=tokens, wire=wire, launch=_ONE_LAUNCH)
+            for wire in wires.values()
+        ]
+        ours = [f"{_short(_median(r.ours))} ({_short(_median(r.floor))})" if r else "" for r in of_line]
+        peers = [_short(r.best_peer) for r in of_line if r and r.best_peer is not None]
+        lines.append((f"{operation}, W={ranks}, T={tokens}", *ours, " / ".join(peers)))
     return markdown_table(("µs (floor)", *(f"`{wire}`" for wire in wires), "peer, without quantizing"), lines)
 
 
 def _experts_table() -> str:
     """One rank's experts on the GPU, a line for each size."""
-    return _stages("best peer", _measured("experts-h200")["results"])
+    return _stages("best peer", _measured("experts-h200").results)
 
 
 def _share_table() -> str:
     """One rank's share of eight of a model's experts, a line for each size."""
-    names = ("experts-deepseek-fp8-h200", "experts-deepseek-h200")
-    cells = [
-        cell for name in names for cell in _measured(name)["results"] if CASES[cell["case"]].tokens_a_rank
-    ]
-    return _stages("torch's grouped products", cells)
+    found = [record for name in _SHARES for record in _measured(name).results]
+    shares = [record for record in found if CASES[record.parameters["case"]].tokens_a_rank]
+    return _stages("torch's grouped products", shares)
 
 
-def _stages(peer: str, cells: Iterable[dict[str, Any]]) -> str:
+def _stages(peer: str, records: Iterable[Record]) -> str:
     lines = []
-    for cell in cells:
-        case = CASES[cell["case"]]
+    for record in records:
+        name, weights, size = (record.parameters[key] for key in ("case", "weights", "size"))
+        case = CASES[name]
         experts = f"{case.num_experts}" if case.all_local else f"{case.local_experts} of {case.num_experts}"
         shape = f"H {case.hidden_size}, I {case.intermediate_size}, {experts} experts, K {case.top_k}"
-        model = f"{_MODELS[cell['case']]}: " if cell["case"] in _MODELS else ""
-        what = f"`{cell['weights']}`, {model}{shape}, {cell['size']:,} {case.counts}"
-        best = _short(cell["best_peer_us"]) if cell["best_peer_us"] else ""
-        lines.append((what, _short(cell["us"]), best, _short(cell["floor_us"])))
+        model = f"{MODELS[name]}: " if name in MODELS else ""
+        best = "" if record.best_peer is None else _short(record.best_peer)
+        what = f"`{weights}`, {model}{shape}, {size:,} {case.counts}"
+        lines.append((what, _short(_median(record.ours)), best, _short(_median(record.floor))))
     return markdown_table(("µs", "ours", peer, "floor"), lines)
 
 
 def _cpu_table() -> str:
     """What is measured on a CPU."""
-    lines = []
-    for cell in _measured("encode-cpu")["results"]:
-        what = f"encode rows of {cell['hidden_size']}, one thread, MB/s of bf16: `{cell['format']}`"
-        lines.append((what, f"{cell['MB_per_s']:.0f}", "", f"{cell['ceiling_MB_per_s']:,.0f} (a copy)"))
-    cell = _measured("experts-cpu")["results"][0]
-    peer = f"{_PEERS_ON_CPU['grouped_mm']}: {cell['transformers_ms']:.0f} ms"
-    floor = f"{cell['floor_ms']:.0f} ms (products)"
-    lines.append(
-        ("grouped experts, 512 tokens, H 2048, I 1024, E 64, K 8", f"{cell['ours_ms']:.0f} ms", peer, floor)
+    encode, experts, dispatch, model = (
+        _measured(f"{name}-cpu") for name in ("encode", "experts", "dispatch", "transformers")
     )
-    for cell in _measured("dispatch-cpu")["results"]:
-        what = f"`{cell['exchange']}` there and back, {cell['world']} processes, {cell['num_tokens']} tokens each"
-        what += f", H {cell['hidden_size']}, K {cell['top_k']}, `{cell['wire']}`"
-        peer = f"{_PEERS_ON_CPU['gloo']}: {cell['gloo_ms']:.1f} ms"
-        lines.append((what, f"{cell['ms']:.1f} ms", peer, f"{cell['floor_ms']:.1f} ms (a copy)"))
-    for cell in _measured("transformers-cpu")["results"]:
-        what = f"a Qwen3-MoE of {cell['num_layers']} layers over {cell['ranks']} processes, {cell['phase']}"
-        peer = f"Transformers' own expert parallelism: {cell['peer_ms']:,.0f} ms"
-        lines.append((what, f"{cell['ours_ms']:.0f} ms", peer, f"{cell['floor_ms']:.0f} ms"))
+    lines = []
+    for record in encode.results:
+        hidden, format = encode.setup["hidden_size"], record.parameters["format"]
+        what = f"encode rows of {hidden}, one thread, MB/s of bf16: `{format}`"
+        lines.append((what, f"{_median(record.ours):.0f}", "", f"{_median(record.floor):,.0f} (a copy)"))
+    (record,) = experts.results
+    peer = f"Transformers `grouped_mm`: {record.best_peer:.0f} ms"
+    what = "grouped experts, 512 tokens, H 2048, I 1024, E 64, K 8"
+    lines.append((what, f"{_median(record.ours):.0f} ms", peer, f"{_median(record.floor):.0f} ms (products)"))
+    for record in dispatch.results:
+        ranks, hidden, top_k = (dispatch.setup[key] for key in ("ranks", "hidden_size", "top_k"))
+        exchange, tokens, wire = (record.parameters[key] for key in ("exchange", "tokens", "wire"))
+        what = f"`{exchange}` there and back, {ranks} processes, {tokens} tokens each, H {hidden}, K {top_k}, `{wire}`"
+        peer = f"bare gloo, nothing packed or summed: {record.best_peer:.1f} ms"
+        lines.append(
+            (what, f"{_median(record.ours):.1f} ms", peer, f"{_median(record.floor):.1f} ms (a copy)")
+        )
+    for record in model.results:
+        layers, ranks = (model.setup[key] for key in ("num_layers", "ranks"))
+        what = f"a Qwen3-MoE of {layers} layers over {ranks} processes, {record.parameters['phase']}"
+        peer = f"Transformers' own expert parallelism: {record.best_peer:,.0f} ms"
+        lines.append((what, f"{_median(record.ours):.0f} ms", peer, f"{_median(record.floor):.0f} ms"))
     return markdown_table(("", "ours", "peer", "floor"), lines)
 
 
@@ -136,37 +154,14 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 @functools.cache
-def _measured(name: str) -> dict[str, Any]:
-    measured: dict[str, Any] = json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text())
-    return measured
+def _measured(name: str) -> Document:
+    path = ROOT / "bench" / "results" / f"{name}.json"
+    return Document.from_dict(json.loads(path.read_text()), str(path))
 
 
-def _dispatch(world: int, tokens: int, wire: str, operation: str = "dispatch") -> dict[str, Any] | None:
-    for cell in _measured("dispatch-h200")["results"]:
-        fits = (cell["operation"], cell["world"], cell["num_tokens"]) == (operation, world, tokens)
-        if fits and cell["wire"].startswith(wire) and cell["launch"] == "one for all ranks":
-            return dict(cell)
-    return None
-
-
-def _share(case: str, weights: str, size: int) -> dict[str, Any] | None:
-    return _experts(case, weights, size, "experts-deepseek-fp8-h200")
-
-
-def _experts(case: str, weights: str, size: int, file: str = "experts-h200") -> dict[str, Any] | None:
-    for cell in _measured(file)["results"]:
-        if (cell["case"], cell["weights"], cell["size"]) == (case, weights, size):
-            return dict(cell)
-    return None
-
-
-def _gpu_line(what: str, cell: dict[str, Any] | None, peer: str) -> tuple[str, ...]:
-    assert cell is not None, f"not measured: {what}"
-    return (f"H200: {what}", *(f"{_short(cell[column])} µs" for column in ("us", peer, "floor_us")))
-
-
-def _cpu_line(what: str, cell: dict[str, Any], ours: str, peer: str) -> tuple[str, ...]:
-    return (what, *(f"{cell[column]:,.0f} ms" for column in (ours, peer, "floor_ms")))
+def _median(spread: Spread | None) -> float:
+    assert spread is not None, "a figure that is quoted was measured"
+    return spread.median
 
 
 def _short(number: float) -> str:

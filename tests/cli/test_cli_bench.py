@@ -9,22 +9,27 @@ import pytest
 
 from tests.cli.runner import call, call_json
 from tokenyard.cli.machine import git_commit
+from tokenyard.lab.bench.machine_rates import Rates
+from tokenyard.lab.bench.records import Document, Record, Spread
 
 TINY = ["--tokens", 4, "--hidden-size", 256, "--seconds", 0.001]
-MEASURED = {
-    "num_tokens": 16, "hidden_size": 64, "intermediate_size": 32, "num_experts": 8, "top_k": 2, "ours_ms": 1.0,
-    "transformers_ms": 2.0, "floor_ms": 0.5, "ratio": 2.0, "ratio_low": 1.9, "ratio_high": 2.1, "over_floor": 2.0,
-}  # fmt: skip
+MEASURED = Record(
+    parameters={"weights": "bf16", "tokens": 16},
+    ours=Spread(1.0),
+    floor=Spread(0.5),
+    peers={"Transformers": Spread(2.0)},
+    ratios={"peer / ours": Spread(2.0, 1.9, 2.1)},
+)
 
 
 def test_encode_saves_what_it_prints(tmp_path):
     out = tmp_path / "encode.json"
     found = call_json("bench", "encode", *TINY, "--tokens", 8, "--out", out)
     assert json.loads(out.read_text()) == found
-    assert set(found) == {"benchmark", "date", "hardware", "versions", "git_commit", "results"}
+    assert {"benchmark", "unit", "setup", "date", "hardware", "versions", "git_commit"} <= set(found)
     assert found["hardware"]["cores"] >= 1
     assert found["versions"]["torch"]
-    rows = [(row["num_tokens"], row["format"]) for row in found["results"]]
+    rows = [tuple(record["parameters"].values()) for record in found["results"]]
     assert rows[0] == (4, "fp8_block128")
     assert {tokens for tokens, _ in rows} == {4, 8}
 
@@ -33,32 +38,39 @@ def test_encode_shows_a_table_and_a_sign_of_life():
     result = call("bench", "encode", *TINY)
     assert result.exit_code == 0
     assert "nvfp4" in result.stdout
-    assert "ceiling (copy), MB/s" in result.stdout  # no encoder is faster
+    assert "ceiling, MB/s" in result.stdout  # no encoder is faster
     assert "floor" not in result.stdout
     assert "measuring 4 tokens (1 of 1)" in result.stderr
 
 
 def test_experts(monkeypatch):
-    asked = {}
+    asked = []
 
-    def measure_experts(num_tokens, **arguments):
-        asked.update(num_tokens=num_tokens, **arguments)
-        return MEASURED
+    def measure_experts(cells, *, kind, **_):
+        asked.append((kind, *cells))
+        return iter([MEASURED])
 
-    monkeypatch.setattr(import_module("tokenyard.lab.bench.experts"), "measure_experts", measure_experts)
+    bench = import_module("tokenyard.lab.bench.experts")
+    monkeypatch.setattr(bench, "measure_experts", measure_experts)
+    rates = Rates(read=1.0, copy=1.0, product=1.0, fp8=None)
+    monkeypatch.setattr("tokenyard.lab.bench.machine_rates.measure_rates", lambda *_: rates)
     arguments = ["bench", "experts", "--tokens", 16, "--num-experts", 8, "--top-k", 2, "--rounds", 3]
-    assert call_json(*arguments)["results"] == [MEASURED]
-    assert (asked["num_tokens"], asked["num_experts"], asked["rounds"], asked["device"]) == (16, 8, 3, "cpu")
-    assert "2.00 × (1.90 to 2.10)" in call(*arguments).stdout
+    found = call_json(*arguments)
+    assert Document.from_dict(found, "").results == [MEASURED]
+    assert (found["setup"]["num_experts"], found["setup"]["rounds"]) == (8, 3)
+    kind, cell = asked[0]
+    assert kind is bench.GROUPED
+    assert (cell.size, cell.shape.num_experts, cell.shape.local_experts, cell.shape.top_k) == (16, 8, 8, 2)
+    assert "2.00 (1.90–2.10)" in call(*arguments).stdout
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["experts", "--top-k", 9, "--num-experts", 8], "--top-k 9"),
+        (["experts", "--top-k", 9, "--num-experts", 8], "top_k is 9, of 8 experts"),
         (["experts", "--device", "abacus"], "--device abacus"),
         (["experts", "--weights", "mxint3"], "unknown weight format 'mxint3'"),
-        (["experts", "--weights", "fp32"], "--weights fp32 on --device cpu"),
+        (["experts", "--weights", "fp32"], "--weights fp32 with --device cpu"),
         (["encode", *TINY, "--out", "/nowhere/at/all.json"], "cannot be written"),
     ],
 )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
 
 from tests.cli.runner import call, call_json
 from tokenyard.exchange import EXCHANGES
+from tokenyard.lab.bench.records import Document, figure
 
 TINY = ["--ranks", 2, "--tokens", 8, "--hidden-size", 256, "--top-k", 2, "--num-experts", 4, "--rounds", 2]
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -26,24 +28,21 @@ def measured(tmp_path_factory):
 def test_saves_what_it_prints_with_its_provenance(measured):
     document, saved, _ = measured
     assert json.loads(saved.read_text()) == document
-    assert set(document) == {"benchmark", "date", "hardware", "versions", "git_commit", "results"}
-    cells = [(row["wire"], row["exchange"]) for row in document["results"]]
+    assert {"benchmark", "unit", "setup", "date", "hardware", "versions", "git_commit"} <= set(document)
+    assert (document["benchmark"], document["unit"]) == ("dispatch", "ms")
+    found = [record["parameters"] for record in document["results"]]
+    cells = [(parameters["wire"], parameters["exchange"]) for parameters in found]
     assert cells == [(wire, exchange) for wire in ("bf16", "mxfp8") for exchange in EXCHANGES]
 
 
-def extremes(row, name):
-    """The smallest and the largest of two rounds, whose quartiles lie a quarter of the way in."""
-    spread = row[f"{name}_high"] - row[f"{name}_low"]
-    return row[name] - spread, row[name] + spread
-
-
 def test_ratios_fit_the_times(measured):
-    for row in measured[0]["results"]:
-        for name, above, below in (("gloo_ratio", "gloo_ms", "ms"), ("floor_ratio", "ms", "floor_ms")):
-            least, most = extremes(row, above)
-            below_least, below_most = extremes(row, below)
-            assert least / below_most * 0.999 <= row[name] <= most / below_least * 1.001
-            assert row[f"{name}_low"] <= row[name] <= row[f"{name}_high"]
+    for record in Document.from_dict(measured[0], "").results:
+        gloo = record.peers["gloo"]
+        pairs = (("gloo / ours", gloo, record.ours), ("ours / floor", record.ours, record.floor))
+        for name, above, below in pairs:
+            ratio = record.ratios[name]
+            assert above.least / below.most * 0.999 <= ratio.median <= above.most / below.least * 1.001
+            assert ratio.low <= ratio.median <= ratio.high
 
 
 def test_draws_a_picture(measured):
@@ -54,11 +53,12 @@ def test_draws_a_picture(measured):
 
 def test_shows_ours_beside_gloo_and_the_floor(measured, monkeypatch, tmp_path):
     """The table and the picture from figures that are known already."""
-    rows, asked = measured[0]["results"], []
+    records, asked = Document.from_dict(measured[0], "").results, []
 
     def measure_dispatch(ranks, num_tokens, hidden_size, top_k, num_experts, wire, exchanges, rounds, **more):
         asked.append((ranks, num_tokens, wire, exchanges, rounds, more))
-        return [{**row, "num_tokens": num_tokens} for row in rows if row["wire"] == wire]
+        found = [record for record in records if record.parameters["wire"] == wire]
+        return [replace(r, parameters={**r.parameters, "tokens": num_tokens}) for r in found]
 
     monkeypatch.setattr(import_module("tokenyard.lab.bench.dispatch"), "measure_dispatch", measure_dispatch)
     picture = tmp_path / "picture.svg"
@@ -68,8 +68,8 @@ def test_shows_ours_beside_gloo_and_the_floor(measured, monkeypatch, tmp_path):
     assert asked == [
         (2, n, "bf16", ["two_sided"], 2, {"combine_wire": "bf16", "paranoid": False}) for n in (8, 9)
     ]
-    row = rows[0]
-    for word in ("bare gloo", "floor", "gloo / ours", "two_sided", f"{row['gloo_ms']:.1f}"):
+    gloo = figure(records[0].peers["gloo"].median)
+    for word in ("gloo, ms", "floor, ms", "gloo / ours", "two_sided", gloo):
         assert word in result.stdout
     assert "measuring 9 tokens (2 of 2)" in result.stderr
     assert "<svg" in picture.read_text()

@@ -11,7 +11,7 @@ from rich.table import Table
 from tests.cli.runner import MIXTRAL, call
 from tokenyard.checkpoints import convert as convert_checkpoint
 from tokenyard.checkpoints import open_checkpoint
-from tokenyard.cli import bench_cuts, check, doctor
+from tokenyard.cli import bench_output, check, doctor
 from tokenyard.cli import convert as convert_command
 from tokenyard.cli import eval as eval_command
 from tokenyard.cli import run as run_command
@@ -21,7 +21,11 @@ from tokenyard.conformance.draws import draw_cases
 from tokenyard.conformance.stack import StackCell
 from tokenyard.conformance.suites import CheckResult
 from tokenyard.exchange import EXCHANGES
+from tokenyard.experts.fused.cuts import Cut
 from tokenyard.formats import FORMATS
+from tokenyard.lab.bench.machine_rates import Rates
+from tokenyard.lab.bench.records import Document, Record, Spread
+from tokenyard.lab.bench.tile_sweep import COLUMNS, in_words
 from tokenyard.lab.evaluation.intervals import Interval
 from tokenyard.lab.evaluation.table import Row as EvalRow
 from tokenyard.lab.shipped import shipped_model
@@ -35,6 +39,10 @@ RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
 def stored(name):
     return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def measured(name):
+    return Document.from_dict(stored(name), name).results
 
 
 # --- The tables of all commands, printed -------------------------------------------------------------------
@@ -72,41 +80,47 @@ def show_layer(tmp_path, monkeypatch):
 
 
 def bench_dispatch(tmp_path, monkeypatch):
-    rows = stored("dispatch-cpu")["results"]
+    rows = measured("dispatch-cpu")
     monkeypatch.setattr("tokenyard.lab.bench.dispatch.measure_dispatch", lambda *_args, **_options: rows)
     return call("bench", "dispatch", "--wire", "bf16")
 
 
 def bench_dispatch_paranoid(tmp_path, monkeypatch):
-    rows = stored("paranoid-cpu")["results"]
+    rows = measured("paranoid-cpu")
     monkeypatch.setattr("tokenyard.lab.bench.dispatch.measure_dispatch", lambda *_args, **_options: rows)
     return call("bench", "dispatch", "--wire", "bf16", "--paranoid")
 
 
 def bench_experts(tmp_path, monkeypatch):
-    rows = iter(stored("experts-quantized-cpu")["results"])
-    target = "tokenyard.lab.bench.quantized_experts.measure_quantized_experts"
-    monkeypatch.setattr(target, lambda *_args, **_options: next(rows))
+    rows = iter(measured("experts-quantized-cpu"))
+    rates = Rates(read=4.1e3, copy=7.4e3, product=1.2e5, fp8=None)
+    monkeypatch.setattr("tokenyard.lab.bench.experts.measure_experts", lambda *_args, **_options: rows)
+    monkeypatch.setattr("tokenyard.lab.bench.machine_rates.measure_rates", lambda *_: rates)
     return call("bench", "experts", "--weights", "mxint4", "--tokens", 1, "--tokens", 128)
 
 
 def bench_encode(tmp_path, monkeypatch):
-    rows = [{k: v for k, v in row.items() if k != "num_tokens"} for row in stored("encode-cpu")["results"]]
+    rows = measured("encode-cpu")
     monkeypatch.setattr("tokenyard.lab.bench.encode.measure_encode", lambda *_: rows)
     return call("bench", "encode")
 
 
 def bench_transformers(tmp_path, monkeypatch):
-    rows = stored("transformers-cpu")["results"]
+    rows = measured("transformers-cpu")
     monkeypatch.setattr("tokenyard.lab.bench.transformers_ep.measure_transformers_ep", lambda _: rows)
     return call("bench", "transformers")
 
 
 def bench_cuts_of_experts(tmp_path, monkeypatch):
-    cut = {"out": 128, "tile": 64, "stages": 4, "warps": 8, "tail": 16, "rows_first": True}
-    row = {"case": "A", "weights": "fp8_block128", "size": 8192, "chosen_us": 1289.0, "fastest_us": 1267.0}
-    row |= {"ratio": 1.02, "fastest": {"inner": cut, "result": cut}}
-    return printed(lambda: bench_cuts.print_cuts({"results": [row]}))
+    config = in_words(Cut(128, 64, 64, 8, 4, 16, rows_first=True))
+    record = Record(
+        parameters={"case": "A", "weights": "fp8_block128", "size": 8192},
+        ours=Spread(1289.0),
+        floor=Spread(1267.0),
+        details={"first_product": config, "second_product": config},
+    )
+    document = Document(benchmark="cuts-cuda", unit="µs", x="size", columns=COLUMNS, results=[record])
+    return printed(lambda: bench_output.print_document(document))
 
 
 def doctor_report(tmp_path, monkeypatch):

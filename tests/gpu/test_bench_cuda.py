@@ -7,7 +7,8 @@ import pytest
 from tests.cli.runner import call
 from tests.test_bench_experts_cuda import tiny_case
 from tokenyard.lab.bench import machine_rates
-from tokenyard.lab.bench.expert_figures import CASES
+from tokenyard.lab.bench.records import Document
+from tokenyard.lab.bench.shapes import CASES
 
 pytestmark = pytest.mark.gpu
 
@@ -33,46 +34,53 @@ def test_a_tiny_grid_is_measured(tmp_path):
     options = [*TINY, *wires, "--top-k", 2, "--quick", "--out", files[0], "--plot", files[1]]
     done = call("bench", "dispatch", "--device", "cuda", *options)
     assert done.exit_code == 0, done.output
-    document = json.loads(files[0].read_text())
+    document = Document.from_dict(json.loads(files[0].read_text()), "")
     assert files[1].read_bytes().startswith(b"\x89PNG")
-    assert document["benchmark"] == "dispatch-cuda"
-    assert document["copy_TB_per_s"] > 0.1
-    rows = document["results"]
-    assert [(row["operation"], row["num_tokens"]) for row in rows] == [
+    assert document.benchmark == "dispatch-cuda"
+    assert document.setup["copy_TB_per_s"] > 0.1
+    parameters = [record.parameters for record in document.results]
+    assert [(found["operation"], found["tokens"]) for found in parameters] == [
         *[("dispatch", tokens) for tokens in (8, 8, 80, 80, 1024, 1024)],
         *[("round trip", 8)] * 2,
         ("combine", 1024),
         *[("dispatch", 8)] * 2,
         *[("round trip", 8)] * 2,
     ]
-    assert [row["launch"] for row in rows] == ["one for all ranks"] * 9 + ["a stream per rank"] * 4
-    for row in rows:
-        assert row["note"] == ""
-        assert 0 < row["us_min"] <= row["us_low"] <= row["us"] <= row["us_high"] <= row["us_max"]
-        assert row["floor_ratio"] == pytest.approx(row["us"] / row["floor_us"])
+    launches = [found["launch"] for found in parameters]
+    assert launches == ["one for all ranks"] * 9 + ["a stream per rank"] * 4
+    for record in document.results:
+        check_times(record)
+        assert record.floor.median > 0
+
+
+def check_times(record):
+    ours = record.ours
+    assert record.note == ""
+    assert 0 < ours.least <= ours.low <= ours.median <= ours.high <= ours.most
 
 
 def test_experts_of_every_format_are_measured(tmp_path, monkeypatch):
     for name in CASES:
         monkeypatch.setitem(CASES, name, tiny_case(name))
-    monkeypatch.setattr(machine_rates, "READ_BYTES", 64 * 2**20)
-    monkeypatch.setattr(machine_rates, "SQUARE", 1024)
+    monkeypatch.setitem(machine_rates.READ_BYTES, "cuda", 64 * 2**20)
+    monkeypatch.setitem(machine_rates.SQUARE, "cuda", 1024)
     files = tmp_path / "experts.json", tmp_path / "experts.png"
     options = ["--rounds", 3, "--out", files[0], "--plot", files[1]]
     done = call("bench", "experts", "--device", "cuda", *options)
     assert done.exit_code == 0, done.output
-    document = json.loads(files[0].read_text())
+    document = Document.from_dict(json.loads(files[0].read_text()), "")
     assert files[1].read_bytes().startswith(b"\x89PNG")
-    assert document["read_TB_per_s"] > 0.1
-    assert document["bf16_TFLOP_per_s"] > 1
-    rows = document["results"]
-    assert [row["weights"] for row in rows] == ["bf16", "fp8_block128", "mxfp8", "mxint4", "nvfp4", "mxfp4"]
-    for row in rows:
-        assert row["note"] == ""
-        assert 0 < row["us_min"] <= row["us_low"] <= row["us"] <= row["us_high"] <= row["us_max"]
-        assert row["relative_error"] < 6e-3
-    assert rows[0]["peer"] == "F.grouped_mm"
-    assert rows[0]["peer_us"] > 0
+    assert document.setup["read_TB_per_s"] > 0.1
+    assert document.setup["plain_TFLOP_per_s"] > 1
+    records = document.results
+    measured = [(record.parameters["case"], record.parameters["weights"]) for record in records]
+    assert measured == [(name, weights) for name, case in CASES.items() for weights in case.weights]
+    for record in records:
+        check_times(record)
+        assert record.rested.median > 0
+        assert record.details["relative_error"] < 6e-3
+    assert records[0].details["peer"] == "F.grouped_mm"
+    assert records[0].peers["torch"].median > 0
     shown = call("bench", "show", files[0])
     assert shown.exit_code == 0
     assert "torch: F.grouped_mm" in shown.stdout
@@ -85,15 +93,30 @@ def test_a_layer_is_measured_beside_an_allgather(tmp_path):
     done = call("bench", "layer", "--weights", "bf16", "--weights", "fp8_block128", *options)
     assert done.exit_code == 0, done.output
     assert "0.875" in done.stdout
-    rows = json.loads(out.read_text())["results"]
-    assert [(row["wire"], row["num_tokens"]) for row in rows] == [
+    records = Document.from_dict(json.loads(out.read_text()), "").results
+    wholes = [record for record in records if record.parameters["measured"] == "whole layer"]
+    assert [(record.details["wire"], record.parameters["tokens"]) for record in wholes] == [
         ("bf16", 8),
         ("bf16", 80),
         ("fp8_block128", 8),
         ("fp8_block128", 80),
     ]
-    for row in rows:
-        assert row["note"] == ""
-        assert row["us"] > 0
-        assert row["ratio_min"] <= row["ratio"] <= row["ratio_max"]
-        assert max(row["relative_error"], row["allgather_relative_error"]) < 6e-3
+    assert len(records) == 2 * len(wholes)
+    for record in records:
+        check_times(record)
+        ratio = record.ratios["ours / allgather"]
+        assert ratio.least <= ratio.median <= ratio.most
+    for record in wholes:
+        assert record.rested.median > 0
+        assert max(record.details["relative_error"], record.details["allgather_relative_error"]) < 6e-3
+
+
+def test_layers_of_models_are_measured(tmp_path, monkeypatch):
+    monkeypatch.setitem(CASES, "V3", tiny_case("V3"))
+    out = tmp_path / "layer.json"
+    done = call("bench", "layer", "--cells", "V3", "--rounds", 3, "--out", out)
+    assert done.exit_code == 0, done.output
+    whole, rows = Document.from_dict(json.loads(out.read_text()), "").results
+    for record in (whole, rows):
+        check_times(record)
+    assert whole.floor.median > rows.floor.median

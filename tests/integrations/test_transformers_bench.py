@@ -9,6 +9,7 @@ import transformers
 
 from tests.cli.runner import call, call_json
 from tokenyard.errors import InputError
+from tokenyard.lab.bench.records import Record, Spread
 from tokenyard.lab.bench.transformers_ep import (
     OLDEST_PEER,
     Workload,
@@ -37,15 +38,17 @@ def test_a_small_run():
         with pytest.raises(InputError, match=r"expected 5\.19 or newer"):
             measure_transformers_ep(TINY)
         return
-    rows = measure_transformers_ep(TINY)
-    assert [row["phase"] for row in rows] == ["prefill", "decode"]
-    for row in rows:
-        assert any(row["peer"].startswith(layout) for layout in layouts(2))
-        assert row["difference"] < 0.1
-        for name in ("ours", "peer", "peer_with_our_experts", "no_exchange"):
-            assert row[f"{name}_ms"] > row["floor_ms"] > 0
-        assert row["over_floor"] > 1
-        assert 0 < row["peer_ratio_low"] <= row["peer_ratio"] <= row["peer_ratio_high"]
+    records = measure_transformers_ep(TINY)
+    assert [record.parameters["phase"] for record in records] == ["prefill", "decode"]
+    for record in records:
+        assert any(record.details["peer"].startswith(layout) for layout in layouts(2))
+        assert record.details["difference"] < 0.1
+        floor = record.floor.median
+        others = [record.details[f"{name}_ms"] for name in ("with our experts", "no exchange")]
+        for time in (record.ours.median, record.peers["Transformers"].median, *others):
+            assert time > floor > 0
+        ratio = record.ratios["Transformers / ours"]
+        assert 0 < ratio.low <= ratio.median <= ratio.high
 
 
 def test_different_models_are_noticed():
@@ -61,14 +64,14 @@ def test_experts_that_transformers_cannot_split():
         measure_transformers_ep(Workload(ranks=4, num_experts=6))
 
 
-MEASURED = {
-    "ours_ms": 10.0, "peer_ms": 20.0, "peer_ratio": 2.0, "peer_ratio_low": 1.9, "peer_ratio_high": 2.1,
-    "peer_with_our_experts_ms": 15.0, "peer_with_our_experts_ratio": 1.5, "peer_with_our_experts_ratio_low": 1.4,
-    "peer_with_our_experts_ratio_high": 1.6, "floor_ms": 5.0, "no_exchange_ms": 6.0, "ranks": 3,
-    "peer": "dispatch, FSDP, eager",
-    "hidden_size": 64, "intermediate_size": 32, "num_experts": 6, "top_k": 2, "num_layers": 1, "sequences": 2,
-    "length": 4,
-}  # fmt: skip
+MEASURED = Record(
+    parameters={"phase": "decode"},
+    ours=Spread(10.0),
+    floor=Spread(5.0),
+    peers={"Transformers": Spread(20.0)},
+    ratios={"Transformers / ours": Spread(2.0, 1.9, 2.1)},
+    details={"peer": "dispatch, FSDP, eager", "with our experts_ms": 15.0, "no exchange_ms": 6.0},
+)
 
 
 def test_the_command(monkeypatch, tmp_path):
@@ -76,7 +79,7 @@ def test_the_command(monkeypatch, tmp_path):
 
     def measure(work):
         asked.append(work)
-        return [MEASURED | {"phase": phase} for phase in ("prefill", "decode")]
+        return [MEASURED]
 
     monkeypatch.setattr(
         import_module("tokenyard.lab.bench.transformers_ep"), "measure_transformers_ep", measure
@@ -100,6 +103,6 @@ def test_the_command(monkeypatch, tmp_path):
     assert asked[0] == Workload(ranks=3, num_experts=6, rounds=4, exchange="two_sided")
     shown = call(*arguments)
     assert shown.exit_code == 0
-    for words in ("2.00 × (1.90 to 2.10)", "dispatch, FSDP, eager", "a token of each sequence"):
+    for words in ("2.00 (1.90–2.10)", "dispatch, FSDP, eager", "a token of each sequence"):
         assert words in shown.stdout
     assert "3 processes load the model" in shown.stderr

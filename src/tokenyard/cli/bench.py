@@ -2,72 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokenyard.cli.bench_cuda import show
-from tokenyard.cli.bench_cuts import cuts
-from tokenyard.cli.bench_layer import layer
-from tokenyard.cli.bench_transformers import transformers
-from tokenyard.cli.output import JsonFlag, console, print_json, reported, save_json
-from tokenyard.cli.tables import print_table
+from tokenyard.cli.bench_options import choose, default_of
+from tokenyard.cli.bench_output import Output, run_benchmark, show
+from tokenyard.cli.output import JsonFlag, reported
+from tokenyard.cli.parts import refuse_override
+
+if TYPE_CHECKING:
+    import torch
+
+    from tokenyard.lab.bench.clock import Clock
+    from tokenyard.lab.bench.records import Record
 
 app = typer.Typer(help="Measure, beside the floor.", no_args_is_help=True)
 OutFile = Annotated[
     Path | None, typer.Option("--out", help="Save the figures, with date, hardware, versions and commit.")
 ]
-Tokens = Annotated[list[int], typer.Option("--tokens", min=1, help="Tokens; may be given several times.")]
+PlotFile = Annotated[
+    Path | None, typer.Option("--plot", help="Draw the figures into this file (needs matplotlib).")
+]
+_SEVERAL = "may be given several times."
+
+
+def _int(command: str, name: str, help: str | None = None, *, min: int = 1, max: int | None = None) -> Any:
+    """A whole number whose default depends on where something is measured."""
+    return typer.Option(min=min, max=max, help=help, show_default=default_of(command, name))
 
 
 @app.command()
 @reported
 def encode(
-    tokens: Tokens = [512],  # noqa: B006
+    tokens: Annotated[list[int], typer.Option("--tokens", min=1, help=f"Tokens; {_SEVERAL}")] = [512],  # noqa: B006
     hidden_size: Annotated[int, typer.Option(min=1, help="The width of a row.")] = 7168,
     seconds: Annotated[float, typer.Option(min=0.0, max=600.0, help="About as long, for each format.")] = 1.0,
     out: OutFile = None,
     as_json: JsonFlag = False,
 ) -> None:
     """How fast one thread encodes rows, per format."""
-    from tokenyard.lab.bench.encode import measure_encode
+    from tokenyard.lab.bench import encode as bench
+    from tokenyard.lab.bench.records import Document
 
-    def measure(num_tokens: int) -> list[dict[str, Any]]:
-        rows = measure_encode(num_tokens, hidden_size, seconds)
-        return [{"num_tokens": num_tokens, "hidden_size": hidden_size, **row} for row in rows]
-
-    columns: dict[str, Callable[[dict[str, Any]], str]] = {
-        "rows": lambda row: f"{row['num_tokens']} × {row['hidden_size']}",
-        "format": lambda row: str(row["format"]),
-        "ours, MB/s of bf16": lambda row: f"{row['MB_per_s']:.0f}",
-        "quartiles": lambda row: f"{row['MB_per_s_low']:.0f} to {row['MB_per_s_high']:.0f}",
-        "ceiling (copy), MB/s": lambda row: f"{row['ceiling_MB_per_s']:.0f}",
-        "ceiling / ours": lambda row: f"{row['ratio']:.1f} ×",
-    }
-    _run("encode", tokens, measure, columns, out, as_json)
+    setup = {"hidden_size": hidden_size, "threads": 1}
+    document = Document(
+        benchmark="encode", unit="MB/s", x="tokens", line="format", setup=setup, notes=[bench.NOTE]
+    )
+    figures = (bench.measure_encode(count, hidden_size, seconds) for count in tokens)
+    run_benchmark(document, [f"{count} tokens" for count in tokens], figures, Output(out, as_json))
 
 
 @app.command()
 @reported
 def experts(
-    tokens: Annotated[
-        list[int] | None,
-        typer.Option("--tokens", min=1, help="Tokens; may be given several times.", show_default="512"),
-    ] = None,
-    hidden_size: Annotated[int | None, typer.Option(min=1, show_default="2048")] = None,
-    intermediate_size: Annotated[int | None, typer.Option(min=1, show_default="1024")] = None,
-    num_experts: Annotated[int | None, typer.Option(min=1, show_default="64")] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, show_default="8")] = None,
-    rounds: Annotated[
-        int | None, typer.Option(min=1, help="Rounds of each.", show_default="7; cuda: 15")
-    ] = None,
+    tokens: Annotated[list[int] | None, _int("experts", "tokens", f"Tokens; {_SEVERAL}")] = None,
+    hidden_size: Annotated[int | None, _int("experts", "hidden_size")] = None,
+    intermediate_size: Annotated[int | None, _int("experts", "intermediate_size")] = None,
+    num_experts: Annotated[int | None, _int("experts", "num_experts")] = None,
+    top_k: Annotated[int | None, _int("experts", "top_k")] = None,
+    rounds: Annotated[int | None, _int("experts", "rounds", "Rounds of each.")] = None,
     weights: Annotated[
         list[str] | None,
         typer.Option(
-            help="The format of the weights, bf16 or quantized; may be given several times.",
-            show_default="bf16; cuda: all of the cells",
+            help=f"The format of the weights, bf16 or quantized; {_SEVERAL}",
+            show_default=default_of("experts", "weights"),
         ),
     ] = None,
     cells: Annotated[
@@ -78,12 +79,7 @@ def experts(
         str, typer.Option(help="cpu: grouped experts. cuda: fused experts, on the shapes of --cells.")
     ] = "cpu",
     out: OutFile = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            "--plot", help="With --device cuda: draw the figures into this file (needs matplotlib)."
-        ),
-    ] = None,
+    plot: PlotFile = None,
     as_json: JsonFlag = False,
 ) -> None:
     """How fast experts compute, beside a peer and the floor.
@@ -91,129 +87,110 @@ def experts(
     On a CPU the peer of bf16 weights is Transformers; that of quantized ones decodes them first and calls F.grouped_mm.
     On a GPU it is F.grouped_mm or its fp8 sister, and the best that was measured before.
     """
-    shape_options = {
-        "--tokens": tokens,
-        "--hidden-size": hidden_size,
-        "--intermediate-size": intermediate_size,
-        "--num-experts": num_experts,
-        "--top-k": top_k,
-    }
+    chosen = choose("experts", device, locals())
+    output = Output(out, as_json, plot)
+    output.check()
     if device == "cuda":
-        from tokenyard.cli.bench_experts_cuda import cases_of, experts_on_gpu
-        from tokenyard.lab.bench.expert_figures import grid
-        from tokenyard.lab.bench.experts_cuda import ROUNDS
+        _experts_on_gpu(chosen, output)
+    else:
+        _experts_on_cpu(chosen, output)
 
-        _check_cell_options(shape_options, rounds)
-        experts_on_gpu(
-            grid(cases_of(cells), weights or ()),
-            rounds=rounds or ROUNDS,
-            out=out,
-            plot=plot,
-            as_json=as_json,
-        )
-        return
-    _check_is_cpu(device, {"--cells": cells, "--plot": plot})
-    _experts_on_cpu(
-        tokens or [512],
-        hidden_size or 2048,
-        intermediate_size or 1024,
-        num_experts or 64,
-        top_k or 8,
-        rounds or 7,
-        weights or ["bf16"],
-        out,
-        as_json,
+
+def _experts_on_gpu(chosen: Any, output: Output) -> None:
+    from tokenyard.lab.bench.clock import check_gpu
+    from tokenyard.lab.bench.experts import COLUMNS, FUSED, NOTES, measure_experts
+    from tokenyard.lab.bench.machine_rates import measure_rates
+    from tokenyard.lab.bench.records import Document
+    from tokenyard.lab.bench.shapes import cases_of, grid
+
+    cells = grid(cases_of(chosen.cells), chosen.weights)
+    device = check_gpu("leave out --device to measure on the CPU")
+    gpu, clock, rested = _clocks(device, chosen.rounds)
+    rates = measure_rates(device, clock)
+    shapes = {cell.case: f"{cell.case}: {cell.shape}" for cell in cells}
+    document = Document(
+        benchmark="experts-cuda",
+        unit="µs",
+        x="size",
+        line="weights",
+        columns=COLUMNS,
+        setup={"gpu": gpu, "rounds": chosen.rounds, **rates.as_setup()},
+        notes=[*shapes.values(), *NOTES, _rested_note(measure_rates(device, rested).product)],
     )
+    figures = measure_experts(
+        cells, kind=FUSED, device=device, machine=gpu, clock=clock, rates=rates, rested=rested
+    )
+    run_benchmark(document, [str(cell) for cell in cells], ([record] for record in figures), output)
 
 
-def _check_cell_options(options: dict[str, Any], rounds: int | None) -> None:
-    from tokenyard.errors import InputError
+def _clocks(device: torch.device, rounds: int) -> tuple[str, Clock, Clock]:
+    """The name of a GPU, a clock of rounds that follow at once, and one that rests before each."""
+    import torch
 
-    if given := [name for name, value in options.items() if value is not None]:
-        raise InputError(
-            f"{given[0]} with --device cuda",
-            expected="the shapes of the cells, which are those that figures are known for",
-            fix="choose them with --cells and --weights",
-        )
-    if rounds == 1:
-        raise InputError("rounds is 1", expected="at least 2, to have a spread", fix="pass --rounds 2")
+    from tokenyard.lab.bench.clock import REST, RESTED_ROUNDS, graph_clock
+
+    rested = graph_clock(device, min(rounds, RESTED_ROUNDS), rest=REST)
+    return torch.cuda.get_device_name(device), graph_clock(device, rounds), rested
 
 
-def _check_is_cpu(device: str, options: dict[str, Any]) -> None:
-    from tokenyard.errors import InputError
+def _rested_note(product: float) -> str:
+    from tokenyard.lab.bench.clock import REST
 
-    if device != "cpu":
-        raise InputError(
-            f"--device {device}", expected="cpu or cuda", fix="`tokenyard doctor` says what is here"
-        )
-    if given := [name for name, value in options.items() if value is not None]:
-        raise InputError(
-            f"{given[0]} without --device cuda",
-            expected=f"{given[0]} for the cells of the GPU",
-            fix="add --device cuda, or leave it out",
-        )
+    return f"rested: after {REST} s without work before each round; bf16 products reach {product / 1e6:.0f} TFLOP/s"
 
 
-def _experts_on_cpu(
-    tokens: list[int],
-    hidden_size: int,
-    intermediate_size: int,
-    num_experts: int,
-    top_k: int,
-    rounds: int,
-    weights: list[str],
-    out: Path | None,
-    as_json: bool,
-) -> None:
-    from tokenyard.errors import InputError
-    from tokenyard.formats import weight_format
-    from tokenyard.lab.bench.experts import measure_experts
-    from tokenyard.lab.bench.quantized_experts import measure_quantized_experts
+def _experts_on_cpu(chosen: Any, output: Output) -> None:
+    import torch
 
-    if top_k > num_experts:
-        raise InputError(
-            f"--top-k {top_k} of --num-experts {num_experts}",
-            expected=f"a top-k from 1 to {num_experts}",
-            fix="choose fewer experts per token, or more experts",
-        )
-    for name in weights:
-        if name != "bf16" and not weight_format(name).quantized:
-            raise InputError(
-                f"--weights {name} on --device cpu",
-                expected="bf16, or a quantized format",
-                fix="measure bf16",
-            )
+    from tokenyard.lab.bench.clock import host_clock
+    from tokenyard.lab.bench.experts import GROUPED, measure_experts
+    from tokenyard.lab.bench.experts_peers import check_transformers
+    from tokenyard.lab.bench.machine_rates import measure_rates
+    from tokenyard.lab.bench.records import Document
+    from tokenyard.lab.bench.shapes import Case, Cell, check_top_k
 
-    def measure(num_tokens: int) -> list[dict[str, Any]]:
-        shape: dict[str, Any] = {
-            "hidden_size": hidden_size,
-            "intermediate_size": intermediate_size,
-            "num_experts": num_experts,
-            "top_k": top_k,
-            "rounds": rounds,
+    check_top_k(chosen.top_k, chosen.num_experts)
+    if "bf16" in chosen.weights:
+        check_transformers()
+    shape = Case(
+        hidden_size=chosen.hidden_size,
+        intermediate_size=chosen.intermediate_size,
+        local_experts=chosen.num_experts,
+        num_experts=chosen.num_experts,
+        top_k=chosen.top_k,
+        weights=tuple(chosen.weights),
+        sizes=tuple(chosen.tokens),
+        arrives=tuple((name, "bf16") for name in chosen.weights),
+    )
+    cells = [
+        Cell(case="", shape=shape, weights=weights, size=size)
+        for weights in chosen.weights
+        for size in chosen.tokens
+    ]
+    device, clock = torch.device("cpu"), host_clock(chosen.rounds)
+
+    def figures() -> Iterator[list[Record]]:
+        rates = measure_rates(device, clock)
+        document.setup |= rates.as_setup()
+        for record in measure_experts(
+            cells, kind=GROUPED, device=device, machine="cpu", clock=clock, rates=rates
+        ):
+            yield [record]
+
+    document = Document(
+        benchmark="experts",
+        unit="ms",
+        x="tokens",
+        line="weights",
+        columns=("floor_by", "difference"),
+        setup={
+            name: getattr(shape, name)
+            for name in ("hidden_size", "intermediate_size", "num_experts", "top_k")
         }
-        return [
-            measure_experts(num_tokens, device="cpu", **shape)
-            if name == "bf16"
-            else measure_quantized_experts(num_tokens, weights=name, **shape)
-            for name in weights
-        ]
-
-    columns: dict[str, Callable[[dict[str, Any]], str]] = {
-        "tokens": lambda row: str(row["num_tokens"]),
-        "shape": lambda row: (
-            f"H {row['hidden_size']}, I {row['intermediate_size']}, E {row['num_experts']}, K {row['top_k']}"
-        ),
-        "weights": lambda row: str(row.get("weights", "bf16")),
-        "ours, ms": lambda row: f"{row['ours_ms']:.2f}",
-        "peer, ms": lambda row: f"{row.get('decoded_first_ms', row.get('transformers_ms')):.2f}",
-        "floor, ms": lambda row: f"{row['floor_ms']:.2f}",
-        "peer / ours": lambda row: (
-            f"{row['ratio']:.2f} × ({row['ratio_low']:.2f} to {row['ratio_high']:.2f})"
-        ),
-        "ours / floor": lambda row: f"{row['over_floor']:.2f} ×",
-    }
-    _run("experts", tokens, measure, columns, out, as_json)
+        | {"threads": torch.get_num_threads(), "rounds": chosen.rounds},
+        notes=["peers: Transformers, or weights that are decoded first for F.grouped_mm"],
+    )
+    run_benchmark(document, [str(cell) for cell in cells], figures(), output)
 
 
 @app.command()
@@ -221,272 +198,305 @@ def _experts_on_cpu(
 def dispatch(
     ranks: Annotated[
         list[int] | None,
-        typer.Option(
-            min=1,
-            max=64,
-            help="How many ranks: processes, or virtual ones on a GPU.",
-            show_default="4; cuda: 4 and 8",
-        ),
+        _int("dispatch", "ranks", "How many ranks: processes, or virtual ones on a GPU.", max=64),
     ] = None,
     tokens: Annotated[
-        list[int] | None,
-        typer.Option(
-            min=1,
-            help="Tokens of each rank; may be given several times.",
-            show_default="512; cuda: 16 to 4096",
-        ),
+        list[int] | None, _int("dispatch", "tokens", f"Tokens of each rank; {_SEVERAL}")
     ] = None,
-    hidden_size: Annotated[int | None, typer.Option(min=1, show_default="2048; cuda: 7168")] = None,
+    hidden_size: Annotated[int | None, _int("dispatch", "hidden_size")] = None,
     top_k: Annotated[int, typer.Option(min=1)] = 8,
-    num_experts: Annotated[int | None, typer.Option(min=1, show_default="64; cuda: 256")] = None,
+    num_experts: Annotated[int | None, _int("dispatch", "num_experts")] = None,
     wire: Annotated[
         list[str] | None,
         typer.Option(
-            help="The format on the way out; may be given several times.",
-            show_default="bf16 and mxfp8; cuda: five",
+            help=f"The format on the way out; {_SEVERAL}", show_default=default_of("dispatch", "wire")
         ),
     ] = None,
     combine_wire: Annotated[str, typer.Option(help="The format on the way back.")] = "bf16",
-    exchange: Annotated[
-        list[str] | None, typer.Option(help="Only this exchange; may be given several times.")
-    ] = None,
+    exchange: Annotated[list[str] | None, typer.Option(help=f"Only this exchange; {_SEVERAL}")] = None,
     rounds: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            help="Round trips of each; on a GPU repeats, of many replays each.",
-            show_default="30; cuda: 15",
-        ),
+        int | None, _int("dispatch", "rounds", "Round trips of each; on a GPU rounds of replays.", min=2)
     ] = None,
     device: Annotated[
         str, typer.Option(help="cpu: processes. cuda: virtual ranks on one GPU, through one_sided's kernels.")
     ] = "cpu",
     quick: Annotated[
-        bool, typer.Option("--quick", help="With --device cuda: fewer cells and repeats.")
+        bool, typer.Option("--quick", help="With --device cuda: fewer cells and rounds.")
     ] = False,
     paranoid: Annotated[
         bool, typer.Option("--paranoid", help="Every exchange a second time, watching itself; on the CPU.")
     ] = False,
     out: OutFile = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="Draw the figures into this file (needs matplotlib).")
-    ] = None,
+    plot: PlotFile = None,
     as_json: JsonFlag = False,
 ) -> None:
     """How fast rows travel out and back, beside the floor and a peer: bare gloo, or FlashInfer on a GPU."""
-    if device != "cpu":
-        _check_cuda_options(device, exchange, paranoid)
-        from tokenyard.cli.bench_cuda import dispatch_on_gpu
-        from tokenyard.lab.bench.cuda_figures import Shape, grid
-        from tokenyard.lab.bench.dispatch_cuda import QUICK_REPEATS, QUICK_REPLAYS, REPEATS, REPLAYS
+    chosen = choose("dispatch", device, locals())
+    chosen.top_k, chosen.combine_wire = top_k, combine_wire
+    output = Output(out, as_json, plot)
+    output.check()
+    if device == "cuda":
+        _dispatch_on_gpu(chosen, output)
+    else:
+        _dispatch_between_processes(chosen, output)
 
-        dispatch_on_gpu(
-            grid(ranks or (), tokens or (), wire or (), quick=quick),
-            Shape(
-                hidden_size=hidden_size or Shape.hidden_size,
-                top_k=top_k,
-                num_experts=num_experts or Shape.num_experts,
-                combine_wire=combine_wire,
-            ),
-            repeats=rounds or (QUICK_REPEATS if quick else REPEATS),
-            replays=QUICK_REPLAYS if quick else REPLAYS,
-            out=out,
-            plot=plot,
-            as_json=as_json,
-        )
-        return
-    _check_cpu_options(ranks, quick)
-    _dispatch_between_processes(
-        (ranks or [4])[0],
-        tokens or [512],
-        hidden_size or 2048,
-        top_k,
-        num_experts or 64,
-        wire or ["bf16", "mxfp8"],
-        combine_wire,
-        exchange,
-        rounds or 30,
-        paranoid,
-        out,
-        plot,
-        as_json,
+
+def _dispatch_on_gpu(chosen: Any, output: Output) -> None:
+    from tokenyard.lab.bench import dispatch_cuda as bench
+    from tokenyard.lab.bench.clock import check_gpu
+    from tokenyard.lab.bench.dispatch_cells import dispatch_grid
+    from tokenyard.lab.bench.machine_rates import copy_rate
+    from tokenyard.lab.bench.records import Document
+    from tokenyard.lab.bench.shapes import Shape
+
+    rounds = chosen.rounds or (bench.QUICK_ROUNDS if chosen.quick else bench.ROUNDS)
+    cells = dispatch_grid(chosen.ranks, chosen.tokens, chosen.wire, quick=chosen.quick)
+    names = ("hidden_size", "top_k", "num_experts", "combine_wire")
+    setup = {name: getattr(chosen, name) for name in names}
+    shape = Shape(**setup)
+    bench.check_cells(cells, shape, rounds)
+    device = check_gpu("leave out --device to measure on the CPU")
+    gpu, clock, _ = _clocks(device, rounds)
+    copied = copy_rate(device, clock)
+    document = Document(
+        benchmark="dispatch-cuda",
+        unit="µs",
+        x="tokens",
+        line="wire",
+        columns=("peer_source",),
+        setup={"gpu": gpu, **setup, "rounds": rounds, "copy_TB_per_s": copied / 1e6},
+        notes=[bench.NOTE],
     )
 
+    def measure_peers() -> None:
+        said = bench.measure_peers(document.results, shape, device=device, clock=clock)
+        document.notes += [said] if said else []
 
-def _check_cuda_options(device: str, exchange: list[str] | None, paranoid: bool) -> None:
-    from tokenyard.errors import InputError
-    from tokenyard.exchange import resolve
-
-    if device != "cuda":
-        raise InputError(
-            f"--device {device}", expected="cpu or cuda", fix="`tokenyard doctor` says what is here"
-        )
-    if other := [name for name in exchange or () if resolve(name).name != "one_sided"]:
-        raise InputError(
-            f"--exchange {other[0]} with --device cuda",
-            expected="one_sided, whose kernels are measured there",
-            fix="leave out --exchange, or measure on the CPU",
-        )
-    if paranoid:
-        raise InputError(
-            "--paranoid with --device cuda",
-            expected="exchanges that can watch themselves: the kernels of one_sided cannot",
-            fix="measure on the CPU",
-        )
+    figures = bench.measure_cells(cells, shape, device=device, gpu=gpu, clock=clock, copy_bytes_per_us=copied)
+    steps = [str(cell) for cell in cells]
+    run_benchmark(document, steps, ([record] for record in figures), output, finish=measure_peers)
 
 
-def _check_cpu_options(ranks: list[int] | None, quick: bool) -> None:
-    from tokenyard.errors import InputError
-
-    if len(ranks or ()) > 1:
-        raise InputError(
-            f"--ranks is given {len(ranks or ())} times",
-            expected="one number of processes; virtual ranks on a GPU may be several",
-            fix="measure one after the other, or add --device cuda",
-        )
-    if quick:
-        raise InputError(
-            "--quick without --device cuda",
-            expected="--quick for the grid of the GPU",
-            fix="choose fewer --tokens, --wire and --rounds",
-        )
-
-
-def _dispatch_between_processes(
-    ranks: int,
-    tokens: list[int],
-    hidden_size: int,
-    top_k: int,
-    num_experts: int,
-    wire: list[str],
-    combine_wire: str,
-    exchange: list[str] | None,
-    rounds: int,
-    paranoid: bool,
-    out: Path | None,
-    plot: Path | None,
-    as_json: bool,
-) -> None:
+def _dispatch_between_processes(chosen: Any, output: Output) -> None:
     from tokenyard.group.forkserver import start_forkserver
-    from tokenyard.lab.bench.dispatch import measure_dispatch
-    from tokenyard.lab.bench.picture import check_picture, draw_dispatch
-    from tokenyard.units import size
+    from tokenyard.lab.bench import dispatch as bench
+    from tokenyard.lab.bench.records import Document
 
-    if plot is not None:
-        check_picture(plot)
     start_forkserver()  # it loads torch while this process prepares
+    (ranks,) = chosen.ranks
+    shape = (chosen.hidden_size, chosen.top_k, chosen.num_experts)
 
-    def measure(num_tokens: int) -> list[dict[str, Any]]:
+    def measure(count: int) -> list[Record]:
         return [
-            row
-            for name in wire
-            for row in measure_dispatch(
+            record
+            for wire in chosen.wire
+            for record in bench.measure_dispatch(
                 ranks,
-                num_tokens,
-                hidden_size,
-                top_k,
-                num_experts,
-                name,
-                exchange,
-                rounds,
-                combine_wire=combine_wire,
-                paranoid=paranoid,
+                count,
+                *shape,
+                wire,
+                chosen.exchange,
+                chosen.rounds,
+                combine_wire=chosen.combine_wire,
+                paranoid=chosen.paranoid,
             )
         ]
 
-    columns: dict[str, Callable[[dict[str, Any]], str]] = {
-        "tokens": lambda row: str(row["num_tokens"]),
-        "wire": lambda row: row["wire"],
-        "exchange": lambda row: row["exchange"],
-        "ours": lambda row: f"{row['ms']:.1f}",
-        "out + back": lambda row: f"{row['dispatch_ms']:.1f} + {row['combine_ms']:.1f}",
-        "bare gloo": lambda row: f"{row['gloo_ms']:.1f}",
-        "floor": lambda row: f"{row['floor_ms']:.1f}",
-        "gloo / ours": lambda row: _with_spread(row, "gloo_ratio"),
-        "ours / floor": lambda row: _with_spread(row, "floor_ratio"),
-        "encode": lambda row: f"{row['encode_ms']:.1f}",
-        "a token": lambda row: (
-            f"{size(row['dispatch_bytes_per_token'])} + {size(row['combine_bytes_per_token'])}"
+    names = ("hidden_size", "top_k", "num_experts", "combine_wire", "rounds")
+    document = Document(
+        benchmark="dispatch",
+        unit="ms",
+        x="tokens",
+        line="exchange",
+        columns=("out_ms", "back_ms", "encode_ms", "bytes_per_token"),
+        setup={"ranks": ranks, "kind": "processes"} | {name: getattr(chosen, name) for name in names},
+        notes=[bench.NOTE],
+    )
+    steps = [f"{count} tokens" for count in chosen.tokens]
+    run_benchmark(document, steps, (measure(count) for count in chosen.tokens), output)
+
+
+@app.command()
+@reported
+def layer(
+    tokens: Annotated[list[int] | None, _int("layer", "tokens", f"Tokens of each rank; {_SEVERAL}")] = None,
+    ranks: Annotated[int | None, _int("layer", "ranks", "How many virtual ranks.", max=64)] = None,
+    weights: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"The format of the weights; {_SEVERAL} Rows travel as fp8_block128 or mxfp8 to experts with such "
+            "weights, else as bf16.",
+            show_default=default_of("layer", "weights"),
         ),
-    }
-    if paranoid:
-        columns["watched"] = lambda row: f"{row['paranoid_ms']:.1f}"
-        columns["watched / ours"] = lambda row: _with_spread(row, "paranoid_ratio")
-    title = (
-        f"{ranks} processes, H {hidden_size}, K {top_k}, E {num_experts}, {combine_wire} back: "
-        "ms and ratios, medians (quartiles)"
-    )
-    document = _run(
-        "dispatch",
-        tokens,
-        measure,
-        columns,
-        out,
-        as_json,
-        title,
-        ("a token", "out + back", "encode", "bare gloo"),
-    )
-    if plot is not None:
-        draw_dispatch(document, plot)
-
-
-def _with_spread(row: dict[str, Any], name: str) -> str:
-    median, low, high = (
-        f"{row[key]:.2f}" if row[key] < 10 else f"{row[key]:.1f}"
-        for key in (name, f"{name}_low", f"{name}_high")
-    )
-    return f"{median} ({low}–{high})"
-
-
-def _run(
-    name: str,
-    tokens: list[int],
-    measure: Callable[[int], list[dict[str, Any]]],
-    columns: dict[str, Callable[[dict[str, Any]], str]],
-    out: Path | None,
-    as_json: bool,
-    what: str = "",
-    less_needed: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Measure for each number of tokens, with a sign of life on stderr; then print, and save if asked."""
-    from tokenyard.cli.machine import provenance
-
-    document: dict[str, Any] = {"benchmark": name, **provenance(), "results": []}
-    if out is not None:
-        save_json(document, out)  # a file that cannot be written is found out before the time is spent
-    errors = console(stderr=True)
-    for number, count in enumerate(tokens, start=1):
-        message = f"{name}: measuring {count} tokens ({number} of {len(tokens)})"
-        if not errors.is_terminal:
-            errors.print(message)
-        with errors.status(message):
-            document["results"] += measure(count)
-    if as_json:
-        print_json(document)
-    else:
-        _print_figures(name, document, columns, what, less_needed)
-    if out is not None:
-        save_json(document, out)
-    return document
-
-
-def _print_figures(
-    name: str,
-    document: dict[str, Any],
-    columns: dict[str, Callable[[dict[str, Any]], str]],
-    what: str,
-    less_needed: Sequence[str],
+    ] = None,
+    hidden_size: Annotated[int | None, _int("layer", "hidden_size")] = None,
+    intermediate_size: Annotated[int | None, _int("layer", "intermediate_size")] = None,
+    num_experts: Annotated[int | None, _int("layer", "num_experts")] = None,
+    top_k: Annotated[int | None, _int("layer", "top_k")] = None,
+    cells: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of a shape: FLASH, PRO and V3 on 8 virtual ranks (several with commas, or `all`)."
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=2, help="Both contestants take turns so often.")] = 15,
+    device: Annotated[str, typer.Option(help="cuda: virtual ranks that share one GPU.")] = "cuda",
+    out: OutFile = None,
+    plot: PlotFile = None,
+    as_json: JsonFlag = False,
 ) -> None:
-    from rich.table import Table
+    """How fast a whole layer is on a GPU, beside the same experts behind an allgather of plain copies."""
+    given = locals()
+    from tokenyard.errors import InputError
+    from tokenyard.lab.bench import layer_cuda as bench
+    from tokenyard.lab.bench.clock import check_gpu
+    from tokenyard.lab.bench.machine_rates import measure_rates
+    from tokenyard.lab.bench.records import Document
+    from tokenyard.lab.bench.shapes import MODELS, Case, cases_of, grid
 
-    title = ", ".join([name, *([what] if what else []), document["hardware"]["cpu"]])
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column)
-    for row in document["results"]:
-        table.add_row(*(cell(row) for cell in columns.values()))
-    print_table(table, less_needed=less_needed)
+    if device != "cuda":
+        raise InputError(
+            f"--device {device}",
+            expected="cuda: the experts that are measured are kernels for GPUs",
+            fix="`tokenyard bench dispatch` and `bench experts` measure the halves on a CPU",
+        )
+    chosen = choose("layer", "shape" if cells is None else "cells", given)
+    output = Output(out, as_json, plot)
+    if cells is None:
+        bench.check_layer(chosen.ranks, chosen.num_experts, chosen.top_k, chosen.weights)
+        names = ("hidden_size", "intermediate_size", "num_experts", "top_k")
+        setup = {name: getattr(chosen, name) for name in names}
+        measured = bench.layer_cells(
+            Case(
+                **setup,
+                local_experts=chosen.num_experts // chosen.ranks,
+                weights=tuple(chosen.weights),
+                sizes=tuple(chosen.tokens),
+                tokens_a_rank=True,
+            )
+        )
+        setup, notes = {"ranks": chosen.ranks, **setup}, [*bench.NOTES]
+    else:
+        found = grid(cases_of(cells), chosen.weights, known=tuple(MODELS))
+        measured = [cell for cell in found if not chosen.tokens or cell.size in chosen.tokens]
+        shapes = {cell.case: f"{cell.case}: {cell.shape}" for cell in measured}
+        setup, notes = (
+            {"ranks": measured[0].shape.ranks},
+            [*shapes.values(), *bench.NOTES, bench.DEEPGEMM_NOTE],
+        )
+    output.check()
+    gpu_device = check_gpu("measure the halves on the CPU: `bench dispatch` and `bench experts`")
+    gpu, clock, rested = _clocks(gpu_device, rounds)
+    rates = measure_rates(gpu_device, clock)
+    document = Document(
+        benchmark="layer-cuda",
+        unit="µs",
+        x="tokens",
+        line="weights",
+        columns=("wire", "relative_error"),
+        setup={"gpu": gpu, **setup, "rounds": rounds, **rates.as_setup()},
+        notes=[*notes, _rested_note(measure_rates(gpu_device, rested).product)],
+    )
+    figures = bench.measure_layer(measured, device=gpu_device, clock=clock, rates=rates, rested=rested)
+    run_benchmark(document, [str(cell) for cell in measured], figures, output)
 
 
-for _command in (layer, transformers, cuts, show):
-    app.command()(_command)
+@app.command()
+@reported
+def transformers(
+    ranks: Annotated[int, typer.Option(min=2, max=64, help="Processes.")] = 4,
+    hidden_size: Annotated[int, typer.Option(min=1)] = 512,
+    intermediate_size: Annotated[int, typer.Option(min=1, help="The width of an expert.")] = 256,
+    num_experts: Annotated[int, typer.Option(min=1)] = 32,
+    top_k: Annotated[int, typer.Option(min=1)] = 4,
+    num_layers: Annotated[int, typer.Option(min=1)] = 6,
+    sequences: Annotated[int, typer.Option(min=1, help="Of each rank.")] = 4,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 32,
+    steps: Annotated[int, typer.Option(min=1, help="Tokens that follow it, one pass each.")] = 8,
+    rounds: Annotated[int, typer.Option(min=2)] = 7,
+    exchange: Annotated[str, typer.Option(help="Ours.")] = "one_sided",
+    out: OutFile = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """How fast a sharded model answers, beside Transformers' own expert parallelism (5.19 or newer).
+
+    Same model, same batch, same processes. Transformers' fastest layout is the peer.
+    """
+    setup = {name: value for name, value in locals().items() if name not in ("out", "as_json")}
+    from tokenyard.lab.bench import transformers_ep as bench
+    from tokenyard.lab.bench.records import Document
+
+    refuse_override()
+    document = Document(
+        benchmark="transformers",
+        unit="ms",
+        x="phase",
+        columns=("peer", "with our experts_ms", "no exchange_ms", "difference"),
+        setup=setup,
+        notes=[bench.NOTE],
+    )
+    step = f"{ranks} processes load the model, try Transformers' layouts, then {rounds} rounds"
+    figures = (bench.measure_transformers_ep(bench.Workload(**setup)) for _ in range(1))
+    run_benchmark(document, [step], figures, Output(out, as_json))
+
+
+@app.command()
+@reported
+def overhead(
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds of each.")] = 15,
+    out: OutFile = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """What one rank pays: a layer with one token beside its experts, the shipped model beside plain Transformers."""
+    from tokenyard.lab.bench import overhead as bench
+    from tokenyard.lab.bench.experts_peers import check_transformers
+    from tokenyard.lab.bench.records import Document
+
+    refuse_override()
+    check_transformers()
+    document = Document(
+        benchmark="overhead", unit="ms", x="call", setup={"rounds": rounds}, notes=[bench.NOTE]
+    )
+    steps = ["a layer beside its experts", "the model that ships beside plain Transformers"]
+    run_benchmark(document, steps, bench.measure_overhead(rounds), Output(out, as_json))
+
+
+@app.command()
+@reported
+def cuts(
+    weights: Annotated[
+        list[str] | None, typer.Option(help=f"The format of the weights; {_SEVERAL}", show_default="all")
+    ] = None,
+    cells: Annotated[
+        str | None, typer.Option(help="A, B and C (several with commas).", show_default="all")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each.")] = 5,
+    out: OutFile = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Which tile configurations of fused experts are fastest on this GPU, beside those that the table chooses.
+
+    Every one is compiled once: for all cells that takes many minutes.
+    """
+    from tokenyard.lab.bench import tile_sweep as bench
+    from tokenyard.lab.bench.clock import check_gpu
+    from tokenyard.lab.bench.records import Document
+    from tokenyard.lab.bench.shapes import cases_of, grid
+
+    chosen = grid(cases_of(cells), weights or [])
+    device = check_gpu("measure on a machine that has one")
+    gpu, clock, _ = _clocks(device, rounds)
+    document = Document(
+        benchmark="cuts-cuda",
+        unit="µs",
+        x="size",
+        line="weights",
+        columns=bench.COLUMNS,
+        setup={"gpu": gpu, "rounds": rounds},
+        notes=[bench.NOTE],
+    )
+    figures = ([record] for record in bench.sweep(chosen, device=device, clock=clock))
+    run_benchmark(document, [str(cell) for cell in chosen], figures, Output(out, as_json))
+
+
+app.command()(show)

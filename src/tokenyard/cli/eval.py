@@ -89,15 +89,13 @@ def evaluate(
     from tokenyard.lab.evaluation.models import check_model
     from tokenyard.lab.evaluation.questions import held_out_questions, read_questions
     from tokenyard.lab.evaluation.table import Evaluation
+    from tokenyard.lab.plots import check_picture, draw_accuracy
 
     refuse_override()
     folder = check_model(model)
     if where.leads:
         check_out(out)
-    if plot is not None:
-        from tokenyard.lab.bench.picture import check_picture
-
-        check_picture(plot)
+    check_picture(plot)
     evaluation = Evaluation(
         ranks=where,
         folder=folder,
@@ -145,8 +143,6 @@ def evaluate(
     if out is not None:
         save_json(document, out)
     if plot is not None:
-        from tokenyard.lab.evaluation.picture import draw_accuracy
-
         draw_accuracy(document, plot)
 
 

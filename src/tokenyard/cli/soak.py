@@ -71,7 +71,7 @@ def soak(
     from tokenyard.errors import InputError
     from tokenyard.exchange import EXCHANGES, resolve
     from tokenyard.group import thread_groups
-    from tokenyard.lab.bench.picture import check_picture
+    from tokenyard.lab.plots import check_picture, draw_soak
     from tokenyard.lab.soaking import Settings
     from tokenyard.lab.soaking import soak as run_soak
 
@@ -85,8 +85,7 @@ def soak(
             fix="leave out --losses",
         )
     check_out(out)
-    if plot is not None:
-        check_picture(plot)
+    check_picture(plot)
     settings = Settings(
         ranks=ranks,
         kind="processes" if processes else "threads",
@@ -109,8 +108,6 @@ def soak(
     if out is not None:
         save_json(document, out)
     if plot is not None:
-        from tokenyard.lab.soaking.picture import draw_soak
-
         draw_soak(document, plot)
     if not report.passed:
         raise typer.Exit(EXIT_OFF)

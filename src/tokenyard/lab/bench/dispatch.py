@@ -19,7 +19,8 @@ in it) and ends when the last rank is done. Processes of one host share the cloc
 compared with the bits that `two_sided` gave for the same batch; the first that differs ends the measurement.
 
 **What watching costs.** With `paranoid=True` every exchange takes part twice, plain and watched
-(`plan(paranoid=True)`), and both get results as experts on a CPU return them, not in their place.
+(`plan(paranoid=True)`), and both get results as experts on a CPU return them, not in their place. A watched one has a
+record of its own.
 
 This is memory on one host. It says nothing about a link between hosts or GPUs.
 """
@@ -31,7 +32,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -41,12 +42,18 @@ from tokenyard.errors import ContractError, InputError
 from tokenyard.exchange import EXCHANGES, Dispatched, Exchange, ExchangeSpec, resolve
 from tokenyard.formats import EncodedRows
 from tokenyard.group import Group, launch
+from tokenyard.lab.bench.records import Record, Spread
+from tokenyard.lab.bench.shapes import check_rounds, check_top_k
 from tokenyard.planning.drafting import EXCHANGE_VARIABLE, PARANOID_VARIABLE, draft
 from tokenyard.planning.planner import plan
 from tokenyard.planning.spec import LayerSpec
 from tokenyard.routing import Routes
 from tokenyard.rows import CombineBuffer, ExpertRows, LocalRoutes, PlacedRows, ReceivedRows
 
+NOTE = (
+    "gloo moves ready bytes; the floor: each rank copies the same bytes; memory on one host, not the speed of a link; "
+    "encoding is not in the time"
+)
 REFERENCE = "two_sided"
 WATCHED = ", watched"  # behind the name of an exchange
 WARM_UP = 3  # rounds that are not counted: pages, connections, tables
@@ -106,18 +113,16 @@ def measure_dispatch(
     kind: Literal["threads", "processes"] = "processes",
     combine_wire: str = "bf16",
     paranoid: bool = False,
-) -> list[dict[str, Any]]:
+) -> list[Record]:
     """Time dispatch and combine of one layer through every exchange (or those named) on `world` ranks.
 
-    One dict per exchange. `ms` is the median time of a round trip and `ms_low`, `ms_high` its quartiles;
-    `dispatch_ms` lasts until the last rank has its rows, `combine_ms` is the rest. `gloo_…` and `floor_…` say the
-    same of the two it is held against; threads have no gloo, and None there. `gloo_ratio` is gloo's time over
-    ours (above 1: ours is faster), `floor_ratio` ours over the floor's (1 would be perfect): medians over
-    rounds, with quartiles. Bytes are what all ranks together put on the wire in one round trip. With `paranoid`,
-    `paranoid_…` says the same of the exchange that watches itself, and `paranoid_ratio` is its time over the plain one.
+    One record per exchange, in ms of a round trip. Peer and floor stand beside it; threads have no gloo. Ratios are
+    taken round by round: `gloo / ours` is above 1 where ours is faster, `ours / floor` would be 1 where it is perfect.
+    Of the details `out_ms` lasts until the last rank has its rows, and `back_ms` is the rest; bytes are what all ranks
+    together put on the wire in one round trip. With `paranoid` a record follows for each exchange that watches itself.
 
-    >>> rows = measure_dispatch(2, 8, 64, 2, 4, exchanges=["two_sided"], rounds=2, kind="threads")
-    >>> [(row["exchange"], row["dispatch_bytes_per_token"] <= 2 * 160) for row in rows]
+    >>> records = measure_dispatch(2, 8, 64, 2, 4, exchanges=["two_sided"], rounds=2, kind="threads")
+    >>> [(record.parameters["exchange"], record.details["dispatch_bytes"] <= 16 * 2 * 160) for record in records]
     [('two_sided', True)]
     """
     _check(top_k, num_experts, rounds)
@@ -138,18 +143,12 @@ def measure_dispatch(
         draft([job.spec()], world, exchange=name)  # what does not fit is found out before any rank is started
     threads = max(1, _usable_cores() // world)
     by_rank = launch(world, _measure_rank, job, ranks=kind, threads_per_rank=threads)
-    return _summaries(job, world, kind, by_rank)
+    return _records(job, world, by_rank)
 
 
 def _check(top_k: int, num_experts: int, rounds: int) -> None:
-    if not 1 <= top_k <= num_experts:
-        raise InputError(
-            f"top_k is {top_k}, of {num_experts} experts",
-            expected=f"a top_k from 1 to {num_experts}: choices are drawn without repetition",
-            fix="choose fewer experts per token, or more experts",
-        )
-    if rounds < 2:
-        raise InputError(f"rounds is {rounds}", expected="at least 2, to have a spread", fix="pass rounds=2")
+    check_top_k(top_k, num_experts)
+    check_rounds(rounds)
     if forced := os.environ.get(EXCHANGE_VARIABLE):
         raise InputError(
             f"{EXCHANGE_VARIABLE}={forced} overrides the exchange of every plan",
@@ -380,79 +379,45 @@ def _encode(exchange_spec: ExchangeSpec, batch: _Batch) -> Trip:
 # -- All ranks together ------------------------------------------------------------------------------------
 
 
-def _summaries(job: _Job, world: int, kind: str, by_rank: list[_Measured]) -> list[dict[str, Any]]:
+def _records(job: _Job, world: int, by_rank: list[_Measured]) -> list[Record]:
     # A phase of a round ends when the last rank is done with it.
     rounds = {
         name: [
-            tuple(max(ends) for ends in zip(*moments, strict=True))
+            tuple(1e3 * max(ends) for ends in zip(*moments, strict=True))
             for moments in zip(*(rank.seconds[name] for rank in by_rank), strict=True)
         ]
         for name in by_rank[0].seconds
     }
-    gloo = _times("gloo_", rounds.get("gloo"))
-    floor = _times("floor_", rounds["floor"])
-    return [
-        {
-            "exchange": name,
-            "world": world,
-            "kind": kind,
-            "num_tokens": job.num_tokens,
-            "hidden_size": job.hidden_size,
-            "top_k": job.top_k,
-            "num_experts": job.num_experts,
-            "wire": job.wire,
-            "combine_wire": job.combine_wire,
-            "rounds": job.rounds,
+    ms = {name: [done for _, done in found] for name, found in rounds.items()}
+    peers = {"gloo": Spread.of(ms["gloo"])} if "gloo" in ms else {}
+    records = []
+    for name in [name for name in rounds if name not in ("gloo", "floor", "encode")]:
+        plain = name.removesuffix(WATCHED)
+        ratios = {"ours / floor": Spread.ratio(ms[name], ms["floor"])}
+        if peers:
+            ratios["gloo / ours"] = Spread.ratio(ms["gloo"], ms[name])
+        if name != plain:
+            ratios["watched / plain"] = Spread.ratio(ms[name], ms[plain])
+        out_bytes, back_bytes = (
+            sum(way) for way in zip(*(rank.sent_bytes[plain] for rank in by_rank), strict=True)
+        )
+        details = {
+            "out_ms": statistics.median(out for out, _ in rounds[name]),
+            "back_ms": statistics.median(done - out for out, done in rounds[name]),
+            "encode_ms": statistics.median(ms["encode"]),
+            "bytes_per_token": (out_bytes + back_bytes) / (world * job.num_tokens),
+            "dispatch_bytes": out_bytes,
+            "combine_bytes": back_bytes,
             "threads": by_rank[0].threads,
-            **_times("", rounds[name]),
-            **gloo,
-            **floor,
-            **_ratios("gloo_ratio", rounds.get("gloo"), rounds[name]),
-            **_ratios("floor_ratio", rounds[name], rounds["floor"]),
-            **_watched(rounds, name, job),
-            "encode_ms": 1e3 * statistics.median(done for _, done in rounds["encode"]),
-            **_bytes(world * job.num_tokens, [rank.sent_bytes[name] for rank in by_rank]),
         }
-        for name in by_rank[0].exchanges
-    ]
-
-
-def _watched(rounds: dict[str, list[tuple[float, ...]]], name: str, job: _Job) -> dict[str, float | None]:
-    if not job.paranoid:
-        return {}
-    watched = rounds[name + WATCHED]
-    return _times("paranoid_", watched) | _ratios("paranoid_ratio", watched, rounds[name])
-
-
-def _times(prefix: str, rounds: list[tuple[float, ...]] | None) -> dict[str, float | None]:
-    names = [f"{prefix}{name}" for name in ("ms", "ms_low", "ms_high", "dispatch_ms", "combine_ms")]
-    if rounds is None:
-        return dict.fromkeys(names)
-    low, median, high = _quartiles([done for _, done in rounds])
-    out = statistics.median(out for out, _ in rounds)
-    back = statistics.median(done - out for out, done in rounds)
-    return dict(zip(names, (1e3 * s for s in (median, low, high, out, back)), strict=True))
-
-
-def _ratios(
-    name: str, above: list[tuple[float, ...]] | None, below: list[tuple[float, ...]]
-) -> dict[str, float | None]:
-    if above is None:
-        return dict.fromkeys((name, f"{name}_low", f"{name}_high"))
-    low, median, high = _quartiles([a / b for (_, a), (_, b) in zip(above, below, strict=True)])
-    return {name: median, f"{name}_low": low, f"{name}_high": high}
-
-
-def _quartiles(values: list[float]) -> list[float]:
-    return statistics.quantiles(values, n=4, method="inclusive")
-
-
-def _bytes(tokens: int, by_rank: list[tuple[int, int]]) -> dict[str, float]:
-    out, back = (sum(way) for way in zip(*by_rank, strict=True))
-    per_token = {"dispatch": out / tokens, "combine": back / tokens, "moved": (out + back) / tokens}
-    return {
-        "dispatch_bytes": out,
-        "combine_bytes": back,
-        "moved_bytes": out + back,
-        **{f"{name}_bytes_per_token": value for name, value in per_token.items()},
-    }
+        records.append(
+            Record(
+                parameters={"tokens": job.num_tokens, "wire": job.wire, "exchange": name},
+                ours=Spread.of(ms[name]),
+                floor=Spread.of(ms["floor"]),
+                peers=peers,
+                ratios=ratios,
+                details=details,
+            )
+        )
+    return records

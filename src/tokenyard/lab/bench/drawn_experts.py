@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from tokenyard.errors import ContractError
 from tokenyard.experts import ExpertsSpec, ExpertWeights
-from tokenyard.formats import Format, QuantizedMatrix, weight_format
+from tokenyard.formats import QuantizedMatrix, weight_format
 
 # Of relative L2 error against float32: three roundings to bf16 (between the products, of a pair, of the sum) are 0.3%.
 TOLERANCE = 6e-3
@@ -32,7 +32,7 @@ class DrawnExperts:
     bytes_per_expert: float
     _first: tuple[Tensor, Tensor]  # float32 w13 and w2 of expert 0
     _step: int
-    inner: Format | None  # between the products; None: exact
+    spec: ExpertsSpec
 
     @classmethod
     def draw(cls, spec: ExpertsSpec, device: torch.device, seed: int = 0) -> DrawnExperts:
@@ -50,7 +50,7 @@ class DrawnExperts:
             held[name] = many if format.quantized else many.payloads["data"]
         weights = ExpertWeights(**held)  # type: ignore[arg-type]
         nbytes = weights.nbytes / max(1, spec.num_local_experts)
-        return cls(weights, nbytes, (first[0], first[1]), step, spec.inner)
+        return cls(weights, nbytes, (first[0], first[1]), step, spec)
 
     def expert(self, number: int) -> tuple[Tensor, Tensor]:
         """The float32 w13 and w2 of one expert."""
@@ -68,8 +68,8 @@ class DrawnExperts:
             gate_NI, up_NI = (x_RH[row_N] @ w13.t()).chunk(2, dim=1)
             weight_N = (weights_RK * takes_RK)[row_N].sum(dim=1, keepdim=True)
             inner_NI = functional.silu(gate_NI) * up_NI
-            if self.inner is not None:
-                inner_NI = self.inner.encode(inner_NI).decode(torch.float32)
+            if self.spec.inner is not None:
+                inner_NI = self.spec.inner.encode(inner_NI).decode(torch.float32)
             y_RH[row_N] += weight_N * (inner_NI @ w2.t())
 
 

@@ -1,181 +1,335 @@
-"""How fast are our experts? Beside Transformers' own, and beside the floor.
+"""How fast are experts? The whole stage beside the floor, a target, and peers, on a GPU and on a CPU.
 
-Both compute the same layer: the same bf16 weights (the peer's parameters *are* our buffers), the same rows,
-the same routes, in one process. Rounds alternate between the two, so that a slow moment of the machine hits
-both; what counts is the median of the ratios round by round, and their spread.
+**What is timed.** Sorting pairs by expert, both products with the activation, weights and sums: from rows as they
+arrive to results where `combine` reads them. On a GPU (`FUSED`) a CUDA graph holds several batches with routes of their
+own; weights of the experts that are hit are far larger than the cache. Figures are of rounds that follow at once, and
+beside them of rounds after a rest. On a CPU (`GROUPED`) ours and the peer take turns.
 
-The floor is the arithmetic of the two products over the best rate that this machine shows for a plain square
-matrix product, in bf16 or in float32, whichever is faster, measured in the same rounds. Nothing else is in
-it: no gather, no activation, no sum.
+**Batches.** Routes are uniform over all experts of the layer. A rank gets the rows that have an expert of its own, cut
+so that there are exactly as many pairs of a row and an expert as the cell says.
+
+**Why it can be trusted.** Before a cell is timed, one of its batches is compared with decoded weights and float32
+products at full size; after it, what a graph left is compared with runs outside of it, bit by bit. A cell that
+differs is shown with the reason and without a time.
+
+**The floor** is the larger of two. The bytes of the experts that are really hit, of the rows that come in and of the
+results that go out, over the rate at which the machine reads memory; and the arithmetic of both products over the rate
+of a plain matrix product of the same type, fp8 where rows and weights are. Both measured in the same run.
+
+`Clock` and `device` are arguments: all but the clock of a GPU runs on a CPU, too, with Triton's interpreter.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tokenyard import formats
-from tokenyard.errors import InputError
-from tokenyard.experts import ExpertsSpec, ExpertWeights, GroupedExperts, activation
-from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows
+from tokenyard.experts import Experts, FusedExperts, GroupedExperts
+from tokenyard.formats import get
+from tokenyard.lab.bench.clock import Clock, Work, give_back_memory
+from tokenyard.lab.bench.drawn_experts import DrawnExperts, check_replayed, check_results, exact_products
+from tokenyard.lab.bench.experts_peers import Peer, grouped_peer, host_peer
+from tokenyard.lab.bench.machine_rates import Rates
+from tokenyard.lab.bench.records import Record, Spread
+from tokenyard.lab.bench.shapes import BESIDE, PEERS, TARGETS, WITHIN, Case, Cell
+from tokenyard.rows import CombineBuffer, ExpertRows, LocalRoutes, ReceivedRows
 
-SQUARE = 2048  # the side of the product that shows the machine's rate: 17 GFLOP
+ROUNDS = 15
+HOST_ROUNDS = 7
+# Batches of a graph; where one has many rows, a few will do.
+ROTATION = 8
+MANY_PAIRS = 4096
+ROTATION_OF_MANY = 3
+
+TORCH, RECORDED = "torch", "recorded"
+COLUMNS = ("floor_by", "relative_error", "peer_not_measured")
+NOTES = (
+    "ours sort, weight and sum; peers get rows that are sorted beforehand, and do neither",
+    "torch: F.grouped_mm, or torch._scaled_grouped_mm with a scale for each row; recorded: the best that was measured "
+    "before, on an H200",
+    f"targets of {' and '.join(BESIDE)}: {WITHIN} × {' and '.join(BESIDE.values())} of the same run",
+)
+
+
+PeerOf = Callable[[DrawnExperts, Sequence[ReceivedRows]], Peer | None]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Which experts are measured, beside which peer, and how."""
+
+    experts: type[Experts]
+    peer: PeerOf
+    in_place: bool  # whether there is a buffer that results are written into
+    takes_turns: bool  # whether ours and the peer take turns in the same rounds
+    us: float  # of the unit of the figures
+
+
+FUSED = Kind(FusedExperts, grouped_peer, in_place=True, takes_turns=False, us=1.0)
+GROUPED = Kind(GroupedExperts, host_peer, in_place=False, takes_turns=True, us=1e3)
+
+
+# -- Batches -----------------------------------------------------------------------------------------------
+
+
+def draw_routes(case: Case, size: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Local ids and weights of the rows that arrive: uniform choices, exactly as many pairs as the case wants.
+
+    >>> from tokenyard.lab.bench.shapes import CASES
+    >>> ids_RK, weights_RK = draw_routes(CASES["B"], 64, seed=0)
+    >>> int((ids_RK >= 0).sum()), bool((ids_RK >= 0).any(dim=1).all()), weights_RK.shape == ids_RK.shape
+    (64, True, True)
+    """
+    draw = torch.Generator().manual_seed(seed)
+    pairs, tokens = case.pairs(size), max(64, size)
+    if case.all_local:
+        tokens = size
+    found: list[Tensor] = []
+    while sum(int((ids >= 0).sum()) for ids in found) < pairs:
+        ids_TK = torch.rand(tokens, case.num_experts, generator=draw).topk(case.top_k).indices.int()
+        ids_TK = torch.where(ids_TK < case.local_experts, ids_TK, -1)
+        found.append(ids_TK[(ids_TK >= 0).any(dim=1)])
+    ids_RK = torch.cat(found)
+    counts_R = (ids_RK >= 0).sum(dim=1).cumsum(0)
+    last = int((counts_R >= pairs).nonzero()[0])
+    ids_RK = ids_RK[: last + 1]
+    too_many = int(counts_R[last]) - pairs
+    ids_RK[last, (ids_RK[last] >= 0).nonzero().flatten()[:too_many]] = -1
+    return ids_RK, torch.rand(ids_RK.shape, generator=draw)
+
+
+def draw_batch(cell: Cell, device: torch.device, seed: int, *, in_place: bool = True) -> ReceivedRows:
+    """A batch as an exchange delivers it, with a place for its results."""
+    ids_RK, weights_RK = draw_routes(cell.shape, cell.size, seed)
+    rows, draw = ids_RK.shape[0], torch.Generator(device).manual_seed(seed)
+    x_RH = torch.randn(rows, cell.shape.hidden_size, device=device, dtype=torch.bfloat16, generator=draw)
+    return ReceivedRows(
+        rows=get(cell.rows_format).encode(x_RH),
+        routes=LocalRoutes(ids_RK=ids_RK.to(device), weights_RK=weights_RK.to(device)),
+        counts_W=(rows,),
+        results=CombineBuffer(rows_SH=torch.empty_like(x_RH), slots_R=None) if in_place else None,
+    )
+
+
+def draw_batches(cell: Cell, device: torch.device, *, in_place: bool = True) -> list[ReceivedRows]:
+    many = cell.shape.pairs(cell.size) >= MANY_PAIRS
+    sets = (ROTATION_OF_MANY if many else ROTATION) if in_place else 1
+    return [draw_batch(cell, device, seed, in_place=in_place) for seed in range(sets)]
+
+
+# -- Floors ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What the batches of a cell are, on average: what cannot be avoided follows from it."""
+
+    rows: float  # that arrive
+    experts_hit: float
+    bytes_per_expert: float
+
+    @classmethod
+    def of(cls, batches: Sequence[ReceivedRows], drawn: DrawnExperts) -> Load:
+        """That of some batches."""
+        ids = [batch.routes.ids_RK for batch in batches if isinstance(batch.routes, LocalRoutes)]
+        return cls(
+            rows=statistics.fmean(batch.num_rows for batch in batches),
+            experts_hit=statistics.fmean(int(found[found >= 0].unique().numel()) for found in ids),
+            bytes_per_expert=drawn.bytes_per_expert,
+        )
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The least µs that a cell can take, by bytes and by arithmetic."""
+
+    nbytes: float
+    flops: float
+    by_bytes: float
+    by_flops: float
+
+    @property
+    def us(self) -> float:
+        """The larger one holds."""
+        return max(self.by_bytes, self.by_flops)
+
+
+def floor_of(cell: Cell, load: Load, rates: Rates) -> Floor:
+    """The floor of a cell on a machine with these rates."""
+    hidden, inner = cell.shape.hidden_size, cell.shape.intermediate_size
+    ids_and_weights = cell.shape.top_k * (4 + 4)
+    per_row = get(cell.rows_format).bytes_per_row(hidden) + ids_and_weights + 2 * hidden
+    nbytes = load.experts_hit * load.bytes_per_expert + load.rows * per_row
+    flops = 2.0 * cell.shape.pairs(cell.size) * 3 * hidden * inner
+    # Where this torch has no fp8 product, nobody knows its rate: the floor is of bytes, then.
+    rate = rates.fp8 if cell.rows_format != "bf16" else rates.product
+    return Floor(nbytes, flops, nbytes / rates.read, flops / rate if rate else 0.0)
+
+
+# -- Figures -----------------------------------------------------------------------------------------------
+
+
+def experts_record(
+    cell: Cell,
+    *,
+    is_h200: bool,
+    load: Load | None = None,
+    floor: Floor | None = None,
+    times: Sequence[float] = (),
+    rested_times: Sequence[float] = (),
+    error: float | None = None,
+    beside: float | None = None,
+    us: float = 1.0,
+    note: str = "",
+) -> Record:
+    """A cell's figures: `times` are µs, one of each round; none, where `note` says what went wrong.
+
+    `beside` is the time of the format that this one is held against, in the same run; a figure has so many `us`.
+    """
+    target = cell.figure_of(TARGETS) if is_h200 else None
+    if target is None and beside is not None:
+        target = WITHIN * beside
+    recorded = cell.figure_of(PEERS) if is_h200 else None
+    details: dict[str, object] = {"rows_format": cell.rows_format, "pairs": cell.shape.pairs(cell.size)}
+    if load and floor:
+        by = "bytes" if floor.by_bytes >= floor.by_flops else "products"
+        details |= {"floor_by": by, "bytes": floor.nbytes, "flops": floor.flops}
+        details |= {"arrived_rows": load.rows, "experts_hit": load.experts_hit, "relative_error": error}
+    if beside is not None:
+        details["target_is"] = f"{WITHIN} × {BESIDE[cell.weights]}"
+    return Record(
+        parameters=cell.parameters("size" if cell.case else "tokens"),
+        ours=Spread.of(time / us for time in times) if times else None,
+        rested=Spread.of(time / us for time in rested_times) if rested_times else None,
+        floor=Spread(floor.us / us) if floor else None,
+        target=target,
+        peers={RECORDED: Spread(recorded)} if recorded is not None else {},
+        details=details,
+        note=note,
+    )
 
 
 def measure_experts(
-    num_tokens: int = 512,
+    cells: Sequence[Cell],
     *,
-    hidden_size: int = 2048,
-    intermediate_size: int = 1024,
-    num_experts: int = 64,
-    top_k: int = 8,
-    rounds: int = 7,
-    device: str = "cpu",
-) -> dict[str, Any]:
-    """Measure our grouped experts against Transformers' `grouped_mm` experts on one set of weights.
-
-    `ratio` is the peer's time over ours (above 1: ours is faster), the median over rounds; `ratio_low` and
-    `ratio_high` are its extremes. Times are medians in milliseconds. `difference` is the largest deviation
-    between the two results over the largest result.
-    """
-    generator = torch.Generator().manual_seed(0)
-    spec = ExpertsSpec(
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_local_experts=num_experts,
-        top_k=top_k,
-        activation=activation("swiglu"),
-    )
-    weights = ExpertWeights(
-        **{  # type: ignore[arg-type]
-            name: torch.empty(shape, dtype=torch.bfloat16)
-            .normal_(0.0, shape[-1] ** -0.5, generator=generator)
-            .to(device)
-            for name, shape in spec.shapes().items()
-        }
-    )
-    x_TH = torch.randn(num_tokens, hidden_size, generator=generator).bfloat16().to(device)
-    scores_TE = torch.rand(num_tokens, num_experts, generator=generator)
-    topk_weights_TK, topk_ids_TK = (t.to(device) for t in scores_TE.softmax(-1).topk(top_k))
-
-    experts = GroupedExperts(spec, weights, adopt=True)
-    routes = LocalRoutes(ids_RK=topk_ids_TK.int(), weights_RK=topk_weights_TK)
-    received = ReceivedRows(rows=formats.get("bf16").encode(x_TH), routes=routes, counts_W=(num_tokens,))
-    peer = _transformers_experts(spec, weights)
-
-    def ours() -> Tensor:
-        result = experts(received)
-        assert isinstance(result, ExpertRows)
-        return result.rows_RH.to(torch.bfloat16)
-
-    def theirs() -> Tensor:
-        with torch.no_grad():
-            result: Tensor = peer(x_TH, topk_ids_TK, topk_weights_TK)
-        return result.to(torch.bfloat16)
-
-    wide = torch.randn(SQUARE, SQUARE, generator=generator).to(device)
-    narrow = wide.bfloat16()
-    candidates: dict[str, Callable[[], Tensor]] = {
-        "ours": ours,
-        "theirs": theirs,
-        "float32": lambda: wide @ wide,
-        "bf16": lambda: narrow @ narrow,
-    }
-    difference = compare(ours(), theirs(), "Transformers'")
-    seconds = alternate(candidates, rounds, device)
-    ratios = [t / o for o, t in zip(seconds["ours"], seconds["theirs"], strict=True)]
-    # The best rate is a property of the machine, so the fastest round counts.
-    rates = {name: 2 * SQUARE**3 / min(seconds[name]) for name in ("float32", "bf16")}
-    flops = 2 * num_tokens * top_k * 3 * hidden_size * intermediate_size
-    floor = flops / max(rates.values())
-    return {
-        "num_tokens": num_tokens,
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "num_experts": num_experts,
-        "top_k": top_k,
-        "device": device,
-        "threads": torch.get_num_threads(),
-        "rounds": rounds,
-        "ours_ms": 1e3 * statistics.median(seconds["ours"]),
-        "transformers_ms": 1e3 * statistics.median(seconds["theirs"]),
-        "floor_ms": 1e3 * floor,
-        "floor_rate": max(rates, key=lambda name: rates[name]),
-        "floor_gflops": max(rates.values()) / 1e9,
-        "ratio": statistics.median(ratios),
-        "ratio_low": min(ratios),
-        "ratio_high": max(ratios),
-        "over_floor": statistics.median(seconds["ours"]) / floor,
-        "difference": difference,
-    }
+    kind: Kind,
+    device: torch.device,
+    machine: str,
+    clock: Clock,
+    rates: Rates,
+    rested: Clock | None = None,
+) -> Iterator[Record]:
+    """The figures of one cell after the other. What goes wrong in a cell is its note."""
+    measured: dict[Cell, float] = {}
+    for (_, weights), group in groupby(cells, key=lambda cell: (cell.case, cell.weights)):
+        drawn: DrawnExperts | None = None
+        experts: Experts | None = None
+        for cell in group:
+            other = replace(cell, weights=BESIDE.get(weights, weights))
+            beside = measured.get(other) if weights in BESIDE else None
+            try:
+                if drawn is None or experts is None:
+                    drawn = DrawnExperts.draw(cell.spec, device)
+                    experts = kind.experts(cell.spec, drawn.weights, adopt=True)
+                batches = draw_batches(cell, device, in_place=kind.in_place)
+                error = check_batch(experts, drawn, batches[0], str(cell))
+                works: dict[str, Work] = {"ours": stage_of(experts, batches)}
+                peer = kind.peer(drawn, batches) if kind.takes_turns else None
+                if peer is not None:
+                    works["peer"] = peer.work
+                times = clock(works)
+                rested_times = rested(works)["ours"] if rested is not None else []
+                if kind.in_place:
+                    _check_replayed(experts, batches, str(cell))
+                load = Load.of(batches, drawn)
+                record = experts_record(
+                    cell,
+                    is_h200="H200" in machine,
+                    load=load,
+                    floor=floor_of(cell, load, rates),
+                    times=[us / len(batches) for us in times["ours"]],
+                    rested_times=[us / len(batches) for us in rested_times],
+                    error=error,
+                    beside=beside,
+                    us=kind.us,
+                )
+                if record.ours is not None:
+                    measured[cell] = record.ours.median
+                if peer is not None:
+                    record = replace(
+                        record,
+                        peers={peer.name: Spread.of(time / kind.us for time in times["peer"])},
+                        ratios={"peer / ours": Spread.ratio(times["peer"], times["ours"])},
+                        details={**record.details, "difference": peer.difference},
+                    )
+                elif not kind.takes_turns:
+                    record = _with_torch(record, kind.peer, drawn, batches, clock)
+                del batches
+            except Exception as trouble:  # ours, torch's, or Triton's, which is none of both
+                record = experts_record(
+                    cell, is_h200="H200" in machine, note=f"{type(trouble).__name__}: {trouble}"
+                )
+            yield record
+            give_back_memory(device)
+        del drawn, experts
+        give_back_memory(device)
 
 
-def alternate(
-    candidates: dict[str, Callable[[], Tensor]], rounds: int, device: str
-) -> dict[str, list[float]]:
-    """Seconds of each candidate, round by round; every second round runs in the opposite order."""
-
-    def synchronize() -> None:
-        if device.startswith("cuda"):
-            torch.cuda.synchronize()
-
-    seconds: dict[str, list[float]] = {name: [] for name in candidates}
-    for function in candidates.values():
-        function()
-    for number in range(rounds):
-        order = list(candidates.items())
-        for name, function in order if number % 2 == 0 else reversed(order):
-            synchronize()
-            start = time.perf_counter()
-            function()
-            synchronize()
-            seconds[name].append(time.perf_counter() - start)
-    return seconds
-
-
-def compare(ours: Tensor, theirs: Tensor, peer: str) -> float:
-    """The largest deviation over the largest result; raise where the two do not compute the same layer.
-
-    Both round to bf16 (2^-9 relative) at the end, and the peer also after each product: four roundings, and
-    sums of random sign in between, stay far below 5% of the largest result. A wrong layout does not.
-    """
-    difference = float((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max())
-    if not difference < 0.05:
-        raise InputError(
-            f"our result differs from {peer} by {difference:.1%}",
-            expected="the same layer from both, to a few bf16 roundings",
-            fix="compare only what agrees: check the layout of the weights",
-        )
-    return difference
-
-
-def _transformers_experts(spec: ExpertsSpec, weights: ExpertWeights) -> nn.Module:
-    """Transformers' experts on the same tensors, with their `grouped_mm` implementation."""
+def _with_torch(
+    record: Record, peer_of: PeerOf, drawn: DrawnExperts, batches: Sequence[ReceivedRows], clock: Clock
+) -> Record:
+    """A record with the time of torch's products, or why they have none."""
     try:
-        from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
-        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
-    except ImportError as error:
-        raise InputError(
-            "transformers is not installed",
-            expected="transformers 5.17 or newer, whose experts are the peer of this benchmark",
-            fix="pip install 'tokenyard[transformers]'",
-        ) from error
-    config = Qwen3MoeConfig(
-        hidden_size=spec.hidden_size,
-        moe_intermediate_size=spec.intermediate_size,
-        num_experts=spec.num_local_experts,
-        num_experts_per_tok=spec.top_k,
-        hidden_act="silu",
+        peer = peer_of(drawn, batches)
+        if peer is None:
+            return record
+        spread = Spread.of(us / len(batches) for us in clock({"peer": peer.work})["peer"])
+    except Exception as error:  # whatever another version's kernel answers
+        why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        return replace(record, details={**record.details, "peer_not_measured": why})
+    return replace(
+        record, peers={TORCH: spread, **record.peers}, details={**record.details, "peer": peer.name}
     )
-    config._experts_implementation = "grouped_mm"
-    with torch.device("meta"):
-        peer: nn.Module = Qwen3MoeExperts(config)  # type: ignore[no-untyped-call]
-    w13, w2 = weights.plain_matrices()
-    peer.gate_up_proj = nn.Parameter(w13, requires_grad=False)
-    peer.down_proj = nn.Parameter(w2, requires_grad=False)
-    return peer.eval()
+
+
+def stage_of(experts: Experts, batches: Sequence[ReceivedRows]) -> Work:
+    """The whole stage of all batches."""
+
+    def run() -> None:
+        for batch in batches:
+            experts(batch)
+
+    return run
+
+
+def results_of(experts: Experts, batch: ReceivedRows) -> Tensor:
+    """What experts give for a batch, wherever they leave it."""
+    result = experts(batch)
+    if isinstance(result, ExpertRows):
+        return result.rows_RH
+    assert batch.results is not None
+    return batch.results.rows_SH
+
+
+def check_batch(experts: Experts, drawn: DrawnExperts, batch: ReceivedRows, what: str) -> float:
+    """The error of a batch; raise where it is too large."""
+    assert isinstance(batch.routes, LocalRoutes)
+    if batch.results is not None:
+        batch.results.rows_SH.fill_(torch.nan)
+    x_RH = batch.rows.decode(torch.float32)
+    y_RH = torch.zeros_like(x_RH)
+    with exact_products():
+        drawn.add_results(x_RH, batch.routes.ids_RK, batch.routes.weights_RK, y_RH)
+    return check_results(results_of(experts, batch), y_RH, what)
+
+
+def _check_replayed(experts: Experts, batches: Sequence[ReceivedRows], what: str) -> None:
+    for batch in batches:
+        assert batch.results is not None
+        replayed = batch.results.rows_SH.clone()
+        check_replayed(replayed, results_of(experts, batch), what)

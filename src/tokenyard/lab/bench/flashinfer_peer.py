@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenyard.lab.bench.cuda_figures import MOST_STREAMS, PER_RANK, Cell, Shape, peer_fields
-from tokenyard.lab.bench.dispatch_cuda import ROTATED_BELOW, ROTATION, Timer
+from tokenyard.lab.bench.clock import Clock
+from tokenyard.lab.bench.dispatch_cells import MOST_STREAMS, PER_RANK, DispatchCell
+from tokenyard.lab.bench.dispatch_cuda import ROTATED_BELOW, ROTATION
+from tokenyard.lab.bench.shapes import Shape
 from tokenyard.lab.bench.virtual_ranks import Batch, exchange_spec_of
 
 _MODULE = "flashinfer.comm.trtllm_moe_alltoall"
@@ -31,20 +33,15 @@ def installed_version() -> str | None:
         return "(unknown version)"
 
 
-def can_measure(cell: Cell) -> bool:
+def can_measure(cell: DispatchCell) -> bool:
     """It waits on a stream per rank: many of them in one graph can hang, until it ends the process."""
-    return cell.world <= MOST_STREAMS and cell.operation != "combine" and cell.launch != PER_RANK
+    return cell.ranks <= MOST_STREAMS and cell.operation != "combine" and cell.launch != PER_RANK
 
 
-def fields(cell: Cell, us: float, version: str) -> dict[str, Any]:
-    """The columns of a time that was measured here."""
-    return peer_fields(cell, us, f"FlashInfer {version}, measured")
-
-
-def measure(cell: Cell, shape: Shape, *, device: torch.device, timer: Timer) -> list[float]:
-    """µs of its dispatch, or of its round trip, once for each repeat."""
+def measure(cell: DispatchCell, shape: Shape, *, device: torch.device, clock: Clock) -> list[float]:
+    """µs of its dispatch, or of its round trip, once for each round."""
     peer: Any = importlib.import_module(_MODULE)
-    world, tokens, hidden = cell.world, cell.num_tokens, shape.hidden_size
+    world, tokens, hidden = cell.ranks, cell.tokens, shape.hidden_size
     exchange_spec = exchange_spec_of(cell, shape)
     sets = ROTATION if tokens < ROTATED_BELOW else 1
     row_bytes = exchange_spec.wire.bytes_per_row(hidden) + 8 * shape.top_k
@@ -69,37 +66,14 @@ def measure(cell: Cell, shape: Shape, *, device: torch.device, timer: Timer) -> 
     def run_rank(rank: int) -> None:
         for call in calls:
             ids_TK, payloads = call[rank]
-            _, offset, *_ = peer.moe_a2a_dispatch(
-                ids_TK,
-                payloads,
-                workspace,
-                metainfo[rank],
-                tokens,
-                rank,
-                world,
-                shape.top_k,
-                shape.num_experts,
-            )
+            where = (workspace, metainfo[rank], tokens, rank, world, shape.top_k)
+            _, offset, *_ = peer.moe_a2a_dispatch(ids_TK, payloads, *where, shape.num_experts)
             if cell.operation == "round trip":
+                end = offset + world * tokens * hidden * 2
                 ready = peer.moe_a2a_wrap_payload_tensor_in_workspace(
-                    workspace[rank, :],
-                    [world, tokens],
-                    offset,
-                    offset + world * tokens * hidden * 2,
-                    torch.bfloat16,
+                    workspace[rank, :], [world, tokens], offset, end, torch.bfloat16
                 )
-                peer.moe_a2a_combine(
-                    ready,
-                    tokens,
-                    workspace,
-                    metainfo[rank],
-                    tokens,
-                    rank,
-                    world,
-                    shape.top_k,
-                    offset,
-                    True,
-                )
+                peer.moe_a2a_combine(ready, tokens, *where, offset, True)
 
     def run() -> None:
         current = torch.cuda.current_stream(device)
@@ -110,7 +84,7 @@ def measure(cell: Cell, shape: Shape, *, device: torch.device, timer: Timer) -> 
         for stream in streams:
             current.wait_stream(stream)
 
-    return [us / sets for us in timer(run)]
+    return [us / sets for us in clock({"peer": run})["peer"]]
 
 
 def _bytes(payloads: Any) -> list[Tensor]:

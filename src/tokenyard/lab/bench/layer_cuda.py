@@ -1,16 +1,20 @@
 """How fast is a whole layer on a GPU? `one_sided` and fused experts, beside the same experts behind an allgather.
 
 W virtual ranks share one GPU, each with experts and a workspace of its own, and all of them run in one CUDA graph: a
-dispatch of all ranks in one launch, the experts of one rank after the other, a combine of all ranks in one launch.
+dispatch of all ranks in one launch, the experts of one rank after the other, a combine of all ranks in one launch. The
+figure is the time of all ranks divided by W. Experts take most of it, so rows alone are measured, too: there and back.
 
 **The allgather** is made of plain device copies in a graph of the same kind: every rank copies the rows, ids and
 weights of all ranks into its own memory, runs the same experts on them, with -1 for experts that live elsewhere, and
 the results of all ranks are summed for each token. It is given every advantage: rows are encoded before the clock
 starts (ours encode on the way), copies are kernels that reach the bandwidth of the memory, and one pass makes the sums.
+Both take turns in the same rounds; the ratio is taken round by round.
+
+**The floor** is that of the experts of one rank, and the bytes that rows take out and back over the rate of a copy.
 
 **Why it can be trusted.** Before a cell is timed, the results of both are compared with decoded weights and float32
 products, token by token; after it, what the graphs left is compared with a run outside of them, bit by bit. What is
-not measured is a link: no byte leaves the GPU.
+not measured is a link: no byte leaves the GPU. `DeepGEMM` is the time of its fused layer on eight H200 with links.
 
 `Clock` and `device` are arguments: all but the clock runs on a CPU, too, with Triton's interpreter.
 """
@@ -25,115 +29,155 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import InputError
-from tokenyard.experts import ExpertsSpec, FusedExperts, activation
+from tokenyard.experts import FusedExperts
 from tokenyard.formats import get, weight_format
 from tokenyard.formats.base import EncodedRows
-from tokenyard.lab.bench.cuda_figures import Cell, Shape
+from tokenyard.lab.bench.clock import Clock, give_back_memory
+from tokenyard.lab.bench.dispatch_cells import DispatchCell, traffic
 from tokenyard.lab.bench.dispatch_cuda import ROTATED_BELOW, ROTATION
 from tokenyard.lab.bench.drawn_experts import DrawnExperts, check_replayed, check_results, exact_products
-from tokenyard.lab.bench.graph_clock import Clock
-from tokenyard.lab.bench.layer_figures import LayerCell, LayerShape, LayerTimes, layer_result
+from tokenyard.lab.bench.experts import Load, floor_of
+from tokenyard.lab.bench.machine_rates import Rates
+from tokenyard.lab.bench.records import Record, Spread
+from tokenyard.lab.bench.shapes import LAYER_PEERS, Case, Cell, check_top_k
 from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
 
 if TYPE_CHECKING:
     from tokenyard.lab.bench.virtual_ranks import Batch, VirtualRanks
 
 ROUNDS = 15
+WHOLE, ROWS_ALONE = "whole layer", "rows alone"
+ALLGATHER, DEEPGEMM = "allgather", "DeepGEMM"
+NOTES = (
+    "µs of all ranks divided by their number; both run the same experts, one rank after the other in one graph; rows "
+    "alone: there and back, no experts",
+    # On eight B200 with links between them: ms by one-sided writes and by an allgather.
+    "#40960 reports 35 against 40 ms on 8 B200 with links, a ratio of 0.875; here ranks share one GPU's memory: this "
+    "is not the speed of a link",
+)
+DEEPGEMM_NOTE = "DeepGEMM: its fused fp8 layer on 8 × H200 with links, the exchange included"
 
 
-def check_layer(cells: Sequence[LayerCell], shape: LayerShape) -> None:
-    """Raise if a cell cannot be measured. Asked before the time is spent."""
-    if not 1 <= shape.top_k <= shape.num_experts:
+def layer_cells(shape: Case) -> list[Cell]:
+    """The cells of a layer of any shape.
+
+    >>> shape = Case(local_experts=64, weights=("bf16", "fp8_block128"), sizes=(128,), tokens_a_rank=True)
+    >>> [str(cell) for cell in layer_cells(shape)]
+    ['bf16, 128 tokens a rank', 'fp8_block128, 128 tokens a rank']
+    """
+    return [
+        Cell(case="", shape=shape, weights=weights, size=size)
+        for weights in shape.weights
+        for size in shape.sizes
+    ]
+
+
+def check_layer(ranks: int, num_experts: int, top_k: int, weights: Sequence[str]) -> None:
+    """Raise if a layer cannot be measured. Asked before the time is spent."""
+    check_top_k(top_k, num_experts)
+    for name in weights:
+        weight_format(name)
+    if num_experts % ranks:
         raise InputError(
-            f"top_k is {shape.top_k}, of {shape.num_experts} experts",
-            expected=f"a top_k from 1 to {shape.num_experts}: choices are drawn without repetition",
-            fix="choose fewer experts per token, or more experts",
+            f"{num_experts} experts on {ranks} ranks",
+            expected="as many experts on every rank",
+            fix="choose --num-experts that --ranks divides",
         )
-    for cell in cells:
-        weight_format(cell.weights)
-        if shape.num_experts % cell.world:
-            raise InputError(
-                f"{shape.num_experts} experts on {cell.world} ranks",
-                expected="as many experts on every rank",
-                fix="choose --num-experts that --ranks divides",
-            )
 
 
 def measure_layer(
-    cells: Sequence[LayerCell], shape: LayerShape, *, device: torch.device, clock: Clock
-) -> Iterator[dict[str, Any]]:
-    """The figures of one cell after the other. What goes wrong in a cell is its note."""
+    cells: Sequence[Cell],
+    *,
+    device: torch.device,
+    clock: Clock,
+    rates: Rates,
+    rested: Clock | None = None,
+) -> Iterator[list[Record]]:
+    """The figures of one cell after the other: of the whole layer, and of rows alone. Trouble is a cell's note."""
     drawn: list[DrawnExperts] = []
     experts: list[FusedExperts] = []
-    held: tuple[int, str] | None = None
+    held: tuple[Case, str] | None = None
     for cell in cells:
         try:
-            if held != (cell.world, cell.weights):
+            if held != (cell.shape, cell.weights):
                 drawn, experts, held = [], [], None
-                _tidy(device)
-                spec = _spec(cell, shape)
-                drawn = [DrawnExperts.draw(spec, device, seed=rank) for rank in range(cell.world)]
-                experts = [FusedExperts(spec, mine.weights, adopt=True) for mine in drawn]
-                held = (cell.world, cell.weights)
-            row = _measure(cell, shape, drawn, experts, device, clock)
+                give_back_memory(device)
+                drawn = [DrawnExperts.draw(cell.spec, device, seed=rank) for rank in range(cell.shape.ranks)]
+                experts = [FusedExperts(cell.spec, mine.weights, adopt=True) for mine in drawn]
+                held = (cell.shape, cell.weights)
+            yield _measure(cell, drawn, experts, device, clock, rested, rates)
         except Exception as error:  # ours, torch's, or Triton's, which is none of both
-            row = layer_result(cell, note=f"{type(error).__name__}: {error}")
-        yield row
-        _tidy(device)
+            yield [Record(parameters=_parameters(cell, WHOLE), note=f"{type(error).__name__}: {error}")]
+        give_back_memory(device)
 
 
-def _tidy(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def _spec(cell: LayerCell, shape: LayerShape) -> ExpertsSpec:
-    return ExpertsSpec(
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_local_experts=shape.num_experts // cell.world,
-        num_experts=shape.num_experts,
-        top_k=shape.top_k,
-        activation=activation("swiglu"),
-        weights=cell.weights,
-    )
+def _parameters(cell: Cell, measured: str) -> dict[str, Any]:
+    return {**cell.parameters("tokens"), "measured": measured}
 
 
 def _measure(
-    cell: LayerCell,
-    shape: LayerShape,
+    cell: Cell,
     drawn: list[DrawnExperts],
     experts: list[FusedExperts],
     device: torch.device,
     clock: Clock,
-) -> dict[str, Any]:
+    rested: Clock | None,
+    rates: Rates,
+) -> list[Record]:
     # It needs Triton, which a CPU's torch does not bring.
     room: Any = importlib.import_module("tokenyard.lab.bench.virtual_ranks")
-    travel = Cell(operation="round trip", world=cell.world, num_tokens=cell.num_tokens, wire=cell.wire)
-    rows = Shape(hidden_size=shape.hidden_size, top_k=shape.top_k, num_experts=shape.num_experts)
-    sets = ROTATION if cell.num_tokens < ROTATED_BELOW else 1
-    batches: list[Batch] = [room.Batch.draw(travel, rows, device, seed) for seed in range(sets)]
-    ranks: VirtualRanks = room.VirtualRanks(travel, rows, batches, device)
+    world = cell.shape.ranks
+    travel = DispatchCell(operation="round trip", ranks=world, tokens=cell.size, wire=cell.rows_format)
+    sets = ROTATION if cell.size < ROTATED_BELOW else 1
+    batches: list[Batch] = [room.Batch.draw(travel, cell.shape, device, seed) for seed in range(sets)]
+    ranks: VirtualRanks = room.VirtualRanks(travel, cell.shape, batches, device)
     ours, theirs = OneSidedLayer(ranks, experts), AllGatherLayer(cell, experts, batches)
     errors = _check(cell, drawn, ours, theirs, batches[0])
-    whole = clock({"ours": ours.run, "theirs": theirs.run})
+    works = {"ours": ours.run, "theirs": theirs.run}
+    whole, whole_rested = clock(works), rested(works) if rested is not None else {"ours": []}
     for name, layer in (("one_sided", ours), ("behind an allgather", theirs)):
         replayed_TH = layer.y_TH.clone()
         layer.run_batch(batches[-1])
         check_replayed(replayed_TH, layer.y_TH, f"{name}, {cell}")
     alone = clock({"ours": ours.run_alone, "theirs": theirs.run_alone})
     ranks.check_nobody_gave_up()
-
-    def each(times: Sequence[float]) -> list[float]:
-        return [us / sets for us in times]
-
-    times = LayerTimes(
-        layer=each(whole["ours"]),
-        allgather_layer=each(whole["theirs"]),
-        exchange=each(alone["ours"]),
-        allgather=each(alone["theirs"]),
+    rows_sent = ranks.rows_sent()
+    rows_floor = traffic(travel, cell.shape, rows_sent).nbytes / rates.copy / world
+    load = Load(
+        rows=rows_sent / world,
+        experts_hit=sum(batch.ids_TK.unique().numel() for batch in batches) / sets / world,
+        bytes_per_expert=drawn[0].bytes_per_expert,
     )
-    return layer_result(cell, times=times, errors=errors)
+
+    def record(
+        measured: str, times: dict[str, list[float]], rested_times: list[float], floor: float, **details: Any
+    ) -> Record:
+        ours_us, theirs_us, rested_us = (
+            [us / sets / world for us in found] for found in (times["ours"], times["theirs"], rested_times)
+        )
+        recorded = cell.figure_of(LAYER_PEERS) if measured == WHOLE else None
+        return Record(
+            parameters=_parameters(cell, measured),
+            ours=Spread.of(ours_us),
+            rested=Spread.of(rested_us) if rested_us else None,
+            floor=Spread(floor),
+            peers={ALLGATHER: Spread.of(theirs_us)}
+            | ({DEEPGEMM: Spread(recorded)} if recorded is not None else {}),
+            ratios={"ours / allgather": Spread.ratio(ours_us, theirs_us)},
+            details={"wire": cell.rows_format, **details},
+        )
+
+    return [
+        record(
+            WHOLE,
+            whole,
+            whole_rested["ours"],
+            rows_floor + floor_of(cell, load, rates).us,
+            relative_error=errors[0],
+            allgather_relative_error=errors[1],
+        ),
+        record(ROWS_ALONE, alone, [], rows_floor),
+    ]
 
 
 class OneSidedLayer:
@@ -166,11 +210,11 @@ class OneSidedLayer:
 class AllGatherLayer:
     """The layer behind an allgather: every rank gets all rows, and its results are summed with the others'."""
 
-    def __init__(self, cell: LayerCell, experts: Sequence[FusedExperts], batches: Sequence[Batch]) -> None:
+    def __init__(self, cell: Cell, experts: Sequence[FusedExperts], batches: Sequence[Batch]) -> None:
         self._experts = experts
-        wire, first = get(cell.wire), batches[0]
+        wire, first = get(cell.rows_format), batches[0]
         self._sent = [(wire.encode(batch.x_TH), batch) for batch in batches]
-        world, (tokens, hidden), device = cell.world, first.x_TH.shape, first.x_TH.device
+        world, (tokens, hidden), device = cell.shape.ranks, first.x_TH.shape, first.x_TH.device
         self._results = torch.zeros(world, tokens, hidden, dtype=torch.bfloat16, device=device)
         self.y_TH = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=device)
         local = experts[0].spec.num_local_experts
@@ -228,7 +272,7 @@ def _copy(source: Tensor, target: Tensor) -> None:
 
 
 def _check(
-    cell: LayerCell,
+    cell: Cell,
     drawn: Sequence[DrawnExperts],
     ours: OneSidedLayer,
     theirs: AllGatherLayer,
@@ -238,7 +282,7 @@ def _check(
     theirs.y_TH.fill_(torch.nan)
     ours.run_batch(batch)
     theirs.run_batch(batch)
-    x_TH = get(cell.wire).encode(batch.x_TH).decode(torch.float32)
+    x_TH = get(cell.rows_format).encode(batch.x_TH).decode(torch.float32)
     y_TH = torch.zeros_like(x_TH)
     with exact_products():
         for rank, mine in enumerate(drawn):

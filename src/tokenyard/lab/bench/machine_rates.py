@@ -1,48 +1,72 @@
-"""What a GPU can do at best, in the same run as what is held against it: reading memory, and plain matrix products.
+"""What a machine can do at best, in the same run as what is held against it: moving bytes, and plain matrix products.
 
-Rates are the GPU's, so of several ways to reach one the fastest counts.
+Rates are the machine's, so of several ways to reach one the fastest counts. All are per µs.
 """
 
 from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from tokenyard.lab.bench.graph_clock import Clock, Work
+from tokenyard.lab.bench.clock import Clock, Work, give_back_memory
 
-READ_BYTES = 4 * 2**30
-SQUARE = 8192  # the side of the product: 1.1 TFLOP
-_BLOCK = 16 * 1024  # numbers that a block of the kernel reads
+# By kind of device: bytes that are read and copied, far more than caches hold, and the side of the product.
+READ_BYTES = {"cuda": 4 * 2**30, "cpu": 64 * 2**20}
+COPY_BYTES = {"cuda": 2**30, "cpu": 256 * 2**20}
+SQUARE = {"cuda": 8192, "cpu": 2048}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Of one GPU: bytes read per µs, and operations per µs of a product of bf16 and of fp8 numbers."""
+    """Bytes read and bytes copied per µs, and operations per µs of a product of plain and of fp8 numbers."""
 
     read: float
-    bf16: float
+    copy: float  # what it reads and what it writes
+    product: float  # bf16 on a GPU, the faster of bf16 and float32 on a CPU
     fp8: float | None  # None: this torch has no such product here
 
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _read_blocks(data, sums, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    block = tl.program_id(0).to(tl.int64)
-    found = tl.load(data + block * BLOCK + tl.arange(0, BLOCK))
-    tl.store(sums + block, tl.sum(found))
+    def as_setup(self) -> dict[str, float]:
+        """As a document says them."""
+        fp8 = {"fp8_TFLOP_per_s": self.fp8 / 1e6} if self.fp8 is not None else {}
+        plain = {"copy_TB_per_s": self.copy / 1e6, "plain_TFLOP_per_s": self.product / 1e6}
+        return {"read_TB_per_s": self.read / 1e6, **plain, **fp8}
 
 
 def measure_rates(device: torch.device, clock: Clock) -> Rates:
     """Measure all of them."""
-    return Rates(
-        read=READ_BYTES / _fastest(clock, _reads(device)),
-        bf16=2 * SQUARE**3 / _fastest(clock, {"bf16": _bf16_product(device)}),
+    rates = Rates(
+        read=READ_BYTES[device.type] / _fastest(clock, _reads(device)),
+        copy=copy_rate(device, clock),
+        product=_product_rate(device, clock),
         fp8=_fp8_rate(device, clock),
     )
+    give_back_memory(device)
+    return rates
+
+
+def copy_rate(device: torch.device, clock: Clock) -> float:
+    """The bandwidth of a large copy: what it reads and what it writes."""
+    nbytes = COPY_BYTES[device.type]
+    source = torch.ones(nbytes // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+
+    def copy() -> None:
+        # By a kernel, as what it is compared with. In a graph `copy_` is left to the copy engines: 2.77 TB/s on an
+        # H200, where this moves 4.25.
+        torch.mul(source, 2.0, out=target)
+
+    return 2 * nbytes / _fastest(clock, {"copy": copy})
+
+
+def _product_rate(device: torch.device, clock: Clock) -> float:
+    """Operations of a plain square product, of the faster dtype."""
+    dtypes = [torch.bfloat16] if device.type == "cuda" else [torch.bfloat16, torch.float32]
+    works = {str(dtype): _product(device, dtype) for dtype in dtypes}
+    return 2 * float(SQUARE[device.type]) ** 3 / _fastest(clock, works)
 
 
 def _fastest(clock: Clock, works: dict[str, Work]) -> float:
@@ -50,26 +74,28 @@ def _fastest(clock: Clock, works: dict[str, Work]) -> float:
 
 
 def _reads(device: torch.device) -> dict[str, Work]:
-    data = torch.ones(READ_BYTES // 4, device=device)
-    blocks = data.numel() // _BLOCK
-    sums, total = torch.empty(blocks, device=device), torch.empty((), device=device)
-
-    def by_kernel() -> None:
-        _read_blocks[(blocks,)](data, sums, BLOCK=_BLOCK, num_warps=8)
+    data = torch.ones(READ_BYTES[device.type] // 4, device=device)
+    total = torch.empty((), device=device)
 
     def by_torch() -> None:
         torch.sum(data, dim=0, out=total)
 
-    return {"kernel": by_kernel, "torch": by_torch}
+    works: dict[str, Work] = {"torch": by_torch}
+    if device.type == "cuda":
+        from tokenyard.lab.bench.read_kernel import reading
+
+        works["kernel"] = reading(data)
+    return works
 
 
-def _square(device: torch.device) -> Tensor:
-    draw = torch.Generator(device).manual_seed(0)
-    return torch.randn(SQUARE, SQUARE, device=device, dtype=torch.bfloat16, generator=draw)
+def _square(device: torch.device, dtype: torch.dtype) -> Tensor:
+    side, draw = SQUARE[device.type], torch.Generator(device).manual_seed(0)
+    return torch.randn(side, side, device=device, generator=draw).to(dtype)
 
 
-def _bf16_product(device: torch.device) -> Work:
-    a, out = _square(device), torch.empty(SQUARE, SQUARE, device=device, dtype=torch.bfloat16)
+def _product(device: torch.device, dtype: torch.dtype) -> Work:
+    a = _square(device, dtype)
+    out = torch.empty_like(a)
 
     def multiply() -> None:
         torch.mm(a, a.t(), out=out)
@@ -78,13 +104,16 @@ def _bf16_product(device: torch.device) -> Work:
 
 
 def _fp8_rate(device: torch.device, clock: Clock) -> float | None:
-    a = _square(device).to(torch.float8_e4m3fn)
+    a = _square(device, torch.bfloat16).to(torch.float8_e4m3fn)
     one = torch.ones((), device=device)
+    scaled_mm: Any = torch._scaled_mm
 
     def multiply() -> None:
-        torch._scaled_mm(a, a.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+        scaled_mm(a, a.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
 
+    if device.type == "cpu":  # it would be emulated
+        return None
     try:
-        return 2 * SQUARE**3 / _fastest(clock, {"fp8": multiply})
+        return 2 * float(SQUARE[device.type]) ** 3 / _fastest(clock, {"fp8": multiply})
     except (RuntimeError, NotImplementedError, ValueError):  # GPUs before Ada, and some builds of torch
         return None

@@ -17,7 +17,7 @@ The same peer with our experts in the place of its own shows the share of the ex
 runs the model without any exchange: every rank holds all experts, and answers its own sequences alone.
 
 The floor is the arithmetic of the model's products over the best rate that this machine shows for a plain square
-product on all its cores, or the bytes of the weights that a pass must read over the rate of a copy, whichever takes
+product on all its cores, or the bytes of the weights that a pass must read over the rate of reading, whichever takes
 longer. Nothing else is in it: no attention scores, no norms, no exchange.
 """
 
@@ -26,8 +26,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +35,16 @@ from torch import Tensor
 
 from tokenyard.errors import InputError
 from tokenyard.group import Group, launch
+from tokenyard.lab.bench.clock import host_clock
+from tokenyard.lab.bench.machine_rates import Rates, measure_rates
+from tokenyard.lab.bench.records import Record, Spread
 from tokenyard.temporary_folders import temporary_folder
 
-SQUARE = 2048  # the side of the product that shows the machine's rate: 17 GFLOP
-COPIED = 256 * 1024 * 1024  # bytes, more than any cache holds
+OURS, PEER = "ours", "Transformers"
+NOTE = (
+    "prefill: a pass over the prompts; decode: a token of each sequence; with our experts: the peer's exchange and our "
+    "experts; no exchange: every rank holds all experts"
+)
 VOCABULARY, HEAD = 1024, 64  # of the model
 
 # Version 5.19 has `DistributedConfig(ep_size=…)` with the layouts that are compared here.
@@ -71,59 +76,50 @@ class Seconds:
     decode: float
 
 
-def measure_transformers_ep(work: Workload) -> list[dict[str, Any]]:
-    """Measure, and return a row for prefill and one for decode.
+def measure_transformers_ep(work: Workload) -> list[Record]:
+    """Measure, and return a record for prefill and one for decode: ms of a pass, or of one token of every sequence.
 
-    `peer_ratio` is the peer's time over ours (above 1: ours is faster), the median over rounds, with its quartiles.
-    Times are medians in milliseconds, of a pass over the prompts, or of one token of every sequence.
+    `Transformers / ours` is above 1 where ours is faster, the median over rounds.
     """
     _check_peer(work)
     with temporary_folder("tokenyard-bench-") as folder:
         _save_model(work, folder)
         by_rank = launch(work.ranks, _rank_main, work, folder, ranks="processes", deadline=300.0)
-    first = by_rank[0]
-    slowest = {
+    rounds: dict[str, list[Seconds]] = {
         name: [
-            Seconds(max(t.prefill for t in rounds), max(t.decode for t in rounds))
-            for rounds in zip(*(rank["seconds"][name] for rank in by_rank), strict=True)
+            Seconds(max(t.prefill for t in times), max(t.decode for t in times))
+            for times in zip(*(rank["seconds"][name] for rank in by_rank), strict=True)
         ]
-        for name in first["seconds"]
+        for name in by_rank[0]["seconds"]
     }
-    shape = asdict(work) | {"peer": first["peer"], "difference": max(rank["difference"] for rank in by_rank)}
-    rates = _rates()
-    rows = []
+    rates = measure_rates(torch.device("cpu"), host_clock(4))
+    details = {
+        "peer": by_rank[0]["peer"],
+        "difference": max(rank["difference"] for rank in by_rank),
+        **rates.as_setup(),
+    }
+    records = []
     for phase, passes, tokens in (("prefill", 1, work.length), ("decode", work.steps, 1)):
-        row = shape | rates | _row(phase, slowest, passes)
-        row["floor_ms"] = 1e3 * _floor(work, work.ranks * work.sequences * tokens, rates)
-        row["over_floor"] = row["ours_ms"] / row["floor_ms"]
-        rows.append(row)
-    return rows
+        ms = {
+            name: [1e3 * getattr(times, phase) / passes for times in found] for name, found in rounds.items()
+        }
+        others = {name: found for name, found in ms.items() if name != OURS}
+        medians = {f"{name}_ms": statistics.median(found) for name, found in others.items() if name != PEER}
+        records.append(
+            Record(
+                parameters={"phase": phase},
+                ours=Spread.of(ms[OURS]),
+                floor=Spread(1e-3 * _floor(work, work.ranks * work.sequences * tokens, rates)),
+                peers={PEER: Spread.of(ms[PEER])},
+                ratios={f"{name} / ours": Spread.ratio(found, ms[OURS]) for name, found in others.items()},
+                details=details | medians,
+            )
+        )
+    return records
 
 
-def _rates() -> dict[str, float]:
-    """What the machine can do at best: GFLOP/s of a product, and GB/s of a copy (bytes read and written)."""
-
-    def best(do: Callable[[], Any]) -> float:
-        seconds = []
-        for _ in range(4):
-            started = time.perf_counter()
-            do()
-            seconds.append(time.perf_counter() - started)
-        return min(seconds)
-
-    wide = torch.ones(SQUARE, SQUARE)
-    narrow = wide.bfloat16()
-    source = torch.ones(COPIED, dtype=torch.uint8)
-    target = torch.ones_like(source)
-    product = min(best(lambda: wide @ wide), best(lambda: narrow @ narrow))
-    return {
-        "floor_gflops": 2 * SQUARE**3 / product / 1e9,
-        "floor_gbytes": 2 * COPIED / best(lambda: target.copy_(source)) / 1e9,
-    }
-
-
-def _floor(work: Workload, tokens: int, rates: dict[str, float]) -> float:
-    """Seconds that a pass over so many tokens, of all ranks together, takes at least."""
+def _floor(work: Workload, tokens: int, rates: Rates) -> float:
+    """µs that a pass over so many tokens, of all ranks together, takes at least."""
     attention = work.hidden_size * HEAD * 6 * work.ranks  # 2·W heads for q and o, W for k and v
     expert = 3 * work.hidden_size * work.intermediate_size
     dense = (
@@ -132,19 +128,7 @@ def _floor(work: Workload, tokens: int, rates: dict[str, float]) -> float:
     flops = 2 * tokens * (dense + work.num_layers * work.top_k * expert)
     # Every rank reads its own copy of what is dense; of experts, at least those of one token are read once.
     weights = 2 * (work.ranks * dense + work.num_layers * work.top_k * expert)
-    return max(flops / rates["floor_gflops"], weights / rates["floor_gbytes"]) / 1e9
-
-
-def _row(phase: str, rounds: dict[str, list[Seconds]], passes: int) -> dict[str, Any]:
-    seconds = {name: [getattr(t, phase) / passes for t in times] for name, times in rounds.items()}
-    row: dict[str, Any] = {"phase": phase}
-    for name, times in seconds.items():
-        row[f"{name}_ms"] = 1e3 * statistics.median(times)
-        if name != "ours":
-            ratios = [other / ours for other, ours in zip(times, seconds["ours"], strict=True)]
-            low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
-            row |= {f"{name}_ratio": median, f"{name}_ratio_low": low, f"{name}_ratio_high": high}
-    return row
+    return max(flops / rates.product, weights / rates.read)
 
 
 # --- Each rank --------------------------------------------------------------------------------------------
@@ -194,18 +178,18 @@ def _rank_main(group: Group, work: Workload, folder: Path) -> dict[str, Any]:
     max_tokens = work.sequences * work.length
     ours = alone(load_sharded(folder, group, exchange=work.exchange, max_tokens=max_tokens).model, None)
     name, peer = _fastest_peer(group, work, folder, batch, own)
-    whole = _load_whole(folder)
+    whole = load_whole(folder)
     candidates = {
-        "ours": ours,
-        "peer": peer,
-        "peer_with_our_experts": replace(peer, experts="tokenyard"),
-        "no_exchange": alone(whole, "tokenyard"),
+        OURS: ours,
+        PEER: peer,
+        "with our experts": replace(peer, experts="tokenyard"),
+        "no exchange": alone(whole, "tokenyard"),
     }
     difference = _compare(ours.answer()[1], peer.answer()[1])
-    return {"peer": name, "difference": difference, "seconds": _alternate(group, candidates, work.rounds)}
+    return {"peer": name, "difference": difference, "seconds": alternate(group, candidates, work.rounds)}
 
 
-def _alternate(group: Group, candidates: dict[str, Candidate], rounds: int) -> dict[str, list[Seconds]]:
+def alternate(group: Group, candidates: dict[str, Candidate], rounds: int) -> dict[str, list[Seconds]]:
     """Seconds of each candidate on this rank, round by round; every second round runs in the opposite order."""
     seconds: dict[str, list[Seconds]] = {name: [] for name in candidates}
     for candidate in candidates.values():
@@ -241,7 +225,7 @@ def _fastest_peer(
     os.environ["LOCAL_RANK"] = str(group.rank)
     found: dict[str, tuple[float, Candidate]] = {}
     for layout, arguments in layouts(group.size).items():
-        model = _load_whole(folder)
+        model = load_whole(folder)
         config, _, mesh = type(model).prepare_distribute_model(DistributedConfig(**arguments))
         model = type(model).maybe_distribute_model(model, config, mesh)
         apart = "fsdp_size" in arguments
@@ -339,7 +323,7 @@ def _save_model(work: Workload, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def _load_whole(folder: Path) -> Any:
+def load_whole(folder: Path) -> Any:
     import transformers
 
     causal: Any = transformers.AutoModelForCausalLM

@@ -24,7 +24,8 @@ from tokenyard.exchange.one_sided.launches import Crossing, Launcher
 from tokenyard.exchange.workspace import WorkspaceLayout
 from tokenyard.formats import get
 from tokenyard.formats.base import EncodedRows
-from tokenyard.lab.bench.cuda_figures import PER_RANK, Cell, Shape
+from tokenyard.lab.bench.dispatch_cells import PER_RANK, DispatchCell
+from tokenyard.lab.bench.shapes import Shape
 from tokenyard.routing import Placement
 from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
 
@@ -34,7 +35,7 @@ DEADLINE = 5.0
 _POISON = 0xAB
 
 
-def exchange_spec_of(cell: Cell, shape: Shape) -> ExchangeSpec:
+def exchange_spec_of(cell: DispatchCell, shape: Shape) -> ExchangeSpec:
     """What a cell carries."""
     return ExchangeSpec(
         layer="moe",
@@ -42,11 +43,11 @@ def exchange_spec_of(cell: Cell, shape: Shape) -> ExchangeSpec:
         hidden_size=shape.hidden_size,
         num_experts=shape.num_experts,
         top_k=shape.top_k,
-        max_tokens=cell.num_tokens,
+        max_tokens=cell.tokens,
         dtype=torch.bfloat16,
         wire=get(cell.wire),
         combine_wire=get(shape.combine_wire),
-        placement=Placement.contiguous(shape.num_experts, cell.world),
+        placement=Placement.contiguous(shape.num_experts, cell.ranks),
     )
 
 
@@ -59,10 +60,10 @@ class Batch:
     weights_TK: Tensor
 
     @classmethod
-    def draw(cls, cell: Cell, shape: Shape, device: torch.device, seed: int) -> Batch:
+    def draw(cls, cell: DispatchCell, shape: Shape, device: torch.device, seed: int) -> Batch:
         """Random rows that go to uniformly random experts."""
         draw = torch.Generator(device).manual_seed(seed)
-        tokens = cell.world * cell.num_tokens
+        tokens = cell.ranks * cell.tokens
         scores_TE = torch.rand(tokens, shape.num_experts, device=device, generator=draw)
         x_TH = torch.randn(tokens, shape.hidden_size, device=device, generator=draw, dtype=torch.bfloat16)
         weights_TK, ids_TK = scores_TE.topk(shape.top_k)
@@ -85,18 +86,20 @@ class _Lane:
 class VirtualRanks:
     """The ranks of one cell, and what they dispatch and combine."""
 
-    def __init__(self, cell: Cell, shape: Shape, batches: Sequence[Batch], device: torch.device) -> None:
+    def __init__(
+        self, cell: DispatchCell, shape: Shape, batches: Sequence[Batch], device: torch.device
+    ) -> None:
         self.cell, self.batches, self.device = cell, batches, device
         self.exchange_spec = exchange_spec_of(cell, shape)
-        self._control = ControlLayout(cell.world, 1)
+        self._control = ControlLayout(cell.ranks, 1)
         regions = OneSidedExchange.region_bytes(self.exchange_spec)
         self._layout = WorkspaceLayout(
             control=self._control.nbytes, dispatch=regions.dispatch, combine=regions.combine
         )
         self._buffers = [
-            torch.zeros(self._layout.nbytes, dtype=torch.uint8, device=device) for _ in range(cell.world)
+            torch.zeros(self._layout.nbytes, dtype=torch.uint8, device=device) for _ in range(cell.ranks)
         ]
-        self._crossing = Crossing(spec=self.exchange_spec, flight=0, max_tokens=cell.num_tokens)
+        self._crossing = Crossing(spec=self.exchange_spec, flight=0, max_tokens=cell.tokens)
         self._lanes = self._per_rank() if cell.launch == PER_RANK else self._all_ranks()
         # Kernels that wait need the others to run beside them. Triton's interpreter runs one after the other.
         self._waits = device.type == "cuda"
@@ -104,12 +107,12 @@ class VirtualRanks:
         self._slots: list[Tensor] = []
 
     def _all_ranks(self) -> list[_Lane]:
-        world, tokens = self.cell.world, self.cell.num_tokens
+        world, tokens = self.cell.ranks, self.cell.tokens
         return [_Lane(self._launcher(0, ranks=world), slice(0, world * tokens), None)]
 
     def _per_rank(self) -> list[_Lane]:
-        tokens, lanes = self.cell.num_tokens, []
-        for rank in range(self.cell.world):
+        tokens, lanes = self.cell.tokens, []
+        for rank in range(self.cell.ranks):
             launcher = self._launcher(rank, ranks=1)
             launcher.rehearse(
                 self.exchange_spec
@@ -121,7 +124,7 @@ class VirtualRanks:
 
     def _launcher(self, rank: int, ranks: int) -> Launcher:
         return Launcher(
-            self._buffers, self._layout, self._control, rank, DEADLINE, self.cell.num_tokens, ranks=ranks
+            self._buffers, self._layout, self._control, rank, DEADLINE, self.cell.tokens, ranks=ranks
         )
 
     # -- What is measured ----------------------------------------------------------------------------------
@@ -147,7 +150,7 @@ class VirtualRanks:
                 payloads={name: slots[name] for name in names},
             ),
             routes=LocalRoutes(ids_RK=slots["ids"], weights_RK=slots["weights"]),
-            counts_W=(self.cell.num_tokens,) * self.cell.world,
+            counts_W=(self.cell.tokens,) * self.cell.ranks,
             results=CombineBuffer(rows_SH=results_SH, slots_R=None),
         )
 
@@ -214,8 +217,8 @@ class VirtualRanks:
                 )
 
     def _rows_by_rank(self) -> list[slice]:
-        tokens = self.cell.num_tokens
-        return [slice(rank * tokens, (rank + 1) * tokens) for rank in range(self.cell.world)]
+        tokens = self.cell.tokens
+        return [slice(rank * tokens, (rank + 1) * tokens) for rank in range(self.cell.ranks)]
 
     def _check_dispatch(self, batch: Batch, sent: list[SentBatch]) -> None:
         regions = [self._layout.dispatch_region(0).of(buffer) for buffer in self._buffers]
@@ -225,7 +228,7 @@ class VirtualRanks:
         self.check_nobody_gave_up()
         wanted = [torch.full_like(region, _POISON) for region in regions]
         views = [self.exchange_spec.dispatch_slots.views(region) for region in wanted]
-        counts = push_twin(self.exchange_spec, sent, views, self.cell.num_tokens)
+        counts = push_twin(self.exchange_spec, sent, views, self.cell.tokens)
         mail = slice(self._control.mail(0), self._control.mail(1))
         for rank, (region, want) in enumerate(zip(regions, wanted, strict=True)):
             told = self._buffers[rank][mail].cpu().view(torch.int32)[::2]
@@ -257,7 +260,7 @@ class VirtualRanks:
         self.check_nobody_gave_up()
         for rank, rows in enumerate(self._rows_by_rank()):
             home = torch.empty_like(self.y_TH[rows])
-            pull_twin(self.exchange_spec, sent[rank].ids_TK, rank, regions, self.cell.num_tokens, home)
+            pull_twin(self.exchange_spec, sent[rank].ids_TK, rank, regions, self.cell.tokens, home)
             self._check_bits(torch.equal(self.y_TH[rows], home), "combine", rank)
 
     def _check_bits(self, same: bool, operation: str, rank: int) -> None:

@@ -1,19 +1,20 @@
-"""`bench cuts`, all but the clock: what is tried, what is chosen, and that it runs, interpreted."""
+"""`bench cuts`, all but the clock: which tile configurations are tried and chosen, and that it runs, interpreted."""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from tests.cli.runner import call
 from tests.interpreted import run_interpreted
-from tokenyard.cli.bench_cuts import print_cuts
+from tokenyard.cli.bench_output import print_document
 from tokenyard.experts.fused import cut_table
 from tokenyard.experts.fused.cuts import Cut, Cuts, PackedCut
-from tokenyard.lab.bench.cut_sweep import can_be, lines_of, neighbors, search
+from tokenyard.lab.bench.records import Document
+from tokenyard.lab.bench.tile_sweep import COLUMNS, can_be, lines_of, neighbors, search
 
 ROOT = Path(__file__).resolve().parent.parent
 SOME = [Cut(128, 16, 128, 4, 3), Cut(256, 128, 64, 8, 4, 64), PackedCut(((8, 0), (16, 0)), 1, 4, 4, 4, 128)]
@@ -76,12 +77,13 @@ interpreter.install()
 numpy.seterr(all="ignore")
 from tests.test_bench_experts_cuda import CASES, tiny_case
 CASES["A"] = tiny_case("A")
-from tokenyard.lab.bench import cut_sweep, experts_cuda
-from tokenyard.lab.bench.expert_figures import grid
+from tokenyard.lab.bench import experts, tile_sweep
+from tokenyard.lab.bench.records import Document
+from tokenyard.lab.bench.shapes import grid
 from tokenyard.experts.fused.cuts import Cut, Cuts
-experts_cuda.ROTATION = 1
-cut_sweep.lines_of = lambda weights, packed: [Cuts(Cut(256, 32, 128, 4, 3), Cut(128, 32, 128, 4, 3))]
-cut_sweep.neighbors = lambda cut: [Cut(cut.out, cut.tile, 64, 4, 3)]
+experts.ROTATION = 1
+tile_sweep.lines_of = lambda weights, packed: [Cuts(Cut(256, 32, 128, 4, 3), Cut(128, 32, 128, 4, 3))]
+tile_sweep.neighbors = lambda cut: [Cut(cut.out, cut.tile, 64, 4, 3)]
 
 def clock(works):
     for work in works.values():
@@ -89,19 +91,23 @@ def clock(works):
     return {name: [40.0, 44.0, 42.0] for name in works}
 
 cells = grid(["A"], ["fp8_block128"])
-print(json.dumps(list(cut_sweep.sweep(cells, device=torch.device("cpu"), clock=clock))))
+found = list(tile_sweep.sweep(cells, device=torch.device("cpu"), clock=clock))
+print(json.dumps(Document(benchmark="cuts-cuda", unit="µs", x="size", results=found).as_dict()))
 """
 
 
 def test_a_sweep_runs_compares_and_times(capsys):
-    (row,) = run_interpreted(INTERPRETED)
-    assert (row["case"], row["weights"], row["size"]) == ("A", "fp8_block128", 6)
-    assert row["chosen_us"] == row["fastest_us"] == 42.0
-    assert row["ratio"] == 1.0
+    document = Document.from_dict(run_interpreted(INTERPRETED), "the sweep")
+    (record,) = document.results
+    assert record.parameters == {"case": "A", "weights": "fp8_block128", "size": 6}
+    assert record.ours.median == record.floor.median == 42.0
+    assert record.over(record.floor.median) == 1.0
     # The table's, the line, and another block of the first product; the second's must be whole.
-    assert [tried["us"] for tried in row["tried"]] == [42.0] * 3
-    assert not any(tried["note"] for tried in row["tried"])
-    print_cuts({"results": [row, {**row, "fastest": None, "fastest_us": None, "ratio": None}]})
+    assert [tried["us"] for tried in record.details["tried"]] == [42.0] * 3
+    assert not any(tried["note"] for tried in record.details["tried"])
+    document.columns = COLUMNS
+    document.results.append(replace(record, ours=None, floor=None, details={}, note="none runs"))
+    print_document(document)
     shown = capsys.readouterr().out
     assert "fp8_block128" in shown
     assert "none runs" in shown

@@ -1,0 +1,132 @@
+"""What all benchmarks do with their figures: measure step by step, save, print and draw; and `tokenyard bench show`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tokenyard.cli.output import console, print_json, reported, save_json
+from tokenyard.cli.tables import print_table
+
+if TYPE_CHECKING:
+    from tokenyard.lab.bench.records import Document, Record
+
+# The exit code where figures are missing because they failed.
+EXIT_FAILED = 1
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where the figures of a benchmark go."""
+
+    out: Path | None
+    as_json: bool
+    plot: Path | None = None
+
+    def check(self) -> None:
+        """Raise where a picture cannot be drawn. Asked before the time is spent."""
+        from tokenyard.lab.plots import check_picture
+
+        check_picture(self.plot)
+
+    def save(self, document: Document) -> None:
+        """Write what is known so far."""
+        if self.out is not None:
+            save_json(document.as_dict(), self.out)
+
+
+def run_benchmark(
+    document: Document,
+    steps: Sequence[str],
+    figures: Iterable[Sequence[Record]],
+    output: Output,
+    finish: Callable[[], None] = lambda: None,
+) -> None:
+    """Measure step by step, with signs of life on stderr; then print, save and draw what was found."""
+    from tokenyard.cli.machine import provenance
+    from tokenyard.lab.bench.records import figure
+
+    document.provenance = provenance()
+    output.save(document)  # a file that cannot be written is found out before the time is spent
+    errors, found = console(stderr=True), iter(figures)
+    for number, step in enumerate(steps, start=1):
+        message = f"{document.benchmark}: measuring {step} ({number} of {len(steps)})"
+        if not errors.is_terminal:
+            errors.print(message, markup=False)
+        with errors.status(message):
+            records = next(found)
+        document.results += records
+        for record in records:
+            took = record.note if record.ours is None else f"{figure(record.ours.median)} {document.unit}"
+            errors.print(f"  {record}: {took}", markup=False, soft_wrap=True)
+        output.save(document)  # as far as it goes: a machine that is taken away takes no figures with it
+    finish()
+    if output.as_json:
+        print_json(document.as_dict())
+    else:
+        print_document(document)
+    output.save(document)
+    if output.plot is not None:
+        from tokenyard.lab.plots import draw_figures
+
+        draw_figures(document, output.plot)
+    if document.failed():
+        raise typer.Exit(EXIT_FAILED)
+
+
+def print_document(document: Document) -> None:
+    """The figures of a benchmark, for people."""
+    from rich.table import Table
+
+    cells = document.table()
+    table = Table(title=document.title, title_justify="left")
+    for heading, column in cells.items():
+        is_figure = all(cell[:1].isdigit() for cell in column if cell)
+        table.add_column(heading, justify="right" if is_figure else "left")
+    for row in zip(*cells.values(), strict=True):
+        table.add_row(*row)
+    print_table(table, less_needed=document.less_needed)
+    console().print("\n".join(document.summary()), markup=False, soft_wrap=True)
+
+
+@reported
+def show(
+    file: Annotated[Path, typer.Argument(help="A file that a benchmark wrote (--out).")],
+    markdown: Annotated[bool, typer.Option("--markdown", help="As a table for a page.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw the figures into this file (needs matplotlib).")
+    ] = None,
+) -> None:
+    """Show figures that a benchmark has saved."""
+    from tokenyard.lab.markdown import markdown_table
+    from tokenyard.lab.plots import check_picture, draw_figures
+
+    document = _read(file)
+    check_picture(plot)
+    if plot is not None:
+        draw_figures(document, plot)
+    if markdown:
+        cells = document.table()
+        typer.echo(markdown_table(tuple(cells), zip(*cells.values(), strict=True)))
+    else:
+        print_document(document)
+
+
+def _read(file: Path) -> Document:
+    from tokenyard.errors import InputError
+    from tokenyard.lab.bench.records import Document
+
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{file} cannot be read ({getattr(error, 'strerror', None) or error})",
+            expected="a JSON document",
+            fix="pass a file that --out wrote",
+        ) from error
+    return Document.from_dict(found, str(file))

@@ -1,0 +1,121 @@
+"""The clock of all benchmarks in one process: pieces of work take turns, and each has a time for each round.
+
+On a GPU each piece of work is captured once, in a CUDA graph. A round replays each of them so often that it takes a
+while. Rounds that follow at once find the GPU as warm as hours of work do, and slower for that, where tensor cores are
+busy; with a rest before each it is as fast as it can be. On a CPU a round runs each piece of work once.
+
+Every second round goes in the opposite order: a machine that slows down slows all of them down.
+
+`Clock` is an argument wherever something is measured on a GPU: all but the clock runs on a CPU, too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from tokenyard.errors import InputError
+
+Work = Callable[[], Any]
+
+# µs that the replays of a round should take together, at least; and the most of them.
+ROUND_US = 15_000.0
+MOST_REPLAYS = 200
+# Seconds, and rounds, in which a GPU is found rested.
+REST = 0.2
+RESTED_ROUNDS = 5
+
+
+class Clock(Protocol):
+    """Takes pieces of work by name; returns the µs that one run of each took, once for each round."""
+
+    def __call__(self, works: Mapping[str, Work], /) -> dict[str, list[float]]: ...
+
+
+def graph_clock(device: torch.device, rounds: int, *, rest: float = 0.0) -> Clock:
+    """A clock of so many rounds on this GPU, with so many seconds of rest before each."""
+    return partial(_graph_times, device, rounds, rest)
+
+
+def host_clock(rounds: int, *, seconds: float = 0.0) -> Clock:
+    """A clock of so many rounds on the CPU, or more, until so many seconds have passed for each piece of work."""
+    return partial(_host_times, rounds, seconds)
+
+
+def _graph_times(
+    device: torch.device, rounds: int, rest: float, works: Mapping[str, Work], /
+) -> dict[str, list[float]]:
+    graphs = {name: _captured(device, work) for name, work in works.items()}
+    # The first replay uploads the graph; the second says how long it takes.
+    replays = {}
+    for name, graph in graphs.items():
+        _replay(graph, 1)
+        replays[name] = max(1, min(MOST_REPLAYS, round(ROUND_US / max(1.0, _replay(graph, 1)))))
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for number in range(1 + rounds):
+        for name in _order(works, number):
+            time.sleep(rest)
+            times[name].append(_replay(graphs[name], replays[name]))
+    return {name: found[1:] for name, found in times.items()}  # the first round warms up
+
+
+def _host_times(rounds: int, seconds: float, works: Mapping[str, Work], /) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for work in works.values():
+        work()  # the first call pays for pages and tables
+    deadline = time.perf_counter() + seconds * len(works)
+    number = 0
+    while number < rounds or time.perf_counter() < deadline:
+        for name in _order(works, number):
+            start = time.perf_counter()
+            works[name]()
+            times[name].append(1e6 * (time.perf_counter() - start))
+        number += 1
+    return times
+
+
+def _order(works: Mapping[str, Work], number: int) -> list[str]:
+    return list(works)[:: 1 if number % 2 == 0 else -1]
+
+
+def _captured(device: torch.device, work: Work) -> torch.cuda.CUDAGraph:
+    work()  # compiles, and fails where a capture would fail
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph
+
+
+def _replay(graph: torch.cuda.CUDAGraph, replays: int) -> float:
+    """The µs of one replay, of so many back to back."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(replays):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e3 / replays
+
+
+def check_gpu(otherwise: str) -> torch.device:
+    """The current GPU, or an error that says what is here, and what to do otherwise."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        raise InputError(
+            f"torch {torch.__version__} sees no GPU",
+            expected="an NVIDIA GPU that torch sees",
+            fix=f"{otherwise}, or see what `tokenyard doctor` says about CUDA",
+        )
+    torch.cuda.init()
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def give_back_memory(device: torch.device) -> None:
+    """Return what torch's allocator holds free on a GPU: the next cell may need it in other sizes."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
