@@ -17,11 +17,14 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from enum import Enum
+from typing import Generic, TypeVar
 
 from torch import Tensor
+
+Value = TypeVar("Value")
 
 
 class Duty(Enum):
@@ -98,21 +101,26 @@ def record_weights(weights_N: Tensor) -> None:
     record(Duty.WEIGHT, lambda: int((weights_N != 1).sum()))
 
 
-@contextmanager
-def acting(party: Party) -> Iterator[None]:
+class _Set(Generic[Value]):
+    """A context in which a variable has a value. A layer enters about ten in each call; a generator takes 3 µs more."""
+
+    __slots__ = ("_token", "_value", "_variable")
+
+    def __init__(self, variable: ContextVar[Value], value: Value) -> None:
+        self._variable, self._value = variable, value
+
+    def __enter__(self) -> None:
+        self._token = self._variable.set(self._value)
+
+    def __exit__(self, *_: object) -> None:
+        self._variable.reset(self._token)
+
+
+def acting(party: Party) -> AbstractContextManager[None]:
     """What is done inside is done by this party."""
-    token = _party.set(party)
-    try:
-        yield
-    finally:
-        _party.reset(token)
+    return _Set(_party, party)
 
 
-@contextmanager
-def aside() -> Iterator[None]:
+def aside() -> AbstractContextManager[None]:
     """What is done inside belongs to no round trip, and is not written down."""
-    token = _ledger.set(None)
-    try:
-        yield
-    finally:
-        _ledger.reset(token)
+    return _Set(_ledger, None)

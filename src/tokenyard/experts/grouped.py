@@ -108,6 +108,17 @@ class GroupedExperts(Experts):
     any_strides = True
     weight_formats = tuple(WEIGHT_FORMATS)
     inner_formats = (Fp8Block128.name,)
+    _last: tuple[tuple[int, ...], ExpertWeights] | None = None
+
+    @property
+    def weights(self) -> ExpertWeights:
+        """The weights as they are now (no copies), put together anew where a buffer is another tensor."""
+        buffers = tuple(
+            map(id, self._buffers.values())
+        )  # kept by the weights: no other tensor gets their ids
+        if self._last is None or self._last[0] != buffers:
+            self._last = buffers, super().weights
+        return self._last[1]
 
     @torch.no_grad()
     def compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows | UnfinalizedRows:
@@ -200,7 +211,7 @@ class GroupedExperts(Experts):
     def _all_at_once(self, weights: ExpertWeights, x_RH: Tensor, pairs: SortedPairs) -> Tensor:
         """The results of all pairs, in the order of `by_expert_N`, by two grouped products."""
         order, (w13, w2) = pairs.by_expert_N, weights.plain_matrices()
-        if len(order) == 0:
+        if order.shape[0] == 0:
             return x_RH.new_empty(0, self.spec.hidden_size)
         ends_L = pairs.counts_L.cumsum(0, dtype=torch.int32)
         x_NH = self._inputs(x_RH, pairs, order, w13.dtype)
@@ -290,8 +301,9 @@ def sum_choices(y_NH: Tensor, weights_N: Tensor, pairs: SortedPairs) -> Tensor:
             some = slice(r * top_k, (r + block) * top_k)
             # A 16-bit row times a float32 weight is a float32 product, without a copy in between.
             weighted_nH = y_NH[pairs.place_N[some]] * weights_N[some].unsqueeze(1)
-            for choice in range(top_k):
-                sums_RH[r : r + block] += weighted_nH[choice::top_k]
+            sums_rH = sums_RH[r : r + block]
+            for choice_rH in weighted_nH.view(-1, top_k, hidden_size).unbind(1):
+                sums_rH += choice_rH
 
         _for_each(sum_block, range(0, num_rows, block), [block] * (num_rows // block), y_NH.device)
         return sums_RH

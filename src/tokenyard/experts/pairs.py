@@ -65,24 +65,22 @@ def sort_pairs(routes: LocalRoutes, num_local_experts: int) -> SortedPairs:
             fix="pass the routes of this batch",
         )
     ids = ids_RK.reshape(-1)
-    index_N = (ids >= 0).nonzero().squeeze(1)
-    expert_N = ids[index_N].long()
+    index_N = (ids >= 0).nonzero().view(-1)
+    expert_N = ids[index_N]
     counts_L = torch.bincount(expert_N, minlength=num_local_experts)
-    if len(counts_L) > num_local_experts:
+    if counts_L.shape[0] > num_local_experts:
         raise InputError(
-            f"ids_RK holds local expert id {len(counts_L) - 1}",
+            f"ids_RK holds local expert id {counts_L.shape[0] - 1}",
             expected=f"ids from -1 to {num_local_experts - 1}: this rank has {num_local_experts} experts",
             fix="map global expert ids to local ones through the placement",
         )
     by_expert_N = torch.argsort(expert_N, stable=True)
-    place_N = torch.empty_like(by_expert_N)
-    place_N[by_expert_N] = torch.arange(len(by_expert_N), device=ids.device)
     return SortedPairs(
         index_N=index_N,
         row_N=index_N // ids_RK.shape[1],
         weights_N=weights_RK.reshape(-1)[index_N].float(),
         by_expert_N=by_expert_N,
-        place_N=place_N,
+        place_N=torch.argsort(by_expert_N),
         counts=tuple(counts_L.tolist()),
         counts_L=counts_L,
         num_rows=ids_RK.shape[0],

@@ -254,12 +254,13 @@ def _counted(encode: Callable[..., EncodedRows]) -> Callable[..., EncodedRows]:
 
     @functools.wraps(encode)
     def counted(self: Format, x_TH: Tensor, **options: Any) -> EncodedRows:
+        if not self.quantized:
+            return encode(self, x_TH, **options)
         with aside():  # a format may encode by way of another: that is one duty, done once
             rows = encode(self, x_TH, **options)
-        if self.quantized:
-            record(Duty.QUANTIZE, rows.num_rows)
-            if self.padded_size(rows.hidden_size) > rows.hidden_size:
-                record(Duty.PAD, rows.num_rows)
+        record(Duty.QUANTIZE, rows.num_rows)
+        if self.padded_size(rows.hidden_size) > rows.hidden_size:
+            record(Duty.PAD, rows.num_rows)
         return rows
 
     return counted

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tokenyard.exchange import RoundTrip
 from tokenyard.experts import Experts, ExpertWeights
 from tokenyard.layer.compiled import call_operator, outside_of_the_graph, refuse_gradients, register
-from tokenyard.layer.receiver import build_experts, fitting, run_experts
+from tokenyard.layer.receiver import build_experts, built_for, check_fits, run_experts
 from tokenyard.layer.sender import check_rows, check_shared, route
 from tokenyard.planning.audit import audit
 from tokenyard.planning.planner import Plan, wiring_in
@@ -52,14 +52,20 @@ class MoELayer(nn.Module):
     ) -> None:
         super().__init__()
         self.plan, self.name, self.shared = plan, name, shared
-        check_shared(wiring_in(plan, name), shared)
-        self.experts = build_experts(plan.wiring(name), plan.group.rank, weights, adopt=adopt)
+        self._wiring = wiring_in(plan, name)
+        check_shared(self._wiring, shared)
+        self.experts = build_experts(self._wiring, plan.group.rank, weights, adopt=adopt)
+        self._built_for = built_for(self._wiring, plan.group.rank)
         self.key = register(self)
 
     @property
     def wiring(self) -> Wiring:
         """The layer's wiring, as the plan has it now: a plan may grow, or go on without a rank."""
-        return fitting(self.plan.wiring(self.name), self.plan.group.rank, self.experts)
+        wiring = self.plan.wiring(self.name)
+        if wiring is not self._wiring:
+            check_fits(wiring, self.plan.group.rank, self._built_for)
+            self._wiring = wiring
+        return wiring
 
     def forward(
         self,

@@ -8,7 +8,6 @@ guessed from the kernel's result.
 from __future__ import annotations
 
 import dataclasses
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -21,15 +20,18 @@ from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Placement
 from tokenyard.rows import ExpertRows, PlacedRows, ReceivedRows, UnfinalizedRows, check_result, describe
 
-# What experts were built for: what they compute, and the global ids of those whose weights they have.
-_built_for: WeakKeyDictionary[Experts, tuple[ExpertsSpec, tuple[int, ...]]] = WeakKeyDictionary()
-# The wiring for which that was looked up last.
-_fits: WeakKeyDictionary[Experts, Wiring] = WeakKeyDictionary()
+# What experts are built for: what they compute, and the global ids of those whose weights they have.
+BuiltFor = tuple[ExpertsSpec, tuple[int, ...]]
+
+
+def built_for(wiring: Wiring, rank: int) -> BuiltFor:
+    """What this rank's experts of a layer have to be."""
+    return wiring.experts_spec(rank), wiring.exchange_spec.placement.local_experts(rank)
 
 
 def build_experts(wiring: Wiring, rank: int, weights: ExpertWeights, *, adopt: bool) -> Experts:
     """This rank's experts of a layer, with their weights checked."""
-    spec, owned = wiring.experts_spec(rank), wiring.exchange_spec.placement.local_experts(rank)
+    spec, owned = built_for(wiring, rank)
     try:
         if not isinstance(weights, ExpertWeights):
             raise InputError(
@@ -55,24 +57,19 @@ def build_experts(wiring: Wiring, rank: int, weights: ExpertWeights, *, adopt: b
     except TokenyardError as error:
         error.at(layer=wiring.spec.name, rank=rank)
         raise
-    _built_for[built] = spec, owned
     return built
 
 
-def fitting(wiring: Wiring, rank: int, experts: Experts) -> Wiring:
-    """A layer's wiring; raises if the plan has given the layer's name to one that these experts were not built for."""
-    known = _built_for.get(experts)
-    if known is not None and _fits.get(experts) is not wiring:
-        if known != (wiring.experts_spec(rank), wiring.exchange_spec.placement.local_experts(rank)):
-            raise HandleError(
-                "the plan has another layer of this name now, with other experts on this rank",
-                expected="the layer that these experts were built for",
-                fix="make a new MoELayer with the weights of `plan.local_experts(name)`",
-                layer=wiring.spec.name,
-                rank=rank,
-            )
-        _fits[experts] = wiring
-    return wiring
+def check_fits(wiring: Wiring, rank: int, known: BuiltFor) -> None:
+    """Raise if the plan has given the layer's name to one that the experts were not built for."""
+    if known != built_for(wiring, rank):
+        raise HandleError(
+            "the plan has another layer of this name now, with other experts on this rank",
+            expected="the layer that these experts were built for",
+            fix="make a new MoELayer with the weights of `plan.local_experts(name)`",
+            layer=wiring.spec.name,
+            rank=rank,
+        )
 
 
 def run_experts(wiring: Wiring, experts: Experts, received: ReceivedRows) -> ExpertRows | PlacedRows:
