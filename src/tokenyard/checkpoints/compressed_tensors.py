@@ -12,7 +12,6 @@ our own order, low nibble first, but for the highest bit of each nibble: one xor
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -20,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tokenyard.checkpoints.layout import Layout, Piece
+from tokenyard.checkpoints.layout import E8M0, Layout, Piece, Stored
 
 # The highest bit of both nibbles of a byte: value + 8 ↔ two's complement.
 SIGN_BITS = 0x88
@@ -38,6 +37,9 @@ class CompressedTensorsLayout(Layout):
     )
     # As `format` in a config's quantization_config has it.
     config_format: ClassVar[str]
+    # What `weights` of a config group must say, and what it says besides, where we write it.
+    arguments: ClassVar[Mapping[str, Any]]
+    spellings: ClassVar[Mapping[str, Any]] = {"strategy": "group", "dynamic": False}
 
     def declared(self, quantization: Mapping[str, Any]) -> bool:
         if quantization.get("quant_method") != "compressed-tensors":
@@ -45,18 +47,10 @@ class CompressedTensorsLayout(Layout):
         formats = [quantization.get("format"), *(group.get("format") for group in _groups(quantization))]
         return self.config_format in formats
 
-    @abstractmethod
-    def arguments(self) -> dict[str, Any]:
-        """What `weights` of a config group must say."""
-
-    def spellings(self) -> dict[str, Any]:
-        """What it says besides, where we write it."""
-        return {"strategy": "group", "dynamic": False}
-
     def quantization_config(self, ignored: list[str]) -> dict[str, Any]:
         group = {
             "targets": ["Linear"],
-            "weights": {**self.arguments(), **self.spellings()},
+            "weights": {**self.arguments, **self.spellings},
             "input_activations": None,
             "output_activations": None,
             "format": self.config_format,
@@ -73,7 +67,7 @@ class CompressedTensorsLayout(Layout):
         told = [
             group["weights"] for group in _groups(quantization) if isinstance(group.get("weights"), Mapping)
         ]
-        wanted = self.arguments()
+        wanted = self.arguments
         if not told or any(
             all(group.get(key, value) == value for key, value in wanted.items()) for group in told
         ):
@@ -90,83 +84,69 @@ def _groups(quantization: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             yield group
 
 
+def _arguments(kind: str, bits: int, group: int) -> dict[str, Any]:
+    return {"num_bits": bits, "type": kind, "group_size": group, "symmetric": True}
+
+
 @dataclass(frozen=True, kw_only=True)
 class CompressedNvfp4(CompressedTensorsLayout):
     """nvfp4-pack-quantized."""
 
     weights = "nvfp4"
     config_format = "nvfp4-pack-quantized"
-    data = "weight_packed"
+    tensors: ClassVar[Mapping[str, Stored]] = {
+        "data": Stored("weight_packed", ("U8",), 2),
+        "scales": Stored("weight_scale", ("F8_E4M3",), 16),
+    }
+    numbers: ClassVar[Mapping[str, Piece]] = {"global_scale": Piece("weight_global_scale", ("F32",), (1,))}
     constants: ClassVar[Mapping[str, float]] = {"global_factor": 1.0}
-
-    def size(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        return shape[0], 2 * shape[1]
-
-    def pieces(self, outputs: int, inputs: int) -> dict[str, Piece]:
-        return {
-            "data": Piece("weight_packed", ("U8",), (outputs, inputs // 2)),
-            "scales": Piece("weight_scale", ("F8_E4M3",), (outputs, inputs // 16)),
-            "global_scale": Piece("weight_global_scale", ("F32",), (1,)),
-        }
+    arguments = _arguments("float", 4, 16)
+    spellings: ClassVar[Mapping[str, Any]] = {
+        "strategy": "tensor_group",
+        "dynamic": False,
+        "scale_dtype": "torch.float8_e4m3fn",
+    }
 
     def spelled(self, payloads: Mapping[str, Tensor], outputs: int, inputs: int) -> dict[str, Tensor]:
         return super().spelled({**payloads, "global_scale": payloads["global_scale"][:1]}, outputs, inputs)
 
-    def arguments(self) -> dict[str, Any]:
-        return {"num_bits": 4, "type": "float", "group_size": 16, "symmetric": True}
 
-    def spellings(self) -> dict[str, Any]:
-        return {"strategy": "tensor_group", "dynamic": False, "scale_dtype": "torch.float8_e4m3fn"}
+class _CompressedMx(CompressedTensorsLayout):
+    """With a scale of 8 bits, an exponent, for 32 columns."""
+
+    spellings: ClassVar[Mapping[str, Any]] = {
+        **CompressedTensorsLayout.spellings,
+        "scale_dtype": "torch.uint8",
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressedMxfp4(CompressedTensorsLayout):
+class CompressedMxfp4(_CompressedMx):
     """mxfp4-pack-quantized."""
 
     weights = "mxfp4"
     config_format = "mxfp4-pack-quantized"
-    data = "weight_packed"
-
-    def size(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        return shape[0], 2 * shape[1]
-
-    def pieces(self, outputs: int, inputs: int) -> dict[str, Piece]:
-        return {
-            "data": Piece("weight_packed", ("U8",), (outputs, inputs // 2)),
-            "scales": Piece("weight_scale", ("U8", "F8_E8M0"), (outputs, inputs // 32)),
-        }
+    tensors: ClassVar[Mapping[str, Stored]] = {
+        "data": Stored("weight_packed", ("U8",), 2),
+        "scales": Stored("weight_scale", E8M0, 32),
+    }
+    arguments = _arguments("float", 4, 32)
 
     def matches(self, present: Mapping[str, Any]) -> bool:
         return super().matches(present) and "weight_global_scale" not in present
 
-    def arguments(self) -> dict[str, Any]:
-        return {"num_bits": 4, "type": "float", "group_size": 32, "symmetric": True}
-
-    def spellings(self) -> dict[str, Any]:
-        return {**super().spellings(), "scale_dtype": "torch.uint8"}
-
 
 @dataclass(frozen=True, kw_only=True)
-class CompressedMxfp8(CompressedTensorsLayout):
+class CompressedMxfp8(_CompressedMx):
     """mxfp8-quantized."""
 
     weights = "mxfp8"
     config_format = "mxfp8-quantized"
-
-    def size(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        return shape[0], shape[1]
-
-    def pieces(self, outputs: int, inputs: int) -> dict[str, Piece]:
-        return {
-            "data": Piece("weight", ("F8_E4M3",), (outputs, inputs)),
-            "scales": Piece("weight_scale", ("U8", "F8_E8M0"), (outputs, inputs // 32)),
-        }
-
-    def arguments(self) -> dict[str, Any]:
-        return {"num_bits": 8, "type": "float", "group_size": 32, "symmetric": True}
-
-    def spellings(self) -> dict[str, Any]:
-        return {**super().spellings(), "scale_dtype": "torch.uint8"}
+    tensors: ClassVar[Mapping[str, Stored]] = {
+        "data": Stored("weight", ("F8_E4M3",), 1),
+        "scales": Stored("weight_scale", E8M0, 32),
+    }
+    arguments = _arguments("float", 8, 32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,17 +155,12 @@ class CompressedInt4(CompressedTensorsLayout):
 
     weights = "mxint4"
     config_format = "pack-quantized"
-    data = "weight_packed"
+    tensors: ClassVar[Mapping[str, Stored]] = {
+        "data": Stored("weight_packed", ("I32",), 8),
+        "scales": Stored("weight_scale", ("BF16",), 32),
+    }
     beside = (*CompressedTensorsLayout.beside, "weight_shape")
-
-    def size(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        return shape[0], 8 * shape[1]
-
-    def pieces(self, outputs: int, inputs: int) -> dict[str, Piece]:
-        return {
-            "data": Piece("weight_packed", ("I32",), (outputs, inputs // 8)),
-            "scales": Piece("weight_scale", ("BF16",), (outputs, inputs // 32)),
-        }
+    arguments = _arguments("int", 4, 32)
 
     def fill(self, payload: str, stored: Tensor, out: Tensor) -> None:
         if payload == "data":
@@ -197,9 +172,6 @@ class CompressedInt4(CompressedTensorsLayout):
         words = (payloads["data"] ^ SIGN_BITS).view(torch.int32)
         shape = torch.tensor([outputs, inputs])
         return {**super().spelled({**payloads, "data": words}, outputs, inputs), "weight_shape": shape}
-
-    def arguments(self) -> dict[str, Any]:
-        return {"num_bits": 4, "type": "int", "group_size": 32, "symmetric": True}
 
 
 COMPRESSED_LAYOUTS = (CompressedNvfp4(), CompressedMxfp4(), CompressedMxfp8(), CompressedInt4())

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from tokenyard.checkpoints.layout import Layout, Piece
+from tokenyard.checkpoints.layout import Layout, Piece, Stored
 from tokenyard.experts.base import EXACT, ExpertWeights
 from tokenyard.formats import Fp8Block128, QuantizedMatrix
 
@@ -32,6 +32,7 @@ class DeepSeekFp8(Layout):
 
     method = "DeepSeek"
     weights = "fp8_block128"
+    tensors: ClassVar[Mapping[str, Stored]] = {"data": Stored("weight", ("F8_E4M3",), 1)}
     beside = ("input_scale", "activation_scale")
 
     def declared(self, quantization: Mapping[str, Any]) -> bool:
@@ -49,14 +50,10 @@ class DeepSeekFp8(Layout):
             return EXACT
         return str(Fp8Block128(power_of_two_scales=quantization.get("scale_fmt") == "ue8m0"))
 
-    def size(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        return shape[0], shape[1]
-
     def pieces(self, outputs: int, inputs: int) -> dict[str, Piece]:
         blocks = (-(-outputs // BLOCK), -(-inputs // BLOCK))
-        return {
-            "data": Piece("weight", ("F8_E4M3",), (outputs, inputs)),
-            "scales": Piece("weight_scale_inv", ("F32", "BF16"), blocks),
+        return super().pieces(outputs, inputs) | {
+            "scales": Piece("weight_scale_inv", ("F32", "BF16"), blocks)
         }
 
     def refused(self, inputs: int) -> str | None:

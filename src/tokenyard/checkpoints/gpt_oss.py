@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from tokenyard.checkpoints.layout import Layout, Piece
+from tokenyard.checkpoints.layout import E8M0, Layout, Piece, Stored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,20 +22,18 @@ class GptOssMxfp4(Layout):
 
     method = "gpt-oss"
     weights = "mxfp4"
-    data = "blocks"
+    tensors: ClassVar[Mapping[str, Stored]] = {
+        "data": Stored("blocks", ("U8",), 32),
+        "scales": Stored("scales", E8M0, 32),
+    }
     fused = True
 
     def declared(self, quantization: Mapping[str, Any]) -> bool:
         return quantization.get("quant_method") == "mxfp4"
 
-    def size(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        return shape[0], 32 * shape[1]
-
     def pieces(self, outputs: int, inputs: int) -> dict[str, Piece]:
-        return {
-            "data": Piece("blocks", ("U8",), (outputs, inputs // 32, 16)),
-            "scales": Piece("scales", ("U8", "F8_E8M0"), (outputs, inputs // 32)),
-        }
+        found = super().pieces(outputs, inputs)
+        return found | {"data": found["data"]._replace(shape=(outputs, inputs // 32, 16))}
 
     def quantization_config(self, ignored: list[str]) -> dict[str, Any]:
         return {"quant_method": "mxfp4", "modules_to_not_convert": ignored}

@@ -18,6 +18,9 @@ from tokenyard.checkpoints.header import StoredTensor
 from tokenyard.experts.base import EXACT, ExpertWeights
 from tokenyard.formats import WeightFormat, weight_format
 
+# A scale that is an exponent of 8 bits: as bytes, or as the dtype that was made for it.
+E8M0 = ("U8", "F8_E8M0")
+
 
 class Piece(NamedTuple):
     """One tensor of a linear map on disk: the end of its name, its dtypes, and its shape (of one expert)."""
@@ -27,6 +30,14 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Stored(NamedTuple):
+    """A tensor `[N, D / columns]` of a linear map `[N, D]` on disk: the end of its name, and its dtypes."""
+
+    suffix: str
+    dtypes: tuple[str, ...]
+    columns: int
+
+
 class Layout(ABC):
     """How linear maps `[N, D]` lie in files. Subclasses are frozen dataclasses."""
 
@@ -34,8 +45,10 @@ class Layout(ABC):
     method: ClassVar[str]
     # The name of the weight format that holds the same numbers in memory.
     weights: str
-    # How the name of the tensor ends that holds the elements.
-    data: str = "weight"
+    # The tensors of a linear map, by the payload that each becomes.
+    tensors: ClassVar[Mapping[str, Stored]]
+    # Tensors that hold one number for a whole linear map, by the payload that each becomes.
+    numbers: ClassVar[Mapping[str, Piece]] = {}
     # Tensors that stand beside the weights and say nothing about them: scales of activations.
     beside: ClassVar[tuple[str, ...]] = ()
     # Payloads that the files do not have, because they are always this.
@@ -48,13 +61,22 @@ class Layout(ABC):
         """The weight format that holds the same numbers in memory."""
         return weight_format(self.weights)
 
-    @abstractmethod
+    @property
+    def data(self) -> str:
+        """How the name of the tensor ends that holds the elements."""
+        return self.tensors["data"].suffix
+
     def size(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """N and D of a linear map whose `data` has this shape on disk (of one expert)."""
+        return shape[0], self.tensors["data"].columns * shape[1]
 
-    @abstractmethod
     def pieces(self, outputs: int, inputs: int) -> dict[str, Piece]:
         """The tensors of a linear map `[N, D]`, by the payload that each becomes."""
+        matrices = {
+            payload: Piece(suffix, dtypes, (outputs, inputs // columns))
+            for payload, (suffix, dtypes, columns) in self.tensors.items()
+        }
+        return matrices | dict(self.numbers)
 
     @abstractmethod
     def declared(self, quantization: Mapping[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tokenyard.checkpoints.layout import Layout, Piece
+from tokenyard.checkpoints.layout import Layout, Piece, Stored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +19,11 @@ class ModelOptNvfp4(Layout):
 
     method = "ModelOpt"
     weights = "nvfp4"
+    tensors: ClassVar[Mapping[str, Stored]] = {
+        "data": Stored("weight", ("U8",), 2),
+        "scales": Stored("weight_scale", ("F8_E4M3",), 16),
+    }
+    numbers: ClassVar[Mapping[str, Piece]] = {"global_factor": Piece("weight_scale_2", ("F32",), ())}
     beside = ("input_scale",)
     constants: ClassVar[Mapping[str, float]] = {"global_scale": 1.0}
 
@@ -27,13 +32,3 @@ class ModelOptNvfp4(Layout):
         return str(quantization.get("quant_method", "")).startswith("modelopt") and (
             "NVFP4" in algorithm or algorithm in ("FP4", "MIXED_PRECISION")
         )
-
-    def size(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        return shape[0], 2 * shape[1]
-
-    def pieces(self, outputs: int, inputs: int) -> dict[str, Piece]:
-        return {
-            "data": Piece("weight", ("U8",), (outputs, inputs // 2)),
-            "scales": Piece("weight_scale", ("F8_E4M3",), (outputs, inputs // 16)),
-            "global_factor": Piece("weight_scale_2", ("F32",), ()),
-        }

@@ -33,7 +33,7 @@ class PlainLayout(Layout):
         return PLAIN_DTYPES[self.dtype]
 
     @property
-    def data(self) -> str:  # type: ignore[override]
+    def data(self) -> str:
         """`….gate_proj.weight`, but `….experts.gate_up_proj`."""
         return "" if self.fused else "weight"
 
