@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import json
 import os
@@ -26,8 +25,7 @@ from typing import Any
 import pytest
 import typer
 
-from docs.generate import SUPPORT_PAGES as SUPPORTED
-from docs.generate import figures
+from docs.generate import tables
 from tokenyard.cli.commands import app
 from tokenyard.exchange import EXCHANGES
 from tokenyard.experts import EXPERTS
@@ -36,7 +34,6 @@ from tokenyard.integrations.huggingface import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SUPPORT_PAGES = [ROOT / name for name in SUPPORTED]
 
 _FENCE = re.compile(
     r"^(?:<!-- not run: (?P<not_run>[^\n]+) -->\n)?```(?P<info>[^\n`]*)\n(?P<body>.*?)^```$",
@@ -285,20 +282,11 @@ def test_a_page_says_how_late_an_error_was(page):
     assert "within about two seconds of the" in (ROOT / page).read_text()
 
 
-@pytest.mark.parametrize("page", SUPPORT_PAGES, ids=name_of)
-def test_support_table_is_what_the_declarations_give(page, tmp_path):
-    support = importlib.import_module("tokenyard.lab.support")
-    copy = tmp_path / page.name
-    copy.write_text(page.read_text())
-    support.rewrite(copy)
-    assert copy.read_text() == page.read_text(), f"run: tokenyard support --write {name_of(page)}"
-
-
-@pytest.mark.parametrize("name", figures.PAGES)
-def test_figures_are_what_was_measured(name, tmp_path):
+@pytest.mark.parametrize("name", tables.PAGES)
+def test_tables_are_what_was_measured_declared_and_raised(name, tmp_path):
     copy = tmp_path / Path(name).name
     copy.write_text((ROOT / name).read_text())
-    assert not figures.rewrite(copy), "run: python -m docs.generate"
+    assert not tables.rewrite(copy), "run: python -m docs.generate"
 
 
 def test_contributing_names_every_room():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import tokenyard as ty
-from tokenyard.lab import error_table
-from tokenyard.lab.error_table import (
+from docs.generate import error_table
+from docs.generate.error_table import (
     EXAMPLES,
     classes_in_markdown,
     error_classes,

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from docs.generate import tables
 from tokenyard import EXCHANGES, EXPERTS, FORMATS, LayerSpec, SoftmaxRouter, draft
 from tokenyard.errors import InputError, PlanError
 from tokenyard.experts import ACTIVATIONS
-from tokenyard.lab.support import BLOCKS, NO, YES, marks, rewrite, support_tables, to_markdown
+from tokenyard.lab.support import NO, YES, marks, rewrite, support_tables, to_markdown
 
+ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = marks("support")
 SPEC = {"name": "moe", "hidden_size": 64, "intermediate_size": 32, "num_experts": 8, "top_k": 2}
 
@@ -81,17 +84,17 @@ for library in ("triton", "transformers", "torchao", "compressed_tensors", "matp
     sys.modules[library] = None  # importing it fails, and it is not to be found
 platform.machine = lambda: "aarch64"
 os.environ |= {"TOKENYARD_EXCHANGE": "one_sided", "TOKENYARD_PARANOID": "1", "TRITON_INTERPRET": "0"}
-from tokenyard.lab.support import BLOCKS
-print(json.dumps({name: make() for name, make in BLOCKS.items()}))
+from docs.generate.tables import TABLES
+print(json.dumps({name: make() for name, make in TABLES.items()}))
 """
 
 
 def test_tables_are_the_same_on_every_machine():
     """Without the libraries that are not required, on another CPU, and whatever the environment says."""
     command = [sys.executable, "-c", _ELSEWHERE]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {name: make() for name, make in BLOCKS.items()}
+    assert json.loads(done.stdout) == {name: make() for name, make in tables.TABLES.items()}
 
 
 def test_rewrite_touches_only_what_is_between_the_marks(tmp_path):
@@ -104,11 +107,11 @@ def test_rewrite_touches_only_what_is_between_the_marks(tmp_path):
 
 def test_a_page_gets_every_kind_of_tables_that_it_asks_for(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("\n".join(mark for name in BLOCKS for mark in marks(name)))
-    assert rewrite(page)
-    for make in BLOCKS.values():
+    page.write_text("\n".join(mark for name in tables.TABLES for mark in marks(name)))
+    assert tables.rewrite(page)
+    for make in tables.TABLES.values():
         assert make() in page.read_text()
-    assert not rewrite(page)
+    assert not tables.rewrite(page)
 
 
 @pytest.mark.parametrize("text", ["", BEGIN, f"{END}\n{BEGIN}", f"{BEGIN}{END}{BEGIN}{END}"])

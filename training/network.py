@@ -18,8 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
-
-from tokenyard.lab.shipped.vocabulary import END, PAD, tokenizer_config, tokenizer_json, vocabulary
+from training.vocabulary import END, PAD, tokenizer_config, tokenizer_json, vocabulary
 
 Parameters = dict[str, Tensor]
 

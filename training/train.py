@@ -1,9 +1,9 @@
 """Train the model that ships with tokenyard, in minutes on one GPU.
 
-    PYTHONPATH=src python3 training/train.py --seconds 165 --out model --log train.jsonl
+    PYTHONPATH=src:. python3 -m training.train --seconds 165 --out model --log train.jsonl
 
 Worker processes make fresh problems without end, so no problem is seen twice (but for chance), and none that is
-held out is ever seen (`tokenyard.lab.shipped.problems`). The loss counts the solution only. Experts see their rows with
+held out is ever seen (`training.problems`). The loss counts the solution only. Experts see their rows with
 noise of up to 10% of a row's size: a model that is to run on coarse wires should not hang on the last bits of a row.
 The learning rate follows the clock (or, with `--steps`, the steps): it reaches zero when the time is over.
 """
@@ -25,12 +25,11 @@ from queue import Full
 
 import numpy as np
 import torch
-from network import Parameters, Shape, forward, generate, initialize, save
 from torch import Tensor
 from torch.nn import functional
-
-from tokenyard.lab.shipped.problems import held_out, read_answer, stream
-from tokenyard.lab.shipped.vocabulary import END, PAD, encode, vocabulary
+from training.network import Parameters, Shape, forward, generate, initialize, save
+from training.problems import held_out, read_answer, stream
+from training.vocabulary import END, PAD, encode, vocabulary
 
 Batch = tuple["np.ndarray", "np.ndarray"]
 MOST_WRITTEN = 128

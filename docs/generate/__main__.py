@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from docs.generate import SUPPORT_PAGES, figures, reference
+from docs.generate import reference, tables
 from docs.generate.pictures import pictures
-from tokenyard.lab.support import rewrite
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> None:
     """Write everything."""
-    changed = [name for name in SUPPORT_PAGES if rewrite(ROOT / name)]
-    changed += [name for name in figures.PAGES if figures.rewrite(ROOT / name)]
+    changed = [name for name in tables.PAGES if tables.rewrite(ROOT / name)]
     for path, text in (reference.pages() | pictures()).items():
         if not path.exists() or path.read_text() != text:
             path.parent.mkdir(exist_ok=True)

@@ -1,6 +1,6 @@
 """Tables of measurements, from the files under `bench/results`.
 
-Each table stands between marks on its page (`PAGES`). Nobody copies a figure by hand, and a test compares.
+Each table stands between marks on its page (`tables.PAGES`).
 """
 
 from __future__ import annotations
@@ -13,25 +13,11 @@ from pathlib import Path
 from tokenyard.lab.bench.records import Document, Record, Spread
 from tokenyard.lab.bench.shapes import CASES, MODELS
 from tokenyard.lab.markdown import markdown_table
-from tokenyard.lab.support import between_marks
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "docs/figures.md")
-
 _SHARES = ("experts-deepseek-fp8-h200", "experts-deepseek-h200")
 _ONE_LAUNCH = "one for all ranks"
 _STATIC_NVFP4 = "nvfp4(global_scale=448.0)"
-
-
-def rewrite(page: Path) -> bool:
-    """Renew the tables of a page; whether anything changed."""
-    text = written = page.read_text()
-    for name, make in TABLES.items():
-        if f"<!-- {name}:begin -->" in text:
-            written = between_marks(page, written, name, make())
-    if written != text:
-        page.write_text(written)
-    return written != text
 
 
 def _summary() -> str:
@@ -144,7 +130,7 @@ def _cpu_table() -> str:
     return markdown_table(("", "ours", "peer", "floor"), lines)
 
 
-TABLES: dict[str, Callable[[], str]] = {
+FIGURES: dict[str, Callable[[], str]] = {
     "figures": _summary,
     "dispatch-gpu": _dispatch_table,
     "experts-gpu": _experts_table,

@@ -47,7 +47,7 @@ class TokenyardError(Exception):
     layer: str | None  # the layer, if it is known
     rank: int | None  # the rank that raised, if it is known
 
-    # When errors of this class are raised: a row of the tables that `tokenyard.lab.error_table` makes.
+    # When errors of this class are raised: a row of the tables in the guide of errors.
     when: ClassVar[str]
     # Changes that were tried and fit, where the error knows some.
     alternatives: tuple[Alternative, ...] = ()

@@ -3,8 +3,7 @@
 import json
 
 import torch
-
-from tokenyard.lab.shipped.vocabulary import END, PAD, tokenizer_config, tokenizer_json, vocabulary
+from training.vocabulary import END, PAD, tokenizer_config, tokenizer_json, vocabulary
 
 
 def save_random_model(folder):

@@ -8,6 +8,9 @@ import torch
 
 pytest.importorskip("transformers")
 
+from training.problems import held_out
+from training.vocabulary import tokenizer_config, tokenizer_json
+
 from tokenyard.exchange import EXCHANGES, TwoSidedExchange
 from tokenyard.lab.evaluation.cells import PROBES
 from tokenyard.lab.evaluation.decoding import answer, pad_left
@@ -16,8 +19,6 @@ from tokenyard.lab.evaluation.questions import Question, held_out_questions, is_
 from tokenyard.lab.evaluation.ranks import StartedRanks
 from tokenyard.lab.evaluation.table import Evaluation
 from tokenyard.lab.shipped import shipped_model
-from tokenyard.lab.shipped.problems import held_out
-from tokenyard.lab.shipped.vocabulary import tokenizer_config, tokenizer_json
 from tokenyard.rows import CombinedRows
 
 CPU = torch.device("cpu")

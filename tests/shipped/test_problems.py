@@ -4,10 +4,22 @@ import re
 from itertools import islice
 
 import pytest
+from training.arithmetic import LARGEST, result, step
+from training.problems import (
+    MOST_STEPS,
+    SHIPPED,
+    held_out,
+    is_held_out,
+    read_answer,
+    shipped_lines,
+    skeleton,
+    stream,
+)
+from training.stories import EVENTS, MEN, OPENINGS, QUESTIONS, THINGS, WOMEN
 
-from tokenyard.lab.shipped.arithmetic import LARGEST, result, step
-from tokenyard.lab.shipped.problems import MOST_STEPS, held_out, is_held_out, read_answer, skeleton, stream
-from tokenyard.lab.shipped.stories import EVENTS, MEN, OPENINGS, QUESTIONS, THINGS, WOMEN
+from tokenyard.errors import InputError
+from tokenyard.lab.evaluation.questions import held_out_questions
+from tokenyard.lab.shipped import held_out_problems
 
 HELD_OUT = held_out(2000)
 TRAINING = list(islice(stream("training", seed=3), 6000))
@@ -79,3 +91,10 @@ def test_every_sentence_is_told():
             place="shop", n=5, m=5,
         )  # fmt: skip
         assert skeleton(filled) in told
+
+
+def test_the_file_that_ships_has_the_held_out_problems():
+    assert held_out_problems().read_text().splitlines() == shipped_lines()
+    assert len(held_out_questions(SHIPPED)) == SHIPPED == 2000
+    with pytest.raises(InputError, match="2001 word problems; expected at most 2000"):
+        held_out_questions(SHIPPED + 1)

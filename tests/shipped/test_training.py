@@ -2,28 +2,19 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-from tokenyard.lab.shipped.problems import held_out
-from tokenyard.lab.shipped.vocabulary import END, PAD, encode, vocabulary
-
-TRAINING = Path(__file__).resolve().parents[2] / "training"
+from training.problems import held_out
+from training.vocabulary import END, PAD, encode, vocabulary
 
 
 @pytest.fixture(scope="module")
 def scripts():
-    """The modules `network` and `train`, as the script imports them."""
-    sys.path.insert(0, str(TRAINING))
-    try:
-        import network
-        import train
+    """The modules of the script."""
+    from training import network, train
 
-        yield network, train
-    finally:
-        sys.path.remove(str(TRAINING))
+    return network, train
 
 
 @pytest.fixture(scope="module")

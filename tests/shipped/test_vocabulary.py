@@ -4,18 +4,18 @@ import json
 from itertools import islice
 
 import pytest
-
-from tokenyard.lab.shipped.problems import held_out, stream
-from tokenyard.lab.shipped.vocabulary import (
+from training.problems import held_out, stream
+from training.vocabulary import (
     END,
     PAD,
     UNKNOWN,
     encode,
     tokenizer_config,
     tokenizer_json,
-    unknown_words,
     vocabulary,
 )
+
+from tokenyard.lab.shipped import unknown_words
 
 PROBLEMS = [*held_out(100), *islice(stream("training", seed=5), 1000)]
 

@@ -171,7 +171,7 @@ def _check_prompts(prompts: Sequence[str]) -> None:
 
 
 def _warn_of_unknown_words(prompts: Sequence[str]) -> None:
-    from tokenyard.lab.shipped.vocabulary import unknown_words
+    from tokenyard.lab.shipped import unknown_words
 
     unknown = [word for text in prompts for word in unknown_words(text)]
     if unknown:

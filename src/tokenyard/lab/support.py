@@ -4,10 +4,9 @@ Exchanges, formats and experts publish what they can carry (`supports`). The pla
 and so do the tables here: a combination cannot be supported in the documentation and refused by a plan. The
 tables are generated, never written:
 
-    tokenyard support --write docs/support.md docs/guide/errors.md
+    tokenyard support --write docs/support.md
 
-puts them between `<!-- support:begin -->` and `<!-- support:end -->`, and a test compares. The tables of errors
-(`tokenyard.lab.error_table`) are written in the same way, between marks of their own.
+puts them between `<!-- support:begin -->` and `<!-- support:end -->`, and a test compares.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from tokenyard.formats import FORMATS, WEIGHT_FORMATS, Format, for_dtype, weight
 from tokenyard.formats import get as formats_get
 from tokenyard.formats.base import ROW_DTYPES, dtype_name
 from tokenyard.integrations.huggingface import FAMILIES, layers_from_config
-from tokenyard.lab.error_table import classes_in_markdown, troubles_in_markdown
 from tokenyard.lab.markdown import markdown_table
 from tokenyard.routing import PLACEMENTS, ROUTERS, Placement
 
@@ -82,14 +80,6 @@ def to_markdown() -> str:
     return "\n\n".join(table.to_markdown() for table in support_tables())
 
 
-# What stands between the marks of each name.
-BLOCKS: dict[str, Callable[[], str]] = {
-    "support": to_markdown,
-    "troubles": troubles_in_markdown,
-    "error-classes": classes_in_markdown,
-}
-
-
 def rewrite(path: str | Path) -> bool:
     """Put the tables between their marks in a Markdown file; say whether that changed the file."""
     path = Path(path)
@@ -99,11 +89,7 @@ def rewrite(path: str | Path) -> bool:
         raise InputError(
             f"{path} cannot be read ({error})", expected="a Markdown file", fix="check the path"
         ) from error
-    # A page that asks for nothing forgot the marks of the first kind.
-    names = [name for name in BLOCKS if any(mark in text for mark in marks(name))] or list(BLOCKS)[:1]
-    written = text
-    for name in names:
-        written = between_marks(path, written, name, BLOCKS[name]())
+    written = between_marks(path, text, "support", to_markdown())
     if written == text:
         return False
     try:

@@ -40,7 +40,6 @@ from tokenyard.lab.bench.shapes import BESIDE, PEERS, TARGETS, WITHIN, Case, Cel
 from tokenyard.rows import CombineBuffer, ExpertRows, LocalRoutes, ReceivedRows
 
 ROUNDS = 15
-HOST_ROUNDS = 7
 # Batches of a graph; where one has many rows, a few will do.
 ROTATION = 8
 MANY_PAIRS = 4096

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tokenyard.errors import InputError
-from tokenyard.lab.shipped.problems import held_out
+from tokenyard.lab.shipped import held_out_problems
 
 _MARK = re.compile(r"answer\s*:?|####", re.IGNORECASE)
 
@@ -35,7 +35,14 @@ def held_out_questions(count: int) -> list[Question]:
     >>> held_out_questions(1)[0].answer
     '42'
     """
-    return [Question(problem.question, str(problem.answer)) for problem in held_out(count)]
+    found = read_questions(held_out_problems(), count)
+    if len(found) < count:
+        raise InputError(
+            f"{count} word problems",
+            expected=f"at most {len(found)}: so many are shipped",
+            fix="ask for fewer --problems, or bring questions of your own with --data",
+        )
+    return found
 
 
 def read_questions(path: Path, count: int | None = None) -> list[Question]:

@@ -1,12 +1,17 @@
 """The model that ships with tokenyard: a small Qwen3-MoE that solves arithmetic word problems, step by step.
 
-`problems` makes the problems, `stories` and `arithmetic` are what they are made of, `vocabulary` is what the model
-reads and writes. The checkpoint lies in `model/`; `training/` in the repository says how it came to be.
+The checkpoint lies in `model/`, and beside it the problems that it has never seen: `held_out.jsonl`. `training/` in the
+repository says how both came to be.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
+
+# A word, a digit, or a sign. Capitals do not matter.
+_TOKEN = r"[a-z]+|[0-9]|[^a-z0-9\s]"
 
 
 def shipped_model() -> Path:
@@ -16,3 +21,23 @@ def shipped_model() -> Path:
     'model'
     """
     return Path(__file__).parent / "model"
+
+
+def held_out_problems() -> Path:
+    """The file of problems that the model was not trained on, one a line with its `prompt` and `answer`.
+
+    >>> held_out_problems().name
+    'held_out.jsonl'
+    """
+    return Path(__file__).parent / "held_out.jsonl"
+
+
+def unknown_words(text: str) -> list[str]:
+    """The words of a text that the model has never seen.
+
+    >>> unknown_words("Mia has 3 submarines.")
+    ['submarines']
+    """
+    tokenizer = json.loads((shipped_model() / "tokenizer.json").read_text(encoding="utf-8"))
+    known = tokenizer["model"]["vocab"]
+    return sorted({token for token in re.findall(_TOKEN, text.lower()) if token not in known})

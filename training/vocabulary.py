@@ -9,9 +9,9 @@ import re
 from functools import cache
 from typing import Any
 
-from tokenyard.lab.shipped.arithmetic import DIVIDED, MINUS, PLUS, TIMES
-from tokenyard.lab.shipped.problems import ANSWER
-from tokenyard.lab.shipped.stories import BOXES, EVENTS, MEN, OPENINGS, PLACES, QUESTIONS, THINGS, WOMEN
+from training.arithmetic import DIVIDED, MINUS, PLUS, TIMES
+from training.problems import ANSWER
+from training.stories import BOXES, EVENTS, MEN, OPENINGS, PLACES, QUESTIONS, THINGS, WOMEN
 
 PAD, END, UNKNOWN = "<pad>", "<end>", "<unknown>"
 # A word, a digit, or a sign. Capitals do not matter.
@@ -46,15 +46,6 @@ def encode(text: str) -> list[int]:
     """The ids of a text's tokens."""
     known = vocabulary()
     return [known.get(token, known[UNKNOWN]) for token in split(text)]
-
-
-def unknown_words(text: str) -> list[str]:
-    """The words of a text that the model has never seen.
-
-    >>> unknown_words("Mia has 3 submarines.")
-    ['submarines']
-    """
-    return sorted({token for token in split(text) if token not in vocabulary()})
 
 
 def tokenizer_json() -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenyard.lab.shipped.arithmetic import DIVIDED, MINUS, PLUS, TIMES
+from training.arithmetic import DIVIDED, MINUS, PLUS, TIMES
 
 WOMEN = ("Mia", "Ada", "Lena", "Zoe", "Ines", "Nora", "Ruth", "Yuki", "Amara", "Priya", "Sofia", "Hana")
 MEN = ("Tom", "Ben", "Omar", "Luis", "Ivan", "Noah", "Kofi", "Raj", "Emil", "Hugo", "Mateo", "Jonas")
@@ -36,14 +36,6 @@ class Sentence:
 
     text: str
     steps: tuple[tuple[str, str, str], ...] = ()
-
-    @property
-    def has_n(self) -> bool:
-        return "{n}" in self.text
-
-    @property
-    def has_m(self) -> bool:
-        return "{m}" in self.text
 
 
 _ADD = (("pile", PLUS, "n"),)

@@ -7,11 +7,16 @@ four steps, worked out digit by digit (`arithmetic`). Everything follows from a 
 and what is left of a problem is its skeleton: the sequence of its sentences. A hash of the skeleton says on which
 side the problem is: one skeleton in sixteen is held out, and no training problem has it, with whatever numbers, names
 and things. So the held-out problems are not only new, they are told in a way that the model has never seen.
+
+    python3 -m training.problems > src/tokenyard/lab/shipped/held_out.jsonl
+
+writes those that ship.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 import re
 from collections.abc import Iterator
@@ -19,8 +24,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from tokenyard.lab.shipped.arithmetic import DIVIDED, LARGEST, result, step
-from tokenyard.lab.shipped.stories import (
+from training.arithmetic import DIVIDED, LARGEST, result, step
+from training.stories import (
     BOXES,
     EVENTS,
     MEN,
@@ -35,6 +40,7 @@ from tokenyard.lab.shipped.stories import (
 Split = Literal["training", "held_out"]
 
 HELD_OUT_SEED = 20_260
+SHIPPED = 2000  # held-out problems
 FEWEST_STEPS, MOST_STEPS = 2, 4
 MOST_EVENTS = 3
 # One of so many skeletons is held out.
@@ -192,3 +198,12 @@ def _draw_number(rng: random.Random) -> int:
     """Small numbers as often as large ones: one, two or three digits."""
     digits = rng.choices((1, 2, 3), (2, 4, 3))[0]
     return rng.randint(max(2, 10 ** (digits - 1)), 10**digits - 1)
+
+
+def shipped_lines() -> list[str]:
+    """The lines of the file of held-out problems that ships."""
+    return [json.dumps({"prompt": p.question, "answer": str(p.answer)}) for p in held_out(SHIPPED)]
+
+
+if __name__ == "__main__":
+    print("\n".join(shipped_lines()))

@@ -1,7 +1,7 @@
 """What can go wrong, and what one sees then: a row for every error class, with a message that was really raised.
 
 A class says in `when` what went wrong; `EXAMPLES` has a call that goes wrong in just that way. The texts of the
-guide are made of both (`tokenyard support --write`), so that they cannot tell of an error that is gone, or
+guide are made of both (`python -m docs.generate`), so that they cannot tell of an error that is gone, or
 of a message that nobody ever sees. They are the same on every machine: settings in the environment do not count, and
 a time that was waited is written as zero.
 """
