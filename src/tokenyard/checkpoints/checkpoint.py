@@ -24,8 +24,8 @@ from tokenyard.experts.base import ExpertWeights
 class Checkpoint:
     """The weights of a model on disk. Made by `open_checkpoint`.
 
-    `layers` are its MoE layers, `shared` everything that is no expert's, as headers have it. Nothing of a tensor
-    is read before it is asked for.
+    `layers` are its MoE layers, `shared` all tensors that do not belong to experts. Only headers are read, until a
+    tensor is asked for.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Checkpoint:
                 self._by_name.setdefault(alias, layer)
         self._by_name |= {layer.name: layer for layer in self.layers}
         prefixes = tuple(f"{layer.name}.experts." for layer in self.layers)
-        # what is no expert's, by name
+        # the tensors that do not belong to experts, by name
         self.shared: dict[str, StoredTensor] = {
             name: tensor for name, tensor in files.tensors.items() if not name.startswith(prefixes)
         }
@@ -64,7 +64,7 @@ class Checkpoint:
 
     @property
     def shared_nbytes(self) -> int:
-        """Bytes of what is no expert's: what every rank holds."""
+        """Bytes of the tensors that do not belong to experts: every rank holds them."""
         return sum(tensor.nbytes for tensor in self.shared.values())
 
     @property
@@ -88,7 +88,7 @@ class Checkpoint:
         return found
 
     def reading(self, layer: str | int, experts: Iterable[int] | None = None) -> ExpertReading:
-        """The reading of some experts, to be done in steps: scales, then the rest."""
+        """A reader of some experts, which works in steps: scales, then the rest."""
         found = self.layer(layer)
         chosen = range(found.num_experts) if experts is None else experts
         return ExpertReading(self._files, found, list(chosen))
@@ -96,7 +96,7 @@ class Checkpoint:
     def experts(self, layer: str | int, experts: Iterable[int] | None = None) -> ExpertWeights:
         """The weights of some experts of a layer, by global id, in this order; without ids, of all.
 
-        Nobody else's bytes are read. Quantized weights stay quantized.
+        The bytes of other experts are not read. Quantized weights stay quantized.
         """
         return self.reading(layer, experts).finish()
 
@@ -161,7 +161,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
                 file=path,
             )
     except CheckpointError as error:
-        # A family that is not known may call its tensors, and write down its sizes, in ways of its own.
+        # An unknown family may name its tensors, and write its sizes, in other ways.
         text = text_config(values)
         family = text.get("model_type")
         if not isinstance(family, str) or family in FAMILIES:

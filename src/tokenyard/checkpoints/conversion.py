@@ -2,13 +2,13 @@
 
     read one expert ── quantize ── spell it in the target's layout ── write it to its place
 
-Experts go through side by side, one for each of torch's threads, and no more are in memory. Only the matrices of
+Experts are converted in parallel, one for each of torch's threads, and no more are in memory. Only the matrices of
 routed experts are quantized: attention, routers, shared experts, embeddings and biases are copied, byte for byte, and
 the config lists them as ignored. An expert's gate and up are quantized as the one matrix that they are here, so that
 what is read back is, bit for bit, what `ExpertWeights.quantize` makes in memory (and nvfp4's gate and up have one
 global scale, as fused kernels want).
 
-The result stands in a folder of its own until it is whole, and gets its name at the end.
+The result is written into a temporary folder, which is renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertedLayer:
-    """What became of one layer's experts."""
+    """The figures of one converted layer."""
 
     name: str  # the name of the layer
     num_experts: int  # E, the number of experts
@@ -166,7 +166,7 @@ def _target(checkpoint: Checkpoint, layer: CheckpointLayer, weights: str) -> Lay
 
 
 def _layouts(layer: CheckpointLayer) -> dict[str, Layout]:
-    """Where gate and up take turns, gpt-oss's own layout is the only one that says so."""
+    """The layouts that can hold a layer: only gpt-oss's has gate and up rows interleaved."""
     return {"mxfp4": GptOssMxfp4()} if layer.interleaved else TARGETS
 
 
@@ -178,13 +178,13 @@ def _reason(layer: CheckpointLayer, weights: str) -> str | None:
 
 
 def _projections(layer: CheckpointLayer, layout: Layout) -> Projections:
-    """How projections are called: as before; one by one what was fused, unless the target fuses, too."""
+    """The names of the projections: as before, but fused ones are separated unless the target fuses them, too."""
     fused = layer.projections.w13 == ("gate_up_proj",)
     return PROJECTIONS[0] if fused and not layout.fused else layer.projections
 
 
 def _check_all_plain(checkpoint: Checkpoint) -> None:
-    """Raise where what is no expert's is quantized: a config has room for one way, and would lose the other."""
+    """Raise where other tensors than experts are quantized: a config describes only one way of quantizing."""
     config = checkpoint.model
     if config.quantization:
         raise CheckpointError(
@@ -249,7 +249,7 @@ def _entries(checkpoint: Checkpoint, layouts: Mapping[str, Layout]) -> Iterator[
 
 
 def _blank(checkpoint: Checkpoint, layer: CheckpointLayer, layout: Layout) -> dict[str, dict[str, Tensor]]:
-    """One expert's tensors without memory: what they will look like."""
+    """One expert's tensors on the meta device: their dtypes and shapes."""
     wide, H, I = layer.w13_outputs, layer.hidden_size, layer.intermediate_size  # noqa: E741
     blank: dict[str, Tensor | QuantizedMatrix] = {}
     for matrix, shape in (("w13", (1, wide, H)), ("w2", (1, H, I))):
@@ -323,7 +323,7 @@ def _convert_layer(
     def convert_one(expert: int) -> None:
         if failed:
             return
-        # An error is kept until all threads have stopped: what they write to is then cleared away.
+        # An error is kept until all threads have stopped, because the folder that they write to is removed then.
         try:
             done[expert] = _convert_expert(checkpoint, layer, layout, expert, writer)
         except Exception as error:
@@ -390,7 +390,7 @@ def _check_numbers(checkpoint: Checkpoint, layer: CheckpointLayer, expert: int, 
 
 
 def _write_config(checkpoint: Checkpoint, layouts: Mapping[str, Layout], folder: Path) -> None:
-    """The config, with what was done in it, and everything else that belongs to the model."""
+    """Write the config with the new quantization, and copy the other files of the model."""
     modules = {
         name.removesuffix(".weight")
         for name, tensor in checkpoint.shared.items()

@@ -4,7 +4,7 @@ A linear map [N, D] is `weight` e4m3[N, D] and `weight_scale_inv` [⌈N/128⌉, 
 *multiplied* with. DeepSeek stores it as float32, Qwen as bf16, which float32 holds exactly.
 
 Gate and up become one matrix, whose blocks are counted from its first row. In the models that use this layout a gate
-is a whole number of blocks, and nothing more is to be said. Otherwise a block may hold rows of both, and has one scale:
+is a whole number of blocks, and this is enough. Otherwise a block may hold rows of both, and has one scale:
 from the gate's last block on, all blocks of an expert must have the same scale (for each 128 inputs). What is written
 here is quantized so; e4m3 has its own exponents, so that it costs next to nothing. A file whose scales differ there
 cannot be held exactly, and is refused.
@@ -45,7 +45,7 @@ class DeepSeekFp8(Layout):
         )
 
     def inner(self, quantization: Mapping[str, Any]) -> str:
-        """Activations that are quantized as they come: so are those between the products, and by what scales."""
+        """A dynamic scheme quantizes activations, also those between the products, with scales of this kind."""
         if quantization.get("activation_scheme") != "dynamic":
             return EXACT
         return str(Fp8Block128(power_of_two_scales=quantization.get("scale_fmt") == "ue8m0"))

@@ -2,7 +2,7 @@
 
 A `Family` says under which key a `config.json` keeps its number of experts, which of its layers are MoE, how
 it routes and what a missing key means; `FAMILIES` holds one for each `model_type`. Defaults are those of the
-family's config class in transformers, and a test holds the two against each other. `Config` reads values by
+family's config class in transformers, and a test compares the two. `Config` reads values by
 key, with the type that they must have, and its errors name the key, the file and the family.
 
 Whatever reads a config refuses a family that is not here with `unknown_family`, and a formula that is not here with
@@ -21,7 +21,7 @@ from tokenyard.errors import CheckpointError, InputError, UnknownName, shown
 from tokenyard.experts import ACTIVATIONS, Activation
 from tokenyard.routing import GroupedSigmoidRouter, Router, SoftmaxRouter, TopLogitsRouter
 
-# No size of a model is larger; a file with a slip of the keyboard must not fill the memory.
+# No size of a model is larger; a file with a typing error must not fill the memory.
 _LARGEST = 2**31 - 1
 
 # What `hidden_act` says of the gate of an expert. All families here multiply it by the up projection.

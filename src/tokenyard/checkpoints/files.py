@@ -36,14 +36,14 @@ from tokenyard.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 
-# Bytes before and behind what is read, at most, that Linux may bring into memory with it.
+# Bytes before and behind a read that Linux may bring into memory with it, at most.
 _COME_ALONG = 2 << 20
 _ONE_OF_SEVERAL = re.compile(r"(?P<name>.*-)(?P<number>\d+)-of-(?P<total>\d+)\.safetensors")
 
 
 @dataclass
 class _Map:
-    """A file in memory. What was read goes back to the system, so that it does not count as this process's."""
+    """A memory map of a file. Pages that were read are given back, so that they do not count as this process's."""
 
     pages: mmap.mmap
     readers: int = 0
@@ -51,7 +51,7 @@ class _Map:
     last: int = 0
 
     def give_back(self, first: int, last: int) -> None:
-        """A reader has done with some bytes: its own pages go, and after the last reader those that came along."""
+        """A reader is done with some bytes: give its pages back; the last reader gives back their neighbors, too."""
         self._forget(-(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE)
         self.readers -= 1
         self.first, self.last = min(self.first, first), max(self.last, last)
@@ -247,7 +247,7 @@ def _check_numbering(folder: Path, files: list[Path]) -> None:
         if match is None:
             continue
         digits = len(match["number"])
-        # A wrong total must not keep anybody busy: there are as many files as there are.
+        # Not up to the total, which may be wrong by billions: there are only so many files.
         for number in range(1, min(int(match["total"]), len(files) + 1) + 1):
             name = f"{match['name']}{number:0{digits}}-of-{match['total']}.safetensors"
             if not (folder / name).is_file():

@@ -5,7 +5,7 @@
 A header is all that is needed to know what a checkpoint holds, and it is checked before anything else is read:
 its length against the file's, every tensor's bytes against its shape and dtype, and all of them against the
 end of the file, without gap or overlap. So a file that was cut off, or is of another kind, is refused by name
-after reading a few kilobytes, and nobody allocates what a broken number says.
+after reading a few kilobytes, and nothing is allocated by a damaged number.
 
 Why not the library `safetensors`, which tests compare this with: its errors name neither the tensor nor the bytes that
 are wrong ("invalid shape, data type, or offset for tensor"); it reads a tensor into memory of its own, where here an

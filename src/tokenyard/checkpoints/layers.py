@@ -21,7 +21,7 @@ from tokenyard.checkpoints.plain import PLAIN_DTYPES, PLAIN_LAYOUTS, PlainLayout
 from tokenyard.errors import CheckpointError
 from tokenyard.experts.base import EXACT
 
-# More than any layer has; a config with a slip of the keyboard must not keep anybody busy.
+# More than any layer has; a config with a typing error must not keep this busy for hours.
 _MOST_EXPERTS = 65536
 
 QUANTIZED_LAYOUTS: tuple[Layout, ...] = (*COMPRESSED_LAYOUTS, ModelOptNvfp4(), GptOssMxfp4(), DeepSeekFp8())
@@ -200,7 +200,7 @@ def _recognize(found: FoundLayer, projections: Projections, config: ModelConfig)
 
 
 def _fits(found: FoundLayer, projections: Projections, layout: PlainLayout) -> bool:
-    """Whether w13 and w2 lie the way round that a layout of all experts in one tensor says."""
+    """Whether w13 and w2 have the orientation that a layout of all experts in one tensor says."""
     if not layout.fused:
         return True
     first, last = (found.tensors.get((None, name, "")) for name in (projections.w13[0], projections.w2))
@@ -317,7 +317,7 @@ def _check(
 
 
 def _check_nothing_else(found: FoundLayer, layer: CheckpointLayer) -> None:
-    """Raise where a tensor stands beside the weights that nobody would read."""
+    """Raise where there is a tensor beside the weights that would not be read."""
     known = {piece.suffix for piece in layer.layout.pieces(1, 1).values()} | {"bias", *layer.layout.beside}
     for (expert, _, suffix), tensor in found.tensors.items():
         if suffix not in known or (expert is None) != layer.layout.fused:

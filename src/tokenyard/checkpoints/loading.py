@@ -1,4 +1,4 @@
-"""Loading on all ranks of a group: each its own experts, and all of them, or none, go on.
+"""Loading on all ranks of a group: each rank reads its own experts, and if one fails, all raise.
 
 A file that is damaged on one host, or a folder that one rank was given wrongly, would otherwise leave the other
 ranks waiting in the first exchange, with their memory full. Here ranks compare notes before each step that is

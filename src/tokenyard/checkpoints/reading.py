@@ -22,7 +22,7 @@ from tokenyard.formats import QuantizedMatrix
 
 
 class ExpertReading:
-    """The reading of some experts of one layer: `check_scales`, then `finish`."""
+    """Reads some experts of one layer: `check_scales`, then `finish`."""
 
     def __init__(self, files: TensorFiles, layer: CheckpointLayer, experts: Sequence[int]) -> None:
         self._files, self._layer = files, layer
@@ -52,7 +52,7 @@ class ExpertReading:
         return len(self._experts), sum(outputs for outputs, _ in sizes), sizes[0][1]
 
     def check_scales(self) -> None:
-        """Read all that is small: scales. Raises if one is no number."""
+        """Read the scales, which are small. Raises if one is not a number."""
         self._payloads = {matrix: {} for matrix in self._matrices}
         format = self._layer.layout.format
         for matrix, held in self._payloads.items():
@@ -108,7 +108,7 @@ class ExpertReading:
         return out
 
     def _apart(self, name: str, expert: int, outputs: int) -> CheckpointError:
-        """Scales of gate and up that would have to be the same."""
+        """The error for scales of gate and up that would have to be the same."""
         file = self._files.tensors[name].file
         return CheckpointError(
             f"{file.name}: tensor {name!r}: gate and up of expert {expert} have {outputs} rows each and different "

@@ -1,7 +1,7 @@
 """Writing safetensors files whose tensors come one after the other, in any order, and never all at once.
 
-What will be written is said first (`Entry`); headers and file sizes follow from that. Then each tensor, or an
-expert's share of one, is written to its place. Memory holds what is being written and nothing else.
+The tensors that will be written are listed first (`Entry`); headers and file sizes follow from the list. Then each
+tensor, or an expert's share of one, is written to its place. Memory holds what is being written and nothing else.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class CheckpointWriter:
         place = self._places[name]
         begin = place.begin + (0 if index is None else index * (place.entry.nbytes // place.entry.shape[0]))
         with self._lock:
-            if self._closed:  # a thread that had not heard that all is off
+            if self._closed:  # another thread has abandoned the files
                 return
             if place.file not in self._descriptors:
                 self._descriptors[place.file] = os.open(place.file, os.O_WRONLY)

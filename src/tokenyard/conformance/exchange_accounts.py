@@ -1,7 +1,8 @@
 """What an exchange declares and counts, compared with what happened: counters, bytes, memory, capabilities.
 
 What must have happened is known from the batches, which every rank draws. What passes through the group is metered
-beside the exchange (`Meter`). An exchange that has ways of its own is held to what rows take at least and at most.
+beside the exchange (`Meter`). Without rows in the
+group, bytes must be in the range that the rows take.
 """
 
 from __future__ import annotations

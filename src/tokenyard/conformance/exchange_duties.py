@@ -1,4 +1,4 @@
-"""What every exchange owes beyond one good round trip: other layers and plans, many rounds, handles."""
+"""What every exchange must do beyond one good round trip: other layers and plans, many rounds, handles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every exchange owes when a rank fails: all ranks raise, in the same call, and the next round is right again."""
+"""What every exchange must do when a rank fails: all ranks raise, in the same call, and the next round is right."""
 
 from __future__ import annotations
 

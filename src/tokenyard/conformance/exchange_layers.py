@@ -1,4 +1,4 @@
-"""Layers of a plan under test: every call brings new rows, and its result has one right set of bits, the twin's.
+"""Layers of a plan under test: every call has new rows, and its result must have the bits of the twin.
 
 The layers compute with the reference experts, whose rows do not depend on each other.
 """

@@ -1,12 +1,11 @@
-"""What every exchange owes after a rank was lost: no call of the plan gives a result, until it goes on without it.
+"""What every exchange must do after a rank was lost: no call gives a result, until the plan goes on without the rank.
 
 A rank that is late by more than the deadline may still answer. Its rows of one batch must never be taken for its rows
 of the next. So the ranks here go on calling: some at once, some when the late one has come. A result that is returned
 must be right, and after `PeerLost` none may be returned.
 
 Each check has a group of its own, of all ranks, with a short deadline: the group of the other checks is not harmed.
-They run where rows are on CPUs. Kernels keep the deadline with which their plan was made, and there the plan is
-made with more patience than a loss is waited for.
+They run on CPUs only: on a GPU kernels keep the deadline of their plan, which is longer than these checks wait.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from tokenyard.rows import ReceivedRows
 DEADLINE = 0.4
 BEYOND = 0.3  # that a rank is late, beyond the deadline
 LATENESS = DEADLINE + BEYOND
-PATIENCE = 20.0  # for what is not on trial
+PATIENCE = 20.0  # for steps that are not under test
 _CALLS = 1000  # of ranks that wait for one of them to be stopped; each takes milliseconds
 
 

@@ -24,7 +24,9 @@ class Meter:
 
     def __enter__(self) -> Self:
         for name in ("all_to_all_rows", "all_gather_rows", "share_memory"):
-            setattr(self.group, name, getattr(self, f"_{name}"))  # of this object, in front of its class's
+            setattr(
+                self.group, name, getattr(self, f"_{name}")
+            )  # set on this object, so that they hide the methods of its class
         return self
 
     def __exit__(

@@ -4,8 +4,8 @@ A launch costs more than a case, so ranks are started once for many jobs. After 
 its number. As long as they do, a failure is one job's failure. Ranks that do not meet have left the job at different
 places: the group is broken, and the jobs that are left get a new one.
 
-Each rank keeps a diary, a file with a line per job: what it found, and that all have met. A rank may die without a
-word (a collective library that is called out of step ends the process), and its diary still says how far it came.
+Each rank writes a log, a file with a line per job: what it found, and that all ranks have met. A rank may die without
+a report (a collective library that is called out of step ends the process), and its log still says how far it came.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class _Entry:
-    """One rank's word on one job."""
+    """What one rank reports of one job."""
 
     finding: str | None = None
     # 0: a finding; 1: an error that was not expected; 2: an error of the group, mostly of what another rank did.
@@ -91,13 +91,13 @@ def run_on_ranks(
                 launch(world, _run_jobs, fn, rest, folder, **options)
             except RankError as error:
                 died = str(error)
-            diaries = [_read(_diary(folder, rank)) for rank in range(world)]
-        met = min(met for _, met in diaries)
+            logs = [_read(_log_of(folder, rank)) for rank in range(world)]
+        met = min(met for _, met in logs)
         for number in range(met):
-            yield _judge([entries[number] for entries, _ in diaries])
+            yield _judge([entries[number] for entries, _ in logs])
         rest = rest[met:]
-        if rest:  # the ranks came apart in the first of these
-            words = [entries[met] for entries, _ in diaries if len(entries) > met]
+        if rest:  # the group broke in the first of these
+            words = [entries[met] for entries, _ in logs if len(entries) > met]
             verdict = _judge(words)
             apart = died or "the ranks left this check at different places"
             yield Verdict(finding=verdict.finding or apart, broke_group=True)
@@ -106,14 +106,14 @@ def run_on_ranks(
 
 def _run_jobs(group: Group, fn: Callable[[Group, Any], Any], jobs: Sequence[Any], folder: Path) -> None:
     """All jobs on this rank, up to the first that breaks the group."""
-    with _diary(folder, group.rank).open("w") as diary:
+    with _log_of(folder, group.rank).open("w") as log:
         for number, job in enumerate(jobs):
-            print(json.dumps(asdict(_run_job(group, fn, job))), file=diary, flush=True)
+            print(json.dumps(asdict(_run_job(group, fn, job))), file=log, flush=True)
             try:
                 _meet(group, number)
             except Exception:
                 return
-            print(_MET, file=diary, flush=True)
+            print(_MET, file=log, flush=True)
 
 
 def _run_job(group: Group, fn: Callable[[Group, Any], Any], job: Any) -> _Entry:
@@ -135,18 +135,18 @@ def _meet(group: Group, number: int) -> None:
         raise Drifted(f"the ranks are at checks {numbers}", expected=f"all at {number}", fix="start again")
 
 
-def _diary(folder: Path, rank: int) -> Path:
+def _log_of(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}"
 
 
-def _read(diary: Path) -> tuple[list[_Entry], int]:
-    """The entries of a diary, and after how many of them all ranks have met."""
-    lines = diary.read_text().splitlines(keepends=True) if diary.exists() else []
+def _read(log: Path) -> tuple[list[_Entry], int]:
+    """The entries of a log, and after how many of them all ranks have met."""
+    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
     whole = [line.strip() for line in lines if line.endswith("\n")]
     return [_Entry(**json.loads(line)) for line in whole if line != _MET], whole.count(_MET)
 
 
 def _judge(entries: Sequence[_Entry]) -> Verdict:
-    """The first finding, and not an error that is merely the echo of what another rank did."""
+    """The first finding; errors that another rank caused come last."""
     found = [entry for entry in entries if entry.finding is not None]
     return Verdict(finding=min(found, key=lambda entry: entry.echo).finding if found else None)

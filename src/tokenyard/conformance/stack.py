@@ -159,7 +159,7 @@ def _normalized(x_TH: Tensor) -> Tensor:
 
 @dataclass(kw_only=True)
 class StackCell:
-    """One exchange × wire: what all ranks found together, and what is off in it."""
+    """One exchange × wire: the figures of all ranks, and what is wrong."""
 
     exchange: str
     wire: str
@@ -173,7 +173,7 @@ class StackCell:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is off."""
+        """Whether nothing is wrong."""
         return not self.off
 
 
@@ -220,14 +220,14 @@ def check_stack(
 
 
 def _judge(cell: StackCell, by_rank: Sequence[StackResult], earlier: Sequence[StackCell]) -> None:
-    """Put the ranks' figures together, and say what is off."""
+    """Combine the ranks' figures, and say what is wrong."""
     cell.tokens = sum(rank.tokens for rank in by_rank)
     cell.digest = "-".join(rank.digest for rank in by_rank)
     cell.oracle_error = max(rank.oracle_error for rank in by_rank)
     cell.end_to_end_error = max(rank.end_to_end_error for rank in by_rank)
     cell.tokens_per_s = cell.tokens / max(rank.seconds for rank in by_rank)
     cell.bytes_per_token = sum(rank.bytes_sent for rank in by_rank) / cell.tokens
-    # `not <=`: NaN is off, too.
+    # `not <=`: NaN fails, too.
     if not cell.oracle_error <= TOLERANCE:
         cell.off.append(f"error {cell.oracle_error:.2%} against the oracle, more than {TOLERANCE:.2%}")
     for other in earlier:

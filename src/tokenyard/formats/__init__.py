@@ -1,4 +1,4 @@
-"""Formats: how rows are encoded, and the door to them by name.
+"""Formats: how rows are encoded, and the registry that finds them by name.
 
     get("mxfp8")  get("mxfp8(alignment=256)")  get("nvfp4(global_scale=448.0)")  for_dtype(torch.bfloat16)
 

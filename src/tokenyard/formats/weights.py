@@ -1,4 +1,4 @@
-"""The formats that hold weights, and the door to them by name.
+"""The formats that hold weights, and the registry that finds them by name.
 
     format        data                     scales                        global_scale
     bf16 …        the plain tensor

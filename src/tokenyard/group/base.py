@@ -49,7 +49,7 @@ _MEMORY_FIX = "plan with a smaller max_tokens or fewer tokens in flight, or give
 
 
 def check_deadline(deadline: object) -> float:
-    """The seconds that a wait may take; raise unless that is a time at which it ends."""
+    """The seconds that a wait may take; raise unless it is a finite number in range."""
     seconds = float(deadline) if isinstance(deadline, Real) else math.nan
     if not 0 < seconds <= LONGEST_DEADLINE:
         raise InputError(
@@ -112,12 +112,12 @@ class Group(ABC):
 
     @abstractmethod
     def gone(self) -> dict[int, str]:
-        """Ranks that will not come again, as far as this one can see, and why: "its process has ended"."""
+        """Ranks that this rank knows to have ended, each with the reason, such as "its process has ended"."""
 
     def lost(
         self, ranks: Sequence[int], *, phase: str, waited: float, layer: str | None = None, detail: str = ""
     ) -> PeerLost:
-        """The error for ranks that did not come. It says why, where this rank can see that they will not come."""
+        """The error for ranks that did not arrive. It gives the reason, if this rank knows that they have ended."""
         gone = self.gone()
         ended = bool(ranks) and all(rank in gone for rank in ranks)
         return PeerLost(
@@ -169,7 +169,7 @@ class Group(ABC):
         """Give back what the group holds. Later calls raise."""
 
     def barrier(self, *, phase: str = "barrier") -> None:
-        """Return when every rank of the group has come here."""
+        """Return when every rank of the group has called this."""
         self.all_gather(torch.zeros(1, dtype=torch.uint8, device=self.device), phase=phase)
 
     def gather_json(self, value: Any, *, phase: str = "gather_json") -> list[Any]:
@@ -214,7 +214,7 @@ class Group(ABC):
 
     @contextmanager
     def patience(self, seconds: float) -> Iterator[None]:
-        """Waits inside may take at least so long: for what is slow once, and by nobody's fault."""
+        """Inside, each wait may take at least so many seconds: for steps that are slow once, as loading weights is."""
         deadline = self.deadline
         self.deadline = max(deadline, seconds)
         try:

@@ -87,7 +87,7 @@ def prepare_threads(device: str | torch.device | None) -> None:
 
 
 def prepare_process() -> None:
-    """Undo, in a rank's own process, what was set for threads alone."""
+    """Undo the settings for threads in a process that serves one rank."""
     for name in os.environ.pop(_SET_FOR_THREADS, "").split():
         os.environ.pop(name, None)
 
@@ -115,7 +115,7 @@ def _reserve_memory(device: torch.device) -> None:
 
 @contextmanager
 def rank_on(device: torch.device) -> Iterator[None]:
-    """The body of a thread rank: on its device, and there on a stream of its own."""
+    """Run a thread rank on its device, and there on its own stream."""
     if device.type == "cpu":
         yield
         return

@@ -5,8 +5,8 @@ All traps of the library underneath are dealt with here, once:
 - float8 and friends are refused by gloo ("Invalid scalar type"): only bytes travel.
 - The deadline is given to each wait, so that a group made by somebody else, with a timeout of half an hour,
   is bounded too.
-- gloo has it, too: what only the waiting rank gives up, gloo's own threads do not, and a process cannot end before
-  they do. Half an hour, as torch has it, looks like a hang.
+- gloo gets the deadline, too. If only the waiting rank gave up, gloo's threads would wait on, and the process could
+  not end before they do: with torch's default of half an hour, that looks like a hang.
 - gloo says only "Timed out" (or "Connection closed by peer", when a process died), never who, and not to everybody:
   the ranks find out together who is lost (`failure_detector`).
 - After such an error the connections are in an unknown state: the group is broken for good and says so.
@@ -165,7 +165,7 @@ class DistributedGroup(Group):
         mine = self._check_bytes(mine, 1).to(self._carrier)
         gathered = mine.new_empty(self.size * mine.numel())
         self._run(_gather, gathered, mine, phase=phase)
-        if not self._all_met:  # every rank has brought something, so every rank has found the others
+        if not self._all_met:  # every rank has sent a value, so every rank is connected
             self._all_met = True
             self._detector.read()
         return gathered.view(self.size, -1).to(self.device)
@@ -212,7 +212,7 @@ class DistributedGroup(Group):
                 # Or it would hold, by way of its traceback, the connections until garbage is collected.
                 del lost
         except BaseException as error:
-            # The others may have finished this collective, and wait in the next one.
+            # Other ranks may have finished this collective, and be waiting in the next one.
             self._broken = f"{type(error).__name__} while this rank waited in {phase}"
             raise
 
@@ -278,7 +278,7 @@ class DistributedGroup(Group):
         return DistributedGroup(process_group, device=self.device, name=name, deadline=self.deadline)
 
     def _split(self, members: tuple[int, ...], name: str) -> DistributedGroup:
-        """Some of these ranks, who meet by themselves: it goes with its last reference, which torch's own do not."""
+        """A group of some of these ranks, made without torch's `new_group`: it is freed with its last reference."""
         # The n-th subgroup of the same ranks is the same one on all of them.
         self._splits[members] = number = self._splits.get(members, 0) + 1
         meeting = (
@@ -377,7 +377,7 @@ def _exchange(
 
 
 def _options(kind: str, timeout: timedelta | None) -> Any:
-    """Of a collective that is waited for later. None leaves it to the process group how long it may take."""
+    """The options of a collective that is waited for later. A timeout of None is that of the process group."""
     options = getattr(dist.distributed_c10d, kind)()
     options.asyncOp = True
     if timeout is not None:

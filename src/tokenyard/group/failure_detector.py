@@ -47,10 +47,10 @@ _ABSENT = "absent"
 def within(
     seconds: float, question: Callable[[], Answer], *, look: Callable[[], None] = lambda: None
 ) -> Answer:
-    """What a question brings that may be left without an answer; `TimeoutError` after so many seconds.
+    """The result of a question to a store; `TimeoutError` if it has not answered after so many seconds.
 
-    The client of a store waits without an end, also where the link is cut and no answer can come. So it is a thread
-    that asks, and it is left behind. Meanwhile `look` is called now and then, and may raise.
+    The client of a store waits without limit, also where the link is cut. So a thread asks, and is abandoned if no
+    answer comes. Meanwhile `look` is called repeatedly, and may raise.
     """
     answers: queue.SimpleQueue[tuple[Answer, None] | tuple[None, Exception]] = queue.SimpleQueue()
 
@@ -90,10 +90,10 @@ class FailureDetector:
         self._ask(self._register)
 
     def _register(self) -> None:
-        # What is written there is of an earlier life: torchrun starts ranks anew on the same store.
+        # Keys of an earlier run may be there: torchrun restarts ranks on the same store.
         for stale in (self._key("called"), self._key("verdict"), self._key("here", self._rank)):
             self._store.delete_key(stale)
-        # Who stands behind a rank's number, for those that share its host.
+        # The process of each rank, for ranks on the same host.
         self._store.set(self._key("who", self._rank), json.dumps([self._host, os.getpid()]))
 
     def called(self) -> bool:
@@ -136,21 +136,21 @@ class FailureDetector:
         return []
 
     def read(self) -> None:
-        """Read who stands behind each rank's number, as far as they have enrolled.
+        """Read the process of each rank, as far as they have enrolled.
 
-        When all have: a rank that leaves takes its name back, and it is its process that others look for.
+        Called when all have enrolled: a rank that leaves removes its entry, and the others look for its process.
         """
         for rank in range(self._size):
             if rank not in self._who and (who := self._ask(partial(self._get, "who", rank))):
                 self._who[rank] = json.loads(who)
 
     def gone(self) -> dict[int, str]:
-        """Whose process is gone from this host, and how to say it."""
+        """The ranks of this host whose process has ended, each with the words for errors."""
         self.read()
         return self.ended()
 
     def ended(self) -> dict[int, str]:
-        """The same, of those whose names were read: the store is not asked."""
+        """The same for ranks whose process is known already: the store is not asked."""
         return {
             rank: "its process has ended"
             for rank, (host, pid) in self._who.items()

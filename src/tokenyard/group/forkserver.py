@@ -15,7 +15,7 @@ from multiprocessing.context import ForkServerContext
 from typing import Any
 
 _PRELOAD = ["torch", "torch.distributed", "tokenyard.group.launch"]
-# The process that has started the forkserver, if one has: another, forked from it, has none of its own yet.
+# The id of the process that started the forkserver. A process forked from it has not started one.
 _started_by: list[int] = []
 
 
@@ -48,7 +48,7 @@ def end_forkserver(seconds: float) -> None:
     if _started_by != [os.getpid()]:
         return
     server: Any = forkserver._forkserver
-    server._lock.acquire(timeout=seconds)  # and never released
+    server._lock.acquire(timeout=seconds)  # never released: nothing is started after this
     for child in multiprocessing.active_children():
         child.kill()
     if server._forkserver_pid is not None:
@@ -61,8 +61,8 @@ def end_forkserver(seconds: float) -> None:
 
 
 def _forget() -> None:
-    """Leave the forkserver of the process that this one was forked from: its children are not ours."""
+    """Forget the forkserver of the parent process, whose children are not this process's."""
     theirs: Any = forkserver._forkserver
     if theirs._forkserver_alive_fd is not None:
-        os.close(theirs._forkserver_alive_fd)  # it lives as long as somebody holds this
+        os.close(theirs._forkserver_alive_fd)  # the forkserver lives as long as a process holds this
     theirs.__init__()

@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 
 # Seconds that threads get to end when `launch` is interrupted.
 _INTERRUPTED = 0.5
-# Seconds between two looks whether all of this is still wanted.
+# Seconds between two checks for an interrupt.
 _LOOK = 0.5
 # Threads or processes that one machine is asked to start.
 _MOST_RANKS = 1024
@@ -139,9 +139,9 @@ def _launch_threads(
         for thread in threads:
             thread.start()
         for event in done:
-            while not event.wait(_LOOK):  # a signal that comes just before a wait does not end it
+            while not event.wait(_LOOK):  # without a limit, it would miss a signal that came just before
                 continue
-    except BaseException:  # Ctrl-C: nothing of this launch runs on
+    except BaseException:  # Ctrl-C: end all ranks
         _end_threads([thread for thread in threads if thread.ident is not None], groups)
         raise
     else:
@@ -156,14 +156,14 @@ def _launch_threads(
 
 
 def _end_threads(threads: list[threading.Thread], groups: list[ThreadGroup]) -> None:
-    """End ranks in the midst of what they do: their waits, and whatever else Python runs in them.
+    """End the threads of ranks: their waits, and the Python code that they run.
 
     A thread cannot be ended inside of an operation of torch. One that is in there for long is not waited for: it ends
     when it comes back.
     """
     for group in groups:
         group.leave("launch was interrupted")
-    for thread in threads:  # of all exceptions, this one ends a thread without a word
+    for thread in threads:  # the one exception that ends a thread without a traceback
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(cast("int", thread.ident)), ctypes.py_object(SystemExit)
         )

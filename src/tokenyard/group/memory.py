@@ -1,9 +1,9 @@
-"""How much memory is to be had, asked before it is taken.
+"""How much memory is available: asked before it is allocated.
 
-Linux promises more memory than there is, and when it has to keep its word it ends a process, whichever. A workspace
-that is far too large (a slip in `max_tokens`) must be an error on every rank instead. So what all ranks of a host are
-about to take is held against what the kernel says is available, and against the limits of the control groups that
-this process is in (a container's, say).
+Linux grants more memory than there is, and ends some process when it runs out. A workspace that is far too large (a
+slip in `max_tokens`) must be an error on every rank instead. So the bytes that all ranks of a host are about to
+allocate are compared with what the kernel says is available, and with the limits of the control groups of this process
+(those of a container).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def available_memory() -> int | None:
 
 
 def _of_the_machine() -> int | None:
-    """What the kernel would find without throwing anything out that is in use, and free swap space."""
+    """The memory that is available without swapping, and free swap space."""
     kilobytes = _table(Path("/proc/meminfo"))
     if "MemAvailable:" not in kilobytes:
         return None

@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 
 # Seconds that the other ranks get to notice an error and report, beyond the deadline of their waits.
 _GRACE = 2.0
-# Seconds between two looks whether all of this is still wanted.
+# Seconds between two checks for an interrupt.
 _LOOK = 0.5
 
 
@@ -54,7 +54,7 @@ def launch_processes(
         for rank in range(len(devices)):
             processes.start(rank)
         return processes.collect(replacements)
-    except (KeyboardInterrupt, SystemExit):  # nobody waits for what the ranks are doing
+    except (KeyboardInterrupt, SystemExit):  # the caller was interrupted
         processes.kill()
         raise
     finally:
@@ -63,7 +63,7 @@ def launch_processes(
 
 
 def _job(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """What ranks are to do, as it travels to their processes."""
+    """The function of the ranks and its arguments, pickled."""
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     if file is None and getattr(fn, "__module__", None) == "__main__":
@@ -100,7 +100,7 @@ def _unpicklable(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, An
 
 
 def first_error(errors: list[tuple[int, BaseException]]) -> tuple[int, BaseException]:
-    """The first error that is not merely the echo of another rank's."""
+    """The first error that another rank's error did not cause."""
     causes = [item for item in errors if not isinstance(item[1], (PeerLost, PeerFailed))]
     return (causes or errors)[0]
 
@@ -190,17 +190,17 @@ class _Processes:
 
     def _replace(self, rank: int) -> None:
         self._connections[rank].close()
-        # Now, not in the end: in a night of losses the descriptors would run out.
+        # At once: with many losses, descriptors would run out.
         _end([self._processes.pop(rank)])
         self.start(rank, fresh=True)
 
     def kill(self) -> None:
-        """End every process, whatever it is doing."""
+        """Kill every process."""
         for process in self._processes.values():
             process.kill()
 
     def end(self) -> None:
-        """Let every process leave, and see it off."""
+        """Let every process end, and wait for it."""
         for connection in self._connections.values():
             with contextlib.suppress(OSError):
                 connection.send_bytes(b"leave")
@@ -210,7 +210,7 @@ class _Processes:
 
 
 def _end(processes: list[Any]) -> None:
-    """See every process off: it leaves by itself, or it is ended."""
+    """Wait until every process has ended; kill those that do not end by themselves."""
     until = time.monotonic() + _GRACE
     for process in processes:
         process.join(max(0.0, until - time.monotonic()))
@@ -232,13 +232,13 @@ def _rank_main(
     job: bytes,
     environment: dict[str, str],
 ) -> None:
-    """The life of one rank's process."""
+    """The main function of one rank's process."""
     # The forkserver has that of the first launch.
     os.environ.clear()
     os.environ.update(environment)
     released = threading.Event()
     threading.Thread(target=_watch_parent, args=(parent, released), daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C and ends its ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, and ends its ranks
     torch.set_num_threads(intra_op)
     if (interface := loopback_interface()) is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = interface
@@ -256,7 +256,7 @@ def _rank_main(
         outcome, report = "result", _packed(fn(group, *args), rank)
     except BaseException as error:
         outcome, report = "error", pickle.dumps(("error", _picklable(error), _where_raised(error)))
-    with contextlib.suppress(OSError):  # who launched this may have given up on it
+    with contextlib.suppress(OSError):  # the parent may have ended
         parent.send_bytes(report)
     if outcome == "result":
         released.wait()  # others may still read from this rank's connections: it stays until all have reported
@@ -272,7 +272,7 @@ def _find_each_other(rank: int, devices: list[torch.device], port: int, deadline
     started = time.monotonic()
     try:
         store.wait(here)
-    except RuntimeError as error:  # torch would say how many are missing, and not who
+    except RuntimeError as error:  # torch says how many ranks are missing, not which
         missing = [other for other, key in enumerate(here) if not store.check([key])]
         waited = time.monotonic() - started
         lost = PeerLost(missing, phase="finding each other", waited=waited, rank=rank)

@@ -35,7 +35,7 @@ from tokenyard.group.failure_detector import FailureDetector, within
 # libraries and finds a device.
 READMISSION = 60.0
 PHASE = "readmission"
-# Torch says of none of its stores that it exports them.
+# torch does not declare its stores as exported.
 TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
 _FileStore: Any = dist.FileStore  # type: ignore[attr-defined]
 _PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined]
@@ -45,7 +45,7 @@ _TAKEN = b"taken"
 
 
 def check_lost(lost: Sequence[int], rank: int, size: int) -> list[int]:
-    """The ranks whose rejoin_store are empty, in their order; raise unless they can be."""
+    """The lost ranks in ascending order; raise unless they are other ranks of the group."""
     if not lost or len(set(lost)) < len(lost) or not all(0 <= r < size and r != rank for r in lost):
         raise InputError(
             f"rank {rank} readmits ranks {list(lost)}",
@@ -68,7 +68,7 @@ def nobody_invited(rank: int, address: str, waited: float) -> GroupError:
 
 @dataclass(frozen=True, kw_only=True)
 class Invitation:
-    """What a fresh rank must know to be one of the group."""
+    """What a fresh rank must know to join the group."""
 
     meeting: str  # where the ranks meet in the store
     size: int
@@ -76,12 +76,12 @@ class Invitation:
     deadline: float
 
     def encode(self) -> bytes:
-        """As it stands in the store."""
+        """The text that is written into the store."""
         return json.dumps(asdict(self), sort_keys=True).encode()
 
     @classmethod
     def decode(cls, encoded: bytes) -> Invitation:
-        """As a fresh rank reads it."""
+        """The invitation that a text from the store holds."""
         return cls(**json.loads(encoded))
 
 
@@ -96,7 +96,7 @@ class RejoinStore:
 
     @contextmanager
     def invited(self, ranks: Sequence[int], invitation: Invitation) -> Iterator[None]:
-        """Inside, these ranks are invited. Whoever has not come when it raises finds the place closed."""
+        """Inside, these ranks are invited. If it raises, the invitations that nobody took are withdrawn."""
         for rank in ranks:
             self.store.set(self._key(rank), invitation.encode())
         try:
@@ -109,7 +109,7 @@ class RejoinStore:
     def take(self, rank: int, address: str, seconds: float) -> Invitation:
         """Wait for an invitation, and take it."""
         started = time.monotonic()
-        # Of this process alone: the store says what stands there now, to who took the place and to who came second.
+        # A word of this process alone. The store keeps the first one: each process sees whether it came first.
         taken = _TAKEN + f" by {secrets.token_hex(8)}".encode()
         while (waited := time.monotonic() - started) < seconds:
             if self.store.check([self._key(rank)]):
@@ -175,7 +175,7 @@ def meet(
         return within(connecting, lambda: _connect(place, rank, size, timeout), look=look)
     except PeerLost:
         raise
-    except (RuntimeError, TimeoutError) as error:  # torch says what went wrong, and not with whom
+    except (RuntimeError, TimeoutError) as error:  # torch says what went wrong, not with which rank
         raise all_lost(str(error).splitlines()[0][:200]) from error
 
 
@@ -196,7 +196,7 @@ def written_to_meet(meeting: str, rank: int) -> list[str]:
 
 
 def name_again(name: str, times: int) -> str:
-    """The name of a group that was made whole so many times more. It stays short, however often that happens.
+    """The name of a group whose lost ranks were replaced so many times. It stays short, however often that happens.
 
     >>> name_again("world", 1), name_again("world/again-9", 1), name_again("world/again-9/0-2", 1)
     ('world/again-1', 'world/again-10', 'world/again-9/0-2/again-1')
@@ -257,7 +257,7 @@ def rejoin_store_at(address: str, seconds: float) -> RejoinStore:
 
 
 def no_address(address: object) -> InputError:
-    """The error of a fresh rank that was handed something else."""
+    """The error of a fresh rank that was given something else as an address."""
     return InputError(
         f"address is {shown(address)}",
         expected="what `group.address` says on a rank of the group",

@@ -37,7 +37,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 def share_between_processes(group: Group, nbytes: int) -> list[Tensor]:
     """One zeroed buffer per rank, mapped by all ranks. All or nothing."""
-    group.all_or_none("sharing memory", too_much(nbytes, group.size))  # asked before anybody takes any
+    group.all_or_none("sharing memory", too_much(nbytes, group.size))  # before any rank allocates
     mine, error = -1, None
     try:
         mine = os.memfd_create("tokenyard", os.MFD_CLOEXEC)
@@ -68,7 +68,7 @@ def _map(pid: int, descriptor: int, inode: int, nbytes: int) -> Tensor:
     opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
         found = os.fstat(opened)
-        if found.st_ino != inode or found.st_size < nbytes:  # beyond a file's end there is nothing to map
+        if found.st_ino != inode or found.st_size < nbytes:  # beyond its end, a file cannot be mapped
             raise OSError(0, "another file stands there")
         address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, opened, 0)
         if address == _FAILED:

@@ -69,16 +69,16 @@ class Meeting(Store):
         self._store.wait([self._here(key) for key in keys], timeout or timedelta(seconds=self._deadline))
 
     def forget(self) -> None:
-        """Take back what this rank said: nobody asks for it any more."""
+        """Delete the keys of this rank: no rank reads them any more."""
         for key in self._said:
             self._store.delete_key(key)
 
 
 @contextmanager
 def met_as(name: str, meeting: Meeting, rank: int, size: int) -> Iterator[None]:
-    """Within, torch finds these ranks and their store by a name."""
+    """Inside, torch finds these ranks and their store by this name."""
     process_group = ProcessGroup(meeting, rank, size)
-    called = cast(Any, name)  # younger versions have a type for it
+    called = cast(Any, name)  # newer versions of torch have a type for it
     _register_process_group(called, process_group)  # by a weak reference
     try:
         yield
@@ -133,7 +133,7 @@ def _allocate(nbytes: int, device: torch.device) -> Tensor:
 
 
 def _check_devices(group: Group) -> str:
-    """Raise on every rank where two share a GPU and torch was not told that they may; else a word that all share."""
+    """A word that is the same on all ranks; all raise if two share a GPU and torch was not told that they may."""
     told = os.environ.get(OVERLAPPING_DEVICES) == "1"
     place = [os.uname().nodename, group.device.index, told, secrets.token_hex(8)]
     places = group.gather_json(place, phase=_PHASE)

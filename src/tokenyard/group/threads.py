@@ -45,7 +45,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """Who did not come, published by the first rank that finds out. Every rank raises it in its own phase."""
+    """The ranks that did not arrive, published by the first rank that notices. Every rank raises it in its phase."""
 
     missing: list[int]
     waited: float
@@ -61,13 +61,13 @@ class _Verdict:
 class _MeetingPoint:
     """Where the threads of one group meet.
 
-    `before` is the group that this one is, made whole again, with fresh ranks in some of its places.
+    `before` is the group that this one replaces: the same ranks, some of them fresh.
     """
 
     def __init__(self, size: int, before: _MeetingPoint | None = None, fresh: Sequence[int] = ()) -> None:
         self.size = size
         self.lock = threading.Lock()
-        # By rank: how many have had its place before. Who leaves one group leaves all in which the place is still its.
+        # By rank: how often it was replaced. Leaving one group is leaving all groups in which it was not replaced.
         taken: tuple[int, ...] = before.places_taken if before else (0,) * size
         self.places_taken: tuple[int, ...] = tuple(had + (rank in fresh) for rank, had in enumerate(taken))
         self.successors: _Successors = before.successors if before else _Successors()
@@ -124,9 +124,11 @@ class _MeetingPoint:
             call.complete.set()
 
     def leave(self, rank: int, why: str) -> None:
-        """A rank will not come again: whoever waits for it, now or later, raises at once."""
+        """Mark a rank as ended: every rank that waits for it, now or later, raises at once."""
         self._leave(rank, why)
-        for meeting_point in self.successors.all():  # who is made after this has seen that the rank is gone
+        for (
+            meeting_point
+        ) in self.successors.all():  # groups that are made after this know that the rank has ended
             if meeting_point is not self and meeting_point.places_taken[rank] == self.places_taken[rank]:
                 meeting_point._leave(rank, why)
 
@@ -143,7 +145,7 @@ class _MeetingPoint:
 
 
 class _Successors:
-    """A group and those that came after it, made whole again, as far as they are still held by somebody."""
+    """A group and those that replaced it after losses, as long as something refers to them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -212,11 +214,11 @@ class ThreadGroup(Group):
         return self._meeting_point.meet(self.rank, self._calls, kind, value, self.deadline, phase)
 
     def barrier(self, *, phase: str = "barrier") -> None:
-        """Return when every rank of the group has come here. No device is touched: others' kernels may wait there."""
+        """Return when every rank of the group has called this. No device is used: other ranks may wait there."""
         self._meet("waits for all", None, phase)
 
     def gather_json(self, value: Any, *, phase: str = "gather_json") -> list[Any]:
-        """Every rank's value, in rank order, by way of JSON as between processes, and of no device."""
+        """Every rank's value, in rank order, through JSON as between processes, without using a device."""
         encoded = json.dumps(value, sort_keys=True, allow_nan=True)
         return [json.loads(other) for other in self._meet("gathers json", encoded, phase)]
 
@@ -249,7 +251,7 @@ class ThreadGroup(Group):
         return torch.cat(parts)
 
     def _post(self, mine: Tensor) -> Tensor:
-        """What others may read: a copy, since this rank may change its tensor meanwhile, and a finished one."""
+        """A copy that other ranks may read, complete: this rank may change its tensor meanwhile."""
         copy = mine.clone()
         self.wait_for_device()
         return copy
@@ -330,14 +332,14 @@ class ThreadGroup(Group):
             raise
 
     def _met(self, seconds: float) -> ThreadGroup:
-        """This group, when all of its ranks have come."""
+        """This group, when all of its ranks have arrived."""
         deadline, self.deadline = self.deadline, seconds
         self.barrier(phase=PHASE)
         self.deadline = deadline
         return self
 
     def leave(self, why: str) -> None:
-        """Tell the others that this rank will not come again."""
+        """Tell the other ranks that this rank has ended."""
         self._meeting_point.leave(self.rank, why)
 
     def close(self) -> None:

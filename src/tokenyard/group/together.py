@@ -1,4 +1,4 @@
-"""Something that every rank makes for itself, and that all have, or none."""
+"""Steps that each rank does for itself, and that succeed on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make_together(
     note: Callable[[Made], Any] = lambda made: None,
     layer: str | None = None,
 ) -> tuple[Made, list[Any]]:
-    """What `make` makes on this rank, and what every rank notes of its own. If one rank raises, all do. Collective.
+    """The result of `make` on this rank, and the notes of all ranks. If one rank raises, all do. Collective.
 
     The others are waited for at least so many seconds.
     """

@@ -1,8 +1,8 @@
 """The audit of a round trip: what was done on its way, by whom, compared with what the wiring says.
 
-A plan that watches itself opens a ledger for each batch (`tokenyard.duties`). When the experts are done, every duty
-up to then must stand in it for the rows that it is due on, under the name of the party that the wiring gives it to,
-and under no other. The last duty, the sum over ranks, is looked at by the exchange, which does it.
+A paranoid plan opens a ledger for each batch (`tokenyard.duties`). When the experts are done, the ledger must hold all
+duties up to then, for all rows that need them, done by the party that the wiring names, and by no other. The last duty,
+the sum over ranks, is checked by the exchange, which does it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def settle(wiring: Wiring, ledger: Ledger, num_tokens: int, routes: object, rece
 
 def _fits(wiring: Wiring, party: Party, done: dict[Party, int], due: int | None) -> bool:
     if party is Party.EXPERTS and not done and not wiring.experts.counts_duties:
-        return True  # what such a kernel does, nobody can count: the type of its result says it
+        return True  # such a kernel does not count what it does; the type of its result says it
     if due is None:
         return set(done) <= {party}
     return done == ({party: due} if due else {})
@@ -49,7 +49,7 @@ def _due(
     if party in (Party.NOBODY, Party.CALLER) or duty is Duty.REDUCE_RANKS:
         return 0
     if duty is Duty.ROUTED_SCALING:
-        if isinstance(routes, Routes):  # ready: whoever made them has scaled them
+        if isinstance(routes, Routes):  # ready routes are scaled already
             return 0
         return received.num_rows if wiring.exchange_spec.carries_logits else num_tokens
     if duty in (Duty.WEIGHT, Duty.REDUCE_EXPERTS):

@@ -2,7 +2,7 @@
 
 `draft` resolves every layer's wiring. A layer that cannot be wired is a `PlanError` with *alternatives*: changes of
 one field of its spec, or of the exchange, or if none helps of two, each of which was tried. The values to try come from
-the registries, so that a new format or exchange is offered without a word here.
+the registries, so that a new format or exchange is offered without a change here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tokenyard.version import PROTOCOL
 
 # Overrides the `exchange` of every plan in this process.
 EXCHANGE_VARIABLE = "TOKENYARD_EXCHANGE"
-# Makes every plan in this process watch itself.
+# Makes every plan in this process paranoid.
 PARANOID_VARIABLE = "TOKENYARD_PARANOID"
 _MOST_ALTERNATIVES = 6
 # Dispatches before their combine. A layer has one, and whoever overlaps two micro-batches, two.
@@ -50,7 +50,7 @@ class Draft:
     exchange: type[Exchange]  # the class that moves rows
     in_flight: int  # dispatches that may wait for their combine at a time
     wirings: tuple[Wiring, ...]  # the wiring of every layer, in the order of the specs
-    paranoid: bool = False  # whether the plan watches itself
+    paranoid: bool = False  # whether the plan checks rows, regions and duties while its layers run
     # Whether a token's other weights make up for experts that were lost with their ranks.
     renormalize_dropped: bool = False
 
@@ -173,7 +173,7 @@ def draft_as_told(
     renormalize_dropped: bool = False,
     device: torch.device | None,
 ) -> Draft:
-    """`draft`, whatever the environment says: a plan that exists keeps what it was made with."""
+    """`draft` without a look at the environment: an existing plan keeps the settings that it was made with."""
     layers = _check_layers(layers)
     _check_counts(world=(world, MOST_RANKS), in_flight=(in_flight, _MOST_IN_FLIGHT))
     chosen = resolve_exchange(exchange)
@@ -221,7 +221,7 @@ def draft_as_told(
 
 
 def _is_paranoid(asked: object) -> bool:
-    """Whether the caller or the environment wants a plan that watches itself."""
+    """Whether the caller or the environment wants a paranoid plan."""
     said = os.environ.get(PARANOID_VARIABLE, "")
     if not isinstance(asked, bool) or said not in ("", "0", "1"):
         found = f"paranoid={shown(asked)} and {PARANOID_VARIABLE}={shown(said)}"
@@ -295,7 +295,7 @@ def _check_bytes(drafted: Draft) -> None:
 
 
 def _between(wiring: Wiring) -> str:
-    """How a plan tells of the numbers between the two products, where they are quantized."""
+    """The words for the format between the two products, where there is one."""
     return "" if wiring.inner is None else f", {wiring.inner} between the products"
 
 

@@ -44,7 +44,7 @@ _log = logging.getLogger("tokenyard")
 
 @dataclass(frozen=True, kw_only=True)
 class _Whole:
-    """What a plan was before ranks were lost: to this it returns when they are replaced."""
+    """The group and the layers of a plan before ranks were lost. `readmit` restores them."""
 
     group: Group
     specs: dict[str, LayerSpec]
@@ -52,7 +52,7 @@ class _Whole:
     made_here: bool = False  # whether the group is the plan's own, to be closed by it
 
     def without(self, lost: Sequence[int]) -> _Whole:
-        """When more ranks are lost; `lost` counts as the ranks that are left do."""
+        """The same after further losses; `lost` are ranks as the present group numbers them."""
         left = [rank for rank in range(self.group.size) if rank not in self.lost]
         return replace(self, lost=tuple(sorted({*self.lost, *(left[rank] for rank in lost)})))
 
@@ -166,7 +166,7 @@ class Plan:
         self._move(reduced, group, number, self._whole.without(lost))
 
     def _check_lost(self, lost: Sequence[int]) -> list[int]:
-        """Ranks of the group as it is now, of which this one is none."""
+        """The lost ranks; raise unless they are other ranks of the present group."""
         size, mine = self.group.size, self.group.rank
         if wrong := [rank for rank in lost if rank not in range(size) or rank == mine]:
             raise InputError(
@@ -187,7 +187,7 @@ class Plan:
         every result is bitwise what it was before. If nobody comes within so many seconds, `PeerLost` says who is
         missing, and the plan is as it was.
 
-        `group` is for a plan that is not alone: readmit on the group once, and pass what it returned to each plan, in
+        `group` is for several plans of one group: call `group.readmit` once, and pass the new group to each plan, in
         the order in which they were made. It is also the way for groups that cannot readmit (NCCL).
         """
         self.exchange.check_open()
@@ -213,7 +213,7 @@ class Plan:
         self.exchange.close()
         old = self._whole
         if self.group is not old.group:
-            self.group.close()  # of those that were left: the plan made it
+            self.group.close()  # the plan made it, of the ranks that were left
         if old.made_here and old.group is not whole.group:
             old.group.close()
         self._whole = whole
@@ -240,7 +240,7 @@ class Plan:
             return self.group.gather_json(mine, phase="gather_stats")
 
     def close(self) -> None:
-        """Give everything back. Whoever asks this plan for something gets an error from now on; the group stays."""
+        """Give the memory back. Every later call of this plan raises; the group stays usable."""
         self.exchange.close()
 
     def __str__(self) -> str:
@@ -312,7 +312,7 @@ def plan_draft(make: Callable[[], Draft], group: Group) -> Plan:
 
 
 def wiring_in(plan: object, layer: str) -> Wiring:
-    """The wiring of a layer of a plan, and of nothing else."""
+    """The wiring of a layer of a plan; raise unless it is an open plan."""
     if not isinstance(plan, Plan):
         raise InputError(
             f"the plan of layer {shown(layer)} is {shown(plan)}",

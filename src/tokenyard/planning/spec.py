@@ -1,4 +1,4 @@
-"""`LayerSpec`: what a layer is, said once. The plan checks it; nothing else is ever asked of the user."""
+"""`LayerSpec`: all that a user says about a layer. The plan checks it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tokenyard.formats.base import PAYLOAD_DTYPES, ROW_DTYPES, dtype_name
 from tokenyard.routing import Placement, Router, is_scaling
 from tokenyard.routing.placement import MOST_EXPERTS
 
-# No size of a layer is larger: a slip of the keyboard must not become an allocation, nor an offset that wraps.
+# No size of a layer is larger: a typing error must not become an allocation, nor an offset that overflows.
 LARGEST_SIZE = 2**31 - 1
 
 

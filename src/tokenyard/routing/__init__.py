@@ -1,7 +1,7 @@
 """Routers: from logits to routes. And routes: what a layer takes, whoever made them.
 
-*Routes* say which experts take each token and with what weight. They are plain tensors in a checked box; a
-router of your own only has to fill it. The routers here are those of the open models:
+*Routes* say which experts take each token and with what weight: two tensors, which are checked. A router of your
+own only has to return them. The routers here are those of the open models:
 
     router            score of an expert     chosen by                 weight
     softmax           softmax(logits)        score                     score, renormalized or not

@@ -33,8 +33,8 @@ from torch import Tensor
 from tokenyard.errors import InputError, shown, unknown_name
 from tokenyard.rows import describe
 
-# More than any model and any group has. Tables of all experts and all ranks are made: a slip of the keyboard must not
-# fill the memory.
+# More than any model and any group has. Tables of all experts and all ranks are made: a typing error must not fill
+# the memory.
 MOST_EXPERTS = 65536
 MOST_RANKS = 65536
 
@@ -272,7 +272,7 @@ class Placement:
     def _replica_lookup(self, device: torch.device, source_rank: int) -> tuple[Tensor, ...]:
         """Copies per expert, their ranks and local ids, as `source_rank` sees them (C: copies, at most).
 
-        What the source rank holds itself has no other copy in its eyes: rule 1 costs nothing per token.
+        Of an expert that the source rank holds itself, only that copy is listed: rule 1 then costs nothing per token.
         """
         key = (device, source_rank)
         if key not in self._lookups:

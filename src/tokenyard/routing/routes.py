@@ -1,8 +1,8 @@
 """Routes: which experts take each token, with what weight, and the check that they fit a layer.
 
-A wrong id is a read beyond a table, a wrong K a shifted payload, a scaling factor applied twice an accuracy
-that is merely lower. None of these shows where it was made, so all are asked before anything is moved. The
-check is one pass over the ids (a minimum and a maximum) and comparisons of shapes.
+A wrong id reads beyond a table, a wrong K shifts a payload, and a scaling factor that is applied twice only lowers the
+accuracy. None of these shows where it was made, so all are checked before anything is moved. The check is one pass
+over the ids (a minimum and a maximum) and comparisons of shapes.
 """
 
 from __future__ import annotations
