@@ -36,6 +36,17 @@ def test_zero_blocks(dtype):
 
 
 @pytest.mark.parametrize("format", QUANTIZED, ids=str)
+def test_every_nan_is_written_alike(format):
+    """NaN has many spellings; what is sent has one, on every device."""
+    spelled = torch.tensor([0x7FC00000, 0x7FC12345, -0x3EDCBB], dtype=torch.int32).view(torch.float32)
+    assert spelled.isnan().all()
+    x = torch.ones(3, 128)
+    x[:, 5] = spelled
+    for name, payload in format.encode(x).payloads.items():
+        assert same_bits(payload, payload[:1].expand_as(payload)), name
+
+
+@pytest.mark.parametrize("format", QUANTIZED, ids=str)
 def test_minus_zero_decodes_to_zero(format):
     decoded = format.encode(-torch.zeros(1, 40)).decode()
     assert torch.equal(decoded, torch.zeros(1, 40))

@@ -57,6 +57,18 @@ def test_a_result_that_cannot_be_pickled_is_the_error_of_its_rank():
     assert isinstance(caught.value.__cause__, InputError)
 
 
+def open_sockets(expected):
+    """The sockets of this process. Some are closed in the background, so those expected may take a moment."""
+    until = time.monotonic() + 10
+    while True:
+        links = [os.path.join("/proc/self/fd", number) for number in os.listdir("/proc/self/fd")]
+        found = sorted(os.readlink(link) for link in links if os.path.lexists(link))
+        found = [name for name in found if name.startswith("socket:")]
+        if found == (expected or found) or time.monotonic() > until:
+            return found
+        time.sleep(0.05)
+
+
 class Unreadable:
     """Is pickled, and cannot be unpickled."""
 
@@ -69,10 +81,16 @@ def returns_what_cannot_be_read(group):
 
 
 def test_a_result_that_cannot_be_unpickled_is_the_error_of_its_rank():
-    with pytest.raises(
-        RankError, match=r"returned what cannot be unpickled here \(ValueError: invalid literal"
-    ):
-        ty.launch(1, returns_what_cannot_be_read, ranks="processes")
+    """And the error, while somebody keeps it, keeps no connection open."""
+    errors, sockets = [], []
+    for _ in range(2):
+        with pytest.raises(
+            RankError, match=r"returned what cannot be unpickled here \(ValueError: invalid literal"
+        ) as caught:
+            ty.launch(1, returns_what_cannot_be_read, ranks="processes")
+        errors.append(caught.value)
+        sockets.append(open_sockets(sockets[-1] if sockets else None))
+    assert sockets[0] == sockets[1]
 
 
 def dies_while_it_reports(group):

@@ -56,6 +56,8 @@ ONLY_ON_A_GPU = (
     "*/group/devices.py::_reserve_memory",
     "*/exchange/spec.py::UnencodedRows",
 )
+# Seconds of tests that a mutant meets first. Most die there, and fewer files of tests are imported for it.
+_FIRST = 2.0
 # Tests of the core. What tests the commands, the site, models and benchmarks is slow, and meets the core from afar.
 TESTS = (
     "tests/checkpoints",
@@ -140,6 +142,16 @@ def record_tests(folder):
     subprocess.run([*command, *left_out, *TESTS], cwd=ROOT, env=environment, check=False)
 
 
+def stages(record, mutant, limits):
+    """The tests of a mutant, in parts that take so long, each with a time that they surely end in."""
+    met, parts = set(), []
+    for limit in limits:
+        chosen = [test for test in choose(record, mutant, limit) if test not in met]
+        met.update(chosen)
+        parts.append((chosen, 60 + 5 * limit))
+    return parts
+
+
 def known_outcomes(path, again):
     """By mutant: what became of it before, the last time it was tried. Of those that lived nothing, `again`."""
     if path is None or not path.exists():
@@ -204,15 +216,8 @@ def main():
     )
     files = [path for path in core_files() if fnmatch.fnmatch(path, options.only)]
     every = [mutant for path in files for mutant in core_mutants(path)]
-    trials = [
-        (
-            mutant,
-            choose(record, mutant, options.limit),
-            choose(record, mutant, options.more * options.limit),
-            options.limit,
-        )
-        for mutant in draw(every, options.count, options.seed)
-    ]
+    limits = (_FIRST, options.limit, options.more * options.limit)
+    trials = [(mutant, stages(record, mutant, limits)) for mutant in draw(every, options.count, options.seed)]
     known = known_outcomes(options.outcomes, options.again)
     outcomes = [(mutant, known[str(mutant)]) for mutant, *_ in trials if str(mutant) in known]
     trials = [trial for trial in trials if str(trial[0]) not in known]

@@ -96,6 +96,8 @@ def test_each_function_has_its_turn_within_the_time():
     ]
     assert choose(SmallRecord(), mutant, 60) == every
     assert choose(SmallRecord(), mutant, 1.5) == [every[0], every[2], every[3]]
+    parts = [tests for tests, _ in tool.stages(SmallRecord(), mutant, (0.5, 1.5, 60))]
+    assert parts == [[every[0], every[2]], [every[3]], [every[1]]]
 
 
 _SMALL = "def double(x):\n    return x * 2\n"

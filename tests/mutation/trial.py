@@ -166,10 +166,10 @@ def start_worker(root):
 
 
 def meet(trial):
-    """A mutant, and what became of it."""
-    mutant, first, every, limit = trial
-    outcome = _checkouts[0].meet(mutant, first, 60 + 5 * limit)
-    others = [test for test in every if test not in set(first)]
-    if outcome.verdict == "alive" and others:
-        outcome = _checkouts[0].meet(mutant, others, 60 + 25 * limit)
+    """A mutant, and what became of it, after so many tests at a time."""
+    mutant, stages = trial
+    outcome = Outcome("met by no test")
+    for tests, seconds in stages:
+        if tests and outcome.lives:
+            outcome = _checkouts[0].meet(mutant, tests, seconds)
     return mutant, outcome

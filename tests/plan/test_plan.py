@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import time
 
 import pytest
 import torch
@@ -357,10 +358,12 @@ def counted(group, exchange):
     x_TH, _ = batch(layer, 3)
     # Each rank sends token 0 to rank 0, token 1 to rank 1, token 2 to both.
     ids = torch.tensor([[0, 1], [2, 3], [1, 2]])
+    began = time.monotonic()
     built(x_TH, ty.Routes(topk_ids_TK=ids, topk_weights_TK=torch.ones(3, 2)))
     mine = plan.stats()["moe"]
     return (
         mine,
+        time.monotonic() - began,
         plan.stats()["idle"].rounds,
         plan.gather_stats(),
         plan.exchange.region_bytes(plan.wiring("moe").exchange_spec),
@@ -370,7 +373,7 @@ def counted(group, exchange):
 @pytest.mark.parametrize("exchange", ty.EXCHANGES)
 def test_stats_count_rows_bytes_and_waits_by_rank_and_layer(exchange):
     results = on_ranks(2, counted, exchange)
-    for mine, idle_rounds, everybody, nbytes in results:
+    for mine, seconds, idle_rounds, everybody, nbytes in results:
         assert idle_rounds == 0
         assert (mine.rounds, mine.tokens) == (1, 3)
         assert mine.rows_sent == [2, 2]
@@ -380,7 +383,20 @@ def test_stats_count_rows_bytes_and_waits_by_rank_and_layer(exchange):
         assert mine.combine_bytes == [2 * nbytes.combine_row] * 2
         assert mine.wait_s["dispatch"] > 0
         assert mine.wait_s["combine"] > 0
+        assert sum(mine.wait_s.values()) < seconds
         assert [rank["moe"]["rows_sent"] for rank in everybody] == [[2, 2], [2, 2]]
+
+
+def test_a_layer_that_is_kept_must_be_there():
+    def body(group):
+        plan = ty.plan([spec("a"), spec("b")], group)
+        error = raised(plan.trim, keep=["a", "c"])
+        return error, [layer.name for layer in plan.draft.specs]
+
+    for error, names in on_ranks(2, body):
+        assert isinstance(error, ty.UnknownName)
+        assert "'c'" in str(error)
+        assert names == ["a", "b"]
 
 
 def two_plans(group):
