@@ -20,6 +20,7 @@ import sys
 import tempfile
 import tomllib
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from rich.console import Console
@@ -61,9 +62,11 @@ _FIRST = 2.0
 # Tests of the core. What tests the commands, the site, models and benchmarks is slow, and meets the core from afar.
 TESTS = (
     "tests/checkpoints",
+    "tests/cli/test_interrupts.py",
     "tests/conformance",
     "tests/exchange",
     "tests/experts",
+    "tests/faults/test_loss.py",
     "tests/formats",
     "tests/fuzz",
     "tests/group",
@@ -161,6 +164,11 @@ def known_outcomes(path, again):
     return {mutant: outcome for mutant, outcome in outcomes.items() if not (again and outcome.lives)}
 
 
+def start_workers(number, start, root):
+    """Processes in which `trial.meet` is called. Those of a `multiprocessing.Pool` may start none, as tests do."""
+    return ProcessPoolExecutor(number, multiprocessing.get_context("spawn"), start, (root,))
+
+
 def sentence(summary):
     """For the documentation."""
     return (
@@ -221,10 +229,12 @@ def main():
     known = known_outcomes(options.outcomes, options.again)
     outcomes = [(mutant, known[str(mutant)]) for mutant, *_ in trials if str(mutant) in known]
     trials = [trial for trial in trials if str(trial[0]) not in known]
-    workers = multiprocessing.get_context("spawn").Pool(options.workers, trial.start_worker, (ROOT,))
-    with workers, Progress(console=console) as progress:
+    with (
+        start_workers(options.workers, trial.start_worker, ROOT) as workers,
+        Progress(console=console) as progress,
+    ):
         task = progress.add_task("mutants", total=len(trials))
-        for mutant, outcome in workers.imap(trial.meet, trials):
+        for mutant, outcome in workers.map(trial.meet, trials):
             outcomes.append((mutant, outcome))
             if options.outcomes:
                 with options.outcomes.open("a") as file:

@@ -106,23 +106,33 @@ _TESTS = {
     "alive": "def test_it(): assert small.double(0) == 0",
     "timed out": "def test_it():\n    while small.double(2) != 4: pass",
     "met by no test": "def test_it(): assert False  # without the mutant, too",
+    "killed in a process": """
+import multiprocessing
+def test_it():
+    process = multiprocessing.get_context("fork").Process(target=exit, args=(small.double(2),))
+    process.start()
+    process.join()
+    assert process.exitcode == 4
+""",
 }
 
 
-def meet_small_mutant(folder):
-    """What becomes of a mutant of a small project, with each of those tests, and with one that does not exist."""
+def start_small_worker(folder):
     trial._KEPT = ("src", "tests")
+    trial.start_worker(folder)
+
+
+def meet_small_mutant(folder):
+    """What becomes of a mutant of a small project, with each of those tests, and with others."""
     mutant = next(m for m in mutants_of("src/small.py", _SMALL) if m.after == "(x // 2)")
-    checkout = trial.Checkout(folder)
-    outcomes = [checkout.meet(mutant, [f"tests/test_{number}.py"], 5) for number in range(len(_TESTS))]
-    outcomes.append(checkout.meet(mutant, ["tests/test_nowhere.py"], 5))
-    outcomes.append(checkout.meet(mutant, ["tests/test_3.py::test_it", "tests/test_0.py::test_it"], 5))
-    checkout.remove()
-    print(json.dumps([(outcome.verdict, outcome.test) for outcome in outcomes]))
+    lists = [[f"tests/test_{number}.py"] for number in range(len(_TESTS))]
+    lists += [["tests/test_nowhere.py"], ["tests/test_3.py::test_it", "tests/test_0.py::test_it"]]
+    with tool.start_workers(1, start_small_worker, folder) as workers:
+        outcomes = list(workers.map(trial.meet, [(mutant, [(tests, 5)]) for tests in lists]))
+    print(json.dumps([(outcome.verdict, outcome.test) for _, outcome in outcomes]))
 
 
 def test_what_becomes_of_a_mutant(tmp_path):
-    """In a process without threads: it forks."""
     (tmp_path / "src").mkdir()
     (tmp_path / "tests").mkdir()
     (tmp_path / "src" / "small.py").write_text(_SMALL)
@@ -137,6 +147,7 @@ def test_what_becomes_of_a_mutant(tmp_path):
         ["alive", None],
         ["timed out", None],
         ["met by no test", None],
+        ["killed", "tests/test_4.py::test_it"],
         ["met by no test", None],
         ["killed", "tests/test_0.py::test_it"],
     ]

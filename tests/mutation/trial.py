@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 import time
+import types
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,6 +111,7 @@ class Checkout:
             sys.path[:0] = [str(self._folder / "src"), str(self._folder)]
             for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "tokenyard")]:
                 del sys.modules[name]
+            sys.modules["__main__"] = types.ModuleType("__main__")  # which processes of ranks would import
             sys.dont_write_bytecode = True
             os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
             options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout", "120"]
