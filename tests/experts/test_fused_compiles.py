@@ -19,7 +19,8 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from tokenyard.experts.fused.kernels import (
-    boxed, decoding, digits, packed, products, row_blocks, rows_first, rows_first_result, sorting, specialized, summing)
+    boxed, decoding, digits, expanding, packed, products, row_blocks, rows_first, rows_first_result, sorting,
+    specialized, summing)
 
 BF16 = ("x", "scales", "y", "left", "inner", "out", "w13", "w2")
 FLOATS = ("divisors", "factors", "bias", "weights_N", "b13", "b2")
@@ -57,8 +58,9 @@ def packed_kernel(kind, spans, first, widths, groups, warps=8):
     ), warps, GluonASTSource, {"scales": "*bf16" if kind == 0 else "*i16" if spans == 2 else "*i32"})
 
 def plain_kernels():
-    compiled(sorting.sort_pairs, dict(
-        EXPERTS=8, BINS=16, CHUNK=1024, PARTS=4, TILE=16, TOP_K=4, COUNTED=True, EARLY=True), 4)
+    sizes = dict(EXPERTS=8, BINS=16, CHUNK=1024, TILE=16, TOP_K=6, CHOICES=8, EARLY=True)
+    compiled(sorting.sort_pairs, sizes, 4)
+    compiled(sorting.place_chunks, sizes | dict(SHARE=4), 4)
     shared = dict(H=264, I=136, W_STRIDE=264, W_SCALE_WIDTH=1, TOP_K=4, WEIGHTS=decoding.PLAIN, KIND=tl.bfloat16,
                   HAS_GLOBAL=False, HAS_BIAS=True, WEIGHTED=True, OUT=64, TILE=32, TAIL=16, BLOCK=64, EARLY=True)
     for activation in (products.SWIGLU, products.RELU2, products.SWIGLU_CLAMPED):
@@ -72,6 +74,7 @@ def plain_kernels():
         ALPHA=0.0, SHIFT=0.0, INNER=digits.NUMBERS, COLUMNS=32), 4)
     compiled(products.result_product, dict(
         shared, W_WIDTH=136, HAS_OUT_SLOTS=True, FINALIZE=True, INNER=digits.NUMBERS), 4)
+    compiled(digits.round_numbers, dict(I=264, COLUMNS=512, POWERS=True, EARLY=True), 4, kinds=dict(numbers="*fp32"))
     compiled(summing.sum_rows, dict(
         H=264, TOP_K=4, CHOICES=4, EXPERTS=8, HAS_OUT_SLOTS=True, WEIGHTED=True, COLUMNS=512, EARLY=True), 4)
 
@@ -101,6 +104,8 @@ def kernels_of_row_blocks():
     for hidden_size, columns, slots in ((264, 512, True), (2880, 1024, False), (7168, 1024, True)):
         compiled(row_blocks.recode_rows, dict(
             H=hidden_size, HAS_SLOTS=slots, COLUMNS=columns, EARLY=True), 4, kinds=kinds)
+        compiled(row_blocks.decode_rows, dict(
+            H=hidden_size, HAS_SLOTS=slots, COLUMNS=columns, EARLY=True), 4, kinds=kinds | dict(numbers="*bf16"))
 
 def boxed_kernels():
     shared = dict(H=264, I=136, TOP_K=4, KIND=tl.bfloat16, HAS_BIAS=True, WEIGHTED=True, EARLY=True,
@@ -112,6 +117,22 @@ def boxed_kernels():
     for tail in (64, 0):
         compiled(boxed.boxed_result, dict(shared, HAS_OUT_SLOTS=True, FINALIZE=True, OUT=256, TAIL=tail), 8, kinds=dict(
             inner=rows.format(128), tail=rows.format(tail or 128), w2="tensordesc<bf16[1, 256, 64]>"))
+
+def grouped_kernel(kernel, groups, constants, others):
+    # A Gluon kernel whose arguments are groups: named tuples of kinds, None for what is not there.
+    signature, values, aligned = dict(others), {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name], values[(place,)] = "constexpr", constants[name]
+        elif name in groups:
+            signature[name] = type(groups[name])(*("constexpr" if kind is None else kind for kind in groups[name]))
+            for nth, kind in enumerate(groups[name]):
+                if kind is None:
+                    values[place, nth] = None
+                elif name != "routes":
+                    aligned[place, nth] = [["tt.divisibility", 16]]
+    signature = {name: signature[name] for name in kernel.arg_names}
+    check_compiled(kernel, GluonASTSource(kernel, signature, values, aligned), 4)
 
 def specialized_kernel(bits, first, inputs, outputs, activation=0, interleaved=False, plain=False):
     # Of e4m3, or of bf16. A plain layer has no biases, and no slots.
@@ -128,19 +149,14 @@ def specialized_kernel(bits, first, inputs, outputs, activation=0, interleaved=F
         inputs=inputs, outputs=outputs, experts=8, top_k=4, first=first, interleaved=interleaved, weighted=True,
         finalize=True, activation=activation, limit=7.0, alpha=1.7, shift=1.0, powers=True)
     constants = dict(PRODUCT=product, STAGES=4, EARLY=True, num_warps=4)
-    signature, values, aligned = dict(x_boxes=boxes(128 if first else 64), w_boxes=boxes(128)), {}, {}
-    for place, name in enumerate(specialized.specialized_product.arg_names):
-        if name in constants:
-            signature[name], values[(place,)] = "constexpr", constants[name]
-        elif name in groups:
-            signature[name] = type(groups[name])(*("constexpr" if kind is None else kind for kind in groups[name]))
-            for nth, kind in enumerate(groups[name]):
-                if kind is None:
-                    values[place, nth] = None
-                elif name != "routes":
-                    aligned[place, nth] = [["tt.divisibility", 16]]
-    check_compiled(specialized.specialized_product, GluonASTSource(
-        specialized.specialized_product, signature, values, aligned), 4)
+    grouped_kernel(specialized.specialized_product, groups, constants,
+                   dict(x_boxes=boxes(128 if first else 64), w_boxes=boxes(128)))
+
+def expanding_kernels():
+    groups = dict(packed=expanding.Packed("*i32", "*i16", "*fp32"))
+    for gated, outputs, inputs in ((True, 512, 384), (False, 384, 256)):
+        grouped_kernel(expanding.expand_matrices, groups, dict(
+            OUTPUTS=outputs, INPUTS=inputs, GATED=gated, EARLY=True, num_warps=4), dict(out="*fp8e4nv"))
 
 def specialized_codes():
     for activation in (products.SWIGLU.value, products.SWIGLU_CLAMPED.value):
@@ -166,6 +182,7 @@ CALLS = {
     "codes of e4m3 whose scales are powers of two": "kernels_of_e4m3(digits.POWER_CODES)",
     "rows of mxfp8 in blocks": "kernels_of_row_blocks()",
     "matrices in boxes": "boxed_kernels()",
+    "packed weights as blocks": "expanding_kernels()",
     "warps that load, and warps that multiply e4m3": "specialized_codes()",
     "warps that load, and warps that multiply bf16": "specialized_numbers()",
 }

@@ -119,3 +119,25 @@ def test_codes_are_those_of_the_format(axis, powers):
     fine = ~scales.isnan()
     assert torch.equal(scales[fine], expected["scales"][fine, 0])
     assert torch.equal(codes.view(torch.uint8)[fine], expected["data"].view(torch.uint8)[fine])
+
+
+@pytest.mark.parametrize("powers", [False, True])
+@pytest.mark.parametrize("columns", [1, 100, 128, 300, 1100])
+def test_numbers_are_rounded_to_those_of_codes(columns, powers):
+    """As far as there are places; nothing is written behind them."""
+    draw = torch.Generator().manual_seed(columns)
+    inner = torch.randn(9, columns, generator=draw) * 2.0 ** torch.randint(-30, 30, (9, 1), generator=draw)
+    inner[3, columns // 2] = torch.nan
+    inner[4] = 0.0
+    given, inner = inner, torch.full_like(inner, 7.0)
+    tiles, how_many = (
+        torch.tensor([0, 2, 9, 0, 4, 9, 4, 3, 9, 0, 1, 9, 1, 1, 9], dtype=torch.int32),
+        torch.tensor([2]),
+    )
+    wide = max(128, min(1024, triton.next_power_of_2(columns)))
+    digits.round_numbers[(2,)](given, inner, tiles, how_many.int(), 3, columns, wide, powers, False)
+    format = Fp8Block128(power_of_two_scales=powers)
+    expected = format.encode(given).decode()
+    assert torch.equal(inner[:7].isnan(), expected[:7].isnan())
+    assert torch.equal(inner[:7].nan_to_num(), expected[:7].nan_to_num())
+    assert (inner[7:] == 7.0).all()

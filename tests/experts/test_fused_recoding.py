@@ -1,4 +1,4 @@
-"""mxfp8 weights as blocks of e4m3: what is guaranteed holds, what is not is refused, and nothing else is lost."""
+"""mxfp8 and mxfp4 weights as blocks of e4m3: what is guaranteed holds, what is not is refused, nothing else is lost."""
 
 from __future__ import annotations
 
@@ -70,6 +70,38 @@ def test_gaussian_weights_hardly_change(outputs, inputs):
     assert blocks.payloads["scales"].numel() == scales
     assert blocks.nbytes <= matrix.nbytes + 4 * scales
     assert (torch.frexp(blocks.payloads["scales"])[0] == 0.5).all()
+
+
+MXFP4 = weight_format("mxfp4")
+
+
+@every_shape
+@pytest.mark.parametrize("spread", [0, 14])
+def test_codes_of_four_bits_are_exact_up_to_a_spread_of_14(outputs, inputs, spread):
+    """Every code, under scales that differ by up to 2^spread."""
+    matrix = MXFP4.quantize(normal(2, outputs, inputs))
+    draw = torch.Generator().manual_seed(inputs)
+    for name, least, most in (("data", 0, 256), ("scales", 120, 121 + spread)):
+        payload = matrix.payloads[name]
+        payload.copy_(torch.randint(least, most, payload.shape, generator=draw, dtype=torch.uint8))
+    assert recoding.can_recode(matrix)
+    blocks = recoding.recode(matrix)
+    assert same_bits(blocks.decode()[..., :inputs], matrix.decode())
+    assert torch.equal(recoding.block_scales(matrix, matrix.device), blocks.payloads["scales"])
+
+
+def test_scales_of_four_bits_that_are_too_far_apart_or_no_numbers_are_refused():
+    for byte in (100, 255, 228):
+        matrix = MXFP4.quantize(normal(1, 128, 256))
+        assert recoding.can_recode(matrix)
+        matrix.payloads["scales"][0, 5] = byte
+        assert not recoding.can_recode(matrix), byte
+    tiny = MXFP4.quantize(normal(1, 128, 256))
+    tiny.payloads["scales"].fill_(30)  # below what 1 / scale can be found for
+    assert not recoding.can_recode(tiny)
+    nothing = MXFP4.quantize(torch.zeros(1, 128, 256))
+    assert recoding.can_recode(nothing)
+    assert not recoding.recode(nothing).decode().any()
 
 
 @every_shape

@@ -102,3 +102,18 @@ def test_codes_of_nan_in_the_middle_of_random_ones():
     found = recoded(rows)
     assert_recoded(found, rows)
     assert found.payloads["scales"].isnan().any()
+
+
+@pytest.mark.parametrize("scales", SCALES)
+def test_rows_are_decoded_exactly(scales):
+    for width in WIDTHS:
+        rows = drawn_rows(width, scales, alignment=256, nan=True)
+        slots_R = torch.randperm(30)[: rows.num_rows]
+        payloads = {name: _scattered(payload, slots_R, 30) for name, payload in rows.payloads.items()}
+        workspace = EncodedRows(format=rows.format, hidden_size=width, payloads=payloads)
+        for given, slots in ((rows, None), (workspace, slots_R)):
+            with stage.on_device(slots_R):
+                found = stage.launch_decoded_rows(given, slots, rows.num_rows, early=False)
+            expected = rows.decode(torch.bfloat16)
+            assert torch.equal(found.payloads["data"].isnan(), expected.isnan())
+            assert torch.equal(found.payloads["data"].nan_to_num(0.5), expected.nan_to_num(0.5))

@@ -221,8 +221,97 @@ def test_warps_that_load_and_warps_that_multiply_numbers(changes, specialized_la
     assert len(specialized_launches) == (23 if is_hopper() else 0)
 
 
+# -- Packed weights that become blocks of e4m3, where rows are many --------------------------------------------
+
+EXPANDED = replace(CODES, weights="mxfp4", rows="mxfp8")
+EXPANDED_LAYERS = {
+    "several tiles": {},
+    "biases, a limit": {"activation": replace(activation("swiglu_clamped"), interleaved=False), "bias": True},
+    "gelu, the weight on the input": {"activation": "gelu", "weight_on": "input", "bias": True},
+    "scales that are powers of two": {"inner": "fp8_block128(power_of_two_scales=True)"},
+    "half a tile of outputs, and one block": {"H": 384, "I": 128},
+    "in a workspace, rows padded": {"in_workspace": True, "H": 1024, "rows": "mxfp8(alignment=256)"},
+    "one expert has all rows": {"routing": "one expert"},
+}
+
+
+@pytest.mark.skipif("not is_hopper()", reason="packed weights are for Hopper's tensor cores")
+@pytest.mark.parametrize("changes", EXPANDED_LAYERS.values(), ids=EXPANDED_LAYERS)
+def test_packed_weights_become_blocks_where_rows_are_many(changes, specialized_launches):
+    case = replace(EXPANDED, **changes)
+    experts = built(case)
+    assert experts.is_packed
+    assert experts.is_expandable
+    y_RH = check_case(case, experts)
+    assert len(specialized_launches) == 3
+    for _ in range(20):  # what races is not the same twice
+        assert same_bits(experts(case.received()).rows_RH, y_RH)
+    del specialized_launches[:]
+    experts.expands = False
+    packed_RH = within(case, experts)
+    assert not specialized_launches
+    # The same codes between the products, but for those in the middle between two, and sums in another order.
+    assert (packed_RH - y_RH).norm() <= 2**-6 * y_RH.norm()
+
+
+@pytest.mark.skipif("not is_hopper()", reason="packed weights are for Hopper's tensor cores")
+def test_packed_weights_are_expanded_as_they_are_recoded():
+    case = replace(EXPANDED, H=640, I=384)
+    draw = torch.Generator("cuda").manual_seed(0)
+    for name in ("w13", "w2"):
+        payloads = getattr(case.held, name).payloads
+        for payload, least, most in (("data", 0, 256), ("scales", 110, 125)):
+            shape = payloads[payload].shape
+            drawn = torch.randint(least, most, shape, generator=draw, device="cuda", dtype=torch.uint8)
+            payloads[payload].copy_(drawn)
+    experts = built(case)
+    expanded = experts._expanded(early=True)
+    for name in ("w13", "w2"):
+        found, expected = getattr(expanded, name), recoding.recode(getattr(case.held, name))
+        for payload in ("data", "scales"):
+            a, b = (matrix.payloads[payload].view(torch.uint8) for matrix in (found, expected))
+            assert torch.equal(a, b), (name, payload)
+
+
+@pytest.mark.skipif("not is_hopper()", reason="packed weights are for Hopper's tensor cores")
+def test_expandable_weights_are_replaced_in_place_moved_and_refused():
+    case, other = EXPANDED, replace(EXPANDED, seed=1)
+    experts, fresh = built(case), built(other)
+    pointers = [tensor.data_ptr() for tensor in experts.buffers()]
+    experts.load_(other.held)
+    assert [tensor.data_ptr() for tensor in experts.buffers()] == pointers
+    assert same_bits(experts(case.received()).rows_RH, fresh(case.received()).rows_RH)
+    experts.cpu()
+    assert set(experts.state_dict()) == set(other.held.by_name())
+    experts.cuda()
+    assert same_bits(experts(case.received()).rows_RH, fresh(case.received()).rows_RH)
+    other.held.w2.payloads["scales"][3, 5] -= 25
+    with pytest.raises(ty.InputError, match=r"w2 has an output that would change .*fix: make new experts"):
+        experts.load_(other.held)
+    refused = FusedExperts(other.spec, other.held)
+    assert refused.is_packed
+    assert not refused.is_expandable
+    within(other, refused)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_numbers_between_products_of_few_rows_are_rounded(packed, monkeypatch):
+    """As the layer says, whatever multiplies: the result is close to one that has codes there, not to an exact one."""
+    if not packed:
+        monkeypatch.setattr(fused_experts, "can_run_packed", lambda spec, weights: False)
+    case = replace(EXPANDED, R=20)
+    y_RH = within(case, built(case))
+    close_RH, exact_RH = (
+        ReferenceExperts(spec, case.held)(case.received()).rows_RH
+        for spec in (case.spec, replace(case.spec, inner=None))
+    )
+    assert relative(y_RH, close_RH) < 2**-7 < relative(close_RH, exact_RH)
+
+
 NOT_SPECIALIZED = {
     "exact between the products": {"inner": None},
+    "exact between the products, packed": {"inner": None, "weights": "mxfp4", "rows": "mxfp8"},
+    "plain rows, packed": {"rows": "bf16", "weights": "mxfp4"},
     "plain rows": {"rows": "bf16"},
     "interleaved": {"activation": "swiglu_oai"},
     "no gate": {"activation": "relu2"},
@@ -234,7 +323,8 @@ NOT_SPECIALIZED = {
 def test_what_cannot_be_specialized_is_computed_as_ever(changes, specialized_launches):
     case = replace(CODES, **changes)
     experts = built(case)
-    experts.cuts = Cuts(MANY, MANY)
+    if not experts.is_packed:
+        experts.cuts = Cuts(MANY, MANY)
     within(case, experts)
     assert not specialized_launches
 

@@ -311,6 +311,36 @@ def test_a_plan_tells_what_is_quantized_between_the_products():
     assert "grouped, fp8_block128 weights, fp8_block128 between the products, 5 experts" in codes
 
 
+def test_a_plan_tells_what_experts_take_for_weights_in_another_form():
+    """Once for all layers: as much as the rank with the most experts may take in the largest of them."""
+    layer = spec(
+        num_experts=5,
+        hidden_size=256,
+        intermediate_size=128,
+        weights="mxfp4",
+        inner="fp8_block128",
+        experts="fused",
+    )
+    larger = dataclasses.replace(layer, name="larger", hidden_size=512)
+    drafted = draft([layer, larger], 2, max_tokens=4)
+    assert drafted.scratch_bytes == 3 * 3 * 128 * 512
+    assert str(drafted).endswith("in long batches their experts share 589.8 KB more, for weights as e4m3")
+
+    class Declined(ty.EXPERTS["fused"]):
+        name = "declined"
+        expands = False
+
+    others = [
+        dataclasses.replace(layer, inner="exact"),
+        dataclasses.replace(layer, experts="grouped"),
+        dataclasses.replace(layer, experts=Declined),
+    ]
+    odd = dataclasses.replace(layer, hidden_size=264)
+    for other in [*others, odd]:
+        assert draft([other], 2, max_tokens=4).scratch_bytes == 0
+        assert "long batches" not in str(draft([other], 2, max_tokens=4))
+
+
 class OwnKernel(ty.EXPERTS["grouped"]):
     """A kernel of one's own, which says nothing of what it holds between its products."""
 

@@ -218,6 +218,14 @@ class Experts(nn.Module, ABC):
         return None
 
     @classmethod
+    def scratch_bytes(cls, spec: ExpertsSpec) -> int:
+        """Bytes that a call may take for its weights in another form, beside what grows with its rows.
+
+        They are free again when it returns: all layers share them.
+        """
+        return 0
+
+    @classmethod
     def runs_on(cls, device: torch.device) -> Reason | None:
         """None, or why these experts cannot compute on rows that live there."""
         if device.type in cls.devices:

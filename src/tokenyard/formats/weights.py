@@ -242,6 +242,7 @@ class Mxfp4Weights(FourBitWeights):
     block = 32
     scale_dtype = torch.uint8
     row_formats = (Mxfp8.name,)
+    inner_formats = (Fp8Block128.name,)
     scale_rule: Literal["even", "ceil"] = "even"
 
     def __post_init__(self) -> None:

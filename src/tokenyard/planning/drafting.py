@@ -74,6 +74,16 @@ class Draft:
         """What one rank holds at most for rows in flight, whichever layer is running."""
         return (self.dispatch_bytes + self.combine_bytes) * self.in_flight
 
+    @property
+    def scratch_bytes(self) -> int:
+        """What the experts of one rank may take during a call for weights in another form, whichever layer it is."""
+        ranks = range(self.world)
+        return max(
+            wiring.experts.scratch_bytes(wiring.experts_spec(rank))
+            for wiring in self.wirings
+            for rank in ranks
+        )
+
     def fields(self) -> dict[str, Any]:
         """Plain values, flat, by name: what ranks compare."""
         flat: dict[str, Any] = {
@@ -133,6 +143,10 @@ class Draft:
             f"  all layers share {size(self.workspace_bytes)} a rank "
             f"(largest out {size(self.dispatch_bytes)} + largest back {size(self.combine_bytes)})"
         )
+        if self.scratch_bytes:
+            lines.append(
+                f"  in long batches their experts share {size(self.scratch_bytes)} more, for weights as e4m3"
+            )
         return "\n".join(lines)
 
 

@@ -64,6 +64,9 @@ PLAIN: dict[str, Lines] = {
 }
 ALIKE = {"fp16": "bf16", "mxfp4": "mxint4", "nvfp4": "mxint4"}
 
+# Rows of an expert from which packed mxfp4 weights are expanded to e4m3 first, where that can be.
+EXPANDED_FROM = 85
+
 # widths, groups, ahead, stages, warps, registers
 PACKED = {
     "mxint4": (

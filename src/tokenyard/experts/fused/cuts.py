@@ -128,12 +128,16 @@ def plain_lines(weights: str, rows: str | None = None, *, specialized: bool = Fa
     return cut_table.PLAIN.get(f"{weights} for other rows", lines)
 
 
-def choose_packed_cuts(pairs: float, experts: int, weights: str) -> Cuts:
-    """The same for packed weights.
+def choose_packed_cuts(pairs: float, experts: int, weights: str, *, expands: bool = False) -> Cuts:
+    """The same for packed weights; with `expands`, they can become blocks of e4m3 before they are multiplied.
 
     >>> choose_packed_cuts(8, 48, "mxint4").inner.tile
     8
+    >>> choose_packed_cuts(48_000, 32, "mxfp4", expands=True).specialized
+    True
     """
+    if expands and pairs > cut_table.EXPANDED_FROM * experts:
+        return choose_cuts(pairs, experts, "fp8_block128", specialized=True)
     inner, result = _line_for(pairs / max(1, experts), cut_table.PACKED[weights])
     return Cuts(PackedCut(*inner), PackedCut(*result))
 

@@ -14,12 +14,17 @@ where the layer's `inner` says so, 8 bits, one code.
 **How weights are held.** As their format has them, but for two: 4-bit weights are packed on Hopper (`packing`), and
 mxfp8 weights become blocks of e4m3, where the tensor cores multiply these (`recoding`). Rows of mxfp8 that meet such
 blocks are recoded by a kernel of their own, into H bytes for each of the R rows (`kernels.row_blocks`).
+
+**Long batches of mxfp4.** Where the layer has codes between the products, rows arrive in mxfp8, and an expert has more
+than about 85 of them, packed weights become blocks of e4m3 first, in memory that is free again when the call returns
+(`scratch_bytes`, `kernels.expanding`): a product of e4m3 takes half the time of one of bf16.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Self
@@ -36,7 +41,14 @@ from tokenyard.experts.base import (
     local_routes,
 )
 from tokenyard.experts.fused import packing, recoding
-from tokenyard.experts.fused.cuts import SPLIT_BLOCK, Cuts, choose_cuts, choose_packed_cuts, expected_pairs
+from tokenyard.experts.fused.cuts import (
+    SPLIT_BLOCK,
+    Cut,
+    Cuts,
+    choose_cuts,
+    choose_packed_cuts,
+    expected_pairs,
+)
 from tokenyard.experts.fused.packing import PackedMatrix
 from tokenyard.formats import FORMATS, Fp8Block128, QuantizedMatrix, for_dtype, weight_format
 from tokenyard.formats.base import EncodedRows
@@ -97,8 +109,8 @@ def can_run_recoded(spec: ExpertsSpec, weights: ExpertWeights) -> bool:
 def can_run_specialized(spec: ExpertsSpec, device: torch.device) -> bool:
     """Whether products run by warps that load and warps that multiply (`kernels.specialized`), if rows allow it.
 
-    On Hopper, with a gate. Numbers of 16 bits: sizes that are multiples of 16 bytes; where gates and ups take turns, H is
-    one of 128 bytes. Codes of e4m3: codes between the products, gates and ups apart, sizes that are multiples of 128.
+    On Hopper: numbers of 16 bits with a gate and sizes that are multiples of 8, H of 64 where gates and ups take turns;
+    e4m3 as `has_blocks` says.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9 or not gluon_runs():
         return False
@@ -106,8 +118,21 @@ def can_run_specialized(spec: ExpertsSpec, device: torch.device) -> bool:
     if spec.weights in ("bf16", "fp16"):
         whole = all(size % 8 == 0 for size in sizes) and (not interleaved or spec.hidden_size % 64 == 0)
         return spec.activation.gated and whole
-    whole = all(size % SPLIT_BLOCK == 0 for size in sizes)
-    return spec.inner is not None and spec.activation.gated and not interleaved and whole
+    return has_blocks(spec)
+
+
+def has_blocks(spec: ExpertsSpec) -> bool:
+    """Whether a layer has codes between its products, gates and ups apart, and sizes that are multiples of 128."""
+    whole = spec.hidden_size % SPLIT_BLOCK == 0 and spec.intermediate_size % SPLIT_BLOCK == 0
+    return spec.inner is not None and spec.activation.gated and not spec.activation.interleaved and whole
+
+
+def can_run_expanded(spec: ExpertsSpec, weights: ExpertWeights) -> bool:
+    """Whether packed weights can become blocks of e4m3, within the guarantee of `recoding`, where rows are many."""
+    w13, w2 = weights.w13, weights.w2
+    if spec.weights != "mxfp4" or not isinstance(w13, QuantizedMatrix) or not isinstance(w2, QuantizedMatrix):
+        return False
+    return can_run_specialized(spec, w13.device) and recoding.can_recode(w13) and recoding.can_recode(w2)
 
 
 class FusedExperts(Experts):
@@ -120,6 +145,7 @@ class FusedExperts(Experts):
     devices = ("cuda",)
     cuts: Cuts | None = None  # tiles that a benchmark sets; None: chosen for each batch
     recodes: bool = True  # whether mxfp8 weights are held as blocks of e4m3 where that is faster
+    expands: bool = True  # whether packed mxfp4 weights become such blocks, for a call, where rows are many
 
     def __init__(self, spec: ExpertsSpec, weights: ExpertWeights, *, adopt: bool = False) -> None:
         super().__init__(spec, weights, adopt=adopt)
@@ -134,6 +160,11 @@ class FusedExperts(Experts):
     def is_recoded(self) -> bool:
         """Whether mxfp8 weights are held as blocks of e4m3, within what `recoding` guarantees."""
         return "w2_blocks" in self._buffers
+
+    @property
+    def is_expandable(self) -> bool:
+        """Whether packed weights can become blocks of e4m3, within what `recoding` guarantees."""
+        return "w2_bases" in self._buffers
 
     @property
     def held_format(self) -> str:
@@ -155,6 +186,8 @@ class FusedExperts(Experts):
             matrix = self._part(name, self.spec.shapes()[name])
             assert isinstance(matrix, QuantizedMatrix)
             held = _PACKED if self.is_packed else _RECODED
+            if self.is_expandable:
+                delattr(self, f"{name}_bases")
             self._replace(name, held, {payload: matrix.payloads[payload] for payload in _GIVEN})
 
     def _hold_for_kernels(self) -> None:
@@ -164,9 +197,13 @@ class FusedExperts(Experts):
         is_packed = can_run_packed(self.spec, self.weights)
         if not is_packed and not (self.recodes and can_run_recoded(self.spec, self.weights)):
             return
+        expands = is_packed and self.expands and can_run_expanded(self.spec, self.weights)
         for name in ("w13", "w2"):
             matrix = self._part(name, self.spec.shapes()[name])
             assert isinstance(matrix, QuantizedMatrix)
+            if expands:
+                bases = recoding.block_scales(matrix, matrix.device)
+                self.register_buffer(f"{name}_bases", bases, persistent=False)
             if is_packed:
                 packed = self._pack(name, matrix)
                 made = dict(zip(_PACKED, (packed.words, packed.scales), strict=True))
@@ -226,6 +263,16 @@ class FusedExperts(Experts):
         b13, b2 = self._buffers.get("b13"), self._buffers.get("b2")
         return ExpertWeights(w13=self._blocks("w13"), w2=self._blocks("w2"), b13=b13, b2=b2)
 
+    def _expanded(self, *, early: bool) -> ExpertWeights:
+        """Packed weights as blocks of e4m3, in memory for this call."""
+        from tokenyard.experts.fused import stage
+
+        w13, w2 = (
+            stage.launch_expanded(self._packed(name), self.get_buffer(f"{name}_bases"), early=early)
+            for name in ("w13", "w2")
+        )
+        return ExpertWeights(w13=w13, w2=w2, b13=self._buffers.get("b13"), b2=self._buffers.get("b2"))
+
     @torch.no_grad()
     def load_(self, weights: ExpertWeights) -> None:
         """Replace the weights in place: whatever refers to them (a captured graph) sees the new ones."""
@@ -240,6 +287,9 @@ class FusedExperts(Experts):
                 recoding.recode_into(getattr(weights, name), self._blocks(name))
             else:
                 matrix = self._pack(name, getattr(weights, name))
+                if self.is_expandable:
+                    bases = self.get_buffer(f"{name}_bases")
+                    bases.copy_(recoding.block_scales(getattr(weights, name), bases.device))
                 self.get_buffer(f"{name}_words").copy_(matrix.words)
                 self.get_buffer(f"{name}_word_scales").copy_(matrix.scales)
         for name, tensor in weights.by_name().items():
@@ -256,12 +306,22 @@ class FusedExperts(Experts):
                 expected="scales that packed weights can hold",
                 fix="make new experts of these weights: they will not be packed",
             )
-        if self.is_recoded and not recoding.can_recode(matrix, self._blocks(name).device):
+        expected = self.is_recoded or self.is_expandable
+        if expected and not recoding.can_recode(matrix, next(self.buffers()).device):
             raise InputError(
                 f"{name} has an output that would change by more than 2^-12 of its length, or is no number",
                 expected="weights that blocks of 128 × 128 can hold: scales that are not too far apart",
                 fix="make new experts of these weights: they will not be recoded",
             )
+
+    @classmethod
+    def scratch_bytes(cls, spec: ExpertsSpec) -> int:
+        """A byte for each of a rank's mxfp4 weights, where they become blocks of e4m3 for long batches; else nothing.
+
+        On Hopper, that is. A class with `expands = False` declines it.
+        """
+        wanted = cls.expands and spec.weights == "mxfp4" and has_blocks(spec)
+        return sum(math.prod(spec.shapes()[name]) for name in ("w13", "w2")) if wanted else 0
 
     @classmethod
     def runs_on(cls, device: torch.device) -> Reason | None:
@@ -300,17 +360,27 @@ class FusedExperts(Experts):
         device = rows.device
         if num_rows and spec.num_local_experts:
             early = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-            inner = stage.Inner.empty(spec, to.left, cuts, held=self.held_format)
+            as_codes = self.is_packed and isinstance(cuts.inner, Cut)
+            held = "fp8_block128" if as_codes else self.held_format
+            inner = stage.Inner.empty(spec, to.left, cuts, held=held)
             with stage.on_device(ids_RK):
                 sorted_pairs = stage.sort_on_device(
                     ids_RK, spec.num_local_experts, cuts.inner.tile, early=early
                 )
                 call = stage.Launch(spec, cuts, sorted_pairs, weights_RK, early)
-                if self.is_packed:
+                if self.is_packed and rows.format.name == "mxfp8":
+                    as_blocks = isinstance(cuts.inner, Cut)
+                    recode = stage.launch_row_blocks if as_blocks else stage.launch_decoded_rows
+                    rows, slots_R = recode(rows, slots_R, num_rows, early=early), None
+                if self.is_packed and isinstance(cuts.inner, Cut):
+                    weights = self._expanded(early=early)
+                    assert stage.can_specialize(rows, weights), rows.format
+                    stage.launch_specialized(call, rows, slots_R, weights, inner, to, finalize=finalize)
+                elif self.is_packed:
                     biases = (self._buffers.get("b13"), self._buffers.get("b2"))
                     packed = stage.PackedCall(self._packed("w13"), self._packed("w2"), *biases)
                     x = rows.payloads["data"]
-                    stage.launch_packed(call, packed, x, slots_R, inner.data, to, finalize=finalize)
+                    stage.launch_packed(call, packed, x, slots_R, inner, to, finalize=finalize)
                 else:
                     if self._recodes_rows(rows.format.name):
                         rows, slots_R = stage.launch_row_blocks(rows, slots_R, num_rows, early=early), None
@@ -319,7 +389,9 @@ class FusedExperts(Experts):
                     if wanted and stage.can_specialize(rows, weights):
                         stage.launch_specialized(call, rows, slots_R, weights, inner, to, finalize=finalize)
                     else:
-                        stage.launch_inner(call, rows, slots_R, weights, inner)
+                        numbers = stage.before_rounding(spec, inner)
+                        stage.launch_inner(call, rows, slots_R, weights, numbers)
+                        stage.launch_rounding(call, numbers, inner)
                         stage.launch_result(call, weights, inner, to, finalize=finalize)
                 if finalize:
                     stage.launch_sums(call, ids_RK, to)
@@ -339,7 +411,8 @@ class FusedExperts(Experts):
         """The cuts for so many pairs of a row and an expert, if rows arrive in a format."""
         experts, weights = self.spec.num_local_experts, self.held_format
         if self.is_packed:
-            return choose_packed_cuts(pairs, experts, weights)
+            expands = self.expands and self.is_expandable and rows == "mxfp8"
+            return choose_packed_cuts(pairs, experts, weights, expands=expands)
         taken = weights if self._recodes_rows(rows) else rows
         specialized = can_run_specialized(self.spec, next(self.buffers()).device)
         return choose_cuts(pairs, experts, weights, rows=taken, specialized=specialized)
@@ -352,7 +425,7 @@ class FusedExperts(Experts):
         """The rows as the kernels read them, and the slot of each where they stand in a workspace."""
         rows = received.rows
         as_arrived = self.spec.rows is None or rows.format == self.spec.rows
-        taken = ("bf16",) if self.is_packed else FORMATS
+        taken = ("bf16", "mxfp8") if self.is_packed else FORMATS
         if as_arrived and rows.format.name in taken and rows.scale_layout == "linear":
             return rows, received.slots_R
         dtype = torch.bfloat16 if self.is_packed else self.spec.dtype

@@ -1,6 +1,6 @@
-"""mxfp8 weights as blocks of e4m3, which tensor cores multiply as they are.
+"""mxfp8 and mxfp4 weights as blocks of e4m3, which tensor cores multiply as they are.
 
-mxfp8 has a scale for 32 inputs of an output, and a product of e4m3 can be scaled once in 128 inputs. So a matrix is
+Both have a scale for 32 inputs of an output, and a product of e4m3 can be scaled once in 128 inputs. So a matrix is
 held as `fp8_block128` has it, with a scale for 128 outputs × 128 inputs: the largest of those whose spans are not all
 zero. All scales are powers of two: a code whose own scale is smaller by 2^d becomes the code of its number times 2^-d.
 
@@ -10,6 +10,10 @@ zero. All scales are powers of two: a code whose own scale is smaller by 2^d bec
 **What is lost.** e4m3 has four bits down to 2^-6 and steps of 2^-9 below: a number is rounded, to the nearest, where it
 is below 2^-6 of its block's scale, and is off by at most 2^-10 of it then. Codes reach to 448, so that is 2^-18 of the
 largest that the block may hold. Where all scales of a block are the same, nothing is rounded.
+
+Codes of mxfp4 reach to 6: they stand times 2^6, and the block's scale is smaller by that. They have two bits, so that
+they are rounded only where scales of one block differ by more than 2^14. mxfp4 weights stay packed (`packing`); they
+become blocks for one call, where rows are many (`kernels.expanding`), and only the scales of blocks are kept.
 
 **The guarantee.** Weights are recoded only if no line (an output of an expert) changes by more than 2^-12 of its
 length, in L2, and if they are numbers: no NaN among scales and codes, no scale beyond 2^100. Gaussian weights change by
@@ -25,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tokenyard.formats import QuantizedMatrix, weight_format
+from tokenyard.formats import QuantizedMatrix, bits, weight_format
 
 BLOCK, SPAN = 128, 32
 # How much a line may change, as a part of its length.
@@ -33,6 +37,9 @@ LARGEST_CHANGE = 2.0**-12
 # Behind this a product of e4m3, with its scale, might overflow.
 LARGEST_BYTE = 127 + 100
 _NAN_BYTE = 255
+# Codes stand times 2^this, scales times 2^-this; and no block has a smaller byte, so that 1 / scale is a number.
+_RAISED = {"mxfp8": 0, "mxfp4": 6}
+_SMALLEST_BYTE = {"mxfp8": 0, "mxfp4": 60}
 # No code is so large that anything is left of it after so many halvings.
 _MOST_HALVINGS = 24
 # Weights that are looked at together: some blocks of outputs at least.
@@ -48,6 +55,12 @@ class _Lines(NamedTuple):
     levels: Tensor  # the same, and 0 for a span of zeros
     block_bytes: Tensor  # int32 [blocks of outputs, blocks of inputs]
     halvings: Tensor  # int32 [n, spans]
+    raised: int
+
+    @property
+    def block_scales(self) -> Tensor:
+        """The scales of blocks, float32."""
+        return _scale_of(self.block_bytes - self.raised)
 
     @property
     def codes(self) -> Tensor:
@@ -67,7 +80,7 @@ class _Lines(NamedTuple):
 
 
 def can_recode(matrix: QuantizedMatrix, device: torch.device | None = None) -> bool:
-    """Whether mxfp8 matrices `[L, N, D]` can be recoded within the guarantee. It is found out on the device."""
+    """Whether matrices `[L, N, D]` can be recoded within the guarantee. It is found out on the device."""
     device = matrix.device if device is None else device
     fine = torch.ones((), dtype=torch.bool, device=device)
     for expert in range(matrix.shape[0]):
@@ -77,7 +90,7 @@ def can_recode(matrix: QuantizedMatrix, device: torch.device | None = None) -> b
 
 
 def recode(matrix: QuantizedMatrix) -> QuantizedMatrix:
-    """mxfp8 matrices `[L, N, D]` as `fp8_block128` ones, as wide as the data of mxfp8.
+    """mxfp8 or mxfp4 matrices `[L, N, D]` as `fp8_block128` ones, as wide as their data.
 
     >>> format = weight_format("mxfp8")
     >>> matrix = format.quantize(torch.cat([torch.full((1, 1, 32), 448.0), torch.full((1, 1, 32), 0.3)], 2))
@@ -111,7 +124,17 @@ def recode_into(matrix: QuantizedMatrix, blocks: QuantizedMatrix) -> None:
             codes = lines.codes.flatten(1)
             data[lines.first : lines.first + len(codes)].copy_(codes)
             at = lines.first // BLOCK
-            scales[at : at + len(lines.block_bytes)].copy_(_scale_of(lines.block_bytes))
+            scales[at : at + len(lines.block_bytes)].copy_(lines.block_scales)
+
+
+def block_scales(matrix: QuantizedMatrix, device: torch.device) -> Tensor:
+    """The scales that `recode` gives the blocks of matrices, alone: float32 `[L, ⌈N/128⌉, ⌈P/128⌉]`."""
+    return torch.stack(
+        [
+            torch.cat([lines.block_scales for lines in _lines_of(matrix[expert], device)])
+            for expert in range(matrix.shape[0])
+        ]
+    )
 
 
 def give_back(blocks: QuantizedMatrix) -> dict[str, Tensor]:
@@ -140,12 +163,12 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 def _lines_of(matrix: QuantizedMatrix, device: torch.device) -> Iterator[_Lines]:
     """One matrix `[N, D]`, some blocks of outputs at a time."""
-    outputs, inputs = matrix.shape
-    data, scales = matrix.payloads["data"], matrix.payloads["scales"]
-    step = max(1, _AT_A_TIME // (BLOCK * data.shape[1])) * BLOCK
+    (outputs, inputs), format = matrix.shape, matrix.format.name
+    data, scales, raised = matrix.payloads["data"], matrix.payloads["scales"], _RAISED[format]
+    step = max(1, _AT_A_TIME // (BLOCK * inputs)) * BLOCK
     for first in range(0, outputs, step):
         codes, byte = (part[first : first + step].to(device) for part in (data, scales))
-        values = codes.float()
+        values = bits.e2m1_to_float32(codes) * 2.0**raised if format == "mxfp4" else codes.float()
         values[:, inputs:] = 0.0
         values = values.unflatten(1, (-1, SPAN))
         byte = byte.to(torch.int32)
@@ -153,6 +176,7 @@ def _lines_of(matrix: QuantizedMatrix, device: torch.device) -> Iterator[_Lines]
         lines, spans = levels.shape
         whole = functional.pad(levels, (0, -spans % (BLOCK // SPAN), 0, -lines % BLOCK))
         block_bytes = whole.unflatten(1, (-1, BLOCK // SPAN)).unflatten(0, (-1, BLOCK)).amax((1, 3))
+        block_bytes = block_bytes.clamp(min=_SMALLEST_BYTE[format])
         by_span = block_bytes.repeat_interleave(BLOCK, 0)[:lines].repeat_interleave(BLOCK // SPAN, 1)
         halvings = (by_span[:, :spans] - byte).clamp(0, _MOST_HALVINGS)
-        yield _Lines(first, values, byte, levels, block_bytes, halvings)
+        yield _Lines(first, values, byte, levels, block_bytes, halvings, raised)

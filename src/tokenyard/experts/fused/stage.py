@@ -33,15 +33,13 @@ from tokenyard.experts.fused.kernels import (
     summing,
 )
 from tokenyard.experts.fused.packing import PackedMatrix
-from tokenyard.formats import Fp8Block128, QuantizedMatrix
+from tokenyard.formats import Fp8Block128, QuantizedMatrix, for_dtype, weight_format
 from tokenyard.formats.base import EncodedRows
 
-# Pairs of a chunk, and chunks up to which every block counts all of them by itself.
+# Pairs of a chunk; of one chunk, every block counts all by itself.
 CHUNK = 1024
-# Blocks that share the chunks of an expert.
-PARTS = 16
-# Where pairs are many, chunks are longer, since every block reads the counts of all; and more blocks share them.
-MANY_PAIRS, LONG_CHUNK, MANY_PARTS = 1 << 16, 4096, 64
+# The most blocks that share the experts of a chunk.
+SHARED_BY = 4
 
 _FORMATS = {
     "fp8_block128": decoding.FP8_BLOCK,
@@ -151,6 +149,8 @@ class SortedOnDevice:
     tiles: Tensor
     how_many: Tensor
     max_tiles: int
+    # Held until the call ends: kernels that start early may write to memory that is free while the sort still reads it.
+    counts: Tensor | None
 
 
 # Triton's interpreter changes the language while it runs a kernel: ranks that are threads take turns.
@@ -164,27 +164,38 @@ def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
 
 def sort_on_device(ids_RK: Tensor, experts: int, tile: int, *, early: bool) -> SortedOnDevice:
     """Sort the pairs of a batch by expert and cut them into tiles, without looking at them."""
-    pairs, device = ids_RK.numel(), ids_RK.device
-    chunk, parts, warps = (CHUNK, PARTS, 4) if pairs < MANY_PAIRS else (LONG_CHUNK, MANY_PARTS, 8)
-    bins, chunks = triton.next_power_of_2(experts + 1), triton.cdiv(pairs, chunk)
+    (rows, top_k), device = ids_RK.shape, ids_RK.device
+    pairs, choices = rows * top_k, triton.next_power_of_2(top_k)
+    bins, chunks = triton.next_power_of_2(experts + 1), triton.cdiv(rows, CHUNK // choices)
     max_tiles = min(pairs, pairs // tile + experts)
     order_N = torch.empty(pairs, dtype=torch.int32, device=device)
     tiles = torch.empty(5 * max_tiles + 1, dtype=torch.int32, device=device)
     how_many = tiles[5 * max_tiles :]
-    counted = chunks > 1
-    counts = order_N
-    launch = launch_options(early)
-    if counted:
-        counts = torch.empty(chunks, bins, dtype=torch.int32, device=device)
-        sorting.count_chunks[(chunks,)](
-            ids_RK, counts, pairs, experts, bins, chunk, early, num_warps=warps, **launch
+    sizes, launch = (experts, bins, top_k, choices, CHUNK), launch_options(early)
+    if chunks == 1:
+        sorting.sort_pairs[(experts,)](
+            ids_RK, order_N, tiles, how_many, rows, max_tiles, *sizes, tile, early, num_warps=4, **launch
         )
-    parts = parts if counted else 1
-    sorting.sort_pairs[(experts, parts)](
-        ids_RK, counts, order_N, tiles, how_many, pairs, max_tiles,
-        experts, bins, chunk, parts, tile, ids_RK.shape[1], counted, early, num_warps=warps, **launch,
-    )  # fmt: skip
-    return SortedOnDevice(order_N, tiles, how_many, max_tiles)
+        return SortedOnDevice(order_N, tiles, how_many, max_tiles, None)
+    counts = torch.empty(chunks, bins, dtype=torch.int32, device=device)
+    sorting.count_chunks[(chunks,)](ids_RK, counts, rows, *sizes, early, num_warps=4, **launch)
+    share = 4 * triton.cdiv(experts, 4 * SHARED_BY)
+    sorting.place_chunks[(chunks, triton.cdiv(experts, share))](
+        ids_RK,
+        counts,
+        order_N,
+        tiles,
+        how_many,
+        rows,
+        max_tiles,
+        *sizes,
+        tile,
+        early,
+        share,
+        num_warps=4,
+        **launch,
+    )
+    return SortedOnDevice(order_N, tiles, how_many, max_tiles, counts)
 
 
 def product_kind(weights: str, device: torch.device) -> Any:
@@ -269,6 +280,60 @@ def launch_row_blocks(
         num_warps=4, **launch_options(early),
     )  # fmt: skip
     return blocks
+
+
+def launch_decoded_rows(
+    rows: EncodedRows, slots_R: Tensor | None, num_rows: int, *, early: bool
+) -> EncodedRows:
+    """Received rows of mxfp8 as bf16 numbers, one after the other."""
+    hidden_size = rows.hidden_size
+    data, scales = rows.payloads["data"], rows.payloads["scales"]
+    numbers = torch.empty(num_rows, hidden_size, dtype=torch.bfloat16, device=rows.device)
+    columns = min(1024, max(32, triton.next_power_of_2(hidden_size)))
+    row_blocks.decode_rows[(blocks_for(num_rows * triton.cdiv(hidden_size, columns), rows.device),)](
+        data, scales, data if slots_R is None else slots_R, numbers, num_rows, data.stride(0), scales.stride(0),
+        H=hidden_size, HAS_SLOTS=slots_R is not None, COLUMNS=columns, EARLY=early,
+        num_warps=4, **launch_options(early),
+    )  # fmt: skip
+    return for_dtype(torch.bfloat16).encode(numbers)
+
+
+def launch_expanded(matrix: PackedMatrix, bases: Tensor, *, early: bool) -> QuantizedMatrix:
+    """Packed mxfp4 matrices as blocks of e4m3: memory for this call, which those of other layers get afterwards."""
+    from tokenyard.experts.fused.kernels import expanding
+
+    experts, outputs, inputs = matrix.shape
+    data = torch.empty(matrix.shape, dtype=torch.float8_e4m3fn, device=bases.device)
+    units = experts * outputs // packing.OUTPUTS
+    steps = triton.cdiv(inputs // packing.INPUTS, expanding.STEPS.value)
+    expanding.expand_matrices[(units * steps,)](
+        expanding.Packed(matrix.words, matrix.scales.view(torch.int16), bases), data,
+        OUTPUTS=outputs, INPUTS=inputs, GATED=matrix.gated, EARLY=early, num_warps=4, **launch_options(early),
+    )  # fmt: skip
+    payloads = {"data": data, "scales": bases}
+    return QuantizedMatrix(format=weight_format("fp8_block128"), shape=matrix.shape, payloads=payloads)
+
+
+def before_rounding(spec: ExpertsSpec, inner: Inner) -> Inner:
+    """Where the first product leaves its numbers, if they are rounded to those of codes: in float32. Else `inner`."""
+    if spec.inner is None or not inner.is_numbers:
+        return inner
+    return inner._replace(data=torch.empty_like(inner.data, dtype=torch.float32))
+
+
+def launch_rounding(call: Launch, numbers: Inner, inner: Inner) -> None:
+    """Round numbers between the products to those of the layer's format, where it has one."""
+    if numbers is inner:
+        return
+    assert isinstance(call.spec.inner, Fp8Block128), call.spec.inner
+    columns = call.spec.intermediate_size
+    wide = max(SPLIT_BLOCK, min(1024, triton.next_power_of_2(columns)))
+    items = inner.data.shape[0] * triton.cdiv(columns, wide)
+    digits.round_numbers[(blocks_for(items, inner.data.device),)](
+        numbers.data, inner.data, call.sorted.tiles, call.sorted.how_many, call.sorted.max_tiles,
+        I=columns, COLUMNS=wide, POWERS=call.spec.inner.power_of_two_scales, EARLY=call.early,
+        num_warps=4, **call.options,
+    )  # fmt: skip
 
 
 def can_box(matrix: Tensor | QuantizedMatrix, spec: ExpertsSpec) -> bool:
@@ -502,13 +567,14 @@ def launch_sums(call: Launch, ids_RK: Tensor, to: Destination) -> None:
     A product and a sum are two roundings, as in `UnfinalizedRows.finish`.
     """
     spec, rows = call.spec, ids_RK.shape[0]
-    columns = min(2048, triton.next_power_of_2(spec.hidden_size))
+    columns, warps = (4096, 8) if spec.hidden_size % 4096 == 0 else (2048, 4)
+    columns = min(columns, triton.next_power_of_2(spec.hidden_size))
     items = rows * triton.cdiv(spec.hidden_size, columns)
     summing.sum_rows[(blocks_for(items, ids_RK.device),)](
         to.left, call.weights_RK, ids_RK, to.out, ids_RK if to.slots_R is None else to.slots_R, rows, to.out.stride(0),
         H=spec.hidden_size, TOP_K=spec.top_k, CHOICES=triton.next_power_of_2(spec.top_k),
         EXPERTS=spec.num_local_experts, HAS_OUT_SLOTS=to.slots_R is not None, WEIGHTED=spec.weight_on == "output",
-        COLUMNS=columns, EARLY=call.early, num_warps=4, enable_fp_fusion=False, **call.options,
+        COLUMNS=columns, EARLY=call.early, num_warps=warps, enable_fp_fusion=False, **call.options,
     )  # fmt: skip
 
 
@@ -526,13 +592,13 @@ def launch_packed(
     weights: PackedCall,
     x: Tensor,
     slots_R: Tensor | None,
-    inner: Tensor,
+    inner: Inner,
     to: Destination,
     *,
     finalize: bool,
 ) -> None:
     """Both products, with packed weights and plain rows."""
-    spec = call.spec
+    spec, numbers = call.spec, before_rounding(call.spec, inner)
     H, I = spec.hidden_size, spec.intermediate_size  # noqa: E741
 
     def launch(
@@ -564,5 +630,6 @@ def launch_packed(
         )  # fmt: skip
 
     first, second = call.cuts.inner, call.cuts.result
-    launch(first, weights.w13, weights.b13, x, slots_R, inner, spec.weight_on == "input", True)
-    launch(second, weights.w2, weights.b2, inner, to.slots_R, to.out, spec.weight_on == "output", False)
+    launch(first, weights.w13, weights.b13, x, slots_R, numbers.data, spec.weight_on == "input", True)
+    launch_rounding(call, numbers, inner)
+    launch(second, weights.w2, weights.b2, inner.data, to.slots_R, to.out, spec.weight_on == "output", False)

@@ -7,8 +7,9 @@
     digits             what stands between products of e4m3: numbers as two digits of it
     row_blocks         rows of mxfp8 as blocks of e4m3, which tensor cores multiply as they are
     boxed              both for many rows of 16-bit numbers, with matrices that come by TMA
-    specialized        both for many rows of e4m3, codes between them, by warps that load and warps that multiply
+    specialized        both for many rows of e4m3 or of 16-bit numbers, by warps that load and warps that multiply
     packed, unpacking  both with 4-bit weights in the order of Hopper's tensor cores
+    expanding          packed mxfp4 weights as blocks of e4m3, for many rows
     summing            a row's experts, added up
     twins              what some of them must give, in torch
 

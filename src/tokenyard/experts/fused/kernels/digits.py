@@ -1,6 +1,7 @@
 """What stands between products of e4m3: numbers as sums of two e4m3 digits, or, where the layer says so, as codes.
 
-Tensor cores multiply both with e4m3 weights as they are. Codes are those of `formats.Fp8Block128`, to the bit: e4m3
+Tensor cores multiply both with e4m3 weights as they are. (Where a layer wants codes, and weights are no e4m3, numbers
+are rounded to those that codes stand for: `round_numbers`.) Codes are those of `formats.Fp8Block128`, to the bit: e4m3
 with a scale for 128 columns of a row. Digits are closer:
 
 A bf16 number has 8 significant bits, an e4m3 number 4. The scale of 128 columns of a row is the smallest power of two
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenyard.experts.fused.kernels.decoding import FP8_BLOCK, load_tile
 
@@ -89,6 +91,28 @@ def store_inner(
         where = inner + tl.expand_dims(place, AXIS) * WIDTH + tl.expand_dims(c, ACROSS)
         tl.store(where, code, mask=mask)
     tl.store(inner_scales + place * (WIDTH // 128) + column, scale, mask=is_row)
+
+
+@triton.jit(do_not_specialize=["how_many", "max_tiles"])
+def round_numbers(
+    numbers, inner, tiles, how_many, max_tiles,
+    I: tl.constexpr, COLUMNS: tl.constexpr, POWERS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Numbers between the products, at all places, rounded to those that their codes stand for, into `inner`."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    ACROSS: tl.constexpr = (I + COLUMNS - 1) // COLUMNS
+    last = tl.load(how_many) - 1
+    places = tl.load(tiles + max_tiles + last, mask=last >= 0, other=0)
+    places += tl.load(tiles + 2 * max_tiles + last, mask=last >= 0, other=0)
+    for item in range(tl.program_id(0), places * ACROSS, tl.num_programs(0)):
+        column = item % ACROSS * COLUMNS + tl.arange(0, COLUMNS)
+        where = (tl.zeros([], tl.int64) + item // ACROSS) * I + column
+        value = tl.load(numbers + where, mask=column < I, other=0.0)
+        code, scale = quantize(tl.reshape(value, [COLUMNS // 128, 128]), 1, POWERS)
+        value = tl.reshape(code.to(tl.float32) * scale[:, None], [COLUMNS])
+        tl.store(inner + where, value.to(inner.dtype.element_ty), mask=column < I)
 
 
 @triton.jit

@@ -1,5 +1,7 @@
 """Rows of mxfp8 as rows of fp8_block128: e4m3 with a scale for 128 inputs, which tensor cores multiply as they are.
 
+`decode_rows` gives them as bf16 numbers instead, for weights that are multiplied with those: exactly.
+
 The scale of 128 inputs is the largest of their spans' that are not all zero; a code whose own scale is smaller by 2^d
 becomes the code of its number times 2^-d, rounded to the nearest. e4m3 has four bits down to 2^-6 and steps of 2^-9
 below: what is rounded at all changes by at most 2^-10 of the scale. Rows are encoded so that the largest code of a span
@@ -63,3 +65,29 @@ def recode_rows(
         # Rows and slots were there before the sort, whose results are none of ours: but whoever waits for this kernel
         # alone reads them.
         gdc_wait()
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def decode_rows(
+    x, x_scales, slots_R, numbers, num_rows, x_stride, x_scale_stride,
+    H: tl.constexpr, HAS_SLOTS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Rows one after the other, as numbers: every block of threads takes parts of rows in turn."""
+    if EARLY:
+        gdc_launch_dependents()
+    ACROSS: tl.constexpr = (H + COLUMNS - 1) // COLUMNS
+    for item in range(tl.program_id(0), num_rows * ACROSS, tl.num_programs(0)):
+        row = tl.zeros([], tl.int64) + item // ACROSS
+        part = item % ACROSS
+        line = row
+        if HAS_SLOTS:
+            line = tl.load(slots_R + row).to(tl.int64)
+        column = part * COLUMNS + tl.arange(0, COLUMNS)
+        span = part * (COLUMNS // 32) + tl.arange(0, COLUMNS // 32)
+        code = tl.load(x + line * x_stride + column, mask=column < H, other=0.0)
+        byte = tl.load(x_scales + line * x_scale_stride + span, mask=span * 32 < H, other=0)
+        value = tl.reshape(code.to(tl.float32), [COLUMNS // 32, 32]) * e8m0_to_float32(byte)[:, None]
+        value = tl.reshape(value, [COLUMNS]).to(numbers.dtype.element_ty)
+        tl.store(numbers + row * H + column, value, mask=column < H)
+    if EARLY:
+        gdc_wait()  # as above

@@ -134,18 +134,25 @@ def rounds_of(routes, PRODUCT: gl.constexpr):
 
 
 @gluon.jit
-def item_of(routes, turn, PRODUCT: gl.constexpr):
-    """Expert, first place, rows and column of an item: all tiles of an expert for one column, then for the next."""
+def item_of(routes, turn, rounds, PRODUCT: gl.constexpr):
+    """Expert, first place, rows and column of an item: all tiles of an expert for one column, then for the next.
+
+    Each is asked for while the one before is computed; behind the last there is none.
+    """
     blocks = gl.num_programs(0)
     item = turn * blocks + (gl.program_id(0) + turn) % blocks
+    there = turn < rounds
     ACROSS: gl.constexpr = columns_of(PRODUCT)
     near = item // ACROSS  # some tile of the same expert
-    first = gl.load(routes.tiles + 3 * routes.max_tiles + near)
-    many = gl.load(routes.tiles + 4 * routes.max_tiles + near)
+    first = gl.load(routes.tiles + 3 * routes.max_tiles + near, mask=there, other=0)
+    many = gl.load(routes.tiles + 4 * routes.max_tiles + near, mask=there, other=1)
     nth = item - first * ACROSS
     column = nth // many
     tile = routes.tiles + first + (nth - column * many)
-    return gl.load(tile), gl.load(tile + routes.max_tiles), gl.load(tile + 2 * routes.max_tiles), column
+    expert = gl.load(tile, mask=there, other=0)
+    start = gl.load(tile + routes.max_tiles, mask=there, other=0)
+    count = gl.load(tile + 2 * routes.max_tiles, mask=there, other=0)
+    return expert, start, count, column
 
 
 @gluon.jit
@@ -176,8 +183,10 @@ def load_tiles(x_boxes, w_boxes, rows, weights, routes, stages, PRODUCT: gl.cons
     r = gl.arange(0, 64, layout=gl.SliceLayout(1, COPY))
     c = gl.arange(0, WIDE, layout=gl.SliceLayout(0, COPY))
     v = gl.arange(0, 128, layout=ONE)
-    for turn in range(rounds_of(routes, PRODUCT)):
-        expert, start, count, column = item_of(routes, turn, PRODUCT)
+    rounds = rounds_of(routes, PRODUCT)
+    expert, start, count, column = item_of(routes, 0, rounds, PRODUCT)
+    for turn in range(rounds):
+        next_expert, next_start, next_count, next_column = item_of(routes, turn + 1, rounds, PRODUCT)
         place = start + gl.minimum(v, count - 1)
         if PRODUCT.first:
             # In units of 16 bytes they fit into 32 bits: pointers are made at each step, and take no registers.
@@ -233,6 +242,7 @@ def load_tiles(x_boxes, w_boxes, rows, weights, routes, stages, PRODUCT: gl.cons
                 mbarrier.expect(bar1, 128 * 128)
                 start_box(w_boxes, [output1, block * WIDE], bar1, high)
             stage, phase = next_stage(stage, phase, STAGES)
+        expert, start, count, column = next_expert, next_start, next_count, next_column
 
 
 @gluon.jit
@@ -292,13 +302,12 @@ def store_activated(
         code, scale = quantize(value, PRODUCT.powers)
         where = results.inner_scales + (start + t) * (OUTPUTS // 128) + column
         gl.store(where, scale, mask=t < left_over)
-        STORE: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
-        r = gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
-        c = column * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, STORE))
+        CODES: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+        r = gl.arange(0, 64, layout=gl.SliceLayout(1, CODES))
+        c = column * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, CODES))
         where = results.inner + (start + r).to(gl.int64)[:, None] * OUTPUTS + c[None, :]
-        gl.store(where, gl.convert_layout(code, STORE), mask=(r < left_over)[:, None])
+        gl.store(where, gl.convert_layout(code, CODES), mask=(r < left_over)[:, None])
     else:
-        STORE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         r = gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
         row = results.inner + (start + r).to(gl.int64)[:, None] * OUTPUTS
         # In halves: what threads exchange takes 8 KB.
@@ -311,30 +320,48 @@ def store_activated(
             gl.store(row + c[None, :], gl.convert_layout(low if half == 0 else high, STORE), mask=there)
 
 
+# 64 rows of results, 64 outputs at a time, eight a thread.
+STORE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def homes_of(start, left_over, routes, results, PRODUCT: gl.constexpr):
+    """Of 64 rows of the second product: what stands in `order_N`, weights, and lines of `out`.
+
+    They are asked for before a tile is multiplied, and needed behind it.
+    """
+    r = gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
+    place, weight, home = r, r, r
+    if not PRODUCT.first:
+        place = gl.load(routes.order_N + start + r, mask=r < left_over, other=0)
+        if PRODUCT.finalize:
+            pair = gl.where(place < 0, ~place, place)
+            home = pair // PRODUCT.top_k
+            if results.out_slots_R is not None:
+                home = gl.load(results.out_slots_R + home, mask=r < left_over, other=0).to(gl.int32)
+            if PRODUCT.weighted:
+                alone = (r < left_over) & (place >= 0)
+                weight = gl.load(routes.weights_N + pair, mask=alone, other=0.0)
+    return place, weight, home
+
+
 @gluon.jit
 def deliver(
-    value, expert, start, left_over, first, weights, routes, results, PRODUCT: gl.constexpr, MMA: gl.constexpr
-):
+    value, expert, left_over, first, place, weight, home, weights, results, PRODUCT: gl.constexpr, MMA: gl.constexpr
+):  # fmt: skip
     """64 rows × 128 outputs of the second product: alone in their row, weighted, into `out`; else into `left`."""
     OUTPUTS: gl.constexpr = PRODUCT.outputs
-    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     left, out = results.left, results.out
     if weights.bias is not None:
         n = first + gl.arange(0, 128, layout=gl.SliceLayout(0, MMA))
         own = weights.bias + expert.to(gl.int64) * OUTPUTS + n
         value += gl.load(own, mask=n < OUTPUTS, other=0.0).to(gl.float32)[None, :]
-    r = gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
-    is_row = r < left_over
-    place = gl.load(routes.order_N + start + r, mask=is_row, other=0)
-    pair = gl.where(place < 0, ~place, place)
-    row = left + pair.to(gl.int64) * OUTPUTS
+    is_row = gl.arange(0, 64, layout=gl.SliceLayout(1, STORE)) < left_over
+    row = left + gl.where(place < 0, ~place, place).to(gl.int64) * OUTPUTS
     if PRODUCT.finalize:
-        line = pair // PRODUCT.top_k
-        if results.out_slots_R is not None:
-            line = gl.load(results.out_slots_R + line, mask=is_row, other=0)
-        home = out + line.to(gl.int64) * results.out_stride
         alone = is_row & (place >= 0)
         is_row = is_row & (place < 0)
+        at_home = out + home.to(gl.int64) * results.out_stride
     # In halves: what threads exchange takes 8 KB.
     low, high = value.to(left.dtype.element_ty).reshape([64, 2, 64]).permute([0, 2, 1]).split()
     for half in gl.static_range(2):
@@ -347,17 +374,16 @@ def deliver(
         if PRODUCT.finalize:
             weighted = wide.to(gl.float32)
             if PRODUCT.weighted:
-                weight = gl.load(routes.weights_N + pair, mask=alone, other=0.0)
                 weighted *= weight.to(gl.float32)[:, None]
             there = alone[:, None]
             if OUTPUTS % 128 != 0:
                 there = there & (c < OUTPUTS)[None, :]
-            gl.store(home[:, None] + c[None, :], weighted.to(out.dtype.element_ty), mask=there)
+            gl.store(at_home[:, None] + c[None, :], weighted.to(out.dtype.element_ty), mask=there)
 
 
 @gluon.jit
 def store_tile(
-    sums0, sums1, expert, start, left_over, column, weights, routes, results,
+    sums0, sums1, expert, start, left_over, column, place, weight, home, weights, routes, results,
     PRODUCT: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
     """What is done with the sums of 64 rows × (128 + 128) outputs."""
@@ -367,9 +393,11 @@ def store_tile(
         )
     else:
         first = column * 256
-        deliver(sums0, expert, start, left_over, first, weights, routes, results, PRODUCT, MMA)
+        deliver(sums0, expert, left_over, first, place, weight, home, weights, results, PRODUCT, MMA)
         if PRODUCT.outputs % 256 == 0 or first + 128 < PRODUCT.outputs:
-            deliver(sums1, expert, start, left_over, first + 128, weights, routes, results, PRODUCT, MMA)
+            deliver(
+                sums1, expert, left_over, first + 128, place, weight, home, weights, results, PRODUCT, MMA
+            )
 
 
 @gluon.jit
@@ -384,8 +412,12 @@ def multiply_codes(
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     part = gl.zeros([64, 128], gl.float32, MMA)
-    for turn in range(rounds_of(routes, PRODUCT)):
-        expert, start, count, column = item_of(routes, turn, PRODUCT)
+    rounds = rounds_of(routes, PRODUCT)
+    expert, start, count, column = item_of(routes, 0, rounds, PRODUCT)
+    for turn in range(rounds):
+        next_expert, next_start, next_count, next_column = item_of(routes, turn + 1, rounds, PRODUCT)
+        first_row, left_over = start + GROUP * 64, count - GROUP * 64
+        place, weight, home = homes_of(first_row, left_over, routes, results, PRODUCT)
         acc0 = gl.zeros([64, 128], gl.float32, MMA)
         acc1 = gl.zeros([64, 128], gl.float32, MMA)
         if count > GROUP * 64:
@@ -416,8 +448,10 @@ def multiply_codes(
                 mbarrier.arrive(empty.index(stage))
                 stage, phase = next_stage(stage, phase, STAGES)
         store_tile(
-            acc0, acc1, expert, start + GROUP * 64, count - GROUP * 64, column, weights, routes, results, PRODUCT, MMA
+            acc0, acc1, expert, first_row, left_over, column, place, weight, home,
+            weights, routes, results, PRODUCT, MMA,
         )  # fmt: skip
+        expert, start, count, column = next_expert, next_start, next_count, next_column
 
 
 @gluon.jit
@@ -430,8 +464,12 @@ def multiply_numbers(
     full, empty = stages.full, stages.empty
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    for turn in range(rounds_of(routes, PRODUCT)):
-        expert, start, count, column = item_of(routes, turn, PRODUCT)
+    rounds = rounds_of(routes, PRODUCT)
+    expert, start, count, column = item_of(routes, 0, rounds, PRODUCT)
+    for turn in range(rounds):
+        next_expert, next_start, next_count, next_column = item_of(routes, turn + 1, rounds, PRODUCT)
+        first_row, left_over = start + GROUP * 64, count - GROUP * 64
+        place, weight, home = homes_of(first_row, left_over, routes, results, PRODUCT)
         acc = gl.zeros([64, 256], gl.float32, MMA)
         if count > GROUP * 64:
             for block in range(BLOCKS):
@@ -454,8 +492,10 @@ def multiply_numbers(
         acc0, acc1 = acc.reshape([64, 2, 128]).permute([0, 2, 1]).split()
         HALF: gl.constexpr = acc0.type.layout
         store_tile(
-            acc0, acc1, expert, start + GROUP * 64, count - GROUP * 64, column, weights, routes, results, PRODUCT, HALF
+            acc0, acc1, expert, first_row, left_over, column, place, weight, home,
+            weights, routes, results, PRODUCT, HALF,
         )  # fmt: skip
+        expert, start, count, column = next_expert, next_start, next_count, next_column
 
 
 @gluon.jit(do_not_specialize=["routes"])
