@@ -4,7 +4,8 @@
 
 First every test runs once, and which lines it runs is recorded (`--record` keeps that in a folder and takes it from
 there the next time). Then each mutant meets the tests of its line, the quickest first, for `--limit` seconds of tests;
-one that lives meets more of them, for `--more` times as long. A test that fails without the mutant, too, kills nobody.
+one that lives meets more of them, for `--more` times as long. A test with ranks that fails without the mutant, too, kills
+nobody.
 `--outcomes` keeps what became of each mutant, so that a run that was cut off goes on; with `--again` those that lived
 meet their tests once more.
 """
@@ -57,8 +58,8 @@ ONLY_ON_A_GPU = (
     "*/group/devices.py::_reserve_memory",
     "*/exchange/spec.py::UnencodedRows",
 )
-# Seconds of tests that a mutant meets first. Most die there, and fewer files of tests are imported for it.
-_FIRST = 2.0
+# Seconds of tests that a mutant meets first, and their number. Most die there; few files of tests are imported for it.
+_FIRST, _FIRST_TESTS = 2.0, 20
 # Tests of the core. What tests the commands, the site, models and benchmarks is slow, and meets the core from afar.
 TESTS = (
     "tests/checkpoints",
@@ -150,6 +151,7 @@ def stages(record, mutant, limits):
     met, parts = set(), []
     for limit in limits:
         chosen = [test for test in choose(record, mutant, limit) if test not in met]
+        chosen = chosen if parts else chosen[:_FIRST_TESTS]
         met.update(chosen)
         parts.append((chosen, 60 + 5 * limit))
     return parts
@@ -225,7 +227,11 @@ def main():
     files = [path for path in core_files() if fnmatch.fnmatch(path, options.only)]
     every = [mutant for path in files for mutant in core_mutants(path)]
     limits = (_FIRST, options.limit, options.more * options.limit)
-    trials = [(mutant, stages(record, mutant, limits)) for mutant in draw(every, options.count, options.seed)]
+    doubtful = record.may_fail_by_itself()
+    trials = []
+    for mutant in draw(every, options.count, options.seed):
+        parts = stages(record, mutant, limits)
+        trials.append((mutant, parts, {test for tests, _ in parts for test in tests} - doubtful))
     known = known_outcomes(options.outcomes, options.again)
     outcomes = [(mutant, known[str(mutant)]) for mutant, *_ in trials if str(mutant) in known]
     trials = [trial for trial in trials if str(trial[0]) not in known]

@@ -35,6 +35,11 @@ class Record:
     def starting_processes(self):
         return {test for test, facts in self.tests.items() if facts["processes"] and facts["passed"]}
 
+    def may_fail_by_itself(self):
+        """Tests in which ranks wait for each other, and may do so too long where a machine is busy."""
+        group = {path for path in self._lines if "/group/" in path}
+        return self.starting_processes().union(*(self.covering(path, 1, _END) for path in group))
+
 
 def choose(record, mutant, limit):
     """The tests for a mutant: each test function in turn gives its quickest case, until the time is used up.

@@ -58,14 +58,15 @@ class Checkout:
     def remove(self):
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def meet(self, mutant, tests, seconds):
+    def meet(self, mutant, tests, seconds, reliable=frozenset()):
         """Run these tests with the mutant in place, at most for so long.
 
-        What stops them must not happen without the mutant: a test that fails there, too, is left out.
+        What stops them must not happen without the mutant: a test that fails there, too, is left out. Tests that are
+        `reliable` are not asked again.
         """
         while tests:
             outcome = self._run_changed(mutant, tests, seconds)
-            if outcome.lives:
+            if outcome.lives or outcome.test in reliable:
                 return outcome
             failed = [test for test in tests if test == outcome.test or test.startswith(f"{outcome.test}::")]
             failed = failed or tests  # a crash, or no time left, names no test
@@ -169,9 +170,9 @@ def start_worker(root):
 
 def meet(trial):
     """A mutant, and what became of it, after so many tests at a time."""
-    mutant, stages = trial
+    mutant, stages, reliable = trial
     outcome = Outcome("met by no test")
     for tests, seconds in stages:
         if tests and outcome.lives:
-            outcome = _checkouts[0].meet(mutant, tests, seconds)
+            outcome = _checkouts[0].meet(mutant, tests, seconds, reliable)
     return mutant, outcome

@@ -114,3 +114,10 @@ def test_a_file_that_stands_where_memory_was_announced_is_not_mapped(tmp_path):
             with pytest.raises(OSError, match="another file stands there"):
                 shared_memory._map(os.getpid(), file.fileno(), announced, nbytes)
         assert shared_memory._map(os.getpid(), file.fileno(), inode, 100).shape == (100,)
+
+
+def test_memory_that_the_system_does_not_map_is_an_error(tmp_path):
+    path = tmp_path / "memory"
+    path.write_bytes(b"1234")
+    with path.open("rb+") as file, pytest.raises(OSError, match="Invalid argument"):
+        shared_memory._map(os.getpid(), file.fileno(), path.stat().st_ino, 0)
