@@ -515,6 +515,15 @@ def test_duplicates_and_more_choices_than_experts_are_routes() -> None:
     make_routes(((1, 1, 0), (0, 0, 0))).check(2, top_k=3)
 
 
+def test_routes_that_hold_nothing_cannot_be_checked() -> None:
+    routes = make_routes(
+        torch.zeros(2, 2, dtype=torch.int64, device="meta"), torch.zeros(2, 2, device="meta")
+    )
+    with pytest.raises(InputError, match="topk_ids_TK is on meta, where tensors hold nothing"):
+        routes.check(4)
+    routes.check(4, values=False)
+
+
 def test_values_can_be_left_out_where_nobody_may_wait() -> None:
     make_routes(((0, 99),)).check(4, values=False)
 

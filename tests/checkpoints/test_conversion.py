@@ -124,9 +124,9 @@ def test_transformers_runs_what_we_write(tmp_path, weights):
 def test_the_ignore_list_leaves_only_experts_to_be_quantized(tmp_path):
     from compressed_tensors.utils.match import is_match
 
-    convert(
-        open_checkpoint(save(tmp_path / "plain", MODEL.tensors(), MODEL.config())), "mxint4", tmp_path / "out"
-    )
+    beside = {"model.norm.weight": torch.ones(8), "model.table": torch.ones(8, 8)}  # no linear maps
+    source = save(tmp_path / "plain", MODEL.tensors() | beside, MODEL.config())
+    convert(open_checkpoint(source), "mxint4", tmp_path / "out")
     quantization = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     linear = torch.nn.Linear(1, 1)
     modules = {name.removesuffix(".weight") for name in MODEL.tensors() if name.endswith(".weight")}
@@ -134,6 +134,9 @@ def test_the_ignore_list_leaves_only_experts_to_be_quantized(tmp_path):
         name for name in modules | {"lm_head"} if is_match(name, linear, ["Linear"], quantization["ignore"])
     }
     assert quantized == {name for name in modules if ".experts." in name}
+    matrices = {name for name, tensor in MODEL.tensors().items() if tensor.dim() == 2}
+    others = {name.removesuffix(".weight") for name in matrices if ".experts." not in name}
+    assert set(quantization["ignore"]) == others | {"lm_head"}
 
 
 def test_deepseek_layout(tmp_path):
@@ -305,6 +308,13 @@ def test_gate_and_up_that_share_blocks_share_a_scale(tmp_path, width):
 
 
 # -- What cannot be converted --------------------------------------------------------------------------------
+
+
+def test_an_empty_folder_may_be_there(tmp_path):
+    source = open_checkpoint(save(tmp_path / "plain", MODEL.tensors(), MODEL.config()))
+    (tmp_path / "out").mkdir()
+    convert(source, "mxint4", tmp_path / "out")
+    assert_same_weights(open_checkpoint(tmp_path / "out").experts(1), in_memory(MODEL, 1, "mxint4"))
 
 
 def left_behind(folder) -> list[str]:

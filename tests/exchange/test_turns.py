@@ -141,3 +141,27 @@ def test_a_second_thread_is_refused_while_a_call_is_under_way(exchange):
         assert "thread 'second' calls the plan, which thread 'rank " in str(refused[0])
         assert found
         assert later
+
+
+def on_a_cpu(group, exchange):
+    """What only comes after something else, or on GPUs alone, is refused by name."""
+    layer = spec(experts="reference")
+    plan = ty.plan([layer], group, exchange=exchange)
+    built, exchange_spec = build(plan, "moe"), plan.wiring("moe").exchange_spec
+    x_TH, routes = batch(layer, 5, seed=group.rank)
+    with plan.exchange.round_trip(exchange_spec) as trip:
+        first = raised(trip.combine, None)
+    no_routes = raised(plan.exchange.dispatch, exchange_spec, encoded(plan, "moe", x_TH), routes.topk_ids_TK)
+    fixed = raised(plan.fixed_shapes)
+    plan.synchronize()
+    return [first, no_routes, fixed], built(x_TH, routes).shape
+
+
+@every_exchange
+def test_what_is_not_ready_or_only_on_gpus_is_refused(exchange):
+    for errors, shape in on_ranks(2, on_a_cpu, exchange):
+        first, no_routes, fixed = map(str, errors)
+        assert "nothing was dispatched" in first
+        assert "the routes are a tensor int64[5, 2]" in no_routes
+        assert f"{exchange} on cpu was asked for fixed shapes" in fixed
+        assert shape == (5, 32)

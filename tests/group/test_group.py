@@ -373,6 +373,8 @@ def test_processes_come_from_one_forkserver_that_has_torch_loaded():
 def test_a_group_has_at_least_one_rank(world):
     with pytest.raises(InputError, match=f"world is {world}"):
         ty.launch(world, collectives)
+    with pytest.raises(InputError, match=f"world is {world}"):
+        ty.thread_groups(world)
 
 
 def test_an_unknown_kind_of_ranks_is_refused():

@@ -47,6 +47,11 @@ def test_an_argument_that_makes_no_sense_is_refused_before_anything_starts(ranks
         ty.launch(2, nothing, ranks=ranks, **wrong)
 
 
+def test_threads_are_not_replaced():
+    with pytest.raises(InputError, match="2 replacements for ranks that are threads"):
+        ty.launch(2, nothing, replacements=2)
+
+
 def returns_a_lambda(group):
     return lambda: None
 

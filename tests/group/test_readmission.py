@@ -232,6 +232,16 @@ def test_who_is_gone_as_well_is_not_waited_for():
     assert "it went home" in str(error)
 
 
+def test_a_subgroup_is_told_who_was_gone_before_it_was_made():
+    first, _, third = thread_groups(3, deadline=60)
+    third.leave("it went home")
+    began = time.monotonic()
+    error = raised(first.subgroup([0, 2]).barrier)
+    assert time.monotonic() - began < 30
+    assert error.peers == (1,)
+    assert "it went home" in str(error)
+
+
 def in_threads(*calls):
     with ThreadPoolExecutor(len(calls)) as pool:
         return [future.result() for future in [pool.submit(call) for call in calls]]

@@ -4,10 +4,9 @@
 
 First every test runs once, and which lines it runs is recorded (`--record` keeps that in a folder and takes it from
 there the next time). Then each mutant meets the tests of its line, the quickest first, for `--limit` seconds of tests;
-one that lives meets more of them, for `--more` times as long. A test with ranks that fails without the mutant, too, kills
-nobody.
-`--outcomes` keeps what became of each mutant, so that a run that was cut off goes on; with `--again` those that lived
-meet their tests once more.
+one that lives meets more of them, for `--more` times as long. A test with ranks that fails without the mutant, too,
+kills nobody. `--outcomes` keeps what became of each mutant, so that a run that was cut off goes on; with `--again`
+those that lived meet their tests once more.
 """
 
 import argparse

@@ -44,17 +44,19 @@ class Record:
 def choose(record, mutant, limit):
     """The tests for a mutant: each test function in turn gives its quickest case, until the time is used up.
 
-    Lines that run while modules are imported, or in other processes, are not recorded. Where no test covers a line,
-    those of its file stand in. Behind them come tests that start processes, those from the folder of tests that has
-    the name of the mutant's folder first.
+    Lines that run while modules are imported, or in other processes, are not recorded, and some run only once in a
+    process. So behind the tests of a line come tests that start processes, if the folder of tests has the name of the
+    mutant's folder; then tests of the same file; then the others that start processes.
     """
     last = mutant.line + mutant.before.count("\n")
-    covering = record.covering(mutant.path, mutant.line, last) or record.covering(mutant.path, 1, _END)
-    chosen = _in_turn(record, covering)
+    of_line = record.covering(mutant.path, mutant.line, last)
+    of_file = record.covering(mutant.path, 1, _END)
     package = mutant.path.split("/")[2].removesuffix(".py")
-    others = record.starting_processes() - covering
-    near = {test for test in others if f"tests/{package}/" in test or f"test_{package}" in test}
-    return _within(record, [*chosen, *_in_turn(record, near), *_in_turn(record, others - near)], limit)
+    started = record.starting_processes()
+    near = {test for test in started if f"tests/{package}/" in test or f"test_{package}" in test}
+    kinds = (of_line, near, of_file, started) if of_line else (of_file, near, started)
+    ordered = [test for kind in kinds for test in _in_turn(record, kind)]
+    return _within(record, list(dict.fromkeys(ordered)), limit)
 
 
 def _in_turn(record, tests):

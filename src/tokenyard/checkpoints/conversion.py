@@ -121,9 +121,7 @@ def convert(
                 writer.abandon()
             _write_config(checkpoint, layouts, partial)
             partial.chmod(0o755)
-            if folder.exists():
-                folder.rmdir()
-            os.replace(partial, folder)
+            os.replace(partial, folder)  # which may be there, and empty
     except OSError as error:
         raise _unwritable(folder, error) from error
     return Conversion(
