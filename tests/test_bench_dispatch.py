@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import statistics
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tokenyard.errors import ContractError, InputError, PlanError, RankError, Reason, UnknownName
-from tokenyard.exchange import EXCHANGES, TwoSidedExchange
+from tokenyard.exchange import EXCHANGES, Pending, RowsAtHome, TwoSidedTransport
 from tokenyard.group import thread_groups
 from tokenyard.lab.bench import dispatch as bench
 from tokenyard.lab.bench.dispatch import measure_dispatch
-from tokenyard.rows import CombineBuffer, CombinedRows, ExpertRows
+from tokenyard.rows import CombineBuffer
 
 SHAPE = {"num_tokens": 24, "hidden_size": 256, "top_k": 2, "num_experts": 6}
 
@@ -93,7 +94,7 @@ def test_a_round_lasts_until_the_last_rank_is_done_and_ratios_are_taken_round_by
 
 
 def test_an_exchange_that_does_not_reach_these_ranks_is_left_out(monkeypatch):
-    class Elsewhere(TwoSidedExchange):
+    class Elsewhere(TwoSidedTransport):
         name = "elsewhere"
 
         @classmethod
@@ -107,28 +108,38 @@ def test_an_exchange_that_does_not_reach_these_ranks_is_left_out(monkeypatch):
         measure_dispatch(2, **SHAPE, exchanges=["elsewhere"], rounds=2, kind="threads")
 
 
-class Late(TwoSidedExchange):
+class GoodForThreeRounds(TwoSidedTransport):
+    later: type[RowsAtHome]
+
+    def send_back(self, results):
+        pending = super().send_back(results)
+        if results.arrival.round <= 3:
+            return pending
+        return Pending(lambda: self.later(**vars(pending.wait())))
+
+
+class OneBitIsOff(RowsAtHome):
+    def sum_into(self, out_TH, add):
+        y_TH = super().sum_into(out_TH, add)
+        y_TH[0, 0] += 1
+        return y_TH
+
+
+class NothingIsWritten(RowsAtHome):
+    def sum_into(self, out_TH, add):
+        return out_TH
+
+
+class Late(GoodForThreeRounds):
     """Right in the first rounds; then a bit is off."""
 
-    name = "late"
-
-    def combine(self, dispatched, result, *, out=None, add=()):
-        home = super().combine(dispatched, result, out=out, add=add)
-        if dispatched.round > 3:
-            home.y_TH[0, 0] += 1
-        return home
+    name, later = "late", OneBitIsOff
 
 
-class Lazy(TwoSidedExchange):
+class Lazy(GoodForThreeRounds):
     """Leaves the caller's tensor as it is after the first rounds."""
 
-    name = "lazy"
-
-    def combine(self, dispatched, result, *, out=None, add=()):
-        home = super().combine(dispatched, result, add=add)
-        if dispatched.round <= 3:
-            out.copy_(home.y_TH)
-        return CombinedRows(y_TH=out)
+    name, later = "lazy", NothingIsWritten
 
 
 @pytest.mark.parametrize("cls", [Late, Lazy])
@@ -139,23 +150,30 @@ def test_wrong_bits_have_no_speed(cls, monkeypatch):
     assert isinstance(raised.value.__cause__, ContractError)
 
 
-class Buffered(TwoSidedExchange):
+class Buffered(TwoSidedTransport):
     """Offers a buffer with slots that hold no row, in another order."""
 
     name = "buffered"
     buffer = None
 
-    def combine_buffer(self, dispatched):
-        if self.buffer is None:
-            rows = dispatched.received.num_rows
-            rows_SH = torch.full((2 * rows, 256), torch.nan, dtype=torch.bfloat16)
-            self.buffer = CombineBuffer(rows_SH=rows_SH, slots_R=torch.arange(rows).flip(0) * 2)
-        return self.buffer
+    def send(self, batch):
+        pending = super().send(batch)
 
-    def combine(self, dispatched, result, *, out=None, add=()):
-        assert result.buffer is self.buffer
+        def wait():
+            arrival = pending.wait()
+            if self.buffer is None:
+                rows = arrival.received.num_rows
+                rows_SH = torch.full((2 * rows, 256), torch.nan, dtype=torch.bfloat16)
+                self.buffer = CombineBuffer(rows_SH=rows_SH, slots_R=torch.arange(rows).flip(0) * 2)
+            return replace(arrival, received=replace(arrival.received, results=self.buffer))
+
+        return Pending(wait)
+
+    def send_back(self, results):
+        assert results.rows_RH is None  # they stand in the buffer
         rows_RH = self.buffer.rows_SH[self.buffer.slots_R]
-        return super().combine(dispatched, ExpertRows(rows_RH=rows_RH), out=out, add=add)
+        encoded = results.arrival.spec.combine_wire.encode(rows_RH)
+        return super().send_back(replace(results, rows_RH=rows_RH, encoded=encoded))
 
 
 def test_results_stand_in_the_buffer_that_an_exchange_offers(monkeypatch):

@@ -11,7 +11,7 @@ import torch
 from docs.generate.pictures import FOLDER, PICTURES, choice, packet, timeline, workspace
 from docs.generate.pictures.svg import COLORS, WIDTH, Drawing
 from tokenyard import EXCHANGES, ExpertWeights, LayerSpec, MoELayer, Routes, launch, plan, thread_groups
-from tokenyard.exchange import OneSidedExchange
+from tokenyard.exchange import SharedMemoryTransport
 from tokenyard.formats import FORMATS, WEIGHT_FORMATS
 
 
@@ -54,7 +54,7 @@ def test_the_bytes_of_the_packet_are_those_of_a_row():
 
 def test_the_workspace_is_the_one_that_the_exchange_would_make():
     exchange_specs = [wiring.exchange_spec for wiring in workspace.planned().wirings]
-    exchange = OneSidedExchange(thread_groups(workspace.WORLD)[0])
+    exchange = SharedMemoryTransport(thread_groups(workspace.WORLD)[0])
     assert workspace.layout() == exchange.layout_for(exchange_specs)
     assert any(
         f"dispatch at byte {workspace.layout().dispatch_region(0).offset:,}" in text

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import tokenyard as ty
 from tests.models import spec
-from tokenyard.exchange import OneSidedExchange
+from tokenyard.exchange import SharedMemoryTransport
 from tokenyard.exchange.announcement import Phase
 from tokenyard.exchange.one_sided.signals import control_bytes, flag
 from tokenyard.exchange.workspace import (
@@ -56,7 +56,7 @@ def test_no_region_overlaps_or_overruns_and_the_size_is_the_formula(plan):
     drafted = ty.draft(specs, world, exchange="one_sided", in_flight=in_flight)
     exchange_specs = [wiring.exchange_spec for wiring in drafted.wirings]
     group = ty.thread_groups(world)[0]
-    layout = OneSidedExchange(group, in_flight=in_flight).layout_for(exchange_specs)
+    layout = SharedMemoryTransport(group, in_flight=in_flight).layout_for(exchange_specs)
 
     regions = [layout.control_region()]
     regions += [layout.dispatch_region(n) for n in range(in_flight)]

@@ -102,8 +102,10 @@ PAGES = (
         names={
             "tokenyard": ("EXCHANGES",),
             "tokenyard.exchange": (
-                *("ALIASES", "resolve", "Exchange", "ExchangeSpec", "Dispatched", "RoundTrip"),
-                *("AllgatherExchange", "TwoSidedExchange", "OneSidedExchange"),
+                *("ALIASES", "resolve", "Exchange", "ExchangeSpec", "RoundTrip"),
+                *("Transport", "Pending", "BatchRoutes", "Batch", "Arrival", "received_rows"),
+                *("Results", "ResultsAtHome", "RowsAtHome", "Failure", "Announcements", "Announcement"),
+                *("AllgatherTransport", "TwoSidedTransport", "SharedMemoryTransport"),
             ),
         },
     ),

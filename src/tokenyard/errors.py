@@ -70,6 +70,11 @@ class TokenyardError(Exception):
         return _rebuild, (type(self), self.args, self.__dict__)
 
     @property
+    def announced_as(self) -> Exception:
+        """The error of which the other ranks are told."""
+        return self
+
+    @property
     def headline(self) -> str:
         """Where it happened, and what was found."""
         return self._headline(self.rank)

@@ -160,7 +160,7 @@ PARTS = "tests.cli.unfinished"
         ),
         (
             ["--exchange", f"{PARTS}:Inherits"],
-            "the exchange Inherits is called 'two_sided', as TwoSidedExchange is",
+            "the exchange Inherits is called 'two_sided', as TwoSidedTransport is",
             "a name of its own",
             "change the `name` of the class",
         ),
@@ -183,10 +183,10 @@ PARTS = "tests.cli.unfinished"
             "define them, or derive from a class that has them",
         ),
         (
-            ["--experts", "tokenyard.exchange:TwoSidedExchange"],
-            "the experts is <class 'tokenyard.exchange.two_sided.TwoSidedExchange'>",
+            ["--experts", "tokenyard.exchange:TwoSidedTransport"],
+            "the experts is <class 'tokenyard.exchange.two_sided.TwoSidedTransport'>",
             "a name, or a class that derives from Experts",
-            "derive TwoSidedExchange from Experts",
+            "derive TwoSidedTransport from Experts",
         ),
         (
             ["--format", "tokenyard.exchange:Exchange"],

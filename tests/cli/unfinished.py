@@ -1,33 +1,35 @@
 """Classes that cannot be checked, each for a reason that can be said at once."""
 
-from tokenyard.exchange import Exchange, TwoSidedExchange
-from tokenyard.exchange.message import MessageExchange
+from tokenyard.exchange import Transport, TwoSidedTransport
 from tokenyard.experts import Experts
 
 
-class Nameless(MessageExchange):
+class Nameless(Transport):
     """Has everything but a name."""
 
-    def _pack(self, exchange_spec, outgoing):
+    def send(self, batch):
         raise NotImplementedError
 
-    def _move(self, exchange_spec, outgoing, packets, heard):
+    def send_back(self, results):
         raise NotImplementedError
 
-    def bytes_sent(self, exchange_spec, outgoing):
+    def fail(self, failure):
+        raise NotImplementedError
+
+    def bytes_sent(self, batch, rows):
         raise NotImplementedError
 
 
-class Unfinished(Exchange):
-    """Has one method of seven."""
+class Unfinished(Transport):
+    """Has one method of four."""
 
     name = "unfinished"
 
-    def bytes_sent(self, exchange_spec, outgoing):
+    def bytes_sent(self, batch, rows):
         return [0] * self.group.size
 
 
-class Inherits(TwoSidedExchange):
+class Inherits(TwoSidedTransport):
     """Has the name of the exchange that it derives from."""
 
 

@@ -1,36 +1,97 @@
 """Parts that are wrong on purpose. Each must be caught by the check that is named for its fault."""
 
-import copy
 import dataclasses
 import threading
 import typing
 import weakref
+from contextlib import nullcontext
 
 import torch
 
-from tokenyard.errors import PeerFailed, PeerLost, PlanBroken, Reason
-from tokenyard.exchange import AllgatherExchange, OneSidedExchange, TwoSidedExchange
-from tokenyard.exchange.watch import ParanoidWatch
+from tokenyard.errors import GroupError, PeerFailed, PeerLost, PlanBroken, Reason
+from tokenyard.exchange import (
+    AllgatherTransport,
+    Exchange,
+    Pending,
+    ResultsAtHome,
+    SharedMemoryTransport,
+    TwoSidedTransport,
+)
+from tokenyard.exchange import exchange as exchange_module
+from tokenyard.exchange.stats import LayerStats
 from tokenyard.experts import GroupedExperts, ReferenceExperts
 from tokenyard.formats import Bf16, Mxfp8
 from tokenyard.rows import CombinedRows, ExpertRows, LocalRoutes, UnfinalizedRows
 
-# -- Exchanges ---------------------------------------------------------------------------------------------------
+# -- Transports --------------------------------------------------------------------------------------------------
 
 
-class Renamed(TwoSidedExchange):
+def exchange_of(announcements):
+    """The exchange that a transport works for, which is none of its business."""
+    return announcements.ranks_parted.__self__
+
+
+def rerouted(batch, routes):
+    """A batch along other routes, and announced so."""
+    mine = dataclasses.replace(batch.announcements.mine, counts=tuple(routes.counts))
+    announcements = dataclasses.replace(batch.announcements, mine=mine)
+    return dataclasses.replace(batch, routes=routes, announcements=announcements)
+
+
+def to_ranks(routes, tokens_by_rank):
+    """Routes that send these tokens to each rank."""
+    changed = dataclasses.replace(routes)
+    changed.__dict__["tokens_by_rank"] = tuple(tokens_by_rank)
+    return changed
+
+
+class Renamed(TwoSidedTransport):
     """Right, under another name."""
 
     name = "renamed"
 
 
-class ChangesReceived(TwoSidedExchange):
+class ChangesReceived(TwoSidedTransport):
     """Hands out what `change` makes of the received rows."""
 
-    def dispatch(self, exchange_spec, rows, routes, extra=None):
-        dispatched = super().dispatch(exchange_spec, rows, routes, extra)
-        changed = dataclasses.replace(dispatched, received=self.change(dispatched.received))
-        return self._in_flight.replace_newest(changed)
+    def send(self, batch):
+        pending = super().send(batch)
+
+        def wait():
+            arrival = pending.wait()
+            return dataclasses.replace(arrival, received=self.change(arrival.received))
+
+        return Pending(wait)
+
+
+class ChangesResults(TwoSidedTransport):
+    """Hands out what `change` makes of the sum of a round; `change_terms` may take other terms to add."""
+
+    def send_back(self, results):
+        pending = super().send_back(results)
+        return Pending(lambda: Changed(self, results.arrival, pending.wait()))
+
+    def change_terms(self, add):
+        return add
+
+    def change_rows(self, rows_by_rank):
+        return rows_by_rank
+
+    def change(self, arrival, y_TH):
+        return y_TH
+
+
+class Changed(ResultsAtHome):
+    def __init__(self, transport, arrival, home):
+        self.transport, self.arrival, self.home = transport, arrival, home
+
+    def sum_into(self, out_TH, add):
+        y_TH = self.home.sum_into(out_TH, self.transport.change_terms(add))
+        return self.transport.change(self.arrival, y_TH)
+
+    def by_rank(self):
+        rows_by_rank, tokens_by_rank = self.home.by_rank()
+        return self.transport.change_rows(rows_by_rank), tokens_by_rank
 
 
 class SwapsRows(ChangesReceived):
@@ -73,125 +134,103 @@ class GlobalIds(ChangesReceived):
         )
 
 
-class OneCopyPerExpert(AllgatherExchange):
+class OneCopyPerExpert(AllgatherTransport):
     """Sends a row once per expert, not once per rank: rows that stand twice are summed twice."""
 
     name = "one_copy_per_expert"
 
-    def _prepare(self, exchange_spec, rows, routes, extra):
-        outgoing = super()._prepare(exchange_spec, rows, routes, extra)
-        doubled = tuple(tokens.repeat_interleave(2) for tokens in outgoing.tokens_by_rank)
-        return dataclasses.replace(outgoing, tokens_by_rank=doubled)
+    def send(self, batch):
+        doubled = [tokens.repeat_interleave(2) for tokens in batch.routes.tokens_by_rank]
+        pending = super().send(rerouted(batch, to_ranks(batch.routes, doubled)))
 
-    def _move(self, exchange_spec, outgoing, packets, heard):
-        received, counts = super()._move(exchange_spec, outgoing, packets, heard)
-        order = torch.arange(received.num_rows).repeat_interleave(2)
-        doubled = dataclasses.replace(
-            received,
-            rows=received.rows.select(order),
-            routes=LocalRoutes(
-                ids_RK=received.routes.ids_RK[order], weights_RK=received.routes.weights_RK[order]
-            ),
-            counts_W=tuple(2 * count for count in received.counts_W),
-            extra={name: tensor[order] for name, tensor in received.extra.items()},
-        )
-        return doubled, counts  # as they were announced: doubled already
+        def wait():
+            arrival = pending.wait()
+            received = arrival.received
+            order = torch.arange(received.num_rows).repeat_interleave(2)
+            twice = dataclasses.replace(
+                received,
+                rows=received.rows.select(order),
+                routes=LocalRoutes(
+                    ids_RK=received.routes.ids_RK[order], weights_RK=received.routes.weights_RK[order]
+                ),
+                counts_W=tuple(2 * count for count in received.counts_W),
+                extra={name: tensor[order] for name, tensor in received.extra.items()},
+            )
+            return dataclasses.replace(arrival, received=twice)
+
+        return Pending(wait)
 
 
-class NobodyToRankZero(TwoSidedExchange):
+class NobodyToRankZero(TwoSidedTransport):
     """Sends tokens for nobody to rank 0."""
 
     name = "nobody_to_rank_zero"
 
-    def _prepare(self, exchange_spec, rows, routes, extra):
-        outgoing = super()._prepare(exchange_spec, rows, routes, extra)
-        nobody = (routes.topk_ids_TK < 0).all(dim=1).nonzero().squeeze(1)
-        first = torch.cat([outgoing.tokens_by_rank[0], nobody]).sort().values
-        return dataclasses.replace(outgoing, tokens_by_rank=(first, *outgoing.tokens_by_rank[1:]))
+    def send(self, batch):
+        nobody = (batch.routes.routes.topk_ids_TK < 0).all(dim=1).nonzero().squeeze(1)
+        first, *others = batch.routes.tokens_by_rank
+        first = torch.cat([first, nobody]).sort().values
+        return super().send(rerouted(batch, to_ranks(batch.routes, [first, *others])))
 
 
-class WritesIntoRows(TwoSidedExchange):
+class WritesIntoRows(TwoSidedTransport):
     """Uses the caller's routing weights as scratch."""
 
     name = "writes_into_rows"
 
-    def dispatch(self, exchange_spec, rows, routes, extra=None):
-        dispatched = super().dispatch(exchange_spec, rows, routes, extra)
-        routes.topk_weights_TK.zero_()
-        return dispatched
+    def send(self, batch):
+        pending = super().send(batch)
+        batch.routes.routes.topk_weights_TK.zero_()
+        return pending
 
 
-class ReducesTwice(TwoSidedExchange):
+class ReducesTwice(ChangesResults):
     name = "reduces_twice"
 
-    def combine(self, dispatched, result, **options):
-        y_TH = super().combine(dispatched, result, **options).y_TH
-        return CombinedRows(y_TH=y_TH + y_TH)
+    def change(self, arrival, y_TH):
+        return y_TH + y_TH
 
 
-class AlwaysFloat32(TwoSidedExchange):
+class AlwaysFloat32(ChangesResults):
     name = "always_float32"
 
-    def combine(self, dispatched, result, **options):
-        return CombinedRows(y_TH=super().combine(dispatched, result, **options).y_TH.float())
+    def change(self, arrival, y_TH):
+        return y_TH.float()
 
 
-class ReusesOutput(TwoSidedExchange):
+class ReusesOutput(ChangesResults):
     """Hands out one buffer again and again."""
 
     name = "reuses_output"
 
-    def combine(self, dispatched, result, **options):
-        y_TH = super().combine(dispatched, result, **options).y_TH
+    def change(self, arrival, y_TH):
         pool = self.__dict__.setdefault("pool", torch.zeros(100_000))
         kept = pool[: y_TH.numel()].view(y_TH.shape).to(y_TH.dtype)
         if y_TH.dtype == torch.bfloat16:
             kept = pool.view(torch.bfloat16)[: y_TH.numel()].view(y_TH.shape)
-        return CombinedRows(y_TH=kept.copy_(y_TH))
+        return kept.copy_(y_TH)
 
 
-class TakesOldHandles(TwoSidedExchange):
-    name = "takes_old_handles"
-
-    def combine(self, dispatched, result, **options):
-        if dispatched not in self._in_flight and self._round:
-            return CombinedRows(y_TH=torch.zeros(dispatched.return_path.num_tokens, 1))
-        return super().combine(dispatched, result, **options)
-
-
-class NoLimit(TwoSidedExchange):
-    """Takes more tokens than there is room for."""
-
-    name = "no_limit"
-
-    def _prepare(self, exchange_spec, rows, routes, extra):
-        return super()._prepare(dataclasses.replace(exchange_spec, max_tokens=10**6), rows, routes, extra)
-
-
-class ForgetsToTell(TwoSidedExchange):
-    """Keeps an error to itself: the others wait for this rank."""
+class ForgetsToTell(TwoSidedTransport):
+    """Keeps an error of its own input to itself: the others wait for this rank."""
 
     name = "forgets_to_tell"
 
-    def _prepare(self, exchange_spec, rows, routes, extra):
-        try:
-            return super()._prepare(exchange_spec, rows, routes, extra)
-        except Exception as error:
-            self._fail_out = lambda *_: None
-            raise error
+    def fail(self, failure):
+        if failure.arrival is not None or "InputError" not in failure.announcements.mine.error:
+            super().fail(failure)
 
 
-class DriftsLater(TwoSidedExchange):
+class DriftsLater(ChangesResults):
     """Right in the first rounds, and not in the 31st."""
 
     name = "drifts_later"
 
-    def combine(self, dispatched, result, **options):
-        y_TH = super().combine(dispatched, result, **options).y_TH
-        return CombinedRows(y_TH=y_TH + 1 if dispatched.round > 30 else y_TH)
+    def change(self, arrival, y_TH):
+        return y_TH + 1 if arrival.round > 30 else y_TH
 
 
-# -- Exchanges that remember, or forget ------------------------------------------------------------------------
+# -- Transports that remember, or forget -----------------------------------------------------------------------
 
 
 class KeepsTheCallBefore(ChangesReceived):
@@ -230,34 +269,41 @@ class StalePayloads(KeepsTheCallBefore):
         return dataclasses.replace(received, extra=self.remembered(dict(received.extra)))
 
 
-class StaleResults(TwoSidedExchange):
+class StaleResults(ChangesResults):
     """Brings home what came home in the call before, where the shape is the same."""
 
     name = "stale_results"
 
-    def combine(self, dispatched, result, **options):
-        y_TH = super().combine(dispatched, result, **options).y_TH
-        key = (dispatched.spec.layer, tuple(y_TH.shape))
+    def change(self, arrival, y_TH):
+        key = (arrival.spec.layer, tuple(y_TH.shape))
         kept = self.__dict__.setdefault("kept", {})
         before, kept[key] = kept.get(key, y_TH), y_TH.clone()
-        return CombinedRows(y_TH=y_TH.copy_(before))
+        return y_TH.copy_(before)
 
 
-class SendsWhatWasLeft(TwoSidedExchange):
+class SendsWhatWasLeft(TwoSidedTransport):
     """A round that failed leaves its packets behind, and the next one sends them."""
 
     name = "sends_what_was_left"
 
-    def _send_out(self, exchange_spec, round, outgoing, loaded):
-        left = self.__dict__.pop("left", loaded)
-        count = min(len(left), len(loaded)) if left.shape[1] == loaded.shape[1] else 0
-        self.left = loaded
-        sent = super()._send_out(exchange_spec, round, outgoing, torch.cat([left[:count], loaded[count:]]))
-        del self.left
-        return sent
+    def pack(self, batch):
+        packed = super().pack(batch)
+        left, self.left = self.__dict__.get("left", packed), packed
+        count = min(len(left), len(packed)) if left.shape[1] == packed.shape[1] else 0
+        return torch.cat([left[:count], packed[count:]])
+
+    def send(self, batch):
+        pending = super().send(batch)
+
+        def wait():
+            arrival = pending.wait()
+            del self.left
+            return arrival
+
+        return Pending(wait)
 
 
-class WaitsForTheWorld(TwoSidedExchange):
+class WaitsForTheWorld(TwoSidedTransport):
     """A barrier over all ranks that there are, in every dispatch."""
 
     name = "waits_for_the_world"
@@ -268,84 +314,103 @@ class WaitsForTheWorld(TwoSidedExchange):
         if "/" not in group.name:  # no subgroup
             self.world.group = group
 
-    def dispatch(self, exchange_spec, rows, routes, extra=None):
-        self.check_usable()
-        self.world.group.barrier()
-        return super().dispatch(exchange_spec, rows, routes, extra)
+    def send(self, batch):
+        pending = super().send(batch)
+
+        def wait():
+            self.world.group.barrier()
+            return pending.wait()
+
+        return Pending(wait)
 
 
-class RoundStandsStill(TwoSidedExchange):
+class RoundStandsStill(ChangesResults):
     """Every round is round 1; and what would be wrong from round 60 on is never seen."""
 
     name = "round_stands_still"
 
-    def _announce(self, mine):
-        try:
-            return super()._announce(mine)
-        finally:
-            self._round = 0
+    def send(self, batch):
+        pending = super().send(batch)
 
-    def combine(self, dispatched, result, **options):
-        y_TH = super().combine(dispatched, result, **options).y_TH
-        return CombinedRows(y_TH=y_TH + 1 if dispatched.round >= 60 else y_TH)
+        def wait():
+            try:
+                return pending.wait()
+            finally:
+                exchange = exchange_of(batch.announcements)
+                exchange._round, exchange._meet = 0, lambda round: None
+
+        return Pending(wait)
+
+    def change(self, arrival, y_TH):
+        return y_TH + 1 if arrival.round >= 60 else y_TH
 
 
-class FailedRoundsDoNotCount(TwoSidedExchange):
+class FailedRoundsDoNotCount(TwoSidedTransport):
     """A round in which a rank failed is made again under the same number."""
 
     name = "failed_rounds_do_not_count"
 
-    def _announce(self, mine):
-        before = self._round
-        try:
-            heard = super()._announce(mine)
-        except PeerFailed:
-            self._round = before
-            raise
-        self._round = before if mine.error else self._round
-        return heard
+    def send(self, batch):
+        exchange = exchange_of(batch.announcements)
+        before, pending = exchange._round, super().send(batch)
+
+        def wait():
+            try:
+                return pending.wait()
+            except PeerFailed:
+                exchange._round = before
+                raise
+
+        return Pending(wait)
+
+    def fail(self, failure):
+        exchange = exchange_of(failure.announcements)
+        before = exchange._round
+        super().fail(failure)
+        exchange._round = before
 
 
-class PlacesByShape(TwoSidedExchange):
+class PlacesByShape(TwoSidedTransport):
     """Looks up where experts are once for layers of the same sizes, and not for each layer."""
 
     name = "places_by_shape"
 
-    def _prepare(self, exchange_spec, rows, routes, extra):
+    def placement(self, spec):
         known = self.__dict__.setdefault("known", {})
-        placement = known.setdefault(
-            (exchange_spec.num_experts, exchange_spec.hidden_size), exchange_spec.placement
-        )
-        return super()._prepare(dataclasses.replace(exchange_spec, placement=placement), rows, routes, extra)
+        return known.setdefault((spec.num_experts, spec.hidden_size), spec.placement)
+
+    def send(self, batch):
+        placed = dataclasses.replace(batch.spec, placement=self.placement(batch.spec))
+        return super().send(rerouted(batch, dataclasses.replace(batch.routes, spec=placed)))
 
 
-class PlacesByName(TwoSidedExchange):
+class PlacesByName(PlacesByShape):
     """Looks up where experts are once for each name of a layer, in whatever plan of a group."""
 
     name = "places_by_name"
     known: typing.ClassVar = {}
 
-    def _prepare(self, exchange_spec, rows, routes, extra):
-        placement = self.known.setdefault((id(self.group), exchange_spec.layer), exchange_spec.placement)
-        return super()._prepare(dataclasses.replace(exchange_spec, placement=placement), rows, routes, extra)
+    def placement(self, spec):
+        return self.known.setdefault((id(self.group), spec.layer), spec.placement)
+
+    def serve(self, specs):
+        super().serve(specs)
+        self.layers = [spec.layer for spec in specs]
 
     def close(self):
         super().close()
-        for layer in self.stats:
+        for layer in self.layers:
             self.known.pop((id(self.group), layer), None)
 
 
-class LayersByNumber(TwoSidedExchange):
+class LayersByNumber(PlacesByShape):
     """Keeps what it knows of a layer under its number in the plan, which changes when the plan forgets others."""
 
     name = "layers_by_number"
 
-    def _prepare(self, exchange_spec, rows, routes, extra):
+    def placement(self, spec):
         known = self.__dict__.setdefault("known", {})
-        placement = known.setdefault(
-            (exchange_spec.index, exchange_spec.num_experts), exchange_spec.placement
-        )
-        return super()._prepare(dataclasses.replace(exchange_spec, placement=placement), rows, routes, extra)
+        return known.setdefault((spec.index, spec.num_experts), spec.placement)
 
 
 class OneBufferForTheRows(ChangesReceived):
@@ -363,32 +428,30 @@ class OneBufferForTheRows(ChangesReceived):
         return dataclasses.replace(received, rows=dataclasses.replace(rows, payloads=payloads), slots_R=None)
 
 
-class RowsComeHomeInOneBuffer(TwoSidedExchange):
+class RowsComeHomeInOneBuffer(ChangesResults):
     """Unreduced rows are views of one buffer."""
 
     name = "rows_come_home_in_one_buffer"
 
-    def combine_unreduced(self, dispatched, result):
-        rows = super().combine_unreduced(dispatched, result)
+    def change_rows(self, rows_by_rank):
         pool, start, views = self.__dict__.setdefault("pool", torch.empty(100_000)), 0, []
-        for part in rows.rows_by_rank:
+        for part in rows_by_rank:
             views.append(pool[start : start + part.numel()].view(part.shape).copy_(part))
             start += part.numel()
-        return dataclasses.replace(rows, rows_by_rank=tuple(views))
+        return tuple(views)
 
 
-class KeepsTheResidual(TwoSidedExchange):
+class KeepsTheResidual(ChangesResults):
     """Adds the first residual that it was given to all later results that have one."""
 
     name = "keeps_the_residual"
 
-    def combine(self, dispatched, result, *, out=None, add=()):
+    def change_terms(self, add):
         kept = self.__dict__.setdefault("kept", {})
-        add = tuple(kept.setdefault((n, tuple(t.shape)), t.clone()) for n, t in enumerate(add))
-        return super().combine(dispatched, result, out=out, add=add)
+        return tuple(kept.setdefault((n, tuple(t.shape)), t.clone()) for n, t in enumerate(add))
 
 
-class KeepsTheWorkspace(OneSidedExchange):
+class KeepsTheWorkspace(SharedMemoryTransport):
     """Remembers every workspace, closed plans or not."""
 
     name = "keeps_the_workspace"
@@ -399,162 +462,190 @@ class KeepsTheWorkspace(OneSidedExchange):
         self.all_of_them.append(self._workspace.buffers)
 
 
-class TakesHandlesOfOtherPlans(TwoSidedExchange):
-    """Combines a handle of whatever plan, as zeros."""
-
-    name = "takes_handles_of_other_plans"
-
-    def combine(self, dispatched, result, **options):
-        if dispatched not in self._in_flight and dispatched.round == 1 and self._round == 0:
-            return CombinedRows(y_TH=torch.zeros(dispatched.return_path.num_tokens, 1))
-        return super().combine(dispatched, result, **options)
+# -- Transports that declare or count what is not so -----------------------------------------------------------
 
 
-# -- Exchanges that declare or count what is not so ------------------------------------------------------------
-
-
-class CountsNoBytes(TwoSidedExchange):
+class CountsNoBytes(TwoSidedTransport):
     name = "counts_no_bytes"
 
-    def bytes_sent(self, exchange_spec, outgoing):
+    def bytes_sent(self, batch, rows):
         return [0] * self.group.size
 
 
-class CountsNoBytesOneSided(OneSidedExchange):
+class CountsNoBytesOneSided(SharedMemoryTransport):
     name = "counts_no_bytes_one_sided"
 
-    def bytes_sent(self, exchange_spec, outgoing):
+    def bytes_sent(self, batch, rows):
         return [0] * self.group.size
 
 
-class CountsEveryToken(TwoSidedExchange):
+class CountsEveryToken(TwoSidedTransport):
     """Counts all tokens for all ranks, as if it gathered."""
 
     name = "counts_every_token"
 
-    def bytes_sent(self, exchange_spec, outgoing):
-        return [outgoing.num_tokens * exchange_spec.dispatch_layout.stride] * self.group.size
+    def bytes_sent(self, batch, rows):
+        return [batch.num_tokens * batch.spec.dispatch_layout.stride] * self.group.size
 
 
-class CountsOnce(TwoSidedExchange):
-    """Counts the first round of each layer, and no other."""
-
-    name = "counts_once"
-
-    def dispatch(self, exchange_spec, rows, routes, extra=None):
-        stats = self.stats[exchange_spec.layer]
-        known = copy.deepcopy(stats) if stats.rounds else None
-        dispatched = super().dispatch(exchange_spec, rows, routes, extra)
-        if known is not None:
-            self.stats[exchange_spec.layer] = known
-        return dispatched
-
-
-class NeverWaits(TwoSidedExchange):
-    """Does not count the seconds in which it waits."""
-
-    name = "never_waits"
-
-    def dispatch(self, exchange_spec, rows, routes, extra=None):
-        dispatched = super().dispatch(exchange_spec, rows, routes, extra)
-        self.stats[exchange_spec.layer].wait_s["dispatch"] = 0.0
-        return dispatched
-
-
-class DropsUncounted(TwoSidedExchange):
-    name = "drops_uncounted"
-
-    def _drop_lost(self, exchange_spec, routes):
-        kept = super()._drop_lost(exchange_spec, routes)
-        self.stats[exchange_spec.layer].dropped = 0
-        return kept
-
-
-class PlansHalf(TwoSidedExchange):
+class PlansHalf(TwoSidedTransport):
     """Says that it needs half of the memory that it takes."""
 
     name = "plans_half"
 
     @classmethod
-    def region_bytes(cls, exchange_spec):
-        whole = super().region_bytes(exchange_spec)
+    def region_bytes(cls, spec):
+        whole = super().region_bytes(spec)
         return dataclasses.replace(whole, dispatch=whole.dispatch // 2)
 
 
-class PlansNothingOneSided(OneSidedExchange):
+class PlansNothingOneSided(SharedMemoryTransport):
     """Plans with one size of a workspace, and makes another."""
 
     name = "plans_nothing_one_sided"
 
-    def layout_for(self, exchange_specs):
-        needed = super().layout_for(exchange_specs)
+    def layout_for(self, specs):
+        needed = super().layout_for(specs)
         return dataclasses.replace(needed, dispatch=3 * needed.dispatch)
 
 
-class SaysItCarriesLogits(TwoSidedExchange):
+class SaysItCarriesLogits(TwoSidedTransport):
     """Declares that logits can travel, and has no way for them."""
 
     name = "says_it_carries_logits"
     carries_logits = True
 
 
-class SaysItWatches(TwoSidedExchange):
-    """Takes a plan that watches itself, and does not look."""
+class SaysItWatches(TwoSidedTransport):
+    """Does not let anybody look at results before others are told of them."""
 
     name = "says_it_watches"
 
-    @classmethod
-    def _paranoid_watch(cls, group, in_flight):
-        class Blind(ParanoidWatch):
-            def leaving(self, dispatched, *, placed):
-                pass
-
-        return Blind(group)
+    def send_back(self, results):
+        return super().send_back(dataclasses.replace(results, before_telling=lambda: None))
 
 
-# -- Exchanges that go on after a loss -------------------------------------------------------------------------
+# -- Transports that go on after a loss ------------------------------------------------------------------------
 
 
-class GoesOn(TwoSidedExchange):
+class GoesOn(TwoSidedTransport):
     """After a loss it takes the rows of the last good round for those that it did not get."""
 
     name = "goes_on"
 
-    def _break(self, cause):
-        pass
-
-    def _send_out(self, exchange_spec, round, outgoing, loaded):
+    def send(self, batch):
+        exchange_of(batch.announcements)._break = lambda cause: None
+        if self.__dict__.get("losses", 0) > 1:
+            return Pending(lambda: batch.arrived(*self.last))
         try:
-            self.last = super()._send_out(exchange_spec, round, outgoing, loaded)
-        except PeerLost:
-            if self.__dict__.setdefault("losses", 0):
-                return self.last
-            self.losses += 1
+            pending = super().send(batch)
+        except GroupError:
+            if self.__dict__.get("losses"):
+                return Pending(lambda: batch.arrived(*self.last))
             raise
-        return self.last
 
-    def _send_back(self, dispatched, loaded):
+        def wait():
+            try:
+                arrival = pending.wait()
+            except (PeerLost, GroupError):
+                self.losses = self.__dict__.get("losses", 0) + 1
+                if self.losses > 1:
+                    return batch.arrived(*self.last)
+                raise
+            self.last = (arrival.received, arrival.counts_W)
+            return arrival
+
+        return Pending(wait)
+
+    def send_back(self, results):
         if self.__dict__.get("losses"):
+            return Pending(lambda: self.home)
+        pending = super().send_back(results)
+
+        def wait():
+            try:
+                self.home = pending.wait()
+            except PeerLost:
+                self.losses = 1
+                raise
             return self.home
-        try:
-            self.home = super()._send_back(dispatched, loaded)
-        except PeerLost:
-            self.losses = 1
-            raise
-        return self.home
+
+        return Pending(wait)
 
 
-class IsNotBrokenForLong(OneSidedExchange):
+class IsNotBrokenForLong(SharedMemoryTransport):
     """Refuses one call after a loss, and then tries again."""
 
     name = "is_not_broken_for_long"
 
-    def check_usable(self, *, layer=None):
-        try:
-            super().check_usable(layer=layer)
-        except PlanBroken:
-            self._broken = None
-            raise
+    def send(self, batch):
+        exchange = exchange_of(batch.announcements)
+
+        def check_usable(*, layer=None):
+            try:
+                type(exchange).check_usable(exchange, layer=layer)
+            except PlanBroken:
+                exchange._broken = None
+                raise
+
+        exchange.check_usable = check_usable
+        return super().send(batch)
+
+
+# -- An exchange that is wrong itself, whatever its transport --------------------------------------------------
+
+
+def takes_old_handles(patch):
+    right = Exchange.combine
+
+    def combine(self, arrival, result, **options):
+        if arrival not in self._in_flight and self._round:
+            return CombinedRows(y_TH=torch.zeros(arrival.routes.num_tokens, 1))
+        return right(self, arrival, result, **options)
+
+    patch.setattr(Exchange, "combine", combine)
+
+
+def takes_handles_of_other_plans(patch):
+    """Combines a handle of whatever plan, as zeros."""
+    right = Exchange.combine
+
+    def combine(self, arrival, result, **options):
+        if arrival not in self._in_flight and arrival.round == 1 and self._round == 0:
+            return CombinedRows(y_TH=torch.zeros(arrival.routes.num_tokens, 1))
+        return right(self, arrival, result, **options)
+
+    patch.setattr(Exchange, "combine", combine)
+
+
+def no_limit(patch):
+    """Takes more tokens than there is room for."""
+    right = exchange_module.check_batch
+
+    def check_batch(spec, *batch, **options):
+        return right(dataclasses.replace(spec, max_tokens=10**6), *batch, **options)
+
+    patch.setattr(exchange_module, "check_batch", check_batch)
+
+
+def counts_once(patch):
+    """Counts the first round of each layer, and no other."""
+    right = LayerStats.count_dispatch
+
+    def count_dispatch(self, *counted):
+        if not self.rounds:
+            right(self, *counted)
+
+    patch.setattr(LayerStats, "count_dispatch", count_dispatch)
+
+
+def never_waits(patch):
+    """Does not count the seconds in which it waits."""
+    patch.setattr(LayerStats, "waiting", lambda self, phase: nullcontext())
+
+
+def drops_uncounted(patch):
+    patch.setattr(LayerStats, "count_dropped", lambda self, dropped_TK: None)
 
 
 # -- Formats -----------------------------------------------------------------------------------------------------

@@ -92,8 +92,6 @@ def test_a_class_of_ones_own_passes():
         (mutants.ReducesTwice, "bitwise_movement", "came home as"),
         (mutants.AlwaysFloat32, "output_dtype", "gave float32"),
         (mutants.ReusesOutput, "output_is_kept", "kept over three rounds gave other bits"),
-        (mutants.TakesOldHandles, "stale_handles", "a handle combined twice: no error; expected HandleError"),
-        (mutants.NoLimit, "over_capacity", "5 tokens of at most 4"),
         (mutants.DriftsLater, "many_rounds", "round 31 brought other results than were sent in it"),
         (mutants.StaleRows, "many_rounds", "brought other rows (data) than were sent in it"),
         (mutants.StaleRows, "plans_in_turns", "beside another plan gave other bits than the twin"),
@@ -116,13 +114,9 @@ def test_a_class_of_ones_own_passes():
             "closed_plans_make_room",
             "shared buffers of 5 closed plans are still there",
         ),
-        (mutants.TakesHandlesOfOtherPlans, "stale_handles", "a handle of another plan: no error"),
         (mutants.CountsNoBytes, "bytes_are_counted", "`dispatch_bytes` for rank 0 is 0"),
         (mutants.CountsNoBytesOneSided, "bytes_are_counted", "`dispatch_bytes` for rank 0 is 0"),
         (mutants.CountsEveryToken, "bytes_are_counted", "as went through the group"),
-        (mutants.CountsOnce, "counters_are_right", "`rounds` of layer 'first' is 1; expected 2"),
-        (mutants.NeverWaits, "counters_are_right", "`wait_s` of two dispatches"),
-        (mutants.DropsUncounted, "lost_experts_are_counted", "`dropped` is 0; expected"),
         (mutants.PlansHalf, "memory_as_planned", "the plan says a dispatch region of 19200 bytes"),
         (mutants.PlansNothingOneSided, "memory_as_planned", "the plan says a workspace of"),
         (
@@ -139,6 +133,28 @@ def test_a_class_of_ones_own_passes():
 )
 def test_a_wrong_exchange_is_caught(exchange, check, part):
     (result,) = check_exchange(exchange, world=3, rounds=40, only=[check])
+    assert part in str(result.finding)
+
+
+@pytest.mark.parametrize(
+    ("mutate", "check", "part"),
+    [
+        (
+            mutants.takes_old_handles,
+            "stale_handles",
+            "a handle combined twice: no error; expected HandleError",
+        ),
+        (mutants.no_limit, "over_capacity", "5 tokens of at most 4"),
+        (mutants.takes_handles_of_other_plans, "stale_handles", "a handle of another plan: no error"),
+        (mutants.counts_once, "counters_are_right", "`rounds` of layer 'first' is 1; expected 2"),
+        (mutants.never_waits, "counters_are_right", "`wait_s` of two dispatches"),
+        (mutants.drops_uncounted, "lost_experts_are_counted", "`dropped` is 0; expected"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_mutant_of_the_exchange_itself_is_caught(mutate, check, part, monkeypatch):
+    mutate(monkeypatch)
+    (result,) = check_exchange("two_sided", world=3, rounds=40, only=[check])
     assert part in str(result.finding)
 
 

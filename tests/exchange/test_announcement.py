@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tokenyard.errors import Drifted, GroupError, PeerFailed
-from tokenyard.exchange.announcement import Announcement, Phase, check_counts, check_failures, check_places
+from tokenyard.exchange.announcement import Announcement, Announcements, Phase
 
 GROUP = SimpleNamespace(rank=0, size=3)
 
@@ -61,26 +61,46 @@ def test_what_does_not_fit_is_no_announcement(encoded, words):
     assert words in str(caught.value)
 
 
+def heard(mine, answers, layers=(), met=None):
+    """What a rank makes of the answers to its announcement."""
+    announcements = Announcements(
+        group=GROUP,
+        layers=layers,
+        mine=mine,
+        most=4,
+        all_met=lambda: None if met is None else met.append(mine.round),
+        ranks_parted=lambda: None,
+    )
+    return announcements.heard(answers)
+
+
+def dispatch(counts, **fields):
+    return announcement(counts, phase=Phase.DISPATCH, **fields)
+
+
 @pytest.mark.parametrize(("tokens", "counts"), [(4, (0, 4, 4)), (0, (0, 0, 0))])
 def test_counts_up_to_the_most_are_believed(tokens, counts):
-    check_counts(GROUP, announcement((0, 0, 0)), [announcement(counts, tokens=tokens)], most=4)
+    mine = dispatch((0, 0, 0))
+    answers = [mine, dispatch(counts, tokens=tokens)]
+    assert heard(mine, answers) == answers
 
 
 @pytest.mark.parametrize(("tokens", "counts"), [(5, (0, 4, 4)), (4, (0, 5, 4)), (4, (0, -1, 4)), (4, (0, 4))])
 def test_counts_that_cannot_be_are_not(tokens, counts):
-    mine = announcement((0, 0, 0))
+    mine = dispatch((0, 0, 0))
     with pytest.raises(GroupError, match="rank 1 announces"):
-        check_counts(GROUP, mine, [mine, announcement(counts, tokens=tokens)], most=4)
+        heard(mine, [mine, dispatch(counts, tokens=tokens)])
 
 
 def test_of_several_ranks_that_failed_the_first_is_named_and_a_rank_that_failed_itself_raises_its_own():
     fine = announcement()
-    heard = [fine, announcement(error="no memory"), announcement(error="no disk")]
+    answers, met = [fine, announcement(error="no memory"), announcement(error="no disk")], []
     with pytest.raises(PeerFailed, match="rank 1 failed in combine: no memory") as caught:
-        check_failures(GROUP, fine, heard)
+        heard(fine, answers, met=met)
     assert caught.value.peer == 1
-    check_failures(GROUP, heard[1], heard)
-    check_failures(GROUP, fine, [fine] * 3)
+    assert met == [9]  # all ranks were in this round, though one has failed
+    assert heard(answers[1], answers) == answers
+    assert heard(fine, [fine] * 3) == [fine] * 3
 
 
 @pytest.mark.parametrize(
@@ -88,6 +108,8 @@ def test_of_several_ranks_that_failed_the_first_is_named_and_a_rank_that_failed_
 )
 def test_a_rank_that_is_somewhere_else_has_drifted(other):
     mine = announcement()
-    check_places(GROUP, mine, [mine, mine], ["a", "b"])
+    met = []
+    heard(mine, [mine, mine], ["a", "b"])
     with pytest.raises(Drifted, match="rank 0: combine of layer 'b', round 9, rank 1: "):
-        check_places(GROUP, mine, [mine, announcement(**other)], ["a", "b"])
+        heard(mine, [mine, announcement(**other)], ["a", "b"], met)
+    assert met == []

@@ -10,7 +10,7 @@ from tests.faults import late
 from tests.models import batch, build, raised, spec
 from tokenyard.conformance.cases import random_weights, same_bits
 from tokenyard.conformance.twin import twin
-from tokenyard.exchange import AllgatherExchange, OneSidedExchange, TwoSidedExchange
+from tokenyard.exchange import AllgatherTransport, Pending, SharedMemoryTransport, TwoSidedTransport
 from tokenyard.experts import ReferenceExperts
 from tokenyard.integrations.flashinfer import MoeAlltoAll
 
@@ -151,17 +151,22 @@ def _interrupts(exchange):
         name = "interrupts"
         done = False
 
-        def _send_out(self, exchange_spec, round, outgoing, loaded):
-            sent = super()._send_out(exchange_spec, round, outgoing, loaded)
-            if self.group.rank == 0 and not self.done:
-                self.done = True
-                raise Interrupted
-            return sent
+        def send(self, batch):
+            pending = super().send(batch)
+
+            def wait():
+                arrival = pending.wait()
+                if self.group.rank == 0 and not self.done:
+                    self.done = True
+                    raise Interrupted
+                return arrival
+
+            return Pending(wait)
 
     return Interrupts
 
 
-@pytest.mark.parametrize("exchange", [OneSidedExchange, TwoSidedExchange, AllgatherExchange])
+@pytest.mark.parametrize("exchange", [SharedMemoryTransport, TwoSidedTransport, AllgatherTransport])
 def test_a_plan_that_was_interrupted_in_a_wait_is_broken(exchange):
     def interrupted(group):
         plan = ty.plan([spec("moe", experts="reference")], group, exchange=_interrupts(exchange))

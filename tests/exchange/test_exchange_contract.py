@@ -10,7 +10,7 @@ import torch
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import same_bits
-from tokenyard.exchange.spec import UnencodedRows
+from tokenyard.exchange.batch import UnencodedRows
 
 both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
 every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)

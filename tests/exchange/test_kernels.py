@@ -7,10 +7,10 @@ from tests.exchange import interpreter
 from tests.exchange.virtual_ranks import VirtualRanks, make_batch, make_exchange_spec
 from tokenyard.conformance.cases import same_bits
 from tokenyard.exchange.announcement import Phase
-from tokenyard.exchange.one_sided import launches
+from tokenyard.exchange.one_sided import launch
 from tokenyard.exchange.one_sided.control import COMBINED, ROUND, STATUS, Trouble
 from tokenyard.exchange.one_sided.kernels.twins import slots_twin
-from tokenyard.exchange.one_sided.launches import Routing
+from tokenyard.exchange.one_sided.launch import Routing
 from tokenyard.formats import Payload
 from tokenyard.routing import Placement
 
@@ -21,7 +21,7 @@ interpreter.install()
 @pytest.fixture(params=[True, False], ids=["whole", "assigned"])
 def whole(request, monkeypatch):
     """A batch in one launch, or with `assign` before it."""
-    monkeypatch.setattr(launches, "LONGEST_WHOLE", 64 if request.param else -1)
+    monkeypatch.setattr(launch, "LONGEST_WHOLE", 64 if request.param else -1)
     return request.param
 
 
@@ -32,7 +32,7 @@ def dispatched(yard, batches, *, rows=None, extra=None):
     for rank, (launcher, batch) in enumerate(zip(yard.launchers, batches, strict=True)):
         sent = batch.x_TH if rows is None else rows[rank]
         slots_TW = launcher.dispatch(
-            yard.crossing, sent, batch.ids_TK, batch.weights_TK, extra[rank], waits=False
+            yard.dispatch_slots, sent, batch.ids_TK, batch.weights_TK, extra[rank], waits=False
         )
         if not same_bits(slots_TW, slots_twin(yard.spec, batch.ids_TK, rank)):
             wrong.append(f"slots of rank {rank}")
@@ -40,7 +40,7 @@ def dispatched(yard, batches, *, rows=None, extra=None):
     if not yard.same_regions("dispatch"):
         wrong.append("regions")
     for rank, count in enumerate(counts):
-        if yard.mail(rank) != [[n, yard.crossing.max_tokens] for n in count.tolist()]:
+        if yard.counts(rank) != [[n, yard.dispatch_slots.max_tokens] for n in count.tolist()]:
             wrong.append(f"mail of rank {rank}")
     return wrong, counts
 
@@ -70,7 +70,7 @@ WIRES = [
 @pytest.mark.parametrize(("wire", "dtype"), WIRES)
 @pytest.mark.parametrize("hidden_size", [1, 33, 200])
 def test_rows_arrive_in_every_wire(wire, dtype, hidden_size, monkeypatch):
-    monkeypatch.setattr(launches, "LONGEST_WHOLE", -1 if hidden_size == 33 else 64)
+    monkeypatch.setattr(launch, "LONGEST_WHOLE", -1 if hidden_size == 33 else 64)
     spec = make_exchange_spec(2, wire=wire, dtype=getattr(torch, dtype), hidden_size=hidden_size)
     batches = [make_batch(spec, tokens, seed=tokens) for tokens in (3, 1)]
     wrong, _ = dispatched(VirtualRanks(spec), batches)
@@ -126,8 +126,8 @@ LONG_ROWS = [
 
 @pytest.mark.parametrize(("wire", "hidden_size", "few_rows", "many_rows"), LONG_ROWS)
 def test_long_rows_are_cut_and_arrive_whole(wire, hidden_size, few_rows, many_rows, monkeypatch):
-    monkeypatch.setattr(launches, "FEW_ROWS", few_rows)
-    monkeypatch.setattr(launches, "MANY_ROWS", many_rows)
+    monkeypatch.setattr(launch, "FEW_ROWS", few_rows)
+    monkeypatch.setattr(launch, "MANY_ROWS", many_rows)
     spec = make_exchange_spec(1, wire=wire, hidden_size=hidden_size, max_tokens=3)
     wrong, _ = dispatched(VirtualRanks(spec), [make_batch(spec, 3)])
     assert wrong == []
@@ -148,7 +148,7 @@ def test_a_second_batch_does_not_meet_the_first_one(whole):
         )
         assert wrong == []
         assert yard.words(0)[ROUND] == turn + 1
-    assert yard.flags(1, round=3).tolist() == [3 << 24 | yard.crossing.layer << 2] * 2
+    assert yard.flags(1, round=3).tolist() == [3 << 24 | yard.dispatch_slots.layer << 2] * 2
 
 
 def test_several_ranks_may_share_a_launch(whole):
@@ -158,16 +158,16 @@ def test_several_ranks_may_share_a_launch(whole):
     x_TH, ids_TK, weights_TK = (
         torch.cat([getattr(batch, name) for batch in batches]) for name in ("x_TH", "ids_TK", "weights_TK")
     )
-    slots_TW = yard.launchers[0].dispatch(yard.crossing, x_TH, ids_TK, weights_TK, {}, waits=False)
+    slots_TW = yard.launchers[0].dispatch(yard.dispatch_slots, x_TH, ids_TK, weights_TK, {}, waits=False)
     counts = yard.push_twins(batches)
     assert same_bits(slots_TW, torch.cat([slots_twin(spec, b.ids_TK, r) for r, b in enumerate(batches)]))
     assert yard.same_regions("dispatch")
     results = [torch.randn(3 * spec.max_tokens, 8) for _ in range(3)]
     yard.place_twins([rows_SH[taken(yard, c)] for rows_SH, c in zip(results, counts, strict=True)], counts)
-    yard.launchers[0].place(yard.crossing, torch.cat(results), dense=False)
+    yard.launchers[0].place(yard.dispatch_slots, torch.cat(results), dense=False)
     assert yard.same_regions("combine")
     out_TH = torch.empty(9, 8, dtype=torch.bfloat16)
-    yard.launchers[0].combine(yard.crossing, slots_TW, None, out_TH, waits=False)
+    yard.launchers[0].combine(yard.dispatch_slots, slots_TW, None, out_TH, waits=False)
     expected = [yard.pulled_by_twin(rank, batch.ids_TK) for rank, batch in enumerate(batches)]
     assert same_bits(out_TH, torch.cat(expected))
 
@@ -213,7 +213,7 @@ def test_ids_that_no_expert_has_go_nowhere_and_are_reported(bad, whole):
     assert wrong == []
     assert yard.status(0) == [0, 0, 0, 0]
     assert yard.status(1) == [Trouble.BAD_IDS, 1 if whole else 0, bad, 0]
-    assert yard.launchers[1].told[0].tolist() == yard.status(1)
+    assert yard.launchers[1].host_status[0].tolist() == yard.status(1)
     assert yard.words(1)[ROUND] == 1  # the round goes on
 
 
@@ -224,7 +224,7 @@ def test_ids_that_have_no_room_in_32_bits_are_no_others(bad, told, whole):
     ids_TK = batch.ids_TK.long()
     ids_TK[1, 2] = bad
     slots_TW = yard.launchers[0].dispatch(
-        yard.crossing, batch.x_TH, ids_TK, batch.weights_TK, {}, waits=False
+        yard.dispatch_slots, batch.x_TH, ids_TK, batch.weights_TK, {}, waits=False
     )
     assert yard.status(0)[0] == Trouble.BAD_IDS
     assert yard.status(0)[2] == told
@@ -243,10 +243,12 @@ def test_slots_and_routes_of_many_chunks(tokens, max_tokens, world):
     for rank, (launcher, batch) in enumerate(zip(yard.launchers, batches, strict=True)):
         slots_TW = torch.empty(tokens, world, dtype=torch.int32)
         places = launcher._places(spec.dispatch_slots, yard.layout.dispatch_region(0).offset)
-        launcher._assign(yard.crossing, Routing(batch.ids_TK, batch.weights_TK, slots_TW, places, tokens))
+        launcher._assign(
+            yard.dispatch_slots, Routing(batch.ids_TK, batch.weights_TK, slots_TW, places, tokens)
+        )
         assert same_bits(slots_TW, slots_twin(spec, batch.ids_TK, rank))
     counts = yard.push_twins(batches)
-    assert [[n for n, _ in yard.mail(rank)] for rank in range(world)] == [c.tolist() for c in counts]
+    assert [[n for n, _ in yard.counts(rank)] for rank in range(world)] == [c.tolist() for c in counts]
     mine, twins = yard.slots(yard.buffers, "dispatch"), yard.slots(yard.twins, "dispatch")
     for rank in range(world):
         assert same_bits(mine[rank]["ids"], twins[rank]["ids"])
@@ -270,7 +272,7 @@ COMBINES = [
 
 def taken(yard, counts):
     """The slots of a rank that hold rows."""
-    most = yard.crossing.max_tokens
+    most = yard.dispatch_slots.max_tokens
     return torch.cat([torch.arange(n) + source * most for source, n in enumerate(counts.tolist())])
 
 
@@ -293,7 +295,7 @@ def test_results_come_home_in_every_wire(wire, dtype, result, terms, dense):
     rows = [rows_SH[taken(yard, counts[rank])] for rank, rows_SH in enumerate(results)]
     yard.place_twins(rows, counts)
     for rank, launcher in enumerate(yard.launchers):
-        launcher.place(yard.crossing, rows[rank] if dense else results[rank], dense=dense)
+        launcher.place(yard.dispatch_slots, rows[rank] if dense else results[rank], dense=dense)
     assert yard.same_regions("combine")
     for rank, (launcher, batch) in enumerate(zip(yard.launchers, batches, strict=True)):
         add = [make_batch(spec, len(batch.ids_TK), seed=9 + term).x_TH for term in range(terms)]
@@ -301,7 +303,13 @@ def test_results_come_home_in_every_wire(wire, dtype, result, terms, dense):
         given = [out_TH] if terms == 1 else add  # what is there may be what is added
         slots_TW = slots_twin(spec, batch.ids_TK, rank)
         launcher._pull(
-            yard.crossing, launcher._home(yard.crossing), slots_TW, out_TH, given, len(out_TH), meets=False
+            yard.dispatch_slots,
+            launcher._return_layout(yard.dispatch_slots),
+            slots_TW,
+            out_TH,
+            given,
+            len(out_TH),
+            meets=False,
         )
         assert same_numbers(out_TH, yard.pulled_by_twin(rank, batch.ids_TK, add))
 
@@ -321,17 +329,19 @@ def test_a_long_row_comes_home_in_parts():
     batches = [make_batch(spec, 2, seed=rank) for rank in range(2)]
     counts = yard.push_twins(batches)
     for rank in range(2):
-        yard.buffers[rank][yard.control.mail(0) : yard.control.mail(1)].view(torch.int32)[::2] = counts[rank]
+        yard.buffers[rank][yard.control.counts(0) : yard.control.counts(1)].view(torch.int32)[::2] = counts[
+            rank
+        ]
     results = [torch.randn(int(count.sum()), 2100) for count in counts]
     yard.place_twins(results, counts)
     for launcher, rows_RH in zip(yard.launchers, results, strict=True):
-        launcher.place(yard.crossing, rows_RH, dense=True)
+        launcher.place(yard.dispatch_slots, rows_RH, dense=True)
     assert yard.same_regions("combine")
     for rank, (launcher, batch) in enumerate(zip(yard.launchers, batches, strict=True)):
         out_TH = torch.empty(2, 2100, dtype=torch.bfloat16)
-        home, slots_TW = launcher._home(yard.crossing), slots_twin(spec, batch.ids_TK, rank)
-        assert home.cut(2).parts == 3
-        launcher._pull(yard.crossing, home, slots_TW, out_TH, (), 2, meets=False)
+        home, slots_TW = launcher._return_layout(yard.dispatch_slots), slots_twin(spec, batch.ids_TK, rank)
+        assert home.tiles(2).parts == 3
+        launcher._pull(yard.dispatch_slots, home, slots_TW, out_TH, (), 2, meets=False)
         assert same_bits(out_TH, yard.pulled_by_twin(rank, batch.ids_TK))
 
 
@@ -343,12 +353,12 @@ def test_a_round_that_failed_comes_home_as_nan():
     yard.words(0)[STATUS] = int(Trouble.FAILED)
     for placed in (torch.zeros(2, 4), None):
         out_TH = torch.zeros(2, 4, dtype=torch.bfloat16)
-        yard.launchers[0].combine(yard.crossing, slots_twin(spec, batch.ids_TK, 0), placed, out_TH)
+        yard.launchers[0].combine(yard.dispatch_slots, slots_twin(spec, batch.ids_TK, 0), placed, out_TH)
         assert bool(out_TH.isnan().all())
     assert yard.words(0)[COMBINED] == 0
     assert yard.flags(0, phase=1).tolist() == [0]
     yard.words(0)[STATUS] = int(Trouble.BAD_IDS)  # which ends nothing
-    yard.launchers[0].combine(yard.crossing, slots_twin(spec, batch.ids_TK, 0), None, out_TH)
+    yard.launchers[0].combine(yard.dispatch_slots, slots_twin(spec, batch.ids_TK, 0), None, out_TH)
     assert not bool(out_TH.isnan().any())
     assert yard.words(0)[COMBINED] == 1
 
@@ -362,15 +372,15 @@ def test_a_small_combine_meets_the_others_itself():
         results = [torch.randn(int(count.sum()), 4) for count in counts]
         yard.place_twins(results, counts)
         for launcher, rows_RH in zip(yard.launchers, results, strict=True):
-            launcher.place(yard.crossing, rows_RH, dense=True)
-        yard.launchers[0].meet(yard.crossing.layer, Phase.COMBINE, waits=False)
+            launcher.place(yard.dispatch_slots, rows_RH, dense=True)
+        yard.launchers[0].signal_and_wait(yard.dispatch_slots.layer, Phase.COMBINE, waits=False)
         out_TH = torch.empty(2, 4)
-        yard.launchers[1].combine(yard.crossing, slots_twin(spec, batches[1].ids_TK, 1), None, out_TH)
+        yard.launchers[1].combine(yard.dispatch_slots, slots_twin(spec, batches[1].ids_TK, 1), None, out_TH)
         assert same_bits(out_TH, yard.pulled_by_twin(1, batches[1].ids_TK))
         assert yard.words(1)[COMBINED] == turn + 1
         assert (
             yard.flags(0, phase=1, round=turn + 1).tolist()
-            == [turn + 1 << 24 | yard.crossing.layer << 2 | 1] * 2
+            == [turn + 1 << 24 | yard.dispatch_slots.layer << 2 | 1] * 2
         )
         assert yard.words(1)[:9].tolist()[4:] == [0] * 5  # it has cleaned up, and nothing went wrong
 

@@ -9,7 +9,7 @@ import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import random_weights, same_bits
 from tokenyard.conformance.twin import twin
-from tokenyard.exchange import OneSidedExchange
+from tokenyard.exchange import SharedMemoryTransport
 from tokenyard.exchange.announcement import Phase
 
 both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
@@ -26,7 +26,7 @@ def right(plan, layer, tokens, seed):
     return same_bits(y_TH, expected)
 
 
-class Sleepy(OneSidedExchange):
+class Sleepy(SharedMemoryTransport):
     """Rank 1 falls asleep inside every combine: it has heard from all, and has not pulled yet."""
 
     name = "sleepy"
@@ -60,7 +60,7 @@ def test_a_rank_that_sleeps_inside_combine_is_never_overwritten_by_those_that_ru
     assert on_ranks(4, run_ahead, in_flight, ranks=ranks) == [True] * 4
 
 
-class Late(OneSidedExchange):
+class Late(SharedMemoryTransport):
     """Rank 1 has told the others that its first combine is here, and looks into its own mail late."""
 
     name = "late"
@@ -117,16 +117,16 @@ def grow(group):
     x_TH, routes = batch(spec("a", **SMALL), 4, seed=group.rank)
     before = layer(x_TH, routes)
     flight = plan.exchange.dispatch(layer.wiring.exchange_spec, layer.wiring.wire.encode(x_TH), routes)
-    old = plan.exchange.workspace
+    old = plan.exchange.transport.workspace
     plan.extend([spec("b", **LARGE)])
-    grown = plan.exchange.workspace
+    grown = plan.exchange.transport.workspace
     stale = raised(plan.exchange.combine, flight, ty.ExpertRows(rows_RH=torch.zeros(0)))
     plan.extend([spec("c", **SMALL)])
-    kept = plan.exchange.workspace
+    kept = plan.exchange.transport.workspace
     works = [right(plan, spec(n, **c), 5, group.rank) for n, c in (("a", SMALL), ("b", LARGE), ("c", SMALL))]
     same = same_bits(layer(x_TH, routes), before)  # a layer that was built before the growth
     plan.trim(keep=["a", "c"])
-    trimmed = plan.exchange.workspace
+    trimmed = plan.exchange.transport.workspace
     gone = raised(plan.wiring, "b")
     works += [right(plan, spec(n, **SMALL), 5, group.rank) for n in "ac"]
     plan.close()
@@ -163,7 +163,7 @@ def test_the_workspace_grows_for_what_does_not_fit_and_shrinks_on_request(ranks,
 
 def cannot_allocate(group):
     plan = ty.plan([spec("a", **SMALL)], group, exchange="one_sided")
-    old = plan.exchange.workspace
+    old = plan.exchange.transport.workspace
     if group.rank == 1:
         from tokenyard.group import shared_memory
 
@@ -174,7 +174,7 @@ def cannot_allocate(group):
     error = raised(plan.extend, [spec("b", **LARGE)])
     if group.rank == 1:
         shared_memory.os.posix_fallocate = allocate
-    unchanged = plan.exchange.workspace is old and plan.draft.specs[-1].name == "a"
+    unchanged = plan.exchange.transport.workspace is old and plan.draft.specs[-1].name == "a"
     works = right(plan, spec("a", **SMALL), 4, group.rank)
     plan.extend([spec("b", **LARGE)])  # and now there is room
     return type(error).__name__, str(error), unchanged, works, right(plan, spec("b", **LARGE), 4, group.rank)
@@ -247,7 +247,7 @@ def in_place(group):
     rows, exchange = built.wiring.wire.encode(x_TH), plan.exchange
 
     flight = exchange.dispatch(built.wiring.exchange_spec, rows, routes)
-    buffer = exchange.combine_buffer(flight)
+    buffer = flight.received.results
     result = built.experts(flight.received)
     buffer.rows_SH[buffer.slots_R] = result.rows_RH.to(buffer.rows_SH.dtype)
     y_TH = exchange.combine(flight, buffer.placed()).y_TH
@@ -257,7 +257,7 @@ def in_place(group):
 
     other = build(plan, "back")
     flight = exchange.dispatch(other.wiring.exchange_spec, rows, routes)
-    nowhere = exchange.combine_buffer(flight)
+    nowhere = flight.received.results
     exchange.combine(flight, other.experts(flight.received))
     return same_bits(y_TH, expected), wrong, nowhere
 
@@ -280,7 +280,7 @@ def two_buffers(group):
         exchange.dispatch(built.wiring.exchange_spec, built.wiring.wire.encode(x_TH), routes)
         for x_TH, routes in batches
     ]
-    buffers = [exchange.combine_buffer(flight) for flight in flights]
+    buffers = [flight.received.results for flight in flights]
     for flight, buffer in zip(flights, buffers, strict=True):
         buffer.rows_SH[buffer.slots_R] = built.experts(flight.received).rows_RH.to(buffer.rows_SH.dtype)
     found = [exchange.combine(f, b.placed()).y_TH for f, b in zip(flights, buffers, strict=True)]
@@ -295,7 +295,7 @@ def test_each_dispatch_in_flight_has_a_buffer_of_its_own():
 
 
 def elsewhere(group, machine):
-    from tokenyard.exchange.one_sided import exchange as module
+    from tokenyard.exchange.one_sided import declarations as module
 
     module.platform.machine, machine_before = (lambda: machine), module.platform.machine
     try:

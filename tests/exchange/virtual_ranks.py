@@ -6,9 +6,9 @@ Both begin as the same noise, and whole regions are compared: a byte too many is
 import torch
 
 from tokenyard.exchange.one_sided.control import STATUS, STATUS_WORDS, ControlLayout
-from tokenyard.exchange.one_sided.exchange import OneSidedExchange
 from tokenyard.exchange.one_sided.kernels.twins import SentBatch, place_twin, pull_twin, push_twin, slots_twin
-from tokenyard.exchange.one_sided.launches import Crossing, Launcher
+from tokenyard.exchange.one_sided.launch import DispatchSlots, Launcher
+from tokenyard.exchange.one_sided.shared_memory import SharedMemoryTransport
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.workspace import WorkspaceLayout
 from tokenyard.formats import get
@@ -58,7 +58,7 @@ class VirtualRanks:
     def __init__(self, spec, *, device="cpu", together=False, deadline=5.0, max_tokens=None):
         self.spec, self.world = spec, spec.placement.world
         self.control = ControlLayout(self.world, 1)
-        need = OneSidedExchange.region_bytes(spec)
+        need = SharedMemoryTransport.region_bytes(spec)
         self.layout = WorkspaceLayout(
             control=self.control.nbytes, dispatch=need.dispatch, combine=need.combine
         )
@@ -79,9 +79,9 @@ class VirtualRanks:
             )
             for rank in every
         ]
-        self.crossing = Crossing(
+        self.dispatch_slots = DispatchSlots(
             spec=spec,
-            flight=0,
+            region=0,
             max_tokens=spec.max_tokens if max_tokens is None else max_tokens,
         )
 
@@ -97,15 +97,15 @@ class VirtualRanks:
         """A rank's status on the device."""
         return self.words(rank)[STATUS : STATUS + STATUS_WORDS].tolist()
 
-    def mail(self, rank):
+    def counts(self, rank):
         """Rows that come from each rank, and what those take for `max_tokens`."""
-        region = self.buffers[rank][self.control.mail(0) : self.control.mail(1)]
+        region = self.buffers[rank][self.control.counts(0) : self.control.counts(1)]
         return region.view(torch.int32).view(self.world, 2).tolist()
 
     def slots(self, buffers, name):
         """The payloads of a region (`dispatch` or `combine`), by rank."""
         layout = getattr(self.spec, f"{name}_slots")
-        used = self.world * self.crossing.max_tokens
+        used = self.world * self.dispatch_slots.max_tokens
         regions = [getattr(self.layout, f"{name}_region")(0).of(buffer) for buffer in buffers]
         return [{key: view[:used] for key, view in layout.views(region).items()} for region in regions]
 
@@ -117,7 +117,7 @@ class VirtualRanks:
 
     def push_twins(self, batches, extra=()):
         """Let the twins dispatch; returns the counts of each rank."""
-        regions, most = self.slots(self.twins, "dispatch"), self.crossing.max_tokens
+        regions, most = self.slots(self.twins, "dispatch"), self.dispatch_slots.max_tokens
         counts = push_twin(self.spec, batches, regions, most)
         for source, payloads in enumerate(extra):
             slots_TW = slots_twin(self.spec, batches[source].ids_TK, source)
@@ -131,10 +131,10 @@ class VirtualRanks:
         """Let the twins place results, one for each row that came, by rank."""
         regions = self.slots(self.twins, "combine")
         for rows_RH, count, region in zip(results, counts, regions, strict=True):
-            place_twin(self.spec, rows_RH, count, region, self.crossing.max_tokens)
+            place_twin(self.spec, rows_RH, count, region, self.dispatch_slots.max_tokens)
 
     def pulled_by_twin(self, rank, ids_TK, add=()):
         """What a rank's tokens come home as."""
         out_TH = torch.empty(ids_TK.shape[0], self.spec.hidden_size, dtype=self.spec.dtype)
         regions = self.slots(self.twins, "combine")
-        return pull_twin(self.spec, ids_TK, rank, regions, self.crossing.max_tokens, out_TH, add)
+        return pull_twin(self.spec, ids_TK, rank, regions, self.dispatch_slots.max_tokens, out_TH, add)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from tokenyard.exchange import EXCHANGES
+from tokenyard.exchange import EXCHANGES, Pending, RowsAtHome
 from tokenyard.experts.reference import ReferenceExperts
 
 
@@ -30,51 +30,64 @@ class Ambush:
 class Interruptible:
     """A round trip that can be interrupted anywhere."""
 
-    def dispatch(self, exchange_spec, *arguments):
-        Ambush.place = (exchange_spec.layer, "dispatch")
-        return super().dispatch(exchange_spec, *arguments)
-
-    def _load_out(self, exchange_spec, round, outgoing):
+    def send(self, batch):
+        Ambush.place = (batch.spec.layer, "dispatch")
         Ambush.at("before dispatch")
-        return super()._load_out(exchange_spec, round, outgoing)
+        pending = super().send(replace(batch, announcements=in_another_protocol(batch.announcements)))
 
-    def _send_out(self, exchange_spec, round, outgoing, loaded):
-        arrived = super()._send_out(exchange_spec, round, outgoing, loaded)
-        Ambush.at("after dispatch")
-        return arrived
+        def wait():
+            arrival = pending.wait()
+            Ambush.at("after dispatch")
+            return arrival
 
-    def _send_back(self, dispatched, loaded):
+        return Pending(wait)
+
+    def send_back(self, results):
+        Ambush.place = (results.arrival.spec.layer, "combine")
         Ambush.at("before combine")
-        return super()._send_back(dispatched, loaded)
+        told = replace(results, announcements=in_another_protocol(results.announcements))
+        pending = super().send_back(told)
+        return Pending(lambda: Interrupted(**vars(pending.wait())))
 
-    def combine(self, dispatched, result, **options):
-        Ambush.place = (dispatched.spec.layer, "combine")
-        combined = super().combine(dispatched, result, **options)
+
+class Interrupted(RowsAtHome):
+    """Results, behind whose sum something happens."""
+
+    def sum_into(self, out_TH, add):
+        y_TH = super().sum_into(out_TH, add)
         Ambush.at("after combine")
-        return combined
+        return y_TH
 
-    def _announcement(self, *arguments):
-        announcement = super()._announcement(*arguments)
-        return replace(announcement, protocol=Ambush.protocol) if Ambush.protocol else announcement
+
+def in_another_protocol(announcements):
+    """What this rank tells the others, if it is to speak another protocol than they do."""
+    if not Ambush.protocol:
+        return announcements
+    return replace(announcements, mine=replace(announcements.mine, protocol=Ambush.protocol))
 
 
 class InterruptibleOneSided(Interruptible, EXCHANGES["one_sided"]):
     name = "interruptible one_sided"
 
-    def _tell_and_hear(self, by_rank):
-        if Ambush.moment == f"inside {by_rank[0].phase.value}":
+    def _tell(self, announcements):
+        if Ambush.moment == f"inside {announcements.mine.phase.value}":
             first = (self.group.rank + 1) % self.group.size
-            self.workspace.signals.tell(
-                first, by_rank[first]
-            )  # one rank has heard of it, the others have not
+            # One rank has heard of it, the others have not.
+            self.workspace.signals.tell(first, announcements.for_rank(first))
             Ambush.at(Ambush.moment)
-        return super()._tell_and_hear(by_rank)
+        super()._tell(announcements)
 
 
 class _Message(Interruptible):
-    def _move(self, *arguments):
-        Ambush.at("inside dispatch")  # announced, and not sent
-        return super()._move(*arguments)
+    def announce(self, announcements):
+        answers = super().announce(announcements)
+
+        def hear():
+            heard = answers.wait()
+            Ambush.at("inside dispatch")  # announced, and not sent
+            return heard
+
+        return Pending(hear)
 
 
 class InterruptibleTwoSided(_Message, EXCHANGES["two_sided"]):

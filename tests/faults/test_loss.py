@@ -64,10 +64,11 @@ def waits_for_a_third(group, done):
     """Rank 1 lives and never comes; rank 2 waits for it; rank 0 waits for rank 2, and must not blame it."""
     layer = spec("moe", experts="reference")
     plan = ty.plan([layer], group, exchange="one_sided")
-    signals = plan.exchange.workspace.signals
+    signals = plan.exchange.transport.workspace.signals
     if group.rank == 1:
         return done.acquire(timeout=60) and done.acquire(timeout=60)
-    words = plan.exchange._announcement(plan.wiring("moe").exchange_spec, Phase.DISPATCH, 1, 0, [0], None)
+    spec_ = plan.wiring("moe").exchange_spec
+    words = plan.exchange._announcements(spec_, Phase.DISPATCH, 1, counts=[0] * 3).for_rank(0)
     if group.rank == 2:
         signals.tell(2, words)
         error = raised(signals.hear, words)

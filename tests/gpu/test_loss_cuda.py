@@ -16,7 +16,7 @@ import tokenyard as ty
 from tests.models import batch, build, raised, spec
 from tokenyard.conformance.cases import random_weights, same_bits
 from tokenyard.conformance.oracle import oracle, relative_error
-from tokenyard.exchange import OneSidedExchange
+from tokenyard.exchange import Pending, SharedMemoryTransport
 
 pytestmark = pytest.mark.gpu
 
@@ -30,7 +30,7 @@ MOMENTS = [
 
 def mortal_exchange(group):
     """The exchange of a group on a GPU, with a rank that is struck when its moment comes."""
-    parent = OneSidedExchange.on(group)
+    parent = SharedMemoryTransport.on(group)
 
     class Mortal(parent):
         name = "mortal"
@@ -40,31 +40,36 @@ def mortal_exchange(group):
             if self.group.rank == LOST and moment == self.moment:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        def dispatch(self, *arguments, **options):
+        def send(self, batch):
             if self.group.rank != LOST and self.moment == "waiting in dispatch":
                 time.sleep(1.0)  # it comes first
-            dispatched = super().dispatch(*arguments, **options)
-            self.strike("after dispatch")
-            return dispatched
+            pending = super().send(batch)
 
-        def _read_counts(self, crossing):
+            def wait():
+                arrival = pending.wait()
+                self.strike("after dispatch")
+                return arrival
+
+            return Pending(wait)
+
+        def _read_counts(self, slots, slots_TW):
             time.sleep(0.3 if self.group.rank == LOST else 0.0)
             self.strike("waiting in dispatch")
-            return super()._read_counts(crossing)
+            return super()._read_counts(slots, slots_TW)
 
         def arm(self, moment):
             """From now on: short waits, and a rank that dies."""
             self.moment = moment
             self.launcher.deadline = int(DEADLINE * 1e9)
             if moment == "inside dispatch":
-                meet = self.launcher.meet
+                signal_and_wait = self.launcher.signal_and_wait
 
                 def struck(*arguments, **options):
                     torch.cuda.synchronize()  # the rows have arrived
                     self.strike(moment)
-                    meet(*arguments, **options)
+                    signal_and_wait(*arguments, **options)
 
-                self.launcher.meet = struck
+                self.launcher.signal_and_wait = struck
 
     return Mortal
 
@@ -81,7 +86,7 @@ def live_through(group, directory, moment):
     rows_TH = x_TH.to(group.device)
     whole_TH = built(rows_TH, there)  # a good round first
     group.barrier()
-    plan.exchange.arm(moment)
+    plan.exchange.transport.arm(moment)
     error, waited, until = None, 0.0, time.monotonic() + 20
     while error is None and time.monotonic() < until:
         started = time.monotonic()

@@ -37,7 +37,7 @@ class RoundTrip:
 
     def go(self, waits=True):
         """Dispatch, experts, combine."""
-        crossing = self.ranks.crossing
+        crossing = self.ranks.dispatch_slots
         slots_TW = self.launcher.dispatch(crossing, self.x_TH, self.ids_TK, self.weights_TK, {}, waits=waits)
         for slots, results_SH in zip(self.received, self.results, strict=True):
             results_SH.copy_(decoded(self.exchange_spec, slots))
@@ -62,7 +62,7 @@ def prepared(exchange_spec, seed, device):
     twins = VirtualRanks(exchange_spec)
     counts = twins.push_twins(batches)
     arrived = twins.slots(twins.twins, "dispatch")
-    most = twins.crossing.max_tokens
+    most = twins.dispatch_slots.max_tokens
     rows = []
     for slots, count in zip(arrived, counts, strict=True):
         taken = torch.cat([torch.arange(n) + source * most for source, n in enumerate(count.tolist())])
@@ -107,7 +107,7 @@ def test_10_000_replays_with_changing_routes_have_the_bits_of_the_twins(wire):
         graph.replay()
         count_wrong(trip, wrong, ids_WSK, end_TH)
     torch.cuda.synchronize()
-    assert trip.launcher.told.tolist() == [[0] * 4] * WORLD
+    assert trip.launcher.host_status.tolist() == [[0] * 4] * WORLD
     assert int(wrong) == 0
     for rank in range(WORLD):
         assert trip.ranks.words(rank)[[ROUND, COMBINED]].tolist() == [REPLAYS + 1] * 2

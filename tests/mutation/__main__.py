@@ -49,13 +49,13 @@ ONLY_ON_A_GPU = (
     "*kernel*",
     "*cuda*",
     "*/fused/*",
-    "*/one_sided/launches.py",
+    "*/one_sided/launch.py",
     "*/one_sided/graphs.py",
     "*/group/symmetric_memory.py",
     "*/group/devices.py::let_ranks_share_a_gpu",
     "*/group/devices.py::rank_on",
     "*/group/devices.py::_reserve_memory",
-    "*/exchange/spec.py::UnencodedRows",
+    "*/exchange/batch.py::UnencodedRows",
 )
 # Seconds of tests that a mutant meets first, and their number. Most die there; few files of tests are imported for it.
 _FIRST, _FIRST_TESTS = 2.0, 20

@@ -1,11 +1,14 @@
 """Exchanges that damage what they move, once, in one place, and what the ranks of a paranoid plan say to it."""
 
+import dataclasses
+
 import torch
 
 import tokenyard as ty
 from tests.models import batch, build, raised, spec
 from tokenyard.conformance.cases import random_weights, same_bits
 from tokenyard.conformance.twin import twin
+from tokenyard.exchange import Results
 
 TAG = ty.Payload(name="tag", dtype=torch.int64, width=2)
 SOURCE, VICTIM = 0, 1  # rows of rank SOURCE are damaged on their way to rank VICTIM, and back
@@ -34,37 +37,46 @@ def damaging(exchange, out=None, back=None):
     class Damaging(base):
         name = f"damaging {exchange}"
 
-        def _load_out(self, exchange_spec, round, outgoing):
-            loaded = super()._load_out(exchange_spec, round, outgoing)
-            here = out is not None and round == DAMAGED_ROUND and self.group.rank == SOURCE
-            if here and exchange == "one_sided":
-                slots = self.workspace.dispatch(VICTIM, exchange_spec, self._in_flight.free)
-                first = SOURCE * exchange_spec.max_tokens
-                out({name: slots[name][first : first + exchange_spec.max_tokens] for name in slots})
-            elif here:
-                tokens = outgoing.tokens_by_rank[VICTIM]
-                # allgather packs every token once, two_sided those of rank after rank.
-                first = sum(t.numel() for t in outgoing.tokens_by_rank[:VICTIM])
-                where = tokens if exchange == "allgather" else torch.arange(first, first + tokens.numel())
-                rows = {name: p[where] for name, p in exchange_spec.dispatch_layout.unpack(loaded).items()}
-                out(rows)
-                for name, payload in exchange_spec.dispatch_layout.unpack(loaded).items():
-                    payload.view(torch.uint8)[where] = rows[name].view(torch.uint8)
-            return loaded
+        def push(self, batch):
+            super().push(batch)
+            if out is not None and batch.round == DAMAGED_ROUND and self.group.rank == SOURCE:
+                slots = self.workspace.dispatch(VICTIM, batch.spec, batch.region)
+                first = SOURCE * batch.spec.max_tokens
+                out({name: slots[name][first : first + batch.spec.max_tokens] for name in slots})
 
-        def _load_back(self, dispatched, encoded):
-            loaded = super()._load_back(dispatched, encoded)
-            here = back is not None and dispatched.round == DAMAGED_ROUND and self.group.rank == VICTIM
-            exchange_spec, counts = dispatched.spec, dispatched.return_path.received_counts
-            if here and exchange == "one_sided":
-                slots = self.workspace.combine(VICTIM, exchange_spec, dispatched.flight)
-                first = SOURCE * exchange_spec.max_tokens
-                back({name: slots[name][first : first + exchange_spec.max_tokens] for name in slots})
-            elif here:
-                first = sum(counts[:SOURCE])
-                rows = loaded[first : first + counts[SOURCE]]
-                back(exchange_spec.combine_layout.unpack(rows))
-            return loaded
+        def pack(self, batch):
+            packets = super().pack(batch)
+            if out is not None and batch.round == DAMAGED_ROUND and self.group.rank == SOURCE:
+                tokens = batch.routes.tokens_by_rank[VICTIM]
+                # allgather packs every token once, two_sided those of rank after rank.
+                first = sum(batch.routes.counts[:VICTIM])
+                where = tokens if exchange == "allgather" else torch.arange(first, first + tokens.numel())
+                rows = {name: p[where] for name, p in batch.spec.dispatch_layout.unpack(packets).items()}
+                out(rows)
+                for name, payload in batch.spec.dispatch_layout.unpack(packets).items():
+                    payload.view(torch.uint8)[where] = rows[name].view(torch.uint8)
+            return packets
+
+        def send_back(self, results):
+            arrival = results.arrival
+            if back is None or arrival.round != DAMAGED_ROUND or self.group.rank != VICTIM:
+                return super().send_back(results)
+            if exchange != "one_sided":
+                return super().send_back(DamagedResults(**vars(results)))
+
+            def damage():
+                slots = self.workspace.combine(VICTIM, arrival.spec, arrival.region)
+                first = SOURCE * arrival.spec.max_tokens
+                back({name: slots[name][first : first + arrival.spec.max_tokens] for name in slots})
+                results.before_telling()
+
+            return super().send_back(dataclasses.replace(results, before_telling=damage))
+
+    class DamagedResults(Results):
+        def packets_by_rank(self):
+            by_rank = super().packets_by_rank()
+            back(self.arrival.spec.combine_layout.unpack(by_rank[SOURCE]))
+            return by_rank
 
     return Damaging
 

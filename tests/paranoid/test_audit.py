@@ -9,7 +9,8 @@ import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
 from tests.paranoid.tampering import told
 from tokenyard.duties import Duty, Ledger, Party, acting, aside, record
-from tokenyard.exchange import base as exchange_base
+from tokenyard.exchange import Exchange, RowsAtHome
+from tokenyard.exchange import batch as exchange_batch
 from tokenyard.experts import ReferenceExperts, workers
 from tokenyard.experts.pairs import sort_pairs
 from tokenyard.formats.base import EncodedRows
@@ -149,13 +150,13 @@ def test_a_kernel_that_counts_nothing_is_taken_at_its_word():
 
 
 def test_rows_quantized_by_nobody(monkeypatch):
-    real = exchange_base.Exchange.encode
+    real = Exchange.encode
 
     def ready(self, exchange_spec, x_TH):  # as if somebody had kept the encoded rows
         with aside():
             return real(self, exchange_spec, x_TH)
 
-    monkeypatch.setattr(exchange_base.Exchange, "encode", ready)
+    monkeypatch.setattr(Exchange, "encode", ready)
     check_duty(
         on_ranks(2, alarms, spec(wire="mxfp8")), "quantize", "by nobody", "rows by the sender, as the wiring"
     )
@@ -225,8 +226,8 @@ def _logits(group, layer):
 
 
 def sums_with(monkeypatch, change):
-    real = exchange_base.sum_over_ranks
-    monkeypatch.setattr(exchange_base, "sum_over_ranks", lambda *arguments: change(real, *arguments))
+    real = exchange_batch.sum_over_ranks
+    monkeypatch.setattr(exchange_batch, "sum_over_ranks", lambda *arguments: change(real, *arguments))
 
 
 @pytest.mark.parametrize("exchange", ty.EXCHANGES)
@@ -278,23 +279,14 @@ def test_a_caller_who_reduces_is_left_to_it(monkeypatch):
         return alarms(group, layer, unreduced=True)
 
     assert on_ranks(2, unreduced) == [None, None]
-    real = exchange_base.Exchange._bring_home
+    real = RowsAtHome.by_rank
 
-    def reduces_too(self, dispatched, result, **options):
-        home = real(self, dispatched, result, **options)
-        conclusion = self._watch.open_results
+    def reduces_too(self):
+        num_tokens = max((int(tokens.max()) + 1 for tokens in self.tokens_by_rank if len(tokens)), default=0)
+        exchange_batch.sum_over_ranks(self.rows_by_rank, self.tokens_by_rank, torch.empty(num_tokens, 32), ())
+        return real(self)
 
-        def sums(flight, rows):
-            opened = conclusion(flight, rows)
-            exchange_base.sum_over_ranks(
-                opened, flight.return_path.tokens_by_rank, torch.empty(flight.return_path.num_tokens, 32), ()
-            )
-            return opened
-
-        self._watch.open_results = sums
-        return home
-
-    monkeypatch.setattr(exchange_base.Exchange, "_bring_home", reduces_too)
+    monkeypatch.setattr(RowsAtHome, "by_rank", reduces_too)
     check_duty(on_ranks(2, unreduced), "reduce ranks", "and the caller sums them")
 
 

@@ -15,7 +15,7 @@ from tests.paranoid.tampering import (
     three_rounds,
     told,
 )
-from tokenyard.exchange import OneSidedExchange
+from tokenyard.exchange import SharedMemoryTransport
 from tokenyard.experts import ReferenceExperts
 from tokenyard.rows import ExpertRows
 
@@ -34,12 +34,12 @@ BYTES = {
 def writes_beyond(group, where):
     region_name, offset, _ = BYTES[where]
 
-    class Beyond(OneSidedExchange):
+    class Beyond(SharedMemoryTransport):
         name = "beyond"
 
-        def _load_out(self, exchange_spec, round, outgoing):
-            super()._load_out(exchange_spec, round, outgoing)
-            if self.group.rank == SOURCE and round == DAMAGED_ROUND:
+        def push(self, batch):
+            super().push(batch)
+            if self.group.rank == SOURCE and batch.round == DAMAGED_ROUND:
                 region = self.workspace.layout.regions()[region_name]
                 at = region.end + offset if offset >= 0 else region.offset + offset
                 self.workspace.buffers[VICTIM][at] = 0x41
@@ -67,7 +67,7 @@ def unused(group, payload):
     return three_rounds(group, damaging("one_sided", out=write))
 
 
-@pytest.mark.parametrize("payload", ["data", "scales", "ids", "weights", "tag", "seal"])
+@pytest.mark.parametrize("payload", ["data", "scales", "ids", "weights", "tag", "checksums"])
 def test_a_slot_that_holds_no_row(payload):
     words = [f"slot 15 for rank {SOURCE} of region 'dispatch' holds no row", f"payload {payload!r}"]
     check_alarm(on_ranks(3, unused, payload), [VICTIM], place="dispatch", token=None, words=words)
@@ -86,12 +86,12 @@ def test_a_slot_that_holds_no_result():
 
 
 def writes_results_of_others(group):
-    class Meddles(OneSidedExchange):
+    class Meddles(SharedMemoryTransport):
         name = "meddles"
 
-        def _send_back(self, dispatched, loaded):
-            home = super()._send_back(dispatched, loaded)
-            if self.group.rank == SOURCE and dispatched.round == DAMAGED_ROUND - 1:
+        def at_home(self, arrival):
+            home = super().at_home(arrival)
+            if self.group.rank == SOURCE and arrival.round == DAMAGED_ROUND - 1:
                 region = self.workspace.layout.combine_region(0)
                 self.workspace.buffers[VICTIM][region.end - 1] = 0  # the last slot is far from being used
             return home
@@ -106,13 +106,13 @@ def test_a_rank_that_writes_where_it_may_only_read_is_found_out_in_the_next_roun
 
 
 def between_payloads(group):
-    class Between(OneSidedExchange):
+    class Between(SharedMemoryTransport):
         name = "between"
 
-        def _load_out(self, exchange_spec, round, outgoing):
-            super()._load_out(exchange_spec, round, outgoing)
-            if self.group.rank == SOURCE and round == DAMAGED_ROUND:
-                slots, region = exchange_spec.dispatch_slots, self.workspace.layout.dispatch_region(0)
+        def push(self, batch):
+            super().push(batch)
+            if self.group.rank == SOURCE and batch.round == DAMAGED_ROUND:
+                slots, region = batch.spec.dispatch_slots, self.workspace.layout.dispatch_region(0)
                 end = region.offset + slots.offsets[-2] + slots.slots * slots.payloads[-2].nbytes
                 assert end < region.offset + slots.offsets[-1]  # else nothing lies between the two
                 self.workspace.buffers[VICTIM][end] = 0
@@ -162,7 +162,7 @@ def placed(group, forgets):
     exchange_spec, exchange = built.wiring.exchange_spec, plan.exchange
     due = built(x_TH, routes)
     flight = exchange.dispatch(exchange_spec, built.wiring.wire.encode(x_TH), routes)
-    buffer = exchange.combine_buffer(flight)
+    buffer = flight.received.results
     rows_RH = built.experts(flight.received).rows_RH
     written = slice(0, -1) if forgets and group.rank == VICTIM else slice(None)
     buffer.rows_SH[buffer.slots_R[written]] = rows_RH[written].to(buffer.rows_SH.dtype)

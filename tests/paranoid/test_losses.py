@@ -17,7 +17,7 @@ def falls_asleep_between_two(group, folder):
     """The lost rank tells rank 0 of its results, and does not tell rank 1 before both have raised."""
     layer = spec()
     plan = ty.plan([layer], group, exchange="one_sided", paranoid=True)
-    signals = plan.exchange.workspace.signals
+    signals = plan.exchange.transport.inner.workspace.signals
     tell = signals.tell
 
     def tell_some(target, announcement):

@@ -14,7 +14,7 @@ from tests.paranoid.tampering import told
 from tokenyard.conformance.cases import random_weights, run_case, same_bits
 from tokenyard.conformance.suites import assert_passed, check_exchange
 from tokenyard.conformance.twin import twin
-from tokenyard.exchange.one_sided.exchange import OneSidedExchange
+from tokenyard.exchange.one_sided.shared_memory import SharedMemoryTransport
 from tokenyard.planning.drafting import PARANOID_VARIABLE
 
 every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)
@@ -158,12 +158,12 @@ def test_seals_are_in_the_bytes_of_the_plan():
     assert per_row[1]["combine"] - per_row[0]["combine"] == 8 * (3 + 1)
 
 
-def test_a_payload_cannot_be_called_as_the_seal_is():
-    with pytest.raises(ty.PlanError, match="seal"):
-        ty.draft([spec(payloads=(ty.Payload(name="seal", dtype=torch.uint8, width=1),))], 2)
+def test_a_payload_cannot_be_called_as_the_checksums_are():
+    with pytest.raises(ty.PlanError, match="checksums"):
+        ty.draft([spec(payloads=(ty.Payload(name="checksums", dtype=torch.uint8, width=1),))], 2)
 
 
-class OnGpus(OneSidedExchange):
+class OnGpus(SharedMemoryTransport):
     """Says what one_sided says on GPUs, on a machine that has none."""
 
     name = "on_gpus"
@@ -185,6 +185,6 @@ def refused(group):
 def test_where_an_exchange_cannot_be_watched_the_plan_says_which_can():
     for error, plain, choices in on_ranks(2, refused):
         assert error["kind"] == "PlanError"
-        assert "paranoid=True: the kernels that move rows between GPUs leave no seals" in error["text"]
+        assert "paranoid=True: the kernels that move rows between GPUs leave no checksums" in error["text"]
         assert {"exchange=two_sided", "exchange=allgather"} <= set(choices)
         assert plain is False

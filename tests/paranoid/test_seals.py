@@ -53,8 +53,8 @@ def check_lost_id(by_rank):
     check_alarm(by_rank, None, place="ids", token=None, words=words)
 
 
-def test_a_seal_that_was_damaged_itself_is_an_alarm_too():
-    by_rank = on_ranks(3, flipped_out, "two_sided", "seal")
+def test_a_checksum_that_was_damaged_itself_is_an_alarm_too():
+    by_rank = on_ranks(3, flipped_out, "two_sided", "checksums")
     check_alarm(by_rank, [VICTIM], place="order", words=["not the one that belongs there"])
 
 
@@ -129,19 +129,22 @@ def stale(group, exchange):
     class Stale(ty.EXCHANGES[exchange]):
         name = "stale"
 
-        def _load_out(self, exchange_spec, round, outgoing):
-            loaded = super()._load_out(exchange_spec, round, outgoing)
+        def push(self, batch):
+            super().push(batch)
+            self.take_the_last(batch, self.workspace.dispatch(VICTIM, batch.spec, batch.region))
+
+        def pack(self, batch):
+            packets = super().pack(batch)
+            self.take_the_last(batch, {"packet": packets[sum(batch.routes.counts[:VICTIM]) :]})
+            return packets
+
+        def take_the_last(self, batch, rows):
             if self.group.rank == SOURCE:
-                if exchange == "one_sided":
-                    rows = self.workspace.dispatch(VICTIM, exchange_spec, self._in_flight.free)
-                else:
-                    rows = {"packet": loaded[sum(outgoing.counts[:VICTIM]) :]}
                 first = {name: payload.view(torch.uint8)[0] for name, payload in rows.items()}
                 kept = {name: row.clone() for name, row in first.items()}
-                for name, row in last.items() if round == 2 else ():
+                for name, row in last.items() if batch.round == 2 else ():
                     first[name].copy_(row)
                 last.update(kept)
-            return loaded
 
     return three_rounds(group, Stale)
 

@@ -22,11 +22,12 @@ def lying(kind: type, **lies):
     class Lying(kind):
         name = f"lying {kind.name}"
 
-        def _announcement(self, *args):
-            told = super()._announcement(*args)
-            wrong = self.group.rank == 1 and told.phase is Phase.DISPATCH
-            lie = {name: make(told) for name, make in lies.items()}
-            return replace(told, **lie) if wrong else told
+        def send(self, batch):
+            told = batch.announcements
+            if self.group.rank == 1:
+                lie = {name: make(told.mine) for name, make in lies.items()}
+                told = replace(told, mine=replace(told.mine, **lie))
+            return super().send(replace(batch, announcements=told))
 
     return Lying
 

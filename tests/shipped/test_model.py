@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 from training.problems import held_out
 from training.vocabulary import tokenizer_config, tokenizer_json
 
-from tokenyard.exchange import EXCHANGES, TwoSidedExchange
+from tokenyard.exchange import EXCHANGES, TwoSidedTransport
 from tokenyard.lab.evaluation.cells import PROBES
 from tokenyard.lab.evaluation.decoding import answer, pad_left
 from tokenyard.lab.evaluation.models import load_language, load_whole
@@ -80,7 +80,7 @@ def test_without_its_experts_it_solves_next_to_nothing(model, language):
     assert share_right(with_experts_times(model, 0.0), language, SHORT, MOST) < 0.2
 
 
-class ReducesAgain(TwoSidedExchange):
+class ReducesAgain(TwoSidedTransport):
     """#41382: the rows have been summed over the ranks, and are summed over the ranks once more.
 
     Ranks hold different batches, so a token gets what the others' tokens in the same place have come to.

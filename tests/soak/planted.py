@@ -5,22 +5,21 @@ from typing import ClassVar
 
 import torch
 
-from tokenyard.exchange import TwoSidedExchange
-from tokenyard.rows import CombinedRows
+from tokenyard.exchange import Pending, RowsAtHome, TwoSidedTransport
 
 LEAKED = 1_000_000  # bytes in every round trip
 
 
-class KeepsEverything(TwoSidedExchange):
+class KeepsEverything(TwoSidedTransport):
     """Remembers something of every round trip, and leaves something open after every plan."""
 
     name = "keeps_everything"
     kept: ClassVar[list[bytes]] = []
     left_open: ClassVar[list[int]] = []
 
-    def combine(self, dispatched, result, **options):
+    def send_back(self, results):
         self.kept.append(os.urandom(LEAKED))
-        return super().combine(dispatched, result, **options)
+        return super().send_back(results)
 
     def close(self):
         self.left_open.append(os.dup(0))
@@ -33,38 +32,43 @@ class KeepsEverything(TwoSidedExchange):
             os.close(cls.left_open.pop())
 
 
-class FlipsABit(TwoSidedExchange):
+class FlipsABit(TwoSidedTransport):
     """Now and then a bit of a result is another one."""
 
     name = "flips_a_bit"
 
-    def combine(self, dispatched, result, **options):
-        combined = super().combine(dispatched, result, **options)
-        y_TH = combined.y_TH
-        if dispatched.round % 5 or not y_TH.numel():
-            return combined
-        flipped_TH = y_TH.clone()
-        flipped_TH.view(torch.uint8)[0, 0] ^= 1
-        return CombinedRows(y_TH=flipped_TH)
+    def send_back(self, results):
+        pending = super().send_back(results)
+        if results.arrival.round % 5:
+            return pending
+        return Pending(lambda: Flipped(**vars(pending.wait())))
 
 
-class NeverComes(TwoSidedExchange):
+class Flipped(RowsAtHome):
+    def sum_into(self, out_TH, add):
+        y_TH = super().sum_into(out_TH, add).clone()
+        if y_TH.numel():
+            y_TH.view(torch.uint8)[0, 0] ^= 1
+        return y_TH
+
+
+class NeverComes(TwoSidedTransport):
     """In its third round trip, rank 1 waits for nobody knows what."""
 
     name = "never_comes"
 
-    def _load_out(self, exchange_spec, round, outgoing):
-        if round == 3 and self.group.rank == 1:
+    def send(self, batch):
+        if batch.round == 3 and self.group.rank == 1:
             raise SystemExit  # no error of ours, and nobody is told
-        return super()._load_out(exchange_spec, round, outgoing)
+        return super().send(batch)
 
 
-class Raises(TwoSidedExchange):
+class Raises(TwoSidedTransport):
     """In its third round trip, rank 1 raises."""
 
     name = "raises"
 
-    def _load_out(self, exchange_spec, round, outgoing):
-        if round == 3 and self.group.rank == 1:
+    def send(self, batch):
+        if batch.round == 3 and self.group.rank == 1:
             raise RuntimeError("a fault that was planted")
-        return super()._load_out(exchange_spec, round, outgoing)
+        return super().send(batch)

@@ -11,7 +11,7 @@ import tokenyard as ty
 from tests.soak import planted
 from tokenyard.conformance.cases import Case
 from tokenyard.errors import InputError
-from tokenyard.exchange import AllgatherExchange
+from tokenyard.exchange import AllgatherTransport
 from tokenyard.lab.soaking import Settings, measuring, soak
 from tokenyard.lab.soaking.episodes import draw_episode
 from tokenyard.lab.soaking.measuring import measure
@@ -149,7 +149,7 @@ def small_numbers(group):
         intermediate_size=24,
         num_experts=31,
         top_k=1,
-        exchange=AllgatherExchange,
+        exchange=AllgatherTransport,
         wire="fp16",
         combine_wire="fp8_block128",
         expert_rows="fp32",

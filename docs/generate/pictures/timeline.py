@@ -12,7 +12,7 @@ import torch
 
 from docs.generate.pictures.svg import Drawing
 from tokenyard import Placement
-from tokenyard.exchange.spec import tokens_by_rank
+from tokenyard.exchange.batch import tokens_by_rank
 
 WORLD = 3
 PLACEMENT = Placement.contiguous(6, WORLD)

@@ -6,7 +6,7 @@ from typing import Any
 
 from docs.generate.pictures.svg import WIDTH, Drawing
 from tokenyard import Draft, LayerSpec
-from tokenyard.exchange import OneSidedExchange
+from tokenyard.exchange import SharedMemoryTransport
 from tokenyard.exchange.one_sided.signals import control_bytes
 from tokenyard.exchange.workspace import WorkspaceLayout
 from tokenyard.planning.drafting import draft_as_told
@@ -52,7 +52,7 @@ def draw() -> str:
     y = 60.0
     combine_at = whole.combine_region(0).offset
     for wiring in drafted.wirings:
-        spec, needs = wiring.spec, OneSidedExchange.region_bytes(wiring.exchange_spec)
+        spec, needs = wiring.spec, SharedMemoryTransport.region_bytes(wiring.exchange_spec)
         formats = f"rows in {wiring.wire} out, in {wiring.exchange_spec.combine_wire} back"
         about = f"layer “{spec.name}”: H {spec.hidden_size}, {formats}"
         drawing.text(_LEFT, y, about)

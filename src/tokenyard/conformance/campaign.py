@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from tokenyard.conformance.cases import Case
 from tokenyard.conformance.draws import RankKind, draw_cases, is_large
 from tokenyard.conformance.suites import CheckResult, check_cases, check_exchange, check_experts, check_format
-from tokenyard.exchange import Exchange
+from tokenyard.exchange import Transport
 from tokenyard.experts import Experts
 from tokenyard.formats import Format, get
 
@@ -62,14 +62,14 @@ class Row:
 class Campaign:
     """What is to be checked."""
 
-    exchanges: Sequence[type[Exchange]]
+    exchanges: Sequence[type[Transport]]
     formats: Sequence[str | Format]
     ranks: Sequence[RankKind]
     cases: int
     seed: int
     device: str = "cpu"  # where rows live
 
-    def cells(self) -> list[tuple[type[Exchange], str | Format, RankKind]]:
+    def cells(self) -> list[tuple[type[Transport], str | Format, RankKind]]:
         """The grid."""
         return [
             (exchange, wire, ranks)
@@ -111,7 +111,7 @@ class Campaign:
         return [row for rows in zip(*by_kind, strict=True) for row in rows], cells
 
     def _check_row(
-        self, exchange: type[Exchange], ranks: RankKind, progress: Progress, rounds: int | None
+        self, exchange: type[Transport], ranks: RankKind, progress: Progress, rounds: int | None
     ) -> Row:
         """The named checks of one exchange × kind of ranks."""
         what = f"{exchange.name} on {ranks}: named checks"
@@ -121,7 +121,7 @@ class Campaign:
         return Row(exchange=exchange.name, ranks=ranks, results=results)
 
     def _run_row(
-        self, exchange: type[Exchange], ranks: RankKind, row: Sequence[tuple[Cell, Case]], progress: Progress
+        self, exchange: type[Transport], ranks: RankKind, row: Sequence[tuple[Cell, Case]], progress: Progress
     ) -> None:
         """The cases of one exchange × kind of ranks, portion by portion."""
         breaks = 0

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from tokenyard.conformance.oracle import oracle, relative_error
 from tokenyard.conformance.twin import twin
-from tokenyard.exchange import Exchange
+from tokenyard.exchange import Transport
 from tokenyard.experts import Experts, ExpertWeights, activation
 from tokenyard.experts.base import EXACT, WEIGHT_DTYPES, WeightOn
 from tokenyard.formats import Format, Payload, QuantizedMatrix
@@ -53,7 +53,7 @@ class Case:
     intermediate_size: int = 8
     num_experts: int = 4
     top_k: int = 2
-    exchange: str | type[Exchange] = "two_sided"
+    exchange: str | type[Transport] = "two_sided"
     wire: str | Format | None = None
     combine_wire: str | Format | None = None
     expert_rows: str | Format | None = None

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from tokenyard.conformance.cases import Case
 from tokenyard.errors import InputError
-from tokenyard.exchange import EXCHANGES, Exchange
+from tokenyard.exchange import EXCHANGES, Transport
 from tokenyard.exchange import resolve as resolve_exchange
 from tokenyard.experts import ACTIVATIONS
 from tokenyard.experts.base import EXACT, WEIGHT_DTYPES
@@ -60,7 +60,7 @@ def draw_case(
     seed: int,
     *,
     large: bool = False,
-    exchange: str | type[Exchange] | None = None,
+    exchange: str | type[Transport] | None = None,
     wire: str | Format | None = None,
     ranks: RankKind = "threads",
     formats: Sequence[str | Format] = (),
@@ -109,7 +109,7 @@ def _draw(
     chance: random.Random,
     seed: int,
     large: bool,
-    exchange: str | type[Exchange] | None,
+    exchange: str | type[Transport] | None,
     wire: str | Format | None,
     world: int | None,
     crowded: bool,
@@ -215,7 +215,7 @@ def _tokens(chance: random.Random, world: int, most: int, *, uneven: bool) -> tu
 def draw_cases(
     count: int,
     seed: int,
-    cells: Sequence[tuple[type[Exchange], str | Format, RankKind]],
+    cells: Sequence[tuple[type[Transport], str | Format, RankKind]],
     *,
     crowded: bool = True,
 ) -> list[tuple[int, Case]]:

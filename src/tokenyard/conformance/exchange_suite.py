@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tokenyard.conformance.cases import same_bits
 from tokenyard.conformance.runner import Finding
-from tokenyard.exchange import Dispatched, Exchange
+from tokenyard.exchange import Arrival, Transport
 from tokenyard.formats import Payload
 from tokenyard.group import Group
 from tokenyard.planning.planner import Plan, plan
@@ -45,7 +45,7 @@ class Trial:
     """What a check is given: this rank's group, the class under test, and how many rounds are many."""
 
     group: Group
-    exchange: type[Exchange]
+    exchange: type[Transport]
     rounds: int | None = None  # of `many_rounds`; None: by whether the exchange shares memory
     # Seeds, one for each round. All ranks draw them in the same order, so each knows what the others send.
     seeds: Iterator[int] = field(default_factory=itertools.count)
@@ -122,7 +122,7 @@ def batch(spec: LayerSpec, rank: int, tokens: int, seed: int) -> Batch:
     )
 
 
-def send(made: Plan, spec: LayerSpec, mine: Batch) -> Dispatched:
+def send(made: Plan, spec: LayerSpec, mine: Batch) -> Arrival:
     """Encode and dispatch."""
     wiring = made.wiring(spec.name)
     rows = made.exchange.encode(wiring.exchange_spec, mine.x_TH)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tokenyard.group import Group
+from tokenyard.group.base import Pending
 
 
 class Meter:
@@ -23,16 +24,14 @@ class Meter:
         self._memory: list[StorageWeakRef] = []
 
     def __enter__(self) -> Self:
-        for name in ("all_to_all_rows", "all_gather_rows", "share_memory"):
-            setattr(
-                self.group, name, getattr(self, f"_{name}")
-            )  # set on this object, so that they hide the methods of its class
+        for name in ("start_all_to_all_rows", "start_all_gather_rows", "share_memory"):
+            setattr(self.group, name, getattr(self, f"_{name}"))  # of this object, in front of its class's
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for name in ("all_to_all_rows", "all_gather_rows", "share_memory"):
+        for name in ("start_all_to_all_rows", "start_all_gather_rows", "share_memory"):
             delattr(self.group, name)
 
     @property
@@ -44,20 +43,26 @@ class Meter:
         """How many pieces of the memory that was shared are not given back yet."""
         return sum(not memory.expired() for memory in self._memory)
 
-    def _all_to_all_rows(
+    def _start_all_to_all_rows(
         self, rows: Tensor, send: Sequence[int], receive: Sequence[int], **options: Any
-    ) -> Tensor:
+    ) -> Pending[Tensor]:
         for rank, count in enumerate(send):
             self.sent[rank] += count * rows.shape[1]
-        arrived = type(self.group).all_to_all_rows(self.group, rows, send, receive, **options)
-        self.received += arrived.nbytes
-        return arrived
+        return self._metered(
+            type(self.group).start_all_to_all_rows(self.group, rows, send, receive, **options)
+        )
 
-    def _all_gather_rows(self, mine: Tensor, counts: Sequence[int], **options: Any) -> Tensor:
+    def _start_all_gather_rows(self, mine: Tensor, counts: Sequence[int], **options: Any) -> Pending[Tensor]:
         self.sent = [nbytes + mine.nbytes for nbytes in self.sent]
-        arrived = type(self.group).all_gather_rows(self.group, mine, counts, **options)
-        self.received += arrived.nbytes
-        return arrived
+        return self._metered(type(self.group).start_all_gather_rows(self.group, mine, counts, **options))
+
+    def _metered(self, pending: Pending[Tensor]) -> Pending[Tensor]:
+        def wait() -> Tensor:
+            arrived = pending.wait()
+            self.received += arrived.nbytes
+            return arrived
+
+        return Pending(wait)
 
     def _share_memory(self, nbytes: int) -> list[Tensor]:
         self.shared += nbytes

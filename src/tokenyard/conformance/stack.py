@@ -24,7 +24,7 @@ from torch import Tensor
 from tokenyard.conformance.cases import random_weights
 from tokenyard.conformance.oracle import oracle, relative_error
 from tokenyard.errors import TokenyardError
-from tokenyard.exchange import Exchange
+from tokenyard.exchange import Transport
 from tokenyard.experts import ExpertWeights
 from tokenyard.formats import Format, get
 from tokenyard.group import Group, launch
@@ -83,7 +83,7 @@ class StackResult:
 
 
 def run_stack(
-    group: Group, wire: str | Format, exchange: type[Exchange], tokens: int, seed: int = 0
+    group: Group, wire: str | Format, exchange: type[Transport], tokens: int, seed: int = 0
 ) -> StackResult:
     """Push new tokens of this rank through the stack a few times, and check every layer of the last pass."""
     specs = stack(wire)
@@ -187,7 +187,7 @@ def runs_in_stack(wire: str | Format) -> bool:
 
 
 def check_stack(
-    exchanges: Sequence[type[Exchange]],
+    exchanges: Sequence[type[Transport]],
     wires: Sequence[str | Format],
     *,
     world: int = 4,

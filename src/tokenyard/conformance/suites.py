@@ -23,7 +23,7 @@ from tokenyard.conformance.experts_suite import EXPERTS_CHECKS
 from tokenyard.conformance.format_suite import FORMAT_CHECKS
 from tokenyard.conformance.runner import DEADLINE, Finding, Verdict, attempt, run_on_ranks
 from tokenyard.errors import InputError, unknown_name
-from tokenyard.exchange import Exchange
+from tokenyard.exchange import Transport
 from tokenyard.exchange import resolve as resolve_exchange
 from tokenyard.experts import Experts
 from tokenyard.formats import Format
@@ -45,7 +45,7 @@ class CheckResult:
 
 
 def check_exchange(
-    exchange: str | type[Exchange],
+    exchange: str | type[Transport],
     *,
     ranks: RankKind = "threads",
     world: int = 4,
@@ -72,7 +72,7 @@ def check_exchange(
     ]
 
 
-def _run_exchange_check(group: Group, job: tuple[str, type[Exchange], int | None]) -> None:
+def _run_exchange_check(group: Group, job: tuple[str, type[Transport], int | None]) -> None:
     name, exchange, rounds = job
     EXCHANGE_CHECKS[name](Trial(group=group, exchange=exchange, rounds=rounds))
 

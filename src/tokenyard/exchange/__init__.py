@@ -1,7 +1,7 @@
 """Exchanges: they move rows between the ranks of a group.
 
-`EXCHANGES` is the registry; planner, errors, docs and tests read it. `resolve` also takes the names by which
-engines call such backends today.
+An `Exchange` runs round trips; a transport under it moves the bytes. `EXCHANGES` is the registry of transports:
+planner, errors, docs and tests read it. `resolve` also takes the names by which engines call such backends today.
 """
 
 from __future__ import annotations
@@ -9,16 +9,29 @@ from __future__ import annotations
 import logging
 
 from tokenyard.errors import check_part, unknown_name
-from tokenyard.exchange.allgather import AllgatherExchange
-from tokenyard.exchange.base import Exchange
-from tokenyard.exchange.one_sided import OneSidedExchange
+from tokenyard.exchange.allgather import AllgatherTransport
+from tokenyard.exchange.announcement import Announcement, Announcements
+from tokenyard.exchange.batch import (
+    Arrival,
+    Batch,
+    BatchRoutes,
+    Failure,
+    Results,
+    ResultsAtHome,
+    RowsAtHome,
+    received_rows,
+)
+from tokenyard.exchange.exchange import Exchange
+from tokenyard.exchange.one_sided.shared_memory import SharedMemoryTransport
 from tokenyard.exchange.round_trip import RoundTrip
-from tokenyard.exchange.spec import Dispatched, ExchangeSpec
-from tokenyard.exchange.two_sided import TwoSidedExchange
+from tokenyard.exchange.spec import ExchangeSpec
+from tokenyard.exchange.transport import Transport
+from tokenyard.exchange.two_sided import TwoSidedTransport
+from tokenyard.group.base import Pending
 
-# The exchanges by name.
-EXCHANGES: dict[str, type[Exchange]] = {
-    cls.name: cls for cls in (AllgatherExchange, TwoSidedExchange, OneSidedExchange)
+# The transports by the names of their exchanges.
+EXCHANGES: dict[str, type[Transport]] = {
+    cls.name: cls for cls in (AllgatherTransport, TwoSidedTransport, SharedMemoryTransport)
 }
 
 # The names that engines use, and the exchanges that do that job, the nearest first. All exchanges give the
@@ -32,14 +45,14 @@ ALIASES: dict[str, tuple[str, ...]] = {
 _log = logging.getLogger("tokenyard")
 
 
-def resolve(name: str | type[Exchange]) -> type[Exchange]:
+def resolve(name: str | type[Transport]) -> type[Transport]:
     """The exchange of a name, or of an engine's name for it.
 
     >>> resolve("allgather_reducescatter").name
     'allgather'
     """
     if not isinstance(name, str):
-        check_part("exchange", name, Exchange)
+        check_part("exchange", name, Transport)
         return name
     if name in EXCHANGES:
         return EXCHANGES[name]
@@ -53,12 +66,23 @@ def resolve(name: str | type[Exchange]) -> type[Exchange]:
 __all__ = [
     "ALIASES",
     "EXCHANGES",
-    "AllgatherExchange",
-    "Dispatched",
+    "AllgatherTransport",
+    "Announcement",
+    "Announcements",
+    "Arrival",
+    "Batch",
+    "BatchRoutes",
     "Exchange",
     "ExchangeSpec",
-    "OneSidedExchange",
+    "Failure",
+    "Pending",
+    "Results",
+    "ResultsAtHome",
     "RoundTrip",
-    "TwoSidedExchange",
+    "RowsAtHome",
+    "SharedMemoryTransport",
+    "Transport",
+    "TwoSidedTransport",
+    "received_rows",
     "resolve",
 ]

@@ -12,50 +12,55 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokenyard.exchange.announcement import Announcement
-from tokenyard.exchange.message import MessageExchange
-from tokenyard.exchange.spec import ExchangeSpec, Outgoing, received_rows
+from tokenyard.exchange import return_message
+from tokenyard.exchange.batch import Arrival, Batch, Failure, Results, ResultsAtHome, received_rows
+from tokenyard.exchange.spec import ExchangeSpec
+from tokenyard.exchange.transport import Transport
+from tokenyard.group.base import Pending
 from tokenyard.rows import LocalRoutes, ReceivedRows, RoutingLogits
 
 
-class AllgatherExchange(MessageExchange):
+class AllgatherTransport(Transport):
     """All tokens to all ranks."""
 
     name = "allgather"
     carries_logits = True
 
-    def _pack(self, spec: ExchangeSpec, outgoing: Outgoing) -> Tensor:
-        routes = outgoing.routes
-        tensors = {**outgoing.rows.payloads, **outgoing.extra}
+    def send(self, batch: Batch) -> Pending[Arrival]:
+        packets = self.pack(batch)
+        answers = self.announce(batch.announcements)
+
+        def receive() -> Arrival:
+            heard = answers.wait()
+            tokens = [announcement.tokens for announcement in heard]
+            arrived = self.group.all_gather_rows(packets, tokens, phase="dispatch")
+            # What every source expects back is what it announced: it is compared with what is found here.
+            announced = [announcement.counts[self.group.rank] for announcement in heard]
+            return batch.arrived(self._kept(batch.spec, arrived, tokens), announced)
+
+        return Pending(receive)
+
+    def pack(self, batch: Batch) -> Tensor:
+        """The packets of a checked batch, one for each token, with global ids."""
+        routes, tensors = batch.routes.routes, batch.payloads
         if isinstance(routes, RoutingLogits):
             tensors["logits"] = routes.logits_RE
         else:
             nobody_TK = routes.topk_ids_TK < 0
             tensors["ids"] = routes.topk_ids_TK.int()
             tensors["weights"] = routes.topk_weights_TK.float().masked_fill(nobody_TK, 0.0)
-        return spec.dispatch_layout.pack(tensors, outgoing.num_tokens, self.group.device)
+        return batch.spec.dispatch_layout.pack(tensors, batch.num_tokens, self.group.device)
 
-    def _move(
-        self, spec: ExchangeSpec, outgoing: Outgoing, packets: Tensor, heard: Sequence[Announcement]
-    ) -> tuple[ReceivedRows, tuple[int, ...]]:
-        tokens = tuple(announcement.tokens for announcement in heard)
-        arrived = self.group.all_gather_rows(packets, tokens, phase="dispatch")
+    def _kept(self, spec: ExchangeSpec, arrived: Tensor, tokens: Sequence[int]) -> ReceivedRows:
+        """Keep the rows that have an expert here; turn global ids into local ones. Of logits, all are kept."""
         everything = received_rows(spec, arrived, tokens)
         if isinstance(everything.routes, RoutingLogits):
-            return everything, tokens
-        # What every source expects back is what it announced: `dispatch` compares it with what is found here.
-        announced = tuple(announcement.counts[self.group.rank] for announcement in heard)
-        return self._keep_local(spec, everything.routes, arrived, tokens), announced
-
-    def _keep_local(
-        self, spec: ExchangeSpec, routes: LocalRoutes, arrived: Tensor, tokens: tuple[int, ...]
-    ) -> ReceivedRows:
-        """Keep the rows that have an expert here; turn global ids into local ones."""
+            return everything
         kept, ids, kept_counts = [], [], []
         start = 0
         for source, count in enumerate(tokens):
             # Where a replicated expert is, depends on where the token comes from.
-            global_ids = routes.ids_RK[start : start + count]
+            global_ids = everything.routes.ids_RK[start : start + count]
             # An id that no expert has was damaged on the way: its row is missed below.
             unknown_TK = (global_ids < 0) | (global_ids >= spec.num_experts)
             rank_TK, local_TK = spec.placement.resolve(global_ids.masked_fill(unknown_TK, -1), source)
@@ -66,11 +71,20 @@ class AllgatherExchange(MessageExchange):
             ids.append(torch.where(here_TK, local_TK, -1)[keep])
             start += count
         ids_RK = torch.cat(ids)
-        batch = received_rows(spec, arrived[torch.cat(kept)], tuple(kept_counts))
-        assert isinstance(batch.routes, LocalRoutes)
-        weights_RK = torch.where(ids_RK >= 0, batch.routes.weights_RK, 0.0)
+        rows = received_rows(spec, arrived[torch.cat(kept)], kept_counts)
+        assert isinstance(rows.routes, LocalRoutes)
+        weights_RK = torch.where(ids_RK >= 0, rows.routes.weights_RK, 0.0)
         local = LocalRoutes(ids_RK=ids_RK, weights_RK=weights_RK)
-        return ReceivedRows(rows=batch.rows, routes=local, counts_W=batch.counts_W, extra=batch.extra)
+        return ReceivedRows(rows=rows.rows, routes=local, counts_W=rows.counts_W, extra=rows.extra)
 
-    def bytes_sent(self, spec: ExchangeSpec, outgoing: Outgoing) -> list[int]:
-        return [outgoing.num_tokens * spec.dispatch_layout.stride] * self.group.size
+    def send_back(self, results: Results) -> Pending[ResultsAtHome]:
+        return return_message.send_back(self.group, results)
+
+    def fail(self, failure: Failure) -> None:
+        if failure.arrival is None:
+            self.announce(failure.announcements).wait()
+        else:
+            return_message.fail_back(self.group, failure)
+
+    def bytes_sent(self, batch: Batch, rows: Sequence[int]) -> list[int]:
+        return [batch.num_tokens * batch.spec.dispatch_layout.stride] * self.group.size

@@ -1,6 +1,7 @@
 """What a rank tells the others at the start of each phase: where it is, what it brings, or that it failed.
 
-An announcement has a fixed number of bytes, so that it can be gathered without asking for its size first, or
+`Announcements` is what a transport is given: it says what to tell each rank, and takes the answers. An announcement
+has a fixed number of bytes, so that it can be gathered without asking for its size first, or
 stand in front of rows in one message. The text of an error is cut to what is left. What arrives is not believed: bytes
 that are no announcement, and more rows than the layer was planned for, are an error before anything is made of them.
 
@@ -12,11 +13,11 @@ that are no announcement, and more rows than the layer was planned for, are an e
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
-from tokenyard.errors import Drifted, GroupError, PeerFailed, shown
+from tokenyard.errors import Drifted, GroupError, PeerFailed, PlanBroken, shown
 from tokenyard.group.base import Group
 from tokenyard.version import PROTOCOL
 
@@ -91,18 +92,66 @@ class Announcement:
         )
 
 
-def check_places(
-    group: Group, mine: Announcement, heard: Sequence[Announcement], layers: Sequence[str]
-) -> None:
-    """Raise if a rank is somewhere else."""
-    if any(other.place != mine.place for other in heard):
-        raise Drifted(
-            "the ranks are in different places: "
-            + ", ".join(f"rank {rank}: {other.where(mine, layers)}" for rank, other in enumerate(heard)),
-            expected="every rank of the group to call the same layers in the same order",
-            fix="an idle rank calls every layer too, with T = 0",
-            rank=group.rank,
-        )
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Announcements:
+    """What this rank tells the others in one phase of a round, and what it makes of their answers."""
+
+    group: Group
+    layers: Sequence[str]  # the names of the plan's layers
+    mine: Announcement  # with the counts for all ranks
+    most: int  # rows that a rank may announce
+    all_met: Callable[[], None]  # called when every rank was heard to be in this round, whatever comes of it
+    # Called by a transport that has told some ranks of this plan and others of another: no later call is let in. It
+    # returns the error of those.
+    ranks_parted: Callable[[], PlanBroken]
+
+    def for_all(self) -> Announcement:
+        """One announcement that every rank may read: the counts of all."""
+        return self.mine
+
+    def for_rank(self, rank: int) -> Announcement:
+        """The announcement for one rank: its own count."""
+        return replace(self.mine, counts=self.mine.counts[rank : rank + 1])
+
+    def heard(self, answers: Sequence[Announcement]) -> Sequence[Announcement]:
+        """The announcements of all ranks; raises if one is elsewhere, or failed, or announces what cannot be.
+
+        A rank that failed itself is told of no other's failure: it raises its own error.
+        """
+        self._check_places(answers)
+        self.all_met()
+        for peer, other in enumerate(answers):
+            if other.error and not self.mine.error:
+                raise PeerFailed(peer, other.error, phase=self.mine.phase.value, rank=self.group.rank)
+        if self.mine.phase is Phase.DISPATCH and not self.mine.error:
+            self._check_counts(answers)
+        return answers
+
+    def _check_places(self, answers: Sequence[Announcement]) -> None:
+        if any(other.place != self.mine.place for other in answers):
+            raise Drifted(
+                "the ranks are in different places: "
+                + ", ".join(
+                    f"rank {rank}: {other.where(self.mine, self.layers)}"
+                    for rank, other in enumerate(answers)
+                ),
+                expected="every rank of the group to call the same layers in the same order",
+                fix="an idle rank calls every layer too, with T = 0",
+                rank=self.group.rank,
+            )
+
+    def _check_counts(self, answers: Sequence[Announcement]) -> None:
+        """Raise if a rank announces more rows than it may bring, or not one count for each rank: memory follows."""
+        counts = len(answers[self.group.rank].counts)
+        for rank, other in enumerate(answers):
+            rows = (other.tokens, *other.counts)
+            if len(other.counts) != counts or not all(0 <= count <= self.most for count in rows):
+                raise GroupError(
+                    f"rank {rank} announces {other.tokens} tokens, and rows {shown(list(other.counts))}",
+                    expected=f"{counts} counts, and from 0 to max_tokens={self.most} each",
+                    fix=f"look for what wrote into the announcements of rank {rank}",
+                    rank=self.group.rank,
+                )
 
 
 def _unreadable(source: int, found: str) -> GroupError:
@@ -111,24 +160,3 @@ def _unreadable(source: int, found: str) -> GroupError:
         expected=f"the announcements of protocol {PROTOCOL}",
         fix=f"run the same version of tokenyard on rank {source}; let nobody else use this group's connections",
     )
-
-
-def check_counts(group: Group, mine: Announcement, heard: Sequence[Announcement], most: int) -> None:
-    """Raise if a rank announces more rows than it may bring, or other counts than this one: memory follows."""
-    for rank, other in enumerate(heard):
-        rows = (other.tokens, *other.counts)
-        if len(other.counts) != len(mine.counts) or not all(0 <= count <= most for count in rows):
-            raise GroupError(
-                f"rank {rank} announces {other.tokens} tokens, and rows {shown(list(other.counts))}",
-                expected=f"{len(mine.counts)} counts, and from 0 to max_tokens={most} each",
-                fix=f"look for what wrote into the announcements of rank {rank}",
-                rank=group.rank,
-            )
-
-
-def check_failures(group: Group, mine: Announcement, heard: Sequence[Announcement]) -> None:
-    """Raise if another rank failed. A rank that failed itself raises its own error instead."""
-    failed = [(rank, other) for rank, other in enumerate(heard) if other.error]
-    if failed and not mine.error:
-        peer, other = failed[0]
-        raise PeerFailed(peer, other.error, phase=mine.phase.value, rank=group.rank)

@@ -1,4 +1,4 @@
-"""Dispatches in flight: each is combined once, in the order of the dispatches, or given up, or it is an error."""
+"""Arrivals that are not combined yet: each is combined once, in the order of the dispatches, or given up."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Iterator
 
 from tokenyard.errors import ContractError, HandleError
-from tokenyard.exchange.spec import Dispatched, ExchangeSpec
+from tokenyard.exchange.batch import Arrival
+from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.rows import describe
 
 
@@ -16,23 +17,23 @@ class InFlightQueue:
     def __init__(self, capacity: int, rank: int) -> None:
         self.capacity = capacity
         self._rank = rank
-        self._waiting: deque[Dispatched] = deque()
-        # By round: why a dispatch in flight will not be combined. The others are told when it is the oldest.
+        self._waiting: deque[Arrival] = deque()
+        # By round: why an arrival will not be combined. The others are told when it is the oldest.
         self._given_up: dict[int, BaseException] = {}
 
-    def __contains__(self, dispatched: object) -> bool:
-        return any(flight is dispatched for flight in self._waiting)
+    def __contains__(self, arrival: object) -> bool:
+        return any(waiting is arrival for waiting in self._waiting)
 
     @property
-    def free(self) -> int:
-        """The first place that no dispatch in flight has: the same one on every rank."""
-        used = {dispatched.flight for dispatched in self._waiting}
-        return next(place for place in range(self.capacity) if place not in used)
+    def free_region(self) -> int:
+        """The first pair of regions that nothing in flight uses: the same one on every rank."""
+        used = {arrival.region for arrival in self._waiting}
+        return next(region for region in range(self.capacity) if region not in used)
 
     def check_room(self, spec: ExchangeSpec) -> None:
         """Raise where one more would be too many."""
         if len(self._waiting) >= self.capacity:
-            waiting = ", ".join(repr(dispatched.spec.layer) for dispatched in self._waiting)
+            waiting = ", ".join(repr(arrival.spec.layer) for arrival in self._waiting)
             raise HandleError(
                 f"{len(self._waiting)} dispatch in flight already (of {waiting})",
                 expected=f"at most {self.capacity}",
@@ -53,46 +54,41 @@ class InFlightQueue:
                 rank=self._rank,
             )
 
-    def add(self, dispatched: Dispatched) -> None:
-        """One more, which was dispatched just now."""
-        self._waiting.append(dispatched)
+    def add(self, arrival: Arrival) -> None:
+        """One more, which arrived just now."""
+        self._waiting.append(arrival)
 
-    def replace_newest(self, dispatched: Dispatched) -> Dispatched:
-        """The dispatch of just now has another handle, this one."""
-        self._waiting[-1] = dispatched
-        return dispatched
-
-    def land(self, dispatched: Dispatched) -> None:
-        """Take a handle out of flight, or say why it cannot be combined now."""
-        if not isinstance(dispatched, Dispatched):
+    def take(self, arrival: Arrival) -> None:
+        """Take an arrival out of the queue, or say why it cannot be combined now."""
+        if not isinstance(arrival, Arrival):
             raise ContractError(
-                f"combine was given {describe(dispatched)} as its handle",
-                expected="the Dispatched that dispatch returned",
+                f"combine was given {describe(arrival)} as its handle",
+                expected="the Arrival that dispatch returned",
                 fix="pass dispatch's return value",
             )
-        if not self._waiting or self._waiting[0] is not dispatched:
-            known = dispatched in self
+        if not self._waiting or self._waiting[0] is not arrival:
+            known = arrival in self
             raise HandleError(
                 "an earlier dispatch is still in flight" if known else "this handle is not in flight",
                 expected="each dispatch to be combined once, in the order of the dispatches",
                 fix="combine the oldest dispatch first" if known else "dispatch again",
-                layer=dispatched.spec.layer,
+                layer=arrival.spec.layer,
                 rank=self._rank,
             )
         self._waiting.popleft()
 
-    def give_up(self, dispatched: Dispatched, error: BaseException) -> None:
+    def give_up(self, arrival: Arrival, error: BaseException) -> None:
         """This one will not be combined. If it is not in flight, nobody waits for it any more."""
-        if dispatched in self:
-            self._given_up[dispatched.round] = error
+        if arrival in self:
+            self._given_up[arrival.round] = error
 
-    def land_given_up(self) -> Iterator[tuple[Dispatched, BaseException]]:
-        """Take the oldest ones out of flight that were given up, up to one that was not; each with its error."""
+    def take_given_up(self) -> Iterator[tuple[Arrival, BaseException]]:
+        """Take the oldest ones that were given up, up to one that was not; each with its error."""
         while self._waiting and self._waiting[0].round in self._given_up:
             oldest = self._waiting.popleft()
             yield oldest, self._given_up.pop(oldest.round)
 
-    def land_all(self) -> None:
+    def clear(self) -> None:
         """Nothing is in flight any more."""
         self._waiting.clear()
         self._given_up.clear()

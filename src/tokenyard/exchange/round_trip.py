@@ -1,4 +1,4 @@
-"""What a rank still owes the others in a round trip: the thread that a layer holds on its way."""
+"""One round trip of one layer, as the layer makes it: encode, dispatch, combine."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from torch import Tensor
 
 from tokenyard.duties import Party, acting
 from tokenyard.errors import HandleError
-from tokenyard.exchange.spec import Dispatched, ExchangeSpec, UnencodedRows
+from tokenyard.exchange.batch import Arrival, BatchRoutes, UnencodedRows
+from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.formats.base import EncodedRows
 from tokenyard.routing import Routes
 from tokenyard.rows import CombinedRows, ExpertRows, PlacedRows, RankRows, ReceivedRows, RoutingLogits
 
 if TYPE_CHECKING:
-    from tokenyard.exchange.base import Exchange
+    from tokenyard.exchange.exchange import Exchange
 
 
 @dataclass(kw_only=True)
 class RoundTrip:
-    """What a rank still owes the others in one round trip of one layer."""
+    """A dispatch and its combine, and what this rank still owes the others of them."""
 
     exchange: Exchange  # what moves the rows
     spec: ExchangeSpec  # what the exchange knows of the layer
-    dispatched: Dispatched | None = None  # the handle, once rows were sent
-    # Whether the others still wait for this rank's dispatch. A combine is owed as long as the dispatch is in flight.
+    arrival: Arrival | None = None  # the handle, once rows were sent
+    # Whether the others still wait for this rank's dispatch. A combine is owed as long as the arrival is in flight.
     owes_dispatch: bool = True
 
     def encode(self, x_TH: Tensor) -> EncodedRows | UnencodedRows:
@@ -37,14 +38,14 @@ class RoundTrip:
     def dispatch(
         self,
         rows: EncodedRows | UnencodedRows,
-        routes: Routes | RoutingLogits,
+        routes: Routes | RoutingLogits | BatchRoutes,
         extra: Mapping[str, Tensor] | None = None,
     ) -> ReceivedRows:
         """Dispatch; from now on, this rank owes the others a combine."""
         self.owes_dispatch = False
         with acting(Party.SENDER):
-            self.dispatched = self.exchange.dispatch(self.spec, rows, routes, extra)
-        return self.dispatched.received
+            self.arrival = self.exchange.dispatch(self.spec, rows, routes, extra)
+        return self.arrival.received
 
     def combine(
         self, result: ExpertRows | PlacedRows, *, out: Tensor | None = None, add: Sequence[Tensor] = ()
@@ -56,9 +57,9 @@ class RoundTrip:
         """Bring the results home without summing over ranks."""
         return self.exchange.combine_unreduced(self._arrived(), result)
 
-    def _arrived(self) -> Dispatched:
-        if self.dispatched is None:
+    def _arrived(self) -> Arrival:
+        if self.arrival is None:
             raise HandleError(
                 "nothing was dispatched", expected="dispatch, then combine", fix="dispatch first"
             )
-        return self.dispatched
+        return self.arrival

@@ -8,36 +8,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from tokenyard.exchange.announcement import Announcement
-from tokenyard.exchange.message import MessageExchange
-from tokenyard.exchange.spec import ExchangeSpec, Outgoing, received_rows
-from tokenyard.routing import Routes
-from tokenyard.rows import ReceivedRows
+from tokenyard.exchange import return_message
+from tokenyard.exchange.batch import Arrival, Batch, Failure, Results, ResultsAtHome, received_rows
+from tokenyard.exchange.transport import Transport
+from tokenyard.group.base import Pending
 
 
-class TwoSidedExchange(MessageExchange):
+class TwoSidedTransport(Transport):
     """Counts, then a variable all-to-all."""
 
     name = "two_sided"
 
-    def _pack(self, spec: ExchangeSpec, outgoing: Outgoing) -> Tensor:
-        routes = outgoing.routes
-        assert isinstance(routes, Routes)  # `supports` refuses logits
-        token_N = torch.cat(outgoing.tokens_by_rank)
-        tensors = {name: tensor[token_N] for name, tensor in outgoing.rows.payloads.items()}
-        tensors |= {name: tensor[token_N] for name, tensor in outgoing.extra.items()}
-        tensors["ids"], tensors["weights"] = outgoing.local_routes(routes)
-        return spec.dispatch_layout.pack(tensors, token_N.numel(), token_N.device)
+    def send(self, batch: Batch) -> Pending[Arrival]:
+        packets = self.pack(batch)
+        answers = self.announce(batch.announcements)
 
-    def _move(
-        self, spec: ExchangeSpec, outgoing: Outgoing, packets: Tensor, heard: Sequence[Announcement]
-    ) -> tuple[ReceivedRows, tuple[int, ...]]:
-        arriving = tuple(announcement.counts[self.group.rank] for announcement in heard)
-        arrived = self.group.all_to_all_rows(packets, outgoing.counts, arriving, phase="dispatch")
-        return received_rows(spec, arrived, arriving), arriving
+        def receive() -> Arrival:
+            arriving = [announcement.counts[self.group.rank] for announcement in answers.wait()]
+            arrived = self.group.all_to_all_rows(packets, batch.routes.counts, arriving, phase="dispatch")
+            return batch.arrived(received_rows(batch.spec, arrived, arriving), arriving)
 
-    def bytes_sent(self, spec: ExchangeSpec, outgoing: Outgoing) -> list[int]:
-        return [tokens.numel() * spec.dispatch_layout.stride for tokens in outgoing.tokens_by_rank]
+        return Pending(receive)
+
+    def pack(self, batch: Batch) -> Tensor:
+        """The packets of a checked batch, rank after rank, with the ids of each rank's own experts."""
+        return batch.packets()
+
+    def send_back(self, results: Results) -> Pending[ResultsAtHome]:
+        return return_message.send_back(self.group, results)
+
+    def fail(self, failure: Failure) -> None:
+        if failure.arrival is None:
+            self.announce(failure.announcements).wait()
+        else:
+            return_message.fail_back(self.group, failure)
+
+    def bytes_sent(self, batch: Batch, rows: Sequence[int]) -> list[int]:
+        return [count * batch.spec.dispatch_layout.stride for count in rows]

@@ -8,6 +8,9 @@ A group moves bytes (`uint8`), whatever they mean: collectives of torch.distribu
 order of their own, so neither the dtype nor the sum is left to them. Every collective takes the name of the
 `phase` it serves; errors say it.
 
+Each collective can be started and waited for in two calls, `start_all_gather(…)` and `.wait()`: what lies between them
+is free for computation. All ranks start them in the same order, and wait in that order.
+
 Collectives:
 
     all_gather(mine[n])                          → [W, n]     the same n on every rank
@@ -22,10 +25,10 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -60,6 +63,24 @@ def check_deadline(deadline: object) -> float:
     return seconds
 
 
+Result = TypeVar("Result")
+
+
+class Pending(Generic[Result]):
+    """Something that was started, and is finished by `wait`: once, however often it is called."""
+
+    def __init__(self, finish: Callable[[], Result]) -> None:
+        self._finish: Callable[[], Result] | None = finish
+        self._result: Result
+
+    def wait(self) -> Result:
+        """Wait until it is done; return what came of it, or raise."""
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            self._result = finish()
+        return self._result
+
+
 class Disagreement(GroupError):
     """The ranks of a group hold different values for what must be one value. Raised on every rank."""
 
@@ -89,18 +110,32 @@ class Group(ABC):
     _plans = 0
 
     @abstractmethod
+    def start_all_gather(self, mine: Tensor, *, phase: str) -> Pending[Tensor]:
+        """Start what `all_gather` does, without waiting for anybody."""
+
+    @abstractmethod
+    def start_all_gather_rows(self, mine: Tensor, counts: Sequence[int], *, phase: str) -> Pending[Tensor]:
+        """Start what `all_gather_rows` does, without waiting for anybody."""
+
+    @abstractmethod
+    def start_all_to_all_rows(
+        self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, phase: str
+    ) -> Pending[Tensor]:
+        """Start what `all_to_all_rows` does, without waiting for anybody."""
+
     def all_gather(self, mine: Tensor, *, phase: str) -> Tensor:
         """Every rank's bytes, in rank order: `[n]` → `[W, n]`."""
+        return self.start_all_gather(mine, phase=phase).wait()
 
-    @abstractmethod
     def all_gather_rows(self, mine: Tensor, counts: Sequence[int], *, phase: str) -> Tensor:
         """Every rank's rows of bytes, in rank order; `counts[w]` is the number of rows of rank w."""
+        return self.start_all_gather_rows(mine, counts, phase=phase).wait()
 
-    @abstractmethod
     def all_to_all_rows(
         self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, phase: str
     ) -> Tensor:
         """Send `send[w]` rows of bytes to rank w (consecutive in `rows`), return what all ranks sent here."""
+        return self.start_all_to_all_rows(rows, send, receive, phase=phase).wait()
 
     @abstractmethod
     def share_memory(self, nbytes: int) -> list[Tensor]:

@@ -20,8 +20,10 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard.errors import GroupError, PeerLost
-from tokenyard.group.base import DEFAULT_DEADLINE, Group, check_deadline
+from tokenyard.group.base import DEFAULT_DEADLINE, Group, Pending, check_deadline
 from tokenyard.group.devices import resolve_device
 from tokenyard.group.failure_detector import LOOK, FailureDetector, within
 from tokenyard.group.one_thread import OneThread, by_one_thread
@@ -94,11 +96,11 @@ class DistributedGroup(Group):
         self._detector = FailureDetector(
             _store_of(resolved), use, resolved.rank(), resolved.size(), this_host()
         )
-        self._start(
+        self._set_up(
             resolved, rejoin_store, resolve_device(device or ("cuda" if on_gpu else "cpu")), name, deadline
         )
 
-    def _start(
+    def _set_up(
         self,
         process_group: dist.ProcessGroup,
         rejoin_store: RejoinStore,
@@ -158,51 +160,79 @@ class DistributedGroup(Group):
         group._carrier, group._known_to_torch = torch.device("cpu"), False
         group._written = written_to_meet(invitation.meeting, rank)
         group._detector = detector
-        group._start(process_group, rejoin_store, device, invitation.name, invitation.deadline)
+        group._set_up(process_group, rejoin_store, device, invitation.name, invitation.deadline)
         return group
 
-    def all_gather(self, mine: Tensor, *, phase: str) -> Tensor:
+    def start_all_gather(self, mine: Tensor, *, phase: str) -> Pending[Tensor]:
         mine = self._check_bytes(mine, 1).to(self._carrier)
         gathered = mine.new_empty(self.size * mine.numel())
-        self._run(_gather, gathered, mine, phase=phase)
-        if not self._all_met:  # every rank has sent a value, so every rank is connected
-            self._all_met = True
-            self._detector.read()
-        return gathered.view(self.size, -1).to(self.device)
+        wait = self._start(_gather, gathered, mine, phase=phase)
 
-    def all_gather_rows(self, mine: Tensor, counts: Sequence[int], *, phase: str) -> Tensor:
+        def finish() -> Tensor:
+            wait()
+            if not self._all_met:  # every rank has sent a value, so every rank is connected
+                self._all_met = True
+                self._detector.read()
+            return gathered.view(self.size, -1).to(self.device)
+
+        return Pending(finish)
+
+    def start_all_gather_rows(self, mine: Tensor, counts: Sequence[int], *, phase: str) -> Pending[Tensor]:
         mine = self._check_bytes(mine, 2, counts[self.rank])
         most, width = max(counts), mine.shape[1]
         if most == 0:
-            return mine
-        mine = mine.to(self._carrier)
+            return Pending(lambda: mine)
         # The library gathers equal shapes only: everybody pads to the longest.
-        padded = mine.new_empty(most, width)
+        padded = torch.empty(most, width, dtype=torch.uint8, device=self._carrier)
         padded[: counts[self.rank]] = mine
-        gathered = mine.new_empty(self.size * most, width)
-        self._run(_gather, gathered, padded, phase=phase)
-        parts = gathered.view(self.size, most, width)
-        return torch.cat([parts[w, :count] for w, count in enumerate(counts)]).to(self.device)
+        gathered = padded.new_empty(self.size * most, width)
+        wait = self._start(_gather, gathered, padded, phase=phase)
 
-    def all_to_all_rows(
+        def finish() -> Tensor:
+            wait()
+            parts = gathered.view(self.size, most, width)
+            return torch.cat([parts[w, :count] for w, count in enumerate(counts)]).to(self.device)
+
+        return Pending(finish)
+
+    def start_all_to_all_rows(
         self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, phase: str
-    ) -> Tensor:
+    ) -> Pending[Tensor]:
         rows = self._check_bytes(rows, 2, sum(send)).to(self._carrier)
         received = rows.new_empty(sum(receive), rows.shape[1])
-        if rows.shape[1] > 0:
-            self._run(_exchange, received, rows, list(receive), list(send), phase=phase)
-        return received.to(self.device)
+        if rows.shape[1] == 0:
+            return Pending(lambda: received.to(self.device))
+        wait = self._start(_exchange, received, rows, list(receive), list(send), phase=phase)
+
+        def finish() -> Tensor:
+            wait()
+            return received.to(self.device)
+
+        return Pending(finish)
+
+    def _start(self, collective: Callable[..., Any], *arguments: Any, phase: str) -> Callable[[], None]:
+        """Start a collective; return the call that waits for it, no longer than the deadline."""
+        if self._broken is not None:
+            raise self._is_broken()
+        # NCCL's own watchdog would end the process: there, this rank alone gives up.
+        own = timedelta(seconds=self.deadline) if self._carrier.type == "cpu" else None
+        with self._one_thread, self._attending(phase, time.monotonic()):
+            work = collective(self._process_group, own, *arguments)
+        return partial(self._finish, work, phase)
 
     @by_one_thread
-    def _run(self, collective: Callable[..., Any], *arguments: Any, phase: str) -> None:
-        """Start a collective and wait for it, no longer than the deadline."""
+    def _finish(self, work: Any, phase: str) -> None:
         if self._broken is not None:
             raise self._is_broken()
         started = time.monotonic()
+        with self._attending(phase, started):
+            self._wait(work, started + self.deadline)
+
+    @contextmanager
+    def _attending(self, phase: str, started: float) -> Iterator[None]:
+        """A part of a collective. If it fails, or is interrupted, the group is broken."""
         try:
-            # NCCL's own watchdog would end the process: there, this rank alone gives up.
-            own = timedelta(seconds=self.deadline) if self._carrier.type == "cpu" else None
-            self._wait(collective(self._process_group, own, *arguments), started + self.deadline)
+            yield
         except RuntimeError as error:
             lost = self._lost_in(phase, time.monotonic() - started, error)
             self._broken = lost.found

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import Drifted, GroupError, InputError, PeerLost
-from tokenyard.group.base import DEFAULT_DEADLINE, Group, check_deadline
+from tokenyard.group.base import DEFAULT_DEADLINE, Group, Pending, check_deadline
 from tokenyard.group.devices import prepare_threads, resolve_device
 from tokenyard.group.memory import too_much
 from tokenyard.group.one_thread import OneThread, by_one_thread
@@ -82,8 +82,8 @@ class _MeetingPoint:
         self.gone: dict[int, str] = {}
         self.verdict: _Verdict | None = None
 
-    def meet(self, rank: int, number: int, kind: str, value: Any, deadline: float, phase: str) -> list[Any]:
-        """Bring a value to call `number`; return every rank's, in rank order, when all are there."""
+    def bring(self, rank: int, number: int, kind: str, value: Any, phase: str) -> _Call:
+        """Bring a value to call `number`, without waiting for the others."""
         with self.lock:
             if self.verdict is not None:
                 raise self.verdict.error(rank, phase)
@@ -93,6 +93,10 @@ class _MeetingPoint:
                 call.complete.set()
             elif missing := [r for r in self.gone if r not in call.brought]:
                 self._give_up(missing, 0.0, "; ".join(self.gone[r] for r in missing))
+        return call
+
+    def take(self, rank: int, number: int, call: _Call, deadline: float, phase: str) -> list[Any]:
+        """Every rank's value of a call, in rank order, when all are there."""
         started = time.monotonic()
         if not call.complete.wait(deadline):
             with self.lock:
@@ -201,8 +205,11 @@ class ThreadGroup(Group):
         self._closed = False
         self._one_thread = OneThread(f"group {name!r}")
 
-    @by_one_thread
     def _meet(self, kind: str, value: Any, phase: str) -> list[Any]:
+        return self._start(kind, value, phase).wait()
+
+    @by_one_thread
+    def _start(self, kind: str, value: Any, phase: str) -> Pending[list[Any]]:
         if self._closed:
             raise GroupError(
                 f"group {self.name!r} is closed",
@@ -210,8 +217,13 @@ class ThreadGroup(Group):
                 fix="make a new one",
                 rank=self.rank,
             )
-        self._calls += 1
-        return self._meeting_point.meet(self.rank, self._calls, kind, value, self.deadline, phase)
+        self._calls = number = self._calls + 1
+        call = self._meeting_point.bring(self.rank, number, kind, value, phase)
+        return Pending(lambda: self._take(number, call, phase))
+
+    @by_one_thread
+    def _take(self, number: int, call: _Call, phase: str) -> list[Any]:
+        return self._meeting_point.take(self.rank, number, call, self.deadline, phase)
 
     def barrier(self, *, phase: str = "barrier") -> None:
         """Return when every rank of the group has called this. No device is used: other ranks may wait there."""
@@ -222,19 +234,23 @@ class ThreadGroup(Group):
         encoded = json.dumps(value, sort_keys=True, allow_nan=True)
         return [json.loads(other) for other in self._meet("gathers json", encoded, phase)]
 
-    def all_gather(self, mine: Tensor, *, phase: str) -> Tensor:
-        mine = self._check_bytes(mine, 1)
-        return torch.stack(self._read(self._meet("gathers bytes", self._post(mine), phase)))
+    def start_all_gather(self, mine: Tensor, *, phase: str) -> Pending[Tensor]:
+        posted = self._start("gathers bytes", self._post(self._check_bytes(mine, 1)), phase)
+        return Pending(lambda: torch.stack(self._read(posted.wait())))
 
-    def all_gather_rows(self, mine: Tensor, counts: Sequence[int], *, phase: str) -> Tensor:
-        mine = self._check_bytes(mine, 2, counts[self.rank])
-        return torch.cat(self._read(self._meet("gathers rows", self._post(mine), phase)))
+    def start_all_gather_rows(self, mine: Tensor, counts: Sequence[int], *, phase: str) -> Pending[Tensor]:
+        posted = self._start("gathers rows", self._post(self._check_bytes(mine, 2, counts[self.rank])), phase)
+        return Pending(lambda: torch.cat(self._read(posted.wait())))
 
-    def all_to_all_rows(
+    def start_all_to_all_rows(
         self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, phase: str
-    ) -> Tensor:
+    ) -> Pending[Tensor]:
         rows = self._check_bytes(rows, 2, sum(send))
-        posted = self._meet("exchanges rows", (self._post(rows), list(send)), phase)
+        posted = self._start("exchanges rows", (self._post(rows), list(send)), phase)
+        return Pending(lambda: self._pick(posted.wait(), receive, phase))
+
+    def _pick(self, posted: list[Any], receive: Sequence[int], phase: str) -> Tensor:
+        """What the others have posted for this rank."""
         self._read([theirs for theirs, _ in posted])
         parts = []
         for (theirs, sent), expected in zip(posted, receive, strict=True):

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from tokenyard.errors import InputError, Reason
-from tokenyard.exchange import EXCHANGES, Exchange, ExchangeSpec
+from tokenyard.exchange import EXCHANGES, ExchangeSpec, Transport
 from tokenyard.experts import ACTIVATIONS, EXPERTS, Experts, ExpertsSpec, activation
 from tokenyard.experts.base import takes_rows
 from tokenyard.formats import FORMATS, WEIGHT_FORMATS, Format, for_dtype, weight_format
@@ -150,7 +150,7 @@ def _exchanges() -> SupportTable:
     )
 
 
-def _ways(exchange: type[Exchange], format: Format) -> tuple[str, str]:
+def _ways(exchange: type[Transport], format: Format) -> tuple[str, str]:
     """Whether rows may travel out, and back, in a format."""
 
     def out(dtype: torch.dtype) -> Reason | None:

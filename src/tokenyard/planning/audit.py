@@ -70,7 +70,7 @@ def audit(
     wiring: Wiring, trip: RoundTrip, x_TH: Tensor, routes_or_logits: Routes | Tensor
 ) -> AbstractContextManager[None]:
     """Where the plan is paranoid, record what is done inside, and compare it with the wiring at the end."""
-    return _audit(wiring, trip, x_TH, routes_or_logits) if wiring.exchange_spec.sealed else nullcontext()
+    return _audit(wiring, trip, x_TH, routes_or_logits) if wiring.exchange_spec.checksummed else nullcontext()
 
 
 @contextmanager
@@ -79,5 +79,5 @@ def _audit(
 ) -> Iterator[None]:
     with Ledger().open() as ledger:
         yield
-        assert trip.dispatched is not None
-        settle(wiring, ledger, x_TH.shape[0], routes_or_logits, trip.dispatched.received)
+        assert trip.arrival is not None
+        settle(wiring, ledger, x_TH.shape[0], routes_or_logits, trip.arrival.received)

@@ -21,7 +21,7 @@ import torch
 from tokenyard import experts as experts_room
 from tokenyard import formats
 from tokenyard.errors import Alternative, InputError, PlanError, Reason, TokenyardError, shown
-from tokenyard.exchange import EXCHANGES, Exchange
+from tokenyard.exchange import EXCHANGES, Transport
 from tokenyard.exchange import resolve as resolve_exchange
 from tokenyard.experts.base import EXACT
 from tokenyard.planning.spec import LayerSpec, check_spec, is_size
@@ -47,7 +47,7 @@ class Draft:
     """A plan before any rank has agreed to it: the wiring of every layer on `world` ranks, and its bytes."""
 
     world: int  # W, the number of ranks
-    exchange: type[Exchange]  # the class that moves rows
+    exchange: type[Transport]  # the class that moves rows
     in_flight: int  # dispatches that may wait for their combine at a time
     wirings: tuple[Wiring, ...]  # the wiring of every layer, in the order of the specs
     paranoid: bool = False  # whether the plan checks rows, regions and duties while its layers run
@@ -154,7 +154,7 @@ def draft(
     layers: Sequence[LayerSpec],
     world: int,
     *,
-    exchange: str | type[Exchange] = "two_sided",
+    exchange: str | type[Transport] = "two_sided",
     max_tokens: int | None = None,
     in_flight: int = 1,
     paranoid: bool = False,
@@ -180,7 +180,7 @@ def draft_as_told(
     layers: Sequence[LayerSpec],
     world: int,
     *,
-    exchange: str | type[Exchange],
+    exchange: str | type[Transport],
     max_tokens: int | None = None,
     in_flight: int,
     paranoid: bool,
@@ -219,7 +219,7 @@ def draft_as_told(
             error.at(layer=spec.name)
             raise
         exchange_spec = replace(
-            wired.exchange_spec, renormalizes_dropped=renormalize_dropped, sealed=paranoid
+            wired.exchange_spec, renormalizes_dropped=renormalize_dropped, checksummed=paranoid
         )
         wirings.append(replace(wired, exchange_spec=exchange_spec))
     drafted = Draft(
@@ -313,7 +313,7 @@ def _between(wiring: Wiring) -> str:
     return "" if wiring.inner is None else f", {wiring.inner} between the products"
 
 
-def _regions(exchange: type[Exchange], wiring: Wiring) -> tuple[int, int]:
+def _regions(exchange: type[Transport], wiring: Wiring) -> tuple[int, int]:
     nbytes = exchange.region_bytes(wiring.exchange_spec)
     return nbytes.dispatch, nbytes.combine
 
@@ -347,7 +347,7 @@ def _alternatives(
     layers: list[LayerSpec],
     index: int,
     world: int,
-    exchange: type[Exchange],
+    exchange: type[Transport],
     max_tokens: int | None,
     device: torch.device | None,
     reason: Reason,

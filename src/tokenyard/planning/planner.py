@@ -31,7 +31,7 @@ from tokenyard.errors import (
     shown,
     unknown_name,
 )
-from tokenyard.exchange import EXCHANGES, Exchange, ExchangeSpec
+from tokenyard.exchange import EXCHANGES, Exchange, ExchangeSpec, Transport
 from tokenyard.exchange.stats import LayerStats
 from tokenyard.group import READMISSION, Group
 from tokenyard.planning.drafting import Draft, draft, draft_as_told
@@ -70,8 +70,8 @@ class Plan:
 
     def _start(self, draft: Draft, group: Group, plan_id: int) -> None:
         self.group = group
-        self.exchange = draft.exchange.on(group)(
-            group, in_flight=draft.in_flight, plan_id=plan_id, paranoid=draft.paranoid
+        self.exchange = Exchange(
+            draft.exchange, group, in_flight=draft.in_flight, plan_id=plan_id, paranoid=draft.paranoid
         )
         self.exchange.serve([wiring.exchange_spec for wiring in draft.wirings])
         self._adopt(draft)
@@ -251,7 +251,7 @@ def plan(
     layers: Sequence[LayerSpec],
     group: Group,
     *,
-    exchange: str | type[Exchange] = "two_sided",
+    exchange: str | type[Transport] = "two_sided",
     max_tokens: int | None = None,
     in_flight: int = 1,
     paranoid: bool = False,
@@ -373,7 +373,7 @@ def _agree(group: Group, make: Callable[[], Draft]) -> tuple[Draft, int]:
 def _check_reach(drafted: Draft, group: Group, hosts: list[str]) -> None:
     """Raise unless the exchange reaches all ranks, and can be watched if it must. They all raise the same."""
 
-    def refusal(exchange: type[Exchange]) -> Reason | None:
+    def refusal(exchange: type[Transport]) -> Reason | None:
         return exchange.reaches(group, hosts) or (exchange.watches(group) if drafted.paranoid else None)
 
     reason = refusal(drafted.exchange)

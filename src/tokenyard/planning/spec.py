@@ -167,7 +167,7 @@ def _check_router(spec: LayerSpec) -> Reason | None:
 
 
 def _check_payloads(spec: LayerSpec) -> Reason | None:
-    taken = {"data", "scales", "global_scale", "ids", "weights", "logits", "seal"}
+    taken = {"data", "scales", "global_scale", "ids", "weights", "logits", "checksums"}
     for payload in spec.payloads:
         if not isinstance(payload, Payload):
             return Reason(field="payloads", value=payload, why="must be a Payload")

@@ -26,7 +26,7 @@ from tokenyard import experts as experts_room
 from tokenyard import formats
 from tokenyard.duties import Duty, Party
 from tokenyard.errors import Reason, TokenyardError
-from tokenyard.exchange import Exchange, ExchangeSpec
+from tokenyard.exchange import ExchangeSpec, Transport
 from tokenyard.experts import Experts, ExpertsSpec, activation
 from tokenyard.experts.base import EXACT
 from tokenyard.formats import Format
@@ -41,7 +41,7 @@ class Wiring:
 
     spec: LayerSpec  # the layer, as it was asked for
     exchange_spec: ExchangeSpec  # what the exchange is told of the layer
-    exchange: type[Exchange]  # the class that moves rows
+    exchange: type[Transport]  # the class that moves rows
     experts: type[Experts]  # the class that computes
     expert_rows: Format | None  # the format that the experts compute on; None: whatever arrives
     inner: Format | None  # the format of numbers between an expert's two products; None: exact
@@ -85,7 +85,7 @@ def wire_layer(
     *,
     index: int,
     world: int,
-    exchange: type[Exchange],
+    exchange: type[Transport],
     max_tokens: int | None,
     device: torch.device | None = None,
 ) -> Wiring | Reason:

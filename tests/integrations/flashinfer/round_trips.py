@@ -57,7 +57,7 @@ def round_trip(a2a, group, tokens, seed=0, most=None, in_workspace=False, dtype=
     sent = [payload.to(device) for payload in payloads]
     received = a2a.dispatch(sent[2], sent, most, invalid_token_expert_id=-9, expert_id_payload_index=2)
     wrong = [] if all(same_bits(now.cpu(), old) for now, old in zip(sent, before, strict=True)) else ["input"]
-    clears = a2a._exchange.reads_values
+    clears = a2a._carrier.reads_values
     received = [payload.cpu() for payload in received]
     results = results_of(received).to(dtype).to(device)  # a GPU divides otherwise
     for source, (ids, sent) in enumerate(batches):

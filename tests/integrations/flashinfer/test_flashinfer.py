@@ -266,7 +266,7 @@ def growth(group):
         a2a.dispatch(IDS, [torch.ones(2, width)], most)
         y_TH = a2a.combine(torch.ones(group.size, most, hidden), most)
         sizes.append(a2a.workspace_size_per_rank)
-        buffers.append(a2a._exchange.workspace)
+        buffers.append(a2a._exchange.transport.workspace)
         assert y_TH.shape == (2, hidden)
 
     for width, hidden, most in [(4, 4, 4), (400, 4, 4), (400, 900, 4), (4, 4, 2), (400, 900, 8)]:
@@ -284,9 +284,9 @@ def test_the_workspace_grows_when_it_must_and_never_else(ranks):
 def growth_between(group):
     a2a = make(group)
     (received,) = a2a.dispatch(IDS, [ROWS * 7], 4)
-    before = a2a._exchange.workspace
+    before = a2a._exchange.transport.workspace
     there = a2a.get_combine_payload_tensor_in_workspace(4, 5000, torch.float32)
-    grown = a2a._exchange.workspace is not before
+    grown = a2a._exchange.transport.workspace is not before
     count = int((received == 7).all(dim=-1).sum())  # what was received is still there
     there.fill_(2.0)
     y_TH = a2a.combine(there, 4, payload_in_workspace=True)

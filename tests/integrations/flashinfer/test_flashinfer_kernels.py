@@ -24,7 +24,7 @@ def by_kernels(group, fn, *arguments):
     tl = flags.tl
     flags.globaltimer = lambda: tl.full([], time.monotonic_ns(), tl.int64)
     torch.cuda.is_current_stream_capturing = lambda: False
-    flashinfer.carrier_for = lambda group: DeviceCarrier
+    flashinfer.carrier_for = DeviceCarrier
     return fn(group, *arguments)
 
 
@@ -143,7 +143,7 @@ def test_no_agreement_in_a_graph(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         return raised(a2a.dispatch, IDS, [ROWS], 4)
 
-    monkeypatch.setattr(flashinfer, "carrier_for", lambda group: DeviceCarrier)
+    monkeypatch.setattr(flashinfer, "carrier_for", DeviceCarrier)
     (error,) = ty.launch(1, capturing)
     assert isinstance(error, ty.HandleError)
     assert "float32[4] a row" in str(error)

@@ -4,7 +4,7 @@ from torch.nn.functional import pad
 
 from tests.models import spec
 from tests.museum.exhibit import AlwaysOn, ExchangeCheck, Exhibit, ExpertsCheck, FormatCheck, Room, batches
-from tokenyard.exchange.base import Exchange
+from tokenyard.exchange import Exchange
 from tokenyard.experts import Experts, GroupedExperts, ReferenceExperts
 from tokenyard.formats import EncodedRows, Mxfp8, for_dtype
 from tokenyard.rows import ExpertRows

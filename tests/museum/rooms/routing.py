@@ -5,9 +5,9 @@ from dataclasses import replace
 import torch
 
 from tests.museum.exhibit import ExchangeCheck, Exhibit, Room
-from tokenyard.exchange import base
-from tokenyard.exchange.base import Exchange
-from tokenyard.exchange.spec import Outgoing
+from tokenyard.exchange import BatchRoutes
+from tokenyard.exchange import batch as batches
+from tokenyard.exchange import exchange as exchanges
 from tokenyard.routing import Placement
 
 
@@ -25,26 +25,26 @@ def duplicates_sent_twice(patch):
     def tokens_by_rank(rank_TK, world):
         return tuple((rank_TK == rank).nonzero()[:, 0] for rank in range(world))  # a copy per choice
 
-    patch.setattr(base, "tokens_by_rank", tokens_by_rank)
+    patch.setattr(batches, "tokens_by_rank", tokens_by_rank)
 
 
 def more_tokens_than_the_maximum(patch):
-    right = Exchange._check_batch
+    right = exchanges.check_batch
 
-    def check_batch(self, exchange_spec, *batch, **options):
-        return right(self, replace(exchange_spec, max_tokens=2**30), *batch, **options)
+    def check_batch(spec, *batch, **options):
+        return right(replace(spec, max_tokens=2**30), *batch, **options)
 
-    patch.setattr(Exchange, "_check_batch", check_batch)
+    patch.setattr(exchanges, "check_batch", check_batch)
 
 
 def ids_cast_to_a_byte(patch):
-    right = Outgoing.local_routes
+    right = BatchRoutes.local_routes
 
-    def local_routes(self, routes):
-        ids_NK, weights_NK = right(self, routes)
+    def local_routes(self):
+        ids_NK, weights_NK = right(self)
         return ids_NK.to(torch.int8).int(), weights_NK
 
-    patch.setattr(Outgoing, "local_routes", local_routes)
+    patch.setattr(BatchRoutes, "local_routes", local_routes)
 
 
 def offset_of_even_shares(patch):
@@ -59,13 +59,13 @@ def offset_of_even_shares(patch):
 
 
 def input_changed_in_place(patch):
-    right = Outgoing.local_routes
+    right = BatchRoutes.local_routes
 
-    def local_routes(self, routes):
-        routes.topk_weights_TK[routes.topk_ids_TK < 0] = 0.0  # nobody weighs nothing
-        return right(self, routes)
+    def local_routes(self):
+        self.routes.topk_weights_TK[self.routes.topk_ids_TK < 0] = 0.0  # nobody weighs nothing
+        return right(self)
 
-    patch.setattr(Outgoing, "local_routes", local_routes)
+    patch.setattr(BatchRoutes, "local_routes", local_routes)
 
 
 ROOM = Room(

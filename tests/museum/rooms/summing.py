@@ -6,7 +6,7 @@ import torch
 
 from tests.models import spec
 from tests.museum.exhibit import AlwaysOn, ExchangeCheck, Exhibit, ExpertsCheck, Room, StackCheck, batches
-from tokenyard.exchange import base
+from tokenyard.exchange import batch as exchange_batch
 from tokenyard.experts import GroupedExperts, grouped
 from tokenyard.rows import LocalRoutes
 
@@ -30,12 +30,12 @@ def weights_never_applied(patch):
 
 
 def reduced_twice_over_ranks(patch):
-    right = base.sum_over_ranks
+    right = exchange_batch.sum_over_ranks
 
     def sum_over_ranks(home, tokens_by_rank, out_TH, add):
         return right([*home, *home], [*tokens_by_rank, *tokens_by_rank], out_TH, add)
 
-    patch.setattr(base, "sum_over_ranks", sum_over_ranks)
+    patch.setattr(exchange_batch, "sum_over_ranks", sum_over_ranks)
 
 
 def never_reduced_over_ranks(patch):
@@ -44,7 +44,7 @@ def never_reduced_over_ranks(patch):
             out_TH[tokens] = rows.decode(out_TH.dtype)  # the last rank to answer is right
         return out_TH
 
-    patch.setattr(base, "sum_over_ranks", sum_over_ranks)
+    patch.setattr(exchange_batch, "sum_over_ranks", sum_over_ranks)
 
 
 def reduced_twice_over_experts(patch):

@@ -1,8 +1,8 @@
 """Room 5: who waits for whom, and what the last round has left behind."""
 
 from tests.museum.exhibit import PLAIN, AlwaysOn, ExchangeCheck, Exhibit, Room, batches
-from tokenyard.exchange import OneSidedExchange
-from tokenyard.exchange.one_sided.exchange import Workspace
+from tokenyard.exchange import SharedMemoryTransport
+from tokenyard.exchange.one_sided.shared_memory import Workspace
 from tokenyard.exchange.one_sided.signals import Signals
 from tokenyard.group.threads import ThreadGroup
 
@@ -24,13 +24,13 @@ def barrier_over_the_world(patch):
 
 
 def stale_rows_read_as_rows(patch):
-    right = OneSidedExchange._received
+    right = SharedMemoryTransport.received
 
-    def received(self, exchange_spec, arrived):
-        self.most = tuple(map(max, arrived, getattr(self, "most", arrived)))  # so many slots hold something
-        return right(self, exchange_spec, self.most)
+    def received(self, batch, counts):
+        self.most = tuple(map(max, counts, getattr(self, "most", counts)))  # so many slots hold something
+        return right(self, batch, self.most)
 
-    patch.setattr(OneSidedExchange, "_received", received)
+    patch.setattr(SharedMemoryTransport, "received", received)
 
 
 def flag_of_the_last_round(patch):

@@ -7,66 +7,64 @@ import torch
 import tokenyard as ty
 from tests.models import spec
 from tests.museum.exhibit import PLAIN, AlwaysOn, ExchangeCheck, Exhibit, Refusal, Room, planning
-from tokenyard.exchange import OneSidedExchange
-from tokenyard.exchange.base import Exchange
-from tokenyard.exchange.one_sided.exchange import Workspace
+from tokenyard.exchange import SharedMemoryTransport
+from tokenyard.exchange.one_sided.shared_memory import Workspace
 from tokenyard.exchange.workspace import Region
 from tokenyard.formats import Bf16
 from tokenyard.routing import Placement
 
 
 def sized_for_one_format(patch):
-    right = OneSidedExchange.region_bytes
+    right = SharedMemoryTransport.region_bytes
 
     def region_bytes(exchange_spec):
         return right(replace(exchange_spec, wire=Bf16()))  # whatever the layer's wire is
 
-    patch.setattr(OneSidedExchange, "region_bytes", staticmethod(region_bytes))
+    patch.setattr(SharedMemoryTransport, "region_bytes", staticmethod(region_bytes))
 
 
 def sized_for_the_first_layer(patch):
-    right = OneSidedExchange.layout_for
+    right = SharedMemoryTransport.layout_for
 
     def layout_for(self, exchange_specs):
         return right(self, exchange_specs[:1])
 
-    patch.setattr(OneSidedExchange, "layout_for", layout_for)
+    patch.setattr(SharedMemoryTransport, "layout_for", layout_for)
 
 
 def sized_without_the_pad(patch):
-    right = OneSidedExchange.region_bytes
+    right = SharedMemoryTransport.region_bytes
 
     def region_bytes(exchange_spec):
         need = right(exchange_spec)
         return replace(need, dispatch=exchange_spec.slots * need.dispatch_row)  # rows times bytes of a row
 
-    patch.setattr(OneSidedExchange, "region_bytes", staticmethod(region_bytes))
+    patch.setattr(SharedMemoryTransport, "region_bytes", staticmethod(region_bytes))
 
 
 def sized_for_the_data_parallel_group(patch):
-    right, data_parallel = OneSidedExchange.region_bytes, 2
+    right, data_parallel = SharedMemoryTransport.region_bytes, 2
 
     def region_bytes(exchange_spec):
         return right(
             replace(exchange_spec, placement=Placement.contiguous(exchange_spec.num_experts, data_parallel))
         )
 
-    patch.setattr(OneSidedExchange, "region_bytes", staticmethod(region_bytes))
+    patch.setattr(SharedMemoryTransport, "region_bytes", staticmethod(region_bytes))
 
 
 def old_workspace_kept(patch):
     def serve(self, exchange_specs):
         if self._workspace is None:  # made once, and never looked at again
             self._workspace = Workspace(self.group, self.layout_for(exchange_specs))
-        Exchange.serve(self, exchange_specs)
 
-    patch.setattr(OneSidedExchange, "serve", serve)
+    patch.setattr(SharedMemoryTransport, "serve", serve)
 
 
 def growth_under_a_graph(patch):
-    from tokenyard.exchange.one_sided.cuda import CudaOneSidedExchange
+    from tokenyard.exchange.one_sided.cuda import CudaTransport
 
-    patch.setattr(CudaOneSidedExchange, "_check_graphs", lambda self: None)  # nobody asks
+    patch.setattr(CudaTransport, "_check_graphs", lambda self: None)  # nobody asks
 
 
 def combine_over_dispatch(patch):
@@ -81,9 +79,9 @@ def combine_over_dispatch(patch):
 
 
 def result_aliases_the_workspace(patch):
-    from tokenyard.exchange import base
+    from tokenyard.exchange import batch as exchange_batch
 
-    right = base.sum_over_ranks
+    right = exchange_batch.sum_over_ranks
 
     def sum_over_ranks(home, tokens_by_rank, out_TH, add):
         from_ranks = [rows for rows in home if rows.num_rows]
@@ -91,7 +89,7 @@ def result_aliases_the_workspace(patch):
             return from_ranks[0].decode(out_TH.dtype)  # one row each: nothing to sum, no copy
         return right(home, tokens_by_rank, out_TH, add)
 
-    patch.setattr(base, "sum_over_ranks", sum_over_ranks)
+    patch.setattr(exchange_batch, "sum_over_ranks", sum_over_ranks)
 
 
 def _grow(group):
@@ -102,19 +100,19 @@ def _grow(group):
 
 def _grow_under_a_graph(group, *, is_gone=False):
     """The exchange of GPUs, in a CPU's memory. What CUDA does about a graph is done by hand."""
-    from tokenyard.exchange.one_sided.cuda import CudaOneSidedExchange
+    from tokenyard.exchange.one_sided.cuda import CudaTransport
 
     def exchange_specs(*layers):
         return [wiring.exchange_spec for wiring in ty.draft(layers, group.size, exchange="one_sided").wirings]
 
-    exchange = CudaOneSidedExchange(group)
-    exchange.serve(exchange_specs(PLAIN))
-    graphs, before = exchange._graphs, exchange.memory.nbytes
+    transport = CudaTransport(group)
+    transport.serve(exchange_specs(PLAIN))
+    graphs, before = transport._graphs, transport.workspace.nbytes
     graphs._count += 1  # as `note` does when a graph is captured
     if is_gone:
         graphs._libc.sem_post(graphs._gone)  # as CUDA does when it is destroyed
-    exchange.serve(exchange_specs(PLAIN, spec("head", hidden_size=200)))
-    assert exchange.memory.nbytes > before
+    transport.serve(exchange_specs(PLAIN, spec("head", hidden_size=200)))
+    assert transport.workspace.nbytes > before
 
 
 def _grow_when_the_graph_is_gone(group):

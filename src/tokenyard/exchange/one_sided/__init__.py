@@ -1,5 +1,1 @@
-"""The one-sided exchange: push dispatch and pull combine through a symmetric workspace."""
-
-from tokenyard.exchange.one_sided.exchange import OneSidedExchange, Workspace
-
-__all__ = ["OneSidedExchange", "Workspace"]
+"""`one_sided`: ranks write into, and read from, each other's memory. On CPUs `shared_memory`, on GPUs `cuda`."""

@@ -1,7 +1,7 @@
 """Where everything stands in the control region of a rank on a GPU.
 
     words (64 bits)   STATE … STATUS, then for each turn, phase and source rank a flag
-    mail              for each dispatch in flight and source rank: rows that come from there, and `max_tokens`
+    counts            for each dispatch in flight and source rank: rows that come from there, and `max_tokens`
     text              why this rank failed, for the others to read
 
 The words are explained in `kernels.flags`, which uses them; here are their places, for the host as well.
@@ -42,7 +42,7 @@ class ControlLayout:
     """The places in a control region, in bytes from its start.
 
     >>> layout = ControlLayout(world=4, in_flight=2)
-    >>> layout.mail(0), layout.mail(1), layout.text, layout.nbytes
+    >>> layout.counts(0), layout.counts(1), layout.text, layout.nbytes
     (320, 352, Region(offset=384, nbytes=512), 1024)
     """
 
@@ -59,14 +59,14 @@ class ControlLayout:
         first = FLAGS + ((round % self.turns) * 2 + phase) * self.world
         return slice(first, first + self.world)
 
-    def mail(self, flight: int) -> int:
+    def counts(self, region: int) -> int:
         """The counts of the rows of one dispatch in flight: two 32-bit numbers per source rank."""
-        return (FLAGS + 2 * self.turns * self.world + flight * self.world) * WORD
+        return (FLAGS + 2 * self.turns * self.world + region * self.world) * WORD
 
     @property
     def text(self) -> Region:
         """Why this rank failed, if it did."""
-        return Region(offset=round_up(self.mail(self.in_flight)), nbytes=TEXT_BYTES)
+        return Region(offset=round_up(self.counts(self.in_flight)), nbytes=TEXT_BYTES)
 
     @property
     def nbytes(self) -> int:

@@ -15,38 +15,34 @@ A rank that fails, dies or drifts leaves a status on every rank; kernels that fi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from typing import cast
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from tokenyard.errors import ContractError, Drifted, HandleError, InputError, PeerFailed
-from tokenyard.exchange.announcement import Phase
-from tokenyard.exchange.base import Exchange
-from tokenyard.exchange.one_sided.control import STATUS, WORD, ControlLayout, Trouble
-from tokenyard.exchange.one_sided.exchange import OneSidedExchange
-from tokenyard.exchange.one_sided.graphs import CapturedGraphs
-from tokenyard.exchange.one_sided.launches import LAYER_BITS, Crossing, Encoding, Launcher
-from tokenyard.exchange.spec import Dispatched, ExchangeSpec, ReturnPath, UnencodedRows
-from tokenyard.exchange.workspace import WorkspaceLayout
-from tokenyard.formats.base import EncodedRows
-from tokenyard.group.base import Group
-from tokenyard.group.one_thread import by_one_thread
-from tokenyard.routing import Routes
-from tokenyard.rows import (
-    CombineBuffer,
-    CombinedRows,
-    ExpertRows,
-    LocalRoutes,
-    PlacedRows,
-    RankRows,
-    ReceivedRows,
-    RoutingLogits,
+from tokenyard.errors import (
+    ContractError,
+    Drifted,
+    HandleError,
+    InputError,
+    PeerFailed,
+    Reason,
 )
+from tokenyard.exchange.announcement import Phase
+from tokenyard.exchange.batch import Arrival, Batch, Failure, Results, ResultsAtHome, UnencodedRows
+from tokenyard.exchange.one_sided import declarations
+from tokenyard.exchange.one_sided.control import ROUND, STATUS, WORD, ControlLayout, Trouble
+from tokenyard.exchange.one_sided.graphs import CapturedGraphs
+from tokenyard.exchange.one_sided.launch import LAYER_BITS, DispatchSlots, Encoding, Launcher
+from tokenyard.exchange.spec import ExchangeSpec
+from tokenyard.exchange.transport import Transport
+from tokenyard.exchange.workspace import LayerBytes, WorkspaceLayout
+from tokenyard.formats.base import EncodedRows, Format
+from tokenyard.group.base import Group, Pending
+from tokenyard.routing import Routes
+from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
 
 # Seconds in which one rank may compile while the others wait, whatever the deadline of other waits.
 COMPILING = 900.0
@@ -55,16 +51,13 @@ MOST_TERMS = 2
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class DevicePath(ReturnPath):
-    """How results get home from GPUs: each token's slots, and the crossing that they came by."""
+class WayBack:
+    """What is remembered of a dispatch for its results."""
 
-    crossing: Crossing
-    slots_TW: Tensor
-
-    @property
-    def is_checked(self) -> bool:
-        """Whether the host has read how many rows came."""
-        return bool(self.received_counts)
+    slots_TW: Tensor  # the slot of each token on each rank, -1 where it did not go
+    max_tokens: int  # of any rank, in this dispatch: windows are so many slots apart
+    sent: tuple[int, ...]  # rows for each rank, where the host has read them
+    is_checked: bool  # whether the host has read how many rows came
 
 
 class DeviceWorkspace:
@@ -77,92 +70,121 @@ class DeviceWorkspace:
         self.buffers = group.share_memory(layout.nbytes)
         self.launcher = Launcher(self.buffers, layout, control, group.rank, group.deadline, max_tokens)
         self._mine = self.buffers[group.rank]
-        self.status = self._mine[STATUS * WORD : STATUS * WORD + self.launcher.told[0].nbytes]
+        self.status = self._mine[STATUS * WORD : STATUS * WORD + self.launcher.host_status[0].nbytes]
 
-    def dispatch(self, crossing: Crossing, rank: int) -> dict[str, Tensor]:
+    def dispatch(self, slots: DispatchSlots, rank: int) -> dict[str, Tensor]:
         """The payloads of the slots that a rank receives into."""
-        region = self.layout.dispatch_region(crossing.flight)
-        return self._first(crossing, crossing.spec.dispatch_slots.views(region.of(self.buffers[rank])))
+        region = self.layout.dispatch_region(slots.region)
+        return self._first(slots, slots.spec.dispatch_slots.views(region.of(self.buffers[rank])))
 
-    def combine(self, crossing: Crossing, rank: int) -> dict[str, Tensor]:
+    def combine(self, slots: DispatchSlots, rank: int) -> dict[str, Tensor]:
         """The payloads of the slots that a rank's results are read from."""
-        region = self.layout.combine_region(crossing.flight)
-        return self._first(crossing, crossing.spec.combine_slots.views(region.of(self.buffers[rank])))
+        region = self.layout.combine_region(slots.region)
+        return self._first(slots, slots.spec.combine_slots.views(region.of(self.buffers[rank])))
 
-    def _first(self, crossing: Crossing, slots: dict[str, Tensor]) -> dict[str, Tensor]:
-        used = len(self.buffers) * crossing.max_tokens
-        return {name: payload[:used] for name, payload in slots.items()}
+    def _first(self, slots: DispatchSlots, views: dict[str, Tensor]) -> dict[str, Tensor]:
+        used = len(self.buffers) * slots.max_tokens
+        return {name: payload[:used] for name, payload in views.items()}
 
-    def mail(self, flight: int) -> Tensor:
+    def counts(self, region: int) -> Tensor:
         """What the ranks told this one in a dispatch: rows that come, and their `max_tokens`, `[W, 2]`."""
-        start = self.control.mail(flight)
-        return self._mine[start : self.control.mail(flight + 1)].view(torch.int32).view(-1, 2)
+        start = self.control.counts(region)
+        return self._mine[start : self.control.counts(region + 1)].view(torch.int32).view(-1, 2)
+
+    def words(self) -> Tensor:
+        """The words of this rank's control region."""
+        return self.layout.control_region().of(self._mine).view(torch.int64)
 
     def text(self, rank: int) -> Tensor:
         """The bytes of why a rank failed."""
         return self.control.text.of(self.buffers[rank])
 
+    def read_text(self, rank: int) -> str:
+        """Why a rank failed."""
+        return bytes(self.text(rank).cpu().tolist()).rstrip(b"\0").decode(errors="replace")
 
-class CudaOneSidedExchange(OneSidedExchange):
-    """Push out, pull back, by kernels."""
 
-    def __init__(self, group: Group, *, in_flight: int = 1, plan_id: int = 0, paranoid: bool = False) -> None:
-        super().__init__(group, in_flight=in_flight, plan_id=plan_id, paranoid=paranoid)
-        self._device_workspace: DeviceWorkspace | None = None
+class CudaTransport(Transport):
+    """`one_sided` between GPUs: push out, pull back, by kernels."""
+
+    name = "one_sided"
+    reads_values = False
+    encodes_results = True
+    waits_in_sum = True
+    most_terms = MOST_TERMS
+
+    @classmethod
+    def reaches(cls, group: Group, hosts: Sequence[str]) -> Reason | None:
+        return declarations.reaches(group, hosts)
+
+    @classmethod
+    def watches(cls, group: Group) -> Reason | None:
+        return declarations.watches(group)
+
+    @classmethod
+    def region_bytes(cls, spec: ExchangeSpec) -> LayerBytes:
+        return declarations.slot_bytes(spec)
+
+    @classmethod
+    def encodes(cls, format: Format) -> bool:
+        return Encoding.of(format) is not None
+
+    def __init__(self, group: Group, *, in_flight: int = 1, guard: int = 0) -> None:
+        super().__init__(group, in_flight=in_flight, guard=guard)
+        self._workspace: DeviceWorkspace | None = None
+        self._control = ControlLayout(group.size, in_flight)
         self._graphs = CapturedGraphs()
+        self._layers: list[str] = []
         self._limit: int | None = None  # of tokens on a rank, for a while
         self._is_fixed = False
+        self._failed_flag, self._failed_phase = (
+            0,
+            Phase.DISPATCH,
+        )  # of the phase in which this rank failed last
 
     @property
-    def memory(self) -> DeviceWorkspace:
+    def workspace(self) -> DeviceWorkspace:
         """The workspace of the layers that are served now."""
-        if self._device_workspace is None:
+        if self._workspace is None:
             raise ContractError(
                 "the exchange has no workspace", expected="a plan that is open", fix="make a new plan"
             )
-        return self._device_workspace
+        return self._workspace
 
     @property
     def launcher(self) -> Launcher:
         """What launches this rank's kernels."""
-        return self.memory.launcher
+        return self.workspace.launcher
 
     # -- The workspace -------------------------------------------------------------------------------------
 
     def serve(self, specs: Sequence[ExchangeSpec]) -> None:
-        needed, tokens = (
-            self.layout_for(specs),
-            max(spec.max_tokens for spec in specs),
-        )
-        there = self._device_workspace
+        needed, tokens = self._layout_for(specs), max(spec.max_tokens for spec in specs)
+        there = self._workspace
         if there is None:
             self._build(needed, tokens)
         elif not there.layout.suffices_for(needed) or there.launcher.max_tokens < tokens:
             self._check_graphs()
             self._build(there.layout.union(needed), max(tokens, there.launcher.max_tokens))
-        Exchange.serve(self, specs)
+        self._layers = [spec.layer for spec in specs]
 
     def trim(self, specs: Sequence[ExchangeSpec]) -> None:
-        needed, tokens = (
-            self.layout_for(specs),
-            max(spec.max_tokens for spec in specs),
-        )
-        if self.memory.layout != needed:
+        needed, tokens = self._layout_for(specs), max(spec.max_tokens for spec in specs)
+        if self.workspace.layout != needed:
             self._check_graphs()
             self._build(needed, tokens)
-        Exchange.serve(self, specs)
+        self._layers = [spec.layer for spec in specs]
 
-    @property
-    def _control(self) -> ControlLayout:
-        return ControlLayout(self.group.size, self._in_flight.capacity)
-
-    @property
-    def _control_bytes(self) -> int:
-        return self._control.nbytes
+    def _layout_for(self, specs: Sequence[ExchangeSpec]) -> WorkspaceLayout:
+        return declarations.layout_for(
+            [self.region_bytes(spec) for spec in specs],
+            control=self._control.nbytes,
+            in_flight=self.in_flight,
+        )
 
     def _build(self, layout: WorkspaceLayout, max_tokens: int) -> None:
         self.group.wait_for_device()  # what still uses the old workspace ends first
-        self._device_workspace = DeviceWorkspace(self.group, layout, self._control, max_tokens)
+        self._workspace = DeviceWorkspace(self.group, layout, self._control, max_tokens)
 
     def warmup(self, specs: Sequence[ExchangeSpec]) -> None:
         """Load every kernel on every rank, before the first one that waits."""
@@ -174,7 +196,15 @@ class CudaOneSidedExchange(OneSidedExchange):
                 fix="make several plans",
                 layer=over[0],
             )
-        super().warmup(specs)
+        for spec in specs:
+            for region in range(self.in_flight):
+                slots = DispatchSlots(spec=spec, region=region, max_tokens=spec.max_tokens)
+                try:
+                    self.workspace.dispatch(slots, self.group.rank)
+                    self.workspace.combine(slots, self.group.rank)
+                except ContractError as error:
+                    error.at(layer=spec.layer, rank=self.group.rank)
+                    raise
         with self.group.patience(COMPILING):
             for turn in range(2):  # one rank compiles, the others find what it has compiled
                 if turn == min(self.group.rank, 1):
@@ -183,11 +213,6 @@ class CudaOneSidedExchange(OneSidedExchange):
                             self.launcher.rehearse(spec)
                     self.group.wait_for_device()
                 self.group.barrier(phase="loading kernels")
-
-    def _look_at(self, spec: ExchangeSpec, flight: int) -> None:
-        crossing = Crossing(spec=spec, flight=flight, max_tokens=spec.max_tokens)
-        self.memory.dispatch(crossing, self.group.rank)
-        self.memory.combine(crossing, self.group.rank)
 
     def _check_graphs(self) -> None:
         """Raise, on all ranks, where a captured graph would go on using a workspace that is given up."""
@@ -214,94 +239,67 @@ class CudaOneSidedExchange(OneSidedExchange):
         finally:
             self._limit, self._is_fixed = before
 
+    def close(self) -> None:
+        if self._workspace is not None:
+            self.group.wait_for_device()
+        self._workspace = None
+
     # -- The way out ---------------------------------------------------------------------------------------
 
-    def encode(self, spec: ExchangeSpec, x_TH: Tensor) -> EncodedRows | UnencodedRows:
-        fused = Encoding.of(spec.wire) is not None
-        return UnencodedRows(format=spec.wire, x_TH=x_TH) if fused else super().encode(spec, x_TH)
-
-    @by_one_thread
-    def dispatch(
-        self,
-        spec: ExchangeSpec,
-        rows: EncodedRows | UnencodedRows,
-        routes: Routes | RoutingLogits,
-        extra: Mapping[str, Tensor] | None = None,
-    ) -> Dispatched:
-        self._check_turn(spec)
-        round, is_captured = self._round + 1, torch.cuda.is_current_stream_capturing()
-        try:
-            self._raise_trouble()
-            crossing = self._crossing(spec)
-            checked = self._check_batch(spec, rows, routes, extra or {}, values=False)
-            assert isinstance(checked, Routes)  # `supports` refuses logits
-            checked = self._drop_lost(spec, checked)
-            if rows.num_rows > crossing.max_tokens:
-                raise InputError(
-                    f"{rows.num_rows} tokens",
-                    expected=f"at most {crossing.max_tokens}, as `fixed_shapes` was told",
-                    fix="give fixed_shapes the largest number of tokens of any rank",
-                )
-        except Exception as error:
-            self._fail(spec, error, partial(self._fail_out, spec, round, error))
-        self._round = round
+    def send(self, batch: Batch) -> Pending[Arrival]:
+        is_captured = torch.cuda.is_current_stream_capturing()
+        self._raise_trouble()
+        slots = self._slots(batch.spec, batch.region)
+        if batch.num_tokens > slots.max_tokens:
+            raise InputError(
+                f"{batch.num_tokens} tokens",
+                expected=f"at most {slots.max_tokens}, as `fixed_shapes` was told",
+                fix="give fixed_shapes the largest number of tokens of any rank",
+            )
+        routes = batch.routes.routes
+        assert isinstance(routes, Routes)  # `supports` refuses logits
+        batch.announcements.all_met()
         if is_captured:
             self._graphs.note()
-        with self._working(spec, "dispatch"):
+        with self.launcher.on_device():
             slots_TW = self.launcher.dispatch(
-                crossing,
-                rows.x_TH if isinstance(rows, UnencodedRows) else rows,
-                checked.topk_ids_TK,
-                checked.topk_weights_TK,
-                extra or {},
+                slots,
+                batch.rows.x_TH if isinstance(batch.rows, UnencodedRows) else batch.rows,
+                routes.topk_ids_TK,
+                routes.topk_weights_TK,
+                batch.extra,
             )
-            is_checked = not (is_captured or self._is_fixed)
-            counts = self._read_counts(crossing) if is_checked else None
-        path = DevicePath(
-            tokens_by_rank=(),
-            received_counts=counts or (),
-            num_tokens=rows.num_rows,
-            crossing=crossing,
-            slots_TW=slots_TW,
-        )
-        received = self._rows_received(crossing, counts)
-        dispatched = Dispatched(
-            received=received,
-            spec=spec,
-            round=round,
-            return_path=path,
-            flight=crossing.flight,
-        )
-        self._in_flight.add(dispatched)
+        is_checked = not (is_captured or self._is_fixed)
+        return Pending(lambda: self._arrived(batch, slots, slots_TW, is_checked=is_checked))
+
+    def _arrived(self, batch: Batch, slots: DispatchSlots, slots_TW: Tensor, *, is_checked: bool) -> Arrival:
+        counts: tuple[int, ...] = ()
+        sent: tuple[int, ...] = ()
+        problem: InputError | None = None
+        with self.launcher.on_device():
+            if is_checked:
+                counts, sent = self._read_counts(slots, slots_TW)
+            received = self._received(slots, counts if is_checked else None)
         if is_checked:
             try:
-                self._raise_trouble()  # of this rank's own ids: the others have gone on, and wait for its combine
+                self._raise_trouble()  # of this rank's own ids: the others have gone on
             except InputError as error:
-                self._fail(spec, error, partial(self._in_flight.give_up, dispatched, error))
-        self._count(dispatched)
-        return dispatched
+                problem = error
+        way_back = WayBack(slots_TW=slots_TW, max_tokens=slots.max_tokens, sent=sent, is_checked=is_checked)
+        return replace(batch.arrived(received, counts, way_back), problem=problem)
 
-    @contextmanager
-    def _working(self, spec: ExchangeSpec, phase: str) -> Iterator[None]:
-        with (
-            self.stats[spec.layer].waiting(phase),
-            self._in_layer(spec),
-            self._waiting(),
-            self.launcher.on_device(),
-        ):
-            yield
-
-    def _crossing(self, spec: ExchangeSpec) -> Crossing:
-        """The way of a dispatch through the first region that none in flight uses."""
+    def _slots(self, spec: ExchangeSpec, region: int) -> DispatchSlots:
+        """Where rows of a dispatch go, with the limit that is set for a while."""
         limit = spec.max_tokens if self._limit is None else min(self._limit, spec.max_tokens)
-        return Crossing(spec=spec, flight=self._in_flight.free, max_tokens=limit)
+        return DispatchSlots(spec=spec, region=region, max_tokens=limit)
 
-    def _read_counts(self, crossing: Crossing) -> tuple[int, ...]:
-        """How many rows came from whom; waits for the device."""
-        told = self.memory.mail(crossing.flight).cpu()
+    def _read_counts(self, slots: DispatchSlots, slots_TW: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """How many rows came from whom, and went to whom; waits for the device, once."""
+        sent_W1 = (slots_TW >= 0).sum(dim=0, dtype=torch.int32).unsqueeze(1)
+        read = torch.cat([self.workspace.counts(slots.region), sent_W1], dim=1).cpu()
         self._raise_trouble(Trouble.FAILED)
-        limits = told[:, 1].tolist()
-        if set(limits) != {crossing.max_tokens}:
+        came, limits, sent = (read[:, column].tolist() for column in range(3))
+        if set(limits) != {slots.max_tokens}:
             by_rank = ", ".join(f"rank {rank} has {limit}" for rank, limit in enumerate(limits))
             raise Drifted(
                 f"the ranks dispatch for different numbers of tokens: {by_rank}",
@@ -309,176 +307,97 @@ class CudaOneSidedExchange(OneSidedExchange):
                 fix="give fixed_shapes the same number on all ranks",
                 rank=self.group.rank,
             )
-        return tuple(told[:, 0].tolist())
+        return tuple(came), tuple(sent)
 
-    def _rows_received(self, crossing: Crossing, counts: tuple[int, ...] | None) -> ReceivedRows:
+    def _received(self, slots: DispatchSlots, counts: tuple[int, ...] | None) -> ReceivedRows:
         """What came, as views of the workspace: the rows that are there, or all slots."""
-        spec, slots = crossing.spec, self.memory.dispatch(crossing, self.group.rank)
+        spec, views = slots.spec, self.workspace.dispatch(slots, self.group.rank)
         names = [payload.name for payload in spec.wire.payloads(spec.hidden_size)]
         rows = EncodedRows(
             format=spec.wire,
             hidden_size=spec.hidden_size,
-            payloads={name: slots[name] for name in names},
+            payloads={name: views[name] for name in names},
         )
-        extra = {payload.name: slots[payload.name] for payload in spec.extra}
+        extra = {payload.name: views[payload.name] for payload in spec.extra}
         if counts is None:
-            routes = LocalRoutes(ids_RK=slots["ids"], weights_RK=slots["weights"])
-            everything = (crossing.max_tokens,) * self.group.size
-            results = self._results_at(crossing, None)
-            return ReceivedRows(rows=rows, routes=routes, counts_W=everything, extra=extra, results=results)
-        places = [torch.arange(n) + source * crossing.max_tokens for source, n in enumerate(counts)]
+            return ReceivedRows(
+                rows=rows,
+                routes=LocalRoutes(ids_RK=views["ids"], weights_RK=views["weights"]),
+                counts_W=(slots.max_tokens,) * self.group.size,
+                extra=extra,
+                results=self.results_at(slots, None),
+            )
+        places = [torch.arange(n) + source * slots.max_tokens for source, n in enumerate(counts)]
         slots_R = torch.cat(places).to(self.group.device)
         return ReceivedRows(
             rows=rows,
-            routes=LocalRoutes(ids_RK=slots["ids"][slots_R], weights_RK=slots["weights"][slots_R]),
+            routes=LocalRoutes(ids_RK=views["ids"][slots_R], weights_RK=views["weights"][slots_R]),
             counts_W=counts,
             extra={name: payload[slots_R] for name, payload in extra.items()},
             slots_R=slots_R,
-            results=self._results_at(crossing, slots_R),
+            results=self.results_at(slots, slots_R),
         )
 
-    def _count(self, dispatched: Dispatched) -> None:
-        path, stats = cast(DevicePath, dispatched.return_path), self.stats[dispatched.spec.layer]
-        if path.is_checked:
-            sent = (path.slots_TW >= 0).sum(dim=0).tolist()
-            row = self.region_bytes(dispatched.spec).dispatch_row
-            stats.count_dispatch(path.num_tokens, sent, path.received_counts, [n * row for n in sent])
-        else:  # how many rows went where, only the device knows
-            nobody = [0] * self.group.size
-            stats.count_dispatch(path.num_tokens, nobody, nobody, nobody)
+    def results_at(self, slots: DispatchSlots, slots_R: Tensor | None) -> CombineBuffer | None:
+        """Where results are read; None where they are encoded on the way there."""
+        if slots.spec.combine_wire.quantized:
+            return None
+        (rows_SH,) = self.workspace.combine(slots, self.group.rank).values()
+        return CombineBuffer(rows_SH=rows_SH, slots_R=slots_R)
+
+    def rows_sent(self, batch: Batch, arrival: Arrival) -> Sequence[int]:
+        """Rows that went to each rank; none are counted where only the device knows."""
+        return arrival.way_back.sent or [0] * self.group.size
+
+    def bytes_sent(self, batch: Batch, rows: Sequence[int]) -> list[int]:
+        row = self.region_bytes(batch.spec).dispatch_row
+        return [count * row for count in rows]
 
     # -- The way back --------------------------------------------------------------------------------------
 
-    def combine_buffer(self, dispatched: Dispatched) -> CombineBuffer | None:
-        path = cast(DevicePath, dispatched.return_path)
-        return self._results_at(path.crossing, dispatched.received.slots_R)
+    def send_back(self, results: Results) -> Pending[ResultsAtHome]:
+        arrival = results.arrival
+        if results.rows_RH is not None:
+            with self.launcher.on_device():
+                self.launcher.place(slots_of(arrival), results.rows_RH, dense=arrival.way_back.is_checked)
+        results.before_telling()
+        just_placed = results.rows_RH is not None
+        return Pending(lambda: _DeviceResults(transport=self, arrival=arrival, just_placed=just_placed))
 
-    def _results_at(self, crossing: Crossing, slots_R: Tensor | None) -> CombineBuffer | None:
-        """Where results are read; None where they are encoded on the way there."""
-        if crossing.spec.combine_wire.quantized:
-            return None
-        (rows_SH,) = self.memory.combine(crossing, self.group.rank).values()
-        return CombineBuffer(rows_SH=rows_SH, slots_R=slots_R)
-
-    @by_one_thread
-    def combine(
-        self,
-        dispatched: Dispatched,
-        result: ExpertRows | PlacedRows,
-        *,
-        out: Tensor | None = None,
-        add: Sequence[Tensor] = (),
-    ) -> CombinedRows:
-        path, rows_RH = self._results(dispatched, result, reduces=True, out=out, add=add)
-        spec = dispatched.spec
-        if out is None:
-            out = torch.empty(
-                path.num_tokens,
-                spec.hidden_size,
-                dtype=spec.dtype,
-                device=self.group.device,
-            )
-        with self._working(spec, "combine"), self._in_turn():
-            home = (
-                out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-            )
-            self.launcher.combine(path.crossing, path.slots_TW, rows_RH, home, add, dense=path.is_checked)
-            if home is not out:
-                out.copy_(home)
-            self._end(path)
-        self._count_back(dispatched)
-        return CombinedRows(y_TH=out)
-
-    @by_one_thread
-    def combine_unreduced(self, dispatched: Dispatched, result: ExpertRows | PlacedRows) -> RankRows:
-        path, rows_RH = self._results(dispatched, result, reduces=False, out=None, add=())
-        spec, crossing = dispatched.spec, path.crossing
-        with self._working(spec, "combine"), self._in_turn():
-            if rows_RH is not None:
-                self.launcher.place(crossing, rows_RH, dense=path.is_checked)
-            self.launcher.meet(crossing.layer, Phase.COMBINE)
-            tokens = [column.nonzero().squeeze(1) for column in (path.slots_TW >= 0).unbind(dim=1)]
-            first = self.group.rank * crossing.max_tokens
-            home = []
-            for rank, token_N in enumerate(tokens):
-                payloads = {
-                    name: payload[first : first + len(token_N)]
-                    for name, payload in self.memory.combine(crossing, rank).items()
-                }
-                encoded = EncodedRows(
-                    format=spec.combine_wire,
-                    hidden_size=spec.hidden_size,
-                    payloads=payloads,
-                )
-                home.append(encoded.decode(torch.float32).clone())
-            self._end(path)
-        self._count_back(dispatched)
-        return RankRows(
-            rows_by_rank=tuple(home),
-            tokens_by_rank=tuple(tokens),
-            num_tokens=path.num_tokens,
-            dtype=spec.dtype,
-        )
-
-    def _results(
-        self,
-        dispatched: Dispatched,
-        result: ExpertRows | PlacedRows,
-        *,
-        reduces: bool,
-        out: Tensor | None,
-        add: Sequence[Tensor],
-    ) -> tuple[DevicePath, Tensor | None]:
-        """Check a result; its rows, or None where they are placed already."""
-        self._land(dispatched)
-        spec, path = dispatched.spec, cast(DevicePath, dispatched.return_path)
-        try:
-            rows_RH = self._check_result(dispatched, result, reduces=reduces, out=out, add=add)
-            if len(add) > MOST_TERMS:
-                raise InputError(
-                    f"{len(add)} tensors to add",
-                    expected=f"at most {MOST_TERMS} on a GPU",
-                    fix="add some of them before",
-                )
-            return path, rows_RH
-        except Exception as error:
-            self._fail(spec, error, partial(self._fail_back, dispatched, error))
-
-    def _end(self, path: DevicePath) -> None:
+    def end(self, arrival: Arrival) -> None:
         """The end of a checked round: whatever went wrong in it is raised here."""
-        if path.is_checked:
+        if arrival.way_back.is_checked:
             self.group.wait_for_device()
             self._raise_trouble()
 
-    def _count_back(self, dispatched: Dispatched) -> None:
-        row = self.region_bytes(dispatched.spec).combine_row
-        counts = dispatched.return_path.received_counts
-        self.stats[dispatched.spec.layer].count_combine([n * row for n in counts])
+    # -- Failures ------------------------------------------------------------------------------------------
 
-    # -- Shared fate ---------------------------------------------------------------------------------------
-
-    def _fail_out(self, spec: ExchangeSpec, round: int, error: BaseException) -> None:
-        self._round = round
-        self._tell_failure(self._crossing(spec), Phase.DISPATCH, error)
-
-    def _fail_back(self, dispatched: Dispatched, error: BaseException) -> None:
-        self._tell_failure(cast(DevicePath, dispatched.return_path).crossing, Phase.COMBINE, error)
-
-    def _tell_failure(self, crossing: Crossing, phase: Phase, error: BaseException) -> None:
-        """Take part in a phase only to say that this rank failed, and why."""
+    def fail(self, failure: Failure) -> None:
+        failure.announcements.all_met()
         if torch.cuda.is_current_stream_capturing():
             return  # nothing runs yet: the others are capturing, too, and wait for nobody
-        text = f"{type(error).__name__}: {error}".encode()[: self.memory.control.text.nbytes].ljust(
-            self.memory.control.text.nbytes, b"\0"
-        )
-        self.memory.text(self.group.rank).copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        arrival = failure.arrival
+        slots = self._slots(failure.spec, failure.region) if arrival is None else slots_of(arrival)
+        phase = failure.announcements.mine.phase
+        number = list(Phase).index(phase)
+        round = int(self.workspace.words()[ROUND + number]) + 1  # as the device counts
+        self._failed_flag, self._failed_phase = round << 24 | slots.layer << 2 | number | 2, phase
+        # The text of an older failure may still stand there: this one says of which round it is.
+        room = self.workspace.control.text.nbytes
+        text = (_stamp(phase, round) + failure.announcements.mine.error).encode()[:room].ljust(room, b"\0")
+        self.workspace.text(self.group.rank).copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         with self.launcher.on_device():
-            self.launcher.meet(crossing.layer, phase, fails=True)
+            self.launcher.signal_and_wait(slots.layer, phase, fails=True)
         self.group.wait_for_device()
-        if self.launcher.told[0, 0] != Trouble.LOST:
+        if self.launcher.host_status[0, 0] != Trouble.LOST:
             self._forget_trouble()
 
-    @by_one_thread
+    def all_failed(self) -> bool:
+        """Whether every rank came to the phase in which this one failed last only to say that it failed, too."""
+        number, round = list(Phase).index(self._failed_phase), self._failed_flag >> 24
+        flags = self.workspace.words()[self.workspace.control.flags(number, round)]
+        return bool((flags == self._failed_flag).all())
+
     def synchronize(self) -> None:
         """Wait for the device, and raise what went wrong in rounds that were not checked."""
         self.group.wait_for_device()
@@ -486,16 +405,16 @@ class CudaOneSidedExchange(OneSidedExchange):
 
     def _raise_trouble(self, least: Trouble = Trouble.BAD_IDS) -> None:
         """Raise what a kernel has reported, without waiting for it to do so."""
-        kind, flag, ranks, waited = self.launcher.told[0].tolist()
-        if kind < least or self._device_workspace is None:
+        if self._workspace is None:
+            return
+        kind, flag, ranks, waited = self.launcher.host_status[0].tolist()
+        if kind < least:
             return
         phase = list(Phase)[flag & 1]
-        layer = self._names[flag >> 2 & (1 << LAYER_BITS) - 1] if kind != Trouble.BAD_IDS else None
+        layer = self._layers[flag >> 2 & (1 << LAYER_BITS) - 1] if kind != Trouble.BAD_IDS else None
         who = [rank for rank in range(self.group.size) if ranks >> rank & 1]
         if kind == Trouble.LOST:
-            lost = self.group.lost(who, phase=phase.value, waited=waited / 1e9, layer=layer)
-            self._break(lost)
-            raise lost
+            raise self.group.lost(who, phase=phase.value, waited=waited / 1e9, layer=layer)
         if kind == Trouble.BAD_IDS:
             self._forget_trouble()
             raise InputError(
@@ -504,10 +423,12 @@ class CudaOneSidedExchange(OneSidedExchange):
                 fix="pass global expert ids of this layer, and -1 for padding",
                 rank=self.group.rank,
             )
-        why = bytes(self.memory.text(who[0]).cpu().tolist()).rstrip(b"\0").decode(errors="replace")
+        stamp = _stamp(phase, flag >> 24)
+        failures = {rank: self.workspace.read_text(rank).partition(stamp) for rank in who}
         self._forget_trouble()
-        if kind == Trouble.FAILED:
-            raise PeerFailed(who[0], why, phase=phase.value, layer=layer, rank=self.group.rank)
+        for rank, (_, found, why) in failures.items():
+            if found:
+                raise PeerFailed(rank, why, phase=phase.value, layer=layer, rank=self.group.rank)
         names = ", ".join(f"rank {rank}" for rank in who)
         raise Drifted(
             f"in {phase.value}, {names} came with another layer or another max_tokens",
@@ -518,13 +439,59 @@ class CudaOneSidedExchange(OneSidedExchange):
         )
 
     def _forget_trouble(self) -> None:
-        self.memory.status.zero_()
+        self.workspace.status.zero_()
         self.group.wait_for_device()
-        self.launcher.told.zero_()
+        self.launcher.host_status.zero_()
 
-    def close(self) -> None:
-        """No more rounds, and the workspace is given back."""
-        if self._device_workspace is not None:
-            self.group.wait_for_device()
-        Exchange.close(self)
-        self._device_workspace = None
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _DeviceResults(ResultsAtHome):
+    """Results in the workspaces of all ranks; one pass over them meets the others and sums."""
+
+    transport: CudaTransport
+    arrival: Arrival
+    just_placed: bool  # by a kernel of this transport, not by the experts
+
+    def sum_into(self, out_TH: Tensor, add: Sequence[Tensor]) -> Tensor:
+        launcher, way_back = self.transport.launcher, self.arrival.way_back
+        with launcher.on_device():
+            whole = (
+                out_TH
+                if out_TH.is_contiguous()
+                else torch.empty_like(out_TH, memory_format=torch.contiguous_format)
+            )
+            launcher.sum(slots_of(self.arrival), way_back.slots_TW, whole, add, just_placed=self.just_placed)
+            if whole is not out_TH:
+                out_TH.copy_(whole)
+            self.transport.end(self.arrival)
+        return out_TH
+
+    def by_rank(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        transport, spec, way_back = self.transport, self.arrival.spec, self.arrival.way_back
+        slots = slots_of(self.arrival)
+        with transport.launcher.on_device():
+            transport.launcher.signal_and_wait(slots.layer, Phase.COMBINE)
+            tokens = tuple(column.nonzero().squeeze(1) for column in (way_back.slots_TW >= 0).unbind(dim=1))
+            first = transport.group.rank * slots.max_tokens
+            home = []
+            for rank, token_N in enumerate(tokens):
+                payloads = {
+                    name: payload[first : first + len(token_N)]
+                    for name, payload in transport.workspace.combine(slots, rank).items()
+                }
+                encoded = EncodedRows(
+                    format=spec.combine_wire, hidden_size=spec.hidden_size, payloads=payloads
+                )
+                home.append(encoded.decode(torch.float32).clone())
+            transport.end(self.arrival)
+        return tuple(home), tokens
+
+
+def slots_of(arrival: Arrival) -> DispatchSlots:
+    """Where the rows of an arrival, and their results, stand."""
+    return DispatchSlots(spec=arrival.spec, region=arrival.region, max_tokens=arrival.way_back.max_tokens)
+
+
+def _stamp(phase: Phase, round: int) -> str:
+    """What stands in front of the text of a failure: the phase and the round in which it happened."""
+    return f"{phase.value} {round}: "

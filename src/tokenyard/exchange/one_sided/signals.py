@@ -16,7 +16,7 @@ what it said the time before last: mail is never overwritten before it was read,
 
 **Order.** Data is written before its flag and read after it. On x86 plain aligned stores become visible in program
 order, and plain loads are done in program order, so that is enough; elsewhere it is not, and Python has no fence, so
-`OneSidedExchange.reaches` refuses. A flag must be written in one piece: a store through `memoryview`, ctypes, numpy or
+`declarations.reaches` refuses. A flag must be written in one piece: a store through `memoryview`, ctypes, numpy or
 torch is (no torn read in 10 million), `struct.pack_into` is not (9% of reads were torn).
 
 **Waiting** yields the core at once and then sleeps, longer each time, up to a fifth of a millisecond: four ranks on two

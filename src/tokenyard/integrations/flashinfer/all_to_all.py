@@ -42,12 +42,12 @@ from tokenyard.errors import (
     PlanError,
     TokenyardError,
 )
-from tokenyard.exchange import Dispatched, ExchangeSpec, OneSidedExchange
+from tokenyard.exchange import Arrival, ExchangeSpec, SharedMemoryTransport
 from tokenyard.exchange.workspace import REGION_ALIGNMENT, round_up
 from tokenyard.formats import EncodedRows, Format, Payload, for_dtype
 from tokenyard.group import Disagreement
 from tokenyard.group.base import Group
-from tokenyard.integrations.flashinfer.carriers import AtTheDoor, carrier_for
+from tokenyard.integrations.flashinfer.carriers import NeedsAgreement, carrier_for
 from tokenyard.integrations.flashinfer.manifest import (
     Manifest,
     PayloadSet,
@@ -109,7 +109,7 @@ class MoeAlltoAll:
         self.max_num_tokens, self.top_k, self.num_experts = max_num_tokens, top_k, num_experts
         self._exchange_specs: dict[Manifest | None, ExchangeSpec] = {}
         self._warm: set[Manifest | None] = set()
-        self._flight: Dispatched | None = None
+        self._flight: Arrival | None = None
         self._dispatched: Manifest | None = None
 
         def check() -> None:
@@ -126,10 +126,11 @@ class MoeAlltoAll:
             f"hidden_size {hidden_size}, number {number} of this group"
         )
         self._agree("MoeAlltoAll", given, self._attempt(check)[1])
-        if reason := OneSidedExchange.reaches(group, group.gather_json(group.host())):
+        if reason := SharedMemoryTransport.reaches(group, group.gather_json(group.host())):
             raise PlanError(str(reason), expected="ranks that share memory", fix=reason.why, rank=group.rank)
         self._placement = Placement.contiguous(num_experts, group.size)
-        self._exchange = carrier_for(group)(group, plan_id=number)
+        self._carrier = carrier_for(group, plan_id=number)
+        self._exchange = self._carrier.exchange
         # The routing weights travel as a payload of the caller's, if at all.
         self._ones_TK = torch.ones(max_num_tokens, top_k, device=group.device)
         self._exchange_specs[None] = self._exchange_spec("door", _NOTHING, 0, 1, torch.bfloat16, max_tokens=0)
@@ -140,7 +141,7 @@ class MoeAlltoAll:
     @property
     def workspace_size_per_rank(self) -> int:
         """Bytes of the workspace that this rank holds now."""
-        return self._exchange.own_buffer.numel()
+        return self._carrier.own_buffer.numel()
 
     # -- The way out ---------------------------------------------------------------------------------------
 
@@ -166,16 +167,16 @@ class MoeAlltoAll:
             most = check_whole(
                 "runtime_max_tokens_per_rank", runtime_max_tokens_per_rank, least=0, most=self.max_num_tokens
             )
-            experts = self.num_experts if self._exchange.reads_values else None
+            experts = self.num_experts if self._carrier.reads_values else None
             check_batch(token_selected_experts, input_payloads, self.top_k, experts, most, self.group.device)
             check_marks(input_payloads, invalid_token_expert_id, expert_id_payload_index)
             return Manifest.of_payloads(input_payloads, most)
 
         manifest, error = self._attempt(check)
         if error is not None or self._listed(manifest) not in self._exchange_specs:
-            self._exchange.check_may_agree(f"what this dispatch brings ({manifest})", error)
-            with suppress(AtTheDoor, Drifted), self._exchange.round_trip(self._exchange_specs[None]):
-                raise AtTheDoor(self._cause("dispatch", manifest, error))
+            self._carrier.check_may_agree(f"what this dispatch brings ({manifest})", error)
+            with suppress(NeedsAgreement, Drifted), self._exchange.round_trip(self._exchange_specs[None]):
+                raise NeedsAgreement(self._cause("dispatch", manifest, error))
             self._agree_at_the_door("dispatch", manifest, error)
         assert manifest is not None
         spec = self._exchange_specs[self._listed(manifest)]
@@ -185,11 +186,11 @@ class MoeAlltoAll:
         routes = Routes(
             topk_ids_TK=token_selected_experts, topk_weights_TK=self._ones_TK[: len(token_selected_experts)]
         )
-        send = partial(self._exchange.move, spec, rows, routes, manifest.max_tokens)
+        send = partial(self._carrier.move, spec, rows, routes, manifest.max_tokens)
         flight = self._explained(manifest, send)
         self._flight, self._dispatched = flight, manifest
         slots = [flight.received.rows.payloads[name] for name in names]
-        self._exchange.mark_unused(
+        self._carrier.mark_unused(
             flight, slots, manifest.max_tokens, expert_id_payload_index, invalid_token_expert_id
         )
         return [
@@ -253,36 +254,36 @@ class MoeAlltoAll:
         wanted, flight = self._redirected(manifest)
         self._flight = None
         if not payload_in_workspace:
-            self._exchange.place(flight, self._results(wanted), payload)
-        buffer = self._exchange.combine_buffer(flight)
+            self._carrier.place(flight, self._results(wanted), payload)
+        buffer = flight.received.results
         assert buffer is not None  # results travel back as they are
         back = partial(self._exchange.combine, flight, buffer.placed(), out=output)
         return self._explained(wanted, back).y_TH
 
-    def _redirected(self, manifest: Callable[[], Manifest]) -> tuple[Manifest, Dispatched]:
+    def _redirected(self, manifest: Callable[[], Manifest]) -> tuple[Manifest, Arrival]:
         """The dispatch in flight, redirected to results of a manifest that all ranks know."""
         flight, self._flight = self._flight, None
         assert flight is not None
         wanted, error = self._attempt(manifest)
         again = error is not None or self._listed(wanted) not in self._exchange_specs
         if again:
-            self._exchange.check_may_agree(f"what this combine brings ({wanted})", error)
-            at_the_door = AtTheDoor(self._cause("combine", wanted, error))
-            with suppress(AtTheDoor, Drifted):
+            self._carrier.check_may_agree(f"what this combine brings ({wanted})", error)
+            at_the_door = NeedsAgreement(self._cause("combine", wanted, error))
+            with suppress(NeedsAgreement, Drifted):
                 self._exchange.refuse(
                     self._exchange.redirect(flight, self._exchange_specs[None]), at_the_door
                 )
             self._agree_at_the_door("combine", wanted, error)
         assert wanted is not None
-        self._flight = self._exchange.redirect(
-            flight, self._exchange_specs[self._listed(wanted)], again=again
+        self._flight = self._carrier.redirect(
+            flight, self._exchange_specs[self._listed(wanted)], wanted.max_tokens, again=again
         )
         return wanted, self._flight
 
     def _results(self, manifest: Manifest) -> Tensor:
         """Where results of a manifest belong in this rank's workspace: one place, as one dispatch is in flight."""
         spec = self._exchange_specs[self._listed(manifest)]
-        rows_SH = self._exchange.results(spec, manifest.max_tokens)
+        rows_SH = self._carrier.results(spec, manifest.max_tokens).rows_SH
         return rows_SH.view(self.ep_size, manifest.max_tokens, spec.hidden_size)
 
     def _is_results(self, manifest: Manifest, payload: Tensor) -> bool:
@@ -292,7 +293,7 @@ class MoeAlltoAll:
         return payload.data_ptr() == self._results(manifest).data_ptr() and payload.is_contiguous()
 
     def _in_workspace(self, tensor: Tensor) -> bool:
-        mine = self._exchange.own_buffer.untyped_storage()
+        mine = self._carrier.own_buffer.untyped_storage()
         return tensor.untyped_storage().data_ptr() == mine.data_ptr()
 
     def _same_tokens(self, max_tokens: int) -> int:
@@ -309,7 +310,7 @@ class MoeAlltoAll:
 
     def _listed(self, manifest: Manifest | None) -> Manifest | None:
         """The manifest on the list that serves this one."""
-        if manifest is None or self._exchange.needs_exact_tokens:
+        if manifest is None or self._carrier.needs_exact_tokens:
             return manifest
         return replace(manifest, max_tokens=self.max_num_tokens)
 
@@ -324,7 +325,7 @@ class MoeAlltoAll:
 
     def _agree_at_the_door(self, phase: str, manifest: Manifest | None, error: Exception | None) -> None:
         """This rank was at the door: agree with the others, and put what all bring on the list."""
-        if not self._exchange.is_agreed_on(phase):
+        if not self._carrier.all_need_agreement():
             raise self._cause(phase, manifest, error)
         self._agree(phase, str(manifest), error)
         self._learn(manifest)
@@ -347,7 +348,7 @@ class MoeAlltoAll:
         try:
             return call()
         except Drifted:
-            if self._exchange.reads_values:  # else the ranks are not in one call any more
+            if self._carrier.reads_values:  # else the ranks are not in one call any more
                 self._agree(manifest.phase, str(manifest), None)
             raise
 

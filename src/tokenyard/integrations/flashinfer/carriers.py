@@ -1,7 +1,7 @@
-"""What moves the rows of a compatible door: the one-sided exchange, taught three things that a plan does not need.
+"""What moves the rows of `MoeAlltoAll`: an exchange over `one_sided`, and what a plan does not need of it.
 
-- Results may be of another spec than what was dispatched (`redirect`): their width is not known before.
-- A rank may come to a round only to say that it needs an agreement, or has an error (`AtTheDoor`); and it can tell
+- Results may be of another spec than what was dispatched: their width is not known before.
+- A rank may come to a round only to say that it needs an agreement, or has an error (`NeedsAgreement`); and it can tell
   afterwards whether all ranks came for that.
 - Slots that hold no row are made recognizable.
 
@@ -11,94 +11,144 @@
 from __future__ import annotations
 
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, NoReturn
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from tokenyard.errors import TokenyardError
-from tokenyard.exchange import Dispatched, ExchangeSpec, OneSidedExchange
+from tokenyard.exchange import Arrival, Exchange, ExchangeSpec, SharedMemoryTransport
 from tokenyard.formats import EncodedRows
 from tokenyard.group.base import Group
 from tokenyard.integrations.flashinfer.manifest import clear_unused
 from tokenyard.routing import Routes
+from tokenyard.rows import CombineBuffer
 
 
-class AtTheDoor(TokenyardError):
+class NeedsAgreement(TokenyardError):
     """Announced by a rank that needs an agreement, because of `cause`. Nobody outside of this package sees it."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__("at the door", expected="an agreement", fix="agree")
         self.cause = cause
 
+    @property
+    def announced_as(self) -> Exception:
+        """What is new on this rank, or its error."""
+        return self.cause
 
-class Carrier(OneSidedExchange):
-    """The one-sided exchange of a compatible door, on the CPU."""
+
+class Carrier(ABC):
+    """An exchange over `one_sided`, as `MoeAlltoAll` uses it."""
 
     # Whether a spec serves only its own number of tokens; else any smaller one, too.
-    needs_exact_tokens = True
-    # Whether a dispatch may look at values: the ids, and how many rows came.
-    reads_values = True
+    needs_exact_tokens: ClassVar[bool]
+    exchange: Exchange
 
-    def move(self, spec: ExchangeSpec, rows: EncodedRows, routes: Routes, max_tokens: int) -> Dispatched:
+    @property
+    def reads_values(self) -> bool:
+        """Whether a dispatch may look at values: the ids, and how many rows came."""
+        return self.exchange.transport.reads_values
+
+    @property
+    @abstractmethod
+    def own_buffer(self) -> Tensor:
+        """This rank's workspace."""
+
+    @abstractmethod
+    def move(self, spec: ExchangeSpec, rows: EncodedRows, routes: Routes, max_tokens: int) -> Arrival:
         """Dispatch; at most `max_tokens` come from each rank, and so far apart are their slots."""
-        return self.dispatch(spec, rows, routes)
 
+    @abstractmethod
     def mark_unused(
         self,
-        flight: Dispatched,
+        arrival: Arrival,
         payloads: Sequence[Tensor],
         max_tokens: int,
         number: int | None,
         mark: int | None,
     ) -> None:
-        """Fill the slots that hold no row: with zeros, and in payload `number` with `mark`."""
-        for each, slots_SX in enumerate(payloads):
-            clear_unused(slots_SX, flight.received.counts_W, max_tokens, mark if each == number else None)
+        """Fill the slots that hold no row: in payload `number` with `mark`."""
 
-    def place(self, flight: Dispatched, results: Tensor, payload: Tensor) -> None:
+    @abstractmethod
+    def results(self, spec: ExchangeSpec, max_tokens: int) -> CombineBuffer:
+        """Where results of a spec belong in this rank's workspace; one dispatch is in flight at most."""
+
+    @abstractmethod
+    def place(self, arrival: Arrival, results: Tensor, payload: Tensor) -> None:
         """Copy results, `[W, max_tokens, H]`, where they belong in the workspace."""
-        for source, count in enumerate(flight.received.counts_W):
-            results[source, :count] = payload[source, :count].detach()
 
-    def results(self, spec: ExchangeSpec, max_tokens: int) -> Tensor:
-        """Where results of a spec belong in this rank's workspace, `[slots, H]`; one dispatch is in flight at most."""
-        (rows_SH,) = self.workspace.combine(self.group.rank, spec, flight=0).values()
-        return rows_SH
-
-    @property
-    def own_buffer(self) -> Tensor:
-        """This rank's workspace."""
-        return self.workspace.buffers[self.group.rank]
-
-    def redirect(self, dispatched: Dispatched, spec: ExchangeSpec, *, again: bool = False) -> Dispatched:
-        """The one dispatch in flight, with results of this spec; `again` after a combine that was refused."""
-        round = self._round + 1 if again else dispatched.round
-        self._in_flight.land_all()
-        redirected = replace(dispatched, spec=spec, round=round)
-        self._in_flight.add(redirected)
-        return redirected
-
-    def refuse(self, dispatched: Dispatched, error: Exception) -> NoReturn:
-        """Take part in a combine only to say that this rank has an error."""
-        self._land(dispatched)
-        self._fail(dispatched.spec, error, partial(self._fail_back, dispatched, error))
-
+    @abstractmethod
     def check_may_agree(self, what: str, error: Exception | None) -> None:
         """Raise, on this rank alone, where ranks cannot meet now, because of something new or of an error."""
 
-    def is_agreed_on(self, phase: str) -> bool:
-        """Whether all ranks meet in an agreement, after this one was at the door in a phase. On the CPU they do."""
+    @abstractmethod
+    def all_need_agreement(self) -> bool:
+        """Whether all ranks came to the last phase only to agree, as this one did."""
+
+    def redirect(
+        self, arrival: Arrival, spec: ExchangeSpec, max_tokens: int, *, again: bool = False
+    ) -> Arrival:
+        """The one arrival in flight, with results of this spec; `again` after a combine that was refused."""
+        received = replace(arrival.received, results=self.results(spec, max_tokens))
+        return self.exchange.redirect(replace(arrival, received=received), spec, again=again)
+
+
+class SharedMemoryCarrier(Carrier):
+    """Between CPU ranks: every call waits for all ranks, so they can always agree."""
+
+    needs_exact_tokens = True
+
+    def __init__(self, group: Group, *, plan_id: int) -> None:
+        self.exchange = Exchange(SharedMemoryTransport, group, plan_id=plan_id)
+
+    @property
+    def _transport(self) -> SharedMemoryTransport:
+        assert isinstance(self.exchange.transport, SharedMemoryTransport)
+        return self.exchange.transport
+
+    @property
+    def own_buffer(self) -> Tensor:
+        return self._transport.workspace.buffers[self.exchange.group.rank]
+
+    def move(self, spec: ExchangeSpec, rows: EncodedRows, routes: Routes, max_tokens: int) -> Arrival:
+        return self.exchange.dispatch(spec, rows, routes)
+
+    def mark_unused(
+        self,
+        arrival: Arrival,
+        payloads: Sequence[Tensor],
+        max_tokens: int,
+        number: int | None,
+        mark: int | None,
+    ) -> None:
+        """The others are filled with zeros."""
+        for each, slots_SX in enumerate(payloads):
+            clear_unused(slots_SX, arrival.received.counts_W, max_tokens, mark if each == number else None)
+
+    def results(self, spec: ExchangeSpec, max_tokens: int) -> CombineBuffer:
+        buffer = self._transport.results_at(spec, 0, None)
+        assert buffer is not None  # results travel back as they are
+        return buffer
+
+    def place(self, arrival: Arrival, results: Tensor, payload: Tensor) -> None:
+        for source, count in enumerate(arrival.received.counts_W):
+            results[source, :count] = payload[source, :count].detach()
+
+    def check_may_agree(self, what: str, error: Exception | None) -> None:
+        pass
+
+    def all_need_agreement(self) -> bool:
         return True
 
 
-def carrier_for(group: Group) -> type[Carrier]:
+def carrier_for(group: Group, *, plan_id: int) -> Carrier:
     """The carrier that serves ranks on the devices of a group."""
     if group.device.type != "cuda":
-        return Carrier
+        return SharedMemoryCarrier(group, plan_id=plan_id)
     # Triton is needed only there.
     module: Any = importlib.import_module("tokenyard.integrations.flashinfer.device_carrier")
-    chosen: type[Carrier] = module.DeviceCarrier
+    chosen: Carrier = module.DeviceCarrier(group, plan_id=plan_id)
     return chosen

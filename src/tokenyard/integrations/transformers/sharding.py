@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenyard.checkpoints import Checkpoint, open_together
-from tokenyard.exchange import Exchange
+from tokenyard.exchange import Transport
 from tokenyard.experts import ExpertWeights
 from tokenyard.formats import Format
 from tokenyard.group import Group, make_together
@@ -47,7 +47,7 @@ def shard_experts(
     model: nn.Module,
     group: Group,
     *,
-    exchange: str | type[Exchange] = "one_sided",
+    exchange: str | type[Transport] = "one_sided",
     wire: str | Format | None = None,
     combine_wire: str | Format | None = None,
     weights: str | None = None,

@@ -197,9 +197,9 @@ class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
             )
         stack, trip, self._open, self._trip = self._open, self._trip, None, None
         with stack:
-            assert trip.dispatched is not None  # by prepare
+            assert trip.arrival is not None  # by prepare
             check_weight_on(self.wiring, apply_router_weight_on_input)
-            rows = self._finished(fused_expert_output, trip.dispatched.received, weight_and_reduce_impl)
+            rows = self._finished(fused_expert_output, trip.arrival.received, weight_and_reduce_impl)
             trip.combine(rows, out=output)
 
     def abandon(self, error: Exception) -> None:

@@ -4,7 +4,7 @@
 checks, announcements and sums that a layer pays too. Routes are uniformly random and different on every rank.
 
 **What is not.** Encoding the rows (it has its own figure, `encode_ms`, from the same rounds) and the experts: the
-results are made once, before. An exchange that lets experts write into its workspace (`combine_buffer`) finds
+results are made once, before. An exchange that lets experts write into its workspace (`received.results`) finds
 them there, as it would after experts that do.
 
 **Beside what.** `gloo`: a bare `all_to_all_single` there and one back, of as many bytes as `two_sided` sends. Bytes
@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard.errors import ContractError, InputError
-from tokenyard.exchange import EXCHANGES, Dispatched, Exchange, ExchangeSpec, resolve
+from tokenyard.exchange import EXCHANGES, Arrival, Exchange, ExchangeSpec, resolve
 from tokenyard.formats import EncodedRows
 from tokenyard.group import Group, launch
 from tokenyard.lab.bench.records import Record, Spread
@@ -48,7 +48,7 @@ from tokenyard.planning.drafting import EXCHANGE_VARIABLE, PARANOID_VARIABLE, dr
 from tokenyard.planning.planner import plan
 from tokenyard.planning.spec import LayerSpec
 from tokenyard.routing import Routes
-from tokenyard.rows import CombineBuffer, ExpertRows, LocalRoutes, PlacedRows, ReceivedRows
+from tokenyard.rows import ExpertRows, LocalRoutes, PlacedRows, ReceivedRows
 
 NOTE = (
     "gloo moves ready bytes; the floor: each rank copies the same bytes; memory on one host, not the speed of a link; "
@@ -216,15 +216,13 @@ class _Ours:
         self._combine(dispatched)
         return arrived, self.y_TH.clone()
 
-    def _dispatch(self) -> Dispatched:
+    def _dispatch(self) -> Arrival:
         return self.exchange.dispatch(self.exchange_spec, self.batch.rows, self.batch.routes)
 
-    def _combine(self, dispatched: Dispatched) -> None:
+    def _combine(self, dispatched: Arrival) -> None:
         assert self.results_RH is not None
         result: ExpertRows | PlacedRows = ExpertRows(rows_RH=self.results_RH)
-        # Not every exchange has a buffer that experts can write into.
-        combine_buffer = getattr(self.exchange, "combine_buffer", None) if self.places else None
-        buffer: CombineBuffer | None = None if combine_buffer is None else combine_buffer(dispatched)
+        buffer = dispatched.received.results if self.places else None
         if buffer is not None:
             if buffer.rows_SH.data_ptr() not in self._written:  # in the rounds before those that count
                 buffer.rows_SH[buffer.slots_R] = self.results_RH.to(buffer.rows_SH.dtype)

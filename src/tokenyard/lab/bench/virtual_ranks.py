@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import ContractError
-from tokenyard.exchange import ExchangeSpec, OneSidedExchange
+from tokenyard.exchange import ExchangeSpec, SharedMemoryTransport
 from tokenyard.exchange.one_sided.control import ControlLayout
 from tokenyard.exchange.one_sided.kernels.twins import SentBatch, pull_twin, push_twin, slots_twin
-from tokenyard.exchange.one_sided.launches import Crossing, Launcher
+from tokenyard.exchange.one_sided.launch import DispatchSlots, Launcher
 from tokenyard.exchange.workspace import WorkspaceLayout
 from tokenyard.formats import get
 from tokenyard.formats.base import EncodedRows
@@ -92,14 +92,14 @@ class VirtualRanks:
         self.cell, self.batches, self.device = cell, batches, device
         self.exchange_spec = exchange_spec_of(cell, shape)
         self._control = ControlLayout(cell.ranks, 1)
-        regions = OneSidedExchange.region_bytes(self.exchange_spec)
+        regions = SharedMemoryTransport.region_bytes(self.exchange_spec)
         self._layout = WorkspaceLayout(
             control=self._control.nbytes, dispatch=regions.dispatch, combine=regions.combine
         )
         self._buffers = [
             torch.zeros(self._layout.nbytes, dtype=torch.uint8, device=device) for _ in range(cell.ranks)
         ]
-        self._crossing = Crossing(spec=self.exchange_spec, flight=0, max_tokens=cell.tokens)
+        self._slots_out = DispatchSlots(spec=self.exchange_spec, region=0, max_tokens=cell.tokens)
         self._lanes = self._per_rank() if cell.launch == PER_RANK else self._all_ranks()
         # Kernels that wait need the others to run beside them. Triton's interpreter runs one after the other.
         self._waits = device.type == "cuda"
@@ -182,11 +182,13 @@ class VirtualRanks:
             if dispatches:
                 mine = batch.part(lane.rows)
                 slots_TW = lane.launcher.dispatch(
-                    self._crossing, mine.x_TH, mine.ids_TK, mine.weights_TK, {}, waits=self._waits
+                    self._slots_out, mine.x_TH, mine.ids_TK, mine.weights_TK, {}, waits=self._waits
                 )
             assert slots_TW is not None
             if combines:
-                lane.launcher.combine(self._crossing, slots_TW, None, self.y_TH[lane.rows], waits=self._waits)
+                lane.launcher.combine(
+                    self._slots_out, slots_TW, None, self.y_TH[lane.rows], waits=self._waits
+                )
         assert slots_TW is not None
         return slots_TW
 
@@ -209,9 +211,9 @@ class VirtualRanks:
         """Raise if a kernel reported trouble, such as a rank that it waited for in vain."""
         self._synchronize()
         for lane in self._lanes:
-            if bool(lane.launcher.told.any()):
+            if bool(lane.launcher.host_status.any()):
                 raise ContractError(
-                    f"a kernel of {self.cell} reported {lane.launcher.told.tolist()}",
+                    f"a kernel of {self.cell} reported {lane.launcher.host_status.tolist()}",
                     expected="kernels that find all ranks, and report nothing",
                     fix="a broken round has no speed: see `Trouble` in one_sided/control.py",
                 )
@@ -229,7 +231,7 @@ class VirtualRanks:
         wanted = [torch.full_like(region, _POISON) for region in regions]
         views = [self.exchange_spec.dispatch_slots.views(region) for region in wanted]
         counts = push_twin(self.exchange_spec, sent, views, self.cell.tokens)
-        mail = slice(self._control.mail(0), self._control.mail(1))
+        mail = slice(self._control.counts(0), self._control.counts(1))
         for rank, (region, want) in enumerate(zip(regions, wanted, strict=True)):
             told = self._buffers[rank][mail].cpu().view(torch.int32)[::2]
             same = torch.equal(region, want) and torch.equal(told, counts[rank])

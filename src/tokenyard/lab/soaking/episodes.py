@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tokenyard.conformance.cases import Case, same_bits
 from tokenyard.conformance.draws import draw_case
-from tokenyard.exchange import Exchange, resolve
+from tokenyard.exchange import Transport, resolve
 from tokenyard.group import Group
 from tokenyard.lab.soaking.serving import Batch, Served, named, two_in_flight
 from tokenyard.lab.soaking.settings import Settings
@@ -66,7 +66,7 @@ class Episode:
     number: int
     kind: EpisodeKind
     seed: int
-    exchange: str | type[Exchange]
+    exchange: str | type[Transport]
 
     @property
     def chance(self) -> random.Random:
@@ -160,7 +160,7 @@ def draw_layers(episode: Episode, world: int, count: int) -> list[Case]:
     ]
 
 
-def _draw(seed: int, group: Group, exchange: str | type[Exchange]) -> Case:
+def _draw(seed: int, group: Group, exchange: str | type[Transport]) -> Case:
     """A case on the ranks of a group, now and then on the experts that models run on."""
     case = draw_case(seed, exchange=exchange, world=group.size, crowded=False)
     if seed % _LAYERS_PER_GROUPED:
@@ -194,7 +194,7 @@ def any_batch(served: Served, chance: random.Random) -> Batch:
 class Steady:
     """Two layers that are served all along: always the same rows, always the same bits."""
 
-    def __init__(self, group: Group, exchange: str | type[Exchange]) -> None:
+    def __init__(self, group: Group, exchange: str | type[Transport]) -> None:
         cases = [replace(case, tokens=(_STEADY_TOKENS,) * group.size) for case in _STEADY]
         specs = [named(case, f"steady {place}") for place, case in enumerate(cases)]
         self.plan: Plan = plan(specs, group, exchange=exchange)

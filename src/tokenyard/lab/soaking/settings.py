@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tokenyard.conformance.draws import RankKind
-from tokenyard.exchange import Exchange
+from tokenyard.exchange import Transport
 
 # Seconds that a rank waits for another: far more than the slowest episode takes on a busy machine.
 DEADLINE = 20.0
@@ -23,7 +23,7 @@ class Settings:
     # It ends after so many seconds, or after so many episodes, whichever comes first. None: never by that.
     seconds: float | None = None
     episodes: int | None = None
-    exchanges: tuple[str | type[Exchange], ...] = ("one_sided", "two_sided", "allgather")
+    exchanges: tuple[str | type[Transport], ...] = ("one_sided", "two_sided", "allgather")
     device: str = "cpu"
     seed: int = 0
     deadline: float = DEADLINE

@@ -202,7 +202,7 @@ def meet_others(
 
 
 @triton.jit(do_not_specialize=["first_rank", "layer", "phase", "fails", "deadline"])
-def meet(
+def signal_and_wait(
     peers, host, first_rank, layer, phase, fails, deadline,
     WORLD: tl.constexpr, WIDE: tl.constexpr, TURNS: tl.constexpr, WAITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip

@@ -1,8 +1,8 @@
 """Combine: results are written where their owners find them; the owners read them and add them up.
 
 `place` writes (and encodes) this rank's results into its combine region, unless the experts have done so
-themselves; `flags.meet` publishes that they are there, and waits until all others are. `pull` reads one row per
-(token, rank), adds in float32, in rank order, from zero, adds what the caller adds, and rounds once. In a small
+themselves; `flags.signal_and_wait` publishes that they are there, and waits until all others are. `pull` reads one
+row per (token, rank), adds in float32, in rank order, from zero, adds what the caller adds, and rounds once. In a small
 batch whose results are in place `pull` meets the others itself (`MEETS`): every block waits then, so all blocks of
 all ranks on a GPU must fit on it together.
 """
@@ -35,10 +35,10 @@ from tokenyard.exchange.one_sided.kernels.push import CAST, MXFP8, aligned
 
 
 @triton.jit(
-    do_not_specialize=["rows", "max_tokens", "first_rank", "dense", "data_at", "scales_at", "mail_at"]
+    do_not_specialize=["rows", "max_tokens", "first_rank", "dense", "data_at", "scales_at", "counts_at"]
 )
 def place(
-    results, peers, rows, max_tokens, first_rank, dense, data_at, scales_at, mail_at,
+    results, peers, rows, max_tokens, first_rank, dense, data_at, scales_at, counts_at,
     HIDDEN: tl.constexpr, PADDED: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr, OPTION: tl.constexpr,
     WORLD: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -52,8 +52,8 @@ def place(
     block = tl.program_id(0) % rows
     base = tl.load(peers + first_rank + local)
     w = tl.arange(0, WIDE)
-    mail = (base + mail_at).to(tl.pointer_type(tl.int32))
-    count = tl.load(mail + 2 * w, mask=w < WORLD, other=0)
+    counts = (base + counts_at).to(tl.pointer_type(tl.int32))
+    count = tl.load(counts + 2 * w, mask=w < WORLD, other=0)
     if dense != 0:
         source = tl.sum((tl.cumsum(count, 0) <= block).to(tl.int32), 0)
         slot = source * max_tokens + block - tl.sum(tl.where(w < source, count, 0), 0)

@@ -6,8 +6,8 @@ found by counting the earlier tokens that go to the same rank:
 
 - `assign` takes a chunk of tokens a block. It counts, tells the later chunks, waits for the counts of the earlier
   ones (blocks with smaller numbers, which a GPU starts first), and writes its tokens' slots and routes.
-- `push` takes a row a block, or a part of it: reads it, encodes it, and writes it to its ranks. `flags.meet` comes
-  behind.
+- `push` takes a row a block, or a part of it: reads it, encodes it, and writes it to its ranks.
+  `flags.signal_and_wait` comes behind.
 - In a short batch `push` does all of it (`WHOLE`): every block counts for its own token, further blocks write what
   else there is to write, and the block that ends last meets the other ranks. In a long one that would cost every
   block the time in which its stores arrive.
@@ -166,11 +166,11 @@ def blank(bases, is_rank, begin, end, start, window, ids_at, TOP_K: tl.constexpr
 
 
 @triton.jit
-def tell_counts(bases, is_rank, sent, rank, max_tokens, mail_at):
+def tell_counts(bases, is_rank, sent, rank, max_tokens, counts_at):
     """Tell some ranks how many rows this one sends them."""
-    mail = (bases + mail_at).to(tl.pointer_type(tl.int32)) + 2 * rank
-    tl.store(mail, sent, mask=is_rank)
-    tl.store(mail + 1, tl.zeros([bases.shape[0]], tl.int32) + max_tokens, mask=is_rank)
+    counts = (bases + counts_at).to(tl.pointer_type(tl.int32)) + 2 * rank
+    tl.store(counts, sent, mask=is_rank)
+    tl.store(counts + 1, tl.zeros([bases.shape[0]], tl.int32) + max_tokens, mask=is_rank)
 
 
 @triton.jit
@@ -185,12 +185,13 @@ def report_bad_ids(mine, host, chosen, token, num_experts):
 
 @triton.jit(
     do_not_specialize=[
-        "tokens", "max_tokens", "first_rank", "chunks", "most_chunks", "num_experts", "ids_at", "weights_at", "mail_at",
+        "tokens", "max_tokens", "first_rank", "chunks", "most_chunks", "num_experts", "ids_at", "weights_at",
+        "counts_at",
     ]
 )  # fmt: skip
 def assign(
     ids, weights, experts, copies, slots, counts, peers, host,
-    tokens, max_tokens, first_rank, chunks, most_chunks, num_experts, ids_at, weights_at, mail_at,
+    tokens, max_tokens, first_rank, chunks, most_chunks, num_experts, ids_at, weights_at, counts_at,
     TOP_K: tl.constexpr, K_WIDE: tl.constexpr, REPLICAS: tl.constexpr, WORLD: tl.constexpr, AT_ONCE: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -247,7 +248,7 @@ def assign(
         blank(bases, is_rank, nowhere, max_tokens, chunk * CHUNK, window, ids_at, TOP_K, K_WIDE)
         if is_last:
             sent = before + count
-            tell_counts(bases, is_rank, sent, rank, max_tokens, mail_at)
+            tell_counts(bases, is_rank, sent, rank, max_tokens, counts_at)
             for start in range(tl.min(tl.where(is_rank, sent, tokens), 0), tokens, CHUNK):
                 blank(bases, is_rank, sent, tokens, start, window, ids_at, TOP_K, K_WIDE)
 
@@ -255,13 +256,13 @@ def assign(
 @triton.jit(
     do_not_specialize=[
         "tokens", "max_tokens", "first_rank", "row_blocks", "other_blocks", "num_experts", "layer",
-        "data_at", "scales_at", "global_at", "ids_at", "weights_at", "mail_at", "deadline",
+        "data_at", "scales_at", "global_at", "ids_at", "weights_at", "counts_at", "deadline",
     ]
 )  # fmt: skip
 def push(
     x, ids, weights, experts, copies, slots, peers, host,
     tokens, max_tokens, first_rank, row_blocks, other_blocks, num_experts, layer,
-    data_at, scales_at, global_at, ids_at, weights_at, mail_at, global_scale, deadline,
+    data_at, scales_at, global_at, ids_at, weights_at, counts_at, global_scale, deadline,
     HIDDEN: tl.constexpr, PADDED: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr, OPTION: tl.constexpr,
     TOP_K: tl.constexpr, K_WIDE: tl.constexpr, REPLICAS: tl.constexpr, WORLD: tl.constexpr, WIDE: tl.constexpr,
     AT_ONCE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
@@ -326,7 +327,7 @@ def push(
                 )
                 blank(bases, is_rank, sent, max_tokens, start, rank * max_tokens, ids_at, TOP_K, K_WIDE)
                 if start == 0:
-                    tell_counts(bases, is_rank, sent, rank, max_tokens, mail_at)
+                    tell_counts(bases, is_rank, sent, rank, max_tokens, counts_at)
         tl.debug_barrier()
         arrived = (mine + ARRIVED).to(tl.pointer_type(tl.int32))
         if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == row_blocks + other_blocks - 1:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tokenyard.exchange.batch import tokens_by_rank
 from tokenyard.exchange.reduce import sum_over_ranks
-from tokenyard.exchange.spec import ExchangeSpec, tokens_by_rank
+from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.formats.base import EncodedRows
 
 

@@ -15,21 +15,20 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from tokenyard.errors import Corrupted, PeerLost
-from tokenyard.exchange.spec import SEAL, Dispatched, ExchangeSpec
-from tokenyard.exchange.watch import ParanoidWatch
+from tokenyard.exchange.batch import Arrival
+from tokenyard.exchange.spec import CHECKSUMS, ExchangeSpec
 from tokenyard.exchange.workspace import SlotLayout
 from tokenyard.formats.base import EncodedRows
-from tokenyard.group.base import Group
 
 if TYPE_CHECKING:
-    from tokenyard.exchange.one_sided.exchange import Workspace
+    from tokenyard.exchange.one_sided.shared_memory import SharedMemoryTransport, Workspace
 
 # Bytes in front of, between and behind regions: a few rows that go too far still end in them.
 GUARD_BYTES = 1024
@@ -39,110 +38,101 @@ POISON = 0xFF
 _VERDICT, _PAUSE = 1.0, 0.02
 
 
-class WorkspaceWatch(ParanoidWatch):
-    """Looks after the seals of rows, and after this rank's own buffer."""
+class WorkspaceGuards:
+    """Looks after this rank's own buffer of a workspace."""
 
-    guard = GUARD_BYTES
-
-    def __init__(self, group: Group, in_flight: int) -> None:
-        super().__init__(group)
-        self._in_flight = in_flight
-        self._made: weakref.ref[Workspace] | None = None  # it goes when the exchange gives it up
-        # The round that came last, and the flights whose rounds have not left: those that failed never do.
-        self._last, self._open = 0, set[int]()
-        # By flight: whether all of its dispatch region was poison before its rows came.
+    def __init__(self, transport: SharedMemoryTransport) -> None:
+        self._transport, self.group = transport, transport.group
+        self._regions = range(transport.in_flight)
+        self._known: weakref.ref[Workspace] | None = None  # it goes when the transport gives it up
+        # The regions whose arrival has not been combined.
+        self._open = set[int]()
+        # By region: whether all of its dispatch region was poison before its rows came.
         self._poisoned: dict[int, bool] = {}
-        # By flight: whose results stand in its combine region, and how many for each rank, beside poison.
+        # By region: whose results stand in its combine region, and how many for each rank, beside poison.
         self._results: dict[int, tuple[ExchangeSpec, tuple[int, ...]]] = {}
 
-    def given_up(self, lost: PeerLost) -> list[int]:
-        workspace = None if self._made is None else self._made()
+    def found_lost(self, lost: PeerLost) -> list[int]:
+        """Who is lost by the verdict of the transport, as the group has lost somebody; nobody, if it has none."""
         until = time.monotonic() + _VERDICT
-        while workspace is not None and time.monotonic() < until:
-            if verdict := workspace.signals.lost():
+        while time.monotonic() < until:
+            if verdict := self._transport.lost():
                 return verdict
             if set(lost.peers) <= set(self.group.gone()):
                 break  # there is nobody left to blame wrongly
             time.sleep(_PAUSE)
         return []
 
-    def workspace_made(self, workspace: Workspace, round: int) -> None:
+    def look_after_workspace(self) -> None:
+        """Poison the workspace where it is a new one. Collective."""
+        workspace = self._transport.workspace
+        if self._known is not None and self._known() is workspace:
+            return
         layout, mine = workspace.layout, workspace.buffers[self.group.rank]
         for gap in layout.gaps():
             gap.of(mine).fill_(GUARD)
-        for flight in range(self._in_flight):
-            layout.dispatch_region(flight).of(mine).fill_(POISON)
-            layout.combine_region(flight).of(mine).fill_(POISON)
+        for region in self._regions:
+            layout.dispatch_region(region).of(mine).fill_(POISON)
+            layout.combine_region(region).of(mine).fill_(POISON)
         self.group.barrier(phase="sharing memory")  # nobody pushes a row into what is not poisoned yet
-        self._made = weakref.ref(workspace)
-        self._poisoned, self._results = dict.fromkeys(range(self._in_flight), True), {}
-        self._last, self._open = round, set()
+        self._known = weakref.ref(workspace)
+        self._poisoned, self._results = dict.fromkeys(self._regions, True), {}
+        self._open = set()
 
     @property
     def _workspace(self) -> Workspace:
-        workspace = None if self._made is None else self._made()
-        assert workspace is not None  # rows move through it
-        return workspace
+        return self._transport.workspace
 
-    def _dispatch_region(self, flight: int) -> Tensor:
+    def _dispatch_region(self, region: int) -> Tensor:
         workspace = self._workspace
-        return workspace.layout.dispatch_region(flight).of(workspace.buffers[self.group.rank])
+        return workspace.layout.dispatch_region(region).of(workspace.buffers[self.group.rank])
 
-    def _combine_region(self, flight: int) -> Tensor:
+    def _combine_region(self, region: int) -> Tensor:
         workspace = self._workspace
-        return workspace.layout.combine_region(flight).of(workspace.buffers[self.group.rank])
+        return workspace.layout.combine_region(region).of(workspace.buffers[self.group.rank])
 
     # -- The stations of a round trip ----------------------------------------------------------------------
 
-    def arrived(self, dispatched: Dispatched) -> Dispatched:
-        self._note_what_failed(dispatched)
-        self._poison_results(dispatched.flight)
+    def check_arrival(self, arrival: Arrival) -> None:
+        """Rows have come: nothing else was written."""
+        if arrival.region in self._open:  # the last arrival there was never combined
+            self.round_failed(arrival.region)
+        self._open.add(arrival.region)
+        self._poison_results(arrival.region)
         self._check_guards()
-        self._check_dispatch_region(dispatched)
-        return super().arrived(dispatched)
+        self._check_dispatch_region(arrival)
 
-    def leaving(self, dispatched: Dispatched, *, placed: bool) -> None:
-        super().leaving(dispatched, placed=placed)
-        spec, flight, counts = (
-            dispatched.spec,
-            dispatched.flight,
-            dispatched.return_path.received_counts,
-        )
-        if placed:
-            self._seal_placed(dispatched)
+    def round_failed(self, region: int) -> None:
+        """A round has failed, and may have left rows in its region: they are no fault of the next one."""
+        self._poisoned[region] = False
+
+    def check_results(self, arrival: Arrival) -> None:
+        """Results are written, and the other ranks are told next: nothing else was written, and the rows go."""
+        spec, region, counts = arrival.spec, arrival.region, arrival.counts_W
         self._check_guards()
-        self._check_dispatch_region(dispatched)
-        _check_unused("combine", self._combine_region(flight), spec.combine_slots, spec, counts)
-        self._results[flight] = (spec, counts)
-        region = self._dispatch_region(flight)
-        if self._poisoned[flight]:
-            for _, rows in _cut(region, spec.dispatch_slots, _used(spec, counts)):
+        self._check_dispatch_region(arrival)
+        _check_unused("combine", self._combine_region(region), spec.combine_slots, spec, counts)
+        self._results[region] = (spec, counts)
+        rows_there = self._dispatch_region(region)
+        if self._poisoned[region]:
+            for _, rows in _cut(rows_there, spec.dispatch_slots, _used(spec, counts)):
                 rows.fill_(POISON)
         else:
-            region.fill_(POISON)
-        self._poisoned[flight] = True
-        self._open.discard(flight)
+            rows_there.fill_(POISON)
+        self._poisoned[region] = True
+        self._open.discard(region)
 
-    def _note_what_failed(self, arrived: Dispatched) -> None:
-        """Rounds that failed since the last one that came, or never left, have left rows behind."""
-        if arrived.round > self._last + 1:  # in a flight that was free
-            self._poisoned |= dict.fromkeys(set(self._poisoned) - self._open, False)
-        if arrived.flight in self._open:
-            self._poisoned[arrived.flight] = False
-        self._last = arrived.round
-        self._open.add(arrived.flight)
-
-    def _poison_results(self, flight: int) -> None:
+    def _poison_results(self, region: int) -> None:
         """Poison a combine region: everybody has come to this dispatch, hence has pulled what stood there."""
-        region, known = self._combine_region(flight), self._results.pop(flight, None)
+        there, known = self._combine_region(region), self._results.pop(region, None)
         if known is None:
-            region.fill_(POISON)
+            there.fill_(POISON)
             return
         spec, counts = known
-        for _, rows in _cut(region, spec.combine_slots, _used(spec, counts)):
+        for _, rows in _cut(there, spec.combine_slots, _used(spec, counts)):
             rows.fill_(POISON)
-        if (byte := _first_written(region)) is not None:
-            region.fill_(POISON)
+        if (byte := _first_written(there)) is not None:
+            there.fill_(POISON)
             raise Corrupted(
                 f"byte {byte} of region 'combine' was written after this rank's results stood there",
                 expected="the other ranks to read results, and to write nothing",
@@ -150,18 +140,18 @@ class WorkspaceWatch(ParanoidWatch):
                 place="combine",
             )
 
-    def _seal_placed(self, dispatched: Dispatched) -> None:
-        """Seal the results that experts wrote into the combine region by themselves."""
-        spec, slots_R = dispatched.spec, dispatched.received.slots_R
+    def add_checksums(self, arrival: Arrival, make: Callable[[Arrival, EncodedRows], Tensor]) -> None:
+        """Add checksums to the results that experts wrote into the combine region by themselves."""
+        spec, slots_R = arrival.spec, arrival.received.slots_R
         assert slots_R is not None
-        slots = self._workspace.combine(self.group.rank, spec, dispatched.flight)
+        slots = self._workspace.combine(self.group.rank, spec, arrival.region)
         (payload,) = spec.combine_wire.payloads(spec.hidden_size)
         rows_RH = slots[payload.name][slots_R]
         blank_R = (rows_RH.view(torch.uint8) == POISON).all(dim=1)
         if bool(blank_R.any()):
             row = int(blank_R.nonzero()[0])
-            assert dispatched.seals_RC is not None
-            source, token = dispatched.seals_RC[row, :2].tolist()
+            assert arrival.checksums_RC is not None
+            source, token = arrival.checksums_RC[row, :2].tolist()
             raise Corrupted(
                 f"the experts placed no result for token {token} of rank {source}",
                 expected="a result in every slot of `CombineBuffer.slots_R`",
@@ -175,14 +165,14 @@ class WorkspaceWatch(ParanoidWatch):
             hidden_size=spec.hidden_size,
             payloads={payload.name: rows_RH},
         )
-        slots[SEAL][slots_R] = self._seals_back(dispatched, encoded)
+        slots[CHECKSUMS][slots_R] = make(arrival, encoded)
 
     # -- Looking -------------------------------------------------------------------------------------------
 
-    def _check_dispatch_region(self, dispatched: Dispatched) -> None:
-        if self._poisoned[dispatched.flight]:
-            spec, counts = dispatched.spec, dispatched.return_path.received_counts
-            region = self._dispatch_region(dispatched.flight)
+    def _check_dispatch_region(self, arrival: Arrival) -> None:
+        if self._poisoned[arrival.region]:
+            spec, counts = arrival.spec, arrival.counts_W
+            region = self._dispatch_region(arrival.region)
             _check_unused("dispatch", region, spec.dispatch_slots, spec, counts)
 
     def _check_guards(self) -> None:

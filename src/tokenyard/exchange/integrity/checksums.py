@@ -1,6 +1,6 @@
-"""Seals: what travels beside a row so that the other end can see whether it is what was sent.
+"""Checksums that travel beside a row, so that the other end can see whether it is what was sent.
 
-A seal is one more payload, 64-bit numbers, so every exchange carries it as it carries any other:
+They are one more payload, 64-bit numbers, so every transport carries it as it carries any other:
 
     out    source rank │ token │ round │ a checksum of each payload │ a copy of the routes (global ids and weights)
     back   expert rank │ token │ round │ a checksum of each payload
@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import Corrupted
-from tokenyard.exchange.spec import SEAL, SEAL_HEAD, ExchangeSpec, Outgoing
+from tokenyard.exchange.batch import Batch
+from tokenyard.exchange.spec import CHECKSUM_HEAD, CHECKSUMS, ExchangeSpec
 from tokenyard.exchange.workspace import as_bytes
 from tokenyard.formats.base import EncodedRows
 from tokenyard.routing import Routes
 from tokenyard.rows import LocalRoutes, ReceivedRows, RoutingLogits
 
-SOURCE, TOKEN, ROUND = range(SEAL_HEAD)
+SOURCE, TOKEN, ROUND = range(CHECKSUM_HEAD)
 _WORD = 8  # bytes
 
 
@@ -61,36 +62,39 @@ def _factors(width: int, device: torch.device) -> Tensor:
 # -- The way out -------------------------------------------------------------------------------------------
 
 
-def seal_out(spec: ExchangeSpec, rank: int, round: int, outgoing: Outgoing) -> Tensor:
-    """The seals of a batch, `[T, C]`, as rank `rank` sends it in a round."""
-    routes = outgoing.routes
-    payloads = {**outgoing.rows.payloads, **outgoing.extra}
+def checksums_out(rank: int, batch: Batch) -> Tensor:
+    """The checksums of a batch, `[T, C]`, as rank `rank` sends it."""
+    routes, payloads = batch.routes.routes, batch.payloads
     if isinstance(routes, RoutingLogits):
         payloads["logits"] = routes.logits_RE
-    sums = [checksums(payloads[name]) for name in _summed(spec)]
-    tokens_T = torch.arange(outgoing.num_tokens, device=outgoing.rows.device)
-    seals_TC = torch.stack([*_head(rank, tokens_T, round), *sums], dim=1)
-    return torch.cat([seals_TC, _copy_routes(routes)], dim=1) if isinstance(routes, Routes) else seals_TC
+    sums = [checksums(payloads[name]) for name in _summed(batch.spec)]
+    tokens_T = torch.arange(batch.num_tokens, device=batch.rows.device)
+    checksums_TC = torch.stack([*_head(rank, tokens_T, batch.round), *sums], dim=1)
+    if isinstance(routes, RoutingLogits):
+        return checksums_TC
+    return torch.cat([checksums_TC, _copy_routes(routes)], dim=1)
 
 
-def check_out(spec: ExchangeSpec, rank: int, round: int, received: ReceivedRows, seals_RC: Tensor) -> None:
-    """Raise unless the rows that stand here are those that were sealed, in (source rank, token) order."""
-    counts_W = torch.tensor(received.counts_W, device=seals_RC.device)
-    sources_R = torch.arange(len(counts_W), device=seals_RC.device).repeat_interleave(counts_W)
-    if len(sources_R) != len(seals_RC):
+def check_out(
+    spec: ExchangeSpec, rank: int, round: int, received: ReceivedRows, checksums_RC: Tensor
+) -> None:
+    """Raise unless the rows that stand here are those that were sent, in (source rank, token) order."""
+    counts_W = torch.tensor(received.counts_W, device=checksums_RC.device)
+    sources_R = torch.arange(len(counts_W), device=checksums_RC.device).repeat_interleave(counts_W)
+    if len(sources_R) != len(checksums_RC):
         raise Corrupted(
-            f"{len(seals_RC)} rows are here, and {len(sources_R)} were announced",
+            f"{len(checksums_RC)} rows are here, and {len(sources_R)} were announced",
             expected="as many rows as were announced",
             place="order",
         )
-    _check_heads(spec, round, sources_R, seals_RC)
+    _check_heads(spec, round, sources_R, checksums_RC)
     payloads = {name: [payload] for name, payload in received.extra.items()}
     payloads |= {name: _runs(received, payload) for name, payload in received.rows.payloads.items()}
     if isinstance(received.routes, RoutingLogits):
         payloads["logits"] = [received.routes.logits_RE]
-    _check_sums({name: payloads[name] for name in _summed(spec)}, sources_R, seals_RC)
+    _check_sums({name: payloads[name] for name in _summed(spec)}, sources_R, checksums_RC)
     if isinstance(received.routes, LocalRoutes):
-        _check_routes(spec, rank, received.routes, received.counts_W, sources_R, seals_RC)
+        _check_routes(spec, rank, received.routes, received.counts_W, sources_R, checksums_RC)
 
 
 def _runs(received: ReceivedRows, payload: Tensor) -> list[Tensor]:
@@ -103,7 +107,7 @@ def _runs(received: ReceivedRows, payload: Tensor) -> list[Tensor]:
 
 def _summed(spec: ExchangeSpec) -> list[str]:
     """The payloads that arrive as they were sent, in their order."""
-    changed = ("ids", "weights", SEAL)
+    changed = ("ids", "weights", CHECKSUMS)
     return [payload.name for payload in spec.dispatch_layout.payloads if payload.name not in changed]
 
 
@@ -115,9 +119,9 @@ def _copy_routes(routes: Routes) -> Tensor:
     return (weights_TK.view(torch.int32).long() << 32) | (ids_TK & 0xFFFFFFFF)
 
 
-def _check_heads(spec: ExchangeSpec, round: int, sources_R: Tensor, seals_RC: Tensor) -> None:
+def _check_heads(spec: ExchangeSpec, round: int, sources_R: Tensor, checksums_RC: Tensor) -> None:
     """Raise at the first row that is of another round, another rank, or out of order."""
-    source_R, token_R, round_R = (seals_RC[:, column] for column in range(SEAL_HEAD))
+    source_R, token_R, round_R = (checksums_RC[:, column] for column in range(CHECKSUM_HEAD))
     misplaced_R = (source_R != sources_R) | (token_R < 0) | (token_R >= spec.max_tokens)
     misplaced_R[1:] |= (sources_R[1:] == sources_R[:-1]) & (token_R[1:] <= token_R[:-1])
     row = _first(misplaced_R | (round_R != round))
@@ -126,7 +130,7 @@ def _check_heads(spec: ExchangeSpec, round: int, sources_R: Tensor, seals_RC: Te
     source, token = int(sources_R[row]), int(token_R[row])
     expected = f"rows that rank {source} sent in round {round}, in the order of its tokens"
     which = f"row {row - int((sources_R < source).sum())} from rank {source}"
-    if bool((seals_RC[row, :SEAL_HEAD] == -1).all()):
+    if bool((checksums_RC[row, :CHECKSUM_HEAD] == -1).all()):
         found = f"{which} is an unused slot: nobody wrote it in round {round}"
         raise Corrupted(found, expected=expected, source=source, place="order")
     if int(round_R[row]) != round:
@@ -137,14 +141,14 @@ def _check_heads(spec: ExchangeSpec, round: int, sources_R: Tensor, seals_RC: Te
 
 
 def _check_sums(
-    payloads: Mapping[str, Sequence[Tensor]], sources_R: Tensor, seals_RC: Tensor, *, back: bool = False
+    payloads: Mapping[str, Sequence[Tensor]], sources_R: Tensor, checksums_RC: Tensor, *, back: bool = False
 ) -> None:
-    """Raise at the first payload, given in parts, that has another checksum than its seal says."""
-    for column, (name, parts) in enumerate(payloads.items(), SEAL_HEAD):
-        sums_R = torch.cat([seals_RC.new_empty(0), *map(checksums, parts)])
-        row = _first(sums_R != seals_RC[:, column])
+    """Raise at the first payload, given in parts, that has another checksum than it came with."""
+    for column, (name, parts) in enumerate(payloads.items(), CHECKSUM_HEAD):
+        sums_R = torch.cat([checksums_RC.new_empty(0), *map(checksums, parts)])
+        row = _first(sums_R != checksums_RC[:, column])
         if row is not None:
-            source, token = int(sources_R[row]), int(seals_RC[row, TOKEN])
+            source, token = int(sources_R[row]), int(checksums_RC[row, TOKEN])
             what = "of the result of token" if back else "of token"
             whose = f"that rank {source} returned" if back else f"of rank {source}"
             raise Corrupted(
@@ -162,10 +166,10 @@ def _check_routes(
     routes: LocalRoutes,
     counts_W: tuple[int, ...],
     sources_R: Tensor,
-    seals_RC: Tensor,
+    checksums_RC: Tensor,
 ) -> None:
     """Raise unless the ids and weights that arrived are those that the copy of the global routes gives here."""
-    copy_RK = seals_RC[:, -spec.top_k :]
+    copy_RK = checksums_RC[:, -spec.top_k :]
     ids_RK, bits_RK = (copy_RK << 32) >> 32, copy_RK >> 32
     unknown_R = ((ids_RK < -1) | (ids_RK >= spec.num_experts)).any(dim=1)
     ids_RK = ids_RK.masked_fill(unknown_R.unsqueeze(1), -1)
@@ -184,7 +188,7 @@ def _check_routes(
     }
     for name, wrong_R in wrong.items():
         if (row := _first(wrong_R)) is not None:
-            source, token = int(sources_R[row]), int(seals_RC[row, TOKEN])
+            source, token = int(sources_R[row]), int(checksums_RC[row, TOKEN])
             here = {"ids": routes.ids_RK, "weights": routes.weights_RK}[name]
             raise Corrupted(
                 f"payload {name!r} of token {token} of rank {source} is {here[row].tolist()}, not what was sent",
@@ -198,22 +202,27 @@ def _check_routes(
 # -- The way back ------------------------------------------------------------------------------------------
 
 
-def seal_back(rank: int, round: int, tokens_R: Tensor, payloads: Mapping[str, Tensor]) -> Tensor:
-    """The seals of results, `[R, C]`, that rank `rank` returns for these tokens of their owners."""
+def checksums_back(rank: int, round: int, tokens_R: Tensor, payloads: Mapping[str, Tensor]) -> Tensor:
+    """The checksums of results, `[R, C]`, that rank `rank` returns for these tokens of their owners."""
     sums = [checksums(payload) for payload in payloads.values()]
     return torch.stack([*_head(rank, tokens_R, round), *sums], dim=1)
 
 
 def check_back(spec: ExchangeSpec, peer: int, round: int, tokens_N: Tensor, rows: EncodedRows) -> EncodedRows:
-    """What a rank returned for these tokens of mine, without its seals; raise unless it is what that rank sealed."""
-    seals_NC, payloads = rows.payloads[SEAL], {n: p for n, p in rows.payloads.items() if n != SEAL}
+    """What a rank returned for these tokens of mine, without its checksums; raise unless it is what that rank sent."""
+    checksums_NC, payloads = (
+        rows.payloads[CHECKSUMS],
+        {n: p for n, p in rows.payloads.items() if n != CHECKSUMS},
+    )
     peers_N = torch.full_like(tokens_N, peer)
-    fits = len(seals_NC) == len(tokens_N)
+    fits = len(checksums_NC) == len(tokens_N)
     head_NC = torch.stack(_head(peer, tokens_N, round), dim=1)
-    row = _first((seals_NC[:, :SEAL_HEAD] != head_NC).any(dim=1)) if fits else 0
+    row = _first((checksums_NC[:, :CHECKSUM_HEAD] != head_NC).any(dim=1)) if fits else 0
     if row is not None:
         token = int(tokens_N[row]) if len(tokens_N) else None
-        source, other, when = seals_NC[row, :SEAL_HEAD].tolist() if len(seals_NC) else (-1, -1, -1)
+        source, other, when = (
+            checksums_NC[row, :CHECKSUM_HEAD].tolist() if len(checksums_NC) else (-1, -1, -1)
+        )
         nothing = (source, other, when) == (-1, -1, -1)
         told = "nothing" if nothing else f"what rank {source} computed for token {other} in round {when}"
         raise Corrupted(
@@ -223,7 +232,7 @@ def check_back(spec: ExchangeSpec, peer: int, round: int, tokens_N: Tensor, rows
             token=token,
             place="order",
         )
-    _check_sums({name: [payload] for name, payload in payloads.items()}, peers_N, seals_NC, back=True)
+    _check_sums({name: [payload] for name, payload in payloads.items()}, peers_N, checksums_NC, back=True)
     return EncodedRows(format=rows.format, hidden_size=rows.hidden_size, payloads=payloads)
 
 

@@ -78,7 +78,7 @@ class Encoding:
 
 
 @dataclass(frozen=True)
-class Cut:
+class TileConfig:
     """How a row is cut: columns of a tile, blocks that share a row, warps of a block."""
 
     tile: int
@@ -86,21 +86,21 @@ class Cut:
     warps: int
 
 
-def cut_row(encoding: Encoding, columns: int, tokens: int) -> Cut:
+def row_tiles(encoding: Encoding, columns: int, tokens: int) -> TileConfig:
     """The cut of a row that goes out, for elements of `encoding`, in a launch of so many rows."""
     widest, many = max(128, triton.next_power_of_2(columns)), tokens > MANY_ROWS
     if encoding.code == push_room.NVFP4:
         if encoding.option == 0:  # the whole row decides about its scale
-            return Cut(min(8192, widest), 1, 4)
+            return TileConfig(min(8192, widest), 1, 4)
         if tokens <= FEW_ROWS and columns % 1024 == 0:
-            return Cut(1024, columns // 1024, 2)
+            return TileConfig(1024, columns // 1024, 2)
         # (Tiles of 4096 on 4 warps would be a little faster; triton 3.6 compiles the second one of a row wrongly.)
-        return Cut(min(2048, widest), 1, 2)
+        return TileConfig(min(2048, widest), 1, 2)
     if encoding.code == push_room.COPY:
-        return Cut(min(4096, widest), 1, 4 if widest < 1024 else 16 if many else 8)
+        return TileConfig(min(4096, widest), 1, 4 if widest < 1024 else 16 if many else 8)
     if encoding.code == push_room.MXFP8:
-        return Cut(min(8192 if many else 4096, widest), 1, 8 if widest >= 2048 else 4)
-    return Cut(min(2048, widest), 1, 4)
+        return TileConfig(min(8192 if many else 4096, widest), 1, 8 if widest >= 2048 else 4)
+    return TileConfig(min(2048, widest), 1, 4)
 
 
 def expert_table(placement: Placement, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -180,11 +180,11 @@ class Routing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Crossing:
+class DispatchSlots:
     """Everything of one dispatch that is not a number of tokens: its layer, and where it goes."""
 
     spec: ExchangeSpec
-    flight: int
+    region: int
     max_tokens: int  # of any rank, in this dispatch: windows are so many slots apart
 
     @property
@@ -213,7 +213,9 @@ class Launcher:
         addresses = [buffer.data_ptr() for buffer in buffers]
         self.peers = torch.tensor(addresses, dtype=torch.int64, device=self.device)
         # In the host's memory: the host looks here without waiting for the device.
-        self.told = torch.zeros(ranks, STATUS_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        self.host_status = torch.zeros(
+            ranks, STATUS_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda"
+        )
         self.deadline = int(deadline * 1e9)
         self._wide = triton.next_power_of_2(self.world)
         self._tables: dict[Placement, tuple[Tensor, Tensor]] = {}
@@ -230,7 +232,7 @@ class Launcher:
 
     def rehearse(self, spec: ExchangeSpec) -> None:
         """Compile and load every kernel that a layer's round trips can launch; nothing is moved."""
-        crossing = Crossing(spec=spec, flight=0, max_tokens=spec.max_tokens)
+        slots = DispatchSlots(spec=spec, region=0, max_tokens=spec.max_tokens)
         x_TH = torch.zeros(1, spec.hidden_size, dtype=spec.dtype, device=self.device)
         ids_TK = torch.full((1, spec.top_k), -1, dtype=torch.int32, device=self.device)
         slots_TW = torch.full((1, self.world), -1, dtype=torch.int32, device=self.device)
@@ -253,26 +255,26 @@ class Launcher:
             loads = self._loads(spec, rows, extra)
             if len(loads) == 1:
                 for tokens in {min(FEW_ROWS + 1, spec.max_tokens * self.ranks), 1}:
-                    self._push(crossing, loads[0], routes, whole=True, sized_for=tokens)
+                    self._push(slots, loads[0], routes, whole=True, sized_for=tokens)
             if len(loads) > 1 or spec.max_tokens > LONGEST_WHOLE:
-                self._assign(crossing, routes)
+                self._assign(slots, routes)
                 for tokens in {
                     min(many, spec.max_tokens * self.ranks) for many in (1, FEW_ROWS + 1, MANY_ROWS + 1)
                 }:
                     for load in loads:
-                        self._push(crossing, load, routes, whole=False, sized_for=tokens)
-        self.meet(-1, Phase.DISPATCH, early=self._early)
+                        self._push(slots, load, routes, whole=False, sized_for=tokens)
+        self.signal_and_wait(-1, Phase.DISPATCH, early=self._early)
         if self._early:
-            self.meet(-1, Phase.DISPATCH)
+            self.signal_and_wait(-1, Phase.DISPATCH)
         results = [
             torch.zeros(0, spec.hidden_size, dtype=dtype, device=self.device)
             for dtype in {torch.float32, spec.dtype}
         ]
-        home = self._home(crossing)
+        layout = self._return_layout(slots)
         for rows_RH in results:
-            self._place(crossing, home, rows_RH, dense=True)
+            self._place(slots, layout, rows_RH, dense=True)
         for tokens, meets in {(1, True), (1, False), (spec.max_tokens, False)}:
-            self._pull(crossing, home, slots_TW, x_TH, (), -1, meets=meets, sized_for=tokens)
+            self._pull(slots, layout, slots_TW, x_TH, (), -1, meets=meets, sized_for=tokens)
 
     def _table(self, placement: Placement) -> tuple[Tensor, Tensor]:
         if self.ranks > 1 and placement.has_replicas:
@@ -289,7 +291,7 @@ class Launcher:
 
     def dispatch(
         self,
-        crossing: Crossing,
+        slots: DispatchSlots,
         rows: EncodedRows | Tensor,
         ids_TK: Tensor,
         weights_TK: Tensor,
@@ -298,19 +300,19 @@ class Launcher:
         waits: bool = True,
     ) -> Tensor:
         """Move a batch; return the slot of each token on each rank, `[T, W]`, -1 where it does not go."""
-        spec, tokens = crossing.spec, ids_TK.shape[0] // self.ranks
+        spec, tokens = slots.spec, ids_TK.shape[0] // self.ranks
         slots_TW = torch.empty(ids_TK.shape[0], self.world, dtype=torch.int32, device=self.device)
         ids_TK, weights_TK = aligned(narrow(ids_TK)), aligned(weights_TK.float())
-        places = self._places(spec.dispatch_slots, self.layout.dispatch_region(crossing.flight).offset)
+        places = self._places(spec.dispatch_slots, self.layout.dispatch_region(slots.region).offset)
         routes = Routing(ids_TK, weights_TK, slots_TW, places, tokens)
         loads = self._loads(spec, rows, extra)
         whole = len(loads) == 1 and tokens <= LONGEST_WHOLE
         if not whole:
-            self._assign(crossing, routes)
+            self._assign(slots, routes)
         for load in loads:
-            self._push(crossing, load, routes, whole=whole, waits=waits)
+            self._push(slots, load, routes, whole=whole, waits=waits)
         if not whole:
-            self.meet(crossing.layer, Phase.DISPATCH, waits=waits, early=self._early)
+            self.signal_and_wait(slots.layer, Phase.DISPATCH, waits=waits, early=self._early)
         return slots_TW
 
     def _loads(
@@ -328,24 +330,24 @@ class Launcher:
             row = Load("data", aligned(rows), encoding, wire.padded_size(spec.hidden_size))
         return [*(_copied(name, tensor) for name, tensor in extra.items()), row]
 
-    def meet(
+    def signal_and_wait(
         self, layer: int, phase: Phase, *, fails: bool = False, waits: bool = True, early: bool = False
     ) -> None:
         """Publish that this rank has done its part of a phase, or that it failed, and wait for the others."""
-        flags_room.meet[(self.ranks,)](
-            self.peers, self.told, self.rank, layer, list(Phase).index(phase), int(fails), self.deadline,
+        flags_room.signal_and_wait[(self.ranks,)](
+            self.peers, self.host_status, self.rank, layer, list(Phase).index(phase), int(fails), self.deadline,
             WORLD=self.world, WIDE=self._wide, TURNS=self.control.turns, WAITS=waits, EARLY=early, num_warps=1,
             **_launch_early(early),
         )  # fmt: skip
 
-    def _assign(self, crossing: Crossing, routes: Routing) -> None:
-        spec = crossing.spec
+    def _assign(self, slots: DispatchSlots, routes: Routing) -> None:
+        spec = slots.spec
         experts, copies = self._table(spec.placement)
-        chunks = _chunks(crossing.max_tokens) if routes.tokens >= 0 else 1
+        chunks = _chunks(slots.max_tokens) if routes.tokens >= 0 else 1
         push_room.assign[(chunks * self.ranks,)](
-            routes.ids_TK, routes.weights_TK, experts, copies, routes.slots_TW, self._counts, self.peers, self.told,
-            routes.tokens, crossing.max_tokens, self.rank, chunks, _chunks(self.max_tokens), spec.num_experts,
-            routes.places["ids"], routes.places["weights"], self.control.mail(crossing.flight),
+            routes.ids_TK, routes.weights_TK, experts, copies, routes.slots_TW, self._counts, self.peers,
+            self.host_status, routes.tokens, slots.max_tokens, self.rank, chunks, _chunks(self.max_tokens),
+            spec.num_experts, routes.places["ids"], routes.places["weights"], self.control.counts(slots.region),
             TOP_K=spec.top_k, K_WIDE=triton.next_power_of_2(spec.top_k), REPLICAS=experts.shape[1],
             WORLD=self.world, AT_ONCE=min(push_room.RANKS_AT_ONCE.value, self._wide), EARLY=self._early,
             num_warps=4, **_launch_early(self._early),
@@ -353,7 +355,7 @@ class Launcher:
 
     def _push(
         self,
-        crossing: Crossing,
+        slots: DispatchSlots,
         load: Load,
         routes: Routing,
         *,
@@ -363,37 +365,37 @@ class Launcher:
     ) -> None:
         """Move one payload. `sized_for`: the number of rows that the kernel is chosen for, where nothing is moved."""
         spec, tokens, places, encoding = (
-            crossing.spec,
+            slots.spec,
             routes.tokens,
             routes.places,
             load.encoding,
         )
         experts, copies = self._table(spec.placement)
-        cut = cut_row(encoding, load.padded, tokens * self.ranks if sized_for is None else sized_for)
-        row_blocks = max(0, tokens) * cut.parts
-        other_blocks = _chunks(crossing.max_tokens) if whole and tokens >= 0 else int(tokens <= 0)
+        tiles = row_tiles(encoding, load.padded, tokens * self.ranks if sized_for is None else sized_for)
+        row_blocks = max(0, tokens) * tiles.parts
+        other_blocks = _chunks(slots.max_tokens) if whole and tokens >= 0 else int(tokens <= 0)
         push_room.push[((row_blocks + other_blocks) * self.ranks,)](
-            load.rows, routes.ids_TK, routes.weights_TK, experts, copies, routes.slots_TW, self.peers, self.told,
-            tokens, crossing.max_tokens, self.rank, row_blocks, other_blocks, spec.num_experts, crossing.layer,
+            load.rows, routes.ids_TK, routes.weights_TK, experts, copies, routes.slots_TW, self.peers, self.host_status,
+            tokens, slots.max_tokens, self.rank, row_blocks, other_blocks, spec.num_experts, slots.layer,
             places[load.name], places.get("scales", 0), places.get("global_scale", 0), places["ids"],
-            places["weights"], self.control.mail(crossing.flight), encoding.global_scale, self.deadline,
+            places["weights"], self.control.counts(slots.region), encoding.global_scale, self.deadline,
             HIDDEN=load.rows.shape[1], PADDED=load.padded, FORMAT=encoding.code, KIND=encoding.kind,
             OPTION=encoding.option, TOP_K=spec.top_k, K_WIDE=triton.next_power_of_2(spec.top_k),
             REPLICAS=experts.shape[1], WORLD=self.world, WIDE=self._wide,
-            AT_ONCE=min(push_room.RANKS_AT_ONCE.value, self._wide), TILE=cut.tile, PARTS=cut.parts,
-            TURNS=self.control.turns, WHOLE=whole, WAITS=waits, EARLY=self._early, num_warps=cut.warps,
+            AT_ONCE=min(push_room.RANKS_AT_ONCE.value, self._wide), TILE=tiles.tile, PARTS=tiles.parts,
+            TURNS=self.control.turns, WHOLE=whole, WAITS=waits, EARLY=self._early, num_warps=tiles.warps,
             enable_fp_fusion=False, **_launch_early(self._early),
         )  # fmt: skip
 
     @staticmethod
-    def _places(slots: SlotLayout, start: int) -> dict[str, int]:
-        return {p.name: start + at for p, at in zip(slots.payloads, slots.offsets, strict=True)}
+    def _places(layout: SlotLayout, start: int) -> dict[str, int]:
+        return {p.name: start + at for p, at in zip(layout.payloads, layout.offsets, strict=True)}
 
     # -- The way back --------------------------------------------------------------------------------------
 
     def combine(
         self,
-        crossing: Crossing,
+        slots: DispatchSlots,
         slots_TW: Tensor,
         results: Tensor | None,
         out_TH: Tensor,
@@ -403,21 +405,36 @@ class Launcher:
         waits: bool = True,
     ) -> None:
         """Place results (None: they are placed), meet the others, and write this rank's sums into `out_TH`."""
-        home, tokens = self._home(crossing), out_TH.shape[0] // self.ranks
-        meets = results is None and waits and tokens * home.cut(tokens).parts <= MOST_WAITING_BLOCKS
         if results is not None:
-            self._place(crossing, home, results, dense=dense)
+            self.place(slots, results, dense=dense)
+        self.sum(slots, slots_TW, out_TH, add, just_placed=results is not None, waits=waits)
+
+    def sum(
+        self,
+        slots: DispatchSlots,
+        slots_TW: Tensor,
+        out_TH: Tensor,
+        add: Sequence[Tensor] = (),
+        *,
+        just_placed: bool,
+        waits: bool = True,
+    ) -> None:
+        """Meet the others, and write this rank's sums into `out_TH`; `just_placed`: by `place`, not by the experts."""
+        layout, tokens = self._return_layout(slots), out_TH.shape[0] // self.ranks
+        meets = not just_placed and waits and tokens * layout.tiles(tokens).parts <= MOST_WAITING_BLOCKS
         if not meets:
-            self.meet(crossing.layer, Phase.COMBINE, waits=waits, early=self._early and results is None)
-        self._pull(crossing, home, slots_TW, out_TH, add, tokens, meets=meets)
+            self.signal_and_wait(
+                slots.layer, Phase.COMBINE, waits=waits, early=self._early and not just_placed
+            )
+        self._pull(slots, layout, slots_TW, out_TH, add, tokens, meets=meets)
 
-    def place(self, crossing: Crossing, results: Tensor, *, dense: bool) -> None:
+    def place(self, slots: DispatchSlots, results: Tensor, *, dense: bool) -> None:
         """Write results where their owners find them."""
-        self._place(crossing, self._home(crossing), results, dense=dense)
+        self._place(slots, self._return_layout(slots), results, dense=dense)
 
-    def _home(self, crossing: Crossing) -> Home:
-        spec = crossing.spec
-        start = self.layout.combine_region(crossing.flight).offset
+    def _return_layout(self, slots: DispatchSlots) -> ReturnLayout:
+        spec = slots.spec
+        start = self.layout.combine_region(slots.region).offset
         encoding = Encoding.of(spec.combine_wire)
         if encoding is None:
             raise InputError(
@@ -426,25 +443,25 @@ class Launcher:
                 fix="choose one of these, or exchange='two_sided'",
                 layer=spec.layer,
             )
-        return Home(
+        return ReturnLayout(
             encoding=encoding,
             places=self._places(spec.combine_slots, start),
             padded=spec.combine_wire.padded_size(spec.hidden_size),
         )
 
-    def _place(self, crossing: Crossing, home: Home, results: Tensor, *, dense: bool) -> None:
+    def _place(self, slots: DispatchSlots, layout: ReturnLayout, results: Tensor, *, dense: bool) -> None:
         pull_room.place[(max(1, results.shape[0]),)](
-            aligned(results), self.peers, results.shape[0] // self.ranks, crossing.max_tokens, self.rank,
-            int(dense), home.places["data"], home.places.get("scales", 0), self.control.mail(crossing.flight),
-            HIDDEN=crossing.spec.hidden_size, PADDED=home.padded, FORMAT=home.encoding.code,
-            KIND=home.encoding.kind, OPTION=home.encoding.option, WORLD=self.world, WIDE=self._wide,
-            TILE=min(2048, max(128, triton.next_power_of_2(home.padded))), num_warps=4, enable_fp_fusion=False,
+            aligned(results), self.peers, results.shape[0] // self.ranks, slots.max_tokens, self.rank,
+            int(dense), layout.places["data"], layout.places.get("scales", 0), self.control.counts(slots.region),
+            HIDDEN=slots.spec.hidden_size, PADDED=layout.padded, FORMAT=layout.encoding.code,
+            KIND=layout.encoding.kind, OPTION=layout.encoding.option, WORLD=self.world, WIDE=self._wide,
+            TILE=min(2048, max(128, triton.next_power_of_2(layout.padded))), num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
 
     def _pull(
         self,
-        crossing: Crossing,
-        home: Home,
+        slots: DispatchSlots,
+        layout: ReturnLayout,
         slots_TW: Tensor,
         out_TH: Tensor,
         add: Sequence[Tensor],
@@ -453,29 +470,29 @@ class Launcher:
         meets: bool,
         sized_for: int | None = None,
     ) -> None:
-        cut = home.cut(tokens if sized_for is None else sized_for)
-        blocks = max(1, max(0, tokens) * cut.parts)
+        tiles = layout.tiles(tokens if sized_for is None else sized_for)
+        blocks = max(1, max(0, tokens) * tiles.parts)
         terms = [*map(aligned, add), out_TH, out_TH]
         pull_room.pull[(blocks * self.ranks,)](
-            out_TH, terms[0], terms[1], slots_TW, self.peers, self.told,
-            tokens, crossing.max_tokens, self.rank, blocks, crossing.layer, len(add), home.places["data"],
-            home.places.get("scales", 0), self.deadline,
-            HIDDEN=crossing.spec.hidden_size, PADDED=home.padded, FORMAT=home.encoding.code,
-            KIND=home.encoding.kind, WORLD=self.world, WIDE=self._wide, TILE=cut.tile, PARTS=cut.parts,
-            TURNS=self.control.turns, MEETS=meets, EARLY=self._early, num_warps=cut.warps, enable_fp_fusion=False,
+            out_TH, terms[0], terms[1], slots_TW, self.peers, self.host_status,
+            tokens, slots.max_tokens, self.rank, blocks, slots.layer, len(add), layout.places["data"],
+            layout.places.get("scales", 0), self.deadline,
+            HIDDEN=slots.spec.hidden_size, PADDED=layout.padded, FORMAT=layout.encoding.code,
+            KIND=layout.encoding.kind, WORLD=self.world, WIDE=self._wide, TILE=tiles.tile, PARTS=tiles.parts,
+            TURNS=self.control.turns, MEETS=meets, EARLY=self._early, num_warps=tiles.warps, enable_fp_fusion=False,
             **_launch_early(self._early),
         )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
-class Home:
-    """How results of a layer come home: their encoding, where they lie in a workspace, how wide a row is."""
+class ReturnLayout:
+    """How results of a layer come layout: their encoding, where they lie in a workspace, how wide a row is."""
 
     encoding: Encoding
     places: Mapping[str, int]
     padded: int
 
-    def cut(self, tokens: int) -> Cut:
+    def tiles(self, tokens: int) -> TileConfig:
         """How a row that comes home is cut: a block for each tile."""
         tile = min(2048 if tokens > 64 else 1024, max(128, triton.next_power_of_2(self.padded)))
-        return Cut(tile, triton.cdiv(self.padded, tile), 4)
+        return TileConfig(tile, triton.cdiv(self.padded, tile), 4)

@@ -1,0 +1,275 @@
+"""What travels, in four types with four lifetimes.
+
+    BatchRoutes     who gets which row of a batch         immutable; can be used again, for a second dispatch
+    Batch           a checked batch, ready to be sent     until it was sent
+    Arrival         the rows that came to this rank       until they are combined
+    ResultsAtHome   the results of this rank's tokens     until they are summed
+
+A transport is given a `Batch` and makes an `Arrival`; it is given `Results` and makes `ResultsAtHome`. A rank that
+cannot take its part in a phase gives it a `Failure` instead, which tells the others why.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenyard.errors import Corrupted
+from tokenyard.exchange.announcement import Announcements
+from tokenyard.exchange.reduce import sum_over_ranks
+from tokenyard.exchange.spec import ExchangeSpec
+from tokenyard.formats.base import EncodedRows, Format, check_rows
+from tokenyard.routing import Routes
+from tokenyard.rows import LocalRoutes, ReceivedRows, RoutingLogits
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UnencodedRows:
+    """Rows as they are, for an exchange that encodes them on their way."""
+
+    format: Format
+    x_TH: Tensor
+
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+        return self.x_TH.shape[1]
+
+    @property
+    def num_rows(self) -> int:
+        """T."""
+        return self.x_TH.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows are."""
+        return self.x_TH.device
+
+    def check(self) -> None:
+        """Raise unless these are rows."""
+        check_rows(self.x_TH)
+
+
+# -- The way out -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BatchRoutes:
+    """Who gets which row of a batch. What is computed here is computed once, however often the routes are used."""
+
+    spec: ExchangeSpec  # what the exchange knows of the layer
+    routes: Routes | RoutingLogits  # as they travel: without choices whose expert was lost with its rank
+    num_tokens: int  # T, the tokens of this rank
+    rank: int  # this rank: which replica of an expert a token meets depends on it
+
+    @cached_property
+    def resolved(self) -> tuple[Tensor, Tensor]:
+        """`(rank_TK, local_TK)`: the rank that each choice goes to, and the number of the expert there."""
+        assert isinstance(self.routes, Routes)
+        return self.spec.placement.resolve(self.routes.topk_ids_TK, self.rank)
+
+    @cached_property
+    def tokens_by_rank(self) -> tuple[Tensor, ...]:
+        """For each rank, the tokens (ascending) that go there. Where logits travel, every token goes to all."""
+        if isinstance(self.routes, RoutingLogits):
+            device = self.routes.logits_RE.device
+            return (torch.arange(self.num_tokens, device=device),) * self.spec.placement.world
+        return tokens_by_rank(self.resolved[0], self.spec.placement.world)
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Rows for each rank."""
+        return [tokens.numel() for tokens in self.tokens_by_rank]
+
+    def local_routes(self) -> tuple[Tensor, Tensor]:
+        """Ids and weights of every row that goes out, by rank: the ids of that rank's own experts, else -1."""
+        assert isinstance(self.routes, Routes)
+        token_N = torch.cat(self.tokens_by_rank)
+        counts = torch.tensor(self.counts, device=token_N.device)
+        target_N = torch.arange(len(counts), device=token_N.device).repeat_interleave(counts)
+        rank_TK, local_TK = self.resolved
+        here_NK = rank_TK[token_N] == target_N.unsqueeze(1)
+        weights_NK = torch.where(here_NK, self.routes.topk_weights_TK[token_N].float(), 0.0)
+        return torch.where(here_NK, local_TK[token_N], -1), weights_NK
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """A checked batch, ready to be sent."""
+
+    spec: ExchangeSpec  # what the exchange knows of the layer
+    round: int  # the number of the round trip, from 1
+    region: int  # which of `in_flight` pairs of regions it uses, the same on every rank
+    rows: EncodedRows | UnencodedRows  # not encoded only where the transport says that it encodes this wire
+    extra: Mapping[str, Tensor]  # further payloads, one row per token
+    routes: BatchRoutes  # who gets which row
+    announcements: Announcements  # what this rank tells the others of it
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the tokens of this rank."""
+        return self.routes.num_tokens
+
+    @property
+    def payloads(self) -> dict[str, Tensor]:
+        """What travels beside routes, a row per token."""
+        assert isinstance(self.rows, EncodedRows)
+        return {**self.rows.payloads, **self.extra}
+
+    def packets(self) -> Tensor:
+        """Packets of all rows that go out, `[rows, stride]`, those for rank 0 first: a token once for each rank."""
+        token_N = torch.cat(self.routes.tokens_by_rank)
+        tensors = {name: tensor[token_N] for name, tensor in self.payloads.items()}
+        tensors["ids"], tensors["weights"] = self.routes.local_routes()
+        return self.spec.dispatch_layout.pack(tensors, token_N.numel(), token_N.device)
+
+    def arrived(self, received: ReceivedRows, counts_W: Sequence[int], way_back: Any = None) -> Arrival:
+        """What came to this rank in the same dispatch: the rows, and how many each rank has announced."""
+        return Arrival(
+            received=received,
+            spec=self.spec,
+            round=self.round,
+            region=self.region,
+            routes=self.routes,
+            counts_W=tuple(counts_W),
+            way_back=way_back,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Arrival:
+    """The rows that came to this rank in a dispatch. It is combined exactly once, and valid until then."""
+
+    received: ReceivedRows  # the rows that arrived here
+    spec: ExchangeSpec  # what the exchange knows of the layer
+    round: int  # the number of the round trip, from 1
+    region: int  # which of `in_flight` pairs of regions it uses, the same on every rank
+    routes: BatchRoutes  # who gets which row of this rank's own batch: their results come home
+    # The rows that each rank has announced, and expects results of. Empty where only the device knows.
+    counts_W: tuple[int, ...]
+    way_back: Any = None  # what the transport remembers for the way back; nobody else looks into it
+    checksums_RC: Tensor | None = None  # the checksums that came with the rows, in a paranoid plan
+    # What this rank has found wrong with it, after the others had gone on: they hear of it in the combine.
+    problem: Exception | None = None
+
+    def check_counts(self) -> None:
+        """Raise unless as many rows came from each rank as it expects results of."""
+        for source, (came, due) in enumerate(zip(self.received.counts_W, self.counts_W, strict=False)):
+            if came != due:
+                raise Corrupted(
+                    f"{came} rows from rank {source} have an expert here, and it announced {due}",
+                    expected="the ids that were sent",
+                    source=source,
+                    place="ids",
+                )
+
+
+# -- The way back ------------------------------------------------------------------------------------------
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Results:
+    """Checked results of an arrival, ready to be sent back."""
+
+    arrival: Arrival  # the rows that they are the results of
+    rows_RH: (
+        Tensor | None
+    )  # a result per received row; None: the experts have written them where they are read
+    encoded: EncodedRows | None  # the same in the combine wire, unless placed or encoded by the transport
+    announcements: Announcements  # what this rank tells the others of them
+    # Called by the transport when results have the form in which they travel, before it tells anybody of them.
+    before_telling: Callable[[], None] = _nothing
+
+    def packets_by_rank(self) -> tuple[Tensor, ...]:
+        """The packets of the results for each source rank, `[rows, stride]`."""
+        assert self.encoded is not None
+        layout = self.arrival.spec.combine_layout
+        packets = layout.pack(self.encoded.payloads, self.encoded.num_rows, self.encoded.device)
+        return tuple(torch.split(packets, list(self.arrival.counts_W)))
+
+
+class ResultsAtHome(ABC):
+    """The results of this rank's tokens, where they came home: they can be summed, or handed out by rank."""
+
+    @abstractmethod
+    def sum_into(self, out_TH: Tensor, add: Sequence[Tensor]) -> Tensor:
+        """Write the float32 sum over ranks, in rank order, and of `add`, into `out_TH`, and return it. Rounded once."""
+
+    @abstractmethod
+    def by_rank(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Copies of the rows that each rank returned, in float32, and the tokens that they belong to."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowsAtHome(ResultsAtHome):
+    """Results as encoded rows, by the rank that returned them."""
+
+    rows_by_rank: list[EncodedRows]  # in the order of this rank's tokens
+    tokens_by_rank: tuple[Tensor, ...]  # the tokens that they belong to
+
+    @classmethod
+    def of(cls, arrival: Arrival, payloads_by_rank: Sequence[Mapping[str, Tensor]]) -> RowsAtHome:
+        """The payloads that each rank returned for an arrival, as results."""
+        spec = arrival.spec
+        rows = [
+            EncodedRows(format=spec.combine_wire, hidden_size=spec.hidden_size, payloads=payloads)
+            for payloads in payloads_by_rank
+        ]
+        return cls(rows_by_rank=rows, tokens_by_rank=arrival.routes.tokens_by_rank)
+
+    def sum_into(self, out_TH: Tensor, add: Sequence[Tensor]) -> Tensor:
+        return sum_over_ranks(self.rows_by_rank, self.tokens_by_rank, out_TH, add)
+
+    def by_rank(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        # Copies even of float32 rows: what comes home must not be a view of a peer's memory.
+        rows_by_rank = tuple(rows.decode(torch.float32).clone() for rows in self.rows_by_rank)
+        return rows_by_rank, self.tokens_by_rank
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Failure:
+    """In place of a batch, or of results: this rank takes part in a phase only to say that it failed."""
+
+    spec: ExchangeSpec
+    region: int
+    announcements: Announcements  # with the error
+    arrival: Arrival | None  # None: in the dispatch; else the arrival that will not be combined
+
+
+def tokens_by_rank(rank_TK: Tensor, world: int) -> tuple[Tensor, ...]:
+    """For each rank, the tokens (ascending) that have an expert there: each once, however many experts.
+
+    >>> [tokens.tolist() for tokens in tokens_by_rank(torch.tensor([[0, 0], [1, -1], [1, 0]]), world=3)]
+    [[0, 2], [1, 2], []]
+    """
+    # One column more than ranks takes the choices of nobody.
+    goes_TW = torch.zeros(rank_TK.shape[0], world + 1, dtype=torch.bool, device=rank_TK.device)
+    goes_TW.scatter_(1, torch.where(rank_TK < 0, world, rank_TK), True)
+    goes_WT = goes_TW[:, :world].t()
+    return tuple(goes_WT.nonzero()[:, 1].split(goes_WT.sum(dim=1).tolist()))
+
+
+def received_rows(spec: ExchangeSpec, packets: Tensor, counts: Sequence[int]) -> ReceivedRows:
+    """The packets that arrived, so many from each rank, as a batch: views of the bytes, no copy."""
+    tensors = spec.dispatch_layout.unpack(packets)
+    names = [payload.name for payload in spec.wire.payloads(spec.hidden_size)]
+    rows = EncodedRows(
+        format=spec.wire, hidden_size=spec.hidden_size, payloads={name: tensors[name] for name in names}
+    )
+    routes: LocalRoutes | RoutingLogits
+    if spec.carries_logits:
+        routes = RoutingLogits(logits_RE=tensors["logits"])
+    else:
+        routes = LocalRoutes(ids_RK=tensors["ids"], weights_RK=tensors["weights"])
+    extra = {payload.name: tensors[payload.name] for payload in spec.further}
+    return ReceivedRows(rows=rows, routes=routes, counts_W=tuple(counts), extra=extra)

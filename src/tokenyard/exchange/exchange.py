@@ -1,0 +1,534 @@
+"""An exchange moves rows out to the ranks that own their experts, and results back: one class, over any transport.
+
+    dispatch(spec, rows, routes) → Arrival           each row once to each *rank* that owns one of its experts
+    combine(arrival, expert rows) → CombinedRows     one row per (token, rank) back, summed in float32
+
+An exchange knows a group, placements and formats; what an expert is, it does not know. `ExchangeSpec` is all that it
+is told of a layer. An `Arrival` is a frozen handle: it is combined once, in the order of dispatches, or it is an error.
+How bytes travel is the matter of a `Transport`; checks, the order of calls, failures and statistics are the same for
+all of them, and are here.
+
+**Order.** Received rows stand in (source rank, token) order. Results are summed in rank order, in float32,
+and rounded once: the result is bitwise the same in every run, on every kind of group, through every exchange.
+
+**One error, all ranks.** Bad input, or an expert that raises, on one rank must reach the others, which wait. So every
+phase starts with an announcement from each rank, "here is layer 3, round 17, so many rows", or "I failed,
+because …". A rank that fails still announces that, then raises its own error; the others raise `PeerFailed`;
+nothing is lost, and the group stays usable. Ranks that are in different layers, phases or rounds find out here
+(`Drifted`).
+
+**A loss.** A wait that ends without the others' answer (a rank is lost, or this one was interrupted) breaks the plan:
+nobody knows what the others have received, and a late answer must not be taken for an answer to a later call. Every
+call raises `PlanBroken` from then on; `Plan.go_on_without` and `Plan.readmit` make a new exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import NoReturn, final
+
+import torch
+from torch import Tensor
+
+from tokenyard.errors import (
+    ContractError,
+    Corrupted,
+    Drifted,
+    HandleError,
+    InputError,
+    PeerFailed,
+    PeerLost,
+    PlanBroken,
+    TokenyardError,
+)
+from tokenyard.exchange.announcement import Announcement, Announcements, Phase
+from tokenyard.exchange.batch import (
+    Arrival,
+    Batch,
+    BatchRoutes,
+    Failure,
+    Results,
+    ResultsAtHome,
+    UnencodedRows,
+)
+from tokenyard.exchange.checks import check_batch, check_output, check_writable
+from tokenyard.exchange.in_flight import InFlightQueue
+from tokenyard.exchange.integrity.watched import WatchedTransport
+from tokenyard.exchange.round_trip import RoundTrip
+from tokenyard.exchange.spec import ExchangeSpec
+from tokenyard.exchange.stats import LayerStats
+from tokenyard.exchange.transport import Transport
+from tokenyard.formats.base import EncodedRows
+from tokenyard.group.base import Group
+from tokenyard.group.one_thread import OneThread, by_one_thread
+from tokenyard.routing import Routes
+from tokenyard.rows import (
+    CombinedRows,
+    ExpertRows,
+    PlacedRows,
+    RankRows,
+    RoutingLogits,
+    check_expert_rows,
+)
+
+
+@final
+class Exchange:
+    """Moves rows for all layers of a plan, over one transport."""
+
+    def __init__(
+        self,
+        transport: type[Transport],
+        group: Group,
+        *,
+        in_flight: int = 1,
+        plan_id: int = 0,
+        paranoid: bool = False,
+    ) -> None:
+        self.group = group  # the ranks that exchange
+        chosen = transport.on(group)
+        # What moves the bytes.
+        self.transport: Transport = (
+            WatchedTransport(chosen, group, in_flight=in_flight)
+            if paranoid
+            else chosen(group, in_flight=in_flight)
+        )
+        self.stats: dict[str, LayerStats] = {}  # counters by layer
+        self._in_flight = InFlightQueue(in_flight, group.rank)
+        self._plan_id = plan_id
+        self._names: list[str] = []
+        self._round = 0  # the last dispatch in which all ranks met
+        self._closed = False
+        # Why a wait for the other ranks has ended without an answer.
+        self._broken: BaseException | None = None
+        self._one_thread = OneThread("the plan")
+
+    # -- The layers ----------------------------------------------------------------------------------------
+
+    def serve(self, specs: Sequence[ExchangeSpec]) -> None:
+        """Carry these layers from now on. Collective; handles that are in flight raise afterwards."""
+        self.transport.serve(specs)
+        self._served(specs)
+
+    def trim(self, specs: Sequence[ExchangeSpec]) -> None:
+        """Carry these layers, and give back what they do not need. Collective."""
+        self.transport.trim(specs)
+        self._served(specs)
+
+    def _served(self, specs: Sequence[ExchangeSpec]) -> None:
+        self.stats = {s.layer: self.stats.get(s.layer) or LayerStats(self.group.size) for s in specs}
+        self._names = list(self.stats)
+        self._in_flight.clear()
+
+    def warmup(self, specs: Sequence[ExchangeSpec]) -> None:
+        """Make ready whatever the first round trips of these layers would otherwise wait for. Collective."""
+        self.transport.warmup(specs)
+
+    @by_one_thread
+    def synchronize(self) -> None:
+        """Raise what went wrong in calls that did not wait for it."""
+        with self._waiting():
+            self.transport.synchronize()
+
+    def fixed_shapes(self, max_tokens: int | None = None) -> AbstractContextManager[None]:
+        """Batches whose shapes do not depend on what is in them, for a CUDA graph."""
+        return self.transport.fixed_shapes(max_tokens)
+
+    # -- The way out ---------------------------------------------------------------------------------------
+
+    def encode(self, spec: ExchangeSpec, x_TH: Tensor) -> EncodedRows | UnencodedRows:
+        """Rows in the layer's wire; or as they are, where the transport encodes them on their way."""
+        if self.transport.encodes(spec.wire):
+            return UnencodedRows(format=spec.wire, x_TH=x_TH)
+        return spec.wire.encode(x_TH)
+
+    @by_one_thread
+    def dispatch(
+        self,
+        spec: ExchangeSpec,
+        rows: EncodedRows | UnencodedRows,
+        routes: Routes | RoutingLogits | BatchRoutes,
+        extra: Mapping[str, Tensor] | None = None,
+    ) -> Arrival:
+        """Send each row to every rank that owns one of its experts; return what the others sent here.
+
+        `routes` of an earlier arrival (`arrival.routes`) send other rows of the same tokens the same way.
+        """
+        self.check_usable(layer=spec.layer)
+        self._in_flight.check_room(spec)
+        round, stats = self._round + 1, self.stats[spec.layer]
+        try:
+            batch = self._checked(spec, round, rows, routes, {} if extra is None else extra)
+            pending = self.transport.send(batch)
+        except Exception as error:
+            self._fail(spec, error, partial(self._fail_dispatch, spec, error))
+        with stats.waiting("dispatch"), self._in_layer(spec), self._waiting():
+            arrival = pending.wait()
+        self._in_flight.add(arrival)
+        sent = self.transport.rows_sent(batch, arrival)
+        stats.count_dispatch(batch.num_tokens, sent, arrival.counts_W, self.transport.bytes_sent(batch, sent))
+        try:
+            arrival.check_counts()
+            if arrival.problem is not None:
+                raise arrival.problem
+        except Exception as error:
+            # The others have gone on: they wait for this rank's combine, and hear of it there.
+            self._fail(spec, error, partial(self._in_flight.give_up, arrival, error))
+        return arrival
+
+    def _checked(
+        self,
+        spec: ExchangeSpec,
+        round: int,
+        rows: EncodedRows | UnencodedRows,
+        routes: Routes | RoutingLogits | BatchRoutes,
+        extra: Mapping[str, Tensor],
+    ) -> Batch:
+        """A batch that can be sent; raises whatever is wrong with it."""
+        if isinstance(rows, UnencodedRows):
+            rows.check()
+            if not self.transport.encodes(spec.wire):
+                rows = rows.format.encode(rows.x_TH)
+        if isinstance(routes, BatchRoutes) and routes.spec.placement != spec.placement:
+            raise ContractError(
+                f"the routes are those of layer {routes.spec.layer!r}, whose experts are elsewhere",
+                expected=f"routes of a layer with the placement of {spec.layer!r}",
+                fix="pass Routes",
+            )
+        given = routes.routes if isinstance(routes, BatchRoutes) else routes
+        checked = check_batch(
+            spec,
+            rows,
+            given,
+            extra,
+            self.group.device,
+            values=self.transport.reads_values and given is routes,
+        )
+        if not isinstance(routes, BatchRoutes):
+            checked = self._drop_lost(spec, checked) if isinstance(checked, Routes) else checked
+            routes = BatchRoutes(spec=spec, routes=checked, num_tokens=rows.num_rows, rank=self.group.rank)
+        counts = routes.counts if self.transport.reads_values else [0] * self.group.size
+        return Batch(
+            spec=spec,
+            round=round,
+            region=self._in_flight.free_region,
+            rows=rows,
+            extra=extra,
+            routes=routes,
+            announcements=self._announcements(
+                spec, Phase.DISPATCH, round, tokens=rows.num_rows, counts=counts
+            ),
+        )
+
+    def _drop_lost(self, spec: ExchangeSpec, routes: Routes) -> Routes:
+        """The routes without choices whose expert was lost with its rank.
+
+        A token's replicas follow from the ids that are left: these travel, and every rank reads them alike.
+        """
+        if not spec.placement.lost_experts:
+            return routes
+        rank_TK, _ = spec.placement.resolve(routes.topk_ids_TK, self.group.rank)
+        dropped_TK = (routes.topk_ids_TK >= 0) & (rank_TK < 0)
+        self.stats[spec.layer].count_dropped(dropped_TK)
+        return routes.without(dropped_TK, renormalize=spec.renormalizes_dropped)
+
+    # -- The way back --------------------------------------------------------------------------------------
+
+    @by_one_thread
+    def combine(
+        self,
+        arrival: Arrival,
+        result: ExpertRows | PlacedRows,
+        *,
+        out: Tensor | None = None,
+        add: Sequence[Tensor] = (),
+    ) -> CombinedRows:
+        """Bring every token's results home and sum them over ranks, in rank order, in float32.
+
+        `add` (a residual, shared experts) is added before the one rounding to the input's dtype. The result
+        is written into `out` if given; `combine(…, out=y, add=(y,))` adds to what is there.
+        """
+        with self._bringing_home(arrival, result, reduces=True, out=out, add=add) as home:
+            if out is None:
+                shape = (arrival.routes.num_tokens, arrival.spec.hidden_size)
+                out = torch.empty(shape, dtype=arrival.spec.dtype, device=self.group.device)
+            return CombinedRows(y_TH=home.sum_into(out, add))
+
+    @by_one_thread
+    def combine_unreduced(self, arrival: Arrival, result: ExpertRows | PlacedRows) -> RankRows:
+        """Bring every token's results home, one row per (token, rank). Summing them is the caller's duty."""
+        with self._bringing_home(arrival, result, reduces=False, out=None, add=()) as home:
+            rows_by_rank, tokens_by_rank = home.by_rank()
+        return RankRows(
+            rows_by_rank=rows_by_rank,
+            tokens_by_rank=tokens_by_rank,
+            num_tokens=arrival.routes.num_tokens,
+            dtype=arrival.spec.dtype,
+        )
+
+    @contextmanager
+    def _bringing_home(
+        self,
+        arrival: Arrival,
+        result: ExpertRows | PlacedRows,
+        *,
+        reduces: bool,
+        out: Tensor | None,
+        add: Sequence[Tensor],
+    ) -> Iterator[ResultsAtHome]:
+        """Send results back, and hand out those of this rank's tokens. What is done with them is inside."""
+        self._take(arrival)
+        spec, stats = arrival.spec, self.stats[arrival.spec.layer]
+        try:
+            results = self._checked_results(arrival, result, reduces=reduces, out=out, add=add)
+            pending = self.transport.send_back(results)
+        except Exception as error:
+            self._fail(spec, error, partial(self._fail_combine, arrival, error))
+        with stats.waiting("combine"), self._in_layer(spec), self._in_turn():
+            with self._waiting():
+                home = pending.wait()
+            with self._waiting() if self.transport.waits_in_sum else nullcontext():
+                yield home
+        row = self.transport.region_bytes(spec).combine_row
+        stats.count_combine([count * row for count in arrival.counts_W])
+
+    def _checked_results(
+        self,
+        arrival: Arrival,
+        result: ExpertRows | PlacedRows,
+        *,
+        reduces: bool,
+        out: Tensor | None,
+        add: Sequence[Tensor],
+    ) -> Results:
+        """Results that can be sent; raises unless they, and what they are written into and added to, fit."""
+        spec = arrival.spec
+        if reduces != spec.reduces_ranks:
+            raise ContractError(
+                f"the {'exchange' if reduces else 'caller'} was asked to reduce over ranks",
+                expected=f"the {'exchange' if spec.reduces_ranks else 'caller'} to do it, as the plan says",
+                fix='take them unreduced, or plan with reduce_ranks="exchange"'
+                if reduces
+                else 'let the exchange do it, or plan with reduce_ranks="caller"',
+            )
+        for tensor in ([] if out is None else [out]) + list(add):
+            check_output(spec, tensor, arrival.routes.num_tokens, self.group.device)
+        if out is not None:
+            check_writable(out)
+        most = self.transport.most_terms
+        if most is not None and len(add) > most:
+            raise InputError(
+                f"{len(add)} tensors to add",
+                expected=f"at most {most} on a GPU",
+                fix="add some of them before",
+            )
+        rows_RH = encoded = None
+        if not self._is_placed(arrival, result):
+            rows_RH = check_expert_rows(result, arrival.received).rows_RH
+            encoded = None if self.transport.encodes_results else spec.combine_wire.encode(rows_RH)
+        return Results(
+            arrival=arrival,
+            rows_RH=rows_RH,
+            encoded=encoded,
+            announcements=self._announcements(
+                spec, Phase.COMBINE, arrival.round, tokens=arrival.routes.num_tokens
+            ),
+        )
+
+    def _is_placed(self, arrival: Arrival, result: object) -> bool:
+        """Whether the experts have written their results where they are read."""
+        if not isinstance(result, PlacedRows) or arrival.received.results is None:
+            return False
+        if result.buffer is not arrival.received.results:
+            raise ContractError(
+                "combine was given rows that were placed in the buffer of another dispatch",
+                expected="PlacedRows of `received.results`, of this very dispatch",
+                fix="ask for the buffer after each dispatch",
+            )
+        return True
+
+    # -- One error, all ranks ------------------------------------------------------------------------------
+
+    @contextmanager
+    def round_trip(self, spec: ExchangeSpec) -> Iterator[RoundTrip]:
+        """One round trip of one layer, in which an error on one rank reaches all ranks, wherever it happens."""
+        with self.in_use(layer=spec.layer):
+            self._in_flight.check_empty(spec)
+            trip = RoundTrip(exchange=self, spec=spec)
+            try:
+                yield trip
+            except BaseException as error:  # one that is interrupted owes the others a word, too
+                if trip.arrival is not None and trip.arrival in self._in_flight:
+                    self._fail(spec, error, partial(self._in_flight.give_up, trip.arrival, error))
+                if trip.owes_dispatch:
+                    self._fail(spec, error, partial(self._fail_dispatch, spec, error))
+                raise
+
+    @by_one_thread
+    def refuse(self, arrival: Arrival, error: Exception) -> NoReturn:
+        """Take part in the combine of an arrival only to say that this rank has an error; raise it."""
+        self._take(arrival)
+        self._fail(arrival.spec, error, partial(self._fail_combine, arrival, error))
+
+    @by_one_thread
+    def redirect(self, arrival: Arrival, spec: ExchangeSpec, *, again: bool = False) -> Arrival:
+        """The one arrival in flight, with results of another spec; `again`: after a combine that was refused."""
+        self._in_flight.clear()
+        redirected = replace(arrival, spec=spec, round=self._round + 1 if again else arrival.round)
+        self._in_flight.add(redirected)
+        return redirected
+
+    def _fail(self, spec: ExchangeSpec, error: BaseException, tell: Callable[[], None]) -> NoReturn:
+        """Tell the others that this rank failed, then raise its error."""
+        with self._in_layer(spec):
+            if isinstance(error, TokenyardError):
+                error.at(layer=spec.layer, rank=self.group.rank)
+            if isinstance(error, PeerLost):
+                self._break(error)
+            if self._broken is None:
+                with self._waiting():
+                    tell()
+                    self._tell_given_up()
+            raise error
+
+    def _fail_dispatch(self, spec: ExchangeSpec, error: BaseException) -> None:
+        announcements = self._announcements(
+            spec, Phase.DISPATCH, self._round + 1, counts=[0] * self.group.size, error=error
+        )
+        region = self._in_flight.free_region
+        self.transport.fail(Failure(spec=spec, region=region, announcements=announcements, arrival=None))
+
+    def _fail_combine(self, arrival: Arrival, error: BaseException) -> None:
+        announcements = self._announcements(arrival.spec, Phase.COMBINE, arrival.round, error=error)
+        self.transport.fail(
+            Failure(spec=arrival.spec, region=arrival.region, announcements=announcements, arrival=arrival)
+        )
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """A combine, behind which those that were given up have their turn."""
+        try:
+            yield
+        except (PeerFailed, Corrupted):
+            self._tell_given_up()
+            raise
+        self._tell_given_up()
+
+    def _tell_given_up(self) -> None:
+        """Take part in the combines of the oldest arrivals that were given up, only to say so."""
+        for arrival, error in self._in_flight.take_given_up():
+            self._fail_combine(arrival, error)
+
+    def _announcements(
+        self,
+        spec: ExchangeSpec,
+        phase: Phase,
+        round: int,
+        *,
+        tokens: int = 0,
+        counts: Sequence[int] = (),
+        error: BaseException | None = None,
+    ) -> Announcements:
+        told = error.announced_as if isinstance(error, TokenyardError) else error
+        mine = Announcement(
+            plan=self._plan_id,
+            layer=spec.index,
+            phase=phase,
+            round=round,
+            tokens=tokens,
+            counts=tuple(counts),
+            error="" if told is None else f"{type(told).__name__}: {told}",
+        )
+        return Announcements(
+            group=self.group,
+            layers=self._names,
+            mine=mine,
+            most=spec.max_tokens,
+            all_met=partial(self._meet, round),
+            ranks_parted=self._part,
+        )
+
+    def _meet(self, round: int) -> None:
+        self._round = max(self._round, round)
+
+    def _part(self) -> PlanBroken:
+        """Some ranks were told of this plan, others of another: nobody knows in which round each one is."""
+        cause = self._broken = self._broken or (
+            Drifted(
+                "the ranks were in different plans",
+                expected="every rank of the group to call the layers of the same plans in the same order",
+                fix="look for a branch that only some ranks take",
+            )
+        )
+        return PlanBroken(cause, rank=self.group.rank)
+
+    @contextmanager
+    def _in_layer(self, spec: ExchangeSpec) -> Iterator[None]:
+        """Errors of the group, which knows no layers, get the layer's name here. A loss breaks the plan."""
+        try:
+            yield
+        except TokenyardError as error:
+            error.at(layer=spec.layer, rank=self.group.rank)
+            if isinstance(error, PeerLost):
+                self._break(error)
+            raise
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """A wait for the other ranks. If it is interrupted, or a rank is lost, the plan is broken."""
+        try:
+            yield
+        except PeerLost as error:
+            self._break(error)
+            raise
+        except TokenyardError:
+            raise  # an answer of the others
+        except BaseException as error:
+            self._break(error)
+            raise
+
+    def _break(self, cause: BaseException) -> None:
+        """Refuse all later calls: this one has ended without the others' answer."""
+        self._broken = self._broken or cause
+
+    def _take(self, arrival: Arrival) -> None:
+        """Take an arrival out of the queue, or say why it cannot be combined."""
+        self.check_usable(layer=arrival.spec.layer if isinstance(arrival, Arrival) else None)
+        self._in_flight.take(arrival)
+
+    def check_open(self, *, layer: str | None = None) -> None:
+        """Raise if the plan is closed."""
+        if self._closed:
+            raise HandleError(
+                "the plan is closed",
+                expected="an open plan",
+                fix="make a new plan",
+                layer=layer,
+                rank=self.group.rank,
+            )
+
+    @contextmanager
+    def in_use(self, *, layer: str | None = None) -> Iterator[None]:
+        """A call of the plan that all its ranks make: by one thread at a time, and not after a loss."""
+        with self._one_thread:
+            self.check_usable(layer=layer)
+            try:
+                yield
+            except PeerLost as error:
+                self._break(error)
+                raise
+
+    def check_usable(self, *, layer: str | None = None) -> None:
+        """Raise if the plan is closed, or broken."""
+        self.check_open(layer=layer)
+        if self._broken is not None:
+            raise PlanBroken(self._broken, layer=layer, rank=self.group.rank)
+
+    def close(self) -> None:
+        """No more rounds; what is shared is given back."""
+        self._closed = True
+        self._in_flight.clear()
+        self.transport.close()

@@ -1,0 +1,275 @@
+"""A paranoid plan: a transport around another one, which compares every row on both ends, and every sum.
+
+    send          checksums are added to a batch; what the others sent is compared with theirs
+    send_back     the rows that the experts had are compared again, checksums are added to the results
+    sum_into      each result that came home is compared with its checksums, the sum with its plain twin
+
+What is found on the way out, or before results are sent, reaches the others in place of this rank's results. What is
+found at home is told in a last word at the end of the round: an error on one rank is an error on all, also here.
+A transport that shares a workspace has it looked after, too (`workspace_guards`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from tokenyard.duties import Duty, Ledger, aside
+from tokenyard.errors import ContractError, Corrupted, PeerFailed, PeerLost, TokenyardError
+from tokenyard.exchange.batch import Arrival, Batch, Failure, Results, ResultsAtHome, RowsAtHome
+from tokenyard.exchange.integrity.checksums import (
+    TOKEN,
+    check_back,
+    check_out,
+    checksums_back,
+    checksums_out,
+)
+from tokenyard.exchange.integrity.workspace_guards import GUARD_BYTES, WorkspaceGuards
+from tokenyard.exchange.one_sided.shared_memory import SharedMemoryTransport
+from tokenyard.exchange.spec import CHECKSUMS, ExchangeSpec
+from tokenyard.exchange.transport import Transport
+from tokenyard.exchange.workspace import LayerBytes
+from tokenyard.formats.base import EncodedRows
+from tokenyard.group.base import Group, Pending
+from tokenyard.rows import RankRows, describe
+
+Result = TypeVar("Result")
+
+# Bytes of the last word of a round: the text of an error, or nothing.
+_LAST_WORD = 512
+
+
+class WatchedTransport(Transport):
+    """Compares every row on both ends of a transport, and every sum with its plain twin."""
+
+    name = "watched"
+    waits_in_sum = True
+
+    def __init__(self, transport: type[Transport], group: Group, *, in_flight: int = 1) -> None:
+        super().__init__(group, in_flight=in_flight, guard=GUARD_BYTES)
+        self.inner = transport(group, in_flight=in_flight, guard=GUARD_BYTES)  # what moves the bytes
+        # What looks after the workspace that the ranks share, if they do.
+        self.guards = WorkspaceGuards(self.inner) if isinstance(self.inner, SharedMemoryTransport) else None
+
+    # -- What the transport itself does --------------------------------------------------------------------
+
+    def serve(self, specs: Sequence[ExchangeSpec]) -> None:
+        self.inner.serve(specs)
+        self._look_after()
+
+    def trim(self, specs: Sequence[ExchangeSpec]) -> None:
+        self.inner.trim(specs)
+        self._look_after()
+
+    def _look_after(self) -> None:
+        if self.guards is not None:
+            self.guards.look_after_workspace()
+
+    def warmup(self, specs: Sequence[ExchangeSpec]) -> None:
+        self.inner.warmup(specs)
+
+    def synchronize(self) -> None:
+        self.inner.synchronize()
+
+    def fixed_shapes(self, max_tokens: int | None = None) -> AbstractContextManager[None]:
+        return self.inner.fixed_shapes(max_tokens)
+
+    def region_bytes(self, spec: ExchangeSpec) -> LayerBytes:  # type: ignore[override]  # of the transport inside
+        return self.inner.region_bytes(spec)
+
+    def bytes_sent(self, batch: Batch, rows: Sequence[int]) -> list[int]:
+        return self.inner.bytes_sent(batch, rows)
+
+    def fail(self, failure: Failure) -> None:
+        if failure.arrival is None:
+            self._round_failed(failure.region)
+        self.inner.fail(failure)
+
+    def lost(self) -> list[int]:
+        return self.inner.lost()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    # -- The way out ---------------------------------------------------------------------------------------
+
+    def send(self, batch: Batch) -> Pending[Arrival]:
+        extra = {**batch.extra, CHECKSUMS: checksums_out(self.group.rank, batch)}
+        pending = self.inner.send(replace(batch, extra=extra))
+
+        def wait() -> Arrival:
+            try:
+                arrival = pending.wait()
+            except BaseException:
+                self._round_failed(batch.region)
+                raise
+            return self._checked(arrival)
+
+        return Pending(wait)
+
+    def _round_failed(self, region: int) -> None:
+        if self.guards is not None:
+            self.guards.round_failed(region)
+
+    def _checked(self, arrival: Arrival) -> Arrival:
+        """An arrival without its checksums, and what they show to be wrong with it."""
+        received = arrival.received
+        checksums_RC = received.extra[CHECKSUMS].clone()
+        extra = {name: payload for name, payload in received.extra.items() if name != CHECKSUMS}
+        arrival = replace(arrival, received=replace(received, extra=extra), checksums_RC=checksums_RC)
+        try:
+            arrival.check_counts()
+            if self.guards is not None:
+                self.guards.check_arrival(arrival)
+            self._check_rows(arrival)
+        except Exception as error:
+            return replace(arrival, problem=error)
+        return arrival
+
+    def _check_rows(self, arrival: Arrival) -> None:
+        assert arrival.checksums_RC is not None  # `_checked` has put it there
+        check_out(arrival.spec, self.group.rank, arrival.round, arrival.received, arrival.checksums_RC)
+
+    # -- The way back --------------------------------------------------------------------------------------
+
+    def send_back(self, results: Results) -> Pending[ResultsAtHome]:
+        arrival, encoded = results.arrival, results.encoded
+
+        def look() -> None:
+            self._check_rows(arrival)  # nobody has written into them while the experts ran
+            if self.guards is not None:
+                if encoded is None:
+                    self.guards.add_checksums(arrival, self._checksums_back)
+                self.guards.check_results(arrival)
+
+        if encoded is not None:
+            payloads = {**encoded.payloads, CHECKSUMS: self._checksums_back(arrival, encoded)}
+            encoded = replace(encoded, payloads=payloads)
+        pending = self.inner.send_back(replace(results, encoded=encoded, before_telling=look))
+        return Pending(lambda: self._watched(arrival, pending.wait()))
+
+    def _checksums_back(self, arrival: Arrival, encoded: EncodedRows) -> Tensor:
+        assert arrival.checksums_RC is not None
+        tokens_R = arrival.checksums_RC[:, TOKEN]
+        return checksums_back(self.group.rank, arrival.round, tokens_R, encoded.payloads)
+
+    def _watched(self, arrival: Arrival, home: ResultsAtHome) -> ResultsAtHome:
+        if not isinstance(home, RowsAtHome):
+            raise ContractError(
+                f"{self.inner.name} brings results home as {describe(home)}",
+                expected="RowsAtHome: a paranoid plan looks at every row",
+                fix="return RowsAtHome from send_back, or refuse paranoid plans in `watches`",
+            )
+        return _WatchedRows(arrival=arrival, home=home, transport=self)
+
+    def conclude(self, arrival: Arrival, end: Callable[[], Result]) -> Result:
+        """The end of a round. Whatever goes wrong in it, on any rank, all ranks raise."""
+        result: Result | None = None
+        error: Exception | None = None
+        try:
+            with Ledger().open() as ledger:
+                result = end()
+            _check_reduction(arrival, ledger)
+        except Exception as raised:
+            error = raised
+        if isinstance(error, TokenyardError):
+            error.at(layer=arrival.spec.layer, rank=self.group.rank)
+        text = b"" if error is None else f"{type(error).__name__}: {error}".encode()[:_LAST_WORD]
+        word = torch.frombuffer(bytearray(text.ljust(_LAST_WORD, b"\0")), dtype=torch.uint8)
+        heard = self._tell_all(word.to(self.group.device)).cpu()
+        if error is not None:
+            raise error
+        for rank, other in enumerate(heard):
+            if why := bytes(other.tolist()).rstrip(b"\0").decode(errors="replace"):
+                raise PeerFailed(rank, why, phase="combine", rank=self.group.rank)
+        assert result is not None
+        return result
+
+    def _tell_all(self, word: Tensor) -> Tensor:
+        try:
+            return self.group.all_gather(word, phase="the last word of combine")
+        except PeerLost as lost:
+            # Who missed somebody within the transport has left, and is not lost for that.
+            if self.guards is not None and (named := self.guards.found_lost(lost)):
+                raise PeerLost(named, phase=lost.phase, waited=lost.waited, rank=self.group.rank) from lost
+            raise
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _WatchedRows(ResultsAtHome):
+    """Results at home that are compared before they are used, and whose sum is compared with its twin."""
+
+    arrival: Arrival
+    home: RowsAtHome
+    transport: WatchedTransport
+
+    def sum_into(self, out_TH: Tensor, add: Sequence[Tensor]) -> Tensor:
+        def end() -> Tensor:
+            opened = self._opened()
+            due_TH = self._due_sum(opened, add)
+            y_TH = opened.sum_into(out_TH, add)
+            _check_sum(due_TH, y_TH)
+            return y_TH
+
+        return self.transport.conclude(self.arrival, end)
+
+    def by_rank(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        return self.transport.conclude(self.arrival, lambda: self._opened().by_rank())
+
+    def _opened(self) -> RowsAtHome:
+        """What came home, without its checksums."""
+        spec, round = self.arrival.spec, self.arrival.round
+        rows_by_rank = [
+            check_back(spec, rank, round, tokens_N, rows)
+            for rank, (rows, tokens_N) in enumerate(
+                zip(self.home.rows_by_rank, self.home.tokens_by_rank, strict=True)
+            )
+        ]
+        return replace(self.home, rows_by_rank=rows_by_rank)
+
+    def _due_sum(self, opened: RowsAtHome, add: Sequence[Tensor]) -> Tensor:
+        """What the sum over ranks must give."""
+        with aside():  # this is the twin, not the sum
+            sums_TH = RankRows(
+                rows_by_rank=tuple(rows.decode(torch.float32) for rows in opened.rows_by_rank),
+                tokens_by_rank=opened.tokens_by_rank,
+                num_tokens=self.arrival.routes.num_tokens,
+                dtype=self.arrival.spec.dtype,
+            ).sum()
+        for term_TH in add:
+            sums_TH += term_TH.float()
+        return sums_TH.to(self.arrival.spec.dtype)
+
+
+def _check_sum(due_TH: Tensor, y_TH: Tensor) -> None:
+    if torch.equal(y_TH, due_TH):
+        return
+    wrong_T = ~((y_TH == due_TH) | (y_TH.isnan() & due_TH.isnan())).all(dim=1)
+    if bool(wrong_T.any()):
+        token = int(wrong_T.nonzero()[0])
+        raise Corrupted(
+            f"the result of token {token} is not the sum of what came home ({int(wrong_T.sum())} tokens are off)",
+            expected="one row from each rank that has one of its experts, each added once, in rank order",
+            token=token,
+            place="sum over ranks",
+        )
+
+
+def _check_reduction(arrival: Arrival, ledger: Ledger) -> None:
+    """Raise unless the exchange has summed over ranks as often as it should: each row that came home, once."""
+    came = sum(arrival.routes.counts)
+    due = came if arrival.spec.reduces_ranks else 0
+    done = sum(ledger.rows(Duty.REDUCE_RANKS).values())
+    if done != due:
+        raise Corrupted(
+            f"duty {Duty.REDUCE_RANKS.value!r} was done on {done} rows",
+            expected=f"{due}: {came} came home, and the "
+            + ("exchange sums each once" if due or not came else "caller sums them"),
+            fix="sum over ranks in one place, the one that the wiring names",
+            place=Duty.REDUCE_RANKS.value,
+        )

@@ -1,0 +1,280 @@
+"""`one_sided`: ranks write rows straight into each other's memory, and read results straight out of it.
+
+    dispatch   pushes: the i-th row for rank w goes into slot `me · max_tokens + i` of w's dispatch region
+    combine    pulls: results stand in the combine region of the rank that computed them; their owners read them
+
+Slots follow from the order of tokens, so placement is deterministic, and no rank has to ask another for room. A slot
+that nobody wrote in this round is never read: each rank is told how many rows came from whom.
+
+**Why nothing is overwritten too early.** Each of `in_flight` dispatches has a pair of regions, which it keeps until it
+is combined. So a rank pushes into a region only after the combine of what stood there, in which it heard from every
+rank; they said so after their experts had read it. A rank writes results only after their dispatch, in which it heard
+from every rank; they said so after they had pulled what stood there before. Dispatch and combine regions never overlap,
+so a fast rank may push its next layer while a slow one still pulls.
+
+A rank that fails tells the others in place of rows; all raise, and the next round starts clean.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenyard.errors import ContractError, Reason
+from tokenyard.exchange.announcement import Announcement, Announcements
+from tokenyard.exchange.batch import Arrival, Batch, Failure, Results, ResultsAtHome, RowsAtHome
+from tokenyard.exchange.one_sided import declarations
+from tokenyard.exchange.one_sided.signals import Signals, control_bytes
+from tokenyard.exchange.spec import ExchangeSpec
+from tokenyard.exchange.transport import Transport
+from tokenyard.exchange.workspace import LayerBytes, Region, SlotLayout, WorkspaceLayout, as_bytes
+from tokenyard.formats.base import EncodedRows
+from tokenyard.group.base import Group, Pending
+from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
+
+
+class Workspace:
+    """One symmetric buffer per rank, mapped by all ranks, and the signals in it."""
+
+    def __init__(self, group: Group, layout: WorkspaceLayout) -> None:
+        self.layout = layout
+        self.nbytes = layout.nbytes
+        with torch.inference_mode(False):  # what is made there could not be written elsewhere
+            self.buffers = group.share_memory(layout.nbytes)
+        controls = [layout.control_region().of(buffer) for buffer in self.buffers]
+        self.signals = Signals(controls, group)
+        self._views: dict[tuple[SlotLayout, int, int], dict[str, Tensor]] = {}
+
+    def dispatch(self, rank: int, spec: ExchangeSpec, region: int) -> dict[str, Tensor]:
+        """The payloads of all slots that a rank receives into."""
+        return self._slots(spec.dispatch_slots, rank, self.layout.dispatch_region(region))
+
+    def combine(self, rank: int, spec: ExchangeSpec, region: int) -> dict[str, Tensor]:
+        """The payloads of all slots that a rank's results are read from."""
+        return self._slots(spec.combine_slots, rank, self.layout.combine_region(region))
+
+    def _slots(self, slots: SlotLayout, rank: int, region: Region) -> dict[str, Tensor]:
+        key = (slots, rank, region.offset)
+        if key not in self._views:  # making them anew in every round costs a tenth of a small round trip
+            with torch.inference_mode(False):
+                self._views[key] = slots.views(region.of(self.buffers[rank]))
+        return self._views[key]
+
+
+class SharedMemoryTransport(Transport):
+    """`one_sided` between CPU ranks: push out, pull back, through a workspace that all ranks map."""
+
+    name = "one_sided"
+
+    @classmethod
+    def reaches(cls, group: Group, hosts: Sequence[str]) -> Reason | None:
+        return declarations.reaches(group, hosts)
+
+    @classmethod
+    def watches(cls, group: Group) -> Reason | None:
+        return declarations.watches(group)
+
+    @classmethod
+    def region_bytes(cls, spec: ExchangeSpec) -> LayerBytes:
+        return declarations.slot_bytes(spec)
+
+    @classmethod
+    def on(cls, group: Group) -> type[Transport]:
+        if group.device.type != "cuda" or cls is not SharedMemoryTransport:
+            return cls
+        # Triton is needed only there.
+        module: Any = importlib.import_module("tokenyard.exchange.one_sided.cuda")
+        chosen: type[Transport] = module.CudaTransport
+        return chosen
+
+    def __init__(self, group: Group, *, in_flight: int = 1, guard: int = 0) -> None:
+        super().__init__(group, in_flight=in_flight, guard=guard)
+        self._workspace: Workspace | None = None
+
+    @property
+    def workspace(self) -> Workspace:
+        """The workspace of the layers that are served now."""
+        if self._workspace is None:
+            raise ContractError(
+                "the exchange has no workspace", expected="a plan that is open", fix="make a new plan"
+            )
+        return self._workspace
+
+    # -- The workspace -------------------------------------------------------------------------------------
+
+    def serve(self, specs: Sequence[ExchangeSpec]) -> None:
+        """Carry these layers: in the workspace that is there if it suffices, else in a new one for the union."""
+        needed = self.layout_for(specs)
+        if self._workspace is None:
+            self._make_workspace(needed)
+        elif not self._workspace.layout.suffices_for(needed):
+            self._make_workspace(self._workspace.layout.union(needed))
+
+    def trim(self, specs: Sequence[ExchangeSpec]) -> None:
+        """Carry these layers in a workspace that is no larger than they need."""
+        needed = self.layout_for(specs)
+        if self._workspace is None or self._workspace.layout != needed:
+            self._make_workspace(needed)
+
+    def _make_workspace(self, layout: WorkspaceLayout) -> None:
+        """All or nothing: if a rank cannot allocate, all raise here, and the old workspace still serves."""
+        self._workspace = Workspace(self.group, layout)
+
+    def layout_for(self, specs: Sequence[ExchangeSpec]) -> WorkspaceLayout:
+        """The smallest layout that serves these layers: the union of what they need."""
+        return declarations.layout_for(
+            [self.region_bytes(spec) for spec in specs],
+            control=control_bytes(self.group.size),
+            in_flight=self.in_flight,
+            guard=self.guard,
+        )
+
+    def warmup(self, specs: Sequence[ExchangeSpec]) -> None:
+        """Look at every layer's slots once: a workspace that one of them does not fit into is found now."""
+        for spec in specs:
+            for region in range(self.in_flight):
+                try:
+                    self.workspace.dispatch(self.group.rank, spec, region)
+                    self.workspace.combine(self.group.rank, spec, region)
+                except ContractError as error:
+                    error.at(layer=spec.layer, rank=self.group.rank)
+                    raise
+
+    def close(self) -> None:
+        self._workspace = None
+
+    # -- The way out ---------------------------------------------------------------------------------------
+
+    def send(self, batch: Batch) -> Pending[Arrival]:
+        self.push(batch)
+        self._tell(batch.announcements)
+        return Pending(lambda: self._receive(batch))
+
+    def _receive(self, batch: Batch) -> Arrival:
+        counts = [announcement.counts[0] for announcement in self._hear(batch.announcements)]
+        return batch.arrived(self.received(batch, counts), counts)
+
+    @torch.no_grad()  # weights may want a gradient; a workspace that remembered would hold every batch
+    def push(self, batch: Batch) -> None:
+        """Write each row to every rank that owns one of its experts. Nobody reads it before being told."""
+        ids_NK, weights_NK = batch.routes.local_routes()
+        whole = batch.payloads
+        first, start = self.group.rank * batch.spec.max_tokens, 0
+        for rank, tokens in enumerate(batch.routes.tokens_by_rank):
+            count = tokens.numel()
+            if count == 0:
+                continue
+            slots = self.workspace.dispatch(rank, batch.spec, batch.region)
+            for name, tensor in whole.items():
+                _gather_into(slots[name][first : first + count], tensor, tokens)
+            slots["ids"][first : first + count] = ids_NK[start : start + count]
+            slots["weights"][first : first + count] = weights_NK[start : start + count]
+            start += count
+
+    def received(self, batch: Batch, counts: Sequence[int]) -> ReceivedRows:
+        """What came, as views of the workspace: the rows, and the slots in which there are any."""
+        spec = batch.spec
+        slots = self.workspace.dispatch(self.group.rank, spec, batch.region)
+        slots_R = torch.cat(
+            [torch.arange(count) + source * spec.max_tokens for source, count in enumerate(counts)]
+        )
+        names = [payload.name for payload in spec.wire.payloads(spec.hidden_size)]
+        return ReceivedRows(
+            rows=EncodedRows(
+                format=spec.wire,
+                hidden_size=spec.hidden_size,
+                payloads={name: slots[name] for name in names},
+            ),
+            routes=LocalRoutes(ids_RK=slots["ids"][slots_R], weights_RK=slots["weights"][slots_R]),
+            counts_W=tuple(counts),
+            extra={payload.name: slots[payload.name][slots_R] for payload in spec.further},
+            slots_R=slots_R,
+            results=self.results_at(spec, batch.region, slots_R),
+        )
+
+    def results_at(self, spec: ExchangeSpec, region: int, slots_R: Tensor | None) -> CombineBuffer | None:
+        """Where experts may write their results, without a copy. None, if the way back is quantized."""
+        if spec.combine_wire.quantized:
+            return None
+        slots = self.workspace.combine(self.group.rank, spec, region)
+        (payload,) = spec.combine_wire.payloads(spec.hidden_size)
+        # Detached: experts may write what wants a gradient, and only this handle is to remember it.
+        return CombineBuffer(rows_SH=slots[payload.name].detach(), slots_R=slots_R)
+
+    def bytes_sent(self, batch: Batch, rows: Sequence[int]) -> list[int]:
+        row = self.region_bytes(batch.spec).dispatch_row
+        return [count * row for count in rows]
+
+    # -- The way back --------------------------------------------------------------------------------------
+
+    def send_back(self, results: Results) -> Pending[ResultsAtHome]:
+        if results.encoded is not None:
+            self.place(results.arrival, results.encoded)
+        results.before_telling()
+        self._tell(results.announcements)
+
+        def pull() -> ResultsAtHome:
+            self._hear(results.announcements)
+            return self.at_home(results.arrival)
+
+        return Pending(pull)
+
+    @torch.no_grad()
+    def place(self, arrival: Arrival, encoded: EncodedRows) -> None:
+        """Write results into this rank's combine region, from which their owners pull them."""
+        slots = self.workspace.combine(self.group.rank, arrival.spec, arrival.region)
+        start = 0
+        for source, count in enumerate(arrival.counts_W):
+            first = source * arrival.spec.max_tokens
+            for name, tensor in encoded.payloads.items():
+                slots[name][first : first + count] = tensor[start : start + count]
+            start += count
+
+    def at_home(self, arrival: Arrival) -> ResultsAtHome:
+        """The results of this rank's tokens, as views of the workspaces in which they stand."""
+        first = self.group.rank * arrival.spec.max_tokens
+        payloads_by_rank = []
+        for rank, count in enumerate(arrival.routes.counts):
+            slots = self.workspace.combine(rank, arrival.spec, arrival.region)
+            payloads_by_rank.append({name: slots[name][first : first + count] for name in slots})
+        return RowsAtHome.of(arrival, payloads_by_rank)
+
+    # -- Announcements -------------------------------------------------------------------------------------
+
+    def fail(self, failure: Failure) -> None:
+        self._tell(failure.announcements)
+        self._hear(failure.announcements)
+
+    def _tell(self, announcements: Announcements) -> None:
+        """Tell each rank; whatever is announced was written before."""
+        signals = self.workspace.signals
+        if not signals.left:
+            for rank in range(self.group.size):
+                signals.tell(rank, announcements.for_rank(rank))
+
+    def _hear(self, announcements: Announcements) -> Sequence[Announcement]:
+        """Wait for the words of all ranks. Every rank that was told is in this round, whatever comes of it."""
+        signals = self.workspace.signals
+        if signals.left:
+            raise announcements.ranks_parted()
+        answers = signals.hear(announcements.mine)
+        announcements.all_met()
+        if any(other.plan != announcements.mine.plan for other in answers):
+            announcements.ranks_parted()
+        return announcements.heard(answers)
+
+    def lost(self) -> list[int]:
+        return [] if self._workspace is None else self._workspace.signals.lost()
+
+
+def _gather_into(slots: Tensor, tensor: Tensor, tokens: Tensor) -> None:
+    """Copy some rows of a payload into consecutive slots: one pass, row by row, as bytes."""
+    source, target = as_bytes(tensor), slots.view(torch.uint8)
+    if tokens.numel() == source.shape[0]:
+        target.copy_(source)  # ascending and all of them: as they are
+    else:
+        torch.index_select(source, 0, tokens, out=target)

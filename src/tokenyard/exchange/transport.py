@@ -1,0 +1,168 @@
+"""What a transport is: it moves the bytes of an exchange between the ranks of a group.
+
+    send(batch)        → Pending   .wait() → Arrival         the rows that came to this rank
+    send_back(results) → Pending   .wait() → ResultsAtHome   the results of this rank's tokens
+    fail(failure)                                            take part in a phase only to say that this rank failed
+
+An `Exchange` checks batches and results, keeps their order, tells failures and counts; a transport knows bytes and
+ranks, not layers, experts or duties. It may be made of other transports, and it may wrap one.
+
+- **Sending and waiting are separate calls.** `send` and `send_back` wait for nobody: what lies between them and `wait`
+  is free for computation. They raise before anything has left this rank, or not at all.
+- **Announcements.** In each phase every rank tells the others where it is, and hears from all of them, before it
+  believes what came: `batch.announcements` says what to tell, and `heard` raises if a rank failed or is elsewhere.
+- **Order.** Rows arrive in the order of (source rank, token), each once for each rank.
+- **Waits** go through the calls of the group, or end at its deadline: they raise `PeerLost`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from tokenyard.errors import HandleError, Reason
+from tokenyard.exchange.announcement import ANNOUNCEMENT_BYTES, Announcement, Announcements
+from tokenyard.exchange.batch import Arrival, Batch, Failure, Results, ResultsAtHome
+from tokenyard.exchange.spec import ExchangeSpec
+from tokenyard.exchange.workspace import LayerBytes
+from tokenyard.formats.base import Format
+from tokenyard.group.base import Group, Pending
+
+
+class Transport(ABC):
+    """Moves rows for all layers of a plan. What it supports and reaches, it declares."""
+
+    name: ClassVar[str]  # the name in `EXCHANGES`, or one of your own
+    # Whether router logits can travel: every rank must then see every token.
+    carries_logits: ClassVar[bool] = False
+    # Whether a call may wait for values: the ids of a batch, and how many rows came.
+    reads_values: ClassVar[bool] = True
+    # Whether results are encoded on their way back.
+    encodes_results: ClassVar[bool] = False
+    # Whether other ranks are still waited for while results are summed.
+    waits_in_sum: ClassVar[bool] = False
+    # Tensors that can be added in the pass that sums over ranks; None: any number.
+    most_terms: ClassVar[int | None] = None
+
+    @classmethod
+    def supports(cls, spec: ExchangeSpec) -> Reason | None:
+        """None, or why this transport cannot carry a layer."""
+        if spec.carries_logits and not cls.carries_logits:
+            why = f"{cls.name} sends a row only where its experts are, so routes must be known before"
+            return Reason(field="experts", value="experts that route by themselves", why=why)
+        return spec.wire.carries(spec.dtype) or spec.combine_wire.returns(spec.dtype)
+
+    @classmethod
+    def reaches(cls, group: Group, hosts: Sequence[str]) -> Reason | None:
+        """None, or why this transport cannot serve the ranks of a group, which run on these hosts."""
+        return None
+
+    @classmethod
+    def watches(cls, group: Group) -> Reason | None:
+        """None, or why this transport cannot be watched on this group (`plan(paranoid=True)`)."""
+        return None
+
+    @classmethod
+    def region_bytes(cls, spec: ExchangeSpec) -> LayerBytes:
+        """The memory that a round trip of a layer takes on one rank, at most."""
+        return spec.nbytes
+
+    @classmethod
+    def on(cls, group: Group) -> type[Transport]:
+        """The class that does the work for a group: it may depend on where the rows are."""
+        return cls
+
+    @classmethod
+    def encodes(cls, format: Format) -> bool:
+        """Whether rows are encoded on their way, where they come in no format yet."""
+        return False
+
+    def __init__(self, group: Group, *, in_flight: int = 1, guard: int = 0) -> None:
+        self.group = group  # the ranks that exchange
+        self.in_flight = in_flight  # dispatches that may be in flight
+        # Bytes that belong to nobody, around each region of shared memory: a paranoid plan looks at them.
+        self.guard = guard
+
+    # -- What is carried -----------------------------------------------------------------------------------
+
+    def serve(self, specs: Sequence[ExchangeSpec]) -> None:  # noqa: B027 (most share no memory)
+        """Carry these layers from now on: make room for the largest of them. Collective."""
+
+    def trim(self, specs: Sequence[ExchangeSpec]) -> None:
+        """Carry these layers, and give back what they do not need. Collective."""
+        self.serve(specs)
+
+    def warmup(self, specs: Sequence[ExchangeSpec]) -> None:  # noqa: B027
+        """Make ready whatever the first round trips of these layers would otherwise wait for. Collective."""
+
+    def synchronize(self) -> None:  # noqa: B027
+        """Raise what went wrong in calls that did not wait for it. Here every call does."""
+
+    def fixed_shapes(self, max_tokens: int | None = None) -> AbstractContextManager[None]:
+        """Batches whose shapes do not depend on what is in them, for a CUDA graph."""
+        raise HandleError(
+            f"{self.name} on {self.group.device.type} was asked for fixed shapes",
+            expected="one_sided on GPUs",
+            fix="leave fixed_shapes out: here every call reads how many rows came",
+            rank=self.group.rank,
+        )
+
+    def close(self) -> None:  # noqa: B027
+        """Give back what is shared."""
+
+    # -- What moves ----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def send(self, batch: Batch) -> Pending[Arrival]:
+        """Send each row of a checked batch to every rank that owns one of its experts."""
+
+    @abstractmethod
+    def send_back(self, results: Results) -> Pending[ResultsAtHome]:
+        """Return checked results to their source ranks."""
+
+    @abstractmethod
+    def fail(self, failure: Failure) -> None:
+        """Take part in a phase only to say that this rank failed, and wait until all ranks have met in it."""
+
+    @abstractmethod
+    def bytes_sent(self, batch: Batch, rows: Sequence[int]) -> list[int]:
+        """Bytes that this rank puts on the wire for each rank, its own included, in a dispatch of so many rows."""
+
+    def rows_sent(self, batch: Batch, arrival: Arrival) -> Sequence[int]:
+        """Rows that went to each rank in a dispatch."""
+        return batch.routes.counts
+
+    def lost(self) -> list[int]:
+        """The ranks that this transport itself has found to be lost; none, if only the group finds out."""
+        return []
+
+    # -- What most of them need ----------------------------------------------------------------------------
+
+    def announce(self, announcements: Announcements) -> Pending[Sequence[Announcement]]:
+        """Tell every rank what this one is about to do, by a collective of the group; `wait` hears the same of them."""
+        size = ANNOUNCEMENT_BYTES + 8 * self.group.size
+        mine = bytes_tensor(announcements.for_all().encode(size)).to(self.group.device)
+        gathered = self.group.start_all_gather(mine, phase=announcements.mine.phase.value)
+
+        def hear() -> Sequence[Announcement]:
+            answers = enumerate(gathered.wait())
+            return announcements.heard(
+                [Announcement.decode(tensor_bytes(part), rank) for rank, part in answers]
+            )
+
+        return Pending(hear)
+
+
+def bytes_tensor(encoded: bytes) -> Tensor:
+    """Bytes as a tensor."""
+    return torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+
+
+def tensor_bytes(tensor: Tensor) -> bytes:
+    """What a tensor of bytes holds."""
+    return tensor.cpu().contiguous().numpy().tobytes()

@@ -1,0 +1,103 @@
+"""Transports: siblings under one exchange, whose calls to send wait for nobody; routes that are used again."""
+
+import threading
+
+import pytest
+import torch
+
+import tokenyard as ty
+from tests.models import batch, build, on_ranks, raised, spec
+from tokenyard.conformance.cases import same_bits
+from tokenyard.exchange import Exchange, Pending, Transport
+from tokenyard.exchange.one_sided.cuda import CudaTransport
+from tokenyard.rows import ExpertRows
+
+every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)
+
+
+def test_transports_are_siblings_and_the_exchange_has_no_subclasses():
+    assert {cls.__bases__ for cls in (*ty.EXCHANGES.values(), CudaTransport)} == {(Transport,)}
+    assert Exchange.__final__
+    assert Exchange.__subclasses__() == []
+
+
+def waits_between(base, sent):
+    """A transport whose rank 1 starts each phase only when rank 0 has returned from sending."""
+
+    class WaitsBetween(base):
+        name = "waits_between"
+
+        def send(self, batch):
+            return self.in_order("out", lambda: super(WaitsBetween, self).send(batch))
+
+        def send_back(self, results):
+            return self.in_order("back", lambda: super(WaitsBetween, self).send_back(results))
+
+        def in_order(self, way, start):
+            if self.group.rank == 1:
+                assert sent[way].wait(20), "rank 0 has not returned from sending"
+            pending = start()
+            sent[way].set()
+            return pending
+
+    return WaitsBetween
+
+
+def one_call(group, exchange, paranoid):
+    plan = ty.plan([spec()], group, exchange=exchange, paranoid=paranoid)
+    x_TH, routes = batch(spec(), 4, seed=group.rank)
+    return build(plan, "moe")(x_TH, routes).shape
+
+
+@every_exchange
+@pytest.mark.parametrize("paranoid", [False, True])
+def test_sending_waits_for_nobody(exchange, paranoid):
+    sent = {"out": threading.Event(), "back": threading.Event()}
+    cls = waits_between(ty.EXCHANGES[exchange], sent)
+    assert ty.launch(2, one_call, cls, paranoid, deadline=30) == [(4, 32)] * 2
+
+
+def along_the_same_routes(group, exchange):
+    """Two batches, the second along the routes of the first: as if its own had been given."""
+    layer = spec()
+    plan = ty.plan([layer], group, exchange=exchange)
+    wiring = plan.wiring("moe")
+    x_TH, routes = batch(layer, 5 - group.rank, seed=group.rank)
+    other_TH = torch.randn_like(x_TH)
+    first = plan.exchange.dispatch(wiring.exchange_spec, wiring.wire.encode(x_TH), routes)
+    plan.exchange.combine(first, ExpertRows(rows_RH=first.received.dense().decode()))
+    found = []
+    for known in (routes, first.routes):
+        arrival = plan.exchange.dispatch(wiring.exchange_spec, wiring.wire.encode(other_TH), known)
+        rows_RH = arrival.received.dense().decode()
+        home = plan.exchange.combine(arrival, ExpertRows(rows_RH=rows_RH)).y_TH
+        found.append((rows_RH.clone(), arrival.received.routes.ids_RK.clone(), home))
+    return all(same_bits(*pair) for pair in zip(*found, strict=True)), first.routes.num_tokens
+
+
+@every_exchange
+def test_routes_of_a_batch_can_be_used_again(exchange):
+    assert on_ranks(2, along_the_same_routes, exchange) == [(True, 5), (True, 4)]
+
+
+def routes_of_elsewhere(group):
+    here, there = spec(num_experts=4), spec("other", num_experts=4, placement=ty.Placement.round_robin(4, 2))
+    plan = ty.plan([here, there], group)
+    x_TH, routes = batch(here, 3, seed=group.rank)
+    wire = plan.wiring("moe").wire
+    arrival = plan.exchange.dispatch(plan.wiring("moe").exchange_spec, wire.encode(x_TH), routes)
+    plan.exchange.combine(arrival, ExpertRows(rows_RH=arrival.received.dense().decode()))
+    other = plan.wiring("other").exchange_spec
+    return str(raised(plan.exchange.dispatch, other, wire.encode(x_TH), arrival.routes))
+
+
+def test_routes_of_a_layer_whose_experts_are_elsewhere_are_refused():
+    for message in on_ranks(2, routes_of_elsewhere):
+        assert "the routes are those of layer 'moe', whose experts are elsewhere" in message
+        assert "fix: pass Routes" in message
+
+
+def test_a_pending_call_is_finished_once():
+    calls = []
+    pending = Pending(lambda: calls.append(1) or len(calls))
+    assert [pending.wait(), pending.wait()] == [1, 1]
