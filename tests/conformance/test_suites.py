@@ -6,9 +6,7 @@ import torch
 import tokenyard as ty
 from tests.conformance import mutants
 from tests.exchange.interpreter import install, only_without_gpu
-from tokenyard.conformance.exchange_checks import EXCHANGE_CHECKS
-from tokenyard.conformance.experts_suite import EXPERTS_CHECKS
-from tokenyard.conformance.format_suite import FORMAT_CHECKS
+from tokenyard.conformance.checks import EXCHANGE_CHECKS, EXPERTS_CHECKS, FORMAT_CHECKS
 from tokenyard.conformance.suites import (
     assert_passed,
     check_exchange,
@@ -242,3 +240,8 @@ def test_findings_become_one_error():
 def test_an_unknown_check_is_named():
     with pytest.raises(UnknownName, match="did you mean 'many_rounds'"):
         check_exchange("two_sided", only=["many_round"])
+
+
+def test_checks_are_found_by_what_they_take():
+    """A check whose parameters are not annotated would not be run."""
+    assert [len(checks) for checks in (EXCHANGE_CHECKS, FORMAT_CHECKS, EXPERTS_CHECKS)] == [45, 11, 15]

@@ -10,8 +10,8 @@ that were selected; each check is a test of its own.
 import pytest
 
 from tokenyard.conformance.campaign import Campaign
+from tokenyard.conformance.checks import EXCHANGE_CHECKS
 from tokenyard.conformance.draws import draw_case
-from tokenyard.conformance.exchange_checks import EXCHANGE_CHECKS
 from tokenyard.conformance.suites import check_cases, check_exchange
 from tokenyard.exchange import EXCHANGES
 from tokenyard.formats import FORMATS

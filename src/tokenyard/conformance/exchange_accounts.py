@@ -8,16 +8,16 @@ group, bytes must be in the range that the rows take.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from tokenyard.conformance.cases import same_bits
 from tokenyard.conformance.exchange_layers import CheckedLayers, check_same, echo, must_raise, zeros
-from tokenyard.conformance.exchange_suite import Batch, Trial, expect, layer, send
+from tokenyard.conformance.exchange_suite import Batch, Trial, layer, send
 from tokenyard.conformance.metering import Meter
-from tokenyard.conformance.runner import Finding
+from tokenyard.conformance.runner import Finding, expect
 from tokenyard.errors import Corrupted, PeerFailed, PlanError
 from tokenyard.formats import Payload
 from tokenyard.planning.planner import Plan
@@ -249,13 +249,3 @@ def paranoid_as_declared(trial: Trial) -> None:
 
 def _flip_a_bit(row: Tensor) -> None:
     row.view(torch.uint8)[0] ^= 1
-
-
-ACCOUNT_CHECKS: tuple[Callable[[Trial], None], ...] = (
-    counters_are_right,
-    lost_experts_are_counted,
-    bytes_are_counted,
-    memory_as_planned,
-    logits_as_declared,
-    paranoid_as_declared,
-)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,9 @@ from tokenyard.conformance.exchange_layers import (
     must_raise,
     zeros,
 )
-from tokenyard.conformance.exchange_suite import Batch, Trial, expect, layer, send
+from tokenyard.conformance.exchange_suite import Batch, Trial, layer, send
 from tokenyard.conformance.metering import Meter
-from tokenyard.conformance.runner import Finding
+from tokenyard.conformance.runner import Finding, expect
 from tokenyard.errors import GroupError, HandleError, TokenyardError
 from tokenyard.exchange import Arrival
 from tokenyard.formats.base import dtype_name
@@ -426,25 +426,3 @@ def stale_handles(trial: Trial) -> None:
     made.close()
     must_raise(HandleError, made.exchange.combine, last, result, when="a handle of a closed plan")
     other.close()
-
-
-DUTY_CHECKS: tuple[Callable[[Trial], None], ...] = (
-    heterogeneous_layers,
-    alike_layers,
-    alternating_layers,
-    late_ranks,
-    regions_never_overlap,
-    growing_plans,
-    plans_in_turns,
-    groups_side_by_side,
-    closed_plans_make_room,
-    rounds_are_counted,
-    many_rounds,
-    input_untouched,
-    output_dtype,
-    output_is_kept,
-    out_and_add,
-    unreduced_rows,
-    several_in_flight,
-    stale_handles,
-)

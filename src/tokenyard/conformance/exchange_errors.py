@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from tokenyard.conformance.exchange_layers import CheckedLayers, must_raise
-from tokenyard.conformance.exchange_suite import Batch, Trial, expect, layer
+from tokenyard.conformance.exchange_suite import Batch, Trial, layer
+from tokenyard.conformance.runner import expect
 from tokenyard.errors import Drifted, InputError, PeerFailed
 from tokenyard.rows import ExpertRows, ReceivedRows
 
@@ -77,11 +76,3 @@ def drifted_ranks(trial: Trial) -> None:
     must_raise(Drifted, stack.run, astray, stack.batch(astray), when="rank 1 in another layer")
     stack.check("moe", "after a drift")
     stack.plan.close()
-
-
-ERROR_CHECKS: tuple[Callable[[Trial], None], ...] = (
-    over_capacity,
-    bad_input_reaches_all,
-    failing_experts_reach_all,
-    drifted_ranks,
-)

@@ -19,8 +19,8 @@ from dataclasses import replace
 from typing import Any
 
 from tokenyard.conformance.exchange_layers import CheckedLayers, must_raise
-from tokenyard.conformance.exchange_suite import Trial, expect, layer, send
-from tokenyard.conformance.runner import Finding
+from tokenyard.conformance.exchange_suite import Trial, layer, send
+from tokenyard.conformance.runner import Finding, expect
 from tokenyard.errors import PeerLost, PlanBroken
 from tokenyard.rows import ReceivedRows
 
@@ -146,6 +146,3 @@ def stopped_and_continued(trial: Trial) -> None:
         else:
             losing.first_loss(calls=_CALLS)
         losing.stays_broken()
-
-
-LOSS_CHECKS: tuple[Callable[[Trial], None], ...] = (late_in_dispatch, late_in_combine, stopped_and_continued)

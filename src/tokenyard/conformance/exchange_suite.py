@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.conformance.cases import same_bits
-from tokenyard.conformance.runner import Finding
+from tokenyard.conformance.runner import Finding, expect
 from tokenyard.exchange import Arrival, Transport
 from tokenyard.formats import Payload
 from tokenyard.group import Group
@@ -127,12 +127,6 @@ def send(made: Plan, spec: LayerSpec, mine: Batch) -> Arrival:
     wiring = made.wiring(spec.name)
     rows = made.exchange.encode(wiring.exchange_spec, mine.x_TH)
     return made.exchange.dispatch(wiring.exchange_spec, rows, mine.routes, mine.extra)
-
-
-def expect(fine: bool, found: object, expected: object) -> None:
-    """Raise a finding unless all is well."""
-    if not fine:
-        raise Finding(str(found), str(expected))
 
 
 def expect_on(found: torch.device, device: torch.device, what: str) -> None:
@@ -414,21 +408,3 @@ def replicated_experts(trial: Trial) -> None:
 def many_choices(trial: Trial) -> None:
     """K may be 32, and larger than E; ids may be int32."""
     check_movement(trial, layer(num_experts=5, top_k=32), reroute=lambda ids_TK, rank: ids_TK.int())
-
-
-MOVEMENT_CHECKS: tuple[Callable[[Trial], None], ...] = (
-    bitwise_movement,
-    source_and_token_order,
-    one_copy_per_rank,
-    empty_ranks,
-    ranks_without_experts,
-    uneven_experts,
-    many_experts,
-    smaller_batches,
-    all_tokens_to_one_rank,
-    one_hot_expert,
-    nobody_is_not_sent,
-    duplicate_choices,
-    replicated_experts,
-    many_choices,
-)

@@ -11,7 +11,7 @@ activation an error grows by at most its slope.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from torch import Tensor
 from tokenyard import formats
 from tokenyard.conformance.cases import excess, same_bits
 from tokenyard.conformance.oracle import exact_activation, quantizing_error
-from tokenyard.conformance.runner import Finding
+from tokenyard.conformance.runner import Finding, expect
 from tokenyard.experts import ACTIVATIONS, Activation, Experts, ExpertsSpec, ExpertWeights, activation
 from tokenyard.experts.base import EXACT, WEIGHT_DTYPES
 from tokenyard.formats import WEIGHT_FORMATS, Format, QuantizedMatrix
@@ -87,9 +87,7 @@ def _finished(cls: type[Experts], experts: Experts, received: ReceivedRows) -> T
         result = result.finish()
     rows_RH, device = result.rows_RH, received.rows.device
     assert isinstance(rows_RH, Tensor)
-    _expect(
-        rows_RH.device.type == device.type, f"the result is on {rows_RH.device}", f"{device}, as the rows"
-    )
+    expect(rows_RH.device.type == device.type, f"the result is on {rows_RH.device}", f"{device}, as the rows")
     return rows_RH.cpu()
 
 
@@ -167,11 +165,6 @@ def _batch(spec: ExpertsSpec, rows: int = _ROWS, seed: int = 0, device: torch.de
     )
 
 
-def _expect(fine: bool, found: object, expected: object) -> None:
-    if not fine:
-        raise Finding(str(found), str(expected))
-
-
 def _activation_error(act: Activation, pre: Tensor, error: Tensor) -> Tensor:
     """How far the activation's result may be off, if its input is off by `error`."""
     (gate, up), (gate_error, up_error) = act.split(pre), act.split(error)
@@ -220,6 +213,12 @@ def exact(batch: _Batch) -> tuple[Tensor, Tensor]:
     return y_RH, bound_RH * 1.01  # the second order
 
 
+def _expect_bound(rows_RH: Tensor, batch: _Batch, where: str, expected: str) -> None:
+    """Raise a finding unless the result of a batch is within the bound."""
+    over = excess(rows_RH, *exact(batch))
+    expect(over <= 0, f"{over:.3g} beyond the bound {where}", expected)
+
+
 # -- The checks ----------------------------------------------------------------------------------------------
 
 
@@ -230,14 +229,14 @@ def one_type_returned(cls: type[Experts], device: torch.device) -> None:
     for finalize in (True, False) if cls.finalizes else (False,):
         result: object = experts.compute(received, finalize=finalize)
         kind = ExpertRows if finalize else UnfinalizedRows
-        _expect(
+        expect(
             isinstance(result, kind),
             f"compute(finalize={finalize}) returned {describe(result)}",
             kind.__name__,
         )
     rows_RH = _finished(cls, experts, received)
     shape = (_ROWS, batch.spec.hidden_size)
-    _expect(
+    expect(
         tuple(rows_RH.shape) == shape and rows_RH.is_floating_point(),
         f"the finished rows are {describe(rows_RH)}",
         f"a floating-point tensor {list(shape)}: a row for every received row",
@@ -254,7 +253,7 @@ def finalizing_agrees(cls: type[Experts], device: torch.device) -> None:
         finalized, unfinalized = experts(received, finalize=True), experts(received, finalize=False)
         assert isinstance(finalized, ExpertRows)
         assert isinstance(unfinalized, UnfinalizedRows)
-        _expect(
+        expect(
             same_bits(finalized.rows_RH.float(), unfinalized.finish().rows_RH.float()),
             f"finalize=True and finalize=False differ for {_told(spec)}",
             "the same bits",
@@ -265,8 +264,7 @@ def within_the_bound(cls: type[Experts], device: torch.device) -> None:
     """For every supported spec the result is within the bound around the float64 one: weighted once, summed once."""
     for seed, spec in enumerate(_specs(cls)):
         batch = _batch(spec, seed=seed, device=device)
-        over = excess(batch.result(cls), *exact(batch))
-        _expect(over <= 0, f"{over:.3g} beyond the bound for {_told(spec)}", "every element within it")
+        _expect_bound(batch.result(cls), batch, f"for {_told(spec)}", "every element within it")
 
 
 def rows_are_quantized_once(cls: type[Experts], device: torch.device) -> None:
@@ -280,12 +278,10 @@ def rows_are_quantized_once(cls: type[Experts], device: torch.device) -> None:
                 continue
             batch = replace(_batch(spec, seed=seed, device=device), wire=wire)
             given_RH = code.encode(batch.x_RH).decode(torch.float32)
-            over = excess(batch.result(cls), *exact(replace(batch, x_RH=given_RH)))
             how = f"rows that arrive {'plain' if wire is None else 'so'}, and experts that compute on "
             how += "what arrives" if rows is None else "such rows"
-            _expect(
-                over <= 0, f"{over:.3g} beyond the bound for {name}, {how}", "rows that are quantized once"
-            )
+            given = replace(batch, x_RH=given_RH)
+            _expect_bound(batch.result(cls), given, f"for {name}, {how}", "rows that are quantized once")
 
 
 def rows_for_nobody_are_zero(cls: type[Experts], device: torch.device) -> None:
@@ -298,10 +294,10 @@ def rows_for_nobody_are_zero(cls: type[Experts], device: torch.device) -> None:
     weights_RK[ids_RK < 0] = float("nan")  # means nothing there
     rows_RH = replace(batch, x_RH=x_RH, routes=LocalRoutes(ids_RK=ids_RK, weights_RK=weights_RK)).result(cls)
     for row in (3, 9):
-        _expect(
+        expect(
             not bool(rows_RH[row].any()), f"row {row}, for nobody, is {rows_RH[row, :4].tolist()}", "zeros"
         )
-    _expect(bool(torch.isfinite(rows_RH).all()), "NaN of a row for nobody reached another row", "finite rows")
+    expect(bool(torch.isfinite(rows_RH).all()), "NaN of a row for nobody reached another row", "finite rows")
 
 
 def nan_stays_in_its_row(cls: type[Experts], device: torch.device) -> None:
@@ -317,8 +313,8 @@ def nan_stays_in_its_row(cls: type[Experts], device: torch.device) -> None:
         rows_RH, others = batch.result(cls), [row for row in range(_ROWS) if row != 5]
         told = f"with {formula.name}"
         fine = bool(torch.isfinite(rows_RH[others]).all())
-        _expect(fine, f"NaN of row 5 reached another row {told}", "row 5 alone")
-        _expect(bool(rows_RH[5].isnan().all()), f"a row of NaN gave numbers {told}", "NaN")
+        expect(fine, f"NaN of row 5 reached another row {told}", "row 5 alone")
+        expect(bool(rows_RH[5].isnan().all()), f"a row of NaN gave numbers {told}", "NaN")
 
 
 def duplicate_choices_count_twice(cls: type[Experts], device: torch.device) -> None:
@@ -326,24 +322,23 @@ def duplicate_choices_count_twice(cls: type[Experts], device: torch.device) -> N
     batch = _one(cls, device, least_k=2)
     ids_RK = batch.routes.ids_RK[:, :1].clamp(min=0).expand(-1, batch.spec.top_k).contiguous()
     batch = replace(batch, routes=replace(batch.routes, ids_RK=ids_RK))
-    over = excess(batch.result(cls), *exact(batch))
-    _expect(over <= 0, f"{over:.3g} beyond the bound where all choices name one expert", "both to count")
+    _expect_bound(batch.result(cls), batch, "where all choices name one expert", "both to count")
 
 
 def empty_batches(cls: type[Experts], device: torch.device) -> None:
     """No rows give no rows; rows for nobody at all give zeros, also on a rank that owns no experts."""
     batch = _one(cls, device, rows=0)
     shape = tuple(batch.result(cls).shape)
-    _expect(shape == (0, batch.spec.hidden_size), f"no rows gave {list(shape)}", [0, batch.spec.hidden_size])
+    expect(shape == (0, batch.spec.hidden_size), f"no rows gave {list(shape)}", [0, batch.spec.hidden_size])
     batch = _one(cls, device)
     batch.routes.ids_RK.fill_(-1)
-    _expect(not bool(batch.result(cls).any()), "a batch for nobody gave something", "zeros")
+    expect(not bool(batch.result(cls).any()), "a batch for nobody gave something", "zeros")
     spec = replace(batch.spec, num_local_experts=0, num_experts=batch.spec.num_local_experts)
     if cls.supports(spec) is None:
         for rows in (0, _ROWS):
             batch = _batch(spec, rows, device=device)
             batch.routes.ids_RK.fill_(-1)
-            _expect(not bool(batch.result(cls).any()), "a rank without experts gave something", "zeros")
+            expect(not bool(batch.result(cls).any()), "a rank without experts gave something", "zeros")
 
 
 def _means(held: Tensor | QuantizedMatrix, given: Tensor | QuantizedMatrix) -> bool:
@@ -369,14 +364,14 @@ def nothing_is_changed(cls: type[Experts], device: torch.device) -> None:
     experts = batch.build(cls, adopt=True)
     for name in ("w13", "w2"):
         what = f"the experts do not hold the {name} that they were given"
-        _expect(_means(getattr(experts.weights, name), getattr(batch.weights, name)), what, "it untouched")
+        expect(_means(getattr(experts.weights, name), getattr(batch.weights, name)), what, "it untouched")
     own = {name: tensor.clone() for name, tensor in experts.weights.by_name().items()}
     for finalize in (True, False) if cls.finalizes else (False,):
         experts(received, finalize=finalize)
     for name, tensor in tensors.items():
-        _expect(same_bits(tensor, before[name]), f"{name} was changed", "it untouched")
+        expect(same_bits(tensor, before[name]), f"{name} was changed", "it untouched")
     for name, tensor in experts.weights.by_name().items():
-        _expect(same_bits(tensor, own[name]), f"the experts' own {name} was changed", "it untouched")
+        expect(same_bits(tensor, own[name]), f"the experts' own {name} was changed", "it untouched")
 
 
 def load_is_in_place(cls: type[Experts], device: torch.device) -> None:
@@ -388,21 +383,21 @@ def load_is_in_place(cls: type[Experts], device: torch.device) -> None:
     pointers = {name: tensor.data_ptr() for name, tensor in experts.named_buffers()}
     experts.load_(other.weights)
     for name, tensor in experts.named_buffers():
-        _expect(
+        expect(
             tensor.data_ptr() == pointers[name],
             f"load_ put another tensor in the place of {name}",
             "the same",
         )
     for name in ("w13", "w2"):
         fine = _means(getattr(experts.weights, name), getattr(other.weights, name))
-        _expect(fine, f"load_ did not take {name}", "the new weights")
+        expect(fine, f"load_ did not take {name}", "the new weights")
     expected = other.build(cls).weights.by_name()
     for name, tensor in experts.weights.by_name().items():
         fine = same_bits(tensor, expected[name])
-        _expect(fine, f"load_ did not take {name}", "the new weights")
+        expect(fine, f"load_ did not take {name}", "the new weights")
     new = replace(batch, weights=other.weights)
     over = excess(_finished(cls, experts, received), *exact(new))
-    _expect(over <= 0, f"after load_, {over:.3g} beyond the bound", "the result of the new weights")
+    expect(over <= 0, f"after load_, {over:.3g} beyond the bound", "the result of the new weights")
 
 
 def computing_repeats(cls: type[Experts], device: torch.device) -> None:
@@ -410,7 +405,7 @@ def computing_repeats(cls: type[Experts], device: torch.device) -> None:
     batch = _one(cls, device)
     experts, received = batch.build(cls), batch.received(cls)
     first, second = _finished(cls, experts, received).clone(), _finished(cls, experts, received)
-    _expect(same_bits(first, second), "computing twice gave two results", "the same bits")
+    expect(same_bits(first, second), "computing twice gave two results", "the same bits")
 
 
 def batches_are_independent(cls: type[Experts], device: torch.device) -> None:
@@ -421,9 +416,11 @@ def batches_are_independent(cls: type[Experts], device: torch.device) -> None:
         other = _batch(batch.spec, rows, seed=20 + number, device=device)
         # Experts that route by themselves have a router that answers with the routes of the first batch.
         here = replace(batch, x_RH=other.x_RH, routes=batch.routes if cls.routes_itself else other.routes)
-        over = excess(_finished(cls, experts, here.received(cls)), *exact(here))
-        told = f"{over:.3g} beyond the bound in batch {number + 1} of the same experts"
-        _expect(over <= 0, told, "its own rows and routes")
+        rows_RH, told = (
+            _finished(cls, experts, here.received(cls)),
+            f"in batch {number + 1} of the same experts",
+        )
+        _expect_bound(rows_RH, here, told, "its own rows and routes")
 
 
 def objects_are_independent(cls: type[Experts], device: torch.device) -> None:
@@ -431,9 +428,8 @@ def objects_are_independent(cls: type[Experts], device: torch.device) -> None:
     first, second = (_batch(_one(cls, device).spec, seed=seed, device=device) for seed in (31, 32))
     built = [(batch, batch.build(cls)) for batch in (first, second)]
     for batch, experts in built * 2:
-        over = excess(_finished(cls, experts, batch.received(cls)), *exact(batch))
-        told = f"{over:.3g} beyond the bound beside others with other weights"
-        _expect(over <= 0, told, "the result of the own weights")
+        rows_RH = _finished(cls, experts, batch.received(cls))
+        _expect_bound(rows_RH, batch, "beside others with other weights", "the result of the own weights")
 
 
 def results_are_kept(cls: type[Experts], device: torch.device) -> None:
@@ -448,7 +444,7 @@ def results_are_kept(cls: type[Experts], device: torch.device) -> None:
             before = [tensor.clone() for tensor in tensors]
             experts(replace(later, routes=batch.routes).received(cls), finalize=finalize)
             fine = all(map(same_bits, tensors, before))
-            _expect(
+            expect(
                 fine,
                 f"a result was changed by a later call of {told}",
                 "memory of its own, until it is combined",
@@ -499,25 +495,3 @@ def _told(spec: ExpertsSpec) -> str:
         f"{spec.activation.name}, {spec.weights} weights, bias {spec.bias}, weight on {spec.weight_on}, "
         f"{spec.inner or EXACT} between the products"
     )
-
-
-EXPERTS_CHECKS: dict[str, Callable[[type[Experts], torch.device], None]] = {
-    check.__name__: check
-    for check in (
-        one_type_returned,
-        finalizing_agrees,
-        within_the_bound,
-        rows_are_quantized_once,
-        rows_for_nobody_are_zero,
-        nan_stays_in_its_row,
-        duplicate_choices_count_twice,
-        empty_batches,
-        nothing_is_changed,
-        load_is_in_place,
-        computing_repeats,
-        batches_are_independent,
-        objects_are_independent,
-        results_are_kept,
-        formats_as_declared,
-    )
-}

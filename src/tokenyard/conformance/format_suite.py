@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from tokenyard.conformance.cases import same_bits
-from tokenyard.conformance.runner import Finding
+from tokenyard.conformance.runner import Finding, expect
 from tokenyard.errors import ContractError, UnknownName
 from tokenyard.formats import FORMATS, EncodedRows, Format, get
 from tokenyard.formats.base import ROW_DTYPES, dtype_name
@@ -42,11 +41,6 @@ def relative_error_of(format: Format) -> float | None:
     return None if declared is None else float(declared)
 
 
-def _expect(fine: bool, found: object, expected: object) -> None:
-    if not fine:
-        raise Finding(str(found), str(expected))
-
-
 def _rows(count: int, width: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     draw = torch.Generator().manual_seed(seed)
     sizes_T1 = torch.exp2(torch.randint(-4, 5, (count, 1), generator=draw).float())
@@ -56,7 +50,7 @@ def _rows(count: int, width: int, dtype: torch.dtype = torch.float32, seed: int 
 def _dtypes(format: Format) -> list[torch.dtype]:
     """The dtypes of rows that the format takes."""
     taken = [d for d in ROW_DTYPES if format.carries(d) is None or format.returns(d) is None]
-    _expect(bool(taken), "the format takes rows of no dtype", "wire_dtypes or combine_dtypes to name some")
+    expect(bool(taken), "the format takes rows of no dtype", "wire_dtypes or combine_dtypes to name some")
     return taken
 
 
@@ -76,7 +70,7 @@ def payloads_as_declared(format: Format) -> None:
     for width in WIDTHS:
         declared = format.payloads(width)
         nbytes = sum(p.width * p.dtype.itemsize for p in declared)
-        _expect(
+        expect(
             format.bytes_per_row(width) == nbytes,
             f"bytes_per_row({width}) is {format.bytes_per_row(width)}",
             f"{nbytes}, the sum over its payloads",
@@ -84,18 +78,18 @@ def payloads_as_declared(format: Format) -> None:
         for count in (0, 1, _ROWS):
             encoded = format.encode(_rows(count, width))
             names = [p.name for p in declared]
-            _expect(
+            expect(
                 list(encoded.payloads) == names, f"encode returns payloads {list(encoded.payloads)}", names
             )
             for payload in declared:
                 tensor = encoded.payloads[payload.name]
-                _expect(
+                expect(
                     tensor.dtype == payload.dtype and tuple(tensor.shape) == (count, payload.width),
                     f"payload {payload.name!r} of {count} rows of width {width} is "
                     f"{dtype_name(tensor.dtype)}{list(tensor.shape)}",
                     f"{dtype_name(payload.dtype)}[{count}, {payload.width}], as declared",
                 )
-                _expect(tensor.is_contiguous(), f"payload {payload.name!r} is strided", "contiguous rows")
+                expect(tensor.is_contiguous(), f"payload {payload.name!r} is strided", "contiguous rows")
 
 
 def true_width_comes_back(format: Format) -> None:
@@ -104,7 +98,7 @@ def true_width_comes_back(format: Format) -> None:
         for count in (0, _ROWS):
             for dtype in ROW_DTYPES:
                 decoded = format.encode(_rows(count, width)).decode(dtype)
-                _expect(
+                expect(
                     tuple(decoded.shape) == (count, width) and decoded.dtype == dtype,
                     f"{count} rows of width {width} decode to {dtype_name(decoded.dtype)}{list(decoded.shape)}",
                     f"{dtype_name(dtype)}[{count}, {width}]",
@@ -119,7 +113,7 @@ def rows_are_independent(format: Format) -> None:
         for row in range(_ROWS):
             alone = format.encode(x_TH[row : row + 1].clone())
             differs = _same_code(format, together, alone, row, 0)
-            _expect(
+            expect(
                 differs is None,
                 f"row {row} of width {width} has another {differs!r} in a batch than alone",
                 "the same bits",
@@ -132,11 +126,11 @@ def input_untouched(format: Format) -> None:
         x_TH = _rows(_ROWS, 100, dtype)
         before = x_TH.clone()
         encoded = format.encode(x_TH)
-        _expect(same_bits(x_TH, before), f"encode changed its {dtype_name(dtype)} rows", "rows untouched")
+        expect(same_bits(x_TH, before), f"encode changed its {dtype_name(dtype)} rows", "rows untouched")
         codes = {name: tensor.clone() for name, tensor in encoded.payloads.items()}
         encoded.decode(torch.float32)
         for name, tensor in encoded.payloads.items():
-            _expect(same_bits(tensor, codes[name]), f"decode changed the payload {name!r}", "it untouched")
+            expect(same_bits(tensor, codes[name]), f"decode changed the payload {name!r}", "it untouched")
 
 
 def strided_rows(format: Format) -> None:
@@ -146,7 +140,7 @@ def strided_rows(format: Format) -> None:
         strided, copied = format.encode(x_TH), format.encode(x_TH.contiguous())
         for row in range(x_TH.shape[0]):
             differs = _same_code(format, strided, copied, row, row)
-            _expect(differs is None, f"a strided row has another {differs!r} than its copy", "the same bits")
+            expect(differs is None, f"a strided row has another {differs!r} than its copy", "the same bits")
 
 
 def decoded_rows_are_near(format: Format) -> None:
@@ -154,16 +148,16 @@ def decoded_rows_are_near(format: Format) -> None:
     for dtype in _dtypes(format):
         for width in WIDTHS:
             zeros = format.encode(torch.zeros(2, width, dtype=dtype)).decode(torch.float32)
-            _expect(not bool(zeros.any()), "rows of zeros decode to something else", "zeros")
+            expect(not bool(zeros.any()), "rows of zeros decode to something else", "zeros")
             x_TH = _rows(_ROWS, width, dtype)
             decoded = format.encode(x_TH).decode(torch.float32)
-            _expect(bool(torch.isfinite(decoded).all()), "finite rows decode to NaN or Inf", "finite rows")
+            expect(bool(torch.isfinite(decoded).all()), "finite rows decode to NaN or Inf", "finite rows")
     bound = relative_error_of(format)
     if bound is not None:
         x_TH = torch.randn(8, 7168, generator=torch.Generator().manual_seed(7))
         off = format.encode(x_TH).decode(torch.float32).double() - x_TH.double()
         worst = float((off.norm(dim=1) / x_TH.double().norm(dim=1)).max())
-        _expect(
+        expect(
             worst <= bound,
             f"Gaussian rows are off by {worst:.4f}, relative",
             f"at most {bound:g}, as declared",
@@ -179,7 +173,7 @@ def codes_repeat(format: Format) -> None:
     second = format.encode(x_TH)
     for row in range(_ROWS):
         differs = _same_code(format, first, second, row, row)
-        _expect(differs is None, f"encoding twice gave two different {differs!r}", "the same bits")
+        expect(differs is None, f"encoding twice gave two different {differs!r}", "the same bits")
 
 
 def nan_stays_in_its_row(format: Format) -> None:
@@ -191,10 +185,10 @@ def nan_stays_in_its_row(format: Format) -> None:
         dirty_TH[2, 3] = poison
         decoded = format.encode(dirty_TH).decode(torch.float32)
         others = [row for row in range(_ROWS) if row != 2]
-        _expect(
+        expect(
             same_bits(decoded[others], clean[others]), f"{poison} in row 2 changed another row", "row 2 alone"
         )
-        _expect(
+        expect(
             not math.isnan(poison) or bool(decoded[2].isnan().any()),
             "a row with NaN decodes to numbers",
             "NaN where NaN was: an error must not turn into a value",
@@ -209,7 +203,7 @@ def rows_are_cut_and_joined(format: Format) -> None:
     payloads = {name: tensor[taken] for name, tensor in encoded.payloads.items()}
     decoded = EncodedRows(format=format, hidden_size=100, payloads=payloads).decode(torch.float32)
     due = encoded.decode(torch.float32)[taken]
-    _expect(same_bits(decoded, due), "rows taken out of a batch decode to something else", "the same bits")
+    expect(same_bits(decoded, due), "rows taken out of a batch decode to something else", "the same bits")
 
 
 def scale_layouts_as_declared(format: Format) -> None:
@@ -218,16 +212,16 @@ def scale_layouts_as_declared(format: Format) -> None:
         return
     encoded = format.encode(_rows(_ROWS, 100))
     swizzled = encoded.swizzled()
-    _expect(
+    expect(
         swizzled.scale_layout == "swizzled",
         f"`swizzled()` gave rows with {swizzled.scale_layout} scales",
         "swizzled ones, as `scale_layouts` declares",
     )
     same = same_bits(swizzled.decode(torch.float32), encoded.decode(torch.float32))
-    _expect(same, "rows with swizzled scales decode to something else", "the same bits")
+    expect(same, "rows with swizzled scales decode to something else", "the same bits")
     back = swizzled.linear().payloads
     for name, payload in encoded.payloads.items():
-        _expect(same_bits(back[name], payload), f"`linear()` brought back another {name!r}", "the same bits")
+        expect(same_bits(back[name], payload), f"`linear()` brought back another {name!r}", "the same bits")
     try:
         swizzled.swizzled()
     except ContractError:
@@ -241,7 +235,7 @@ def name_reads_back(format: Format) -> None:
     if dataclasses.is_dataclass(format):
         names = [field.name for field in dataclasses.fields(format)]
     twin = type(format)(**{name: getattr(format, name) for name in names})
-    _expect(
+    expect(
         twin == format and hash(twin) == hash(format),
         f"two formats {format} with equal parameters differ",
         "equal: a frozen dataclass",
@@ -252,22 +246,4 @@ def name_reads_back(format: Format) -> None:
         read = get(str(format))
     except UnknownName as error:
         raise Finding(f"str gives {str(format)!r}, and {error}", "a name that is read back") from error
-    _expect(read == format, f"{str(format)!r} is read back as {read!r}", repr(format))
-
-
-FORMAT_CHECKS: dict[str, Callable[[Format], None]] = {
-    check.__name__: check
-    for check in (
-        payloads_as_declared,
-        true_width_comes_back,
-        rows_are_independent,
-        input_untouched,
-        strided_rows,
-        decoded_rows_are_near,
-        codes_repeat,
-        nan_stays_in_its_row,
-        rows_are_cut_and_joined,
-        scale_layouts_as_declared,
-        name_reads_back,
-    )
-}
+    expect(read == format, f"{str(format)!r} is read back as {read!r}", repr(format))

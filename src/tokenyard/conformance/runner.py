@@ -13,7 +13,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from inspect import isfunction
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -37,6 +39,26 @@ class Finding(AssertionError):
 
     def __str__(self) -> str:
         return f"{self.found}; expected {self.expected}"
+
+
+def expect(fine: bool, found: object, expected: object) -> None:
+    """Raise a finding unless all is well."""
+    if not fine:
+        raise Finding(str(found), str(expected))
+
+
+def checks_of(*modules: ModuleType, parameters: Sequence[str]) -> dict[str, Callable[..., None]]:
+    """The checks of some modules by name, in their order: the public functions with these parameters and no result."""
+    return {
+        name: function
+        for module in modules
+        for name, function in vars(module).items()
+        if isfunction(function)
+        and function.__module__ == module.__name__
+        and not name.startswith("_")
+        and tuple(function.__annotations__) == (*parameters, "return")
+        and function.__annotations__["return"] == "None"
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

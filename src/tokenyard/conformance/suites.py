@@ -16,11 +16,9 @@ import torch
 from tokenyard import experts as experts_room
 from tokenyard import formats
 from tokenyard.conformance.cases import Case, run_case
+from tokenyard.conformance.checks import EXCHANGE_CHECKS, EXPERTS_CHECKS, FORMAT_CHECKS
 from tokenyard.conformance.draws import RankKind
-from tokenyard.conformance.exchange_checks import EXCHANGE_CHECKS
 from tokenyard.conformance.exchange_suite import Trial
-from tokenyard.conformance.experts_suite import EXPERTS_CHECKS
-from tokenyard.conformance.format_suite import FORMAT_CHECKS
 from tokenyard.conformance.runner import DEADLINE, Finding, Verdict, attempt, run_on_ranks
 from tokenyard.errors import InputError, unknown_name
 from tokenyard.exchange import Transport
