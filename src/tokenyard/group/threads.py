@@ -130,9 +130,8 @@ class _MeetingPoint:
     def leave(self, rank: int, why: str) -> None:
         """Mark a rank as ended: every rank that waits for it, now or later, raises at once."""
         self._leave(rank, why)
-        for (
-            meeting_point
-        ) in self.successors.all():  # groups that are made after this know that the rank has ended
+        # Groups that are made after this know that the rank has ended.
+        for meeting_point in self.successors.all():
             if meeting_point is not self and meeting_point.places_taken[rank] == self.places_taken[rank]:
                 meeting_point._leave(rank, why)
 
