@@ -144,7 +144,7 @@ USES: list[tuple[tuple[str, ...], str, Callable[[], object], str]] = [
     ),
     (
         ("_scaled_grouped_mm",),
-        "lab/bench/grouped_peers.py",
+        "lab/bench/experts_peers.py",
         lambda: callable(torch._scaled_grouped_mm),
         "fp8 experts are not compared with torch's own",
     ),
