@@ -15,7 +15,7 @@ test: .venv/dev
 test-faults: .venv/dev
 	$(BIN)/python -m tests.faults.campaign --write bench/results/faults-cpu.json --page docs/guide/faults.md
 	$(BIN)/python -m tests.faults.late --write bench/results/late-cpu.json --page docs/guide/losing-ranks.md
-	TOKENYARD_FAULTS=20 $(BIN)/pytest -n 2 --dist worksteal tests/faults tests/museum tests/hosts tests/fuzz
+	TOKENYARD_FAULTS=20 $(BIN)/pytest -n 2 --dist worksteal tests/faults tests/known_bugs tests/hosts tests/fuzz
 	$(MAKE) test-fuzz
 
 # Random mutants of the core against the tests that run their lines, and the score.

@@ -1,4 +1,4 @@
-"""What an exhibit is: a real bug, the same bug put into our own code, and the check that catches it.
+"""What is kept of a known bug: its story, the same bug put into our own code, and the check that catches it.
 
 A mutant patches a function that every layer runs through, never a copy beside it. It must be *alive*: a plain bf16
 layer runs with it as if nothing were wrong (`smoke`). And it must be *killed*, by the check that is named for it.
@@ -127,11 +127,11 @@ SuiteCheck = ExchangeCheck | ExpertsCheck | FormatCheck | StackCheck
 Check = SuiteCheck | AlwaysOn | Refusal
 
 
-# -- Exhibits ------------------------------------------------------------------------------------------------
+# -- Bugs ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exhibit:
+class KnownBug:
     """A bug, its mutant, and what catches it."""
 
     name: str
@@ -152,12 +152,12 @@ class Exhibit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
-    """Exhibits of one kind."""
+class BugKind:
+    """Bugs of one kind."""
 
     name: str
     about: str
-    exhibits: tuple[Exhibit, ...]
+    bugs: tuple[KnownBug, ...]
 
 
 # -- Layers --------------------------------------------------------------------------------------------------

@@ -1,12 +1,12 @@
-"""Room 1: the workspace, and who thought that it was large enough."""
+"""Bugs of the workspace: too small, moved, or shared with something else."""
 
 from dataclasses import replace
 
 import torch
 
 import tokenyard as ty
+from tests.known_bugs.known_bug import PLAIN, AlwaysOn, BugKind, ExchangeCheck, KnownBug, Refusal, planning
 from tests.models import spec
-from tests.museum.exhibit import PLAIN, AlwaysOn, ExchangeCheck, Exhibit, Refusal, Room, planning
 from tokenyard.exchange import SharedMemoryTransport
 from tokenyard.exchange.one_sided.shared_memory import Workspace
 from tokenyard.exchange.workspace import Region
@@ -119,12 +119,12 @@ def _grow_when_the_graph_is_gone(group):
     _grow_under_a_graph(group, is_gone=True)
 
 
-ROOM = Room(
+KIND = BugKind(
     name="The workspace",
     about="One buffer per rank takes the rows of all layers. Whoever sizes it must know every layer, every format, "
     "every pad and every rank. Whoever is wrong writes over somebody else's rows.",
-    exhibits=(
-        Exhibit(
+    bugs=(
+        KnownBug(
             name="Sized for one format",
             seen="vLLM #39717",
             story="The workspace of a one-sided backend was sized for nvfp4 rows: four bits an element, and a byte of "
@@ -139,7 +139,7 @@ ROOM = Room(
             ),
             says="layer 'moe', rank 0: a region of the workspace has 2560 bytes; expected at least 4608",
         ),
-        Exhibit(
+        KnownBug(
             name="Sized for the first layer only",
             seen="vLLM #42976",
             story="The first layer that asked got a workspace, and all later ones shared it: right, as long as layers "
@@ -154,7 +154,7 @@ ROOM = Room(
             ),
             says="layer 'head', rank 0: a region of the workspace has 2560 bytes",
         ),
-        Exhibit(
+        KnownBug(
             name="Sized without the pad",
             story="Rows times bytes of a row is not what they take: kernels want rows, scales and ids to start at "
             "round addresses, so there is a pad behind each. With widths and batches that are powers of two the pad is "
@@ -168,7 +168,7 @@ ROOM = Room(
             ),
             says="layer 'moe', rank 0: a region of the workspace has 2624 bytes; expected at least 2688",
         ),
-        Exhibit(
+        KnownBug(
             name="Sized for the data-parallel group",
             story="Rows come from all ranks of the expert group. An engine has many groups, and whoever asks the "
             "data-parallel one how many ranks there are gets the same number, as long as nothing is tensor-parallel. "
@@ -184,7 +184,7 @@ ROOM = Room(
             ),
             says="expected at least 5120: 64 slots",
         ),
-        Exhibit(
+        KnownBug(
             name="The old workspace kept after growth",
             seen="vLLM #42976",
             story="Growing on demand has a step that is easily left out: whoever holds the old buffer must let go of "
@@ -195,7 +195,7 @@ ROOM = Room(
             caught_by=AlwaysOn(name="ContractError", when="in `plan.extend` with a wider layer", run=_grow),
             says="layer 'head', rank 0: a region of the workspace has 2560 bytes",
         ),
-        Exhibit(
+        KnownBug(
             name="Growth under a live CUDA graph",
             story="A captured graph holds the addresses of the buffers that it was captured with. If the workspace "
             "grows in between, a replay writes where the workspace was, into memory that belongs to somebody else by "
@@ -210,7 +210,7 @@ ROOM = Room(
             ),
             says="no error; expected HandleError",
         ),
-        Exhibit(
+        KnownBug(
             name="A combine region over another layer's dispatch region",
             seen="vLLM #42976",
             story="Results lie behind the rows. If *behind* means behind this layer's rows and not behind the largest "
@@ -220,7 +220,7 @@ ROOM = Room(
             caught_by=ExchangeCheck(name="regions_never_overlap"),
             says="results of layer 'small' lie over",
         ),
-        Exhibit(
+        KnownBug(
             name="A result that aliases the workspace",
             story="Where all rows of a batch come home from one rank there is nothing to sum, so why copy them? The "
             "result is then a view of the workspace. It is right when it is returned, and becomes the next layer's "

@@ -1,6 +1,6 @@
-"""Room 5: who waits for whom, and what the last round has left behind."""
+"""Bugs of waiting: who waits for whom, and rows and flags of an earlier round."""
 
-from tests.museum.exhibit import PLAIN, AlwaysOn, ExchangeCheck, Exhibit, Room, batches
+from tests.known_bugs.known_bug import PLAIN, AlwaysOn, BugKind, ExchangeCheck, KnownBug, batches
 from tokenyard.exchange import SharedMemoryTransport
 from tokenyard.exchange.one_sided.shared_memory import Workspace
 from tokenyard.exchange.one_sided.signals import Signals
@@ -46,11 +46,11 @@ def flag_of_the_last_round(patch):
     patch.setattr(Signals, "_wait", wait)
 
 
-ROOM = Room(
+KIND = BugKind(
     name="Who waits for whom",
     about="Memory keeps what was in it, flags too. Whoever waits must know for whom, and for which round.",
-    exhibits=(
-        Exhibit(
+    bugs=(
+        KnownBug(
             name="A barrier over the world",
             seen="vLLM #42976",
             story="Growing a workspace ended with a barrier over all ranks. Pipeline stages have different layers, so "
@@ -60,7 +60,7 @@ ROOM = Room(
             caught_by=ExchangeCheck(name="groups_side_by_side"),
             says="rank 2 waits for all",
         ),
-        Exhibit(
+        KnownBug(
             name="Stale rows of the last round",
             seen="vLLM #40960",
             story="A large batch filled forty slots, then a small one fills ten. The other thirty still hold rows, "
@@ -75,7 +75,7 @@ ROOM = Room(
             ),
             says="have an expert here, and it announced",
         ),
-        Exhibit(
+        KnownBug(
             name="A late rank's flag of the last round",
             story="A flag that says *written* must be taken back before the next round, or say which round it means. "
             "If it does neither, a rank that is late looks as if it had come: the others read what it wrote a round "

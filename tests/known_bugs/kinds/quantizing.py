@@ -1,9 +1,17 @@
-"""Room 2: quantizing, padding, swizzling, and who does it."""
+"""Bugs of quantizing, padding and swizzling: done twice, or never."""
 
 from torch.nn.functional import pad
 
+from tests.known_bugs.known_bug import (
+    AlwaysOn,
+    BugKind,
+    ExchangeCheck,
+    ExpertsCheck,
+    FormatCheck,
+    KnownBug,
+    batches,
+)
 from tests.models import spec
-from tests.museum.exhibit import AlwaysOn, ExchangeCheck, Exhibit, ExpertsCheck, FormatCheck, Room, batches
 from tokenyard.exchange import Exchange
 from tokenyard.experts import Experts, GroupedExperts, ReferenceExperts
 from tokenyard.formats import EncodedRows, Mxfp8, for_dtype
@@ -63,12 +71,12 @@ class SwizzledExperts(ReferenceExperts):
     scale_layout = "swizzled"
 
 
-ROOM = Room(
+KIND = BugKind(
     name="Who quantizes",
     about="A row can be quantized by the sender or by the experts, and every kernel has its own wish for the layout of "
     "scales and the width of a row. Two who do it, or none, give numbers that look like numbers.",
-    exhibits=(
-        Exhibit(
+    bugs=(
+        KnownBug(
             name="Quantized twice",
             seen="vLLM #40960",
             story="A kernel quantized its input by itself, and said so in a property. When quantization moved to the "
@@ -78,7 +86,7 @@ ROOM = Room(
             caught_by=ExpertsCheck(name="rows_are_quantized_once"),
             says="beyond the bound for nvfp4(global_scale=8.0), rows that arrive so",
         ),
-        Exhibit(
+        KnownBug(
             name="Not quantized at all",
             seen="vLLM #40960",
             story="The same move, missed on the other side: the sender leaves quantizing to the experts, who leave it "
@@ -93,7 +101,7 @@ ROOM = Room(
             ),
             says="the rows are bf16 of width 32; expected mxfp8 of width 32",
         ),
-        Exhibit(
+        KnownBug(
             name="Scales swizzled before the wire",
             story="Block-scaled kernels read scales in tiles of 128 × 4. In such a tile the scales of one row are "
             "spread over the scales of its neighbors, so a row that is sent to one rank would take its neighbors' "
@@ -107,7 +115,7 @@ ROOM = Room(
             ),
             says="the rows carry swizzled scales; expected linear scales: only these can travel row by row",
         ),
-        Exhibit(
+        KnownBug(
             name="Swizzled twice",
             story="The engine of the reports swizzles nvfp4 scales again after the exchange, and those of no other "
             "format. Whether scales are swizzled cannot be seen by looking at them: they are bytes, and as many as "
@@ -121,7 +129,7 @@ ROOM = Room(
             ),
             says="the scales of these nvfp4 rows are swizzled already; expected linear scales",
         ),
-        Exhibit(
+        KnownBug(
             name="The padded width leaks into the output",
             seen="vLLM #40960",
             story="Kernels for mxfp8 wanted rows whose width is a multiple of 256, so a hidden size of 2880 traveled "

@@ -1,10 +1,10 @@
-"""Room 4: where a row goes, how often, and what is the caller's."""
+"""Bugs of routing: where a row goes, how often, and what belongs to the caller."""
 
 from dataclasses import replace
 
 import torch
 
-from tests.museum.exhibit import ExchangeCheck, Exhibit, Room
+from tests.known_bugs.known_bug import BugKind, ExchangeCheck, KnownBug
 from tokenyard.exchange import BatchRoutes
 from tokenyard.exchange import batch as batches
 from tokenyard.exchange import exchange as exchanges
@@ -68,12 +68,12 @@ def input_changed_in_place(patch):
     patch.setattr(BatchRoutes, "local_routes", local_routes)
 
 
-ROOM = Room(
+KIND = BugKind(
     name="Where a row goes",
     about="Ids become ranks, ranks become slots, and every shortcut on the way is right for the batch that its author "
     "had in mind.",
-    exhibits=(
-        Exhibit(
+    bugs=(
+        KnownBug(
             name="Nobody's rows sent to rank 0",
             seen="FlashInfer's one-sided kernels, which do not check for it",
             story="Engines fill padding tokens with an id of -1. A kernel that divides it by the experts of a rank, "
@@ -83,7 +83,7 @@ ROOM = Room(
             caught_by=ExchangeCheck(name="nobody_is_not_sent"),
             says="14 rows arrived, and row 0 is token 0 of rank 0; expected 4 rows",
         ),
-        Exhibit(
+        KnownBug(
             name="A row with duplicate ids sent twice",
             story="A token whose choices name one expert twice, or two experts of one rank, goes to that rank once. "
             "Whoever sends a copy per choice gets two rows where one is due: each is computed with both choices, and "
@@ -92,7 +92,7 @@ ROOM = Room(
             caught_by=ExchangeCheck(name="duplicate_choices"),
             says="rows in (source, token) order",
         ),
-        Exhibit(
+        KnownBug(
             name="More tokens than the maximum",
             seen="FlashInfer's one-sided kernels, which do not check for it",
             story="Slots follow each other: those of rank 1 begin behind the last one of rank 0. A batch that is "
@@ -102,7 +102,7 @@ ROOM = Room(
             caught_by=ExchangeCheck(name="over_capacity", exchange="two_sided"),
             says="rank 3 announces 5 tokens",
         ),
-        Exhibit(
+        KnownBug(
             name="Ids cast to the wrong width",
             story="Routers make 64-bit ids, kernels want 32 bits, and somebody who counts bytes on the wire wants 8: "
             "there were 64 experts, after all. The 129th expert of a rank has an id of -128, which is nobody, and its "
@@ -111,7 +111,7 @@ ROOM = Room(
             caught_by=ExchangeCheck(name="many_experts"),
             says="-1 where an expert lives elsewhere",
         ),
-        Exhibit(
+        KnownBug(
             name="Uneven experts, offset of even shares",
             story="A rank's first expert is number rank · ⌊E / W⌋, which is right where ranks hold the same number. "
             "With 7 experts on 2 ranks the first holds 4 and the second begins at 4, not at 3. Every token of the "
@@ -120,7 +120,7 @@ ROOM = Room(
             caught_by=ExchangeCheck(name="uneven_experts"),
             says="-1 where an expert lives elsewhere",
         ),
-        Exhibit(
+        KnownBug(
             name="Input changed in place",
             story="The weight beside an id of -1 means nothing, and it may be NaN. Setting it to zero first makes "
             "everything behind it simpler. But the tensor is the caller's: a log of router weights, an auxiliary loss, "

@@ -1,11 +1,19 @@
-"""Room 3: weights, sums, factors; each once."""
+"""Bugs of summing: weights, sums and factors, which must each be applied once."""
 
 from dataclasses import replace
 
 import torch
 
+from tests.known_bugs.known_bug import (
+    AlwaysOn,
+    BugKind,
+    ExchangeCheck,
+    ExpertsCheck,
+    KnownBug,
+    StackCheck,
+    batches,
+)
 from tests.models import spec
-from tests.museum.exhibit import AlwaysOn, ExchangeCheck, Exhibit, ExpertsCheck, Room, StackCheck, batches
 from tokenyard.exchange import batch as exchange_batch
 from tokenyard.experts import GroupedExperts, grouped
 from tokenyard.rows import LocalRoutes
@@ -94,13 +102,13 @@ def nan_in_an_unused_slot(patch):
     patch.setattr(grouped, "sort_pairs", sort_pairs)
 
 
-ROOM = Room(
+KIND = BugKind(
     name="Who weighs, who sums",
     about="A token's result is a weighted sum over experts, which is a sum over ranks of sums over the experts there, "
     "times a factor. Each of these has one owner. With two, or none, the model still answers; it is only wrong more "
     "often.",
-    exhibits=(
-        Exhibit(
+    bugs=(
+        KnownBug(
             name="Weights applied twice",
             story="Some kernels apply the routing weight to the row before the product, some to the result after it, "
             "and some leave it to whoever sums. Where two of them do it, a weight of 0.5 counts as 0.25. Tokens that "
@@ -109,7 +117,7 @@ ROOM = Room(
             caught_by=ExpertsCheck(name="within_the_bound"),
             says="beyond the bound for H",
         ),
-        Exhibit(
+        KnownBug(
             name="Weights never applied",
             story="And where each leaves it to the other, every expert counts in full. The result is too large by a "
             "factor that differs from token to token; a normalization behind the layer hides most of it.",
@@ -117,7 +125,7 @@ ROOM = Room(
             caught_by=ExpertsCheck(name="within_the_bound"),
             says="beyond the bound for H",
         ),
-        Exhibit(
+        KnownBug(
             name="Reduced twice over ranks",
             seen="vLLM #41382",
             story="The library's combine had summed already. The engine's class said `output_is_reduced() → False`, "
@@ -127,7 +135,7 @@ ROOM = Room(
             caught_by=ExchangeCheck(name="bitwise_movement", exchange="two_sided"),
             says="the sum of one row from each of the ranks",
         ),
-        Exhibit(
+        KnownBug(
             name="Never reduced over ranks",
             seen="vLLM #41382, as a risk of its mend",
             story="The mend of that report rests on what a library does inside, in one version. A later version that "
@@ -137,7 +145,7 @@ ROOM = Room(
             caught_by=ExchangeCheck(name="bitwise_movement", exchange="two_sided"),
             says="the sum of one row from each of the ranks",
         ),
-        Exhibit(
+        KnownBug(
             name="Reduced twice over experts",
             seen="vLLM #41382",
             story="The same a level below: the rows of a token's experts on one rank are summed by the kernel, and by "
@@ -147,7 +155,7 @@ ROOM = Room(
             caught_by=ExpertsCheck(name="duplicate_choices_count_twice"),
             says="beyond the bound where all choices name one expert",
         ),
-        Exhibit(
+        KnownBug(
             name="Routed scaling applied twice",
             story="Models of the DeepSeek family multiply the weights by a factor, 2.5. The router may do it, or the "
             "layer, and both read the same config. Most models have a factor of 1, and so has every smoke test.",
@@ -155,7 +163,7 @@ ROOM = Room(
             caught_by=StackCheck(),
             says="against the oracle, more than",
         ),
-        Exhibit(
+        KnownBug(
             name="A kernel that returns a tuple",
             seen="vLLM #39315",
             story="A library gave its MoE kernels an argument, `do_finalize`. Engines that did not pass it got a list "
@@ -170,7 +178,7 @@ ROOM = Room(
             ),
             says="GroupedExperts.compute(finalize=True) returned a tuple of 2; expected ExpertRows",
         ),
-        Exhibit(
+        KnownBug(
             name="NaN in an unused slot reaches a sum",
             seen="vLLM #40960",
             story="Of a fixed number of slots some hold no row, only what was there before. Giving them a weight of "

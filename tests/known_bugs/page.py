@@ -1,6 +1,6 @@
-"""Writes docs/museum.md from the exhibits: `python -m tests.museum.page`.
+"""Writes docs/known-bugs.md from the declared bugs: `python -m tests.known_bugs.page`.
 
-The stories and the mutants are taken from the exhibits' declarations, and what the checks say is what they say now.
+The stories and the mutants are those of the declarations. What the checks say is what they say now.
 """
 
 import inspect
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.museum.catalog import EXHIBITS, ROOMS
+from tests.known_bugs.catalog import KINDS, KNOWN_BUGS
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "museum.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "known-bugs.md"
 
 _REPORTS = {
     "#39717": "39717-a-workspace-for-one-format",
@@ -22,7 +22,7 @@ _REPORTS = {
 }
 
 _INTRODUCTION = """\
-# The museum of bugs
+# Known bugs, and what catches them
 
 {count} bugs of expert-parallel layers. Some have a report, with a number; the others are mistakes that everybody makes
 once. They have one thing in common: a plain layer on two ranks runs as if nothing were wrong.
@@ -32,54 +32,54 @@ first be **alive**: a bf16 layer runs with it on two ranks, through `two_sided` 
 returns finite numbers. It would ship. Then it must be **killed**, by the one check that is named for it: an error
 that is always raised, or a check of the [suites](guide/check.md) that hold for parts of your own as well. What an error
 catches, a check of the suites catches, too, but for one bug that needs a GPU: `tokenyard check` finds all others, by
-name. The same check finds nothing without the mutant. `tests/museum` does all of this in every run of the tests, and a
-mutant that survives is a failing test.
+name. The same check finds nothing without the mutant. `tests/known_bugs` does all of this in every run of the tests,
+and a mutant that survives is a failing test.
 
-| exhibit | caught by |
+| bug | caught by |
 | --- | --- |
 {table}
 
-What stands below is written by `python -m tests.museum.page`: the patch as it is applied, and what the check says.
+What stands below is written by `python -m tests.known_bugs.page`: the patch as it is applied, and what the check says.
 """
 
 
-def caught(exhibit):
+def caught(bug):
     """What the check says under the mutant."""
     with pytest.MonkeyPatch.context() as patch:
-        exhibit.mutate(patch)
-        return exhibit.caught_by.finding()
+        bug.mutate(patch)
+        return bug.caught_by.finding()
 
 
 def frame(sections):
-    """The page with these sections, by exhibit."""
-    table = "\n".join(f"| [{one.name}](#{anchor(one.name)}) | {_catchers(one)} |" for one in EXHIBITS)
-    parts = [_INTRODUCTION.format(count=len(EXHIBITS), table=table)]
-    for room in ROOMS:
-        parts.append(f"## {room.name}\n\n{room.about}\n")
-        parts += [sections[exhibit.id] for exhibit in room.exhibits]
+    """The page with these sections, by bug."""
+    table = "\n".join(f"| [{one.name}](#{anchor(one.name)}) | {_catchers(one)} |" for one in KNOWN_BUGS)
+    parts = [_INTRODUCTION.format(count=len(KNOWN_BUGS), table=table)]
+    for kind in KINDS:
+        parts.append(f"## {kind.name}\n\n{kind.about}\n")
+        parts += [sections[bug.id] for bug in kind.bugs]
     return "\n".join(parts)
 
 
-def _catchers(exhibit):
-    return f"{exhibit.caught_by}; and {exhibit.in_check}" if exhibit.in_check else str(exhibit.caught_by)
+def _catchers(bug):
+    return f"{bug.caught_by}; and {bug.in_check}" if bug.in_check else str(bug.caught_by)
 
 
-def section(exhibit, finding):
-    """What the page says of one exhibit."""
-    source = inspect.getsource(exhibit.mutate)
+def section(bug, finding):
+    """What the page says of one bug."""
+    source = inspect.getsource(bug.mutate)
     said = re.sub(r"; (?=expected |fix: )", ";\n  ", str(finding))
-    seen = f"\nSeen in {_linked(exhibit.seen)}.\n" if exhibit.seen else ""
+    seen = f"\nSeen in {_linked(bug.seen)}.\n" if bug.seen else ""
     return f"""\
-### {exhibit.name}
+### {bug.name}
 
-{exhibit.story}
+{bug.story}
 {seen}
 <!-- not run: a patch of the package itself -->
 ```python
 {source.rstrip()}
 ```
 
-Caught by {exhibit.caught_by}:
+Caught by {bug.caught_by}:
 
 ```text title="finding"
 {said}
@@ -106,7 +106,7 @@ def comparable(text):
 
 def main():
     """Write the page."""
-    PAGE.write_text(frame({exhibit.id: section(exhibit, caught(exhibit)) for exhibit in EXHIBITS}))
+    PAGE.write_text(frame({bug.id: section(bug, caught(bug)) for bug in KNOWN_BUGS}))
 
 
 if __name__ == "__main__":
