@@ -52,7 +52,7 @@ class LayerSpec:
     # The format that holds the weight matrices; `ExpertWeights.quantize` makes them.
     weights: str = "bf16"
     # How numbers are held between an expert's two products. "exact": as close as the products are. A format: they
-    # are quantized to it there, once ("fp8_block128", for weights in that format).
+    # are quantized to it there, once ("fp8_block128", for weights in that format or in "mxfp4").
     inner: str | Format = EXACT
     # Where the routing weight is applied: on an expert's output, or on its input.
     weight_on: WeightOn = "output"
