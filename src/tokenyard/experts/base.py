@@ -189,8 +189,8 @@ class Experts(nn.Module, ABC):
     routes_itself: ClassVar[bool] = False
     # The layout in which the experts want the scales of the rows.
     scale_layout: ClassVar[ScaleLayout] = "linear"
-    # Whether `compute` writes down what it weights and sums (`tokenyard.duties.record`). What a kernel that does not
-    # has done inside, nobody can count.
+    # Whether `compute` records what it weights and sums (`tokenyard.duties.record`). The duties of other kernels are
+    # not counted.
     counts_duties: ClassVar[bool] = False
     # Whether `compute` reads adopted weights by their strides. If not, those that are not contiguous are copied.
     any_strides: ClassVar[bool] = False
@@ -313,7 +313,7 @@ class Experts(nn.Module, ABC):
     def forward(
         self, received: ReceivedRows, *, finalize: bool = True
     ) -> ExpertRows | PlacedRows | UnfinalizedRows:
-        """Compute, and hold the kernel to its contract."""
+        """Compute, and check that the kernel returns what its contract says."""
         self._check_held(received)
         with acting(Party.EXPERTS):
             result = self.compute(received, finalize=finalize)
@@ -330,7 +330,7 @@ class Experts(nn.Module, ABC):
     def _check_held(self, received: ReceivedRows) -> None:
         """Raise where the model was moved or cast since its experts were built."""
         held = next(iter(self._buffers.values()), None)
-        if held is None:  # others hold them, and look
+        if held is None:  # the inner experts hold the weights, and check them
             return
         if held.device != received.rows.device:
             raise InputError(
@@ -388,7 +388,7 @@ def takes_rows(weights: str, rows: Format) -> bool:
     >>> takes_rows("mxfp4", formats.get("mxfp8(alignment=256)")), takes_rows("mxfp4", formats.get("nvfp4"))
     (True, False)
     """
-    # A format of somebody's own is theirs to combine.
+    # Formats that are not ours may be combined in any way.
     known = rows.name in FORMATS
     return not rows.quantized or not known or rows.name in weight_format(weights).row_formats
 

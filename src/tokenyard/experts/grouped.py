@@ -15,8 +15,7 @@ function of the shape:
   took 127 ms widened and 74 ms by `grouped_mm` on 16 AMX cores.
 - `mm`: expert by expert, in the dtype of the weights, for shapes that `grouped_mm` does not take.
 
-Quantized weights take a way of their own (`tiles.py`): they are decoded a tile at a time, to float32, and never
-stand in memory as a whole.
+Quantized weights are computed by `tiles.py`: they are decoded a tile at a time, to float32, and never held as a whole.
 
 In `grouped_mm` and `mm` the sums are float32 inside a product, and its output is rounded to the dtype of the
 weights, as is the activation's result. The activation itself, the bias, the routing weight and the sum over a
@@ -165,7 +164,9 @@ class GroupedExperts(Experts):
         w13, w2 = weights.plain_matrices()
         (num_rows, top_k), num_experts = routes.ids_RK.shape, spec.num_local_experts
         expert_N = routes.ids_RK.reshape(-1).long()
-        expert_N = torch.where(expert_N < 0, num_experts, expert_N)  # nobody stands behind everybody
+        expert_N = torch.where(
+            expert_N < 0, num_experts, expert_N
+        )  # choices of nobody are sorted behind all others
         sorted_N, order_N = torch.sort(expert_N, stable=True)
         every_L = torch.arange(num_experts, device=order_N.device)
         ends_L = torch.searchsorted(sorted_N, every_L, right=True, out_int32=True)

@@ -1,4 +1,4 @@
-"""Experts in plain words: slow, and the same bits for a row wherever and with whomever it is computed.
+"""The reference experts: slow, and the bits of a row do not depend on the batch, the rank or the device.
 
 This is what other experts are compared with, and what an exchange is tested with: if a row's result does not
 depend on the batch around it, then a layer on four ranks must equal a layer on one rank *bitwise*, and moving

@@ -1,7 +1,7 @@
 """Products with quantized weights, which are decoded a tile at a time and never stand in memory as a whole.
 
 A tile is some outputs of one expert. It is decoded to float32, which holds every format's numbers exactly, is
-multiplied with all rows of that expert while it lies in the cache, and is forgotten:
+multiplied with all rows of that expert while it is in the cache, and dropped:
 
     for each expert that is hit, for each tile of its outputs:   y[its rows, tile] = x[its rows] · decode(tile)ᵀ
 

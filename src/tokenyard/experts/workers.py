@@ -49,7 +49,7 @@ def for_each(function: Callable[[Item], object], items: Iterable[Item], threads:
             function(item)
 
     def carry(item: Item) -> Callable[[], None]:
-        # What the caller keeps for its own thread (who acts, what is written down) holds for those that help it.
+        # Context variables of the caller (who acts, the open ledger) hold in the threads that help it.
         return partial(copy_context().run, call, item)
 
     for _ in _pool(threads).map(lambda job: job(), map(carry, items)):

@@ -42,7 +42,7 @@ from tokenyard.planning.spec import LayerSpec
 from tokenyard.routing import Placement, Router
 from tokenyard.routing.placement import MOST_EXPERTS
 
-# More than any model has; a file with a slip of the keyboard must not fill the memory.
+# More than any model has; a file with a typing error must not fill the memory.
 _MOST_LAYERS = 4096
 
 
@@ -136,7 +136,7 @@ def _router(family: Family, config: Config, num_experts: int) -> Router | None:
     except TokenyardError as error:
         if config.source in error.found:
             raise
-        # The numbers are each fine, but not together.
+        # Each number is possible, but not all of them together.
         found = f"{config.source} ({config.family}): {error.found}"
         raise InputError(found, expected=error.expected, fix="mend these keys in the file") from error
     return router

@@ -3,14 +3,14 @@
     sharded = shard_experts(model, group, exchange="one_sided", wire="mxfp8")
     tokens = sharded.generate(input_ids, max_new_tokens=64)
 
-The rooms, from the model inwards:
+The modules, from the model inwards:
 
 - `expert_modules`: the experts modules of a model, as layers of a plan.
 - `loading` and `weight_sources`: models without experts, and where a rank's own experts come from.
 - `sharding`: `shard_experts`, `load_sharded`, and the model that they give.
-- `synchronized_passes`: passes that ranks make together, though each has its own number of them.
+- `synchronized_passes`: passes that all ranks make together, though each rank needs another number of them.
 - `reports`: what moved, layer by layer.
-- `one_rank`: our experts in Transformers' registry, for models that are not sharded.
+- `registry_backend`: our experts in Transformers' registry, for models that are not sharded.
 """
 
 from __future__ import annotations

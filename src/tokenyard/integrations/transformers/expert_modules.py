@@ -7,8 +7,8 @@ model's own router has found:
 
 All that a plan needs to know of such a module is read from the module itself: its sizes from the shapes of its weights
 (also on the meta device), its layout from the flags that Transformers puts on it, the number of choices and the scaling
-factor from the router beside it. So layers of one model may differ, and what a config says wrong misleads nobody. Only
-the formula between the two products is a matter of the model's family, and `FAMILIES` knows it.
+factor from the router beside it. So layers of one model may differ, and a wrong config does no harm. Only the formula
+between the two products comes from the model's family (`FAMILIES`).
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ def is_experts(module: nn.Module) -> bool:
 class ExpertModule:
     """One experts module, and the block around it, whose router chooses."""
 
-    name: str  # of the block, as layers are called: model.layers.3.mlp
+    name: str  # the name of the block in the model: model.layers.3.mlp
     block: nn.Module
-    attribute: str  # under which the block keeps the module
+    attribute: str  # the attribute of the block that holds the module
     activation: Activation
     top_k: int
     routed_scaling: float  # the factor that the router's weights hold
 
     @property
     def module(self) -> nn.Module:
-        """What is there now: the model's own experts, or those that took their place."""
+        """The module that is there now: the model's own experts, or those that replaced them."""
         found: nn.Module = getattr(self.block, self.attribute)
         return found
 
     def replace_by(self, experts: nn.Module) -> None:
-        """Put another module in its place. The weights of the first are gone if nobody else holds them."""
+        """Replace the module. Its weights are freed, unless something else refers to them."""
         setattr(self.block, self.attribute, experts)
 
     @property
@@ -65,7 +65,7 @@ class ExpertModule:
         return not any(tensor.is_meta for tensor in tensors_of(self.module).values())
 
     def spec(self, **changes: Any) -> LayerSpec:
-        """The layer that a plan makes of it, but for what is given otherwise. Rows have the dtype of the weights."""
+        """The module as a layer of a plan, with these changes. Rows have the dtype of the weights."""
         num_experts, hidden, inner = sizes_of(self.module)
         held = tensors_of(self.module)["w13"]
         spec = LayerSpec(
@@ -135,7 +135,7 @@ def plain_format(held: Tensor, layer: str | None = None) -> str:
 
 
 def expert_modules(model: nn.Module) -> list[ExpertModule]:
-    """The experts modules of a model, in the order in which a token meets them."""
+    """The experts modules of a model, in the order of its layers."""
     found = [(name, module) for name, module in model.named_modules() if is_experts(module)]
     config = config_of(model, type(model).__name__)
     if not found:

@@ -2,8 +2,8 @@
 
     sharded = load_sharded("path/of/a/model", group, wire="mxfp8")
 
-What is no expert's (attention, norms, embeddings, routers, shared experts) is read once and becomes the model's
-parameters without a copy. Experts modules never get memory: while the model is built, an `ExpertsLeftOut` takes the
+Shared tensors (attention, norms, embeddings, routers, shared experts) are read once and become the model's parameters
+without a copy. Experts modules never get memory: while the model is built, an `ExpertsLeftOut` takes the
 place of each, which knows its shapes. Only safetensors files are read (`tokenyard.checkpoints`), never a pickle.
 """
 
@@ -54,7 +54,7 @@ class ExpertsLeftOut(nn.Module):
             )
 
     def forward(self, *_: Any) -> Tensor:
-        """There is nothing to compute with."""
+        """Raise: there are no weights to compute with."""
         raise ContractError(
             "a model was called whose experts were left out",
             expected="experts",
@@ -95,7 +95,7 @@ def _leave_out(_: nn.Module, __: str, module: nn.Module | None) -> nn.Module | N
     return ExpertsLeftOut(module)
 
 
-# Once and for all: torch goes through these hooks whenever a module gets a child, in whatever thread.
+# Registered once: torch calls these hooks whenever a module gets a child, in any thread.
 register_module_module_registration_hook(_leave_out)  # type: ignore[arg-type] # it may return a module
 
 
@@ -129,7 +129,7 @@ def load_without_experts(checkpoint: Checkpoint | str | Path, *, dtype: torch.dt
 
 
 def fill_shared(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Give a model that was built on the meta device what is no expert's.
+    """Load the shared tensors of a model that was built on the meta device.
 
     A tensor that has several names (tied embeddings) is one tensor afterwards, as in the model of the checkpoint.
     """
@@ -155,7 +155,7 @@ def fill_shared(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def _shared_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What is no expert's, under all of its names."""
+    """The tensors that do not belong to experts, under all of their names."""
     modules = model.named_modules(remove_duplicate=False)
     experts = tuple(f"{name}." for name, module in modules if is_experts(module))
     parameters = model.named_parameters(remove_duplicate=False)
@@ -181,7 +181,7 @@ def _model_class(config: Any, checkpoint: Checkpoint) -> Any:
 
 def _check_found(checkpoint: Checkpoint, found: dict[str, Any]) -> None:
     missing = sorted(found["missing_keys"])
-    # Scales that nobody asked for: what they belong to was read as if it were numbers.
+    # Scales that no module takes: the codes that they belong to were read as numbers.
     unused = sorted(key for key in found["unexpected_keys"] if "scale" in key or "packed" in key)
     if missing and not unused:
         raise CheckpointError(
@@ -205,7 +205,7 @@ def _check_found(checkpoint: Checkpoint, found: dict[str, Any]) -> None:
 
 @contextmanager
 def _without_progress_bar() -> Iterator[None]:
-    """Parameters are taken over in no time: the bar of Transformers would show nothing, once for each rank."""
+    """Hide the progress bar of Transformers: parameters are not copied, and each rank would show one."""
     shown = transformers_logging.is_progress_bar_enabled()
     set_progress_bar: Any = transformers_logging
     set_progress_bar.disable_progress_bar()

@@ -4,8 +4,8 @@ Transformers asks a registry which function computes its experts modules. Import
 
     model.set_experts_implementation("tokenyard")     or     from_pretrained(…, experts_implementation="tokenyard")
 
-No plan, no group: the model's own weights are used where they lie, none is copied, and a model that changes them in
-place, or is moved, is followed.
+There is no plan and no group. The model's own weights are used without a copy, also after they were changed in place
+or moved.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows
 
 NAME = "tokenyard"
 
-# What computes a module, and where the weights lay that it was made of. A module that is gone leaves no entry.
+# The experts of each module, and the addresses of the weights that they were made with.
 _built: WeakKeyDictionary[nn.Module, tuple[Experts, object]] = WeakKeyDictionary()
 
 
@@ -59,7 +59,7 @@ def tokenyard_experts(
 
 
 def _experts(module: nn.Module, top_k: int) -> Experts:
-    """Our experts over the module's own weights, made once for each place where these lie."""
+    """Our experts with the module's own weights; made anew when the weights have other addresses."""
     found = _built.get(module)
     if found is None:  # a family that is not known may keep its weights under other names
         config_of(module, type(module).__name__)

@@ -62,12 +62,12 @@ def shard_experts(
     Every rank passes the same model, each its own copy. `wire` and `combine_wire` are the formats in which rows travel
     out and back, `weights` the one that holds this rank's experts (plain ones are quantized on the way in).
     `inner` is how numbers are held between an expert's two products, by default as the recipe of the checkpoint has it,
-    else exactly. A rank
-    brings up to `max_tokens` tokens to one round trip; `generate` and `passes` cut what is more into parts. `exchange`
-    and `placement` are those of a plan.
+    else exactly. A rank brings up to `max_tokens` tokens to one round trip; `generate` and `passes` split larger
+    batches. `exchange` and `placement` are those of a plan.
 
     With a `checkpoint` (a folder) experts are read from there, this rank's and no others. The model may then come
-    without them (`experts_left_out`), or have been built on the meta device. `progress(done, all)` is told of layers.
+    without them (`experts_left_out`), or have been built on the meta device. `progress(done, all)` is called with
+    numbers of layers.
     """
     opened = open_together(checkpoint, group) if isinstance(checkpoint, str | Path) else checkpoint
 
@@ -83,7 +83,7 @@ def shard_experts(
             )
             for module in modules
         ]
-        # What is small, and tells whether a checkpoint is good, is read before anybody allocates.
+        # Scales are small, and show whether a checkpoint is good: they are read before any rank allocates.
         drafted = draft(specs, group.size, exchange=exchange, max_tokens=max_tokens, device=group.device)
         for module, wiring in zip(modules, drafted.wirings, strict=True):
             sources.prepare(module, wiring.exchange_spec.placement.local_experts(group.rank))
@@ -123,7 +123,7 @@ def load_sharded(
 ) -> ShardedModel:
     """Load a causal language model, with this rank's share of the experts. Collective over the group.
 
-    Each rank reads what is no expert's, and its own experts. `options` are those of `shard_experts`; `dtype` is the
+    Each rank reads the shared tensors, and its own experts. `options` are those of `shard_experts`; `dtype` is the
     model's, by default that of its config.
     """
     checkpoint = path if isinstance(path, Checkpoint) else open_together(path, group)
@@ -139,7 +139,7 @@ _never_compiled: Callable[[Function], Function] = torch.compiler.disable
 
 
 class ShardedExperts(nn.Module):
-    """Stands in the place of a model's experts module, and is called as that is."""
+    """Replaces a model's experts module, and is called in the same way."""
 
     index: int  # the number of the layer among the MoE layers of the model
     passes: SynchronizedPasses  # the passes that ranks make together
@@ -252,7 +252,7 @@ class ShardedModel:
 
     @contextmanager
     def passes(self) -> Iterator[Any]:
-        """Inside, this rank calls the model as often as it has to, also never. Collective over the group.
+        """Inside, this rank calls the model as often as it needs to, or never. Collective over the group.
 
         At the end it serves the other ranks with empty batches until all are done: ranks enter and leave together.
         Passes may also bring more tokens than `max_tokens` here.

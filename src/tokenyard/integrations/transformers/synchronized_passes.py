@@ -11,8 +11,8 @@ tokens they bring:
              │    │   │   │   │   └── everybody is done: all ranks leave together
              └────┴───┴───┴───┴────── one pass each
 
-The meeting costs one small gather a pass, and nothing is guessed: no rank runs a pass that nobody needs. It also says
-into how many parts a pass is cut: where a rank brings more tokens than the plan's `max_tokens`, every layer of the pass
+The meeting costs one small gather a pass, and no rank runs a pass that is not needed. It also says into how many parts
+a pass is cut: where a rank brings more tokens than the plan's `max_tokens`, every layer of the pass
 makes several round trips on all ranks, so that a long prompt needs no larger workspace.
 
 A rank that raises between two layers tells the others in the layer that they wait for; one that raises between two
@@ -29,7 +29,7 @@ import torch
 from tokenyard.errors import ContractError, Drifted, GroupError, HandleError, PeerFailed
 from tokenyard.planning.planner import Plan
 
-# What a rank says in a meeting, where it does not bring tokens.
+# What a rank says in a meeting instead of a number of tokens.
 _DONE, _FAILED = -1, -2
 
 
@@ -42,7 +42,7 @@ class SynchronizedPasses:
         self.passes = 0  # that this rank took part in
         self.meeting = False
         self._next = 0  # the layer that comes next
-        self._inside = False  # a layer: an error there has reached the others already
+        self._inside = False  # whether a layer is running: its errors have reached the other ranks already
         self._parts = 1  # of the pass
 
     @contextmanager

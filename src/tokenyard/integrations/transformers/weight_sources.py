@@ -24,7 +24,7 @@ class WeightSources:
     a plain one. `inner` is how numbers are held between the two products, by default as the checkpoint's recipe has it
     for weights in that format.
 
-    `prepare` reads what is small, and shows whether a checkpoint is good; `take` reads the rest.
+    `prepare` reads the scales, which are small and show whether a checkpoint is good; `take` reads the rest.
     """
 
     def __init__(

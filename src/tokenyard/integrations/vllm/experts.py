@@ -207,7 +207,7 @@ class TokenyardExperts(ExpertsOfVllm):
         topk_weights: Tensor,
         expert_map: Tensor | None,
     ) -> ReceivedRows:
-        """What `prepare` handed over, as the batch that it was."""
+        """The batch that `prepare` received, from the tensors that vLLM passes on."""
         wire, hidden_size = self.wiring.wire, self.wiring.spec.hidden_size
         declared = [payload.name for payload in wire.payloads(hidden_size)]
         given = [data] if scales is None else [data, scales]

@@ -210,7 +210,7 @@ class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
                 raise error
 
     def _finished(self, results: Tensor, received: ReceivedRows, impl: object) -> ExpertRows:
-        """Results, weighted and summed over the experts of this rank, by whoever has that duty."""
+        """Results, weighted and summed over the experts of this rank; done here where it is not done yet."""
         num_rows, top_k, width = received.num_rows, self.wiring.spec.top_k, self.wiring.spec.hidden_size
         names = [kind.__name__ for kind in type(impl).__mro__]
         finished = FINISHED in names
@@ -247,7 +247,7 @@ class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
         if finished:
             return ExpertRows(rows_RH=results)
         ids_RK, weights_RK = local_routes(received)
-        # What stands in the place of a choice that is not for this rank is not read.
+        # Results of choices that are not for this rank are not read.
         index_N = (ids_RK.flatten() >= 0).nonzero().squeeze(1)
         return UnfinalizedRows(
             rows_NH=results.reshape(-1, width)[index_N],
@@ -295,7 +295,7 @@ def local_routes(received: ReceivedRows) -> tuple[Tensor, Tensor]:
 
 
 def _hand_over(received: ReceivedRows, global_L: Tensor) -> tuple[Tensor, Tensor | None, Any, Tensor, Tensor]:
-    """A dispatched batch as the five things that vLLM passes on."""
+    """A dispatched batch as the five values that vLLM passes on."""
     payloads = [payload.contiguous() for payload in received.dense().payloads.values()]
     ids_RK, weights_RK = local_routes(received)
     num_local = len(global_L) - 1
