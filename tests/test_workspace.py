@@ -175,3 +175,10 @@ def test_gaps_of_packets_are_zero():
     tensors = {"data": torch.full((2, 50), 7, dtype=torch.uint8), "ids": torch.ones(2, 4, dtype=torch.int32)}
     packets = layout.pack(tensors, 2, torch.device("cpu"))
     assert not packets[:, 50:64].any()
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(2, 4), torch.ones(3, 4).int(), torch.ones(2, 1).int()], ids=str)
+def test_only_what_a_payload_declares_is_packed(wrong):
+    layout = RowLayout.of([ty.Payload(name="ids", dtype=torch.int32, width=4)])
+    with pytest.raises(ty.InputError, match="'ids'"):
+        layout.pack({"ids": wrong}, 2, torch.device("cpu"))

@@ -226,14 +226,15 @@ def main():
     files = [path for path in core_files() if fnmatch.fnmatch(path, options.only)]
     every = [mutant for path in files for mutant in core_mutants(path)]
     limits = (_FIRST, options.limit, options.more * options.limit)
-    doubtful = record.may_fail_by_itself()
-    trials = []
-    for mutant in draw(every, options.count, options.seed):
+    doubtful, same = record.may_fail_by_itself(), Equivalents()
+    drawn = draw(every, options.count, options.seed)
+    trials, outcomes = [], [(mutant, trial.Outcome("alive")) for mutant in drawn if same.entry(mutant)]
+    for mutant in [mutant for mutant in drawn if not same.entry(mutant)]:
         parts = stages(record, mutant, limits)
         trials.append((mutant, parts, {test for tests, _ in parts for test in tests} - doubtful))
     known = known_outcomes(options.outcomes, options.again)
-    outcomes = [(mutant, known[str(mutant)]) for mutant, *_ in trials if str(mutant) in known]
-    trials = [trial for trial in trials if str(trial[0]) not in known]
+    outcomes += [(mutant, known[str(mutant)]) for mutant, *_ in trials if str(mutant) in known]
+    trials = [each for each in trials if str(each[0]) not in known]
     with (
         start_workers(options.workers, trial.start_worker, ROOT) as workers,
         Progress(console=console) as progress,

@@ -232,6 +232,11 @@ def test_all_ranks_raise_when_one_ranks_layer_differs_in_any_field(field):
         assert after == ["still here"] * 3
 
 
+def test_what_differs_is_shown_as_it_was_asked_for():
+    for differences, _, _ in on_ranks(3, plan_that_differs, "inner", "fp8_block128"):
+        assert list(differences["layers[1].inner"].values()) == ["exact", "fp8_block128", "exact"]
+
+
 def test_all_processes_raise_too():
     for outcome in on_ranks(3, plan_that_differs, "wire", "nvfp4", ranks="processes"):
         assert list(outcome[0]["layers[1].wire"].values()) == ["bf16", "nvfp4", "bf16"]
