@@ -140,6 +140,20 @@ def test_all_experts_in_one_tensor(tmp_path, transposed, bias):
         assert same_bits(weights.b2, model.w2(0, [6, 7])[..., 0].contiguous())
 
 
+def test_one_expert_with_biases(tmp_path):
+    model = Small(num_experts=1)
+    tensors = model.tensors()
+    biases = {
+        name.removesuffix("weight") + "bias": torch.arange(tensor.shape[0]).to(torch.float16)
+        for name, tensor in tensors.items()
+        if ".experts." in name
+    }
+    experts = open_checkpoint(save(tmp_path, tensors | biases, model.config())).experts(1)
+    assert experts.b13.dtype == experts.b2.dtype == torch.float16
+    assert experts.b13.tolist() == [[*range(32), *range(32)]]
+    assert experts.b2.tolist() == [[*range(64)]]
+
+
 def test_tensors_that_do_not_lie_on_whole_numbers(tmp_path):
     """A tensor of odd size in front shifts the others: torch cannot read bf16 from an odd byte."""
     model = Small(num_layers=1)

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -164,3 +165,22 @@ def test_a_collective_that_is_done_just_after_a_look_is_done():
     group._wait(DoneJustAfter(), time.monotonic() + 20)
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         group._wait(FailedJustAfter(), time.monotonic() + 20)
+
+
+@pytest.mark.parametrize(
+    ("missing", "words", "detail"),
+    [
+        ([], "Connection reset\nby a switch", "Connection reset"),
+        ([], "x" * 300, "x" * 200),
+        ([], "Timed out waiting 5000ms", ""),
+        ([1], "Connection reset", ""),
+    ],
+)
+def test_what_a_library_says_of_a_connection_is_told_where_nobody_is_named(
+    missing, words, detail, monkeypatch
+):
+    group = ty.DistributedGroup.__new__(ty.DistributedGroup)
+    group.deadline = 5.0
+    group._detector = SimpleNamespace(lost=lambda **_: missing, detail="", silent="")
+    monkeypatch.setattr(group, "lost", lambda peers, **found: (peers, found["detail"]), raising=False)
+    assert group._lost_in("barrier", 1.0, RuntimeError(words)) == (missing, detail)

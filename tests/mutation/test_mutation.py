@@ -128,7 +128,9 @@ def meet_small_mutant(folder):
     lists = [[f"tests/test_{number}.py"] for number in range(len(_TESTS))]
     lists += [["tests/test_nowhere.py"], ["tests/test_3.py::test_it", "tests/test_0.py::test_it"]]
     with tool.start_workers(1, start_small_worker, folder) as workers:
-        outcomes = list(workers.map(trial.meet, [(mutant, [(tests, 5)], ()) for tests in lists]))
+        limits = [5 if tests == ["tests/test_2.py"] else 60 for tests in lists]
+        trials = [(mutant, [each], ()) for each in zip(lists, limits, strict=True)]
+        outcomes = list(workers.map(trial.meet, trials))
     print(json.dumps([(outcome.verdict, outcome.test) for _, outcome in outcomes]))
 
 
