@@ -13,8 +13,12 @@ from tokenyard.errors import ContractError, InputError, PlanError, RankError, Re
 from tokenyard.exchange import EXCHANGES, Pending, RowsAtHome, TwoSidedTransport
 from tokenyard.group import thread_groups
 from tokenyard.lab.bench import dispatch as bench
-from tokenyard.lab.bench.dispatch import measure_dispatch
 from tokenyard.rows import CombineBuffer
+
+
+def measure_dispatch(world, kind="processes", **job):
+    return bench.measure_dispatch(bench.Job(**job), world, kind)
+
 
 SHAPE = {"num_tokens": 24, "hidden_size": 256, "top_k": 2, "num_experts": 6}
 
@@ -58,7 +62,15 @@ def test_bytes_are_those_of_the_packets(on_processes):
 def test_mxfp8_sends_about_half_and_threads_have_no_gloo():
     by_wire = {
         wire: measure_dispatch(
-            2, 8, 2048, 2, 4, wire=wire, exchanges=["two_sided"], rounds=2, kind="threads"
+            2,
+            num_tokens=8,
+            hidden_size=2048,
+            top_k=2,
+            num_experts=4,
+            wire=wire,
+            exchanges=["two_sided"],
+            rounds=2,
+            kind="threads",
         )[0]
         for wire in ("bf16", "mxfp8")
     }
@@ -82,7 +94,7 @@ def test_a_round_lasts_until_the_last_rank_is_done_and_ratios_are_taken_round_by
             exchanges=["two_sided"], seconds=seconds, sent_bytes={"two_sided": (100, 50)}, threads=1
         )
 
-    job = bench._Job(
+    job = bench.Job(
         **SHAPE, wire="bf16", combine_wire="bf16", exchanges=("two_sided",), rounds=2, paranoid=False
     )
     (record,) = bench._records(job, 2, [rank(slow=1.0), rank(slow=2.0)])

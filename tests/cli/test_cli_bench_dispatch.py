@@ -11,6 +11,7 @@ import pytest
 
 from tests.cli.runner import call, call_json
 from tokenyard.exchange import EXCHANGES
+from tokenyard.lab.bench.dispatch import Job
 from tokenyard.lab.bench.records import Document, figure
 
 TINY = ["--ranks", 2, "--tokens", 8, "--hidden-size", 256, "--top-k", 2, "--num-experts", 4, "--rounds", 2]
@@ -55,19 +56,18 @@ def test_shows_ours_beside_gloo_and_the_floor(measured, monkeypatch, tmp_path):
     """The table and the picture from figures that are known already."""
     records, asked = Document.from_dict(measured[0], "").results, []
 
-    def measure_dispatch(ranks, num_tokens, hidden_size, top_k, num_experts, wire, exchanges, rounds, **more):
-        asked.append((ranks, num_tokens, wire, exchanges, rounds, more))
-        found = [record for record in records if record.parameters["wire"] == wire]
-        return [replace(r, parameters={**r.parameters, "tokens": num_tokens}) for r in found]
+    def measure_dispatch(job, ranks):
+        asked.append((ranks, job))
+        found = [record for record in records if record.parameters["wire"] == job.wire]
+        return [replace(r, parameters={**r.parameters, "tokens": job.num_tokens}) for r in found]
 
     monkeypatch.setattr(import_module("tokenyard.lab.bench.dispatch"), "measure_dispatch", measure_dispatch)
     picture = tmp_path / "picture.svg"
     options = ["--wire", "bf16", "--tokens", 9, "--exchange", "two_sided", "--plot", picture]
     result = call("bench", "dispatch", *TINY, *options)
     assert result.exit_code == 0, result.output
-    assert asked == [
-        (2, n, "bf16", ["two_sided"], 2, {"combine_wire": "bf16", "paranoid": False}) for n in (8, 9)
-    ]
+    tiny = {"hidden_size": 256, "top_k": 2, "num_experts": 4, "exchanges": ["two_sided"], "rounds": 2}
+    assert asked == [(2, Job(num_tokens=count, **tiny)) for count in (8, 9)]
     gloo = figure(records[0].peers["gloo"].median)
     for word in ("gloo, ms", "floor, ms", "gloo / ours", "two_sided", gloo):
         assert word in result.stdout

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from rich.progress import Progress
 
 import tokenyard as ty
 from tests.cli.runner import call, call_json
@@ -82,8 +83,12 @@ def test_experts_that_do_not_run_here_are_refused_by_name(monkeypatch):
 def test_progress_names_what_is_checked_and_counts_all_of_it(monkeypatch):
     monkeypatch.setattr(suites, "EXCHANGE_CHECKS", {"empty_ranks": suites.EXCHANGE_CHECKS["empty_ranks"]})
     told, totals = [], []
-    monkeypatch.setattr(check._Bar, "tell", lambda bar, what, steps: told.append((what, steps)))
-    monkeypatch.setattr(check._Bar, "__enter__", lambda bar: totals.append(bar.steps) or bar)
+
+    def update(bar, task, *, description, advance):
+        told.append((description, advance))
+        totals.append(bar.tasks[task].total)
+
+    monkeypatch.setattr(Progress, "update", update)
     call("check", "--cases", 4, "--exchange", "two_sided", "--format", "mxfp8", "--format", "fp32", *BRIEF)
     assert told[:2] == [("format mxfp8", 0), ("format mxfp8", 1)]
     assert told[-1] == ("the stack: two_sided × mxfp8", 1)  # which fp32 is not in
@@ -203,7 +208,7 @@ PARTS = "tests.cli.unfinished"
     ],
 )
 def test_classes_that_are_no_parts_are_refused_at_once(options, found, expected, fix, monkeypatch):
-    monkeypatch.setattr(check._Bar, "__enter__", lambda bar: pytest.fail("something was checked"))
+    monkeypatch.setattr(check, "progress_bar", lambda: pytest.fail("something was checked"))
     error = call_json("check", *options, exit_code=2)["error"]
     assert (error["found"], error["expected"], error["fix"]) == (found, expected, fix)
 

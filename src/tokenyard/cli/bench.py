@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tokenyard.cli.bench_options import choose, default_of
 from tokenyard.cli.bench_output import Output, run_benchmark, show
-from tokenyard.cli.output import JsonFlag, reported
+from tokenyard.cli.options import Exchanges, JsonFlag, OutFile, PlotFile
+from tokenyard.cli.output import reported
 from tokenyard.cli.parts import refuse_override
 
 if TYPE_CHECKING:
@@ -20,12 +20,6 @@ if TYPE_CHECKING:
     from tokenyard.lab.bench.records import Record
 
 app = typer.Typer(help="Measure, beside the floor.", no_args_is_help=True)
-OutFile = Annotated[
-    Path | None, typer.Option("--out", help="Save the figures, with date, hardware, versions and commit.")
-]
-PlotFile = Annotated[
-    Path | None, typer.Option("--plot", help="Draw the figures into this file (needs matplotlib).")
-]
 _SEVERAL = "may be given several times."
 
 
@@ -213,7 +207,7 @@ def dispatch(
         ),
     ] = None,
     combine_wire: Annotated[str, typer.Option(help="The format on the way back.")] = "bf16",
-    exchange: Annotated[list[str] | None, typer.Option(help=f"Only this exchange; {_SEVERAL}")] = None,
+    exchange: Exchanges = None,
     rounds: Annotated[
         int | None, _int("dispatch", "rounds", "Round trips of each; on a GPU rounds of replays.", min=2)
     ] = None,
@@ -284,32 +278,25 @@ def _dispatch_between_processes(chosen: Any, output: Output) -> None:
 
     start_forkserver()  # it loads torch while this process prepares
     (ranks,) = chosen.ranks
-    shape = (chosen.hidden_size, chosen.top_k, chosen.num_experts)
+    shape = {name: getattr(chosen, name) for name in ("hidden_size", "top_k", "num_experts", "combine_wire")}
+    shape["rounds"] = chosen.rounds
 
     def measure(count: int) -> list[Record]:
-        return [
-            record
-            for wire in chosen.wire
-            for record in bench.measure_dispatch(
-                ranks,
-                count,
-                *shape,
-                wire,
-                chosen.exchange,
-                chosen.rounds,
-                combine_wire=chosen.combine_wire,
-                paranoid=chosen.paranoid,
+        found: list[Record] = []
+        for wire in chosen.wire:
+            job = bench.Job(
+                **shape, num_tokens=count, wire=wire, exchanges=chosen.exchange, paranoid=chosen.paranoid
             )
-        ]
+            found += bench.measure_dispatch(job, ranks)
+        return found
 
-    names = ("hidden_size", "top_k", "num_experts", "combine_wire", "rounds")
     document = Document(
         benchmark="dispatch",
         unit="ms",
         x="tokens",
         line="exchange",
         columns=("out_ms", "back_ms", "encode_ms", "bytes_per_token"),
-        setup={"ranks": ranks, "kind": "processes"} | {name: getattr(chosen, name) for name in names},
+        setup={"ranks": ranks, "kind": "processes", **shape},
         notes=[bench.NOTE],
     )
     steps = [f"{count} tokens" for count in chosen.tokens]

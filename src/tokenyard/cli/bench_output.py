@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tokenyard.cli.options import PlotFile
 from tokenyard.cli.output import console, print_json, reported, save_json
-from tokenyard.cli.tables import print_table
+from tokenyard.cli.tables import show_table
 
 if TYPE_CHECKING:
     from tokenyard.lab.bench.records import Document, Record
@@ -81,16 +82,10 @@ def run_benchmark(
 
 def print_document(document: Document) -> None:
     """The figures of a benchmark, for people."""
-    from rich.table import Table
-
     cells = document.table()
-    table = Table(title=document.title, title_justify="left")
-    for heading, column in cells.items():
-        is_figure = all(cell[:1].isdigit() for cell in column if cell)
-        table.add_column(heading, justify="right" if is_figure else "left")
-    for row in zip(*cells.values(), strict=True):
-        table.add_row(*row)
-    print_table(table, less_needed=document.less_needed)
+    rows = zip(*cells.values(), strict=True)
+    figures = [name for name, found in cells.items() if all(cell[:1].isdigit() for cell in found if cell)]
+    show_table(list(cells), rows, right=figures, less_needed=document.less_needed, title=document.title)
     console().print("\n".join(document.summary()), markup=False, soft_wrap=True)
 
 
@@ -98,9 +93,7 @@ def print_document(document: Document) -> None:
 def show(
     file: Annotated[Path, typer.Argument(help="A file that a benchmark wrote (--out).")],
     markdown: Annotated[bool, typer.Option("--markdown", help="As a table for a page.")] = False,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="Draw the figures into this file (needs matplotlib).")
-    ] = None,
+    plot: PlotFile = None,
 ) -> None:
     """Show figures that a benchmark has saved."""
     from tokenyard.lab.markdown import markdown_table

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from tokenyard.cli.check_stack import stack_fields, stack_findings, stack_table
-from tokenyard.cli.output import JsonFlag, console, print_json
+from tokenyard.cli.check_stack import show_stack, stack_fields, stack_findings
+from tokenyard.cli.options import JsonFlag, LoadedExchanges, RowsDevice
+from tokenyard.cli.output import console, print_json, progress_bar
 from tokenyard.cli.parts import load_object, load_part, refuse_override
-from tokenyard.cli.tables import print_table
+from tokenyard.cli.tables import show_table
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from tokenyard.conformance.campaign import Cell, Row
     from tokenyard.conformance.cases import Case
@@ -40,10 +40,7 @@ _MOST_NAMED = 5
 def check(
     cases: Annotated[int, typer.Option(min=0, help="Random cases, over all cells of the grid.")] = 2000,
     seed: Annotated[int, typer.Option(help="Of the random cases.")] = 0,
-    exchange: Annotated[
-        list[str] | None,
-        typer.Option(help="Only this exchange: a name, or package.module:Class. May be given several times."),
-    ] = None,
+    exchange: LoadedExchanges = None,
     format_: Annotated[
         list[str] | None,
         typer.Option("--format", help="Only this format: a name, or package.module:Class. Several times."),
@@ -53,9 +50,7 @@ def check(
         typer.Option(help="Only these experts: a name, or package.module:Class. Several times."),
     ] = None,
     ranks: Annotated[str, typer.Option(help="Ranks as `threads`, `processes` or `both`.")] = "both",
-    device: Annotated[
-        str, typer.Option(help="Where the rows of the ranks live: `cpu`, `cuda`, or `cuda:0`.")
-    ] = "cpu",
+    device: RowsDevice = "cpu",
     rounds: Annotated[
         int | None,
         typer.Option(
@@ -111,11 +106,16 @@ def check(
     stacked = exchanges if tokens else []
     lone_formats = chosen_formats if everything or format_ else []
     steps = len(drawn) + len(exchanges) * len(kinds) + len(stacked) * sum(map(runs_in_stack, chosen_formats))
-    with _Bar(steps + len(lone_formats) + len(chosen_experts)) as bar:
-        parts = check_parts(lone_formats, chosen_experts, device, bar.tell)
-        rows, cells = campaign.run(drawn, bar.tell, rounds)
+    with progress_bar() as bar:
+        task = bar.add_task("starting", total=steps + len(lone_formats) + len(chosen_experts))
+
+        def tell(what: str, steps: int) -> None:
+            bar.update(task, description=what, advance=steps)
+
+        parts = check_parts(lone_formats, chosen_experts, device, tell)
+        rows, cells = campaign.run(drawn, tell, rounds)
         stack = check_stack(
-            stacked, chosen_formats, tokens=tokens, ranks=kinds[-1], device=device, progress=bar.tell
+            stacked, chosen_formats, tokens=tokens, ranks=kinds[-1], device=device, progress=tell
         )
     seconds = time.monotonic() - started
     only_cases = [case for _, case in drawn]
@@ -154,29 +154,6 @@ def check(
         )
     if not passed:
         raise typer.Exit(EXIT_OFF)
-
-
-class _Bar:
-    """Live progress on stderr."""
-
-    def __init__(self, steps: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self.steps = steps
-        self._progress = Progress(*columns, console=console(stderr=True))
-        self._task = self._progress.add_task("starting", total=steps)
-
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def tell(self, what: str, steps: int) -> None:
-        """What is being run, and how many steps it has made."""
-        self._progress.update(self._task, description=what, advance=steps)
 
 
 # -- Options -------------------------------------------------------------------------------------------------
@@ -283,19 +260,23 @@ def _show(
 ) -> None:
     findings: list[str] = []
     if rows:
-        print_table(_grid(device, rows, cells, findings))
+        _show_grid(device, rows, cells, findings)
     for kind, by_name in parts.items():
         if by_name:
-            print_table(_parts_table(kind, by_name, findings))
+            marks = [_mark(sum(r.passed for r in results), len(results)) for results in by_name.values()]
+            title = f"Named checks of {kind}"
+            show_table(list(by_name), [marks], right=list(by_name), title=title, min_width=len(title))
+            for name, results in by_name.items():
+                findings += _first(name, results)
     if stack:
-        print_table(stack_table(stack))
+        show_stack(stack)
         findings += stack_findings(stack)
     for finding in findings[:_MOST_SHOWN]:
         out.print(f"✗ {finding}", style="red", markup=False, soft_wrap=True)
     if len(findings) > _MOST_SHOWN:
         out.print(f"and {len(findings) - _MOST_SHOWN} more: --json has them all", style="red")
     if cases:
-        print_table(_histogram_table(cases))
+        _show_histogram(cases)
 
 
 def _mark(passed: int, total: int) -> str:
@@ -304,17 +285,10 @@ def _mark(passed: int, total: int) -> str:
     return f"[green]{passed}/{total}" if passed == total else f"[red]✗ {passed}/{total}"
 
 
-def _grid(device: str, rows: list[Row], cells: list[Cell], findings: list[str]) -> Table:
+def _show_grid(device: str, rows: list[Row], cells: list[Cell], findings: list[str]) -> None:
     """Exchange × kind of ranks by wire format; the first finding of each cell is put on the list."""
-    from rich.table import Table
-
     wires = list(dict.fromkeys(cell.wire for cell in cells))
-    title = f"Cases passed on {device}, by the rows' wire"
-    table = Table(title=title, title_justify="left")
-    for heading in ("exchange", "ranks"):
-        table.add_column(heading)
-    for heading in ("named checks", *wires):
-        table.add_column(heading, justify="right")
+    lines = []
     for row in rows:
         here = f"{row.exchange} on {row.ranks}"
         findings += _first(here, row.results)
@@ -328,21 +302,10 @@ def _grid(device: str, rows: list[Row], cells: list[Cell], findings: list[str]) 
                     findings.append(f"{here} × {wire}: {finding}\n  {case}")
                 if cell.not_run:
                     findings.append(f"{here} × {wire}: {cell.not_run} not run: the group broke too often")
-        table.add_row(row.exchange, row.ranks, *marks)
-    return table
-
-
-def _parts_table(kind: str, by_name: dict[str, list[CheckResult]], findings: list[str]) -> Table:
-    from rich.table import Table
-
-    title = f"Named checks of {kind}"
-    table = Table(title=title, title_justify="left", min_width=len(title))
-    for name in by_name:
-        table.add_column(name, justify="right")
-    table.add_row(*(_mark(sum(r.passed for r in results), len(results)) for results in by_name.values()))
-    for name, results in by_name.items():
-        findings += _first(name, results)
-    return table
+        lines.append((row.exchange, row.ranks, *marks))
+    figures = ("named checks", *wires)
+    title = f"Cases passed on {device}, by the rows' wire"
+    show_table(("exchange", "ranks", *figures), lines, right=figures, title=title)
 
 
 def _first(part: str, results: list[CheckResult]) -> list[str]:
@@ -356,18 +319,17 @@ def _first(part: str, results: list[CheckResult]) -> list[str]:
     return [f"{part}, {failed[0].check}: {failed[0].finding}" + (f"\n  also: {others}" if others else "")]
 
 
-def _histogram_table(cases: list[Case]) -> Table:
-    from rich.table import Table
-
+def _show_histogram(cases: list[Case]) -> None:
     from tokenyard.conformance.campaign import share_of_large
     from tokenyard.conformance.draws import histogram
 
-    table = Table(
+    show_table(
+        ("", ""),
+        [
+            (name, "   ".join(f"{label}: {count}" for label, count in counts.items()))
+            for name, counts in histogram(cases).items()
+        ],
         title=f"What was drawn: {len(cases)} cases, {share_of_large(cases):.0%} of them large "
         "(W ≥ 4, H ≥ 2048, uneven T)",
-        title_justify="left",
         show_header=False,
     )
-    for name, counts in histogram(cases).items():
-        table.add_row(name, "   ".join(f"{label}: {count}" for label, count in counts.items()))
-    return table

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from rich.table import Table
+from tokenyard.cli.tables import show_table
 
+if TYPE_CHECKING:
     from tokenyard.conformance.stack import StackCell
 
 
@@ -23,32 +23,23 @@ def stack_findings(cells: list[StackCell]) -> list[str]:
     ]
 
 
-def stack_table(cells: list[StackCell]) -> Table:
+def show_stack(cells: list[StackCell]) -> None:
     """A row per exchange × wire."""
-    from rich.table import Table
+    figures = ("error against the oracle", "cost of the wire", "tokens/s", "bytes moved per token")
 
-    table = Table(
-        title="A body of two layers (H 1000, E 16, K 4) on the wire named, and a bf16 head (H 720, E 6, K 2), "
-        "on 4 ranks",
-        title_justify="left",
-    )
-    table.add_column("exchange")
-    table.add_column("wire")
-    for name in ("error against the oracle", "cost of the wire", "tokens/s", "bytes moved per token"):
-        table.add_column(name, justify="right")
-    table.add_column("")
-    for cell in cells:
-        mark = "[green]✓" if cell.passed else "[red]✗"
+    def figures_of(cell: StackCell) -> list[str]:
         if cell.oracle_error is None or cell.end_to_end_error is None:
-            table.add_row(cell.exchange, cell.wire, "", "", "", "", mark)
-            continue
-        table.add_row(
-            cell.exchange,
-            cell.wire,
-            f"{cell.oracle_error:.2%}",
-            f"{cell.end_to_end_error:.2%}",
-            f"{cell.tokens_per_s:,.0f}",
-            f"{cell.bytes_per_token:,.0f}",
-            mark,
-        )
-    return table
+            return [""] * len(figures)
+        speed = [f"{cell.tokens_per_s:,.0f}", f"{cell.bytes_per_token:,.0f}"]
+        return [f"{cell.oracle_error:.2%}", f"{cell.end_to_end_error:.2%}", *speed]
+
+    show_table(
+        ("exchange", "wire", *figures, ""),
+        [
+            (cell.exchange, cell.wire, *figures_of(cell), "[green]✓" if cell.passed else "[red]✗")
+            for cell in cells
+        ],
+        right=figures,
+        title="A body of two layers (H 1000, E 16, K 4) on the wire named, and a bf16 head (H 720, E 6, K 2), on 4 "
+        "ranks",
+    )

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokenyard.cli.output import JsonFlag, console, print_json
-from tokenyard.cli.tables import print_table
+from tokenyard.cli.options import JsonFlag
+from tokenyard.cli.output import console, print_json
+from tokenyard.cli.tables import show_table
 
 if TYPE_CHECKING:
     from tokenyard.checkpoints import Conversion
@@ -75,26 +76,23 @@ def as_fields(written: Conversion) -> dict[str, Any]:
 
 
 def _show(written: Conversion, seconds: float) -> None:
-    from rich.table import Table
-
     from tokenyard.planning.drafting import count
     from tokenyard.units import size
 
-    table = Table(title_justify="left")
-    table.title = (
-        f"{written.folder}: experts in {written.weights}, {count(len(written.files), 'file')} of weights"
+    show_table(
+        ("layer", "layout", "before", "after", "relative error"),
+        [
+            (
+                layer.name,
+                layer.layout,
+                size(layer.bytes_before),
+                size(layer.bytes_after),
+                f"{100 * layer.relative_error:.2f}%",
+            )
+            for layer in written.layers
+        ],
+        title=f"{written.folder}: experts in {written.weights}, {count(len(written.files), 'file')} of weights",
     )
-    for heading in ("layer", "layout", "before", "after", "relative error"):
-        table.add_column(heading)
-    for layer in written.layers:
-        table.add_row(
-            layer.name,
-            layer.layout,
-            size(layer.bytes_before),
-            size(layer.bytes_after),
-            f"{100 * layer.relative_error:.2f}%",
-        )
-    print_table(table)
     console().print(
         f"{size(written.bytes_before)} became {size(written.bytes_after)}, in {seconds:.1f} s. The error is that of "
         "the weights, |quantized - plain| / |plain|; what it costs in answers, `tokenyard eval` tells.",

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Literal
 
 import typer
 
-from tokenyard.cli.output import JsonFlag, console, print_json
+from tokenyard.cli.options import JsonFlag
+from tokenyard.cli.output import console, print_json
 from tokenyard.cli.parts import refuse_override
-from tokenyard.cli.tables import print_table
+from tokenyard.cli.tables import show_table
 
 if TYPE_CHECKING:
     from tokenyard.group import Group
@@ -235,20 +236,17 @@ _ABSENT = ("–", "yellow")
 
 
 def _show(findings: list[Finding]) -> None:
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(show_header=False, box=None)
-    before = ""
+    rows, before = [], ""
     for finding in findings:
         sign, style = _ABSENT if finding.absent else _SIGNS[finding.ok]
         section = "" if finding.section == before else finding.section
         before = finding.section
         # Text, not str: a bracket in an error's message is no markup.
-        table.add_row(
-            Text(section, style="bold"), Text(sign, style=style), Text(finding.name), Text(finding.detail)
-        )
-    print_table(table)
+        what = (Text(finding.name), Text(finding.detail))
+        rows.append((Text(section, style="bold"), Text(sign, style=style), *what))
+    show_table([""] * 4, rows, show_header=False, box=None)
     out = console()
     verdict, style = _verdict(findings)
     out.print(Text(verdict, style=style))

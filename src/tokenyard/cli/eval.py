@@ -13,15 +13,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokenyard.cli.output import JsonFlag, check_out, console, print_json, save_json
+from tokenyard.cli.options import (
+    Exchanges,
+    JsonFlag,
+    LongestAnswer,
+    ModelFolder,
+    OutFile,
+    PlotFile,
+    RankCount,
+    RankKind,
+    StartedDevice,
+)
+from tokenyard.cli.output import check_out, print_json, progress_bar, save_json
 from tokenyard.cli.parts import refuse_override
 from tokenyard.cli.run import start_ranks
-from tokenyard.cli.tables import print_table
+from tokenyard.cli.tables import show_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from rich.table import Table
 
     from tokenyard.lab.evaluation.table import Evaluation, Row
 
@@ -30,9 +39,7 @@ _WEIGHTS = ("bf16", "fp8_block128", "mxfp8", "nvfp4", "mxfp4", "mxint4")
 
 
 def evaluate(
-    model: Annotated[
-        Path | None, typer.Option(help="Folder of a checkpoint.", show_default="the model that ships")
-    ] = None,
+    model: ModelFolder = None,
     data: Annotated[
         Path | None,
         typer.Option(
@@ -44,15 +51,10 @@ def evaluate(
         int | None,
         typer.Option(min=1, help="How many questions.", show_default="400 word problems, or all of --data"),
     ] = None,
-    ranks: Annotated[int, typer.Option(min=1, max=64, help="How many ranks.")] = 4,
-    kind: Annotated[str, typer.Option(help="Ranks as `processes` or `threads`.")] = "processes",
-    device: Annotated[
-        str,
-        typer.Option(help="Where the started ranks live: `cpu` or `cuda`; those of torchrun take their GPU."),
-    ] = "cpu",
-    exchange: Annotated[
-        list[str] | None, typer.Option(help="Only this exchange; may be given several times.")
-    ] = None,
+    ranks: RankCount = 4,
+    kind: RankKind = "processes",
+    device: StartedDevice = "cpu",
+    exchange: Exchanges = None,
     wire: Annotated[
         list[str] | None, typer.Option(help="Only this wire format; may be given several times.")
     ] = None,
@@ -72,13 +74,9 @@ def evaluate(
         ),
     ] = False,
     batch: Annotated[int, typer.Option(min=1, help="Questions that a rank answers at a time.")] = 128,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 128,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw accuracy against bytes into this .png, .svg or .pdf.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Save the figures, as JSON, in this file, row by row.")
-    ] = None,
+    max_new_tokens: LongestAnswer = 128,
+    plot: PlotFile = None,
+    out: OutFile = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Accuracy of every exchange × wire × weights × what stands between the products, beside the whole model's."""
@@ -136,10 +134,7 @@ def evaluate(
     if as_json:
         print_json(document)
     else:
-        print_table(
-            _table(rows, len(evaluation.questions), where.size),
-            less_needed=("error of logits", "tokens/s", "a token", "experts"),
-        )
+        _show(rows, len(evaluation.questions), where.size)
     if out is not None:
         save_json(document, out)
     if plot is not None:
@@ -181,10 +176,7 @@ def _inners(chosen: Sequence[str] | None) -> list[str]:
 
 def _run(evaluation: Evaluation, keep: Callable[[list[Row]], None], *, shows: bool) -> list[Row]:
     """All rows, with progress on stderr."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console(stderr=True), disable=not shows) as progress:
+    with progress_bar(disable=not shows) as progress:
         bar = progress.add_task("loading the model", total=evaluation.answers_expected)
 
         def hear(message: dict[str, Any]) -> None:
@@ -202,32 +194,10 @@ def _run(evaluation: Evaluation, keep: Callable[[list[Row]], None], *, shows: bo
     return rows
 
 
-def _table(rows: list[Row], questions: int, ranks: int) -> Table:
-    from rich.table import Table
-
+def _show(rows: list[Row], questions: int, ranks: int) -> None:
     from tokenyard.units import size
 
-    table = Table(
-        title=f"{questions} questions on {ranks} ranks, 95% intervals. =: the same bits as the first exchange, on "
-        "the questions that tokens/s is taken from",
-        title_justify="left",
-    )
-    for name in ("exchange", "wire", "weights", "between"):
-        table.add_column(name)
-    for name in (
-        "right",
-        "minus the whole model's",
-        "error of logits",
-        "tokens/s",
-        "a token",
-        "experts",
-    ):
-        table.add_column(name, justify="right")
-    before = ""
-    for row in rows:
-        if row.wire != before:
-            table.add_section()
-            before = row.wire
+    def cells(row: Row) -> list[str]:
         accuracy, difference = row.accuracy, row.difference
         right = f"{100 * accuracy.value:.2f}% ({100 * accuracy.low:.1f} to {100 * accuracy.high:.1f})"
         paired = (
@@ -235,7 +205,7 @@ def _table(rows: list[Row], questions: int, ranks: int) -> Table:
             if difference is None
             else f"{100 * difference.value:+.2f} ({100 * difference.low:+.2f} to {100 * difference.high:+.2f})"
         )
-        table.add_row(
+        return [
             row.exchange,
             row.wire,
             row.weights,
@@ -246,5 +216,14 @@ def _table(rows: list[Row], questions: int, ranks: int) -> Table:
             f"{row.tokens_per_s:,.0f}",
             size(row.bytes_per_token) if row.difference is not None else "",
             size(row.expert_bytes),
-        )
-    return table
+        ]
+
+    figures = ("right", "minus the whole model's", "error of logits", "tokens/s", "a token", "experts")
+    show_table(
+        ("exchange", "wire", "weights", "between", *figures),
+        map(cells, rows),
+        right=figures,
+        less_needed=("error of logits", "tokens/s", "a token", "experts"),
+        title=f"{questions} questions on {ranks} ranks, 95% intervals. =: the same bits as the first exchange, on "
+        "the questions that tokens/s is taken from",
+    )

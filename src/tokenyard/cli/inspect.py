@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokenyard.cli.output import JsonFlag, console, print_json
-from tokenyard.cli.tables import print_table
+from tokenyard.cli.options import JsonFlag
+from tokenyard.cli.output import console, print_json
+from tokenyard.cli.tables import show_table
 
 if TYPE_CHECKING:
     from tokenyard.checkpoints import Checkpoint, CheckpointLayer
@@ -133,36 +134,36 @@ def _usual_activation(layer: CheckpointLayer) -> str:
 
 
 def _show(found: dict[str, Any]) -> None:
-    from rich.table import Table
-
     from tokenyard.experts.base import EXACT
     from tokenyard.formats import weight_format
     from tokenyard.planning.drafting import count, span
     from tokenyard.units import size
 
-    table = Table(show_lines=True, title_justify="left")
-    table.title = (
-        f"{found['path']}: {found['model_type'] or 'a model'}, {count(len(found['layers']), 'MoE layer')}, "
-        f"{size(found['bytes']['total'])} in {count(len(found['files']), 'file')}"
-    )
-    for heading in ("layers", "shape", "weights", "bytes", f"a rank of {found['ranks']}", "runs on"):
-        table.add_column(heading)
+    rows = []
     for names, layer in _alike(found["layers"]):
         what = ["gate and up", "up"][not layer["gated"]] + (", interleaved" if layer["interleaved"] else "")
         runs = [name for name, reason in layer["experts"].items() if reason is None]
         refused = [f"not {name}: {reason}" for name, reason in layer["experts"].items() if reason is not None]
-        rows = ", ".join(("plain", *weight_format(layer["weights"]).row_formats))
-        table.add_row(
-            span(names).replace(" … ", "\n… ").replace(" (", "\n("),
-            f"{layer['num_experts']} experts\nH {layer['hidden_size']}, I {layer['intermediate_size']}\n{what}"
-            + ("\nwith biases" if layer["bias"] else ""),
-            f"{layer['weights']}\n{layer['layout']}"
-            + ("" if layer["inner"] == EXACT else f"\n{layer['inner']} between the products"),
-            f"{size(layer['bytes'])} a layer\n{size(layer['bytes'] / layer['num_experts'])} an expert",
-            f"{layer['experts_per_rank']} experts\n{size(layer['bytes_per_rank'])}",
-            "\n".join([f"experts: {', '.join(runs) or 'none'}", f"rows: {rows}", *refused]),
+        taken = ", ".join(("plain", *weight_format(layer["weights"]).row_formats))
+        rows.append(
+            (
+                span(names).replace(" … ", "\n… ").replace(" (", "\n("),
+                f"{layer['num_experts']} experts\nH {layer['hidden_size']}, I {layer['intermediate_size']}\n{what}"
+                + ("\nwith biases" if layer["bias"] else ""),
+                f"{layer['weights']}\n{layer['layout']}"
+                + ("" if layer["inner"] == EXACT else f"\n{layer['inner']} between the products"),
+                f"{size(layer['bytes'])} a layer\n{size(layer['bytes'] / layer['num_experts'])} an expert",
+                f"{layer['experts_per_rank']} experts\n{size(layer['bytes_per_rank'])}",
+                "\n".join([f"experts: {', '.join(runs) or 'none'}", f"rows: {taken}", *refused]),
+            )
         )
-    print_table(table)
+    show_table(
+        ("layers", "shape", "weights", "bytes", f"a rank of {found['ranks']}", "runs on"),
+        rows,
+        show_lines=True,
+        title=f"{found['path']}: {found['model_type'] or 'a model'}, {count(len(found['layers']), 'MoE layer')}, "
+        f"{size(found['bytes']['total'])} in {count(len(found['files']), 'file')}",
+    )
     out = console()
     told = found["bytes"]
     out.print(

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import typer
 from typer.core import TyperGroup
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress
 
     from tokenyard.errors import TokenyardError
 
@@ -38,11 +39,6 @@ _document_printed: ContextVar[bool] = ContextVar("document_printed", default=Fal
 # Columns where the output is no terminal: a line of a log, or of a file.
 _WIDTH_ELSEWHERE = 140
 
-# `reported` looks for this parameter: a command that has it is called `as_json`.
-JsonFlag = Annotated[
-    bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")
-]
-
 
 def console(*, stderr: bool = False) -> Console:
     """A console on the streams of this moment. Wide enough for tables where the output is no terminal."""
@@ -52,6 +48,14 @@ def console(*, stderr: bool = False) -> Console:
     if not has_a_width(made):
         made.width = max(made.width, _WIDTH_ELSEWHERE)
     return made
+
+
+def progress_bar(**options: Any) -> Progress:
+    """A bar on stderr that says what is done, how much of how much, and since when."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console(stderr=True), **options)
 
 
 def has_a_width(console: Console) -> bool:

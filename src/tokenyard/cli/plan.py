@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokenyard.cli.output import JsonFlag, console, print_json
-from tokenyard.cli.tables import print_table
+from tokenyard.cli.options import JsonFlag
+from tokenyard.cli.output import console, print_json
+from tokenyard.cli.tables import show_table
 
 if TYPE_CHECKING:
     from tokenyard.planning.drafting import Draft
@@ -95,35 +96,34 @@ def _experts_per_rank(wiring: Wiring) -> dict[str, int]:
 
 
 def _show(drafted: Draft) -> None:
-    from rich.table import Table
-
     from tokenyard.planning.drafting import count, span
     from tokenyard.units import size
 
-    fields = as_fields(drafted)
-    table = Table(show_lines=True, title_justify="left")
-    table.title = (
-        f"{count(fields['num_layers'], 'layer')} on {count(drafted.world, 'rank')}, exchange {drafted.exchange.name}, "
-        f"{drafted.in_flight} in flight"
-    )
-    for heading in ("layers", "shape", "experts", "out", "back", "a rank, at most", "duties"):
-        table.add_column(heading)
+    fields, rows = as_fields(drafted), []
     for row in fields["wirings"]:
         share, per_row, per_rank = row["experts_per_rank"], row["bytes_per_row"], row["bytes_per_rank"]
         fewest, most = share["fewest"], share["most"]
         wiring = _wiring(drafted, row)
-        table.add_row(
-            span(row["layers"]).replace(" … ", "\n… ").replace(" (", "\n("),
-            row["shape"].replace(", ", "\n"),
-            f"{most if fewest == most else f'{fewest} to {most}'} a rank\n{wiring.experts.name}\n"
-            f"{wiring.spec.weights} weights\n{wiring.spec.placement}"
-            + ("" if wiring.inner is None else f"\n{wiring.inner}\nbetween products"),
-            f"{row['wire']}\n{per_row['dispatch']} B/row",
-            f"{row['combine_wire']}\n{per_row['combine']} B/row",
-            f"{row['max_tokens']} tokens\n{size(per_rank['dispatch'])} out\n{size(per_rank['combine'])} back",
-            "\n".join(f"{duty}: {who}" for duty, who in row["duties"].items() if who != "–"),
+        rows.append(
+            (
+                span(row["layers"]).replace(" … ", "\n… ").replace(" (", "\n("),
+                row["shape"].replace(", ", "\n"),
+                f"{most if fewest == most else f'{fewest} to {most}'} a rank\n{wiring.experts.name}\n"
+                f"{wiring.spec.weights} weights\n{wiring.spec.placement}"
+                + ("" if wiring.inner is None else f"\n{wiring.inner}\nbetween products"),
+                f"{row['wire']}\n{per_row['dispatch']} B/row",
+                f"{row['combine_wire']}\n{per_row['combine']} B/row",
+                f"{row['max_tokens']} tokens\n{size(per_rank['dispatch'])} out\n{size(per_rank['combine'])} back",
+                "\n".join(f"{duty}: {who}" for duty, who in row["duties"].items() if who != "–"),
+            )
         )
-    print_table(table)
+    show_table(
+        ("layers", "shape", "experts", "out", "back", "a rank, at most", "duties"),
+        rows,
+        show_lines=True,
+        title=f"{count(fields['num_layers'], 'layer')} on {count(drafted.world, 'rank')}, exchange "
+        f"{drafted.exchange.name}, {drafted.in_flight} in flight",
+    )
     times = "" if drafted.in_flight == 1 else f", × {drafted.in_flight} in flight"
     console().print(
         f"All layers share a workspace of {size(drafted.workspace_bytes)} a rank: largest out "

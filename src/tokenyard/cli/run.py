@@ -7,19 +7,18 @@ its own; at the end a table says what moved in each layer. Under `torchrun` each
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokenyard.cli.output import JsonFlag, console, print_json
-from tokenyard.cli.tables import print_table
+from tokenyard.cli.options import JsonFlag, LongestAnswer, ModelFolder, RankCount, RankKind, StartedDevice
+from tokenyard.cli.output import console, print_json
+from tokenyard.cli.tables import show_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.console import Console, RenderableType
-    from rich.table import Table
 
     from tokenyard.lab.evaluation.questions import Question
     from tokenyard.lab.evaluation.ranks import Ranks
@@ -37,21 +36,16 @@ PRELOAD = (
 
 
 def run(
-    model: Annotated[
-        Path | None, typer.Option(help="Folder of a checkpoint.", show_default="the model that ships")
-    ] = None,
+    model: ModelFolder = None,
     prompt: Annotated[
         list[str] | None, typer.Option(help="Answer this; may be given several times.", show_default=False)
     ] = None,
     problems: Annotated[
         int, typer.Option(min=1, help="Held-out word problems to answer, without --prompt.")
     ] = 20,
-    ranks: Annotated[int, typer.Option(min=1, max=64, help="How many ranks.")] = 4,
-    kind: Annotated[str, typer.Option(help="Ranks as `processes` or `threads`.")] = "processes",
-    device: Annotated[
-        str,
-        typer.Option(help="Where the started ranks live: `cpu` or `cuda`; those of torchrun take their GPU."),
-    ] = "cpu",
+    ranks: RankCount = 4,
+    kind: RankKind = "processes",
+    device: StartedDevice = "cpu",
     exchange: Annotated[str, typer.Option(help="How rows move.")] = "one_sided",
     wire: Annotated[
         str | None, typer.Option(help="Format of rows on the way.", show_default="the model's dtype")
@@ -65,7 +59,7 @@ def run(
             help="Format between an expert's two products, or `exact`.", show_default="as the checkpoint says"
         ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 128,
+    max_new_tokens: LongestAnswer = 128,
     as_json: JsonFlag = False,
 ) -> None:
     """Shard a model's experts over ranks, and let it answer."""
@@ -126,10 +120,7 @@ def run(
         )
     else:
         out = console()
-        print_table(
-            _layers_table(by_rank[0]["layers"], where.size, by_rank[0]["exchange"]),
-            less_needed=("round trips", "rows", "busiest rank"),
-        )
+        _show_layers(by_rank[0]["layers"], where.size, by_rank[0]["exchange"])
         out.print(
             f"{tokens} tokens in {seconds:.1f} s on {where.size} ranks, {tokens / seconds:,.0f} a second"
         )
@@ -276,41 +267,32 @@ def _colored(text: str) -> Any:
     return colored
 
 
-def _layers_table(layers: list[dict[str, Any]], ranks: int, exchange: str) -> Table:
-    from rich.table import Table
-
+def _show_layers(layers: list[dict[str, Any]], ranks: int, exchange: str) -> None:
     from tokenyard.units import size
 
-    table = Table(
-        title=f"What moved between {ranks} ranks through {exchange} (times: ms of a round trip, mean of the ranks, "
-        "waiting included)",
-        title_justify="left",
-    )
-    table.add_column("layer")
-    for name in (
-        "round trips",
-        "rows",
-        "out",
-        "back",
-        "busiest rank",
-        "dispatch",
-        "experts",
-        "combine",
-    ):
-        table.add_column(name, justify="right", no_wrap=name in ("out", "back"))
-    for layer in layers:
+    def times(layer: dict[str, Any]) -> list[str]:
         rounds = max(1, layer["rounds"])
-        times = [
-            f"{1e3 * sum(layer[name]) / ranks / rounds:.2f}"
-            for name in ("dispatch_s", "experts_s", "combine_s")
-        ]
-        table.add_row(
+        names = ("dispatch_s", "experts_s", "combine_s")
+        return [f"{1e3 * sum(layer[name]) / ranks / rounds:.2f}" for name in names]
+
+    rows = [
+        (
             layer["layer"],
             f"{layer['rounds']:,}",
             f"{sum(layer['rows_sent']):,}",
             size(sum(layer["dispatch_bytes"])),
             size(sum(layer["combine_bytes"])),
             f"{layer['busiest_rank']} ({layer['imbalance']:.2f}×)",
-            *times,
+            *times(layer),
         )
-    return table
+        for layer in layers
+    ]
+    figures = ("round trips", "rows", "out", "back", "busiest rank", "dispatch", "experts", "combine")
+    show_table(
+        ("layer", *figures),
+        rows,
+        right=figures,
+        less_needed=("round trips", "rows", "busiest rank"),
+        title=f"What moved between {ranks} ranks through {exchange} (times: ms of a round trip, mean of the ranks, "
+        "waiting included)",
+    )

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tokenyard.cli.interrupts import describe_progress
-from tokenyard.cli.output import JsonFlag, check_out, console, print_json, save_json
+from tokenyard.cli.options import JsonFlag, LoadedExchanges, OutFile, PlotFile, RankCount, RowsDevice
+from tokenyard.cli.output import check_out, console, print_json, save_json
 from tokenyard.cli.parts import load_part, refuse_override
-from tokenyard.cli.tables import print_table
+from tokenyard.cli.tables import show_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -28,15 +28,9 @@ def soak(
     episodes: Annotated[
         int | None, typer.Option(min=1, help="End after so many episodes, however long they take.")
     ] = None,
-    ranks: Annotated[int, typer.Option(min=1, max=64, help="How many ranks.")] = 4,
+    ranks: RankCount = 4,
     processes: Annotated[bool, typer.Option("--processes/--threads", help="What the ranks are.")] = True,
-    exchange: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Only this exchange: a name, or package.module:Class. May be given several times.",
-            show_default="all",
-        ),
-    ] = None,
+    exchange: LoadedExchanges = None,
     losses: Annotated[
         bool | None,
         typer.Option(
@@ -45,18 +39,13 @@ def soak(
             show_default="losses, on a CPU",
         ),
     ] = None,
-    device: Annotated[
-        str, typer.Option(help="Where the rows of the ranks live: `cpu`, `cuda`, or `cuda:0`.")
-    ] = "cpu",
+    device: RowsDevice = "cpu",
     seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 0,
     deadline: Annotated[
         float, typer.Option(min=1.0, help="Seconds that a rank waits for another before that is a finding.")
     ] = 20.0,
-    out: Annotated[Path | None, typer.Option(help="Write the JSON document into this file.")] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(help="Draw memory, descriptors and speed into this file (needs matplotlib)."),
-    ] = None,
+    out: OutFile = None,
+    plot: PlotFile = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Let ranks work for minutes or for a night: nothing may be wrong, hang, leak or grow."""
@@ -219,23 +208,22 @@ def _done(counts: Counts, findings: int) -> str:
 
 
 def _show(report: Report) -> None:
-    from rich.table import Table
-
     from tokenyard.units import MB, size
 
     out = console()
     if report.growth:
-        table = Table(title="What grows, in MB per 10 minutes, after the warm-up", title_justify="left")
-        for name in ("", "growth", "95% interval", "in the end"):
-            table.add_column(name, justify="right" if name else "left")
-        for name, growth in report.growth.items():
-            table.add_row(
+        figures = ("growth", "95% interval", "in the end")
+        rows = [
+            (
                 name.replace("_", " "),
                 f"{growth.value / MB:+.2f}",
                 f"{growth.low / MB:+.2f} to {growth.high / MB:+.2f}",
                 size(getattr(report.samples[-1], name)),
             )
-        print_table(table)
+            for name, growth in report.growth.items()
+        ]
+        title = "What grows, in MB per 10 minutes, after the warm-up"
+        show_table(("", *figures), rows, right=figures, title=title)
     for finding in report.findings[:_MOST_SHOWN]:
         out.print(f"✗ {finding}", style="red", markup=False, soft_wrap=True)
     if len(report.findings) > _MOST_SHOWN:

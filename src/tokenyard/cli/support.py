@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from tokenyard.cli.output import JsonFlag, console, print_json
-from tokenyard.cli.tables import print_table
+from tokenyard.cli.options import JsonFlag
+from tokenyard.cli.output import console, print_json
+from tokenyard.cli.tables import show_table
 
 
 def support(
@@ -44,17 +45,10 @@ def support(
     if as_json:
         print_json({"tables": [table.as_dict() for table in tables]})
         return
-    from rich.table import Table
-
     for table in tables:
-        shown = Table(
-            title=table.title, title_justify="left", caption=_cell(table.note), caption_justify="left"
-        )
-        for column in table.columns:
-            shown.add_column(_cell(column))
-        for row in table.rows:
-            shown.add_row(*map(_cell, row))
-        print_table(shown)
+        rows = [[_cell(cell) for cell in row] for row in table.rows]
+        about = {"title": table.title, "caption": _cell(table.note), "caption_justify": "left"}
+        show_table([_cell(column) for column in table.columns], rows, **about)
         console().print()
 
 

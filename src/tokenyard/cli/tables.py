@@ -7,8 +7,8 @@ of its cells, each with its heading. No cell is ever cut.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tokenyard.cli.output import console, has_a_width
 
@@ -23,6 +23,25 @@ class _Widths(NamedTuple):
     least: int
     cells: int
     most: int
+
+
+def show_table(
+    headings: Sequence[str],
+    rows: Iterable[Sequence[RenderableType]],
+    *,
+    right: Sequence[str] = (),
+    less_needed: Sequence[str] = (),
+    **options: Any,
+) -> None:
+    """Make a table of text and print it. `right` are the headings of figures; options are those of rich's `Table`."""
+    from rich.table import Table
+
+    table = Table(title_justify="left", **options)
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading in right else "left")
+    for row in rows:
+        table.add_row(*row)
+    print_table(table, less_needed=less_needed)
 
 
 def print_table(table: Table, *, less_needed: Sequence[str] = ()) -> None:

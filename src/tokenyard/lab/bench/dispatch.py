@@ -65,18 +65,23 @@ Trip = Callable[[], float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Job:
-    """What every rank is told."""
+class Job:
+    """A layer, its batches, and how often they are sent. Every rank is told."""
 
-    num_tokens: int
-    hidden_size: int
-    top_k: int
-    num_experts: int
-    wire: str
-    combine_wire: str
-    exchanges: tuple[str, ...] | None  # None: all that can carry the layer between these ranks
-    rounds: int
-    paranoid: bool  # whether they take part a second time, watched
+    num_tokens: int = 512
+    hidden_size: int = 2048
+    top_k: int = 8
+    num_experts: int = 64
+    wire: str = "bf16"
+    combine_wire: str = "bf16"
+    exchanges: Sequence[str] | None = None  # None: all that can carry the layer between these ranks
+    rounds: int = 30
+    paranoid: bool = False  # whether they take part a second time, watched
+
+    @property
+    def named(self) -> list[str]:
+        """The exchanges that are asked for, by the names that they are registered with."""
+        return list(dict.fromkeys(resolve(name).name for name in self.exchanges or ()))
 
     def spec(self) -> LayerSpec:
         return LayerSpec(
@@ -102,17 +107,7 @@ class _Measured:
 
 
 def measure_dispatch(
-    world: int = 4,
-    num_tokens: int = 512,
-    hidden_size: int = 2048,
-    top_k: int = 8,
-    num_experts: int = 64,
-    wire: str = "bf16",
-    exchanges: Sequence[str] | None = None,
-    rounds: int = 30,
-    kind: Literal["threads", "processes"] = "processes",
-    combine_wire: str = "bf16",
-    paranoid: bool = False,
+    job: Job, world: int = 4, kind: Literal["threads", "processes"] = "processes"
 ) -> list[Record]:
     """Time dispatch and combine of one layer through every exchange (or those named) on `world` ranks.
 
@@ -121,34 +116,22 @@ def measure_dispatch(
     Of the details `out_ms` lasts until the last rank has its rows, and `back_ms` is the rest; bytes are what all ranks
     together put on the wire in one round trip. With `paranoid` a record follows for each exchange that watches itself.
 
-    >>> records = measure_dispatch(2, 8, 64, 2, 4, exchanges=["two_sided"], rounds=2, kind="threads")
+    >>> job = Job(num_tokens=8, hidden_size=64, top_k=2, num_experts=4, exchanges=["two_sided"], rounds=2)
+    >>> records = measure_dispatch(job, 2, "threads")
     >>> [(record.parameters["exchange"], record.details["dispatch_bytes"] <= 16 * 2 * 160) for record in records]
     [('two_sided', True)]
     """
-    _check(top_k, num_experts, rounds)
-    job = _Job(
-        num_tokens=num_tokens,
-        hidden_size=hidden_size,
-        top_k=top_k,
-        num_experts=num_experts,
-        wire=wire,
-        combine_wire=combine_wire,
-        exchanges=None
-        if exchanges is None
-        else tuple(dict.fromkeys(resolve(name).name for name in exchanges)),
-        rounds=rounds,
-        paranoid=paranoid,
-    )
-    for name in [REFERENCE, *(job.exchanges or [])]:
+    _check(job)
+    for name in [REFERENCE, *job.named]:
         draft([job.spec()], world, exchange=name)  # what does not fit is found out before any rank is started
     threads = max(1, _usable_cores() // world)
     by_rank = launch(world, _measure_rank, job, ranks=kind, threads_per_rank=threads)
     return _records(job, world, by_rank)
 
 
-def _check(top_k: int, num_experts: int, rounds: int) -> None:
-    check_top_k(top_k, num_experts)
-    check_rounds(rounds)
+def _check(job: Job) -> None:
+    check_top_k(job.top_k, job.num_experts)
+    check_rounds(job.rounds)
     if forced := os.environ.get(EXCHANGE_VARIABLE):
         raise InputError(
             f"{EXCHANGE_VARIABLE}={forced} overrides the exchange of every plan",
@@ -174,7 +157,7 @@ def _usable_cores() -> int:
 class _Batch:
     """One rank's rows, routes and ready results: the same in every round and for every exchange."""
 
-    def __init__(self, exchange_spec: ExchangeSpec, job: _Job, rank: int) -> None:
+    def __init__(self, exchange_spec: ExchangeSpec, job: Job, rank: int) -> None:
         draw = torch.Generator().manual_seed(1009 + rank)
         self.x_TH = torch.randn(job.num_tokens, job.hidden_size, generator=draw).to(exchange_spec.dtype)
         scores_TE = torch.rand(job.num_tokens, job.num_experts, generator=draw)
@@ -240,9 +223,9 @@ def _contents(received: ReceivedRows) -> list[Tensor]:
     return [tensor.clone() for tensor in (*payloads, routes.ids_RK, weights_RK)]
 
 
-def _measure_rank(group: Group, job: _Job) -> _Measured:
+def _measure_rank(group: Group, job: Job) -> _Measured:
     spec = job.spec()
-    exchanges = list(job.exchanges) if job.exchanges is not None else _able(group, spec)
+    exchanges = job.named or _able(group, spec)
     names = dict.fromkeys([REFERENCE, *exchanges])
     plans = {name: plan([spec], group, exchange=name) for name in names}
     watched = [name + WATCHED for name in exchanges] if job.paranoid else []
@@ -377,7 +360,7 @@ def _encode(exchange_spec: ExchangeSpec, batch: _Batch) -> Trip:
 # -- All ranks together ------------------------------------------------------------------------------------
 
 
-def _records(job: _Job, world: int, by_rank: list[_Measured]) -> list[Record]:
+def _records(job: Job, world: int, by_rank: list[_Measured]) -> list[Record]:
     # A phase of a round ends when the last rank is done with it.
     rounds = {
         name: [
