@@ -32,12 +32,12 @@ class Row:
     weights: str
     inner: str = EXACT  # between an expert's two products
     accuracy: Interval
-    difference: Interval | None  # to the whole model, on the same questions
-    logit_error: float | None  # relative, over the probes
+    difference: Interval | None = None  # to the whole model, on the same questions
+    logit_error: float | None = None  # relative, over the probes
     tokens_per_s: float  # of all ranks together, over the probes
-    bytes_per_token: float  # moved by all layers, out and back
+    bytes_per_token: float = 0.0  # moved by all layers, out and back
     expert_bytes: int  # of all ranks
-    same_bits_as: str | None  # the exchange that gave the answers beyond the probes
+    same_bits_as: str | None = None  # the exchange that gave the answers beyond the probes
     right: list[bool]
 
     def as_dict(self) -> dict[str, Any]:
@@ -129,14 +129,8 @@ class Evaluation:
             wire="",
             weights="",
             inner="",
-            accuracy=wilson(sum(right), len(right)),
-            difference=None,
-            logit_error=None,
-            tokens_per_s=_tokens_per_s(by_rank),
-            bytes_per_token=0.0,
+            **_shared(right, by_rank),
             expert_bytes=by_rank[0]["expert_bytes"],
-            same_bits_as=None,
-            right=right,
         )
         return row, [answers[number][0] for number in range(len(self.questions))]
 
@@ -157,14 +151,12 @@ class Evaluation:
             wire=wiring.wire,
             weights=wiring.weights,
             inner=wiring.inner,
-            accuracy=wilson(sum(right), len(right)),
+            **_shared(right, by_rank),
             difference=paired_difference(right, whole.right),
             logit_error=(sum(rank["squared_error"] for rank in by_rank) / size) ** 0.5 if size else None,
-            tokens_per_s=_tokens_per_s(by_rank),
             bytes_per_token=by_rank[0]["bytes_per_token"],
             expert_bytes=sum(rank["expert_bytes"] for rank in by_rank),
             same_bits_as=None if same_as is None else same_as.exchange,
-            right=right,
         )
         return _First(row, bits)
 
@@ -202,7 +194,10 @@ def _bits(by_rank: list[dict[str, Any]]) -> tuple[Any, ...]:
     return tuple(rank["digest"] for rank in by_rank), tuple(sorted(probes.items()))
 
 
-def _tokens_per_s(by_rank: list[dict[str, Any]]) -> float:
-    """Of all ranks together, until the slowest was done."""
-    seconds = max(rank["probe_seconds"] for rank in by_rank)
-    return float(sum(rank["probe_tokens"] for rank in by_rank) / seconds)
+def _shared(right: list[bool], by_rank: list[dict[str, Any]]) -> dict[str, Any]:
+    """What every row says: of the answers, and of all ranks together until the slowest was done."""
+    tokens, seconds = (
+        sum(rank["probe_tokens"] for rank in by_rank),
+        max(rank["probe_seconds"] for rank in by_rank),
+    )
+    return {"right": right, "accuracy": wilson(sum(right), len(right)), "tokens_per_s": tokens / seconds}

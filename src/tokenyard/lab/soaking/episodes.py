@@ -11,7 +11,7 @@ Every result is checked on the rank that got it. A complaint is not raised: the 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -41,7 +41,7 @@ _STEADY = (
     Case(tokens=(), hidden_size=200, intermediate_size=16, num_experts=5, top_k=2, wire="nvfp4", seed=2),
 )
 _STEADY_TOKENS = 16
-_STEADY_TRIPS = 5  # of each of these layers, in every episode
+STEADY_TRIPS = 5  # of each of these layers, in every episode
 
 
 @dataclass
@@ -191,31 +191,34 @@ def any_batch(served: Served, chance: random.Random) -> Batch:
     return served.batch(tokens, chance.getrandbits(40))
 
 
-class Steady:
-    """Two layers that are served all along: always the same rows, always the same bits."""
+class KnownLayers:
+    """Layers of one plan that are served again and again: always the same rows, always the same bits."""
 
-    def __init__(self, group: Group, exchange: str | type[Transport]) -> None:
-        cases = [replace(case, tokens=(_STEADY_TOKENS,) * group.size) for case in _STEADY]
-        specs = [named(case, f"steady {place}") for place, case in enumerate(cases)]
+    def __init__(
+        self, group: Group, exchange: str | type[Transport], cases: Sequence[Case], name: str
+    ) -> None:
+        specs = [named(case, f"{name} {place}") for place, case in enumerate(cases)]
         self.plan: Plan = plan(specs, group, exchange=exchange)
         self.served = [Served(self.plan, case, spec.name) for case, spec in zip(cases, specs, strict=True)]
         self.batches = [served.batch(served.case.tokens, served.case.seed) for served in self.served]
         self.first: list[Tensor] = []
 
-    def go(self, tally: Tally) -> None:
-        """Some round trips. The first are held against twin and oracle, the others against the first."""
-        if not self.first:
-            for served, batch in zip(self.served, self.batches, strict=True):
-                self.first.append(served(batch))
-                tally.check(served.complaint(batch, self.first[-1]))
-        for _ in range(_STEADY_TRIPS):
-            for served, batch, first in zip(self.served, self.batches, self.first, strict=True):
-                same = same_bits(served(batch), first)
-                tally.check(
-                    None if same else f"layer {served.name!r}: other bits than in the first round trip"
-                )
-        tally.round_trips += _STEADY_TRIPS * len(self.served)
+    def go(self, tally: Tally, trips: int = 1) -> None:
+        """Some round trips of each. The very first is held against twin and oracle, the others against the first."""
+        for _ in range(trips):
+            results = [served(batch) for served, batch in zip(self.served, self.batches, strict=True)]
+            for place, (served, batch) in enumerate(zip(self.served, self.batches, strict=True)):
+                if not self.first:
+                    tally.check(served.complaint(batch, results[place]))
+                    continue
+                same = same_bits(results[place], self.first[place])
+                said = f"layer {served.name!r}, {batch.case}: other bits than in the first round trip"
+                tally.check(None if same else said)
+            self.first = self.first or results
+        tally.round_trips += trips * len(self.served)
 
-    def close(self) -> None:
-        """Give the workspace back."""
-        self.plan.close()
+
+def steady_layers(group: Group, exchange: str | type[Transport]) -> KnownLayers:
+    """Two layers that are served all along."""
+    cases = [replace(case, tokens=(_STEADY_TOKENS,) * group.size) for case in _STEADY]
+    return KnownLayers(group, exchange, cases, "steady")

@@ -14,7 +14,14 @@ from dataclasses import dataclass
 
 from tokenyard.errors import Drifted, PeerLost
 from tokenyard.group import Group
-from tokenyard.lab.soaking.episodes import RUNS, Steady, Tally, draw_episode
+from tokenyard.lab.soaking.episodes import (
+    RUNS,
+    STEADY_TRIPS,
+    KnownLayers,
+    Tally,
+    draw_episode,
+    steady_layers,
+)
 from tokenyard.lab.soaking.loss import join, lose_a_rank
 from tokenyard.lab.soaking.measuring import let_freed_memory_go, measure, settle
 from tokenyard.lab.soaking.run_folder import Counts, Finding, FindingKind, RunFolder
@@ -64,7 +71,7 @@ class _Worker:
         self.number = arguments.first_episode
         self.goes_on = True
         self.counts = Counts()
-        self.steady: Steady | None = None
+        self.steady: KnownLayers | None = None
         self._next_sample = arguments.began
         self._steady_trips, self._steady_seconds = 0, 0.0
 
@@ -95,16 +102,16 @@ class _Worker:
     def end(self) -> None:
         """Give the steady layers back."""
         if self.steady is not None:
-            self.steady.close()
+            self.steady.plan.close()
             self.steady = None
 
     def _serve(self) -> None:
-        self.steady = Steady(self.group, self.settings.exchanges[0])
+        self.steady = steady_layers(self.group, self.settings.exchanges[0])
 
     def _go_steadily(self, tally: Tally) -> None:
         assert self.steady is not None
         before, started = tally.round_trips, time.monotonic()
-        self.steady.go(tally)
+        self.steady.go(tally, STEADY_TRIPS)
         self._steady_trips += tally.round_trips - before
         self._steady_seconds += time.monotonic() - started
 
