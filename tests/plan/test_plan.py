@@ -401,7 +401,7 @@ def counted(group, exchange):
         time.monotonic() - began,
         plan.stats()["idle"].rounds,
         plan.gather_stats(),
-        plan.exchange.region_bytes(plan.wiring("moe").exchange_spec),
+        plan.draft.exchange.region_bytes(plan.wiring("moe").exchange_spec),
     )
 
 
