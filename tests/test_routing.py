@@ -472,6 +472,14 @@ def test_as_many_experts_as_there_are_can_be_chosen(router: Router, taken: int) 
     assert routes.topk_ids_TK.tolist() == [list(range(taken))]
 
 
+@pytest.mark.parametrize("experts", [5, 16, 17, 128, 256])
+def test_of_equal_scores_the_first_are_chosen(experts: int) -> None:
+    levels = torch.randint(0, 3, (20, experts), generator=torch.Generator().manual_seed(experts)).float()
+    routes = TopLogitsRouter(4)(levels)
+    for row, chosen in zip(levels.tolist(), routes.topk_ids_TK.tolist(), strict=True):
+        assert chosen == sorted(range(experts), key=lambda e: (-row[e], e))[:4]
+
+
 def test_scores_that_are_almost_zero_are_divided_by_a_little_more_than_their_sum() -> None:
     tiny, zero = GroupedSigmoidRouter(2)(torch.tensor([[-46.0, -46.0], [-200.0, -200.0]])).topk_weights_TK
     score = 1 / (1 + math.exp(46.0))
