@@ -172,6 +172,12 @@ def base(**changes) -> dict:
     return {key: value for key, value in config.items() if value is not ...}
 
 
+def test_numbers_up_to_the_limit_are_read_and_larger_ones_are_not():
+    assert layers_from_config(base(moe_intermediate_size=2**31 - 1))[0].intermediate_size == 2**31 - 1
+    with pytest.raises(InputError, match=f"moe_intermediate_size.*{2**31}"):
+        layers_from_config(base(moe_intermediate_size=2**31))
+
+
 def test_mtp_layers_are_numbered_on():
     names = [layer.name for layer in layers_from_config(base(num_nextn_predict_layers=2))]
     assert names == [f"model.layers.{i}.mlp" for i in (3, 4, 5, 6)]

@@ -417,6 +417,17 @@ def test_weights_are_copied_unless_they_are_adopted(adopt):
     assert on_ranks(1, changed_after_building, adopt) == [not adopt]
 
 
+@pytest.mark.parametrize("adopt", [False, True])
+def test_weights_that_want_a_gradient_are_held_without(adopt):
+    layer = spec(experts="reference")
+    weights = random_weights(layer, 0)
+    weights.w13.requires_grad_()
+    (group,) = ty.thread_groups(1)
+    built = ty.MoELayer(ty.plan([layer], group), "moe", weights, adopt=adopt)
+    assert not built.experts.weights.w13.requires_grad
+    assert weights.w13.requires_grad
+
+
 def batch_of_one(group, exchange):
     layer = spec(experts="reference", wire="nvfp4", hidden_size=100, max_tokens=64, placement="round_robin")
     plan = ty.plan([layer], group, exchange=exchange)

@@ -267,6 +267,42 @@ def test_a_process_that_was_forked_launches_too_and_so_does_its_parent(tmp_path)
     assert done.stdout == "[0, 1]\n[0, 1]\n", done.stderr
 
 
+_INTERRUPTED = """
+import os, pathlib, signal, sys, threading, time
+from multiprocessing import forkserver
+import tokenyard as ty
+
+def goes_on(group):
+    os.kill(os.getpid(), signal.SIGINT)
+    return group.gather_json(group.rank)
+
+def stays(group, path):
+    path.touch()
+    time.sleep(60)
+
+if __name__ == "__main__":
+    forkserver.ensure_running()  # started by somebody else, who does not block the signal as we do
+    print(ty.launch(1, goes_on, ranks="processes"), flush=True)
+    path = pathlib.Path(sys.argv[1])
+    threading.Thread(target=ty.launch, args=(1, stays, path), kwargs={"ranks": "processes"}, daemon=True).start()
+    while not path.exists():
+        time.sleep(0.02)
+"""
+
+
+def test_ctrl_c_is_for_who_launched_and_ranks_end_with_it(tmp_path):
+    script = tmp_path / "interrupted.py"
+    script.write_text(_INTERRUPTED)
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "started")],
+        capture_output=True,
+        text=True,
+        timeout=45,  # less than the second launch would last
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
+    )
+    assert done.stdout == "[[0]]\n", done.stderr
+
+
 def test_the_threads_of_ranks_have_ended_when_launch_returns():
     before = set(threading.enumerate())
     for _ in range(20):

@@ -232,6 +232,27 @@ def test_all_ranks_raise_when_one_ranks_layer_differs_in_any_field(field):
         assert after == ["still here"] * 3
 
 
+@pytest.mark.parametrize(
+    ("name", "most"), [("hidden_size", 2**31 - 1), ("intermediate_size", 2**31 - 1), ("num_experts", 65536)]
+)
+def test_sizes_up_to_the_limit_are_planned_and_larger_ones_are_not(name, most):
+    small = {"hidden_size": 8, "intermediate_size": 8, "max_tokens": 1, "experts": "reference"}
+    assert ty.draft([spec(**(small | {name: most}))], 2, exchange="two_sided").specs
+    with pytest.raises(ty.PlanError, match=f"{name}={most + 1}"):
+        ty.draft([spec(**(small | {name: most + 1}))], 2, exchange="two_sided")
+
+
+@pytest.mark.parametrize(("name", "most"), [("world", 65536), ("in_flight", 1024)])
+def test_counts_up_to_the_limit_are_planned_and_larger_ones_are_not(name, most):
+    def draft(number):
+        world, in_flight = {"world": (number, 1), "in_flight": (2, number)}[name]
+        return ty.draft([spec(max_tokens=1)], world, exchange="two_sided", in_flight=in_flight)
+
+    assert draft(most).specs
+    with pytest.raises(ty.InputError, match=f"{name} is {most + 1}"):
+        draft(most + 1)
+
+
 def test_what_differs_is_shown_as_it_was_asked_for():
     for differences, _, _ in on_ranks(3, plan_that_differs, "inner", "fp8_block128"):
         assert list(differences["layers[1].inner"].values()) == ["exact", "fp8_block128", "exact"]
