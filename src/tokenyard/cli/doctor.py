@@ -157,33 +157,18 @@ def _tried(exchange: str, ranks: Literal["threads", "processes"], device: str = 
 
 def _tiny_layer(group: Group, exchange: str) -> float:
     """One rank of a tiny layer: how far its result is off the exact one."""
-    import torch
-
-    from tokenyard import ExpertWeights, LayerSpec, MoELayer, SoftmaxRouter, plan
+    from tokenyard import MoELayer, plan
+    from tokenyard.conformance.cases import Case
     from tokenyard.conformance.oracle import oracle, relative_error
 
-    spec = LayerSpec(
-        name="moe",
-        hidden_size=32,
-        intermediate_size=16,
-        num_experts=6,
-        top_k=2,
-        router=SoftmaxRouter(2, renormalize=True),
-    )
-    generator = torch.Generator().manual_seed(0)
-    weights = ExpertWeights(
-        w13=torch.randn(6, 32, 32, generator=generator).bfloat16(),
-        w2=torch.randn(6, 32, 16, generator=generator).bfloat16(),
-    )
-    generator.manual_seed(group.rank)
-    x_TH = torch.randn(8, 32, generator=generator).bfloat16()
-    logits_TE = torch.randn(8, 6, generator=generator)
+    tokens = (8,) * group.size
+    case = Case(tokens=tokens, hidden_size=32, intermediate_size=16, num_experts=6, experts="grouped")
+    spec, weights, (x_TH, routes) = case.spec(), case.all_weights(), case.batch(group.rank)
     made = plan([spec], group, exchange=exchange, max_tokens=8)
-    layer = MoELayer(made, "moe", weights.select(made.local_experts("moe"))).to(group.device)
-    y_TH = layer(x_TH.to(group.device), logits_TE.to(group.device)).cpu()
+    layer = MoELayer(made, spec.name, weights.select(made.local_experts(spec.name))).to(group.device)
+    y_TH = layer(x_TH.to(group.device), routes.to(group.device)).cpu()
     made.close()
-    assert spec.router is not None
-    return relative_error(y_TH, oracle(spec, weights, x_TH, spec.router(logits_TE)))
+    return relative_error(y_TH, oracle(spec, weights, x_TH, routes))
 
 
 def _on_gpus(exchange: str) -> tuple[bool | None, str]:

@@ -307,54 +307,43 @@ def _start_together(group: Group) -> float:
     return start
 
 
-def _bare_gloo(exchange_spec: ExchangeSpec, send: list[int], receive: list[int]) -> Trip:
-    """Ready bytes to every rank, and ready bytes back."""
-    there, back = exchange_spec.dispatch_layout.stride, exchange_spec.combine_layout.stride
-    sends, arrives = (
-        torch.ones(sum(rows) * width, dtype=torch.uint8) for rows, width in ((send, there), (receive, there))
-    )
-    returns, home = (
-        torch.ones(sum(rows) * width, dtype=torch.uint8) for rows, width in ((receive, back), (send, back))
-    )
-    send_there, receive_there = [n * there for n in send], [n * there for n in receive]
-    send_back, receive_back = [n * back for n in receive], [n * back for n in send]
+def _trip(out: Callable[[], object], back: Callable[[], object]) -> Trip:
+    """One way out and one back."""
 
     def trip() -> float:
-        dist.all_to_all_single(arrives, sends, receive_there, send_there)
-        out = time.perf_counter()
-        dist.all_to_all_single(home, returns, receive_back, send_back)
-        return out
+        out()
+        moment = time.perf_counter()
+        back()
+        return moment
 
     return trip
+
+
+def _bare_gloo(exchange_spec: ExchangeSpec, send: list[int], receive: list[int]) -> Trip:
+    """Ready bytes to every rank, and ready bytes back."""
+
+    def way(width: int, sent: list[int], received: list[int]) -> Callable[[], object]:
+        sends, arrives = ([rows * width for rows in counts] for counts in (sent, received))
+        source, target = (torch.ones(sum(nbytes), dtype=torch.uint8) for nbytes in (sends, arrives))
+        return lambda: dist.all_to_all_single(target, source, arrives, sends)
+
+    there, back = exchange_spec.dispatch_layout.stride, exchange_spec.combine_layout.stride
+    return _trip(way(there, send, receive), way(back, receive, send))
 
 
 def _floor(exchange_spec: ExchangeSpec, num_rows: int) -> Trip:
     """As many bytes as this rank's rows take, copied from one buffer into another, there and back."""
-    source, target = (
-        [
-            torch.ones(num_rows * layout.stride, dtype=torch.uint8)
-            for layout in (exchange_spec.dispatch_layout, exchange_spec.combine_layout)
-        ]
-        for _ in range(2)
-    )
 
-    def trip() -> float:
-        target[0].copy_(source[0])
-        out = time.perf_counter()
-        target[1].copy_(source[1])
-        return out
+    def way(width: int) -> Callable[[], object]:
+        source, target = (torch.ones(num_rows * width, dtype=torch.uint8) for _ in range(2))
+        return lambda: target.copy_(source)
 
-    return trip
+    return _trip(way(exchange_spec.dispatch_layout.stride), way(exchange_spec.combine_layout.stride))
 
 
 def _encode(exchange_spec: ExchangeSpec, batch: _Batch) -> Trip:
     """What the sender pays before dispatch, on all ranks at once; there is no way back."""
-
-    def trip() -> float:
-        exchange_spec.wire.encode(batch.x_TH)
-        return time.perf_counter()
-
-    return trip
+    return _trip(lambda: exchange_spec.wire.encode(batch.x_TH), lambda: None)
 
 
 # -- All ranks together ------------------------------------------------------------------------------------

@@ -10,11 +10,12 @@ Transformers. Both take turns.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from tokenyard.experts.base import ExpertWeights
+from tokenyard.conformance.cases import Case
 from tokenyard.formats import get
 from tokenyard.group import Group, thread_groups
 from tokenyard.lab.bench.clock import host_clock
@@ -23,7 +24,6 @@ from tokenyard.lab.bench.transformers_ep import OURS, PEER, Candidate, alternate
 from tokenyard.lab.shipped import shipped_model
 from tokenyard.layer import MoELayer
 from tokenyard.planning.planner import plan
-from tokenyard.planning.spec import LayerSpec
 from tokenyard.routing import SoftmaxRouter
 from tokenyard.rows import LocalRoutes, ReceivedRows
 
@@ -48,26 +48,13 @@ def measure_overhead(rounds: int) -> Iterator[list[Record]]:
 
 def _layer(group: Group, rounds: int) -> Record:
     """A call with one token, beside its experts."""
-    spec = LayerSpec(
-        name="moe",
-        hidden_size=256,
-        intermediate_size=128,
-        num_experts=16,
-        top_k=4,
-        max_tokens=1,
-        router=SoftmaxRouter(4, renormalize=True),
+    case = Case(
+        tokens=(1,), hidden_size=256, intermediate_size=128, num_experts=16, top_k=4, experts="grouped"
     )
-    assert spec.router is not None
-    draw = torch.Generator().manual_seed(0)
-    weights = ExpertWeights(
-        w13=torch.randn(16, 256, 256, generator=draw).bfloat16(),
-        w2=torch.randn(16, 256, 128, generator=draw).bfloat16(),
-    )
-    x_TH = torch.randn(1, 256, generator=draw).bfloat16()
-    logits_TE = torch.randn(1, 16, generator=draw)
+    spec, (x_TH, routes) = replace(case.spec(), router=SoftmaxRouter(4, renormalize=True)), case.batch(0)
+    logits_TE = torch.randn(1, 16, generator=torch.Generator().manual_seed(0))
     made = plan([spec], group)
-    layer = MoELayer(made, spec.name, weights)
-    routes = spec.router(logits_TE)
+    layer = MoELayer(made, spec.name, case.all_weights())
     received = ReceivedRows(
         rows=get("bf16").encode(x_TH),
         routes=LocalRoutes(ids_RK=routes.topk_ids_TK.int(), weights_RK=routes.topk_weights_TK),
