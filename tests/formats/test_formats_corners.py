@@ -190,3 +190,12 @@ def test_each_payload_is_compared_with_its_declaration(format):
         for wrong in (tensor[:, :-1], tensor.view(torch.uint8).to(torch.int64)):
             with pytest.raises(InputError, match=name):
                 replace(rows, payloads={**rows.payloads, name: wrong}).check()
+
+
+def test_global_scales_up_to_the_limits_are_taken():
+    x, smallest = one_row(1.0), torch.tensor([2.0**-117])
+    for scale in (smallest, torch.tensor([FLOAT32_MAX])):
+        assert Nvfp4().encode(x, global_scale_T=scale).payloads["global_scale"].item() == scale.item()
+    for scale in (torch.nextafter(smallest, torch.zeros(1)), torch.tensor([INF]), torch.tensor([NAN])):
+        with pytest.raises(InputError, match="global_scale_T holds"):
+            Nvfp4().encode(x, global_scale_T=scale)

@@ -42,3 +42,28 @@ def test_who_gave_up_first_is_not_blamed(ranks, tmp_path):
     found = ty.launch(3, falls_asleep_between_two, tmp_path, ranks=ranks, deadline=60)
     assert found[0] == ((LOST,), "the last word of combine", True)
     assert found[1] == ((LOST,), "combine", True)
+
+
+def leaves_before_the_last_word(group, exchange):
+    """The lost rank has brought its results home, and says no last word."""
+    layer = spec()
+    plan = ty.plan([layer], group, exchange=exchange, paranoid=True)
+    gather = group.all_gather
+
+    def gather_but_the_last_word(mine, *, phase):
+        if group.rank == LOST and phase == "the last word of combine":
+            raise ZeroDivisionError
+        return gather(mine, phase=phase)
+
+    group.all_gather = gather_but_the_last_word
+    try:
+        build(plan, layer.name)(*batch(layer, 3, seed=group.rank))
+    except (ty.PeerLost, ZeroDivisionError) as error:
+        return getattr(error, "peers", None), getattr(error, "phase", None)
+    return None
+
+
+@pytest.mark.parametrize("exchange", ty.EXCHANGES)
+def test_who_says_no_last_word_is_lost(exchange):
+    found = ty.launch(3, leaves_before_the_last_word, exchange, deadline=20)
+    assert found == [((LOST,), "the last word of combine")] * 2 + [(None, None)]
