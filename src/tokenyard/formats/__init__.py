@@ -18,6 +18,7 @@ import torch
 
 from tokenyard.errors import InputError, shown, unknown_name
 from tokenyard.formats.base import ROW_DTYPES, EncodedRows, Format, Payload, dtype_name
+from tokenyard.formats.bits import e2m1_to_float32
 from tokenyard.formats.fp8_block import Fp8Block128
 from tokenyard.formats.matrix import QuantizedMatrix, WeightFormat
 from tokenyard.formats.mxfp8 import Mxfp8
@@ -130,6 +131,7 @@ __all__ = [
     "PlainWeights",
     "QuantizedMatrix",
     "WeightFormat",
+    "e2m1_to_float32",
     "for_dtype",
     "get",
     "weight_format",

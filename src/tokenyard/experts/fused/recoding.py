@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tokenyard.formats import QuantizedMatrix, bits, weight_format
+from tokenyard.formats import QuantizedMatrix, e2m1_to_float32, weight_format
 
 BLOCK, SPAN = 128, 32
 # How much a line may change, as a part of its length.
@@ -168,7 +168,7 @@ def _lines_of(matrix: QuantizedMatrix, device: torch.device) -> Iterator[_Lines]
     step = max(1, _AT_A_TIME // (BLOCK * inputs)) * BLOCK
     for first in range(0, outputs, step):
         codes, byte = (part[first : first + step].to(device) for part in (data, scales))
-        values = bits.e2m1_to_float32(codes) * 2.0**raised if format == "mxfp4" else codes.float()
+        values = e2m1_to_float32(codes) * 2.0**raised if format == "mxfp4" else codes.float()
         values[:, inputs:] = 0.0
         values = values.unflatten(1, (-1, SPAN))
         byte = byte.to(torch.int32)
