@@ -232,11 +232,13 @@ def test_who_is_gone_as_well_is_not_waited_for():
     assert "it went home" in str(error)
 
 
-def test_a_subgroup_is_told_who_was_gone_before_it_was_made():
+@pytest.mark.parametrize("before", [False, True])
+def test_a_subgroup_is_told_who_is_gone_whether_it_was_made_before_or_after(before):
     first, _, third = thread_groups(3, deadline=60)
+    some = first.subgroup([0, 2]) if before else None
     third.leave("it went home")
     began = time.monotonic()
-    error = raised(first.subgroup([0, 2]).barrier)
+    error = raised((some or first.subgroup([0, 2])).barrier)
     assert time.monotonic() - began < 30
     assert error.peers == (1,)
     assert "it went home" in str(error)
