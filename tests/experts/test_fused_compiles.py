@@ -19,11 +19,11 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from tokenyard.experts.fused.kernels import (
-    boxed, decoding, digits, expanding, packed, products, row_blocks, rows_first, rows_first_result, sorting,
+    arguments, boxed, decoding, digits, expanding, packed, products, row_blocks, rows_first, rows_first_result, sorting,
     specialized, summing)
 
-BF16 = ("x", "scales", "y", "left", "inner", "out", "w13", "w2")
-FLOATS = ("divisors", "factors", "bias", "weights_N", "b13", "b2")
+BF16 = ("x", "scales", "y", "left", "inner", "out")
+FLOATS = ("divisors", "factors", "bias", "weights_N")
 WHOLE = ("words", "order_N", "ids_N", "tiles", "how_many", "counts_CB")
 
 def compiled(kernel, constants, warps, source=ASTSource, kinds={}):
@@ -47,7 +47,7 @@ def check_compiled(kernel, source, warps):
     # The smaller of a number and NaN must be NaN: that of an activation's limit, or of zero.
     dropping = re.findall(r"(?:min|max)(?:\.ftz)?(?:\.xorsign\.abs)?\.f32", made.asm["ptx"])
     assert not dropping, (kernel.__name__, set(dropping))
-    print(kernel.__name__)
+    print(getattr(kernel, "__name__", kernel))
 
 def packed_kernel(kind, spans, first, widths, groups, warps=8):
     compiled(packed.packed_product, dict(
@@ -57,47 +57,57 @@ def packed_kernel(kind, spans, first, widths, groups, warps=8):
         EARLY=True, num_warps=warps,
     ), warps, GluonASTSource, {"scales": "*bf16" if kind == 0 else "*i16" if spans == 2 else "*i32"})
 
+def product(compute, layer, tiles, rows, weights, results, warps=4, boxes=()):
+    # One product in plain Triton, with slots and biases.
+    full = dict(hidden=264, intermediate=136, top_k=4, experts=8, rows=0, weights=0, kind=tl.bfloat16,
+                weight_on_input=False, finalize=True, gated=True, interleaved=False, activation=0, limit=7.0, alpha=1.7,
+                shift=1.0, inner=0) | layer
+    cut = dict(across=5, out=64, tile=32, tail=16, block=64, rows_width=264, width=264, stride=264, scale_width=1)
+    cut |= tiles
+    groups = dict(rows=rows, weights=weights, routes=arguments.Routes("*i32", "*i32", "*i32", "i32", "*fp32"),
+                  results=results)
+    constants = dict(compute=compute, LAYER=arguments.Layer(**full), TILES=arguments.Tiles(**cut), EARLY=True)
+    others = dict(zip(("x_boxes", "tail_boxes", "w_boxes"), boxes))
+    absent = [name for name in ("x_boxes", "tail_boxes", "w_boxes", "rows")
+              if others.get(name) is None and groups.get(name) is None]
+    grouped_kernel(arguments.every_tile, {name: group for name, group in groups.items() if group is not None},
+                   constants | dict.fromkeys(absent), others, ASTSource, warps)
+
 def plain_kernels():
     sizes = dict(EXPERTS=8, BINS=16, CHUNK=1024, TILE=16, TOP_K=6, CHOICES=8, EARLY=True)
     compiled(sorting.sort_pairs, sizes, 4)
     compiled(sorting.place_chunks, sizes | dict(SHARE=4), 4)
-    shared = dict(H=264, I=136, W_STRIDE=264, W_SCALE_WIDTH=1, TOP_K=4, WEIGHTS=decoding.PLAIN, KIND=tl.bfloat16,
-                  HAS_GLOBAL=False, HAS_BIAS=True, WEIGHTED=True, OUT=64, TILE=32, TAIL=16, BLOCK=64, EARLY=True)
+    rows = arguments.Rows("*bf16", None, None, "*i64", "i32", "i32", "i32")
+    weights = arguments.Weights("*bf16", None, None, None, "*bf16")
+    first = arguments.Results("*bf16", None, None, None, None, "i32")
+    second = arguments.Results("*bf16", None, "*bf16", "*bf16", "*i64", "i32")
     for activation in (products.SWIGLU, products.RELU2, products.SWIGLU_CLAMPED):
-        compiled(products.inner_product, dict(
-            shared, X_WIDTH=264, W_WIDTH=264, ROWS=decoding.PLAIN, HAS_SLOTS=True, X_GLOBAL=False,
-            ACTIVATION=activation, GATED=activation != products.RELU2, INTERLEAVED=False, LIMIT=7.0, ALPHA=1.7,
-            SHIFT=1.0, INNER=digits.NUMBERS), 4)
-    compiled(rows_first.rows_first_product, dict(
-        {name: value for name, value in shared.items() if name not in ("HAS_GLOBAL", "OUT", "WEIGHTS")},
-        X_WIDTH=264, W_WIDTH=264, FORMAT=decoding.PLAIN, HAS_SLOTS=True, ACTIVATION=0, INTERLEAVED=False, LIMIT=0.0,
-        ALPHA=0.0, SHIFT=0.0, INNER=digits.NUMBERS, COLUMNS=32), 4)
-    compiled(products.result_product, dict(
-        shared, W_WIDTH=136, HAS_OUT_SLOTS=True, FINALIZE=True, INNER=digits.NUMBERS), 4)
+        layer = dict(activation=activation.value, gated=activation != products.RELU2, weight_on_input=True)
+        product(products.inner_tile, layer, {}, rows, weights, first)
+    product(rows_first.rows_first_tile, {}, {}, rows, weights, first)
+    product(products.result_tile, {}, dict(width=136, stride=136), None, weights, second)
+    nvfp4 = dict(rows=decoding.NVFP4.value, weights=decoding.NVFP4.value)
+    product(products.inner_tile, nvfp4, dict(rows_width=272, width=272, stride=136, scale_width=17),
+            arguments.Rows("*u8", "*fp8e4nv", "*fp32", "*i64", "i32", "i32", "i32"),
+            arguments.Weights("*u8", "*fp8e4nv", "*fp32", "*fp32", "*bf16"), first)
     compiled(digits.round_numbers, dict(I=264, COLUMNS=512, POWERS=True, EARLY=True), 4, kinds=dict(numbers="*fp32"))
     compiled(summing.sum_rows, dict(
         H=264, TOP_K=4, CHOICES=4, EXPERTS=8, HAS_OUT_SLOTS=True, WEIGHTED=True, COLUMNS=512, EARLY=True), 4)
 
 def kernels_of_e4m3(held):
-    names = ("x", "w13", "w2", "inner")
-    scales = ("x_scales", "w13_scales", "w2_scales", "inner_scales")
-    kinds = dict.fromkeys(names, "*fp8e4nv") | dict.fromkeys(scales, "*fp32")
-    shared = dict(H=264, I=136, TOP_K=4, KIND=tl.bfloat16, HAS_BIAS=True, WEIGHTED=True, EARLY=True, INNER=held)
-    first = dict(shared, X_WIDTH=264, W_WIDTH=264, W_STRIDE=264, W_SCALE_WIDTH=3, HAS_SLOTS=True, ACTIVATION=0,
-                 INTERLEAVED=False, LIMIT=0.0, ALPHA=0.0, SHIFT=0.0, BLOCK=128)
-    second = dict(shared, W_WIDTH=136, W_STRIDE=136, W_SCALE_WIDTH=2, HAS_OUT_SLOTS=True, FINALIZE=True)
-    turned = dict(WEIGHTS=decoding.FP8_BLOCK, HAS_GLOBAL=False, TILE=16, TAIL=0)
-    wide = dict(TILE=128, TAIL=64)
-    compiled(products.inner_product, dict(
-        first, **turned, ROWS=decoding.FP8_BLOCK, X_GLOBAL=False, GATED=True, OUT=256), 4, kinds=kinds)
-    two = first | dict(H=512, X_WIDTH=512, W_WIDTH=512, W_STRIDE=512, W_SCALE_WIDTH=4, BLOCK=256)
-    compiled(products.inner_product, dict(
-        two, **turned, ROWS=decoding.FP8_BLOCK, X_GLOBAL=False, GATED=True, OUT=256), 4, kinds=kinds)
-    compiled(products.result_product, dict(
-        second, **turned, OUT=128, BLOCK=128), 4, kinds=kinds)
-    compiled(rows_first.rows_first_product, dict(
-        first, **wide, FORMAT=decoding.FP8_BLOCK, COLUMNS=128), 8, kinds=kinds)
-    compiled(rows_first_result.rows_first_result, dict(second, **wide), 8, kinds=kinds)
+    e4m3 = dict(rows=decoding.FP8_BLOCK.value, weights=decoding.FP8_BLOCK.value, inner=held.value)
+    rows = arguments.Rows("*fp8e4nv", "*fp32", None, "*i64", "i32", "i32", "i32")
+    weights = arguments.Weights("*fp8e4nv", "*fp32", None, None, "*bf16")
+    first = arguments.Results("*fp8e4nv", "*fp32", None, None, None, "i32")
+    second = arguments.Results("*fp8e4nv", "*fp32", "*bf16", "*bf16", "*i64", "i32")
+    few, wide = dict(out=256, tile=16, tail=0, block=128, scale_width=3), dict(out=256, tile=128, tail=64, block=128)
+    product(products.inner_tile, e4m3, few, rows, weights, first)
+    two = few | dict(rows_width=512, width=512, stride=512, scale_width=4, block=256)
+    product(products.inner_tile, e4m3 | dict(hidden=512), two, rows, weights, first)
+    narrow = dict(width=136, stride=136, scale_width=2)
+    product(products.result_tile, e4m3, few | narrow | dict(out=128), None, weights, second)
+    product(rows_first.rows_first_tile, e4m3, wide | dict(scale_width=3), rows, weights, first, 8)
+    product(rows_first_result.rows_first_result_tile, e4m3, wide | narrow, None, weights, second, 8)
 
 def kernels_of_row_blocks():
     kinds = dict(x="*fp8e4nv", x_scales="*u8", blocks="*fp8e4nv", block_scales="*fp32")
@@ -108,18 +118,19 @@ def kernels_of_row_blocks():
             H=hidden_size, HAS_SLOTS=slots, COLUMNS=columns, EARLY=True), 4, kinds=kinds | dict(numbers="*bf16"))
 
 def boxed_kernels():
-    shared = dict(H=264, I=136, TOP_K=4, KIND=tl.bfloat16, HAS_BIAS=True, WEIGHTED=True, EARLY=True,
-                  TILE=128, TAIL=64, BLOCK=64)
-    gates, rows = "tensordesc<bf16[1, 1, 128, 64]>", "tensordesc<bf16[{}, 64]>"
-    compiled(boxed.boxed_inner, dict(
-        shared, HAS_SLOTS=True, ACTIVATION=4, INTERLEAVED=True, LIMIT=7.0, ALPHA=1.7, SHIFT=1.0, COLUMNS=128), 8,
-        kinds=dict(w13=gates))
+    wide, weights = dict(out=256, tile=128, tail=64), arguments.Weights(None, None, None, None, "*bf16")
+    gates, some = "tensordesc<bf16[1, 1, 128, 64]>", "tensordesc<bf16[{}, 64]>"
+    rows = arguments.Rows("*bf16", None, None, "*i64", "i32", "i32", "i32")
+    clamped = dict(activation=products.SWIGLU_CLAMPED.value, interleaved=True, weight_on_input=True)
+    product(boxed.boxed_inner_tile, clamped, wide, rows, weights,
+            arguments.Results("*bf16", None, None, None, None, "i32"), 8, (None, None, gates))
     for tail in (64, 0):
-        compiled(boxed.boxed_result, dict(shared, HAS_OUT_SLOTS=True, FINALIZE=True, OUT=256, TAIL=tail), 8, kinds=dict(
-            inner=rows.format(128), tail=rows.format(tail or 128), w2="tensordesc<bf16[1, 256, 64]>"))
+        product(boxed.boxed_result_tile, {}, wide | dict(tail=tail), None, weights,
+                arguments.Results("*bf16", None, "*bf16", "*bf16", "*i64", "i32"), 8,
+                (some.format(128), some.format(tail or 128), "tensordesc<bf16[1, 256, 64]>"))
 
-def grouped_kernel(kernel, groups, constants, others):
-    # A Gluon kernel whose arguments are groups: named tuples of kinds, None for what is not there.
+def grouped_kernel(kernel, groups, constants, others, source=GluonASTSource, warps=4):
+    # A kernel whose arguments are groups: named tuples of kinds, None for what is not there.
     signature, values, aligned = dict(others), {}, {}
     for place, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -132,7 +143,7 @@ def grouped_kernel(kernel, groups, constants, others):
                 elif name != "routes":
                     aligned[place, nth] = [["tt.divisibility", 16]]
     signature = {name: signature[name] for name in kernel.arg_names}
-    check_compiled(kernel, GluonASTSource(kernel, signature, values, aligned), 4)
+    check_compiled(kernel, source(kernel, signature, values, aligned), warps)
 
 def specialized_kernel(bits, first, inputs, outputs, activation=0, interleaved=False, plain=False):
     # Of e4m3, or of bf16. A plain layer has no biases, and no slots.
@@ -140,10 +151,10 @@ def specialized_kernel(bits, first, inputs, outputs, activation=0, interleaved=F
     boxes = f"tensordesc<{element}[{{}}, {wide}],{gl.NVMMASharedLayout(128, bits, 2)!r}>".format
     scales, bias, slots = "*fp32" if bits == 8 else None, None if plain else "*bf16", None if plain else "*i64"
     groups = dict(
-        rows=specialized.Rows("*" + element, scales, slots, "i32", "i32"),
-        weights=specialized.Weights(scales, bias),
-        routes=specialized.Routes("*i32", "*i32", "*i32", "i32", "*fp32"),
-        results=specialized.Results("*" + element, scales, "*bf16", "*bf16", slots, "i32"),
+        rows=arguments.Rows("*" + element, scales, None, slots, "i32", "i32", "i32"),
+        weights=arguments.Weights(None, scales, None, None, bias),
+        routes=arguments.Routes("*i32", "*i32", "*i32", "i32", "*fp32"),
+        results=arguments.Results("*" + element, scales, "*bf16", "*bf16", slots, "i32"),
     )
     product = specialized.Product(
         inputs=inputs, outputs=outputs, experts=8, top_k=4, first=first, interleaved=interleaved, weighted=True,

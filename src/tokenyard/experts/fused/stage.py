@@ -22,6 +22,7 @@ from tokenyard.experts.base import ExpertsSpec, ExpertWeights
 from tokenyard.experts.fused import packing
 from tokenyard.experts.fused.cuts import SPLIT_BLOCK, Cut, Cuts, PackedCut
 from tokenyard.experts.fused.kernels import (
+    arguments,
     boxed,
     decoding,
     digits,
@@ -55,7 +56,7 @@ _ACTIVATIONS = {
     "relu2": products.RELU2,
     "swiglu_clamped": products.SWIGLU_CLAMPED,
 }
-_ROWS_FIRST = (decoding.PLAIN, decoding.FP8_BLOCK)
+_ROWS_FIRST = (decoding.PLAIN.value, decoding.FP8_BLOCK.value)
 _KINDS = {"fp16": tl.float16, "fp32": tl.float32}
 
 
@@ -79,48 +80,42 @@ def launch_options(early: bool) -> dict[str, bool]:
 class Matrices(NamedTuple):
     """The matrices of one product as the kernels take them."""
 
-    format: Any
+    format: int
     data: Tensor
-    scales: Tensor
-    global_scale: Tensor
-    global_factor: Tensor
+    scales: Tensor | None
+    global_scale: Tensor | None
+    global_factor: Tensor | None
     stride: int  # elements of a line of `data`
     width: int  # inputs, with the pad
     scale_width: int
-    has_global: bool
 
     @classmethod
     def of(cls, matrix: Tensor | QuantizedMatrix) -> Matrices:
         """Plain matrices, or those of a format."""
         if isinstance(matrix, Tensor):
             width = matrix.shape[-1]
-            return cls(decoding.PLAIN, matrix, matrix, matrix, matrix, width, width, 1, False)
+            return cls(decoding.PLAIN.value, matrix, None, None, None, width, width, 1)
         data, scales = matrix.payloads["data"], matrix.payloads["scales"]
-        has_global = "global_scale" in matrix.payloads
         format, stride = matrix.format, data.shape[-1]
         width = stride if format.name == "fp8_block128" else format.padded_size(matrix.shape[-1])
+        global_scale, factor = (matrix.payloads.get(name) for name in ("global_scale", "global_factor"))
         return cls(
-            _FORMATS[format.name],
-            data,
-            scales,
-            matrix.payloads.get("global_scale", data),
-            matrix.payloads.get("global_factor", data),
-            stride,
-            width,
-            scales.shape[-1],
-            has_global,
+            _FORMATS[format.name].value, data, scales, global_scale, factor, stride, width, scales.shape[-1]
         )
+
+    def given(self, bias: Tensor | None) -> arguments.Weights:
+        """What a kernel is given of them."""
+        return arguments.Weights(self.data, self.scales, self.global_scale, self.global_factor, bias)
 
 
 class Rows(NamedTuple):
     """Rows as the kernels take them."""
 
-    format: Any
+    format: int
     data: Tensor
-    scales: Tensor
-    globals: Tensor
+    scales: Tensor | None
+    globals: Tensor | None
     width: int
-    has_globals: bool
     global_stride: int
 
     @classmethod
@@ -129,16 +124,23 @@ class Rows(NamedTuple):
         payloads = rows.payloads
         data = payloads["data"]
         if not rows.format.quantized:
-            return cls(decoding.PLAIN, data, data, data, data.shape[1], False, 0)
+            return cls(decoding.PLAIN.value, data, None, None, data.shape[1], 0)
         width = rows.format.padded_size(rows.hidden_size)
-        scales = payloads["scales"]
+        format, scales = _FORMATS[rows.format.name].value, payloads["scales"]
         if rows.format.name != "nvfp4":
-            return cls(_FORMATS[rows.format.name], data, scales, data, width, False, 0)
+            return cls(format, data, scales, None, width, 0)
         g = payloads.get("global_scale")
         stride = 0 if g is None else g.stride(0)
         if g is None:
             g = torch.full((1,), rows.format.global_scale, device=data.device)  # type: ignore[attr-defined]
-        return cls(decoding.NVFP4, data, scales, g, width, True, stride)
+        return cls(format, data, scales, g, width, stride)
+
+    def given(self, slots_R: Tensor | None) -> arguments.Rows:
+        """What a kernel is given of them."""
+        stride, scale_stride = self.data.stride(0), 0 if self.scales is None else self.scales.stride(0)
+        return arguments.Rows(
+            self.data, self.scales, self.globals, slots_R, stride, scale_stride, self.global_stride
+        )
 
 
 @dataclass(frozen=True)
@@ -225,6 +227,31 @@ class Launch(NamedTuple):
         """How a kernel is launched that may start before its predecessor has ended."""
         return launch_options(self.early)
 
+    @property
+    def routes(self) -> arguments.Routes:
+        """What a kernel is given of the routes."""
+        found = self.sorted
+        return arguments.Routes(found.order_N, found.tiles, found.how_many, found.max_tiles, self.weights_RK)
+
+    def layer(self, rows: int, weights: int, inner: Inner, *, finalize: bool = True) -> arguments.Layer:
+        """What products of rows and weights in these formats are compiled for."""
+        spec, activation = self.spec, self.spec.activation
+        return arguments.Layer(
+            hidden=spec.hidden_size,
+            intermediate=spec.intermediate_size,
+            top_k=spec.top_k,
+            experts=spec.num_local_experts,
+            rows=rows,
+            weights=weights,
+            kind=product_kind(spec.weights, inner.data.device),
+            weight_on_input=spec.weight_on == "input",
+            finalize=finalize,
+            gated=activation.gated,
+            interleaved=activation.interleaved,
+            inner=inner.held.value,
+            **{name.lower(): value for name, value in _activation(spec).items()},
+        )
+
 
 class Inner(NamedTuple):
     """What stands between the products, by place: numbers `[pairs, I]`, or their digits or codes (`kernels.digits`).
@@ -258,6 +285,31 @@ class Inner(NamedTuple):
     def is_numbers(self) -> bool:
         """Whether these are numbers of 16 or 32 bits, and not e4m3."""
         return bool(self.held == digits.NUMBERS)
+
+    def given(self, to: Destination | None = None) -> arguments.Results:
+        """What a kernel is given of what it leaves here; the second product, of where it leaves its results, too."""
+        scales = None if self.is_numbers else self.scales
+        if to is None:
+            return arguments.Results(self.data, scales, None, None, None, 0)
+        return arguments.Results(self.data, scales, to.left, to.out, to.slots_R, to.out.stride(0))
+
+
+def launch_tiles(
+    call: Launch,
+    compute: Any,
+    cut: Cut,
+    given: tuple[arguments.Rows | None, arguments.Weights, arguments.Results],
+    layer: arguments.Layer,
+    tiles: arguments.Tiles,
+    boxes: tuple[Any, Any, Any] = (None, None, None),
+) -> None:
+    """A product whose tiles a function of the kernels computes."""
+    rows, weights, results = given
+    items, stages = call.sorted.max_tiles * tiles.across, cut.stages * cut.block // tiles.block
+    arguments.every_tile[(blocks_for(items, results.inner.device),)](
+        *boxes, rows, weights, call.routes, results, compute=compute, LAYER=layer, TILES=tiles,
+        EARLY=call.early, num_warps=cut.warps, num_stages=stages, **call.options,
+    )  # fmt: skip
 
 
 def launch_row_blocks(
@@ -347,45 +399,33 @@ def can_box(matrix: Tensor | QuantizedMatrix, spec: ExpertsSpec) -> bool:
 
 
 def _boxed_inner(
-    call: Launch, x: Tensor, slots_R: Tensor | None, weights: ExpertWeights, inner: Tensor, cut: Cut
+    call: Launch, x: Rows, slots_R: Tensor | None, weights: ExpertWeights, inner: Inner, cut: Cut
 ) -> None:
-    spec, w13, nothing = call.spec, weights.w13, call.sorted.order_N
+    spec, w13 = call.spec, weights.w13
     assert isinstance(w13, Tensor)
     H, I, columns = spec.hidden_size, spec.intermediate_size, cut.out // 2  # noqa: E741
-    interleaved = spec.activation.interleaved
-    strides = [2 * I * H, H, 2 * H, 1] if interleaved else [2 * I * H, I * H, H, 1]
+    strides = [2 * I * H, H, 2 * H, 1] if spec.activation.interleaved else [2 * I * H, I * H, H, 1]
     boxes = TensorDescriptor(w13, [w13.shape[0], 2, I, H], strides, [1, 1, columns, cut.block])
-    items = call.sorted.max_tiles * triton.cdiv(I, columns)
-    boxed.boxed_inner[(blocks_for(items, x.device),)](
-        x, nothing if slots_R is None else slots_R, boxes, nothing if weights.b13 is None else weights.b13,
-        call.weights_RK, inner, call.sorted.order_N, call.sorted.tiles, call.sorted.how_many, call.sorted.max_tiles,
-        x.stride(0), H=H, I=I, TOP_K=spec.top_k, KIND=product_kind(spec.weights, x.device),
-        HAS_SLOTS=slots_R is not None, HAS_BIAS=weights.b13 is not None, WEIGHTED=spec.weight_on == "input",
-        **_activation(spec), INTERLEAVED=interleaved, COLUMNS=columns, TILE=cut.tile, TAIL=cut.tail, BLOCK=cut.block,
-        EARLY=call.early, num_warps=cut.warps, num_stages=cut.stages, **call.options,
-    )  # fmt: skip
+    given = (x.given(slots_R), arguments.Weights(None, None, None, None, weights.b13), inner.given())
+    layer = call.layer(x.format, decoding.PLAIN.value, inner)
+    tiles = arguments.Tiles(triton.cdiv(I, columns), cut.out, cut.tile, cut.tail, cut.block, H, H, H, 1)
+    launch_tiles(call, boxed.boxed_inner_tile, cut, given, layer, tiles, (None, None, boxes))
 
 
 def _boxed_result(
-    call: Launch, weights: ExpertWeights, inner: Tensor, to: Destination, cut: Cut, *, finalize: bool
+    call: Launch, weights: ExpertWeights, inner: Inner, to: Destination, cut: Cut, *, finalize: bool
 ) -> None:
-    spec, w2, nothing = call.spec, weights.w2, call.sorted.order_N
+    w2, H, I = weights.w2, call.spec.hidden_size, call.spec.intermediate_size  # noqa: E741
     assert isinstance(w2, Tensor)
-    H, I = spec.hidden_size, spec.intermediate_size  # noqa: E741
     rows, tail = (
-        TensorDescriptor.from_tensor(inner, [most, cut.block]) for most in (cut.tile, cut.tail or cut.tile)
+        TensorDescriptor.from_tensor(inner.data, [most, cut.block])
+        for most in (cut.tile, cut.tail or cut.tile)
     )
     boxes = TensorDescriptor.from_tensor(w2, [1, cut.out, cut.block])
-    items = call.sorted.max_tiles * triton.cdiv(H, cut.out)
-    boxed.boxed_result[(blocks_for(items, inner.device),)](
-        rows, tail, boxes, nothing if weights.b2 is None else weights.b2, call.weights_RK, to.left, to.out,
-        nothing if to.slots_R is None else to.slots_R, to.out.stride(0),
-        call.sorted.order_N, call.sorted.tiles, call.sorted.how_many, call.sorted.max_tiles,
-        H=H, I=I, TOP_K=spec.top_k, KIND=product_kind(spec.weights, inner.device),
-        HAS_OUT_SLOTS=to.slots_R is not None, HAS_BIAS=weights.b2 is not None, WEIGHTED=spec.weight_on == "output",
-        FINALIZE=finalize, OUT=cut.out, TILE=cut.tile, TAIL=cut.tail, BLOCK=cut.block,
-        EARLY=call.early, num_warps=cut.warps, num_stages=cut.stages, **call.options,
-    )  # fmt: skip
+    given = (None, arguments.Weights(None, None, None, None, weights.b2), inner.given(to))
+    layer = call.layer(decoding.PLAIN.value, decoding.PLAIN.value, inner, finalize=finalize)
+    tiles = arguments.Tiles(triton.cdiv(H, cut.out), cut.out, cut.tile, cut.tail, cut.block, I, I, I, 1)
+    launch_tiles(call, boxed.boxed_result_tile, cut, given, layer, tiles, (rows, tail, boxes))
 
 
 def launch_inner(
@@ -396,46 +436,21 @@ def launch_inner(
     assert isinstance(cut, Cut)
     x, w = Rows.of(rows), Matrices.of(weights.w13)
     if cut.boxes and can_box(weights.w13, spec) and x.data.dtype == w.data.dtype:
-        _boxed_inner(call, x.data, slots_R, weights, inner.data, cut)
+        _boxed_inner(call, x, slots_R, weights, inner, cut)
         return
-    device = inner.data.device
     out = cut.out if act.gated or inner.is_numbers else cut.out // 2
     columns = out // 2 if act.gated else out
-    items = call.sorted.max_tiles * triton.cdiv(spec.intermediate_size, columns)
-    nothing = call.sorted.order_N
-    block = cut.block
-    if block > SPLIT_BLOCK and (x.format != w.format or spec.hidden_size % block):
-        block = SPLIT_BLOCK  # one at a time
-    stages = cut.stages * cut.block // block
+    block, compute = cut.block, products.inner_tile
     if cut.rows_first and act.gated and x.format == w.format and x.format in _ROWS_FIRST:
-        rows_first.rows_first_product[(blocks_for(items, device),)](
-            x.data, x.scales, nothing if slots_R is None else slots_R, w.data, w.scales,
-            nothing if weights.b13 is None else weights.b13, call.weights_RK, inner.data, inner.scales,
-            call.sorted.order_N, call.sorted.tiles, call.sorted.how_many, call.sorted.max_tiles,
-            x.data.stride(0), x.scales.stride(0),
-            H=spec.hidden_size, I=spec.intermediate_size, X_WIDTH=x.width, W_WIDTH=w.width, W_SCALE_WIDTH=w.scale_width,
-            W_STRIDE=w.stride, TOP_K=spec.top_k, FORMAT=x.format, KIND=product_kind(spec.weights, device),
-            HAS_SLOTS=slots_R is not None, HAS_BIAS=weights.b13 is not None, WEIGHTED=spec.weight_on == "input",
-            **_activation(spec), INTERLEAVED=act.interleaved, INNER=inner.held,
-            COLUMNS=columns, TILE=cut.tile, TAIL=cut.tail, BLOCK=cut.block, EARLY=call.early,
-            num_warps=cut.warps, num_stages=cut.stages, **call.options,
-        )  # fmt: skip
-        return
-    products.inner_product[(blocks_for(items, device),)](
-        x.data, x.scales, x.globals, nothing if slots_R is None else slots_R,
-        w.data, w.scales, w.global_scale, w.global_factor, nothing if weights.b13 is None else weights.b13,
-        call.weights_RK, inner.data, inner.scales,
-        call.sorted.order_N, call.sorted.tiles, call.sorted.how_many, call.sorted.max_tiles,
-        x.data.stride(0), x.scales.stride(0), x.global_stride,
-        H=spec.hidden_size, I=spec.intermediate_size, X_WIDTH=x.width, W_WIDTH=w.width, W_SCALE_WIDTH=w.scale_width,
-        W_STRIDE=w.stride, TOP_K=spec.top_k,
-        ROWS=x.format, WEIGHTS=w.format, KIND=product_kind(spec.weights, device),
-        HAS_SLOTS=slots_R is not None, X_GLOBAL=x.has_globals, HAS_GLOBAL=w.has_global,
-        HAS_BIAS=weights.b13 is not None, WEIGHTED=spec.weight_on == "input",
-        **_activation(spec), GATED=act.gated, INTERLEAVED=act.interleaved, INNER=inner.held,
-        OUT=out, TILE=cut.tile, TAIL=cut.tail, BLOCK=block, EARLY=call.early,
-        num_warps=cut.warps, num_stages=stages, **call.options,
+        compute = rows_first.rows_first_tile
+    elif block > SPLIT_BLOCK and (x.format != w.format or spec.hidden_size % block):
+        block = SPLIT_BLOCK  # one at a time
+    tiles = arguments.Tiles(
+        triton.cdiv(spec.intermediate_size, columns), out, cut.tile, cut.tail, block,
+        x.width, w.width, w.stride, w.scale_width,
     )  # fmt: skip
+    given = (x.given(slots_R), w.given(weights.b13), inner.given())
+    launch_tiles(call, compute, cut, given, call.layer(x.format, w.format, inner), tiles)
 
 
 def can_specialize(rows: EncodedRows, weights: ExpertWeights) -> bool:
@@ -447,7 +462,7 @@ def can_specialize(rows: EncodedRows, weights: ExpertWeights) -> bool:
     aligned = [x.data.data_ptr(), x.data.stride(0) * step, *(matrix.data.data_ptr() for matrix in held)]
     # Where a row begins is counted in 16 bytes, in 32 bits.
     near = x.data.shape[0] * x.data.stride(0) * step < 2**35
-    lines = x.data.stride(1) == 1 and x.scales.stride(1) == 1
+    lines = x.data.stride(1) == 1 and (x.scales is None or x.scales.stride(1) == 1)
     whole = all(matrix.data.is_contiguous() for matrix in held)
     return all(place % 16 == 0 for place in aligned) and near and lines and whole
 
@@ -468,7 +483,7 @@ def launch_specialized(
 
     from tokenyard.experts.fused.kernels import specialized
 
-    spec, by_sort = call.spec, call.sorted
+    spec, max_tiles = call.spec, call.sorted.max_tiles
     processors = torch.cuda.get_device_properties(rows.device).multi_processor_count
     x, activation = Rows.of(rows), {name.lower(): value for name, value in _activation(spec).items()}
     step = x.data.element_size()
@@ -478,33 +493,21 @@ def launch_specialized(
         flat = tensor.view(-1, width)
         return Boxes(flat, list(flat.shape), [width, 1], [lines, 128 // step], shared)
 
-    def scales(tensor: Tensor) -> Tensor | None:
-        return None if inner.is_numbers else tensor
-
-    routes = specialized.Routes(
-        by_sort.order_N, by_sort.tiles, by_sort.how_many, by_sort.max_tiles, call.weights_RK
-    )
-    results = specialized.Results(
-        inner.data, scales(inner.scales), to.left, to.out, to.slots_R, to.out.stride(0)
-    )
     for is_first in (True, False):
         w, bias = (weights.w13, weights.b13) if is_first else (weights.w2, weights.b2)
         held, sizes = Matrices.of(w), (spec.hidden_size, spec.intermediate_size)
         inputs, outputs = sizes if is_first else sizes[::-1]
-        data, row_scales = (x.data, x.scales) if is_first else (inner.data, inner.scales)
+        between = x._replace(data=inner.data, scales=inner.given().inner_scales)
         interleaved = is_first and spec.activation.interleaved
         w_boxes = boxes(held.data, 128, 2 * inputs if interleaved else inputs)
-        items = by_sort.max_tiles * triton.cdiv(outputs, 128 if is_first else 256)
+        items = max_tiles * triton.cdiv(outputs, 128 if is_first else 256)
         specialized.specialized_product[(max(1, min(items, processors)),)](
-            w_boxes if is_first else boxes(data, 64, inputs),
+            w_boxes if is_first else boxes(inner.data, 64, inputs),
             w_boxes,
-            specialized.Rows(
-                data, scales(row_scales), slots_R if is_first else None,
-                data.stride(0) * step // 16, row_scales.stride(0),
-            ),
-            specialized.Weights(scales(held.scales), bias),
-            routes,
-            results,
+            x.given(slots_R) if is_first else between.given(None),
+            arguments.Weights(None, held.scales, None, None, bias),
+            call.routes,
+            inner.given(to),
             PRODUCT=specialized.Product(
                 inputs=inputs, outputs=outputs, experts=spec.num_local_experts, top_k=spec.top_k, first=is_first,
                 interleaved=interleaved, weighted=spec.weight_on == ("input" if is_first else "output"),
@@ -529,36 +532,18 @@ def launch_result(
     spec, cut = call.spec, call.cuts.result
     assert isinstance(cut, Cut)
     if cut.boxes and inner.is_numbers and can_box(weights.w2, spec):
-        _boxed_result(call, weights, inner.data, to, cut, finalize=finalize)
+        _boxed_result(call, weights, inner, to, cut, finalize=finalize)
         return
-    w, nothing = Matrices.of(weights.w2), call.sorted.order_N
-    items = call.sorted.max_tiles * triton.cdiv(spec.hidden_size, cut.out)
-    device = inner.data.device
-    if cut.rows_first and not inner.is_numbers:
-        rows_first_result.rows_first_result[(blocks_for(items, device),)](
-            inner.data, inner.scales, w.data, w.scales, nothing if weights.b2 is None else weights.b2,
-            call.weights_RK, to.left, to.out, nothing if to.slots_R is None else to.slots_R,
-            to.out.stride(0), call.sorted.order_N, call.sorted.tiles, call.sorted.how_many, call.sorted.max_tiles,
-            H=spec.hidden_size, I=spec.intermediate_size, W_WIDTH=w.width, W_SCALE_WIDTH=w.scale_width,
-            W_STRIDE=w.stride, TOP_K=spec.top_k, KIND=product_kind(spec.weights, device),
-            HAS_OUT_SLOTS=to.slots_R is not None, HAS_BIAS=weights.b2 is not None, WEIGHTED=spec.weight_on == "output",
-            FINALIZE=finalize, INNER=inner.held, TILE=cut.tile, TAIL=cut.tail, EARLY=call.early,
-            num_warps=cut.warps, num_stages=cut.stages, **call.options,
-        )  # fmt: skip
-        return
-    products.result_product[(blocks_for(items, device),)](
-        inner.data, inner.scales, w.data, w.scales, w.global_scale, w.global_factor,
-        nothing if weights.b2 is None else weights.b2, call.weights_RK,
-        to.left, to.out, nothing if to.slots_R is None else to.slots_R, to.out.stride(0),
-        call.sorted.order_N, call.sorted.tiles, call.sorted.how_many, call.sorted.max_tiles,
-        H=spec.hidden_size, I=spec.intermediate_size, W_WIDTH=w.width, W_SCALE_WIDTH=w.scale_width,
-        W_STRIDE=w.stride, TOP_K=spec.top_k,
-        WEIGHTS=w.format, KIND=product_kind(spec.weights, device), HAS_OUT_SLOTS=to.slots_R is not None,
-        HAS_GLOBAL=w.has_global, HAS_BIAS=weights.b2 is not None, WEIGHTED=spec.weight_on == "output",
-        FINALIZE=finalize, INNER=inner.held,
-        OUT=cut.out, TILE=cut.tile, TAIL=cut.tail, BLOCK=cut.block, EARLY=call.early,
-        num_warps=cut.warps, num_stages=cut.stages, **call.options,
-    )  # fmt: skip
+    w = Matrices.of(weights.w2)
+    by_rows = cut.rows_first and not inner.is_numbers
+    compute = rows_first_result.rows_first_result_tile if by_rows else products.result_tile
+    out = 2 * SPLIT_BLOCK if by_rows else cut.out
+    across = triton.cdiv(spec.hidden_size, out)
+    tiles = arguments.Tiles(
+        across, out, cut.tile, cut.tail, cut.block, w.width, w.width, w.stride, w.scale_width
+    )
+    layer = call.layer(decoding.PLAIN.value, w.format, inner, finalize=finalize)
+    launch_tiles(call, compute, cut, (None, w.given(weights.b2), inner.given(to)), layer, tiles)
 
 
 def launch_sums(call: Launch, ids_RK: Tensor, to: Destination) -> None:

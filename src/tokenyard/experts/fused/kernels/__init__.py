@@ -1,6 +1,7 @@
 """A rank's experts as Triton kernels, from the rows that arrived to the results that `combine` reads.
 
     sorting            which pairs of a row and an expert there are, sorted by expert, and cut into tiles
+    arguments          what kernels are given, by what it is, and the loop over tiles that products share
     decoding           a tile of weights or of rows, in any format, as numbers
     products           the two matrix products, outputs × rows, with the activation and the weights inside them
     rows_first         the first for many rows, rows × outputs; rows_first_result: the second, of digits

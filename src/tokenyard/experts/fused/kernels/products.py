@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenyard.experts.fused.kernels.decoding import FP8_BLOCK, PLAIN, load_tile
 from tokenyard.experts.fused.kernels.digits import DIGITS, NUMBERS, split_product, store_inner
@@ -57,13 +56,6 @@ def activate(
     if GATED:
         value *= up
     return value
-
-
-@triton.jit
-def tile_of(tiles, max_tiles, item, ACROSS: tl.constexpr):
-    """Expert, first place and count of an item's tile; something of no meaning for an item behind the last."""
-    tile = tl.minimum(item // ACROSS, max_tiles - 1)
-    return tl.load(tiles + tile), tl.load(tiles + max_tiles + tile), tl.load(tiles + 2 * max_tiles + tile)
 
 
 @triton.jit
@@ -170,45 +162,40 @@ def two_block_product(
 
 
 @triton.jit
-def global_scale(divisors, factors, expert, output, OUTPUTS: tl.constexpr):
+def global_scale(weights, expert, output, OUTPUTS: tl.constexpr):
     """What the products of some outputs are multiplied with: the two halves of a matrix have their own."""
     half = expert * 2 + (output >= (OUTPUTS + 1) // 2).to(tl.int64)
-    return tl.load(factors + half) / tl.load(divisors + half)
+    return tl.load(weights.global_factor + half) / tl.load(weights.global_scale + half)
 
 
 @triton.jit
-def rows_of(order_N, slots_R, start, count, TILE: tl.constexpr, TOP_K: tl.constexpr, HAS_SLOTS: tl.constexpr):
+def rows_of(rows, routes, start, count, TILE: tl.constexpr, TOP_K: tl.constexpr):
     """The places of a tile's rows, which of them are rows, their pairs, and the lines where they stand."""
     t = tl.arange(0, TILE)
     place = start + tl.minimum(t, count - 1)  # behind the last row something is computed, and not stored
-    pair = unsigned(tl.load(order_N + place))
+    pair = unsigned(tl.load(routes.order_N + place))
     line = pair // TOP_K
-    if HAS_SLOTS:
-        line = tl.load(slots_R + line)
+    if rows.slots_R is not None:
+        line = tl.load(rows.slots_R + line)
     return place, t < count, pair, line
 
 
 @triton.jit
 def inner_tile(
-    x, x_scales, x_globals, slots_R, w13, w13_scales, w13_global, w13_factor, b13, weights_N,
-    inner, inner_scales, order_N, expert, start, count, column,
-    x_stride, x_scale_stride, x_global_stride,
-    H: tl.constexpr, I: tl.constexpr, X_WIDTH: tl.constexpr, W_WIDTH: tl.constexpr, W_SCALE_WIDTH: tl.constexpr,
-    W_STRIDE: tl.constexpr, TOP_K: tl.constexpr,
-    ROWS: tl.constexpr, WEIGHTS: tl.constexpr, KIND: tl.constexpr, HAS_SLOTS: tl.constexpr, X_GLOBAL: tl.constexpr,
-    HAS_GLOBAL: tl.constexpr, HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr, INNER: tl.constexpr,
-    OUT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    x_boxes, w_boxes, rows, weights, routes, results, expert, start, count, column,
+    LAYER: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One tile of the first product, activated, into `inner` at the places of `order_N`."""
-    place, is_row, pair, line = rows_of(order_N, slots_R, start, count, TILE, TOP_K, HAS_SLOTS)
+    H: tl.constexpr = LAYER.hidden
+    I: tl.constexpr = LAYER.intermediate
+    OUT: tl.constexpr = TILES.out
+    place, is_row, pair, line = rows_of(rows, routes, start, count, TILE, LAYER.top_k)
     j = tl.arange(0, OUT)
-    if GATED:
+    if LAYER.gated:
         COLUMNS: tl.constexpr = OUT // 2
         i = tl.minimum(column * COLUMNS + (j // 16) * 8 + j % 8, I - 1)
         half = (j // 8) % 2
-        if INTERLEAVED:
+        if LAYER.interleaved:
             output = 2 * i + half
         else:
             output = half * I + i
@@ -219,126 +206,78 @@ def inner_tile(
         output = i
         OUTPUTS: tl.constexpr = I
     expert = expert.to(tl.int64)
-    SCALE_LINES: tl.constexpr = (OUTPUTS + 127) // 128 if WEIGHTS == FP8_BLOCK else OUTPUTS
-    if BLOCK > 128:
-        tl.static_assert((BLOCK == 256) & (H % 256 == 0))
+    SCALE_LINES: tl.constexpr = (OUTPUTS + 127) // 128 if LAYER.weights == FP8_BLOCK else OUTPUTS
+    w = weights.data + expert * (OUTPUTS * TILES.stride)
+    w_scales = weights.scales
+    if w_scales is not None:
+        w_scales = w_scales + expert * (SCALE_LINES * TILES.scale_width)
+    if TILES.block > 128:
+        tl.static_assert((TILES.block == 256) & (H % 256 == 0))
         acc = two_block_product(
-            x, x_scales, line,
-            w13 + expert * (OUTPUTS * W_STRIDE), w13_scales + expert * (SCALE_LINES * W_SCALE_WIDTH), output,
-            x_stride, x_scale_stride, W_STRIDE, W_SCALE_WIDTH,
-            H, X_WIDTH, W_WIDTH, KIND, OUT, TILE,
+            rows.data, rows.scales, line, w, w_scales, output,
+            rows.stride, rows.scale_stride, TILES.stride, TILES.scale_width,
+            H, TILES.rows_width, TILES.width, LAYER.kind, OUT, TILE,
         )  # fmt: skip
     else:
         acc = block_product(
-            x, x_scales, line,
-            w13 + expert * (OUTPUTS * W_STRIDE), w13_scales + expert * (SCALE_LINES * W_SCALE_WIDTH), output,
-            x_stride, x_scale_stride, W_STRIDE, W_SCALE_WIDTH,
-            H, X_WIDTH, W_WIDTH, ROWS, WEIGHTS, KIND, OUT, TILE, BLOCK,
+            rows.data, rows.scales, line, w, w_scales, output,
+            rows.stride, rows.scale_stride, TILES.stride, TILES.scale_width,
+            H, TILES.rows_width, TILES.width, LAYER.rows, LAYER.weights, LAYER.kind, OUT, TILE, TILES.block,
         )  # fmt: skip
-    if HAS_GLOBAL:
-        acc *= global_scale(w13_global, w13_factor, expert, output, OUTPUTS)[:, None]
-    if X_GLOBAL:
-        acc = acc / tl.load(x_globals + line.to(tl.int64) * x_global_stride)[None, :]
-    if WEIGHTED:
-        acc *= tl.load(weights_N + pair).to(tl.float32)[None, :]
-    if HAS_BIAS:
-        acc += tl.load(b13 + expert * OUTPUTS + output).to(tl.float32)[:, None]
-    if GATED:
+    if weights.global_scale is not None:
+        acc *= global_scale(weights, expert, output, OUTPUTS)[:, None]
+    if rows.globals is not None:
+        acc = acc / tl.load(rows.globals + line.to(tl.int64) * rows.global_stride)[None, :]
+    if LAYER.weight_on_input:
+        acc *= tl.load(routes.weights_N + pair).to(tl.float32)[None, :]
+    if weights.bias is not None:
+        acc += tl.load(weights.bias + expert * OUTPUTS + output).to(tl.float32)[:, None]
+    if LAYER.gated:
         both = tl.permute(tl.reshape(acc, [OUT // 16, 2, 8, TILE]), [0, 2, 3, 1])
         gate, up = tl.split(both)
-        value = activate(gate, up, ACTIVATION, True, LIMIT, ALPHA, SHIFT)
+        value = activate(gate, up, LAYER.activation, True, LAYER.limit, LAYER.alpha, LAYER.shift)
         value = tl.reshape(value, [COLUMNS, TILE])
     else:
-        value = activate(acc, acc, ACTIVATION, False, LIMIT, ALPHA, SHIFT)
-    if INNER != NUMBERS:
+        value = activate(acc, acc, LAYER.activation, False, LAYER.limit, LAYER.alpha, LAYER.shift)
+    if LAYER.inner != NUMBERS:
         tl.static_assert(COLUMNS == 128)
-        store_inner(value, place, is_row, column, inner, inner_scales, I, 0, INNER)
+        store_inner(value, place, is_row, column, results.inner, results.inner_scales, I, 0, LAYER.inner)
     else:
         c = column * COLUMNS + tl.arange(0, COLUMNS)
-        where = inner + place.to(tl.int64)[None, :] * I + c[:, None]
-        tl.store(where, value.to(inner.dtype.element_ty), mask=(c < I)[:, None] & is_row[None, :])
-
-
-@triton.jit(do_not_specialize=["how_many", "max_tiles"])
-def inner_product(
-    x, x_scales, x_globals, slots_R, w13, w13_scales, w13_global, w13_factor, b13, weights_N,
-    inner, inner_scales, order_N, tiles, how_many, max_tiles, x_stride, x_scale_stride, x_global_stride,
-    H: tl.constexpr, I: tl.constexpr, X_WIDTH: tl.constexpr, W_WIDTH: tl.constexpr, W_SCALE_WIDTH: tl.constexpr,
-    W_STRIDE: tl.constexpr, TOP_K: tl.constexpr,
-    ROWS: tl.constexpr, WEIGHTS: tl.constexpr, KIND: tl.constexpr, HAS_SLOTS: tl.constexpr, X_GLOBAL: tl.constexpr,
-    HAS_GLOBAL: tl.constexpr, HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr, INNER: tl.constexpr,
-    OUT: tl.constexpr, TILE: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """The first product of all experts: every block takes tiles in turn."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
-    COLUMNS: tl.constexpr = OUT // 2 if GATED else OUT
-    ACROSS: tl.constexpr = (I + COLUMNS - 1) // COLUMNS
-    # A tile is looked up before it is known to be there, and the next one early: no load waits for another.
-    expert, start, count = tile_of(tiles, max_tiles, tl.program_id(0), ACROSS)
-    total = tl.load(how_many) * ACROSS
-    for item in range(tl.program_id(0), total, tl.num_programs(0)):
-        column = item % ACROSS
-        next_expert, next_start, next_count = tile_of(tiles, max_tiles, item + tl.num_programs(0), ACROSS)
-        if (TAIL > 0) & (count <= TAIL):
-            inner_tile(
-                x, x_scales, x_globals, slots_R, w13, w13_scales, w13_global, w13_factor, b13, weights_N,
-                inner, inner_scales, order_N, expert, start, count, column,
-                x_stride, x_scale_stride, x_global_stride,
-                H, I, X_WIDTH, W_WIDTH, W_SCALE_WIDTH, W_STRIDE, TOP_K,
-                ROWS, WEIGHTS, KIND, HAS_SLOTS, X_GLOBAL, HAS_GLOBAL, HAS_BIAS, WEIGHTED,
-                ACTIVATION, GATED, INTERLEAVED, LIMIT, ALPHA, SHIFT, INNER, OUT, TAIL if TAIL > 0 else TILE, BLOCK,
-            )  # fmt: skip
-        else:
-            inner_tile(
-                x, x_scales, x_globals, slots_R, w13, w13_scales, w13_global, w13_factor, b13, weights_N,
-                inner, inner_scales, order_N, expert, start, count, column,
-                x_stride, x_scale_stride, x_global_stride,
-                H, I, X_WIDTH, W_WIDTH, W_SCALE_WIDTH, W_STRIDE, TOP_K,
-                ROWS, WEIGHTS, KIND, HAS_SLOTS, X_GLOBAL, HAS_GLOBAL, HAS_BIAS, WEIGHTED,
-                ACTIVATION, GATED, INTERLEAVED, LIMIT, ALPHA, SHIFT, INNER, OUT, TILE, BLOCK,
-            )  # fmt: skip
-        expert, start, count = next_expert, next_start, next_count
+        where = results.inner + place.to(tl.int64)[None, :] * I + c[:, None]
+        tl.store(where, value.to(results.inner.dtype.element_ty), mask=(c < I)[:, None] & is_row[None, :])
 
 
 @triton.jit
-def deliver(
-    value, place, is_row, n, is_output, weights_N, left, out, out_slots_R, out_stride,
-    H: tl.constexpr, TOP_K: tl.constexpr, HAS_OUT_SLOTS: tl.constexpr, WEIGHTED: tl.constexpr,
-):  # fmt: skip
+def deliver(value, place, is_row, n, is_output, routes, results, LAYER: tl.constexpr):
     """Results `[OUT, TILE]`: alone in their row, weighted, into `out`; else into `left`, for their row's sum."""
+    left, out = results.left, results.out
     pair = unsigned(place)
-    row = pair // TOP_K
+    row = pair // LAYER.top_k
     value = value.to(left.dtype.element_ty)
     shared = is_row & (place < 0)
-    where = left + pair.to(tl.int64)[None, :] * H + n[:, None]
+    where = left + pair.to(tl.int64)[None, :] * LAYER.hidden + n[:, None]
     tl.store(where, value, mask=is_output[:, None] & shared[None, :])
     line = row
-    if HAS_OUT_SLOTS:
-        line = tl.load(out_slots_R + row, mask=is_row, other=0)
-    home = out + line.to(tl.int64)[None, :] * out_stride + n[:, None]
+    if results.out_slots_R is not None:
+        line = tl.load(results.out_slots_R + row, mask=is_row, other=0)
+    home = out + line.to(tl.int64)[None, :] * results.out_stride + n[:, None]
     alone = is_row & (place >= 0)
     weighted = value.to(tl.float32)
-    if WEIGHTED:
-        weighted *= tl.load(weights_N + pair, mask=is_row, other=0.0).to(tl.float32)[None, :]
+    if not LAYER.weight_on_input:
+        weighted *= tl.load(routes.weights_N + pair, mask=is_row, other=0.0).to(tl.float32)[None, :]
     tl.store(home, weighted.to(out.dtype.element_ty), mask=is_output[:, None] & alone[None, :])
 
 
 @triton.jit
 def result_tile(
-    inner, inner_scales, w2, w2_scales, w2_global, w2_factor, b2, weights_N,
-    left, out, out_slots_R, out_stride,
-    order_N, expert, start, count, column,
-    H: tl.constexpr, I: tl.constexpr, W_WIDTH: tl.constexpr, W_SCALE_WIDTH: tl.constexpr,
-    W_STRIDE: tl.constexpr, TOP_K: tl.constexpr,
-    WEIGHTS: tl.constexpr, KIND: tl.constexpr, HAS_OUT_SLOTS: tl.constexpr, HAS_GLOBAL: tl.constexpr,
-    HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr, FINALIZE: tl.constexpr, INNER: tl.constexpr,
-    OUT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    x_boxes, w_boxes, rows, weights, routes, results, expert, start, count, column,
+    LAYER: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One tile of the second product, delivered."""
+    H: tl.constexpr = LAYER.hidden
+    I: tl.constexpr = LAYER.intermediate
+    OUT: tl.constexpr = TILES.out
     t = tl.arange(0, TILE)
     is_row = t < count
     place = start + tl.minimum(t, count - 1)
@@ -346,76 +285,36 @@ def result_tile(
     is_output = n < H
     output = tl.minimum(n, H - 1)
     expert = expert.to(tl.int64)
-    SCALE_LINES: tl.constexpr = (H + 127) // 128 if WEIGHTS == FP8_BLOCK else H
-    w, w_scales = w2 + expert * (H * W_STRIDE), w2_scales + expert * (SCALE_LINES * W_SCALE_WIDTH)
-    if INNER == DIGITS:
-        tl.static_assert(BLOCK == 128)
+    SCALE_LINES: tl.constexpr = (H + 127) // 128 if LAYER.weights == FP8_BLOCK else H
+    w = weights.data + expert * (H * TILES.stride)
+    w_scales = weights.scales
+    if w_scales is not None:
+        w_scales = w_scales + expert * (SCALE_LINES * TILES.scale_width)
+    inner, inner_scales = results.inner, results.inner_scales
+    if LAYER.inner == DIGITS:
+        tl.static_assert(TILES.block == 128)
         acc = split_product(
-            inner, inner_scales, place, is_row, w, w_scales, output, W_STRIDE, W_SCALE_WIDTH,
-            I, W_WIDTH, KIND, OUT, TILE,
+            inner, inner_scales, place, is_row, w, w_scales, output, TILES.stride, TILES.scale_width,
+            I, TILES.width, LAYER.kind, OUT, TILE,
         )  # fmt: skip
-    elif INNER != NUMBERS:
+    elif LAYER.inner != NUMBERS:
         WIDTH: tl.constexpr = (I + 127) // 128 * 128
         acc = block_product(
-            inner, inner_scales, place, w, w_scales, output, WIDTH, WIDTH // 128, W_STRIDE, W_SCALE_WIDTH,
-            I, WIDTH, W_WIDTH, FP8_BLOCK, WEIGHTS, KIND, OUT, TILE, BLOCK,
+            inner, inner_scales, place, w, w_scales, output, WIDTH, WIDTH // 128, TILES.stride, TILES.scale_width,
+            I, WIDTH, TILES.width, FP8_BLOCK, LAYER.weights, LAYER.kind, OUT, TILE, TILES.block,
         )  # fmt: skip
     else:
         acc = block_product(
-            inner, inner, place, w, w_scales, output, I, 1, W_STRIDE, W_SCALE_WIDTH,
-            I, I, W_WIDTH, PLAIN, WEIGHTS, KIND, OUT, TILE, BLOCK,
+            inner, inner, place, w, w_scales, output, I, 1, TILES.stride, TILES.scale_width,
+            I, I, TILES.width, PLAIN, LAYER.weights, LAYER.kind, OUT, TILE, TILES.block,
         )  # fmt: skip
-    if HAS_GLOBAL:
-        acc *= global_scale(w2_global, w2_factor, expert, output, H)[:, None]
-    if HAS_BIAS:
-        acc += tl.load(b2 + expert * H + output).to(tl.float32)[:, None]
-    place = tl.load(order_N + place)
-    if FINALIZE:
-        deliver(
-            acc, place, is_row, n, is_output, weights_N, left, out, out_slots_R, out_stride,
-            H, TOP_K, HAS_OUT_SLOTS, WEIGHTED,
-        )  # fmt: skip
+    if weights.global_scale is not None:
+        acc *= global_scale(weights, expert, output, H)[:, None]
+    if weights.bias is not None:
+        acc += tl.load(weights.bias + expert * H + output).to(tl.float32)[:, None]
+    place = tl.load(routes.order_N + place)
+    if LAYER.finalize:
+        deliver(acc, place, is_row, n, is_output, routes, results, LAYER)
     else:
-        where = left + unsigned(place).to(tl.int64)[None, :] * H + n[:, None]
-        tl.store(where, acc.to(left.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
-
-
-@triton.jit(do_not_specialize=["how_many", "max_tiles"])
-def result_product(
-    inner, inner_scales, w2, w2_scales, w2_global, w2_factor, b2, weights_N,
-    left, out, out_slots_R, out_stride,
-    order_N, tiles, how_many, max_tiles,
-    H: tl.constexpr, I: tl.constexpr, W_WIDTH: tl.constexpr, W_SCALE_WIDTH: tl.constexpr,
-    W_STRIDE: tl.constexpr, TOP_K: tl.constexpr,
-    WEIGHTS: tl.constexpr, KIND: tl.constexpr, HAS_OUT_SLOTS: tl.constexpr, HAS_GLOBAL: tl.constexpr,
-    HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr, FINALIZE: tl.constexpr, INNER: tl.constexpr,
-    OUT: tl.constexpr, TILE: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """The second product of all experts: every block takes tiles in turn."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
-    ACROSS: tl.constexpr = (H + OUT - 1) // OUT
-    # A tile is looked up before it is known to be there, and the next one early: no load waits for another.
-    expert, start, count = tile_of(tiles, max_tiles, tl.program_id(0), ACROSS)
-    total = tl.load(how_many) * ACROSS
-    for item in range(tl.program_id(0), total, tl.num_programs(0)):
-        column = item % ACROSS
-        next_expert, next_start, next_count = tile_of(tiles, max_tiles, item + tl.num_programs(0), ACROSS)
-        if (TAIL > 0) & (count <= TAIL):
-            result_tile(
-                inner, inner_scales, w2, w2_scales, w2_global, w2_factor, b2, weights_N,
-                left, out, out_slots_R, out_stride, order_N, expert, start, count, column,
-                H, I, W_WIDTH, W_SCALE_WIDTH, W_STRIDE, TOP_K,
-                WEIGHTS, KIND, HAS_OUT_SLOTS, HAS_GLOBAL, HAS_BIAS, WEIGHTED, FINALIZE, INNER,
-                OUT, TAIL if TAIL > 0 else TILE, BLOCK,
-            )  # fmt: skip
-        else:
-            result_tile(
-                inner, inner_scales, w2, w2_scales, w2_global, w2_factor, b2, weights_N,
-                left, out, out_slots_R, out_stride, order_N, expert, start, count, column,
-                H, I, W_WIDTH, W_SCALE_WIDTH, W_STRIDE, TOP_K,
-                WEIGHTS, KIND, HAS_OUT_SLOTS, HAS_GLOBAL, HAS_BIAS, WEIGHTED, FINALIZE, INNER,
-                OUT, TILE, BLOCK,
-            )  # fmt: skip
-        expert, start, count = next_expert, next_start, next_count
+        where = results.left + unsigned(place).to(tl.int64)[None, :] * H + n[:, None]
+        tl.store(where, acc.to(results.left.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenyard.experts.fused.kernels.decoding import FP8_BLOCK, load_tile
 from tokenyard.experts.fused.kernels.digits import MASKED_FROM, NUMBERS, store_inner
-from tokenyard.experts.fused.kernels.products import activate, block_part, rows_of, tile_of
+from tokenyard.experts.fused.kernels.products import activate, block_part, rows_of
 
 
 @triton.jit
@@ -53,110 +52,74 @@ def block_scale(by_row, scales, output, first, stride, LAST: tl.constexpr, EDGE:
 
 @triton.jit
 def rows_first_tile(
-    x, x_scales, slots_R, w13, w13_scales, b13, weights_N, inner, inner_scales,
-    order_N, expert, start, count, column, x_stride, x_scale_stride,
-    H: tl.constexpr, I: tl.constexpr, X_WIDTH: tl.constexpr, W_WIDTH: tl.constexpr, W_SCALE_WIDTH: tl.constexpr,
-    W_STRIDE: tl.constexpr, TOP_K: tl.constexpr,
-    FORMAT: tl.constexpr, KIND: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
-    ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr, INNER: tl.constexpr,
-    COLUMNS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    x_boxes, w_boxes, rows, weights, routes, results, expert, start, count, column,
+    LAYER: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One tile of the first product, activated, into `inner` at the places of `order_N`."""
-    place, is_row, pair, line = rows_of(order_N, slots_R, start, count, TILE, TOP_K, HAS_SLOTS)
+    H: tl.constexpr = LAYER.hidden
+    I: tl.constexpr = LAYER.intermediate
+    KIND: tl.constexpr = LAYER.kind
+    FORMAT: tl.constexpr = LAYER.weights
+    BLOCK: tl.constexpr = TILES.block
+    COLUMNS: tl.constexpr = TILES.out // 2
+    W_STRIDE: tl.constexpr = TILES.stride
+    W_SCALE_WIDTH: tl.constexpr = TILES.scale_width
+    place, is_row, pair, line = rows_of(rows, routes, start, count, TILE, LAYER.top_k)
     c = column * COLUMNS + tl.arange(0, COLUMNS)
     if I % COLUMNS == 0:
         i = c  # lines at equal distances: one address is enough for all
     else:
         i = tl.minimum(c, I - 1)
-    if INTERLEAVED:
+    if LAYER.interleaved:
         gates, ups = 2 * i, 2 * i + 1
     else:
         gates, ups = i, I + i
     SCALED: tl.constexpr = FORMAT == FP8_BLOCK
     if SCALED:
         tl.static_assert(COLUMNS == 128)
-    GATE_EDGE: tl.constexpr = 64 if INTERLEAVED else 128
-    UP_EDGE: tl.constexpr = 64 if INTERLEAVED else 128 - I % 128
+    GATE_EDGE: tl.constexpr = 64 if LAYER.interleaved else 128
+    UP_EDGE: tl.constexpr = 64 if LAYER.interleaved else 128 - I % 128
     LAST: tl.constexpr = (2 * I - 1) // 128
     # By a reduction, whose result the compiler keeps: what it can compute again, it does, and runs out of registers.
     first_gate, first_up = tl.min(gates, axis=0), tl.min(ups, axis=0)
     expert = expert.to(tl.int64)
-    w = w13 + expert * (2 * I * W_STRIDE)
-    w_scales = w13_scales + expert * (((2 * I + 127) // 128) * W_SCALE_WIDTH)
-    x_scale = x_scales + line.to(tl.int64) * x_scale_stride
+    w = weights.data + expert * (2 * I * W_STRIDE)
+    w_scales = weights.scales
+    if SCALED:
+        w_scales = w_scales + expert * (((2 * I + 127) // 128) * W_SCALE_WIDTH)
+        x_scale = rows.scales + line.to(tl.int64) * rows.scale_stride
     EVEN: tl.constexpr = H % BLOCK == 0
     gate = tl.zeros([TILE, COLUMNS], tl.float32)
     up = tl.zeros([TILE, COLUMNS], tl.float32)
     for first in range(0, H, BLOCK):
-        rows = load_rows(x, x_scales, line, is_row, first, X_WIDTH, x_stride, x_scale_stride,
+        some = load_rows(rows.data, rows.scales, line, is_row, first, TILES.rows_width, rows.stride, rows.scale_stride,
                          FORMAT, TILE, BLOCK, EVEN, KIND)  # fmt: skip
-        gate_weights = load_tile(w, w_scales, gates, first, W_WIDTH, W_STRIDE, W_SCALE_WIDTH,
+        gate_weights = load_tile(w, w_scales, gates, first, TILES.width, W_STRIDE, W_SCALE_WIDTH,
                                  FORMAT, COLUMNS, BLOCK, EVEN, KIND)  # fmt: skip
-        up_weights = load_tile(w, w_scales, ups, first, W_WIDTH, W_STRIDE, W_SCALE_WIDTH,
+        up_weights = load_tile(w, w_scales, ups, first, TILES.width, W_STRIDE, W_SCALE_WIDTH,
                                FORMAT, COLUMNS, BLOCK, EVEN, KIND)  # fmt: skip
         if SCALED:
             by_row = tl.load(x_scale + first // 128)[:, None]
             gate_scale = block_scale(by_row, w_scales, first_gate, first, W_SCALE_WIDTH, LAST, GATE_EDGE)
             up_scale = block_scale(by_row, w_scales, first_up, first, W_SCALE_WIDTH, LAST, UP_EDGE)
-            gate += block_part(rows, gate_weights, KIND) * gate_scale
-            up += block_part(rows, up_weights, KIND) * up_scale
+            gate += block_part(some, gate_weights, KIND) * gate_scale
+            up += block_part(some, up_weights, KIND) * up_scale
         elif KIND == tl.float32:
-            gate += block_part(rows, gate_weights, KIND)
-            up += block_part(rows, up_weights, KIND)
+            gate += block_part(some, gate_weights, KIND)
+            up += block_part(some, up_weights, KIND)
         else:
-            gate = tl.dot(rows, tl.trans(gate_weights), gate)
-            up = tl.dot(rows, tl.trans(up_weights), up)
-    if WEIGHTED:
-        weight = tl.load(weights_N + pair).to(tl.float32)[:, None]
+            gate = tl.dot(some, tl.trans(gate_weights), gate)
+            up = tl.dot(some, tl.trans(up_weights), up)
+    if LAYER.weight_on_input:
+        weight = tl.load(routes.weights_N + pair).to(tl.float32)[:, None]
         gate, up = gate * weight, up * weight
-    if HAS_BIAS:
-        gate += tl.load(b13 + expert * (2 * I) + gates).to(tl.float32)[None, :]
-        up += tl.load(b13 + expert * (2 * I) + ups).to(tl.float32)[None, :]
-    value = activate(gate, up, ACTIVATION, True, LIMIT, ALPHA, SHIFT)
-    if INNER != NUMBERS:
+    if weights.bias is not None:
+        gate += tl.load(weights.bias + expert * (2 * I) + gates).to(tl.float32)[None, :]
+        up += tl.load(weights.bias + expert * (2 * I) + ups).to(tl.float32)[None, :]
+    value = activate(gate, up, LAYER.activation, True, LAYER.limit, LAYER.alpha, LAYER.shift)
+    if LAYER.inner != NUMBERS:
         tl.static_assert(COLUMNS == 128)
-        store_inner(value, place, is_row, column, inner, inner_scales, I, 1, INNER)
+        store_inner(value, place, is_row, column, results.inner, results.inner_scales, I, 1, LAYER.inner)
     else:
-        where = inner + place.to(tl.int64)[:, None] * I + c[None, :]
-        tl.store(where, value.to(inner.dtype.element_ty), mask=(c < I)[None, :] & is_row[:, None])
-
-
-@triton.jit(do_not_specialize=["how_many", "max_tiles"])
-def rows_first_product(
-    x, x_scales, slots_R, w13, w13_scales, b13, weights_N, inner, inner_scales,
-    order_N, tiles, how_many, max_tiles, x_stride, x_scale_stride,
-    H: tl.constexpr, I: tl.constexpr, X_WIDTH: tl.constexpr, W_WIDTH: tl.constexpr, W_SCALE_WIDTH: tl.constexpr,
-    W_STRIDE: tl.constexpr, TOP_K: tl.constexpr,
-    FORMAT: tl.constexpr, KIND: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
-    ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr, INNER: tl.constexpr,
-    COLUMNS: tl.constexpr, TILE: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """The first product of all experts: every block takes tiles in turn."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
-    ACROSS: tl.constexpr = (I + COLUMNS - 1) // COLUMNS
-    expert, start, count = tile_of(tiles, max_tiles, tl.program_id(0), ACROSS)  # early, as in `products`
-    total = tl.load(how_many) * ACROSS
-    for item in range(tl.program_id(0), total, tl.num_programs(0)):
-        column = item % ACROSS
-        next_expert, next_start, next_count = tile_of(tiles, max_tiles, item + tl.num_programs(0), ACROSS)
-        if (TAIL > 0) & (count <= TAIL):
-            rows_first_tile(
-                x, x_scales, slots_R, w13, w13_scales, b13, weights_N, inner, inner_scales,
-                order_N, expert, start, count, column, x_stride, x_scale_stride,
-                H, I, X_WIDTH, W_WIDTH, W_SCALE_WIDTH, W_STRIDE, TOP_K,
-                FORMAT, KIND, HAS_SLOTS, HAS_BIAS, WEIGHTED, ACTIVATION, INTERLEAVED, LIMIT, ALPHA, SHIFT,
-                INNER, COLUMNS, TAIL if TAIL > 0 else TILE, BLOCK,
-            )  # fmt: skip
-        else:
-            rows_first_tile(
-                x, x_scales, slots_R, w13, w13_scales, b13, weights_N, inner, inner_scales,
-                order_N, expert, start, count, column, x_stride, x_scale_stride,
-                H, I, X_WIDTH, W_WIDTH, W_SCALE_WIDTH, W_STRIDE, TOP_K,
-                FORMAT, KIND, HAS_SLOTS, HAS_BIAS, WEIGHTED, ACTIVATION, INTERLEAVED, LIMIT, ALPHA, SHIFT,
-                INNER, COLUMNS, TILE, BLOCK,
-            )  # fmt: skip
-        expert, start, count = next_expert, next_start, next_count
+        where = results.inner + place.to(tl.int64)[:, None] * I + c[None, :]
+        tl.store(where, value.to(results.inner.dtype.element_ty), mask=(c < I)[None, :] & is_row[:, None])

@@ -16,7 +16,7 @@ blocks change places: else those with even numbers would get all long tiles of e
 Rows that were copied are written to shared memory as ordinary stores are, and read by tensor cores, which see it by
 another way: whoever multiplies waits for the copies, and puts a fence between.
 
-**Arguments** are grouped by what they are. `None` stands for what a layer does not have.
+Arguments are grouped as in `kernels.arguments`; matrices come in boxes alone.
 """
 
 from __future__ import annotations
@@ -38,44 +38,6 @@ from tokenyard.experts.fused.kernels.packed import activate, depends, start_copy
 
 # Younger Tritons have another name for it.
 start_box = getattr(tma, "async_load", tma.async_copy_global_to_shared)
-
-
-class Rows(NamedTuple):
-    """The rows of a product."""
-
-    data: Any
-    scales: Any  # None: numbers of 16 bits
-    slots_R: Any  # where each row stands, or None: one after the other
-    line: Any  # 16-byte units from a row to the next
-    scale_stride: Any
-
-
-class Weights(NamedTuple):
-    """What belongs to the matrices of a product, beside themselves."""
-
-    scales: Any  # None: numbers of 16 bits
-    bias: Any  # or None
-
-
-class Routes(NamedTuple):
-    """Which rows go to which expert (`kernels.sorting`), and the weights of pairs."""
-
-    order_N: Any
-    tiles: Any
-    how_many: Any
-    max_tiles: Any
-    weights_N: Any
-
-
-class Results(NamedTuple):
-    """Where the first product leaves its results, and where the second does."""
-
-    inner: Any
-    inner_scales: Any  # None: numbers of 16 bits
-    left: Any
-    out: Any
-    out_slots_R: Any  # or None
-    out_stride: Any
 
 
 class Product(NamedTuple):
@@ -192,8 +154,8 @@ def load_tiles(x_boxes, w_boxes, rows, weights, routes, stages, PRODUCT: gl.cons
             # In units of 16 bytes they fit into 32 bits: pointers are made at each step, and take no registers.
             near = start + gl.minimum(r, count - 1)
             far = start + gl.minimum(r + 64, count - 1)
-            line0 = lines_of(rows, routes, near, PRODUCT.top_k) * rows.line
-            line1 = lines_of(rows, routes, far, PRODUCT.top_k) * rows.line
+            line0 = lines_of(rows, routes, near, PRODUCT.top_k) * (rows.stride // UNIT)
+            line1 = lines_of(rows, routes, far, PRODUCT.top_k) * (rows.stride // UNIT)
             # Rows that are not there are zero: they cost neither memory nor power.
             is_row0 = (r < count)[:, None]
             is_row1 = (r + 64 < count)[:, None]
