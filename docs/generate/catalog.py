@@ -117,7 +117,7 @@ PAGES = (
             "tokenyard": ("open_checkpoint", "Checkpoint", "open_together", "load_experts"),
             "tokenyard.checkpoints": (
                 *("CheckpointLayer", "StoredTensor", "convert", "Conversion", "ConvertedLayer", "TARGETS"),
-                "recipe_inner",
+                *("recipe_inner", "CONFIG", "read_json", "text_config"),
             ),
             "tokenyard.lab.shipped": ("shipped_model",),
         },

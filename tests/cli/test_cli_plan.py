@@ -37,7 +37,7 @@ def test_table_shows_wiring_and_bytes(config):
     result = call("plan", "--config", config.parent, "--ranks", 3, "--wire", "nvfp4")
     assert result.exit_code == 0
     for words in (
-        "3 layers on 3 ranks, exchange two_sided",
+        "3 layers on 3 ranks, exchange one_sided (auto: if the ranks share memory)",
         "model.layers.0.mlp",
         "2 to 3 a rank",
         "quantize: sender",

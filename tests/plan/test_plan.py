@@ -71,7 +71,7 @@ def test_what_cannot_be_wired_is_refused_with_alternatives_that_run(name):
         changes = changes | {"experts": Swizzled}
     impossible = [spec("body"), spec("odd", **changes)]
     with pytest.raises(ty.PlanError, match=re.escape(message)) as caught:
-        ty.draft(impossible, 2)
+        ty.draft(impossible, 2, exchange="two_sided")
     error = caught.value
     assert error.layer == "odd"
     assert str(error).startswith("layer 'odd': ")
@@ -99,7 +99,7 @@ def run_every_layer(group, layers, exchange):
 def test_an_alternative_of_one_layer_must_not_break_another():
     # With allgather the self-routing layer fits, and so do all others: the exchange may be offered.
     with pytest.raises(ty.PlanError) as caught:
-        ty.draft([spec("a"), spec("b", experts="self_routing", router=router)], 2)
+        ty.draft([spec("a"), spec("b", experts="self_routing", router=router)], 2, exchange="two_sided")
     assert Alternative(changes={"exchange": "allgather"}) in caught.value.alternatives
 
 
@@ -333,8 +333,8 @@ def test_a_plan_tells_what_is_quantized_between_the_products():
         spec(name="codes", weights="fp8_block128", inner="fp8_block128"),
     ]
     exact, codes = str(draft(layers, 2, max_tokens=4)).split("codes: ")
-    assert "grouped, fp8_block128 weights, 5 experts" in exact
-    assert "grouped, fp8_block128 weights, fp8_block128 between the products, 5 experts" in codes
+    assert "grouped (auto: on CPUs), fp8_block128 weights, 5 experts" in exact
+    assert "(auto: on CPUs), fp8_block128 weights, fp8_block128 between the products, 5 experts" in codes
 
 
 def test_a_plan_tells_what_experts_take_for_weights_in_another_form():
@@ -392,9 +392,9 @@ def test_the_environment_overrides_the_exchange(monkeypatch):
 def test_a_plan_prints_a_row_per_distinct_wiring_with_duties_and_bytes():
     body = {"hidden_size": 100, "wire": "mxfp8(alignment=256)", "max_tokens": 8}
     head = spec("head", hidden_size=48, top_k=1, num_experts=3, reduce_ranks="caller")
-    drafted = ty.draft([spec("moe.0", **body), spec("moe.1", **body), head], 4)
+    drafted = ty.draft([spec("moe.0", **body), spec("moe.1", **body), head], 4, exchange="two_sided")
     text = str(drafted)
-    assert "plan of 3 layers on 4 ranks, exchange two_sided" in text
+    assert "plan of 3 layers on 4 ranks, exchange two_sided, 1 in flight" in text
     assert "moe.0 … moe.1 (2 layers)" in text
     assert (
         "quantize: sender, pad: sender, weight: experts, reduce experts: experts, reduce ranks: exchange"
@@ -554,7 +554,7 @@ def test_a_layer_is_made_of_a_plan_a_name_and_weights():
 
 
 def crossed_plans(group):
-    plans = [ty.plan([spec()], group), ty.plan([spec()], group)]
+    plans = [ty.plan([spec()], group, exchange="two_sided") for _ in range(2)]
     x_TH, routes = batch(spec(), 4)
     error = raised(build(plans[group.rank], "moe"), x_TH, routes)
     y_TH = build(plans[0], "moe")(x_TH, routes)

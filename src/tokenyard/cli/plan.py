@@ -22,7 +22,7 @@ _MOST_RANKS = 65536
 def plan(
     config: Annotated[Path, typer.Option(help="A Hugging Face config.json, or the folder that holds it.")],
     ranks: Annotated[int, typer.Option(min=1, max=_MOST_RANKS, help="Ranks in the EP group.")],
-    exchange: Annotated[str, typer.Option(help="How rows move.")] = "two_sided",
+    exchange: Annotated[str, typer.Option(help="How rows move.")] = "auto",
     wire: Annotated[
         str | None,
         typer.Option(help="The format in which rows travel out.", show_default="the model's dtype"),
@@ -43,7 +43,7 @@ def plan(
         int, typer.Option(min=1, help="The most tokens that a rank brings in a call.")
     ] = 4096,
     placement: Annotated[str, typer.Option(help="Which rank owns which expert.")] = "contiguous",
-    experts: Annotated[str, typer.Option(help="What computes.")] = "grouped",
+    experts: Annotated[str, typer.Option(help="What computes.")] = "auto",
     in_flight: Annotated[int, typer.Option(min=1, help="Dispatches in flight at a time.")] = 1,
     as_json: JsonFlag = False,
 ) -> None:
@@ -96,7 +96,7 @@ def _experts_per_rank(wiring: Wiring) -> dict[str, int]:
 
 
 def _show(drafted: Draft) -> None:
-    from tokenyard.planning.drafting import count, span
+    from tokenyard.planning.drafting import chosen, count, span
     from tokenyard.units import size
 
     fields, rows = as_fields(drafted), []
@@ -122,7 +122,7 @@ def _show(drafted: Draft) -> None:
         rows,
         show_lines=True,
         title=f"{count(fields['num_layers'], 'layer')} on {count(drafted.world, 'rank')}, exchange "
-        f"{drafted.exchange.name}, {drafted.in_flight} in flight",
+        f"{drafted.exchange.name}{chosen(drafted.exchange_reason)}, {drafted.in_flight} in flight",
     )
     times = "" if drafted.in_flight == 1 else f", × {drafted.in_flight} in flight"
     console().print(

@@ -46,7 +46,7 @@ def run(
     ranks: RankCount = 4,
     kind: RankKind = "processes",
     device: StartedDevice = "cpu",
-    exchange: Annotated[str, typer.Option(help="How rows move.")] = "one_sided",
+    exchange: Annotated[str, typer.Option(help="How rows move.")] = "auto",
     wire: Annotated[
         str | None, typer.Option(help="Format of rows on the way.", show_default="the model's dtype")
     ] = None,
@@ -71,13 +71,14 @@ def run(
     from tokenyard.lab.evaluation.answering import Asking, answer_aloud
     from tokenyard.lab.evaluation.models import check_model
     from tokenyard.lab.evaluation.questions import Question, held_out_questions
+    from tokenyard.planning.choosing import AUTO
 
     _check_prompts(prompt or ())
     folder = check_model(model)
     asking = Asking(
         folder=str(folder),
         prompts=[],
-        exchange=resolve(exchange).name,
+        exchange=exchange if exchange == AUTO else resolve(exchange).name,
         wire=None if wire is None else str(get(wire)),
         weights=None if weights is None else weight_format(weights).name,
         inner=inner if inner in (None, EXACT) else str(get(inner)),

@@ -39,14 +39,14 @@ _PHASES = list(Phase)
 class Announcement:
     """One rank's word at the start of a phase."""
 
-    plan: int
-    layer: int
-    phase: Phase
-    round: int
-    tokens: int
+    plan: int  # the number of the plan
+    layer: int  # the number of the layer in it
+    phase: Phase  # dispatch or combine
+    round: int  # the number of the round trip
+    tokens: int  # the tokens of this rank
     counts: tuple[int, ...]  # rows for each rank, where the phase has to say so
-    error: str = ""
-    protocol: int = PROTOCOL
+    error: str = ""  # why this rank failed; empty, if it did not
+    protocol: int = PROTOCOL  # the version of what ranks tell each other
 
     @property
     def place(self) -> tuple[int, ...]:
@@ -96,7 +96,7 @@ class Announcement:
 class Announcements:
     """What this rank tells the others in one phase of a round, and what it makes of their answers."""
 
-    group: Group
+    group: Group  # the ranks that are told
     layers: Sequence[str]  # the names of the plan's layers
     mine: Announcement  # with the counts for all ranks
     most: int  # rows that a rank may announce

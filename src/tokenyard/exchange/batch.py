@@ -240,8 +240,8 @@ class RowsAtHome(ResultsAtHome):
 class Failure:
     """In place of a batch, or of results: this rank takes part in a phase only to say that it failed."""
 
-    spec: ExchangeSpec
-    region: int
+    spec: ExchangeSpec  # what the exchange knows of the layer
+    region: int  # which of `in_flight` pairs of regions the round uses
     announcements: Announcements  # with the error
     arrival: Arrival | None  # None: in the dispatch; else the arrival that will not be combined
 

@@ -38,6 +38,7 @@ from tokenyard.experts import Experts
 from tokenyard.experts.base import WEIGHT_DTYPES
 from tokenyard.formats import Format
 from tokenyard.formats.base import ROW_DTYPES, dtype_name
+from tokenyard.planning.choosing import AUTO
 from tokenyard.planning.spec import LayerSpec
 from tokenyard.routing import Placement, Router
 from tokenyard.routing.placement import MOST_EXPERTS
@@ -52,7 +53,7 @@ def layers_from_config(
     wire: str | Format | None = None,
     combine_wire: str | Format | None = None,
     max_tokens: int | None = None,
-    experts: str | type[Experts] = "grouped",
+    experts: str | type[Experts] = AUTO,
     placement: str | Placement = "contiguous",
     weights: str | None = None,
     inner: str | Format | None = None,

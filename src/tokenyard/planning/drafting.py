@@ -13,6 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations, product
 from typing import Any
 
@@ -24,6 +25,7 @@ from tokenyard.errors import Alternative, InputError, PlanError, Reason, Tokenya
 from tokenyard.exchange import EXCHANGES, Transport
 from tokenyard.exchange import resolve as resolve_exchange
 from tokenyard.experts.base import EXACT
+from tokenyard.planning.choosing import AUTO, choose_exchange
 from tokenyard.planning.spec import LayerSpec, check_spec, is_size
 from tokenyard.planning.wiring import Wiring, wire_layer
 from tokenyard.routing import Router
@@ -53,6 +55,7 @@ class Draft:
     paranoid: bool = False  # whether the plan checks rows, regions and duties while its layers run
     # Whether a token's other weights make up for experts that were lost with their ranks.
     renormalize_dropped: bool = False
+    exchange_reason: str | None = None  # why this exchange was chosen; None: it was named
 
     @property
     def specs(self) -> list[LayerSpec]:
@@ -111,7 +114,8 @@ class Draft:
             spec, nbytes = wiring.spec, self.exchange.region_bytes(wiring.exchange_spec)
             row = {
                 "shape": f"H {spec.hidden_size}, I {spec.intermediate_size}, E {spec.num_experts}, K {spec.top_k}",
-                "experts": f"{wiring.experts.name}, {spec.weights} weights{_between(wiring)}, "
+                "experts": f"{wiring.experts.name}{chosen(wiring.experts_reason)}, "
+                f"{spec.weights} weights{_between(wiring)}, "
                 f"{wiring.exchange_spec.placement}",
                 "wire": str(wiring.wire),
                 "combine_wire": str(wiring.exchange_spec.combine_wire),
@@ -127,7 +131,8 @@ class Draft:
         size_of_plan = f"{count(len(self.wirings), 'layer')} on {count(self.world, 'rank')}"
         paranoid = ", paranoid" if self.paranoid else ""
         lines = [
-            f"plan of {size_of_plan}, exchange {self.exchange.name}, {self.in_flight} in flight{paranoid}"
+            f"plan of {size_of_plan}, exchange {self.exchange.name}{chosen(self.exchange_reason)}, "
+            f"{self.in_flight} in flight{paranoid}"
         ]
         for row in self.rows():
             duties = ", ".join(f"{duty}: {who}" for duty, who in row["duties"].items() if who != "–")
@@ -154,7 +159,7 @@ def draft(
     layers: Sequence[LayerSpec],
     world: int,
     *,
-    exchange: str | type[Transport] = "two_sided",
+    exchange: str | type[Transport] = AUTO,
     max_tokens: int | None = None,
     in_flight: int = 1,
     paranoid: bool = False,
@@ -190,7 +195,13 @@ def draft_as_told(
     """`draft` without a look at the environment: an existing plan keeps the settings that it was made with."""
     layers = _check_layers(layers)
     _check_counts(world=(world, MOST_RANKS), in_flight=(in_flight, _MOST_IN_FLIGHT))
-    chosen = resolve_exchange(exchange)
+    exchange_reason = None
+    if exchange == AUTO:
+        chosen, exchange_reason = choose_exchange(
+            partial(_refusal_of_layers, layers, world, max_tokens, device), why="if the ranks share memory"
+        )
+    else:
+        chosen = resolve_exchange(exchange)
     wirings: list[Wiring] = []
     for index, spec in enumerate(layers):
         try:
@@ -229,9 +240,35 @@ def draft_as_told(
         wirings=tuple(wirings),
         paranoid=paranoid,
         renormalize_dropped=renormalize_dropped,
+        exchange_reason=exchange_reason,
     )
     _check_bytes(drafted)
     return drafted
+
+
+def _refusal_of_layers(
+    layers: Sequence[LayerSpec],
+    world: int,
+    max_tokens: int | None,
+    device: torch.device | None,
+    exchange: type[Transport],
+) -> Reason | None:
+    """None, or why an exchange cannot serve one of the layers."""
+    try:
+        wired = [
+            wire_layer(
+                spec, index=index, world=world, exchange=exchange, max_tokens=max_tokens, device=device
+            )
+            for index, spec in enumerate(layers)
+        ]
+    except TokenyardError:
+        return None  # whatever is wrong with a layer is said, by its name, when it is wired
+    return next((reason for reason in wired if isinstance(reason, Reason)), None)
+
+
+def chosen(reason: str | None) -> str:
+    """Why something was chosen, in brackets; nothing where it was named."""
+    return "" if reason is None else f" (auto: {reason})"
 
 
 def _is_paranoid(asked: object) -> bool:

@@ -1,6 +1,6 @@
 """Plans: the checked wiring of all layers, agreed on by all ranks, before the first token.
 
-    plan(layers, group, exchange="two_sided", max_tokens=512)
+    plan(layers, group, exchange="one_sided", max_tokens=512)
 
 1. resolves every layer's wiring, or raises `PlanError` with choices that do work (each was tried);
 2. computes the bytes that serve all layers: the largest dispatch region, the largest combine region;
@@ -34,6 +34,7 @@ from tokenyard.errors import (
 from tokenyard.exchange import EXCHANGES, Exchange, ExchangeSpec, Transport
 from tokenyard.exchange.stats import LayerStats
 from tokenyard.group import READMISSION, Group
+from tokenyard.planning.choosing import AUTO, choose_exchange
 from tokenyard.planning.drafting import Draft, draft, draft_as_told
 from tokenyard.planning.spec import LayerSpec
 from tokenyard.planning.wiring import Wiring
@@ -251,14 +252,15 @@ def plan(
     layers: Sequence[LayerSpec],
     group: Group,
     *,
-    exchange: str | type[Transport] = "two_sided",
+    exchange: str | type[Transport] = AUTO,
     max_tokens: int | None = None,
     in_flight: int = 1,
     paranoid: bool = False,
 ) -> Plan:
     """Check the layers, agree with the other ranks of the group, and set up the exchange. Collective.
 
-    `exchange` is a name of `EXCHANGES`, or a class. `max_tokens` is the most tokens that a rank brings in one call, for
+    `exchange` is a name of `EXCHANGES`, or a class. `auto` takes `one_sided` where the ranks share memory, else the
+    next one that reaches all of them. `max_tokens` is the most tokens that a rank brings in one call, for
     layers that do not set their own. `in_flight` dispatches may wait for their combine at a time.
 
     `TOKENYARD_EXCHANGE` in the environment overrides `exchange`. A `paranoid` plan watches every row, region and duty
@@ -269,16 +271,16 @@ def plan(
     >>> moe = LayerSpec(name="moe", hidden_size=64, intermediate_size=32, num_experts=8, top_k=2, wire="nvfp4")
     >>> head = LayerSpec(name="head", hidden_size=48, intermediate_size=16, num_experts=3, top_k=1)
     >>> print(launch(2, lambda group: str(plan([moe, head], group, max_tokens=16)))[0])
-    plan of 2 layers on 2 ranks, exchange two_sided, 1 in flight
-      moe: H 64, I 32, E 8, K 2; grouped, bf16 weights, 8 experts on 2 ranks, contiguous
-        wire nvfp4 (96 bytes a row), back bf16 (128); up to 16 tokens a rank
+    plan of 2 layers on 2 ranks, exchange one_sided (auto: the ranks share memory), 1 in flight
+      moe: H 64, I 32, E 8, K 2; grouped (auto: on CPUs), bf16 weights, 8 experts on 2 ranks, contiguous
+        wire nvfp4 (56 bytes a row), back bf16 (128); up to 16 tokens a rank
         quantize: sender, weight: experts, reduce experts: experts, reduce ranks: exchange
-        at most 3.1 KB out + 4.1 KB back on a rank
-      head: H 48, I 16, E 3, K 1; grouped, bf16 weights, 3 experts on 2 ranks, contiguous
-        wire bf16 (128 bytes a row), back bf16 (96); up to 16 tokens a rank
+        at most 1.8 KB out + 4.1 KB back on a rank
+      head: H 48, I 16, E 3, K 1; grouped (auto: on CPUs), bf16 weights, 3 experts on 2 ranks, contiguous
+        wire bf16 (104 bytes a row), back bf16 (96); up to 16 tokens a rank
         weight: experts, reduce experts: experts, reduce ranks: exchange
-        at most 4.1 KB out + 3.1 KB back on a rank
-      all layers share 8.2 KB a rank (largest out 4.1 KB + largest back 4.1 KB)
+        at most 3.3 KB out + 3.1 KB back on a rank
+      all layers share 7.4 KB a rank (largest out 3.3 KB + largest back 4.1 KB)
     """
 
     if not isinstance(group, Group):
@@ -366,20 +368,39 @@ def _agree(group: Group, make: Callable[[], Draft]) -> tuple[Draft, int]:
     for by_torch in _differences(["torch"], [{"torch": other["torch"]} for other in by_rank]).values():
         versions = ", ".join(f"rank {rank} has torch {version}" for rank, version in by_torch.items())
         _log.warning("the ranks of group %r run different versions: %s", group.name, versions)
-    _check_reach(drafted, group, [other["host"] for other in by_rank])
-    return drafted, number
+    return _check_reach(drafted, group, [other["host"] for other in by_rank]), number
 
 
-def _check_reach(drafted: Draft, group: Group, hosts: list[str]) -> None:
-    """Raise unless the exchange reaches all ranks, and can be watched if it must. They all raise the same."""
+def _check_reach(drafted: Draft, group: Group, hosts: list[str]) -> Draft:
+    """A draft whose exchange reaches all ranks, and can be watched if it must; or all ranks raise the same.
+
+    Where the exchange was not named, another one is taken if need be.
+    """
+    exchange_specs = [wiring.exchange_spec for wiring in drafted.wirings]
 
     def refusal(exchange: type[Transport]) -> Reason | None:
         return exchange.reaches(group, hosts) or (exchange.watches(group) if drafted.paranoid else None)
 
+    def refusal_of_layers(exchange: type[Transport]) -> Reason | None:
+        refused = (exchange.supports(exchange_spec) for exchange_spec in exchange_specs)
+        return refusal(exchange) or next((reason for reason in refused if reason is not None), None)
+
+    if drafted.exchange_reason is not None:
+        chosen, why = choose_exchange(refusal_of_layers)
+        if chosen is not drafted.exchange:
+            drafted = draft_as_told(
+                drafted.specs,
+                drafted.world,
+                exchange=chosen,
+                in_flight=drafted.in_flight,
+                paranoid=drafted.paranoid,
+                renormalize_dropped=drafted.renormalize_dropped,
+                device=group.device,
+            )
+        drafted = replace(drafted, exchange_reason=why)
     reason = refusal(drafted.exchange)
     if reason is None:
-        return
-    exchange_specs = [wiring.exchange_spec for wiring in drafted.wirings]
+        return drafted
     others = [
         Alternative(changes={"exchange": name})
         for name, cls in EXCHANGES.items()

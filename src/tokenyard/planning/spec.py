@@ -13,6 +13,7 @@ from tokenyard.experts import Activation, Experts
 from tokenyard.experts.base import EXACT, WeightOn
 from tokenyard.formats import Format, Payload
 from tokenyard.formats.base import PAYLOAD_DTYPES, ROW_DTYPES, dtype_name
+from tokenyard.planning.choosing import AUTO
 from tokenyard.routing import Placement, Router, is_scaling
 from tokenyard.routing.placement import MOST_EXPERTS
 
@@ -62,8 +63,8 @@ class LayerSpec:
     routed_scaling: float | None = None
     # Which rank owns which expert: a name, or a table.
     placement: str | Placement = "contiguous"
-    # What computes the experts: a name, or a class of your own.
-    experts: str | type[Experts] = "grouped"
+    # What computes the experts: a name, or a class of your own. `auto`: fused on GPUs that run them, else grouped.
+    experts: str | type[Experts] = AUTO
     # Further per-token payloads that travel with the rows.
     payloads: tuple[Payload, ...] = ()
     # Who sums a token's results over ranks. The caller gets them unreduced, as `RankRows`.
@@ -151,7 +152,7 @@ def _check_router(spec: LayerSpec) -> Reason | None:
         return Reason(field="routed_scaling", value=scaling, why="must be a positive number")
     router = spec.router
     if router is None:
-        if experts_room.get(spec.experts).routes_itself:
+        if spec.experts != AUTO and experts_room.get(spec.experts).routes_itself:
             return Reason(field="router", value=None, why="experts that route by themselves need one")
         return None
     try:

@@ -31,6 +31,7 @@ from tokenyard.experts import Experts, ExpertsSpec, activation
 from tokenyard.experts.base import EXACT
 from tokenyard.formats import Format
 from tokenyard.formats.base import dtype_name
+from tokenyard.planning.choosing import AUTO, choose_experts
 from tokenyard.planning.spec import LARGEST_SIZE, LayerSpec, check_spec, is_size
 from tokenyard.routing import placement_for
 
@@ -46,6 +47,7 @@ class Wiring:
     expert_rows: Format | None  # the format that the experts compute on; None: whatever arrives
     inner: Format | None  # the format of numbers between an expert's two products; None: exact
     duties: Mapping[Duty, Party]  # the one party that does each duty
+    experts_reason: str | None = None  # why these experts were chosen; None: the layer names them
 
     @property
     def wire(self) -> Format:
@@ -106,7 +108,11 @@ def wire_layer(
         why = f"the rows arrive as {wire}, and would be quantized a second time"
         return Reason(field="expert_rows", value=expert_rows, why=why)
     inner = None if spec.inner == EXACT else formats.get(spec.inner)
-    experts = experts_room.get(spec.experts)
+    experts_reason = None
+    if spec.experts == AUTO:
+        experts, experts_reason = choose_experts(_experts_spec(spec, expert_rows, inner, 1), device)
+    else:
+        experts = experts_room.get(spec.experts)
     if wire.scale_layouts and experts.scale_layout not in wire.scale_layouts:
         why = f"{experts.name} experts want {experts.scale_layout} scales, which it does not have"
         return Reason(field="wire", value=wire, why=why)
@@ -143,6 +149,7 @@ def wire_layer(
         expert_rows=expert_rows,
         inner=inner,
         duties=_duties(spec, exchange_spec, experts, expert_rows),
+        experts_reason=experts_reason,
     )
 
 

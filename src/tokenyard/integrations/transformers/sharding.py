@@ -33,6 +33,7 @@ from tokenyard.integrations.transformers.synchronized_passes import Synchronized
 from tokenyard.integrations.transformers.weight_sources import WeightSources
 from tokenyard.layer import MoELayer
 from tokenyard.layer.gradients import without_gradient
+from tokenyard.planning.choosing import AUTO
 from tokenyard.planning.drafting import Draft, draft
 from tokenyard.planning.planner import Plan, plan_draft
 from tokenyard.routing import Placement, Routes
@@ -47,7 +48,7 @@ def shard_experts(
     model: nn.Module,
     group: Group,
     *,
-    exchange: str | type[Transport] = "one_sided",
+    exchange: str | type[Transport] = AUTO,
     wire: str | Format | None = None,
     combine_wire: str | Format | None = None,
     weights: str | None = None,

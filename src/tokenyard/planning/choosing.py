@@ -1,0 +1,42 @@
+"""`auto`: the fastest experts and the fastest exchange that can do the work, and why they were chosen.
+
+Experts: `fused` on GPUs that run them, `grouped` elsewhere. Exchange: `one_sided` where the ranks share memory, else
+the next one that reaches all of them. What does not support a layer is passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tokenyard.errors import Reason
+from tokenyard.exchange import EXCHANGES, Transport
+from tokenyard.experts import EXPERTS, Experts, ExpertsSpec
+
+AUTO = "auto"
+# The exchanges, the fastest first.
+_BY_SPEED = ("one_sided", "two_sided", "allgather")
+
+
+def choose_experts(spec: ExpertsSpec, device: torch.device | None) -> tuple[type[Experts], str]:
+    """The experts for a layer whose rows live on this device, and why. None: a CPU is assumed."""
+    if device is None or device.type == "cpu":
+        return EXPERTS["grouped"], "on CPUs"
+    refused = EXPERTS["fused"].runs_on(device) or EXPERTS["fused"].supports(spec)
+    if refused is None:
+        return EXPERTS["fused"], "this GPU runs them"
+    return EXPERTS["grouped"], f"not fused: {refused.why}"
+
+
+def choose_exchange(
+    refusal: Callable[[type[Transport]], Reason | None], *, why: str = "the ranks share memory"
+) -> tuple[type[Transport], str]:
+    """The fastest exchange that is not refused, and why. Where all are, the fastest: its error says more."""
+    passed_over = ""
+    for name in _BY_SPEED:
+        reason = refusal(EXCHANGES[name])
+        if reason is None:
+            return EXCHANGES[name], passed_over or why
+        passed_over = passed_over or reason.why
+    return EXCHANGES[_BY_SPEED[0]], "no other one does it"
