@@ -75,24 +75,30 @@ class BatchRoutes:
         return self.spec.placement.resolve(self.routes.topk_ids_TK, self.rank)
 
     @cached_property
-    def tokens_by_rank(self) -> tuple[Tensor, ...]:
-        """For each rank, the tokens (ascending) that go there. Where logits travel, every token goes to all."""
+    def rows_out(self) -> tuple[Tensor, Tensor]:
+        """`(rank_N, token_N)` of every row that goes out, by rank. Where logits travel, every token goes to all."""
+        world = self.spec.placement.world
         if isinstance(self.routes, RoutingLogits):
-            device = self.routes.logits_RE.device
-            return (torch.arange(self.num_tokens, device=device),) * self.spec.placement.world
-        return tokens_by_rank(self.resolved[0], self.spec.placement.world)
+            everything = torch.ones(world, self.num_tokens, device=self.routes.logits_RE.device)
+            rank_N, token_N = everything.nonzero().unbind(1)
+            return rank_N, token_N
+        return rows_out(self.resolved[0], world)
+
+    @cached_property
+    def tokens_by_rank(self) -> tuple[Tensor, ...]:
+        """For each rank, the tokens (ascending) that go there."""
+        return tuple(self.rows_out[1].split(self.counts))
 
     @cached_property
     def counts(self) -> list[int]:
         """Rows for each rank."""
-        return [tokens.numel() for tokens in self.tokens_by_rank]
+        counts: list[int] = self.rows_out[0].bincount(minlength=self.spec.placement.world).tolist()
+        return counts
 
     def local_routes(self) -> tuple[Tensor, Tensor]:
         """Ids and weights of every row that goes out, by rank: the ids of that rank's own experts, else -1."""
         assert isinstance(self.routes, Routes)
-        token_N = torch.cat(self.tokens_by_rank)
-        counts = torch.tensor(self.counts, device=token_N.device)
-        target_N = torch.arange(len(counts), device=token_N.device).repeat_interleave(counts)
+        target_N, token_N = self.rows_out
         rank_TK, local_TK = self.resolved
         here_NK = rank_TK[token_N] == target_N.unsqueeze(1)
         weights_NK = torch.where(here_NK, self.routes.topk_weights_TK[token_N].float(), 0.0)
@@ -124,7 +130,7 @@ class Batch:
 
     def packets(self) -> Tensor:
         """Packets of all rows that go out, `[rows, stride]`, those for rank 0 first: a token once for each rank."""
-        token_N = torch.cat(self.routes.tokens_by_rank)
+        _, token_N = self.routes.rows_out
         tensors = {name: tensor[token_N] for name, tensor in self.payloads.items()}
         tensors["ids"], tensors["weights"] = self.routes.local_routes()
         return self.spec.dispatch_layout.pack(tensors, token_N.numel(), token_N.device)
@@ -246,17 +252,27 @@ class Failure:
     arrival: Arrival | None  # None: in the dispatch; else the arrival that will not be combined
 
 
+def rows_out(rank_TK: Tensor, world: int) -> tuple[Tensor, Tensor]:
+    """`(rank_N, token_N)` of every row that goes out, by rank: a token once for each rank that has an expert of it.
+
+    >>> [index.tolist() for index in rows_out(torch.tensor([[0, 0], [1, -1], [1, 0]]), world=3)]
+    [[0, 0, 1, 1], [0, 2, 1, 2]]
+    """
+    # One column more than ranks takes the choices of nobody: -1 modulo W + 1.
+    goes_TW = torch.zeros(rank_TK.shape[0], world + 1, dtype=torch.bool, device=rank_TK.device)
+    goes_TW.scatter_(1, rank_TK.remainder(world + 1), True)
+    rank_N, token_N = goes_TW[:, :world].t().nonzero().unbind(1)
+    return rank_N, token_N
+
+
 def tokens_by_rank(rank_TK: Tensor, world: int) -> tuple[Tensor, ...]:
     """For each rank, the tokens (ascending) that have an expert there: each once, however many experts.
 
     >>> [tokens.tolist() for tokens in tokens_by_rank(torch.tensor([[0, 0], [1, -1], [1, 0]]), world=3)]
     [[0, 2], [1, 2], []]
     """
-    # One column more than ranks takes the choices of nobody.
-    goes_TW = torch.zeros(rank_TK.shape[0], world + 1, dtype=torch.bool, device=rank_TK.device)
-    goes_TW.scatter_(1, torch.where(rank_TK < 0, world, rank_TK), True)
-    goes_WT = goes_TW[:, :world].t()
-    return tuple(goes_WT.nonzero()[:, 1].split(goes_WT.sum(dim=1).tolist()))
+    rank_N, token_N = rows_out(rank_TK, world)
+    return tuple(token_N.split(rank_N.bincount(minlength=world).tolist()))
 
 
 def received_rows(spec: ExchangeSpec, packets: Tensor, counts: Sequence[int]) -> ReceivedRows:
