@@ -96,7 +96,8 @@ class RowLayout:
                 words.copy_(as_bytes(tensor).view(torch.int64))
             else:
                 packets[:, offset:end] = as_bytes(tensor)
-            packets[:, end : round_up(end)] = 0
+            if end % ALIGNMENT:  # else there is no gap
+                packets[:, end : round_up(end)] = 0
         return packets
 
     def unpack(self, packets: Tensor) -> dict[str, Tensor]:
