@@ -77,6 +77,7 @@ PAGES = (
             "tokenyard.formats": (
                 *("get", "for_dtype", "PlainFormat", "Bf16", "Fp16", "Fp32", "Fp8Block128", "Mxfp8", "Nvfp4"),
                 *("WEIGHT_FORMATS", "weight_format", "WeightFormat", "PlainWeights", "QuantizedMatrix"),
+                "e2m1_to_float32",
             ),
         },
     ),

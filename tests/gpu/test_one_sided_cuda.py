@@ -109,7 +109,7 @@ def captured(group, layer, replays):
 
 @pytest.mark.parametrize("wire", ["bf16", "mxfp8"])
 def test_a_captured_round_trip_replays_and_keeps_its_workspace(wire):
-    layer = spec(wire=wire, hidden_size=64, num_experts=7, max_tokens=12)
+    layer = spec(wire=wire, hidden_size=64, num_experts=7, max_tokens=12, experts="grouped")
     for wrong, refused, grown in on_ranks(2, captured, layer, 50, device="cuda"):
         assert wrong == 0
         assert refused in {"HandleError", "PeerFailed"}
@@ -135,7 +135,7 @@ def failing(group, layer):
 
 
 def test_an_error_on_one_rank_reaches_all_and_the_group_goes_on():
-    answers = on_ranks(3, failing, spec(hidden_size=64), device="cuda")
+    answers = on_ranks(3, failing, spec(hidden_size=64, experts="grouped"), device="cuda")
     assert answers[1] == ["InputError", "InputError", "NoneType"]
     assert answers[0] == answers[2] == ["PeerFailed", "PeerFailed", "NoneType"]
 
@@ -152,7 +152,7 @@ def late(group, layer):
 
 
 def test_a_rank_that_does_not_come_is_named():
-    answers = on_ranks(3, late, spec(hidden_size=64), device="cuda", deadline=1.5)
+    answers = on_ranks(3, late, spec(hidden_size=64, experts="grouped"), device="cuda", deadline=1.5)
     assert answers[0] == answers[2] == ("PeerLost", (1,), "PlanBroken", 3.0)
 
 
@@ -165,7 +165,12 @@ def drifting(group, first, second):
 
 
 def test_ranks_in_different_layers_find_out():
-    answers = on_ranks(2, drifting, spec("one", hidden_size=64), spec("two", hidden_size=64), device="cuda")
+    answers = on_ranks(
+        2,
+        drifting,
+        *(spec(name, hidden_size=64, experts="grouped") for name in ("one", "two")),
+        device="cuda",
+    )
     assert answers == ["Drifted", "Drifted"]
 
 
@@ -194,7 +199,8 @@ def many_rounds(group, small, large):
 
 
 def test_layers_share_a_workspace_with_two_in_flight():
-    small, large = spec("small", hidden_size=32), spec("large", hidden_size=96, num_experts=9, top_k=3)
+    small = spec("small", hidden_size=32, experts="grouped")
+    large = spec("large", hidden_size=96, num_experts=9, top_k=3, experts="grouped")
     assert all(on_ranks(3, many_rounds, small, large, device="cuda"))
 
 

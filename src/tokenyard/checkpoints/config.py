@@ -17,6 +17,7 @@ from typing import Any
 from tokenyard.checkpoints.families import FAMILIES, Config
 from tokenyard.errors import CheckpointError
 
+# The file that says what a model is.
 CONFIG = "config.json"
 # JSON files of a checkpoint are read whole. The index of a model of a million tensors has about 100 MB.
 _LARGEST_JSON = 256_000_000
