@@ -179,6 +179,12 @@ def sentence(summary):
     )
 
 
+def paragraph(document):
+    """What the page says: of mutants that tests were written for, and of those that were drawn after that."""
+    fresh = document.get("fresh")
+    return sentence(document["results"]) + (f"\n\nDrawn after that: {sentence(fresh)}" if fresh else "")
+
+
 def summarize(outcomes, seed):
     """Plain values of a list of (mutant, outcome)."""
     same = Equivalents()
@@ -211,6 +217,7 @@ def main():
         "--again", action="store_true", help="let those that lived meet their tests once more"
     )
     parser.add_argument("--write", type=Path, help="a file for the JSON")
+    parser.add_argument("--fresh", action="store_true", help="no test was written for these mutants: say so")
     parser.add_argument("--page", type=Path, help="a page of the documentation, whose score is renewed")
     options = parser.parse_args()
     console = Console(stderr=True)
@@ -255,10 +262,13 @@ def main():
     if options.write:
         from tokenyard.cli.machine import provenance
 
-        document = {"benchmark": "mutants", **provenance(), "results": summary}
+        if options.fresh:  # they stand beside the others
+            document = json.loads(options.write.read_text()) | {"fresh": summary}
+        else:
+            document = {"benchmark": "mutants", **provenance(), "results": summary}
         options.write.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
-    if options.page:
-        rewrite(options.page, "mutants", sentence(summary))
+        if options.page:
+            rewrite(options.page, "mutants", paragraph(document))
     return 0 if summary["score"] >= 0.97 else 1
 
 

@@ -194,6 +194,6 @@ def test_mutants_that_change_nothing_are_still_in_the_source():
 
 
 def test_the_page_quotes_the_last_score():
-    results = json.loads((ROOT / "bench" / "results" / "mutants-cpu.json").read_text())["results"]
-    assert results["mutants"] >= 200
-    assert tool.sentence(results) in (ROOT / "docs" / "guide" / "faults.md").read_text()
+    document = json.loads((ROOT / "bench" / "results" / "mutants-cpu.json").read_text())
+    assert document["results"]["mutants"] >= 200
+    assert tool.paragraph(document) in (ROOT / "docs" / "guide" / "faults.md").read_text()
