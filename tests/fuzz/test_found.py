@@ -188,6 +188,18 @@ def test_a_tensor_of_the_right_shape_and_a_peculiar_form_is_taken_or_refused(kin
         assert isinstance(outcome, ty.InputError if refused else torch.Tensor), (argument, outcome)
 
 
+def test_the_stride_of_a_single_row_is_no_matter():
+    def body(group):
+        layer = spec()
+        plan = ty.plan([layer], group)
+        x_TH, routes = batch(layer, 1)
+        out = torch.empty(layer.hidden_size, dtype=layer.dtype).as_strided((1, layer.hidden_size), (0, 1))
+        built = build(plan, "moe")
+        return torch.equal(built(x_TH, routes, out=out), built(x_TH, routes))
+
+    assert on_ranks(1, body) == [True]
+
+
 def add_a_residual(group):
     layer = spec()
     x_TH, routes = batch(layer, 4)
