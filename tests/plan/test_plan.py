@@ -177,6 +177,13 @@ def test_a_further_payload_must_not_take_a_name_of_the_packet(name):
         ty.draft([spec(payloads=(payload,))], 2)
 
 
+def test_two_further_payloads_have_two_names():
+    tag = ty.Payload(name="tag", dtype=torch.int32, width=1)
+    assert ty.draft([spec(payloads=(tag, dataclasses.replace(tag, name="other")))], 2).specs
+    with pytest.raises(ty.PlanError, match="payloads=tag: a packet has a payload of this name already"):
+        ty.draft([spec(payloads=(tag, tag))], 2)
+
+
 # -- Ranks that disagree ---------------------------------------------------------------------------------------
 
 DIFFERENCES = {
