@@ -41,7 +41,8 @@ def rerouted(batch, routes):
 def to_ranks(routes, tokens_by_rank):
     """Routes that send these tokens to each rank."""
     changed = dataclasses.replace(routes)
-    changed.__dict__["tokens_by_rank"] = tuple(tokens_by_rank)
+    ranks = [torch.full_like(tokens, rank) for rank, tokens in enumerate(tokens_by_rank)]
+    changed.__dict__["rows_out"] = torch.cat(ranks), torch.cat(list(tokens_by_rank))
     return changed
 
 

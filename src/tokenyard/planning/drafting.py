@@ -11,9 +11,9 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import combinations, product
 from typing import Any
 
@@ -195,19 +195,18 @@ def draft_as_told(
     """`draft` without a look at the environment: an existing plan keeps the settings that it was made with."""
     layers = _check_layers(layers)
     _check_counts(world=(world, MOST_RANKS), in_flight=(in_flight, _MOST_IN_FLIGHT))
+    wire = cache(partial(_wire, layers, world, max_tokens, device))
     exchange_reason = None
     if exchange == AUTO:
         chosen, exchange_reason = choose_exchange(
-            partial(_refusal_of_layers, layers, world, max_tokens, device), why="if the ranks share memory"
+            partial(_refusal_of_layers, wire, range(len(layers))), why="if the ranks share memory"
         )
     else:
         chosen = resolve_exchange(exchange)
     wirings: list[Wiring] = []
     for index, spec in enumerate(layers):
         try:
-            wired = wire_layer(
-                spec, index=index, world=world, exchange=chosen, max_tokens=max_tokens, device=device
-            )
+            wired = wire(chosen, index)
             if isinstance(wired, Reason):
                 found = _alternatives(layers, index, world, chosen, max_tokens, device, wired)
                 raise PlanError(
@@ -246,21 +245,25 @@ def draft_as_told(
     return drafted
 
 
-def _refusal_of_layers(
+def _wire(
     layers: Sequence[LayerSpec],
     world: int,
     max_tokens: int | None,
     device: torch.device | None,
     exchange: type[Transport],
+    index: int,
+) -> Wiring | Reason:
+    return wire_layer(
+        layers[index], index=index, world=world, exchange=exchange, max_tokens=max_tokens, device=device
+    )
+
+
+def _refusal_of_layers(
+    wire: Callable[[type[Transport], int], Wiring | Reason], layers: range, exchange: type[Transport]
 ) -> Reason | None:
     """None, or why an exchange cannot serve one of the layers."""
     try:
-        wired = [
-            wire_layer(
-                spec, index=index, world=world, exchange=exchange, max_tokens=max_tokens, device=device
-            )
-            for index, spec in enumerate(layers)
-        ]
+        wired = [wire(exchange, index) for index in layers]
     except TokenyardError:
         return None  # whatever is wrong with a layer is said, by its name, when it is wired
     return next((reason for reason in wired if isinstance(reason, Reason)), None)
