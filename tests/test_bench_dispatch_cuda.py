@@ -344,7 +344,7 @@ def test_without_a_gpu_the_error_says_so():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("command", ["cuts", "layer"])
+@pytest.mark.parametrize("command", ["tiles", "layer"])
 def test_a_benchmark_for_gpus_only_advises_no_option_that_it_has_not(command):
     refused = call("bench", command)
     assert (refused.exit_code, refused.stdout) == (2, "")

@@ -1,4 +1,4 @@
-"""`bench cuts`, all but the clock: which tile configurations are tried and chosen, and that it runs, interpreted."""
+"""`bench tiles`, all but the clock: which tile configurations are tried and chosen, and that it runs, interpreted."""
 
 from __future__ import annotations
 
@@ -11,63 +11,69 @@ import pytest
 from tests.cli.runner import call
 from tests.interpreted import run_interpreted
 from tokenyard.cli.bench_output import print_document
-from tokenyard.experts.fused import cut_table
-from tokenyard.experts.fused.cuts import Cut, Cuts, PackedCut
+from tokenyard.experts.fused import tile_table
+from tokenyard.experts.fused.tile_configs import PackedTileConfig, TileConfig, TileConfigs
 from tokenyard.lab.bench.records import Document
 from tokenyard.lab.bench.tile_sweep import COLUMNS, can_be, lines_of, neighbors, search
 
 ROOT = Path(__file__).resolve().parent.parent
-SOME = [Cut(128, 16, 128, 4, 3), Cut(256, 128, 64, 8, 4, 64), PackedCut(((8, 0), (16, 0)), 1, 4, 4, 4, 128)]
+SOME = [
+    TileConfig(128, 16, 128, 4, 3),
+    TileConfig(256, 128, 64, 8, 4, 64),
+    PackedTileConfig(((8, 0), (16, 0)), 1, 4, 4, 4, 128),
+]
 
 
-@pytest.mark.parametrize("cut", SOME, ids=str)
-def test_neighbors_differ_in_one_thing_and_never_in_rows(cut):
-    found = neighbors(cut)
+@pytest.mark.parametrize("config", SOME, ids=str)
+def test_neighbors_differ_in_one_thing_and_never_in_rows(config):
+    found = neighbors(config)
     assert len(set(found)) == len(found) >= 5
     for other in found:
-        differ = {name for name, value in asdict(other).items() if value != asdict(cut)[name]}
+        differ = {name for name, value in asdict(other).items() if value != asdict(config)[name]}
         assert len(differ) == 1
-        assert other.tile == cut.tile
+        assert other.tile == config.tile
 
 
 def test_every_line_of_the_table_is_tried():
-    for weights in cut_table.PLAIN:
-        assert all(can_be(weights, cuts) for cuts in lines_of(weights, packed=False))
-    for weights, lines in cut_table.PACKED.items():
+    for weights in tile_table.PLAIN:
+        assert all(can_be(weights, tiles) for tiles in lines_of(weights, packed=False))
+    for weights, lines in tile_table.PACKED.items():
         assert len(lines_of(weights, packed=True)) == len(lines)
 
 
 def test_the_search_goes_from_the_fastest_line_to_its_neighbors_in_both_products():
-    far, near = (Cuts(Cut(64, tile, 64, 4, 3), Cut(64, tile, 64, 4, 3)) for tile in (16, 64))
+    far, near = (
+        TileConfigs(TileConfig(64, tile, 64, 4, 3), TileConfig(64, tile, 64, 4, 3)) for tile in (16, 64)
+    )
     tried = []
 
-    def time(cuts):
-        tried.append(cuts)
-        if cuts.inner.stages == 2:
+    def time(tiles):
+        tried.append(tiles)
+        if tiles.inner.stages == 2:
             return None  # it does not run
-        return 100.0 * (cuts.inner.tile == 16) + abs(cuts.inner.out - 128) + abs(cuts.result.warps - 8)
+        return 100.0 * (tiles.inner.tile == 16) + abs(tiles.inner.out - 128) + abs(tiles.result.warps - 8)
 
     best = search([far, near], "bf16", time)
     assert (best.inner.out, best.inner.tile, best.result.warps) == (128, 64, 8)
     assert len(set(tried)) == len(tried)
-    assert sum(cuts.inner.tile == 16 for cuts in tried) == 1
+    assert sum(tiles.inner.tile == 16 for tiles in tried) == 1
     failed = []
     assert search([far, near, far], "bf16", failed.append) is None
     assert failed == [far, near]  # what does not run is not compiled again
 
 
-def test_cuts_whose_digits_would_have_no_scale_are_not_tried():
+def test_tiles_whose_e4m3_would_have_no_scale_are_not_tried():
     good = lines_of("fp8_block128", packed=False)[0]
     counter = itertools.count(1)
     tried = []
 
-    def time(cuts):
-        tried.append(cuts)
+    def time(tiles):
+        tried.append(tiles)
         return float(next(counter))
 
     search([good], "fp8_block128", time)
     assert len(tried) > 5
-    assert all(cuts.can_split for cuts in tried)
+    assert all(tiles.can_split for tiles in tried)
 
 
 INTERPRETED = """
@@ -80,10 +86,11 @@ CASES["A"] = tiny_case("A")
 from tokenyard.lab.bench import experts, tile_sweep
 from tokenyard.lab.bench.records import Document
 from tokenyard.lab.bench.shapes import grid
-from tokenyard.experts.fused.cuts import Cut, Cuts
+from tokenyard.experts.fused.tile_configs import TileConfig, TileConfigs
 experts.ROTATION = 1
-tile_sweep.lines_of = lambda weights, packed: [Cuts(Cut(256, 32, 128, 4, 3), Cut(128, 32, 128, 4, 3))]
-tile_sweep.neighbors = lambda cut: [Cut(cut.out, cut.tile, 64, 4, 3)]
+first, second = (TileConfig(out, 32, 128, 4, 3) for out in (256, 128))
+tile_sweep.lines_of = lambda weights, packed: [TileConfigs(first, second)]
+tile_sweep.neighbors = lambda config: [TileConfig(config.out, config.tile, 64, 4, 3)]
 
 def clock(works):
     for work in works.values():
@@ -92,7 +99,7 @@ def clock(works):
 
 cells = grid(["A"], ["fp8_block128"])
 found = list(tile_sweep.sweep(cells, device=torch.device("cpu"), clock=clock))
-print(json.dumps(Document(benchmark="cuts-cuda", unit="µs", x="size", results=found).as_dict()))
+print(json.dumps(Document(benchmark="tiles-cuda", unit="µs", x="size", results=found).as_dict()))
 """
 
 
@@ -114,6 +121,6 @@ def test_a_sweep_runs_compares_and_times(capsys):
 
 
 def test_without_a_gpu_it_says_so():
-    refused = call("bench", "cuts", "--cells", "A", "--weights", "bf16")
+    refused = call("bench", "tiles", "--cells", "A", "--weights", "bf16")
     assert refused.exit_code == 2
     assert "sees no GPU" in refused.stderr

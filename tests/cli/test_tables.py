@@ -21,7 +21,7 @@ from tokenyard.conformance.draws import draw_cases
 from tokenyard.conformance.stack import StackCell
 from tokenyard.conformance.suites import CheckResult
 from tokenyard.exchange import EXCHANGES
-from tokenyard.experts.fused.cuts import Cut
+from tokenyard.experts.fused.tile_configs import TileConfig
 from tokenyard.formats import FORMATS
 from tokenyard.lab.bench.machine_rates import Rates
 from tokenyard.lab.bench.records import Document, Record, Spread
@@ -112,14 +112,14 @@ def bench_transformers(tmp_path, monkeypatch):
 
 
 def bench_cuts_of_experts(tmp_path, monkeypatch):
-    config = in_words(Cut(128, 64, 64, 8, 4, 16, rows_first=True))
+    config = in_words(TileConfig(128, 64, 64, 8, 4, 16, rows_first=True))
     record = Record(
         parameters={"case": "A", "weights": "fp8_block128", "size": 8192},
         ours=Spread(1289.0),
         floor=Spread(1267.0),
         details={"first_product": config, "second_product": config},
     )
-    document = Document(benchmark="cuts-cuda", unit="µs", x="size", columns=COLUMNS, results=[record])
+    document = Document(benchmark="tiles-cuda", unit="µs", x="size", columns=COLUMNS, results=[record])
     return printed(lambda: bench_output.print_document(document))
 
 

@@ -14,8 +14,8 @@ from tests.exchange.interpreter import install, only_without_gpu
 from tests.experts.fused_cases import FusedCase, check_case, declared_pairs, drawn, same_bits
 from tests.models import batch, build, on_ranks, spec
 from tokenyard.experts import ExpertWeights, FusedExperts, ReferenceExperts
-from tokenyard.experts.fused import stage
-from tokenyard.experts.fused.cuts import SPLIT_OUT, Cut, Cuts
+from tokenyard.experts.fused import launch
+from tokenyard.experts.fused.tile_configs import SPLIT_OUT, TileConfig, TileConfigs
 from tokenyard.formats import WEIGHT_FORMATS, QuantizedMatrix
 
 pytestmark = only_without_gpu
@@ -73,8 +73,8 @@ def test_a_tile_that_is_hardly_filled_may_be_computed_as_a_narrow_one():
     """`tail`: tiles of few rows, in a batch whose tiles are wide."""
     case = FusedCase(R=40, K=1, L=2, routing="one expert")
     experts = FusedExperts(case.spec, case.held)
-    wide = Cut(64, 32, 64, 4, 3, 16)  # 40 rows: 32 and 8
-    experts.cuts = Cuts(wide, wide)
+    wide = TileConfig(64, 32, 64, 4, 3, 16)  # 40 rows: 32 and 8
+    experts.tile_configs = TileConfigs(wide, wide)
     check_case(case, experts)
 
 
@@ -93,14 +93,14 @@ def test_many_rows_may_stand_first(changes):
     case = FusedCase(R=40, K=2, L=2, routing="any", **changes)
     experts = FusedExperts(case.spec, case.held)
     out = SPLIT_OUT if case.weights == "fp8_block128" else 64
-    first = Cut(out, 32, 128, 4, 3, 16, rows_first=True)
-    experts.cuts = Cuts(first, Cut(64, 32, 128, 4, 3, 16))
+    first = TileConfig(out, 32, 128, 4, 3, 16, rows_first=True)
+    experts.tile_configs = TileConfigs(first, TileConfig(64, 32, 128, 4, 3, 16))
     check_case(case, experts)
 
 
 BOXES = {
-    "several boxes each way": {"H": 200, "I": 72},
-    "less than a box": {"H": 24, "I": 8},
+    "several blocks each way": {"H": 200, "I": 72},
+    "less than a block": {"H": 24, "I": 8},
     "interleaved, with biases": {"activation": "swiglu_oai", "bias": True, "I": 40},
     "biases, a limit": {"activation": "swiglu_clamped", "bias": True},
     "weighted inputs": {"weight_on": "input"},
@@ -108,35 +108,35 @@ BOXES = {
     "fp16": {"weights": "fp16", "rows": "fp16"},
     "a row, and experts without any": {"R": 1, "L": 5},
 }
-BOXED = Cuts(Cut(64, 32, 32, 4, 3, 16, boxes=True), Cut(64, 32, 32, 4, 3, 16, boxes=True))
+BY_TMA = TileConfigs(TileConfig(64, 32, 32, 4, 3, 16, tma=True), TileConfig(64, 32, 32, 4, 3, 16, tma=True))
 
 
 @pytest.fixture
-def boxed_launches(monkeypatch):
-    """The boxed kernels that were launched."""
+def tma_launches(monkeypatch):
+    """The kernels with TMA that were launched."""
     launched = []
-    for name in ("_boxed_inner", "_boxed_result"):
-        launch = getattr(stage, name)
+    for name in ("_tma_inner", "_tma_result"):
+        original = getattr(launch, name)
 
-        def noting(*arguments, launch=launch, name=name, **options):
+        def noting(*arguments, original=original, name=name, **options):
             launched.append(name)
-            launch(*arguments, **options)
+            original(*arguments, **options)
 
-        monkeypatch.setattr(stage, name, noting)
+        monkeypatch.setattr(launch, name, noting)
     return launched
 
 
 def check_cut_for_boxes(changes):
     case = replace(FusedCase(R=40, K=2, L=2), **changes)
     experts = FusedExperts(case.spec, case.held)
-    experts.cuts = BOXED
+    experts.tile_configs = BY_TMA
     check_case(case, experts)
 
 
 @pytest.mark.parametrize("changes", BOXES.values(), ids=BOXES)
-def test_matrices_may_come_in_boxes(changes, boxed_launches):
+def test_matrices_may_come_in_boxes(changes, tma_launches):
     check_cut_for_boxes(changes)
-    assert set(boxed_launches) == {"_boxed_inner", "_boxed_result"}
+    assert set(tma_launches) == {"_tma_inner", "_tma_result"}
 
 
 NO_BOXES = {
@@ -148,22 +148,27 @@ NO_BOXES = {
 
 
 @pytest.mark.parametrize("changes", NO_BOXES.values(), ids=NO_BOXES)
-def test_what_cannot_come_in_boxes_comes_as_ever(changes, boxed_launches):
+def test_what_cannot_come_in_boxes_comes_as_ever(changes, tma_launches):
     check_cut_for_boxes(changes)
-    assert "_boxed_inner" not in boxed_launches
+    assert "_tma_inner" not in tma_launches
 
 
-# Of the first product and of the second, whose rows are digits of e4m3.
+# Of the first product and of the second, whose rows are split in two e4m3 numbers.
 SPLIT_CUTS = {
-    "turned": Cuts(Cut(SPLIT_OUT, 16, 128, 4, 3), Cut(64, 16, 128, 4, 3)),
-    "turned, two blocks a step": Cuts(Cut(SPLIT_OUT, 16, 256, 4, 3), Cut(64, 16, 128, 4, 3)),
-    "turned, with tails": Cuts(Cut(SPLIT_OUT, 32, 128, 4, 3, 16), Cut(128, 32, 128, 4, 3, 16)),
-    "turned, long": Cuts(Cut(SPLIT_OUT, 64, 64, 4, 3), Cut(256, 64, 128, 4, 3)),
-    "rows first, with tails": Cuts(
-        Cut(SPLIT_OUT, 32, 128, 4, 3, 16, rows_first=True), Cut(256, 32, 128, 4, 3, 16, rows_first=True)
+    "turned": TileConfigs(TileConfig(SPLIT_OUT, 16, 128, 4, 3), TileConfig(64, 16, 128, 4, 3)),
+    "turned, two blocks a step": TileConfigs(
+        TileConfig(SPLIT_OUT, 16, 256, 4, 3), TileConfig(64, 16, 128, 4, 3)
     ),
-    "rows first, long": Cuts(
-        Cut(SPLIT_OUT, 64, 128, 4, 3, rows_first=True), Cut(256, 64, 128, 4, 3, rows_first=True)
+    "turned, with tails": TileConfigs(
+        TileConfig(SPLIT_OUT, 32, 128, 4, 3, 16), TileConfig(128, 32, 128, 4, 3, 16)
+    ),
+    "turned, long": TileConfigs(TileConfig(SPLIT_OUT, 64, 64, 4, 3), TileConfig(256, 64, 128, 4, 3)),
+    "rows first, with tails": TileConfigs(
+        TileConfig(SPLIT_OUT, 32, 128, 4, 3, 16, rows_first=True),
+        TileConfig(256, 32, 128, 4, 3, 16, rows_first=True),
+    ),
+    "rows first, long": TileConfigs(
+        TileConfig(SPLIT_OUT, 64, 128, 4, 3, rows_first=True), TileConfig(256, 64, 128, 4, 3, rows_first=True)
     ),
 }
 SPLIT_LAYERS = {
@@ -182,10 +187,10 @@ def split_case(changes) -> FusedCase:
 
 @pytest.mark.parametrize("changes", SPLIT_LAYERS.values(), ids=SPLIT_LAYERS)
 @pytest.mark.parametrize("chosen", SPLIT_CUTS.values(), ids=SPLIT_CUTS)
-def test_second_products_of_digits(chosen, changes):
+def test_second_products_of_split_numbers(chosen, changes):
     case = split_case(changes)
     experts = FusedExperts(case.spec, case.held)
-    experts.cuts = chosen
+    experts.tile_configs = chosen
     check_case(case, experts)
 
 
@@ -204,10 +209,10 @@ CODED_LAYERS = {
 @pytest.mark.parametrize("changes", CODED_LAYERS.values(), ids=CODED_LAYERS)
 @pytest.mark.parametrize("chosen", SPLIT_CUTS.values(), ids=SPLIT_CUTS)
 def test_second_products_of_codes(chosen, changes):
-    """Quantized once between the products: the numbers of the reference, and not those of digits."""
+    """Quantized once between the products: the numbers of the reference, and not those of two e4m3 numbers."""
     case = split_case({"inner": "fp8_block128", **changes})
     experts = FusedExperts(case.spec, case.held)
-    experts.cuts = chosen
+    experts.tile_configs = chosen
     found = check_case(case, experts)
     quantized, exact = (
         ReferenceExperts(spec, case.held)(case.received()).rows_RH
@@ -223,7 +228,7 @@ def test_second_products_of_codes(chosen, changes):
 def test_nan_stays_in_its_row(chosen, inner):
     case = split_case({"rows": "bf16", "H": 40, "I": 130, "inner": inner})
     experts = FusedExperts(case.spec, case.held)
-    experts.cuts = chosen
+    experts.tile_configs = chosen
     good = experts(case.received()).rows_RH
     case.routes.ids_RK[5] = torch.tensor([0, 1])
     case.routes.weights_RK[5] = 0.5
@@ -274,11 +279,11 @@ def test_weights_that_are_not_contiguous(weights, layout, adopt):
     assert same_bits(found, contiguous_result(weights))
 
 
-def test_digits_need_tiles_of_whole_blocks():
+def test_split_numbers_need_tiles_of_whole_blocks():
     case = split_case({})
     experts = FusedExperts(case.spec, case.held)
-    cut = Cut(64, 16, 128, 4, 3)
-    experts.cuts = Cuts(cut, cut)
+    tiles = TileConfig(64, 16, 128, 4, 3)
+    experts.tile_configs = TileConfigs(tiles, tiles)
     with pytest.raises(AssertionError):
         experts(case.received())
 

@@ -19,10 +19,10 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from tokenyard.experts.fused.kernels import (
-    arguments, boxed, decoding, digits, expanding, packed, products, row_blocks, rows_first, rows_first_result, sorting,
-    specialized, summing)
+    arguments, decoding, fp8_split, expanding, packed, products, row_blocks, rows_first, rows_first_result, sorting,
+    specialized, summing, tma)
 
-BF16 = ("x", "scales", "y", "left", "inner", "out")
+BF16 = ("x", "scales", "y", "partial_sums", "inner", "out")
 FLOATS = ("divisors", "factors", "bias", "weights_N")
 WHOLE = ("words", "order_N", "ids_N", "tiles", "how_many", "counts_CB")
 
@@ -57,18 +57,18 @@ def packed_kernel(kind, spans, first, widths, groups, warps=8):
         EARLY=True, num_warps=warps,
     ), warps, GluonASTSource, {"scales": "*bf16" if kind == 0 else "*i16" if spans == 2 else "*i32"})
 
-def product(compute, layer, tiles, rows, weights, results, warps=4, boxes=()):
+def product(compute, layer, tiles, rows, weights, results, warps=4, descriptors=()):
     # One product in plain Triton, with slots and biases.
     full = dict(hidden=264, intermediate=136, top_k=4, experts=8, rows=0, weights=0, kind=tl.bfloat16,
                 weight_on_input=False, finalize=True, gated=True, interleaved=False, activation=0, limit=7.0, alpha=1.7,
                 shift=1.0, inner=0) | layer
-    cut = dict(across=5, out=64, tile=32, tail=16, block=64, rows_width=264, width=264, stride=264, scale_width=1)
-    cut |= tiles
+    sizes = dict(across=5, out=64, tile=32, tail=16, block=64, rows_width=264, width=264, stride=264, scale_width=1)
+    sizes |= tiles
     groups = dict(rows=rows, weights=weights, routes=arguments.Routes("*i32", "*i32", "*i32", "i32", "*fp32"),
                   results=results)
-    constants = dict(compute=compute, LAYER=arguments.Layer(**full), TILES=arguments.Tiles(**cut), EARLY=True)
-    others = dict(zip(("x_boxes", "tail_boxes", "w_boxes"), boxes))
-    absent = [name for name in ("x_boxes", "tail_boxes", "w_boxes", "rows")
+    constants = dict(compute=compute, LAYER=arguments.Layer(**full), TILES=arguments.Tiles(**sizes), EARLY=True)
+    others = dict(zip(("x_descriptor", "tail_descriptor", "w_descriptor"), descriptors))
+    absent = [name for name in ("x_descriptor", "tail_descriptor", "w_descriptor", "rows")
               if others.get(name) is None and groups.get(name) is None]
     grouped_kernel(arguments.every_tile, {name: group for name, group in groups.items() if group is not None},
                    constants | dict.fromkeys(absent), others, ASTSource, warps)
@@ -90,7 +90,7 @@ def plain_kernels():
     product(products.inner_tile, nvfp4, dict(rows_width=272, width=272, stride=136, scale_width=17),
             arguments.Rows("*u8", "*fp8e4nv", "*fp32", "*i64", "i32", "i32", "i32"),
             arguments.Weights("*u8", "*fp8e4nv", "*fp32", "*fp32", "*bf16"), first)
-    compiled(digits.round_numbers, dict(I=264, COLUMNS=512, POWERS=True, EARLY=True), 4, kinds=dict(numbers="*fp32"))
+    compiled(fp8_split.round_numbers, dict(I=264, COLUMNS=512, POWERS=True, EARLY=True), 4, kinds=dict(numbers="*fp32"))
     compiled(summing.sum_rows, dict(
         H=264, TOP_K=4, CHOICES=4, EXPERTS=8, HAS_OUT_SLOTS=True, WEIGHTED=True, COLUMNS=512, EARLY=True), 4)
 
@@ -117,15 +117,15 @@ def kernels_of_row_blocks():
         compiled(row_blocks.decode_rows, dict(
             H=hidden_size, HAS_SLOTS=slots, COLUMNS=columns, EARLY=True), 4, kinds=kinds | dict(numbers="*bf16"))
 
-def boxed_kernels():
+def tma_kernels():
     wide, weights = dict(out=256, tile=128, tail=64), arguments.Weights(None, None, None, None, "*bf16")
     gates, some = "tensordesc<bf16[1, 1, 128, 64]>", "tensordesc<bf16[{}, 64]>"
     rows = arguments.Rows("*bf16", None, None, "*i64", "i32", "i32", "i32")
     clamped = dict(activation=products.SWIGLU_CLAMPED.value, interleaved=True, weight_on_input=True)
-    product(boxed.boxed_inner_tile, clamped, wide, rows, weights,
+    product(tma.tma_inner_tile, clamped, wide, rows, weights,
             arguments.Results("*bf16", None, None, None, None, "i32"), 8, (None, None, gates))
     for tail in (64, 0):
-        product(boxed.boxed_result_tile, {}, wide | dict(tail=tail), None, weights,
+        product(tma.tma_result_tile, {}, wide | dict(tail=tail), None, weights,
                 arguments.Results("*bf16", None, "*bf16", "*bf16", "*i64", "i32"), 8,
                 (some.format(128), some.format(tail or 128), "tensordesc<bf16[1, 256, 64]>"))
 
@@ -148,7 +148,7 @@ def grouped_kernel(kernel, groups, constants, others, source=GluonASTSource, war
 def specialized_kernel(bits, first, inputs, outputs, activation=0, interleaved=False, plain=False):
     # Of e4m3, or of bf16. A plain layer has no biases, and no slots.
     element, wide = ("fp8e4nv", 128) if bits == 8 else ("bf16", 64)
-    boxes = f"tensordesc<{element}[{{}}, {wide}],{gl.NVMMASharedLayout(128, bits, 2)!r}>".format
+    descriptor = f"tensordesc<{element}[{{}}, {wide}],{gl.NVMMASharedLayout(128, bits, 2)!r}>".format
     scales, bias, slots = "*fp32" if bits == 8 else None, None if plain else "*bf16", None if plain else "*i64"
     groups = dict(
         rows=arguments.Rows("*" + element, scales, None, slots, "i32", "i32", "i32"),
@@ -161,7 +161,7 @@ def specialized_kernel(bits, first, inputs, outputs, activation=0, interleaved=F
         finalize=True, activation=activation, limit=7.0, alpha=1.7, shift=1.0, powers=True)
     constants = dict(PRODUCT=product, STAGES=4, EARLY=True, num_warps=4)
     grouped_kernel(specialized.specialized_product, groups, constants,
-                   dict(x_boxes=boxes(128 if first else 64), w_boxes=boxes(128)))
+                   dict(x_descriptor=descriptor(128 if first else 64), w_descriptor=descriptor(128)))
 
 def expanding_kernels():
     groups = dict(packed=expanding.Packed("*i32", "*i16", "*fp32"))
@@ -188,11 +188,11 @@ CALLS = {
     "nvfp4, few rows": "packed_kernel(1, 4, True, ((8, 0), (16, 0)), 2, warps=4)",
     "nvfp4, two runs of rows": "packed_kernel(1, 4, False, ((64, 32),), 2)",
     "plain": "plain_kernels()",
-    "digits of e4m3": "kernels_of_e4m3(digits.DIGITS)",
-    "codes of e4m3": "kernels_of_e4m3(digits.CODES)",
-    "codes of e4m3 whose scales are powers of two": "kernels_of_e4m3(digits.POWER_CODES)",
+    "numbers split in two of e4m3": "kernels_of_e4m3(fp8_split.FP8_SPLIT)",
+    "codes of e4m3": "kernels_of_e4m3(fp8_split.CODES)",
+    "codes of e4m3 whose scales are powers of two": "kernels_of_e4m3(fp8_split.POWER_CODES)",
     "rows of mxfp8 in blocks": "kernels_of_row_blocks()",
-    "matrices in boxes": "boxed_kernels()",
+    "matrices by TMA": "tma_kernels()",
     "packed weights as blocks": "expanding_kernels()",
     "warps that load, and warps that multiply e4m3": "specialized_codes()",
     "warps that load, and warps that multiply bf16": "specialized_numbers()",

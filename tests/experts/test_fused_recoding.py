@@ -280,7 +280,7 @@ def test_blocks_are_cut_as_those_of_fp8_block128(rows, pairs):
     experts = FusedExperts(LAYER.spec, LAYER.held)
     other = replace(LAYER, weights="fp8_block128")
     alike = FusedExperts(other.spec, other.held)
-    assert experts.choose_cuts(pairs, rows) == alike.choose_cuts(
+    assert experts.choose_tiles(pairs, rows) == alike.choose_tiles(
         pairs, "fp8_block128" if rows == "mxfp8" else "bf16"
     )
 

@@ -9,7 +9,7 @@ from tests.exchange.interpreter import install, only_without_gpu
 from tests.experts.fused_cases import _scattered
 from tests.experts.row_block_cases import SCALES, WIDTHS, all_codes, assert_recoded, drawn_rows
 from tokenyard import formats
-from tokenyard.experts.fused import stage
+from tokenyard.experts.fused import launch
 from tokenyard.formats.base import EncodedRows
 
 pytestmark = only_without_gpu
@@ -20,8 +20,8 @@ def recoded(
     rows: EncodedRows, slots_R: torch.Tensor | None = None, num_rows: int | None = None
 ) -> EncodedRows:
     num_rows = rows.num_rows if num_rows is None else num_rows
-    with stage.on_device(rows.payloads["data"]):
-        found = stage.launch_row_blocks(rows, slots_R, num_rows, early=False)
+    with launch.on_device(rows.payloads["data"]):
+        found = launch.launch_row_blocks(rows, slots_R, num_rows, early=False)
     found.check()
     return found
 
@@ -112,8 +112,8 @@ def test_rows_are_decoded_exactly(scales):
         payloads = {name: _scattered(payload, slots_R, 30) for name, payload in rows.payloads.items()}
         workspace = EncodedRows(format=rows.format, hidden_size=width, payloads=payloads)
         for given, slots in ((rows, None), (workspace, slots_R)):
-            with stage.on_device(slots_R):
-                found = stage.launch_decoded_rows(given, slots, rows.num_rows, early=False)
+            with launch.on_device(slots_R):
+                found = launch.launch_decoded_rows(given, slots, rows.num_rows, early=False)
             expected = rows.decode(torch.bfloat16)
             assert torch.equal(found.payloads["data"].isnan(), expected.isnan())
             assert torch.equal(found.payloads["data"].nan_to_num(0.5), expected.nan_to_num(0.5))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.exchange.interpreter import install, only_without_gpu
-from tokenyard.experts.fused import stage
+from tokenyard.experts.fused import launch
 from tokenyard.experts.fused.kernels import twins
 
 pytestmark = only_without_gpu
@@ -28,7 +28,7 @@ def drawn(rows: int, top_k: int, experts: int, routing: str, seed: int = 0) -> t
 
 
 def agree(ids_RK: torch.Tensor, experts: int, tile: int) -> None:
-    found = stage.sort_on_device(ids_RK, experts, tile, early=False)
+    found = launch.sort_on_device(ids_RK, experts, tile, early=False)
     order_N, tiles = twins.sort_pairs(ids_RK, experts, tile)
     how_many = int(found.how_many)
     assert how_many == len(tiles) <= found.max_tiles
@@ -40,7 +40,7 @@ def agree(ids_RK: torch.Tensor, experts: int, tile: int) -> None:
 @pytest.mark.parametrize("routing", ["any", "one expert", "skewed", "sparse", "nobody", "beyond"])
 @pytest.mark.parametrize(("rows", "top_k", "experts", "tile"), [(1, 1, 1, 8), (37, 3, 5, 16), (60, 8, 33, 8)])
 def test_one_chunk(rows, top_k, experts, tile, routing):
-    assert rows * top_k <= stage.CHUNK
+    assert rows * top_k <= launch.CHUNK
     agree(drawn(rows, top_k, experts, routing), experts, tile)
 
 
@@ -48,12 +48,12 @@ def test_one_chunk(rows, top_k, experts, tile, routing):
 @pytest.mark.parametrize(("rows", "top_k"), [(1025, 1), (700, 3), (1500, 5)])
 def test_chunks_that_are_counted_first(rows, top_k, routing):
     """Two, three and eight chunks: fewer than the parts that share them, and more."""
-    assert rows * top_k > stage.CHUNK
+    assert rows * top_k > launch.CHUNK
     agree(drawn(rows, top_k, 3, routing, seed=rows), 3, 64)
 
 
 def test_more_chunks_than_are_read_at_a_time():
-    agree(drawn(17 * stage.CHUNK + 3, 1, 2, "skewed"), 2, 128)
+    agree(drawn(17 * launch.CHUNK + 3, 1, 2, "skewed"), 2, 128)
 
 
 def test_many_experts_in_many_chunks():

@@ -1,7 +1,7 @@
 """Fused experts on a GPU: every declared pair of formats, hundreds of batches, graphs, and a layer on several ranks.
 
-A kernel is compiled for each format, shape and cut, which takes seconds: the tests share a few shapes, and vary what
-needs no other kernel. They do not depend on each other: `pytest -n 6` compiles side by side.
+A kernel is compiled for each format, shape and tile configuration, which takes seconds: the tests share a few shapes,
+and vary what needs no other kernel. They do not depend on each other: `pytest -n 6` compiles side by side.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tokenyard.conformance.suites import assert_passed, check_experts
 from tokenyard.conformance.twin import twin
 from tokenyard.experts import ExpertsSpec, ExpertWeights, FusedExperts, ReferenceExperts, activation
 from tokenyard.experts.fused import experts as fused_experts
-from tokenyard.experts.fused import packing, recoding, stage
-from tokenyard.experts.fused.cuts import Cut, Cuts
+from tokenyard.experts.fused import launch, launch_hopper, packing, recoding
+from tokenyard.experts.fused.tile_configs import TileConfig, TileConfigs
 from tokenyard.formats import QuantizedMatrix, weight_format
 from tokenyard.rows import LocalRoutes, ReceivedRows
 
@@ -128,14 +128,14 @@ BOXED_LAYERS = {
 def test_matrices_in_boxes(case):
     case = replace(case, device="cuda")
     experts = built(case)
-    many = Cut(256, 128, 64, 8, 4, 64, boxes=True)
-    experts.cuts = Cuts(many, many)
-    assert stage.can_box(experts.weights.w13, case.spec) == (torch.cuda.get_device_capability()[0] >= 9)
+    many = TileConfig(256, 128, 64, 8, 4, 64, tma=True)
+    experts.tile_configs = TileConfigs(many, many)
+    assert launch.can_use_tma(experts.weights.w13, case.spec) == (torch.cuda.get_device_capability()[0] >= 9)
     y_RH = within(case, experts)
     assert same_bits(experts(case.received()).rows_RH, y_RH)
 
 
-MANY = Cut(256, 128, 128, 8, 3, 64, True, False, True)
+MANY = TileConfig(256, 128, 128, 8, 3, 64, True, False, True)
 CODES = FusedCase(
     weights="fp8_block128",
     rows="fp8_block128",
@@ -164,13 +164,13 @@ SPECIALIZED_LAYERS = {
 @pytest.fixture
 def specialized_launches(monkeypatch):
     """The layers whose products were launched as `kernels.specialized`."""
-    launched, launch = [], stage.launch_specialized
+    launched, original = [], launch_hopper.launch_specialized
 
     def noting(call, *arguments, **options):
         launched.append(call.spec)
-        launch(call, *arguments, **options)
+        original(call, *arguments, **options)
 
-    monkeypatch.setattr(stage, "launch_specialized", noting)
+    monkeypatch.setattr(launch_hopper, "launch_specialized", noting)
     return launched
 
 
@@ -178,12 +178,12 @@ def specialized_launches(monkeypatch):
 def test_warps_that_load_and_warps_that_multiply(changes, specialized_launches):
     case = replace(CODES, **changes)
     experts = built(case)
-    experts.cuts = Cuts(MANY, MANY)
+    experts.tile_configs = TileConfigs(MANY, MANY)
     y_RH = check_case(case, experts)
     assert len(specialized_launches) == (3 if is_hopper() else 0)
     for _ in range(20):  # what races is not the same twice
         assert same_bits(experts(case.received()).rows_RH, y_RH)
-    experts.cuts = Cuts(replace(MANY, specialized=False), replace(MANY, specialized=False))
+    experts.tile_configs = TileConfigs(replace(MANY, specialized=False), replace(MANY, specialized=False))
     plain_RH = within(case, experts)
     assert len(specialized_launches) == (23 if is_hopper() else 0)
     # The same codes, but for those in the middle between two, and sums in another order.
@@ -210,13 +210,13 @@ SPECIALIZED_NUMBERS = {
 def test_warps_that_load_and_warps_that_multiply_numbers(changes, specialized_launches):
     case = replace(NUMBERS, **changes)
     experts = built(case)
-    many = Cut(256, 128, 64, 8, 4, 64, boxes=True, specialized=True)
-    experts.cuts = Cuts(many, many)
+    many = TileConfig(256, 128, 64, 8, 4, 64, tma=True, specialized=True)
+    experts.tile_configs = TileConfigs(many, many)
     y_RH = check_case(case, experts)
     assert len(specialized_launches) == (3 if is_hopper() else 0)
     for _ in range(20):  # what races is not the same twice
         assert same_bits(experts(case.received()).rows_RH, y_RH)
-    experts.cuts = Cuts(replace(many, specialized=False), replace(many, specialized=False))
+    experts.tile_configs = TileConfigs(replace(many, specialized=False), replace(many, specialized=False))
     assert same_bits(within(case, experts), y_RH)
     assert len(specialized_launches) == (23 if is_hopper() else 0)
 
@@ -324,14 +324,14 @@ def test_what_cannot_be_specialized_is_computed_as_ever(changes, specialized_lau
     case = replace(CODES, **changes)
     experts = built(case)
     if not experts.is_packed:
-        experts.cuts = Cuts(MANY, MANY)
+        experts.tile_configs = TileConfigs(MANY, MANY)
     within(case, experts)
     assert not specialized_launches
 
 
 # -- Batches -------------------------------------------------------------------------------------------------
 
-# Experts of these sizes get batches of every size, so that every cut of their table is used.
+# Experts of these sizes get batches of every size, so that every line of their table is used.
 ANY_BATCH = [
     ("bf16", "bf16"),
     ("fp8_block128", "fp8_block128"),
@@ -530,7 +530,7 @@ def test_rows_are_recoded_as_the_twin_does(early):
         pytest.skip("no kernel starts early on this GPU")
     drawn = [drawn_rows(width, scales, nan=True) for width in WIDTHS for scales in SCALES]
     for rows in [all_codes(), *drawn, drawn_rows(544, "far", rows=5000)]:
-        found = stage.launch_row_blocks(moved(rows, "cuda"), None, rows.num_rows, early=early)
+        found = launch.launch_row_blocks(moved(rows, "cuda"), None, rows.num_rows, early=early)
         assert_recoded(found, rows)
 
 

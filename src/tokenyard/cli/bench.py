@@ -450,7 +450,7 @@ def overhead(
 
 @app.command()
 @reported
-def cuts(
+def tiles(
     weights: Annotated[
         list[str] | None, typer.Option(help=f"The format of the weights; {_SEVERAL}", show_default="all")
     ] = None,
@@ -474,7 +474,7 @@ def cuts(
     device = check_gpu("measure on a machine that has one")
     gpu, clock, _ = _clocks(device, rounds)
     document = Document(
-        benchmark="cuts-cuda",
+        benchmark="tiles-cuda",
         unit="µs",
         x="size",
         line="weights",

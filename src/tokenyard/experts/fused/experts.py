@@ -8,8 +8,8 @@ by the host, so a CUDA graph can hold all of it, and nothing is compiled for a n
 
 Memory beside the weights: for each of the R · K pairs that there may be, I numbers of 16 bits between the products, and
 H for the results of rows that several experts take, which are summed as `UnfinalizedRows.finish` would do it. Where the
-weights are in blocks of e4m3, the 16 bits are two digits of e4m3, and 128 of them have a scale (`kernels.digits`);
-where the layer's `inner` says so, 8 bits, one code.
+weights are in blocks of e4m3, the 16 bits are two e4m3 numbers, and 128 of these pairs have a scale
+(`kernels.fp8_split`); where the layer's `inner` says so, 8 bits, one code.
 
 **How weights are held.** As their format has them, but for two: 4-bit weights are packed on Hopper (`packing`), and
 mxfp8 weights become blocks of e4m3, where the tensor cores multiply these (`recoding`). Rows of mxfp8 that meet such
@@ -22,10 +22,8 @@ than about 85 of them, packed weights become blocks of e4m3 first, in memory tha
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Self
 
@@ -41,98 +39,34 @@ from tokenyard.experts.base import (
     local_routes,
 )
 from tokenyard.experts.fused import packing, recoding
-from tokenyard.experts.fused.cuts import (
-    SPLIT_BLOCK,
-    Cut,
-    Cuts,
-    choose_cuts,
-    choose_packed_cuts,
-    expected_pairs,
+from tokenyard.experts.fused.kernel_choice import (
+    can_run_expanded,
+    can_run_packed,
+    can_run_recoded,
+    can_run_specialized,
+    has_blocks,
+    interprets,
+    takes_e4m3,
 )
 from tokenyard.experts.fused.packing import PackedMatrix
+from tokenyard.experts.fused.tile_configs import (
+    TileConfig,
+    TileConfigs,
+    choose_packed_tiles,
+    choose_tiles,
+    expected_pairs,
+)
 from tokenyard.formats import FORMATS, Fp8Block128, QuantizedMatrix, for_dtype, weight_format
 from tokenyard.formats.base import EncodedRows
 from tokenyard.rows import ExpertRows, PlacedRows, ReceivedRows, UnfinalizedRows
 
 if TYPE_CHECKING:
-    from tokenyard.experts.fused.stage import Destination
+    from tokenyard.experts.fused.operands import Destination
 
 # The buffers of a matrix, by how it is held.
 _GIVEN = ("data", "scales")
 _PACKED = ("words", "word_scales")
 _RECODED = ("blocks", "block_scales")
-
-
-@functools.cache
-def gluon_runs() -> bool:
-    """Whether this Triton has the dialect of the packed and of the specialized products."""
-    try:
-        from tokenyard.experts.fused.kernels import packed, specialized  # noqa: F401
-    except (ImportError, AttributeError):
-        return False
-    return True
-
-
-def can_run_packed(spec: ExpertsSpec, weights: ExpertWeights) -> bool:
-    """Whether products with these weights run on Hopper's tensor cores with packed weights; else plain Triton does."""
-    w13, w2 = weights.w13, weights.w2
-    if not isinstance(w13, QuantizedMatrix) or not isinstance(w2, QuantizedMatrix):
-        return False
-    if spec.weights not in packing.LARGEST_SCALE or not spec.activation.gated or w13.device.type != "cuda":
-        return False
-    is_hopper = torch.cuda.get_device_capability(w13.device)[0] == 9
-    # Rows are copied 16 bytes at a time.
-    aligned = spec.hidden_size % 8 == 0 and spec.intermediate_size % 8 == 0
-    return is_hopper and aligned and gluon_runs() and packing.can_pack(w13) and packing.can_pack(w2)
-
-
-def _interprets() -> bool:
-    """Whether Triton interprets its kernels, wherever the rows are."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def takes_e4m3(device: torch.device) -> bool:
-    """Whether products there take e4m3 as it is: on tensor cores from Ada on, and where Triton interprets."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 9)
-    return device.type == "cpu" and _interprets()
-
-
-def can_run_recoded(spec: ExpertsSpec, weights: ExpertWeights) -> bool:
-    """Whether products with these weights run with blocks of e4m3 in their place; else they are decoded."""
-    w13, w2 = weights.w13, weights.w2
-    if spec.weights != "mxfp8" or not isinstance(w13, QuantizedMatrix) or not isinstance(w2, QuantizedMatrix):
-        return False
-    return takes_e4m3(w13.device) and recoding.can_recode(w13) and recoding.can_recode(w2)
-
-
-def can_run_specialized(spec: ExpertsSpec, device: torch.device) -> bool:
-    """Whether products run by warps that load and warps that multiply (`kernels.specialized`), if rows allow it.
-
-    On Hopper: numbers of 16 bits with a gate and sizes that are multiples of 8, H of 64 where gates and ups take turns;
-    e4m3 as `has_blocks` says.
-    """
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9 or not gluon_runs():
-        return False
-    sizes, interleaved = (spec.hidden_size, spec.intermediate_size), spec.activation.interleaved
-    if spec.weights in ("bf16", "fp16"):
-        whole = all(size % 8 == 0 for size in sizes) and (not interleaved or spec.hidden_size % 64 == 0)
-        return spec.activation.gated and whole
-    return has_blocks(spec)
-
-
-def has_blocks(spec: ExpertsSpec) -> bool:
-    """Whether a layer has codes between its products, gates and ups apart, and sizes that are multiples of 128."""
-    whole = spec.hidden_size % SPLIT_BLOCK == 0 and spec.intermediate_size % SPLIT_BLOCK == 0
-    return spec.inner is not None and spec.activation.gated and not spec.activation.interleaved and whole
-
-
-def can_run_expanded(spec: ExpertsSpec, weights: ExpertWeights) -> bool:
-    """Whether packed weights can become blocks of e4m3, within the guarantee of `recoding`, where rows are many."""
-    w13, w2 = weights.w13, weights.w2
-    if spec.weights != "mxfp4" or not isinstance(w13, QuantizedMatrix) or not isinstance(w2, QuantizedMatrix):
-        return False
-    return can_run_specialized(spec, w13.device) and recoding.can_recode(w13) and recoding.can_recode(w2)
 
 
 class FusedExperts(Experts):
@@ -143,7 +77,7 @@ class FusedExperts(Experts):
     weight_formats = ("bf16", "fp16", "fp32", "fp8_block128", "mxfp8", "nvfp4", "mxfp4", "mxint4")
     inner_formats = (Fp8Block128.name,)
     devices = ("cuda",)
-    cuts: Cuts | None = None  # tiles that a benchmark sets; None: chosen for each batch
+    tile_configs: TileConfigs | None = None  # tiles that a benchmark sets; None: chosen for each batch
     recodes: bool = True  # whether mxfp8 weights are held as blocks of e4m3 where that is faster
     expands: bool = True  # whether packed mxfp4 weights become such blocks, for a call, where rows are many
 
@@ -265,10 +199,10 @@ class FusedExperts(Experts):
 
     def _expanded(self, *, early: bool) -> ExpertWeights:
         """Packed weights as blocks of e4m3, in memory for this call."""
-        from tokenyard.experts.fused import stage
+        from tokenyard.experts.fused.launch_hopper import launch_expanded
 
         w13, w2 = (
-            stage.launch_expanded(self._packed(name), self.get_buffer(f"{name}_bases"), early=early)
+            launch_expanded(self._packed(name), self.get_buffer(f"{name}_bases"), early=early)
             for name in ("w13", "w2")
         )
         return ExpertWeights(w13=w13, w2=w2, b13=self._buffers.get("b13"), b2=self._buffers.get("b2"))
@@ -330,7 +264,7 @@ class FusedExperts(Experts):
         What these experts support is the same on every machine. Only where they run depends on what is installed.
         """
         why = None
-        if super().runs_on(device) is not None and not _interprets():
+        if super().runs_on(device) is not None and not interprets():
             why = f"its kernels need a GPU, and rows are on {device}"
         elif importlib.util.find_spec("triton") is None:
             why = "Triton is not installed"
@@ -339,7 +273,7 @@ class FusedExperts(Experts):
     @torch.no_grad()
     def compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows | PlacedRows | UnfinalizedRows:
         """Sort, multiply, activate, multiply, weight and sum."""
-        from tokenyard.experts.fused import stage
+        from tokenyard.experts.fused import launch, launch_hopper, operands
 
         spec, routes = self.spec, local_routes(received)
         _check_device(received)
@@ -355,67 +289,71 @@ class FusedExperts(Experts):
             )
         all_slots = received.slots_R is None and rows.num_rows == num_rows
         pairs = expected_pairs(num_rows, top_k, spec.num_local_experts, spec.num_experts, all_slots=all_slots)
-        cuts = self.choose_cuts(pairs, rows.format.name) if self.cuts is None else self.cuts
+        tiles = self.choose_tiles(pairs, rows.format.name) if self.tile_configs is None else self.tile_configs
         to, result = self._destination(received, num_rows, finalize=finalize)
         device = rows.device
         if num_rows and spec.num_local_experts:
             early = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-            as_codes = self.is_packed and isinstance(cuts.inner, Cut)
+            as_codes = self.is_packed and isinstance(tiles.inner, TileConfig)
             held = "fp8_block128" if as_codes else self.held_format
-            inner = stage.Inner.empty(spec, to.left, cuts, held=held)
-            with stage.on_device(ids_RK):
-                sorted_pairs = stage.sort_on_device(
-                    ids_RK, spec.num_local_experts, cuts.inner.tile, early=early
+            inner = operands.Inner.empty(spec, to.partial_sums, tiles, held=held)
+            with launch.on_device(ids_RK):
+                sorted_pairs = launch.sort_on_device(
+                    ids_RK, spec.num_local_experts, tiles.inner.tile, early=early
                 )
-                call = stage.Launch(spec, cuts, sorted_pairs, weights_RK, early)
+                call = operands.Launch(spec, tiles, sorted_pairs, weights_RK, early)
                 if self.is_packed and rows.format.name == "mxfp8":
-                    as_blocks = isinstance(cuts.inner, Cut)
-                    recode = stage.launch_row_blocks if as_blocks else stage.launch_decoded_rows
+                    as_blocks = isinstance(tiles.inner, TileConfig)
+                    recode = launch.launch_row_blocks if as_blocks else launch.launch_decoded_rows
                     rows, slots_R = recode(rows, slots_R, num_rows, early=early), None
-                if self.is_packed and isinstance(cuts.inner, Cut):
+                if self.is_packed and isinstance(tiles.inner, TileConfig):
                     weights = self._expanded(early=early)
-                    assert stage.can_specialize(rows, weights), rows.format
-                    stage.launch_specialized(call, rows, slots_R, weights, inner, to, finalize=finalize)
+                    assert launch_hopper.can_specialize(rows, weights), rows.format
+                    launch_hopper.launch_specialized(
+                        call, rows, slots_R, weights, inner, to, finalize=finalize
+                    )
                 elif self.is_packed:
                     biases = (self._buffers.get("b13"), self._buffers.get("b2"))
-                    packed = stage.PackedCall(self._packed("w13"), self._packed("w2"), *biases)
+                    packed = launch_hopper.PackedCall(self._packed("w13"), self._packed("w2"), *biases)
                     x = rows.payloads["data"]
-                    stage.launch_packed(call, packed, x, slots_R, inner, to, finalize=finalize)
+                    launch_hopper.launch_packed(call, packed, x, slots_R, inner, to, finalize=finalize)
                 else:
                     if self._recodes_rows(rows.format.name):
-                        rows, slots_R = stage.launch_row_blocks(rows, slots_R, num_rows, early=early), None
+                        rows, slots_R = launch.launch_row_blocks(rows, slots_R, num_rows, early=early), None
                     weights = self._seen_by_kernels()
-                    wanted = cuts.specialized and can_run_specialized(spec, device)
-                    if wanted and stage.can_specialize(rows, weights):
-                        stage.launch_specialized(call, rows, slots_R, weights, inner, to, finalize=finalize)
+                    wanted = tiles.specialized and can_run_specialized(spec, device)
+                    if wanted and launch_hopper.can_specialize(rows, weights):
+                        launch_hopper.launch_specialized(
+                            call, rows, slots_R, weights, inner, to, finalize=finalize
+                        )
                     else:
-                        numbers = stage.before_rounding(spec, inner)
-                        stage.launch_inner(call, rows, slots_R, weights, numbers)
-                        stage.launch_rounding(call, numbers, inner)
-                        stage.launch_result(call, weights, inner, to, finalize=finalize)
+                        numbers = launch.before_rounding(spec, inner)
+                        launch.launch_inner(call, rows, slots_R, weights, numbers)
+                        launch.launch_rounding(call, numbers, inner)
+                        launch.launch_result(call, weights, inner, to, finalize=finalize)
                 if finalize:
-                    stage.launch_sums(call, ids_RK, to)
+                    launch.launch_sums(call, ids_RK, to)
         if result is not None:
             return result
         index_N = (ids_RK.reshape(-1) >= 0).nonzero().squeeze(1)
         weights_N = weights_RK.reshape(-1)[index_N].float()
         return UnfinalizedRows(
-            rows_NH=to.left[index_N],
+            rows_NH=to.partial_sums[index_N],
             weights_N=torch.ones_like(weights_N) if spec.weight_on == "input" else weights_N,
             index_N=index_N,
             num_rows=num_rows,
             top_k=top_k,
         )
 
-    def choose_cuts(self, pairs: float, rows: str) -> Cuts:
-        """The cuts for so many pairs of a row and an expert, if rows arrive in a format."""
+    def choose_tiles(self, pairs: float, rows: str) -> TileConfigs:
+        """The tile configurations for so many pairs of a row and an expert, if rows arrive in a format."""
         experts, weights = self.spec.num_local_experts, self.held_format
         if self.is_packed:
             expands = self.expands and self.is_expandable and rows == "mxfp8"
-            return choose_packed_cuts(pairs, experts, weights, expands=expands)
+            return choose_packed_tiles(pairs, experts, weights, expands=expands)
         taken = weights if self._recodes_rows(rows) else rows
         specialized = can_run_specialized(self.spec, next(self.buffers()).device)
-        return choose_cuts(pairs, experts, weights, rows=taken, specialized=specialized)
+        return choose_tiles(pairs, experts, weights, rows=taken, specialized=specialized)
 
     def _recodes_rows(self, rows: str) -> bool:
         """Whether rows in a format become blocks of e4m3, as the weights are, before they are multiplied."""
@@ -434,11 +372,11 @@ class FusedExperts(Experts):
     def _destination(
         self, received: ReceivedRows, num_rows: int, *, finalize: bool
     ) -> tuple[Destination, ExpertRows | PlacedRows | None]:
-        from tokenyard.experts.fused.stage import Destination
+        from tokenyard.experts.fused.operands import Destination
 
         spec, device = self.spec, received.rows.device
         dtype = WEIGHT_DTYPES.get(spec.weights, torch.bfloat16)
-        left = torch.empty(num_rows * spec.top_k, spec.hidden_size, dtype=dtype, device=device)
+        partial_sums = torch.empty(num_rows * spec.top_k, spec.hidden_size, dtype=dtype, device=device)
         if not finalize:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise ContractError(
@@ -446,13 +384,13 @@ class FusedExperts(Experts):
                     expected="results that are weighted and summed by the experts: only these have a fixed shape",
                     fix="run this layer outside of the CUDA graph",
                 )
-            return Destination(left, None, left), None
+            return Destination(partial_sums, None, partial_sums), None
         buffer = received.results
         if buffer is not None:
-            return Destination(buffer.rows_SH, buffer.slots_R, left), buffer.placed()
+            return Destination(buffer.rows_SH, buffer.slots_R, partial_sums), buffer.placed()
         # A row that none of the experts here takes is zero.
         out = torch.zeros(num_rows, spec.hidden_size, device=device)
-        return Destination(out, None, left), ExpertRows(rows_RH=out)
+        return Destination(out, None, partial_sums), ExpertRows(rows_RH=out)
 
 
 def _check_device(received: ReceivedRows) -> None:

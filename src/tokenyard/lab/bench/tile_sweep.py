@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from tokenyard.experts import FusedExperts
-from tokenyard.experts.fused import cut_table
-from tokenyard.experts.fused.cuts import Cut, Cuts, PackedCut, plain_lines
+from tokenyard.experts.fused import tile_table
+from tokenyard.experts.fused.tile_configs import PackedTileConfig, TileConfig, TileConfigs, plain_lines
 from tokenyard.lab.bench.clock import Clock, give_back_memory
 from tokenyard.lab.bench.drawn_experts import DrawnExperts
 from tokenyard.lab.bench.experts import check_batch, draw_batches, stage_of
@@ -33,14 +33,14 @@ _WARPS = (4, 8)
 _LONG = 64
 
 
-def neighbors(config: Cut | PackedCut) -> list[Cut | PackedCut]:
+def neighbors(config: TileConfig | PackedTileConfig) -> list[TileConfig | PackedTileConfig]:
     """Tile configurations of as many rows that differ in one thing.
 
-    >>> [found.stages for found in neighbors(Cut(128, 16, 128, 4, 3)) if found.stages != 3]
+    >>> [found.stages for found in neighbors(TileConfig(128, 16, 128, 4, 3)) if found.stages != 3]
     [2, 4]
     """
-    found: list[Cut | PackedCut]
-    if isinstance(config, PackedCut):
+    found: list[TileConfig | PackedTileConfig]
+    if isinstance(config, PackedTileConfig):
         found = [
             *(replace(config, ahead=ahead) for ahead in (config.ahead - 1, config.ahead + 1) if ahead >= 1),
             *(replace(config, groups=groups) for groups in (1, 2)),
@@ -59,32 +59,37 @@ def neighbors(config: Cut | PackedCut) -> list[Cut | PackedCut]:
             *(replace(config, warps=warps) for warps in _WARPS),
             *(replace(config, tail=tail) for tail in tails),
             replace(config, rows_first=not config.rows_first),
-            replace(config, boxes=not config.boxes),
+            replace(config, tma=not config.tma),
         ]
     return [other for other in dict.fromkeys(found) if other != config]
 
 
-def lines_of(weights: str, *, packed: bool) -> list[Cuts]:
+def lines_of(weights: str, *, packed: bool) -> list[TileConfigs]:
     """Every line of the table for a format.
 
-    >>> len(lines_of("bf16", packed=False)) == len(cut_table.PLAIN["bf16"])
+    >>> len(lines_of("bf16", packed=False)) == len(tile_table.PLAIN["bf16"])
     True
     """
     if packed:
-        return [Cuts(PackedCut(*inner), PackedCut(*result)) for _, inner, result in cut_table.PACKED[weights]]
-    return [Cuts(Cut(*inner), Cut(*result)) for _, inner, result in plain_lines(weights)]
+        return [
+            TileConfigs(PackedTileConfig(*inner), PackedTileConfig(*result))
+            for _, inner, result in tile_table.PACKED[weights]
+        ]
+    return [TileConfigs(TileConfig(*inner), TileConfig(*result)) for _, inner, result in plain_lines(weights)]
 
 
-def can_be(weights: str, config: Cuts) -> bool:
+def can_be(weights: str, config: TileConfigs) -> bool:
     """Whether experts with such weights can have this tile configuration."""
     return weights != "fp8_block128" or config.can_split
 
 
-def search(lines: Iterable[Cuts], weights: str, time: Callable[[Cuts], float | None]) -> Cuts | None:
+def search(
+    lines: Iterable[TileConfigs], weights: str, time: Callable[[TileConfigs], float | None]
+) -> TileConfigs | None:
     """Try the lines of a table, then the neighbors of the fastest; the fastest of all, if any has a time."""
-    tried: dict[Cuts, float | None] = {}
+    tried: dict[TileConfigs, float | None] = {}
 
-    def fastest(candidates: Iterable[Cuts]) -> Cuts | None:
+    def fastest(candidates: Iterable[TileConfigs]) -> TileConfigs | None:
         for config in candidates:
             if config not in tried and can_be(weights, config):
                 tried[config] = time(config)
@@ -93,8 +98,8 @@ def search(lines: Iterable[Cuts], weights: str, time: Callable[[Cuts], float | N
 
     if (best := fastest(lines)) is None:
         return None
-    best = fastest(Cuts(inner, best.result) for inner in neighbors(best.inner)) or best
-    return fastest(Cuts(best.inner, result) for result in neighbors(best.result))
+    best = fastest(TileConfigs(inner, best.result) for inner in neighbors(best.inner)) or best
+    return fastest(TileConfigs(best.inner, result) for result in neighbors(best.result))
 
 
 class Trials:
@@ -105,11 +110,11 @@ class Trials:
         self._drawn = DrawnExperts.draw(cell.spec, device)
         self.experts = FusedExperts(cell.spec, self._drawn.weights, adopt=True)
         self._batches = draw_batches(cell, device)
-        self.tried: dict[Cuts, tuple[float | None, str]] = {}  # µs, and what went wrong
+        self.tried: dict[TileConfigs, tuple[float | None, str]] = {}  # µs, and what went wrong
 
-    def __call__(self, config: Cuts) -> float | None:
+    def __call__(self, config: TileConfigs) -> float | None:
         """The µs of the stage in this configuration; None, where it does not run or is wrong."""
-        self.experts.cuts = config
+        self.experts.tile_configs = config
         us, note = None, ""
         try:
             check_batch(self.experts, self._drawn, self._batches[0], str(self.cell))
@@ -126,7 +131,7 @@ def sweep(cells: Sequence[Cell], *, device: torch.device, clock: Clock) -> Itera
     for cell in cells:
         trials = Trials(cell, device, clock)
         packed, held = trials.experts.is_packed, trials.experts.held_format
-        chosen = trials.experts.choose_cuts(cell.shape.pairs(cell.size), cell.rows_format)
+        chosen = trials.experts.choose_tiles(cell.shape.pairs(cell.size), cell.rows_format)
         best = search([chosen, *lines_of(held, packed=packed)], held, trials)
         yield _record(cell, chosen, best, trials.tried)
         del trials
@@ -134,7 +139,10 @@ def sweep(cells: Sequence[Cell], *, device: torch.device, clock: Clock) -> Itera
 
 
 def _record(
-    cell: Cell, chosen: Cuts, best: Cuts | None, tried: dict[Cuts, tuple[float | None, str]]
+    cell: Cell,
+    chosen: TileConfigs,
+    best: TileConfigs | None,
+    tried: dict[TileConfigs, tuple[float | None, str]],
 ) -> Record:
     us, note = tried[chosen]
     best_us = None if best is None else tried[best][0]
@@ -152,10 +160,10 @@ def _record(
     )
 
 
-def in_words(config: Cut | PackedCut) -> str:
+def in_words(config: TileConfig | PackedTileConfig) -> str:
     """A tile configuration as a line of the table has it, with names; what is left out is zero, no, or any.
 
-    >>> in_words(Cut(64, 16, 128, 4, 3))
+    >>> in_words(TileConfig(64, 16, 128, 4, 3))
     'out 64, tile 16, block 128, warps 4, stages 3'
     """
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in asdict(config).items() if value)

@@ -4,10 +4,10 @@
     arguments          what kernels are given, by what it is, and the loop over tiles that products share
     decoding           a tile of weights or of rows, in any format, as numbers
     products           the two matrix products, outputs × rows, with the activation and the weights inside them
-    rows_first         the first for many rows, rows × outputs; rows_first_result: the second, of digits
-    digits             what stands between products of e4m3: numbers as two digits of it
+    rows_first         the first for many rows, rows × outputs; rows_first_result: the second, of e4m3
+    fp8_split          what stands between products of e4m3: numbers as the sum of two e4m3 numbers, or e4m3 codes
     row_blocks         rows of mxfp8 as blocks of e4m3, which tensor cores multiply as they are
-    boxed              both for many rows of 16-bit numbers, with matrices that come by TMA
+    tma                both for many rows of 16-bit numbers, with matrices that come by TMA
     specialized        both for many rows of e4m3 or of 16-bit numbers, by warps that load and warps that multiply
     packed, unpacking  both with 4-bit weights in the order of Hopper's tensor cores
     expanding          packed mxfp4 weights as blocks of e4m3, for many rows

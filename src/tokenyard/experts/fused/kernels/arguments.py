@@ -28,7 +28,7 @@ class Rows(NamedTuple):
 class Weights(NamedTuple):
     """The matrices of a product, and what belongs to them."""
 
-    data: Any  # None, where they come in boxes
+    data: Any  # None, where they come by TMA
     scales: Any  # of blocks or spans, or None
     global_scale: Any  # or None
     global_factor: Any
@@ -50,7 +50,7 @@ class Results(NamedTuple):
 
     inner: Any
     inner_scales: Any  # None: numbers of 16 or 32 bits
-    left: Any
+    partial_sums: Any  # the results of rows that several experts take, by pair
     out: Any
     out_slots_R: Any  # or None
     out_stride: Any
@@ -74,11 +74,11 @@ class Layer(NamedTuple):
     limit: float
     alpha: float
     shift: float
-    inner: int  # as `kernels.digits` calls it
+    inner: int  # as `kernels.fp8_split` calls it
 
 
 class Tiles(NamedTuple):
-    """How one product is cut, and how wide its rows and matrices are: inputs with their pad, and elements of a line."""
+    """The tiles of one product, and the widths of its rows and matrices: inputs with their pad, elements of a line."""
 
     across: int  # tiles that all outputs make
     out: int
@@ -101,7 +101,7 @@ def tile_of(routes, item, ACROSS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["routes"])
 def every_tile(
-    x_boxes, tail_boxes, w_boxes, rows, weights, routes, results,
+    x_descriptor, tail_descriptor, w_descriptor, rows, weights, routes, results,
     compute: tl.constexpr, LAYER: tl.constexpr, TILES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A product of all experts: every block takes tiles in turn, each computed by the function that is handed in."""
@@ -116,12 +116,12 @@ def every_tile(
         next_expert, next_start, next_count = tile_of(routes, item + tl.num_programs(0), TILES.across)
         if (TILES.tail > 0) & (count <= TILES.tail):
             compute(
-                tail_boxes, w_boxes, rows, weights, routes, results, expert, start, count, column,
+                tail_descriptor, w_descriptor, rows, weights, routes, results, expert, start, count, column,
                 LAYER, TILES, TILES.tail if TILES.tail > 0 else TILES.tile,
             )  # fmt: skip
         else:
             compute(
-                x_boxes, w_boxes, rows, weights, routes, results, expert, start, count, column,
+                x_descriptor, w_descriptor, rows, weights, routes, results, expert, start, count, column,
                 LAYER, TILES, TILES.tile,
             )  # fmt: skip
         expert, start, count = next_expert, next_start, next_count

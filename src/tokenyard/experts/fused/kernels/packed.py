@@ -129,17 +129,17 @@ def activate(gate, up, KIND: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.conste
 
 @gluon.jit
 def deliver(
-    value, place, is_row, n, weights_N, left, out, out_slots_R, out_stride,
+    value, place, is_row, n, weights_N, partial_sums, out, out_slots_R, out_stride,
     H: gl.constexpr, TOP_K: gl.constexpr, HAS_OUT_SLOTS: gl.constexpr, WEIGHTED: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
-    """Results `[outputs, rows]`: alone in their row, weighted, into `out`; else into `left`, for their row's sum."""
+    """Results `[outputs, rows]`: rows with one expert here go weighted into `out`, others into `partial_sums`."""
     # Eight outputs a thread, where they are neighbors in memory.
-    wide = gl.convert_layout(value.to(left.dtype.element_ty), STORE)
+    wide = gl.convert_layout(value.to(partial_sums.dtype.element_ty), STORE)
     n8 = gl.convert_layout(n, gl.SliceLayout(1, STORE))
     place8 = gl.convert_layout(gl.where(is_row, place, 0x7FFFFFFF), gl.SliceLayout(0, STORE))
     pair8 = gl.where(place8 < 0, ~place8, place8)
     there8 = place8 != 0x7FFFFFFF
-    where = left + pair8.to(gl.int64)[None, :] * H + n8[:, None]
+    where = partial_sums + pair8.to(gl.int64)[None, :] * H + n8[:, None]
     gl.store(where, wide, mask=(n8 < H)[:, None] & (place8 < 0)[None, :])
     line = pair8 // TOP_K
     if HAS_OUT_SLOTS:
@@ -168,7 +168,7 @@ def nothing(WARPS: gl.constexpr, N: gl.constexpr, FEW: gl.constexpr):
 
 @gluon.jit
 def finish_tile(
-    acc, slots_R, divisors, factors, bias, weights_N, y, order_N, left,
+    acc, slots_R, divisors, factors, bias, weights_N, y, order_N, partial_sums,
     expert, part, start, count, offset, y_stride,
     COLUMNS: gl.constexpr, TOP_K: gl.constexpr,
     FIRST: gl.constexpr, INTERLEAVED: gl.constexpr, HAS_SLOTS: gl.constexpr, HAS_GLOBAL: gl.constexpr,
@@ -213,16 +213,16 @@ def finish_tile(
         where = y + (start + t).to(gl.int64)[None, :] * y_stride + i[:, None]
         gl.store(where, value, mask=(i < COLUMNS)[:, None] & (t < count)[None, :])
     elif FINALIZE:
-        deliver(value, place, is_row, j, weights_N, left, y, slots_R, y_stride,
+        deliver(value, place, is_row, j, weights_N, partial_sums, y, slots_R, y_stride,
                 COLUMNS, TOP_K, HAS_SLOTS, WEIGHTED, STORE)  # fmt: skip
     else:
-        where = left + pair.to(gl.int64)[None, :] * COLUMNS + j[:, None]
-        gl.store(where, value.to(left.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
+        where = partial_sums + pair.to(gl.int64)[None, :] * COLUMNS + j[:, None]
+        gl.store(where, value.to(partial_sums.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
 
 
 @gluon.jit
 def tile_product(
-    x, slots_R, words, scales, divisors, factors, bias, weights_N, y, order_N, left,
+    x, slots_R, words, scales, divisors, factors, bias, weights_N, y, order_N, partial_sums,
     expert, block, start, count, x_stride, y_stride,
     INPUTS: gl.constexpr, WIDTH: gl.constexpr, COLUMNS: gl.constexpr, TOP_K: gl.constexpr,
     KIND: gl.constexpr, SPANS: gl.constexpr, N0: gl.constexpr, N1: gl.constexpr,
@@ -314,7 +314,7 @@ def tile_product(
     for m in gl.static_range(GROUPS):
         for b in gl.static_range(NB):
             finish_tile(
-                acc[m * NB + b], slots_R, divisors, factors, bias, weights_N, y, order_N, left,
+                acc[m * NB + b], slots_R, divisors, factors, bias, weights_N, y, order_N, partial_sums,
                 expert, block * GROUPS + m, start, count, b * N0, y_stride,
                 COLUMNS, TOP_K, FIRST, INTERLEAVED, HAS_SLOTS, HAS_GLOBAL, HAS_BIAS, WEIGHTED, FINALIZE,
                 ACTIVATION, LIMIT, ALPHA, SHIFT, N1 if b else N0, WARPS, FEW,
@@ -323,7 +323,7 @@ def tile_product(
 
 @gluon.jit(do_not_specialize=["how_many", "max_tiles"])
 def packed_product(
-    x, slots_R, words, scales, divisors, factors, bias, weights_N, y, order_N, left,
+    x, slots_R, words, scales, divisors, factors, bias, weights_N, y, order_N, partial_sums,
     tiles, how_many, max_tiles, x_stride, y_stride,
     INPUTS: gl.constexpr, WIDTH: gl.constexpr, LINES: gl.constexpr, COLUMNS: gl.constexpr,
     TOP_K: gl.constexpr, KIND: gl.constexpr, SPANS: gl.constexpr, WIDTHS: gl.constexpr,
@@ -353,7 +353,7 @@ def packed_product(
         ):
             tile_product(
                 x, slots_R, words + u0 * (WIDTH // 64 * 512), scales + u0 * (WIDTH // 128 * 32 * E), divisors, factors,
-                bias, weights_N, y, order_N, left,
+                bias, weights_N, y, order_N, partial_sums,
                 expert, block, start, count, x_stride, y_stride,
                 INPUTS, WIDTH, COLUMNS, TOP_K, KIND, SPANS, WIDTHS[v][0], WIDTHS[v][1],
                 FIRST, INTERLEAVED, HAS_SLOTS, HAS_GLOBAL, HAS_BIAS, WEIGHTED, FINALIZE,

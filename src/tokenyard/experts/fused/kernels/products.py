@@ -1,15 +1,15 @@
 """The two products of an expert, turned: outputs × rows, so that few rows make a narrow tile and not a wasted one.
 
     inner  = activation(W13 · x + b13)            rows gathered by index, gate and up in one tile
-    result = weight · (W2 · inner + b2)           where it belongs, or left for the sum over a row's experts
+    result = weight · (W2 · inner + b2)           where it belongs, or kept for the sum over a row's experts
 
 A tile of outputs holds gate and up of the same columns, 8 and 8 in turn, which a thread finds in its own registers.
-Between products with weights in blocks of e4m3, `inner` holds digits or codes of e4m3 (`digits`); else numbers of 16 or
-32 bits.
+Between products with weights in blocks of e4m3, `inner` holds pairs or codes of e4m3
+(`fp8_split`); else numbers of 16 or 32 bits.
 
-**The sum.** A row that one expert takes is written where its result belongs. A row with several leaves their results,
-by pair, in `left`: rounded to the type of the rows, not weighted yet. Then `summing` adds them up. (To let the block
-that comes last add them up here, with a count for each row, was not faster for any number of rows.)
+**The sum.** The result of a row that one expert takes is written where it belongs. Of a row that several take, each
+result goes to `partial_sums`, by pair: rounded to the type of the rows, not weighted yet. Then `summing` adds them up.
+(To let the block that comes last add them up here, with a count for each row, was not faster for any number of rows.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from tokenyard.experts.fused.kernels.decoding import FP8_BLOCK, PLAIN, load_tile
-from tokenyard.experts.fused.kernels.digits import DIGITS, NUMBERS, split_product, store_inner
+from tokenyard.experts.fused.kernels.fp8_split import FP8_SPLIT, NUMBERS, split_product, store_inner
 from tokenyard.experts.fused.kernels.sorting import unsigned
 
 SWIGLU = tl.constexpr(0)
@@ -182,7 +182,7 @@ def rows_of(rows, routes, start, count, TILE: tl.constexpr, TOP_K: tl.constexpr)
 
 @triton.jit
 def inner_tile(
-    x_boxes, w_boxes, rows, weights, routes, results, expert, start, count, column,
+    x_descriptor, w_descriptor, rows, weights, routes, results, expert, start, count, column,
     LAYER: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One tile of the first product, activated, into `inner` at the places of `order_N`."""
@@ -250,13 +250,13 @@ def inner_tile(
 
 @triton.jit
 def deliver(value, place, is_row, n, is_output, routes, results, LAYER: tl.constexpr):
-    """Results `[OUT, TILE]`: alone in their row, weighted, into `out`; else into `left`, for their row's sum."""
-    left, out = results.left, results.out
+    """Results `[OUT, TILE]`: rows with one expert here go weighted into `out`, others into `partial_sums`."""
+    partial_sums, out = results.partial_sums, results.out
     pair = unsigned(place)
     row = pair // LAYER.top_k
-    value = value.to(left.dtype.element_ty)
+    value = value.to(partial_sums.dtype.element_ty)
     shared = is_row & (place < 0)
-    where = left + pair.to(tl.int64)[None, :] * LAYER.hidden + n[:, None]
+    where = partial_sums + pair.to(tl.int64)[None, :] * LAYER.hidden + n[:, None]
     tl.store(where, value, mask=is_output[:, None] & shared[None, :])
     line = row
     if results.out_slots_R is not None:
@@ -271,7 +271,7 @@ def deliver(value, place, is_row, n, is_output, routes, results, LAYER: tl.const
 
 @triton.jit
 def result_tile(
-    x_boxes, w_boxes, rows, weights, routes, results, expert, start, count, column,
+    x_descriptor, w_descriptor, rows, weights, routes, results, expert, start, count, column,
     LAYER: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One tile of the second product, delivered."""
@@ -291,7 +291,7 @@ def result_tile(
     if w_scales is not None:
         w_scales = w_scales + expert * (SCALE_LINES * TILES.scale_width)
     inner, inner_scales = results.inner, results.inner_scales
-    if LAYER.inner == DIGITS:
+    if LAYER.inner == FP8_SPLIT:
         tl.static_assert(TILES.block == 128)
         acc = split_product(
             inner, inner_scales, place, is_row, w, w_scales, output, TILES.stride, TILES.scale_width,
@@ -316,5 +316,7 @@ def result_tile(
     if LAYER.finalize:
         deliver(acc, place, is_row, n, is_output, routes, results, LAYER)
     else:
-        where = results.left + unsigned(place).to(tl.int64)[None, :] * H + n[:, None]
-        tl.store(where, acc.to(results.left.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
+        where = results.partial_sums + unsigned(place).to(tl.int64)[None, :] * H + n[:, None]
+        tl.store(
+            where, acc.to(results.partial_sums.dtype.element_ty), mask=is_output[:, None] & is_row[None, :]
+        )

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from tokenyard.experts.fused.kernels.decoding import FP8_BLOCK, load_tile
-from tokenyard.experts.fused.kernels.digits import MASKED_FROM, NUMBERS, store_inner
+from tokenyard.experts.fused.kernels.fp8_split import MASKED_FROM, NUMBERS, store_inner
 from tokenyard.experts.fused.kernels.products import activate, block_part, rows_of
 
 
@@ -52,7 +52,7 @@ def block_scale(by_row, scales, output, first, stride, LAST: tl.constexpr, EDGE:
 
 @triton.jit
 def rows_first_tile(
-    x_boxes, w_boxes, rows, weights, routes, results, expert, start, count, column,
+    x_descriptor, w_descriptor, rows, weights, routes, results, expert, start, count, column,
     LAYER: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One tile of the first product, activated, into `inner` at the places of `order_N`."""

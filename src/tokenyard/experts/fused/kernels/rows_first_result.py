@@ -1,4 +1,4 @@
-"""The second product for many rows: rows in digits or codes of e4m3 × outputs, 128 and 128 in sums of their own.
+"""The second product for many rows: rows in pairs or codes of e4m3 × outputs, 128 and 128 in sums of their own.
 
 As in `rows_first`, a thread has a few rows and many outputs, which share a scale. Two sums and the product of a block
 for one of them at a time leave room for a tile of 128 rows × 256 outputs.
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from tokenyard.experts.fused.kernels.decoding import FP8_BLOCK, load_tile
-from tokenyard.experts.fused.kernels.digits import DIGITS, load_split, split_dot
+from tokenyard.experts.fused.kernels.fp8_split import FP8_SPLIT, load_split, split_dot
 from tokenyard.experts.fused.kernels.products import block_part
 from tokenyard.experts.fused.kernels.rows_first import load_rows
 from tokenyard.experts.fused.kernels.sorting import unsigned
@@ -20,18 +20,21 @@ from tokenyard.experts.fused.kernels.sorting import unsigned
 def deliver_rows(
     value, place, is_row, expert, first, weights, routes, results, LAYER: tl.constexpr, OUT: tl.constexpr
 ):
-    """Results `[TILE, OUT]` from output `first` on: alone in their row, weighted, into `out`; else into `left`."""
+    """Store results `[TILE, OUT]` from output `first` on.
+
+    Rows with one expert here go weighted into `out`, others into `partial_sums`.
+    """
     H: tl.constexpr = LAYER.hidden
-    left, out = results.left, results.out
+    partial_sums, out = results.partial_sums, results.out
     n = first + tl.arange(0, OUT)
     is_output = (n < H)[None, :]
     if weights.bias is not None:
         value += tl.load(weights.bias + expert.to(tl.int64) * H + n, mask=n < H, other=0.0).to(tl.float32)[
             None, :
         ]
-    value = value.to(left.dtype.element_ty)
+    value = value.to(partial_sums.dtype.element_ty)
     pair = unsigned(place)
-    where = left + pair.to(tl.int64)[:, None] * H + n[None, :]
+    where = partial_sums + pair.to(tl.int64)[:, None] * H + n[None, :]
     if LAYER.finalize:
         tl.store(where, value, mask=is_output & (is_row & (place < 0))[:, None])
         line = pair // LAYER.top_k
@@ -48,7 +51,7 @@ def deliver_rows(
 
 @triton.jit
 def rows_first_result_tile(
-    x_boxes, w_boxes, rows, weights, routes, results, expert, start, count, column,
+    x_descriptor, w_descriptor, rows, weights, routes, results, expert, start, count, column,
     LAYER: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One tile of the second product, delivered."""
@@ -76,7 +79,7 @@ def rows_first_result_tile(
     first_sum = tl.zeros([TILE, 128], tl.float32)
     second_sum = tl.zeros([TILE, 128], tl.float32)
     for block in range(BLOCKS):
-        if LAYER.inner == DIGITS:
+        if LAYER.inner == FP8_SPLIT:
             high, low = load_split(inner, place, is_row, block, BLOCKS * 128, TILE)
         else:
             codes = load_rows(inner, inner_scales, place, is_row, block * 128, BLOCKS * 128, BLOCKS * 128, BLOCKS,
@@ -87,7 +90,7 @@ def rows_first_result_tile(
                                   FP8_BLOCK, 128, 128, EVEN, KIND)  # fmt: skip
         by_row = tl.load(row_scales + block)[:, None]
         first_scale, second_scale = tl.load(first_scales + block), tl.load(second_scales + block)
-        if LAYER.inner == DIGITS:
+        if LAYER.inner == FP8_SPLIT:
             first_sum += split_dot(first_weights, high, low, False, KIND) * (by_row * first_scale)
             second_sum += split_dot(second_weights, high, low, False, KIND) * (by_row * second_scale)
         else:

@@ -16,7 +16,7 @@ blocks change places: else those with even numbers would get all long tiles of e
 Rows that were copied are written to shared memory as ordinary stores are, and read by tensor cores, which see it by
 another way: whoever multiplies waits for the copies, and puts a fence between.
 
-Arguments are grouped as in `kernels.arguments`; matrices come in boxes alone.
+Arguments are grouped as in `kernels.arguments`; matrices come by TMA alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tokenyard.experts.fused.kernels.packed import activate, depends, start_copy
 
 # Younger Tritons have another name for it.
-start_box = getattr(tma, "async_load", tma.async_copy_global_to_shared)
+start_tma = getattr(tma, "async_load", tma.async_copy_global_to_shared)
 
 
 class Product(NamedTuple):
@@ -128,7 +128,9 @@ def lines_of(rows, routes, place, TOP_K: gl.constexpr):
 
 
 @gluon.jit
-def load_tiles(x_boxes, w_boxes, rows, weights, routes, stages, PRODUCT: gl.constexpr, STAGES: gl.constexpr):
+def load_tiles(
+    x_descriptor, w_descriptor, rows, weights, routes, stages, PRODUCT: gl.constexpr, STAGES: gl.constexpr
+):
     """Bring rows, weights and scales, 128 bytes of inputs a stage."""
     SCALED: gl.constexpr = weights.scales is not None
     WIDE: gl.constexpr = 1024 // rows.data.dtype.element_ty.primitive_bitwidth  # inputs of a stage
@@ -175,15 +177,15 @@ def load_tiles(x_boxes, w_boxes, rows, weights, routes, stages, PRODUCT: gl.cons
             bar = stages.full.index(stage)
             mbarrier.expect(bar, 128 * 128 * ((1 if SCALED else 2) + (0 if PRODUCT.first else 1)))
             if not PRODUCT.first:
-                start_box(x_boxes, [start, block * WIDE], bar, stages.rows0.index(stage))
-                start_box(x_boxes, [start + 64, block * WIDE], bar, stages.rows1.index(stage))
+                start_tma(x_descriptor, [start, block * WIDE], bar, stages.rows0.index(stage))
+                start_tma(x_descriptor, [start + 64, block * WIDE], bar, stages.rows1.index(stage))
             low = stages.weights.index(stage).slice(0, 128)
             high = stages.weights.index(stage).slice(128, 128)
-            start_box(w_boxes, [output0, block * WIDE], bar, low)
+            start_tma(w_descriptor, [output0, block * WIDE], bar, low)
             if PRODUCT.interleaved:
-                start_box(w_boxes, [output0, INPUTS + block * WIDE], bar, high)
+                start_tma(w_descriptor, [output0, INPUTS + block * WIDE], bar, high)
             elif not SCALED:
-                start_box(w_boxes, [output1, block * WIDE], bar, high)
+                start_tma(w_descriptor, [output1, block * WIDE], bar, high)
             if PRODUCT.first:
                 near_line = rows.data + (block * WIDE + line0.to(gl.int64) * UNIT)[:, None] + c[None, :]
                 far_line = rows.data + (block * WIDE + line1.to(gl.int64) * UNIT)[:, None] + c[None, :]
@@ -202,7 +204,7 @@ def load_tiles(x_boxes, w_boxes, rows, weights, routes, stages, PRODUCT: gl.cons
             if SCALED:
                 bar1 = stages.full1.index(stage)
                 mbarrier.expect(bar1, 128 * 128)
-                start_box(w_boxes, [output1, block * WIDE], bar1, high)
+                start_tma(w_descriptor, [output1, block * WIDE], bar1, high)
             stage, phase = next_stage(stage, phase, STAGES)
         expert, start, count, column = next_expert, next_start, next_count, next_column
 
@@ -226,7 +228,7 @@ def divide(a, b):
 
 @gluon.jit
 def quantize(value, POWERS: gl.constexpr):
-    """`digits.quantize` of rows of 128 numbers, but that they are multiplied with the inverse of their scale."""
+    """`fp8_split.quantize` of rows of 128 numbers, but that they are multiplied with the inverse of their scale."""
     largest = gl.max(value.to(gl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     is_nan = largest > 0x7F800000
     largest = gl.maximum(gl.minimum(largest, 0x7F7FFFFF), 0x2EDBE6FF).to(gl.float32, bitcast=True)
@@ -311,21 +313,24 @@ def homes_of(start, left_over, routes, results, PRODUCT: gl.constexpr):
 def deliver(
     value, expert, left_over, first, place, weight, home, weights, results, PRODUCT: gl.constexpr, MMA: gl.constexpr
 ):  # fmt: skip
-    """64 rows × 128 outputs of the second product: alone in their row, weighted, into `out`; else into `left`."""
+    """Store 64 rows × 128 outputs of the second product.
+
+    Rows with one expert here go weighted into `out`, others into `partial_sums`.
+    """
     OUTPUTS: gl.constexpr = PRODUCT.outputs
-    left, out = results.left, results.out
+    partial_sums, out = results.partial_sums, results.out
     if weights.bias is not None:
         n = first + gl.arange(0, 128, layout=gl.SliceLayout(0, MMA))
         own = weights.bias + expert.to(gl.int64) * OUTPUTS + n
         value += gl.load(own, mask=n < OUTPUTS, other=0.0).to(gl.float32)[None, :]
     is_row = gl.arange(0, 64, layout=gl.SliceLayout(1, STORE)) < left_over
-    row = left + gl.where(place < 0, ~place, place).to(gl.int64) * OUTPUTS
+    row = partial_sums + gl.where(place < 0, ~place, place).to(gl.int64) * OUTPUTS
     if PRODUCT.finalize:
         alone = is_row & (place >= 0)
         is_row = is_row & (place < 0)
         at_home = out + home.to(gl.int64) * results.out_stride
     # In halves: what threads exchange takes 8 KB.
-    low, high = value.to(left.dtype.element_ty).reshape([64, 2, 64]).permute([0, 2, 1]).split()
+    low, high = value.to(partial_sums.dtype.element_ty).reshape([64, 2, 64]).permute([0, 2, 1]).split()
     for half in gl.static_range(2):
         wide = gl.convert_layout(low if half == 0 else high, STORE)
         c = first + half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, STORE))
@@ -462,7 +467,7 @@ def multiply_numbers(
 
 @gluon.jit(do_not_specialize=["routes"])
 def specialized_product(
-    x_boxes, w_boxes, rows, weights, routes, results,
+    x_descriptor, w_descriptor, rows, weights, routes, results,
     PRODUCT: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """One product of all experts. Of e4m3, both sizes are multiples of 128; of 16-bit numbers, of 8."""
@@ -495,11 +500,11 @@ def specialized_product(
         gl.warp_specialize([
             (multiply_codes, (stages.rows0, weights, routes, results, stages, 0, PRODUCT, STAGES)),
             (multiply_codes, (stages.rows1, weights, routes, results, stages, 1, PRODUCT, STAGES)),
-            (load_tiles, (x_boxes, w_boxes, rows, weights, routes, stages, PRODUCT, STAGES)),
+            (load_tiles, (x_descriptor, w_descriptor, rows, weights, routes, stages, PRODUCT, STAGES)),
         ], [4, 4], [232, 40])  # fmt: skip
     else:
         gl.warp_specialize([
             (multiply_numbers, (stages.rows0, weights, routes, results, stages, 0, PRODUCT, STAGES)),
             (multiply_numbers, (stages.rows1, weights, routes, results, stages, 1, PRODUCT, STAGES)),
-            (load_tiles, (x_boxes, w_boxes, rows, weights, routes, stages, PRODUCT, STAGES)),
+            (load_tiles, (x_descriptor, w_descriptor, rows, weights, routes, stages, PRODUCT, STAGES)),
         ], [4, 4], [232, 40])  # fmt: skip

@@ -1,4 +1,4 @@
-"""The sum of a row's experts, from the results that the second product left by pair.
+"""The sum of a row's experts, from the results of the second product by pair.
 
 A row that one expert takes has its result already. Of the others `weight · result` is added up in float32, in the order
 of the choices, from zero: as `UnfinalizedRows.finish` does it, and with its bits.
@@ -25,7 +25,7 @@ def experts_here(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def sum_rows(
-    left, weights_N, ids_N, out, out_slots_R, num_rows, out_stride,
+    partial_sums, weights_N, ids_N, out, out_slots_R, num_rows, out_stride,
     H: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, EXPERTS: tl.constexpr,
     HAS_OUT_SLOTS: tl.constexpr, WEIGHTED: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -48,7 +48,7 @@ def sum_rows(
                 pair = row * TOP_K + choice
                 expert = tl.load(ids_N + pair)
                 there = is_column & (expert >= 0) & (expert < EXPERTS)
-                found = tl.load(left + pair * H + column, mask=there, other=0.0).to(tl.float32)
+                found = tl.load(partial_sums + pair * H + column, mask=there, other=0.0).to(tl.float32)
                 if WEIGHTED:
                     weight = tl.load(weights_N + pair).to(tl.float32)
                     found *= tl.where((expert >= 0) & (expert < EXPERTS), weight, 0.0)

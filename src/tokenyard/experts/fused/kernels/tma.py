@@ -1,10 +1,11 @@
-"""Both products for many rows of 16-bit numbers: rows × outputs, with matrices that come in boxes (TMA).
+"""Both products for many rows of 16-bit numbers: rows × outputs, with matrices that come by TMA.
 
-A box is asked for by one thread, and arrives in shared memory as tensor cores read it: no addresses, no registers, and
-half the instructions of copies that every thread takes part in. Weights come so, and the rows of the second product,
-which stand one after the other. Those of the first are gathered: each thread copies its part of them.
+One thread asks for a block of a matrix, which arrives in shared memory as tensor cores read it: no addresses, no
+registers, and half the instructions of copies that every thread takes part in. Weights are loaded in this way, and the
+rows of the second product, which stand one after the other. Those of the first are gathered: each thread copies its
+part of them.
 
-What a box holds behind the end of a matrix is zero. A tile may read rows of the next one: they are not stored.
+Behind the end of a matrix a block holds zeros. A tile may read rows of the next one: they are not stored.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ def multiplied(rows, weights, sums, KIND: tl.constexpr):
 
 
 @triton.jit
-def boxed_inner_tile(
-    x_boxes, w_boxes, rows, weights, routes, results, expert, start, count, column,
+def tma_inner_tile(
+    x_descriptor, w_descriptor, rows, weights, routes, results, expert, start, count, column,
     LAYER: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One tile of the first product, activated, into `inner` at the places of `order_N`.
 
-    `w_boxes` are seen as [expert, gate or up, column, input].
+    `w_descriptor` sees matrices as [expert, gate or up, column, input].
     """
     H: tl.constexpr = LAYER.hidden
     I: tl.constexpr = LAYER.intermediate
@@ -50,8 +51,8 @@ def boxed_inner_tile(
             some = tl.load(row[:, None] + h[None, :], mask=is_row[:, None], other=0.0)
         else:
             some = tl.load(row[:, None] + h[None, :], mask=is_row[:, None] & (h < H)[None, :], other=0.0)
-        gates = tl.reshape(w_boxes.load([expert, 0, first_column, first]), [COLUMNS, BLOCK])
-        ups = tl.reshape(w_boxes.load([expert, 1, first_column, first]), [COLUMNS, BLOCK])
+        gates = tl.reshape(w_descriptor.load([expert, 0, first_column, first]), [COLUMNS, BLOCK])
+        ups = tl.reshape(w_descriptor.load([expert, 1, first_column, first]), [COLUMNS, BLOCK])
         gate = multiplied(some, gates, gate, LAYER.kind)
         up = multiplied(some, ups, up, LAYER.kind)
     if LAYER.weight_on_input:
@@ -69,16 +70,16 @@ def boxed_inner_tile(
 
 
 @triton.jit
-def boxed_result_tile(
-    x_boxes, w_boxes, rows, weights, routes, results, expert, start, count, column,
+def tma_result_tile(
+    x_descriptor, w_descriptor, rows, weights, routes, results, expert, start, count, column,
     LAYER: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the second product, delivered. `x_boxes` are of TILE rows."""
+    """One tile of the second product, delivered. `x_descriptor` loads TILE rows."""
     OUT: tl.constexpr = TILES.out
     sums = tl.zeros([TILE, OUT], tl.float32)
     for first in range(0, LAYER.intermediate, TILES.block):
-        some = tl.reshape(w_boxes.load([expert, column * OUT, first]), [OUT, TILES.block])
-        sums = multiplied(x_boxes.load([start, first]), some, sums, LAYER.kind)
+        some = tl.reshape(w_descriptor.load([expert, column * OUT, first]), [OUT, TILES.block])
+        sums = multiplied(x_descriptor.load([start, first]), some, sums, LAYER.kind)
     t = tl.arange(0, TILE)
     place = tl.load(routes.order_N + start + tl.minimum(t, count - 1))
     deliver_rows(sums, place, t < count, expert, column * OUT, weights, routes, results, LAYER, OUT)

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from tokenyard.experts.fused import cut_table
+from tokenyard.experts.fused import tile_table
 
 _Line = TypeVar("_Line")
 
-# Outputs of a tile of the first product whose results become digits (`kernels.digits`): gate and up of 128 columns,
+# Outputs of a tile of the first product whose results become e4m3 (`kernels.fp8_split`): gate and up of 128 columns,
 # which share a scale. Without a gate it has half as many.
 SPLIT_OUT = 256
 SPLIT_BLOCK = 128
@@ -23,7 +23,7 @@ SPECIALIZED_TILE = 128
 
 
 @dataclass(frozen=True)
-class Cut:
+class TileConfig:
     """One product's tiles, and the warps and pipeline stages of the blocks that compute them."""
 
     out: int
@@ -33,14 +33,14 @@ class Cut:
     stages: int
     tail: int = 0  # tiles of at most so many rows are computed as narrow ones
     rows_first: bool = False  # rows × outputs (`kernels.rows_first`), where formats and activation allow it
-    boxes: bool = (
-        False  # so, and matrices come by TMA (`kernels.boxed`), where GPU, format and activation allow it
+    tma: bool = (
+        False  # rows × outputs, matrices by TMA (`kernels.tma`), where GPU, format and activation allow it
     )
     specialized: bool = False  # both products by `kernels.specialized`, where layer, GPU and rows allow it
 
 
 @dataclass(frozen=True)
-class PackedCut:
+class PackedTileConfig:
     """The same for packed weights: 16 · warps · groups outputs; rows in one or two runs of a few widths."""
 
     widths: tuple[tuple[int, int], ...]
@@ -62,11 +62,11 @@ class PackedCut:
 
 
 @dataclass(frozen=True)
-class Cuts:
+class TileConfigs:
     """The tiles of the first product and of the second: the same rows in both."""
 
-    inner: Cut | PackedCut
-    result: Cut | PackedCut
+    inner: TileConfig | PackedTileConfig
+    result: TileConfig | PackedTileConfig
 
     def __post_init__(self) -> None:
         assert self.inner.tile == self.result.tile
@@ -74,14 +74,18 @@ class Cuts:
     @property
     def specialized(self) -> bool:
         """Whether both products are to be computed by warps that load and warps that multiply, if they can."""
-        cuts = (self.inner, self.result)
-        return all(isinstance(cut, Cut) and cut.specialized and cut.tile == SPECIALIZED_TILE for cut in cuts)
+        both = (self.inner, self.result)
+        return all(isinstance(t, TileConfig) and t.specialized and t.tile == SPECIALIZED_TILE for t in both)
 
     @property
     def can_split(self) -> bool:
-        """Whether digits may stand between the products: a tile of the first makes all columns of a scale."""
+        """Whether e4m3 may stand between the products: a tile of the first makes all columns of a scale."""
         inner, result = self.inner, self.result
-        if not isinstance(inner, Cut) or not isinstance(result, Cut) or result.block != SPLIT_BLOCK:
+        if (
+            not isinstance(inner, TileConfig)
+            or not isinstance(result, TileConfig)
+            or result.block != SPLIT_BLOCK
+        ):
             return False
         return inner.out == SPLIT_OUT and (not result.rows_first or result.out == 2 * SPLIT_BLOCK)
 
@@ -103,43 +107,45 @@ def expected_pairs(rows: int, top_k: int, local: int, experts: int | None, *, al
     return pairs if all_slots or share == 1.0 else pairs / (1.0 - (1.0 - share) ** top_k)
 
 
-def choose_cuts(
+def choose_tiles(
     pairs: float, experts: int, weights: str, *, rows: str | None = None, specialized: bool = False
-) -> Cuts:
-    """The cuts for so many pairs over so many experts, with weights in this format; rows are in the same, or in `rows`.
+) -> TileConfigs:
+    """The tiles for so many pairs over so many experts, with weights in this format.
+
+    Rows are in the same format, or in `rows`.
 
     `specialized`: whether products can run by `kernels.specialized`.
 
-    >>> choose_cuts(32, 32, "bf16").inner.tile, choose_cuts(8192, 32, "bf16").inner.tile
+    >>> choose_tiles(32, 32, "bf16").inner.tile, choose_tiles(8192, 32, "bf16").inner.tile
     (16, 128)
-    >>> choose_cuts(32, 32, "fp8_block128", rows="bf16") == choose_cuts(32, 32, "fp8_block128")
+    >>> choose_tiles(32, 32, "fp8_block128", rows="bf16") == choose_tiles(32, 32, "fp8_block128")
     False
     """
     inner, result = _line_for(pairs / max(1, experts), plain_lines(weights, rows, specialized=specialized))
-    return Cuts(Cut(*inner), Cut(*result))
+    return TileConfigs(TileConfig(*inner), TileConfig(*result))
 
 
-def plain_lines(weights: str, rows: str | None = None, *, specialized: bool = False) -> cut_table.Lines:
+def plain_lines(weights: str, rows: str | None = None, *, specialized: bool = False) -> tile_table.Lines:
     """The lines of the table for weights in this format, and rows in the same, or in `rows`."""
-    alike = cut_table.ALIKE.get(weights, weights)
-    lines = cut_table.PLAIN[alike]
+    alike = tile_table.ALIKE.get(weights, weights)
+    lines = tile_table.PLAIN[alike]
     if rows is None or rows == weights:
-        return cut_table.PLAIN.get(f"{alike}, specialized", lines) if specialized else lines
-    return cut_table.PLAIN.get(f"{weights} for other rows", lines)
+        return tile_table.PLAIN.get(f"{alike}, specialized", lines) if specialized else lines
+    return tile_table.PLAIN.get(f"{weights} for other rows", lines)
 
 
-def choose_packed_cuts(pairs: float, experts: int, weights: str, *, expands: bool = False) -> Cuts:
+def choose_packed_tiles(pairs: float, experts: int, weights: str, *, expands: bool = False) -> TileConfigs:
     """The same for packed weights; with `expands`, they can become blocks of e4m3 before they are multiplied.
 
-    >>> choose_packed_cuts(8, 48, "mxint4").inner.tile
+    >>> choose_packed_tiles(8, 48, "mxint4").inner.tile
     8
-    >>> choose_packed_cuts(48_000, 32, "mxfp4", expands=True).specialized
+    >>> choose_packed_tiles(48_000, 32, "mxfp4", expands=True).specialized
     True
     """
-    if expands and pairs > cut_table.EXPANDED_FROM * experts:
-        return choose_cuts(pairs, experts, "fp8_block128", specialized=True)
-    inner, result = _line_for(pairs / max(1, experts), cut_table.PACKED[weights])
-    return Cuts(PackedCut(*inner), PackedCut(*result))
+    if expands and pairs > tile_table.EXPANDED_FROM * experts:
+        return choose_tiles(pairs, experts, "fp8_block128", specialized=True)
+    inner, result = _line_for(pairs / max(1, experts), tile_table.PACKED[weights])
+    return TileConfigs(PackedTileConfig(*inner), PackedTileConfig(*result))
 
 
 def _line_for(rows: float, lines: Sequence[tuple[float, _Line, _Line]]) -> tuple[_Line, _Line]:

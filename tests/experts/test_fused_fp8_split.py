@@ -1,7 +1,7 @@
-"""Numbers in two digits of e4m3, between the products of experts: how close they are, and what NaN does.
+"""Numbers as sums of two e4m3 numbers, between the products of experts: how close they are, and what NaN does.
 
 Divided by their scale, the largest of 128 numbers is in (224, 448]. A bf16 number of at least 2^-2 is then a multiple
-of 2^-9, the smallest step of e4m3, in 8 bits: the digits hold all of it. That is so from a 896th of the largest on;
+of 2^-9, the smallest step of e4m3, in 8 bits: the two hold all of it. That is so from a 896th of the largest on;
 below, half a step is missing at most.
 """
 
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from tests.exchange.interpreter import install, only_without_gpu
-from tokenyard.experts.fused.kernels import digits
+from tokenyard.experts.fused.kernels import fp8_split
 from tokenyard.formats import Fp8Block128
 
 pytestmark = only_without_gpu
@@ -22,17 +22,17 @@ install()
 
 @triton.jit
 def split_lines(x, high, low, scales, N: tl.constexpr, AXIS: tl.constexpr):
-    """Lines of 128 numbers in digits, along either axis."""
+    """Lines of 128 numbers split in two, along either axis."""
     line, column = tl.arange(0, N), tl.arange(0, 128)
     where = tl.expand_dims(line, AXIS) * 128 + tl.expand_dims(column, 1 - AXIS)
-    above, below, scale = digits.split(tl.load(x + where), AXIS)
+    above, below, scale = fp8_split.split(tl.load(x + where), AXIS)
     tl.store(high + where, above)
     tl.store(low + where, below)
     tl.store(scales + line, scale)
 
 
 def split(x_NC: torch.Tensor, axis: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """High and low digits, float64 `[N, 128]`, and scales `[N, 1]`."""
+    """High and low numbers, float64 `[N, 128]`, and scales `[N, 1]`."""
     lines = triton.next_power_of_2(len(x_NC))
     x = torch.zeros(lines, 128)
     x[: len(x_NC)] = x_NC
@@ -76,7 +76,7 @@ def test_others_are_as_close_as_bf16(axis):
     assert (error <= torch.maximum(half_a_step, scales * 2.0**-10)).all()
 
 
-def test_digits_of_nothing_and_of_almost_nothing():
+def test_splitting_nothing_and_of_almost_nothing():
     x = torch.zeros(3, 128)
     x[1, 5], x[2, 7] = 2.0**-120, -(2.0**-140)
     high, low, scales = split(x)
@@ -99,7 +99,7 @@ def quantize_lines(x, codes, scales, N: tl.constexpr, AXIS: tl.constexpr, POWERS
     """Lines of 128 numbers in codes, along either axis."""
     line, column = tl.arange(0, N), tl.arange(0, 128)
     where = tl.expand_dims(line, AXIS) * 128 + tl.expand_dims(column, 1 - AXIS)
-    code, scale = digits.quantize(tl.load(x + where), AXIS, POWERS)
+    code, scale = fp8_split.quantize(tl.load(x + where), AXIS, POWERS)
     tl.store(codes + where, code)
     tl.store(scales + line, scale)
 
@@ -135,7 +135,7 @@ def test_numbers_are_rounded_to_those_of_codes(columns, powers):
         torch.tensor([2]),
     )
     wide = max(128, min(1024, triton.next_power_of_2(columns)))
-    digits.round_numbers[(2,)](given, inner, tiles, how_many.int(), 3, columns, wide, powers, False)
+    fp8_split.round_numbers[(2,)](given, inner, tiles, how_many.int(), 3, columns, wide, powers, False)
     format = Fp8Block128(power_of_two_scales=powers)
     expected = format.encode(given).decode()
     assert torch.equal(inner[:7].isnan(), expected[:7].isnan())

@@ -1,9 +1,9 @@
-"""Which cuts were fastest, found by a sweep on one H200 (`bench/results/experts-sweep-h200.json`).
+"""Which tile configurations were fastest, found by a sweep on one H200 (`bench/results/experts-sweep-h200.json`).
 
-`tokenyard bench cuts` makes such a sweep, on any GPU.
+`tokenyard bench tiles` makes such a sweep, on any GPU.
 
-For each format of the weights, by the rows that an expert has on average: up to so many rows, the cut of the first
-product and that of the second. Formats that were not swept take the line of the nearest that was.
+For each format of the weights, by the rows that an expert has on average: up to so many rows, the tile configuration of
+the first product and that of the second. Formats that were not swept take the line of the nearest that was.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 # Up to so many rows an expert: the first product, the second.
 Lines = tuple[tuple[float, tuple[Any, ...], tuple[Any, ...]], ...]
 
-# out, tile, block, warps, stages, tail; then, whether rows stand first, whether matrices come in boxes, and whether
+# out, tile, block, warps, stages, tail; then, whether rows stand first, whether matrices come by TMA, and whether
 # warps are specialized
 PLAIN: dict[str, Lines] = {
     "bf16": (
@@ -46,7 +46,7 @@ PLAIN: dict[str, Lines] = {
         (48, (256, 64, 128, 8, 4, 0), (128, 64, 128, 4, 3, 0)),
         (inf, (256, 64, 64, 8, 4, 0), (256, 64, 128, 8, 4, 0, True)),
     ),
-    # Decoded in registers: for weights that are not held as blocks of e4m3, whose cuts are those of fp8_block128.
+    # Decoded in registers: for weights that are not held as blocks of e4m3, whose tiles are those of fp8_block128.
     "mxfp8": (
         (12, (128, 16, 128, 4, 3, 0), (128, 16, 128, 4, 3, 0)),
         (48, (128, 64, 128, 4, 3, 0), (128, 64, 128, 4, 3, 0)),

@@ -1,11 +1,11 @@
-"""What stands between products of e4m3: numbers as sums of two e4m3 digits, or, where the layer says so, as codes.
+"""What stands between products of e4m3: numbers as sums of two e4m3 numbers, or, where the layer says so, as codes.
 
 Tensor cores multiply both with e4m3 weights as they are. (Where a layer wants codes, and weights are no e4m3, numbers
 are rounded to those that codes stand for: `round_numbers`.) Codes are those of `formats.Fp8Block128`, to the bit: e4m3
-with a scale for 128 columns of a row. Digits are closer:
+with a scale for 128 columns of a row. Two e4m3 numbers are closer:
 
 A bf16 number has 8 significant bits, an e4m3 number 4. The scale of 128 columns of a row is the smallest power of two
-for which the largest of them, divided by it, is at most 448. Of a number so divided, the first four bits are the digit
+for which the largest of them, divided by it, is at most 448. Of a number so divided, the first four bits are
 `high`, and the rest, rounded to four bits, is `low`; where that is below 2^-6, in which e4m3 has fewer bits, all of it
 is `low`:
 
@@ -24,9 +24,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenyard.experts.fused.kernels.decoding import FP8_BLOCK, load_tile
 
-# How `inner` is held: as numbers of its own type, in digits, or in codes (whose scales may be powers of two).
+# How `inner` is held: as numbers of its own type, as pairs of e4m3 numbers, or as codes, whose scales may be powers of
+# two.
 NUMBERS = tl.constexpr(0)
-DIGITS = tl.constexpr(1)
+FP8_SPLIT = tl.constexpr(1)
 CODES = tl.constexpr(2)
 POWER_CODES = tl.constexpr(3)
 
@@ -36,7 +37,7 @@ MASKED_FROM = tl.constexpr(64)
 
 @triton.jit
 def split(value, AXIS: tl.constexpr):
-    """The digits of float32 numbers, and the scales: one for all numbers along AXIS."""
+    """float32 numbers as e4m3 numbers `high` and `low`, and the scales: one for all numbers along AXIS."""
     # As integers: NaN is above all.
     largest = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=AXIS)
     is_finite = largest < 0x7F800000
@@ -81,7 +82,7 @@ def store_inner(
         value = tl.where(tl.expand_dims(c < I, ACROSS), value, 0.0)
     place = place.to(tl.int64)
     mask = tl.expand_dims(is_row, AXIS)
-    if INNER == DIGITS:
+    if INNER == FP8_SPLIT:
         high, low, scale = split(value, AXIS)
         where = inner + tl.expand_dims(place, AXIS) * (2 * WIDTH) + tl.expand_dims(c, ACROSS)
         tl.store(where, high, mask=mask)
@@ -117,7 +118,7 @@ def round_numbers(
 
 @triton.jit
 def load_split(inner, place, is_row, block, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    """A block of 128 columns of some rows `[TILE, 128]`: the digits high and low, whole up to the width."""
+    """A block of 128 columns of some rows `[TILE, 128]`: high and low, whole up to the width."""
     where = inner + place.to(tl.int64)[:, None] * (2 * WIDTH) + (block * 128 + tl.arange(0, 128))[None, :]
     if TILE >= MASKED_FROM:
         high = tl.load(where, mask=is_row[:, None], other=0.0)
@@ -128,7 +129,7 @@ def load_split(inner, place, is_row, block, WIDTH: tl.constexpr, TILE: tl.conste
 
 @triton.jit
 def split_dot(weights, high, low, TURNED: tl.constexpr, KIND: tl.constexpr):
-    """Weights times rows in two digits: outputs × rows if TURNED, else rows × outputs.
+    """Weights times rows split in two: outputs × rows if TURNED, else rows × outputs.
 
     The small ones first: in e4m3 the tensor cores keep fewer bits of a sum than float32 has.
     """
@@ -154,7 +155,7 @@ def split_product(
     inner, inner_scales, place, is_row, w, w_scales, w_line, w_stride, w_scale_stride,
     I: tl.constexpr, W_WIDTH: tl.constexpr, KIND: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Some outputs of an expert `[OUT]` × some rows in digits `[TILE]`, float32; weights in blocks of e4m3."""
+    """Some outputs of an expert `[OUT]` × some rows split in two `[TILE]`, float32; weights in blocks of e4m3."""
     EVEN: tl.constexpr = I % 128 == 0
     BLOCKS: tl.constexpr = (I + 127) // 128
     acc = tl.zeros([OUT, TILE], tl.float32)

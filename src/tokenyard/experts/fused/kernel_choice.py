@@ -1,0 +1,85 @@
+"""Which kernels can run a layer's products on a device: what its GPU, its Triton, and the layer's sizes allow."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+
+from tokenyard.experts.base import ExpertsSpec, ExpertWeights
+from tokenyard.experts.fused import packing, recoding
+from tokenyard.experts.fused.tile_configs import SPLIT_BLOCK
+from tokenyard.formats import QuantizedMatrix
+
+
+@functools.cache
+def gluon_runs() -> bool:
+    """Whether this Triton has the dialect of the packed and of the specialized products."""
+    try:
+        from tokenyard.experts.fused.kernels import packed, specialized  # noqa: F401
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def can_run_packed(spec: ExpertsSpec, weights: ExpertWeights) -> bool:
+    """Whether products with these weights run on Hopper's tensor cores with packed weights; else plain Triton does."""
+    w13, w2 = weights.w13, weights.w2
+    if not isinstance(w13, QuantizedMatrix) or not isinstance(w2, QuantizedMatrix):
+        return False
+    if spec.weights not in packing.LARGEST_SCALE or not spec.activation.gated or w13.device.type != "cuda":
+        return False
+    is_hopper = torch.cuda.get_device_capability(w13.device)[0] == 9
+    # Rows are copied 16 bytes at a time.
+    aligned = spec.hidden_size % 8 == 0 and spec.intermediate_size % 8 == 0
+    return is_hopper and aligned and gluon_runs() and packing.can_pack(w13) and packing.can_pack(w2)
+
+
+def interprets() -> bool:
+    """Whether Triton interprets its kernels, wherever the rows are."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def takes_e4m3(device: torch.device) -> bool:
+    """Whether products there take e4m3 as it is: on tensor cores from Ada on, and where Triton interprets."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 9)
+    return device.type == "cpu" and interprets()
+
+
+def can_run_recoded(spec: ExpertsSpec, weights: ExpertWeights) -> bool:
+    """Whether products with these weights run with blocks of e4m3 in their place; else they are decoded."""
+    w13, w2 = weights.w13, weights.w2
+    if spec.weights != "mxfp8" or not isinstance(w13, QuantizedMatrix) or not isinstance(w2, QuantizedMatrix):
+        return False
+    return takes_e4m3(w13.device) and recoding.can_recode(w13) and recoding.can_recode(w2)
+
+
+def can_run_specialized(spec: ExpertsSpec, device: torch.device) -> bool:
+    """Whether products run by warps that load and warps that multiply (`kernels.specialized`), if rows allow it.
+
+    On Hopper: numbers of 16 bits with a gate and sizes that are multiples of 8, H of 64 where gates and ups take turns;
+    e4m3 as `has_blocks` says.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9 or not gluon_runs():
+        return False
+    sizes, interleaved = (spec.hidden_size, spec.intermediate_size), spec.activation.interleaved
+    if spec.weights in ("bf16", "fp16"):
+        whole = all(size % 8 == 0 for size in sizes) and (not interleaved or spec.hidden_size % 64 == 0)
+        return spec.activation.gated and whole
+    return has_blocks(spec)
+
+
+def has_blocks(spec: ExpertsSpec) -> bool:
+    """Whether a layer has codes between its products, gates and ups apart, and sizes that are multiples of 128."""
+    whole = spec.hidden_size % SPLIT_BLOCK == 0 and spec.intermediate_size % SPLIT_BLOCK == 0
+    return spec.inner is not None and spec.activation.gated and not spec.activation.interleaved and whole
+
+
+def can_run_expanded(spec: ExpertsSpec, weights: ExpertWeights) -> bool:
+    """Whether packed weights can become blocks of e4m3, within the guarantee of `recoding`, where rows are many."""
+    w13, w2 = weights.w13, weights.w2
+    if spec.weights != "mxfp4" or not isinstance(w13, QuantizedMatrix) or not isinstance(w2, QuantizedMatrix):
+        return False
+    return can_run_specialized(spec, w13.device) and recoding.can_recode(w13) and recoding.can_recode(w2)

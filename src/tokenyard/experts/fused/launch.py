@@ -1,0 +1,287 @@
+"""Launching the kernels that run on every GPU.
+
+Nothing here reads a value from the device, and nothing is compiled for a number of rows: a batch of another size
+launches the same kernels, on other grids, or kernels with other tiles.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tokenyard.experts.base import ExpertsSpec, ExpertWeights
+from tokenyard.experts.fused.kernels import (
+    arguments,
+    decoding,
+    fp8_split,
+    products,
+    row_blocks,
+    rows_first,
+    rows_first_result,
+    sorting,
+    summing,
+    tma,
+)
+from tokenyard.experts.fused.operands import (
+    Destination,
+    Inner,
+    Launch,
+    Matrices,
+    Rows,
+    SortedOnDevice,
+    launch_options,
+)
+from tokenyard.experts.fused.tile_configs import SPLIT_BLOCK, TileConfig
+from tokenyard.formats import Fp8Block128, QuantizedMatrix, for_dtype
+from tokenyard.formats.base import EncodedRows
+
+# Pairs of a chunk; of one chunk, every block counts all by itself.
+CHUNK = 1024
+# The most blocks that share the experts of a chunk.
+SHARED_BY = 4
+
+_ROWS_FIRST = (decoding.PLAIN.value, decoding.FP8_BLOCK.value)
+
+# Triton's interpreter changes the language while it runs a kernel: ranks that are threads take turns.
+_INTERPRETER = threading.RLock()
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Launches go to the tensor's GPU. (The interpreter has none.)"""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else _INTERPRETER
+
+
+def sort_on_device(ids_RK: Tensor, experts: int, tile: int, *, early: bool) -> SortedOnDevice:
+    """Sort the pairs of a batch by expert and cut them into tiles, without looking at them."""
+    (rows, top_k), device = ids_RK.shape, ids_RK.device
+    pairs, choices = rows * top_k, triton.next_power_of_2(top_k)
+    bins, chunks = triton.next_power_of_2(experts + 1), triton.cdiv(rows, CHUNK // choices)
+    max_tiles = min(pairs, pairs // tile + experts)
+    order_N = torch.empty(pairs, dtype=torch.int32, device=device)
+    tiles = torch.empty(5 * max_tiles + 1, dtype=torch.int32, device=device)
+    how_many = tiles[5 * max_tiles :]
+    sizes, launch = (experts, bins, top_k, choices, CHUNK), launch_options(early)
+    if chunks == 1:
+        sorting.sort_pairs[(experts,)](
+            ids_RK, order_N, tiles, how_many, rows, max_tiles, *sizes, tile, early, num_warps=4, **launch
+        )
+        return SortedOnDevice(order_N, tiles, how_many, max_tiles, None)
+    counts = torch.empty(chunks, bins, dtype=torch.int32, device=device)
+    sorting.count_chunks[(chunks,)](ids_RK, counts, rows, *sizes, early, num_warps=4, **launch)
+    share = 4 * triton.cdiv(experts, 4 * SHARED_BY)
+    sorting.place_chunks[(chunks, triton.cdiv(experts, share))](
+        ids_RK,
+        counts,
+        order_N,
+        tiles,
+        how_many,
+        rows,
+        max_tiles,
+        *sizes,
+        tile,
+        early,
+        share,
+        num_warps=4,
+        **launch,
+    )
+    return SortedOnDevice(order_N, tiles, how_many, max_tiles, counts)
+
+
+def blocks_for(items: int, device: torch.device) -> int:
+    """How many blocks to launch for at most so many items: one each, or some that take them in turn."""
+    if device.type == "cpu":
+        return max(1, min(items, 4))
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, min(items, processors * 16))
+
+
+def launch_tiles(
+    call: Launch,
+    compute: Any,
+    config: TileConfig,
+    given: tuple[arguments.Rows | None, arguments.Weights, arguments.Results],
+    layer: arguments.Layer,
+    tiles: arguments.Tiles,
+    descriptors: tuple[Any, Any, Any] = (None, None, None),
+) -> None:
+    """A product whose tiles a function of the kernels computes."""
+    rows, weights, results = given
+    items, stages = call.sorted.max_tiles * tiles.across, config.stages * config.block // tiles.block
+    arguments.every_tile[(blocks_for(items, results.inner.device),)](
+        *descriptors, rows, weights, call.routes, results, compute=compute, LAYER=layer, TILES=tiles,
+        EARLY=call.early, num_warps=config.warps, num_stages=stages, **call.options,
+    )  # fmt: skip
+
+
+def launch_row_blocks(
+    rows: EncodedRows, slots_R: Tensor | None, num_rows: int, *, early: bool
+) -> EncodedRows:
+    """Received rows of mxfp8 as rows of fp8_block128, one after the other."""
+    device, hidden_size = rows.device, rows.hidden_size
+    format = Fp8Block128()
+    blocks = EncodedRows(
+        format=format,
+        hidden_size=hidden_size,
+        payloads=format.empty_payloads(num_rows, hidden_size, device),
+    )
+    data, scales = rows.payloads["data"], rows.payloads["scales"]
+    columns = min(1024, triton.next_power_of_2(format.padded_size(hidden_size)))
+    row_blocks.recode_rows[(blocks_for(num_rows * triton.cdiv(hidden_size, columns), device),)](
+        data, scales, data if slots_R is None else slots_R,
+        blocks.payloads["data"], blocks.payloads["scales"], num_rows, data.stride(0), scales.stride(0),
+        H=hidden_size, HAS_SLOTS=slots_R is not None, COLUMNS=columns, EARLY=early,
+        num_warps=4, **launch_options(early),
+    )  # fmt: skip
+    return blocks
+
+
+def launch_decoded_rows(
+    rows: EncodedRows, slots_R: Tensor | None, num_rows: int, *, early: bool
+) -> EncodedRows:
+    """Received rows of mxfp8 as bf16 numbers, one after the other."""
+    hidden_size = rows.hidden_size
+    data, scales = rows.payloads["data"], rows.payloads["scales"]
+    numbers = torch.empty(num_rows, hidden_size, dtype=torch.bfloat16, device=rows.device)
+    columns = min(1024, max(32, triton.next_power_of_2(hidden_size)))
+    row_blocks.decode_rows[(blocks_for(num_rows * triton.cdiv(hidden_size, columns), rows.device),)](
+        data, scales, data if slots_R is None else slots_R, numbers, num_rows, data.stride(0), scales.stride(0),
+        H=hidden_size, HAS_SLOTS=slots_R is not None, COLUMNS=columns, EARLY=early,
+        num_warps=4, **launch_options(early),
+    )  # fmt: skip
+    return for_dtype(torch.bfloat16).encode(numbers)
+
+
+def before_rounding(spec: ExpertsSpec, inner: Inner) -> Inner:
+    """Where the first product leaves its numbers, if they are rounded to those of codes: in float32. Else `inner`."""
+    if spec.inner is None or not inner.is_numbers:
+        return inner
+    return inner._replace(data=torch.empty_like(inner.data, dtype=torch.float32))
+
+
+def launch_rounding(call: Launch, numbers: Inner, inner: Inner) -> None:
+    """Round numbers between the products to those of the layer's format, where it has one."""
+    if numbers is inner:
+        return
+    assert isinstance(call.spec.inner, Fp8Block128), call.spec.inner
+    columns = call.spec.intermediate_size
+    wide = max(SPLIT_BLOCK, min(1024, triton.next_power_of_2(columns)))
+    items = inner.data.shape[0] * triton.cdiv(columns, wide)
+    fp8_split.round_numbers[(blocks_for(items, inner.data.device),)](
+        numbers.data, inner.data, call.sorted.tiles, call.sorted.how_many, call.sorted.max_tiles,
+        I=columns, COLUMNS=wide, POWERS=call.spec.inner.power_of_two_scales, EARLY=call.early,
+        num_warps=4, **call.options,
+    )  # fmt: skip
+
+
+def can_use_tma(matrix: Tensor | QuantizedMatrix, spec: ExpertsSpec) -> bool:
+    """Whether the products of plain matrices can have them by TMA, which is Hopper's, and steps by 16 bytes."""
+    if not isinstance(matrix, Tensor) or matrix.element_size() != 2 or not spec.activation.gated:
+        return False
+    if matrix.is_cuda and torch.cuda.get_device_capability(matrix.device)[0] < 9:
+        return False
+    sizes = (spec.hidden_size, spec.intermediate_size)
+    return all(size % 8 == 0 for size in sizes) and matrix.data_ptr() % 16 == 0 and matrix.is_contiguous()
+
+
+def _tma_inner(
+    call: Launch, x: Rows, slots_R: Tensor | None, weights: ExpertWeights, inner: Inner, config: TileConfig
+) -> None:
+    spec, w13 = call.spec, weights.w13
+    assert isinstance(w13, Tensor)
+    H, I, columns = spec.hidden_size, spec.intermediate_size, config.out // 2  # noqa: E741
+    strides = [2 * I * H, H, 2 * H, 1] if spec.activation.interleaved else [2 * I * H, I * H, H, 1]
+    w_descriptor = TensorDescriptor(w13, [w13.shape[0], 2, I, H], strides, [1, 1, columns, config.block])
+    given = (x.given(slots_R), arguments.Weights(None, None, None, None, weights.b13), inner.given())
+    layer = call.layer(x.format, decoding.PLAIN.value, inner)
+    tiles = arguments.Tiles(
+        triton.cdiv(I, columns), config.out, config.tile, config.tail, config.block, H, H, H, 1
+    )
+    launch_tiles(call, tma.tma_inner_tile, config, given, layer, tiles, (None, None, w_descriptor))
+
+
+def _tma_result(
+    call: Launch, weights: ExpertWeights, inner: Inner, to: Destination, config: TileConfig, *, finalize: bool
+) -> None:
+    w2, H, I = weights.w2, call.spec.hidden_size, call.spec.intermediate_size  # noqa: E741
+    assert isinstance(w2, Tensor)
+    rows, tail = (
+        TensorDescriptor.from_tensor(inner.data, [most, config.block])
+        for most in (config.tile, config.tail or config.tile)
+    )
+    w_descriptor = TensorDescriptor.from_tensor(w2, [1, config.out, config.block])
+    given = (None, arguments.Weights(None, None, None, None, weights.b2), inner.given(to))
+    layer = call.layer(decoding.PLAIN.value, decoding.PLAIN.value, inner, finalize=finalize)
+    tiles = arguments.Tiles(
+        triton.cdiv(H, config.out), config.out, config.tile, config.tail, config.block, I, I, I, 1
+    )
+    launch_tiles(call, tma.tma_result_tile, config, given, layer, tiles, (rows, tail, w_descriptor))
+
+
+def launch_inner(
+    call: Launch, rows: EncodedRows, slots_R: Tensor | None, weights: ExpertWeights, inner: Inner
+) -> None:
+    """`inner = activation(W13 · x + b13)` for all pairs, in the order of `order_N`."""
+    spec, config, act = call.spec, call.tile_configs.inner, call.spec.activation
+    assert isinstance(config, TileConfig)
+    x, w = Rows.of(rows), Matrices.of(weights.w13)
+    if config.tma and can_use_tma(weights.w13, spec) and x.data.dtype == w.data.dtype:
+        _tma_inner(call, x, slots_R, weights, inner, config)
+        return
+    out = config.out if act.gated or inner.is_numbers else config.out // 2
+    columns = out // 2 if act.gated else out
+    block, compute = config.block, products.inner_tile
+    if config.rows_first and act.gated and x.format == w.format and x.format in _ROWS_FIRST:
+        compute = rows_first.rows_first_tile
+    elif block > SPLIT_BLOCK and (x.format != w.format or spec.hidden_size % block):
+        block = SPLIT_BLOCK  # one at a time
+    tiles = arguments.Tiles(
+        triton.cdiv(spec.intermediate_size, columns), out, config.tile, config.tail, block,
+        x.width, w.width, w.stride, w.scale_width,
+    )  # fmt: skip
+    given = (x.given(slots_R), w.given(weights.b13), inner.given())
+    launch_tiles(call, compute, config, given, call.layer(x.format, w.format, inner), tiles)
+
+
+def launch_result(
+    call: Launch, weights: ExpertWeights, inner: Inner, to: Destination, *, finalize: bool
+) -> None:
+    """`W2 · inner + b2`: weighted into `to.out`; where a row has several experts, into `to.partial_sums`, by pair."""
+    spec, config = call.spec, call.tile_configs.result
+    assert isinstance(config, TileConfig)
+    if config.tma and inner.is_numbers and can_use_tma(weights.w2, spec):
+        _tma_result(call, weights, inner, to, config, finalize=finalize)
+        return
+    w = Matrices.of(weights.w2)
+    by_rows = config.rows_first and not inner.is_numbers
+    compute = rows_first_result.rows_first_result_tile if by_rows else products.result_tile
+    out = 2 * SPLIT_BLOCK if by_rows else config.out
+    across = triton.cdiv(spec.hidden_size, out)
+    tiles = arguments.Tiles(
+        across, out, config.tile, config.tail, config.block, w.width, w.width, w.stride, w.scale_width
+    )
+    layer = call.layer(decoding.PLAIN.value, w.format, inner, finalize=finalize)
+    launch_tiles(call, compute, config, (None, w.given(weights.b2), inner.given(to)), layer, tiles)
+
+
+def launch_sums(call: Launch, ids_RK: Tensor, to: Destination) -> None:
+    """Sum the rows that several experts take, out of `to.partial_sums` into `to.out`.
+
+    A product and a sum are two roundings, as in `UnfinalizedRows.finish`.
+    """
+    spec, rows = call.spec, ids_RK.shape[0]
+    columns, warps = (4096, 8) if spec.hidden_size % 4096 == 0 else (2048, 4)
+    columns = min(columns, triton.next_power_of_2(spec.hidden_size))
+    items = rows * triton.cdiv(spec.hidden_size, columns)
+    summing.sum_rows[(blocks_for(items, ids_RK.device),)](
+        to.partial_sums, call.weights_RK, ids_RK, to.out, ids_RK if to.slots_R is None else to.slots_R, rows,
+        to.out.stride(0),
+        H=spec.hidden_size, TOP_K=spec.top_k, CHOICES=triton.next_power_of_2(spec.top_k),
+        EXPERTS=spec.num_local_experts, HAS_OUT_SLOTS=to.slots_R is not None, WEIGHTED=spec.weight_on == "output",
+        COLUMNS=columns, EARLY=call.early, num_warps=warps, enable_fp_fusion=False, **call.options,
+    )  # fmt: skip

@@ -1,0 +1,167 @@
+"""Launching Hopper's kernels, in Triton's Gluon dialect: packed, expanded and specialized products.
+
+The kernels are imported where they are launched: not every Triton has the dialect.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from tokenyard.experts.base import ExpertWeights
+from tokenyard.experts.fused import packing
+from tokenyard.experts.fused.kernels import arguments, fp8_split
+from tokenyard.experts.fused.launch import before_rounding, launch_rounding
+from tokenyard.experts.fused.operands import (
+    Destination,
+    Inner,
+    Launch,
+    Matrices,
+    Rows,
+    activation_constants,
+    launch_options,
+)
+from tokenyard.experts.fused.packing import PackedMatrix
+from tokenyard.experts.fused.tile_configs import PackedTileConfig, TileConfig
+from tokenyard.formats import QuantizedMatrix, weight_format
+from tokenyard.formats.base import EncodedRows
+
+
+def launch_expanded(matrix: PackedMatrix, bases: Tensor, *, early: bool) -> QuantizedMatrix:
+    """Packed mxfp4 matrices as blocks of e4m3: memory for this call, which those of other layers get afterwards."""
+    from tokenyard.experts.fused.kernels import expanding
+
+    experts, outputs, inputs = matrix.shape
+    data = torch.empty(matrix.shape, dtype=torch.float8_e4m3fn, device=bases.device)
+    units = experts * outputs // packing.OUTPUTS
+    steps = triton.cdiv(inputs // packing.INPUTS, expanding.STEPS.value)
+    expanding.expand_matrices[(units * steps,)](
+        expanding.Packed(matrix.words, matrix.scales.view(torch.int16), bases), data,
+        OUTPUTS=outputs, INPUTS=inputs, GATED=matrix.gated, EARLY=early, num_warps=4, **launch_options(early),
+    )  # fmt: skip
+    payloads = {"data": data, "scales": bases}
+    return QuantizedMatrix(format=weight_format("fp8_block128"), shape=matrix.shape, payloads=payloads)
+
+
+def can_specialize(rows: EncodedRows, weights: ExpertWeights) -> bool:
+    """Whether rows and weights stand as `kernels.specialized` reads them: 16 bytes at a time, by TMA and by copies."""
+    x, held = Rows.of(rows), [Matrices.of(matrix) for matrix in (weights.w13, weights.w2)]
+    if any(matrix.format != x.format or matrix.data.dtype != x.data.dtype for matrix in held):
+        return False
+    step = x.data.element_size()
+    aligned = [x.data.data_ptr(), x.data.stride(0) * step, *(matrix.data.data_ptr() for matrix in held)]
+    # Where a row begins is counted in 16 bytes, in 32 bits.
+    near = x.data.shape[0] * x.data.stride(0) * step < 2**35
+    lines = x.data.stride(1) == 1 and (x.scales is None or x.scales.stride(1) == 1)
+    whole = all(matrix.data.is_contiguous() for matrix in held)
+    return all(place % 16 == 0 for place in aligned) and near and lines and whole
+
+
+def launch_specialized(
+    call: Launch,
+    rows: EncodedRows,
+    slots_R: Tensor | None,
+    weights: ExpertWeights,
+    inner: Inner,
+    to: Destination,
+    *,
+    finalize: bool,
+) -> None:
+    """Both products, by warps that load and warps that multiply."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from tokenyard.experts.fused.kernels import specialized
+
+    spec, max_tiles = call.spec, call.sorted.max_tiles
+    processors = torch.cuda.get_device_properties(rows.device).multi_processor_count
+    x, activation = Rows.of(rows), {name.lower(): value for name, value in activation_constants(spec).items()}
+    step = x.data.element_size()
+    shared = gl.NVMMASharedLayout(128, 8 * step, 2)
+
+    def descriptor(tensor: Tensor, lines: int, width: int) -> Any:
+        flat = tensor.view(-1, width)
+        return TensorDescriptor(flat, list(flat.shape), [width, 1], [lines, 128 // step], shared)
+
+    for is_first in (True, False):
+        w, bias = (weights.w13, weights.b13) if is_first else (weights.w2, weights.b2)
+        held, sizes = Matrices.of(w), (spec.hidden_size, spec.intermediate_size)
+        inputs, outputs = sizes if is_first else sizes[::-1]
+        between = x._replace(data=inner.data, scales=inner.given().inner_scales)
+        interleaved = is_first and spec.activation.interleaved
+        w_descriptor = descriptor(held.data, 128, 2 * inputs if interleaved else inputs)
+        items = max_tiles * triton.cdiv(outputs, 128 if is_first else 256)
+        specialized.specialized_product[(max(1, min(items, processors)),)](
+            w_descriptor if is_first else descriptor(inner.data, 64, inputs),
+            w_descriptor,
+            x.given(slots_R) if is_first else between.given(None),
+            arguments.Weights(None, held.scales, None, None, bias),
+            call.routes,
+            inner.given(to),
+            PRODUCT=specialized.Product(
+                inputs=inputs, outputs=outputs, experts=spec.num_local_experts, top_k=spec.top_k, first=is_first,
+                interleaved=interleaved, weighted=spec.weight_on == ("input" if is_first else "output"),
+                finalize=finalize, powers=bool(inner.held == fp8_split.POWER_CODES), **activation,
+            ),
+            STAGES=4, EARLY=call.early, num_warps=4, **call.options,
+        )  # fmt: skip
+
+
+class PackedCall(NamedTuple):
+    """The packed matrices of both products, and their biases."""
+
+    w13: PackedMatrix
+    w2: PackedMatrix
+    b13: Tensor | None
+    b2: Tensor | None
+
+
+def launch_packed(
+    call: Launch,
+    weights: PackedCall,
+    x: Tensor,
+    slots_R: Tensor | None,
+    inner: Inner,
+    to: Destination,
+    *,
+    finalize: bool,
+) -> None:
+    """Both products, with packed weights and plain rows."""
+    spec, numbers = call.spec, before_rounding(call.spec, inner)
+    H, I = spec.hidden_size, spec.intermediate_size  # noqa: E741
+
+    def launch(
+        config: TileConfig | PackedTileConfig, w: PackedMatrix, bias: Tensor | None, rows: Tensor,
+        slots: Tensor | None, y: Tensor, weighted: bool, is_first: bool,
+    ) -> None:  # fmt: skip
+        from tokenyard.experts.fused.kernels import packed, unpacking
+
+        assert isinstance(config, PackedTileConfig)
+        nothing, (_, outputs, inputs) = call.sorted.order_N, w.shape
+        lines = packing.padded(outputs, packing.OUTPUTS)
+        registers = {} if config.registers is None else {"maxnreg": config.registers}
+        has_global = w.global_scale is not None
+        # Those of e2m1 as four numbers for 128 inputs.
+        scales = w.scales.view(torch.int16) if w.format == "mxfp4" else w.scales
+        packed.packed_product[(triton.cdiv(lines, config.out * config.groups), call.sorted.max_tiles)](
+            rows, nothing if slots is None else slots, w.words, scales,
+            w.global_scale if has_global else nothing, w.global_factor if has_global else nothing,
+            nothing if bias is None else bias, call.weights_RK, y, call.sorted.order_N, to.partial_sums,
+            call.sorted.tiles, call.sorted.how_many, call.sorted.max_tiles, rows.stride(0), y.stride(0),
+            INPUTS=inputs, WIDTH=packing.padded(inputs, packing.INPUTS), LINES=lines,
+            COLUMNS=I if is_first else H, TOP_K=spec.top_k,
+            KIND=unpacking.INT4 if w.format == "mxint4" else unpacking.E2M1, SPANS=4 if w.format == "nvfp4" else 2,
+            WIDTHS=config.widths, FIRST=is_first, INTERLEAVED=spec.activation.interleaved,
+            HAS_SLOTS=slots is not None, HAS_GLOBAL=has_global, HAS_BIAS=bias is not None, WEIGHTED=weighted,
+            FINALIZE=finalize, **activation_constants(spec),
+            GROUPS=config.groups, AHEAD=config.ahead, STAGES=config.stages, EARLY=call.early,
+            num_warps=config.warps, **registers, **call.options,
+        )  # fmt: skip
+
+    first, second = call.tile_configs.inner, call.tile_configs.result
+    launch(first, weights.w13, weights.b13, x, slots_R, numbers.data, spec.weight_on == "input", True)
+    launch_rounding(call, numbers, inner)
+    launch(second, weights.w2, weights.b2, inner.data, to.slots_R, to.out, spec.weight_on == "output", False)
