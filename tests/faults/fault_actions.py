@@ -1,7 +1,7 @@
 """How each kind strikes, and how the ranks live through it.
 
-`STRIKES` strike the round trips of the session's own plan; `TRIALS` strike while a further plan is made beside it. Each
-returns what this rank raised.
+`ROUND_TRIP_FAULTS` strike the round trips of the session's own plan; `PLAN_FAULTS` strike while a further plan is made
+beside it. Each returns what this rank raised.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import tokenyard as ty
 from tests.faults.fault_points import (
-    Ambush,
+    FaultPoint,
     allocate_too_much,
     raise_runtime_error,
     raise_value_error,
@@ -75,70 +75,70 @@ _IN_EXPERTS = {
 }
 
 
-def exception(life, fault, mine):
+def exception(worker, fault, mine):
     """One round trip that fails on the victim."""
     if not mine:
-        return met(life.round_trip)
+        return met(worker.round_trip)
     if fault.variant in _IN_EXPERTS:
-        Ambush.lay("in the experts", _IN_EXPERTS[fault.variant])
-        return met(life.round_trip)
-    name = life.specs[life.number % len(life.specs)].name
-    spec = life.plan.wiring(name).spec
-    x_TH, routes = batch(spec, 17 if fault.variant == "too many tokens" else 3, seed=life.number)
+        FaultPoint.arm("in the experts", _IN_EXPERTS[fault.variant])
+        return met(worker.round_trip)
+    name = worker.specs[worker.number % len(worker.specs)].name
+    spec = worker.plan.wiring(name).spec
+    x_TH, routes = batch(spec, 17 if fault.variant == "too many tokens" else 3, seed=worker.number)
     if fault.variant == "bad ids":
         routes.topk_ids_TK[-1, -1] = spec.num_experts
-    life.number += 1
-    return met(life.layers[name], x_TH, routes)
+    worker.number += 1
+    return met(worker.layers[name], x_TH, routes)
 
 
-def clock(life, fault, mine):
+def clock(worker, fault, mine):
     """The clock of the wall jumps by up to a hundred days, for the rest of the session; nobody looks at it."""
     if mine and fault.variant in ("forward", "back"):
         seconds = (1 if fault.variant == "forward" else -1) * (60 + fault.number * 100 * 24 * 3600)
         now, now_ns = time.time, time.time_ns
         time.time = lambda: now() + seconds
         time.time_ns = lambda: now_ns() + int(seconds * 1e9)
-    return met(life.calm, 6)
+    return met(worker.calm, 6)
 
 
-STRIKES = {"exception": exception, "clock": clock}
+ROUND_TRIP_FAULTS = {"exception": exception, "clock": clock}
 
 
 # -- While a plan is made ----------------------------------------------------------------------------------------
 
 
-def make(life, layers, exchange="one_sided", **options):
-    return ty.plan(layers, life.group, exchange=exchange, **options)
+def make(worker, layers, exchange="one_sided", **options):
+    return ty.plan(layers, worker.group, exchange=exchange, **options)
 
 
-def works(life, plan, spec):
+def works(worker, plan, spec):
     """Whether a layer of a plan beside the session's own gives the right bits."""
     weights = random_weights(spec, 1)
     layer = ty.MoELayer(plan, spec.name, weights.select(plan.local_experts(spec.name)))
-    x_TH, routes = batch(spec, 5, seed=life.group.rank)
-    expected = twin(plan.wiring(spec.name), weights, x_TH, routes, life.group.rank)
-    life.wrong += not same_bits(layer(x_TH, routes), expected)
+    x_TH, routes = batch(spec, 5, seed=worker.group.rank)
+    expected = twin(plan.wiring(spec.name), weights, x_TH, routes, worker.group.rank)
+    worker.wrong += not same_bits(layer(x_TH, routes), expected)
 
 
-def no_memory(life, fault, mine):
+def no_memory(worker, fault, mine):
     """Memory for a workspace cannot be had on the victim: at a new plan, or where one is extended."""
     if fault.variant == "in an expert":
-        return exception(life, fault, mine)
+        return exception(worker, fault, mine)
     what, _, when = fault.variant.partition(", ")
     scarce = _SCARCITY[what] if mine else contextlib.nullcontext
     if when == "plan":
         with scarce():
-            error = met(make, life, [LARGE])
-        plan = make(life, [LARGE])  # and now it can be had
+            error = met(make, worker, [LARGE])
+        plan = make(worker, [LARGE])  # and now it can be had
     else:
-        plan = make(life, [SMALL])
-        works(life, plan, SMALL)
+        plan = make(worker, [SMALL])
+        works(worker, plan, SMALL)
         with scarce():
             error = met(plan.extend, [LARGE])
-        works(life, plan, SMALL)  # as it was
+        works(worker, plan, SMALL)  # as it was
         plan.extend([LARGE])
-        works(life, plan, SMALL)
-    works(life, plan, LARGE)
+        works(worker, plan, SMALL)
+    works(worker, plan, LARGE)
     plan.close()
     return error
 
@@ -168,31 +168,31 @@ _SCARCITY = {
 }
 
 
-def disk_full(life, fault, mine):
+def disk_full(worker, fault, mine):
     if fault.variant != "full /dev/shm":
-        return no_memory(life, fault, mine)
+        return no_memory(worker, fault, mine)
     fill = SHARED_MEMORY / "full"
     if mine and PRIVATE in os.environ:
         with open(fill, "wb", buffering=0) as file, contextlib.suppress(OSError):
             while True:
                 file.write(b"\1" * 65536)
-    life.group.barrier()  # it is full from here on
+    worker.group.barrier()  # it is full from here on
 
     def everything():
-        life.calm(3)
-        plan = make(life, [SMALL])
+        worker.calm(3)
+        plan = make(worker, [SMALL])
         plan.extend([LARGE])
-        works(life, plan, LARGE)
+        works(worker, plan, LARGE)
         plan.close()
 
     error = met(everything)
-    life.group.barrier()
+    worker.group.barrier()
     if mine:
         fill.unlink(missing_ok=True)
     return error
 
 
-def another_plan(life, fault, mine):
+def another_plan(worker, fault, mine):
     """The victim's plan differs in one field."""
     layers, options, exchange = [SMALL, replace(SMALL, name="second")], {}, "one_sided"
     field = fault.variant
@@ -215,19 +215,19 @@ def another_plan(life, fault, mine):
             "combine_wire": "mxfp8",
         }
         layers[index] = replace(layers[index], **{name: others[name]})
-    return met(make, life, layers, exchange, **options)
+    return met(make, worker, layers, exchange, **options)
 
 
-def another_version(life, fault, mine):
+def another_version(worker, fault, mine):
     if fault.variant == "an announcement":
-        with changed(Ambush, "protocol", 99 if mine else None):
-            return met(life.round_trip)
+        with changed(FaultPoint, "protocol", 99 if mine else None):
+            return met(worker.round_trip)
     with contextlib.ExitStack() as stack:
         if mine and fault.variant == "a report of other fields":
-            report = life.group.gather_json  # an older one: neither error nor fields
+            report = worker.group.gather_json  # an older one: neither error nor fields
             stack.enter_context(
                 changed(
-                    life.group,
+                    worker.group,
                     "gather_json",
                     lambda value, **words: report({"hash": "0a1b", "ranks": 4}, **words),
                 )
@@ -236,18 +236,18 @@ def another_version(life, fault, mine):
             stack.enter_context(changed(drafting, "PROTOCOL", 99))
         if mine and fault.variant in ("version", "protocol and version"):
             stack.enter_context(changed(planner, "__version__", "99.0"))
-        return met(make, life, [SMALL])
+        return met(make, worker, [SMALL])
 
 
-def killed_while_planning(life, fault, mine, strike):
+def killed_while_planning(worker, fault, mine, strike):
     """The victim is killed before it tells of its plan, or when all wait for its memory."""
     if mine and fault.variant == "before a plan":
         strike()
     with changed(os, "posix_fallocate", lambda *arguments: strike()) if mine else contextlib.nullcontext():
-        return met(make, life, [LARGE])
+        return met(make, worker, [LARGE])
 
 
-TRIALS = {
+PLAN_FAULTS = {
     "allocation": no_memory,
     "disk full": disk_full,
     "another plan": another_plan,

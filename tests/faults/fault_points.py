@@ -8,8 +8,8 @@ from tokenyard.exchange import EXCHANGES, Pending, RowsAtHome
 from tokenyard.experts.reference import ReferenceExperts
 
 
-class Ambush:
-    """What waits for this rank. One for each process."""
+class FaultPoint:
+    """Where this rank is interrupted next, and by what. One for each process."""
 
     moment = ""  # where the next round trip is interrupted
     strike = staticmethod(lambda: None)  # what happens there
@@ -23,7 +23,7 @@ class Ambush:
             cls.strike()
 
     @classmethod
-    def lay(cls, moment, strike):
+    def arm(cls, moment, strike):
         cls.moment, cls.strike = moment, staticmethod(strike)
 
 
@@ -31,20 +31,20 @@ class Interruptible:
     """A round trip that can be interrupted anywhere."""
 
     def send(self, batch):
-        Ambush.place = (batch.spec.layer, "dispatch")
-        Ambush.at("before dispatch")
+        FaultPoint.place = (batch.spec.layer, "dispatch")
+        FaultPoint.at("before dispatch")
         pending = super().send(replace(batch, announcements=in_another_protocol(batch.announcements)))
 
         def wait():
             arrival = pending.wait()
-            Ambush.at("after dispatch")
+            FaultPoint.at("after dispatch")
             return arrival
 
         return Pending(wait)
 
     def send_back(self, results):
-        Ambush.place = (results.arrival.spec.layer, "combine")
-        Ambush.at("before combine")
+        FaultPoint.place = (results.arrival.spec.layer, "combine")
+        FaultPoint.at("before combine")
         told = replace(results, announcements=in_another_protocol(results.announcements))
         pending = super().send_back(told)
         return Pending(lambda: Interrupted(**vars(pending.wait())))
@@ -55,26 +55,26 @@ class Interrupted(RowsAtHome):
 
     def sum_into(self, out_TH, add):
         y_TH = super().sum_into(out_TH, add)
-        Ambush.at("after combine")
+        FaultPoint.at("after combine")
         return y_TH
 
 
 def in_another_protocol(announcements):
     """What this rank tells the others, if it is to speak another protocol than they do."""
-    if not Ambush.protocol:
+    if not FaultPoint.protocol:
         return announcements
-    return replace(announcements, mine=replace(announcements.mine, protocol=Ambush.protocol))
+    return replace(announcements, mine=replace(announcements.mine, protocol=FaultPoint.protocol))
 
 
 class InterruptibleOneSided(Interruptible, EXCHANGES["one_sided"]):
     name = "interruptible one_sided"
 
     def _tell(self, announcements):
-        if Ambush.moment == f"inside {announcements.mine.phase.value}":
+        if FaultPoint.moment == f"inside {announcements.mine.phase.value}":
             first = (self.group.rank + 1) % self.group.size
             # One rank has heard of it, the others have not.
             self.workspace.signals.tell(first, announcements.for_rank(first))
-            Ambush.at(Ambush.moment)
+            FaultPoint.at(FaultPoint.moment)
         super()._tell(announcements)
 
 
@@ -84,7 +84,7 @@ class _Message(Interruptible):
 
         def hear():
             heard = answers.wait()
-            Ambush.at("inside dispatch")  # announced, and not sent
+            FaultPoint.at("inside dispatch")  # announced, and not sent
             return heard
 
         return Pending(hear)
@@ -112,7 +112,7 @@ class InterruptibleExperts(ReferenceExperts):
     returns = None
 
     def compute(self, received, *, finalize):
-        Ambush.at("in the experts")
+        FaultPoint.at("in the experts")
         if (other := InterruptibleExperts.returns) is not None:
             InterruptibleExperts.returns = None
             return other

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 
 from tests.faults.starting import FINDING, GRACE
-from tests.faults.timestamps import Marks
+from tests.faults.timestamps import Timestamps
 
 
 @dataclass
@@ -27,14 +27,14 @@ class Finding:
 
 def judge(session, folder, error):
     """A finding for each fault. `error` is what the launching process got from the whole session."""
-    marks = Marks(folder)
+    timestamps = Timestamps(folder)
     if session.faults[0].kind == "never starts":
-        return [_judge_start(session, marks, folder)]
+        return [_judge_start(session, timestamps, folder)]
     records = {rank: _read(folder / f"record-{rank}.jsonl") for rank in range(session.world)}
     there = list(range(session.world))
     findings = []
     for index, fault in enumerate(session.faults):
-        findings.append(_judge_fault(session, index, fault, there, records, marks))
+        findings.append(_judge_fault(session, index, fault, there, records, timestamps))
         if fault.declared.lethal and fault.kind != "replaced":
             there.remove(fault.victim)
     last = findings[-1].complaints
@@ -45,7 +45,7 @@ def judge(session, folder, error):
     killed = any(fault.kind == "killed" for fault in session.faults)
     if (error is None) == (killed and not session.bare):
         last.append(f"launch raised {error!r}")
-    failed = [marks.get(f"failed-{rank}") for rank in there]
+    failed = [timestamps.get(f"failed-{rank}") for rank in there]
     last += [f"rank failed: {text}" for text in failed if text is not None]
     return findings
 
@@ -54,8 +54,8 @@ def _read(path):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def _judge_fault(session, index, fault, there, records, marks):
-    declared, struck_at = fault.declared, marks.get(f"struck-{index}")
+def _judge_fault(session, index, fault, there, records, timestamps):
+    declared, struck_at = fault.declared, timestamps.get(f"struck-{index}")
     complaints, seconds, raised = [], [], []
     for rank in there:
         role = "victim" if rank == fault.victim else "other"
@@ -124,11 +124,11 @@ def _off(session, fault, expected, entry, role="other"):
     return off
 
 
-def _judge_start(session, marks, folder):
+def _judge_start(session, timestamps, folder):
     """A session in which one rank never starts."""
     (fault,) = session.faults
     expected, complaints, waits, limit = fault.declared.other, [], [], FINDING
-    struck_at, told = marks.get("struck-0"), marks.get("told")
+    struck_at, told = timestamps.get("struck-0"), timestamps.get("told")
     if fault.variant in ("exits", "sleeps"):
         complaints += _off_start(fault, expected, told)
         if fault.variant == "exits" and told and struck_at:

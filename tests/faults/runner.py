@@ -16,7 +16,7 @@ from tests.faults.fault_actions import PRIVATE, SHARED_MEMORY
 from tests.faults.judge import Finding, judge
 from tests.faults.kinds import ANYTIME, BY_NAME
 from tests.faults.starting import bare_life, kill, launch_without_one, start_bare
-from tests.faults.timestamps import Marks, met, stamp
+from tests.faults.timestamps import Timestamps, met, stamp
 from tests.faults.worker import live_through
 
 # Seconds that `launch` gives the ranks that are left when one has ended; their own waits have another deadline.
@@ -101,7 +101,7 @@ def run_session(session):
 def _run_once(session):
     before, started = Belongings.now(), time.monotonic()
     folder = tempfile.mkdtemp(prefix="faults-")
-    watch = _Watch(session, Marks(folder), before)
+    watch = _Watch(session, Timestamps(folder), before)
     watch.start()
     try:
         error = met(_start, session, folder)
@@ -151,9 +151,9 @@ def _stacks(folder):
 class _Watch(threading.Thread):
     """Strikes from outside, wakes the stopped, and ends a session that hangs."""
 
-    def __init__(self, session, marks, before):
+    def __init__(self, session, timestamps, before):
         super().__init__(name="watch", daemon=True)
-        self.session, self.marks, self._before = session, marks, before.children
+        self.session, self.timestamps, self._before = session, timestamps, before.children
         self.until = time.monotonic() + session.longest
         self.hung = self.overslept = False
         self._over = threading.Event()
@@ -180,39 +180,41 @@ class _Watch(threading.Thread):
 
     def _strike(self, index, fault):
         """Whether a fault has struck; one that may strike anytime is struck here."""
-        if self.marks.get(f"struck-{index}") is not None:
+        if self.timestamps.get(f"struck-{index}") is not None:
             return True
-        began = self.marks.get(f"strike-{index}")
+        began = self.timestamps.get(f"strike-{index}")
         if fault.variant != ANYTIME or began is None or stamp() < began + fault.delay:
             return False
         number = signal.SIGKILL if fault.kind in ("killed", "replaced") else signal.SIGSTOP
-        self.marks.put(f"struck-{index}")
-        kill(self.marks.get(f"pid-{fault.victim}"), number)
+        self.timestamps.put(f"struck-{index}")
+        kill(self.timestamps.get(f"pid-{fault.victim}"), number)
         return True
 
     def _wake(self, index, fault):
         """Whether a stopped rank was woken: after a while, or when the others have given it up and gone on."""
         if fault.kind == "stopped":
             pause = (0.1 + 0.4 * fault.number) * self.session.deadline
-            due = stamp() > self.marks.get(f"struck-{index}") + pause
+            due = stamp() > self.timestamps.get(f"struck-{index}") + pause
         else:
             lost = [f.victim for f in self.session.faults[: index + 1] if f.declared.lethal]
             left = [rank for rank in range(self.session.world) if rank not in lost]
-            due = all(self.marks.get(f"went-on-{index}-{rank}") is not None for rank in left)
+            due = all(self.timestamps.get(f"went-on-{index}-{rank}") is not None for rank in left)
         if due:
-            kill(self.marks.get(f"pid-{fault.victim}"), signal.SIGCONT)
-            slept = stamp() - self.marks.get(f"struck-{index}")
+            kill(self.timestamps.get(f"pid-{fault.victim}"), signal.SIGCONT)
+            slept = stamp() - self.timestamps.get(f"struck-{index}")
             self.overslept |= fault.kind == "stopped" and slept > _TOO_LONG * self.session.deadline
-            self.marks.put(f"over-{index}")
+            self.timestamps.put(f"over-{index}")
         return due
 
     def _let_leave(self):
         """Ranks without a launcher stay until all that are there are done."""
-        there = [rank for rank in range(self.session.world) if self.marks.get(f"done-{rank}") is not None]
+        there = [
+            rank for rank in range(self.session.world) if self.timestamps.get(f"done-{rank}") is not None
+        ]
         dead = {f.victim for f in self.session.faults if f.kind in ("killed", "never starts")}
-        failed = [r for r in range(self.session.world) if self.marks.get(f"failed-{r}") is not None]
+        failed = [r for r in range(self.session.world) if self.timestamps.get(f"failed-{r}") is not None]
         if len(set(there) | dead | set(failed)) == self.session.world:
-            self.marks.put("leave")
+            self.timestamps.put("leave")
 
     def _end_it(self):
         """Ask every rank where it is, then end it; and again, until there is none."""

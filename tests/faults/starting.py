@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 import tokenyard as ty
 from tests.faults.namespaces import fork_with_another_clock
-from tests.faults.timestamps import Marks, met, stamp
-from tests.faults.worker import Life, live_through
+from tests.faults.timestamps import Timestamps, met, stamp
+from tests.faults.worker import RankWorker, live_through
 from tokenyard.group import process_ranks
 from tokenyard.group.distributed import loopback_interface
 from tokenyard.group.forkserver import start_forkserver
@@ -56,7 +56,7 @@ def _bare_rank(rank, session, folder, port, rank_main):
     }
     error = met(rank_main, session, folder)
     if error is not None:
-        Marks(folder).put(f"failed-{rank}", f"{type(error).__name__}: {error}")
+        Timestamps(folder).put(f"failed-{rank}", f"{type(error).__name__}: {error}")
     os._exit(0 if error is None else 1)
 
 
@@ -70,8 +70,8 @@ def bare_life(session, folder):
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     live_through(ty.DistributedGroup(), session, folder)
     # Others may still read from this rank's connections.
-    Marks(folder).put(f"done-{os.environ['RANK']}")
-    Marks(folder).wait("leave")
+    Timestamps(folder).put(f"done-{os.environ['RANK']}")
+    Timestamps(folder).wait("leave")
 
 
 # -- Ranks that never start ----------------------------------------------------------------------------------------
@@ -91,13 +91,13 @@ def _arrive(session, folder):
     name = multiprocessing.current_process().name
     if not name.startswith("rank "):
         return Trap(session, folder)
-    rank, (fault,), marks = int(name.split()[1]), session.faults, Marks(folder)
-    marks.put(f"pid-{rank}", os.getpid())
+    rank, (fault,), timestamps = int(name.split()[1]), session.faults, Timestamps(folder)
+    timestamps.put(f"pid-{rank}", os.getpid())
     if fault.variant != "does not plan":
         process_ranks.FINDING_EACH_OTHER = FINDING
     if rank == fault.victim and fault.variant in ("exits", "sleeps"):
         time.sleep(fault.number)
-        marks.put("struck-0")
+        timestamps.put("struck-0")
         if fault.variant == "exits":
             os._exit(3)
         time.sleep(3600)
@@ -108,18 +108,18 @@ def never_plans(group, trap):
     """All ranks start; one of them never makes its plan."""
     (fault,) = trap.session.faults
     group.deadline = trap.session.deadline
-    life, marks = Life.__new__(Life), Marks(trap.folder)
-    life.rank, life.there, life.marks = group.rank, list(range(group.size)), marks
+    worker, timestamps = RankWorker.__new__(RankWorker), Timestamps(trap.folder)
+    worker.rank, worker.there, worker.timestamps = group.rank, list(range(group.size)), timestamps
     if fault.variant != "does not plan":
         return
     group.barrier()
     if group.rank == fault.victim:
-        marks.put("struck-0")
-        marks.wait("leave")
+        timestamps.put("struck-0")
+        timestamps.wait("leave")
         return
     error = met(ty.plan, trap.session.specs(), group)
-    life.record(0, error)
-    marks.put(f"done-{group.rank}")
+    worker.record(0, error)
+    timestamps.put(f"done-{group.rank}")
 
 
 def launch_without_one(session, folder):
@@ -140,14 +140,14 @@ def launch_without_one(session, folder):
         "at": stamp(),
     }
     told |= {name: getattr(cause, name, None) for name in ("peers", "phase", "waited")}
-    Marks(folder).put("told", told if error is not None else {})
+    Timestamps(folder).put("told", told if error is not None else {})
 
 
 def _absent(session, folder):
     (fault,) = session.faults
     rank = int(os.environ["RANK"])
     if rank == fault.victim:
-        Marks(folder).put("struck-0")
+        Timestamps(folder).put("struck-0")
         return
     started = time.monotonic()
     error = met(dist.init_process_group, "gloo", timeout=timedelta(seconds=FINDING))

@@ -26,7 +26,7 @@ from tests.faults.cases import DEADLINE, SLACK, Fault, Session, draw_sessions
 from tests.faults.judge import Finding, judge
 from tests.faults.kinds import KINDS
 from tests.faults.report import is_good, markdown, summarize
-from tests.faults.timestamps import Marks
+from tests.faults.timestamps import Timestamps
 
 PAGE = ROOT / "docs" / "guide" / "faults.md"
 RESULTS = ROOT / "bench" / "results" / "faults-cpu.json"
@@ -85,7 +85,7 @@ SESSION = Session(seed=0, world=3, exchange="one_sided", layers=(), faults=(KILL
 
 def written(folder, **changes):
     """The records of a session in which everything was right, but for some changes of what rank 2 met."""
-    Marks(folder).put("struck-0", 100.0)
+    Timestamps(folder).put("struck-0", 100.0)
     for rank in (0, 2):
         entry = {
             "fault": 0,
@@ -161,8 +161,8 @@ STOPPED = Fault(kind="stopped", variant="after dispatch", victim=1, rounds=1)
 def test_a_rank_that_was_woken_too_late_is_noticed(ago, overslept, monkeypatch, tmp_path):
     monkeypatch.setattr(runner, "kill", lambda pid, number: None)
     monkeypatch.setattr(runner, "stamp", lambda: 100.0 + ago)
-    Marks(tmp_path).put("struck-0", 100.0)
-    watch = runner._Watch(replace(SESSION, faults=(STOPPED,)), Marks(tmp_path), runner.Belongings.now())
+    Timestamps(tmp_path).put("struck-0", 100.0)
+    watch = runner._Watch(replace(SESSION, faults=(STOPPED,)), Timestamps(tmp_path), runner.Belongings.now())
     assert watch._wake(0, STOPPED)
     assert watch.overslept == overslept
 
@@ -180,14 +180,14 @@ def test_a_session_in_which_a_rank_was_woken_too_late_says_nothing(overslept, ri
 
 def waits_forever(group, folder):
     faulthandler.register(signal.SIGUSR1, file=open(Path(folder) / f"stack-{group.rank}", "w"))  # noqa: SIM115
-    Marks(folder).put(f"pid-{group.rank}", os.getpid())
+    Timestamps(folder).put(f"pid-{group.rank}", os.getpid())
     time.sleep(1000)
 
 
 def lose_patience(folder):
     """Let the watch give up as soon as the ranks are there."""
     for rank in range(2):
-        Marks(folder).wait(f"pid-{rank}")
+        Timestamps(folder).wait(f"pid-{rank}")
     watch = next(thread for thread in threading.enumerate() if thread.name == "watch")
     watch.until = 0.0
 

@@ -5,8 +5,8 @@ import os
 import time
 from pathlib import Path
 
-# Seconds that a rank waits for a mark. It is there long before, or something is wrong.
-_MARK = 60.0
+# Seconds that a rank waits for a timestamp. It is there long before, or something is wrong.
+_TIMESTAMP = 60.0
 
 
 def stamp():
@@ -14,7 +14,7 @@ def stamp():
     return time.clock_gettime(time.CLOCK_REALTIME)
 
 
-class Marks:
+class Timestamps:
     """Files that tell ranks and the launching process how far a session has come."""
 
     def __init__(self, folder):
@@ -32,10 +32,10 @@ class Marks:
             return None
 
     def wait(self, name):
-        until = time.monotonic() + _MARK
+        until = time.monotonic() + _TIMESTAMP
         while self.get(name) is None:
             if time.monotonic() > until:
-                raise TimeoutError(f"nobody has put the mark {name}")
+                raise TimeoutError(f"nobody has put the timestamp {name}")
             time.sleep(0.005)
 
 

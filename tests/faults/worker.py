@@ -1,8 +1,8 @@
-"""The life of one rank in a session: round trips, faults, and a record of everything that it met.
+"""What one rank does in a session: round trips, faults, and a record of everything that it met.
 
 All ranks of a session run this, and know the whole session: who is struck, when, and by what. A rank writes files into
 the session's folder, which outlive it: `pid-R`, `record-R.jsonl` (one line per fault: what was raised, by whom, when),
-and marks, by which ranks and the launching process wait for each other where no exchange may be used.
+and timestamps, by which ranks and the launching process wait for each other where no exchange may be used.
 """
 
 import contextlib
@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 
 import tokenyard as ty
-from tests.faults.fault_actions import STRIKES, TRIALS
-from tests.faults.fault_points import INTERRUPTIBLE, Ambush, InterruptibleExperts
+from tests.faults.fault_actions import PLAN_FAULTS, ROUND_TRIP_FAULTS
+from tests.faults.fault_points import INTERRUPTIBLE, FaultPoint, InterruptibleExperts
 from tests.faults.kinds import ANYTIME
-from tests.faults.timestamps import Marks, met
+from tests.faults.timestamps import Timestamps, met
 from tests.models import batch
 from tokenyard.conformance.cases import random_weights, same_bits
 from tokenyard.conformance.twin import twin
@@ -36,11 +36,11 @@ class Gone(Exception):
     """This rank was given up by the others: its story ends here."""
 
 
-class Life:
-    """One rank's."""
+class RankWorker:
+    """One rank of a session: its plan, its batches, and what it expects of them."""
 
     def __init__(self, group, session, folder):
-        self.session, self.marks = session, Marks(folder)
+        self.session, self.timestamps = session, Timestamps(folder)
         self.rank = group.rank  # as it was at the start: ranks are renumbered after a loss
         self.there = list(range(session.world))
         self.number = 0  # of the next round trip
@@ -114,12 +114,12 @@ class Life:
             error = met(self.round_trip)
         return error
 
-    def until_it_is_over(self, mark):
-        """A stream of round trips, until all ranks have seen a mark."""
+    def until_it_is_over(self, timestamp):
+        """A stream of round trips, until all ranks have seen a timestamp."""
         over = False
         while not over:
             self.calm(4)
-            over = all(self.group.gather_json(self.marks.get(mark) is not None))
+            over = all(self.group.gather_json(self.timestamps.get(timestamp) is not None))
 
     # -- Faults --------------------------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ class Life:
         for index, fault in list(enumerate(self.session.faults))[first:]:
             wrong, before = self.wrong, holdings()
             self.calm(fault.rounds)
-            Ambush.place = ("", "")
+            FaultPoint.place = ("", "")
             error = self.meet(index, fault)
             self.record(index, error)
             self.go_on(index, fault, error)
@@ -146,26 +146,26 @@ class Life:
         if fault.kind in ("killed", "replaced", "stopped", "stopped for good"):
             return self.meet_a_signal(index, fault, mine)
         if mine:
-            self.marks.put(f"struck-{index}")
-        if fault.kind in TRIALS:
-            trial = TRIALS[fault.kind]
+            self.timestamps.put(f"struck-{index}")
+        if fault.kind in PLAN_FAULTS:
+            trial = PLAN_FAULTS[fault.kind]
             return trial(self, fault, mine)
-        return STRIKES[fault.kind](self, fault, mine)
+        return ROUND_TRIP_FAULTS[fault.kind](self, fault, mine)
 
     def meet_a_signal(self, index, fault, mine):
         number = signal.SIGKILL if fault.kind in ("killed", "replaced") else signal.SIGSTOP
 
         def strike():
-            self.marks.put(f"struck-{index}")
+            self.timestamps.put(f"struck-{index}")
             os.kill(os.getpid(), number)
 
         if fault.variant == ANYTIME:
             if mine:
-                self.marks.put(f"strike-{index}")  # the launching process does it
+                self.timestamps.put(f"strike-{index}")  # the launching process does it
         elif fault.variant in ("before a plan", "sharing memory"):
-            return TRIALS["killed"](self, fault, mine, strike)
+            return PLAN_FAULTS["killed"](self, fault, mine, strike)
         elif mine:
-            Ambush.lay(fault.variant, strike)
+            FaultPoint.arm(fault.variant, strike)
         if fault.declared.lethal:
             return self.until_it_raises()
         if fault.variant == ANYTIME:
@@ -199,8 +199,8 @@ class Life:
         self.count_dropped()
         if fault.kind == "stopped for good":
             self.calm(1)
-            self.marks.put(f"went-on-{index}-{self.rank}")
-            self.marks.wait(f"over-{index}")  # it is awake, and finds nothing to write into
+            self.timestamps.put(f"went-on-{index}-{self.rank}")
+            self.timestamps.wait(f"over-{index}")  # it is awake, and finds nothing to write into
 
     # -- The record ----------------------------------------------------------------------------------------------
 
@@ -209,7 +209,7 @@ class Life:
         peers = getattr(error, "peers", None)
         if peers is None:
             peers = [error.peer] if hasattr(error, "peer") else []
-        layer, phase = Ambush.place
+        layer, phase = FaultPoint.place
         self.write(
             {
                 "fault": index,
@@ -225,7 +225,7 @@ class Life:
         )
 
     def write(self, entry):
-        with open(self.marks.folder / f"record-{self.rank}.jsonl", "a") as file:
+        with open(self.timestamps.folder / f"record-{self.rank}.jsonl", "a") as file:
             file.write(json.dumps(entry) + "\n")
 
 
@@ -248,17 +248,17 @@ def more_than(before):
 
 def live_through(group, session, folder):
     """What every rank of a session runs."""
-    marks = Marks(folder)
-    marks.put(f"pid-{group.rank}", os.getpid())
+    timestamps = Timestamps(folder)
+    timestamps.put(f"pid-{group.rank}", os.getpid())
     dump = open(Path(folder) / f"stack-{group.rank}-{os.getpid()}", "w")  # noqa: SIM115 (it stays open)
     faulthandler.register(signal.SIGUSR1, file=dump)
     torch.set_num_threads(1)
     group.deadline = session.deadline
-    life = Life(group, session, folder)
+    worker = RankWorker(group, session, folder)
     fresh = "again" in group.name
     with contextlib.suppress(Gone):
         if fresh:
-            life.calm(_AFTER)
-            life.write({"fault": len(session.faults) - 1, "wrong": life.wrong, "more": {}, "done": True})
-            life.meet_again()
-        life.live(first=len(session.faults) if fresh else 0)
+            worker.calm(_AFTER)
+            worker.write({"fault": len(session.faults) - 1, "wrong": worker.wrong, "more": {}, "done": True})
+            worker.meet_again()
+        worker.live(first=len(session.faults) if fresh else 0)

@@ -89,9 +89,9 @@ def run(
     shows = where.leads and not as_json
     if prompt and model is None and where.leads:
         _warn_of_unknown_words(prompt)
-    with _Stage(asked, judged=not prompt, shows=shows) as stage:
-        by_rank = where.call(answer_aloud, asking, hear=stage.hear)
-        stage.finish(by_rank)
+    with _LiveAnswers(asked, judged=not prompt, shows=shows) as live:
+        by_rank = where.call(answer_aloud, asking, hear=live.hear)
+        live.finish(by_rank)
     if not where.leads:
         return
     answers = [_judged(asked[number], text, bool(prompt)) for number, text, _ in _in_order(by_rank)]
@@ -193,7 +193,7 @@ def _judged(question: Question, text: str, free: bool) -> dict[str, Any]:
     }
 
 
-class _Stage:
+class _LiveAnswers:
     """What ranks say: the answers they are at, live where there is a terminal, and above them those that are done."""
 
     def __init__(self, asked: Sequence[Question], *, judged: bool, shows: bool) -> None:
@@ -206,7 +206,7 @@ class _Stage:
         self.live = Live(console=self.out, refresh_per_second=12, transient=True, get_renderable=self._now)
         self.live_here = shows and self.out.is_terminal
 
-    def __enter__(self) -> _Stage:
+    def __enter__(self) -> _LiveAnswers:
         if self.shows:
             self.out.print("loading and sharding the model …", style="dim")
         if self.live_here:
@@ -226,7 +226,7 @@ class _Stage:
             self._show(number, text, rank)
 
     def finish(self, by_rank: list[dict[str, Any]]) -> None:
-        """Show what nobody told: under `torchrun` only rank 0 is heard while it speaks."""
+        """Show the answers that were not shown yet: under `torchrun` only those of rank 0 arrive one by one."""
         for rank, found in enumerate(by_rank):
             for number, text, _ in found["answers"]:
                 if number not in self.done:

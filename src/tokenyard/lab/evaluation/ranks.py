@@ -95,7 +95,7 @@ class TorchrunRanks:
         self.size, self.leads = self.group.size, self.group.rank == 0
 
     def call(self, job: Job, *args: Any, hear: Tell | None = None) -> list[Any]:
-        tell = hear if hear is not None and self.leads else _nobody
+        tell = hear if hear is not None and self.leads else _drop
         return self.group.gather_json(job(self.group, *args, tell), phase="results")
 
 
@@ -104,14 +104,14 @@ def under_torchrun() -> bool:
     return "LOCAL_RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def _nobody(message: dict[str, Any]) -> None:
-    """Nobody listens."""
+def _drop(message: dict[str, Any]) -> None:
+    """Drop a message."""
 
 
 def _do(group: Group, job: Job, args: tuple[Any, ...], address: str | None) -> Any:
-    """A job on one rank, with somebody to tell."""
+    """Run a job on one rank; its messages go to the socket at `address`, if there is one."""
     if address is None:
-        return job(group, *args, _nobody)
+        return job(group, *args, _drop)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
         line.connect(address)
 
@@ -123,7 +123,7 @@ def _do(group: Group, job: Job, args: tuple[Any, ...], address: str | None) -> A
 
 @contextmanager
 def _listening(hear: Tell | None, lines: int) -> Iterator[str | None]:
-    """An address that so many ranks can tell things to; everything that was told has been heard at the end."""
+    """The address of a socket to which so many ranks send messages; all were heard when this ends."""
     if hear is None:
         yield None
         return

@@ -4,7 +4,7 @@
 
 - `episodes`: what ranks do: random cases, plans that grow and shrink, subgroups side by side, ranks that are killed and
   come back. Every result is held against the twin, bitwise, and against the oracle, within its bound.
-- `life`: the life of a rank: an episode, a meeting, and from time to time a rest in which everything is measured.
+- `worker`: what a rank does: an episode, a meeting, and from time to time a rest in which everything is measured.
 - `measuring`: memory, descriptors, sockets, threads and processes, as the kernel counts them.
 - `verdict`: what of it is a leak.
 - `soak`: starts the ranks, watches them, and says what came of it. `picture` draws it.
