@@ -167,17 +167,22 @@ def test_casts_saturate_and_their_own_type_stays_as_it_is(name, dtype, row):
 
 
 @triton.jit
-def decode_tile(data, scales, out, FORMAT: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+def decode_tile(
+    data, scales, row_scale, out,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """Codes and scales of one tile as float32."""
-    codes = tl.load(data + tl.arange(0, WIDTH))
+    codes = tl.load(data + tl.arange(0, WIDTH // GROUP))
     steps = tl.load(scales + tl.arange(0, WIDTH // BLOCK))
     if FORMAT == "mxfp8":
         tl.store(out + tl.arange(0, WIDTH), numerics.decode_mxfp8(codes, steps, WIDTH))
+    elif FORMAT == "nvfp4":
+        tl.store(out + tl.arange(0, WIDTH), numerics.decode_nvfp4(codes, steps, tl.load(row_scale), WIDTH))
     else:
         tl.store(out + tl.arange(0, WIDTH), numerics.decode_fp8_block(codes, steps, WIDTH))
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "fp8_block128"])
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_block128", "nvfp4"])
 @settings(max_examples=30)
 @given(row=tiles())
 def test_tiles_are_decoded_bit_for_bit(name, row):
@@ -194,11 +199,25 @@ def test_every_code_is_decoded_with_every_kind_of_scale(byte):
     )
 
 
+@pytest.mark.parametrize("g", [2.0**-117, 1.0, 2688.0, 3.0e38])
+def test_every_code_of_nvfp4_is_decoded_with_every_scale(g):
+    row = torch.arange(256, dtype=torch.uint8)
+    for first in range(0, 256, 16):  # each scale once, and each pair of codes with some of them
+        scales = torch.arange(first, first + 16, dtype=torch.uint8).view(1, 16).view(torch.float8_e4m3fn)
+        data = row.roll(first)[:128].view(1, 128)
+        payloads = {"data": data, "scales": scales, "global_scale": torch.tensor([[g]])}
+        check_decoded(EncodedRows(format=get("nvfp4"), hidden_size=256, payloads=payloads))
+
+
 def check_decoded(rows):
     out = torch.empty(WIDTH)
     format = rows.format
     data, scales = rows.payloads["data"], rows.payloads["scales"]
-    decode_tile[(1,)](data, scales, out, FORMAT=format.name, BLOCK=format.block, WIDTH=WIDTH)
+    words, group = (data.view(torch.int32), 8) if format.name == "nvfp4" else (data, 1)
+    decode_tile[(1,)](
+        words, scales, rows.payloads.get("global_scale", torch.ones(1)), out,
+        FORMAT=format.name, GROUP=group, BLOCK=format.block, WIDTH=WIDTH,
+    )  # fmt: skip
     expected = rows.decode(torch.float32).squeeze(0)
     assert same_bits(out.isnan(), expected.isnan())
     assert same_bits(out.nan_to_num(), expected.nan_to_num())

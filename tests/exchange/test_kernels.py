@@ -267,6 +267,10 @@ COMBINES = [
     ("fp8_block128(power_of_two_scales=True)", "float16", "float16", 0),
     ("mxfp8", "bfloat16", "bfloat16", 2),
     ("mxfp8(alignment=256)", "float32", "float32", 0),
+    ("nvfp4", "bfloat16", "float32", 1),
+    ("nvfp4", "float32", "float32", 0),
+    ("nvfp4(global_scale=448.0)", "float16", "float16", 2),
+    ("nvfp4(global_scale=1e+30)", "bfloat16", "bfloat16", 0),
 ]
 
 
@@ -323,8 +327,12 @@ def same_numbers(a, b):
     return same_bits(a.isnan(), b.isnan()) and same_bits(a.nan_to_num(), b.nan_to_num())
 
 
-def test_a_long_row_comes_home_in_parts():
-    spec = make_exchange_spec(2, combine_wire="mxfp8", hidden_size=2100, max_tokens=2, top_k=2)
+# Rows of several tiles, both where they are encoded and where they are read.
+@pytest.mark.parametrize(
+    ("wire", "hidden_size"), [("mxfp8", 2100), ("nvfp4(global_scale=448.0)", 2100), ("nvfp4", 8300)]
+)
+def test_a_long_row_comes_home_in_parts(wire, hidden_size):
+    spec = make_exchange_spec(2, combine_wire=wire, hidden_size=hidden_size, max_tokens=2, top_k=2)
     yard = VirtualRanks(spec)
     batches = [make_batch(spec, 2, seed=rank) for rank in range(2)]
     counts = yard.push_twins(batches)
@@ -332,15 +340,15 @@ def test_a_long_row_comes_home_in_parts():
         yard.buffers[rank][yard.control.counts(0) : yard.control.counts(1)].view(torch.int32)[::2] = counts[
             rank
         ]
-    results = [torch.randn(int(count.sum()), 2100) for count in counts]
+    results = [torch.randn(int(count.sum()), hidden_size) for count in counts]
     yard.place_twins(results, counts)
     for launcher, rows_RH in zip(yard.launchers, results, strict=True):
         launcher.place(yard.dispatch_slots, rows_RH, dense=True)
     assert yard.same_regions("combine")
     for rank, (launcher, batch) in enumerate(zip(yard.launchers, batches, strict=True)):
-        out_TH = torch.empty(2, 2100, dtype=torch.bfloat16)
+        out_TH = torch.empty(2, hidden_size, dtype=torch.bfloat16)
         home, slots_TW = launcher._return_layout(yard.dispatch_slots), slots_twin(spec, batch.ids_TK, rank)
-        assert home.tiles(2).parts == 3
+        assert home.tiles(2).parts == -(-hidden_size // 1024)
         launcher._pull(yard.dispatch_slots, home, slots_TW, out_TH, (), 2, meets=False)
         assert same_bits(out_TH, yard.pulled_by_twin(rank, batch.ids_TK))
 

@@ -50,7 +50,7 @@ def test_a_layer_has_the_bits_of_its_twin(wire):
     assert all(on_ranks(4, one_layer, layer, (5, 0, 90, 2), device="cuda"))
 
 
-@pytest.mark.parametrize("combine_wire", ["bf16", "fp16", "fp8_block128", "mxfp8"])
+@pytest.mark.parametrize("combine_wire", ["bf16", "fp16", "fp8_block128", "mxfp8", "nvfp4"])
 def test_results_come_home_in_every_wire(combine_wire):
     layer = spec(combine_wire=combine_wire, hidden_size=150, experts="reference")
     assert all(on_ranks(3, one_layer, layer, (16, 3, 9), device="cuda"))

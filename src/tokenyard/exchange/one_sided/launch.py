@@ -27,7 +27,7 @@ from tokenyard.exchange.one_sided.kernels import pull as pull_room
 from tokenyard.exchange.one_sided.kernels import push as push_room
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.workspace import SlotLayout, WorkspaceLayout
-from tokenyard.formats import Fp8Block128, Mxfp8, Nvfp4, PlainFormat
+from tokenyard.formats import FORMATS, Fp8Block128, Mxfp8, Nvfp4, PlainFormat
 from tokenyard.formats.base import EncodedRows, Format
 from tokenyard.routing import Placement
 
@@ -439,7 +439,7 @@ class Launcher:
         if encoding is None:
             raise InputError(
                 f"the combine wire is {spec.combine_wire}",
-                expected="one that a kernel encodes and decodes: bf16, fp16, fp32, fp8_block128 or mxfp8",
+                expected=f"one that a kernel encodes and decodes: {', '.join(FORMATS)}",
                 fix="choose one of these, or exchange='two_sided'",
                 layer=spec.layer,
             )
@@ -450,12 +450,14 @@ class Launcher:
         )
 
     def _place(self, slots: DispatchSlots, layout: ReturnLayout, results: Tensor, *, dense: bool) -> None:
+        tiles = layout.place_tiles()
         pull_room.place[(max(1, results.shape[0]),)](
             aligned(results), self.peers, results.shape[0] // self.ranks, slots.max_tokens, self.rank,
-            int(dense), layout.places["data"], layout.places.get("scales", 0), self.control.counts(slots.region),
+            int(dense), layout.places["data"], layout.places.get("scales", 0), layout.places.get("global_scale", 0),
+            self.control.counts(slots.region), layout.encoding.global_scale,
             HIDDEN=slots.spec.hidden_size, PADDED=layout.padded, FORMAT=layout.encoding.code,
             KIND=layout.encoding.kind, OPTION=layout.encoding.option, WORLD=self.world, WIDE=self._wide,
-            TILE=min(2048, max(128, triton.next_power_of_2(layout.padded))), num_warps=4, enable_fp_fusion=False,
+            TILE=tiles.tile, num_warps=tiles.warps, enable_fp_fusion=False,
         )  # fmt: skip
 
     def _pull(
@@ -476,10 +478,12 @@ class Launcher:
         pull_room.pull[(blocks * self.ranks,)](
             out_TH, terms[0], terms[1], slots_TW, self.peers, self.host_status,
             tokens, slots.max_tokens, self.rank, blocks, slots.layer, len(add), layout.places["data"],
-            layout.places.get("scales", 0), self.deadline,
+            layout.places.get("scales", 0), layout.places.get("global_scale", 0), layout.encoding.global_scale,
+            self.deadline,
             HIDDEN=slots.spec.hidden_size, PADDED=layout.padded, FORMAT=layout.encoding.code,
-            KIND=layout.encoding.kind, WORLD=self.world, WIDE=self._wide, TILE=tiles.tile, PARTS=tiles.parts,
-            TURNS=self.control.turns, MEETS=meets, EARLY=self._early, num_warps=tiles.warps, enable_fp_fusion=False,
+            KIND=layout.encoding.kind, OPTION=layout.encoding.option, WORLD=self.world, WIDE=self._wide,
+            TILE=tiles.tile, PARTS=tiles.parts, TURNS=self.control.turns, MEETS=meets, EARLY=self._early,
+            num_warps=tiles.warps, enable_fp_fusion=False,
             **_launch_early(self._early),
         )  # fmt: skip
 
@@ -491,6 +495,12 @@ class ReturnLayout:
     encoding: Encoding
     places: Mapping[str, int]
     padded: int
+
+    def place_tiles(self) -> TileConfig:
+        """How a result is cut where a block encodes it, tile by tile: nvfp4 as on the way out."""
+        if self.encoding.code == push_room.NVFP4:
+            return row_tiles(self.encoding, self.padded, FEW_ROWS + 1)
+        return TileConfig(min(2048, max(128, triton.next_power_of_2(self.padded))), 1, 4)
 
     def tiles(self, tokens: int) -> TileConfig:
         """How a row that comes home is cut: a block for each tile."""

@@ -169,6 +169,18 @@ def encode_nvfp4(values, g, WIDTH: tl.constexpr, EASY: tl.constexpr):
 
 
 @triton.jit
+def decode_nvfp4(words, scales, g, WIDTH: tl.constexpr):
+    """e2m1 codes, eight a word, `[WIDTH / 8]`, e4m3 scales `[WIDTH / 16]`, the global scale g → float32 `[WIDTH]`."""
+    codes = (words[:, None] >> (4 * tl.arange(0, 8))[None, :]) & 15
+    size = codes & 7
+    # From code 2 on, the lowest bit is the mantissa's highest, and the two above it are the exponent.
+    number = tl.where(size < 2, size.to(tl.float32) * 0.5, ((size + 252) << 22).to(tl.float32, bitcast=True))
+    number = tl.where(codes > 7, -number, number)
+    blocks = tl.reshape(number, [WIDTH // 16, 16])
+    return tl.reshape(blocks * tl.div_rn(scales.to(tl.float32), g)[:, None], [WIDTH])
+
+
+@triton.jit
 def decode_mxfp8(codes, scales, WIDTH: tl.constexpr):
     """e4m3 `[WIDTH]`, E8M0 bytes `[WIDTH / 32]` → float32 `[WIDTH]`."""
     blocks = tl.reshape(codes.to(tl.float32), [WIDTH // 32, 32])

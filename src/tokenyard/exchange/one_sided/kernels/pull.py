@@ -28,17 +28,23 @@ from tokenyard.exchange.one_sided.kernels.numerics import (
     cast_within,
     decode_fp8_block,
     decode_mxfp8,
+    decode_nvfp4,
     encode_fp8_block,
     encode_mxfp8,
+    encode_nvfp4,
+    finite_amax,
+    row_global_scale,
 )
-from tokenyard.exchange.one_sided.kernels.push import CAST, MXFP8, aligned
+from tokenyard.exchange.one_sided.kernels.push import CAST, FP8_BLOCK, MXFP8, NVFP4, aligned, store_tile
 
 
 @triton.jit(
-    do_not_specialize=["rows", "max_tokens", "first_rank", "dense", "data_at", "scales_at", "counts_at"]
-)
+    do_not_specialize=[
+        "rows", "max_tokens", "first_rank", "dense", "data_at", "scales_at", "global_at", "counts_at",
+    ]
+)  # fmt: skip
 def place(
-    results, peers, rows, max_tokens, first_rank, dense, data_at, scales_at, counts_at,
+    results, peers, rows, max_tokens, first_rank, dense, data_at, scales_at, global_at, counts_at, global_scale,
     HIDDEN: tl.constexpr, PADDED: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr, OPTION: tl.constexpr,
     WORLD: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -63,9 +69,39 @@ def place(
         there = slot % max_tokens < tl.sum(tl.where(w == block // max_tokens, count, 0), 0)
     if there:
         row = results + (local.to(tl.int64) * rows + block) * HIDDEN
-        place_row(
-            row, base, slot.to(tl.int64), data_at, scales_at, HIDDEN, PADDED, FORMAT, KIND, OPTION, TILE
-        )
+        if FORMAT == NVFP4:
+            place_nvfp4(
+                row, base, slot.to(tl.int64), global_scale, data_at, scales_at, global_at,
+                HIDDEN, PADDED, KIND, OPTION, TILE,
+            )  # fmt: skip
+        else:
+            place_row(
+                row, base, slot.to(tl.int64), data_at, scales_at, HIDDEN, PADDED, FORMAT, KIND, OPTION, TILE
+            )
+
+
+@triton.jit
+def place_nvfp4(
+    row, base, slot, g, data_at, scales_at, global_at,
+    HIDDEN: tl.constexpr, PADDED: tl.constexpr, KIND: tl.constexpr, OPTION: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Encode one result as nvfp4, and write it into its slot."""
+    h = tl.arange(0, TILE)
+    values = tl.load(row + h, mask=h < HIDDEN, other=0)
+    if OPTION == 0:  # one global scale for each row: of all of the row, before any of it is encoded
+        amax = finite_amax(values.to(tl.float32))
+        for c in tl.static_range(TILE, PADDED, TILE):
+            more = tl.load(row + c + h, mask=c + h < HIDDEN, other=0)
+            amax = tl.maximum(amax, finite_amax(more.to(tl.float32)))
+        g = row_global_scale(amax)
+    for c in tl.static_range(0, PADDED, TILE):
+        if c > 0:
+            values = tl.load(row + c + h, mask=c + h < HIDDEN, other=0)
+        codes, scales = encode_nvfp4(values.to(tl.float32), g, TILE, OPTION == 2)
+        store_tile(
+            codes, scales, g, slot >= 0, base, slot, c, PADDED, data_at, scales_at, global_at,
+            PADDED, NVFP4, KIND, OPTION, TILE, 8,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -95,15 +131,33 @@ def place_row(
             tl.store(there + s, scales, mask=s < PADDED // 128)
 
 
+@triton.jit
+def pull_nvfp4(
+    base, slot, tile, there, g, data_at, scales_at, global_at,
+    PADDED: tl.constexpr, KIND: tl.constexpr, OPTION: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A tile of a row that stands in a slot as nvfp4, as float32; zeros where there is none."""
+    data = aligned(base + data_at, KIND) + slot * (PADDED // 8)
+    h = tile * (TILE // 8) + tl.arange(0, TILE // 8)
+    words = tl.load(data + h, mask=(h < PADDED // 8) & there, other=0)
+    s = tile * (TILE // 16) + tl.arange(0, TILE // 16)
+    scales = aligned(base + scales_at, tl.float8e4nv) + slot * (PADDED // 16)
+    if OPTION == 0:
+        g = tl.load((base + global_at).to(tl.pointer_type(tl.float32)) + slot, mask=there, other=1.0)
+    return decode_nvfp4(words, tl.load(scales + s, mask=(s < PADDED // 16) & there, other=0.0), g, TILE)
+
+
 @triton.jit(
     do_not_specialize=[
-        "tokens", "max_tokens", "first_rank", "blocks_per_rank", "layer", "terms", "data_at", "scales_at", "deadline",
+        "tokens", "max_tokens", "first_rank", "blocks_per_rank", "layer", "terms", "data_at", "scales_at", "global_at",
+        "deadline",
     ]
 )  # fmt: skip
 def pull(
     out, term, other_term, slots, peers, host,
-    tokens, max_tokens, first_rank, blocks_per_rank, layer, terms, data_at, scales_at, deadline,
-    HIDDEN: tl.constexpr, PADDED: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr,
+    tokens, max_tokens, first_rank, blocks_per_rank, layer, terms, data_at, scales_at, global_at, global_scale,
+    deadline,
+    HIDDEN: tl.constexpr, PADDED: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr, OPTION: tl.constexpr,
     WORLD: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
     TURNS: tl.constexpr, MEETS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -139,8 +193,14 @@ def pull(
             slot = tl.load(slots + w)
             base = tl.load(peers + w)
             at = (rank * max_tokens + slot).to(tl.int64)
-            data = aligned(base + data_at, KIND) + at * PADDED
-            values = tl.load(data + h, mask=(h < PADDED) & (slot >= 0), other=0.0)
+            if FORMAT == NVFP4:
+                total += pull_nvfp4(
+                    base, at, block % PARTS, slot >= 0, global_scale, data_at, scales_at, global_at,
+                    PADDED, KIND, OPTION, TILE,
+                )  # fmt: skip
+            else:
+                data = aligned(base + data_at, KIND) + at * PADDED
+                values = tl.load(data + h, mask=(h < PADDED) & (slot >= 0), other=0.0)
             if FORMAT == MXFP8:
                 s = (block % PARTS) * (TILE // 32) + tl.arange(0, TILE // 32)
                 there = (base + scales_at).to(tl.pointer_type(tl.uint8)) + at * (PADDED // 32)
@@ -148,7 +208,7 @@ def pull(
                 total += decode_mxfp8(values, scales, TILE)
             elif FORMAT == CAST:
                 total += values.to(tl.float32)
-            else:
+            elif FORMAT == FP8_BLOCK:
                 s = (block % PARTS) * (TILE // 128) + tl.arange(0, TILE // 128)
                 there = (base + scales_at).to(tl.pointer_type(tl.float32)) + at * (PADDED // 128)
                 scales = tl.load(there + s, mask=(s < PADDED // 128) & (slot >= 0), other=0.0)

@@ -1,0 +1,45 @@
+"""The kernels of nvfp4's way back compile for Hopper, on a machine without a GPU: the interpreter knows no types."""
+
+import os
+import subprocess
+import sys
+
+COMPILE = r"""
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from tokenyard.exchange.one_sided.kernels import pull
+from tokenyard.exchange.one_sided.launch import Encoding, ReturnLayout
+from tokenyard.formats import get
+
+KINDS = {"results": "*fp32", "out": "*bf16", "term": "*bf16", "other_term": "*bf16", "slots": "*i32",
+         "peers": "*i64", "host": "*i64", "global_scale": "fp32", "deadline": "i64"}
+
+def compiled(kernel, tiles, **constants):
+    signature, values = {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name], values[(place,)] = "constexpr", constants[name]
+        else:
+            signature[name] = KINDS.get(name, "i64" if name.endswith("_at") else "i32")
+    source = ASTSource(kernel, signature, values, {})
+    options = {"num_warps": tiles.warps, "enable_fp_fusion": False}
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    # Scales are divided as IEEE says, not by an approximate reciprocal.
+    assert "div.rn.f32" in made.asm["ptx"], kernel
+
+encoding = Encoding.of(get("nvfp4"))
+layout = ReturnLayout(encoding=encoding, places={}, padded=208)
+shared = dict(HIDDEN=200, PADDED=208, FORMAT=encoding.code, KIND=encoding.kind, OPTION=encoding.option, WORLD=2, WIDE=2)
+compiled(pull.place, layout.place_tiles(), TILE=layout.place_tiles().tile, **shared)
+tiles = layout.tiles(128)
+compiled(pull.pull, tiles, TILE=tiles.tile, PARTS=tiles.parts, TURNS=2, MEETS=True, EARLY=True, **shared)
+"""
+
+
+def test_kernels_compile_for_hopper():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
