@@ -34,7 +34,7 @@ def layers(draw, name):
         max_tokens=draw(st.sampled_from([1, 3, 64, 500, 4096])),
         dtype=dtype,
         wire=draw(st.sampled_from([plain, "fp8_block128", "mxfp8", "mxfp8(alignment=256)", "nvfp4"])),
-        combine_wire=draw(st.sampled_from([plain, "fp8_block128", "mxfp8"])),
+        combine_wire=draw(st.sampled_from([plain, "fp8_block128", "mxfp8", "nvfp4"])),
         payloads=tuple(
             ty.Payload(name=f"extra{n}", dtype=draw(st.sampled_from([torch.uint8, torch.int64])), width=width)
             for n, width in enumerate(draw(st.lists(st.integers(1, 40), max_size=3)))

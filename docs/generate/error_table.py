@@ -221,7 +221,7 @@ def _raises(group: Group) -> None:
 
 
 EXAMPLES: dict[type[TokenyardError], Callable[[], object]] = {
-    PlanError: lambda: draft([_spec(combine_wire="nvfp4")], 4, max_tokens=_TOKENS),
+    PlanError: lambda: draft([_spec(combine_wire="fp32")], 4, max_tokens=_TOKENS),
     PlanMismatch: lambda: _on_ranks(2, lambda g: plan([_spec(top_k=1 + g.rank)], g, max_tokens=_TOKENS)),
     UnknownName: lambda: draft([_spec(wire="nvpf4")], 4, max_tokens=_TOKENS),
     InputError: lambda: _on_ranks(1, lambda group: _layer(group)(_rows(), _routes(expert=64))),

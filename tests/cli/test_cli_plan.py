@@ -59,10 +59,10 @@ def test_weights_can_be_chosen(config):
 
 
 def test_plan_error_prints_alternatives_that_work(config):
-    wrong = ["plan", "--config", config, "--ranks", 2, "--combine-wire", "nvfp4"]
+    wrong = ["plan", "--config", config, "--ranks", 2, "--combine-wire", "fp32"]
     result = call(*wrong)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "error: layer 'model.layers.0.mlp': combine_wire=nvfp4" in result.stderr
+    assert "error: layer 'model.layers.0.mlp': combine_wire=fp32" in result.stderr
     assert "one of these works:" in result.stderr
     error = call_json(*wrong, exit_code=2)["error"]
     assert error["type"] == "PlanError"

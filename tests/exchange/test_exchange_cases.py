@@ -1,11 +1,14 @@
 """Random layers on random ranks: bitwise equal to the twin, inside the bound around the oracle."""
 
 import pytest
+import torch
 from hypothesis import given, seed, settings
 
 import tokenyard as ty
 from tests.exchange.strategies import cases, is_large
-from tokenyard.conformance.cases import Case, run_case
+from tests.models import batch, build, spec
+from tokenyard.conformance.cases import Case, random_weights, run_case, same_bits
+from tokenyard.conformance.twin import twin
 
 
 def check(case, ranks):
@@ -69,6 +72,38 @@ def test_eight_ranks_of_which_most_have_no_expert_and_some_no_token(exchange, ra
     check(
         Case(tokens=tokens, hidden_size=100, num_experts=3, top_k=32, exchange=exchange, wire="nvfp4"), ranks
     )
+
+
+# Uneven ranks and an empty one, ids of -1, and widths that are padded; the second scale saturates some results.
+@pytest.mark.parametrize("exchange", ty.EXCHANGES)
+@pytest.mark.parametrize("combine_wire", ["nvfp4", "nvfp4(global_scale=2000.0)"])
+def test_results_come_home_in_four_bits(exchange, combine_wire):
+    for hidden_size, routes in ((100, "gaps"), (33, "duplicates"), (1, "uniform")):
+        case = Case(
+            tokens=(5, 0, 3, 9),
+            hidden_size=hidden_size,
+            num_experts=7,
+            top_k=4,
+            exchange=exchange,
+            combine_wire=combine_wire,
+            routes=routes,
+        )
+        check(case, "threads")
+
+
+def sums_with_other_terms(group, exchange):
+    layer = spec(combine_wire="nvfp4", hidden_size=40, dtype=torch.float32, experts="reference")
+    plan = ty.plan([layer], group, exchange=exchange)
+    x_TH, routes = batch(layer, 3 * group.rank, seed=group.rank)
+    residual_TH = torch.randn(x_TH.shape, generator=torch.Generator().manual_seed(9))
+    y_TH = build(plan, "moe", shared=lambda rows_TH: 3 * rows_TH)(x_TH, routes, add=residual_TH)
+    twin_TH = twin(plan.wiring("moe"), random_weights(layer, 0), x_TH, routes, group.rank)
+    return same_bits(y_TH, twin_TH + 3 * x_TH + residual_TH)  # float32: the twin's sum was not rounded
+
+
+@pytest.mark.parametrize("exchange", ty.EXCHANGES)
+def test_other_terms_are_added_to_results_of_four_bits(exchange):
+    assert all(ty.launch(3, sums_with_other_terms, exchange))
 
 
 @pytest.mark.parametrize("exchange", ty.EXCHANGES)

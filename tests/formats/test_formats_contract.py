@@ -117,14 +117,18 @@ def test_alignment_widens_the_row_and_not_the_result():
 def test_which_way_a_format_may_travel():
     for format in ALL:
         wire = (torch.float32,) if format == Fp32() else tuple(DTYPES)
-        back = () if format.name == "nvfp4" else wire
         assert [dtype for dtype in DTYPES if format.carries(dtype) is None] == list(wire)
-        assert [dtype for dtype in DTYPES if format.returns(dtype) is None] == list(back)
+        assert [dtype for dtype in DTYPES if format.returns(dtype) is None] == list(wire)
         assert format.quantized == (format in QUANTIZED)
-    assert (
-        str(Nvfp4().returns(torch.bfloat16))
-        == "combine_wire=nvfp4: results do not travel back in this format"
-    )
+
+
+def test_a_format_of_somebodys_own_may_refuse_results():
+    class OutOnly(Nvfp4):
+        combine_dtypes = ()
+
+    assert OutOnly().carries(torch.bfloat16) is None
+    refused = "combine_wire=nvfp4: results do not travel back in this format"
+    assert str(OutOnly().returns(torch.bfloat16)) == refused
 
 
 @pytest.mark.parametrize("bad", [torch.ones(3), torch.ones(2, 0), torch.ones(2, 3, dtype=torch.int32)])

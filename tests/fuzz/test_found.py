@@ -78,7 +78,7 @@ def test_an_exchange_that_cannot_be_hashed_is_refused():
 
 def test_a_thousand_tries_for_alternatives_share_one_table_of_experts():
     """Each of them made a table of 65,536 experts: minutes, where there are no alternatives to be found."""
-    spec = ty.LayerSpec(**{**SPEC, "num_experts": 65536, "wire": "fp32", "combine_wire": "nvfp4"})
+    spec = ty.LayerSpec(**{**SPEC, "num_experts": 65536, "wire": "fp32", "combine_wire": "fp32"})
     made, make = 0, ty.Placement.__post_init__
 
     def counted(self):

@@ -89,7 +89,7 @@ def test_experts_on_meta_need_a_checkpoint():
 def test_options_that_do_not_fit(whole):
     for error in errors_of(whole, wire="mxpf8"):
         assert isinstance(error, UnknownName)
-    for error in errors_of(whole, combine_wire="nvfp4"):
+    for error in errors_of(whole, inner="nvfp4"):
         assert isinstance(error, PlanError)
         assert error.alternatives
     for error in errors_of(whole, weights="mxpf4"):

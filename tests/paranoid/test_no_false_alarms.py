@@ -49,7 +49,7 @@ def test_any_layer(paranoid):
 def both_ways(group, exchange):
     """Whether layers give the same bits with and without a watch, with two in flight, growth, and a failed round."""
     layers = [
-        spec("moe", wire="nvfp4", combine_wire="mxfp8"),
+        spec("moe", wire="mxfp8", combine_wire="nvfp4"),
         spec("head", hidden_size=100, num_experts=3, top_k=4, max_tokens=9, reduce_ranks="caller"),
         spec("late", hidden_size=300, wire="fp8_block128", dtype=torch.float16, placement="round_robin"),
     ]

@@ -28,8 +28,8 @@ IMPOSSIBLE = {
     ),
     "a wire for other rows": ({"wire": "fp32"}, "wire=fp32: takes float32 rows, not bfloat16"),
     "a way back that cannot": (
-        {"combine_wire": "nvfp4"},
-        "combine_wire=nvfp4: results do not travel back in this format",
+        {"combine_wire": "fp32"},
+        "combine_wire=fp32: takes float32 rows, not bfloat16",
     ),
     "logits through two_sided": (
         {"experts": "self_routing", "router": router},
@@ -105,7 +105,7 @@ def test_an_alternative_of_one_layer_must_not_break_another():
 
 def test_two_changes_are_offered_where_one_is_not_enough():
     with pytest.raises(ty.PlanError) as caught:
-        ty.draft([spec(wire="fp32", combine_wire="nvfp4")], 2)
+        ty.draft([spec(wire="fp32", combine_wire="fp32")], 2)
     assert caught.value.alternatives
     assert all(len(a.changes) == 2 for a in caught.value.alternatives)
 

@@ -11,7 +11,8 @@ The bound around it has two terms. Results are rounded once per rank on the way 
 each rounding moves an element by at most eps/2 of the size of what it rounds, which is at most
 Σ_k |w · Expert(x)|, the *magnitude* (a little more, which the second term covers).
 Sums in float32 move it by a few units of 2^-24 of the sum of the
-*absolute* products, which can be far larger than the result where the products cancel.
+*absolute* products, which can be far larger than the result where the products cancel. Where the way back is quantized,
+the small elements of a result are rounded to a grid that its largest element sets.
 
 Numbers that are quantized between the two products (`LayerSpec.inner`) are left exact here, and the bound has a third
 term: by what each may move there, through the second product. (Which of two codes a number near the middle gets depends
@@ -29,9 +30,21 @@ from torch.nn import functional
 
 from tokenyard.experts import Activation, ExpertWeights, activation
 from tokenyard.experts.base import EXACT, expert_matrix
-from tokenyard.formats import FORMATS, Format, Fp8Block128, QuantizedMatrix, get
+from tokenyard.formats import FORMATS, Format, Fp8Block128, Nvfp4, QuantizedMatrix, get
 from tokenyard.planning.spec import LayerSpec
 from tokenyard.routing import Routes
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Elements:
+    """What `torch.finfo` says of a type of numbers, for one that torch does not have."""
+
+    eps: float
+    smallest_normal: float
+    max: float
+
+
+E2M1 = _Elements(eps=0.5, smallest_normal=1.0, max=6.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +53,7 @@ class Bound:
 
     magnitude_TH: Tensor
     absolute_TH: Tensor
+    largest_T1: Tensor  # the largest element of each choice's result, summed over a token's choices
     most_rows: int  # that a token's result is summed from: one per rank, so at most K
     inner_TH: (
         Tensor  # by what numbers that are quantized between the products move a result; zeros where none are
@@ -60,16 +74,24 @@ class Bound:
             norm_T1: Tensor = torch.linalg.vector_norm(self.magnitude_TH, dim=1, keepdim=True)
             rounded_TH = end.eps * self.magnitude_TH + 2.0**-16 * self.absolute_TH
             return rounded_TH + declared * norm_T1 + end.smallest_normal * end.eps
-        wire = torch.finfo(combine_wire.payloads(1)[0].dtype)
+        is_e2m1 = isinstance(combine_wire, Nvfp4)
+        wire = E2M1 if is_e2m1 else torch.finfo(combine_wire.payloads(1)[0].dtype)
         tolerance_TH = (wire.eps + end.eps) / 2 * self.magnitude_TH + 2.0**-17 * self.absolute_TH
-        if combine_wire.quantized and self.magnitude_TH.numel():
-            # The smallest elements of a block are rounded to a grid that its largest one sets.
-            grid = wire.smallest_normal * wire.eps / wire.max
-            tolerance_TH += 2 * grid * self.magnitude_TH.amax(dim=1, keepdim=True)
-        elif not combine_wire.quantized:
+        if combine_wire.quantized:
+            # Half a step of the smallest elements of a block, whose scale may be twice its largest element over `max`.
+            tolerance_TH += wire.smallest_normal * wire.eps / wire.max * self.largest_T1
+            if isinstance(combine_wire, Nvfp4) and combine_wire.global_scale is not None:
+                tolerance_TH += self._beyond_static_scale(combine_wire.global_scale)
+        else:
             # Below the smallest normal number, half a step is no longer a share of what is rounded.
             tolerance_TH += self.most_rows * wire.smallest_normal * wire.eps / 2
         return tolerance_TH + end.smallest_normal * end.eps
+
+    def _beyond_static_scale(self, g: float) -> Tensor:
+        """What nvfp4 with this global scale saturates, and what it rounds to zero with a block's scale."""
+        unit = torch.finfo(torch.float8_e4m3fn)
+        lost = unit.smallest_normal * unit.eps / 2 * E2M1.max / g
+        return (self.magnitude_TH - unit.max * E2M1.max / g).clamp(min=0) + self.most_rows * lost
 
 
 @overload
@@ -83,6 +105,7 @@ def oracle(
 ) -> Tensor | tuple[Tensor, Bound]:
     """The exact result of a layer, float64. `weights` are those of all E experts."""
     y_TH, magnitude_TH, absolute_TH, inner_TH = torch.zeros(4, *x_TH.shape, dtype=torch.float64).unbind()
+    largest_T1 = torch.zeros(x_TH.shape[0], 1, dtype=torch.float64)
     inner = None if spec.inner == EXACT else get(spec.inner)
     act = activation(spec.activation)
     for expert in range(spec.num_experts):
@@ -100,6 +123,7 @@ def oracle(
         y_TH.index_add_(0, token_N, result_NH)  # a token may name an expert twice: both count
         if with_bound:
             magnitude_TH.index_add_(0, token_N, result_NH.abs())
+            largest_T1.index_add_(0, token_N, result_NH.abs().amax(dim=1, keepdim=True))
             sums_NI = _absolute_activation(
                 act, _linear(x_NH, weights.w13, weights.b13, expert, absolute=True)
             )
@@ -117,7 +141,11 @@ def oracle(
     if not with_bound:
         return y_TH
     return y_TH, Bound(
-        magnitude_TH=magnitude_TH, absolute_TH=absolute_TH, most_rows=spec.top_k, inner_TH=inner_TH
+        magnitude_TH=magnitude_TH,
+        absolute_TH=absolute_TH,
+        largest_T1=largest_T1,
+        most_rows=spec.top_k,
+        inner_TH=inner_TH,
     )
 
 

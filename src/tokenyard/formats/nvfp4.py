@@ -8,7 +8,8 @@
 A 4-bit element reaches 6 and an e4m3 scale 448, so `g = 2688 / amax` uses the whole range of both. But the
 amax of *what*? Not of the batch: the receiver needs g to decode, and a row's code must not depend on its
 neighbors. So g is static (`Nvfp4(global_scale=…)`, a checkpoint's input scale, the same on all ranks), or per
-row, and then it travels with the row: 4 bytes more.
+row, and then it travels with the row: 4 bytes more. Results on their way back have one per row for the same reason:
+no checkpoint says how large the sums of a rank's experts are.
 
 g multiplies here, as compressed-tensors stores it. ModelOpt stores the reciprocal, `amax / 2688`.
 
@@ -54,7 +55,6 @@ class Nvfp4(Format):
     name = "nvfp4"
     scale_layouts = ("linear", "swizzled")
     block = 16
-    combine_dtypes = ()  # no results travel back: partial sums do not survive 4 bits
     # the factor g for all rows; None: each row has its own, which travels with it
     global_scale: float | None = None
 
