@@ -5,9 +5,11 @@ from __future__ import annotations
 from tokenyard.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from tokenyard.checkpoints.config import CONFIG, read_json, text_config
 from tokenyard.checkpoints.conversion import TARGETS, Conversion, ConvertedLayer, convert
+from tokenyard.checkpoints.files import read_tensors
 from tokenyard.checkpoints.header import StoredTensor
 from tokenyard.checkpoints.layers import CheckpointLayer, recipe_inner
 from tokenyard.checkpoints.loading import load_experts, open_together
+from tokenyard.checkpoints.writer import write_tensors
 
 __all__ = [
     "CONFIG",
@@ -22,6 +24,8 @@ __all__ = [
     "open_checkpoint",
     "open_together",
     "read_json",
+    "read_tensors",
     "recipe_inner",
     "text_config",
+    "write_tensors",
 ]

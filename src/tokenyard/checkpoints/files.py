@@ -167,6 +167,12 @@ def open_files(path: Path) -> tuple[TensorFiles, dict[str, Any], Path]:
     return _all_of(files), config, path / CONFIG
 
 
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of one safetensors file, in memory."""
+    files = _all_of([path])
+    return {name: files.read(name) for name in files.tensors}
+
+
 def _open_one(path: Path) -> tuple[TensorFiles, dict[str, Any], Path]:
     try:
         with path.open("rb") as file:

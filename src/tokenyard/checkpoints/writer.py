@@ -10,7 +10,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,29 +63,8 @@ class CheckpointWriter:
         self.nbytes = sum(entry.nbytes for entry in entries)
         self._names = [_file_name(number, len(files)) for number in range(len(files))]
         for name, share in zip(self._names, files, strict=True):
-            self._begin(folder / name, share)
+            self._places |= _begin(folder / name, share)
         self._descriptors: dict[Path, int] = {}
-
-    def _begin(self, path: Path, entries: list[Entry]) -> None:
-        """Write a file's header, and give the file its size."""
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for entry in entries:
-            header[entry.name] = {
-                "dtype": entry.dtype,
-                "shape": list(entry.shape),
-                "data_offsets": [end, end + entry.nbytes],
-            }
-            end += entry.nbytes
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % 8)
-        with path.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            file.truncate(8 + len(text) + end)
-        begin = 8 + len(text)
-        for entry in entries:
-            self._places[entry.name] = _Place(path, begin, entry)
-            begin += entry.nbytes
 
     def write(self, name: str, tensor: Tensor, index: int | None = None) -> None:
         """Write a tensor, or number `index` along its first dimension."""
@@ -132,6 +111,42 @@ class CheckpointWriter:
             self._descriptors = {}
 
 
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write some tensors, which are in memory, into one safetensors file."""
+    entries = [
+        Entry(name=name, dtype=SPELLINGS[tensor.dtype], shape=tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    ]
+    places = _begin(path, _wide_first(entries))
+    with path.open("r+b") as file:
+        for name, place in places.items():
+            file.seek(place.begin)
+            file.write(tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+def _begin(path: Path, entries: Sequence[Entry]) -> dict[str, _Place]:
+    """Write a file's header, and give the file its size. Returns where each tensor belongs."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for entry in entries:
+        header[entry.name] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "data_offsets": [end, end + entry.nbytes],
+        }
+        end += entry.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    places, begin = {}, 8 + len(text)
+    for entry in entries:
+        places[entry.name] = _Place(path, begin, entry)
+        begin += entry.nbytes
+    return places
+
+
 def _divide(entries: Sequence[Entry], largest_file: int) -> list[list[Entry]]:
     """Entries by file, in order; inside a file wide numbers first, so that all lie on multiples of their size."""
     files: list[list[Entry]] = [[]]
@@ -142,7 +157,11 @@ def _divide(entries: Sequence[Entry], largest_file: int) -> list[list[Entry]]:
             size = 0
         files[-1].append(entry)
         size += entry.nbytes
-    return [sorted(share, key=lambda entry: -DTYPES[entry.dtype][0]) for share in files]
+    return [_wide_first(share) for share in files]
+
+
+def _wide_first(entries: Sequence[Entry]) -> list[Entry]:
+    return sorted(entries, key=lambda entry: -DTYPES[entry.dtype][0])
 
 
 def _file_name(number: int, total: int) -> str:

@@ -1,5 +1,5 @@
-"""The command line: `tokenyard run`, `eval`, `check`, `soak`, `plan`, `doctor`, `support`, `inspect`, `convert`,
-`bench`.
+"""The command line: `tokenyard run`, `eval`, `check`, `soak`, `plan`, `balance`, `doctor`, `support`, `inspect`,
+`convert`, `bench`.
 
 A command is a function in a module of its name. Modules import typer and nothing heavier at their top; torch
 and the rest of the package are imported inside the functions, so that `--help` answers at once. Errors of the

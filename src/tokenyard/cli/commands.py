@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from tokenyard.cli import bench
+from tokenyard.cli.balance import balance
 from tokenyard.cli.check import check
 from tokenyard.cli.convert import convert
 from tokenyard.cli.doctor import doctor
@@ -48,6 +49,6 @@ def _root(
 
 app.command()(reported(run))
 app.command("eval")(reported(evaluate))
-for _command in (check, soak, plan, inspect, convert, doctor, support):
+for _command in (check, soak, plan, balance, inspect, convert, doctor, support):
     app.command()(reported(_command))
 app.add_typer(bench.app, name="bench")

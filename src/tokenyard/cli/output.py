@@ -96,7 +96,7 @@ def _not_written(path: Path, error: OSError) -> TokenyardError:
     return InputError(
         f"{path} cannot be written ({error.strerror or error})",
         expected="a file in a folder that exists",
-        fix="choose another --out",
+        fix="choose another file",
     )
 
 

@@ -7,12 +7,13 @@ its own; at the end a table says what moved in each layer. Under `torchrun` each
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tokenyard.cli.options import JsonFlag, LongestAnswer, ModelFolder, RankCount, RankKind, StartedDevice
-from tokenyard.cli.output import console, print_json
+from tokenyard.cli.output import check_out, console, print_json
 from tokenyard.cli.tables import show_table
 
 if TYPE_CHECKING:
@@ -60,6 +61,10 @@ def run(
         ),
     ] = None,
     max_new_tokens: LongestAnswer = 128,
+    record: Annotated[
+        Path | None,
+        typer.Option(help="Write the routes of all layers to this safetensors file.", show_default=False),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Shard a model's experts over ranks, and let it answer."""
@@ -74,6 +79,7 @@ def run(
     from tokenyard.planning.choosing import AUTO
 
     _check_prompts(prompt or ())
+    check_out(record)
     folder = check_model(model)
     asking = Asking(
         folder=str(folder),
@@ -83,6 +89,7 @@ def run(
         weights=None if weights is None else weight_format(weights).name,
         inner=inner if inner in (None, EXACT) else str(get(inner)),
         most=max_new_tokens,
+        record=None if record is None else str(record),
     )
     asked = [Question(text, "") for text in prompt] if prompt else held_out_questions(problems)
     asking = Asking(**{**vars(asking), "prompts": [question.prompt for question in asked]})

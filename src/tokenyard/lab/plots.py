@@ -1,4 +1,4 @@
-"""Every picture that a command draws: figures of a benchmark, accuracy against bytes, and a soak over time."""
+"""Every picture that a command draws: figures of a benchmark, accuracy against bytes, placements, a soak over time."""
 
 from __future__ import annotations
 
@@ -210,6 +210,30 @@ def _draw_accuracy(axes: Any, points: list[tuple[str, float, dict[str, Any]]], w
     axes.set_ylim(min(low, level - 0.5), max(high, level + 0.1))
     axes.set_ylabel("% of answers that are right")
     axes.legend(frameon=False, fontsize=9)
+
+
+# -- A balanced placement ----------------------------------------------------------------------------------
+
+
+def draw_balance(document: dict[str, Any], path: Path) -> None:
+    """Draw a document of `tokenyard balance`: the rows of each rank over the mean, before and after, busiest first."""
+    layers = document["layers"]
+    columns = min(len(layers), _PANELS_IN_A_ROW)
+    told = f"{document['ranks']} ranks, {document['replicas']} replicas a layer, {document['steps']} steps"
+    with _figure(path, 1.5 + 2.6 * columns, 0.8 + 2.6 * -(-len(layers) // columns), told) as figure:
+        for place, layer in enumerate(layers, start=1):
+            axes = figure.add_subplot(-(-len(layers) // columns), columns, place)
+            for number, (name, when) in enumerate((("rows_before", "before"), ("rows_after", "after"))):
+                rows = sorted(layer[name], reverse=True)
+                mean = sum(rows) / len(rows) or 1
+                label = f"{when}: {layer[when]:.2f}"
+                shares = [count / mean for count in rows]
+                axes.step(range(len(rows)), shares, where="mid", color=_color(number), label=label)
+            axes.axhline(1.0, color="black", linestyle="--", linewidth=1)
+            axes.set_ylim(bottom=0)
+            axes.set_title(layer["layer"], fontsize=9)
+            axes.legend(frameon=False, fontsize=8)
+        figure.supylabel("rows of a rank over the mean, busiest first", fontsize=9)
 
 
 # -- A soak over time ------------------------------------------------------------------------------------------

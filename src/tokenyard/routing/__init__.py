@@ -28,6 +28,7 @@ Rules that all of them keep:
 Whether the weight is applied on an expert's input or on its output is the experts' business.
 """
 
+from tokenyard.routing.balancing import Move, balance, imbalance, moves, rank_loads
 from tokenyard.routing.placement import PLACEMENTS, Placement, placement_for
 from tokenyard.routing.routers import (
     ROUTERS,
@@ -44,13 +45,18 @@ __all__ = [
     "PLACEMENTS",
     "ROUTERS",
     "GroupedSigmoidRouter",
+    "Move",
     "Placement",
     "Router",
     "Routes",
     "SoftmaxRouter",
     "SqrtSoftplusRouter",
     "TopLogitsRouter",
+    "balance",
+    "imbalance",
     "is_scaling",
+    "moves",
     "placement_for",
+    "rank_loads",
     "router_class",
 ]

@@ -41,7 +41,7 @@ def measure_rates(device: torch.device, clock: Clock) -> Rates:
     rates = Rates(
         read=READ_BYTES[device.type] / _fastest(clock, _reads(device)),
         copy=copy_rate(device, clock),
-        product=_product_rate(device, clock),
+        product=product_rate(device, clock),
         fp8=_fp8_rate(device, clock),
     )
     give_back_memory(device)
@@ -62,7 +62,7 @@ def copy_rate(device: torch.device, clock: Clock) -> float:
     return 2 * nbytes / _fastest(clock, {"copy": copy})
 
 
-def _product_rate(device: torch.device, clock: Clock) -> float:
+def product_rate(device: torch.device, clock: Clock) -> float:
     """Operations of a plain square product, of the faster dtype."""
     dtypes = [torch.bfloat16] if device.type == "cuda" else [torch.bfloat16, torch.float32]
     works = {str(dtype): _product(device, dtype) for dtype in dtypes}

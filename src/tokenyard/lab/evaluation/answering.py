@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenyard.group import Group
+from tokenyard.lab.balancing.recorded_routes import RouteRecorder, write_routes
 from tokenyard.lab.evaluation.cells import MAX_TOKENS
 from tokenyard.lab.evaluation.decoding import answer, pad_left
 from tokenyard.lab.evaluation.models import load_language
@@ -29,6 +30,7 @@ class Asking:
     weights: str | None
     inner: str | None
     most: int
+    record: str | None = None  # the file that routes are written to
 
 
 def answer_aloud(group: Group, asking: Asking, tell: Tell) -> dict[str, Any]:
@@ -47,6 +49,7 @@ def answer_aloud(group: Group, asking: Asking, tell: Tell) -> dict[str, Any]:
     )
     end_ids = language.end_ids(sharded.model)
     found: list[tuple[int, str, int]] = []
+    recorder = RouteRecorder([experts.layer for experts in sharded.experts] if asking.record else [])
     try:
         group.barrier()
         started = time.perf_counter()
@@ -64,6 +67,9 @@ def answer_aloud(group: Group, asking: Asking, tell: Tell) -> dict[str, Any]:
                 tell({"number": number, "text": language.text(tokens), "done": True})
                 found.append((number, language.text(tokens), len(tokens)))
         seconds = time.perf_counter() - started
+        recorded = recorder.gather(group)
+        if asking.record is not None and group.rank == 0:
+            write_routes(Path(asking.record), recorded)
         return {
             "answers": found,
             "seconds": seconds,

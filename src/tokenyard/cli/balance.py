@@ -1,0 +1,148 @@
+"""`tokenyard balance`: whether another placement of the experts pays, from the routes of a real run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tokenyard.cli.options import JsonFlag, PlotFile
+from tokenyard.cli.output import check_out, console, print_json, save_json
+from tokenyard.cli.tables import show_table
+
+if TYPE_CHECKING:
+    from tokenyard.lab.balancing.forecast import LayerForecast
+
+_MOST_RANKS = 65536
+
+
+def balance(
+    routes: Annotated[Path, typer.Argument(help="Routes that `tokenyard run --record` wrote.")],
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, max=_MOST_RANKS, help="Ranks in the EP group.", show_default="as recorded"),
+    ] = None,
+    replicas: Annotated[int, typer.Option(min=0, help="Copies of experts beyond one of each, in all.")] = 0,
+    slots: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Experts of a layer that a rank has memory for.", show_default="what it takes"
+        ),
+    ] = None,
+    ranks_per_host: Annotated[
+        int | None, typer.Option(min=1, help="Ranks on a host.", show_default="all on one")
+    ] = None,
+    bandwidth: Annotated[
+        float | None,
+        typer.Option(min=1e-3, help="GB/s between two ranks.", show_default="of a copy, measured here"),
+    ] = None,
+    tflops: Annotated[
+        float | None,
+        typer.Option(min=1e-6, help="TFLOP/s of a rank's experts.", show_default="of a product, measured"),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Save what was found, with the placement of every layer.")
+    ] = None,
+    plot: PlotFile = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show what a better placement of the experts would gain and cost, before anything is moved."""
+    from tokenyard.cli.machine import provenance
+    from tokenyard.lab.balancing.forecast import forecast, steps_to_pay
+    from tokenyard.lab.balancing.recorded_routes import read_routes
+    from tokenyard.lab.plots import check_picture, draw_balance
+
+    check_out(out)
+    check_picture(plot)
+    recorded = read_routes(routes)
+    world = recorded[0].world if ranks is None else ranks
+    gb_per_s, tera = bandwidth or _copy_rate(), tflops or _product_rate()
+    layers = forecast(
+        recorded,
+        world,
+        copies=replicas,
+        slots=slots,
+        ranks_per_host=ranks_per_host,
+        bytes_per_s=gb_per_s * 1e9,
+        flops_per_s=tera * 1e12,
+    )
+    document = {
+        "command": "balance",
+        "routes": str(routes),
+        "ranks": world,
+        "replicas": replicas,
+        "bandwidth_GB_per_s": gb_per_s,
+        "TFLOP_per_s": tera,
+        "steps": recorded[0].num_steps,
+        "steps_to_pay": steps_to_pay(layers),
+        "layers": [layer.as_dict() for layer in layers],
+        **provenance(),
+    }
+    if as_json:
+        print_json(document)
+    else:
+        _show(layers, document)
+    if plot is not None:
+        draw_balance(document, plot)
+    if out is not None:
+        save_json(document, out)
+
+
+def _copy_rate() -> float:
+    """GB/s of a copy on this CPU: what is read, as bytes that arrive."""
+    import torch
+
+    from tokenyard.lab.bench.clock import host_clock
+    from tokenyard.lab.bench.machine_rates import copy_rate
+
+    return copy_rate(torch.device("cpu"), host_clock(3)) / 2 / 1e3
+
+
+def _product_rate() -> float:
+    """TFLOP/s of a plain product on this CPU."""
+    import torch
+
+    from tokenyard.lab.bench.clock import host_clock
+    from tokenyard.lab.bench.machine_rates import product_rate
+
+    return product_rate(torch.device("cpu"), host_clock(3)) / 1e6
+
+
+def _show(layers: list[LayerForecast], document: dict[str, Any]) -> None:
+    from tokenyard.units import size
+
+    rows = [
+        (
+            layer.layer,
+            f"{layer.before:.3f}",
+            f"{layer.after:.3f}",
+            f"{layer.experts_moved:,}",
+            f"{layer.moved_between_hosts:,}",
+            size(layer.moved_bytes),
+            f"{1e3 * layer.move_s:.2f}",
+            f"{1e6 * layer.saved_s:.2f}",
+        )
+        for layer in layers
+    ]
+    figures = ("before", "after", "moved", "between hosts", "bytes", "move, ms", "saved a step, µs")
+    show_table(
+        ("layer", *figures),
+        rows,
+        right=figures,
+        less_needed=("between hosts", "bytes"),
+        title=f"Busiest rank over mean, on {document['ranks']} ranks with {document['replicas']} replicas a layer",
+    )
+    steps = document["steps_to_pay"]
+    paid = (
+        "The present placement is as good."
+        if steps == 0
+        else "It does not pay: the busiest ranks get no fewer rows."
+        if steps is None
+        else f"It has paid after {steps:,} step{'s' if steps > 1 else ''}."
+    )
+    console().print(
+        f"{paid} Experts move at {document['bandwidth_GB_per_s']:.3g} GB/s, products run at "
+        f"{document['TFLOP_per_s']:.3g} TFLOP/s; {document['steps']:,} steps were recorded.",
+        soft_wrap=True,
+    )

@@ -1,0 +1,140 @@
+"""Routes of a run: recorded on all ranks, written, read and replayed, and refused where a file does not fit."""
+
+import json
+
+import pytest
+import torch
+
+from tests.balancing.test_balance import recorded
+from tests.cli.runner import call
+from tokenyard import ExpertWeights, LayerSpec, MoELayer, Routes, launch, plan
+from tokenyard.checkpoints import write_tensors
+from tokenyard.errors import InputError
+from tokenyard.lab.balancing.recorded_routes import RouteRecorder, read_routes, write_routes
+from tokenyard.routing import Placement
+
+SPEC = LayerSpec(name="moe", hidden_size=4, intermediate_size=8, num_experts=5, top_k=2, experts="reference")
+
+
+def drawn(rank: int, step: int) -> Routes:
+    draw = torch.Generator().manual_seed(10 * rank + step)
+    tokens = (rank + step) % 3  # a rank may have none
+    return Routes(
+        topk_ids_TK=torch.randint(-1, 5, (tokens, 2), generator=draw),
+        topk_weights_TK=torch.rand(tokens, 2, generator=draw),
+    )
+
+
+def record(group):
+    weights = ExpertWeights(w13=torch.zeros(5, 16, 4).bfloat16(), w2=torch.zeros(5, 4, 8).bfloat16())
+    agreed = plan([SPEC], group, max_tokens=4)
+    layer = MoELayer(agreed, "moe", weights.select(agreed.local_experts("moe")))
+    recorder = RouteRecorder([layer])
+    for step in range(4):
+        if step == 3:
+            recorder.remove()
+        routes = drawn(group.rank, step)
+        layer(torch.zeros(routes.num_tokens, 4).bfloat16(), routes)
+    (found,) = recorder.gather(group)
+    return found
+
+
+def test_what_every_rank_brought_comes_back_step_by_step(tmp_path):
+    by_rank = launch(3, record)
+    write_routes(tmp_path / "routes.safetensors", [by_rank[1]])
+    (read,) = read_routes(tmp_path / "routes.safetensors")
+    assert (read.layer, read.num_steps, read.world, read.num_experts) == ("moe", 3, 3, 5)
+    assert (read.hidden_size, read.intermediate_size, read.expert_bytes) == (4, 8, 2 * (16 * 4 + 4 * 8))
+    for rank in range(3):
+        for step, routes in enumerate(read.replay(rank)):
+            assert torch.equal(routes.topk_ids_TK.long(), drawn(rank, step).topk_ids_TK)
+            assert torch.equal(routes.topk_weights_TK, drawn(rank, step).topk_weights_TK)
+    assert torch.equal(by_rank[0].ids_NK, read.ids_NK)  # every rank knows all of them
+
+
+def test_rows_by_rank_are_those_that_a_layer_would_send():
+    (found, *_) = launch(3, record)
+    placement = Placement.replicated(Placement.contiguous(5, 3), {0: [2]})
+    expected = torch.zeros(3, dtype=torch.int64)
+    for rank in range(3):
+        for routes in found.replay(rank):
+            rank_TK, _ = placement.resolve(routes.topk_ids_TK, rank)
+            expected += rank_TK[rank_TK >= 0].bincount(minlength=3)
+    assert found.rows_by_rank(placement) == expected.tolist()
+    chosen = found.ids_NK[found.ids_NK >= 0]
+    assert found.load() == [int((chosen == expert).sum()) for expert in range(5)]
+
+
+def test_other_numbers_of_ranks_get_the_tokens_of_a_step_in_turn():
+    # One step of three tokens, all for expert 0, which lives on both ranks: a token stays where it is.
+    routes = recorded([[0], [0], [0]], [[3]])
+    both = Placement.explicit(4, [[0, 1], [0, 2, 3]])
+    assert routes.rows_by_rank(both) == [2, 1]
+
+
+def test_layers_stand_in_the_order_of_their_numbers(tmp_path):
+    import dataclasses
+
+    file = tmp_path / "routes.safetensors"
+    one = recorded([[0]], [[1]])
+    write_routes(file, [dataclasses.replace(one, layer=f"layers.{n}.mlp") for n in (10, 9, 2)])
+    assert [routes.layer for routes in read_routes(file)] == ["layers.2.mlp", "layers.9.mlp", "layers.10.mlp"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"moe.ids": None},
+        {"moe.ids": torch.zeros(1, 1)},
+        {"moe.weights": torch.zeros(1, 2)},
+        {"moe.counts": torch.tensor([[2]], dtype=torch.int32)},
+        {"moe.counts": torch.tensor([1], dtype=torch.int32)},
+        {"moe.sizes": torch.tensor([4, 10])},
+        {"moe.ids": torch.tensor([[4]], dtype=torch.int32)},
+        {"moe.ids": None, "moe.weights": None, "moe.counts": None, "moe.sizes": None},
+    ],
+)
+def test_files_that_do_not_fit_are_refused(tmp_path, changes):
+    tensors = {
+        "moe.ids": torch.zeros(1, 1, dtype=torch.int32),
+        "moe.weights": torch.ones(1, 1),
+        "moe.counts": torch.ones(1, 1, dtype=torch.int32),
+        "moe.sizes": torch.tensor([4, 10, 20, 1200]),
+    }
+    file = tmp_path / "routes.safetensors"
+    write_tensors(file, tensors)
+    assert read_routes(file)[0].expert_bytes == 1200
+    write_tensors(
+        file, {name: tensor for name, tensor in {**tensors, **changes}.items() if tensor is not None}
+    )
+    with pytest.raises(InputError, match="fix:"):
+        read_routes(file)
+
+
+def test_the_command_says_gains_costs_and_placements(tmp_path):
+    file = tmp_path / "routes.safetensors"
+    write_routes(file, [recorded([[0, 1], [0, 1], [0, 1], [2, 3]], [[1, 1], [2, 0]])])
+    picture, saved = tmp_path / "balance.svg", tmp_path / "balance.json"
+    rates = ("--bandwidth", "1", "--tflops", "0.001")
+    result = call("balance", str(file), *rates, "--plot", str(picture), "--out", str(saved), "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    (layer,) = document["layers"]
+    assert (layer["before"], layer["after"], layer["experts_moved"]) == (1.5, 1.0, 2)
+    assert Placement.explicit(**layer["placement"]) != Placement.explicit(**layer["present"])
+    assert layer["rows_after"] == [4, 4]
+    assert document["steps_to_pay"] == 1
+    assert json.loads(saved.read_text())["layers"] == document["layers"]
+    assert "<svg" in picture.read_text()
+    shown = call("balance", str(file), *rates, "--ranks", "2", "--replicas", "2")
+    assert "1.500" in shown.output
+    assert "paid after" in shown.output
+
+
+def test_the_command_measures_what_it_is_not_told(tmp_path):
+    file = tmp_path / "routes.safetensors"
+    write_routes(file, [recorded([[0, 1]], [[1, 0]])])
+    document = json.loads(call("balance", str(file), "--json").stdout)
+    assert document["bandwidth_GB_per_s"] > 0
+    assert document["TFLOP_per_s"] > 0
+    assert document["ranks"] == 2
