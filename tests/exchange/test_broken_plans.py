@@ -188,6 +188,49 @@ def test_a_plan_that_was_interrupted_in_a_wait_is_broken(exchange):
     assert "rank 0 did not arrive in combine" in other[0]
 
 
+def _lost(phase):
+    return ty.PeerLost([0], phase=phase, waited=1.0, rank=0)
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (Interrupted(), "the plan is broken: Interrupted"),
+        (_lost("combine"), "rank 0 did not arrive in combine"),
+    ],
+    ids=["interrupted", "lost"],
+)
+@pytest.mark.parametrize("exchange", [SharedMemoryTransport, TwoSidedTransport, AllgatherTransport])
+def test_a_plan_that_cannot_tell_of_what_it_gave_up_is_broken(exchange, error, why):
+    """Two dispatches are in flight, the second is given up: the others are told when the first is combined."""
+
+    class Cut(exchange):
+        name = "cut"
+
+        def fail(self, failure):
+            raise error
+
+    plan = ty.plan([spec("moe", experts="reference")], ty.thread_groups(1)[0], exchange=Cut, in_flight=2)
+    built, wiring = build(plan, "moe"), plan.wiring("moe")
+    x_TH, routes = batch(spec("moe"), 3)
+    flights = []
+
+    def gives_up():
+        with plan.exchange.round_trip(wiring.exchange_spec) as trip:
+            flights.append(plan.exchange.dispatch(wiring.exchange_spec, trip.encode(x_TH), routes))
+            trip.dispatch(trip.encode(x_TH), routes)
+            raise ValueError("given up")
+
+    with pytest.raises(ValueError, match="given up"):
+        gives_up()
+    plan.exchange.check_usable()
+    with pytest.raises(type(error)):
+        plan.exchange.combine(flights[0], built.experts(flights[0].received))
+    broken = raised(built, x_TH, routes)
+    assert isinstance(broken, ty.PlanBroken)
+    assert why in str(broken)
+
+
 # -- Engines that call FlashInfer's class --------------------------------------------------------------------
 
 

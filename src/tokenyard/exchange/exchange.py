@@ -391,7 +391,7 @@ class Exchange:
             if self._broken is None:
                 with self._waiting():
                     tell()
-                    self._tell_given_up()
+                self._tell_given_up()
             raise error
 
     def _fail_dispatch(self, spec: ExchangeSpec, error: BaseException) -> None:
@@ -419,8 +419,9 @@ class Exchange:
 
     def _tell_given_up(self) -> None:
         """Take part in the combines of the oldest arrivals that were given up, only to say so."""
-        for arrival, error in self._in_flight.take_given_up():
-            self._fail_combine(arrival, error)
+        with self._waiting():
+            for arrival, error in self._in_flight.take_given_up():
+                self._fail_combine(arrival, error)
 
     def _announcements(
         self,
@@ -467,13 +468,11 @@ class Exchange:
 
     @contextmanager
     def _in_layer(self, spec: ExchangeSpec) -> Iterator[None]:
-        """Errors of the group, which knows no layers, get the layer's name here. A loss breaks the plan."""
+        """Errors of the group, which knows no layers, get the layer's name here."""
         try:
             yield
         except TokenyardError as error:
             error.at(layer=spec.layer, rank=self.group.rank)
-            if isinstance(error, PeerLost):
-                self._break(error)
             raise
 
     @contextmanager
