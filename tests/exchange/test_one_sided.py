@@ -31,10 +31,13 @@ class Sleepy(SharedMemoryTransport):
 
     name = "sleepy"
 
-    def _send_back(self, dispatched, loaded):
-        home = super()._send_back(dispatched, loaded)
+    naps = 0
+
+    def at_home(self, arrival):
+        home = super().at_home(arrival)
         if self.group.rank == 1:
             time.sleep(0.02)
+            self.naps += 1
         return home
 
 
@@ -48,6 +51,7 @@ def run_ahead(group, in_flight):
         x_TH, routes = batch(layer, (turn * 5 + group.rank) % 16, seed=100 * turn + group.rank)
         results.append(built[layer.name](x_TH, routes))
         expected.append((layer, x_TH, routes))
+    assert plan.exchange.transport.naps == (12 if group.rank == 1 else 0)
     return all(
         same_bits(y_TH, twin(plan.wiring(layer.name), random_weights(layer, 0), x_TH, routes, group.rank))
         for y_TH, (layer, x_TH, routes) in zip(results, expected, strict=True)
