@@ -6,7 +6,8 @@ First every test runs once, and which lines it runs is recorded (`--record` keep
 there the next time). Then each mutant meets the tests of its line, the quickest first, for `--limit` seconds of tests;
 one that lives meets more of them, for `--more` times as long. A test with ranks that fails without the mutant, too,
 kills nobody. `--outcomes` keeps what became of each mutant, so that a run that was cut off goes on; with `--again`
-those that lived meet their tests once more.
+those that lived meet their tests once more. `--unseen` draws no mutant that earlier outcomes tell of: tests may have
+been written for it.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import fnmatch
 import json
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -75,10 +77,13 @@ TESTS = (
     "tests/reports",
     "tests/security",
     "tests/test_compile.py",
+    "tests/test_declarations.py",
     "tests/test_huggingface.py",
     "tests/test_layer.py",
     "tests/test_placement.py",
+    "tests/test_reference.py",
     "tests/test_routing.py",
+    "tests/test_rows.py",
     "tests/test_support.py",
     "tests/test_workspace.py",
     "src/tokenyard/checkpoints",
@@ -165,6 +170,21 @@ def known_outcomes(path, again):
     return {mutant: outcome for mutant, outcome in outcomes.items() if not (again and outcome.lives)}
 
 
+def wherever_it_stands(mutant):
+    """A mutant in words, without the number of its line, which changes when others do."""
+    return re.sub(r":\d+: ", ": ", str(mutant), count=1)
+
+
+def unseen(mutants, paths):
+    """The mutants of which no file of outcomes tells."""
+    tried = {
+        wherever_it_stands(json.loads(line)["mutant"])
+        for path in paths
+        for line in path.read_text().splitlines()
+    }
+    return [mutant for mutant in mutants if wherever_it_stands(mutant) not in tried]
+
+
 def start_workers(number, start, root):
     """Processes in which `trial.meet` is called. Those of a `multiprocessing.Pool` may start none, as tests do."""
     return ProcessPoolExecutor(number, multiprocessing.get_context("spawn"), start, (root,))
@@ -216,6 +236,13 @@ def main():
     parser.add_argument(
         "--again", action="store_true", help="let those that lived meet their tests once more"
     )
+    parser.add_argument(
+        "--unseen",
+        type=Path,
+        nargs="*",
+        default=[],
+        help="outcomes of other runs, whose mutants are left out",
+    )
     parser.add_argument("--write", type=Path, help="a file for the JSON")
     parser.add_argument("--fresh", action="store_true", help="no test was written for these mutants: say so")
     parser.add_argument("--page", type=Path, help="a page of the documentation, whose score is renewed")
@@ -231,7 +258,7 @@ def main():
         f"{len(record.tests)} tests recorded, {sum(not t['passed'] for t in record.tests.values())} failed"
     )
     files = [path for path in core_files() if fnmatch.fnmatch(path, options.only)]
-    every = [mutant for path in files for mutant in core_mutants(path)]
+    every = unseen([mutant for path in files for mutant in core_mutants(path)], options.unseen)
     limits = (_FIRST, options.limit, options.more * options.limit)
     doubtful, same = record.may_fail_by_itself(), Equivalents()
     drawn = draw(every, options.count, options.seed)

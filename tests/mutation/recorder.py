@@ -1,8 +1,9 @@
 """A plugin of pytest that records which lines each test runs, how long it takes, and whether it starts processes.
 
-    pytest -p tests.mutation.recorder    with MUTATION_RECORD=<folder>
+    pytest -p tests.mutation.recorder    with MUTATION_RECORD=<folder>, and MUTATION_CASES=<number> if need be
 
-Lines that run in other processes are not seen; that a test started some is.
+Lines that run in other processes are not seen; that a test started some is. With a number of cases, each test function
+runs with so many of its parameters, evenly chosen: enough to see its lines, where there is no time for all of them.
 """
 
 import json
@@ -24,6 +25,13 @@ class _Recorder:
         self.measured = coverage.Coverage(
             data_file=str(self.folder / f"coverage.{worker}"), source=["src/tokenyard"], config_file=False
         )
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config, items):
+        if most := int(os.environ.get("MUTATION_CASES", "0")):
+            kept = set(chosen_cases([item.nodeid for item in items], most))
+            config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
+            items[:] = [item for item in items if item.nodeid in kept]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item):
@@ -47,6 +55,18 @@ class _Recorder:
         self.measured.stop()
         self.measured.save()
         (self.folder / f"tests.{self.worker}.json").write_text(json.dumps(self.tests))
+
+
+def chosen_cases(tests, most):
+    """Of each test function, at most so many cases, from the first to the last at even distances."""
+    cases = {}
+    for test in tests:
+        cases.setdefault(test.split("[")[0], []).append(test)
+    for of_function in cases.values():
+        number = min(most, len(of_function))
+        yield from (
+            of_function[place * (len(of_function) - 1) // max(1, number - 1)] for place in range(number)
+        )
 
 
 def pytest_configure(config):

@@ -7,6 +7,12 @@ from pathlib import Path
 import coverage
 
 _END = 10**9  # behind the last line of any file
+# Tests of what runs while modules are imported: constants, attributes of classes, defaults.
+_OF_DECLARATIONS = (
+    "tests/test_declarations.py",
+    "tests/test_huggingface.py::test_defaults_are_those_of_transformers",
+    "tests/test_reference.py::test_the_pages_are_what_the_sources_give",
+)
 
 
 class Record:
@@ -46,7 +52,8 @@ def choose(record, mutant, limit):
 
     Lines that run while modules are imported, or in other processes, are not recorded, and some run only once in a
     process. So behind the tests of a line come tests that start processes, if the folder of tests has the name of the
-    mutant's folder; then tests of the same file; then the others that start processes.
+    mutant's folder; then tests of the same file; then the others that start processes. Lines that no test runs may be
+    declarations: tests of these come first there.
     """
     last = mutant.line + mutant.before.count("\n")
     of_line = record.covering(mutant.path, mutant.line, last)
@@ -54,7 +61,8 @@ def choose(record, mutant, limit):
     package = mutant.path.split("/")[2].removesuffix(".py")
     started = record.starting_processes()
     near = {test for test in started if f"tests/{package}/" in test or f"test_{package}" in test}
-    kinds = (of_line, near, of_file, started) if of_line else (of_file, near, started)
+    declared = {test for test in record.tests if test.startswith(_OF_DECLARATIONS)}
+    kinds = (of_line, near, of_file, started) if of_line else (declared, of_file, near, started)
     ordered = [test for kind in kinds for test in _in_turn(record, kind)]
     return _within(record, list(dict.fromkeys(ordered)), limit)
 

@@ -11,6 +11,7 @@ import pytest
 from tests.mutation import __main__ as tool
 from tests.mutation import trial
 from tests.mutation.mutants import draw, mutants_of
+from tests.mutation.recorder import chosen_cases
 from tests.mutation.selection import choose
 
 ROOT = Path(__file__).parents[2]
@@ -98,6 +99,43 @@ def test_each_function_has_its_turn_within_the_time():
     assert choose(SmallRecord(), mutant, 1.5) == [every[0], every[2], every[3]]
     parts = [tests for tests, _ in tool.stages(SmallRecord(), mutant, (0.5, 1.5, 60))]
     assert parts == [[every[0], every[2]], [every[3]], [every[1]]]
+
+
+class RecordOfDeclarations(SmallRecord):
+    """No test runs the line."""
+
+    tests: ClassVar = SmallRecord.tests | {"tests/test_declarations.py::test_it": {"seconds": 9.0}}
+
+    def covering(self, path, first, last):
+        return super().covering() if first < last else set()
+
+
+def test_lines_that_run_while_modules_are_imported_meet_tests_of_declarations_first():
+    mutant = mutants_of("src/tokenyard/group/x.py", "LIMIT = 3")[0]
+    assert choose(RecordOfDeclarations(), mutant, 60)[0] == "tests/test_declarations.py::test_it"
+    assert len(choose(RecordOfDeclarations(), mutant, 60)) == 5
+
+
+def test_a_quick_record_has_some_cases_of_each_function():
+    tests = ["a.py::one", *(f"a.py::many[{n}]" for n in range(9)), "a.py::two[x]", "a.py::two[y]"]
+    assert list(chosen_cases(tests, 1)) == ["a.py::one", "a.py::many[0]", "a.py::two[x]"]
+    assert list(chosen_cases(tests, 3)) == [
+        "a.py::one",
+        *(f"a.py::many[{n}]" for n in (0, 4, 8)),
+        "a.py::two[x]",
+        "a.py::two[y]",
+    ]
+
+
+def test_mutants_that_earlier_outcomes_tell_of_can_be_left_out(tmp_path):
+    """Wherever their line stands now; another change of the same line is another mutant."""
+    source = "a = 1 < 2\nb = 3\n"
+    every = mutants_of("file.py", source)
+    moved = next(mutant for mutant in mutants_of("file.py", "\n\n" + source) if mutant.before == "1 < 2")
+    kept = tmp_path / "outcomes"
+    kept.write_text(json.dumps({"mutant": str(moved), "verdict": "alive"}) + "\n")
+    assert [m.before for m in tool.unseen(every, [kept])] == [m.before for m in every if m.before != "1 < 2"]
+    assert tool.unseen(every, []) == every
 
 
 _SMALL = "def double(x):\n    return x * 2\n"
