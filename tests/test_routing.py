@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import sys
@@ -387,6 +388,17 @@ def test_fields_tell_biases_apart() -> None:
     assert SoftmaxRouter(4, renormalize=True) != SoftmaxRouter(4, renormalize=False)
 
 
+def test_a_bias_is_told_by_its_numbers_wherever_they_lie() -> None:
+    """Every second number of a tensor, and a tensor that wants a gradient."""
+    plain, spread = bias(), torch.stack((bias(), bias(4)), dim=1)[:, 0]
+    assert not spread.is_contiguous()
+    for same in (spread, plain.clone().requires_grad_()):
+        assert (
+            SqrtSoftplusRouter(2, choice_bias_E=same).fields()
+            == SqrtSoftplusRouter(2, choice_bias_E=plain).fields()
+        )
+
+
 def test_str_shows_what_differs_from_the_defaults() -> None:
     router = GroupedSigmoidRouter(4, num_groups=4, topk_groups=2, choice_bias_E=bias(), routed_scaling=2.5)
     expected = "top_k=4, routed_scaling=2.5, choice_bias_E=float32[16], num_groups=4, topk_groups=2"
@@ -436,6 +448,10 @@ def test_str_shows_what_differs_from_the_defaults() -> None:
         ),
         (
             lambda: SqrtSoftplusRouter(2, choice_bias_E=torch.zeros(8)).check_experts(16),
+            "choice_bias_E holds 8 values for 16 experts",
+        ),
+        (
+            lambda: GroupedSigmoidRouter(2, choice_bias_E=torch.zeros(8)).check_experts(16),
             "choice_bias_E holds 8 values for 16 experts",
         ),
         (
@@ -489,8 +505,9 @@ def test_scores_that_are_almost_zero_are_divided_by_a_little_more_than_their_sum
 
 def test_only_the_number_of_experts_goes_without_its_name() -> None:
     for router in ROUTERS.values():
-        with pytest.raises(TypeError, match="positional argument"):
-            router(2, None, renormalize=True)
+        parameters = inspect.signature(router).parameters.values()
+        by_place = [one.name for one in parameters if one.kind is not inspect.Parameter.KEYWORD_ONLY]
+        assert by_place == ["top_k"], router
 
 
 def test_an_unknown_order_suggests_the_nearest() -> None:
@@ -596,6 +613,12 @@ def test_scaling_that_went_through_float32_is_the_same() -> None:
         ),
         (make_routes(scaled_by=2.0), {"scaled_by": 2.5}, "router and layer mean different factors"),
         (make_routes(scaled_by=math.nan), {}, "the routed scaling factor nan"),
+        (
+            make_routes(scaled_by=True),
+            {},
+            "the routed scaling factor True (Routes.scaled_by); expected a positive",
+        ),
+        (make_routes(scaled_by=math.inf), {"scaled_by": math.inf}, "the routed scaling factor inf"),
     ],
 )
 def test_routes_that_do_not_fit(routes: Routes, check: dict, message: str) -> None:

@@ -1,0 +1,247 @@
+"""What is declared in one place and relied upon elsewhere, in numbers: limits, the bytes of the protocol, defaults.
+
+Other tests ask the declarations themselves, and would follow a change without a word. Here a change is seen.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import pytest
+
+from tokenyard.checkpoints.compressed_tensors import CompressedTensorsLayout
+from tokenyard.checkpoints.deepseek import DeepSeekFp8
+from tokenyard.checkpoints.families import Family
+from tokenyard.checkpoints.gpt_oss import GptOssMxfp4
+from tokenyard.checkpoints.header import DTYPES
+from tokenyard.checkpoints.layout import Layout
+from tokenyard.checkpoints.plain import PLAIN_LAYOUTS, PlainLayout
+from tokenyard.exchange import (
+    AllgatherTransport,
+    Exchange,
+    ExchangeSpec,
+    SharedMemoryTransport,
+    Transport,
+    TwoSidedTransport,
+)
+from tokenyard.exchange.integrity.watched import WatchedTransport
+from tokenyard.exchange.one_sided.control import Trouble
+from tokenyard.exchange.stats import LayerStats
+from tokenyard.exchange.workspace import WorkspaceLayout
+from tokenyard.experts import Experts, ExpertsSpec, GroupedExperts, ReferenceExperts, SelfRoutingExperts
+from tokenyard.experts.activations import ACTIVATIONS, Activation
+from tokenyard.formats import FORMATS, WEIGHT_FORMATS, Format, PlainFormat, PlainWeights, WeightFormat
+from tokenyard.planning.drafting import Draft, draft, draft_as_told
+from tokenyard.planning.planner import Plan, plan
+from tokenyard.planning.spec import LayerSpec
+from tokenyard.routing import ROUTERS, Placement, Router, Routes
+
+# The largest value that is taken, by the constant that says so.
+LIMITS = {
+    "checkpoints.config._LARGEST_JSON": 256_000_000,
+    "checkpoints.families._LARGEST": 2_147_483_647,
+    "checkpoints.files._COME_ALONG": 2_097_152,
+    "checkpoints.header.LARGEST_HEADER": 100_000_000,
+    "checkpoints.header._MOST_DIMENSIONS": 64,
+    "checkpoints.layers._MOST_EXPERTS": 65_536,
+    "checkpoints.writer.LARGEST_FILE": 5_000_000_000,
+    "checkpoints.writer._AT_ONCE": 1_073_741_824,
+    "exchange.one_sided.control.MOST_RANKS": 63,
+    "formats.nvfp4.SMALLEST_GLOBAL_SCALE": 2.0**-117,
+    "formats.nvfp4.GLOBAL_RANGE": 2688.0,
+    "group.base.LARGEST_JSON": 67_108_864,
+    "group.devices.MOST_THREADS_ON_CUDA": 32,
+    "group.launch._MOST_RANKS": 1024,
+    "planning.drafting._LARGEST_WORKSPACE": 140_737_488_355_328,
+    "planning.drafting._MOST_ALTERNATIVES": 6,
+    "planning.drafting._MOST_IN_FLIGHT": 1024,
+    "planning.spec.LARGEST_SIZE": 2_147_483_647,
+    "routing.placement.MOST_EXPERTS": 65_536,
+    "routing.placement.MOST_RANKS": 65_536,
+}
+# What ranks of one version must share, to the byte. Whoever changes one of these raises `version.PROTOCOL`.
+PROTOCOL = {
+    "version.PROTOCOL": 1,
+    "exchange.announcement.ANNOUNCEMENT_BYTES": 512,
+    "exchange.integrity.checksums._WORD": 8,
+    "exchange.integrity.watched._LAST_WORD": 512,
+    "exchange.integrity.workspace_guards.GUARD": 165,
+    "exchange.integrity.workspace_guards.GUARD_BYTES": 1024,
+    "exchange.integrity.workspace_guards.POISON": 255,
+    "exchange.one_sided.control.FLAGS": 16,
+    "exchange.one_sided.control.LEFT": 6,
+    "exchange.one_sided.control.ROWS_ALIGNMENT": 1024,
+    "exchange.one_sided.control.STATUS": 8,
+    "exchange.one_sided.control.STATUS_WORDS": 4,
+    "exchange.one_sided.control.TEXT_BYTES": 512,
+    "exchange.one_sided.control.WORD": 8,
+    "exchange.one_sided.signals._LINE": 128,
+    "exchange.one_sided.signals._MAIL": 640,
+    "exchange.one_sided.signals._TURNS": 2,
+    "exchange.spec.CHECKSUM_HEAD": 3,
+    "exchange.workspace.ALIGNMENT": 16,
+    "exchange.workspace.REGION_ALIGNMENT": 128,
+    "formats.bits.E4M3_NAN_CODE": 127,
+    "formats.bits.E8M0_LARGEST": 254,
+    "formats.bits.E8M0_NAN": 255,
+    "formats.bits._NAN_BITS": 2_143_289_344,
+    "formats.swizzle.TILE_COLUMNS": 4,
+    "formats.swizzle.TILE_ROWS": 128,
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [*LIMITS.items(), *PROTOCOL.items()])
+def test_limits_and_bytes(name, value):
+    module, _, constant = name.rpartition(".")
+    assert getattr(importlib.import_module(f"tokenyard.{module}"), constant) == value
+
+
+def test_what_a_status_on_a_gpu_tells():
+    assert {trouble.name: trouble.value for trouble in Trouble} == {
+        "BAD_IDS": 1,
+        "FAILED": 2,
+        "DRIFTED": 3,
+        "LOST": 4,
+    }
+
+
+def test_the_dtypes_of_safetensors_have_the_bits_of_those_of_torch():
+    known = {name: bits for name, (bits, dtype) in DTYPES.items() if dtype is None}
+    assert known == {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+    for bits, dtype in DTYPES.values():
+        assert dtype is None or bits == 8 * dtype.itemsize
+
+
+# What a class declares, by attribute. The first of each kind is what a class of one's own has that declares nothing.
+DECLARED = {
+    Transport: {
+        "carries_logits": False,
+        "reads_values": True,
+        "encodes_results": False,
+        "waits_in_sum": False,
+        "most_terms": None,
+    },
+    AllgatherTransport: {"name": "allgather", "carries_logits": True, "reads_values": True},
+    TwoSidedTransport: {"name": "two_sided", "carries_logits": False, "waits_in_sum": False},
+    SharedMemoryTransport: {"name": "one_sided", "carries_logits": False, "waits_in_sum": False},
+    WatchedTransport: {"name": "watched", "waits_in_sum": True, "reads_values": True},
+    Format: {"block": 1, "quantized": True, "scale_layouts": ()},
+    PlainFormat: {"block": 1, "quantized": False, "scale_layouts": ()},
+    FORMATS["fp8_block128"]: {"block": 128, "quantized": True, "power_of_two_scales": False},
+    FORMATS["mxfp8"]: {"block": 32, "quantized": True, "alignment": 32},
+    FORMATS["nvfp4"]: {"block": 16, "quantized": True, "global_scale": None},
+    WeightFormat: {"block": 1, "quantized": True, "row_formats": (), "inner_formats": ()},
+    PlainWeights: {"block": 1, "quantized": False},
+    WEIGHT_FORMATS["fp8_block128"]: {"block": 128, "quantized": True},
+    WEIGHT_FORMATS["mxfp8"]: {"block": 32, "quantized": True},
+    WEIGHT_FORMATS["nvfp4"]: {"block": 16, "quantized": True},
+    WEIGHT_FORMATS["mxfp4"]: {"block": 32, "quantized": True, "scale_rule": "even"},
+    WEIGHT_FORMATS["mxint4"]: {"block": 32, "quantized": True},
+    Experts: {
+        "finalizes": True,
+        "routes_itself": False,
+        "counts_duties": False,
+        "any_strides": False,
+        "scale_layout": "linear",
+        "inner_formats": (),
+        "devices": ("cpu", "cuda"),
+    },
+    GroupedExperts: {"counts_duties": True, "any_strides": True, "routes_itself": False},
+    ReferenceExperts: {"counts_duties": True, "any_strides": True, "routes_itself": False},
+    SelfRoutingExperts: {"counts_duties": True, "any_strides": False, "routes_itself": True},
+    Layout: {"numbers": {}, "beside": (), "constants": {}, "fused": False},
+    PlainLayout: {"fused": False, "transposed": False},
+    GptOssMxfp4: {"fused": True},
+    DeepSeekFp8: {"fused": False},
+    CompressedTensorsLayout: {"fused": False, "spellings": {"strategy": "group", "dynamic": False}},
+    # Fields of dataclasses, with their defaults.
+    LayerSpec: {
+        "max_tokens": None,
+        "bias": False,
+        "weights": "bf16",
+        "inner": "exact",
+        "weight_on": "output",
+        "placement": "contiguous",
+        "reduce_ranks": "exchange",
+        "tensor_parallel": 1,
+    },
+    ExchangeSpec: {
+        "routed_scaling": 1.0,
+        "carries_logits": False,
+        "extra": (),
+        "reduces_ranks": True,
+        "renormalizes_dropped": False,
+        "checksummed": False,
+    },
+    ExpertsSpec: {"bias": False, "weights": "bf16", "weight_on": "output", "num_experts": None},
+    WorkspaceLayout: {"in_flight": 1, "guard": 0},
+    Activation: {"gated": True, "interleaved": False, "parameters": ()},
+    Draft: {"paranoid": False, "renormalize_dropped": False, "exchange_reason": None},
+    Family: {"intermediate_size": "moe_intermediate_size", "bias": False, "prediction_layers": None},
+    Placement: {"allow_lost": False},
+    Routes: {"scaled_by": 1.0},
+    Router: {"renormalize": True, "routed_scaling": 1.0},
+    ROUTERS["grouped_sigmoid"]: {"choice_bias_E": None, "num_groups": 1, "topk_groups": 1},
+    ROUTERS["sqrt_softplus"]: {"choice_bias_E": None, "renormalize": True},
+    ROUTERS["softmax"]: {"order": "softmax_topk"},
+}
+
+
+@pytest.mark.parametrize("cls", DECLARED, ids=lambda cls: cls.__name__)
+def test_what_classes_declare(cls):
+    assert {name: getattr(cls, name) for name in DECLARED[cls]} == DECLARED[cls]
+
+
+# The arguments that may be left out, and what they are then.
+LEFT_OUT = {
+    plan: {"exchange": "auto", "max_tokens": None, "in_flight": 1, "paranoid": False},
+    draft: {"exchange": "auto", "max_tokens": None, "in_flight": 1, "paranoid": False, "device": None},
+    draft_as_told: {"max_tokens": None, "renormalize_dropped": False},
+    Plan.go_on_without: {"renormalize": False},
+    Plan.readmit: {"lost": (), "group": None, "seconds": 60.0},
+    Exchange: {"in_flight": 1, "plan_id": 0, "paranoid": False},
+    Transport.__init__: {"in_flight": 1, "guard": 0},
+    SharedMemoryTransport: {"in_flight": 1, "guard": 0},
+    WatchedTransport: {"in_flight": 1},
+    Experts.__init__: {"adopt": False},
+    SelfRoutingExperts: {"inner": "grouped", "adopt": False},
+}
+
+
+@pytest.mark.parametrize("call", LEFT_OUT, ids=lambda call: call.__qualname__)
+def test_what_is_meant_by_an_argument_that_is_left_out(call):
+    arguments = inspect.signature(call).parameters.values()
+    given = {one.name: one.default for one in arguments if one.default is not inspect.Parameter.empty}
+    assert given == LEFT_OUT[call]
+
+
+def test_activations_of_models():
+    assert {name: (known.gated, known.interleaved) for name, known in ACTIVATIONS.items()} == {
+        "swiglu": (True, False),
+        "gelu": (True, False),
+        "gelu_tanh": (True, False),
+        "relu2": (False, False),
+        "swiglu_clamped": (True, True),
+    }
+
+
+def test_plain_weights_lie_one_by_one_or_all_in_one_tensor_either_way_round():
+    found = [(layout.dtype, layout.fused, layout.transposed) for layout in PLAIN_LAYOUTS]
+    ways = [(False, False), (True, False), (True, True)]
+    assert found == [(dtype, *way) for way in ways for dtype in ("BF16", "F16", "F32")]
+
+
+def test_statistics_begin_at_zero():
+    fresh = LayerStats(3).as_dict()
+    assert fresh == {
+        "world": 3,
+        "rounds": 0,
+        "tokens": 0,
+        "dropped": 0,
+        "rows_sent": [0, 0, 0],
+        "rows_received": [0, 0, 0],
+        "dispatch_bytes": [0, 0, 0],
+        "combine_bytes": [0, 0, 0],
+        "wait_s": {"dispatch": 0.0, "combine": 0.0},
+    }
