@@ -113,3 +113,29 @@ def test_a_rank_that_is_somewhere_else_has_drifted(other):
     with pytest.raises(Drifted, match="rank 0: combine of layer 'b', round 9, rank 1: "):
         heard(mine, [mine, announcement(**other)], ["a", "b"], met)
     assert met == []
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"layer": 0}, "rank 1: combine of layer 'a', round 9;"),
+        ({"layer": 2}, "rank 1: combine of layer 2 of another plan, round 9;"),
+        ({"layer": -1}, "rank 1: combine of layer -1 of another plan, round 9;"),
+        ({"plan": 6}, "rank 1: combine of layer 1 of another plan, round 9;"),
+        ({"protocol": 7}, "rank 1: combine of layer 'b', round 9, protocol 7, not 1;"),
+    ],
+)
+def test_where_the_others_are_is_told_in_words(other, words):
+    mine = announcement()
+    with pytest.raises(Drifted) as caught:
+        heard(mine, [mine, announcement(**other)], ["a", "b"])
+    assert words in str(caught.value)
+
+
+def test_a_rank_is_told_its_own_count_and_all_ranks_all_of_them():
+    mine = dispatch((4, 5, 6))
+    told = Announcements(
+        group=GROUP, layers=(), mine=mine, most=9, all_met=lambda: None, ranks_parted=lambda: None
+    )
+    assert told.for_all() is mine
+    assert [told.for_rank(rank).counts for rank in range(3)] == [(4,), (5,), (6,)]

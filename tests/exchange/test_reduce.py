@@ -1,5 +1,8 @@
 """The sum over ranks has one order and one rounding, wherever the rows stand: bit for bit that of `RankRows`."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -106,3 +109,25 @@ def test_rows_that_are_wider_than_a_block(gap, in_place, monkeypatch):
     monkeypatch.setattr(reduce, "TABLE_BLOCK", 100)
     monkeypatch.setattr(reduce, "BLOCK", 100)
     check_sum(rows, tokens, 5, "bf16", in_place=in_place)
+
+
+_WITHOUT_WARNINGS = """
+import sys, warnings, torch
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    from tokenyard.exchange import reduce
+    from tokenyard.formats import Bf16
+    home = [Bf16().encode(torch.ones(2, 512).bfloat16()) for _ in range(2)]
+    tokens = [torch.arange(2)] * 2
+    y = reduce.sum_over_ranks(home, tokens, torch.empty(2, 512).bfloat16(), ())
+assert y.eq(2).all()
+print([str(one.message) for one in told if "sparse" in str(one.message).lower()])
+"""
+
+
+def test_nobody_is_told_that_sparse_matrices_of_torch_are_young():
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_WARNINGS], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
+    assert "sparse" not in done.stderr.lower()

@@ -1,5 +1,7 @@
 """Who is given up: those who have not come, but for those who wait themselves for somebody who has not come."""
 
+import time
+
 import pytest
 import torch
 
@@ -48,6 +50,7 @@ def waits(ranks, rank):
 def blamed(ranks, rank=0):
     with pytest.raises(PeerLost) as caught:
         ranks[rank].hear(word())
+    assert 0 <= caught.value.waited < 20
     return list(caught.value.peers)
 
 
@@ -125,3 +128,37 @@ def test_who_is_gone_is_given_up_before_the_deadline(ranks):
     for source in (0, 2, 3):
         tell(ranks, source, [0])
     assert blamed(ranks) == [1]
+
+
+def test_in_the_second_turn_it_is_the_same(ranks):
+    """All have met once. Rank 1 waits for rank 2, which has come to the first meeting only."""
+    for source in range(WORLD):
+        tell(ranks, source, range(WORLD))
+    for rank in ranks:
+        rank.hear(word())
+    assert [rank._turn(Phase.DISPATCH) for rank in ranks] == [1] * WORLD
+    assert [rank._turn(Phase.COMBINE) for rank in ranks] == [0] * WORLD
+    for source in (0, 3):
+        tell(ranks, source, range(WORLD), round=2)
+    ranks[1]._set_state(flag(0, Phase.DISPATCH, 2), 1)
+    with pytest.raises(PeerLost) as caught:
+        ranks[0].hear(word(round=2))
+    assert list(caught.value.peers) == [2]
+    assert ranks[0]._turn(Phase.DISPATCH) == 1  # it has not met anybody
+
+
+def test_a_turn_that_was_overwritten_is_one_of_the_turns_that_there_are(ranks):
+    """What stands in another rank's memory is not believed: the place that is looked at exists."""
+    for source in (0, 3):
+        tell(ranks, source, range(WORLD))
+    ranks[1]._set_state(flag(0, Phase.DISPATCH, 1), 6)
+    assert blamed(ranks) == [2]
+
+
+def test_who_is_gone_is_not_waited_for_until_the_deadline(ranks):
+    ranks[0]._group.deadline, ranks[0]._group.ended = 60.0, [2]
+    for source in (0, 1, 3):
+        tell(ranks, source, [0])
+    began = time.monotonic()
+    assert blamed(ranks) == [2]
+    assert time.monotonic() - began < 20

@@ -183,6 +183,8 @@ def test_get_is_lenient_about_spaces_and_ints():
         ("mxfp8(alignment=64", InputError, "cannot be read"),
         ("mxfp8(alignment=open('x'))", InputError, "cannot be read"),
         ("mxfp8(**{'alignment': 64})", InputError, "cannot be read"),
+        ("mxfp8(alignment=64, alignment=64)", InputError, "cannot be read"),
+        ("mxfp8(2=64)", InputError, "cannot be read"),
         ("bf16(x=1)", InputError, "sets 'x'; expected bf16 without parameters"),
         ("fp8_block128(power_of_two_scales=1)", InputError, "power_of_two_scales=1; expected True or False"),
         ("nvfp4(global_scale=-1.0)", InputError, r"global_scale=-1\.0"),

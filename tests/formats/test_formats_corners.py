@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -199,3 +200,38 @@ def test_global_scales_up_to_the_limits_are_taken():
     for scale in (torch.nextafter(smallest, torch.zeros(1)), torch.tensor([INF]), torch.tensor([NAN])):
         with pytest.raises(InputError, match="global_scale_T holds"):
             Nvfp4().encode(x, global_scale_T=scale)
+
+
+@pytest.mark.parametrize("format", [*QUANTIZED, Bf16(), Fp16(), Fp32()], ids=str)
+def test_payloads_have_no_gradient_and_are_contiguous(format):
+    """Rows that lie in every second column of a tensor, and want a gradient."""
+    both = torch.randn(3, 2, 64)[:, 0].requires_grad_() * 1.0
+    for x in (both, torch.randn(64, 3, requires_grad=True).t()):
+        rows = format.encode(x)
+        for name, payload in rows.payloads.items():
+            assert payload.is_contiguous(), name
+            assert not payload.requires_grad or not format.quantized, name
+        if format.scale_layouts == ("linear", "swizzled"):
+            assert rows.swizzled().linear().payloads["scales"].is_contiguous()
+
+
+@pytest.mark.parametrize("format", QUANTIZED, ids=str)
+def test_rows_that_are_wider_than_a_chunk_are_encoded_one_by_one(format):
+    x = torch.randn(3, 132_000, dtype=torch.bfloat16)
+    together = format.encode(x)
+    for row in range(3):
+        alone = format.encode(x[row : row + 1])
+        for name, payload in together.slice(row, row + 1).payloads.items():
+            assert same_bits(payload, alone.payloads[name]), name
+        assert torch.equal(together.decode()[row], alone.decode()[0])
+
+
+def test_what_payloads_are_is_said_without_the_layout_that_all_have():
+    rows = Bf16().encode(torch.ones(2, 4).bfloat16())
+    found = {
+        "float32[2, 4]; expected": torch.ones(2, 4),
+        "bfloat16[2, 4], sparse_coo; expected": torch.ones(2, 4).bfloat16().to_sparse(),
+    }
+    for words, payload in found.items():
+        with pytest.raises(InputError, match=re.escape(f"payload 'data' is {words}")):
+            replace(rows, payloads={"data": payload}).check()

@@ -14,7 +14,7 @@ from tests.formats.format_twins import (
     twin_mxfp8,
     twin_nvfp4,
 )
-from tokenyard.formats import Bf16, Fp8Block128, Fp16, Fp32, Mxfp8, Nvfp4, bits
+from tokenyard.formats import Bf16, Fp8Block128, Fp16, Fp32, Mxfp8, Nvfp4, bits, blocks
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -78,6 +78,14 @@ def test_chunks_change_nothing():
     rows = Nvfp4().encode(x)
     assert_same(rows.payloads, twin_nvfp4(x, rows.payloads["global_scale"]))
     assert same_bits(rows.payloads["global_scale"], torch.tensor(2688.0) / x.float().abs().amax(1, True))
+
+
+def test_how_many_rows_are_taken_at_a_time():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    chunk = 1 << 17
+    widths = (1, chunk // 2, chunk // 2 + 1, chunk, chunk + 1, 10 * chunk)
+    assert [blocks.rows_per_chunk(100, width, cpu) for width in widths] == [chunk, 2, 1, 1, 1, 1]
+    assert [blocks.rows_per_chunk(rows, 64, gpu) for rows in (0, 1, 2, 100)] == [1, 1, 2, 100]
 
 
 def test_e8m0_is_right_just_above_a_power_of_two():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import gc
 import os
 import stat
 from pathlib import Path
@@ -121,3 +123,23 @@ def test_memory_that_the_system_does_not_map_is_an_error(tmp_path):
     path.write_bytes(b"1234")
     with path.open("rb+") as file, pytest.raises(OSError, match="Invalid argument"):
         shared_memory._map(os.getpid(), file.fileno(), path.stat().st_ino, 0)
+
+
+def test_memory_that_cannot_be_mapped_is_an_error_of_the_system():
+    """A file that is sealed against writing; a file that is too short by a byte; another file at its place."""
+    sealed = os.memfd_create("sealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(sealed, 0, 4096)
+        inode = os.fstat(sealed).st_ino
+        assert shared_memory._map(os.getpid(), sealed, inode, 4096).shape == (4096,)
+        for wrong in ((inode, 4097), (inode + 1, 4096)):
+            with pytest.raises(OSError, match="another file stands there"):
+                shared_memory._map(os.getpid(), sealed, *wrong)
+        gc.collect()  # what is mapped cannot be sealed
+        fcntl.fcntl(sealed, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+        descriptors = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(PermissionError):
+            shared_memory._map(os.getpid(), sealed, inode, 4096)
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+    finally:
+        os.close(sealed)

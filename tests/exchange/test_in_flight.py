@@ -1,0 +1,154 @@
+"""What is in flight: its order, its regions, and what becomes of it when layers change or a plan is closed."""
+
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import tokenyard as ty
+from tests.models import batch, build, raised, spec
+from tokenyard.exchange import Arrival
+from tokenyard.exchange.in_flight import InFlightQueue
+
+LAYER = SimpleNamespace(layer="next")
+
+
+def arrival(layer, round, region=0):
+    """An arrival of which only the place is known."""
+    return Arrival(
+        received=None,
+        spec=SimpleNamespace(layer=layer),
+        round=round,
+        region=region,
+        routes=None,
+        counts_W=(),
+    )
+
+
+def test_room_and_regions_up_to_the_capacity():
+    queue = InFlightQueue(2, rank=3)
+    first, second = arrival("a", 1, region=0), arrival("b", 2, region=1)
+    for free, one in enumerate((first, second)):
+        queue.check_room(LAYER)
+        assert queue.free_region == free
+        queue.add(one)
+    with pytest.raises(ty.HandleError) as caught:
+        queue.check_room(LAYER)
+    assert str(caught.value) == (
+        "layer 'next', rank 3: 2 dispatch in flight already (of 'a', 'b'); expected at most 2; "
+        "fix: combine it first, or plan(..., in_flight=3)"
+    )
+    queue.take(first)
+    assert queue.free_region == 0  # the region of the one that was combined, though another is in flight
+    assert second in queue
+    assert first not in queue
+
+
+def test_a_whole_round_trip_needs_an_empty_queue():
+    queue = InFlightQueue(2, rank=3)
+    queue.check_empty(LAYER)
+    queue.add(arrival("a", 1))
+    with pytest.raises(ty.HandleError, match="layer 'next', rank 3: a dispatch of layer 'a' is in flight"):
+        queue.check_empty(LAYER)
+
+
+def test_only_the_oldest_is_taken_and_each_refusal_has_its_own_words():
+    queue = InFlightQueue(2, rank=3)
+    first, second = arrival("a", 1), arrival("b", 2)
+    with pytest.raises(
+        ty.HandleError, match=r"layer 'a', rank 3: this handle is not in flight.*fix: dispatch again"
+    ):
+        queue.take(first)
+    queue.add(first)
+    queue.add(second)
+    early = (
+        r"layer 'b', rank 3: an earlier dispatch is still in flight.*fix: combine the oldest dispatch first"
+    )
+    with pytest.raises(ty.HandleError, match=early):
+        queue.take(second)
+    with pytest.raises(ty.ContractError, match="combine was given None as its handle"):
+        queue.take(None)
+    queue.take(first)
+    queue.take(second)
+    with pytest.raises(ty.HandleError, match="this handle is not in flight"):
+        queue.take(second)
+
+
+def test_those_that_were_given_up_are_told_in_their_turn():
+    queue = InFlightQueue(4, rank=0)
+    arrivals = [arrival(name, round) for round, name in enumerate("abcd", start=1)]
+    for one in arrivals:
+        queue.add(one)
+    errors = [ValueError(name) for name in "abcd"]
+    queue.give_up(arrivals[1], errors[1])
+    assert list(queue.take_given_up()) == []  # the oldest was not given up
+    queue.give_up(arrivals[0], errors[0])
+    queue.give_up(arrivals[3], errors[3])
+    assert list(queue.take_given_up()) == [(arrivals[0], errors[0]), (arrivals[1], errors[1])]
+    queue.take(arrivals[2])
+    assert list(queue.take_given_up()) == [(arrivals[3], errors[3])]
+    assert list(queue.take_given_up()) == []
+
+
+def test_what_is_not_in_flight_is_not_given_up_and_nothing_is_left_of_what_was_cleared():
+    queue = InFlightQueue(1, rank=0)
+    gone, other = arrival("a", 1), arrival("b", 1)
+    queue.give_up(gone, ValueError("late"))
+    queue.add(other)
+    assert list(queue.take_given_up()) == []
+    queue.give_up(other, ValueError("now"))
+    queue.clear()
+    assert other not in queue
+    again = arrival("c", 1)
+    queue.add(again)
+    assert list(queue.take_given_up()) == []
+    assert again in queue
+
+
+# -- A plan whose layers change, or that is closed -----------------------------------------------------------
+
+every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)
+
+
+def dispatched(plan):
+    wiring = plan.wiring("moe")
+    x_TH, routes = batch(spec(), 3)
+    return plan.exchange.dispatch(wiring.exchange_spec, wiring.wire.encode(x_TH), routes)
+
+
+@every_exchange
+def test_what_was_in_flight_before_layers_changed_takes_no_room_and_cannot_be_combined(exchange):
+    plan = ty.plan([spec(experts="reference")], ty.thread_groups(1)[0], exchange=exchange)
+    layer = build(plan, "moe")
+    assert [dispatched(plan).round] == [1]
+    for change in (lambda: plan.extend([spec("more")]), plan.trim):
+        change()
+        flight = dispatched(plan)
+        assert "1 dispatch in flight already (of 'moe')" in str(raised(dispatched, plan))
+    result = layer.experts(flight.received)
+    plan.trim()
+    assert "this handle is not in flight" in str(raised(plan.exchange.combine, flight, result))
+    again = dispatched(plan)
+    assert plan.exchange.combine(again, layer.experts(again.received)).y_TH.shape == (3, 32)
+
+
+@every_exchange
+def test_a_plan_that_was_closed_holds_no_batch_and_says_that_it_is_closed(exchange):
+    plan = ty.plan([spec()], ty.thread_groups(1)[0], exchange=exchange, in_flight=2)
+    kept = dispatched(plan)
+    dropped = weakref.ref(dispatched(plan))
+    assert [kept.round, dropped().round] == [1, 2]
+    plan.close()
+    gc.collect()
+    assert dropped() is None
+    for call in (
+        lambda: plan.exchange.combine(kept, ty.ExpertRows(rows_RH=torch.zeros(0))),
+        lambda: plan.exchange.combine_unreduced(kept, ty.ExpertRows(rows_RH=torch.zeros(0))),
+        lambda: plan.exchange.refuse(kept, ValueError("never told")),
+        lambda: dispatched(plan),
+        plan.gather_stats,
+        plan.trim,
+    ):
+        assert "the plan is closed; expected an open plan" in str(raised(call))

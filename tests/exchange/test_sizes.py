@@ -1,0 +1,204 @@
+"""Sizes and places in bytes, worked out by hand: of packets, slots, workspaces and control regions."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tokenyard.errors import InputError
+from tokenyard.exchange import ExchangeSpec, SharedMemoryTransport, Transport
+from tokenyard.exchange.announcement import Phase
+from tokenyard.exchange.checks import check_writable
+from tokenyard.exchange.one_sided.control import ControlLayout
+from tokenyard.exchange.one_sided.signals import Signals, control_bytes
+from tokenyard.exchange.stats import LayerStats
+from tokenyard.exchange.workspace import LayerBytes, Region, WorkspaceLayout, round_up
+from tokenyard.formats import Payload, get
+from tokenyard.group.threads import thread_groups
+from tokenyard.routing import Placement
+
+# A row has 32 bytes of data, 1 of scales, 12 of ids, 12 of weights, and payloads of 5 and 16; a result has 20.
+ODD = ExchangeSpec(
+    layer="odd",
+    index=0,
+    hidden_size=10,
+    num_experts=6,
+    top_k=3,
+    max_tokens=5,
+    dtype=torch.bfloat16,
+    wire=get("mxfp8"),
+    combine_wire=get("bf16"),
+    placement=Placement.contiguous(6, 2),
+    extra=(
+        Payload(name="bytes", dtype=torch.uint8, width=5),
+        Payload(name="words", dtype=torch.int64, width=2),
+    ),
+)
+
+
+def test_a_packet_of_odd_widths():
+    assert ODD.dispatch_layout.offsets == (0, 32, 48, 64, 80, 96)
+    assert (ODD.dispatch_layout.stride, ODD.combine_layout.stride) == (112, 32)
+    assert Transport.region_bytes(ODD) == LayerBytes(
+        dispatch_row=112, combine_row=32, dispatch=1120, combine=320
+    )
+
+
+def test_slots_of_odd_widths():
+    assert ODD.slots == 10
+    assert ODD.dispatch_slots.offsets == (0, 384, 512, 640, 768, 896)
+    assert (ODD.dispatch_slots.end, ODD.dispatch_slots.nbytes) == (1056, 1152)
+    assert (ODD.combine_slots.end, ODD.combine_slots.nbytes) == (200, 256)
+    assert SharedMemoryTransport.region_bytes(ODD) == LayerBytes(
+        dispatch_row=78, combine_row=20, dispatch=1152, combine=256
+    )
+
+
+def test_rows_that_carry_checksums():
+    """Three numbers of the head, one for each payload, and a copy of the routes or one for the logits."""
+    paranoid = replace(ODD, checksummed=True)
+    assert [(payload.name, payload.width) for payload in paranoid.further] == [
+        ("bytes", 5),
+        ("words", 2),
+        ("checksums", 10),
+    ]
+    assert paranoid.dispatch_layout.stride == 112 + 80
+    assert paranoid.combine_layout.stride == 32 + 32
+    logits = replace(paranoid, carries_logits=True)
+    assert [payload.width for payload in logits.further] == [5, 2, 8]
+    assert [payload.name for payload in logits.dispatch_layout.payloads][2:4] == ["logits", "bytes"]
+    assert logits.dispatch_layout.offsets == (0, 32, 48, 80, 96, 112)
+
+
+@pytest.mark.parametrize(
+    ("size", "alignment", "expected"), [(0, 16, 0), (1, 16, 16), (16, 16, 16), (17, 16, 32), (129, 128, 256)]
+)
+def test_rounding_up(size, alignment, expected):
+    assert round_up(size, alignment) == expected
+
+
+def test_a_workspace_with_guards_for_three_in_flight():
+    layout = WorkspaceLayout(control=100, dispatch=1000, combine=500, in_flight=3, guard=256)
+    assert {name: (region.offset, region.nbytes) for name, region in layout.regions().items()} == {
+        "control": (256, 100),
+        "dispatch 0": (640, 1000),
+        "dispatch 1": (1920, 1000),
+        "dispatch 2": (3200, 1000),
+        "combine 0": (4480, 500),
+        "combine 1": (5248, 500),
+        "combine 2": (6016, 500),
+    }
+    assert layout.nbytes == 6784
+    assert layout.gaps()[0] == Region(offset=0, nbytes=256)
+    assert layout.gaps()[-1] == Region(offset=6516, nbytes=268)
+    assert len(layout.gaps()) == 8
+    assert layout.regions()["combine 1"].of(torch.arange(6784))[[0, -1]].tolist() == [5248, 5747]
+
+
+@pytest.mark.parametrize("field", ["control", "dispatch", "combine", "in_flight", "guard"])
+def test_what_a_workspace_suffices_for(field):
+    """What is as large suffices; a region that is larger by a byte, or other control, guards and flights do not."""
+    small = WorkspaceLayout(control=10, dispatch=100, combine=50, in_flight=2, guard=128)
+    large = replace(small, **{field: getattr(small, field) + 1})
+    assert small.suffices_for(small)
+    assert not small.suffices_for(large)
+    assert large.suffices_for(small) == (field in ("dispatch", "combine"))
+    assert small.union(large) == large.union(small) == large
+
+
+@pytest.mark.parametrize(
+    ("world", "nbytes"), [(1, 2944), (3, 8064), (4, 10624), (127, 325_504), (128, 328_064), (129, 330_752)]
+)
+def test_a_control_region_has_flags_a_verdict_and_mail_from_everybody(world, nbytes):
+    assert control_bytes(world) == nbytes
+
+
+def test_mail_of_every_turn_phase_and_source_has_its_own_place():
+    controls = [torch.zeros(control_bytes(3), dtype=torch.uint8) for _ in range(3)]
+    signals = Signals(controls, thread_groups(3)[1])
+    places = [
+        signals._mail_offset(phase, turn, source)
+        for turn in range(2)
+        for phase in Phase
+        for source in range(3)
+    ]
+    assert places == [384 + 640 * number for number in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("world", "in_flight", "counts", "text", "nbytes"),
+    [
+        (3, 1, (224, 248), 256, 1024),
+        (3, 2, (272, 296, 320), 320, 1024),
+        (63, 3, (4160, 4664, 5168, 5672), 5680, 7168),
+        (1, 1, (160, 168), 176, 1024),
+    ],
+)
+def test_the_control_region_of_a_gpu(world, in_flight, counts, text, nbytes):
+    layout = ControlLayout(world=world, in_flight=in_flight)
+    assert tuple(layout.counts(region) for region in range(in_flight + 1)) == counts
+    assert layout.text == Region(offset=text, nbytes=512)
+    assert layout.nbytes == nbytes
+    assert layout.turns == in_flight + 1
+    flags = [layout.flags(phase, round) for round in range(layout.turns) for phase in (0, 1)]
+    assert flags == [slice(16 + n * world, 16 + n * world + world) for n in range(2 * layout.turns)]
+    assert layout.flags(1, layout.turns) == layout.flags(1, 0)
+
+
+# -- What can be written into --------------------------------------------------------------------------------
+
+MEMORY = torch.zeros(40)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "overlaps"),
+    [
+        ((3, 4), (4, 1), False),
+        ((3, 4), (1, 3), False),  # columns one behind the other
+        ((3, 4), (9, 2), False),
+        ((3, 4), (3, 1), True),  # the last of a row is the first of the next
+        ((3, 4), (1, 2), True),
+        ((3, 4), (0, 1), True),
+        ((1, 4), (0, 1), False),  # a row alone lies over no other
+        ((3, 1), (1, 0), False),
+        ((2, 4), (4, 1), False),
+        ((2, 4), (3, 1), True),
+        ((0, 4), (0, 0), False),  # there is nothing to lie over
+    ],
+)
+def test_elements_that_share_memory(shape, strides, overlaps):
+    out = MEMORY.as_strided(shape, strides)
+    if overlaps:
+        with pytest.raises(InputError, match="whose elements share memory"):
+            check_writable(out)
+    else:
+        check_writable(out)
+
+
+# -- Counters ------------------------------------------------------------------------------------------------
+
+
+def test_counters_add_up_rank_by_rank(monkeypatch):
+    stats = LayerStats(2)
+    stats.count_dispatch(3, [1, 2], [4, 5], [100, 200])
+    stats.count_dispatch(4, [10, 20], [40, 50], [1000, 2000])
+    stats.count_combine([7, 8])
+    stats.count_combine([70, 80])
+    stats.count_dropped(torch.tensor([[True, False], [True, True]]))
+    stats.count_dropped(torch.tensor([[True, False]]))
+    times = iter([10.0, 12.5, 20.0, 21.0])
+    monkeypatch.setattr("tokenyard.exchange.stats.time.monotonic", lambda: next(times))
+    for _ in range(2):
+        with stats.waiting("combine"):
+            pass
+    assert stats.as_dict() == {
+        "world": 2,
+        "rounds": 2,
+        "tokens": 7,
+        "dropped": 4,
+        "rows_sent": [11, 22],
+        "rows_received": [44, 55],
+        "dispatch_bytes": [1100, 2200],
+        "combine_bytes": [77, 88],
+        "wait_s": {"dispatch": 0.0, "combine": 3.5},
+    }

@@ -1,0 +1,65 @@
+"""The forkserver: it runs when it was started, Ctrl-C does not reach it, and nothing is left of it at the end."""
+
+import json
+import signal
+import subprocess
+import sys
+
+_SCRIPT = """
+import json, multiprocessing, os, signal
+from multiprocessing import forkserver, resource_tracker
+from tokenyard.group import forkserver as ours
+
+def blocked(pid):
+    with open(f"/proc/{pid}/status") as status:
+        lines = dict(line.split(":", 1) for line in status)
+    return int(lines["SigBlk"], 16) >> signal.SIGINT - 1 & 1
+
+def lives(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0] not in "ZX"
+
+ours._PRELOAD = []  # it would load torch
+before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+ours.end_forkserver(1.0)  # there is none
+context = ours.start_forkserver()
+server = forkserver._forkserver
+first = server._forkserver_pid
+tracker = resource_tracker._resource_tracker._pid is not None
+again = ours.start_forkserver() is not None and server._forkserver_pid == first
+folder = multiprocessing.current_process()._config["tempdir"]
+told = {
+    "kind": context.get_start_method(),
+    "runs": first is not None and lives(first),
+    "blocked": blocked(first),
+    "tracker": tracker,
+    "again": again,
+    "mask": before == signal.pthread_sigmask(signal.SIG_BLOCK, []),
+    "folder": os.path.isdir(folder),
+    "started by": ours._started_by == [os.getpid()],
+}
+ours.end_forkserver(1.0)
+os.waitpid(first, 0)
+told |= {"ended": not lives(first), "gone": not os.path.exists(folder), "locked": server._lock.locked()}
+print(json.dumps(told), flush=True)
+os._exit(0)
+"""
+
+
+def test_it_runs_with_the_signal_blocked_and_ends_with_all_that_it_made():
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    told = json.loads(done.stdout)
+    assert told.pop("kind") == "forkserver"
+    assert told.pop("blocked") == 1
+    assert told == dict.fromkeys(told, True), done.stderr

@@ -1,0 +1,89 @@
+"""A plan that moves to another group closes the groups that it made itself, and no other; each has its own number."""
+
+from types import SimpleNamespace
+
+import pytest
+
+import tokenyard as ty
+from tests.models import batch, build, on_ranks, raised, spec
+from tokenyard.planning.planner import _plan_id
+
+
+def alone():
+    """A group of one rank."""
+    return ty.thread_groups(1)[0]
+
+
+def is_closed(group):
+    return "is closed" in str(raised(group.barrier))
+
+
+def test_groups_that_the_caller_made_stay_open_and_those_of_the_plan_are_closed():
+    first, second, third = (alone() for _ in range(3))
+    plan = ty.plan([spec()], first)
+    plan.readmit(group=second)
+    plan.readmit(group=third)
+    assert plan.group is third
+    assert [is_closed(group) for group in (first, second, third)] == [False] * 3
+    made = alone()
+    third.readmit = lambda lost, *, seconds: made
+    plan.readmit()
+    assert plan.group is made
+    assert not is_closed(third)
+    last = alone()
+    plan.readmit(group=last)
+    assert is_closed(made)
+    x_TH, routes = batch(spec(), 3)
+    assert build(plan, "moe")(x_TH, routes).shape == (3, 32)
+    plan.close()
+    assert not is_closed(last)
+
+
+def loses_twice(group):
+    plan = ty.plan([spec("moe", experts="reference")], group)
+    if group.rank == 2:
+        return None
+    x_TH, routes = batch(spec(), 3)
+    layer = build(plan, "moe")
+    assert isinstance(raised(layer, x_TH, routes), ty.PeerLost)
+    plan.go_on_without([2])
+    smaller = plan.group
+    layer(x_TH, routes)
+    if group.rank == 1:
+        return None
+    assert isinstance(raised(layer, x_TH, routes), ty.PeerLost)
+    plan.go_on_without([1])
+    rounds = plan.stats()["moe"].rounds
+    layer(x_TH, routes)
+    return smaller.size, is_closed(smaller), is_closed(plan.group), plan.stats()["moe"].rounds - rounds
+
+
+def test_the_group_of_the_ranks_that_were_left_goes_with_the_next_loss():
+    assert on_ranks(3, loses_twice)[0] == (2, True, False, 1)
+
+
+@pytest.mark.parametrize("fingerprint", [0, 1, 2, 2**63 - 2, 2**63 - 1])
+def test_plans_of_a_group_have_different_numbers_of_63_bits(fingerprint):
+    drafted = SimpleNamespace(fingerprint=lambda: fingerprint)
+    numbers = [_plan_id(drafted, number) for number in range(1, 9)]
+    assert len(set(numbers)) == 8
+    assert all(0 <= number < 2**63 for number in numbers)
+
+
+def test_the_first_rank_writes_the_plan_into_the_log(caplog):
+    with caplog.at_level("INFO", logger="tokenyard"):
+        plans = on_ranks(2, lambda group: str(ty.plan([spec()], group)))
+    assert [record.getMessage() for record in caplog.records] == plans[:1]
+
+
+@pytest.mark.parametrize("layers", [7, None, spec()])
+def test_what_is_no_list_of_layers_is_refused(layers):
+    with pytest.raises(ty.InputError, match=r"layers is .*expected at least one LayerSpec"):
+        ty.draft(layers, 2)
+
+
+def test_a_fingerprint_has_63_bits():
+    prints = [ty.draft([spec(top_k=k)], 2).fingerprint() for k in range(1, 5)]
+    assert len(set(prints)) == 4
+    assert all(0 <= one < 2**63 for one in prints)
+    assert max(prints) > 2**56
