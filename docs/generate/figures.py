@@ -15,6 +15,7 @@ from tokenyard.lab.bench.shapes import CASES, MODELS
 from tokenyard.lab.markdown import markdown_table
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "bench" / "results"
 _SHARES = ("experts-deepseek-fp8-h200", "experts-deepseek-h200")
 _ONE_LAUNCH = "one for all ranks"
 _STATIC_NVFP4 = "nvfp4(global_scale=448.0)"
@@ -127,6 +128,12 @@ def _cpu_table() -> str:
         what = f"a Qwen3-MoE of {layers} layers over {ranks} processes, {record.parameters['phase']}"
         peer = f"Transformers' own expert parallelism: {record.best_peer:,.0f} ms"
         lines.append((what, f"{_median(record.ours):.0f} ms", peer, f"{_median(record.floor):.0f} ms"))
+    if (RESULTS / "overhead-cpu.json").exists():
+        for record in _measured("overhead-cpu").results:
+            peer = "" if record.best_peer is None else f"plain Transformers: {record.best_peer:.2f} ms"
+            floor = "" if record.floor is None else f"{_median(record.floor):.2f} ms (its experts)"
+            what = f"one CPU rank: {record.parameters['call']}"
+            lines.append((what, f"{_median(record.ours):.2f} ms", peer, floor))
     return markdown_table(("", "ours", "peer", "floor"), lines)
 
 
@@ -141,7 +148,7 @@ FIGURES: dict[str, Callable[[], str]] = {
 
 @functools.cache
 def _measured(name: str) -> Document:
-    path = ROOT / "bench" / "results" / f"{name}.json"
+    path = RESULTS / f"{name}.json"
     return Document.from_dict(json.loads(path.read_text()), str(path))
 
 
