@@ -37,7 +37,7 @@ class Projections(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of them."""
+        """The names of all projections."""
         return (*self.w13, self.w2)
 
 

@@ -108,7 +108,7 @@ class ExpertReading:
         return out
 
     def _apart(self, name: str, expert: int, outputs: int) -> CheckpointError:
-        """The error for scales of gate and up that would have to be the same."""
+        """The error for gate and up scales that differ, where the format holds one for both."""
         file = self._files.tensors[name].file
         return CheckpointError(
             f"{file.name}: tensor {name!r}: gate and up of expert {expert} have {outputs} rows each and different "

@@ -122,7 +122,7 @@ def evaluate(
         return {**about, "seconds": seconds, "results": [row.as_dict() for row in rows], **provenance()}
 
     def keep(rows: list[Row]) -> None:
-        """A long evaluation that is stopped leaves what it has found. A row that cannot be written stops none."""
+        """Save a row as soon as it is measured. A file that cannot be written does not stop the evaluation."""
         if out is not None and where.leads:
             with suppress(InputError):  # told at the end, below the table
                 save_json(document_of(rows), out)
@@ -142,7 +142,7 @@ def evaluate(
 
 
 def _fastest_first(exchanges: dict[str, Any]) -> list[str]:
-    """The first one answers everything."""
+    """Exchanges with the fastest first: the first one answers all questions."""
     return sorted(exchanges, key=lambda name: name != "one_sided")
 
 

@@ -48,7 +48,7 @@ def describe_progress(describe: Callable[[], str]) -> None:
 
 
 def _leave_it_to_the_thread(number: int, frame: Any) -> None:
-    """The thread is awake already. A second signal finds it at work, and changes nothing."""
+    """Do nothing: the signal has woken the thread that ends the process."""
 
 
 def _wait_and_end(reader: int, began: float) -> None:
@@ -82,7 +82,7 @@ def _line(number: int, seconds: float) -> str:
 
 
 def _say(line: str) -> None:
-    """Write to stderr past Python's locks, which another thread may hold. Of torchrun's ranks, rank 0 speaks."""
+    """Write to stderr without Python's locks, which another thread may hold. Of torchrun's ranks, rank 0 writes."""
     if os.environ.get("LOCAL_RANK") is not None and os.environ.get("RANK", "0") != "0":
         return
     terminals = [stream for stream in (1, 2) if os.isatty(stream)]

@@ -41,7 +41,7 @@ _WIDTH_ELSEWHERE = 140
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console on the streams of this moment. Wide enough for tables where the output is no terminal."""
+    """A console on the current streams. Where the output is no terminal, it is wide enough for tables."""
     from rich.console import Console
 
     made = Console(stderr=stderr, highlight=False)
@@ -156,7 +156,7 @@ def _as_ours(error: Any) -> TokenyardError:
 
 
 def _report(error: TokenyardError, *, as_json: bool) -> None:
-    """Say what is wrong: as the one document of a `--json` run, else on stderr. Of torchrun's ranks, rank 0 says it.
+    """Report an error: as the one document of a `--json` run, else on stderr. Of torchrun's ranks, rank 0 reports it.
 
     The others wait: one that ended first would have rank 0 killed before it has spoken. If they are not killed
     themselves, rank 0 does not know of the error, and they say it on stderr.

@@ -201,7 +201,7 @@ def _judged(question: Question, text: str, free: bool) -> dict[str, Any]:
 
 
 class _LiveAnswers:
-    """What ranks say: the answers they are at, live where there is a terminal, and above them those that are done."""
+    """Answers on the screen: finished ones, and below them, in a terminal, those that ranks are writing."""
 
     def __init__(self, asked: Sequence[Question], *, judged: bool, shows: bool) -> None:
         from rich.live import Live
@@ -225,7 +225,7 @@ class _LiveAnswers:
             self.live.stop()
 
     def hear(self, message: dict[str, Any]) -> None:
-        """A token more, or an answer that is done."""
+        """Show a message of a rank: one more token, or a finished answer."""
         rank, number, text = message.get("rank", 0), message["number"], message["text"]
         self.at[rank] = (number, text)
         if message.get("done"):

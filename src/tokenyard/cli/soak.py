@@ -1,4 +1,4 @@
-"""`tokenyard soak`: ranks that work for as long as you like, every result checked, and nothing may pile up."""
+"""`tokenyard soak`: ranks run random work as long as you like; every result is checked, and memory must not grow."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _document(report: Report) -> dict[str, Any]:
 
 
 class _Display:
-    """How it goes, live on stderr; a line a minute where that is no terminal."""
+    """The progress of a soak on stderr: live in a terminal, else one line a minute."""
 
     def __init__(self, seconds: float | None) -> None:
         from rich.live import Live
@@ -148,7 +148,7 @@ class _Display:
             self._live.stop()
 
     def hear(self, progress: Progress) -> None:
-        """The latest."""
+        """Show new progress."""
         news = self._latest is None or progress.findings > self._latest.findings
         self._latest = progress
         if news and progress.last_finding is not None:
@@ -158,7 +158,7 @@ class _Display:
             self._out.print(_in_words(progress), markup=False, soft_wrap=True)
 
     def describe(self) -> str:
-        """What was done so far, in one line."""
+        """The progress in one line."""
         return "" if self._latest is None else _done(self._latest.counts, self._latest.findings)
 
     def _now(self) -> RenderableType:
@@ -175,7 +175,7 @@ class _Display:
 
 
 def _in_words(progress: Progress) -> str:
-    """One line."""
+    """The progress in one line, as people read it."""
     from tokenyard.units import size
 
     sample = progress.sample
@@ -191,7 +191,7 @@ def _in_words(progress: Progress) -> str:
 
 
 def _done(counts: Counts, findings: int) -> str:
-    """What was done, and what came of it."""
+    """Counts of what was done, and of findings."""
 
     def number(value: int, one: str, many: str) -> str:
         return f"{value:,} {one if value == 1 else many}"

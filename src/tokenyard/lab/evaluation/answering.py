@@ -1,4 +1,4 @@
-"""A sharded model answers questions, each rank its own, one after the other, and says every token as it comes.
+"""A sharded model answers questions, each rank its own; tokens are reported as they come.
 
 A rank tells `{"number": 3, "text": "34 + 27 : 4"}` after every token of question 3, and the same with `"done": true` at
 the end. Ranks have answers of different lengths; nobody waits for anybody else's.

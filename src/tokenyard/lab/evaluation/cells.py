@@ -36,7 +36,7 @@ Answer = tuple[int, list[int], str]
 
 @dataclass(frozen=True)
 class Wiring:
-    """What a cell is about."""
+    """The exchange and the formats of a cell."""
 
     exchange: str
     wire: str

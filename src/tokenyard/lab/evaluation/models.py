@@ -29,7 +29,7 @@ class Language:
 
     @property
     def pad(self) -> int:
-        """A token that nobody looks at."""
+        """The token that fills up a batch; masks hide it."""
         found = self.tokenizer.pad_token_id
         return 0 if found is None else int(found)
 
@@ -100,7 +100,7 @@ def load_whole(folder: Path, device: torch.device) -> Any:
 
 @contextmanager
 def _quietly() -> Iterator[Any]:
-    """Transformers, without a word of what it is doing, and for one thread at a time."""
+    """Inside, Transformers logs nothing, and one thread at a time uses it."""
     with _ONE_AT_A_TIME, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of libraries that it looks for
         import transformers

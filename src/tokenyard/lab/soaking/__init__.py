@@ -1,4 +1,4 @@
-"""A soak: ranks that live for minutes or for a night, do something else every moment, and must stay as they are.
+"""A soak: ranks run random work for minutes or hours; results must stay right, and memory must not grow.
 
     soak(Settings(ranks=4, kind="processes", seconds=1800))  →  Report
 

@@ -1,4 +1,4 @@
-"""What ranks do between two meetings: an episode, drawn from the seed and its number, the same on all ranks.
+"""An episode: the work that all ranks do between two agreements, drawn from the seed and its number.
 
     case     a random case of the conformance suite, on some of the ranks: a subgroup, a plan, a layer, all given back
     growth   layers that share a workspace: planned, extended, two in flight, trimmed, closed
@@ -46,14 +46,14 @@ STEADY_TRIPS = 5  # of each of these layers, in every episode
 
 @dataclass
 class Tally:
-    """What one rank has done in an episode, and what it complains of."""
+    """What one rank has done in an episode, and the wrong results that it found."""
 
     round_trips: int = 0
     checked: int = 0
     complaints: list[str] = field(default_factory=list)
 
     def check(self, complaint: str | None) -> None:
-        """One more result was checked."""
+        """Count a result that was checked, and note what is wrong with it."""
         self.checked += 1
         if complaint is not None:
             self.complaints.append(complaint)
@@ -110,7 +110,7 @@ def run_split(group: Group, episode: Episode, tally: Tally) -> None:
 
 
 def _run_case_on(group: Group, episode: Episode, seed: int, tally: Tally) -> None:
-    """A case on all ranks of a group, which ends with it."""
+    """Run a case on all ranks of a group, and close the group."""
     case = _draw(seed, group, episode.exchange)
     agreed = plan([case.spec()], group, exchange=episode.exchange)
     served = Served(agreed, case, case.spec().name)
@@ -120,7 +120,7 @@ def _run_case_on(group: Group, episode: Episode, seed: int, tally: Tally) -> Non
 
 
 def run_growth(group: Group, episode: Episode, tally: Tally) -> None:
-    """Layers of all kinds in one plan, which grows and shrinks under them."""
+    """Run different layers of one plan, which is extended and trimmed between their round trips."""
     chance = episode.chance
     number = chance.randint(2, _MOST_LAYERS)
     cases = [_draw(chance.getrandbits(40), group, episode.exchange) for _ in range(number)]
@@ -178,7 +178,7 @@ def _draw(seed: int, group: Group, exchange: str | type[Transport]) -> Case:
 
 
 def go(served: Served, batch: Batch, tally: Tally) -> None:
-    """One round trip, and its check."""
+    """Make one round trip, and check its result."""
     y_TH = served(batch)
     tally.round_trips += 1
     tally.check(served.complaint(batch, y_TH))
@@ -204,7 +204,7 @@ class KnownLayers:
         self.first: list[Tensor] = []
 
     def go(self, tally: Tally, trips: int = 1) -> None:
-        """Some round trips of each. The very first is held against twin and oracle, the others against the first."""
+        """Make some round trips of each layer: the first is compared with twin and oracle, later ones with it."""
         for _ in range(trips):
             results = [served(batch) for served, batch in zip(self.served, self.batches, strict=True)]
             for place, (served, batch) in enumerate(zip(self.served, self.batches, strict=True)):
@@ -219,6 +219,6 @@ class KnownLayers:
 
 
 def steady_layers(group: Group, exchange: str | type[Transport]) -> KnownLayers:
-    """Two layers that are served all along."""
+    """Two layers that are called in every episode of the soak."""
     cases = [replace(case, tokens=(_STEADY_TOKENS,) * group.size) for case in _STEADY]
     return KnownLayers(group, exchange, cases, "steady")

@@ -1,4 +1,4 @@
-"""A rank goes, and a fresh one comes: killed at a random moment under load, gone on without, and replaced.
+"""An episode that loses a rank: it is killed at a random moment, the others go on, and a new rank replaces it.
 
     survivors   round trips … PeerLost ─► go_on_without ─► round trips ─► readmit ─┬─► the bits of before
     fresh rank                             (a process starts)    the same plan ────┘
@@ -37,7 +37,7 @@ def _layers(group: Group, episode: Episode, tally: Tally) -> KnownLayers:
 def lose_a_rank(
     group: Group, settings: Settings, episode: Episode, run_folder: RunFolder, tally: Tally
 ) -> Group:
-    """Live through a loss; return the group that is whole again."""
+    """Lose a rank, go on without it, and readmit a new one; return the new group."""
     chance = episode.chance
     lost = chance.randrange(1, group.size)
     group.deadline = min(_LOSS_DEADLINE, settings.deadline)
@@ -67,7 +67,7 @@ def join(group: Group, settings: Settings, episode: Episode, tally: Tally) -> Gr
 
 
 def _whole_again(old: Group, layers: KnownLayers, settings: Settings) -> Group:
-    """Back to work, with nothing left of the group that was broken."""
+    """Close the plan and the broken group; return the group that has all ranks again."""
     group = layers.plan.group
     layers.plan.close()
     if group is not old:
@@ -88,7 +88,7 @@ def _go_until_lost(layers: KnownLayers, seconds: float, tally: Tally) -> PeerLos
 
 
 def _die(layers: KnownLayers, moment: float, tally: Tally) -> NoReturn:
-    """Work until killed, wherever this process is then."""
+    """Make round trips until this process is killed."""
     timer = threading.Timer(max(0.0, moment - time.monotonic()), os.kill, args=(os.getpid(), signal.SIGKILL))
     timer.start()
     while True:
@@ -98,7 +98,7 @@ def _die(layers: KnownLayers, moment: float, tally: Tally) -> NoReturn:
 def _leave(
     group: ThreadGroup, layers: KnownLayers, moment: float, settings: Settings, episode: Episode, tally: Tally
 ) -> Group:
-    """Work for a while, go without a word, and come back as somebody else."""
+    """Make some round trips, leave the group, and join it again as a new rank."""
     while time.monotonic() < moment:
         layers.go(tally)
     layers.plan.close()

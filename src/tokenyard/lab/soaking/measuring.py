@@ -33,7 +33,7 @@ _SMALLEST_MAPPED = 64 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Everything at one moment. Memory in bytes."""
+    """All measured values at one moment. Memory in bytes."""
 
     seconds: float  # since the soak began
     episode: int
@@ -118,7 +118,7 @@ def measure(
 
 
 def _parents() -> dict[int, int]:
-    """Every process of the machine, and where it comes from."""
+    """The parent of every process of the machine."""
     found = {}
     for entry in os.scandir(_PROC):
         if entry.name.isdigit():
@@ -132,7 +132,7 @@ def _parents() -> dict[int, int]:
 
 
 def _held(pid: int) -> Held | None:
-    """None, if the process has just ended."""
+    """What a process holds; None if it has just ended."""
     here = _PROC / str(pid)
     try:
         links = [_link(entry.path) for entry in os.scandir(here / "fd")]

@@ -28,7 +28,7 @@ _LONGEST = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Something that must not be."""
+    """Something that went wrong in a soak."""
 
     kind: FindingKind
     what: str
@@ -62,11 +62,11 @@ class RunFolder:
         self.folder = Path(folder)
 
     def write_progress(self, counts: Counts) -> None:
-        """How far the ranks are."""
+        """Write how far the ranks are."""
         self._replace("progress.json", asdict(counts))
 
     def progress(self) -> Counts | None:
-        """None before the first episode has ended."""
+        """How far the ranks are; None before the first episode has ended."""
         found = self._read("progress.json")
         return None if found is None else Counts(**found)
 
@@ -83,7 +83,7 @@ class RunFolder:
         return found
 
     def add_sample(self, sample: Sample) -> None:
-        """One more sample."""
+        """Append a sample."""
         self._append("samples.jsonl", asdict(sample))
 
     def samples(self) -> list[Sample]:
@@ -101,7 +101,7 @@ class RunFolder:
         return Sample(**json.loads(whole[-1])) if whole else None
 
     def add_finding(self, finding: Finding) -> None:
-        """One more finding."""
+        """Append a finding."""
         self._append("findings.jsonl", asdict(finding) | {"what": finding.what[:_LONGEST]})
 
     def findings(self) -> list[Finding]:
@@ -109,7 +109,7 @@ class RunFolder:
         return [Finding(**line) for line in self._lines("findings.jsonl")]
 
     def sign_in(self, rank: int) -> None:
-        """This process is the rank of this number."""
+        """Write down that this process is the rank of this number."""
         self._replace(f"pid-{rank}", os.getpid())
 
     def pids(self) -> list[int]:
@@ -125,7 +125,7 @@ class RunFolder:
         return (self.folder / "stop").exists()
 
     def _replace(self, name: str, value: Any) -> None:
-        """Whole or not at all, whenever this process ends."""
+        """Replace a file in one step: readers see the old one or the new one."""
         draft = self.folder / f".{name}.{os.getpid()}"
         draft.write_text(json.dumps(value))
         draft.replace(self.folder / name)
@@ -137,7 +137,7 @@ class RunFolder:
             return None
 
     def _append(self, name: str, value: dict[str, Any]) -> None:
-        """One write, which the kernel does not mix with another's."""
+        """Append a line by one write, which the kernel does not mix with another's."""
         with (self.folder / name).open("ab", buffering=0) as file:
             file.write(json.dumps(value).encode() + b"\n")
 

@@ -117,5 +117,5 @@ def without_lost(plan: Plan, name: str, routes: Routes) -> Routes:
 
 
 def named(case: Case, name: str) -> LayerSpec:
-    """The layer of a case, in a plan of several."""
+    """The spec of a case's layer under a name of its own, for a plan of several layers."""
     return replace(case.spec(), name=name)

@@ -32,7 +32,7 @@ class Settings:
 
     @property
     def loses_ranks(self) -> bool:
-        """Somebody must be left."""
+        """Whether ranks can be lost: one at least must be left."""
         return self.losses and self.ranks > 1
 
     @property

@@ -33,7 +33,7 @@ _LOOK = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How a soak stands."""
+    """What a soak has done so far."""
 
     seconds: float
     counts: Counts
@@ -44,7 +44,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What came of a soak."""
+    """The result of a soak."""
 
     settings: Settings
     seconds: float
@@ -60,7 +60,7 @@ class Report:
 
 
 def soak(settings: Settings, hear: Callable[[Progress], None] = lambda progress: None) -> Report:
-    """Soak, and tell how it goes a few times a second. `KeyboardInterrupt` ends it early, with what was found."""
+    """Run a soak; report progress a few times a second. `KeyboardInterrupt` ends it early, with what was found."""
     check_measurable()
     began = time.monotonic()
     with temporary_folder("tokenyard-soak-") as folder:
@@ -84,7 +84,7 @@ def soak(settings: Settings, hear: Callable[[Progress], None] = lambda progress:
 def _soak_in_runs(
     settings: Settings, run_folder: RunFolder, began: float, hear: Callable[[Progress], None]
 ) -> Counts:
-    """One run, or a few where the ranks come apart."""
+    """Run the ranks; start them again where a run fails."""
     done = Counts()
     for _ in range(_MOST_BREAKS):
         run_folder.expect(None)
@@ -107,7 +107,7 @@ def _work(
     before: Counts,
     hear: Callable[[Progress], None],
 ) -> bool:
-    """Run one group of ranks to its end; whether it got there."""
+    """Run one group of ranks; return whether it reached the end."""
     errors: list[BaseException] = []
     ended = threading.Event()  # a `join` that is interrupted takes a thread that runs for one that has ended
     ranks = threading.Thread(
@@ -154,7 +154,7 @@ def _launch(
 
 
 class _Watch:
-    """Sees whether ranks still get somewhere."""
+    """Notices when ranks make no progress."""
 
     def __init__(self, settings: Settings, run_folder: RunFolder) -> None:
         # A loss takes several waits: the deadline itself, a fresh process, and the meeting of all.
@@ -164,16 +164,16 @@ class _Watch:
 
     @property
     def episode(self) -> int:
-        """The one that the ranks have not come out of."""
+        """The episode that the ranks have not finished."""
         return self._seen.episodes if self._seen else 0
 
     @property
     def complaint(self) -> str:
-        """What is wrong, once it hangs."""
+        """The finding, if the ranks hang."""
         return f"no episode has ended for {self._patience:.0f} s, and no wait has raised"
 
     def hangs(self) -> bool:
-        """Whether nothing has happened for too long."""
+        """Whether the ranks have made no progress for too long."""
         if (now := self._run_folder.progress()) != self._seen:
             self._seen, self._since = now, time.monotonic()
         return time.monotonic() - self._since > self._patience

@@ -1,4 +1,4 @@
-"""What of the samples of a soak is a leak.
+"""Which growth in the samples of a soak is a leak.
 
 **Memory** is fitted with a line, robustly: the median of the slopes between all pairs of samples (Theil–Sen), so that
 a few odd samples, in which somebody had just come or gone, do not count. The first third of the samples is left out:
@@ -48,12 +48,12 @@ class Growth:
 
     @property
     def total(self) -> float:
-        """Bytes over the whole of it."""
+        """Bytes of growth over the whole soak."""
         return self.value * self.seconds / 600
 
     @property
     def leaks(self) -> bool:
-        """Whether it is more than may be."""
+        """Whether the growth is beyond the limit."""
         enough = self.seconds >= LONG_ENOUGH or self.total >= MOST_IN_SHORT
         return self.value >= MOST_GROWTH * 600 and self.low > 0 and enough
 

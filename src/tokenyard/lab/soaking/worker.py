@@ -1,4 +1,4 @@
-"""What a rank does in a soak: an episode, a meeting, and from time to time a rest.
+"""What a rank does in a soak: episodes, an agreement after each, and pauses in which memory is measured.
 
     ┌► steady layers ─► episode ─► meeting ─► (rest: rank 0 measures) ─┐
     └──────────────────────────────────────────────────────────────────┘
@@ -30,7 +30,7 @@ from tokenyard.lab.soaking.settings import Settings
 
 @dataclass(frozen=True, kw_only=True)
 class RunArguments:
-    """What a rank is told when it starts: where to write, and since when and from which episode on it works."""
+    """The arguments of a rank's run: its folder, when the run began, and its first episode."""
 
     folder: str
     launcher: int  # the process that started the ranks
@@ -39,7 +39,7 @@ class RunArguments:
 
 
 def work(group: Group, settings: Settings, arguments: RunArguments) -> None:
-    """Do episodes until it is time to end. On a fresh rank: from the one that it joins."""
+    """Run episodes until the soak ends. A new rank begins with the one that it joins."""
     if settings.kind == "processes":
         let_freed_memory_go()
     run_folder = RunFolder(arguments.folder)
@@ -62,7 +62,7 @@ def work(group: Group, settings: Settings, arguments: RunArguments) -> None:
 
 
 class _Worker:
-    """What a rank is doing, and what rank 0 has counted."""
+    """One rank of a soak, and what rank 0 has counted."""
 
     def __init__(
         self, group: Group, settings: Settings, arguments: RunArguments, run_folder: RunFolder
@@ -76,18 +76,18 @@ class _Worker:
         self._steady_trips, self._steady_seconds = 0, 0.0
 
     def start(self) -> None:
-        """Begin with all the others."""
+        """Start together with all other ranks."""
         self._serve()
 
     def join(self, number: int) -> None:
-        """Begin in the middle of an episode, in the place of a rank that was lost in it."""
+        """Start in the middle of an episode, in the place of a rank that was lost in it."""
         self.number, tally = number, Tally()
         self.group = join(self.group, self.settings, draw_episode(self.settings, number), tally)
         self._serve()
         self._meet(tally)
 
     def do_episode(self) -> None:
-        """Some round trips of the steady layers, something new, and a meeting."""
+        """Call the steady layers, run one episode, and agree with the other ranks."""
         tally = Tally()
         self._go_steadily(tally)
         episode = draw_episode(self.settings, self.number)
@@ -116,7 +116,7 @@ class _Worker:
         self._steady_seconds += time.monotonic() - started
 
     def _meet(self, tally: Tally, *, lost: int = 0) -> None:
-        """Tell what came of the episode, hear whether to go on, and rest if it is time to."""
+        """Report what the episode gave, learn whether to go on, and pause if it is time to."""
         for complaint in tally.complaints:
             finding = Finding(kind="wrong result", what=complaint, episode=self.number, rank=self.group.rank)
             self.run_folder.add_finding(finding)
@@ -145,7 +145,7 @@ class _Worker:
             self._rest()
 
     def _is_time_left(self) -> bool:
-        """Asked on rank 0, before an episode is counted."""
+        """Whether there is time for another episode. Rank 0 decides."""
         settings = self.settings
         if settings.episodes is not None and self.number + 1 >= settings.episodes:
             return False
@@ -154,7 +154,7 @@ class _Worker:
         return not self.run_folder.stopped()
 
     def _rest(self) -> None:
-        """Nobody does anything, while rank 0 looks at all of them."""
+        """Pause all ranks while rank 0 measures their memory."""
         if self.group.rank == 0 or self.settings.kind == "processes":
             settle()
         self.group.barrier(phase="a rest")
