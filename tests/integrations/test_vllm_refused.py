@@ -101,7 +101,8 @@ def test_layers_that_do_not_fit_are_refused_before_the_first_token(vllm):
         plans = {found: ty.plan([spec(**changes)], group) for found, changes in bad.items()}
         return {
             found: [
-                raised(cls, plan, "moe") for cls in (vllm.TokenyardPrepareAndFinalize, vllm.TokenyardExperts)
+                raised(vllm.TokenyardPrepareAndFinalize, plan, "moe"),
+                raised(vllm.TokenyardExperts, plan, "moe", moe_config=None),
             ]
             for found, plan in plans.items()
         }
@@ -119,7 +120,7 @@ def test_experts_of_another_layer(vllm):
         foreign = UnfinishedExperts(None, weight_and_reduce.TopKWeightAndReduceContiguous())
         x_TH, routes = batch(spec(), 3)
         return (
-            raised(one.post_init_setup, vllm.TokenyardExperts(plan, "two")),
+            raised(one.post_init_setup, vllm.TokenyardExperts(plan, "two", moe_config=None)),
             raised(two.post_init_setup, foreign),
             raised(one.prepare, x_TH, routes.topk_weights_TK, routes.topk_ids_TK, 5, None, False, None),
         )

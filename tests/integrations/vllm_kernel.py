@@ -14,11 +14,16 @@ OURS = "tokenyard.integrations.vllm"
 
 def install_stub(folder: Path, version: str) -> None:
     """Put a package `vllm` into a folder that has nothing but the signatures of one version."""
+    modules = (
+        (version, "modular_kernel"),
+        (version, "config"),
+        ("weight_and_reduce", "topk_weight_and_reduce"),
+    )
     room = folder / "vllm" / "model_executor" / "layers" / "fused_moe"
     room.mkdir(parents=True)
     for package in (room, *room.parents[:3]):
         (package / "__init__.py").touch()
-    for stub, module in ((version, "modular_kernel"), ("weight_and_reduce", "topk_weight_and_reduce")):
+    for stub, module in modules:
         (room / f"{module}.py").write_text((STUBS / f"{stub}.py").read_text())
 
 
@@ -26,6 +31,7 @@ def import_afresh():
     """The integration, as it is after a look at whether vLLM is there."""
     forget("vllm", OURS)
     importlib.invalidate_caches()
+    importlib.import_module(f"{OURS}.prepare_finalize")  # its classes are imported when they are asked for
     return importlib.import_module(OURS)
 
 

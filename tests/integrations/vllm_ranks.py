@@ -30,7 +30,7 @@ class Rank:
         self.mover = vllm.TokenyardPrepareAndFinalize(
             self.plan, "moe", routed_scaling_in_weights=self.spec.routed_scaling or 1.0
         )
-        self.experts = vllm.TokenyardExperts(self.plan, "moe", quant_config=quant)
+        self.experts = vllm.TokenyardExperts(self.plan, "moe", moe_config=None, quant_config=quant)
         if foreign is not None:
             self.experts = foreign(self.layer)
             self.experts.format = self.mover.activation_format

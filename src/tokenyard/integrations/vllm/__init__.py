@@ -14,12 +14,26 @@ compared with it, and a difference raises `ContractError`:
     REDUCE_RANKS     `output_is_reduced()` is True: the exchange does it, and nobody after it may
 
 Where vLLM is installed, the classes are subclasses of its abstract ones, and hand out its types. Where it is not, they
-stand alone, with types of the same names.
+stand alone, with types of the same names. `plugin` puts them into an engine: docs/guide/vllm.md.
+
+The classes are imported when they are asked for. vLLM imports the plugin in every process, and where the plugin is off
+nothing of vLLM's kernels must come with it.
 """
 
 from __future__ import annotations
 
-from tokenyard.integrations.vllm.experts import TokenyardExperts
-from tokenyard.integrations.vllm.prepare_finalize import TokenyardPrepareAndFinalize
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenyard.integrations.vllm.experts import TokenyardExperts
+    from tokenyard.integrations.vllm.prepare_finalize import TokenyardPrepareAndFinalize
 
 __all__ = ["TokenyardExperts", "TokenyardPrepareAndFinalize"]
+_MODULES = {"TokenyardExperts": "experts", "TokenyardPrepareAndFinalize": "prepare_finalize"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -18,6 +18,7 @@ from tokenyard.integrations.vllm.interface import (
     ExpertsOfVllm,
     ExpertTables,
     Finished,
+    activation_of,
     check_layer,
     check_weight_on,
     declared_quantization,
@@ -32,24 +33,39 @@ from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows, describe
 class TokenyardExperts(ExpertsOfVllm):
     """The experts of one layer of a plan, on this rank: weighted, and summed per row, when `apply` is done.
 
-    Weights come with `apply`, as vLLM passes them, and are not copied; biases come from `quant_config`. The class of
-    experts is the one that the layer was planned with.
+    `weights` are those of this rank's experts, in the layer's format. Left out, plain ones come with `apply`, as vLLM
+    passes them, and their biases from `quant_config`; they are not copied. The class of experts is the one that the
+    layer was planned with. vLLM's kernel reads `moe_config`, its own configuration of the layer.
     """
 
     plan: Plan  # the plan that all ranks agreed on
     layer: str  # the name of the layer in the plan
-    moe_config: Any  # vLLM's own; it is not read
-    quant_config: Any  # vLLM's own, or what the layer's wire says
+    moe_config: Any  # vLLM's own configuration of the layer
+    quant_config: Any  # vLLM's own, with the rows quantized as the layer declares
 
-    def __init__(self, plan: Plan, layer: str, *, moe_config: Any = None, quant_config: Any = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        layer: str,
+        *,
+        moe_config: Any,
+        quant_config: Any = None,
+        weights: ExpertWeights | None = None,
+    ) -> None:
         check_layer(plan, layer)
-        self.plan, self.layer, self.moe_config = plan, layer, moe_config
-        self.quant_config = declared_quantization(self.wiring) if quant_config is None else quant_config
-        self.max_num_tokens = self.num_dispatchers = None  # None: vLLM sets these for batches per expert
+        self.plan, self.layer = plan, layer
+        super().__init__(moe_config, declared_quantization(self.wiring, quant_config))
         # Called with an error, to tell the other ranks.
         self.on_error: Callable[[Exception], None] | None = None
         self._tables = ExpertTables.of(plan, layer)
         self._built: tuple[object, Experts] | None = None
+        self._loaded: Experts | None = None
+        if weights is not None:
+            self.load(weights)
+
+    def load(self, weights: ExpertWeights) -> None:
+        """Compute with these weights from now on, whatever `apply` is given."""
+        self._loaded = build_experts(self.wiring, self.plan.group.rank, weights, adopt=True)
 
     @property
     def wiring(self) -> Wiring:
@@ -69,11 +85,6 @@ class TokenyardExperts(ExpertsOfVllm):
         return ActivationFormat.Standard
 
     @property
-    def activation_formats(self) -> tuple[Any, Any]:
-        """The same, of what goes in and of what comes out, as older kernels ask."""
-        return ActivationFormat.Standard, ActivationFormat.Standard
-
-    @property
     def expects_unquantized_inputs(self) -> bool:
         """Whether quantizing the rows is the duty of these experts, and not of `prepare`."""
         return self.wiring.duties[Duty.QUANTIZE] is Party.EXPERTS
@@ -83,14 +94,6 @@ class TokenyardExperts(ExpertsOfVllm):
         """The static scale of what is between the two products; `apply` takes none."""
         scale: Tensor | None = getattr(self.quant_config, "a2_scale", None)
         return scale
-
-    def supports_chunking(self) -> bool:
-        """False: a batch is computed whole, as it was dispatched."""
-        return False
-
-    def supports_expert_map(self) -> bool:
-        """True: ids are global, and the map leads to this rank's experts."""
-        return True
 
     @staticmethod
     def _supports_current_device() -> bool:
@@ -184,8 +187,10 @@ class TokenyardExperts(ExpertsOfVllm):
     def _check_call(self, activation: Any, a2_scale: Tensor | None, on_input: bool) -> None:
         spec = self.wiring.experts_spec(self.plan.group.rank)
         named = getattr(activation, "value", activation)
-        if named not in VLLM_ACTIVATIONS or not same_formula(VLLM_ACTIVATIONS[named], spec.activation):
-            known = [name for name, ours in VLLM_ACTIVATIONS.items() if same_formula(ours, spec.activation)]
+        limit = getattr(self.quant_config, "gemm1_clamp_limit", None)
+        meant = {name: activation_of(name, limit=limit) for name in VLLM_ACTIVATIONS}
+        known = [name for name, ours in meant.items() if same_formula(ours, spec.activation)]
+        if named not in known:
             raise ContractError(
                 f"activation is {named!r}, and the layer has {spec.activation}",
                 expected=f"{' or '.join(map(repr, known)) or 'an activation that vLLM has, too'}",
@@ -228,7 +233,9 @@ class TokenyardExperts(ExpertsOfVllm):
         return ReceivedRows(rows=rows, routes=routes, counts_W=(rows.num_rows,))
 
     def _experts_with(self, w1: Tensor, w2: Tensor) -> Experts:
-        """The experts that hold these tensors; built once for them."""
+        """The experts that were loaded; else those that hold these tensors, built once for them."""
+        if self._loaded is not None:
+            return self._loaded
         weights = ExpertWeights(
             w13=w1,
             w2=w2,

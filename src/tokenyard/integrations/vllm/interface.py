@@ -20,7 +20,7 @@ from tokenyard.routing import Placement
 from tokenyard.rows import describe
 
 _FUSED_MOE = "vllm.model_executor.layers.fused_moe"
-# What vLLM calls an activation, as a value of its enum or (before there was one) as a plain string.
+# What vLLM calls an activation: the values of its enum.
 VLLM_ACTIVATIONS: dict[str, Activation] = {
     "silu": ACTIVATIONS["swiglu"],
     "gelu": ACTIVATIONS["gelu"],
@@ -38,6 +38,10 @@ QUANT_DTYPES: dict[str, tuple[torch.dtype | str, int | None]] = {
 # The kinds of `weight_and_reduce_impl`, by the names of vLLM's classes: rows are finished, or it is left to `finalize`.
 FINISHED = "TopKWeightAndReduceNoOP"
 UNFINISHED = ("TopKWeightAndReduceContiguous", "TopKWeightAndReduceDelegate")
+
+
+# What `declared_quantization` takes over from a quantization config of vLLM's.
+_KEPT = ("w1_bias", "w2_bias", "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")
 
 
 class _StandardFormat(Enum):
@@ -64,19 +68,28 @@ class QuantConfig:
     a2_scale: Tensor | None = None
     w1_bias: Tensor | None = None
     w2_bias: Tensor | None = None
+    gemm1_alpha: float | None = None
+    gemm1_beta: float | None = None
+    gemm1_clamp_limit: float | None = None
 
 
-def _vllm_or(stand_in: Any, module: str, *names: str) -> Any:
-    """What vLLM's module has under the first of these names that it knows; the stand-in where there is no vLLM."""
+class _Base:
+    """What holds the two configurations where there is no vLLM."""
+
+    def __init__(self, moe_config: Any, quant_config: Any) -> None:
+        self.moe_config, self.quant_config = moe_config, quant_config
+
+
+def _vllm_or(stand_in: Any, module: str, name: str) -> Any:
+    """What vLLM's module has under a name; the stand-in where there is no vLLM."""
     if find_spec("vllm") is None:
         return stand_in
     room = import_module(f"{_FUSED_MOE}.{module}")
-    for name in names:
-        if hasattr(room, name):
-            return getattr(room, name)
+    if hasattr(room, name):
+        return getattr(room, name)
     raise ContractError(
-        f"{room.__name__} has no {' and no '.join(names)}",
-        expected="a vLLM with modular MoE kernels, as docs/guide/engines.md names them",
+        f"{room.__name__} has no {name}",
+        expected="a vLLM with modular MoE kernels, as docs/guide/vllm.md names them",
         fix="install one of those versions",
     )
 
@@ -86,18 +99,15 @@ if TYPE_CHECKING:
     class PrepareAndFinalizeOfVllm:
         """What `TokenyardPrepareAndFinalize` is a subclass of."""
 
-    class ExpertsOfVllm:
-        """What `TokenyardExperts` are a subclass of."""
+    ExpertsOfVllm = _Base
 else:
-    PrepareAndFinalizeOfVllm = _vllm_or(
-        object, "modular_kernel", "FusedMoEPrepareAndFinalizeModular", "FusedMoEPrepareAndFinalize"
-    )
-    ExpertsOfVllm = _vllm_or(
-        object, "modular_kernel", "FusedMoEExpertsModular", "FusedMoEPermuteExpertsUnpermute"
-    )
+    PrepareAndFinalizeOfVllm = _vllm_or(object, "modular_kernel", "FusedMoEPrepareAndFinalizeModular")
+    ExpertsOfVllm = _vllm_or(_Base, "modular_kernel", "FusedMoEExpertsModular")
 ActivationFormat: Any = _vllm_or(_StandardFormat, "modular_kernel", "FusedMoEActivationFormat")
 ExpertTokensMetadata: Any = _vllm_or(_TokensOfExperts, "modular_kernel", "ExpertTokensMetadata")
 Finished: Any = _vllm_or(TopKWeightAndReduceNoOP, "topk_weight_and_reduce", FINISHED)
+# Makes a quantization config, of the arguments that are given by name.
+make_quant_config: Any = getattr(_vllm_or(QuantConfig, "config", "FusedMoEQuantConfig"), "make", QuantConfig)
 
 
 def check_layer(plan: Plan, layer: str) -> None:
@@ -183,11 +193,33 @@ def check_weight_on(wiring: Wiring, apply_router_weight_on_input: bool) -> None:
         )
 
 
-def declared_quantization(wiring: Wiring) -> QuantConfig:
-    """The quantization of a layer's rows, whoever does it, as vLLM would name it."""
+def declared_quantization(wiring: Wiring, given: Any = None) -> Any:
+    """vLLM's quantization config of a layer: how its rows are quantized, by whomever, is what the layer declares.
+
+    The rest (biases, constants of the activation) is that of the given one. One that quantizes rows by itself is kept
+    as it is: it is compared with the layer before the first token.
+    """
+    if getattr(given, "quant_dtype", None) is not None:
+        return given
     quantized = wiring.expert_rows if wiring.duties[Duty.QUANTIZE] is Party.EXPERTS else wiring.wire
     dtype, block = QUANT_DTYPES.get("" if quantized is None else quantized.name, (None, None))
-    return QuantConfig(quant_dtype=dtype, block_shape=None if block is None else [block, block])
+    rest = {name: value for name in _KEPT if (value := getattr(given, name, None)) is not None}
+    return make_quant_config(quant_dtype=dtype, block_shape=None if block is None else [block, block], **rest)
+
+
+def activation_of(
+    name: str, *, limit: float | None = None, alpha: float | None = None, beta: float | None = None
+) -> Activation:
+    """The activation that vLLM calls by a name, with the constants that it keeps elsewhere. Unknown names: KeyError.
+
+    >>> activation_of("silu").name, activation_of("silu", limit=10.0).parameters
+    ('swiglu', (('limit', 10.0), ('alpha', 1.0), ('up_shift', 0.0)))
+    """
+    known = VLLM_ACTIVATIONS[name]
+    if limit is None or name not in ("silu", "swigluoai_uninterleave"):
+        return known
+    constants = (("limit", limit), ("alpha", 1.0 if alpha is None else alpha), ("up_shift", beta or 0.0))
+    return replace(ACTIVATIONS["swiglu_clamped"], interleaved=False, parameters=constants)
 
 
 def same_formula(one: Activation, other: Activation) -> bool:

@@ -22,6 +22,7 @@ from tokenyard.integrations.vllm.interface import (
     check_layer,
     check_weight_on,
 )
+from tokenyard.integrations.vllm.token_slices import TokenSlices
 from tokenyard.layer.sender import check_rows
 from tokenyard.planning.planner import Plan
 from tokenyard.planning.wiring import Wiring
@@ -32,15 +33,15 @@ from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows, UnfinalizedRow
 class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
     """Moves the rows of one layer of a plan: `prepare` encodes and dispatches, `finalize` combines.
 
-    `routed_scaling_in_weights` is the routed scaling factor that vLLM's `topk_weights` hold already. Every rank of the
-    group makes the same calls; an error on one of them reaches all.
+    `routed_scaling_in_weights` is the routed scaling factor that vLLM's `topk_weights` hold already. `slices` are given
+    where several ranks of the group bring the same tokens. Every rank of the group makes the same calls; an error on
+    one of them reaches all.
     """
 
     plan: Plan  # the plan that all ranks agreed on
     layer: str  # the name of the layer in the plan
     routed_scaling_in_weights: float  # the factor that vLLM's routing weights hold
-    moe_config: Any  # vLLM's own; it is not read
-    quant_config: Any  # vLLM's own; it is not read
+    slices: TokenSlices | None  # how ranks that bring the same tokens share them
 
     def __init__(
         self,
@@ -48,11 +49,10 @@ class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
         layer: str,
         *,
         routed_scaling_in_weights: float = 1.0,
-        moe_config: Any = None,
-        quant_config: Any = None,
+        slices: TokenSlices | None = None,
     ) -> None:
         self.plan, self.layer, self.routed_scaling_in_weights = plan, layer, routed_scaling_in_weights
-        self.moe_config, self.quant_config = moe_config, quant_config
+        self.slices = slices
         self._experts: object = None
         self._open: ExitStack | None = None
         self._trip: RoundTrip | None = None
@@ -150,6 +150,8 @@ class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
                     expected="to know the experts, and what they leave to others, before the first token",
                     fix="call post_init_setup(experts), as vLLM's kernels do when they are made",
                 )
+            if self.slices is not None:
+                a1, topk_weights, topk_ids = self.slices.mine(a1, topk_weights, topk_ids)
             check_rows(wiring, a1)
             if num_experts != wiring.spec.num_experts:
                 raise InputError(
@@ -200,7 +202,10 @@ class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
             assert trip.arrival is not None  # by prepare
             check_weight_on(self.wiring, apply_router_weight_on_input)
             rows = self._finished(fused_expert_output, trip.arrival.received, weight_and_reduce_impl)
-            trip.combine(rows, out=output)
+            if self.slices is None:
+                trip.combine(rows, out=output)
+            else:
+                self.slices.gather(output, lambda mine: trip.combine(rows, out=mine))
 
     def abandon(self, error: Exception) -> None:
         """Tell the other ranks, which wait in `finalize`, that this one failed since `prepare`, and why."""

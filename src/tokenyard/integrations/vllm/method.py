@@ -1,0 +1,135 @@
+"""vLLM's methods for MoE layers, with a kernel whose halves belong to a plan. Imported where the plugin is on.
+
+vLLM asks a method to make a layer's parameters, to process them when they are loaded, and to run the layer. Processing
+is where the plan is made, and where the kernel is: vLLM's own `FusedMoEKernel` of our two classes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.platforms import current_platform
+
+from tokenyard.integrations.vllm.experts import TokenyardExperts
+from tokenyard.integrations.vllm.layers import held_weights
+from tokenyard.integrations.vllm.prepare_finalize import TokenyardPrepareAndFinalize
+from tokenyard.integrations.vllm.refusals import MONOLITHIC, QUANTIZED, check_supported, refused
+from tokenyard.integrations.vllm.settings import Settings, settings
+from tokenyard.integrations.vllm.worker_plan import plan_of_worker, token_slices
+
+
+class TokenyardMethod(UnquantizedFusedMoEMethod):
+    """The method of unquantized layers: tokenyard moves the rows and computes the experts."""
+
+    def __init__(self, moe: Any) -> None:
+        # Before vLLM looks for experts of its own.
+        check_supported(moe, get_current_vllm_config().parallel_config)
+        super().__init__(moe)
+        self.moe_kernel: Any  # None until the weights are loaded
+        self.supports_pre_processed_weights = False  # those are in the layout of vLLM's own experts
+
+    def maybe_roundup_sizes(
+        self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, _: Any
+    ) -> tuple[int, int]:
+        """No size has to be rounded up."""
+        return hidden_size, intermediate_size_per_partition
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Make the layer's kernel; or, if weights were loaded anew, compute with these."""
+        if self.moe_kernel is None:
+            self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+            self.moe_kernel = kernel_of(layer, self.moe, self.moe_quant_config)
+        else:
+            self.moe_kernel.fused_experts.load(held_weights(layer).read())
+
+
+class TokenyardExchangeMethod(UnquantizedFusedMoEMethod):
+    """The method of unquantized layers: tokenyard moves the rows, and the experts that vLLM chose compute."""
+
+    def __init__(self, moe: Any) -> None:
+        check_supported(moe, get_current_vllm_config().parallel_config)
+        super().__init__(moe)
+        if self.experts_cls.is_monolithic():
+            raise refused(MONOLITHIC, f"vLLM chose {self.experts_cls.__name__}")
+
+    def _init_moe_kernel(self, layer: Any) -> None:
+        """Called by vLLM once the weights are in the layout of its experts."""
+        self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+        on_cpu = issubclass(self.experts_cls, CPUUnquantizedExperts)
+        experts_cls = with_local_ids(self.experts_cls) if on_cpu else self.experts_cls
+        experts = experts_cls(self.moe, self.moe_quant_config)
+        self.moe_kernel = mk.FusedMoEKernel(mover_of(layer, self.moe), experts)
+
+
+class TokenyardRoutedExperts(RoutedExperts):
+    """vLLM's container of experts, which refuses what no method of ours would serve."""
+
+    def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
+        method = super()._get_quant_method(prefix, quant_config, moe_config)
+        if not isinstance(method, TokenyardMethod | TokenyardExchangeMethod):
+            raise refused(QUANTIZED, f"the layer is quantized, with {type(method).__name__}", layer=prefix)
+        return method
+
+
+def kernel_of(layer: Any, moe: Any, quant_config: Any) -> Any:
+    """vLLM's kernel for a layer whose weights are loaded, of our exchange and our experts."""
+    mover = mover_of(layer, moe)
+    experts = TokenyardExperts(
+        mover.plan,
+        layer.layer_name,
+        moe_config=moe,
+        quant_config=quant_config,
+        weights=held_weights(layer).read(),
+    )
+    return mk.FusedMoEKernel(mover, experts)
+
+
+def mover_of(layer: Any, moe: Any) -> TokenyardPrepareAndFinalize:
+    """What moves the rows of a layer. Collective: it makes the plan, if this is the first one."""
+    name, asked = layer.layer_name, asked_for()
+    planned = plan_of_worker(name, asked)
+    hide_from_dynamo(name)
+    return TokenyardPrepareAndFinalize(planned, name, slices=token_slices(moe))
+
+
+def asked_for() -> Settings:
+    """The settings, where the plugin is on."""
+    asked = settings()
+    assert asked is not None  # `plugin.register` has looked
+    return asked
+
+
+def hide_from_dynamo(layer: str) -> None:
+    """Make a layer one opaque operator, as it is on GPUs.
+
+    On CPUs, vLLM lets Dynamo trace into MoE layers. An exchange cannot be traced.
+    """
+    compilation = get_current_vllm_config().compilation_config
+    if current_platform.is_cpu() and compilation.mode:  # not CompilationMode.NONE
+        runner = compilation.static_forward_context[layer]
+        shared = runner.shared_experts is not None
+        runner._forward_entry = torch.ops.vllm.moe_forward_shared if shared else torch.ops.vllm.moe_forward
+
+
+def with_local_ids(experts_cls: Any) -> Any:
+    """vLLM's CPU experts, which leave `expert_map` unread and take ids as places in their weights."""
+
+    class LocalIds(experts_cls):
+        def apply(
+            self, *, topk_ids: Tensor, topk_weights: Tensor, expert_map: Tensor | None, **rest: Any
+        ) -> Any:
+            if expert_map is not None:
+                local_RK = expert_map[topk_ids.long()]
+                topk_ids = local_RK.clamp(min=0).int()
+                topk_weights = torch.where(local_RK < 0, 0.0, topk_weights)
+            return super().apply(topk_ids=topk_ids, topk_weights=topk_weights, expert_map=expert_map, **rest)
+
+    LocalIds.__name__ = f"{experts_cls.__name__}WithLocalIds"
+    return LocalIds
