@@ -1,6 +1,7 @@
 """What only one_sided has: a workspace that grows, ranks that run ahead, results written in place."""
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -193,6 +194,26 @@ def test_if_one_rank_cannot_allocate_all_raise_and_the_old_workspace_still_works
         assert unchanged
         assert works
         assert after
+
+
+class TooSmall(SharedMemoryTransport):
+    """Says of wide layers that their results take a byte less than they do."""
+
+    name = "too small"
+
+    @classmethod
+    def region_bytes(cls, spec):
+        nbytes = super().region_bytes(spec)
+        return nbytes if spec.hidden_size < 600 else replace(nbytes, combine=spec.combine_slots.end - 1)
+
+
+def test_a_layer_that_does_not_fit_into_the_workspace_is_named_before_the_first_token():
+    errors = on_ranks(
+        2, lambda group: raised(ty.plan, [spec("a", **SMALL), spec("b", **LARGE)], group, exchange=TooSmall)
+    )
+    for rank, error in enumerate(errors):
+        assert isinstance(error, ty.ContractError)
+        assert str(error).startswith(f"layer 'b', rank {rank}: a region of the workspace has")
 
 
 def extend_differently(group):

@@ -233,6 +233,20 @@ def test_ranks_that_compute_end_soon_when_launch_is_interrupted(ranks, tmp_path,
     assert capfd.readouterr().err == ""
 
 
+def test_processes_that_have_reported_end_by_themselves(monkeypatch):
+    codes, end = [], process_ranks._end
+
+    def noting(processes):
+        for process in processes:
+            process.join(60)
+            codes.append(process.exitcode)
+        end(processes)
+
+    monkeypatch.setattr(process_ranks, "_end", noting)
+    ty.launch(2, nothing, ranks="processes")
+    assert codes == [0, 0]
+
+
 def environment(group, name):
     return os.environ.get(name)
 

@@ -63,6 +63,7 @@ ONLY_ON_A_GPU = (
 _FIRST, _FIRST_TESTS = 2.0, 20
 # Tests of the core. What tests the commands, the site, models and benchmarks is slow, and meets the core from afar.
 TESTS = (
+    "tests/balancing",
     "tests/checkpoints",
     "tests/cli/test_interrupts.py",
     "tests/conformance",

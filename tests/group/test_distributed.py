@@ -1,0 +1,241 @@
+"""Ranks of torch.distributed, two of them in one process: collectives, deadlines, subgroups, what is left in the store.
+
+Each rank has a connection of its own to the store, and a process group of gloo, as processes have.
+"""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+
+import tokenyard as ty
+from tests.models import raised
+from tokenyard.group.distributed import DistributedGroup, _options
+from tokenyard.group.process_ranks import _meeting_store
+from tokenyard.group.readmission import Invitation, RejoinStore, TCPStore
+
+CPU = torch.device("cpu")
+
+
+def all_at_once(groups, call):
+    """What a call gives on each rank; they make it at the same time."""
+    with ThreadPoolExecutor(len(groups)) as pool:
+        return list(pool.map(call, groups))
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    """Makes groups of two ranks that met in one store, as a fresh rank and one that was left do."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store = _meeting_store(20.0)
+    made = []
+
+    def make(deadline=20.0, name="pair"):
+        invitation = Invitation(meeting=f"meeting {len(made)}", size=2, name=name, deadline=deadline)
+
+        def come(rank):
+            client = TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=20))
+            place = RejoinStore(client, f"key/{len(made)}")
+            return DistributedGroup._met(place, rank, invitation, device=CPU, seconds=20)
+
+        groups = all_at_once(range(2), come)
+        made.extend(groups)
+        return groups
+
+    make.store = store
+    yield make
+    for group in made:
+        group.close()
+
+
+def rows(*values):
+    return torch.tensor([[value, value + 100] for value in values], dtype=torch.uint8).view(len(values), 2)
+
+
+def test_collectives_bring_what_each_rank_sent(pair):
+    def call(group):
+        mine = torch.tensor([group.rank, 7 * group.rank], dtype=torch.uint8)
+        gathered = group.all_gather(mine, phase="a")
+        spread = group.all_gather(torch.arange(6, dtype=torch.uint8)[::2] + group.rank, phase="b")
+        uneven = group.all_gather_rows(rows(1, 2, 3) if group.rank else rows(), [0, 3], phase="c")
+        nothing = group.all_gather_rows(rows(), [0, 0], phase="d")
+        send = [2, 1] if group.rank == 0 else [0, 3]
+        receive = [2, 0] if group.rank == 0 else [1, 3]
+        moved = group.all_to_all_rows(
+            rows(*range(10 * group.rank, 10 * group.rank + 3)), send, receive, phase="e"
+        )
+        empty = group.all_to_all_rows(torch.zeros(3, 0, dtype=torch.uint8), send, receive, phase="f")
+        return [
+            gathered.tolist(),
+            spread.tolist(),
+            uneven.tolist(),
+            nothing.shape,
+            moved.tolist(),
+            empty.shape,
+            group.gather_json({"rank": group.rank}),
+        ]
+
+    for rank, found in enumerate(all_at_once(pair(), call)):
+        assert found[0] == [[0, 0], [1, 7]]
+        assert found[1] == [[0, 2, 4], [1, 3, 5]]
+        assert found[2] == rows(1, 2, 3).tolist()
+        assert found[3] == (0, 2)
+        assert found[4] == (rows(0, 1).tolist() if rank == 0 else rows(2, 10, 11, 12).tolist())
+        assert found[5] == ((2, 0) if rank == 0 else (4, 0))
+        assert found[6] == [{"rank": 0}, {"rank": 1}]
+
+
+def test_what_was_started_is_free_to_be_waited_for_later_and_once(pair):
+    def call(group):
+        first = group.start_all_gather(torch.tensor([group.rank], dtype=torch.uint8), phase="a")
+        second = group.start_all_gather_rows(rows(group.rank), [1, 1], phase="b")
+        third = group.start_all_to_all_rows(rows(1, 2), [1, 1], [1, 1], phase="c")
+        waited = [one.wait().tolist() for one in (first, second, third)]
+        return waited, first.wait() is first.wait()
+
+    assert all_at_once(pair(), call) == [
+        ([[[0], [1]], rows(0, 1).tolist(), rows(rank + 1, rank + 1).tolist()], True) for rank in range(2)
+    ]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda group: group.all_gather(torch.zeros(2), phase="a"),
+        lambda group: group.all_gather(torch.zeros(2, 2, dtype=torch.uint8), phase="a"),
+        lambda group: group.all_gather_rows(rows(1, 2), [1, 1], phase="a"),
+        lambda group: group.all_to_all_rows(rows(1, 2), [1, 2], [1, 1], phase="a"),
+        lambda group: group.all_gather(torch.zeros(2, dtype=torch.uint8, device="meta"), phase="a"),
+    ],
+)
+def test_what_are_no_bytes_is_refused_before_anything_moves(pair, wrong):
+    groups = pair()
+    for group in groups:
+        with pytest.raises(ty.InputError, match="a collective was given"):
+            wrong(group)
+    assert all_at_once(groups, lambda group: group.gather_json(group.rank)) == [[0, 1]] * 2
+
+
+def test_who_does_not_come_is_lost_at_the_deadline_and_the_group_is_broken_for_good(pair):
+    first, second = pair(deadline=0.3)
+    began = time.monotonic()
+    lost = raised(first.barrier, phase="agreement")
+    assert isinstance(lost, ty.PeerLost)
+    assert (lost.peers, lost.phase, lost.rank) == ((1,), "agreement", 0)
+    assert 0.3 <= lost.waited < 10
+    assert time.monotonic() - began < 20
+    later = raised(first.barrier)
+    assert type(later) is ty.GroupError
+    assert "group 'pair' is broken: rank 1 did not arrive in agreement" in str(later)
+    assert raised(second.barrier).peers == (1,)  # it was given up, and reads so
+    assert first.gone() == {}  # its process lives
+
+
+class Interrupted(BaseException):
+    pass
+
+
+def test_a_wait_that_is_interrupted_breaks_the_group(pair, monkeypatch):
+    first, _ = pair(deadline=0.5)
+
+    def interrupted(*_):
+        raise Interrupted
+
+    started = first.start_all_gather(torch.zeros(1, dtype=torch.uint8), phase="agreement")
+    monkeypatch.setattr(first, "_wait", interrupted)
+    with pytest.raises(Interrupted):
+        started.wait()
+    assert "is broken: Interrupted while this rank waited in agreement" in str(raised(first.barrier))
+
+
+def test_subgroups_are_numbered_named_and_forgotten_in_the_store(pair):
+    groups = pair(name="all")
+    before = pair.store.num_keys()
+
+    def split(group):
+        parts = [group.subgroup([1, 0]), group.subgroup([1, 0]), group.subgroup([group.rank], name="alone")]
+        told = [
+            (part.name, part.rank, part.size, part.deadline, part.gather_json(group.rank)) for part in parts
+        ]
+        for part in parts:
+            part.close()
+        return told
+
+    for rank, told in enumerate(all_at_once(groups, split)):
+        assert told == [
+            ("all/1-0", 1 - rank, 2, 20.0, [1, 0]),
+            ("all/1-0", 1 - rank, 2, 20.0, [1, 0]),
+            ("alone", 0, 1, 20.0, [rank]),
+        ]
+    assert pair.store.num_keys() <= before + 2  # one for each meeting that was held, not one for each rank
+    for wrong in ([0, 0], [1], []):
+        with pytest.raises(ty.InputError, match="rank 0 asks for a subgroup of ranks"):
+            groups[0].subgroup(wrong)
+
+
+def test_a_group_that_was_closed_says_so_and_takes_its_keys_with_it(pair):
+    first, second = pair()
+    all_at_once((first, second), lambda group: group.barrier())
+    enrolled = pair.store.num_keys()
+    first.close()
+    assert pair.store.num_keys() < enrolled
+    for call in (first.barrier, lambda: first.subgroup([0, 1]), lambda: first.gather_json(1)):
+        assert "group 'pair' is broken: it was closed" in str(raised(call))
+    first.close()  # a second time
+
+
+def test_memory_is_shared_between_ranks_and_ranks_of_one_host_know_each_other(pair):
+    groups = pair()
+    buffers = all_at_once(groups, lambda group: group.share_memory(5000))
+    assert [[buffer.numel() for buffer in of_rank] for of_rank in buffers] == [[5000, 5000]] * 2
+    buffers[0][1][4999] = 3
+    assert buffers[1][1].nonzero().tolist() == [[4999]]
+    assert all_at_once(groups, lambda group: group.hosts()) == [[[0, 1]]] * 2
+    assert groups[0].host().endswith(" on cpu")
+    assert groups[0].address.startswith("tcp://127.0.0.1:")
+    assert groups[0].address.endswith("#key/0")
+
+
+def test_only_other_ranks_are_readmitted(pair):
+    first, _ = pair()
+    for wrong in ([], [0], [2], [1, 1]):
+        with pytest.raises(ty.InputError, match="rank 0 readmits ranks"):
+            first.readmit(wrong)
+
+
+def test_a_fresh_rank_takes_the_place_of_a_lost_one_each_time_under_another_name(pair):
+    first, second = pair(deadline=11.0)
+    second.close()
+    for number in (1, 2):
+        with ThreadPoolExecutor(1) as pool:
+            joining = pool.submit(ty.rejoin, first.address, rank=1, seconds=20)
+            again = first.readmit([1], seconds=20)
+            fresh = joining.result()
+        assert [(group.name, group.rank, group.size, group.deadline) for group in (again, fresh)] == [
+            (f"pair/again-{number}", 0, 2, 11.0),
+            (f"pair/again-{number}", 1, 2, 11.0),
+        ]
+        assert fresh.address == again.address == first.address
+        assert all_at_once((again, fresh), lambda group: group.gather_json(group.rank)) == [[0, 1]] * 2
+        for group in (again, fresh):
+            group.close()
+
+
+def test_if_nobody_comes_the_invitation_is_taken_back(pair):
+    first, second = pair()
+    second.close()
+    lost = raised(first.readmit, [1], seconds=0.3)
+    assert (lost.peers, lost.phase, lost.rank) == ((1,), "readmission", 0)
+    assert 0.3 <= lost.waited < 10
+    late = raised(ty.rejoin, first.address, rank=1, seconds=0.3)
+    assert f"rank 1 of {first.address} was not invited within 0.3 s" in str(late)
+
+
+def test_collectives_are_waited_for_later_within_a_time():
+    for kind in ("AllgatherOptions", "AllToAllOptions"):
+        own = _options(kind, timedelta(seconds=3))
+        assert own.asyncOp is True
+        assert own.timeout == timedelta(seconds=3)
+        assert _options(kind, None).timeout != timedelta(seconds=3)

@@ -1,0 +1,154 @@
+"""Checksums without an exchange: which rows are believed, and what is said of the first that is not."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tokenyard.errors import Corrupted
+from tokenyard.exchange.integrity import checksums
+from tokenyard.exchange.integrity.checksums import check_back, check_out, checksums_back
+from tokenyard.exchange.integrity.workspace_guards import _check_unused, _cut, _first_written, _unused, _used
+from tokenyard.exchange.workspace import SlotLayout
+from tokenyard.formats import Bf16, Payload
+
+SPEC = SimpleNamespace(max_tokens=4, layer="moe")
+SOURCES = torch.tensor([0, 0, 2])
+GOOD = [[0, 0, 7], [0, 3, 7], [2, 0, 7]]
+
+
+def test_rows_in_the_order_of_ranks_and_tokens_are_believed():
+    checksums._check_heads(SPEC, 7, SOURCES, torch.tensor(GOOD))
+    checksums._check_heads(SPEC, 7, SOURCES[:0], torch.zeros(0, 3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("row", "head", "words"),
+    [
+        (0, [1, 0, 7], "row 0 from rank 0 is token 0 of rank 1: not the one that belongs there"),
+        (0, [0, -1, 7], "row 0 from rank 0 is token -1 of rank 0"),
+        (1, [0, 4, 7], "row 1 from rank 0 is token 4 of rank 0"),
+        (1, [0, 0, 7], "row 1 from rank 0 is token 0 of rank 0"),  # twice
+        (1, [0, 3, 6], "row 1 from rank 0 is token 3 of round 6: it was left there"),
+        (2, [2, 0, 8], "row 0 from rank 2 is token 0 of round 8"),
+        (2, [0, 1, 7], "row 0 from rank 2 is token 1 of rank 0"),
+        (2, [-1, -1, -1], "row 0 from rank 2 is an unused slot: nobody wrote it in round 7"),
+    ],
+)
+def test_the_first_row_that_does_not_belong_there_is_named(row, head, words):
+    found = torch.tensor(GOOD)
+    found[row] = torch.tensor(head)
+    with pytest.raises(Corrupted) as caught:
+        checksums._check_heads(SPEC, 7, SOURCES, found)
+    assert words in str(caught.value)
+    assert caught.value.source == int(SOURCES[row])
+    assert caught.value.token == (None if head[2] == -1 else head[1])
+
+
+def test_other_rows_than_were_announced_are_no_batch():
+    received = SimpleNamespace(counts_W=(2, 0))
+    with pytest.raises(Corrupted, match="3 rows are here, and 2 were announced"):
+        check_out(SPEC, 0, 7, received, torch.zeros(3, 5, dtype=torch.int64))
+
+
+def results(tokens, rank=1, round=7):
+    """What a rank returns for these tokens."""
+    rows = Bf16().encode(torch.arange(4.0).expand(len(tokens), 4).bfloat16())
+    sealed = checksums_back(rank, round, tokens, rows.payloads)
+    return replace(rows, payloads={**rows.payloads, "checksums": sealed})
+
+
+def test_results_are_taken_with_their_seals_and_without_them_no_more():
+    tokens = torch.tensor([1, 3])
+    opened = check_back(SPEC, 1, 7, tokens, results(tokens))
+    assert list(opened.payloads) == ["data"]
+    assert opened.decode().tolist() == [[0.0, 1.0, 2.0, 3.0]] * 2
+    none = torch.zeros(0, dtype=torch.int64)
+    assert check_back(SPEC, 1, 7, none, results(none)).num_rows == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "words", "token"),
+    [
+        ({"tokens": [1, 2]}, "what rank 1 computed for token 2 in round 7 as the result of token 3", 3),
+        ({"tokens": [1, 3], "rank": 0}, "what rank 0 computed for token 1 in round 7", 1),
+        ({"tokens": [1, 3], "round": 6}, "what rank 1 computed for token 1 in round 6", 1),
+        ({"tokens": [1]}, "what rank 1 computed for token 1 in round 7 as the result of token 1", 1),
+        ({"tokens": []}, "rank 1 returned nothing as the result of token 1", 1),
+    ],
+)
+def test_results_of_others_are_not_taken(given, words, token):
+    given = given | {"tokens": torch.tensor(given["tokens"], dtype=torch.int64)}
+    with pytest.raises(Corrupted) as caught:
+        check_back(SPEC, 1, 7, torch.tensor([1, 3]), results(**given))
+    assert words in str(caught.value)
+    assert (caught.value.source, caught.value.token, caught.value.place) == (1, token, "order")
+
+
+def test_a_result_that_was_changed_is_named_by_its_token():
+    tokens = torch.tensor([1, 3])
+    rows = results(tokens)
+    rows.payloads["data"].view(torch.uint8)[1, 2] ^= 1
+    with pytest.raises(
+        Corrupted, match="payload 'data' of the result of token 3 that rank 1 returned"
+    ) as caught:
+        check_back(SPEC, 1, 7, tokens, rows)
+    assert (caught.value.source, caught.value.token) == (1, 3)
+
+
+# -- Slots of a workspace ------------------------------------------------------------------------------------
+
+LAYOUT = SlotLayout.of(
+    [Payload(name="a", dtype=torch.uint8, width=3), Payload(name="b", dtype=torch.int16, width=1)], slots=8
+)
+
+
+def test_slots_with_and_without_rows():
+    counts = (1, 4)
+    assert _used(SPEC, counts) == [range(1), range(4, 8)]
+    assert _unused(SPEC, counts) == [range(1, 4), range(8, 8)]
+    places = torch.arange(LAYOUT.nbytes)
+    cut = [(name, run.tolist()) for name, run in _cut(places, LAYOUT, [range(1), range(6, 8)])]
+    assert cut == [
+        ("a", [0, 1, 2]),
+        ("a", [*range(18, 24)]),
+        ("b", [128, 129]),
+        ("b", [140, 141, 142, 143]),
+    ]
+
+
+def test_the_first_byte_that_is_no_poison():
+    run = torch.full((4,), 255, dtype=torch.uint8)
+    assert _first_written(run) is None
+    assert _first_written(run[:0]) is None
+    run[2:] = 0
+    assert _first_written(run) == 2
+
+
+@pytest.mark.parametrize(
+    ("byte", "words"),
+    [
+        (2, None),  # of a row
+        (3, "slot 1 for rank 0 of region 'dispatch' holds no row in this round, and payload 'a'"),
+        (11, "slot 3 for rank 0 of region 'dispatch'"),
+        (12, None),
+        (23, None),
+        (24, "byte 1 behind the slots of payload 'a' in region 'dispatch'"),
+        (127, "byte 104 behind the slots of payload 'a'"),
+        (129, None),
+        (130, "slot 1 for rank 0 of region 'dispatch' holds no row in this round, and payload 'b'"),
+        (144, "byte 1 behind the slots of payload 'b'"),
+        (255, "byte 112 behind the slots of payload 'b'"),
+    ],
+)
+def test_every_byte_that_belongs_to_no_row_is_looked_at(byte, words):
+    region = torch.full((256,), 255, dtype=torch.uint8)
+    region[byte] = 0
+    if words is None:
+        _check_unused("dispatch", region, LAYOUT, SPEC, (1, 4))
+        return
+    with pytest.raises(Corrupted) as caught:
+        _check_unused("dispatch", region, LAYOUT, SPEC, (1, 4))
+    assert words in str(caught.value)
+    assert caught.value.place == "dispatch"
