@@ -14,15 +14,17 @@ import argparse
 import dataclasses
 import fnmatch
 import json
+import math
 import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from pathlib import Path
 
 from rich.console import Console
@@ -191,6 +193,21 @@ def start_workers(number, start, root):
     return ProcessPoolExecutor(number, multiprocessing.get_context("spawn"), start, (root,))
 
 
+def meet_in_turn(workers, number, trials, until):
+    """Each mutant and what became of it, as it is found out, of those that are begun before a time.
+
+    The order is that of a draw: those that were begun are a random choice, too. `number` are tried at a time.
+    """
+    left, running = iter(trials), set()
+    while True:
+        while len(running) < number and time.monotonic() < until and (each := next(left, None)) is not None:
+            running.add(workers.submit(trial.meet, each))
+        if not running:
+            return
+        done, running = wait(running, return_when=FIRST_COMPLETED)
+        yield from (one.result() for one in done)
+
+
 def sentence(summary):
     """For the documentation."""
     return (
@@ -231,6 +248,9 @@ def main():
     parser.add_argument("--limit", type=float, default=60.0, help="seconds of tests for one mutant")
     parser.add_argument("--more", type=float, default=5, help="how many times as long for one that lives")
     parser.add_argument("--workers", type=int, default=2, help="how many mutants at a time")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="after these, no further mutant is tried"
+    )
     parser.add_argument("--only", default="*", help="a pattern for the mutated files")
     parser.add_argument("--record", type=Path, help="a folder that keeps which test runs which line")
     parser.add_argument("--outcomes", type=Path, help="a file that keeps what became of each mutant")
@@ -263,19 +283,20 @@ def main():
     limits = (_FIRST, options.limit, options.more * options.limit)
     doubtful, same = record.may_fail_by_itself(), Equivalents()
     drawn = draw(every, options.count, options.seed)
-    trials, outcomes = [], [(mutant, trial.Outcome("alive")) for mutant in drawn if same.entry(mutant)]
-    for mutant in [mutant for mutant in drawn if not same.entry(mutant)]:
+    known, outcomes, trials = known_outcomes(options.outcomes, options.again), [], []
+    for mutant in drawn:
+        if same.entry(mutant) or str(mutant) in known:
+            outcomes.append((mutant, known.get(str(mutant), trial.Outcome("alive"))))
+            continue
         parts = stages(record, mutant, limits)
         trials.append((mutant, parts, {test for tests, _ in parts for test in tests} - doubtful))
-    known = known_outcomes(options.outcomes, options.again)
-    outcomes += [(mutant, known[str(mutant)]) for mutant, *_ in trials if str(mutant) in known]
-    trials = [each for each in trials if str(each[0]) not in known]
+    until = time.monotonic() + 60 * options.minutes
     with (
         start_workers(options.workers, trial.start_worker, ROOT) as workers,
         Progress(console=console) as progress,
     ):
         task = progress.add_task("mutants", total=len(trials))
-        for mutant, outcome in workers.map(trial.meet, trials):
+        for mutant, outcome in meet_in_turn(workers, options.workers, trials, until):
             outcomes.append((mutant, outcome))
             if options.outcomes:
                 with options.outcomes.open("a") as file:
@@ -283,7 +304,14 @@ def main():
             met = f"{outcome.verdict:15} {outcome.seconds:6.1f} s {outcome.tests:4} tests"
             print(met, mutant, outcome.test or "", sep="  ", flush=True)
             progress.advance(task)
-    summary = summarize(outcomes, options.seed)
+    tried = {mutant for mutant, _ in outcomes}
+    last = max(
+        (place for place, mutant in enumerate(drawn) if mutant in tried and not same.entry(mutant)),
+        default=-1,
+    )
+    # Those that change nothing need no trial: they count as far as the others were tried.
+    begun = set(drawn[: last + 1]) if len(tried) < len(drawn) else set(drawn)
+    summary = summarize([(mutant, outcome) for mutant, outcome in outcomes if mutant in begun], options.seed)
     print(sentence(summary))
     for each in summary["alive"]:
         print(" ", each)
@@ -291,7 +319,8 @@ def main():
         from tokenyard.cli.machine import provenance
 
         if options.fresh:  # they stand beside the others
-            document = json.loads(options.write.read_text()) | {"fresh": summary}
+            when = {key: value for key, value in provenance().items() if key in ("date", "git_commit")}
+            document = json.loads(options.write.read_text()) | {"fresh": {**when, **summary}}
         else:
             document = {"benchmark": "mutants", **provenance(), "results": summary}
         options.write.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")

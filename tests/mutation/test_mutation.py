@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 from typing import ClassVar
 
@@ -114,6 +115,27 @@ def test_lines_that_run_while_modules_are_imported_meet_tests_of_declarations_fi
     mutant = mutants_of("src/tokenyard/group/x.py", "LIMIT = 3")[0]
     assert choose(RecordOfDeclarations(), mutant, 60)[0] == "tests/test_declarations.py::test_it"
     assert len(choose(RecordOfDeclarations(), mutant, 60)) == 5
+
+
+class OneByOne:
+    """Workers that try a mutant as soon as it is handed to them, and note the time that they take for it."""
+
+    def __init__(self, clock):
+        self.clock = clock
+
+    def submit(self, meet, each):
+        self.clock[0] += 10.0
+        done = Future()
+        done.set_result((each, "killed"))
+        return done
+
+
+@pytest.mark.parametrize(("seconds", "tried"), [(0, 0), (5, 1), (25, 3), (1000, 6)])
+def test_after_its_time_no_further_mutant_is_tried(monkeypatch, seconds, tried):
+    clock = [100.0]
+    monkeypatch.setattr(tool.time, "monotonic", lambda: clock[0])
+    found = tool.meet_in_turn(OneByOne(clock), 1, range(6), 100.0 + seconds)
+    assert [mutant for mutant, _ in found] == [*range(tried)]
 
 
 def test_a_quick_record_has_some_cases_of_each_function():
