@@ -328,7 +328,8 @@ class CudaTransport(Transport):
                 results=self.results_at(slots, None),
             )
         places = [torch.arange(n) + source * slots.max_tokens for source, n in enumerate(counts)]
-        slots_R = torch.cat(places).to(self.group.device)
+        # From pageable memory: it is read before this returns, and the host waits for nothing that runs on the device.
+        slots_R = torch.cat(places).to(self.group.device, non_blocking=True)
         return ReceivedRows(
             rows=rows,
             routes=LocalRoutes(ids_RK=views["ids"][slots_R], weights_RK=views["weights"][slots_R]),
