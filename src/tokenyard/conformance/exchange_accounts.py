@@ -87,7 +87,7 @@ def _rows(made: Plan, spec: LayerSpec, one: Batch, source: int) -> list[int]:
 
 
 def lost_experts_are_counted(trial: Trial) -> None:
-    """Choices whose expert was lost with its rank are dropped and counted; the others are as ever."""
+    """Choices whose expert was lost with its rank are dropped and counted; all other choices count."""
     world = trial.group.size
     lost = Placement.contiguous(world + 1, world + 1).without([world])  # the last expert is nobody's
     spec = layer(placement=lost, num_experts=world + 1, top_k=min(3, world + 1), payloads=())

@@ -91,7 +91,7 @@ def alternating_layers(trial: Trial) -> None:
 
 
 def late_ranks(trial: Trial) -> None:
-    """A rank that is late is waited for, in every round: nobody takes its word of an earlier round for this one."""
+    """A rank that is late is waited for in every round: its announcement of an earlier round does not count."""
     stack = CheckedLayers(trial, (layer(payloads=()),))
     for round_ in range(4):
         if trial.group.rank == trial.group.size - 1:

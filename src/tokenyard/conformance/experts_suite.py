@@ -285,7 +285,7 @@ def rows_are_quantized_once(cls: type[Experts], device: torch.device) -> None:
 
 
 def rows_for_nobody_are_zero(cls: type[Experts], device: torch.device) -> None:
-    """A row none of whose experts live here is zero, even where it holds NaN, and so is its weight's."""
+    """A row none of whose experts live here is zero, even where it or its weight holds NaN."""
     batch = _one(cls, device)
     ids_RK, weights_RK = batch.routes.ids_RK.clone(), batch.routes.weights_RK.clone()
     ids_RK[3], ids_RK[9] = -1, -1

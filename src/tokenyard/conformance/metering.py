@@ -36,7 +36,7 @@ class Meter:
 
     @property
     def carried_rows(self) -> bool:
-        """Whether any row came by the group; an exchange may have ways of its own."""
+        """Whether any row travelled by a call of the group; an exchange may use none of them."""
         return any(self.sent) or self.received > 0
 
     def held(self) -> int:

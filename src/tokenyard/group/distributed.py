@@ -132,7 +132,7 @@ class DistributedGroup(Group):
         phase: str = PHASE,
         gone: Callable[[], dict[int, str]] = dict,
     ) -> DistributedGroup:
-        """The group of those who meet as an invitation says; torch knows no world of them.
+        """The group of the ranks that meet as an invitation says, made without torch's world group.
 
         `gone` says which of them will not come, as far as this rank sees.
         """

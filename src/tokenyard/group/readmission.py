@@ -134,7 +134,7 @@ def meet(
     detector: FailureDetector,
     gone: Callable[[], dict[int, str]],
 ) -> dist.ProcessGroup:
-    """A gloo process group of whoever comes to this meeting in the store, though torch knows no world of them.
+    """Make a gloo process group of the ranks that come to this meeting in the store, without torch's world group.
 
     All must have come within so many seconds, and then be connected within some more, unless one of them is seen to
     be gone: before all have come by `gone`, then by the `detector` of those that met. `timeout` is that of gloo.
@@ -208,7 +208,7 @@ def name_again(name: str, times: int) -> str:
 
 
 def group_key_of(name: str, global_ranks: Sequence[int], use: str = "") -> str:
-    """What a group and all that come after it are called in the store.
+    """The key, in the store, of a group and of the groups that replace it after losses.
 
     >>> group_key_of("world", [0, 1]), group_key_of("world", [0, 1], "use 2")
     ('world/0-1', 'world/0-1/use 2')

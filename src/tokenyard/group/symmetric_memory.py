@@ -133,7 +133,7 @@ def _allocate(nbytes: int, device: torch.device) -> Tensor:
 
 
 def _check_devices(group: Group) -> str:
-    """A word that is the same on all ranks; all raise if two share a GPU and torch was not told that they may."""
+    """A random token that is the same on all ranks; all raise if two share a GPU and torch does not allow it."""
     told = os.environ.get(OVERLAPPING_DEVICES) == "1"
     place = [os.uname().nodename, group.device.index, told, secrets.token_hex(8)]
     places = group.gather_json(place, phase=_PHASE)

@@ -134,7 +134,7 @@ class Traffic:
 
     @property
     def nbytes(self) -> int:
-        """Both ways."""
+        """Bytes that are read and written."""
         return self.read + self.written
 
 

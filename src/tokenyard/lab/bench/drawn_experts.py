@@ -1,4 +1,4 @@
-"""Experts of any format for a benchmark, made in no time, and what they must give.
+"""Random experts of any format for a benchmark, made quickly, and the results that they must give.
 
 One expert is drawn and quantized. Expert e is that one with its outputs turned by e steps: its bytes are moved, not
 quantized again, and no two experts are the same, so that a kernel that takes the wrong one is found out. The reference

@@ -134,7 +134,7 @@ class Load:
 
     @classmethod
     def of(cls, batches: Sequence[ReceivedRows], drawn: DrawnExperts) -> Load:
-        """That of some batches."""
+        """The load of some batches."""
         ids = [batch.routes.ids_RK for batch in batches if isinstance(batch.routes, LocalRoutes)]
         return cls(
             rows=statistics.fmean(batch.num_rows for batch in batches),
@@ -154,7 +154,7 @@ class Floor:
 
     @property
     def us(self) -> float:
-        """The larger one holds."""
+        """The floor in µs: the larger of the two."""
         return max(self.by_bytes, self.by_flops)
 
 

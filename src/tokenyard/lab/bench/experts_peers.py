@@ -85,7 +85,7 @@ def _plain(weights: ExpertWeights, batch: ReceivedRows) -> Work:
 
 
 def _row_wise_fp8(weights: ExpertWeights, batch: ReceivedRows) -> Work:
-    """It knows a scale for each row and each output, no blocks: the same bytes of weights, with made-up scales."""
+    """Torch's fp8 products, with a scale for each row and each output, not for blocks: the scales are made up."""
     matrices = []
     for matrix in (weights.w13, weights.w2):
         assert isinstance(matrix, QuantizedMatrix)

@@ -34,7 +34,7 @@ def installed_version() -> str | None:
 
 
 def can_measure(cell: DispatchCell) -> bool:
-    """It waits on a stream per rank: many of them in one graph can hang, until it ends the process."""
+    """Whether a cell is safe to measure: kernels wait on a stream per rank, and many in one graph can hang."""
     return cell.ranks <= MOST_STREAMS and cell.operation != "combine" and cell.launch != PER_RANK
 
 

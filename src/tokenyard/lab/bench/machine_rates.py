@@ -37,7 +37,7 @@ class Rates:
 
 
 def measure_rates(device: torch.device, clock: Clock) -> Rates:
-    """Measure all of them."""
+    """Measure all rates of a machine."""
     rates = Rates(
         read=READ_BYTES[device.type] / _fastest(clock, _reads(device)),
         copy=copy_rate(device, clock),

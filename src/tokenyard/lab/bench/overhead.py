@@ -1,4 +1,4 @@
-"""What does one rank pay for being able to be many? A layer beside its experts, a model beside plain Transformers.
+"""What does an exchange cost on one rank? A layer beside its experts, a model beside plain Transformers.
 
 **A layer**: one call with one token on one CPU rank, whose floor is what the experts of that layer take for that token:
 the router, the plan, both ways of the exchange and all checks are the difference.

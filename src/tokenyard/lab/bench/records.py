@@ -41,7 +41,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
-        """That of some values, at least one.
+        """The spread of some values, at least one.
 
         >>> Spread.of([4.0, 1.0, 2.0, 3.0, 5.0])
         Spread(median=3.0, low=2.0, high=4.0, least=1.0, most=5.0)
@@ -54,7 +54,7 @@ class Spread:
 
     @classmethod
     def ratio(cls, above: Sequence[float], below: Sequence[float]) -> Spread:
-        """That of ratios, taken round by round."""
+        """The spread of ratios, taken round by round."""
         return cls.of(a / b for a, b in zip(above, below, strict=True))
 
     @property
