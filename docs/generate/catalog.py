@@ -85,8 +85,8 @@ PAGES = (
             "tokenyard": ("FORMATS", "Format"),
             "tokenyard.formats": (
                 *("get", "for_dtype", "PlainFormat", "Bf16", "Fp16", "Fp32", "Fp8Block128", "Mxfp8", "Nvfp4"),
-                *("WEIGHT_FORMATS", "weight_format", "WeightFormat", "PlainWeights", "QuantizedMatrix"),
-                "e2m1_to_float32",
+                *("WEIGHT_FORMATS", "weight_format", "WeightFormat", "PlainWeights", "Mxfp4Weights"),
+                *("QuantizedMatrix", "swizzle_scales", "e2m1_to_float32"),
             ),
         },
     ),
@@ -151,7 +151,16 @@ PAGES = (
         title="Engines",
         about="Classes with the methods that engines call. The guide is [Engines](../guide/engines.md).",
         names={
-            "tokenyard.integrations.flashinfer": ("MoeAlltoAll", "moe_a2a_get_workspace_size_per_rank"),
+            "tokenyard.integrations.flashinfer": (
+                *(
+                    "MoeAlltoAll",
+                    "SfLayout",
+                    "moe_a2a_active_rank_mask",
+                    "moe_a2a_get_workspace_size_per_rank",
+                ),
+                *("moe_a2a_initialize", "moe_a2a_dispatch", "moe_a2a_sanitize_expert_ids"),
+                *("moe_a2a_wrap_payload_tensor_in_workspace", "moe_a2a_combine"),
+            ),
             "tokenyard.integrations.vllm": ("TokenyardPrepareAndFinalize", "TokenyardExperts"),
         },
     ),

@@ -235,7 +235,7 @@ def test_a_plan_that_cannot_tell_of_what_it_gave_up_is_broken(exchange, error, w
 
 
 def through_flashinfer(group):
-    a2a = MoeAlltoAll(max_num_tokens=4, top_k=1, num_experts=2, group=group)
+    a2a = MoeAlltoAll(None, max_num_tokens=4, top_k=1, num_experts=2, group=group)
     rows, ids = torch.ones(2, 3), torch.tensor([[0], [1]])
 
     def round_trip(value):

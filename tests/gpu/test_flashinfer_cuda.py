@@ -21,7 +21,7 @@ def trips(group, batches):
         for tokens, most in batches
         for in_workspace in (False, True)
     }
-    a2a._exchange.synchronize()
+    a2a._exchange.exchange.synchronize()
     a2a.close()
     return wrong
 
@@ -51,8 +51,8 @@ def many_rounds(group, rounds):
         tokens = [(turn * 3 + rank * 5) % 9 for rank in range(group.size)]
         dtype = [torch.float32, torch.bfloat16][turn % 2]
         wrong += round_trip(a2a, group, tokens, seed=turn, in_workspace=turn % 5 < 2, dtype=dtype)
-    a2a._exchange.synchronize()
-    return wrong, len(a2a._exchange_specs)
+    a2a._exchange.exchange.synchronize()
+    return wrong, len(a2a._exchange.specs)
 
 
 def test_100_rounds_of_changing_sizes():
@@ -110,7 +110,7 @@ def refused(group, names):
         if name == "an id too large":  # goes nowhere, and is reported by the next call
             trip(*given)
             given = good
-        error = raised(lambda given=given: (trip(*given), a2a._exchange.synchronize()))
+        error = raised(lambda given=given: (trip(*given), a2a._exchange.exchange.synchronize()))
         errors.append((type(error).__name__, str(error)))
         group.barrier()
         assert trip(*good) == [2.0, 1.0], name
@@ -167,7 +167,7 @@ def captured(group, replays):
         a2a.combine(there, tokens, payload_in_workspace=True, output=y_TH)
 
     trip()
-    a2a._exchange.synchronize()
+    a2a._exchange.exchange.synchronize()
     graph = torch.cuda.CUDAGraph()
     refused = None
     for rank in range(group.size):  # threads of one process capture one after the other
@@ -189,7 +189,7 @@ def captured(group, replays):
         for rank in range(group.size):
             ranks_T1[goes_to(fresh_TK, rank, group.size, experts)] += 1
         wrong += (y_TH != (fresh_TH * ranks_T1).bfloat16().cuda()).sum()
-    a2a._exchange.synchronize()
+    a2a._exchange.exchange.synchronize()
     return int(wrong), type(refused).__name__, str(refused)
 
 

@@ -24,7 +24,8 @@ from tokenyard.formats.matrix import QuantizedMatrix, WeightFormat
 from tokenyard.formats.mxfp8 import Mxfp8
 from tokenyard.formats.nvfp4 import Nvfp4
 from tokenyard.formats.plain import Bf16, Fp16, Fp32, PlainFormat
-from tokenyard.formats.weights import WEIGHT_FORMATS, PlainWeights, weight_format
+from tokenyard.formats.swizzle import swizzle_scales
+from tokenyard.formats.weights import WEIGHT_FORMATS, Mxfp4Weights, PlainWeights, weight_format
 
 # The formats in which rows travel, by name.
 FORMATS: dict[str, type[Format]] = {kind.name: kind for kind in (Bf16, Fp16, Fp32, Fp8Block128, Mxfp8, Nvfp4)}
@@ -124,6 +125,7 @@ __all__ = [
     "Fp8Block128",
     "Fp16",
     "Fp32",
+    "Mxfp4Weights",
     "Mxfp8",
     "Nvfp4",
     "Payload",
@@ -134,5 +136,6 @@ __all__ = [
     "e2m1_to_float32",
     "for_dtype",
     "get",
+    "swizzle_scales",
     "weight_format",
 ]

@@ -13,7 +13,7 @@ from tokenyard.integrations.flashinfer import MoeAlltoAll
 
 def make(group, **changes):
     sizes = {"max_num_tokens": 8, "top_k": 2, "num_experts": 5}
-    return MoeAlltoAll(group=group, **(sizes | changes))
+    return MoeAlltoAll(**({"mapping": None} | sizes | changes), group=group)
 
 
 def batch(rank, tokens, top_k, num_experts, seed=0, hidden=6):
@@ -57,7 +57,7 @@ def round_trip(a2a, group, tokens, seed=0, most=None, in_workspace=False, dtype=
     sent = [payload.to(device) for payload in payloads]
     received = a2a.dispatch(sent[2], sent, most, invalid_token_expert_id=-9, expert_id_payload_index=2)
     wrong = [] if all(same_bits(now.cpu(), old) for now, old in zip(sent, before, strict=True)) else ["input"]
-    clears = a2a._carrier.reads_values
+    clears = a2a._exchange.carrier.reads_values
     received = [payload.cpu() for payload in received]
     results = results_of(received).to(dtype).to(device)  # a GPU divides otherwise
     for source, (ids, sent) in enumerate(batches):

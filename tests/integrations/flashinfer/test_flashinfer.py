@@ -266,7 +266,7 @@ def growth(group):
         a2a.dispatch(IDS, [torch.ones(2, width)], most)
         y_TH = a2a.combine(torch.ones(group.size, most, hidden), most)
         sizes.append(a2a.workspace_size_per_rank)
-        buffers.append(a2a._exchange.transport.workspace)
+        buffers.append(a2a._exchange.exchange.transport.workspace)
         assert y_TH.shape == (2, hidden)
 
     for width, hidden, most in [(4, 4, 4), (400, 4, 4), (400, 900, 4), (4, 4, 2), (400, 900, 8)]:
@@ -284,9 +284,9 @@ def test_the_workspace_grows_when_it_must_and_never_else(ranks):
 def growth_between(group):
     a2a = make(group)
     (received,) = a2a.dispatch(IDS, [ROWS * 7], 4)
-    before = a2a._exchange.transport.workspace
+    before = a2a._exchange.exchange.transport.workspace
     there = a2a.get_combine_payload_tensor_in_workspace(4, 5000, torch.float32)
-    grown = a2a._exchange.transport.workspace is not before
+    grown = a2a._exchange.exchange.transport.workspace is not before
     count = int((received == 7).all(dim=-1).sum())  # what was received is still there
     there.fill_(2.0)
     y_TH = a2a.combine(there, 4, payload_in_workspace=True)
@@ -329,12 +329,12 @@ def constructed(group):
     errors = [
         raised(make, group, mapping=SimpleNamespace(moe_ep_size=3, moe_ep_rank=group.rank)),
         raised(make, group, mapping=SimpleNamespace()),
-        raised(make, group, **first(group, {}, {"ep_rank": 0})),
+        raised(make, group, mapping=SimpleNamespace(moe_ep_size=2, moe_ep_rank=0) if group.rank else None),
         raised(make, group, **first(group, {}, {"top_k": 0})),
         raised(make, group, **first(group, {}, {"num_experts": 2.5})),
         raised(make, group, **other),
     ]
-    second = make(group, ep_size=2, ep_rank=group.rank)
+    second = make(group, mapping=SimpleNamespace(**place))
     assert (second.ep_size, second.ep_rank) == (2, group.rank)
     wrong = round_trip(second, group, [3, 4]) + round_trip(make(group), group, [3, 4])
     return sizes, [str(error) for error in errors], wrong

@@ -3,80 +3,64 @@
     received = a2a.dispatch(topk_ids, [rows, scales, topk_ids, topk_weights], runtime_max_tokens_per_rank)
     y_TH = a2a.combine(results, runtime_max_tokens_per_rank)
 
-A layer of a plan is declared before the first token. This door learns what travels from the tensors that it is given,
-and they may change from call to call. So it keeps a list of *manifests* (dtypes and shapes of a call, and its
-`runtime_max_tokens_per_rank`), the same list on every rank, and a spec of the exchange for each of them.
-
-- A manifest that is on the list costs nothing more: the exchange's own announcement carries its number, so ranks that
-  bring different ones find out in the flags of that very round.
-- A rank that brings a new one, or has an error to report, says so in that round ("at the door", spec 0). Every rank
-  hears it, and all meet in one agreement over the group: what does each bring, what went wrong? Either all raise, or
-  all bring the same: it goes on the list, the workspace grows where it has to, and the round is made again.
-
-Results have a manifest of their own (width and dtype), which is not known when rows are dispatched. A dispatch that is
-in flight is therefore *redirected* to the spec of its results. Nothing that stands in the workspace is needed for the
-way back, so the workspace may grow even there, between the two.
+Names, order and defaults of the arguments are those of FlashInfer 0.7.2, which a test compares; `group` is ours. How
+ranks agree on what they bring is the matter of `agreed_exchange`.
 
 What `dispatch` returns, and the tensor for results, are views of the workspace: they mean something until `combine`.
-
-On GPUs (`tokenyard.integrations.flashinfer.device_carrier`) a call whose manifest is on the list waits for nobody.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from tokenyard.errors import (
-    Drifted,
-    HandleError,
-    InputError,
-    PeerFailed,
-    PlanBroken,
-    PlanError,
-    TokenyardError,
-)
-from tokenyard.exchange import Arrival, ExchangeSpec, SharedMemoryTransport
-from tokenyard.exchange.workspace import REGION_ALIGNMENT, round_up
-from tokenyard.formats import EncodedRows, Format, Payload, for_dtype
-from tokenyard.group import Disagreement
+from tokenyard.errors import HandleError, InputError, PlanBroken
+from tokenyard.formats import for_dtype
 from tokenyard.group.base import Group
-from tokenyard.integrations.flashinfer.carriers import NeedsAgreement, carrier_for
+from tokenyard.integrations.flashinfer.agreed_exchange import AgreedExchange
+from tokenyard.integrations.flashinfer.callers_group import group_of_communicator, group_of_config
+from tokenyard.integrations.flashinfer.eplb_statistics import GatheredStatistics
 from tokenyard.integrations.flashinfer.manifest import (
     Manifest,
-    PayloadSet,
-    as_matrix,
+    check_backend,
     check_batch,
     check_marks,
     check_place,
     check_results,
+    check_statistics,
     check_whole,
 )
-from tokenyard.routing import Placement, Routes
+from tokenyard.integrations.flashinfer.quantized_output import (
+    QuantizedOutput,
+    SfLayout,
+    check_output_format,
+    through_e4m3,
+)
+from tokenyard.integrations.flashinfer.rank_mask import ActiveRanks, check_rank_masks, read_mask
+from tokenyard.integrations.flashinfer.workspace_handles import (
+    Metainfo,
+    Workspace,
+    moe_a2a_get_workspace_size_per_rank,
+)
+from tokenyard.routing import Placement
 from tokenyard.rows import describe
-
-Result = TypeVar("Result")
-
-# The wire of a spec that only serves the way back.
-_NOTHING = PayloadSet(entries=(Payload(name="nothing", dtype=torch.uint8, width=1),))
 
 
 class MoeAlltoAll:
     """Dispatch and combine for engines that call FlashInfer's class of this name.
 
-    `mapping` (with `moe_ep_size` and `moe_ep_rank`), or `ep_size` and `ep_rank`, are compared with `group`, which does
-    the work. `workspace_size_per_rank` and `mnnvl_config` are taken for the sake of callers that pass them: the
-    workspace has the size that is needed, and grows. With `hidden_size`, room for bf16 results is there from the start.
+    The ranks are those of `group`, or of `mnnvl_config.comm_backend` (vLLM's way). `mapping`, which may be None, is
+    compared with them: its `moe_ep_size` and `moe_ep_rank`. `workspace_size_per_rank` is taken for the sake of callers
+    that pass it: the workspace has the size that is needed, and grows. With `hidden_size`, room for bf16 results is
+    there from the start.
 
     >>> from tokenyard import launch
     >>> def rank_main(group):
-    ...     a2a = MoeAlltoAll(max_num_tokens=4, top_k=1, num_experts=2, group=group)
+    ...     a2a = MoeAlltoAll(None, max_num_tokens=4, top_k=1, num_experts=2, group=group)
     ...     ids, rows = torch.tensor([[1], [0]]), torch.tensor([[1.0], [2.0]]) + 10 * group.rank
     ...     (received,) = a2a.dispatch(ids, [rows], runtime_max_tokens_per_rank=2)
     ...     return received[:, 0, 0].tolist(), a2a.combine(received * 100, 2).flatten().tolist()
@@ -90,113 +74,246 @@ class MoeAlltoAll:
     max_num_tokens: int  # the most tokens that a rank brings in a call
     top_k: int  # the experts that a token chooses
     num_experts: int  # the experts of the layer, on all ranks together
+    eplb_stats_num_experts: int  # the counts in a rank's EPLB statistics; 0: there are none
+    enable_eplb: bool  # whether dispatches may bring EPLB statistics
+    enable_rank_mask: bool  # whether every call brings a rank mask
+    num_tokens: int  # the tokens of this rank in its last dispatch
+    eplb_gathered_stats: Tensor | None  # the EPLB statistics of the dispatch in flight: a row for each rank
 
     def __init__(
         self,
-        mapping: Any = None,
-        max_num_tokens: int = 0,
-        top_k: int = 0,
-        num_experts: int = 0,
+        mapping: Any,
+        max_num_tokens: int,
+        top_k: int,
+        num_experts: int,
         workspace_size_per_rank: int | None = None,
         hidden_size: int | None = None,
         mnnvl_config: Any = None,
+        eplb_stats_num_experts: int = 0,
+        enable_rank_mask: bool = False,
         *,
-        group: Group,
-        ep_size: int | None = None,
-        ep_rank: int | None = None,
+        backend: str = "trtllm",
+        group: Group | None = None,
     ) -> None:
-        self.group, self.ep_size, self.ep_rank = group, group.size, group.rank
+        self._made_group = group is None
+        self.group = group = group_of_config(mnnvl_config) if group is None else group
+        self.ep_size, self.ep_rank = group.size, group.rank
         self.max_num_tokens, self.top_k, self.num_experts = max_num_tokens, top_k, num_experts
-        self._exchange_specs: dict[Manifest | None, ExchangeSpec] = {}
-        self._warm: set[Manifest | None] = set()
-        self._flight: Arrival | None = None
-        self._dispatched: Manifest | None = None
+        self.eplb_stats_num_experts, self.enable_rank_mask = eplb_stats_num_experts, enable_rank_mask
+        self._hidden_size = hidden_size
 
         def check() -> None:
+            check_backend(backend)
             sizes = {"max_num_tokens": max_num_tokens, "top_k": top_k, "num_experts": num_experts}
             optional = {"workspace_size_per_rank": workspace_size_per_rank, "hidden_size": hidden_size}
             for name, value in (sizes | {k: v for k, v in optional.items() if v is not None}).items():
                 check_whole(name, value, least=1)
-            check_place(mapping, group.size, ep_size=ep_size)
-            check_place(mapping, group.rank, ep_rank=ep_rank)
+            check_whole("eplb_stats_num_experts", eplb_stats_num_experts, least=0)
+            check_rank_masks(group.size, enable_rank_mask)
+            if mapping is not None:
+                names = ("moe_ep_size", "moe_ep_rank")
+                check_place(group, **{f"mapping.{name}": getattr(mapping, name, None) for name in names})
 
-        number = group.count_plan()
+        self._start(group, ActiveRanks.all_of(group.size), check)
+        self.enable_eplb = eplb_stats_num_experts > 0
+        # For the functions of FlashInfer's that take them (`moe_a2a_dispatch` and others); opaque.
+        self.workspace = Workspace(group)
+        self.metainfo = Metainfo(self.workspace, max_num_tokens, eplb_stats_num_experts)
+        self.metainfo.made[top_k, num_experts, enable_rank_mask] = self
+
+    def _start(self, group: Group, active: ActiveRanks, check: Callable[[], None] = lambda: None) -> None:
+        """Set up the exchange of the active ranks, which are those of `group`. Collective over these."""
         given = (
-            f"max_num_tokens {max_num_tokens}, top_k {top_k}, num_experts {num_experts}, "
-            f"hidden_size {hidden_size}, number {number} of this group"
+            f"max_num_tokens {self.max_num_tokens}, top_k {self.top_k}, num_experts {self.num_experts}, "
+            f"hidden_size {self._hidden_size}, eplb_stats_num_experts {self.eplb_stats_num_experts}, "
+            f"enable_rank_mask {self.enable_rank_mask}"
         )
-        self._agree("MoeAlltoAll", given, self._attempt(check)[1])
-        if reason := SharedMemoryTransport.reaches(group, group.gather_json(group.host())):
-            raise PlanError(str(reason), expected="ranks that share memory", fix=reason.why, rank=group.rank)
-        self._placement = Placement.contiguous(num_experts, group.size)
-        self._carrier = carrier_for(group, plan_id=number)
-        self._exchange = self._carrier.exchange
-        # The routing weights travel as a payload of the caller's, if at all.
-        self._ones_TK = torch.ones(max_num_tokens, top_k, device=group.device)
-        self._exchange_specs[None] = self._exchange_spec("door", _NOTHING, 0, 1, torch.bfloat16, max_tokens=0)
-        self._serve(self._exchange_specs)
-        if hidden_size is not None:
-            self._learn(Manifest.of_results(hidden_size, torch.bfloat16, max_num_tokens))
+        self._active, self._is_away, self._max_tokens, self.num_tokens = active, False, 0, 0
+        self._staged: Tensor | None = None  # where results are put together while ranks are masked
+        self.eplb_gathered_stats = None
+        self._exchange = AgreedExchange(
+            group,
+            placement=lambda: active.keep(Placement.contiguous(self.num_experts, self.ep_size)),
+            top_k=self.top_k,
+            max_tokens=self.max_num_tokens,
+            rank=self.ep_rank,
+            given=given,
+            check=check,
+        )
+        self._statistics = (
+            GatheredStatistics(group, self.eplb_stats_num_experts) if self.eplb_stats_num_experts else None
+        )
+        if self._hidden_size is not None:
+            self._exchange.learn(Manifest.of_results(self._hidden_size, torch.bfloat16, self.max_num_tokens))
+
+    # -- The workspace -------------------------------------------------------------------------------------
 
     @property
     def workspace_size_per_rank(self) -> int:
         """Bytes of the workspace that this rank holds now."""
-        return self._carrier.own_buffer.numel()
+        return self._exchange.carrier.own_buffer.numel()
+
+    @classmethod
+    def get_workspace(
+        cls,
+        workspace_size_per_rank: int,
+        ep_rank: int,
+        ep_size: int,
+        max_num_tokens: int,
+        mapping: Any,
+        eplb_stats_num_experts: int = 0,
+        *,
+        backend: str = "trtllm",
+        group: Group | None = None,
+    ) -> dict[str, Any]:
+        """A workspace for the functions of FlashInfer's, `moe_a2a_dispatch` and others, among the ranks of `group`.
+
+        It takes memory with its first dispatch, as much as is needed. `mapping` may be None.
+        """
+        if group is None:
+            raise InputError(
+                "get_workspace was called without a group",
+                expected="the ranks that share the workspace: nothing else says who they are",
+                fix="pass group=, or make a MoeAlltoAll, whose `workspace` and `metainfo` are the same",
+            )
+        check_backend(backend)
+        check_place(group, ep_size=ep_size, ep_rank=ep_rank)
+        workspace = Workspace(group)
+        return {
+            "workspace_size_per_rank": workspace_size_per_rank,
+            "max_num_tokens": max_num_tokens,
+            "ep_rank": ep_rank,
+            "ep_size": ep_size,
+            "eplb_stats_num_experts": eplb_stats_num_experts,
+            "workspace": workspace,
+            "metainfo": Metainfo(workspace, max_num_tokens, eplb_stats_num_experts),
+        }
+
+    @staticmethod
+    def get_moe_workspace_size_per_rank(
+        ep_size: int,
+        top_k: int,
+        max_num_tokens: int,
+        hidden_size: int,
+        extra_payload_bytes_per_token: int = 0,
+        eplb_stats_num_experts: int = 0,
+        *,
+        backend: str = "trtllm",
+    ) -> int:
+        """Bytes of a rank's workspace for rows of 16 bits, their ids and weights, and 16-bit results.
+
+        >>> MoeAlltoAll.get_moe_workspace_size_per_rank(ep_size=4, top_k=2, max_num_tokens=10, hidden_size=64)
+        10880
+        """
+        routes = 2 * 4 * top_k
+        dispatched = 2 * hidden_size + routes + extra_payload_bytes_per_token
+        return moe_a2a_get_workspace_size_per_rank(
+            ep_size, max_num_tokens, dispatched, 2 * hidden_size, eplb_stats_num_experts, backend=backend
+        )
+
+    def checkpoint_prepare(self) -> None:
+        """Give the workspace back, on all ranks, until `checkpoint_restore`. Does nothing the second time."""
+        if self._is_away:
+            return
+        if self.group.device.type == "cuda":
+            raise HandleError(
+                "checkpoint_prepare was called on GPUs",
+                expected="ranks on CPUs: CUDA graphs hold addresses of the workspace, and a new one stands elsewhere",
+                fix="close this MoeAlltoAll, and make and capture a new one after the checkpoint",
+                rank=self.ep_rank,
+            )
+        self._check_idle("checkpoint_prepare was called between a dispatch and its combine")
+        self._exchange.group.barrier(phase="checkpoint_prepare")
+        self._exchange.close()
+        self._statistics = None
+        self._is_away = True
+
+    def checkpoint_restore(self, comm_backend: Any) -> None:
+        """Set up the workspace anew, among the ranks of `comm_backend`, a communicator or a group. Collective."""
+        if not self._is_away:
+            return
+        group = group_of_communicator(comm_backend)
+        check_place(group, ep_size=self.ep_size, ep_rank=self.ep_rank)
+        self.group = self.workspace.group = group
+        self._start(group, ActiveRanks.all_of(group.size))
+
+    def close(self) -> None:
+        """Give the workspace back. Later calls raise; a group that was passed in stays."""
+        self._exchange.close()
+        if self._exchange.group is not self.group:
+            self._exchange.group.close()
+        if self._made_group:
+            self.group.close()
 
     # -- The way out ---------------------------------------------------------------------------------------
 
     def dispatch(
         self,
         token_selected_experts: Tensor,
-        input_payloads: Sequence[Tensor],
+        input_payloads: list[Tensor],
         runtime_max_tokens_per_rank: int,
         invalid_token_expert_id: int | None = None,
         expert_id_payload_index: int | None = None,
+        eplb_local_stats: Tensor | None = None,
+        active_rank_mask: Tensor | None = None,
     ) -> list[Tensor]:
         """Send row t of each payload to every rank that owns one of the experts of token t, once.
 
         Returns, for each payload, `[ep_size, runtime_max_tokens_per_rank, ...]`: the rows from each source rank, in
         token order. Slots behind them are zero; with `invalid_token_expert_id` they hold that id in the payload
-        `expert_id_payload_index`.
+        `expert_id_payload_index`. `eplb_local_stats`, int32, of every rank are in `eplb_gathered_stats` afterwards.
+        Ranks that `active_rank_mask` leaves out are not waited for, from now on, and their experts get no rows.
         """
+        self._check_here()
+        self._check_idle("dispatch was called twice")
+        active, mask_error = self._exchange.attempt(lambda: self._mask(active_rank_mask))
+        if active is not None and active != self._active:
+            self._go_on_with(active)
         self._check_usable()
-        if self._flight is not None:
-            raise self._out_of_turn("dispatch was called twice", "combine the last dispatch first")
 
         def check() -> Manifest:
+            if mask_error is not None:
+                raise mask_error
             most = check_whole(
                 "runtime_max_tokens_per_rank", runtime_max_tokens_per_rank, least=0, most=self.max_num_tokens
             )
-            experts = self.num_experts if self._carrier.reads_values else None
+            experts = self.num_experts if self._exchange.carrier.reads_values else None
             check_batch(token_selected_experts, input_payloads, self.top_k, experts, most, self.group.device)
             check_marks(input_payloads, invalid_token_expert_id, expert_id_payload_index)
-            return Manifest.of_payloads(input_payloads, most)
+            check_statistics(eplb_local_stats, self.eplb_stats_num_experts, self.group.device)
+            if self._statistics is not None and eplb_local_stats is not None:
+                self._statistics.bring(eplb_local_stats)
+            return Manifest.of_payloads(input_payloads, most, statistics=eplb_local_stats is not None)
 
-        manifest, error = self._attempt(check)
-        if error is not None or self._listed(manifest) not in self._exchange_specs:
-            self._carrier.check_may_agree(f"what this dispatch brings ({manifest})", error)
-            with suppress(NeedsAgreement, Drifted), self._exchange.round_trip(self._exchange_specs[None]):
-                raise NeedsAgreement(self._cause("dispatch", manifest, error))
-            self._agree_at_the_door("dispatch", manifest, error)
-        assert manifest is not None
-        spec = self._exchange_specs[self._listed(manifest)]
-        names = [payload.name for payload in spec.wire.payloads(1)]
-        matrices = dict(zip(names, map(as_matrix, input_payloads), strict=True))
-        rows = EncodedRows(format=spec.wire, hidden_size=1, payloads=matrices)
-        routes = Routes(
-            topk_ids_TK=token_selected_experts, topk_weights_TK=self._ones_TK[: len(token_selected_experts)]
+        with self._naming_ranks():
+            manifest, slots = self._exchange.dispatch(check, token_selected_experts, input_payloads)
+        assert self._exchange.flight is not None
+        self._max_tokens, self.num_tokens = manifest.max_tokens, len(token_selected_experts)
+        if self._statistics is not None and manifest.statistics:
+            self.eplb_gathered_stats = self._active.spread(self._statistics.gathered())
+        self._exchange.carrier.mark_unused(
+            self._exchange.flight,
+            slots,
+            manifest.max_tokens,
+            expert_id_payload_index,
+            invalid_token_expert_id,
         )
-        send = partial(self._carrier.move, spec, rows, routes, manifest.max_tokens)
-        flight = self._explained(manifest, send)
-        self._flight, self._dispatched = flight, manifest
-        slots = [flight.received.rows.payloads[name] for name in names]
-        self._carrier.mark_unused(
-            flight, slots, manifest.max_tokens, expert_id_payload_index, invalid_token_expert_id
-        )
-        return [
-            slots_SX.view(self.ep_size, manifest.max_tokens, *shape)
+        active_ranks = len(self._active.ranks)
+        received = [
+            self._active.spread(slots_SX.view(active_ranks, manifest.max_tokens, *shape))
             for slots_SX, (_, shape) in zip(slots, manifest.rows, strict=True)
         ]
+        if expert_id_payload_index is not None and invalid_token_expert_id is not None:
+            for rank in self._active.masked:
+                received[expert_id_payload_index][rank].fill_(invalid_token_expert_id)
+        return received
+
+    def unused_slots(self) -> Tensor:
+        """Which slots of the dispatch in flight hold no row: `[ep_size, runtime_max_tokens_per_rank]`."""
+        self._check_dispatched("unused_slots")
+        assert self._exchange.flight is not None
+        used = ~self._exchange.carrier.unused(self._exchange.flight, self._max_tokens)
+        return ~self._active.spread(used)
 
     # -- The way back --------------------------------------------------------------------------------------
 
@@ -206,7 +323,7 @@ class MoeAlltoAll:
         """`[ep_size, runtime_max_tokens_per_rank, hidden_size]` of the workspace, for results of the last dispatch.
 
         Results that are written there need no copy: `combine(…, payload_in_workspace=True)`. Collective where results
-        of this width and dtype are new.
+        of this width and dtype are new. While ranks are masked, it is a tensor of its own.
         """
         self._check_dispatched("get_combine_payload_tensor_in_workspace")
 
@@ -215,224 +332,177 @@ class MoeAlltoAll:
             for_dtype(dtype)
             return Manifest.of_results(hidden_size, dtype, self._same_tokens(runtime_max_tokens_per_rank))
 
-        wanted, _ = self._redirected(manifest)
-        return self._results(wanted)
+        with self._naming_ranks():
+            results = self._exchange.results(self._exchange.redirect(manifest))
+        if not self._active.is_all:
+            self._staged = results = torch.zeros_like(self._active.spread(results))
+        return results
 
     def combine(
         self,
         payload: Tensor,
         runtime_max_tokens_per_rank: int,
         payload_in_workspace: bool = False,
+        output_dtype: torch.dtype | None = None,
+        output_scales: Tensor | None = None,
+        output_scalar_scale: float = 1.0,
+        sf_layout: SfLayout = SfLayout.layout_linear,
         output: Tensor | None = None,
+        *,
+        use_low_precision: bool = False,
+        active_rank_mask: Tensor | None = None,
     ) -> Tensor:
         """Bring the results of the last dispatch home: `[T, H]`, summed over ranks in float32, in rank order.
 
         `payload` is `[ep_size, runtime_max_tokens_per_rank, H]`, weighted and summed over the experts of this rank.
-        The sum is rounded once, to the payload's dtype, and written into `output` if given. A combine that raises ends
-        the round trip on every rank: dispatch again.
+        The sum is rounded once, to the payload's dtype, or to the quantized output that `output_dtype` and
+        `output_scales` ask for, and written into `output` if given. With `use_low_precision` results are cast to e4m3
+        before they are summed, and the sum is bf16. `active_rank_mask` is that of the dispatch. A combine that raises
+        ends the round trip on every rank: dispatch again.
         """
         self._check_dispatched("combine")
+        quantized: list[QuantizedOutput | None] = []
 
         def manifest() -> Manifest:
             max_tokens = self._same_tokens(runtime_max_tokens_per_rank)
             check_results(payload, self.ep_size, max_tokens, self.group.device)
-            wanted = Manifest.of_results(payload.shape[2], payload.dtype, max_tokens)
-            if payload_in_workspace and not self._is_results(wanted, payload):
-                raise InputError(
-                    f"payload is {describe(payload)} that does not stand in the workspace",
-                    expected="the tensor of get_combine_payload_tensor_in_workspace, for payload_in_workspace=True",
-                    fix="write the results into that tensor, or pass payload_in_workspace=False",
+            given = Manifest.of_results(payload.shape[2], payload.dtype, max_tokens)
+            if payload_in_workspace:
+                self._check_in_workspace(given, payload)
+            self._check_outside(output=output, output_scales=output_scales)
+            self._check_same_mask(active_rank_mask)
+            quantized.append(
+                check_output_format(
+                    payload,
+                    self.num_tokens,
+                    output_dtype,
+                    output_scales,
+                    output_scalar_scale,
+                    sf_layout,
+                    use_low_precision,
+                    output,
                 )
-            if isinstance(output, Tensor) and self._in_workspace(output):
+            )
+            if use_low_precision:
+                return Manifest.of_results(payload.shape[2], torch.bfloat16, max_tokens)
+            return given
+
+        with self._naming_ranks():
+            wanted = self._exchange.redirect(manifest)
+            (written,) = quantized
+            in_place = payload_in_workspace and self._active.is_all and not use_low_precision
+            results = through_e4m3(payload) if use_low_precision else payload
+            y_TH = self._exchange.combine(
+                wanted,
+                None if in_place else self._active.pick(results),
+                None if written else output,
+                in_float32=written is not None,
+            )
+        self._staged = self.eplb_gathered_stats = None
+        return y_TH if written is None else written.write(y_TH, output)
+
+    def refuse_combine(self, error: InputError) -> NoReturn:
+        """Take part in the combine of the last dispatch only to say what is wrong on this rank. All ranks raise."""
+        self._check_dispatched("combine")
+
+        def check() -> Manifest:
+            raise error
+
+        with self._naming_ranks():
+            self._exchange.redirect(check)
+        raise error
+
+    def _check_in_workspace(self, manifest: Manifest, payload: Tensor) -> None:
+        """Raise unless a tensor is the place for results, through whatever views it went in between."""
+        place = self._staged
+        if self._active.is_all:
+            there = self._exchange.knows(manifest) and self._exchange.owns(payload)
+            place = self._exchange.results(manifest) if there else None
+        if place is None or payload.data_ptr() != place.data_ptr() or not payload.is_contiguous():
+            raise InputError(
+                f"payload is {describe(payload)} that does not stand in the workspace",
+                expected="the tensor of get_combine_payload_tensor_in_workspace, for payload_in_workspace=True",
+                fix="write the results into that tensor, or pass payload_in_workspace=False",
+            )
+
+    def _check_outside(self, **tensors: Tensor | None) -> None:
+        for name, tensor in tensors.items():
+            if isinstance(tensor, Tensor) and self._exchange.owns(tensor):
                 raise InputError(
-                    "output stands in the workspace",
+                    f"{name} stands in the workspace",
                     expected="a tensor of the caller's own: other ranks still read and write there",
                     fix="allocate it with torch.empty",
                 )
-            return wanted
-
-        wanted, flight = self._redirected(manifest)
-        self._flight = None
-        if not payload_in_workspace:
-            self._carrier.place(flight, self._results(wanted), payload)
-        buffer = flight.received.results
-        assert buffer is not None  # results travel back as they are
-        back = partial(self._exchange.combine, flight, buffer.placed(), out=output)
-        return self._explained(wanted, back).y_TH
-
-    def _redirected(self, manifest: Callable[[], Manifest]) -> tuple[Manifest, Arrival]:
-        """The dispatch in flight, redirected to results of a manifest that all ranks know."""
-        flight, self._flight = self._flight, None
-        assert flight is not None
-        wanted, error = self._attempt(manifest)
-        again = error is not None or self._listed(wanted) not in self._exchange_specs
-        if again:
-            self._carrier.check_may_agree(f"what this combine brings ({wanted})", error)
-            at_the_door = NeedsAgreement(self._cause("combine", wanted, error))
-            with suppress(NeedsAgreement, Drifted):
-                self._exchange.refuse(
-                    self._exchange.redirect(flight, self._exchange_specs[None]), at_the_door
-                )
-            self._agree_at_the_door("combine", wanted, error)
-        assert wanted is not None
-        self._flight = self._carrier.redirect(
-            flight, self._exchange_specs[self._listed(wanted)], wanted.max_tokens, again=again
-        )
-        return wanted, self._flight
-
-    def _results(self, manifest: Manifest) -> Tensor:
-        """Where results of a manifest belong in this rank's workspace: one place, as one dispatch is in flight."""
-        spec = self._exchange_specs[self._listed(manifest)]
-        rows_SH = self._carrier.results(spec, manifest.max_tokens).rows_SH
-        return rows_SH.view(self.ep_size, manifest.max_tokens, spec.hidden_size)
-
-    def _is_results(self, manifest: Manifest, payload: Tensor) -> bool:
-        """Whether a tensor is that place, through whatever views it went in between."""
-        if self._listed(manifest) not in self._exchange_specs or not self._in_workspace(payload):
-            return False
-        return payload.data_ptr() == self._results(manifest).data_ptr() and payload.is_contiguous()
-
-    def _in_workspace(self, tensor: Tensor) -> bool:
-        mine = self._carrier.own_buffer.untyped_storage()
-        return tensor.untyped_storage().data_ptr() == mine.data_ptr()
 
     def _same_tokens(self, max_tokens: int) -> int:
-        assert self._dispatched is not None
-        if max_tokens != self._dispatched.max_tokens:
+        if max_tokens != self._max_tokens:
             raise InputError(
                 f"runtime_max_tokens_per_rank is {max_tokens!r}",
-                expected=f"{self._dispatched.max_tokens}, as in the dispatch before",
+                expected=f"{self._max_tokens}, as in the dispatch before",
                 fix="pass one value to both",
             )
-        return self._dispatched.max_tokens
+        return self._max_tokens
 
-    # -- Agreeing ------------------------------------------------------------------------------------------
+    # -- Who takes part, and in which order ----------------------------------------------------------------
 
-    def _listed(self, manifest: Manifest | None) -> Manifest | None:
-        """The manifest on the list that serves this one."""
-        if manifest is None or self._carrier.needs_exact_tokens:
-            return manifest
-        return replace(manifest, max_tokens=self.max_num_tokens)
+    def _mask(self, mask: Tensor | None) -> ActiveRanks:
+        return read_mask(mask, self.enable_rank_mask, self._active, self.ep_rank)
 
-    def _cause(self, phase: str, manifest: Manifest | None, error: Exception | None) -> Exception:
-        """What brings this rank to the door, as others hear it that are not there."""
-        return error or Drifted(
-            f"this rank brings {manifest} to {phase}, which is new, and others bring what is not",
-            expected="the same dtypes and shapes on every rank",
-            fix="pass payloads of the same kind on every rank",
-            rank=self.group.rank,
-        )
+    def _check_same_mask(self, mask: Tensor | None) -> None:
+        if self._mask(mask) != self._active:
+            raise InputError(
+                "active_rank_mask is another one than that of the dispatch",
+                expected=f"the ranks {list(self._active.ranks)}, as there",
+                fix="pass one mask to both; a rank that was lost in between is left out of the next dispatch",
+            )
 
-    def _agree_at_the_door(self, phase: str, manifest: Manifest | None, error: Exception | None) -> None:
-        """This rank was at the door: agree with the others, and put what all bring on the list."""
-        if not self._carrier.all_need_agreement():
-            raise self._cause(phase, manifest, error)
-        self._agree(phase, str(manifest), error)
-        self._learn(manifest)
+    def _go_on_with(self, active: ActiveRanks) -> None:
+        """Set up the exchange anew among the ranks that are left. Collective over these."""
+        old = self._exchange
+        with self._active.naming(self.ep_rank):
+            group = old.group.subgroup([self._active.ranks.index(rank) for rank in active.ranks])
+        old.close()
+        if old.group is not self.group:
+            old.group.close()
+        with active.naming(self.ep_rank):
+            self._start(group, active)
 
-    def _agree(self, phase: str, mine: str, error: Exception | None) -> None:
-        """Raise on every rank if one has an error, or if they bring different things."""
-        report = {"error": None if error is None else f"{type(error).__name__}: {error}", "brings": mine}
-        by_rank = self.group.gather_json(report, phase=f"agreement on {phase}")
-        if error is not None:
-            raise error
-        for rank, other in enumerate(by_rank):
-            if other["error"] is not None:
-                raise PeerFailed(rank, other["error"], phase=phase, rank=self.group.rank)
-        brought = [other["brings"] for other in by_rank]
-        if len(set(brought)) > 1:
-            raise Disagreement(f"the arguments of {phase}", brought, rank=self.group.rank)
+    @contextmanager
+    def _naming_ranks(self) -> Iterator[None]:
+        """Inside, errors name EP ranks, and say how to go on after a loss."""
+        with self._active.naming(self.ep_rank):
+            try:
+                yield
+            except PlanBroken as error:
+                error.fix = (
+                    "pass an active_rank_mask without the ranks that were lost, on every rank that is left"
+                    if self.enable_rank_mask
+                    else "make a new MoeAlltoAll on every rank that is left, on a group of these ranks"
+                )
+                raise
 
-    def _explained(self, manifest: Manifest, call: Callable[[], Result]) -> Result:
-        """Make a call of the exchange. If the ranks bring different manifests there, say so in those words."""
-        try:
-            return call()
-        except Drifted:
-            if self._carrier.reads_values:  # else the ranks are not in one call any more
-                self._agree(manifest.phase, str(manifest), None)
-            raise
-
-    def _learn(self, manifest: Manifest | None) -> None:
-        """Put a manifest on the list, and let the workspace grow if it has to. Collective."""
-        assert manifest is not None  # there was no error
-        known = dict(self._exchange_specs)
-        # As many tokens as there may ever be come along: another number of them needs no other workspace.
-        for each in (self._listed(manifest), replace(manifest, max_tokens=self.max_num_tokens)):
-            if each is not None and each not in known:
-                known[each] = self._exchange_spec_of(each, len(known))
-        self._serve(known)
-        self._exchange_specs = known
-
-    def _serve(self, known: Mapping[Manifest | None, ExchangeSpec]) -> None:
-        """Make room for these, and load their kernels before one waits for another rank. Collective."""
-        self._exchange.serve(list(known.values()))
-        self._exchange.warmup([spec for manifest, spec in known.items() if manifest not in self._warm])
-        self._warm |= set(known)
-
-    def _exchange_spec_of(self, manifest: Manifest, number: int) -> ExchangeSpec:
-        name = f"{manifest.phase} {number}"
-        if manifest.phase == "combine":
-            ((dtype, (hidden_size,)),) = manifest.rows
-            return self._exchange_spec(name, _NOTHING, number, hidden_size, dtype, manifest.max_tokens)
-        return self._exchange_spec(name, manifest.wire(), number, 1, torch.bfloat16, manifest.max_tokens)
-
-    def _exchange_spec(
-        self, name: str, wire: Format, number: int, hidden_size: int, dtype: torch.dtype, max_tokens: int
-    ) -> ExchangeSpec:
-        return ExchangeSpec(
-            layer=name,
-            index=number,
-            hidden_size=hidden_size,
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-            max_tokens=max_tokens,
-            dtype=dtype,
-            wire=wire,
-            combine_wire=for_dtype(dtype),
-            placement=self._placement,
-        )
-
-    # -- Turns ---------------------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """Give the workspace back. Later calls raise; the group stays."""
-        self._exchange.close()
-        self._flight = None
-
-    def _attempt(self, make: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
-        """What a check of this rank's own gives, or its error, for the others to hear first."""
-        try:
-            return make(), None
-        except Exception as error:
-            return None, error.at(rank=self.group.rank) if isinstance(error, TokenyardError) else error
+    def _check_here(self) -> None:
+        if self._is_away:
+            raise HandleError(
+                "the workspace was given back by checkpoint_prepare",
+                expected="a workspace",
+                fix="call checkpoint_restore on every rank",
+                rank=self.ep_rank,
+            )
 
     def _check_usable(self) -> None:
-        try:
-            self._exchange.check_usable()
-        except PlanBroken as error:
-            error.fix = "make a new MoeAlltoAll on every rank that is left, on a group of these ranks"
-            raise
+        self._check_here()
+        with self._naming_ranks():
+            self._exchange.exchange.check_usable()
+
+    def _check_idle(self, found: str) -> None:
+        if self._exchange.flight is not None:
+            raise self._out_of_turn(found, "combine the last dispatch first")
 
     def _check_dispatched(self, name: str) -> None:
         self._check_usable()
-        if self._flight is None:
+        if self._exchange.flight is None:
             raise self._out_of_turn(f"{name} was called before a dispatch", "dispatch first")
 
     def _out_of_turn(self, found: str, fix: str) -> HandleError:
-        return HandleError(found, expected="dispatch, then combine", fix=fix, rank=self.group.rank)
-
-
-def moe_a2a_get_workspace_size_per_rank(
-    ep_size: int,
-    max_num_tokens: int,
-    total_dispatch_payload_size_per_token: int,
-    combine_payload_size_per_token: int,
-) -> int:
-    """Bytes that payloads of these sizes take in a rank's workspace. Nobody has to ask: it grows by itself.
-
-    >>> moe_a2a_get_workspace_size_per_rank(4, 10, 100, 64)  # 4000 and 2560, each rounded up to 128
-    6656
-    """
-    slots = ep_size * max_num_tokens
-    sizes = (total_dispatch_payload_size_per_token, combine_payload_size_per_token)
-    return sum(round_up(slots * size, REGION_ALIGNMENT) for size in sizes)
+        return HandleError(found, expected="dispatch, then combine", fix=fix, rank=self.ep_rank)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from tokenyard.errors import TokenyardError
@@ -73,6 +74,10 @@ class Carrier(ABC):
         """Fill the slots that hold no row: in payload `number` with `mark`."""
 
     @abstractmethod
+    def unused(self, arrival: Arrival, max_tokens: int) -> Tensor:
+        """Which slots hold no row: `[ranks, max_tokens]`."""
+
+    @abstractmethod
     def results(self, spec: ExchangeSpec, max_tokens: int) -> CombineBuffer:
         """Where results of a spec belong in this rank's workspace; one dispatch is in flight at most."""
 
@@ -127,6 +132,10 @@ class SharedMemoryCarrier(Carrier):
         """The others are filled with zeros."""
         for each, slots_SX in enumerate(payloads):
             clear_unused(slots_SX, arrival.received.counts_W, max_tokens, mark if each == number else None)
+
+    def unused(self, arrival: Arrival, max_tokens: int) -> Tensor:
+        counts_W1 = torch.tensor(arrival.received.counts_W).unsqueeze(1)
+        return torch.arange(max_tokens) >= counts_W1
 
     def results(self, spec: ExchangeSpec, max_tokens: int) -> CombineBuffer:
         buffer = self._transport.results_at(spec, 0, None)

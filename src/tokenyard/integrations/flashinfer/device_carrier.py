@@ -59,9 +59,11 @@ class DeviceCarrier(Carrier):
         """The others keep what stood there."""
         if number is None or mark is None:
             return
+        payloads[number].masked_fill_(self.unused(arrival, max_tokens).view(-1, 1), mark)
+
+    def unused(self, arrival: Arrival, max_tokens: int) -> Tensor:
         routes = cast(LocalRoutes, arrival.received.routes)
-        unused_S1 = (routes.ids_RK < 0).all(dim=1, keepdim=True)
-        payloads[number].masked_fill_(unused_S1, mark)
+        return (routes.ids_RK < 0).all(dim=1).view(self.exchange.group.size, max_tokens)
 
     def results(self, spec: ExchangeSpec, max_tokens: int) -> CombineBuffer:
         buffer = self._transport.results_at(DispatchSlots(spec=spec, region=0, max_tokens=max_tokens), None)

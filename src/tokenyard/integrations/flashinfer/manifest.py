@@ -16,6 +16,7 @@ from torch import Tensor
 from tokenyard.errors import InputError
 from tokenyard.formats import EncodedRows, Format, Payload, for_dtype
 from tokenyard.formats.base import dtype_name
+from tokenyard.group.base import Group
 from tokenyard.rows import describe
 
 
@@ -26,12 +27,15 @@ class Manifest:
     phase: str
     rows: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
     max_tokens: int
+    statistics: bool = False  # whether EPLB statistics come along
 
     @classmethod
-    def of_payloads(cls, payloads: Sequence[Tensor], max_tokens: int) -> Manifest:
+    def of_payloads(
+        cls, payloads: Sequence[Tensor], max_tokens: int, *, statistics: bool = False
+    ) -> Manifest:
         """What a dispatch of these tensors brings."""
         rows = tuple((payload.dtype, tuple(payload.shape[1:])) for payload in payloads)
-        return cls(phase="dispatch", rows=rows, max_tokens=max_tokens)
+        return cls(phase="dispatch", rows=rows, max_tokens=max_tokens, statistics=statistics)
 
     @classmethod
     def of_results(cls, hidden_size: int, dtype: torch.dtype, max_tokens: int) -> Manifest:
@@ -49,7 +53,8 @@ class Manifest:
 
     def __str__(self) -> str:
         rows = ", ".join(f"{dtype_name(dtype)}{list(shape)}" for dtype, shape in self.rows)
-        return f"{rows} a row, runtime_max_tokens_per_rank {self.max_tokens}"
+        statistics = ", with eplb_local_stats" if self.statistics else ""
+        return f"{rows} a row, runtime_max_tokens_per_rank {self.max_tokens}{statistics}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,18 +114,46 @@ def check_whole(name: str, value: object, *, least: int, most: int | None = None
     return number
 
 
-def check_place(mapping: object, of_group: int, **given: int | None) -> None:
-    """Raise unless what a caller says of its place (`ep_rank=3`, or a mapping's `moe_ep_rank`) is true."""
-    claims: dict[str, object] = {name: value for name, value in given.items() if value is not None}
-    if mapping is not None:
-        claims |= {f"mapping.moe_{name}": getattr(mapping, f"moe_{name}", None) for name in given}
+def check_place(group: Group, **claims: object) -> None:
+    """Raise unless what a caller says of its place (`ep_rank=3`, `ep_size=4`) is what the group says."""
     for name, value in claims.items():
+        of_group = group.size if name.endswith("size") else group.rank
         if value != of_group:
             raise InputError(
                 f"{name} is {value!r}",
                 expected=f"{of_group}, as the group says",
                 fix="pass the group of the EP ranks",
             )
+
+
+def check_backend(backend: object) -> None:
+    """Raise unless a caller leaves it to this package how rows are moved."""
+    if backend != "trtllm":
+        raise InputError(
+            f"backend is {backend!r}",
+            expected="'trtllm', the default: tokenyard moves rows with kernels of its own, one set for all",
+            fix="leave backend out",
+        )
+
+
+def check_statistics(stats: object, num_experts: int, device: torch.device) -> None:
+    """Raise unless these are a rank's EPLB statistics, where they were asked for. None: there are none this time."""
+    if stats is None:
+        return
+    if num_experts == 0:
+        raise InputError(
+            "eplb_local_stats are given, and eplb_stats_num_experts is 0",
+            expected="a MoeAlltoAll that was made for them",
+            fix="make it with eplb_stats_num_experts=len(eplb_local_stats)",
+        )
+    fits = isinstance(stats, Tensor) and tuple(stats.shape) == (num_experts,) and stats.dtype == torch.int32
+    if not isinstance(stats, Tensor) or not fits or stats.device.type != device.type:
+        where = f" on {stats.device}" if isinstance(stats, Tensor) else ""
+        raise InputError(
+            f"eplb_local_stats is {describe(stats)}{where}",
+            expected=f"int32[{num_experts}] on {device}, as eplb_stats_num_experts says",
+            fix="count the tokens of each expert with torch.bincount(…, minlength=eplb_stats_num_experts).int()",
+        )
 
 
 def check_batch(

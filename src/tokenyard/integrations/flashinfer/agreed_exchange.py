@@ -1,0 +1,262 @@
+"""An exchange whose layers are learned from the calls, and are the same on every rank.
+
+A layer of a plan is declared before the first token. FlashInfer's callers declare nothing: what travels is known from
+the tensors that they pass, and may change from call to call. So an `AgreedExchange` keeps a list of *manifests* (dtypes
+and shapes of a call, and its `runtime_max_tokens_per_rank`), the same list on every rank, and a spec of the exchange
+for each of them.
+
+- A manifest that is on the list costs nothing more: the exchange's own announcement carries its number, so ranks that
+  bring different ones find out in the flags of that very round.
+- A rank that brings a new one, or has an error to report, says so in that round ("at the door", spec 0). Every rank
+  hears it, and all meet in one agreement over the group: what does each bring, what went wrong? Either all raise, or
+  all bring the same: it goes on the list, the workspace grows where it has to, and the round is made again.
+
+Results have a manifest of their own (width and dtype), which is not known when rows are dispatched. A dispatch that is
+in flight is therefore *redirected* to the spec of its results. Nothing that stands in the workspace is needed for the
+way back, so the workspace may grow even there, between the two.
+
+On GPUs (`tokenyard.integrations.flashinfer.device_carrier`) a call whose manifest is on the list waits for nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from tokenyard.errors import Drifted, PeerFailed, PlanError, TokenyardError
+from tokenyard.exchange import Arrival, ExchangeSpec, SharedMemoryTransport
+from tokenyard.formats import EncodedRows, Format, Payload, for_dtype
+from tokenyard.group import Disagreement
+from tokenyard.group.base import Group
+from tokenyard.integrations.flashinfer.carriers import NeedsAgreement, carrier_for
+from tokenyard.integrations.flashinfer.manifest import Manifest, PayloadSet, as_matrix
+from tokenyard.routing import Placement, Routes
+
+Result = TypeVar("Result")
+
+# The wire of a spec that only serves the way back.
+_NOTHING = PayloadSet(entries=(Payload(name="nothing", dtype=torch.uint8, width=1),))
+
+
+class AgreedExchange:
+    """Dispatch and combine of whatever the ranks of a group bring, as long as all bring the same.
+
+    `rank` is the number by which errors name this rank. Collective: what is `given` is compared between ranks, and each
+    makes its `check`, before anything is set up.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        *,
+        placement: Callable[[], Placement],
+        top_k: int,
+        max_tokens: int,
+        rank: int,
+        given: str,
+        check: Callable[[], None],
+    ) -> None:
+        self.group, self._rank = group, rank
+        self._top_k, self._max_tokens = top_k, max_tokens
+        number = group.count_plan()
+        self._agree("MoeAlltoAll", f"{given}, number {number} of this group", self.attempt(check)[1])
+        if reason := SharedMemoryTransport.reaches(group, group.gather_json(group.host())):
+            raise PlanError(str(reason), expected="ranks that share memory", fix=reason.why, rank=rank)
+        self._placement = placement()
+        self.carrier = carrier_for(group, plan_id=number)
+        self.exchange = self.carrier.exchange
+        self.flight: Arrival | None = None  # the dispatch that is not combined yet
+        # The specs of the manifests that all ranks know; that of None is the door.
+        self.specs: dict[Manifest | None, ExchangeSpec] = {}
+        self._warm: set[Manifest | None] = set()
+        # The routing weights travel as a payload of the caller's, if at all.
+        self._ones_TK = torch.ones(max_tokens, top_k, device=group.device)
+        self.specs[None] = self._spec("door", _NOTHING, 0, 1, torch.bfloat16, max_tokens=0)
+        self._serve(self.specs)
+
+    # -- The way out ---------------------------------------------------------------------------------------
+
+    def dispatch(
+        self, check: Callable[[], Manifest], ids_TK: Tensor, payloads: Sequence[Tensor]
+    ) -> tuple[Manifest, list[Tensor]]:
+        """Send the payloads of a checked batch; return its manifest and, for each payload, all slots: `[S, width]`."""
+        manifest, error = self.attempt(check)
+        if error is not None or self._listed(manifest) not in self.specs:
+            self.carrier.check_may_agree(f"what this dispatch brings ({manifest})", error)
+            with suppress(NeedsAgreement, Drifted), self.exchange.round_trip(self.specs[None]):
+                raise NeedsAgreement(self._cause("dispatch", manifest, error))
+            self._agree_at_the_door("dispatch", manifest, error)
+        assert manifest is not None
+        spec = self.specs[self._listed(manifest)]
+        names = [payload.name for payload in spec.wire.payloads(1)]
+        matrices = dict(zip(names, map(as_matrix, payloads), strict=True))
+        rows = EncodedRows(format=spec.wire, hidden_size=1, payloads=matrices)
+        routes = Routes(topk_ids_TK=ids_TK, topk_weights_TK=self._ones_TK[: len(ids_TK)])
+        self.flight = self._explained(
+            manifest, partial(self.carrier.move, spec, rows, routes, manifest.max_tokens)
+        )
+        return manifest, [self.flight.received.rows.payloads[name] for name in names]
+
+    # -- The way back --------------------------------------------------------------------------------------
+
+    def redirect(self, check: Callable[[], Manifest]) -> Manifest:
+        """Let the dispatch in flight wait for results of this manifest, which all ranks bring."""
+        flight, self.flight = self.flight, None
+        assert flight is not None
+        wanted, error = self.attempt(check)
+        again = error is not None or self._listed(wanted) not in self.specs
+        if again:
+            self.carrier.check_may_agree(f"what this combine brings ({wanted})", error)
+            at_the_door = NeedsAgreement(self._cause("combine", wanted, error))
+            with suppress(NeedsAgreement, Drifted):
+                self.exchange.refuse(self.exchange.redirect(flight, self.specs[None]), at_the_door)
+            self._agree_at_the_door("combine", wanted, error)
+        assert wanted is not None
+        spec = self.specs[self._listed(wanted)]
+        self.flight = self.carrier.redirect(flight, spec, wanted.max_tokens, again=again)
+        return wanted
+
+    def results(self, manifest: Manifest) -> Tensor:
+        """Where results of a manifest belong in this rank's workspace: `[ranks, max_tokens, H]`. One place, always."""
+        spec = self.specs[self._listed(manifest)]
+        rows_SH = self.carrier.results(spec, manifest.max_tokens).rows_SH
+        return rows_SH.view(self.group.size, manifest.max_tokens, spec.hidden_size)
+
+    def combine(
+        self, manifest: Manifest, payload: Tensor | None, output: Tensor | None, *, in_float32: bool = False
+    ) -> Tensor:
+        """Bring the results of the redirected dispatch home. `payload` None: they stand in the workspace.
+
+        The sum is rounded to the dtype of the results, or stays `in_float32`: that is the concern of this rank alone.
+        """
+        flight, self.flight = self.flight, None
+        assert flight is not None
+        if in_float32:
+            summed = replace(flight.spec, dtype=torch.float32)
+            flight = self.carrier.redirect(flight, summed, manifest.max_tokens)
+        if payload is not None:
+            self.carrier.place(flight, self.results(manifest), payload)
+        buffer = flight.received.results
+        assert buffer is not None  # results travel back as they are
+        back = partial(self.exchange.combine, flight, buffer.placed(), out=output)
+        return self._explained(manifest, back).y_TH
+
+    def knows(self, manifest: Manifest) -> bool:
+        """Whether all ranks know this manifest."""
+        return self._listed(manifest) in self.specs
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether a tensor stands in this rank's workspace."""
+        mine = self.carrier.own_buffer.untyped_storage()
+        return tensor.untyped_storage().data_ptr() == mine.data_ptr()
+
+    def close(self) -> None:
+        """Give the workspace back. Later calls raise."""
+        self.exchange.close()
+        self.flight = None
+
+    # -- Agreeing ------------------------------------------------------------------------------------------
+
+    def attempt(self, make: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+        """What a check of this rank's own gives, or its error, for the others to hear first."""
+        try:
+            return make(), None
+        except Exception as error:
+            return None, error.at(rank=self._rank) if isinstance(error, TokenyardError) else error
+
+    def learn(self, manifest: Manifest) -> None:
+        """Put a manifest on the list, and let the workspace grow if it has to. Collective."""
+        known = dict(self.specs)
+        # As many tokens as there may ever be come along: another number of them needs no other workspace.
+        for each in (self._listed(manifest), replace(manifest, max_tokens=self._max_tokens)):
+            if each is not None and each not in known:
+                known[each] = self._spec_of(each, len(known))
+        self._serve(known)
+        self.specs = known
+
+    def _listed(self, manifest: Manifest | None) -> Manifest | None:
+        """The manifest on the list that serves this one."""
+        if manifest is None or self.carrier.needs_exact_tokens:
+            return manifest
+        return replace(manifest, max_tokens=self._max_tokens)
+
+    def _cause(self, phase: str, manifest: Manifest | None, error: Exception | None) -> Exception:
+        """What brings this rank to the door, as others hear it that are not there."""
+        return error or Drifted(
+            f"this rank brings {manifest} to {phase}, which is new, and others bring what is not",
+            expected="the same dtypes and shapes on every rank",
+            fix="pass payloads of the same kind on every rank",
+            rank=self._rank,
+        )
+
+    def _agree_at_the_door(self, phase: str, manifest: Manifest | None, error: Exception | None) -> None:
+        """This rank was at the door: agree with the others, and put what all bring on the list."""
+        if not self.carrier.all_need_agreement():
+            raise self._cause(phase, manifest, error)
+        self._agree(phase, str(manifest), error)
+        assert manifest is not None  # there was no error
+        self.learn(manifest)
+
+    def _agree(self, phase: str, mine: str, error: Exception | None) -> None:
+        """Raise on every rank if one has an error, or if they bring different things."""
+        report = {"error": None if error is None else f"{type(error).__name__}: {error}", "brings": mine}
+        by_rank = self.group.gather_json(report, phase=f"agreement on {phase}")
+        if error is not None:
+            raise error
+        for rank, other in enumerate(by_rank):
+            if other["error"] is not None:
+                raise PeerFailed(rank, other["error"], phase=phase, rank=self._rank)
+        brought = [other["brings"] for other in by_rank]
+        if len(set(brought)) > 1:
+            raise Disagreement(f"the arguments of {phase}", brought, rank=self._rank)
+
+    def _explained(self, manifest: Manifest, call: Callable[[], Result]) -> Result:
+        """Make a call of the exchange. If the ranks bring different manifests there, say so in those words."""
+        try:
+            return call()
+        except Drifted:
+            if self.carrier.reads_values:  # else the ranks are not in one call any more
+                self._agree(manifest.phase, str(manifest), None)
+            raise
+
+    def _serve(self, known: Mapping[Manifest | None, ExchangeSpec]) -> None:
+        """Make room for these, and load their kernels before one waits for another rank. Collective."""
+        self.exchange.serve(list(known.values()))
+        new = {manifest: spec for manifest, spec in known.items() if manifest not in self._warm}
+        # The sum of results may be wanted in float32, to be quantized.
+        in_float32 = [
+            replace(spec, dtype=torch.float32)
+            for manifest, spec in new.items()
+            if manifest is not None and manifest.phase == "combine" and spec.dtype != torch.float32
+        ]
+        self.exchange.warmup([*new.values(), *in_float32])
+        self._warm |= set(known)
+
+    def _spec_of(self, manifest: Manifest, number: int) -> ExchangeSpec:
+        name = f"{manifest.phase} {number}"
+        if manifest.phase == "combine":
+            ((dtype, (hidden_size,)),) = manifest.rows
+            return self._spec(name, _NOTHING, number, hidden_size, dtype, manifest.max_tokens)
+        return self._spec(name, manifest.wire(), number, 1, torch.bfloat16, manifest.max_tokens)
+
+    def _spec(
+        self, name: str, wire: Format, number: int, hidden_size: int, dtype: torch.dtype, max_tokens: int
+    ) -> ExchangeSpec:
+        return ExchangeSpec(
+            layer=name,
+            index=number,
+            hidden_size=hidden_size,
+            num_experts=self._placement.num_experts,
+            top_k=self._top_k,
+            max_tokens=max_tokens,
+            dtype=dtype,
+            wire=wire,
+            combine_wire=for_dtype(dtype),
+            placement=self._placement,
+        )
