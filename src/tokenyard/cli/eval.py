@@ -1,6 +1,6 @@
 """`tokenyard eval`: what a wiring costs in accuracy.
 
-Every exchange × wire × weights answers the same questions as the whole model. The table has the share that is right,
+Every exchange × wire × weights × combine wire answers the same questions as the whole model. The table has the share that is right,
 the paired difference to the whole model, the error of the logits, tokens per second, and the bytes that it takes.
 """
 
@@ -67,6 +67,14 @@ def evaluate(
             help="Only this format between an expert's two products, or `exact`; may be given several times.",
         ),
     ] = None,
+    combine_wire: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="This format on the way back, or `all`; may be given several times. `e4m3_unscaled`: a cast without "
+            "scales, the bad example of this study, which no plan takes.",
+            show_default="the model's own dtype",
+        ),
+    ] = None,
     every: Annotated[
         bool,
         typer.Option(
@@ -79,7 +87,10 @@ def evaluate(
     out: OutFile = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Accuracy of every exchange × wire × weights × what stands between the products, beside the whole model's."""
+    """Accuracy of every exchange × wire × weights × what stands between the products × way back.
+
+    Each is compared with the whole model.
+    """
     where = start_ranks(ranks, kind, device)
     from tokenyard.cli.machine import provenance
     from tokenyard.errors import InputError
@@ -102,6 +113,7 @@ def evaluate(
         wires=_wires(wire),
         weights=_weights(weights),
         inners=_inners(inner),
+        combine_wires=_combine_wires(combine_wire),
         batch=batch,
         most=max_new_tokens,
         every=every,
@@ -174,6 +186,16 @@ def _inners(chosen: Sequence[str] | None) -> list[str]:
     return _distinct(name if name == EXACT else str(get(name)) for name in chosen or every)
 
 
+def _combine_wires(chosen: Sequence[str] | None) -> list[str]:
+    from tokenyard.lab.evaluation.cells import OWN_DTYPE
+    from tokenyard.lab.unscaled_e4m3 import studied_format, studied_ways_back
+
+    if not chosen:
+        return [OWN_DTYPE]
+    every = studied_ways_back() if "all" in chosen else []
+    return _distinct([*every, *(str(studied_format(name)) for name in chosen if name != "all")])
+
+
 def _run(evaluation: Evaluation, keep: Callable[[list[Row]], None], *, shows: bool) -> list[Row]:
     """All rows, with progress on stderr."""
     with progress_bar(disable=not shows) as progress:
@@ -188,7 +210,7 @@ def _run(evaluation: Evaluation, keep: Callable[[list[Row]], None], *, shows: bo
             keep(rows)
             if progress.console.is_terminal:
                 right = f"{row.accuracy.value:.2%}"
-                told = (row.exchange, row.wire, row.weights, row.inner)
+                told = (row.exchange, row.wire, row.weights, row.inner, row.combine_wire)
                 progress.console.print(" × ".join(filter(None, told)), right)
         progress.update(bar, description="done")
     return rows
@@ -210,6 +232,7 @@ def _show(rows: list[Row], questions: int, ranks: int) -> None:
             row.wire,
             row.weights,
             row.inner,
+            row.combine_wire,
             right if row.same_bits_as is None else f"= {100 * accuracy.value:.2f}%",
             paired if row.same_bits_as is None else "=",
             "" if row.logit_error is None else f"{row.logit_error:.2%}",
@@ -220,7 +243,7 @@ def _show(rows: list[Row], questions: int, ranks: int) -> None:
 
     figures = ("right", "minus the whole model's", "error of logits", "tokens/s", "a token", "experts")
     show_table(
-        ("exchange", "wire", "weights", "between", *figures),
+        ("exchange", "wire", "weights", "between", "back", *figures),
         map(cells, rows),
         right=figures,
         less_needed=("error of logits", "tokens/s", "a token", "experts"),

@@ -22,6 +22,7 @@ from tokenyard.group import Group
 from tokenyard.lab.evaluation.decoding import answer, answer_from_drafts, pad_left, read
 from tokenyard.lab.evaluation.models import load_language, load_whole
 from tokenyard.lab.evaluation.ranks import Tell
+from tokenyard.lab.unscaled_e4m3 import studied_format
 
 # Tokens that a rank brings to one round trip; longer batches of prompts go in parts.
 MAX_TOKENS = 1024
@@ -29,6 +30,8 @@ MAX_TOKENS = 1024
 PROBES = 64
 # Drafts are read in smaller batches: they have all their tokens at once.
 _DRAFTS_IN_A_BATCH = 32
+# The combine wire of a cell whose results come home in the model's own dtype.
+OWN_DTYPE = "own dtype"
 
 # The number of a question, the tokens of the answer, and what they say.
 Answer = tuple[int, list[int], str]
@@ -42,10 +45,12 @@ class Wiring:
     wire: str
     weights: str
     inner: str = EXACT  # between an expert's two products
+    combine_wire: str = OWN_DTYPE  # on the way back
 
     def __str__(self) -> str:
         inner = "" if self.inner == EXACT else f" × {self.inner} between products"
-        return f"{self.exchange} × {self.wire} × {self.weights}{inner}"
+        back = "" if self.combine_wire == OWN_DTYPE else f" × {self.combine_wire} back"
+        return f"{self.exchange} × {self.wire} × {self.weights}{inner}{back}"
 
 
 @dataclass(frozen=True)
@@ -71,11 +76,13 @@ def measure(group: Group, cell: Cell, tell: Tell) -> dict[str, Any]:
     from tokenyard.integrations.transformers import shard_experts
 
     theirs = asked.probe_logits(whole)
+    back = cell.wiring.combine_wire
     sharded = shard_experts(
         whole,
         group,
         exchange=cell.wiring.exchange,
         wire=cell.wiring.wire,
+        combine_wire=None if back == OWN_DTYPE else studied_format(back),
         weights=cell.wiring.weights,
         inner=cell.wiring.inner,
         max_tokens=MAX_TOKENS,

@@ -15,7 +15,7 @@ from typing import Any
 
 from tokenyard.experts.base import EXACT
 from tokenyard.formats import get, weight_format
-from tokenyard.lab.evaluation.cells import PROBES, Cell, Wiring, measure
+from tokenyard.lab.evaluation.cells import OWN_DTYPE, PROBES, Cell, Wiring, measure
 from tokenyard.lab.evaluation.intervals import Interval, paired_difference, wilson
 from tokenyard.lab.evaluation.questions import Question, is_right
 from tokenyard.lab.evaluation.ranks import Ranks, Tell
@@ -31,6 +31,7 @@ class Row:
     wire: str
     weights: str
     inner: str = EXACT  # between an expert's two products
+    combine_wire: str = OWN_DTYPE  # on the way back
     accuracy: Interval
     difference: Interval | None = None  # to the whole model, on the same questions
     logit_error: float | None = None  # relative, over the probes
@@ -66,6 +67,7 @@ class Evaluation:
     wires: Sequence[str]
     weights: Sequence[str]
     inners: Sequence[str] = (EXACT,)  # those that weights have; each is exact, too, if that is among them
+    combine_wires: Sequence[str] = (OWN_DTYPE,)
     batch: int = 128
     most: int = 128
     every: bool = False
@@ -78,13 +80,14 @@ class Evaluation:
         return len(self.questions) * (1 + wirings) + each * wirings * others
 
     @property
-    def formats(self) -> list[tuple[str, str, str]]:
-        """Wire, weights, and what stands between the products: all that go together."""
+    def formats(self) -> list[tuple[str, str, str, str]]:
+        """Wire, weights, what stands between the products, and the combine wire: all that go together."""
         return [
-            (wire, weights, inner)
+            (wire, weights, inner, back)
             for wire in self.wires
             for weights in self.weights
             for inner in self.inners
+            for back in self.combine_wires
             if inner == EXACT or get(inner).name in weight_format(weights).inner_formats
         ]
 
@@ -95,18 +98,18 @@ class Evaluation:
         """
         whole, drafts = self._whole(hear)
         yield whole
-        for wire, weights, inner in sorted(self.formats, key=self._differs_in_both):
+        for formats in sorted(self.formats, key=self._differs_in_both):
             first: _First | None = None
             for exchange in self.exchanges:
-                found = self._sharded(Wiring(exchange, wire, weights, inner), whole, drafts, first, hear)
+                found = self._sharded(Wiring(exchange, *formats), whole, drafts, first, hear)
                 first = first or found
                 yield found.row
 
-    def _differs_in_both(self, formats: tuple[str, str, str]) -> bool:
+    def _differs_in_both(self, formats: tuple[str, str, str, str]) -> bool:
         return formats[0] != self.wires[0] and formats[1] != self.weights[0]
 
     def in_order(self, rows: Sequence[Row]) -> list[Row]:
-        """Rows by wire, then by weights and what stands between the products, then by exchange."""
+        """Rows by wire, then by weights, what stands between the products and the combine wire, then by exchange."""
 
         def place(row: Row) -> tuple[int, ...]:
             if row.exchange == WHOLE_MODEL:
@@ -115,6 +118,7 @@ class Evaluation:
                 self.wires.index(row.wire),
                 self.weights.index(row.weights),
                 self.inners.index(row.inner),
+                self.combine_wires.index(row.combine_wire),
                 self.exchanges.index(row.exchange),
             )
 
@@ -129,6 +133,7 @@ class Evaluation:
             wire="",
             weights="",
             inner="",
+            combine_wire="",
             **_shared(right, by_rank),
             expert_bytes=by_rank[0]["expert_bytes"],
         )
@@ -151,6 +156,7 @@ class Evaluation:
             wire=wiring.wire,
             weights=wiring.weights,
             inner=wiring.inner,
+            combine_wire=wiring.combine_wire,
             **_shared(right, by_rank),
             difference=paired_difference(right, whole.right),
             logit_error=(sum(rank["squared_error"] for rank in by_rank) / size) ** 0.5 if size else None,
