@@ -23,7 +23,7 @@ _STATIC_NVFP4 = "nvfp4(global_scale=448.0)"
 
 def _summary() -> str:
     """The README's few lines: ours, the best peer, the floor."""
-    dispatch, experts, share = (_measured(name) for name in ("dispatch-h200", "experts-h200", _SHARES[0]))
+    dispatch, experts, share = (measured(name) for name in ("dispatch-h200", "experts-h200", _SHARES[0]))
 
     def sent(ranks: int, wire: str) -> Record | None:
         return dispatch.find(operation="dispatch", ranks=ranks, tokens=1024, wire=wire, launch=_ONE_LAUNCH)
@@ -41,8 +41,8 @@ def _summary() -> str:
         "experts, mxfp4, 128 tokens": computed(experts, "C", "mxfp4", 128),
     }
     on_cpu = {
-        "2 CPU cores: experts, 512 tokens": _measured("experts-cpu").find(tokens=512),
-        "a Qwen3-MoE on 4 CPU processes, prefill": _measured("transformers-cpu").find(phase="prefill"),
+        "2 CPU cores: experts, 512 tokens": measured("experts-cpu").find(tokens=512),
+        "a Qwen3-MoE on 4 CPU processes, prefill": measured("transformers-cpu").find(phase="prefill"),
     }
     lines = [_line(f"H200: {what}", record, "µs", _short) for what, record in on_gpu.items()]
     lines += [_line(what, record, "ms", "{:,.0f}".format) for what, record in on_cpu.items()]
@@ -57,7 +57,7 @@ def _line(what: str, record: Record | None, unit: str, written: Callable[[float]
 
 def _dispatch_table() -> str:
     """Every operation on the GPU, a column for each wire."""
-    document = _measured("dispatch-h200")
+    document = measured("dispatch-h200")
     wires = {"bf16": "bf16", "mxfp8": "mxfp8", "nvfp4": _STATIC_NVFP4}
     lines = []
     operations = dict.fromkeys(
@@ -77,12 +77,12 @@ def _dispatch_table() -> str:
 
 def _experts_table() -> str:
     """One rank's experts on the GPU, a line for each size."""
-    return _stages("best peer", _measured("experts-h200").results)
+    return _stages("best peer", measured("experts-h200").results)
 
 
 def _share_table() -> str:
     """One rank's share of eight of a model's experts, a line for each size."""
-    found = [record for name in _SHARES for record in _measured(name).results]
+    found = [record for name in _SHARES for record in measured(name).results]
     shares = [record for record in found if CASES[record.parameters["case"]].tokens_a_rank]
     return _stages("torch's grouped products", shares)
 
@@ -104,7 +104,7 @@ def _stages(peer: str, records: Iterable[Record]) -> str:
 def _cpu_table() -> str:
     """What is measured on a CPU."""
     encode, experts, dispatch, model = (
-        _measured(f"{name}-cpu") for name in ("encode", "experts", "dispatch", "transformers")
+        measured(f"{name}-cpu") for name in ("encode", "experts", "dispatch", "transformers")
     )
     lines = []
     for record in encode.results:
@@ -129,7 +129,7 @@ def _cpu_table() -> str:
         peer = f"Transformers' own expert parallelism: {record.best_peer:,.0f} ms"
         lines.append((what, f"{_median(record.ours):.0f} ms", peer, f"{_median(record.floor):.0f} ms"))
     if (RESULTS / "overhead-cpu.json").exists():
-        for record in _measured("overhead-cpu").results:
+        for record in measured("overhead-cpu").results:
             peer = "" if record.best_peer is None else f"plain Transformers: {record.best_peer:.2f} ms"
             floor = "" if record.floor is None else f"{_median(record.floor):.2f} ms (its experts)"
             what = f"one CPU rank: {record.parameters['call']}"
@@ -147,7 +147,8 @@ FIGURES: dict[str, Callable[[], str]] = {
 
 
 @functools.cache
-def _measured(name: str) -> Document:
+def measured(name: str) -> Document:
+    """What a benchmark has written, by the name of its file."""
     path = RESULTS / f"{name}.json"
     return Document.from_dict(json.loads(path.read_text()), str(path))
 

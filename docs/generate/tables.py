@@ -8,13 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from docs.generate.combine_tables import COMBINE_TABLES
 from docs.generate.error_table import classes_in_markdown, troubles_in_markdown
 from docs.generate.figures import FIGURES
 from tokenyard.lab.support import between_marks, marks, to_markdown
 
-PAGES = ("README.md", "docs/figures.md", "docs/support.md", "docs/guide/errors.md")
+PAGES = (
+    "README.md",
+    "docs/figures.md",
+    "docs/support.md",
+    "docs/guide/choosing-formats.md",
+    "docs/guide/errors.md",
+)
 TABLES: dict[str, Callable[[], str]] = {
     **FIGURES,
+    **COMBINE_TABLES,
     "support": to_markdown,
     "troubles": troubles_in_markdown,
     "error-classes": classes_in_markdown,

@@ -85,3 +85,42 @@ def test_errors_come_before_the_time_is_spent(arguments, words):
 def test_git_commit_is_a_hash_or_nothing():
     commit = git_commit()
     assert commit is None or len(commit.removesuffix("-dirty")) == 40
+
+
+def test_combine_error_has_every_way_back_beside_the_exact_result(tmp_path):
+    arguments = ["--hidden-size", 200, "--intermediate-size", 8, "--num-experts", 6, "--top-k", 3]
+    picture = tmp_path / "errors.png"
+    found = call_json(
+        *("bench", "combine-error", *arguments, "--tokens", 4, "--layers", 1, "--ranks", 1, "--ranks", 2),
+        *("--plot", picture),
+    )
+    error = {tuple(record["parameters"].values()): record["ours"]["median"] for record in found["results"]}
+    wires = ("bf16", "fp16", "fp8_block128", "mxfp8", "nvfp4", "e4m3_unscaled")
+    assert set(error) == {
+        (ranks, results, wire)
+        for ranks in (1, 2)
+        for results in ("gaussian", "outliers", "small")
+        for wire in wires
+    }
+    for ranks in (1, 2):
+        for results in ("gaussian", "small"):
+            assert 0.1 < error[ranks, results, "bf16"] < 0.5
+            assert 2 < error[ranks, results, "mxfp8"] < 3.5
+            assert 6 < error[ranks, results, "nvfp4"] < 14
+        # A scale makes up for the size of a row; without one, small numbers are lost.
+        assert error[ranks, "small", "mxfp8"] == pytest.approx(error[ranks, "gaussian", "mxfp8"], rel=0.01)
+        assert error[ranks, "small", "e4m3_unscaled"] > 2 * error[ranks, "gaussian", "e4m3_unscaled"]
+    # Nothing is lost beyond the output's own rounding where one rank's results come home as bf16.
+    first = found["results"][0]
+    assert first["ours"]["median"] == pytest.approx(first["floor"]["median"], rel=0.01)
+    outliers = next(r for r in found["results"] if r["parameters"]["results"] == "outliers")
+    assert outliers["details"]["ordinary"] > 0
+    assert picture.stat().st_size > 10_000
+
+
+def test_no_plan_takes_the_bad_example_of_a_study():
+    from tokenyard.errors import UnknownName
+    from tokenyard.formats import get
+
+    with pytest.raises(UnknownName, match="e4m3_unscaled"):
+        get("e4m3_unscaled")

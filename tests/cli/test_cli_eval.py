@@ -124,3 +124,27 @@ def test_a_file_that_goes_bad_costs_no_figures(random_model, own_questions, tmp_
     assert result.exit_code == 2
     assert len(json.loads(result.stdout)["results"]) == 2
     assert "eval.json cannot be written" in result.stderr
+
+
+def test_every_way_back_is_a_cell_of_its_own(random_model, own_questions, tmp_path):
+    found = call_json(
+        *("eval", *THREADS, "--model", random_model, "--data", own_questions, "--problems", 2),
+        *("--max-new-tokens", 2, "--exchange", "one_sided", "--wire", "bf16", "--weights", "bf16"),
+        *("--inner", "exact", "--combine-wire", "all", "--plot", tmp_path / "ways.svg"),
+    )
+    assert "<!-- bf16, nvfp4 back -->" in (tmp_path / "ways.svg").read_text()  # a point of its own
+    whole, *rows = found["results"]
+    assert whole["combine_wire"] == ""
+    by_wire = {row["combine_wire"]: row for row in rows}
+    assert list(by_wire) == ["bf16", "fp16", "fp8_block128", "mxfp8", "nvfp4", "e4m3_unscaled"]
+    moved = {wire: row["bytes_per_token"] for wire, row in by_wire.items()}
+    assert moved["nvfp4"] < moved["mxfp8"] < moved["bf16"] == moved["fp16"]
+    error = {wire: row["logit_error"] for wire, row in by_wire.items()}
+    assert error["bf16"] < error["mxfp8"] < error["nvfp4"]
+    assert error["bf16"] < error["e4m3_unscaled"]
+
+
+def test_an_unknown_way_back_is_refused(random_model):
+    refused = call("eval", *THREADS, "--model", random_model, "--combine-wire", "e4m3")
+    assert refused.exit_code == 2
+    assert "unknown format 'e4m3'" in refused.stderr

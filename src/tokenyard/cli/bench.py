@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tokenyard.cli.bench_combine_error import combine_error
 from tokenyard.cli.bench_options import choose, default_of
 from tokenyard.cli.bench_output import Output, run_benchmark, show
 from tokenyard.cli.options import Exchanges, JsonFlag, OutFile, PlotFile
@@ -486,4 +487,5 @@ def tiles(
     run_benchmark(document, [str(cell) for cell in chosen], figures, Output(out, as_json))
 
 
+app.command("combine-error")(combine_error)
 app.command()(show)

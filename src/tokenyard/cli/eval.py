@@ -1,7 +1,8 @@
 """`tokenyard eval`: what a wiring costs in accuracy.
 
-Every exchange × wire × weights × combine wire answers the same questions as the whole model. The table has the share that is right,
-the paired difference to the whole model, the error of the logits, tokens per second, and the bytes that it takes.
+Every exchange × wire × weights × combine wire answers the same questions as the whole model. The table has the share
+that is right, the paired difference to the whole model, the error of the logits, tokens per second, and the bytes that
+it takes.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenyard.errors import InputError
 from tokenyard.experts.base import EXACT
+from tokenyard.lab.evaluation.cells import OWN_DTYPE
 from tokenyard.units import KB, MB
 
 if TYPE_CHECKING:
@@ -156,15 +157,15 @@ def draw_accuracy(document: dict[str, Any], path: Path) -> None:
     """
     whole, *rows = document["results"]
     rows = [row for row in rows if row["exchange"] == rows[0]["exchange"]]
-    plain_wire = rows[0]["wire"]
+    plain_wire = _wires(rows[0])
     panels = (
         (
-            [(row["wire"], row["bytes_per_token"] / KB, row) for row in rows if _held(row) == _held(rows[0])],
+            [(_wires(row), row["bytes_per_token"] / KB, row) for row in rows if _held(row) == _held(rows[0])],
             f"Wires, with weights in {_held(rows[0])}",
             "KB moved per token, all layers, out and back",
         ),
         (
-            [(_held(row), row["expert_bytes"] / MB, row) for row in rows if row["wire"] == plain_wire],
+            [(_held(row), row["expert_bytes"] / MB, row) for row in rows if _wires(row) == plain_wire],
             f"Weights, with rows in {plain_wire}",
             "MB of experts' weights, all ranks",
         ),
@@ -182,6 +183,12 @@ def draw_accuracy(document: dict[str, Any], path: Path) -> None:
             under.set_ylabel("error of the logits, %")
             under.set_xlabel(below)
             under.set_xlim(left=0)
+
+
+def _wires(row: dict[str, Any]) -> str:
+    """How a row's rows travel out, and how results come back where that is not the model's own dtype."""
+    back = row.get("combine_wire", OWN_DTYPE)
+    return str(row["wire"]) + ("" if back == OWN_DTYPE else f", {back} back")
 
 
 def _held(row: dict[str, Any]) -> str:

@@ -1,11 +1,11 @@
 """What the way back costs in accuracy: random layers on W ranks, beside the float64 oracle.
 
 A sure model hides what its exchange rounds: its answers stay right. Here the layer's output itself is compared: the
-relative L2 error of all tokens, ‖y − exact‖ / ‖exact‖, where `exact` is the oracle's, of the same bf16 rows and weights.
-Rows travel out as they are, and the experts compute in float32, so what differs is the way back.
+relative L2 error of all tokens, ‖y − exact‖ / ‖exact‖, where `exact` is the oracle's, of the same bf16 rows and
+weights. Rows travel out as they are, and the experts compute in float32, so what differs is the way back.
 
-One plan holds the layer once for each combine wire, on W threads, and the same tokens are shared out among them. So only
-the number of rows that a token's result is summed from changes with W. The floor is the exact result in bf16, the dtype
+One plan holds the layer once for each combine wire, on W threads, and the same tokens are shared out among them. With W
+only the number of rows changes that a token's result is summed from. The floor is the exact result in bf16, the dtype
 of the output.
 """
 
@@ -28,15 +28,15 @@ from tokenyard.planning.planner import plan
 from tokenyard.planning.spec import LayerSpec
 from tokenyard.routing import Routes
 
-RESULTS = ("gaussian", "outliers", "small")
 # Of the columns one in so many is an outlier, so many times as large in rows, and in results.
 _OUTLIER_EVERY, _LARGER_ROWS, _LARGER_RESULTS = 100, 10.0, 50.0
-# By so much are the results of the experts smaller.
-_SMALLER = 1 / 64
+# The root mean square of the layer's output (of its ordinary columns), to a power of two.
+_SIZES = {"gaussian": 1.0, "outliers": 1.0, "small": 2.0**-7}
+RESULTS = tuple(_SIZES)
 NOTES = [
     f"relative L2 error of a layer's output beside float64, in %; {UNSCALED}: a direct cast, the bad example",
     f"outliers: one column in {_OUTLIER_EVERY} is {_LARGER_ROWS:.0f} times as large in rows, and "
-    f"{_LARGER_RESULTS:.0f} times in results; small: results are {_SMALLER} times as large",
+    f"{_LARGER_RESULTS:.0f} times in results; small: the output's root mean square is 1/128, else 1",
     "ordinary: the same error over the columns that are no outliers; the floor is the exact result in bf16",
 ]
 
@@ -136,15 +136,21 @@ def _draw(study: Study, results: str, seed: int) -> _Drawn:
         columns = _outliers(study.hidden_size)
         x_TH[:, columns] *= _LARGER_ROWS
         w2 = torch.where(columns[:, None], w2 * _LARGER_RESULTS, w2)
-    elif results == "small":
-        w2 = w2 * _SMALLER
-    weights = replace(weights, w2=w2)
     chances_TE = torch.rand(study.tokens, study.num_experts, generator=draw)
     top = chances_TE.topk(study.top_k)
     routes = Routes(topk_ids_TK=top.indices, topk_weights_TK=torch.softmax(4 * top.values, dim=1))
     x_TH = x_TH.to(spec.dtype)
-    exact_TH = oracle(spec, weights, x_TH, routes)
-    return _Drawn(spec=spec, weights=weights, x_TH=x_TH, routes=routes, exact_TH=exact_TH)
+    exact_TH = oracle(spec, replace(weights, w2=w2), x_TH, routes)
+    # Scaled by a power of two, which rounds nothing: the output is linear in the second weights.
+    size = exact_TH[:, ~_outliers(study.hidden_size)].square().mean().sqrt()
+    factor = float(torch.exp2(torch.log2(_SIZES[results] / size).round()))
+    return _Drawn(
+        spec=spec,
+        weights=replace(weights, w2=w2 * factor),
+        x_TH=x_TH,
+        routes=routes,
+        exact_TH=factor * exact_TH,
+    )
 
 
 def _outputs(drawn: _Drawn, ranks: int, combine_wires: Sequence[str]) -> dict[str, Tensor]:
