@@ -28,7 +28,7 @@ Progress = Callable[[str, int], None]
 
 @dataclass(kw_only=True)
 class Cell:
-    """What came of the cases of one exchange × kind of ranks × wire."""
+    """The results of the cases of one exchange × kind of ranks × wire."""
 
     exchange: str
     ranks: RankKind
@@ -46,7 +46,7 @@ class Cell:
 
 @dataclass(kw_only=True)
 class Row:
-    """What came of the named checks of one exchange × kind of ranks."""
+    """The results of the named checks of one exchange × kind of ranks."""
 
     exchange: str
     ranks: RankKind
@@ -60,7 +60,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Campaign:
-    """What is to be checked."""
+    """Which exchanges, wires and kinds of ranks are checked, and with how many random cases."""
 
     exchanges: Sequence[type[Transport]]
     formats: Sequence[str | Format]
@@ -70,7 +70,7 @@ class Campaign:
     device: str = "cpu"  # where rows live
 
     def cells(self) -> list[tuple[type[Transport], str | Format, RankKind]]:
-        """The grid."""
+        """Every exchange × kind of ranks × wire."""
         return [
             (exchange, wire, ranks)
             for exchange in self.exchanges
@@ -113,7 +113,7 @@ class Campaign:
     def _check_row(
         self, exchange: type[Transport], ranks: RankKind, progress: Progress, rounds: int | None
     ) -> Row:
-        """The named checks of one exchange × kind of ranks."""
+        """Run the named checks of one exchange × kind of ranks."""
         what = f"{exchange.name} on {ranks}: named checks"
         progress(what, 0)
         results = check_exchange(exchange, ranks=ranks, rounds=rounds, device=self.device)
@@ -123,7 +123,7 @@ class Campaign:
     def _run_row(
         self, exchange: type[Transport], ranks: RankKind, row: Sequence[tuple[Cell, Case]], progress: Progress
     ) -> None:
-        """The cases of one exchange × kind of ranks, portion by portion."""
+        """Run the cases of one exchange × kind of ranks, and count the results in their cells."""
         breaks = 0
         for portion in _portions(row):
             what = f"{exchange.name} on {portion[0][1].world} {ranks}"
@@ -145,7 +145,7 @@ class Campaign:
 
 
 def _portions(row: Sequence[tuple[Cell, Case]]) -> Iterator[list[tuple[Cell, Case]]]:
-    """The cases that can share a launch."""
+    """Cases of the same number of ranks, a launch's worth at a time."""
     for world in sorted({case.world for _, case in row}):
         alike = [(cell, case) for cell, case in row if case.world == world]
         for start in range(0, len(alike), PORTION):

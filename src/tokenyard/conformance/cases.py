@@ -73,11 +73,11 @@ class Case:
 
     @property
     def world(self) -> int:
-        """W."""
+        """W, the number of ranks."""
         return len(self.tokens)
 
     def spec(self) -> LayerSpec:
-        """The layer."""
+        """The spec of the case's layer."""
         return LayerSpec(
             name="case",
             hidden_size=self.hidden_size,
@@ -114,7 +114,7 @@ class Case:
         return placement_for(self.placement, self.num_experts, self.world)
 
     def __str__(self) -> str:
-        """The fields that are not the default ones, as they are written."""
+        """The call that makes this case, with the arguments that differ from their defaults."""
         told = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         classes = {name: value.__name__ for name, value in told.items() if isinstance(value, type)}
         return (
@@ -160,7 +160,7 @@ class Case:
         )
 
     def further_payloads(self, rank: int) -> dict[str, Tensor] | None:
-        """What travels with the rows of one rank, if anything does."""
+        """The further payloads of one rank's rows, by name; None if the case has none."""
         if not self.payloads:
             return None
         numbers_T1 = torch.arange(self.tokens[rank]).unsqueeze(1)
@@ -169,7 +169,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one rank found."""
+    """The checks of one rank's result: which passed, and by how much it is outside the bound."""
 
     bitwise: bool
     oracle_excess: float
@@ -197,7 +197,7 @@ class Outcome:
 
 
 def run_case(group: Group, case: Case, *, end_to_end: bool = True) -> Outcome:
-    """Run a case on this rank and check this rank's result. `end_to_end`: say what the wire costs, too."""
+    """Run a case on this rank and check this rank's result. `end_to_end`: measure the wire's error, too."""
     spec, weights = case.spec(), case.all_weights()
     made = plan([spec], group, exchange=case.exchange)
     layer = MoELayer(made, spec.name, weights.select(made.local_experts(spec.name))).to(group.device)

@@ -101,7 +101,7 @@ def draw_case(
 
 
 def is_large(case: Case) -> bool:
-    """Whether a case counts towards the quarter that must not be small."""
+    """Whether a case is large: at least 4 ranks, rows of at least 2048, and an uneven number of tokens on the ranks."""
     return case.world >= 4 and case.hidden_size >= 2048 and len(set(case.tokens)) > 1
 
 
@@ -115,7 +115,7 @@ def _draw(
     crowded: bool,
     names: list[str | Format],
 ) -> Case:
-    """A case that may still be refused."""
+    """A random case, which its exchange, formats or experts may not support."""
     heavy = _HEAVY if chance.random() < 0.02 else 1
     world = world or _draw_world(chance, large, crowded)
     sizes = _sizes(chance, large, world, heavy)
@@ -147,7 +147,7 @@ def _draw(
 
 
 def _draw_world(chance: random.Random, large: bool, crowded: bool) -> int:
-    """How many ranks."""
+    """A random number of ranks."""
     world = chance.choice(LARGE_WORLDS if large else WORLDS)
     return chance.randint(9, 64) if crowded and chance.random() < 0.01 else world
 
@@ -166,7 +166,7 @@ def _spelling(chance: random.Random, wire: str | Format, dtype: str) -> str | Fo
 
 
 def _sizes(chance: random.Random, large: bool, world: int, heavy: int) -> dict[str, Any]:
-    """Widths, experts and tokens under the caps."""
+    """Random widths, numbers of experts and tokens, under the caps on the work of a case."""
     long = not large and chance.random() < 0.15  # many tokens, narrow rows
     if large:
         hidden_size, intermediate_size = chance.choice(LARGE_HIDDEN_SIZES), chance.choice((1, 1, 2, 4))
@@ -240,7 +240,7 @@ def draw_cases(
 
 
 def histogram(cases: Iterable[Case]) -> dict[str, dict[str, int]]:
-    """How many cases there are of each kind, by what they differ in."""
+    """How many cases have which number of ranks, width, tokens, top-k, experts and kind of routes."""
     counts: dict[str, Counter[str]] = {name: Counter() for name in ("W", "H", "T", "K", "E", "routes")}
     for case in cases:
         counts["W"][_bucket(case.world, (1, 2, 3, 4, 5, 6, 7, 8), 64)] += 1

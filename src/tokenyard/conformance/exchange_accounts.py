@@ -71,7 +71,7 @@ class _Count:
         self.rows_sent, self.rows_received = [0] * world, [0] * world
 
     def add(self, made: Plan, spec: LayerSpec, sent: Sequence[Batch]) -> None:
-        """One more round."""
+        """Count one more round."""
         me = made.group.rank
         self.rounds += 1
         self.tokens += sent[me].x_TH.shape[0]
@@ -135,12 +135,12 @@ def bytes_are_counted(trial: Trial) -> None:
 
 
 def _nbytes(payloads: Sequence[Payload]) -> int:
-    """Bytes of a row of these payloads."""
+    """The bytes that one row of these payloads takes."""
     return sum(payload.nbytes for payload in payloads)
 
 
 def _compare(name: str, rank: int, counted: int, bounds: tuple[int, int], meter: Meter) -> None:
-    """Counted bytes beside what went through the group, or beside what the rows take at least and at most."""
+    """Raise a finding unless the counted bytes went through the group, or are within what the rows can take."""
     low, high = bounds
     if meter.carried_rows:
         low, high = max(low, meter.sent[rank] - ANNOUNCED), meter.sent[rank]

@@ -66,7 +66,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What one rank sends."""
+    """The batch that one rank sends: rows, routes and further payloads."""
 
     x_TH: Tensor
     routes: Routes
@@ -82,7 +82,7 @@ class Batch:
         return Batch(x_TH=self.x_TH.to(device), routes=self.routes.to(device), extra=extra)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that belongs to the caller."""
+        """All tensors of the batch, by name."""
         routes = {"topk_ids_TK": self.routes.topk_ids_TK, "topk_weights_TK": self.routes.topk_weights_TK}
         return {"x_TH": self.x_TH, **routes, **self.extra}
 
@@ -91,7 +91,7 @@ Reroute = Callable[[Tensor, int], Tensor]
 
 
 def layer(name: str = "moe", **changes: object) -> LayerSpec:
-    """A small layer whose rows tell where they come from."""
+    """A small layer whose further payloads say which rank and token a row comes from."""
     fields: dict[str, object] = {
         "hidden_size": 40,
         "intermediate_size": 4,
@@ -264,12 +264,12 @@ def _check_order(moved: _Movement) -> None:
 
 
 def _row_name(rows: Sequence[tuple[int, int]], row: int) -> str:
-    """How a finding names a row."""
+    """The token and rank of a row, for a finding."""
     return f"token {rows[row][1]} of rank {rows[row][0]}" if row < len(rows) else "not there"
 
 
 def _check_row(moved: _Movement, row: int) -> None:
-    """One row's bits, further payloads, local ids and weights."""
+    """Raise a finding unless a row arrived with the bits, further payloads, local ids and weights that were sent."""
     received, (source, token) = moved.received, moved.due[row]
     sent, name = moved.sent[source], _row_name(moved.due, row)
     encoded = received.rows.format.encode(sent.x_TH)
@@ -290,7 +290,7 @@ def _check_row(moved: _Movement, row: int) -> None:
 
 
 def _check_homecoming(moved: _Movement) -> None:
-    """Each token's sum over the ranks that it went to, and zero elsewhere."""
+    """Raise a finding unless each output is the sum over the ranks that its token went to; zero if there are none."""
     mine = moved.sent[moved.rank].routes.topk_ids_TK
     for token, ids in enumerate(mine.tolist()):
         went = sorted({rank for rank, _ in _goes(moved.placement, ids, moved.rank) if rank >= 0})

@@ -127,7 +127,7 @@ def _inner(chance: random.Random, weights: str) -> Format | None:
 
 
 def _dtype(weights: str) -> torch.dtype:
-    """Of the rows beside such weights: of products with quantized ones, those of bf16 are the bound."""
+    """The dtype of rows for weights in this format: bf16 for quantized ones, whose products have the bound of bf16."""
     return WEIGHT_DTYPES.get(weights, torch.bfloat16)
 
 
@@ -342,7 +342,7 @@ def empty_batches(cls: type[Experts], device: torch.device) -> None:
 
 
 def _means(held: Tensor | QuantizedMatrix, given: Tensor | QuantizedMatrix) -> bool:
-    """Whether held weights are those given: to the bit, or, in another form of a format (`recoding`), all but."""
+    """Whether experts hold the weights that they were given: bit for bit, or within `_ALL_BUT` if they recode them."""
     if isinstance(held, Tensor) or isinstance(given, Tensor):
         return isinstance(held, Tensor) and isinstance(given, Tensor) and same_bits(held.cpu(), given.cpu())
     exact, found = (matrix.decode(torch.float64).cpu() for matrix in (given, held))
