@@ -170,10 +170,21 @@ def flip_scales(rows):
     flip(rows["scales"][0])
 
 
+def flip_global_scale(rows):
+    flip(rows["global_scale"][0])
+
+
 @every_exchange
-@pytest.mark.parametrize(("act", "place"), [(flip_data, "data"), (flip_scales, "scales")])
-def test_a_flipped_bit_on_the_way_back(exchange, act, place):
-    by_rank = on_ranks(3, damaged_back, exchange, act, "mxfp8")
+@pytest.mark.parametrize(
+    ("act", "place", "wire"),
+    [
+        (flip_data, "data", "mxfp8"),
+        (flip_scales, "scales", "mxfp8"),
+        (flip_global_scale, "global_scale", "nvfp4"),
+    ],
+)
+def test_a_flipped_bit_on_the_way_back(exchange, act, place, wire):
+    by_rank = on_ranks(3, damaged_back, exchange, act, wire)
     words = [f"payload {place!r} of the result of token", f"that rank {VICTIM} returned"]
     check_alarm(by_rank, [SOURCE], place=place, source=VICTIM, words=words)
 
