@@ -16,9 +16,9 @@ from torch import Tensor
 from tokenyard.checkpoints.files import TensorFiles
 from tokenyard.checkpoints.header import DTYPES
 from tokenyard.checkpoints.layers import CheckpointLayer
+from tokenyard.checkpoints.packing import PackedMatrix, unusable
 from tokenyard.errors import CheckpointError
 from tokenyard.experts.base import ExpertWeights
-from tokenyard.formats import QuantizedMatrix
 
 
 class ExpertReading:
@@ -27,7 +27,7 @@ class ExpertReading:
     def __init__(self, files: TensorFiles, layer: CheckpointLayer, experts: Sequence[int]) -> None:
         self._files, self._layer = files, layer
         self._experts = [self._checked(expert) for expert in experts]
-        self._payloads: dict[str, dict[str, Tensor]] = {}
+        self._packed: dict[str, PackedMatrix] = {}
 
     def _checked(self, expert: int) -> int:
         try:
@@ -53,59 +53,43 @@ class ExpertReading:
 
     def check_scales(self) -> None:
         """Read the scales, which are small. Raises if one is not a number."""
-        self._payloads = {matrix: {} for matrix in self._matrices}
-        format = self._layer.layout.format
-        for matrix, held in self._payloads.items():
-            for payload in format.payloads(*self._shape(matrix)[1:]):
+        self._packed = {
+            matrix: PackedMatrix(self._layer.layout, self._shape(matrix), len(projections))
+            for matrix, projections in self._matrices.items()
+        }
+        for matrix, packed in self._packed.items():
+            for payload in packed.payloads:
                 if payload != "data":
-                    held[payload] = self._read(matrix, payload)
+                    self._read(matrix, payload)
 
     def finish(self) -> ExpertWeights:
         """Read the rest."""
-        if not self._payloads:
+        if not self._packed:
             self.check_scales()
-        layer, parts = self._layer, {}
-        for matrix, held in self._payloads.items():
-            # In the order that the format declares.
-            named = {"data": self._read(matrix, "data"), **held}
-            parts[matrix] = (
-                QuantizedMatrix(format=layer.layout.format, shape=self._shape(matrix), payloads=named)
-                if layer.layout.format.quantized
-                else named["data"]
-            )
+        parts = {}
+        for matrix, packed in self._packed.items():
+            self._read(matrix, "data")
+            parts[matrix] = packed.matrix()
         biases = {}
-        if layer.bias:
+        if self._layer.bias:
             biases = {name: self._read_bias(matrix) for name, matrix in (("b13", "w13"), ("b2", "w2"))}
         return ExpertWeights(**parts, **biases)  # type: ignore[arg-type]
 
-    def _read(self, matrix: str, payload: str) -> Tensor:
-        """A payload of all experts asked for."""
-        layer, layout = self._layer, self._layer.layout
-        many, outputs, inputs = self._shape(matrix)
-        declared = layout.format.payloads(outputs, inputs)[payload]
-        out = torch.empty(many, *declared.shape, dtype=declared.dtype)
-        if payload in layout.constants:
-            return out.fill_(layout.constants[payload])
-        projections = self._matrices[matrix]
-        joined = payload == "scales" and layout.overlaps(outputs // len(projections), len(projections))
+    def _read(self, matrix: str, payload: str) -> None:
+        """Read a payload of all experts asked for."""
+        layer, packed = self._layer, self._packed[matrix]
+        if payload in layer.layout.constants:
+            return
         for place, expert in enumerate(self._experts):
-            # Every payload has rows, in the order of the matrix's: each projection gets its share of them.
-            shares: Sequence[Tensor] = () if joined else out[place].chunk(len(projections))
-            for number, projection in enumerate(projections):
-                piece = layout.pieces(*layer.sizes(projection))[payload]
-                if joined:
-                    shares = (*shares, torch.empty(piece.shape, dtype=declared.dtype))
-                name, among = layer.stored(expert, projection, piece.suffix)
+            for number, projection in enumerate(self._matrices[matrix]):
+                suffix = layer.layout.pieces(*layer.sizes(projection))[payload].suffix
+                name, among = layer.stored(expert, projection, suffix)
                 with self._files.view(name, among) as stored:
-                    layout.fill(payload, stored, shares[number])
+                    packed.fill(payload, place, number, stored)
                 if payload != "data":
-                    self._check_numbers(shares[number], payload, name, expert)
-            if joined:
-                together = layout.join(list(shares), outputs // len(projections))
-                if together is None:
-                    raise self._apart(name, expert, outputs // len(projections))
-                out[place] = together
-        return out
+                    self._check_numbers(packed.share(payload, place, number), payload, name, expert)
+            if packed.is_joined(payload) and not packed.join(payload, place):
+                raise self._apart(name, expert, packed.outputs)
 
     def _apart(self, name: str, expert: int, outputs: int) -> CheckpointError:
         """The error for gate and up scales that differ, where the format holds one for both."""
@@ -139,13 +123,7 @@ class ExpertReading:
 
     def _check_numbers(self, scales: Tensor, payload: str, name: str, expert: int) -> None:
         """Raise unless scales are numbers that can be worked with."""
-        if scales.dtype == torch.uint8:  # E8M0
-            wrong, told = scales == 255, "NaN (E8M0 byte 255)"
-        else:
-            numbers = scales.float()
-            wrong, told = ~numbers.isfinite(), "NaN or infinite"
-            if payload == "global_scale":  # what values are divided by
-                wrong, told = wrong | (numbers == 0), "NaN, infinite or zero"
+        wrong, told = unusable(scales, payload)
         if bool(wrong.any()):
             place = wrong.nonzero()[0].tolist()
             raise CheckpointError(

@@ -1,0 +1,100 @@
+"""The weights of several experts, packed: filled tensor by tensor, as files have them, in any order.
+
+A file has a tensor for each expert, projection and payload (`gate_proj` of expert 3: `weight_scale`). Experts hold a
+tensor for each payload, of all experts, with gate and up one behind the other. `PackedMatrix.share` is the place of
+one in the other.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenyard.checkpoints.layout import Layout
+from tokenyard.formats import QuantizedMatrix
+
+
+class PackedMatrix:
+    """One matrix of several experts (w13 or w2), made of `parts` projections each, in a layout's weight format."""
+
+    def __init__(self, layout: Layout, shape: tuple[int, int, int], parts: int) -> None:
+        self.layout = layout  # how the tensors lie in files
+        self.shape = shape  # experts, outputs, inputs
+        self.parts = parts  # projections of one expert in the matrix: gate and up, or one
+        self._held: dict[str, Tensor] = {}
+        self._joined: dict[str, Tensor] = {}
+
+    @property
+    def outputs(self) -> int:
+        """The outputs of one projection."""
+        return self.shape[1] // self.parts
+
+    @property
+    def payloads(self) -> tuple[str, ...]:
+        """The names of the payloads, those without a tensor in the files among them."""
+        return tuple(self.layout.format.payloads(*self.shape[1:]))
+
+    def piece_shape(self, payload: str) -> tuple[int, ...]:
+        """The shape in the files of what one projection of one expert has of a payload."""
+        return self.layout.pieces(self.outputs, self.shape[2])[payload].shape
+
+    def is_joined(self, payload: str) -> bool:
+        """Whether projections share numbers of this payload, which are put together when all are there."""
+        return payload == "scales" and self.layout.overlaps(self.outputs, self.parts)
+
+    def held(self, payload: str) -> Tensor:
+        """The tensor that a payload of all experts is written to; allocated when it is asked for first."""
+        if payload not in self._held:
+            many, outputs, inputs = self.shape
+            declared = self.layout.format.payloads(outputs, inputs)[payload]
+            shape = declared.shape
+            if self.is_joined(payload):
+                rows, *rest = self.piece_shape(payload)
+                shape = (self.parts * rows, *rest)
+            self._held[payload] = torch.empty(many, *shape, dtype=declared.dtype)
+            if payload in self.layout.constants:
+                self._held[payload].fill_(self.layout.constants[payload])
+        return self._held[payload]
+
+    def share(self, payload: str, place: int, part: int) -> Tensor:
+        """The place of one projection of one expert in a payload: every payload has rows in the matrix's order."""
+        return self.held(payload)[place].chunk(self.parts)[part]
+
+    def fill(self, payload: str, place: int, part: int, stored: Tensor) -> None:
+        """Write what a file has of one projection of one expert to its place."""
+        self.layout.fill(payload, stored, self.share(payload, place, part))
+
+    def join(self, payload: str, place: int) -> bool:
+        """Put together what an expert's projections share of a payload; False if theirs do not fit together."""
+        whole = self.layout.join(list(self.held(payload)[place].chunk(self.parts)), self.outputs)
+        if whole is None:
+            return False
+        self._finished(payload)[place] = whole
+        return True
+
+    def _finished(self, payload: str) -> Tensor:
+        """A payload as the format declares it."""
+        if not self.is_joined(payload):
+            return self.held(payload)
+        if payload not in self._joined:
+            shape = self.layout.format.payloads(*self.shape[1:])[payload].shape
+            self._joined[payload] = self.held(payload).new_empty(self.shape[0], *shape)
+        return self._joined[payload]
+
+    def matrix(self) -> Tensor | QuantizedMatrix:
+        """The weights as experts take them, when everything is filled, and joined where it must be."""
+        named = {payload: self._finished(payload) for payload in self.payloads}
+        format = self.layout.format
+        if not format.quantized:
+            return named["data"]
+        return QuantizedMatrix(format=format, shape=self.shape, payloads=named)
+
+
+def unusable(scales: Tensor, payload: str) -> tuple[Tensor, str]:
+    """Which of these scales cannot be worked with, and what those are."""
+    if scales.dtype == torch.uint8:  # E8M0
+        return scales == 255, "NaN (E8M0 byte 255)"
+    numbers = scales.float()
+    if payload == "global_scale":  # what values are divided by
+        return ~numbers.isfinite() | (numbers == 0), "NaN, infinite or zero"
+    return ~numbers.isfinite(), "NaN or infinite"
