@@ -9,12 +9,13 @@ from torch import Tensor
 
 from tests.checkpoints.small import Written
 
-PRESETS = {"nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16", "mxfp8": "MXFP8A16", "mxint4": "W4A16"}
+PRESETS = {"nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16", "mxfp8": "MXFP8A16", "mxint4": "W4A16", "fp8_block128": "FP8_BLOCK"}
 FORMATS = {
     "nvfp4": "nvfp4-pack-quantized",
     "mxfp4": "mxfp4-pack-quantized",
     "mxfp8": "mxfp8-quantized",
     "mxint4": "pack-quantized",
+    "fp8_block128": "float-quantized",
 }
 
 
@@ -38,6 +39,9 @@ def compress(weights: str, w: Tensor) -> Written:
     """A linear map, quantized and packed by compressed-tensors."""
     from compressed_tensors.quantization.utils import calculate_qparams
 
+    if weights == "fp8_block128":
+        written = deepseek(w)
+        return {"weight": written["weight"], "weight_scale": written["weight_scale_inv"]}
     how = scheme(weights)
     grouped = w.float().unflatten(1, (-1, how.weights.group_size))
     state = {"weight": w.float()}

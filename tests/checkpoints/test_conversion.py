@@ -61,7 +61,7 @@ def test_we_read_back_what_quantizing_in_memory_makes(tmp_path, weights, dtype):
     assert written.layers[0].relative_error == pytest.approx(float(error), rel=1e-4)
 
 
-@pytest.mark.parametrize("weights", list(references.FORMATS))
+@pytest.mark.parametrize("weights", sorted({*references.FORMATS} - {"fp8_block128"}))  # which is DeepSeek's
 def test_compressed_tensors_reads_what_we_write(tmp_path, weights):
     from compressed_tensors.quantization import QuantizationConfig
 

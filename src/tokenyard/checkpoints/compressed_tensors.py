@@ -1,10 +1,11 @@
-"""The layouts of compressed-tensors: NVFP4, MXFP4, MXFP8, and int4 in groups of 32.
+"""The layouts of compressed-tensors: NVFP4, MXFP4, MXFP8, int4 in groups of 32, and FP8 in blocks of 128 x 128.
 
     format in the config   tensors of a linear map [N, D]
     nvfp4-pack-quantized   weight_packed u8[N, D/2], weight_scale e4m3[N, D/16], weight_global_scale f32[1] (divides)
     mxfp4-pack-quantized   weight_packed u8[N, D/2], weight_scale u8[N, D/32] (E8M0)
     mxfp8-quantized        weight e4m3[N, D], weight_scale u8[N, D/32] (E8M0)
     pack-quantized         weight_packed i32[N, D/8], weight_scale bf16[N, D/32], weight_shape i64[2]
+    float-quantized        weight e4m3[N, D], weight_scale bf16 or f32[⌈N/128⌉, ⌈D/128⌉]: DeepSeek's, under another name
 
 The integers of pack-quantized stand eight to a word, number i in bits 4i to 4i + 3, as value + 8. In bytes that is
 our own order, low nibble first, but for the highest bit of each nibble: one xor, and nothing is decoded.
@@ -19,7 +20,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from tokenyard.checkpoints.deepseek import BLOCK, DeepSeekFp8
 from tokenyard.checkpoints.layout import E8M0, Layout, Piece, Stored
+from tokenyard.experts.base import EXACT
+from tokenyard.formats import Fp8Block128
 
 # The highest bit of both nibbles of a byte: value + 8 ↔ two's complement.
 SIGN_BITS = 0x88
@@ -174,4 +178,32 @@ class CompressedInt4(CompressedTensorsLayout):
         return {**super().spelled({**payloads, "data": words}, outputs, inputs), "weight_shape": shape}
 
 
-COMPRESSED_LAYOUTS = (CompressedNvfp4(), CompressedMxfp4(), CompressedMxfp8(), CompressedInt4())
+@dataclass(frozen=True, kw_only=True)
+class CompressedFp8(CompressedTensorsLayout, DeepSeekFp8):
+    """float-quantized, with a scale for each block of 128 x 128."""
+
+    config_format = "float-quantized"
+    scales = "weight_scale"
+    arguments: ClassVar[Mapping[str, Any]] = {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "block",
+        "block_structure": [BLOCK, BLOCK],
+        "symmetric": True,
+    }
+    spellings: ClassVar[Mapping[str, Any]] = {"dynamic": False}
+
+    def inner(self, quantization: Mapping[str, Any]) -> str:
+        """Activations with dynamic scales are quantized between the products, too."""
+        rows = [group.get("input_activations") for group in _groups(quantization)]
+        dynamic = any(isinstance(told, Mapping) and told.get("dynamic") is True for told in rows)
+        return str(Fp8Block128()) if dynamic else EXACT
+
+
+COMPRESSED_LAYOUTS: tuple[CompressedTensorsLayout, ...] = (
+    CompressedNvfp4(),
+    CompressedMxfp4(),
+    CompressedMxfp8(),
+    CompressedInt4(),
+    CompressedFp8(),
+)

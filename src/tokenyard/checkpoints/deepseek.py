@@ -34,6 +34,8 @@ class DeepSeekFp8(Layout):
     weights = "fp8_block128"
     tensors: ClassVar[Mapping[str, Stored]] = {"data": Stored("weight", ("F8_E4M3",), 1)}
     beside = ("input_scale", "activation_scale")
+    # How the names of scales end.
+    scales: ClassVar[str] = "weight_scale_inv"
 
     def declared(self, quantization: Mapping[str, Any]) -> bool:
         return quantization.get("quant_method") == "fp8"
@@ -52,9 +54,7 @@ class DeepSeekFp8(Layout):
 
     def pieces(self, outputs: int, inputs: int) -> dict[str, Piece]:
         blocks = (-(-outputs // BLOCK), -(-inputs // BLOCK))
-        return super().pieces(outputs, inputs) | {
-            "scales": Piece("weight_scale_inv", ("F32", "BF16"), blocks)
-        }
+        return super().pieces(outputs, inputs) | {"scales": Piece(self.scales, ("F32", "BF16"), blocks)}
 
     def refused(self, inputs: int) -> str | None:
         return None
