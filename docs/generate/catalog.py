@@ -128,6 +128,7 @@ PAGES = (
             "tokenyard.checkpoints": (
                 *("CheckpointLayer", "StoredTensor", "convert", "Conversion", "ConvertedLayer", "TARGETS"),
                 *("recipe_inner", "CONFIG", "read_json", "text_config", "read_tensors", "write_tensors"),
+                *("declared_layout", "Layout", "PackedMatrix"),
             ),
             "tokenyard.lab.shipped": ("shipped_model",),
         },

@@ -9,7 +9,13 @@ from torch import Tensor
 
 from tests.checkpoints.small import Written
 
-PRESETS = {"nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16", "mxfp8": "MXFP8A16", "mxint4": "W4A16", "fp8_block128": "FP8_BLOCK"}
+PRESETS = {
+    "nvfp4": "NVFP4A16",
+    "mxfp4": "MXFP4A16",
+    "mxfp8": "MXFP8A16",
+    "mxint4": "W4A16",
+    "fp8_block128": "FP8_BLOCK",
+}
 FORMATS = {
     "nvfp4": "nvfp4-pack-quantized",
     "mxfp4": "mxfp4-pack-quantized",

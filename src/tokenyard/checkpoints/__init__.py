@@ -7,8 +7,10 @@ from tokenyard.checkpoints.config import CONFIG, read_json, text_config
 from tokenyard.checkpoints.conversion import TARGETS, Conversion, ConvertedLayer, convert
 from tokenyard.checkpoints.files import read_tensors
 from tokenyard.checkpoints.header import StoredTensor
-from tokenyard.checkpoints.layers import CheckpointLayer, recipe_inner
+from tokenyard.checkpoints.layers import CheckpointLayer, declared_layout, recipe_inner
+from tokenyard.checkpoints.layout import Layout
 from tokenyard.checkpoints.loading import load_experts, open_together
+from tokenyard.checkpoints.packing import PackedMatrix
 from tokenyard.checkpoints.writer import write_tensors
 
 __all__ = [
@@ -18,8 +20,11 @@ __all__ = [
     "CheckpointLayer",
     "Conversion",
     "ConvertedLayer",
+    "Layout",
+    "PackedMatrix",
     "StoredTensor",
     "convert",
+    "declared_layout",
     "load_experts",
     "open_checkpoint",
     "open_together",

@@ -183,6 +183,7 @@ class CompressedFp8(CompressedTensorsLayout, DeepSeekFp8):
     """float-quantized, with a scale for each block of 128 x 128."""
 
     config_format = "float-quantized"
+    beside = CompressedTensorsLayout.beside
     scales = "weight_scale"
     arguments: ClassVar[Mapping[str, Any]] = {
         "num_bits": 8,

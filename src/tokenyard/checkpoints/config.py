@@ -50,12 +50,13 @@ class ModelConfig:
         """How the config calls its way of quantizing, for messages."""
         if not self.quantization:
             return "no quantization_config"
-        told = {
-            key: self.quantization[key]
-            for key in ("quant_method", "quant_algo", "format")
-            if key in self.quantization
-        }
-        return "quantization_config with " + ", ".join(f"{key} {value!r:.60}" for key, value in told.items())
+        return f"quantization_config with {told_quantization(self.quantization)}"
+
+
+def told_quantization(quantization: Mapping[str, Any]) -> str:
+    """How a `quantization_config` calls its way of quantizing, for messages."""
+    told = {key: quantization[key] for key in ("quant_method", "quant_algo", "format") if key in quantization}
+    return ", ".join(f"{key} {value!r:.60}" for key, value in told.items())
 
 
 def read_json(

@@ -33,7 +33,7 @@ class DeepSeekFp8(Layout):
     method = "DeepSeek"
     weights = "fp8_block128"
     tensors: ClassVar[Mapping[str, Stored]] = {"data": Stored("weight", ("F8_E4M3",), 1)}
-    beside = ("input_scale", "activation_scale")
+    beside: ClassVar[tuple[str, ...]] = ("input_scale", "activation_scale")
     # How the names of scales end.
     scales: ClassVar[str] = "weight_scale_inv"
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tokenyard.checkpoints.compressed_tensors import COMPRESSED_LAYOUTS
-from tokenyard.checkpoints.config import ModelConfig
+from tokenyard.checkpoints.config import ModelConfig, told_quantization
 from tokenyard.checkpoints.deepseek import DeepSeekFp8
 from tokenyard.checkpoints.gpt_oss import GptOssMxfp4
 from tokenyard.checkpoints.header import StoredTensor
@@ -73,6 +74,20 @@ class CheckpointLayer:
         if self.layout.fused:
             return tensor_name(self.name, None, projection, suffix), expert
         return tensor_name(self.name, expert, projection, suffix), None
+
+
+def declared_layout(quantization: Mapping[str, Any]) -> Layout | str:
+    """The layout that a `quantization_config` declares; or, in words, what it says that no layout holds.
+
+    >>> str(declared_layout({"quant_method": "fp8", "weight_block_size": [128, 128]}))
+    'DeepSeek fp8_block128'
+    >>> declared_layout({"quant_method": "awq"})
+    "quant_method 'awq'"
+    """
+    for layout in QUANTIZED_LAYOUTS:
+        if layout.declared(quantization):
+            return layout.mismatch(quantization) or layout
+    return told_quantization(quantization)
 
 
 def recipe_inner(weights: str, quantization: object) -> str:

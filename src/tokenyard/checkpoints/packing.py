@@ -7,15 +7,26 @@ one in the other.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from tokenyard.checkpoints.layout import Layout
+from tokenyard.checkpoints.layout import Layout, Piece
+from tokenyard.checkpoints.writer import SPELLINGS
 from tokenyard.formats import QuantizedMatrix
 
 
 class PackedMatrix:
-    """One matrix of several experts (w13 or w2), made of `parts` projections each, in a layout's weight format."""
+    """One matrix of several experts (w13 or w2), made of `parts` projections each, in a layout's weight format.
+
+    >>> from tokenyard.checkpoints import declared_layout
+    >>> packed = PackedMatrix(declared_layout({"quant_method": "mxfp4"}), (8, 64, 32), parts=1)
+    >>> packed.fill("scales", 3, 0, torch.full((64, 1), 127, dtype=torch.uint8))
+    >>> packed.fill("data", 3, 0, torch.full((64, 1, 16), 0x22, dtype=torch.uint8))
+    >>> packed.matrix()[3].decode().unique()
+    tensor([1.])
+    """
 
     def __init__(self, layout: Layout, shape: tuple[int, int, int], parts: int) -> None:
         self.layout = layout  # how the tensors lie in files
@@ -34,9 +45,10 @@ class PackedMatrix:
         """The names of the payloads, those without a tensor in the files among them."""
         return tuple(self.layout.format.payloads(*self.shape[1:]))
 
-    def piece_shape(self, payload: str) -> tuple[int, ...]:
-        """The shape in the files of what one projection of one expert has of a payload."""
-        return self.layout.pieces(self.outputs, self.shape[2])[payload].shape
+    @property
+    def pieces(self) -> dict[str, Piece]:
+        """The tensors that files have of one projection of one expert, by the payload that each becomes."""
+        return self.layout.pieces(self.outputs, self.shape[2])
 
     def is_joined(self, payload: str) -> bool:
         """Whether projections share numbers of this payload, which are put together when all are there."""
@@ -49,7 +61,7 @@ class PackedMatrix:
             declared = self.layout.format.payloads(outputs, inputs)[payload]
             shape = declared.shape
             if self.is_joined(payload):
-                rows, *rest = self.piece_shape(payload)
+                rows, *rest = self.pieces[payload].shape
                 shape = (self.parts * rows, *rest)
             self._held[payload] = torch.empty(many, *shape, dtype=declared.dtype)
             if payload in self.layout.constants:
@@ -60,9 +72,26 @@ class PackedMatrix:
         """The place of one projection of one expert in a payload: every payload has rows in the matrix's order."""
         return self.held(payload)[place].chunk(self.parts)[part]
 
+    def mismatch(self, payload: str, stored: Tensor) -> str | None:
+        """None, or what a tensor of a file should be instead, to be one projection's of one expert."""
+        piece = self.pieces[payload]
+        same_rows = stored.dim() < 2 or stored.shape[0] == piece.shape[0]
+        fits = SPELLINGS.get(stored.dtype) in piece.dtypes and stored.numel() == math.prod(piece.shape)
+        return None if fits and same_rows else f"{' or '.join(piece.dtypes)}{list(piece.shape)}"
+
     def fill(self, payload: str, place: int, part: int, stored: Tensor) -> None:
         """Write what a file has of one projection of one expert to its place."""
         self.layout.fill(payload, stored, self.share(payload, place, part))
+
+    def unusable(self, payload: str, place: int, part: int) -> tuple[Tensor, str]:
+        """Which scales of one projection of one expert cannot be worked with, and what those are."""
+        scales = self.share(payload, place, part)
+        if scales.dtype == torch.uint8:  # E8M0
+            return scales == 255, "NaN (E8M0 byte 255)"
+        numbers = scales.float()
+        if payload == "global_scale":  # what values are divided by
+            return ~numbers.isfinite() | (numbers == 0), "NaN, infinite or zero"
+        return ~numbers.isfinite(), "NaN or infinite"
 
     def join(self, payload: str, place: int) -> bool:
         """Put together what an expert's projections share of a payload; False if theirs do not fit together."""
@@ -88,13 +117,3 @@ class PackedMatrix:
         if not format.quantized:
             return named["data"]
         return QuantizedMatrix(format=format, shape=self.shape, payloads=named)
-
-
-def unusable(scales: Tensor, payload: str) -> tuple[Tensor, str]:
-    """Which of these scales cannot be worked with, and what those are."""
-    if scales.dtype == torch.uint8:  # E8M0
-        return scales == 255, "NaN (E8M0 byte 255)"
-    numbers = scales.float()
-    if payload == "global_scale":  # what values are divided by
-        return ~numbers.isfinite() | (numbers == 0), "NaN, infinite or zero"
-    return ~numbers.isfinite(), "NaN or infinite"

@@ -16,7 +16,7 @@ from torch import Tensor
 from tokenyard.checkpoints.files import TensorFiles
 from tokenyard.checkpoints.header import DTYPES
 from tokenyard.checkpoints.layers import CheckpointLayer
-from tokenyard.checkpoints.packing import PackedMatrix, unusable
+from tokenyard.checkpoints.packing import PackedMatrix
 from tokenyard.errors import CheckpointError
 from tokenyard.experts.base import ExpertWeights
 
@@ -87,7 +87,7 @@ class ExpertReading:
                 with self._files.view(name, among) as stored:
                     packed.fill(payload, place, number, stored)
                 if payload != "data":
-                    self._check_numbers(packed.share(payload, place, number), payload, name, expert)
+                    self._check_numbers(*packed.unusable(payload, place, number), name, expert)
             if packed.is_joined(payload) and not packed.join(payload, place):
                 raise self._apart(name, expert, packed.outputs)
 
@@ -121,9 +121,8 @@ class ExpertReading:
                     share.copy_(stored)
         return out
 
-    def _check_numbers(self, scales: Tensor, payload: str, name: str, expert: int) -> None:
-        """Raise unless scales are numbers that can be worked with."""
-        wrong, told = unusable(scales, payload)
+    def _check_numbers(self, wrong: Tensor, told: str, name: str, expert: int) -> None:
+        """Raise if some scales of a tensor are wrong."""
         if bool(wrong.any()):
             place = wrong.nonzero()[0].tolist()
             raise CheckpointError(

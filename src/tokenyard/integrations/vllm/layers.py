@@ -14,6 +14,7 @@ import torch
 
 from tokenyard.errors import ContractError
 from tokenyard.experts import ExpertWeights
+from tokenyard.experts.base import EXACT
 from tokenyard.integrations.vllm.interface import VLLM_ACTIVATIONS, activation_of
 from tokenyard.integrations.vllm.settings import Settings
 from tokenyard.planning.spec import LayerSpec
@@ -27,11 +28,15 @@ class HeldWeights:
     """The weights that a rank holds of a layer."""
 
     format: str  # how the matrices are encoded: `LayerSpec.weights`
+    inner: str = EXACT  # how numbers are held between an expert's products: `LayerSpec.inner`
     read: Callable[[], ExpertWeights]  # the weights, once vLLM has loaded them
 
 
 def held_weights(held: Any) -> HeldWeights:
-    """The weights of vLLM's `RoutedExperts`, as their method has made them."""
+    """The weights of vLLM's `RoutedExperts`, as their method has made them: packed, or plain."""
+    packed: Callable[[Any], HeldWeights] | None = getattr(held.quant_method, "held_weights", None)
+    if packed is not None:
+        return packed(held)
     return HeldWeights(
         format=_PLAIN[held.w13_weight.dtype],
         read=lambda: ExpertWeights(
@@ -55,6 +60,7 @@ def owned_experts(runner: Any) -> list[int]:
 def spec_of(runner: Any, table: Sequence[Sequence[int]], max_tokens: int, asked: Settings) -> LayerSpec:
     """The spec of a layer, whose ranks own the experts of `table` and bring at most `max_tokens` each."""
     moe, held = runner.moe_config, runner.routed_experts
+    weights = held_weights(held)
     name = moe.activation.value
     if name not in VLLM_ACTIVATIONS:
         raise ContractError(
@@ -71,7 +77,8 @@ def spec_of(runner: Any, table: Sequence[Sequence[int]], max_tokens: int, asked:
         top_k=moe.experts_per_token,
         max_tokens=max_tokens,
         dtype=moe.in_dtype,
-        weights=held_weights(held).format,
+        weights=weights.format,
+        inner=weights.inner,
         activation=activation_of(
             name, limit=held.swiglu_limit, alpha=held.swiglu_alpha, beta=held.swiglu_beta
         ),

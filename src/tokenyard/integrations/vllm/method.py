@@ -15,14 +15,10 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.platforms import current_platform
 
-from tokenyard.integrations.vllm.experts import TokenyardExperts
-from tokenyard.integrations.vllm.layers import held_weights
-from tokenyard.integrations.vllm.prepare_finalize import TokenyardPrepareAndFinalize
+from tokenyard.integrations.vllm.kernels import load_kernel, mover_of
+from tokenyard.integrations.vllm.quantized import PackedExpertsMethod
 from tokenyard.integrations.vllm.refusals import MONOLITHIC, QUANTIZED, check_supported, refused
-from tokenyard.integrations.vllm.settings import Settings, settings
-from tokenyard.integrations.vllm.worker_plan import plan_of_worker, token_slices
 
 
 class TokenyardMethod(UnquantizedFusedMoEMethod):
@@ -43,11 +39,7 @@ class TokenyardMethod(UnquantizedFusedMoEMethod):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Make the layer's kernel; or, if weights were loaded anew, compute with these."""
-        if self.moe_kernel is None:
-            self.moe_quant_config = self.get_fused_moe_quant_config(layer)
-            self.moe_kernel = kernel_of(layer, self.moe, self.moe_quant_config)
-        else:
-            self.moe_kernel.fused_experts.load(held_weights(layer).read())
+        load_kernel(self, layer)
 
 
 class TokenyardExchangeMethod(UnquantizedFusedMoEMethod):
@@ -73,49 +65,9 @@ class TokenyardRoutedExperts(RoutedExperts):
 
     def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
         method = super()._get_quant_method(prefix, quant_config, moe_config)
-        if not isinstance(method, TokenyardMethod | TokenyardExchangeMethod):
+        if not isinstance(method, TokenyardMethod | TokenyardExchangeMethod | PackedExpertsMethod):
             raise refused(QUANTIZED, f"the layer is quantized, with {type(method).__name__}", layer=prefix)
         return method
-
-
-def kernel_of(layer: Any, moe: Any, quant_config: Any) -> Any:
-    """vLLM's kernel for a layer whose weights are loaded, of our exchange and our experts."""
-    mover = mover_of(layer, moe)
-    experts = TokenyardExperts(
-        mover.plan,
-        layer.layer_name,
-        moe_config=moe,
-        quant_config=quant_config,
-        weights=held_weights(layer).read(),
-    )
-    return mk.FusedMoEKernel(mover, experts)
-
-
-def mover_of(layer: Any, moe: Any) -> TokenyardPrepareAndFinalize:
-    """What moves the rows of a layer. Collective: it makes the plan, if this is the first one."""
-    name, asked = layer.layer_name, asked_for()
-    planned = plan_of_worker(name, asked)
-    hide_from_dynamo(name)
-    return TokenyardPrepareAndFinalize(planned, name, slices=token_slices(moe))
-
-
-def asked_for() -> Settings:
-    """The settings, where the plugin is on."""
-    asked = settings()
-    assert asked is not None  # `plugin.register` has looked
-    return asked
-
-
-def hide_from_dynamo(layer: str) -> None:
-    """Make a layer one opaque operator, as it is on GPUs.
-
-    On CPUs, vLLM lets Dynamo trace into MoE layers. An exchange cannot be traced.
-    """
-    compilation = get_current_vllm_config().compilation_config
-    if current_platform.is_cpu() and compilation.mode:  # not CompilationMode.NONE
-        runner = compilation.static_forward_context[layer]
-        shared = runner.shared_experts is not None
-        runner._forward_entry = torch.ops.vllm.moe_forward_shared if shared else torch.ops.vllm.moe_forward
 
 
 def with_local_ids(experts_cls: Any) -> Any:

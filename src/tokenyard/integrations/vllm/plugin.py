@@ -1,7 +1,7 @@
 """The plugin of vLLM's group `vllm.general_plugins`: the experts of MoE layers run through a tokenyard plan.
 
 vLLM calls `register` in every process. Where `TOKENYARD_VLLM` is not set it does nothing, and imports nothing of
-vLLM's. Else it puts our classes in the place of two of vLLM's, through vLLM's own registries.
+vLLM's. Else it puts our classes in the place of some of vLLM's, through vLLM's own registries.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ def register() -> None:
     from vllm.model_executor.custom_op import CustomOp, PluggableLayer, op_registry_oot
 
     check_version(vllm.__version__)
-    from tokenyard.integrations.vllm import method
+    from tokenyard.integrations.vllm import method, quantized
 
     ours = method.TokenyardMethod if asked.mode == "experts" else method.TokenyardExchangeMethod
     if "UnquantizedFusedMoEMethod" not in op_registry_oot:  # plugins may be loaded more than once
         CustomOp.register_oot(ours, name="UnquantizedFusedMoEMethod")
         PluggableLayer.register_oot(method.TokenyardRoutedExperts, name="RoutedExperts")
+        quantized.register()

@@ -99,7 +99,7 @@ MONOLITHIC = Refusal(
 QUANTIZED = Refusal(
     name="a quantization that the plugin does not read",
     why="vLLM's own experts would run, without an exchange",
-    fix="unset TOKENYARD_VLLM for this model, or serve the checkpoint in bf16",
+    fix="set TOKENYARD_VLLM=experts and use a checkpoint that `tokenyard convert` writes, or unset it for this model",
 )
 VERSION = Refusal(
     name="another version of vLLM",
