@@ -175,7 +175,7 @@ class Mxfp8Weights(WeightFormat):
 class FourBitWeights(WeightFormat):
     """Two codes a byte, and a scale per block of inputs."""
 
-    scale_dtype: ClassVar[torch.dtype]
+    scale_dtype: ClassVar[torch.dtype]  # the dtype of the scales
 
     def payloads(self, outputs: int, inputs: int) -> dict[str, HeldPayload]:
         width = self.padded_size(inputs)
@@ -243,6 +243,7 @@ class Mxfp4Weights(FourBitWeights):
     scale_dtype = torch.uint8
     row_formats = (Mxfp8.name,)
     inner_formats = (Fp8Block128.name,)
+    # how the byte of a scale is found: "even" as torchao does, "ceil" as ModelOpt and FlashInfer do
     scale_rule: Literal["even", "ceil"] = "even"
 
     def __post_init__(self) -> None:
