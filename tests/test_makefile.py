@@ -1,4 +1,4 @@
-"""`make run` says what it does while pip works, and is silent about what is done already."""
+"""`make run` and `make run-vllm` say what they do while pip works, and are silent about what is done already."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PYTHON = """#!/bin/sh
 if [ "$1" = --version ]; then echo "Python 3"; exit; fi
 if [ "$2" = venv ]; then
     mkdir -p "$3/bin"
-    printf '#!/bin/sh\\n' > "$3/bin/python"
+    printf '#!/bin/sh\\ncase "$*" in *"-m pip "*) ;; *) echo the job: "$@";; esac\\n' > "$3/bin/python"
     printf '#!/bin/sh\\necho the job: "$@"\\n' > "$3/bin/tokenyard"
     chmod +x "$3/bin/python" "$3/bin/tokenyard"
 fi
@@ -24,15 +24,15 @@ fi
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs `make run` in a folder of its own, with a Python that installs nothing."""
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+    """Runs a target of make in a folder of its own, with a Python that installs nothing."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "requirements-vllm.txt"):
         shutil.copy(ROOT / name, tmp_path)
     python = tmp_path / "python"
     python.write_text(_PYTHON)
     python.chmod(0o755)
-    command = ["make", "--no-print-directory", "run", f"PYTHON={python}"]
 
-    def run() -> list[str]:
+    def run(target: str = "run") -> list[str]:
+        command = ["make", "--no-print-directory", target, f"PYTHON={python}"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
         assert done.stderr == ""
         return done.stdout.splitlines()
@@ -49,3 +49,12 @@ def test_make_run_says_what_takes_its_time_and_only_once(run):
     assert "a few minutes" in steps[1]
     assert "transformers" in steps[2]
     assert run() == [job]
+
+
+def test_make_run_vllm_has_an_environment_of_its_own(run):
+    *steps, job = run("run-vllm")
+    assert job == "the job: -m tokenyard.lab.vllm_serving"
+    assert len(steps) == 2
+    assert steps[0].startswith("Making .venv-vllm")
+    assert "2 GB, a few minutes, once" in steps[1]
+    assert run("run-vllm") == [job]

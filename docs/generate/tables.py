@@ -11,6 +11,7 @@ from pathlib import Path
 from docs.generate.combine_tables import COMBINE_TABLES
 from docs.generate.error_table import classes_in_markdown, troubles_in_markdown
 from docs.generate.figures import FIGURES
+from docs.generate.vllm_tables import refusals_in_markdown, settings_in_markdown
 from tokenyard.lab.support import between_marks, marks, to_markdown
 
 PAGES = (
@@ -19,6 +20,7 @@ PAGES = (
     "docs/support.md",
     "docs/guide/choosing-formats.md",
     "docs/guide/errors.md",
+    "docs/guide/vllm.md",
 )
 TABLES: dict[str, Callable[[], str]] = {
     **FIGURES,
@@ -26,6 +28,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "support": to_markdown,
     "troubles": troubles_in_markdown,
     "error-classes": classes_in_markdown,
+    "vllm-settings": settings_in_markdown,
+    "vllm-refusals": refusals_in_markdown,
 }
 
 

@@ -1,13 +1,11 @@
 """The integration with vLLM: without it, with a stub of its signatures, and with itself where it is installed."""
 
-from importlib.util import find_spec
-
 import pytest
 
-from tests.integrations.vllm_kernel import OURS, forget, import_afresh, install_stub
+from tests.integrations.vllm_kernel import INSTALLED, OURS, forget, import_afresh, install_stub
 
 # `make test-vllm` runs these tests with the real one.
-VERSIONS = ["installed"] if find_spec("vllm") else [None, "vllm_0_32"]
+VERSIONS = ["installed"] if INSTALLED else [None, "vllm_0_32"]
 
 
 @pytest.fixture(params=VERSIONS, ids=str)
@@ -20,9 +18,10 @@ def version(request):
 def vllm(version, tmp_path, monkeypatch):
     """The integration, imported where there is that vLLM."""
     if version == "installed":
-        import tokenyard.integrations.vllm
+        from tokenyard.integrations import vllm
+        from tokenyard.integrations.vllm import prepare_finalize  # noqa: F401
 
-        yield tokenyard.integrations.vllm
+        yield vllm
         return
     if version is not None:
         install_stub(tmp_path, version)

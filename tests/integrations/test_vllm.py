@@ -12,10 +12,8 @@ import torch
 
 import tokenyard as ty
 from tests.integrations.stubs import vllm_0_32
-from tests.integrations.vllm_kernel import OURS, forget, import_afresh, install_stub
 from tests.integrations.vllm_ranks import WORLD, Rank, finished
 from tests.models import on_ranks
-from tokenyard.errors import ContractError
 
 LAYERS = {
     "bf16": {},
@@ -165,16 +163,6 @@ def test_subclasses_where_vllm_is_there(vllm, version):
     assert type(experts.activation_format()).__module__.startswith("vllm.")
     assert not mover.__abstractmethods__
     assert not experts.__abstractmethods__
-
-
-def test_a_vllm_without_modular_kernels(tmp_path, monkeypatch):
-    install_stub(tmp_path, "weight_and_reduce")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    try:
-        with pytest.raises(ContractError, match="has no FusedMoEPrepareAndFinalizeModular"):
-            import_afresh()
-    finally:
-        forget("vllm", OURS)
 
 
 def test_weights_are_not_copied_and_may_change(vllm):

@@ -10,7 +10,7 @@ import torch
 
 import tokenyard as ty
 from tests.integrations.stubs import weight_and_reduce
-from tests.integrations.vllm_kernel import UnfinishedExperts
+from tests.integrations.vllm_kernel import UnfinishedExperts, moe_config
 from tests.integrations.vllm_ranks import WORLD, Rank, finished
 from tests.models import batch, on_ranks, raised, spec
 from tokenyard.errors import ContractError, HandleError, InputError, PeerFailed
@@ -120,7 +120,9 @@ def test_experts_of_another_layer(vllm):
         foreign = UnfinishedExperts(None, weight_and_reduce.TopKWeightAndReduceContiguous())
         x_TH, routes = batch(spec(), 3)
         return (
-            raised(one.post_init_setup, vllm.TokenyardExperts(plan, "two", moe_config=None)),
+            raised(
+                one.post_init_setup, vllm.TokenyardExperts(plan, "two", moe_config=moe_config(spec(), group))
+            ),
             raised(two.post_init_setup, foreign),
             raised(one.prepare, x_TH, routes.topk_weights_TK, routes.topk_ids_TK, 5, None, False, None),
         )

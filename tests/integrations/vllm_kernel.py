@@ -1,7 +1,9 @@
 """What vLLM does with the two objects, in few words: the order of its calls, and what it hands from one to the next."""
 
 import importlib
+import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,6 +12,8 @@ from tokenyard.rows import LocalRoutes, ReceivedRows
 
 STUBS = Path(__file__).parent / "stubs"
 OURS = "tokenyard.integrations.vllm"
+# Whether the real vLLM is there. It is asked before any stub is.
+INSTALLED = importlib.util.find_spec("vllm") is not None
 
 
 def install_stub(folder: Path, version: str) -> None:
@@ -127,6 +131,69 @@ class Kernel:
             apply_router_weight_on_input=on_input,
         )
         return results
+
+
+class InstalledKernel:
+    """The kernel of the vLLM that is installed, called as `Kernel` is."""
+
+    def __init__(self, prepare_finalize, experts):
+        from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExpertsModular, FusedMoEKernel
+
+        FusedMoEExpertsModular.register(UnfinishedExperts)
+        self.kernel = FusedMoEKernel(prepare_finalize, experts)
+
+    def __call__(
+        self, x, w1, w2, weights, ids, *, num_experts, activation="silu", expert_map=None, on_input=False
+    ):
+        from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+        return self.kernel.apply(
+            hidden_states=x,
+            w1=w1,
+            w2=w2,
+            topk_weights=weights,
+            topk_ids=ids,
+            activation=MoEActivation.from_str(getattr(activation, "value", activation)),
+            global_num_experts=num_experts,
+            expert_map=expert_map,
+            apply_router_weight_on_input=on_input,
+        )
+
+
+def moe_config(spec, group):
+    """vLLM's configuration of a layer, where vLLM is installed."""
+    if not INSTALLED:
+        return None
+    from vllm.model_executor.layers.fused_moe import config
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    ranks = replace(
+        config.FusedMoEParallelConfig.make_no_parallel(),
+        dp_size=group.size,
+        dp_rank=group.rank,
+        ep_size=group.size,
+        ep_rank=group.rank,
+        use_ep=group.size > 1,
+    )
+    return config.FusedMoEConfig(
+        num_experts=spec.num_experts,
+        experts_per_token=spec.top_k,
+        hidden_dim=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_local_experts=spec.num_experts,
+        num_logical_experts=spec.num_experts,
+        activation=MoEActivation.SILU,
+        device="cpu",
+        routing_method=config.RoutingMethodType.Renormalize,
+        moe_parallel_config=ranks,
+        in_dtype=spec.dtype,
+        max_num_tokens=64,
+    )
+
+
+def make_kernel(prepare_finalize, experts):
+    """vLLM's own kernel, where vLLM is installed."""
+    return (InstalledKernel if INSTALLED else Kernel)(prepare_finalize, experts)
 
 
 class UnfinishedExperts:

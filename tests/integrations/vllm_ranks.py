@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 
 import tokenyard as ty
-from tests.integrations.vllm_kernel import Kernel
+from tests.integrations.vllm_kernel import make_kernel, moe_config
 from tests.models import batch, build, spec
 from tokenyard.conformance.cases import random_weights, same_bits
 
@@ -30,11 +30,14 @@ class Rank:
         self.mover = vllm.TokenyardPrepareAndFinalize(
             self.plan, "moe", routed_scaling_in_weights=self.spec.routed_scaling or 1.0
         )
-        self.experts = vllm.TokenyardExperts(self.plan, "moe", moe_config=None, quant_config=quant)
+        self.experts = vllm.TokenyardExperts(
+            self.plan, "moe", moe_config=moe_config(self.spec, group), quant_config=quant
+        )
         if foreign is not None:
             self.experts = foreign(self.layer)
             self.experts.format = self.mover.activation_format
-        self.kernel = Kernel(self.mover, self.experts)
+            self.experts.moe_config = moe_config(self.spec, group)
+        self.kernel = make_kernel(self.mover, self.experts)
 
     @property
     def expert_map(self):

