@@ -203,3 +203,7 @@ def test_a_move_that_gains_nothing_never_pays():
     still = LayerForecast(**same, **rows, experts_moved=0, moved_bytes=0, move_s=0.0, saved_s=0.0)
     assert steps_to_pay([moved]) is None
     assert steps_to_pay([still]) == 0
+
+
+def test_a_rank_may_have_room_for_no_expert():
+    assert balance([1.0] * 4, Placement.contiguous(4, 2), slots=[4, 0]).table == ((0, 1, 2, 3), ())

@@ -140,6 +140,13 @@ def test_a_huge_header_is_not_allocated(folder, length):
     assert peak < 4_000_000
 
 
+@pytest.mark.parametrize("length", [3, 1000, 10**9])
+def test_a_header_that_is_longer_than_the_file_says_how_long_both_are(folder, length):
+    path = folder / "model.safetensors"
+    path.write_bytes(length.to_bytes(8, "little") + b"{}")
+    refused(folder, f"has 10 bytes, and a header of {length} bytes is announced")
+
+
 def test_a_header_beyond_what_is_read_at_all(folder):
     path = folder / "model.safetensors"
     with path.open("wb") as file:

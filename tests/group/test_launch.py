@@ -247,6 +247,35 @@ def test_processes_that_have_reported_end_by_themselves(monkeypatch):
     assert codes == [0, 0]
 
 
+class FakeProcess:
+    """Ends while it is waited for, or only when it is killed."""
+
+    def __init__(self, ends):
+        self.ends, self.lives, self.calls = ends, True, []
+
+    def join(self, seconds=None):
+        self.calls.append("join")
+        self.lives = self.lives and not (self.ends and seconds != 0)
+
+    def is_alive(self):
+        return self.lives
+
+    def kill(self):
+        self.calls.append("kill")
+        self.lives = False
+
+    def close(self):
+        assert not self.lives
+        self.calls.append("close")
+
+
+def test_only_a_process_that_does_not_end_is_killed_and_all_are_waited_for():
+    good, stubborn = FakeProcess(ends=True), FakeProcess(ends=False)
+    process_ranks._end([good, stubborn])
+    assert good.calls == ["join", "join", "close"]
+    assert stubborn.calls == ["join", "kill", "join", "close"]
+
+
 def environment(group, name):
     return os.environ.get(name)
 
