@@ -63,6 +63,8 @@ def compress(weights: str, w: Tensor) -> Written:
 
 def decompress(weights: str, written: Written) -> Tensor:
     """What compressed-tensors reads of a linear map."""
+    if weights == "fp8_block128":
+        return deepseek_read({"weight": written["weight"], "weight_scale_inv": written["weight_scale"]})
     return compressor(weights).decompress(dict(written), scheme(weights))["weight"].detach()
 
 

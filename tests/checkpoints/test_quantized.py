@@ -43,7 +43,8 @@ def assert_reads(checkpoint, model: Small, write, read) -> None:
 
 @pytest.mark.parametrize("weights", COMPRESSED)
 def test_compressed_tensors(tmp_path, weights):
-    model = Small(hidden_size=96, intermediate_size=128 if weights == "fp8_block128" else 64)
+    blocks = weights == "fp8_block128"
+    model = Small(hidden_size=256 if blocks else 96, intermediate_size=128 if blocks else 64)
 
     def write(w: Tensor) -> Written:
         return references.compress(weights, w)

@@ -132,11 +132,9 @@ class PackedExpertsMethod(FusedMoEMethodBase):
         return_success: bool = False,
     ) -> bool | None:
         """What vLLM's loader calls: with one projection of one expert, or with all experts of this rank."""
-        if fill is None:
-            return True if return_success else None
         if expert_id is None:
             places, stored = range(len(param)), list(loaded_weight)
-            if len(stored) != len(places):
+            if fill is not None and len(stored) != len(places):
                 raise CheckpointError(
                     f"vLLM passes {len(stored)} experts of {weight_name}, and this rank has {len(places)}",
                     expected="all experts of this rank",
@@ -148,6 +146,8 @@ class PackedExpertsMethod(FusedMoEMethodBase):
             if place == -1:
                 return False if return_success else None
             places, stored = range(place, place + 1), [loaded_weight]
+        if fill is None:
+            return True if return_success else None
         part = _PARTS.get(shard_id or "", 0) if parts > 1 else 0
         for place, one in zip(places, stored, strict=True):
             fill(weight_name, place, part, one.to(param.device))
