@@ -39,3 +39,9 @@ def raised(fn, *args, **kwargs):
     except ty.TokenyardError as error:
         return error
     return None
+
+
+# The exchanges that a paranoid plan can watch on CPUs.
+WATCHED = [name for name, cls in ty.EXCHANGES.items() if cls.watches(ty.thread_groups(1)[0]) is None]
+# Those through which rows can come home unreduced, for the caller to sum over ranks.
+UNREDUCED = [name for name, cls in ty.EXCHANGES.items() if not cls.sums_in_hosts]

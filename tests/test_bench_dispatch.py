@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.models import WATCHED
 from tokenyard.errors import ContractError, InputError, PlanError, RankError, Reason, UnknownName
 from tokenyard.exchange import EXCHANGES, Pending, RowsAtHome, TwoSidedTransport
 from tokenyard.group import thread_groups
@@ -223,7 +224,7 @@ def test_an_override_of_all_plans_is_refused(monkeypatch):
 
 def test_what_watching_costs_is_measured_beside_the_plain_exchange(monkeypatch):
     records = measure_dispatch(2, **SHAPE, rounds=3, kind="threads", paranoid=True)
-    watched = [f"{name}, watched" for name in EXCHANGES]
+    watched = [f"{name}, watched" for name in WATCHED]
     assert exchanges_of(records) == [*EXCHANGES, *watched]
     for record in records[len(EXCHANGES) :]:
         ratio = record.ratios["watched / plain"]

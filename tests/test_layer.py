@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tokenyard as ty
-from tests.models import batch, build, on_ranks, raised, spec
+from tests.models import UNREDUCED, batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import random_weights, same_bits
 from tokenyard.conformance.oracle import oracle, relative_error
 from tokenyard.conformance.twin import twin
@@ -302,7 +302,7 @@ def unreduced(group, exchange):
     return same_bits(summed, home.reduce().y_TH), [str(error) for error in wrong], len(home.rows_by_rank)
 
 
-@every_exchange
+@pytest.mark.parametrize("exchange", UNREDUCED)
 def test_rows_can_come_home_unreduced_and_only_the_party_with_the_duty_reduces(exchange):
     for same, wrong, ranks in on_ranks(3, unreduced, exchange):
         assert same

@@ -88,7 +88,7 @@ def test_the_choice_knows_every_exchange_and_no_format_that_is_not_there():
 
 def _names(one: choice.Choice) -> set[str]:
     lines = [line for question in one.questions for line in question.answer] + list(one.otherwise)
-    return set(re.findall(r"\b(?=\w*[_\d])\w+|allgather", " ".join(lines)))
+    return set(re.findall(r"\b(?=\w*[_\d])\w+|allgather|hierarchical", " ".join(lines)))
 
 
 def test_text_that_does_not_fit_is_an_error():

@@ -8,11 +8,16 @@ import tokenyard as ty
 from tests.exchange.strategies import cases, is_large
 from tests.models import batch, build, spec
 from tokenyard.conformance.cases import Case, random_weights, run_case, same_bits
+from tokenyard.conformance.draws import hosts_for
 from tokenyard.conformance.twin import twin
 
 
+def hosts_of(case):
+    return hosts_for(ty.EXCHANGES[case.exchange], case.world)
+
+
 def check(case, ranks):
-    for rank, outcome in enumerate(ty.launch(case.world, run_case, case, ranks=ranks)):
+    for rank, outcome in enumerate(ty.launch(case.world, run_case, case, ranks=ranks, hosts=hosts_of(case))):
         assert outcome.passed, f"rank {rank}: {outcome}"
 
 
@@ -46,11 +51,15 @@ def run_one_after_the_other(group, drawn):
 @pytest.mark.parametrize("part", range(2))
 def test_any_layer_on_process_ranks(part):
     """Those of one world one after the other on the same processes: to start them takes longer than a case."""
-    by_world = {}
+    alike = {}
     for half in range(2):
-        draw_many(14, 99 + 2 * part + half, lambda case: by_world.setdefault(case.world, []).append(case))
-    for world, drawn in by_world.items():
-        by_rank = ty.launch(world, run_one_after_the_other, drawn, ranks="processes")
+        draw_many(
+            14,
+            99 + 2 * part + half,
+            lambda case: alike.setdefault((case.world, hosts_of(case)), []).append(case),
+        )
+    for (world, hosts), drawn in alike.items():
+        by_rank = ty.launch(world, run_one_after_the_other, drawn, ranks="processes", hosts=hosts)
         for rank, outcomes in enumerate(by_rank):
             for case, outcome in zip(drawn, outcomes, strict=True):
                 assert outcome.passed, f"rank {rank}, {case}: {outcome}"

@@ -8,12 +8,15 @@ import pytest
 import torch
 
 import tokenyard as ty
-from tests.models import batch, build, on_ranks, raised, spec
+from tests.models import UNREDUCED, WATCHED, batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import same_bits
 from tokenyard.exchange.batch import UnencodedRows
 
 both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
 every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)
+watched_and_not = pytest.mark.parametrize(
+    ("exchange", "paranoid"), [*((name, False) for name in ty.EXCHANGES), *((name, True) for name in WATCHED)]
+)
 
 TAG = ty.Payload(name="tag", dtype=torch.int64, width=2)
 BLOB = ty.Payload(name="blob", dtype=torch.uint8, width=5)
@@ -185,8 +188,7 @@ def failure_beside_a_flight(group, exchange, paranoid, times):
     return list(map(type, refused)), all(map(same_bits, found, expected))
 
 
-@every_exchange
-@pytest.mark.parametrize("paranoid", [False, True])
+@watched_and_not
 def test_a_batch_that_is_refused_does_not_touch_the_one_in_flight(exchange, paranoid):
     for times in (1, 2):
         results = on_ranks(2, failure_beside_a_flight, exchange, paranoid, times)
@@ -246,8 +248,7 @@ def modes(group, exchange, paranoid, planned_in_inference_mode):
 
 
 @both_kinds
-@every_exchange
-@pytest.mark.parametrize("paranoid", [False, True])
+@watched_and_not
 def test_calls_with_and_without_gradients_and_in_inference_mode_take_turns(ranks, exchange, paranoid):
     for planned_in_inference_mode in (False, True):
         found = on_ranks(2, modes, exchange, paranoid, planned_in_inference_mode, ranks=ranks)
@@ -402,7 +403,7 @@ def unreduced_twice(group, exchange, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("exchange", ty.EXCHANGES)
+@pytest.mark.parametrize("exchange", UNREDUCED)
 def test_unreduced_rows_that_the_caller_holds_are_not_overwritten_by_later_calls(exchange, dtype):
     assert on_ranks(3, unreduced_twice, exchange, dtype) == [True] * 3
 

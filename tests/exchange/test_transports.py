@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tokenyard as ty
-from tests.models import batch, build, on_ranks, raised, spec
+from tests.models import WATCHED, batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import same_bits
 from tokenyard.exchange import Exchange, Pending, Transport
 from tokenyard.exchange.one_sided.cuda import CudaTransport
@@ -49,8 +49,9 @@ def one_call(group, exchange, paranoid):
     return build(plan, "moe")(x_TH, routes).shape
 
 
-@every_exchange
-@pytest.mark.parametrize("paranoid", [False, True])
+@pytest.mark.parametrize(
+    ("exchange", "paranoid"), [*((name, False) for name in ty.EXCHANGES), *((name, True) for name in WATCHED)]
+)
 def test_sending_waits_for_nobody(exchange, paranoid):
     sent = {"out": threading.Event(), "back": threading.Event()}
     cls = waits_between(ty.EXCHANGES[exchange], sent)

@@ -7,7 +7,7 @@ import pytest
 import tokenyard as ty
 from tests.models import batch, build, spec
 from tokenyard.group import ThreadGroup
-from tokenyard.group.shared_memory import this_host
+from tokenyard.group.hosts import this_host
 
 both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
 
@@ -49,3 +49,27 @@ def test_ranks_of_two_hosts_part_into_two_groups(monkeypatch):
 def test_a_host_has_a_name_that_lasts():
     assert this_host() == this_host()
     assert "/" in this_host()  # a machine, and the processes that see each other on it
+
+
+@pytest.mark.parametrize("hosts", [0, 4, True, "2", [2, 2], [3, 0], [1, "2"], None])
+def test_hosts_that_do_not_make_up_the_ranks_are_refused(hosts):
+    with pytest.raises(
+        ty.InputError, match="for 3 ranks; expected from 1 to 3 hosts, or the number of ranks of each"
+    ):
+        ty.launch(3, names, hosts=hosts)
+
+
+def names(group):
+    return group.host(), group.hosts()
+
+
+def test_ranks_of_one_machine_stand_for_hosts():
+    by_threads = ty.launch(3, names, hosts=2)
+    assert [hosts for _, hosts in by_threads] == [[[0, 1], [2]]] * 3
+    assert len({host for host, _ in by_threads}) == 2
+
+
+def test_a_process_may_be_told_the_name_of_its_host(monkeypatch):
+    here = this_host()
+    monkeypatch.setenv("TOKENYARD_HOST", "rack 3")
+    assert this_host() == f"{here}/rack 3"

@@ -26,12 +26,14 @@ from tokenyard.group import failure_detector
 
 # Seconds. Long where nothing should be lost: a busy machine is not a fault.
 DEADLINE, SHORT_DEADLINE, ANSWERING = 60.0, 5.0, 5.0
-EXCHANGES = ["two_sided", "allgather"]
+EXCHANGES = ["two_sided", "allgather", "hierarchical"]
 LAYERS = [
     spec("moe.0", hidden_size=64, num_experts=7),
     spec("moe.1", hidden_size=64, num_experts=7, wire="mxfp8", experts="reference"),
     spec("moe.2", hidden_size=64, num_experts=5, wire="nvfp4", combine_wire="mxfp8", experts="reference"),
 ]
+# Every token has an expert on every rank of five. Rows are wide: beside them, announcements are few bytes.
+WIDE = spec("wide", hidden_size=8192, num_experts=5, top_k=5, max_tokens=24, combine_wire="bf16")
 # Rounds after which somebody would have been told that a link is cut.
 MOST_ROUNDS = 100_000
 
@@ -96,6 +98,29 @@ def over_a_bad_link(group: ty.Group, links: Links, hosts: int) -> dict[str, Any]
         links.change(*({"host": host, **good} for host in range(hosts)))
     group.barrier()
     return {"bits": found, "seconds": seconds, "links": links.change()}
+
+
+def bytes_on_links(group: ty.Group, links: Links, exchange: str) -> dict[str, Any]:
+    """One call with full batches: the bytes that the switch has counted, and those that the plan says."""
+    plan = ty.plan([WIDE], group, exchange=exchange)
+    layer = build(plan, "wide")
+    ids_TK = torch.arange(5).expand(24, 5)
+    routes = ty.Routes(topk_ids_TK=ids_TK, topk_weights_TK=torch.ones(24, 5))
+    group.barrier()
+    before = links.change()
+    group.barrier()
+    layer(torch.ones(24, 8192).bfloat16(), routes)
+    group.barrier()
+    after = links.change()
+    group.barrier()
+    plan.close()
+    (row,) = plan.draft.rows()
+    counted = {
+        f"{source} to {target}": now - before[source]["sent"].get(target, 0)
+        for source, link in enumerate(after)
+        for target, now in link["sent"].items()
+    }
+    return {"counted": counted, "planned": row["links"]}
 
 
 def meet_past_the_network(folder: Path, what: str, group: ty.Group) -> None:
@@ -178,7 +203,8 @@ def story(group: ty.Group, folder: Path, links: Links) -> dict[str, Any]:
     found["inside and across"] = inside_and_across(group)
     found["refused"] = refused(group)
     found["bad link"] = over_a_bad_link(group, links, 3)
-    found["cut"] = until_cut(group, links, lambda links: links.cut(1), 7, "two_sided")
+    found["bytes"] = {name: bytes_on_links(group, links, name) for name in ("two_sided", "hierarchical")}
+    found["cut"] = until_cut(group, links, lambda links: links.cut(1), 7, "hierarchical")
     return found
 
 

@@ -1,4 +1,4 @@
-"""The switch that hosts hang on: one link to each, whose frames it forwards late, loses, or drops as it is told.
+"""The switch that hosts hang on: one link to each, whose frames it counts, forwards late or slowly, loses, or drops.
 
 Run as the first process of namespaces of its own (`network.py` starts it). It makes a host of each command that it is
 given: namespaces for the network, processes, mounts and the name, with one end of a veth pair as `eth0`. When this
@@ -20,12 +20,13 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 _SOL_PACKET, _PACKET_VNET_HDR, _PACKET_OUTGOING, _ETH_P_ALL = 263, 15, 4, 3
 _VNET_HEADER = 10  # bytes before each frame
+_ETHERNET_HEADER, _TCP = 14, 6
 _LARGEST_FRAME = 1 << 17
 _SOCKET_BUFFER = 1 << 23
 _BROADCAST_BIT = 0x01
@@ -39,9 +40,14 @@ class Link:
 
     delay: float = 0.0  # seconds, each way
     loss: float = 0.0  # of frames, each way
+    rate: float = 0.0  # bytes per second that the host may send; 0: as many as it likes
     cut: bool = False
     forwarded: int = 0
     lost: int = 0
+    sent: dict[int, int] = field(
+        default_factory=dict
+    )  # bytes of TCP's payload, by the host that they were for
+    free_at: float = 0.0  # when the host's last frame has left, at its rate
 
 
 class Switch:
@@ -89,8 +95,12 @@ class Switch:
             self.links[source].lost += 1
             return
         self.links[source].forwarded += 1
+        self.links[source].sent[target] = self.links[source].sent.get(target, 0) + payload_bytes(frame)
         self._number += 1
-        due = time.monotonic() + sum(link.delay for link in ways)
+        link = self.links[source]
+        link.free_at = max(link.free_at, time.monotonic())
+        link.free_at += (len(frame) - _VNET_HEADER) / link.rate if link.rate else 0.0
+        due = link.free_at + sum(link.delay for link in ways)
         heapq.heappush(self._late, (due, self._number, target, frame))
 
     def send_due(self) -> float:
@@ -106,6 +116,16 @@ class Switch:
                 except OSError:  # a full queue loses frames, as a real one does
                     self.links[target].lost += 1
         return _LOOK
+
+
+def payload_bytes(frame: bytes) -> int:
+    """The bytes that a frame carries for TCP, beside all headers; 0 where it is of something else."""
+    packet = frame[_VNET_HEADER + _ETHERNET_HEADER :]
+    if len(packet) < 40 or packet[0] >> 4 != 4 or packet[9] != _TCP:
+        return 0
+    header = (packet[0] & 15) * 4
+    total = int.from_bytes(packet[2:4], "big") or len(packet)  # short frames are padded
+    return total - header - (packet[header + 12] >> 4) * 4
 
 
 def mac(host: int) -> bytes:

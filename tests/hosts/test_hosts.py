@@ -23,13 +23,15 @@ SLACK = 20.0  # seconds beyond a deadline, on a machine that does much else
 needs_hosts = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
-def on_threads(world, fn, *arguments):
-    """What ranks of one host find."""
-    return ty.launch(world, fn, *arguments, threads_per_rank=1, deadline=60.0)
+def on_threads(ranks_by_host, fn, *arguments):
+    """What threads find that stand for ranks on such hosts."""
+    world = sum(ranks_by_host)
+    return ty.launch(world, fn, *arguments, hosts=ranks_by_host, threads_per_rank=1, deadline=60.0)
 
 
-def bits(group):
-    return through(group, ["two_sided"])["two_sided"]
+def bits(ranks_by_host):
+    """The bits of each rank's tokens, by exchange."""
+    return on_threads(ranks_by_host, through, EXCHANGES)
 
 
 def stage(group, layers, rounds):
@@ -40,8 +42,8 @@ def stage(group, layers, rounds):
     ]
 
 
-def without(group, lost):
-    plan = ty.plan(LAYERS, group)
+def without(group, exchange, lost):
+    plan = ty.plan(LAYERS, group, exchange=exchange)
     if group.rank in lost:
         return None
     plan.go_on_without(lost)
@@ -71,7 +73,7 @@ def check_nothing_is_left(reports, interfaces):
     assert not [p for p in psutil.Process().children(recursive=True) if p.name() == "unshare"]
 
 
-def check_cut(found, ranks_by_host, host):
+def check_cut(found, ranks_by_host, host, exchange):
     """What every rank says when a host's link was cut, and that those go on who can."""
     first = sum(ranks_by_host[:host])
     cut_off = list(range(first, first + ranks_by_host[host]))
@@ -79,7 +81,7 @@ def check_cut(found, ranks_by_host, host):
     beside = [rank for rank in everybody if rank not in cut_off]
     with_store = cut_off if host == 0 else beside  # the store is on host 0
     lost = [rank for rank in everybody if rank not in with_store]
-    goes_on = on_threads(len(everybody), without, lost)
+    goes_on = on_threads(ranks_by_host, without, exchange, lost)
     for rank, cut in enumerate(found):
         where = f"rank {rank}: {cut}"
         assert cut["error"] == "PeerLost", where
@@ -97,6 +99,25 @@ def check_cut(found, ranks_by_host, host):
             assert cut["refused after"] < SLACK, where
 
 
+def check_bytes(found, ranks_by_host):
+    """What crossed from each host to each other one: the rows that the plan says, and little beside them."""
+    planned = {(link["from"], link["to"]): link for link in found["hierarchical"]["planned"]}
+    assert len(planned) == len(ranks_by_host) * (len(ranks_by_host) - 1)
+    for (source, target), link in planned.items():
+        rows = link["dispatch"] + planned[target, source]["combine"]
+        crossed = found["hierarchical"]["counted"][f"{source} to {target}"]
+        assert rows <= crossed <= 1.05 * rows, (source, target)
+        # A row to each rank, and one back from each: of those on the other host, and of those on this one.
+        often = (
+            link["dispatch"] * ranks_by_host[target]
+            + planned[target, source]["combine"] * ranks_by_host[source]
+        )
+        assert often <= found["two_sided"]["counted"][f"{source} to {target}"] <= 1.05 * often, (
+            source,
+            target,
+        )
+
+
 @needs_hosts
 def test_three_hosts_find_the_bits_of_one_and_all_say_in_time_that_a_link_is_cut(tmp_path):
     interfaces = set(psutil.net_if_addrs())
@@ -105,23 +126,25 @@ def test_three_hosts_find_the_bits_of_one_and_all_say_in_time_that_a_link_is_cut
     assert len(list(tmp_path.glob("rank*.json"))) == 5, logs
     found = found_by_rank(tmp_path, 5)
 
-    three_hosts, two_hosts = on_threads(5, bits), on_threads(4, bits)
-    a_host, alone = on_threads(2, bits), on_threads(1, bits)
-    stages = [on_threads(2, stage, LAYERS, 2), on_threads(2, stage, LAYERS[:1], 9)]
-    inside = [*a_host, *a_host, *alone]
+    three_hosts, two_hosts = bits([2, 2, 1]), bits([2, 2])
+    a_host, alone = bits([2]), bits([1])
+    stages = [on_threads([2], stage, LAYERS, 2), on_threads([2], stage, LAYERS[:1], 9)]
+    inside = [found["two_sided"] for found in (*a_host, *a_host, *alone)]
     for rank, mine in enumerate(found):
         assert mine["hosts"] == [[0, 1], [2, 3], [4]]
-        assert mine["three hosts"] == dict.fromkeys(EXCHANGES, three_hosts[rank])
-        assert mine["inside and across"] == {"inside": 2 * inside[rank], "across": 2 * three_hosts[rank]}
+        assert mine["three hosts"] == three_hosts[rank]
+        across = three_hosts[rank]["hierarchical"]  # what `auto` takes
+        assert mine["inside and across"] == {"inside": 2 * inside[rank], "across": 2 * across}
         assert "one_sided shares memory, and the ranks run on 3 hosts" in mine["refused"]["error"]
         assert sorted(mine["refused"]["offered"]) == sorted(EXCHANGES)
-        assert all(worked == three_hosts[rank] for worked in mine["refused"]["work"].values())
-        assert mine["bad link"]["bits"] == dict.fromkeys(EXCHANGES, three_hosts[rank])
+        assert mine["refused"]["work"] == three_hosts[rank]
+        assert mine["bad link"]["bits"] == three_hosts[rank]
         assert sum(link["lost"] for link in mine["bad link"]["links"]) > 0
         if rank < 4:
-            assert mine["two hosts"] == dict.fromkeys(EXCHANGES, two_hosts[rank])
+            assert mine["two hosts"] == two_hosts[rank]
             assert mine["stages"] == stages[rank // 2][rank % 2]
-    check_cut([mine["cut"] for mine in found], [2, 2, 1], host=1)
+    check_bytes(found[0]["bytes"], [2, 2, 1])
+    check_cut([mine["cut"] for mine in found], [2, 2, 1], host=1, exchange="hierarchical")
     assert all(report.status != 0 for report in reports), logs
     check_nothing_is_left(reports, interfaces)
 
@@ -141,6 +164,6 @@ if TIMES > 1:
         logs = "\n".join(report.log for report in reports)
         world = sum(ranks_by_host)
         assert len(list(tmp_path.glob("rank*.json"))) == world, logs
-        check_cut(found_by_rank(tmp_path, world), ranks_by_host, host)
+        check_cut(found_by_rank(tmp_path, world), ranks_by_host, host, strike[2])
         assert all(report.status != 0 for report in reports), logs
         check_nothing_is_left(reports, interfaces)

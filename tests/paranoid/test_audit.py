@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tokenyard as ty
-from tests.models import batch, build, on_ranks, raised, spec
+from tests.models import WATCHED, batch, build, on_ranks, raised, spec
 from tests.paranoid.tampering import told
 from tokenyard.duties import Duty, Ledger, Party, acting, aside, record
 from tokenyard.exchange import Exchange, RowsAtHome
@@ -230,7 +230,7 @@ def sums_with(monkeypatch, change):
     monkeypatch.setattr(exchange_batch, "sum_over_ranks", lambda *arguments: change(real, *arguments))
 
 
-@pytest.mark.parametrize("exchange", ty.EXCHANGES)
+@pytest.mark.parametrize("exchange", WATCHED)
 def test_a_sum_over_ranks_that_is_made_twice(monkeypatch, exchange):
     def twice(real, home, tokens_by_rank, out_TH, add):
         real(home, tokens_by_rank, out_TH, add)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tokenyard as ty
-from tests.models import batch, build, on_ranks, raised, spec
+from tests.models import WATCHED, batch, build, on_ranks, raised, spec
 from tests.paranoid.tampering import (
     DAMAGED_ROUND,
     SOURCE,
@@ -148,7 +148,7 @@ def scribbled(group, exchange):
     return told(error)
 
 
-@pytest.mark.parametrize("exchange", ty.EXCHANGES)
+@pytest.mark.parametrize("exchange", WATCHED)
 def test_experts_that_write_into_the_rows_they_were_given(exchange):
     for alarm in on_ranks(2, scribbled, exchange):
         assert alarm["kind"] == "Corrupted"

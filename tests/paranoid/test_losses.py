@@ -5,7 +5,7 @@ import time
 import pytest
 
 import tokenyard as ty
-from tests.models import batch, build, spec
+from tests.models import WATCHED, batch, build, spec
 from tokenyard.exchange.announcement import Phase
 
 LOST = 2
@@ -63,7 +63,7 @@ def leaves_before_the_last_word(group, exchange):
     return None
 
 
-@pytest.mark.parametrize("exchange", ty.EXCHANGES)
+@pytest.mark.parametrize("exchange", WATCHED)
 def test_who_says_no_last_word_is_lost(exchange):
     found = ty.launch(3, leaves_before_the_last_word, exchange, deadline=20)
     assert found == [((LOST,), "the last word of combine")] * 2 + [(None, None)]

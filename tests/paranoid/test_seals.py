@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tokenyard as ty
-from tests.models import build, on_ranks
+from tests.models import WATCHED, build, on_ranks
 from tests.paranoid.tampering import (
     SOURCE,
     VICTIM,
@@ -16,7 +16,7 @@ from tests.paranoid.tampering import (
     three_rounds,
 )
 
-every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)
+every_exchange = pytest.mark.parametrize("exchange", WATCHED)
 
 
 def flipped_out(group, exchange, payload):

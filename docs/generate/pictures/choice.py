@@ -32,6 +32,7 @@ CHOICES = (
         (
             Question(("Do experts route by themselves", "(router logits travel)?"), ("allgather",)),
             Question(("Do all ranks run on one host,", "on x86 CPUs or on its GPUs?"), ("one_sided",)),
+            Question(("Do some of them share a host,", "on x86 CPUs?"), ("hierarchical",)),
         ),
         ("two_sided",),
     ),
@@ -76,7 +77,7 @@ def draw() -> str:
     drawing.text(
         _LEFT,
         y - 6,
-        "All exchanges give the same bits. tokenyard eval measures what formats cost.",
+        "On one host, all exchanges give the same bits. tokenyard eval measures formats.",
         size=13,
         color="muted",
     )

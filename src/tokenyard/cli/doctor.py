@@ -176,9 +176,13 @@ def _tiny_layer(group: Group, exchange: str) -> float:
 def _on_gpus(exchange: str) -> tuple[bool | None, str]:
     import torch
 
+    from tokenyard.exchange import EXCHANGES
+
     count = torch.cuda.device_count()
     if count == 0:
         return None, _no_gpu()
+    if "cuda" not in EXCHANGES[exchange].devices:
+        return None, "not supported: it moves rows of CPU ranks only"
     ok, detail = _tried(exchange, "threads", device="cuda")
     if ok:
         detail += " on one GPU" if count == 1 else f" on one GPU; between the {count} here: try torchrun"

@@ -100,6 +100,11 @@ def draw_case(
     )
 
 
+def hosts_for(exchange: type[Transport], world: int) -> int:
+    """The hosts that so many ranks stand for under test: two, where an exchange sums inside each host first."""
+    return min(2, world) if exchange.sums_in_hosts else 1
+
+
 def is_large(case: Case) -> bool:
     """Whether a case is large: at least 4 ranks, rows of at least 2048, and an uneven number of tokens on the ranks."""
     return case.world >= 4 and case.hidden_size >= 2048 and len(set(case.tokens)) > 1

@@ -24,7 +24,7 @@ from tokenyard.conformance.exchange_layers import (
 from tokenyard.conformance.exchange_suite import Batch, Trial, layer, send
 from tokenyard.conformance.metering import Meter
 from tokenyard.conformance.runner import Finding, expect
-from tokenyard.errors import GroupError, HandleError, TokenyardError
+from tokenyard.errors import GroupError, HandleError, PlanError, TokenyardError
 from tokenyard.exchange import Arrival
 from tokenyard.formats.base import dtype_name
 from tokenyard.planning.planner import Plan
@@ -371,6 +371,9 @@ def out_and_add(trial: Trial) -> None:
 def unreduced_rows(trial: Trial) -> None:
     """Where the caller sums over ranks, rows come home one per (token, rank), sum up to the same bits, and are kept."""
     spec = layer(reduce_ranks="caller", wire="mxfp8")
+    if trial.exchange.sums_in_hosts:
+        must_raise(PlanError, trial.plan, spec, when="a layer whose caller sums over ranks")
+        return
     stack = CheckedLayers(trial, (spec,))
     kept = []
     for _ in range(2):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -12,9 +13,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tokenyard.group import Group
 from tokenyard.group.base import Pending
 
+_METERED = ("start_all_to_all_rows", "start_all_gather_rows", "share_memory", "subgroup")
+
 
 class Meter:
-    """Inside the `with`, counts what passes through the calls of a group that carry rows or share memory."""
+    """Inside the `with`, counts what passes through the calls of a group that carry rows or share memory.
+
+    Memory that is shared in its subgroups counts, too.
+    """
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -22,17 +28,20 @@ class Meter:
         self.received = 0  # bytes of rows from all ranks
         self.shared = 0  # bytes of shared memory, on this rank
         self._memory: list[StorageWeakRef] = []
+        self._subgroups: list[Any] = []
 
     def __enter__(self) -> Self:
-        for name in ("start_all_to_all_rows", "start_all_gather_rows", "share_memory"):
+        for name in _METERED:
             setattr(self.group, name, getattr(self, f"_{name}"))  # of this object, in front of its class's
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for name in ("start_all_to_all_rows", "start_all_gather_rows", "share_memory"):
+        for name in _METERED:
             delattr(self.group, name)
+        for subgroup in self._subgroups:
+            del subgroup.share_memory
 
     @property
     def carried_rows(self) -> bool:
@@ -64,8 +73,15 @@ class Meter:
 
         return Pending(wait)
 
-    def _share_memory(self, nbytes: int) -> list[Tensor]:
+    def _subgroup(self, ranks: Sequence[int], **options: Any) -> Group:
+        made: Any = type(self.group).subgroup(self.group, ranks, **options)
+        made.share_memory = partial(self._share_memory, group=made)
+        self._subgroups.append(made)
+        return cast("Group", made)
+
+    def _share_memory(self, nbytes: int, group: Group | None = None) -> list[Tensor]:
+        group = group or self.group
         self.shared += nbytes
-        buffers = type(self.group).share_memory(self.group, nbytes)
+        buffers = type(group).share_memory(group, nbytes)
         self._memory += [StorageWeakRef(buffer.untyped_storage()) for buffer in buffers]
         return buffers

@@ -100,17 +100,18 @@ def run_on_ranks(
     jobs: Sequence[Any],
     *,
     ranks: RankKind,
+    hosts: int = 1,
     device: str | torch.device | None = None,
     deadline: float = DEADLINE,
 ) -> Iterator[Verdict]:
     """Run `fn(group, job)` on every rank for each job; give the verdicts in the order of the jobs."""
     rest = list(jobs)
-    options: dict[str, Any] = {"ranks": ranks, "device": device, "deadline": deadline, "threads_per_rank": 1}
+    options: dict[str, Any] = {"ranks": ranks, "hosts": hosts, "device": device, "deadline": deadline}
     while rest:
         with temporary_folder("tokenyard-check-") as folder:
             died = None
             try:
-                launch(world, _run_jobs, fn, rest, folder, **options)
+                launch(world, _run_jobs, fn, rest, folder, threads_per_rank=1, **options)
             except RankError as error:
                 died = str(error)
             logs = [_read(_log_of(folder, rank)) for rank in range(world)]

@@ -17,7 +17,7 @@ from tokenyard import experts as experts_room
 from tokenyard import formats
 from tokenyard.conformance.cases import Case, run_case
 from tokenyard.conformance.checks import EXCHANGE_CHECKS, EXPERTS_CHECKS, FORMAT_CHECKS
-from tokenyard.conformance.draws import RankKind
+from tokenyard.conformance.draws import RankKind, hosts_for
 from tokenyard.conformance.exchange_suite import Trial
 from tokenyard.conformance.runner import DEADLINE, Finding, Verdict, attempt, run_on_ranks
 from tokenyard.errors import InputError, unknown_name
@@ -63,7 +63,10 @@ def check_exchange(
     cls = resolve_exchange(exchange)
     names = _chosen(EXCHANGE_CHECKS, only)
     jobs = [(name, cls, rounds) for name in names]
-    verdicts = run_on_ranks(world, _run_exchange_check, jobs, ranks=ranks, device=device, deadline=deadline)
+    hosts = hosts_for(cls, world)
+    verdicts = run_on_ranks(
+        world, _run_exchange_check, jobs, ranks=ranks, hosts=hosts, device=device, deadline=deadline
+    )
     return [
         CheckResult(check=name, what=_what(EXCHANGE_CHECKS[name]), finding=verdict.finding)
         for name, verdict in zip(names, verdicts, strict=True)
@@ -116,8 +119,10 @@ def check_cases(
     device: str | torch.device | None = None,
     deadline: float = DEADLINE,
 ) -> Iterable[Verdict]:
-    """Run cases that have one number of ranks on one group: bitwise against the twin, inside the oracle's bound."""
-    return run_on_ranks(cases[0].world, judge_case, cases, ranks=ranks, device=device, deadline=deadline)
+    """Run cases of one exchange and world on one group: bitwise against the twin, inside the oracle's bound."""
+    world = cases[0].world
+    hosts = hosts_for(resolve_exchange(cases[0].exchange), world)
+    return run_on_ranks(world, judge_case, cases, ranks=ranks, hosts=hosts, device=device, deadline=deadline)
 
 
 def judge_case(group: Group, case: Case) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.experts import ExpertWeights
+from tokenyard.formats import Format, for_dtype
 from tokenyard.layer.receiver import build_experts, run_experts
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Routes
@@ -19,15 +20,15 @@ from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows
 
 def twin(wiring: Wiring, weights: ExpertWeights, x_TH: Tensor, routes: Routes, source_rank: int) -> Tensor:
     """What rank `source_rank` must get for its tokens. `weights` are those of all E experts."""
-    placement, combine_wire = wiring.exchange_spec.placement, wiring.exchange_spec.combine_wire
+    spec = wiring.exchange_spec
     rows = wiring.wire.encode(x_TH)
-    rank_TK, local_TK = placement.resolve(routes.topk_ids_TK, source_rank)
-    sums_TH = torch.zeros(x_TH.shape, dtype=torch.float32)
-    for rank in range(placement.world):
+    rank_TK, local_TK = spec.placement.resolve(routes.topk_ids_TK, source_rank)
+    sums = [_Sum(x_TH) for _ in range(max(spec.hosts, default=0) + 1)]  # one for each host
+    for rank in range(spec.placement.world):
         here_TK = rank_TK == rank
         if not bool(here_TK.any()):
             continue
-        local = weights.select(list(placement.local_experts(rank)))
+        local = weights.select(list(spec.placement.local_experts(rank)))
         experts = build_experts(wiring, rank, local, adopt=True)
         received = ReceivedRows(
             rows=rows,
@@ -40,5 +41,23 @@ def twin(wiring: Wiring, weights: ExpertWeights, x_TH: Tensor, routes: Routes, s
         result = run_experts(wiring, experts, received)
         assert isinstance(result, ExpertRows)  # there is no place to write them to
         goes_T = here_TK.any(dim=1)
-        sums_TH[goes_T] += combine_wire.encode(result.rows_RH[goes_T]).decode(torch.float32)
-    return sums_TH.to(x_TH.dtype)
+        wire = for_dtype(spec.dtype) if spec.hosts else spec.combine_wire
+        sums[spec.hosts[rank] if spec.hosts else 0].add(goes_T, result.rows_RH[goes_T], wire)
+    if not spec.hosts:
+        return sums[0].rows_TH.to(x_TH.dtype)
+    over_hosts = _Sum(x_TH)
+    for host in sums:
+        over_hosts.add(host.there_T, host.rows_TH[host.there_T], spec.combine_wire)
+    return over_hosts.rows_TH.to(x_TH.dtype)
+
+
+class _Sum:
+    """A float32 sum, in the order of the additions, of rows that each crossed in a format."""
+
+    def __init__(self, x_TH: Tensor) -> None:
+        self.rows_TH = torch.zeros(x_TH.shape, dtype=torch.float32)
+        self.there_T = torch.zeros(x_TH.shape[0], dtype=torch.bool)  # the tokens that have a row in it
+
+    def add(self, goes_T: Tensor, rows_NH: Tensor, wire: Format) -> None:
+        self.rows_TH[goes_T] += wire.encode(rows_NH).decode(torch.float32)
+        self.there_T |= goes_T

@@ -22,6 +22,8 @@ from tokenyard.exchange.batch import (
     received_rows,
 )
 from tokenyard.exchange.exchange import Exchange
+from tokenyard.exchange.hierarchical import HierarchicalTransport
+from tokenyard.exchange.host_map import HostMap, number_hosts
 from tokenyard.exchange.one_sided.shared_memory import SharedMemoryTransport
 from tokenyard.exchange.round_trip import RoundTrip
 from tokenyard.exchange.spec import ExchangeSpec
@@ -31,7 +33,8 @@ from tokenyard.group.base import Pending
 
 # The transports by the names of their exchanges.
 EXCHANGES: dict[str, type[Transport]] = {
-    cls.name: cls for cls in (AllgatherTransport, TwoSidedTransport, SharedMemoryTransport)
+    cls.name: cls
+    for cls in (AllgatherTransport, TwoSidedTransport, HierarchicalTransport, SharedMemoryTransport)
 }
 
 # The names that engines use, and the exchanges that do that job, the nearest first. All exchanges give the
@@ -75,6 +78,8 @@ __all__ = [
     "Exchange",
     "ExchangeSpec",
     "Failure",
+    "HierarchicalTransport",
+    "HostMap",
     "Pending",
     "Results",
     "ResultsAtHome",
@@ -83,6 +88,7 @@ __all__ = [
     "SharedMemoryTransport",
     "Transport",
     "TwoSidedTransport",
+    "number_hosts",
     "received_rows",
     "resolve",
 ]

@@ -67,10 +67,14 @@ class BatchRoutes:
     routes: Routes | RoutingLogits  # as they travel: without choices whose expert was lost with its rank
     num_tokens: int  # T, the tokens of this rank
     rank: int  # this rank: which replica of an expert a token meets depends on it
+    # What `resolved` gives, where tokens of several ranks are sent together; None: it is looked up in the placement.
+    choices: tuple[Tensor, Tensor] | None = None
 
     @cached_property
     def resolved(self) -> tuple[Tensor, Tensor]:
         """`(rank_TK, local_TK)`: the rank that each choice goes to, and the number of the expert there."""
+        if self.choices is not None:
+            return self.choices
         assert isinstance(self.routes, Routes)
         return self.spec.placement.resolve(self.routes.topk_ids_TK, self.rank)
 

@@ -292,8 +292,7 @@ class Exchange:
                 home = pending.wait()
             with self._waiting() if self.transport.waits_in_sum else nullcontext():
                 yield home
-        row = self.transport.region_bytes(spec).combine_row
-        stats.count_combine([count * row for count in arrival.counts_W])
+        stats.count_combine(self.transport.bytes_returned(arrival))
 
     def _checked_results(
         self,

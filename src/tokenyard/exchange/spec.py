@@ -36,6 +36,8 @@ class ExchangeSpec:
     reduces_ranks: bool = True  # whether the exchange sums over ranks; else the caller does
     # Where experts were lost with their ranks: whether a token's other weights make up for it.
     renormalizes_dropped: bool = False
+    # The number of the host of each rank, where results are summed inside each host first; else empty.
+    hosts: tuple[int, ...] = ()
     # Whether rows carry checksums, by which the other end sees that they are what was sent (a paranoid plan).
     checksummed: bool = False
 

@@ -38,6 +38,8 @@ class Transport(ABC):
     """Moves rows for all layers of a plan. What it supports and reaches, it declares."""
 
     name: ClassVar[str]  # the name in `EXCHANGES`, or one of your own
+    # The kinds of devices whose rows it moves.
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     # Whether router logits can travel: every rank must then see every token.
     carries_logits: ClassVar[bool] = False
     # Whether a call may wait for values: the ids of a batch, and how many rows came.
@@ -46,6 +48,8 @@ class Transport(ABC):
     encodes_results: ClassVar[bool] = False
     # Whether other ranks are still waited for while results are summed.
     waits_in_sum: ClassVar[bool] = False
+    # Whether results are summed inside each host before they leave it: a layer's spec then says which ranks share one.
+    sums_in_hosts: ClassVar[bool] = False
     # Tensors that can be added in the pass that sums over ranks; None: any number.
     most_terms: ClassVar[int | None] = None
 
@@ -60,6 +64,11 @@ class Transport(ABC):
     @classmethod
     def reaches(cls, group: Group, hosts: Sequence[str]) -> Reason | None:
         """None, or why this transport cannot serve the ranks of a group, which run on these hosts."""
+        return None
+
+    @classmethod
+    def pays(cls, hosts: Sequence[str]) -> Reason | None:
+        """None, or why `auto` passes this transport over for ranks on these hosts, though it reaches them."""
         return None
 
     @classmethod
@@ -137,15 +146,25 @@ class Transport(ABC):
         """Rows that went to each rank in a dispatch."""
         return batch.routes.counts
 
+    def bytes_returned(self, arrival: Arrival) -> list[int]:
+        """Bytes of results that this rank puts on the wire for each rank, its own included, in a combine."""
+        row = self.region_bytes(arrival.spec).combine_row
+        return [count * row for count in arrival.counts_W]
+
     def lost(self) -> list[int]:
         """The ranks that this transport itself has found to be lost; none, if only the group finds out."""
         return []
 
     # -- What most of them need ----------------------------------------------------------------------------
 
-    def announce(self, announcements: Announcements) -> Pending[Sequence[Announcement]]:
-        """Tell every rank what this one is about to do, by a collective of the group; `wait` hears the same of them."""
-        size = ANNOUNCEMENT_BYTES + 8 * self.group.size
+    def announce(
+        self, announcements: Announcements, counts: int | None = None
+    ) -> Pending[Sequence[Announcement]]:
+        """Tell every rank what this one is about to do, by a collective of the group; `wait` hears the same of them.
+
+        There is room for so many counts; for one of each rank, if left out.
+        """
+        size = ANNOUNCEMENT_BYTES + 8 * (self.group.size if counts is None else counts)
         mine = bytes_tensor(announcements.for_all().encode(size)).to(self.group.device)
         gathered = self.group.start_all_gather(mine, phase=announcements.mine.phase.value)
 

@@ -166,6 +166,14 @@ class Group(ABC):
         )
 
     @abstractmethod
+    def lost_elsewhere(self, ranks: Sequence[int], *, phase: str, waited: float) -> PeerLost:
+        """The error for ranks that this rank missed in a wait that was not a call of the group, in shared memory, say.
+
+        Ends the waits of all ranks in this group, and breaks it: every rank raises the same. Who waits in the group, or
+        calls this, is not lost. `ranks` may be empty, where this rank was only told that others have given up.
+        """
+
+    @abstractmethod
     def host(self) -> str:
         """Names the host that this rank runs on: ranks with the same name can share memory."""
 

@@ -34,6 +34,7 @@ from tokenyard.errors import GroupError, PeerLost
 from tokenyard.group.base import DEFAULT_DEADLINE, Group, Pending, check_deadline
 from tokenyard.group.devices import resolve_device
 from tokenyard.group.failure_detector import LOOK, FailureDetector, within
+from tokenyard.group.hosts import this_host
 from tokenyard.group.one_thread import OneThread, by_one_thread
 from tokenyard.group.readmission import (
     PHASE,
@@ -49,7 +50,7 @@ from tokenyard.group.readmission import (
     underlying,
     written_to_meet,
 )
-from tokenyard.group.shared_memory import share_between_processes, this_host
+from tokenyard.group.shared_memory import share_between_processes
 from tokenyard.group.symmetric_memory import share_between_gpus
 
 # Seconds in which the processes of a new group must have connected, whatever the deadline of their later waits.
@@ -253,6 +254,13 @@ class DistributedGroup(Group):
         said = "" if missing or "timed out" in str(error).lower() else str(error).splitlines()[0][:200]
         detail = "; ".join(filter(None, [self._detector.detail or said, self._detector.silent]))
         return self.lost(missing, phase=phase, waited=waited, detail=detail)
+
+    def lost_elsewhere(self, ranks: Sequence[int], *, phase: str, waited: float) -> PeerLost:
+        found = self._detector.lost(phase=phase, waited=waited, deadline=self.deadline) or list(ranks)
+        detail = "; ".join(filter(None, [self._detector.detail, self._detector.silent]))
+        lost = self.lost(found, phase=phase, waited=waited, detail=detail)
+        self._broken = self._broken or lost.found
+        return lost
 
     def _wait(self, work: Any, until: float) -> None:
         """Wait for a collective. It ends early once another rank has found out that somebody is lost."""

@@ -17,7 +17,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -25,6 +25,7 @@ import torch
 from tokenyard.errors import InputError, RankError, shown
 from tokenyard.group.base import DEFAULT_DEADLINE, check_deadline
 from tokenyard.group.devices import MOST_THREADS_ON_CUDA, devices_of_ranks, rank_on
+from tokenyard.group.hosts import hosts_of_ranks
 from tokenyard.group.process_ranks import first_error, launch_processes
 from tokenyard.group.threads import ThreadGroup, thread_groups
 
@@ -47,6 +48,7 @@ def launch(
     deadline: float = DEFAULT_DEADLINE,
     threads_per_rank: int | None = None,
     replacements: int = 0,
+    hosts: int | Sequence[int] = 1,
 ) -> list[Result]:
     """Run `fn(group, *args)` on every rank of a new group of `world` ranks; return the results in rank order.
 
@@ -59,6 +61,9 @@ def launch(
 
     `replacements`: so many ranks whose process dies are started anew. In the new process `fn` runs from its beginning,
     with a group that is made when the ranks that are left call `plan.readmit` (or `group.readmit`).
+
+    `hosts`: the ranks stand for ranks on so many hosts, which share no memory with each other: consecutive ones on
+    each, or as many as a list says, `hosts=[3, 1]`. For tests of what runs on several hosts.
 
     >>> launch(3, lambda group: sum(group.gather_json(group.rank)))
     [3, 3, 3]
@@ -89,11 +94,12 @@ def launch(
             expected="ranks that are processes: threads do not die",
             fix="launch with ranks='processes', or start a thread that calls `rejoin`",
         )
+    host_of_rank = hosts_of_ranks(hosts, world)
     if ranks == "threads":
-        return _launch_threads(world, fn, args, device, deadline, intra_op)
+        return _launch_threads(world, fn, args, device, deadline, intra_op, hosts)
     if ranks == "processes":
         devices = devices_of_ranks(device, world)
-        return launch_processes(fn, args, devices, deadline, intra_op, replacements)
+        return launch_processes(fn, args, devices, deadline, intra_op, replacements, host_of_rank)
     raise InputError(f"ranks is {ranks!r}", expected="'threads' or 'processes'", fix="choose one of them")
 
 
@@ -104,8 +110,9 @@ def _launch_threads(
     device: str | torch.device | None,
     deadline: float,
     intra_op: int,
+    hosts: int | Sequence[int],
 ) -> list[Result]:
-    groups = thread_groups(world, device=device, deadline=deadline)
+    groups = thread_groups(world, device=device, deadline=deadline, hosts=hosts)
     if groups[0].device.type == "cuda" and world > MOST_THREADS_ON_CUDA:
         raise InputError(
             f"{world} threads on one GPU",

@@ -28,6 +28,7 @@ from tokenyard.group.base import Group
 from tokenyard.group.devices import let_ranks_share_a_gpu, prepare_process, why_none_may_start
 from tokenyard.group.distributed import FINDING_EACH_OTHER, DistributedGroup, loopback_interface
 from tokenyard.group.forkserver import start_forkserver
+from tokenyard.group.hosts import HOST_VARIABLE
 from tokenyard.group.readmission import READMISSION, TCPStore, address_of, group_key_of
 from tokenyard.group.rejoining import rejoin
 
@@ -46,10 +47,11 @@ def launch_processes(
     deadline: float,
     intra_op: int,
     replacements: int,
+    host_of_rank: list[int],
 ) -> list[Result]:
     job = _job(fn, args)
     store = _meeting_store(deadline)
-    processes = _Processes(devices, store, deadline, intra_op, job)
+    processes = _Processes(devices, store, deadline, intra_op, job, host_of_rank)
     try:
         for rank in range(len(devices)):
             processes.start(rank)
@@ -121,11 +123,17 @@ class _Processes:
     """The processes of a launch's ranks, and the pipes over which they report."""
 
     def __init__(
-        self, devices: list[torch.device], store: Any, deadline: float, intra_op: int, job: bytes
+        self,
+        devices: list[torch.device],
+        store: Any,
+        deadline: float,
+        intra_op: int,
+        job: bytes,
+        host_of_rank: list[int],
     ) -> None:
         self._context = start_forkserver()
         self._devices, self._store, self._deadline = devices, store, deadline
-        self._intra_op, self._job = intra_op, job
+        self._intra_op, self._job, self._host_of_rank = intra_op, job, host_of_rank
         self._connections: dict[int, Connection] = {}
         self._processes: dict[int, Any] = {}
 
@@ -144,7 +152,7 @@ class _Processes:
                 self._intra_op,
                 child,
                 self._job,
-                dict(os.environ),
+                self._environment(rank),
             ),
             name=f"rank {rank}",
             daemon=True,
@@ -152,6 +160,11 @@ class _Processes:
         process.start()
         child.close()
         self._connections[rank], self._processes[rank] = parent, process
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        """The variables that a rank starts with: the name of its host among them, where ranks stand for several."""
+        several = len(set(self._host_of_rank)) > 1
+        return {**os.environ, **({HOST_VARIABLE: f"host {self._host_of_rank[rank]}"} if several else {})}
 
     def collect(self, replacements: int) -> list[Any]:
         """Wait for every rank's report. After the first error the others get their deadline to end, no longer."""

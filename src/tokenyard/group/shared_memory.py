@@ -79,17 +79,3 @@ def _map(pid: int, descriptor: int, inode: int, nbytes: int) -> Tensor:
         return torch.frombuffer(mapped, dtype=torch.uint8)
     finally:
         os.close(opened)
-
-
-def this_host() -> str:
-    """A name of this host: processes with the same one see each other, and can share memory.
-
-    A machine, as it was started; and on it the namespace in which processes are numbered. Two containers are two hosts:
-    neither has a number for the other's processes.
-    """
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            machine = file.read().strip()
-        return f"{machine}/{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return os.uname().nodename

@@ -29,6 +29,7 @@ from torch import Tensor
 from tokenyard.errors import Drifted, GroupError, InputError, PeerLost
 from tokenyard.group.base import DEFAULT_DEADLINE, Group, Pending, check_deadline
 from tokenyard.group.devices import prepare_threads, resolve_device
+from tokenyard.group.hosts import hosts_of_ranks
 from tokenyard.group.memory import too_much
 from tokenyard.group.one_thread import OneThread, by_one_thread
 from tokenyard.group.readmission import PHASE, READMISSION, check_lost, name_again, nobody_invited
@@ -64,8 +65,11 @@ class _MeetingPoint:
     `before` is the group that this one replaces: the same ranks, some of them fresh.
     """
 
-    def __init__(self, size: int, before: _MeetingPoint | None = None, fresh: Sequence[int] = ()) -> None:
-        self.size = size
+    def __init__(
+        self, hosts: Sequence[str], before: _MeetingPoint | None = None, fresh: Sequence[int] = ()
+    ) -> None:
+        self.hosts = tuple(hosts)  # by rank: the name of the host that it stands on
+        self.size = size = len(self.hosts)
         self.lock = threading.Lock()
         # By rank: how often it was replaced. Leaving one group is leaving all groups in which it was not replaced.
         taken: tuple[int, ...] = before.places_taken if before else (0,) * size
@@ -94,6 +98,14 @@ class _MeetingPoint:
             elif missing := [r for r in self.gone if r not in call.brought]:
                 self._give_up(missing, 0.0, "; ".join(self.gone[r] for r in missing))
         return call
+
+    def give_up(self, missing: Sequence[int], waited: float) -> _Verdict:
+        """Publish a verdict, unless there is one; return the one that stands."""
+        with self.lock:
+            why = "; ".join(dict.fromkeys(self.gone[r] for r in missing if r in self.gone))
+            self._give_up(list(missing), waited, why)
+            assert self.verdict is not None
+            return self.verdict
 
     def take(self, rank: int, number: int, call: _Call, deadline: float, phase: str) -> list[Any]:
         """Every rank's value of a call, in rank order, when all are there."""
@@ -293,16 +305,20 @@ class ThreadGroup(Group):
         with self._meeting_point.lock:
             return dict(self._meeting_point.gone)
 
+    def lost_elsewhere(self, ranks: Sequence[int], *, phase: str, waited: float) -> PeerLost:
+        return self._meeting_point.give_up(ranks, waited).error(self.rank, phase)
+
     def host(self) -> str:
-        return "this process"
+        return self._meeting_point.hosts[self.rank]
 
     def subgroup(self, ranks: Sequence[int], *, name: str | None = None) -> ThreadGroup:
         members = self._check_members(ranks)
         # The n-th subgroup of the same ranks is the same one on all of them: no wait is needed to find it.
         self._splits[members] = number = self._splits.get(members, 0) + 1
         parent = self._meeting_point
+        hosts = [parent.hosts[rank] for rank in members]
         with parent.lock:
-            meeting_point = parent.subgroups.setdefault((members, number), _MeetingPoint(len(members)))
+            meeting_point = parent.subgroups.setdefault((members, number), _MeetingPoint(hosts))
             gone = [(r, why) for r, why in parent.gone.items() if r in members]
         for rank, why in gone:
             meeting_point.leave(members.index(rank), why)
@@ -325,7 +341,7 @@ class ThreadGroup(Group):
         parent, invitations = self._meeting_point, self._invitations
         with parent.lock:
             found = parent.readmissions.get(self._readmissions)
-            meeting_point = found or _MeetingPoint(self.size, parent, empty)
+            meeting_point = found or _MeetingPoint(parent.hosts, parent, empty)
             parent.readmissions[self._readmissions] = meeting_point
             gone = [(rank, why) for rank, why in parent.gone.items() if rank not in empty]
         for rank, why in gone:
@@ -379,11 +395,12 @@ def thread_groups(
     device: str | torch.device | None = None,
     name: str = "threads",
     deadline: float = DEFAULT_DEADLINE,
+    hosts: int | Sequence[int] = 1,
 ) -> list[ThreadGroup]:
     """The ranks of one group of threads, one `ThreadGroup` for each thread to use.
 
     `device` is where their rows live: the CPU, or a GPU that all of them share. There, each thread makes its calls
-    on a CUDA stream of its own, as `launch` has it.
+    on a CUDA stream of its own, as `launch` has it. `hosts` is how many hosts the threads stand for, as in `launch`.
 
     >>> from concurrent.futures import ThreadPoolExecutor
     >>> with ThreadPoolExecutor(2) as pool:
@@ -394,5 +411,6 @@ def thread_groups(
         raise InputError(f"world is {world}", expected="at least one rank", fix="pass world ≥ 1")
     deadline = check_deadline(deadline)
     prepare_threads(device)
-    place, meeting_point = resolve_device(device), _MeetingPoint(world)
+    names = [f"host {host} of this process" for host in hosts_of_ranks(hosts, world)]
+    place, meeting_point = resolve_device(device), _MeetingPoint(names)
     return [ThreadGroup(rank, meeting_point, name, deadline, place) for rank in range(world)]

@@ -1,7 +1,8 @@
 """`auto`: the fastest experts and the fastest exchange that can do the work, and why they were chosen.
 
-Experts: `fused` on GPUs that run them, `grouped` elsewhere. Exchange: `one_sided` where the ranks share memory, else
-the next one that reaches all of them. What does not support a layer is passed over.
+Experts: `fused` on GPUs that run them, `grouped` elsewhere. Exchange: `one_sided` where the ranks share memory,
+`hierarchical` where they do so inside hosts, else the next one that reaches all of them. What does not support a layer
+is passed over.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tokenyard.experts import EXPERTS, Experts, ExpertsSpec
 
 AUTO = "auto"
 # The exchanges, the fastest first.
-_BY_SPEED = ("one_sided", "two_sided", "allgather")
+_BY_SPEED = ("one_sided", "hierarchical", "two_sided", "allgather")
 
 
 def choose_experts(spec: ExpertsSpec, device: torch.device | None) -> tuple[type[Experts], str]:

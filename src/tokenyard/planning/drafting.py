@@ -22,7 +22,7 @@ import torch
 from tokenyard import experts as experts_room
 from tokenyard import formats
 from tokenyard.errors import Alternative, InputError, PlanError, Reason, TokenyardError, shown
-from tokenyard.exchange import EXCHANGES, Transport
+from tokenyard.exchange import EXCHANGES, ExchangeSpec, HostMap, Transport
 from tokenyard.exchange import resolve as resolve_exchange
 from tokenyard.experts.base import EXACT
 from tokenyard.planning.choosing import AUTO, choose_exchange
@@ -38,6 +38,8 @@ EXCHANGE_VARIABLE = "TOKENYARD_EXCHANGE"
 # Makes every plan in this process paranoid.
 PARANOID_VARIABLE = "TOKENYARD_PARANOID"
 _MOST_ALTERNATIVES = 6
+# Links between hosts that a plan writes out: those of three hosts.
+_MOST_LINKS = 6
 # Dispatches before their combine. A layer has one, and whoever overlaps two micro-batches, two.
 _MOST_IN_FLIGHT = 1024
 # Bytes: what a process of a 64-bit machine can address.
@@ -56,6 +58,14 @@ class Draft:
     # Whether a token's other weights make up for experts that were lost with their ranks.
     renormalize_dropped: bool = False
     exchange_reason: str | None = None  # why this exchange was chosen; None: it was named
+
+    def on_hosts(self, hosts: tuple[int, ...]) -> Draft:
+        """The same for ranks on these hosts, by rank, in an exchange that sums inside each host first."""
+        wirings = [
+            replace(wiring, exchange_spec=replace(wiring.exchange_spec, hosts=hosts))
+            for wiring in self.wirings
+        ]
+        return replace(self, wirings=tuple(wirings))
 
     @property
     def specs(self) -> list[LayerSpec]:
@@ -123,6 +133,7 @@ class Draft:
                 "max_tokens": wiring.exchange_spec.max_tokens,
                 "bytes_per_row": {"dispatch": nbytes.dispatch_row, "combine": nbytes.combine_row},
                 "bytes_per_rank": {"dispatch": nbytes.dispatch, "combine": nbytes.combine},
+                "links": links(wiring.exchange_spec),
             }
             distinct.setdefault(json.dumps(row), {"layers": [], **row})["layers"].append(spec.name)
         return list(distinct.values())
@@ -144,6 +155,13 @@ class Draft:
                 f"    {duties}",
                 f"    at most {size(per_rank['dispatch'])} out + {size(per_rank['combine'])} back on a rank",
             ]
+            lines += [
+                f"    from host {link['from']} to host {link['to']}: at most {count(link['rows'], 'row')} out "
+                f"({size(link['dispatch'])}), as many back ({size(link['combine'])})"
+                for link in row["links"][:_MOST_LINKS]
+            ]
+            if len(row["links"]) > _MOST_LINKS:
+                lines.append(f"    and {len(row['links']) - _MOST_LINKS} more links between hosts")
         lines.append(
             f"  all layers share {size(self.workspace_bytes)} a rank "
             f"(largest out {size(self.dispatch_bytes)} + largest back {size(self.combine_bytes)})"
@@ -346,6 +364,28 @@ def _check_bytes(drafted: Draft) -> None:
         fix="plan for fewer tokens, ranks, or dispatches in flight, and check the sizes of the layer",
         layer=most.spec.name,
     )
+
+
+def links(spec: ExchangeSpec) -> list[dict[str, int]]:
+    """What crosses from each host to each other one in a call of a layer, at most: a row for each token.
+
+    Bytes are those of rows, `dispatch` out and `combine` back. Nothing where hosts are not known.
+    """
+    if not spec.hosts:
+        return []
+    ranks = HostMap(spec.hosts).ranks
+    return [
+        {
+            "from": source,
+            "to": target,
+            "rows": len(ranks[source]) * spec.max_tokens,
+            "dispatch": len(ranks[source]) * spec.max_tokens * spec.dispatch_layout.stride,
+            "combine": len(ranks[source]) * spec.max_tokens * spec.combine_layout.stride,
+        }
+        for source in range(len(ranks))
+        for target in range(len(ranks))
+        if source != target
+    ]
 
 
 def _between(wiring: Wiring) -> str:

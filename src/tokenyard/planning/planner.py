@@ -31,7 +31,7 @@ from tokenyard.errors import (
     shown,
     unknown_name,
 )
-from tokenyard.exchange import EXCHANGES, Exchange, ExchangeSpec, Transport
+from tokenyard.exchange import EXCHANGES, Exchange, ExchangeSpec, Transport, number_hosts
 from tokenyard.exchange.stats import LayerStats
 from tokenyard.group import READMISSION, Group
 from tokenyard.planning.choosing import AUTO, choose_exchange
@@ -259,9 +259,10 @@ def plan(
 ) -> Plan:
     """Check the layers, agree with the other ranks of the group, and set up the exchange. Collective.
 
-    `exchange` is a name of `EXCHANGES`, or a class. `auto` takes `one_sided` where the ranks share memory, else the
-    next one that reaches all of them. `max_tokens` is the most tokens that a rank brings in one call, for
-    layers that do not set their own. `in_flight` dispatches may wait for their combine at a time.
+    `exchange` is a name of `EXCHANGES`, or a class. `auto` takes `one_sided` where the ranks share memory,
+    `hierarchical` where they do so inside hosts, else the next one that reaches all of them. `max_tokens` is the
+    most tokens that a rank brings in one call, for layers that do not set their own. `in_flight` dispatches may
+    wait for their combine at a time.
 
     `TOKENYARD_EXCHANGE` in the environment overrides `exchange`. A `paranoid` plan watches every row, region and duty
     while its layers run, and raises `Corrupted` when one is not what it must be; `TOKENYARD_PARANOID=1` in the
@@ -383,7 +384,11 @@ def _check_reach(drafted: Draft, group: Group, hosts: list[str]) -> Draft:
 
     def refusal_of_layers(exchange: type[Transport]) -> Reason | None:
         refused = (exchange.supports(exchange_spec) for exchange_spec in exchange_specs)
-        return refusal(exchange) or next((reason for reason in refused if reason is not None), None)
+        return (
+            refusal(exchange)
+            or exchange.pays(hosts)
+            or next((reason for reason in refused if reason is not None), None)
+        )
 
     if drafted.exchange_reason is not None:
         chosen, why = choose_exchange(refusal_of_layers)
@@ -400,7 +405,7 @@ def _check_reach(drafted: Draft, group: Group, hosts: list[str]) -> Draft:
         drafted = replace(drafted, exchange_reason=why)
     reason = refusal(drafted.exchange)
     if reason is None:
-        return drafted
+        return drafted.on_hosts(number_hosts(hosts)) if drafted.exchange.sums_in_hosts else drafted
     others = [
         Alternative(changes={"exchange": name})
         for name, cls in EXCHANGES.items()

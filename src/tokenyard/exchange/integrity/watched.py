@@ -85,6 +85,9 @@ class WatchedTransport(Transport):
     def bytes_sent(self, batch: Batch, rows: Sequence[int]) -> list[int]:
         return self.inner.bytes_sent(batch, rows)
 
+    def bytes_returned(self, arrival: Arrival) -> list[int]:
+        return self.inner.bytes_returned(arrival)
+
     def fail(self, failure: Failure) -> None:
         if failure.arrival is None:
             self._round_failed(failure.region)

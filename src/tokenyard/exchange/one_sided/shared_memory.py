@@ -267,6 +267,15 @@ class SharedMemoryTransport(Transport):
             announcements.ranks_parted()
         return announcements.heard(answers)
 
+    def leave(self) -> None:
+        """Take part no more, because of a loss elsewhere: nobody waits for this rank."""
+        if self._workspace is not None:
+            self._workspace.signals.leave()
+
+    def departed(self) -> bool:
+        """Whether those whom a `PeerLost` of this transport names have left, and are not lost."""
+        return self._workspace is not None and self._workspace.signals.departed()
+
     def lost(self) -> list[int]:
         return [] if self._workspace is None else self._workspace.signals.lost()
 

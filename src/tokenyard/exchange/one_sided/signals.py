@@ -3,7 +3,7 @@
 Every rank has a control region in its workspace, which all ranks map:
 
     state     what this rank waits for now, as a flag, and in which turn; 0 while it does not wait
-    verdict   non-zero once a rank is given up; behind it, one byte per rank that is lost
+    verdict   non-zero once a rank is given up, or has left; behind it, one byte for each rank that is marked
     mail      for each turn, phase and source rank: a flag (a cache line of its own) and an announcement
 
 **Flags carry epoch, layer and phase.** A flag is one aligned 64-bit word, `round · 2^24 + layer · 4 + phase`. Rounds
@@ -50,6 +50,8 @@ _LINE = 128  # bytes: a cache line and its neighbor, which x86 fetches together
 _MAIL = _LINE + ANNOUNCEMENT_BYTES
 _PHASES = list(Phase)
 _TURNS = 2
+# What a verdict says of the ranks that it marks: they are lost, or they have left.
+_LOSS, _DEPARTURE = 1, 2
 # Tries with the core given away in between, before the first sleep.
 _YIELDS = 30
 # Seconds between two looks at who is gone for good.
@@ -182,6 +184,23 @@ class Signals:
         lost = self._controls[self.rank][2 * _LINE : 2 * _LINE + self.world]
         return lost.nonzero().squeeze(1).tolist()
 
+    def leave(self) -> None:
+        """Tell every rank that this one takes part no more, though it is not lost: their waits end, too."""
+        self._publish([self.rank], _DEPARTURE)
+
+    def departed(self) -> bool:
+        """Whether those whom `lost` names have only left."""
+        return self._words[self.rank][_LINE // 8] == _DEPARTURE
+
+    def _publish(self, ranks: Sequence[int], kind: int) -> None:
+        """Write a verdict into every rank's control region. The first one stands."""
+        marks = torch.zeros(self.world, dtype=torch.uint8)
+        marks[list(ranks)] = 1
+        for target in range(self.world):
+            if not self._words[target][_LINE // 8]:
+                self._controls[target][2 * _LINE : 2 * _LINE + self.world] = marks
+                self._words[target][_LINE // 8] = kind
+
     def _missing(self, mine: Announcement, suspects: Iterable[int]) -> list[int]:
         """Who of the suspects has not come to a phase of a round."""
         turn = self._turn(mine.phase)
@@ -193,12 +212,7 @@ class Signals:
         lost = [r for r in missing if not self._waits_for_another(r)] or missing
         if not lost:
             return []
-        marks = torch.zeros(self.world, dtype=torch.uint8)
-        marks[lost] = 1
-        for target in range(self.world):
-            if not self._words[target][_LINE // 8]:  # the first verdict stands
-                self._controls[target][2 * _LINE : 2 * _LINE + self.world] = marks
-                self._words[target][_LINE // 8] = 1
+        self._publish(lost, _LOSS)
         return self.lost()
 
     def _waits_for_another(self, rank: int) -> bool:

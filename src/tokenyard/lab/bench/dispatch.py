@@ -228,7 +228,8 @@ def _measure_rank(group: Group, job: Job) -> _Measured:
     exchanges = job.named or _able(group, spec)
     names = dict.fromkeys([REFERENCE, *exchanges])
     plans = {name: plan([spec], group, exchange=name) for name in names}
-    watched = [name + WATCHED for name in exchanges] if job.paranoid else []
+    can_be_watched = [name for name in exchanges if resolve(name).watches(group) is None]
+    watched = [name + WATCHED for name in can_be_watched] if job.paranoid else []
     plans |= {
         name: plan([spec], group, exchange=name.removesuffix(WATCHED), paranoid=True) for name in watched
     }

@@ -1,0 +1,465 @@
+"""`hierarchical`: a row crosses to another host once, and is forwarded inside it; one sum for each host comes back.
+
+    source ──► relay on each host that has an expert of the token ──► ranks of that host
+    source ◄── relay: the sum over the ranks of its host          ◄── ranks of that host
+                 torch.distributed                                  one_sided
+
+It is made of two others. Between hosts rows travel in a variable all-to-all, as in `two_sided`, but one for each
+(token, host), to the source's *relay* there (`host_map`). Inside a host a relay sends what it has, its own tokens and
+those that came, in one round trip of `one_sided`, whose ranks are those of the host and whose tokens are all of these.
+Quantized rows stay as they are on both parts of the way.
+
+**The order of the sum.** The results of a host's ranks, each rounded to the layer's dtype, are added by the relay in
+float32, in rank order; that sum is rounded to the combine wire, for the own host, too. The sums of hosts are added at
+home in float32, in the order of hosts, and rounded once.
+
+**Phases.** In each phase all ranks of all hosts announce first (`Transport.announce`): an error on one rank ends the
+phase on all of them, before a row moves. Results are in their place when that is heard, so their relays read them
+without another word. Only in the dispatch do the ranks of a host meet once more, when relays have forwarded their rows.
+
+**A loss** on either level is told on both. A rank that misses another one inside its host asks the whole group who is
+lost; a rank that hears of a loss in the group leaves the shared memory of its host, so that nobody waits for it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tokenyard import formats
+from tokenyard.errors import PeerLost, Reason
+from tokenyard.exchange.announcement import Announcement, Announcements
+from tokenyard.exchange.batch import (
+    Arrival,
+    Batch,
+    BatchRoutes,
+    Failure,
+    Results,
+    ResultsAtHome,
+    RowsAtHome,
+    tokens_by_rank,
+)
+from tokenyard.exchange.host_map import HostMap
+from tokenyard.exchange.one_sided import declarations
+from tokenyard.exchange.one_sided.shared_memory import SharedMemoryTransport
+from tokenyard.exchange.spec import ExchangeSpec
+from tokenyard.exchange.transport import Transport
+from tokenyard.exchange.workspace import LayerBytes, as_bytes
+from tokenyard.formats.base import EncodedRows
+from tokenyard.group.base import Group, Pending
+from tokenyard.group.together import make_together
+from tokenyard.routing import Routes
+from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _WayBack:
+    """What a rank remembers of a dispatch, as a relay and as a source."""
+
+    inside: Arrival  # the rows that came from the relays of this host
+    counts_by_source: dict[int, int]  # rows of each rank that this one is the relay of, in rank order
+    tokens_by_host: tuple[Tensor, ...]  # this rank's own tokens that have an expert on each host
+
+
+class HierarchicalTransport(Transport):
+    """Once to each host, and inside it by `one_sided`."""
+
+    name = "hierarchical"
+    devices = ("cpu",)
+    encodes_results = True
+    sums_in_hosts = True
+
+    @classmethod
+    def supports(cls, spec: ExchangeSpec) -> Reason | None:
+        if not spec.reduces_ranks:
+            why = "hierarchical sums the results of a host's ranks before they come home"
+            return Reason(field="reduce_ranks", value="caller", why=why)
+        return super().supports(spec)
+
+    @classmethod
+    def reaches(cls, group: Group, hosts: Sequence[str]) -> Reason | None:
+        if group.device.type not in cls.devices:
+            why = "hierarchical shares memory between CPU ranks only: it was never tried on GPUs"
+            return Reason(field="exchange", value=cls.name, why=why)
+        refused = declarations.reaches(group, hosts[:1])
+        return None if refused is None else replace(refused, value=cls.name)
+
+    @classmethod
+    def pays(cls, hosts: Sequence[str]) -> Reason | None:
+        if len(set(hosts)) < len(hosts):
+            return None
+        why = "no two ranks share a host: hierarchical would send the rows of two_sided"
+        return Reason(field="exchange", value=cls.name, why=why)
+
+    @classmethod
+    def watches(cls, group: Group) -> Reason | None:
+        why = "results come home as sums of hosts, and a paranoid plan compares those of each rank"
+        return Reason(field="paranoid", value=True, why=why)
+
+    @classmethod
+    def region_bytes(cls, spec: ExchangeSpec) -> LayerBytes:
+        """The slots of the host that takes most, and what a row takes between hosts."""
+        hosts = _host_map(spec)
+        inside = [
+            declarations.slot_bytes(_inside_spec(spec, hosts, host)) for host in range(len(hosts.ranks))
+        ]
+        return LayerBytes(
+            dispatch_row=spec.dispatch_layout.stride,
+            combine_row=spec.combine_layout.stride,
+            dispatch=max(need.dispatch for need in inside),
+            combine=max(need.combine for need in inside),
+        )
+
+    def __init__(self, group: Group, *, in_flight: int = 1, guard: int = 0) -> None:
+        super().__init__(group, in_flight=in_flight, guard=guard)
+        self._inside_specs: dict[int, ExchangeSpec] = {}  # by the number of a layer
+        self._inside: SharedMemoryTransport | None = None
+
+    # -- The two levels ------------------------------------------------------------------------------------
+
+    def serve(self, specs: Sequence[ExchangeSpec]) -> None:
+        self._share(specs, SharedMemoryTransport.serve)
+
+    def trim(self, specs: Sequence[ExchangeSpec]) -> None:
+        self._share(specs, SharedMemoryTransport.trim)
+
+    def _share(
+        self,
+        specs: Sequence[ExchangeSpec],
+        serve: Callable[[SharedMemoryTransport, Sequence[ExchangeSpec]], None],
+    ) -> None:
+        """Share memory inside every host, or inside none: then all ranks raise, and the old layers are served."""
+        if self._inside is None:
+            self.hosts = _host_map(specs[0])  # which ranks share a host
+            # The number of this rank's own host.
+            self.host = self.hosts.host_of_rank[self.group.rank]
+            here = self.group.subgroup(
+                self.hosts.ranks[self.host], name=f"{self.group.name}/host {self.host}"
+            )
+            self._inside = SharedMemoryTransport(here, in_flight=self.in_flight, guard=self.guard)
+        inside = self._inside
+        wanted = {spec.index: _inside_spec(spec, self.hosts, self.host) for spec in specs}
+        try:
+            make_together(
+                self.group,
+                "sharing memory",
+                lambda: serve(inside, list(wanted.values())),
+                seconds=self.group.deadline,
+            )
+        except Exception:
+            if self._inside_specs:
+                inside.serve(list(self._inside_specs.values()))
+            raise
+        self._inside_specs = wanted
+
+    @property
+    def inside(self) -> SharedMemoryTransport:
+        """What moves rows inside this rank's host."""
+        assert self._inside is not None, "a plan serves its layers before it sends rows"
+        return self._inside
+
+    def warmup(self, specs: Sequence[ExchangeSpec]) -> None:
+        self.inside.warmup([self._inside_specs[spec.index] for spec in specs])
+
+    def close(self) -> None:
+        if self._inside is not None:
+            self._inside.close()
+            self._inside.group.close()
+
+    @contextmanager
+    def _waiting_in_group(self) -> Iterator[None]:
+        """A wait for all ranks. Who hears of a loss leaves its host's memory: the others do not wait for it there."""
+        try:
+            yield
+        except PeerLost:
+            self.inside.leave()
+            raise
+
+    @contextmanager
+    def _waiting_in_host(self) -> Iterator[None]:
+        """A wait for the ranks of this host. Who is lost, all ranks of all hosts find out together."""
+        here = self.inside.group
+        here.deadline = self.group.deadline
+        try:
+            yield
+        except PeerLost as error:
+            ranks = self.hosts.ranks[self.host]
+            missed = [] if self.inside.departed() else [ranks[peer] for peer in error.peers]
+            raise self.group.lost_elsewhere(missed, phase=error.phase, waited=error.waited) from error
+
+    # -- The way out ---------------------------------------------------------------------------------------
+
+    def send(self, batch: Batch) -> Pending[Arrival]:
+        tokens_by_host = self._tokens_by_host(batch)
+        packets, sent = self._packets(batch, tokens_by_host)
+        by_host = [tokens.numel() for tokens in tokens_by_host]
+        mine = batch.announcements.mine
+        told = replace(batch.announcements, mine=replace(mine, counts=(*mine.counts, *by_host)))
+        answers = self.announce(told, self._counts)
+
+        def receive() -> Arrival:
+            with self._waiting_in_group():
+                heard = answers.wait()
+                arriving = self._arriving(heard)
+                arrived = self.group.all_to_all_rows(packets, sent, arriving, phase="dispatch")
+            forwarded, by_source = self._forwarded(batch, arrived, arriving)
+            with self._waiting_in_host():
+                inside = self.inside.send(forwarded).wait()
+            announced = [announcement.counts[self.group.rank] for announcement in heard]
+            way_back = _WayBack(inside=inside, counts_by_source=by_source, tokens_by_host=tokens_by_host)
+            return batch.arrived(self._received(inside, announced), announced, way_back)
+
+        return Pending(receive)
+
+    def _tokens_by_host(self, batch: Batch) -> tuple[Tensor, ...]:
+        """For each host, the tokens (ascending) of this rank that have an expert there."""
+        host_of_rank = torch.tensor([*self.hosts.host_of_rank, -1])  # one more: the choices of nobody
+        return tokens_by_rank(host_of_rank[batch.routes.resolved[0]], len(self.hosts.ranks))
+
+    @property
+    def _counts(self) -> int:
+        """Rows for each rank, and rows that cross to each host."""
+        return self.group.size + len(self.hosts.ranks)
+
+    def _packets(self, batch: Batch, tokens_by_host: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+        """What crosses to the relays of other hosts, in rank order, with global ids; and how many for each rank."""
+        sent, tokens = [0] * self.group.size, {}
+        for host, tokens_N in enumerate(tokens_by_host):
+            if host != self.host:
+                relay = self.hosts.relay(self.group.rank, host)
+                tokens[relay], sent[relay] = tokens_N, tokens_N.numel()
+        routes = batch.routes.routes
+        assert isinstance(routes, Routes)
+        token_N = torch.cat([torch.empty(0, dtype=torch.int64), *(tokens[relay] for relay in sorted(tokens))])
+        tensors = {name: tensor[token_N] for name, tensor in batch.payloads.items()}
+        tensors["ids"] = routes.topk_ids_TK[token_N].int()
+        tensors["weights"] = routes.topk_weights_TK[token_N].float()
+        return batch.spec.dispatch_layout.pack(tensors, token_N.numel(), token_N.device), sent
+
+    def _arriving(self, heard: Sequence[Announcement]) -> list[int]:
+        """Rows that come from each rank of another host, of which this one is the relay."""
+        sources = self.hosts.sources(self.group.rank)
+        return [
+            announcement.counts[self.group.size + self.host]
+            if source in sources and source != self.group.rank
+            else 0
+            for source, announcement in enumerate(heard)
+        ]
+
+    def _forwarded(
+        self, batch: Batch, arrived: Tensor, arriving: Sequence[int]
+    ) -> tuple[Batch, dict[int, int]]:
+        """What this rank sends inside its host, its own tokens and those that came; and how many of each source."""
+        spec, inside_spec = batch.spec, self._inside_specs[batch.spec.index]
+        routes = batch.routes.routes
+        assert isinstance(routes, Routes)
+        own = {**batch.payloads, "ids": routes.topk_ids_TK.int(), "weights": routes.topk_weights_TK.float()}
+        parts: list[Mapping[str, Tensor]] = []
+        resolved: list[tuple[Tensor, Tensor]] = []
+        counts: dict[int, int] = {}
+        for source, packets in enumerate(arrived.split(list(arriving))):
+            if source == self.group.rank:
+                parts.append(own)
+                resolved.append(batch.routes.resolved)
+                counts[source] = batch.num_tokens
+            elif len(packets):
+                tensors = spec.dispatch_layout.unpack(packets)
+                # An id that no expert has was damaged on the way: its row is missed where it should have come to.
+                unknown_NK = (tensors["ids"] < 0) | (tensors["ids"] >= spec.num_experts)
+                parts.append(tensors)
+                resolved.append(spec.placement.resolve(tensors["ids"].masked_fill(unknown_NK, -1), source))
+                counts[source] = len(packets)
+        together = {name: _joined([part[name] for part in parts]) for name in own}
+        inside_rank = torch.full((self.group.size + 1,), -1)
+        inside_rank[list(self.hosts.ranks[self.host])] = torch.arange(len(self.hosts.ranks[self.host]))
+        forwarded_routes = BatchRoutes(
+            spec=inside_spec,
+            routes=Routes(topk_ids_TK=together.pop("ids"), topk_weights_TK=together.pop("weights")),
+            num_tokens=sum(counts.values()),
+            rank=self.inside.group.rank,
+            choices=(
+                inside_rank[_joined([rank_TK for rank_TK, _ in resolved])],
+                _joined([local_TK for _, local_TK in resolved]),
+            ),
+        )
+        names = [payload.name for payload in spec.wire.payloads(spec.hidden_size)]
+        forwarded = Batch(
+            spec=inside_spec,
+            round=batch.round,
+            region=batch.region,
+            rows=EncodedRows(
+                format=spec.wire,
+                hidden_size=spec.hidden_size,
+                payloads={name: together.pop(name) for name in names},
+            ),
+            extra=together,
+            routes=forwarded_routes,
+            announcements=self._inside_announcements(batch.announcements, forwarded_routes),
+        )
+        return forwarded, counts
+
+    def _inside_announcements(self, announcements: Announcements, routes: BatchRoutes) -> Announcements:
+        mine = replace(announcements.mine, tokens=routes.num_tokens, counts=tuple(routes.counts))
+        return replace(
+            announcements,
+            group=self.inside.group,
+            mine=mine,
+            most=routes.spec.max_tokens,
+            all_met=lambda: None,  # all ranks of all hosts have met before
+        )
+
+    def _received(self, inside: Arrival, announced: Sequence[int]) -> ReceivedRows:
+        """What came by way of the relays, in the order of (source rank, token)."""
+        counts = list(announced)
+        starts = [0] * self.group.size  # where the rows of each source begin, relay after relay
+        end = 0
+        for relay, came in zip(self.hosts.ranks[self.host], inside.counts_W, strict=True):
+            first = end
+            for source in self.hosts.sources(relay):
+                starts[source] = end
+                end += counts[source]
+            if end - first != came:  # rows are missing: the exchange finds none of these, and says so
+                for source in self.hosts.sources(relay):
+                    starts[source], counts[source] = first, 0
+            end = first + came
+        order_R = torch.cat(
+            [torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+        )
+        received = inside.received
+        assert isinstance(received.routes, LocalRoutes)
+        assert received.slots_R is not None
+        assert received.results is not None
+        slots_R = received.slots_R[order_R]
+        return ReceivedRows(
+            rows=received.rows,
+            routes=LocalRoutes(
+                ids_RK=received.routes.ids_RK[order_R], weights_RK=received.routes.weights_RK[order_R]
+            ),
+            counts_W=tuple(counts),
+            extra={name: payload[order_R] for name, payload in received.extra.items()},
+            slots_R=slots_R,
+            results=CombineBuffer(rows_SH=received.results.rows_SH, slots_R=slots_R),
+        )
+
+    def bytes_sent(self, batch: Batch, rows: Sequence[int]) -> list[int]:
+        """Packets for relays of other hosts, and rows of this rank's own tokens inside its host."""
+        inside = declarations.slot_bytes(self._inside_specs[batch.spec.index]).dispatch_row
+        sent = [0] * self.group.size
+        for host, tokens in enumerate(self._tokens_by_host(batch)):
+            relay = self.hosts.relay(self.group.rank, host)
+            sent[relay] = tokens.numel() * batch.spec.dispatch_layout.stride
+        for rank in self.hosts.ranks[self.host]:
+            sent[rank] = rows[rank] * inside
+        return sent
+
+    # -- The way back --------------------------------------------------------------------------------------
+
+    def send_back(self, results: Results) -> Pending[ResultsAtHome]:
+        arrival = results.arrival
+        if results.rows_RH is not None:
+            self._place(arrival, results.rows_RH)
+        results.before_telling()
+        answers = self.announce(results.announcements, self._counts)
+
+        def finish() -> ResultsAtHome:
+            with self._waiting_in_group():
+                answers.wait()
+                packets, sent, own = self._sums(arrival)
+                due = self._due(arrival)
+                arrived = self.group.all_to_all_rows(packets, sent, due, phase="combine").split(due)
+            return self._at_home(arrival, arrived, own)
+
+        return Pending(finish)
+
+    @torch.no_grad()
+    def _place(self, arrival: Arrival, rows_RH: Tensor) -> None:
+        """Write results where the relays of this host read them."""
+        buffer = arrival.received.results
+        assert buffer is not None
+        assert buffer.slots_R is not None
+        wire = self._inside_specs[arrival.spec.index].combine_wire
+        (data,) = wire.encode(rows_RH.detach()).payloads.values()
+        buffer.rows_SH[buffer.slots_R] = data
+
+    @torch.no_grad()
+    def _sums(self, arrival: Arrival) -> tuple[Tensor, list[int], EncodedRows]:
+        """The sums over this host's ranks: packets for sources elsewhere, how many for each, and this rank's own."""
+        spec, way_back = arrival.spec, arrival.way_back
+        assert isinstance(way_back, _WayBack)
+        counts = way_back.counts_by_source
+        sums_NH = torch.empty(sum(counts.values()), spec.hidden_size, dtype=torch.float32)
+        self.inside.at_home(way_back.inside).sum_into(sums_NH, ())
+        sent, own, elsewhere = [0] * self.group.size, sums_NH[:0], []
+        for (source, count), part_NH in zip(
+            counts.items(), sums_NH.split(list(counts.values())), strict=True
+        ):
+            if source == self.group.rank:
+                own = part_NH[way_back.tokens_by_host[self.host]]
+            else:
+                sent[source] = count
+                elsewhere.append(part_NH)
+        crossing = spec.combine_wire.encode(torch.cat([sums_NH[:0], *elsewhere]))
+        packets = spec.combine_layout.pack(crossing.payloads, crossing.num_rows, crossing.device)
+        return packets, sent, spec.combine_wire.encode(own)
+
+    def _due(self, arrival: Arrival) -> list[int]:
+        """The sums that each relay returns."""
+        due = [0] * self.group.size
+        for host, tokens in enumerate(arrival.way_back.tokens_by_host):
+            if host != self.host:
+                due[self.hosts.relay(self.group.rank, host)] = tokens.numel()
+        return due
+
+    def _at_home(self, arrival: Arrival, arrived: Sequence[Tensor], own: EncodedRows) -> ResultsAtHome:
+        """The sums of all hosts, of this rank's own tokens."""
+        spec = arrival.spec
+        sums_by_host = []
+        for host in range(len(self.hosts.ranks)):
+            packets = arrived[self.hosts.relay(self.group.rank, host)]
+            payloads = own.payloads if host == self.host else spec.combine_layout.unpack(packets)
+            sums_by_host.append(replace(own, payloads=payloads))
+        return RowsAtHome(rows_by_rank=sums_by_host, tokens_by_rank=arrival.way_back.tokens_by_host)
+
+    def bytes_returned(self, arrival: Arrival) -> list[int]:
+        """Sums for sources elsewhere, of which this rank is the relay, and rows for the ranks of its host."""
+        inside = declarations.slot_bytes(self._inside_specs[arrival.spec.index]).combine_row
+        returned = [0] * self.group.size
+        for source, count in arrival.way_back.counts_by_source.items():
+            returned[source] = count * arrival.spec.combine_layout.stride
+        for rank in self.hosts.ranks[self.host]:
+            returned[rank] = arrival.counts_W[rank] * inside
+        return returned
+
+    # -- Failures ------------------------------------------------------------------------------------------
+
+    def fail(self, failure: Failure) -> None:
+        with self._waiting_in_group():
+            self.announce(failure.announcements, self._counts).wait()
+
+
+def _host_map(spec: ExchangeSpec) -> HostMap:
+    """The hosts of a layer's ranks; one host, where nobody has asked yet."""
+    return HostMap(spec.hosts or (0,) * spec.placement.world)
+
+
+def _inside_spec(spec: ExchangeSpec, hosts: HostMap, host: int) -> ExchangeSpec:
+    """A layer as the ranks of one host exchange it: with the experts of the host, and all tokens that relays bring."""
+    elsewhere = [rank for rank, other in enumerate(hosts.host_of_rank) if other != host]
+    return replace(
+        spec,
+        placement=spec.placement.without(elsewhere),
+        max_tokens=hosts.most_sources(host) * spec.max_tokens,
+        combine_wire=formats.for_dtype(spec.dtype),
+        hosts=(),
+    )
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Matrices one under the other. As bytes: torch does not join every dtype that a payload may have."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([as_bytes(part) for part in parts]).view(parts[0].dtype)

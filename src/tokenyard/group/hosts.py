@@ -1,0 +1,47 @@
+"""Hosts: which ranks can share memory, and ranks of one machine that stand for ranks on several hosts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from tokenyard.errors import InputError, shown
+
+# Names the host that the ranks of a process stand on. Those with another name are on another host, though on the same
+# machine: for tests, and for containers that share a machine but should not share memory.
+HOST_VARIABLE = "TOKENYARD_HOST"
+
+
+def this_host() -> str:
+    """A name of this host: processes with the same one see each other, and can share memory.
+
+    A machine, as it was started; and on it the namespace in which processes are numbered. Two containers are two hosts:
+    neither has a number for the other's processes.
+    """
+    told = os.environ.get(HOST_VARIABLE)
+    further = f"/{told}" if told else ""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            machine = file.read().strip()
+        return f"{machine}/{os.stat('/proc/self/ns/pid').st_ino}{further}"
+    except OSError:
+        return os.uname().nodename + further
+
+
+def hosts_of_ranks(hosts: int | Sequence[int], world: int) -> list[int]:
+    """The host of each rank: so many hosts with consecutive ranks, or the number of ranks of each host.
+
+    >>> hosts_of_ranks(2, 5), hosts_of_ranks([1, 3], 4)
+    ([0, 0, 0, 1, 1], [0, 1, 1, 1])
+    """
+    if isinstance(hosts, int) and not isinstance(hosts, bool) and 1 <= hosts <= world:
+        ranks = [world // hosts + (host < world % hosts) for host in range(hosts)]
+    else:
+        ranks = list(hosts) if isinstance(hosts, Sequence) and not isinstance(hosts, str) else []
+    if not all(isinstance(count, int) and count >= 1 for count in ranks) or sum(ranks) != world:
+        raise InputError(
+            f"hosts is {shown(hosts)}, for {world} ranks",
+            expected=f"from 1 to {world} hosts, or the number of ranks of each, {world} in all",
+            fix="pass hosts=2, say, or leave it out, for one host",
+        )
+    return [host for host, count in enumerate(ranks) for _ in range(count)]

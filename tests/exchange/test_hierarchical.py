@@ -1,0 +1,291 @@
+"""Two levels: what crosses between hosts, in which order sums are made, and how errors and losses pass through both."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import tokenyard as ty
+from tests.models import batch, build, on_ranks, raised, spec
+from tokenyard.conformance.cases import Case, run_case
+from tokenyard.conformance.metering import Meter
+from tokenyard.exchange import ExchangeSpec, HierarchicalTransport, HostMap
+from tokenyard.planning.drafting import links
+
+HOSTS = ([2, 2], [3, 1], [1, 3], [1, 2, 1])
+
+
+def drawn_cases(world):
+    """Small layers of all kinds that matter to the way of a row, and to its sums."""
+    tokens = (5, 0, 9, 2)[:world]
+    kinds = [
+        {},
+        {"wire": "nvfp4", "placement": "replicas", "payloads": True},
+        {"combine_wire": "mxfp8", "routes": "gaps"},
+        {"wire": "mxfp8(alignment=256)", "dtype": "float16", "placement": "round_robin", "id_dtype": "int32"},
+        {"dtype": "float32", "combine_wire": "bf16", "routes": "duplicates", "top_k": 7},
+        {"num_experts": 2, "routes": "one_rank"},  # most ranks, and a host, have no expert
+        {"routes": "nobody", "weight_dtype": "bfloat16"},
+    ]
+    fields = {"hidden_size": 48, "num_experts": 6, "top_k": 3, "exchange": "hierarchical"}
+    return [Case(**(fields | kind), tokens=tokens, seed=seed) for seed, kind in enumerate(kinds)]
+
+
+def outcomes(group, cases):
+    return [str(outcome) for case in cases if not (outcome := run_case(group, case)).passed]
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_any_layer_has_the_bits_of_the_twin_on_any_hosts(hosts):
+    assert on_ranks(4, outcomes, drawn_cases(4), hosts=hosts) == [[]] * 4
+
+
+def test_processes_have_the_bits_of_the_twin_too():
+    assert on_ranks(3, outcomes, drawn_cases(3), hosts=[1, 2], ranks="processes") == [[]] * 3
+
+
+def by_hand(group):
+    """One token whose experts are on all four ranks; each returns 1 + its rank times a little."""
+    plan = ty.plan(
+        [spec(num_experts=4, top_k=4, dtype=torch.float32, combine_wire="bf16")],
+        group,
+        exchange="hierarchical",
+    )
+    exchange_spec = plan.wiring("moe").exchange_spec
+    routes = ty.Routes(topk_ids_TK=torch.tensor([[3, 0, 2, 1]]), topk_weights_TK=torch.ones(1, 4))
+    arrival = plan.exchange.dispatch(exchange_spec, exchange_spec.wire.encode(torch.ones(1, 32)), routes)
+    rows_RH = torch.full((4, 32), 1 + 2.0**-8 * (group.rank + 1))
+    y_TH = plan.exchange.combine(arrival, ty.ExpertRows(rows_RH=rows_RH)).y_TH
+    plan.close()
+    return y_TH[0, 0].item()
+
+
+def test_a_host_sums_in_float32_and_rounds_once_to_the_combine_wire():
+    def bf16(value):
+        return torch.tensor(value).bfloat16().item()
+
+    first, second = bf16(2 + 3 * 2.0**-8), bf16(2 + 7 * 2.0**-8)
+    assert on_ranks(4, by_hand, hosts=2) == [first + second] * 4
+    assert on_ranks(4, by_hand, hosts=1) == [bf16(4 + 10 * 2.0**-8)] * 4
+
+
+# -- What crosses ------------------------------------------------------------------------------------------
+
+
+def crossed(group, exchange, layer, routes):
+    """Bytes of rows that this rank has sent to ranks of another host, out and back."""
+    with Meter(group) as planning:
+        plan = ty.plan([layer], group, exchange=exchange)
+    exchange_spec = plan.wiring("moe").exchange_spec
+    x_TH = torch.ones(routes.num_tokens, layer.hidden_size).bfloat16()
+    with Meter(group) as out:
+        arrival = plan.exchange.dispatch(exchange_spec, exchange_spec.wire.encode(x_TH), routes)
+    with Meter(group) as back:
+        rows_RH = torch.zeros(arrival.received.num_rows, layer.hidden_size)
+        plan.exchange.combine(arrival, ty.ExpertRows(rows_RH=rows_RH))
+    stats, hosts = plan.stats()["moe"], group.hosts()
+    (here,) = [ranks for ranks in hosts if group.rank in ranks]
+    there = [rank for rank in range(group.size) if rank not in here]
+    plan.close()
+    return {
+        "out": sum(out.sent[rank] for rank in there),
+        "back": sum(back.sent[rank] for rank in there),
+        "counted": sum(stats.dispatch_bytes[rank] for rank in there),
+        "counted back": sum(stats.combine_bytes[rank] for rank in there),
+        "links": links(exchange_spec),
+        "shared": planning.shared,
+    }
+
+
+def uniform(group, exchange):
+    layer = spec(num_experts=64, top_k=8, max_tokens=64)
+    draw = torch.Generator().manual_seed(group.rank)
+    ids_TK = torch.rand(64, 64, generator=draw).topk(8).indices
+    return crossed(group, exchange, layer, ty.Routes(topk_ids_TK=ids_TK, topk_weights_TK=torch.ones(64, 8)))
+
+
+def test_a_row_crosses_once_to_each_host():
+    by_exchange = {name: on_ranks(8, uniform, name, hosts=2) for name in ("two_sided", "hierarchical")}
+    for way in ("out", "counted back"):
+        once, often = (sum(rank[way] for rank in by_exchange[name]) for name in ("hierarchical", "two_sided"))
+        assert 2.5 < often / once < 2.9  # ranks of the other host that have one of 8 of 64 experts
+    for rank in by_exchange["hierarchical"]:
+        assert rank["out"] == rank["counted"]
+        assert rank["back"] == rank["counted back"]
+
+
+def everywhere(group):
+    """Full batches, of tokens that have experts on every host."""
+    layer = spec(num_experts=6, top_k=6, max_tokens=4, wire="mxfp8")
+    ids_TK = torch.arange(6).expand(4, 6)
+    return crossed(
+        group, "hierarchical", layer, ty.Routes(topk_ids_TK=ids_TK, topk_weights_TK=torch.ones(4, 6))
+    )
+
+
+@pytest.mark.parametrize("hosts", [[2, 2], [3, 1], [1, 2, 1]])
+def test_full_batches_take_the_bytes_that_the_plan_says_of_each_link(hosts):
+    found = on_ranks(4, everywhere, hosts=hosts)
+    planned = found[0]["links"]
+    assert len(planned) == len(hosts) * (len(hosts) - 1)
+    assert sum(rank["out"] for rank in found) == sum(link["dispatch"] for link in planned)
+    assert sum(rank["back"] for rank in found) == sum(link["combine"] for link in planned)
+    assert {link["from"]: link["rows"] for link in planned} == {h: 4 * n for h, n in enumerate(hosts)}
+
+
+def test_places_are_counted_through_again_where_a_host_has_fewer_ranks():
+    hosts = HostMap((0, 0, 0, 0, 1, 1))
+    assert [hosts.relay(source, 1) for source in range(6)] == [4, 5, 4, 5, 4, 5]
+    assert [hosts.relay(source, 0) for source in range(6)] == [0, 1, 2, 3, 0, 1]
+    assert [hosts.sources(relay) for relay in (0, 2, 4)] == [(0, 4), (2,), (0, 2, 4)]
+    assert (hosts.most_sources(0), hosts.most_sources(1)) == (2, 3)
+
+
+# -- Choosing and refusing ---------------------------------------------------------------------------------
+
+
+def chosen(group, **options):
+    plan = ty.plan([spec()], group, **options)
+    text = str(plan)
+    plan.close()
+    return text
+
+
+def test_auto_takes_it_where_ranks_share_memory_inside_hosts():
+    text = on_ranks(4, chosen, hosts=[3, 1])[2]
+    assert "exchange hierarchical (auto: one_sided shares memory, and the ranks run on 2 hosts)" in text
+    assert "from host 0 to host 1: at most 48 rows out (" in text
+    assert "from host 1 to host 0: at most 16 rows out (" in text
+    for options in ({"hosts": 1}, {"hosts": 3}):
+        assert "hierarchical" not in on_ranks(3, chosen, **options)[0]
+
+
+def test_links_of_many_hosts_are_counted_not_listed():
+    text = on_ranks(8, chosen, hosts=4)[0]
+    assert text.count("from host") == 6
+    assert "and 6 more links between hosts" in text
+
+
+def refusals(group):
+    unreduced = raised(ty.plan, [spec(reduce_ranks="caller")], group, exchange="hierarchical")
+    paranoid = raised(ty.plan, [spec()], group, exchange="hierarchical", paranoid=True)
+    return str(unreduced), str(paranoid)
+
+
+def test_what_it_cannot_do_is_refused_by_the_plan():
+    unreduced, paranoid = on_ranks(2, refusals, hosts=2)[1]
+    assert (
+        "reduce_ranks=caller: hierarchical sums the results of a host's ranks before they come home"
+        in unreduced
+    )
+    assert "exchange=two_sided" in unreduced
+    assert "a paranoid plan compares those of each rank" in paranoid
+    on_gpu = SimpleNamespace(device=torch.device("cuda", 0))
+    reason = HierarchicalTransport.reaches(on_gpu, ["a", "b"])
+    assert str(reason) == (
+        "exchange=hierarchical: hierarchical shares memory between CPU ranks only: it was never tried on GPUs"
+    )
+
+
+def test_without_known_hosts_memory_is_that_of_one():
+    (wiring,) = ty.draft([spec()], 4, exchange="hierarchical").wirings
+    assert isinstance(wiring.exchange_spec, ExchangeSpec)
+    assert links(wiring.exchange_spec) == []
+    alone = ty.draft([spec()], 4, exchange="one_sided")
+    assert ty.draft([spec()], 4, exchange="hierarchical").workspace_bytes == alone.workspace_bytes
+
+
+# -- Errors and losses -------------------------------------------------------------------------------------
+
+
+def grows_too_large(group):
+    """A layer for which one rank of the second host has no memory."""
+    plan = ty.plan([spec()], group, exchange="hierarchical")
+    moe = build(plan, "moe")
+    inside = plan.exchange.transport.inside.group
+    if group.rank == 3:
+        own = type(inside).share_memory
+
+        def no_memory(nbytes):
+            inside.all_or_none("sharing memory", "no memory is left")
+            return own(inside, nbytes)
+
+        inside.share_memory = no_memory
+    elif group.rank == 2:
+        inside.share_memory = lambda nbytes: inside.all_or_none("sharing memory", None)
+    error = raised(plan.extend, [spec("large", max_tokens=4096)])
+    y_TH = moe(*batch(spec(), 3, seed=group.rank))
+    return type(error).__name__, str(error), bool(y_TH.any())
+
+
+def test_memory_that_one_host_lacks_is_an_error_on_all_and_the_old_layers_go_on():
+    found = on_ranks(4, grows_too_large, hosts=2)
+    assert [kind for kind, _, _ in found] == ["PeerFailed", "PeerFailed", "PeerFailed", "GroupError"]
+    assert all("no memory is left" in message for _, message, _ in found)
+    assert all(worked for _, _, worked in found)
+
+
+class _Ended(BaseException):
+    """Ends a rank, as a crash would."""
+
+
+def dies(group, level, rank):
+    """A rank ends in the middle of a call: between the two levels of a dispatch, or before its results are told."""
+    plan = ty.plan([spec(num_experts=8, top_k=4)], group, exchange="hierarchical")
+    moe = build(plan, "moe")
+    moe(*batch(moe.wiring.spec, 3))
+    transport = plan.exchange.transport
+
+    def end(*_):
+        raise _Ended
+
+    if group.rank == rank:
+        if level == "inside":
+            transport.inside.send = end
+        else:
+            transport.send_back = end
+    try:
+        error = raised(moe, *batch(moe.wiring.spec, 3))
+    except _Ended:
+        group.leave("it has crashed")
+        return None
+    plan.go_on_without(error.peers)
+    y_TH = moe(*batch(moe.wiring.spec, 3))
+    return (
+        list(error.peers),
+        str(error),
+        plan.group.size,
+        bool(y_TH.any()),
+        len(plan.wiring("moe").exchange_spec.hosts),
+    )
+
+
+@pytest.mark.parametrize("level", ["inside", "between"])
+@pytest.mark.parametrize("hosts", [[2, 2], [3, 1]])
+def test_all_ranks_of_all_hosts_name_a_rank_that_is_lost_on_either_level_and_go_on(level, hosts):
+    found = on_ranks(4, dies, level, 1, hosts=hosts, deadline=30.0)
+    assert found[1] is None
+    for rank in (0, 2, 3):
+        peers, message, left, worked, known = found[rank]
+        assert peers == [1], message
+        assert "it has crashed" in message or "it has returned" in message
+        assert (left, worked, known) == (3, True, 3)
+
+
+def loses_a_host(group):
+    plan = ty.plan([spec()], group, exchange="hierarchical")
+    moe = build(plan, "moe")
+    moe(*batch(spec(), 3))
+    if group.rank >= 2:
+        return None
+    error = raised(moe, *batch(spec(), 3))
+    plan.go_on_without([2, 3])
+    return list(error.peers), bool(moe(*batch(spec(), 3)).any()), plan.wiring("moe").exchange_spec.hosts
+
+
+def test_a_plan_goes_on_when_a_whole_host_is_gone():
+    found = on_ranks(4, loses_a_host, hosts=2)
+    for peers, worked, hosts in found[:2]:
+        assert set(peers) <= {2, 3}
+        assert peers
+        assert (worked, hosts) == (True, (0, 0))
