@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.integrations.flashinfer.all_arguments import all_arguments, check_all_arguments
 from tests.integrations.flashinfer.round_trips import batch, goes_to, make, round_trip
 from tests.models import on_ranks, raised
 from tokenyard.conformance.cases import same_bits
@@ -217,3 +218,7 @@ def on_the_cpu(group):
 
 def test_tensors_of_the_cpu_are_refused():
     assert on_ranks(2, on_the_cpu, device="cuda") == [("InputError", [])] * 2
+
+
+def test_all_arguments_of_flashinfer():
+    check_all_arguments(on_ranks(2, all_arguments, device="cuda"))

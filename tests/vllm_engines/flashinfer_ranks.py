@@ -40,8 +40,8 @@ class MnnvlConfig:
 
 
 def wheel():
-    """Where FlashInfer's wheel is: in the environment of vLLM, or where FLASHINFER_WHEEL says."""
-    return Path(os.environ.get("FLASHINFER_WHEEL", Path(sys.prefix, WHEEL)))
+    """Where FlashInfer's wheel is kept, once it was fetched: in the environment of vLLM, not installed."""
+    return Path(sys.prefix, WHEEL)
 
 
 def stand_in(folder):

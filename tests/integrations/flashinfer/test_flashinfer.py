@@ -1,5 +1,7 @@
 """`MoeAlltoAll` by FlashInfer's names: what it moves, bit by bit, what it refuses, and that it goes on afterwards."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -312,6 +314,24 @@ def one_asks(group):
 @both_kinds
 def test_ranks_may_differ_in_whether_results_stand_in_the_workspace(ranks):
     assert on_ranks(2, one_asks, ranks=ranks) == [[6.0, 3.0], [6.0, 3.0]]
+
+
+def dropped(group):
+    """Whether an object that nobody holds any more has given its memory back, without a garbage collection."""
+    gc.disable()
+    try:
+        a2a = make(group, hidden_size=3)
+        a2a.dispatch(IDS, [ROWS], 4)  # new: an agreement
+        a2a.combine(torch.ones(group.size, 4, 5), 4)
+        memory = weakref.ref(a2a._exchange.exchange.transport.workspace)
+        del a2a
+        return memory() is None
+    finally:
+        gc.enable()
+
+
+def test_memory_is_given_back_with_the_last_reference():
+    assert on_ranks(1, dropped) == [True]
 
 
 # -- Making one --------------------------------------------------------------------------------------------

@@ -6,11 +6,11 @@ import torch
 
 import tokenyard as ty
 from tests.exchange import interpreter
+from tests.integrations.flashinfer.all_arguments import all_arguments, check_all_arguments
 from tests.integrations.flashinfer.round_trips import make, round_trip
 from tests.models import raised
 from tokenyard.exchange.one_sided.kernels import flags
-from tokenyard.formats import Mxfp8
-from tokenyard.integrations.flashinfer import agreed_exchange, moe_a2a_active_rank_mask
+from tokenyard.integrations.flashinfer import agreed_exchange
 from tokenyard.integrations.flashinfer.device_carrier import DeviceCarrier
 
 pytestmark = interpreter.only_without_gpu
@@ -151,51 +151,5 @@ def test_no_agreement_in_a_graph(monkeypatch):
     assert "before capturing" in str(error)
 
 
-def all_arguments(group):
-    """Quantized and low-precision outputs, statistics, and a round trip of rank 0 alone."""
-    a2a = make(group, eplb_stats_num_experts=3, enable_rank_mask=True)
-    both, first = moe_a2a_active_rank_mask([0, 1], 2), moe_a2a_active_rank_mask([0], 2)
-    stats = torch.full((3,), 5 + group.rank, dtype=torch.int32)
-    results = (torch.arange(2 * 4 * 32).view(2, 4, 32) / 7 + group.rank).half()
-
-    def trip(mask, **options):
-        a2a.dispatch(IDS, [ROWS, IDS], 4, -9, 1, stats, mask)
-        gathered, unused = a2a.eplb_gathered_stats.tolist(), a2a.unused_slots().tolist()
-        y_TH = a2a.combine(results, 4, active_rank_mask=mask, **options)
-        # As bytes where it is quantized: torch does not pickle e4m3.
-        return gathered, unused, y_TH.view(torch.uint8) if "output_dtype" in options else y_TH
-
-    scales = torch.zeros(2, dtype=torch.uint8)
-    found = [
-        trip(both),
-        (*trip(both, output_dtype=torch.float8_e4m3fn, output_scales=scales), scales.clone()),
-        trip(both, use_low_precision=True),
-    ]
-    if group.rank == 0:
-        found.append(trip(first, output_dtype=torch.float8_e4m3fn, output_scales=scales))
-    return found
-
-
 def test_all_arguments_of_flashinfer():
-    # Of both tokens, the first goes to both ranks (experts 0 and 4), the second to rank 1.
-    of_rank = [(torch.arange(2 * 4 * 32).view(2, 4, 32) / 7 + rank).half().float() for rank in range(2)]
-    both = on_two_processes(all_arguments)
-    for rank, found in enumerate(both):
-        here = [part[rank] for part in of_rank]
-        sums_TH = torch.stack([here[0][0] + here[1][0], here[1][1]])
-        low_TH = [part.to(torch.float8_e4m3fn).float() for part in here]
-        unused = [[rows <= slot for slot in range(4)] for rows in [rank + 1] * 2]
-        plain, quantized, low = found[:3]
-        for gathered, unused_WT, *_ in (plain, quantized, low):
-            assert gathered == [[5] * 3, [6] * 3]
-            assert unused_WT == unused
-        assert torch.equal(plain[2], sums_TH.half())
-        encoded = Mxfp8().encode(sums_TH).payloads
-        assert torch.equal(quantized[2], encoded["data"].view(torch.uint8))
-        assert torch.equal(quantized[3], encoded["scales"].flatten())
-        assert torch.equal(low[2], torch.stack([low_TH[0][0] + low_TH[1][0], low_TH[1][1]]).bfloat16())
-    gathered, unused_WT, alone = both[0][3]
-    assert gathered == [[5] * 3, [0] * 3]
-    assert unused_WT == [[False, True, True, True], [True] * 4]
-    encoded = Mxfp8().encode(torch.stack([of_rank[0][0][0], torch.zeros(32)])).payloads
-    assert torch.equal(alone, encoded["data"].view(torch.uint8))
+    check_all_arguments(on_two_processes(all_arguments))

@@ -20,8 +20,8 @@ On GPUs (`tokenyard.integrations.flashinfer.device_carrier`) a call whose manife
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -42,6 +42,16 @@ Result = TypeVar("Result")
 
 # The wire of a spec that only serves the way back.
 _NOTHING = PayloadSet(entries=(Payload(name="nothing", dtype=torch.uint8, width=1),))
+
+
+@contextmanager
+def _at_the_door() -> Iterator[None]:
+    """A phase in which this rank only says that it needs an agreement, or in which it hears that others do."""
+    try:
+        yield
+    except (NeedsAgreement, Drifted) as error:
+        # The frames of the traceback hold the error, which holds them, and the workspace with them.
+        error.__traceback__ = None
 
 
 class AgreedExchange:
@@ -89,7 +99,7 @@ class AgreedExchange:
         manifest, error = self.attempt(check)
         if error is not None or self._listed(manifest) not in self.specs:
             self.carrier.check_may_agree(f"what this dispatch brings ({manifest})", error)
-            with suppress(NeedsAgreement, Drifted), self.exchange.round_trip(self.specs[None]):
+            with _at_the_door(), self.exchange.round_trip(self.specs[None]):
                 raise NeedsAgreement(self._cause("dispatch", manifest, error))
             self._agree_at_the_door("dispatch", manifest, error)
         assert manifest is not None
@@ -113,9 +123,9 @@ class AgreedExchange:
         again = error is not None or self._listed(wanted) not in self.specs
         if again:
             self.carrier.check_may_agree(f"what this combine brings ({wanted})", error)
-            at_the_door = NeedsAgreement(self._cause("combine", wanted, error))
-            with suppress(NeedsAgreement, Drifted):
-                self.exchange.refuse(self.exchange.redirect(flight, self.specs[None]), at_the_door)
+            refused = self.exchange.redirect(flight, self.specs[None])
+            with _at_the_door():
+                self.exchange.refuse(refused, NeedsAgreement(self._cause("combine", wanted, error)))
             self._agree_at_the_door("combine", wanted, error)
         assert wanted is not None
         spec = self.specs[self._listed(wanted)]

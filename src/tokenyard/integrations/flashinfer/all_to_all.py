@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -116,10 +117,6 @@ class MoeAlltoAll:
 
         self._start(group, ActiveRanks.all_of(group.size), check)
         self.enable_eplb = eplb_stats_num_experts > 0
-        # For the functions of FlashInfer's that take them (`moe_a2a_dispatch` and others); opaque.
-        self.workspace = Workspace(group)
-        self.metainfo = Metainfo(self.workspace, max_num_tokens, eplb_stats_num_experts)
-        self.metainfo.made[top_k, num_experts, enable_rank_mask] = self
 
     def _start(self, group: Group, active: ActiveRanks, check: Callable[[], None] = lambda: None) -> None:
         """Set up the exchange of the active ranks, which are those of `group`. Collective over these."""
@@ -152,6 +149,17 @@ class MoeAlltoAll:
     def workspace_size_per_rank(self) -> int:
         """Bytes of the workspace that this rank holds now."""
         return self._exchange.carrier.own_buffer.numel()
+
+    @cached_property
+    def workspace(self) -> Workspace:
+        """A handle for the functions of FlashInfer's that take a workspace, `moe_a2a_dispatch` and others."""
+        return Workspace(self.group)
+
+    @cached_property
+    def metainfo(self) -> Metainfo:
+        """The handle that these functions take beside `workspace`: they then work through this object."""
+        made = {(self.top_k, self.num_experts, self.enable_rank_mask): self}
+        return Metainfo(self.workspace, self.max_num_tokens, self.eplb_stats_num_experts, made)
 
     @classmethod
     def get_workspace(
@@ -234,6 +242,9 @@ class MoeAlltoAll:
             return
         group = group_of_communicator(comm_backend)
         check_place(group, ep_size=self.ep_size, ep_rank=self.ep_rank)
+        if self._made_group:
+            self.group.close()
+        self._made_group = group is not comm_backend
         self.group = self.workspace.group = group
         self._start(group, ActiveRanks.all_of(group.size))
 
