@@ -50,8 +50,8 @@ from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.transport import Transport
 from tokenyard.exchange.workspace import LayerBytes, as_bytes
 from tokenyard.formats.base import EncodedRows
+from tokenyard.group import make_together
 from tokenyard.group.base import Group, Pending
-from tokenyard.group.together import make_together
 from tokenyard.routing import Routes
 from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
 
