@@ -1,5 +1,6 @@
 """The plugin for vLLM, as far as it does not need vLLM: its settings, what it refuses, what `doctor` says of it."""
 
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -131,6 +132,9 @@ def test_slices_are_each_token_once_and_gathered_in_order(tokens):
 def vllm_finding(monkeypatch):
     """What `doctor` finds of vLLM, of the version that is said to be installed."""
 
+    # Other tests import the integration afresh: `doctor` asks the modules that are there now.
+    plugin = import_module("tokenyard.integrations.vllm.plugin")
+
     def found(version, **environment):
         monkeypatch.setattr(plugin, "installed_version", lambda: version)
         for name, value in environment.items():
@@ -163,13 +167,13 @@ def test_doctor_says_what_is_wrong(vllm_finding, monkeypatch):
     wrong = vllm_finding("0.32.0", TOKENYARD_VLLM="yes")["plugin"]
     assert wrong.ok is False
     assert "TOKENYARD_VLLM is 'yes'" in wrong.detail
-    monkeypatch.setattr(plugin, "is_found_by_vllm", lambda: False)
+    monkeypatch.setattr(import_module(plugin.__name__), "is_found_by_vllm", lambda: False)
     assert vllm_finding("0.32.0", TOKENYARD_VLLM="experts")["plugin"].ok is False
 
 
 def test_doctor_shows_vllm(monkeypatch, vllm_finding):
     monkeypatch.setattr(doctor, "examine", doctor._vllm)
-    monkeypatch.setattr(plugin, "installed_version", lambda: "0.32.0")
+    vllm_finding("0.32.0")
     assert "off; TOKENYARD_VLLM turns it on: experts or exchange" in " ".join(call("doctor").stdout.split())
 
 

@@ -88,7 +88,7 @@ def growth_layer(name, world, wire):
 def grow_like_the_report(group):
     plan = ty.plan([growth_layer("nvfp4", group.size, "nvfp4")], group, exchange="one_sided")
     first = plan.exchange.transport.workspace
-    needed = plan.exchange.layout_for([plan.wiring("nvfp4").exchange_spec]).nbytes
+    needed = plan.exchange.transport.layout_for([plan.wiring("nvfp4").exchange_spec]).nbytes
     plan.extend([growth_layer("bf16", group.size, "bf16")])  # larger payloads: grows, is rebuilt
     second = plan.exchange.transport.workspace
     plan.extend([growth_layer("nvfp4 again", group.size, "nvfp4")])  # it suffices: is kept

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 from training.problems import held_out
 from training.vocabulary import tokenizer_config, tokenizer_json
 
-from tokenyard.exchange import EXCHANGES, TwoSidedTransport
+from tokenyard.exchange import EXCHANGES, Pending, ResultsAtHome, TwoSidedTransport
 from tokenyard.lab.evaluation.cells import PROBES
 from tokenyard.lab.evaluation.decoding import answer, pad_left
 from tokenyard.lab.evaluation.models import load_language, load_whole
@@ -19,7 +19,6 @@ from tokenyard.lab.evaluation.questions import Question, held_out_questions, is_
 from tokenyard.lab.evaluation.ranks import StartedRanks
 from tokenyard.lab.evaluation.table import Evaluation
 from tokenyard.lab.shipped import shipped_model
-from tokenyard.rows import CombinedRows
 
 CPU = torch.device("cpu")
 QUESTIONS = held_out_questions(40)
@@ -88,14 +87,28 @@ class ReducesAgain(TwoSidedTransport):
 
     name = "reduces_again"
 
-    def combine(self, dispatched, result, **options):
-        y_TH = super().combine(dispatched, result, **options).y_TH
+    def send_back(self, results):
+        home = super().send_back(results)
+        return Pending(lambda: SummedAgain(home.wait(), self.group))
+
+
+class SummedAgain(ResultsAtHome):
+    """Sums the sums of all ranks, each time that results are summed."""
+
+    def __init__(self, home, group):
+        self.home, self.group = home, group
+
+    def sum_into(self, out_TH, add):
+        y_TH = self.home.sum_into(out_TH, add)
         counts = self.group.gather_json(y_TH.shape[0])
         gathered = self.group.all_gather_rows(y_TH.contiguous().view(torch.uint8), counts, phase="once more")
         summed = torch.zeros(max(counts), y_TH.shape[1])
         for rows in gathered.view(y_TH.dtype).split(counts):
             summed[: len(rows)] += rows
-        return CombinedRows(y_TH=summed[: y_TH.shape[0]].to(y_TH.dtype))
+        return y_TH.copy_(summed[: y_TH.shape[0]])
+
+    def by_rank(self):
+        return self.home.by_rank()
 
 
 def test_a_second_reduction_costs_more_than_ten_points_and_the_evaluation_says_so(monkeypatch):

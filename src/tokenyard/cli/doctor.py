@@ -17,7 +17,6 @@ from tokenyard.cli.options import JsonFlag
 from tokenyard.cli.output import console, print_json
 from tokenyard.cli.parts import refuse_override
 from tokenyard.cli.tables import show_table
-from tokenyard.errors import TokenyardError
 
 if TYPE_CHECKING:
     from tokenyard.group import Group
@@ -215,6 +214,7 @@ def _start_of_processes() -> Iterator[Finding]:
 
 def _vllm() -> Iterator[Finding]:
     """Whether vLLM is there, and what the plugin would do in it. vLLM is not imported."""
+    from tokenyard.errors import TokenyardError
     from tokenyard.integrations.vllm.plugin import installed_version, is_found_by_vllm
     from tokenyard.integrations.vllm.refusals import TESTED, is_tested
     from tokenyard.integrations.vllm.settings import MODE, settings
