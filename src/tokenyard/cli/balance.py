@@ -7,21 +7,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokenyard.cli.options import JsonFlag, PlotFile
+from tokenyard.cli.options import MOST_RANKS, JsonFlag, PlotFile
 from tokenyard.cli.output import check_out, console, print_json, save_json
 from tokenyard.cli.tables import show_table
 
 if TYPE_CHECKING:
     from tokenyard.lab.balancing.forecast import LayerForecast
 
-_MOST_RANKS = 65536
-
 
 def balance(
     routes: Annotated[Path, typer.Argument(help="Routes that `tokenyard run --record` wrote.")],
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, max=_MOST_RANKS, help="Ranks in the EP group.", show_default="as recorded"),
+        typer.Option(min=1, max=MOST_RANKS, help="Ranks in the EP group.", show_default="as recorded"),
     ] = None,
     replicas: Annotated[int, typer.Option(min=0, help="Copies of experts beyond one of each, in all.")] = 0,
     slots: Annotated[

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokenyard.cli.options import JsonFlag
+from tokenyard.cli.options import MOST_RANKS, JsonFlag
 from tokenyard.cli.output import console, print_json
 from tokenyard.cli.tables import show_table
 
@@ -15,13 +15,11 @@ if TYPE_CHECKING:
     from tokenyard.checkpoints import Checkpoint, CheckpointLayer
     from tokenyard.planning.spec import LayerSpec
 
-_MOST_RANKS = 65536
-
 
 def inspect(
     path: Annotated[Path, typer.Argument(help="The folder of a checkpoint, or one safetensors file.")],
     ranks: Annotated[
-        int, typer.Option(min=1, max=_MOST_RANKS, help="Ranks in the EP group, for the bytes of one of them.")
+        int, typer.Option(min=1, max=MOST_RANKS, help="Ranks in the EP group, for the bytes of one of them.")
     ] = 4,
     as_json: JsonFlag = False,
 ) -> None:

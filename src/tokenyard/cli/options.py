@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+# More ranks than any group has: commands make a table of all ranks.
+MOST_RANKS = 65536
 # `output.reported` looks for this parameter: a command that has it is called `as_json`.
 JsonFlag = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokenyard.cli.options import JsonFlag
+from tokenyard.cli.options import MOST_RANKS, JsonFlag
 from tokenyard.cli.output import console, print_json
 from tokenyard.cli.tables import show_table
 
@@ -15,13 +15,10 @@ if TYPE_CHECKING:
     from tokenyard.planning.drafting import Draft
     from tokenyard.planning.wiring import Wiring
 
-# More ranks than any group has: a table of all ranks is made.
-_MOST_RANKS = 65536
-
 
 def plan(
     config: Annotated[Path, typer.Option(help="A Hugging Face config.json, or the folder that holds it.")],
-    ranks: Annotated[int, typer.Option(min=1, max=_MOST_RANKS, help="Ranks in the EP group.")],
+    ranks: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Ranks in the EP group.")],
     exchange: Annotated[str, typer.Option(help="How rows move.")] = "auto",
     wire: Annotated[
         str | None,
