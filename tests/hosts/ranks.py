@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 import tokenyard as ty
-from tests.hosts.network import Links
 from tests.models import batch, build, raised, spec
 from tokenyard.group import failure_detector
+from tokenyard.lab.hosts.network import Links
 
 # Seconds. Long where nothing should be lost: a busy machine is not a fault.
 DEADLINE, SHORT_DEADLINE, ANSWERING = 60.0, 5.0, 5.0
@@ -100,27 +100,41 @@ def over_a_bad_link(group: ty.Group, links: Links, hosts: int) -> dict[str, Any]
     return {"bits": found, "seconds": seconds, "links": links.change()}
 
 
-def bytes_on_links(group: ty.Group, links: Links, exchange: str) -> dict[str, Any]:
-    """One call with full batches: the bytes that the switch has counted, and those that the plan says."""
+def wide_routes(rank: int, tokens: int, top_k: int) -> ty.Routes:
+    """The choices of some tokens among the experts of WIDE, of which each rank has one; the first has all."""
+    draw = torch.Generator().manual_seed(rank)
+    ids_TK = torch.full((tokens, 5), -1)
+    ids_TK[:, :top_k] = torch.rand(tokens, 5, generator=draw).argsort(-1)[:, :top_k]
+    ids_TK[0] = torch.arange(5)
+    return ty.Routes(topk_ids_TK=ids_TK, topk_weights_TK=torch.ones(tokens, 5))
+
+
+def bytes_on_links(group: ty.Group, links: Links, folder: Path, exchange: str) -> dict[str, Any]:
+    """What the switch counts in a call of full batches, in one of random routes, and in one with a token of each rank.
+
+    All three send the same messages; what differs is rows, and nothing else.
+    """
     plan = ty.plan([WIDE], group, exchange=exchange)
     layer = build(plan, "wide")
-    ids_TK = torch.arange(5).expand(24, 5)
-    routes = ty.Routes(topk_ids_TK=ids_TK, topk_weights_TK=torch.ones(24, 5))
-    group.barrier()
-    before = links.change()
-    group.barrier()
-    layer(torch.ones(24, 8192).bfloat16(), routes)
-    group.barrier()
-    after = links.change()
-    group.barrier()
-    plan.close()
+    counted = {}
+    for name, tokens, top_k in (("full", 24, 5), ("random", 24, 2), ("one", 1, 5)):
+        routes = wide_routes(group.rank, tokens, top_k)
+        meet_past_the_network(folder, f"{exchange}-{name}-planned", group)
+        before = links.sent()
+        meet_past_the_network(folder, f"{exchange}-{name}-looked", group)
+        layer(torch.ones(tokens, 8192).bfloat16(), routes)
+        meet_past_the_network(folder, f"{exchange}-{name}-done", group)
+        after = links.sent()
+        meet_past_the_network(folder, f"{exchange}-{name}-looked-again", group)
+        counted[name] = [
+            [source, target, crossed - before.get((source, target), 0)]
+            for (source, target), crossed in after.items()
+        ]
     (row,) = plan.draft.rows()
-    counted = {
-        f"{source} to {target}": now - before[source]["sent"].get(target, 0)
-        for source, link in enumerate(after)
-        for target, now in link["sent"].items()
-    }
-    return {"counted": counted, "planned": row["links"]}
+    spec_ = plan.wiring("wide").exchange_spec
+    strides = [spec_.dispatch_layout.stride, spec_.combine_layout.stride]
+    plan.close()
+    return {"counted": counted, "planned": row["links"], "strides": strides}
 
 
 def meet_past_the_network(folder: Path, what: str, group: ty.Group) -> None:
@@ -203,7 +217,9 @@ def story(group: ty.Group, folder: Path, links: Links) -> dict[str, Any]:
     found["inside and across"] = inside_and_across(group)
     found["refused"] = refused(group)
     found["bad link"] = over_a_bad_link(group, links, 3)
-    found["bytes"] = {name: bytes_on_links(group, links, name) for name in ("two_sided", "hierarchical")}
+    found["bytes"] = {
+        name: bytes_on_links(group, links, folder, name) for name in ("two_sided", "hierarchical")
+    }
     found["cut"] = until_cut(group, links, lambda links: links.cut(1), 7, "hierarchical")
     return found
 

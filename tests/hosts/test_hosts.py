@@ -1,7 +1,7 @@
 """Ranks on several hosts, which torchrun starts: the same bits as on one, and an end in time when a link is cut.
 
-Hosts are network namespaces with a link each (`network.py`). `make test` tells one story with everything in it once;
-TOKENYARD_FAULTS=20 (`make test-faults`) cuts links twenty times more, of any host, at any moment.
+Hosts are network namespaces with a link each (`tokenyard.lab.hosts`). `make test` tells one story with everything in it
+once; TOKENYARD_FAULTS=20 (`make test-faults`) cuts links twenty times more, of any host, at any moment.
 """
 
 import json
@@ -11,16 +11,27 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 import tokenyard as ty
-from tests.hosts.network import torchrun, why_not
-from tests.hosts.ranks import EXCHANGES, LAYERS, SHORT_DEADLINE, digest, outputs, through
+from tests.hosts.ranks import EXCHANGES, LAYERS, SHORT_DEADLINE, digest, outputs, through, wide_routes
 from tests.models import batch, build
+from tokenyard.lab.hosts.network import torchrun, why_not
 
 TIMES = int(os.environ.get("TOKENYARD_FAULTS", "1"))
 SLACK = 20.0  # seconds beyond a deadline, on a machine that does much else
 
 needs_hosts = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_job(folder, ranks_by_host, job, **options):
+    """Let ranks on hosts do a job of `ranks.py`."""
+    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    program = [str(Path(__file__).with_name("ranks.py")), job, str(folder)]
+    return torchrun(folder, ranks_by_host, program, environment=environment, **options)
 
 
 def on_threads(ranks_by_host, fn, *arguments):
@@ -99,29 +110,49 @@ def check_cut(found, ranks_by_host, host, exchange):
             assert cut["refused after"] < SLACK, where
 
 
+def rows_between(ranks_by_host, source, target, *, tokens, top_k, once):
+    """Rows of one host's tokens that have experts on another: once for each host, or for each rank of it."""
+    hosts = [host for host, ranks in enumerate(ranks_by_host) for _ in range(ranks)]
+    rows = 0
+    for rank, host in enumerate(hosts):
+        if host == source:
+            ids_TK = wide_routes(rank, tokens, top_k).topk_ids_TK
+            there = [(ids_TK == expert).any(-1) for expert, other in enumerate(hosts) if other == target]
+            rows += int((torch.stack(there).any(0) if once else torch.stack(there)).sum())
+    return rows
+
+
 def check_bytes(found, ranks_by_host):
-    """What crossed from each host to each other one: the rows that the plan says, and little beside them."""
-    planned = {(link["from"], link["to"]): link for link in found["hierarchical"]["planned"]}
-    assert len(planned) == len(ranks_by_host) * (len(ranks_by_host) - 1)
-    for (source, target), link in planned.items():
-        rows = link["dispatch"] + planned[target, source]["combine"]
-        crossed = found["hierarchical"]["counted"][f"{source} to {target}"]
-        assert rows <= crossed <= 1.05 * rows, (source, target)
-        # A row to each rank, and one back from each: of those on the other host, and of those on this one.
-        often = (
-            link["dispatch"] * ranks_by_host[target]
-            + planned[target, source]["combine"] * ranks_by_host[source]
-        )
-        assert often <= found["two_sided"]["counted"][f"{source} to {target}"] <= 1.05 * often, (
-            source,
-            target,
-        )
+    """What crossed from each host to each other one, by the switch's own count: the rows that must, and no other."""
+    for exchange, once in (("hierarchical", True), ("two_sided", False)):
+        out, back = found[exchange]["strides"]
+        counted = {
+            name: {(source, target): crossed for source, target, crossed in links}
+            for name, links in found[exchange]["counted"].items()
+        }
+        assert len(counted["one"]) == len(ranks_by_host) * (len(ranks_by_host) - 1)
+        for source, target in counted["one"]:
+            expected = {}
+            for name, tokens, top_k in (("full", 24, 5), ("random", 24, 2), ("one", 1, 5)):
+                drawn = {"tokens": tokens, "top_k": top_k, "once": once}
+                gone = rows_between(ranks_by_host, source, target, **drawn)
+                returned = rows_between(ranks_by_host, target, source, **drawn)
+                expected[name] = gone * out + returned * back
+            for name in ("full", "random"):
+                more = counted[name][source, target] - counted["one"][source, target]
+                assert more == expected[name] - expected["one"], (exchange, name, source, target)
+            if once:
+                planned = {(link["from"], link["to"]): link for link in found[exchange]["planned"]}
+                most = planned[source, target]["dispatch"] + planned[target, source]["combine"]
+                assert expected["full"] == most
+                # Announcements, beside rows.
+                assert most <= counted["full"][source, target] <= 1.05 * most
 
 
 @needs_hosts
 def test_three_hosts_find_the_bits_of_one_and_all_say_in_time_that_a_link_is_cut(tmp_path):
     interfaces = set(psutil.net_if_addrs())
-    reports = torchrun(tmp_path, [2, 2, 1], "story")
+    reports = run_job(tmp_path, [2, 2, 1], "story")
     logs = "\n".join(report.log for report in reports)
     assert len(list(tmp_path.glob("rank*.json"))) == 5, logs
     found = found_by_rank(tmp_path, 5)
@@ -160,7 +191,7 @@ if TIMES > 1:
         strike = [host, draw.choice(["silent", "down"]), draw.choice(EXCHANGES), seed]
         (tmp_path / "cut.json").write_text(json.dumps(strike))
         interfaces = set(psutil.net_if_addrs())
-        reports = torchrun(tmp_path, ranks_by_host, "cut", interface=draw.choice(["eth0", None]))
+        reports = run_job(tmp_path, ranks_by_host, "cut", interface=draw.choice(["eth0", None]))
         logs = "\n".join(report.log for report in reports)
         world = sum(ranks_by_host)
         assert len(list(tmp_path.glob("rank*.json"))) == world, logs

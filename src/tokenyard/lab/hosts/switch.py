@@ -24,12 +24,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tokenyard.lab.hosts.host import STORE_PORT
+
 _SOL_PACKET, _PACKET_VNET_HDR, _PACKET_OUTGOING, _ETH_P_ALL = 263, 15, 4, 3
 _VNET_HEADER = 10  # bytes before each frame
-_ETHERNET_HEADER, _TCP = 14, 6
+_ETHERNET_HEADER, _TCP, _SYN = 14, 6, 0x02
 _LARGEST_FRAME = 1 << 17
 _SOCKET_BUFFER = 1 << 23
 _BROADCAST_BIT = 0x01
+_HALF = 1 << 31  # of the numbers that TCP gives to bytes
+_STORE = STORE_PORT.to_bytes(2, "big")
 # Seconds between two looks at whether the hosts have ended.
 _LOOK = 0.1
 
@@ -40,14 +44,19 @@ class Link:
 
     delay: float = 0.0  # seconds, each way
     loss: float = 0.0  # of frames, each way
-    rate: float = 0.0  # bytes per second that the host may send; 0: as many as it likes
+    rate: float = 0.0  # bytes per second, each way; 0: as many as the host likes
     cut: bool = False
     forwarded: int = 0
     lost: int = 0
-    sent: dict[int, int] = field(
-        default_factory=dict
-    )  # bytes of TCP's payload, by the host that they were for
-    free_at: float = 0.0  # when the host's last frame has left, at its rate
+    # Bytes of TCP's payload, by the host that they were for. Each once, however often it was sent; the store's not.
+    sent: dict[int, int] = field(default_factory=dict)
+    # When the last frame has passed at the link's rate: from the host, and to it.
+    free_at: list[float] = field(default_factory=lambda: [0.0, 0.0])
+
+    def passed(self, nbytes: int, way: int, at: float) -> float:
+        """When a frame has passed this link that is there at a moment, behind those that came before it."""
+        self.free_at[way] = max(self.free_at[way], at) + (nbytes / self.rate if self.rate else 0.0)
+        return self.free_at[way] + self.delay
 
 
 class Switch:
@@ -58,6 +67,8 @@ class Switch:
         self._draw = random.Random(seed)
         self._sockets: list[socket.socket] = []
         self._late: list[tuple[float, int, int, bytes]] = []
+        # The next byte that was not seen yet of each TCP connection, each way.
+        self._next: dict[bytes, int] = {}
         self._number = 0
 
     def plug_in(self, interface: str) -> socket.socket:
@@ -95,13 +106,24 @@ class Switch:
             self.links[source].lost += 1
             return
         self.links[source].forwarded += 1
-        self.links[source].sent[target] = self.links[source].sent.get(target, 0) + payload_bytes(frame)
+        self.links[source].sent[target] = self.links[source].sent.get(target, 0) + self._new_bytes(frame)
         self._number += 1
-        link = self.links[source]
-        link.free_at = max(link.free_at, time.monotonic())
-        link.free_at += (len(frame) - _VNET_HEADER) / link.rate if link.rate else 0.0
-        due = link.free_at + sum(link.delay for link in ways)
+        due = time.monotonic()
+        for way, link in enumerate(ways):
+            due = link.passed(len(frame) - _VNET_HEADER, way, due)
         heapq.heappush(self._late, (due, self._number, target, frame))
+
+    def _new_bytes(self, frame: bytes) -> int:
+        """The bytes of TCP's payload in a frame that no frame of the same connection had before."""
+        found = tcp_payload(frame)
+        if found is None:
+            return 0
+        connection, first, nbytes = found
+        known = self._next.get(connection, first)
+        new = (first + nbytes - known + _HALF) % (2 * _HALF) - _HALF  # numbers wrap around
+        if connection not in self._next or new > 0:
+            self._next[connection] = (first + nbytes) % (2 * _HALF)
+        return max(0, new)
 
     def send_due(self) -> float:
         """Send the frames whose time has come; return the seconds until the next."""
@@ -118,14 +140,22 @@ class Switch:
         return _LOOK
 
 
-def payload_bytes(frame: bytes) -> int:
-    """The bytes that a frame carries for TCP, beside all headers; 0 where it is of something else."""
+def tcp_payload(frame: bytes) -> tuple[bytes, int, int] | None:
+    """The connection of a frame, the number of its first byte there, and its bytes beside all headers.
+
+    None where it is not of TCP, or of the store, which ranks ask while they wait: how often depends on the moment.
+    """
     packet = frame[_VNET_HEADER + _ETHERNET_HEADER :]
     if len(packet) < 40 or packet[0] >> 4 != 4 or packet[9] != _TCP:
-        return 0
+        return None
     header = (packet[0] & 15) * 4
+    ports = packet[header : header + 4]
+    if _STORE in (ports[:2], ports[2:]):
+        return None
     total = int.from_bytes(packet[2:4], "big") or len(packet)  # short frames are padded
-    return total - header - (packet[header + 12] >> 4) * 4
+    first = int.from_bytes(packet[header + 4 : header + 8], "big")
+    first += bool(packet[header + 13] & _SYN)  # the first byte has the number after that of the greeting
+    return packet[12:20] + ports, first, total - header - (packet[header + 12] >> 4) * 4
 
 
 def mac(host: int) -> bytes:
@@ -141,7 +171,7 @@ def ip(*arguments: str) -> None:
 def start_host(index: int, command: list[str], folder: Path) -> subprocess.Popen[str]:
     """A host, which waits for its link."""
     namespaces = ["--net", "--pid", "--mount", "--uts", "--fork", "--kill-child", "--mount-proc"]
-    program = [sys.executable, str(Path(__file__).with_name("host.py")), str(index), str(folder), *command]
+    program = [sys.executable, "-m", "tokenyard.lab.hosts.host", str(index), str(folder), *command]
     host = subprocess.Popen(
         ["unshare", *namespaces, *program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -169,28 +199,15 @@ def main(folder: Path) -> int:
     ip("link", "set", "lo", "up")
     switch, events = Switch(len(job["commands"]), job["seed"]), selectors.DefaultSelector()
     control = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    control.bind(
-        str(folder / "switch")
-    )  # in the file system: every host reaches it, whatever becomes of its link
+    # In the file system: every host reaches it, whatever becomes of its link.
+    control.bind(str(folder / "switch"))
     events.register(control, selectors.EVENT_READ, None)
     hosts = []
     for index, command in enumerate(job["commands"]):
         host = start_host(index, command, folder)
         name, address = f"link{index}", mac(index).hex(":")
-        ip(
-            "link",
-            "add",
-            name,
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "eth0",
-            "address",
-            address,
-            "netns",
-            str(host.pid),
-        )
+        peer = ["peer", "name", "eth0", "address", address, "netns", str(host.pid)]
+        ip("link", "add", name, "type", "veth", *peer)
         ip("link", "set", name, "up")
         events.register(switch.plug_in(name), selectors.EVENT_READ, index)
         hosts.append(host)

@@ -1,6 +1,6 @@
 """The first process of a host: it brings the link up, runs the host's command, and says what that left behind.
 
-Started by `switch.py` in namespaces of its own.
+Started by the switch in namespaces of its own.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from pathlib import Path
 
 # Seconds in which children of a command that has ended end, too.
 _GRACE = 5.0
+# The port of the store through which ranks find each other, on the first host.
+STORE_PORT = 29500
 
 
 def address_of(host: int) -> str:

@@ -1,6 +1,7 @@
-"""Hosts for tests: each has its own network, processes and name, and hangs with one link on a switch that can fail.
+"""Hosts on one machine: each has its own network, processes and name, and hangs with one link on a switch.
 
     run_on_hosts(folder, [[…command of host 0…], [… of host 1…]])
+    torchrun(folder, [2, 2], ["serve.py"])  # two hosts of two ranks
 
 Nothing needs to be allowed but user namespaces, or to be root. `why_not` says what is in the way where neither is.
 """
@@ -14,12 +15,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.hosts.host import address_of, name_of
+from tokenyard.errors import GroupError, InputError
+from tokenyard.lab.hosts.host import STORE_PORT, address_of, name_of
 
 _OWN = ["--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
 # As any user; or as root, where user namespaces are not allowed.
@@ -28,18 +31,19 @@ _WAYS = [["unshare", "--user", "--map-root-user", *_OWN], ["unshare", *_OWN]]
 _TRY = (
     "ip link add link0 type veth peer name eth0 && unshare --net --pid --mount --uts --fork --mount-proc true"
 )
-ROOT = Path(__file__).resolve().parents[2]
+# Characters of a host's log that an error quotes.
+_QUOTED = 4000
 
 
 @dataclass(frozen=True)
 class HostReport:
     """What became of one host's command."""
 
-    status: int
-    seconds: float
+    status: int  # the exit status
+    seconds: float  # how long it ran
     left: list[str]  # processes that it left behind
     network: int  # the number of its network namespace
-    log: str
+    log: str  # what it wrote to stdout and stderr
 
 
 @cache
@@ -62,22 +66,40 @@ def why_not() -> str:
     return _way()[1]
 
 
+def check_hosts() -> list[str]:
+    """The command that makes namespaces; raise where this machine has none."""
+    way, reason = _way()
+    if way is None:
+        raise InputError(
+            reason,
+            expected="Linux with `unshare` and `ip` (util-linux, iproute2), and user namespaces or root",
+            fix="install them, run as root, or measure on real hosts under torchrun",
+        )
+    return way
+
+
 def run_on_hosts(
-    folder: Path, commands: list[list[str]], *, seed: int = 0, seconds: float = 200.0
+    folder: Path, commands: Sequence[Sequence[str]], *, seed: int = 0, seconds: float = 200.0
 ) -> list[HostReport]:
     """Run a command on each of some hosts, and wait for all. After so many seconds everything is ended."""
-    way, reason = _way()
-    assert way is not None, reason
+    way = check_hosts()
     (folder / "job.json").write_text(json.dumps({"commands": commands, "seed": seed}))
     names = [f"{address_of(host)} {name_of(host)}" for host in range(len(commands))]
     (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
-    switch = [sys.executable, str(Path(__file__).with_name("switch.py")), str(folder)]
-    # A session of its own: what stops the tests by hand ends this with them (--kill-child), and nothing else does.
+    switch = [sys.executable, "-m", "tokenyard.lab.hosts.switch", str(folder)]
+    # Hosts run the package that runs here, from wherever they are started.
+    paths = [str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    # A session of its own: what stops the caller by hand ends this with it (--kill-child), and nothing else does.
     try:
-        subprocess.run([*way, *switch], cwd=ROOT, timeout=seconds, check=True, start_new_session=True)
+        subprocess.run([*way, *switch], env=environment, timeout=seconds, check=True, start_new_session=True)
     except subprocess.TimeoutExpired as late:
-        logs = [f"{log.name}:\n{log.read_text(errors='replace')[-4000:]}" for log in folder.glob("*.log")]
-        raise AssertionError(f"hosts hang: {late}\n" + "\n".join(logs)) from late
+        logs = [f"{log.name}:\n{log.read_text(errors='replace')[-_QUOTED:]}" for log in folder.glob("*.log")]
+        raise GroupError(
+            "\n".join([f"hosts did not end within {seconds:.0f} s", *logs]),
+            expected="commands that end",
+            fix="read what they wrote",
+        ) from late
     return [
         HostReport(
             **json.loads((folder / f"{name_of(host)}.json").read_text()),
@@ -88,29 +110,35 @@ def run_on_hosts(
 
 
 def torchrun(
-    folder: Path, ranks_by_host: list[int], job: str, *, interface: str | None = "eth0"
+    folder: Path,
+    ranks_by_host: Sequence[int],
+    program: Sequence[str],
+    *,
+    interface: str | None = "eth0",
+    environment: Mapping[str, str] | None = None,
+    seconds: float = 200.0,
 ) -> list[HostReport]:
-    """Start ranks on hosts as an engine does, and let each run a job of `ranks.py`.
+    """Start ranks on hosts as an engine does: each runs a program, with its arguments.
 
     gloo is told the interface; or with None it finds it by the host's name.
     """
-    environment = {
+    variables = {
         **({"GLOO_SOCKET_IFNAME": interface} if interface else {}),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]),
+        **(environment or {}),
     }
     commands = [
         [
             "env",
-            *(f"{name}={value}" for name, value in environment.items()),
+            *(f"{name}={value}" for name, value in variables.items()),
             *(sys.executable, "-m", "torch.distributed.run"),
             *("--nnodes", str(len(ranks_by_host)), "--node-rank", str(host), "--nproc-per-node", str(ranks)),
-            *("--master-addr", address_of(0), "--master-port", "29500"),
-            *(str(Path(__file__).with_name("ranks.py")), job, str(folder)),
+            *("--master-addr", address_of(0), "--master-port", str(STORE_PORT)),
+            *program,
         ]
         for host, ranks in enumerate(ranks_by_host)
     ]
-    return run_on_hosts(folder, commands)
+    return run_on_hosts(folder, commands, seconds=seconds)
 
 
 class Links:
@@ -119,13 +147,21 @@ class Links:
     def __init__(self, folder: Path) -> None:
         self._switch = str(folder / "switch")
 
-    def change(self, *changes: dict[str, Any]) -> list[dict[str, Any]]:
+    def change(self, *changes: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Change links, each by its host; return how all are then."""
         with tempfile.TemporaryDirectory() as mine, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mouth:
             mouth.bind(f"{mine}/mouth")
             mouth.sendto(json.dumps(changes).encode(), self._switch)
             answer: list[dict[str, Any]] = json.loads(mouth.recv(1 << 16))
             return answer
+
+    def sent(self) -> dict[tuple[int, int], int]:
+        """The bytes that have crossed so far, from each host to each other one: TCP's payload, but the store's."""
+        return {
+            (source, int(target)): crossed
+            for source, link in enumerate(self.change())
+            for target, crossed in link["sent"].items()
+        }
 
     def cut(self, host: int, *, down: bool = False) -> None:
         """Cut a host's link: frames vanish; or the host sees, too, that its link is down."""
