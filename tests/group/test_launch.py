@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import tokenyard as ty
+from tests.models import batch, build, spec
 from tokenyard.errors import InputError, RankError
 from tokenyard.group import process_ranks
 
@@ -285,6 +286,20 @@ def test_process_ranks_have_the_environment_of_their_launch(monkeypatch):
     for value in ("one", "another", None):
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
         assert ty.launch(1, environment, name, ranks="processes") == [value]
+
+
+def loaded_when_planned(group):
+    before = set(sys.modules)
+    plan = ty.plan([spec()], group)
+    build(plan, "moe")(*batch(spec(), 4))
+    return sorted(name for name in set(sys.modules) - before if name.startswith("tokenyard")), set(sys.modules)
+
+
+def test_a_process_rank_starts_with_the_layer_loaded_and_never_loads_the_compiler():
+    """To load torch's compiler takes a second of every rank."""
+    ((new, modules),) = ty.launch(1, loaded_when_planned, ranks="processes")
+    assert new == []
+    assert "torch._dynamo" not in modules
 
 
 _FORKED = """

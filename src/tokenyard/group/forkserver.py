@@ -1,4 +1,4 @@
-"""The forkserver that process ranks come from: it has torch loaded, so that a rank starts in milliseconds.
+"""The forkserver that process ranks come from: it has torch and the layer loaded; a rank starts in milliseconds.
 
 Nothing heavy is imported here: a command can start the forkserver first and load torch itself meanwhile.
 """
@@ -14,7 +14,13 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
-_PRELOAD = ["torch", "torch.distributed", "tokenyard.group.launch"]
+_PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "tokenyard.group.launch",
+    "tokenyard.planning.planner",
+    "tokenyard.layer",
+]
 # The id of the process that started the forkserver. A process forked from it has not started one.
 _started_by: list[int] = []
 

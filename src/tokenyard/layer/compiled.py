@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any, TypeVar, cast
 from weakref import WeakValueDictionary
 
@@ -40,15 +40,20 @@ _layers: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 _keys = itertools.count(1)
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-_UNREDUCED = (
-    "MoELayer.unreduced returns rows by rank, whose number is known only when they are home; it runs outside of "
-    'the graph. Fix: compile without fullgraph=True, or plan with reduce_ranks="exchange" and call the layer'
-)
 
 
 def outside_of_the_graph(unreduced: Method) -> Method:
     """`unreduced`, which a compiled model calls between two graphs."""
-    return cast(Method, torch.compiler.disable(unreduced, reason=_UNREDUCED))
+
+    @wraps(unreduced)
+    def call(*arguments: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():
+            from tokenyard.layer.graph_break import call_outside  # loads the compiler, which takes a second
+
+            return call_outside(unreduced, *arguments, **options)
+        return unreduced(*arguments, **options)
+
+    return cast(Method, call)
 
 
 def register(layer: nn.Module) -> Tensor:

@@ -1,0 +1,19 @@
+"""The call that ends a graph of `torch.compile`. Importing this loads the compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_UNREDUCED = (
+    "MoELayer.unreduced returns rows by rank, whose number is known only when they are home; it runs outside of "
+    'the graph. Fix: compile without fullgraph=True, or plan with reduce_ranks="exchange" and call the layer'
+)
+
+
+@torch.compiler.disable(reason=_UNREDUCED)  # type: ignore[untyped-decorator]
+def call_outside(unreduced: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call `unreduced` eagerly, between two graphs."""
+    return unreduced(*arguments, **options)
