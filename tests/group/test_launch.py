@@ -292,7 +292,8 @@ def loaded_when_planned(group):
     before = set(sys.modules)
     plan = ty.plan([spec()], group)
     build(plan, "moe")(*batch(spec(), 4))
-    return sorted(name for name in set(sys.modules) - before if name.startswith("tokenyard")), set(sys.modules)
+    after = set(sys.modules)
+    return sorted(name for name in after - before if name.startswith("tokenyard")), after
 
 
 def test_a_process_rank_starts_with_the_layer_loaded_and_never_loads_the_compiler():
