@@ -27,7 +27,7 @@ def test_every_exchange_passes(exchange, ranks):
     assert_passed(results)
 
 
-@pytest.mark.parametrize("exchange", ty.EXCHANGES)
+@pytest.mark.parametrize("exchange", [*ty.EXCHANGES, "local"])
 def test_every_exchange_passes_on_one_rank(exchange):
     assert_passed(check_exchange(exchange, world=1, rounds=5))
 

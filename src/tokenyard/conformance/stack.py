@@ -209,7 +209,8 @@ def check_stack(
             cell = StackCell(exchange=exchange.name, wire=str(get(wire)))
             progress(f"the stack: {cell.exchange} × {cell.wire}", 0)
             try:
-                by_rank = launch(world, run_stack, wire, exchange, tokens, ranks=ranks, device=device)
+                size = min(world, exchange.most_ranks or world)
+                by_rank = launch(size, run_stack, wire, exchange, tokens, ranks=ranks, device=device)
                 _judge(cell, by_rank, cells)
             except TokenyardError as error:
                 cell.off.append(str(error))

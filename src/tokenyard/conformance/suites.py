@@ -52,7 +52,7 @@ def check_exchange(
     device: str | torch.device | None = None,
     deadline: float = DEADLINE,
 ) -> list[CheckResult]:
-    """Run the exchange suite on a group of `world` ranks, whose rows live on `device`, the CPU if left out.
+    """Run the exchange suite on `world` ranks, or the most it serves; rows live on `device`, the CPU if left out.
 
     `only` names some checks. `rounds` are those of the check `many_rounds`: 50 if left out, and 1000 where the exchange
     shares memory between ranks. `deadline` is that of the group.
@@ -61,6 +61,7 @@ def check_exchange(
     [True]
     """
     cls = resolve_exchange(exchange)
+    world = min(world, cls.most_ranks or world)
     names = _chosen(EXCHANGE_CHECKS, only)
     jobs = [(name, cls, rounds) for name in names]
     hosts = hosts_for(cls, world)

@@ -1,7 +1,8 @@
 """Exchanges: they move rows between the ranks of a group.
 
-An `Exchange` runs round trips; a transport under it moves the bytes. `EXCHANGES` is the registry of transports:
-planner, errors, docs and tests read it. `resolve` also takes the names by which engines call such backends today.
+An `Exchange` runs round trips; a transport under it moves the bytes. `EXCHANGES` is the registry of transports
+between ranks: planner, errors, docs and tests read it. `resolve` also takes the names by which engines call such
+backends today.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from tokenyard.exchange.batch import (
 from tokenyard.exchange.exchange import Exchange
 from tokenyard.exchange.hierarchical import HierarchicalTransport
 from tokenyard.exchange.host_map import HostMap, number_hosts
+from tokenyard.exchange.local import LocalTransport
 from tokenyard.exchange.one_sided.shared_memory import SharedMemoryTransport
 from tokenyard.exchange.round_trip import RoundTrip
 from tokenyard.exchange.spec import ExchangeSpec
@@ -31,7 +33,7 @@ from tokenyard.exchange.transport import Transport
 from tokenyard.exchange.two_sided import TwoSidedTransport
 from tokenyard.group.base import Pending
 
-# The transports by the names of their exchanges.
+# The transports between ranks, by the names of their exchanges. Beside them, `local` serves a group of one rank.
 EXCHANGES: dict[str, type[Transport]] = {
     cls.name: cls
     for cls in (AllgatherTransport, TwoSidedTransport, HierarchicalTransport, SharedMemoryTransport)
@@ -59,11 +61,13 @@ def resolve(name: str | type[Transport]) -> type[Transport]:
         return name
     if name in EXCHANGES:
         return EXCHANGES[name]
+    if name == LocalTransport.name:
+        return LocalTransport
     for choice in ALIASES.get(name, ()):
         if choice in EXCHANGES:
             _log.info("exchange %r is served by %r", name, choice)
             return EXCHANGES[choice]
-    raise unknown_name("exchange", name, [*EXCHANGES, *ALIASES])
+    raise unknown_name("exchange", name, [*EXCHANGES, LocalTransport.name, *ALIASES])
 
 
 __all__ = [
@@ -80,6 +84,7 @@ __all__ = [
     "Failure",
     "HierarchicalTransport",
     "HostMap",
+    "LocalTransport",
     "Pending",
     "Results",
     "ResultsAtHome",

@@ -79,6 +79,13 @@ class BatchRoutes:
         return self.spec.placement.resolve(self.routes.topk_ids_TK, self.rank)
 
     @cached_property
+    def stays_whole(self) -> bool:
+        """Whether there is one rank, and every choice of every token is one of its experts."""
+        if self.spec.placement.world > 1:
+            return False
+        return isinstance(self.routes, RoutingLogits) or bool((self.routes.topk_ids_TK >= 0).all())
+
+    @cached_property
     def rows_out(self) -> tuple[Tensor, Tensor]:
         """`(rank_N, token_N)` of every row that goes out, by rank. Where logits travel, every token goes to all."""
         world = self.spec.placement.world
@@ -91,17 +98,23 @@ class BatchRoutes:
     @cached_property
     def tokens_by_rank(self) -> tuple[Tensor, ...]:
         """For each rank, the tokens (ascending) that go there."""
+        if self.stays_whole:
+            return (torch.arange(self.num_tokens),)
         return tuple(self.rows_out[1].split(self.counts))
 
     @cached_property
     def counts(self) -> list[int]:
         """Rows for each rank."""
+        if self.stays_whole:
+            return [self.num_tokens]
         counts: list[int] = self.rows_out[0].bincount(minlength=self.spec.placement.world).tolist()
         return counts
 
     def local_routes(self) -> tuple[Tensor, Tensor]:
         """Ids and weights of every row that goes out, by rank: the ids of that rank's own experts, else -1."""
         assert isinstance(self.routes, Routes)
+        if self.stays_whole:
+            return self.resolved[1].clone(), self.routes.topk_weights_TK.to(torch.float32, copy=True)
         target_N, token_N = self.rows_out
         rank_TK, local_TK = self.resolved
         here_NK = rank_TK[token_N] == target_N.unsqueeze(1)

@@ -25,10 +25,11 @@ call raises `PlanBroken` from then on; `Plan.go_on_without` and `Plan.readmit` m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn, final
+from types import TracebackType
+from typing import NoReturn, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -73,6 +74,8 @@ from tokenyard.rows import (
     RoutingLogits,
     check_expert_rows,
 )
+
+Used = TypeVar("Used")
 
 
 @final
@@ -130,7 +133,7 @@ class Exchange:
     @by_one_thread
     def synchronize(self) -> None:
         """Raise what went wrong in calls that did not wait for it."""
-        with self._waiting():
+        with _Waiting(self):
             self.transport.synchronize()
 
     def fixed_shapes(self, max_tokens: int | None = None) -> AbstractContextManager[None]:
@@ -165,7 +168,7 @@ class Exchange:
             pending = self.transport.send(batch)
         except Exception as error:
             self._fail(spec, error, partial(self._fail_dispatch, spec, error))
-        with stats.waiting("dispatch"), self._in_layer(spec), self._waiting():
+        with stats.waiting("dispatch"), _Waiting(self, spec):
             arrival = pending.wait()
         self._in_flight.add(arrival)
         sent = self.transport.rows_sent(batch, arrival)
@@ -251,17 +254,20 @@ class Exchange:
         `add` (a residual, shared experts) is added before the one rounding to the input's dtype. The result
         is written into `out` if given; `combine(…, out=y, add=(y,))` adds to what is there.
         """
-        with self._bringing_home(arrival, result, reduces=True, out=out, add=add) as home:
-            if out is None:
-                shape = (arrival.routes.num_tokens, arrival.spec.hidden_size)
-                out = torch.empty(shape, dtype=arrival.spec.dtype, device=self.group.device)
-            return CombinedRows(y_TH=home.sum_into(out, add))
+
+        def sum_up(home: ResultsAtHome) -> Tensor:
+            shape, dtype = (arrival.routes.num_tokens, arrival.spec.hidden_size), arrival.spec.dtype
+            into = torch.empty(shape, dtype=dtype, device=self.group.device) if out is None else out
+            return home.sum_into(into, add)
+
+        return CombinedRows(y_TH=self._bring_home(arrival, result, sum_up, reduces=True, out=out, add=add))
 
     @by_one_thread
     def combine_unreduced(self, arrival: Arrival, result: ExpertRows | PlacedRows) -> RankRows:
         """Bring every token's results home, one row per (token, rank). Summing them is the caller's duty."""
-        with self._bringing_home(arrival, result, reduces=False, out=None, add=()) as home:
-            rows_by_rank, tokens_by_rank = home.by_rank()
+        rows_by_rank, tokens_by_rank = self._bring_home(
+            arrival, result, lambda home: home.by_rank(), reduces=False
+        )
         return RankRows(
             rows_by_rank=rows_by_rank,
             tokens_by_rank=tokens_by_rank,
@@ -269,17 +275,17 @@ class Exchange:
             dtype=arrival.spec.dtype,
         )
 
-    @contextmanager
-    def _bringing_home(
+    def _bring_home(
         self,
         arrival: Arrival,
         result: ExpertRows | PlacedRows,
+        use: Callable[[ResultsAtHome], Used],
         *,
         reduces: bool,
-        out: Tensor | None,
-        add: Sequence[Tensor],
-    ) -> Iterator[ResultsAtHome]:
-        """Send results back, and hand out those of this rank's tokens. What is done with them is inside."""
+        out: Tensor | None = None,
+        add: Sequence[Tensor] = (),
+    ) -> Used:
+        """Send results back, and use those of this rank's tokens. Behind that, those given up have their turn."""
         self._take(arrival)
         spec, stats = arrival.spec, self.stats[arrival.spec.layer]
         try:
@@ -287,12 +293,18 @@ class Exchange:
             pending = self.transport.send_back(results)
         except Exception as error:
             self._fail(spec, error, partial(self._fail_combine, arrival, error))
-        with stats.waiting("combine"), self._in_layer(spec), self._in_turn():
-            with self._waiting():
-                home = pending.wait()
-            with self._waiting() if self.transport.waits_in_sum else nullcontext():
-                yield home
+        with stats.waiting("combine"):
+            try:
+                with _Waiting(self, spec):
+                    home = pending.wait()
+                with _Waiting(self, spec, for_others=self.transport.waits_in_sum):
+                    used = use(home)
+            except (PeerFailed, Corrupted):
+                self._tell_given_up(spec)
+                raise
+            self._tell_given_up(spec)
         stats.count_combine(self.transport.bytes_returned(arrival))
+        return used
 
     def _checked_results(
         self,
@@ -382,16 +394,15 @@ class Exchange:
 
     def _fail(self, spec: ExchangeSpec, error: BaseException, tell: Callable[[], None]) -> NoReturn:
         """Tell the others that this rank failed, then raise its error."""
-        with self._in_layer(spec):
-            if isinstance(error, TokenyardError):
-                error.at(layer=spec.layer, rank=self.group.rank)
-            if isinstance(error, PeerLost):
-                self._break(error)
-            if self._broken is None:
-                with self._waiting():
-                    tell()
-                self._tell_given_up()
-            raise error
+        if isinstance(error, TokenyardError):
+            error.at(layer=spec.layer, rank=self.group.rank)
+        if isinstance(error, PeerLost):
+            self._break(error)
+        if self._broken is None:
+            with _Waiting(self, spec):
+                tell()
+            self._tell_given_up(spec)
+        raise error
 
     def _fail_dispatch(self, spec: ExchangeSpec, error: BaseException) -> None:
         announcements = self._announcements(
@@ -406,19 +417,9 @@ class Exchange:
             Failure(spec=arrival.spec, region=arrival.region, announcements=announcements, arrival=arrival)
         )
 
-    @contextmanager
-    def _in_turn(self) -> Iterator[None]:
-        """A combine, behind which those that were given up have their turn."""
-        try:
-            yield
-        except (PeerFailed, Corrupted):
-            self._tell_given_up()
-            raise
-        self._tell_given_up()
-
-    def _tell_given_up(self) -> None:
+    def _tell_given_up(self, spec: ExchangeSpec) -> None:
         """Take part in the combines of the oldest arrivals that were given up, only to say so."""
-        with self._waiting():
+        with _Waiting(self, spec):
             for arrival, error in self._in_flight.take_given_up():
                 self._fail_combine(arrival, error)
 
@@ -465,29 +466,6 @@ class Exchange:
         )
         return PlanBroken(cause, rank=self.group.rank)
 
-    @contextmanager
-    def _in_layer(self, spec: ExchangeSpec) -> Iterator[None]:
-        """Errors of the group, which knows no layers, get the layer's name here."""
-        try:
-            yield
-        except TokenyardError as error:
-            error.at(layer=spec.layer, rank=self.group.rank)
-            raise
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """A wait for the other ranks. If it is interrupted, or a rank is lost, the plan is broken."""
-        try:
-            yield
-        except PeerLost as error:
-            self._break(error)
-            raise
-        except TokenyardError:
-            raise  # an answer of the others
-        except BaseException as error:
-            self._break(error)
-            raise
-
     def _break(self, cause: BaseException) -> None:
         """Refuse all later calls: this one has ended without the others' answer."""
         self._broken = self._broken or cause
@@ -530,3 +508,31 @@ class Exchange:
         self._closed = True
         self._in_flight.clear()
         self.transport.close()
+
+
+class _Waiting:
+    """A wait for the other ranks. If it is interrupted, or a rank is lost, the plan is broken.
+
+    Errors of the group, which knows no layers, get the layer's name. A class: a generator takes a microsecond more.
+    """
+
+    __slots__ = ("_exchange", "_for_others", "_spec")
+
+    def __init__(
+        self, exchange: Exchange, spec: ExchangeSpec | None = None, *, for_others: bool = True
+    ) -> None:
+        self._exchange, self._spec, self._for_others = exchange, spec, for_others
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            return
+        if isinstance(error, TokenyardError) and self._spec is not None:
+            error.at(layer=self._spec.layer, rank=self._exchange.group.rank)
+        answer = isinstance(error, TokenyardError) and not isinstance(error, PeerLost)  # of the others
+        if self._for_others and not answer:
+            self._exchange._break(error)

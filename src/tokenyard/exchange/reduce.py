@@ -44,7 +44,8 @@ def sum_over_ranks(
     record(Duty.REDUCE_RANKS, sum(tokens.numel() for tokens in tokens_by_rank))
     if len(home) == 1 and not add and tokens_by_rank[0].numel() == len(out_TH):
         # One rank has the rows of all tokens. The sum begins with +0, which makes +0 of -0.
-        return out_TH.copy_(home[0].decode(torch.float32) + 0.0)
+        (rows,) = home
+        return out_TH.copy_(rows.decode(torch.float32 if rows.format.quantized else out_TH.dtype)).add_(0.0)
     table = None if add else _table_of(home, out_TH)
     if table is None:
         return _sum_decoded(home, tokens_by_rank, out_TH, add)

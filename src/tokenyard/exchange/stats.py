@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -50,18 +50,28 @@ class LayerStats:
         """One more combine."""
         _add(self.combine_bytes, nbytes)
 
-    @contextmanager
-    def waiting(self, phase: str) -> Iterator[None]:
+    def waiting(self, phase: str) -> AbstractContextManager[None]:
         """Count the seconds in which this rank moves bytes or waits for others."""
-        started = time.monotonic()
-        try:
-            yield
-        finally:
-            self.wait_s[phase] += time.monotonic() - started
+        return _Stopwatch(self.wait_s, phase)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return asdict(self)
+
+
+class _Stopwatch:
+    """Adds the seconds of a block to those of its phase."""
+
+    __slots__ = ("_phase", "_seconds", "_started")
+
+    def __init__(self, seconds: dict[str, float], phase: str) -> None:
+        self._seconds, self._phase = seconds, phase
+
+    def __enter__(self) -> None:
+        self._started = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self._seconds[self._phase] += time.monotonic() - self._started
 
 
 def _add(totals: list[int], more: Sequence[int]) -> None:

@@ -40,6 +40,8 @@ class Transport(ABC):
     name: ClassVar[str]  # the name in `EXCHANGES`, or one of your own
     # The kinds of devices whose rows it moves.
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+    # The most ranks of a group that it serves; None: any number.
+    most_ranks: ClassVar[int | None] = None
     # Whether router logits can travel: every rank must then see every token.
     carries_logits: ClassVar[bool] = False
     # Whether a call may wait for values: the ids of a batch, and how many rows came.
@@ -56,6 +58,9 @@ class Transport(ABC):
     @classmethod
     def supports(cls, spec: ExchangeSpec) -> Reason | None:
         """None, or why this transport cannot carry a layer."""
+        if cls.most_ranks is not None and spec.placement.world > cls.most_ranks:
+            why = f"{cls.name} serves at most {cls.most_ranks} rank, and the experts are on {spec.placement.world}"
+            return Reason(field="exchange", value=cls.name, why=why)
         if spec.carries_logits and not cls.carries_logits:
             why = f"{cls.name} sends a row only where its experts are, so routes must be known before"
             return Reason(field="experts", value="experts that route by themselves", why=why)

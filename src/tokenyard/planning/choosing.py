@@ -1,8 +1,8 @@
 """`auto`: the fastest experts and the fastest exchange that can do the work, and why they were chosen.
 
-Experts: `fused` on GPUs that run them, `grouped` elsewhere. Exchange: `one_sided` where the ranks share memory,
-`hierarchical` where they do so inside hosts, else the next one that reaches all of them. What does not support a layer
-is passed over.
+Experts: `fused` on GPUs that run them, `grouped` elsewhere. Exchange: `local` where one CPU rank has all experts,
+`one_sided` where the ranks share memory, `hierarchical` where they do so inside hosts, else the next one that reaches
+all of them. What does not support a layer is passed over.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable
 import torch
 
 from tokenyard.errors import Reason
-from tokenyard.exchange import EXCHANGES, Transport
+from tokenyard.exchange import EXCHANGES, LocalTransport, Transport
 from tokenyard.experts import EXPERTS, Experts, ExpertsSpec
 
 AUTO = "auto"
-# The exchanges, the fastest first.
+# The exchanges between ranks, the fastest first.
 _BY_SPEED = ("one_sided", "hierarchical", "two_sided", "allgather")
 
 
@@ -31,9 +31,19 @@ def choose_experts(spec: ExpertsSpec, device: torch.device | None) -> tuple[type
 
 
 def choose_exchange(
-    refusal: Callable[[type[Transport]], Reason | None], *, why: str = "the ranks share memory"
+    refusal: Callable[[type[Transport]], Reason | None],
+    world: int,
+    device: torch.device | None,
+    *,
+    why: str = "the ranks share memory",
 ) -> tuple[type[Transport], str]:
-    """The fastest exchange that is not refused, and why. Where all are, the fastest: its error says more."""
+    """The fastest exchange that is not refused, and why. Where all are, the fastest: its error says more.
+
+    `device` is where the rows of the `world` ranks live. None: a CPU is assumed.
+    """
+    on_cpu = device is None or device.type == "cpu"
+    if world == 1 and on_cpu and refusal(LocalTransport) is None:
+        return LocalTransport, "one rank"
     passed_over = ""
     for name in _BY_SPEED:
         reason = refusal(EXCHANGES[name])

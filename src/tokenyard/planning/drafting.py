@@ -217,7 +217,10 @@ def draft_as_told(
     exchange_reason = None
     if exchange == AUTO:
         chosen, exchange_reason = choose_exchange(
-            partial(_refusal_of_layers, wire, range(len(layers))), why="if the ranks share memory"
+            partial(_refusal_of_layers, wire, range(len(layers))),
+            world,
+            device,
+            why="if the ranks share memory",
         )
     else:
         chosen = resolve_exchange(exchange)

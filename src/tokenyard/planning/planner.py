@@ -259,10 +259,10 @@ def plan(
 ) -> Plan:
     """Check the layers, agree with the other ranks of the group, and set up the exchange. Collective.
 
-    `exchange` is a name of `EXCHANGES`, or a class. `auto` takes `one_sided` where the ranks share memory,
-    `hierarchical` where they do so inside hosts, else the next one that reaches all of them. `max_tokens` is the
-    most tokens that a rank brings in one call, for layers that do not set their own. `in_flight` dispatches may
-    wait for their combine at a time.
+    `exchange` is a name of `EXCHANGES`, `local`, or a class. `auto` takes `local` on one CPU rank, `one_sided` where
+    the ranks share memory, `hierarchical` where they do so inside hosts, else the next one that reaches all of them.
+    `max_tokens` is the most tokens that a rank brings in one call, for layers that do not set their own. `in_flight`
+    dispatches may wait for their combine at a time.
 
     `TOKENYARD_EXCHANGE` in the environment overrides `exchange`. A `paranoid` plan watches every row, region and duty
     while its layers run, and raises `Corrupted` when one is not what it must be; `TOKENYARD_PARANOID=1` in the
@@ -391,7 +391,7 @@ def _check_reach(drafted: Draft, group: Group, hosts: list[str]) -> Draft:
         )
 
     if drafted.exchange_reason is not None:
-        chosen, why = choose_exchange(refusal_of_layers)
+        chosen, why = choose_exchange(refusal_of_layers, group.size, group.device)
         if chosen is not drafted.exchange:
             drafted = draft_as_told(
                 drafted.specs,

@@ -174,7 +174,9 @@ for nobody; fix: pass global expert ids of this layer, and -1 for padding
                 expected="ids that can be read",
                 fix="make the routes on the device of the rows",
             )
-        lowest, highest = torch.stack(torch.aminmax(ids)).tolist()  # stacked: one wait for the GPU, not two
+        bounds = torch.aminmax(ids)
+        # Stacked: one wait for the GPU, not two.
+        lowest, highest = torch.stack(bounds).tolist() if ids.is_cuda else map(int, bounds)
         if lowest >= -1 and highest < num_experts:
             return
         token, choice = ((ids < -1) | (ids >= num_experts)).nonzero()[0].tolist()

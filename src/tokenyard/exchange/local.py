@@ -1,0 +1,94 @@
+"""`local`: a group of one rank, whose rows stay where they are.
+
+Nothing is packed, announced or waited for. Rows travel in the layer's wire all the same, and results come back in its
+combine wire: the bits are those of every other exchange. What arrives is a copy, as everywhere: neither the caller nor
+the experts see what the other writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from tokenyard.errors import Reason
+from tokenyard.exchange.batch import Arrival, Batch, Failure, Results, ResultsAtHome, RowsAtHome
+from tokenyard.exchange.transport import Transport
+from tokenyard.formats.base import EncodedRows
+from tokenyard.group.base import Group, Pending
+from tokenyard.rows import LocalRoutes, ReceivedRows, RoutingLogits
+
+
+class LocalTransport(Transport):
+    """One rank: rows are handed over to its own experts."""
+
+    name = "local"
+    devices = ("cpu",)
+    most_ranks = 1
+    carries_logits = True
+
+    @classmethod
+    def reaches(cls, group: Group, hosts: Sequence[str]) -> Reason | None:
+        if group.device.type in cls.devices:
+            return None
+        why = f"local serves rows on {' and '.join(cls.devices)}, and rows are on {group.device}"
+        return Reason(field="exchange", value=cls.name, why=why)
+
+    def send(self, batch: Batch) -> Pending[Arrival]:
+        arrival = batch.arrived(_received(batch), batch.routes.counts)
+
+        def meet() -> Arrival:
+            batch.announcements.all_met()
+            return arrival
+
+        return Pending(meet)
+
+    def send_back(self, results: Results) -> Pending[ResultsAtHome]:
+        assert results.encoded is not None
+        # Detached: experts may return what wants a gradient, and what comes home never does.
+        payloads = {name: payload.detach() for name, payload in results.encoded.payloads.items()}
+        results.before_telling()
+
+        def meet() -> ResultsAtHome:
+            results.announcements.all_met()
+            return RowsAtHome.of(results.arrival, [payloads])
+
+        return Pending(meet)
+
+    def fail(self, failure: Failure) -> None:
+        failure.announcements.all_met()
+
+    def bytes_sent(self, batch: Batch, rows: Sequence[int]) -> list[int]:
+        return [count * batch.spec.dispatch_layout.stride for count in rows]
+
+
+@torch.no_grad()
+def _received(batch: Batch) -> ReceivedRows:
+    """The rows of a batch that have an expert, which all of them arrive."""
+    rows, spec = batch.rows, batch.spec
+    assert isinstance(rows, EncodedRows)
+    (tokens_N,) = (None,) if batch.routes.stays_whole else batch.routes.tokens_by_rank
+    routes: LocalRoutes | RoutingLogits
+    if isinstance(batch.routes.routes, RoutingLogits):
+        routes = RoutingLogits(logits_RE=batch.routes.routes.logits_RE.clone())
+    else:
+        ids_RK, weights_RK = batch.routes.local_routes()
+        routes = LocalRoutes(ids_RK=ids_RK, weights_RK=weights_RK)
+    return ReceivedRows(
+        rows=EncodedRows(
+            format=spec.wire, hidden_size=spec.hidden_size, payloads=_copied(rows.payloads, tokens_N)
+        ),
+        routes=routes,
+        counts_W=tuple(batch.routes.counts),
+        extra=_copied(batch.extra, tokens_N),
+    )
+
+
+def _copied(payloads: Mapping[str, Tensor], tokens_N: Tensor | None) -> dict[str, Tensor]:
+    """Payloads of some tokens, or of all."""
+    if tokens_N is None:
+        return {
+            name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in payloads.items()
+        }
+    return {name: tensor[tokens_N] for name, tensor in payloads.items()}
