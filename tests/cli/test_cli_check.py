@@ -62,7 +62,16 @@ def test_processes_and_the_grid():
 def test_a_wrong_exchange_is_exit_code_one_with_its_findings():
     result = call(
         "check",
-        *("--cases", 20, "--ranks", "threads", "--exchange", f"{MUTANTS}:ReducesTwice", "--format", "bf16"),
+        *(
+            "--cases",
+            20,
+            "--ranks",
+            "threads",
+            "--exchange",
+            f"{MUTANTS}.rows:ReducesTwice",
+            "--format",
+            "bf16",
+        ),
     )
     assert result.exit_code == 1
     assert (
@@ -100,7 +109,7 @@ def test_progress_names_what_is_checked_and_counts_all_of_it(monkeypatch):
 
 
 def test_experts_alone_need_no_exchange():
-    document = call_json("check", "--experts", f"{MUTANTS}:WeighsTwice", exit_code=1)
+    document = call_json("check", "--experts", f"{MUTANTS}.experts:WeighsTwice", exit_code=1)
     assert document["cells"] == []
     assert {entry["name"] for entry in document["checks"]} == {"weighs_twice"}
     findings = {entry["check"]: entry["finding"] for entry in document["checks"] if entry["finding"]}

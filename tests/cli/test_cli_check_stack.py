@@ -83,12 +83,12 @@ def test_a_cell_that_raises_is_exit_code_one(monkeypatch):
     assert "ZeroDivisionError: broken" in result.stdout
 
 
-@pytest.mark.parametrize("mutant", ["ReducesTwice", "StaleResults"])
+@pytest.mark.parametrize("mutant", ["rows:ReducesTwice", "remembering:StaleResults"])
 def test_a_wrong_exchange_of_ones_own_fails_in_the_stack(mutant):
     document = call_json(
         *QUICK,
         "--exchange",
-        f"tests.conformance.mutants:{mutant}",
+        f"tests.conformance.mutants.{mutant}",
         "--format",
         "bf16",
         "--rounds",

@@ -91,7 +91,7 @@ def test_the_histogram_counts_every_case_once():
 
 
 def test_a_part_that_carries_nothing_is_named():
-    class Refuses(mutants.Renamed):
+    class Refuses(mutants.changing.Renamed):
         @classmethod
         def supports(cls, exchange_spec):
             return Reason(field="wire", value=exchange_spec.wire, why="never")
@@ -101,7 +101,7 @@ def test_a_part_that_carries_nothing_is_named():
 
 
 def test_a_wrong_exchange_fails_its_cases_and_they_name_themselves():
-    cases = [draw_case(seed, exchange=mutants.ReducesTwice, wire="bf16") for seed in range(60)]
+    cases = [draw_case(seed, exchange=mutants.rows.ReducesTwice, wire="bf16") for seed in range(60)]
     some = [case for case in cases if case.world == 4 and sum(case.tokens) and case.routes == "uniform"]
     verdicts = list(check_cases(some))
     assert len(verdicts) == len(some) > 0

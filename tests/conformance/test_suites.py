@@ -75,57 +75,85 @@ def test_a_gpu_that_is_not_there_is_no_finding_of_the_exchange(ranks):
 
 
 def test_a_class_of_ones_own_passes():
-    assert_passed(check_exchange(mutants.Renamed, world=2, rounds=5))
+    assert_passed(check_exchange(mutants.changing.Renamed, world=2, rounds=5))
 
 
 @pytest.mark.parametrize(
     ("exchange", "check", "part"),
     [
-        (mutants.SwapsRows, "source_and_token_order", "row 0 is token 1 of rank 0"),
-        (mutants.FlipsABit, "bitwise_movement", "arrived with other bits; expected the bits that were sent"),
-        (mutants.GlobalIds, "bitwise_movement", "-1 where an expert lives elsewhere"),
-        (mutants.OneCopyPerExpert, "one_copy_per_rank", "rows in (source, token) order"),
-        (mutants.NobodyToRankZero, "nobody_is_not_sent", "rows arrived"),
-        (mutants.WritesIntoRows, "input_untouched", "topk_weights_TK was changed"),
-        (mutants.ReducesTwice, "bitwise_movement", "came home as"),
-        (mutants.AlwaysFloat32, "output_dtype", "gave float32"),
-        (mutants.ReusesOutput, "output_is_kept", "kept over three rounds gave other bits"),
-        (mutants.DriftsLater, "many_rounds", "round 31 brought other results than were sent in it"),
-        (mutants.StaleRows, "many_rounds", "brought other rows (data) than were sent in it"),
-        (mutants.StaleRows, "plans_in_turns", "beside another plan gave other bits than the twin"),
-        (mutants.StaleWeights, "many_rounds", "brought other weights than were sent in it"),
-        (mutants.StalePayloads, "many_rounds", "brought other payloads (where) than were sent in it"),
-        (mutants.StaleResults, "many_rounds", "brought other results than were sent in it"),
-        (mutants.StaleResults, "late_ranks", "in round 2, gave other bits than the twin"),
-        (mutants.SendsWhatWasLeft, "bad_input_reaches_all", "layer 'moe'"),
-        (mutants.RoundStandsStill, "rounds_are_counted", "have the rounds [1, 1, 1, 1, 1]"),
-        (mutants.RoundStandsStill, "many_rounds", "dispatch 2 has the round 1; expected 2"),
-        (mutants.FailedRoundsDoNotCount, "rounds_are_counted", "have the rounds [1, 2, 3, 4, 5]"),
-        (mutants.PlacesByShape, "alike_layers", "layer 'second' beside one of the same sizes"),
-        (mutants.PlacesByName, "plans_in_turns", "beside another plan gave other bits than the twin"),
-        (mutants.LayersByNumber, "growing_plans", "after the plan has forgotten its first layer"),
-        (mutants.OneBufferForTheRows, "several_in_flight", "dispatch 1 of three in flight"),
-        (mutants.RowsComeHomeInOneBuffer, "unreduced_rows", "the sum of unreduced rows gave other bits"),
-        (mutants.KeepsTheResidual, "out_and_add", "combine(out=y, add=(y,)) gave other bits"),
+        (mutants.rows.SwapsRows, "source_and_token_order", "row 0 is token 1 of rank 0"),
         (
-            mutants.KeepsTheWorkspace,
+            mutants.rows.FlipsABit,
+            "bitwise_movement",
+            "arrived with other bits; expected the bits that were sent",
+        ),
+        (mutants.rows.GlobalIds, "bitwise_movement", "-1 where an expert lives elsewhere"),
+        (mutants.rows.OneCopyPerExpert, "one_copy_per_rank", "rows in (source, token) order"),
+        (mutants.rows.NobodyToRankZero, "nobody_is_not_sent", "rows arrived"),
+        (mutants.rows.WritesIntoRows, "input_untouched", "topk_weights_TK was changed"),
+        (mutants.rows.ReducesTwice, "bitwise_movement", "came home as"),
+        (mutants.rows.AlwaysFloat32, "output_dtype", "gave float32"),
+        (mutants.rows.ReusesOutput, "output_is_kept", "kept over three rounds gave other bits"),
+        (mutants.rows.DriftsLater, "many_rounds", "round 31 brought other results than were sent in it"),
+        (mutants.remembering.StaleRows, "many_rounds", "brought other rows (data) than were sent in it"),
+        (
+            mutants.remembering.StaleRows,
+            "plans_in_turns",
+            "beside another plan gave other bits than the twin",
+        ),
+        (mutants.remembering.StaleWeights, "many_rounds", "brought other weights than were sent in it"),
+        (
+            mutants.remembering.StalePayloads,
+            "many_rounds",
+            "brought other payloads (where) than were sent in it",
+        ),
+        (mutants.remembering.StaleResults, "many_rounds", "brought other results than were sent in it"),
+        (mutants.remembering.StaleResults, "late_ranks", "in round 2, gave other bits than the twin"),
+        (mutants.remembering.SendsWhatWasLeft, "bad_input_reaches_all", "layer 'moe'"),
+        (mutants.remembering.RoundStandsStill, "rounds_are_counted", "have the rounds [1, 1, 1, 1, 1]"),
+        (mutants.remembering.RoundStandsStill, "many_rounds", "dispatch 2 has the round 1; expected 2"),
+        (mutants.remembering.FailedRoundsDoNotCount, "rounds_are_counted", "have the rounds [1, 2, 3, 4, 5]"),
+        (mutants.remembering.PlacesByShape, "alike_layers", "layer 'second' beside one of the same sizes"),
+        (
+            mutants.remembering.PlacesByName,
+            "plans_in_turns",
+            "beside another plan gave other bits than the twin",
+        ),
+        (mutants.remembering.LayersByNumber, "growing_plans", "after the plan has forgotten its first layer"),
+        (mutants.remembering.OneBufferForTheRows, "several_in_flight", "dispatch 1 of three in flight"),
+        (
+            mutants.remembering.RowsComeHomeInOneBuffer,
+            "unreduced_rows",
+            "the sum of unreduced rows gave other bits",
+        ),
+        (mutants.remembering.KeepsTheResidual, "out_and_add", "combine(out=y, add=(y,)) gave other bits"),
+        (
+            mutants.remembering.KeepsTheWorkspace,
             "closed_plans_make_room",
             "shared buffers of 5 closed plans are still there",
         ),
-        (mutants.CountsNoBytes, "bytes_are_counted", "`dispatch_bytes` for rank 0 is 0"),
-        (mutants.CountsNoBytesOneSided, "bytes_are_counted", "`dispatch_bytes` for rank 0 is 0"),
-        (mutants.CountsEveryToken, "bytes_are_counted", "as went through the group"),
-        (mutants.PlansHalf, "memory_as_planned", "the plan says a dispatch region of 19200 bytes"),
-        (mutants.PlansNothingOneSided, "memory_as_planned", "the plan says a workspace of"),
+        (mutants.declarations.CountsNoBytes, "bytes_are_counted", "`dispatch_bytes` for rank 0 is 0"),
+        (mutants.declarations.CountsNoBytesOneSided, "bytes_are_counted", "`dispatch_bytes` for rank 0 is 0"),
+        (mutants.declarations.CountsEveryToken, "bytes_are_counted", "as went through the group"),
         (
-            mutants.SaysItCarriesLogits,
+            mutants.declarations.PlansHalf,
+            "memory_as_planned",
+            "the plan says a dispatch region of 19200 bytes",
+        ),
+        (mutants.declarations.PlansNothingOneSided, "memory_as_planned", "the plan says a workspace of"),
+        (
+            mutants.declarations.SaysItCarriesLogits,
             "logits_as_declared",
             "`carries_logits` is True, and a dispatch of logits",
         ),
-        (mutants.SaysItWatches, "paranoid_as_declared", "a received row that was changed: no error"),
-        (mutants.GoesOn, "late_in_dispatch", "after PeerLost gave other bits than the twin"),
-        (mutants.GoesOn, "late_in_combine", "after PeerLost gave other bits than the twin"),
-        (mutants.IsNotBrokenForLong, "late_in_dispatch", "a call of a layer after PeerLost: PeerLost"),
+        (
+            mutants.declarations.SaysItWatches,
+            "paranoid_as_declared",
+            "a received row that was changed: no error",
+        ),
+        (mutants.losses.GoesOn, "late_in_dispatch", "after PeerLost gave other bits than the twin"),
+        (mutants.losses.GoesOn, "late_in_combine", "after PeerLost gave other bits than the twin"),
+        (mutants.losses.IsNotBrokenForLong, "late_in_dispatch", "a call of a layer after PeerLost: PeerLost"),
     ],
     ids=lambda value: getattr(value, "name", None),
 )
@@ -138,15 +166,19 @@ def test_a_wrong_exchange_is_caught(exchange, check, part):
     ("mutate", "check", "part"),
     [
         (
-            mutants.takes_old_handles,
+            mutants.exchanges.takes_old_handles,
             "stale_handles",
             "a handle combined twice: no error; expected HandleError",
         ),
-        (mutants.no_limit, "over_capacity", "5 tokens of at most 4"),
-        (mutants.takes_handles_of_other_plans, "stale_handles", "a handle of another plan: no error"),
-        (mutants.counts_once, "counters_are_right", "`rounds` of layer 'first' is 1; expected 2"),
-        (mutants.never_waits, "counters_are_right", "`wait_s` of two dispatches"),
-        (mutants.drops_uncounted, "lost_experts_are_counted", "`dropped` is 0; expected"),
+        (mutants.exchanges.no_limit, "over_capacity", "5 tokens of at most 4"),
+        (
+            mutants.exchanges.takes_handles_of_other_plans,
+            "stale_handles",
+            "a handle of another plan: no error",
+        ),
+        (mutants.exchanges.counts_once, "counters_are_right", "`rounds` of layer 'first' is 1; expected 2"),
+        (mutants.exchanges.never_waits, "counters_are_right", "`wait_s` of two dispatches"),
+        (mutants.exchanges.drops_uncounted, "lost_experts_are_counted", "`dropped` is 0; expected"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -158,11 +190,11 @@ def test_a_mutant_of_the_exchange_itself_is_caught(mutate, check, part, monkeypa
 
 def test_a_barrier_over_the_whole_world_is_caught():
     only = ["one_hot_expert", "groups_side_by_side"]  # the first of which has the world in it
-    _, result = check_exchange(mutants.WaitsForTheWorld, world=4, only=only, deadline=2.0)
+    _, result = check_exchange(mutants.remembering.WaitsForTheWorld, world=4, only=only, deadline=2.0)
     assert "beside another group that makes one" in str(result.finding)
 
 
-@pytest.mark.parametrize("exchange", [mutants.GoesOn, mutants.IsNotBrokenForLong])
+@pytest.mark.parametrize("exchange", [mutants.losses.GoesOn, mutants.losses.IsNotBrokenForLong])
 def test_going_on_after_a_process_was_stopped_is_caught(exchange):
     (result,) = check_exchange(exchange, ranks="processes", world=2, only=["stopped_and_continued"])
     assert "after PeerLost" in str(result.finding)
@@ -171,25 +203,29 @@ def test_going_on_after_a_process_was_stopped_is_caught(exchange):
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
 def test_a_rank_that_keeps_its_error_to_itself_breaks_one_check_and_no_other(ranks):
     only = ["one_hot_expert", "over_capacity", "drifted_ranks", "closed_plans_make_room"]
-    results = check_exchange(mutants.ForgetsToTell, ranks=ranks, world=2, only=only, deadline=10.0)
+    results = check_exchange(mutants.rows.ForgetsToTell, ranks=ranks, world=2, only=only, deadline=10.0)
     assert [result.check for result in results if not result.passed] == ["over_capacity"]
 
 
 @pytest.mark.parametrize(
     ("format", "check", "part"),
     [
-        (mutants.OneScaleForAll, "rows_are_independent", "has another 'data' in a batch than alone"),
+        (mutants.formats.OneScaleForAll, "rows_are_independent", "has another 'data' in a batch than alone"),
         (
-            mutants.LiesAboutWidth,
+            mutants.formats.LiesAboutWidth,
             "payloads_as_declared",
             "payload 'data' of 0 rows of width 1 is bfloat16[0, 1]; expected bfloat16[0, 9]",
         ),
-        (mutants.KeepsThePad, "true_width_comes_back", "decode to bfloat16[0, 32]; expected bfloat16[0, 1]"),
-        (mutants.ClampsInPlace, "input_untouched", "encode changed its bfloat16 rows"),
-        (mutants.NotAsNear, "decoded_rows_are_near", "at most 0.001, as declared"),
-        (mutants.HidesNan, "nan_stays_in_its_row", "a row with NaN decodes to numbers"),
-        (mutants.RemembersTheLargest, "codes_repeat", "encoding twice gave two different 'data'"),
-        (mutants.SwizzlesNothing, "scale_layouts_as_declared", "swizzled"),
+        (
+            mutants.formats.KeepsThePad,
+            "true_width_comes_back",
+            "decode to bfloat16[0, 32]; expected bfloat16[0, 1]",
+        ),
+        (mutants.formats.ClampsInPlace, "input_untouched", "encode changed its bfloat16 rows"),
+        (mutants.formats.NotAsNear, "decoded_rows_are_near", "at most 0.001, as declared"),
+        (mutants.formats.HidesNan, "nan_stays_in_its_row", "a row with NaN decodes to numbers"),
+        (mutants.formats.RemembersTheLargest, "codes_repeat", "encoding twice gave two different 'data'"),
+        (mutants.formats.SwizzlesNothing, "scale_layouts_as_declared", "swizzled"),
     ],
     ids=lambda value: getattr(value, "name", None),
 )
@@ -201,29 +237,33 @@ def test_a_wrong_format_is_caught(format, check, part):
 @pytest.mark.parametrize(
     ("experts", "check", "part"),
     [
-        (mutants.ReturnsATuple, "one_type_returned", "returned a tuple of 2; expected ExpertRows"),
-        (mutants.WeighsTwice, "within_the_bound", "beyond the bound for"),
-        (mutants.FinalizesOtherwise, "finalizing_agrees", "finalize=True and finalize=False differ"),
-        (mutants.ComputesForNobody, "rows_for_nobody_are_zero", "row 3, for nobody, is"),
-        (mutants.ClampsNan, "nan_stays_in_its_row", "a row of NaN gave numbers with swiglu_clamped"),
-        (mutants.DropsDuplicates, "duplicate_choices_count_twice", "where all choices name one expert"),
-        (mutants.NormalizesWeights, "nothing_is_changed", " was changed"),
-        (mutants.HoldsOthers, "nothing_is_changed", "do not hold the w2 that they were given"),
-        (mutants.LoadsElsewhere, "load_is_in_place", "load_ put another tensor in the place of"),
-        (mutants.CachesWeights, "load_is_in_place", "after load_"),
+        (mutants.experts.ReturnsATuple, "one_type_returned", "returned a tuple of 2; expected ExpertRows"),
+        (mutants.experts.WeighsTwice, "within_the_bound", "beyond the bound for"),
+        (mutants.experts.FinalizesOtherwise, "finalizing_agrees", "finalize=True and finalize=False differ"),
+        (mutants.experts.ComputesForNobody, "rows_for_nobody_are_zero", "row 3, for nobody, is"),
+        (mutants.experts.ClampsNan, "nan_stays_in_its_row", "a row of NaN gave numbers with swiglu_clamped"),
         (
-            mutants.ReusesItsBuffer,
+            mutants.experts.DropsDuplicates,
+            "duplicate_choices_count_twice",
+            "where all choices name one expert",
+        ),
+        (mutants.experts.NormalizesWeights, "nothing_is_changed", " was changed"),
+        (mutants.experts.HoldsOthers, "nothing_is_changed", "do not hold the w2 that they were given"),
+        (mutants.experts.LoadsElsewhere, "load_is_in_place", "load_ put another tensor in the place of"),
+        (mutants.experts.CachesWeights, "load_is_in_place", "after load_"),
+        (
+            mutants.experts.ReusesItsBuffer,
             "results_are_kept",
             "a result was changed by a later call of the same experts",
         ),
         (
-            mutants.SharesItsBuffer,
+            mutants.experts.SharesItsBuffer,
             "results_are_kept",
             "a result was changed by a later call of other experts",
         ),
-        (mutants.SortsOnce, "batches_are_independent", "beyond the bound in batch 2"),
-        (mutants.SharesItsWeights, "objects_are_independent", "beside others with other weights"),
-        (mutants.DeclaresTooMuch, "formats_as_declared", "`weight_formats` has 'mxfp4'"),
+        (mutants.experts.SortsOnce, "batches_are_independent", "beyond the bound in batch 2"),
+        (mutants.experts.SharesItsWeights, "objects_are_independent", "beside others with other weights"),
+        (mutants.experts.DeclaresTooMuch, "formats_as_declared", "`weight_formats` has 'mxfp4'"),
     ],
     ids=lambda value: getattr(value, "name", None),
 )
@@ -234,7 +274,7 @@ def test_wrong_experts_are_caught(experts, check, part):
 
 def test_findings_become_one_error():
     with pytest.raises(AssertionError, match=r"nan_stays_in_its_row: a row with NaN"):
-        assert_passed(check_format(mutants.HidesNan))
+        assert_passed(check_format(mutants.formats.HidesNan))
 
 
 def test_an_unknown_check_is_named():

@@ -1,0 +1,14 @@
+"""Parts that are wrong on purpose. Each must be caught by the check that is named for its fault."""
+
+from tests.conformance.mutants import (
+    changing,
+    declarations,
+    exchanges,
+    experts,
+    formats,
+    losses,
+    remembering,
+    rows,
+)
+
+__all__ = ["changing", "declarations", "exchanges", "experts", "formats", "losses", "remembering", "rows"]

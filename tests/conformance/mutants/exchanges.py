@@ -1,0 +1,64 @@
+"""Changes that make the exchange itself wrong, whatever its transport."""
+
+import dataclasses
+from contextlib import nullcontext
+
+import torch
+
+from tokenyard.exchange import Exchange
+from tokenyard.exchange import exchange as exchange_module
+from tokenyard.exchange.stats import LayerStats
+from tokenyard.rows import CombinedRows
+
+
+def takes_old_handles(patch):
+    right = Exchange.combine
+
+    def combine(self, arrival, result, **options):
+        if arrival not in self._in_flight and self._round:
+            return CombinedRows(y_TH=torch.zeros(arrival.routes.num_tokens, 1))
+        return right(self, arrival, result, **options)
+
+    patch.setattr(Exchange, "combine", combine)
+
+
+def takes_handles_of_other_plans(patch):
+    """Combines a handle of whatever plan, as zeros."""
+    right = Exchange.combine
+
+    def combine(self, arrival, result, **options):
+        if arrival not in self._in_flight and arrival.round == 1 and self._round == 0:
+            return CombinedRows(y_TH=torch.zeros(arrival.routes.num_tokens, 1))
+        return right(self, arrival, result, **options)
+
+    patch.setattr(Exchange, "combine", combine)
+
+
+def no_limit(patch):
+    """Takes more tokens than there is room for."""
+    right = exchange_module.check_batch
+
+    def check_batch(spec, *batch, **options):
+        return right(dataclasses.replace(spec, max_tokens=10**6), *batch, **options)
+
+    patch.setattr(exchange_module, "check_batch", check_batch)
+
+
+def counts_once(patch):
+    """Counts the first round of each layer, and no other."""
+    right = LayerStats.count_dispatch
+
+    def count_dispatch(self, *counted):
+        if not self.rounds:
+            right(self, *counted)
+
+    patch.setattr(LayerStats, "count_dispatch", count_dispatch)
+
+
+def never_waits(patch):
+    """Does not count the seconds in which it waits."""
+    patch.setattr(LayerStats, "waiting", lambda self, phase: nullcontext())
+
+
+def drops_uncounted(patch):
+    patch.setattr(LayerStats, "count_dropped", lambda self, dropped_TK: None)

@@ -1,0 +1,69 @@
+"""Transports that go on after a loss."""
+
+from tests.conformance.mutants.changing import exchange_of
+from tokenyard.errors import GroupError, PeerLost, PlanBroken
+from tokenyard.exchange import Pending, SharedMemoryTransport, TwoSidedTransport
+
+
+class GoesOn(TwoSidedTransport):
+    """After a loss it takes the rows of the last good round for those that it did not get."""
+
+    name = "goes_on"
+
+    def send(self, batch):
+        exchange_of(batch.announcements)._break = lambda cause: None
+        if self.__dict__.get("losses", 0) > 1:
+            return Pending(lambda: batch.arrived(*self.last))
+        try:
+            pending = super().send(batch)
+        except GroupError:
+            if self.__dict__.get("losses"):
+                return Pending(lambda: batch.arrived(*self.last))
+            raise
+
+        def wait():
+            try:
+                arrival = pending.wait()
+            except (PeerLost, GroupError):
+                self.losses = self.__dict__.get("losses", 0) + 1
+                if self.losses > 1:
+                    return batch.arrived(*self.last)
+                raise
+            self.last = (arrival.received, arrival.counts_W)
+            return arrival
+
+        return Pending(wait)
+
+    def send_back(self, results):
+        if self.__dict__.get("losses"):
+            return Pending(lambda: self.home)
+        pending = super().send_back(results)
+
+        def wait():
+            try:
+                self.home = pending.wait()
+            except PeerLost:
+                self.losses = 1
+                raise
+            return self.home
+
+        return Pending(wait)
+
+
+class IsNotBrokenForLong(SharedMemoryTransport):
+    """Refuses one call after a loss, and then tries again."""
+
+    name = "is_not_broken_for_long"
+
+    def send(self, batch):
+        exchange = exchange_of(batch.announcements)
+
+        def check_usable(*, layer=None):
+            try:
+                type(exchange).check_usable(exchange, layer=layer)
+            except PlanBroken:
+                exchange._broken = None
+                raise
+
+        exchange.check_usable = check_usable
+        return super().send(batch)
