@@ -69,6 +69,16 @@ def test_the_bound_notices_a_wrong_layer():
         check_case(case, wrong)
 
 
+@pytest.mark.parametrize("rows", [1, 16, 35])
+def test_long_batches_are_summed_with_the_same_bits(rows, monkeypatch):
+    """Blocks of 16 rows, the last of them not full; a row may have no expert, one, or several."""
+    case = FusedCase(R=rows, K=3, L=4, H=40)
+    experts = FusedExperts(case.spec, case.held)
+    expected = check_case(case, experts)
+    monkeypatch.setattr(launch, "LONG_SUMS", 0)
+    assert same_bits(check_case(case, experts), expected)
+
+
 def test_a_tile_that_is_hardly_filled_may_be_computed_as_a_narrow_one():
     """`tail`: tiles of few rows, in a batch whose tiles are wide."""
     case = FusedCase(R=40, K=1, L=2, routing="one expert")

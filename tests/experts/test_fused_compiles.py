@@ -92,7 +92,8 @@ def plain_kernels():
             arguments.Weights("*u8", "*fp8e4nv", "*fp32", "*fp32", "*bf16"), first)
     compiled(fp8_split.round_numbers, dict(I=264, COLUMNS=512, POWERS=True, EARLY=True), 4, kinds=dict(numbers="*fp32"))
     compiled(summing.sum_rows, dict(
-        H=264, TOP_K=4, CHOICES=4, EXPERTS=8, HAS_OUT_SLOTS=True, WEIGHTED=True, COLUMNS=512, EARLY=True), 4)
+        H=264, TOP_K=4, CHOICES=4, EXPERTS=8, HAS_OUT_SLOTS=True, WEIGHTED=True, COLUMNS=512, ROWS=16,
+        EARLY=True), 4)
 
 def kernels_of_e4m3(held):
     e4m3 = dict(rows=decoding.FP8_BLOCK.value, weights=decoding.FP8_BLOCK.value, inner=held.value)

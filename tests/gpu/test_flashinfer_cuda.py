@@ -1,5 +1,7 @@
 """`MoeAlltoAll` on a GPU, with virtual ranks: what arrives and comes home, what is refused, and graphs of it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -202,7 +204,8 @@ def test_round_trips_can_be_captured_and_replayed_with_other_ids():
 
 
 def two_doors(group):
-    first, second = make(group), make(group, ep_size=2, ep_rank=group.rank)
+    mapping = SimpleNamespace(moe_ep_size=2, moe_ep_rank=group.rank)
+    first, second = make(group), make(group, mapping=mapping)
     return round_trip(second, group, [3, 4]) + round_trip(first, group, [3, 4])
 
 

@@ -11,38 +11,31 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
-@triton.jit
-def experts_here(
-    ids_N, item, total,
-    TOP_K: tl.constexpr, CHOICES: tl.constexpr, EXPERTS: tl.constexpr, ACROSS: tl.constexpr,
-):  # fmt: skip
-    """How many experts take an item's row; 0 behind the last item."""
-    k = tl.arange(0, CHOICES)
-    row = tl.zeros([], tl.int64) + item // ACROSS
-    ids = tl.load(ids_N + row * TOP_K + k, mask=(k < TOP_K) & (item < total), other=-1)
-    return tl.sum(((ids >= 0) & (ids < EXPERTS)).to(tl.int32))
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def sum_rows(
     partial_sums, weights_N, ids_N, out, out_slots_R, num_rows, out_stride,
     H: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, EXPERTS: tl.constexpr,
-    HAS_OUT_SLOTS: tl.constexpr, WEIGHTED: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+    HAS_OUT_SLOTS: tl.constexpr, WEIGHTED: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Sum the rows that several experts take: every block takes parts of rows in turn."""
-    ACROSS: tl.constexpr = (H + COLUMNS - 1) // COLUMNS
-    total = num_rows * ACROSS
-    next_count = experts_here(ids_N, tl.program_id(0), total, TOP_K, CHOICES, EXPERTS, ACROSS)
+    """Sum those of ROWS rows (at most 32) that several experts take: a block does COLUMNS of their columns.
+
+    Their ids are looked at once, for all of them: rows that need no sum cost no further wait for memory.
+    """
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    r, k = tl.arange(0, ROWS), tl.arange(0, CHOICES)
+    is_pair = (first_row + r < num_rows)[:, None] & (k < TOP_K)[None, :]
+    ids = tl.load(ids_N + (first_row + r)[:, None] * TOP_K + k[None, :], mask=is_pair, other=-1)
+    here = ((ids >= 0) & (ids < EXPERTS)).to(tl.int32)
+    several = tl.sum((tl.sum(here, axis=1) > 1).to(tl.int32) << r)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_column = column < H
     if EARLY:
         gdc_wait()  # ids were there before
         gdc_launch_dependents()
-    for item in range(tl.program_id(0), total, tl.num_programs(0)):
-        count = next_count
-        next_count = experts_here(ids_N, item + tl.num_programs(0), total, TOP_K, CHOICES, EXPERTS, ACROSS)
-        if count > 1:
-            row = tl.zeros([], tl.int64) + item // ACROSS
-            column = item % ACROSS * COLUMNS + tl.arange(0, COLUMNS)
-            is_column = column < H
+    for nth in range(ROWS):
+        if (several >> nth) & 1:
+            row = first_row + nth
             sums = tl.zeros([COLUMNS], tl.float32)
             for choice in tl.static_range(TOP_K):  # all of them are loaded at once
                 pair = row * TOP_K + choice
