@@ -46,6 +46,12 @@ def test_exchange_cells_are_what_plans_do(exchange, name, way, field):
     assert cell in (YES, NO, "float32 only")
 
 
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_exchanges_return_single_choices_where_plans_do(exchange):
+    cells = table("Exchanges and formats")["results of single choices"]
+    assert (cells[f"`{exchange}` back"] == YES) == plans(exchange, sum="choices")
+
+
 @pytest.mark.parametrize("experts", EXPERTS)
 def test_expert_cells_are_what_plans_do(experts, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -58,6 +64,7 @@ def test_expert_cells_are_what_plans_do(experts, monkeypatch):
         wanted = {"weights": weights, "inner": inner or "exact"}
         assert (cells[f"weights in {name}"] == YES) == plans("allgather", **wanted, **also)
     assert (cells["route by themselves"] == YES) == (not plans("two_sided", **also))
+    assert (cells["the same bits in any batch, on a CPU"] == YES) == plans("allgather", sum="choices", **also)
     for device, row in (("cpu", "run on a CPU"), ("cuda", "run on an NVIDIA GPU")):
         assert (cells[row] == YES) == (EXPERTS[experts].runs_on(torch.device(device)) is None)
 

@@ -74,7 +74,7 @@ PAGES = (
                 *("EncodedRows", "Payload", "ReceivedRows", "ExpertRows", "UnfinalizedRows", "CombinedRows"),
                 "RankRows",
             ),
-            "tokenyard.rows": ("LocalRoutes", "RoutingLogits", "CombineBuffer", "PlacedRows"),
+            "tokenyard.rows": ("LocalRoutes", "RoutingLogits", "ChoiceRows", "CombineBuffer", "PlacedRows"),
         },
     ),
     Page(

@@ -5,7 +5,7 @@ be combined before its experts ran, and a kernel cannot hand back "a tensor or a
 
     ReceivedRows ── experts ──► ExpertRows ── combine ──► CombinedRows
                        │            ▲              └────► RankRows (not yet reduced over ranks)
-                       ├► UnfinalizedRows.finish()
+                       ├► UnfinalizedRows.finish(), or .weighted() where choices are summed at home ──► ChoiceRows
                        └► PlacedRows (written into the exchange's own CombineBuffer)
 
 All of them are frozen. They hold tensors, so they compare by identity.
@@ -80,6 +80,16 @@ class ExpertRows:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class ChoiceRows:
+    """What experts return where choices are summed at home (`LayerSpec(sum="choices")`): weighted, not summed.
+
+    One row for each choice of a received row whose expert lives here, in the order of received rows and choices.
+    """
+
+    rows_NH: Tensor  # the results, of a floating-point dtype, without padding
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class CombineBuffer:
     """The part of the workspace that results are read from: experts may write there, without a copy.
 
@@ -103,6 +113,10 @@ class PlacedRows:
     buffer: CombineBuffer  # the buffer that the rows were written into
 
 
+# What a combine takes. Where a token's choices are summed at home they are `ChoiceRows`, else one of the others.
+ExpertResult = ExpertRows | ChoiceRows | PlacedRows
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UnfinalizedRows:
     """Expert outputs before weighting and summing: one row per (received row, expert) pair.
@@ -117,6 +131,13 @@ class UnfinalizedRows:
     index_N: Tensor  # the received row times K, plus the choice
     num_rows: int  # R, the rows that were received
     top_k: int  # K, the experts that a token chooses
+
+    def weighted(self) -> ChoiceRows:
+        """Weight the rows, in float32, in the order of received rows and their choices. Nothing is summed."""
+        record_weights(self.weights_N)
+        order_N = torch.argsort(self.index_N)
+        rows_NH = self.rows_NH[order_N].float() * self.weights_N[order_N].float().unsqueeze(1)
+        return ChoiceRows(rows_NH=rows_NH)
 
     def finish(self) -> ExpertRows:
         """Weight the rows and sum each token's experts, in float32, in the order of its choices."""
@@ -174,11 +195,32 @@ def check_result(result: object, received: ReceivedRows) -> ExpertRows | PlacedR
     return check_expert_rows(result, received)
 
 
+def check_choice_rows(result: object, received: ReceivedRows) -> ChoiceRows:
+    """Raise unless `result` is what combining takes where choices are summed at home: a row for each choice."""
+    if not isinstance(result, ChoiceRows):
+        raise ContractError(
+            f"combine was given {describe(result)}",
+            expected="ChoiceRows, weighted and not summed: the layer's choices are summed at home",
+            fix="call `.weighted()` on what experts return with finalize=False",
+        )
+    assert isinstance(received.routes, LocalRoutes)  # logits are refused by the plan
+    expected = (int((received.routes.ids_RK >= 0).sum()), received.rows.hidden_size)
+    rows_NH = result.rows_NH
+    if not isinstance(rows_NH, Tensor) or tuple(rows_NH.shape) != expected or not rows_NH.is_floating_point():
+        raise ContractError(
+            f"ChoiceRows holds {describe(rows_NH)}",
+            expected=f"a floating-point tensor {list(expected)}: one row per choice of this rank's experts",
+            fix="return a row for every id of `received.routes` that is not -1, cut to H",
+        )
+    return result
+
+
 def check_expert_rows(result: object, received: ReceivedRows) -> ExpertRows:
     """Raise unless `result` is what combining takes: `ExpertRows` with one row per received row."""
     if not isinstance(result, ExpertRows):
         hint = {
             UnfinalizedRows: "call `.finish()` on it, or let the experts finalize",
+            ChoiceRows: 'call `.finish()` in place of `.weighted()`, or plan with sum="choices"',
             CombinedRows: "these rows were reduced over ranks already: use `.y_TH`",
             RankRows: "these rows came home already: call `.reduce()` on them",
         }.get(type(result), "return ExpertRows(rows_RH=...) from the experts")

@@ -32,13 +32,15 @@ def cases(draw, large, max_world=8, exchanges=tuple(ty.EXCHANGES)):
     ways_back = [None, *(n for n, f in ty.FORMATS.items() if f().returns(_torch(dtype)) is None)]
     wire = draw(st.sampled_from([*wires, "mxfp8(alignment=256)", "nvfp4(global_scale=8.0)"]))
     plain_wire = wire in (None, "bf16", "fp16", "fp32")
+    exchange = draw(st.sampled_from(exchanges))
+    sums = ["ranks", "ranks", "choices"] if ty.EXCHANGES[exchange].returns_choices else ["ranks"]
     return Case(
         tokens=tuple(tokens),
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
         num_experts=num_experts,
         top_k=top_k,
-        exchange=draw(st.sampled_from(exchanges)),
+        exchange=exchange,
         wire=wire,
         combine_wire=draw(st.sampled_from([None, None, *ways_back])),
         expert_rows=draw(st.sampled_from([None, None, "mxfp8", "nvfp4"])) if plain_wire else None,
@@ -54,6 +56,7 @@ def cases(draw, large, max_world=8, exchanges=tuple(ty.EXCHANGES)):
         id_dtype=draw(st.sampled_from(["int32", "int64"])),
         weight_dtype=draw(st.sampled_from(["float32", "bfloat16"])),
         payloads=draw(st.booleans()),
+        sum=draw(st.sampled_from(sums)),
         seed=draw(st.integers(0, 2**16)),
     )
 

@@ -13,7 +13,7 @@ from tokenyard.exchange.integrity.workspace_guards import _check_unused, _cut, _
 from tokenyard.exchange.workspace import SlotLayout
 from tokenyard.formats import Bf16, Payload
 
-SPEC = SimpleNamespace(max_tokens=4, layer="moe")
+SPEC = SimpleNamespace(max_tokens=4, layer="moe", results_per_row=1)
 SOURCES = torch.tensor([0, 0, 2])
 GOOD = [[0, 0, 7], [0, 3, 7], [2, 0, 7]]
 
@@ -97,6 +97,23 @@ def test_a_result_that_was_changed_is_named_by_its_token():
     assert (caught.value.source, caught.value.token) == (1, 3)
 
 
+def test_results_of_single_choices_are_named_by_their_tokens():
+    by_choice = SimpleNamespace(max_tokens=4, layer="moe", results_per_row=4)
+    due, swapped = (
+        torch.tensor([5, 6, 12]),
+        torch.tensor([6, 5, 12]),
+    )  # two choices of token 1, one of token 3
+    with pytest.raises(
+        Corrupted, match="computed for choice 2 of token 1 in round 7 as the result of token 1"
+    ):
+        check_back(by_choice, 1, 7, due, results(swapped))
+    rows = results(due)
+    rows.payloads["data"].view(torch.uint8)[2, 2] ^= 1
+    with pytest.raises(Corrupted, match="payload 'data' of the result of token 3 that rank 1") as caught:
+        check_back(by_choice, 1, 7, due, rows)
+    assert caught.value.token == 3
+
+
 # -- Slots of a workspace ------------------------------------------------------------------------------------
 
 LAYOUT = SlotLayout.of(
@@ -106,8 +123,8 @@ LAYOUT = SlotLayout.of(
 
 def test_slots_with_and_without_rows():
     counts = (1, 4)
-    assert _used(SPEC, counts) == [range(1), range(4, 8)]
-    assert _unused(SPEC, counts) == [range(1, 4), range(8, 8)]
+    assert _used(LAYOUT, counts) == [range(1), range(4, 8)]
+    assert _unused(LAYOUT, counts) == [range(1, 4), range(8, 8)]
     places = torch.arange(LAYOUT.nbytes)
     cut = [(name, run.tolist()) for name, run in _cut(places, LAYOUT, [range(1), range(6, 8)])]
     assert cut == [
@@ -146,9 +163,9 @@ def test_every_byte_that_belongs_to_no_row_is_looked_at(byte, words):
     region = torch.full((256,), 255, dtype=torch.uint8)
     region[byte] = 0
     if words is None:
-        _check_unused("dispatch", region, LAYOUT, SPEC, (1, 4))
+        _check_unused("dispatch", region, LAYOUT, (1, 4))
         return
     with pytest.raises(Corrupted) as caught:
-        _check_unused("dispatch", region, LAYOUT, SPEC, (1, 4))
+        _check_unused("dispatch", region, LAYOUT, (1, 4))
     assert words in str(caught.value)
     assert caught.value.place == "dispatch"

@@ -57,6 +57,19 @@ IMPOSSIBLE = {
     ),
     "weight on nothing": ({"weight_on": "both"}, "weight_on=both: choose output or input"),
     "reduced by nobody": ({"reduce_ranks": "nobody"}, "reduce_ranks=nobody: choose exchange or caller"),
+    "summed over nothing": ({"sum": "tokens"}, "sum=tokens: choose ranks or choices"),
+    "choices summed by the caller": (
+        {"sum": "choices", "reduce_ranks": "caller"},
+        'reduce_ranks=caller: with sum="choices" there is one sum, of choices, and the exchange makes it',
+    ),
+    "choices of experts whose rows depend on each other": (
+        {"sum": "choices", "experts": "fused"},
+        "sum=choices: the bits of a row of fused experts depend on the other rows of its batch",
+    ),
+    "choices that only the experts know": (
+        {"sum": "choices", "experts": "self_routing", "router": router},
+        "sum=choices: experts that route by themselves leave home in the dark",
+    ),
     "a placement of other experts": (
         {"placement": ty.Placement.contiguous(7, 2)},
         "placement=a placement of 7 experts on 2 ranks, contiguous",
@@ -207,6 +220,7 @@ DIFFERENCES = {
     "experts": "reference",
     "payloads": (ty.Payload(name="tag", dtype=torch.int64, width=1),),
     "reduce_ranks": "caller",
+    "sum": "choices",
     "name": "other",
 }
 

@@ -69,6 +69,7 @@ class Case:
     id_dtype: str = "int64"
     weight_dtype: str = "float32"
     payloads: bool = False
+    sum: Literal["ranks", "choices"] = "ranks"
     seed: int = 0
 
     @property
@@ -97,6 +98,7 @@ class Case:
             placement=self._placement(),
             experts=self.experts,
             payloads=(_TAG,) if self.payloads else (),
+            sum=self.sum,
         )
 
     def _placement(self) -> Placement:

@@ -36,6 +36,8 @@ MOST_PRODUCTS = 1_000_000
 MOST_WEIGHTS = 1_500_000
 MOST_VISITS = 64
 MOST_CHOICES = 200_000
+# Elements of the results for which a rank's workspace has room, where each choice has one.
+MOST_ROWS_BACK = 4_000_000
 _HEAVY = 8
 
 # Few ranks more often than many: a case costs 6 ms of a core and more on each of them, whatever it computes.
@@ -128,6 +130,8 @@ def _draw(
     wire = _spelling(chance, wire if wire is not None else chance.choice(names), dtype)
     plain = wire is None or not get(wire).quantized
     weights = chance.choice(WEIGHTS)
+    # Where each choice has a row on the way back, a workspace has room for all of them.
+    rows_back = world * max(1, *sizes["tokens"]) * sizes["top_k"] * sizes["hidden_size"]
     return Case(
         **sizes,
         exchange=exchange or chance.choice(list(EXCHANGES)),
@@ -147,6 +151,7 @@ def _draw(
         id_dtype=chance.choice(("int32", "int64")),
         weight_dtype=chance.choice(("float32", "bfloat16")),
         payloads=chance.random() < 0.5,
+        sum="choices" if chance.random() < 0.25 and rows_back <= MOST_ROWS_BACK else "ranks",
         seed=seed,
     )
 

@@ -1,8 +1,8 @@
 """The twin: one process that does what all ranks do, without a group, and must be **bitwise** equal to them.
 
-Same grouping by rank, same rounding on the wire, same order of every sum; only the moving of bytes is left
-out. With the reference experts, whose rows do not depend on each other, any exchange on any kind of ranks must
-give exactly these bits, whatever else is in the batch.
+Same grouping by rank (or by choice, where these are summed at home), same rounding on the wire, same order of every
+sum; only the moving of bytes is left out. With the reference experts, whose rows do not depend on each other, any
+exchange on any kind of ranks must give exactly these bits, whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from torch import Tensor
 
 from tokenyard.experts import ExpertWeights
 from tokenyard.formats import Format, for_dtype
+from tokenyard.formats.base import EncodedRows
 from tokenyard.layer.receiver import build_experts, run_experts
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Routes
-from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows
+from tokenyard.rows import ChoiceRows, ExpertResult, ExpertRows, LocalRoutes, ReceivedRows
 
 
 def twin(wiring: Wiring, weights: ExpertWeights, x_TH: Tensor, routes: Routes, source_rank: int) -> Tensor:
@@ -23,22 +24,14 @@ def twin(wiring: Wiring, weights: ExpertWeights, x_TH: Tensor, routes: Routes, s
     spec = wiring.exchange_spec
     rows = wiring.wire.encode(x_TH)
     rank_TK, local_TK = spec.placement.resolve(routes.topk_ids_TK, source_rank)
+    if spec.sums_choices:
+        return _sum_of_choices(wiring, weights, x_TH, routes, rank_TK, local_TK)
     sums = [_Sum(x_TH) for _ in range(max(spec.hosts, default=0) + 1)]  # one for each host
     for rank in range(spec.placement.world):
         here_TK = rank_TK == rank
         if not bool(here_TK.any()):
             continue
-        local = weights.select(list(spec.placement.local_experts(rank)))
-        experts = build_experts(wiring, rank, local, adopt=True)
-        received = ReceivedRows(
-            rows=rows,
-            routes=LocalRoutes(
-                ids_RK=torch.where(here_TK, local_TK, -1),
-                weights_RK=torch.where(here_TK, routes.topk_weights_TK.float(), 0.0),
-            ),
-            counts_W=(x_TH.shape[0],),
-        )
-        result = run_experts(wiring, experts, received)
+        result = _computed_on(rank, wiring, weights, rows, routes, torch.where(here_TK, local_TK, -1))
         assert isinstance(result, ExpertRows)  # there is no place to write them to
         goes_T = here_TK.any(dim=1)
         wire = for_dtype(spec.dtype) if spec.hosts else spec.combine_wire
@@ -49,6 +42,37 @@ def twin(wiring: Wiring, weights: ExpertWeights, x_TH: Tensor, routes: Routes, s
     for host in sums:
         over_hosts.add(host.there_T, host.rows_TH[host.there_T], spec.combine_wire)
     return over_hosts.rows_TH.to(x_TH.dtype)
+
+
+def _computed_on(
+    rank: int, wiring: Wiring, weights: ExpertWeights, rows: EncodedRows, routes: Routes, ids_TK: Tensor
+) -> ExpertResult:
+    """What the experts of a rank return for all rows, of which these ids are its own."""
+    local = weights.select(list(wiring.exchange_spec.placement.local_experts(rank)))
+    experts = build_experts(wiring, rank, local, adopt=True)
+    weights_TK = torch.where(ids_TK >= 0, routes.topk_weights_TK.float(), 0.0)
+    received = ReceivedRows(
+        rows=rows, routes=LocalRoutes(ids_RK=ids_TK, weights_RK=weights_TK), counts_W=(rows.num_rows,)
+    )
+    return run_experts(wiring, experts, received)
+
+
+def _sum_of_choices(
+    wiring: Wiring, weights: ExpertWeights, x_TH: Tensor, routes: Routes, rank_TK: Tensor, local_TK: Tensor
+) -> Tensor:
+    """Each choice's result crosses in the combine wire, and is added in the order of choices."""
+    rows, wire = wiring.wire.encode(x_TH), wiring.exchange_spec.combine_wire
+    results_TKH = torch.zeros(*rank_TK.shape, x_TH.shape[1])
+    for rank in range(wiring.exchange_spec.placement.world):
+        here_TK = rank_TK == rank
+        if bool(here_TK.any()):
+            result = _computed_on(rank, wiring, weights, rows, routes, torch.where(here_TK, local_TK, -1))
+            assert isinstance(result, ChoiceRows)
+            results_TKH[here_TK] = wire.encode(result.rows_NH).decode(torch.float32)
+    y_TH = torch.zeros(x_TH.shape)
+    for choice in range(rank_TK.shape[1]):
+        y_TH += results_TKH[:, choice]
+    return y_TH.to(x_TH.dtype)
 
 
 class _Sum:

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tokenyard.duties import Duty, record
 from tokenyard.errors import Corrupted
 from tokenyard.exchange.announcement import Announcements
 from tokenyard.exchange.reduce import sum_over_ranks
@@ -110,6 +112,18 @@ class BatchRoutes:
         counts: list[int] = self.rows_out[0].bincount(minlength=self.spec.placement.world).tolist()
         return counts
 
+    @cached_property
+    def choices_by_rank(self) -> tuple[Tensor, ...]:
+        """For each rank, the choices (ascending) whose results it returns, as token · K + choice."""
+        rank_N, choice_N = self.resolved[0].flatten().sort(stable=True)
+        nobody, *counts = (rank_N + 1).bincount(minlength=self.spec.placement.world + 1).tolist()
+        return tuple(choice_N[nobody:].split(counts))
+
+    @property
+    def result_counts(self) -> list[int]:
+        """Results that come home from each rank: one for each row, or where choices are summed for each choice."""
+        return [c.numel() for c in self.choices_by_rank] if self.spec.sums_choices else self.counts
+
     def local_routes(self) -> tuple[Tensor, Tensor]:
         """Ids and weights of every row that goes out, by rank: the ids of that rank's own experts, else -1."""
         assert isinstance(self.routes, Routes)
@@ -181,6 +195,15 @@ class Arrival:
     # What this rank has found wrong with it, after the others had gone on: they hear of it in the combine.
     problem: Exception | None = None
 
+    @cached_property
+    def results_due(self) -> tuple[int, ...]:
+        """The results that each rank expects: one for each row, or where choices are summed for each choice."""
+        if not self.spec.sums_choices:
+            return self.counts_W
+        assert isinstance(self.received.routes, LocalRoutes)
+        here_R = (self.received.routes.ids_RK >= 0).sum(dim=1)
+        return tuple(int(part.sum()) for part in here_R.split(self.received.counts_W))
+
     def check_counts(self) -> None:
         """Raise unless as many rows came from each rank as it expects results of."""
         for source, (came, due) in enumerate(zip(self.received.counts_W, self.counts_W, strict=False)):
@@ -205,9 +228,8 @@ class Results:
     """Checked results of an arrival, ready to be sent back."""
 
     arrival: Arrival  # the rows that they are the results of
-    rows_RH: (
-        Tensor | None
-    )  # a result per received row; None: the experts have written them where they are read
+    # A result per received row, or per choice; None: the experts have written them where they are read.
+    rows_RH: Tensor | None
     encoded: EncodedRows | None  # the same in the combine wire, unless placed or encoded by the transport
     announcements: Announcements  # what this rank tells the others of them
     # Called by the transport when results have the form in which they travel, before it tells anybody of them.
@@ -218,7 +240,7 @@ class Results:
         assert self.encoded is not None
         layout = self.arrival.spec.combine_layout
         packets = layout.pack(self.encoded.payloads, self.encoded.num_rows, self.encoded.device)
-        return tuple(torch.split(packets, list(self.arrival.counts_W)))
+        return tuple(torch.split(packets, list(self.arrival.results_due)))
 
 
 class ResultsAtHome(ABC):
@@ -226,7 +248,7 @@ class ResultsAtHome(ABC):
 
     @abstractmethod
     def sum_into(self, out_TH: Tensor, add: Sequence[Tensor]) -> Tensor:
-        """Write the float32 sum over ranks, in rank order, and of `add`, into `out_TH`, and return it. Rounded once."""
+        """Write the float32 sum over ranks (or choices), in their order, and of `add`, into `out_TH`. Rounded once."""
 
     @abstractmethod
     def by_rank(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -237,8 +259,10 @@ class ResultsAtHome(ABC):
 class RowsAtHome(ResultsAtHome):
     """Results as encoded rows, by the rank that returned them."""
 
-    rows_by_rank: list[EncodedRows]  # in the order of this rank's tokens
+    rows_by_rank: list[EncodedRows]  # in the order of this rank's tokens, and of their choices
     tokens_by_rank: tuple[Tensor, ...]  # the tokens that they belong to
+    # The choices of these tokens that they are the results of, where those are summed here; None: ranks are.
+    choices_by_rank: tuple[Tensor, ...] | None = None
 
     @classmethod
     def of(cls, arrival: Arrival, payloads_by_rank: Sequence[Mapping[str, Tensor]]) -> RowsAtHome:
@@ -248,10 +272,34 @@ class RowsAtHome(ResultsAtHome):
             EncodedRows(format=spec.combine_wire, hidden_size=spec.hidden_size, payloads=payloads)
             for payloads in payloads_by_rank
         ]
-        return cls(rows_by_rank=rows, tokens_by_rank=arrival.routes.tokens_by_rank)
+        if not spec.sums_choices:
+            return cls(rows_by_rank=rows, tokens_by_rank=arrival.routes.tokens_by_rank)
+        returned = arrival.routes.choices_by_rank
+        return cls(
+            rows_by_rank=rows,
+            tokens_by_rank=tuple(choice_N // spec.top_k for choice_N in returned),
+            choices_by_rank=tuple(choice_N % spec.top_k for choice_N in returned),
+        )
+
+    def summands(self) -> tuple[list[EncodedRows], tuple[Tensor, ...]]:
+        """Rows and their tokens in the order of the sum: those of each rank, or choice. No token is there twice."""
+        if self.choices_by_rank is None:
+            return self.rows_by_rank, self.tokens_by_rank
+        choice_N, token_N = torch.cat(self.choices_by_rank), torch.cat(self.tokens_by_rank)
+        order_N = (choice_N << 32 | token_N).argsort()
+        first = self.rows_by_rank[0]
+        payloads = {
+            name: torch.cat([rows.payloads[name] for rows in self.rows_by_rank]) for name in first.payloads
+        }
+        together = replace(first, payloads=payloads).select(order_N)
+        ends = [0, *choice_N.bincount().cumsum(0).tolist()] if len(choice_N) else [0, 0]
+        rows = [together.slice(start, end) for start, end in pairwise(ends)]
+        return rows, tuple(token_N[order_N].split([part.num_rows for part in rows]))
 
     def sum_into(self, out_TH: Tensor, add: Sequence[Tensor]) -> Tensor:
-        return sum_over_ranks(self.rows_by_rank, self.tokens_by_rank, out_TH, add)
+        if self.choices_by_rank is not None:  # the one sum at home is that of experts, too
+            record(Duty.REDUCE_EXPERTS, sum(tokens.numel() for tokens in self.tokens_by_rank))
+        return sum_over_ranks(*self.summands(), out_TH, add)
 
     def by_rank(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         # Copies even of float32 rows: what comes home must not be a view of a peer's memory.

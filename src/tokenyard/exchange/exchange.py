@@ -68,10 +68,11 @@ from tokenyard.group.one_thread import OneThread, by_one_thread
 from tokenyard.routing import Routes
 from tokenyard.rows import (
     CombinedRows,
-    ExpertRows,
+    ExpertResult,
     PlacedRows,
     RankRows,
     RoutingLogits,
+    check_choice_rows,
     check_expert_rows,
 )
 
@@ -244,7 +245,7 @@ class Exchange:
     def combine(
         self,
         arrival: Arrival,
-        result: ExpertRows | PlacedRows,
+        result: ExpertResult,
         *,
         out: Tensor | None = None,
         add: Sequence[Tensor] = (),
@@ -263,7 +264,7 @@ class Exchange:
         return CombinedRows(y_TH=self._bring_home(arrival, result, sum_up, reduces=True, out=out, add=add))
 
     @by_one_thread
-    def combine_unreduced(self, arrival: Arrival, result: ExpertRows | PlacedRows) -> RankRows:
+    def combine_unreduced(self, arrival: Arrival, result: ExpertResult) -> RankRows:
         """Bring every token's results home, one row per (token, rank). Summing them is the caller's duty."""
         rows_by_rank, tokens_by_rank = self._bring_home(
             arrival, result, lambda home: home.by_rank(), reduces=False
@@ -278,7 +279,7 @@ class Exchange:
     def _bring_home(
         self,
         arrival: Arrival,
-        result: ExpertRows | PlacedRows,
+        result: ExpertResult,
         use: Callable[[ResultsAtHome], Used],
         *,
         reduces: bool,
@@ -309,7 +310,7 @@ class Exchange:
     def _checked_results(
         self,
         arrival: Arrival,
-        result: ExpertRows | PlacedRows,
+        result: ExpertResult,
         *,
         reduces: bool,
         out: Tensor | None,
@@ -338,7 +339,10 @@ class Exchange:
             )
         rows_RH = encoded = None
         if not self._is_placed(arrival, result):
-            rows_RH = check_expert_rows(result, arrival.received).rows_RH
+            if spec.sums_choices:
+                rows_RH = check_choice_rows(result, arrival.received).rows_NH
+            else:
+                rows_RH = check_expert_rows(result, arrival.received).rows_RH
             encoded = None if self.transport.encodes_results else spec.combine_wire.encode(rows_RH)
         return Results(
             arrival=arrival,

@@ -71,6 +71,7 @@ class HierarchicalTransport(Transport):
     name = "hierarchical"
     devices = ("cpu",)
     encodes_results = True
+    returns_choices = False
     sums_in_hosts = True
 
     @classmethod

@@ -29,7 +29,7 @@ def fail_back(group: Group, failure: Failure) -> None:
     stride = failure.arrival.spec.combine_layout.stride
     nothing = [
         torch.zeros(count, stride, dtype=torch.uint8, device=group.device)
-        for count in failure.arrival.counts_W
+        for count in failure.arrival.results_due
     ]
     _start(group, failure.arrival, nothing, failure.announcements).wait()
 
@@ -41,10 +41,10 @@ def _start(
     front = -(-ANNOUNCEMENT_BYTES // stride)  # rows that the announcement takes
     mine = announcements.for_all().encode(front * stride)
     head = bytes_tensor(mine).view(front, stride).to(group.device)
-    expected = [front + count for count in arrival.routes.counts]
+    expected = [front + count for count in arrival.routes.result_counts]
     arriving = group.start_all_to_all_rows(
         torch.cat([part for packets in packets_by_rank for part in (head, packets)]),
-        [front + count for count in arrival.counts_W],
+        [front + count for count in arrival.results_due],
         expected,
         phase="combine",
     )

@@ -14,7 +14,7 @@ from tokenyard.exchange.batch import Arrival, BatchRoutes, UnencodedRows
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.formats.base import EncodedRows
 from tokenyard.routing import Routes
-from tokenyard.rows import CombinedRows, ExpertRows, PlacedRows, RankRows, ReceivedRows, RoutingLogits
+from tokenyard.rows import CombinedRows, ExpertResult, RankRows, ReceivedRows, RoutingLogits
 
 if TYPE_CHECKING:
     from tokenyard.exchange.exchange import Exchange
@@ -48,12 +48,12 @@ class RoundTrip:
         return self.arrival.received
 
     def combine(
-        self, result: ExpertRows | PlacedRows, *, out: Tensor | None = None, add: Sequence[Tensor] = ()
+        self, result: ExpertResult, *, out: Tensor | None = None, add: Sequence[Tensor] = ()
     ) -> CombinedRows:
         """Combine what was dispatched."""
         return self.exchange.combine(self._arrived(), result, out=out, add=add)
 
-    def combine_unreduced(self, result: ExpertRows | PlacedRows) -> RankRows:
+    def combine_unreduced(self, result: ExpertResult) -> RankRows:
         """Bring the results home without summing over ranks."""
         return self.exchange.combine_unreduced(self._arrived(), result)
 

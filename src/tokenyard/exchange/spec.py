@@ -34,6 +34,9 @@ class ExchangeSpec:
     carries_logits: bool = False  # whether logits travel instead of routes
     extra: tuple[Payload, ...] = ()  # further payloads of the caller's, one row per token
     reduces_ranks: bool = True  # whether the exchange sums over ranks; else the caller does
+    # Whether each choice's result comes home, to be summed there in the order of a token's choices; else each rank sums
+    # its experts of a token.
+    sums_choices: bool = False
     # Where experts were lost with their ranks: whether a token's other weights make up for it.
     renormalizes_dropped: bool = False
     # The number of the host of each rank, where results are summed inside each host first; else empty.
@@ -72,10 +75,15 @@ class ExchangeSpec:
         """The payloads of a packet, for all slots of a workspace's dispatch region."""
         return SlotLayout.of(self.dispatch_layout.payloads, self.slots)
 
+    @property
+    def results_per_row(self) -> int:
+        """Results that a row may have on a rank: one, or one for each of its choices."""
+        return self.top_k if self.sums_choices else 1
+
     @cached_property
     def combine_slots(self) -> SlotLayout:
         """The payloads of a result, for all slots of a workspace's combine region."""
-        return SlotLayout.of(self.combine_layout.payloads, self.slots)
+        return SlotLayout.of(self.combine_layout.payloads, self.slots * self.results_per_row)
 
     @cached_property
     def combine_layout(self) -> RowLayout:
@@ -90,5 +98,8 @@ class ExchangeSpec:
         """The memory that a round trip of this layer takes on one rank, at most."""
         out, back = self.dispatch_layout.stride, self.combine_layout.stride
         return LayerBytes(
-            dispatch_row=out, combine_row=back, dispatch=self.slots * out, combine=self.slots * back
+            dispatch_row=out,
+            combine_row=back,
+            dispatch=self.slots * out,
+            combine=self.slots * self.results_per_row * back,
         )

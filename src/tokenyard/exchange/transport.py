@@ -52,6 +52,8 @@ class Transport(ABC):
     waits_in_sum: ClassVar[bool] = False
     # Whether results are summed inside each host before they leave it: a layer's spec then says which ranks share one.
     sums_in_hosts: ClassVar[bool] = False
+    # Whether each choice's result can come home by itself (`LayerSpec(sum="choices")`).
+    returns_choices: ClassVar[bool] = True
     # Tensors that can be added in the pass that sums over ranks; None: any number.
     most_terms: ClassVar[int | None] = None
 
@@ -64,6 +66,9 @@ class Transport(ABC):
         if spec.carries_logits and not cls.carries_logits:
             why = f"{cls.name} sends a row only where its experts are, so routes must be known before"
             return Reason(field="experts", value="experts that route by themselves", why=why)
+        if spec.sums_choices and not cls.returns_choices:
+            why = f"{cls.name} ({cls.__name__}) sums results before they come home"
+            return Reason(field="sum", value="choices", why=why)
         return spec.wire.carries(spec.dtype) or spec.combine_wire.returns(spec.dtype)
 
     @classmethod
@@ -154,7 +159,7 @@ class Transport(ABC):
     def bytes_returned(self, arrival: Arrival) -> list[int]:
         """Bytes of results that this rank puts on the wire for each rank, its own included, in a combine."""
         row = self.region_bytes(arrival.spec).combine_row
-        return [count * row for count in arrival.counts_W]
+        return [count * row for count in arrival.results_due]
 
     def lost(self) -> list[int]:
         """The ranks that this transport itself has found to be lost; none, if only the group finds out."""

@@ -68,6 +68,8 @@ class ExpertsSpec:
     weight_on: WeightOn = "output"
     # E, the experts of the whole layer. How many rows to expect depends on it; no result does.
     num_experts: int | None = None
+    # Whether the bits of a row's results must not depend on the other rows of its batch.
+    batch_invariant: bool = False
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the weights, by the name of their field in `ExpertWeights`."""
@@ -194,6 +196,8 @@ class Experts(nn.Module, ABC):
     counts_duties: ClassVar[bool] = False
     # Whether `compute` reads adopted weights by their strides. If not, those that are not contiguous are copied.
     any_strides: ClassVar[bool] = False
+    # The kinds of devices on which `compute` gives a row the same bits in every batch, where the spec asks for it.
+    batch_invariant: ClassVar[tuple[str, ...]] = ()
     # The kinds of devices that the rows may live on.
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
 
@@ -215,6 +219,9 @@ class Experts(nn.Module, ABC):
             if spec.inner.name not in taken.split(", ")[1:]:
                 why = f"{cls.name} experts with {spec.weights} weights hold numbers between their products as {taken}"
                 return Reason(field="inner", value=spec.inner, why=why)
+        if spec.batch_invariant and not cls.batch_invariant:
+            why = f"the bits of a row of {cls.name} experts depend on the other rows of its batch"
+            return Reason(field="sum", value="choices", why=why)
         return None
 
     @classmethod
@@ -240,6 +247,7 @@ class Experts(nn.Module, ABC):
             cls.counts_duties = vars(cls).get("counts_duties", False)
             cls.any_strides = vars(cls).get("any_strides", False)
             cls.inner_formats = vars(cls).get("inner_formats", ())
+            cls.batch_invariant = vars(cls).get("batch_invariant", ())
 
     def __init__(self, spec: ExpertsSpec, weights: ExpertWeights, *, adopt: bool = False) -> None:
         """Check and take the weights: a copy of them, or with `adopt=True` the tensors themselves.

@@ -21,7 +21,8 @@ In `grouped_mm` and `mm` the sums are float32 inside a product, and its output i
 weights, as is the activation's result. The activation itself, the bias, the routing weight and the sum over a
 row's experts are always float32, and that sum has one order: the order of the row's choices, bit for bit as
 `UnfinalizedRows.finish` does it. Unlike those of the reference experts, the bits of a row may still depend on
-how many rows share its expert, since that is what a BLAS library chooses its tiles by.
+how many rows share its expert, since that is what a BLAS library chooses its tiles by; unless the spec asks for
+`batch_invariant`: then a CPU computes row by row (`tiles.py`), with the reproducible activation.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ class GroupedExperts(Experts):
     any_strides = True
     weight_formats = tuple(WEIGHT_FORMATS)
     inner_formats = (Fp8Block128.name,)
+    batch_invariant = ("cpu",)
     _last: tuple[tuple[int, ...], ExpertWeights] | None = None
 
     @property
@@ -126,7 +128,7 @@ class GroupedExperts(Experts):
         if received.rows.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return self.compute_fixed(received, finalize=finalize)
         pairs, weights = sort_pairs(local_routes(received), spec.num_local_experts), self.weights
-        if isinstance(weights.w13, QuantizedMatrix):
+        if isinstance(weights.w13, QuantizedMatrix) or spec.batch_invariant:
             y_NH = self._tile_by_tile(weights, self.incoming(received, torch.float32), pairs)
         else:
             x_RH = self.incoming(received, weights.w13.dtype)
@@ -248,13 +250,12 @@ class GroupedExperts(Experts):
         return y_NH
 
     def _tile_by_tile(self, weights: ExpertWeights, x_RH: Tensor, pairs: SortedPairs) -> Tensor:
-        """The results of all pairs, in the order of `by_expert_N`, in float32, from quantized weights."""
-        runs = list(pairs.runs())
-        assert isinstance(weights.w13, QuantizedMatrix)
-        assert isinstance(weights.w2, QuantizedMatrix)
+        """The results of all pairs, in the order of `by_expert_N`, in float32, from weights, widened by tiles."""
+        runs, invariant = list(pairs.runs()), self.spec.batch_invariant
         x_NH = self._inputs(x_RH, pairs, pairs.by_expert_N, torch.float32)
-        pre = product_by_tiles(x_NH, weights.w13, weights.b13, runs)
-        return product_by_tiles(self.between(self.spec.activation(pre)), weights.w2, weights.b2, runs)
+        pre = product_by_tiles(x_NH, weights.w13, weights.b13, runs, row_by_row=invariant)
+        act = self.spec.activation.reproducible if invariant else self.spec.activation
+        return product_by_tiles(self.between(act(pre)), weights.w2, weights.b2, runs, row_by_row=invariant)
 
 
 def _product(x_nD: Tensor, w_OD: Tensor, out: Tensor | None = None) -> Tensor:

@@ -47,6 +47,7 @@ class ReferenceExperts(Experts):
     any_strides = True
     weight_formats = tuple(WEIGHT_FORMATS)
     inner_formats = (Fp8Block128.name,)
+    batch_invariant = ("cpu", "cuda")
 
     @torch.no_grad()
     def compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows | UnfinalizedRows:

@@ -139,12 +139,18 @@ def _exchanges() -> SupportTable:
         for cell in (_mark(exchange.supports(_exchange_spec(torch.bfloat16, carries_logits=True))), NO)
     ]
     rows.append(("router logits", NO, *logits))
+    choices = [
+        cell
+        for exchange in exchanges
+        for cell in (NO, _mark(exchange.supports(_exchange_spec(torch.bfloat16, sums_choices=True))))
+    ]
+    rows.append(("results of single choices", NO, *choices))
     ways = (f"`{exchange.name}` {way}" for exchange in exchanges for way in ("out", "back"))
     return SupportTable(
         title="Exchanges and formats",
         note=f"Which rows travel in which format, to the experts (out) and home (back), and the bytes of a row of "
         f"{_HIDDEN_SIZE}. “{dtype_name(torch.float32)} only”: for layers whose rows are of that dtype. Router logits "
-        "travel for experts that route by themselves.",
+        'travel for experts that route by themselves, results of single choices (on CPUs) with `sum="choices"`.',
         columns=("format", "bytes", *ways),
         rows=tuple(rows),
     )
@@ -176,6 +182,7 @@ def _exchange_spec(
     wire: Format | None = None,
     combine_wire: Format | None = None,
     carries_logits: bool = False,
+    sums_choices: bool = False,
 ) -> ExchangeSpec:
     own = for_dtype(dtype)
     return ExchangeSpec(
@@ -190,6 +197,7 @@ def _exchange_spec(
         combine_wire=combine_wire or own,
         placement=Placement.contiguous(8, 2),
         carries_logits=carries_logits,
+        sums_choices=sums_choices,
     )
 
 
@@ -233,6 +241,7 @@ def _experts() -> SupportTable:
     traits: dict[str, Callable[[type[Experts]], bool]] = {
         "weight and sum by themselves": lambda kind: kind.finalizes,
         "route by themselves": lambda kind: kind.routes_itself,
+        "the same bits in any batch, on a CPU": lambda kind: "cpu" in kind.batch_invariant,
         "run on a CPU": lambda kind: "cpu" in kind.devices,
         "run on an NVIDIA GPU": lambda kind: "cuda" in kind.devices,
     }

@@ -25,7 +25,7 @@ from tokenyard.planning.audit import audit
 from tokenyard.planning.planner import Plan, wiring_in
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Routes
-from tokenyard.rows import ExpertRows, PlacedRows, RankRows
+from tokenyard.rows import ExpertResult, RankRows
 
 
 class MoELayer(nn.Module):
@@ -104,7 +104,7 @@ class MoELayer(nn.Module):
         x_TH: Tensor,
         routes_or_logits: Routes | Tensor,
         payloads: Mapping[str, Tensor] | None,
-    ) -> ExpertRows | PlacedRows:
+    ) -> ExpertResult:
         with audit(wiring, trip, x_TH, routes_or_logits):  # a paranoid plan counts every duty
             check_rows(wiring, x_TH)
             routes = route(wiring, routes_or_logits)

@@ -18,7 +18,14 @@ from tokenyard.experts import Experts, ExpertsSpec, ExpertWeights
 from tokenyard.experts.self_routing import SelfRoutingExperts
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Placement
-from tokenyard.rows import ExpertRows, PlacedRows, ReceivedRows, UnfinalizedRows, check_result, describe
+from tokenyard.rows import (
+    ExpertResult,
+    ReceivedRows,
+    UnfinalizedRows,
+    check_choice_rows,
+    check_result,
+    describe,
+)
 
 # What experts are built for: what they compute, and the global ids of those whose weights they have.
 BuiltFor = tuple[ExpertsSpec, tuple[int, ...]]
@@ -72,12 +79,14 @@ def check_fits(wiring: Wiring, rank: int, known: BuiltFor) -> None:
         )
 
 
-def run_experts(wiring: Wiring, experts: Experts, received: ReceivedRows) -> ExpertRows | PlacedRows:
+def run_experts(wiring: Wiring, experts: Experts, received: ReceivedRows) -> ExpertResult:
     """Run the experts on the rows that arrived, and do what the wiring leaves to the receiver."""
     with acting(Party.RECEIVER):
         if wiring.duties[Duty.SWIZZLE] is Party.RECEIVER:
             received = dataclasses.replace(received, rows=received.dense().swizzled(), slots_R=None)
         result = experts(received, finalize=wiring.duties[Duty.REDUCE_EXPERTS] is Party.EXPERTS)
+        if wiring.exchange_spec.sums_choices:
+            return check_choice_rows(result.weighted(), received)
         if isinstance(result, UnfinalizedRows):
             result = result.finish()
     return check_result(result, received)

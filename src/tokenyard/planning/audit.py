@@ -1,8 +1,8 @@
 """The audit of a round trip: what was done on its way, by whom, compared with what the wiring says.
 
 A paranoid plan opens a ledger for each batch (`tokenyard.duties`). When the experts are done, the ledger must hold all
-duties up to then, for all rows that need them, done by the party that the wiring names, and by no other. The last duty,
-the sum over ranks, is checked by the exchange, which does it.
+duties up to then, for all rows that need them, done by the party that the wiring names, and by no other. What
+the exchange sums at home, it checks itself.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _due(
     wiring: Wiring, duty: Duty, party: Party, num_tokens: int, routes: object, received: ReceivedRows
 ) -> int | None:
     """On how many rows (tokens, received rows, or pairs of a row and an expert) a duty is due; None: not known here."""
-    if party in (Party.NOBODY, Party.CALLER) or duty is Duty.REDUCE_RANKS:
+    if party in (Party.NOBODY, Party.CALLER, Party.EXCHANGE):  # the exchange has not summed yet
         return 0
     if duty is Duty.ROUTED_SCALING:
         if isinstance(routes, Routes):  # ready routes are scaled already

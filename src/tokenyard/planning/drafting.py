@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import combinations, product
+from math import prod
 from typing import Any
 
 import torch
@@ -134,6 +135,10 @@ class Draft:
                 "bytes_per_row": {"dispatch": nbytes.dispatch_row, "combine": nbytes.combine_row},
                 "bytes_per_rank": {"dispatch": nbytes.dispatch, "combine": nbytes.combine},
                 "links": links(wiring.exchange_spec),
+                "sum": spec.sum,
+                "rows_home": round(spec.top_k / ranks_per_token(wiring.exchange_spec), 2)
+                if wiring.exchange_spec.sums_choices
+                else 1.0,
             }
             distinct.setdefault(json.dumps(row), {"layers": [], **row})["layers"].append(spec.name)
         return list(distinct.values())
@@ -153,6 +158,7 @@ class Draft:
                 f"    wire {row['wire']} ({per_row['dispatch']} bytes a row), "
                 f"back {row['combine_wire']} ({per_row['combine']}); up to {row['max_tokens']} tokens a rank",
                 f"    {duties}",
+                *_sum_words(row),
                 f"    at most {size(per_rank['dispatch'])} out + {size(per_rank['combine'])} back on a rank",
             ]
             lines += [
@@ -391,6 +397,46 @@ def links(spec: ExchangeSpec) -> list[dict[str, int]]:
     ]
 
 
+def ranks_per_token(spec: ExchangeSpec) -> float:
+    """The ranks that a token's choices go to, on average over sources, where all sets of K experts are equally likely.
+
+    >>> from tokenyard.formats import for_dtype
+    >>> bf16, none = for_dtype(torch.bfloat16), torch.bfloat16
+    >>> spec = ExchangeSpec(layer="moe", index=0, hidden_size=8, num_experts=256, top_k=8, max_tokens=1, dtype=none,
+    ...                     wire=bf16, combine_wire=bf16, placement=Placement.contiguous(256, 8))
+    >>> round(8 / ranks_per_token(spec), 2)
+    1.51
+    >>> round(8 / ranks_per_token(replace(spec, placement=Placement.contiguous(256, 64))), 2)
+    1.04
+    """
+    placement, experts = spec.placement, spec.num_experts
+    # Of a replicated expert each copy has its share; one on the source rank has all of it.
+    shares = [[0.0] * placement.world for _ in range(placement.world if placement.has_replicas else 1)]
+    for source, shares_W in enumerate(shares):
+        for expert in range(experts):
+            owners = [rank for rank, _ in placement.owners(expert)]
+            owners = [source] if placement.has_replicas and source in owners else owners
+            for rank in owners:
+                shares_W[rank] += 1 / len(owners)
+    chosen = min(spec.top_k, experts)
+
+    def met(share: float) -> float:
+        """The probability that one of the choices is among so many experts, a part of one counted as such."""
+        return 1 - prod(max(0.0, 1 - share / (experts - k)) for k in range(chosen))
+
+    return max(1.0, sum(met(share) for shares_W in shares for share in shares_W) / len(shares))
+
+
+def _sum_words(row: dict[str, Any]) -> list[str]:
+    """What a plan says of a sum that is not made by ranks first."""
+    if row["sum"] == "ranks":
+        return []
+    return [
+        f'    the result of each choice comes home: {row["rows_home"]:.2f} times the rows of sum="ranks", where routes '
+        "are uniform"
+    ]
+
+
 def _between(wiring: Wiring) -> str:
     """The words for the format between the two products, where there is one."""
     return "" if wiring.inner is None else f", {wiring.inner} between the products"
@@ -420,6 +466,7 @@ def _candidates(spec: LayerSpec) -> dict[str, list[Any]]:
         "tensor_parallel": [1],
         "weight_on": ["output", "input"],
         "reduce_ranks": ["exchange", "caller"],
+        "sum": ["ranks", "choices"],
         "placement": list(PLACEMENTS),
         "top_k": [spec.router.top_k] if isinstance(spec.router, Router) else [],
         "routed_scaling": [None],

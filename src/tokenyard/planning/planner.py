@@ -380,18 +380,14 @@ def _check_reach(drafted: Draft, group: Group, hosts: list[str]) -> Draft:
     exchange_specs = [wiring.exchange_spec for wiring in drafted.wirings]
 
     def refusal(exchange: type[Transport]) -> Reason | None:
-        return exchange.reaches(group, hosts) or (exchange.watches(group) if drafted.paranoid else None)
-
-    def refusal_of_layers(exchange: type[Transport]) -> Reason | None:
-        refused = (exchange.supports(exchange_spec) for exchange_spec in exchange_specs)
-        return (
-            refusal(exchange)
-            or exchange.pays(hosts)
-            or next((reason for reason in refused if reason is not None), None)
-        )
+        reason = exchange.reaches(group, hosts) or (exchange.watches(group) if drafted.paranoid else None)
+        # The class that does the work on this group's devices may support less.
+        return reason or next(filter(None, map(exchange.on(group).supports, exchange_specs)), None)
 
     if drafted.exchange_reason is not None:
-        chosen, why = choose_exchange(refusal_of_layers, group.size, group.device)
+        chosen, why = choose_exchange(
+            lambda exchange: refusal(exchange) or exchange.pays(hosts), group.size, group.device
+        )
         if chosen is not drafted.exchange:
             drafted = draft_as_told(
                 drafted.specs,
@@ -407,14 +403,11 @@ def _check_reach(drafted: Draft, group: Group, hosts: list[str]) -> Draft:
     if reason is None:
         return drafted.on_hosts(number_hosts(hosts)) if drafted.exchange.sums_in_hosts else drafted
     others = [
-        Alternative(changes={"exchange": name})
-        for name, cls in EXCHANGES.items()
-        if refusal(cls) is None
-        and all(cls.supports(exchange_spec) is None for exchange_spec in exchange_specs)
+        Alternative(changes={"exchange": name}) for name, cls in EXCHANGES.items() if refusal(cls) is None
     ]
     raise PlanError(
         str(reason),
-        expected="an exchange that reaches all ranks of the group"
+        expected="an exchange that reaches all ranks of the group, and supports its layers there"
         + (", and can be watched" if drafted.paranoid else ""),
         fix="" if others else reason.why,
         rank=group.rank,

@@ -69,6 +69,10 @@ class LayerSpec:
     payloads: tuple[Payload, ...] = ()
     # Who sums a token's results over ranks. The caller gets them unreduced, as `RankRows`.
     reduce_ranks: Literal["exchange", "caller"] = "exchange"
+    # What comes home, and in which order it is summed. "ranks": each rank sums its experts of a token; fewest bytes.
+    # "choices": the result of each choice, summed in the order of a token's choices; the bits of a result depend on
+    # neither the number of ranks, nor the placement, nor the exchange.
+    sum: Literal["ranks", "choices"] = "ranks"
     # Expert parallelism splits experts between ranks, never one expert: only 1 can be planned.
     tensor_parallel: int = 1
 
@@ -108,6 +112,7 @@ _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "experts": ("experts or their name", (str, type)),
     "payloads": ("a tuple of payloads", (tuple, list)),
     "reduce_ranks": ("a name", (str,)),
+    "sum": ("a name", (str,)),
     "tensor_parallel": ("a whole number", (int,)),
 }
 
@@ -140,9 +145,16 @@ def _check_choices(spec: LayerSpec) -> Reason | None:
             "an expert is never split between ranks (TP inside EP): its partial results would be summed twice"
         )
         return Reason(field="tensor_parallel", value=spec.tensor_parallel, why=why)
-    for name, choices in (("weight_on", ("output", "input")), ("reduce_ranks", ("exchange", "caller"))):
+    for name, choices in (
+        ("weight_on", ("output", "input")),
+        ("reduce_ranks", ("exchange", "caller")),
+        ("sum", ("ranks", "choices")),
+    ):
         if getattr(spec, name) not in choices:
             return Reason(field=name, value=getattr(spec, name), why=f"choose {' or '.join(choices)}")
+    if (spec.sum, spec.reduce_ranks) == ("choices", "caller"):
+        why = 'with sum="choices" there is one sum, of choices, and the exchange makes it'
+        return Reason(field="reduce_ranks", value="caller", why=why)
     return None
 
 

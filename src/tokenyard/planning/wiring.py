@@ -8,8 +8,8 @@ job once, from what the parts declare. What they declare they cannot do comes ba
     QUANTIZE         the sender, if the wire is quantized; else the experts, if they compute on quantized rows
     PAD              whoever quantizes, if the format's alignment asks for it
     SWIZZLE          the receiver, if the experts want swizzled scales: only linear ones travel
-    WEIGHT           the experts; the receiver, for kernels that do not finalize
-    REDUCE_EXPERTS   the experts; the receiver, for kernels that do not finalize
+    WEIGHT           the experts; the receiver, for kernels that do not finalize and where choices are summed at home
+    REDUCE_EXPERTS   the experts; the receiver, for kernels that do not finalize; the exchange, with sum="choices"
     REDUCE_RANKS     the exchange; the caller, if the spec says so
     ROUTED_SCALING   the router; the caller, if ready routes are passed in
 """
@@ -135,10 +135,17 @@ def wire_layer(
         carries_logits=experts.routes_itself,
         extra=tuple(spec.payloads),
         reduces_ranks=spec.reduce_ranks == "exchange",
+        sums_choices=spec.sum == "choices",
     )
+    if exchange_spec.sums_choices and exchange_spec.carries_logits:
+        why = "experts that route by themselves leave home in the dark about the choices that it should sum"
+        return Reason(field="sum", value=spec.sum, why=why)
     reason = exchange.supports(exchange_spec) or experts.supports(_experts_spec(spec, expert_rows, inner, 1))
     if reason is None and device is not None:
         reason = experts.runs_on(device)
+        if reason is None and exchange_spec.sums_choices and device.type not in experts.batch_invariant:
+            why = f"the bits of a row of {experts.name} experts on {device.type} depend on the rest of its batch"
+            reason = Reason(field="sum", value=spec.sum, why=why)
     if reason is not None:
         return reason
     return Wiring(
@@ -164,14 +171,15 @@ def _duties(
         quantizer, quantized = Party.EXPERTS, expert_rows
     pads = quantized is not None and quantized.padded_size(spec.hidden_size) > spec.hidden_size
     swizzles = experts.scale_layout == "swizzled" and bool(exchange_spec.wire.scale_layouts)
-    finisher = Party.EXPERTS if experts.finalizes else Party.RECEIVER
+    at_home = exchange_spec.sums_choices
+    finisher = Party.EXPERTS if experts.finalizes and not at_home else Party.RECEIVER
     scaler = Party.CALLER if spec.router is None else Party.ROUTER
     return {
         Duty.QUANTIZE: quantizer,
         Duty.PAD: quantizer if pads else Party.NOBODY,
         Duty.SWIZZLE: Party.RECEIVER if swizzles else Party.NOBODY,
         Duty.WEIGHT: Party.EXPERTS if spec.weight_on == "input" else finisher,
-        Duty.REDUCE_EXPERTS: finisher,
+        Duty.REDUCE_EXPERTS: Party.EXCHANGE if at_home else finisher,
         Duty.REDUCE_RANKS: Party.EXCHANGE if exchange_spec.reduces_ranks else Party.CALLER,
         Duty.ROUTED_SCALING: Party.NOBODY if exchange_spec.routed_scaling == 1.0 else scaler,
     }
@@ -193,6 +201,7 @@ def _experts_spec(
         inner=inner,
         weight_on=spec.weight_on,
         num_experts=spec.num_experts,
+        batch_invariant=spec.sum == "choices",
     )
 
 

@@ -141,14 +141,22 @@ def _check_heads(spec: ExchangeSpec, round: int, sources_R: Tensor, checksums_RC
 
 
 def _check_sums(
-    payloads: Mapping[str, Sequence[Tensor]], sources_R: Tensor, checksums_RC: Tensor, *, back: bool = False
+    payloads: Mapping[str, Sequence[Tensor]],
+    sources_R: Tensor,
+    checksums_RC: Tensor,
+    *,
+    back: bool = False,
+    per_token: int = 1,
 ) -> None:
-    """Raise at the first payload, given in parts, that has another checksum than it came with."""
+    """Raise at the first payload, given in parts, that has another checksum than it came with.
+
+    `per_token`: the numbers that results of one token have.
+    """
     for column, (name, parts) in enumerate(payloads.items(), CHECKSUM_HEAD):
         sums_R = torch.cat([checksums_RC.new_empty(0), *map(checksums, parts)])
         row = _first(sums_R != checksums_RC[:, column])
         if row is not None:
-            source, token = int(sources_R[row]), int(checksums_RC[row, TOKEN])
+            source, token = int(sources_R[row]), int(checksums_RC[row, TOKEN]) // per_token
             what = "of the result of token" if back else "of token"
             whose = f"that rank {source} returned" if back else f"of rank {source}"
             raise Corrupted(
@@ -202,29 +210,40 @@ def _check_routes(
 # -- The way back ------------------------------------------------------------------------------------------
 
 
-def checksums_back(rank: int, round: int, tokens_R: Tensor, payloads: Mapping[str, Tensor]) -> Tensor:
-    """The checksums of results, `[R, C]`, that rank `rank` returns for these tokens of their owners."""
+def checksums_back(rank: int, round: int, results_R: Tensor, payloads: Mapping[str, Tensor]) -> Tensor:
+    """The checksums of results, `[R, C]`, that rank `rank` returns, by their numbers at home.
+
+    A result has the number of its token; where each choice has a result, token · K + choice.
+    """
     sums = [checksums(payload) for payload in payloads.values()]
-    return torch.stack([*_head(rank, tokens_R, round), *sums], dim=1)
+    return torch.stack([*_head(rank, results_R, round), *sums], dim=1)
 
 
-def check_back(spec: ExchangeSpec, peer: int, round: int, tokens_N: Tensor, rows: EncodedRows) -> EncodedRows:
-    """What a rank returned for these tokens of mine, without its checksums; raise unless it is what that rank sent."""
+def check_back(
+    spec: ExchangeSpec, peer: int, round: int, results_N: Tensor, rows: EncodedRows
+) -> EncodedRows:
+    """What a rank returned as these results, without its checksums; raise unless it is what that rank sent."""
+    per_token = spec.results_per_row
     checksums_NC, payloads = (
         rows.payloads[CHECKSUMS],
         {n: p for n, p in rows.payloads.items() if n != CHECKSUMS},
     )
-    peers_N = torch.full_like(tokens_N, peer)
-    fits = len(checksums_NC) == len(tokens_N)
-    head_NC = torch.stack(_head(peer, tokens_N, round), dim=1)
+    peers_N = torch.full_like(results_N, peer)
+    fits = len(checksums_NC) == len(results_N)
+    head_NC = torch.stack(_head(peer, results_N, round), dim=1)
     row = _first((checksums_NC[:, :CHECKSUM_HEAD] != head_NC).any(dim=1)) if fits else 0
     if row is not None:
-        token = int(tokens_N[row]) if len(tokens_N) else None
+        token = int(results_N[row]) // per_token if len(results_N) else None
         source, other, when = (
             checksums_NC[row, :CHECKSUM_HEAD].tolist() if len(checksums_NC) else (-1, -1, -1)
         )
         nothing = (source, other, when) == (-1, -1, -1)
-        told = "nothing" if nothing else f"what rank {source} computed for token {other} in round {when}"
+        what = (
+            f"token {other}"
+            if per_token == 1
+            else f"choice {other % per_token} of token {other // per_token}"
+        )
+        told = "nothing" if nothing else f"what rank {source} computed for {what} in round {when}"
         raise Corrupted(
             f"rank {peer} returned {told} as the result of token {token}",
             expected=f"the result of token {token} of this rank, of round {round}, from rank {peer}",
@@ -232,7 +251,8 @@ def check_back(spec: ExchangeSpec, peer: int, round: int, tokens_N: Tensor, rows
             token=token,
             place="order",
         )
-    _check_sums({name: [payload] for name, payload in payloads.items()}, peers_N, checksums_NC, back=True)
+    parts = {name: [payload] for name, payload in payloads.items()}
+    _check_sums(parts, peers_N, checksums_NC, back=True, per_token=per_token)
     return EncodedRows(format=rows.format, hidden_size=rows.hidden_size, payloads=payloads)
 
 

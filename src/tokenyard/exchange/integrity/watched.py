@@ -36,7 +36,7 @@ from tokenyard.exchange.transport import Transport
 from tokenyard.exchange.workspace import LayerBytes
 from tokenyard.formats.base import EncodedRows
 from tokenyard.group.base import Group, Pending
-from tokenyard.rows import RankRows, describe
+from tokenyard.rows import LocalRoutes, RankRows, describe
 
 Result = TypeVar("Result")
 
@@ -158,8 +158,12 @@ class WatchedTransport(Transport):
 
     def _checksums_back(self, arrival: Arrival, encoded: EncodedRows) -> Tensor:
         assert arrival.checksums_RC is not None
-        tokens_R = arrival.checksums_RC[:, TOKEN]
-        return checksums_back(self.group.rank, arrival.round, tokens_R, encoded.payloads)
+        results_N = arrival.checksums_RC[:, TOKEN]
+        if arrival.spec.sums_choices:  # a number for each choice
+            assert isinstance(arrival.received.routes, LocalRoutes)
+            row_N, choice_N = (arrival.received.routes.ids_RK >= 0).nonzero().unbind(1)
+            results_N = results_N[row_N] * arrival.spec.top_k + choice_N
+        return checksums_back(self.group.rank, arrival.round, results_N, encoded.payloads)
 
     def _watched(self, arrival: Arrival, home: ResultsAtHome) -> ResultsAtHome:
         if not isinstance(home, RowsAtHome):
@@ -226,21 +230,23 @@ class _WatchedRows(ResultsAtHome):
 
     def _opened(self) -> RowsAtHome:
         """What came home, without its checksums."""
-        spec, round = self.arrival.spec, self.arrival.round
+        spec, round, routes = self.arrival.spec, self.arrival.round, self.arrival.routes
+        results_by_rank = routes.choices_by_rank if spec.sums_choices else self.home.tokens_by_rank
         rows_by_rank = [
-            check_back(spec, rank, round, tokens_N, rows)
-            for rank, (rows, tokens_N) in enumerate(
-                zip(self.home.rows_by_rank, self.home.tokens_by_rank, strict=True)
+            check_back(spec, rank, round, results_N, rows)
+            for rank, (rows, results_N) in enumerate(
+                zip(self.home.rows_by_rank, results_by_rank, strict=True)
             )
         ]
         return replace(self.home, rows_by_rank=rows_by_rank)
 
     def _due_sum(self, opened: RowsAtHome, add: Sequence[Tensor]) -> Tensor:
         """What the sum over ranks must give."""
+        rows_in_order, tokens_in_order = opened.summands()
         with aside():  # this is the twin, not the sum
             sums_TH = RankRows(
-                rows_by_rank=tuple(rows.decode(torch.float32) for rows in opened.rows_by_rank),
-                tokens_by_rank=opened.tokens_by_rank,
+                rows_by_rank=tuple(rows.decode(torch.float32) for rows in rows_in_order),
+                tokens_by_rank=tokens_in_order,
                 num_tokens=self.arrival.routes.num_tokens,
                 dtype=self.arrival.spec.dtype,
             ).sum()
@@ -264,15 +270,17 @@ def _check_sum(due_TH: Tensor, y_TH: Tensor) -> None:
 
 
 def _check_reduction(arrival: Arrival, ledger: Ledger) -> None:
-    """Raise unless the exchange has summed over ranks as often as it should: each row that came home, once."""
-    came = sum(arrival.routes.counts)
-    due = came if arrival.spec.reduces_ranks else 0
-    done = sum(ledger.rows(Duty.REDUCE_RANKS).values())
-    if done != due:
-        raise Corrupted(
-            f"duty {Duty.REDUCE_RANKS.value!r} was done on {done} rows",
-            expected=f"{due}: {came} came home, and the "
-            + ("exchange sums each once" if due or not came else "caller sums them"),
-            fix="sum over ranks in one place, the one that the wiring names",
-            place=Duty.REDUCE_RANKS.value,
-        )
+    """Raise unless the exchange has summed as often as it should: each row that came home, once."""
+    came = sum(arrival.routes.result_counts)
+    sums = {Duty.REDUCE_RANKS: arrival.spec.reduces_ranks, Duty.REDUCE_EXPERTS: arrival.spec.sums_choices}
+    for duty, is_here in sums.items():
+        due, done = came if is_here else 0, sum(ledger.rows(duty).values())
+        if done != due:
+            other = "caller sums" if duty is Duty.REDUCE_RANKS else "experts have summed"
+            raise Corrupted(
+                f"duty {duty.value!r} was done on {done} rows",
+                expected=f"{due}: {came} came home, and the "
+                + ("exchange sums each once" if due or not came else f"{other} them"),
+                fix="sum in one place, the one that the wiring names",
+                place=duty.value,
+            )

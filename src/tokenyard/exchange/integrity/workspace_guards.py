@@ -108,14 +108,16 @@ class WorkspaceGuards:
 
     def check_results(self, arrival: Arrival) -> None:
         """Results are written, and the other ranks are told next: nothing else was written, and the rows go."""
-        spec, region, counts = arrival.spec, arrival.region, arrival.counts_W
+        spec, region, results = arrival.spec, arrival.region, arrival.results_due
         self._check_guards()
         self._check_dispatch_region(arrival)
-        _check_unused("combine", self._combine_region(region), spec.combine_slots, spec, counts)
-        self._results[region] = (spec, counts)
+        _check_unused("combine", self._combine_region(region), spec.combine_slots, results)
+        self._results[region] = (spec, results)
         rows_there = self._dispatch_region(region)
         if self._poisoned[region]:
-            for _, rows in _cut(rows_there, spec.dispatch_slots, _used(spec, counts)):
+            for _, rows in _cut(
+                rows_there, spec.dispatch_slots, _used(spec.dispatch_slots, arrival.counts_W)
+            ):
                 rows.fill_(POISON)
         else:
             rows_there.fill_(POISON)
@@ -129,7 +131,7 @@ class WorkspaceGuards:
             there.fill_(POISON)
             return
         spec, counts = known
-        for _, rows in _cut(there, spec.combine_slots, _used(spec, counts)):
+        for _, rows in _cut(there, spec.combine_slots, _used(spec.combine_slots, counts)):
             rows.fill_(POISON)
         if (byte := _first_written(there)) is not None:
             there.fill_(POISON)
@@ -171,9 +173,8 @@ class WorkspaceGuards:
 
     def _check_dispatch_region(self, arrival: Arrival) -> None:
         if self._poisoned[arrival.region]:
-            spec, counts = arrival.spec, arrival.counts_W
             region = self._dispatch_region(arrival.region)
-            _check_unused("dispatch", region, spec.dispatch_slots, spec, counts)
+            _check_unused("dispatch", region, arrival.spec.dispatch_slots, arrival.counts_W)
 
     def _check_guards(self) -> None:
         """Raise if a byte between regions was written; the next round finds the guards whole again."""
@@ -197,16 +198,16 @@ class WorkspaceGuards:
             )
 
 
-def _used(spec: ExchangeSpec, counts: Sequence[int]) -> list[range]:
-    """The slots that hold a row."""
-    return [range(source * spec.max_tokens, source * spec.max_tokens + n) for source, n in enumerate(counts)]
+def _used(layout: SlotLayout, counts: Sequence[int]) -> list[range]:
+    """The slots that hold a row. Each rank has as many slots as any other."""
+    window = layout.slots // len(counts)
+    return [range(source * window, source * window + n) for source, n in enumerate(counts)]
 
 
-def _unused(spec: ExchangeSpec, counts: Sequence[int]) -> list[range]:
+def _unused(layout: SlotLayout, counts: Sequence[int]) -> list[range]:
     """The slots that hold none."""
-    return [
-        range(source * spec.max_tokens + n, (source + 1) * spec.max_tokens) for source, n in enumerate(counts)
-    ]
+    window = layout.slots // len(counts)
+    return [range(source * window + n, (source + 1) * window) for source, n in enumerate(counts)]
 
 
 def _cut(region: Tensor, layout: SlotLayout, runs: Sequence[range]) -> Iterator[tuple[str, Tensor]]:
@@ -217,16 +218,14 @@ def _cut(region: Tensor, layout: SlotLayout, runs: Sequence[range]) -> Iterator[
             yield payload.name, region[first:last]
 
 
-def _check_unused(
-    name: str, region: Tensor, layout: SlotLayout, spec: ExchangeSpec, counts: Sequence[int]
-) -> None:
+def _check_unused(name: str, region: Tensor, layout: SlotLayout, counts: Sequence[int]) -> None:
     """Raise if a byte of a region that belongs to no row is not poison."""
-    runs = _unused(spec, counts)
+    runs = _unused(layout, counts)
     width = {payload.name: payload.nbytes for payload in layout.payloads}
     for number, (payload, rows) in enumerate(_cut(region, layout, runs)):
         if (byte := _first_written(rows)) is not None:
             run = runs[number % len(runs)]
-            source, place = divmod(run.start + byte // width[payload], spec.max_tokens)
+            source, place = divmod(run.start + byte // width[payload], layout.slots // len(counts))
             raise Corrupted(
                 f"slot {place} for rank {source} of region {name!r} holds no row in this round, and payload "
                 f"{payload!r} was written there",

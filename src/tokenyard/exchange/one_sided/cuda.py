@@ -111,6 +111,7 @@ class CudaTransport(Transport):
     reads_values = False
     encodes_results = True
     waits_in_sum = True
+    returns_choices = False  # the kernel `pull` adds one row of each rank
     most_terms = MOST_TERMS
 
     @classmethod

@@ -197,8 +197,8 @@ class SharedMemoryTransport(Transport):
         )
 
     def results_at(self, spec: ExchangeSpec, region: int, slots_R: Tensor | None) -> CombineBuffer | None:
-        """Where experts may write their results, without a copy. None, if the way back is quantized."""
-        if spec.combine_wire.quantized:
+        """Where experts may write their results, without a copy. None, if they are encoded, or one for each choice."""
+        if spec.combine_wire.quantized or spec.sums_choices:
             return None
         slots = self.workspace.combine(self.group.rank, spec, region)
         (payload,) = spec.combine_wire.payloads(spec.hidden_size)
@@ -228,17 +228,17 @@ class SharedMemoryTransport(Transport):
         """Write results into this rank's combine region, from which their owners pull them."""
         slots = self.workspace.combine(self.group.rank, arrival.spec, arrival.region)
         start = 0
-        for source, count in enumerate(arrival.counts_W):
-            first = source * arrival.spec.max_tokens
+        for source, count in enumerate(arrival.results_due):
+            first = source * arrival.spec.max_tokens * arrival.spec.results_per_row
             for name, tensor in encoded.payloads.items():
                 slots[name][first : first + count] = tensor[start : start + count]
             start += count
 
     def at_home(self, arrival: Arrival) -> ResultsAtHome:
         """The results of this rank's tokens, as views of the workspaces in which they stand."""
-        first = self.group.rank * arrival.spec.max_tokens
+        first = self.group.rank * arrival.spec.max_tokens * arrival.spec.results_per_row
         payloads_by_rank = []
-        for rank, count in enumerate(arrival.routes.counts):
+        for rank, count in enumerate(arrival.routes.result_counts):
             slots = self.workspace.combine(rank, arrival.spec, arrival.region)
             payloads_by_rank.append({name: slots[name][first : first + count] for name in slots})
         return RowsAtHome.of(arrival, payloads_by_rank)
