@@ -222,6 +222,7 @@ def test_memory_that_one_host_lacks_is_an_error_on_all_and_the_old_layers_go_on(
     found = on_ranks(4, grows_too_large, hosts=2)
     assert [kind for kind, _, _ in found] == ["PeerFailed", "PeerFailed", "PeerFailed", "GroupError"]
     assert all("no memory is left" in message for _, message, _ in found)
+    assert all("rank 3 failed in sharing memory" in message for _, message, _ in found[:3])
     assert all(worked for _, _, worked in found)
 
 

@@ -5,13 +5,12 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import tokenyard as ty
-from tests.faults.kinds import ANYTIME, BY_NAME, KINDS, Kind, Variant
+from tests.faults.kinds import ANYTIME, BY_NAME, EXCHANGES, KINDS, Kind, Variant
 from tokenyard.planning.drafting import draft
 
 DEADLINE = 2.5  # seconds, of every wait
 # Beyond it: finding out who is lost, and ranks that share two cores with others do not run when they are due.
 SLACK = 4.0
-EXCHANGES = ("one_sided", "two_sided", "allgather")
 _WIRES = (None, None, "mxfp8", "nvfp4", "fp8_block128")
 _MOST_IN_A_SESSION = 7
 
@@ -43,6 +42,8 @@ class Session:
     faults: tuple[Fault, ...]
     deadline: float = DEADLINE
     slack: float = SLACK
+    # The ranks of each host, where they stand for several.
+    hosts: tuple[int, ...] | None = None
     # Whether the plan watches itself (`plan(paranoid=True)`).
     paranoid: bool = False
     # Whether ranks are started as torchrun does it, each finding the others by itself; else by `launch`.
@@ -102,14 +103,15 @@ def draw_sessions(seed: int, counts: dict[str, int], without: Collection[str] = 
 def _fill(chance: random.Random, waiting: list[Fault]) -> Session:
     """A session of faults that are waiting, as many as one group lives through."""
     bare = waiting[0].variant == "another monotonic clock"
-    one_sided = waiting[0].declared.one_sided
     world, taken, lethal = chance.randint(2, 4), [], 0
-    exchange = "one_sided" if one_sided else chance.choice(EXCHANGES)
+    exchange = chance.choice(waiting[0].declared.exchanges)
+    if bare and exchange == "hierarchical":  # such ranks are on one host
+        exchange = "one_sided"
     for fault in list(waiting):
         fits = fault.variant != "another monotonic clock" or (bare and not taken)
         fits = fits and not (fault.kind == "replaced" and (bare or lethal))
         fits = fits and not (any(f.kind == "replaced" for f in taken) and fault.declared.lethal)
-        fits = fits and (exchange == "one_sided" or not fault.declared.one_sided)
+        fits = fits and exchange in fault.declared.exchanges
         fits = fits and (not fault.declared.lethal or lethal < world - 1)
         if fits and len(taken) < _MOST_IN_A_SESSION:
             waiting.remove(fault)
@@ -131,6 +133,8 @@ def _session(
     bare: bool = False,
 ) -> Session:
     world, exchange = world or chance.randint(2, 4), exchange or chance.choice(EXCHANGES)
+    two_levels = exchange == "hierarchical"
+    first = chance.randint(1, world - 1)
     there, struck = list(range(world)), []
     for fault in faults:
         victim = chance.choice(there)
@@ -143,7 +147,8 @@ def _session(
         exchange=exchange,
         layers=_draw_layers(chance, world, exchange),
         faults=tuple(struck),
-        paranoid=chance.random() < 0.25,
+        hosts=(first, world - first) if two_levels else None,
+        paranoid=not two_levels and chance.random() < 0.25,
         bare=bare,
     )
 

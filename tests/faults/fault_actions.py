@@ -107,8 +107,10 @@ ROUND_TRIP_FAULTS = {"exception": exception, "clock": clock}
 # -- While a plan is made ----------------------------------------------------------------------------------------
 
 
-def make(worker, layers, exchange="one_sided", **options):
-    return ty.plan(layers, worker.group, exchange=exchange, **options)
+def make(worker, layers, exchange=None, **options):
+    """A further plan, by default one that shares memory."""
+    shares = "hierarchical" if worker.session.hosts else "one_sided"
+    return ty.plan(layers, worker.group, exchange=exchange or shares, **options)
 
 
 def works(worker, plan, spec):
@@ -194,7 +196,7 @@ def disk_full(worker, fault, mine):
 
 def another_plan(worker, fault, mine):
     """The victim's plan differs in one field."""
-    layers, options, exchange = [SMALL, replace(SMALL, name="second")], {}, "one_sided"
+    layers, options, exchange = [SMALL, replace(SMALL, name="second")], {}, None
     field = fault.variant
     if mine and field == "number of layers":
         layers.append(replace(SMALL, name="third"))

@@ -79,12 +79,12 @@ class InterruptibleOneSided(Interruptible, EXCHANGES["one_sided"]):
 
 
 class _Message(Interruptible):
-    def announce(self, announcements):
-        answers = super().announce(announcements)
+    def announce(self, announcements, counts=None):
+        answers = super().announce(announcements, counts)
 
         def hear():
             heard = answers.wait()
-            FaultPoint.at("inside dispatch")  # announced, and not sent
+            FaultPoint.at(f"inside {announcements.mine.phase.value}")  # announced, and not sent
             return heard
 
         return Pending(hear)
@@ -98,10 +98,23 @@ class InterruptibleAllgather(_Message, EXCHANGES["allgather"]):
     name = "interruptible allgather"
 
 
+class InterruptibleHierarchical(_Message, EXCHANGES["hierarchical"]):
+    name = "interruptible hierarchical"
+
+    def _forwarded(self, *arrived):
+        FaultPoint.at("between levels")  # rows of other hosts have come, and are not forwarded
+        return super()._forwarded(*arrived)
+
+    def _sums(self, arrival):
+        FaultPoint.at("before sums")  # results are in their place, and nothing has crossed back
+        return super()._sums(arrival)
+
+
 INTERRUPTIBLE = {
     "one_sided": InterruptibleOneSided,
     "two_sided": InterruptibleTwoSided,
     "allgather": InterruptibleAllgather,
+    "hierarchical": InterruptibleHierarchical,
 }
 
 

@@ -9,6 +9,10 @@ from typing import Literal
 
 Role = Literal["victim", "other"]
 
+EXCHANGES = ("one_sided", "two_sided", "allgather", "hierarchical")
+# Those whose ranks announce themselves in a combine apart from their rows: in between, they can be struck.
+APART = ("one_sided", "hierarchical")
+
 # Places in a round trip at which a rank can be struck, by itself and exactly there.
 MOMENTS = (
     "before dispatch",
@@ -50,8 +54,8 @@ class Variant:
     other: Expected | None
     # Whether the victim is gone afterwards, and the others go on without it.
     lethal: bool = False
-    # Whether only `one_sided` can be struck so.
-    one_sided: bool = False
+    # The exchanges that can be struck so.
+    exchanges: tuple[str, ...] = EXCHANGES
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,9 @@ def _signals(lethal: bool, victim: Expected | None = None) -> tuple[Variant, ...
     """A signal at every moment. A rank that is only stopped for a while is not lost, and nobody notices."""
     other = LOST if lethal else None
     return tuple(
-        Variant(moment, victim, other, lethal=lethal, one_sided=moment == "inside combine")
+        Variant(
+            moment, victim, other, lethal=lethal, exchanges=APART if moment == "inside combine" else EXCHANGES
+        )
         for moment in (*MOMENTS, ANYTIME, ANYTIME)
     )
 

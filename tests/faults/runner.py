@@ -133,6 +133,7 @@ def _start(session, folder):
             ranks="processes",
             deadline=_GOING_ON,
             replacements=session.replacements,
+            hosts=session.hosts or 1,
         )
 
 

@@ -24,7 +24,7 @@ from tests.faults import runner
 from tests.faults.campaign import ROOT
 from tests.faults.cases import DEADLINE, SLACK, Fault, Session, draw_sessions
 from tests.faults.judge import Finding, judge
-from tests.faults.kinds import KINDS
+from tests.faults.kinds import EXCHANGES, KINDS
 from tests.faults.report import is_good, markdown, summarize
 from tests.faults.timestamps import Timestamps
 
@@ -62,7 +62,7 @@ def test_a_whole_campaign_has_500_faults_and_30_of_each_kind():
         drawn = [fault.variant for fault in faults if fault.kind == kind.name]
         assert len(drawn) == kind.share >= 30
         assert set(drawn) == {variant.name for variant in kind.variants}
-    assert {session.exchange for session in sessions} == {"one_sided", "two_sided", "allgather"}
+    assert {session.exchange for session in sessions} == set(EXCHANGES)
     assert {session.world for session in sessions} == {2, 3, 4}
 
 

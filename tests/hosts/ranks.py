@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,10 @@ import torch
 import torch.distributed as dist
 
 import tokenyard as ty
+from tests.faults.fault_points import FaultPoint, InterruptibleHierarchical
 from tests.models import batch, build, raised, spec
+from tokenyard.conformance.cases import random_weights
+from tokenyard.conformance.twin import twin
 from tokenyard.group import failure_detector
 from tokenyard.lab.hosts.network import Links
 
@@ -207,8 +213,8 @@ def until_cut(
     return found
 
 
-def story(group: ty.Group, folder: Path, links: Links) -> dict[str, Any]:
-    """Three hosts, of two, two and one rank: everything once."""
+def story(group: ty.Group, folder: Path, links: Links) -> None:
+    """Three hosts, of two, two and one rank: everything once, and then losses."""
     found: dict[str, Any] = {"hosts": group.hosts(), "three hosts": through(group, EXCHANGES)}
     if group.rank < 4:
         two_hosts = group.subgroup([0, 1, 2, 3])
@@ -220,11 +226,11 @@ def story(group: ty.Group, folder: Path, links: Links) -> dict[str, Any]:
     found["bytes"] = {
         name: bytes_on_links(group, links, folder, name) for name in ("two_sided", "hierarchical")
     }
-    found["cut"] = until_cut(group, links, lambda links: links.cut(1), 7, "hierarchical")
-    return found
+    (folder / f"rank{group.rank}.story").write_text(json.dumps(found))
+    losses(group, folder, links)
 
 
-def cut(group: ty.Group, folder: Path, links: Links) -> dict[str, Any]:
+def cut(group: ty.Group, folder: Path, links: Links) -> None:
     """A link is cut at a random moment: after some rounds, and a little more."""
     host, how, exchange, seed = json.loads((folder / "cut.json").read_text())
     draw = random.Random(seed)
@@ -236,10 +242,79 @@ def cut(group: ty.Group, folder: Path, links: Links) -> dict[str, Any]:
         # In the middle of whatever this rank does next.
         threading.Timer(pause, links.cut, [host], {"down": how == "down"}).start()
 
-    return until_cut(group, links, strike, after, exchange)
+    found = until_cut(group, links, strike, after, exchange)
+    (folder / f"rank{group.rank}.cut").write_text(json.dumps(found))
 
 
-JOBS = {"story": story, "cut": cut}
+# -- Losses, one after the other -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What strikes, on whom, and where in a round trip."""
+
+    kind: str  # "killed": one rank. "stopped": all ranks of a host. "cut": the link of a host
+    victims: list[int]  # ranks, as they were counted at the start
+    moment: str  # of a round trip, as fault points name it
+    host: int  # of the victims
+
+
+def strike(loss: Loss, links: Links) -> None:
+    """Do to this rank, or to the link of its host, what a loss says."""
+    if loss.kind == "cut":
+        links.cut(loss.host)  # and the round trip goes on, as far as it comes
+    else:
+        os.kill(os.getpid(), signal.SIGKILL if loss.kind == "killed" else signal.SIGSTOP)
+
+
+def is_right(moe: ty.MoELayer, given: tuple[torch.Tensor, ty.Routes]) -> bool:
+    """Whether a layer gives the bits of the one-process twin, for the ranks and hosts that are there now."""
+    weights = random_weights(moe.wiring.spec, 0)
+    return torch.equal(moe(*given), twin(moe.wiring, weights, *given, moe.plan.group.rank))
+
+
+def losses(group: ty.Group, folder: Path, links: Links) -> None:
+    """Ranks are lost one after the other; all others say so each time, and go on with the bits of the twin."""
+    told = [Loss(**fields) for fields in json.loads((folder / "losses.json").read_text())]
+    layers = LAYERS[1:]  # whose experts are the same in any batch
+    plan = ty.plan(layers, group, exchange=InterruptibleHierarchical)
+    built = [(layer, build(plan, layer.name)) for layer in layers]
+    me, there, found = group.rank, list(range(group.size)), []
+    group.deadline = SHORT_DEADLINE
+    for number, loss in enumerate(told):
+        plan.group.barrier()
+        if me in loss.victims and (loss.kind != "cut" or me == loss.victims[0]):
+            FaultPoint.arm(loss.moment, lambda loss=loss: strike(loss, links))
+        error, turn, started = None, 0, time.monotonic()
+        while error is None and turn < MOST_ROUNDS:
+            started = time.monotonic()
+            layer, moe = built[turn % len(built)]
+            error = raised(moe, *batch(layer, 4, seed=turn))
+            turn += 1
+        entry = {
+            "error": type(error).__name__,
+            "peers": [there[peer] for peer in getattr(error, "peers", [])],
+            "phase": getattr(error, "phase", None),
+            "seconds": time.monotonic() - started,
+            "message": str(error),
+        }
+        found.append(entry)
+        (folder / f"rank{me}.losses").write_text(json.dumps(found))
+        if me in loss.victims:
+            break
+        there = [rank for rank in there if rank not in loss.victims]
+        plan.go_on_without(error.peers)
+        entry["right"] = [is_right(moe, batch(layer, 5, seed=me)) for layer, moe in built]
+        entry["hosts"] = list(built[0][1].wiring.exchange_spec.hosts)
+        (folder / f"rank{me}.losses").write_text(json.dumps(found))
+        meet_past_the_network(folder, f"went-on-{number}", plan.group)
+    if me == 0:  # stopped ranks would never end
+        for loss in told:
+            if loss.kind == "stopped":
+                links.end(loss.host)
+
+
+JOBS = {"story": story, "cut": cut, "losses": losses}
 
 
 def main(job: str, folder: Path) -> None:
@@ -248,11 +323,10 @@ def main(job: str, folder: Path) -> None:
     failure_detector.ANSWERING = ANSWERING
     dist.init_process_group("gloo")
     group = ty.DistributedGroup(deadline=DEADLINE)
-    found = JOBS[job](group, folder, Links(folder))
-    (folder / f"rank{group.rank}.json").write_text(json.dumps(found))
+    JOBS[job](group, folder, Links(folder))
     group.close()
     dist.destroy_process_group()
-    if "cut" in (job, *found):
+    if job == "cut":
         raise SystemExit("a link was cut")  # as an engine ends that does not go on
 
 

@@ -16,7 +16,7 @@ import torch
 import tokenyard as ty
 from tests.hosts.ranks import EXCHANGES, LAYERS, SHORT_DEADLINE, digest, outputs, through, wide_routes
 from tests.models import batch, build
-from tokenyard.lab.hosts.network import torchrun, why_not
+from tokenyard.lab.hosts.network import start_ranks, torchrun, why_not
 
 TIMES = int(os.environ.get("TOKENYARD_FAULTS", "1"))
 SLACK = 20.0  # seconds beyond a deadline, on a machine that does much else
@@ -27,11 +27,11 @@ needs_hosts = pytest.mark.skipif(bool(why_not()), reason=why_not())
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_job(folder, ranks_by_host, job, **options):
+def run_job(folder, ranks_by_host, job, *, start=torchrun, **options):
     """Let ranks on hosts do a job of `ranks.py`."""
     environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
     program = [str(Path(__file__).with_name("ranks.py")), job, str(folder)]
-    return torchrun(folder, ranks_by_host, program, environment=environment, **options)
+    return start(folder, ranks_by_host, program, environment=environment, **options)
 
 
 def on_threads(ranks_by_host, fn, *arguments):
@@ -61,8 +61,9 @@ def without(group, exchange, lost):
     return outputs(plan, plan.group.rank)
 
 
-def found_by_rank(folder, world):
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]
+def found_by_rank(folder, world, what, logs):
+    assert len(list(folder.glob(f"rank*.{what}"))) == world, logs
+    return [json.loads((folder / f"rank{rank}.{what}").read_text()) for rank in range(world)]
 
 
 def networks():
@@ -149,13 +150,46 @@ def check_bytes(found, ranks_by_host):
                 assert most <= counted["full"][source, target] <= 1.05 * most
 
 
+MOMENTS = ("inside dispatch", "between levels", "inside combine", "before sums")
+# A leader of its host, on either level; a host; and a link: all that is left then is the first host.
+LOSSES = [
+    {"kind": "killed", "victims": [3], "moment": "between levels", "host": 1},
+    {"kind": "stopped", "victims": [2], "moment": "inside combine", "host": 1},
+    {"kind": "cut", "victims": [4], "moment": "inside dispatch", "host": 2},
+]
+
+
+def check_losses(folder, ranks_by_host, losses, logs):
+    """Ranks were lost one after the other; all that were left have said so each time, and gone on."""
+    host_of_rank = [host for host, ranks in enumerate(ranks_by_host) for _ in range(ranks)]
+    there = list(range(len(host_of_rank)))
+    for number, loss in enumerate(losses):
+        left = [rank for rank in there if rank not in loss["victims"]]
+        for rank in left:
+            found = json.loads((folder / f"rank{rank}.losses").read_text())[number]
+            where = f"rank {rank}, {loss}: {found}\n{logs}"
+            assert found["error"] == "PeerLost", where
+            assert found["peers"] == loss["victims"], where
+            assert found["phase"] in ("dispatch", "combine"), where
+            assert found["seconds"] < SHORT_DEADLINE + SLACK, where
+            assert found["right"] == [True, True], where
+            hosts = list(dict.fromkeys(host_of_rank[rank] for rank in left))
+            assert found["hosts"] == [hosts.index(host_of_rank[rank]) for rank in left], where
+        if loss["kind"] == "cut":
+            for rank in loss["victims"]:
+                found = json.loads((folder / f"rank{rank}.losses").read_text())[number]
+                assert (found["error"], found["peers"]) == ("PeerLost", []), f"rank {rank}: {found}\n{logs}"
+                assert "the group's store does not answer" in found["message"]
+        there = left
+
+
 @needs_hosts
-def test_three_hosts_find_the_bits_of_one_and_all_say_in_time_that_a_link_is_cut(tmp_path):
+def test_three_hosts_find_the_bits_of_one_and_all_say_in_time_who_is_lost(tmp_path):
     interfaces = set(psutil.net_if_addrs())
-    reports = run_job(tmp_path, [2, 2, 1], "story")
+    (tmp_path / "losses.json").write_text(json.dumps(LOSSES))
+    reports = run_job(tmp_path, [2, 2, 1], "story", start=start_ranks)
     logs = "\n".join(report.log for report in reports)
-    assert len(list(tmp_path.glob("rank*.json"))) == 5, logs
-    found = found_by_rank(tmp_path, 5)
+    found = found_by_rank(tmp_path, 5, "story", logs)
 
     three_hosts, two_hosts = bits([2, 2, 1]), bits([2, 2])
     a_host, alone = bits([2]), bits([1])
@@ -175,12 +209,34 @@ def test_three_hosts_find_the_bits_of_one_and_all_say_in_time_that_a_link_is_cut
             assert mine["two hosts"] == two_hosts[rank]
             assert mine["stages"] == stages[rank // 2][rank % 2]
     check_bytes(found[0]["bytes"], [2, 2, 1])
-    check_cut([mine["cut"] for mine in found], [2, 2, 1], host=1, exchange="hierarchical")
-    assert all(report.status != 0 for report in reports), logs
+    check_losses(tmp_path, [2, 2, 1], LOSSES, logs)
     check_nothing_is_left(reports, interfaces)
 
 
 if TIMES > 1:
+
+    @needs_hosts
+    @pytest.mark.parametrize("seed", range(TIMES))
+    def test_any_loss_at_any_moment_of_two_levels(seed, tmp_path):
+        draw = random.Random(seed)
+        losses = [
+            {
+                "kind": draw.choice(["stopped", "cut"]),
+                "victims": [2 * host, 2 * host + 1],
+                "moment": draw.choice(MOMENTS),
+                "host": host,
+            }
+            for host in draw.sample([1, 2], 2)
+        ]
+        if draw.random() < 0.5:  # one of its ranks goes before
+            first = losses[0]
+            victim = first["victims"].pop(draw.randrange(2))
+            losses.insert(0, {**first, "kind": "killed", "victims": [victim], "moment": draw.choice(MOMENTS)})
+        (tmp_path / "losses.json").write_text(json.dumps(losses))
+        interfaces = set(psutil.net_if_addrs())
+        reports = run_job(tmp_path, [2, 2, 2], "losses", start=start_ranks)
+        check_losses(tmp_path, [2, 2, 2], losses, "\n".join(report.log for report in reports))
+        check_nothing_is_left(reports, interfaces)
 
     @needs_hosts
     @pytest.mark.parametrize("seed", range(TIMES))
@@ -193,8 +249,7 @@ if TIMES > 1:
         interfaces = set(psutil.net_if_addrs())
         reports = run_job(tmp_path, ranks_by_host, "cut", interface=draw.choice(["eth0", None]))
         logs = "\n".join(report.log for report in reports)
-        world = sum(ranks_by_host)
-        assert len(list(tmp_path.glob("rank*.json"))) == world, logs
-        check_cut(found_by_rank(tmp_path, world), ranks_by_host, host, strike[2])
+        found = found_by_rank(tmp_path, sum(ranks_by_host), "cut", logs)
+        check_cut(found, ranks_by_host, host, strike[2])
         assert all(report.status != 0 for report in reports), logs
         check_nothing_is_left(reports, interfaces)

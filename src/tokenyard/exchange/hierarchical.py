@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from tokenyard import formats
-from tokenyard.errors import PeerLost, Reason
+from tokenyard.errors import PeerFailed, PeerLost, Reason
 from tokenyard.exchange.announcement import Announcement, Announcements
 from tokenyard.exchange.batch import (
     Arrival,
@@ -148,7 +148,7 @@ class HierarchicalTransport(Transport):
             make_together(
                 self.group,
                 "sharing memory",
-                lambda: serve(inside, list(wanted.values())),
+                lambda: self._serve_inside(serve, list(wanted.values())),
                 seconds=self.group.deadline,
             )
         except Exception:
@@ -156,6 +156,18 @@ class HierarchicalTransport(Transport):
                 inside.serve(list(self._inside_specs.values()))
             raise
         self._inside_specs = wanted
+
+    def _serve_inside(
+        self,
+        serve: Callable[[SharedMemoryTransport, Sequence[ExchangeSpec]], None],
+        specs: Sequence[ExchangeSpec],
+    ) -> None:
+        """Share memory with the ranks of this host. Whoever cannot is named by its number in the whole group."""
+        try:
+            serve(self.inside, specs)
+        except PeerFailed as error:
+            peer = self.hosts.ranks[self.host][error.peer]
+            raise PeerFailed(peer, error.message, phase=error.phase) from error
 
     @property
     def inside(self) -> SharedMemoryTransport:

@@ -32,12 +32,18 @@ def make_together(
         told = note(made)
     except Exception as raised:
         error = raised.at(layer=layer, rank=group.rank) if isinstance(raised, TokenyardError) else raised
-    report = {"error": None if error is None else f"{type(error).__name__}: {error}", "note": told}
+    report = {
+        "error": None if error is None else f"{type(error).__name__}: {error}",
+        "told": isinstance(error, PeerFailed),  # in a group of some of these ranks
+        "note": told,
+    }
     with group.patience(seconds):
         by_rank = group.gather_json(report, phase=what)
     if error is not None:
         raise error
-    for rank, other in enumerate(by_rank):
-        if other["error"] is not None:
-            raise PeerFailed(rank, other["error"], phase=what, layer=layer, rank=group.rank)
+    if failed := [rank for rank, other in enumerate(by_rank) if other["error"] is not None]:
+        first = min(
+            failed, key=lambda rank: bool(by_rank[rank]["told"])
+        )  # who failed itself, if anybody says so
+        raise PeerFailed(first, by_rank[first]["error"], phase=what, layer=layer, rank=group.rank)
     return made, [other["note"] for other in by_rank]

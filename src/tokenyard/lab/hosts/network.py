@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -100,13 +102,15 @@ def run_on_hosts(
             expected="commands that end",
             fix="read what they wrote",
         ) from late
-    return [
-        HostReport(
-            **json.loads((folder / f"{name_of(host)}.json").read_text()),
-            log=(folder / f"{name_of(host)}.log").read_text(errors="replace"),
-        )
-        for host in range(len(commands))
-    ]
+    return [_report(folder, name_of(host)) for host in range(len(commands))]
+
+
+def _report(folder: Path, name: str) -> HostReport:
+    """What a host has written. One that was ended has written nothing but its log."""
+    written, log = folder / f"{name}.json", (folder / f"{name}.log").read_text(errors="replace")
+    if not written.exists():
+        return HostReport(status=-signal.SIGKILL, seconds=0.0, left=[], network=0, log=log)
+    return HostReport(**json.loads(written.read_text()), log=log)
 
 
 def torchrun(
@@ -122,15 +126,9 @@ def torchrun(
 
     gloo is told the interface; or with None it finds it by the host's name.
     """
-    variables = {
-        **({"GLOO_SOCKET_IFNAME": interface} if interface else {}),
-        "OMP_NUM_THREADS": "1",
-        **(environment or {}),
-    }
     commands = [
         [
-            "env",
-            *(f"{name}={value}" for name, value in variables.items()),
+            *_environment(interface, environment),
             *(sys.executable, "-m", "torch.distributed.run"),
             *("--nnodes", str(len(ranks_by_host)), "--node-rank", str(host), "--nproc-per-node", str(ranks)),
             *("--master-addr", address_of(0), "--master-port", str(STORE_PORT)),
@@ -139,6 +137,48 @@ def torchrun(
         for host, ranks in enumerate(ranks_by_host)
     ]
     return run_on_hosts(folder, commands, seconds=seconds)
+
+
+def start_ranks(
+    folder: Path,
+    ranks_by_host: Sequence[int],
+    program: Sequence[str],
+    *,
+    environment: Mapping[str, str] | None = None,
+    seconds: float = 200.0,
+) -> list[HostReport]:
+    """Start ranks on hosts as Slurm does, with nothing above them: what becomes of one is no matter of the others.
+
+    The store is rank 0's. A program is a Python file or `-m` and a module, with its arguments.
+    """
+    common = {"WORLD_SIZE": sum(ranks_by_host), "MASTER_ADDR": address_of(0), "MASTER_PORT": STORE_PORT}
+    commands, first = [], 0
+    for ranks in ranks_by_host:
+        lines = []
+        for local in range(ranks):
+            variables = common | {"RANK": first + local, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": ranks}
+            told = {name: str(value) for name, value in variables.items()} | dict(environment or {})
+            lines.append(shlex.join([*_environment("eth0", told), sys.executable, *program]) + " &")
+        # The status of the host is that of any rank that failed.
+        script = [
+            *lines,
+            "status=0",
+            "for rank in $(jobs -p); do wait $rank || status=$?; done",
+            "exit $status",
+        ]
+        commands.append(["bash", "-c", "\n".join(script)])
+        first += ranks
+    return run_on_hosts(folder, commands, seconds=seconds)
+
+
+def _environment(interface: str | None, further: Mapping[str, str] | None) -> list[str]:
+    """The command that sets the variables of a rank."""
+    variables = {
+        **({"GLOO_SOCKET_IFNAME": interface} if interface else {}),
+        "OMP_NUM_THREADS": "1",
+        **(further or {}),
+    }
+    return ["env", *(f"{name}={value}" for name, value in variables.items())]
 
 
 class Links:
@@ -170,3 +210,7 @@ class Links:
     def mend(self, host: int) -> None:
         """Undo a cut."""
         self.change({"host": host, "cut": False, "down": False})
+
+    def end(self, host: int) -> None:
+        """End a host with all that runs there, as if its power were cut."""
+        self.change({"host": host, "cut": True, "end": True})

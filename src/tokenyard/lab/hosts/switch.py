@@ -181,10 +181,12 @@ def start_host(index: int, command: list[str], folder: Path) -> subprocess.Popen
     return host
 
 
-def obey(switch: Switch, message: bytes) -> list[dict[str, Any]]:
+def obey(switch: Switch, hosts: list[subprocess.Popen[str]], message: bytes) -> list[dict[str, Any]]:
     """Change links as a message says; answer how all of them are."""
     for change in json.loads(message):
         host = change.pop("host")
+        if change.pop("end", False):
+            hosts[host].kill()  # and with it all that it started (--kill-child)
         down = change.pop("down", None)
         if down is not None:
             ip("link", "set", f"link{host}", "down" if down else "up")
@@ -221,8 +223,9 @@ def main(folder: Path) -> int:
                 switch.receive(key.data)
                 continue
             message, sender = control.recvfrom(_LARGEST_FRAME)
-            control.sendto(json.dumps(obey(switch, message)).encode(), sender)
-    return next((host.returncode for host in hosts if host.returncode), 0)
+            control.sendto(json.dumps(obey(switch, hosts, message)).encode(), sender)
+    # A host that was ended is no error, and has said nothing.
+    return next((host.returncode for host in hosts if host.returncode > 0), 0)
 
 
 if __name__ == "__main__":
