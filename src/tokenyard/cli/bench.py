@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenyard.cli.bench_combine_error import combine_error
+from tokenyard.cli.bench_hosts import hosts
 from tokenyard.cli.bench_options import choose, default_of
 from tokenyard.cli.bench_output import Output, run_benchmark, show
 from tokenyard.cli.options import Exchanges, JsonFlag, OutFile, PlotFile
@@ -488,4 +489,5 @@ def tiles(
 
 
 app.command("combine-error")(combine_error)
+app.command()(hosts)
 app.command()(show)

@@ -263,7 +263,7 @@ def _measure_rank(group: Group, job: Job) -> _Measured:
     for number in range(-WARM_UP, job.rounds):
         turn = number % len(trips)
         for name in [*list(trips)[turn:], *list(trips)[:turn]]:
-            start = _start_together(group)
+            start = start_together(group)
             out = trips[name]()
             done = time.perf_counter()
             if name in ours:
@@ -299,7 +299,7 @@ def _check_bits(name: str, same: bool, when: str, rank: int) -> None:
         )
 
 
-def _start_together(group: Group) -> float:
+def start_together(group: Group) -> float:
     """Agree with all ranks on a moment, and sleep until it comes."""
     mine = torch.tensor([time.perf_counter()], dtype=torch.float64).view(torch.uint8)
     clocks = group.all_gather(mine, phase="start of a round").flatten().view(torch.float64)

@@ -1,0 +1,252 @@
+"""How fast is a layer whose ranks are on several hosts? Each exchange over the same links, beside the floor.
+
+Hosts are network namespaces of this machine (`tokenyard.lab.hosts`), whose links have a rate and a delay. Ranks are
+processes. A round is one call of a layer on all ranks: experts that only scale rows, so that the links are what
+takes time. It starts at one moment for all ranks and ends when the last is done: namespaces share the clock.
+
+**The floor** is what must cross: of each token one row to each other host that has one of its experts, and one result
+back, over the rate of the link that carries most; and the delay of the way out and of the way back.
+
+**What is counted.** `crossed_MB` is the count of the switch, of all links together, in one call; `least_MB` are the
+bytes of the floor. All exchanges run in the same processes, in turns. Every result is compared with the bits of the
+one-process twin, with the hosts of the plan.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tokenyard.conformance.cases import random_weights
+from tokenyard.conformance.twin import twin
+from tokenyard.errors import ContractError, GroupError
+from tokenyard.exchange import HostMap
+from tokenyard.experts import Experts
+from tokenyard.group import DistributedGroup, Group
+from tokenyard.lab.bench.dispatch import start_together
+from tokenyard.lab.bench.records import Record, Spread
+from tokenyard.lab.hosts.network import Links, start_ranks
+from tokenyard.layer import MoELayer
+from tokenyard.planning.drafting import draft
+from tokenyard.planning.planner import plan
+from tokenyard.planning.spec import LayerSpec
+from tokenyard.routing import Placement, Routes
+from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows
+from tokenyard.temporary_folders import temporary_folder
+
+NOTES = [
+    "hosts are network namespaces of one machine, ranks are processes; the experts scale rows",
+    "floor: one row out and one back for each (token, other host) over the rate of a link, and its delay",
+    "target of hierarchical: half the time of two_sided",
+]
+EXCHANGES = ("two_sided", "hierarchical")
+_INTERMEDIATE = 2
+# Seconds: a thin link may take long.
+_DEADLINE = 120.0
+_JOB, _FOUND = "bench.json", "rank{}.found"
+
+
+class ScalingExperts(Experts):
+    """Experts that scale rows: fast, and the bits of a row do not depend on the rest of the batch."""
+
+    name = "scaling"
+
+    @torch.no_grad()
+    def compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows:
+        """Each row times the sum of its weights, each times a number of its expert."""
+        assert finalize
+        routes = received.routes
+        assert isinstance(routes, LocalRoutes)
+        w2 = self.weights.w2
+        assert isinstance(w2, Tensor)
+        rows_RH = self.incoming(received, torch.float32)
+        scale_R = rows_RH.new_zeros(len(rows_RH))
+        for ids_R, weights_R in zip(routes.ids_RK.long().T, routes.weights_RK.T, strict=True):
+            scale_R += torch.where(ids_R >= 0, weights_R * w2[ids_R, 0, 0].float(), 0.0)
+        return ExpertRows(rows_RH=rows_RH * scale_R.unsqueeze(1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A layer, the hosts of its ranks and their links. Every rank is told."""
+
+    ranks_by_host: Sequence[int] = (4, 4)
+    num_tokens: int = 256
+    hidden_size: int = 2048
+    top_k: int = 8
+    num_experts: int = 64
+    wire: str = "bf16"
+    exchanges: Sequence[str] = EXCHANGES
+    rate: float = 200.0  # Mbit/s of each link, each way
+    delay: float = 0.0  # ms from one host to another
+    rounds: int = 5
+
+    def spec(self) -> LayerSpec:
+        return LayerSpec(
+            name="moe",
+            hidden_size=self.hidden_size,
+            intermediate_size=_INTERMEDIATE,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            max_tokens=self.num_tokens,
+            wire=self.wire,
+            experts=ScalingExperts,
+        )
+
+    @property
+    def hosts(self) -> HostMap:
+        """Which ranks share a host."""
+        return HostMap(tuple(host for host, ranks in enumerate(self.ranks_by_host) for _ in range(ranks)))
+
+    @property
+    def rate_bytes_per_s(self) -> float:
+        """The rate of a link."""
+        return self.rate * 1e6 / 8
+
+    def routes(self, rank: int) -> Routes:
+        """The routes of one rank: uniformly random, without repetition."""
+        draw = torch.Generator().manual_seed(1009 + rank)
+        weights_TK, ids_TK = torch.rand(self.num_tokens, self.num_experts, generator=draw).topk(self.top_k)
+        return Routes(topk_ids_TK=ids_TK, topk_weights_TK=weights_TK.softmax(-1))
+
+
+def measure_hosts(job: Job) -> list[Record]:
+    """Time one layer through each exchange, over links between hosts of this machine; a record for each."""
+    with temporary_folder("tokenyard-hosts-") as folder:
+        (folder / _JOB).write_text(json.dumps(asdict(job)))
+        program = ["-m", "tokenyard.lab.bench.hosts", str(folder)]
+        reports = start_ranks(folder, job.ranks_by_host, program, seconds=_longest(job))
+        if any(report.status for report in reports):
+            raise GroupError(
+                "ranks on hosts failed:\n" + "\n".join(report.log.strip() for report in reports),
+                expected="ranks that end well",
+                fix="read what they wrote",
+            )
+        by_rank = [
+            json.loads((folder / _FOUND.format(rank)).read_text()) for rank in range(sum(job.ranks_by_host))
+        ]
+    return _records(job, by_rank)
+
+
+def _longest(job: Job) -> float:
+    """Seconds after which the hosts of a measurement are ended."""
+    return 300.0 + job.rounds * len(job.exchanges) * 10.0
+
+
+def rows_between(job: Job, source: int, target: int, *, once: bool) -> int:
+    """Rows of one host's tokens that go to another: once for each token, or to each rank that has an expert of it."""
+    placement = Placement.contiguous(job.num_experts, sum(job.ranks_by_host))
+    rows = 0
+    for rank in job.hosts.ranks[source]:
+        rank_TK, _ = placement.resolve(job.routes(rank).topk_ids_TK, rank)
+        there = torch.stack([(rank_TK == other).any(-1) for other in job.hosts.ranks[target]])
+        rows += int((there.any(0) if once else there).sum())
+    return rows
+
+
+def bytes_from_hosts(job: Job, *, once: bool) -> list[int]:
+    """Bytes that each host sends to others in one call: rows of its own tokens, and results of the others'."""
+    exchange_spec = draft([job.spec()], sum(job.ranks_by_host), exchange="two_sided").wirings[0].exchange_spec
+    out, back = exchange_spec.dispatch_layout.stride, exchange_spec.combine_layout.stride
+    hosts = range(len(job.ranks_by_host))
+    return [
+        sum(
+            rows_between(job, host, other, once=once) * out + rows_between(job, other, host, once=once) * back
+            for other in hosts
+            if other != host
+        )
+        for host in hosts
+    ]
+
+
+def _records(job: Job, by_rank: Sequence[dict[str, Any]]) -> list[Record]:
+    least = bytes_from_hosts(job, once=True)
+    floor = 1e3 * max(least) / job.rate_bytes_per_s + 2 * job.delay
+    ms = {
+        name: [1e3 * max(rounds) for rounds in zip(*(rank["seconds"][name] for rank in by_rank), strict=True)]
+        for name in job.exchanges
+    }
+    records = []
+    for name in job.exchanges:
+        peers = {other: Spread.of(ms[other]) for other in job.exchanges if other != name}
+        halved = name == "hierarchical" and "two_sided" in ms
+        records.append(
+            Record(
+                parameters={"tokens": job.num_tokens, "exchange": name},
+                ours=Spread.of(ms[name]),
+                floor=Spread(floor),
+                peers=peers if halved else {},
+                target=peers["two_sided"].median / 2 if halved else None,
+                ratios={"two_sided / ours": Spread.ratio(ms["two_sided"], ms[name])} if halved else {},
+                details={
+                    "crossed_MB": by_rank[0]["crossed"][name] / 1e6,
+                    "least_MB": sum(least) / 1e6,
+                },
+            )
+        )
+    return records
+
+
+# -- On a rank ---------------------------------------------------------------------------------------------
+
+
+def _measure_rank(group: Group, job: Job, links: Links) -> dict[str, Any]:
+    spec = job.spec()
+    weights, routes = random_weights(spec, 0), job.routes(group.rank)
+    x_TH = torch.randn(job.num_tokens, job.hidden_size, generator=torch.Generator().manual_seed(group.rank))
+    x_TH = x_TH.to(spec.dtype)
+    layers: dict[str, MoELayer] = {}
+    expected = {}
+    for name in job.exchanges:
+        made = plan([spec], group, exchange=name)
+        layers[name] = MoELayer(made, spec.name, weights.select(made.local_experts(spec.name)))
+        expected[name] = twin(made.wiring(spec.name), weights, x_TH, routes, group.rank)
+    if group.rank == 0:
+        half = job.delay / 2e3  # a frame passes two links
+        every = {"rate": job.rate_bytes_per_s, "delay": half}
+        links.change(*({"host": host, **every} for host in range(len(job.ranks_by_host))))
+    seconds: dict[str, list[float]] = {name: [] for name in job.exchanges}
+    crossed: dict[str, int] = dict.fromkeys(job.exchanges, 0)
+    for number in range(-1, job.rounds):  # the first round warms up
+        for name in job.exchanges[:: 1 if number % 2 else -1]:
+            before = sum(links.sent().values())
+            start = start_together(group)
+            y_TH = layers[name](x_TH, routes)
+            took = time.perf_counter() - start
+            group.barrier()
+            if not torch.equal(y_TH, expected[name]):
+                raise ContractError(
+                    f"{name} gave other bits than the one-process twin",
+                    expected="the same sums",
+                    fix="find the difference first: a wrong result has no speed",
+                    rank=group.rank,
+                )
+            if number >= 0:
+                seconds[name].append(took)
+                crossed[name] = sum(links.sent().values()) - before
+    return {"seconds": seconds, "crossed": crossed}
+
+
+def main(folder: Path) -> None:
+    """One rank on one host."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    group = DistributedGroup(deadline=_DEADLINE)
+    found = _measure_rank(group, Job(**json.loads((folder / _JOB).read_text())), Links(folder))
+    (folder / _FOUND.format(group.rank)).write_text(json.dumps(found))
+    group.barrier()
+    group.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
