@@ -85,7 +85,11 @@ class BatchRoutes:
         """Whether there is one rank, and every choice of every token is one of its experts."""
         if self.spec.placement.world > 1:
             return False
-        return isinstance(self.routes, RoutingLogits) or bool((self.routes.topk_ids_TK >= 0).all())
+        if isinstance(self.routes, RoutingLogits):
+            return True
+        # Where choices are given, ids may be those of experts elsewhere: one rank of a host among others.
+        here_TK = self.routes.topk_ids_TK if self.choices is None else self.choices[0]
+        return bool((here_TK >= 0).all())
 
     @cached_property
     def rows_out(self) -> tuple[Tensor, Tensor]:
