@@ -60,7 +60,7 @@ from tokenyard.exchange.in_flight import InFlightQueue
 from tokenyard.exchange.integrity.watched import WatchedTransport
 from tokenyard.exchange.round_trip import RoundTrip
 from tokenyard.exchange.spec import ExchangeSpec
-from tokenyard.exchange.stats import LayerStats
+from tokenyard.exchange.stats import LayerStats, LoadCounter
 from tokenyard.exchange.transport import Transport
 from tokenyard.formats.base import EncodedRows
 from tokenyard.group.base import Group
@@ -101,6 +101,7 @@ class Exchange:
             else chosen(group, in_flight=in_flight)
         )
         self.stats: dict[str, LayerStats] = {}  # counters by layer
+        self.load = LoadCounter(group.device)  # choices that fell on each expert
         self._in_flight = InFlightQueue(in_flight, group.rank)
         self._plan_id = plan_id
         self._names: list[str] = []
@@ -125,6 +126,7 @@ class Exchange:
     def _served(self, specs: Sequence[ExchangeSpec]) -> None:
         self.stats = {s.layer: self.stats.get(s.layer) or LayerStats(self.group.size) for s in specs}
         self._names = list(self.stats)
+        self.load.serve({s.layer: s.num_experts for s in specs})
         self._in_flight.clear()
 
     def warmup(self, specs: Sequence[ExchangeSpec]) -> None:
@@ -172,6 +174,8 @@ class Exchange:
         with stats.waiting("dispatch"), _Waiting(self, spec):
             arrival = pending.wait()
         self._in_flight.add(arrival)
+        if isinstance(batch.routes.routes, Routes):
+            self.load.count(spec.layer, batch.routes.routes.topk_ids_TK)
         sent = self.transport.rows_sent(batch, arrival)
         stats.count_dispatch(batch.num_tokens, sent, arrival.counts_W, self.transport.bytes_sent(batch, sent))
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -57,6 +57,50 @@ class LayerStats:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return asdict(self)
+
+
+class LoadCounter:
+    """How many choices of this rank's tokens fell on each expert, by layer, since the counts were last reset.
+
+    Counts stand in one tensor for each layer, where the rows are, and are added there: nobody waits for them, and a
+    CUDA graph that holds a dispatch counts whenever it is replayed.
+
+    >>> counter = LoadCounter(torch.device("cpu"))
+    >>> counter.serve({"moe": 3})
+    >>> counter.count("moe", torch.tensor([[0, 2], [2, -1]]))
+    >>> counter.of("moe")
+    [1, 0, 2]
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._counts: dict[str, Tensor] = {}  # of choices of nobody, then of each expert
+
+    def serve(self, num_experts: Mapping[str, int]) -> None:
+        """Count for these layers, with so many experts each. What is made here is not made inside a CUDA graph."""
+        kept = self._counts
+        with torch.inference_mode(False):  # what is made there could not be written elsewhere
+            self._counts = {
+                layer: kept[layer]
+                if layer in kept and len(kept[layer]) == count + 1
+                else torch.zeros(count + 1, dtype=torch.int64, device=self._device)
+                for layer, count in num_experts.items()
+            }
+
+    def count(self, layer: str, topk_ids_TK: Tensor) -> None:
+        """Some more choices."""
+        choices_N = topk_ids_TK.flatten().long() + 1
+        self._counts[layer].scatter_add_(0, choices_N, torch.ones_like(choices_N))
+
+    def of(self, layer: str) -> list[int]:
+        """The choices that fell on each expert of a layer. Waits for the device."""
+        counts: list[int] = self._counts[layer][1:].tolist()
+        return counts
+
+    def reset(self) -> None:
+        """Count from nothing again, in the same tensors."""
+        for counts in self._counts.values():
+            counts.zero_()
 
 
 class _Stopwatch:

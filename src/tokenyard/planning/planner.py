@@ -240,6 +240,26 @@ class Plan:
             mine = {layer: stats.as_dict() for layer, stats in self.stats().items()}
             return self.group.gather_json(mine, phase="gather_stats")
 
+    def load(self, *, reset: bool = False) -> dict[str, list[int]]:
+        """By layer, how many choices of all ranks' tokens fell on each expert. Collective over the group.
+
+        Dispatches are counted since the plan was made, or since the last call with `reset`. Layers whose experts route
+        by themselves are left out: only these experts know their choices.
+        """
+        with self.exchange.in_use():
+            mine = {
+                wiring.spec.name: self.exchange.load.of(wiring.spec.name)
+                for wiring in self.draft.wirings
+                if not wiring.exchange_spec.carries_logits
+            }
+            by_rank = self.group.gather_json(mine, phase="load")
+            if reset:
+                self.exchange.load.reset()
+        return {
+            layer: [sum(counts) for counts in zip(*(r[layer] for r in by_rank), strict=True)]
+            for layer in mine
+        }
+
     def close(self) -> None:
         """Give the memory back. Every later call of this plan raises; the group stays usable."""
         self.exchange.close()
