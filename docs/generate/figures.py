@@ -16,14 +16,14 @@ from tokenyard.lab.markdown import markdown_table
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
-_SHARES = ("experts-deepseek-fp8-h200", "experts-deepseek-h200")
+_SHARE = "experts-deepseek-h200"
 _ONE_LAUNCH = "one for all ranks"
 _STATIC_NVFP4 = "nvfp4(global_scale=448.0)"
 
 
 def _summary() -> str:
     """The README's few lines: ours, the best peer, the floor."""
-    dispatch, experts, share = (measured(name) for name in ("dispatch-h200", "experts-h200", _SHARES[0]))
+    dispatch, experts, share = (measured(name) for name in ("dispatch-h200", "experts-h200", _SHARE))
 
     def sent(ranks: int, wire: str) -> Record | None:
         return dispatch.find(operation="dispatch", ranks=ranks, tokens=1024, wire=wire, launch=_ONE_LAUNCH)
@@ -82,9 +82,7 @@ def _experts_table() -> str:
 
 def _share_table() -> str:
     """One rank's share of eight of a model's experts, a line for each size."""
-    found = [record for name in _SHARES for record in measured(name).results]
-    shares = [record for record in found if CASES[record.parameters["case"]].tokens_a_rank]
-    return _stages("torch's grouped products", shares)
+    return _stages("torch's grouped products", measured(_SHARE).results)
 
 
 def _stages(peer: str, records: Iterable[Record]) -> str:
