@@ -272,3 +272,9 @@ def test_a_placement_that_lost_experts_travels_to_another_process() -> None:
     left = Placement.contiguous(4, 2).without([1])
     assert pickle.loads(pickle.dumps(left)) == left
     assert pickle.loads(pickle.dumps(left)).lost_experts == [2, 3]
+
+
+def test_replicas_are_seen_where_other_experts_are_lost() -> None:
+    """Three places for two experts that are left, of three; and two places for two."""
+    assert Placement(num_experts=3, table=((0, 1), (0,)), allow_lost=True).has_replicas
+    assert not Placement(num_experts=3, table=((0,), (1,)), allow_lost=True).has_replicas

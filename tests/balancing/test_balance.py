@@ -11,6 +11,7 @@ from tokenyard.errors import InputError
 from tokenyard.lab.balancing.forecast import LayerForecast, forecast, steps_to_pay
 from tokenyard.lab.balancing.recorded_routes import RecordedRoutes
 from tokenyard.routing import Move, Placement, balance, imbalance, moves, rank_loads
+from tokenyard.routing.balancing import _Search
 
 
 def zipf(num_experts: int, power: float, seed: int = 0) -> np.ndarray:
@@ -153,6 +154,7 @@ def test_fewer_experts_cross_between_hosts_where_hosts_are_known():
         ({"copies": -1}, "3 copies of 4 experts"),
         ({"slots": [2, 2, 2]}, "slots="),
         ({"slots": [4, -1]}, "slots="),
+        ({"slots": [2, 2.5]}, "slots="),
         ({"hosts": [0]}, "hosts="),
     ],
 )
@@ -207,3 +209,104 @@ def test_a_move_that_gains_nothing_never_pays():
 
 def test_a_rank_may_have_room_for_no_expert():
     assert balance([1.0] * 4, Placement.contiguous(4, 2), slots=[4, 0]).table == ((0, 1, 2, 3), ())
+
+
+# -- The steps of the search, by hand ----------------------------------------------------------------------
+
+
+def search_from(load, table, *, copies=None, slots=None, hosts=None, allow_lost=False):
+    present = Placement(num_experts=len(load), table=table, allow_lost=allow_lost)
+    return _Search.of(load, present, copies=copies, slots=slots, hosts=hosts)
+
+
+def matrix(num_experts, table):
+    return np.array([[expert in held for expert in range(num_experts)] for held in table])
+
+
+def held(holds):
+    return [np.flatnonzero(row).tolist() for row in holds]
+
+
+def test_of_too_many_copies_the_busiest_ranks_drop_theirs():
+    """Ranks 0 and 1 hold expert 0; rank 0 has 8 of load, rank 1 has 5. Expert 2 is on the idlest rank, and stays."""
+    table = [[0, 1], [0, 3], [2]]
+    search = search_from([3, 5, 1, 2], table, copies=0, slots=2)
+    assert held(search.adapt(search.copies_E)) == [[1], [0, 3], [2]]
+    assert held(search.present) == table
+
+
+def test_a_rank_with_less_room_than_before_gives_away_what_does_not_fit():
+    search = search_from([1, 1, 1, 1], [[0, 1, 2], [3]], slots=2)
+    assert held(search.adapt(search.copies_E)) == [[0, 1], [2, 3]]
+
+
+def test_where_ranks_with_room_hold_the_expert_they_take_another_one_and_loads_follow():
+    """Copies: 3 of expert 0 and 2 of expert 1, of 2 of load each. Only rank 1 has room, and it holds expert 0."""
+    search = search_from([6, 4], [[1], [0], [0, 1]], copies=3, slots=[1, 2, 2])
+    assert search.copies_E.tolist() == [3, 2]
+    holds, loads = search.present.copy(), np.array([2.0, 2.0, 4.0])
+    search._place(holds, loads, 0, 2.0)
+    assert held(holds) == [[0], [0, 1], [0, 1]]
+    assert loads.tolist() == [2.0, 4.0, 4.0]
+
+
+def test_a_small_gain_counts_only_on_the_way_to_a_goal():
+    """A quarter of 1000.5 is less than 0.05%. At the goal nothing moves."""
+    table = [[0, 1, 2], [3]]
+    search = search_from([1000, 0.25, 0.25, 1000], table, slots=3)
+    assert held(search.swap(search.present)) == table
+    assert held(search.swap(search.present, goal=1000.5)) == table
+    assert held(search.swap(search.present, goal=1000.25)) == [[0, 2], [1, 3]]
+    assert held(search.present) == table
+
+
+def test_no_rank_takes_back_an_expert_that_it_holds():
+    """Expert 1 for the copy of expert 0 would be 4 and 9 of load instead of 10 and 3, with a copy less."""
+    search = search_from([4, 8, 1], [[0, 1], [0, 2]], slots=2)
+    assert held(search.swap(search.present)) == [[0, 1], [0, 2]]
+
+
+def test_the_first_expert_is_swapped_as_any_other():
+    """5 for 1 gives 5 and 5; 4 for 1 would give 6 and 4. No rank has room."""
+    search = search_from([1, 5, 4], [[1, 2], [0]], slots=[2, 1])
+    assert held(search.swap(search.present)) == [[0, 2], [1]]
+
+
+def test_shares_go_where_most_of_them_is_and_then_to_the_same_host():
+    """Experts 0 and 2 are both on host 0: they go to rank 0 before 1 and 4 do, of which rank 2 holds as much."""
+    present = [[0, 1], [2, 3], [4, 5], [6, 7]]
+    search = search_from([1] * 8, present, hosts=[0, 0, 1, 1])
+    packed = matrix(8, [[0, 2], [1, 4], [3, 5], [6, 7]])
+    assert held(search.renumber(packed)) == [[0, 2], [3, 5], [1, 4], [6, 7]]
+
+
+def test_moves_between_hosts_and_between_ranks_are_counted():
+    search = search_from([1] * 4, [[0], [1], [2], [3]], hosts=[0, 0, 1, 1])
+    assert search.moved(matrix(4, [[1], [3], [2], [0]])) == (2, 3)
+    assert search.moved(search.present) == (0, 0)
+
+
+def test_a_placement_serves_if_it_fits_and_nobody_is_missing():
+    search = search_from([1, 1, 0], [[0], [1]], copies=0, slots=2, allow_lost=True)
+    assert not search.serves(search.present)  # nobody holds expert 2
+    assert search.serves(matrix(3, [[0, 2], [1]]))
+    assert not search.serves(matrix(3, [[0, 2], [1, 2]]))  # a copy more than asked for
+    assert not search.serves(matrix(3, [[0, 1, 2], []]))  # more than rank 0 has room for
+
+
+def test_nothing_moves_where_nothing_was_counted():
+    present = Placement.contiguous(2, 2)
+    assert balance([0, 0], present, copies=1, slots=2) == present
+
+
+def test_one_rank_holds_an_expert_once_however_much_room_it_has():
+    assert balance([1.0, 2.0], Placement.contiguous(2, 1), copies=1, slots=3).table == ((0, 1),)
+
+
+def test_a_load_below_one_is_a_load():
+    assert imbalance([0.5, 0.25]) == 0.5 / 0.375
+
+
+def test_a_load_that_is_no_number_is_refused_for_one_expert_too():
+    with pytest.raises(InputError, match="a load of"):
+        balance(["a"], Placement.contiguous(1, 1))

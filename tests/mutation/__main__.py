@@ -33,6 +33,7 @@ from rich.progress import Progress
 from tests.faults.report import rewrite
 from tests.mutation import trial
 from tests.mutation.mutants import draw, mutants_of
+from tests.mutation.preloaded import is_in_a_function
 from tests.mutation.selection import Record, choose
 
 ROOT = Path(__file__).parents[2]
@@ -136,21 +137,24 @@ class Equivalents:
 def record_tests(folder):
     """Run the tests once, and keep which lines each of them runs."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        "2",
-        "--dist",
-        "worksteal",
-        "-p",
-        "tests.mutation.recorder",
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal"]
     environment = os.environ | {"MUTATION_RECORD": str(folder.resolve())}
-    left_out = [f"--ignore-glob={ROOT / pattern}" for pattern in LEFT_OUT]
-    subprocess.run([*command, *left_out, *TESTS], cwd=ROOT, env=environment, check=False)
+    recorder = ["-p", "tests.mutation.recorder"]
+    subprocess.run([*command, *recorder, *tests_of_the_core()], cwd=ROOT, env=environment, check=False)
+
+
+def tests_of_the_core():
+    """Arguments for pytest."""
+    return [*(f"--ignore-glob={pattern}" for pattern in LEFT_OUT), *TESTS]
+
+
+def ways_to_meet(record, mutant):
+    """With tests that were imported before the mutant came, where that shows it; in fresh processes otherwise."""
+    if not is_in_a_function(mutant, (ROOT / mutant.path).read_text()):
+        return ("anew",)
+    last = mutant.line + mutant.before.count("\n")
+    imported = record.runs_while_imported(mutant.path, mutant.line, last)
+    return ("preloaded", "anew") if imported else ("preloaded",)
 
 
 def stages(record, mutant, limits):
@@ -188,9 +192,9 @@ def unseen(mutants, paths):
     return [mutant for mutant in mutants if wherever_it_stands(mutant) not in tried]
 
 
-def start_workers(number, start, root):
+def start_workers(number, start, *arguments):
     """Processes in which `trial.meet` is called. Those of a `multiprocessing.Pool` may start none, as tests do."""
-    return ProcessPoolExecutor(number, multiprocessing.get_context("spawn"), start, (root,))
+    return ProcessPoolExecutor(number, multiprocessing.get_context("spawn"), start, arguments)
 
 
 def meet_in_turn(workers, number, trials, until):
@@ -289,10 +293,11 @@ def main():
             outcomes.append((mutant, known.get(str(mutant), trial.Outcome("alive"))))
             continue
         parts = stages(record, mutant, limits)
-        trials.append((mutant, parts, {test for tests, _ in parts for test in tests} - doubtful))
+        reliable = {test for tests, _ in parts for test in tests} - doubtful
+        trials.append((mutant, parts, reliable, ways_to_meet(record, mutant)))
     until = time.monotonic() + 60 * options.minutes
     with (
-        start_workers(options.workers, trial.start_worker, ROOT) as workers,
+        start_workers(options.workers, trial.start_worker, ROOT, tests_of_the_core()) as workers,
         Progress(console=console) as progress,
     ):
         task = progress.add_task("mutants", total=len(trials))

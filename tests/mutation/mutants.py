@@ -21,6 +21,8 @@ _COMPARISONS = {
     ast.In: ast.NotIn,
     ast.NotIn: ast.In,
 }
+# For limits of time: no clock stands exactly at one, so nothing depends on which side the limit itself is.
+_OPPOSITES = {ast.Lt: ast.GtE, ast.LtE: ast.Gt, ast.Gt: ast.LtE, ast.GtE: ast.Lt}
 _ARITHMETIC = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
@@ -92,7 +94,8 @@ def draw(mutants, count, seed):
 def _changes(node):
     """What may stand in a node's place."""
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
-        yield _text(ast.Compare(node.left, [_COMPARISONS[type(node.ops[0])]()], node.comparators))
+        others = _COMPARISONS | (_OPPOSITES if "time.monotonic()" in _text(node) else {})
+        yield _text(ast.Compare(node.left, [others[type(node.ops[0])]()], node.comparators))
     elif isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC and not _is_text(node):
         yield _text(ast.BinOp(node.left, _ARITHMETIC[type(node.op)](), node.right))
     elif isinstance(node, ast.BoolOp):

@@ -3,7 +3,8 @@
     pytest -p tests.mutation.recorder    with MUTATION_RECORD=<folder>, and MUTATION_CASES=<number> if need be
 
 Lines that run in other processes are not seen; that a test started some is. With a number of cases, each test function
-runs with so many of its parameters, evenly chosen: enough to see its lines, where there is no time for all of them.
+runs with so many of its parameters, evenly chosen: enough to see most of its lines, where there is no time for all of
+them. The names of the others are kept, too.
 """
 
 import json
@@ -31,6 +32,8 @@ class _Recorder:
         if most := int(os.environ.get("MUTATION_CASES", "0")):
             kept = set(chosen_cases([item.nodeid for item in items], most))
             config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
+            others = [item.nodeid for item in items if item.nodeid not in kept]
+            (self.folder / f"others.{self.worker}.json").write_text(json.dumps(others))
             items[:] = [item for item in items if item.nodeid in kept]
 
     @pytest.hookimpl(wrapper=True)

@@ -12,8 +12,9 @@ import pytest
 from tests.mutation import __main__ as tool
 from tests.mutation import trial
 from tests.mutation.mutants import draw, mutants_of
+from tests.mutation.preloaded import codes_of, is_in_a_function, replace_code
 from tests.mutation.recorder import chosen_cases
-from tests.mutation.selection import choose
+from tests.mutation.selection import Record, choose
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,6 +27,7 @@ def changes(source):
     ("source", "change"),
     [
         ("a < b", ("a < b", "(a <= b)")),
+        ("time.monotonic() < b", ("time.monotonic() < b", "(time.monotonic() >= b)")),
         ("a is None", ("a is None", "(a is not None)")),
         ("a * b", ("a * b", "(a // b)")),
         ("a and b", ("a and b", "(a or b)")),
@@ -82,10 +84,13 @@ class SmallRecord:
     }
 
     def covering(self, *_):
-        return {test for test in self.tests if "a.py" in test}
+        return {test for test in self.tests if "a.py" in test and "[3]" not in test}
 
     def starting_processes(self):
         return {"tests/group/b.py::processes"}
+
+    def others_like(self, tests):
+        return {"tests/a.py::quick[3]"} & set(self.tests)
 
 
 def test_each_function_has_its_turn_within_the_time():
@@ -149,6 +154,29 @@ def test_a_quick_record_has_some_cases_of_each_function():
     ]
 
 
+def test_cases_that_were_not_recorded_are_like_those_of_their_function_that_were(tmp_path):
+    """They come behind the tests of a line; of a function that did not run nothing is known."""
+    ran = {
+        "tests/a.py::f[1]": {"seconds": 1.0, "processes": False, "passed": True},
+        "tests/a.py::f[2]": {"seconds": 3.0, "processes": True, "passed": True},
+    }
+    (tmp_path / "tests.main.json").write_text(json.dumps(ran))
+    (tmp_path / "others.main.json").write_text(json.dumps(["tests/a.py::f[3]", "tests/a.py::g[1]"]))
+    record = Record(tmp_path)
+    assert record.tests["tests/a.py::f[3]"] == {"seconds": 2.0, "processes": True, "passed": True}
+    assert "tests/a.py::g[1]" not in record.tests
+    assert record.others_like(["tests/a.py::f[1]"]) == {"tests/a.py::f[3]"}
+    assert "tests/a.py::f[3]" in record.may_fail_by_itself()
+    mutant = mutants_of("src/tokenyard/group/x.py", "a < b")[0]
+    with_another = SmallRecord()
+    with_another.tests = SmallRecord.tests | {"tests/a.py::quick[3]": {"seconds": 0.1}}
+    assert choose(with_another, mutant, 60)[2:] == [
+        "tests/a.py::quick[2]",
+        "tests/a.py::quick[3]",
+        "tests/group/b.py::processes",
+    ]
+
+
 def test_mutants_that_earlier_outcomes_tell_of_can_be_left_out(tmp_path):
     """Wherever their line stands now; another change of the same line is another mutant."""
     source = "a = 1 < 2\nb = 3\n"
@@ -179,17 +207,18 @@ def test_it():
 
 def start_small_worker(folder):
     trial._KEPT = ("src", "tests")
-    trial.start_worker(folder)
+    trial.start_worker(folder, ["tests"])
 
 
 def meet_small_mutant(folder):
-    """What becomes of a mutant of a small project, with each of those tests, and with others."""
+    """What becomes of a mutant of a small project, with each of those tests, and with others, in both ways."""
     mutant = next(m for m in mutants_of("src/small.py", _SMALL) if m.after == "(x // 2)")
-    lists = [[f"tests/test_{number}.py"] for number in range(len(_TESTS))]
-    lists += [["tests/test_nowhere.py"], ["tests/test_3.py::test_it", "tests/test_0.py::test_it"]]
+    lists = [[f"tests/test_{number}.py::test_it"] for number in range(len(_TESTS))]
+    lists += [["tests/test_nowhere.py::test_it"], ["tests/test_3.py::test_it", "tests/test_0.py::test_it"]]
     with tool.start_workers(1, start_small_worker, folder) as workers:
-        limits = [5 if tests == ["tests/test_2.py"] else 60 for tests in lists]
-        trials = [(mutant, [each], ()) for each in zip(lists, limits, strict=True)]
+        limits = [5 if number == 2 else 60 for number in range(len(lists))]
+        stages = [[each] for each in zip(lists, limits, strict=True)]
+        trials = [(mutant, each, (), (way,)) for way in ("preloaded", "anew") for each in stages]
         outcomes = list(workers.map(trial.meet, trials))
     print(json.dumps([(outcome.verdict, outcome.test) for _, outcome in outcomes]))
 
@@ -204,7 +233,7 @@ def test_what_becomes_of_a_mutant(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
     )
-    assert json.loads(done.stdout) == [
+    each_way = [
         ["killed", "tests/test_0.py::test_it"],
         ["alive", None],
         ["timed out", None],
@@ -213,6 +242,29 @@ def test_what_becomes_of_a_mutant(tmp_path):
         ["met by no test", None],
         ["killed", "tests/test_0.py::test_it"],
     ]
+    assert json.loads(done.stdout) == [*each_way, *each_way]
+
+
+def test_functions_get_the_code_of_the_mutant():
+    """Those that a module has, and those that others hold; where a line has several, nobody can tell which is meant."""
+    source = "def f(x):\n    return [x * 2 for _ in [0]][0]\n\ndef g():\n    return lambda x: x * 2\n"
+    names = {}
+    exec(compile(source, "small.py", "exec"), names)
+    held = names["g"]()
+    functions = [names["f"], names["g"], held]
+    for mutant in (m for m in mutants_of("small.py", source) if m.after == "(x // 2)"):
+        replace_code(functions, codes_of(mutant.apply(source), "small.py"))
+        assert is_in_a_function(mutant, source)
+    assert names["f"](6) == 12  # the second mutant is without the first
+    assert held(6) == names["g"]()(6) == 3
+    with pytest.raises(ValueError, match="2 codes"):
+        replace_code([names["g"]()], {("g.<locals>.<lambda>", 5): [names["f"].__code__] * 2})
+
+
+def test_what_runs_while_modules_are_imported_is_met_in_fresh_processes():
+    source = "LIMIT = 3\n\n@register(1)\ndef f(a=2):\n    return a + 4\n"
+    inside = {m.before: is_in_a_function(m, source) for m in mutants_of("file.py", source)}
+    assert inside == {"3": False, "2": False, "a + 4": True, "4": True}
 
 
 def test_a_run_that_was_cut_off_goes_on(tmp_path):

@@ -198,14 +198,13 @@ class _Search:
         holds = self.present.copy()
         share = self.load / copies_E
         loads = holds @ share
-        for expert in np.flatnonzero(holds.sum(axis=0) > copies_E):
-            for _ in range(int(holds[:, expert].sum() - copies_E[expert])):
-                rank = np.where(holds[:, expert], loads, -np.inf).argmax()
-                holds[rank, expert] = False
-                loads[rank] -= share[expert]
-        overfull = holds.sum(axis=1) - self.slots
-        for rank in np.flatnonzero(overfull > 0):
-            for expert in np.flatnonzero(holds[rank])[: overfull[rank]]:
+        for expert, surplus in enumerate(holds.sum(axis=0) - copies_E):
+            for _ in range(surplus):
+                busiest = np.where(holds[:, expert], loads, -np.inf).argmax()
+                holds[busiest, expert] = False
+                loads[busiest] -= share[expert]
+        for rank, room in enumerate(self.slots):
+            for expert in np.flatnonzero(holds[rank])[room:]:
                 holds[rank, expert] = False
                 loads[rank] -= share[expert]
         missing = copies_E - holds.sum(axis=0)
@@ -254,7 +253,7 @@ class _Search:
             less = share[given][:, None] - back_N[None, :]  # what the busiest rank is rid of
             larger = np.maximum(loads[busiest] - less, loads[rank_N][None, :] + less)
             refused = holds[:, given][rank_N].T | ((taken_N >= 0) & holds[busiest, taken_N])[None, :]
-            larger = np.where(refused | (less <= 0), np.inf, larger)
+            larger = np.where(refused, np.inf, larger)
             best = np.unravel_index(larger.argmin(), larger.shape)
             if not larger[best] < loads[busiest] * (1 - least):
                 break
@@ -270,9 +269,8 @@ class _Search:
         for host in np.unique(self.host):
             near[self.host == host] = self.present[self.host == host].any(axis=0)
         kept = holds.astype(float) @ (self.present + near / 10).T  # [share, rank]
-        kept[
-            self.slots[:, None] != self.slots[None, :]
-        ] = -1  # a rank with other memory cannot take the share
+        # A rank with other memory cannot take the share.
+        kept[self.slots[:, None] != self.slots[None, :]] = -np.inf
         renumbered = np.zeros_like(holds)
         shares, ranks = np.ones(len(holds), dtype=bool), np.ones(len(holds), dtype=bool)
         for place in np.argsort(-kept, axis=None, kind="stable"):
@@ -317,8 +315,8 @@ def _placement(present: Placement, holds: Holds) -> Placement:
     for rank, before in enumerate(present.table):
         wanted = set(np.flatnonzero(holds[rank]).tolist())
         new = sorted(wanted - set(before))
-        places = [expert if expert in wanted else (new.pop(0) if new else -1) for expert in before]
-        table.append([expert for expert in places if expert >= 0] + new)
+        places = [expert if expert in wanted else (new.pop(0) if new else None) for expert in before]
+        table.append([expert for expert in places if expert is not None] + new)
     return Placement.explicit(present.num_experts, table)
 
 
@@ -326,7 +324,7 @@ def _checked_load(load_E: Sequence[float], num_experts: int) -> Loads:
     try:
         load = np.asarray(load_E, dtype=np.float64)
     except (TypeError, ValueError):
-        load = np.empty(0)
+        load = np.full(num_experts, np.nan)
     if load.shape != (num_experts,) or not np.isfinite(load).all() or (load < 0).any():
         raise InputError(
             f"a load of {shown(load_E)}",
