@@ -82,14 +82,13 @@ class BatchRoutes:
 
     @cached_property
     def stays_whole(self) -> bool:
-        """Whether there is one rank, and every choice of every token is one of its experts."""
-        if self.spec.placement.world > 1:
+        """Whether there is one CPU rank, and every choice of every token is one of its experts."""
+        routes = self.routes
+        there = routes.topk_ids_TK if isinstance(routes, Routes) else routes.logits_RE
+        # Where choices are given, ids may be those of experts elsewhere. A GPU would be waited for once more.
+        if self.spec.placement.world > 1 or self.choices is not None or not there.is_cpu:
             return False
-        if isinstance(self.routes, RoutingLogits):
-            return True
-        # Where choices are given, ids may be those of experts elsewhere: one rank of a host among others.
-        here_TK = self.routes.topk_ids_TK if self.choices is None else self.choices[0]
-        return bool((here_TK >= 0).all())
+        return isinstance(routes, RoutingLogits) or self.num_tokens == 0 or int(there.min()) >= 0
 
     @cached_property
     def rows_out(self) -> tuple[Tensor, Tensor]:
@@ -131,12 +130,14 @@ class BatchRoutes:
     def local_routes(self) -> tuple[Tensor, Tensor]:
         """Ids and weights of every row that goes out, by rank: the ids of that rank's own experts, else -1."""
         assert isinstance(self.routes, Routes)
+        weights_TK = self.routes.topk_weights_TK.detach()
         if self.stays_whole:
-            return self.resolved[1].clone(), self.routes.topk_weights_TK.to(torch.float32, copy=True)
+            local_TK = self.spec.placement.local_ids(self.routes.topk_ids_TK)
+            return local_TK, weights_TK.to(torch.float32, copy=True)
         target_N, token_N = self.rows_out
         rank_TK, local_TK = self.resolved
         here_NK = rank_TK[token_N] == target_N.unsqueeze(1)
-        weights_NK = torch.where(here_NK, self.routes.topk_weights_TK[token_N].float(), 0.0)
+        weights_NK = torch.where(here_NK, weights_TK[token_N].float(), 0.0)
         return torch.where(here_NK, local_TK[token_N], -1), weights_NK
 
 

@@ -63,7 +63,6 @@ class LocalTransport(Transport):
         return [count * batch.spec.dispatch_layout.stride for count in rows]
 
 
-@torch.no_grad()
 def _received(batch: Batch) -> ReceivedRows:
     """The rows of a batch that have an expert, which all of them arrive."""
     rows, spec = batch.rows, batch.spec
@@ -71,7 +70,7 @@ def _received(batch: Batch) -> ReceivedRows:
     (tokens_N,) = (None,) if batch.routes.stays_whole else batch.routes.tokens_by_rank
     routes: LocalRoutes | RoutingLogits
     if isinstance(batch.routes.routes, RoutingLogits):
-        routes = RoutingLogits(logits_RE=batch.routes.routes.logits_RE.clone())
+        routes = RoutingLogits(logits_RE=batch.routes.routes.logits_RE.detach().clone())
     else:
         ids_RK, weights_RK = batch.routes.local_routes()
         routes = LocalRoutes(ids_RK=ids_RK, weights_RK=weights_RK)
@@ -86,9 +85,8 @@ def _received(batch: Batch) -> ReceivedRows:
 
 
 def _copied(payloads: Mapping[str, Tensor], tokens_N: Tensor | None) -> dict[str, Tensor]:
-    """Payloads of some tokens, or of all."""
-    if tokens_N is None:
-        return {
-            name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in payloads.items()
-        }
-    return {name: tensor[tokens_N] for name, tensor in payloads.items()}
+    """Payloads of some tokens, or of all; what wants a gradient stays behind."""
+    if tokens_N is not None:
+        return {name: tensor.detach()[tokens_N] for name, tensor in payloads.items()}
+    contiguous = torch.contiguous_format
+    return {name: tensor.detach().clone(memory_format=contiguous) for name, tensor in payloads.items()}

@@ -36,16 +36,16 @@ TABLE_BLOCK = 512 * 1024
 NARROWEST_LINE = 512
 
 
-@torch.no_grad()  # a residual may want a gradient; layers have none, and sums are made in place
 def sum_over_ranks(
     home: Sequence[EncodedRows], tokens_by_rank: Sequence[Tensor], out_TH: Tensor, add: Sequence[Tensor]
 ) -> Tensor:
     """Write into `out_TH` the sum of `home[w]`, the rows of tokens `tokens_by_rank[w]`, and of `add`."""
     record(Duty.REDUCE_RANKS, sum(tokens.numel() for tokens in tokens_by_rank))
-    if len(home) == 1 and not add and tokens_by_rank[0].numel() == len(out_TH):
+    if len(home) == 1 and not add and tokens_by_rank[0].numel() == out_TH.shape[0]:
         # One rank has the rows of all tokens. The sum begins with +0, which makes +0 of -0.
         (rows,) = home
-        return out_TH.copy_(rows.decode(torch.float32 if rows.format.quantized else out_TH.dtype)).add_(0.0)
+        y_TH = rows.decode(torch.float32 if rows.format.quantized else out_TH.dtype)
+        return out_TH.copy_(y_TH.detach()).add_(0.0)
     table = None if add else _table_of(home, out_TH)
     if table is None:
         return _sum_decoded(home, tokens_by_rank, out_TH, add)
@@ -146,6 +146,7 @@ with warnings.catch_warnings():
 # -- Decoded -----------------------------------------------------------------------------------------------
 
 
+@torch.no_grad()  # a residual may want a gradient; layers have none, and sums are made in place
 def _sum_decoded(
     home: Sequence[EncodedRows], tokens_by_rank: Sequence[Tensor], out_TH: Tensor, add: Sequence[Tensor]
 ) -> Tensor:

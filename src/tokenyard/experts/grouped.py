@@ -27,8 +27,8 @@ how many rows share its expert, since that is what a BLAS library chooses its ti
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from typing import Literal, TypeVar
 
 import torch
@@ -39,10 +39,10 @@ from tokenyard.duties import Duty, record, record_weights
 from tokenyard.errors import ContractError
 from tokenyard.experts import workers
 from tokenyard.experts.base import Experts, ExpertWeights, local_routes
-from tokenyard.experts.pairs import SortedPairs, sort_pairs
+from tokenyard.experts.pairs import SortedPairs, check_local_id, check_shapes, sort_pairs
 from tokenyard.experts.tiles import product_by_tiles
 from tokenyard.formats import WEIGHT_FORMATS, Fp8Block128, QuantizedMatrix
-from tokenyard.rows import ExpertRows, ReceivedRows, UnfinalizedRows
+from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows, UnfinalizedRows
 
 Item = TypeVar("Item")
 ProductPath = Literal["grouped_mm", "upcast", "mm"]
@@ -64,7 +64,7 @@ SUM_BLOCK = 128 * 1024
 GROUPED_MM_ALIGNMENT = 16  # bytes
 
 
-@functools.cache
+@cache
 def cpu_multiplies(dtype: torch.dtype) -> bool:
     """Whether this CPU has instructions that multiply and add this 16-bit dtype."""
     features = {
@@ -127,11 +127,16 @@ class GroupedExperts(Experts):
         spec = self.spec
         if received.rows.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return self.compute_fixed(received, finalize=finalize)
-        pairs, weights = sort_pairs(local_routes(received), spec.num_local_experts), self.weights
-        if isinstance(weights.w13, QuantizedMatrix) or spec.batch_invariant:
+        routes, weights = local_routes(received), self.weights
+        by_tiles = isinstance(weights.w13, QuantizedMatrix) or spec.batch_invariant
+        one_row = received.num_rows == 1 and routes.ids_RK.shape[:1] == (1,)
+        if one_row and not by_tiles and routes.ids_RK.is_cpu:
+            return self._one_row(weights, received, routes, finalize=finalize)
+        pairs = sort_pairs(routes, spec.num_local_experts)
+        if by_tiles:
             y_NH = self._tile_by_tile(weights, self.incoming(received, torch.float32), pairs)
         else:
-            x_RH = self.incoming(received, weights.w13.dtype)
+            x_RH = self.incoming(received, weights.plain_matrices()[0].dtype)
             at_once = self._path(weights, max(pairs.counts, default=0)) == "grouped_mm"
             compute = self._all_at_once if at_once else self._one_by_one
             y_NH = compute(weights, x_RH, pairs)
@@ -163,7 +168,7 @@ class GroupedExperts(Experts):
                 "by the experts",
                 fix="run this layer outside of the CUDA graph",
             )
-        w13, w2 = weights.plain_matrices()
+        w13, _ = weights.plain_matrices()
         (num_rows, top_k), num_experts = routes.ids_RK.shape, spec.num_local_experts
         expert_N = routes.ids_RK.reshape(-1).long()
         expert_N = torch.where(
@@ -177,12 +182,7 @@ class GroupedExperts(Experts):
         if spec.weight_on == "input":
             x_NH = (x_NH.float() * weights_N[order_N].unsqueeze(1)).to(w13.dtype)
         own_N = sorted_N.clamp(max=num_experts - 1)
-        pre = functional.grouped_mm(x_NH, w13.mT, offs=ends_L)
-        if weights.b13 is not None:
-            pre = pre + weights.b13.float()[own_N]
-        y_NH = functional.grouped_mm(spec.activation(pre).to(w2.dtype), w2.mT, offs=ends_L)
-        if weights.b2 is not None:
-            y_NH = y_NH + weights.b2.float()[own_N]
+        y_NH = self._both_products(weights, x_NH, own_N, partial(_by_groups, ends_L))
         place_N = torch.empty_like(order_N).scatter_(
             0, order_N, torch.arange(len(order_N), device=order_N.device)
         )
@@ -213,19 +213,59 @@ class GroupedExperts(Experts):
 
     def _all_at_once(self, weights: ExpertWeights, x_RH: Tensor, pairs: SortedPairs) -> Tensor:
         """The results of all pairs, in the order of `by_expert_N`, by two grouped products."""
-        order, (w13, w2) = pairs.by_expert_N, weights.plain_matrices()
+        order, (w13, _) = pairs.by_expert_N, weights.plain_matrices()
         if order.shape[0] == 0:
             return x_RH.new_empty(0, self.spec.hidden_size)
         ends_L = pairs.counts_L.cumsum(0, dtype=torch.int32)
         x_NH = self._inputs(x_RH, pairs, order, w13.dtype)
-        pre = functional.grouped_mm(x_NH, w13.mT, offs=ends_L)
+        return self._both_products(weights, x_NH, pairs.expert_N, partial(_by_groups, ends_L))
+
+    def _one_row(
+        self, weights: ExpertWeights, received: ReceivedRows, routes: LocalRoutes, *, finalize: bool
+    ) -> ExpertRows | UnfinalizedRows:
+        """The result of one row, choice by choice: there is nothing to sort, and nothing to gather."""
+        check_shapes(routes)
+        (w13, _), (ids,) = weights.plain_matrices(), routes.ids_RK.tolist()
+        check_local_id(max(ids, default=-1), self.spec.num_local_experts)
+        choices = [choice for choice, expert in enumerate(ids) if expert >= 0]
+        experts = [ids[choice] for choice in choices]
+        x_1H, weights_N = self.incoming(received, w13.dtype), routes.weights_RK[0].float()
+        if len(experts) < len(ids):
+            weights_N = weights_N[choices]
+        x_NH = x_1H.expand(len(experts), -1)
+        if self.spec.weight_on == "input":
+            record_weights(weights_N)
+            x_NH = (x_NH.float() * weights_N.unsqueeze(1)).to(w13.dtype)
+            weights_N = torch.ones_like(weights_N)
+        y_NH = x_NH.new_empty(0, self.spec.hidden_size)
+        if experts:
+            y_NH = self._both_products(weights, x_NH, experts, partial(_row_by_row, experts))
+        if not finalize:
+            index_N = torch.tensor(choices, dtype=torch.int64)
+            return UnfinalizedRows(
+                rows_NH=y_NH, weights_N=weights_N, index_N=index_N, num_rows=1, top_k=len(ids)
+            )
+        record_weights(weights_N)
+        record(Duty.REDUCE_EXPERTS, len(experts))
+        sums_1H = x_1H.new_zeros(x_1H.shape, dtype=torch.float32)
+        for y_H in (y_NH * weights_N.unsqueeze(1)).unbind():
+            sums_1H += y_H
+        return ExpertRows(rows_RH=sums_1H)
+
+    def _both_products(
+        self,
+        weights: ExpertWeights,
+        x_NH: Tensor,
+        expert_N: Tensor | list[int],
+        product: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """The results of rows, each of the expert in `expert_N`, by two products `(rows, matrices of all experts)`."""
+        w13, w2 = weights.plain_matrices()
+        pre = product(x_NH, w13)
         if weights.b13 is not None:
-            pre = pre + weights.b13.float().repeat_interleave(pairs.counts_L, dim=0)
-        inner_NI = self.spec.activation(pre).to(w2.dtype)
-        y_NH = functional.grouped_mm(inner_NI, w2.mT, offs=ends_L)
-        if weights.b2 is not None:
-            y_NH = y_NH + weights.b2.float().repeat_interleave(pairs.counts_L, dim=0)
-        return y_NH
+            pre = pre + weights.b13[expert_N].float()
+        y_NH = product(self.spec.activation(pre).to(w2.dtype), w2)
+        return y_NH if weights.b2 is None else y_NH + weights.b2[expert_N].float()
 
     def _one_by_one(self, weights: ExpertWeights, x_RH: Tensor, pairs: SortedPairs) -> Tensor:
         """The results of all pairs, in the order of `by_expert_N`, expert by expert, in float32."""
@@ -256,6 +296,17 @@ class GroupedExperts(Experts):
         pre = product_by_tiles(x_NH, weights.w13, weights.b13, runs, row_by_row=invariant)
         act = self.spec.activation.reproducible if invariant else self.spec.activation
         return product_by_tiles(self.between(act(pre)), weights.w2, weights.b2, runs, row_by_row=invariant)
+
+
+def _by_groups(ends_L: Tensor, x_ND: Tensor, w_LOD: Tensor) -> Tensor:
+    """The product of rows that are sorted by expert, each expert's up to its end."""
+    return functional.grouped_mm(x_ND, w_LOD.mT, offs=ends_L)
+
+
+def _row_by_row(experts: Sequence[int], x_ND: Tensor, w_LOD: Tensor) -> Tensor:
+    """The product of each row with the matrix of its expert."""
+    rows = zip(x_ND.unsqueeze(1).unbind(), experts, strict=True)
+    return torch.cat([functional.linear(x_1D, w_LOD[expert]) for x_1D, expert in rows])
 
 
 def _product(x_nD: Tensor, w_OD: Tensor, out: Tensor | None = None) -> Tensor:

@@ -34,6 +34,7 @@ class SortedPairs:
     row_N: Tensor  # the received row of each pair, in the order of index_N
     weights_N: Tensor  # float32, in the order of index_N
     by_expert_N: Tensor
+    expert_N: Tensor  # the expert of each pair, in the order of by_expert_N
     place_N: Tensor
     counts: tuple[int, ...]
     counts_L: Tensor  # the same, on the device
@@ -49,6 +50,27 @@ class SortedPairs:
             start += count
 
 
+def check_shapes(routes: LocalRoutes) -> None:
+    """Raise unless there is a weight for each id."""
+    ids_RK, weights_RK = routes.ids_RK, routes.weights_RK
+    if ids_RK.dim() != 2 or ids_RK.shape != weights_RK.shape:
+        raise InputError(
+            f"ids_RK is {list(ids_RK.shape)} and weights_RK is {list(weights_RK.shape)}",
+            expected="one id and one weight for each received row and choice: [R, K] both",
+            fix="pass the routes of this batch",
+        )
+
+
+def check_local_id(highest: int, num_local_experts: int) -> None:
+    """Raise unless the highest id of a batch is that of an expert of this rank."""
+    if highest >= num_local_experts:
+        raise InputError(
+            f"ids_RK holds local expert id {highest}",
+            expected=f"ids from -1 to {num_local_experts - 1}: this rank has {num_local_experts} experts",
+            fix="map global expert ids to local ones through the placement",
+        )
+
+
 def sort_pairs(routes: LocalRoutes, num_local_experts: int) -> SortedPairs:
     """Find the pairs of a batch and sort them by expert; ties keep the order of `index_N`.
 
@@ -57,29 +79,19 @@ def sort_pairs(routes: LocalRoutes, num_local_experts: int) -> SortedPairs:
     >>> pairs.index_N.tolist(), pairs.by_expert_N.tolist(), pairs.counts
     ([0, 2, 3], [1, 0, 2], (1, 2))
     """
+    check_shapes(routes)
     ids_RK, weights_RK = routes.ids_RK, routes.weights_RK
-    if ids_RK.dim() != 2 or ids_RK.shape != weights_RK.shape:
-        raise InputError(
-            f"ids_RK is {list(ids_RK.shape)} and weights_RK is {list(weights_RK.shape)}",
-            expected="one id and one weight for each received row and choice: [R, K] both",
-            fix="pass the routes of this batch",
-        )
     ids = ids_RK.reshape(-1)
     index_N = (ids >= 0).nonzero().view(-1)
-    expert_N = ids[index_N]
+    expert_N, by_expert_N = torch.sort(ids[index_N], stable=True)
     counts_L = torch.bincount(expert_N, minlength=num_local_experts)
-    if counts_L.shape[0] > num_local_experts:
-        raise InputError(
-            f"ids_RK holds local expert id {counts_L.shape[0] - 1}",
-            expected=f"ids from -1 to {num_local_experts - 1}: this rank has {num_local_experts} experts",
-            fix="map global expert ids to local ones through the placement",
-        )
-    by_expert_N = torch.argsort(expert_N, stable=True)
+    check_local_id(counts_L.shape[0] - 1, num_local_experts)
     return SortedPairs(
         index_N=index_N,
         row_N=index_N // ids_RK.shape[1],
         weights_N=weights_RK.reshape(-1)[index_N].float(),
         by_expert_N=by_expert_N,
+        expert_N=expert_N,
         place_N=torch.argsort(by_expert_N),
         counts=tuple(counts_L.tolist()),
         counts_L=counts_L,

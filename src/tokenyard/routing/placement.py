@@ -218,6 +218,16 @@ class Placement:
         replica_TK = id_sum_T1 % count_E[topk_ids_TK]
         return rank_EC[topk_ids_TK, replica_TK], local_EC[topk_ids_TK, replica_TK]
 
+    def local_ids(self, topk_ids_TK: Tensor) -> Tensor:
+        """Fresh local ids (int32) of choices that are all on one rank, none of nobody.
+
+        >>> Placement.explicit(3, [[2, 0, 1]]).local_ids(torch.tensor([[0, 2]])).tolist()
+        [[1, 0]]
+        """
+        if self._in_order:
+            return topk_ids_TK.to(torch.int32, copy=True)
+        return self.resolve(topk_ids_TK, 0)[1]
+
     def fields(self) -> dict[str, Any]:
         """Plain values that say all there is to say, for a plan's fingerprint.
 
@@ -246,6 +256,11 @@ class Placement:
                 expected=f"ranks from 0 to {self.world - 1}",
                 fix="pass the rank within the EP group",
             )
+
+    @cached_property
+    def _in_order(self) -> bool:
+        """Whether one rank holds all experts, in the order of their ids."""
+        return self.table == (tuple(range(self.num_experts)),)
 
     @cached_property
     def _owners(self) -> tuple[tuple[tuple[int, int], ...], ...]:

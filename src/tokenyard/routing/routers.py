@@ -155,9 +155,10 @@ class Router(ABC):
             # Sigmoids of a row can all be 0 in float32: the tiny number keeps 0 / 0 out, and is lost in the
             # rounding of every other sum.
             chosen_TK = chosen_TK / (chosen_TK.sum(dim=1, keepdim=True) + 1e-20)
-        if self.routed_scaling != 1.0:
-            with acting(Party.ROUTER):
-                record(Duty.ROUTED_SCALING, chosen_TK.shape[0])
+        if self.routed_scaling == 1.0:
+            return chosen_TK
+        with acting(Party.ROUTER):
+            record(Duty.ROUTED_SCALING, chosen_TK.shape[0])
         return chosen_TK * self.routed_scaling
 
     def _routes(self, topk_ids_TK: Tensor, weights_TK: Tensor) -> Routes:
