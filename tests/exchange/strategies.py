@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 import tokenyard as ty
 from tokenyard.conformance.cases import Case
+from tokenyard.exchange import resolve
 from tokenyard.experts import ACTIVATIONS
 
 # Multiply-adds that the reference experts may do in one case, on all ranks together.
@@ -33,7 +34,7 @@ def cases(draw, large, max_world=8, exchanges=tuple(ty.EXCHANGES)):
     wire = draw(st.sampled_from([*wires, "mxfp8(alignment=256)", "nvfp4(global_scale=8.0)"]))
     plain_wire = wire in (None, "bf16", "fp16", "fp32")
     exchange = draw(st.sampled_from(exchanges))
-    sums = ["ranks", "ranks", "choices"] if ty.EXCHANGES[exchange].returns_choices else ["ranks"]
+    sums = ["ranks", "ranks", "choices"] if resolve(exchange).returns_choices else ["ranks"]
     return Case(
         tokens=tuple(tokens),
         hidden_size=hidden_size,
