@@ -225,6 +225,23 @@ def test_the_router_that_we_do_not_have_leaves_the_scaling_to_the_caller():
     assert draft([layer], 2, max_tokens=4).rows()[0]["duties"]["routed scaling"] == "caller"
 
 
+def test_a_greedy_choice_of_deepseek_v2_is_a_scaled_softmax():
+    config = config_of("deepseek_v2").to_dict() | {"topk_method": "greedy", "norm_topk_prob": False}
+    router = layers_from_config(config)[0].router
+    assert (router.name, router.renormalize, router.routed_scaling) == ("softmax", False, 16.0)
+    assert layers_from_config(config | {"norm_topk_prob": True})[0].router is None
+    for wrong in ({"scoring_func": "sigmoid"}, {"topk_method": "noaux_tc"}):
+        with pytest.raises(UnknownName, match="which is not known to tokenyard"):
+            layers_from_config(config | wrong)
+
+
+@pytest.mark.parametrize("wrong", ["0", [-1], [0.5], [True], {"0": 1}])
+def test_layers_that_are_no_numbers(wrong):
+    config = config_of("qwen3_moe").to_dict() | {"mlp_only_layers": wrong}
+    with pytest.raises(CheckpointError, match=r"mlp_only_layers=.*expected a list of layer numbers"):
+        layers_from_config(config)
+
+
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 def test_dtype(key):
     layer = layers_from_config(base(**{key: "float16"}))[0]

@@ -9,7 +9,8 @@ from torch import Tensor
 from tests.checkpoints import references
 from tests.checkpoints.small import Small, Written, same_bits, save
 from tokenyard import Placement, launch
-from tokenyard.checkpoints import open_checkpoint
+from tokenyard.checkpoints import declared_layout, open_checkpoint
+from tokenyard.checkpoints.packing import PackedMatrix
 from tokenyard.experts import ExpertsSpec, activation, get
 from tokenyard.formats import QuantizedMatrix, weight_format
 from tokenyard.integrations.huggingface import layers_from_config
@@ -241,3 +242,21 @@ def test_mixed_precision_is_told_by_the_tensors(tmp_path):
         save(tmp_path, tensors, model.config() | {"quantization_config": quantization})
     )
     assert [layer.weights for layer in checkpoint.layers] == ["mxfp4", "nvfp4"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "fits"),
+    [
+        ((64, 1), torch.uint8, True),
+        ((64,), torch.uint8, True),
+        ((64, 1), torch.int8, False),
+        ((64, 2), torch.uint8, False),
+        ((32, 2), torch.uint8, False),
+        ((65,), torch.uint8, False),
+    ],
+    ids=str,
+)
+def test_a_tensor_is_one_projections_of_one_expert_if_its_dtype_size_and_rows_are(shape, dtype, fits):
+    packed = PackedMatrix(declared_layout({"quant_method": "mxfp4"}), (8, 64, 32), parts=1)
+    expected = None if fits else "U8 or F8_E8M0[64, 1]"
+    assert packed.mismatch("scales", torch.zeros(shape, dtype=dtype)) == expected

@@ -84,6 +84,7 @@ def test_what_arrives_is_that_of_other_exchanges_and_a_copy(kind):
             for _ in range(2)
         )
         given = [x_TH, routes.topk_ids_TK, routes.topk_weights_TK, *extra.values()]
+        assert (first.round, second.round) == (1, 2)
         for arrival in (first, second):
             held = arrival.received
             mine = [
@@ -153,3 +154,18 @@ def test_a_call_takes_few_operators():
     )
     whole = operators(lambda: built(x_TH, routes))
     assert whole - operators(lambda: compute(kept[0], finalize=True)) <= 30
+
+
+class Noting(LocalTransport):
+    """A transport that makes room for layers, and has no way of its own to give some back."""
+
+    served = ()
+
+    def serve(self, specs):
+        self.served = tuple(specs)
+
+
+def test_a_transport_that_is_trimmed_serves_the_layers_that_are_left():
+    transport = Noting(alone())
+    transport.trim(["body", "head"])
+    assert transport.served == ("body", "head")

@@ -235,3 +235,9 @@ def test_what_payloads_are_is_said_without_the_layout_that_all_have():
     for words, payload in found.items():
         with pytest.raises(InputError, match=re.escape(f"payload 'data' is {words}")):
             replace(rows, payloads={"data": payload}).check()
+
+
+def test_a_given_scale_that_wants_a_gradient_gets_none():
+    scale_T = torch.full((2,), 3.0, requires_grad=True)
+    payloads = Nvfp4().encode(torch.ones(2, 16), global_scale_T=scale_T).payloads
+    assert not any(payload.requires_grad for payload in payloads.values())

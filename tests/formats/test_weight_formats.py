@@ -306,8 +306,21 @@ def test_quantizing_leaves_its_input_alone():
     for name in WEIGHT_FORMATS:
         w = gaussian(2, 50, 70, dtype=torch.float32).requires_grad_()
         before = w.detach().clone()
-        assert not weight_format(name).quantize(w).decode().requires_grad
+        matrix = weight_format(name).quantize(w)
+        assert not matrix.decode().requires_grad
+        assert not any(payload.requires_grad for payload in matrix.payloads.values())
         assert same_bits(w.detach(), before)
+
+
+def test_a_block_with_nan_is_nan_and_its_neighbors_are_not():
+    w = torch.ones(2, 96)
+    w[1, 40] = torch.nan
+    matrix = weight_format("mxfp4").quantize(w)
+    assert matrix.payloads["scales"][1].tolist() == [125, 255, 125]
+    assert not matrix.payloads["data"][1, 16:32].any()
+    decoded = matrix.decode()
+    assert decoded.isnan().nonzero().tolist() == [[1, column] for column in range(32, 64)]
+    assert decoded.nan_to_num(nan=1.0).eq(1.0).all()
 
 
 # -- Errors --------------------------------------------------------------------------------------------------

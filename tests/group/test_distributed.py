@@ -3,6 +3,7 @@
 Each rank has a connection of its own to the store, and a process group of gloo, as processes have.
 """
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -239,3 +240,16 @@ def test_collectives_are_waited_for_later_within_a_time():
         assert own.asyncOp is True
         assert own.timeout == timedelta(seconds=3)
         assert _options(kind, None).timeout != timedelta(seconds=3)
+
+
+def test_a_rank_whose_process_has_ended_is_not_waited_for_in_a_subgroup(pair):
+    """Also where nothing was sent in the group before, so that nobody has looked yet whose processes the ranks are."""
+    first, _ = pair()
+    detector = first._detector
+    detector._who.clear()
+    no_process = 1 << 23  # above the largest number that Linux gives to a process
+    pair.store.set(detector._key("who", 1), json.dumps([detector._host, no_process]))
+    lost = raised(first.subgroup, [0, 1])
+    assert (lost.peers, lost.phase) == ((1,), "finding each other")
+    assert "its process has ended" in str(lost)
+    assert lost.waited < 20  # of 30

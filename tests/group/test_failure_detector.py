@@ -167,3 +167,22 @@ def test_a_store_that_does_not_answer_tells_nothing_and_holds_nobody(monkeypatch
     rank = FailureDetector(Silent(), "place", 0, 2, HERE)
     assert rank.lost() == []
     assert not rank.called()
+
+
+class Counting(dist.HashStore):
+    """A store that counts how often it is asked what stands there."""
+
+    asked = 0
+
+    def compare_set(self, *arguments):
+        self.asked += 1
+        return super().compare_set(*arguments)
+
+
+def test_there_is_a_pause_between_two_looks_for_answers(monkeypatch):
+    """0.3 s at 0.05 s each are seven looks at most, of three questions: the verdict, one process, one answer."""
+    monkeypatch.setattr(failure_detector, "ANSWERING", 0.3)
+    monkeypatch.setattr(failure_detector, "_PAUSE", 0.05)
+    store = Counting()
+    assert FailureDetector(store, "place", 0, 2, HERE).lost() == [1]
+    assert store.asked <= 30

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import tokenyard as ty
 from tests.models import batch, build, raised, spec
 from tokenyard.conformance.cases import same_bits
+from tokenyard.group import readmission
 from tokenyard.group.readmission import Invitation, RejoinStore, address_of
 from tokenyard.group.threads import thread_groups
 
@@ -290,6 +291,39 @@ def test_an_invitation_that_two_processes_see_is_for_one():
         error = raised(rejoin_store.take, 1, "address", 0.1)
     assert rejoin_store.store.first == invitation
     assert "was not invited" in str(error)
+
+
+class Counting(dist.HashStore):
+    """A store that counts how often somebody looks whether a key is there."""
+
+    looks = 0
+
+    def check(self, keys):
+        self.looks += 1
+        return super().check(keys)
+
+
+def test_there_is_a_pause_between_two_looks_for_an_invitation_and_for_others(monkeypatch):
+    """A store serves all ranks: 0.3 s at 0.05 s each are seven looks, at most."""
+    monkeypatch.setattr(readmission, "_PAUSE", 0.05)
+    store, asked = Counting(), []
+    assert "was not invited" in str(raised(RejoinStore(store, "key").take, 1, "address", 0.3))
+    assert 1 <= store.looks <= 7
+    lost = raised(
+        readmission.meet,
+        dist.HashStore(),
+        "a meeting",
+        0,
+        2,
+        phase="a phase",
+        seconds=0.3,
+        connecting=20,
+        timeout=20,
+        detector=None,
+        gone=lambda: asked.append(1),
+    )
+    assert lost.peers == (1,)
+    assert 1 <= len(asked) <= 8
 
 
 def test_who_comes_too_late_finds_the_seat_closed():
