@@ -117,6 +117,7 @@ PAGES = (
                 *("Results", "ResultsAtHome", "RowsAtHome", "Failure", "Announcements", "Announcement"),
                 *(
                     "AllgatherTransport",
+                    "LocalTransport",
                     "TwoSidedTransport",
                     "HierarchicalTransport",
                     "SharedMemoryTransport",

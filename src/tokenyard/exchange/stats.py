@@ -24,6 +24,8 @@ class LayerStats:
     rows_received: list[int] = field(default_factory=list)  # rows that came from each rank
     dispatch_bytes: list[int] = field(default_factory=list)  # bytes put on the wire for each rank
     combine_bytes: list[int] = field(default_factory=list)  # bytes of results, returned to each rank
+    moved: int = 0  # experts that came to this rank while the plan was in use
+    switch_s: float = 0.0  # seconds of the last switch to another placement
     # Seconds in which this rank moved bytes or waited for others, by phase.
     wait_s: dict[str, float] = field(default_factory=lambda: {"dispatch": 0.0, "combine": 0.0})
 
@@ -49,6 +51,11 @@ class LayerStats:
     def count_combine(self, nbytes: Sequence[int]) -> None:
         """One more combine."""
         _add(self.combine_bytes, nbytes)
+
+    def count_switch(self, came: int, seconds: float) -> None:
+        """A switch to another placement, for which so many experts came."""
+        self.moved += came
+        self.switch_s = seconds
 
     def waiting(self, phase: str) -> AbstractContextManager[None]:
         """Count the seconds in which this rank moves bytes or waits for others."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tokenyard.exchange import RoundTrip
 from tokenyard.experts import Experts, ExpertWeights
 from tokenyard.layer.compiled import call_operator, outside_of_the_graph, refuse_gradients, register
-from tokenyard.layer.receiver import build_experts, built_for, check_fits, run_experts
+from tokenyard.layer.receiver import build_experts, built_for, check_fits, run_experts, switch_experts
 from tokenyard.layer.sender import check_rows, check_shared, route
 from tokenyard.planning.audit import audit
 from tokenyard.planning.planner import Plan, wiring_in
@@ -57,6 +57,7 @@ class MoELayer(nn.Module):
         self.experts = build_experts(self._wiring, plan.group.rank, weights, adopt=adopt)
         self._built_for = built_for(self._wiring, plan.group.rank)
         self.key = register(self)
+        plan.layers[name] = self
 
     @property
     def wiring(self) -> Wiring:
@@ -66,6 +67,11 @@ class MoELayer(nn.Module):
             check_fits(wiring, self.plan.group.rank, self._built_for)
             self._wiring = wiring
         return wiring
+
+    def switch(self, wiring: Wiring, weights: ExpertWeights) -> None:
+        """Serve another placement, whose experts have these weights: `plan.rebalance` calls it on all ranks."""
+        self.experts = switch_experts(self.experts, wiring, self.plan.group.rank, weights)
+        self._wiring, self._built_for = wiring, built_for(wiring, self.plan.group.rank)
 
     def forward(
         self,

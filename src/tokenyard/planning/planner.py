@@ -13,7 +13,9 @@ The first half without a group is a draft (`tokenyard.planning.drafting`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,8 +38,10 @@ from tokenyard.exchange.stats import LayerStats
 from tokenyard.group import READMISSION, Group
 from tokenyard.planning.choosing import AUTO, choose_exchange
 from tokenyard.planning.drafting import Draft, draft, draft_as_told
+from tokenyard.planning.moving import HoldsExperts, in_their_places, moved_weights
 from tokenyard.planning.spec import LayerSpec
 from tokenyard.planning.wiring import Wiring
+from tokenyard.routing import Placement, balance, imbalance, moves, placement_for, rank_loads
 from tokenyard.version import __version__
 
 _log = logging.getLogger("tokenyard")
@@ -64,8 +68,11 @@ class Plan:
     group: Group  # the ranks that agreed
     exchange: Exchange  # what moves the rows
     draft: Draft  # the wiring of all layers, and its bytes
+    # What has the experts of each layer on this rank: the `MoELayer` that was made last.
+    layers: weakref.WeakValueDictionary[str, HoldsExperts]
 
     def __init__(self, draft: Draft, group: Group, plan_id: int) -> None:
+        self.layers = weakref.WeakValueDictionary()
         self._whole = _Whole(group=group, specs={spec.name: spec for spec in draft.specs})
         self._start(draft, group, plan_id)
 
@@ -259,6 +266,80 @@ class Plan:
             layer: [sum(counts) for counts in zip(*(r[layer] for r in by_rank), strict=True)]
             for layer in mine
         }
+
+    def rebalance(
+        self, placements: Mapping[str, str | Placement] | None = None, *, threshold: float = 1.1
+    ) -> dict[str, Placement]:
+        """Move experts to other ranks, and serve the new placements from the next call on. Collective, on CPUs.
+
+        `placements` are those that layers shall have, by layer. Without them each layer whose busiest rank has more
+        than `threshold` times the mean load gets the one that `balance` finds for the load since the last time. Returns
+        the placements of the layers that moved. Layers move one after another; a rank that is lost on the way leaves
+        the others with the old placement of its layer, and `PeerLost`. `stats` has the pause of each switch.
+        """
+        if self.group.device.type != "cpu":
+            raise InputError(
+                f"rebalance on {self.group.device}",
+                expected="ranks on CPUs: captured CUDA graphs would keep the old placement",
+                fix="make a new plan with LayerSpec(placement=…)",
+                rank=self.group.rank,
+            )
+        wanted = self._balanced(threshold) if placements is None else dict(placements)
+        with self.exchange.in_use():
+            agreed, _ = self._redraft(self.group, lambda: self._specs_with(wanted))
+            moved = {}
+            for index, wiring in enumerate(agreed.wirings):
+                placement = wiring.exchange_spec.placement
+                if placement != self.draft.wirings[index].exchange_spec.placement:
+                    self._move_experts(index, wiring)
+                    moved[wiring.spec.name] = placement
+        return moved
+
+    def _specs_with(self, placements: Mapping[str, str | Placement]) -> list[LayerSpec]:
+        """The layers of this plan, some of them with other placements."""
+        wanted = {}
+        for name, placement in placements.items():
+            spec = self.wiring(name).exchange_spec
+            if spec.placement.lost_experts:
+                raise PlanError(
+                    f"experts {shown(spec.placement.lost_experts)} were lost with their ranks",
+                    expected="ranks that hold all experts of the layer",
+                    fix="readmit the ranks that were lost first",
+                    layer=name,
+                )
+            then = placement_for(placement, spec.num_experts, self.group.size)
+            wanted[name] = in_their_places(spec.placement, then)
+        return [replace(spec, placement=wanted.get(spec.name, spec.placement)) for spec in self.draft.specs]
+
+    def _balanced(self, threshold: float) -> dict[str, str | Placement]:
+        """A placement for each layer whose load is more uneven than that, from the counts of all ranks."""
+        found: dict[str, str | Placement] = {}
+        for name, load_E in self.load(reset=True).items():
+            present = self.wiring(name).exchange_spec.placement
+            if not present.lost_experts and imbalance(rank_loads(load_E, present)) > threshold:
+                better = balance(load_E, present)
+                if imbalance(rank_loads(load_E, better)) < imbalance(rank_loads(load_E, present)):
+                    found[name] = better
+        return found
+
+    def _move_experts(self, index: int, wiring: Wiring) -> None:
+        """Move the experts of one layer, and serve its new wiring."""
+        name, layer = wiring.spec.name, self.layers.get(wiring.spec.name)
+        present, wanted = self.wiring(name).exchange_spec.placement, wiring.exchange_spec.placement
+        held = None if layer is None else layer.experts.weights
+        weights = moved_weights(self.group, name, held, present, wanted)
+        assert layer is not None
+        started = time.monotonic()
+        layer.switch(wiring, weights)
+        wirings = list(self.draft.wirings)
+        wirings[index] = wiring
+        switched = replace(self.draft, wirings=tuple(wirings))
+        self.exchange.serve([w.exchange_spec for w in wirings])
+        self._adopt(switched)
+        if not self._whole.lost:
+            self._whole = replace(self._whole, specs={spec.name: spec for spec in switched.specs})
+        came = sum(move.target == self.group.rank for move in moves(present, wanted))
+        self.stats()[name].count_switch(came, time.monotonic() - started)
 
     def close(self) -> None:
         """Give the memory back. Every later call of this plan raises; the group stays usable."""
