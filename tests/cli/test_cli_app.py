@@ -20,6 +20,8 @@ from tokenyard.errors import Alternative, PlanError, RankError
 
 COMMANDS = ["run", "eval", "check", "soak", "plan", "doctor", "support", "inspect", "convert", "bench"]
 MODULES = sorted((Path(tokenyard.__file__).parent / "cli").glob("*.py"))
+# Modules of the package that import nothing but the standard library.
+LIGHT = ("errors", "units", "version")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -99,17 +101,30 @@ def test_of_the_ranks_of_torchrun_one_prints_the_document(wrong, monkeypatch):
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.name)
 def test_nothing_heavy_is_imported_before_a_command_runs(path):
-    """`--help` answers at once: at the top of a module only typer, the standard library and the CLI itself."""
-    heavy = []
-    for node in ast.parse(path.read_text()).body:
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        for name in names:
-            room = name.split(".")[0]
-            ours = name.startswith("tokenyard.cli")
-            if not (ours or room in sys.stdlib_module_names or room in ("typer", "__future__")):
-                heavy.append(name)
+    """`--help` answers at once: at the top of a module only typer, the standard library, the CLI and light modules."""
+    light = ("typer", "typer.core", "__future__", *(f"tokenyard.{name}" for name in LIGHT))
+    heavy = [
+        name
+        for name in imported_at_the_top(path)
+        if not (
+            name.startswith("tokenyard.cli") or name.split(".")[0] in sys.stdlib_module_names or name in light
+        )
+    ]
     assert not heavy
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_light_modules_import_the_standard_library_alone(name):
+    path = Path(tokenyard.__file__).parent / f"{name}.py"
+    assert all(found.split(".")[0] in sys.stdlib_module_names for found in imported_at_the_top(path))
+
+
+def imported_at_the_top(path):
+    found = []
+    for node in ast.parse(path.read_text()).body:
+        found += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        found += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+    return found
 
 
 def test_console_script_from_outside(tmp_path):

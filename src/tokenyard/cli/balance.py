@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tokenyard.cli.machine import provenance
 from tokenyard.cli.options import MOST_RANKS, JsonFlag, PlotFile
 from tokenyard.cli.output import check_out, console, print_json, save_json
 from tokenyard.cli.tables import show_table
+from tokenyard.units import size
 
 if TYPE_CHECKING:
     from tokenyard.lab.balancing.forecast import LayerForecast
@@ -46,7 +48,6 @@ def balance(
     as_json: JsonFlag = False,
 ) -> None:
     """Show what a better placement of the experts would gain and cost, before anything is moved."""
-    from tokenyard.cli.machine import provenance
     from tokenyard.lab.balancing.forecast import forecast, steps_to_pay
     from tokenyard.lab.balancing.recorded_routes import read_routes
     from tokenyard.lab.plots import check_picture, draw_balance
@@ -108,8 +109,6 @@ def _product_rate() -> float:
 
 
 def _show(layers: list[LayerForecast], document: dict[str, Any]) -> None:
-    from tokenyard.units import size
-
     rows = [
         (
             layer.layer,

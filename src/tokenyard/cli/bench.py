@@ -14,6 +14,7 @@ from tokenyard.cli.bench_output import Output, run_benchmark, show
 from tokenyard.cli.options import Exchanges, JsonFlag, OutFile, PlotFile
 from tokenyard.cli.output import reported
 from tokenyard.cli.parts import refuse_override
+from tokenyard.errors import InputError
 
 if TYPE_CHECKING:
     import torch
@@ -336,7 +337,6 @@ def layer(
 ) -> None:
     """How fast a whole layer is on a GPU, beside the same experts behind an allgather of plain copies."""
     given = locals()
-    from tokenyard.errors import InputError
     from tokenyard.lab.bench import layer_cuda as bench
     from tokenyard.lab.bench.clock import check_gpu
     from tokenyard.lab.bench.machine_rates import measure_rates

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from tokenyard.errors import InputError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
@@ -139,8 +141,6 @@ _ASKED = {"shape": "without --cells", "cells": "with --cells"}
 
 def choose(command: str, where: str, given: Mapping[str, Any]) -> SimpleNamespace:
     """The values of a command's options: those that were given, else the defaults. Raise where one may not be given."""
-    from tokenyard.errors import InputError
-
     known = OPTIONS[command]
     if where not in known:
         raise InputError(

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tokenyard.cli.machine import provenance
 from tokenyard.cli.options import PlotFile
 from tokenyard.cli.output import console, print_json, reported, save_json
 from tokenyard.cli.tables import show_table
+from tokenyard.errors import InputError
 
 if TYPE_CHECKING:
     from tokenyard.lab.bench.records import Document, Record
@@ -49,7 +51,6 @@ def run_benchmark(
     finish: Callable[[], None] = lambda: None,
 ) -> None:
     """Measure step by step, with signs of life on stderr; then print, save and draw what was found."""
-    from tokenyard.cli.machine import provenance
     from tokenyard.lab.bench.records import figure
 
     document.provenance = provenance()
@@ -111,7 +112,6 @@ def show(
 
 
 def _read(file: Path) -> Document:
-    from tokenyard.errors import InputError
     from tokenyard.lab.bench.records import Document
 
     try:

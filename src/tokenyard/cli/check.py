@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from tokenyard.cli.check_stack import show_stack, stack_fields, stack_findings
+from tokenyard.cli.machine import provenance
 from tokenyard.cli.options import JsonFlag, LoadedExchanges, RowsDevice
 from tokenyard.cli.output import console, print_json, progress_bar
 from tokenyard.cli.parts import load_object, load_part, refuse_override
 from tokenyard.cli.tables import show_table
+from tokenyard.errors import InputError, check_part
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,7 +70,6 @@ def check(
 
     if ranks in ("processes", "both"):
         start_forkserver()  # it loads torch while this process does
-    from tokenyard.cli.machine import provenance
     from tokenyard.conformance.campaign import Campaign, check_parts, share_of_large
     from tokenyard.conformance.draws import histogram
     from tokenyard.conformance.stack import check_stack, runs_in_stack
@@ -160,8 +161,6 @@ def check(
 
 
 def _kinds(ranks: str) -> tuple[Literal["threads", "processes"], ...]:
-    from tokenyard.errors import InputError
-
     if ranks == "both":
         return ("threads", "processes")
     if ranks == "threads":
@@ -181,7 +180,6 @@ def _not_running(experts: list[type[Experts]], device: str) -> dict[str, str]:
 
 def _format(name: str) -> str | Format:
     """A registered format by its name, or an object of somebody's own class."""
-    from tokenyard.errors import InputError, check_part
     from tokenyard.formats import FORMATS, Format, get
 
     if ":" not in name:
@@ -204,8 +202,6 @@ def _format(name: str) -> str | Format:
 
 def _check_names(kind: str, chosen: Sequence[Any], registered: Mapping[str, Any]) -> None:
     """Raise where two classes have one name: the grid could not tell them apart."""
-    from tokenyard.errors import InputError
-
     known = dict(registered)
     for cls in chosen:
         if known.setdefault(cls.name, cls) is not cls:

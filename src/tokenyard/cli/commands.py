@@ -18,6 +18,7 @@ from tokenyard.cli.plan import plan
 from tokenyard.cli.run import run
 from tokenyard.cli.soak import soak
 from tokenyard.cli.support import support
+from tokenyard.version import __version__
 
 app = typer.Typer(
     name="tokenyard",
@@ -32,8 +33,6 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from tokenyard.version import __version__
-
         typer.echo(__version__)
         raise typer.Exit
 

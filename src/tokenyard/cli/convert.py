@@ -11,6 +11,7 @@ import typer
 from tokenyard.cli.options import JsonFlag
 from tokenyard.cli.output import console, print_json
 from tokenyard.cli.tables import show_table
+from tokenyard.units import size
 
 if TYPE_CHECKING:
     from tokenyard.checkpoints import Conversion
@@ -77,7 +78,6 @@ def as_fields(written: Conversion) -> dict[str, Any]:
 
 def _show(written: Conversion, seconds: float) -> None:
     from tokenyard.planning.drafting import count
-    from tokenyard.units import size
 
     show_table(
         ("layer", "layout", "before", "after", "relative error"),

@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Literal
 
 import typer
 
+from tokenyard.cli.machine import hardware, shared_memory_bytes, versions
 from tokenyard.cli.options import JsonFlag
 from tokenyard.cli.output import console, print_json
 from tokenyard.cli.parts import refuse_override
 from tokenyard.cli.tables import show_table
+from tokenyard.errors import TokenyardError
+from tokenyard.units import size
 
 if TYPE_CHECKING:
     from tokenyard.group import Group
@@ -68,9 +71,6 @@ def examine() -> Iterator[Finding]:
 def _machine() -> Iterator[Finding]:
     import torch
     import torch.distributed as dist
-
-    from tokenyard.cli.machine import hardware, shared_memory_bytes, versions
-    from tokenyard.units import size
 
     reasons = {
         "triton": "not installed (a CPU build of torch brings none): GPU kernels cannot be compiled",
@@ -214,7 +214,6 @@ def _start_of_processes() -> Iterator[Finding]:
 
 def _vllm() -> Iterator[Finding]:
     """Whether vLLM is there, and what the plugin would do in it. vLLM is not imported."""
-    from tokenyard.errors import TokenyardError
     from tokenyard.integrations.vllm.plugin import installed_version, is_found_by_vllm
     from tokenyard.integrations.vllm.refusals import TESTED, is_tested
     from tokenyard.integrations.vllm.settings import MODE, settings

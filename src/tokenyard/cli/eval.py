@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tokenyard.cli.machine import provenance
 from tokenyard.cli.options import (
     Exchanges,
     JsonFlag,
@@ -29,6 +30,8 @@ from tokenyard.cli.output import check_out, print_json, progress_bar, save_json
 from tokenyard.cli.parts import refuse_override
 from tokenyard.cli.run import start_ranks
 from tokenyard.cli.tables import show_table
+from tokenyard.errors import InputError
+from tokenyard.units import size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -93,8 +96,6 @@ def evaluate(
     Each is compared with the whole model.
     """
     where = start_ranks(ranks, kind, device)
-    from tokenyard.cli.machine import provenance
-    from tokenyard.errors import InputError
     from tokenyard.exchange import EXCHANGES, resolve
     from tokenyard.lab.evaluation.models import check_model
     from tokenyard.lab.evaluation.questions import held_out_questions, read_questions
@@ -218,7 +219,6 @@ def _run(evaluation: Evaluation, keep: Callable[[list[Row]], None], *, shows: bo
 
 
 def _show(rows: list[Row], questions: int, ranks: int) -> None:
-    from tokenyard.units import size
 
     def cells(row: Row) -> list[str]:
         accuracy, difference = row.accuracy, row.difference

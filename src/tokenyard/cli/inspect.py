@@ -10,6 +10,8 @@ import typer
 from tokenyard.cli.options import MOST_RANKS, JsonFlag
 from tokenyard.cli.output import console, print_json
 from tokenyard.cli.tables import show_table
+from tokenyard.errors import TokenyardError
+from tokenyard.units import size
 
 if TYPE_CHECKING:
     from tokenyard.checkpoints import Checkpoint, CheckpointLayer
@@ -78,7 +80,6 @@ def as_fields(checkpoint: Checkpoint, ranks: int) -> dict[str, Any]:
 
 def _specs(checkpoint: Checkpoint) -> tuple[dict[str, LayerSpec], list[str]]:
     """The layers as the model's config has them, by name, and what is to be said about that."""
-    from tokenyard.errors import TokenyardError
     from tokenyard.integrations.huggingface import layers_from_config
     from tokenyard.planning.drafting import span
 
@@ -135,7 +136,6 @@ def _show(found: dict[str, Any]) -> None:
     from tokenyard.experts.base import EXACT
     from tokenyard.formats import weight_format
     from tokenyard.planning.drafting import count, span
-    from tokenyard.units import size
 
     rows = []
     for names, layer in _alike(found["layers"]):

@@ -11,6 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from tokenyard.version import __version__
+
 
 def provenance() -> dict[str, Any]:
     """Date, hardware, versions and commit, for a file of measurements."""
@@ -24,8 +26,6 @@ def provenance() -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """Of Python and of the libraries that results depend on; None where one is not installed."""
-    from tokenyard.version import __version__
-
     found: dict[str, str | None] = {"tokenyard": __version__, "python": platform.python_version()}
     for name in ("torch", "triton", "transformers", "numpy"):
         try:

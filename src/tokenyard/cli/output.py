@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import typer
 from typer.core import TyperGroup
 
+from tokenyard.errors import InputError, RankError, TokenyardError
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-    from tokenyard.errors import TokenyardError
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -91,8 +92,6 @@ def save_json(document: Any, path: Path) -> None:
 
 
 def _not_written(path: Path, error: OSError) -> TokenyardError:
-    from tokenyard.errors import InputError
-
     return InputError(
         f"{path} cannot be written ({error.strerror or error})",
         expected="a file in a folder that exists",
@@ -105,8 +104,6 @@ def reported(command: Callable[Parameters, Result]) -> Callable[Parameters, Resu
 
     @functools.wraps(command)
     def wrapped(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        from tokenyard.errors import TokenyardError
-
         try:
             return command(*args, **kwargs)
         except TokenyardError as error:
@@ -145,8 +142,6 @@ def _usage_reported(as_json: bool) -> Iterator[None]:
 
 def _as_ours(error: Any) -> TokenyardError:
     """A wrong option as an error of this package."""
-    from tokenyard.errors import InputError
-
     command = "tokenyard" if error.ctx is None else error.ctx.command_path
     return InputError(
         error.format_message().strip().removesuffix("."),
@@ -189,8 +184,6 @@ def error_fields(error: TokenyardError) -> dict[str, Any]:
 
 def _print_error(error: TokenyardError) -> None:
     import traceback
-
-    from tokenyard.errors import RankError, TokenyardError
 
     cause = error.__cause__
     lines = []

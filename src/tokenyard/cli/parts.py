@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
+
+from tokenyard.errors import InputError
 
 
 def load_part(name: str, resolve: Callable[[Any], Any]) -> Any:
@@ -13,12 +18,6 @@ def load_part(name: str, resolve: Callable[[Any], Any]) -> Any:
 
 def load_object(path: str) -> Any:
     """The object that `package.module:Class` names, looked for in the current folder, too."""
-    import importlib
-    import os
-    import sys
-
-    from tokenyard.errors import InputError
-
     module_name, _, name = path.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # process ranks inherit it
@@ -37,9 +36,6 @@ def load_object(path: str) -> Any:
 
 def refuse_override() -> None:
     """Raise where a variable puts another exchange in the place of the one that is named: figures would be a lie."""
-    import os
-
-    from tokenyard.errors import InputError
     from tokenyard.planning.drafting import EXCHANGE_VARIABLE
 
     if name := os.environ.get(EXCHANGE_VARIABLE):

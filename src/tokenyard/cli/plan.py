@@ -10,6 +10,7 @@ import typer
 from tokenyard.cli.options import MOST_RANKS, JsonFlag
 from tokenyard.cli.output import console, print_json
 from tokenyard.cli.tables import show_table
+from tokenyard.units import size
 
 if TYPE_CHECKING:
     from tokenyard.planning.drafting import Draft
@@ -94,7 +95,6 @@ def _experts_per_rank(wiring: Wiring) -> dict[str, int]:
 
 def _show(drafted: Draft) -> None:
     from tokenyard.planning.drafting import chosen, count, span
-    from tokenyard.units import size
 
     fields, rows = as_fields(drafted), []
     for row in fields["wirings"]:

@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tokenyard.cli.machine import provenance
 from tokenyard.cli.options import JsonFlag, LongestAnswer, ModelFolder, RankCount, RankKind, StartedDevice
 from tokenyard.cli.output import check_out, console, print_json
 from tokenyard.cli.tables import show_table
+from tokenyard.errors import InputError
+from tokenyard.units import size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,7 +72,6 @@ def run(
 ) -> None:
     """Shard a model's experts over ranks, and let it answer."""
     where = start_ranks(ranks, kind, device)
-    from tokenyard.cli.machine import provenance
     from tokenyard.exchange import resolve
     from tokenyard.experts.base import EXACT
     from tokenyard.formats import get, weight_format
@@ -158,8 +160,6 @@ def start_ranks(ranks: int, kind: str, device: str) -> Ranks:
 
 
 def _check_prompts(prompts: Sequence[str]) -> None:
-    from tokenyard.errors import InputError
-
     for text in prompts:
         if not text.strip():
             raise InputError(
@@ -276,7 +276,6 @@ def _colored(text: str) -> Any:
 
 
 def _show_layers(layers: list[dict[str, Any]], ranks: int, exchange: str) -> None:
-    from tokenyard.units import size
 
     def times(layer: dict[str, Any]) -> list[str]:
         rounds = max(1, layer["rounds"])

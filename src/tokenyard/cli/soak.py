@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tokenyard.cli.interrupts import describe_progress
+from tokenyard.cli.machine import provenance
 from tokenyard.cli.options import JsonFlag, LoadedExchanges, OutFile, PlotFile, RankCount, RowsDevice
 from tokenyard.cli.output import check_out, console, print_json, save_json
 from tokenyard.cli.parts import load_part, refuse_override
 from tokenyard.cli.tables import show_table
+from tokenyard.errors import InputError
+from tokenyard.units import MB, size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -49,15 +53,12 @@ def soak(
     as_json: JsonFlag = False,
 ) -> None:
     """Let ranks work for minutes or for a night: nothing may be wrong, hang, leak or grow."""
-    import os
-
     from tokenyard.group.forkserver import start_forkserver
 
     # Torch remembers the last 2,000 collectives of a process, 1.1 KB each: that looks like a leak until it is full.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     if processes:
         start_forkserver("tokenyard.lab.soaking.worker")  # it loads torch while this process does
-    from tokenyard.errors import InputError
     from tokenyard.exchange import EXCHANGES, resolve
     from tokenyard.group import thread_groups
     from tokenyard.lab.plots import check_picture, draw_soak
@@ -104,8 +105,6 @@ def soak(
 
 def _document(report: Report) -> dict[str, Any]:
     from dataclasses import asdict
-
-    from tokenyard.cli.machine import provenance
 
     settings = report.settings
     return {
@@ -176,8 +175,6 @@ class _Display:
 
 def _in_words(progress: Progress) -> str:
     """The progress in one line, as people read it."""
-    from tokenyard.units import size
-
     sample = progress.sample
     told = [f"{progress.seconds / 60:.1f} min", _done(progress.counts, progress.findings)]
     if sample is not None:
@@ -208,8 +205,6 @@ def _done(counts: Counts, findings: int) -> str:
 
 
 def _show(report: Report) -> None:
-    from tokenyard.units import MB, size
-
     out = console()
     if report.growth:
         figures = ("growth", "95% interval", "in the end")

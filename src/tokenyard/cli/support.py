@@ -10,6 +10,7 @@ import typer
 from tokenyard.cli.options import JsonFlag
 from tokenyard.cli.output import console, print_json
 from tokenyard.cli.tables import show_table
+from tokenyard.errors import InputError
 
 
 def support(
@@ -22,7 +23,6 @@ def support(
     as_json: JsonFlag = False,
 ) -> None:
     """Show what is supported, as formats, exchanges and experts declare it."""
-    from tokenyard.errors import InputError
     from tokenyard.lab.support import rewrite, support_tables
     from tokenyard.planning.drafting import count
 
