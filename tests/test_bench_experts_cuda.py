@@ -401,7 +401,7 @@ from tests.test_bench_experts_cuda import CASES, tiny_case
 for name in CASES:
     CASES[name] = tiny_case(name)
 from tokenyard.lab.bench import experts, layer_cuda, machine_rates, read_kernel
-from tokenyard.lab.bench.shapes import MODELS, Case, grid
+from tokenyard.lab.bench.shapes import MODELS, Case, cells_of, grid
 from tokenyard.experts import FusedExperts
 
 cpu = torch.device("cpu")
@@ -426,7 +426,7 @@ def measure(cells):
 right = measure(grid())
 shape = Case(hidden_size=128, intermediate_size=64, num_experts=4, local_experts=2, top_k=2,
              weights=("bf16", "fp8_block128"), sizes=(3,), tokens_a_rank=True)
-cells = layer_cuda.layer_cells(shape) + grid(known=tuple(MODELS))[:2]
+cells = cells_of(shape) + grid(known=tuple(MODELS))[:2]
 def measure_layers(cells):
     found = layer_cuda.measure_layer(cells, device=cpu, clock=clock, rates=rates, rested=rested)
     return [[asdict(record) for record in records] for records in found]

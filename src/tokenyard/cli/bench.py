@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from tokenyard.cli.bench_combine_error import combine_error
 from tokenyard.cli.bench_hosts import hosts
 from tokenyard.cli.bench_options import choose, default_of
 from tokenyard.cli.bench_output import Output, run_benchmark, show
@@ -15,12 +13,6 @@ from tokenyard.cli.options import Exchanges, JsonFlag, OutFile, PlotFile
 from tokenyard.cli.output import reported
 from tokenyard.cli.parts import refuse_override
 from tokenyard.errors import InputError
-
-if TYPE_CHECKING:
-    import torch
-
-    from tokenyard.lab.bench.clock import Clock
-    from tokenyard.lab.bench.records import Record
 
 app = typer.Typer(help="Measure, beside the floor.", no_args_is_help=True)
 _SEVERAL = "may be given several times."
@@ -41,15 +33,9 @@ def encode(
     as_json: JsonFlag = False,
 ) -> None:
     """How fast one thread encodes rows, per format."""
-    from tokenyard.lab.bench import encode as bench
-    from tokenyard.lab.bench.records import Document
+    from tokenyard.lab.bench import runs
 
-    setup = {"hidden_size": hidden_size, "threads": 1}
-    document = Document(
-        benchmark="encode", unit="MB/s", x="tokens", line="format", setup=setup, notes=[bench.NOTE]
-    )
-    figures = (bench.measure_encode(count, hidden_size, seconds) for count in tokens)
-    run_benchmark(document, [f"{count} tokens" for count in tokens], figures, Output(out, as_json))
+    run_benchmark(runs.encode_run(tokens, hidden_size, seconds), Output(out, as_json))
 
 
 @app.command()
@@ -86,108 +72,10 @@ def experts(
     """
     chosen = choose("experts", device, locals())
     output = Output(out, as_json, plot)
-    output.check()
-    if device == "cuda":
-        _experts_on_gpu(chosen, output)
-    else:
-        _experts_on_cpu(chosen, output)
+    from tokenyard.lab.bench import runs
 
-
-def _experts_on_gpu(chosen: Any, output: Output) -> None:
-    from tokenyard.lab.bench.clock import check_gpu
-    from tokenyard.lab.bench.experts import COLUMNS, FUSED, NOTES, measure_experts
-    from tokenyard.lab.bench.machine_rates import measure_rates
-    from tokenyard.lab.bench.records import Document
-    from tokenyard.lab.bench.shapes import cases_of, grid
-
-    cells = grid(cases_of(chosen.cells), chosen.weights)
-    device = check_gpu("leave out --device to measure on the CPU")
-    gpu, clock, rested = _clocks(device, chosen.rounds)
-    rates = measure_rates(device, clock)
-    shapes = {cell.case: f"{cell.case}: {cell.shape}" for cell in cells}
-    document = Document(
-        benchmark="experts-cuda",
-        unit="µs",
-        x="size",
-        line="weights",
-        columns=COLUMNS,
-        setup={"gpu": gpu, "rounds": chosen.rounds, **rates.as_setup()},
-        notes=[*shapes.values(), *NOTES, _rested_note(measure_rates(device, rested).product)],
-    )
-    figures = measure_experts(
-        cells, kind=FUSED, device=device, machine=gpu, clock=clock, rates=rates, rested=rested
-    )
-    run_benchmark(document, [str(cell) for cell in cells], ([record] for record in figures), output)
-
-
-def _clocks(device: torch.device, rounds: int) -> tuple[str, Clock, Clock]:
-    """The name of a GPU, a clock of rounds that follow at once, and one that rests before each."""
-    import torch
-
-    from tokenyard.lab.bench.clock import REST, RESTED_ROUNDS, graph_clock
-
-    rested = graph_clock(device, min(rounds, RESTED_ROUNDS), rest=REST)
-    return torch.cuda.get_device_name(device), graph_clock(device, rounds), rested
-
-
-def _rested_note(product: float) -> str:
-    from tokenyard.lab.bench.clock import REST
-
-    return f"rested: after {REST} s without work before each round; bf16 products reach {product / 1e6:.0f} TFLOP/s"
-
-
-def _experts_on_cpu(chosen: Any, output: Output) -> None:
-    import torch
-
-    from tokenyard.lab.bench.clock import host_clock
-    from tokenyard.lab.bench.experts import GROUPED, measure_experts
-    from tokenyard.lab.bench.experts_peers import check_transformers
-    from tokenyard.lab.bench.machine_rates import measure_rates
-    from tokenyard.lab.bench.records import Document
-    from tokenyard.lab.bench.shapes import Case, Cell, check_top_k
-
-    check_top_k(chosen.top_k, chosen.num_experts)
-    if "bf16" in chosen.weights:
-        check_transformers()
-    shape = Case(
-        hidden_size=chosen.hidden_size,
-        intermediate_size=chosen.intermediate_size,
-        local_experts=chosen.num_experts,
-        num_experts=chosen.num_experts,
-        top_k=chosen.top_k,
-        weights=tuple(chosen.weights),
-        sizes=tuple(chosen.tokens),
-        arrives=tuple((name, "bf16") for name in chosen.weights),
-    )
-    cells = [
-        Cell(case="", shape=shape, weights=weights, size=size)
-        for weights in chosen.weights
-        for size in chosen.tokens
-    ]
-    device, clock = torch.device("cpu"), host_clock(chosen.rounds)
-
-    def figures() -> Iterator[list[Record]]:
-        rates = measure_rates(device, clock)
-        document.setup |= rates.as_setup()
-        for record in measure_experts(
-            cells, kind=GROUPED, device=device, machine="cpu", clock=clock, rates=rates
-        ):
-            yield [record]
-
-    document = Document(
-        benchmark="experts",
-        unit="ms",
-        x="tokens",
-        line="weights",
-        columns=("floor_by", "difference"),
-        setup={
-            name: getattr(shape, name)
-            for name in ("hidden_size", "intermediate_size", "num_experts", "top_k")
-        }
-        | {"threads": torch.get_num_threads(), "rounds": chosen.rounds},
-        notes=["peers: Transformers, or weights that are decoded first for F.grouped_mm"],
-    )
-    run_benchmark(document, [str(cell) for cell in cells], figures(), output)
+    run = runs.experts_on_gpu(chosen) if device == "cuda" else runs.experts_on_cpu(chosen)
+    run_benchmark(run, output)
 
 
 @app.command()
@@ -231,79 +119,14 @@ def dispatch(
     chosen = choose("dispatch", device, locals())
     chosen.top_k, chosen.combine_wire = top_k, combine_wire
     output = Output(out, as_json, plot)
-    output.check()
-    if device == "cuda":
-        _dispatch_on_gpu(chosen, output)
-    else:
-        _dispatch_between_processes(chosen, output)
+    if device == "cpu":
+        from tokenyard.group.forkserver import start_forkserver
 
+        start_forkserver()  # it loads torch while this process does
+    from tokenyard.lab.bench import runs
 
-def _dispatch_on_gpu(chosen: Any, output: Output) -> None:
-    from tokenyard.lab.bench import dispatch_cuda as bench
-    from tokenyard.lab.bench.clock import check_gpu
-    from tokenyard.lab.bench.dispatch_cells import dispatch_grid
-    from tokenyard.lab.bench.machine_rates import copy_rate
-    from tokenyard.lab.bench.records import Document
-    from tokenyard.lab.bench.shapes import Shape
-
-    rounds = chosen.rounds or (bench.QUICK_ROUNDS if chosen.quick else bench.ROUNDS)
-    cells = dispatch_grid(chosen.ranks, chosen.tokens, chosen.wire, quick=chosen.quick)
-    names = ("hidden_size", "top_k", "num_experts", "combine_wire")
-    setup = {name: getattr(chosen, name) for name in names}
-    shape = Shape(**setup)
-    bench.check_cells(cells, shape, rounds)
-    device = check_gpu("leave out --device to measure on the CPU")
-    gpu, clock, _ = _clocks(device, rounds)
-    copied = copy_rate(device, clock)
-    document = Document(
-        benchmark="dispatch-cuda",
-        unit="µs",
-        x="tokens",
-        line="wire",
-        columns=("peer_source",),
-        setup={"gpu": gpu, **setup, "rounds": rounds, "copy_TB_per_s": copied / 1e6},
-        notes=[bench.NOTE],
-    )
-
-    def measure_peers() -> None:
-        said = bench.measure_peers(document.results, shape, device=device, clock=clock)
-        document.notes += [said] if said else []
-
-    figures = bench.measure_cells(cells, shape, device=device, gpu=gpu, clock=clock, copy_bytes_per_us=copied)
-    steps = [str(cell) for cell in cells]
-    run_benchmark(document, steps, ([record] for record in figures), output, finish=measure_peers)
-
-
-def _dispatch_between_processes(chosen: Any, output: Output) -> None:
-    from tokenyard.group.forkserver import start_forkserver
-    from tokenyard.lab.bench import dispatch as bench
-    from tokenyard.lab.bench.records import Document
-
-    start_forkserver()  # it loads torch while this process prepares
-    (ranks,) = chosen.ranks
-    shape = {name: getattr(chosen, name) for name in ("hidden_size", "top_k", "num_experts", "combine_wire")}
-    shape["rounds"] = chosen.rounds
-
-    def measure(count: int) -> list[Record]:
-        found: list[Record] = []
-        for wire in chosen.wire:
-            job = bench.Job(
-                **shape, num_tokens=count, wire=wire, exchanges=chosen.exchange, paranoid=chosen.paranoid
-            )
-            found += bench.measure_dispatch(job, ranks)
-        return found
-
-    document = Document(
-        benchmark="dispatch",
-        unit="ms",
-        x="tokens",
-        line="exchange",
-        columns=("out_ms", "back_ms", "encode_ms", "bytes_per_token"),
-        setup={"ranks": ranks, "kind": "processes", **shape},
-        notes=[bench.NOTE],
-    )
-    steps = [f"{count} tokens" for count in chosen.tokens]
-    run_benchmark(document, steps, (measure(count) for count in chosen.tokens), output)
+    run = runs.dispatch_on_gpu(chosen) if device == "cuda" else runs.dispatch_between_processes(chosen)
+    run_benchmark(run, output)
 
 
 @app.command()
@@ -337,12 +160,6 @@ def layer(
 ) -> None:
     """How fast a whole layer is on a GPU, beside the same experts behind an allgather of plain copies."""
     given = locals()
-    from tokenyard.lab.bench import layer_cuda as bench
-    from tokenyard.lab.bench.clock import check_gpu
-    from tokenyard.lab.bench.machine_rates import measure_rates
-    from tokenyard.lab.bench.records import Document
-    from tokenyard.lab.bench.shapes import MODELS, Case, cases_of, grid
-
     if device != "cuda":
         raise InputError(
             f"--device {device}",
@@ -351,43 +168,9 @@ def layer(
         )
     chosen = choose("layer", "shape" if cells is None else "cells", given)
     output = Output(out, as_json, plot)
-    if cells is None:
-        bench.check_layer(chosen.ranks, chosen.num_experts, chosen.top_k, chosen.weights)
-        names = ("hidden_size", "intermediate_size", "num_experts", "top_k")
-        setup = {name: getattr(chosen, name) for name in names}
-        measured = bench.layer_cells(
-            Case(
-                **setup,
-                local_experts=chosen.num_experts // chosen.ranks,
-                weights=tuple(chosen.weights),
-                sizes=tuple(chosen.tokens),
-                tokens_a_rank=True,
-            )
-        )
-        setup, notes = {"ranks": chosen.ranks, **setup}, [*bench.NOTES]
-    else:
-        found = grid(cases_of(cells), chosen.weights, known=tuple(MODELS))
-        measured = [cell for cell in found if not chosen.tokens or cell.size in chosen.tokens]
-        shapes = {cell.case: f"{cell.case}: {cell.shape}" for cell in measured}
-        setup, notes = (
-            {"ranks": measured[0].shape.ranks},
-            [*shapes.values(), *bench.NOTES, bench.DEEPGEMM_NOTE],
-        )
-    output.check()
-    gpu_device = check_gpu("measure the halves on the CPU: `bench dispatch` and `bench experts`")
-    gpu, clock, rested = _clocks(gpu_device, rounds)
-    rates = measure_rates(gpu_device, clock)
-    document = Document(
-        benchmark="layer-cuda",
-        unit="µs",
-        x="tokens",
-        line="weights",
-        columns=("wire", "relative_error"),
-        setup={"gpu": gpu, **setup, "rounds": rounds, **rates.as_setup()},
-        notes=[*notes, _rested_note(measure_rates(gpu_device, rested).product)],
-    )
-    figures = bench.measure_layer(measured, device=gpu_device, clock=clock, rates=rates, rested=rested)
-    run_benchmark(document, [str(cell) for cell in measured], figures, output)
+    from tokenyard.lab.bench import runs
+
+    run_benchmark(runs.layer_on_gpu(chosen, cells, rounds), output)
 
 
 @app.command()
@@ -411,22 +194,12 @@ def transformers(
 
     Same model, same batch, same processes. Transformers' fastest layout is the peer.
     """
-    setup = {name: value for name, value in locals().items() if name not in ("out", "as_json")}
-    from tokenyard.lab.bench import transformers_ep as bench
-    from tokenyard.lab.bench.records import Document
-
+    sizes = {name: value for name, value in locals().items() if name not in ("out", "as_json")}
     refuse_override()
-    document = Document(
-        benchmark="transformers",
-        unit="ms",
-        x="phase",
-        columns=("peer", "with our experts_ms", "no exchange_ms", "difference"),
-        setup=setup,
-        notes=[bench.NOTE],
-    )
-    step = f"{ranks} processes load the model, try Transformers' layouts, then {rounds} rounds"
-    figures = (bench.measure_transformers_ep(bench.Workload(**setup)) for _ in range(1))
-    run_benchmark(document, [step], figures, Output(out, as_json))
+    from tokenyard.lab.bench import runs
+    from tokenyard.lab.bench.transformers_ep import Workload
+
+    run_benchmark(runs.transformers_run(Workload(**sizes)), Output(out, as_json))
 
 
 @app.command()
@@ -437,17 +210,10 @@ def overhead(
     as_json: JsonFlag = False,
 ) -> None:
     """What one rank pays: a layer with one token beside its experts, the shipped model beside plain Transformers."""
-    from tokenyard.lab.bench import overhead as bench
-    from tokenyard.lab.bench.experts_peers import check_transformers
-    from tokenyard.lab.bench.records import Document
-
     refuse_override()
-    check_transformers()
-    document = Document(
-        benchmark="overhead", unit="ms", x="call", setup={"rounds": rounds}, notes=[bench.NOTE]
-    )
-    steps = ["a layer beside its experts", "the model that ships beside plain Transformers"]
-    run_benchmark(document, steps, bench.measure_overhead(rounds), Output(out, as_json))
+    from tokenyard.lab.bench import runs
+
+    run_benchmark(runs.overhead_run(rounds), Output(out, as_json))
 
 
 @app.command()
@@ -467,27 +233,47 @@ def tiles(
 
     Every one is compiled once: for all cells that takes many minutes.
     """
-    from tokenyard.lab.bench import tile_sweep as bench
-    from tokenyard.lab.bench.clock import check_gpu
-    from tokenyard.lab.bench.records import Document
-    from tokenyard.lab.bench.shapes import cases_of, grid
+    from tokenyard.lab.bench import runs
 
-    chosen = grid(cases_of(cells), weights or [])
-    device = check_gpu("measure on a machine that has one")
-    gpu, clock, _ = _clocks(device, rounds)
-    document = Document(
-        benchmark="tiles-cuda",
-        unit="µs",
-        x="size",
-        line="weights",
-        columns=bench.COLUMNS,
-        setup={"gpu": gpu, "rounds": rounds},
-        notes=[bench.NOTE],
-    )
-    figures = ([record] for record in bench.sweep(chosen, device=device, clock=clock))
-    run_benchmark(document, [str(cell) for cell in chosen], figures, Output(out, as_json))
+    run_benchmark(runs.tiles_on_gpu(cells, weights or [], rounds), Output(out, as_json))
 
 
-app.command("combine-error")(combine_error)
+@app.command("combine-error")
+@reported
+def combine_error(
+    ranks: Annotated[
+        list[int] | None,
+        typer.Option(min=1, max=64, help=f"Threads; {_SEVERAL}", show_default="1, 2, 4, 8, 16"),
+    ] = None,
+    combine_wire: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Only this format on the way back; {_SEVERAL}", show_default="all"),
+    ] = None,
+    hidden_size: Annotated[int, typer.Option(min=1)] = 1024,
+    intermediate_size: Annotated[int, typer.Option(min=1)] = 64,
+    num_experts: Annotated[int, typer.Option(min=1)] = 32,
+    top_k: Annotated[int, typer.Option(min=1)] = 8,
+    tokens: Annotated[int, typer.Option(min=1, help="Of all ranks together.")] = 64,
+    layers: Annotated[int, typer.Option(min=1, help="Random layers of each kind.")] = 5,
+    out: OutFile = None,
+    plot: PlotFile = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """How far a layer's output is from float64, for every format on the way back, on 1 to 16 ranks.
+
+    Random layers, with Gaussian results, with outliers among the columns, and with small results. `e4m3_unscaled` is a
+    cast without scales, the bad example of this study, which no plan takes.
+    """
+    given = locals()
+    refuse_override()
+    output = Output(out, as_json, plot)
+    from tokenyard.lab.bench import runs
+    from tokenyard.lab.bench.combine_error import Study
+
+    sizes = ("hidden_size", "intermediate_size", "num_experts", "top_k", "tokens", "layers")
+    study = Study(**{name: given[name] for name in sizes})
+    run_benchmark(runs.combine_error_run(study, ranks or (1, 2, 4, 8, 16), combine_wire or ()), output)
+
+
 app.command()(hosts)
 app.command()(show)

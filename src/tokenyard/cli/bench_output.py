@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,7 +16,8 @@ from tokenyard.cli.tables import show_table
 from tokenyard.errors import InputError
 
 if TYPE_CHECKING:
-    from tokenyard.lab.bench.records import Document, Record
+    from tokenyard.lab.bench.records import Document
+    from tokenyard.lab.bench.runs import Run
 
 # The exit code where figures are missing because they failed.
 EXIT_FAILED = 1
@@ -31,11 +31,12 @@ class Output:
     as_json: bool
     plot: Path | None = None
 
-    def check(self) -> None:
-        """Raise where a picture cannot be drawn. Asked before the time is spent."""
-        from tokenyard.lab.plots import check_picture
+    def __post_init__(self) -> None:
+        """Raise where a picture cannot be drawn, before the time is spent."""
+        if self.plot is not None:
+            from tokenyard.lab.plots import check_picture
 
-        check_picture(self.plot)
+            check_picture(self.plot)
 
     def save(self, document: Document) -> None:
         """Write what is known so far."""
@@ -43,19 +44,14 @@ class Output:
             save_json(document.as_dict(), self.out)
 
 
-def run_benchmark(
-    document: Document,
-    steps: Sequence[str],
-    figures: Iterable[Sequence[Record]],
-    output: Output,
-    finish: Callable[[], None] = lambda: None,
-) -> None:
+def run_benchmark(run: Run, output: Output) -> None:
     """Measure step by step, with signs of life on stderr; then print, save and draw what was found."""
     from tokenyard.lab.bench.records import figure
 
+    document, steps = run.document, run.steps
     document.provenance = provenance()
     output.save(document)  # a file that cannot be written is found out before the time is spent
-    errors, found = console(stderr=True), iter(figures)
+    errors, found = console(stderr=True), iter(run.figures)
     for number, step in enumerate(steps, start=1):
         message = f"{document.benchmark}: measuring {step} ({number} of {len(steps)})"
         if not errors.is_terminal:
@@ -67,7 +63,7 @@ def run_benchmark(
             took = record.note if record.ours is None else f"{figure(record.ours.median)} {document.unit}"
             errors.print(f"  {record}: {took}", markup=False, soft_wrap=True)
         output.save(document)  # as far as it goes: a machine that is taken away takes no figures with it
-    finish()
+    run.finish()
     if output.as_json:
         print_json(document.as_dict())
     else:

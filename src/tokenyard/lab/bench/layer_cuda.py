@@ -58,20 +58,6 @@ NOTES = (
 DEEPGEMM_NOTE = "DeepGEMM: its fused fp8 layer on 8 × H200 with links, the exchange included"
 
 
-def layer_cells(shape: Case) -> list[Cell]:
-    """The cells of a layer of any shape.
-
-    >>> shape = Case(local_experts=64, weights=("bf16", "fp8_block128"), sizes=(128,), tokens_a_rank=True)
-    >>> [str(cell) for cell in layer_cells(shape)]
-    ['bf16, 128 tokens a rank', 'fp8_block128, 128 tokens a rank']
-    """
-    return [
-        Cell(case="", shape=shape, weights=weights, size=size)
-        for weights in shape.weights
-        for size in shape.sizes
-    ]
-
-
 def check_layer(ranks: int, num_experts: int, top_k: int, weights: Sequence[str]) -> None:
     """Raise if a layer cannot be measured. Asked before the time is spent."""
     check_top_k(top_k, num_experts)

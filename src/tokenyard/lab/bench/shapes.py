@@ -178,6 +178,20 @@ class Cell:
         return f"{self.case + ', ' if self.case else ''}{self.weights}, {self.size} {self.shape.counts}"
 
 
+def cells_of(shape: Case) -> list[Cell]:
+    """The cells of a layer of any shape, which is no case.
+
+    >>> shape = Case(local_experts=64, weights=("bf16", "fp8_block128"), sizes=(128,), tokens_a_rank=True)
+    >>> [str(cell) for cell in cells_of(shape)]
+    ['bf16, 128 tokens a rank', 'fp8_block128, 128 tokens a rank']
+    """
+    return [
+        Cell(case="", shape=shape, weights=weights, size=size)
+        for weights in shape.weights
+        for size in shape.sizes
+    ]
+
+
 def grid(
     cases: Sequence[str] = (), weights: Sequence[str] = (), *, known: Sequence[str] = tuple(CASES)
 ) -> list[Cell]:

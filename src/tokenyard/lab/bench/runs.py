@@ -1,0 +1,326 @@
+"""The runs of `tokenyard bench`: what each measures, step by step, and the document that its figures go into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from tokenyard.lab.bench import (
+    clock,
+    combine_error,
+    dispatch,
+    dispatch_cells,
+    dispatch_cuda,
+    encode,
+    experts,
+    experts_peers,
+    layer_cuda,
+    machine_rates,
+    overhead,
+    tile_sweep,
+    transformers_ep,
+)
+from tokenyard.lab.bench.records import Document, Record
+from tokenyard.lab.bench.shapes import MODELS, Case, Cell, Shape, cases_of, cells_of, check_top_k, grid
+from tokenyard.lab.unscaled_e4m3 import studied_format, studied_ways_back
+
+_ON_THE_CPU = "leave out --device to measure on the CPU"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A benchmark that is checked, and ready to be measured."""
+
+    document: Document
+    steps: Sequence[str]  # what is measured, in words
+    figures: Iterable[Sequence[Record]]  # the records of each step; they are measured when they are asked for
+    finish: Callable[[], None] = lambda: None  # called after the last step
+
+
+def _of_cells(document: Document, cells: Sequence[Any], figures: Iterable[Record]) -> Run:
+    """A run that has one record for each cell."""
+    return Run(document=document, steps=[str(cell) for cell in cells], figures=([one] for one in figures))
+
+
+def _fields(chosen: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(chosen, name) for name in names}
+
+
+# -- On a CPU ----------------------------------------------------------------------------------------------
+
+
+def encode_run(tokens: Sequence[int], hidden_size: int, seconds: float) -> Run:
+    """How fast one thread encodes rows."""
+    setup = {"hidden_size": hidden_size, "threads": 1}
+    return Run(
+        document=Document(
+            benchmark="encode", unit="MB/s", x="tokens", line="format", setup=setup, notes=[encode.NOTE]
+        ),
+        steps=[f"{count} tokens" for count in tokens],
+        figures=(encode.measure_encode(count, hidden_size, seconds) for count in tokens),
+    )
+
+
+def experts_on_cpu(chosen: Any) -> Run:
+    """Grouped experts beside Transformers, or beside weights that are decoded first."""
+    check_top_k(chosen.top_k, chosen.num_experts)
+    if "bf16" in chosen.weights:
+        experts_peers.check_transformers()
+    sizes = _fields(chosen, "hidden_size", "intermediate_size", "num_experts", "top_k")
+    cells = cells_of(
+        Case(
+            **sizes,
+            local_experts=chosen.num_experts,
+            weights=tuple(chosen.weights),
+            sizes=tuple(chosen.tokens),
+            arrives=tuple((name, "bf16") for name in chosen.weights),
+        )
+    )
+    device, rounds = torch.device("cpu"), clock.host_clock(chosen.rounds)
+
+    def figures() -> Iterator[Record]:
+        rates = machine_rates.measure_rates(device, rounds)
+        document.setup |= rates.as_setup()
+        yield from experts.measure_experts(
+            cells, kind=experts.GROUPED, device=device, machine="cpu", clock=rounds, rates=rates
+        )
+
+    document = Document(
+        benchmark="experts",
+        unit="ms",
+        x="tokens",
+        line="weights",
+        columns=("floor_by", "difference"),
+        setup={**sizes, "threads": torch.get_num_threads(), "rounds": chosen.rounds},
+        notes=["peers: Transformers, or weights that are decoded first for F.grouped_mm"],
+    )
+    return _of_cells(document, cells, figures())
+
+
+def dispatch_between_processes(chosen: Any) -> Run:
+    """Dispatch and combine through every exchange, beside bare gloo."""
+    (ranks,) = chosen.ranks
+    shape = _fields(chosen, "hidden_size", "top_k", "num_experts", "combine_wire", "rounds")
+
+    def measure(count: int) -> list[Record]:
+        jobs = [
+            dispatch.Job(
+                **shape, num_tokens=count, wire=wire, exchanges=chosen.exchange, paranoid=chosen.paranoid
+            )
+            for wire in chosen.wire
+        ]
+        return [record for job in jobs for record in dispatch.measure_dispatch(job, ranks)]
+
+    return Run(
+        document=Document(
+            benchmark="dispatch",
+            unit="ms",
+            x="tokens",
+            line="exchange",
+            columns=("out_ms", "back_ms", "encode_ms", "bytes_per_token"),
+            setup={"ranks": ranks, "kind": "processes", **shape},
+            notes=[dispatch.NOTE],
+        ),
+        steps=[f"{count} tokens" for count in chosen.tokens],
+        figures=(measure(count) for count in chosen.tokens),
+    )
+
+
+def transformers_run(work: transformers_ep.Workload) -> Run:
+    """A sharded model beside Transformers' own expert parallelism."""
+    step = f"{work.ranks} processes load the model, try Transformers' layouts, then {work.rounds} rounds"
+    return Run(
+        document=Document(
+            benchmark="transformers",
+            unit="ms",
+            x="phase",
+            columns=("peer", "with our experts_ms", "no exchange_ms", "difference"),
+            setup=asdict(work),
+            notes=[transformers_ep.NOTE],
+        ),
+        steps=[step],
+        figures=(transformers_ep.measure_transformers_ep(work) for _ in range(1)),
+    )
+
+
+def overhead_run(rounds: int) -> Run:
+    """A layer beside its experts, and the shipped model beside plain Transformers."""
+    experts_peers.check_transformers()
+    return Run(
+        document=Document(
+            benchmark="overhead", unit="ms", x="call", setup={"rounds": rounds}, notes=[overhead.NOTE]
+        ),
+        steps=["a layer beside its experts", "the model that ships beside plain Transformers"],
+        figures=overhead.measure_overhead(rounds),
+    )
+
+
+def combine_error_run(study: combine_error.Study, ranks: Sequence[int], combine_wires: Sequence[str]) -> Run:
+    """The error of a layer's output for every format on the way back."""
+    check_top_k(study.top_k, study.num_experts)
+    wires = [str(studied_format(name)) for name in combine_wires or studied_ways_back()]
+    cells = [(count, results) for results in combine_error.RESULTS for count in ranks]
+    return Run(
+        document=Document(
+            benchmark="combine-error",
+            unit="%",
+            x="ranks",
+            line="combine_wire",
+            columns=("ordinary", "bytes_per_row"),
+            setup=asdict(study),
+            notes=combine_error.NOTES,
+        ),
+        steps=[f"{results} results on {count} ranks" for count, results in cells],
+        figures=(combine_error.measure_combine_error(study, *cell, wires) for cell in cells),
+    )
+
+
+# -- On a GPU ----------------------------------------------------------------------------------------------
+
+
+class _Gpu(NamedTuple):
+    """The GPU that is measured on, a clock of rounds that follow at once, and one that rests before each."""
+
+    device: torch.device
+    name: str
+    clock: clock.Clock
+    rested: clock.Clock
+
+    @classmethod
+    def current(cls, rounds: int, otherwise: str = _ON_THE_CPU) -> _Gpu:
+        """The current GPU; raise where there is none, and say what to do `otherwise`."""
+        device = clock.check_gpu(otherwise)
+        rested = clock.graph_clock(device, min(rounds, clock.RESTED_ROUNDS), rest=clock.REST)
+        return cls(device, torch.cuda.get_device_name(device), clock.graph_clock(device, rounds), rested)
+
+    def rates(self) -> machine_rates.Rates:
+        return machine_rates.measure_rates(self.device, self.clock)
+
+    def rested_note(self) -> str:
+        product = machine_rates.measure_rates(self.device, self.rested).product
+        return (
+            f"rested: after {clock.REST} s without work before each round; bf16 products reach "
+            f"{product / 1e6:.0f} TFLOP/s"
+        )
+
+
+def _shapes(cells: Sequence[Cell]) -> list[str]:
+    return list(dict.fromkeys(f"{cell.case}: {cell.shape}" for cell in cells))
+
+
+def experts_on_gpu(chosen: Any) -> Run:
+    """Fused experts beside torch's grouped products."""
+    cells = grid(cases_of(chosen.cells), chosen.weights)
+    gpu = _Gpu.current(chosen.rounds)
+    rates = gpu.rates()
+    document = Document(
+        benchmark="experts-cuda",
+        unit="µs",
+        x="size",
+        line="weights",
+        columns=experts.COLUMNS,
+        setup={"gpu": gpu.name, "rounds": chosen.rounds, **rates.as_setup()},
+        notes=[*_shapes(cells), *experts.NOTES, gpu.rested_note()],
+    )
+    figures = experts.measure_experts(
+        cells,
+        kind=experts.FUSED,
+        device=gpu.device,
+        machine=gpu.name,
+        clock=gpu.clock,
+        rates=rates,
+        rested=gpu.rested,
+    )
+    return _of_cells(document, cells, figures)
+
+
+def dispatch_on_gpu(chosen: Any) -> Run:
+    """The kernels of `one_sided` between virtual ranks, beside FlashInfer."""
+    rounds = chosen.rounds or (dispatch_cuda.QUICK_ROUNDS if chosen.quick else dispatch_cuda.ROUNDS)
+    cells = dispatch_cells.dispatch_grid(chosen.ranks, chosen.tokens, chosen.wire, quick=chosen.quick)
+    setup = _fields(chosen, "hidden_size", "top_k", "num_experts", "combine_wire")
+    shape = Shape(**setup)
+    dispatch_cuda.check_cells(cells, shape, rounds)
+    gpu = _Gpu.current(rounds)
+    copied = machine_rates.copy_rate(gpu.device, gpu.clock)
+    document = Document(
+        benchmark="dispatch-cuda",
+        unit="µs",
+        x="tokens",
+        line="wire",
+        columns=("peer_source",),
+        setup={"gpu": gpu.name, **setup, "rounds": rounds, "copy_TB_per_s": copied / 1e6},
+        notes=[dispatch_cuda.NOTE],
+    )
+
+    def measure_peers() -> None:
+        said = dispatch_cuda.measure_peers(document.results, shape, device=gpu.device, clock=gpu.clock)
+        document.notes += [said] if said else []
+
+    figures = dispatch_cuda.measure_cells(
+        cells, shape, device=gpu.device, gpu=gpu.name, clock=gpu.clock, copy_bytes_per_us=copied
+    )
+    return Run(
+        document=document,
+        steps=[str(cell) for cell in cells],
+        figures=([record] for record in figures),
+        finish=measure_peers,
+    )
+
+
+def layer_on_gpu(chosen: Any, cells: str | None, rounds: int) -> Run:
+    """A whole layer between virtual ranks: of a shape of one's own, or of the models that `cells` names."""
+    if cells is None:
+        layer_cuda.check_layer(chosen.ranks, chosen.num_experts, chosen.top_k, chosen.weights)
+        sizes = _fields(chosen, "hidden_size", "intermediate_size", "num_experts", "top_k")
+        measured = cells_of(
+            Case(
+                **sizes,
+                local_experts=chosen.num_experts // chosen.ranks,
+                weights=tuple(chosen.weights),
+                sizes=tuple(chosen.tokens),
+                tokens_a_rank=True,
+            )
+        )
+        setup, notes = {"ranks": chosen.ranks, **sizes}, [*layer_cuda.NOTES]
+    else:
+        found = grid(cases_of(cells), chosen.weights, known=tuple(MODELS))
+        measured = [cell for cell in found if not chosen.tokens or cell.size in chosen.tokens]
+        setup = {"ranks": measured[0].shape.ranks}
+        notes = [*_shapes(measured), *layer_cuda.NOTES, layer_cuda.DEEPGEMM_NOTE]
+    gpu = _Gpu.current(rounds, "measure the halves on the CPU: `bench dispatch` and `bench experts`")
+    rates = gpu.rates()
+    return Run(
+        document=Document(
+            benchmark="layer-cuda",
+            unit="µs",
+            x="tokens",
+            line="weights",
+            columns=("wire", "relative_error"),
+            setup={"gpu": gpu.name, **setup, "rounds": rounds, **rates.as_setup()},
+            notes=[*notes, gpu.rested_note()],
+        ),
+        steps=[str(cell) for cell in measured],
+        figures=layer_cuda.measure_layer(
+            measured, device=gpu.device, clock=gpu.clock, rates=rates, rested=gpu.rested
+        ),
+    )
+
+
+def tiles_on_gpu(cells: str | None, weights: Sequence[str], rounds: int) -> Run:
+    """The tile configurations of fused experts, beside those that the table chooses."""
+    chosen = grid(cases_of(cells), weights)
+    gpu = _Gpu.current(rounds, "measure on a machine that has one")
+    document = Document(
+        benchmark="tiles-cuda",
+        unit="µs",
+        x="size",
+        line="weights",
+        columns=tile_sweep.COLUMNS,
+        setup={"gpu": gpu.name, "rounds": rounds},
+        notes=[tile_sweep.NOTE],
+    )
+    return _of_cells(document, chosen, tile_sweep.sweep(chosen, device=gpu.device, clock=gpu.clock))
