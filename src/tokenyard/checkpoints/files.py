@@ -83,12 +83,10 @@ class TensorFiles:
         stored = self.tensors[name]
         dtype = DTYPES[stored.dtype][1]
         if dtype is None:
-            raise CheckpointError(
-                str(stored),
+            raise stored.error(
+                f" is {stored.dtype}{list(stored.shape)}",
                 expected="a dtype that torch can hold",
                 fix="this tensor cannot be read; leave it out",
-                file=stored.file,
-                tensor=name,
             )
         shape = stored.shape if index is None else stored.shape[1:]
         with self.view_bytes(name, index) as raw:

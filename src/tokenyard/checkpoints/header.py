@@ -78,6 +78,13 @@ class StoredTensor:
     def __str__(self) -> str:
         return f"{self.file.name}: tensor {self.name!r} is {self.dtype}{list(self.shape)}"
 
+    def error(self, found: str, *, expected: str, fix: str, layer: str | None = None) -> CheckpointError:
+        """The error for what was found of this tensor: `found` goes on after its name."""
+        said = f"{self.file.name}: tensor {self.name!r}{found}"
+        return CheckpointError(
+            said, expected=expected, fix=fix, file=self.file, tensor=self.name, layer=layer
+        )
+
 
 def read_header(path: Path) -> tuple[list[StoredTensor], int]:
     """The tensors of a safetensors file, and the file's size. Raises unless the file is whole.

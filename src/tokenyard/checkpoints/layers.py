@@ -241,24 +241,20 @@ def _num_experts(found: FoundLayer, projections: Projections, config: ModelConfi
     number = known if known is not None else max(ids) + 1
     if max(ids) >= number:
         tensor = ids[max(ids)]
-        raise CheckpointError(
-            f"{tensor.file.name}: tensor {tensor.name!r} is of expert {max(ids)}",
+        raise tensor.error(
+            f" is of expert {max(ids)}",
             expected=f"experts 0 to {number - 1}, as {config.file} says",
             fix="take the config.json that belongs to these weights",
-            file=tensor.file,
-            tensor=tensor.name,
             layer=found.name,
         )
     missing = next((expert for expert in range(min(number, _MOST_EXPERTS)) if expert not in ids), None)
     if missing is not None:
         name = f"{found.name}.experts.{missing}"
-        raise CheckpointError(
-            f"{found.file.name}: expert {missing} is missing: no tensor is called {name}.…",
+        raise found.error(
+            f"expert {missing} is missing: no tensor is called {name}.…",
             expected=f"{number} experts" + ("" if known is None else f", as {config.file} says"),
             fix="check that all files of the checkpoint are there, and that the config belongs to them",
-            file=found.file,
             tensor=name,
-            layer=found.name,
         )
     return number
 
@@ -313,13 +309,11 @@ def _check(
     tensor = found.tensors.get((expert, projection, piece.suffix))
     if tensor is None:
         name = tensor_name(layer.name, expert, projection, piece.suffix)
-        raise CheckpointError(
-            f"{found.file.name}: tensor {name!r} is missing",
+        raise found.error(
+            f"tensor {name!r} is missing",
             expected=f"it beside the other tensors of {layer.layout} experts",
             fix="check that all files of the checkpoint are there",
-            file=found.file,
             tensor=name,
-            layer=layer.name,
         )
     shape = piece.shape if expert is not None else (layer.num_experts, *piece.shape)
     if tensor.dtype not in piece.dtypes or tensor.shape != shape:
@@ -344,11 +338,9 @@ def _check_nothing_else(found: FoundLayer, layer: CheckpointLayer) -> None:
 
 
 def _wrong(tensor: StoredTensor, layer: str, expected: str, why: str = "") -> CheckpointError:
-    return CheckpointError(
-        str(tensor) + (f": {why}" if why else ""),
+    return tensor.error(
+        f" is {tensor.dtype}{list(tensor.shape)}" + (f": {why}" if why else ""),
         expected=expected,
         fix="take the config.json that belongs to these weights, or download them again",
-        file=tensor.file,
-        tensor=tensor.name,
         layer=layer,
     )

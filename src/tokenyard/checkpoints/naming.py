@@ -87,13 +87,18 @@ class FoundLayer:
         near = max(usual, key=lambda known: len(found & set(known.names)))
         spelled = " or ".join(", ".join(known.names) for known in PROJECTIONS)
         missing = [name for name in near.names if name not in found]
-        raise CheckpointError(
-            f"{self.file.name}: the experts of {self.name!r} have {', '.join(sorted(found))}"
+        raise self.error(
+            f"the experts of {self.name!r} have {', '.join(sorted(found))}"
             + (f"; {', '.join(missing)} is missing" if missing else ""),
             expected=spelled,
             fix="check that all files of the checkpoint are there; other families are not known yet",
-            file=self.file,
-            layer=self.name,
+        )
+
+    def error(self, found: str, *, expected: str, fix: str, tensor: str | None = None) -> CheckpointError:
+        """The error for what was found of this layer."""
+        said = f"{self.file.name}: {found}"
+        return CheckpointError(
+            said, expected=expected, fix=fix, file=self.file, tensor=tensor, layer=self.name
         )
 
 
@@ -117,12 +122,10 @@ def find_layers(tensors: Mapping[str, StoredTensor]) -> list[FoundLayer]:
         match = _ONE_BY_ONE.fullmatch(name) or _FUSED.fullmatch(name)
         if match is None:
             if _EXPERTS.fullmatch(name):
-                raise CheckpointError(
-                    f"{tensor.file.name}: tensor {name!r} belongs to experts, under a name that is not known",
+                raise tensor.error(
+                    " belongs to experts, under a name that is not known",
                     expected="….experts.0.gate_proj.weight, ….experts.gate_up_proj, or alike",
                     fix="save the model as Transformers does, or download it again",
-                    file=tensor.file,
-                    tensor=name,
                 )
             continue
         parts = match.groupdict()

@@ -8,12 +8,14 @@ one in the other.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tokenyard.checkpoints.layout import Layout, Piece
 from tokenyard.checkpoints.writer import SPELLINGS
+from tokenyard.errors import CheckpointError
 from tokenyard.formats import QuantizedMatrix
 
 
@@ -83,15 +85,30 @@ class PackedMatrix:
         """Write what a file has of one projection of one expert to its place."""
         self.layout.fill(payload, stored, self.share(payload, place, part))
 
-    def unusable(self, payload: str, place: int, part: int) -> tuple[Tensor, str]:
-        """Which scales of one projection of one expert cannot be worked with, and what those are."""
+    def unusable(self, payload: str, place: int, part: int) -> str | None:
+        """None, or which scales of one projection of one expert cannot be worked with, and what those are."""
+        if payload == "data":
+            return None
         scales = self.share(payload, place, part)
-        if scales.dtype == torch.uint8:  # E8M0
-            return scales == 255, "NaN (E8M0 byte 255)"
         numbers = scales.float()
-        if payload == "global_scale":  # what values are divided by
-            return ~numbers.isfinite() | (numbers == 0), "NaN, infinite or zero"
-        return ~numbers.isfinite(), "NaN or infinite"
+        if scales.dtype == torch.uint8:  # E8M0
+            wrong, told = scales == 255, "NaN (E8M0 byte 255)"
+        elif payload == "global_scale":  # what values are divided by
+            wrong, told = ~numbers.isfinite() | (numbers == 0), "NaN, infinite or zero"
+        else:
+            wrong, told = ~numbers.isfinite(), "NaN or infinite"
+        if not bool(wrong.any()):
+            return None
+        return f"{told} at {wrong.nonzero()[0].tolist()} and {int(wrong.sum()) - 1} further places"
+
+    def scales_apart(self, expert: str, **where: Any) -> CheckpointError:
+        """The error for an expert whose projections `join` could not put together."""
+        return CheckpointError(
+            f"{expert} have {self.outputs} rows each and different scales, and would share blocks as one matrix",
+            expected="a multiple of 128 rows, or one scale for all blocks from the gate's last on",
+            fix="convert the plain checkpoint with `tokenyard convert`, which gives them one scale",
+            **where,
+        )
 
     def join(self, payload: str, place: int) -> bool:
         """Put together what an expert's projections share of a payload; False if theirs do not fit together."""

@@ -86,23 +86,19 @@ class ExpertReading:
                 name, among = layer.stored(expert, projection, suffix)
                 with self._files.view(name, among) as stored:
                     packed.fill(payload, place, number, stored)
-                if payload != "data":
-                    self._check_numbers(*packed.unusable(payload, place, number), name, expert)
+                wrong = packed.unusable(payload, place, number)
+                if wrong is not None:
+                    raise self._files.tensors[name].error(
+                        f", of expert {expert}, is {wrong}",
+                        expected="scales that are finite numbers",
+                        fix="quantize the model again, or download it again: what these scales belong to would be "
+                        "garbage",
+                        layer=layer.name,
+                    )
             if packed.is_joined(payload) and not packed.join(payload, place):
-                raise self._apart(name, expert, packed.outputs)
-
-    def _apart(self, name: str, expert: int, outputs: int) -> CheckpointError:
-        """The error for gate and up scales that differ, where the format holds one for both."""
-        file = self._files.tensors[name].file
-        return CheckpointError(
-            f"{file.name}: tensor {name!r}: gate and up of expert {expert} have {outputs} rows each and different "
-            "scales, and would share blocks as one matrix",
-            expected="a multiple of 128 rows, or one scale for all blocks from the gate's last on",
-            fix="convert the plain checkpoint with `tokenyard convert`, which gives them one scale",
-            file=file,
-            tensor=name,
-            layer=self._layer.name,
-        )
+                file = self._files.tensors[name].file
+                said = f"{file.name}: tensor {name!r}: gate and up of expert {expert}"
+                raise packed.scales_apart(said, file=file, tensor=name, layer=layer.name)
 
     @property
     def bias_dtype(self) -> torch.dtype | None:
@@ -120,17 +116,3 @@ class ExpertReading:
                 with self._files.view(name, among) as stored:
                     share.copy_(stored)
         return out
-
-    def _check_numbers(self, wrong: Tensor, told: str, name: str, expert: int) -> None:
-        """Raise if some scales of a tensor are wrong."""
-        if bool(wrong.any()):
-            place = wrong.nonzero()[0].tolist()
-            raise CheckpointError(
-                f"{self._files.tensors[name].file.name}: tensor {name!r}, of expert {expert}, is {told} at {place} "
-                f"and {int(wrong.sum()) - 1} further places",
-                expected="scales that are finite numbers",
-                fix="quantize the model again, or download it again: what these scales belong to would be garbage",
-                file=self._files.tensors[name].file,
-                tensor=name,
-                layer=self._layer.name,
-            )

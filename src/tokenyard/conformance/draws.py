@@ -79,17 +79,44 @@ def draw_case(
     True
     """
     chance = random.Random(f"{seed} {large}")
-    for _ in range(_TRIES):
-        case = _draw(
-            chance,
-            seed,
-            large,
-            exchange,
-            wire,
-            world,
-            crowded and ranks == "threads",
-            [*FORMATS, *formats],
+    names = [*FORMATS, *formats]
+
+    def draw() -> Case:
+        """A random case, which its exchange, formats or experts may not support."""
+        heavy = _HEAVY if chance.random() < 0.02 else 1
+        ranks_here = world or _draw_world(chance, large, crowded and ranks == "threads")
+        sizes = _sizes(chance, large, ranks_here, heavy)
+        dtype = chance.choice(("bfloat16", "bfloat16", "float16", "float32"))
+        spelled = _spelling(chance, wire if wire is not None else chance.choice(names), dtype)
+        plain = spelled is None or not get(spelled).quantized
+        weights = chance.choice(WEIGHTS)
+        # Where each choice has a row on the way back, a workspace has room for all of them.
+        rows_back = ranks_here * max(1, *sizes["tokens"]) * sizes["top_k"] * sizes["hidden_size"]
+        return Case(
+            **sizes,
+            exchange=exchange or chance.choice(list(EXCHANGES)),
+            wire=spelled,
+            combine_wire=chance.choice([None, None, *names]),
+            expert_rows=chance.choice([None, None, *(names if plain else [spelled])]),
+            activation=chance.choice(sorted(ACTIVATIONS)),
+            bias=chance.random() < 0.5,
+            weights=weights,
+            inner=chance.choice([EXACT, *weight_format(weights).inner_formats]),
+            weight_on=chance.choice(("output", "output", "input")),
+            placement=chance.choice([*PLACEMENTS, "replicas", "shuffled"]),
+            routes=chance.choice(
+                ("uniform", "uniform", "gaps", "duplicates", "one_rank", "one_expert", "nobody")
+            ),
+            dtype=dtype,
+            id_dtype=chance.choice(("int32", "int64")),
+            weight_dtype=chance.choice(("float32", "bfloat16")),
+            payloads=chance.random() < 0.5,
+            sum="choices" if chance.random() < 0.25 and rows_back <= MOST_ROWS_BACK else "ranks",
+            seed=seed,
         )
+
+    for _ in range(_TRIES):
+        case = draw()
         wired = wire_layer(
             case.spec(), index=0, world=case.world, exchange=resolve_exchange(case.exchange), max_tokens=None
         )
@@ -110,50 +137,6 @@ def hosts_for(exchange: type[Transport], world: int) -> int:
 def is_large(case: Case) -> bool:
     """Whether a case is large: at least 4 ranks, rows of at least 2048, and an uneven number of tokens on the ranks."""
     return case.world >= 4 and case.hidden_size >= 2048 and len(set(case.tokens)) > 1
-
-
-def _draw(
-    chance: random.Random,
-    seed: int,
-    large: bool,
-    exchange: str | type[Transport] | None,
-    wire: str | Format | None,
-    world: int | None,
-    crowded: bool,
-    names: list[str | Format],
-) -> Case:
-    """A random case, which its exchange, formats or experts may not support."""
-    heavy = _HEAVY if chance.random() < 0.02 else 1
-    world = world or _draw_world(chance, large, crowded)
-    sizes = _sizes(chance, large, world, heavy)
-    dtype = chance.choice(("bfloat16", "bfloat16", "float16", "float32"))
-    wire = _spelling(chance, wire if wire is not None else chance.choice(names), dtype)
-    plain = wire is None or not get(wire).quantized
-    weights = chance.choice(WEIGHTS)
-    # Where each choice has a row on the way back, a workspace has room for all of them.
-    rows_back = world * max(1, *sizes["tokens"]) * sizes["top_k"] * sizes["hidden_size"]
-    return Case(
-        **sizes,
-        exchange=exchange or chance.choice(list(EXCHANGES)),
-        wire=wire,
-        combine_wire=chance.choice([None, None, *names]),
-        expert_rows=chance.choice([None, None, *names]) if plain else chance.choice([None, None, wire]),
-        activation=chance.choice(sorted(ACTIVATIONS)),
-        bias=chance.random() < 0.5,
-        weights=weights,
-        inner=chance.choice([EXACT, *weight_format(weights).inner_formats]),
-        weight_on=chance.choice(("output", "output", "input")),
-        placement=chance.choice([*PLACEMENTS, "replicas", "shuffled"]),
-        routes=chance.choice(
-            ("uniform", "uniform", "gaps", "duplicates", "one_rank", "one_expert", "nobody")
-        ),
-        dtype=dtype,
-        id_dtype=chance.choice(("int32", "int64")),
-        weight_dtype=chance.choice(("float32", "bfloat16")),
-        payloads=chance.random() < 0.5,
-        sum="choices" if chance.random() < 0.25 and rows_back <= MOST_ROWS_BACK else "ranks",
-        seed=seed,
-    )
 
 
 def _draw_world(chance: random.Random, large: bool, crowded: bool) -> int:

@@ -50,7 +50,6 @@ def counters_are_right(trial: Trial) -> None:
         flight = send(made, spec, sent[group.rank].to(group.device))
         made.exchange.combine(flight, zeros(flight.received))
     stats = made.stats()
-    made.close()
     for name, count in due.items():
         for field, meant in vars(count).items():
             found = getattr(stats[name], field)
@@ -99,7 +98,6 @@ def lost_experts_are_counted(trial: Trial) -> None:
         check_same(stack.run("moe", one), stack.due("moe", kept), "a layer with a lost expert")
     found = stack.plan.stats()["moe"].dropped
     meant = sum(int((one.routes.topk_ids_TK == world).sum()) for one in mine)
-    stack.plan.close()
     expect(found == meant, f"`dropped` is {found}", f"{meant} choices of the expert that was lost")
 
 
@@ -120,7 +118,6 @@ def bytes_are_counted(trial: Trial) -> None:
         flight = send(made, spec, mine.to(group.device))
     with Meter(group) as way_back:
         made.exchange.combine(flight, zeros(flight.received))
-    made.close()
     all_tokens, hosts = mine.x_TH.shape[0], exchange_spec.hosts
     for rank, rows in enumerate(_rows_on_wire(made, spec, mine, group.rank)):
         least, most = (
@@ -184,7 +181,6 @@ def memory_as_planned(trial: Trial) -> None:
     with Meter(group) as way_back:
         made.exchange.combine(flight, zeros(flight.received))
     planned = made.draft.workspace_bytes
-    made.close()
     shared = max(
         group.gather_json(planning.shared, phase="comparing memory")
     )  # hosts may share less than others
@@ -247,7 +243,6 @@ def logits_as_declared(trial: Trial) -> None:
         ones = torch.ones(received.num_rows, spec.hidden_size, device=group.device)
         y_TH = made.exchange.combine(flight, ExpertRows(rows_RH=ones)).y_TH.cpu()
         check_same(y_TH, torch.full_like(mine.x_TH.cpu(), group.size), "the sum of a one from each rank")
-    made.close()
 
 
 def paranoid_as_declared(trial: Trial) -> None:
@@ -268,7 +263,6 @@ def paranoid_as_declared(trial: Trial) -> None:
     kind = Corrupted if owns else PeerFailed
     must_raise(kind, made.exchange.combine, flight, result, when="a received row that was changed")
     stack.check("moe", "after a row was changed")
-    made.close()
 
 
 def _flip_a_bit(row: Tensor) -> None:

@@ -58,7 +58,6 @@ def heterogeneous_layers(trial: Trial) -> None:
     stack = CheckedLayers(trial, LAYERS)
     for spec in (*LAYERS, *reversed(LAYERS)):
         stack.check(spec.name, "beside other layers")
-    stack.plan.close()
 
 
 def alike_layers(trial: Trial) -> None:
@@ -66,7 +65,6 @@ def alike_layers(trial: Trial) -> None:
     stack = CheckedLayers(trial, ALIKE)
     for spec in ALIKE * 2:
         stack.check(spec.name, "beside one of the same sizes", tokens=4)
-    stack.plan.close()
 
 
 def alternating_layers(trial: Trial) -> None:
@@ -87,7 +85,6 @@ def alternating_layers(trial: Trial) -> None:
     for round_ in range(10):
         for name in ("small", "large"):
             stack.check(name, f"in turn {round_}")
-    stack.plan.close()
 
 
 def late_ranks(trial: Trial) -> None:
@@ -97,7 +94,6 @@ def late_ranks(trial: Trial) -> None:
         if trial.group.rank == trial.group.size - 1:
             time.sleep(0.03)
         stack.check("moe", f"with a late rank, in round {round_ + 1},")
-    stack.plan.close()
 
 
 def regions_never_overlap(trial: Trial) -> None:
@@ -113,7 +109,6 @@ def regions_never_overlap(trial: Trial) -> None:
         if buffer is not None:
             leaving[spec.name] = _span(buffer.rows_SH)
         made.exchange.combine(flight, zeros(flight.received))
-    made.close()
     for name, (first, last) in leaving.items():
         for other, spans in arriving.items():
             for start, end in spans:
@@ -143,7 +138,6 @@ def growing_plans(trial: Trial) -> None:
     stack.plan.trim(keep=["second", "wide"])
     for name in ("second", "wide"):
         stack.check(name, "after the plan has forgotten its first layer")
-    stack.plan.close()
 
 
 def plans_in_turns(trial: Trial) -> None:
@@ -154,7 +148,6 @@ def plans_in_turns(trial: Trial) -> None:
     trial.group.barrier()  # nobody closes while another one still combines
     stacks[0].plan.close()
     stacks[1].check("moe", "after the other plan was closed")
-    stacks[1].plan.close()
 
 
 def groups_side_by_side(trial: Trial) -> None:
@@ -212,7 +205,6 @@ def rounds_are_counted(trial: Trial) -> None:
         TokenyardError, send, made, specs[1], trial.batch(specs[1], too_many), when="5 tokens of at most 4"
     )
     found.append(_round_of(trial, made, specs[0]))
-    made.close()
     expect(
         found == [1, 2, 3, 4, 6],
         f"five dispatches, with a failed one before the last, have the rounds {found}",
@@ -242,7 +234,6 @@ def many_rounds(trial: Trial) -> None:
             fine = same_bits(tensor.cpu(), known.due[what])
             expect(fine, f"round {number} brought other {what} than were sent in it", "the same bits")
         expect(dispatched.round == number, f"dispatch {number} has the round {dispatched.round}", number)
-    made.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,7 +312,6 @@ def input_untouched(trial: Trial) -> None:
     result_RH = torch.randn(dispatched.received.num_rows, spec.hidden_size).to(trial.group.device)
     tensors["the experts' result"], before["the experts' result"] = result_RH, result_RH.clone()
     made.exchange.combine(dispatched, ExpertRows(rows_RH=result_RH))
-    made.close()
     for name, tensor in tensors.items():
         expect(
             same_bits(tensor, before[name]), f"{name} was changed", "nothing of the caller's to be changed"
@@ -334,7 +324,6 @@ def output_dtype(trial: Trial) -> None:
         for wire in ("bf16", "mxfp8"):
             stack = CheckedLayers(trial, (layer(dtype=dtype, wire=wire),))
             stack.check("moe", f"of {dtype_name(dtype)} rows on the {wire} wire", tokens=3)
-            stack.plan.close()
 
 
 def output_is_kept(trial: Trial) -> None:
@@ -347,7 +336,6 @@ def output_is_kept(trial: Trial) -> None:
         stack.run(name, stack.batch(name))
     for mine, y_TH in kept:
         check_same(y_TH, stack.due("moe", mine), "an output that was kept over three rounds")
-    stack.plan.close()
 
 
 def out_and_add(trial: Trial) -> None:
@@ -365,7 +353,6 @@ def out_and_add(trial: Trial) -> None:
     added = stack.layers["moe"](mine.x_TH, mine.routes, add=torch.ones_like(mine.x_TH))
     check_same(added, stack.due("moe", mine) + 1.0, "combine(add=(y,)), after one with `out`,")
     stack.check("moe", "after a combine with `add`")
-    stack.plan.close()
 
 
 def unreduced_rows(trial: Trial) -> None:
@@ -387,7 +374,6 @@ def unreduced_rows(trial: Trial) -> None:
         kept.append((mine, rows))
     for mine, rows in kept:
         check_same(rows.reduce().y_TH, stack.due("moe", mine), "the sum of unreduced rows")
-    stack.plan.close()
 
 
 # -- Handles -------------------------------------------------------------------------------------------------
@@ -404,7 +390,6 @@ def several_in_flight(trial: Trial) -> None:
             y_TH = made.exchange.combine(flight, echo(flight.received)).y_TH
             what = f"dispatch {number + 1} of three in flight, of layer {spec.name!r},"
             check_same(y_TH, echo_due(made, spec, mine), what)
-    made.close()
 
 
 def stale_handles(trial: Trial) -> None:
@@ -428,4 +413,3 @@ def stale_handles(trial: Trial) -> None:
     trial.group.barrier()  # nobody closes while another one still dispatches
     made.close()
     must_raise(HandleError, made.exchange.combine, last, result, when="a handle of a closed plan")
-    other.close()

@@ -39,7 +39,6 @@ def _fails_on_one_rank(
     error = must_raise(kind if guilty else PeerFailed, stack.layers["moe"], mine.x_TH, mine.routes, when=when)
     _names(error, culprit)
     stack.check("moe", "after an error")
-    stack.plan.close()
 
 
 def _names(error: Exception, culprit: int) -> None:
@@ -64,7 +63,6 @@ def failing_experts_reach_all(trial: Trial) -> None:
     if guilty:
         object.__setattr__(experts, "compute", compute)
     stack.check("moe", "after an error")
-    stack.plan.close()
 
 
 def drifted_ranks(trial: Trial) -> None:
@@ -75,4 +73,3 @@ def drifted_ranks(trial: Trial) -> None:
     astray = "other" if trial.group.rank == 1 else "moe"
     must_raise(Drifted, stack.run, astray, stack.batch(astray), when="rank 1 in another layer")
     stack.check("moe", "after a drift")
-    stack.plan.close()

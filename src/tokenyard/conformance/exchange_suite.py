@@ -49,10 +49,18 @@ class Trial:
     rounds: int | None = None  # of `many_rounds`; None: by whether the exchange shares memory
     # Seeds, one for each round. All ranks draw them in the same order, so each knows what the others send.
     seeds: Iterator[int] = field(default_factory=itertools.count)
+    plans: list[Plan] = field(default_factory=list)  # those that were made, to be closed at the end
 
     def plan(self, *layers: LayerSpec, **options: Any) -> Plan:
-        """A plan of these layers, through the exchange under test."""
-        return plan(list(layers), self.group, exchange=self.exchange, **options)
+        """A plan of these layers, through the exchange under test. It is closed when the check has passed."""
+        self.plans.append(plan(list(layers), self.group, exchange=self.exchange, **options))
+        return self.plans[-1]
+
+    def run(self, check: Callable[[Trial], None]) -> None:
+        """Run a check, and close its plans. Where it raised, other ranks may still use them."""
+        check(self)
+        for made in self.plans:
+            made.close()
 
     def batch(self, spec: LayerSpec, tokens: int) -> Batch:
         """A new batch of this rank, where the group's rows live."""
@@ -160,14 +168,7 @@ def check_movement(
 
     Through a plan that is `made` already, or through one of its own.
     """
-    if made is None:
-        own = trial.plan(spec)
-        try:
-            check_movement(trial, spec, tokens=tokens, reroute=reroute, made=own)
-        finally:
-            own.close()
-        return
-    moved = _move(trial, made, spec, tokens, reroute)
+    moved = _move(trial, made or trial.plan(spec), spec, tokens, reroute)
     _check_order(moved)
     for row in range(len(moved.due)):
         _check_row(moved, row)
@@ -356,7 +357,6 @@ def smaller_batches(trial: Trial) -> None:
     made = trial.plan(spec)
     for tokens in ((16, 9), (2, 5), (0, 3), (7, 0)):
         check_movement(trial, spec, tokens=tokens, made=made)
-    made.close()
 
 
 def all_tokens_to_one_rank(trial: Trial) -> None:

@@ -76,7 +76,7 @@ def check_exchange(
 
 def _run_exchange_check(group: Group, job: tuple[str, type[Transport], int | None]) -> None:
     name, exchange, rounds = job
-    EXCHANGE_CHECKS[name](Trial(group=group, exchange=exchange, rounds=rounds))
+    Trial(group=group, exchange=exchange, rounds=rounds).run(EXCHANGE_CHECKS[name])
 
 
 def check_format(format: str | Format | type[Format], *, only: Sequence[str] = ()) -> list[CheckResult]:

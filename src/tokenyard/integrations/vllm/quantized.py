@@ -165,13 +165,9 @@ class PackedExpertsMethod(FusedMoEMethodBase):
                 layer=self._layer_name,
             )
         packed.fill(payload, place, part, stored)
-        if payload == "data":
-            return
-        wrong, told = packed.unusable(payload, place, part)
-        if bool(wrong.any()):
+        if (wrong := packed.unusable(payload, place, part)) is not None:
             raise CheckpointError(
-                f"{name}, of expert {place} of this rank, is {told} at {wrong.nonzero()[0].tolist()} and "
-                f"{int(wrong.sum()) - 1} further places",
+                f"{name}, of expert {place} of this rank, is {wrong}",
                 expected="scales that are finite numbers",
                 fix="quantize the model again, or download it again",
                 layer=self._layer_name,
@@ -199,13 +195,8 @@ class PackedExpertsMethod(FusedMoEMethodBase):
         for payload in filter(packed.is_joined, packed.payloads):
             for place in range(packed.shape[0]):
                 if not packed.join(payload, place):
-                    raise CheckpointError(
-                        f"gate and up of expert {place} of this rank have {packed.outputs} rows each and different "
-                        "scales, and would share blocks as one matrix",
-                        expected="a multiple of 128 rows, or one scale for all blocks from the gate's last on",
-                        fix="convert the plain checkpoint with `tokenyard convert`, which gives them one scale",
-                        layer=self._layer_name,
-                    )
+                    expert = f"gate and up of expert {place} of this rank"
+                    raise packed.scales_apart(expert, layer=self._layer_name)
 
     # -- Computing -----------------------------------------------------------------------------------------
 
