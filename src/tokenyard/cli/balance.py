@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenyard.cli.machine import provenance
-from tokenyard.cli.options import MOST_RANKS, JsonFlag, PlotFile
+from tokenyard.cli.options import MOST_RANKS, JsonFlag, PlotFile, option
 from tokenyard.cli.output import check_out, console, print_json, save_json
 from tokenyard.cli.tables import show_table
 from tokenyard.units import size
@@ -20,30 +20,20 @@ if TYPE_CHECKING:
 def balance(
     routes: Annotated[Path, typer.Argument(help="Routes that `tokenyard run --record` wrote.")],
     ranks: Annotated[
-        int | None,
-        typer.Option(min=1, max=MOST_RANKS, help="Ranks in the EP group.", show_default="as recorded"),
+        int | None, option("Ranks in the EP group.", shown="as recorded", min=1, max=MOST_RANKS)
     ] = None,
-    replicas: Annotated[int, typer.Option(min=0, help="Copies of experts beyond one of each, in all.")] = 0,
+    replicas: Annotated[int, option("Copies of experts beyond one of each, in all.", min=0)] = 0,
     slots: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Experts of a layer that a rank has memory for.", show_default="what it takes"
-        ),
+        int | None, option("Experts of a layer that a rank has memory for.", shown="what it takes", min=1)
     ] = None,
-    ranks_per_host: Annotated[
-        int | None, typer.Option(min=1, help="Ranks on a host.", show_default="all on one")
-    ] = None,
+    ranks_per_host: Annotated[int | None, option("Ranks on a host.", shown="all on one", min=1)] = None,
     bandwidth: Annotated[
-        float | None,
-        typer.Option(min=1e-3, help="GB/s between two ranks.", show_default="of a copy, measured here"),
+        float | None, option("GB/s between two ranks.", shown="of a copy, measured here", min=1e-3)
     ] = None,
     tflops: Annotated[
-        float | None,
-        typer.Option(min=1e-6, help="TFLOP/s of a rank's experts.", show_default="of a product, measured"),
+        float | None, option("TFLOP/s of a rank's experts.", shown="of a product, measured", min=1e-6)
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Save what was found, with the placement of every layer.")
-    ] = None,
+    out: Annotated[Path | None, option("Save what was found, with the placement of every layer.")] = None,
     plot: PlotFile = None,
     as_json: JsonFlag = False,
 ) -> None:

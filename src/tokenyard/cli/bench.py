@@ -9,7 +9,7 @@ import typer
 from tokenyard.cli.bench_hosts import hosts
 from tokenyard.cli.bench_options import choose, default_of
 from tokenyard.cli.bench_output import Output, run_benchmark, show
-from tokenyard.cli.options import Exchanges, JsonFlag, OutFile, PlotFile
+from tokenyard.cli.options import Exchanges, JsonFlag, OutFile, PlotFile, option
 from tokenyard.cli.output import reported
 from tokenyard.cli.parts import refuse_override
 from tokenyard.errors import InputError
@@ -20,15 +20,15 @@ _SEVERAL = "may be given several times."
 
 def _int(command: str, name: str, help: str | None = None, *, min: int = 1, max: int | None = None) -> Any:
     """A whole number whose default depends on where something is measured."""
-    return typer.Option(min=min, max=max, help=help, show_default=default_of(command, name))
+    return option(help, shown=default_of(command, name), min=min, max=max)
 
 
 @app.command()
 @reported
 def encode(
-    tokens: Annotated[list[int], typer.Option("--tokens", min=1, help=f"Tokens; {_SEVERAL}")] = [512],  # noqa: B006
-    hidden_size: Annotated[int, typer.Option(min=1, help="The width of a row.")] = 7168,
-    seconds: Annotated[float, typer.Option(min=0.0, max=600.0, help="About as long, for each format.")] = 1.0,
+    tokens: Annotated[list[int], option(f"Tokens; {_SEVERAL}", "--tokens", min=1)] = [512],  # noqa: B006
+    hidden_size: Annotated[int, option("The width of a row.", min=1)] = 7168,
+    seconds: Annotated[float, option("About as long, for each format.", min=0.0, max=600.0)] = 1.0,
     out: OutFile = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -49,17 +49,16 @@ def experts(
     rounds: Annotated[int | None, _int("experts", "rounds", "Rounds of each.")] = None,
     weights: Annotated[
         list[str] | None,
-        typer.Option(
-            help=f"The format of the weights, bf16 or quantized; {_SEVERAL}",
-            show_default=default_of("experts", "weights"),
+        option(
+            f"The format of the weights, bf16 or quantized; {_SEVERAL}",
+            shown=default_of("experts", "weights"),
         ),
     ] = None,
     cells: Annotated[
-        str | None,
-        typer.Option(help="With --device cuda: A, B and C (several with commas).", show_default="all"),
+        str | None, option("With --device cuda: A, B and C (several with commas).", shown="all")
     ] = None,
     device: Annotated[
-        str, typer.Option(help="cpu: grouped experts. cuda: fused experts, on the shapes of --cells.")
+        str, option("cpu: grouped experts. cuda: fused experts, on the shapes of --cells.")
     ] = "cpu",
     out: OutFile = None,
     plot: PlotFile = None,
@@ -89,27 +88,23 @@ def dispatch(
         list[int] | None, _int("dispatch", "tokens", f"Tokens of each rank; {_SEVERAL}")
     ] = None,
     hidden_size: Annotated[int | None, _int("dispatch", "hidden_size")] = None,
-    top_k: Annotated[int, typer.Option(min=1)] = 8,
+    top_k: Annotated[int, option(min=1)] = 8,
     num_experts: Annotated[int | None, _int("dispatch", "num_experts")] = None,
     wire: Annotated[
         list[str] | None,
-        typer.Option(
-            help=f"The format on the way out; {_SEVERAL}", show_default=default_of("dispatch", "wire")
-        ),
+        option(f"The format on the way out; {_SEVERAL}", shown=default_of("dispatch", "wire")),
     ] = None,
-    combine_wire: Annotated[str, typer.Option(help="The format on the way back.")] = "bf16",
+    combine_wire: Annotated[str, option("The format on the way back.")] = "bf16",
     exchange: Exchanges = None,
     rounds: Annotated[
         int | None, _int("dispatch", "rounds", "Round trips of each; on a GPU rounds of replays.", min=2)
     ] = None,
     device: Annotated[
-        str, typer.Option(help="cpu: processes. cuda: virtual ranks on one GPU, through one_sided's kernels.")
+        str, option("cpu: processes. cuda: virtual ranks on one GPU, through one_sided's kernels.")
     ] = "cpu",
-    quick: Annotated[
-        bool, typer.Option("--quick", help="With --device cuda: fewer cells and rounds.")
-    ] = False,
+    quick: Annotated[bool, option("With --device cuda: fewer cells and rounds.", "--quick")] = False,
     paranoid: Annotated[
-        bool, typer.Option("--paranoid", help="Every exchange a second time, watching itself; on the CPU.")
+        bool, option("Every exchange a second time, watching itself; on the CPU.", "--paranoid")
     ] = False,
     out: OutFile = None,
     plot: PlotFile = None,
@@ -136,10 +131,10 @@ def layer(
     ranks: Annotated[int | None, _int("layer", "ranks", "How many virtual ranks.", max=64)] = None,
     weights: Annotated[
         list[str] | None,
-        typer.Option(
-            help=f"The format of the weights; {_SEVERAL} Rows travel as fp8_block128 or mxfp8 to experts with such "
+        option(
+            f"The format of the weights; {_SEVERAL} Rows travel as fp8_block128 or mxfp8 to experts with such "
             "weights, else as bf16.",
-            show_default=default_of("layer", "weights"),
+            shown=default_of("layer", "weights"),
         ),
     ] = None,
     hidden_size: Annotated[int | None, _int("layer", "hidden_size")] = None,
@@ -148,12 +143,10 @@ def layer(
     top_k: Annotated[int | None, _int("layer", "top_k")] = None,
     cells: Annotated[
         str | None,
-        typer.Option(
-            help="Instead of a shape: FLASH, PRO and V3 on 8 virtual ranks (several with commas, or `all`)."
-        ),
+        option("Instead of a shape: FLASH, PRO and V3 on 8 virtual ranks (several with commas, or `all`)."),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=2, help="Both contestants take turns so often.")] = 15,
-    device: Annotated[str, typer.Option(help="cuda: virtual ranks that share one GPU.")] = "cuda",
+    rounds: Annotated[int, option("Both contestants take turns so often.", min=2)] = 15,
+    device: Annotated[str, option("cuda: virtual ranks that share one GPU.")] = "cuda",
     out: OutFile = None,
     plot: PlotFile = None,
     as_json: JsonFlag = False,
@@ -176,17 +169,17 @@ def layer(
 @app.command()
 @reported
 def transformers(
-    ranks: Annotated[int, typer.Option(min=2, max=64, help="Processes.")] = 4,
-    hidden_size: Annotated[int, typer.Option(min=1)] = 512,
-    intermediate_size: Annotated[int, typer.Option(min=1, help="The width of an expert.")] = 256,
-    num_experts: Annotated[int, typer.Option(min=1)] = 32,
-    top_k: Annotated[int, typer.Option(min=1)] = 4,
-    num_layers: Annotated[int, typer.Option(min=1)] = 6,
-    sequences: Annotated[int, typer.Option(min=1, help="Of each rank.")] = 4,
-    length: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 32,
-    steps: Annotated[int, typer.Option(min=1, help="Tokens that follow it, one pass each.")] = 8,
-    rounds: Annotated[int, typer.Option(min=2)] = 7,
-    exchange: Annotated[str, typer.Option(help="Ours.")] = "one_sided",
+    ranks: Annotated[int, option("Processes.", min=2, max=64)] = 4,
+    hidden_size: Annotated[int, option(min=1)] = 512,
+    intermediate_size: Annotated[int, option("The width of an expert.", min=1)] = 256,
+    num_experts: Annotated[int, option(min=1)] = 32,
+    top_k: Annotated[int, option(min=1)] = 4,
+    num_layers: Annotated[int, option(min=1)] = 6,
+    sequences: Annotated[int, option("Of each rank.", min=1)] = 4,
+    length: Annotated[int, option("Tokens of a prompt.", min=1)] = 32,
+    steps: Annotated[int, option("Tokens that follow it, one pass each.", min=1)] = 8,
+    rounds: Annotated[int, option(min=2)] = 7,
+    exchange: Annotated[str, option("Ours.")] = "one_sided",
     out: OutFile = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -205,7 +198,7 @@ def transformers(
 @app.command()
 @reported
 def overhead(
-    rounds: Annotated[int, typer.Option(min=2, help="Rounds of each.")] = 15,
+    rounds: Annotated[int, option("Rounds of each.", min=2)] = 15,
     out: OutFile = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -220,12 +213,10 @@ def overhead(
 @reported
 def tiles(
     weights: Annotated[
-        list[str] | None, typer.Option(help=f"The format of the weights; {_SEVERAL}", show_default="all")
+        list[str] | None, option(f"The format of the weights; {_SEVERAL}", shown="all")
     ] = None,
-    cells: Annotated[
-        str | None, typer.Option(help="A, B and C (several with commas).", show_default="all")
-    ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each.")] = 5,
+    cells: Annotated[str | None, option("A, B and C (several with commas).", shown="all")] = None,
+    rounds: Annotated[int, option("Rounds of each.", min=1)] = 5,
     out: OutFile = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -242,19 +233,17 @@ def tiles(
 @reported
 def combine_error(
     ranks: Annotated[
-        list[int] | None,
-        typer.Option(min=1, max=64, help=f"Threads; {_SEVERAL}", show_default="1, 2, 4, 8, 16"),
+        list[int] | None, option(f"Threads; {_SEVERAL}", shown="1, 2, 4, 8, 16", min=1, max=64)
     ] = None,
     combine_wire: Annotated[
-        list[str] | None,
-        typer.Option(help=f"Only this format on the way back; {_SEVERAL}", show_default="all"),
+        list[str] | None, option(f"Only this format on the way back; {_SEVERAL}", shown="all")
     ] = None,
-    hidden_size: Annotated[int, typer.Option(min=1)] = 1024,
-    intermediate_size: Annotated[int, typer.Option(min=1)] = 64,
-    num_experts: Annotated[int, typer.Option(min=1)] = 32,
-    top_k: Annotated[int, typer.Option(min=1)] = 8,
-    tokens: Annotated[int, typer.Option(min=1, help="Of all ranks together.")] = 64,
-    layers: Annotated[int, typer.Option(min=1, help="Random layers of each kind.")] = 5,
+    hidden_size: Annotated[int, option(min=1)] = 1024,
+    intermediate_size: Annotated[int, option(min=1)] = 64,
+    num_experts: Annotated[int, option(min=1)] = 32,
+    top_k: Annotated[int, option(min=1)] = 8,
+    tokens: Annotated[int, option("Of all ranks together.", min=1)] = 64,
+    layers: Annotated[int, option("Random layers of each kind.", min=1)] = 5,
     out: OutFile = None,
     plot: PlotFile = None,
     as_json: JsonFlag = False,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tokenyard.cli.machine import provenance
-from tokenyard.cli.options import PlotFile
+from tokenyard.cli.options import PlotFile, option
 from tokenyard.cli.output import console, print_json, reported, save_json
 from tokenyard.cli.tables import show_table
 from tokenyard.errors import InputError
@@ -89,7 +89,7 @@ def print_document(document: Document) -> None:
 @reported
 def show(
     file: Annotated[Path, typer.Argument(help="A file that a benchmark wrote (--out).")],
-    markdown: Annotated[bool, typer.Option("--markdown", help="As a table for a page.")] = False,
+    markdown: Annotated[bool, option("As a table for a page.", "--markdown")] = False,
     plot: PlotFile = None,
 ) -> None:
     """Show figures that a benchmark has saved."""

@@ -17,7 +17,7 @@ import typer
 
 from tokenyard.cli.check_stack import show_stack, stack_fields, stack_findings
 from tokenyard.cli.machine import provenance
-from tokenyard.cli.options import JsonFlag, LoadedExchanges, RowsDevice
+from tokenyard.cli.options import JsonFlag, LoadedExchanges, RowsDevice, option
 from tokenyard.cli.output import console, print_json, progress_bar
 from tokenyard.cli.parts import load_object, load_part, refuse_override
 from tokenyard.cli.tables import show_table
@@ -40,28 +40,24 @@ _MOST_NAMED = 5
 
 
 def check(
-    cases: Annotated[int, typer.Option(min=0, help="Random cases, over all cells of the grid.")] = 2000,
-    seed: Annotated[int, typer.Option(help="Of the random cases.")] = 0,
+    cases: Annotated[int, option("Random cases, over all cells of the grid.", min=0)] = 2000,
+    seed: Annotated[int, option("Of the random cases.")] = 0,
     exchange: LoadedExchanges = None,
     format_: Annotated[
         list[str] | None,
-        typer.Option("--format", help="Only this format: a name, or package.module:Class. Several times."),
+        option("Only this format: a name, or package.module:Class. Several times.", "--format"),
     ] = None,
     experts: Annotated[
-        list[str] | None,
-        typer.Option(help="Only these experts: a name, or package.module:Class. Several times."),
+        list[str] | None, option("Only these experts: a name, or package.module:Class. Several times.")
     ] = None,
-    ranks: Annotated[str, typer.Option(help="Ranks as `threads`, `processes` or `both`.")] = "both",
+    ranks: Annotated[str, option("Ranks as `threads`, `processes` or `both`.")] = "both",
     device: RowsDevice = "cpu",
     rounds: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Rounds of the check `many_rounds`.", show_default="50; 1000 where memory is shared"
-        ),
+        option("Rounds of the check `many_rounds`.", shown="50; 1000 where memory is shared", min=1),
     ] = None,
     tokens: Annotated[
-        int,
-        typer.Option(min=0, help="Tokens of the first rank of the stack of layers; 0 leaves the stack out."),
+        int, option("Tokens of the first rank of the stack of layers; 0 leaves the stack out.", min=0)
     ] = 96,
     as_json: JsonFlag = False,
 ) -> None:

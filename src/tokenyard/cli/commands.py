@@ -13,6 +13,7 @@ from tokenyard.cli.convert import convert
 from tokenyard.cli.doctor import doctor
 from tokenyard.cli.eval import evaluate
 from tokenyard.cli.inspect import inspect
+from tokenyard.cli.options import option
 from tokenyard.cli.output import Commands, reported
 from tokenyard.cli.plan import plan
 from tokenyard.cli.run import run
@@ -40,7 +41,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+        bool, option("Print the version.", "--version", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """Expert-parallel MoE layers that cannot be wired wrong."""

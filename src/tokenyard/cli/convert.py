@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokenyard.cli.options import JsonFlag
+from tokenyard.cli.options import JsonFlag, option
 from tokenyard.cli.output import console, print_json
 from tokenyard.cli.tables import show_table
 from tokenyard.units import size
@@ -20,12 +20,11 @@ if TYPE_CHECKING:
 def convert(
     path: Annotated[Path, typer.Argument(help="A checkpoint with plain weights: its folder, or its file.")],
     weights: Annotated[
-        str,
-        typer.Option(help="The format of the experts' matrices: mxint4, mxfp4, nvfp4, mxfp8, fp8_block128."),
+        str, option("The format of the experts' matrices: mxint4, mxfp4, nvfp4, mxfp8, fp8_block128.")
     ],
-    out: Annotated[Path, typer.Option(help="The folder to write; it must not be there yet, or be empty.")],
+    out: Annotated[Path, option("The folder to write; it must not be there yet, or be empty.")],
     largest_file: Annotated[
-        int, typer.Option(min=1, help="The most bytes that a file of weights may have.")
+        int, option("The most bytes that a file of weights may have.", min=1)
     ] = 5_000_000_000,
     as_json: JsonFlag = False,
 ) -> None:

@@ -12,8 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from tokenyard.cli.machine import provenance
 from tokenyard.cli.options import (
     Exchanges,
@@ -25,6 +23,7 @@ from tokenyard.cli.options import (
     RankCount,
     RankKind,
     StartedDevice,
+    option,
 )
 from tokenyard.cli.output import check_out, print_json, progress_bar, save_json
 from tokenyard.cli.parts import refuse_override
@@ -46,46 +45,36 @@ def evaluate(
     model: ModelFolder = None,
     data: Annotated[
         Path | None,
-        typer.Option(
-            help='Your own questions: JSON lines with "prompt" and "answer".',
-            show_default="held-out word problems",
-        ),
+        option('Your own questions: JSON lines with "prompt" and "answer".', shown="held-out word problems"),
     ] = None,
     problems: Annotated[
-        int | None,
-        typer.Option(min=1, help="How many questions.", show_default="400 word problems, or all of --data"),
+        int | None, option("How many questions.", shown="400 word problems, or all of --data", min=1)
     ] = None,
     ranks: RankCount = 4,
     kind: RankKind = "processes",
     device: StartedDevice = "cpu",
     exchange: Exchanges = None,
-    wire: Annotated[
-        list[str] | None, typer.Option(help="Only this wire format; may be given several times.")
-    ] = None,
+    wire: Annotated[list[str] | None, option("Only this wire format; may be given several times.")] = None,
     weights: Annotated[
-        list[str] | None, typer.Option(help="Only this format of weights; may be given several times.")
+        list[str] | None, option("Only this format of weights; may be given several times.")
     ] = None,
     inner: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Only this format between an expert's two products, or `exact`; may be given several times.",
-        ),
+        option("Only this format between an expert's two products, or `exact`; may be given several times."),
     ] = None,
     combine_wire: Annotated[
         list[str] | None,
-        typer.Option(
-            help="This format on the way back, or `all`; may be given several times. `e4m3_unscaled`: a cast without "
+        option(
+            "This format on the way back, or `all`; may be given several times. `e4m3_unscaled`: a cast without "
             "scales, the bad example of this study, which no plan takes.",
-            show_default="the model's own dtype",
+            shown="the model's own dtype",
         ),
     ] = None,
     every: Annotated[
         bool,
-        typer.Option(
-            "--every", help="Let every exchange answer everything, even where the first gives the same bits."
-        ),
+        option("Let every exchange answer everything, even where the first gives the same bits.", "--every"),
     ] = False,
-    batch: Annotated[int, typer.Option(min=1, help="Questions that a rank answers at a time.")] = 128,
+    batch: Annotated[int, option("Questions that a rank answers at a time.", min=1)] = 128,
     max_new_tokens: LongestAnswer = 128,
     plot: PlotFile = None,
     out: OutFile = None,

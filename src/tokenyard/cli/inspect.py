@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokenyard.cli.options import MOST_RANKS, JsonFlag
+from tokenyard.cli.options import MOST_RANKS, JsonFlag, option
 from tokenyard.cli.output import console, print_json
 from tokenyard.cli.tables import show_table
 from tokenyard.errors import TokenyardError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def inspect(
     path: Annotated[Path, typer.Argument(help="The folder of a checkpoint, or one safetensors file.")],
     ranks: Annotated[
-        int, typer.Option(min=1, max=MOST_RANKS, help="Ranks in the EP group, for the bytes of one of them.")
+        int, option("Ranks in the EP group, for the bytes of one of them.", min=1, max=MOST_RANKS)
     ] = 4,
     as_json: JsonFlag = False,
 ) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from tokenyard.cli.options import MOST_RANKS, JsonFlag
+from tokenyard.cli.options import MOST_RANKS, JsonFlag, option
 from tokenyard.cli.output import console, print_json
 from tokenyard.cli.tables import show_table
 from tokenyard.units import size
@@ -18,31 +16,25 @@ if TYPE_CHECKING:
 
 
 def plan(
-    config: Annotated[Path, typer.Option(help="A Hugging Face config.json, or the folder that holds it.")],
-    ranks: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Ranks in the EP group.")],
-    exchange: Annotated[str, typer.Option(help="How rows move.")] = "auto",
+    config: Annotated[Path, option("A Hugging Face config.json, or the folder that holds it.")],
+    ranks: Annotated[int, option("Ranks in the EP group.", min=1, max=MOST_RANKS)],
+    exchange: Annotated[str, option("How rows move.")] = "auto",
     wire: Annotated[
-        str | None,
-        typer.Option(help="The format in which rows travel out.", show_default="the model's dtype"),
+        str | None, option("The format in which rows travel out.", shown="the model's dtype")
     ] = None,
     combine_wire: Annotated[
-        str | None, typer.Option(help="The format on the way back.", show_default="the model's dtype")
+        str | None, option("The format on the way back.", shown="the model's dtype")
     ] = None,
     weights: Annotated[
-        str | None, typer.Option(help="The format that holds the experts.", show_default="the model's dtype")
+        str | None, option("The format that holds the experts.", shown="the model's dtype")
     ] = None,
     inner: Annotated[
-        str | None,
-        typer.Option(
-            help="How numbers are held between the two products.", show_default="as the config says"
-        ),
+        str | None, option("How numbers are held between the two products.", shown="as the config says")
     ] = None,
-    max_tokens: Annotated[
-        int, typer.Option(min=1, help="The most tokens that a rank brings in a call.")
-    ] = 4096,
-    placement: Annotated[str, typer.Option(help="Which rank owns which expert.")] = "contiguous",
-    experts: Annotated[str, typer.Option(help="What computes.")] = "auto",
-    in_flight: Annotated[int, typer.Option(min=1, help="Dispatches in flight at a time.")] = 1,
+    max_tokens: Annotated[int, option("The most tokens that a rank brings in a call.", min=1)] = 4096,
+    placement: Annotated[str, option("Which rank owns which expert.")] = "contiguous",
+    experts: Annotated[str, option("What computes.")] = "auto",
+    in_flight: Annotated[int, option("Dispatches in flight at a time.", min=1)] = 1,
     as_json: JsonFlag = False,
 ) -> None:
     """Show how a model's MoE layers would be wired, and the bytes, without running anything."""

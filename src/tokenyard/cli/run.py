@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenyard.cli.machine import provenance
-from tokenyard.cli.options import JsonFlag, LongestAnswer, ModelFolder, RankCount, RankKind, StartedDevice
+from tokenyard.cli.options import (
+    JsonFlag,
+    LongestAnswer,
+    ModelFolder,
+    RankCount,
+    RankKind,
+    StartedDevice,
+    option,
+)
 from tokenyard.cli.output import check_out, console, print_json
 from tokenyard.cli.tables import show_table
 from tokenyard.errors import InputError
@@ -42,31 +50,24 @@ PRELOAD = (
 def run(
     model: ModelFolder = None,
     prompt: Annotated[
-        list[str] | None, typer.Option(help="Answer this; may be given several times.", show_default=False)
+        list[str] | None, option("Answer this; may be given several times.", shown=False)
     ] = None,
-    problems: Annotated[
-        int, typer.Option(min=1, help="Held-out word problems to answer, without --prompt.")
-    ] = 20,
+    problems: Annotated[int, option("Held-out word problems to answer, without --prompt.", min=1)] = 20,
     ranks: RankCount = 4,
     kind: RankKind = "processes",
     device: StartedDevice = "cpu",
-    exchange: Annotated[str, typer.Option(help="How rows move.")] = "auto",
-    wire: Annotated[
-        str | None, typer.Option(help="Format of rows on the way.", show_default="the model's dtype")
-    ] = None,
+    exchange: Annotated[str, option("How rows move.")] = "auto",
+    wire: Annotated[str | None, option("Format of rows on the way.", shown="the model's dtype")] = None,
     weights: Annotated[
-        str | None, typer.Option(help="Format that holds the experts.", show_default="as they are stored")
+        str | None, option("Format that holds the experts.", shown="as they are stored")
     ] = None,
     inner: Annotated[
         str | None,
-        typer.Option(
-            help="Format between an expert's two products, or `exact`.", show_default="as the checkpoint says"
-        ),
+        option("Format between an expert's two products, or `exact`.", shown="as the checkpoint says"),
     ] = None,
     max_new_tokens: LongestAnswer = 128,
     record: Annotated[
-        Path | None,
-        typer.Option(help="Write the routes of all layers to this safetensors file.", show_default=False),
+        Path | None, option("Write the routes of all layers to this safetensors file.", shown=False)
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from tokenyard.cli.interrupts import describe_progress
 from tokenyard.cli.machine import provenance
-from tokenyard.cli.options import JsonFlag, LoadedExchanges, OutFile, PlotFile, RankCount, RowsDevice
+from tokenyard.cli.options import JsonFlag, LoadedExchanges, OutFile, PlotFile, RankCount, RowsDevice, option
 from tokenyard.cli.output import check_out, console, print_json, save_json
 from tokenyard.cli.parts import load_part, refuse_override
 from tokenyard.cli.tables import show_table
@@ -28,25 +28,25 @@ _MOST_SHOWN = 12
 
 
 def soak(
-    minutes: Annotated[float, typer.Option(min=0.01, help="How long.")] = 10.0,
+    minutes: Annotated[float, option("How long.", min=0.01)] = 10.0,
     episodes: Annotated[
-        int | None, typer.Option(min=1, help="End after so many episodes, however long they take.")
+        int | None, option("End after so many episodes, however long they take.", min=1)
     ] = None,
     ranks: RankCount = 4,
-    processes: Annotated[bool, typer.Option("--processes/--threads", help="What the ranks are.")] = True,
+    processes: Annotated[bool, option("What the ranks are.", "--processes/--threads")] = True,
     exchange: LoadedExchanges = None,
     losses: Annotated[
         bool | None,
-        typer.Option(
+        option(
+            "Kill ranks, and let fresh ones take their places.",
             "--losses/--no-losses",
-            help="Kill ranks, and let fresh ones take their places.",
-            show_default="losses, on a CPU",
+            shown="losses, on a CPU",
         ),
     ] = None,
     device: RowsDevice = "cpu",
-    seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 0,
+    seed: Annotated[int, option("Of everything that is drawn.")] = 0,
     deadline: Annotated[
-        float, typer.Option(min=1.0, help="Seconds that a rank waits for another before that is a finding.")
+        float, option("Seconds that a rank waits for another before that is a finding.", min=1.0)
     ] = 20.0,
     out: OutFile = None,
     plot: PlotFile = None,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tokenyard.cli.options import JsonFlag
+from tokenyard.cli.options import JsonFlag, option
 from tokenyard.cli.output import console, print_json
 from tokenyard.cli.tables import show_table
 from tokenyard.errors import InputError
@@ -18,7 +18,7 @@ def support(
         list[Path] | None, typer.Argument(metavar="[FILE]...", help="Markdown files, with --write.")
     ] = None,
     write: Annotated[
-        bool, typer.Option("--write", help="Write the tables between the support marks of the files.")
+        bool, option("Write the tables between the support marks of the files.", "--write")
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
