@@ -14,7 +14,7 @@ import difflib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypedDict, Unpack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,13 @@ class Reason:
 
     def __str__(self) -> str:
         return f"{self.field}={shown(self.value, most=400, write=str)}: {self.why}"
+
+
+class Where(TypedDict, total=False):
+    """Where an error happened, as far as it is known."""
+
+    layer: str | None
+    rank: int | None
 
 
 class TokenyardError(Exception):
@@ -122,10 +129,9 @@ class CheckpointError(InputError):
         fix: str,
         file: Path | None = None,
         tensor: str | None = None,
-        layer: str | None = None,
-        rank: int | None = None,
+        **where: Unpack[Where],
     ) -> None:
-        super().__init__(found, expected=expected, fix=fix, layer=layer, rank=rank)
+        super().__init__(found, expected=expected, fix=fix, **where)
         self.file, self.tensor = file, tensor
 
 
@@ -176,19 +182,13 @@ class PlanError(TokenyardError, ValueError):
         *,
         expected: str,
         fix: str = "",
-        layer: str | None = None,
-        rank: int | None = None,
         alternatives: Iterable[Alternative] = (),
+        **where: Unpack[Where],
     ) -> None:
         self.alternatives = tuple(alternatives)
-        choices = "one of these works: " + " | ".join(map(str, self.alternatives))
-        super().__init__(
-            found,
-            expected=expected,
-            fix=fix if fix or not self.alternatives else choices,
-            layer=layer,
-            rank=rank,
-        )
+        if not fix and self.alternatives:
+            fix = "one of these works: " + " | ".join(map(str, self.alternatives))
+        super().__init__(found, expected=expected, fix=fix, **where)
 
 
 # Fields that the message of a mismatch spells out.
@@ -237,16 +237,13 @@ class PeerFailed(GroupError):
 
     when = "another rank raised in this call; the group stays usable"
 
-    def __init__(
-        self, peer: int, message: str, *, phase: str, layer: str | None = None, rank: int | None = None
-    ) -> None:
+    def __init__(self, peer: int, message: str, *, phase: str, **where: Unpack[Where]) -> None:
         self.peer, self.phase, self.message = peer, phase, message
         super().__init__(
             f"rank {peer} failed in {phase}: {message}",
             expected="every rank of the group to finish the call",
             fix=f"mend the error of rank {peer}; the group is still usable",
-            layer=layer,
-            rank=rank,
+            **where,
         )
 
 
@@ -275,10 +272,9 @@ class PeerLost(GroupError):
         *,
         phase: str,
         waited: float,
-        layer: str | None = None,
-        rank: int | None = None,
         detail: str = "",
         ended: bool = False,
+        **where: Unpack[Where],
     ) -> None:
         self.peers, self.phase, self.waited = tuple(peers), phase, waited
         who = ", ".join(f"rank {p}" for p in self.peers) or "a rank of the group"
@@ -288,8 +284,7 @@ class PeerLost(GroupError):
             f"{who} did not arrive in {phase} (waited {waited:.1f} s{'; ' + detail if detail else ''})",
             expected="every rank of the group to make the same calls within the deadline",
             fix=gone if ended else late,
-            layer=layer,
-            rank=rank,
+            **where,
         )
 
 
@@ -361,13 +356,12 @@ encoded; fix: something wrote into memory that is not its own: look at kernels a
         *,
         expected: str,
         fix: str = "something wrote into memory that is not its own: look at kernels and experts of your own first",
-        layer: str | None = None,
-        rank: int | None = None,
         source: int | None = None,
         token: int | None = None,
         place: str | None = None,
+        **where: Unpack[Where],
     ) -> None:
-        super().__init__(found, expected=expected, fix=fix, layer=layer, rank=rank)
+        super().__init__(found, expected=expected, fix=fix, **where)
         self.source, self.token, self.place = source, token, place
 
 

@@ -9,7 +9,7 @@ import typer
 
 from tokenyard.cli.machine import provenance
 from tokenyard.cli.options import MOST_RANKS, JsonFlag, PlotFile, option
-from tokenyard.cli.output import check_out, console, print_json, save_json
+from tokenyard.cli.output import check_out, console, deliver
 from tokenyard.cli.tables import show_table
 from tokenyard.units import size
 
@@ -68,14 +68,7 @@ def balance(
         "layers": [layer.as_dict() for layer in layers],
         **provenance(),
     }
-    if as_json:
-        print_json(document)
-    else:
-        _show(layers, document)
-    if plot is not None:
-        draw_balance(document, plot)
-    if out is not None:
-        save_json(document, out)
+    deliver(document, lambda: _show(layers, document), as_json=as_json, out=out, plot=plot, draw=draw_balance)
 
 
 def _copy_rate() -> float:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenyard.cli.options import JsonFlag, option
-from tokenyard.cli.output import console, print_json
+from tokenyard.cli.output import console, deliver
 from tokenyard.cli.tables import show_table
 from tokenyard.units import size
 
@@ -49,10 +49,8 @@ def convert(
     finally:
         bar.stop()
     seconds = time.monotonic() - started
-    if as_json:
-        print_json({"path": str(path), **as_fields(written), "seconds": round(seconds, 3)})
-    else:
-        _show(written, seconds)
+    document = {"path": str(path), **as_fields(written), "seconds": round(seconds, 3)}
+    deliver(document, lambda: _show(written, seconds), as_json=as_json)
 
 
 def as_fields(written: Conversion) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import typer
 
 from tokenyard.cli.machine import hardware, shared_memory_bytes, versions
 from tokenyard.cli.options import JsonFlag
-from tokenyard.cli.output import console, print_json
+from tokenyard.cli.output import console, deliver
 from tokenyard.cli.parts import refuse_override
 from tokenyard.cli.tables import show_table
 from tokenyard.errors import TokenyardError
@@ -51,10 +51,8 @@ def doctor(as_json: JsonFlag = False) -> None:
             status.update(f"looked at: {finding.section}, {finding.name} …")
             findings.append(finding)
     failed = [finding for finding in findings if finding.ok is False]
-    if as_json:
-        print_json({"ok": not failed, "findings": [asdict(finding) for finding in findings]})
-    else:
-        _show(findings)
+    document = {"ok": not failed, "findings": [asdict(finding) for finding in findings]}
+    deliver(document, lambda: _show(findings), as_json=as_json)
     if failed:
         raise typer.Exit(1)
 
@@ -200,44 +198,46 @@ def _start_of_processes() -> Iterator[Finding]:
     """How long ranks take to start as processes, from a forkserver that is warm."""
     from tokenyard.group import launch
 
-    name = f"{_START_RANKS} process ranks"
     try:
         launch(_START_RANKS, _say_rank, ranks="processes", deadline=_DEADLINE["cpu"])  # warms the forkserver
         start = time.perf_counter()
         launch(_START_RANKS, _say_rank, ranks="processes", deadline=_DEADLINE["cpu"])
-        detail = f"{time.perf_counter() - start:.2f} s to start, meet and end"
-        yield Finding(section="start", name=name, ok=True, detail=detail)
+        ok, detail = True, f"{time.perf_counter() - start:.2f} s to start, meet and end"
     except Exception as raised:
-        detail = _in_one_line(raised.__cause__ or raised)
-        yield Finding(section="start", name=name, ok=False, detail=detail)
+        ok, detail = False, _in_one_line(raised.__cause__ or raised)
+    yield Finding(section="start", name=f"{_START_RANKS} process ranks", ok=ok, detail=detail)
 
 
 def _vllm() -> Iterator[Finding]:
     """Whether vLLM is there, and what the plugin would do in it. vLLM is not imported."""
-    from tokenyard.integrations.vllm.plugin import installed_version, is_found_by_vllm
-    from tokenyard.integrations.vllm.refusals import TESTED, is_tested
-    from tokenyard.integrations.vllm.settings import MODE, settings
+    from tokenyard.integrations.vllm.plugin import installed_version
 
     version = installed_version()
     yield _here_or_absent("vLLM", "vllm", version, "not installed: pip install 'tokenyard[vllm]'")
     if version is None:
         return
+    ok, detail = _plugin(version)
+    yield Finding(section="vLLM", name="plugin", ok=ok, detail=detail)
+
+
+def _plugin(version: str) -> tuple[bool | None, str]:
+    """Whether the plugin would serve this version of vLLM, as the environment asks for it."""
+    from tokenyard.integrations.vllm.plugin import is_found_by_vllm
+    from tokenyard.integrations.vllm.refusals import TESTED, is_tested
+    from tokenyard.integrations.vllm.settings import MODE, settings
+
     try:
         asked = settings()
     except TokenyardError as raised:
-        yield Finding(section="vLLM", name="plugin", ok=False, detail=_in_one_line(raised))
-        return
+        return False, _in_one_line(raised)
     if asked is None:
-        off = f"off; {MODE.name} turns it on: {MODE.values.replace('`', '')}"
-        yield Finding(section="vLLM", name="plugin", ok=None, detail=off)
-    elif not is_found_by_vllm():
-        why = "vLLM does not find it: install tokenyard with pip, and let VLLM_PLUGINS have tokenyard if it is set"
-        yield Finding(section="vLLM", name="plugin", ok=False, detail=why)
-    elif not is_tested(version):
-        why = f"it refuses to run: it was run with vLLM {TESTED}, and here is {version}"
-        yield Finding(section="vLLM", name="plugin", ok=False, detail=why)
-    else:
-        yield Finding(section="vLLM", name="plugin", ok=True, detail=f"on; {asked}")
+        return None, f"off; {MODE.name} turns it on: {MODE.values.replace('`', '')}"
+    if not is_found_by_vllm():
+        why = "install tokenyard with pip, and let VLLM_PLUGINS have tokenyard if it is set"
+        return False, f"vLLM does not find it: {why}"
+    if not is_tested(version):
+        return False, f"it refuses to run: it was run with vLLM {TESTED}, and here is {version}"
+    return True, f"on; {asked}"
 
 
 def _say_rank(group: Group) -> int:

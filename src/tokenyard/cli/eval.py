@@ -25,7 +25,7 @@ from tokenyard.cli.options import (
     StartedDevice,
     option,
 )
-from tokenyard.cli.output import check_out, print_json, progress_bar, save_json
+from tokenyard.cli.output import check_out, deliver, progress_bar, save_json
 from tokenyard.cli.parts import refuse_override
 from tokenyard.cli.run import start_ranks
 from tokenyard.cli.tables import show_table
@@ -133,15 +133,15 @@ def evaluate(
     rows = _run(evaluation, keep, shows=where.leads)
     if not where.leads:
         return
-    document = document_of(rows)
-    if as_json:
-        print_json(document)
-    else:
-        _show(rows, len(evaluation.questions), where.size)
-    if out is not None:
-        save_json(document, out)
-    if plot is not None:
-        draw_accuracy(document, plot)
+    questions = len(evaluation.questions)
+    deliver(
+        document_of(rows),
+        lambda: _show(rows, questions, where.size),
+        as_json=as_json,
+        out=out,
+        plot=plot,
+        draw=draw_accuracy,
+    )
 
 
 def _fastest_first(exchanges: dict[str, Any]) -> list[str]:

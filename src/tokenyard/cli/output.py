@@ -91,6 +91,26 @@ def save_json(document: Any, path: Path) -> None:
         raise _not_written(path, error) from error
 
 
+def deliver(
+    document: Any,
+    show: Callable[[], None],
+    *,
+    as_json: bool,
+    out: Path | None = None,
+    plot: Path | None = None,
+    draw: Callable[[Any, Path], None] | None = None,
+) -> None:
+    """Print what a command found, for programs or for people; then save it and draw it, where that is asked for."""
+    if as_json:
+        print_json(document)
+    else:
+        show()
+    if out is not None:
+        save_json(document, out)
+    if plot is not None and draw is not None:
+        draw(document, plot)
+
+
 def _not_written(path: Path, error: OSError) -> TokenyardError:
     return InputError(
         f"{path} cannot be written ({error.strerror or error})",

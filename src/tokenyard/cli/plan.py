@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tokenyard.cli.options import MOST_RANKS, JsonFlag, option
-from tokenyard.cli.output import console, print_json
+from tokenyard.cli.output import console, deliver
 from tokenyard.cli.tables import show_table
 from tokenyard.units import size
 
@@ -51,10 +51,8 @@ def plan(
         inner=inner,
     )
     drafted = draft(layers, ranks, exchange=exchange, max_tokens=max_tokens, in_flight=in_flight)
-    if as_json:
-        print_json({"config": str(config), **as_fields(drafted)})
-    else:
-        _show(drafted)
+    document = {"config": str(config), **as_fields(drafted)}
+    deliver(document, lambda: _show(drafted), as_json=as_json)
 
 
 def as_fields(drafted: Draft) -> dict[str, Any]:

@@ -84,9 +84,10 @@ def run(
     _check_prompts(prompt or ())
     check_out(record)
     folder = check_model(model)
+    asked = [Question(text, "") for text in prompt] if prompt else held_out_questions(problems)
     asking = Asking(
         folder=str(folder),
-        prompts=[],
+        prompts=[question.prompt for question in asked],
         exchange=exchange if exchange == AUTO else resolve(exchange).name,
         wire=None if wire is None else str(get(wire)),
         weights=None if weights is None else weight_format(weights).name,
@@ -94,8 +95,6 @@ def run(
         most=max_new_tokens,
         record=None if record is None else str(record),
     )
-    asked = [Question(text, "") for text in prompt] if prompt else held_out_questions(problems)
-    asking = Asking(**{**vars(asking), "prompts": [question.prompt for question in asked]})
     shows = where.leads and not as_json
     if prompt and model is None and where.leads:
         _warn_of_unknown_words(prompt)

@@ -10,7 +10,7 @@ import typer
 from tokenyard.cli.interrupts import describe_progress
 from tokenyard.cli.machine import provenance
 from tokenyard.cli.options import JsonFlag, LoadedExchanges, OutFile, PlotFile, RankCount, RowsDevice, option
-from tokenyard.cli.output import check_out, console, print_json, save_json
+from tokenyard.cli.output import check_out, console, deliver
 from tokenyard.cli.parts import load_part, refuse_override
 from tokenyard.cli.tables import show_table
 from tokenyard.errors import InputError
@@ -90,15 +90,7 @@ def soak(
     with _Display(settings.seconds) as display:
         describe_progress(display.describe)
         report = run_soak(settings, display.hear)
-    document = _document(report)
-    if as_json:
-        print_json(document)
-    else:
-        _show(report)
-    if out is not None:
-        save_json(document, out)
-    if plot is not None:
-        draw_soak(document, plot)
+    deliver(_document(report), lambda: _show(report), as_json=as_json, out=out, plot=plot, draw=draw_soak)
     if not report.passed:
         raise typer.Exit(EXIT_OFF)
 

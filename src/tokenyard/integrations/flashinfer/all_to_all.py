@@ -24,6 +24,7 @@ from tokenyard.formats import for_dtype
 from tokenyard.group.base import Group
 from tokenyard.integrations.flashinfer.agreed_exchange import AgreedExchange
 from tokenyard.integrations.flashinfer.callers_group import group_of_communicator, group_of_config
+from tokenyard.integrations.flashinfer.carriers import Mark
 from tokenyard.integrations.flashinfer.eplb_statistics import GatheredStatistics
 from tokenyard.integrations.flashinfer.manifest import (
     Manifest,
@@ -302,21 +303,18 @@ class MoeAlltoAll:
         self._max_tokens, self.num_tokens = manifest.max_tokens, len(token_selected_experts)
         if self._statistics is not None and manifest.statistics:
             self.eplb_gathered_stats = self._active.spread(self._statistics.gathered())
-        self._exchange.carrier.mark_unused(
-            self._exchange.flight,
-            slots,
-            manifest.max_tokens,
-            expert_id_payload_index,
-            invalid_token_expert_id,
-        )
+        mark = None
+        if expert_id_payload_index is not None and invalid_token_expert_id is not None:
+            mark = Mark(expert_id_payload_index, invalid_token_expert_id)
+        self._exchange.carrier.mark_unused(self._exchange.flight, slots, manifest.max_tokens, mark)
         active_ranks = len(self._active.ranks)
         received = [
             self._active.spread(slots_SX.view(active_ranks, manifest.max_tokens, *shape))
             for slots_SX, (_, shape) in zip(slots, manifest.rows, strict=True)
         ]
-        if expert_id_payload_index is not None and invalid_token_expert_id is not None:
+        if mark is not None:
             for rank in self._active.masked:
-                received[expert_id_payload_index][rank].fill_(invalid_token_expert_id)
+                received[mark.payload][rank].fill_(mark.value)
         return received
 
     def unused_slots(self) -> Tensor:

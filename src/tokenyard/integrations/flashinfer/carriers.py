@@ -14,13 +14,13 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tokenyard.errors import TokenyardError
-from tokenyard.exchange import Arrival, Exchange, ExchangeSpec, SharedMemoryTransport
+from tokenyard.exchange import Arrival, Exchange, ExchangeSpec, SharedMemoryTransport, Transport
 from tokenyard.formats import EncodedRows
 from tokenyard.group.base import Group
 from tokenyard.integrations.flashinfer.manifest import clear_unused
@@ -41,12 +41,24 @@ class NeedsAgreement(TokenyardError):
         return self.cause
 
 
+class Mark(NamedTuple):
+    """What stands in the slots of a payload that hold no row."""
+
+    payload: int  # the number of the payload
+    value: int
+
+
 class Carrier(ABC):
     """An exchange over `one_sided`, as `MoeAlltoAll` uses it."""
 
+    # The transport that moves the rows.
+    transport_class: ClassVar[type[Transport]]
     # Whether a spec serves only its own number of tokens; else any smaller one, too.
     needs_exact_tokens: ClassVar[bool]
-    exchange: Exchange
+
+    def __init__(self, group: Group, *, plan_id: int) -> None:
+        self.exchange = Exchange(self.transport_class, group, plan_id=plan_id)
+        self.transport: Any = self.exchange.transport  # of that class
 
     @property
     def reads_values(self) -> bool:
@@ -54,9 +66,10 @@ class Carrier(ABC):
         return self.exchange.transport.reads_values
 
     @property
-    @abstractmethod
     def own_buffer(self) -> Tensor:
         """This rank's workspace."""
+        buffer: Tensor = self.transport.workspace.buffers[self.exchange.group.rank]
+        return buffer
 
     @abstractmethod
     def move(self, spec: ExchangeSpec, rows: EncodedRows, routes: Routes, max_tokens: int) -> Arrival:
@@ -64,14 +77,9 @@ class Carrier(ABC):
 
     @abstractmethod
     def mark_unused(
-        self,
-        arrival: Arrival,
-        payloads: Sequence[Tensor],
-        max_tokens: int,
-        number: int | None,
-        mark: int | None,
+        self, arrival: Arrival, payloads: Sequence[Tensor], max_tokens: int, mark: Mark | None
     ) -> None:
-        """Fill the slots that hold no row: in payload `number` with `mark`."""
+        """Fill the slots that hold no row, with `mark` in its payload."""
 
     @abstractmethod
     def unused(self, arrival: Arrival, max_tokens: int) -> Tensor:
@@ -104,42 +112,26 @@ class Carrier(ABC):
 class SharedMemoryCarrier(Carrier):
     """Between CPU ranks: every call waits for all ranks, so they can always agree."""
 
+    transport_class = SharedMemoryTransport
     needs_exact_tokens = True
-
-    def __init__(self, group: Group, *, plan_id: int) -> None:
-        self.exchange = Exchange(SharedMemoryTransport, group, plan_id=plan_id)
-
-    @property
-    def _transport(self) -> SharedMemoryTransport:
-        assert isinstance(self.exchange.transport, SharedMemoryTransport)
-        return self.exchange.transport
-
-    @property
-    def own_buffer(self) -> Tensor:
-        return self._transport.workspace.buffers[self.exchange.group.rank]
 
     def move(self, spec: ExchangeSpec, rows: EncodedRows, routes: Routes, max_tokens: int) -> Arrival:
         return self.exchange.dispatch(spec, rows, routes)
 
     def mark_unused(
-        self,
-        arrival: Arrival,
-        payloads: Sequence[Tensor],
-        max_tokens: int,
-        number: int | None,
-        mark: int | None,
+        self, arrival: Arrival, payloads: Sequence[Tensor], max_tokens: int, mark: Mark | None
     ) -> None:
         """The others are filled with zeros."""
-        for each, slots_SX in enumerate(payloads):
-            clear_unused(slots_SX, arrival.received.counts_W, max_tokens, mark if each == number else None)
+        for number, slots_SX in enumerate(payloads):
+            value = mark.value if mark is not None and mark.payload == number else None
+            clear_unused(slots_SX, arrival.received.counts_W, max_tokens, value)
 
     def unused(self, arrival: Arrival, max_tokens: int) -> Tensor:
         counts_W1 = torch.tensor(arrival.received.counts_W).unsqueeze(1)
         return torch.arange(max_tokens) >= counts_W1
 
     def results(self, spec: ExchangeSpec, max_tokens: int) -> CombineBuffer:
-        buffer = self._transport.results_at(spec, 0, None)
-        assert buffer is not None  # results travel back as they are
+        buffer: CombineBuffer = self.transport.results_at(spec, 0, None)  # results travel back as they are
         return buffer
 
     def place(self, arrival: Arrival, results: Tensor, payload: Tensor) -> None:

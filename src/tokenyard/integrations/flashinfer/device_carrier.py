@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import HandleError
-from tokenyard.exchange import Arrival, Exchange, ExchangeSpec
+from tokenyard.exchange import Arrival, ExchangeSpec
 from tokenyard.exchange.one_sided.cuda import CudaTransport
 from tokenyard.exchange.one_sided.launch import DispatchSlots
 from tokenyard.formats import EncodedRows
-from tokenyard.group.base import Group
-from tokenyard.integrations.flashinfer.carriers import Carrier
+from tokenyard.integrations.flashinfer.carriers import Carrier, Mark
 from tokenyard.routing import Routes
 from tokenyard.rows import CombineBuffer, LocalRoutes
 
@@ -31,43 +30,28 @@ from tokenyard.rows import CombineBuffer, LocalRoutes
 class DeviceCarrier(Carrier):
     """Between GPUs: ranks agree only where all of them need it."""
 
+    transport_class = CudaTransport
     needs_exact_tokens = False
-
-    def __init__(self, group: Group, *, plan_id: int) -> None:
-        self.exchange = Exchange(CudaTransport, group, plan_id=plan_id)
-
-    @property
-    def _transport(self) -> CudaTransport:
-        return cast(CudaTransport, self.exchange.transport)
-
-    @property
-    def own_buffer(self) -> Tensor:
-        return self._transport.workspace.buffers[self.exchange.group.rank]
 
     def move(self, spec: ExchangeSpec, rows: EncodedRows, routes: Routes, max_tokens: int) -> Arrival:
         with self.exchange.fixed_shapes(max_tokens):
             return self.exchange.dispatch(spec, rows, routes)
 
     def mark_unused(
-        self,
-        arrival: Arrival,
-        payloads: Sequence[Tensor],
-        max_tokens: int,
-        number: int | None,
-        mark: int | None,
+        self, arrival: Arrival, payloads: Sequence[Tensor], max_tokens: int, mark: Mark | None
     ) -> None:
         """The others keep what stood there."""
-        if number is None or mark is None:
-            return
-        payloads[number].masked_fill_(self.unused(arrival, max_tokens).view(-1, 1), mark)
+        if mark is not None:
+            unused_S1 = self.unused(arrival, max_tokens).view(-1, 1)
+            payloads[mark.payload].masked_fill_(unused_S1, mark.value)
 
     def unused(self, arrival: Arrival, max_tokens: int) -> Tensor:
         routes = cast(LocalRoutes, arrival.received.routes)
         return (routes.ids_RK < 0).all(dim=1).view(self.exchange.group.size, max_tokens)
 
     def results(self, spec: ExchangeSpec, max_tokens: int) -> CombineBuffer:
-        buffer = self._transport.results_at(DispatchSlots(spec=spec, region=0, max_tokens=max_tokens), None)
-        assert buffer is not None  # results travel back as they are
+        slots = DispatchSlots(spec=spec, region=0, max_tokens=max_tokens)
+        buffer: CombineBuffer = self.transport.results_at(slots, None)  # results travel back as they are
         return buffer
 
     def place(self, arrival: Arrival, results: Tensor, payload: Tensor) -> None:
@@ -83,4 +67,4 @@ class DeviceCarrier(Carrier):
             )
 
     def all_need_agreement(self) -> bool:
-        return self._transport.all_failed()
+        return bool(self.transport.all_failed())

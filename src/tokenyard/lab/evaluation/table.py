@@ -129,11 +129,7 @@ class Evaluation:
         answers = _answers(by_rank)
         right = self._right(answers)
         row = Row(
-            exchange=WHOLE_MODEL,
-            wire="",
-            weights="",
-            inner="",
-            combine_wire="",
+            **asdict(Wiring(WHOLE_MODEL, "", "", "", "")),
             **_shared(right, by_rank),
             expert_bytes=by_rank[0]["expert_bytes"],
         )
@@ -152,11 +148,7 @@ class Evaluation:
         right = self._right(_answers(by_rank)) if same_as is None else same_as.right
         size = sum(rank["squared_size"] for rank in by_rank)
         row = Row(
-            exchange=wiring.exchange,
-            wire=wiring.wire,
-            weights=wiring.weights,
-            inner=wiring.inner,
-            combine_wire=wiring.combine_wire,
+            **asdict(wiring),
             **_shared(right, by_rank),
             difference=paired_difference(right, whole.right),
             logit_error=(sum(rank["squared_error"] for rank in by_rank) / size) ** 0.5 if size else None,
