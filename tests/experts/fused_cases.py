@@ -1,6 +1,6 @@
 """Batches for fused experts, in any formats, on any device; and their float64 result with a bound around it.
 
-The bound is that of `tokenyard.conformance.experts_suite`: sums of float32, results rounded to the weights' dtype.
+The bound is that of `tokenyard.conformance.experts_bound`: sums of float32, results rounded to the weights' dtype.
 Where the tensor cores of a GPU multiply, the operands are numbers of 16 bits: one that is not (an mxint4 weight, a row
 of fp8 times a float32 scale) is rounded to them, which moves each product by u of itself, half of bf16's epsilon.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tokenyard import formats
-from tokenyard.conformance.experts_suite import _activation_error
+from tokenyard.conformance.experts_bound import activation_error
 from tokenyard.conformance.oracle import exact_activation, quantizing_error
 from tokenyard.experts import Experts, ExpertsSpec, ExpertWeights, activation
 from tokenyard.experts.base import WEIGHT_DTYPES
@@ -170,7 +170,7 @@ def exact(
         size = x_NH.abs() @ w13.abs().T + b13.abs()
         error = ((spec.hidden_size + 8) * FLOAT32 + operand) * size + TINY
         act = exact_activation(spec.activation, pre)
-        act_error = _activation_error(spec.activation, pre, error) + (u + 8 * FLOAT32) * act.abs() + TINY
+        act_error = activation_error(spec.activation, pre, error) + (u + 8 * FLOAT32) * act.abs() + TINY
         if spec.inner is not None:
             act_error = 1.07 * act_error + quantizing_error(spec.inner, act)
         y = act @ w2.T + b2

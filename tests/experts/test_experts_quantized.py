@@ -17,7 +17,7 @@ import tokenyard as ty
 from tests.models import batch, build, on_ranks, spec
 from tokenyard import formats
 from tokenyard.conformance.cases import Case, excess, random_weights, run_case, same_bits
-from tokenyard.conformance.experts_suite import _batch, exact
+from tokenyard.conformance.experts_bound import draw_batch, exact
 from tokenyard.conformance.oracle import quantizing_error
 from tokenyard.experts import ACTIVATIONS, ExpertsSpec, ExpertWeights, activation, tiles
 from tokenyard.experts.base import takes_rows
@@ -45,7 +45,7 @@ def drawn(seed: int, weights: str):
         weight_on=chance.choice(("output", "input")),
         inner=chance.choice((None, *map(formats.get, weight_format(weights).inner_formats))),
     )
-    case = _batch(drawn_spec, rows=chance.choice((0, 1, 1, 5, 17, 60)), seed=seed)
+    case = draw_batch(drawn_spec, rows=chance.choice((0, 1, 1, 5, 17, 60)), seed=seed)
     routes = chance.choice(("any", "any", "one expert", "few experts"))
     if routes == "one expert":
         case.routes.ids_RK.fill_(drawn_spec.num_local_experts - 1)
@@ -81,7 +81,7 @@ def test_numbers_between_the_products_are_quantized_once_where_the_layer_says_so
         weights="fp8_block128",
         inner=formats.get(inner),
     )
-    case = _batch(quantized, rows=9)
+    case = draw_batch(quantized, rows=9)
     case.routes.ids_RK.zero_()
     case.routes.weights_RK.fill_(1.0)
     (w13,), (w2,) = case.weights.decode().plain_matrices()
@@ -273,7 +273,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 @every_class
 @every_format
 def test_loading_is_in_place(cls, weights):
-    case, other = _batch(drawn(1, weights).spec, seed=1), _batch(drawn(1, weights).spec, seed=2)
+    case, other = draw_batch(drawn(1, weights).spec, seed=1), draw_batch(drawn(1, weights).spec, seed=2)
     experts = case.build(cls)
     pointers = [tensor.data_ptr() for tensor in experts.weights.by_name().values()]
     before = case.weights.decode()
