@@ -111,9 +111,9 @@ def test_a_file_that_goes_bad_costs_no_figures(random_model, own_questions, tmp_
     out, room = tmp_path / "eval.json", import_module("tokenyard.lab.evaluation.table")
     measured = room.Evaluation.rows
 
-    def rows(evaluation, hear):
+    def rows(evaluation, on_message):
         out.mkdir()  # it could be written before the first row
-        return measured(evaluation, hear)
+        return measured(evaluation, on_message)
 
     monkeypatch.setattr(room.Evaluation, "rows", rows)
     result = call(

@@ -23,7 +23,7 @@ def fail(group, tell):
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_everything_that_was_told_is_heard_before_the_results(kind):
     heard = []
-    results = StartedRanks(3, kind).call(count_aloud, 50, hear=heard.append)
+    results = StartedRanks(3, kind).call(count_aloud, 50, on_message=heard.append)
     assert results == [0, 10, 20]
     for rank in range(3):
         assert [message["number"] for message in heard if message["rank"] == rank] == list(range(50))
@@ -36,7 +36,7 @@ def test_nobody_has_to_listen():
 def test_an_error_of_a_rank_ends_the_call():
     heard = []
     with pytest.raises(RankError, match="broken"):
-        StartedRanks(2, "threads").call(fail, hear=heard.append)
+        StartedRanks(2, "threads").call(fail, on_message=heard.append)
     assert heard
 
 

@@ -61,7 +61,9 @@ def many_rounds(group, rounds):
 def test_100_rounds_of_changing_sizes():
     for wrong, known in on_ranks(3, many_rounds, 100, device="cuda"):
         assert wrong == []
-        assert known == 4  # the door, one kind of rows, two of results: other numbers of tokens are not new
+        assert (
+            known == 4
+        )  # agreement rounds, one kind of rows, two of results: other numbers of tokens are not new
 
 
 def both_ways(group):

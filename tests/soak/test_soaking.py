@@ -95,13 +95,13 @@ def test_a_rank_that_does_not_come_is_a_hang():
 def test_an_interrupt_ends_it_early_with_what_was_found():
     interrupted = []
 
-    def hear(progress):
+    def on_progress(progress):
         if not interrupted:
             interrupted.append(progress)
             raise KeyboardInterrupt
 
     settings = Settings(ranks=1, kind="threads", episodes=10_000, exchanges=("two_sided",))
-    report = soak(settings, hear)
+    report = soak(settings, on_progress)
     assert report.findings == []
     assert 0 < report.counts.episodes < 10_000
 

@@ -36,6 +36,6 @@ def test_concurrent_requests_are_answered_as_by_vllm_alone(plain):
         with ThreadPoolExecutor(len(asked)) as threads:
             answers = list(threads.map(ids_of, asked))
         assert server.process.poll() is None
-        assert server.said().count("tokenyard: TOKENYARD_VLLM=experts") == 1
+        assert server.log_text().count("tokenyard: TOKENYARD_VLLM=experts") == 1
     assert server.process.returncode is not None
     assert answers == [plain[prompt]["ids"] for prompt in asked]

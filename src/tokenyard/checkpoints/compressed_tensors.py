@@ -68,15 +68,15 @@ class CompressedTensorsLayout(Layout):
         }
 
     def mismatch(self, quantization: Mapping[str, Any]) -> str | None:
-        told = [
+        declared = [
             group["weights"] for group in _groups(quantization) if isinstance(group.get("weights"), Mapping)
         ]
         wanted = self.arguments
-        if not told or any(
-            all(group.get(key, value) == value for key, value in wanted.items()) for group in told
+        if not declared or any(
+            all(group.get(key, value) == value for key, value in wanted.items()) for group in declared
         ):
             return None
-        group = told[0]
+        group = declared[0]
         wrong = {key: group[key] for key, value in wanted.items() if key in group and group[key] != value}
         return ", ".join(f"{key} {value!r} where {wanted[key]!r} can be held" for key, value in wrong.items())
 
@@ -197,7 +197,7 @@ class CompressedFp8(CompressedTensorsLayout, DeepSeekFp8):
     def inner(self, quantization: Mapping[str, Any]) -> str:
         """Activations with dynamic scales are quantized between the products, too."""
         rows = [group.get("input_activations") for group in _groups(quantization)]
-        dynamic = any(isinstance(told, Mapping) and told.get("dynamic") is True for told in rows)
+        dynamic = any(isinstance(scheme, Mapping) and scheme.get("dynamic") is True for scheme in rows)
         return str(Fp8Block128()) if dynamic else EXACT
 
 

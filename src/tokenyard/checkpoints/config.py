@@ -50,13 +50,15 @@ class ModelConfig:
         """How the config calls its way of quantizing, for messages."""
         if not self.quantization:
             return "no quantization_config"
-        return f"quantization_config with {told_quantization(self.quantization)}"
+        return f"quantization_config with {quantization_in_words(self.quantization)}"
 
 
-def told_quantization(quantization: Mapping[str, Any]) -> str:
+def quantization_in_words(quantization: Mapping[str, Any]) -> str:
     """How a `quantization_config` calls its way of quantizing, for messages."""
-    told = {key: quantization[key] for key in ("quant_method", "quant_algo", "format") if key in quantization}
-    return ", ".join(f"{key} {value!r:.60}" for key, value in told.items())
+    declared = {
+        key: quantization[key] for key in ("quant_method", "quant_algo", "format") if key in quantization
+    }
+    return ", ".join(f"{key} {value!r:.60}" for key, value in declared.items())
 
 
 def read_json(

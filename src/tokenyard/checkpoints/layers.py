@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenyard.checkpoints.compressed_tensors import COMPRESSED_LAYOUTS
-from tokenyard.checkpoints.config import ModelConfig, told_quantization
+from tokenyard.checkpoints.config import ModelConfig, quantization_in_words
 from tokenyard.checkpoints.deepseek import DeepSeekFp8
 from tokenyard.checkpoints.gpt_oss import GptOssMxfp4
 from tokenyard.checkpoints.header import StoredTensor
@@ -87,7 +87,7 @@ def declared_layout(quantization: Mapping[str, Any]) -> Layout | str:
     for layout in QUANTIZED_LAYOUTS:
         if layout.declared(quantization):
             return layout.mismatch(quantization) or layout
-    return told_quantization(quantization)
+    return quantization_in_words(quantization)
 
 
 def recipe_inner(weights: str, quantization: object) -> str:
@@ -100,8 +100,8 @@ def recipe_inner(weights: str, quantization: object) -> str:
     """
     if not isinstance(quantization, Mapping):
         return EXACT
-    told = (layout for layout in QUANTIZED_LAYOUTS if layout.declared(quantization))
-    return next((layout.inner(quantization) for layout in told if layout.weights == weights), EXACT)
+    declared = (layout for layout in QUANTIZED_LAYOUTS if layout.declared(quantization))
+    return next((layout.inner(quantization) for layout in declared if layout.weights == weights), EXACT)
 
 
 def read_layer(found: FoundLayer, config: ModelConfig) -> CheckpointLayer:

@@ -92,14 +92,14 @@ class PackedMatrix:
         scales = self.share(payload, place, part)
         numbers = scales.float()
         if scales.dtype == torch.uint8:  # E8M0
-            wrong, told = scales == 255, "NaN (E8M0 byte 255)"
+            wrong, kind = scales == 255, "NaN (E8M0 byte 255)"
         elif payload == "global_scale":  # what values are divided by
-            wrong, told = ~numbers.isfinite() | (numbers == 0), "NaN, infinite or zero"
+            wrong, kind = ~numbers.isfinite() | (numbers == 0), "NaN, infinite or zero"
         else:
-            wrong, told = ~numbers.isfinite(), "NaN or infinite"
+            wrong, kind = ~numbers.isfinite(), "NaN or infinite"
         if not bool(wrong.any()):
             return None
-        return f"{told} at {wrong.nonzero()[0].tolist()} and {int(wrong.sum()) - 1} further places"
+        return f"{kind} at {wrong.nonzero()[0].tolist()} and {int(wrong.sum()) - 1} further places"
 
     def scales_apart(self, expert: str, **where: Any) -> CheckpointError:
         """The error for an expert whose projections `join` could not put together."""

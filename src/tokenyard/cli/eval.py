@@ -127,7 +127,7 @@ def evaluate(
     def keep(rows: list[Row]) -> None:
         """Save a row as soon as it is measured. A file that cannot be written does not stop the evaluation."""
         if out is not None and where.leads:
-            with suppress(InputError):  # told at the end, below the table
+            with suppress(InputError):  # raised at the end, below the table
                 save_json(document_of(rows), out)
 
     rows = _run(evaluation, keep, shows=where.leads)
@@ -192,17 +192,17 @@ def _run(evaluation: Evaluation, keep: Callable[[list[Row]], None], *, shows: bo
     with progress_bar(disable=not shows) as progress:
         bar = progress.add_task("loading the model", total=evaluation.answers_expected)
 
-        def hear(message: dict[str, Any]) -> None:
+        def on_message(message: dict[str, Any]) -> None:
             progress.update(bar, description=message["what"], advance=message.get("answered", 0))
 
         rows: list[Row] = []
-        for row in evaluation.rows(hear):
+        for row in evaluation.rows(on_message):
             rows = evaluation.in_order([*rows, row])
             keep(rows)
             if progress.console.is_terminal:
                 right = f"{row.accuracy.value:.2%}"
-                told = (row.exchange, row.wire, row.weights, row.inner, row.combine_wire)
-                progress.console.print(" × ".join(filter(None, told)), right)
+                wiring = (row.exchange, row.wire, row.weights, row.inner, row.combine_wire)
+                progress.console.print(" × ".join(filter(None, wiring)), right)
         progress.update(bar, description="done")
     return rows
 

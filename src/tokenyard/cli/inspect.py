@@ -160,10 +160,10 @@ def _show(found: dict[str, Any]) -> None:
         f"{size(found['bytes']['total'])} in {count(len(found['files']), 'file')}",
     )
     out = console()
-    told = found["bytes"]
+    sizes = {part: size(nbytes) for part, nbytes in found["bytes"].items()}
     out.print(
-        f"Experts {size(told['experts'])}, everything else {size(told['shared'])}. With {found['ranks']} ranks, one "
-        f"holds {size(told['rank'])} at most: everything else, and its experts.",
+        f"Experts {sizes['experts']}, everything else {sizes['shared']}. With {found['ranks']} ranks, one holds "
+        f"{sizes['rank']} at most: everything else, and its experts.",
         soft_wrap=True,
     )
     for note in found["notes"]:

@@ -76,7 +76,7 @@ def run(
     from tokenyard.exchange import resolve
     from tokenyard.experts.base import EXACT
     from tokenyard.formats import get, weight_format
-    from tokenyard.lab.evaluation.answering import Asking, answer_aloud
+    from tokenyard.lab.evaluation.answering import AnswerJob, answer_questions
     from tokenyard.lab.evaluation.models import check_model
     from tokenyard.lab.evaluation.questions import Question, held_out_questions
     from tokenyard.planning.choosing import AUTO
@@ -85,7 +85,7 @@ def run(
     check_out(record)
     folder = check_model(model)
     asked = [Question(text, "") for text in prompt] if prompt else held_out_questions(problems)
-    asking = Asking(
+    job = AnswerJob(
         folder=str(folder),
         prompts=[question.prompt for question in asked],
         exchange=exchange if exchange == AUTO else resolve(exchange).name,
@@ -99,7 +99,7 @@ def run(
     if prompt and model is None and where.leads:
         _warn_of_unknown_words(prompt)
     with _LiveAnswers(asked, judged=not prompt, shows=shows) as live:
-        by_rank = where.call(answer_aloud, asking, hear=live.hear)
+        by_rank = where.call(answer_questions, job, on_message=live.on_message)
         live.finish(by_rank)
     if not where.leads:
         return
@@ -116,9 +116,9 @@ def run(
                 "ranks": where.size,
                 "kind": kind,
                 "exchange": by_rank[0]["exchange"],  # a variable may override the one that was asked for
-                "wire": asking.wire,
-                "weights": asking.weights,
-                "inner": asking.inner,
+                "wire": job.wire,
+                "weights": job.weights,
+                "inner": job.inner,
                 "passed": passed,
                 "right": right,
                 "answers": answers,
@@ -224,7 +224,7 @@ class _LiveAnswers:
         if self.live_here:
             self.live.stop()
 
-    def hear(self, message: dict[str, Any]) -> None:
+    def on_message(self, message: dict[str, Any]) -> None:
         """Show a message of a rank: one more token, or a finished answer."""
         rank, number, text = message.get("rank", 0), message["number"], message["text"]
         self.at[rank] = (number, text)

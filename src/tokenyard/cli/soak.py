@@ -89,7 +89,7 @@ def soak(
     )
     with _Display(settings.seconds) as display:
         describe_progress(display.describe)
-        report = run_soak(settings, display.hear)
+        report = run_soak(settings, display.on_progress)
     deliver(_document(report), lambda: _show(report), as_json=as_json, out=out, plot=plot, draw=draw_soak)
     if not report.passed:
         raise typer.Exit(EXIT_OFF)
@@ -127,7 +127,7 @@ class _Display:
         self._out = console(stderr=True)
         self._latest: Progress | None = None
         self._live = Live(console=self._out, refresh_per_second=2, transient=True, get_renderable=self._now)
-        self._minutes_told = 0
+        self._minutes_shown = 0
 
     def __enter__(self) -> _Display:
         if self._out.is_terminal:
@@ -138,14 +138,14 @@ class _Display:
         if self._out.is_terminal:
             self._live.stop()
 
-    def hear(self, progress: Progress) -> None:
+    def on_progress(self, progress: Progress) -> None:
         """Show new progress."""
         news = self._latest is None or progress.findings > self._latest.findings
         self._latest = progress
         if news and progress.last_finding is not None:
             self._out.print(f"✗ {progress.last_finding}", style="red", markup=False, soft_wrap=True)
-        if not self._out.is_terminal and progress.seconds // 60 > self._minutes_told:
-            self._minutes_told = int(progress.seconds // 60)
+        if not self._out.is_terminal and progress.seconds // 60 > self._minutes_shown:
+            self._minutes_shown = int(progress.seconds // 60)
             self._out.print(_in_words(progress), markup=False, soft_wrap=True)
 
     def describe(self) -> str:
@@ -168,15 +168,15 @@ class _Display:
 def _in_words(progress: Progress) -> str:
     """The progress in one line, as people read it."""
     sample = progress.sample
-    told = [f"{progress.seconds / 60:.1f} min", _done(progress.counts, progress.findings)]
+    parts = [f"{progress.seconds / 60:.1f} min", _done(progress.counts, progress.findings)]
     if sample is not None:
-        told += [
+        parts += [
             size(sample.memory),
             f"{sample.descriptors} descriptors",
             f"{sample.threads} threads",
             f"{sample.round_trips_per_s:,.0f} round trips/s",
         ]
-    return ", ".join(told)
+    return ", ".join(parts)
 
 
 def _done(counts: Counts, findings: int) -> str:

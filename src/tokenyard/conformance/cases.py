@@ -117,11 +117,9 @@ class Case:
 
     def __str__(self) -> str:
         """The call that makes this case, with the arguments that differ from their defaults."""
-        told = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        classes = {name: value.__name__ for name, value in told.items() if isinstance(value, type)}
-        return (
-            f"Case({', '.join(f'{name}={classes.get(name, repr(value))}' for name, value in told.items())})"
-        )
+        changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        classes = {name: value.__name__ for name, value in changed.items() if isinstance(value, type)}
+        return f"Case({', '.join(f'{name}={classes.get(name, repr(value))}' for name, value in changed.items())})"
 
     def all_weights(self) -> ExpertWeights:
         """The weights of all experts, the same on every rank."""

@@ -28,7 +28,7 @@ from tokenyard.rows import ExpertRows, RoutingLogits
 TOKENS = (16, 3, 0, 7)
 # Bytes that announcements may take beside the rows for one rank, in one phase: they are not counted.
 ANNOUNCED = 2048
-# Bytes of shared memory that flags and mail may take for each rank: a plan does not list them.
+# Bytes of shared memory that flags and counts may take for each rank: a plan does not list them.
 CONTROL = 4096
 _LATE = 0.03  # seconds
 

@@ -75,12 +75,12 @@ def alternating_layers(trial: Trial) -> None:
     for name, layer_ in stack.layers.items():
         compute = layer_.experts.compute
 
-        def dawdle(received: ReceivedRows, *, finalize: bool, compute: Any = compute) -> Any:
+        def compute_late(received: ReceivedRows, *, finalize: bool, compute: Any = compute) -> Any:
             if trial.group.rank == late:
                 time.sleep(0.003)
             return compute(received, finalize=finalize)
 
-        object.__setattr__(layer_.experts, "compute", dawdle)
+        object.__setattr__(layer_.experts, "compute", compute_late)
         stack.check(name, "with a late rank")
     for round_ in range(10):
         for name in ("small", "large"):

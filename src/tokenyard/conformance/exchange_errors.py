@@ -31,36 +31,44 @@ def _fails_on_one_rank(
     trial: Trial, stack: CheckedLayers, bad: Batch, kind: type[Exception], what: str
 ) -> None:
     """The last rank brings a bad batch: it raises `kind`, the others `PeerFailed`; then all goes on."""
-    culprit = trial.group.size - 1
-    guilty = trial.group.rank == culprit
+    failing_rank = trial.group.size - 1
+    fails_here = trial.group.rank == failing_rank
     good = stack.batch("moe")
-    mine = bad if guilty else good
-    when = f"{what} on {'this rank' if guilty else f'rank {culprit}'}"
-    error = must_raise(kind if guilty else PeerFailed, stack.layers["moe"], mine.x_TH, mine.routes, when=when)
-    _names(error, culprit)
+    mine = bad if fails_here else good
+    when = f"{what} on {'this rank' if fails_here else f'rank {failing_rank}'}"
+    error = must_raise(
+        kind if fails_here else PeerFailed, stack.layers["moe"], mine.x_TH, mine.routes, when=when
+    )
+    _check_peer_named(error, failing_rank)
     stack.check("moe", "after an error")
 
 
-def _names(error: Exception, culprit: int) -> None:
+def _check_peer_named(error: Exception, failing_rank: int) -> None:
     if isinstance(error, PeerFailed):
-        expect(error.peer == culprit, f"PeerFailed names rank {error.peer}", f"rank {culprit}, which failed")
+        expect(
+            error.peer == failing_rank,
+            f"PeerFailed names rank {error.peer}",
+            f"rank {failing_rank}, which failed",
+        )
 
 
 def failing_experts_reach_all(trial: Trial) -> None:
     """Experts that raise on one rank, after dispatch, are an error on every rank, and the next round is right."""
     stack = CheckedLayers(trial, (layer(payloads=()),))
-    guilty = trial.group.rank == 0
+    fails_here = trial.group.rank == 0
     experts = stack.layers["moe"].experts
     compute = experts.compute
 
     def fail(received: ReceivedRows, *, finalize: bool) -> ExpertRows:
         raise ZeroDivisionError("these experts fail")
 
-    if guilty:
+    if fails_here:
         object.__setattr__(experts, "compute", fail)
-    kind = ZeroDivisionError if guilty else PeerFailed
-    _names(must_raise(kind, stack.run, "moe", stack.batch("moe"), when="experts that fail on rank 0"), 0)
-    if guilty:
+    kind = ZeroDivisionError if fails_here else PeerFailed
+    _check_peer_named(
+        must_raise(kind, stack.run, "moe", stack.batch("moe"), when="experts that fail on rank 0"), 0
+    )
+    if fails_here:
         object.__setattr__(experts, "compute", compute)
     stack.check("moe", "after an error")
 
@@ -70,6 +78,6 @@ def drifted_ranks(trial: Trial) -> None:
     if trial.group.size == 1:
         return
     stack = CheckedLayers(trial, (layer("moe", payloads=()), layer("other", payloads=())))
-    astray = "other" if trial.group.rank == 1 else "moe"
-    must_raise(Drifted, stack.run, astray, stack.batch(astray), when="rank 1 in another layer")
+    called = "other" if trial.group.rank == 1 else "moe"
+    must_raise(Drifted, stack.run, called, stack.batch(called), when="rank 1 in another layer")
     stack.check("moe", "after a drift")

@@ -121,13 +121,13 @@ def late_in_combine(trial: Trial) -> None:
         experts = losing.stack.layers["moe"].experts
         compute = experts.compute
 
-        def dawdle(received: ReceivedRows, *, finalize: bool) -> Any:
+        def compute_late(received: ReceivedRows, *, finalize: bool) -> Any:
             object.__setattr__(experts, "compute", compute)  # this once
             time.sleep(LATENESS)
             return compute(received, finalize=finalize)
 
         if losing.is_late:
-            object.__setattr__(experts, "compute", dawdle)
+            object.__setattr__(experts, "compute", compute_late)
         losing.first_loss(calls=2 if losing.is_late else 1)
         losing.stays_broken()
 

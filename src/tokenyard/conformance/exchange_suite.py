@@ -174,7 +174,7 @@ def check_movement(
         _check_row(moved, row)
     if moved.error is not None:  # of the way back: what arrived comes first, it may be the cause
         raise moved.error
-    _check_homecoming(moved)
+    _check_results(moved)
 
 
 def _move(
@@ -189,7 +189,7 @@ def _move(
         (source, token)
         for source, one in enumerate(sent)
         for token, ids in enumerate(one.routes.topk_ids_TK.tolist())
-        if any(rank == group.rank for rank, _ in _goes(placement, ids, source))
+        if any(rank == group.rank for rank, _ in _destinations(placement, ids, source))
     ]
     dispatched = send(made, spec, sent[group.rank].to(group.device))
     received = _copy(dispatched.received, group.device)  # before the next phase may write over it
@@ -215,7 +215,7 @@ def _move(
     )
 
 
-def _goes(placement: Placement, ids: Sequence[int], source: int) -> list[tuple[int, int]]:
+def _destinations(placement: Placement, ids: Sequence[int], source: int) -> list[tuple[int, int]]:
     """The (rank, local id) of each choice of a token, (-1, -1) for nobody, read off the table in plain words."""
     number, pairs = sum(expert for expert in ids if expert >= 0), []
     for expert in ids:
@@ -279,7 +279,7 @@ def _check_row(moved: _Movement, row: int) -> None:
         expect(same, f"payload {payload!r} of {name} arrived with other bits", "the bits that were sent")
     found, meant = received.extra["blob"][row].tolist(), sent.extra["blob"][token].tolist()
     expect(found == meant, f"the further payload 'blob' of {name} arrived as {found}", meant)
-    pairs = _goes(moved.placement, sent.routes.topk_ids_TK[token].tolist(), source)
+    pairs = _destinations(moved.placement, sent.routes.topk_ids_TK[token].tolist(), source)
     local = [expert if rank == moved.rank else -1 for rank, expert in pairs]
     assert isinstance(received.routes, LocalRoutes)
     ids = received.routes.ids_RK[row].tolist()
@@ -290,11 +290,11 @@ def _check_row(moved: _Movement, row: int) -> None:
         expect(expert < 0 or arrived == weight, f"{name} has weight {arrived} for choice {choice}", weight)
 
 
-def _check_homecoming(moved: _Movement) -> None:
+def _check_results(moved: _Movement) -> None:
     """Raise a finding unless each output is the sum over the ranks that its token went to; zero if there are none."""
     mine = moved.sent[moved.rank].routes.topk_ids_TK
     for token, ids in enumerate(mine.tolist()):
-        went = sorted({rank for rank, _ in _goes(moved.placement, ids, moved.rank) if rank >= 0})
+        went = sorted({rank for rank, _ in _destinations(moved.placement, ids, moved.rank) if rank >= 0})
         meant = [sum(2.0 ** (rank % 4) for rank in went), *(len(went) * n for n in (token + 1.0, moved.mark))]
         home = moved.y_TH[token, :3].tolist()
         expect(

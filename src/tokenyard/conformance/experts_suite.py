@@ -134,10 +134,10 @@ def nan_stays_in_its_row(cls: type[Experts], device: torch.device) -> None:
         batch.routes.ids_RK[:, 0] = 0  # everyone shares an expert
         batch.x_RH[5] = float("nan")
         rows_RH, others = batch.result(cls), [row for row in range(ROWS) if row != 5]
-        told = f"with {formula.name}"
+        where = f"with {formula.name}"
         fine = bool(torch.isfinite(rows_RH[others]).all())
-        expect(fine, f"NaN of row 5 reached another row {told}", "row 5 alone")
-        expect(bool(rows_RH[5].isnan().all()), f"a row of NaN gave numbers {told}", "NaN")
+        expect(fine, f"NaN of row 5 reached another row {where}", "row 5 alone")
+        expect(bool(rows_RH[5].isnan().all()), f"a row of NaN gave numbers {where}", "NaN")
 
 
 def duplicate_choices_count_twice(cls: type[Experts], device: torch.device) -> None:
@@ -239,11 +239,11 @@ def batches_are_independent(cls: type[Experts], device: torch.device) -> None:
         other = draw_batch(batch.spec, rows, seed=20 + number, device=device)
         # Experts that route by themselves have a router that answers with the routes of the first batch.
         here = replace(batch, x_RH=other.x_RH, routes=batch.routes if cls.routes_itself else other.routes)
-        rows_RH, told = (
+        rows_RH, where = (
             finished_rows(cls, experts, here.received(cls)),
             f"in batch {number + 1} of the same experts",
         )
-        _expect_bound(rows_RH, here, told, "its own rows and routes")
+        _expect_bound(rows_RH, here, where, "its own rows and routes")
 
 
 def objects_are_independent(cls: type[Experts], device: torch.device) -> None:
@@ -262,8 +262,8 @@ def results_are_kept(cls: type[Experts], device: torch.device) -> None:
     batch = supported_batch(cls, device)
     later = draw_batch(batch.spec, seed=41, device=device)
     for finalize in (True, False) if cls.finalizes else (False,):
-        for experts, told in ((batch.build(cls), "the same experts"), (later.build(cls), "other experts")):
-            first = batch.build(cls) if told == "other experts" else experts
+        for experts, caller in ((batch.build(cls), "the same experts"), (later.build(cls), "other experts")):
+            first = batch.build(cls) if caller == "other experts" else experts
             result = first(batch.received(cls), finalize=finalize)
             tensors = _tensors(result)
             before = [tensor.clone() for tensor in tensors]
@@ -271,7 +271,7 @@ def results_are_kept(cls: type[Experts], device: torch.device) -> None:
             fine = all(map(same_bits, tensors, before))
             expect(
                 fine,
-                f"a result was changed by a later call of {told}",
+                f"a result was changed by a later call of {caller}",
                 "memory of its own, until it is combined",
             )
 

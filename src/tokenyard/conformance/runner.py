@@ -80,7 +80,7 @@ class _Entry:
 
     finding: str | None = None
     # 0: a finding; 1: an error that was not expected; 2: an error of the group, mostly of what another rank did.
-    echo: int = 0
+    precedence: int = 0
 
 
 def attempt(fn: Callable[..., Any], *args: Any) -> str | None:
@@ -146,8 +146,8 @@ def _run_job(group: Group, fn: Callable[[Group, Any], Any], job: Any) -> _Entry:
     except Finding as finding:
         return _Entry(finding=where + str(finding))
     except Exception as error:
-        echo = 2 if isinstance(error, GroupError) else 1
-        return _Entry(finding=f"{where}{type(error).__name__}: {error}", echo=echo)
+        precedence = 2 if isinstance(error, GroupError) else 1
+        return _Entry(finding=f"{where}{type(error).__name__}: {error}", precedence=precedence)
     return _Entry()
 
 
@@ -172,4 +172,4 @@ def _read(log: Path) -> tuple[list[_Entry], int]:
 def _judge(entries: Sequence[_Entry]) -> Verdict:
     """The first finding; errors that another rank caused come last."""
     found = [entry for entry in entries if entry.finding is not None]
-    return Verdict(finding=min(found, key=lambda entry: entry.echo).finding if found else None)
+    return Verdict(finding=min(found, key=lambda entry: entry.precedence).finding if found else None)

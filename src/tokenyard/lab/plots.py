@@ -170,8 +170,9 @@ def draw_accuracy(document: dict[str, Any], path: Path) -> None:
             "MB of experts' weights, all ranks",
         ),
     )
-    told = f"{whole['questions']} questions, {document['ranks']} ranks; bars: 95%, of the difference to the whole model"
-    with _figure(path, 10.5, 7.2, f"{told} (dashed).", _machine(document)) as figure:
+    asked = f"{whole['questions']} questions, {document['ranks']} ranks"
+    caption = f"{asked}; bars: 95%, of the difference to the whole model (dashed)."
+    with _figure(path, 10.5, 7.2, caption, _machine(document)) as figure:
         for column, (points, title, below) in enumerate(panels, start=1):
             above = figure.add_subplot(2, 2, column)
             _draw_accuracy(above, points, whole)
@@ -226,8 +227,8 @@ def draw_balance(document: dict[str, Any], path: Path) -> None:
     """Draw a document of `tokenyard balance`: the rows of each rank over the mean, before and after, busiest first."""
     layers = document["layers"]
     columns = min(len(layers), _PANELS_IN_A_ROW)
-    told = f"{document['ranks']} ranks, {document['replicas']} replicas a layer, {document['steps']} steps"
-    with _figure(path, 1.5 + 2.6 * columns, 0.8 + 2.6 * -(-len(layers) // columns), told) as figure:
+    caption = f"{document['ranks']} ranks, {document['replicas']} replicas a layer, {document['steps']} steps"
+    with _figure(path, 1.5 + 2.6 * columns, 0.8 + 2.6 * -(-len(layers) // columns), caption) as figure:
         for place, layer in enumerate(layers, start=1):
             axes = figure.add_subplot(-(-len(layers) // columns), columns, place)
             for number, (name, when) in enumerate((("rows_before", "before"), ("rows_after", "after"))):

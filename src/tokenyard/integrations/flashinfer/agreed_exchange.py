@@ -7,9 +7,9 @@ for each of them.
 
 - A manifest that is on the list costs nothing more: the exchange's own announcement carries its number, so ranks that
   bring different ones find out in the flags of that very round.
-- A rank that brings a new one, or has an error to report, says so in that round ("at the door", spec 0). Every rank
-  hears it, and all meet in one agreement over the group: what does each bring, what went wrong? Either all raise, or
-  all bring the same: it goes on the list, the workspace grows where it has to, and the round is made again.
+- A rank that brings a new one, or has an error to report, announces spec 0 in that round: an *agreement round*, in
+  which nothing moves. All ranks then gather what each brings, and what went wrong. Either all raise, or all bring the
+  same: it goes on the list, the workspace grows where it has to, and the round is made again.
 
 Results have a manifest of their own (width and dtype), which is not known when rows are dispatched. A dispatch that is
 in flight is therefore *redirected* to the spec of its results. Nothing that stands in the workspace is needed for the
@@ -45,8 +45,8 @@ _NOTHING = PayloadSet(entries=(Payload(name="nothing", dtype=torch.uint8, width=
 
 
 @contextmanager
-def _at_the_door() -> Iterator[None]:
-    """A phase in which this rank only says that it needs an agreement, or in which it hears that others do."""
+def _agreement_round() -> Iterator[None]:
+    """A phase in which this rank announces that it needs an agreement, or receives the announcement of another."""
     try:
         yield
     except (NeedsAgreement, Drifted) as error:
@@ -82,12 +82,12 @@ class AgreedExchange:
         self.carrier = carrier_for(group, plan_id=number)
         self.exchange = self.carrier.exchange
         self.flight: Arrival | None = None  # the dispatch that is not combined yet
-        # The specs of the manifests that all ranks know; that of None is the door.
+        # The specs of the manifests that all ranks know; that of None is for agreement rounds.
         self.specs: dict[Manifest | None, ExchangeSpec] = {}
         self._warm: set[Manifest | None] = set()
         # The routing weights travel as a payload of the caller's, if at all.
         self._ones_TK = torch.ones(max_tokens, top_k, device=group.device)
-        self.specs[None] = self._spec("door", _NOTHING, 0, 1, torch.bfloat16, max_tokens=0)
+        self.specs[None] = self._spec("agreement", _NOTHING, 0, 1, torch.bfloat16, max_tokens=0)
         self._serve(self.specs)
 
     # -- The way out ---------------------------------------------------------------------------------------
@@ -99,9 +99,9 @@ class AgreedExchange:
         manifest, error = self.attempt(check)
         if error is not None or self._listed(manifest) not in self.specs:
             self.carrier.check_may_agree(f"what this dispatch brings ({manifest})", error)
-            with _at_the_door(), self.exchange.round_trip(self.specs[None]):
+            with _agreement_round(), self.exchange.round_trip(self.specs[None]):
                 raise NeedsAgreement(self._cause("dispatch", manifest, error))
-            self._agree_at_the_door("dispatch", manifest, error)
+            self._agree_and_learn("dispatch", manifest, error)
         assert manifest is not None
         spec = self.specs[self._listed(manifest)]
         names = [payload.name for payload in spec.wire.payloads(1)]
@@ -124,9 +124,9 @@ class AgreedExchange:
         if again:
             self.carrier.check_may_agree(f"what this combine brings ({wanted})", error)
             refused = self.exchange.redirect(flight, self.specs[None])
-            with _at_the_door():
+            with _agreement_round():
                 self.exchange.refuse(refused, NeedsAgreement(self._cause("combine", wanted, error)))
-            self._agree_at_the_door("combine", wanted, error)
+            self._agree_and_learn("combine", wanted, error)
         assert wanted is not None
         spec = self.specs[self._listed(wanted)]
         self.flight = self.carrier.redirect(flight, spec, wanted.max_tokens, again=again)
@@ -174,7 +174,7 @@ class AgreedExchange:
     # -- Agreeing ------------------------------------------------------------------------------------------
 
     def attempt(self, make: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
-        """What a check of this rank's own gives, or its error, for the others to hear first."""
+        """What a check of this rank's own gives, or its error, which the other ranks must learn first."""
         try:
             return make(), None
         except Exception as error:
@@ -197,7 +197,7 @@ class AgreedExchange:
         return replace(manifest, max_tokens=self._max_tokens)
 
     def _cause(self, phase: str, manifest: Manifest | None, error: Exception | None) -> Exception:
-        """What brings this rank to the door, as others hear it that are not there."""
+        """The error that ranks get which are not in an agreement round, while this one is."""
         return error or Drifted(
             f"this rank brings {manifest} to {phase}, which is new, and others bring what is not",
             expected="the same dtypes and shapes on every rank",
@@ -205,8 +205,8 @@ class AgreedExchange:
             rank=self._rank,
         )
 
-    def _agree_at_the_door(self, phase: str, manifest: Manifest | None, error: Exception | None) -> None:
-        """This rank was at the door: agree with the others, and put what all bring on the list."""
+    def _agree_and_learn(self, phase: str, manifest: Manifest | None, error: Exception | None) -> None:
+        """After an agreement round: agree with the other ranks, and put what all bring on the list."""
         if not self.carrier.all_need_agreement():
             raise self._cause(phase, manifest, error)
         self._agree(phase, str(manifest), error)

@@ -32,7 +32,7 @@ class NeedsAgreement(TokenyardError):
     """Announced by a rank that needs an agreement, because of `cause`. Nobody outside of this package sees it."""
 
     def __init__(self, cause: Exception) -> None:
-        super().__init__("at the door", expected="an agreement", fix="agree")
+        super().__init__("an agreement is needed", expected="an agreement round", fix="agree")
         self.cause = cause
 
     @property

@@ -1,4 +1,4 @@
-"""What a call of a compatible door brings, and the questions that one rank can answer about it alone.
+"""What a call of `MoeAlltoAll` brings, and the checks that one rank can make of it alone.
 
 A `Manifest` is the dtypes and shapes of a call. Ranks compare manifests, so its text says everything that it holds.
 """

@@ -84,11 +84,11 @@ def _vllm_or(stand_in: Any, module: str, name: str) -> Any:
     """What vLLM's module has under a name; the stand-in where there is no vLLM."""
     if find_spec("vllm") is None:
         return stand_in
-    room = import_module(f"{_FUSED_MOE}.{module}")
-    if hasattr(room, name):
-        return getattr(room, name)
+    found = import_module(f"{_FUSED_MOE}.{module}")
+    if hasattr(found, name):
+        return getattr(found, name)
     raise ContractError(
-        f"{room.__name__} has no {name}",
+        f"{found.__name__} has no {name}",
         expected="a vLLM with modular MoE kernels, as docs/guide/vllm.md names them",
         fix="install one of those versions",
     )

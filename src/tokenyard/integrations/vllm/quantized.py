@@ -70,7 +70,7 @@ class PackedExpertsMethod(FusedMoEMethodBase):
         self._missing: set[tuple[str, int, int]] = set()
 
     def held_weights(self, layer: Any) -> HeldWeights:
-        """What the plan is told of the weights."""
+        """The weights as a plan knows them."""
         return HeldWeights(
             format=self.layout.weights, inner=self.inner, read=lambda: self._loaded_weights(layer)
         )
@@ -280,13 +280,13 @@ class PackedFp8Config(_PackedExperts, Fp8Config):
     """fp8: DeepSeek's, if it is in blocks."""
 
     # What the checkpoint's config says.
-    said: Mapping[str, Any]
+    checkpoint_config: Mapping[str, Any]
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
         """vLLM's own, which forgets how scales are rounded."""
         made = super().from_config(config)
-        made.said = config
+        made.checkpoint_config = config
         return made
 
     def declared(self, layer: Any, prefix: str) -> Mapping[str, Any] | None:
@@ -296,7 +296,7 @@ class PackedFp8Config(_PackedExperts, Fp8Config):
             fused_mapping=self.packed_modules_mapping,
             match_mode=self.ignored_layers_match_mode,
         )
-        return None if skipped else {**self.said, "weight_block_size": self.weight_block_size}
+        return None if skipped else {**self.checkpoint_config, "weight_block_size": self.weight_block_size}
 
 
 class PackedCompressedTensorsConfig(_PackedExperts, CompressedTensorsConfig):
@@ -312,9 +312,9 @@ class PackedCompressedTensorsConfig(_PackedExperts, CompressedTensorsConfig):
         if schemes[0] is None:
             return None
         group = {
-            part: None if told is None else told.model_dump()
+            part: None if scheme is None else scheme.model_dump()
             for part in ("weights", "input_activations")
-            for told in [schemes[0].get(part)]
+            for scheme in [schemes[0].get(part)]
         }
         return {
             "quant_method": "compressed-tensors",

@@ -118,12 +118,12 @@ def settings(environment: Mapping[str, str] | None = None) -> Settings | None:
     return asked
 
 
-def _seconds(said: str) -> float:
+def _seconds(text: str) -> float:
     try:
-        return check_deadline(float(said))
+        return check_deadline(float(text))
     except ValueError as error:
         raise InputError(
-            f"{DEADLINE.name} is {said!r}",
+            f"{DEADLINE.name} is {text!r}",
             expected="seconds, above 0",
             fix=f"unset it, for {DEADLINE.default} s",
         ) from error

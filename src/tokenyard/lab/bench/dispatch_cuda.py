@@ -79,10 +79,10 @@ def measure_cells(
 
 def _measure(cell: DispatchCell, shape: Shape, device: torch.device, clock: Clock) -> tuple[int, list[float]]:
     # It needs Triton, which a CPU's torch does not bring.
-    room: Any = importlib.import_module("tokenyard.lab.bench.virtual_ranks")
+    virtual_ranks: Any = importlib.import_module("tokenyard.lab.bench.virtual_ranks")
     sets = ROTATION if cell.tokens < ROTATED_BELOW else 1
-    batches = [room.Batch.draw(cell, shape, device, seed) for seed in range(sets)]
-    ranks = room.VirtualRanks(cell, shape, batches, device)
+    batches = [virtual_ranks.Batch.draw(cell, shape, device, seed) for seed in range(sets)]
+    ranks = virtual_ranks.VirtualRanks(cell, shape, batches, device)
     ranks.check()
     times = [us / sets for us in clock({"ours": ranks.run})["ours"]]
     ranks.check_nobody_gave_up()

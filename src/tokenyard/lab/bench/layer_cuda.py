@@ -111,12 +111,14 @@ def _measure(
     rates: Rates,
 ) -> list[Record]:
     # It needs Triton, which a CPU's torch does not bring.
-    room: Any = importlib.import_module("tokenyard.lab.bench.virtual_ranks")
+    virtual_ranks: Any = importlib.import_module("tokenyard.lab.bench.virtual_ranks")
     world = cell.shape.ranks
     travel = DispatchCell(operation="round trip", ranks=world, tokens=cell.size, wire=cell.rows_format)
     sets = ROTATION if cell.size < ROTATED_BELOW else 1
-    batches: list[Batch] = [room.Batch.draw(travel, cell.shape, device, seed) for seed in range(sets)]
-    ranks: VirtualRanks = room.VirtualRanks(travel, cell.shape, batches, device)
+    batches: list[Batch] = [
+        virtual_ranks.Batch.draw(travel, cell.shape, device, seed) for seed in range(sets)
+    ]
+    ranks: VirtualRanks = virtual_ranks.VirtualRanks(travel, cell.shape, batches, device)
     ours, theirs = OneSidedLayer(ranks, experts), AllGatherLayer(cell, experts, batches)
     errors = _check(cell, drawn, ours, theirs, batches[0])
     works = {"ours": ours.run, "theirs": theirs.run}

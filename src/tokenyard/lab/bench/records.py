@@ -151,8 +151,8 @@ class Document:
         """The benchmark, the machine, and what all figures have in common."""
         hardware = self.provenance.get("hardware", {})
         machine = self.setup.get("gpu") or hardware.get("cpu", "")
-        told = [f"{_words(name)} {_short(value)}" for name, value in self.setup.items() if name != "gpu"]
-        return ", ".join([self.benchmark, *([machine] if machine else []), *told])
+        settings = [f"{_words(name)} {_short(value)}" for name, value in self.setup.items() if name != "gpu"]
+        return ", ".join([self.benchmark, *([machine] if machine else []), *settings])
 
     def find(self, **parameters: Any) -> Record | None:
         """The first record with these parameters."""

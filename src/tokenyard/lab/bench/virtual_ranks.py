@@ -75,7 +75,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class _Lane:
+class _LaunchStream:
     """Who launches, for which rows, and on which stream (None: the current one)."""
 
     launcher: Launcher
@@ -100,27 +100,27 @@ class VirtualRanks:
             torch.zeros(self._layout.nbytes, dtype=torch.uint8, device=device) for _ in range(cell.ranks)
         ]
         self._slots_out = DispatchSlots(spec=self.exchange_spec, region=0, max_tokens=cell.tokens)
-        self._lanes = self._per_rank() if cell.launch == PER_RANK else self._all_ranks()
+        self._launch_streams = self._per_rank() if cell.launch == PER_RANK else self._all_ranks()
         # Kernels that wait need the others to run beside them. Triton's interpreter runs one after the other.
         self._waits = device.type == "cuda"
         self.y_TH = torch.empty_like(batches[0].x_TH)
         self._slots: list[Tensor] = []
 
-    def _all_ranks(self) -> list[_Lane]:
+    def _all_ranks(self) -> list[_LaunchStream]:
         world, tokens = self.cell.ranks, self.cell.tokens
-        return [_Lane(self._launcher(0, ranks=world), slice(0, world * tokens), None)]
+        return [_LaunchStream(self._launcher(0, ranks=world), slice(0, world * tokens), None)]
 
-    def _per_rank(self) -> list[_Lane]:
-        tokens, lanes = self.cell.tokens, []
+    def _per_rank(self) -> list[_LaunchStream]:
+        tokens, launches = self.cell.tokens, []
         for rank in range(self.cell.ranks):
             launcher = self._launcher(rank, ranks=1)
             launcher.rehearse(
                 self.exchange_spec
             )  # a kernel that is loaded while another waits can end in a deadlock
             stream = torch.cuda.Stream(self.device)
-            lanes.append(_Lane(launcher, slice(rank * tokens, (rank + 1) * tokens), stream))
+            launches.append(_LaunchStream(launcher, slice(rank * tokens, (rank + 1) * tokens), stream))
         torch.cuda.synchronize(self.device)
-        return lanes
+        return launches
 
     def _launcher(self, rank: int, ranks: int) -> Launcher:
         return Launcher(
@@ -159,35 +159,35 @@ class VirtualRanks:
         self._run(self.batches, self.cell.operation != "combine", self.cell.operation != "dispatch")
 
     def _run(self, batches: Sequence[Batch], dispatches: bool, combines: bool) -> None:
-        # Each lane forks once: on its stream, batches follow each other as on a rank of its own.
+        # Each launch forks once: on its stream, batches follow each other as on a rank of its own.
         slots: list[Tensor] = []
-        for number, lane in enumerate(self._lanes):
-            if lane.stream is None:
-                slots.append(self._run_lane(lane, number, batches, dispatches, combines))
+        for number, launch in enumerate(self._launch_streams):
+            if launch.stream is None:
+                slots.append(self._run_launch(launch, number, batches, dispatches, combines))
             else:
-                lane.stream.wait_stream(torch.cuda.current_stream(self.device))
-                with torch.cuda.stream(lane.stream):
-                    slots.append(self._run_lane(lane, number, batches, dispatches, combines))
-        for lane in self._lanes:
-            if lane.stream is not None:
-                torch.cuda.current_stream(self.device).wait_stream(lane.stream)
+                launch.stream.wait_stream(torch.cuda.current_stream(self.device))
+                with torch.cuda.stream(launch.stream):
+                    slots.append(self._run_launch(launch, number, batches, dispatches, combines))
+        for launch in self._launch_streams:
+            if launch.stream is not None:
+                torch.cuda.current_stream(self.device).wait_stream(launch.stream)
         if dispatches:
             self._slots = slots
 
-    def _run_lane(
-        self, lane: _Lane, number: int, batches: Sequence[Batch], dispatches: bool, combines: bool
+    def _run_launch(
+        self, launch: _LaunchStream, number: int, batches: Sequence[Batch], dispatches: bool, combines: bool
     ) -> Tensor:
         slots_TW = None if dispatches else self._slots[number]
         for batch in batches:
             if dispatches:
-                mine = batch.part(lane.rows)
-                slots_TW = lane.launcher.dispatch(
+                mine = batch.part(launch.rows)
+                slots_TW = launch.launcher.dispatch(
                     self._slots_out, mine.x_TH, mine.ids_TK, mine.weights_TK, {}, waits=self._waits
                 )
             assert slots_TW is not None
             if combines:
-                lane.launcher.combine(
-                    self._slots_out, slots_TW, None, self.y_TH[lane.rows], waits=self._waits
+                launch.launcher.combine(
+                    self._slots_out, slots_TW, None, self.y_TH[launch.rows], waits=self._waits
                 )
         assert slots_TW is not None
         return slots_TW
@@ -210,10 +210,10 @@ class VirtualRanks:
     def check_nobody_gave_up(self) -> None:
         """Raise if a kernel reported trouble, such as a rank that it waited for in vain."""
         self._synchronize()
-        for lane in self._lanes:
-            if bool(lane.launcher.host_status.any()):
+        for launch in self._launch_streams:
+            if bool(launch.launcher.host_status.any()):
                 raise ContractError(
-                    f"a kernel of {self.cell} reported {lane.launcher.host_status.tolist()}",
+                    f"a kernel of {self.cell} reported {launch.launcher.host_status.tolist()}",
                     expected="kernels that find all ranks, and report nothing",
                     fix="a broken round has no speed: see `Trouble` in one_sided/control.py",
                 )
@@ -231,10 +231,10 @@ class VirtualRanks:
         wanted = [torch.full_like(region, _POISON) for region in regions]
         views = [self.exchange_spec.dispatch_slots.views(region) for region in wanted]
         counts = push_twin(self.exchange_spec, sent, views, self.cell.tokens)
-        mail = slice(self._control.counts(0), self._control.counts(1))
+        counts_bytes = slice(self._control.counts(0), self._control.counts(1))
         for rank, (region, want) in enumerate(zip(regions, wanted, strict=True)):
-            told = self._buffers[rank][mail].cpu().view(torch.int32)[::2]
-            same = torch.equal(region, want) and torch.equal(told, counts[rank])
+            announced = self._buffers[rank][counts_bytes].cpu().view(torch.int32)[::2]
+            same = torch.equal(region, want) and torch.equal(announced, counts[rank])
             self._check_bits(same, "dispatch", rank)
         slots_TW = torch.cat(self._slots)
         for rank, rows in enumerate(self._rows_by_rank()):

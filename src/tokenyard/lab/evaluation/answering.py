@@ -1,6 +1,6 @@
 """A sharded model answers questions, each rank its own; tokens are reported as they come.
 
-A rank tells `{"number": 3, "text": "34 + 27 : 4"}` after every token of question 3, and the same with `"done": true` at
+A rank sends `{"number": 3, "text": "34 + 27 : 4"}` after every token of question 3, and the same with `"done": true` at
 the end. Ranks have answers of different lengths; nobody waits for anybody else's.
 """
 
@@ -16,11 +16,11 @@ from tokenyard.lab.balancing.recorded_routes import RouteRecorder, write_routes
 from tokenyard.lab.evaluation.cells import MAX_TOKENS
 from tokenyard.lab.evaluation.decoding import answer, pad_left
 from tokenyard.lab.evaluation.models import load_language
-from tokenyard.lab.evaluation.ranks import Tell
+from tokenyard.lab.evaluation.ranks import Send
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asking:
+class AnswerJob:
     """What is asked, and how the model is sharded. Picklable: it travels to the processes of the ranks."""
 
     folder: str
@@ -33,43 +33,43 @@ class Asking:
     record: str | None = None  # the file that routes are written to
 
 
-def answer_aloud(group: Group, asking: Asking, tell: Tell) -> dict[str, Any]:
+def answer_questions(group: Group, job: AnswerJob, send: Send) -> dict[str, Any]:
     """This rank's answers, and what moved in each layer."""
     from tokenyard.integrations.transformers import load_sharded
 
-    language = load_language(Path(asking.folder))
+    language = load_language(Path(job.folder))
     sharded = load_sharded(
-        asking.folder,
+        job.folder,
         group,
-        exchange=asking.exchange,
-        wire=asking.wire,
-        weights=asking.weights,
-        inner=asking.inner,
+        exchange=job.exchange,
+        wire=job.wire,
+        weights=job.weights,
+        inner=job.inner,
         max_tokens=MAX_TOKENS,
     )
     end_ids = language.end_ids(sharded.model)
     found: list[tuple[int, str, int]] = []
-    recorder = RouteRecorder([experts.layer for experts in sharded.experts] if asking.record else [])
+    recorder = RouteRecorder([experts.layer for experts in sharded.experts] if job.record else [])
     try:
         group.barrier()
         started = time.perf_counter()
         with sharded.passes() as model:
-            for number in range(group.rank, len(asking.prompts), group.size):
+            for number in range(group.rank, len(job.prompts), group.size):
                 tokens: list[int] = []
-                tell({"number": number, "text": ""})
+                send({"number": number, "text": ""})
 
                 def say(_: int, token: int, number: int = number, tokens: list[int] = tokens) -> None:
                     tokens.append(token)
-                    tell({"number": number, "text": language.text(tokens)})
+                    send({"number": number, "text": language.text(tokens)})
 
-                prompt = pad_left(language.encode([asking.prompts[number]]), language.pad, group.device)
-                answer(model, *prompt, end_ids=end_ids, most=asking.most, on_token=say)
-                tell({"number": number, "text": language.text(tokens), "done": True})
+                prompt = pad_left(language.encode([job.prompts[number]]), language.pad, group.device)
+                answer(model, *prompt, end_ids=end_ids, most=job.most, on_token=say)
+                send({"number": number, "text": language.text(tokens), "done": True})
                 found.append((number, language.text(tokens), len(tokens)))
         seconds = time.perf_counter() - started
         recorded = recorder.gather(group)
-        if asking.record is not None and group.rank == 0:
-            write_routes(Path(asking.record), recorded)
+        if job.record is not None and group.rank == 0:
+            write_routes(Path(job.record), recorded)
         return {
             "answers": found,
             "seconds": seconds,

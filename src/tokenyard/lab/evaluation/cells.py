@@ -21,7 +21,7 @@ from tokenyard.experts.base import EXACT
 from tokenyard.group import Group
 from tokenyard.lab.evaluation.decoding import answer, answer_from_drafts, pad_left, read
 from tokenyard.lab.evaluation.models import load_language, load_whole
-from tokenyard.lab.evaluation.ranks import Tell
+from tokenyard.lab.evaluation.ranks import Send
 from tokenyard.lab.unscaled_e4m3 import studied_format
 
 # Tokens that a rank brings to one round trip; longer batches of prompts go in parts.
@@ -66,10 +66,10 @@ class Cell:
     only_probes: bool = False
 
 
-def measure(group: Group, cell: Cell, tell: Tell) -> dict[str, Any]:
+def measure(group: Group, cell: Cell, send: Send) -> dict[str, Any]:
     """This rank's share of a cell."""
     whole = load_whole(Path(cell.folder), group.device)
-    asked = _Asked(whole, cell, group, tell)
+    asked = _QuestionShare(whole, cell, group, send)
     if cell.wiring is None:
         size = sum(value.nbytes for name, value in whole.named_parameters() if ".experts." in name)
         return {**asked.answers(whole), "expert_bytes": size}
@@ -106,11 +106,11 @@ def measure(group: Group, cell: Cell, tell: Tell) -> dict[str, Any]:
     }
 
 
-class _Asked:
+class _QuestionShare:
     """This rank's share of the questions."""
 
-    def __init__(self, model: Any, cell: Cell, group: Group, tell: Tell) -> None:
-        self.cell, self.device, self.tell = cell, group.device, tell
+    def __init__(self, model: Any, cell: Cell, group: Group, send: Send) -> None:
+        self.cell, self.device, self.send = cell, group.device, send
         self.language = load_language(Path(cell.folder))
         self.end_ids = self.language.end_ids(model)
         mine = range(group.rank, len(cell.prompts), group.size)
@@ -162,7 +162,7 @@ class _Asked:
         return found
 
     def _said(self, numbers: list[int], written: list[list[int]]) -> list[Answer]:
-        self.tell({"answered": len(numbers)})
+        self.send({"answered": len(numbers)})
         return [(number, ids, self.language.text(ids)) for number, ids in zip(numbers, written, strict=True)]
 
 

@@ -1,11 +1,11 @@
 """Where a job is done: on ranks that this command starts, or on the ranks that `torchrun` has started.
 
     started = StartedRanks(4, "processes")
-    results = started.call(job, argument, hear=print)
+    results = started.call(job, argument, on_message=print)
 
-`job(group, argument, tell)` runs on every rank and returns what JSON can hold. What a rank tells while it works, the
-one who called hears at once: lines of JSON through a socket in a folder that nobody else can enter. Under `torchrun`
-there is nobody above the ranks: rank 0 hears itself.
+`job(group, argument, send)` runs on every rank and returns what JSON can hold. The messages that a rank sends while it
+works reach `on_message` of the caller at once: lines of JSON through a socket in a folder that nobody else can enter.
+Under `torchrun` there is no process above the ranks: `on_message` gets those of rank 0.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from tokenyard.errors import InputError
 from tokenyard.group import DistributedGroup, Group, launch, thread_groups
 from tokenyard.temporary_folders import temporary_folder
 
-Tell = Callable[[dict[str, Any]], None]
+# Sends a message.
+Send = Callable[[dict[str, Any]], None]
 Job = Callable[..., Any]
 
 # Seconds: a rank may load a large checkpoint, or answer with the whole model, while another waits for it.
 DEADLINE = 300.0
-# Seconds in which a rank that has returned hangs up: at once, but for a machine that is very busy.
-_HANGING_UP = 10.0
+# Seconds in which a rank that has returned closes its connection: at once, but for a machine that is very busy.
+_CLOSING = 10.0
 
 
 class Ranks(Protocol):
@@ -39,7 +40,7 @@ class Ranks(Protocol):
     size: int
     leads: bool  # whether this process is the one that reports
 
-    def call(self, job: Job, *args: Any, hear: Tell | None = None) -> list[Any]:
+    def call(self, job: Job, *args: Any, on_message: Send | None = None) -> list[Any]:
         """Do a job on every rank; the results in rank order."""
         ...
 
@@ -63,8 +64,8 @@ class StartedRanks:
         self.size, self.device = size, device
         self.kind: Literal["processes", "threads"] = "threads" if kind == "threads" else "processes"
 
-    def call(self, job: Job, *args: Any, hear: Tell | None = None) -> list[Any]:
-        with _listening(hear, self.size) as address:
+    def call(self, job: Job, *args: Any, on_message: Send | None = None) -> list[Any]:
+        with _message_server(on_message, self.size) as address:
             return launch(
                 self.size,
                 _do,
@@ -94,9 +95,9 @@ class TorchrunRanks:
         self.group = DistributedGroup(device="cuda" if gpus else "cpu", deadline=DEADLINE)
         self.size, self.leads = self.group.size, self.group.rank == 0
 
-    def call(self, job: Job, *args: Any, hear: Tell | None = None) -> list[Any]:
-        tell = hear if hear is not None and self.leads else _drop
-        return self.group.gather_json(job(self.group, *args, tell), phase="results")
+    def call(self, job: Job, *args: Any, on_message: Send | None = None) -> list[Any]:
+        send = on_message if on_message is not None and self.leads else _drop
+        return self.group.gather_json(job(self.group, *args, send), phase="results")
 
 
 def under_torchrun() -> bool:
@@ -115,20 +116,20 @@ def _do(group: Group, job: Job, args: tuple[Any, ...], address: str | None) -> A
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
         line.connect(address)
 
-        def tell(message: dict[str, Any]) -> None:
+        def send(message: dict[str, Any]) -> None:
             line.sendall(json.dumps({"rank": group.rank, **message}).encode() + b"\n")
 
-        return job(group, *args, tell)
+        return job(group, *args, send)
 
 
 @contextmanager
-def _listening(hear: Tell | None, lines: int) -> Iterator[str | None]:
-    """The address of a socket to which so many ranks send messages; all were heard when this ends."""
-    if hear is None:
+def _message_server(on_message: Send | None, ranks: int) -> Iterator[str | None]:
+    """The address of a socket to which so many ranks send messages; all were handled when this ends."""
+    if on_message is None:
         yield None
         return
     one_at_a_time = threading.Lock()
-    heard: Tell = hear
+    handle_message: Send = on_message
     read_to_the_end = threading.Semaphore(0)
 
     class Handler(socketserver.StreamRequestHandler):
@@ -136,23 +137,23 @@ def _listening(hear: Tell | None, lines: int) -> Iterator[str | None]:
             try:
                 for line in self.rfile:
                     with one_at_a_time:
-                        heard(json.loads(line))
+                        handle_message(json.loads(line))
             finally:
                 read_to_the_end.release()
 
     class Server(socketserver.ThreadingUnixStreamServer):
-        request_queue_size = 64  # all ranks may call at once
+        request_queue_size = 64  # all ranks may connect at once
 
     with temporary_folder("tokenyard-") as folder:
-        address = str(folder / "told")
+        address = str(folder / "messages")
         with Server(address, Handler) as server:
             serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
             serving.start()
             try:
                 yield address
-            finally:  # also after an error: what was told before it is heard
-                until = time.monotonic() + _HANGING_UP
-                for _ in range(lines):  # a rank may have called and hung up before it was answered
+            finally:  # also after an error: messages from before it are handled
+                until = time.monotonic() + _CLOSING
+                for _ in range(ranks):  # a rank may have connected and closed before it was accepted
                     read_to_the_end.acquire(timeout=max(0.0, until - time.monotonic()))
                 server.shutdown()
                 serving.join()

@@ -18,7 +18,7 @@ from tokenyard.formats import get, weight_format
 from tokenyard.lab.evaluation.cells import OWN_DTYPE, PROBES, Cell, Wiring, measure
 from tokenyard.lab.evaluation.intervals import Interval, paired_difference, wilson
 from tokenyard.lab.evaluation.questions import Question, is_right
-from tokenyard.lab.evaluation.ranks import Ranks, Tell
+from tokenyard.lab.evaluation.ranks import Ranks, Send
 
 WHOLE_MODEL = "whole model"
 
@@ -91,17 +91,17 @@ class Evaluation:
             if inner == EXACT or get(inner).name in weight_format(weights).inner_formats
         ]
 
-    def rows(self, hear: Tell | None = None) -> Iterator[Row]:
+    def rows(self, on_message: Send | None = None) -> Iterator[Row]:
         """Row after row, as they are measured: the whole model, wirings that differ in one format, then the others.
 
-        `hear` is told `what` is being run, and how many questions were `answered` since.
+        `on_message` gets `what` is being run, and how many questions were `answered` since.
         """
-        whole, drafts = self._whole(hear)
+        whole, drafts = self._whole(on_message)
         yield whole
         for formats in sorted(self.formats, key=self._differs_in_both):
             first: _First | None = None
             for exchange in self.exchanges:
-                found = self._sharded(Wiring(exchange, *formats), whole, drafts, first, hear)
+                found = self._sharded(Wiring(exchange, *formats), whole, drafts, first, on_message)
                 first = first or found
                 yield found.row
 
@@ -124,8 +124,8 @@ class Evaluation:
 
         return sorted(rows, key=place)
 
-    def _whole(self, hear: Tell | None) -> tuple[Row, list[list[int]]]:
-        by_rank = self._call(self._cell(None, []), WHOLE_MODEL, hear)
+    def _whole(self, on_message: Send | None) -> tuple[Row, list[list[int]]]:
+        by_rank = self._call(self._cell(None, []), WHOLE_MODEL, on_message)
         answers = _answers(by_rank)
         right = self._right(answers)
         row = Row(
@@ -136,14 +136,19 @@ class Evaluation:
         return row, [answers[number][0] for number in range(len(self.questions))]
 
     def _sharded(
-        self, wiring: Wiring, whole: Row, drafts: list[list[int]], first: _First | None, hear: Tell | None
+        self,
+        wiring: Wiring,
+        whole: Row,
+        drafts: list[list[int]],
+        first: _First | None,
+        on_message: Send | None,
     ) -> _First:
         only_probes = first is not None and not self.every
-        by_rank = self._call(self._cell(wiring, drafts, only_probes=only_probes), str(wiring), hear)
+        by_rank = self._call(self._cell(wiring, drafts, only_probes=only_probes), str(wiring), on_message)
         bits = _bits(by_rank)
         if only_probes and first is not None and bits != first.bits:
             only_probes = False
-            by_rank = self._call(self._cell(wiring, drafts), str(wiring), hear)
+            by_rank = self._call(self._cell(wiring, drafts), str(wiring), on_message)
         same_as = first.row if only_probes and first is not None else None
         right = self._right(_answers(by_rank)) if same_as is None else same_as.right
         size = sum(rank["squared_size"] for rank in by_rank)
@@ -169,11 +174,13 @@ class Evaluation:
             only_probes=only_probes,
         )
 
-    def _call(self, cell: Cell, what: str, hear: Tell | None) -> list[dict[str, Any]]:
-        if hear is None:
+    def _call(self, cell: Cell, what: str, on_message: Send | None) -> list[dict[str, Any]]:
+        if on_message is None:
             return self.ranks.call(measure, cell)
-        hear({"what": what})
-        return self.ranks.call(measure, cell, hear=lambda message: hear({**message, "what": what}))
+        on_message({"what": what})
+        return self.ranks.call(
+            measure, cell, on_message=lambda message: on_message({**message, "what": what})
+        )
 
     def _right(self, answers: dict[int, tuple[list[int], str]]) -> list[bool]:
         return [

@@ -43,7 +43,7 @@ def lose_a_rank(
     group.deadline = min(_LOSS_DEADLINE, settings.deadline)
     layers = _layers(group, episode, tally)
     if group.rank == 0:
-        run_folder.expect(episode.number)
+        run_folder.expect_episode(episode.number)
     group.barrier(phase="before a loss")
     moment = time.monotonic() + chance.uniform(0, _LONGEST_LIFE)
     if group.rank == lost:
@@ -102,6 +102,6 @@ def _leave(
     while time.monotonic() < moment:
         layers.go(tally)
     layers.plan.close()
-    group.leave("it was told to")
+    group.leave("the soak lets this rank leave")
     fresh = rejoin(group.address, rank=group.rank)
     return join(fresh, settings, episode, tally)

@@ -70,14 +70,14 @@ class RunFolder:
         found = self._read("progress.json")
         return None if found is None else Counts(**found)
 
-    def expect(self, episode: int | None) -> None:
-        """The episode that a fresh rank joins; None: nobody is expected any more."""
+    def expect_episode(self, episode: int | None) -> None:
+        """The episode that a fresh rank joins; None: no rank is expected any more."""
         if episode is None:
             (self.folder / "expected.json").unlink(missing_ok=True)
         else:
             self._replace("expected.json", episode)
 
-    def expected(self) -> int | None:
+    def expected_episode(self) -> int | None:
         """The episode that a fresh rank joins, if one is expected."""
         found: int | None = self._read("expected.json")
         return found
@@ -108,7 +108,7 @@ class RunFolder:
         """All findings."""
         return [Finding(**line) for line in self._lines("findings.jsonl")]
 
-    def sign_in(self, rank: int) -> None:
+    def write_pid(self, rank: int) -> None:
         """Write down that this process is the rank of this number."""
         self._replace(f"pid-{rank}", os.getpid())
 

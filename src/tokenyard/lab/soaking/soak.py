@@ -1,8 +1,8 @@
 """Start the ranks of a soak, watch them, and say what came of it.
 
-The ranks run in a thread of this process (as threads of it, or as processes), and tell how far they are in a folder. If
-they have told nothing for far longer than any wait may take, something hangs: that is a finding, and they are ended.
-Ranks that came apart are started anew, a few times, from the next episode on.
+The ranks run in a thread of this process (as threads of it, or as processes), and write how far they are into a folder.
+If they have written nothing for far longer than any wait may take, something hangs: that is a finding, and they are
+ended. Ranks that came apart are started anew, a few times, from the next episode on.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class Report:
         return not self.findings
 
 
-def soak(settings: Settings, hear: Callable[[Progress], None] = lambda progress: None) -> Report:
+def soak(settings: Settings, on_progress: Callable[[Progress], None] = lambda progress: None) -> Report:
     """Run a soak; report progress a few times a second. `KeyboardInterrupt` ends it early, with what was found."""
     check_measurable()
     began = time.monotonic()
     with temporary_folder("tokenyard-soak-") as folder:
         run_folder = RunFolder(folder)
-        done = _soak_in_runs(settings, run_folder, began, hear)
+        done = _soak_in_runs(settings, run_folder, began, on_progress)
         samples = run_folder.samples()
         growth, leaks = judge(samples)
         findings = [*_without_echoes(run_folder.findings()), *leaks]
@@ -82,16 +82,16 @@ def soak(settings: Settings, hear: Callable[[Progress], None] = lambda progress:
 
 
 def _soak_in_runs(
-    settings: Settings, run_folder: RunFolder, began: float, hear: Callable[[Progress], None]
+    settings: Settings, run_folder: RunFolder, began: float, on_progress: Callable[[Progress], None]
 ) -> Counts:
     """Run the ranks; start them again where a run fails."""
     done = Counts()
     for _ in range(_MOST_BREAKS):
-        run_folder.expect(None)
+        run_folder.expect_episode(None)
         arguments = RunArguments(
             folder=str(run_folder.folder), launcher=os.getpid(), began=began, first_episode=done.episodes
         )
-        whole = _work(settings, arguments, run_folder, done, hear)
+        whole = _work(settings, arguments, run_folder, done, on_progress)
         done += run_folder.progress() or Counts()
         run_folder.write_progress(Counts())
         if whole:
@@ -105,7 +105,7 @@ def _work(
     arguments: RunArguments,
     run_folder: RunFolder,
     before: Counts,
-    hear: Callable[[Progress], None],
+    on_progress: Callable[[Progress], None],
 ) -> bool:
     """Run one group of ranks; return whether it reached the end."""
     errors: list[BaseException] = []
@@ -118,7 +118,7 @@ def _work(
     while not ended.is_set():
         try:
             ended.wait(_LOOK)
-            hear(_progress(run_folder, arguments, before))
+            on_progress(_progress(run_folder, arguments, before))
             if watch.hangs():
                 run_folder.add_finding(Finding(kind="hang", what=watch.complaint, episode=watch.episode))
                 _end_processes(settings, run_folder)

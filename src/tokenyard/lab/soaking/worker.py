@@ -43,8 +43,8 @@ def work(group: Group, settings: Settings, arguments: RunArguments) -> None:
     if settings.kind == "processes":
         let_freed_memory_go()
     run_folder = RunFolder(arguments.folder)
-    run_folder.sign_in(group.rank)
-    joined = run_folder.expected() if group.rank else None
+    run_folder.write_pid(group.rank)
+    joined = run_folder.expected_episode() if group.rank else None
     worker = _Worker(group, settings, arguments, run_folder)
     try:
         if joined is None:
@@ -131,7 +131,7 @@ class _Worker:
                 rank=self.group.rank,
             )
         if self.group.rank == 0:
-            self.run_folder.expect(None)
+            self.run_folder.expect_episode(None)
             self.counts += Counts(
                 episodes=1,
                 round_trips=max(other["round_trips"] for other in by_rank),

@@ -22,8 +22,10 @@ def main() -> int:
     questions = held_out_questions(_PROBLEMS)
     options = ("--dtype", "float32", "--max-model-len", "256", "--enforce-eager")
     with serve(shipped_model(), *options, settings={"TOKENYARD_VLLM": "experts"}) as server:
-        told = [line.partition("] ")[2] for line in server.said().splitlines() if "worker_plan.py" in line]
-        print(*told, sep="\n", end="\n\n")
+        plan_lines = [
+            line.partition("] ")[2] for line in server.log_text().splitlines() if "worker_plan.py" in line
+        ]
+        print(*plan_lines, sep="\n", end="\n\n")
         client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120.0)
 
         def answer(prompt: str) -> str:

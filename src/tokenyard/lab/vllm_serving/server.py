@@ -35,9 +35,9 @@ class Server:
 
     url: str  # of the OpenAI API
     process: subprocess.Popen[bytes]
-    log: Path  # what the server and its workers said
+    log: Path  # the output of the server and its workers
 
-    def said(self) -> str:
+    def log_text(self) -> str:
         """The log so far."""
         return self.log.read_text(errors="replace")
 
@@ -125,10 +125,10 @@ def _wait_for(server: Server) -> None:
             if answer.status == 200:
                 return
         time.sleep(0.5)
-    said = server.said().splitlines()
-    errors = [line for line in said if "Error" in line]
+    lines = server.log_text().splitlines()
+    errors = [line for line in lines if "Error" in line]
     raise GroupError(
         f"vLLM's server did not start: {errors[0] if errors else 'it said nothing of an error'}",
         expected=f"an answer within {STARTING:.0f} s",
-        fix="read the lines before it in its log:\n" + "\n".join(said[-40:]),
+        fix="read the lines before it in its log:\n" + "\n".join(lines[-40:]),
     )
