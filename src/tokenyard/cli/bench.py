@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import typer
 
-from tokenyard.cli.bench_hosts import hosts
 from tokenyard.cli.bench_options import choose, default_of
 from tokenyard.cli.bench_output import Output, run_benchmark, show
 from tokenyard.cli.options import Exchanges, JsonFlag, OutFile, PlotFile, option
@@ -264,5 +263,37 @@ def combine_error(
     run_benchmark(runs.combine_error_run(study, ranks or (1, 2, 4, 8, 16), combine_wire or ()), output)
 
 
-app.command()(hosts)
+@app.command()
+@reported
+def hosts(
+    hosts: Annotated[int, option("How many hosts.", min=2, max=8)] = 2,
+    ranks: Annotated[int, option("Ranks on each of them.", min=1, max=16)] = 4,
+    tokens: Annotated[list[int], option(f"Tokens of each rank; {_SEVERAL}", "--tokens", min=1)] = [256],  # noqa: B006
+    hidden_size: Annotated[int, option(min=1)] = 2048,
+    top_k: Annotated[int, option(min=1)] = 8,
+    num_experts: Annotated[int, option(min=1)] = 64,
+    wire: Annotated[str, option("The format on the way out.")] = "bf16",
+    exchange: Annotated[
+        list[str] | None, option(f"Only this exchange; {_SEVERAL}", shown="two_sided, hierarchical")
+    ] = None,
+    rate: Annotated[float, option("Mbit/s of each link, each way.", min=1.0)] = 200.0,
+    delay: Annotated[float, option("ms from one host to another.", min=0.0)] = 0.0,
+    rounds: Annotated[int, option("Calls of each.", min=2)] = 5,
+    out: OutFile = None,
+    plot: PlotFile = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """How fast a layer is over links of a rate and a delay, beside what must cross.
+
+    Hosts are network namespaces of this machine: Linux, with user namespaces or as root.
+    """
+    given = locals()
+    refuse_override()
+    output = Output(out, as_json, plot)
+    from tokenyard.lab.bench import runs
+
+    setup = {name: given[name] for name in runs.HOSTS_SETUP}
+    run_benchmark(runs.hosts_run(hosts, ranks, tokens, exchange or (), setup), output)
+
+
 app.command()(show)

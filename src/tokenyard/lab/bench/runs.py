@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tokenyard.exchange import resolve
 from tokenyard.lab.bench import (
     clock,
     combine_error,
@@ -17,6 +18,7 @@ from tokenyard.lab.bench import (
     encode,
     experts,
     experts_peers,
+    hosts,
     layer_cuda,
     machine_rates,
     overhead,
@@ -25,7 +27,9 @@ from tokenyard.lab.bench import (
 )
 from tokenyard.lab.bench.records import Document, Record
 from tokenyard.lab.bench.shapes import MODELS, Case, Cell, Shape, cases_of, cells_of, check_top_k, grid
+from tokenyard.lab.hosts.network import check_hosts
 from tokenyard.lab.unscaled_e4m3 import studied_format, studied_ways_back
+from tokenyard.planning.drafting import draft
 
 _ON_THE_CPU = "leave out --device to measure on the CPU"
 
@@ -175,6 +179,36 @@ def combine_error_run(study: combine_error.Study, ranks: Sequence[int], combine_
         ),
         steps=[f"{results} results on {count} ranks" for count, results in cells],
         figures=(combine_error.measure_combine_error(study, *cell, wires) for cell in cells),
+    )
+
+
+# What all figures of `bench hosts` have in common, beside the hosts and their ranks.
+HOSTS_SETUP = ("hidden_size", "top_k", "num_experts", "wire", "rate", "delay", "rounds")
+
+
+def hosts_run(
+    num_hosts: int, ranks: int, tokens: Sequence[int], exchanges: Sequence[str], setup: dict[str, Any]
+) -> Run:
+    """A layer over links of a rate and a delay, between hosts that are made on this machine."""
+    check_top_k(setup["top_k"], setup["num_experts"])
+    check_hosts()
+    names = tuple(dict.fromkeys(resolve(name).name for name in exchanges or hosts.EXCHANGES))
+    by_host = (ranks,) * num_hosts
+    jobs = [hosts.Job(ranks_by_host=by_host, num_tokens=count, exchanges=names, **setup) for count in tokens]
+    for name in names:  # what does not fit is found out before hosts are made
+        draft([jobs[0].spec()], num_hosts * ranks, exchange=name)
+    return Run(
+        document=Document(
+            benchmark="hosts",
+            unit="ms",
+            x="tokens",
+            line="exchange",
+            columns=("crossed_MB", "least_MB"),
+            setup={"hosts": num_hosts, "ranks_per_host": ranks, **setup},
+            notes=hosts.NOTES,
+        ),
+        steps=[f"{count} tokens" for count in tokens],
+        figures=(hosts.measure_hosts(job) for job in jobs),
     )
 
 
