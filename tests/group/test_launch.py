@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import tokenyard as ty
-from tests.models import batch, build, spec
+from tests.models import batch, build, raised, spec
 from tokenyard.errors import InputError, RankError
 from tokenyard.group import process_ranks
 
@@ -275,6 +275,14 @@ def test_only_a_process_that_does_not_end_is_killed_and_all_are_waited_for():
     process_ranks._end([good, stubborn])
     assert good.calls == ["join", "join", "close"]
     assert stubborn.calls == ["join", "kill", "join", "close"]
+
+
+def test_ranks_that_never_start_are_named_with_the_time_that_was_waited(monkeypatch):
+    monkeypatch.setattr(process_ranks, "FINDING_EACH_OTHER", 0.3)
+    store = process_ranks._meeting_store(20.0)
+    lost = raised(process_ranks._find_each_other, 1, [torch.device("cpu")] * 3, store.port, 0.3)
+    assert (lost.peers, lost.phase, lost.rank) == ((0, 2), "finding each other", 1)
+    assert 0.2 < lost.waited < 20
 
 
 def environment(group, name):

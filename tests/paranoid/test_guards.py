@@ -1,5 +1,7 @@
 """Bytes that belong to nobody, and slots that hold no row: who writes there is found out."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -16,6 +18,8 @@ from tests.paranoid.tampering import (
     told,
 )
 from tokenyard.exchange import SharedMemoryTransport
+from tokenyard.exchange.integrity import workspace_guards
+from tokenyard.exchange.integrity.workspace_guards import WorkspaceGuards
 from tokenyard.experts import ReferenceExperts
 from tokenyard.rows import ExpertRows
 
@@ -195,3 +199,36 @@ def read_too_late(group):
 
 def test_rows_that_are_read_after_they_were_combined_are_poison():
     assert on_ranks(2, read_too_late) == [(False, True)] * 2
+
+
+def guards_that_ask(verdicts, gone=()):
+    """Guards of a transport that says these one after the other, in a group that has lost these."""
+    guards = WorkspaceGuards.__new__(WorkspaceGuards)
+    asked = []
+
+    def lost():
+        asked.append(1)
+        return next(verdicts, [])
+
+    guards._transport = SimpleNamespace(lost=lost)
+    guards.group = SimpleNamespace(gone=lambda: dict.fromkeys(gone, "its process has ended"))
+    return guards, asked
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "gone", "found", "least", "most"),
+    [
+        ([[2]], (), [2], 1, 1),
+        ([[], [], [2]], (), [2], 3, 3),
+        ([[]], (1, 3), [], 1, 1),  # whoever was lost is gone: nobody else is blamed
+        ([], (3,), [], 2, 7),  # 0.3 s at 0.05 s each
+    ],
+)
+def test_the_verdict_of_a_transport_is_waited_for_for_a_while(
+    monkeypatch, verdicts, gone, found, least, most
+):
+    monkeypatch.setattr(workspace_guards, "_VERDICT", 0.3 if not found else 60.0)
+    monkeypatch.setattr(workspace_guards, "_PAUSE", 0.05)
+    guards, asked = guards_that_ask(iter(verdicts), gone)
+    assert guards.found_lost(ty.PeerLost([1], phase="combine", waited=1.0, rank=0)) == found
+    assert least <= len(asked) <= most
