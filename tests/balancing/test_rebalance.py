@@ -171,6 +171,20 @@ def test_a_rank_that_dies_on_the_way_leaves_the_others_on_the_old_placement(stag
         assert outcome == (ty.PeerLost, True, True)
 
 
+def on_a_gpu(group):
+    plan = ty.plan([spec()], group)
+    plan.group.device = torch.device("cuda")
+    return str(raised(plan.rebalance))
+
+
+def test_captured_graphs_would_keep_the_old_placement():
+    (error,) = on_ranks(1, on_a_gpu)
+    assert (
+        "rebalance on cuda; expected ranks on CPUs: captured CUDA graphs would keep the old placement"
+        in error
+    )
+
+
 def after_a_loss(group):
     plan = ty.plan([spec(num_experts=4)], group)
     build(plan, "moe")

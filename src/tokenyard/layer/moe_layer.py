@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tokenyard.exchange import RoundTrip
 from tokenyard.experts import Experts, ExpertWeights
 from tokenyard.layer.compiled import call_operator, outside_of_the_graph, refuse_gradients, register
-from tokenyard.layer.receiver import build_experts, built_for, check_fits, run_experts, switch_experts
+from tokenyard.layer.receiver import build_experts, built_for, check_fits, run_experts
 from tokenyard.layer.sender import check_rows, check_shared, route
 from tokenyard.planning.audit import audit
 from tokenyard.planning.planner import Plan, wiring_in
@@ -70,7 +70,9 @@ class MoELayer(nn.Module):
 
     def switch(self, wiring: Wiring, weights: ExpertWeights) -> None:
         """Serve another placement, whose experts have these weights: `plan.rebalance` calls it on all ranks."""
-        self.experts = switch_experts(self.experts, wiring, self.plan.group.rank, weights)
+        self.experts = build_experts(
+            wiring, self.plan.group.rank, weights, adopt=True
+        )  # no copy: a short pause
         self._wiring, self._built_for = wiring, built_for(wiring, self.plan.group.rank)
 
     def forward(

@@ -67,14 +67,6 @@ def build_experts(wiring: Wiring, rank: int, weights: ExpertWeights, *, adopt: b
     return built
 
 
-def switch_experts(experts: Experts, wiring: Wiring, rank: int, weights: ExpertWeights) -> Experts:
-    """The experts of another placement, with their weights: in place, where they are as many and know no placement."""
-    if experts.spec != wiring.experts_spec(rank) or isinstance(experts, SelfRoutingExperts):
-        return build_experts(wiring, rank, weights, adopt=True)
-    experts.load_(weights)
-    return experts
-
-
 def check_fits(wiring: Wiring, rank: int, known: BuiltFor) -> None:
     """Raise if the plan has given the layer's name to one that the experts were not built for."""
     if known != built_for(wiring, rank):

@@ -5,7 +5,7 @@ A layer's move has three parts, of which only the last changes anything:
 1. every rank makes room for the experts that come to it, and all say whether they could;
 2. the weights travel, tensor by tensor, in pieces of at most `PIECE` bytes a rank, and are put together with those
    of the experts that stay;
-3. all ranks say that they are ready. Then each puts the new weights in the place of the old ones, without a wait.
+3. all ranks say that they are ready. Then each takes the new weights for the old ones, without a wait or a copy.
 
 An error in the first two parts, on any rank, is an error on all, and the old placement serves on. When a rank is lost
 there, the others raise `PeerLost`, and have the old placement. If it is lost while all say that they are ready, some
