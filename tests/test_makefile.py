@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.integrations.flashinfer.signatures import VERSION
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # Stands for Python: `-m venv` makes an environment of programs that print nothing, but for tokenyard.
@@ -58,3 +60,7 @@ def test_make_run_vllm_has_an_environment_of_its_own(run):
     assert steps[0].startswith("Making .venv-vllm")
     assert "2 GB, a few minutes, once" in steps[1]
     assert run("run-vllm") == [job]
+
+
+def test_the_wheel_of_flashinfer_that_is_fetched_is_the_one_whose_signatures_are_stored():
+    assert f" flashinfer-python=={VERSION}\n" in (ROOT / "Makefile").read_text()

@@ -40,7 +40,7 @@ class MnnvlConfig:
 
 
 def wheel():
-    """Where FlashInfer's wheel is kept, once it was fetched: in the environment of vLLM, not installed."""
+    """Where the Makefile keeps FlashInfer's wheel: in vLLM's environment, not installed, or vLLM would compile it."""
     return Path(sys.prefix, WHEEL)
 
 

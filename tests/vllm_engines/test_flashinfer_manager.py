@@ -1,13 +1,9 @@
 """vLLM's FlashInfer one-sided manager, its prepare and finalize, unchanged, on our `MoeAlltoAll`, in two processes."""
 
 import json
-import subprocess
-import sys
-
-import pytest
 
 import tokenyard as ty
-from tests.integrations.flashinfer.signatures import STORED, VERSION, read_wheel
+from tests.integrations.flashinfer.signatures import STORED, read_wheel
 from tests.vllm_engines.flashinfer_ranks import (
     HIDDEN,
     MOST,
@@ -17,23 +13,6 @@ from tests.vllm_engines.flashinfer_ranks import (
     managed_low_precision,
     wheel,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fetched_wheel():
-    """FlashInfer is not installed here: vLLM would then try to compile its kernels. Its wheel is read only."""
-    if not wheel().exists():
-        fetch = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--dest",
-            str(wheel().parent),
-        ]
-        subprocess.run([*fetch, f"flashinfer-python=={VERSION}"], check=True)
 
 
 def test_the_stored_signatures_are_those_of_the_wheel():
