@@ -8,7 +8,7 @@ from tokenyard.exchange import resolve
 from tokenyard.experts import ACTIVATIONS
 
 # Multiply-adds that the reference experts may do in one case, on all ranks together.
-_MOST_PRODUCTS = 8_000_000
+_MOST_PRODUCTS = 3_000_000
 
 
 @st.composite
