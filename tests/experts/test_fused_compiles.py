@@ -3,6 +3,7 @@
 The interpreter runs neither the types nor the layouts of a kernel, and Gluon's kernels not at all.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -200,10 +201,38 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_kernels_compile_for_hopper(call):
+# Answers each call with its traceback, or with nothing. What it prints meanwhile goes to stderr.
+SERVE = r"""
+import json, os, traceback
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+for call in sys.stdin:
+    try:
+        exec(call)
+    except BaseException:
+        answer = traceback.format_exc()
+    else:
+        answer = ""
+    print(json.dumps(answer), file=answers, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    """One process that compiles for all tests: to load Triton takes longer than most kernels do."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE + call], capture_output=True, text=True, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", COMPILE + SERVE], env=environment, **pipes) as process:
+        yield process
+        process.stdin.close()
+        process.wait(timeout=60)
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_kernels_compile_for_hopper(call, compiler):
+    compiler.stdin.write(call + "\n")
+    compiler.stdin.flush()
+    answer = compiler.stdout.readline()
+    assert answer, "the process that compiles has ended; its error is on stderr"
+    error = json.loads(answer)
+    assert not error, error[-3000:]
