@@ -26,8 +26,8 @@ PAGES = (
         "[A first layer](../guide/first-layer.md) shows them at work.",
         names={
             "tokenyard": (
-                *("LayerSpec", "plan", "Plan", "MoELayer", "draft", "Draft", "Wiring", "Duty", "Party"),
-                "__version__",
+                *("LayerSpec", "plan", "Plan", "MoELayer", "PendingBatch", "overlapped"),
+                *("draft", "Draft", "Wiring", "Duty", "Party", "__version__"),
             ),
             "tokenyard.exchange.stats": ("LayerStats",),
         },

@@ -62,6 +62,8 @@ if TYPE_CHECKING:
     from tokenyard.group import rejoin as rejoin
     from tokenyard.group import thread_groups as thread_groups
     from tokenyard.layer import MoELayer as MoELayer
+    from tokenyard.layer import PendingBatch as PendingBatch
+    from tokenyard.layer import overlapped as overlapped
     from tokenyard.planning.drafting import Draft as Draft
     from tokenyard.planning.drafting import draft as draft
     from tokenyard.planning.planner import Plan as Plan
@@ -130,7 +132,7 @@ _HOMES = {
         "rejoin",
         "thread_groups",
     ),
-    "layer": ("MoELayer",),
+    "layer": ("MoELayer", "PendingBatch", "overlapped"),
     "planning.drafting": ("Draft", "draft"),
     "planning.planner": ("Plan", "plan"),
     "routing": (

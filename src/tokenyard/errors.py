@@ -150,7 +150,7 @@ class UnknownName(TokenyardError, ValueError):
 class HandleError(TokenyardError, RuntimeError):
     """A dispatch handle was used twice, out of turn, or after its plan was closed."""
 
-    when = "a dispatch is combined twice or out of turn, or a layer is called after its plan was closed"
+    when = "a batch is combined or finished twice, out of turn or never; a layer is called after its plan was closed"
 
 
 class ConcurrentUse(HandleError):

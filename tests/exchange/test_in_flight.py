@@ -48,10 +48,10 @@ def test_room_and_regions_up_to_the_capacity():
 
 def test_a_whole_round_trip_needs_an_empty_queue():
     queue = InFlightQueue(2, rank=3)
-    queue.check_empty(LAYER)
+    queue.check_empty("next")
     queue.add(arrival("a", 1))
     with pytest.raises(ty.HandleError, match="layer 'next', rank 3: a dispatch of layer 'a' is in flight"):
-        queue.check_empty(LAYER)
+        queue.check_empty("next")
 
 
 def test_only_the_oldest_is_taken_and_each_refusal_has_its_own_words():

@@ -3,6 +3,9 @@
     dispatch(spec, rows, routes) → Arrival           each row once to each *rank* that owns one of its experts
     combine(arrival, expert rows) → CombinedRows     one row per (token, rank) back, summed in float32
 
+`start_dispatch` and `start_combine` return while rows travel; `wait` returns the same. One of them travels at a time:
+each call first waits for what was started before, so that a transport sees one phase after the other.
+
 An exchange knows a group, placements and formats; what an expert is, it does not know. `ExchangeSpec` is all that it
 is told of a layer. An `Arrival` is a frozen handle: it is combined once, in the order of dispatches, or it is an error.
 How bytes travel is the matter of a `Transport`; checks, the order of calls, failures and statistics are the same for
@@ -29,7 +32,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import NoReturn, TypeVar, final
+from typing import Any, NoReturn, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -58,12 +61,12 @@ from tokenyard.exchange.batch import (
 from tokenyard.exchange.checks import check_batch, check_output, check_writable
 from tokenyard.exchange.in_flight import InFlightQueue
 from tokenyard.exchange.integrity.watched import WatchedTransport
-from tokenyard.exchange.round_trip import RoundTrip
+from tokenyard.exchange.round_trip import OpenRoundTrips, RoundTrip
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.stats import LayerStats, LoadCounter
 from tokenyard.exchange.transport import Transport
 from tokenyard.formats.base import EncodedRows
-from tokenyard.group.base import Group
+from tokenyard.group.base import Group, Pending
 from tokenyard.group.one_thread import OneThread, by_one_thread
 from tokenyard.routing import Routes
 from tokenyard.rows import (
@@ -76,7 +79,7 @@ from tokenyard.rows import (
     check_expert_rows,
 )
 
-Used = TypeVar("Used")
+Home = TypeVar("Home")  # what is made of results that came home
 
 
 @final
@@ -109,6 +112,8 @@ class Exchange:
         self._closed = False
         # Why a wait for the other ranks has ended without an answer.
         self._broken: BaseException | None = None
+        self._traveling: Pending[Any] | None = None  # the phase that was started last
+        self._trips = OpenRoundTrips(group.rank)
         self._one_thread = OneThread("the plan")
 
     # -- The layers ----------------------------------------------------------------------------------------
@@ -128,6 +133,7 @@ class Exchange:
         self._names = list(self.stats)
         self.load.serve({s.layer: s.num_experts for s in specs})
         self._in_flight.clear()
+        self._trips.end_all("the layers of the plan have changed")
 
     def warmup(self, specs: Sequence[ExchangeSpec]) -> None:
         """Make ready whatever the first round trips of these layers would otherwise wait for. Collective."""
@@ -151,7 +157,6 @@ class Exchange:
             return UnencodedRows(format=spec.wire, x_TH=x_TH)
         return spec.wire.encode(x_TH)
 
-    @by_one_thread
     def dispatch(
         self,
         spec: ExchangeSpec,
@@ -163,14 +168,32 @@ class Exchange:
 
         `routes` of an earlier arrival (`arrival.routes`) send other rows of the same tokens the same way.
         """
+        return self.start_dispatch(spec, rows, routes, extra).wait()
+
+    @by_one_thread
+    def start_dispatch(
+        self,
+        spec: ExchangeSpec,
+        rows: EncodedRows | UnencodedRows,
+        routes: Routes | RoutingLogits | BatchRoutes,
+        extra: Mapping[str, Tensor] | None = None,
+    ) -> Pending[Arrival]:
+        """Start what `dispatch` does, and return while rows travel."""
         self.check_usable(layer=spec.layer)
+        self._settle()
+        self._check_dropped(spec)
         self._in_flight.check_room(spec)
-        round, stats = self._round + 1, self.stats[spec.layer]
         try:
-            batch = self._checked(spec, round, rows, routes, {} if extra is None else extra)
+            batch = self._checked(spec, self._round + 1, rows, routes, {} if extra is None else extra)
             pending = self.transport.send(batch)
         except Exception as error:
             self._fail(spec, error, partial(self._fail_dispatch, spec, error))
+        return self._travels(partial(self._arrive, batch, pending), self._check_arrival)
+
+    @by_one_thread
+    def _arrive(self, batch: Batch, pending: Pending[Arrival]) -> Arrival:
+        """Wait for what the others sent here."""
+        spec, stats = batch.spec, self.stats[batch.spec.layer]
         with stats.waiting("dispatch"), _Waiting(self, spec):
             arrival = pending.wait()
         self._in_flight.add(arrival)
@@ -178,14 +201,18 @@ class Exchange:
             self.load.count(spec.layer, batch.routes.routes.topk_ids_TK)
         sent = self.transport.rows_sent(batch, arrival)
         stats.count_dispatch(batch.num_tokens, sent, arrival.counts_W, self.transport.bytes_sent(batch, sent))
+        return arrival
+
+    @by_one_thread
+    def _check_arrival(self, arrival: Arrival) -> None:
+        """Raise if this rank has found something wrong with what came."""
         try:
             arrival.check_counts()
             if arrival.problem is not None:
                 raise arrival.problem
         except Exception as error:
             # The others have gone on: they wait for this rank's combine, and hear of it there.
-            self._fail(spec, error, partial(self._in_flight.give_up, arrival, error))
-        return arrival
+            self._fail(arrival.spec, error, partial(self._in_flight.give_up, arrival, error))
 
     def _checked(
         self,
@@ -245,7 +272,6 @@ class Exchange:
 
     # -- The way back --------------------------------------------------------------------------------------
 
-    @by_one_thread
     def combine(
         self,
         arrival: Arrival,
@@ -259,45 +285,67 @@ class Exchange:
         `add` (a residual, shared experts) is added before the one rounding to the input's dtype. The result
         is written into `out` if given; `combine(…, out=y, add=(y,))` adds to what is there.
         """
+        return self.start_combine(arrival, result, out=out, add=add).wait()
 
-        def sum_up(home: ResultsAtHome) -> Tensor:
-            shape, dtype = (arrival.routes.num_tokens, arrival.spec.hidden_size), arrival.spec.dtype
-            into = torch.empty(shape, dtype=dtype, device=self.group.device) if out is None else out
-            return home.sum_into(into, add)
-
-        return CombinedRows(y_TH=self._bring_home(arrival, result, sum_up, reduces=True, out=out, add=add))
-
-    @by_one_thread
-    def combine_unreduced(self, arrival: Arrival, result: ExpertResult) -> RankRows:
-        """Bring every token's results home, one row per (token, rank). Summing them is the caller's duty."""
-        rows_by_rank, tokens_by_rank = self._bring_home(
-            arrival, result, lambda home: home.by_rank(), reduces=False
-        )
-        return RankRows(
-            rows_by_rank=rows_by_rank,
-            tokens_by_rank=tokens_by_rank,
-            num_tokens=arrival.routes.num_tokens,
-            dtype=arrival.spec.dtype,
-        )
-
-    def _bring_home(
+    def start_combine(
         self,
         arrival: Arrival,
         result: ExpertResult,
-        use: Callable[[ResultsAtHome], Used],
         *,
-        reduces: bool,
         out: Tensor | None = None,
         add: Sequence[Tensor] = (),
-    ) -> Used:
-        """Send results back, and use those of this rank's tokens. Behind that, those given up have their turn."""
+    ) -> Pending[CombinedRows]:
+        """Start what `combine` does, and return while results travel. The sum is made in `wait`."""
+
+        def sum_home(home: ResultsAtHome) -> CombinedRows:
+            shape = (arrival.routes.num_tokens, arrival.spec.hidden_size)
+            into = (
+                torch.empty(shape, dtype=arrival.spec.dtype, device=self.group.device) if out is None else out
+            )
+            return CombinedRows(y_TH=home.sum_into(into, add))
+
+        return self._send_back(arrival, result, sum_home, reduces=True, out=out, add=add)
+
+    def combine_unreduced(self, arrival: Arrival, result: ExpertResult) -> RankRows:
+        """Bring every token's results home, one row per (token, rank). Summing them is the caller's duty."""
+
+        def hand_out(home: ResultsAtHome) -> RankRows:
+            rows_by_rank, tokens_by_rank = home.by_rank()
+            return RankRows(
+                rows_by_rank=rows_by_rank,
+                tokens_by_rank=tokens_by_rank,
+                num_tokens=arrival.routes.num_tokens,
+                dtype=arrival.spec.dtype,
+            )
+
+        return self._send_back(arrival, result, hand_out, reduces=False, out=None, add=()).wait()
+
+    @by_one_thread
+    def _send_back(
+        self,
+        arrival: Arrival,
+        result: ExpertResult,
+        use: Callable[[ResultsAtHome], Home],
+        *,
+        reduces: bool,
+        out: Tensor | None,
+        add: Sequence[Tensor],
+    ) -> Pending[Home]:
+        """Send results back; `wait` returns what `use` makes of those of this rank's tokens."""
         self._take(arrival)
-        spec, stats = arrival.spec, self.stats[arrival.spec.layer]
         try:
             results = self._checked_results(arrival, result, reduces=reduces, out=out, add=add)
             pending = self.transport.send_back(results)
         except Exception as error:
-            self._fail(spec, error, partial(self._fail_combine, arrival, error))
+            self._fail(arrival.spec, error, partial(self._fail_combine, arrival, error))
+        return self._travels(partial(self._come_home, arrival, pending, use))
+
+    @by_one_thread
+    def _come_home(
+        self, arrival: Arrival, pending: Pending[ResultsAtHome], use: Callable[[ResultsAtHome], Home]
+    ) -> Home:
+        """Wait for the results of this rank's tokens, and use them."""
+        spec, stats = arrival.spec, self.stats[arrival.spec.layer]
         with stats.waiting("combine"):
             try:
                 with _Waiting(self, spec):
@@ -371,20 +419,83 @@ class Exchange:
 
     # -- One error, all ranks ------------------------------------------------------------------------------
 
+    def _travels(
+        self, finish: Callable[[], Home], check: Callable[[Home], None] | None = None
+    ) -> Pending[Home]:
+        """A phase that was started. It is finished when it is waited for, or before the next one is started."""
+        self._traveling = traveling = Pending(finish, check)
+        return traveling
+
+    def _settle(self) -> None:
+        """Finish the phase that travels, if one does; raise if it failed."""
+        traveling, self._traveling = self._traveling, None
+        if traveling is not None:
+            traveling.settle()
+
+    def _settles(self) -> bool:
+        """Finish the phase that travels before an error is told; return whether it did not fail."""
+        try:
+            self._settle()
+        except Exception:  # the error that is told is raised; this one, by whoever asks for what travels
+            return False
+        return True
+
+    def _check_dropped(self, spec: ExchangeSpec | None = None) -> None:
+        """Raise if nobody can finish a round trip any more; before a dispatch of a layer, if its spec is given."""
+        dropped = self._trips.dropped()
+        if dropped is not None:
+            trip, error = dropped
+            # Where one more may be in flight, the others have begun this dispatch, too.
+            owes = spec is not None and self._in_flight.has_room
+            self._end_trips(RoundTrip(exchange=self, spec=spec or trip.spec, owes_dispatch=owes), error)
+
     @contextmanager
     def round_trip(self, spec: ExchangeSpec) -> Iterator[RoundTrip]:
         """One round trip of one layer, in which an error on one rank reaches all ranks, wherever it happens."""
-        with self.in_use(layer=spec.layer):
-            self._in_flight.check_empty(spec)
-            trip = RoundTrip(exchange=self, spec=spec)
-            try:
+        with self.in_use(layer=spec.layer, alone=True):
+            trip = self.open_round_trip(spec)
+            with self.telling(trip):
                 yield trip
+            self.end_round_trip(trip)
+
+    def open_round_trip(self, spec: ExchangeSpec) -> RoundTrip:
+        """A round trip that is made in several calls, each inside of `telling`, up to `end_round_trip`."""
+        return self._trips.add(RoundTrip(exchange=self, spec=spec))
+
+    def check_turn(self, trip: RoundTrip) -> None:
+        """Raise unless the results of a round trip are the next ones that go back."""
+        self.check_usable(layer=trip.spec.layer)
+        self._trips.check_turn(trip)
+
+    def end_round_trip(self, trip: RoundTrip) -> None:
+        """This rank owes the others nothing more of a round trip."""
+        self._trips.remove(trip)
+
+    @contextmanager
+    def telling(self, trip: RoundTrip) -> Iterator[None]:
+        """A part of a round trip. An error in it, on one rank, ends all round trips under way, on all ranks."""
+        with self._one_thread:
+            try:
+                yield
             except BaseException as error:  # one that is interrupted owes the others a word, too
-                if trip.arrival is not None and trip.arrival in self._in_flight:
-                    self._fail(spec, error, partial(self._in_flight.give_up, trip.arrival, error))
-                if trip.owes_dispatch:
-                    self._fail(spec, error, partial(self._fail_dispatch, spec, error))
-                raise
+                self._end_trips(trip, error)
+
+    def _end_trips(self, trip: RoundTrip, error: BaseException) -> NoReturn:
+        """End all round trips because of an error in one of them: tell the others, and raise it."""
+        trips = self._trips.end_all(f"{type(error).__name__}: {error}")
+        # Where the phase before has failed, nobody begins this dispatch.
+        settled = isinstance(error, PeerLost) or self._broken is not None or self._settles()
+
+        def tell() -> None:
+            if trip.owes_dispatch and settled:
+                self._fail_dispatch(trip.spec, error)
+            for other in trips:
+                if other.arrival is not None:
+                    self._in_flight.give_up(other.arrival, error)
+
+        if trip.owes_dispatch or any(other.arrival in self._in_flight for other in trips):
+            self._fail(trip.spec, error, tell)
+        raise error
 
     @by_one_thread
     def refuse(self, arrival: Arrival, error: Exception) -> NoReturn:
@@ -406,6 +517,8 @@ class Exchange:
             error.at(layer=spec.layer, rank=self.group.rank)
         if isinstance(error, PeerLost):
             self._break(error)
+        if self._broken is None:
+            self._settles()  # what travels ends first
         if self._broken is None:
             with _Waiting(self, spec):
                 tell()
@@ -481,6 +594,7 @@ class Exchange:
     def _take(self, arrival: Arrival) -> None:
         """Take an arrival out of the queue, or say why it cannot be combined."""
         self.check_usable(layer=arrival.spec.layer if isinstance(arrival, Arrival) else None)
+        self._settle()
         self._in_flight.take(arrival)
 
     def check_open(self, *, layer: str | None = None) -> None:
@@ -495,10 +609,17 @@ class Exchange:
             )
 
     @contextmanager
-    def in_use(self, *, layer: str | None = None) -> Iterator[None]:
-        """A call of the plan that all its ranks make: by one thread at a time, and not after a loss."""
+    def in_use(self, *, layer: str | None = None, alone: bool = False) -> Iterator[None]:
+        """A call of the plan that all its ranks make: by one thread at a time, and not after a loss.
+
+        `alone`: nothing may be in flight, because what the call dispatches would have to wait for it.
+        """
         with self._one_thread:
             self.check_usable(layer=layer)
+            self._settle()
+            self._check_dropped()
+            if alone:
+                self._in_flight.check_empty(layer)
             try:
                 yield
             except PeerLost as error:
@@ -515,6 +636,8 @@ class Exchange:
         """No more rounds; what is shared is given back."""
         self._closed = True
         self._in_flight.clear()
+        self._traveling = None
+        self._trips.end_all("the plan was closed")
         self.transport.close()
 
 

@@ -30,9 +30,14 @@ class InFlightQueue:
         used = {arrival.region for arrival in self._waiting}
         return next(region for region in range(self.capacity) if region not in used)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether one more may be in flight."""
+        return len(self._waiting) < self.capacity
+
     def check_room(self, spec: ExchangeSpec) -> None:
         """Raise where one more would be too many."""
-        if len(self._waiting) >= self.capacity:
+        if not self.has_room:
             waiting = ", ".join(repr(arrival.spec.layer) for arrival in self._waiting)
             raise HandleError(
                 f"{len(self._waiting)} dispatch in flight already (of {waiting})",
@@ -42,15 +47,15 @@ class InFlightQueue:
                 rank=self._rank,
             )
 
-    def check_empty(self, spec: ExchangeSpec) -> None:
-        """Raise where an earlier dispatch would have to be combined before that of a whole round trip."""
+    def check_empty(self, layer: str | None) -> None:
+        """Raise where an earlier dispatch would have to be combined before that of a whole round trip of a layer."""
         if self._waiting:
             earlier = self._waiting[0].spec.layer
             raise HandleError(
                 f"a dispatch of layer {earlier!r} is in flight, and is combined only after this call",
                 expected="each dispatch to be combined in the order of the dispatches",
                 fix=f"combine the dispatch of {earlier!r} first; inside a round trip, no other layer can be called",
-                layer=spec.layer,
+                layer=layer,
                 rank=self._rank,
             )
 

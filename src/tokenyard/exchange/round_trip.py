@@ -1,4 +1,4 @@
-"""One round trip of one layer, as the layer makes it: encode, dispatch, combine."""
+"""One round trip of one layer, as the layer makes it: encode, dispatch, combine; or start and wait for each."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tokenyard.errors import HandleError
 from tokenyard.exchange.batch import Arrival, BatchRoutes, UnencodedRows
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.formats.base import EncodedRows
+from tokenyard.group.base import Pending
 from tokenyard.routing import Routes
 from tokenyard.rows import CombinedRows, ExpertResult, RankRows, ReceivedRows, RoutingLogits
 
@@ -20,15 +21,28 @@ if TYPE_CHECKING:
     from tokenyard.exchange.exchange import Exchange
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class RoundTrip:
     """A dispatch and its combine, and what this rank still owes the others of them."""
 
     exchange: Exchange  # what moves the rows
     spec: ExchangeSpec  # what the exchange knows of the layer
-    arrival: Arrival | None = None  # the handle, once rows were sent
     # Whether the others still wait for this rank's dispatch. A combine is owed as long as the arrival is in flight.
     owes_dispatch: bool = True
+    is_dropped: bool = False  # whether nobody is left who could finish it
+    ended_by: str | None = None  # the error that has ended it, with all others that were under way
+    _arriving: Pending[Arrival] | None = None
+    _coming_home: Pending[CombinedRows] | None = None
+
+    @property
+    def arrival(self) -> Arrival | None:
+        """The handle, once rows have arrived."""
+        return None if self._arriving is None else self._arriving.result
+
+    @property
+    def is_sent_back(self) -> bool:
+        """Whether results were sent back."""
+        return self._coming_home is not None
 
     def encode(self, x_TH: Tensor) -> EncodedRows | UnencodedRows:
         """The rows of a batch, as the exchange takes them."""
@@ -42,10 +56,23 @@ class RoundTrip:
         extra: Mapping[str, Tensor] | None = None,
     ) -> ReceivedRows:
         """Dispatch; from now on, this rank owes the others a combine."""
+        self.start_dispatch(rows, routes, extra)
+        return self.received()
+
+    def start_dispatch(
+        self,
+        rows: EncodedRows | UnencodedRows,
+        routes: Routes | RoutingLogits | BatchRoutes,
+        extra: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Dispatch, and return while rows travel."""
         self.owes_dispatch = False
         with acting(Party.SENDER):
-            self.arrival = self.exchange.dispatch(self.spec, rows, routes, extra)
-        return self.arrival.received
+            self._arriving = self.exchange.start_dispatch(self.spec, rows, routes, extra)
+
+    def received(self) -> ReceivedRows:
+        """Wait for the rows that the others sent here."""
+        return self._arrived().received
 
     def combine(
         self, result: ExpertResult, *, out: Tensor | None = None, add: Sequence[Tensor] = ()
@@ -53,13 +80,81 @@ class RoundTrip:
         """Combine what was dispatched."""
         return self.exchange.combine(self._arrived(), result, out=out, add=add)
 
+    def start_combine(
+        self, result: ExpertResult, *, out: Tensor | None = None, add: Sequence[Tensor] = ()
+    ) -> None:
+        """Combine what was dispatched, and return while results travel."""
+        self._coming_home = self.exchange.start_combine(self._arrived(), result, out=out, add=add)
+
+    def combined(self) -> CombinedRows:
+        """Wait for the results that `start_combine` brings home."""
+        assert self._coming_home is not None
+        return self._coming_home.wait()
+
     def combine_unreduced(self, result: ExpertResult) -> RankRows:
         """Bring the results home without summing over ranks."""
         return self.exchange.combine_unreduced(self._arrived(), result)
 
     def _arrived(self) -> Arrival:
-        if self.arrival is None:
+        if self._arriving is None:
             raise HandleError(
                 "nothing was dispatched", expected="dispatch, then combine", fix="dispatch first"
             )
-        return self.arrival
+        return self._arriving.wait()
+
+
+class OpenRoundTrips:
+    """The round trips of a rank that are not at their end, in the order of their starts."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._trips: list[RoundTrip] = []
+
+    def add(self, trip: RoundTrip) -> RoundTrip:
+        """One more."""
+        self._trips.append(trip)
+        return trip
+
+    def remove(self, trip: RoundTrip) -> None:
+        """One that is at its end."""
+        self._trips = [other for other in self._trips if other is not trip]
+
+    def end_all(self, why: str) -> list[RoundTrip]:
+        """All of them, which are given up."""
+        ended, self._trips = self._trips, []
+        for trip in ended:
+            trip.ended_by = why
+        return ended
+
+    def dropped(self) -> tuple[RoundTrip, HandleError] | None:
+        """One that nobody can finish any more, and the error that says so."""
+        for trip in self._trips:
+            if trip.is_dropped:
+                return trip, HandleError(
+                    "a batch was started, and what `start` returned is gone",
+                    expected="each batch that was started to be finished",
+                    fix="keep what `start` returns, and call its `finish`",
+                    layer=trip.spec.layer,
+                    rank=self._rank,
+                )
+        return None
+
+    def check_turn(self, trip: RoundTrip) -> None:
+        """Raise unless the results of a round trip are the next ones that go back."""
+        if trip.ended_by is not None:
+            raise HandleError(
+                f"this batch was given up: {trip.ended_by}",
+                expected="no error in any batch that was under way",
+                fix="start it again",
+                layer=trip.spec.layer,
+                rank=self._rank,
+            )
+        for earlier in self._trips[: self._trips.index(trip)]:
+            if not earlier.is_sent_back:
+                raise HandleError(
+                    f"a batch of layer {earlier.spec.layer!r} was started before, and is not finished",
+                    expected="batches to be finished in the order in which they were started",
+                    fix=f"finish the batch of {earlier.spec.layer!r} first",
+                    layer=trip.spec.layer,
+                    rank=self._rank,
+                )

@@ -28,7 +28,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -67,17 +67,43 @@ Result = TypeVar("Result")
 
 
 class Pending(Generic[Result]):
-    """Something that was started, and is finished by `wait`: once, however often it is called."""
+    """Something that was started, and is finished by `wait`: once, however often it is called.
 
-    def __init__(self, finish: Callable[[], Result]) -> None:
+    `check` is called with what came of it, when that is asked for.
+    """
+
+    def __init__(self, finish: Callable[[], Result], check: Callable[[Result], None] | None = None) -> None:
         self._finish: Callable[[], Result] | None = finish
-        self._result: Result
+        self._check = check
+        self._result: Result | None = None
+        self._error: BaseException | None = None
 
     def wait(self) -> Result:
         """Wait until it is done; return what came of it, or raise."""
         if self._finish is not None:
             finish, self._finish = self._finish, None
             self._result = finish()
+        elif self._error is not None:
+            raise self._error
+        result = cast(Result, self._result)
+        if self._check is not None:
+            check, self._check = self._check, None
+            check(result)
+        return result
+
+    def settle(self) -> None:
+        """Wait until it is done, for somebody else: an error is raised here, and again by `wait`."""
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            try:
+                self._result = finish()
+            except BaseException as error:
+                self._error = error
+                raise
+
+    @property
+    def result(self) -> Result | None:
+        """What came of it; None as long as nobody has waited, and if it failed."""
         return self._result
 
 

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from tokenyard.exchange import RoundTrip
 from tokenyard.experts import Experts, ExpertWeights
-from tokenyard.layer.compiled import call_operator, outside_of_the_graph, refuse_gradients, register
+from tokenyard.layer.compiled import call_operator, outside_of_the_graph, register
+from tokenyard.layer.pending import PendingBatch, Sent
 from tokenyard.layer.receiver import build_experts, built_for, check_fits, run_experts
 from tokenyard.layer.sender import check_rows, check_shared, route
-from tokenyard.planning.audit import audit
+from tokenyard.planning.audit import Audit
 from tokenyard.planning.planner import Plan, wiring_in
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Routes
@@ -87,35 +88,58 @@ class MoELayer(nn.Module):
         """Send tokens to their experts and bring the results home, into `out` if given, plus `add` if given."""
         if torch.compiler.is_compiling():  # a compiled model has one operator here, which calls the layer
             return call_operator(self, x_TH, routes_or_logits, payloads or {}, out, add)
-        wiring = self.wiring
-        with self.plan.exchange.round_trip(wiring.exchange_spec) as trip:  # an error on one rank reaches all
-            result = self._send_and_compute(wiring, trip, x_TH, routes_or_logits, payloads)
-            terms = [self.shared(x_TH)] if self.shared is not None else []
-            terms += [add] if add is not None else []
-            y_TH = trip.combine(result, out=out, add=terms).y_TH
-        return refuse_gradients(self, y_TH, x_TH, routes_or_logits, add)
+        with self.plan.exchange.in_use(layer=self.name, alone=True):
+            return self.start(x_TH, routes_or_logits, payloads=payloads, out=out, add=add).finish()
 
     @outside_of_the_graph  # of a compiled model
+    def start(
+        self,
+        x_TH: Tensor,
+        routes_or_logits: Routes | Tensor,
+        *,
+        payloads: Mapping[str, Tensor] | None = None,
+        out: Tensor | None = None,
+        add: Tensor | None = None,
+    ) -> PendingBatch:
+        """Send tokens to their experts, and return while they travel. `finish` of what is returned does the rest."""
+        wiring = self.wiring
+        trip = self.plan.exchange.open_round_trip(wiring.exchange_spec)
+        with self.plan.exchange.telling(trip):  # an error on one rank reaches all
+            sent = self._send(wiring, trip, x_TH, routes_or_logits, payloads)
+            terms = [self.shared(x_TH)] if self.shared is not None else []  # while rows travel
+            terms += [add] if add is not None else []
+        return PendingBatch(self, sent, out, add, terms)
+
+    @outside_of_the_graph
     def unreduced(
         self, x_TH: Tensor, routes_or_logits: Routes | Tensor, *, payloads: Mapping[str, Tensor] | None = None
     ) -> RankRows:
         """The same up to the sum over ranks, which is the caller's duty here (`reduce_ranks="caller"`)."""
         wiring = self.wiring
         with self.plan.exchange.round_trip(wiring.exchange_spec) as trip:
-            result = self._send_and_compute(wiring, trip, x_TH, routes_or_logits, payloads)
-            return trip.combine_unreduced(result)
+            return trip.combine_unreduced(
+                self.run(self._send(wiring, trip, x_TH, routes_or_logits, payloads))
+            )
 
-    def _send_and_compute(
+    def _send(
         self,
         wiring: Wiring,
         trip: RoundTrip,
         x_TH: Tensor,
         routes_or_logits: Routes | Tensor,
         payloads: Mapping[str, Tensor] | None,
-    ) -> ExpertResult:
-        with audit(wiring, trip, x_TH, routes_or_logits):  # a paranoid plan counts every duty
+    ) -> Sent:
+        audit = Audit(wiring)
+        with audit.recording():  # a paranoid plan counts every duty
             check_rows(wiring, x_TH)
             routes = route(wiring, routes_or_logits)
-            rows = trip.encode(x_TH)
-            received = trip.dispatch(rows, routes, payloads)
-            return run_experts(wiring, self.experts, received)
+            trip.start_dispatch(trip.encode(x_TH), routes, payloads)
+        return Sent(wiring=wiring, trip=trip, audit=audit, x_TH=x_TH, routes_or_logits=routes_or_logits)
+
+    def run(self, sent: Sent) -> ExpertResult:
+        """Wait for the rows that came to this rank in the same dispatch, and run its experts on them."""
+        with sent.audit.recording():
+            received = sent.trip.received()
+            result = run_experts(sent.wiring, self.experts, received)
+            sent.audit.settle(sent.x_TH.shape[0], sent.routes_or_logits, received)
+        return result

@@ -7,14 +7,12 @@ the exchange sums at home, it checks itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
 from tokenyard.duties import Duty, Ledger, Party
 from tokenyard.errors import Corrupted
-from tokenyard.exchange import RoundTrip
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Routes
 from tokenyard.rows import LocalRoutes, ReceivedRows
@@ -66,18 +64,18 @@ def _told(done: dict[Party, int]) -> str:
     return " and ".join(f"on {rows} rows by the {party.value}" for party, rows in done.items()) or "by nobody"
 
 
-def audit(
-    wiring: Wiring, trip: RoundTrip, x_TH: Tensor, routes_or_logits: Routes | Tensor
-) -> AbstractContextManager[None]:
-    """Where the plan is paranoid, record what is done inside, and compare it with the wiring at the end."""
-    return _audit(wiring, trip, x_TH, routes_or_logits) if wiring.exchange_spec.checksummed else nullcontext()
+class Audit:
+    """What is done for one batch of a paranoid plan, recorded part by part, and compared with the wiring at the end."""
 
+    def __init__(self, wiring: Wiring) -> None:
+        self._wiring = wiring
+        self._ledger = Ledger() if wiring.exchange_spec.checksummed else None
 
-@contextmanager
-def _audit(
-    wiring: Wiring, trip: RoundTrip, x_TH: Tensor, routes_or_logits: Routes | Tensor
-) -> Iterator[None]:
-    with Ledger().open() as ledger:
-        yield
-        assert trip.arrival is not None
-        settle(wiring, ledger, x_TH.shape[0], routes_or_logits, trip.arrival.received)
+    def recording(self) -> AbstractContextManager[object]:
+        """Record what is done inside, where the plan is paranoid."""
+        return nullcontext() if self._ledger is None else self._ledger.open()
+
+    def settle(self, num_tokens: int, routes_or_logits: Routes | Tensor, received: ReceivedRows) -> None:
+        """Raise unless each duty up to the experts' was done as the wiring says."""
+        if self._ledger is not None:
+            settle(self._wiring, self._ledger, num_tokens, routes_or_logits, received)

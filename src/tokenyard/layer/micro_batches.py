@@ -1,0 +1,123 @@
+"""A batch in parts that take turns: while the experts compute one part, the rows or the results of another travel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenyard.errors import HandleError, InputError
+from tokenyard.formats.base import is_matrix
+from tokenyard.layer.compiled import refuse_gradients
+from tokenyard.layer.moe_layer import MoELayer
+from tokenyard.routing import Routes
+from tokenyard.rows import describe
+
+
+def overlapped(
+    layer: MoELayer,
+    x_TH: Tensor,
+    routes_or_logits: Routes | Tensor,
+    *,
+    parts: int = 2,
+    payloads: Mapping[str, Tensor] | None = None,
+    out: Tensor | None = None,
+    add: Tensor | None = None,
+) -> Tensor:
+    """What a layer makes of a batch that is cut into parts, which overlap. Every rank cuts into as many.
+
+    The result has the bits of the parts alone, `layer(part)` one after the other. The plan must have been made with
+    `in_flight=parts` or more. A rank with fewer tokens than parts brings empty ones. Each part may have `max_tokens`.
+
+    >>> import torch
+    >>> from tokenyard import ExpertWeights, LayerSpec, MoELayer, Routes, launch, overlapped, plan
+    >>> spec = LayerSpec(name="moe", hidden_size=32, intermediate_size=16, num_experts=4, top_k=1, max_tokens=8)
+    >>> weights = ExpertWeights(w13=torch.ones(4, 32, 32).bfloat16(), w2=torch.ones(4, 32, 16).bfloat16())
+    >>> def main(group):
+    ...     agreed = plan([spec], group, in_flight=2)
+    ...     layer = MoELayer(agreed, "moe", weights.select(agreed.local_experts("moe")))
+    ...     x_TH = torch.ones(5 - group.rank, 32).bfloat16()
+    ...     routes = Routes(topk_ids_TK=torch.zeros(len(x_TH), 1).int(), topk_weights_TK=torch.ones(len(x_TH), 1))
+    ...     return torch.equal(overlapped(layer, x_TH, routes), layer(x_TH, routes))
+    >>> launch(2, main)
+    [True, True]
+    """
+    _check_parts(layer, parts)
+    further = dict(payloads or {})
+    _check_rows(layer, {"x_TH": x_TH, "routes": routes_or_logits, **further, "out": out, "add": add})
+    y_TH = torch.empty_like(x_TH, memory_format=torch.contiguous_format) if out is None else out
+    started = []
+    for start, end in _bounds(len(x_TH), parts):
+        pending = layer.start(
+            x_TH[start:end],
+            _cut(routes_or_logits, start, end),
+            payloads={name: tensor[start:end] for name, tensor in further.items()},
+            out=y_TH.detach()[start:end],
+            add=None if add is None else add[start:end],
+        )
+        started.append(pending)
+    for pending in started:
+        pending.compute()
+    for pending in started:
+        pending.finish()
+    return refuse_gradients(layer, y_TH, x_TH, routes_or_logits, add)
+
+
+def _check_parts(layer: MoELayer, parts: int) -> None:
+    """Raise unless so many parts may be in flight. All ranks have the same plan, and raise alike."""
+    most = layer.plan.draft.in_flight
+    if not isinstance(parts, int) or parts < 1:
+        raise InputError(
+            f"parts is {parts!r}",
+            expected="a number of parts, from 1",
+            fix="leave it out, for 2",
+            layer=layer.name,
+            rank=layer.plan.group.rank,
+        )
+    if parts > most:
+        raise HandleError(
+            f"{parts} parts of a batch overlap",
+            expected=f"at most {most}, which the plan lets be in flight",
+            fix=f"plan(..., in_flight={parts})",
+            layer=layer.name,
+            rank=layer.plan.group.rank,
+        )
+
+
+def _check_rows(layer: MoELayer, given: Mapping[str, Any]) -> None:
+    """Raise, and tell the other ranks, unless all that was given has a row for each token."""
+    num_tokens = len(given["x_TH"]) if is_matrix(given["x_TH"]) else None
+    for name, value in given.items():
+        parts = [value.topk_ids_TK, value.topk_weights_TK] if isinstance(value, Routes) else [value]
+        for part in parts:
+            if not (is_matrix(part) and len(part) == num_tokens) and (part is not None or name == "x_TH"):
+                exchange = layer.plan.exchange
+                with exchange.telling(exchange.open_round_trip(layer.wiring.exchange_spec)):
+                    raise InputError(
+                        f"of a batch that is cut into parts, {name} is {describe(part)}",
+                        expected="a matrix with a row for each token"
+                        + ("" if num_tokens is None else f", {num_tokens}"),
+                        fix="pass what the layer itself takes for the whole batch",
+                    )
+
+
+def _bounds(num_tokens: int, parts: int) -> list[tuple[int, int]]:
+    """Where each part begins and ends: they differ by one token at most, and the first ones are longer.
+
+    >>> _bounds(5, 2), _bounds(1, 2)
+    ([(0, 3), (3, 5)], [(0, 1), (1, 1)])
+    """
+    return [(-(-part * num_tokens // parts), -(-(part + 1) * num_tokens // parts)) for part in range(parts)]
+
+
+def _cut(routes_or_logits: Routes | Tensor, start: int, end: int) -> Routes | Tensor:
+    if isinstance(routes_or_logits, Tensor):
+        return routes_or_logits[start:end]
+    return replace(
+        routes_or_logits,
+        topk_ids_TK=routes_or_logits.topk_ids_TK[start:end],
+        topk_weights_TK=routes_or_logits.topk_weights_TK[start:end],
+    )

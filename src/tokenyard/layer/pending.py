@@ -1,0 +1,81 @@
+"""A batch that a layer was started on: rows travel while the caller computes; `finish` brings the results home.
+
+    start ── rows travel ──► compute ── results travel ──► finish
+             shared experts  experts
+             run
+
+One phase travels at a time: whatever is started next first waits for it. So two batches take turns: while the experts
+compute one, the rows or the results of the other travel (`overlapped`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from tokenyard.errors import HandleError
+from tokenyard.exchange import RoundTrip
+from tokenyard.layer.compiled import refuse_gradients
+from tokenyard.planning.audit import Audit
+from tokenyard.planning.wiring import Wiring
+from tokenyard.routing import Routes
+
+if TYPE_CHECKING:
+    from tokenyard.layer.moe_layer import MoELayer
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sent:
+    """A batch whose rows were sent, and what is needed for the rest of its way."""
+
+    wiring: Wiring  # the layer's wiring, when they were sent
+    trip: RoundTrip  # the round trip that they are on
+    audit: Audit  # what was done for them so far
+    x_TH: Tensor
+    routes_or_logits: Routes | Tensor
+
+
+class PendingBatch:
+    """What `layer.start` returns. It is finished once, in the order of the starts; a dropped one is an error."""
+
+    def __init__(
+        self, layer: MoELayer, sent: Sent, out: Tensor | None, add: Tensor | None, terms: Sequence[Tensor]
+    ) -> None:
+        self._layer, self._sent, self._out, self._add, self._terms = layer, sent, out, add, terms
+        self._is_finished = False
+
+    def compute(self) -> None:
+        """Wait for the rows that came to this rank, run its experts on them, and send the results back.
+
+        `finish` does so where it was not done before. What is done between the two calls is done while results travel.
+        """
+        trip, exchange = self._sent.trip, self._layer.plan.exchange
+        exchange.check_turn(trip)
+        if not trip.is_sent_back:
+            with exchange.telling(trip):
+                trip.start_combine(self._layer.run(self._sent), out=self._out, add=self._terms)
+
+    def finish(self) -> Tensor:
+        """Wait until the results are home, and return their sum, as `layer(x_TH, routes)` does."""
+        trip, exchange, layer = self._sent.trip, self._layer.plan.exchange, self._layer
+        if self._is_finished:
+            raise HandleError(
+                "this batch was finished before",
+                expected="`finish` to be called once for each `start`",
+                fix="keep what it returned",
+                layer=layer.name,
+                rank=layer.plan.group.rank,
+            )
+        self.compute()
+        self._is_finished = True
+        with exchange.telling(trip):
+            y_TH = trip.combined().y_TH
+        exchange.end_round_trip(trip)
+        return refuse_gradients(layer, y_TH, self._sent.x_TH, self._sent.routes_or_logits, self._add)
+
+    def __del__(self) -> None:
+        # Nobody can be told from here: this may run at any time, in any thread. The next call of the plan does it.
+        self._sent.trip.is_dropped = not self._is_finished

@@ -1,0 +1,406 @@
+"""Batches that are started now and finished later: bits, turns, errors, and what runs while rows travel."""
+
+import pytest
+import torch
+
+import tokenyard as ty
+from tests.models import WATCHED, batch, build, on_ranks, raised, spec
+from tokenyard.conformance.cases import same_bits
+from tokenyard.exchange import Pending
+from tokenyard.experts import ReferenceExperts
+
+every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)
+everything_watched = pytest.mark.parametrize(
+    ("exchange", "paranoid"), [*((name, False) for name in ty.EXCHANGES), *((name, True) for name in WATCHED)]
+)
+
+
+def slice_of(x_TH, routes, start, end):
+    ids_TK, weights_TK = routes.topk_ids_TK[start:end], routes.topk_weights_TK[start:end]
+    return x_TH[start:end], ty.Routes(topk_ids_TK=ids_TK, topk_weights_TK=weights_TK)
+
+
+# -- Bits ----------------------------------------------------------------------------------------------------
+
+
+def same_as_calls(group, exchange, paranoid):
+    layer = spec()
+    plan = ty.plan([layer], group, exchange=exchange, in_flight=3, paranoid=paranoid)
+    built = build(plan, "moe", shared=lambda x_TH: x_TH * 2)
+    cases = [(*batch(layer, tokens, seed=group.rank + tokens), tokens) for tokens in (5 - group.rank, 0, 7)]
+    alone = [built(x_TH, routes, add=x_TH) for x_TH, routes, _ in cases]
+    into = [torch.full_like(x_TH, torch.nan) for x_TH, _, _ in cases]
+    pending = [
+        built.start(x_TH, routes, out=y_TH, add=x_TH)
+        for (x_TH, routes, _), y_TH in zip(cases, into, strict=True)
+    ]
+    pending[0].compute()
+    pending[0].compute()  # once more is nothing
+    found = [one.finish() for one in pending]
+    x_TH, routes, tokens = cases[0]
+    half = -(-tokens // 2)
+    parts = torch.cat([built(*slice_of(x_TH, routes, 0, half)), built(*slice_of(x_TH, routes, half, tokens))])
+    return (
+        all(map(same_bits, found, alone)),
+        all(y_TH.data_ptr() == out.data_ptr() for y_TH, out in zip(found, into, strict=True)),
+        same_bits(ty.overlapped(built, x_TH, routes), parts),
+        same_bits(ty.overlapped(built, x_TH, routes, parts=3, add=x_TH, out=into[0]), into[0]),
+    )
+
+
+@everything_watched
+def test_what_is_started_has_the_bits_of_a_call_and_parts_those_of_parts(exchange, paranoid):
+    assert on_ranks(2, same_as_calls, exchange, paranoid) == [(True,) * 4] * 2
+
+
+def few_tokens(group, exchange):
+    layer = spec()
+    plan = ty.plan([layer], group, exchange=exchange, in_flight=2)
+    built = build(plan, "moe")
+    x_TH, routes = batch(layer, group.rank, seed=group.rank)  # 0, 1 and 2 tokens
+    parts = [
+        slice_of(x_TH, routes, *bounds) for bounds in ((0, (group.rank + 1) // 2), ((group.rank + 1) // 2, 2))
+    ]
+    alone = torch.cat([built(*part) for part in parts])
+    before = plan.stats()["moe"].rounds
+    same = same_bits(ty.overlapped(built, x_TH, routes), alone)
+    return same, plan.stats()["moe"].rounds - before
+
+
+@every_exchange
+def test_ranks_with_no_token_or_one_take_part_in_every_part(exchange):
+    assert on_ranks(3, few_tokens, exchange) == [(True, 2)] * 3
+
+
+def longer_than_max_tokens(group):
+    layer = spec(router=ty.SoftmaxRouter(top_k=2, renormalize=True), max_tokens=4)
+    plan = ty.plan([layer], group, in_flight=2)
+    built = build(plan, "moe")
+    x_TH = torch.randn(8, 32).bfloat16()
+    logits_TE = torch.randn(8, 5)
+    alone = torch.cat([built(x_TH[:4], logits_TE[:4]), built(x_TH[4:], logits_TE[4:])])
+    whole = raised(built, x_TH, logits_TE)
+    return same_bits(ty.overlapped(built, x_TH, logits_TE), alone), type(whole)
+
+
+def test_each_part_may_have_as_many_tokens_as_a_call():
+    assert on_ranks(2, longer_than_max_tokens) == [(True, ty.InputError)] * 2
+
+
+# -- What runs while rows travel -----------------------------------------------------------------------------
+
+
+def recording(base, events):
+    """A transport that writes down when it sends and when it waits."""
+
+    class Recording(base):
+        name = "recording"
+
+        def send(self, batch):
+            return self.noted("out", super().send(batch))
+
+        def send_back(self, results):
+            return self.noted("back", super().send_back(results))
+
+        def noted(self, way, pending):
+            events.append(f"sent {way}")
+
+            def wait():
+                events.append(f"waits {way}")
+                return pending.wait()
+
+            return Pending(wait)
+
+    return Recording
+
+
+@every_exchange
+def test_shared_experts_run_while_rows_travel(exchange):
+    events = []
+    plan = ty.plan([spec()], ty.thread_groups(1)[0], exchange=recording(ty.EXCHANGES[exchange], events))
+    built = build(plan, "moe", shared=lambda x_TH: events.append("shared") or x_TH)
+    built(*batch(spec(), 3))
+    assert events == ["sent out", "shared", "waits out", "sent back", "waits back"]
+
+
+@every_exchange
+def test_one_phase_travels_at_a_time_and_the_next_one_goes_out_before_experts_compute(exchange):
+    events = []
+    plan = ty.plan(
+        [spec()], ty.thread_groups(1)[0], exchange=recording(ty.EXCHANGES[exchange], events), in_flight=2
+    )
+    built = build(plan, "moe")
+    ty.overlapped(built, *batch(spec(), 4))
+    assert events == [
+        *("sent out", "waits out", "sent out"),  # the second part goes out when the first has arrived
+        *("waits out", "sent back"),  # the experts have computed the first
+        *("waits back", "sent back"),  # and the second
+        "waits back",
+    ]
+
+
+class Clock:
+    """The time of a rank on which nothing takes time but links and experts: a busy machine does not change it."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def seconds(self, call, *arguments):
+        started = self.now
+        call(*arguments)
+        return self.now - started
+
+
+def delayed(base, clock, seconds):
+    """A transport on whose links everything arrives so many seconds after it was sent."""
+
+    class Delayed(base):
+        name = "delayed"
+
+        def send(self, batch):
+            return self.later(super().send(batch))
+
+        def send_back(self, results):
+            return self.later(super().send_back(results))
+
+        def later(self, pending):
+            arrives = clock.now + seconds
+
+            def wait():
+                clock.now = max(clock.now, arrives)
+                return pending.wait()
+
+            return Pending(wait)
+
+    return Delayed
+
+
+def slow(clock, seconds):
+    class Slow(ReferenceExperts):
+        name = "slow"
+
+        def compute(self, received, *, finalize):
+            clock.now += seconds
+            return super().compute(received, finalize=finalize)
+
+    return Slow
+
+
+@every_exchange
+@pytest.mark.parametrize(("link", "compute"), [(20, 20), (20, 40), (30, 5)])
+def test_parts_take_the_longer_of_travel_and_computation_and_calls_their_sum(exchange, link, compute):
+    """Milliseconds of each way, and of the experts of each of two parts."""
+    clock = Clock()
+    layer = spec(experts=slow(clock, compute))
+    transport = delayed(ty.EXCHANGES[exchange], clock, link)
+    plan = ty.plan([layer], ty.thread_groups(1)[0], exchange=transport, in_flight=2)
+    built = build(plan, "moe")
+    part, whole = batch(layer, 4), batch(layer, 8)
+    travel, computation = 2 * 2 * link, 2 * compute
+    assert 2 * clock.seconds(built, *part) == travel + computation
+    # The first part goes out and the last one comes back while nothing is left to compute.
+    assert clock.seconds(ty.overlapped, built, *whole) == max(travel, computation + 2 * link)
+
+
+@every_exchange
+def test_shared_experts_no_longer_than_the_way_out_take_no_time(exchange):
+    clock = Clock()
+    layer = spec(experts=slow(clock, 7))
+    plan = ty.plan([layer], ty.thread_groups(1)[0], exchange=delayed(ty.EXCHANGES[exchange], clock, 20))
+    alone = build(plan, "moe")
+
+    def shared(x_TH):
+        clock.now += 20
+        return x_TH
+
+    beside = build(plan, "moe", shared=shared)
+    assert clock.seconds(alone, *batch(layer, 4)) == 47
+    assert clock.seconds(beside, *batch(layer, 4)) == 47
+
+
+# -- Errors --------------------------------------------------------------------------------------------------
+
+
+@every_exchange
+def test_a_batch_out_of_turn_is_refused(exchange):
+    layer = spec(experts="reference")
+    plan = ty.plan([layer], ty.thread_groups(1)[0], exchange=exchange, in_flight=2)
+    built = build(plan, "moe")
+    x_TH, routes = batch(layer, 5)
+    expected = built(x_TH, routes)
+    first, second = built.start(x_TH, routes), built.start(x_TH, routes)
+    for early in (second.compute, second.finish):
+        assert str(raised(early)) == (
+            "layer 'moe', rank 0: a batch of layer 'moe' was started before, and is not finished; "
+            "expected batches to be finished in the order in which they were started; "
+            "fix: finish the batch of 'moe' first"
+        )
+    assert "a dispatch of layer 'moe' is in flight" in str(raised(built, x_TH, routes))
+    assert same_bits(first.finish(), expected)
+    assert same_bits(second.finish(), expected)
+    assert str(raised(first.finish)) == (
+        "layer 'moe', rank 0: this batch was finished before; "
+        "expected `finish` to be called once for each `start`; fix: keep what it returned"
+    )
+    assert same_bits(built(x_TH, routes), expected)
+
+
+def one_too_many(group, exchange, in_flight):
+    layer = spec(experts="reference")
+    plan = ty.plan([layer], group, exchange=exchange, in_flight=in_flight)
+    built = build(plan, "moe")
+    x_TH, routes = batch(layer, 5, seed=group.rank)
+    expected = built(x_TH, routes)
+    started = [built.start(x_TH, routes) for _ in range(in_flight)]
+    error = raised(built.start, x_TH, routes)
+    ended = [str(raised(pending.finish)) for pending in started]
+    return str(error), ended, same_bits(built(x_TH, routes), expected)
+
+
+@every_exchange
+def test_one_batch_too_many_ends_all_of_them(exchange):
+    for error, ended, works in on_ranks(2, one_too_many, exchange, 2):
+        assert "2 dispatch in flight already (of 'moe', 'moe')" in error
+        for message in ended:
+            assert "this batch was given up: HandleError: layer 'moe'" in message
+            assert message.endswith("expected no error in any batch that was under way; fix: start it again")
+        assert works
+
+
+def dropped(group, exchange, in_flight, who):
+    """Some ranks forget a batch that they started; all start another one, or finish theirs."""
+    layer = spec(experts="reference")
+    plan = ty.plan([layer], group, exchange=exchange, in_flight=in_flight)
+    built = build(plan, "moe")
+    x_TH, routes = batch(layer, 5, seed=group.rank)
+    expected = built(x_TH, routes)
+    pending = built.start(x_TH, routes)
+    if group.rank in who:
+        del pending
+        error = raised(built.start if in_flight > 1 else built, x_TH, routes)
+    elif in_flight > 1:
+        second = built.start(x_TH, routes)
+        error = raised(pending.finish)
+        assert second is not None
+    else:
+        error = raised(pending.finish)
+    return type(error), str(error), same_bits(built(x_TH, routes), expected)
+
+
+@every_exchange
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("who", [(0,), (0, 1)])
+def test_a_batch_that_is_dropped_is_an_error_on_all_ranks(exchange, in_flight, who):
+    for rank, (kind, message, works) in enumerate(on_ranks(2, dropped, exchange, in_flight, who)):
+        assert kind is (ty.HandleError if rank in who else ty.PeerFailed)
+        assert "a batch was started, and what `start` returned is gone" in message
+        assert "layer 'moe', rank 0" in message or rank
+        assert "keep what `start` returns, and call its `finish`" in message
+        assert works
+
+
+class Fails(ReferenceExperts):
+    """Experts that raise in one of their calls."""
+
+    name = "fails"
+    calls = 0
+    fails_in = 0
+
+    def compute(self, received, *, finalize):
+        self.calls += 1
+        if self.calls == self.fails_in:
+            raise ValueError(f"call {self.calls} broke")
+        return super().compute(received, finalize=finalize)
+
+
+def broken_part(group, exchange, paranoid, where):
+    layer = spec(experts=Fails)
+    plan = ty.plan([layer], group, exchange=exchange, in_flight=2, paranoid=paranoid)
+    built = build(plan, "moe")
+    x_TH, routes = batch(layer, 5, seed=group.rank)
+    expected = ty.overlapped(built, x_TH, routes)
+    bad = routes
+    if group.rank == 0 and where.startswith("experts"):
+        built.experts.calls, built.experts.fails_in = 0, int(where[-1])
+    elif group.rank == 0:
+        ids_TK = routes.topk_ids_TK.clone()
+        ids_TK[int(where[-1])] = 99
+        bad = ty.Routes(topk_ids_TK=ids_TK, topk_weights_TK=routes.topk_weights_TK)
+    try:
+        ty.overlapped(built, x_TH, bad)
+        seen = None, ""
+    except (ValueError, ty.TokenyardError) as error:
+        seen = type(error), str(error)
+    return *seen, same_bits(ty.overlapped(built, x_TH, routes), expected)
+
+
+@everything_watched
+@pytest.mark.parametrize("where", ["experts 1", "experts 2", "token 0", "token 4"])
+def test_an_error_in_one_part_reaches_all_ranks_and_the_next_batch_works(exchange, paranoid, where):
+    (kind, own, first_works), (other, told, second_works) = on_ranks(
+        2, broken_part, exchange, paranoid, where
+    )
+    assert kind is (ValueError if where.startswith("experts") else ty.InputError)
+    assert ("broke" if where.startswith("experts") else "id 99") in own
+    assert other is ty.PeerFailed
+    assert "rank 0" in told
+    assert first_works
+    assert second_works
+
+
+def wrong_shapes(group, exchange):
+    """Rank 0 brings what cannot be cut; all ranks hear of it."""
+    layer = spec(experts="reference")
+    plan = ty.plan([layer], group, exchange=exchange, in_flight=2)
+    built = build(plan, "moe")
+    x_TH, routes = batch(layer, 5, seed=group.rank)
+    expected = ty.overlapped(built, x_TH, routes)
+    said = []
+    for wrong in ({"x_TH": x_TH[:4]}, {"x_TH": None}, {"add": x_TH[0]}, {"routes_or_logits": 3}):
+        given = {"x_TH": x_TH, "routes_or_logits": routes, **(wrong if group.rank == 0 else {})}
+        error = raised(ty.overlapped, built, **given)
+        said.append((type(error), str(error)))
+    return said, same_bits(ty.overlapped(built, x_TH, routes), expected)
+
+
+@every_exchange
+def test_what_cannot_be_cut_is_an_error_on_all_ranks(exchange):
+    (own, first_works), (told, second_works) = on_ranks(2, wrong_shapes, exchange)
+    assert [kind for kind, _ in own] == [ty.InputError] * 4
+    assert [kind for kind, _ in told] == [ty.PeerFailed] * 4
+    assert [message.split(";")[0] for _, message in own] == [
+        "layer 'moe', rank 0: of a batch that is cut into parts, routes is a tensor int64[5, 2]",
+        "layer 'moe', rank 0: of a batch that is cut into parts, x_TH is None",
+        "layer 'moe', rank 0: of a batch that is cut into parts, add is a tensor bfloat16[32]",
+        "layer 'moe', rank 0: of a batch that is cut into parts, routes is a int",
+    ]
+    assert (
+        "expected a matrix with a row for each token, 4; fix: pass what the layer itself takes" in own[0][1]
+    )
+    assert first_works
+    assert second_works
+
+
+def test_more_parts_than_may_be_in_flight_are_refused():
+    plan = ty.plan([spec()], ty.thread_groups(1)[0], in_flight=2)
+    built = build(plan, "moe")
+    x_TH, routes = batch(spec(), 5)
+    assert str(raised(ty.overlapped, built, x_TH, routes, parts=3)) == (
+        "layer 'moe', rank 0: 3 parts of a batch overlap; expected at most 2, which the plan lets be in flight; "
+        "fix: plan(..., in_flight=3)"
+    )
+    assert "parts is 0; expected a number of parts, from 1" in str(
+        raised(ty.overlapped, built, x_TH, routes, parts=0)
+    )
+
+
+@every_exchange
+def test_a_batch_of_layers_that_have_changed_and_of_a_closed_plan_says_so(exchange):
+    plan = ty.plan([spec()], ty.thread_groups(1)[0], exchange=exchange)
+    built = build(plan, "moe")
+    pending = built.start(*batch(spec(), 3))
+    plan.extend([spec("more")])
+    assert "this batch was given up: the layers of the plan have changed" in str(raised(pending.finish))
+    pending = built.start(*batch(spec(), 3))
+    plan.close()
+    assert "the plan is closed" in str(raised(pending.finish))
