@@ -120,6 +120,7 @@ PAGES = (
                     "LocalTransport",
                     "TwoSidedTransport",
                     "HierarchicalTransport",
+                    "LocalTransport",
                     "SharedMemoryTransport",
                 ),
                 *("HostMap", "number_hosts"),
