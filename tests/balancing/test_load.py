@@ -3,7 +3,7 @@
 import torch
 
 import tokenyard as ty
-from tests.models import batch, build, on_ranks, spec
+from tests.models import batch, build, on_ranks, raised, spec
 
 LAYERS = [
     spec("a", num_experts=4),
@@ -40,3 +40,18 @@ def test_choices_of_all_ranks_are_counted_by_expert():
     for found, again, after, _ in by_rank:
         assert found == again == due
         assert after == {"a": [0] * 4, "b": [0] * 6}
+
+
+def without_values(group):
+    """A transport that reads no ids, as that of GPUs: one beyond the last expert would be counted out of bounds."""
+    plan = ty.plan(LAYERS[:1], group, exchange="two_sided")
+    plan.exchange.transport.reads_values = False
+    error = raised(plan.load)
+    return type(error), str(error)
+
+
+def test_what_reads_no_ids_counts_none_and_says_so():
+    for kind, message in on_ranks(2, without_values):
+        assert kind is ty.HandleError
+        assert "the load of two_sided on cpu was asked for" in message
+        assert "record routes" in message

@@ -197,7 +197,7 @@ class Exchange:
         with stats.waiting("dispatch"), _Waiting(self, spec):
             arrival = pending.wait()
         self._in_flight.add(arrival)
-        if isinstance(batch.routes.routes, Routes):
+        if self.transport.reads_values and isinstance(batch.routes.routes, Routes):
             self.load.count(spec.layer, batch.routes.routes.topk_ids_TK)
         sent = self.transport.rows_sent(batch, arrival)
         stats.count_dispatch(batch.num_tokens, sent, arrival.counts_W, self.transport.bytes_sent(batch, sent))

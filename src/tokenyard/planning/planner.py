@@ -24,6 +24,7 @@ import torch
 
 from tokenyard.errors import (
     Alternative,
+    HandleError,
     InputError,
     PeerFailed,
     PlanError,
@@ -251,8 +252,16 @@ class Plan:
         """By layer, how many choices of all ranks' tokens fell on each expert. Collective over the group.
 
         Dispatches are counted since the plan was made, or since the last call with `reset`. Layers whose experts route
-        by themselves are left out: only these experts know their choices.
+        by themselves are left out: only these experts know their choices. Where a call reads no values (`one_sided` on
+        GPUs), ids are not checked before they travel, and nothing is counted.
         """
+        if not self.exchange.transport.reads_values:
+            raise HandleError(
+                f"the load of {self.exchange.transport.name} on {self.group.device.type} was asked for",
+                expected="an exchange whose calls read the ids of a batch",
+                fix="record routes (docs/guide/balancing.md), or plan with exchange='two_sided'",
+                rank=self.group.rank,
+            )
         with self.exchange.in_use():
             mine = {
                 wiring.spec.name: self.exchange.load.of(wiring.spec.name)
