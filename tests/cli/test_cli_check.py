@@ -1,5 +1,7 @@
 """`tokenyard check`: the grid, the histogram, JSON, exit codes; on registered parts and on somebody else's."""
 
+from importlib import import_module
+
 import pytest
 import torch
 from rich.progress import Progress
@@ -35,6 +37,12 @@ def test_everything_on_threads(monkeypatch):
     assert set(document["skipped"]) == {"fused"}
     assert "its kernels need a GPU, and rows are on cpu" in document["skipped"]["fused"]
     assert all(entry["finding"] is None and entry["what"] for entry in document["checks"])
+
+
+def test_exchanges_that_move_no_rows_on_a_gpu_are_left_out_there_and_named():
+    skipped = import_module("tokenyard.cli.check")._not_running(list(ty.EXCHANGES.values()), "cuda")
+    assert set(skipped) == {name for name, kind in ty.EXCHANGES.items() if "cuda" not in kind.devices}
+    assert "hierarchical serves rows on cpu, and rows are on cuda" in skipped["hierarchical"]
 
 
 def test_processes_and_the_grid():

@@ -182,9 +182,7 @@ def test_what_it_cannot_do_is_refused_by_the_plan():
     assert "a paranoid plan compares those of each rank" in paranoid
     on_gpu = SimpleNamespace(device=torch.device("cuda", 0))
     reason = HierarchicalTransport.reaches(on_gpu, ["a", "b"])
-    assert str(reason) == (
-        "exchange=hierarchical: hierarchical shares memory between CPU ranks only: it was never tried on GPUs"
-    )
+    assert str(reason) == ("exchange=hierarchical: hierarchical serves rows on cpu, and rows are on cuda:0")
 
 
 def test_without_known_hosts_memory_is_that_of_one():

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch.distributed as dist
 import tokenyard as ty
 from tests.faults.fault_points import FaultPoint, InterruptibleHierarchical
 from tests.models import batch, build, raised, spec
+from tokenyard.cli.doctor_hosts import examine_hosts
 from tokenyard.conformance.cases import random_weights
 from tokenyard.conformance.twin import twin
 from tokenyard.group import failure_detector
@@ -104,6 +105,19 @@ def over_a_bad_link(group: ty.Group, links: Links, hosts: int) -> dict[str, Any]
         links.change(*({"host": host, **good} for host in range(hosts)))
     group.barrier()
     return {"bits": found, "seconds": seconds, "links": links.change()}
+
+
+def examined(group: ty.Group, links: Links) -> list[list[dict[str, Any]]]:
+    """What `doctor --hosts` says of good links, and of a link that is slow and thin."""
+    found = []
+    for changes in ({}, {"delay": 0.02, "rate": 5e6}, {"delay": 0.0, "rate": 0.0}):
+        group.barrier()
+        if group.rank == 0:
+            links.change({"host": 2, **changes})
+        group.barrier()
+        if len(found) < 2:
+            found.append([asdict(finding) for finding in examine_hosts(group)])
+    return found
 
 
 def wide_routes(rank: int, tokens: int, top_k: int) -> ty.Routes:
@@ -226,6 +240,7 @@ def story(group: ty.Group, folder: Path, links: Links) -> None:
     found["bytes"] = {
         name: bytes_on_links(group, links, folder, name) for name in ("two_sided", "hierarchical")
     }
+    found["doctor"] = examined(group, links)
     (folder / f"rank{group.rank}.story").write_text(json.dumps(found))
     losses(group, folder, links)
 

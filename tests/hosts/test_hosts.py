@@ -150,6 +150,23 @@ def check_bytes(found, ranks_by_host):
                 assert most <= counted["full"][source, target] <= 1.05 * most
 
 
+def check_doctor(found):
+    """All ranks say the same: what is well, and of the link that is not, in both directions, why."""
+    good, bad = found[0]["doctor"]
+    assert all(mine["doctor"] == [good, bad] for mine in found)
+    assert [one["detail"] for one in good if one["section"] == "reach"] == [
+        "host0: ranks 0 to 1, reached by all",
+        "host1: ranks 2 to 3, reached by all",
+        "host2: rank 4, reached by all",
+    ]
+    assert len([one for one in good if one["section"] == "links"]) == 6
+    assert all(one["ok"] for one in good if one["section"] != "links")  # a busy machine is slow
+    wrong = {one["name"]: one["detail"] for one in bad if one["ok"] is False}
+    for name in ("host 0 to host 2", "host 2 to host 0", "host 1 to host 2", "host 2 to host 1"):
+        assert "more than 5 ms: overlap batches" in wrong[name]
+        assert "is GLOO_SOCKET_IFNAME the interface" in wrong[name]
+
+
 MOMENTS = ("inside dispatch", "between levels", "inside combine", "before sums")
 # A leader of its host, on either level; a host; and a link: all that is left then is the first host.
 LOSSES = [
@@ -209,8 +226,21 @@ def test_three_hosts_find_the_bits_of_one_and_all_say_in_time_who_is_lost(tmp_pa
             assert mine["two hosts"] == two_hosts[rank]
             assert mine["stages"] == stages[rank // 2][rank % 2]
     check_bytes(found[0]["bytes"], [2, 2, 1])
+    check_doctor(found)
     check_losses(tmp_path, [2, 2, 1], LOSSES, logs)
     check_nothing_is_left(reports, interfaces)
+
+
+@needs_hosts
+def test_a_model_answers_on_two_hosts_under_torchrun(tmp_path):
+    """As the guide says. `auto` would take `two_sided`: no two ranks share a host here."""
+    program = ["-m", "tokenyard", "run", "--problems", "2", "--exchange", "hierarchical"]
+    first, second = torchrun(tmp_path, [1, 1], program)
+    assert (first.status, second.status) == (0, 0), first.log + second.log
+    assert "2 of 2 problems are right" in first.log
+    assert "on 2 ranks" in first.log
+    assert "problems are right" not in second.log
+    assert "hierarchical" in first.log
 
 
 if TIMES > 1:

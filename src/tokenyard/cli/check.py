@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tokenyard.conformance.cases import Case
     from tokenyard.conformance.stack import StackCell
     from tokenyard.conformance.suites import CheckResult
+    from tokenyard.exchange import Transport
     from tokenyard.experts import Experts
     from tokenyard.formats import Format
 
@@ -87,9 +88,11 @@ def check(
     chosen_experts = [load_part(name, get_experts) for name in experts or (EXPERTS if everything else ())]
     _check_names("exchange", exchanges, EXCHANGES)
     _check_names("experts", chosen_experts, EXPERTS)
-    # Whoever names experts that do not run there gets an error; of all of them, those that do are checked.
+    # Whoever names a part that does not run there gets an error; of all of them, those that do are checked.
     skipped = {} if experts else _not_running(chosen_experts, device)
+    skipped |= {} if exchange else _not_running(exchanges, device)
     chosen_experts = [one for one in chosen_experts if one.name not in skipped]
+    exchanges = [one for one in exchanges if one.name not in skipped]
     campaign = Campaign(
         exchanges=exchanges,
         formats=chosen_formats if moves else [],
@@ -166,11 +169,11 @@ def _kinds(ranks: str) -> tuple[Literal["threads", "processes"], ...]:
     raise InputError(f"--ranks {ranks}", expected="threads, processes or both", fix="choose one of them")
 
 
-def _not_running(experts: list[type[Experts]], device: str) -> dict[str, str]:
-    """The experts that do not run on a device, by name, and why: as they declare it."""
+def _not_running(parts: Sequence[type[Experts] | type[Transport]], device: str) -> dict[str, str]:
+    """The experts or exchanges that do not run on a device, by name, and why: as they declare it."""
     import torch
 
-    reasons = {one.name: one.runs_on(torch.device(device)) for one in experts}
+    reasons = {one.name: one.runs_on(torch.device(device)) for one in parts}
     return {name: str(reason) for name, reason in reasons.items() if reason is not None}
 
 

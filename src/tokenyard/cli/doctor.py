@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -41,15 +41,28 @@ class Finding:
     absent: bool = False  # it is not here, so it was not tried
 
 
-def doctor(as_json: JsonFlag = False) -> None:
+def doctor(
+    hosts: Annotated[
+        bool, typer.Option("--hosts", help="Under torchrun: whether its hosts can work together.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
     """Say what this machine can do, and why not the rest."""
     refuse_override()
     findings = []
-    status = console(stderr=True).status("looking around …")
-    with status:
-        for finding in examine():
-            status.update(f"looked at: {finding.section}, {finding.name} …")
-            findings.append(finding)
+    if hosts:
+        from tokenyard.cli.doctor_hosts import examine_hosts, join
+
+        group = join()
+        findings = examine_hosts(group)
+        if group.rank != 0:
+            return
+    else:
+        status = console(stderr=True).status("looking around …")
+        with status:
+            for finding in examine():
+                status.update(f"looked at: {finding.section}, {finding.name} …")
+                findings.append(finding)
     failed = [finding for finding in findings if finding.ok is False]
     document = {"ok": not failed, "findings": [asdict(finding) for finding in findings]}
     deliver(document, lambda: _show(findings), as_json=as_json)
@@ -147,14 +160,14 @@ def _tried(exchange: str, ranks: Literal["threads", "processes"], device: str = 
     from tokenyard.group import launch
 
     try:
-        errors = launch(2, _tiny_layer, exchange, ranks=ranks, device=device, deadline=_DEADLINE[device])
+        errors = launch(2, tiny_layer, exchange, ranks=ranks, device=device, deadline=_DEADLINE[device])
     except Exception as raised:
         return False, _in_one_line(raised.__cause__ or raised)
     # bf16 rounds to 8 bits, a few times over.
     return max(errors) < 0.02, f"2 ranks, {max(errors):.2%} off the float64 result"
 
 
-def _tiny_layer(group: Group, exchange: str) -> float:
+def tiny_layer(group: Group, exchange: str) -> float:
     """One rank of a tiny layer: how far its result is off the exact one."""
     from tokenyard import MoELayer, plan
     from tokenyard.conformance.cases import Case
@@ -178,8 +191,8 @@ def _on_gpus(exchange: str) -> tuple[bool | None, str]:
     count = torch.cuda.device_count()
     if count == 0:
         return None, _no_gpu()
-    if "cuda" not in EXCHANGES[exchange].devices:
-        return None, "not supported: it moves rows of CPU ranks only"
+    if (refused := EXCHANGES[exchange].runs_on(torch.device("cuda"))) is not None:
+        return None, f"not supported: {refused.why}"
     ok, detail = _tried(exchange, "threads", device="cuda")
     if ok:
         detail += " on one GPU" if count == 1 else f" on one GPU; between the {count} here: try torchrun"

@@ -24,6 +24,11 @@ def provenance() -> dict[str, Any]:
     }
 
 
+def wall_clock() -> float:
+    """Seconds since 1970, as this host believes. For comparing hosts; nothing waits by it."""
+    return datetime.now(UTC).timestamp()
+
+
 def versions() -> dict[str, str | None]:
     """Of Python and of the libraries that results depend on; None where one is not installed."""
     found: dict[str, str | None] = {"tokenyard": __version__, "python": platform.python_version()}

@@ -83,11 +83,9 @@ class HierarchicalTransport(Transport):
 
     @classmethod
     def reaches(cls, group: Group, hosts: Sequence[str]) -> Reason | None:
-        if group.device.type not in cls.devices:
-            why = "hierarchical shares memory between CPU ranks only: it was never tried on GPUs"
-            return Reason(field="exchange", value=cls.name, why=why)
-        refused = declarations.reaches(group, hosts[:1])
-        return None if refused is None else replace(refused, value=cls.name)
+        if (refused := super().reaches(group, hosts) or declarations.reaches(group, hosts[:1])) is None:
+            return None
+        return replace(refused, value=cls.name)
 
     @classmethod
     def pays(cls, hosts: Sequence[str]) -> Reason | None:

@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tokenyard.errors import Reason
 from tokenyard.exchange.batch import Arrival, Batch, Failure, Results, ResultsAtHome, RowsAtHome
 from tokenyard.exchange.transport import Transport
 from tokenyard.formats.base import EncodedRows
-from tokenyard.group.base import Group, Pending
+from tokenyard.group.base import Pending
 from tokenyard.rows import LocalRoutes, ReceivedRows, RoutingLogits
 
 
@@ -27,13 +26,6 @@ class LocalTransport(Transport):
     devices = ("cpu",)
     most_ranks = 1
     carries_logits = True
-
-    @classmethod
-    def reaches(cls, group: Group, hosts: Sequence[str]) -> Reason | None:
-        if group.device.type in cls.devices:
-            return None
-        why = f"local serves rows on {' and '.join(cls.devices)}, and rows are on {group.device}"
-        return Reason(field="exchange", value=cls.name, why=why)
 
     def send(self, batch: Batch) -> Pending[Arrival]:
         arrival = batch.arrived(_received(batch), batch.routes.counts)

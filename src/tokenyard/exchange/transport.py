@@ -74,7 +74,15 @@ class Transport(ABC):
     @classmethod
     def reaches(cls, group: Group, hosts: Sequence[str]) -> Reason | None:
         """None, or why this transport cannot serve the ranks of a group, which run on these hosts."""
-        return None
+        return cls.runs_on(group.device)
+
+    @classmethod
+    def runs_on(cls, device: torch.device) -> Reason | None:
+        """None, or why this transport cannot move rows that live there."""
+        if device.type in cls.devices:
+            return None
+        why = f"{cls.name} serves rows on {' and '.join(cls.devices)}, and rows are on {device}"
+        return Reason(field="exchange", value=cls.name, why=why)
 
     @classmethod
     def pays(cls, hosts: Sequence[str]) -> Reason | None:
