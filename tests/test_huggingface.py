@@ -235,6 +235,11 @@ def test_a_greedy_choice_of_deepseek_v2_is_a_scaled_softmax():
             layers_from_config(config | wrong)
 
 
+def test_another_scoring_than_that_of_the_family_is_not_taken_for_it():
+    with pytest.raises(UnknownName, match=r"scoring_func='softmax'.*expected one of sigmoid"):
+        layers_from_config(base(scoring_func="softmax"))
+
+
 @pytest.mark.parametrize("wrong", ["0", [-1], [0.5], [True], {"0": 1}])
 def test_layers_that_are_no_numbers(wrong):
     config = config_of("qwen3_moe").to_dict() | {"mlp_only_layers": wrong}

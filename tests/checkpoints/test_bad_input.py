@@ -259,6 +259,12 @@ def test_a_file_that_cannot_be_read(folder, name):
         refused(folder, f"{path} cannot be read (Input/output error)")
 
 
+def test_a_json_file_that_cannot_be_read_is_told_in_the_words_of_the_system(tmp_path):
+    with pytest.raises(CheckpointError) as caught:
+        configs.read_json(tmp_path / "config.json")
+    assert f"{tmp_path}/config.json cannot be read (No such file or directory); expected" in str(caught.value)
+
+
 def test_a_file_that_is_gone_since_it_was_opened(folder):
     checkpoint = open_checkpoint(folder)
     (folder / "model.safetensors").unlink()

@@ -371,6 +371,10 @@ def test_ctrl_c_is_for_who_launched_and_ranks_end_with_it(tmp_path):
     assert done.stdout == "[[0]]\n", done.stderr
 
 
+def test_a_thread_that_never_ends_does_not_keep_its_process_from_ending():
+    assert ty.launch(2, lambda group: threading.current_thread().daemon) == [True, True]
+
+
 def test_the_threads_of_ranks_have_ended_when_launch_returns():
     before = set(threading.enumerate())
     for _ in range(20):
