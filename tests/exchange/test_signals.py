@@ -162,3 +162,17 @@ def test_who_is_gone_is_not_waited_for_until_the_deadline(ranks):
     began = time.monotonic()
     assert blamed(ranks) == [2]
     assert time.monotonic() - began < 20
+
+
+def test_who_leaves_tells_everybody_and_is_not_taken_for_lost_before(ranks):
+    assert not any(rank.departed() for rank in ranks)
+    ranks[2].leave()
+    assert [rank.lost() for rank in ranks] == [[2]] * WORLD
+    assert all(rank.departed() for rank in ranks)
+
+
+def test_a_rank_that_was_lost_has_not_departed(ranks):
+    for source in (0, 1, 2):
+        tell(ranks, source, range(WORLD))
+    assert blamed(ranks) == [3]
+    assert not any(rank.departed() for rank in ranks)
