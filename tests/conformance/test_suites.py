@@ -19,10 +19,10 @@ from tokenyard.experts import EXPERTS
 SPELLINGS = ["mxfp8(alignment=256)", "nvfp4(global_scale=8.0)", "fp8_block128(power_of_two_scales=True)"]
 
 
-@pytest.mark.parametrize("ranks", ["threads", "processes"])
+@pytest.mark.parametrize(("ranks", "world"), [("threads", 4), ("processes", 3)])
 @pytest.mark.parametrize("exchange", ty.EXCHANGES)
-def test_every_exchange_passes(exchange, ranks):
-    results = check_exchange(exchange, ranks=ranks, world=3, rounds=20)
+def test_every_exchange_passes(exchange, ranks, world):
+    results = check_exchange(exchange, ranks=ranks, world=world, rounds=20)
     assert [result.check for result in results] == list(EXCHANGE_CHECKS)
     assert_passed(results)
 
