@@ -68,6 +68,15 @@ def test_threads_on_a_gpu_are_at_most_eight_and_draw_what_processes_do():
     assert drawn[:50] == [draw_case(seed, ranks="processes") for seed in range(50)]
 
 
+def test_what_an_exchange_refuses_on_a_gpu_is_not_drawn_for_one():
+    """one_sided returns choices on CPUs alone."""
+    sums = {
+        device: {draw_case(seed, exchange="one_sided", device=device).sum for seed in range(100)}
+        for device in ("cpu", "cuda")
+    }
+    assert sums == {"cpu": {"ranks", "choices"}, "cuda": {"ranks"}}
+
+
 def test_the_work_of_a_case_is_capped():
     for case in CASES:
         of_a_token = 3 * case.top_k * case.hidden_size * case.intermediate_size

@@ -83,7 +83,9 @@ def test_random_cases_pass(ranks):
 @both_kinds
 @pytest.mark.parametrize("exchange", ["two_sided", "allgather"])
 def test_a_few_random_cases_of_the_others_pass(exchange, ranks):
-    cases = [draw_case(seed, exchange=exchange, ranks=ranks, crowded=False) for seed in range(60)]
+    cases = [
+        draw_case(seed, exchange=exchange, ranks=ranks, crowded=False, device="cuda") for seed in range(60)
+    ]
     some = [case for case in cases if case.world == RANKS][:8]
     findings = [v.finding for v in check_cases(some, ranks=ranks, device="cuda", deadline=DEADLINE)]
     assert findings == [None] * len(some)

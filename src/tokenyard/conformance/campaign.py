@@ -82,7 +82,7 @@ class Campaign:
         """All cases, each with the number of its cell."""
         if not self.cells():
             return []
-        return draw_cases(self.cases, self.seed, self.cells(), crowded=self.device == "cpu")
+        return draw_cases(self.cases, self.seed, self.cells(), device=self.device)
 
     def run(
         self, drawn: Sequence[tuple[int, Case]], progress: Progress, rounds: int | None = None

@@ -18,6 +18,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+import torch
+
 from tokenyard.conformance.cases import Case
 from tokenyard.errors import InputError
 from tokenyard.exchange import EXCHANGES, Transport
@@ -68,10 +70,12 @@ def draw_case(
     formats: Sequence[str | Format] = (),
     crowded: bool = True,
     world: int | None = None,
+    device: str = "cpu",
 ) -> Case:
     """The case of this seed. `exchange`, `wire` and `world` fix a part; `formats` may be drawn beside the registered.
 
-    `crowded` lets one case in a hundred on threads have 9 to 64 ranks, for which a GPU has too few streams.
+    Its exchange supports it on this kind of device. `crowded` lets one case in a hundred on threads have 9 to 64 ranks,
+    for which a GPU has too few streams.
 
     >>> draw_case(5) == draw_case(5)
     True
@@ -117,9 +121,8 @@ def draw_case(
 
     for _ in range(_TRIES):
         case = draw()
-        wired = wire_layer(
-            case.spec(), index=0, world=case.world, exchange=resolve_exchange(case.exchange), max_tokens=None
-        )
+        carrier = resolve_exchange(case.exchange).on(torch.device(device))
+        wired = wire_layer(case.spec(), index=0, world=case.world, exchange=carrier, max_tokens=None)
         if isinstance(wired, Wiring):
             return case
     raise InputError(
@@ -210,7 +213,7 @@ def draw_cases(
     seed: int,
     cells: Sequence[tuple[type[Transport], str | Format, RankKind]],
     *,
-    crowded: bool = True,
+    device: str = "cpu",
 ) -> list[tuple[int, Case]]:
     """`count` cases in turns over the cells, a quarter of each cell's large, each with the number of its cell."""
     drawn = []
@@ -226,7 +229,8 @@ def draw_cases(
             wire=wire,
             ranks=ranks,
             formats=further,
-            crowded=crowded,
+            crowded=device == "cpu",
+            device=device,
         )
         drawn.append((cell, case))
     return drawn

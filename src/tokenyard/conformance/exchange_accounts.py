@@ -247,7 +247,7 @@ def logits_as_declared(trial: Trial) -> None:
 
 def paranoid_as_declared(trial: Trial) -> None:
     """A plan that watches itself raises no false alarm, and notices a received row that was changed."""
-    if trial.exchange.on(trial.group).watches(trial.group) is not None:
+    if trial.exchange.on(trial.group.device).watches(trial.group) is not None:
         must_raise(PlanError, trial.plan, layer(), paranoid=True, when="a plan that watches itself")
         return
     stack = CheckedLayers(trial, (layer(), layer("other", wire="mxfp8", hidden_size=90)), paranoid=True)

@@ -96,7 +96,7 @@ class Exchange:
         paranoid: bool = False,
     ) -> None:
         self.group = group  # the ranks that exchange
-        chosen = transport.on(group)
+        chosen = transport.on(group.device)
         # What moves the bytes.
         self.transport: Transport = (
             WatchedTransport(chosen, group, in_flight=in_flight)

@@ -100,8 +100,8 @@ class Transport(ABC):
         return spec.nbytes
 
     @classmethod
-    def on(cls, group: Group) -> type[Transport]:
-        """The class that does the work for a group: it may depend on where the rows are."""
+    def on(cls, device: torch.device) -> type[Transport]:
+        """The class that does the work where rows are on this kind of device."""
         return cls
 
     @classmethod

@@ -492,7 +492,7 @@ def _check_reach(drafted: Draft, group: Group, hosts: list[str]) -> Draft:
     def refusal(exchange: type[Transport]) -> Reason | None:
         reason = exchange.reaches(group, hosts) or (exchange.watches(group) if drafted.paranoid else None)
         # The class that does the work on this group's devices may support less.
-        return reason or next(filter(None, map(exchange.on(group).supports, exchange_specs)), None)
+        return reason or next(filter(None, map(exchange.on(group.device).supports, exchange_specs)), None)
 
     if drafted.exchange_reason is not None:
         chosen, why = choose_exchange(

@@ -83,8 +83,8 @@ class SharedMemoryTransport(Transport):
         return declarations.slot_bytes(spec)
 
     @classmethod
-    def on(cls, group: Group) -> type[Transport]:
-        if group.device.type != "cuda" or cls is not SharedMemoryTransport:
+    def on(cls, device: torch.device) -> type[Transport]:
+        if device.type != "cuda" or cls is not SharedMemoryTransport:
             return cls
         # Triton is needed only there.
         module: Any = importlib.import_module("tokenyard.exchange.one_sided.cuda")

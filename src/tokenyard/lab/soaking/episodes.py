@@ -151,18 +151,19 @@ RUNS: dict[str, Callable[[Group, Episode, Tally], None]] = {
 }
 
 
-def draw_layers(episode: Episode, world: int, count: int) -> list[Case]:
+def draw_layers(episode: Episode, group: Group, count: int) -> list[Case]:
     """Cases for the layers of one plan, whose experts can all be compared bit by bit."""
-    chance = episode.chance
-    return [
-        draw_case(chance.getrandbits(40), exchange=episode.exchange, world=world, crowded=False)
-        for _ in range(count)
-    ]
+    return [_draw_on(group, episode.chance.getrandbits(40), episode.exchange) for _ in range(count)]
+
+
+def _draw_on(group: Group, seed: int, exchange: str | type[Transport]) -> Case:
+    """A case on the ranks of a group, wherever its rows are."""
+    return draw_case(seed, exchange=exchange, world=group.size, device=group.device.type)
 
 
 def _draw(seed: int, group: Group, exchange: str | type[Transport]) -> Case:
     """A case on the ranks of a group, now and then on the experts that models run on."""
-    case = draw_case(seed, exchange=exchange, world=group.size, crowded=False)
+    case = _draw_on(group, seed, exchange)
     if seed % _LAYERS_PER_GROUPED:
         return case
     fast = replace(case, experts="grouped")

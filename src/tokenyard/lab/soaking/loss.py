@@ -29,7 +29,7 @@ _LAYERS = 2
 
 def _layers(group: Group, episode: Episode, tally: Tally) -> KnownLayers:
     """The layers under load, after their first round trips."""
-    layers = KnownLayers(group, episode.exchange, draw_layers(episode, group.size, _LAYERS), "layer")
+    layers = KnownLayers(group, episode.exchange, draw_layers(episode, group, _LAYERS), "layer")
     layers.go(tally)
     return layers
 
