@@ -197,7 +197,7 @@ def test_results_stand_in_the_buffer_that_an_exchange_offers(monkeypatch):
 
 def test_all_ranks_start_at_one_moment():
     with ThreadPoolExecutor(3) as pool:
-        starts = list(pool.map(bench._start_together, thread_groups(3)))
+        starts = list(pool.map(bench.start_together, thread_groups(3)))
     assert len(set(starts)) == 1
 
 

@@ -256,5 +256,7 @@ def test_statistics_begin_at_zero():
         "rows_received": [0, 0, 0],
         "dispatch_bytes": [0, 0, 0],
         "combine_bytes": [0, 0, 0],
+        "moved": 0,
+        "switch_s": 0.0,
         "wait_s": {"dispatch": 0.0, "combine": 0.0},
     }
