@@ -71,10 +71,9 @@ class MoELayer(nn.Module):
 
     def switch(self, wiring: Wiring, weights: ExpertWeights) -> None:
         """Serve another placement, whose experts have these weights: `plan.rebalance` calls it on all ranks."""
-        self.experts = build_experts(
-            wiring, self.plan.group.rank, weights, adopt=True
-        )  # no copy: a short pause
-        self._wiring, self._built_for = wiring, built_for(wiring, self.plan.group.rank)
+        rank = self.plan.group.rank
+        self.experts = build_experts(wiring, rank, weights, adopt=True)  # no copy: the pause is short
+        self._wiring, self._built_for = wiring, built_for(wiring, rank)
 
     def forward(
         self,
