@@ -33,7 +33,16 @@ def test_stored_figures_are_read_and_written_as_they_are(path):
 def test_every_benchmark_has_stored_figures():
     kinds = {json.loads(path.read_text())["benchmark"] for path in FILES}
     on_gpu = {"dispatch-cuda", "experts-cuda", "layer-cuda", "tiles-cuda"}
-    assert kinds == {"encode", "experts", "dispatch", "transformers", "combine-error", *on_gpu}
+    assert kinds == {
+        "encode",
+        "experts",
+        "dispatch",
+        "transformers",
+        "combine-error",
+        "overhead",
+        "hosts",
+        *on_gpu,
+    }
 
 
 def test_what_is_derived_and_what_was_measured_round_by_round():
