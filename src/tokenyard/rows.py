@@ -205,13 +205,13 @@ def check_choice_rows(result: object, received: ReceivedRows) -> ChoiceRows:
         )
     assert isinstance(received.routes, LocalRoutes)  # logits are refused by the plan
     expected = (int((received.routes.ids_RK >= 0).sum()), received.rows.hidden_size)
-    rows_NH = result.rows_NH
-    if not isinstance(rows_NH, Tensor) or tuple(rows_NH.shape) != expected or not rows_NH.is_floating_point():
-        raise ContractError(
-            f"ChoiceRows holds {describe(rows_NH)}",
-            expected=f"a floating-point tensor {list(expected)}: one row per choice of this rank's experts",
-            fix="return a row for every id of `received.routes` that is not -1, cut to H",
-        )
+    _check_tensor(
+        "ChoiceRows",
+        result.rows_NH,
+        expected,
+        rows="one row per choice of this rank's experts",
+        fix="return a row for every id of `received.routes` that is not -1, cut to H",
+    )
     return result
 
 
@@ -230,14 +230,24 @@ def check_expert_rows(result: object, received: ReceivedRows) -> ExpertRows:
             fix=hint,
         )
     expected = (received.num_rows, received.rows.hidden_size)
-    rows_RH = result.rows_RH
-    if not isinstance(rows_RH, Tensor) or tuple(rows_RH.shape) != expected or not rows_RH.is_floating_point():
-        raise ContractError(
-            f"ExpertRows holds {describe(rows_RH)}",
-            expected=f"a floating-point tensor {list(expected)}: one row per received row, without padding",
-            fix="return a row for every received row (zeros where no local expert takes it), cut to H",
-        )
+    _check_tensor(
+        "ExpertRows",
+        result.rows_RH,
+        expected,
+        rows="one row per received row, without padding",
+        fix="return a row for every received row (zeros where no local expert takes it), cut to H",
+    )
     return result
+
+
+def _check_tensor(holder: str, found: object, shape: tuple[int, int], *, rows: str, fix: str) -> None:
+    """Raise unless what a result holds is a floating-point tensor of this shape, whose `rows` the error names."""
+    if not isinstance(found, Tensor) or tuple(found.shape) != shape or not found.is_floating_point():
+        raise ContractError(
+            f"{holder} holds {describe(found)}",
+            expected=f"a floating-point tensor {list(shape)}: {rows}",
+            fix=fix,
+        )
 
 
 def describe(value: object) -> str:
