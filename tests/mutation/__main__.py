@@ -4,10 +4,10 @@
 
 First every test runs once, and which lines it runs is recorded (`--record` keeps that in a folder and takes it from
 there the next time). Then each mutant meets the tests of its line, the quickest first, for `--limit` seconds of tests;
-one that lives meets more of them, for `--more` times as long. A test with ranks that fails without the mutant, too,
-kills nobody. `--outcomes` keeps what became of each mutant, so that a run that was cut off goes on; with `--again`
-those that lived meet their tests once more. `--unseen` draws no mutant that earlier outcomes tell of: tests may have
-been written for it.
+one that lives meets more of them, for `--more` times as long. A test with ranks kills a mutant if it fails twice with
+it, and passes without it. `--outcomes` keeps what became of each mutant, so that a run that was cut off goes on; with
+`--again` those that lived meet their tests once more. `--unseen` draws no mutant that earlier outcomes tell of: tests
+may have been written for it.
 """
 
 import argparse
@@ -134,10 +134,10 @@ class Equivalents:
         return whole if whole in self.mutants else constant if constant in self.constants else None
 
 
-def record_tests(folder):
+def record_tests(folder, workers):
     """Run the tests once, and keep which lines each of them runs."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", str(workers), "--dist", "worksteal"]
     environment = os.environ | {"MUTATION_RECORD": str(folder.resolve())}
     recorder = ["-p", "tests.mutation.recorder"]
     subprocess.run([*command, *recorder, *tests_of_the_core()], cwd=ROOT, env=environment, check=False)
@@ -251,7 +251,9 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit", type=float, default=60.0, help="seconds of tests for one mutant")
     parser.add_argument("--more", type=float, default=5, help="how many times as long for one that lives")
-    parser.add_argument("--workers", type=int, default=2, help="how many mutants at a time")
+    parser.add_argument(
+        "--workers", type=int, default=2, help="how many mutants, or tests to record, at a time"
+    )
     parser.add_argument(
         "--minutes", type=float, default=math.inf, help="after these, no further mutant is tried"
     )
@@ -277,7 +279,7 @@ def main():
         folder = options.record or Path(temporary)
         if not list(folder.glob("tests.*.json")):
             console.print("recording which test runs which line")
-            record_tests(folder)
+            record_tests(folder, options.workers)
         record = Record(folder)
     console.print(
         f"{len(record.tests)} tests recorded, {sum(not t['passed'] for t in record.tests.values())} failed"

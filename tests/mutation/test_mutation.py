@@ -202,6 +202,16 @@ def test_it():
     process.join()
     assert process.exitcode == 4
 """,
+    "fails with the mutant, but not always": """
+import pathlib
+def test_it():
+    failed = pathlib.Path(__file__).with_suffix(".failed")
+    if small.double(2) != 4 and failed.exists():
+        failed.unlink()
+    elif small.double(2) != 4:
+        failed.touch()
+        assert False
+""",
 }
 
 
@@ -239,6 +249,7 @@ def test_what_becomes_of_a_mutant(tmp_path):
         ["timed out", None],
         ["met by no test", None],
         ["killed", "tests/test_4.py::test_it"],
+        ["met by no test", None],
         ["met by no test", None],
         ["killed", "tests/test_0.py::test_it"],
     ]

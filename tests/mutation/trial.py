@@ -64,8 +64,8 @@ class Checkout:
     def meet(self, mutant, tests, seconds, reliable=frozenset(), anew=True):
         """Run these tests with the mutant in place, at most for so long; `anew`: in a process that imports them.
 
-        What stops them must not happen without the mutant: a test that fails there, too, is left out. Tests that are
-        `reliable` are not asked again.
+        What stops them must happen again, and must not happen without the mutant: a test that fails there, too, or
+        passes with it the second time, is left out. Tests that are `reliable` are not asked again.
         """
         while tests:
             outcome = self._run_changed(mutant, tests, seconds, anew)
@@ -73,7 +73,10 @@ class Checkout:
                 return outcome
             failed = [test for test in tests if test == outcome.test or test.startswith(f"{outcome.test}::")]
             failed = failed or tests  # a crash, or no time left, names no test
-            if self._run(failed, seconds, anew).lives:
+            if (
+                self._run(failed, seconds, anew).lives
+                and not self._run_changed(mutant, failed, seconds, anew).lives
+            ):
                 return outcome
             tests = [test for test in tests if test not in failed]
         return Outcome("met by no test")
