@@ -288,3 +288,43 @@ def test_a_plan_goes_on_when_a_whole_host_is_gone():
         assert set(peers) <= {2, 3}
         assert peers
         assert (worked, hosts) == (True, (0, 0))
+
+
+def two_levels(departed):
+    """A transport of rank 2, on the second of two hosts with two ranks; what it asks of both levels is noted."""
+    asked = []
+
+    def lost_elsewhere(ranks, *, phase, waited):
+        asked.append((ranks, phase, waited))
+        return ty.PeerLost([9], phase=phase, waited=waited)
+
+    group = SimpleNamespace(rank=2, size=4, deadline=7.0, lost_elsewhere=lost_elsewhere)
+    transport = HierarchicalTransport(group)
+    transport.hosts, transport.host = HostMap((0, 0, 1, 1)), 1
+    transport._inside = SimpleNamespace(
+        group=SimpleNamespace(deadline=1.0), departed=lambda: departed, leave=lambda: asked.append("left")
+    )
+    return transport, asked
+
+
+@pytest.mark.parametrize(("departed", "missed"), [(False, [3]), (True, [])])
+def test_a_rank_that_is_missed_inside_a_host_is_looked_for_in_the_whole_group(departed, missed):
+    """By its number there; one that has only left, because it heard of a loss, is not accused."""
+    transport, asked = two_levels(departed)
+    with pytest.raises(ty.PeerLost) as caught, transport._waiting_in_host():
+        raise ty.PeerLost([1], phase="dispatch", waited=0.5)
+    assert caught.value.peers == (9,)
+    assert transport.inside.group.deadline == 7.0
+    assert asked == [(missed, "dispatch", 0.5)]
+
+
+def test_a_rank_that_hears_of_a_loss_in_the_group_leaves_the_memory_of_its_host():
+    transport, asked = two_levels(departed=False)
+    with transport._waiting_in_group():
+        pass
+    with pytest.raises(ty.Drifted), transport._waiting_in_group():
+        raise ty.Drifted("elsewhere", expected="here", fix="none")
+    assert asked == []
+    with pytest.raises(ty.PeerLost, match="combine"), transport._waiting_in_group():
+        raise ty.PeerLost([0], phase="combine", waited=0.5)
+    assert asked == ["left"]

@@ -118,6 +118,21 @@ def dispatched(plan):
     return plan.exchange.dispatch(wiring.exchange_spec, wiring.wire.encode(x_TH), routes)
 
 
+@pytest.mark.parametrize("exchange", ["local", *ty.EXCHANGES])
+def test_rounds_grow_after_a_dispatch_that_failed_and_after_a_combine_that_was_made_again(exchange):
+    plan = ty.plan([spec(experts="reference")], ty.thread_groups(1)[0], exchange=exchange)
+    layer, wiring = build(plan, "moe"), plan.wiring("moe")
+    x_TH, routes = batch(spec(), 3)
+    too_few = wiring.wire.encode(x_TH[:2])
+    assert raised(plan.exchange.dispatch, wiring.exchange_spec, too_few, routes) is not None
+    flight = dispatched(plan)
+    assert flight.round == 2  # all ranks have met in the one that failed
+    again = plan.exchange.redirect(flight, flight.spec, again=True)
+    assert again.round == 3
+    plan.exchange.combine(again, layer.experts(again.received))
+    assert dispatched(plan).round == 4
+
+
 @every_exchange
 def test_what_was_in_flight_before_layers_changed_takes_no_room_and_cannot_be_combined(exchange):
     plan = ty.plan([spec(experts="reference")], ty.thread_groups(1)[0], exchange=exchange)

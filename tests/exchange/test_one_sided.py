@@ -348,3 +348,22 @@ def test_ranks_on_several_hosts_are_refused_on_all_of_them():
     for message in on_ranks(3, on_two_hosts):
         assert "one_sided shares memory, and the ranks run on 2 hosts" in message
         assert "exchange=two_sided" in message
+
+
+def test_a_transport_that_serves_no_layer_has_nobody_to_leave_and_has_lost_nobody():
+    transport = SharedMemoryTransport(ty.thread_groups(1)[0])
+    (wiring,) = ty.draft([spec()], 1).wirings
+
+    def state():
+        return transport.departed(), transport.lost()
+
+    transport.leave()
+    assert state() == (False, [])
+    transport.serve([wiring.exchange_spec])
+    assert state() == (False, [])
+    transport.leave()
+    assert state() == (True, [0])
+    transport.close()
+    assert state() == (False, [])
+    with pytest.raises(ty.ContractError, match="the exchange has no workspace"):
+        transport.workspace.nbytes  # noqa: B018

@@ -8,7 +8,7 @@ import torch
 import tokenyard as ty
 from tests.models import WATCHED, batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import same_bits
-from tokenyard.exchange import Exchange, Pending, Transport
+from tokenyard.exchange import Exchange, LocalTransport, Pending, Transport
 from tokenyard.exchange.one_sided.cuda import CudaTransport
 from tokenyard.rows import ExpertRows
 
@@ -102,3 +102,24 @@ def test_a_pending_call_is_finished_once():
     calls = []
     pending = Pending(lambda: calls.append(1) or len(calls))
     assert [pending.wait(), pending.wait()] == [1, 1]
+
+
+class FewTerms(LocalTransport):
+    """A transport that adds one tensor in its sum, as those on GPUs add a few."""
+
+    name = "few_terms"
+    most_terms = 1
+
+
+def test_as_many_tensors_are_added_as_a_transport_can():
+    plan = ty.plan([spec(experts="reference")], ty.thread_groups(1)[0], exchange=FewTerms)
+    layer, wiring = build(plan, "moe"), plan.wiring("moe")
+    x_TH, routes = batch(spec(), 3)
+
+    def combined(terms):
+        arrival = plan.exchange.dispatch(wiring.exchange_spec, wiring.wire.encode(x_TH), routes)
+        return plan.exchange.combine(arrival, layer.experts(arrival.received), add=[x_TH] * terms).y_TH
+
+    assert not torch.equal(combined(1), combined(0))
+    assert "2 tensors to add; expected at most 1 on a GPU" in str(raised(combined, 2))
+    assert combined(1).shape == (3, 32)  # the plan goes on

@@ -253,3 +253,51 @@ def test_a_rank_whose_process_has_ended_is_not_waited_for_in_a_subgroup(pair):
     assert (lost.peers, lost.phase) == ((1,), "finding each other")
     assert "its process has ended" in str(lost)
     assert lost.waited < 20  # of 30
+
+
+def test_what_was_started_before_a_loss_is_not_waited_for_after_it(pair):
+    first, _ = pair(deadline=0.3)
+    started = [first.start_all_gather(torch.zeros(1, dtype=torch.uint8), phase=phase) for phase in "ab"]
+    assert raised(started[0].wait).phase == "a"
+    assert "group 'pair' is broken: rank 1 did not arrive in a" in str(raised(started[1].wait))
+
+
+def test_a_loss_in_shared_memory_is_found_out_by_the_ranks_together_and_breaks_the_group(pair, monkeypatch):
+    first, second = pair(deadline=5.0)
+    found = iter([[1], [], []])
+    asked = []
+    monkeypatch.setattr(first._detector, "lost", lambda **told: asked.append(told) or next(found))
+    for seen, named in ([0], (1,)), ([1], (1,)), ([], ()):
+        lost = first.lost_elsewhere(seen, phase="combine", waited=0.5)
+        assert (lost.peers, lost.phase, lost.waited, lost.rank) == (named, "combine", 0.5, 0)
+    assert asked == [{"phase": "combine", "waited": 0.5, "deadline": 5.0}] * 3
+    assert "is broken: rank 1 did not arrive in combine" in str(raised(first.barrier))  # the first one stands
+    second.close()
+    second.lost_elsewhere([0], phase="combine", waited=0.5)
+    assert "is broken: it was closed" in str(raised(second.barrier))
+
+
+def test_no_group_is_made_where_the_store_does_not_answer(pair, monkeypatch):
+    first, _ = pair()
+
+    def silent(*_, **__):
+        raise TimeoutError("no answer within 1.0 s")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tokenyard.group.distributed.within", silent)
+        for call in (first.subgroup, first.readmit):
+            error = str(raised(call, [1] if call == first.readmit else [0, 1]))
+            assert "cannot find each other: no answer within 1.0 s" in error
+    monkeypatch.setattr("tokenyard.group.failure_detector.within", silent)
+    for call in (first.subgroup, first.readmit):
+        error = str(raised(call, [1] if call == first.readmit else [0, 1]))
+        assert "rank 0: the ranks of group 'pair' cannot find each other: the group's store does not" in error
+
+
+def test_nccl_takes_in_nobody_and_a_group_that_was_closed_shares_no_memory_of_a_gpu(pair):
+    first, _ = pair()
+    first._carrier = torch.device("cuda")
+    assert "group 'pair' is one of NCCL" in str(raised(first.readmit, [1]))
+    first.device = torch.device("cuda")
+    first.close()
+    assert "is broken: it was closed" in str(raised(first.share_memory, 8))

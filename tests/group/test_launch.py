@@ -8,7 +8,9 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ import tokenyard as ty
 from tests.models import batch, build, raised, spec
 from tokenyard.errors import InputError, RankError
 from tokenyard.group import process_ranks
+from tokenyard.group.devices import MOST_THREADS_ON_CUDA
 
 both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
 
@@ -380,3 +383,19 @@ def test_the_threads_of_ranks_have_ended_when_launch_returns():
     for _ in range(20):
         ty.launch(3, lambda group: group.rank)
         assert not [t for t in threading.enumerate() if t.name.startswith("rank ") and t not in before]
+
+
+@pytest.mark.parametrize("world", [1, MOST_THREADS_ON_CUDA, MOST_THREADS_ON_CUDA + 1])
+def test_a_gpu_has_streams_for_so_many_threads(world, monkeypatch):
+    groups = [
+        SimpleNamespace(rank=rank, device=torch.device("cuda"), leave=lambda why: None)
+        for rank in range(world)
+    ]
+    module = sys.modules["tokenyard.group.launch"]
+    monkeypatch.setattr(module, "thread_groups", lambda *_, **__: groups)
+    monkeypatch.setattr(module, "rank_on", lambda device: nullcontext())
+    if world <= 32:
+        assert ty.launch(world, lambda group: group.rank) == [*range(world)]
+    else:
+        with pytest.raises(InputError, match="33 threads on one GPU; expected at most 32"):
+            ty.launch(world, lambda group: group.rank)

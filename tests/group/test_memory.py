@@ -1,8 +1,12 @@
 """How much memory a process may still take: what the kernel has, and what each control group leaves."""
 
+import os
+
 import pytest
 
-from tokenyard.group import memory
+import tokenyard as ty
+from tests.models import raised
+from tokenyard.group import memory, shared_memory
 
 MACHINE = {
     "proc/meminfo": "MemTotal: 9000000 kB\nMemAvailable: 3000 kB\nSwapFree: 500 kB\nHugePages_Total: 0\n"
@@ -86,3 +90,42 @@ def test_what_all_ranks_take_together_is_held_against_it(system):
         "257 bytes cannot be allocated by each of 4 ranks (1024 bytes are available)"
     )
     assert memory.too_much(1025, 1)
+
+
+class Told:
+    """A group of two ranks: what both say of their errors, and whose memory this one is told of."""
+
+    size, rank = 2, 0
+
+    def all_or_none(self, what, error):
+        assert what == "sharing memory"
+        if error is not None:
+            raise ty.GroupError(error, expected="", fix="")
+
+    def gather_json(self, where, *, phase):
+        return [where, where | {"pid": 1 << 23}]
+
+
+def test_memory_that_cannot_be_mapped_or_allocated_is_an_error_that_says_why(monkeypatch):
+    """The first reason stands, the words are the system's, and no descriptor is left open."""
+    before = os.listdir("/proc/self/fd")
+    gone = raised(shared_memory.share_between_processes, Told(), 64)
+    assert str(gone).startswith(
+        f"the memory of process {1 << 23} cannot be mapped (No such file or directory)"
+    )
+
+    def odd(pid, *_):
+        raise OSError(f"{'other' if pid == 1 << 23 else 'own'} memory is odd")
+
+    monkeypatch.setattr(shared_memory, "_map", odd)
+    error = raised(shared_memory.share_between_processes, Told(), 64)
+    assert str(error).startswith(f"the memory of process {os.getpid()} cannot be mapped (own memory is odd)")
+    for raises, words in (OSError(28, "No space"), "No space"), (OSError("none"), "none"):
+
+        def refuse(*_, raises=raises):
+            raise raises
+
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
+        error = raised(shared_memory.share_between_processes, Told(), 64)
+        assert str(error).startswith(f"64 bytes cannot be allocated ({words})")
+    assert os.listdir("/proc/self/fd") == before

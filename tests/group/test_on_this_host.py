@@ -1,5 +1,6 @@
 """Which ranks share a host, and the group of those that do."""
 
+import os
 import threading
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 import tokenyard as ty
 from tests.models import batch, build, spec
 from tokenyard.group import ThreadGroup
+from tokenyard.group import hosts as host_names
 from tokenyard.group.hosts import this_host
 
 both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
@@ -73,3 +75,13 @@ def test_a_process_may_be_told_the_name_of_its_host(monkeypatch):
     here = this_host()
     monkeypatch.setenv("TOKENYARD_HOST", "rack 3")
     assert this_host() == f"{here}/rack 3"
+
+
+@pytest.mark.parametrize(("told", "end"), [("rack 3", "/rack 3"), ("", "")])
+def test_where_linux_does_not_say_the_name_of_the_machine_is_taken(told, end, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError("no such file")
+
+    monkeypatch.setenv("TOKENYARD_HOST", told)
+    monkeypatch.setattr(host_names, "open", refuse, raising=False)
+    assert this_host() == os.uname().nodename + end

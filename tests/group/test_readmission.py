@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
@@ -17,7 +18,7 @@ import tokenyard as ty
 from tests.models import batch, build, raised, spec
 from tokenyard.conformance.cases import same_bits
 from tokenyard.group import readmission
-from tokenyard.group.readmission import Invitation, RejoinStore, address_of
+from tokenyard.group.readmission import Invitation, RejoinStore, address_of, rejoin_store_at
 from tokenyard.group.threads import thread_groups
 
 LAYERS = [
@@ -433,3 +434,13 @@ def test_the_address_says_how_the_ranks_found_each_other():
 
 def address_of_group(group):
     return group.address
+
+
+def test_an_address_leads_to_a_store_that_a_fresh_process_can_reach(tmp_path):
+    (tmp_path / "met").touch()
+    place = rejoin_store_at(f"file://{tmp_path}/met#world/0%201", 7.0)
+    assert place.group_key == "world/0 1"
+    assert place.store.timeout == timedelta(seconds=7)
+    assert address_of(place.store, place.group_key) == f"file://{tmp_path}/met#world/0%201"
+    error = raised(address_of, dist.HashStore(), "world/0-1")
+    assert "the ranks found each other through a HashStore" in str(error)

@@ -84,6 +84,7 @@ TESTS = (
     "tests/test_declarations.py",
     "tests/test_huggingface.py",
     "tests/test_layer.py",
+    "tests/test_overlap.py",
     "tests/test_placement.py",
     "tests/test_reference.py",
     "tests/test_routing.py",
@@ -157,11 +158,11 @@ def ways_to_meet(record, mutant):
     return ("preloaded", "anew") if imported else ("preloaded",)
 
 
-def stages(record, mutant, limits):
+def stages(record, mutant, limits, declares=True):
     """The tests of a mutant, in parts that take so long, each with a time that they surely end in."""
     met, parts = set(), []
     for limit in limits:
-        chosen = [test for test in choose(record, mutant, limit) if test not in met]
+        chosen = [test for test in choose(record, mutant, limit, declares) if test not in met]
         chosen = chosen if parts else chosen[:_FIRST_TESTS]
         met.update(chosen)
         parts.append((chosen, 60 + 5 * limit))
@@ -294,9 +295,10 @@ def main():
         if same.entry(mutant) or str(mutant) in known:
             outcomes.append((mutant, known.get(str(mutant), trial.Outcome("alive"))))
             continue
-        parts = stages(record, mutant, limits)
+        ways = ways_to_meet(record, mutant)
+        parts = stages(record, mutant, limits, declares=ways == ("anew",))
         reliable = {test for tests, _ in parts for test in tests} - doubtful
-        trials.append((mutant, parts, reliable, ways_to_meet(record, mutant)))
+        trials.append((mutant, parts, reliable, ways))
     until = time.monotonic() + 60 * options.minutes
     with (
         start_workers(options.workers, trial.start_worker, ROOT, tests_of_the_core()) as workers,

@@ -78,13 +78,14 @@ class Record:
         return found | self.others_like(found)
 
 
-def choose(record, mutant, limit):
+def choose(record, mutant, limit, declares=True):
     """The tests for a mutant: each test function in turn gives its quickest case, until the time is used up.
 
     Lines that run while modules are imported, or in other processes, are not recorded, and some run only once in a
     process. So behind the tests of a line, and cases of theirs that were not recorded, come tests that start processes,
     if the folder of tests has the name of the mutant's folder; then tests of the same file; then the others that start
-    processes. Lines that no test runs may be declarations: tests of these come first there.
+    processes. Lines that no test runs may be declarations (`declares`: outside of functions): tests of these come first
+    there.
     """
     last = mutant.line + mutant.before.count("\n")
     of_line = record.covering(mutant.path, mutant.line, last)
@@ -95,7 +96,9 @@ def choose(record, mutant, limit):
     declared = {test for test in record.tests if test.startswith(_OF_DECLARATIONS)}
     others = record.others_like(of_line), record.others_like(of_file)
     kinds = (of_line, others[0], near, of_file, others[1], started)
-    kinds = kinds if of_line else (declared, of_file, others[1], near, started)
+    if not of_line:
+        in_file = (of_file, others[1], near) if declares else (near, of_file, others[1])
+        kinds = (declared, *in_file, started) if declares else (*in_file, started, declared)
     return _within(record, [_in_turn(record, kind) for kind in kinds], limit)
 
 

@@ -119,6 +119,11 @@ class RecordOfDeclarations(SmallRecord):
 def test_lines_that_run_while_modules_are_imported_meet_tests_of_declarations_first():
     mutant = mutants_of("src/tokenyard/group/x.py", "LIMIT = 3")[0]
     assert choose(RecordOfDeclarations(), mutant, 60)[0] == "tests/test_declarations.py::test_it"
+    in_a_function = choose(RecordOfDeclarations(), mutant, 60, declares=False)
+    assert (in_a_function[0], in_a_function[-1]) == (
+        "tests/group/b.py::processes",
+        "tests/test_declarations.py::test_it",
+    )
     assert len(choose(RecordOfDeclarations(), mutant, 60)) == 5
 
 

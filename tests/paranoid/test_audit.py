@@ -322,3 +322,12 @@ def test_experts_of_the_package_count_their_duties():
         "grouped",
         "self_routing",
     }
+
+
+def test_ready_routes_are_scaled_already_though_the_layer_has_a_router_that_scales():
+    layer = spec(router=ty.SoftmaxRouter(top_k=2, renormalize=True, routed_scaling=2.5), experts="reference")
+    plan = ty.plan([layer], ty.thread_groups(1)[0], exchange="two_sided", paranoid=True)
+    x_TH, routes = batch(layer, 4, scaled_by=2.5)
+    built = build(plan, "moe")
+    assert built(x_TH, routes).shape == (4, 32)
+    assert built(x_TH, torch.randn(4, 5)).shape == (4, 32)
