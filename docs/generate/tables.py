@@ -12,7 +12,8 @@ from docs.generate.combine_tables import COMBINE_TABLES
 from docs.generate.error_table import classes_in_markdown, troubles_in_markdown
 from docs.generate.figures import FIGURES
 from docs.generate.vllm_tables import refusals_in_markdown, settings_in_markdown
-from tokenyard.lab.support import between_marks, marks, to_markdown
+from tokenyard.errors import InputError
+from tokenyard.lab.support import support_tables
 
 PAGES = (
     "README.md",
@@ -25,7 +26,7 @@ PAGES = (
 TABLES: dict[str, Callable[[], str]] = {
     **FIGURES,
     **COMBINE_TABLES,
-    "support": to_markdown,
+    "support": lambda: "\n\n".join(table.to_markdown() for table in support_tables()),
     "troubles": troubles_in_markdown,
     "error-classes": classes_in_markdown,
     "vllm-settings": settings_in_markdown,
@@ -42,3 +43,26 @@ def rewrite(page: Path) -> bool:
     if written != text:
         page.write_text(written)
     return written != text
+
+
+def marks(name: str) -> tuple[str, str]:
+    """What stands before and behind the tables of this name.
+
+    >>> marks("support")
+    ('<!-- support:begin -->', '<!-- support:end -->')
+    """
+    return f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+
+
+def between_marks(path: Path, text: str, name: str, tables: str) -> str:
+    """A page's text with these tables between the marks of that name."""
+    begin, end = marks(name)
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(end) < text.index(begin):
+        raise InputError(
+            f"{path} has {text.count(begin)} × {begin} and {text.count(end)} × {end}",
+            expected="each of them once, in this order",
+            fix="write both marks, on lines of their own, where the tables shall stand",
+        )
+    before, after = text[: text.index(begin)], text[text.index(end) :]
+    # Markdown sees a table only behind an empty line.
+    return f"{before}{begin}\n\n{tables}\n\n{after}"

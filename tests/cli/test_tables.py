@@ -18,7 +18,6 @@ from tokenyard.cli import run as run_command
 from tokenyard.cli.tables import print_table
 from tokenyard.conformance.campaign import Cell, Row
 from tokenyard.conformance.draws import draw_cases
-from tokenyard.conformance.stack import StackCell
 from tokenyard.conformance.suites import CheckResult
 from tokenyard.exchange import EXCHANGES
 from tokenyard.experts.fused.tile_configs import TileConfig
@@ -190,11 +189,7 @@ def check_grid(tmp_path, monkeypatch):
     ]
     parts = {"formats": dict.fromkeys(FORMATS, passed), "experts": {}}
     cases = [case for _, case in draw_cases(40, 0, [(EXCHANGES["two_sided"], "bf16", "threads")])]
-    stack = [
-        StackCell(exchange=name, wire="fp8_block128", oracle_error=0.1, end_to_end_error=0.1)
-        for name in EXCHANGES
-    ]
-    return printed(lambda: check._show(check.console(), "cpu", rows, cells, parts, cases, stack))
+    return printed(lambda: check._show(check.console(), "cpu", rows, cells, parts, cases))
 
 
 def printed(function):

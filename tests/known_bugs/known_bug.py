@@ -12,9 +12,7 @@ import torch
 
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
-from tokenyard.conformance.stack import check_stack
 from tokenyard.conformance.suites import check_exchange, check_experts, check_format
-from tokenyard.exchange import EXCHANGES
 
 # -- What catches a mutant -----------------------------------------------------------------------------------
 
@@ -67,20 +65,6 @@ class FormatCheck:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StackCheck:
-    """The stack of layers that `tokenyard check` runs: every layer's result beside a float64 oracle."""
-
-    name: str = "the stack"
-
-    def finding(self):
-        (cell,) = check_stack([EXCHANGES["two_sided"]], ["bf16"], world=2, tokens=4, ranks="threads")
-        return "; ".join(cell.off) or None
-
-    def __str__(self):
-        return "the stack of layers that `tokenyard check` runs, against the float64 oracle"
-
-
-@dataclass(frozen=True, kw_only=True)
 class AlwaysOn:
     """An error that is raised wherever the mutant runs, in production too: no suite is needed."""
 
@@ -123,7 +107,7 @@ class Refusal:
         return f"the refusal `{self.name}`, {self.when}"
 
 
-SuiteCheck = ExchangeCheck | ExpertsCheck | FormatCheck | StackCheck
+SuiteCheck = ExchangeCheck | ExpertsCheck | FormatCheck
 Check = SuiteCheck | AlwaysOn | Refusal
 
 

@@ -1,8 +1,7 @@
 """`tokenyard check`: every exchange × wire format × kind of ranks, random layers and named checks, as a grid.
 
 A random case is bitwise equal to the twin and within the bound around the oracle, or it is a finding. The named checks
-say what a part did wrong, where a case says that something is wrong. At the end four ranks push tokens through a stack
-of layers of different formats and shapes, in one plan, on every exchange × wire. All of it runs on anybody's class:
+say what a part did wrong, where a case says that something is wrong. All of it runs on anybody's class:
 
     tokenyard check --exchange package.module:Class
 """
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from tokenyard.cli.check_stack import show_stack, stack_fields, stack_findings
 from tokenyard.cli.machine import provenance
 from tokenyard.cli.options import JsonFlag, LoadedExchanges, RowsDevice, option
 from tokenyard.cli.output import console, print_json, progress_bar
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
 
     from tokenyard.conformance.campaign import Cell, Row
     from tokenyard.conformance.cases import Case
-    from tokenyard.conformance.stack import StackCell
     from tokenyard.conformance.suites import CheckResult
     from tokenyard.exchange import Transport
     from tokenyard.experts import Experts
@@ -57,9 +54,6 @@ def check(
         int | None,
         option("Rounds of the check `many_rounds`.", shown="50; 1000 where memory is shared", min=1),
     ] = None,
-    tokens: Annotated[
-        int, option("Tokens of the first rank of the stack of layers; 0 leaves the stack out.", min=0)
-    ] = 96,
     as_json: JsonFlag = False,
 ) -> None:
     """Hold exchanges, formats and experts to their contract: your own classes, too."""
@@ -69,7 +63,6 @@ def check(
         start_forkserver()  # it loads torch while this process does
     from tokenyard.conformance.campaign import Campaign, check_parts, share_of_large
     from tokenyard.conformance.draws import histogram
-    from tokenyard.conformance.stack import check_stack, runs_in_stack
     from tokenyard.exchange import EXCHANGES
     from tokenyard.exchange import resolve as resolve_exchange
     from tokenyard.experts import EXPERTS
@@ -103,9 +96,8 @@ def check(
     )
     started = time.monotonic()
     drawn = campaign.draw()
-    stacked = exchanges if tokens else []
     lone_formats = chosen_formats if everything or format_ else []
-    steps = len(drawn) + len(exchanges) * len(kinds) + len(stacked) * sum(map(runs_in_stack, chosen_formats))
+    steps = len(drawn) + len(exchanges) * len(kinds)
     with progress_bar() as bar:
         task = bar.add_task("starting", total=steps + len(lone_formats) + len(chosen_experts))
 
@@ -114,15 +106,11 @@ def check(
 
         parts = check_parts(lone_formats, chosen_experts, device, tell)
         rows, cells = campaign.run(drawn, tell, rounds)
-        stack = check_stack(
-            stacked, chosen_formats, tokens=tokens, ranks=kinds[-1], device=device, progress=tell
-        )
     seconds = time.monotonic() - started
     only_cases = [case for _, case in drawn]
     named = [result for row in rows for result in row.results]
     named += [result for kind in parts.values() for results in kind.values() for result in results]
     passed = all(cell.ok for cell in cells) and all(result.passed for result in named)
-    passed = passed and all(cell.passed for cell in stack)
     if as_json:
         print_json(
             {
@@ -136,20 +124,18 @@ def check(
                 "cells": [_cell_fields(cell) for cell in cells],
                 "checks": _check_fields(rows, parts),
                 "skipped": skipped,
-                "stack": stack_fields(stack),
                 "histogram": histogram(only_cases),
                 **provenance(),
             }
         )
     else:
-        _show(console(), device, rows, cells, parts, only_cases, stack)
+        _show(console(), device, rows, cells, parts, only_cases)
         for why in skipped.values():
             console().print(f"not checked: {why}", style="yellow", markup=False, soft_wrap=True)
         count = sum(cell.passed for cell in cells)
         checks = sum(result.passed for result in named)
         console().print(
-            f"{count} of {len(drawn)} cases, {checks} of {len(named)} checks and "
-            f"{sum(cell.passed for cell in stack)} of {len(stack)} stacks passed, in {seconds:.0f} s",
+            f"{count} of {len(drawn)} cases and {checks} of {len(named)} checks passed, in {seconds:.0f} s",
             style="green" if passed else "red",
         )
     if not passed:
@@ -251,7 +237,6 @@ def _show(
     cells: list[Cell],
     parts: dict[str, dict[str, list[CheckResult]]],
     cases: list[Case],
-    stack: list[StackCell],
 ) -> None:
     findings: list[str] = []
     if rows:
@@ -263,9 +248,6 @@ def _show(
             show_table(list(by_name), [marks], right=list(by_name), title=title, min_width=len(title))
             for name, results in by_name.items():
                 findings += _first(name, results)
-    if stack:
-        show_stack(stack)
-        findings += stack_findings(stack)
     for finding in findings[:_MOST_SHOWN]:
         out.print(f"✗ {finding}", style="red", markup=False, soft_wrap=True)
     if len(findings) > _MOST_SHOWN:

@@ -4,5 +4,4 @@
 - `cases` and `draws`: random layers on random ranks, from a seed, each held against
 - `twin`: one process that does what all ranks do, bitwise, and
 - `oracle`: the layer in float64, with a bound.
-- `stack`: a model-like stack of layers, different in formats and shapes, in one plan.
 """

@@ -29,6 +29,7 @@ from tokenyard.exchange import Arrival
 from tokenyard.formats.base import dtype_name
 from tokenyard.planning.planner import Plan
 from tokenyard.planning.spec import LayerSpec
+from tokenyard.routing import GroupedSigmoidRouter
 from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows
 
 # Rounds of `many_rounds`. Where memory is shared between ranks, flags and epochs live in it, and must not drift.
@@ -65,6 +66,18 @@ def alike_layers(trial: Trial) -> None:
     stack = CheckedLayers(trial, ALIKE)
     for spec in ALIKE * 2:
         stack.check(spec.name, "beside one of the same sizes", tokens=4)
+
+
+def routed_scaling_once(trial: Trial) -> None:
+    """A layer with a router gives what its router's routes give: the scaling factor is in the weights once."""
+    router = GroupedSigmoidRouter(2, num_groups=3, topk_groups=2, routed_scaling=2.5)
+    stack = CheckedLayers(trial, (layer(router=router, top_k=2, payloads=()),))
+    for _ in range(2):
+        mine = stack.batch("moe")
+        logits_TE = mine.x_TH[:, :6].float()
+        routed = dataclasses.replace(mine, routes=router(logits_TE))
+        y_TH = stack.layers["moe"](mine.x_TH, logits_TE)
+        check_same(y_TH, stack.due("moe", routed), "a layer whose router scales its weights")
 
 
 def alternating_layers(trial: Trial) -> None:

@@ -2,11 +2,7 @@
 
 Exchanges, formats and experts publish what they can carry (`supports`). The planner asks these declarations,
 and so do the tables here: a combination cannot be supported in the documentation and refused by a plan. The
-tables are generated, never written:
-
-    tokenyard support --write docs/support.md
-
-puts them between `<!-- support:begin -->` and `<!-- support:end -->`, and a test compares.
+tables are generated, never written: `tokenyard support` shows them, `docs/generate` puts them on a page.
 """
 
 from __future__ import annotations
@@ -15,12 +11,11 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from tokenyard.errors import InputError, Reason
+from tokenyard.errors import Reason
 from tokenyard.exchange import EXCHANGES, ExchangeSpec, Transport
 from tokenyard.experts import ACTIVATIONS, EXPERTS, Experts, ExpertsSpec, activation
 from tokenyard.experts.base import takes_rows
@@ -73,55 +68,6 @@ def support_tables() -> list[SupportTable]:
     ['Exchanges and formats', 'Weights', 'Experts', 'Routers', 'Placements', 'Models']
     """
     return [_exchanges(), _weights(), _experts(), _routers(), _placements(), _models()]
-
-
-def to_markdown() -> str:
-    """All tables as one piece of Markdown."""
-    return "\n\n".join(table.to_markdown() for table in support_tables())
-
-
-def rewrite(path: str | Path) -> bool:
-    """Put the tables between their marks in a Markdown file; say whether that changed the file."""
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"{path} cannot be read ({error})", expected="a Markdown file", fix="check the path"
-        ) from error
-    written = between_marks(path, text, "support", to_markdown())
-    if written == text:
-        return False
-    try:
-        path.write_text(written, encoding="utf-8")
-    except OSError as error:
-        raise InputError(
-            f"{path} cannot be written ({error})", expected="a file of yours", fix="check its rights"
-        ) from error
-    return True
-
-
-def marks(name: str) -> tuple[str, str]:
-    """What stands before and behind the tables of this name.
-
-    >>> marks("support")
-    ('<!-- support:begin -->', '<!-- support:end -->')
-    """
-    return f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-
-
-def between_marks(path: Path, text: str, name: str, tables: str) -> str:
-    """A page's text with these tables between the marks of that name."""
-    begin, end = marks(name)
-    if text.count(begin) != 1 or text.count(end) != 1 or text.index(end) < text.index(begin):
-        raise InputError(
-            f"{path} has {text.count(begin)} × {begin} and {text.count(end)} × {end}",
-            expected="each of them once, in this order",
-            fix="write both marks, on lines of their own, where the tables shall stand",
-        )
-    before, after = text[: text.index(begin)], text[text.index(end) :]
-    # Markdown sees a table only behind an empty line.
-    return f"{before}{begin}\n\n{tables}\n\n{after}"
 
 
 # --- The tables -------------------------------------------------------------------------------------------
