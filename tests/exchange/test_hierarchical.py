@@ -11,6 +11,7 @@ from tokenyard.conformance.cases import Case, run_case
 from tokenyard.conformance.metering import Meter
 from tokenyard.exchange import ExchangeSpec, HierarchicalTransport, HostMap
 from tokenyard.planning.drafting import links
+from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
 
 HOSTS = ([2, 2], [3, 1], [1, 3], [1, 2, 1])
 
@@ -328,3 +329,47 @@ def test_a_rank_that_hears_of_a_loss_in_the_group_leaves_the_memory_of_its_host(
     with pytest.raises(ty.PeerLost, match="combine"), transport._waiting_in_group():
         raise ty.PeerLost([0], phase="combine", waited=0.5)
     assert asked == ["left"]
+
+
+@pytest.mark.parametrize(
+    ("came", "order", "counts"),
+    [
+        ((3, 3), [0, 1, 3, 2, 4, 5], (2, 1, 1, 2)),
+        ((2, 3), [2, 3, 4], (0, 1, 0, 2)),  # the first relay has lost a row of rank 0 or 2
+        ((3, 4), [0, 1, 2], (2, 0, 1, 0)),
+    ],
+)
+def test_rows_of_relays_are_put_in_the_order_of_sources_and_none_are_where_some_are_missing(
+    came, order, counts
+):
+    """On the first of two hosts with two ranks: rank 0 relays its own rows and those of rank 2, rank 1 of rank 3."""
+    transport, _ = two_levels(departed=False)
+    transport.host = 0
+    number_R = torch.arange(sum(came))
+    received = ReceivedRows(
+        rows="all rows",
+        routes=LocalRoutes(ids_RK=number_R.unsqueeze(1), weights_RK=-number_R.unsqueeze(1)),
+        counts_W=came,
+        extra={"tag": 10 + number_R},
+        slots_R=100 + number_R,
+        results=CombineBuffer(rows_SH="all results", slots_R=100 + number_R),
+    )
+    found = transport._received(SimpleNamespace(received=received, counts_W=came), [2, 1, 1, 2])
+    assert found.counts_W == counts
+    assert found.routes.ids_RK.squeeze(1).tolist() == order
+    assert found.routes.weights_RK.squeeze(1).tolist() == [-row for row in order]
+    assert found.extra["tag"].tolist() == [10 + row for row in order]
+    assert found.slots_R.tolist() == found.results.slots_R.tolist() == [100 + row for row in order]
+    assert (found.rows, found.results.rows_SH) == ("all rows", "all results")
+
+
+def test_what_trimmed_layers_took_inside_a_host_is_given_back():
+    plan = ty.plan([spec()], ty.thread_groups(1)[0], exchange="hierarchical")
+    transport = plan.exchange.transport
+    small = transport.inside.workspace.nbytes
+    plan.extend([spec("large", max_tokens=512)])
+    large = transport.inside.workspace.nbytes
+    plan.trim()
+    assert transport.inside.workspace.nbytes == large > small
+    plan.trim(keep=["moe"])
+    assert transport.inside.workspace.nbytes == small

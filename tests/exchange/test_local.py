@@ -9,6 +9,7 @@ from tests.exchange.strategies import cases
 from tests.models import UNREDUCED, WATCHED, batch, build, raised, spec
 from tokenyard.conformance.cases import run_case, same_bits
 from tokenyard.exchange import LocalTransport
+from tokenyard.rows import RoutingLogits
 
 OTHERS = ["one_sided", "two_sided", "allgather"]
 
@@ -169,3 +170,19 @@ def test_a_transport_that_is_trimmed_serves_the_layers_that_are_left():
     transport = Noting(alone())
     transport.trim(["body", "head"])
     assert transport.served == ("body", "head")
+
+
+def test_logits_that_arrive_are_a_copy():
+    layer = spec(experts="self_routing", router=ty.SoftmaxRouter(top_k=2, renormalize=True))
+    plan = ty.plan([layer], alone(), exchange="local")
+    x_TH, _ = batch(layer, 4)
+    logits_TE = torch.randn(4, 5, requires_grad=True)
+    arrival = plan.exchange.dispatch(
+        plan.wiring("moe").exchange_spec,
+        plan.wiring("moe").wire.encode(x_TH),
+        RoutingLogits(logits_RE=logits_TE),
+    )
+    held = arrival.received.routes.logits_RE
+    assert torch.equal(held, logits_TE)
+    assert held.data_ptr() != logits_TE.data_ptr()
+    assert not held.requires_grad

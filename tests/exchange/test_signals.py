@@ -1,6 +1,7 @@
 """Who is given up: those who have not come, but for those who wait themselves for somebody who has not come."""
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -176,3 +177,23 @@ def test_a_rank_that_was_lost_has_not_departed(ranks):
         tell(ranks, source, range(WORLD))
     assert blamed(ranks) == [3]
     assert not any(rank.departed() for rank in ranks)
+
+
+def test_a_rank_tells_those_who_wait_for_it_in_another_plan_where_it_is(ranks):
+    """Rank 0 is in one plan; in another one rank 1 waits for it, rank 2 has its word, and rank 3 does not wait."""
+    controls = [torch.zeros(control_bytes(WORLD), dtype=torch.uint8) for _ in range(WORLD)]
+    others = [Signals(controls, rank._group) for rank in ranks]
+    there = replace(word(round=5, phase=Phase.COMBINE), plan=8)
+    for source in range(WORLD):
+        others[source].tell(2, there)
+    for source in (1, 2, 3):
+        others[source].tell(1, there)
+    for waiting in (0, 1, 2):
+        others[waiting]._set_state(flag(0, Phase.COMBINE, 5), 0)
+    ranks[0]._tell_in_other_plans(word(round=2), [])
+    ranks[0]._tell_in_other_plans(word(round=2), [0, 2, 3])
+    assert not others[0].left
+    ranks[0]._tell_in_other_plans(word(round=2), [0, 1, 2, 3])
+    assert [signals.left for signals in (*others, *ranks)] == [True] + [False] * 7
+    assert [(heard.plan, heard.round) for heard in others[1].hear(there)] == [(7, 2)] + [(8, 5)] * 3
+    assert [(heard.plan, heard.round) for heard in others[2].hear(there)] == [(8, 5)] * 4

@@ -123,3 +123,43 @@ def test_as_many_tensors_are_added_as_a_transport_can():
     assert not torch.equal(combined(1), combined(0))
     assert "2 tensors to add; expected at most 1 on a GPU" in str(raised(combined, 2))
     assert combined(1).shape == (3, 32)  # the plan goes on
+
+
+class LosesLater(LocalTransport):
+    """A transport whose calls do not wait: what went wrong is told when somebody asks."""
+
+    name = "loses_later"
+
+    def synchronize(self):
+        raise ty.PeerLost([0], phase="dispatch", waited=0.5)
+
+
+def test_a_loss_that_is_told_when_the_device_is_waited_for_breaks_the_plan():
+    plan = ty.plan([spec()], ty.thread_groups(1)[0], exchange=LosesLater)
+    assert isinstance(raised(plan.synchronize), ty.PeerLost)
+    assert isinstance(raised(build(plan, "moe"), *batch(spec(), 3)), ty.PlanBroken)
+
+
+def refused_by_one(group, exchange):
+    plan = ty.plan([spec(experts="reference")], group, exchange=exchange)
+    layer, wiring = build(plan, "moe"), plan.wiring("moe")
+    x_TH, routes = batch(spec(), 3, seed=group.rank)
+    arrival = plan.exchange.dispatch(wiring.exchange_spec, wiring.wire.encode(x_TH), routes)
+    if group.rank == 1:
+        with pytest.raises(ValueError, match="no such results") as caught:
+            plan.exchange.refuse(arrival, ValueError("no such results"))
+        said = caught.value
+    else:
+        said = raised(plan.exchange.combine, arrival, layer.experts(arrival.received))
+    gone = raised(plan.exchange.combine, arrival, layer.experts(arrival.received))
+    return str(said), str(gone), bool(layer(x_TH, routes).any())
+
+
+@every_exchange
+def test_a_rank_that_refuses_to_combine_tells_the_others_why(exchange):
+    other, own = on_ranks(2, refused_by_one, exchange)
+    assert "rank 1 failed in combine: ValueError: no such results" in other[0]
+    assert own[0] == "no such results"
+    for _, gone, worked in (other, own):
+        assert "this handle is not in flight" in gone
+        assert worked

@@ -2,12 +2,14 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import same_bits
+from tokenyard.exchange import Pending
 from tokenyard.experts import ReferenceExperts
 
 every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)
@@ -90,6 +92,41 @@ def escapes_too_early(group, exchange):
 @every_exchange
 def test_a_round_trip_that_ends_by_a_combine_out_of_turn_is_not_left_in_flight(exchange):
     assert on_ranks(2, escapes_too_early, exchange) == [(True, True)] * 2
+
+
+def finds_a_problem(group, exchange):
+    """Rank 1 finds a dispatch wrong while the rows of the next one travel: these arrive, and are combined."""
+    layer = spec(experts="reference")
+    plan = ty.plan([layer], group, exchange=exchange, in_flight=2)
+    built, exchange_spec = build(plan, "moe"), plan.wiring("moe").exchange_spec
+    x_TH, routes = batch(layer, 5, seed=group.rank)
+    expected = built(x_TH, routes)
+    send, problem = plan.exchange.transport.send, ValueError("a row is odd")
+
+    def send_odd(batch):
+        pending = send(batch)
+        plan.exchange.transport.send = send
+        return Pending(lambda: replace(pending.wait(), problem=problem))
+
+    if group.rank == 1:
+        plan.exchange.transport.send = send_odd
+    started = [plan.exchange.start_dispatch(exchange_spec, encoded(plan, "moe", x_TH), routes) for _ in "ab"]
+    try:
+        arrival = started[0].wait()
+        error = raised(plan.exchange.combine, arrival, built.experts(arrival.received))
+    except ValueError as found:
+        error = found
+    arrival = started[1].wait()
+    home = plan.exchange.combine(arrival, built.experts(arrival.received)).y_TH
+    return str(error), same_bits(home, expected), same_bits(built(x_TH, routes), expected)
+
+
+@every_exchange
+def test_a_dispatch_that_is_found_wrong_is_given_up_after_what_travels_has_arrived(exchange):
+    (told, *first), (own, *second) = on_ranks(2, finds_a_problem, exchange)
+    assert "rank 1 failed in combine: ValueError: a row is odd" in told
+    assert own == "a row is odd"
+    assert first == second == [True, True]
 
 
 # -- One thread at a time ------------------------------------------------------------------------------------

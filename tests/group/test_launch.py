@@ -237,17 +237,21 @@ def test_ranks_that_compute_end_soon_when_launch_is_interrupted(ranks, tmp_path,
     assert capfd.readouterr().err == ""
 
 
-def test_processes_that_have_reported_end_by_themselves(monkeypatch):
+def leaves_a_thread(group):
+    threading.Thread(target=time.sleep, args=(600,)).start()
+
+
+def test_processes_that_have_reported_end_by_themselves_whatever_their_threads_do(monkeypatch):
     codes, end = [], process_ranks._end
 
     def noting(processes):
         for process in processes:
-            process.join(60)
+            process.join(20)
             codes.append(process.exitcode)
         end(processes)
 
     monkeypatch.setattr(process_ranks, "_end", noting)
-    ty.launch(2, nothing, ranks="processes")
+    ty.launch(2, leaves_a_thread, ranks="processes")
     assert codes == [0, 0]
 
 
@@ -399,3 +403,11 @@ def test_a_gpu_has_streams_for_so_many_threads(world, monkeypatch):
     else:
         with pytest.raises(InputError, match="33 threads on one GPU; expected at most 32"):
             ty.launch(world, lambda group: group.rank)
+
+
+def test_launches_at_the_same_time_meet_at_ports_of_their_own_on_loopback():
+    stores = [process_ranks._meeting_store(seconds) for seconds in (5.0, 7.0)]
+    assert len({store.port for store in stores}) == 2
+    assert all(store.port > 1023 for store in stores)  # any that is free, none that is known
+    assert [store.host for store in stores] == ["127.0.0.1"] * 2
+    assert [store.timeout.total_seconds() for store in stores] == [5.0, 7.0]

@@ -103,6 +103,8 @@ class Told:
             raise ty.GroupError(error, expected="", fix="")
 
     def gather_json(self, where, *, phase):
+        made = os.fstat(where["descriptor"])
+        assert (made.st_size, made.st_mode & 0o777, made.st_ino) == (64, 0o600, where["inode"])
         return [where, where | {"pid": 1 << 23}]
 
 
@@ -128,4 +130,7 @@ def test_memory_that_cannot_be_mapped_or_allocated_is_an_error_that_says_why(mon
         monkeypatch.setattr(os, "posix_fallocate", refuse)
         error = raised(shared_memory.share_between_processes, Told(), 64)
         assert str(error).startswith(f"64 bytes cannot be allocated ({words})")
+    monkeypatch.setattr(shared_memory, "too_much", lambda nbytes, ranks: f"{ranks} x {nbytes} are too much")
+    error = raised(shared_memory.share_between_processes, Told(), 64)
+    assert str(error).startswith("2 x 64 are too much")  # before anything is allocated
     assert os.listdir("/proc/self/fd") == before

@@ -121,3 +121,14 @@ def test_a_fresh_rank_has_the_deadline_of_the_group_and_each_time_another_name()
         ]
         assert again.address == left.address
         assert together([again, fresh], lambda group: group.gather_json(group.rank)) == [[0, 1]] * 2
+
+
+def test_a_loss_in_shared_memory_is_told_to_all_ranks_and_the_first_one_stands():
+    first, second, third = ty.thread_groups(3)
+    second.leave("it has returned")
+    lost = first.lost_elsewhere([1, 2], phase="combine", waited=0.5)
+    assert (lost.peers, lost.phase, lost.waited, lost.rank) == ((1, 2), "combine", 0.5, 0)
+    assert "it has returned" in str(lost)
+    again = third.lost_elsewhere([0], phase="dispatch", waited=0.7)
+    assert (again.peers, again.phase, again.waited, again.rank) == ((1, 2), "dispatch", 0.5, 2)
+    assert raised(third.barrier).peers == (1, 2)

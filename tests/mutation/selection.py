@@ -85,7 +85,7 @@ def choose(record, mutant, limit, declares=True):
     process. So behind the tests of a line, and cases of theirs that were not recorded, come tests that start processes,
     if the folder of tests has the name of the mutant's folder; then tests of the same file; then the others that start
     processes. Lines that no test runs may be declarations (`declares`: outside of functions): tests of these come first
-    there.
+    there. Others run in processes: first there are tests whose file has the name of the mutant's file.
     """
     last = mutant.line + mutant.before.count("\n")
     of_line = record.covering(mutant.path, mutant.line, last)
@@ -93,11 +93,12 @@ def choose(record, mutant, limit, declares=True):
     package = mutant.path.split("/")[2].removesuffix(".py")
     started = record.starting_processes()
     near = {test for test in started if f"tests/{package}/" in test or f"test_{package}" in test}
+    mirrored = {test for test in near if f"/test_{mutant.path.split('/')[-1]}::" in test}
     declared = {test for test in record.tests if test.startswith(_OF_DECLARATIONS)}
     others = record.others_like(of_line), record.others_like(of_file)
     kinds = (of_line, others[0], near, of_file, others[1], started)
     if not of_line:
-        in_file = (of_file, others[1], near) if declares else (near, of_file, others[1])
+        in_file = (of_file, others[1], near) if declares else (mirrored, near, of_file, others[1])
         kinds = (declared, *in_file, started) if declares else (*in_file, started, declared)
     return _within(record, [_in_turn(record, kind) for kind in kinds], limit)
 

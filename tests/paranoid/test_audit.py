@@ -269,7 +269,7 @@ def test_a_wrong_sum_on_one_rank_reaches_all(monkeypatch):
     sums_with(monkeypatch, wrong)
     other, alarm = on_ranks(2, alarms, spec())
     assert (other["kind"], alarm["kind"]) == ("PeerFailed", "Corrupted")
-    assert "rank 1 failed in combine: Corrupted" in other["text"]
+    assert "rank 1 failed in combine: Corrupted: layer 'moe', rank 1: the result of token 0" in other["text"]
 
 
 def test_a_caller_who_reduces_is_left_to_it(monkeypatch):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ from tests.paranoid.tampering import told
 from tokenyard.conformance.cases import random_weights, run_case, same_bits
 from tokenyard.conformance.suites import assert_passed, check_exchange
 from tokenyard.conformance.twin import twin
+from tokenyard.exchange import Pending, TwoSidedTransport
+from tokenyard.exchange.integrity.watched import WatchedTransport
+from tokenyard.exchange.integrity.workspace_guards import GUARD_BYTES
 from tokenyard.exchange.one_sided.shared_memory import SharedMemoryTransport
 from tokenyard.planning.drafting import PARANOID_VARIABLE
 
@@ -188,3 +192,66 @@ def test_where_an_exchange_cannot_be_watched_the_plan_says_which_can():
         assert "paranoid=True: the kernels that move rows between GPUs leave no checksums" in error["text"]
         assert {"exchange=two_sided", "exchange=allgather"} <= set(choices)
         assert plain is False
+
+
+class Noting(TwoSidedTransport):
+    """Notes what it is asked for."""
+
+    name = "noting"
+
+    def __init__(self, group, *, in_flight=1, guard=0):
+        super().__init__(group, in_flight=in_flight, guard=guard)
+        self.asked = [("made", in_flight, guard)]
+        for call in ("serve", "trim", "warmup", "fixed_shapes", "fail", "region_bytes"):
+            setattr(self, call, lambda *given, call=call: self.asked.append((call, *given)))
+        for call in ("synchronize", "close", "lost"):
+            setattr(self, call, lambda call=call: self.asked.append((call,)) or [7])
+
+
+def test_a_transport_that_is_watched_does_all_that_it_did():
+    watched = WatchedTransport(Noting, ty.thread_groups(1)[0], in_flight=3)
+    failure = SimpleNamespace(arrival=None, region=1)
+    watched.serve(["a"])
+    watched.trim(["b"])
+    watched.warmup(["c"])
+    watched.fixed_shapes(4)
+    watched.fail(failure)
+    watched.region_bytes("layer")
+    assert watched.lost() == [7]
+    watched.synchronize()
+    watched.close()
+    assert watched.inner.asked == [
+        ("made", 3, GUARD_BYTES),
+        ("serve", ["a"]),
+        ("trim", ["b"]),
+        ("warmup", ["c"]),
+        ("fixed_shapes", 4),
+        ("fail", failure),
+        ("region_bytes", "layer"),
+        ("lost",),
+        ("synchronize",),
+        ("close",),
+    ]
+    assert (watched.in_flight, watched.guard, watched.guards) == (3, GUARD_BYTES, None)
+    failed = []
+    watched.guards = SimpleNamespace(round_failed=failed.append)
+    watched.fail(failure)
+    watched.fail(SimpleNamespace(arrival="came", region=2))  # in the combine, rows have been looked at
+    assert failed == [1]
+
+
+class HomeElsewise(TwoSidedTransport):
+    """Brings results home as something that cannot be looked at row by row."""
+
+    name = "home_elsewise"
+
+    def send_back(self, results):
+        home = super().send_back(results)
+        return Pending(lambda: [home.wait()])
+
+
+def test_results_that_cannot_be_looked_at_are_refused():
+    plan = ty.plan([spec()], ty.thread_groups(1)[0], exchange=HomeElsewise, paranoid=True)
+    error = raised(build(plan, "moe"), *batch(spec(), 3))
+    assert isinstance(error, ty.ContractError)
+    assert "home_elsewise brings results home as" in str(error)
