@@ -68,7 +68,7 @@ def sort_on_device(ids_RK: Tensor, experts: int, tile: int, *, early: bool) -> S
     bins, chunks = triton.next_power_of_2(experts + 1), triton.cdiv(rows, CHUNK // choices)
     max_tiles = min(pairs, pairs // tile + experts)
     order_N = torch.empty(pairs, dtype=torch.int32, device=device)
-    tiles = torch.empty(5 * max_tiles + 1, dtype=torch.int32, device=device)
+    tiles = torch.empty(5 * max_tiles + 3, dtype=torch.int32, device=device)
     how_many = tiles[5 * max_tiles :]
     sizes, launch = (experts, bins, top_k, choices, CHUNK), launch_options(early)
     if chunks == 1:

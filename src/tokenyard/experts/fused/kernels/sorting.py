@@ -4,7 +4,8 @@ A pair is a received row and one of its choices, `row * top_k + choice`; those w
 out. `order_N` holds the pairs by expert, and by their own order within an expert; a pair p whose row has other experts
 here stands as ~p, below zero. A tile is at most TILE pairs of one expert: `tiles` holds its expert, its first place in
 `order_N`, how many pairs it has, the first tile of its expert and how many tiles that has, one line of int32 for each
-of the five, and `how_many` the number of tiles. Nothing of this is read by the host.
+of the five, and `how_many` the number of tiles. Behind that stand two counters, zero, from which the blocks of the two
+products take what they compute. Nothing of this is read by the host.
 
 Short batches take one launch, in which each block counts everything, and places the pairs of one expert. Longer ones
 are counted first, chunk by chunk; then a few blocks place the pairs of a chunk.
@@ -85,6 +86,7 @@ def sort_pairs(
     first_tile = tl.sum(tl.where(bins < mine, tiles_B, 0))
     if mine == 0:
         tl.store(how_many, tl.sum(tiles_B))
+        tl.store(how_many + 1 + tl.arange(0, 2), tl.zeros([2], tl.int32))
     tile = tl.arange(0, AT_A_TIME)
     for first in range(0, tl.cdiv(rows, TILE), AT_A_TIME):
         offset = (first + tile) * TILE
@@ -144,6 +146,7 @@ def place_chunks(
     block, blocks = mine * tl.num_programs(1) + tl.program_id(1), chunks * tl.num_programs(1)
     if block == 0:
         tl.store(how_many, all_tiles)
+        tl.store(how_many + 1 + tl.arange(0, 2), tl.zeros([2], tl.int32))
     for first in range(block * AT_A_TIME, all_tiles, blocks * AT_A_TIME):
         tile = first + tl.arange(0, AT_A_TIME)
         owner = tl.sum((behind[None, :] <= tile[:, None]).to(tl.int32), axis=1)
