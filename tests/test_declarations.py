@@ -62,7 +62,7 @@ LIMITS = {
 }
 # What ranks of one version must share, to the byte. Whoever changes one of these raises `version.PROTOCOL`.
 PROTOCOL = {
-    "version.PROTOCOL": 1,
+    "version.PROTOCOL": 2,
     "exchange.announcement.ANNOUNCEMENT_BYTES": 512,
     "exchange.integrity.checksums._WORD": 8,
     "exchange.integrity.watched._LAST_WORD": 512,
@@ -174,6 +174,7 @@ DECLARED = {
         "inner": "exact",
         "weight_on": "output",
         "placement": "contiguous",
+        "spare_experts": 0,
         "reduce_ranks": "exchange",
         "sum": "ranks",
         "tensor_parallel": 1,
@@ -256,7 +257,18 @@ def test_statistics_begin_at_zero():
         "rows_received": [0, 0, 0],
         "dispatch_bytes": [0, 0, 0],
         "combine_bytes": [0, 0, 0],
-        "moved": 0,
-        "switch_s": 0.0,
+        "moves": {
+            "experts": 0,
+            "nbytes": 0,
+            "copy_s": 0.0,
+            "switches": 0,
+            "switch_s": 0.0,
+            "given_up": 0,
+            "looks": 0,
+            "imbalance": 0.0,
+            "imbalance_before": 0.0,
+            "imbalance_expected": 0.0,
+            "refused": "",
+        },
         "wait_s": {"dispatch": 0.0, "combine": 0.0},
     }

@@ -29,7 +29,8 @@ PAGES = (
                 *("LayerSpec", "plan", "Plan", "MoELayer", "PendingBatch", "overlapped"),
                 *("draft", "Draft", "Wiring", "Duty", "Party", "__version__"),
             ),
-            "tokenyard.exchange.stats": ("LayerStats",),
+            "tokenyard.planning.rebalancing": ("Rebalance",),
+            "tokenyard.exchange.stats": ("LayerStats", "MoveStats"),
         },
     ),
     Page(

@@ -8,7 +8,8 @@ import torch
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.planning import moving
-from tokenyard.routing import imbalance, rank_loads
+from tokenyard.planning.planner import Plan
+from tokenyard.routing import balance, imbalance, rank_loads
 
 
 def drawn_placement(seed, num_experts, world):
@@ -21,57 +22,144 @@ def drawn_placement(seed, num_experts, world):
     return ty.Placement.explicit(num_experts, table)
 
 
-def outputs(group, layers, exchange, steps, moves_every_step):
+def outputs(group, layers, exchange, steps, moves, piece=None):
+    """Outputs of some steps; with a move in each: before the call, or beside it, while the layers run."""
+    moving.PIECE = piece or moving.PIECE
     plan = ty.plan(layers, group, exchange=exchange)
     built = [build(plan, layer.name) for layer in layers]
-    results = []
+    results, under_way = [], None
     for step in range(steps):
-        if moves_every_step:
-            layer = layers[step % len(layers)]
-            wanted = drawn_placement(step, layer.num_experts, group.size)
-            assert plan.rebalance({layer.name: wanted}).keys() <= {layer.name}
-            served = plan.wiring(layer.name).exchange_spec.placement
-            assert [set(row) for row in served.table] == [set(row) for row in wanted.table]
+        layer = layers[step % len(layers)]
+        wanted = drawn_placement(step, layer.num_experts, group.size)
+        if moves == "before":
+            assert plan.rebalance({layer.name: wanted}).placements.keys() <= {layer.name}
+            assert plan.wiring(layer.name).exchange_spec.placement == wanted
+        elif moves == "beside" and all(group.gather_json(under_way is None or under_way.is_done)):
+            under_way = plan.rebalance({layer.name: wanted}, wait=False)
         for layer, module in zip(layers, built, strict=True):
             results.append(module(*batch(layer, (step + group.rank) % 5, seed=step)))
-    return results, plan.stats()[layers[0].name].as_dict()
+        if under_way is not None:
+            under_way.wait_for_thread() if not under_way.is_done else None  # so that there are many
+    return results, plan.stats()[layers[0].name].as_dict()["moves"]
 
 
-# Every step another placement; together: all ways to hold weights, experts that stay in place and that are built anew.
+def assert_same(still, moved):
+    for (before, _), (after, _) in zip(still, moved, strict=True):
+        assert len(before) == len(after) > 0
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+# Every step another placement; together: all ways to hold weights, experts that keep their slots and that come.
 @pytest.mark.parametrize(
     ("exchange", "steps", "kinds"),
     [
-        ("one_sided", 60, [{}, {"weights": "mxfp4", "bias": True}]),
-        ("two_sided", 16, [{"weights": "nvfp4", "experts": "reference"}, {"weights": "mxint4"}]),
-        ("allgather", 16, [{"weights": "fp8_block128"}, {"weights": "fp32", "top_k": 4}]),
+        ("one_sided", 200, [{}]),
+        ("one_sided", 12, [{"weights": "mxfp4", "bias": True}, {"weights": "mxfp8"}]),
+        ("two_sided", 8, [{"weights": "nvfp4", "experts": "reference"}, {"weights": "mxint4"}]),
+        ("allgather", 8, [{"weights": "fp8_block128"}, {"weights": "fp32", "top_k": 4}]),
     ],
 )
 def test_a_move_in_every_step_changes_no_output(exchange, steps, kinds):
-    layers = [spec(f"moe.{n}", sum="choices", num_experts=6, **kind) for n, kind in enumerate(kinds)]
-    still = on_ranks(3, outputs, layers, exchange, steps, False)
-    moved = on_ranks(3, outputs, layers, exchange, steps, True)
-    for (before, _), (after, stats) in zip(still, moved, strict=True):
-        assert len(before) == steps * len(layers)
-        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    layers = [
+        spec(f"moe.{n}", sum="choices", num_experts=6, spare_experts=6, **kind)
+        for n, kind in enumerate(kinds)
+    ]
+    still = on_ranks(3, outputs, layers, exchange, steps, None)
+    moved = on_ranks(3, outputs, layers, exchange, steps, "before")
+    beside = on_ranks(3, outputs, layers, exchange, min(steps, 40), "beside")
+    assert_same(still, moved)
+    assert_same([(results[: 40 * len(layers)], stats) for results, stats in still], beside)
+    for _, stats in moved:
         assert stats["switch_s"] > 0
-    assert sum(stats["moved"] for _, stats in moved) > steps
+        assert stats["switches"] >= steps // len(layers) - 1
+    assert sum(stats["experts"] for _, stats in moved) > steps
+    assert all(stats["switches"] > 2 for _, stats in beside)
 
 
-def test_processes_move_experts_in_small_pieces():
-    layers = [spec(sum="choices", num_experts=6, weights="mxfp8")]
-    still, moved = (on_ranks(2, small_pieces, layers, moves, ranks="processes") for moves in (False, True))
-    for (before, _), (after, _) in zip(still, moved, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+@pytest.mark.parametrize("moves", ["before", "beside"])
+def test_processes_move_experts_in_small_pieces(moves):
+    layers = [spec(sum="choices", num_experts=6, weights="mxfp8", spare_experts=6)]
+    still = on_ranks(2, outputs, layers, "one_sided", 20, None, ranks="processes")
+    moved = on_ranks(2, outputs, layers, "one_sided", 20, moves, 300, ranks="processes")
+    assert_same(still, moved)
+    assert all(stats["switches"] > 2 for _, stats in moved)
 
 
-def small_pieces(group, layers, moves_every_step):
-    moving.PIECE = 300
-    return outputs(group, layers, "two_sided", 4, moves_every_step)
+def test_hosts_move_experts_through_their_group():
+    layers = [spec(sum="choices", num_experts=6, spare_experts=6)]
+    still = on_ranks(4, outputs, layers, "two_sided", 8, None)
+    moved = on_ranks(4, outputs, layers, "two_sided", 8, "before", 300, hosts=2)
+    assert_same(still, moved)
+
+
+IN_FP32 = {"dtype": torch.float32, "weights": "fp32"}
+
+
+def self_routed(group, moves):
+    layer = spec(
+        num_experts=6,
+        experts="self_routing",
+        router=ty.SoftmaxRouter(top_k=2, renormalize=True),
+        spare_experts=4,
+        **IN_FP32,
+    )
+    plan = ty.plan([layer], group, exchange="allgather")
+    built = build(plan, "moe")
+    results = []
+    for step in range(5):
+        if moves:
+            plan.rebalance({"moe": ["round_robin", "contiguous"][step % 2]})
+        draw = torch.Generator().manual_seed(step)
+        results.append(built(torch.randn(4, 32, generator=draw), torch.randn(4, 6, generator=draw)))
+    return results
+
+
+def test_experts_that_route_by_themselves_move():
+    """Sums over ranks depend on the placement in their last bits; the experts do not."""
+    for still, moved in zip(on_ranks(2, self_routed, False), on_ranks(2, self_routed, True), strict=True):
+        for before, after in zip(still, moved, strict=True):
+            torch.testing.assert_close(after, before)
+
+
+def test_little_memory_takes_several_steps():
+    layers = [spec(sum="choices", num_experts=6, spare_experts=1)]
+    still, moved = on_ranks(3, swapped, layers, False), on_ranks(3, swapped, layers, True)
+    for (before, _), (after, switches) in zip(still, moved, strict=True):
+        assert torch.equal(before, after)
+        assert switches == 2  # two experts come to each rank, one at a time
+
+
+def swapped(group, layers, moves):
+    plan = ty.plan(layers, group)
+    built = build(plan, "moe")
+    if moves:
+        plan.rebalance({"moe": ty.Placement.explicit(6, [[2, 3], [4, 5], [0, 1]])})
+    return built(*batch(layers[0], 5, seed=1)), plan.stats()["moe"].moves.switches
+
+
+def test_steps_never_lose_an_expert_nor_take_more_memory_than_there_is():
+    for seed in range(60):
+        chance = random.Random(seed)
+        world = chance.choice([2, 3, 8])
+        num_experts = chance.choice([8, 16, 24])
+        spare = chance.choice([1, 2, 3])
+        present = ty.Placement.contiguous(num_experts, world)
+        slots = [len(row) + spare for row in present.table]
+        for _ in range(2):
+            load = [1 / (1 + n) ** 1.2 for n in chance.sample(range(num_experts), num_experts)]
+            usable = [count - 1 for count in slots]
+            wanted = balance(load, present, copies=sum(usable) - num_experts, slots=usable)
+            for step in moving.steps(present, wanted, slots):
+                assert step.lost_experts == []
+                for rank, row in enumerate(step.table):
+                    assert len({*row, *present.table[rank]}) <= slots[rank]
+                present = step
+            assert present == wanted
 
 
 def uneven(group):
-    layer = spec("hot", num_experts=8, top_k=1, experts="reference", sum="choices")
-    even = spec("even", num_experts=8, top_k=1)
+    layer = spec("hot", num_experts=8, top_k=1, experts="reference", sum="choices", spare_experts=2)
+    even = spec("even", num_experts=8, top_k=1, spare_experts=2)
     plan = ty.plan([layer, even], group)
     built = {s.name: build(plan, s.name) for s in (layer, even)}
     x_TH, _ = batch(layer, 12, seed=group.rank)
@@ -81,9 +169,9 @@ def uneven(group):
     evenly = ty.Routes(topk_ids_TK=torch.arange(8).unsqueeze(1), topk_weights_TK=torch.ones(8, 1))
     built["even"](x_TH[:8], evenly)
     load = plan.load()["hot"]
-    moved = plan.rebalance(threshold=1.2)
+    moved = plan.rebalance(threshold=1.2).placements
     after_TH = built["hot"](x_TH, routes)
-    again = plan.rebalance(threshold=1.2)
+    again = plan.rebalance(threshold=1.2).placements
     return load, moved, again, torch.equal(before_TH, after_TH)
 
 
@@ -96,23 +184,18 @@ def test_without_placements_uneven_layers_are_balanced_by_their_counts():
         assert same
 
 
-def test_experts_that_stay_keep_their_places():
-    present = ty.Placement.explicit(5, [[0, 1, 2], [3, 4]])
-    wanted = ty.Placement.explicit(5, [[4, 2], [0, 3, 1]])
-    assert moving.in_their_places(present, wanted).table == ((4, 2), (3, 0, 1))
-
-
 # -- Errors and losses -------------------------------------------------------------------------------------
 
 
 def fails_on_one_rank(group):
-    plan = ty.plan([spec(sum="choices", num_experts=6)], group)
+    plan = ty.plan([spec(sum="choices", num_experts=6, spare_experts=2)], group)
     built = build(plan, "moe")
     given = batch(built.wiring.spec, 5, seed=group.rank)
     before_TH = built(*given)
     if group.rank == 1:
         plan.layers.clear()
     error = raised(plan.rebalance, {"moe": "round_robin"})
+    plan.layers["moe"] = built
     mismatch = raised(plan.rebalance, {"moe": "round_robin" if group.rank else "contiguous"})
     wrong = raised(plan.rebalance, {"moe": ty.Placement.contiguous(7, 2)})
     return str(error), type(mismatch), str(wrong), torch.equal(before_TH, built(*given))
@@ -128,47 +211,136 @@ def test_an_error_on_one_rank_leaves_all_on_the_old_placement():
         assert same
 
 
+def fails_in_a_thread(group, wait):
+    plan = ty.plan([spec(sum="choices", num_experts=6, spare_experts=2)], group)
+    built = build(plan, "moe")
+    given = batch(built.wiring.spec, 5, seed=group.rank)
+    before_TH = built(*given)
+    if group.rank == 1:
+        group.share_memory = None
+
+        class Broken(type(group)):
+            def share_memory(self, nbytes):
+                raise OSError("no memory to share")
+
+        subgroup = group.subgroup
+
+        def broken_subgroup(*arguments, **options):
+            made = subgroup(*arguments, **options)
+            made.__class__ = Broken
+            return made
+
+        group.subgroup = broken_subgroup
+    move = plan.rebalance({"moe": "round_robin"}, wait=False)
+    during = [str(raised(plan.extend, [])), str(raised(plan.trim)), str(raised(plan.rebalance))]
+    errors = []
+    while not wait and not plan.stats()["moe"].moves.given_up:
+        assert torch.equal(built(*given), before_TH)
+    try:
+        move.wait()
+    except (OSError, ty.TokenyardError) as error:
+        errors.append(f"{type(error).__name__}: {error}")
+    same = torch.equal(built(*given), before_TH)
+    table = plan.wiring("moe").exchange_spec.placement.table
+    return errors, during, same, table, plan.stats()["moe"].moves.given_up
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_an_error_in_the_thread_of_one_rank_leaves_all_on_the_old_placement(wait):
+    for rank, (errors, during, same, table, given_up) in enumerate(on_ranks(2, fails_in_a_thread, wait)):
+        (error,) = errors
+        if rank == 1 or wait:
+            assert "no memory to share" in error
+            assert error.startswith("OSError" if rank == 1 else "PeerFailed")
+        for call, words in zip(("extend", "trim", "rebalance"), during, strict=True):
+            assert f"{call} was called while experts move" in words
+        assert same
+        assert table == ((0, 1, 2), (3, 4, 5))
+        assert given_up == 1
+
+
+def without_memory(group):
+    plan = ty.plan([spec(num_experts=6), spec("more", num_experts=6, spare_experts=1)], group)
+    built = [build(plan, name) for name in ("moe", "more")]
+    wanted = ty.Placement.explicit(6, [[0, 1, 2, 3, 4], [5]])
+    return [str(raised(plan.rebalance, {layer.name: wanted})) for layer in built]
+
+
+def test_experts_that_there_is_no_memory_for_are_refused():
+    for moe, more in on_ranks(2, without_memory):
+        assert (
+            "rank 0 is to hold 5 experts, and has memory for 3; expected memory for the experts that come"
+            in moe
+        )
+        assert "rank 0 is to hold 5 experts, and has memory for 4" in more
+        assert "declare more of it: LayerSpec(spare_experts=…)" in more
+
+
 class Gone(BaseException):
     """This rank ends here."""
 
 
-def dies_on_the_way(group, stage):
-    everywhere = ty.Placement.replicated(ty.Placement.round_robin(6, 3), {e: [(e + 1) % 3] for e in range(6)})
-    plan = ty.plan([spec(sum="choices", num_experts=6, placement=everywhere)], group)
+EVERYWHERE = ty.Placement.replicated(ty.Placement.round_robin(6, 3), {e: [(e + 1) % 3] for e in range(6)})
+WANTED = ty.Placement.replicated(ty.Placement.contiguous(6, 3), {e: [(e // 2 + 1) % 3] for e in range(6)})
+
+
+def dies_on_the_way(group, stage, wait):
+    plan = ty.plan([spec(sum="choices", num_experts=6, placement=EVERYWHERE, spare_experts=4)], group)
     built = build(plan, "moe")
     given = batch(built.wiring.spec, 5, seed=group.rank)
     before_TH = built(*given)
-    wanted = ty.Placement.replicated(ty.Placement.contiguous(6, 3), {e: [(e // 2 + 1) % 3] for e in range(6)})
     if group.rank == 2:
-        calls = {"gather_json": group.gather_json, "all_to_all_rows": group.all_to_all_rows}
-        seen = []
-
-        def counted(name):
-            def call(*arguments, **options):
-                seen.append(name)
-                if len(seen) > stage:
-                    raise Gone
-                return calls[name](*arguments, **options)
-
-            return call
-
-        for name in calls:
-            setattr(group, name, counted(name))
-        try:
-            plan.rebalance({"moe": wanted})
-        except Gone:
+        dies_in(group, stage)
+    lost = None
+    try:
+        move = plan.rebalance({"moe": WANTED}, wait=False)
+        if group.rank == 2 and stage == "copying":
             return None
-    lost = raised(plan.rebalance, {"moe": wanted})
-    table = plan.wiring("moe").exchange_spec.placement.table
+        if wait:
+            move.wait()
+        for _ in range(500):
+            assert torch.equal(built(*given), before_TH)
+    except Gone:
+        return None
+    except ty.PeerLost as error:
+        lost = error
+    if group.rank == 2:
+        return None
     plan.go_on_without([2])
-    return type(lost), table == everywhere.table, torch.equal(before_TH, built(*given))
+    placement = plan.wiring("moe").exchange_spec.placement
+    return type(lost), placement.table, torch.equal(before_TH, built(*given))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_rank_that_dies_on_the_way_leaves_the_others_on_the_old_placement(stage):
-    """In the agreement, when room is made, when weights travel, when all are ready."""
-    for outcome in on_ranks(3, dies_on_the_way, stage, deadline=2.0)[:2]:
-        assert outcome == (ty.PeerLost, True, True)
+def dies_in(group, stage):
+    """End this rank in the agreement, in the thread that copies, or after all have heard that it is ready."""
+
+    def end(*arguments, **options):
+        group.leave("the test has ended it")
+        raise Gone
+
+    if stage == "agreement":
+        group.gather_json = end
+    elif stage == "copying":
+        group.subgroup = end
+    elif stage == "ready":
+        conclude = Plan._conclude
+
+        def or_end(plan, move):
+            return end() if plan.group is group else conclude(plan, move)
+
+        Plan._conclude = or_end
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("stage", ["agreement", "copying", "ready"])
+def test_a_rank_that_dies_on_the_way_leaves_the_others_on_one_placement(stage, wait, monkeypatch):
+    monkeypatch.setattr(Plan, "_conclude", Plan._conclude)  # put back what a rank replaces
+    first, second, _ = on_ranks(3, dies_on_the_way, stage, wait, deadline=3.0)
+    old, new = (placement.without([2]).table for placement in (EVERYWHERE, WANTED))
+    assert first == second
+    assert issubclass(first[0], ty.PeerLost)
+    assert first[1] == (new if stage == "ready" else old)
+    assert first[2]
 
 
 def on_a_gpu(group):
@@ -187,12 +359,37 @@ def test_captured_graphs_would_keep_the_old_placement():
 
 def after_a_loss(group):
     plan = ty.plan([spec(num_experts=4)], group)
-    build(plan, "moe")
+    built = build(plan, "moe")
     if group.rank == 1:
         return None
     plan.go_on_without([1])
-    return str(raised(plan.rebalance, {"moe": ty.Placement.contiguous(4, 1)}))
+    return str(raised(plan.rebalance, {built.name: ty.Placement.contiguous(4, 1)}))
 
 
 def test_experts_that_were_lost_cannot_be_moved():
     assert "experts [2, 3] were lost with their ranks" in on_ranks(2, after_a_loss)[0]
+
+
+def one_has_switched(group):
+    plan = ty.plan([spec(sum="choices", num_experts=6, placement=EVERYWHERE, spare_experts=4)], group)
+    built = build(plan, "moe")
+    given = batch(built.wiring.spec, 5, seed=group.rank)
+    before_TH = built(*given)
+    move = plan.rebalance({"moe": WANTED}, wait=False)
+    while move.decision != 1:  # all have heard that all are ready
+        assert torch.equal(built(*given), before_TH)
+    if group.rank == 2:
+        return None
+    lost = raised(built, *given) if group.rank == 0 else None  # rank 1 does not call the layer again
+    switched = plan.wiring("moe").exchange_spec.placement.table == WANTED.table
+    plan.go_on_without([2])
+    same = torch.equal(before_TH, built(*given))
+    again = plan.rebalance({"moe": "contiguous"}).placements
+    same = same and torch.equal(before_TH, built(*given))
+    return type(lost), switched, list(again), same
+
+
+def test_after_a_loss_all_follow_a_rank_that_has_switched():
+    first, second, _ = on_ranks(3, one_has_switched, deadline=3.0)
+    assert first == (ty.PeerLost, True, ["moe"], True)
+    assert second == (type(None), False, ["moe"], True)

@@ -18,11 +18,11 @@ def announcement(counts=(), error="", tokens=4, **place):
 @pytest.mark.parametrize(
     ("size", "counts", "error"),
     [
-        (64, (), ""),  # the numbers, and no byte more
-        (88, (1, 2, 3), ""),  # counts up to the last byte
-        (70, (), "reason"),  # text up to the last byte
-        (96, (1, 2, 3), "reasons!"),
-        (97, (1, 2, 3), "reasons!"),
+        (72, (), ""),  # the numbers, and no byte more
+        (96, (1, 2, 3), ""),  # counts up to the last byte
+        (78, (), "reason"),  # text up to the last byte
+        (104, (1, 2, 3), "reasons!"),
+        (105, (1, 2, 3), "reasons!"),
     ],
 )
 def test_what_fills_an_announcement_is_read_back(size, counts, error):
@@ -33,11 +33,11 @@ def test_what_fills_an_announcement_is_read_back(size, counts, error):
 
 
 def test_a_text_that_is_too_long_is_cut_and_the_counts_are_whole():
-    encoded = announcement((1, 2, 3), "reasons!").encode(92)
+    encoded = announcement((1, 2, 3), "reasons!").encode(100)
     assert Announcement.decode(encoded, 2) == announcement((1, 2, 3), "reas")
 
 
-def with_number(index, value, size=88):
+def with_number(index, value, size=96):
     encoded = bytearray(announcement((1, 2, 3)).encode(size))
     encoded[8 * index : 8 * index + 8] = value.to_bytes(8, "little", signed=True)
     return bytes(encoded)
@@ -46,7 +46,7 @@ def with_number(index, value, size=88):
 @pytest.mark.parametrize(
     ("encoded", "words"),
     [
-        (announcement().encode(64)[:63], "63 bytes"),
+        (announcement().encode(72)[:71], "71 bytes"),
         (with_number(3, 2), "phase 2"),
         (with_number(3, -1), "phase -1"),
         (with_number(6, 4), "4 counts"),
@@ -122,7 +122,7 @@ def test_a_rank_that_is_somewhere_else_has_drifted(other):
         ({"layer": 2}, "rank 1: combine of layer 2 of another plan, round 9;"),
         ({"layer": -1}, "rank 1: combine of layer -1 of another plan, round 9;"),
         ({"plan": 6}, "rank 1: combine of layer 1 of another plan, round 9;"),
-        ({"protocol": 7}, "rank 1: combine of layer 'b', round 9, protocol 7, not 1;"),
+        ({"protocol": 7}, "rank 1: combine of layer 'b', round 9, protocol 7, not 2;"),
     ],
 )
 def test_where_the_others_are_is_told_in_words(other, words):

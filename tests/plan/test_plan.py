@@ -217,6 +217,7 @@ DIFFERENCES = {
     "router": router,
     "routed_scaling": 2.5,
     "placement": "round_robin",
+    "spare_experts": 2,
     "experts": "reference",
     "payloads": (ty.Payload(name="tag", dtype=torch.int64, width=1),),
     "reduce_ranks": "caller",

@@ -5,7 +5,7 @@ has a fixed number of bytes, so that it can be gathered without asking for its s
 stand in front of rows in one message. The text of an error is cut to what is left. What arrives is not believed: bytes
 that are no announcement, and more rows than the layer was planned for, are an error before anything is made of them.
 
-    int64 × 8:  protocol  plan  layer  phase  round  tokens  length of counts  length of error
+    int64 × 9:  protocol  plan  layer  phase  round  tokens  length of counts  length of error  notice
     int64 × n:  counts
     bytes:      error, UTF-8, at the end
 """
@@ -21,8 +21,9 @@ from tokenyard.errors import Drifted, GroupError, PeerFailed, PlanBroken, shown
 from tokenyard.group.base import Group
 from tokenyard.version import PROTOCOL
 
-# Bytes, the counts not included: 64 for the numbers, the rest for the text of an error.
+# Bytes, the counts not included: 72 for the numbers, the rest for the text of an error.
 ANNOUNCEMENT_BYTES = 512
+_NUMBERS = 9
 
 
 class Phase(Enum):
@@ -46,6 +47,7 @@ class Announcement:
     tokens: int  # the tokens of this rank
     counts: tuple[int, ...]  # rows for each rank, where the phase has to say so
     error: str = ""  # why this rank failed; empty, if it did not
+    notice: int = 0  # what the plan tells beside it (`Exchange.notice`)
     protocol: int = PROTOCOL  # the version of what ranks tell each other
 
     @property
@@ -64,18 +66,18 @@ class Announcement:
 
     def encode(self, size: int) -> bytes:
         """`size` bytes."""
-        text = self.error.encode(errors="replace")[: size - 64 - 8 * len(self.counts)]
-        numbers = [*self.place, self.tokens, len(self.counts), len(text), *self.counts]
+        text = self.error.encode(errors="replace")[: size - 8 * (_NUMBERS + len(self.counts))]
+        numbers = [*self.place, self.tokens, len(self.counts), len(text), self.notice, *self.counts]
         return struct.pack(f"<{len(numbers)}q", *numbers).ljust(size - len(text), b"\0") + text
 
     @classmethod
     def decode(cls, encoded: bytes, source: int) -> Announcement:
         """Read what `encode` wrote on rank `source`, or raise if it is something else."""
         numbers = memoryview(encoded[: len(encoded) // 8 * 8]).cast("q")
-        left = len(encoded) - 64
+        left = len(encoded) - 8 * _NUMBERS
         if left < 0:
             raise _unreadable(source, f"{len(encoded)} bytes")
-        protocol, plan, layer, phase, round, tokens, num_counts, num_text = numbers[:8]
+        protocol, plan, layer, phase, round, tokens, num_counts, num_text, notice = numbers[:_NUMBERS]
         if not 0 <= phase < len(_PHASES):
             raise _unreadable(source, f"phase {phase}")
         if not 0 <= num_counts <= left // 8 or not 0 <= num_text <= left - 8 * num_counts:
@@ -87,9 +89,14 @@ class Announcement:
             phase=_PHASES[phase],
             round=round,
             tokens=tokens,
-            counts=tuple(numbers[8 : 8 + num_counts]),
+            counts=tuple(numbers[_NUMBERS : _NUMBERS + num_counts]),
+            notice=notice,
             error=encoded[len(encoded) - num_text :].decode(errors="replace"),
         )
+
+
+def ignore_notices(notices: Sequence[int]) -> None:
+    """What is done with the notices of all ranks where nobody agrees on anything by them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -104,6 +111,8 @@ class Announcements:
     # Called by a transport that has told some ranks of this plan and others of another: no later call is let in. It
     # returns the error of those.
     ranks_parted: Callable[[], PlanBroken]
+    # Called in each dispatch with the notices of all ranks.
+    noticed: Callable[[Sequence[int]], None] = ignore_notices
 
     def for_all(self) -> Announcement:
         """One announcement that every rank may read: the counts of all."""
@@ -120,6 +129,8 @@ class Announcements:
         """
         self._check_places(answers)
         self.all_met()
+        if self.mine.phase is Phase.DISPATCH:
+            self.noticed([other.notice for other in answers])
         for peer, other in enumerate(answers):
             if other.error and not self.mine.error:
                 raise PeerFailed(peer, other.error, phase=self.mine.phase.value, rank=self.group.rank)

@@ -48,7 +48,7 @@ from tokenyard.errors import (
     PlanBroken,
     TokenyardError,
 )
-from tokenyard.exchange.announcement import Announcement, Announcements, Phase
+from tokenyard.exchange.announcement import Announcement, Announcements, Phase, ignore_notices
 from tokenyard.exchange.batch import (
     Arrival,
     Batch,
@@ -105,6 +105,10 @@ class Exchange:
         )
         self.stats: dict[str, LayerStats] = {}  # counters by layer
         self.load = LoadCounter(group.device)  # choices that fell on each expert
+        # Gives the number that this rank tells the others in a dispatch.
+        self.notice: Callable[[], int] = int
+        # Called with the numbers of all ranks, in the same dispatch on every rank: they agree without a message.
+        self.noticed: Callable[[Sequence[int]], None] = ignore_notices
         self._in_flight = InFlightQueue(in_flight, group.rank)
         self._plan_id = plan_id
         self._names: list[str] = []
@@ -134,6 +138,26 @@ class Exchange:
         self.load.serve({s.layer: s.num_experts for s in specs})
         self._in_flight.clear()
         self._trips.end_all("the layers of the plan have changed")
+
+    @by_one_thread
+    def is_between_calls(self) -> bool:
+        """Finish what travels; return whether nothing is in flight then. All ranks find the same before a dispatch."""
+        self._settle()
+        return self._in_flight.is_empty
+
+    @property
+    def broken_by(self) -> BaseException | None:
+        """Why a wait for the other ranks has ended without an answer; None, if none has."""
+        return self._broken
+
+    @property
+    def rounds(self) -> int:
+        """The dispatches in which all ranks met: between calls, the same number on every rank."""
+        return self._round
+
+    def switch(self, specs: Sequence[ExchangeSpec]) -> None:
+        """Carry the same layers with other placements from the next dispatch on. All ranks call this, between calls."""
+        self.transport.serve(specs)
 
     def warmup(self, specs: Sequence[ExchangeSpec]) -> None:
         """Make ready whatever the first round trips of these layers would otherwise wait for. Collective."""
@@ -563,6 +587,7 @@ class Exchange:
             tokens=tokens,
             counts=tuple(counts),
             error="" if told is None else f"{type(told).__name__}: {told}",
+            notice=self.notice() if phase is Phase.DISPATCH else 0,
         )
         return Announcements(
             group=self.group,
@@ -570,6 +595,7 @@ class Exchange:
             mine=mine,
             most=spec.max_tokens,
             all_met=partial(self._meet, round),
+            noticed=self.noticed,
             ranks_parted=self._part,
         )
 

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from tokenyard import formats
 from tokenyard.errors import PeerFailed, PeerLost, Reason
-from tokenyard.exchange.announcement import Announcement, Announcements
+from tokenyard.exchange.announcement import Announcement, Announcements, ignore_notices
 from tokenyard.exchange.batch import (
     Arrival,
     Batch,
@@ -321,6 +321,7 @@ class HierarchicalTransport(Transport):
             mine=mine,
             most=routes.spec.max_tokens,
             all_met=lambda: None,  # all ranks of all hosts have met before
+            noticed=ignore_notices,
         )
 
     def _received(self, inside: Arrival, announced: Sequence[int]) -> ReceivedRows:

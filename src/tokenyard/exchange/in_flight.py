@@ -25,6 +25,11 @@ class InFlightQueue:
         return any(waiting is arrival for waiting in self._waiting)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether nothing is in flight."""
+        return not self._waiting
+
+    @property
     def free_region(self) -> int:
         """The first pair of regions that nothing in flight uses: the same one on every rank."""
         used = {arrival.region for arrival in self._waiting}

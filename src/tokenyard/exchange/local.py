@@ -32,6 +32,7 @@ class LocalTransport(Transport):
 
         def meet() -> Arrival:
             batch.announcements.all_met()
+            batch.announcements.noticed([batch.announcements.mine.notice])
             return arrival
 
         return Pending(meet)

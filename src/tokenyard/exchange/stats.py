@@ -13,6 +13,35 @@ from torch import Tensor
 
 
 @dataclass
+class MoveStats:
+    """Counters of one layer's moves to other placements, on one rank."""
+
+    experts: int = 0  # experts that came to this rank while the plan was in use
+    nbytes: int = 0  # bytes that came, with those of layers that switched together
+    copy_s: float = 0.0  # seconds that copying took for the last switch, while the layers ran
+    switches: int = 0  # to other placements
+    switch_s: float = 0.0  # seconds of the last switch, in which no layer runs
+    given_up: int = 0  # moves after which experts were where they had been
+    looks: int = 0  # at the load, by `rebalance` without placements and by `autobalance`
+    imbalance: float = 0.0  # the busiest rank over the mean, at the last look
+    imbalance_before: float = 0.0  # the same, at the look before
+    imbalance_expected: float = 0.0  # what the last placement that was found promised
+    refused: str = ""  # why `autobalance` could not move what it wanted to, the last time
+
+    def count_look(self, imbalance: float) -> None:
+        """One more look at the load."""
+        self.looks += 1
+        self.imbalance_before, self.imbalance = self.imbalance, imbalance
+
+    def count_switch(self, came: int, seconds: float, nbytes: int, copying: float) -> None:
+        """A switch to another placement, for which so many experts and bytes came."""
+        self.switches += 1
+        self.experts += came
+        self.nbytes += nbytes
+        self.switch_s, self.copy_s = seconds, copying
+
+
+@dataclass
 class LayerStats:
     """Counters of one layer on one rank. Lists have an entry for each rank of the group."""
 
@@ -24,8 +53,7 @@ class LayerStats:
     rows_received: list[int] = field(default_factory=list)  # rows that came from each rank
     dispatch_bytes: list[int] = field(default_factory=list)  # bytes put on the wire for each rank
     combine_bytes: list[int] = field(default_factory=list)  # bytes of results, returned to each rank
-    moved: int = 0  # experts that came to this rank while the plan was in use
-    switch_s: float = 0.0  # seconds of the last switch to another placement
+    moves: MoveStats = field(default_factory=MoveStats)  # experts that move, and the load that they answer
     # Seconds in which this rank moved bytes or waited for others, by phase.
     wait_s: dict[str, float] = field(default_factory=lambda: {"dispatch": 0.0, "combine": 0.0})
 
@@ -51,11 +79,6 @@ class LayerStats:
     def count_combine(self, nbytes: Sequence[int]) -> None:
         """One more combine."""
         _add(self.combine_bytes, nbytes)
-
-    def count_switch(self, came: int, seconds: float) -> None:
-        """A switch to another placement, for which so many experts came."""
-        self.moved += came
-        self.switch_s = seconds
 
     def waiting(self, phase: str) -> AbstractContextManager[None]:
         """Count the seconds in which this rank moves bytes or waits for others."""

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from tokenyard.exchange import RoundTrip
-from tokenyard.experts import Experts, ExpertWeights
+from tokenyard.experts import Experts, ExpertWeights, SelfRoutingExperts
+from tokenyard.experts.slots import ExpertSlots
 from tokenyard.layer.compiled import call_operator, outside_of_the_graph, register
 from tokenyard.layer.pending import PendingBatch, Sent
-from tokenyard.layer.receiver import build_experts, built_for, check_fits, run_experts
+from tokenyard.layer.receiver import LocalIds, build_experts, built_for, check_fits, run_experts
 from tokenyard.layer.sender import check_rows, check_shared, route
 from tokenyard.planning.audit import Audit
 from tokenyard.planning.planner import Plan, wiring_in
@@ -40,6 +41,7 @@ class MoELayer(nn.Module):
     name: str  # the layer's name in the plan
     shared: Callable[[Tensor], Tensor] | None  # the shared experts, if there are any
     experts: Experts  # the experts of this rank, with their weights
+    slots: ExpertSlots  # where the weights of each expert stand; some slots may be spare
     key: Tensor  # the number by which a compiled model finds the layer
 
     def __init__(
@@ -57,6 +59,9 @@ class MoELayer(nn.Module):
         check_shared(self._wiring, shared)
         self.experts = build_experts(self._wiring, plan.group.rank, weights, adopt=adopt)
         self._built_for = built_for(self._wiring, plan.group.rank)
+        owned = plan.local_experts(name)
+        self.slots = ExpertSlots(owned, len(owned) + self._wiring.spec.spare_experts)
+        self._slot_of_L: Tensor | None = None  # None: the local id of an expert is its slot
         self.key = register(self)
         plan.layers[name] = self
 
@@ -69,10 +74,13 @@ class MoELayer(nn.Module):
             self._wiring = wiring
         return wiring
 
-    def switch(self, wiring: Wiring, weights: ExpertWeights) -> None:
-        """Serve another placement, whose experts have these weights: `plan.rebalance` calls it on all ranks."""
-        rank = self.plan.group.rank
-        self.experts = build_experts(wiring, rank, weights, adopt=True)  # no copy: the pause is short
+    def switch(self, wiring: Wiring, came: dict[int, int]) -> None:
+        """Serve another placement; some experts came, into these slots. `plan.rebalance` calls it on all ranks."""
+        rank, placement = self.plan.group.rank, wiring.exchange_spec.placement
+        self.slots.switch(placement.local_experts(rank), came)
+        self._slot_of_L = self.slots.lookup()
+        if isinstance(self.experts, SelfRoutingExperts):
+            self.experts.to_local = LocalIds(placement, rank, self._slot_of_L)
         self._wiring, self._built_for = wiring, built_for(wiring, rank)
 
     def forward(
@@ -101,6 +109,7 @@ class MoELayer(nn.Module):
         add: Tensor | None = None,
     ) -> PendingBatch:
         """Send tokens to their experts, and return while they travel. `finish` of what is returned does the rest."""
+        self.plan.between_calls()  # experts that have moved are served from here on
         wiring = self.wiring
         trip = self.plan.exchange.open_round_trip(wiring.exchange_spec)
         with self.plan.exchange.telling(trip):  # an error on one rank reaches all
@@ -114,6 +123,7 @@ class MoELayer(nn.Module):
         self, x_TH: Tensor, routes_or_logits: Routes | Tensor, *, payloads: Mapping[str, Tensor] | None = None
     ) -> RankRows:
         """The same up to the sum over ranks, which is the caller's duty here (`reduce_ranks="caller"`)."""
+        self.plan.between_calls()
         wiring = self.wiring
         with self.plan.exchange.round_trip(wiring.exchange_spec) as trip:
             return trip.combine_unreduced(
@@ -139,6 +149,6 @@ class MoELayer(nn.Module):
         """Wait for the rows that came to this rank in the same dispatch, and run its experts on them."""
         with sent.audit.recording():
             received = sent.trip.received()
-            result = run_experts(sent.wiring, self.experts, received)
+            result = run_experts(sent.wiring, self.experts, received, self._slot_of_L)
             sent.audit.settle(sent.x_TH.shape[0], sent.routes_or_logits, received)
         return result

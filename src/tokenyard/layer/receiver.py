@@ -15,11 +15,14 @@ from torch import Tensor
 from tokenyard.duties import Duty, Party, acting
 from tokenyard.errors import HandleError, InputError, TokenyardError, shown
 from tokenyard.experts import Experts, ExpertsSpec, ExpertWeights
+from tokenyard.experts.base import check_weights
 from tokenyard.experts.self_routing import SelfRoutingExperts
+from tokenyard.experts.slots import with_spare_slots
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Placement
 from tokenyard.rows import (
     ExpertResult,
+    LocalRoutes,
     ReceivedRows,
     UnfinalizedRows,
     check_choice_rows,
@@ -53,6 +56,10 @@ def build_experts(wiring: Wiring, rank: int, weights: ExpertWeights, *, adopt: b
                 fix="pass weights.select(plan.local_experts(name)), of all experts of the layer; where they are "
                 "numbered otherwise, dataclasses.replace(weights, experts=None)",
             )
+        if spare := wiring.spec.spare_experts:
+            check_weights(spec, weights)
+            weights, adopt = with_spare_slots(weights, spare), True
+            spec = dataclasses.replace(spec, num_local_experts=spec.num_local_experts + spare)
         if issubclass(wiring.experts, SelfRoutingExperts):
             assert wiring.spec.router is not None  # the wiring has checked it
             to_local = LocalIds(wiring.exchange_spec.placement, rank)
@@ -79,9 +86,17 @@ def check_fits(wiring: Wiring, rank: int, known: BuiltFor) -> None:
         )
 
 
-def run_experts(wiring: Wiring, experts: Experts, received: ReceivedRows) -> ExpertResult:
-    """Run the experts on the rows that arrived, and do what the wiring leaves to the receiver."""
+def run_experts(
+    wiring: Wiring, experts: Experts, received: ReceivedRows, slot_of_L: Tensor | None = None
+) -> ExpertResult:
+    """Run the experts on the rows that arrived, and do what the wiring leaves to the receiver.
+
+    `slot_of_L` says where the weights of each local expert stand, where they were moved.
+    """
     with acting(Party.RECEIVER):
+        if slot_of_L is not None and isinstance(received.routes, LocalRoutes):
+            routes = dataclasses.replace(received.routes, ids_RK=slot_of_L[received.routes.ids_RK])
+            received = dataclasses.replace(received, routes=routes)
         if wiring.duties[Duty.SWIZZLE] is Party.RECEIVER:
             received = dataclasses.replace(received, rows=received.dense().swizzled(), slots_R=None)
         result = experts(received, finalize=wiring.duties[Duty.REDUCE_EXPERTS] is Party.EXPERTS)
@@ -98,10 +113,12 @@ class LocalIds:
 
     placement: Placement
     rank: int
+    slot_of_L: Tensor | None = None  # where the weights of each local expert stand, where they were moved
 
     def __call__(self, topk_ids_RK: Tensor, counts_W: tuple[int, ...]) -> Tensor:
         parts = []
         for source, ids_TK in enumerate(topk_ids_RK.split(counts_W)):
             rank_TK, local_TK = self.placement.resolve(ids_TK, source)
             parts.append(torch.where(rank_TK == self.rank, local_TK, -1))
-        return torch.cat(parts)
+        local_RK = torch.cat(parts)
+        return local_RK if self.slot_of_L is None else self.slot_of_L[local_RK]

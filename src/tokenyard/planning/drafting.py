@@ -127,7 +127,8 @@ class Draft:
                 "shape": f"H {spec.hidden_size}, I {spec.intermediate_size}, E {spec.num_experts}, K {spec.top_k}",
                 "experts": f"{wiring.experts.name}{chosen(wiring.experts_reason)}, "
                 f"{spec.weights} weights{_between(wiring)}, "
-                f"{wiring.exchange_spec.placement}",
+                f"{wiring.exchange_spec.placement}"
+                + (f", memory for {spec.spare_experts} more on each" if spec.spare_experts else ""),
                 "wire": str(wiring.wire),
                 "combine_wire": str(wiring.exchange_spec.combine_wire),
                 "duties": {duty.value: party.value for duty, party in wiring.duties.items()},

@@ -24,9 +24,11 @@ import torch
 
 from tokenyard.errors import (
     Alternative,
+    Drifted,
     HandleError,
     InputError,
     PeerFailed,
+    PlanBroken,
     PlanError,
     PlanMismatch,
     Reason,
@@ -36,13 +38,14 @@ from tokenyard.errors import (
 )
 from tokenyard.exchange import EXCHANGES, Exchange, ExchangeSpec, Transport, number_hosts
 from tokenyard.exchange.stats import LayerStats
-from tokenyard.group import READMISSION, Group
+from tokenyard.group import READMISSION, Group, make_together
 from tokenyard.planning.choosing import AUTO, choose_exchange
 from tokenyard.planning.drafting import Draft, draft, draft_as_told
-from tokenyard.planning.moving import HoldsExperts, in_their_places, moved_weights
-from tokenyard.planning.spec import LayerSpec
+from tokenyard.planning.moving import steps
+from tokenyard.planning.rebalancing import HoldsExperts, Progress, Rebalance, failure_of
+from tokenyard.planning.spec import LayerSpec, is_size
 from tokenyard.planning.wiring import Wiring
-from tokenyard.routing import Placement, balance, imbalance, moves, placement_for, rank_loads
+from tokenyard.routing import Placement, balance, imbalance, placement_for, rank_loads
 from tokenyard.version import __version__
 
 _log = logging.getLogger("tokenyard")
@@ -63,6 +66,15 @@ class _Whole:
         return replace(self, lost=tuple(sorted({*self.lost, *(left[rank] for rank in lost)})))
 
 
+@dataclass(kw_only=True)
+class _Autobalance:
+    """When a plan looks at its load by itself."""
+
+    every: int  # calls of layers between two looks
+    threshold: float  # the busiest rank over the mean, above which experts move
+    seen: int  # the calls up to the last look
+
+
 class Plan:
     """All layers of a model on one rank, agreed on with the other ranks. Made by `plan`."""
 
@@ -74,6 +86,9 @@ class Plan:
 
     def __init__(self, draft: Draft, group: Group, plan_id: int) -> None:
         self.layers = weakref.WeakValueDictionary()
+        self._move: Rebalance | None = None  # the one under way
+        self._last_move: Rebalance | None = None
+        self._auto: _Autobalance | None = None
         self._whole = _Whole(group=group, specs={spec.name: spec for spec in draft.specs})
         self._start(draft, group, plan_id)
 
@@ -82,8 +97,12 @@ class Plan:
         self.exchange = Exchange(
             draft.exchange, group, in_flight=draft.in_flight, plan_id=plan_id, paranoid=draft.paranoid
         )
+        self._switches = 0  # of placements, since the ranks of this group have agreed
+        self.exchange.notice, self.exchange.noticed = self._notice, self._noticed
         self.exchange.serve([wiring.exchange_spec for wiring in draft.wirings])
         self._adopt(draft)
+        if self._auto is not None:
+            self._auto.seen = 0
         self.warmup()
 
     def _adopt(self, draft: Draft) -> None:
@@ -97,11 +116,13 @@ class Plan:
         dispatch that was in flight must be made again. If a rank cannot allocate, all raise, and the plan is as it
         was.
         """
+        self._check_still("extend")
         with self.exchange.in_use():
             self._reshape([*self.draft.specs, *layers], max_tokens, self.exchange.serve)
 
     def trim(self, keep: Sequence[str] | None = None) -> None:
         """Give back what the layers do not need; with `keep`, forget all layers but these. Collective."""
+        self._check_still("trim")
         with self.exchange.in_use():
             for name in keep or ():
                 self.wiring(name)
@@ -164,6 +185,7 @@ class Plan:
         lost = self._check_lost(lost)
         survivors = [rank for rank in range(self.group.size) if rank not in lost]
         group = self.group.subgroup(survivors)
+        self._settle_move(group)
 
         def specs() -> list[LayerSpec]:
             return [
@@ -172,7 +194,7 @@ class Plan:
             ]
 
         reduced, number = self._redraft(group, specs, renormalize_dropped=renormalize)
-        self._move(reduced, group, number, self._whole.without(lost))
+        self._restart(reduced, group, number, self._whole.without(lost))
 
     def _check_lost(self, lost: Sequence[int]) -> list[int]:
         """The lost ranks; raise unless they are other ranks of the present group."""
@@ -200,7 +222,11 @@ class Plan:
         the order in which they were made. It is also the way for groups that cannot readmit (NCCL).
         """
         self.exchange.check_open()
-        whole = self._whole.without(self._check_lost(lost))
+        if self._check_lost(lost):
+            left = self.group.subgroup([rank for rank in range(self.group.size) if rank not in lost])
+            self._settle_move(left)
+            left.close()
+        whole = self._whole.without(lost)
         if added := [spec.name for spec in self.draft.specs if spec.name not in whole.specs]:
             raise PlanError(
                 f"layer {added[0]!r} was added while ranks {list(self._whole.lost)} were lost",
@@ -215,9 +241,9 @@ class Plan:
                 everybody, lambda: [whole.specs[spec.name] for spec in self.draft.specs]
             )
         restored_whole = replace(whole, group=everybody, lost=(), made_here=group is None)
-        self._move(restored, everybody, number, restored_whole)
+        self._restart(restored, everybody, number, restored_whole)
 
-    def _move(self, agreed: Draft, group: Group, number: int, whole: _Whole) -> None:
+    def _restart(self, agreed: Draft, group: Group, number: int, whole: _Whole) -> None:
         """Serve what was agreed on with another group. Nothing that was shared with the old one is used again."""
         self.exchange.close()
         old = self._whole
@@ -277,15 +303,116 @@ class Plan:
         }
 
     def rebalance(
-        self, placements: Mapping[str, str | Placement] | None = None, *, threshold: float = 1.1
-    ) -> dict[str, Placement]:
-        """Move experts to other ranks, and serve the new placements from the next call on. Collective, on CPUs.
+        self,
+        placements: Mapping[str, str | Placement] | None = None,
+        *,
+        threshold: float = 1.1,
+        wait: bool = True,
+    ) -> Rebalance:
+        """Move experts to other ranks, and serve the new placements. Collective, on CPUs.
 
         `placements` are those that layers shall have, by layer. Without them each layer whose busiest rank has more
-        than `threshold` times the mean load gets the one that `balance` finds for the load since the last time. Returns
-        the placements of the layers that moved. Layers move one after another; a rank that is lost on the way leaves
-        the others with the old placement of its layer, and `PeerLost`. `stats` has the pause of each switch.
+        than `threshold` times the mean load gets the one that `balance` finds for the load since the last time, with
+        as many copies of hot experts as there is memory for. Experts come through memory that layers declare
+        (`LayerSpec.spare_experts`).
+
+        With `wait=False` it returns at once, and experts move while the layers are called; then all ranks switch
+        between two calls. A rank that is lost on the way leaves the others with the placements that they had, and
+        `PeerLost`. `stats` has the pause of each switch.
         """
+        self._check_can_move()
+        self._check_still("rebalance")
+        with self.exchange.in_use():
+            slots = self._slots(list(placements or ()))
+            wanted = self._balanced(threshold, slots) if placements is None else dict(placements)
+            agreed, _ = self._redraft(self.group, lambda: self._specs_with(wanted))
+            present = {name: wiring.exchange_spec.placement for name, wiring in self._wirings.items()}
+            goals = {wiring.spec.name: wiring.exchange_spec.placement for wiring in agreed.wirings}
+            ways = {
+                name: steps(present[name], goal, slots[name])
+                for name, goal in goals.items()
+                if goal != present[name]
+            }
+            longest = max(map(len, ways.values()), default=0)
+            self._begin_move(
+                Rebalance(
+                    self.group,
+                    {name: self.layers[name] for name in ways},
+                    {name: present[name] for name in ways},
+                    [{name: way[n] for name, way in ways.items() if n < len(way)} for n in range(longest)],
+                    finish=self._finish_move,
+                    after=self._last_move,
+                )
+            )
+        move = self._last_move
+        assert move is not None
+        if wait:
+            move.wait()
+        return move
+
+    def autobalance(self, *, every: int | None, threshold: float = 1.1) -> None:
+        """Look at the load after so many calls of layers, again and again, and `rebalance` in the background.
+
+        Collective. `every` counts the calls of all layers together; None ends it. `stats` says what was found, moved
+        and gained. Raises where nothing could ever be moved.
+        """
+        if every is None:
+            self._auto = None
+            return
+        if not is_size(every):
+            raise InputError(
+                f"every is {shown(every)}",
+                expected="a number of calls, from 1; or None, to end it",
+                fix="leave it on with every=1000",
+                rank=self.group.rank,
+            )
+        self._check_can_move()
+        counted = [
+            wiring
+            for wiring in self.draft.wirings
+            if wiring.spec.spare_experts and not wiring.exchange_spec.carries_logits
+        ]
+        reason = (
+            "one rank has all experts" if self.group.size == 1
+            else f"{self.exchange.transport.name} counts no choices" if not self.exchange.transport.reads_values
+            else "no layer that takes routes has memory for further experts" if not counted
+            else ""
+        )  # fmt: skip
+        if reason:
+            raise PlanError(
+                f"autobalance has nothing to move: {reason}",
+                expected="several ranks, and layers that take routes and declare spare_experts",
+                fix="declare LayerSpec(spare_experts=2), on several ranks",
+                rank=self.group.rank,
+            )
+        with self.exchange.in_use():
+            self.group.agree("autobalance", [every, threshold])
+            self._auto = _Autobalance(every=every, threshold=threshold, seen=self.exchange.rounds)
+
+    def between_calls(self) -> None:
+        """What a layer calls before each of its calls: experts that have moved are served from then on."""
+        move, auto = self._move, self._auto
+        if move is not None:
+            if move.decision is not Progress.PREPARING and self.exchange.is_between_calls():
+                self._conclude(move)
+        elif (
+            auto is not None
+            and self.exchange.rounds >= auto.seen + auto.every
+            and self.exchange.is_between_calls()
+        ):
+            self._look(auto)
+
+    def _look(self, auto: _Autobalance) -> None:
+        """Move experts if the load since the last look was uneven. What cannot be moved is said, and serves on."""
+        auto.seen = self.exchange.rounds
+        try:
+            self.rebalance(threshold=auto.threshold, wait=False)
+        except PlanError as error:
+            _log.warning("autobalance moves nothing: %s", error)
+            for stats in self.stats().values():
+                stats.moves.refused = str(error)
+
+    def _check_can_move(self) -> None:
         if self.group.device.type != "cpu":
             raise InputError(
                 f"rebalance on {self.group.device}",
@@ -293,16 +420,37 @@ class Plan:
                 fix="make a new plan with LayerSpec(placement=…)",
                 rank=self.group.rank,
             )
-        wanted = self._balanced(threshold) if placements is None else dict(placements)
-        with self.exchange.in_use():
-            agreed, _ = self._redraft(self.group, lambda: self._specs_with(wanted))
-            moved = {}
-            for index, wiring in enumerate(agreed.wirings):
-                placement = wiring.exchange_spec.placement
-                if placement != self.draft.wirings[index].exchange_spec.placement:
-                    self._move_experts(index, wiring)
-                    moved[wiring.spec.name] = placement
-        return moved
+
+    def _check_still(self, what: str) -> None:
+        """Raise while experts move. All ranks see the end of a move in the same call."""
+        if self._move is not None:
+            raise HandleError(
+                f"{what} was called while experts move",
+                expected="one change of a plan at a time",
+                fix="call `wait` on what `plan.rebalance` returned first",
+                rank=self.group.rank,
+            )
+
+    def _slots(self, named: Sequence[str]) -> dict[str, list[int]]:
+        """The experts that each rank has memory for, by layer; a layer that is named must be in use on all ranks."""
+
+        def mine() -> dict[str, int]:
+            for name in named:
+                self.wiring(name)
+                if name not in self.layers:
+                    raise PlanError(
+                        "no MoELayer of this rank has the experts of this layer",
+                        expected="a layer made with this plan, and in use",
+                        fix="rebalance layers that exist: plan.rebalance({name: placement})",
+                        layer=name,
+                    )
+            return {name: layer.slots.count for name, layer in self.layers.items()}
+
+        _, by_rank = make_together(
+            self.group, "making room for experts", mine, seconds=self.group.deadline, note=lambda made: made
+        )
+        everywhere = [name for name in self._wirings if all(name in slots for slots in by_rank)]
+        return {name: [slots[name] for slots in by_rank] for name in everywhere}
 
     def _specs_with(self, placements: Mapping[str, str | Placement]) -> list[LayerSpec]:
         """The layers of this plan, some of them with other placements."""
@@ -316,42 +464,127 @@ class Plan:
                     fix="readmit the ranks that were lost first",
                     layer=name,
                 )
-            then = placement_for(placement, spec.num_experts, self.group.size)
-            wanted[name] = in_their_places(spec.placement, then)
+            wanted[name] = placement_for(placement, spec.num_experts, self.group.size)
         return [replace(spec, placement=wanted.get(spec.name, spec.placement)) for spec in self.draft.specs]
 
-    def _balanced(self, threshold: float) -> dict[str, str | Placement]:
-        """A placement for each layer whose load is more uneven than that, from the counts of all ranks."""
+    def _balanced(self, threshold: float, slots: Mapping[str, list[int]]) -> dict[str, str | Placement]:
+        """A placement for each layer whose load is more uneven than that, from the counts of all ranks.
+
+        One slot of each rank stays free: experts of the next move come through it.
+        """
         found: dict[str, str | Placement] = {}
         for name, load_E in self.load(reset=True).items():
-            present = self.wiring(name).exchange_spec.placement
-            if not present.lost_experts and imbalance(rank_loads(load_E, present)) > threshold:
-                better = balance(load_E, present)
-                if imbalance(rank_loads(load_E, better)) < imbalance(rank_loads(load_E, present)):
-                    found[name] = better
+            spec, stats = self.wiring(name).exchange_spec, self.stats()[name].moves
+            present, spare = spec.placement, self.wiring(name).spec.spare_experts
+            stats.count_look(now := imbalance(rank_loads(load_E, present)))
+            if present.lost_experts or not spare or name not in slots or now <= threshold:
+                continue
+            usable = [max(count - 1, len(row)) for count, row in zip(slots[name], present.table, strict=True)]
+            copies = sum(usable) - spec.num_experts
+            better = balance(load_E, present, copies=copies, slots=usable)
+            if (then := imbalance(rank_loads(load_E, better))) < now:
+                found[name] = better
+                stats.imbalance_expected = then
         return found
 
-    def _move_experts(self, index: int, wiring: Wiring) -> None:
-        """Move the experts of one layer, and serve its new wiring."""
-        name, layer = wiring.spec.name, self.layers.get(wiring.spec.name)
-        present, wanted = self.wiring(name).exchange_spec.placement, wiring.exchange_spec.placement
-        held = None if layer is None else layer.experts.weights
-        weights = moved_weights(self.group, name, held, present, wanted)
-        assert layer is not None
-        started = time.monotonic()
-        layer.switch(wiring, weights)
-        wirings = list(self.draft.wirings)
-        wirings[index] = wiring
-        switched = replace(self.draft, wirings=tuple(wirings))
-        self.exchange.serve([w.exchange_spec for w in wirings])
-        self._adopt(switched)
+    # -- A move under way ----------------------------------------------------------------------------------
+
+    def _begin_move(self, move: Rebalance) -> None:
+        self._last_move = move
+        if not move.is_done:
+            self._move = move
+            move.start()
+
+    def _notice(self) -> int:
+        """What this rank tells in a dispatch: how often placements were switched, and how far its thread is."""
+        progress = Progress.PREPARING if self._move is None else self._move.progress
+        return self._switches << 2 | progress
+
+    def _noticed(self, notices: Sequence[int]) -> None:
+        """Hear from all ranks, in one dispatch, how far they are: all of them decide the same."""
+        if any(notice >> 2 != self._switches for notice in notices):
+            raise Drifted(
+                f"the ranks have switched placements {[notice >> 2 for notice in notices]} times",
+                expected="every rank to serve the same placements",
+                fix="report it: ranks switch together, or not at all",
+                rank=self.group.rank,
+            )
+        if self._move is not None:
+            self._move.decision = _decided([notice & 3 for notice in notices])
+
+    def _finish_move(self, move: Rebalance) -> None:
+        """Wait for the thread of every rank, and switch. Collective."""
+        while self._move is move:
+            with self.exchange.in_use(alone=True):
+                if move.decision is Progress.PREPARING:  # no dispatch has told the others yet
+                    progress = move.wait_for_thread()
+                    words = None if move.error is None else f"{type(move.error).__name__}: {move.error}"
+                    told = self.group.gather_json([progress, words], phase="moving experts")
+                    move.decision = _decided([other for other, _ in told])
+                    if move.decision is Progress.FAILED:
+                        move.error = failure_of(self.group.rank, [said for _, said in told], move.error)
+                self._conclude(move)
+
+    def _conclude(self, move: Rebalance) -> None:
+        """Switch, or give the move up, as all ranks have decided."""
+        if move.decision is Progress.FAILED:
+            self._give_up_move(PeerFailed(self.group.rank, "the move was given up", phase="moving experts"))
+            return
+        started, step = time.monotonic(), move.step
+        self._switch(move)
+        self.exchange.switch([wiring.exchange_spec for wiring in self.draft.wirings])
+        move.switched()
+        seconds = time.monotonic() - started
+        for name in step:
+            self.stats()[name].moves.count_switch(len(move.came[name]), seconds, move.nbytes, move.seconds)
+        if move.is_done:
+            self._move = None
+
+    def _switch(self, move: Rebalance) -> None:
+        """Take the placements of a step, and the experts that came for it."""
+        switched = {
+            name: replace(
+                self.wiring(name),
+                spec=replace(self.wiring(name).spec, placement=placement),
+                exchange_spec=replace(self.wiring(name).exchange_spec, placement=placement),
+            )
+            for name, placement in move.step.items()
+        }
+        for name, wiring in switched.items():
+            move.holders[name].switch(wiring, move.came[name])
+        wirings = [switched.get(wiring.spec.name, wiring) for wiring in self.draft.wirings]
+        self._adopt(replace(self.draft, wirings=tuple(wirings)))
         if not self._whole.lost:
-            self._whole = replace(self._whole, specs={spec.name: spec for spec in switched.specs})
-        came = sum(move.target == self.group.rank for move in moves(present, wanted))
-        self.stats()[name].count_switch(came, time.monotonic() - started)
+            self._whole = replace(self._whole, specs={spec.name: spec for spec in self.draft.specs})
+        self._switches += 1
+
+    def _give_up_move(self, error: BaseException) -> None:
+        """Experts stay where they are, on this rank; whoever asks for the move hears why."""
+        move, self._move = self._move, None
+        if move is not None:
+            move.give_up(error)
+            _log.warning("experts stay where they are: %s", move.error)
+            for name in move.placements:
+                self.stats()[name].moves.given_up += 1
+
+    def _settle_move(self, group: Group) -> None:
+        """After a loss: switch if any of the ranks that are left has switched; else stay. Collective over these."""
+        switches = group.gather_json(self._switches, phase="moving experts")
+        if self._move is not None and max(switches) > self._switches:
+            self._switch(self._move)
+            self._move.switched()
+        lost = PlanBroken(self.exchange.broken_by) if self.exchange.broken_by else None
+        if self._move is not None and not self._move.is_done:
+            self._give_up_move(
+                lost or HandleError("ranks were lost", expected="all ranks", fix="rebalance again")
+            )
+        self._move = None
 
     def close(self) -> None:
         """Give the memory back. Every later call of this plan raises; the group stays usable."""
+        self._give_up_move(
+            HandleError("the plan was closed", expected="an open plan", fix="call `wait` before `close`")
+        )
         self.exchange.close()
 
     def __str__(self) -> str:
@@ -434,6 +667,13 @@ def wiring_in(plan: object, layer: str) -> Wiring:
         )
     plan.exchange.check_open()
     return plan.wiring(layer)
+
+
+def _decided(progress: Sequence[int]) -> Progress:
+    """What all ranks do, who have heard of each other how far they are."""
+    if Progress.FAILED in progress:
+        return Progress.FAILED
+    return Progress.READY if all(one == Progress.READY for one in progress) else Progress.PREPARING
 
 
 def _plan_id(agreed: Draft, number: int) -> int:

@@ -63,6 +63,9 @@ class LayerSpec:
     routed_scaling: float | None = None
     # Which rank owns which expert: a name, or a table.
     placement: str | Placement = "contiguous"
+    # Further experts that each rank has memory for: `plan.rebalance` moves experts through it. Beyond one, that memory
+    # may hold copies of hot experts.
+    spare_experts: int = 0
     # What computes the experts: a name, or a class of your own. `auto`: fused on GPUs that run them, else grouped.
     experts: str | type[Experts] = AUTO
     # Further per-token payloads that travel with the rows.
@@ -133,6 +136,10 @@ def _check_sizes(spec: LayerSpec) -> Reason | None:
             return Reason(
                 field=name, value=value, why=f"must be a whole number of at least 1, at most {most}"
             )
+    spare = spec.spare_experts
+    if not (spare == 0 and isinstance(spare, int)) and not is_size(spare, most=MOST_EXPERTS):
+        why = f"must be a whole number from 0 to {MOST_EXPERTS}"
+        return Reason(field="spare_experts", value=spare, why=why)
     return None
 
 

@@ -1,0 +1,73 @@
+"""Where a rank's weights stand: a slot for each of its experts, and spare ones for experts that come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tokenyard.experts.base import ExpertWeights
+from tokenyard.formats import QuantizedMatrix
+
+
+class ExpertSlots:
+    """Which slot of a rank's weights holds which expert.
+
+    An expert keeps its slot as long as it stays on the rank. One that comes is written into a spare slot, and read only
+    after a switch; the slots of those that leave are spare then.
+
+    >>> slots = ExpertSlots([4, 5, 6], count=4)
+    >>> slots.free
+    [3]
+    >>> slots.switch([6, 0, 4], {0: 3})
+    >>> slots.free, slots.lookup().tolist()
+    ([1], [2, 3, 0, -1])
+    """
+
+    def __init__(self, experts: Sequence[int], count: int) -> None:
+        self.count = count  # slots, spare ones included
+        self._experts = list(experts)  # in the order of local ids
+        self._slot_of = {expert: slot for slot, expert in enumerate(experts)}
+
+    def of(self, expert: int) -> int:
+        """The slot of an expert of this rank."""
+        return self._slot_of[expert]
+
+    @property
+    def free(self) -> list[int]:
+        """The spare slots."""
+        taken = set(self._slot_of.values())
+        return [slot for slot in range(self.count) if slot not in taken]
+
+    def switch(self, experts: Sequence[int], came: dict[int, int]) -> None:
+        """Hold these experts, in this order of local ids; some came, into these slots."""
+        known = self._slot_of | came
+        self._experts = list(experts)
+        self._slot_of = {expert: known[expert] for expert in experts}
+
+    def lookup(self) -> Tensor | None:
+        """The slot of each local id, and -1 for id -1; None where each local id is its slot."""
+        slots = [self._slot_of[expert] for expert in self._experts]
+        if slots == list(range(len(slots))):
+            return None
+        return torch.tensor([*slots, -1], dtype=torch.int32)
+
+
+def with_spare_slots(weights: ExpertWeights, spare: int) -> ExpertWeights:
+    """A copy of weights, and behind them room for some more experts."""
+
+    def longer(tensor: Tensor) -> Tensor:
+        held = tensor.new_empty(len(tensor) + spare, *tensor.shape[1:])
+        held[: len(tensor)] = tensor.detach()
+        return held
+
+    parts: dict[str, Tensor | QuantizedMatrix] = {}
+    for name, part in weights.parts().items():
+        if isinstance(part, QuantizedMatrix):
+            payloads = {key: longer(payload) for key, payload in part.payloads.items()}
+            parts[name] = replace(part, shape=(part.shape[0] + spare, *part.shape[1:]), payloads=payloads)
+        else:
+            parts[name] = longer(part)
+    return ExpertWeights(**parts)  # type: ignore[arg-type]

@@ -1,0 +1,239 @@
+"""A move of experts under way: a thread of each rank copies weights while the layers run, then all ranks switch.
+
+**Preparing.** The thread has a group of its own, so that its waits are not those of calls. It writes experts that come
+into spare slots (`moving`), and says when it is ready, or has failed.
+
+**Switching.** Each rank tells in the announcement of every dispatch how far its thread is. All ranks hear the same
+announcements, so all of them know after the same dispatch that everybody is ready, and switch before the next one with
+nothing in flight: a call ends on the table that it began with. If one has failed, all give the move up there.
+
+**A loss.** A rank that dies before the switch leaves the others where they were. It may die so that some of the others
+heard that all are ready, and have switched, while the rest has not: these are ready too, or nobody would have switched.
+`Plan.go_on_without` asks who has switched, and the rest follows.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tokenyard.errors import HandleError, PeerFailed, PeerLost
+from tokenyard.experts import Experts
+from tokenyard.experts.slots import ExpertSlots
+from tokenyard.group import Group
+from tokenyard.planning.moving import Parcel, bytes_of, carry, paths_between, streams, width
+from tokenyard.planning.wiring import Wiring
+from tokenyard.routing import Placement
+
+_log = logging.getLogger("tokenyard")
+
+Step = Mapping[str, Placement]  # the layers that switch together, each with its placement
+
+
+class HoldsExperts(Protocol):
+    """A layer whose experts can be moved."""
+
+    experts: Experts  # the experts of this rank, with their weights
+    slots: ExpertSlots  # where these weights stand
+
+    def switch(self, wiring: Wiring, came: dict[int, int]) -> None:
+        """Serve another placement; some experts came, into these slots."""
+
+
+class Progress(IntEnum):
+    """How far a rank's thread is with a step."""
+
+    PREPARING = 0
+    READY = 1
+    FAILED = 2
+
+
+class Rebalance:
+    """Experts on their way to other ranks: what `plan.rebalance` returns."""
+
+    placements: dict[
+        str, Placement
+    ]  # the placements that layers will have, by layer; none, where nothing moves
+    error: BaseException | None  # why the experts stay where they are, if the move was given up
+
+    def __init__(
+        self,
+        group: Group,
+        holders: Mapping[str, HoldsExperts],
+        present: Step,
+        steps: Sequence[Step],
+        *,
+        finish: Callable[[Rebalance], None],
+        after: Rebalance | None = None,
+    ) -> None:
+        self.placements = {layer: placement for step in steps for layer, placement in step.items()}
+        self.error = None
+        self.decision: Progress = Progress.PREPARING  # what all ranks have agreed on in a dispatch
+        self.came: dict[str, dict[int, int]] = {}  # by layer: the slots of experts that came in this step
+        self.nbytes = 0  # bytes that came to this rank in this step
+        self.seconds = 0.0  # of this step's copying
+        self._group, self._holders, self._present, self._steps = (
+            group,
+            dict(holders),
+            dict(present),
+            list(steps),
+        )
+        self._finish, self._after = finish, after
+        self._progress = Progress.PREPARING
+        self._number = 0
+        self._changed = threading.Condition()
+        self._cancelled = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to copy, in a thread."""
+        if self._steps:
+            self._thread = threading.Thread(target=self._run, name="moving experts", daemon=True)
+            self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all layers serve their new placements."""
+        return self._number == len(self._steps)
+
+    @property
+    def ready(self) -> bool:
+        """Whether this rank has all that it needs for the next switch, or there is none to come."""
+        return self.is_done or self.progress is Progress.READY
+
+    @property
+    def progress(self) -> Progress:
+        """How far this rank's thread is."""
+        return self._progress
+
+    @property
+    def step(self) -> Step:
+        """The layers that switch next, with their placements."""
+        return self._steps[self._number]
+
+    @property
+    def holders(self) -> Mapping[str, HoldsExperts]:
+        """The layers whose experts move."""
+        return self._holders
+
+    def wait(self) -> None:
+        """Wait until the experts have moved, and serve the new placements. Collective over the plan's ranks.
+
+        Layers that are called meanwhile switch by themselves: then nobody has to call this. Raises if the experts stay
+        where they are, after an error on any rank.
+        """
+        self._finish(self)
+        if self.error is not None:
+            raise self.error
+
+    def wait_for_thread(self) -> Progress:
+        """Wait until this rank is ready for the next switch, or has failed."""
+        with self._changed:
+            while self._progress is Progress.PREPARING and self.error is None:
+                self._changed.wait(1.0)  # with a limit: a signal is then seen
+            return self._progress
+
+    def switched(self) -> None:
+        """All layers of this step have switched: go on with the next one."""
+        with self._changed:
+            self._present |= self.step
+            self._number += 1
+            self._progress = self.decision = Progress.PREPARING
+            self._changed.notify_all()
+
+    def give_up(self, error: BaseException) -> None:
+        """The experts stay where they are."""
+        with self._changed:
+            self.error, self._cancelled = self.error or error, True
+            self._changed.notify_all()
+
+    # -- The thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        group: Group | None = None
+        try:
+            if self._after is not None and self._after._thread is not None:
+                self._after._thread.join()  # one that was given up may still write into spare slots
+                self._after = None
+            group = self._group.subgroup(range(self._group.size), name=f"{self._group.name}/moves")
+            with torch.no_grad():
+                while not self.is_done:
+                    self._check()
+                    self._copy(group)
+                    self._report(Progress.READY)
+                    self._await_switch()
+        except BaseException as error:
+            with self._changed:
+                self.error = self.error or error
+            if group is not None and not isinstance(error, (PeerLost, PeerFailed)):
+                group.lost_elsewhere(
+                    [group.rank], phase="moving experts", waited=0.0
+                )  # ends the others' waits
+            self._report(Progress.FAILED)
+        finally:
+            self._holders = {}  # nobody switches any more, and a layer that is gone needs no memory
+            if group is not None:
+                group.close()
+
+    def _copy(self, group: Group) -> None:
+        """Copy the experts of one step into spare slots."""
+        started, mine = time.monotonic(), group.rank
+        paths = paths_between(self._present, self.step)
+        tensors = {layer: self._holders[layer].experts.weights.by_name() for layer in self.step}
+        widths = {
+            layer: {name: width(tensor) for name, tensor in named.items()} for layer, named in tensors.items()
+        }
+        came: dict[str, dict[int, int]] = {}
+        for layer, path in paths.items():
+            arriving = [move.expert for move in path if move.target == mine]
+            came[layer] = dict(zip(arriving, self._holders[layer].slots.free, strict=False))
+
+        def read(parcel: Parcel) -> Tensor:
+            slot = self._holders[parcel.layer].slots.of(parcel.expert)
+            return bytes_of(tensors[parcel.layer][parcel.tensor][slot])
+
+        def write(parcel: Parcel) -> Tensor:
+            return bytes_of(tensors[parcel.layer][parcel.tensor][came[parcel.layer][parcel.expert]])
+
+        carry(group, streams(group.size, paths, widths), read, write, self._check)
+        for placement in self.step.values():  # what the first call would otherwise look up
+            placement.resolve(torch.zeros(1, 1, dtype=torch.int64), mine)
+        self.came, self.seconds = came, time.monotonic() - started
+        self.nbytes = sum(len(experts) * sum(widths[layer].values()) for layer, experts in came.items())
+
+    def _check(self) -> None:
+        if self._cancelled:
+            raise HandleError(
+                "the move of experts was given up",
+                expected="the plan to go on as it is while experts move",
+                fix="call `wait` on what `plan.rebalance` returned first",
+                rank=self._group.rank,
+            )
+
+    def _report(self, progress: Progress) -> None:
+        with self._changed:
+            self._progress = progress
+            self._changed.notify_all()
+
+    def _await_switch(self) -> None:
+        with self._changed:
+            while self._progress is Progress.READY and not self._cancelled:
+                self._changed.wait()
+
+
+def failure_of(rank: int, told: Sequence[str | None], own: BaseException | None) -> BaseException:
+    """What a rank raises when a move was given up: its own error, or that of the first rank that had one of its own."""
+    first = next(
+        (r for r, words in enumerate(told) if words and not words.startswith(PeerLost.__name__)), None
+    )
+    if own is not None and (first is None or first == rank or not isinstance(own, PeerLost)):
+        return own
+    first = first if first is not None else next(r for r, words in enumerate(told) if words)
+    return PeerFailed(first, str(told[first]), phase="moving experts", rank=rank)
