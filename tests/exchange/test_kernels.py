@@ -9,7 +9,7 @@ from tokenyard.conformance.cases import same_bits
 from tokenyard.exchange.announcement import Phase
 from tokenyard.exchange.one_sided import launch
 from tokenyard.exchange.one_sided.control import COMBINED, ROUND, STATUS, Trouble
-from tokenyard.exchange.one_sided.kernels.twins import slots_twin
+from tokenyard.exchange.one_sided.kernels.twins import place_twin, slots_twin
 from tokenyard.exchange.one_sided.launch import Routing
 from tokenyard.formats import Payload
 from tokenyard.routing import Placement
@@ -316,6 +316,49 @@ def test_results_come_home_in_every_wire(wire, dtype, result, terms, dense):
             meets=False,
         )
         assert same_numbers(out_TH, yard.pulled_by_twin(rank, batch.ids_TK, add))
+
+
+@pytest.mark.parametrize("wire", ["bf16", "mxfp8", "fp8_block128", "nvfp4"])
+def test_the_results_of_choices_come_home(wire):
+    base = Placement.contiguous(5, 3)
+    spec = make_exchange_spec(
+        3,
+        combine_wire=wire,
+        hidden_size=130,
+        sums_choices=True,
+        placement=Placement.replicated(base, {0: [2], 3: [0, 2]}),
+    )
+    yard = VirtualRanks(spec)
+    batches = [make_batch(spec, tokens, seed=tokens) for tokens in (5, 0, 4)]
+    _, counts = dispatched(yard, batches)
+    draw = torch.Generator().manual_seed(3)
+    for rank, launcher in enumerate(yard.launchers):
+        slots_R = taken(yard, counts[rank])
+        ids_RK = yard.slots(yard.buffers, "dispatch")[rank]["ids"][slots_R]
+        row_N, choice_N = (ids_RK >= 0).nonzero().unbind(1)
+        places_N = slots_R[row_N] * spec.top_k + choice_N
+        rows_NH = torch.randn(len(places_N), 130, generator=draw)
+        region = yard.slots(yard.twins, "combine")[rank]
+        place_twin(spec, rows_NH, counts[rank], region, spec.max_tokens, places_N)
+        launcher.place(yard.dispatch_slots, rows_NH, dense=True, places_N=places_N)
+    assert yard.same_regions("combine")
+    for rank, (launcher, batch) in enumerate(zip(yard.launchers, batches, strict=True)):
+        add = [make_batch(spec, len(batch.ids_TK), seed=9).x_TH.nan_to_num(1.0, 1.0, 1.0)]
+        out_TH = torch.full_like(batch.x_TH, 5.0)
+        slots_TK, owners_TK = launcher.choices_at_home(
+            spec, slots_twin(spec, batch.ids_TK, rank), batch.ids_TK
+        )
+        launcher._pull(
+            yard.dispatch_slots,
+            launcher._return_layout(yard.dispatch_slots),
+            slots_TK,
+            out_TH,
+            add,
+            len(out_TH),
+            owners_TK=owners_TK,
+            meets=False,
+        )
+        assert same_bits(out_TH, yard.pulled_by_twin(rank, batch.ids_TK, add))
 
 
 def short(dtype):

@@ -13,7 +13,8 @@ from tokenyard.exchange.one_sided.launch import Encoding, ReturnLayout
 from tokenyard.formats import get
 
 KINDS = {"results": "*fp32", "out": "*bf16", "term": "*bf16", "other_term": "*bf16", "slots": "*i32",
-         "peers": "*i64", "host": "*i64", "global_scale": "fp32", "deadline": "i64"}
+         "owners": "*i32", "places": "*i64", "peers": "*i64", "host": "*i64", "global_scale": "fp32",
+         "deadline": "i64"}
 
 def compiled(kernel, tiles, **constants):
     signature, values = {}, {}
@@ -31,9 +32,13 @@ def compiled(kernel, tiles, **constants):
 encoding = Encoding.of(get("nvfp4"))
 layout = ReturnLayout(encoding=encoding, places={}, padded=208)
 shared = dict(HIDDEN=200, PADDED=208, FORMAT=encoding.code, KIND=encoding.kind, OPTION=encoding.option, WORLD=2, WIDE=2)
-compiled(pull.place, layout.place_tiles(), TILE=layout.place_tiles().tile, **shared)
+for given in (False, True):
+    compiled(pull.place, layout.place_tiles(), TILE=layout.place_tiles().tile, GIVEN=given, **shared)
 tiles = layout.tiles(128)
-compiled(pull.pull, tiles, TILE=tiles.tile, PARTS=tiles.parts, TURNS=2, MEETS=True, EARLY=True, **shared)
+for choices in (0, 3):
+    compiled(
+        pull.pull, tiles, TILE=tiles.tile, PARTS=tiles.parts, TURNS=2, MEETS=True, EARLY=True, CHOICES=choices, **shared
+    )
 """
 
 

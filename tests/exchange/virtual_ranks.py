@@ -106,6 +106,7 @@ class VirtualRanks:
         """The payloads of a region (`dispatch` or `combine`), by rank."""
         layout = getattr(self.spec, f"{name}_slots")
         used = self.world * self.dispatch_slots.max_tokens
+        used *= self.spec.results_per_row if name == "combine" else 1
         regions = [getattr(self.layout, f"{name}_region")(0).of(buffer) for buffer in buffers]
         return [{key: view[:used] for key, view in layout.views(region).items()} for region in regions]
 

@@ -1,11 +1,13 @@
 """`tokenyard bench` on a GPU, on tiny grids: checked, timed, saved and drawn."""
 
+import dataclasses
 import json
 
 import pytest
 
 from tests.cli.runner import call
 from tests.test_bench_experts_cuda import tiny_case
+from tokenyard.experts.base import EXACT
 from tokenyard.lab.bench import machine_rates
 from tokenyard.lab.bench.records import Document
 from tokenyard.lab.bench.shapes import CASES
@@ -60,8 +62,14 @@ def check_times(record):
 
 
 def test_experts_of_every_format_are_measured(tmp_path, monkeypatch):
-    for name in CASES:
-        monkeypatch.setitem(CASES, name, tiny_case(name))
+    for name, case in CASES.items():
+        tiny = tiny_case(name)
+        if case.inner != EXACT:
+            # Tensor cores keep about 14 bits of a sum of e4m3. Of 128 inputs that moves 1% of the codes between the
+            # products to their neighbors, each 6 to 12% away, and few rows do not average it: 1.3 to 2.9% of a result,
+            # measured. Of 4,096 inputs the sums are closer, as they are at full size.
+            tiny = dataclasses.replace(tiny, hidden_size=4096, intermediate_size=256, sizes=(64,))
+        monkeypatch.setitem(CASES, name, tiny)
     monkeypatch.setitem(machine_rates.READ_BYTES, "cuda", 64 * 2**20)
     monkeypatch.setitem(machine_rates.SQUARE, "cuda", 1024)
     files = tmp_path / "experts.json", tmp_path / "experts.png"

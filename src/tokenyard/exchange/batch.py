@@ -203,11 +203,11 @@ class Arrival:
     @cached_property
     def results_due(self) -> tuple[int, ...]:
         """The results that each rank expects: one for each row, or where choices are summed for each choice."""
-        if not self.spec.sums_choices:
+        if not self.spec.sums_choices or not self.counts_W:
             return self.counts_W
         assert isinstance(self.received.routes, LocalRoutes)
         here_R = (self.received.routes.ids_RK >= 0).sum(dim=1)
-        return tuple(int(part.sum()) for part in here_R.split(self.received.counts_W))
+        return tuple(torch.stack([part.sum() for part in here_R.split(self.received.counts_W)]).tolist())
 
     def check_counts(self) -> None:
         """Raise unless as many rows came from each rank as it expects results of."""

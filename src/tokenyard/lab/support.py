@@ -188,6 +188,7 @@ def _experts() -> SupportTable:
         "weight and sum by themselves": lambda kind: kind.finalizes,
         "route by themselves": lambda kind: kind.routes_itself,
         "the same bits in any batch, on a CPU": lambda kind: "cpu" in kind.batch_invariant,
+        "the same bits in any batch, on a GPU": lambda kind: "cuda" in kind.batch_invariant,
         "run on a CPU": lambda kind: "cpu" in kind.devices,
         "run on an NVIDIA GPU": lambda kind: "cuda" in kind.devices,
     }

@@ -80,10 +80,11 @@ class DeviceWorkspace:
     def combine(self, slots: DispatchSlots, rank: int) -> dict[str, Tensor]:
         """The payloads of the slots that a rank's results are read from."""
         region = self.layout.combine_region(slots.region)
-        return self._first(slots, slots.spec.combine_slots.views(region.of(self.buffers[rank])))
+        views = slots.spec.combine_slots.views(region.of(self.buffers[rank]))
+        return self._first(slots, views, slots.spec.results_per_row)
 
-    def _first(self, slots: DispatchSlots, views: dict[str, Tensor]) -> dict[str, Tensor]:
-        used = len(self.buffers) * slots.max_tokens
+    def _first(self, slots: DispatchSlots, views: dict[str, Tensor], per_slot: int = 1) -> dict[str, Tensor]:
+        used = len(self.buffers) * slots.max_tokens * per_slot
         return {name: payload[:used] for name, payload in views.items()}
 
     def counts(self, region: int) -> Tensor:
@@ -111,7 +112,6 @@ class CudaTransport(Transport):
     reads_values = False
     encodes_results = True
     waits_in_sum = True
-    returns_choices = False  # the kernel `pull` adds one row of each rank
     most_terms = MOST_TERMS
 
     @classmethod
@@ -342,7 +342,7 @@ class CudaTransport(Transport):
 
     def results_at(self, slots: DispatchSlots, slots_R: Tensor | None) -> CombineBuffer | None:
         """Where results are read; None where they are encoded on the way there."""
-        if slots.spec.combine_wire.quantized:
+        if slots.spec.combine_wire.quantized or slots.spec.sums_choices:
             return None
         (rows_SH,) = self.workspace.combine(slots, self.group.rank).values()
         return CombineBuffer(rows_SH=rows_SH, slots_R=slots_R)
@@ -361,7 +361,12 @@ class CudaTransport(Transport):
         arrival = results.arrival
         if results.rows_RH is not None:
             with self.launcher.on_device():
-                self.launcher.place(slots_of(arrival), results.rows_RH, dense=arrival.way_back.is_checked)
+                self.launcher.place(
+                    slots_of(arrival),
+                    results.rows_RH,
+                    dense=arrival.way_back.is_checked,
+                    places_N=_choice_places(arrival.received) if arrival.spec.sums_choices else None,
+                )
         results.before_telling()
         just_placed = results.rows_RH is not None
         return Pending(lambda: _DeviceResults(transport=self, arrival=arrival, just_placed=just_placed))
@@ -462,7 +467,21 @@ class _DeviceResults(ResultsAtHome):
                 if out_TH.is_contiguous()
                 else torch.empty_like(out_TH, memory_format=torch.contiguous_format)
             )
-            launcher.sum(slots_of(self.arrival), way_back.slots_TW, whole, add, just_placed=self.just_placed)
+            home_slots, owners_TK = way_back.slots_TW, None
+            if self.arrival.spec.sums_choices:
+                routes = self.arrival.routes.routes
+                assert isinstance(routes, Routes)
+                home_slots, owners_TK = launcher.choices_at_home(
+                    self.arrival.spec, home_slots, routes.topk_ids_TK
+                )
+            launcher.sum(
+                slots_of(self.arrival),
+                home_slots,
+                whole,
+                add,
+                owners_TK=owners_TK,
+                just_placed=self.just_placed,
+            )
             if whole is not out_TH:
                 out_TH.copy_(whole)
             self.transport.end(self.arrival)
@@ -492,6 +511,15 @@ class _DeviceResults(ResultsAtHome):
 def slots_of(arrival: Arrival) -> DispatchSlots:
     """Where the rows of an arrival, and their results, stand."""
     return DispatchSlots(spec=arrival.spec, region=arrival.region, max_tokens=arrival.way_back.max_tokens)
+
+
+def _choice_places(received: ReceivedRows) -> Tensor:
+    """Where results stand that rows have for each of their choices: K places for each slot."""
+    assert isinstance(received.routes, LocalRoutes)
+    here_RK = received.routes.ids_RK >= 0
+    row_N, choice_N = here_RK.nonzero().unbind(1)
+    slot_N = row_N if received.slots_R is None else received.slots_R[row_N]
+    return slot_N * here_RK.shape[1] + choice_N
 
 
 def _stamp(phase: Phase, round: int) -> str:

@@ -272,9 +272,14 @@ class Launcher:
         ]
         layout = self._return_layout(slots)
         for rows_RH in results:
-            self._place(slots, layout, rows_RH, dense=True)
+            self._place(
+                slots, layout, rows_RH, dense=True, places_N=ids_TK.long() if spec.sums_choices else None
+            )
+        owners_TK = ids_TK if spec.sums_choices else None
         for tokens, meets in {(1, True), (1, False), (spec.max_tokens, False)}:
-            self._pull(slots, layout, slots_TW, x_TH, (), -1, meets=meets, sized_for=tokens)
+            self._pull(
+                slots, layout, slots_TW, x_TH, (), -1, owners_TK=owners_TK, meets=meets, sized_for=tokens
+            )
 
     def _table(self, placement: Placement) -> tuple[Tensor, Tensor]:
         if self.ranks > 1 and placement.has_replicas:
@@ -409,28 +414,47 @@ class Launcher:
             self.place(slots, results, dense=dense)
         self.sum(slots, slots_TW, out_TH, add, just_placed=results is not None, waits=waits)
 
+    def choices_at_home(self, spec: ExchangeSpec, slots_TW: Tensor, ids_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """`(slots_TK, owners_TK)`: where the result of each choice stands, and on which rank; slot -1 for nobody's."""
+        experts, copies = self._table(spec.placement)
+        known_TK = (ids_TK >= 0) & (ids_TK < spec.num_experts)
+        turn_T1 = ids_TK.clamp(min=0).long().sum(dim=1, keepdim=True)  # as the kernels' `owners`
+        id_TK = torch.where(known_TK, ids_TK, 0).long()
+        entry_TK = experts[id_TK, turn_T1 % copies[id_TK]]
+        served_TK = known_TK & (entry_TK >= 0)
+        owners_TK = torch.where(served_TK, entry_TK >> push_room.RANK_BITS.value, 0)
+        choice_K = torch.arange(spec.top_k, device=self.device)
+        slot_TK = slots_TW.gather(1, owners_TK.long()) * spec.top_k + choice_K
+        return torch.where(served_TK, slot_TK, -1).int(), owners_TK.int()
+
     def sum(
         self,
         slots: DispatchSlots,
-        slots_TW: Tensor,
+        home_slots: Tensor,
         out_TH: Tensor,
         add: Sequence[Tensor] = (),
         *,
+        owners_TK: Tensor | None = None,
         just_placed: bool,
         waits: bool = True,
     ) -> None:
-        """Meet the others, and write this rank's sums into `out_TH`; `just_placed`: by `place`, not by the experts."""
+        """Meet the others, and write this rank's sums into `out_TH`; `just_placed`: by `place`, not by the experts.
+
+        `home_slots`: the slot of each token on each rank; or, with `owners_TK`, of each choice (`choices_at_home`).
+        """
         layout, tokens = self._return_layout(slots), out_TH.shape[0] // self.ranks
         meets = not just_placed and waits and tokens * layout.tiles(tokens).parts <= MOST_WAITING_BLOCKS
         if not meets:
             self.signal_and_wait(
                 slots.layer, Phase.COMBINE, waits=waits, early=self._early and not just_placed
             )
-        self._pull(slots, layout, slots_TW, out_TH, add, tokens, meets=meets)
+        self._pull(slots, layout, home_slots, out_TH, add, tokens, owners_TK=owners_TK, meets=meets)
 
-    def place(self, slots: DispatchSlots, results: Tensor, *, dense: bool) -> None:
-        """Write results where their owners find them."""
-        self._place(slots, self._return_layout(slots), results, dense=dense)
+    def place(
+        self, slots: DispatchSlots, results: Tensor, *, dense: bool, places_N: Tensor | None = None
+    ) -> None:
+        """Write results where their owners find them: `places_N` says where, if rows have several."""
+        self._place(slots, self._return_layout(slots), results, dense=dense, places_N=places_N)
 
     def _return_layout(self, slots: DispatchSlots) -> ReturnLayout:
         spec = slots.spec
@@ -449,41 +473,53 @@ class Launcher:
             padded=spec.combine_wire.padded_size(spec.hidden_size),
         )
 
-    def _place(self, slots: DispatchSlots, layout: ReturnLayout, results: Tensor, *, dense: bool) -> None:
+    def _place(
+        self,
+        slots: DispatchSlots,
+        layout: ReturnLayout,
+        results: Tensor,
+        *,
+        dense: bool,
+        places_N: Tensor | None,
+    ) -> None:
         tiles = layout.place_tiles()
         pull_room.place[(max(1, results.shape[0]),)](
-            aligned(results), self.peers, results.shape[0] // self.ranks, slots.max_tokens, self.rank,
+            aligned(results), self.peers if places_N is None else places_N, self.peers,
+            results.shape[0] // self.ranks, slots.max_tokens, self.rank,
             int(dense), layout.places["data"], layout.places.get("scales", 0), layout.places.get("global_scale", 0),
             self.control.counts(slots.region), layout.encoding.global_scale,
             HIDDEN=slots.spec.hidden_size, PADDED=layout.padded, FORMAT=layout.encoding.code,
             KIND=layout.encoding.kind, OPTION=layout.encoding.option, WORLD=self.world, WIDE=self._wide,
-            TILE=tiles.tile, num_warps=tiles.warps, enable_fp_fusion=False,
+            TILE=tiles.tile, GIVEN=places_N is not None, num_warps=tiles.warps, enable_fp_fusion=False,
         )  # fmt: skip
 
     def _pull(
         self,
         slots: DispatchSlots,
         layout: ReturnLayout,
-        slots_TW: Tensor,
+        home_slots: Tensor,
         out_TH: Tensor,
         add: Sequence[Tensor],
         tokens: int,
         *,
+        owners_TK: Tensor | None = None,
         meets: bool,
         sized_for: int | None = None,
     ) -> None:
         tiles = layout.tiles(tokens if sized_for is None else sized_for)
         blocks = max(1, max(0, tokens) * tiles.parts)
-        terms = [*map(aligned, add), out_TH, out_TH]
+        terms, spec = [*map(aligned, add), out_TH, out_TH], slots.spec
+        owners = home_slots if owners_TK is None else owners_TK
         pull_room.pull[(blocks * self.ranks,)](
-            out_TH, terms[0], terms[1], slots_TW, self.peers, self.host_status,
-            tokens, slots.max_tokens, self.rank, blocks, slots.layer, len(add), layout.places["data"],
+            out_TH, terms[0], terms[1], home_slots, owners, self.peers, self.host_status,
+            tokens, slots.max_tokens * spec.results_per_row, self.rank, blocks, slots.layer, len(add),
+            layout.places["data"],
             layout.places.get("scales", 0), layout.places.get("global_scale", 0), layout.encoding.global_scale,
             self.deadline,
-            HIDDEN=slots.spec.hidden_size, PADDED=layout.padded, FORMAT=layout.encoding.code,
+            HIDDEN=spec.hidden_size, PADDED=layout.padded, FORMAT=layout.encoding.code,
             KIND=layout.encoding.kind, OPTION=layout.encoding.option, WORLD=self.world, WIDE=self._wide,
             TILE=tiles.tile, PARTS=tiles.parts, TURNS=self.control.turns, MEETS=meets, EARLY=self._early,
-            num_warps=tiles.warps, enable_fp_fusion=False,
+            CHOICES=0 if owners_TK is None else spec.top_k, num_warps=tiles.warps, enable_fp_fusion=False,
             **_launch_early(self._early),
         )  # fmt: skip
 

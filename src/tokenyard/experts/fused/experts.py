@@ -77,6 +77,7 @@ class FusedExperts(Experts):
     weight_formats = ("bf16", "fp16", "fp32", "fp8_block128", "mxfp8", "nvfp4", "mxfp4", "mxint4")
     inner_formats = (Fp8Block128.name,)
     devices = ("cuda",)
+    batch_invariant = ("cuda",)  # with the tiles of long batches in all of them
     tile_configs: TileConfigs | None = None  # tiles that a benchmark sets; None: chosen for each batch
     recodes: bool = True  # whether mxfp8 weights are held as blocks of e4m3 where that is faster
     expands: bool = True  # whether packed mxfp4 weights become such blocks, for a call, where rows are many
@@ -347,13 +348,16 @@ class FusedExperts(Experts):
 
     def choose_tiles(self, pairs: float, rows: str) -> TileConfigs:
         """The tile configurations for so many pairs of a row and an expert, if rows arrive in a format."""
-        experts, weights = self.spec.num_local_experts, self.held_format
+        experts, weights, invariant = self.spec.num_local_experts, self.held_format, self.spec.batch_invariant
+        if invariant:
+            pairs = math.inf  # one configuration for all batches
         if self.is_packed:
-            expands = self.expands and self.is_expandable and rows == "mxfp8"
+            expands = self.expands and self.is_expandable and rows == "mxfp8" and not invariant
             return choose_packed_tiles(pairs, experts, weights, expands=expands)
         taken = weights if self._recodes_rows(rows) else rows
         specialized = can_run_specialized(self.spec, next(self.buffers()).device)
-        return choose_tiles(pairs, experts, weights, rows=taken, specialized=specialized)
+        tiles = choose_tiles(pairs, experts, weights, rows=taken, specialized=specialized)
+        return tiles.without_tails() if invariant else tiles
 
     def _recodes_rows(self, rows: str) -> bool:
         """Whether rows in a format become blocks of e4m3, as the weights are, before they are multiplied."""

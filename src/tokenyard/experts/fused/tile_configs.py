@@ -7,7 +7,7 @@ have to read the weights as fast as the memory gives them. Many rows: wide ones,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from tokenyard.experts.fused import tile_table
@@ -76,6 +76,14 @@ class TileConfigs:
         """Whether both products are to be computed by warps that load and warps that multiply, if they can."""
         both = (self.inner, self.result)
         return all(isinstance(t, TileConfig) and t.specialized and t.tile == SPECIALIZED_TILE for t in both)
+
+    def without_tails(self) -> TileConfigs:
+        """The same tiles, none of them narrow: of e4m3, a narrow one adds in another order."""
+        inner, result = (
+            replace(config, tail=0) if isinstance(config, TileConfig) else config
+            for config in (self.inner, self.result)
+        )
+        return TileConfigs(inner, result)
 
     @property
     def can_split(self) -> bool:

@@ -2,7 +2,8 @@
 
 `place` writes (and encodes) this rank's results into its combine region, unless the experts have done so
 themselves; `flags.signal_and_wait` publishes that they are there, and waits until all others are. `pull` reads one
-row per (token, rank), adds in float32, in rank order, from zero, adds what the caller adds, and rounds once. In a small
+row per (token, rank), or per choice of a token, adds in float32, in the order of ranks (or choices), from zero, adds
+what the caller adds, and rounds once. In a small
 batch whose results are in place `pull` meets the others itself (`MEETS`): every block waits then, so all blocks of
 all ranks on a GPU must fit on it together.
 """
@@ -44,13 +45,14 @@ from tokenyard.exchange.one_sided.kernels.push import CAST, FP8_BLOCK, MXFP8, NV
     ]
 )  # fmt: skip
 def place(
-    results, peers, rows, max_tokens, first_rank, dense, data_at, scales_at, global_at, counts_at, global_scale,
+    results, places, peers, rows, max_tokens, first_rank, dense, data_at, scales_at, global_at, counts_at, global_scale,
     HIDDEN: tl.constexpr, PADDED: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr, OPTION: tl.constexpr,
-    WORLD: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
+    WORLD: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
     """Write results into this rank's combine region, a block for each.
 
-    `dense`: one result per row that was received, in their order. Otherwise one per slot, empty ones included.
+    `dense`: one result per row that was received, in their order. Otherwise one per slot, empty ones included. Where a
+    row has a result for each of its choices, `places` says where each goes (GIVEN).
     """
     if rows <= 0:  # a rehearsal, or nothing came
         return
@@ -60,7 +62,10 @@ def place(
     w = tl.arange(0, WIDE)
     counts = (base + counts_at).to(tl.pointer_type(tl.int32))
     count = tl.load(counts + 2 * w, mask=w < WORLD, other=0)
-    if dense != 0:
+    if GIVEN:
+        slot = tl.load(places + block)
+        there = slot >= 0
+    elif dense != 0:
         source = tl.sum((tl.cumsum(count, 0) <= block).to(tl.int32), 0)
         slot = source * max_tokens + block - tl.sum(tl.where(w < source, count, 0), 0)
         there = source < WORLD
@@ -154,14 +159,18 @@ def pull_nvfp4(
     ]
 )  # fmt: skip
 def pull(
-    out, term, other_term, slots, peers, host,
+    out, term, other_term, slots, owners, peers, host,
     tokens, max_tokens, first_rank, blocks_per_rank, layer, terms, data_at, scales_at, global_at, global_scale,
     deadline,
     HIDDEN: tl.constexpr, PADDED: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr, OPTION: tl.constexpr,
     WORLD: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
-    TURNS: tl.constexpr, MEETS: tl.constexpr, EARLY: tl.constexpr,
+    TURNS: tl.constexpr, MEETS: tl.constexpr, EARLY: tl.constexpr, CHOICES: tl.constexpr,
 ):  # fmt: skip
-    """Read each token's results from the ranks that it went to, and write their sum."""
+    """Read each token's results from the ranks that it went to, and write their sum.
+
+    `slots` `[tokens, WORLD]` says which slot of each rank holds a token's result, -1 for none. Where each of a token's
+    CHOICES has a result, it is `[tokens, CHOICES]`, `owners` says on which rank, and `max_tokens` counts results.
+    """
     if tokens < 0:  # a rehearsal
         return
     local = tl.program_id(0) // blocks_per_rank
@@ -185,13 +194,17 @@ def pull(
             status = tl.load(mine + STATUS, volatile=True)
     if block < tokens * PARTS:
         token = local.to(tl.int64) * tokens + block // PARTS
-        slots += token * WORLD
+        TERMS: tl.constexpr = CHOICES if CHOICES > 0 else WORLD
+        slots += token * TERMS
         # A part is a tile: blocks of one token read its row side by side.
         h = (block % PARTS) * TILE + tl.arange(0, TILE)
         total = tl.zeros([TILE], tl.float32)
-        for w in tl.static_range(WORLD):
+        for w in tl.static_range(TERMS):
             slot = tl.load(slots + w)
-            base = tl.load(peers + w)
+            if CHOICES > 0:
+                base = tl.load(peers + tl.load(owners + token * TERMS + w))
+            else:
+                base = tl.load(peers + w)
             at = (rank * max_tokens + slot).to(tl.int64)
             if FORMAT == NVFP4:
                 total += pull_nvfp4(

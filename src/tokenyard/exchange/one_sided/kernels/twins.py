@@ -66,9 +66,17 @@ def place_twin(
     counts: Tensor,
     region: Mapping[str, Tensor],
     max_tokens: int,
+    places_N: Tensor | None = None,
 ) -> None:
-    """What a rank's results, one for each row that it received, look like in its combine region."""
+    """What a rank's results, one for each row that it received, look like in its combine region.
+
+    Where rows have results for each of their choices, `places_N` says where each stands.
+    """
     encoded, start = spec.combine_wire.encode(rows_RH), 0
+    if places_N is not None:
+        for name, payload in encoded.payloads.items():
+            region[name][places_N] = payload
+        return
     for source, count in enumerate(counts.tolist()):
         for name, payload in encoded.slice(start, start + count).payloads.items():
             region[name][source * max_tokens : source * max_tokens + count] = payload
@@ -84,8 +92,10 @@ def pull_twin(
     out_TH: Tensor,
     add: Sequence[Tensor] = (),
 ) -> Tensor:
-    """What a rank pulls: the sum over ranks of the results of its tokens, in rank order, in float32."""
+    """What a rank pulls: the sum over ranks (or choices) of its tokens' results, in their order, in float32."""
     rank_TK, _ = spec.placement.resolve(_known(spec, ids_TK), rank)
+    if spec.sums_choices:
+        return _pull_choices_twin(spec, ids_TK, rank, regions, max_tokens, out_TH, add)
     tokens = tokens_by_rank(rank_TK, spec.placement.world)
     home = [
         EncodedRows(
@@ -95,6 +105,33 @@ def pull_twin(
         ).slice(rank * max_tokens, rank * max_tokens + len(token_N))
         for w, token_N in enumerate(tokens)
     ]
+    return sum_over_ranks(home, tokens, out_TH, add)
+
+
+def _pull_choices_twin(
+    spec: ExchangeSpec,
+    ids_TK: Tensor,
+    rank: int,
+    regions: Sequence[Mapping[str, Tensor]],
+    max_tokens: int,
+    out_TH: Tensor,
+    add: Sequence[Tensor],
+) -> Tensor:
+    rank_TK, _ = spec.placement.resolve(_known(spec, ids_TK), rank)
+    slots_TW = slots_twin(spec, ids_TK, rank)
+    tokens, home = [], []
+    for choice, owner_T in enumerate(rank_TK.unbind(dim=1)):
+        token_N = (owner_T >= 0).nonzero().squeeze(1)
+        owner_N = owner_T[token_N].tolist()
+        places_N = (rank * max_tokens + slots_TW[token_N, owner_N]) * spec.top_k + choice
+        payloads = {
+            name: torch.stack([regions[w][name][place] for w, place in zip(owner_N, places_N, strict=True)])
+            if owner_N
+            else empty[:0]
+            for name, empty in regions[0].items()
+        }
+        home.append(EncodedRows(format=spec.combine_wire, hidden_size=spec.hidden_size, payloads=payloads))
+        tokens.append(token_N)
     return sum_over_ranks(home, tokens, out_TH, add)
 
 
