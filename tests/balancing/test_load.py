@@ -43,7 +43,7 @@ def test_choices_of_all_ranks_are_counted_by_expert():
 
 
 def without_values(group):
-    """A transport that reads no ids, as that of GPUs: one beyond the last expert would be counted out of bounds."""
+    """A transport that neither reads ids nor counts them: one beyond the last expert would be counted out of bounds."""
     plan = ty.plan(LAYERS[:1], group, exchange="two_sided")
     plan.exchange.transport.reads_values = False
     error = raised(plan.load)

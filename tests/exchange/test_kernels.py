@@ -47,6 +47,28 @@ def dispatched(yard, batches, *, rows=None, extra=None):
 
 # -- Dispatch ----------------------------------------------------------------------------------------------
 
+
+@pytest.mark.parametrize("wire", ["bf16", "nvfp4(global_scale=448.0)"])  # a row in one part, and in several
+def test_choices_are_counted_on_the_way(whole, wire):
+    spec = make_exchange_spec(2, wire=wire, hidden_size=2048, max_tokens=9)
+    yard = VirtualRanks(spec)
+    batch = make_batch(spec, 9, seed=4)
+    batch.ids_TK[5] = torch.tensor([5, -7, 0])  # two that no expert has
+    load = torch.zeros(6, dtype=torch.int64)
+    for turn in (1, 2):
+        yard.launchers[0].dispatch(
+            yard.dispatch_slots,
+            batch.x_TH,
+            batch.ids_TK,
+            batch.weights_TK,
+            {},
+            choice_counts=load,
+            waits=False,
+        )
+        known_N = batch.ids_TK[(batch.ids_TK >= 0) & (batch.ids_TK < 5)]
+        assert load.tolist() == [0, *(turn * known_N.bincount(minlength=5)).tolist()]
+
+
 WIRES = [
     ("bf16", "bfloat16"),
     ("bf16", "float32"),

@@ -83,6 +83,8 @@ def run_choices(group, layer, batches):
     group.barrier()
     y_TH = moe(x_TH.cuda(), there(routes))
     again_TH = moe(x_TH.cuda(), there(routes))
+    counted = [routes.topk_ids_TK[routes.topk_ids_TK >= 0] for _, routes in batches]
+    assert plan.load()[layer.name] == (2 * torch.cat(counted).bincount(minlength=8)).tolist()
     plan.close()
     return y_TH.cpu(), again_TH.cpu()
 

@@ -152,6 +152,8 @@ class Batch:
     extra: Mapping[str, Tensor]  # further payloads, one row per token
     routes: BatchRoutes  # who gets which row
     announcements: Announcements  # what this rank tells the others of it
+    # Where a transport with `counts_choices` counts them: those of nobody, then those of each expert.
+    choice_counts: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -155,6 +155,11 @@ class Exchange:
         """The dispatches in which all ranks met: between calls, the same number on every rank."""
         return self._round
 
+    @property
+    def counts_choices(self) -> bool:
+        """Whether `load` counts: ids are read before they travel, or counted where they do."""
+        return self.transport.reads_values or self.transport.counts_choices
+
     def switch(self, specs: Sequence[ExchangeSpec]) -> None:
         """Carry the same layers with other placements from the next dispatch on. All ranks call this, between calls."""
         self.transport.serve(specs)
@@ -280,6 +285,7 @@ class Exchange:
             announcements=self._announcements(
                 spec, Phase.DISPATCH, round, tokens=rows.num_rows, counts=counts
             ),
+            choice_counts=self.load.counts(spec.layer) if self.transport.counts_choices else None,
         )
 
     def _drop_lost(self, spec: ExchangeSpec, routes: Routes) -> Routes:

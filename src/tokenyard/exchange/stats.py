@@ -122,6 +122,10 @@ class LoadCounter:
         choices_N = topk_ids_TK.flatten().long() + 1
         self._counts[layer].scatter_add_(0, choices_N, torch.ones_like(choices_N))
 
+    def counts(self, layer: str) -> Tensor:
+        """The tensor that counts a layer's choices: those of nobody, then those of each expert."""
+        return self._counts[layer]
+
     def of(self, layer: str) -> list[int]:
         """The choices that fell on each expert of a layer. Waits for the device."""
         counts: list[int] = self._counts[layer][1:].tolist()

@@ -46,6 +46,8 @@ class Transport(ABC):
     carries_logits: ClassVar[bool] = False
     # Whether a call may wait for values: the ids of a batch, and how many rows came.
     reads_values: ClassVar[bool] = True
+    # Whether it adds the choices of a batch to `batch.choice_counts` itself, where values are not read.
+    counts_choices: ClassVar[bool] = False
     # Whether results are encoded on their way back.
     encodes_results: ClassVar[bool] = False
     # Whether other ranks are still waited for while results are summed.

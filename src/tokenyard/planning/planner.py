@@ -278,10 +278,9 @@ class Plan:
         """By layer, how many choices of all ranks' tokens fell on each expert. Collective over the group.
 
         Dispatches are counted since the plan was made, or since the last call with `reset`. Layers whose experts route
-        by themselves are left out: only these experts know their choices. Where a call reads no values (`one_sided` on
-        GPUs), ids are not checked before they travel, and nothing is counted.
+        by themselves are left out: only these experts know their choices.
         """
-        if not self.exchange.transport.reads_values:
+        if not self.exchange.counts_choices:
             raise HandleError(
                 f"the load of {self.exchange.transport.name} on {self.group.device.type} was asked for",
                 expected="an exchange whose calls read the ids of a batch",
@@ -374,7 +373,7 @@ class Plan:
         ]
         reason = (
             "one rank has all experts" if self.group.size == 1
-            else f"{self.exchange.transport.name} counts no choices" if not self.exchange.transport.reads_values
+            else f"{self.exchange.transport.name} counts no choices" if not self.exchange.counts_choices
             else "no layer that takes routes has memory for further experts" if not counted
             else ""
         )  # fmt: skip

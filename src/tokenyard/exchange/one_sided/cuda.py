@@ -110,6 +110,7 @@ class CudaTransport(Transport):
 
     name = "one_sided"
     reads_values = False
+    counts_choices = True
     encodes_results = True
     waits_in_sum = True
     most_terms = MOST_TERMS
@@ -269,6 +270,7 @@ class CudaTransport(Transport):
                 routes.topk_ids_TK,
                 routes.topk_weights_TK,
                 batch.extra,
+                choice_counts=batch.choice_counts,
             )
         is_checked = not (is_captured or self._is_fixed)
         return Pending(lambda: self._arrived(batch, slots, slots_TW, is_checked=is_checked))

@@ -177,6 +177,7 @@ class Routing:
     slots_TW: Tensor
     places: Mapping[str, int]
     tokens: int
+    choice_counts: Tensor | None = None  # where choices are counted: of nobody, then of each expert
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +242,8 @@ class Launcher:
             for payload in spec.extra
         }
         places = self._places(spec.dispatch_slots, 0)
-        routes = Routing(ids_TK, ids_TK.float(), slots_TW, places, -1)
+        choice_counts = torch.zeros(spec.num_experts + 1, dtype=torch.int64, device=self.device)
+        routes = Routing(ids_TK, ids_TK.float(), slots_TW, places, -1, choice_counts)
         encoded = EncodedRows(
             format=spec.wire,
             hidden_size=spec.hidden_size,
@@ -302,14 +304,18 @@ class Launcher:
         weights_TK: Tensor,
         extra: Mapping[str, Tensor],
         *,
+        choice_counts: Tensor | None = None,
         waits: bool = True,
     ) -> Tensor:
-        """Move a batch; return the slot of each token on each rank, `[T, W]`, -1 where it does not go."""
+        """Move a batch; return the slot of each token on each rank, `[T, W]`, -1 where it does not go.
+
+        `choice_counts`: of nobody, then of each expert; the batch's choices are added there.
+        """
         spec, tokens = slots.spec, ids_TK.shape[0] // self.ranks
         slots_TW = torch.empty(ids_TK.shape[0], self.world, dtype=torch.int32, device=self.device)
         ids_TK, weights_TK = aligned(narrow(ids_TK)), aligned(weights_TK.float())
         places = self._places(spec.dispatch_slots, self.layout.dispatch_region(slots.region).offset)
-        routes = Routing(ids_TK, weights_TK, slots_TW, places, tokens)
+        routes = Routing(ids_TK, weights_TK, slots_TW, places, tokens, choice_counts)
         loads = self._loads(spec, rows, extra)
         whole = len(loads) == 1 and tokens <= LONGEST_WHOLE
         if not whole:
@@ -350,12 +356,13 @@ class Launcher:
         experts, copies = self._table(spec.placement)
         chunks = _chunks(slots.max_tokens) if routes.tokens >= 0 else 1
         push_room.assign[(chunks * self.ranks,)](
-            routes.ids_TK, routes.weights_TK, experts, copies, routes.slots_TW, self._counts, self.peers,
-            self.host_status, routes.tokens, slots.max_tokens, self.rank, chunks, _chunks(self.max_tokens),
+            routes.ids_TK, routes.weights_TK, experts, copies, routes.slots_TW, self._counts,
+            self._counts if routes.choice_counts is None else routes.choice_counts, self.peers, self.host_status,
+            routes.tokens, slots.max_tokens, self.rank, chunks, _chunks(self.max_tokens),
             spec.num_experts, routes.places["ids"], routes.places["weights"], self.control.counts(slots.region),
             TOP_K=spec.top_k, K_WIDE=triton.next_power_of_2(spec.top_k), REPLICAS=experts.shape[1],
             WORLD=self.world, AT_ONCE=min(push_room.RANKS_AT_ONCE.value, self._wide), EARLY=self._early,
-            num_warps=4, **_launch_early(self._early),
+            COUNTS=routes.choice_counts is not None, num_warps=4, **_launch_early(self._early),
         )  # fmt: skip
 
     def _push(
@@ -380,7 +387,8 @@ class Launcher:
         row_blocks = max(0, tokens) * tiles.parts
         other_blocks = _chunks(slots.max_tokens) if whole and tokens >= 0 else int(tokens <= 0)
         push_room.push[((row_blocks + other_blocks) * self.ranks,)](
-            load.rows, routes.ids_TK, routes.weights_TK, experts, copies, routes.slots_TW, self.peers, self.host_status,
+            load.rows, routes.ids_TK, routes.weights_TK, experts, copies, routes.slots_TW,
+            self._counts if routes.choice_counts is None else routes.choice_counts, self.peers, self.host_status,
             tokens, slots.max_tokens, self.rank, row_blocks, other_blocks, spec.num_experts, slots.layer,
             places[load.name], places.get("scales", 0), places.get("global_scale", 0), places["ids"],
             places["weights"], self.control.counts(slots.region), encoding.global_scale, self.deadline,
@@ -388,8 +396,9 @@ class Launcher:
             OPTION=encoding.option, TOP_K=spec.top_k, K_WIDE=triton.next_power_of_2(spec.top_k),
             REPLICAS=experts.shape[1], WORLD=self.world, WIDE=self._wide,
             AT_ONCE=min(push_room.RANKS_AT_ONCE.value, self._wide), TILE=tiles.tile, PARTS=tiles.parts,
-            TURNS=self.control.turns, WHOLE=whole, WAITS=waits, EARLY=self._early, num_warps=tiles.warps,
-            enable_fp_fusion=False, **_launch_early(self._early),
+            TURNS=self.control.turns, WHOLE=whole, WAITS=waits, EARLY=self._early,
+            COUNTS=whole and routes.choice_counts is not None, num_warps=tiles.warps, enable_fp_fusion=False,
+            **_launch_early(self._early),
         )  # fmt: skip
 
     @staticmethod

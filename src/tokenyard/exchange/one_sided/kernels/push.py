@@ -183,6 +183,15 @@ def report_bad_ids(mine, host, chosen, token, num_experts):
         report(mine, host, tl.full([], BAD_IDS, tl.int32), nothing + token, worst, nothing)
 
 
+@triton.jit
+def count_choices(choice_counts, chosen, num_experts, COUNTS: tl.constexpr):
+    """Count the choices of each expert behind the first number, if that is wanted."""
+    if COUNTS:
+        tl.atomic_add(
+            choice_counts + 1 + chosen, 1, mask=(chosen >= 0) & (chosen < num_experts), sem="relaxed"
+        )
+
+
 @triton.jit(
     do_not_specialize=[
         "tokens", "max_tokens", "first_rank", "chunks", "most_chunks", "num_experts", "ids_at", "weights_at",
@@ -190,10 +199,10 @@ def report_bad_ids(mine, host, chosen, token, num_experts):
     ]
 )  # fmt: skip
 def assign(
-    ids, weights, experts, copies, slots, counts, peers, host,
+    ids, weights, experts, copies, slots, counts, choice_counts, peers, host,
     tokens, max_tokens, first_rank, chunks, most_chunks, num_experts, ids_at, weights_at, counts_at,
     TOP_K: tl.constexpr, K_WIDE: tl.constexpr, REPLICAS: tl.constexpr, WORLD: tl.constexpr, AT_ONCE: tl.constexpr,
-    EARLY: tl.constexpr,
+    EARLY: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
     """Find the slots of a chunk of tokens, and write all but their rows. The chunks reach up to `max_tokens`."""
     if tokens < 0:  # a rehearsal: the kernel is loaded before any other waits
@@ -217,6 +226,7 @@ def assign(
     chosen = tl.load(ids + token[:, None] * TOP_K + choice[None, :], mask=there, other=-1)
     entry = owners(chosen, experts, copies, num_experts, REPLICAS)
     weight = tl.load(weights + token[:, None] * TOP_K + choice[None, :], mask=there, other=0.0)
+    count_choices(choice_counts, chosen, num_experts, COUNTS)
     report_bad_ids(
         mine, host, tl.reshape(chosen, [CHUNK * K_WIDE]), (chunk * CHUNK).to(tl.int64), num_experts
     )
@@ -260,13 +270,13 @@ def assign(
     ]
 )  # fmt: skip
 def push(
-    x, ids, weights, experts, copies, slots, peers, host,
+    x, ids, weights, experts, copies, slots, choice_counts, peers, host,
     tokens, max_tokens, first_rank, row_blocks, other_blocks, num_experts, layer,
     data_at, scales_at, global_at, ids_at, weights_at, counts_at, global_scale, deadline,
     HIDDEN: tl.constexpr, PADDED: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr, OPTION: tl.constexpr,
     TOP_K: tl.constexpr, K_WIDE: tl.constexpr, REPLICAS: tl.constexpr, WORLD: tl.constexpr, WIDE: tl.constexpr,
     AT_ONCE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
-    TURNS: tl.constexpr, WHOLE: tl.constexpr, WAITS: tl.constexpr, EARLY: tl.constexpr,
+    TURNS: tl.constexpr, WHOLE: tl.constexpr, WAITS: tl.constexpr, EARLY: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
     """Write the rows of a batch to their ranks. With `WHOLE` write all else, too, and meet the other ranks."""
     if tokens < 0:  # a rehearsal
@@ -293,8 +303,8 @@ def push(
         values = tl.load(row + begin + h, mask=begin + h < HIDDEN, other=0)
         if WHOLE:
             assign_one(
-                ids, weights, experts, copies, slots, peers, host, mine, token, part, rank, max_tokens, num_experts,
-                ids_at, weights_at, TOP_K, K_WIDE, REPLICAS, WORLD, AT_ONCE,
+                ids, weights, experts, copies, slots, choice_counts, peers, host, mine, token, part, rank, max_tokens,
+                num_experts, ids_at, weights_at, TOP_K, K_WIDE, REPLICAS, WORLD, AT_ONCE, COUNTS,
             )  # fmt: skip
         elif EARLY:
             gdc_wait()
@@ -337,15 +347,18 @@ def push(
 
 @triton.jit
 def assign_one(
-    ids, weights, experts, copies, slots, peers, host, mine, token, part, rank, max_tokens, num_experts,
+    ids, weights, experts, copies, slots, choice_counts, peers, host, mine, token, part, rank, max_tokens, num_experts,
     ids_at, weights_at,
     TOP_K: tl.constexpr, K_WIDE: tl.constexpr, REPLICAS: tl.constexpr, WORLD: tl.constexpr, AT_ONCE: tl.constexpr,
+    COUNTS: tl.constexpr,
 ):  # fmt: skip
     """Find the slots of one token, and write its routes. Every block of the token does so, and reads them back."""
     choice = tl.arange(0, K_WIDE)
     chosen = tl.load(ids + token * TOP_K + choice, mask=choice < TOP_K, other=-1)
     weight = tl.load(weights + token * TOP_K + choice, mask=choice < TOP_K, other=0.0)
     entry = tl.reshape(owners(chosen[None, :], experts, copies, num_experts, REPLICAS), [K_WIDE])
+    if part == 0:
+        count_choices(choice_counts, chosen, num_experts, COUNTS)
     report_bad_ids(mine, host, chosen, token.to(tl.int64), num_experts)
     w = tl.arange(0, AT_ONCE)
     for first in tl.static_range(0, WORLD, AT_ONCE):
