@@ -41,6 +41,7 @@ def test_every_benchmark_has_stored_figures():
         "combine-error",
         "overhead",
         "hosts",
+        "balance",
         *on_gpu,
     }
 

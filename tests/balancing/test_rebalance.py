@@ -73,7 +73,7 @@ def test_a_move_in_every_step_changes_no_output(exchange, steps, kinds):
         assert stats["switch_s"] > 0
         assert stats["switches"] >= steps // len(layers) - 1
     assert sum(stats["experts"] for _, stats in moved) > steps
-    assert all(stats["switches"] > 2 for _, stats in beside)
+    assert all(stats["switches"] > 0 for _, stats in beside)
 
 
 @pytest.mark.parametrize("moves", ["before", "beside"])

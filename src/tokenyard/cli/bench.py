@@ -296,4 +296,30 @@ def hosts(
     run_benchmark(runs.hosts_run(hosts, ranks, tokens, exchange or (), setup), output)
 
 
+@app.command()
+@reported
+def balance(
+    ranks: Annotated[int, option("Processes.", min=2, max=64)] = 8,
+    num_tokens: Annotated[int, option("Tokens of each rank.", "--tokens", min=1)] = 128,
+    hidden_size: Annotated[int, option(min=1)] = 256,
+    intermediate_size: Annotated[int, option(min=1)] = 128,
+    num_experts: Annotated[int, option(min=1)] = 64,
+    top_k: Annotated[int, option(min=1)] = 4,
+    zipf: Annotated[float, option("The exponent of Zipf's law.", min=0.0, max=10.0)] = 1.2,
+    spare_experts: Annotated[int, option("Memory for so many more on each rank.", min=1)] = 2,
+    rounds: Annotated[int, option("Calls and moves of each.", min=2)] = 9,
+    out: OutFile = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """What uneven load costs before and after a rebalance, beside uniform load; what a move costs, beside a copy."""
+    given = locals()
+    refuse_override()
+    output = Output(out, as_json)
+    from tokenyard.lab.bench import runs
+    from tokenyard.lab.bench.balance import Job
+
+    job = Job(**{name: value for name, value in given.items() if name not in ("ranks", "out", "as_json")})
+    run_benchmark(runs.balance_run(job, ranks), output)
+
+
 app.command()(show)

@@ -41,7 +41,7 @@ from tokenyard.exchange.stats import LayerStats
 from tokenyard.group import READMISSION, Group, make_together
 from tokenyard.planning.choosing import AUTO, choose_exchange
 from tokenyard.planning.drafting import Draft, draft, draft_as_told
-from tokenyard.planning.moving import steps
+from tokenyard.planning.moving import Carrier, steps
 from tokenyard.planning.rebalancing import HoldsExperts, Progress, Rebalance, failure_of
 from tokenyard.planning.spec import LayerSpec, is_size
 from tokenyard.planning.wiring import Wiring
@@ -97,6 +97,7 @@ class Plan:
         self.exchange = Exchange(
             draft.exchange, group, in_flight=draft.in_flight, plan_id=plan_id, paranoid=draft.paranoid
         )
+        self._carrier = Carrier(group)  # of experts that move
         self._switches = 0  # of placements, since the ranks of this group have agreed
         self.exchange.notice, self.exchange.noticed = self._notice, self._noticed
         self.exchange.serve([wiring.exchange_spec for wiring in draft.wirings])
@@ -245,6 +246,7 @@ class Plan:
 
     def _restart(self, agreed: Draft, group: Group, number: int, whole: _Whole) -> None:
         """Serve what was agreed on with another group. Nothing that was shared with the old one is used again."""
+        self._close_carrier()
         self.exchange.close()
         old = self._whole
         if self.group is not old.group:
@@ -336,6 +338,7 @@ class Plan:
             self._begin_move(
                 Rebalance(
                     self.group,
+                    self._carrier,
                     {name: self.layers[name] for name in ways},
                     {name: present[name] for name in ways},
                     [{name: way[n] for name, way in ways.items() if n < len(way)} for n in range(longest)],
@@ -566,6 +569,11 @@ class Plan:
             for name in move.placements:
                 self.stats()[name].moves.given_up += 1
 
+    def _close_carrier(self) -> None:
+        """Give back what moves share. A thread that is still in one does so itself."""
+        if self._last_move is None or self._last_move.has_ended:
+            self._carrier.close()
+
     def _settle_move(self, group: Group) -> None:
         """After a loss: switch if any of the ranks that are left has switched; else stay. Collective over these."""
         switches = group.gather_json(self._switches, phase="moving experts")
@@ -584,6 +592,7 @@ class Plan:
         self._give_up_move(
             HandleError("the plan was closed", expected="an open plan", fix="call `wait` before `close`")
         )
+        self._close_carrier()
         self.exchange.close()
 
     def __str__(self) -> str:

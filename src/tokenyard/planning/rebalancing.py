@@ -28,7 +28,7 @@ from tokenyard.errors import HandleError, PeerFailed, PeerLost
 from tokenyard.experts import Experts
 from tokenyard.experts.slots import ExpertSlots
 from tokenyard.group import Group
-from tokenyard.planning.moving import Parcel, bytes_of, carry, paths_between, streams, width
+from tokenyard.planning.moving import Carrier, Parcel, bytes_of, paths_between, streams, width
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Placement
 
@@ -66,6 +66,7 @@ class Rebalance:
     def __init__(
         self,
         group: Group,
+        carrier: Carrier,
         holders: Mapping[str, HoldsExperts],
         present: Step,
         steps: Sequence[Step],
@@ -85,7 +86,7 @@ class Rebalance:
             dict(present),
             list(steps),
         )
-        self._finish, self._after = finish, after
+        self._carrier, self._finish, self._after = carrier, finish, after
         self._progress = Progress.PREPARING
         self._number = 0
         self._changed = threading.Condition()
@@ -102,6 +103,11 @@ class Rebalance:
     def is_done(self) -> bool:
         """Whether all layers serve their new placements."""
         return self._number == len(self._steps)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether this rank's thread has ended."""
+        return self._thread is None or not self._thread.is_alive()
 
     @property
     def ready(self) -> bool:
@@ -157,34 +163,29 @@ class Rebalance:
     # -- The thread ----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        group: Group | None = None
         try:
             if self._after is not None and self._after._thread is not None:
                 self._after._thread.join()  # one that was given up may still write into spare slots
                 self._after = None
-            group = self._group.subgroup(range(self._group.size), name=f"{self._group.name}/moves")
             with torch.no_grad():
                 while not self.is_done:
                     self._check()
-                    self._copy(group)
+                    self._copy()
                     self._report(Progress.READY)
                     self._await_switch()
         except BaseException as error:
             with self._changed:
                 self.error = self.error or error
-            if group is not None and not isinstance(error, (PeerLost, PeerFailed)):
-                group.lost_elsewhere(
-                    [group.rank], phase="moving experts", waited=0.0
-                )  # ends the others' waits
+            if not isinstance(error, (PeerLost, PeerFailed)):
+                self._carrier.abandon()
+            self._carrier.close()  # its ranks may be anywhere: the next move makes another
             self._report(Progress.FAILED)
         finally:
             self._holders = {}  # nobody switches any more, and a layer that is gone needs no memory
-            if group is not None:
-                group.close()
 
-    def _copy(self, group: Group) -> None:
+    def _copy(self) -> None:
         """Copy the experts of one step into spare slots."""
-        started, mine = time.monotonic(), group.rank
+        started, mine = time.monotonic(), self._group.rank
         paths = paths_between(self._present, self.step)
         tensors = {layer: self._holders[layer].experts.weights.by_name() for layer in self.step}
         widths = {
@@ -202,7 +203,7 @@ class Rebalance:
         def write(parcel: Parcel) -> Tensor:
             return bytes_of(tensors[parcel.layer][parcel.tensor][came[parcel.layer][parcel.expert]])
 
-        carry(group, streams(group.size, paths, widths), read, write, self._check)
+        self._carrier.carry(streams(self._group.size, paths, widths), read, write, self._check)
         for placement in self.step.values():  # what the first call would otherwise look up
             placement.resolve(torch.zeros(1, 1, dtype=torch.int64), mine)
         self.came, self.seconds = came, time.monotonic() - started

@@ -10,6 +10,7 @@ import torch
 
 from tokenyard.exchange import resolve
 from tokenyard.lab.bench import (
+    balance,
     clock,
     combine_error,
     dispatch,
@@ -209,6 +210,23 @@ def hosts_run(
         ),
         steps=[f"{count} tokens" for count in tokens],
         figures=(hosts.measure_hosts(job) for job in jobs),
+    )
+
+
+def balance_run(job: balance.Job, ranks: int) -> Run:
+    """A layer under uniform and uneven load, before and after a move of experts, and the move."""
+    check_top_k(job.top_k, job.num_experts)
+    return Run(
+        document=Document(
+            benchmark="balance",
+            unit="ms",
+            x="what",
+            columns=("busiest / mean", "moved_MB", "GB_per_s"),
+            setup={"ranks": ranks, "kind": "processes", **asdict(job)},
+            notes=balance.NOTES,
+        ),
+        steps=[f"{ranks} processes call layers and move experts"],
+        figures=(balance.measure_balance(job, ranks) for _ in range(1)),
     )
 
 
