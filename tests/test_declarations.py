@@ -187,6 +187,7 @@ DECLARED = {
         "sums_choices": False,
         "renormalizes_dropped": False,
         "checksummed": False,
+        "max_rows": None,
     },
     ExpertsSpec: {"bias": False, "weights": "bf16", "weight_on": "output", "num_experts": None},
     WorkspaceLayout: {"in_flight": 1, "guard": 0},
@@ -209,9 +210,16 @@ def test_what_classes_declare(cls):
 
 # The arguments that may be left out, and what they are then.
 LEFT_OUT = {
-    plan: {"exchange": "auto", "max_tokens": None, "in_flight": 1, "paranoid": False},
-    draft: {"exchange": "auto", "max_tokens": None, "in_flight": 1, "paranoid": False, "device": None},
-    draft_as_told: {"max_tokens": None, "renormalize_dropped": False},
+    plan: {"exchange": "auto", "max_tokens": None, "in_flight": 1, "max_rows": None, "paranoid": False},
+    draft: {
+        "exchange": "auto",
+        "max_tokens": None,
+        "in_flight": 1,
+        "max_rows": None,
+        "paranoid": False,
+        "device": None,
+    },
+    draft_as_told: {"max_tokens": None, "max_rows": None, "renormalize_dropped": False},
     Plan.go_on_without: {"renormalize": False},
     Plan.readmit: {"lost": (), "group": None, "seconds": 60.0},
     Exchange: {"in_flight": 1, "plan_id": 0, "paranoid": False},
@@ -251,6 +259,7 @@ def test_statistics_begin_at_zero():
     assert fresh == {
         "world": 3,
         "rounds": 0,
+        "passes": 0,
         "tokens": 0,
         "dropped": 0,
         "rows_sent": [0, 0, 0],

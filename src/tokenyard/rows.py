@@ -13,8 +13,8 @@ All of them are frozen. They hold tensors, so they compare by identity.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -173,6 +173,17 @@ class RankRows:
     tokens_by_rank: tuple[Tensor, ...]  # the tokens of this rank that they belong to
     num_tokens: int  # T, the tokens of this rank
     dtype: torch.dtype  # the dtype of the layer's output
+
+    @classmethod
+    def joined(cls, passes: Sequence[RankRows]) -> RankRows:
+        """The results of all passes of a batch, in the order of their tokens."""
+        if len(passes) == 1:
+            return passes[0]
+        rows = zip(*(part.rows_by_rank for part in passes), strict=True)
+        tokens = zip(*(part.tokens_by_rank for part in passes), strict=True)
+        return replace(
+            passes[0], rows_by_rank=tuple(map(torch.cat, rows)), tokens_by_rank=tuple(map(torch.cat, tokens))
+        )
 
     def reduce(self) -> CombinedRows:
         """Sum over ranks, in rank order, in float32, with one rounding: what `combine` does."""

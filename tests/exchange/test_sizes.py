@@ -1,6 +1,6 @@
 """Sizes and places in bytes, worked out by hand: of packets, slots, workspaces and control regions."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tokenyard.exchange.announcement import Phase
 from tokenyard.exchange.checks import check_writable
 from tokenyard.exchange.one_sided.control import ControlLayout
 from tokenyard.exchange.one_sided.signals import Signals, control_bytes
-from tokenyard.exchange.stats import LayerStats
+from tokenyard.exchange.stats import LayerStats, MoveStats
 from tokenyard.exchange.workspace import LayerBytes, Region, WorkspaceLayout, round_up
 from tokenyard.formats import Payload, get
 from tokenyard.group.threads import thread_groups
@@ -107,9 +107,9 @@ def test_what_a_workspace_suffices_for(field):
 
 
 @pytest.mark.parametrize(
-    ("world", "nbytes"), [(1, 2944), (3, 8064), (4, 10624), (127, 325_504), (128, 328_064), (129, 330_752)]
+    ("world", "nbytes"), [(1, 3200), (3, 8320), (4, 10880), (127, 329_600), (128, 332_160), (129, 335_104)]
 )
-def test_a_control_region_has_flags_a_verdict_and_mail_from_everybody(world, nbytes):
+def test_a_control_region_has_flags_a_verdict_mail_from_everybody_and_counts(world, nbytes):
     assert control_bytes(world) == nbytes
 
 
@@ -181,7 +181,7 @@ def test_elements_that_share_memory(shape, strides, overlaps):
 def test_counters_add_up_rank_by_rank(monkeypatch):
     stats = LayerStats(2)
     stats.count_dispatch(3, [1, 2], [4, 5], [100, 200])
-    stats.count_dispatch(4, [10, 20], [40, 50], [1000, 2000])
+    stats.count_dispatch(4, [10, 20], [40, 50], [1000, 2000], is_next=True)
     stats.count_combine([7, 8])
     stats.count_combine([70, 80])
     stats.count_dropped(torch.tensor([[True, False], [True, True]]))
@@ -193,14 +193,14 @@ def test_counters_add_up_rank_by_rank(monkeypatch):
             pass
     assert stats.as_dict() == {
         "world": 2,
-        "rounds": 2,
+        "rounds": 1,
+        "passes": 2,
         "tokens": 7,
         "dropped": 4,
         "rows_sent": [11, 22],
         "rows_received": [44, 55],
         "dispatch_bytes": [1100, 2200],
         "combine_bytes": [77, 88],
-        "moved": 0,
-        "switch_s": 0.0,
+        "moves": asdict(MoveStats()),
         "wait_s": {"dispatch": 0.0, "combine": 3.5},
     }

@@ -46,6 +46,8 @@ class Session:
     hosts: tuple[int, ...] | None = None
     # Whether the plan watches itself (`plan(paranoid=True)`).
     paranoid: bool = False
+    # The most rows that a rank receives in one pass (`plan(max_rows=…)`).
+    max_rows: int | None = None
     # Whether ranks are started as torchrun does it, each finding the others by itself; else by `launch`.
     bare: bool = False
 
@@ -149,6 +151,7 @@ def _session(
         faults=tuple(struck),
         hosts=(first, world - first) if two_levels else None,
         paranoid=not two_levels and chance.random() < 0.25,
+        max_rows=chance.choice((None, None, 2 * world)),
         bare=bare,
     )
 

@@ -202,6 +202,8 @@ def another_plan(worker, fault, mine):
         layers.append(replace(SMALL, name="third"))
     elif mine and field == "in_flight":
         options["in_flight"] = 2
+    elif mine and field == "max_rows":
+        options["max_rows"] = 8
     elif mine and field == "exchange":
         exchange = "two_sided"
     elif mine:

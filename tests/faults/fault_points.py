@@ -79,8 +79,8 @@ class InterruptibleOneSided(Interruptible, EXCHANGES["one_sided"]):
 
 
 class _Message(Interruptible):
-    def announce(self, announcements, counts=None):
-        answers = super().announce(announcements, counts)
+    def announce(self, announcements):
+        answers = super().announce(announcements)
 
         def hear():
             heard = answers.wait()

@@ -23,6 +23,8 @@ MOMENTS = (
     "inside combine",
     "after combine",
 )
+# Those of an exchange with two levels: rows of other hosts are not forwarded yet; results have not crossed back yet.
+BETWEEN_LEVELS = ("between levels", "before sums")
 # At a random moment of a stream of round trips, by somebody else.
 ANYTIME = "anytime"
 
@@ -76,11 +78,10 @@ class Kind:
 def _signals(lethal: bool, victim: Expected | None = None) -> tuple[Variant, ...]:
     """A signal at every moment. A rank that is only stopped for a while is not lost, and nobody notices."""
     other = LOST if lethal else None
+    struck = {"inside combine": APART, **dict.fromkeys(BETWEEN_LEVELS, ("hierarchical",))}
     return tuple(
-        Variant(
-            moment, victim, other, lethal=lethal, exchanges=APART if moment == "inside combine" else EXCHANGES
-        )
-        for moment in (*MOMENTS, ANYTIME, ANYTIME)
+        Variant(moment, victim, other, lethal=lethal, exchanges=struck.get(moment, EXCHANGES))
+        for moment in (*MOMENTS, *BETWEEN_LEVELS, ANYTIME, ANYTIME)
     )
 
 
@@ -95,7 +96,7 @@ def _raises(name: str, error: str, phase: str) -> Variant:
 def _no_memory(name: str, says: str) -> Variant:
     return Variant(
         name,
-        Expected("GroupError", says=(says, "fix: plan with a smaller max_tokens")),
+        Expected("GroupError", says=(says, "max_rows=…")),
         Expected("PeerFailed", names=True, phase="sharing memory", says=(says,)),
     )
 
@@ -187,6 +188,7 @@ KINDS = (
             _differs("layers[1].combine_wire"),
             _differs("number of layers"),
             _differs("in_flight"),
+            _differs("max_rows"),
             _differs("exchange"),
         ),
     ),

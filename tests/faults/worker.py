@@ -48,7 +48,9 @@ class RankWorker:
         self.specs = session.specs(InterruptibleExperts)
         self.weights = {spec.name: random_weights(spec, session.seed) for spec in self.specs}
         exchange = INTERRUPTIBLE[session.exchange]
-        self.plan = ty.plan(self.specs, group, exchange=exchange, paranoid=session.paranoid)
+        self.plan = ty.plan(
+            self.specs, group, exchange=exchange, paranoid=session.paranoid, max_rows=session.max_rows
+        )
         self.layers = {
             name: ty.MoELayer(self.plan, name, weights.select(self.plan.local_experts(name)))
             for name, weights in self.weights.items()

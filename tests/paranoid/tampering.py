@@ -37,8 +37,8 @@ def damaging(exchange, out=None, back=None):
     class Damaging(base):
         name = f"damaging {exchange}"
 
-        def push(self, batch):
-            super().push(batch)
+        def push(self, batch, firsts):
+            super().push(batch, firsts)
             if out is not None and batch.round == DAMAGED_ROUND and self.group.rank == SOURCE:
                 slots = self.workspace.dispatch(VICTIM, batch.spec, batch.region)
                 first = SOURCE * batch.spec.max_tokens

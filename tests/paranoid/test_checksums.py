@@ -122,9 +122,9 @@ LAYOUT = SlotLayout.of(
 
 
 def test_slots_with_and_without_rows():
-    counts = (1, 4)
-    assert _used(LAYOUT, counts) == [range(1), range(4, 8)]
-    assert _unused(LAYOUT, counts) == [range(1, 4), range(8, 8)]
+    starts, counts = (0, 4), (1, 4)
+    assert _used(starts, counts) == [range(1), range(4, 8)]
+    assert _unused(LAYOUT, starts, counts) == [range(1, 4), range(8, 8)]
     places = torch.arange(LAYOUT.nbytes)
     cut = [(name, run.tolist()) for name, run in _cut(places, LAYOUT, [range(1), range(6, 8)])]
     assert cut == [
@@ -163,9 +163,9 @@ def test_every_byte_that_belongs_to_no_row_is_looked_at(byte, words):
     region = torch.full((256,), 255, dtype=torch.uint8)
     region[byte] = 0
     if words is None:
-        _check_unused("dispatch", region, LAYOUT, (1, 4))
+        _check_unused("dispatch", region, LAYOUT, (0, 4), (1, 4))
         return
     with pytest.raises(Corrupted) as caught:
-        _check_unused("dispatch", region, LAYOUT, (1, 4))
+        _check_unused("dispatch", region, LAYOUT, (0, 4), (1, 4))
     assert words in str(caught.value)
     assert caught.value.place == "dispatch"

@@ -41,8 +41,8 @@ def writes_beyond(group, where):
     class Beyond(SharedMemoryTransport):
         name = "beyond"
 
-        def push(self, batch):
-            super().push(batch)
+        def push(self, batch, firsts):
+            super().push(batch, firsts)
             if self.group.rank == SOURCE and batch.round == DAMAGED_ROUND:
                 region = self.workspace.layout.regions()[region_name]
                 at = region.end + offset if offset >= 0 else region.offset + offset
@@ -113,8 +113,8 @@ def between_payloads(group):
     class Between(SharedMemoryTransport):
         name = "between"
 
-        def push(self, batch):
-            super().push(batch)
+        def push(self, batch, firsts):
+            super().push(batch, firsts)
             if self.group.rank == SOURCE and batch.round == DAMAGED_ROUND:
                 slots, region = batch.spec.dispatch_slots, self.workspace.layout.dispatch_region(0)
                 end = region.offset + slots.offsets[-2] + slots.slots * slots.payloads[-2].nbytes

@@ -129,8 +129,8 @@ def stale(group, exchange):
     class Stale(ty.EXCHANGES[exchange]):
         name = "stale"
 
-        def push(self, batch):
-            super().push(batch)
+        def push(self, batch, firsts):
+            super().push(batch, firsts)
             self.take_the_last(batch, self.workspace.dispatch(VICTIM, batch.spec, batch.region))
 
         def pack(self, batch):

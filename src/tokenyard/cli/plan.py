@@ -35,6 +35,10 @@ def plan(
     placement: Annotated[str, option("Which rank owns which expert.")] = "contiguous",
     experts: Annotated[str, option("What computes.")] = "auto",
     in_flight: Annotated[int, option("Dispatches in flight at a time.", min=1)] = 1,
+    max_rows: Annotated[
+        int | None,
+        option("The most rows that a rank receives in one pass.", shown="all that may come", min=1),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Show how a model's MoE layers would be wired, and the bytes, without running anything."""
@@ -50,7 +54,9 @@ def plan(
         weights=weights,
         inner=inner,
     )
-    drafted = draft(layers, ranks, exchange=exchange, max_tokens=max_tokens, in_flight=in_flight)
+    drafted = draft(
+        layers, ranks, exchange=exchange, max_tokens=max_tokens, in_flight=in_flight, max_rows=max_rows
+    )
     document = {"config": str(config), **as_fields(drafted)}
     deliver(document, lambda: _show(drafted), as_json=as_json)
 
@@ -62,6 +68,7 @@ def as_fields(drafted: Draft) -> dict[str, Any]:
         "ranks": drafted.world,
         "exchange": drafted.exchange.name,
         "in_flight": drafted.in_flight,
+        "max_rows": drafted.max_rows,
         "num_layers": len(drafted.wirings),
         "wirings": rows,
         "bytes_per_rank": {
@@ -100,7 +107,9 @@ def _show(drafted: Draft) -> None:
                 + ("" if wiring.inner is None else f"\n{wiring.inner}\nbetween products"),
                 f"{row['wire']}\n{per_row['dispatch']} B/row",
                 f"{row['combine_wire']}\n{per_row['combine']} B/row",
-                f"{row['max_tokens']} tokens\n{size(per_rank['dispatch'])} out\n{size(per_rank['combine'])} back",
+                f"{row['max_tokens']} tokens\n"
+                + ("" if row["max_rows"] is None else f"{row['max_rows']} rows\n")
+                + f"{size(per_rank['dispatch'])} out\n{size(per_rank['combine'])} back",
                 "\n".join(f"{duty}: {who}" for duty, who in row["duties"].items() if who != "–"),
             )
         )

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from tokenyard.exchange import return_message
-from tokenyard.exchange.batch import Arrival, Batch, Failure, Results, ResultsAtHome, received_rows
+from tokenyard.exchange.batch import (
+    Arrival,
+    Batch,
+    BatchRoutes,
+    Failure,
+    Results,
+    ResultsAtHome,
+    received_rows,
+)
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.transport import Transport
 from tokenyard.group.base import Pending
@@ -24,7 +32,18 @@ class AllgatherTransport(Transport):
     """All tokens to all ranks."""
 
     name = "allgather"
+    bounds_rows = True
     carries_logits = True
+
+    def num_counts(self, spec: ExchangeSpec) -> int:
+        return self.group.size + (spec.max_rows is not None)
+
+    def counts(self, routes: BatchRoutes) -> list[int]:
+        """Rows for each rank; and where they have a bound all tokens, which come to every rank."""
+        return [*routes.counts, routes.num_tokens] if routes.spec.max_rows is not None else routes.counts
+
+    def loads(self, source: int, counts: Sequence[int]) -> Sequence[int]:
+        return counts[-1:]
 
     def send(self, batch: Batch) -> Pending[Arrival]:
         packets = self.pack(batch)

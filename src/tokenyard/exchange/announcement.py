@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from tokenyard.errors import Drifted, GroupError, PeerFailed, PlanBroken, shown
+from tokenyard.exchange.passes import RowBound
 from tokenyard.group.base import Group
 from tokenyard.version import PROTOCOL
 
@@ -107,12 +108,14 @@ class Announcements:
     layers: Sequence[str]  # the names of the plan's layers
     mine: Announcement  # with the counts for all ranks
     most: int  # rows that a rank may announce
+    room: int  # counts that an announcement for all has room for, the same on every rank
     all_met: Callable[[], None]  # called when every rank was heard to be in this round, whatever comes of it
     # Called by a transport that has told some ranks of this plan and others of another: no later call is let in. It
     # returns the error of those.
     ranks_parted: Callable[[], PlanBroken]
     # Called in each dispatch with the notices of all ranks.
     noticed: Callable[[Sequence[int]], None] = ignore_notices
+    bound: RowBound | None = None  # of the rows of a pass, in a dispatch of a layer that has one
 
     def for_all(self) -> Announcement:
         """One announcement that every rank may read: the counts of all."""
@@ -125,6 +128,7 @@ class Announcements:
     def heard(self, answers: Sequence[Announcement]) -> Sequence[Announcement]:
         """The announcements of all ranks; raises if one is elsewhere, or failed, or announces what cannot be.
 
+        Where a pass has a bound, the announcements are those for all ranks, and too many rows raise, too.
         A rank that failed itself is told of no other's failure: it raises its own error.
         """
         self._check_places(answers)
@@ -136,6 +140,8 @@ class Announcements:
                 raise PeerFailed(peer, other.error, phase=self.mine.phase.value, rank=self.group.rank)
         if self.mine.phase is Phase.DISPATCH and not self.mine.error:
             self._check_counts(answers)
+            if self.bound is not None:
+                self.bound.hear([other.counts for other in answers])
         return answers
 
     def _check_places(self, answers: Sequence[Announcement]) -> None:

@@ -127,6 +127,23 @@ class BatchRoutes:
         """Results that come home from each rank: one for each row, or where choices are summed for each choice."""
         return [c.numel() for c in self.choices_by_rank] if self.spec.sums_choices else self.counts
 
+    def of_tokens(self, first: int, last: int) -> BatchRoutes:
+        """The routes of some consecutive tokens."""
+        if isinstance(self.routes, RoutingLogits):
+            logits = RoutingLogits(logits_RE=self.routes.logits_RE[first:last])
+            return replace(self, routes=logits, num_tokens=last - first)
+        rank_TK, local_TK = self.resolved
+        return replace(
+            self,
+            routes=replace(
+                self.routes,
+                topk_ids_TK=self.routes.topk_ids_TK[first:last],
+                topk_weights_TK=self.routes.topk_weights_TK[first:last],
+            ),
+            num_tokens=last - first,
+            choices=(rank_TK[first:last], local_TK[first:last]),
+        )
+
     def local_routes(self) -> tuple[Tensor, Tensor]:
         """Ids and weights of every row that goes out, by rank: the ids of that rank's own experts, else -1."""
         assert isinstance(self.routes, Routes)
@@ -148,6 +165,7 @@ class Batch:
     spec: ExchangeSpec  # what the exchange knows of the layer
     round: int  # the number of the round trip, from 1
     region: int  # which of `in_flight` pairs of regions it uses, the same on every rank
+    part: Part | None = None  # which tokens of a larger batch these are; None: they are a whole batch
     rows: EncodedRows | UnencodedRows  # not encoded only where the transport says that it encodes this wire
     extra: Mapping[str, Tensor]  # further payloads, one row per token
     routes: BatchRoutes  # who gets which row
@@ -183,7 +201,20 @@ class Batch:
             routes=self.routes,
             counts_W=tuple(counts_W),
             way_back=way_back,
+            part=self.part,
         )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """The tokens of one pass: some consecutive ones of a batch whose rows are more than ranks take at a time."""
+
+    batch: Batch  # all tokens
+    first: int  # the first token of this pass
+    parts: int  # these are the first of so many parts of the tokens that were left
+    left: int = (
+        0  # the rows that later passes bring, at the place that gets most; known when all ranks were heard
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -201,6 +232,23 @@ class Arrival:
     checksums_RC: Tensor | None = None  # the checksums that came with the rows, in a paranoid plan
     # What this rank has found wrong with it, after the others had gone on: they hear of it in the combine.
     problem: Exception | None = None
+    part: Part | None = None  # which tokens of a larger batch went out; None: all of it
+
+    @property
+    def batch_tokens(self) -> int:
+        """The tokens of this rank's whole batch, of which this may be one pass."""
+        return self.routes.num_tokens if self.part is None else self.part.batch.num_tokens
+
+    @property
+    def tokens(self) -> slice:
+        """Which of these tokens have their results in this pass."""
+        first = 0 if self.part is None else self.part.first
+        return slice(first, first + self.routes.num_tokens)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether another pass of the same batch follows, on all ranks (`Exchange.dispatch_next`)."""
+        return self.part is not None and self.part.left > 0
 
     @cached_property
     def results_due(self) -> tuple[int, ...]:

@@ -6,6 +6,10 @@
 `start_dispatch` and `start_combine` return while rows travel; `wait` returns the same. One of them travels at a time:
 each call first waits for what was started before, so that a transport sees one phase after the other.
 
+Where a plan bounds the rows that a rank receives (`max_rows`), a batch that brings more goes in several passes:
+`dispatch` sends as many tokens as have room; after their combine, as long as `arrival.has_more`, `dispatch_next` sends
+the next ones (`passes`).
+
 An exchange knows a group, placements and formats; what an expert is, it does not know. `ExchangeSpec` is all that it
 is told of a layer. An `Arrival` is a frozen handle: it is combined once, in the order of dispatches, or it is an error.
 How bytes travel is the matter of a `Transport`; checks, the order of calls, failures and statistics are the same for
@@ -54,6 +58,7 @@ from tokenyard.exchange.batch import (
     Batch,
     BatchRoutes,
     Failure,
+    Part,
     Results,
     ResultsAtHome,
     UnencodedRows,
@@ -61,6 +66,7 @@ from tokenyard.exchange.batch import (
 from tokenyard.exchange.checks import check_batch, check_output, check_writable
 from tokenyard.exchange.in_flight import InFlightQueue
 from tokenyard.exchange.integrity.watched import WatchedTransport
+from tokenyard.exchange.passes import RowBound, TooManyRows, first_part, more_parts, parts_for
 from tokenyard.exchange.round_trip import OpenRoundTrips, RoundTrip
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.stats import LayerStats, LoadCounter
@@ -195,9 +201,14 @@ class Exchange:
     ) -> Arrival:
         """Send each row to every rank that owns one of its experts; return what the others sent here.
 
-        `routes` of an earlier arrival (`arrival.routes`) send other rows of the same tokens the same way.
+        `routes` of an earlier arrival (`arrival.routes`) send other rows of the same tokens the same way. If
+        `arrival.has_more`, there was no room for all rows: `dispatch_next` sends more of them after the combine.
         """
         return self.start_dispatch(spec, rows, routes, extra).wait()
+
+    def dispatch_next(self, arrival: Arrival) -> Arrival:
+        """Send more rows of a batch that was too large for one pass. Collective, as long as `arrival.has_more`."""
+        return self.start_next(arrival).wait()
 
     @by_one_thread
     def start_dispatch(
@@ -220,16 +231,74 @@ class Exchange:
         return self._travels(partial(self._arrive, batch, pending), self._check_arrival)
 
     @by_one_thread
-    def _arrive(self, batch: Batch, pending: Pending[Arrival]) -> Arrival:
-        """Wait for what the others sent here."""
+    def start_next(self, arrival: Arrival) -> Pending[Arrival]:
+        """Start what `dispatch_next` does, and return while rows travel."""
+        spec, part = arrival.spec, arrival.part
+        self.check_usable(layer=spec.layer)
+        self._settle()
+        if part is None or not arrival.has_more:
+            raise HandleError(
+                "all rows of this batch were dispatched",
+                expected="an arrival with `has_more`",
+                fix="dispatch the next batch",
+                layer=spec.layer,
+                rank=self.group.rank,
+            )
+        self._in_flight.check_room(spec)
+        assert spec.max_rows is not None
+        parts = parts_for(part.left, spec.max_rows)
+        batch, pending = self._send_part(part.batch, arrival.tokens.stop, parts)
+        return self._travels(partial(self._arrive, batch, pending, is_next=True), self._check_arrival)
+
+    def _send_part(self, batch: Batch, first: int, parts: int) -> tuple[Batch, Pending[Arrival]]:
+        """Send the first of so many parts of the tokens of a batch from `first` on. All ranks do the same."""
+        spec, routes = batch.spec, batch.routes
+        try:
+            assert isinstance(batch.rows, EncodedRows)
+            last = first + first_part(batch.num_tokens - first, parts)
+            later = self.transport.counts(routes.of_tokens(last, batch.num_tokens))
+            if not any(self.transport.loads(self.group.rank, later)):
+                last = batch.num_tokens  # tokens that go nowhere wait for no other pass
+            counts = self.transport.counts(routes.of_tokens(first, last))
+            sent = replace(
+                batch,
+                round=self._round + 1,
+                region=self._in_flight.free_region,
+                rows=batch.rows.slice(first, last),
+                extra={name: payload[first:last] for name, payload in batch.extra.items()},
+                routes=routes.of_tokens(first, last),
+                announcements=self._announcements(
+                    spec, Phase.DISPATCH, self._round + 1, tokens=last - first, counts=[*counts, *later]
+                ),
+                part=Part(batch=batch, first=first, parts=parts),
+            )
+            return sent, self.transport.send(sent)
+        except Exception as error:
+            self._fail(spec, error, partial(self._fail_dispatch, spec, error))
+
+    @by_one_thread
+    def _arrive(self, batch: Batch, pending: Pending[Arrival], *, is_next: bool = False) -> Arrival:
+        """Wait for what the others sent here; where nobody has sent, because it was too much, send fewer rows."""
         spec, stats = batch.spec, self.stats[batch.spec.layer]
-        with stats.waiting("dispatch"), _Waiting(self, spec):
-            arrival = pending.wait()
+        while True:
+            try:
+                with stats.waiting("dispatch"), _Waiting(self, spec):
+                    arrival = pending.wait()
+                break
+            except TooManyRows as announced:
+                assert spec.max_rows is not None
+                part = batch.part or Part(batch=batch, first=0, parts=1)
+                parts = more_parts(part.parts, announced.most, spec.max_rows)
+                batch, pending = self._send_part(part.batch, part.first, parts)
+        if batch.part is not None:
+            assert batch.announcements.bound is not None
+            arrival = replace(arrival, part=replace(batch.part, left=batch.announcements.bound.left))
         self._in_flight.add(arrival)
         if self.transport.reads_values and isinstance(batch.routes.routes, Routes):
             self.load.count(spec.layer, batch.routes.routes.topk_ids_TK)
         sent = self.transport.rows_sent(batch, arrival)
-        stats.count_dispatch(batch.num_tokens, sent, arrival.counts_W, self.transport.bytes_sent(batch, sent))
+        nbytes = self.transport.bytes_sent(batch, sent)
+        stats.count_dispatch(batch.num_tokens, sent, arrival.counts_W, nbytes, is_next=is_next)
         return arrival
 
     @by_one_thread
@@ -274,7 +343,9 @@ class Exchange:
         if not isinstance(routes, BatchRoutes):
             checked = self._drop_lost(spec, checked) if isinstance(checked, Routes) else checked
             routes = BatchRoutes(spec=spec, routes=checked, num_tokens=rows.num_rows, rank=self.group.rank)
-        counts = routes.counts if self.transport.reads_values else [0] * self.group.size
+        counts = self.transport.counts(routes) if self.transport.reads_values else [0] * self.group.size
+        if spec.max_rows is not None:
+            counts = [*counts, *([0] * len(counts))]  # nothing is left for later passes
         return Batch(
             spec=spec,
             round=round,
@@ -313,7 +384,8 @@ class Exchange:
         """Bring every token's results home and sum them over ranks, in rank order, in float32.
 
         `add` (a residual, shared experts) is added before the one rounding to the input's dtype. The result
-        is written into `out` if given; `combine(…, out=y, add=(y,))` adds to what is there.
+        is written into `out` if given; `combine(…, out=y, add=(y,))` adds to what is there. Of a batch that goes in
+        several passes, the tokens of this pass are written; pass the same `out` to each combine.
         """
         return self.start_combine(arrival, result, out=out, add=add).wait()
 
@@ -328,23 +400,31 @@ class Exchange:
         """Start what `combine` does, and return while results travel. The sum is made in `wait`."""
 
         def sum_home(home: ResultsAtHome) -> CombinedRows:
-            shape = (arrival.routes.num_tokens, arrival.spec.hidden_size)
+            shape = (arrival.batch_tokens, arrival.spec.hidden_size)
             into = (
                 torch.empty(shape, dtype=arrival.spec.dtype, device=self.group.device) if out is None else out
             )
-            return CombinedRows(y_TH=home.sum_into(into, add))
+            if arrival.part is None:
+                return CombinedRows(y_TH=home.sum_into(into, add))
+            home.sum_into(into[arrival.tokens], [term[arrival.tokens] for term in add])
+            return CombinedRows(y_TH=into)
 
         return self._send_back(arrival, result, sum_home, reduces=True, out=out, add=add)
 
     def combine_unreduced(self, arrival: Arrival, result: ExpertResult) -> RankRows:
-        """Bring every token's results home, one row per (token, rank). Summing them is the caller's duty."""
+        """Bring every token's results home, one row per (token, rank). Summing them is the caller's duty.
+
+        Of a batch that goes in several passes, these are the results of this pass (`RankRows.joined`).
+        """
 
         def hand_out(home: ResultsAtHome) -> RankRows:
             rows_by_rank, tokens_by_rank = home.by_rank()
             return RankRows(
                 rows_by_rank=rows_by_rank,
-                tokens_by_rank=tokens_by_rank,
-                num_tokens=arrival.routes.num_tokens,
+                tokens_by_rank=tokens_by_rank
+                if arrival.part is None
+                else tuple(tokens + arrival.tokens.start for tokens in tokens_by_rank),
+                num_tokens=arrival.batch_tokens,
                 dtype=arrival.spec.dtype,
             )
 
@@ -409,7 +489,7 @@ class Exchange:
                 else 'let the exchange do it, or plan with reduce_ranks="caller"',
             )
         for tensor in ([] if out is None else [out]) + list(add):
-            check_output(spec, tensor, arrival.routes.num_tokens, self.group.device)
+            check_output(spec, tensor, arrival.batch_tokens, self.group.device)
         if out is not None:
             check_writable(out)
         most = self.transport.most_terms
@@ -497,9 +577,17 @@ class Exchange:
         self.check_usable(layer=trip.spec.layer)
         self._trips.check_turn(trip)
 
+    def next_to_advance(self, trip: RoundTrip) -> RoundTrip:
+        """The round trip that goes on before a given one can: itself, unless another one's arrival is older.
+
+        That happens where a batch goes in several passes while another one is in flight. All ranks find the same one.
+        """
+        return self._trips.of(self._in_flight.oldest) or trip
+
     def end_round_trip(self, trip: RoundTrip) -> None:
         """This rank owes the others nothing more of a round trip."""
         self._trips.remove(trip)
+        trip.advance = None  # it holds the batch
 
     @contextmanager
     def telling(self, trip: RoundTrip) -> Iterator[None]:
@@ -557,7 +645,7 @@ class Exchange:
 
     def _fail_dispatch(self, spec: ExchangeSpec, error: BaseException) -> None:
         announcements = self._announcements(
-            spec, Phase.DISPATCH, self._round + 1, counts=[0] * self.group.size, error=error
+            spec, Phase.DISPATCH, self._round + 1, counts=[0] * self._num_counts(spec), error=error
         )
         region = self._in_flight.free_region
         self.transport.fail(Failure(spec=spec, region=region, announcements=announcements, arrival=None))
@@ -573,6 +661,10 @@ class Exchange:
         with _Waiting(self, spec):
             for arrival, error in self._in_flight.take_given_up():
                 self._fail_combine(arrival, error)
+
+    def _num_counts(self, spec: ExchangeSpec) -> int:
+        """The counts of an announcement: those of a pass, and where passes have a bound those of later ones."""
+        return self.transport.num_counts(spec) * (1 if spec.max_rows is None else 2)
 
     def _announcements(
         self,
@@ -600,6 +692,10 @@ class Exchange:
             layers=self._names,
             mine=mine,
             most=spec.max_tokens,
+            room=self._num_counts(spec),
+            bound=None
+            if spec.max_rows is None or phase is not Phase.DISPATCH
+            else RowBound(max_rows=spec.max_rows, loads=self.transport.loads),
             all_met=partial(self._meet, round),
             noticed=self.noticed,
             ranks_parted=self._part,
@@ -696,6 +792,7 @@ class _Waiting:
             return
         if isinstance(error, TokenyardError) and self._spec is not None:
             error.at(layer=self._spec.layer, rank=self._exchange.group.rank)
-        answer = isinstance(error, TokenyardError) and not isinstance(error, PeerLost)  # of the others
+        # An answer of the others.
+        answer = isinstance(error, TokenyardError | TooManyRows) and not isinstance(error, PeerLost)
         if self._for_others and not answer:
             self._exchange._break(error)

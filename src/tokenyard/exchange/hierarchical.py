@@ -69,6 +69,7 @@ class HierarchicalTransport(Transport):
     """Once to each host, and inside it by `one_sided`."""
 
     name = "hierarchical"
+    bounds_rows = True
     devices = ("cpu",)
     encodes_results = True
     returns_choices = False
@@ -205,19 +206,16 @@ class HierarchicalTransport(Transport):
     # -- The way out ---------------------------------------------------------------------------------------
 
     def send(self, batch: Batch) -> Pending[Arrival]:
-        tokens_by_host = self._tokens_by_host(batch)
+        tokens_by_host = self._tokens_by_host(batch.routes)
         packets, sent = self._packets(batch, tokens_by_host)
-        by_host = [tokens.numel() for tokens in tokens_by_host]
-        mine = batch.announcements.mine
-        told = replace(batch.announcements, mine=replace(mine, counts=(*mine.counts, *by_host)))
-        answers = self.announce(told, self._counts)
+        answers = self.announce(batch.announcements)
 
         def receive() -> Arrival:
             with self._waiting_in_group():
                 heard = answers.wait()
                 arriving = self._arriving(heard)
                 arrived = self.group.all_to_all_rows(packets, sent, arriving, phase="dispatch")
-            forwarded, by_source = self._forwarded(batch, arrived, arriving)
+            forwarded, by_source = self._forwarded(batch, arrived, arriving, heard)
             with self._waiting_in_host():
                 inside = self.inside.send(forwarded).wait()
             announced = [announcement.counts[self.group.rank] for announcement in heard]
@@ -226,15 +224,25 @@ class HierarchicalTransport(Transport):
 
         return Pending(receive)
 
-    def _tokens_by_host(self, batch: Batch) -> tuple[Tensor, ...]:
+    def _tokens_by_host(self, routes: BatchRoutes) -> tuple[Tensor, ...]:
         """For each host, the tokens (ascending) of this rank that have an expert there."""
         host_of_rank = torch.tensor([*self.hosts.host_of_rank, -1])  # one more: the choices of nobody
-        return tokens_by_rank(host_of_rank[batch.routes.resolved[0]], len(self.hosts.ranks))
+        return tokens_by_rank(host_of_rank[routes.resolved[0]], len(self.hosts.ranks))
 
-    @property
-    def _counts(self) -> int:
-        """Rows for each rank, and rows that cross to each host."""
+    def num_counts(self, spec: ExchangeSpec) -> int:
         return self.group.size + len(self.hosts.ranks)
+
+    def counts(self, routes: BatchRoutes) -> list[int]:
+        """Rows for each rank, and rows that cross to each host."""
+        return [*routes.counts, *(tokens.numel() for tokens in self._tokens_by_host(routes))]
+
+    def loads(self, source: int, counts: Sequence[int]) -> Sequence[int]:
+        """The rows for each rank, and those that each rank forwards as a relay."""
+        relayed = [0] * self.group.size
+        for host, count in enumerate(counts[self.group.size :]):
+            if host != self.hosts.host_of_rank[source]:
+                relayed[self.hosts.relay(source, host)] = count
+        return [*counts[: self.group.size], *relayed]
 
     def _packets(self, batch: Batch, tokens_by_host: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
         """What crosses to the relays of other hosts, in rank order, with global ids; and how many for each rank."""
@@ -262,7 +270,7 @@ class HierarchicalTransport(Transport):
         ]
 
     def _forwarded(
-        self, batch: Batch, arrived: Tensor, arriving: Sequence[int]
+        self, batch: Batch, arrived: Tensor, arriving: Sequence[int], heard: Sequence[Announcement]
     ) -> tuple[Batch, dict[int, int]]:
         """What this rank sends inside its host, its own tokens and those that came; and how many of each source."""
         spec, inside_spec = batch.spec, self._inside_specs[batch.spec.index]
@@ -281,8 +289,11 @@ class HierarchicalTransport(Transport):
                 tensors = spec.dispatch_layout.unpack(packets)
                 # An id that no expert has was damaged on the way: its row is missed where it should have come to.
                 unknown_NK = (tensors["ids"] < 0) | (tensors["ids"] >= spec.num_experts)
+                rank_NK, local_NK = spec.placement.resolve(tensors["ids"].masked_fill(unknown_NK, -1), source)
+                if spec.max_rows is not None and not self._are_announced(rank_NK, heard[source]):
+                    rank_NK = torch.full_like(rank_NK, -1)  # there is room for what was announced only
                 parts.append(tensors)
-                resolved.append(spec.placement.resolve(tensors["ids"].masked_fill(unknown_NK, -1), source))
+                resolved.append((rank_NK, local_NK))
                 counts[source] = len(packets)
         together = {name: _joined([part[name] for part in parts]) for name in own}
         inside_rank = torch.full((self.group.size + 1,), -1)
@@ -313,6 +324,11 @@ class HierarchicalTransport(Transport):
         )
         return forwarded, counts
 
+    def _are_announced(self, rank_NK: Tensor, announced: Announcement) -> bool:
+        """Whether a source's rows go to the ranks of this host in the numbers that it announced."""
+        rows = [tokens.numel() for tokens in tokens_by_rank(rank_NK, self.group.size)]
+        return all(rows[rank] == announced.counts[rank] for rank in self.hosts.ranks[self.host])
+
     def _inside_announcements(self, announcements: Announcements, routes: BatchRoutes) -> Announcements:
         mine = replace(announcements.mine, tokens=routes.num_tokens, counts=tuple(routes.counts))
         return replace(
@@ -320,6 +336,7 @@ class HierarchicalTransport(Transport):
             group=self.inside.group,
             mine=mine,
             most=routes.spec.max_tokens,
+            bound=None,
             all_met=lambda: None,  # all ranks of all hosts have met before
             noticed=ignore_notices,
         )
@@ -361,7 +378,7 @@ class HierarchicalTransport(Transport):
         """Packets for relays of other hosts, and rows of this rank's own tokens inside its host."""
         inside = declarations.slot_bytes(self._inside_specs[batch.spec.index]).dispatch_row
         sent = [0] * self.group.size
-        for host, tokens in enumerate(self._tokens_by_host(batch)):
+        for host, tokens in enumerate(self._tokens_by_host(batch.routes)):
             relay = self.hosts.relay(self.group.rank, host)
             sent[relay] = tokens.numel() * batch.spec.dispatch_layout.stride
         for rank in self.hosts.ranks[self.host]:
@@ -375,7 +392,7 @@ class HierarchicalTransport(Transport):
         if results.rows_RH is not None:
             self._place(arrival, results.rows_RH)
         results.before_telling()
-        answers = self.announce(results.announcements, self._counts)
+        answers = self.announce(results.announcements)
 
         def finish() -> ResultsAtHome:
             with self._waiting_in_group():
@@ -450,7 +467,7 @@ class HierarchicalTransport(Transport):
 
     def fail(self, failure: Failure) -> None:
         with self._waiting_in_group():
-            self.announce(failure.announcements, self._counts).wait()
+            self.announce(failure.announcements).wait()
 
 
 def _host_map(spec: ExchangeSpec) -> HostMap:
@@ -461,10 +478,13 @@ def _host_map(spec: ExchangeSpec) -> HostMap:
 def _inside_spec(spec: ExchangeSpec, hosts: HostMap, host: int) -> ExchangeSpec:
     """A layer as the ranks of one host exchange it: with the experts of the host, and all tokens that relays bring."""
     elsewhere = [rank for rank, other in enumerate(hosts.host_of_rank) if other != host]
+    tokens = hosts.most_sources(host) * spec.max_tokens
+    slots = len(hosts.ranks[host]) * tokens
     return replace(
         spec,
         placement=spec.placement.without(elsewhere),
-        max_tokens=hosts.most_sources(host) * spec.max_tokens,
+        max_tokens=tokens,
+        max_rows=None if spec.max_rows is None or spec.max_rows >= slots else spec.max_rows,
         combine_wire=formats.for_dtype(spec.dtype),
         hosts=(),
     )

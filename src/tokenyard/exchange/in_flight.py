@@ -30,6 +30,11 @@ class InFlightQueue:
         return not self._waiting
 
     @property
+    def oldest(self) -> Arrival | None:
+        """The one that is combined next."""
+        return self._waiting[0] if self._waiting else None
+
+    @property
     def free_region(self) -> int:
         """The first pair of regions that nothing in flight uses: the same one on every rank."""
         used = {arrival.region for arrival in self._waiting}

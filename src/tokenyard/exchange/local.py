@@ -23,16 +23,22 @@ class LocalTransport(Transport):
     """One rank: rows are handed over to its own experts."""
 
     name = "local"
+    bounds_rows = True
     devices = ("cpu",)
     most_ranks = 1
     carries_logits = True
 
     def send(self, batch: Batch) -> Pending[Arrival]:
-        arrival = batch.arrived(_received(batch), batch.routes.counts)
+        announcements, bound = batch.announcements, batch.announcements.bound
+        fits = bound is None or batch.routes.counts[0] <= bound.max_rows
+        arrival = batch.arrived(_received(batch), batch.routes.counts) if fits else None
 
         def meet() -> Arrival:
-            batch.announcements.all_met()
-            batch.announcements.noticed([batch.announcements.mine.notice])
+            announcements.all_met()
+            announcements.noticed([announcements.mine.notice])
+            if bound is not None:
+                bound.hear([announcements.mine.counts])
+            assert arrival is not None
             return arrival
 
         return Pending(meet)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from tokenyard.duties import Party, acting
@@ -31,8 +32,11 @@ class RoundTrip:
     owes_dispatch: bool = True
     is_dropped: bool = False  # whether nobody is left who could finish it
     ended_by: str | None = None  # the error that has ended it, with all others that were under way
+    # Computes what came to this rank in the present pass, sends it back, and starts the next pass. The layer sets it.
+    advance: Callable[[], None] | None = None
     _arriving: Pending[Arrival] | None = None
     _coming_home: Pending[CombinedRows] | None = None
+    _out: Tensor | None = None  # what the passes of a batch write into, where the caller gave nothing
 
     @property
     def arrival(self) -> Arrival | None:
@@ -41,8 +45,13 @@ class RoundTrip:
 
     @property
     def is_sent_back(self) -> bool:
-        """Whether results were sent back."""
-        return self._coming_home is not None
+        """Whether the results of all passes were sent back."""
+        return self._coming_home is not None and not self.has_more
+
+    @property
+    def has_more(self) -> bool:
+        """Whether another pass of the same batch follows, on all ranks."""
+        return self.arrival is not None and self.arrival.has_more
 
     def encode(self, x_TH: Tensor) -> EncodedRows | UnencodedRows:
         """The rows of a batch, as the exchange takes them."""
@@ -70,6 +79,12 @@ class RoundTrip:
         with acting(Party.SENDER):
             self._arriving = self.exchange.start_dispatch(self.spec, rows, routes, extra)
 
+    def start_next(self) -> None:
+        """Dispatch the next pass of the batch, and return while its rows travel."""
+        arrival, self.owes_dispatch, self._coming_home = self._arrived(), False, None
+        with acting(Party.SENDER):
+            self._arriving = self.exchange.start_next(arrival)
+
     def received(self) -> ReceivedRows:
         """Wait for the rows that the others sent here."""
         return self._arrived().received
@@ -84,7 +99,14 @@ class RoundTrip:
         self, result: ExpertResult, *, out: Tensor | None = None, add: Sequence[Tensor] = ()
     ) -> None:
         """Combine what was dispatched, and return while results travel."""
-        self._coming_home = self.exchange.start_combine(self._arrived(), result, out=out, add=add)
+        arrival = self._arrived()
+        if arrival.has_more and self._out is None:  # all passes write into one tensor
+            shape = (arrival.batch_tokens, self.spec.hidden_size)
+            self._out = torch.empty(shape, dtype=self.spec.dtype, device=self.exchange.group.device)
+        self._coming_home = self.exchange.start_combine(
+            arrival, result, out=self._out if out is None else out, add=add
+        )
+        self.owes_dispatch = arrival.has_more
 
     def combined(self) -> CombinedRows:
         """Wait for the results that `start_combine` brings home."""
@@ -93,7 +115,10 @@ class RoundTrip:
 
     def combine_unreduced(self, result: ExpertResult) -> RankRows:
         """Bring the results home without summing over ranks."""
-        return self.exchange.combine_unreduced(self._arrived(), result)
+        arrival = self._arrived()
+        rows = self.exchange.combine_unreduced(arrival, result)
+        self.owes_dispatch = arrival.has_more
+        return rows
 
     def _arrived(self) -> Arrival:
         if self._arriving is None:
@@ -138,6 +163,10 @@ class OpenRoundTrips:
                     rank=self._rank,
                 )
         return None
+
+    def of(self, arrival: Arrival | None) -> RoundTrip | None:
+        """The one that an arrival belongs to."""
+        return next((trip for trip in self._trips if trip.arrival is arrival is not None), None)
 
     def check_turn(self, trip: RoundTrip) -> None:
         """Raise unless the results of a round trip are the next ones that go back."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 
@@ -41,6 +43,8 @@ class ExchangeSpec:
     renormalizes_dropped: bool = False
     # The number of the host of each rank, where results are summed inside each host first; else empty.
     hosts: tuple[int, ...] = ()
+    # The most rows that a rank receives in one pass of a batch; None: all that may come have room.
+    max_rows: int | None = None
     # Whether rows carry checksums, by which the other end sees that they are what was sent (a paranoid plan).
     checksummed: bool = False
 
@@ -67,8 +71,14 @@ class ExchangeSpec:
 
     @property
     def slots(self) -> int:
-        """Rows that may arrive on a rank: `max_tokens` from each."""
-        return self.placement.world * self.max_tokens
+        """Rows that may arrive on a rank at a time: `max_tokens` from each, or `max_rows`."""
+        return self.placement.world * self.max_tokens if self.max_rows is None else self.max_rows
+
+    def first_slots(self, counts: Sequence[int]) -> list[int]:
+        """The slot of the first row of each rank, of which so many come: windows, or one behind the other."""
+        if self.max_rows is None:
+            return [source * self.max_tokens for source in range(len(counts))]
+        return [0, *accumulate(counts[:-1])]
 
     @cached_property
     def dispatch_slots(self) -> SlotLayout:

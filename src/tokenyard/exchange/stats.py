@@ -46,7 +46,8 @@ class LayerStats:
     """Counters of one layer on one rank. Lists have an entry for each rank of the group."""
 
     world: int  # W, the number of ranks
-    rounds: int = 0  # round trips
+    rounds: int = 0  # batches that went out and came home
+    passes: int = 0  # round trips that these took: more where a batch had no room in one (`plan(max_rows=…)`)
     tokens: int = 0  # tokens that this rank brought
     dropped: int = 0  # choices of tokens whose expert was lost with its rank
     rows_sent: list[int] = field(default_factory=list)  # rows that went to each rank
@@ -62,10 +63,17 @@ class LayerStats:
             setattr(self, name, [0] * self.world)
 
     def count_dispatch(
-        self, tokens: int, sent: Sequence[int], received: Sequence[int], nbytes: Sequence[int]
+        self,
+        tokens: int,
+        sent: Sequence[int],
+        received: Sequence[int],
+        nbytes: Sequence[int],
+        *,
+        is_next: bool = False,
     ) -> None:
-        """One more dispatch."""
-        self.rounds += 1
+        """One more dispatch: of another batch, or of the next pass of the same."""
+        self.rounds += not is_next
+        self.passes += 1
         self.tokens += tokens
         _add(self.rows_sent, sent)
         _add(self.rows_received, received)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tokenyard.errors import HandleError, Reason
 from tokenyard.exchange.announcement import ANNOUNCEMENT_BYTES, Announcement, Announcements
-from tokenyard.exchange.batch import Arrival, Batch, Failure, Results, ResultsAtHome
+from tokenyard.exchange.batch import Arrival, Batch, BatchRoutes, Failure, Results, ResultsAtHome
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.workspace import LayerBytes
 from tokenyard.formats.base import Format
@@ -56,6 +56,8 @@ class Transport(ABC):
     sums_in_hosts: ClassVar[bool] = False
     # Whether each choice's result can come home by itself (`LayerSpec(sum="choices")`).
     returns_choices: ClassVar[bool] = True
+    # Whether the rows that a rank receives in one pass can have a bound (`plan(max_rows=…)`).
+    bounds_rows: ClassVar[bool] = False
     # Tensors that can be added in the pass that sums over ranks; None: any number.
     most_terms: ClassVar[int | None] = None
 
@@ -71,6 +73,9 @@ class Transport(ABC):
         if spec.sums_choices and not cls.returns_choices:
             why = f"{cls.name} ({cls.__name__}) sums results before they come home"
             return Reason(field="sum", value="choices", why=why)
+        if spec.max_rows is not None and not cls.bounds_rows:
+            why = f"{cls.name} ({cls.__name__}) sends rows before it has heard how many come: leave max_rows out"
+            return Reason(field="max_rows", value=spec.max_rows, why=why)
         return spec.wire.carries(spec.dtype) or spec.combine_wire.returns(spec.dtype)
 
     @classmethod
@@ -144,6 +149,20 @@ class Transport(ABC):
     def close(self) -> None:  # noqa: B027
         """Give back what is shared."""
 
+    # -- What is announced ---------------------------------------------------------------------------------
+
+    def num_counts(self, spec: ExchangeSpec) -> int:
+        """How many counts a rank announces of a batch."""
+        return self.group.size
+
+    def counts(self, routes: BatchRoutes) -> list[int]:
+        """What a rank announces of a batch: rows for each rank, and further counts behind them."""
+        return routes.counts
+
+    def loads(self, source: int, counts: Sequence[int]) -> Sequence[int]:
+        """The rows that a rank with these counts brings to each place where they have a bound: here, each rank."""
+        return counts
+
     # -- What moves ----------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -177,14 +196,9 @@ class Transport(ABC):
 
     # -- What most of them need ----------------------------------------------------------------------------
 
-    def announce(
-        self, announcements: Announcements, counts: int | None = None
-    ) -> Pending[Sequence[Announcement]]:
-        """Tell every rank what this one is about to do, by a collective of the group; `wait` hears the same of them.
-
-        There is room for so many counts; for one of each rank, if left out.
-        """
-        size = ANNOUNCEMENT_BYTES + 8 * (self.group.size if counts is None else counts)
+    def announce(self, announcements: Announcements) -> Pending[Sequence[Announcement]]:
+        """Tell every rank what this one is about to do, by a collective of the group; `wait` hears the same of them."""
+        size = ANNOUNCEMENT_BYTES + 8 * announcements.room
         mine = bytes_tensor(announcements.for_all().encode(size)).to(self.group.device)
         gathered = self.group.start_all_gather(mine, phase=announcements.mine.phase.value)
 

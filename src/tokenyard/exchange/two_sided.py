@@ -20,6 +20,7 @@ class TwoSidedTransport(Transport):
     """Counts, then a variable all-to-all."""
 
     name = "two_sided"
+    bounds_rows = True
 
     def send(self, batch: Batch) -> Pending[Arrival]:
         packets = self.pack(batch)

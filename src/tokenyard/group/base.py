@@ -48,7 +48,10 @@ LONGEST_DEADLINE = 1e6
 LARGEST_JSON = 1 << 26
 
 
-_MEMORY_FIX = "plan with a smaller max_tokens or fewer tokens in flight, or give the machine more memory"
+_MEMORY_FIX = (
+    "bound what a rank receives at a time, plan(..., max_rows=…), plan with a smaller max_tokens or fewer dispatches "
+    "in flight, or give the machine more memory"
+)
 
 
 def check_deadline(deadline: object) -> float:

@@ -11,7 +11,8 @@ x_TH ── router ──► routes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -116,7 +117,8 @@ class MoELayer(nn.Module):
             sent = self._send(wiring, trip, x_TH, routes_or_logits, payloads)
             terms = [self.shared(x_TH)] if self.shared is not None else []  # while rows travel
             terms += [add] if add is not None else []
-        return PendingBatch(self, sent, out, add, terms)
+        trip.advance = partial(self._advance, sent, out, terms)
+        return PendingBatch(self, sent, add)
 
     @outside_of_the_graph
     def unreduced(
@@ -126,9 +128,12 @@ class MoELayer(nn.Module):
         self.plan.between_calls()
         wiring = self.wiring
         with self.plan.exchange.round_trip(wiring.exchange_spec) as trip:
-            return trip.combine_unreduced(
-                self.run(self._send(wiring, trip, x_TH, routes_or_logits, payloads))
-            )
+            sent = self._send(wiring, trip, x_TH, routes_or_logits, payloads)
+            passes = [trip.combine_unreduced(self._run(sent))]
+            while trip.has_more:
+                trip.start_next()
+                passes.append(trip.combine_unreduced(self._run(sent)))
+            return RankRows.joined(passes)
 
     def _send(
         self,
@@ -145,7 +150,13 @@ class MoELayer(nn.Module):
             trip.start_dispatch(trip.encode(x_TH), routes, payloads)
         return Sent(wiring=wiring, trip=trip, audit=audit, x_TH=x_TH, routes_or_logits=routes_or_logits)
 
-    def run(self, sent: Sent) -> ExpertResult:
+    def _advance(self, sent: Sent, out: Tensor | None, terms: Sequence[Tensor]) -> None:
+        """Compute what came to this rank, send it back, and start the next pass if the batch has more."""
+        sent.trip.start_combine(self._run(sent), out=out, add=terms)
+        if sent.trip.has_more:
+            sent.trip.start_next()
+
+    def _run(self, sent: Sent) -> ExpertResult:
         """Wait for the rows that came to this rank in the same dispatch, and run its experts on them."""
         with sent.audit.recording():
             received = sent.trip.received()

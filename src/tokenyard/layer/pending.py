@@ -10,7 +10,6 @@ compute one, the rows or the results of the other travel (`overlapped`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,22 +40,23 @@ class Sent:
 class PendingBatch:
     """What `layer.start` returns. It is finished once, in the order of the starts; a dropped one is an error."""
 
-    def __init__(
-        self, layer: MoELayer, sent: Sent, out: Tensor | None, add: Tensor | None, terms: Sequence[Tensor]
-    ) -> None:
-        self._layer, self._sent, self._out, self._add, self._terms = layer, sent, out, add, terms
+    def __init__(self, layer: MoELayer, sent: Sent, add: Tensor | None) -> None:
+        self._layer, self._sent, self._add = layer, sent, add
         self._is_finished = False
 
     def compute(self) -> None:
         """Wait for the rows that came to this rank, run its experts on them, and send the results back.
 
         `finish` does so where it was not done before. What is done between the two calls is done while results travel.
+        Of a batch that goes in several passes, all of them are made.
         """
         trip, exchange = self._sent.trip, self._layer.plan.exchange
         exchange.check_turn(trip)
-        if not trip.is_sent_back:
-            with exchange.telling(trip):
-                trip.start_combine(self._layer.run(self._sent), out=self._out, add=self._terms)
+        while not trip.is_sent_back:
+            ready = exchange.next_to_advance(trip)
+            with exchange.telling(ready):
+                assert ready.advance is not None  # `layer.start` has set it
+                ready.advance()
 
     def finish(self) -> Tensor:
         """Wait until the results are home, and return their sum, as `layer(x_TH, routes)` does."""

@@ -7,6 +7,7 @@ the exchange sums at home, it checks itself.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
@@ -18,11 +19,10 @@ from tokenyard.routing import Routes
 from tokenyard.rows import LocalRoutes, ReceivedRows
 
 
-def settle(wiring: Wiring, ledger: Ledger, num_tokens: int, routes: object, received: ReceivedRows) -> None:
-    """Raise unless each duty was done by its party, on all its rows, once. `routes` is what the layer was given."""
+def settle(wiring: Wiring, ledger: Ledger, dues: Mapping[Duty, int | None]) -> None:
+    """Raise unless each duty was done by its party, on as many rows as it is due on, once."""
     for duty, party in wiring.duties.items():
-        done = ledger.rows(duty)
-        due = _due(wiring, duty, party, num_tokens, routes, received)
+        done, due = ledger.rows(duty), dues[duty]
         if not _fits(wiring, party, done, due):
             raise Corrupted(
                 f"duty {duty.value!r} was done {_told(done)}",
@@ -70,12 +70,19 @@ class Audit:
     def __init__(self, wiring: Wiring) -> None:
         self._wiring = wiring
         self._ledger = Ledger() if wiring.exchange_spec.checksummed else None
+        self._dues: dict[Duty, int | None] = {}  # after the first pass: on how many rows each duty was due
 
     def recording(self) -> AbstractContextManager[object]:
         """Record what is done inside, where the plan is paranoid."""
         return nullcontext() if self._ledger is None else self._ledger.open()
 
     def settle(self, num_tokens: int, routes_or_logits: Routes | Tensor, received: ReceivedRows) -> None:
-        """Raise unless each duty up to the experts' was done as the wiring says."""
-        if self._ledger is not None:
-            settle(self._wiring, self._ledger, num_tokens, routes_or_logits, received)
+        """Raise unless each duty up to the experts' was done as the wiring says. Called in each pass of the batch."""
+        if self._ledger is None:
+            return
+        tokens = 0 if self._dues else num_tokens  # the sender does its duties once, for all passes
+        for duty, party in self._wiring.duties.items():
+            due = _due(self._wiring, duty, party, tokens, routes_or_logits, received)
+            before = self._dues.get(duty, 0)
+            self._dues[duty] = None if due is None or before is None else before + due
+        settle(self._wiring, self._ledger, self._dues)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import combinations, product
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -58,6 +58,8 @@ class Draft:
     paranoid: bool = False  # whether the plan checks rows, regions and duties while its layers run
     # Whether a token's other weights make up for experts that were lost with their ranks.
     renormalize_dropped: bool = False
+    # The most rows that a rank receives in one pass of a batch; None: all that may come.
+    max_rows: int | None = None
     exchange_reason: str | None = None  # why this exchange was chosen; None: it was named
 
     def on_hosts(self, hosts: tuple[int, ...]) -> Draft:
@@ -105,6 +107,7 @@ class Draft:
             "world": self.world,
             "exchange": self.exchange.name,
             "in_flight": self.in_flight,
+            "max_rows": self.max_rows,
             "paranoid": self.paranoid,
             "renormalize_dropped": self.renormalize_dropped,
             "number of layers": len(self.wirings),
@@ -133,6 +136,7 @@ class Draft:
                 "combine_wire": str(wiring.exchange_spec.combine_wire),
                 "duties": {duty.value: party.value for duty, party in wiring.duties.items()},
                 "max_tokens": wiring.exchange_spec.max_tokens,
+                "max_rows": wiring.exchange_spec.max_rows,
                 "bytes_per_row": {"dispatch": nbytes.dispatch_row, "combine": nbytes.combine_row},
                 "bytes_per_rank": {"dispatch": nbytes.dispatch, "combine": nbytes.combine},
                 "links": links(wiring.exchange_spec),
@@ -160,7 +164,8 @@ class Draft:
                 f"back {row['combine_wire']} ({per_row['combine']}); up to {row['max_tokens']} tokens a rank",
                 f"    {duties}",
                 *_sum_words(row),
-                f"    at most {size(per_rank['dispatch'])} out + {size(per_rank['combine'])} back on a rank",
+                f"    at most {size(per_rank['dispatch'])} out + {size(per_rank['combine'])} back on a rank"
+                + ("" if row["max_rows"] is None else f", {row['max_rows']} rows a pass (max_rows)"),
             ]
             lines += [
                 f"    from host {link['from']} to host {link['to']}: at most {count(link['rows'], 'row')} out "
@@ -187,6 +192,7 @@ def draft(
     exchange: str | type[Transport] = AUTO,
     max_tokens: int | None = None,
     in_flight: int = 1,
+    max_rows: int | None = None,
     paranoid: bool = False,
     device: torch.device | None = None,
 ) -> Draft:
@@ -201,6 +207,7 @@ def draft(
         exchange=os.environ.get(EXCHANGE_VARIABLE) or exchange,
         max_tokens=max_tokens,
         in_flight=in_flight,
+        max_rows=max_rows,
         paranoid=_is_paranoid(paranoid),
         device=device,
     )
@@ -213,6 +220,7 @@ def draft_as_told(
     exchange: str | type[Transport],
     max_tokens: int | None = None,
     in_flight: int,
+    max_rows: int | None = None,
     paranoid: bool,
     renormalize_dropped: bool = False,
     device: torch.device | None,
@@ -220,7 +228,8 @@ def draft_as_told(
     """`draft` without a look at the environment: an existing plan keeps the settings that it was made with."""
     layers = _check_layers(layers)
     _check_counts(world=(world, MOST_RANKS), in_flight=(in_flight, _MOST_IN_FLIGHT))
-    wire = cache(partial(_wire, layers, world, max_tokens, device))
+    _check_max_rows(max_rows, world)
+    wire = cache(partial(_wire, layers, world, max_tokens, max_rows, device))
     exchange_reason = None
     if exchange == AUTO:
         chosen, exchange_reason = choose_exchange(
@@ -236,7 +245,7 @@ def draft_as_told(
         try:
             wired = wire(chosen, index)
             if isinstance(wired, Reason):
-                found = _alternatives(layers, index, world, chosen, max_tokens, device, wired)
+                found = _alternatives(layers, index, world, chosen, max_tokens, max_rows, device, wired)
                 raise PlanError(
                     str(wired),
                     expected="a layer that its exchange, formats and experts all support",
@@ -267,6 +276,7 @@ def draft_as_told(
         wirings=tuple(wirings),
         paranoid=paranoid,
         renormalize_dropped=renormalize_dropped,
+        max_rows=max_rows,
         exchange_reason=exchange_reason,
     )
     _check_bytes(drafted)
@@ -277,12 +287,19 @@ def _wire(
     layers: Sequence[LayerSpec],
     world: int,
     max_tokens: int | None,
+    max_rows: int | None,
     device: torch.device | None,
     exchange: type[Transport],
     index: int,
 ) -> Wiring | Reason:
     return wire_layer(
-        layers[index], index=index, world=world, exchange=exchange, max_tokens=max_tokens, device=device
+        layers[index],
+        index=index,
+        world=world,
+        exchange=exchange,
+        max_tokens=max_tokens,
+        max_rows=max_rows,
+        device=device,
     )
 
 
@@ -361,6 +378,16 @@ def _check_counts(**counts: tuple[object, int]) -> None:
             )
 
 
+def _check_max_rows(max_rows: object, world: int) -> None:
+    """Raise unless a bound of rows has room for one row of each rank: with less, a pass might move nothing."""
+    if max_rows is not None and not (is_size(max_rows) and cast(int, max_rows) >= world):
+        raise InputError(
+            f"max_rows is {shown(max_rows)}",
+            expected=f"a whole number of at least {world}, one row of each rank, or None",
+            fix="pass the rows that a rank mostly receives, tokens of all ranks · K / W, and some more",
+        )
+
+
 def _check_bytes(drafted: Draft) -> None:
     """Raise where no machine could hold the rows: sizes that are each possible, but not together."""
     if drafted.workspace_bytes <= _LARGEST_WORKSPACE:
@@ -371,7 +398,8 @@ def _check_bytes(drafted: Draft) -> None:
         f"max_tokens={most.exchange_spec.max_tokens}: rows of this layer would take {needed} "
         f"on a rank, and those of all layers {size(drafted.workspace_bytes)}",
         expected=f"at most {size(_LARGEST_WORKSPACE)}, all that a process can address",
-        fix="plan for fewer tokens, ranks, or dispatches in flight, and check the sizes of the layer",
+        fix="bound what a rank receives at a time, plan(..., max_rows=…), or plan for fewer tokens, ranks, or "
+        "dispatches in flight, and check the sizes of the layer",
         layer=most.spec.name,
     )
 
@@ -480,6 +508,7 @@ def _alternatives(
     world: int,
     exchange: type[Transport],
     max_tokens: int | None,
+    max_rows: int | None,
     device: torch.device | None,
     reason: Reason,
 ) -> list[Alternative]:
@@ -521,6 +550,7 @@ def _alternatives(
                     world=world,
                     exchange=resolve_exchange(name) if "exchange" in changes else exchange,
                     max_tokens=max_tokens,
+                    max_rows=max_rows,
                     device=device,
                 ),
                 Wiring,

@@ -111,7 +111,7 @@ class Plan:
         self._wirings = {wiring.spec.name: wiring for wiring in draft.wirings}
 
     def extend(self, layers: Sequence[LayerSpec], *, max_tokens: int | None = None) -> None:
-        """Serve further layers, too. Collective over the group, and over nobody else.
+        """Serve further layers, too, with the plan's `max_rows`. Collective over the group, and over nobody else.
 
         The workspace is kept where it suffices, else rebuilt for the union of all layers; layers stay valid, and a
         dispatch that was in flight must be made again. If a rank cannot allocate, all raise, and the plan is as it
@@ -150,6 +150,7 @@ class Plan:
         kept: dict[str, Any] = {
             "exchange": self.draft.exchange,
             "in_flight": self.draft.in_flight,
+            "max_rows": self.draft.max_rows,
             "paranoid": self.draft.paranoid,
             "renormalize_dropped": self.draft.renormalize_dropped,
         }
@@ -606,6 +607,7 @@ def plan(
     exchange: str | type[Transport] = AUTO,
     max_tokens: int | None = None,
     in_flight: int = 1,
+    max_rows: int | None = None,
     paranoid: bool = False,
 ) -> Plan:
     """Check the layers, agree with the other ranks of the group, and set up the exchange. Collective.
@@ -613,7 +615,8 @@ def plan(
     `exchange` is a name of `EXCHANGES`, `local`, or a class. `auto` takes `local` on one CPU rank, `one_sided` where
     the ranks share memory, `hierarchical` where they do so inside hosts, else the next one that reaches all of them.
     `max_tokens` is the most tokens that a rank brings in one call, for layers that do not set their own. `in_flight`
-    dispatches may wait for their combine at a time.
+    dispatches may wait for their combine at a time. `max_rows` bounds the rows that a rank receives at a time, and the
+    memory for them; a batch that brings more goes in several passes, on all ranks.
 
     `TOKENYARD_EXCHANGE` in the environment overrides `exchange`. A `paranoid` plan watches every row, region and duty
     while its layers run, and raises `Corrupted` when one is not what it must be; `TOKENYARD_PARANOID=1` in the
@@ -649,6 +652,7 @@ def plan(
             exchange=exchange,
             max_tokens=max_tokens,
             in_flight=in_flight,
+            max_rows=max_rows,
             paranoid=paranoid,
             device=group.device,
         )
@@ -752,6 +756,7 @@ def _check_reach(drafted: Draft, group: Group, hosts: list[str]) -> Draft:
                 drafted.world,
                 exchange=chosen,
                 in_flight=drafted.in_flight,
+                max_rows=drafted.max_rows,
                 paranoid=drafted.paranoid,
                 renormalize_dropped=drafted.renormalize_dropped,
                 device=group.device,

@@ -89,10 +89,12 @@ def wire_layer(
     world: int,
     exchange: type[Transport],
     max_tokens: int | None,
+    max_rows: int | None = None,
     device: torch.device | None = None,
 ) -> Wiring | Reason:
     """Resolve a layer's names and assign its duties, or give the reason why that cannot be done.
 
+    `max_rows` bounds the rows that a rank receives in one pass; what is more than may come is no bound.
     `device` is where the rows of the ranks live, if that is known.
     """
     if (reason := check_spec(spec)) is not None:
@@ -136,6 +138,7 @@ def wire_layer(
         extra=tuple(spec.payloads),
         reduces_ranks=spec.reduce_ranks == "exchange",
         sums_choices=spec.sum == "choices",
+        max_rows=None if max_rows is None or max_rows >= world * tokens else max_rows,
     )
     if exchange_spec.sums_choices and exchange_spec.carries_logits:
         why = "experts that route by themselves leave home in the dark about the choices that it should sum"

@@ -48,9 +48,9 @@ def counts_once(patch):
     """Counts the first round of each layer, and no other."""
     right = LayerStats.count_dispatch
 
-    def count_dispatch(self, *counted):
+    def count_dispatch(self, *counted, **kind):
         if not self.rounds:
-            right(self, *counted)
+            right(self, *counted, **kind)
 
     patch.setattr(LayerStats, "count_dispatch", count_dispatch)
 

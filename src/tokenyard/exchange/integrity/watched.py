@@ -21,7 +21,15 @@ from torch import Tensor
 
 from tokenyard.duties import Duty, Ledger, aside
 from tokenyard.errors import ContractError, Corrupted, PeerFailed, PeerLost, TokenyardError
-from tokenyard.exchange.batch import Arrival, Batch, Failure, Results, ResultsAtHome, RowsAtHome
+from tokenyard.exchange.batch import (
+    Arrival,
+    Batch,
+    BatchRoutes,
+    Failure,
+    Results,
+    ResultsAtHome,
+    RowsAtHome,
+)
 from tokenyard.exchange.integrity.checksums import (
     TOKEN,
     check_back,
@@ -31,6 +39,7 @@ from tokenyard.exchange.integrity.checksums import (
 )
 from tokenyard.exchange.integrity.workspace_guards import GUARD_BYTES, WorkspaceGuards
 from tokenyard.exchange.one_sided.shared_memory import SharedMemoryTransport
+from tokenyard.exchange.passes import TooManyRows
 from tokenyard.exchange.spec import CHECKSUMS, ExchangeSpec
 from tokenyard.exchange.transport import Transport
 from tokenyard.exchange.workspace import LayerBytes
@@ -82,6 +91,15 @@ class WatchedTransport(Transport):
     def region_bytes(self, spec: ExchangeSpec) -> LayerBytes:  # type: ignore[override]  # of the transport inside
         return self.inner.region_bytes(spec)
 
+    def num_counts(self, spec: ExchangeSpec) -> int:
+        return self.inner.num_counts(spec)
+
+    def counts(self, routes: BatchRoutes) -> list[int]:
+        return self.inner.counts(routes)
+
+    def loads(self, source: int, counts: Sequence[int]) -> Sequence[int]:
+        return self.inner.loads(source, counts)
+
     def bytes_sent(self, batch: Batch, rows: Sequence[int]) -> list[int]:
         return self.inner.bytes_sent(batch, rows)
 
@@ -108,6 +126,8 @@ class WatchedTransport(Transport):
         def wait() -> Arrival:
             try:
                 arrival = pending.wait()
+            except TooManyRows:  # nothing has moved
+                raise
             except BaseException:
                 self._round_failed(batch.region)
                 raise

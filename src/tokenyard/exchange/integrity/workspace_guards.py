@@ -49,8 +49,8 @@ class WorkspaceGuards:
         self._open = set[int]()
         # By region: whether all of its dispatch region was poison before its rows came.
         self._poisoned: dict[int, bool] = {}
-        # By region: whose results stand in its combine region, and how many for each rank, beside poison.
-        self._results: dict[int, tuple[ExchangeSpec, tuple[int, ...]]] = {}
+        # By region: whose results stand in its combine region, and in which slots, beside poison.
+        self._results: dict[int, tuple[ExchangeSpec, list[range]]] = {}
 
     def found_lost(self, lost: PeerLost) -> list[int]:
         """Who is lost by the verdict of the transport, as the group has lost somebody; nobody, if it has none."""
@@ -111,12 +111,13 @@ class WorkspaceGuards:
         spec, region, results = arrival.spec, arrival.region, arrival.results_due
         self._check_guards()
         self._check_dispatch_region(arrival)
-        _check_unused("combine", self._combine_region(region), spec.combine_slots, results)
-        self._results[region] = (spec, results)
+        starts = [slot * spec.results_per_row for slot in spec.first_slots(arrival.counts_W)]
+        _check_unused("combine", self._combine_region(region), spec.combine_slots, starts, results)
+        self._results[region] = (spec, _used(starts, results))
         rows_there = self._dispatch_region(region)
         if self._poisoned[region]:
             for _, rows in _cut(
-                rows_there, spec.dispatch_slots, _used(spec.dispatch_slots, arrival.counts_W)
+                rows_there, spec.dispatch_slots, _used(spec.first_slots(arrival.counts_W), arrival.counts_W)
             ):
                 rows.fill_(POISON)
         else:
@@ -130,8 +131,8 @@ class WorkspaceGuards:
         if known is None:
             there.fill_(POISON)
             return
-        spec, counts = known
-        for _, rows in _cut(there, spec.combine_slots, _used(spec.combine_slots, counts)):
+        spec, used = known
+        for _, rows in _cut(there, spec.combine_slots, used):
             rows.fill_(POISON)
         if (byte := _first_written(there)) is not None:
             there.fill_(POISON)
@@ -174,7 +175,8 @@ class WorkspaceGuards:
     def _check_dispatch_region(self, arrival: Arrival) -> None:
         if self._poisoned[arrival.region]:
             region = self._dispatch_region(arrival.region)
-            _check_unused("dispatch", region, arrival.spec.dispatch_slots, arrival.counts_W)
+            starts = arrival.spec.first_slots(arrival.counts_W)
+            _check_unused("dispatch", region, arrival.spec.dispatch_slots, starts, arrival.counts_W)
 
     def _check_guards(self) -> None:
         """Raise if a byte between regions was written; the next round finds the guards whole again."""
@@ -198,16 +200,15 @@ class WorkspaceGuards:
             )
 
 
-def _used(layout: SlotLayout, counts: Sequence[int]) -> list[range]:
-    """The slots that hold a row. Each rank has as many slots as any other."""
-    window = layout.slots // len(counts)
-    return [range(source * window, source * window + n) for source, n in enumerate(counts)]
+def _used(starts: Sequence[int], counts: Sequence[int]) -> list[range]:
+    """The slots that hold a row, of each rank from its first one on."""
+    return [range(start, start + n) for start, n in zip(starts, counts, strict=True)]
 
 
-def _unused(layout: SlotLayout, counts: Sequence[int]) -> list[range]:
-    """The slots that hold none."""
-    window = layout.slots // len(counts)
-    return [range(source * window + n, (source + 1) * window) for source, n in enumerate(counts)]
+def _unused(layout: SlotLayout, starts: Sequence[int], counts: Sequence[int]) -> list[range]:
+    """The slots that hold none, behind those of each rank."""
+    ends = [*starts[1:], layout.slots]
+    return [range(start + n, end) for start, n, end in zip(starts, counts, ends, strict=True)]
 
 
 def _cut(region: Tensor, layout: SlotLayout, runs: Sequence[range]) -> Iterator[tuple[str, Tensor]]:
@@ -218,14 +219,16 @@ def _cut(region: Tensor, layout: SlotLayout, runs: Sequence[range]) -> Iterator[
             yield payload.name, region[first:last]
 
 
-def _check_unused(name: str, region: Tensor, layout: SlotLayout, counts: Sequence[int]) -> None:
+def _check_unused(
+    name: str, region: Tensor, layout: SlotLayout, starts: Sequence[int], counts: Sequence[int]
+) -> None:
     """Raise if a byte of a region that belongs to no row is not poison."""
-    runs = _unused(layout, counts)
+    runs = _unused(layout, starts, counts)
     width = {payload.name: payload.nbytes for payload in layout.payloads}
     for number, (payload, rows) in enumerate(_cut(region, layout, runs)):
         if (byte := _first_written(rows)) is not None:
-            run = runs[number % len(runs)]
-            source, place = divmod(run.start + byte // width[payload], layout.slots // len(counts))
+            source = number % len(runs)
+            place = runs[source].start + byte // width[payload] - starts[source]
             raise Corrupted(
                 f"slot {place} for rank {source} of region {name!r} holds no row in this round, and payload "
                 f"{payload!r} was written there",

@@ -1,6 +1,7 @@
 """`one_sided`: ranks write rows straight into each other's memory, and read results straight out of it.
 
     dispatch   pushes: the i-th row for rank w goes into slot `me · max_tokens + i` of w's dispatch region
+               with `max_rows`: rows stand one behind the other, so ranks first tell all how many they have for whom
     combine    pulls: results stand in the combine region of the rank that computed them; their owners read them
 
 Slots follow from the order of tokens, so placement is deterministic, and no rank has to ask another for room. A slot
@@ -19,13 +20,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tokenyard.errors import ContractError, Reason
-from tokenyard.exchange.announcement import Announcement, Announcements
+from tokenyard.exchange.announcement import Announcement, Announcements, ignore_notices
 from tokenyard.exchange.batch import Arrival, Batch, Failure, Results, ResultsAtHome, RowsAtHome
 from tokenyard.exchange.one_sided import declarations
 from tokenyard.exchange.one_sided.signals import Signals, control_bytes
@@ -69,6 +71,7 @@ class SharedMemoryTransport(Transport):
     """`one_sided` between CPU ranks: push out, pull back, through a workspace that all ranks map."""
 
     name = "one_sided"
+    bounds_rows = True
 
     @classmethod
     def reaches(cls, group: Group, hosts: Sequence[str]) -> Reason | None:
@@ -150,21 +153,37 @@ class SharedMemoryTransport(Transport):
     # -- The way out ---------------------------------------------------------------------------------------
 
     def send(self, batch: Batch) -> Pending[Arrival]:
-        self.push(batch)
-        self._tell(batch.announcements)
-        return Pending(lambda: self._receive(batch))
+        announcements = batch.announcements
+        if batch.spec.max_rows is not None:
+            self.workspace.signals.publish_counts(announcements.mine)
+            self._tell(announcements)
+            return Pending(lambda: self._send_where_there_is_room(batch))
+        first = self.group.rank * batch.spec.max_tokens
+        self.push(batch, [first] * self.group.size)
+        self._tell(announcements)
+        return Pending(lambda: self._receive(batch, [first] * self.group.size))
 
-    def _receive(self, batch: Batch) -> Arrival:
+    def _send_where_there_is_room(self, batch: Batch) -> Arrival:
+        """Hear how many rows each rank has for whom, write own ones behind those of earlier ranks, and meet again."""
+        counts_WW = [other.counts for other in self._hear_counts(batch.announcements)]
+        before = counts_WW[: self.group.rank]
+        firsts = [sum(counts[rank] for counts in before) for rank in range(self.group.size)]
+        self.push(batch, firsts)
+        told = replace(batch.announcements, bound=None, noticed=ignore_notices)
+        self._tell(told)
+        return self._receive(replace(batch, announcements=told), firsts)
+
+    def _receive(self, batch: Batch, firsts: Sequence[int]) -> Arrival:
         counts = [announcement.counts[0] for announcement in self._hear(batch.announcements)]
-        return batch.arrived(self.received(batch, counts), counts)
+        return batch.arrived(self.received(batch, counts), counts, way_back=firsts)
 
     @torch.no_grad()  # weights may want a gradient; a workspace that remembered would hold every batch
-    def push(self, batch: Batch) -> None:
-        """Write each row to every rank that owns one of its experts. Nobody reads it before being told."""
+    def push(self, batch: Batch, firsts: Sequence[int]) -> None:
+        """Write each row to every rank that owns one of its experts, from these slots on. Nobody reads it untold."""
         ids_NK, weights_NK = batch.routes.local_routes()
         whole = batch.payloads
-        first, start = self.group.rank * batch.spec.max_tokens, 0
-        for rank, tokens in enumerate(batch.routes.tokens_by_rank):
+        start = 0
+        for rank, (tokens, first) in enumerate(zip(batch.routes.tokens_by_rank, firsts, strict=True)):
             count = tokens.numel()
             if count == 0:
                 continue
@@ -180,7 +199,7 @@ class SharedMemoryTransport(Transport):
         spec = batch.spec
         slots = self.workspace.dispatch(self.group.rank, spec, batch.region)
         slots_R = torch.cat(
-            [torch.arange(count) + source * spec.max_tokens for source, count in enumerate(counts)]
+            [torch.arange(n) + first for n, first in zip(counts, spec.first_slots(counts), strict=True)]
         )
         names = [payload.name for payload in spec.wire.payloads(spec.hidden_size)]
         return ReceivedRows(
@@ -226,19 +245,19 @@ class SharedMemoryTransport(Transport):
     @torch.no_grad()
     def place(self, arrival: Arrival, encoded: EncodedRows) -> None:
         """Write results into this rank's combine region, from which their owners pull them."""
-        slots = self.workspace.combine(self.group.rank, arrival.spec, arrival.region)
+        slots, spec = self.workspace.combine(self.group.rank, arrival.spec, arrival.region), arrival.spec
         start = 0
-        for source, count in enumerate(arrival.results_due):
-            first = source * arrival.spec.max_tokens * arrival.spec.results_per_row
+        for row, count in zip(spec.first_slots(arrival.counts_W), arrival.results_due, strict=True):
+            first = row * spec.results_per_row
             for name, tensor in encoded.payloads.items():
                 slots[name][first : first + count] = tensor[start : start + count]
             start += count
 
     def at_home(self, arrival: Arrival) -> ResultsAtHome:
         """The results of this rank's tokens, as views of the workspaces in which they stand."""
-        first = self.group.rank * arrival.spec.max_tokens * arrival.spec.results_per_row
         payloads_by_rank = []
-        for rank, count in enumerate(arrival.routes.result_counts):
+        for rank, (row, count) in enumerate(zip(arrival.way_back, arrival.routes.result_counts, strict=True)):
+            first = row * arrival.spec.results_per_row
             slots = self.workspace.combine(rank, arrival.spec, arrival.region)
             payloads_by_rank.append({name: slots[name][first : first + count] for name in slots})
         return RowsAtHome.of(arrival, payloads_by_rank)
@@ -257,6 +276,10 @@ class SharedMemoryTransport(Transport):
                 signals.tell(rank, announcements.for_rank(rank))
 
     def _hear(self, announcements: Announcements) -> Sequence[Announcement]:
+        """Wait for the words of all ranks; raise if one is elsewhere, or failed."""
+        return announcements.heard(self._hear_answers(announcements))
+
+    def _hear_answers(self, announcements: Announcements) -> Sequence[Announcement]:
         """Wait for the words of all ranks. Every rank that was told is in this round, whatever comes of it."""
         signals = self.workspace.signals
         if signals.left:
@@ -265,7 +288,16 @@ class SharedMemoryTransport(Transport):
         announcements.all_met()
         if any(other.plan != announcements.mine.plan for other in answers):
             announcements.ranks_parted()
-        return announcements.heard(answers)
+        return answers
+
+    def _hear_counts(self, announcements: Announcements) -> Sequence[Announcement]:
+        """The announcements of all ranks, with the counts that each has published for all."""
+        signals, mine = self.workspace.signals, announcements.mine
+        answers = self._hear_answers(announcements)
+        published = signals.published_counts(mine.phase, len(mine.counts))
+        return announcements.heard(
+            [replace(other, counts=counts) for other, counts in zip(answers, published, strict=True)]
+        )
 
     def leave(self) -> None:
         """Take part no more, because of a loss elsewhere: nobody waits for this rank."""

@@ -5,6 +5,7 @@ Every rank has a control region in its workspace, which all ranks map:
     state     what this rank waits for now, as a flag, and in which turn; 0 while it does not wait
     verdict   non-zero once a rank is given up, or has left; behind it, one byte for each rank that is marked
     mail      for each turn, phase and source rank: a flag (a cache line of its own) and an announcement
+    counts    for each turn: what this rank announces to all in a dispatch whose rows have a bound
 
 **Flags carry epoch, layer and phase.** A flag is one aligned 64-bit word, `round · 2^24 + layer · 4 + phase`. Rounds
 only grow, so a flag is never reset, and the flag of an earlier round cannot be taken for this one. A rank whose flag
@@ -37,6 +38,7 @@ from __future__ import annotations
 
 import os
 import time
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -61,11 +63,16 @@ _SHORTEST_SLEEP, _LONGEST_SLEEP = 20e-6, 200e-6  # seconds
 
 def control_bytes(world: int) -> int:
     """Bytes of a rank's control region."""
-    return 2 * _LINE + _lost_bytes(world) + _TURNS * 2 * world * _MAIL
+    return 2 * _LINE + _lost_bytes(world) + _TURNS * (2 * world * _MAIL + _counts_bytes(world))
 
 
 def _lost_bytes(world: int) -> int:
     return -(-world // _LINE) * _LINE
+
+
+def _counts_bytes(world: int) -> int:
+    """Two counts for each rank: of this pass, and of later ones."""
+    return -(-2 * 8 * world // _LINE) * _LINE
 
 
 def flag(layer: int, phase: Phase, round: int) -> int:
@@ -126,6 +133,21 @@ class Signals:
         offset = self._mail_offset(phase, turn, self.rank)
         self._bytes[target][offset + _LINE : offset + _MAIL] = mine.encode(ANNOUNCEMENT_BYTES)
         self._words[target][offset // 8] = word
+
+    def publish_counts(self, mine: Announcement) -> None:
+        """Write the counts of a dispatch where all ranks read them, before they are told of it."""
+        counts = self._counts_at(self._turn(mine.phase))
+        self._words[self.rank][counts : counts + len(mine.counts)] = memoryview(array("q", mine.counts))
+
+    def published_counts(self, phase: Phase, length: int) -> list[tuple[int, ...]]:
+        """What each rank has published for the meeting of a phase that was heard last."""
+        counts = self._counts_at(self._turn(phase) - 1)
+        return [tuple(words[counts : counts + length]) for words in self._words]
+
+    def _counts_at(self, turn: int) -> int:
+        """The first word of the counts of a turn."""
+        start = self._heard_at + _TURNS * 2 * self.world * _MAIL
+        return (start + turn % _TURNS * _counts_bytes(self.world)) // 8
 
     def hear(self, mine: Announcement) -> list[Announcement]:
         """Wait until every rank has told this one what it brings to this phase of this round."""

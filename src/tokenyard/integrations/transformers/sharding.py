@@ -54,6 +54,7 @@ def shard_experts(
     weights: str | None = None,
     inner: str | Format | None = None,
     max_tokens: int = 1024,
+    max_rows: int | None = None,
     placement: str | Placement | None = None,
     checkpoint: Checkpoint | str | Path | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -64,7 +65,7 @@ def shard_experts(
     out and back, `weights` the one that holds this rank's experts (plain ones are quantized on the way in).
     `inner` is how numbers are held between an expert's two products, by default as the recipe of the checkpoint has it,
     else exactly. A rank brings up to `max_tokens` tokens to one round trip; `generate` and `passes` split larger
-    batches. `exchange` and `placement` are those of a plan.
+    batches. `exchange`, `max_rows` and `placement` are those of a plan.
 
     With a `checkpoint` (a folder) experts are read from there, this rank's and no others. The model may then come
     without them (`experts_left_out`), or have been built on the meta device. `progress(done, all)` is called with
@@ -85,7 +86,14 @@ def shard_experts(
             for module in modules
         ]
         # Scales are small, and show whether a checkpoint is good: they are read before any rank allocates.
-        drafted = draft(specs, group.size, exchange=exchange, max_tokens=max_tokens, device=group.device)
+        drafted = draft(
+            specs,
+            group.size,
+            exchange=exchange,
+            max_tokens=max_tokens,
+            max_rows=max_rows,
+            device=group.device,
+        )
         for module, wiring in zip(modules, drafted.wirings, strict=True):
             sources.prepare(module, wiring.exchange_spec.placement.local_experts(group.rank))
         return modules, drafted, sources
