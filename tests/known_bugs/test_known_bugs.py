@@ -20,7 +20,7 @@ every_bug = pytest.mark.parametrize("bug", KNOWN_BUGS, ids=lambda bug: bug.id)
 
 
 @every_bug
-@pytest.mark.parametrize("exchange", ["two_sided", "one_sided"])
+@pytest.mark.parametrize("exchange", ["two_sided", "one_sided", "hierarchical"])
 def test_the_mutant_is_alive(bug, exchange, monkeypatch):
     bug.mutate(monkeypatch)
     for y_TH in smoke(exchange):
@@ -63,6 +63,15 @@ def test_mutants_of_exchanges_die_on_more_ranks(world):
         wider = replace(bug, caught_by=replace(bug.caught_by, world=world))
         assert clean(wider.caught_by) is None
         assert page.caught(wider) is not None, f"the mutant survives {wider.caught_by}"
+
+
+def test_mutants_of_exchanges_die_between_hosts_too():
+    for bug in ON_ANY_RANKS:
+        between = replace(bug, caught_by=replace(bug.caught_by, exchange="hierarchical"))
+        assert clean(between.caught_by) is None
+        # There, routes are looked up for copies of what the caller gave: nothing of his is changed.
+        harmless = bug.id == "input_changed_in_place"
+        assert (page.caught(between) is None) == harmless, f"{bug.id} on {between.caught_by}"
 
 
 def test_the_page_holds_every_bug_and_nothing_else():
