@@ -9,10 +9,12 @@ import importlib
 import inspect
 
 import pytest
+import torch
 
+from tokenyard import MoELayer, launch, overlapped, thread_groups
 from tokenyard.checkpoints.compressed_tensors import CompressedTensorsLayout
 from tokenyard.checkpoints.deepseek import DeepSeekFp8
-from tokenyard.checkpoints.families import Family
+from tokenyard.checkpoints.families import Family, family_config
 from tokenyard.checkpoints.gpt_oss import GptOssMxfp4
 from tokenyard.checkpoints.header import DTYPES
 from tokenyard.checkpoints.layout import Layout
@@ -21,17 +23,27 @@ from tokenyard.exchange import (
     AllgatherTransport,
     Exchange,
     ExchangeSpec,
+    HierarchicalTransport,
+    LocalTransport,
     SharedMemoryTransport,
     Transport,
     TwoSidedTransport,
 )
+from tokenyard.exchange.checks import check_batch
 from tokenyard.exchange.integrity.watched import WatchedTransport
 from tokenyard.exchange.one_sided.control import Trouble
+from tokenyard.exchange.one_sided.declarations import layout_for
+from tokenyard.exchange.one_sided.signals import Signals
+from tokenyard.exchange.round_trip import RoundTrip
 from tokenyard.exchange.stats import LayerStats
 from tokenyard.exchange.workspace import WorkspaceLayout
 from tokenyard.experts import Experts, ExpertsSpec, GroupedExperts, ReferenceExperts, SelfRoutingExperts
 from tokenyard.experts.activations import ACTIVATIONS, Activation
+from tokenyard.experts.grouped import product_path
+from tokenyard.experts.tiles import product_by_tiles
 from tokenyard.formats import FORMATS, WEIGHT_FORMATS, Format, PlainFormat, PlainWeights, WeightFormat
+from tokenyard.group import DistributedGroup
+from tokenyard.group.process_ranks import _Processes
 from tokenyard.planning.drafting import Draft, draft, draft_as_told
 from tokenyard.planning.planner import Plan, plan
 from tokenyard.planning.spec import LayerSpec
@@ -39,7 +51,9 @@ from tokenyard.routing import ROUTERS, Placement, Router, Routes
 
 # The largest value that is taken, by the constant that says so.
 LIMITS = {
+    "checkpoints.compressed_tensors.SIGN_BITS": 0x88,
     "checkpoints.config._LARGEST_JSON": 256_000_000,
+    "checkpoints.deepseek.BLOCK": 128,
     "checkpoints.families._LARGEST": 2_147_483_647,
     "checkpoints.files._COME_ALONG": 2_097_152,
     "checkpoints.header.LARGEST_HEADER": 100_000_000,
@@ -48,14 +62,20 @@ LIMITS = {
     "checkpoints.writer.LARGEST_FILE": 5_000_000_000,
     "checkpoints.writer._AT_ONCE": 1_073_741_824,
     "exchange.one_sided.control.MOST_RANKS": 63,
+    "exchange.reduce.NARROWEST_LINE": 512,
+    "experts.grouped.GROUPED_MM_ALIGNMENT": 16,
+    "experts.grouped.UPCAST_ROWS": {torch.bfloat16: 16, torch.float16: 8},
     "formats.nvfp4.SMALLEST_GLOBAL_SCALE": 2.0**-117,
     "formats.nvfp4.GLOBAL_RANGE": 2688.0,
     "group.base.LARGEST_JSON": 67_108_864,
     "group.devices.MOST_THREADS_ON_CUDA": 32,
     "group.launch._MOST_RANKS": 1024,
+    "group.shared_memory._FAILED": 2**64 - 1,
     "planning.drafting._LARGEST_WORKSPACE": 140_737_488_355_328,
     "planning.drafting._MOST_ALTERNATIVES": 6,
     "planning.drafting._MOST_IN_FLIGHT": 1024,
+    "planning.drafting._MOST_LINKS": 6,
+    "planning.moving.PIECE": 16_777_216,
     "planning.spec.LARGEST_SIZE": 2_147_483_647,
     "routing.placement.MOST_EXPERTS": 65_536,
     "routing.placement.MOST_RANKS": 65_536,
@@ -76,7 +96,9 @@ PROTOCOL = {
     "exchange.one_sided.control.STATUS_WORDS": 4,
     "exchange.one_sided.control.TEXT_BYTES": 512,
     "exchange.one_sided.control.WORD": 8,
+    "exchange.one_sided.signals._DEPARTURE": 2,
     "exchange.one_sided.signals._LINE": 128,
+    "exchange.one_sided.signals._LOSS": 1,
     "exchange.one_sided.signals._MAIL": 640,
     "exchange.one_sided.signals._TURNS": 2,
     "exchange.spec.CHECKSUM_HEAD": 3,
@@ -85,7 +107,11 @@ PROTOCOL = {
     "formats.bits.E4M3_NAN_CODE": 127,
     "formats.bits.E8M0_LARGEST": 254,
     "formats.bits.E8M0_NAN": 255,
+    "formats.bits._EXPONENT_MASK": 2_139_095_040,
+    "formats.bits._INF_BITS": 2_139_095_040,
+    "formats.bits._MANTISSA_BITS": 23,
     "formats.bits._NAN_BITS": 2_143_289_344,
+    "formats.bits._TWO_TO_MINUS_127_BITS": 4_194_304,
     "formats.swizzle.TILE_COLUMNS": 4,
     "formats.swizzle.TILE_ROWS": 128,
 }
@@ -120,7 +146,26 @@ DECLARED = {
         "reads_values": True,
         "encodes_results": False,
         "waits_in_sum": False,
+        "sums_in_hosts": False,
+        "returns_choices": True,
         "most_terms": None,
+        "most_ranks": None,
+        "devices": ("cpu", "cuda"),
+    },
+    HierarchicalTransport: {
+        "carries_logits": False,
+        "encodes_results": True,
+        "returns_choices": False,
+        "sums_in_hosts": True,
+        "waits_in_sum": False,
+        "devices": ("cpu",),
+    },
+    LocalTransport: {
+        "carries_logits": True,
+        "encodes_results": False,
+        "most_ranks": 1,
+        "sums_in_hosts": False,
+        "devices": ("cpu",),
     },
     AllgatherTransport: {"name": "allgather", "carries_logits": True, "reads_values": True},
     TwoSidedTransport: {"name": "two_sided", "carries_logits": False, "waits_in_sum": False},
@@ -189,7 +234,15 @@ DECLARED = {
         "checksummed": False,
         "max_rows": None,
     },
-    ExpertsSpec: {"bias": False, "weights": "bf16", "weight_on": "output", "num_experts": None},
+    ExpertsSpec: {
+        "bias": False,
+        "weights": "bf16",
+        "weight_on": "output",
+        "num_experts": None,
+        "batch_invariant": False,
+    },
+    RoundTrip: {"owes_dispatch": True, "is_dropped": False, "ended_by": None},
+    DistributedGroup: {"_known_to_torch": True, "_written": ()},
     WorkspaceLayout: {"in_flight": 1, "guard": 0},
     Activation: {"gated": True, "interleaved": False, "parameters": ()},
     Draft: {"paranoid": False, "renormalize_dropped": False, "exchange_reason": None},
@@ -221,12 +274,39 @@ LEFT_OUT = {
     },
     draft_as_told: {"max_tokens": None, "max_rows": None, "renormalize_dropped": False},
     Plan.go_on_without: {"renormalize": False},
+    Plan.load: {"reset": False},
+    Plan.rebalance: {"placements": None, "threshold": 1.1},
+    Plan.trim: {"keep": None},
+    MoELayer: {"shared": None, "adopt": False},
+    overlapped: {"parts": 2, "payloads": None, "out": None, "add": None},
+    launch: {
+        "ranks": "threads",
+        "device": None,
+        "deadline": 60.0,
+        "threads_per_rank": None,
+        "replacements": 0,
+        "hosts": 1,
+    },
+    thread_groups: {"device": None, "name": "threads", "deadline": 60.0, "hosts": 1},
+    _Processes.start: {"fresh": False},
     Plan.readmit: {"lost": (), "group": None, "seconds": 60.0},
     Exchange: {"in_flight": 1, "plan_id": 0, "paranoid": False},
+    Exchange.in_use: {"layer": None, "alone": False},
+    Exchange.redirect: {"again": False},
+    check_batch: {"values": True},
+    Routes.check: {"top_k": None, "num_tokens": None, "scaled_by": 1.0, "device": None, "values": True},
+    layout_for: {"guard": 0},
+    Signals._set_state: {"turn": 0},
     Transport.__init__: {"in_flight": 1, "guard": 0},
+    HierarchicalTransport: {"in_flight": 1, "guard": 0},
     SharedMemoryTransport: {"in_flight": 1, "guard": 0},
     WatchedTransport: {"in_flight": 1},
     Experts.__init__: {"adopt": False},
+    Experts.forward: {"finalize": True},
+    Experts._apply: {"recurse": True},
+    product_path: {"native": False},
+    product_by_tiles: {"row_by_row": False},
+    family_config: {"experts": False},
     SelfRoutingExperts: {"inner": "grouped", "adopt": False},
 }
 

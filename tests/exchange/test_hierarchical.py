@@ -1,5 +1,6 @@
 """Two levels: what crosses between hosts, in which order sums are made, and how errors and losses pass through both."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -167,6 +168,12 @@ def test_links_of_many_hosts_are_counted_not_listed():
     assert "and 6 more links between hosts" in text
 
 
+def test_as_many_links_as_three_hosts_have_are_all_listed():
+    text = on_ranks(3, partial(chosen, exchange="hierarchical"), hosts=3)[0]
+    assert text.count("from host") == 6
+    assert "more links" not in text
+
+
 def refusals(group):
     unreduced = raised(ty.plan, [spec(reduce_ranks="caller")], group, exchange="hierarchical")
     paranoid = raised(ty.plan, [spec()], group, exchange="hierarchical", paranoid=True)
@@ -180,7 +187,8 @@ def test_what_it_cannot_do_is_refused_by_the_plan():
         in unreduced
     )
     assert "exchange=two_sided" in unreduced
-    assert "a paranoid plan compares those of each rank" in paranoid
+    why = "results come home as sums of hosts, and a paranoid plan compares those of each rank"
+    assert f"paranoid=True: {why}" in paranoid
     on_gpu = SimpleNamespace(device=torch.device("cuda", 0))
     reason = HierarchicalTransport.reaches(on_gpu, ["a", "b"])
     assert str(reason) == ("exchange=hierarchical: hierarchical serves rows on cpu, and rows are on cuda:0")

@@ -301,3 +301,8 @@ def test_nccl_takes_in_nobody_and_a_group_that_was_closed_shares_no_memory_of_a_
     first.device = torch.device("cuda")
     first.close()
     assert "is broken: it was closed" in str(raised(first.share_memory, 8))
+
+
+def test_torch_knows_what_the_ranks_that_met_talk_over(pair):
+    first, _ = pair()
+    assert first._process_group.name() == "gloo"

@@ -67,6 +67,19 @@ def test_all_that_wait_answer_and_nobody_is_lost(store):
     assert together(roll(store, 3)) == [[], [], []]
 
 
+@pytest.mark.usefixtures("all_answer")
+def test_who_answers_a_little_later_is_waited_for(store):
+    first, second = roll(store, 2)
+    with ThreadPoolExecutor(1) as pool:
+        asks = pool.submit(first.lost, phase="barrier")
+        while not store.check(["tokenyard/place/failures/here/0"]):
+            time.sleep(0.01)
+        time.sleep(0.1)
+        assert not asks.done()
+        assert second.lost(phase="barrier") == []
+        assert asks.result() == []
+
+
 def test_who_does_not_answer_is_lost_and_all_say_the_same(store):
     ranks = roll(store, 4)
     assert together(answered([ranks[0], ranks[2]])) == [[1, 3], [1, 3]]

@@ -6,7 +6,8 @@ import pytest
 
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
-from tokenyard.planning.planner import _plan_id
+from tokenyard.planning.drafting import ranks_per_token
+from tokenyard.planning.planner import Plan, _plan_id
 
 
 def alone():
@@ -87,3 +88,52 @@ def test_a_fingerprint_has_63_bits():
     assert len(set(prints)) == 4
     assert all(0 <= one < 2**63 for one in prints)
     assert max(prints) > 2**56
+
+
+def exchange_spec(placement, top_k):
+    layer = spec(num_experts=placement.num_experts, top_k=top_k, placement=placement, sum="choices")
+    (wiring,) = ty.draft([layer], placement.world).wirings
+    return wiring.exchange_spec
+
+
+@pytest.mark.parametrize(
+    ("table", "top_k", "ranks"),
+    [
+        ([[0, 1], [2, 3]], 1, 1.0),
+        ([[0, 1], [2, 3]], 2, 2 * (1 - 2 / 4 * 1 / 3)),  # both choices are on one rank, or not
+        ([[0, 1], [2, 3]], 4, 2.0),
+        ([[0, 1], [1]], 2, 1.5),  # rank 0 has both experts, and rank 1 sends one of its two rows away
+        # Rank 2 sends half of its rows for expert 0 to each copy: 0.625, 0.625 and 1; the others meet two ranks.
+        ([[0], [0], [1]], 2, (2 + 2 + 2.25) / 3),
+    ],
+)
+def test_the_ranks_that_a_token_meets_on_average(table, top_k, ranks):
+    placement = ty.Placement.explicit(1 + max(map(max, table)), table)
+    assert ranks_per_token(exchange_spec(placement, top_k)) == pytest.approx(ranks)
+
+
+def test_the_rows_that_come_home_for_each_choice_are_told_with_two_digits():
+    layer = spec(num_experts=256, top_k=8, sum="choices")
+    drafted = ty.draft([layer, spec("ranks")], 8)
+    assert [row["rows_home"] for row in drafted.rows()] == [1.51, 1.0]
+    assert "the result of each choice comes home: 1.51 times the rows" in str(drafted)
+
+
+@pytest.mark.parametrize(
+    ("load_E", "threshold", "moves"),
+    [
+        ([3, 1, 0, 0], 2.0, False),  # as uneven as it may be
+        ([3, 1, 0, 0], 1.99, True),
+        ([4, 0, 0, 0], 1.1, False),  # no placement is better
+        ([1, 1, 1, 1], 1.0, False),
+        ([0, 0, 0, 0], 1.0, False),
+    ],
+)
+def test_a_layer_moves_if_it_is_too_uneven_and_another_placement_is_better(load_E, threshold, moves):
+    plan = Plan.__new__(Plan)
+    placement = ty.Placement.contiguous(4, 2)
+    plan._wirings = {"moe": SimpleNamespace(exchange_spec=SimpleNamespace(placement=placement))}
+    asked = []
+    plan.load = lambda *, reset: asked.append(reset) or {"moe": load_E}
+    assert list(plan._balanced(threshold)) == (["moe"] if moves else [])
+    assert asked == [True]  # the next time counts what comes after this
