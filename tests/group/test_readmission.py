@@ -18,7 +18,7 @@ import tokenyard as ty
 from tests.models import batch, build, raised, spec
 from tokenyard.conformance.cases import same_bits
 from tokenyard.group import readmission
-from tokenyard.group.readmission import Invitation, RejoinStore, address_of, rejoin_store_at
+from tokenyard.group.readmission import Invitation, RejoinStore, address_of, meet, rejoin_store_at
 from tokenyard.group.threads import thread_groups
 
 LAYERS = [
@@ -444,3 +444,60 @@ def test_an_address_leads_to_a_store_that_a_fresh_process_can_reach(tmp_path):
     assert address_of(place.store, place.group_key) == f"file://{tmp_path}/met#world/0%201"
     error = raised(address_of, dist.HashStore(), "world/0-1")
     assert "the ranks found each other through a HashStore" in str(error)
+
+
+LATE, GONE = "raise the group's deadline if it was only slow", "a plan can"
+
+
+def met(
+    comes=(0, 1), connects=lambda: "connected", gone=dict, ended=None, called=False, lost=(), seconds=20.0
+):
+    """What a meeting of two ranks gives to rank 0, and with whom the detector was asked to look for the lost."""
+    store, asked = dist.HashStore(), []
+    for rank in comes:
+        store.set(f"tokenyard/a meeting/here/{rank}", "")
+    detector = SimpleNamespace(
+        read=lambda: asked.append("read"),
+        ended=lambda: ended or {},
+        called=lambda: called,
+        lost=lambda **told: asked.append(told["phase"]) or list(lost),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(readmission, "_connect", lambda *_: connects())
+        options = {"seconds": seconds, "connecting": 0.3, "timeout": 20.0, "detector": detector, "gone": gone}
+        made = []
+        error = raised(lambda: made.append(meet(store, "a meeting", 0, 2, phase="regrouping", **options)))
+    return (made[0] if made else error), asked
+
+
+def fails(words="Connection closed by peer\nat line 7"):
+    raise RuntimeError(words)
+
+
+def test_ranks_that_come_to_a_meeting_are_connected():
+    assert met() == ("connected", ["read"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "peers", "words", "fix"),
+    [
+        # One is seen to be gone before all have come: nobody is asked.
+        ({"comes": (0,), "gone": lambda: {1: "its process has ended"}}, (1,), "its process has ended", GONE),
+        ({"comes": (0,), "seconds": 0.1}, (1,), "", LATE),
+        # All have come, and one is gone, or all ask who is there, or connecting fails or takes too long.
+        ({"connects": lambda: time.sleep(1), "ended": {1: "it ended"}, "lost": [1]}, (1,), "it ended", GONE),
+        ({"connects": lambda: time.sleep(1), "called": True, "lost": [1]}, (1,), "", LATE),
+        ({"connects": fails, "ended": {1: "it ended"}, "lost": [1]}, (1,), "it ended", GONE),
+        ({"connects": fails, "lost": [1]}, (1,), "Connection closed by peer)", LATE),
+        ({"connects": fails, "lost": []}, (), "Connection closed by peer)", LATE),
+        ({"connects": lambda: fails("x" * 300), "lost": [1]}, (1,), "; " + "x" * 200 + ")", LATE),
+        ({"connects": lambda: time.sleep(1), "lost": [1]}, (1,), "no answer within 0.3 s", LATE),
+    ],
+)
+def test_who_is_missing_at_a_meeting_is_named_with_what_is_known_of_it(arguments, peers, words, fix):
+    lost, asked = met(**arguments)
+    assert (lost.peers, lost.phase, lost.rank) == (peers, "regrouping", 0)
+    assert words in str(lost)
+    assert fix in str(lost)
+    assert 0 <= lost.waited < 10
+    assert asked == ([] if arguments.get("comes") else ["read", "regrouping"])

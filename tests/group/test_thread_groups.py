@@ -132,3 +132,18 @@ def test_a_loss_in_shared_memory_is_told_to_all_ranks_and_the_first_one_stands()
     again = third.lost_elsewhere([0], phase="dispatch", waited=0.7)
     assert (again.peers, again.phase, again.waited, again.rank) == ((1, 2), "dispatch", 0.5, 2)
     assert raised(third.barrier).peers == (1, 2)
+
+
+def test_a_rank_that_has_ended_is_told_from_one_that_is_late():
+    first, second = ty.thread_groups(2, deadline=0.1)
+    late = first.lost([1], phase="combine", waited=0.5, layer="moe", detail="it is slow")
+    assert "layer 'moe', rank 0: rank 1 did not arrive in combine (waited 0.5 s; it is slow)" in str(late)
+    assert "raise the group's deadline if it was only slow" in str(late)
+    assert "raise the group's deadline" in str(first.lost([], phase="combine", waited=0.5))
+    second.leave("it has returned")
+    gone = first.lost([1], phase="combine", waited=0.5, detail="it is slow")
+    assert "(waited 0.5 s; it has returned)" in str(gone)
+    for error in (gone, raised(first.barrier)):
+        assert "a plan can" in str(error)
+    waits, _ = ty.thread_groups(2, deadline=0.1)
+    assert "raise the group's deadline" in str(raised(waits.barrier))

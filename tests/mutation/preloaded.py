@@ -104,7 +104,7 @@ class PreloadedTests:
             finally:
                 os._exit(1)
         theirs.close()
-        self.names = self._connection.recv()  # of all tests that were collected
+        self.names = set(self._connection.recv())  # of all tests that were collected
 
     def run(self, changed, tests, seconds, temporary):
         """The exit code of these tests, None if they do not end in time, with the present code of a file."""

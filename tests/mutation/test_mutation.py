@@ -230,6 +230,7 @@ def meet_small_mutant(folder):
     mutant = next(m for m in mutants_of("src/small.py", _SMALL) if m.after == "(x // 2)")
     lists = [[f"tests/test_{number}.py::test_it"] for number in range(len(_TESTS))]
     lists += [["tests/test_nowhere.py::test_it"], ["tests/test_3.py::test_it", "tests/test_0.py::test_it"]]
+    lists += [["tests/test_nowhere.py::test_it", "tests/test_0.py::test_it"]]
     with tool.start_workers(1, start_small_worker, folder) as workers:
         limits = [5 if number == 2 else 60 for number in range(len(lists))]
         stages = [[each] for each in zip(lists, limits, strict=True)]
@@ -258,6 +259,7 @@ def test_what_becomes_of_a_mutant(tmp_path):
         ["met by no test", None],
         ["killed", "tests/test_0.py::test_it"],
     ]
+    each_way.append(["killed", "tests/test_0.py::test_it"])
     assert json.loads(done.stdout) == [*each_way, *each_way]
 
 

@@ -67,6 +67,8 @@ class Checkout:
         What stops them must happen again, and must not happen without the mutant: a test that fails there, too, or
         passes with it the second time, is left out. Tests that are `reliable` are not asked again.
         """
+        if self._preloaded:  # the record may be of tests that have another name by now
+            tests = [test for test in tests if test in self._preloaded.names]
         while tests:
             outcome = self._run_changed(mutant, tests, seconds, anew)
             if outcome.lives or outcome.test in reliable:
