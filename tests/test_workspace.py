@@ -182,3 +182,15 @@ def test_only_what_a_payload_declares_is_packed(wrong):
     layout = RowLayout.of([ty.Payload(name="ids", dtype=torch.int32, width=4)])
     with pytest.raises(ty.InputError, match="'ids'"):
         layout.pack({"ids": wrong}, 2, torch.device("cpu"))
+
+
+def test_the_bytes_of_a_matrix_are_its_own_where_they_lie_side_by_side():
+    rows = torch.arange(12, dtype=torch.int16).view(3, 4)
+    assert as_bytes(rows).data_ptr() == rows.data_ptr()
+    assert as_bytes(rows).shape == (3, 8)
+    for spread in (rows.t(), rows[:, ::2], rows[:, 1:2], rows[::2], rows[:1].t()[:1].t()):
+        found = as_bytes(spread)
+        assert found.is_contiguous()
+        assert torch.equal(found.view(torch.int16), spread)
+    column = torch.arange(6, dtype=torch.int16).as_strided((3, 1), (1, 5))  # counts as contiguous
+    assert torch.equal(as_bytes(column).view(torch.int16), column)

@@ -129,6 +129,25 @@ def test_a_dispatch_that_is_found_wrong_is_given_up_after_what_travels_has_arriv
     assert first == second == [True, True]
 
 
+def fails_in_both(group, exchange):
+    """Rank 1 fails in a first dispatch; rank 0 has begun it, and fails before it begins a second one."""
+    layer = spec(experts="reference")
+    plan = ty.plan([layer], group, exchange=exchange, in_flight=2)
+    built = build(plan, "moe")
+    x_TH, routes = batch(layer, 5, seed=group.rank)
+    expected = built(x_TH, routes)
+    kept = [built.start(x_TH, routes)] if group.rank == 0 else []
+    error = raised(built.start, x_TH, None)
+    return str(error), len(kept), same_bits(built(x_TH, routes), expected)
+
+
+@every_exchange
+def test_nobody_is_told_of_a_dispatch_that_nobody_begins_because_the_one_before_failed(exchange):
+    for error, _, worked in on_ranks(2, fails_in_both, exchange, deadline=5.0):
+        assert "the layer was given None instead of routes" in error
+        assert worked
+
+
 # -- One thread at a time ------------------------------------------------------------------------------------
 
 

@@ -63,3 +63,43 @@ def test_another_torch_is_a_warning_on_every_rank(caplog):
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 2
     assert all("rank 1 has torch 1.0" in warning for warning in warnings)
+
+
+def test_a_layer_is_compared_by_names_and_plain_values():
+    router = ty.SoftmaxRouter(top_k=2, renormalize=True)
+    plain, other = (
+        ty.draft([layer], 2, exchange="two_sided").wirings[0].fields()
+        for layer in (
+            spec(),
+            spec(
+                wire="mxfp8",
+                combine_wire="fp8_block128",
+                inner="fp8_block128",
+                weights="fp8_block128",
+                router=router,
+            ),
+        )
+    )
+    names = (
+        "dtype",
+        "max_tokens",
+        "wire",
+        "combine_wire",
+        "expert_rows",
+        "inner",
+        "router",
+        "routed_scaling",
+    )
+    assert [plain[name] for name in names] == ["bfloat16", 16, "bf16", "bf16", "None", "exact", None, 1.0]
+    assert [other[name] for name in names[2:]] == [
+        "mxfp8",
+        "fp8_block128",
+        "None",
+        "fp8_block128",
+        router.fields(),
+        1.0,
+    ]
+    assert plain["placement"] == ty.Placement.contiguous(5, 2).fields()
+    assert plain["experts"] == "grouped (GroupedExperts)"
+    assert plain["duties"]["QUANTIZE"] == "NOBODY"
+    assert other["duties"]["QUANTIZE"] == "SENDER"
