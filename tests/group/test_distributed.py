@@ -306,3 +306,26 @@ def test_nccl_takes_in_nobody_and_a_group_that_was_closed_shares_no_memory_of_a_
 def test_torch_knows_what_the_ranks_that_met_talk_over(pair):
     first, _ = pair()
     assert first._process_group.name() == "gloo"
+
+
+def test_each_wait_has_a_limit_and_so_has_the_library_underneath(pair, monkeypatch):
+    first, _ = pair(deadline=7.0)
+    limits, looked = [], []
+
+    def no_time(seconds, *_, **__):
+        limits.append(seconds)
+        raise TimeoutError("no answer")
+
+    def gathers(process_group, timeout, *_):
+        limits.append(timeout)
+        raise Interrupted
+
+    monkeypatch.setattr(first._detector, "read", lambda: looked.append("read"))
+    monkeypatch.setattr("tokenyard.group.distributed.within", no_time)
+    raised(first.subgroup, [0, 1])
+    raised(first.readmit, [1], seconds=3.0)
+    monkeypatch.setattr("tokenyard.group.distributed._gather", gathers)
+    with pytest.raises(Interrupted):
+        first.barrier()
+    assert limits == [30 + 30 + 2, 3 + 30 + 2, timedelta(seconds=7)]
+    assert looked == ["read", "read"]  # whose processes the ranks are, before they are waited for

@@ -1,0 +1,117 @@
+"""Limits of time and of numbers in groups, each from both sides; what ranks are told when they start."""
+
+import math
+import multiprocessing
+import os
+import pickle
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import tokenyard as ty
+from tests.models import raised
+from tokenyard.group import distributed, failure_detector, process_ranks, threads
+from tokenyard.group.failure_detector import _too_late, within
+
+
+@pytest.mark.parametrize(
+    ("deadline", "came", "late"),
+    [
+        (3.0, 2.9, []),  # a tenth of a second is not sure
+        (3.0, 2.91, [1]),
+        (0.15, 0.1, []),  # of a short deadline, a third is not
+        (0.15, 0.105, [1]),
+        (0.15, 0.07, []),
+        (math.inf, 1e6, []),
+    ],
+)
+def test_who_came_a_deadline_after_the_first_came_too_late(deadline, came, late):
+    assert _too_late({0: ("dispatch", 0.0), 1: ("dispatch", came)}, deadline) == late
+
+
+def test_a_question_that_nobody_answers_keeps_no_process_from_ending():
+    over, looks = threading.Event(), []
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.3 s"):
+        within(0.3, over.wait, look=lambda: looks.append(1))
+    asking = [thread for thread in threading.enumerate() if thread.name == "question"]
+    over.set()
+    assert asking
+    assert all(thread.daemon for thread in asking)
+    assert 1 <= len(looks) <= 3
+
+
+def test_values_that_are_no_finite_numbers_travel():
+    with ThreadPoolExecutor(2) as pool:
+        found = list(
+            pool.map(lambda group: group.gather_json([math.inf, {"b": 1, "a": 2}]), ty.thread_groups(2))
+        )
+    assert found == [[[math.inf, {"a": 2, "b": 1}]] * 2] * 2
+    (alone,) = ty.thread_groups(1)
+    assert ty.Group.gather_json(alone, [-math.inf]) == [[-math.inf]]  # as between processes
+
+
+def threads_of_rank(group):
+    return torch.get_num_threads()
+
+
+@pytest.mark.parametrize(
+    ("cores", "world", "asked", "each"), [(8, 2, None, 4), (2, 3, None, 1), (None, 1, None, 1), (8, 2, 1, 1)]
+)
+def test_ranks_share_the_cores_unless_they_are_told_otherwise(cores, world, asked, each, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert ty.launch(world, threads_of_rank, threads_per_rank=asked) == [each] * world
+
+
+def test_threads_are_asked_for_no_more_memory_than_there_is(monkeypatch):
+    monkeypatch.setattr(threads, "too_much", lambda nbytes, ranks: f"{ranks} x {nbytes} are too much")
+    (alone,) = ty.thread_groups(1)
+    assert "1 x 64 are too much" in str(raised(alone.share_memory, 64))
+
+
+def name_of_interface(group):
+    return os.environ.get("GLOO_SOCKET_IFNAME")
+
+
+def test_processes_of_one_machine_talk_over_loopback(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert ty.launch(1, name_of_interface, ranks="processes") == [distributed.loopback_interface()]
+
+
+def test_after_an_error_the_others_have_their_deadline_to_end_and_no_longer(monkeypatch):
+    monkeypatch.setattr(process_ranks, "_GRACE", 0.2)
+    monkeypatch.setattr(process_ranks, "_LOOK", 0.02)
+    processes = process_ranks._Processes.__new__(process_ranks._Processes)
+    ends = [multiprocessing.Pipe() for _ in range(3)]
+    processes._connections = {rank: parent for rank, (parent, _) in enumerate(ends)}
+    processes._deadline, processes._processes = 0.3, {}
+    for rank, error in ((0, ValueError("first")), (2, ValueError("second"))):
+        ends[rank][1].send_bytes(pickle.dumps(("error", error, "where it was raised")))
+    began = time.monotonic()
+    with pytest.raises(ty.RankError, match="rank 0 raised ValueError: first") as caught:
+        processes.collect(0)
+    assert 0.45 < time.monotonic() - began < 10
+    assert caught.value.__cause__.__notes__ == ["Traceback on rank 0:\nwhere it was raised"]
+    for connections in ends:
+        for connection in connections:
+            connection.close()
+
+
+def test_a_store_that_was_silent_is_left_alone_for_a_while(monkeypatch):
+    asked = []
+
+    class Silent:
+        def __getattr__(self, name):
+            asked.append(name)
+            raise ConnectionError
+
+    clock = [1000.0]
+    monkeypatch.setattr(failure_detector.time, "monotonic", lambda: clock[0])
+    detector = failure_detector.FailureDetector(Silent(), "place", 0, 2, "host")
+    before = len(asked)
+    clock[0] += 59.0
+    assert (detector.called(), len(asked)) == (False, before)
+    clock[0] += 2.0
+    assert (detector.called(), len(asked)) == (False, before + 1)
