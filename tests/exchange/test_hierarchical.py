@@ -381,3 +381,58 @@ def test_what_trimmed_layers_took_inside_a_host_is_given_back():
     assert transport.inside.workspace.nbytes == large > small
     plan.trim(keep=["moe"])
     assert transport.inside.workspace.nbytes == small
+
+
+def test_what_is_shared_inside_a_host_is_closed_with_the_plan():
+    plan = ty.plan([spec()], ty.thread_groups(1)[0], exchange="hierarchical")
+    inside = plan.exchange.transport.inside
+    plan.close()
+    assert "is closed" in str(raised(inside.group.barrier))
+    assert "the exchange has no workspace" in str(raised(lambda: inside.workspace))
+    HierarchicalTransport(ty.thread_groups(1)[0]).close()  # one that has served no layer
+
+
+def counted(group):
+    plan = ty.plan([spec(num_experts=4, top_k=4)], group, exchange="hierarchical")
+    routes = ty.Routes(topk_ids_TK=torch.tensor([[0, 1, 2, 3]]), topk_weights_TK=torch.ones(1, 4))
+    build(plan, "moe")(torch.ones(1, 32).bfloat16(), routes)
+    stats = plan.stats()["moe"]
+    return [bool(n) for n in stats.dispatch_bytes], [bool(n) for n in stats.combine_bytes]
+
+
+def test_bytes_are_counted_for_relays_and_the_own_host_alone():
+    """Ranks 0 and 2 relay for each other, and so do ranks 1 and 3."""
+    for rank, (out, back) in enumerate(on_ranks(4, counted, hosts=2)):
+        elsewhere = [rank < 2, rank < 2, rank >= 2, rank >= 2]
+        elsewhere[(rank + 2) % 4] = True
+        assert out == back == elsewhere
+
+
+def damaged(group, exchange, wrong):
+    """An id is damaged on its way to rank 0: its row is missed there, and both ranks hear of it."""
+    plan = ty.plan([spec(num_experts=4, top_k=1)], group, exchange=exchange)
+    built = build(plan, "moe")
+    layout = plan.wiring("moe").exchange_spec.dispatch_layout
+    name = "all_to_all_rows" if exchange == "hierarchical" else "all_gather_rows"
+    move = getattr(group, name)
+
+    def damage(*given, phase):
+        arrived = move(*given, phase=phase)
+        if phase == "dispatch":
+            layout.unpack(arrived)["ids"][-1] = wrong
+        return arrived
+
+    if group.rank == 0:
+        setattr(group, name, damage)
+    routes = ty.Routes(topk_ids_TK=torch.tensor([[0], [1]]), topk_weights_TK=torch.ones(2, 1))
+    return str(raised(built, torch.ones(2, 32).bfloat16(), routes))
+
+
+@pytest.mark.parametrize("exchange", ["hierarchical", "allgather"])
+@pytest.mark.parametrize("wrong", [4, 9, -7])
+def test_an_id_that_no_expert_has_is_missed_and_not_looked_up(exchange, wrong):
+    own, other = on_ranks(2, damaged, exchange, wrong, hosts=2)
+    # Of a relay whose rows are not all there, none is taken.
+    missed = "0 rows from rank 0" if exchange == "hierarchical" else "1 rows from rank 1"
+    assert f"{missed} have an expert here, and it announced 2" in own
+    assert "rank 0 failed in combine: Corrupted" in other

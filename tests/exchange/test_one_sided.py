@@ -367,3 +367,14 @@ def test_a_transport_that_serves_no_layer_has_nobody_to_leave_and_has_lost_nobod
     assert state() == (False, [])
     with pytest.raises(ty.ContractError, match="the exchange has no workspace"):
         transport.workspace.nbytes  # noqa: B018
+
+
+def test_experts_that_write_what_wants_a_gradient_leave_no_trace_in_the_workspace():
+    plan = ty.plan([spec()], ty.thread_groups(1)[0], exchange="one_sided")
+    transport, exchange_spec = plan.exchange.transport, plan.wiring("moe").exchange_spec
+    buffer = transport.results_at(exchange_spec, 0, None)
+    buffer.rows_SH[0] = torch.ones(32, dtype=torch.bfloat16, requires_grad=True)
+    (slots,) = transport.workspace.combine(0, exchange_spec, 0).values()
+    assert buffer.rows_SH.requires_grad
+    assert not slots.requires_grad
+    assert slots[0].tolist() == [1.0] * 32

@@ -197,3 +197,15 @@ def test_a_rank_tells_those_who_wait_for_it_in_another_plan_where_it_is(ranks):
     assert [signals.left for signals in (*others, *ranks)] == [True] + [False] * 7
     assert [(heard.plan, heard.round) for heard in others[1].hear(there)] == [(7, 2)] + [(8, 5)] * 3
     assert [(heard.plan, heard.round) for heard in others[2].hear(there)] == [(8, 5)] * 4
+
+
+def test_a_wait_sleeps_longer_each_time_up_to_a_limit(ranks, monkeypatch):
+    pauses, sleep = [], time.sleep
+    monkeypatch.setattr(
+        "tokenyard.exchange.one_sided.signals.time.sleep", lambda s: pauses.append(s) or sleep(s)
+    )
+    tell(ranks, 0, [0])
+    assert blamed(ranks) == [1, 2, 3]
+    assert pauses[:2] == pytest.approx([20e-6, 30e-6])
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == 200e-6

@@ -163,3 +163,54 @@ def test_a_rank_that_refuses_to_combine_tells_the_others_why(exchange):
     for _, gone, worked in (other, own):
         assert "this handle is not in flight" in gone
         assert worked
+
+
+class LosesAtOnce(LocalTransport):
+    """A transport that finds a rank lost as it sends."""
+
+    name = "loses_at_once"
+    on_the_way = "out"
+
+    def send(self, batch):
+        if self.on_the_way == "out":
+            raise ty.PeerLost([0], phase="dispatch", waited=0.5)
+        return super().send(batch)
+
+    def send_back(self, results):
+        raise ty.PeerLost([0], phase="combine", waited=0.5)
+
+
+@pytest.mark.parametrize("way", ["out", "back"])
+def test_a_loss_that_is_found_as_rows_are_sent_breaks_the_plan(way):
+    plan = ty.plan([spec()], ty.thread_groups(1)[0], exchange=LosesAtOnce)
+    plan.exchange.transport.on_the_way = way
+    built = build(plan, "moe")
+    assert type(raised(built, *batch(spec(), 3))) is ty.PeerLost
+    assert isinstance(raised(built, *batch(spec(), 3)), ty.PlanBroken)
+
+
+def test_a_loss_in_a_call_that_moves_no_rows_breaks_the_plan_too(monkeypatch):
+    plan = ty.plan([spec()], ty.thread_groups(1)[0])
+
+    def lose(*_, **__):
+        raise ty.PeerLost([0], phase="gather_stats", waited=0.5)
+
+    monkeypatch.setattr(plan.group, "gather_json", lose)
+    assert type(raised(plan.gather_stats)) is ty.PeerLost
+    assert isinstance(raised(build(plan, "moe"), *batch(spec(), 3)), ty.PlanBroken)
+
+
+@pytest.mark.parametrize("exchange", ["local", *ty.EXCHANGES])
+def test_what_arrives_wants_no_gradient_and_round_trips_leave_nothing_open(exchange):
+    plan = ty.plan([spec(experts="reference")], ty.thread_groups(1)[0], exchange=exchange)
+    built, wiring = build(plan, "moe"), plan.wiring("moe")
+    x_TH, routes = batch(spec(), 3)
+    wants = ty.Routes(
+        topk_ids_TK=routes.topk_ids_TK, topk_weights_TK=routes.topk_weights_TK.clone().requires_grad_()
+    )
+    with plan.exchange.round_trip(wiring.exchange_spec) as trip:
+        received = trip.dispatch(trip.encode(x_TH), wants)
+        assert not received.routes.weights_RK.requires_grad
+        home = trip.combine(built.experts(received)).y_TH
+    assert plan.exchange._trips._trips == []
+    assert same_bits(built.start(x_TH, routes).finish(), home)
