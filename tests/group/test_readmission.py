@@ -460,7 +460,7 @@ def met(
         read=lambda: asked.append("read"),
         ended=lambda: ended or {},
         called=lambda: called,
-        lost=lambda **told: asked.append(told["phase"]) or list(lost),
+        lost=lambda **told: asked.append((told["phase"], 0 <= told["waited"] < 10)) or list(lost),
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(readmission, "_connect", lambda *_: connects())
@@ -500,4 +500,4 @@ def test_who_is_missing_at_a_meeting_is_named_with_what_is_known_of_it(arguments
     assert words in str(lost)
     assert fix in str(lost)
     assert 0 <= lost.waited < 10
-    assert asked == ([] if arguments.get("comes") else ["read", "regrouping"])
+    assert asked == ([] if arguments.get("comes") else ["read", ("regrouping", True)])

@@ -197,7 +197,7 @@ _SMALL = "def double(x):\n    return x * 2\n"
 _TESTS = {
     "killed": "def test_it(): assert small.double(2) == 4",
     "alive": "def test_it(): assert small.double(0) == 0",
-    "timed out": "def test_it():\n    while small.double(2) != 4: pass",
+    "timed out": "import time\ndef test_it():\n    while small.double(2) != 4: time.sleep(0.1)",
     "met by no test": "def test_it(): assert False  # without the mutant, too",
     "killed in a process": """
 import multiprocessing
