@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from enum import Enum
 from typing import Generic, TypeVar
@@ -116,9 +116,12 @@ class _Set(Generic[Value]):
         self._variable.reset(self._token)
 
 
+_NOTHING_IS_WRITTEN = nullcontext()
+
+
 def acting(party: Party) -> AbstractContextManager[None]:
-    """What is done inside is done by this party."""
-    return _Set(_party, party)
+    """What is done inside is done by this party, for the ledger that is open."""
+    return _NOTHING_IS_WRITTEN if _ledger.get() is None else _Set(_party, party)
 
 
 def aside() -> AbstractContextManager[None]:

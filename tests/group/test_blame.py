@@ -187,7 +187,7 @@ def two_threads(group, folder):
         return None
     with ThreadPoolExecutor(1, thread_name_prefix="first") as pool:
         first = pool.submit(group.barrier)
-        while not first.done() and not group._one_thread._user.startswith("first"):
+        while not first.done() and not group._one_thread.user.startswith("first"):
             time.sleep(0.001)  # not in it yet
         error = raised(group.barrier)
         tried.touch()

@@ -16,6 +16,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 
 from tokenyard.errors import Drifted, GroupError, PeerFailed, PlanBroken, shown
 from tokenyard.exchange.passes import RowBound
@@ -106,7 +107,7 @@ class Announcements:
 
     group: Group  # the ranks that are told
     layers: Sequence[str]  # the names of the plan's layers
-    mine: Announcement  # with the counts for all ranks
+    say: Callable[[], Announcement]  # makes this rank's announcement
     most: int  # rows that a rank may announce
     room: int  # counts that an announcement for all has room for, the same on every rank
     all_met: Callable[[], None]  # called when every rank was heard to be in this round, whatever comes of it
@@ -116,6 +117,11 @@ class Announcements:
     # Called in each dispatch with the notices of all ranks.
     noticed: Callable[[Sequence[int]], None] = ignore_notices
     bound: RowBound | None = None  # of the rows of a pass, in a dispatch of a layer that has one
+
+    @cached_property
+    def mine(self) -> Announcement:
+        """This rank's announcement, with the counts for all ranks. One rank alone makes none."""
+        return self.say()
 
     def for_all(self) -> Announcement:
         """One announcement that every rank may read: the counts of all."""

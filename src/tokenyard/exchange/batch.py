@@ -24,7 +24,7 @@ from torch import Tensor
 from tokenyard.duties import Duty, record
 from tokenyard.errors import Corrupted
 from tokenyard.exchange.announcement import Announcements
-from tokenyard.exchange.reduce import sum_over_ranks
+from tokenyard.exchange.reduce import sum_over_ranks, without_graph
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.formats.base import EncodedRows, Format, check_rows
 from tokenyard.routing import Routes
@@ -88,7 +88,7 @@ class BatchRoutes:
         # Where choices are given, ids may be those of experts elsewhere. A GPU would be waited for once more.
         if self.spec.placement.world > 1 or self.choices is not None or not there.is_cpu:
             return False
-        return isinstance(routes, RoutingLogits) or self.num_tokens == 0 or int(there.min()) >= 0
+        return isinstance(routes, RoutingLogits) or self.num_tokens == 0 or routes.id_range()[0] >= 0
 
     @cached_property
     def rows_out(self) -> tuple[Tensor, Tensor]:
@@ -107,11 +107,13 @@ class BatchRoutes:
             return (torch.arange(self.num_tokens),)
         return tuple(self.rows_out[1].split(self.counts))
 
-    @cached_property
+    @property
     def counts(self) -> list[int]:
         """Rows for each rank."""
-        if self.stays_whole:
-            return [self.num_tokens]
+        return [self.num_tokens] if self.stays_whole else self._counts
+
+    @cached_property
+    def _counts(self) -> list[int]:
         counts: list[int] = self.rows_out[0].bincount(minlength=self.spec.placement.world).tolist()
         return counts
 
@@ -147,7 +149,7 @@ class BatchRoutes:
     def local_routes(self) -> tuple[Tensor, Tensor]:
         """Ids and weights of every row that goes out, by rank: the ids of that rank's own experts, else -1."""
         assert isinstance(self.routes, Routes)
-        weights_TK = self.routes.topk_weights_TK.detach()
+        weights_TK = without_graph(self.routes.topk_weights_TK)
         if self.stays_whole:
             local_TK = self.spec.placement.local_ids(self.routes.topk_ids_TK)
             return local_TK, weights_TK.to(torch.float32, copy=True)
@@ -250,11 +252,13 @@ class Arrival:
         """Whether another pass of the same batch follows, on all ranks (`Exchange.dispatch_next`)."""
         return self.part is not None and self.part.left > 0
 
-    @cached_property
+    @property
     def results_due(self) -> tuple[int, ...]:
         """The results that each rank expects: one for each row, or where choices are summed for each choice."""
-        if not self.spec.sums_choices or not self.counts_W:
-            return self.counts_W
+        return self._choices_due if self.spec.sums_choices and self.counts_W else self.counts_W
+
+    @cached_property
+    def _choices_due(self) -> tuple[int, ...]:
         assert isinstance(self.received.routes, LocalRoutes)
         here_R = (self.received.routes.ids_RK >= 0).sum(dim=1)
         return tuple(torch.stack([part.sum() for part in here_R.split(self.received.counts_W)]).tolist())

@@ -589,14 +589,9 @@ class Exchange:
         self._trips.remove(trip)
         trip.advance = None  # it holds the batch
 
-    @contextmanager
-    def telling(self, trip: RoundTrip) -> Iterator[None]:
+    def telling(self, trip: RoundTrip) -> AbstractContextManager[None]:
         """A part of a round trip. An error in it, on one rank, ends all round trips under way, on all ranks."""
-        with self._one_thread:
-            try:
-                yield
-            except BaseException as error:  # one that is interrupted owes the others a word, too
-                self._end_trips(trip, error)
+        return _Telling(self, trip)
 
     def _end_trips(self, trip: RoundTrip, error: BaseException) -> NoReturn:
         """End all round trips because of an error in one of them: tell the others, and raise it."""
@@ -676,21 +671,23 @@ class Exchange:
         counts: Sequence[int] = (),
         error: BaseException | None = None,
     ) -> Announcements:
-        told = error.announced_as if isinstance(error, TokenyardError) else error
-        mine = Announcement(
-            plan=self._plan_id,
-            layer=spec.index,
-            phase=phase,
-            round=round,
-            tokens=tokens,
-            counts=tuple(counts),
-            error="" if told is None else f"{type(told).__name__}: {told}",
-            notice=self.notice() if phase is Phase.DISPATCH else 0,
-        )
+        def say() -> Announcement:
+            told = error.announced_as if isinstance(error, TokenyardError) else error
+            return Announcement(
+                plan=self._plan_id,
+                layer=spec.index,
+                phase=phase,
+                round=round,
+                tokens=tokens,
+                counts=tuple(counts),
+                error="" if told is None else f"{type(told).__name__}: {told}",
+                notice=self.notice() if phase is Phase.DISPATCH else 0,
+            )
+
         return Announcements(
             group=self.group,
             layers=self._names,
-            mine=mine,
+            say=say,
             most=spec.max_tokens,
             room=self._num_counts(spec),
             bound=None
@@ -736,27 +733,25 @@ class Exchange:
                 rank=self.group.rank,
             )
 
-    @contextmanager
-    def in_use(self, *, layer: str | None = None, alone: bool = False) -> Iterator[None]:
+    def in_use(self, *, layer: str | None = None, alone: bool = False) -> AbstractContextManager[None]:
         """A call of the plan that all its ranks make: by one thread at a time, and not after a loss.
 
         `alone`: nothing may be in flight, because what the call dispatches would have to wait for it.
         """
-        with self._one_thread:
-            self.check_usable(layer=layer)
-            self._settle()
-            self._check_dropped()
-            if alone:
-                self._in_flight.check_empty(layer)
-            try:
-                yield
-            except PeerLost as error:
-                self._break(error)
-                raise
+        return _InUse(self, layer, alone)
+
+    def _begin_call(self, layer: str | None, alone: bool) -> None:
+        """Raise unless a call of the plan can be made now."""
+        self.check_usable(layer=layer)
+        self._settle()
+        self._check_dropped()
+        if alone:
+            self._in_flight.check_empty(layer)
 
     def check_usable(self, *, layer: str | None = None) -> None:
         """Raise if the plan is closed, or broken."""
-        self.check_open(layer=layer)
+        if self._closed:
+            self.check_open(layer=layer)
         if self._broken is not None:
             raise PlanBroken(self._broken, layer=layer, rank=self.group.rank)
 
@@ -769,10 +764,58 @@ class Exchange:
         self.transport.close()
 
 
+# Contexts that every call of a layer enters are classes: generators take some microseconds more.
+
+
+class _InUse:
+    """A call of a plan: one thread makes it, and it is not made after a loss."""
+
+    __slots__ = ("_alone", "_exchange", "_layer")
+
+    def __init__(self, exchange: Exchange, layer: str | None, alone: bool) -> None:
+        self._exchange, self._layer, self._alone = exchange, layer, alone
+
+    def __enter__(self) -> None:
+        self._exchange._one_thread.enter()
+        try:
+            self._exchange._begin_call(self._layer, self._alone)
+        except BaseException:
+            self._exchange._one_thread.leave()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, PeerLost):
+            self._exchange._break(error)
+        self._exchange._one_thread.leave()
+
+
+class _Telling:
+    """A part of a round trip, whose errors the other ranks are told of."""
+
+    __slots__ = ("_exchange", "_trip")
+
+    def __init__(self, exchange: Exchange, trip: RoundTrip) -> None:
+        self._exchange, self._trip = exchange, trip
+
+    def __enter__(self) -> None:
+        self._exchange._one_thread.enter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is not None:  # one that is interrupted owes the others a word, too
+                self._exchange._end_trips(self._trip, error)
+        finally:
+            self._exchange._one_thread.leave()
+
+
 class _Waiting:
     """A wait for the other ranks. If it is interrupted, or a rank is lost, the plan is broken.
 
-    Errors of the group, which knows no layers, get the layer's name. A class: a generator takes a microsecond more.
+    Errors of the group, which knows no layers, get the layer's name.
     """
 
     __slots__ = ("_exchange", "_for_others", "_spec")

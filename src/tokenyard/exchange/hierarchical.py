@@ -334,7 +334,7 @@ class HierarchicalTransport(Transport):
         return replace(
             announcements,
             group=self.inside.group,
-            mine=mine,
+            say=lambda: mine,
             most=routes.spec.max_tokens,
             bound=None,
             all_met=lambda: None,  # all ranks of all hosts have met before

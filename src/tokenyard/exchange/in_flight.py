@@ -37,6 +37,8 @@ class InFlightQueue:
     @property
     def free_region(self) -> int:
         """The first pair of regions that nothing in flight uses: the same one on every rank."""
+        if not self._waiting:
+            return 0
         used = {arrival.region for arrival in self._waiting}
         return next(region for region in range(self.capacity) if region not in used)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.exchange.batch import Arrival, Batch, Failure, Results, ResultsAtHome, RowsAtHome
+from tokenyard.exchange.reduce import without_graph
 from tokenyard.exchange.transport import Transport
 from tokenyard.formats.base import EncodedRows
 from tokenyard.group.base import Pending
@@ -46,7 +47,7 @@ class LocalTransport(Transport):
     def send_back(self, results: Results) -> Pending[ResultsAtHome]:
         assert results.encoded is not None
         # Detached: experts may return what wants a gradient, and what comes home never does.
-        payloads = {name: payload.detach() for name, payload in results.encoded.payloads.items()}
+        payloads = {name: without_graph(payload) for name, payload in results.encoded.payloads.items()}
         results.before_telling()
 
         def meet() -> ResultsAtHome:
@@ -86,6 +87,6 @@ def _received(batch: Batch) -> ReceivedRows:
 def _copied(payloads: Mapping[str, Tensor], tokens_N: Tensor | None) -> dict[str, Tensor]:
     """Payloads of some tokens, or of all; what wants a gradient stays behind."""
     if tokens_N is not None:
-        return {name: tensor.detach()[tokens_N] for name, tensor in payloads.items()}
+        return {name: without_graph(tensor)[tokens_N] for name, tensor in payloads.items()}
     contiguous = torch.contiguous_format
-    return {name: tensor.detach().clone(memory_format=contiguous) for name, tensor in payloads.items()}
+    return {name: without_graph(tensor).clone(memory_format=contiguous) for name, tensor in payloads.items()}

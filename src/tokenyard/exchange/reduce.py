@@ -40,16 +40,27 @@ def sum_over_ranks(
     home: Sequence[EncodedRows], tokens_by_rank: Sequence[Tensor], out_TH: Tensor, add: Sequence[Tensor]
 ) -> Tensor:
     """Write into `out_TH` the sum of `home[w]`, the rows of tokens `tokens_by_rank[w]`, and of `add`."""
-    record(Duty.REDUCE_RANKS, sum(tokens.numel() for tokens in tokens_by_rank))
     if len(home) == 1 and not add and tokens_by_rank[0].numel() == out_TH.shape[0]:
-        # One rank has the rows of all tokens. The sum begins with +0, which makes +0 of -0.
-        (rows,) = home
-        y_TH = rows.decode(torch.float32 if rows.format.quantized else out_TH.dtype)
-        return out_TH.copy_(y_TH.detach()).add_(0.0)
+        return _sum_of_one_rank(home[0], out_TH)
+    record(Duty.REDUCE_RANKS, sum(tokens.numel() for tokens in tokens_by_rank))
     table = None if add else _table_of(home, out_TH)
     if table is None:
         return _sum_decoded(home, tokens_by_rank, out_TH, add)
     return _sum_where_they_stand(table, tokens_by_rank, out_TH)
+
+
+def _sum_of_one_rank(rows: EncodedRows, out_TH: Tensor) -> Tensor:
+    """Write into `out_TH` the rows of all tokens, which one rank has. The sum begins with +0, which makes +0 of -0."""
+    record(Duty.REDUCE_RANKS, out_TH.shape[0])
+    y_TH = without_graph(rows.decode(torch.float32 if rows.format.quantized else out_TH.dtype))
+    if y_TH.dtype == out_TH.dtype:
+        return torch.add(y_TH, 0.0, out=out_TH)
+    return out_TH.copy_(y_TH).add_(0.0)
+
+
+def without_graph(tensor: Tensor) -> Tensor:
+    """A tensor that wants no gradient: this one, or a view of it."""
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 # -- Where they stand --------------------------------------------------------------------------------------

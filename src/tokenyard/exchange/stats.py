@@ -97,6 +97,10 @@ class LayerStats:
         return asdict(self)
 
 
+# Choices up to which a batch is counted as Python's numbers: an operation of torch takes longer.
+_FEW_CHOICES = 64
+
+
 class LoadCounter:
     """How many choices of this rank's tokens fell on each expert, by layer, since the counts were last reset.
 
@@ -113,6 +117,7 @@ class LoadCounter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._counts: dict[str, Tensor] = {}  # of choices of nobody, then of each expert
+        self._few: dict[str, list[int]] = {}  # the same, of small batches on a CPU
 
     def serve(self, num_experts: Mapping[str, int]) -> None:
         """Count for these layers, with so many experts each. What is made here is not made inside a CUDA graph."""
@@ -124,9 +129,19 @@ class LoadCounter:
                 else torch.zeros(count + 1, dtype=torch.int64, device=self._device)
                 for layer, count in num_experts.items()
             }
+        few = self._few
+        self._few = {
+            layer: few[layer] if len(few.get(layer, ())) == count + 1 else [0] * (count + 1)
+            for layer, count in num_experts.items()
+        }
 
     def count(self, layer: str, topk_ids_TK: Tensor) -> None:
         """Some more choices."""
+        if topk_ids_TK.is_cpu and topk_ids_TK.numel() <= _FEW_CHOICES:
+            counts = self._few[layer]
+            for expert in topk_ids_TK.flatten().tolist():
+                counts[expert + 1] += 1
+            return
         choices_N = topk_ids_TK.flatten().long() + 1
         self._counts[layer].scatter_add_(0, choices_N, torch.ones_like(choices_N))
 
@@ -136,13 +151,14 @@ class LoadCounter:
 
     def of(self, layer: str) -> list[int]:
         """The choices that fell on each expert of a layer. Waits for the device."""
-        counts: list[int] = self._counts[layer][1:].tolist()
-        return counts
+        many: list[int] = self._counts[layer][1:].tolist()
+        return [count + more for count, more in zip(many, self._few[layer][1:], strict=True)]
 
     def reset(self) -> None:
         """Count from nothing again, in the same tensors."""
         for counts in self._counts.values():
             counts.zero_()
+        self._few = {layer: [0] * len(counts) for layer, counts in self._few.items()}
 
 
 class _Stopwatch:

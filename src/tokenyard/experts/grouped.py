@@ -45,6 +45,7 @@ from tokenyard.formats import WEIGHT_FORMATS, Fp8Block128, QuantizedMatrix
 from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows, UnfinalizedRows
 
 Item = TypeVar("Item")
+Matrices = TypeVar("Matrices")  # of all experts: one tensor, or one for each
 ProductPath = Literal["grouped_mm", "upcast", "mm"]
 
 # Rows of one expert from which on a CPU is faster with float32 products. Measured on a core with AVX-512 but
@@ -110,6 +111,8 @@ class GroupedExperts(Experts):
     inner_formats = (Fp8Block128.name,)
     batch_invariant = ("cpu",)
     _last: tuple[tuple[int, ...], ExpertWeights] | None = None
+    # The matrices of each expert of `_last`, transposed, for products of single rows.
+    _single: tuple[ExpertWeights, list[Tensor], list[Tensor]] | None = None
 
     @property
     def weights(self) -> ExpertWeights:
@@ -121,9 +124,21 @@ class GroupedExperts(Experts):
             self._last = buffers, super().weights
         return self._last[1]
 
-    @torch.no_grad()
+    def _single_matrices(self, weights: ExpertWeights) -> tuple[list[Tensor], list[Tensor]]:
+        """The matrices of each expert, transposed, as views: made once, since each takes some microseconds."""
+        if self._single is None or self._single[0] is not weights:
+            w13, w2 = weights.plain_matrices()
+            self._single = weights, list(w13.mT.unbind()), list(w2.mT.unbind())
+        return self._single[1:]
+
     def compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows | UnfinalizedRows:
         """Sort, gather, multiply, and weight and sum where asked to."""
+        if not torch.is_grad_enabled():
+            return self._compute(received, finalize=finalize)
+        with torch.no_grad():
+            return self._compute(received, finalize=finalize)
+
+    def _compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows | UnfinalizedRows:
         spec = self.spec
         if received.rows.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return self.compute_fixed(received, finalize=finalize)
@@ -182,7 +197,9 @@ class GroupedExperts(Experts):
         if spec.weight_on == "input":
             x_NH = (x_NH.float() * weights_N[order_N].unsqueeze(1)).to(w13.dtype)
         own_N = sorted_N.clamp(max=num_experts - 1)
-        y_NH = self._both_products(weights, x_NH, own_N, partial(_by_groups, ends_L))
+        y_NH = self._both_products(
+            weights, weights.plain_matrices(), x_NH, own_N, partial(_by_groups, ends_L)
+        )
         place_N = torch.empty_like(order_N).scatter_(
             0, order_N, torch.arange(len(order_N), device=order_N.device)
         )
@@ -213,12 +230,12 @@ class GroupedExperts(Experts):
 
     def _all_at_once(self, weights: ExpertWeights, x_RH: Tensor, pairs: SortedPairs) -> Tensor:
         """The results of all pairs, in the order of `by_expert_N`, by two grouped products."""
-        order, (w13, _) = pairs.by_expert_N, weights.plain_matrices()
+        order, matrices = pairs.by_expert_N, weights.plain_matrices()
         if order.shape[0] == 0:
             return x_RH.new_empty(0, self.spec.hidden_size)
         ends_L = pairs.counts_L.cumsum(0, dtype=torch.int32)
-        x_NH = self._inputs(x_RH, pairs, order, w13.dtype)
-        return self._both_products(weights, x_NH, pairs.expert_N, partial(_by_groups, ends_L))
+        x_NH = self._inputs(x_RH, pairs, order, matrices[0].dtype)
+        return self._both_products(weights, matrices, x_NH, pairs.expert_N, partial(_by_groups, ends_L))
 
     def _one_row(
         self, weights: ExpertWeights, received: ReceivedRows, routes: LocalRoutes, *, finalize: bool
@@ -239,7 +256,8 @@ class GroupedExperts(Experts):
             weights_N = torch.ones_like(weights_N)
         y_NH = x_NH.new_empty(0, self.spec.hidden_size)
         if experts:
-            y_NH = self._both_products(weights, x_NH, experts, partial(_row_by_row, experts))
+            single, by_row = self._single_matrices(weights), partial(_row_by_row, experts)
+            y_NH = self._both_products(weights, single, x_NH, experts, by_row)
         if not finalize:
             index_N = torch.tensor(choices, dtype=torch.int64)
             return UnfinalizedRows(
@@ -255,16 +273,17 @@ class GroupedExperts(Experts):
     def _both_products(
         self,
         weights: ExpertWeights,
+        matrices: tuple[Matrices, Matrices],
         x_NH: Tensor,
         expert_N: Tensor | list[int],
-        product: Callable[[Tensor, Tensor], Tensor],
+        product: Callable[[Tensor, Matrices], Tensor],
     ) -> Tensor:
         """The results of rows, each of the expert in `expert_N`, by two products `(rows, matrices of all experts)`."""
-        w13, w2 = weights.plain_matrices()
+        w13, w2 = matrices
         pre = product(x_NH, w13)
         if weights.b13 is not None:
             pre = pre + weights.b13[expert_N].float()
-        y_NH = product(self.spec.activation(pre).to(w2.dtype), w2)
+        y_NH = product(self.spec.activation(pre).to(x_NH.dtype), w2)
         return y_NH if weights.b2 is None else y_NH + weights.b2[expert_N].float()
 
     def _one_by_one(self, weights: ExpertWeights, x_RH: Tensor, pairs: SortedPairs) -> Tensor:
@@ -303,10 +322,10 @@ def _by_groups(ends_L: Tensor, x_ND: Tensor, w_LOD: Tensor) -> Tensor:
     return functional.grouped_mm(x_ND, w_LOD.mT, offs=ends_L)
 
 
-def _row_by_row(experts: Sequence[int], x_ND: Tensor, w_LOD: Tensor) -> Tensor:
-    """The product of each row with the matrix of its expert."""
+def _row_by_row(experts: Sequence[int], x_ND: Tensor, w_LDO: Sequence[Tensor]) -> Tensor:
+    """The product of each row with the transposed matrix of its expert."""
     rows = zip(x_ND.unsqueeze(1).unbind(), experts, strict=True)
-    return torch.cat([functional.linear(x_1D, w_LOD[expert]) for x_1D, expert in rows])
+    return torch.cat([torch.mm(x_1D, w_LDO[expert]) for x_1D, expert in rows])
 
 
 def _product(x_nD: Tensor, w_OD: Tensor, out: Tensor | None = None) -> Tensor:

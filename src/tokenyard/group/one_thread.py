@@ -29,21 +29,32 @@ class OneThread:
     def __init__(self, what: str) -> None:
         self._what = what
         self._lock = threading.RLock()
-        self._user = ""
+        self._user = 0  # the number of the thread that was let in last
+        self.leave = self._lock.release  # lets the next thread in
 
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
+    @property
+    def user(self) -> str:
+        """The name of the thread that was let in last."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        return names.get(self._user, "")
+
+    def enter(self) -> None:
+        """Let this thread in, up to `leave`."""
+        if not self._lock.acquire(False):
             raise ConcurrentUse(
-                f"thread {threading.current_thread().name!r} calls {self._what}, which thread {self._user!r} uses",
+                f"thread {threading.current_thread().name!r} calls {self._what}, which thread {self.user!r} uses",
                 expected="one thread at a time: all ranks make their calls in the same order",
                 fix="make a plan for each thread, on a group of its own; or let one thread make all calls",
             )
-        self._user = threading.current_thread().name
+        self._user = threading.get_ident()
+
+    def __enter__(self) -> None:
+        self.enter()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._lock.release()
+        self.leave()
 
 
 class _Guarded(Protocol):
@@ -60,7 +71,11 @@ def by_one_thread(
 
     @wraps(method)
     def guarded(self: Owner, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        with self._one_thread:
+        one_thread = self._one_thread
+        one_thread.enter()
+        try:
             return method(self, *args, **kwargs)
+        finally:
+            one_thread.leave()
 
     return guarded

@@ -156,6 +156,8 @@ def refuse_gradients(
     layer: Any, y_TH: Tensor, x_TH: Tensor, routes_or_logits: Routes | Tensor, add: Tensor | None
 ) -> Tensor:
     """The result of an eager call; `backward` through it raises."""
+    if not torch.is_grad_enabled():
+        return y_TH
     routed = routes_or_logits.topk_weights_TK if isinstance(routes_or_logits, Routes) else routes_or_logits
     inputs = itertools.chain(
         (x_TH, routed, add), layer.parameters()

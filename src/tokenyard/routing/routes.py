@@ -22,6 +22,10 @@ ID_DTYPES = (torch.int32, torch.int64)
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 
 
+# Up to so many ids are compared as Python's numbers: an operation of torch takes longer.
+_FEW_IDS = 64
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Routes:
     """Which experts take each token, and with what weight.
@@ -102,6 +106,16 @@ for nobody; fix: pass global expert ids of this layer, and -1 for padding
         if values:
             self._check_ids(num_experts)
 
+    def id_range(self) -> tuple[int, int]:
+        """The lowest and the highest id, of at least one."""
+        ids = self.topk_ids_TK
+        if ids.is_cpu and ids.numel() <= _FEW_IDS:
+            numbers = ids.flatten().tolist()
+            return min(numbers), max(numbers)
+        # Stacked: one wait for the GPU, not two.
+        lowest, highest = torch.stack(torch.aminmax(ids)).tolist()
+        return lowest, highest
+
     def _check_tensors(self) -> None:
         ids, weights = self.topk_ids_TK, self.topk_weights_TK
         for name, tensor, dtypes in (
@@ -174,9 +188,7 @@ for nobody; fix: pass global expert ids of this layer, and -1 for padding
                 expected="ids that can be read",
                 fix="make the routes on the device of the rows",
             )
-        bounds = torch.aminmax(ids)
-        # Stacked: one wait for the GPU, not two.
-        lowest, highest = torch.stack(bounds).tolist() if ids.is_cuda else map(int, bounds)
+        lowest, highest = self.id_range()
         if lowest >= -1 and highest < num_experts:
             return
         token, choice = ((ids < -1) | (ids >= num_experts)).nonzero()[0].tolist()

@@ -172,18 +172,28 @@ class ShardedExperts(nn.Module):
             topk_weights_TK=weights_TK,
             scaled_by=self.layer.wiring.exchange_spec.routed_scaling,
         )
-        if torch.compiler.is_compiling() and not self.passes.meeting:
-            y_TH: Tensor = self.layer(x_TH, routes)  # one operator, which knows about gradients
+        if not torch.compiler.is_compiling():
+            y_TH: Tensor = self._in_parts(x_TH, routes)
+        elif self.passes.meeting:
+            y_TH = self._outside_of_the_graph(x_TH, routes)
         else:
-            y_TH = without_gradient(self._in_parts(x_TH, routes), [x_TH], no_gradient)
+            y_TH = self.layer(x_TH, routes)  # one operator, which knows about gradients
         return y_TH.reshape(hidden_states.shape)
 
-    @_never_compiled  # meetings with other ranks are no part of a graph
-    @torch.no_grad()
     def _in_parts(self, x_TH: Tensor, routes: Routes) -> Tensor:
-        with self.passes.layer(self.index, x_TH.shape[0]) as parts:
-            if parts == 1:
-                return self.layer(x_TH, routes)  # type: ignore[no-any-return]
+        if not torch.is_grad_enabled():
+            return self._computed(x_TH, routes)
+        with torch.no_grad():
+            y_TH = self._computed(x_TH, routes)
+        return without_gradient(y_TH, [x_TH], no_gradient)
+
+    _outside_of_the_graph = _never_compiled(_in_parts)  # meetings with other ranks are no part of a graph
+
+    def _computed(self, x_TH: Tensor, routes: Routes) -> Tensor:
+        parts = self.passes.begin_layer(self.index, x_TH.shape[0])
+        if parts == 1:
+            y_TH: Tensor = self.layer(x_TH, routes)
+        else:
             y_TH = torch.empty_like(x_TH)
             for part in range(parts):
                 rows = slice(part * self.passes.max_tokens, (part + 1) * self.passes.max_tokens)
@@ -193,7 +203,8 @@ class ShardedExperts(nn.Module):
                     scaled_by=routes.scaled_by,
                 )
                 y_TH[rows] = self.layer(x_TH[rows], some)
-            return y_TH
+        self.passes.end_layer(self.index)
+        return y_TH
 
     @torch.no_grad()
     def take_part(self, parts: int) -> None:

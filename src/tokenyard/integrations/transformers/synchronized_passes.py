@@ -45,9 +45,8 @@ class SynchronizedPasses:
         self._inside = False  # whether a layer is running: its errors have reached the other ranks already
         self._parts = 1  # of the pass
 
-    @contextmanager
-    def layer(self, index: int, num_tokens: int) -> Iterator[int]:
-        """One layer's turn: into how many parts its tokens go."""
+    def begin_layer(self, index: int, num_tokens: int) -> int:
+        """One layer's turn, up to `end_layer`: into how many parts its tokens go."""
         if self.meeting and index != self._next and not (index == 0 and self._inside):
             raise ContractError(
                 f"layer {self.layers[index]!r} was called where {self.layers[self._next]!r} is next",
@@ -61,7 +60,10 @@ class SynchronizedPasses:
             self._parts = self._meet(num_tokens) if self.meeting else 1
             self.passes += 1
         self._inside = True
-        yield self._parts
+        return self._parts
+
+    def end_layer(self, index: int) -> None:
+        """The layer is done; one that raised is not."""
         self._inside = False
         self._next = (index + 1) % len(self.layers)
 
