@@ -165,10 +165,10 @@ def test_rows_quantized_by_nobody(monkeypatch):
 def test_rows_padded_by_somebody_else(monkeypatch):
     real = receiver.run_experts
 
-    def pads(wiring, experts, received):
+    def pads(wiring, experts, received, *slots):
         with acting(Party.RECEIVER):
             record(Duty.PAD, received.num_rows)
-        return real(wiring, experts, received)
+        return real(wiring, experts, received, *slots)
 
     monkeypatch.setattr("tokenyard.layer.moe_layer.run_experts", pads)
     layer = spec(wire="mxfp8(alignment=256)", hidden_size=100)
