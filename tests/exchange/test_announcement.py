@@ -136,7 +136,13 @@ def test_where_the_others_are_is_told_in_words(other, words):
 def test_a_rank_is_told_its_own_count_and_all_ranks_all_of_them():
     mine = dispatch((4, 5, 6))
     told = Announcements(
-        group=GROUP, layers=(), say=lambda: mine, most=9, room=3, all_met=lambda: None, ranks_parted=lambda: None
+        group=GROUP,
+        layers=(),
+        say=lambda: mine,
+        most=9,
+        room=3,
+        all_met=lambda: None,
+        ranks_parted=lambda: None,
     )
     assert told.for_all() is mine
     assert [told.for_rank(rank).counts for rank in range(3)] == [(4,), (5,), (6,)]
