@@ -75,7 +75,7 @@ LIMITS = {
     "planning.drafting._MOST_ALTERNATIVES": 6,
     "planning.drafting._MOST_IN_FLIGHT": 1024,
     "planning.drafting._MOST_LINKS": 6,
-    "planning.moving.PIECE": 8_388_608,
+    "planning.moving.PIECE": 16_777_216,
     "planning.spec.LARGEST_SIZE": 2_147_483_647,
     "routing.placement.MOST_EXPERTS": 65_536,
     "routing.placement.MOST_RANKS": 65_536,
