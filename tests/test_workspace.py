@@ -194,3 +194,7 @@ def test_the_bytes_of_a_matrix_are_its_own_where_they_lie_side_by_side():
         assert torch.equal(found.view(torch.int16), spread)
     column = torch.arange(6, dtype=torch.int16).as_strided((3, 1), (1, 5))  # counts as contiguous
     assert torch.equal(as_bytes(column).view(torch.int16), column)
+
+
+def test_a_row_without_payloads_takes_no_bytes():
+    assert (RowLayout.of([]).stride, SlotLayout.of([], 4).end, SlotLayout.of([], 4).nbytes) == (0, 0, 0)

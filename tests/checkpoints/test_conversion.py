@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -198,13 +200,18 @@ def test_several_files_with_an_index(tmp_path):
     assert_same_weights(open_checkpoint(tmp_path / "out").experts(1), in_memory(MODEL, 1, "mxfp4"))
 
 
-def test_two_files_have_an_index_and_one_has_none(tmp_path):
+def test_two_files_have_an_index_and_one_has_none_and_all_are_on_the_disk(tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: synced.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name) or fsync(fd)
+    )
     source = open_checkpoint(save(tmp_path / "plain", MODEL.tensors(), MODEL.config()))
     one = convert(source, "mxfp4", tmp_path / "one")
     two = convert(source, "mxfp4", tmp_path / "two", largest_file=one.bytes_after * 2 // 3)
     assert [len(written.files) for written in (one, two)] == [1, 2]
     index = "model.safetensors.index.json"
     assert [(tmp_path / name / index).exists() for name in ("one", "two")] == [False, True]
+    assert sorted(synced) == sorted([*one.files, *two.files])
 
 
 def test_numbers_lie_on_multiples_of_their_size(tmp_path):

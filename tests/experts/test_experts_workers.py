@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.experts.expert_cases import Case, build_experts, oracle, run
-from tokenyard.experts import grouped, workers
+from tokenyard.experts import grouped, tiles, workers
 
 
 @pytest.fixture
@@ -72,3 +72,16 @@ def test_after_a_fork(two_threads) -> None:
 )
 def test_experts_are_shared_where_no_thread_would_wait(counts, threads, worth):
     assert workers.worth_sharing(counts, threads) == worth
+
+
+@pytest.mark.parametrize("tile_elements", [20, 1 << 20])
+def test_vectors_are_multiplied_from_memory_that_is_aligned_alike(tile_elements, monkeypatch):
+    """However rows lie in their batch: the bits of a product may depend on it."""
+    starts, mv = [], torch.mv
+    monkeypatch.setattr(torch, "mv", lambda w, x: starts.append(x.data_ptr() % 64) or mv(w, x))
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", tile_elements)
+    x_ND, w_LOD = torch.randn(5, 21), torch.randn(1, 3, 21)
+    y_NO = tiles.product_by_tiles(x_ND, w_LOD, None, [(0, slice(0, 5))], row_by_row=True)
+    assert set(starts) == {0}
+    assert len(starts) >= 5
+    torch.testing.assert_close(y_NO, x_ND @ w_LOD[0].t())
