@@ -177,6 +177,8 @@ def test_a_wrong_exchange_is_caught(exchange, check, part):
             "a handle of another plan: no error",
         ),
         (mutants.exchanges.counts_once, "counters_are_right", "`rounds` of layer 'first' is 1; expected 2"),
+        (mutants.exchanges.ignores_the_bound, "rows_bounded_as_declared", "rows came to a rank in a pass"),
+        (mutants.exchanges.forgets_later_passes, "rows_bounded_as_declared", "gave other bits"),
         (mutants.exchanges.never_waits, "counters_are_right", "`wait_s` of two dispatches"),
         (mutants.exchanges.drops_uncounted, "lost_experts_are_counted", "`dropped` is 0; expected"),
     ],

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.conformance.cases import same_bits
-from tokenyard.conformance.exchange_layers import CheckedLayers, check_same, echo, must_raise, zeros
+from tokenyard.conformance.exchange_layers import CheckedLayers, check_same, echo, echo_due, must_raise, zeros
 from tokenyard.conformance.exchange_suite import Batch, Trial, layer, send
 from tokenyard.conformance.metering import Meter
 from tokenyard.conformance.runner import Finding, expect
@@ -243,6 +243,31 @@ def logits_as_declared(trial: Trial) -> None:
         ones = torch.ones(received.num_rows, spec.hidden_size, device=group.device)
         y_TH = made.exchange.combine(flight, ExpertRows(rows_RH=ones)).y_TH.cpu()
         check_same(y_TH, torch.full_like(mine.x_TH.cpu(), group.size), "the sum of a one from each rank")
+
+
+def rows_bounded_as_declared(trial: Trial) -> None:
+    """With `bounds_rows` a rank never receives more than `max_rows` at a time, and results are right; else refused."""
+    spec, group = layer(), trial.group
+    most = 2 * group.size
+    if not trial.exchange.on(group.device).bounds_rows:
+        must_raise(PlanError, trial.plan, spec, max_rows=most, when="a plan that bounds the rows of a pass")
+        return
+    made = trial.plan(spec, max_rows=most)
+    for number, tokens in enumerate((TOKENS, (1,), (16,), (0,))):
+        sent = trial.batches(spec, tokens)
+        if number == 2:  # all to one rank
+            sent = [one.with_ids(torch.zeros_like(one.routes.topk_ids_TK)) for one in sent]
+        mine = sent[group.rank].to(group.device)
+        flight, passes, y_TH = send(made, spec, mine), 0, None
+        while True:
+            came = flight.received.num_rows
+            expect(came <= most, f"{came} rows came to a rank in a pass", f"at most max_rows={most}")
+            y_TH = made.exchange.combine(flight, echo(flight.received), out=y_TH).y_TH
+            passes += 1
+            if not flight.has_more:
+                break
+            flight = made.exchange.dispatch_next(flight)
+        check_same(y_TH, echo_due(made, spec, mine), f"a batch in {passes} passes")
 
 
 def paranoid_as_declared(trial: Trial) -> None:

@@ -5,8 +5,9 @@ from contextlib import nullcontext
 
 import torch
 
-from tokenyard.exchange import Exchange
+from tokenyard.exchange import Arrival, Exchange
 from tokenyard.exchange import exchange as exchange_module
+from tokenyard.exchange.passes import RowBound
 from tokenyard.exchange.stats import LayerStats
 from tokenyard.rows import CombinedRows
 
@@ -53,6 +54,16 @@ def counts_once(patch):
             right(self, *counted, **kind)
 
     patch.setattr(LayerStats, "count_dispatch", count_dispatch)
+
+
+def ignores_the_bound(patch):
+    """Sends all rows of a batch, however many come to a rank."""
+    patch.setattr(RowBound, "hear", lambda self, counts_by_rank: None)
+
+
+def forgets_later_passes(patch):
+    """Ends with the first pass of a batch."""
+    patch.setattr(Arrival, "has_more", False)
 
 
 def never_waits(patch):
