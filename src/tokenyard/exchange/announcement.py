@@ -114,6 +114,7 @@ class Announcements:
     # Called by a transport that has told some ranks of this plan and others of another: no later call is let in. It
     # returns the error of those.
     ranks_parted: Callable[[], PlanBroken]
+    notice: Callable[[], int] = int  # what the plan of this rank tells in a dispatch
     # Called in each dispatch with the notices of all ranks.
     noticed: Callable[[Sequence[int]], None] = ignore_notices
     bound: RowBound | None = None  # of the rows of a pass, in a dispatch of a layer that has one

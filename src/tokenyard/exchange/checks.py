@@ -75,6 +75,8 @@ def check_extra(
     spec: ExchangeSpec, extra: Mapping[str, Tensor], num_tokens: int, device: torch.device
 ) -> None:
     """Raise unless the caller's further payloads are the declared ones."""
+    if isinstance(extra, dict) and not extra and not spec.extra:
+        return
     declared = {payload.name: payload for payload in spec.extra}
     if not isinstance(extra, Mapping) or set(extra) != set(declared):
         raise InputError(

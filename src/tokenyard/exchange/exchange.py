@@ -694,6 +694,7 @@ class Exchange:
             if spec.max_rows is None or phase is not Phase.DISPATCH
             else RowBound(max_rows=spec.max_rows, loads=self.transport.loads),
             all_met=partial(self._meet, round),
+            notice=self.notice,
             noticed=self.noticed,
             ranks_parted=self._part,
         )

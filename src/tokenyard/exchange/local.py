@@ -36,7 +36,7 @@ class LocalTransport(Transport):
 
         def meet() -> Arrival:
             announcements.all_met()
-            announcements.noticed([announcements.mine.notice])
+            announcements.noticed([announcements.notice()])
             if bound is not None:
                 bound.hear([announcements.mine.counts])
             assert arrival is not None

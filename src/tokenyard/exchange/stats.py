@@ -139,8 +139,9 @@ class LoadCounter:
         """Some more choices."""
         if topk_ids_TK.is_cpu and topk_ids_TK.numel() <= _FEW_CHOICES:
             counts = self._few[layer]
-            for expert in topk_ids_TK.flatten().tolist():
-                counts[expert + 1] += 1
+            for choices in topk_ids_TK.tolist():
+                for expert in choices:
+                    counts[expert + 1] += 1
             return
         choices_N = topk_ids_TK.flatten().long() + 1
         self._counts[layer].scatter_add_(0, choices_N, torch.ones_like(choices_N))

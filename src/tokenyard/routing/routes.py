@@ -110,8 +110,8 @@ for nobody; fix: pass global expert ids of this layer, and -1 for padding
         """The lowest and the highest id, of at least one."""
         ids = self.topk_ids_TK
         if ids.is_cpu and ids.numel() <= _FEW_IDS:
-            numbers = ids.flatten().tolist()
-            return min(numbers), max(numbers)
+            rows = ids.tolist()
+            return min(map(min, rows)), max(map(max, rows))
         # Stacked: one wait for the GPU, not two.
         lowest, highest = torch.stack(torch.aminmax(ids)).tolist()
         return lowest, highest
