@@ -263,7 +263,14 @@ def test_what_classes_declare(cls):
 
 # The arguments that may be left out, and what they are then.
 LEFT_OUT = {
-    plan: {"exchange": "auto", "max_tokens": None, "in_flight": 1, "max_rows": None, "paranoid": False},
+    plan: {
+        "exchange": "auto",
+        "max_tokens": None,
+        "in_flight": 1,
+        "max_rows": None,
+        "paranoid": False,
+        "survive": False,
+    },
     draft: {
         "exchange": "auto",
         "max_tokens": None,
@@ -346,6 +353,7 @@ def test_statistics_begin_at_zero():
         "rows_received": [0, 0, 0],
         "dispatch_bytes": [0, 0, 0],
         "combine_bytes": [0, 0, 0],
+        "lost": [],
         "moves": {
             "experts": 0,
             "nbytes": 0,

@@ -54,6 +54,7 @@ class LayerStats:
     rows_received: list[int] = field(default_factory=list)  # rows that came from each rank
     dispatch_bytes: list[int] = field(default_factory=list)  # bytes put on the wire for each rank
     combine_bytes: list[int] = field(default_factory=list)  # bytes of results, returned to each rank
+    lost: list[int] = field(default_factory=list)  # ranks that are gone, as the whole group numbered them
     moves: MoveStats = field(default_factory=MoveStats)  # experts that move, and the load that they answer
     # Seconds in which this rank moved bytes or waited for others, by phase.
     wait_s: dict[str, float] = field(default_factory=lambda: {"dispatch": 0.0, "combine": 0.0})

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from tokenyard.errors import PeerLost
 from tokenyard.exchange import RoundTrip
 from tokenyard.experts import Experts, ExpertWeights, SelfRoutingExperts
 from tokenyard.experts.slots import ExpertSlots
@@ -96,8 +97,36 @@ class MoELayer(nn.Module):
         """Send tokens to their experts and bring the results home, into `out` if given, plus `add` if given."""
         if torch.compiler.is_compiling():  # a compiled model has one operator here, which calls the layer
             return call_operator(self, x_TH, routes_or_logits, payloads or {}, out, add)
+        while self.plan.survive:
+            try:
+                y_TH = self._call(x_TH, routes_or_logits, payloads, out, add)
+            except PeerLost as loss:
+                self.plan.go_on_after(loss, self.name)  # raises what is not survived
+            else:
+                self.plan.count_call()
+                return y_TH
+        return self._call(x_TH, routes_or_logits, payloads, out, add)
+
+    def _call(
+        self,
+        x_TH: Tensor,
+        routes_or_logits: Routes | Tensor,
+        payloads: Mapping[str, Tensor] | None,
+        out: Tensor | None,
+        add: Tensor | None,
+    ) -> Tensor:
         with self.plan.exchange.in_use(layer=self.name, alone=True):
             return self.start(x_TH, routes_or_logits, payloads=payloads, out=out, add=add).finish()
+
+    def take_part(self) -> None:
+        """Serve a call of the other ranks, without rows of this one."""
+        spec = self.wiring.spec
+        none_TH = torch.empty(0, spec.hidden_size, dtype=spec.dtype)
+        ids_TK = torch.empty(0, spec.top_k, dtype=torch.int64)
+        payloads = {p.name: torch.empty(0, p.width, dtype=p.dtype) for p in spec.payloads}
+        scaling = self.wiring.exchange_spec.routed_scaling
+        routes = Routes(topk_ids_TK=ids_TK, topk_weights_TK=ids_TK.float(), scaled_by=scaling)
+        self._call(none_TH, routes, payloads, None, None)
 
     @outside_of_the_graph  # of a compiled model
     def start(

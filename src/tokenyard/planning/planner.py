@@ -28,6 +28,7 @@ from tokenyard.errors import (
     HandleError,
     InputError,
     PeerFailed,
+    PeerLost,
     PlanBroken,
     PlanError,
     PlanMismatch,
@@ -44,6 +45,7 @@ from tokenyard.planning.drafting import Draft, draft, draft_as_told
 from tokenyard.planning.moving import Carrier, steps
 from tokenyard.planning.rebalancing import HoldsExperts, Progress, Rebalance, failure_of
 from tokenyard.planning.spec import LayerSpec, is_size
+from tokenyard.planning.surviving import check_survives
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Placement, balance, imbalance, placement_for, rank_loads
 from tokenyard.version import __version__
@@ -84,7 +86,9 @@ class Plan:
     # What has the experts of each layer on this rank: the `MoELayer` that was made last.
     layers: weakref.WeakValueDictionary[str, HoldsExperts]
 
-    def __init__(self, draft: Draft, group: Group, plan_id: int) -> None:
+    def __init__(self, draft: Draft, group: Group, plan_id: int, *, survive: bool = False) -> None:
+        self.survive = survive  # whether a call goes on where a rank is lost in it
+        self._calls = 0  # of layers that have ended well, where losses are survived
         self.layers = weakref.WeakValueDictionary()
         self._move: Rebalance | None = None  # the one under way
         self._last_move: Rebalance | None = None
@@ -102,6 +106,8 @@ class Plan:
         self.exchange.notice, self.exchange.noticed = self._notice, self._noticed
         self.exchange.serve([wiring.exchange_spec for wiring in draft.wirings])
         self._adopt(draft)
+        for stats in self.exchange.stats.values():
+            stats.lost = list(self._whole.lost)
         if self._auto is not None:
             self._auto.seen = 0
         self.warmup()
@@ -155,7 +161,9 @@ class Plan:
             "renormalize_dropped": self.draft.renormalize_dropped,
         }
         return _agree(
-            group, lambda: draft_as_told(specs(), group.size, device=group.device, **(kept | changes))
+            group,
+            lambda: draft_as_told(specs(), group.size, device=group.device, **(kept | changes)),
+            survive=self.survive,
         )
 
     def warmup(self) -> None:
@@ -197,6 +205,37 @@ class Plan:
 
         reduced, number = self._redraft(group, specs, renormalize_dropped=renormalize)
         self._restart(reduced, group, number, self._whole.without(lost))
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The ranks that are gone, as the whole group numbered them."""
+        return self._whole.lost
+
+    def count_call(self) -> None:
+        """One more call of a layer has ended well on this rank."""
+        self._calls += 1
+
+    def go_on_after(self, loss: PeerLost, layer: str) -> None:
+        """Go on without ranks that were lost in a call of a layer, which this rank then makes again; or raise the loss.
+
+        Collective over the ranks that are left. Some of them may have finished that call, and be in the next one: they
+        take part in the others' once more, without rows.
+        """
+        if (
+            not self.survive
+            or isinstance(loss, PlanBroken)
+            or not loss.peers
+            or self.group.rank in loss.peers
+        ):
+            raise loss
+        if any(w.exchange_spec.placement.without(loss.peers).lost_experts for w in self.draft.wirings):
+            raise loss  # some experts had no other copy any more
+        self.go_on_without(loss.peers)
+        told = self.group.gather_json([self._calls, layer], phase="after a loss")
+        furthest = max(calls for calls, _ in told)
+        behind = [name for calls, name in told if calls < furthest]
+        if behind and self._calls == furthest:
+            self.layers[behind[0]].take_part()
 
     def _check_lost(self, lost: Sequence[int]) -> list[int]:
         """The lost ranks; raise unless they are other ranks of the present group."""
@@ -609,6 +648,7 @@ def plan(
     in_flight: int = 1,
     max_rows: int | None = None,
     paranoid: bool = False,
+    survive: bool = False,
 ) -> Plan:
     """Check the layers, agree with the other ranks of the group, and set up the exchange. Collective.
 
@@ -620,7 +660,9 @@ def plan(
 
     `TOKENYARD_EXCHANGE` in the environment overrides `exchange`. A `paranoid` plan watches every row, region and duty
     while its layers run, and raises `Corrupted` when one is not what it must be; `TOKENYARD_PARANOID=1` in the
-    environment asks for it, too.
+    environment asks for it, too. With `survive`, a rank that is lost in a call of a layer costs time, not the call: the
+    others go on without it, and send their rows again. Every expert must then be on two ranks, and layers have
+    `sum="choices"`.
 
     >>> from tokenyard import LayerSpec, launch, plan
     >>> moe = LayerSpec(name="moe", hidden_size=64, intermediate_size=32, num_experts=8, top_k=2, wire="nvfp4")
@@ -646,7 +688,7 @@ def plan(
         )
 
     def make() -> Draft:
-        return draft(
+        made = draft(
             layers,
             group.size,
             exchange=exchange,
@@ -656,14 +698,17 @@ def plan(
             paranoid=paranoid,
             device=group.device,
         )
+        if survive:
+            check_survives(made, group.device)
+        return made
 
-    return plan_draft(make, group)
+    return plan_draft(make, group, survive=survive)
 
 
-def plan_draft(make: Callable[[], Draft], group: Group) -> Plan:
+def plan_draft(make: Callable[[], Draft], group: Group, *, survive: bool = False) -> Plan:
     """The plan of a draft that every rank makes for itself: `plan`, where the draft is needed before. Collective."""
-    agreed, number = _agree(group, make)
-    made = Plan(agreed, group, _plan_id(agreed, number))
+    agreed, number = _agree(group, make, survive=survive)
+    made = Plan(agreed, group, _plan_id(agreed, number), survive=survive)
     if group.rank == 0:
         _log.info("%s", made)
     return made
@@ -693,7 +738,7 @@ def _plan_id(agreed: Draft, number: int) -> int:
     return (agreed.fingerprint() + number) & (2**63 - 1)
 
 
-def _agree(group: Group, make: Callable[[], Draft]) -> tuple[Draft, int]:
+def _agree(group: Group, make: Callable[[], Draft], *, survive: bool = False) -> tuple[Draft, int]:
     """Make a draft on every rank and compare: one that all ranks made, or an error on every rank."""
     drafted: Draft | None = None
     error: Exception | None = None
@@ -704,7 +749,7 @@ def _agree(group: Group, make: Callable[[], Draft]) -> tuple[Draft, int]:
     except Exception as raised:
         error = raised.at(rank=group.rank) if isinstance(raised, TokenyardError) else raised
     number = group.count_plan()
-    fields = {"plans made": number, **fields}
+    fields = {"plans made": number, "survive": survive, **fields}
     report = {
         "host": group.host(),
         "version": __version__,

@@ -46,6 +46,9 @@ class HoldsExperts(Protocol):
     def switch(self, wiring: Wiring, came: dict[int, int]) -> None:
         """Serve another placement; some experts came, into these slots."""
 
+    def take_part(self) -> None:
+        """Serve a call of the other ranks, without rows."""
+
 
 class Progress(IntEnum):
     """How far a rank's thread is with a step."""

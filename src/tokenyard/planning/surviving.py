@@ -1,0 +1,31 @@
+"""Whether calls of a plan go on where a rank is lost in them: what its layers must have for that."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenyard.errors import PlanError
+from tokenyard.planning.drafting import Draft
+
+
+def check_survives(drafted: Draft, device: torch.device) -> None:
+    """Raise unless any one rank can be lost in a call, and the result has the same bits without it."""
+    for wiring in drafted.wirings:
+        table = wiring.exchange_spec.placement.table
+        alone = [
+            expert for expert in range(wiring.spec.num_experts) if sum(expert in row for row in table) < 2
+        ]
+        reason = (
+            f"rows are on {device}" if device.type != "cpu"
+            else f"{drafted.in_flight} calls may be in flight" if drafted.in_flight > 1
+            else "bits would depend on the ranks that are left" if wiring.spec.sum != "choices"
+            else f"only one rank has experts {alone[:8]}" if alone
+            else ""
+        )  # fmt: skip
+        if reason:
+            raise PlanError(
+                f"survive=True, and {reason}",
+                expected='one call at a time on CPUs, layers with sum="choices", and every expert on two ranks',
+                fix="place copies with Placement.replicated(…), or leave survive out",
+                layer=wiring.spec.name,
+            )

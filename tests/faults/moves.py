@@ -1,0 +1,233 @@
+"""Faults while experts move: a rank is killed, stopped or slowed at every stage of a move; the others serve on.
+
+Three processes call a layer whose experts are on two ranks each, and move them meanwhile. One rank is hit at a stage of
+the move. Then those that are left have one placement, the old or the new one, and every result has the bits of before.
+
+    python -m tests.faults.moves --trials 200 --write bench/results/moves-cpu.json --page docs/guide/balancing.md
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+import tokenyard as ty
+from tests.faults.report import rewrite
+from tests.models import batch, build, spec
+from tokenyard.cli.machine import provenance
+from tokenyard.planning import moving
+from tokenyard.planning.planner import Plan
+from tokenyard.planning.rebalancing import Progress, Rebalance
+
+DEADLINE = 3.0  # seconds
+WORLD = 3
+OLD = ty.Placement.replicated(ty.Placement.round_robin(6, WORLD), {e: [(e + 1) % WORLD] for e in range(6)})
+NEW = ty.Placement.replicated(
+    ty.Placement.contiguous(6, WORLD), {e: [(e // 2 + 1) % WORLD] for e in range(6)}
+)
+# What the victim is hit in, and how often it passes there before.
+STAGES = {"agreement": 6, "copying": 12, "ready": 1, "decision": 1, "switch": 1, "switched": 1}
+ACTIONS = ("kill", "stop", "slow")
+EXCHANGES = ("one_sided", "two_sided", "allgather")
+_CALLS = 400
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """Which rank is hit, where, and how."""
+
+    seed: int
+    exchange: str
+    victim: int
+    stage: str
+    passes: int  # how often the victim passes the stage before it is hit
+    action: str
+    wait: bool  # whether ranks wait for the move, or call the layer meanwhile
+
+
+def draw(seed):
+    chance = random.Random(seed)
+    stage = list(STAGES)[seed % len(STAGES)]
+    return Trial(
+        seed=seed,
+        exchange=chance.choice(EXCHANGES),
+        victim=chance.randrange(WORLD),
+        stage=stage,
+        passes=chance.randrange(STAGES[stage]),
+        action=ACTIONS[seed // len(STAGES) % len(ACTIONS)],
+        wait=stage != "decision" and chance.random() < 0.3,
+    )
+
+
+def hit(action):
+    """What happens to this process now."""
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif action == "stop":
+        subprocess.Popen(["sh", "-c", f"sleep {DEADLINE + 2}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        time.sleep(0.5)
+
+
+def lay_trap(group, trial):
+    """Hit this rank when it comes to the stage so many times."""
+    left = [trial.passes]
+
+    def passed():
+        if left[0] == 0:
+            hit(trial.action)
+        left[0] -= 1
+
+    def before(owner, name, when=lambda *_: True, *, after=False):
+        method = getattr(owner, name)
+
+        def trapped(*arguments, **options):
+            if not after and when(*arguments):
+                passed()
+            result = method(*arguments, **options)
+            if after and when(*arguments):
+                passed()
+            return result
+
+        setattr(owner, name, trapped)
+
+    if trial.stage == "agreement":
+        before(group, "gather_json")
+    elif trial.stage == "copying":
+        before(Rebalance, "_check")
+    elif trial.stage == "ready":
+        before(Rebalance, "_report", lambda _, progress: progress is Progress.READY, after=True)
+    elif trial.stage == "decision":
+        before(
+            Plan, "_noticed", lambda plan, _: plan._move and plan._move.decision == Progress.READY, after=True
+        )
+    else:
+        before(Plan, "_conclude", after=trial.stage == "switched")
+
+
+def rank_main(group, trial, folder):
+    """What this rank saw: whether results were right, who was lost, and the placement at the end."""
+    moving.PIECE = 8192
+    group.deadline = DEADLINE
+    layer = spec(
+        sum="choices", num_experts=6, placement=OLD, spare_experts=4, hidden_size=64, intermediate_size=32
+    )
+    with group.patience(30):
+        plan = ty.plan([layer], group, exchange=trial.exchange)
+        built = build(plan, "moe")
+        given = batch(layer, 5, seed=group.rank)
+        before_TH = built(*given)
+        group.barrier()
+    if group.rank == trial.victim:
+        lay_trap(group, trial)
+    said = {"wrong": 0, "lost": None, "errors": []}
+    try:
+        move = plan.rebalance({"moe": NEW}, wait=trial.wait)
+        for _ in range(_CALLS):
+            said["wrong"] += not torch.equal(built(*given), before_TH)
+            if move.is_done:
+                break
+        for _ in range(3):
+            said["wrong"] += not torch.equal(built(*given), before_TH)
+    except ty.PeerLost as error:
+        said["lost"] = list(error.peers)
+    except ty.TokenyardError as error:
+        said["errors"].append(f"{type(error).__name__}: {error}")
+    if said["lost"] == [trial.victim] and group.rank != trial.victim:
+        plan.go_on_without(said["lost"])
+        for _ in range(3):
+            said["wrong"] += not torch.equal(built(*given), before_TH)
+    said["table"] = plan.wiring("moe").exchange_spec.placement.table
+    said["world"] = plan.group.size
+    plan.close()
+    time.sleep(0.2)
+    said["threads"] = sum(thread.name == "moving experts" for thread in threading.enumerate())
+    (Path(folder) / f"rank-{group.rank}.json").write_text(json.dumps(said))
+
+
+def run(trial):
+    """What each rank said; None for one that said nothing."""
+    with tempfile.TemporaryDirectory(prefix="moves-") as folder:
+        try:
+            ty.launch(WORLD, rank_main, trial, folder, ranks="processes", deadline=60)
+        except ty.RankError as error:
+            if trial.action != "kill":
+                print(trial, error)
+        paths = [Path(folder) / f"rank-{rank}.json" for rank in range(WORLD)]
+        return [json.loads(path.read_text()) if path.exists() else None for path in paths]
+
+
+def complaints(trial, said_by_rank):
+    """What is wrong with what the ranks of a trial said."""
+    found = []
+    others = [(rank, said) for rank, said in enumerate(said_by_rank) if rank != trial.victim]
+    for rank, said in others:
+        if said is None:
+            found.append(f"rank {rank} said nothing")
+            continue
+        if said["wrong"] or said["errors"] or said["threads"]:
+            found.append(f"rank {rank}: {said}")
+        if said["lost"] not in (None, [trial.victim]) or (trial.action == "slow" and said["lost"]):
+            found.append(f"rank {rank} lost {said['lost']}")
+        known = [[list(row) for row in p.table] for p in (OLD, NEW)]
+        known += [[list(row) for row in p.without([trial.victim]).table] for p in (OLD, NEW)]
+        if said["table"] not in known:
+            found.append(f"rank {rank} has another placement: {said['table']}")
+    if all(said for _, said in others) and len({json.dumps(said["table"]) for _, said in others}) > 1:
+        found.append("the ranks that are left have different placements")
+    return found
+
+
+def sentence(summary):
+    """For the documentation."""
+    return (
+        f"**{summary['trials']} faults** in moves of experts, on three processes over every exchange: a rank killed, "
+        f"stopped or slowed in the agreement, while copying, when ready, and around the switch. In "
+        f"**{summary['new']}** those that were left had the new placement, in **{summary['old']}** the old one; wrong "
+        f"results, different placements, threads that were left, or silence: **{len(summary['off'])}**."
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trials", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--write", type=Path, help="a file for the JSON")
+    parser.add_argument("--page", type=Path, help="a page of the documentation, whose counts are renewed")
+    options = parser.parse_args()
+    summary = {"trials": options.trials, "new": 0, "old": 0, "off": [], "deadline_s": DEADLINE}
+    old = [
+        [list(row) for row in table] for table in (OLD.table, *(OLD.without([r]).table for r in range(WORLD)))
+    ]
+    with Console(stderr=True).status("starting") as status:
+        for number in range(options.trials):
+            trial = draw(options.seed + number)
+            said = run(trial)
+            tables = [each["table"] for rank, each in enumerate(said) if each and rank != trial.victim]
+            summary["old" if tables and tables[0] in old else "new"] += 1
+            if found := complaints(trial, said):
+                summary["off"].append({"trial": vars(trial), "complaints": found})
+                print(trial, found, flush=True)
+            status.update(f"{number + 1} of {options.trials}: {sentence(summary)}")
+    print(sentence(summary))
+    if options.write:
+        document = {"benchmark": "moves", **provenance(), "seed": options.seed, "results": summary}
+        options.write.write_text(json.dumps(document, indent=2) + "\n")
+    if options.page:
+        rewrite(options.page, "moves", sentence(summary))
+    return 1 if summary["off"] or not (summary["new"] and summary["old"]) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,30 @@
+"""Faults while experts move, and kills that calls survive: a few of each; the pages say what came of the many."""
+
+import pytest
+
+from tests.faults import moves
+
+
+@pytest.mark.parametrize("seed", [1, 3])  # killed while it copies, and when all have heard that it is ready
+def test_those_that_are_left_have_one_placement_and_right_results(seed):
+    trial = moves.draw(seed)
+    assert trial.action == "kill"
+    assert moves.complaints(trial, moves.run(trial)) == []
+
+
+def test_every_stage_and_action_is_drawn():
+    drawn = {(trial.stage, trial.action) for trial in map(moves.draw, range(18))}
+    assert drawn == {(stage, action) for stage in moves.STAGES for action in moves.ACTIONS}
+
+
+def test_wrong_results_and_different_placements_are_complaints():
+    trial = moves.draw(0)
+    old, new = ([list(row) for row in p.without([trial.victim]).table] for p in (moves.OLD, moves.NEW))
+    good = {"wrong": 0, "errors": [], "threads": 0, "lost": [trial.victim], "table": old}
+    said = [good] * moves.WORLD
+    said[trial.victim] = None
+    other = (trial.victim + 1) % moves.WORLD
+    assert moves.complaints(trial, said) == []
+    for change in ({"wrong": 1}, {"table": new}, {"table": [[0]]}, {"lost": [other]}, {"threads": 1}):
+        assert moves.complaints(trial, [*said[:other], good | change, *said[other + 1 :]])
+    assert moves.complaints(trial, [*said[:other], None, *said[other + 1 :]])

@@ -1,0 +1,146 @@
+"""Calls that survive the loss of a rank: the same bits, on every rank that is left, wherever it is lost."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import tokenyard as ty
+from tests.faults import survivors
+from tests.models import batch, build, on_ranks, raised, spec
+
+
+class Gone(BaseException):
+    """This rank ends here."""
+
+
+TWICE = ty.Placement.replicated(ty.Placement.contiguous(6, 3), {e: [(e // 2 + 1) % 3] for e in range(6)})
+LAYERS = [spec(name, sum="choices", num_experts=6, placement=TWICE) for name in ("first", "second")]
+
+
+def dies(group, exchange, method, passes):
+    """Two layers in turn; rank 1 ends in the third step, in a call of its transport."""
+    plan = ty.plan(LAYERS, group, exchange=exchange, survive=True)
+    built = [build(plan, layer.name, seed=n) for n, layer in enumerate(LAYERS)]
+    results = []
+    try:
+        for step in range(6):
+            if group.rank == 1 and step == 2 and passes is not None:
+                ends_in(plan.exchange.transport, group, method, passes)
+            for layer, module in zip(LAYERS, built, strict=True):
+                results.append(module(*batch(layer, 4, seed=10 * step + group.rank)))
+    except Gone:
+        return None
+    return results, plan.lost, plan.stats()["first"].lost, plan.group.size
+
+
+def ends_in(transport, group, method, passes):
+    before, left = getattr(transport, method), [passes]
+
+    def end(*arguments):
+        if left[0] == 0:
+            group.leave("the test has ended it")
+            raise Gone
+        left[0] -= 1
+        return before(*arguments)
+
+    setattr(transport, method, end)
+
+
+@pytest.mark.parametrize("exchange", ["one_sided", "two_sided", "allgather"])
+@pytest.mark.parametrize("method", ["send", "send_back"])
+@pytest.mark.parametrize("passes", [0, 1])
+def test_a_rank_that_dies_in_a_call_costs_no_result(exchange, method, passes):
+    whole = on_ranks(3, dies, exchange, method, None)
+    left = on_ranks(3, dies, exchange, method, passes, deadline=5.0)
+    assert left[1] is None
+    for rank in (0, 2):
+        expected, found = whole[rank][0], left[rank][0]
+        assert len(found) == 12
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        assert left[rank][1:] == ((1,), [1], 2)
+        assert whole[rank][1:] == ((), [], 3)
+
+
+def one_is_ahead(group):
+    """Rank 0 has finished a call in which rank 2 has not heard of rank 1: it serves that call once more."""
+    plan = ty.plan(LAYERS, group, survive=True)
+    built = [build(plan, layer.name, seed=n) for n, layer in enumerate(LAYERS)]
+    given = [batch(layer, 4, seed=group.rank) for layer in LAYERS]
+    expected = [module(*x) for module, x in zip(built, given, strict=True)]
+    if group.rank == 1:
+        signals = plan.exchange.transport.workspace.signals
+        tell = signals.tell
+
+        def tell_the_first(target, mine):
+            tell(target, mine)
+            if mine.phase.value == "combine" and target == 1:  # after rank 0 and itself, before rank 2
+                group.leave("the test has ended it")
+                raise Gone
+
+        signals.tell = tell_the_first
+    try:
+        found = [module(*x) for module, x in zip(built, given, strict=True)]
+    except Gone:
+        return None
+    return all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), plan._calls
+
+
+def test_a_rank_that_has_finished_a_call_serves_it_once_more():
+    first, _, third = on_ranks(3, one_is_ahead, deadline=5.0)
+    assert first == third == (True, 4)
+
+
+def not_survived(group):
+    plan = ty.plan([spec(sum="choices", num_experts=6, placement=TWICE)], group, survive=True)
+    built = build(plan, "moe")
+    if group.rank > 0:
+        return None
+    return type(raised(built, *batch(built.wiring.spec, 4)))
+
+
+def test_experts_that_are_gone_with_two_ranks_are_a_loss():
+    assert on_ranks(3, not_survived, deadline=2.0)[0] is ty.PeerLost
+
+
+REFUSED = {
+    "bits would depend on the ranks that are left": {"placement": TWICE},
+    "only one rank has experts [0, 1, 2, 3, 4, 5]": {"sum": "choices"},
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_could_not_survive_is_refused(reason):
+    def refused(group):
+        return str(raised(ty.plan, [spec(num_experts=6, **REFUSED[reason])], group, survive=True))
+
+    for error in on_ranks(3, refused):
+        assert f"survive=True, and {reason}" in error
+
+
+def in_flight(group):
+    layer = spec(sum="choices", num_experts=6, placement=TWICE)
+    first = str(raised(ty.plan, [layer], group, survive=True, in_flight=2))
+    second = str(raised(ty.plan, [layer], group, survive=group.rank == 0))
+    return first, second
+
+
+def test_two_in_flight_and_ranks_that_disagree_are_refused():
+    for several, differs in on_ranks(3, in_flight):
+        assert "survive=True, and 2 calls may be in flight" in several
+        assert "survive" in differs
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_process_that_is_killed_costs_no_result(seed):
+    trial = survivors.draw(seed)
+    assert survivors.complaints(trial, survivors.run(trial)) == []
+
+
+def test_the_page_quotes_the_last_kills():
+    root = Path(__file__).parents[2]
+    results = json.loads((root / "bench" / "results" / "survivors-cpu.json").read_text())["results"]
+    assert results["trials"] >= 60
+    assert results["off"] == []
+    assert survivors.sentence(results) in (root / "docs" / "guide" / "losing-ranks.md").read_text()
