@@ -72,7 +72,7 @@ LIMITS = {
     "group.launch._MOST_RANKS": 1024,
     "group.shared_memory._FAILED": 2**64 - 1,
     "planning.drafting._LARGEST_WORKSPACE": 140_737_488_355_328,
-    "planning.drafting._MOST_ALTERNATIVES": 6,
+    "planning.alternatives._MOST_ALTERNATIVES": 6,
     "planning.drafting._MOST_IN_FLIGHT": 1024,
     "planning.drafting._MOST_LINKS": 6,
     "planning.moving.PIECE": 16_777_216,

@@ -13,7 +13,8 @@ from tests.exchange import interpreter
 from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import random_weights
 from tokenyard.errors import Alternative
-from tokenyard.planning.drafting import EXCHANGE_VARIABLE, PARANOID_VARIABLE, apply_alternative, draft
+from tokenyard.planning.alternatives import apply_alternative
+from tokenyard.planning.drafting import EXCHANGE_VARIABLE, PARANOID_VARIABLE, draft
 from tokenyard.rows import UnfinalizedRows
 
 interpreter.install()  # alternatives that are offered run here, kernels too

@@ -1,8 +1,7 @@
 """Drafts: what a plan would be, for any number of ranks, before any of them has agreed to it.
 
-`draft` resolves every layer's wiring. A layer that cannot be wired is a `PlanError` with *alternatives*: changes of
-one field of its spec, or of the exchange, or if none helps of two, each of which was tried. The values to try come from
-the registries, so that a new format or exchange is offered without a change here.
+`draft` resolves every layer's wiring. A layer that cannot be wired is a `PlanError` with changes that make it fit
+(`alternatives`).
 """
 
 from __future__ import annotations
@@ -11,26 +10,22 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import combinations, product
 from math import prod
 from typing import Any, cast
 
 import torch
 
-from tokenyard import experts as experts_room
-from tokenyard import formats
-from tokenyard.errors import Alternative, InputError, PlanError, Reason, TokenyardError, shown
-from tokenyard.exchange import EXCHANGES, ExchangeSpec, HostMap, Transport
+from tokenyard.errors import InputError, PlanError, Reason, TokenyardError, shown
+from tokenyard.exchange import ExchangeSpec, HostMap, Transport
 from tokenyard.exchange import resolve as resolve_exchange
-from tokenyard.experts.base import EXACT
+from tokenyard.planning.alternatives import alternatives
 from tokenyard.planning.choosing import AUTO, choose_exchange
-from tokenyard.planning.spec import LayerSpec, check_spec, is_size
+from tokenyard.planning.spec import LayerSpec, is_size
 from tokenyard.planning.wiring import Wiring, wire_layer
-from tokenyard.routing import Router
-from tokenyard.routing.placement import MOST_RANKS, PLACEMENTS, Placement, placement_for
+from tokenyard.routing.placement import MOST_RANKS
 from tokenyard.units import size
 from tokenyard.version import PROTOCOL
 
@@ -38,7 +33,6 @@ from tokenyard.version import PROTOCOL
 EXCHANGE_VARIABLE = "TOKENYARD_EXCHANGE"
 # Makes every plan in this process paranoid.
 PARANOID_VARIABLE = "TOKENYARD_PARANOID"
-_MOST_ALTERNATIVES = 6
 # Links between hosts that a plan writes out: those of three hosts.
 _MOST_LINKS = 6
 # Dispatches before their combine. A layer has one, and whoever overlaps two micro-batches, two.
@@ -245,7 +239,7 @@ def draft_as_told(
         try:
             wired = wire(chosen, index)
             if isinstance(wired, Reason):
-                found = _alternatives(layers, index, world, chosen, max_tokens, max_rows, device, wired)
+                found = alternatives(layers, index, world, chosen, max_tokens, max_rows, device, wired)
                 raise PlanError(
                     str(wired),
                     expected="a layer that its exchange, formats and experts all support",
@@ -330,15 +324,6 @@ def _is_paranoid(asked: object) -> bool:
             fix=f"pass paranoid=True, or set {PARANOID_VARIABLE}=1",
         )
     return asked or said == "1"
-
-
-def apply_alternative(
-    alternative: Alternative, layers: Sequence[LayerSpec], layer: str, exchange: str
-) -> tuple[list[LayerSpec], str]:
-    """The layers and the exchange with an alternative's changes made."""
-    changes = dict(alternative.changes)
-    exchange = changes.pop("exchange", exchange)
-    return [replace(spec, **changes) if spec.name == layer else spec for spec in layers], exchange
 
 
 def _check_layers(layers: Sequence[LayerSpec]) -> list[LayerSpec]:
@@ -430,6 +415,7 @@ def ranks_per_token(spec: ExchangeSpec) -> float:
     """The ranks that a token's choices go to, on average over sources, where all sets of K experts are equally likely.
 
     >>> from tokenyard.formats import for_dtype
+    >>> from tokenyard.routing import Placement
     >>> bf16, none = for_dtype(torch.bfloat16), torch.bfloat16
     >>> spec = ExchangeSpec(layer="moe", index=0, hidden_size=8, num_experts=256, top_k=8, max_tokens=1, dtype=none,
     ...                     wire=bf16, combine_wire=bf16, placement=Placement.contiguous(256, 8))
@@ -474,95 +460,6 @@ def _between(wiring: Wiring) -> str:
 def _regions(exchange: type[Transport], wiring: Wiring) -> tuple[int, int]:
     nbytes = exchange.region_bytes(wiring.exchange_spec)
     return nbytes.dispatch, nbytes.combine
-
-
-# The fields of a spec that may be changed to make a layer fit, and the values to try, by asking the registries.
-def _candidates(spec: LayerSpec) -> dict[str, list[Any]]:
-    wires: list[Any] = list(formats.FORMATS)
-    return {
-        "exchange": list(EXCHANGES),
-        "wire": wires,
-        "combine_wire": wires,
-        "expert_rows": [None, *wires],
-        "experts": list(experts_room.EXPERTS),
-        "weights": list(
-            dict.fromkeys(w for cls in experts_room.EXPERTS.values() for w in cls.weight_formats)
-        ),
-        "inner": [
-            EXACT,
-            *dict.fromkeys(f for cls in experts_room.EXPERTS.values() for f in cls.inner_formats),
-        ],
-        "tensor_parallel": [1],
-        "weight_on": ["output", "input"],
-        "reduce_ranks": ["exchange", "caller"],
-        "sum": ["ranks", "choices"],
-        "placement": list(PLACEMENTS),
-        "top_k": [spec.router.top_k] if isinstance(spec.router, Router) else [],
-        "routed_scaling": [None],
-    }
-
-
-def _alternatives(
-    layers: list[LayerSpec],
-    index: int,
-    world: int,
-    exchange: type[Transport],
-    max_tokens: int | None,
-    max_rows: int | None,
-    device: torch.device | None,
-    reason: Reason,
-) -> list[Alternative]:
-    """Changes of one field (or, if none helps, two) with which the layer fits, the field at fault first."""
-    spec = layers[index]
-    candidates = _candidates(spec)
-    current = {name: shown(getattr(spec, name, exchange.name), write=str) for name in candidates}
-
-    def tries(count: int) -> Iterator[dict[str, Any]]:
-        chosen = sorted(combinations(candidates, count), key=lambda names: reason.field not in names)
-        for names in chosen:
-            for values in product(*(candidates[name] for name in names)):
-                changes = dict(zip(names, values, strict=True))
-                if all(str(value) != current[name] for name, value in changes.items()):
-                    yield changes
-
-    tables: dict[tuple[str, int], Placement] = {}
-
-    def with_table(spec: LayerSpec) -> LayerSpec:
-        """The layer with the table that its placement's name stands for: made once, not in each of a thousand tries."""
-        if not (
-            isinstance(spec.placement, str) and spec.placement in PLACEMENTS and check_spec(spec) is None
-        ):
-            return spec
-        key = (spec.placement, spec.num_experts)
-        if key not in tables:
-            tables[key] = placement_for(*key, world)
-        return replace(spec, placement=tables[key])
-
-    def fits(changes: dict[str, Any]) -> bool:
-        changed, name = apply_alternative(Alternative(changes=changes), layers, spec.name, exchange.name)
-        # A change of the exchange must not take it away from another layer.
-        others = range(len(layers)) if "exchange" in changes else (index,)
-        return all(
-            isinstance(
-                wire_layer(
-                    with_table(changed[i]),
-                    index=i,
-                    world=world,
-                    exchange=resolve_exchange(name) if "exchange" in changes else exchange,
-                    max_tokens=max_tokens,
-                    max_rows=max_rows,
-                    device=device,
-                ),
-                Wiring,
-            )
-            for i in others
-        )
-
-    for count in (1, 2):
-        found = [Alternative(changes=changes) for changes in tries(count) if fits(changes)]
-        if found:
-            return found[:_MOST_ALTERNATIVES]
-    return []
 
 
 def count(number: int, noun: str) -> str:

@@ -1,0 +1,125 @@
+"""Changes that make a layer fit which cannot be wired: each was tried.
+
+They are changes of one field of its spec, or of the exchange, or if none helps of two. The values to try come from the
+registries, so that a new format or exchange is offered without a change here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations, product
+from typing import Any
+
+import torch
+
+from tokenyard import experts as experts_room
+from tokenyard import formats
+from tokenyard.errors import Alternative, Reason, shown
+from tokenyard.exchange import EXCHANGES, Transport
+from tokenyard.exchange import resolve as resolve_exchange
+from tokenyard.experts.base import EXACT
+from tokenyard.planning.spec import LayerSpec, check_spec
+from tokenyard.planning.wiring import Wiring, wire_layer
+from tokenyard.routing import Router
+from tokenyard.routing.placement import PLACEMENTS, Placement, placement_for
+
+_MOST_ALTERNATIVES = 6
+
+
+def apply_alternative(
+    alternative: Alternative, layers: Sequence[LayerSpec], layer: str, exchange: str
+) -> tuple[list[LayerSpec], str]:
+    """The layers and the exchange with an alternative's changes made."""
+    changes = dict(alternative.changes)
+    exchange = changes.pop("exchange", exchange)
+    return [replace(spec, **changes) if spec.name == layer else spec for spec in layers], exchange
+
+
+# The fields of a spec that may be changed to make a layer fit, and the values to try, by asking the registries.
+def _candidates(spec: LayerSpec) -> dict[str, list[Any]]:
+    wires: list[Any] = list(formats.FORMATS)
+    return {
+        "exchange": list(EXCHANGES),
+        "wire": wires,
+        "combine_wire": wires,
+        "expert_rows": [None, *wires],
+        "experts": list(experts_room.EXPERTS),
+        "weights": list(
+            dict.fromkeys(w for cls in experts_room.EXPERTS.values() for w in cls.weight_formats)
+        ),
+        "inner": [
+            EXACT,
+            *dict.fromkeys(f for cls in experts_room.EXPERTS.values() for f in cls.inner_formats),
+        ],
+        "tensor_parallel": [1],
+        "weight_on": ["output", "input"],
+        "reduce_ranks": ["exchange", "caller"],
+        "sum": ["ranks", "choices"],
+        "placement": list(PLACEMENTS),
+        "top_k": [spec.router.top_k] if isinstance(spec.router, Router) else [],
+        "routed_scaling": [None],
+    }
+
+
+def alternatives(
+    layers: list[LayerSpec],
+    index: int,
+    world: int,
+    exchange: type[Transport],
+    max_tokens: int | None,
+    max_rows: int | None,
+    device: torch.device | None,
+    reason: Reason,
+) -> list[Alternative]:
+    """Changes of one field (or, if none helps, two) with which the layer fits, the field at fault first."""
+    spec = layers[index]
+    candidates = _candidates(spec)
+    current = {name: shown(getattr(spec, name, exchange.name), write=str) for name in candidates}
+
+    def tries(count: int) -> Iterator[dict[str, Any]]:
+        chosen = sorted(combinations(candidates, count), key=lambda names: reason.field not in names)
+        for names in chosen:
+            for values in product(*(candidates[name] for name in names)):
+                changes = dict(zip(names, values, strict=True))
+                if all(str(value) != current[name] for name, value in changes.items()):
+                    yield changes
+
+    tables: dict[tuple[str, int], Placement] = {}
+
+    def with_table(spec: LayerSpec) -> LayerSpec:
+        """The layer with the table that its placement's name stands for: made once, not in each of a thousand tries."""
+        if not (
+            isinstance(spec.placement, str) and spec.placement in PLACEMENTS and check_spec(spec) is None
+        ):
+            return spec
+        key = (spec.placement, spec.num_experts)
+        if key not in tables:
+            tables[key] = placement_for(*key, world)
+        return replace(spec, placement=tables[key])
+
+    def fits(changes: dict[str, Any]) -> bool:
+        changed, name = apply_alternative(Alternative(changes=changes), layers, spec.name, exchange.name)
+        # A change of the exchange must not take it away from another layer.
+        others = range(len(layers)) if "exchange" in changes else (index,)
+        return all(
+            isinstance(
+                wire_layer(
+                    with_table(changed[i]),
+                    index=i,
+                    world=world,
+                    exchange=resolve_exchange(name) if "exchange" in changes else exchange,
+                    max_tokens=max_tokens,
+                    max_rows=max_rows,
+                    device=device,
+                ),
+                Wiring,
+            )
+            for i in others
+        )
+
+    for count in (1, 2):
+        found = [Alternative(changes=changes) for changes in tries(count) if fits(changes)]
+        if found:
+            return found[:_MOST_ALTERNATIVES]
+    return []
