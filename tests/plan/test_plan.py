@@ -64,8 +64,12 @@ IMPOSSIBLE = {
         'reduce_ranks=caller: with sum="choices" there is one sum, of choices, and the exchange makes it',
     ),
     "choices of experts whose rows depend on each other": (
+        {"sum": "choices", "experts": "Swizzled"},
+        "sum=choices: the bits of a row of swizzled experts depend on the other rows of its batch",
+    ),
+    "choices of experts whose rows depend on each other there": (
         {"sum": "choices", "experts": "fused"},
-        "sum=choices: the bits of a row of fused experts depend on the other rows of its batch",
+        "sum=choices: the bits of a row of fused experts on cpu depend on the rest of its batch",
     ),
     "choices that only the experts know": (
         {"sum": "choices", "experts": "self_routing", "router": router},
@@ -85,7 +89,7 @@ def test_what_cannot_be_wired_is_refused_with_alternatives_that_run(name):
         changes = changes | {"experts": Swizzled}
     impossible = [spec("body"), spec("odd", **changes)]
     with pytest.raises(ty.PlanError, match=re.escape(message)) as caught:
-        ty.draft(impossible, 2, exchange="two_sided")
+        ty.draft(impossible, 2, exchange="two_sided", device=torch.device("cpu"))
     error = caught.value
     assert error.layer == "odd"
     assert str(error).startswith("layer 'odd': ")
