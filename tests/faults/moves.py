@@ -151,8 +151,11 @@ def rank_main(group, trial, folder):
     said["table"] = plan.wiring("moe").exchange_spec.placement.table
     said["world"] = plan.group.size
     plan.close()
-    time.sleep(0.2)
-    said["threads"] = sum(thread.name == "moving experts" for thread in threading.enumerate())
+    # A thread that waits for a rank that is stopped ends at the deadline, as every wait does.
+    copying = [thread for thread in threading.enumerate() if thread.name == "moving experts"]
+    for thread in copying:
+        thread.join(2 * DEADLINE)
+    said["threads"] = sum(thread.is_alive() for thread in copying)
     (Path(folder) / f"rank-{group.rank}.json").write_text(json.dumps(said))
 
 

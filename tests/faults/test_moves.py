@@ -1,4 +1,7 @@
-"""Faults while experts move, and kills that calls survive: a few of each; the pages say what came of the many."""
+"""Faults while experts move: a few; the page says what came of the many."""
+
+import json
+from pathlib import Path
 
 import pytest
 
@@ -28,3 +31,11 @@ def test_wrong_results_and_different_placements_are_complaints():
     for change in ({"wrong": 1}, {"table": new}, {"table": [[0]]}, {"lost": [other]}, {"threads": 1}):
         assert moves.complaints(trial, [*said[:other], good | change, *said[other + 1 :]])
     assert moves.complaints(trial, [*said[:other], None, *said[other + 1 :]])
+
+
+def test_the_page_quotes_the_last_faults():
+    root = Path(__file__).parents[2]
+    results = json.loads((root / "bench" / "results" / "moves-cpu.json").read_text())["results"]
+    assert results["trials"] >= 200
+    assert results["off"] == []
+    assert moves.sentence(results) in (root / "docs" / "guide" / "balancing.md").read_text()

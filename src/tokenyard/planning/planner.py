@@ -103,7 +103,10 @@ class Plan:
         )
         self._carrier = Carrier(group)  # of experts that move
         self._switches = 0  # of placements, since the ranks of this group have agreed
-        self.exchange.notice, self.exchange.noticed = self._notice, self._noticed
+        # Weakly: memory of a plan that is gone is given back at once.
+        notice, noticed = weakref.WeakMethod(self._notice), weakref.WeakMethod(self._noticed)
+        self.exchange.notice = lambda: call() if (call := notice()) else 0
+        self.exchange.noticed = lambda notices: call(notices) if (call := noticed()) else None
         self.exchange.serve([wiring.exchange_spec for wiring in draft.wirings])
         self._adopt(draft)
         for stats in self.exchange.stats.values():
