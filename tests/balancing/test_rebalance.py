@@ -393,3 +393,52 @@ def test_after_a_loss_all_follow_a_rank_that_has_switched():
     first, second, _ = on_ranks(3, one_has_switched, deadline=3.0)
     assert first == (ty.PeerLost, True, ["moe"], True)
     assert second == (type(None), False, ["moe"], True)
+
+
+def overlapping(group, moves):
+    """Batches of two layers in flight while experts of both move; rank 0 finishes in another order than the others."""
+    layers = [spec(name, sum="choices", num_experts=6, spare_experts=6) for name in ("first", "second")]
+    plan = ty.plan(layers, group, in_flight=2)
+    first, second = (build(plan, layer.name) for layer in layers)
+    results, move = [], None
+    for step in range(20):
+        given = batch(layers[0], 6, seed=step + group.rank)
+        if moves and (move is None or move.is_done):  # all ranks see the end of a move in the same call
+            wanted = ["round_robin", "contiguous"][step % 2]
+            move = plan.rebalance({"first": wanted, "second": wanted}, wait=False)
+        a = first.start(*given)
+        b = second.start(*given)
+        a.compute()
+        if group.rank > 0:
+            results.append(a.finish())
+        b.compute()
+        c = first.start(*given)
+        results += [b.finish(), c.finish()] if group.rank > 0 else [a.finish(), b.finish(), c.finish()]
+    return results, plan.stats()["first"].moves.switches
+
+
+def test_batches_in_flight_end_on_the_placement_that_they_began_with():
+    still, moved = on_ranks(3, overlapping, False), on_ranks(3, overlapping, True)
+    assert_same(still, moved)
+    assert len({switches for _, switches in moved}) == 1
+    assert moved[0][1] > 2
+
+
+@pytest.mark.parametrize("exchange", ["one_sided", "two_sided", "allgather", "hierarchical"])
+def test_watched_plans_and_hosts_move_experts(exchange):
+    def moving_beside(group, moves):
+        layer = spec(num_experts=6, top_k=1, spare_experts=6, **IN_FP32)
+        plan = ty.plan([layer], group, exchange=exchange, paranoid=exchange != "hierarchical")
+        built, results, move = build(plan, "moe"), [], None
+        for step in range(12):
+            if moves and (move is None or move.is_done):
+                move = plan.rebalance({"moe": ["round_robin", "contiguous"][step % 2]}, wait=step % 3 == 0)
+            results.append(built(*batch(layer, 5, seed=step + group.rank)))
+        return results, plan.stats()["moe"].moves.switches
+
+    hosts = 2 if exchange == "hierarchical" else 1
+    still, moved = (on_ranks(4, moving_beside, moves, hosts=hosts) for moves in (False, True))
+    for (before, _), (after, switches) in zip(still, moved, strict=True):
+        assert switches > 0
+        for a, b in zip(before, after, strict=True):
+            torch.testing.assert_close(a, b)
