@@ -450,3 +450,14 @@ def test_files_are_filled_up_to_the_largest_size(sizes, files):
 def test_wide_numbers_stand_first_in_a_file():
     (share,) = writer._divide([entry("bytes", 3), entry("words", 8, "F32"), entry("halves", 6, "BF16")], 100)
     assert [one.name for one in share] == ["words", "halves", "bytes"]
+
+
+def test_nothing_is_written_into_files_that_were_abandoned(tmp_path):
+    entries = [writer.Entry(name=name, dtype="F32", shape=(2,)) for name in "ab"]
+    making = writer.CheckpointWriter(tmp_path, entries)
+    making.write("a", torch.ones(2))
+    making.abandon()
+    making.write("b", torch.ones(2))
+    assert load_file(tmp_path / "model.safetensors")["b"].tolist() == [0.0, 0.0]
+    assert load_file(tmp_path / "model.safetensors")["a"].tolist() == [1.0, 1.0]
+    making.abandon()  # a second time
