@@ -95,6 +95,7 @@ def recording(base, events):
 
     class Recording(base):
         name = "recording"
+        works_ahead = False  # what waits, and when, is to be seen
 
         def send(self, batch):
             return self.noted("out", super().send(batch))
@@ -156,6 +157,7 @@ def delayed(base, clock, seconds):
 
     class Delayed(base):
         name = "delayed"
+        works_ahead = False  # the clock knows one thread
 
         def send(self, batch):
             return self.later(super().send(batch))

@@ -88,10 +88,20 @@ def crossed(group, exchange, layer, routes):
     stats, hosts = plan.stats()["moe"], group.hosts()
     (here,) = [ranks for ranks in hosts if group.rank in ranks]
     there = [rank for rank in range(group.size) if rank not in here]
+    mailbox = plan.exchange.transport.mailbox
+
+    def rows(nbytes, stride, *, alone):
+        """Bytes of rows in a message. Where there are any, an announcement takes as many bytes as some of them."""
+        if nbytes == mailbox.head_bytes or alone:
+            return nbytes - mailbox.head_bytes
+        return nbytes - mailbox.head_rows(stride) * stride
+
+    sums_cross = exchange == "hierarchical"  # by themselves, behind all announcements
+    ways = exchange_spec.dispatch_layout.stride, exchange_spec.combine_layout.stride
     plan.close()
     return {
-        "out": sum(out.sent[rank] for rank in there),
-        "back": sum(back.sent[rank] for rank in there),
+        "out": sum(rows(out.sent[rank], ways[0], alone=False) for rank in there),
+        "back": sum(rows(back.sent[rank], ways[1], alone=sums_cross) for rank in there),
         "counted": sum(stats.dispatch_bytes[rank] for rank in there),
         "counted back": sum(stats.combine_bytes[rank] for rank in there),
         "links": links(exchange_spec),

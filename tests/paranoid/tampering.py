@@ -44,18 +44,18 @@ def damaging(exchange, out=None, back=None):
                 first = SOURCE * batch.spec.max_tokens
                 out({name: slots[name][first : first + batch.spec.max_tokens] for name in slots})
 
-        def pack(self, batch):
-            packets = super().pack(batch)
+        def pack(self, batch, *packets_by_rank):
+            packed = super().pack(batch, *packets_by_rank)
             if out is not None and batch.round == DAMAGED_ROUND and self.group.rank == SOURCE:
                 tokens = batch.routes.tokens_by_rank[VICTIM]
                 # allgather packs every token once, two_sided those of rank after rank.
-                first = sum(batch.routes.counts[:VICTIM])
-                where = tokens if exchange == "allgather" else torch.arange(first, first + tokens.numel())
+                packets = packed if exchange == "allgather" else packets_by_rank[0][VICTIM]
+                where = tokens if exchange == "allgather" else torch.arange(tokens.numel())
                 rows = {name: p[where] for name, p in batch.spec.dispatch_layout.unpack(packets).items()}
                 out(rows)
                 for name, payload in batch.spec.dispatch_layout.unpack(packets).items():
                     payload.view(torch.uint8)[where] = rows[name].view(torch.uint8)
-            return packets
+            return packed
 
         def send_back(self, results):
             arrival = results.arrival
@@ -73,10 +73,9 @@ def damaging(exchange, out=None, back=None):
             return super().send_back(dataclasses.replace(results, before_telling=damage))
 
     class DamagedResults(Results):
-        def packets_by_rank(self):
-            by_rank = super().packets_by_rank()
-            back(self.arrival.spec.combine_layout.unpack(by_rank[SOURCE]))
-            return by_rank
+        def write(self, packets_by_rank):
+            super().write(packets_by_rank)
+            back(self.arrival.spec.combine_layout.unpack(packets_by_rank[SOURCE]))
 
     return Damaging
 

@@ -133,10 +133,9 @@ def stale(group, exchange):
             super().push(batch, firsts)
             self.take_the_last(batch, self.workspace.dispatch(VICTIM, batch.spec, batch.region))
 
-        def pack(self, batch):
-            packets = super().pack(batch)
-            self.take_the_last(batch, {"packet": packets[sum(batch.routes.counts[:VICTIM]) :]})
-            return packets
+        def pack(self, batch, packets_by_rank):
+            super().pack(batch, packets_by_rank)
+            self.take_the_last(batch, {"packet": packets_by_rank[VICTIM]})
 
         def take_the_last(self, batch, rows):
             if self.group.rank == SOURCE:

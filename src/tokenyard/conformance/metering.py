@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tokenyard.group import Group
 from tokenyard.group.base import Pending
 
-_METERED = ("start_all_to_all_rows", "start_all_gather_rows", "share_memory", "subgroup")
+_METERED = ("start_messages", "start_all_to_all_rows", "start_all_gather_rows", "share_memory", "subgroup")
 
 
 class Meter:
@@ -27,6 +27,7 @@ class Meter:
         self.sent = [0] * group.size  # bytes of rows for each rank
         self.received = 0  # bytes of rows from all ranks
         self.shared = 0  # bytes of shared memory, on this rank
+        self._inside = 0  # messages that may be sent as rows
         self._memory: list[StorageWeakRef] = []
         self._subgroups: list[Any] = []
 
@@ -55,11 +56,23 @@ class Meter:
     def _start_all_to_all_rows(
         self, rows: Tensor, send: Sequence[int], receive: Sequence[int], **options: Any
     ) -> Pending[Tensor]:
-        for rank, count in enumerate(send):
-            self.sent[rank] += count * rows.shape[1]
+        if not self._inside:
+            for rank, count in enumerate(send):
+                self.sent[rank] += count * rows.shape[1]
         return self._metered(
             type(self.group).start_all_to_all_rows(self.group, rows, send, receive, **options)
         )
+
+    def _start_messages(
+        self, content: Tensor, send: Sequence[int], *given: Any, **options: Any
+    ) -> Pending[list[int]]:
+        self.sent = [before + nbytes for before, nbytes in zip(self.sent, send, strict=True)]
+        call = type(self.group).start_messages
+        self._inside += 1
+        try:
+            return call(self.group, content, send, *given, **options)
+        finally:
+            self._inside -= 1
 
     def _start_all_gather_rows(self, mine: Tensor, counts: Sequence[int], **options: Any) -> Pending[Tensor]:
         self.sent = [nbytes + mine.nbytes for nbytes in self.sent]

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokenyard.exchange import return_message
 from tokenyard.exchange.batch import (
     Arrival,
     Batch,
@@ -22,9 +21,11 @@ from tokenyard.exchange.batch import (
     ResultsAtHome,
     received_rows,
 )
+from tokenyard.exchange.messages import Mailbox
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.transport import Transport
-from tokenyard.group.base import Pending
+from tokenyard.exchange.way_back import send_back
+from tokenyard.group.base import Group, Pending
 from tokenyard.rows import LocalRoutes, ReceivedRows, RoutingLogits
 
 
@@ -34,6 +35,14 @@ class AllgatherTransport(Transport):
     name = "allgather"
     bounds_rows = True
     carries_logits = True
+    works_ahead = True
+
+    def __init__(self, group: Group, *, in_flight: int = 1, guard: int = 0) -> None:
+        super().__init__(group, in_flight=in_flight, guard=guard)
+        self.mailbox = Mailbox(group)  # what results are written into, and read from
+
+    def serve(self, specs: Sequence[ExchangeSpec]) -> None:
+        self.mailbox.serve(specs)
 
     def num_counts(self, spec: ExchangeSpec) -> int:
         return self.group.size + (spec.max_rows is not None)
@@ -97,13 +106,16 @@ class AllgatherTransport(Transport):
         return ReceivedRows(rows=rows.rows, routes=local, counts_W=rows.counts_W, extra=rows.extra)
 
     def send_back(self, results: Results) -> Pending[ResultsAtHome]:
-        return return_message.send_back(self.group, results)
+        return send_back(self.mailbox, results)
 
     def fail(self, failure: Failure) -> None:
         if failure.arrival is None:
             self.announce(failure.announcements).wait()
         else:
-            return_message.fail_back(self.group, failure)
+            self.mailbox.announce(failure.announcements).wait()
 
     def bytes_sent(self, batch: Batch, rows: Sequence[int]) -> list[int]:
         return [batch.num_tokens * batch.spec.dispatch_layout.stride] * self.group.size
+
+    def close(self) -> None:
+        self.mailbox.clear()

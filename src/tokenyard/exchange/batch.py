@@ -186,12 +186,15 @@ class Batch:
         assert isinstance(self.rows, EncodedRows)
         return {**self.rows.payloads, **self.extra}
 
-    def packets(self) -> Tensor:
-        """Packets of all rows that go out, `[rows, stride]`, those for rank 0 first: a token once for each rank."""
-        _, token_N = self.routes.rows_out
-        tensors = {name: tensor[token_N] for name, tensor in self.payloads.items()}
-        tensors["ids"], tensors["weights"] = self.routes.local_routes()
-        return self.spec.dispatch_layout.pack(tensors, token_N.numel(), token_N.device)
+    @torch.no_grad()  # weights may want a gradient; what travels never does
+    def write(self, packets_by_rank: Sequence[Tensor]) -> None:
+        """Write the packets of the rows that go to each rank, `[rows, stride]`: a token once for each rank."""
+        layout, payloads = self.spec.dispatch_layout, self.payloads
+        counts = self.routes.counts
+        ids, weights = (part.split(counts) for part in self.routes.local_routes())
+        for rank, packets in enumerate(packets_by_rank):
+            routes = {"ids": ids[rank], "weights": weights[rank]}
+            layout.write_some(packets, payloads, self.routes.tokens_by_rank[rank], routes)
 
     def arrived(self, received: ReceivedRows, counts_W: Sequence[int], way_back: Any = None) -> Arrival:
         """What came to this rank in the same dispatch: the rows, and how many each rank has announced."""
@@ -294,12 +297,16 @@ class Results:
     # Called by the transport when results have the form in which they travel, before it tells anybody of them.
     before_telling: Callable[[], None] = _nothing
 
-    def packets_by_rank(self) -> tuple[Tensor, ...]:
-        """The packets of the results for each source rank, `[rows, stride]`."""
+    @torch.no_grad()
+    def write(self, packets_by_rank: Sequence[Tensor]) -> None:
+        """Write the packets of the results for each source rank, `[rows, stride]`."""
         assert self.encoded is not None
-        layout = self.arrival.spec.combine_layout
-        packets = layout.pack(self.encoded.payloads, self.encoded.num_rows, self.encoded.device)
-        return tuple(torch.split(packets, list(self.arrival.results_due)))
+        layout, start = self.arrival.spec.combine_layout, 0
+        for packets in packets_by_rank:
+            end = start + packets.shape[0]
+            rows = {name: payload[start:end] for name, payload in self.encoded.payloads.items()}
+            layout.write(packets, rows)
+            start = end
 
 
 class ResultsAtHome(ABC):
@@ -399,17 +406,24 @@ def tokens_by_rank(rank_TK: Tensor, world: int) -> tuple[Tensor, ...]:
     return tuple(token_N.split(rank_N.bincount(minlength=world).tolist()))
 
 
-def received_rows(spec: ExchangeSpec, packets: Tensor, counts: Sequence[int]) -> ReceivedRows:
-    """The packets that arrived, so many from each rank, as a batch: views of the bytes, no copy."""
+def received_rows(
+    spec: ExchangeSpec, packets: Tensor, counts: Sequence[int], slots_R: Tensor | None = None
+) -> ReceivedRows:
+    """The packets that arrived, so many from each rank, as a batch. The rows are views of the bytes.
+
+    `slots_R` is where they are among `packets`; None: there are no others.
+    """
     tensors = spec.dispatch_layout.unpack(packets)
     names = [payload.name for payload in spec.wire.payloads(spec.hidden_size)]
     rows = EncodedRows(
-        format=spec.wire, hidden_size=spec.hidden_size, payloads={name: tensors[name] for name in names}
+        format=spec.wire, hidden_size=spec.hidden_size, payloads={name: tensors.pop(name) for name in names}
     )
+    if slots_R is not None:
+        tensors = {name: tensor[slots_R] for name, tensor in tensors.items()}
     routes: LocalRoutes | RoutingLogits
     if spec.carries_logits:
         routes = RoutingLogits(logits_RE=tensors["logits"])
     else:
         routes = LocalRoutes(ids_RK=tensors["ids"], weights_RK=tensors["weights"])
     extra = {payload.name: tensors[payload.name] for payload in spec.further}
-    return ReceivedRows(rows=rows, routes=routes, counts_W=tuple(counts), extra=extra)
+    return ReceivedRows(rows=rows, routes=routes, counts_W=tuple(counts), extra=extra, slots_R=slots_R)

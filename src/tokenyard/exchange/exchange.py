@@ -204,7 +204,7 @@ class Exchange:
         `routes` of an earlier arrival (`arrival.routes`) send other rows of the same tokens the same way. If
         `arrival.has_more`, there was no room for all rows: `dispatch_next` sends more of them after the combine.
         """
-        return self.start_dispatch(spec, rows, routes, extra).wait()
+        return self.start_dispatch(spec, rows, routes, extra, ahead=False).wait()
 
     def dispatch_next(self, arrival: Arrival) -> Arrival:
         """Send more rows of a batch that was too large for one pass. Collective, as long as `arrival.has_more`."""
@@ -217,15 +217,17 @@ class Exchange:
         rows: EncodedRows | UnencodedRows,
         routes: Routes | RoutingLogits | BatchRoutes,
         extra: Mapping[str, Tensor] | None = None,
+        *,
+        ahead: bool = True,
     ) -> Pending[Arrival]:
-        """Start what `dispatch` does, and return while rows travel."""
+        """Start what `dispatch` does, and return while rows travel. `ahead`: something is computed meanwhile."""
         self.check_usable(layer=spec.layer)
         self._settle()
         self._check_dropped(spec)
         self._in_flight.check_room(spec)
         try:
             batch = self._checked(spec, self._round + 1, rows, routes, {} if extra is None else extra)
-            pending = self.transport.send(batch)
+            pending = self._ahead(self.transport.send(batch), ahead)
         except Exception as error:
             self._fail(spec, error, partial(self._fail_dispatch, spec, error))
         return self._travels(partial(self._arrive, batch, pending), self._check_arrival)
@@ -387,7 +389,7 @@ class Exchange:
         is written into `out` if given; `combine(…, out=y, add=(y,))` adds to what is there. Of a batch that goes in
         several passes, the tokens of this pass are written; pass the same `out` to each combine.
         """
-        return self.start_combine(arrival, result, out=out, add=add).wait()
+        return self.start_combine(arrival, result, out=out, add=add, ahead=False).wait()
 
     def start_combine(
         self,
@@ -396,8 +398,12 @@ class Exchange:
         *,
         out: Tensor | None = None,
         add: Sequence[Tensor] = (),
+        ahead: bool = True,
     ) -> Pending[CombinedRows]:
-        """Start what `combine` does, and return while results travel. The sum is made in `wait`."""
+        """Start what `combine` does, and return while results travel. The sum is made in `wait`.
+
+        `ahead`: something is computed meanwhile.
+        """
 
         def sum_home(home: ResultsAtHome) -> CombinedRows:
             shape = (arrival.batch_tokens, arrival.spec.hidden_size)
@@ -409,7 +415,7 @@ class Exchange:
             home.sum_into(into[arrival.tokens], [term[arrival.tokens] for term in add])
             return CombinedRows(y_TH=into)
 
-        return self._send_back(arrival, result, sum_home, reduces=True, out=out, add=add)
+        return self._send_back(arrival, result, sum_home, reduces=True, out=out, add=add, ahead=ahead)
 
     def combine_unreduced(self, arrival: Arrival, result: ExpertResult) -> RankRows:
         """Bring every token's results home, one row per (token, rank). Summing them is the caller's duty.
@@ -428,7 +434,7 @@ class Exchange:
                 dtype=arrival.spec.dtype,
             )
 
-        return self._send_back(arrival, result, hand_out, reduces=False, out=None, add=()).wait()
+        return self._send_back(arrival, result, hand_out, reduces=False, out=None, add=(), ahead=False).wait()
 
     @by_one_thread
     def _send_back(
@@ -440,12 +446,13 @@ class Exchange:
         reduces: bool,
         out: Tensor | None,
         add: Sequence[Tensor],
+        ahead: bool,
     ) -> Pending[Home]:
         """Send results back; `wait` returns what `use` makes of those of this rank's tokens."""
         self._take(arrival)
         try:
             results = self._checked_results(arrival, result, reduces=reduces, out=out, add=add)
-            pending = self.transport.send_back(results)
+            pending = self._ahead(self.transport.send_back(results), ahead)
         except Exception as error:
             self._fail(arrival.spec, error, partial(self._fail_combine, arrival, error))
         return self._travels(partial(self._come_home, arrival, pending, use))
@@ -526,6 +533,12 @@ class Exchange:
                 fix="ask for the buffer after each dispatch",
             )
         return True
+
+    def _ahead(self, pending: Pending[Home], ahead: bool) -> Pending[Home]:
+        """What a transport has started, with its wait in a thread of its own, where that is work and pays."""
+        if ahead and self.transport.works_ahead and self.group.device.type == "cpu":
+            return self.group.in_background(pending.wait)
+        return pending
 
     # -- One error, all ranks ------------------------------------------------------------------------------
 

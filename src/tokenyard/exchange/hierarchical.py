@@ -4,8 +4,8 @@
     source ◄── relay: the sum over the ranks of its host          ◄── ranks of that host
                  torch.distributed                                  one_sided
 
-It is made of two others. Between hosts rows travel in a variable all-to-all, as in `two_sided`, but one for each
-(token, host), to the source's *relay* there (`host_map`). Inside a host a relay sends what it has, its own tokens and
+It is made of two others. Between hosts rows travel in messages, as in `two_sided`, but one for each (token, host), to
+the source's *relay* there (`host_map`). Inside a host a relay sends what it has, its own tokens and
 those that came, in one round trip of `one_sided`, whose ranks are those of the host and whose tokens are all of these.
 Quantized rows stay as they are on both parts of the way.
 
@@ -13,9 +13,13 @@ Quantized rows stay as they are on both parts of the way.
 float32, in rank order; that sum is rounded to the combine wire, for the own host, too. The sums of hosts are added at
 home in float32, in the order of hosts, and rounded once.
 
-**Phases.** In each phase all ranks of all hosts announce first (`Transport.announce`): an error on one rank ends the
-phase on all of them, before a row moves. Results are in their place when that is heard, so their relays read them
-without another word. Only in the dispatch do the ranks of a host meet once more, when relays have forwarded their rows.
+**Phases.** In each phase all ranks of all hosts announce, on the way out in front of the rows that cross: an error on
+one rank ends the phase on all of them, before a row is forwarded. Results are in their place when that is heard, so
+their relays read them without another word. Only in the dispatch do the ranks of a host meet once more, when relays
+have forwarded their rows.
+
+**Meanwhile.** What follows when rows have crossed, and the sums, are work that a thread of its own does if the caller
+computes between the start of a phase and its end.
 
 **A loss** on either level is told on both. A rank that misses another one inside its host asks the whole group who is
 lost; a rank that hears of a loss in the group leaves the shared memory of its host, so that nobody waits for it there.
@@ -44,6 +48,7 @@ from tokenyard.exchange.batch import (
     tokens_by_rank,
 )
 from tokenyard.exchange.host_map import HostMap
+from tokenyard.exchange.messages import Mailbox
 from tokenyard.exchange.one_sided import declarations
 from tokenyard.exchange.one_sided.shared_memory import SharedMemoryTransport
 from tokenyard.exchange.spec import ExchangeSpec
@@ -54,6 +59,8 @@ from tokenyard.group import make_together
 from tokenyard.group.base import Group, Pending
 from tokenyard.routing import Routes
 from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
+
+CROSSING = "crossing"  # the room for rows that come from other hosts
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,6 +81,7 @@ class HierarchicalTransport(Transport):
     encodes_results = True
     returns_choices = False
     sums_in_hosts = True
+    works_ahead = True
 
     @classmethod
     def supports(cls, spec: ExchangeSpec) -> Reason | None:
@@ -118,6 +126,7 @@ class HierarchicalTransport(Transport):
         super().__init__(group, in_flight=in_flight, guard=guard)
         self._inside_specs: dict[int, ExchangeSpec] = {}  # by the number of a layer
         self._inside: SharedMemoryTransport | None = None
+        self._mailbox: Mailbox | None = None
 
     # -- The two levels ------------------------------------------------------------------------------------
 
@@ -141,6 +150,8 @@ class HierarchicalTransport(Transport):
                 self.hosts.ranks[self.host], name=f"{self.group.name}/host {self.host}"
             )
             self._inside = SharedMemoryTransport(here, in_flight=self.in_flight, guard=self.guard)
+            # An announcement has a count for each rank, and for each host.
+            self._mailbox = Mailbox(self.group, self.group.size + len(self.hosts.ranks))
         inside = self._inside
         wanted = {spec.index: _inside_spec(spec, self.hosts, self.host) for spec in specs}
         try:
@@ -155,6 +166,7 @@ class HierarchicalTransport(Transport):
                 inside.serve(list(self._inside_specs.values()))
             raise
         self._inside_specs = wanted
+        self.mailbox.serve(specs)
 
     def _serve_inside(
         self,
@@ -174,6 +186,12 @@ class HierarchicalTransport(Transport):
         assert self._inside is not None, "a plan serves its layers before it sends rows"
         return self._inside
 
+    @property
+    def mailbox(self) -> Mailbox:
+        """What moves rows between hosts."""
+        assert self._mailbox is not None, "a plan serves its layers before it sends rows"
+        return self._mailbox
+
     def warmup(self, specs: Sequence[ExchangeSpec]) -> None:
         self.inside.warmup([self._inside_specs[spec.index] for spec in specs])
 
@@ -181,6 +199,7 @@ class HierarchicalTransport(Transport):
         if self._inside is not None:
             self._inside.close()
             self._inside.group.close()
+            self.mailbox.clear()
 
     @contextmanager
     def _waiting_in_group(self) -> Iterator[None]:
@@ -207,18 +226,21 @@ class HierarchicalTransport(Transport):
 
     def send(self, batch: Batch) -> Pending[Arrival]:
         tokens_by_host = self._tokens_by_host(batch.routes)
-        packets, sent = self._packets(batch, tokens_by_host)
-        answers = self.announce(batch.announcements)
+        by_host = [tokens.numel() for tokens in tokens_by_host]
+        stride = batch.spec.dispatch_layout.stride
+        outgoing = self.mailbox.write(
+            stride, self._rows_for_relays(by_host), CROSSING, bounded=batch.announcements.bound is not None
+        )
+        self._write(batch, tokens_by_host, outgoing.packets_by_rank)
+        crossing = outgoing.start(batch.announcements, self._arriving)
 
         def receive() -> Arrival:
             with self._waiting_in_group():
-                heard = answers.wait()
-                arriving = self._arriving(heard)
-                arrived = self.group.all_to_all_rows(packets, sent, arriving, phase="dispatch")
-            forwarded, by_source = self._forwarded(batch, arrived, arriving, heard)
+                came = crossing.wait()
+            forwarded, by_source = self._forwarded(batch, came.packets_by_rank, came.heard)
             with self._waiting_in_host():
                 inside = self.inside.send(forwarded).wait()
-            announced = [announcement.counts[self.group.rank] for announcement in heard]
+            announced = [announcement.counts[self.group.rank] for announcement in came.heard]
             way_back = _WayBack(inside=inside, counts_by_source=by_source, tokens_by_host=tokens_by_host)
             return batch.arrived(self._received(inside, announced), announced, way_back)
 
@@ -244,20 +266,29 @@ class HierarchicalTransport(Transport):
                 relayed[self.hosts.relay(source, host)] = count
         return [*counts[: self.group.size], *relayed]
 
-    def _packets(self, batch: Batch, tokens_by_host: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-        """What crosses to the relays of other hosts, in rank order, with global ids; and how many for each rank."""
-        sent, tokens = [0] * self.group.size, {}
-        for host, tokens_N in enumerate(tokens_by_host):
+    def _rows_for_relays(self, by_host: Sequence[int]) -> list[int]:
+        """Rows for each rank, of those that cross to each host."""
+        rows = [0] * self.group.size
+        for host, count in enumerate(by_host):
             if host != self.host:
-                relay = self.hosts.relay(self.group.rank, host)
-                tokens[relay], sent[relay] = tokens_N, tokens_N.numel()
+                rows[self.hosts.relay(self.group.rank, host)] = count
+        return rows
+
+    @torch.no_grad()
+    def _write(
+        self, batch: Batch, tokens_by_host: Sequence[Tensor], packets_by_rank: Sequence[Tensor]
+    ) -> None:
+        """Write what crosses to the relays of other hosts, with global ids."""
         routes = batch.routes.routes
         assert isinstance(routes, Routes)
-        token_N = torch.cat([torch.empty(0, dtype=torch.int64), *(tokens[relay] for relay in sorted(tokens))])
-        tensors = {name: tensor[token_N] for name, tensor in batch.payloads.items()}
-        tensors["ids"] = routes.topk_ids_TK[token_N].int()
-        tensors["weights"] = routes.topk_weights_TK[token_N].float()
-        return batch.spec.dispatch_layout.pack(tensors, token_N.numel(), token_N.device), sent
+        for host, token_N in enumerate(tokens_by_host):
+            if host != self.host:
+                own_routes = {
+                    "ids": routes.topk_ids_TK[token_N].int(),
+                    "weights": routes.topk_weights_TK[token_N].float(),
+                }
+                packets = packets_by_rank[self.hosts.relay(self.group.rank, host)]
+                batch.spec.dispatch_layout.write_some(packets, batch.payloads, token_N, own_routes)
 
     def _arriving(self, heard: Sequence[Announcement]) -> list[int]:
         """Rows that come from each rank of another host, of which this one is the relay."""
@@ -270,7 +301,7 @@ class HierarchicalTransport(Transport):
         ]
 
     def _forwarded(
-        self, batch: Batch, arrived: Tensor, arriving: Sequence[int], heard: Sequence[Announcement]
+        self, batch: Batch, packets_by_rank: Sequence[Tensor], heard: Sequence[Announcement]
     ) -> tuple[Batch, dict[int, int]]:
         """What this rank sends inside its host, its own tokens and those that came; and how many of each source."""
         spec, inside_spec = batch.spec, self._inside_specs[batch.spec.index]
@@ -280,7 +311,7 @@ class HierarchicalTransport(Transport):
         parts: list[Mapping[str, Tensor]] = []
         resolved: list[tuple[Tensor, Tensor]] = []
         counts: dict[int, int] = {}
-        for source, packets in enumerate(arrived.split(list(arriving))):
+        for source, packets in enumerate(packets_by_rank):
             if source == self.group.rank:
                 parts.append(own)
                 resolved.append(batch.routes.resolved)
@@ -392,7 +423,7 @@ class HierarchicalTransport(Transport):
         if results.rows_RH is not None:
             self._place(arrival, results.rows_RH)
         results.before_telling()
-        answers = self.announce(results.announcements)
+        answers = self.mailbox.announce(results.announcements)
 
         def finish() -> ResultsAtHome:
             with self._waiting_in_group():
@@ -420,28 +451,30 @@ class HierarchicalTransport(Transport):
         spec, way_back = arrival.spec, arrival.way_back
         assert isinstance(way_back, _WayBack)
         counts = way_back.counts_by_source
-        sums_NH = torch.empty(sum(counts.values()), spec.hidden_size, dtype=torch.float32)
+        # Where results cross in the dtype that they have, the rounding of the sum is that of the wire.
+        plain = [payload.dtype for payload in spec.combine_wire.payloads(spec.hidden_size)] == [spec.dtype]
+        dtype = spec.dtype if plain else torch.float32
+        num_rows, width = sum(counts.values()), spec.hidden_size * dtype.itemsize
+        sums_NH = self.mailbox.room("sums", num_rows * width).view(dtype).view(num_rows, spec.hidden_size)
         self.inside.at_home(way_back.inside).sum_into(sums_NH, ())
         sent, own, elsewhere = [0] * self.group.size, sums_NH[:0], []
         for (source, count), part_NH in zip(
             counts.items(), sums_NH.split(list(counts.values())), strict=True
         ):
             if source == self.group.rank:
-                own = part_NH[way_back.tokens_by_host[self.host]]
+                own = part_NH.index_select(0, way_back.tokens_by_host[self.host])
             else:
                 sent[source] = count
-                elsewhere.append(part_NH)
-        crossing = spec.combine_wire.encode(torch.cat([sums_NH[:0], *elsewhere]))
-        packets = spec.combine_layout.pack(crossing.payloads, crossing.num_rows, crossing.device)
+                elsewhere += [spec.combine_wire.encode(part_NH)] if count else []
+        stride = spec.combine_layout.stride
+        packets = self.mailbox.room("sums that cross", sum(sent) * stride).view(sum(sent), stride)
+        for part, encoded in zip(packets.split([n for n in sent if n]), elsewhere, strict=True):
+            spec.combine_layout.write(part, encoded.payloads)
         return packets, sent, spec.combine_wire.encode(own)
 
     def _due(self, arrival: Arrival) -> list[int]:
         """The sums that each relay returns."""
-        due = [0] * self.group.size
-        for host, tokens in enumerate(arrival.way_back.tokens_by_host):
-            if host != self.host:
-                due[self.hosts.relay(self.group.rank, host)] = tokens.numel()
-        return due
+        return self._rows_for_relays([tokens.numel() for tokens in arrival.way_back.tokens_by_host])
 
     def _at_home(self, arrival: Arrival, arrived: Sequence[Tensor], own: EncodedRows) -> ResultsAtHome:
         """The sums of all hosts, of this rank's own tokens."""
@@ -467,7 +500,7 @@ class HierarchicalTransport(Transport):
 
     def fail(self, failure: Failure) -> None:
         with self._waiting_in_group():
-            self.announce(failure.announcements).wait()
+            self.mailbox.announce(failure.announcements).wait()
 
 
 def _host_map(spec: ExchangeSpec) -> HostMap:

@@ -34,6 +34,7 @@ class RoundTrip:
     ended_by: str | None = None  # the error that has ended it, with all others that were under way
     # Computes what came to this rank in the present pass, sends it back, and starts the next pass. The layer sets it.
     advance: Callable[[], None] | None = None
+    ahead: bool = False  # whether something is computed between the start of a phase and its end
     _arriving: Pending[Arrival] | None = None
     _coming_home: Pending[CombinedRows] | None = None
     _out: Tensor | None = None  # what the passes of a batch write into, where the caller gave nothing
@@ -77,7 +78,7 @@ class RoundTrip:
         """Dispatch, and return while rows travel."""
         self.owes_dispatch = False
         with acting(Party.SENDER):
-            self._arriving = self.exchange.start_dispatch(self.spec, rows, routes, extra)
+            self._arriving = self.exchange.start_dispatch(self.spec, rows, routes, extra, ahead=self.ahead)
 
     def start_next(self) -> None:
         """Dispatch the next pass of the batch, and return while its rows travel."""
@@ -104,7 +105,7 @@ class RoundTrip:
             shape = (arrival.batch_tokens, self.spec.hidden_size)
             self._out = torch.empty(shape, dtype=self.spec.dtype, device=self.exchange.group.device)
         self._coming_home = self.exchange.start_combine(
-            arrival, result, out=self._out if out is None else out, add=add
+            arrival, result, out=self._out if out is None else out, add=add, ahead=self.ahead
         )
         self.owes_dispatch = arrival.has_more
 

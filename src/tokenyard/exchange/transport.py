@@ -52,6 +52,8 @@ class Transport(ABC):
     encodes_results: ClassVar[bool] = False
     # Whether other ranks are still waited for while results are summed.
     waits_in_sum: ClassVar[bool] = False
+    # Whether a wait is also work, which a thread of its own can do while the caller computes (`Group.in_background`).
+    works_ahead: ClassVar[bool] = False
     # Whether results are summed inside each host before they leave it: a layer's spec then says which ranks share one.
     sums_in_hosts: ClassVar[bool] = False
     # Whether each choice's result can come home by itself (`LayerSpec(sum="choices")`).

@@ -1,7 +1,8 @@
-"""`two_sided`: first every rank hears how many rows come, then rows go out in one variable all-to-all.
+"""`two_sided`: each rank sends every other one a message, with what it announces and the rows that go there.
 
 A row travels once to each rank that owns at least one of its experts, with the ids already rewritten to that
-rank's local experts. Runs on any group, on any number of hosts.
+rank's local experts. Rows leave in `send`, and results in `send_back`; what lies between them and `wait` is free for
+computation (`messages`). Runs on any group, on any number of hosts.
 """
 
 from __future__ import annotations
@@ -10,41 +11,53 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tokenyard.exchange import return_message
 from tokenyard.exchange.batch import Arrival, Batch, Failure, Results, ResultsAtHome, received_rows
+from tokenyard.exchange.messages import Mailbox
+from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.transport import Transport
-from tokenyard.group.base import Pending
+from tokenyard.exchange.way_back import send_back
+from tokenyard.group.base import Group, Pending
 
 
 class TwoSidedTransport(Transport):
-    """Counts, then a variable all-to-all."""
+    """A message to each rank, and one back."""
 
     name = "two_sided"
     bounds_rows = True
 
+    def __init__(self, group: Group, *, in_flight: int = 1, guard: int = 0) -> None:
+        super().__init__(group, in_flight=in_flight, guard=guard)
+        self.mailbox = Mailbox(group)  # what messages are written into, and read from
+
+    def serve(self, specs: Sequence[ExchangeSpec]) -> None:
+        self.mailbox.serve(specs)
+
     def send(self, batch: Batch) -> Pending[Arrival]:
-        packets = self.pack(batch)
-        answers = self.announce(batch.announcements)
+        outgoing = self.mailbox.write(
+            batch.spec.dispatch_layout.stride, batch.routes.counts, into=batch.region
+        )
+        self.pack(batch, outgoing.packets_by_rank)
+        arriving = outgoing.start(batch.announcements)
 
         def receive() -> Arrival:
-            arriving = [announcement.counts[self.group.rank] for announcement in answers.wait()]
-            arrived = self.group.all_to_all_rows(packets, batch.routes.counts, arriving, phase="dispatch")
-            return batch.arrived(received_rows(batch.spec, arrived, arriving), arriving)
+            came = arriving.wait()
+            received = received_rows(batch.spec, came.packets, came.counts, came.slots())
+            return batch.arrived(received, came.counts)
 
         return Pending(receive)
 
-    def pack(self, batch: Batch) -> Tensor:
-        """The packets of a checked batch, rank after rank, with the ids of each rank's own experts."""
-        return batch.packets()
+    def pack(self, batch: Batch, packets_by_rank: Sequence[Tensor]) -> None:
+        """Write the packets of a checked batch for each rank, with the ids of its own experts."""
+        batch.write(packets_by_rank)
 
     def send_back(self, results: Results) -> Pending[ResultsAtHome]:
-        return return_message.send_back(self.group, results)
+        return send_back(self.mailbox, results)
 
     def fail(self, failure: Failure) -> None:
-        if failure.arrival is None:
-            self.announce(failure.announcements).wait()
-        else:
-            return_message.fail_back(self.group, failure)
+        self.mailbox.announce(failure.announcements).wait()
 
     def bytes_sent(self, batch: Batch, rows: Sequence[int]) -> list[int]:
         return [count * batch.spec.dispatch_layout.stride for count in rows]
+
+    def close(self) -> None:
+        self.mailbox.clear()

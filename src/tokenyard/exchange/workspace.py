@@ -87,18 +87,38 @@ class RowLayout:
     def pack(self, tensors: Mapping[str, Tensor], num_rows: int, device: torch.device) -> Tensor:
         """The packets `[rows, stride]` of rows whose payloads are given by name. Gaps are zero."""
         packets = torch.empty(num_rows, self.stride, dtype=torch.uint8, device=device)
+        self.write(packets, tensors)
+        return packets
+
+    def write(self, packets: Tensor, tensors: Mapping[str, Tensor]) -> None:
+        """Write the payloads of rows, which are given by name, into their packets. Gaps become zero."""
         for payload, offset in self:
             tensor = tensors[payload.name]
-            payload.check(tensor, num_rows)
-            end = offset + payload.nbytes
-            if payload.nbytes % 8 == 0:  # copying 8 bytes at a time is several times faster
-                words = packets.view(torch.int64)[:, offset // 8 : end // 8]
-                words.copy_(as_bytes(tensor).view(torch.int64))
+            payload.check(tensor, packets.shape[0])
+            _copy_bytes(packets[:, offset : offset + payload.nbytes], as_bytes(tensor))
+        self._clear_gaps(packets)
+
+    def write_some(
+        self, packets: Tensor, tensors: Mapping[str, Tensor], token_N: Tensor, routes: Mapping[str, Tensor]
+    ) -> None:
+        """Write packets of some tokens: payloads of these rows of `tensors`, and `routes`, a row for each packet."""
+        for payload, offset in self:
+            columns = packets[:, offset : offset + payload.nbytes]
+            if payload.name in routes:
+                payload.check(routes[payload.name], packets.shape[0])
+                _copy_bytes(columns, as_bytes(routes[payload.name]))
             else:
-                packets[:, offset:end] = as_bytes(tensor)
+                tensor = tensors[payload.name].detach()
+                payload.check(tensor, tensor.shape[0])
+                # One pass, row by row: fresh memory for what is picked would cost several times as much.
+                torch.index_select(as_bytes(tensor), 0, token_N, out=columns)
+        self._clear_gaps(packets)
+
+    def _clear_gaps(self, packets: Tensor) -> None:
+        for payload, offset in self:
+            end = offset + payload.nbytes
             if end % ALIGNMENT:  # else there is no gap
                 packets[:, end : round_up(end)] = 0
-        return packets
 
     def unpack(self, packets: Tensor) -> dict[str, Tensor]:
         """The payloads as views of the packets: nothing is copied."""
@@ -106,6 +126,16 @@ class RowLayout:
             payload.name: packets[:, offset : offset + payload.nbytes].view(payload.dtype)
             for payload, offset in self
         }
+
+
+def _copy_bytes(columns: Tensor, rows: Tensor) -> None:
+    """Copy rows of bytes into the columns of packets."""
+    width = rows.shape[1]
+    if width % 8 == 0 and columns.storage_offset() % 8 == 0 and rows.storage_offset() % 8 == 0:
+        # Copying 8 bytes at a time is several times faster.
+        columns.view(torch.int64).copy_(rows.view(torch.int64))
+    else:
+        columns.copy_(rows)
 
 
 # Bytes. Every region of the workspace, and every payload in it, starts at a multiple of this: two cache lines, so

@@ -16,6 +16,7 @@ Collectives:
     all_gather(mine[n])                          → [W, n]     the same n on every rank
     all_gather_rows(mine[n, B], counts)          → [Σ counts, B]   counts[w] rows from rank w
     all_to_all_rows(rows[Σ send, B], send, recv) → [Σ recv, B]     send[w] rows to rank w, recv[w] from it
+    start_messages(bytes[Σ send], send, most, …) → where they start   send[w] bytes to rank w, at most `most` from it
     gather_json(value)                           → [value of rank 0, value of rank 1, …]
     agree(what, value)                           raises `Disagreement` on every rank if values differ
 """
@@ -24,9 +25,11 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import copy_context
 from numbers import Real
 from typing import Any, Generic, TypeVar, cast
 
@@ -34,6 +37,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import GroupError, InputError, PeerFailed, PeerLost, shown
+from tokenyard.group.one_thread import OneThread
 from tokenyard.group.readmission import READMISSION
 from tokenyard.rows import describe
 
@@ -42,6 +46,9 @@ from tokenyard.rows import describe
 DEFAULT_DEADLINE = 60.0
 # Seconds: eleven days. Torch counts milliseconds, and loses count above 24 days.
 LONGEST_DEADLINE = 1e6
+
+# Bytes of room for messages whose length their receiver does not know, from all ranks together.
+MESSAGE_BYTES = 256 << 20
 
 # Bytes of a value that travels as JSON. The plan of a model of 100 layers and 1,000 experts has half a megabyte; memory
 # for what the others announce is taken up to here, and no further.
@@ -136,7 +143,10 @@ class Group(ABC):
     name: str  # the name of the group in errors and in the names of subgroups
     deadline: float  # seconds that any single wait may take
     device: torch.device  # the device that rows and the bytes of a collective are on
+    # Bytes of the longest message whose length its receiver does not know; 0 where rows are on GPUs.
+    longest_message = 0
     _plans = 0
+    _one_thread: OneThread
 
     @abstractmethod
     def start_all_gather(self, mine: Tensor, *, phase: str) -> Pending[Tensor]:
@@ -151,6 +161,32 @@ class Group(ABC):
         self, rows: Tensor, send: Sequence[int], receive: Sequence[int], *, phase: str
     ) -> Pending[Tensor]:
         """Start what `all_to_all_rows` does, without waiting for anybody."""
+
+    def allow_messages(self, nbytes: int) -> None:
+        """Allow messages of so many bytes whose length their receivers do not know; all ranks allow the same ones.
+
+        A plan does so for the largest of any layer: where ranks drift into different layers, or plans, no message is
+        longer than the room for it. Of all ranks together they have at most `MESSAGE_BYTES`.
+        """
+        if self.device.type == "cpu":
+            self.longest_message = max(self.longest_message, min(nbytes, MESSAGE_BYTES // self.size))
+
+    def start_messages(
+        self, content: Tensor, send: Sequence[int], most: int, room: Tensor, *, phase: str
+    ) -> Pending[list[int]]:
+        """Send `send[w]` bytes to rank w (consecutive in `content`); take from each a message of at most `most` bytes.
+
+        `wait` returns where in `room`, which has space for one of each rank, they start. What they are, and how long,
+        they say themselves. Where `longest_message` is 0, all have `most` bytes.
+        """
+        one = [1] * self.size
+        came = self.start_all_to_all_rows(content.view(-1, most), one, one, phase=phase)
+
+        def take() -> list[int]:
+            room[: most * self.size].copy_(came.wait().flatten())
+            return [most * rank for rank in range(self.size)]
+
+        return Pending(take)
 
     def all_gather(self, mine: Tensor, *, phase: str) -> Tensor:
         """Every rank's bytes, in rank order: `[n]` → `[W, n]`."""
@@ -239,6 +275,34 @@ class Group(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give back what the group holds. Later calls raise."""
+
+    def in_background(self, job: Callable[[], Result]) -> Pending[Result]:
+        """Run a job that makes calls of this group in a thread of its own; `wait` returns what came of it, or raises.
+
+        Other calls of the group wait for its end first: all ranks make their calls in one order.
+        """
+        found: list[Result] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                found.append(job())
+            except BaseException as error:  # raised by whoever waits
+                errors.append(error)
+
+        thread = threading.Thread(
+            target=copy_context().run, args=(run,), name=f"{self.name} in background", daemon=True
+        )
+        self._one_thread.lend(thread)
+        thread.start()
+
+        def finish() -> Result:
+            thread.join()
+            if errors:
+                raise errors.pop()
+            return found.pop()
+
+        return Pending(finish)
 
     def barrier(self, *, phase: str = "barrier") -> None:
         """Return when every rank of the group has called this."""

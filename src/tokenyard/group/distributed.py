@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -208,6 +209,24 @@ class DistributedGroup(Group):
         def finish() -> Tensor:
             wait()
             return received.to(self.device)
+
+        return Pending(finish)
+
+    def start_messages(
+        self, content: Tensor, send: Sequence[int], most: int, room: Tensor, *, phase: str
+    ) -> Pending[list[int]]:
+        if self.longest_message == 0:
+            return super().start_messages(content, send, most, room, phase=phase)
+        content = self._check_bytes(content, 1, sum(send))
+        # gloo takes a message that is shorter than the room for it; one that is longer would end the process.
+        receive = [most] * self.size
+        receive[self.rank] = send[self.rank]  # what stays here is copied, and must be as long
+        *starts, end = accumulate(receive, initial=0)
+        wait = self._start(_exchange, room[:end], content, receive, list(send), phase=phase)
+
+        def finish() -> list[int]:
+            wait()
+            return starts
 
         return Pending(finish)
 

@@ -30,7 +30,12 @@ class OneThread:
         self._what = what
         self._lock = threading.RLock()
         self._user = 0  # the number of the thread that was let in last
+        self._helper: threading.Thread | None = None
         self.leave = self._lock.release  # lets the next thread in
+
+    def lend(self, helper: threading.Thread) -> None:
+        """Let a thread of the user's make calls until it ends; meanwhile the user waits for it before each call."""
+        self._helper = helper
 
     @property
     def user(self) -> str:
@@ -40,6 +45,10 @@ class OneThread:
 
     def enter(self) -> None:
         """Let this thread in, up to `leave`."""
+        helper = self._helper
+        if helper is not None and helper is not threading.current_thread():
+            helper.join()
+            self._helper = None
         if not self._lock.acquire(False):
             raise ConcurrentUse(
                 f"thread {threading.current_thread().name!r} calls {self._what}, which thread {self.user!r} uses",

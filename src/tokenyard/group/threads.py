@@ -260,6 +260,22 @@ class ThreadGroup(Group):
         posted = self._start("exchanges rows", (self._post(rows), list(send)), phase)
         return Pending(lambda: self._pick(posted.wait(), receive, phase))
 
+    def start_messages(
+        self, content: Tensor, send: Sequence[int], most: int, room: Tensor, *, phase: str
+    ) -> Pending[list[int]]:
+        if self.longest_message == 0:
+            return super().start_messages(content, send, most, room, phase=phase)
+        content = self._check_bytes(content, 1, sum(send))
+        posted = self._start("sends messages", content.clone().split(list(send)), phase)
+
+        def take() -> list[int]:
+            parts = [theirs[self.rank] for theirs in posted.wait()]
+            for number, part in enumerate(parts):
+                room[most * number :][: part.numel()] = part
+            return [most * rank for rank in range(self.size)]
+
+        return Pending(take)
+
     def _pick(self, posted: list[Any], receive: Sequence[int], phase: str) -> Tensor:
         """What the others have posted for this rank."""
         self._read([theirs for theirs, _ in posted])

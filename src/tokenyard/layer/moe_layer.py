@@ -116,7 +116,8 @@ class MoELayer(nn.Module):
         add: Tensor | None,
     ) -> Tensor:
         with self.plan.exchange.in_use(layer=self.name, alone=True):
-            return self.start(x_TH, routes_or_logits, payloads=payloads, out=out, add=add).finish()
+            ahead = self.shared is not None
+            return self._start(x_TH, routes_or_logits, payloads, out, add, ahead=ahead).finish()
 
     def take_part(self) -> None:
         """Serve a call of the other ranks, without rows of this one."""
@@ -139,9 +140,22 @@ class MoELayer(nn.Module):
         add: Tensor | None = None,
     ) -> PendingBatch:
         """Send tokens to their experts, and return while they travel. `finish` of what is returned does the rest."""
+        return self._start(x_TH, routes_or_logits, payloads, out, add, ahead=True)
+
+    def _start(
+        self,
+        x_TH: Tensor,
+        routes_or_logits: Routes | Tensor,
+        payloads: Mapping[str, Tensor] | None,
+        out: Tensor | None,
+        add: Tensor | None,
+        *,
+        ahead: bool,
+    ) -> PendingBatch:
         self.plan.between_calls()  # experts that have moved are served from here on
         wiring = self.wiring
         trip = self.plan.exchange.open_round_trip(wiring.exchange_spec)
+        trip.ahead = ahead
         with self.plan.exchange.telling(trip):  # an error on one rank reaches all
             sent = self._send(wiring, trip, x_TH, routes_or_logits, payloads)
             terms = [self.shared(x_TH)] if self.shared is not None else []  # while rows travel

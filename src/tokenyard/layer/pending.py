@@ -50,8 +50,12 @@ class PendingBatch:
         `finish` does so where it was not done before. What is done between the two calls is done while results travel.
         Of a batch that goes in several passes, all of them are made.
         """
+        self._compute(ahead=True)
+
+    def _compute(self, *, ahead: bool) -> None:
         trip, exchange = self._sent.trip, self._layer.plan.exchange
         exchange.check_turn(trip)
+        trip.ahead = ahead
         while not trip.is_sent_back:
             ready = exchange.next_to_advance(trip)
             with exchange.telling(ready):
@@ -69,7 +73,7 @@ class PendingBatch:
                 layer=layer.name,
                 rank=layer.plan.group.rank,
             )
-        self.compute()
+        self._compute(ahead=False)
         self._is_finished = True
         with exchange.telling(trip):
             y_TH = trip.combined().y_TH

@@ -41,7 +41,8 @@ class ChangesReceived(TwoSidedTransport):
 
         def wait():
             arrival = pending.wait()
-            return dataclasses.replace(arrival, received=self.change(arrival.received))
+            dense = dataclasses.replace(arrival.received, rows=arrival.received.dense(), slots_R=None)
+            return dataclasses.replace(arrival, received=self.change(dense))
 
         return Pending(wait)
 

@@ -65,11 +65,13 @@ class SendsWhatWasLeft(TwoSidedTransport):
 
     name = "sends_what_was_left"
 
-    def pack(self, batch):
-        packed = super().pack(batch)
+    def pack(self, batch, packets_by_rank):
+        super().pack(batch, packets_by_rank)
+        packed = [packets.clone() for packets in packets_by_rank]
         left, self.left = self.__dict__.get("left", packed), packed
-        count = min(len(left), len(packed)) if left.shape[1] == packed.shape[1] else 0
-        return torch.cat([left[:count], packed[count:]])
+        for packets, old in zip(packets_by_rank, left, strict=True):
+            count = min(len(packets), len(old)) if packets.shape[1] == old.shape[1] else 0
+            packets[:count] = old[:count]
 
     def send(self, batch):
         pending = super().send(batch)

@@ -1,0 +1,199 @@
+"""One message for each rank: the announcement of this rank, and behind it the rows that go there.
+
+    ┌──────────────┬───────────────────────┐
+    │ announcement │ packets [rows, stride] │   to each rank, its own included
+    └──────────────┴───────────────────────┘
+
+All of it leaves at once: nobody has to hear first how many rows come. A receiver has room for the longest message that
+a layer of the group's plans may send (`Group.allow_messages`), and reads in the announcement how many rows follow. The
+room is kept from round to round: fresh memory costs more than copying rows into it.
+
+Rows that do not fit into a message follow in a variable all-to-all of their own, when all ranks were heard. Where
+rows are on GPUs, those are all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from tokenyard.exchange.announcement import ANNOUNCEMENT_BYTES, Announcement, Announcements
+from tokenyard.exchange.spec import ExchangeSpec
+from tokenyard.exchange.transport import bytes_tensor, tensor_bytes
+from tokenyard.exchange.workspace import round_up
+from tokenyard.group.base import Group, Pending
+
+HOME = "home"  # the room for results that come home
+
+
+@dataclass(frozen=True, kw_only=True)
+class Incoming:
+    """The rows that came, and what all ranks have announced."""
+
+    heard: Sequence[Announcement]
+    packets: Tensor  # `[N, stride]`: the rows of all ranks, and others that mean nothing
+    starts: list[int]  # by rank: where its rows start among them
+    counts: list[int]  # by rank: how many rows came
+
+    @property
+    def packets_by_rank(self) -> list[Tensor]:
+        """The rows of each rank."""
+        return [
+            self.packets[start : start + count] for start, count in zip(self.starts, self.counts, strict=True)
+        ]
+
+    def slots(self) -> Tensor:
+        """Where the rows are among the packets, rank after rank."""
+        starts = zip(self.starts, self.counts, strict=True)
+        return torch.cat([torch.arange(start, start + count) for start, count in starts])
+
+
+class Outgoing:
+    """Messages that are being written: rows go into `packets_by_rank`, then `start` sends them."""
+
+    def __init__(self, mailbox: Mailbox, stride: int, counts: Sequence[int], into: Hashable) -> None:
+        self._mailbox, self._stride = mailbox, stride
+        group, me = mailbox.group, mailbox.group.rank
+        first = mailbox.head_rows(stride) * stride  # where rows start in a message
+        self._late = [0 if mailbox.fits(count, stride) else count for count in counts]
+        sizes = [
+            first + count * stride if count and not late else mailbox.head_bytes
+            for count, late in zip(counts, self._late, strict=True)
+        ]
+        self._most, self._own = mailbox.most(stride), 0
+        if group.longest_message:
+            # What this rank sends to itself is written where it is read, in front of the messages of the others.
+            self._own, self._late[me], sizes[me] = first + counts[me] * stride, 0, 0
+        self._room = mailbox.room(into, self._own + self._most * group.size)
+        self._content, self._sent = mailbox.room("out", sum(sizes)), sizes
+        messages = list(self._content.split(sizes))
+        if self._own:
+            messages[me] = self._room[: self._own]
+        self._heads = [message[: mailbox.head_bytes] for message in messages]
+        self._late_rows = torch.empty(sum(self._late), stride, dtype=torch.uint8, device=group.device)
+        # Where the rows for each rank are written.
+        self.packets_by_rank = [
+            message[first:].view(-1, stride) if len(message) > first else late
+            for message, late in zip(messages, self._late_rows.split(self._late), strict=True)
+        ]
+
+    def start(
+        self,
+        announcements: Announcements,
+        arriving: Callable[[Sequence[Announcement]], list[int]] | None = None,
+    ) -> Pending[Incoming]:
+        """Send the messages; `wait` returns the rows of the others, or raises what they say.
+
+        `arriving` tells of all announcements how many rows come here from each rank; left out, each one's count for it.
+        None of them announces a smaller count than that of the rows that it sends.
+        """
+        mailbox, group, stride = self._mailbox, self._mailbox.group, self._stride
+        word = bytes_tensor(announcements.for_all().encode(mailbox.head_bytes)).to(group.device)
+        for head in self._heads:
+            head.copy_(word)
+        phase = announcements.mine.phase.value
+        room = self._room[self._own :]
+        came = group.start_messages(self._content, self._sent, self._most, room, phase=phase)
+
+        def finish() -> Incoming:
+            messages = came.wait()
+            starts = [self._own + start for start in messages]
+            if self._own:
+                starts[group.rank] = 0
+            heard = announcements.heard(mailbox.read(self._room, starts))
+            if announcements.mine.error:
+                return Incoming(heard=heard, packets=self._late_rows, starts=[], counts=[])
+            counts = [word.counts[group.rank] for word in heard] if arriving is None else arriving(heard)
+            # All ranks see the same numbers: either all of them send what is late, or none.
+            if not all(mailbox.fits(max(word.counts, default=0), stride) for word in heard):
+                return self._with_late(starts, heard, counts, phase)
+            head = mailbox.head_rows(stride)
+            packets = self._room[: len(self._room) // stride * stride].view(-1, stride)
+            starts = [start // stride + head for start in starts]
+            return Incoming(heard=heard, packets=packets, starts=starts, counts=counts)
+
+        return Pending(finish)
+
+    def _with_late(
+        self, starts: list[int], heard: Sequence[Announcement], arriving: list[int], phase: str
+    ) -> Incoming:
+        """What came, and what follows because it did not fit: as rows of their own, one under the other."""
+        mailbox, stride = self._mailbox, self._stride
+        late = [0 if mailbox.fits(count, stride) else count for count in arriving]
+        if self._own:
+            late[mailbox.group.rank] = 0
+        followed = mailbox.group.all_to_all_rows(self._late_rows, self._late, late, phase=phase)
+        packets = followed
+        if late != arriving:
+            parts = []
+            for start, count, part in zip(starts, arriving, followed.split(late), strict=True):
+                first = start + mailbox.head_rows(stride) * stride
+                parts.append(part if len(part) else self._room[first:][: count * stride].view(-1, stride))
+            packets = torch.cat(parts)
+        return Incoming(heard=heard, packets=packets, starts=[0, *accumulate(arriving)][:-1], counts=arriving)
+
+
+class Mailbox:
+    """Writes messages to all ranks of a group and reads theirs, in memory that it keeps.
+
+    One message to each rank is on its way at a time. Announcements have room for so many counts.
+    """
+
+    def __init__(self, group: Group, num_counts: int | None = None) -> None:
+        self.group = group
+        # Bytes of an announcement.
+        self.head_bytes = round_up(ANNOUNCEMENT_BYTES + 8 * (num_counts or group.size))
+        self._rooms: dict[Hashable, Tensor] = {}
+
+    def serve(self, specs: Sequence[ExchangeSpec]) -> None:
+        """Make room for the messages of these layers, as far as the group allows."""
+        ways = [(spec.dispatch_layout.stride, spec.max_tokens) for spec in specs]
+        ways += [(spec.combine_layout.stride, spec.max_tokens * spec.results_per_row) for spec in specs]
+        self.group.allow_messages(max((self.head_rows(way) + rows) * way for way, rows in ways))
+
+    def write(self, stride: int, counts: Sequence[int], into: Hashable) -> Outgoing:
+        """Messages to be written, with so many rows for each rank. Those of the others come into the room `into`."""
+        return Outgoing(self, stride, counts, into)
+
+    def announce(self, announcements: Announcements) -> Pending[Sequence[Announcement]]:
+        """Tell all ranks what this one announces, or that it failed, without rows; `wait` hears the same of them."""
+        none = [0] * self.group.size
+        coming = self.write(self.head_bytes, none, into=HOME).start(announcements, lambda heard: none)
+        return Pending(lambda: coming.wait().heard)
+
+    def head_rows(self, stride: int) -> int:
+        """Rows that an announcement takes in front of rows of a stride."""
+        return -(-self.head_bytes // stride)
+
+    def fits(self, count: int, stride: int) -> bool:
+        """Whether so many rows fit into a message to another rank."""
+        return count == 0 or (self.head_rows(stride) + count) * stride <= self.group.longest_message
+
+    def most(self, stride: int) -> int:
+        """Bytes of room for the longest message of any layer, in rows of this stride."""
+        longest = self.group.longest_message
+        return max(-(-longest // stride), self.head_rows(stride)) * stride if longest else self.head_bytes
+
+    def read(self, room: Tensor, starts: Sequence[int]) -> list[Announcement]:
+        """What each rank has announced, in the message that starts there."""
+        return [
+            Announcement.decode(tensor_bytes(room[start : start + self.head_bytes]), rank)
+            for rank, start in enumerate(starts)
+        ]
+
+    def room(self, name: Hashable, nbytes: int) -> Tensor:
+        """Memory of a name: the same as before, if it suffices."""
+        found = self._rooms.get(name)
+        if found is None or found.numel() < nbytes:
+            with torch.inference_mode(False):  # what is made there could not be written elsewhere
+                found = torch.empty(nbytes, dtype=torch.uint8, device=self.group.device)
+            self._rooms[name] = found
+        return found[:nbytes]
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._rooms.clear()
