@@ -79,15 +79,18 @@ class InterruptibleOneSided(Interruptible, EXCHANGES["one_sided"]):
 
 
 class _Message(Interruptible):
-    def announce(self, announcements):
-        answers = super().announce(announcements)
+    def send(self, batch):
+        return self.interrupted("dispatch", super().send(batch))
 
-        def hear():
-            heard = answers.wait()
-            FaultPoint.at(f"inside {announcements.mine.phase.value}")  # announced, and not sent
-            return heard
+    def send_back(self, results):
+        return self.interrupted("combine", super().send_back(results))
 
-        return Pending(hear)
+    def interrupted(self, phase, pending):
+        def wait():
+            FaultPoint.at(f"inside {phase}")  # messages are on their way, and nobody was heard
+            return pending.wait()
+
+        return Pending(wait)
 
 
 class InterruptibleTwoSided(_Message, EXCHANGES["two_sided"]):

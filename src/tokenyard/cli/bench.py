@@ -278,6 +278,7 @@ def hosts(
     ] = None,
     rate: Annotated[float, option("Mbit/s of each link, each way.", min=1.0)] = 200.0,
     delay: Annotated[float, option("ms from one host to another.", min=0.0)] = 0.0,
+    compute: Annotated[float, option("ms that experts compute: what overlaps is measured.", min=0.0)] = 0.0,
     rounds: Annotated[int, option("Calls of each.", min=2)] = 5,
     out: OutFile = None,
     plot: PlotFile = None,

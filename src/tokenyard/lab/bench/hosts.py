@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,7 @@ class Job:
     exchanges: Sequence[str] = EXCHANGES
     rate: float = 200.0  # Mbit/s of each link, each way
     delay: float = 0.0  # ms from one host to another
+    compute: float = 0.0  # ms that experts compute, where it is measured what overlaps (`hosts_overlap`)
     rounds: int = 5
 
     def spec(self) -> LayerSpec:
@@ -121,20 +122,23 @@ class Job:
 
 def measure_hosts(job: Job) -> list[Record]:
     """Time one layer through each exchange, over links between hosts of this machine; a record for each."""
+    return _records(job, found_by_ranks(job, "tokenyard.lab.bench.hosts"))
+
+
+def found_by_ranks(job: Job, module: str) -> list[dict[str, Any]]:
+    """What each rank of a job finds that runs a module of this package on its host."""
     with temporary_folder("tokenyard-hosts-") as folder:
         (folder / _JOB).write_text(json.dumps(asdict(job)))
-        program = ["-m", "tokenyard.lab.bench.hosts", str(folder)]
-        reports = start_ranks(folder, job.ranks_by_host, program, seconds=_longest(job))
+        reports = start_ranks(folder, job.ranks_by_host, ["-m", module, str(folder)], seconds=_longest(job))
         if any(report.status for report in reports):
             raise GroupError(
                 "ranks on hosts failed:\n" + "\n".join(report.log.strip() for report in reports),
                 expected="ranks that end well",
                 fix="read what they wrote",
             )
-        by_rank = [
+        return [
             json.loads((folder / _FOUND.format(rank)).read_text()) for rank in range(sum(job.ranks_by_host))
         ]
-    return _records(job, by_rank)
 
 
 def _longest(job: Job) -> float:
@@ -210,10 +214,7 @@ def _measure_rank(group: Group, job: Job, links: Links) -> dict[str, Any]:
         made = plan([spec], group, exchange=name)
         layers[name] = MoELayer(made, spec.name, weights.select(made.local_experts(spec.name)))
         expected[name] = twin(made.wiring(spec.name), weights, x_TH, routes, group.rank)
-    if group.rank == 0:
-        half = job.delay / 2e3  # a frame passes two links
-        every = {"rate": job.rate_bytes_per_s, "delay": half}
-        links.change(*({"host": host, **every} for host in range(len(job.ranks_by_host))))
+    set_links(group, job, links)
     seconds: dict[str, list[float]] = {name: [] for name in job.exchanges}
     crossed: dict[str, int] = dict.fromkeys(job.exchanges, 0)
     for number in range(-1, job.rounds):  # the first round warms up
@@ -236,12 +237,20 @@ def _measure_rank(group: Group, job: Job, links: Links) -> dict[str, Any]:
     return {"seconds": seconds, "crossed": crossed}
 
 
-def main(folder: Path) -> None:
+def set_links(group: Group, job: Job, links: Links) -> None:
+    """Give all links the rate and the delay of a job."""
+    if group.rank == 0:
+        half = job.delay / 2e3  # a frame passes two links
+        every = {"rate": job.rate_bytes_per_s, "delay": half}
+        links.change(*({"host": host, **every} for host in range(len(job.ranks_by_host))))
+
+
+def main(folder: Path, measure: Callable[[Group, Job, Links], dict[str, Any]]) -> None:
     """One rank on one host."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     group = DistributedGroup(deadline=_DEADLINE)
-    found = _measure_rank(group, Job(**json.loads((folder / _JOB).read_text())), Links(folder))
+    found = measure(group, Job(**json.loads((folder / _JOB).read_text())), Links(folder))
     (folder / _FOUND.format(group.rank)).write_text(json.dumps(found))
     group.barrier()
     group.close()
@@ -249,4 +258,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), _measure_rank)

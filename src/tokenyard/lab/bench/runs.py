@@ -20,6 +20,7 @@ from tokenyard.lab.bench import (
     experts,
     experts_peers,
     hosts,
+    hosts_overlap,
     layer_cuda,
     machine_rates,
     overhead,
@@ -184,7 +185,7 @@ def combine_error_run(study: combine_error.Study, ranks: Sequence[int], combine_
 
 
 # What all figures of `bench hosts` have in common, beside the hosts and their ranks.
-HOSTS_SETUP = ("hidden_size", "top_k", "num_experts", "wire", "rate", "delay", "rounds")
+HOSTS_SETUP = ("hidden_size", "top_k", "num_experts", "wire", "rate", "delay", "compute", "rounds")
 
 
 def hosts_run(
@@ -198,18 +199,20 @@ def hosts_run(
     jobs = [hosts.Job(ranks_by_host=by_host, num_tokens=count, exchanges=names, **setup) for count in tokens]
     for name in names:  # what does not fit is found out before hosts are made
         draft([jobs[0].spec()], num_hosts * ranks, exchange=name)
+    overlap = bool(setup["compute"])
+    measure = hosts_overlap.measure_overlap if overlap else hosts.measure_hosts
     return Run(
         document=Document(
             benchmark="hosts",
             unit="ms",
             x="tokens",
             line="exchange",
-            columns=("crossed_MB", "least_MB"),
+            columns=("travel_ms", "computation_ms") if overlap else ("crossed_MB", "least_MB"),
             setup={"hosts": num_hosts, "ranks_per_host": ranks, **setup},
-            notes=hosts.NOTES,
+            notes=hosts_overlap.NOTES if overlap else hosts.NOTES,
         ),
         steps=[f"{count} tokens" for count in tokens],
-        figures=(hosts.measure_hosts(job) for job in jobs),
+        figures=(measure(job) for job in jobs),
     )
 
 

@@ -1,0 +1,183 @@
+"""Does computation hide behind travel? A layer over links with a delay, whose experts compute for a while.
+
+Hosts, links and ranks are those of `hosts`. Each exchange is measured in six ways, in turns in the same processes:
+
+    travel             two micro-batches one after the other, with experts that compute nothing
+    one after another  the same with experts that compute for `compute` ms
+    overlapped         the same two, through `overlapped`: one travels while the other is computed
+    exchange alone     the whole batch, with experts that compute nothing
+    shared for the way out    the same, with shared experts that compute half as long as the exchange alone takes
+    shared for the round trip    the same, as long as it takes
+
+The experts compute for a time of the clock, products of matrices, and scale rows: on a machine with few cores they do
+not get longer for what runs beside them. The floor of what overlaps is the longer of travel and computation, that of
+micro-batches one after another is their sum, and that of shared experts is the exchange alone. Every result is
+compared with the bits of the one-process twin.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenyard.conformance.cases import random_weights
+from tokenyard.conformance.twin import twin
+from tokenyard.errors import ContractError
+from tokenyard.group import Group
+from tokenyard.lab.bench.dispatch import start_together
+from tokenyard.lab.bench.hosts import Job, ScalingExperts, found_by_ranks, main, set_links
+from tokenyard.lab.bench.records import Record, Spread
+from tokenyard.lab.hosts.network import Links
+from tokenyard.layer import MoELayer, overlapped
+from tokenyard.planning.planner import plan
+from tokenyard.routing import Routes
+from tokenyard.rows import ExpertRows, ReceivedRows
+
+NOTES = [
+    "hosts are network namespaces of one machine, ranks are processes; experts compute for a time of the clock",
+    "two micro-batches: travel is the time of both with experts that compute nothing",
+    "floor: overlapped: the longer of travel and computation; one after another: their sum; shared: the exchange alone",
+    "targets: overlapped 1.15 times the floor, shared experts 1.1 times",
+]
+TRAVEL, IN_TURN, OVERLAPPED = "travel", "one after another", "overlapped"
+ALONE = "exchange alone"
+# Shared experts, and the part of the exchange for which they compute.
+SHARED = {"shared for the way out": 0.5, "shared for the round trip": 1.0}
+MOST_OVER_LONGER, MOST_FOR_SHARED = 1.15, 1.1
+_SIDE = 192  # of the matrices whose products are computed
+
+
+def compute_for(seconds: float) -> None:
+    """Multiply matrices for so long."""
+    end = time.perf_counter() + seconds
+    matrix = torch.ones(_SIDE, _SIDE)
+    while time.perf_counter() < end:
+        matrix @ matrix
+
+
+class ComputingExperts(ScalingExperts):
+    """Experts that scale rows, and compute for a while."""
+
+    name = "computing"
+    seconds = 0.0  # of all of them in this process
+
+    def compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows:
+        """What scaling experts return, so many seconds later."""
+        compute_for(self.seconds)
+        return super().compute(received, finalize=finalize)
+
+
+def measure_overlap(job: Job) -> list[Record]:
+    """Time what overlaps, through each exchange; a record for each way that has a floor."""
+    return _records(job, found_by_ranks(job, "tokenyard.lab.bench.hosts_overlap"))
+
+
+def _measure_rank(group: Group, job: Job, links: Links) -> dict[str, Any]:
+    """Seconds of each way of each exchange, round by round, on one rank."""
+    spec = replace(job.spec(), experts=ComputingExperts)
+    weights, routes = random_weights(spec, 0), job.routes(group.rank)
+    x_TH = torch.randn(job.num_tokens, job.hidden_size, generator=torch.Generator().manual_seed(group.rank))
+    x_TH = x_TH.to(spec.dtype)
+    half = -(-job.num_tokens // 2)
+    parts = [(x_TH[:half], _part(routes, 0, half)), (x_TH[half:], _part(routes, half, job.num_tokens))]
+    seconds: dict[str, dict[str, list[float]]] = {}
+    for number, name in enumerate(job.exchanges):
+        made = plan([spec], group, exchange=name, in_flight=2)
+        mine = weights.select(made.local_experts(spec.name))
+        layer = MoELayer(made, spec.name, mine)
+        length, alone = [0.0], 0.0
+
+        def shared(x_TH: Tensor, length: list[float] = length) -> Tensor:
+            compute_for(length[0])
+            return torch.zeros_like(x_TH)
+
+        beside = MoELayer(made, spec.name, mine, shared=shared)
+        wiring = made.wiring(spec.name)
+        whole_TH = twin(wiring, weights, x_TH, routes, group.rank)
+        parts_TH = torch.cat([twin(wiring, weights, *part, group.rank) for part in parts])
+        if number == 0:
+            set_links(group, job, links)
+
+        def in_turn(layer: MoELayer = layer) -> Tensor:
+            return torch.cat([layer(*part) for part in parts])
+
+        ways: dict[str, tuple[Callable[[], Tensor], float, Tensor]] = {
+            TRAVEL: (in_turn, 0.0, parts_TH),
+            IN_TURN: (in_turn, job.compute, parts_TH),
+            OVERLAPPED: (lambda layer=layer: overlapped(layer, x_TH, routes), job.compute, parts_TH),  # type: ignore[misc]
+            ALONE: (lambda layer=layer: layer(x_TH, routes), 0.0, whole_TH),  # type: ignore[misc]
+        }
+        for way in SHARED:
+            ways[way] = (lambda layer=beside: layer(x_TH, routes), 0.0, whole_TH)  # type: ignore[misc]
+        found: dict[str, list[float]] = {way: [] for way in ways}
+        for round in range(-1, job.rounds):  # the first round warms up
+            for way, (call, compute, due_TH) in ways.items():
+                ComputingExperts.seconds = compute / 1e3
+                length[0] = SHARED.get(way, 0.0) * alone
+                start = start_together(group)
+                y_TH = call()
+                took = time.perf_counter() - start
+                if not torch.equal(y_TH, due_TH):
+                    raise ContractError(
+                        f"{name}, {way}, gave other bits than the one-process twin",
+                        expected="the same sums",
+                        fix="find the difference first: a wrong result has no speed",
+                        rank=group.rank,
+                    )
+                if round >= 0:
+                    found[way].append(took)
+                if way == ALONE:
+                    alone = median(group.gather_json(took, phase="comparing times"))
+        seconds[name] = found
+        made.close()
+    return {"seconds": seconds}
+
+
+def _part(routes: Routes, start: int, end: int) -> Routes:
+    ids_TK, weights_TK = routes.topk_ids_TK[start:end], routes.topk_weights_TK[start:end]
+    return replace(routes, topk_ids_TK=ids_TK, topk_weights_TK=weights_TK)
+
+
+def _records(job: Job, by_rank: Sequence[dict[str, Any]]) -> list[Record]:
+    records = []
+    for name in job.exchanges:
+        ms = {
+            way: [
+                1e3 * max(ranks)
+                for ranks in zip(*(rank["seconds"][name][way] for rank in by_rank), strict=True)
+            ]
+            for way in by_rank[0]["seconds"][name]
+        }
+        travel, computation = median(ms[TRAVEL]), 2 * job.compute
+        alone = median(ms[ALONE])
+        for way, floor, most in (
+            (IN_TURN, travel + computation, None),
+            (OVERLAPPED, max(travel, computation), MOST_OVER_LONGER),
+            *((way, alone, MOST_FOR_SHARED) for way in SHARED),
+        ):
+            beside = {"travel_ms": travel, "computation_ms": computation}
+            if way in SHARED:
+                beside = {"travel_ms": alone, "computation_ms": SHARED[way] * alone}
+            records.append(
+                Record(
+                    parameters={"tokens": job.num_tokens, "exchange": name, "call": way},
+                    ours=Spread.of(ms[way]),
+                    floor=Spread(floor),
+                    target=None if most is None else most * floor,
+                    ratios={"ours / floor": Spread.of(one / floor for one in ms[way])},
+                    details=beside,
+                )
+            )
+    return records
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), _measure_rank)

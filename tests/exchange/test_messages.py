@@ -1,0 +1,135 @@
+"""One message to each rank: rows leave at once, however long they are, and a group's calls keep their order."""
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tokenyard as ty
+from tests.models import batch, build, on_ranks, raised, spec
+from tokenyard.conformance.cases import same_bits
+from tokenyard.exchange.announcement import Phase
+from tokenyard.exchange.messages import Mailbox
+from tokenyard.group import base
+
+by_messages = pytest.mark.parametrize("exchange", ["two_sided", "allgather", "hierarchical"])
+
+
+# -- Rows leave before anybody waits -------------------------------------------------------------------------
+
+
+def rank_zero_waits_last(group, exchange, arrived, home):
+    """Rank 0 starts each phase, and waits for its end only when all others have come to theirs."""
+    layer = spec()
+    plan = ty.plan([layer], group, exchange=exchange)
+    exchange_spec = plan.wiring("moe").exchange_spec
+    x_TH, routes = batch(layer, 6, seed=group.rank)
+    out = plan.exchange.start_dispatch(exchange_spec, plan.exchange.encode(exchange_spec, x_TH), routes)
+    in_time = group.rank > 0 or arrived.wait(20)
+    arrival = out.wait()
+    if group.rank > 0:
+        arrived.set()
+    rows_RH = torch.ones(arrival.received.num_rows, layer.hidden_size)
+    back = plan.exchange.start_combine(arrival, ty.ExpertRows(rows_RH=rows_RH))
+    in_time = in_time and (group.rank > 0 or home.wait(20))
+    back.wait()
+    if group.rank > 0:
+        home.set()
+    return in_time
+
+
+@pytest.mark.parametrize("exchange", ty.EXCHANGES)
+def test_a_rank_that_waits_late_lets_the_others_go_on(exchange):
+    """Rows, results, and what relays make of them, leave when a phase is started."""
+    hosts = [1, 1] if exchange == "hierarchical" else 1
+    found = on_ranks(2, rank_zero_waits_last, exchange, threading.Event(), threading.Event(), hosts=hosts)
+    assert found == [True, True]
+
+
+# -- Long messages -------------------------------------------------------------------------------------------
+
+
+def of_any_length(group, exchange):
+    layer = spec(max_tokens=24)
+    plan = ty.plan([layer], group, exchange=exchange)
+    built = build(plan, "moe")
+    cases = [batch(layer, tokens, seed=group.rank) for tokens in (24, 1, 3 * group.rank, 24)]
+    return group.longest_message, [built(*case) for case in cases]
+
+
+@by_messages
+@pytest.mark.parametrize("most", [0, 3000, 8000])
+def test_rows_that_do_not_fit_into_a_message_follow(exchange, most, monkeypatch):
+    whole = on_ranks(3, of_any_length, exchange, hosts=[2, 1])
+    monkeypatch.setattr(base, "MESSAGE_BYTES", most)
+    cut = on_ranks(3, of_any_length, exchange, hosts=[2, 1])
+    assert {longest for longest, _ in cut} == {most // 3}
+    assert min(longest for longest, _ in whole) > most // 3
+    for (_, found), (_, due) in zip(cut, whole, strict=True):
+        assert all(map(same_bits, found, due))
+
+
+# -- Ranks in different places -------------------------------------------------------------------------------
+
+
+def in_different_places(group, exchange):
+    """Rank 0 calls the small layer, the others the large one; then all call the large one."""
+    layers = [spec(name="small", max_tokens=2), spec(name="large", hidden_size=256, max_tokens=64)]
+    plan = ty.plan(layers, group, exchange=exchange)
+    built = {layer.name: (build(plan, layer.name), layer) for layer in layers}
+
+    def call(name, tokens):
+        layer, made = built[name]
+        return layer(*batch(made, tokens, seed=group.rank))
+
+    first = raised(call, "small", 2) if group.rank == 0 else raised(call, "large", 64)
+    right = call("large", 64).shape == (64, 256)
+    return type(first), right
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_ranks_in_different_layers_drift_and_no_message_is_too_long(ranks):
+    found = ty.launch(2, in_different_places, "two_sided", ranks=ranks, deadline=30.0)
+    assert found == [(ty.Drifted, True)] * 2
+
+
+def test_a_rank_that_announces_other_results_than_it_was_sent_is_found(monkeypatch):
+    plan = ty.plan([spec()], ty.thread_groups(1)[0], exchange="two_sided")
+    built, read = build(plan, "moe"), Mailbox.read
+
+    def other(self, room, starts):
+        (word,) = read(self, room, starts)
+        return [replace(word, counts=(2,)) if word.phase is Phase.COMBINE else word]
+
+    monkeypatch.setattr(Mailbox, "read", other)
+    error = raised(built, *batch(spec(), 3))
+    assert "rank 0 announces 2 results; expected 3" in str(error)
+
+
+# -- Calls in the background ---------------------------------------------------------------------------------
+
+
+def beside_a_job(group):
+    def job():
+        time.sleep(0.05 * (1 + group.rank))  # the ranks come to it at different moments
+        return group.gather_json(["background", group.rank])
+
+    pending = group.in_background(job)
+    mine = group.gather_json(["caller", group.rank])
+    return mine, pending.wait()
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_a_call_waits_for_the_end_of_a_job_in_the_background(ranks):
+    due = [[what, rank] for what in ("caller", "background") for rank in range(2)]
+    assert ty.launch(2, beside_a_job, ranks=ranks) == [(due[:2], due[2:])] * 2
+
+
+def test_an_error_in_the_background_is_raised_where_it_is_waited_for():
+    group = ty.thread_groups(1)[0]
+    pending = group.in_background(lambda: 1 // 0)
+    group.barrier()
+    with pytest.raises(ZeroDivisionError):
+        pending.wait()
