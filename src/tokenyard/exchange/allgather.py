@@ -42,7 +42,7 @@ class AllgatherTransport(Transport):
         self.mailbox = Mailbox(group)  # what results are written into, and read from
 
     def serve(self, specs: Sequence[ExchangeSpec]) -> None:
-        self.mailbox.serve(specs)
+        self.mailbox.serve(specs, self.num_counts)
 
     def num_counts(self, spec: ExchangeSpec) -> int:
         return self.group.size + (spec.max_rows is not None)

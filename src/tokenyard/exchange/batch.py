@@ -196,6 +196,13 @@ class Batch:
             routes = {"ids": ids[rank], "weights": weights[rank]}
             layout.write_some(packets, payloads, self.routes.tokens_by_rank[rank], routes)
 
+    def packets(self) -> Tensor:
+        """Packets of all rows that go out, `[rows, stride]`, those for rank 0 first: a token once for each rank."""
+        shape = sum(self.routes.counts), self.spec.dispatch_layout.stride
+        packets = torch.empty(shape, dtype=torch.uint8, device=self.rows.device)
+        self.write(packets.split(self.routes.counts))
+        return packets
+
     def arrived(self, received: ReceivedRows, counts_W: Sequence[int], way_back: Any = None) -> Arrival:
         """What came to this rank in the same dispatch: the rows, and how many each rank has announced."""
         return Arrival(
@@ -307,6 +314,15 @@ class Results:
             rows = {name: payload[start:end] for name, payload in self.encoded.payloads.items()}
             layout.write(packets, rows)
             start = end
+
+    def packets_by_rank(self) -> tuple[Tensor, ...]:
+        """The packets of the results for each source rank, `[rows, stride]`."""
+        assert self.encoded is not None
+        shape = self.encoded.num_rows, self.arrival.spec.combine_layout.stride
+        packets = torch.empty(shape, dtype=torch.uint8, device=self.encoded.device)
+        by_rank = tuple(packets.split(list(self.arrival.results_due)))
+        self.write(by_rank)
+        return by_rank
 
 
 class ResultsAtHome(ABC):

@@ -150,8 +150,7 @@ class HierarchicalTransport(Transport):
                 self.hosts.ranks[self.host], name=f"{self.group.name}/host {self.host}"
             )
             self._inside = SharedMemoryTransport(here, in_flight=self.in_flight, guard=self.guard)
-            # An announcement has a count for each rank, and for each host.
-            self._mailbox = Mailbox(self.group, self.group.size + len(self.hosts.ranks))
+            self._mailbox = Mailbox(self.group)
         inside = self._inside
         wanted = {spec.index: _inside_spec(spec, self.hosts, self.host) for spec in specs}
         try:
@@ -166,7 +165,7 @@ class HierarchicalTransport(Transport):
                 inside.serve(list(self._inside_specs.values()))
             raise
         self._inside_specs = wanted
-        self.mailbox.serve(specs)
+        self.mailbox.serve(specs, self.num_counts)
 
     def _serve_inside(
         self,

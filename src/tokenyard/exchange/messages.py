@@ -8,8 +8,8 @@ All of it leaves at once: nobody has to hear first how many rows come. A receive
 a layer of the group's plans may send (`Group.allow_messages`), and reads in the announcement how many rows follow. The
 room is kept from round to round: fresh memory costs more than copying rows into it.
 
-Rows that do not fit into a message follow in a variable all-to-all of their own, when all ranks were heard. Where
-rows are on GPUs, those are all rows.
+Rows that do not fit into a message follow in a variable all-to-all of their own, when all ranks were heard. Where rows
+are on GPUs, or have a bound (`plan(max_rows=…)`), those are all rows.
 """
 
 from __future__ import annotations
@@ -55,19 +55,23 @@ class Incoming:
 class Outgoing:
     """Messages that are being written: rows go into `packets_by_rank`, then `start` sends them."""
 
-    def __init__(self, mailbox: Mailbox, stride: int, counts: Sequence[int], into: Hashable) -> None:
+    def __init__(
+        self, mailbox: Mailbox, stride: int, counts: Sequence[int], into: Hashable, bounded: bool
+    ) -> None:
         self._mailbox, self._stride = mailbox, stride
+        # Whether rows leave with the announcement; else they follow it, all of them.
+        self._at_once = mailbox.group.longest_message > 0 and not bounded
         group, me = mailbox.group, mailbox.group.rank
         first = mailbox.head_rows(stride) * stride  # where rows start in a message
-        self._late = [0 if mailbox.fits(count, stride) else count for count in counts]
+        self._late = self._followers(counts)
         sizes = [
             first + count * stride if count and not late else mailbox.head_bytes
             for count, late in zip(counts, self._late, strict=True)
         ]
         self._most, self._own = mailbox.most(stride), 0
-        if group.longest_message:
+        if self._at_once:
             # What this rank sends to itself is written where it is read, in front of the messages of the others.
-            self._own, self._late[me], sizes[me] = first + counts[me] * stride, 0, 0
+            self._own, sizes[me] = first + counts[me] * stride, 0
         self._room = mailbox.room(into, self._own + self._most * group.size)
         self._content, self._sent = mailbox.room("out", sum(sizes)), sizes
         messages = list(self._content.split(sizes))
@@ -80,6 +84,13 @@ class Outgoing:
             message[first:].view(-1, stride) if len(message) > first else late
             for message, late in zip(messages, self._late_rows.split(self._late), strict=True)
         ]
+
+    def _followers(self, counts: Sequence[int]) -> list[int]:
+        """Of so many rows for, or from, each rank: those that follow behind all announcements."""
+        if not self._at_once:
+            return list(counts)
+        fits, me = self._mailbox.fits, self._mailbox.group.rank
+        return [0 if rank == me or fits(n, self._stride) else n for rank, n in enumerate(counts)]
 
     def start(
         self,
@@ -109,7 +120,8 @@ class Outgoing:
                 return Incoming(heard=heard, packets=self._late_rows, starts=[], counts=[])
             counts = [word.counts[group.rank] for word in heard] if arriving is None else arriving(heard)
             # All ranks see the same numbers: either all of them send what is late, or none.
-            if not all(mailbox.fits(max(word.counts, default=0), stride) for word in heard):
+            all_fit = all(mailbox.fits(max(word.counts, default=0), stride) for word in heard)
+            if not (all_fit and self._at_once):
                 return self._with_late(starts, heard, counts, phase)
             head = mailbox.head_rows(stride)
             packets = self._room[: len(self._room) // stride * stride].view(-1, stride)
@@ -123,9 +135,7 @@ class Outgoing:
     ) -> Incoming:
         """What came, and what follows because it did not fit: as rows of their own, one under the other."""
         mailbox, stride = self._mailbox, self._stride
-        late = [0 if mailbox.fits(count, stride) else count for count in arriving]
-        if self._own:
-            late[mailbox.group.rank] = 0
+        late = self._followers(arriving)
         followed = mailbox.group.all_to_all_rows(self._late_rows, self._late, late, phase=phase)
         packets = followed
         if late != arriving:
@@ -143,21 +153,28 @@ class Mailbox:
     One message to each rank is on its way at a time. Announcements have room for so many counts.
     """
 
-    def __init__(self, group: Group, num_counts: int | None = None) -> None:
+    def __init__(self, group: Group) -> None:
         self.group = group
-        # Bytes of an announcement.
-        self.head_bytes = round_up(ANNOUNCEMENT_BYTES + 8 * (num_counts or group.size))
+        self.head_bytes = ANNOUNCEMENT_BYTES  # of an announcement, with its counts
         self._rooms: dict[Hashable, Tensor] = {}
 
-    def serve(self, specs: Sequence[ExchangeSpec]) -> None:
-        """Make room for the messages of these layers, as far as the group allows."""
+    def serve(self, specs: Sequence[ExchangeSpec], num_counts: Callable[[ExchangeSpec], int]) -> None:
+        """Make room for the messages of these layers, as far as the group allows.
+
+        `num_counts`: the counts of an announcement of a layer; of one whose rows have a bound there are twice as many.
+        """
+        counts = max(num_counts(spec) * (1 if spec.max_rows is None else 2) for spec in specs)
+        self.head_bytes = round_up(ANNOUNCEMENT_BYTES + 8 * counts)
         ways = [(spec.dispatch_layout.stride, spec.max_tokens) for spec in specs]
         ways += [(spec.combine_layout.stride, spec.max_tokens * spec.results_per_row) for spec in specs]
         self.group.allow_messages(max((self.head_rows(way) + rows) * way for way, rows in ways))
 
-    def write(self, stride: int, counts: Sequence[int], into: Hashable) -> Outgoing:
-        """Messages to be written, with so many rows for each rank. Those of the others come into the room `into`."""
-        return Outgoing(self, stride, counts, into)
+    def write(self, stride: int, counts: Sequence[int], into: Hashable, *, bounded: bool = False) -> Outgoing:
+        """Messages to be written, with so many rows for each rank. Those of the others come into the room `into`.
+
+        `bounded`: all ranks hear first whether a rank gets more rows than it may, and rows follow.
+        """
+        return Outgoing(self, stride, counts, into, bounded)
 
     def announce(self, announcements: Announcements) -> Pending[Sequence[Announcement]]:
         """Tell all ranks what this one announces, or that it failed, without rows; `wait` hears the same of them."""

@@ -30,11 +30,14 @@ class TwoSidedTransport(Transport):
         self.mailbox = Mailbox(group)  # what messages are written into, and read from
 
     def serve(self, specs: Sequence[ExchangeSpec]) -> None:
-        self.mailbox.serve(specs)
+        self.mailbox.serve(specs, self.num_counts)
 
     def send(self, batch: Batch) -> Pending[Arrival]:
         outgoing = self.mailbox.write(
-            batch.spec.dispatch_layout.stride, batch.routes.counts, into=batch.region
+            batch.spec.dispatch_layout.stride,
+            batch.routes.counts,
+            into=batch.region,
+            bounded=batch.announcements.bound is not None,
         )
         self.pack(batch, outgoing.packets_by_rank)
         arriving = outgoing.start(batch.announcements)

@@ -18,7 +18,7 @@ def send_back(mailbox: Mailbox, results: Results) -> Pending[ResultsAtHome]:
     results.write(outgoing.packets_by_rank)
     results.before_telling()
     mine = replace(results.announcements.mine, counts=tuple(arrival.results_due))
-    coming = outgoing.start(replace(results.announcements, mine=mine))
+    coming = outgoing.start(replace(results.announcements, say=lambda: mine))
 
     def come_home() -> ResultsAtHome:
         came = coming.wait()
