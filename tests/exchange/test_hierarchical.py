@@ -423,17 +423,19 @@ def damaged(group, exchange, wrong):
     plan = ty.plan([spec(num_experts=4, top_k=1)], group, exchange=exchange)
     built = build(plan, "moe")
     layout = plan.wiring("moe").exchange_spec.dispatch_layout
-    name = "all_to_all_rows" if exchange == "hierarchical" else "all_gather_rows"
-    move = getattr(group, name)
+    transport = plan.exchange.transport
 
-    def damage(*given, phase):
+    def damage_gathered(*given, phase, move=group.all_gather_rows):
         arrived = move(*given, phase=phase)
-        if phase == "dispatch":
-            layout.unpack(arrived)["ids"][-1] = wrong
+        layout.unpack(arrived)["ids"][-1] = wrong
         return arrived
 
+    def damage_crossed(batch, packets_by_rank, heard):
+        layout.unpack(packets_by_rank[1])["ids"][-1] = wrong
+        return type(transport)._forwarded(transport, batch, packets_by_rank, heard)
+
     if group.rank == 0:
-        setattr(group, name, damage)
+        group.all_gather_rows, transport._forwarded = damage_gathered, damage_crossed
     routes = ty.Routes(topk_ids_TK=torch.tensor([[0], [1]]), topk_weights_TK=torch.ones(2, 1))
     return str(raised(built, torch.ones(2, 32).bfloat16(), routes))
 

@@ -33,12 +33,8 @@ class TwoSidedTransport(Transport):
         self.mailbox.serve(specs, self.num_counts)
 
     def send(self, batch: Batch) -> Pending[Arrival]:
-        outgoing = self.mailbox.write(
-            batch.spec.dispatch_layout.stride,
-            batch.routes.counts,
-            into=batch.region,
-            bounded=batch.announcements.bound is not None,
-        )
+        stride, bounded = batch.spec.dispatch_layout.stride, batch.announcements.bound is not None
+        outgoing = self.mailbox.write(stride, batch.routes.counts, batch.region, bounded=bounded)
         self.pack(batch, outgoing.packets_by_rank)
         arriving = outgoing.start(batch.announcements)
 

@@ -15,7 +15,7 @@ def exchange_of(announcements):
 def rerouted(batch, routes):
     """A batch along other routes, and announced so."""
     mine = dataclasses.replace(batch.announcements.mine, counts=tuple(routes.counts))
-    announcements = dataclasses.replace(batch.announcements, mine=mine)
+    announcements = dataclasses.replace(batch.announcements, say=lambda: mine)
     return dataclasses.replace(batch, routes=routes, announcements=announcements)
 
 
