@@ -115,3 +115,14 @@ def test_a_store_that_was_silent_is_left_alone_for_a_while(monkeypatch):
     assert (detector.called(), len(asked)) == (False, before)
     clock[0] += 2.0
     assert (detector.called(), len(asked)) == (False, before + 1)
+
+
+def asks_for_a_gpu(group):
+    return str(raised(ty.DistributedGroup, device="cuda")), ty.DistributedGroup().device.type
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_group_of_processes_is_on_the_device_that_it_is_asked_for():
+    ((error, device),) = ty.launch(1, asks_for_a_gpu, ranks="processes")
+    assert "device is 'cuda'" in error
+    assert device == "cpu"
