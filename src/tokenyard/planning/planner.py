@@ -15,15 +15,12 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from tokenyard.errors import (
-    Alternative,
     Drifted,
     HandleError,
     InputError,
@@ -31,16 +28,14 @@ from tokenyard.errors import (
     PeerLost,
     PlanBroken,
     PlanError,
-    PlanMismatch,
-    Reason,
-    TokenyardError,
     shown,
     unknown_name,
 )
-from tokenyard.exchange import EXCHANGES, Exchange, ExchangeSpec, Transport, number_hosts
+from tokenyard.exchange import Exchange, ExchangeSpec, Transport
 from tokenyard.exchange.stats import LayerStats
 from tokenyard.group import READMISSION, Group, make_together
-from tokenyard.planning.choosing import AUTO, choose_exchange
+from tokenyard.planning.agreement import agree_on_draft, make_plan_id
+from tokenyard.planning.choosing import AUTO
 from tokenyard.planning.drafting import Draft, draft, draft_as_told
 from tokenyard.planning.moving import Carrier, steps
 from tokenyard.planning.rebalancing import HoldsExperts, Progress, Rebalance, failure_of
@@ -48,7 +43,6 @@ from tokenyard.planning.spec import LayerSpec, is_size
 from tokenyard.planning.surviving import check_survives
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Placement, balance, imbalance, placement_for, rank_loads
-from tokenyard.version import __version__
 
 _log = logging.getLogger("tokenyard")
 
@@ -163,7 +157,7 @@ class Plan:
             "paranoid": self.draft.paranoid,
             "renormalize_dropped": self.draft.renormalize_dropped,
         }
-        return _agree(
+        return agree_on_draft(
             group,
             lambda: draft_as_told(specs(), group.size, device=group.device, **(kept | changes)),
             survive=self.survive,
@@ -297,7 +291,7 @@ class Plan:
         if old.made_here and old.group is not whole.group:
             old.group.close()
         self._whole = whole
-        self._start(agreed, group, _plan_id(agreed, number))
+        self._start(agreed, group, make_plan_id(agreed, number))
 
     def wiring(self, layer: str) -> Wiring:
         """The wiring of a layer."""
@@ -710,8 +704,8 @@ def plan(
 
 def plan_draft(make: Callable[[], Draft], group: Group, *, survive: bool = False) -> Plan:
     """The plan of a draft that every rank makes for itself: `plan`, where the draft is needed before. Collective."""
-    agreed, number = _agree(group, make, survive=survive)
-    made = Plan(agreed, group, _plan_id(agreed, number), survive=survive)
+    agreed, number = agree_on_draft(group, make, survive=survive)
+    made = Plan(agreed, group, make_plan_id(agreed, number), survive=survive)
     if group.rank == 0:
         _log.info("%s", made)
     return made
@@ -734,102 +728,3 @@ def _decided(progress: Sequence[int]) -> Progress:
     if Progress.FAILED in progress:
         return Progress.FAILED
     return Progress.READY if all(one == Progress.READY for one in progress) else Progress.PREPARING
-
-
-def _plan_id(agreed: Draft, number: int) -> int:
-    """The same on all ranks, and different for each plan of a group."""
-    return (agreed.fingerprint() + number) & (2**63 - 1)
-
-
-def _agree(group: Group, make: Callable[[], Draft], *, survive: bool = False) -> tuple[Draft, int]:
-    """Make a draft on every rank and compare: one that all ranks made, or an error on every rank."""
-    drafted: Draft | None = None
-    error: Exception | None = None
-    fields: dict[str, Any] = {}
-    try:
-        drafted = make()
-        fields = drafted.fields()
-    except Exception as raised:
-        error = raised.at(rank=group.rank) if isinstance(raised, TokenyardError) else raised
-    number = group.count_plan()
-    fields = {"plans made": number, "survive": survive, **fields}
-    report = {
-        "host": group.host(),
-        "version": __version__,
-        "torch": str(torch.__version__),
-        "error": f"{type(error).__name__}: {error}" if error else None,
-        "fields": fields,
-    }
-    # A rank of another version may report other things.
-    by_rank = [
-        {"host": "", "version": None, "torch": None, "error": None, "fields": {}} | other
-        for other in group.gather_json(report, phase="agreement on the plan")
-    ]
-    if error is not None:
-        raise error
-    assert drafted is not None
-    for rank, other in enumerate(by_rank):
-        if other["error"] is not None:
-            raise PeerFailed(rank, other["error"], phase="plan", rank=group.rank)
-    # Another tokenyard may move or round rows otherwise. Another torch computes the same up to rounding.
-    differences = _differences(["version"], [{"version": other["version"]} for other in by_rank])
-    differences |= _differences(fields, [other["fields"] for other in by_rank])
-    if differences:
-        raise PlanMismatch(differences, rank=group.rank)
-    for by_torch in _differences(["torch"], [{"torch": other["torch"]} for other in by_rank]).values():
-        versions = ", ".join(f"rank {rank} has torch {version}" for rank, version in by_torch.items())
-        _log.warning("the ranks of group %r run different versions: %s", group.name, versions)
-    return _check_reach(drafted, group, [other["host"] for other in by_rank]), number
-
-
-def _check_reach(drafted: Draft, group: Group, hosts: list[str]) -> Draft:
-    """A draft whose exchange reaches all ranks, and can be watched if it must; or all ranks raise the same.
-
-    Where the exchange was not named, another one is taken if need be.
-    """
-    exchange_specs = [wiring.exchange_spec for wiring in drafted.wirings]
-
-    def refusal(exchange: type[Transport]) -> Reason | None:
-        reason = exchange.reaches(group, hosts) or (exchange.watches(group) if drafted.paranoid else None)
-        # The class that does the work on this group's devices may support less.
-        return reason or next(filter(None, map(exchange.on(group.device).supports, exchange_specs)), None)
-
-    if drafted.exchange_reason is not None:
-        chosen, why = choose_exchange(
-            lambda exchange: refusal(exchange) or exchange.pays(hosts), group.size, group.device
-        )
-        if chosen is not drafted.exchange:
-            drafted = draft_as_told(
-                drafted.specs,
-                drafted.world,
-                exchange=chosen,
-                in_flight=drafted.in_flight,
-                max_rows=drafted.max_rows,
-                paranoid=drafted.paranoid,
-                renormalize_dropped=drafted.renormalize_dropped,
-                device=group.device,
-            )
-        drafted = replace(drafted, exchange_reason=why)
-    reason = refusal(drafted.exchange)
-    if reason is None:
-        return drafted.on_hosts(number_hosts(hosts)) if drafted.exchange.sums_in_hosts else drafted
-    others = [
-        Alternative(changes={"exchange": name}) for name, cls in EXCHANGES.items() if refusal(cls) is None
-    ]
-    raise PlanError(
-        str(reason),
-        expected="an exchange that reaches all ranks of the group, and supports its layers there"
-        + (", and can be watched" if drafted.paranoid else ""),
-        fix="" if others else reason.why,
-        rank=group.rank,
-        alternatives=others,
-    )
-
-
-def _differences(first: Iterable[str], by_rank: list[dict[str, Any]]) -> dict[str, dict[int, Any]]:
-    """The fields that differ, some first, with every rank's value. A field that a rank lacks is None there."""
-    names = dict.fromkeys([*first, *(name for fields in by_rank for name in fields)])
-    values = {name: {rank: fields.get(name) for rank, fields in enumerate(by_rank)} for name in names}
-    return {
-        name: ranks for name, ranks in values.items() if any(value != ranks[0] for value in ranks.values())
-    }
