@@ -4,6 +4,7 @@ import pytest
 
 from tests.cli.runner import call, call_json
 from tokenyard.lab.bench import hosts as bench
+from tokenyard.lab.bench import hosts_overlap
 from tokenyard.lab.hosts import network
 
 TINY = bench.Job(ranks_by_host=(2, 1), num_tokens=3, hidden_size=32, num_experts=3, top_k=2)
@@ -47,3 +48,16 @@ def test_ranks_that_fail_are_quoted(monkeypatch):
     monkeypatch.setattr(bench, "start_ranks", lambda *_, **__: [report])
     with pytest.raises(bench.GroupError, match="ranks on hosts failed:\nValueError: no such wire"):
         bench.measure_hosts(TINY)
+
+
+@pytest.mark.skipif(bool(network.why_not()), reason=network.why_not())
+def test_what_overlaps_is_measured_beside_travel_and_computation():
+    shape = ("--ranks", 1, "--tokens", 4, "--hidden-size", 64, "--num-experts", 4, "--top-k", 2)
+    links = ("--rate", 1000, "--delay", 10, "--compute", 10, "--rounds", 2, "--exchange", "two_sided")
+    found = {one["parameters"]["call"]: one for one in call_json("bench", "hosts", *shape, *links)["results"]}
+    assert set(found) == {"one after another", "overlapped", *hosts_overlap.SHARED}
+    travel = found["overlapped"]["details"]["travel_ms"]
+    assert travel > 40  # two batches, out and back
+    assert found["one after another"]["floor"]["median"] == travel + 20
+    assert found["overlapped"]["floor"]["median"] == max(travel, 20)
+    assert found["overlapped"]["target"] == 1.15 * max(travel, 20)
