@@ -7,6 +7,7 @@ from tests.conformance import mutants
 from tokenyard.conformance.draws import MOST_PRODUCTS, draw_case, draw_cases, histogram, is_large
 from tokenyard.conformance.suites import check_cases
 from tokenyard.errors import InputError, Reason
+from tokenyard.exchange.one_sided.cuda import CudaTransport
 from tokenyard.experts import ACTIVATIONS
 from tokenyard.formats import WEIGHT_FORMATS
 
@@ -68,13 +69,18 @@ def test_threads_on_a_gpu_are_at_most_eight_and_draw_what_processes_do():
     assert drawn[:50] == [draw_case(seed, ranks="processes") for seed in range(50)]
 
 
-def test_what_an_exchange_refuses_on_a_gpu_is_not_drawn_for_one():
-    """one_sided returns choices on CPUs alone."""
-    sums = {
-        device: {draw_case(seed, exchange="one_sided", device=device).sum for seed in range(100)}
-        for device in ("cpu", "cuda")
-    }
-    assert sums == {"cpu": {"ranks", "choices"}, "cuda": {"ranks"}}
+def test_what_an_exchange_refuses_on_a_gpu_is_not_drawn_for_one(monkeypatch):
+    """A one_sided whose class for GPUs returns no choices; ours does."""
+
+    def sums():
+        return {
+            device: {draw_case(seed, exchange="one_sided", device=device).sum for seed in range(100)}
+            for device in ("cpu", "cuda")
+        }
+
+    assert sums() == {"cpu": {"ranks", "choices"}, "cuda": {"ranks", "choices"}}
+    monkeypatch.setattr(CudaTransport, "returns_choices", False)
+    assert sums() == {"cpu": {"ranks", "choices"}, "cuda": {"ranks"}}
 
 
 def test_the_work_of_a_case_is_capped():

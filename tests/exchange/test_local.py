@@ -88,14 +88,11 @@ def test_what_arrives_is_that_of_other_exchanges_and_a_copy(kind):
         assert (first.round, second.round) == (1, 2)
         for arrival in (first, second):
             held = arrival.received
-            mine = [
-                *held.rows.payloads.values(),
-                held.routes.ids_RK,
-                held.routes.weights_RK,
-                *held.extra.values(),
-            ]
+            rows = held.rows if held.slots_R is None else held.rows.select(held.slots_R)
+            beside = [held.routes.ids_RK, held.routes.weights_RK, *held.extra.values()]
+            mine = [*held.rows.payloads.values(), *beside]
             assert not {t.data_ptr() for t in mine} & {t.data_ptr() for t in given}
-            arrived.setdefault(exchange, []).append(mine)
+            arrived.setdefault(exchange, []).append([*rows.payloads.values(), *beside])
     for mine, others in zip(arrived["local"], arrived["two_sided"], strict=True):
         assert [t.dtype for t in mine] == [t.dtype for t in others]
         assert all(map(same_bits, mine, others))

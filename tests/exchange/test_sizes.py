@@ -201,6 +201,7 @@ def test_counters_add_up_rank_by_rank(monkeypatch):
         "rows_received": [44, 55],
         "dispatch_bytes": [1100, 2200],
         "combine_bytes": [77, 88],
+        "lost": [],
         "moves": asdict(MoveStats()),
         "wait_s": {"dispatch": 0.0, "combine": 3.5},
     }

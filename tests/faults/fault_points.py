@@ -63,7 +63,8 @@ def in_another_protocol(announcements):
     """What this rank tells the others, if it is to speak another protocol than they do."""
     if not FaultPoint.protocol:
         return announcements
-    return replace(announcements, mine=replace(announcements.mine, protocol=FaultPoint.protocol))
+    other = replace(announcements.mine, protocol=FaultPoint.protocol)
+    return replace(announcements, say=lambda: other)
 
 
 class InterruptibleOneSided(Interruptible, EXCHANGES["one_sided"]):

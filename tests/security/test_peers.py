@@ -25,8 +25,8 @@ def lying(kind: type, **lies):
         def send(self, batch):
             told = batch.announcements
             if self.group.rank == 1:
-                lie = {name: make(told.mine) for name, make in lies.items()}
-                told = replace(told, mine=replace(told.mine, **lie))
+                lie = replace(told.mine, **{name: make(told.mine) for name, make in lies.items()})
+                told = replace(told, say=lambda: lie)
             return super().send(replace(batch, announcements=told))
 
     return Lying

@@ -69,7 +69,7 @@ def sort_on_device(ids_RK: Tensor, experts: int, tile: int, *, early: bool) -> S
     max_tiles = min(pairs, pairs // tile + experts)
     order_N = torch.empty(pairs, dtype=torch.int32, device=device)
     tiles = torch.empty(5 * max_tiles + 3, dtype=torch.int32, device=device)
-    how_many = tiles[5 * max_tiles :]
+    how_many = tiles[5 * max_tiles : 5 * max_tiles + 1]  # and two counters behind it
     sizes, launch = (experts, bins, top_k, choices, CHUNK), launch_options(early)
     if chunks == 1:
         sorting.sort_pairs[(experts,)](
