@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from tokenyard.errors import ContractError, InputError, shown
-from tokenyard.exchange.batch import UnencodedRows
+from tokenyard.exchange.batch import Arrival, UnencodedRows
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.formats.base import EncodedRows, dtype_name, is_matrix
 from tokenyard.routing import Routes
-from tokenyard.rows import RoutingLogits, describe
+from tokenyard.rows import (
+    ExpertResult,
+    PlacedRows,
+    RoutingLogits,
+    check_choice_rows,
+    check_expert_rows,
+    describe,
+)
 
 
 def check_batch(
@@ -131,3 +138,52 @@ def check_writable(out: Tensor) -> None:
     raise InputError(
         f"`out` is {describe(out)} {found}", expected="a tensor of its own that can be written", fix=fix
     )
+
+
+def check_sum(
+    arrival: Arrival,
+    *,
+    reduces: bool,
+    out: Tensor | None,
+    add: Sequence[Tensor],
+    most: int | None,
+    device: torch.device,
+) -> None:
+    """Raise unless whoever sums results is who the plan says, and what they are written into and added to fits.
+
+    `reduces`: whether the exchange was asked to sum; `most`: the tensors that can be added, None for any number.
+    """
+    spec = arrival.spec
+    if reduces != spec.reduces_ranks:
+        raise ContractError(
+            f"the {'exchange' if reduces else 'caller'} was asked to reduce over ranks",
+            expected=f"the {'exchange' if spec.reduces_ranks else 'caller'} to do it, as the plan says",
+            fix='take them unreduced, or plan with reduce_ranks="exchange"'
+            if reduces
+            else 'let the exchange do it, or plan with reduce_ranks="caller"',
+        )
+    for tensor in ([] if out is None else [out]) + list(add):
+        check_output(spec, tensor, arrival.batch_tokens, device)
+    if out is not None:
+        check_writable(out)
+    if most is not None and len(add) > most:
+        raise InputError(
+            f"{len(add)} tensors to add",
+            expected=f"at most {most} on a GPU",
+            fix="add some of them before",
+        )
+
+
+def check_result(arrival: Arrival, result: ExpertResult) -> Tensor | None:
+    """The rows of results that fit an arrival; None, where the experts have written them where they are read."""
+    if isinstance(result, PlacedRows) and arrival.received.results is not None:
+        if result.buffer is not arrival.received.results:
+            raise ContractError(
+                "combine was given rows that were placed in the buffer of another dispatch",
+                expected="PlacedRows of `received.results`, of this very dispatch",
+                fix="ask for the buffer after each dispatch",
+            )
+        return None
+    if arrival.spec.sums_choices:
+        return check_choice_rows(result, arrival.received).rows_NH
+    return check_expert_rows(result, arrival.received).rows_RH

@@ -46,7 +46,6 @@ from tokenyard.errors import (
     Corrupted,
     Drifted,
     HandleError,
-    InputError,
     PeerFailed,
     PeerLost,
     PlanBroken,
@@ -63,7 +62,7 @@ from tokenyard.exchange.batch import (
     ResultsAtHome,
     UnencodedRows,
 )
-from tokenyard.exchange.checks import check_batch, check_output, check_writable
+from tokenyard.exchange.checks import check_batch, check_result, check_sum
 from tokenyard.exchange.in_flight import InFlightQueue
 from tokenyard.exchange.integrity.watched import WatchedTransport
 from tokenyard.exchange.passes import RowBound, TooManyRows, first_part, more_parts, parts_for
@@ -78,11 +77,8 @@ from tokenyard.routing import Routes
 from tokenyard.rows import (
     CombinedRows,
     ExpertResult,
-    PlacedRows,
     RankRows,
     RoutingLogits,
-    check_choice_rows,
-    check_expert_rows,
 )
 
 Home = TypeVar("Home")  # what is made of results that came home
@@ -487,32 +483,17 @@ class Exchange:
     ) -> Results:
         """Results that can be sent; raises unless they, and what they are written into and added to, fit."""
         spec = arrival.spec
-        if reduces != spec.reduces_ranks:
-            raise ContractError(
-                f"the {'exchange' if reduces else 'caller'} was asked to reduce over ranks",
-                expected=f"the {'exchange' if spec.reduces_ranks else 'caller'} to do it, as the plan says",
-                fix='take them unreduced, or plan with reduce_ranks="exchange"'
-                if reduces
-                else 'let the exchange do it, or plan with reduce_ranks="caller"',
-            )
-        for tensor in ([] if out is None else [out]) + list(add):
-            check_output(spec, tensor, arrival.batch_tokens, self.group.device)
-        if out is not None:
-            check_writable(out)
-        most = self.transport.most_terms
-        if most is not None and len(add) > most:
-            raise InputError(
-                f"{len(add)} tensors to add",
-                expected=f"at most {most} on a GPU",
-                fix="add some of them before",
-            )
-        rows_RH = encoded = None
-        if not self._is_placed(arrival, result):
-            if spec.sums_choices:
-                rows_RH = check_choice_rows(result, arrival.received).rows_NH
-            else:
-                rows_RH = check_expert_rows(result, arrival.received).rows_RH
-            encoded = None if self.transport.encodes_results else spec.combine_wire.encode(rows_RH)
+        check_sum(
+            arrival,
+            reduces=reduces,
+            out=out,
+            add=add,
+            most=self.transport.most_terms,
+            device=self.group.device,
+        )
+        rows_RH, encoded = check_result(arrival, result), None
+        if rows_RH is not None and not self.transport.encodes_results:
+            encoded = spec.combine_wire.encode(rows_RH)
         return Results(
             arrival=arrival,
             rows_RH=rows_RH,
@@ -521,18 +502,6 @@ class Exchange:
                 spec, Phase.COMBINE, arrival.round, tokens=arrival.routes.num_tokens
             ),
         )
-
-    def _is_placed(self, arrival: Arrival, result: object) -> bool:
-        """Whether the experts have written their results where they are read."""
-        if not isinstance(result, PlacedRows) or arrival.received.results is None:
-            return False
-        if result.buffer is not arrival.received.results:
-            raise ContractError(
-                "combine was given rows that were placed in the buffer of another dispatch",
-                expected="PlacedRows of `received.results`, of this very dispatch",
-                fix="ask for the buffer after each dispatch",
-            )
-        return True
 
     def _ahead(self, pending: Pending[Home], ahead: bool) -> Pending[Home]:
         """What a transport has started, with its wait in a thread of its own, where that is work and pays."""
