@@ -7,8 +7,9 @@ import pytest
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.exchange.stats import LayerStats
+from tokenyard.planning.agreement import make_plan_id
 from tokenyard.planning.drafting import ranks_per_token
-from tokenyard.planning.planner import Plan, _plan_id
+from tokenyard.planning.planner import Plan
 
 
 def alone():
@@ -71,7 +72,7 @@ def test_the_group_of_the_ranks_that_were_left_goes_with_the_next_loss():
 @pytest.mark.parametrize("fingerprint", [0, 1, 2, 2**63 - 2, 2**63 - 1])
 def test_plans_of_a_group_have_different_numbers_of_63_bits(fingerprint):
     drafted = SimpleNamespace(fingerprint=lambda: fingerprint)
-    numbers = [_plan_id(drafted, number) for number in range(1, 9)]
+    numbers = [make_plan_id(drafted, number) for number in range(1, 9)]
     assert len(set(numbers)) == 8
     assert all(0 <= number < 2**63 for number in numbers)
 
