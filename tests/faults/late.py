@@ -7,9 +7,7 @@ its own call, and none may come from a plan that has lost a rank.
     python -m tests.faults.late --trials 200 --write bench/results/late-cpu.json --page docs/guide/losing-ranks.md
 """
 
-import argparse
 import collections
-import json
 import os
 import random
 import signal
@@ -20,12 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 import tokenyard as ty
-from tests.faults.report import rewrite
 from tests.faults.starting import kill
-from tokenyard.cli.machine import provenance
+from tests.faults.trials import run_trials
 
 DEADLINE = 0.5  # seconds
 EXCHANGES = ("one_sided", "two_sided", "allgather")
@@ -155,30 +151,19 @@ def sentence(summary):
     )
 
 
+def judge(seed, summary):
+    """A trial, and what was wrong in it; counts those in which a rank was lost."""
+    trial = draw(seed)
+    said = run(trial)
+    summary["with a loss"] += any("PeerLost" in each for each in said)
+    return trial, complaints(said)
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--trials", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--write", type=Path, help="a file for the JSON")
-    parser.add_argument("--page", type=Path, help="a page of the documentation, whose counts are renewed")
-    options = parser.parse_args()
-    summary = {"trials": options.trials, "with a loss": 0, "off": [], "deadline_s": DEADLINE}
-    with Console(stderr=True).status("starting") as status:
-        for number in range(options.trials):
-            trial = draw(options.seed + number)
-            said = run(trial)
-            summary["with a loss"] += any("PeerLost" in each for each in said)
-            if found := complaints(said):
-                summary["off"].append({"trial": vars(trial), "complaints": found})
-            status.update(f"{number + 1} of {options.trials}: {sentence(summary)}")
-    print(sentence(summary))
-    for each in summary["off"]:
-        print(each)
-    if options.write:
-        document = {"benchmark": "late ranks", **provenance(), "seed": options.seed, "results": summary}
-        options.write.write_text(json.dumps(document, indent=2) + "\n")
-    if options.page:
-        rewrite(options.page, "late", sentence(summary))
+    counts = {"with a loss": 0, "deadline_s": DEADLINE}
+    summary = run_trials(
+        __doc__, judge, sentence, trials=200, summary=counts, benchmark="late ranks", mark="late"
+    )
     return 1 if summary["off"] or not summary["with a loss"] else 0
 
 

@@ -6,7 +6,6 @@ the move. Then those that are left have one placement, the old or the new one, a
     python -m tests.faults.moves --trials 200 --write bench/results/moves-cpu.json --page docs/guide/balancing.md
 """
 
-import argparse
 import json
 import os
 import random
@@ -19,12 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 import tokenyard as ty
-from tests.faults.report import rewrite
+from tests.faults.trials import run_trials
 from tests.models import batch, build, spec
-from tokenyard.cli.machine import provenance
 from tokenyard.planning import moving
 from tokenyard.planning.planner import Plan
 from tokenyard.planning.rebalancing import Progress, Rebalance
@@ -202,33 +199,23 @@ def sentence(summary):
     )
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--trials", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--write", type=Path, help="a file for the JSON")
-    parser.add_argument("--page", type=Path, help="a page of the documentation, whose counts are renewed")
-    options = parser.parse_args()
-    summary = {"trials": options.trials, "new": 0, "old": 0, "off": [], "deadline_s": DEADLINE}
+def judge(seed, summary):
+    """A trial, and what was wrong in it; counts which placement was left."""
+    trial = draw(seed)
+    said = run(trial)
+    tables = [each["table"] for rank, each in enumerate(said) if each and rank != trial.victim]
     old = [
         [list(row) for row in table] for table in (OLD.table, *(OLD.without([r]).table for r in range(WORLD)))
     ]
-    with Console(stderr=True).status("starting") as status:
-        for number in range(options.trials):
-            trial = draw(options.seed + number)
-            said = run(trial)
-            tables = [each["table"] for rank, each in enumerate(said) if each and rank != trial.victim]
-            summary["old" if tables and tables[0] in old else "new"] += 1
-            if found := complaints(trial, said):
-                summary["off"].append({"trial": vars(trial), "complaints": found})
-                print(trial, found, flush=True)
-            status.update(f"{number + 1} of {options.trials}: {sentence(summary)}")
-    print(sentence(summary))
-    if options.write:
-        document = {"benchmark": "moves", **provenance(), "seed": options.seed, "results": summary}
-        options.write.write_text(json.dumps(document, indent=2) + "\n")
-    if options.page:
-        rewrite(options.page, "moves", sentence(summary))
+    summary["old" if tables and tables[0] in old else "new"] += 1
+    return trial, complaints(trial, said)
+
+
+def main():
+    counts = {"new": 0, "old": 0, "deadline_s": DEADLINE}
+    summary = run_trials(
+        __doc__, judge, sentence, trials=200, summary=counts, benchmark="moves", mark="moves"
+    )
     return 1 if summary["off"] or not (summary["new"] and summary["old"]) else 0
 
 

@@ -3,7 +3,6 @@
 python -m tests.faults.survivors --trials 60 --write bench/results/survivors-cpu.json --page docs/guide/losing-ranks.md
 """
 
-import argparse
 import json
 import os
 import random
@@ -15,12 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 import tokenyard as ty
-from tests.faults.report import rewrite
+from tests.faults.trials import run_trials
 from tests.models import batch, build, spec
-from tokenyard.cli.machine import provenance
 
 DEADLINE = 10.0  # seconds
 EXCHANGES = ("one_sided", "two_sided", "allgather")
@@ -111,27 +108,16 @@ def sentence(summary):
     )
 
 
+def judge(seed, summary):
+    """A trial, and what was wrong in it."""
+    trial = draw(seed)
+    return trial, complaints(trial, run(trial))
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--trials", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--write", type=Path, help="a file for the JSON")
-    parser.add_argument("--page", type=Path, help="a page of the documentation, whose counts are renewed")
-    options = parser.parse_args()
-    summary = {"trials": options.trials, "off": []}
-    with Console(stderr=True).status("starting") as status:
-        for number in range(options.trials):
-            trial = draw(options.seed + number)
-            if found := complaints(trial, run(trial)):
-                summary["off"].append({"trial": vars(trial), "complaints": found})
-                print(trial, found, flush=True)
-            status.update(f"{number + 1} of {options.trials}: {sentence(summary)}")
-    print(sentence(summary))
-    if options.write:
-        document = {"benchmark": "survivors", **provenance(), "seed": options.seed, "results": summary}
-        options.write.write_text(json.dumps(document, indent=2) + "\n")
-    if options.page:
-        rewrite(options.page, "survivors", sentence(summary))
+    summary = run_trials(
+        __doc__, judge, sentence, trials=60, summary={}, benchmark="survivors", mark="survivors"
+    )
     return 1 if summary["off"] else 0
 
 
