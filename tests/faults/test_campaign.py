@@ -35,7 +35,7 @@ RESULTS = ROOT / "bench" / "results" / "faults-cpu.json"
 @pytest.mark.timeout(900)
 def test_every_kind_of_fault_gives_the_right_errors_and_leaves_nothing_behind(tmp_path):
     written = tmp_path / "faults.json"
-    command = [sys.executable, "-m", "tests.faults.campaign", "--scale", "0.001", "--workers", "1"]
+    command = [sys.executable, "-m", "tests.faults.campaign", "--scale", "0.001", "--workers", "2"]
     command += ["--patience", "3"]  # other tests run beside it, on machines of which nothing is known
     done = subprocess.run(
         [*command, "--write", str(written)],

@@ -1,5 +1,6 @@
 """Processes that run tests of a copy of the repository: how they begin, and how they end."""
 
+import gc
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import types
 from pathlib import Path
 
 import pytest
+import pytest_timeout  # noqa: F401  (imported once here, not once for each mutant)
 
 
 def run_pytest(folder, arguments, plugin):
@@ -25,7 +27,9 @@ def run_pytest(folder, arguments, plugin):
     sys.modules["__main__"] = types.ModuleType("__main__")  # which processes of ranks would import
     sys.dont_write_bytecode = True
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout", "120"]
+    gc.freeze()  # pytest collects garbage when it ends, and need not look at what was imported before
+    unused = [word for name in ("cacheprovider", "xdist", "anyio") for word in ("-p", f"no:{name}")]
+    options = ["-x", "-q", *unused, "--timeout", "120"]
     return int(pytest.main([*options, *arguments], plugins=[plugin]))
 
 

@@ -1,8 +1,6 @@
 """The tool that changes the core: what it changes, which tests it chooses, and what it calls killed."""
 
 import json
-import subprocess
-import sys
 from concurrent.futures import Future
 from pathlib import Path
 from typing import ClassVar
@@ -225,42 +223,35 @@ def start_small_worker(folder):
     trial.start_worker(folder, ["tests"])
 
 
-def meet_small_mutant(folder):
-    """What becomes of a mutant of a small project, with each of those tests, and with others, in both ways."""
-    mutant = next(m for m in mutants_of("src/small.py", _SMALL) if m.after == "(x // 2)")
-    lists = [[f"tests/test_{number}.py::test_it"] for number in range(len(_TESTS))]
-    lists += [["tests/test_nowhere.py::test_it"], ["tests/test_3.py::test_it", "tests/test_0.py::test_it"]]
-    lists += [["tests/test_nowhere.py::test_it", "tests/test_0.py::test_it"]]
-    with tool.start_workers(1, start_small_worker, folder) as workers:
-        limits = [5 if number == 2 else 60 for number in range(len(lists))]
-        stages = [[each] for each in zip(lists, limits, strict=True)]
-        trials = [(mutant, each, (), (way,)) for way in ("preloaded", "anew") for each in stages]
-        outcomes = list(workers.map(trial.meet, trials))
-    print(json.dumps([(outcome.verdict, outcome.test) for _, outcome in outcomes]))
-
-
 def test_what_becomes_of_a_mutant(tmp_path):
+    """With each of those tests, and with others, in both ways."""
     (tmp_path / "src").mkdir()
     (tmp_path / "tests").mkdir()
     (tmp_path / "src" / "small.py").write_text(_SMALL)
     for number, test in enumerate(_TESTS.values()):
         (tmp_path / "tests" / f"test_{number}.py").write_text(f"import small\n{test}\n")
-    code = f"from tests.mutation.test_mutation import meet_small_mutant as meet; meet({str(tmp_path)!r})"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
-    )
+    mutant = next(m for m in mutants_of("src/small.py", _SMALL) if m.after == "(x // 2)")
+    lists = [[f"tests/test_{number}.py::test_it"] for number in range(len(_TESTS))]
+    lists += [["tests/test_nowhere.py::test_it"], ["tests/test_3.py::test_it", "tests/test_0.py::test_it"]]
+    lists += [["tests/test_nowhere.py::test_it", "tests/test_0.py::test_it"]]
+    trials = []
+    for way, short in (("preloaded", 1), ("anew", 4)):  # seconds; "anew" starts pytest in them
+        stages = [[(names, short if number == 2 else 60)] for number, names in enumerate(lists)]
+        trials += [(mutant, each, (), (way,)) for each in stages]
+    with tool.start_workers(1, start_small_worker, tmp_path) as workers:
+        outcomes = [outcome for _, outcome in workers.map(trial.meet, trials)]
     each_way = [
-        ["killed", "tests/test_0.py::test_it"],
-        ["alive", None],
-        ["timed out", None],
-        ["met by no test", None],
-        ["killed", "tests/test_4.py::test_it"],
-        ["met by no test", None],
-        ["met by no test", None],
-        ["killed", "tests/test_0.py::test_it"],
+        ("killed", "tests/test_0.py::test_it"),
+        ("alive", None),
+        ("timed out", None),
+        ("met by no test", None),
+        ("killed", "tests/test_4.py::test_it"),
+        ("met by no test", None),
+        ("met by no test", None),
+        ("killed", "tests/test_0.py::test_it"),
+        ("killed", "tests/test_0.py::test_it"),
     ]
-    each_way.append(["killed", "tests/test_0.py::test_it"])
-    assert json.loads(done.stdout) == [*each_way, *each_way]
+    assert [(outcome.verdict, outcome.test) for outcome in outcomes] == each_way * 2
 
 
 def test_functions_get_the_code_of_the_mutant():
