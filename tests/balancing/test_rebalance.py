@@ -8,7 +8,7 @@ import torch
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.planning import moving
-from tokenyard.planning.planner import Plan
+from tokenyard.planning.expert_moves import ExpertMoves
 from tokenyard.routing import balance, imbalance, rank_loads
 
 
@@ -324,18 +324,18 @@ def dies_in(group, stage):
     elif stage == "copying":
         group.subgroup = end
     elif stage == "ready":
-        conclude = Plan._conclude
+        conclude = ExpertMoves._conclude
 
-        def or_end(plan, move):
-            return end() if plan.group is group else conclude(plan, move)
+        def or_end(moves, move):
+            return end() if moves._state.group is group else conclude(moves, move)
 
-        Plan._conclude = or_end
+        ExpertMoves._conclude = or_end
 
 
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("stage", ["agreement", "copying", "ready"])
 def test_a_rank_that_dies_on_the_way_leaves_the_others_on_one_placement(stage, wait, monkeypatch):
-    monkeypatch.setattr(Plan, "_conclude", Plan._conclude)  # put back what a rank replaces
+    monkeypatch.setattr(ExpertMoves, "_conclude", ExpertMoves._conclude)  # put back what a rank replaces
     first, second, _ = on_ranks(3, dies_on_the_way, stage, wait, deadline=3.0)
     old, new = (placement.without([2]).table for placement in (EVERYWHERE, WANTED))
     assert first == second

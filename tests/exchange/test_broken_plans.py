@@ -223,7 +223,7 @@ def test_a_plan_that_cannot_tell_of_what_it_gave_up_is_broken(exchange, error, w
 
     with pytest.raises(ValueError, match="given up"):
         gives_up()
-    plan.exchange.check_usable()
+    plan.exchange.usability.check()
     with pytest.raises(type(error)):
         plan.exchange.combine(flights[0], built.experts(flights[0].received))
     broken = raised(built, x_TH, routes)

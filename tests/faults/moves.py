@@ -23,7 +23,7 @@ import tokenyard as ty
 from tests.faults.trials import run_trials
 from tests.models import batch, build, spec
 from tokenyard.planning import moving
-from tokenyard.planning.planner import Plan
+from tokenyard.planning.expert_moves import ExpertMoves
 from tokenyard.planning.rebalancing import Progress, Rebalance
 
 DEADLINE = 3.0  # seconds
@@ -107,10 +107,13 @@ def lay_trap(group, trial):
         before(Rebalance, "_report", lambda _, progress: progress is Progress.READY, after=True)
     elif trial.stage == "decision":
         before(
-            Plan, "_noticed", lambda plan, _: plan._move and plan._move.decision == Progress.READY, after=True
+            ExpertMoves,
+            "_noticed",
+            lambda moves, _: moves._move and moves._move.decision == Progress.READY,
+            after=True,
         )
     else:
-        before(Plan, "_conclude", after=trial.stage == "switched")
+        before(ExpertMoves, "_conclude", after=trial.stage == "switched")
 
 
 def rank_main(group, trial, folder):

@@ -9,7 +9,7 @@ from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.exchange.stats import LayerStats
 from tokenyard.planning.agreement import make_plan_id
 from tokenyard.planning.drafting import ranks_per_token
-from tokenyard.planning.planner import Plan
+from tokenyard.planning.expert_moves import ExpertMoves
 
 
 def alone():
@@ -26,9 +26,8 @@ def test_groups_that_the_caller_made_stay_open_and_those_of_the_plan_are_closed(
     plan = ty.plan([spec()], first)
     exchange = plan.exchange
     plan.readmit(group=second)
-    assert "the plan is closed" in str(
-        raised(exchange.check_open)
-    )  # what it shared with the old group is given back
+    # What it shared with the old group is given back.
+    assert "the plan is closed" in str(raised(exchange.usability.check_open))
     plan.readmit(group=third)
     assert plan.group is third
     assert [is_closed(group) for group in (first, second, third)] == [False] * 3
@@ -136,12 +135,14 @@ def test_the_rows_that_come_home_for_each_choice_are_told_with_two_digits():
     ],
 )
 def test_a_layer_moves_if_it_is_too_uneven_and_another_placement_is_better(load_E, threshold, moves):
-    plan = Plan.__new__(Plan)
     placement = ty.Placement.contiguous(4, 2)
     exchange_spec = SimpleNamespace(placement=placement, num_experts=4)
-    plan._wirings = {"moe": SimpleNamespace(exchange_spec=exchange_spec, spec=spec(spare_experts=1))}
-    plan.exchange = SimpleNamespace(stats={"moe": LayerStats(2)})
     asked = []
-    plan.load = lambda *, reset: asked.append(reset) or {"moe": load_E}
-    assert list(plan._balanced(threshold, {"moe": [3, 3]})) == (["moe"] if moves else [])
+    moves_of_plan = ExpertMoves.__new__(ExpertMoves)
+    moves_of_plan._state = SimpleNamespace(
+        wiring={"moe": SimpleNamespace(exchange_spec=exchange_spec, spec=spec(spare_experts=1))}.get,
+        exchange=SimpleNamespace(stats={"moe": LayerStats(2)}),
+        load=lambda *, reset: asked.append(reset) or {"moe": load_E},
+    )
+    assert list(moves_of_plan._balanced(threshold, {"moe": [3, 3]})) == (["moe"] if moves else [])
     assert asked == [True]  # the next time counts what comes after this

@@ -84,7 +84,7 @@ def one_is_ahead(group):
         found = [module(*x) for module, x in zip(built, given, strict=True)]
     except Gone:
         return None
-    return all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), plan._calls
+    return all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), plan._recovery.calls
 
 
 def test_a_rank_that_has_finished_a_call_serves_it_once_more():

@@ -44,11 +44,9 @@ from torch import Tensor
 from tokenyard.errors import (
     ContractError,
     Corrupted,
-    Drifted,
     HandleError,
     PeerFailed,
     PeerLost,
-    PlanBroken,
     TokenyardError,
 )
 from tokenyard.exchange.announcement import Announcement, Announcements, Phase, ignore_notices
@@ -70,6 +68,7 @@ from tokenyard.exchange.round_trip import OpenRoundTrips, RoundTrip
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.stats import LayerStats, LoadCounter
 from tokenyard.exchange.transport import Transport
+from tokenyard.exchange.usability import Usability
 from tokenyard.formats.base import EncodedRows
 from tokenyard.group.base import Group, Pending
 from tokenyard.group.one_thread import OneThread, by_one_thread
@@ -115,9 +114,7 @@ class Exchange:
         self._plan_id = plan_id
         self._names: list[str] = []
         self._round = 0  # the last dispatch in which all ranks met
-        self._closed = False
-        # Why a wait for the other ranks has ended without an answer.
-        self._broken: BaseException | None = None
+        self.usability = Usability(group.rank)  # whether the plan is open, and not broken
         self._traveling: Pending[Any] | None = None  # the phase that was started last
         self._trips = OpenRoundTrips(group.rank)
         self._one_thread = OneThread("the plan")
@@ -148,11 +145,6 @@ class Exchange:
         return self._in_flight.is_empty
 
     @property
-    def broken_by(self) -> BaseException | None:
-        """Why a wait for the other ranks has ended without an answer; None, if none has."""
-        return self._broken
-
-    @property
     def rounds(self) -> int:
         """The dispatches in which all ranks met: between calls, the same number on every rank."""
         return self._round
@@ -173,7 +165,7 @@ class Exchange:
     @by_one_thread
     def synchronize(self) -> None:
         """Raise what went wrong in calls that did not wait for it."""
-        with _Waiting(self):
+        with self.usability.waiting():
             self.transport.synchronize()
 
     def fixed_shapes(self, max_tokens: int | None = None) -> AbstractContextManager[None]:
@@ -217,7 +209,7 @@ class Exchange:
         ahead: bool = True,
     ) -> Pending[Arrival]:
         """Start what `dispatch` does, and return while rows travel. `ahead`: something is computed meanwhile."""
-        self.check_usable(layer=spec.layer)
+        self.usability.check(layer=spec.layer)
         self._settle()
         self._check_dropped(spec)
         self._in_flight.check_room(spec)
@@ -232,7 +224,7 @@ class Exchange:
     def start_next(self, arrival: Arrival) -> Pending[Arrival]:
         """Start what `dispatch_next` does, and return while rows travel."""
         spec, part = arrival.spec, arrival.part
-        self.check_usable(layer=spec.layer)
+        self.usability.check(layer=spec.layer)
         self._settle()
         if part is None or not arrival.has_more:
             raise HandleError(
@@ -280,7 +272,7 @@ class Exchange:
         spec, stats = batch.spec, self.stats[batch.spec.layer]
         while True:
             try:
-                with stats.waiting("dispatch"), _Waiting(self, spec):
+                with stats.waiting("dispatch"), self.usability.waiting(spec):
                     arrival = pending.wait()
                 break
             except TooManyRows as announced:
@@ -461,9 +453,9 @@ class Exchange:
         spec, stats = arrival.spec, self.stats[arrival.spec.layer]
         with stats.waiting("combine"):
             try:
-                with _Waiting(self, spec):
+                with self.usability.waiting(spec):
                     home = pending.wait()
-                with _Waiting(self, spec, for_others=self.transport.waits_in_sum):
+                with self.usability.waiting(spec, for_others=self.transport.waits_in_sum):
                     used = use(home)
             except (PeerFailed, Corrupted):
                 self._tell_given_up(spec)
@@ -556,7 +548,7 @@ class Exchange:
 
     def check_turn(self, trip: RoundTrip) -> None:
         """Raise unless the results of a round trip are the next ones that go back."""
-        self.check_usable(layer=trip.spec.layer)
+        self.usability.check(layer=trip.spec.layer)
         self._trips.check_turn(trip)
 
     def next_to_advance(self, trip: RoundTrip) -> RoundTrip:
@@ -579,7 +571,7 @@ class Exchange:
         """End all round trips because of an error in one of them: tell the others, and raise it."""
         trips = self._trips.end_all(f"{type(error).__name__}: {error}")
         # Where the phase before has failed, nobody begins this dispatch.
-        settled = isinstance(error, PeerLost) or self._broken is not None or self._settles()
+        settled = isinstance(error, PeerLost) or self.usability.broken_by is not None or self._settles()
 
         def tell() -> None:
             if trip.owes_dispatch and settled:
@@ -611,11 +603,11 @@ class Exchange:
         if isinstance(error, TokenyardError):
             error.at(layer=spec.layer, rank=self.group.rank)
         if isinstance(error, PeerLost):
-            self._break(error)
-        if self._broken is None:
+            self.usability.break_by(error)
+        if self.usability.broken_by is None:
             self._settles()  # what travels ends first
-        if self._broken is None:
-            with _Waiting(self, spec):
+        if self.usability.broken_by is None:
+            with self.usability.waiting(spec):
                 tell()
             self._tell_given_up(spec)
         raise error
@@ -635,7 +627,7 @@ class Exchange:
 
     def _tell_given_up(self, spec: ExchangeSpec) -> None:
         """Take part in the combines of the oldest arrivals that were given up, only to say so."""
-        with _Waiting(self, spec):
+        with self.usability.waiting(spec):
             for arrival, error in self._in_flight.take_given_up():
                 self._fail_combine(arrival, error)
 
@@ -678,43 +670,17 @@ class Exchange:
             all_met=partial(self._meet, round),
             notice=self.notice,
             noticed=self.noticed,
-            ranks_parted=self._part,
+            ranks_parted=self.usability.ranks_parted,
         )
 
     def _meet(self, round: int) -> None:
         self._round = max(self._round, round)
 
-    def _part(self) -> PlanBroken:
-        """Some ranks were told of this plan, others of another: nobody knows in which round each one is."""
-        cause = self._broken = self._broken or (
-            Drifted(
-                "the ranks were in different plans",
-                expected="every rank of the group to call the layers of the same plans in the same order",
-                fix="look for a branch that only some ranks take",
-            )
-        )
-        return PlanBroken(cause, rank=self.group.rank)
-
-    def _break(self, cause: BaseException) -> None:
-        """Refuse all later calls: this one has ended without the others' answer."""
-        self._broken = self._broken or cause
-
     def _take(self, arrival: Arrival) -> None:
         """Take an arrival out of the queue, or say why it cannot be combined."""
-        self.check_usable(layer=arrival.spec.layer if isinstance(arrival, Arrival) else None)
+        self.usability.check(layer=arrival.spec.layer if isinstance(arrival, Arrival) else None)
         self._settle()
         self._in_flight.take(arrival)
-
-    def check_open(self, *, layer: str | None = None) -> None:
-        """Raise if the plan is closed."""
-        if self._closed:
-            raise HandleError(
-                "the plan is closed",
-                expected="an open plan",
-                fix="make a new plan",
-                layer=layer,
-                rank=self.group.rank,
-            )
 
     def in_use(self, *, layer: str | None = None, alone: bool = False) -> AbstractContextManager[None]:
         """A call of the plan that all its ranks make: by one thread at a time, and not after a loss.
@@ -725,22 +691,15 @@ class Exchange:
 
     def _begin_call(self, layer: str | None, alone: bool) -> None:
         """Raise unless a call of the plan can be made now."""
-        self.check_usable(layer=layer)
+        self.usability.check(layer=layer)
         self._settle()
         self._check_dropped()
         if alone:
             self._in_flight.check_empty(layer)
 
-    def check_usable(self, *, layer: str | None = None) -> None:
-        """Raise if the plan is closed, or broken."""
-        if self._closed:
-            self.check_open(layer=layer)
-        if self._broken is not None:
-            raise PlanBroken(self._broken, layer=layer, rank=self.group.rank)
-
     def close(self) -> None:
         """No more rounds; what is shared is given back."""
-        self._closed = True
+        self.usability.close()
         self._in_flight.clear()
         self._traveling = None
         self._trips.end_all("the plan was closed")
@@ -770,7 +729,7 @@ class _InUse:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, PeerLost):
-            self._exchange._break(error)
+            self._exchange.usability.break_by(error)
         self._exchange._one_thread.leave()
 
 
@@ -793,32 +752,3 @@ class _Telling:
                 self._exchange._end_trips(self._trip, error)
         finally:
             self._exchange._one_thread.leave()
-
-
-class _Waiting:
-    """A wait for the other ranks. If it is interrupted, or a rank is lost, the plan is broken.
-
-    Errors of the group, which knows no layers, get the layer's name.
-    """
-
-    __slots__ = ("_exchange", "_for_others", "_spec")
-
-    def __init__(
-        self, exchange: Exchange, spec: ExchangeSpec | None = None, *, for_others: bool = True
-    ) -> None:
-        self._exchange, self._spec, self._for_others = exchange, spec, for_others
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            return
-        if isinstance(error, TokenyardError) and self._spec is not None:
-            error.at(layer=self._spec.layer, rank=self._exchange.group.rank)
-        # An answer of the others.
-        answer = isinstance(error, TokenyardError | TooManyRows) and not isinstance(error, PeerLost)
-        if self._for_others and not answer:
-            self._exchange._break(error)

@@ -11,7 +11,7 @@ class GoesOn(TwoSidedTransport):
     name = "goes_on"
 
     def send(self, batch):
-        exchange_of(batch.announcements)._break = lambda cause: None
+        exchange_of(batch.announcements).usability.break_by = lambda cause: None
         if self.__dict__.get("losses", 0) > 1:
             return Pending(lambda: batch.arrived(*self.last))
         try:
@@ -56,14 +56,14 @@ class IsNotBrokenForLong(SharedMemoryTransport):
     name = "is_not_broken_for_long"
 
     def send(self, batch):
-        exchange = exchange_of(batch.announcements)
+        usability = exchange_of(batch.announcements).usability
 
-        def check_usable(*, layer=None):
+        def check(*, layer=None):
             try:
-                type(exchange).check_usable(exchange, layer=layer)
+                type(usability).check(usability, layer=layer)
             except PlanBroken:
-                exchange._broken = None
+                usability.broken_by = None
                 raise
 
-        exchange.check_usable = check_usable
+        usability.check = check
         return super().send(batch)

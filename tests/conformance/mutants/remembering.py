@@ -3,6 +3,7 @@
 import dataclasses
 import threading
 import typing
+from types import MethodType
 
 import torch
 
@@ -118,7 +119,8 @@ class RoundStandsStill(ChangesResults):
                 return pending.wait()
             finally:
                 exchange = exchange_of(batch.announcements)
-                exchange._round, exchange._meet = 0, lambda round: None
+                exchange._round = 0
+                exchange._meet = MethodType(lambda exchange, round: None, exchange)
 
         return Pending(wait)
 

@@ -502,7 +502,7 @@ class MoeAlltoAll:
     def _check_usable(self) -> None:
         self._check_here()
         with self._naming_ranks():
-            self._exchange.exchange.check_usable()
+            self._exchange.exchange.usability.check()
 
     def _check_idle(self, found: str) -> None:
         if self._exchange.flight is not None:

@@ -1,0 +1,90 @@
+"""Whether a plan can be used: not after it was closed, nor after a wait has ended without the others' answer.
+
+Nobody knows then what the others have received, and a late answer must not be taken for an answer to a later call.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from tokenyard.errors import Drifted, HandleError, PeerLost, PlanBroken, TokenyardError
+from tokenyard.exchange.passes import TooManyRows
+from tokenyard.exchange.spec import ExchangeSpec
+
+
+class Usability:
+    """Knows on one rank whether its plan was closed, and what has broken it."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._closed = False
+        # Why a wait for the other ranks has ended without an answer; None, if none has.
+        self.broken_by: BaseException | None = None
+
+    def close(self) -> None:
+        """Refuse all later calls."""
+        self._closed = True
+
+    def break_by(self, cause: BaseException) -> None:
+        """Refuse all later calls: this one has ended without the others' answer."""
+        self.broken_by = self.broken_by or cause
+
+    def ranks_parted(self) -> PlanBroken:
+        """Some ranks were told of this plan, others of another: nobody knows in which round each one is."""
+        cause = self.broken_by = self.broken_by or (
+            Drifted(
+                "the ranks were in different plans",
+                expected="every rank of the group to call the layers of the same plans in the same order",
+                fix="look for a branch that only some ranks take",
+            )
+        )
+        return PlanBroken(cause, rank=self._rank)
+
+    def check_open(self, *, layer: str | None = None) -> None:
+        """Raise if the plan is closed."""
+        if self._closed:
+            raise HandleError(
+                "the plan is closed",
+                expected="an open plan",
+                fix="make a new plan",
+                layer=layer,
+                rank=self._rank,
+            )
+
+    def check(self, *, layer: str | None = None) -> None:
+        """Raise if the plan is closed, or broken."""
+        if self._closed:
+            self.check_open(layer=layer)
+        if self.broken_by is not None:
+            raise PlanBroken(self.broken_by, layer=layer, rank=self._rank)
+
+    def waiting(self, spec: ExchangeSpec | None = None, *, for_others: bool = True) -> _Waiting:
+        """A wait for the other ranks. If it is interrupted, or a rank is lost, the plan is broken."""
+        return _Waiting(self, self._rank, spec, for_others)
+
+
+class _Waiting:
+    """A wait for the other ranks. Errors of the group, which knows no layers, get the layer's name.
+
+    A class, as every call of a layer enters it: a generator takes some microseconds more.
+    """
+
+    __slots__ = ("_for_others", "_rank", "_spec", "_usability")
+
+    def __init__(self, usability: Usability, rank: int, spec: ExchangeSpec | None, for_others: bool) -> None:
+        self._usability, self._rank, self._spec, self._for_others = usability, rank, spec, for_others
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            return
+        if isinstance(error, TokenyardError) and self._spec is not None:
+            error.at(layer=self._spec.layer, rank=self._rank)
+        # An answer of the others.
+        answer = isinstance(error, TokenyardError | TooManyRows) and not isinstance(error, PeerLost)
+        if self._for_others and not answer:
+            self._usability.break_by(error)

@@ -1,0 +1,356 @@
+"""The moves of a plan's experts: at most one is under way, and all ranks begin, switch and give it up together.
+
+`rebalancing` has the thread that copies; here is what the ranks do in their calls: they agree on placements before a
+move, hear from each other how far they are, and switch between two calls.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tokenyard.errors import (
+    Drifted,
+    HandleError,
+    InputError,
+    PeerFailed,
+    PlanBroken,
+    PlanError,
+    shown,
+)
+from tokenyard.group import Group, make_together
+from tokenyard.planning.moving import Carrier, steps
+from tokenyard.planning.rebalancing import Progress, Rebalance, failure_of
+from tokenyard.planning.spec import LayerSpec, is_size
+from tokenyard.planning.state import PlanState
+from tokenyard.routing import Placement, balance, imbalance, placement_for, rank_loads
+
+_log = logging.getLogger("tokenyard")
+
+
+@dataclass(kw_only=True)
+class _Autobalance:
+    """When a plan looks at its load by itself."""
+
+    every: int  # calls of layers between two looks
+    threshold: float  # the busiest rank over the mean, above which experts move
+    seen: int  # the calls up to the last look
+
+
+class ExpertMoves:
+    """Moves experts between the ranks of a plan, one move at a time."""
+
+    def __init__(self, state: PlanState) -> None:
+        self._state = state
+        self._move: Rebalance | None = None  # the one under way
+        self._last_move: Rebalance | None = None
+        self._auto: _Autobalance | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Serve the present group of the plan, which its ranks have agreed on."""
+        self._carrier = Carrier(self._state.group)  # of experts that move
+        self._switches = 0  # of placements, since the ranks of this group have agreed
+        # Weakly: memory of a plan that is gone is given back at once.
+        notice, noticed = weakref.WeakMethod(self._notice), weakref.WeakMethod(self._noticed)
+        self._state.exchange.notice = lambda: call() if (call := notice()) else 0
+        self._state.exchange.noticed = lambda notices: call(notices) if (call := noticed()) else None
+        if self._auto is not None:
+            self._auto.seen = 0
+
+    def rebalance(
+        self,
+        placements: Mapping[str, str | Placement] | None = None,
+        *,
+        threshold: float = 1.1,
+        wait: bool = True,
+    ) -> Rebalance:
+        """See `Plan.rebalance`."""
+        self._check_can_move()
+        self.check_still("rebalance")
+        with self._state.exchange.in_use():
+            slots = self._slots(list(placements or ()))
+            wanted = self._balanced(threshold, slots) if placements is None else dict(placements)
+            agreed, _ = self._state.redraft(self._state.group, lambda: self._specs_with(wanted))
+            present = {name: wiring.exchange_spec.placement for name, wiring in self._state.wirings.items()}
+            goals = {wiring.spec.name: wiring.exchange_spec.placement for wiring in agreed.wirings}
+            ways = {
+                name: steps(present[name], goal, slots[name])
+                for name, goal in goals.items()
+                if goal != present[name]
+            }
+            longest = max(map(len, ways.values()), default=0)
+            self._begin(
+                Rebalance(
+                    self._state.group,
+                    self._carrier,
+                    {name: self._state.layers[name] for name in ways},
+                    {name: present[name] for name in ways},
+                    [{name: way[n] for name, way in ways.items() if n < len(way)} for n in range(longest)],
+                    finish=self._finish,
+                    after=self._last_move,
+                )
+            )
+        move = self._last_move
+        assert move is not None
+        if wait:
+            move.wait()
+        return move
+
+    def autobalance(self, *, every: int | None, threshold: float = 1.1) -> None:
+        """See `Plan.autobalance`."""
+        if every is None:
+            self._auto = None
+            return
+        if not is_size(every):
+            raise InputError(
+                f"every is {shown(every)}",
+                expected="a number of calls, from 1; or None, to end it",
+                fix="leave it on with every=1000",
+                rank=self._state.group.rank,
+            )
+        self._check_can_move()
+        counted = [
+            wiring
+            for wiring in self._state.draft.wirings
+            if wiring.spec.spare_experts and not wiring.exchange_spec.carries_logits
+        ]
+        reason = (
+            "one rank has all experts" if self._state.group.size == 1
+            else f"{self._state.exchange.transport.name} counts no choices" if not self._state.exchange.counts_choices
+            else "no layer that takes routes has memory for further experts" if not counted
+            else ""
+        )  # fmt: skip
+        if reason:
+            raise PlanError(
+                f"autobalance has nothing to move: {reason}",
+                expected="several ranks, and layers that take routes and declare spare_experts",
+                fix="declare LayerSpec(spare_experts=2), on several ranks",
+                rank=self._state.group.rank,
+            )
+        with self._state.exchange.in_use():
+            self._state.group.agree("autobalance", [every, threshold])
+            self._auto = _Autobalance(every=every, threshold=threshold, seen=self._state.exchange.rounds)
+
+    def between_calls(self) -> None:
+        """What a layer calls before each of its calls: experts that have moved are served from then on."""
+        move, auto = self._move, self._auto
+        if move is not None:
+            if move.decision is not Progress.PREPARING and self._state.exchange.is_between_calls():
+                self._conclude(move)
+        elif (
+            auto is not None
+            and self._state.exchange.rounds >= auto.seen + auto.every
+            and self._state.exchange.is_between_calls()
+        ):
+            self._look(auto)
+
+    def _look(self, auto: _Autobalance) -> None:
+        """Move experts if the load since the last look was uneven. What cannot be moved is said, and serves on."""
+        auto.seen = self._state.exchange.rounds
+        try:
+            self.rebalance(threshold=auto.threshold, wait=False)
+        except PlanError as error:
+            _log.warning("autobalance moves nothing: %s", error)
+            for stats in self._state.exchange.stats.values():
+                stats.moves.refused = str(error)
+
+    def _check_can_move(self) -> None:
+        if self._state.group.device.type != "cpu":
+            raise InputError(
+                f"rebalance on {self._state.group.device}",
+                expected="ranks on CPUs: captured CUDA graphs would keep the old placement",
+                fix="make a new plan with LayerSpec(placement=…)",
+                rank=self._state.group.rank,
+            )
+
+    def check_still(self, what: str) -> None:
+        """Raise while experts move. All ranks see the end of a move in the same call."""
+        if self._move is not None:
+            raise HandleError(
+                f"{what} was called while experts move",
+                expected="one change of a plan at a time",
+                fix="call `wait` on what `plan.rebalance` returned first",
+                rank=self._state.group.rank,
+            )
+
+    def _slots(self, named: Sequence[str]) -> dict[str, list[int]]:
+        """The experts that each rank has memory for, by layer; a layer that is named must be in use on all ranks."""
+
+        def mine() -> dict[str, int]:
+            for name in named:
+                self._state.wiring(name)
+                if name not in self._state.layers:
+                    raise PlanError(
+                        "no MoELayer of this rank has the experts of this layer",
+                        expected="a layer made with this plan, and in use",
+                        fix="rebalance layers that exist: plan.rebalance({name: placement})",
+                        layer=name,
+                    )
+            return {name: layer.slots.count for name, layer in self._state.layers.items()}
+
+        _, by_rank = make_together(
+            self._state.group,
+            "making room for experts",
+            mine,
+            seconds=self._state.group.deadline,
+            note=lambda made: made,
+        )
+        everywhere = [name for name in self._state.wirings if all(name in slots for slots in by_rank)]
+        return {name: [slots[name] for slots in by_rank] for name in everywhere}
+
+    def _specs_with(self, placements: Mapping[str, str | Placement]) -> list[LayerSpec]:
+        """The layers of this plan, some of them with other placements."""
+        wanted = {}
+        for name, placement in placements.items():
+            spec = self._state.wiring(name).exchange_spec
+            if spec.placement.lost_experts:
+                raise PlanError(
+                    f"experts {shown(spec.placement.lost_experts)} were lost with their ranks",
+                    expected="ranks that hold all experts of the layer",
+                    fix="readmit the ranks that were lost first",
+                    layer=name,
+                )
+            wanted[name] = placement_for(placement, spec.num_experts, self._state.group.size)
+        return [
+            replace(spec, placement=wanted.get(spec.name, spec.placement)) for spec in self._state.draft.specs
+        ]
+
+    def _balanced(self, threshold: float, slots: Mapping[str, list[int]]) -> dict[str, str | Placement]:
+        """A placement for each layer whose load is more uneven than that, from the counts of all ranks.
+
+        One slot of each rank stays free: experts of the next move come through it.
+        """
+        found: dict[str, str | Placement] = {}
+        for name, load_E in self._state.load(reset=True).items():
+            spec, stats = self._state.wiring(name).exchange_spec, self._state.exchange.stats[name].moves
+            present, spare = spec.placement, self._state.wiring(name).spec.spare_experts
+            stats.count_look(now := imbalance(rank_loads(load_E, present)))
+            if present.lost_experts or not spare or name not in slots or now <= threshold:
+                continue
+            usable = [max(count - 1, len(row)) for count, row in zip(slots[name], present.table, strict=True)]
+            copies = sum(usable) - spec.num_experts
+            better = balance(load_E, present, copies=copies, slots=usable)
+            if (then := imbalance(rank_loads(load_E, better))) < now:
+                found[name] = better
+                stats.imbalance_expected = then
+        return found
+
+    # -- A move under way ----------------------------------------------------------------------------------
+
+    def _begin(self, move: Rebalance) -> None:
+        self._last_move = move
+        if not move.is_done:
+            self._move = move
+            move.start()
+
+    def _notice(self) -> int:
+        """What this rank tells in a dispatch: how often placements were switched, and how far its thread is."""
+        progress = Progress.PREPARING if self._move is None else self._move.progress
+        return self._switches << 2 | progress
+
+    def _noticed(self, notices: Sequence[int]) -> None:
+        """Hear from all ranks, in one dispatch, how far they are: all of them decide the same."""
+        if any(notice >> 2 != self._switches for notice in notices):
+            raise Drifted(
+                f"the ranks have switched placements {[notice >> 2 for notice in notices]} times",
+                expected="every rank to serve the same placements",
+                fix="report it: ranks switch together, or not at all",
+                rank=self._state.group.rank,
+            )
+        if self._move is not None:
+            self._move.decision = _decided([notice & 3 for notice in notices])
+
+    def _finish(self, move: Rebalance) -> None:
+        """Wait for the thread of every rank, and switch. Collective."""
+        while self._move is move:
+            with self._state.exchange.in_use(alone=True):
+                if move.decision is Progress.PREPARING:  # no dispatch has told the others yet
+                    progress = move.wait_for_thread()
+                    words = None if move.error is None else f"{type(move.error).__name__}: {move.error}"
+                    told = self._state.group.gather_json([progress, words], phase="moving experts")
+                    move.decision = _decided([other for other, _ in told])
+                    if move.decision is Progress.FAILED:
+                        move.error = failure_of(
+                            self._state.group.rank, [said for _, said in told], move.error
+                        )
+                self._conclude(move)
+
+    def _conclude(self, move: Rebalance) -> None:
+        """Switch, or give the move up, as all ranks have decided."""
+        if move.decision is Progress.FAILED:
+            self.give_up(PeerFailed(self._state.group.rank, "the move was given up", phase="moving experts"))
+            return
+        started, step = time.monotonic(), move.step
+        self._switch(move)
+        self._state.exchange.switch([wiring.exchange_spec for wiring in self._state.draft.wirings])
+        move.switched()
+        seconds = time.monotonic() - started
+        for name in step:
+            self._state.exchange.stats[name].moves.count_switch(
+                len(move.came[name]), seconds, move.nbytes, move.seconds
+            )
+        if move.is_done:
+            self._move = None
+
+    def _switch(self, move: Rebalance) -> None:
+        """Take the placements of a step, and the experts that came for it."""
+        switched = {
+            name: replace(
+                self._state.wiring(name),
+                spec=replace(self._state.wiring(name).spec, placement=placement),
+                exchange_spec=replace(self._state.wiring(name).exchange_spec, placement=placement),
+            )
+            for name, placement in move.step.items()
+        }
+        for name, wiring in switched.items():
+            move.holders[name].switch(wiring, move.came[name])
+        wirings = [switched.get(wiring.spec.name, wiring) for wiring in self._state.draft.wirings]
+        self._state.adopt(replace(self._state.draft, wirings=tuple(wirings)))
+        self._switches += 1
+
+    def give_up(self, error: BaseException) -> None:
+        """Experts stay where they are, on this rank; whoever asks for the move hears why."""
+        move, self._move = self._move, None
+        if move is not None:
+            move.give_up(error)
+            _log.warning("experts stay where they are: %s", move.error)
+            for name in move.placements:
+                self._state.exchange.stats[name].moves.given_up += 1
+
+    def close_carrier(self) -> None:
+        """Give back what moves share. A thread that is still in one does so itself."""
+        if self._last_move is None or self._last_move.has_ended:
+            self._carrier.close()
+
+    def settle(self, group: Group) -> None:
+        """After a loss: switch if any of the ranks that are left has switched; else stay. Collective over these."""
+        switches = group.gather_json(self._switches, phase="moving experts")
+        if self._move is not None and max(switches) > self._switches:
+            self._switch(self._move)
+            self._move.switched()
+        lost = (
+            PlanBroken(self._state.exchange.usability.broken_by)
+            if self._state.exchange.usability.broken_by
+            else None
+        )
+        if self._move is not None and not self._move.is_done:
+            self.give_up(lost or HandleError("ranks were lost", expected="all ranks", fix="rebalance again"))
+        self._move = None
+
+    def close(self) -> None:
+        """Give up the move under way, and give back what moves share."""
+        self.give_up(
+            HandleError("the plan was closed", expected="an open plan", fix="call `wait` before `close`")
+        )
+        self.close_carrier()
+
+
+def _decided(progress: Sequence[int]) -> Progress:
+    """What all ranks do, who have heard of each other how far they are."""
+    if Progress.FAILED in progress:
+        return Progress.FAILED
+    return Progress.READY if all(one == Progress.READY for one in progress) else Progress.PREPARING
