@@ -1,5 +1,7 @@
 """Batches that are started now and finished later: bits, turns, errors, and what runs while rows travel."""
 
+import threading
+
 import pytest
 import torch
 
@@ -218,6 +220,148 @@ def test_shared_experts_no_longer_than_the_way_out_take_no_time(exchange):
     beside = build(plan, "moe", shared=shared)
     assert clock.seconds(alone, *batch(layer, 4)) == 47
     assert clock.seconds(beside, *batch(layer, 4)) == 47
+
+
+# -- Shared experts between hosts ----------------------------------------------------------------------------
+
+
+def two_hosts(fn, *args):
+    return on_ranks(2, fn, *args, hosts=2)
+
+
+def waiting_experts(event):
+    """Experts that compute when an event is set."""
+
+    class Waiting(ReferenceExperts):
+        name = "waiting"
+
+        def compute(self, received, *, finalize):
+            assert event.wait(20)
+            return super().compute(received, finalize=finalize)
+
+    return Waiting
+
+
+def beside_the_round_trip(group, exchange, max_rows):
+    """Shared experts that end only when this rank's own results were sent back."""
+    layer, sent_back = spec(), threading.Event()
+    plan = ty.plan([layer], group, exchange=exchange, max_rows=max_rows)
+    x_TH, routes = batch(layer, 6, seed=group.rank)
+    callers = threading.current_thread()
+
+    def shared(x_TH):
+        assert sent_back.wait(20)
+        assert threading.current_thread() is not callers
+        return x_TH * 3
+
+    alone = build(plan, "moe")(x_TH, routes, add=x_TH * 3)
+    built = build(plan, "moe", shared=shared)
+    send_back = plan.exchange.transport.send_back
+    plan.exchange.transport.send_back = lambda results: [send_back(results), sent_back.set()][0]
+    return same_bits(built(x_TH, routes), alone), plan.stats()["moe"].rounds
+
+
+@pytest.mark.parametrize("max_rows", [None, 4])
+@pytest.mark.parametrize("exchange", ["two_sided", "hierarchical"])
+def test_between_hosts_shared_experts_run_beside_the_whole_round_trip(exchange, max_rows):
+    assert {same for same, _ in two_hosts(beside_the_round_trip, exchange, max_rows)} == {True}
+
+
+def seen_by_shared_experts(group):
+    seen = []
+
+    def shared(x_TH):
+        seen.append(
+            (
+                torch.is_grad_enabled(),
+                torch.is_inference_mode_enabled(),
+                torch.is_autocast_enabled("cpu"),
+                torch.get_autocast_dtype("cpu"),
+                torch.get_num_threads(),
+            )
+        )
+        return x_TH
+
+    layer = spec()
+    built = build(ty.plan([layer], group, exchange="two_sided"), "moe", shared=shared)
+    rows_and_routes = batch(layer, 2)
+    built(*rows_and_routes)
+    with torch.inference_mode(), torch.autocast("cpu", torch.float16):
+        built(*rows_and_routes)
+    return seen
+
+
+def test_shared_experts_in_a_thread_see_the_settings_of_the_caller():
+    cores = torch.get_num_threads()
+    default = torch.get_autocast_dtype("cpu")
+    due = [
+        (True, False, False, default, cores),
+        (False, True, True, torch.float16, cores),
+    ]
+    assert two_hosts(seen_by_shared_experts) == [due] * 2
+
+
+def failing_shared_experts(group, kind):
+    """Rank 1's shared experts fail: before its results are sent, after that, or with a result that does not fit."""
+    go_on, sent_back = threading.Event(), threading.Event()
+    layer = spec(experts=waiting_experts(go_on))
+    plan = ty.plan([layer], group, exchange="two_sided")
+
+    def shared(x_TH):
+        if group.rank == 0:
+            go_on.set()
+            return x_TH
+        if kind == "before":
+            try:
+                raise ValueError("no memory")
+            finally:
+                threading.Timer(0.1, go_on.set).start()  # when the thread has ended
+        go_on.set()
+        assert sent_back.wait(20)
+        if kind == "after":
+            raise ValueError("no memory")
+        return x_TH[:1]
+
+    built = build(plan, "moe", shared=shared)
+    send_back = plan.exchange.transport.send_back
+    plan.exchange.transport.send_back = lambda results: [send_back(results), sent_back.set()][0]
+    x_TH, routes = batch(layer, 4, seed=group.rank)
+    message = ""
+    try:
+        built(x_TH, routes)
+    except (ValueError, ty.TokenyardError) as error:
+        message = f"{type(error).__name__}: {error}"
+    left = [thread.name for thread in threading.enumerate() if thread.name == "shared experts of moe"]
+    built.shared = None
+    return message, left, same_bits(built(x_TH, routes), built(x_TH, routes))
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "other"),
+    [
+        ("before", "ValueError: no memory", "PeerFailed: layer 'moe', rank 0: rank 1 failed in combine"),
+        ("after", "ValueError: no memory", ""),
+        ("other rows", "InputError: layer 'moe', rank 1: a tensor to write into or to add is", ""),
+    ],
+)
+def test_shared_experts_that_fail_in_a_thread_do_so_on_this_rank_and_on_all_if_in_time(kind, own, other):
+    (told, _, works), (message, left, works_too) = two_hosts(failing_shared_experts, kind)
+    assert message.startswith(own), message
+    assert told.startswith(other) if other else told == "", told
+    assert (left, works, works_too) == ([], True, True)
+
+
+def calls_its_layer(group):
+    layer = spec()
+    plan = ty.plan([layer], group, exchange="two_sided")
+    x_TH, routes = batch(layer, 4, seed=group.rank)
+    built = build(plan, "moe", shared=lambda rows_TH: built(rows_TH, routes))
+    return str(raised(built, x_TH, routes))
+
+
+def test_shared_experts_in_a_thread_that_call_their_layer_are_refused():
+    for message in two_hosts(calls_its_layer):
+        assert "thread 'shared experts of moe' calls the plan, which thread" in message
 
 
 # -- Errors --------------------------------------------------------------------------------------------------

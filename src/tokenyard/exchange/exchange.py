@@ -60,7 +60,7 @@ from tokenyard.exchange.batch import (
     ResultsAtHome,
     UnencodedRows,
 )
-from tokenyard.exchange.checks import check_batch, check_result, check_sum
+from tokenyard.exchange.checks import check_batch, check_output, check_result, check_sum
 from tokenyard.exchange.in_flight import InFlightQueue
 from tokenyard.exchange.integrity.watched import WatchedTransport
 from tokenyard.exchange.passes import RowBound, TooManyRows, first_part, more_parts, parts_for
@@ -70,7 +70,7 @@ from tokenyard.exchange.stats import LayerStats, LoadCounter
 from tokenyard.exchange.transport import Transport
 from tokenyard.exchange.usability import Usability
 from tokenyard.formats.base import EncodedRows
-from tokenyard.group.base import Group, Pending
+from tokenyard.group.base import Background, Group, Pending
 from tokenyard.group.one_thread import OneThread, by_one_thread
 from tokenyard.routing import Routes
 from tokenyard.rows import (
@@ -385,15 +385,17 @@ class Exchange:
         result: ExpertResult,
         *,
         out: Tensor | None = None,
-        add: Sequence[Tensor] = (),
+        add: Sequence[Tensor | Background[Tensor]] = (),
         ahead: bool = True,
     ) -> Pending[CombinedRows]:
         """Start what `combine` does, and return while results travel. The sum is made in `wait`.
 
-        `ahead`: something is computed meanwhile.
+        `ahead`: something is computed meanwhile. What is added may still be computed, too: the sum waits for it. If
+        that fails when results were sent, this rank alone raises, as it would behind the layer.
         """
 
         def sum_home(home: ResultsAtHome) -> CombinedRows:
+            add = [term if isinstance(term, Tensor) else self._late_term(arrival, term) for term in terms]
             shape = (arrival.batch_tokens, arrival.spec.hidden_size)
             into = (
                 torch.empty(shape, dtype=arrival.spec.dtype, device=self.group.device) if out is None else out
@@ -403,7 +405,16 @@ class Exchange:
             home.sum_into(into[arrival.tokens], [term[arrival.tokens] for term in add])
             return CombinedRows(y_TH=into)
 
-        return self._send_back(arrival, result, sum_home, reduces=True, out=out, add=add, ahead=ahead)
+        # What has ended is looked at now, while the others can still be told of an error.
+        terms = [term.wait() if isinstance(term, Background) and term.has_ended else term for term in add]
+        there = [term for term in terms if isinstance(term, Tensor)]
+        return self._send_back(arrival, result, sum_home, reduces=True, out=out, add=there, ahead=ahead)
+
+    def _late_term(self, arrival: Arrival, term: Background[Tensor]) -> Tensor:
+        """What is added to a sum and was still computed when results were sent."""
+        tensor = term.wait()
+        check_output(arrival.spec, tensor, arrival.batch_tokens, self.group.device)
+        return tensor
 
     def combine_unreduced(self, arrival: Arrival, result: ExpertResult) -> RankRows:
         """Bring every token's results home, one row per (token, rank). Summing them is the caller's duty.

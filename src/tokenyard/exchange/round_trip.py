@@ -14,7 +14,7 @@ from tokenyard.errors import HandleError
 from tokenyard.exchange.batch import Arrival, BatchRoutes, UnencodedRows
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.formats.base import EncodedRows
-from tokenyard.group.base import Pending
+from tokenyard.group.base import Background, Pending
 from tokenyard.routing import Routes
 from tokenyard.rows import CombinedRows, ExpertResult, RankRows, ReceivedRows, RoutingLogits
 
@@ -97,7 +97,11 @@ class RoundTrip:
         return self.exchange.combine(self._arrived(), result, out=out, add=add)
 
     def start_combine(
-        self, result: ExpertResult, *, out: Tensor | None = None, add: Sequence[Tensor] = ()
+        self,
+        result: ExpertResult,
+        *,
+        out: Tensor | None = None,
+        add: Sequence[Tensor | Background[Tensor]] = (),
     ) -> None:
         """Combine what was dispatched, and return while results travel."""
         arrival = self._arrived()

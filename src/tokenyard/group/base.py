@@ -28,7 +28,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import copy_context
 from numbers import Real
 from typing import Any, Generic, TypeVar, cast
@@ -117,6 +117,62 @@ class Pending(Generic[Result]):
         return self._result
 
 
+class Background(Pending[Result]):
+    """A job in a thread of its own, which its owner starts. `wait` returns what came of it, or raises its error.
+
+    It sees the context variables of the thread that makes this, and the same settings of torch, which has them by
+    thread: gradients, inference mode, autocast, and how many cores an operator takes.
+    """
+
+    thread: threading.Thread
+
+    def __init__(self, job: Callable[[], Result], *, name: str) -> None:
+        found: list[Result] = []
+        errors: list[BaseException] = []
+        settings = _torch_settings()
+
+        def run() -> None:
+            try:
+                with settings():
+                    found.append(job())
+            except BaseException as error:  # raised by whoever waits
+                errors.append(error)
+
+        def finish() -> Result:
+            self.thread.join()
+            if errors:
+                raise errors.pop()
+            return found.pop()
+
+        self.thread = threading.Thread(target=copy_context().run, args=(run,), name=name, daemon=True)
+        super().__init__(finish)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether `wait` does not wait."""
+        return not self.thread.is_alive()
+
+
+def _torch_settings() -> Callable[[], AbstractContextManager[None]]:
+    """What torch keeps for each thread, as it is in this one; entered in another thread, it is the same there."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    autocast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    cached = torch.is_autocast_cache_enabled()
+    cores = torch.get_num_threads()
+
+    @contextmanager
+    def entered() -> Iterator[None]:
+        torch.set_num_threads(cores)
+        with (
+            torch.inference_mode(inference),
+            torch.set_grad_enabled(grad),
+            torch.autocast("cpu", dtype, autocast, cached),
+        ):
+            yield
+
+    return entered
+
+
 class Disagreement(GroupError):
     """The ranks of a group hold different values for what must be one value. Raised on every rank."""
 
@@ -145,6 +201,8 @@ class Group(ABC):
     device: torch.device  # the device that rows and the bytes of a collective are on
     # Bytes of the longest message whose length its receiver does not know; 0 where rows are on GPUs.
     longest_message = 0
+    # The hosts that its ranks run on, as they told when the last plan was made.
+    num_hosts = 1
     _plans = 0
     _one_thread: OneThread
 
@@ -281,28 +339,10 @@ class Group(ABC):
 
         Other calls of the group wait for its end first: all ranks make their calls in one order.
         """
-        found: list[Result] = []
-        errors: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                found.append(job())
-            except BaseException as error:  # raised by whoever waits
-                errors.append(error)
-
-        thread = threading.Thread(
-            target=copy_context().run, args=(run,), name=f"{self.name} in background", daemon=True
-        )
-        self._one_thread.lend(thread)
-        thread.start()
-
-        def finish() -> Result:
-            thread.join()
-            if errors:
-                raise errors.pop()
-            return found.pop()
-
-        return Pending(finish)
+        running = Background(job, name=f"{self.name} in background")
+        self._one_thread.lend(running.thread)
+        running.thread.start()
+        return running
 
     def barrier(self, *, phase: str = "barrier") -> None:
         """Return when every rank of the group has called this."""

@@ -21,10 +21,12 @@ from tokenyard.errors import PeerLost
 from tokenyard.exchange import RoundTrip
 from tokenyard.experts import Experts, ExpertWeights, SelfRoutingExperts
 from tokenyard.experts.slots import ExpertSlots
+from tokenyard.group.base import Background
 from tokenyard.layer.compiled import call_operator, outside_of_the_graph, register
 from tokenyard.layer.pending import PendingBatch, Sent
 from tokenyard.layer.receiver import LocalIds, build_experts, built_for, check_fits, run_experts
 from tokenyard.layer.sender import check_rows, check_shared, route
+from tokenyard.layer.shared_experts import SharedExpertsCall
 from tokenyard.planning.audit import Audit
 from tokenyard.planning.planner import Plan, wiring_in
 from tokenyard.planning.wiring import Wiring
@@ -116,8 +118,11 @@ class MoELayer(nn.Module):
         add: Tensor | None,
     ) -> Tensor:
         with self.plan.exchange.in_use(layer=self.name, alone=True):
-            ahead = self.shared is not None
-            return self._start(x_TH, routes_or_logits, payloads, out, add, ahead=ahead).finish()
+            if self.shared is None:
+                return self._start(x_TH, routes_or_logits, payloads, out, add, None, ahead=False).finish()
+            with SharedExpertsCall(self.shared, self.plan.group, self.name) as shared:
+                ahead = not shared.in_thread
+                return self._start(x_TH, routes_or_logits, payloads, out, add, shared, ahead=ahead).finish()
 
     def take_part(self) -> None:
         """Serve a call of the other ranks, without rows of this one."""
@@ -140,7 +145,7 @@ class MoELayer(nn.Module):
         add: Tensor | None = None,
     ) -> PendingBatch:
         """Send tokens to their experts, and return while they travel. `finish` of what is returned does the rest."""
-        return self._start(x_TH, routes_or_logits, payloads, out, add, ahead=True)
+        return self._start(x_TH, routes_or_logits, payloads, out, add, self.shared, ahead=True)
 
     def _start(
         self,
@@ -149,6 +154,7 @@ class MoELayer(nn.Module):
         payloads: Mapping[str, Tensor] | None,
         out: Tensor | None,
         add: Tensor | None,
+        shared: Callable[[Tensor], Tensor | Background[Tensor]] | None,
         *,
         ahead: bool,
     ) -> PendingBatch:
@@ -158,7 +164,7 @@ class MoELayer(nn.Module):
         trip.ahead = ahead
         with self.plan.exchange.telling(trip):  # an error on one rank reaches all
             sent = self._send(wiring, trip, x_TH, routes_or_logits, payloads)
-            terms = [self.shared(x_TH)] if self.shared is not None else []  # while rows travel
+            terms = [shared(x_TH)] if shared is not None else []  # while rows travel
             terms += [add] if add is not None else []
         trip.advance = partial(self._advance, sent, out, terms)
         return PendingBatch(self, sent, add)
@@ -193,7 +199,7 @@ class MoELayer(nn.Module):
             trip.start_dispatch(trip.encode(x_TH), routes, payloads)
         return Sent(wiring=wiring, trip=trip, audit=audit, x_TH=x_TH, routes_or_logits=routes_or_logits)
 
-    def _advance(self, sent: Sent, out: Tensor | None, terms: Sequence[Tensor]) -> None:
+    def _advance(self, sent: Sent, out: Tensor | None, terms: Sequence[Tensor | Background[Tensor]]) -> None:
         """Compute what came to this rank, send it back, and start the next pass if the batch has more."""
         sent.trip.start_combine(self._run(sent), out=out, add=terms)
         if sent.trip.has_more:

@@ -65,7 +65,9 @@ def agree_on_draft(group: Group, make: Callable[[], Draft], *, survive: bool = F
     for by_torch in _differences(["torch"], [{"torch": other["torch"]} for other in by_rank]).values():
         versions = ", ".join(f"rank {rank} has torch {version}" for rank, version in by_torch.items())
         _log.warning("the ranks of group %r run different versions: %s", group.name, versions)
-    return _check_reach(drafted, group, [other["host"] for other in by_rank]), number
+    hosts = [other["host"] for other in by_rank]
+    group.num_hosts = len(set(hosts))
+    return _check_reach(drafted, group, hosts), number
 
 
 def _check_reach(drafted: Draft, group: Group, hosts: list[str]) -> Draft:

@@ -299,11 +299,11 @@ def _check_bits(name: str, same: bool, when: str, rank: int) -> None:
         )
 
 
-def start_together(group: Group) -> float:
-    """Agree with all ranks on a moment, and sleep until it comes."""
+def start_together(group: Group, lead: float = LEAD) -> float:
+    """Agree with all ranks on a moment, so many seconds from now, and sleep until it comes."""
     mine = torch.tensor([time.perf_counter()], dtype=torch.float64).view(torch.uint8)
     clocks = group.all_gather(mine, phase="start of a round").flatten().view(torch.float64)
-    start = float(clocks.max()) + LEAD
+    start = float(clocks.max()) + lead
     time.sleep(max(0.0, start - time.perf_counter()))
     return start
 

@@ -32,7 +32,7 @@ from tokenyard.errors import ContractError, GroupError
 from tokenyard.exchange import HostMap
 from tokenyard.experts import Experts
 from tokenyard.group import DistributedGroup, Group
-from tokenyard.lab.bench.dispatch import start_together
+from tokenyard.lab.bench.dispatch import LEAD, start_together
 from tokenyard.lab.bench.records import Record, Spread
 from tokenyard.lab.hosts.network import Links, start_ranks
 from tokenyard.layer import MoELayer
@@ -112,6 +112,11 @@ class Job:
     def rate_bytes_per_s(self) -> float:
         """The rate of a link."""
         return self.rate * 1e6 / 8
+
+    @property
+    def lead(self) -> float:
+        """Seconds between the agreement on a start and the start: all ranks hear of it over the links in between."""
+        return LEAD + 4 * self.delay / 1e3
 
     def routes(self, rank: int) -> Routes:
         """The routes of one rank: uniformly random, without repetition."""
@@ -220,7 +225,7 @@ def _measure_rank(group: Group, job: Job, links: Links) -> dict[str, Any]:
     for number in range(-1, job.rounds):  # the first round warms up
         for name in job.exchanges[:: 1 if number % 2 else -1]:
             before = sum(links.sent().values())
-            start = start_together(group)
+            start = start_together(group, job.lead)
             y_TH = layers[name](x_TH, routes)
             took = time.perf_counter() - start
             group.barrier()

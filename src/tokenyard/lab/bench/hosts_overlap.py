@@ -122,7 +122,7 @@ def _measure_rank(group: Group, job: Job, links: Links) -> dict[str, Any]:
             for way, (call, compute, due_TH) in ways.items():
                 ComputingExperts.seconds = compute / 1e3
                 length[0] = SHARED.get(way, 0.0) * alone
-                start = start_together(group)
+                start = start_together(group, job.lead)
                 y_TH = call()
                 took = time.perf_counter() - start
                 if not torch.equal(y_TH, due_TH):
