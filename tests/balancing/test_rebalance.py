@@ -93,6 +93,45 @@ def test_hosts_move_experts_through_their_group(monkeypatch):
     assert_same(still, moved)
 
 
+def in_other_memory(group):
+    """The weights of rank 1 leave the memory that they were loaded into: nobody can map them."""
+    layer = spec(sum="choices", num_experts=6, spare_experts=2)
+    plan = ty.plan([layer], group)
+    built = build(plan, "moe")
+    given = batch(layer, 5, seed=group.rank)
+    before_TH = built(*given)
+    if group.rank == 1:
+        built.experts._apply(torch.clone)
+    fetched, fetch = [], plan._moves._carrier.fetch
+    plan._moves._carrier.fetch = lambda held, *rest: fetched.append(held.memory) or fetch(held, *rest)
+    plan.rebalance({"moe": "round_robin"})
+    return torch.equal(built(*given), before_TH), bool(fetched), plan._moves._carrier._group is not None
+
+
+def test_weights_that_cannot_be_mapped_move_through_the_group():
+    assert on_ranks(2, in_other_memory) == [(True, False, True), (True, True, True)]
+
+
+def memory_of_others(group):
+    plan = ty.plan([spec(sum="choices", num_experts=6, spare_experts=2)], group)
+    mapped = []
+    for placement in ("round_robin", "contiguous"):
+        built = build(plan, "moe")
+        plan.rebalance({"moe": placement})
+        mapped.append(set(plan._moves._carrier._mapped))
+        group.barrier()
+        del built
+    plan.close()
+    return mapped, plan._moves._carrier._mapped
+
+
+def test_memory_of_others_is_mapped_as_long_as_their_layers_are_there():
+    for (first, second), closed in on_ranks(2, memory_of_others):
+        assert len(first) == len(second) == 1
+        assert first != second
+        assert closed == {}
+
+
 IN_FP32 = {"dtype": torch.float32, "weights": "fp32"}
 
 
@@ -218,20 +257,11 @@ def fails_in_a_thread(group, wait):
     given = batch(built.wiring.spec, 5, seed=group.rank)
     before_TH = built(*given)
     if group.rank == 1:
-        group.share_memory = None
 
-        class Broken(type(group)):
-            def share_memory(self, nbytes):
-                raise OSError("no memory to share")
+        def broken(*_):
+            raise OSError("no memory to map")
 
-        subgroup = group.subgroup
-
-        def broken_subgroup(*arguments, **options):
-            made = subgroup(*arguments, **options)
-            made.__class__ = Broken
-            return made
-
-        group.subgroup = broken_subgroup
+        plan._moves._carrier.fetch = broken
     move = plan.rebalance({"moe": "round_robin"}, wait=False)
     during = [str(raised(plan.extend, [])), str(raised(plan.trim)), str(raised(plan.rebalance))]
     errors = []
@@ -251,7 +281,7 @@ def test_an_error_in_the_thread_of_one_rank_leaves_all_on_the_old_placement(wait
     for rank, (errors, during, same, table, given_up) in enumerate(on_ranks(2, fails_in_a_thread, wait)):
         (error,) = errors
         if rank == 1 or wait:
-            assert "no memory to share" in error
+            assert "no memory to map" in error
             assert error.startswith("OSError" if rank == 1 else "PeerFailed")
         for call, words in zip(("extend", "trim", "rebalance"), during, strict=True):
             assert f"{call} was called while experts move" in words
@@ -291,7 +321,7 @@ def dies_on_the_way(group, stage, wait):
     given = batch(built.wiring.spec, 5, seed=group.rank)
     before_TH = built(*given)
     if group.rank == 2:
-        dies_in(group, stage)
+        dies_in(group, plan, stage)
     lost = None
     try:
         move = plan.rebalance({"moe": WANTED}, wait=False)
@@ -312,7 +342,7 @@ def dies_on_the_way(group, stage, wait):
     return type(lost), placement.table, torch.equal(before_TH, built(*given))
 
 
-def dies_in(group, stage):
+def dies_in(group, plan, stage):
     """End this rank in the agreement, in the thread that copies, or after all have heard that it is ready."""
 
     def end(*arguments, **options):
@@ -322,7 +352,7 @@ def dies_in(group, stage):
     if stage == "agreement":
         group.gather_json = end
     elif stage == "copying":
-        group.subgroup = end
+        plan._moves._carrier.fetch = end
     elif stage == "ready":
         conclude = ExpertMoves._conclude
 

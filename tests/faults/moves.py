@@ -118,7 +118,7 @@ def lay_trap(group, trial):
 
 def rank_main(group, trial, folder):
     """What this rank saw: whether results were right, who was lost, and the placement at the end."""
-    moving.PIECE = 8192
+    moving.PIECE = 1024  # each rank gets 12 or more
     group.deadline = DEADLINE
     layer = spec(
         sum="choices", num_experts=6, placement=OLD, spare_experts=4, hidden_size=64, intermediate_size=32

@@ -3,6 +3,7 @@
 import os
 
 import pytest
+import torch
 
 import tokenyard as ty
 from tests.models import raised
@@ -133,4 +134,35 @@ def test_memory_that_cannot_be_mapped_or_allocated_is_an_error_that_says_why(mon
     monkeypatch.setattr(shared_memory, "too_much", lambda nbytes, ranks: f"{ranks} x {nbytes} are too much")
     error = raised(shared_memory.share_between_processes, Told(), 64)
     assert str(error).startswith("2 x 64 are too much")  # before anything is allocated
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_memory_that_others_map_goes_back_with_its_last_tensor():
+    before = set(os.listdir("/proc/self/fd"))
+    memory = shared_memory.mappable_memory(8192)
+    part = memory[4096:].view(torch.int16)
+    part[:4] = torch.arange(4)
+    address = shared_memory.address_of(part)
+    assert address["start"] == 4096
+    assert shared_memory.address_of(part[::2]) is None  # other numbers lie between
+    assert shared_memory.address_of(part.clone()) is None
+    other = shared_memory.map_memory(address)
+    assert other[4096:].view(torch.int16)[:4].tolist() == [0, 1, 2, 3]
+    del memory
+    assert os.fstat(address["descriptor"]).st_blocks > 0
+    del part
+    assert int(other.sum()) == 0  # its pages are gone, though it is still mapped here
+    assert set(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(OSError, match=r"No such file|another file"):
+        shared_memory.map_memory(address)
+
+
+def test_memory_that_cannot_be_mapped_leaves_no_descriptor(monkeypatch):
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="Invalid argument"):
+        shared_memory.mappable_memory(0)
+    monkeypatch.setattr(shared_memory, "_FAILED", None)
+    monkeypatch.setattr(shared_memory._libc, "mmap", lambda *_: None)
+    with pytest.raises(OSError, match="Errno"):
+        shared_memory.mappable_memory(64)
     assert os.listdir("/proc/self/fd") == before

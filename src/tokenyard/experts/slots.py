@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,10 +28,10 @@ class ExpertSlots:
     ([1], [2, 3, 0, -1])
     """
 
-    def __init__(self, experts: Sequence[int], count: int) -> None:
+    def __init__(self, experts: Sequence[int], count: int, slots: Sequence[int] | None = None) -> None:
         self.count = count  # slots, spare ones included
         self._experts = list(experts)  # in the order of local ids
-        self._slot_of = {expert: slot for slot, expert in enumerate(experts)}
+        self._slot_of = dict(zip(experts, range(count) if slots is None else slots, strict=False))
 
     def of(self, expert: int) -> int:
         """The slot of an expert of this rank."""
@@ -40,6 +42,11 @@ class ExpertSlots:
         """The spare slots."""
         taken = set(self._slot_of.values())
         return [slot for slot in range(self.count) if slot not in taken]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The arguments that make the same slots: other ranks are told them."""
+        slots = [self._slot_of[expert] for expert in self._experts]
+        return {"experts": self._experts, "count": self.count, "slots": slots}
 
     def switch(self, experts: Sequence[int], came: dict[int, int]) -> None:
         """Hold these experts, in this order of local ids; some came, into these slots."""
@@ -55,11 +62,28 @@ class ExpertSlots:
         return torch.tensor([*slots, -1], dtype=torch.int32)
 
 
-def with_spare_slots(weights: ExpertWeights, spare: int) -> ExpertWeights:
-    """A copy of weights, and behind them room for some more experts."""
+_ALIGNMENT = 64  # bytes: that of torch's own memory
+
+
+def _aligned_nbytes(tensor: Tensor, spare: int) -> int:
+    """Bytes of a tensor with so many more experts, up to where the next one may begin."""
+    nbytes = tensor.dtype.itemsize * math.prod((len(tensor) + spare, *tensor.shape[1:]))
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def with_spare_slots(
+    weights: ExpertWeights, spare: int, *, allocate: Callable[[int], Tensor]
+) -> ExpertWeights:
+    """A copy of weights, and behind them room for some more experts. On CPUs `allocate` gives the bytes for it."""
+    sizes = [_aligned_nbytes(tensor, spare) for tensor in weights.by_name().values() if tensor.is_cpu]
+    room: Iterator[Tensor] = iter(allocate(sum(sizes)).split(sizes) if sizes else ())
 
     def longer(tensor: Tensor) -> Tensor:
-        held = tensor.new_empty(len(tensor) + spare, *tensor.shape[1:])
+        shape = (len(tensor) + spare, *tensor.shape[1:])
+        if tensor.is_cpu:
+            held = next(room).view(tensor.dtype)[: math.prod(shape)].view(shape)
+        else:
+            held = tensor.new_empty(shape)
         held[: len(tensor)] = tensor.detach()
         return held
 

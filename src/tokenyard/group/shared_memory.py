@@ -6,6 +6,9 @@ there is an error now, not a SIGBUS later), and tells the others its process and
 the memory lives as long as a mapping does, and is gone after `kill -9`, too. It has no name in /dev/shm, so nothing
 can be squatted, and no limit of /dev/shm applies.
 
+Memory that one rank fills and others may map later (`mappable_memory`, for weights) keeps its descriptor as long as
+it is in use here. Then its pages go back, whoever still maps it.
+
 Traps of Python: `mmap.mmap` keeps a descriptor of its own, and `mmap.close()` under a live tensor is a crash, so the
 kernel is asked directly, and a mapping goes with its last tensor; `multiprocessing.shared_memory` unlinks a segment
 when an unrelated process exits, so it is not used.
@@ -17,7 +20,7 @@ import ctypes
 import mmap
 import os
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,6 +35,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -40,9 +44,7 @@ def share_between_processes(group: Group, nbytes: int) -> list[Tensor]:
     group.all_or_none("sharing memory", too_much(nbytes, group.size))  # before any rank allocates
     mine, error = -1, None
     try:
-        mine = os.memfd_create("tokenyard", os.MFD_CLOEXEC)
-        os.fchmod(mine, 0o600)
-        os.posix_fallocate(mine, 0, nbytes)
+        mine = _allocate(nbytes)
     except OSError as raised:
         error = f"{nbytes} bytes cannot be allocated ({raised.strerror or raised})"
     try:
@@ -64,18 +66,82 @@ def share_between_processes(group: Group, nbytes: int) -> list[Tensor]:
             os.close(mine)
 
 
+Address = dict[str, int]  # where other processes find the memory of a tensor
+
+_descriptors: dict[int, int] = {}  # of mappable memory, by the address that it has in this process
+
+
+def mappable_memory(nbytes: int) -> Tensor:
+    """Zeroed bytes that other processes of this host can map, too: see `address_of`."""
+    descriptor = _allocate(nbytes)
+    try:
+        mapped = _mapping(descriptor, nbytes, mmap.MAP_POPULATE)  # now, and not in the middle of a move
+    except OSError:
+        os.close(descriptor)
+        raise
+    start = ctypes.addressof(mapped)
+    _descriptors[start] = descriptor
+    # Called before the memory is unmapped: what was registered last is called first.
+    weakref.finalize(mapped, _give_back, start, nbytes).atexit = False
+    return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def _give_back(start: int, nbytes: int) -> None:
+    """Free the pages: others who still map them read zeros from then on."""
+    os.close(_descriptors.pop(start))
+    _libc.madvise(start, nbytes, mmap.MADV_REMOVE)
+
+
+def address_of(tensor: Tensor) -> Address | None:
+    """Where other processes find a tensor; None if its memory is not mappable, or other numbers lie between its own."""
+    storage = tensor.untyped_storage()
+    descriptor = _descriptors.get(storage.data_ptr())
+    if descriptor is None or not tensor.is_contiguous():
+        return None
+    return {
+        "pid": os.getpid(),
+        "descriptor": descriptor,
+        "inode": os.fstat(descriptor).st_ino,
+        "size": storage.nbytes(),
+        "start": tensor.data_ptr() - storage.data_ptr(),
+    }
+
+
+def map_memory(address: Address) -> Tensor:
+    """All memory of which another process has told a part with `address_of`. To be read."""
+    return _map(*(address[key] for key in ("pid", "descriptor", "inode", "size")))
+
+
+def _allocate(nbytes: int) -> int:
+    """The descriptor of so much zeroed memory."""
+    descriptor = os.memfd_create("tokenyard", os.MFD_CLOEXEC)
+    try:
+        os.fchmod(descriptor, 0o600)
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
 def _map(pid: int, descriptor: int, inode: int, nbytes: int) -> Tensor:
     opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
         found = os.fstat(opened)
         if found.st_ino != inode or found.st_size < nbytes:  # beyond its end, a file cannot be mapped
             raise OSError(0, "another file stands there")
-        address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, opened, 0)
-        if address == _FAILED:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        mapped = (ctypes.c_ubyte * nbytes).from_address(address)
-        # A tensor made of it keeps it alive. Not at exit: what still uses the memory then goes with it.
-        weakref.finalize(mapped, _libc.munmap, address, nbytes).atexit = False
-        return torch.frombuffer(mapped, dtype=torch.uint8)
+        return torch.frombuffer(_mapping(opened, nbytes), dtype=torch.uint8)
     finally:
         os.close(opened)
+
+
+def _mapping(descriptor: int, nbytes: int, flags: int = 0) -> Any:
+    """The bytes of a file in memory, mapped as long as this object lives. A tensor made of it keeps it alive."""
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    address = _libc.mmap(None, nbytes, access, mmap.MAP_SHARED | flags, descriptor, 0)
+    if address == _FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    mapped = (ctypes.c_ubyte * nbytes).from_address(address)
+    # Not at exit: what still uses the memory then goes with it.
+    weakref.finalize(mapped, _libc.munmap, address, nbytes).atexit = False
+    return mapped

@@ -18,6 +18,7 @@ from tokenyard.experts import Experts, ExpertsSpec, ExpertWeights
 from tokenyard.experts.base import check_weights
 from tokenyard.experts.self_routing import SelfRoutingExperts
 from tokenyard.experts.slots import with_spare_slots
+from tokenyard.group.shared_memory import mappable_memory
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Placement
 from tokenyard.rows import (
@@ -58,7 +59,7 @@ def build_experts(wiring: Wiring, rank: int, weights: ExpertWeights, *, adopt: b
             )
         if spare := wiring.spec.spare_experts:
             check_weights(spec, weights)
-            weights, adopt = with_spare_slots(weights, spare), True
+            weights, adopt = with_spare_slots(weights, spare, allocate=mappable_memory), True
             spec = dataclasses.replace(spec, num_local_experts=spec.num_local_experts + spare)
         if issubclass(wiring.experts, SelfRoutingExperts):
             assert wiring.spec.router is not None  # the wiring has checked it

@@ -22,7 +22,7 @@ from tokenyard.errors import (
     shown,
 )
 from tokenyard.group import Group, make_together
-from tokenyard.planning.moving import Carrier, steps
+from tokenyard.planning.moving import Carrier, HeldExperts, steps
 from tokenyard.planning.rebalancing import Progress, Rebalance, failure_of
 from tokenyard.planning.spec import LayerSpec, is_size
 from tokenyard.planning.state import PlanState
@@ -72,7 +72,8 @@ class ExpertMoves:
         self._check_can_move()
         self.check_still("rebalance")
         with self._state.exchange.in_use():
-            slots = self._slots(list(placements or ()))
+            held = self._held(list(placements or ()))
+            slots = {name: [one.slots.count for one in by_rank] for name, by_rank in held.items()}
             wanted = self._balanced(threshold, slots) if placements is None else dict(placements)
             agreed, _ = self._state.redraft(self._state.group, lambda: self._specs_with(wanted))
             present = {name: wiring.exchange_spec.placement for name, wiring in self._state.wirings.items()}
@@ -88,6 +89,7 @@ class ExpertMoves:
                     self._state.group,
                     self._carrier,
                     {name: self._state.layers[name] for name in ways},
+                    {name: held[name] for name in ways},
                     {name: present[name] for name in ways},
                     [{name: way[n] for name, way in ways.items() if n < len(way)} for n in range(longest)],
                     finish=self._finish,
@@ -177,10 +179,10 @@ class ExpertMoves:
                 rank=self._state.group.rank,
             )
 
-    def _slots(self, named: Sequence[str]) -> dict[str, list[int]]:
-        """The experts that each rank has memory for, by layer; a layer that is named must be in use on all ranks."""
+    def _held(self, named: Sequence[str]) -> dict[str, list[HeldExperts]]:
+        """Where each rank holds the experts of a layer, by layer; one that is named must be in use on all ranks."""
 
-        def mine() -> dict[str, int]:
+        def mine() -> dict[str, HeldExperts]:
             for name in named:
                 self._state.wiring(name)
                 if name not in self._state.layers:
@@ -190,17 +192,21 @@ class ExpertMoves:
                         fix="rebalance layers that exist: plan.rebalance({name: placement})",
                         layer=name,
                     )
-            return {name: layer.slots.count for name, layer in self._state.layers.items()}
+            host = self._state.group.host()
+            return {
+                name: HeldExperts.of(layer.slots, layer.experts.weights.by_name(), host)
+                for name, layer in self._state.layers.items()
+            }
 
         _, by_rank = make_together(
             self._state.group,
             "making room for experts",
             mine,
             seconds=self._state.group.deadline,
-            note=lambda made: made,
+            note=lambda made: {name: one.as_dict() for name, one in made.items()},
         )
-        everywhere = [name for name in self._state.wirings if all(name in slots for slots in by_rank)]
-        return {name: [slots[name] for slots in by_rank] for name in everywhere}
+        everywhere = [name for name in self._state.wirings if all(name in told for told in by_rank)]
+        return {name: [HeldExperts.from_dict(told[name]) for told in by_rank] for name in everywhere}
 
     def _specs_with(self, placements: Mapping[str, str | Placement]) -> list[LayerSpec]:
         """The layers of this plan, some of them with other placements."""

@@ -5,25 +5,30 @@ written into spare slots, from which nobody reads; nothing else changes. Where m
 they come in several *steps*, each of which ends in a placement that has all experts: its switch frees the slots of
 those that leave.
 
-In each step a rank sends a *stream*: the weights of the experts that leave it, one after another, each once however
-many ranks want it. Streams are cut into pieces of at most `PIECE` bytes. Where all ranks share memory, a rank writes
-its piece there and the others copy out what is theirs; there is room for two pieces, and the ranks meet once for each.
-Elsewhere pieces travel through the group.
+Bytes travel in pieces of at most `PIECE`. Within a host a rank maps the memory that others hold their experts in, and
+copies what comes to it from there: once, and without a wait. All have said where their experts stand (`HeldExperts`);
+an expert keeps its slot until all ranks have what they need from it, and no rank writes into a slot that another reads.
+
+Between hosts a rank sends a *stream* through the group in each step: the weights of the experts that leave it, one
+after another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tokenyard.errors import PlanError
+from tokenyard.experts.slots import ExpertSlots
 from tokenyard.group import Group
+from tokenyard.group.shared_memory import Address, address_of, map_memory
 from tokenyard.routing import Move, Placement, moves
 
-# Bytes of a rank's stream that travel at a time. A rank shares memory for two such pieces.
+# Bytes that travel at a time.
 PIECE = 16 * 1024 * 1024
 
 
@@ -131,8 +136,42 @@ def streams(
     return sent
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeldExperts:
+    """Where a rank holds the experts of a layer: every rank tells the others."""
+
+    slots: ExpertSlots
+    host: str
+    memory: Mapping[str, Address | None]  # by tensor; None where other processes cannot map it
+
+    @classmethod
+    def of(cls, slots: ExpertSlots, tensors: Mapping[str, Tensor], host: str) -> HeldExperts:
+        """Those of this rank."""
+        return cls(
+            slots=slots, host=host, memory={name: address_of(tensor) for name, tensor in tensors.items()}
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """What the other ranks are told."""
+        return {"slots": self.slots.as_dict(), "host": self.host, "memory": self.memory}
+
+    @classmethod
+    def from_dict(cls, told: Mapping[str, Any]) -> HeldExperts:
+        """What another rank has told."""
+        return cls(slots=ExpertSlots(**told["slots"]), host=told["host"], memory=told["memory"])
+
+    def is_mapped_by(self, other: HeldExperts) -> bool:
+        """Whether another rank reads these experts out of memory."""
+        return self.host == other.host and None not in self.memory.values()
+
+    def arrivals(self, path: Sequence[Move], rank: int) -> dict[int, int]:
+        """The spare slots into which experts come, on this rank."""
+        arriving = [move.expert for move in path if move.target == rank]
+        return dict(zip(arriving, self.slots.free, strict=False))
+
+
 class Carrier:
-    """What carries streams between the ranks of a plan: a group of its own, and memory that they share.
+    """What carries experts between the ranks of a plan: memory of other ranks, and a group of its own.
 
     Both are made when they are first needed, and kept for later moves.
     """
@@ -140,14 +179,31 @@ class Carrier:
     def __init__(self, of: Group) -> None:
         self._of = of
         self._group: Group | None = None
-        self._shared = False
-        self._size = 0
-        self._buffers: list[Tensor] = []
+        self._mapped: dict[tuple[int, int], Tensor] = {}  # memory of other ranks, by process and inode
+
+    def keep(self, held: Iterable[HeldExperts]) -> None:
+        """Unmap all memory but that which ranks have told this time."""
+        told = {_key(address) for one in held for address in one.memory.values() if address is not None}
+        self._mapped = {key: memory for key, memory in self._mapped.items() if key in told}
+
+    def fetch(
+        self, held: HeldExperts, name: str, expert: int, into: Tensor, check: Callable[[], None]
+    ) -> None:
+        """Copy an expert's part of a tensor out of the memory of a rank. `check` is called before each piece."""
+        address = held.memory[name]
+        assert address is not None
+        if (key := _key(address)) not in self._mapped:
+            self._mapped[key] = map_memory(address)
+        start = address["start"] + held.slots.of(expert) * len(into)
+        source = self._mapped[key][start : start + len(into)]
+        for first in range(0, len(into), PIECE):
+            check()
+            into[first : first + PIECE] = source[first : first + PIECE]
 
     def carry(
         self, sent: Sequence[Sequence[Parcel]], read: Views, write: Views, check: Callable[[], None]
     ) -> None:
-        """Copy what ranks send to where it shall be. Collective.
+        """Copy what ranks send to where it shall be, through their group. Collective.
 
         `read` and `write` give the bytes of a part here, to be sent and to be filled. `check` is called before each
         piece, and may raise.
@@ -155,18 +211,11 @@ class Carrier:
         longest = max((parts[-1].start + parts[-1].nbytes for parts in sent if parts), default=0)
         if not longest:
             return
-        size = min(PIECE, longest)
         if self._group is None:
             self._group = self._of.subgroup(range(self._of.size), name=f"{self._of.name}/moves")
-            self._shared = len(self._group.hosts()) == 1
-        if self._shared and self._size < size:
-            self._buffers, self._size = self._group.share_memory(2 * size), size
-        move_piece = (
-            _through_memory(self._group, self._buffers, size) if self._shared else _through_group(self._group)
-        )
-        for number in range(-(-longest // size)):
+        for number in range(-(-longest // PIECE)):
             check()
-            move_piece(number, _Piece(number, size, sent), read, write)
+            _move_piece(self._group, _Piece(number, PIECE, sent), read, write)
 
     def abandon(self) -> None:
         """End the waits of the other ranks, too: this one takes part no more."""
@@ -175,10 +224,14 @@ class Carrier:
 
     def close(self) -> None:
         """Give back what is shared."""
-        self._buffers, self._size = [], 0
+        self._mapped = {}
         group, self._group = self._group, None
         if group is not None:
             group.close()
+
+
+def _key(address: Address) -> tuple[int, int]:
+    return address["pid"], address["inode"]
 
 
 @dataclass(frozen=True)
@@ -189,57 +242,30 @@ class _Piece:
     size: int  # bytes
     sent: Sequence[Sequence[Parcel]]
 
-    def parts(self, source: int, target: int | None = None) -> Iterator[tuple[Parcel, int, int]]:
-        """The parts that a rank sends in this piece (to one rank, if given), each with the bytes that are in it."""
+    def parts(self, source: int, target: int) -> Iterator[tuple[Parcel, int, int]]:
+        """The parts that a rank sends to another in this piece, each with the bytes that are in it."""
         for parcel in self.sent[source]:
             bounds = parcel.in_piece(self.number, self.size)
-            if bounds is not None and (target is None or target in parcel.targets):
+            if bounds is not None and target in parcel.targets:
                 yield parcel, *bounds
 
-    def place(self, parcel: Parcel, first: int, last: int) -> slice:
-        """Where some bytes of a part stand in the piece."""
-        start = parcel.start + first - self.number * self.size
-        return slice(start, start + last - first)
 
-
-def _through_memory(
-    group: Group, buffers: Sequence[Tensor], size: int
-) -> Callable[[int, _Piece, Views, Views], None]:
-    mine = group.rank
-
-    def move_piece(number: int, piece: _Piece, read: Views, write: Views) -> None:
-        # A half is written again two pieces later: then all have met once more, after they had read it.
-        half = slice(number % 2 * size, number % 2 * size + size)
-        for parcel, first, last in piece.parts(mine):
-            buffers[mine][half][piece.place(parcel, first, last)] = read(parcel)[first:last]
-        group.barrier(phase="moving experts")
-        for source in range(group.size):
-            for parcel, first, last in piece.parts(source, mine):
-                write(parcel)[first:last] = buffers[source][half][piece.place(parcel, first, last)]
-
-    return move_piece
-
-
-def _through_group(group: Group) -> Callable[[int, _Piece, Views, Views], None]:
+def _move_piece(group: Group, piece: _Piece, read: Views, write: Views) -> None:
     mine, ranks = group.rank, range(group.size)
-
-    def move_piece(number: int, piece: _Piece, read: Views, write: Views) -> None:
-        sent = [[read(parcel)[a:b] for parcel, a, b in piece.parts(mine, target)] for target in ranks]
-        due = [sum(b - a for _, a, b in piece.parts(source, mine)) for source in ranks]
-        rows = [part for parts in sent for part in parts]
-        arrived = group.all_to_all_rows(
-            torch.cat(rows).unsqueeze(1) if rows else torch.empty(0, 1, dtype=torch.uint8),
-            [sum(len(part) for part in parts) for parts in sent],
-            due,
-            phase="moving experts",
-        )
-        start = 0
-        for source in ranks:
-            for parcel, first, last in piece.parts(source, mine):
-                write(parcel)[first:last] = arrived[start : start + last - first, 0]
-                start += last - first
-
-    return move_piece
+    sent = [[read(parcel)[a:b] for parcel, a, b in piece.parts(mine, target)] for target in ranks]
+    due = [sum(b - a for _, a, b in piece.parts(source, mine)) for source in ranks]
+    rows = [part for parts in sent for part in parts]
+    arrived = group.all_to_all_rows(
+        torch.cat(rows).unsqueeze(1) if rows else torch.empty(0, 1, dtype=torch.uint8),
+        [sum(len(part) for part in parts) for parts in sent],
+        due,
+        phase="moving experts",
+    )
+    start = 0
+    for source in ranks:
+        for parcel, first, last in piece.parts(source, mine):
+            write(parcel)[first:last] = arrived[start : start + last - first, 0]
+            start += last - first
 
 
 def bytes_of(part: Tensor) -> Tensor:

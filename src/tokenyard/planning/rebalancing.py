@@ -28,9 +28,9 @@ from tokenyard.errors import HandleError, PeerFailed, PeerLost
 from tokenyard.experts import Experts
 from tokenyard.experts.slots import ExpertSlots
 from tokenyard.group import Group
-from tokenyard.planning.moving import Carrier, Parcel, bytes_of, paths_between, streams, width
+from tokenyard.planning.moving import Carrier, HeldExperts, Parcel, bytes_of, paths_between, streams, width
 from tokenyard.planning.wiring import Wiring
-from tokenyard.routing import Placement
+from tokenyard.routing import Move, Placement
 
 _log = logging.getLogger("tokenyard")
 
@@ -71,6 +71,7 @@ class Rebalance:
         group: Group,
         carrier: Carrier,
         holders: Mapping[str, HoldsExperts],
+        held: Mapping[str, Sequence[HeldExperts]],
         present: Step,
         steps: Sequence[Step],
         *,
@@ -89,6 +90,7 @@ class Rebalance:
             dict(present),
             list(steps),
         )
+        self._held = held  # by layer, where each rank holds its experts
         self._carrier, self._finish, self._after = carrier, finish, after
         self._progress = Progress.PREPARING
         self._number = 0
@@ -109,8 +111,8 @@ class Rebalance:
 
     @property
     def has_ended(self) -> bool:
-        """Whether this rank's thread has ended."""
-        return self._thread is None or not self._thread.is_alive()
+        """Whether this rank's thread has nothing more to do."""
+        return self.is_done or self._thread is None or not self._thread.is_alive()
 
     @property
     def ready(self) -> bool:
@@ -170,6 +172,7 @@ class Rebalance:
             if self._after is not None and self._after._thread is not None:
                 self._after._thread.join()  # one that was given up may still write into spare slots
                 self._after = None
+            self._carrier.keep(one for held in self._held.values() for one in held)
             with torch.no_grad():
                 while not self.is_done:
                     self._check()
@@ -194,10 +197,11 @@ class Rebalance:
         widths = {
             layer: {name: width(tensor) for name, tensor in named.items()} for layer, named in tensors.items()
         }
-        came: dict[str, dict[int, int]] = {}
-        for layer, path in paths.items():
-            arriving = [move.expert for move in path if move.target == mine]
-            came[layer] = dict(zip(arriving, self._holders[layer].slots.free, strict=False))
+        arrivals = {
+            layer: [held.arrivals(path, rank) for rank, held in enumerate(self._held[layer])]
+            for layer, path in paths.items()
+        }
+        came = {layer: by_rank[mine] for layer, by_rank in arrivals.items()}
 
         def read(parcel: Parcel) -> Tensor:
             slot = self._holders[parcel.layer].slots.of(parcel.expert)
@@ -206,7 +210,20 @@ class Rebalance:
         def write(parcel: Parcel) -> Tensor:
             return bytes_of(tensors[parcel.layer][parcel.tensor][came[parcel.layer][parcel.expert]])
 
-        self._carrier.carry(streams(self._group.size, paths, widths), read, write, self._check)
+        through_group: dict[str, list[Move]] = {layer: [] for layer in paths}
+        for layer, path in paths.items():
+            held = self._held[layer]
+            for move in path:
+                if not held[move.source].is_mapped_by(held[move.target]):
+                    through_group[layer].append(move)
+                elif move.target == mine:
+                    for name, tensor in tensors[layer].items():
+                        into = bytes_of(tensor[came[layer][move.expert]])
+                        self._carrier.fetch(held[move.source], name, move.expert, into, self._check)
+        self._carrier.carry(streams(self._group.size, through_group, widths), read, write, self._check)
+        for layer, placement in self.step.items():
+            for rank, one in enumerate(self._held[layer]):
+                one.slots.switch(placement.local_experts(rank), arrivals[layer][rank])
         for placement in self.step.values():  # what the first call would otherwise look up
             placement.resolve(torch.zeros(1, 1, dtype=torch.int64), mine)
         self.came, self.seconds = came, time.monotonic() - started

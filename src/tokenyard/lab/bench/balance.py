@@ -4,10 +4,10 @@ Three layers of one plan take turns, in the same processes: one under uniform lo
 which one was rebalanced once. A round is one call of a layer on all ranks; it starts at one moment for all and ends
 when the last is done. `busiest / mean` is counted: the choices that each rank computes.
 
-Then two experts of each rank, of 12.6 MB each, move to the next one, and back.
+Then two experts of each rank, of 12.6 MB each, move to the one before, and back.
 
-**The floor of a call** is the call under uniform load. **That of a move** is a copy, by all ranks at once, of the bytes
-that come to them; a switch has none.
+**The floor of a call** is the call under uniform load. **That of a move** is a copy of as many bytes, by all ranks at
+once, out of memory of the same ranks; a switch has none.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LARGE_EXPERTS: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 1024,
 _LARGE = 2
 NOTES = [
     "ranks are processes with one thread each; on fewer cores than ranks, they share the work of the busiest",
-    "experts of 12.6 MB move, two from each rank to the next",
+    "experts of 12.6 MB move, two from each rank to the one before, and back",
     f"targets: a call of {MOST_OF_UNIFORM} x uniform, a move of {MOST_OF_COPY:.0f} x a copy by all ranks at once, "
     f"a pause of {LONGEST_PAUSE:.0f} ms; busiest / mean at most {MOST_OF_MEAN} after one rebalance",
 ]
@@ -162,7 +162,7 @@ def _busiest(group: Group, made: Plan, name: str, routes: Routes) -> float:
 
 
 def _measure_moves(group: Group, rounds: int) -> dict[str, Any]:
-    """Large experts to the next rank and back, again and again; beside copies of as many bytes."""
+    """Large experts to the rank before and back, again and again; beside copies of as many bytes from the next rank."""
     found: dict[str, Any] = {"moves": [], "copies": [], "pauses": [], "nbytes": 0}
     spec = LayerSpec(name="large", num_experts=_LARGE * group.size, spare_experts=_LARGE, **LARGE_EXPERTS)
     made = plan([spec], group)
@@ -173,10 +173,11 @@ def _measure_moves(group: Group, rounds: int) -> dict[str, Any]:
     )
     layer = MoELayer(made, spec.name, held)
     away = Placement.explicit(home.num_experts, [*home.table[1:], home.table[0]])
+    shared = group.share_memory(held.nbytes)
+    shared[group.rank].fill_(1)
+    source, target = shared[(group.rank + 1) % group.size], torch.zeros(held.nbytes, dtype=torch.uint8)
     for number in range(-2, rounds):  # memory that is touched for the first time takes longer
         move = made.rebalance({layer.name: home if number % 2 else away})
-        source = torch.ones(move.nbytes, dtype=torch.uint8)
-        target = torch.zeros_like(source)
         start_together(group)
         started = time.perf_counter()
         target.copy_(source)
