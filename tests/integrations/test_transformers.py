@@ -182,6 +182,25 @@ def test_exchanges_agree_to_the_bit(placement):
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, other, strict=True))
 
 
+def test_experts_move_while_a_model_generates(saved):
+    whole, folder = saved("qwen3_moe")
+
+    def rank_main(group):
+        sharded = load_sharded(folder, group, max_tokens=32, placement="round_robin", spare_experts=3)
+        move = sharded.plan.rebalance(dict.fromkeys(sharded.layers, "contiguous"), wait=False)
+        ids = prompts(group.rank)
+        tokens = []
+        while not move.is_done:
+            tokens.append(sharded.generate(ids, max_new_tokens=3, do_sample=False))
+        tokens.append(sharded.generate(ids, max_new_tokens=3, do_sample=False))
+        return ids, tokens, repr(sharded.experts[0]), sharded.plan.local_experts(sharded.layers[0])
+
+    for rank, (ids, tokens, shown, local) in enumerate(on_ranks(WORLD, rank_main)):
+        assert all(torch.equal(some, generated(whole, ids, 3)) for some in tokens)
+        assert local == ([0, 1, 2], [3, 4, 5], [6, 7], [8, 9])[rank]
+        assert f"{len(local)} of 10 experts here" in shown
+
+
 def test_layers_that_differ():
     """What a layer is, is read from its module: widths and numbers of choices may change from layer to layer."""
     whole = tiny_model("qwen3_moe")

@@ -56,6 +56,7 @@ def shard_experts(
     max_tokens: int = 1024,
     max_rows: int | None = None,
     placement: str | Placement | None = None,
+    spare_experts: int = 0,
     checkpoint: Checkpoint | str | Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ShardedModel:
@@ -65,7 +66,9 @@ def shard_experts(
     out and back, `weights` the one that holds this rank's experts (plain ones are quantized on the way in).
     `inner` is how numbers are held between an expert's two products, by default as the recipe of the checkpoint has it,
     else exactly. A rank brings up to `max_tokens` tokens to one round trip; `generate` and `passes` split larger
-    batches. `exchange`, `max_rows` and `placement` are those of a plan.
+    batches. `exchange`, `max_rows` and `placement` are those of a plan. With `spare_experts`, memory for
+    so many further experts of each layer, experts can move between ranks while the model is in use
+    (`sharded.plan.rebalance`, `sharded.plan.autobalance`).
 
     With a `checkpoint` (a folder) experts are read from there, this rank's and no others. The model may then come
     without them (`experts_left_out`), or have been built on the meta device. `progress(done, all)` is called with
@@ -82,6 +85,7 @@ def shard_experts(
                 wire=wire,
                 combine_wire=combine_wire,
                 placement="contiguous" if placement is None else placement,
+                spare_experts=spare_experts,
             )
             for module in modules
         ]
@@ -221,8 +225,8 @@ class ShardedExperts(nn.Module):
 
     def extra_repr(self) -> str:
         """What `print(model)` shows of this module."""
-        spec, local = self.layer.wiring.spec, self.layer.experts.spec.num_local_experts
-        return f"{local} of {spec.num_experts} experts here, {spec.weights}"
+        spec, local = self.layer.wiring.spec, self.layer.plan.local_experts(self.layer.name)
+        return f"{len(local)} of {spec.num_experts} experts here, {spec.weights}"
 
 
 class ShardedModel:
