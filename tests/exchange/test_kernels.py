@@ -194,6 +194,46 @@ def test_several_ranks_may_share_a_launch(whole):
     assert same_bits(out_TH, torch.cat(expected))
 
 
+@pytest.mark.parametrize("sms", [1, 3])
+def test_few_multiprocessors_move_the_same_bytes(sms, whole, monkeypatch):
+    """Fewer blocks than rows, chunks, results and tiles: each of them does several."""
+    grids = []
+    for module, name in ((launch.push_room, "assign"), (launch.push_room, "push"), (launch.pull_room, "place"),
+                         (launch.pull_room, "pull")):  # fmt: skip
+        monkeypatch.setattr(module, name, _Recorded(getattr(module, name), grids))
+    spec = make_exchange_spec(2, hidden_size=1500, max_tokens=200)
+    yard = VirtualRanks(spec, sms=sms)
+    batches = [make_batch(spec, tokens, seed=tokens) for tokens in ((4, 2) if whole else (130, 66))]
+    for turn in range(2):  # what blocks count is as it was
+        wrong, counts = dispatched(yard, batches)
+        assert wrong == []
+        assert yard.words(0)[ROUND] == turn + 1
+    draw = torch.Generator().manual_seed(7)
+    rows = [torch.randn(int(count.sum()), 1500, generator=draw) for count in counts]
+    yard.place_twins(rows, counts)
+    for launcher, rows_RH in zip(yard.launchers, rows, strict=True):
+        launcher.place(yard.dispatch_slots, rows_RH, dense=True)
+    assert yard.same_regions("combine")
+    for rank, (launcher, batch) in enumerate(zip(yard.launchers, batches, strict=True)):
+        out_TH = torch.full_like(batch.x_TH, 5.0)
+        slots_TW = slots_twin(spec, batch.ids_TK, rank)
+        launcher.sum(yard.dispatch_slots, slots_TW, out_TH, just_placed=True, waits=False)
+        assert same_bits(out_TH, yard.pulled_by_twin(rank, batch.ids_TK))
+    assert len(grids) >= 8
+    assert max(grids) == (sms,)
+
+
+class _Recorded:
+    """A kernel that notes the grids that it is launched with."""
+
+    def __init__(self, kernel, grids):
+        self._kernel, self._grids = kernel, grids
+
+    def __getitem__(self, grid):
+        self._grids.append(grid)
+        return self._kernel[grid]
+
+
 EXTRA = (
     Payload(name="bytes", dtype=torch.uint8, width=5),
     Payload(name="halves", dtype=torch.float16, width=3),

@@ -33,11 +33,12 @@ encoding = Encoding.of(get("nvfp4"))
 layout = ReturnLayout(encoding=encoding, places={}, padded=208)
 shared = dict(HIDDEN=200, PADDED=208, FORMAT=encoding.code, KIND=encoding.kind, OPTION=encoding.option, WORLD=2, WIDE=2)
 for given in (False, True):
-    compiled(pull.place, layout.place_tiles(), TILE=layout.place_tiles().tile, GIVEN=given, **shared)
+    compiled(pull.place, layout.place_tiles(), TILE=layout.place_tiles().tile, GIVEN=given, LIMITED=given, **shared)
 tiles = layout.tiles(128)
 for choices in (0, 3):
     compiled(
-        pull.pull, tiles, TILE=tiles.tile, PARTS=tiles.parts, TURNS=2, MEETS=True, EARLY=True, CHOICES=choices, **shared
+        pull.pull, tiles, TILE=tiles.tile, PARTS=tiles.parts, TURNS=2, MEETS=True, EARLY=True, CHOICES=choices,
+        LIMITED=choices > 0, **shared,
     )
 """
 

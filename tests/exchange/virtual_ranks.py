@@ -55,7 +55,7 @@ def noise(nbytes, seed):
 class VirtualRanks:
     """Ranks of one layer; with `together`, one launch serves them all."""
 
-    def __init__(self, spec, *, device="cpu", together=False, deadline=5.0, max_tokens=None):
+    def __init__(self, spec, *, device="cpu", together=False, deadline=5.0, max_tokens=None, sms=None):
         self.spec, self.world = spec, spec.placement.world
         self.control = ControlLayout(self.world, 1)
         need = SharedMemoryTransport.region_bytes(spec)
@@ -76,6 +76,7 @@ class VirtualRanks:
                 deadline,
                 spec.max_tokens,
                 ranks=self.world if together else 1,
+                sms=sms,
             )
             for rank in every
         ]

@@ -52,10 +52,10 @@ def mortal_exchange(group):
 
             return Pending(wait)
 
-        def _read_counts(self, slots, slots_TW):
+        def _start_reading_counts(self, slots, slots_TW):
             time.sleep(0.3 if self.group.rank == LOST else 0.0)
             self.strike("waiting in dispatch")
-            return super()._read_counts(slots, slots_TW)
+            super()._start_reading_counts(slots, slots_TW)
 
         def arm(self, moment):
             """From now on: short waits, and a rank that dies."""

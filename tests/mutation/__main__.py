@@ -59,7 +59,7 @@ ONLY_ON_A_GPU = (
     "*/group/symmetric_memory.py",
     "*/group/devices.py::let_ranks_share_a_gpu",
     "*/group/devices.py::rank_on",
-    "*/group/devices.py::_reserve_memory",
+    "*/group/devices.py::reserve_memory",
     "*/exchange/batch.py::UnencodedRows",
 )
 # Seconds of tests that a mutant meets first, and their number. Most die there; few files of tests are imported for it.

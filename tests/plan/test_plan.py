@@ -708,12 +708,25 @@ def test_whoever_has_the_duty_the_bits_are_the_same(wire, weight_on):
         (0, {}, "world"),
         (2, {"in_flight": 0}, "in_flight"),
         (2, {"in_flight": True}, "in_flight"),
+        (2, {"sms": 0}, "sms"),
+        (2, {"sms": 2.0}, "sms"),
+        (2, {"sms": 1025}, "sms"),
     ],
 )
 def test_counts_that_make_no_plan(ranks, settings, name):
     spec = ty.LayerSpec(name="moe", hidden_size=32, intermediate_size=16, num_experts=4, top_k=1)
     with pytest.raises(ty.InputError, match=f"^{name} is "):
         ty.draft([spec], ranks, **({"max_tokens": 4} | settings))
+
+
+def test_multiprocessors_are_bounded_where_kernels_move_rows_and_nowhere_else():
+    drafted = draft([spec()], 2, exchange="one_sided", sms=8)
+    assert "1 in flight, 8 multiprocessors of a GPU for the exchange (sms)" in str(drafted)
+    assert drafted.fields()["sms"] == 8
+    errors = on_ranks(2, lambda group: raised(ty.plan, [spec()], group, exchange="one_sided", sms=8))
+    assert all(
+        isinstance(error, ty.PlanError) and "sms=8: one_sided on cpu" in str(error) for error in errors
+    )
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 3])

@@ -174,6 +174,7 @@ class Batch:
     announcements: Announcements  # what this rank tells the others of it
     # Where a transport with `counts_choices` counts them: those of nobody, then those of each expert.
     choice_counts: Tensor | None = None
+    ahead: bool = False  # whether something is computed while it travels
 
     @property
     def num_tokens(self) -> int:
@@ -293,6 +294,14 @@ def _nothing() -> None:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class SumAhead:
+    """The sum that results come home for, told when they are sent: a transport may begin it then."""
+
+    out_TH: Tensor | None  # what it is written into; None: a new tensor
+    add: Sequence[Tensor]  # what is added
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Results:
     """Checked results of an arrival, ready to be sent back."""
 
@@ -303,6 +312,7 @@ class Results:
     announcements: Announcements  # what this rank tells the others of them
     # Called by the transport when results have the form in which they travel, before it tells anybody of them.
     before_telling: Callable[[], None] = _nothing
+    sum_ahead: SumAhead | None = None  # where something is computed while they travel, and they are summed
 
     @torch.no_grad()
     def write(self, packets_by_rank: Sequence[Tensor]) -> None:
@@ -327,6 +337,10 @@ class Results:
 
 class ResultsAtHome(ABC):
     """The results of this rank's tokens, where they came home: they can be summed, or handed out by rank."""
+
+    def summed(self) -> Tensor | None:
+        """The sum that the transport began when results were sent (`Results.sum_ahead`); None: `sum_into` makes it."""
+        return None
 
     @abstractmethod
     def sum_into(self, out_TH: Tensor, add: Sequence[Tensor]) -> Tensor:

@@ -58,6 +58,7 @@ from tokenyard.exchange.batch import (
     Part,
     Results,
     ResultsAtHome,
+    SumAhead,
     UnencodedRows,
 )
 from tokenyard.exchange.checks import check_batch, check_output, check_result, check_sum
@@ -95,6 +96,7 @@ class Exchange:
         in_flight: int = 1,
         plan_id: int = 0,
         paranoid: bool = False,
+        sms: int | None = None,
     ) -> None:
         self.group = group  # the ranks that exchange
         chosen = transport.on(group.device)
@@ -104,6 +106,7 @@ class Exchange:
             if paranoid
             else chosen(group, in_flight=in_flight)
         )
+        self.transport.sms = sms
         self.stats: dict[str, LayerStats] = {}  # counters by layer
         self.load = LoadCounter(group.device)  # choices that fell on each expert
         # Gives the number that this rank tells the others in a dispatch.
@@ -194,6 +197,13 @@ class Exchange:
         """
         return self.start_dispatch(spec, rows, routes, extra, ahead=False).wait()
 
+    def beside(self, job: Callable[[], Home]) -> Home:
+        """What a job computes that needs no rows of others, beside the round trip that was started last.
+
+        Until its sum: what the job gives may only be added there (`add`).
+        """
+        return self.transport.beside(job)
+
     def dispatch_next(self, arrival: Arrival) -> Arrival:
         """Send more rows of a batch that was too large for one pass. Collective, as long as `arrival.has_more`."""
         return self.start_next(arrival).wait()
@@ -214,7 +224,9 @@ class Exchange:
         self._check_dropped(spec)
         self._in_flight.check_room(spec)
         try:
-            batch = self._checked(spec, self._round + 1, rows, routes, {} if extra is None else extra)
+            batch = self._checked(
+                spec, self._round + 1, rows, routes, {} if extra is None else extra, ahead=ahead
+            )
             pending = self._ahead(self.transport.send(batch), ahead)
         except Exception as error:
             self._fail(spec, error, partial(self._fail_dispatch, spec, error))
@@ -309,6 +321,8 @@ class Exchange:
         rows: EncodedRows | UnencodedRows,
         routes: Routes | RoutingLogits | BatchRoutes,
         extra: Mapping[str, Tensor],
+        *,
+        ahead: bool,
     ) -> Batch:
         """A batch that can be sent; raises whatever is wrong with it."""
         if isinstance(rows, UnencodedRows):
@@ -347,6 +361,7 @@ class Exchange:
                 spec, Phase.DISPATCH, round, tokens=rows.num_rows, counts=counts
             ),
             choice_counts=self.load.counts(spec.layer) if self.transport.counts_choices else None,
+            ahead=ahead,
         )
 
     def _drop_lost(self, spec: ExchangeSpec, routes: Routes) -> Routes:
@@ -395,6 +410,8 @@ class Exchange:
         """
 
         def sum_home(home: ResultsAtHome) -> CombinedRows:
+            if (y_TH := home.summed()) is not None:
+                return CombinedRows(y_TH=y_TH)
             add = [term if isinstance(term, Tensor) else self._late_term(arrival, term) for term in terms]
             shape = (arrival.batch_tokens, arrival.spec.hidden_size)
             into = (
@@ -450,7 +467,7 @@ class Exchange:
         """Send results back; `wait` returns what `use` makes of those of this rank's tokens."""
         self._take(arrival)
         try:
-            results = self._checked_results(arrival, result, reduces=reduces, out=out, add=add)
+            results = self._checked_results(arrival, result, reduces=reduces, out=out, add=add, ahead=ahead)
             pending = self._ahead(self.transport.send_back(results), ahead)
         except Exception as error:
             self._fail(arrival.spec, error, partial(self._fail_combine, arrival, error))
@@ -483,6 +500,7 @@ class Exchange:
         reduces: bool,
         out: Tensor | None,
         add: Sequence[Tensor],
+        ahead: bool,
     ) -> Results:
         """Results that can be sent; raises unless they, and what they are written into and added to, fit."""
         spec = arrival.spec
@@ -504,6 +522,7 @@ class Exchange:
             announcements=self._announcements(
                 spec, Phase.COMBINE, arrival.round, tokens=arrival.routes.num_tokens
             ),
+            sum_ahead=SumAhead(out_TH=out, add=add) if ahead and reduces and arrival.part is None else None,
         )
 
     def _ahead(self, pending: Pending[Home], ahead: bool) -> Pending[Home]:

@@ -18,9 +18,9 @@ ranks, not layers, experts or duties. It may be made of other transports, and it
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.workspace import LayerBytes
 from tokenyard.formats.base import Format
 from tokenyard.group.base import Group, Pending
+
+Term = TypeVar("Term")  # what is added to a sum
 
 
 class Transport(ABC):
@@ -60,6 +62,10 @@ class Transport(ABC):
     returns_choices: ClassVar[bool] = True
     # Whether the rows that a rank receives in one pass can have a bound (`plan(max_rows=…)`).
     bounds_rows: ClassVar[bool] = False
+    # Whether the multiprocessors of a GPU that its kernels take can have a bound (`plan(sms=…)`).
+    limits_sms: ClassVar[bool] = False
+    # That bound, for the kernels of one rank; None: all may be taken.
+    sms: int | None = None
     # Tensors that can be added in the pass that sums over ranks; None: any number.
     most_terms: ClassVar[int | None] = None
 
@@ -174,6 +180,13 @@ class Transport(ABC):
     @abstractmethod
     def send_back(self, results: Results) -> Pending[ResultsAtHome]:
         """Return checked results to their source ranks."""
+
+    def beside(self, job: Callable[[], Term]) -> Term:
+        """Run a job that needs no rows of others beside the round trip that was started last, up to its sum.
+
+        What the job gives is added there, and read by nobody before. Here the job runs at once.
+        """
+        return job()
 
     @abstractmethod
     def fail(self, failure: Failure) -> None:

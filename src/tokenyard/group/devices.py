@@ -106,9 +106,9 @@ def let_ranks_share_a_gpu() -> None:
     os.environ.setdefault(_NO_MULTICAST, "1")
 
 
-def _reserve_memory(device: torch.device) -> None:
+def reserve_memory(device: torch.device, *, large_pieces: int = 4) -> None:
     """Let torch keep some memory for this stream: to get more, CUDA may wait for all kernels, waiting ones too."""
-    sizes = [*[_SMALL_PIECE] * 16, *[_LARGE_PIECE] * 4]
+    sizes = [*[_SMALL_PIECE] * 16, *[_LARGE_PIECE] * large_pieces]
     pieces = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
     del pieces
 
@@ -122,6 +122,6 @@ def rank_on(device: torch.device) -> Iterator[None]:
     torch.cuda.set_device(device)
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
-        _reserve_memory(device)
+        reserve_memory(device)
         yield
     stream.synchronize()  # whoever gets the result reads it on another stream

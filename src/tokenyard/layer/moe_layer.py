@@ -164,7 +164,8 @@ class MoELayer(nn.Module):
         trip.ahead = ahead
         with self.plan.exchange.telling(trip):  # an error on one rank reaches all
             sent = self._send(wiring, trip, x_TH, routes_or_logits, payloads)
-            terms = [shared(x_TH)] if shared is not None else []  # while rows travel
+            job = None if shared is None else partial(shared, x_TH)
+            terms = [] if job is None else [self.plan.exchange.beside(job)]  # while rows travel
             terms += [add] if add is not None else []
         trip.advance = partial(self._advance, sent, out, terms)
         return PendingBatch(self, sent, add)

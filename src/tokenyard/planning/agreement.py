@@ -80,7 +80,11 @@ def _check_reach(drafted: Draft, group: Group, hosts: list[str]) -> Draft:
     def refusal(exchange: type[Transport]) -> Reason | None:
         reason = exchange.reaches(group, hosts) or (exchange.watches(group) if drafted.paranoid else None)
         # The class that does the work on this group's devices may support less.
-        return reason or next(filter(None, map(exchange.on(group.device).supports, exchange_specs)), None)
+        used = exchange.on(group.device)
+        if reason is None and drafted.sms is not None and not used.limits_sms:
+            why = f"{used.name} on {group.device.type} launches no kernels whose multiprocessors could be bounded"
+            reason = Reason(field="sms", value=drafted.sms, why=why)
+        return reason or next(filter(None, map(used.supports, exchange_specs)), None)
 
     if drafted.exchange_reason is not None:
         chosen, why = choose_exchange(
@@ -93,6 +97,7 @@ def _check_reach(drafted: Draft, group: Group, hosts: list[str]) -> Draft:
                 exchange=chosen,
                 in_flight=drafted.in_flight,
                 max_rows=drafted.max_rows,
+                sms=drafted.sms,
                 paranoid=drafted.paranoid,
                 renormalize_dropped=drafted.renormalize_dropped,
                 device=group.device,

@@ -37,6 +37,8 @@ PARANOID_VARIABLE = "TOKENYARD_PARANOID"
 _MOST_LINKS = 6
 # Dispatches before their combine. A layer has one, and whoever overlaps two micro-batches, two.
 _MOST_IN_FLIGHT = 1024
+# Multiprocessors of a GPU: more than any has.
+_MOST_SMS = 1024
 # Bytes: what a process of a 64-bit machine can address.
 _LARGEST_WORKSPACE = 2**47
 
@@ -54,6 +56,8 @@ class Draft:
     renormalize_dropped: bool = False
     # The most rows that a rank receives in one pass of a batch; None: all that may come.
     max_rows: int | None = None
+    # The multiprocessors of a GPU that the exchange of one rank takes, at most; None: as many as are free.
+    sms: int | None = None
     exchange_reason: str | None = None  # why this exchange was chosen; None: it was named
 
     def on_hosts(self, hosts: tuple[int, ...]) -> Draft:
@@ -102,6 +106,7 @@ class Draft:
             "exchange": self.exchange.name,
             "in_flight": self.in_flight,
             "max_rows": self.max_rows,
+            "sms": self.sms,
             "paranoid": self.paranoid,
             "renormalize_dropped": self.renormalize_dropped,
             "number of layers": len(self.wirings),
@@ -144,10 +149,15 @@ class Draft:
 
     def __str__(self) -> str:
         size_of_plan = f"{count(len(self.wirings), 'layer')} on {count(self.world, 'rank')}"
+        sms = (
+            ""
+            if self.sms is None
+            else f", {count(self.sms, 'multiprocessor')} of a GPU for the exchange (sms)"
+        )
         paranoid = ", paranoid" if self.paranoid else ""
         lines = [
             f"plan of {size_of_plan}, exchange {self.exchange.name}{chosen(self.exchange_reason)}, "
-            f"{self.in_flight} in flight{paranoid}"
+            f"{self.in_flight} in flight{sms}{paranoid}"
         ]
         for row in self.rows():
             duties = ", ".join(f"{duty}: {who}" for duty, who in row["duties"].items() if who != "–")
@@ -187,6 +197,7 @@ def draft(
     max_tokens: int | None = None,
     in_flight: int = 1,
     max_rows: int | None = None,
+    sms: int | None = None,
     paranoid: bool = False,
     device: torch.device | None = None,
 ) -> Draft:
@@ -202,6 +213,7 @@ def draft(
         max_tokens=max_tokens,
         in_flight=in_flight,
         max_rows=max_rows,
+        sms=sms,
         paranoid=_is_paranoid(paranoid),
         device=device,
     )
@@ -215,6 +227,7 @@ def draft_as_told(
     max_tokens: int | None = None,
     in_flight: int,
     max_rows: int | None = None,
+    sms: int | None = None,
     paranoid: bool,
     renormalize_dropped: bool = False,
     device: torch.device | None,
@@ -223,6 +236,8 @@ def draft_as_told(
     layers = _check_layers(layers)
     _check_counts(world=(world, MOST_RANKS), in_flight=(in_flight, _MOST_IN_FLIGHT))
     _check_max_rows(max_rows, world)
+    if sms is not None:
+        _check_counts(sms=(sms, _MOST_SMS))
     wire = cache(partial(_wire, layers, world, max_tokens, max_rows, device))
     exchange_reason = None
     if exchange == AUTO:
@@ -271,6 +286,7 @@ def draft_as_told(
         paranoid=paranoid,
         renormalize_dropped=renormalize_dropped,
         max_rows=max_rows,
+        sms=sms,
         exchange_reason=exchange_reason,
     )
     _check_bytes(drafted)

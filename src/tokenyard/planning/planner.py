@@ -235,6 +235,7 @@ def plan(
     max_tokens: int | None = None,
     in_flight: int = 1,
     max_rows: int | None = None,
+    sms: int | None = None,
     paranoid: bool = False,
     survive: bool = False,
 ) -> Plan:
@@ -244,7 +245,8 @@ def plan(
     the ranks share memory, `hierarchical` where they do so inside hosts, else the next one that reaches all of them.
     `max_tokens` is the most tokens that a rank brings in one call, for layers that do not set their own. `in_flight`
     dispatches may wait for their combine at a time. `max_rows` bounds the rows that a rank receives at a time, and the
-    memory for them; a batch that brings more goes in several passes, on all ranks.
+    memory for them; a batch that brings more goes in several passes, on all ranks. On GPUs, `sms` bounds the
+    multiprocessors that the exchange of a rank takes; the others are left to what is computed while rows travel.
 
     `TOKENYARD_EXCHANGE` in the environment overrides `exchange`. A `paranoid` plan watches every row, region and duty
     while its layers run, and raises `Corrupted` when one is not what it must be; `TOKENYARD_PARANOID=1` in the
@@ -283,6 +285,7 @@ def plan(
             max_tokens=max_tokens,
             in_flight=in_flight,
             max_rows=max_rows,
+            sms=sms,
             paranoid=paranoid,
             device=group.device,
         )

@@ -55,7 +55,12 @@ class PlanState:
         """Serve a draft, through an exchange of its own. Collective over the group."""
         self.group = group
         self.exchange = Exchange(
-            draft.exchange, group, in_flight=draft.in_flight, plan_id=plan_id, paranoid=draft.paranoid
+            draft.exchange,
+            group,
+            in_flight=draft.in_flight,
+            plan_id=plan_id,
+            paranoid=draft.paranoid,
+            sms=draft.sms,
         )
         self.exchange.serve([wiring.exchange_spec for wiring in draft.wirings])
         self.adopt(draft)
@@ -83,6 +88,7 @@ class PlanState:
             "exchange": self.draft.exchange,
             "in_flight": self.draft.in_flight,
             "max_rows": self.draft.max_rows,
+            "sms": self.draft.sms,
             "paranoid": self.draft.paranoid,
             "renormalize_dropped": self.draft.renormalize_dropped,
         }

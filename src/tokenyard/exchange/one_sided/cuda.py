@@ -10,13 +10,16 @@ counted on the device, and every batch size uses the same workspace. What differ
   row, empty ones with ids of -1: `W · max_tokens` rows, where `max_tokens` can be set for a while, for small
   batches. What goes wrong is written into a status, and raised by the next call, or by `synchronize`.
 
+Where something is computed meanwhile (`layer.start`, shared experts), rows and results travel on a stream of their own;
+the caller's goes on beside it, and waits for it where what came is needed (`side_stream`).
+
 A rank that fails, dies or drifts leaves a status on every rank; kernels that find one do not wait, and write NaN.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,13 +34,22 @@ from tokenyard.errors import (
     Reason,
 )
 from tokenyard.exchange.announcement import Phase
-from tokenyard.exchange.batch import Arrival, Batch, Failure, Results, ResultsAtHome, UnencodedRows
+from tokenyard.exchange.batch import (
+    Arrival,
+    Batch,
+    Failure,
+    Results,
+    ResultsAtHome,
+    SumAhead,
+    UnencodedRows,
+)
 from tokenyard.exchange.one_sided import declarations
 from tokenyard.exchange.one_sided.control import ROUND, STATUS, WORD, ControlLayout, Trouble
 from tokenyard.exchange.one_sided.graphs import CapturedGraphs
-from tokenyard.exchange.one_sided.launch import LAYER_BITS, DispatchSlots, Encoding, Launcher
+from tokenyard.exchange.one_sided.launch import LAYER_BITS, DispatchSlots, Encoding, Launcher, aligned
+from tokenyard.exchange.one_sided.side_stream import Done, SideStream
 from tokenyard.exchange.spec import ExchangeSpec
-from tokenyard.exchange.transport import Transport
+from tokenyard.exchange.transport import Term, Transport
 from tokenyard.exchange.workspace import LayerBytes, WorkspaceLayout
 from tokenyard.formats.base import EncodedRows, Format
 from tokenyard.group.base import Group, Pending
@@ -64,11 +76,20 @@ class DeviceWorkspace:
     """One symmetric buffer per rank in device memory, and the launcher that works on it."""
 
     def __init__(
-        self, group: Group, layout: WorkspaceLayout, control: ControlLayout, max_tokens: int
+        self,
+        group: Group,
+        layout: WorkspaceLayout,
+        control: ControlLayout,
+        max_tokens: int,
+        sms: int | None,
     ) -> None:
         self.layout, self.control, self.nbytes = layout, control, layout.nbytes
         self.buffers = group.share_memory(layout.nbytes)
-        self.launcher = Launcher(self.buffers, layout, control, group.rank, group.deadline, max_tokens)
+        self.launcher = Launcher(
+            self.buffers, layout, control, group.rank, group.deadline, max_tokens, sms=sms
+        )
+        # In the host's memory, by region and rank: rows that came, the rank's `max_tokens`, and rows that went there.
+        self.host_counts = torch.zeros(control.in_flight, group.size, 3, dtype=torch.int32, pin_memory=True)
         self._mine = self.buffers[group.rank]
         self.status = self._mine[STATUS * WORD : STATUS * WORD + self.launcher.host_status[0].nbytes]
 
@@ -111,6 +132,7 @@ class CudaTransport(Transport):
     name = "one_sided"
     reads_values = False
     counts_choices = True
+    limits_sms = True
     encodes_results = True
     waits_in_sum = True
     most_terms = MOST_TERMS
@@ -139,6 +161,11 @@ class CudaTransport(Transport):
         self._layers: list[str] = []
         self._limit: int | None = None  # of tokens on a rank, for a while
         self._is_fixed = False
+        # Rows travel on the first one, and what is computed beside a whole round trip runs on the second one.
+        self._communication = SideStream(group.device, priority=-2, large_pieces=0)
+        self._computation = SideStream(group.device, priority=-1, large_pieces=4)
+        self._begun: Done | None = None  # what the caller's stream had been given before rows were sent last
+        self._computed: Done | None = None  # the last job beside a round trip, until a sum waits for it
         self._failed_flag, self._failed_phase = (
             0,
             Phase.DISPATCH,
@@ -186,7 +213,7 @@ class CudaTransport(Transport):
 
     def _build(self, layout: WorkspaceLayout, max_tokens: int) -> None:
         self.group.wait_for_device()  # what still uses the old workspace ends first
-        self._workspace = DeviceWorkspace(self.group, layout, self._control, max_tokens)
+        self._workspace = DeviceWorkspace(self.group, layout, self._control, max_tokens, self.sms)
 
     def warmup(self, specs: Sequence[ExchangeSpec]) -> None:
         """Load every kernel on every rank, before the first one that waits."""
@@ -243,8 +270,14 @@ class CudaTransport(Transport):
 
     def close(self) -> None:
         if self._workspace is not None:
-            self.group.wait_for_device()
+            self._wait_for_device()
         self._workspace = None
+
+    def _wait_for_device(self) -> None:
+        """Return when all that this rank has launched is done."""
+        self._communication.synchronize()
+        self._computation.synchronize()
+        self.group.wait_for_device()
 
     # -- The way out ---------------------------------------------------------------------------------------
 
@@ -263,25 +296,55 @@ class CudaTransport(Transport):
         batch.announcements.all_met()
         if is_captured:
             self._graphs.note()
-        with self.launcher.on_device():
-            slots_TW = self.launcher.dispatch(
-                slots,
-                batch.rows.x_TH if isinstance(batch.rows, UnencodedRows) else batch.rows,
-                routes.topk_ids_TK,
-                routes.topk_weights_TK,
-                batch.extra,
-                choice_counts=batch.choice_counts,
-            )
         is_checked = not (is_captured or self._is_fixed)
-        return Pending(lambda: self._arrived(batch, slots, slots_TW, is_checked=is_checked))
+        with self.launcher.on_device():
+            rows = aligned(batch.rows.x_TH) if isinstance(batch.rows, UnencodedRows) else batch.rows
+            with self._way(batch.ahead) as done:
+                slots_TW = self.launcher.dispatch(
+                    slots,
+                    rows,
+                    routes.topk_ids_TK,
+                    routes.topk_weights_TK,
+                    batch.extra,
+                    choice_counts=batch.choice_counts,
+                )
+                if is_checked:
+                    self._start_reading_counts(slots, slots_TW)
+                    done.mark()
+        done.reads = rows
+        return Pending(lambda: self._arrived(batch, slots, slots_TW, done, is_checked=is_checked))
 
-    def _arrived(self, batch: Batch, slots: DispatchSlots, slots_TW: Tensor, *, is_checked: bool) -> Arrival:
+    def _way(self, ahead: bool) -> AbstractContextManager[Done]:
+        """Where a phase is launched: beside the caller's stream, if something is computed meanwhile, or on it."""
+        self._begun = None
+        if not ahead:
+            return nullcontext(Done())
+        self._begun = Done()
+        self._begun.mark()
+        return self._communication.fork(self._begun)
+
+    def beside(self, job: Callable[[], Term]) -> Term:
+        with self.launcher.on_device(), self._computation.fork(self._begun) as self._computed:
+            return job()
+
+    def _join_computed(self) -> None:
+        """Let the current stream go on behind what was computed beside the round trip: it is read now."""
+        if self._computed is not None:
+            self._computed.join()
+        self._computed = None
+
+    def _arrived(
+        self, batch: Batch, slots: DispatchSlots, slots_TW: Tensor, done: Done, *, is_checked: bool
+    ) -> Arrival:
         counts: tuple[int, ...] = ()
         sent: tuple[int, ...] = ()
         problem: InputError | None = None
         with self.launcher.on_device():
+            if batch.ahead:
+                done.join()
             if is_checked:
-                counts, sent = self._read_counts(slots, slots_TW)
+                done.wait()
+                counts, sent = self._read_counts(slots)
             received = self._received(slots, counts if is_checked else None)
         if is_checked:
             try:
@@ -296,12 +359,16 @@ class CudaTransport(Transport):
         limit = spec.max_tokens if self._limit is None else min(self._limit, spec.max_tokens)
         return DispatchSlots(spec=spec, region=region, max_tokens=limit)
 
-    def _read_counts(self, slots: DispatchSlots, slots_TW: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """How many rows came from whom, and went to whom; waits for the device, once."""
+    def _start_reading_counts(self, slots: DispatchSlots, slots_TW: Tensor) -> None:
+        """Copy how many rows came from whom, and went to whom, into the host's memory."""
         sent_W1 = (slots_TW >= 0).sum(dim=0, dtype=torch.int32).unsqueeze(1)
-        read = torch.cat([self.workspace.counts(slots.region), sent_W1], dim=1).cpu()
+        read_W3 = torch.cat([self.workspace.counts(slots.region), sent_W1], dim=1)
+        self.workspace.host_counts[slots.region].copy_(read_W3, non_blocking=True)
+
+    def _read_counts(self, slots: DispatchSlots) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """How many rows came from whom, and went to whom, as was copied last."""
         self._raise_trouble(Trouble.FAILED)
-        came, limits, sent = (read[:, column].tolist() for column in range(3))
+        came, limits, sent = self.workspace.host_counts[slots.region].t().tolist()
         if set(limits) != {slots.max_tokens}:
             by_rank = ", ".join(f"rank {rank} has {limit}" for rank, limit in enumerate(limits))
             raise Drifted(
@@ -360,29 +427,75 @@ class CudaTransport(Transport):
     # -- The way back --------------------------------------------------------------------------------------
 
     def send_back(self, results: Results) -> Pending[ResultsAtHome]:
-        arrival = results.arrival
-        if results.rows_RH is not None:
-            with self.launcher.on_device():
-                self.launcher.place(
-                    slots_of(arrival),
-                    results.rows_RH,
-                    dense=arrival.way_back.is_checked,
-                    places_N=_choice_places(arrival.received) if arrival.spec.sums_choices else None,
-                )
-        results.before_telling()
+        arrival, ahead = results.arrival, results.sum_ahead
         just_placed = results.rows_RH is not None
-        return Pending(lambda: _DeviceResults(transport=self, arrival=arrival, just_placed=just_placed))
+        with self.launcher.on_device():
+            out_TH = None if ahead is None else self._home(arrival, ahead)
+            with self._way(out_TH is not None) as done:
+                if results.rows_RH is not None:
+                    self.launcher.place(
+                        slots_of(arrival),
+                        results.rows_RH,
+                        dense=arrival.way_back.is_checked,
+                        places_N=_choice_places(arrival.received) if arrival.spec.sums_choices else None,
+                    )
+                results.before_telling()
+                if ahead is not None and out_TH is not None:
+                    self.sum(arrival, out_TH, ahead.add, just_placed=just_placed, ahead=True)
+        return Pending(
+            lambda: _DeviceResults(
+                transport=self, results=results, just_placed=just_placed, out_TH=out_TH, done=done
+            )
+        )
 
-    def end(self, arrival: Arrival) -> None:
-        """The end of a checked round: whatever went wrong in it is raised here."""
+    def _home(self, arrival: Arrival, ahead: SumAhead) -> Tensor | None:
+        """What a sum can be written into while something else is computed."""
+        if ahead.out_TH is None:
+            shape = (arrival.batch_tokens, arrival.spec.hidden_size)
+            return torch.empty(shape, dtype=arrival.spec.dtype, device=self.group.device)
+        return ahead.out_TH if ahead.out_TH.is_contiguous() else None
+
+    def sum(
+        self,
+        arrival: Arrival,
+        out_TH: Tensor,
+        add: Sequence[Tensor],
+        *,
+        just_placed: bool,
+        ahead: bool = False,
+    ) -> None:
+        """Meet the others, and write the sums of this rank's tokens into a contiguous tensor, on the current stream.
+
+        `ahead`: something is computed meanwhile, so one block alone waits for the others.
+        """
+        home_slots, owners_TK = arrival.way_back.slots_TW, None
+        if arrival.spec.sums_choices:
+            routes = arrival.routes.routes
+            assert isinstance(routes, Routes)
+            home_slots, owners_TK = self.launcher.choices_at_home(
+                arrival.spec, home_slots, routes.topk_ids_TK
+            )
+        self.launcher.sum(
+            slots_of(arrival),
+            home_slots,
+            out_TH,
+            add,
+            owners_TK=owners_TK,
+            just_placed=just_placed,
+            before_adding=self._join_computed if ahead or self._computed is not None else None,
+        )
+
+    def end(self, arrival: Arrival, done: Done | None = None) -> None:
+        """The end of a checked round: whatever went wrong in it is raised here. `done` is its end on a side stream."""
         if arrival.way_back.is_checked:
-            self.group.wait_for_device()
+            (self.group.wait_for_device if done is None else done.wait)()
             self._raise_trouble()
 
     # -- Failures ------------------------------------------------------------------------------------------
 
     def fail(self, failure: Failure) -> None:
         failure.announcements.all_met()
+        self._computed = None  # nobody reads it any more
         if torch.cuda.is_current_stream_capturing():
             return  # nothing runs yet: the others are capturing, too, and wait for nobody
         arrival = failure.arrival
@@ -409,7 +522,7 @@ class CudaTransport(Transport):
 
     def synchronize(self) -> None:
         """Wait for the device, and raise what went wrong in rounds that were not checked."""
-        self.group.wait_for_device()
+        self._wait_for_device()
         self._raise_trouble()
 
     def _raise_trouble(self, least: Trouble = Trouble.BAD_IDS) -> None:
@@ -458,32 +571,31 @@ class _DeviceResults(ResultsAtHome):
     """Results in the workspaces of all ranks; one pass over them meets the others and sums."""
 
     transport: CudaTransport
-    arrival: Arrival
+    results: Results  # kept until they have come home
     just_placed: bool  # by a kernel of this transport, not by the experts
+    out_TH: Tensor | None  # where the sum was begun, if it was
+    done: Done  # the end of that sum
+
+    @property
+    def arrival(self) -> Arrival:
+        """What these are the results of."""
+        return self.results.arrival
+
+    def summed(self) -> Tensor | None:
+        if self.out_TH is not None:
+            with self.transport.launcher.on_device():
+                self.done.join()
+                self.transport.end(self.arrival, self.done)
+        return self.out_TH
 
     def sum_into(self, out_TH: Tensor, add: Sequence[Tensor]) -> Tensor:
-        launcher, way_back = self.transport.launcher, self.arrival.way_back
-        with launcher.on_device():
+        with self.transport.launcher.on_device():
             whole = (
                 out_TH
                 if out_TH.is_contiguous()
                 else torch.empty_like(out_TH, memory_format=torch.contiguous_format)
             )
-            home_slots, owners_TK = way_back.slots_TW, None
-            if self.arrival.spec.sums_choices:
-                routes = self.arrival.routes.routes
-                assert isinstance(routes, Routes)
-                home_slots, owners_TK = launcher.choices_at_home(
-                    self.arrival.spec, home_slots, routes.topk_ids_TK
-                )
-            launcher.sum(
-                slots_of(self.arrival),
-                home_slots,
-                whole,
-                add,
-                owners_TK=owners_TK,
-                just_placed=self.just_placed,
-            )
+            self.transport.sum(self.arrival, whole, add, just_placed=self.just_placed)
             if whole is not out_TH:
                 out_TH.copy_(whole)
             self.transport.end(self.arrival)

@@ -8,7 +8,7 @@ both are loaded by `rehearse` before any kernel waits: loading a kernel while an
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -207,8 +207,10 @@ class Launcher:
         max_tokens: int,
         *,
         ranks: int = 1,
+        sms: int | None = None,
     ) -> None:
         self.layout, self.control, self.rank, self.ranks = layout, control, rank, ranks
+        self.sms = sms  # multiprocessors that the kernels of one rank may take; None: all
         self.world = len(buffers)
         self.device = buffers[rank].device
         addresses = [buffer.data_ptr() for buffer in buffers]
@@ -351,18 +353,24 @@ class Launcher:
             **_launch_early(early),
         )  # fmt: skip
 
+    def _blocks(self, items: int) -> int:
+        """The blocks of a rank that share so many items: a block is on one multiprocessor, and one has many."""
+        return items if self.sms is None else min(items, self.sms)
+
     def _assign(self, slots: DispatchSlots, routes: Routing) -> None:
         spec = slots.spec
         experts, copies = self._table(spec.placement)
         chunks = _chunks(slots.max_tokens) if routes.tokens >= 0 else 1
-        push_room.assign[(chunks * self.ranks,)](
+        blocks = self._blocks(chunks)
+        push_room.assign[(blocks * self.ranks,)](
             routes.ids_TK, routes.weights_TK, experts, copies, routes.slots_TW, self._counts,
             self._counts if routes.choice_counts is None else routes.choice_counts, self.peers, self.host_status,
-            routes.tokens, slots.max_tokens, self.rank, chunks, _chunks(self.max_tokens),
+            routes.tokens, slots.max_tokens, self.rank, blocks, chunks, _chunks(self.max_tokens),
             spec.num_experts, routes.places["ids"], routes.places["weights"], self.control.counts(slots.region),
             TOP_K=spec.top_k, K_WIDE=triton.next_power_of_2(spec.top_k), REPLICAS=experts.shape[1],
             WORLD=self.world, AT_ONCE=min(push_room.RANKS_AT_ONCE.value, self._wide), EARLY=self._early,
-            COUNTS=routes.choice_counts is not None, num_warps=4, **_launch_early(self._early),
+            COUNTS=routes.choice_counts is not None, LIMITED=self.sms is not None, num_warps=4,
+            **_launch_early(self._early),
         )  # fmt: skip
 
     def _push(
@@ -384,12 +392,13 @@ class Launcher:
         )
         experts, copies = self._table(spec.placement)
         tiles = row_tiles(encoding, load.padded, tokens * self.ranks if sized_for is None else sized_for)
-        row_blocks = max(0, tokens) * tiles.parts
-        other_blocks = _chunks(slots.max_tokens) if whole and tokens >= 0 else int(tokens <= 0)
-        push_room.push[((row_blocks + other_blocks) * self.ranks,)](
+        row_parts = max(0, tokens) * tiles.parts
+        others = _chunks(slots.max_tokens) if whole and tokens >= 0 else int(tokens <= 0)
+        blocks = self._blocks(row_parts + others)
+        push_room.push[(blocks * self.ranks,)](
             load.rows, routes.ids_TK, routes.weights_TK, experts, copies, routes.slots_TW,
             self._counts if routes.choice_counts is None else routes.choice_counts, self.peers, self.host_status,
-            tokens, slots.max_tokens, self.rank, row_blocks, other_blocks, spec.num_experts, slots.layer,
+            tokens, slots.max_tokens, self.rank, blocks, row_parts, others, spec.num_experts, slots.layer,
             places[load.name], places.get("scales", 0), places.get("global_scale", 0), places["ids"],
             places["weights"], self.control.counts(slots.region), encoding.global_scale, self.deadline,
             HIDDEN=load.rows.shape[1], PADDED=load.padded, FORMAT=encoding.code, KIND=encoding.kind,
@@ -397,8 +406,8 @@ class Launcher:
             REPLICAS=experts.shape[1], WORLD=self.world, WIDE=self._wide,
             AT_ONCE=min(push_room.RANKS_AT_ONCE.value, self._wide), TILE=tiles.tile, PARTS=tiles.parts,
             TURNS=self.control.turns, WHOLE=whole, WAITS=waits, EARLY=self._early,
-            COUNTS=whole and routes.choice_counts is not None, num_warps=tiles.warps, enable_fp_fusion=False,
-            **_launch_early(self._early),
+            COUNTS=whole and routes.choice_counts is not None, LIMITED=self.sms is not None,
+            num_warps=tiles.warps, enable_fp_fusion=False, **_launch_early(self._early),
         )  # fmt: skip
 
     @staticmethod
@@ -446,17 +455,22 @@ class Launcher:
         owners_TK: Tensor | None = None,
         just_placed: bool,
         waits: bool = True,
+        before_adding: Callable[[], None] | None = None,
     ) -> None:
         """Meet the others, and write this rank's sums into `out_TH`; `just_placed`: by `place`, not by the experts.
 
         `home_slots`: the slot of each token on each rank; or, with `owners_TK`, of each choice (`choices_at_home`).
+        `before_adding` is called behind the launch that meets the others, before the one that reads `add`.
         """
         layout, tokens = self._return_layout(slots), out_TH.shape[0] // self.ranks
-        meets = not just_placed and waits and tokens * layout.tiles(tokens).parts <= MOST_WAITING_BLOCKS
+        few = self._blocks(tokens * layout.tiles(tokens).parts) <= MOST_WAITING_BLOCKS
+        meets = few and not just_placed and waits and before_adding is None
         if not meets:
             self.signal_and_wait(
                 slots.layer, Phase.COMBINE, waits=waits, early=self._early and not just_placed
             )
+        if before_adding is not None:
+            before_adding()
         self._pull(slots, layout, home_slots, out_TH, add, tokens, owners_TK=owners_TK, meets=meets)
 
     def place(
@@ -491,15 +505,17 @@ class Launcher:
         dense: bool,
         places_N: Tensor | None,
     ) -> None:
-        tiles = layout.place_tiles()
-        pull_room.place[(max(1, results.shape[0]),)](
+        tiles, rows = layout.place_tiles(), results.shape[0] // self.ranks
+        blocks = self._blocks(max(1, rows))
+        pull_room.place[(blocks * self.ranks,)](
             aligned(results), self.peers if places_N is None else places_N, self.peers,
-            results.shape[0] // self.ranks, slots.max_tokens, self.rank,
+            rows, slots.max_tokens, self.rank, blocks,
             int(dense), layout.places["data"], layout.places.get("scales", 0), layout.places.get("global_scale", 0),
             self.control.counts(slots.region), layout.encoding.global_scale,
             HIDDEN=slots.spec.hidden_size, PADDED=layout.padded, FORMAT=layout.encoding.code,
             KIND=layout.encoding.kind, OPTION=layout.encoding.option, WORLD=self.world, WIDE=self._wide,
-            TILE=tiles.tile, GIVEN=places_N is not None, num_warps=tiles.warps, enable_fp_fusion=False,
+            TILE=tiles.tile, GIVEN=places_N is not None, LIMITED=self.sms is not None, num_warps=tiles.warps,
+            enable_fp_fusion=False,
         )  # fmt: skip
 
     def _pull(
@@ -516,7 +532,7 @@ class Launcher:
         sized_for: int | None = None,
     ) -> None:
         tiles = layout.tiles(tokens if sized_for is None else sized_for)
-        blocks = max(1, max(0, tokens) * tiles.parts)
+        blocks = self._blocks(max(1, tokens * tiles.parts))
         terms, spec = [*map(aligned, add), out_TH, out_TH], slots.spec
         owners = home_slots if owners_TK is None else owners_TK
         pull_room.pull[(blocks * self.ranks,)](
@@ -528,8 +544,8 @@ class Launcher:
             HIDDEN=spec.hidden_size, PADDED=layout.padded, FORMAT=layout.encoding.code,
             KIND=layout.encoding.kind, OPTION=layout.encoding.option, WORLD=self.world, WIDE=self._wide,
             TILE=tiles.tile, PARTS=tiles.parts, TURNS=self.control.turns, MEETS=meets, EARLY=self._early,
-            CHOICES=0 if owners_TK is None else spec.top_k, num_warps=tiles.warps, enable_fp_fusion=False,
-            **_launch_early(self._early),
+            CHOICES=0 if owners_TK is None else spec.top_k, LIMITED=self.sms is not None, num_warps=tiles.warps,
+            enable_fp_fusion=False, **_launch_early(self._early),
         )  # fmt: skip
 
 

@@ -41,39 +41,61 @@ from tokenyard.exchange.one_sided.kernels.push import CAST, FP8_BLOCK, MXFP8, NV
 
 @triton.jit(
     do_not_specialize=[
-        "rows", "max_tokens", "first_rank", "dense", "data_at", "scales_at", "global_at", "counts_at",
+        "rows", "max_tokens", "first_rank", "blocks", "dense", "data_at", "scales_at", "global_at", "counts_at",
     ]
 )  # fmt: skip
 def place(
-    results, places, peers, rows, max_tokens, first_rank, dense, data_at, scales_at, global_at, counts_at, global_scale,
+    results, places, peers, rows, max_tokens, first_rank, blocks, dense, data_at, scales_at, global_at, counts_at,
+    global_scale,
     HIDDEN: tl.constexpr, PADDED: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr, OPTION: tl.constexpr,
-    WORLD: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, GIVEN: tl.constexpr,
+    WORLD: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, GIVEN: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
-    """Write results into this rank's combine region, a block for each.
+    """Write results into this rank's combine region, a block for each, or fewer blocks (`LIMITED`).
 
     `dense`: one result per row that was received, in their order. Otherwise one per slot, empty ones included. Where a
     row has a result for each of its choices, `places` says where each goes (GIVEN).
     """
     if rows <= 0:  # a rehearsal, or nothing came
         return
-    local = tl.program_id(0) // rows
-    block = tl.program_id(0) % rows
+    local = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
     base = tl.load(peers + first_rank + local)
+    results += local.to(tl.int64) * rows * HIDDEN
+    if LIMITED:
+        for result in range(block, rows, blocks):
+            place_result(
+                results, places, base, result, max_tokens, dense, data_at, scales_at, global_at, counts_at,
+                global_scale, HIDDEN, PADDED, FORMAT, KIND, OPTION, WORLD, WIDE, TILE, GIVEN,
+            )  # fmt: skip
+    else:
+        place_result(
+            results, places, base, block, max_tokens, dense, data_at, scales_at, global_at, counts_at,
+            global_scale, HIDDEN, PADDED, FORMAT, KIND, OPTION, WORLD, WIDE, TILE, GIVEN,
+        )  # fmt: skip
+
+
+@triton.jit
+def place_result(
+    results, places, base, result, max_tokens, dense, data_at, scales_at, global_at, counts_at, global_scale,
+    HIDDEN: tl.constexpr, PADDED: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr, OPTION: tl.constexpr,
+    WORLD: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, GIVEN: tl.constexpr,
+):  # fmt: skip
+    """Write one result where its owner finds it."""
     w = tl.arange(0, WIDE)
     counts = (base + counts_at).to(tl.pointer_type(tl.int32))
     count = tl.load(counts + 2 * w, mask=w < WORLD, other=0)
     if GIVEN:
-        slot = tl.load(places + block)
+        slot = tl.load(places + result)
         there = slot >= 0
     elif dense != 0:
-        source = tl.sum((tl.cumsum(count, 0) <= block).to(tl.int32), 0)
-        slot = source * max_tokens + block - tl.sum(tl.where(w < source, count, 0), 0)
+        source = tl.sum((tl.cumsum(count, 0) <= result).to(tl.int32), 0)
+        slot = source * max_tokens + result - tl.sum(tl.where(w < source, count, 0), 0)
         there = source < WORLD
     else:
-        slot = block
-        there = slot % max_tokens < tl.sum(tl.where(w == block // max_tokens, count, 0), 0)
+        slot = result
+        there = slot % max_tokens < tl.sum(tl.where(w == result // max_tokens, count, 0), 0)
     if there:
-        row = results + (local.to(tl.int64) * rows + block) * HIDDEN
+        row = results + tl.cast(result, tl.int64) * HIDDEN
         if FORMAT == NVFP4:
             place_nvfp4(
                 row, base, slot.to(tl.int64), global_scale, data_at, scales_at, global_at,
@@ -164,12 +186,13 @@ def pull(
     deadline,
     HIDDEN: tl.constexpr, PADDED: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr, OPTION: tl.constexpr,
     WORLD: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
-    TURNS: tl.constexpr, MEETS: tl.constexpr, EARLY: tl.constexpr, CHOICES: tl.constexpr,
+    TURNS: tl.constexpr, MEETS: tl.constexpr, EARLY: tl.constexpr, CHOICES: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
-    """Read each token's results from the ranks that it went to, and write their sum.
+    """Read each token's results from the ranks that it went to, and write their sum: a tile of it in each block.
 
     `slots` `[tokens, WORLD]` says which slot of each rank holds a token's result, -1 for none. Where each of a token's
-    CHOICES has a result, it is `[tokens, CHOICES]`, `owners` says on which rank, and `max_tokens` counts results.
+    CHOICES has a result, it is `[tokens, CHOICES]`, `owners` says on which rank, and `max_tokens` counts results. With
+    `LIMITED` there are fewer blocks than tiles.
     """
     if tokens < 0:  # a rehearsal
         return
@@ -192,48 +215,19 @@ def pull(
             wait(mine, peers, rank, host, flag, deadline, COMBINE, WORLD, WIDE, TURNS)
             tl.debug_barrier()
             status = tl.load(mine + STATUS, volatile=True)
-    if block < tokens * PARTS:
-        token = local.to(tl.int64) * tokens + block // PARTS
-        TERMS: tl.constexpr = CHOICES if CHOICES > 0 else WORLD
-        slots += token * TERMS
-        # A part is a tile: blocks of one token read its row side by side.
-        h = (block % PARTS) * TILE + tl.arange(0, TILE)
-        total = tl.zeros([TILE], tl.float32)
-        for w in tl.static_range(TERMS):
-            slot = tl.load(slots + w)
-            if CHOICES > 0:
-                base = tl.load(peers + tl.load(owners + token * TERMS + w))
-            else:
-                base = tl.load(peers + w)
-            at = (rank * max_tokens + slot).to(tl.int64)
-            if FORMAT == NVFP4:
-                total += pull_nvfp4(
-                    base, at, block % PARTS, slot >= 0, global_scale, data_at, scales_at, global_at,
-                    PADDED, KIND, OPTION, TILE,
-                )  # fmt: skip
-            else:
-                data = aligned(base + data_at, KIND) + at * PADDED
-                values = tl.load(data + h, mask=(h < PADDED) & (slot >= 0), other=0.0)
-            if FORMAT == MXFP8:
-                s = (block % PARTS) * (TILE // 32) + tl.arange(0, TILE // 32)
-                there = (base + scales_at).to(tl.pointer_type(tl.uint8)) + at * (PADDED // 32)
-                scales = tl.load(there + s, mask=(s < PADDED // 32) & (slot >= 0), other=0)
-                total += decode_mxfp8(values, scales, TILE)
-            elif FORMAT == CAST:
-                total += values.to(tl.float32)
-            elif FORMAT == FP8_BLOCK:
-                s = (block % PARTS) * (TILE // 128) + tl.arange(0, TILE // 128)
-                there = (base + scales_at).to(tl.pointer_type(tl.float32)) + at * (PADDED // 128)
-                scales = tl.load(there + s, mask=(s < PADDED // 128) & (slot >= 0), other=0.0)
-                total += decode_fp8_block(values, scales, TILE)
-        # Where a round failed, nobody shall take what comes out for a result.
-        total = tl.where(status < FAILED, total, float("nan"))
-        at = token * HIDDEN + h
-        if terms >= 1:
-            total += tl.load(term + at, mask=h < HIDDEN, other=0.0).to(tl.float32)
-        if terms >= 2:
-            total += tl.load(other_term + at, mask=h < HIDDEN, other=0.0).to(tl.float32)
-        tl.store(out + at, total.to(out.dtype.element_ty), mask=h < HIDDEN)
+    if LIMITED:
+        for number in range(block, tokens * PARTS, blocks_per_rank):
+            pull_tile(
+                out, term, other_term, slots, owners, peers, number, local, rank, status, tokens, max_tokens, terms,
+                data_at, scales_at, global_at, global_scale,
+                HIDDEN, PADDED, FORMAT, KIND, OPTION, WORLD, TILE, PARTS, CHOICES,
+            )  # fmt: skip
+    elif block < tokens * PARTS:
+        pull_tile(
+            out, term, other_term, slots, owners, peers, block, local, rank, status, tokens, max_tokens, terms,
+            data_at, scales_at, global_at, global_scale,
+            HIDDEN, PADDED, FORMAT, KIND, OPTION, WORLD, TILE, PARTS, CHOICES,
+        )  # fmt: skip
     if MEETS:
         tl.debug_barrier()
         if tl.atomic_add(left, 1, sem="acq_rel", scope="gpu") == blocks_per_rank - 1:
@@ -241,3 +235,54 @@ def pull(
             tl.store(mine + COMBINED, tl.where(tl.load(placed) > 0, round, round - 1))
             tl.store(placed, 0)
             tl.store(left, 0)
+
+
+@triton.jit
+def pull_tile(
+    out, term, other_term, slots, owners, peers, number, local, rank, status, tokens, max_tokens, terms,
+    data_at, scales_at, global_at, global_scale,
+    HIDDEN: tl.constexpr, PADDED: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr, OPTION: tl.constexpr,
+    WORLD: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, CHOICES: tl.constexpr,
+):  # fmt: skip
+    """Write one tile of the sum of one token."""
+    token = local.to(tl.int64) * tokens + number // PARTS
+    TERMS: tl.constexpr = CHOICES if CHOICES > 0 else WORLD
+    slots += token * TERMS
+    # A part is a tile: blocks of one token read its row side by side.
+    h = (number % PARTS) * TILE + tl.arange(0, TILE)
+    total = tl.zeros([TILE], tl.float32)
+    for w in tl.static_range(TERMS):
+        slot = tl.load(slots + w)
+        if CHOICES > 0:
+            base = tl.load(peers + tl.load(owners + token * TERMS + w))
+        else:
+            base = tl.load(peers + w)
+        at = (rank * max_tokens + slot).to(tl.int64)
+        if FORMAT == NVFP4:
+            total += pull_nvfp4(
+                base, at, number % PARTS, slot >= 0, global_scale, data_at, scales_at, global_at,
+                PADDED, KIND, OPTION, TILE,
+            )  # fmt: skip
+        else:
+            data = aligned(base + data_at, KIND) + at * PADDED
+            values = tl.load(data + h, mask=(h < PADDED) & (slot >= 0), other=0.0)
+        if FORMAT == MXFP8:
+            s = (number % PARTS) * (TILE // 32) + tl.arange(0, TILE // 32)
+            there = (base + scales_at).to(tl.pointer_type(tl.uint8)) + at * (PADDED // 32)
+            scales = tl.load(there + s, mask=(s < PADDED // 32) & (slot >= 0), other=0)
+            total += decode_mxfp8(values, scales, TILE)
+        elif FORMAT == CAST:
+            total += values.to(tl.float32)
+        elif FORMAT == FP8_BLOCK:
+            s = (number % PARTS) * (TILE // 128) + tl.arange(0, TILE // 128)
+            there = (base + scales_at).to(tl.pointer_type(tl.float32)) + at * (PADDED // 128)
+            scales = tl.load(there + s, mask=(s < PADDED // 128) & (slot >= 0), other=0.0)
+            total += decode_fp8_block(values, scales, TILE)
+    # Where a round failed, nobody shall take what comes out for a result.
+    total = tl.where(status < FAILED, total, float("nan"))
+    at = token * HIDDEN + h
+    if terms >= 1:
+        total += tl.load(term + at, mask=h < HIDDEN, other=0.0).to(tl.float32)
+    if terms >= 2:
+        total += tl.load(other_term + at, mask=h < HIDDEN, other=0.0).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=h < HIDDEN)

@@ -194,15 +194,15 @@ def count_choices(choice_counts, chosen, num_experts, COUNTS: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        "tokens", "max_tokens", "first_rank", "chunks", "most_chunks", "num_experts", "ids_at", "weights_at",
+        "tokens", "max_tokens", "first_rank", "blocks", "chunks", "most_chunks", "num_experts", "ids_at", "weights_at",
         "counts_at",
     ]
 )  # fmt: skip
 def assign(
     ids, weights, experts, copies, slots, counts, choice_counts, peers, host,
-    tokens, max_tokens, first_rank, chunks, most_chunks, num_experts, ids_at, weights_at, counts_at,
+    tokens, max_tokens, first_rank, blocks, chunks, most_chunks, num_experts, ids_at, weights_at, counts_at,
     TOP_K: tl.constexpr, K_WIDE: tl.constexpr, REPLICAS: tl.constexpr, WORLD: tl.constexpr, AT_ONCE: tl.constexpr,
-    EARLY: tl.constexpr, COUNTS: tl.constexpr,
+    EARLY: tl.constexpr, COUNTS: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
     """Find the slots of a chunk of tokens, and write all but their rows. The chunks reach up to `max_tokens`."""
     if tokens < 0:  # a rehearsal: the kernel is loaded before any other waits
@@ -210,8 +210,8 @@ def assign(
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
-    local = tl.program_id(0) // chunks
-    chunk = tl.program_id(0) % chunks
+    local = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
     rank = first_rank + local
     ids += local.to(tl.int64) * tokens * TOP_K
     weights += local.to(tl.int64) * tokens * TOP_K
@@ -219,6 +219,29 @@ def assign(
     counts += local * most_chunks * WORLD
     mine = words_of(tl.load(peers + rank))
     round = tl.load(mine + ROUND) + 1
+    if LIMITED:
+        for chunk in range(block, chunks, blocks):  # each waits for smaller ones only
+            assign_chunk(
+                ids, weights, experts, copies, slots, counts, choice_counts, peers, host, mine, chunk, rank, round,
+                tokens, max_tokens, num_experts, ids_at, weights_at, counts_at,
+                TOP_K, K_WIDE, REPLICAS, WORLD, AT_ONCE, COUNTS,
+            )  # fmt: skip
+    else:
+        assign_chunk(
+            ids, weights, experts, copies, slots, counts, choice_counts, peers, host, mine, block, rank, round,
+            tokens, max_tokens, num_experts, ids_at, weights_at, counts_at,
+            TOP_K, K_WIDE, REPLICAS, WORLD, AT_ONCE, COUNTS,
+        )  # fmt: skip
+
+
+@triton.jit
+def assign_chunk(
+    ids, weights, experts, copies, slots, counts, choice_counts, peers, host, mine, chunk, rank, round,
+    tokens, max_tokens, num_experts, ids_at, weights_at, counts_at,
+    TOP_K: tl.constexpr, K_WIDE: tl.constexpr, REPLICAS: tl.constexpr, WORLD: tl.constexpr, AT_ONCE: tl.constexpr,
+    COUNTS: tl.constexpr,
+):  # fmt: skip
+    """Find the slots of one chunk, as soon as those of the earlier ones are known."""
     w = tl.arange(0, AT_ONCE)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     choice = tl.arange(0, K_WIDE)
@@ -228,7 +251,7 @@ def assign(
     weight = tl.load(weights + token[:, None] * TOP_K + choice[None, :], mask=there, other=0.0)
     count_choices(choice_counts, chosen, num_experts, COUNTS)
     report_bad_ids(
-        mine, host, tl.reshape(chosen, [CHUNK * K_WIDE]), (chunk * CHUNK).to(tl.int64), num_experts
+        mine, host, tl.reshape(chosen, [CHUNK * K_WIDE]), tl.cast(chunk * CHUNK, tl.int64), num_experts
     )
     is_last = chunk == tl.maximum(0, (tokens - 1) // CHUNK)
     for first in tl.static_range(0, WORLD, AT_ONCE):
@@ -265,37 +288,76 @@ def assign(
 
 @triton.jit(
     do_not_specialize=[
-        "tokens", "max_tokens", "first_rank", "row_blocks", "other_blocks", "num_experts", "layer",
+        "tokens", "max_tokens", "first_rank", "blocks", "row_parts", "others", "num_experts", "layer",
         "data_at", "scales_at", "global_at", "ids_at", "weights_at", "counts_at", "deadline",
     ]
 )  # fmt: skip
 def push(
     x, ids, weights, experts, copies, slots, choice_counts, peers, host,
-    tokens, max_tokens, first_rank, row_blocks, other_blocks, num_experts, layer,
+    tokens, max_tokens, first_rank, blocks, row_parts, others, num_experts, layer,
     data_at, scales_at, global_at, ids_at, weights_at, counts_at, global_scale, deadline,
     HIDDEN: tl.constexpr, PADDED: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr, OPTION: tl.constexpr,
     TOP_K: tl.constexpr, K_WIDE: tl.constexpr, REPLICAS: tl.constexpr, WORLD: tl.constexpr, WIDE: tl.constexpr,
-    AT_ONCE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
-    TURNS: tl.constexpr, WHOLE: tl.constexpr, WAITS: tl.constexpr, EARLY: tl.constexpr, COUNTS: tl.constexpr,
+    AT_ONCE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, TURNS: tl.constexpr, WHOLE: tl.constexpr,
+    WAITS: tl.constexpr, EARLY: tl.constexpr, COUNTS: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
-    """Write the rows of a batch to their ranks. With `WHOLE` write all else, too, and meet the other ranks."""
+    """Write the rows of a batch to their ranks. With `WHOLE` write all else, too, and meet the other ranks.
+
+    A rank has `blocks`, one for each part of a row and for each of the other things; or fewer (`LIMITED`).
+    """
     if tokens < 0:  # a rehearsal
         return
-    local = tl.program_id(0) // (row_blocks + other_blocks)
-    block = tl.program_id(0) % (row_blocks + other_blocks)
-    if EARLY:
-        if WHOLE | (block >= row_blocks):
-            gdc_wait()
+    local = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
     rank = first_rank + local
+    x += local.to(tl.int64) * tokens * HIDDEN
     slots += local.to(tl.int64) * tokens * WORLD
     if WHOLE:
         ids += local.to(tl.int64) * tokens * TOP_K
         weights += local.to(tl.int64) * tokens * TOP_K
+    if LIMITED:
+        for item in range(block, row_parts + others, blocks):
+            push_item(
+                x, ids, weights, experts, copies, slots, choice_counts, peers, host, item, rank,
+                tokens, max_tokens, row_parts, num_experts,
+                data_at, scales_at, global_at, ids_at, weights_at, counts_at, global_scale,
+                HIDDEN, PADDED, FORMAT, KIND, OPTION, TOP_K, K_WIDE, REPLICAS, WORLD, AT_ONCE, TILE, PARTS, WHOLE,
+                EARLY, COUNTS,
+            )  # fmt: skip
+    else:
+        push_item(
+            x, ids, weights, experts, copies, slots, choice_counts, peers, host, block, rank,
+            tokens, max_tokens, row_parts, num_experts,
+            data_at, scales_at, global_at, ids_at, weights_at, counts_at, global_scale,
+            HIDDEN, PADDED, FORMAT, KIND, OPTION, TOP_K, K_WIDE, REPLICAS, WORLD, AT_ONCE, TILE, PARTS, WHOLE,
+            EARLY, COUNTS,
+        )  # fmt: skip
+    if WHOLE:
         mine = words_of(tl.load(peers + rank))
-    if block < row_blocks:
-        token = block // PARTS
-        part = block % PARTS
-        row = x + (local.to(tl.int64) * tokens + token) * HIDDEN
+        tl.debug_barrier()
+        arrived = (mine + ARRIVED).to(tl.pointer_type(tl.int32))
+        if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == blocks - 1:
+            tl.store(arrived, 0)
+            meet_others(mine, peers, rank, host, layer, deadline, DISPATCH, 0, WORLD, WIDE, TURNS, WAITS)
+
+
+@triton.jit
+def push_item(
+    x, ids, weights, experts, copies, slots, choice_counts, peers, host, item, rank,
+    tokens, max_tokens, row_parts, num_experts,
+    data_at, scales_at, global_at, ids_at, weights_at, counts_at, global_scale,
+    HIDDEN: tl.constexpr, PADDED: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr, OPTION: tl.constexpr,
+    TOP_K: tl.constexpr, K_WIDE: tl.constexpr, REPLICAS: tl.constexpr, WORLD: tl.constexpr, AT_ONCE: tl.constexpr,
+    TILE: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr, COUNTS: tl.constexpr,
+):  # fmt: skip
+    """Write a part of a row; behind the last one, with `WHOLE`, the counts, and what stands in slots without rows."""
+    if EARLY:
+        if WHOLE | (item >= row_parts):
+            gdc_wait()
+    if item < row_parts:
+        token = item // PARTS
+        part = item % PARTS
+        row = x + tl.cast(token, tl.int64) * HIDDEN
         SHARE: tl.constexpr = (PADDED + PARTS - 1) // PARTS
         begin = part * SHARE
         h = tl.arange(0, TILE)
@@ -303,7 +365,7 @@ def push(
         values = tl.load(row + begin + h, mask=begin + h < HIDDEN, other=0)
         if WHOLE:
             assign_one(
-                ids, weights, experts, copies, slots, choice_counts, peers, host, mine, token, part, rank, max_tokens,
+                ids, weights, experts, copies, slots, choice_counts, peers, host, token, part, rank, max_tokens,
                 num_experts, ids_at, weights_at, TOP_K, K_WIDE, REPLICAS, WORLD, AT_ONCE, COUNTS,
             )  # fmt: skip
         elif EARLY:
@@ -325,29 +387,23 @@ def push(
                 data_at, scales_at, global_at,
                 PADDED, FORMAT, KIND, OPTION, TILE, WORLD,
             )  # fmt: skip
-    if WHOLE:
-        if block >= row_blocks:
-            w = tl.arange(0, AT_ONCE)
-            start = (block - row_blocks) * CHUNK
-            for first in tl.static_range(0, WORLD, AT_ONCE):
-                is_rank = first + w < WORLD
-                bases = tl.load(peers + first + w, mask=is_rank, other=0)
-                sent = count_before(
-                    ids, experts, copies, tokens, num_experts, first, TOP_K, K_WIDE, REPLICAS, AT_ONCE
-                )
-                blank(bases, is_rank, sent, max_tokens, start, rank * max_tokens, ids_at, TOP_K, K_WIDE)
-                if start == 0:
-                    tell_counts(bases, is_rank, sent, rank, max_tokens, counts_at)
-        tl.debug_barrier()
-        arrived = (mine + ARRIVED).to(tl.pointer_type(tl.int32))
-        if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == row_blocks + other_blocks - 1:
-            tl.store(arrived, 0)
-            meet_others(mine, peers, rank, host, layer, deadline, DISPATCH, 0, WORLD, WIDE, TURNS, WAITS)
+    elif WHOLE:
+        w = tl.arange(0, AT_ONCE)
+        start = (item - row_parts) * CHUNK
+        for first in tl.static_range(0, WORLD, AT_ONCE):
+            is_rank = first + w < WORLD
+            bases = tl.load(peers + first + w, mask=is_rank, other=0)
+            sent = count_before(
+                ids, experts, copies, tokens, num_experts, first, TOP_K, K_WIDE, REPLICAS, AT_ONCE
+            )
+            blank(bases, is_rank, sent, max_tokens, start, rank * max_tokens, ids_at, TOP_K, K_WIDE)
+            if start == 0:
+                tell_counts(bases, is_rank, sent, rank, max_tokens, counts_at)
 
 
 @triton.jit
 def assign_one(
-    ids, weights, experts, copies, slots, choice_counts, peers, host, mine, token, part, rank, max_tokens, num_experts,
+    ids, weights, experts, copies, slots, choice_counts, peers, host, token, part, rank, max_tokens, num_experts,
     ids_at, weights_at,
     TOP_K: tl.constexpr, K_WIDE: tl.constexpr, REPLICAS: tl.constexpr, WORLD: tl.constexpr, AT_ONCE: tl.constexpr,
     COUNTS: tl.constexpr,
@@ -359,7 +415,7 @@ def assign_one(
     entry = tl.reshape(owners(chosen[None, :], experts, copies, num_experts, REPLICAS), [K_WIDE])
     if part == 0:
         count_choices(choice_counts, chosen, num_experts, COUNTS)
-    report_bad_ids(mine, host, chosen, token.to(tl.int64), num_experts)
+    report_bad_ids(words_of(tl.load(peers + rank)), host, chosen, tl.cast(token, tl.int64), num_experts)
     w = tl.arange(0, AT_ONCE)
     for first in tl.static_range(0, WORLD, AT_ONCE):
         here = tl.where(entry >= 0, (entry >> RANK_BITS) - first, -1)
