@@ -13,7 +13,7 @@ run: .venv/model
 
 # vLLM serves the model, with the plugin on two ranks, and is asked through the OpenAI client.
 run-vllm: .venv-vllm/ready
-	@$(VLLM_BIN)/python -m tokenyard.lab.vllm_serving
+	@$(VLLM_BIN)/python -m tests.vllm_engines
 
 test: .venv/dev
 	$(BIN)/pytest -n 2 --dist worksteal

@@ -55,7 +55,7 @@ def test_make_run_says_what_takes_its_time_and_only_once(run):
 
 def test_make_run_vllm_has_an_environment_of_its_own(run):
     *steps, job = run("run-vllm")
-    assert job == "the job: -m tokenyard.lab.vllm_serving"
+    assert job == "the job: -m tests.vllm_engines"
     assert len(steps) == 2
     assert steps[0].startswith("Making .venv-vllm")
     assert "2 GB, a few minutes, once" in steps[1]

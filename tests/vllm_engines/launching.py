@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tokenyard.lab.vllm_serving.server import end_session, engine_environment, free_port
+from tests.vllm_engines.server import end_session, engine_environment, free_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ENGINE = "tests.vllm_engines.engine"

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 
 from tests.vllm_engines.engine import MOST_TOKENS
+from tests.vllm_engines.server import serve
 from tokenyard.lab.shipped import shipped_model
-from tokenyard.lab.vllm_serving.server import serve
 
 OPTIONS = ("--dtype", "float32", "--max-model-len", "256", "--enforce-eager")
 ROUNDS = 3

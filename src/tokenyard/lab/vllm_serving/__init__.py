@@ -1,1 +1,0 @@
-"""The shipped model, served by vLLM with the plugin on two ranks: `make run-vllm`."""
