@@ -71,6 +71,32 @@ def test_rows_that_do_not_fit_into_a_message_follow(exchange, most, monkeypatch)
         assert all(map(same_bits, found, due))
 
 
+def placed_among_late_rows(group):
+    """Rank 1 has no place for results where they do not fit into a message, and where a rank gets none."""
+    layer = spec(experts="reference", max_tokens=24)
+    plan = ty.plan([layer], group, exchange="two_sided")
+    built = build(plan, "moe")
+    found, offered = [], []
+    for tokens in (2, 24 if group.rank == 0 else 2, 0 if group.rank == 0 else 2):
+        x_TH, routes = batch(layer, tokens, seed=group.rank)
+        due = built(x_TH, routes)
+        arrival = plan.exchange.dispatch(built.wiring.exchange_spec, built.wiring.wire.encode(x_TH), routes)
+        result, buffer = built.experts(arrival.received), arrival.received.results
+        offered.append(buffer is not None)
+        if buffer is not None:
+            buffer.rows_SH[buffer.slots_R] = result.rows_RH.to(buffer.rows_SH.dtype)
+            result = buffer.placed()
+        found.append(same_bits(plan.exchange.combine(arrival, result).y_TH, due))
+    return found, offered
+
+
+def test_results_are_written_into_messages_where_all_ranks_get_some_that_fit(monkeypatch):
+    monkeypatch.setattr(base, "MESSAGE_BYTES", 3000)
+    found = on_ranks(2, placed_among_late_rows)
+    assert [bits for bits, _ in found] == [[True] * 3] * 2
+    assert [offered for _, offered in found] == [[True, True, True], [True, False, False]]
+
+
 # -- Ranks in different places -------------------------------------------------------------------------------
 
 
@@ -99,8 +125,8 @@ def test_a_rank_that_announces_other_results_than_it_was_sent_is_found(monkeypat
     plan = ty.plan([spec()], ty.thread_groups(1)[0], exchange="two_sided")
     built, read = build(plan, "moe"), Mailbox.read
 
-    def other(self, room, starts):
-        (word,) = read(self, room, starts)
+    def other(self, heads):
+        (word,) = read(self, heads)
         return [replace(word, counts=(2,)) if word.phase is Phase.COMBINE else word]
 
     monkeypatch.setattr(Mailbox, "read", other)

@@ -1,4 +1,4 @@
-"""What only one_sided has: a workspace that grows, ranks that run ahead, results written in place."""
+"""What one_sided has: a workspace that grows, ranks that run ahead; and results written in place, as in two_sided."""
 
 import time
 from dataclasses import replace
@@ -261,11 +261,9 @@ def test_nothing_is_left_behind_by_a_plan_that_was_closed():
 # -- Results written in place ---------------------------------------------------------------------------------
 
 
-def in_place(group):
+def in_place(group, exchange):
     layer = spec("moe", experts="reference")
-    plan = ty.plan(
-        [layer, spec("back", combine_wire="mxfp8", experts="reference")], group, exchange="one_sided"
-    )
+    plan = ty.plan([layer, spec("back", combine_wire="mxfp8", experts="reference")], group, exchange=exchange)
     built = build(plan, "moe")
     x_TH, routes = batch(layer, 6, seed=group.rank)
     expected = built(x_TH, routes)
@@ -287,17 +285,18 @@ def in_place(group):
     return same_bits(y_TH, expected), wrong, nowhere
 
 
+@pytest.mark.parametrize("exchange", ["one_sided", "two_sided"])
 @both_kinds
-def test_experts_may_write_their_results_straight_into_the_workspace(ranks):
-    for same, wrong, nowhere in on_ranks(3, in_place, ranks=ranks):
+def test_experts_may_write_their_results_straight_to_where_they_are_read_or_sent(ranks, exchange):
+    for same, wrong, nowhere in on_ranks(3, in_place, exchange, ranks=ranks):
         assert same
         assert "placed in the buffer of another dispatch" in wrong or "failed in combine" in wrong
         assert nowhere is None  # quantized rows need a pass of their own
 
 
-def two_buffers(group):
+def two_buffers(group, exchange):
     layer = spec("moe", experts="reference")
-    plan = ty.plan([layer], group, exchange="one_sided", in_flight=2)
+    plan = ty.plan([layer], group, exchange=exchange, in_flight=2)
     built, exchange = build(plan, "moe"), plan.exchange
     batches = [batch(layer, 5, seed=10 * n + group.rank) for n in range(2)]
     expected = [built(x_TH, routes) for x_TH, routes in batches]
@@ -312,8 +311,9 @@ def two_buffers(group):
     return all(map(same_bits, found, expected))
 
 
-def test_each_dispatch_in_flight_has_a_buffer_of_its_own():
-    assert on_ranks(2, two_buffers) == [True, True]
+@pytest.mark.parametrize("exchange", ["one_sided", "two_sided"])
+def test_each_dispatch_in_flight_has_a_buffer_of_its_own(exchange):
+    assert on_ranks(2, two_buffers, exchange) == [True, True]
 
 
 # -- Where it can run ------------------------------------------------------------------------------------------

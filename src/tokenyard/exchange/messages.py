@@ -14,8 +14,8 @@ are on GPUs, or have a bound (`plan(max_rows=…)`), those are all rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -24,8 +24,9 @@ from torch import Tensor
 from tokenyard.exchange.announcement import ANNOUNCEMENT_BYTES, Announcement, Announcements
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.transport import bytes_tensor, tensor_bytes
-from tokenyard.exchange.workspace import round_up
+from tokenyard.exchange.workspace import RowLayout, round_up
 from tokenyard.group.base import Group, Pending
+from tokenyard.rows import CombineBuffer
 
 HOME = "home"  # the room for results that come home
 
@@ -38,12 +39,15 @@ class Incoming:
     packets: Tensor  # `[N, stride]`: the rows of all ranks, and others that mean nothing
     starts: list[int]  # by rank: where its rows start among them
     counts: list[int]  # by rank: how many rows came
+    # By rank: its rows, where they stand elsewhere.
+    elsewhere: Mapping[int, Tensor] = field(default_factory=dict)
 
     @property
     def packets_by_rank(self) -> list[Tensor]:
         """The rows of each rank."""
         return [
-            self.packets[start : start + count] for start, count in zip(self.starts, self.counts, strict=True)
+            self.elsewhere.get(rank, self.packets[start : start + count])
+            for rank, (start, count) in enumerate(zip(self.starts, self.counts, strict=True))
         ]
 
     def slots(self) -> Tensor:
@@ -56,7 +60,14 @@ class Outgoing:
     """Messages that are being written: rows go into `packets_by_rank`, then `start` sends them."""
 
     def __init__(
-        self, mailbox: Mailbox, stride: int, counts: Sequence[int], into: Hashable, bounded: bool
+        self,
+        mailbox: Mailbox,
+        stride: int,
+        counts: Sequence[int],
+        into: Hashable,
+        *,
+        bounded: bool = False,
+        out: Hashable = None,
     ) -> None:
         self._mailbox, self._stride = mailbox, stride
         # Whether rows leave with the announcement; else they follow it, all of them.
@@ -68,15 +79,21 @@ class Outgoing:
             first + count * stride if count and not late else mailbox.head_bytes
             for count, late in zip(counts, self._late, strict=True)
         ]
-        self._most, self._own = mailbox.most(stride), 0
+        self._most, self._own, kept = mailbox.most(stride), 0, 0
         if self._at_once:
-            # What this rank sends to itself is written where it is read, in front of the messages of the others.
-            self._own, sizes[me] = first + counts[me] * stride, 0
+            # What this rank sends to itself is written where it is read, in front of the messages of the others: in
+            # their room, or where messages have a room of their own in that one.
+            own, sizes[me] = first + counts[me] * stride, 0
+            self._own, kept = (own, 0) if out is None else (0, own)
         self._room = mailbox.room(into, self._own + self._most * group.size)
-        self._content, self._sent = mailbox.room("out", sum(sizes)), sizes
+        space, self._sent = mailbox.room("out" if out is None else out, kept + sum(sizes)), sizes
+        self._content = space[kept:]
         messages = list(self._content.split(sizes))
-        if self._own:
-            messages[me] = self._room[: self._own]
+        if self._at_once:
+            messages[me] = self._room[: self._own] if self._own else space[:kept]
+        self._kept = {me: messages[me][first:].view(-1, stride)} if kept else {}
+        # All that is written, as rows, where each has its place among them.
+        self._rows = space.view(-1, stride) if kept and not any(n % stride for n in sizes) else None
         self._heads = [message[: mailbox.head_bytes] for message in messages]
         self._late_rows = torch.empty(sum(self._late), stride, dtype=torch.uint8, device=group.device)
         # Where the rows for each rank are written.
@@ -84,6 +101,18 @@ class Outgoing:
             message[first:].view(-1, stride) if len(message) > first else late
             for message, late in zip(messages, self._late_rows.split(self._late), strict=True)
         ]
+
+    def places(self, layout: RowLayout) -> CombineBuffer | None:
+        """Where the rows for all ranks stand, for experts that write them; None where it is not one matrix of them."""
+        if self._rows is None or [payload.nbytes for payload in layout.payloads] != [layout.stride]:
+            return None
+        first = self._rows.data_ptr()
+        starts = [(packets.data_ptr() - first) // layout.stride for packets in self.packets_by_rank]
+        slots = [
+            torch.arange(start, start + len(packets))
+            for start, packets in zip(starts, self.packets_by_rank, strict=True)
+        ]
+        return CombineBuffer(rows_SH=self._rows.view(layout.payloads[0].dtype), slots_R=torch.cat(slots))
 
     def _followers(self, counts: Sequence[int]) -> list[int]:
         """Of so many rows for, or from, each rank: those that follow behind all announcements."""
@@ -115,7 +144,10 @@ class Outgoing:
             starts = [self._own + start for start in messages]
             if self._own:
                 starts[group.rank] = 0
-            heard = announcements.heard(mailbox.read(self._room, starts))
+            heads = [self._room[start : start + mailbox.head_bytes] for start in starts]
+            if self._kept:
+                heads[group.rank] = self._heads[group.rank]
+            heard = announcements.heard(mailbox.read(heads))
             if announcements.mine.error:
                 return Incoming(heard=heard, packets=self._late_rows, starts=[], counts=[])
             counts = [word.counts[group.rank] for word in heard] if arriving is None else arriving(heard)
@@ -126,7 +158,7 @@ class Outgoing:
             head = mailbox.head_rows(stride)
             packets = self._room[: len(self._room) // stride * stride].view(-1, stride)
             starts = [start // stride + head for start in starts]
-            return Incoming(heard=heard, packets=packets, starts=starts, counts=counts)
+            return Incoming(heard=heard, packets=packets, starts=starts, counts=counts, elsewhere=self._kept)
 
         return Pending(finish)
 
@@ -140,9 +172,12 @@ class Outgoing:
         packets = followed
         if late != arriving:
             parts = []
-            for start, count, part in zip(starts, arriving, followed.split(late), strict=True):
+            for rank, (start, count, part) in enumerate(
+                zip(starts, arriving, followed.split(late), strict=True)
+            ):
                 first = start + mailbox.head_rows(stride) * stride
-                parts.append(part if len(part) else self._room[first:][: count * stride].view(-1, stride))
+                came = self._room[first:][: count * stride].view(-1, stride)
+                parts.append(part if len(part) else self._kept.get(rank, came))
             packets = torch.cat(parts)
         return Incoming(heard=heard, packets=packets, starts=[0, *accumulate(arriving)][:-1], counts=arriving)
 
@@ -169,12 +204,21 @@ class Mailbox:
         ways += [(spec.combine_layout.stride, spec.max_tokens * spec.results_per_row) for spec in specs]
         self.group.allow_messages(max((self.head_rows(way) + rows) * way for way, rows in ways))
 
-    def write(self, stride: int, counts: Sequence[int], into: Hashable, *, bounded: bool = False) -> Outgoing:
+    def write(
+        self,
+        stride: int,
+        counts: Sequence[int],
+        into: Hashable,
+        *,
+        bounded: bool = False,
+        out: Hashable = None,
+    ) -> Outgoing:
         """Messages to be written, with so many rows for each rank. Those of the others come into the room `into`.
 
-        `bounded`: all ranks hear first whether a rank gets more rows than it may, and rows follow.
+        `bounded`: all ranks hear first whether a rank gets more rows than it may, and rows follow. `out`: the room for
+        messages that are written for longer than until the next ones are.
         """
-        return Outgoing(self, stride, counts, into, bounded)
+        return Outgoing(self, stride, counts, into, bounded=bounded, out=out)
 
     def announce(self, announcements: Announcements) -> Pending[Sequence[Announcement]]:
         """Tell all ranks what this one announces, or that it failed, without rows; `wait` hears the same of them."""
@@ -195,12 +239,9 @@ class Mailbox:
         longest = self.group.longest_message
         return max(-(-longest // stride), self.head_rows(stride)) * stride if longest else self.head_bytes
 
-    def read(self, room: Tensor, starts: Sequence[int]) -> list[Announcement]:
-        """What each rank has announced, in the message that starts there."""
-        return [
-            Announcement.decode(tensor_bytes(room[start : start + self.head_bytes]), rank)
-            for rank, start in enumerate(starts)
-        ]
+    def read(self, heads: Sequence[Tensor]) -> list[Announcement]:
+        """What each rank has announced, at the head of its message."""
+        return [Announcement.decode(tensor_bytes(head), rank) for rank, head in enumerate(heads)]
 
     def room(self, name: Hashable, nbytes: int) -> Tensor:
         """Memory of a name: the same as before, if it suffices."""

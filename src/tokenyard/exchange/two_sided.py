@@ -8,11 +8,12 @@ computation (`messages`). Runs on any group, on any number of hosts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
 from tokenyard.exchange.batch import Arrival, Batch, Failure, Results, ResultsAtHome, received_rows
-from tokenyard.exchange.messages import Mailbox
+from tokenyard.exchange.messages import HOME, Mailbox, Outgoing
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.transport import Transport
 from tokenyard.exchange.way_back import send_back
@@ -41,9 +42,20 @@ class TwoSidedTransport(Transport):
         def receive() -> Arrival:
             came = arriving.wait()
             received = received_rows(batch.spec, came.packets, came.counts, came.slots())
-            return batch.arrived(received, came.counts)
+            way_back = self._way_back(batch, came.counts)
+            if way_back is not None:
+                received = replace(received, results=way_back.places(batch.spec.combine_layout))
+            return batch.arrived(received, came.counts, way_back)
 
         return Pending(receive)
+
+    def _way_back(self, batch: Batch, counts: Sequence[int]) -> Outgoing | None:
+        """The messages with results, for experts that write them there. None, if results are made into other rows."""
+        spec = batch.spec
+        if self.group.device.type != "cpu" or spec.combine_wire.quantized or spec.sums_choices:
+            return None
+        stride, out = spec.combine_layout.stride, ("results", batch.region)
+        return self.mailbox.write(stride, counts, into=HOME, out=out)
 
     def pack(self, batch: Batch, packets_by_rank: Sequence[Tensor]) -> None:
         """Write the packets of a checked batch for each rank, with the ids of its own experts."""

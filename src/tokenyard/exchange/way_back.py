@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tokenyard.errors import GroupError
 from tokenyard.exchange.batch import Arrival, Results, ResultsAtHome, RowsAtHome
-from tokenyard.exchange.messages import HOME, Mailbox
+from tokenyard.exchange.messages import HOME, Mailbox, Outgoing
 from tokenyard.group.base import Pending
 
 
@@ -14,8 +14,11 @@ def send_back(mailbox: Mailbox, results: Results) -> Pending[ResultsAtHome]:
     """Start to return results to their source ranks."""
     arrival = results.arrival
     layout = arrival.spec.combine_layout
-    outgoing = mailbox.write(layout.stride, arrival.results_due, into=HOME)
-    results.write(outgoing.packets_by_rank)
+    if results.encoded is None:
+        outgoing: Outgoing = arrival.way_back  # the experts have written there
+    else:
+        outgoing = mailbox.write(layout.stride, arrival.results_due, into=HOME)
+        results.write(outgoing.packets_by_rank)
     results.before_telling()
     mine = replace(results.announcements.mine, counts=tuple(arrival.results_due))
     coming = outgoing.start(replace(results.announcements, say=lambda: mine))
