@@ -39,7 +39,7 @@ from tokenyard.lab.hosts.network import Links
 from tokenyard.layer import MoELayer, overlapped
 from tokenyard.planning.planner import plan
 from tokenyard.routing import Routes
-from tokenyard.rows import ExpertRows, ReceivedRows
+from tokenyard.rows import ExpertRows, PlacedRows, ReceivedRows
 
 NOTES = [
     "hosts are network namespaces of one machine, ranks are processes; experts compute for a time of the clock",
@@ -69,7 +69,7 @@ class ComputingExperts(ScalingExperts):
     name = "computing"
     seconds = 0.0  # of all of them in this process
 
-    def compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows:
+    def compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows | PlacedRows:
         """What scaling experts return, so many seconds later."""
         compute_for(self.seconds)
         return super().compute(received, finalize=finalize)
