@@ -233,6 +233,7 @@ DECLARED = {
         "renormalizes_dropped": False,
         "checksummed": False,
         "max_rows": None,
+        "movable": False,
     },
     ExpertsSpec: {
         "bias": False,

@@ -374,18 +374,32 @@ def test_a_rank_that_dies_on_the_way_leaves_the_others_on_one_placement(stage, w
     assert first[2]
 
 
-def on_a_gpu(group):
-    plan = ty.plan([spec()], group)
-    plan.group.device = torch.device("cuda")
-    return str(raised(plan.rebalance))
+def hearing_nothing(group):
+    """A transport whose calls hear nothing of the other ranks, as that of GPUs."""
+    plan = ty.plan([spec(spare_experts=1)], group, exchange="one_sided")
+    plan.exchange.transport.reads_values, plan.exchange.transport.counts_choices = False, True
+    return str(raised(plan.autobalance, every=1))
 
 
-def test_captured_graphs_would_keep_the_old_placement():
-    (error,) = on_ranks(1, on_a_gpu)
-    assert (
-        "rebalance on cuda; expected ranks on CPUs: captured CUDA graphs would keep the old placement"
-        in error
-    )
+def test_nothing_moves_by_itself_where_calls_do_not_tell_how_far_ranks_are():
+    for error in on_ranks(2, hearing_nothing):
+        assert "ranks of one_sided on GPUs do not hear in a call how far the others are" in error
+
+
+def in_another_form(group):
+    layer = spec(num_experts=4, spare_experts=1)
+    plan = ty.plan([layer], group)
+    built = build(plan, "moe")
+    if group.rank == 1:
+        built.experts.movable = lambda: {"w13_words": torch.zeros(3, 1), "w2_words": torch.zeros(3, 1)}
+    error = raised(plan.rebalance, {"moe": ty.Placement.round_robin(4, 2)})
+    return str(error), plan.local_experts("moe")
+
+
+def test_experts_that_ranks_hold_in_different_forms_stay_where_they_are():
+    for rank, (error, owned) in enumerate(on_ranks(2, in_another_form)):
+        assert "the ranks hold the weights of this layer in different forms" in error
+        assert owned == [[0, 1], [2, 3]][rank]
 
 
 def after_a_loss(group):

@@ -1,5 +1,7 @@
 """The kernels of `one_sided`, run by Triton's interpreter and compared bit for bit with their twins in plain torch."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -171,6 +173,23 @@ def test_a_second_batch_does_not_meet_the_first_one(whole):
         assert wrong == []
         assert yard.words(0)[ROUND] == turn + 1
     assert yard.flags(1, round=3).tolist() == [3 << 24 | yard.dispatch_slots.layer << 2] * 2
+
+
+def test_experts_that_moved_are_found_by_the_same_table(whole):
+    """A captured kernel reads the table where it stood: another placement, with copies, is written there."""
+    spec = make_exchange_spec(3, hidden_size=8, movable=True)
+    yard = VirtualRanks(spec)
+    batches = [make_batch(spec, 3, seed=rank) for rank in range(3)]
+    before = [launcher.table(spec) for launcher in yard.launchers]
+    copied = Placement.replicated(Placement.round_robin(5, 3), {0: [1, 2], 4: [0]})
+    for placement in (spec.placement, copied, Placement.round_robin(5, 3)):
+        yard.spec = replace(spec, placement=placement)
+        yard.dispatch_slots = replace(yard.dispatch_slots, spec=yard.spec)
+        wrong, _ = dispatched(yard, batches)
+        assert wrong == []
+        for launcher, tables in zip(yard.launchers, before, strict=True):
+            found = launcher.table(yard.spec)
+            assert [t.data_ptr() for t in found] == [t.data_ptr() for t in tables]
 
 
 def test_several_ranks_may_share_a_launch(whole):

@@ -282,6 +282,18 @@ class Experts(nn.Module, ABC):
         shapes = self.spec.shapes()
         return ExpertWeights(**{name: self._part(name, shape) for name, shape in shapes.items()})  # type: ignore[arg-type]
 
+    def movable(self) -> dict[str, Tensor]:
+        """The weights as they are held, by name, each `[L, …]` (no copies): what is copied where experts move."""
+        tensors = self.weights.by_name()
+        held = {buffer.data_ptr() for buffer in self.buffers()}
+        if any(tensor.data_ptr() not in held for tensor in tensors.values() if tensor.numel()):
+            raise InputError(
+                f"{self.name} experts hold {self.spec.weights} weights in a form of their own",
+                expected="weights that are held as they were given, where experts move",
+                fix="choose experts that hold them so: LayerSpec(experts='grouped')",
+            )
+        return tensors
+
     def _part(self, name: str, shape: tuple[int, ...]) -> Tensor | QuantizedMatrix:
         format = weight_format(self.spec.weights)
         if not format.quantized or name.startswith("b"):

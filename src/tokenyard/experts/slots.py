@@ -24,8 +24,8 @@ class ExpertSlots:
     >>> slots.free
     [3]
     >>> slots.switch([6, 0, 4], {0: 3})
-    >>> slots.free, slots.lookup().tolist()
-    ([1], [2, 3, 0, -1])
+    >>> slots.free, slots.lookup(torch.device("cpu")).tolist()
+    ([1], [2, 3, 0, -1, -1])
     """
 
     def __init__(self, experts: Sequence[int], count: int, slots: Sequence[int] | None = None) -> None:
@@ -54,12 +54,17 @@ class ExpertSlots:
         self._experts = list(experts)
         self._slot_of = {expert: known[expert] for expert in experts}
 
-    def lookup(self) -> Tensor | None:
-        """The slot of each local id, and -1 for id -1; None where each local id is its slot."""
+    def lookup(self, device: torch.device, before: Tensor | None = None) -> Tensor | None:
+        """The slot of each local id, and -1 for id -1; None where each local id is its slot.
+
+        On a GPU it stands where it stood before, from the beginning if there are spare slots: captured graphs read it.
+        """
         slots = [self._slot_of[expert] for expert in self._experts]
-        if slots == list(range(len(slots))):
+        spare, on_gpu = self.count - len(slots), device.type == "cuda"
+        if slots == list(range(len(slots))) and not (on_gpu and (spare or before is not None)):
             return None
-        return torch.tensor([*slots, -1], dtype=torch.int32)
+        made = torch.tensor([*slots, *[-1] * (spare + 1)], dtype=torch.int32)
+        return before.copy_(made) if on_gpu and before is not None else made.to(device)
 
 
 _ALIGNMENT = 64  # bytes: that of torch's own memory
@@ -85,6 +90,8 @@ def with_spare_slots(
         else:
             held = tensor.new_empty(shape)
         held[: len(tensor)] = tensor.detach()
+        # Weights that every form can hold stand there, too, before an expert comes.
+        held[len(tensor) :] = tensor[:1].detach() if len(tensor) else 0
         return held
 
     parts: dict[str, Tensor | QuantizedMatrix] = {}

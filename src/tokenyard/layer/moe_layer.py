@@ -65,7 +65,7 @@ class MoELayer(nn.Module):
         self._built_for = built_for(self._wiring, plan.group.rank)
         owned = plan.local_experts(name)
         self.slots = ExpertSlots(owned, len(owned) + self._wiring.spec.spare_experts)
-        self._slot_of_L: Tensor | None = None  # None: the local id of an expert is its slot
+        self._slot_of_L = self.slots.lookup(plan.group.device)  # None: the local id of an expert is its slot
         self.key = register(self)
         plan.layers[name] = self
 
@@ -82,7 +82,7 @@ class MoELayer(nn.Module):
         """Serve another placement; some experts came, into these slots. `plan.rebalance` calls it on all ranks."""
         rank, placement = self.plan.group.rank, wiring.exchange_spec.placement
         self.slots.switch(placement.local_experts(rank), came)
-        self._slot_of_L = self.slots.lookup()
+        self._slot_of_L = self.slots.lookup(self.plan.group.device, self._slot_of_L)
         if isinstance(self.experts, SelfRoutingExperts):
             self.experts.to_local = LocalIds(placement, rank, self._slot_of_L)
         self._wiring, self._built_for = wiring, built_for(wiring, rank)

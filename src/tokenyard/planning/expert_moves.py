@@ -69,7 +69,6 @@ class ExpertMoves:
         wait: bool = True,
     ) -> Rebalance:
         """See `Plan.rebalance`."""
-        self._check_can_move()
         self.check_still("rebalance")
         with self._state.exchange.in_use():
             held = self._held(list(placements or ()))
@@ -114,15 +113,17 @@ class ExpertMoves:
                 fix="leave it on with every=1000",
                 rank=self._state.group.rank,
             )
-        self._check_can_move()
         counted = [
             wiring
             for wiring in self._state.draft.wirings
             if wiring.spec.spare_experts and not wiring.exchange_spec.carries_logits
         ]
+        transport = self._state.exchange.transport
         reason = (
             "one rank has all experts" if self._state.group.size == 1
-            else f"{self._state.exchange.transport.name} counts no choices" if not self._state.exchange.counts_choices
+            else f"{transport.name} counts no choices" if not self._state.exchange.counts_choices
+            else f"ranks of {transport.name} on GPUs do not hear in a call how far the others are"
+            if not transport.reads_values
             else "no layer that takes routes has memory for further experts" if not counted
             else ""
         )  # fmt: skip
@@ -160,15 +161,6 @@ class ExpertMoves:
             for stats in self._state.exchange.stats.values():
                 stats.moves.refused = str(error)
 
-    def _check_can_move(self) -> None:
-        if self._state.group.device.type != "cpu":
-            raise InputError(
-                f"rebalance on {self._state.group.device}",
-                expected="ranks on CPUs: captured CUDA graphs would keep the old placement",
-                fix="make a new plan with LayerSpec(placement=…)",
-                rank=self._state.group.rank,
-            )
-
     def check_still(self, what: str) -> None:
         """Raise while experts move. All ranks see the end of a move in the same call."""
         if self._move is not None:
@@ -194,7 +186,7 @@ class ExpertMoves:
                     )
             host = self._state.group.host()
             return {
-                name: HeldExperts.of(layer.slots, layer.experts.weights.by_name(), host)
+                name: HeldExperts.of(layer.slots, layer.experts.movable(), host)
                 for name, layer in self._state.layers.items()
             }
 
@@ -206,7 +198,18 @@ class ExpertMoves:
             note=lambda made: {name: one.as_dict() for name, one in made.items()},
         )
         everywhere = [name for name in self._state.wirings if all(name in told for told in by_rank)]
-        return {name: [HeldExperts.from_dict(told[name]) for told in by_rank] for name in everywhere}
+        held = {name: [HeldExperts.from_dict(told[name]) for told in by_rank] for name in everywhere}
+        for name, by_form in held.items():
+            forms = {rank: ", ".join(sorted(one.memory)) for rank, one in enumerate(by_form)}
+            if len(set(forms.values())) > 1:
+                raise PlanError(
+                    f"the ranks hold the weights of this layer in different forms: {shown(forms)}",
+                    expected="one form on all ranks: experts are copied as they are held",
+                    fix="choose experts that hold weights as they are given: LayerSpec(experts='grouped')",
+                    layer=name,
+                    rank=self._state.group.rank,
+                )
+        return held
 
     def _specs_with(self, placements: Mapping[str, str | Placement]) -> list[LayerSpec]:
         """The layers of this plan, some of them with other placements."""

@@ -256,7 +256,7 @@ def _move_piece(group: Group, piece: _Piece, read: Views, write: Views) -> None:
     due = [sum(b - a for _, a, b in piece.parts(source, mine)) for source in ranks]
     rows = [part for parts in sent for part in parts]
     arrived = group.all_to_all_rows(
-        torch.cat(rows).unsqueeze(1) if rows else torch.empty(0, 1, dtype=torch.uint8),
+        torch.cat(rows).unsqueeze(1) if rows else torch.empty(0, 1, dtype=torch.uint8, device=group.device),
         [sum(len(part) for part in parts) for parts in sent],
         due,
         phase="moving experts",

@@ -28,6 +28,7 @@ from tokenyard.errors import HandleError, PeerFailed, PeerLost
 from tokenyard.experts import Experts
 from tokenyard.experts.slots import ExpertSlots
 from tokenyard.group import Group
+from tokenyard.group.devices import rank_on
 from tokenyard.planning.moving import Carrier, HeldExperts, Parcel, bytes_of, paths_between, streams, width
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Move, Placement
@@ -101,6 +102,7 @@ class Rebalance:
     def start(self) -> None:
         """Begin to copy, in a thread."""
         if self._steps:
+            self._group.wait_for_device()  # weights are there for the thread's stream
             self._thread = threading.Thread(target=self._run, name="moving experts", daemon=True)
             self._thread.start()
 
@@ -173,10 +175,11 @@ class Rebalance:
                 self._after._thread.join()  # one that was given up may still write into spare slots
                 self._after = None
             self._carrier.keep(one for held in self._held.values() for one in held)
-            with torch.no_grad():
+            with rank_on(self._group.device), torch.no_grad():
                 while not self.is_done:
                     self._check()
                     self._copy()
+                    self._group.wait_for_device()
                     self._report(Progress.READY)
                     self._await_switch()
         except BaseException as error:
@@ -193,7 +196,7 @@ class Rebalance:
         """Copy the experts of one step into spare slots."""
         started, mine = time.monotonic(), self._group.rank
         paths = paths_between(self._present, self.step)
-        tensors = {layer: self._holders[layer].experts.weights.by_name() for layer in self.step}
+        tensors = {layer: self._holders[layer].experts.movable() for layer in self.step}
         widths = {
             layer: {name: width(tensor) for name, tensor in named.items()} for layer, named in tensors.items()
         }

@@ -139,6 +139,7 @@ def wire_layer(
         reduces_ranks=spec.reduce_ranks == "exchange",
         sums_choices=spec.sum == "choices",
         max_rows=None if max_rows is None or max_rows >= world * tokens else max_rows,
+        movable=spec.spare_experts > 0,
     )
     if exchange_spec.sums_choices and exchange_spec.carries_logits:
         why = "experts that route by themselves leave home in the dark about the choices that it should sum"

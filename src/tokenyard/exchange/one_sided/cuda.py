@@ -196,6 +196,10 @@ class CudaTransport(Transport):
             self._check_graphs()
             self._build(there.layout.union(needed), max(tokens, there.launcher.max_tokens))
         self._layers = [spec.layer for spec in specs]
+        with self.launcher.on_device():
+            for spec in specs:
+                self.launcher.table(spec)
+            self.group.wait_for_device()  # tables are there for every stream, and nothing reads the old ones
 
     def trim(self, specs: Sequence[ExchangeSpec]) -> None:
         needed, tokens = self._layout_for(specs), max(spec.max_tokens for spec in specs)

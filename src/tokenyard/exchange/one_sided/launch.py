@@ -103,13 +103,16 @@ def row_tiles(encoding: Encoding, columns: int, tokens: int) -> TileConfig:
     return TileConfig(min(2048, widest), 1, 4)
 
 
-def expert_table(placement: Placement, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where each expert lives, as `rank` sees it: `[E, copies]` of rank and local number, and copies of each."""
+def expert_table(placement: Placement, rank: int, *, most_copies: int = 1) -> tuple[Tensor, Tensor]:
+    """Where each expert lives, as `rank` sees it: `[E, copies]` of rank and local number, and copies of each.
+
+    The table has room for `most_copies`, also where the present placement has fewer.
+    """
     seen = []
     for expert in range(placement.num_experts):
         owners = placement.owners(expert)
         seen.append(tuple(pair for pair in owners if pair[0] == rank) or owners)
-    width = max(1, *map(len, seen))
+    width = max(most_copies, *map(len, seen))
     bits = push_room.RANK_BITS.value
     rows = [
         [(owner << bits) | local for owner, local in (pairs + pairs[:1] * (width - len(pairs)))]
@@ -118,10 +121,7 @@ def expert_table(placement: Placement, rank: int, device: torch.device) -> tuple
         for pairs in seen
     ]
     counts = [max(1, len(pairs)) for pairs in seen]
-    return (
-        torch.tensor(rows, dtype=torch.int32, device=device),
-        torch.tensor(counts, dtype=torch.int32, device=device),
-    )
+    return torch.tensor(rows, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32)
 
 
 def aligned(tensor: Tensor) -> Tensor:
@@ -221,7 +221,8 @@ class Launcher:
         )
         self.deadline = int(deadline * 1e9)
         self._wide = triton.next_power_of_2(self.world)
-        self._tables: dict[Placement, tuple[Tensor, Tensor]] = {}
+        # By layer: its placement, and the tables of it that kernels read.
+        self._tables: dict[str, tuple[Placement, tuple[Tensor, Tensor]]] = {}
         # What the chunks of a batch tell each other: their counts, which carry the round.
         self.max_tokens = max_tokens
         shape = (ranks * _chunks(max_tokens), self.world)
@@ -285,16 +286,25 @@ class Launcher:
                 slots, layout, slots_TW, x_TH, (), -1, owners_TK=owners_TK, meets=meets, sized_for=tokens
             )
 
-    def _table(self, placement: Placement) -> tuple[Tensor, Tensor]:
+    def table(self, spec: ExchangeSpec) -> tuple[Tensor, Tensor]:
+        """Where the experts of a layer live. Another placement is written where the last one stood: graphs read it."""
+        placement = spec.placement
         if self.ranks > 1 and placement.has_replicas:
             raise InputError(
                 f"a shared launch of {self.ranks} ranks, and {placement}",
                 expected="experts without replicas: which one a token meets depends on its rank",
                 fix="launch the ranks one by one",
             )
-        if placement not in self._tables:
-            self._tables[placement] = expert_table(placement, self.rank, self.device)
-        return self._tables[placement]
+        known, table = self._tables.get(spec.layer, (None, None))
+        if table is None or known != placement:
+            made = expert_table(placement, self.rank, most_copies=self.world if spec.movable else 1)
+            if table is not None and table[0].shape == made[0].shape:
+                for old, new in zip(table, made, strict=True):
+                    old.copy_(new)
+            else:
+                table = made[0].to(self.device), made[1].to(self.device)
+            self._tables[spec.layer] = placement, table
+        return table
 
     # -- The way out ---------------------------------------------------------------------------------------
 
@@ -359,7 +369,7 @@ class Launcher:
 
     def _assign(self, slots: DispatchSlots, routes: Routing) -> None:
         spec = slots.spec
-        experts, copies = self._table(spec.placement)
+        experts, copies = self.table(spec)
         chunks = _chunks(slots.max_tokens) if routes.tokens >= 0 else 1
         blocks = self._blocks(chunks)
         push_room.assign[(blocks * self.ranks,)](
@@ -390,7 +400,7 @@ class Launcher:
             routes.places,
             load.encoding,
         )
-        experts, copies = self._table(spec.placement)
+        experts, copies = self.table(spec)
         tiles = row_tiles(encoding, load.padded, tokens * self.ranks if sized_for is None else sized_for)
         row_parts = max(0, tokens) * tiles.parts
         others = _chunks(slots.max_tokens) if whole and tokens >= 0 else int(tokens <= 0)
@@ -434,7 +444,7 @@ class Launcher:
 
     def choices_at_home(self, spec: ExchangeSpec, slots_TW: Tensor, ids_TK: Tensor) -> tuple[Tensor, Tensor]:
         """`(slots_TK, owners_TK)`: where the result of each choice stands, and on which rank; slot -1 for nobody's."""
-        experts, copies = self._table(spec.placement)
+        experts, copies = self.table(spec)
         known_TK = (ids_TK >= 0) & (ids_TK < spec.num_experts)
         turn_T1 = ids_TK.clamp(min=0).long().sum(dim=1, keepdim=True)  # as the kernels' `owners`
         id_TK = torch.where(known_TK, ids_TK, 0).long()
