@@ -29,8 +29,10 @@ from tokenyard.exchange import (
     Transport,
     TwoSidedTransport,
 )
+from tokenyard.exchange.announcement import Announcement
 from tokenyard.exchange.checks import check_batch
 from tokenyard.exchange.integrity.watched import WatchedTransport
+from tokenyard.exchange.messages import Mailbox
 from tokenyard.exchange.one_sided.control import Trouble
 from tokenyard.exchange.one_sided.declarations import layout_for
 from tokenyard.exchange.one_sided.signals import Signals
@@ -45,7 +47,7 @@ from tokenyard.formats import FORMATS, WEIGHT_FORMATS, Format, PlainFormat, Plai
 from tokenyard.group import DistributedGroup
 from tokenyard.group.process_ranks import _Processes
 from tokenyard.planning.drafting import Draft, draft, draft_as_told
-from tokenyard.planning.planner import Plan, plan
+from tokenyard.planning.planner import Plan, plan, plan_draft
 from tokenyard.planning.spec import LayerSpec
 from tokenyard.routing import ROUTERS, Placement, Router, Routes
 
@@ -67,7 +69,9 @@ LIMITS = {
     "experts.grouped.UPCAST_ROWS": {torch.bfloat16: 16, torch.float16: 8},
     "formats.nvfp4.SMALLEST_GLOBAL_SCALE": 2.0**-117,
     "formats.nvfp4.GLOBAL_RANGE": 2688.0,
+    "exchange.stats._FEW_CHOICES": 64,
     "group.base.LARGEST_JSON": 67_108_864,
+    "group.base.MESSAGE_BYTES": 268_435_456,
     "group.devices.MOST_THREADS_ON_CUDA": 32,
     "group.launch._MOST_RANKS": 1024,
     "group.shared_memory._FAILED": 2**64 - 1,
@@ -79,6 +83,7 @@ LIMITS = {
     "planning.spec.LARGEST_SIZE": 2_147_483_647,
     "routing.placement.MOST_EXPERTS": 65_536,
     "routing.placement.MOST_RANKS": 65_536,
+    "routing.routes._FEW_IDS": 64,
 }
 # What ranks of one version must share, to the byte. Whoever changes one of these raises `version.PROTOCOL`.
 PROTOCOL = {
@@ -148,6 +153,9 @@ DECLARED = {
         "waits_in_sum": False,
         "sums_in_hosts": False,
         "returns_choices": True,
+        "counts_choices": False,
+        "bounds_rows": False,
+        "works_ahead": False,
         "most_terms": None,
         "most_ranks": None,
         "devices": ("cpu", "cuda"),
@@ -158,6 +166,8 @@ DECLARED = {
         "returns_choices": False,
         "sums_in_hosts": True,
         "waits_in_sum": False,
+        "bounds_rows": True,
+        "works_ahead": True,
         "devices": ("cpu",),
     },
     LocalTransport: {
@@ -165,11 +175,28 @@ DECLARED = {
         "encodes_results": False,
         "most_ranks": 1,
         "sums_in_hosts": False,
+        "bounds_rows": True,
         "devices": ("cpu",),
     },
-    AllgatherTransport: {"name": "allgather", "carries_logits": True, "reads_values": True},
-    TwoSidedTransport: {"name": "two_sided", "carries_logits": False, "waits_in_sum": False},
-    SharedMemoryTransport: {"name": "one_sided", "carries_logits": False, "waits_in_sum": False},
+    AllgatherTransport: {
+        "name": "allgather",
+        "carries_logits": True,
+        "reads_values": True,
+        "bounds_rows": True,
+        "works_ahead": True,
+    },
+    TwoSidedTransport: {
+        "name": "two_sided",
+        "carries_logits": False,
+        "waits_in_sum": False,
+        "bounds_rows": True,
+    },
+    SharedMemoryTransport: {
+        "name": "one_sided",
+        "carries_logits": False,
+        "waits_in_sum": False,
+        "bounds_rows": True,
+    },
     WatchedTransport: {"name": "watched", "waits_in_sum": True, "reads_values": True},
     Format: {"block": 1, "quantized": True, "scale_layouts": ()},
     PlainFormat: {"block": 1, "quantized": False, "scale_layouts": ()},
@@ -242,7 +269,8 @@ DECLARED = {
         "num_experts": None,
         "batch_invariant": False,
     },
-    RoundTrip: {"owes_dispatch": True, "is_dropped": False, "ended_by": None},
+    RoundTrip: {"owes_dispatch": True, "is_dropped": False, "ended_by": None, "ahead": False},
+    Announcement: {"error": "", "notice": 0},
     DistributedGroup: {"_known_to_torch": True, "_written": ()},
     WorkspaceLayout: {"in_flight": 1, "guard": 0},
     Activation: {"gated": True, "interleaved": False, "parameters": ()},
@@ -282,8 +310,10 @@ LEFT_OUT = {
         "paranoid": False,
         "device": None,
     },
+    plan_draft: {"survive": False},
     draft_as_told: {"max_tokens": None, "max_rows": None, "sms": None, "renormalize_dropped": False},
     Plan.go_on_without: {"renormalize": False},
+    Plan.autobalance: {"threshold": 1.1},
     Plan.load: {"reset": False},
     Plan.rebalance: {"placements": None, "threshold": 1.1, "wait": True},
     Plan.trim: {"keep": None},
@@ -302,14 +332,19 @@ LEFT_OUT = {
     Plan.readmit: {"lost": (), "group": None, "seconds": 60.0},
     Exchange: {"in_flight": 1, "plan_id": 0, "paranoid": False, "sms": None},
     Exchange.in_use: {"layer": None, "alone": False},
+    Exchange.start_combine: {"out": None, "add": (), "ahead": True},
+    Exchange.start_dispatch: {"extra": None, "ahead": True},
     Exchange.redirect: {"again": False},
+    Mailbox.write: {"bounded": False, "out": None},
     check_batch: {"values": True},
     Routes.check: {"top_k": None, "num_tokens": None, "scaled_by": 1.0, "device": None, "values": True},
     layout_for: {"guard": 0},
     Signals._set_state: {"turn": 0},
     Transport.__init__: {"in_flight": 1, "guard": 0},
+    AllgatherTransport: {"in_flight": 1, "guard": 0},
     HierarchicalTransport: {"in_flight": 1, "guard": 0},
     SharedMemoryTransport: {"in_flight": 1, "guard": 0},
+    TwoSidedTransport: {"in_flight": 1, "guard": 0},
     WatchedTransport: {"in_flight": 1},
     Experts.__init__: {"adopt": False},
     Experts.forward: {"finalize": True},

@@ -8,7 +8,15 @@ import torch
 import tokenyard as ty
 from tokenyard.exchange.checks import check_device
 from tokenyard.formats import Bf16
-from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows, check_expert_rows, check_result, describe
+from tokenyard.rows import (
+    CombineBuffer,
+    LocalRoutes,
+    RankRows,
+    ReceivedRows,
+    check_expert_rows,
+    check_result,
+    describe,
+)
 
 
 def received(rows=3, width=4, results=None):
@@ -113,3 +121,19 @@ def test_placements_in_words():
         "3 experts on 1 rank, contiguous",
     ]
     assert str(ty.Placement.explicit(3, [[2], [0, 1]])) == "3 experts on 2 ranks, explicit"
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_results_of_passes_are_joined_rank_by_rank(number):
+    passes = [
+        RankRows(
+            rows_by_rank=(torch.full((1, 2), float(token)), torch.empty(0, 2)),
+            tokens_by_rank=(torch.tensor([token]), torch.empty(0, dtype=torch.int64)),
+            num_tokens=number,
+            dtype=torch.bfloat16,
+        )
+        for token in range(number)
+    ]
+    joined = RankRows.joined(passes)
+    assert [tokens.tolist() for tokens in joined.tokens_by_rank] == [list(range(number)), []]
+    assert [rows.tolist() for rows in joined.rows_by_rank] == [[[token] * 2 for token in range(number)], []]

@@ -241,13 +241,25 @@ def test_a_rank_with_less_room_than_before_gives_away_what_does_not_fit():
 
 
 def test_where_ranks_with_room_hold_the_expert_they_take_another_one_and_loads_follow():
-    """Copies: 3 of expert 0 and 2 of expert 1, of 2 of load each. Only rank 1 has room, and it holds expert 0."""
-    search = search_from([6, 4], [[1], [0], [0, 1]], copies=3, slots=[1, 2, 2])
-    assert search.copies_E.tolist() == [3, 2]
-    holds, loads = search.present.copy(), np.array([2.0, 2.0, 4.0])
+    """Copies: 3 of expert 0 and 2 of expert 2, of 2 of load each. Only rank 1 has room, and it holds expert 0."""
+    search = search_from([6, 1, 4], [[2], [0], [0, 1, 2]], copies=3, slots=[1, 2, 3])
+    assert search.copies_E.tolist() == [3, 1, 2]
+    holds, loads = search.present.copy(), np.array([2.0, 2.0, 5.0])
     search._place(holds, loads, 0, 2.0)
-    assert held(holds) == [[0], [0, 1], [0, 1]]
-    assert loads.tolist() == [2.0, 4.0, 4.0]
+    assert held(holds) == [[0], [0, 2], [0, 1, 2]]
+    assert loads.tolist() == [2.0, 4.0, 5.0]
+
+
+def test_a_new_copy_goes_where_the_shares_of_copies_are_least():
+    """Rank 1 holds one of two copies of expert 1, half of 6; rank 2 the only one of expert 2, all of 4."""
+    search = search_from([8, 6, 4], [[0, 1], [1], [2]], copies=2, slots=2)
+    assert held(search.adapt(search.copies_E)) == [[0, 1], [0, 1], [2]]
+
+
+def test_a_placement_as_good_as_the_greedy_one_is_left_for_a_better_one():
+    """The greedy one has 7 and 5 of load, as the present one has; 3 + 3 and 2 + 2 + 2 are even."""
+    load, present = [3, 3, 2, 2, 2], Placement.explicit(5, [[0, 2, 4], [1, 3]])
+    assert rank_loads(load, balance(load, present)) == [6.0, 6.0]
 
 
 def test_a_small_gain_counts_only_on_the_way_to_a_goal():
@@ -269,7 +281,7 @@ def test_no_rank_takes_back_an_expert_that_it_holds():
 def test_the_first_expert_is_swapped_as_any_other():
     """5 for 1 gives 5 and 5; 4 for 1 would give 6 and 4. No rank has room."""
     search = search_from([1, 5, 4], [[1, 2], [0]], slots=[2, 1])
-    assert held(search.swap(search.present)) == [[0, 2], [1]]
+    assert held(search.swap(search.present, goal=6.0)) == [[0, 2], [1]]
 
 
 def test_shares_go_where_most_of_them_is_and_then_to_the_same_host():
@@ -278,6 +290,13 @@ def test_shares_go_where_most_of_them_is_and_then_to_the_same_host():
     search = search_from([1] * 8, present, hosts=[0, 0, 1, 1])
     packed = matrix(8, [[0, 2], [1, 4], [3, 5], [6, 7]])
     assert held(search.renumber(packed)) == [[0, 2], [3, 5], [1, 4], [6, 7]]
+
+
+def test_what_a_rank_holds_counts_more_than_what_its_host_holds():
+    """Of experts 0 to 4 rank 0 holds two; the other host holds three, on three ranks."""
+    search = search_from([1] * 6, [[0, 1], [5], [2], [3], [4]], hosts=[0, 0, 1, 1, 1])
+    packed = matrix(6, [[5], [0, 1, 2, 3, 4], [], [], []])
+    assert held(search.renumber(packed)) == [[0, 1, 2, 3, 4], [5], [], [], []]
 
 
 def test_moves_between_hosts_and_between_ranks_are_counted():
@@ -305,6 +324,7 @@ def test_one_rank_holds_an_expert_once_however_much_room_it_has():
 
 def test_a_load_below_one_is_a_load():
     assert imbalance([0.5, 0.25]) == 0.5 / 0.375
+    assert imbalance([0, 0]) == 1.0
 
 
 def test_a_load_that_is_no_number_is_refused_for_one_expert_too():

@@ -214,6 +214,23 @@ def test_two_files_have_an_index_and_one_has_none_and_all_are_on_the_disk(tmp_pa
     assert sorted(synced) == sorted([*one.files, *two.files])
 
 
+def test_files_of_a_conversion_that_fails_are_closed(tmp_path, monkeypatch):
+    source = open_checkpoint(save(tmp_path / "plain", MODEL.tensors(), MODEL.config()))
+
+    def fail(checkpoint, layouts, writer, progress):
+        entry = next(iter(writer._places.values())).entry
+        writer.write_bytes(entry.name, torch.zeros(entry.nbytes, dtype=torch.uint8))
+        opened.extend(writer._descriptors.values())
+        raise OSError("no more space")
+
+    opened = []
+    monkeypatch.setattr("tokenyard.checkpoints.conversion._write", fail)
+    with pytest.raises(CheckpointError, match="no more space"):
+        convert(source, "mxfp4", tmp_path / "out")
+    assert len(opened) == 1
+    assert not Path(f"/proc/self/fd/{opened[0]}").exists()
+
+
 def test_numbers_lie_on_multiples_of_their_size(tmp_path):
     source = open_checkpoint(save(tmp_path / "plain", MODEL.tensors(), MODEL.config()))
     convert(source, "mxint4", tmp_path / "out")

@@ -1,6 +1,7 @@
 """A plan that has lost a rank, or was interrupted while it waited, gives no result any more, on any exchange."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from tests.models import batch, build, raised, spec
 from tokenyard.conformance.cases import random_weights, same_bits
 from tokenyard.conformance.twin import twin
 from tokenyard.exchange import AllgatherTransport, Pending, SharedMemoryTransport, TwoSidedTransport
+from tokenyard.exchange.passes import TooManyRows
+from tokenyard.exchange.usability import Usability
 from tokenyard.experts import ReferenceExperts
 from tokenyard.integrations.flashinfer import MoeAlltoAll
 
@@ -293,3 +296,64 @@ def test_ranks_in_different_plans_have_drifted_and_hear_it_at_once(ranks, exchan
         if exchange == "one_sided":  # whose flags stand in the memory of each plan
             assert [type(one) for one in later] == [ty.PlanBroken] * 2
             assert "the ranks were in different plans" in str(later[0])
+
+
+@pytest.mark.parametrize(
+    ("error", "breaks"),
+    [
+        (ty.PeerLost([1], phase="dispatch", waited=1.0), True),
+        (KeyboardInterrupt(), True),
+        (ty.Drifted("elsewhere", expected="here", fix="none"), False),  # the others have answered
+        (TooManyRows(9), False),
+    ],
+)
+def test_only_a_wait_without_an_answer_breaks_a_plan(error, breaks):
+    for for_others in (True, False):
+        usability = Usability(3)
+        wait = usability.waiting(SimpleNamespace(layer="moe"), for_others=for_others)
+        with pytest.raises(type(error)), wait:
+            raise error
+        assert usability.broken_by is (error if breaks and for_others else None)
+    if isinstance(error, ty.TokenyardError):
+        assert (error.layer, error.rank) == ("moe", 3)
+
+
+def test_the_first_cause_is_kept_and_a_plan_that_is_closed_says_so():
+    usability, parted = Usability(3), Usability(3)
+    usability.check()
+    causes = [ty.PeerLost([rank], phase="dispatch", waited=1.0) for rank in (1, 2)]
+    for cause in causes:
+        usability.break_by(cause)
+    assert isinstance(usability.ranks_parted(), ty.PlanBroken)
+    assert usability.broken_by is causes[0]
+    assert isinstance(raised(usability.check), ty.PlanBroken)
+    assert raised(usability.check_open) is None
+    parted.ranks_parted()
+    assert isinstance(parted.broken_by, ty.Drifted)
+    usability.close()
+    assert type(raised(usability.check)) is type(raised(usability.check_open)) is ty.HandleError
+
+
+def test_after_a_loss_nothing_is_sent_by_hand_either():
+    layer = spec(top_k=1)
+    plan = ty.plan([layer], ty.thread_groups(1)[0], exchange="two_sided", in_flight=2, max_rows=2)
+    exchange, wired = plan.exchange, plan.wiring("moe").exchange_spec
+    x_TH, routes = batch(layer, 3)
+    rows, send = wired.wire.encode(x_TH), exchange.transport.send
+    arrival = exchange.dispatch(wired, rows, routes)
+    assert arrival.has_more
+
+    def lose():
+        raise ty.PeerLost([0], phase="dispatch", waited=1.0)
+
+    exchange.transport.send = lambda batch: Pending(lose)
+    assert type(raised(exchange.dispatch, wired, rows, routes)) is ty.PeerLost
+    exchange.transport.send = send
+    results = ty.ExpertRows(rows_RH=torch.zeros(2, layer.hidden_size))
+    for call, *given in (
+        (exchange.dispatch, wired, rows, routes),
+        (exchange.dispatch_next, arrival),
+        (exchange.combine, arrival, results),
+        (exchange.refuse, arrival, ValueError("no")),
+    ):
+        assert isinstance(raised(call, *given), ty.PlanBroken)

@@ -97,6 +97,30 @@ def test_results_are_written_into_messages_where_all_ranks_get_some_that_fit(mon
     assert [offered for _, offered in found] == [[True, True, True], [True, False, False]]
 
 
+def test_rows_that_follow_have_their_place_where_an_announcement_takes_whole_rows():
+    mailbox = Mailbox(ty.thread_groups(2)[0])
+    outgoing = mailbox.write(mailbox.head_bytes // 2, [0, 3], "in", bounded=True)
+    assert [len(packets) for packets in outgoing.packets_by_rank] == [0, 3]
+
+
+def test_a_message_is_what_it_was_when_it_was_sent():
+    groups = ty.thread_groups(2)
+    contents = [torch.full((8,), rank, dtype=torch.uint8) for rank in range(2)]
+    rooms = [torch.empty(8, dtype=torch.uint8) for _ in groups]
+    for group in groups:
+        group.allow_messages(4)
+        group.allow_messages(2)  # for a smaller layer: what was allowed stays so
+    sent = [
+        group.start_messages(content, [4, 4], 4, room, phase="dispatch")
+        for group, content, room in zip(groups, contents, rooms, strict=True)
+    ]
+    for content in contents:
+        content.fill_(9)  # the next messages are written where these were
+    assert [coming.wait() for coming in sent] == [[0, 4]] * 2
+    assert [room.tolist() for room in rooms] == [[0] * 4 + [1] * 4] * 2
+    assert [group.longest_message for group in groups] == [4, 4]
+
+
 # -- Ranks in different places -------------------------------------------------------------------------------
 
 

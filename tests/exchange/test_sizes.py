@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from tokenyard.errors import InputError
-from tokenyard.exchange import ExchangeSpec, SharedMemoryTransport, Transport
+from tokenyard.exchange import AllgatherTransport, ExchangeSpec, SharedMemoryTransport, Transport
 from tokenyard.exchange.announcement import Phase
 from tokenyard.exchange.checks import check_writable
+from tokenyard.exchange.messages import Mailbox
 from tokenyard.exchange.one_sided.control import ControlLayout
 from tokenyard.exchange.one_sided.signals import Signals, control_bytes
-from tokenyard.exchange.stats import LayerStats, MoveStats
-from tokenyard.exchange.workspace import LayerBytes, Region, WorkspaceLayout, round_up
+from tokenyard.exchange.stats import LayerStats, LoadCounter, MoveStats
+from tokenyard.exchange.workspace import LayerBytes, Region, WorkspaceLayout, _copy_bytes, round_up
 from tokenyard.formats import Payload, get
 from tokenyard.group.threads import thread_groups
 from tokenyard.routing import Placement
@@ -52,6 +53,43 @@ def test_slots_of_odd_widths():
     assert SharedMemoryTransport.region_bytes(ODD) == LayerBytes(
         dispatch_row=78, combine_row=20, dispatch=1152, combine=256
     )
+
+
+def test_messages_have_room_for_all_counts_and_all_rows():
+    """An announcement of 5 counts has 560 bytes, of 10 counts 592: the place of 6 rows of 112 bytes, or 19 of 32."""
+    mailbox = Mailbox(thread_groups(2)[0])
+    assert (mailbox.most(112), mailbox.fits(0, 112), mailbox.fits(1, 112)) == (512, True, False)
+    mailbox.serve([ODD], lambda spec: 5)
+    assert (mailbox.head_bytes, mailbox.group.longest_message) == (560, (5 + 5) * 112)
+    assert [mailbox.fits(count, 112) for count in (0, 5, 6)] == [True, True, False]
+    assert [mailbox.most(stride) for stride in (112, 96, 2000)] == [1120, 1152, 2000]
+    mailbox.serve([replace(ODD, max_tokens=50, max_rows=8), ODD], lambda spec: 5)
+    assert (mailbox.head_bytes, mailbox.group.longest_message) == (592, (6 + 50) * 112)
+    mailbox.serve([replace(ODD, max_tokens=50, top_k=6, sums_choices=True)], lambda spec: 10)
+    assert mailbox.group.longest_message == (19 + 6 * 50) * 32
+
+
+def test_allgather_tells_of_all_tokens_where_rows_have_a_bound():
+    transport = AllgatherTransport(thread_groups(2)[0])
+    assert [transport.num_counts(replace(ODD, max_rows=rows)) for rows in (None, 8)] == [2, 3]
+    assert transport.loads(0, [1, 2, 3]) == [3]
+
+
+def test_a_room_is_kept_as_long_as_it_suffices():
+    mailbox = Mailbox(thread_groups(1)[0])
+    with torch.inference_mode():
+        first = mailbox.room("in", 10)
+    first.fill_(1)  # outside of inference mode, too
+    assert [mailbox.room("in", nbytes).data_ptr() for nbytes in (10, 4)] == [first.data_ptr()] * 2
+    assert [len(mailbox.room(name, nbytes)) for name, nbytes in (("in", 4), ("out", 3), ("in", 11))] == [
+        4,
+        3,
+        11,
+    ]
+    assert mailbox.room("in", 11).data_ptr() != first.data_ptr()
+    mailbox.clear()
+    assert len(mailbox.room("in", 2)) == 2
+    assert mailbox.room("in", 2).untyped_storage().nbytes() == 2
 
 
 def test_rows_that_carry_checksums():
@@ -175,6 +213,14 @@ def test_elements_that_share_memory(shape, strides, overlaps):
         check_writable(out)
 
 
+def test_a_tensor_that_was_made_in_inference_mode_is_written_there_alone():
+    with torch.inference_mode():
+        out = torch.empty(2, 3)
+        check_writable(out)
+    with pytest.raises(InputError, match="made in inference mode"):
+        check_writable(out)
+
+
 # -- Counters ------------------------------------------------------------------------------------------------
 
 
@@ -205,3 +251,41 @@ def test_counters_add_up_rank_by_rank(monkeypatch):
         "moves": asdict(MoveStats()),
         "wait_s": {"dispatch": 0.0, "combine": 3.5},
     }
+
+
+def test_moves_and_looks_add_up_and_the_last_ones_are_kept():
+    moves = MoveStats()
+    moves.count_switch(came=2, seconds=0.5, nbytes=100, copying=3.0)
+    moves.count_switch(came=3, seconds=0.25, nbytes=10, copying=4.0)
+    moves.count_look(1.5)
+    moves.count_look(1.25)
+    assert (moves.switches, moves.experts, moves.nbytes) == (2, 5, 110)
+    assert (moves.switch_s, moves.copy_s) == (0.25, 4.0)
+    assert (moves.looks, moves.imbalance, moves.imbalance_before) == (2, 1.25, 1.5)
+
+
+def test_few_and_many_choices_are_counted_together_until_a_layer_has_other_experts():
+    counter = LoadCounter(torch.device("cpu"))
+    counter.serve({"same": 3, "other": 2})
+    for layer in ("same", "other"):
+        counter.count(layer, torch.tensor([[0, 1], [1, -1]]))
+        counter.count(layer, torch.ones(50, 2, dtype=torch.int32))
+    counter.serve({"same": 3, "other": 4})
+    assert counter.of("same") == [1, 102, 0]
+    assert counter.of("other") == [0] * 4
+    counter.reset()
+    assert counter.of("same") == [0] * 3
+
+
+# -- Bytes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", [0, 1, 8, 9])
+def test_bytes_of_any_width_are_copied_to_any_place(start):
+    for width in (1, 7, 8, 9, 16, 18, 72):
+        rows = torch.arange(3 * width + start, dtype=torch.uint8)[start:].view(3, width)
+        for offset in (0, 1, 8, 9):
+            packets = torch.zeros(3, 96, dtype=torch.uint8)
+            _copy_bytes(packets[:, offset : offset + width], rows)
+            assert torch.equal(packets[:, offset : offset + width], rows)
+            assert packets.count_nonzero() == rows.count_nonzero()

@@ -134,6 +134,14 @@ def test_weights_of_one_are_not_missed():
     assert on_ranks(2, ones) == [None, None]
 
 
+@pytest.mark.parametrize("experts", ["grouped", "reference"])
+def test_weights_on_the_input_are_counted_for_one_row_as_for_several(experts):
+    layer = spec(experts=experts, weight_on="input", top_k=1)
+    plan = ty.plan([layer], ty.thread_groups(1)[0], exchange="two_sided", paranoid=True)
+    built = build(plan, "moe")
+    assert [len(built(*batch(layer, tokens))) for tokens in (1, 3)] == [1, 3]
+
+
 class SaysNothing(ReferenceExperts):
     """As a kernel of somebody's own, in which nothing is written down."""
 

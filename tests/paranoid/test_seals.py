@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tokenyard as ty
-from tests.models import WATCHED, build, on_ranks
+from tests.models import WATCHED, batch, build, on_ranks, raised, spec
 from tests.paranoid.tampering import (
     SOURCE,
     VICTIM,
@@ -15,6 +15,7 @@ from tests.paranoid.tampering import (
     outcome,
     three_rounds,
 )
+from tokenyard.exchange import Pending
 
 every_exchange = pytest.mark.parametrize("exchange", WATCHED)
 
@@ -30,6 +31,24 @@ def test_a_flipped_bit_on_the_way_out_names_payload_and_token(exchange, payload)
     # Everybody sees a packet that everybody gets; else nobody but its receiver does.
     finders = None if exchange == "allgather" else [VICTIM]
     check_alarm(by_rank, finders, place=payload, words=[f"payload {payload!r}", f"of rank {SOURCE}"])
+
+
+def test_a_damaged_row_is_found_before_experts_compute_it():
+    layer = spec(top_k=1)
+    plan = ty.plan([layer], ty.thread_groups(1)[0], exchange="two_sided", paranoid=True)
+    exchange, wired = plan.exchange, plan.wiring("moe").exchange_spec
+    send = exchange.transport.inner.send
+
+    def damage(batch):
+        arrival = send(batch).wait()
+        arrival.received.rows.payloads["data"][arrival.received.slots_R[1]] += 1
+        return Pending(lambda: arrival)
+
+    exchange.transport.inner.send = damage
+    x_TH, routes = batch(layer, 3)
+    error = raised(exchange.dispatch, wired, exchange.encode(wired, x_TH), routes)
+    assert isinstance(error, ty.Corrupted)
+    assert error.place == "data"
 
 
 @pytest.mark.parametrize("exchange", ["one_sided", "two_sided"])

@@ -82,6 +82,11 @@ IMPOSSIBLE = {
 }
 
 
+def test_a_router_must_fit_the_experts_of_its_layer():
+    with pytest.raises(ty.PlanError, match="router=5 experts in 3 groups: expected groups of one size"):
+        ty.draft([spec(router=ty.GroupedSigmoidRouter(2, num_groups=3))], 2)
+
+
 @pytest.mark.parametrize("name", IMPOSSIBLE)
 def test_what_cannot_be_wired_is_refused_with_alternatives_that_run(name):
     changes, message = IMPOSSIBLE[name]

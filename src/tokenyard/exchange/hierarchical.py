@@ -28,7 +28,7 @@ lost; a rank that hears of a loss in the group leaves the shared memory of its h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -153,31 +153,19 @@ class HierarchicalTransport(Transport):
             self._mailbox = Mailbox(self.group)
         inside = self._inside
         wanted = {spec.index: _inside_spec(spec, self.hosts, self.host) for spec in specs}
+
+        def share() -> None:
+            with suppress(PeerFailed):  # who cannot says so to the whole group
+                serve(inside, list(wanted.values()))
+
         try:
-            make_together(
-                self.group,
-                "sharing memory",
-                lambda: self._serve_inside(serve, list(wanted.values())),
-                seconds=self.group.deadline,
-            )
+            make_together(self.group, "sharing memory", share, seconds=self.group.deadline)
         except Exception:
             if self._inside_specs:
                 inside.serve(list(self._inside_specs.values()))
             raise
         self._inside_specs = wanted
         self.mailbox.serve(specs, self.num_counts)
-
-    def _serve_inside(
-        self,
-        serve: Callable[[SharedMemoryTransport, Sequence[ExchangeSpec]], None],
-        specs: Sequence[ExchangeSpec],
-    ) -> None:
-        """Share memory with the ranks of this host. Whoever cannot is named by its number in the whole group."""
-        try:
-            serve(self.inside, specs)
-        except PeerFailed as error:
-            peer = self.hosts.ranks[self.host][error.peer]
-            raise PeerFailed(peer, error.message, phase=error.phase) from error
 
     @property
     def inside(self) -> SharedMemoryTransport:

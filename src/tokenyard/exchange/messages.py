@@ -71,7 +71,7 @@ class Outgoing:
     ) -> None:
         self._mailbox, self._stride = mailbox, stride
         # Whether rows leave with the announcement; else they follow it, all of them.
-        self._at_once = mailbox.group.longest_message > 0 and not bounded
+        self._at_once = bool(mailbox.group.longest_message) and not bounded
         group, me = mailbox.group, mailbox.group.rank
         first = mailbox.head_rows(stride) * stride  # where rows start in a message
         self._late = self._followers(counts)
@@ -152,12 +152,12 @@ class Outgoing:
                 return Incoming(heard=heard, packets=self._late_rows, starts=[], counts=[])
             counts = [word.counts[group.rank] for word in heard] if arriving is None else arriving(heard)
             # All ranks see the same numbers: either all of them send what is late, or none.
-            all_fit = all(mailbox.fits(max(word.counts, default=0), stride) for word in heard)
+            all_fit = all(mailbox.fits(count, stride) for word in heard for count in word.counts)
             if not (all_fit and self._at_once):
                 return self._with_late(starts, heard, counts, phase)
             head = mailbox.head_rows(stride)
-            packets = self._room[: len(self._room) // stride * stride].view(-1, stride)
             starts = [start // stride + head for start in starts]
+            packets = self._room.view(-1, stride)
             return Incoming(heard=heard, packets=packets, starts=starts, counts=counts, elsewhere=self._kept)
 
         return Pending(finish)

@@ -24,7 +24,6 @@ class TooManyRows(Exception):
     """An announced pass brings more rows to a rank than it has room for. All ranks raise it before a row moves."""
 
     def __init__(self, most: int) -> None:
-        super().__init__(f"{most} rows in a pass")
         self.most = most  # rows at the fullest place
 
 
@@ -34,9 +33,8 @@ class RowBound:
 
     max_rows: int  # rows that a rank has room for
     loads: Loads
-    left: int = field(
-        default=0, init=False
-    )  # rows for later passes at the fullest place; 0: this is the last pass
+    # Rows for later passes at the fullest place; 0: this is the last pass.
+    left: int = field(init=False)
 
     def hear(self, counts_by_rank: Sequence[Sequence[int]]) -> None:
         """Take what each rank announces, the counts of this pass and as many of later ones; raise if it is too much."""
@@ -72,8 +70,8 @@ def parts_for(rows: int, max_rows: int) -> int:
 def more_parts(parts: int, rows: int, max_rows: int) -> int:
     """How many parts to try when one of `parts` parts has so many rows: a quarter more at least, so it ends soon.
 
-    >>> more_parts(1, 17, 8), more_parts(8, 9, 8)
-    (3, 10)
+    >>> more_parts(1, 17, 8), more_parts(5, 9, 8)
+    (3, 7)
     """
     return max(-(-parts * rows // max_rows), parts + -(-parts // 4))
 

@@ -286,9 +286,7 @@ def _copies(load: Loads, total: int, world: int) -> NDArray[np.int64]:
     copies = np.ones(len(load), dtype=np.int64)
     queue = [(-value, expert) for expert, value in enumerate(load.tolist()) if world > 1]
     heapq.heapify(queue)
-    for _ in range(total - len(load)):
-        if not queue:
-            break  # every rank holds every expert
+    while queue and copies.sum() < total:  # without a queue, every rank holds every expert
         _, expert = heapq.heappop(queue)
         copies[expert] += 1
         if copies[expert] < world:
