@@ -166,16 +166,18 @@ def test_mail_of_every_turn_phase_and_source_has_its_own_place():
 @pytest.mark.parametrize(
     ("world", "in_flight", "counts", "text", "nbytes"),
     [
-        (3, 1, (224, 248), 256, 1024),
-        (3, 2, (272, 296, 320), 320, 1024),
+        (3, 1, (224, 248), 256, 2048),
+        (3, 2, (272, 296, 320), 320, 2048),
         (63, 3, (4160, 4664, 5168, 5672), 5680, 7168),
-        (1, 1, (160, 168), 176, 1024),
+        (1, 1, (160, 168), 176, 2048),
     ],
 )
 def test_the_control_region_of_a_gpu(world, in_flight, counts, text, nbytes):
     layout = ControlLayout(world=world, in_flight=in_flight)
     assert tuple(layout.counts(region) for region in range(in_flight + 1)) == counts
-    assert layout.text == Region(offset=text, nbytes=512)
+    assert [layout.text(phase) for phase in (0, 1)] == [
+        Region(offset=text + at, nbytes=512) for at in (0, 512)
+    ]
     assert layout.nbytes == nbytes
     assert layout.turns == in_flight + 1
     flags = [layout.flags(phase, round) for round in range(layout.turns) for phase in (0, 1)]

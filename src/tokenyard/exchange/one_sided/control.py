@@ -2,7 +2,7 @@
 
     words (64 bits)   STATE … STATUS, then for each turn, phase and source rank a flag
     counts            for each dispatch in flight and source rank: rows that come from there, and `max_tokens`
-    text              why this rank failed, for the others to read
+    texts             for each phase, why this rank failed in it last, for the others to read
 
 The words are explained in `kernels.flags`, which uses them; here are their places, for the host as well.
 """
@@ -42,8 +42,8 @@ class ControlLayout:
     """The places in a control region, in bytes from its start.
 
     >>> layout = ControlLayout(world=4, in_flight=2)
-    >>> layout.counts(0), layout.counts(1), layout.text, layout.nbytes
-    (320, 352, Region(offset=384, nbytes=512), 1024)
+    >>> layout.counts(0), layout.counts(1), layout.text(0), layout.nbytes
+    (320, 352, Region(offset=384, nbytes=512), 2048)
     """
 
     world: int
@@ -63,12 +63,17 @@ class ControlLayout:
         """The counts of the rows of one dispatch in flight: two 32-bit numbers per source rank."""
         return (FLAGS + 2 * self.turns * self.world + region * self.world) * WORD
 
-    @property
-    def text(self) -> Region:
-        """Why this rank failed, if it did."""
-        return Region(offset=round_up(self.counts(self.in_flight)), nbytes=TEXT_BYTES)
+    def text(self, phase: int) -> Region:
+        """Why this rank failed in a phase (0: dispatch, 1: combine), if it did.
+
+        A rank may fail in a combine before others have read why it failed in the dispatch behind it.
+        """
+        return Region(
+            offset=round_up(self.counts(self.in_flight)) + phase * TEXT_BYTES,
+            nbytes=TEXT_BYTES,
+        )
 
     @property
     def nbytes(self) -> int:
         """The whole region; rows begin behind it."""
-        return round_up(self.text.end, ROWS_ALIGNMENT)
+        return round_up(self.text(1).end, ROWS_ALIGNMENT)

@@ -117,13 +117,13 @@ class DeviceWorkspace:
         """The words of this rank's control region."""
         return self.layout.control_region().of(self._mine).view(torch.int64)
 
-    def text(self, rank: int) -> Tensor:
-        """The bytes of why a rank failed."""
-        return self.control.text.of(self.buffers[rank])
+    def text(self, rank: int, phase: Phase) -> Tensor:
+        """The bytes of why a rank failed in a phase."""
+        return self.control.text(list(Phase).index(phase)).of(self.buffers[rank])
 
-    def read_text(self, rank: int) -> str:
-        """Why a rank failed."""
-        return bytes(self.text(rank).cpu().tolist()).rstrip(b"\0").decode(errors="replace")
+    def read_text(self, rank: int, phase: Phase) -> str:
+        """Why a rank failed in a phase."""
+        return bytes(self.text(rank, phase).cpu().tolist()).rstrip(b"\0").decode(errors="replace")
 
 
 class CudaTransport(Transport):
@@ -509,9 +509,10 @@ class CudaTransport(Transport):
         round = int(self.workspace.words()[ROUND + number]) + 1  # as the device counts
         self._failed_flag, self._failed_phase = round << 24 | slots.layer << 2 | number | 2, phase
         # The text of an older failure may still stand there: this one says of which round it is.
-        room = self.workspace.control.text.nbytes
+        told = self.workspace.text(self.group.rank, phase)
+        room = told.numel()
         text = (_stamp(phase, round) + failure.announcements.mine.error).encode()[:room].ljust(room, b"\0")
-        self.workspace.text(self.group.rank).copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        told.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         with self.launcher.on_device():
             self.launcher.signal_and_wait(slots.layer, phase, fails=True)
         self.group.wait_for_device()
@@ -550,7 +551,7 @@ class CudaTransport(Transport):
                 rank=self.group.rank,
             )
         stamp = _stamp(phase, flag >> 24)
-        failures = {rank: self.workspace.read_text(rank).partition(stamp) for rank in who}
+        failures = {rank: self.workspace.read_text(rank, phase).partition(stamp) for rank in who}
         self._forget_trouble()
         for rank, (_, found, why) in failures.items():
             if found:
