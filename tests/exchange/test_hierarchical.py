@@ -448,3 +448,50 @@ def test_an_id_that_no_expert_has_is_missed_and_not_looked_up(exchange, wrong):
     missed = "0 rows from rank 0" if exchange == "hierarchical" else "1 rows from rank 1"
     assert f"{missed} have an expert here, and it announced 2" in own
     assert "rank 0 failed in combine: Corrupted" in other
+
+
+# -- Ranks in different places -----------------------------------------------------------------------------------
+
+
+def drifts_from_a_combine(group):
+    """Rank 1 dispatches a larger layer, while the others combine what came."""
+    layers = [spec("small"), spec("large", hidden_size=256, max_tokens=64)]
+    plan = ty.plan(layers, group, exchange="hierarchical", in_flight=2)
+    small, large = (plan.wiring(layer.name).exchange_spec for layer in layers)
+    x_TH, routes = batch(layers[0], 6, seed=group.rank)
+    arrival = plan.exchange.dispatch(small, small.wire.encode(x_TH), routes)
+    if group.rank == 1:
+        x_TH, routes = batch(layers[1], 64)
+        return raised(plan.exchange.dispatch, large, large.wire.encode(x_TH), routes)
+    rows_RH = torch.ones(arrival.received.num_rows, layers[0].hidden_size)
+    return raised(plan.exchange.combine, arrival, ty.ExpertRows(rows_RH=rows_RH))
+
+
+def drifts_into_another_plan(group):
+    """Rank 1 calls a plan whose announcements are shorter, and whose rows are more, than those of the others' plan."""
+    layers = [spec("bounded"), spec("large", hidden_size=512, max_tokens=128)]
+    plans = [
+        ty.plan(layers[:1], group, exchange="hierarchical", max_rows=8),
+        ty.plan(layers[1:], group, exchange="hierarchical"),
+    ]
+    heads = [plan.exchange.transport.mailbox.head_bytes for plan in plans]
+    assert heads[0] > heads[1]
+    built = [build(plan, layer.name) for plan, layer in zip(plans, layers, strict=True)]
+    mine = int(group.rank == 1)
+    return raised(built[mine], *batch(layers[mine], (4, 128)[mine], seed=group.rank))
+
+
+def both_drifts(group):
+    return [str(drifts_from_a_combine(group)), str(drifts_into_another_plan(group))]
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_a_rank_that_drifts_from_a_combine_or_into_another_plan_is_named_on_all_hosts(ranks):
+    for rank, (combining, elsewhere) in enumerate(on_ranks(4, both_drifts, hosts=[2, 2], ranks=ranks)):
+        assert (
+            "rank 0: combine of layer 'small', round 1, rank 1: dispatch of layer 'large', round 2"
+            in combining
+        )
+        stray = "rank 1: dispatch of layer 0 of another plan, round 1, rank 2: dispatch of layer 'bounded', round 1"
+        assert (stray in elsewhere) == (rank != 1), elsewhere
+        assert "rank 0: dispatch of layer 0 of another plan" in elsewhere or rank != 1
