@@ -87,7 +87,7 @@ LIMITS = {
 }
 # What ranks of one version must share, to the byte. Whoever changes one of these raises `version.PROTOCOL`.
 PROTOCOL = {
-    "version.PROTOCOL": 2,
+    "version.PROTOCOL": 3,
     "exchange.announcement.ANNOUNCEMENT_BYTES": 512,
     "exchange.integrity.checksums._WORD": 8,
     "exchange.integrity.watched._LAST_WORD": 512,
@@ -105,6 +105,7 @@ PROTOCOL = {
     "exchange.one_sided.signals._LINE": 128,
     "exchange.one_sided.signals._LOSS": 1,
     "exchange.one_sided.signals._MAIL": 640,
+    "exchange.one_sided.signals._MARK": 2,
     "exchange.one_sided.signals._TURNS": 2,
     "exchange.spec.CHECKSUM_HEAD": 3,
     "exchange.workspace.ALIGNMENT": 16,

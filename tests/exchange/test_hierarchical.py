@@ -10,7 +10,8 @@ import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import Case, run_case
 from tokenyard.conformance.metering import Meter
-from tokenyard.exchange import ExchangeSpec, HierarchicalTransport, HostMap
+from tokenyard.exchange import ExchangeSpec, HierarchicalTransport, HostMap, hierarchical
+from tokenyard.exchange.one_sided.shared_memory import SharedMemoryTransport
 from tokenyard.planning.drafting import links
 from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
 
@@ -40,6 +41,31 @@ def outcomes(group, cases):
 @pytest.mark.parametrize("hosts", HOSTS)
 def test_any_layer_has_the_bits_of_the_twin_on_any_hosts(hosts):
     assert on_ranks(4, outcomes, drawn_cases(4), hosts=hosts) == [[]] * 4
+
+
+@pytest.mark.parametrize("late", [{0}, {1, 2}, {0, 1, 2, 3}])
+def test_sums_that_follow_their_announcements_have_the_bits_of_the_twin(late, monkeypatch):
+    all_marked = SharedMemoryTransport.all_marked
+
+    def marked(self, round, seconds):
+        here = self.group.name[-1] + str(self.group.rank)  # the number of the host, and the rank there
+        is_late = ["00", "01", "10", "11"].index(here) in late
+        return all_marked(self, round, 20.0) and not is_late
+
+    monkeypatch.setattr(SharedMemoryTransport, "all_marked", marked)
+    assert on_ranks(4, outcomes, drawn_cases(4), hosts=[2, 2]) == [[]] * 4
+
+
+@pytest.mark.parametrize("counts", [(3, 3, 0), (3, 3)])
+def test_a_rank_that_announces_other_sums_than_are_due_is_found(counts):
+    transport = SimpleNamespace(group=SimpleNamespace(rank=1, size=2))
+    heard = [SimpleNamespace(counts=(0, 0, 1)), SimpleNamespace(counts=counts)]
+    with pytest.raises(
+        ty.GroupError, match=r"rank 1 announces sums .*; expected 2 for rank 1, or that they follow"
+    ):
+        HierarchicalTransport._announced(transport, [5, 2], heard)
+    heard[1].counts = (9, 2, 0)
+    assert HierarchicalTransport._announced(transport, [5, 2], heard) == [0, 2]
 
 
 def test_processes_have_the_bits_of_the_twin_too():
@@ -90,18 +116,15 @@ def crossed(group, exchange, layer, routes):
     there = [rank for rank in range(group.size) if rank not in here]
     mailbox = plan.exchange.transport.mailbox
 
-    def rows(nbytes, stride, *, alone):
+    def rows(nbytes, stride):
         """Bytes of rows in a message. Where there are any, an announcement takes as many bytes as some of them."""
-        if nbytes == mailbox.head_bytes or alone:
-            return nbytes - mailbox.head_bytes
-        return nbytes - mailbox.head_rows(stride) * stride
+        return 0 if nbytes == mailbox.head_bytes else nbytes - mailbox.head_rows(stride) * stride
 
-    sums_cross = exchange == "hierarchical"  # by themselves, behind all announcements
     ways = exchange_spec.dispatch_layout.stride, exchange_spec.combine_layout.stride
     plan.close()
     return {
-        "out": sum(rows(out.sent[rank], ways[0], alone=False) for rank in there),
-        "back": sum(rows(back.sent[rank], ways[1], alone=sums_cross) for rank in there),
+        "out": sum(rows(out.sent[rank], ways[0]) for rank in there),
+        "back": sum(rows(back.sent[rank], ways[1]) for rank in there),
         "counted": sum(stats.dispatch_bytes[rank] for rank in there),
         "counted back": sum(stats.combine_bytes[rank] for rank in there),
         "links": links(exchange_spec),
@@ -116,7 +139,8 @@ def uniform(group, exchange):
     return crossed(group, exchange, layer, ty.Routes(topk_ids_TK=ids_TK, topk_weights_TK=torch.ones(64, 8)))
 
 
-def test_a_row_crosses_once_to_each_host():
+def test_a_row_crosses_once_to_each_host(monkeypatch):
+    monkeypatch.setattr(hierarchical, "_LONGEST_WAIT", 20.0)  # however busy the machine is, no sums follow
     by_exchange = {name: on_ranks(8, uniform, name, hosts=2) for name in ("two_sided", "hierarchical")}
     for way in ("out", "counted back"):
         once, often = (sum(rank[way] for rank in by_exchange[name]) for name in ("hierarchical", "two_sided"))

@@ -13,10 +13,11 @@ Quantized rows stay as they are on both parts of the way.
 float32, in rank order; that sum is rounded to the combine wire, for the own host, too. The sums of hosts are added at
 home in float32, in the order of hosts, and rounded once.
 
-**Phases.** In each phase all ranks of all hosts announce, on the way out in front of the rows that cross: an error on
-one rank ends the phase on all of them, before a row is forwarded. Results are in their place when that is heard, so
-their relays read them without another word. Only in the dispatch do the ranks of a host meet once more, when relays
-have forwarded their rows.
+**Phases.** In each phase all ranks of all hosts announce, in front of the rows that cross: an error on one rank ends
+the phase on all of them, before a row is forwarded or a sum is used. In the dispatch the ranks of a host meet once
+more, when relays have forwarded their rows. In the combine each marks that its results are in place, and relays sum
+when all of their host have. A relay that waits long for that may wait for a rank that is elsewhere, or lost: it
+announces first, and its sums follow when all ranks were heard.
 
 **Meanwhile.** What follows when rows have crossed, and the sums, are work that a thread of its own does if the caller
 computes between the start of a phase and its end.
@@ -30,12 +31,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from tokenyard import formats
-from tokenyard.errors import PeerFailed, PeerLost, Reason
+from tokenyard.errors import GroupError, PeerFailed, PeerLost, Reason, shown
 from tokenyard.exchange.announcement import Announcement, Announcements, ignore_notices
 from tokenyard.exchange.batch import (
     Arrival,
@@ -48,7 +50,7 @@ from tokenyard.exchange.batch import (
     tokens_by_rank,
 )
 from tokenyard.exchange.host_map import HostMap
-from tokenyard.exchange.messages import Mailbox
+from tokenyard.exchange.messages import HOME, Mailbox
 from tokenyard.exchange.one_sided import declarations
 from tokenyard.exchange.one_sided.shared_memory import SharedMemoryTransport
 from tokenyard.exchange.spec import ExchangeSpec
@@ -61,6 +63,9 @@ from tokenyard.routing import Routes
 from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
 
 CROSSING = "crossing"  # the room for rows that come from other hosts
+# Seconds that a relay waits for the results of its host's ranks before it announces. Ranks whose experts take longer
+# than others by more make two messages of one.
+_LONGEST_WAIT = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -410,17 +415,53 @@ class HierarchicalTransport(Transport):
         if results.rows_RH is not None:
             self._place(arrival, results.rows_RH)
         results.before_telling()
-        answers = self.mailbox.announce(results.announcements)
+        self.inside.mark(arrival.round)
 
         def finish() -> ResultsAtHome:
             with self._waiting_in_group():
-                answers.wait()
-                packets, sent, own = self._sums(arrival)
-                due = self._due(arrival)
-                arrived = self.group.all_to_all_rows(packets, sent, due, phase="combine").split(due)
-            return self._at_home(arrival, arrived, own)
+                return self._exchange_sums(arrival, results.announcements)
 
         return Pending(finish)
+
+    def _exchange_sums(self, arrival: Arrival, announcements: Announcements) -> ResultsAtHome:
+        """Send the sums of this host to their sources, and wait for those of this rank's tokens."""
+        stride, none = arrival.spec.combine_layout.stride, [0] * self.group.size
+        sent, due = self._sums_for_sources(arrival), self._due(arrival)
+        is_late = not self.inside.all_marked(arrival.round, _LONGEST_WAIT)
+        outgoing = self.mailbox.write(stride, none if is_late else sent, into=HOME)
+        if not is_late:
+            own = self._sum(arrival, outgoing.packets_by_rank)
+        mine = replace(announcements.mine, counts=(*(none if is_late else sent), int(is_late)))
+        came = outgoing.start(replace(announcements, say=lambda: mine), partial(self._announced, due)).wait()
+        sums_by_rank = came.packets_by_rank
+        late = [bool(word.counts[-1]) for word in came.heard]
+        if any(late):  # all ranks were heard, so the results of all of them are in their place
+            send = sent if is_late else none
+            receive = [count if follows else 0 for count, follows in zip(due, late, strict=True)]
+            packets = torch.empty(sum(send), stride, dtype=torch.uint8)
+            if is_late:
+                own = self._sum(arrival, packets.split(send))
+            followed = self.group.all_to_all_rows(packets, send, receive, phase="combine").split(receive)
+            sums_by_rank = [
+                part if follows else sums
+                for sums, part, follows in zip(sums_by_rank, followed, late, strict=True)
+            ]
+        return self._at_home(arrival, sums_by_rank, own)
+
+    def _announced(self, due: Sequence[int], heard: Sequence[Announcement]) -> list[int]:
+        """The sums that come with each rank's announcement: all that are due, or none if they follow."""
+        counts = []
+        for rank, (word, count) in enumerate(zip(heard, due, strict=True)):
+            announced = word.counts[self.group.rank] if len(word.counts) == self.group.size + 1 else -1
+            if announced != (0 if word.counts[-1:] == (1,) else count):
+                raise GroupError(
+                    f"rank {rank} announces sums {shown(list(word.counts))}",
+                    expected=f"{count} for rank {self.group.rank}, or that they follow",
+                    fix=f"look for what wrote into the announcements of rank {rank}",
+                    rank=self.group.rank,
+                )
+            counts.append(announced)
+        return counts
 
     @torch.no_grad()
     def _place(self, arrival: Arrival, rows_RH: Tensor) -> None:
@@ -432,9 +473,17 @@ class HierarchicalTransport(Transport):
         (data,) = wire.encode(rows_RH.detach()).payloads.values()
         buffer.rows_SH[buffer.slots_R] = data
 
+    def _sums_for_sources(self, arrival: Arrival) -> list[int]:
+        """The sums that this rank, as a relay, returns to each rank of another host."""
+        sent = [0] * self.group.size
+        for source, count in arrival.way_back.counts_by_source.items():
+            if source != self.group.rank:
+                sent[source] = count
+        return sent
+
     @torch.no_grad()
-    def _sums(self, arrival: Arrival) -> tuple[Tensor, list[int], EncodedRows]:
-        """The sums over this host's ranks: packets for sources elsewhere, how many for each, and this rank's own."""
+    def _sum(self, arrival: Arrival, packets_by_rank: Sequence[Tensor]) -> EncodedRows:
+        """Write the sums over this host's ranks for sources elsewhere into packets; return this rank's own."""
         spec, way_back = arrival.spec, arrival.way_back
         assert isinstance(way_back, _WayBack)
         counts = way_back.counts_by_source
@@ -444,20 +493,15 @@ class HierarchicalTransport(Transport):
         num_rows, width = sum(counts.values()), spec.hidden_size * dtype.itemsize
         sums_NH = self.mailbox.room("sums", num_rows * width).view(dtype).view(num_rows, spec.hidden_size)
         self.inside.at_home(way_back.inside).sum_into(sums_NH, ())
-        sent, own, elsewhere = [0] * self.group.size, sums_NH[:0], []
+        own = sums_NH[:0]
         for (source, count), part_NH in zip(
             counts.items(), sums_NH.split(list(counts.values())), strict=True
         ):
             if source == self.group.rank:
                 own = part_NH.index_select(0, way_back.tokens_by_host[self.host])
-            else:
-                sent[source] = count
-                elsewhere += [spec.combine_wire.encode(part_NH)] if count else []
-        stride = spec.combine_layout.stride
-        packets = self.mailbox.room("sums that cross", sum(sent) * stride).view(sum(sent), stride)
-        for part, encoded in zip(packets.split([n for n in sent if n]), elsewhere, strict=True):
-            spec.combine_layout.write(part, encoded.payloads)
-        return packets, sent, spec.combine_wire.encode(own)
+            elif count:
+                spec.combine_layout.write(packets_by_rank[source], spec.combine_wire.encode(part_NH).payloads)
+        return spec.combine_wire.encode(own)
 
     def _due(self, arrival: Arrival) -> list[int]:
         """The sums that each relay returns."""
@@ -486,6 +530,10 @@ class HierarchicalTransport(Transport):
     # -- Failures ------------------------------------------------------------------------------------------
 
     def fail(self, failure: Failure) -> None:
+        if failure.arrival is not None:
+            self.inside.mark(
+                failure.arrival.round
+            )  # nobody waits for these results: what is summed is not used
         with self._waiting_in_group():
             self.mailbox.announce(failure.announcements).wait()
 

@@ -299,6 +299,14 @@ class SharedMemoryTransport(Transport):
             [replace(other, counts=counts) for other, counts in zip(answers, published, strict=True)]
         )
 
+    def mark(self, round: int) -> None:
+        """Say that this rank's results of a round are in their place."""
+        self.workspace.signals.mark(round)
+
+    def all_marked(self, round: int, seconds: float) -> bool:
+        """Wait until all ranks have said so; False after so many seconds."""
+        return self.workspace.signals.all_marked(round, seconds)
+
     def leave(self) -> None:
         """Take part no more, because of a loss elsewhere: nobody waits for this rank."""
         if self._workspace is not None:

@@ -3,6 +3,7 @@
 Every rank has a control region in its workspace, which all ranks map:
 
     state     what this rank waits for now, as a flag, and in which turn; 0 while it does not wait
+    mark      behind it: the last round whose results this rank has in their place, where nobody is told of them
     verdict   non-zero once a rank is given up, or has left; behind it, one byte for each rank that is marked
     mail      for each turn, phase and source rank: a flag (a cache line of its own) and an announcement
     counts    for each turn: what this rank announces to all in a dispatch whose rows have a bound
@@ -52,6 +53,7 @@ _LINE = 128  # bytes: a cache line and its neighbor, which x86 fetches together
 _MAIL = _LINE + ANNOUNCEMENT_BYTES
 _PHASES = list(Phase)
 _TURNS = 2
+_MARK = 2  # the word of a control region behind the state
 # What a verdict says of the ranks that it marks: they are lost, or they have left.
 _LOSS, _DEPARTURE = 1, 2
 # Tries with the core given away in between, before the first sleep.
@@ -196,6 +198,20 @@ class Signals:
             lost := self.lost()
         ):  # others have given up in this round, or before: they do not take part any more
             raise self._group.lost(lost, phase=mine.phase.value, waited=time.monotonic() - started)
+
+    def mark(self, round: int) -> None:
+        """Say that what was written for a round is in its place, to whoever looks."""
+        self._words[self.rank][_MARK] = round
+
+    def all_marked(self, round: int, seconds: float) -> bool:
+        """Wait until every rank has said so of a round, or of a later one; False after so many seconds."""
+        until, pause = time.monotonic() + seconds, _SHORTEST_SLEEP
+        while not all(words[_MARK] >= round for words in self._words):
+            if time.monotonic() > until:
+                return False
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_SLEEP)
+        return True
 
     # -- Giving up -----------------------------------------------------------------------------------------
 
