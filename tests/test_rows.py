@@ -1,5 +1,6 @@
 """The types between the parts: what each takes, how a value is described, and where routes and placements end."""
 
+import dataclasses
 import math
 
 import pytest
@@ -137,3 +138,11 @@ def test_results_of_passes_are_joined_rank_by_rank(number):
     joined = RankRows.joined(passes)
     assert [tokens.tolist() for tokens in joined.tokens_by_rank] == [list(range(number)), []]
     assert [rows.tolist() for rows in joined.rows_by_rank] == [[[token] * 2 for token in range(number)], []]
+
+
+def test_the_pairs_of_a_batch_are_found_once():
+    ids_RK = torch.tensor([[1, -1], [-1, -1], [0, 2]], dtype=torch.int32)
+    routes = LocalRoutes(ids_RK=ids_RK, weights_RK=torch.ones(3, 2))
+    assert routes.pairs.tolist() == [0, 4, 5]
+    assert routes.pairs is routes.pairs
+    assert dataclasses.replace(routes, ids_RK=ids_RK + ids_RK.sign(), renumbered=routes).pairs is routes.pairs

@@ -97,8 +97,8 @@ def run_experts(
     with acting(Party.RECEIVER):
         if slot_of_L is not None and isinstance(received.routes, LocalRoutes):
             # Where a dispatch has failed, a GPU may find any numbers there.
-            ids_RK = received.routes.ids_RK.clamp(-1, len(slot_of_L) - 1)
-            routes = dataclasses.replace(received.routes, ids_RK=slot_of_L[ids_RK])
+            ids_RK = slot_of_L[received.routes.ids_RK.clamp(-1, len(slot_of_L) - 1)]
+            routes = dataclasses.replace(received.routes, ids_RK=ids_RK, renumbered=received.routes)
             received = dataclasses.replace(received, routes=routes)
         if wiring.duties[Duty.SWIZZLE] is Party.RECEIVER:
             received = dataclasses.replace(received, rows=received.dense().swizzled(), slots_R=None)

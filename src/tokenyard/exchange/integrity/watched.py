@@ -181,8 +181,8 @@ class WatchedTransport(Transport):
         results_N = arrival.checksums_RC[:, TOKEN]
         if arrival.spec.sums_choices:  # a number for each choice
             assert isinstance(arrival.received.routes, LocalRoutes)
-            row_N, choice_N = (arrival.received.routes.ids_RK >= 0).nonzero().unbind(1)
-            results_N = results_N[row_N] * arrival.spec.top_k + choice_N
+            pairs_N, top_k = arrival.received.routes.pairs, arrival.spec.top_k
+            results_N = results_N[pairs_N // top_k] * top_k + pairs_N % top_k
         return checksums_back(self.group.rank, arrival.round, results_N, encoded.payloads)
 
     def _watched(self, arrival: Arrival, home: ResultsAtHome) -> ResultsAtHome:

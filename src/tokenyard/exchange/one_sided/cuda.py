@@ -682,10 +682,10 @@ def slots_of(arrival: Arrival) -> DispatchSlots:
 def _choice_places(received: ReceivedRows) -> Tensor:
     """Where results stand that rows have for each of their choices: K places for each slot."""
     assert isinstance(received.routes, LocalRoutes)
-    here_RK = received.routes.ids_RK >= 0
-    row_N, choice_N = here_RK.nonzero().unbind(1)
-    slot_N = row_N if received.slots_R is None else received.slots_R[row_N]
-    return slot_N * here_RK.shape[1] + choice_N
+    pairs_N, top_k = received.routes.pairs, received.routes.ids_RK.shape[1]
+    if received.slots_R is None:
+        return pairs_N
+    return received.slots_R[pairs_N // top_k] * top_k + pairs_N % top_k
 
 
 def _stamp(phase: Phase, round: int) -> str:
