@@ -19,7 +19,22 @@ TWICE = ty.Placement.replicated(ty.Placement.contiguous(6, 3), {e: [(e // 2 + 1)
 LAYERS = [spec(name, sum="choices", num_experts=6, placement=TWICE) for name in ("first", "second")]
 
 
-def dies(group, exchange, method, passes):
+def called(module, given):
+    return module(*given)
+
+
+def started(module, given):
+    pending = module.start(*given)
+    return pending.finish()
+
+
+def computed(module, given):
+    pending = module.start(*given)
+    pending.compute()
+    return pending.finish()
+
+
+def dies(group, exchange, method, passes, call=called):
     """Two layers in turn; rank 1 ends in the third step, in a call of its transport."""
     plan = ty.plan(LAYERS, group, exchange=exchange, survive=True)
     built = [build(plan, layer.name, seed=n) for n, layer in enumerate(LAYERS)]
@@ -29,7 +44,7 @@ def dies(group, exchange, method, passes):
             if group.rank == 1 and step == 2 and passes is not None:
                 ends_in(plan.exchange.transport, group, method, passes)
             for layer, module in zip(LAYERS, built, strict=True):
-                results.append(module(*batch(layer, 4, seed=10 * step + group.rank)))
+                results.append(call(module, batch(layer, 4, seed=10 * step + group.rank)))
     except Gone:
         return None
     return results, plan.lost, plan.stats()["first"].lost, plan.group.size
@@ -52,8 +67,20 @@ def ends_in(transport, group, method, passes):
 @pytest.mark.parametrize("method", ["send", "send_back"])
 @pytest.mark.parametrize("passes", [0, 1])
 def test_a_rank_that_dies_in_a_call_costs_no_result(exchange, method, passes):
-    whole = on_ranks(3, dies, exchange, method, None)
-    left = on_ranks(3, dies, exchange, method, passes, deadline=5.0)
+    assert_survived(
+        on_ranks(3, dies, exchange, method, None), on_ranks(3, dies, exchange, method, passes, deadline=5.0)
+    )
+
+
+@pytest.mark.parametrize("method", ["send", "send_back"])
+@pytest.mark.parametrize("call", [started, computed])
+@pytest.mark.parametrize("passes", [0, 1])
+def test_batches_that_were_started_survive_a_loss(method, call, passes):
+    whole = on_ranks(3, dies, "one_sided", method, None)
+    assert_survived(whole, on_ranks(3, dies, "one_sided", method, passes, call, deadline=5.0))
+
+
+def assert_survived(whole, left):
     assert left[1] is None
     for rank in (0, 2):
         expected, found = whole[rank][0], left[rank][0]
@@ -63,12 +90,12 @@ def test_a_rank_that_dies_in_a_call_costs_no_result(exchange, method, passes):
         assert whole[rank][1:] == ((), [], 3)
 
 
-def one_is_ahead(group):
+def one_is_ahead(group, call):
     """Rank 0 has finished a call in which rank 2 has not heard of rank 1: it serves that call once more."""
     plan = ty.plan(LAYERS, group, survive=True)
     built = [build(plan, layer.name, seed=n) for n, layer in enumerate(LAYERS)]
     given = [batch(layer, 4, seed=group.rank) for layer in LAYERS]
-    expected = [module(*x) for module, x in zip(built, given, strict=True)]
+    expected = [call(module, x) for module, x in zip(built, given, strict=True)]
     if group.rank == 1:
         signals = plan.exchange.transport.workspace.signals
         tell = signals.tell
@@ -81,14 +108,15 @@ def one_is_ahead(group):
 
         signals.tell = tell_the_first
     try:
-        found = [module(*x) for module, x in zip(built, given, strict=True)]
+        found = [call(module, x) for module, x in zip(built, given, strict=True)]
     except Gone:
         return None
     return all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), plan._recovery.calls
 
 
-def test_a_rank_that_has_finished_a_call_serves_it_once_more():
-    first, _, third = on_ranks(3, one_is_ahead, deadline=5.0)
+@pytest.mark.parametrize("call", [called, started])
+def test_a_rank_that_has_finished_a_call_serves_it_once_more(call):
+    first, _, third = on_ranks(3, one_is_ahead, call, deadline=5.0)
     assert first == third == (True, 4)
 
 

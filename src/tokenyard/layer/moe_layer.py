@@ -118,11 +118,11 @@ class MoELayer(nn.Module):
         add: Tensor | None,
     ) -> Tensor:
         with self.plan.exchange.in_use(layer=self.name, alone=True):
+            start = partial(self._start, x_TH, routes_or_logits, payloads, out, add)
             if self.shared is None:
-                return self._start(x_TH, routes_or_logits, payloads, out, add, None, ahead=False).finish()
+                return PendingBatch(self, partial(start, None, ahead=False), add).finish()
             with SharedExpertsCall(self.shared, self.plan.group, self.name) as shared:
-                ahead = not shared.in_thread
-                return self._start(x_TH, routes_or_logits, payloads, out, add, shared, ahead=ahead).finish()
+                return PendingBatch(self, partial(start, shared, ahead=not shared.in_thread), add).finish()
 
     def take_part(self) -> None:
         """Serve a call of the other ranks, without rows of this one."""
@@ -144,8 +144,12 @@ class MoELayer(nn.Module):
         out: Tensor | None = None,
         add: Tensor | None = None,
     ) -> PendingBatch:
-        """Send tokens to their experts, and return while they travel. `finish` of what is returned does the rest."""
-        return self._start(x_TH, routes_or_logits, payloads, out, add, self.shared, ahead=True)
+        """Send tokens to their experts, and return while they travel. `finish` of what is returned does the rest.
+
+        Where calls survive a loss, rows and routes must stay as they are until then: they may be sent again.
+        """
+        start = partial(self._start, x_TH, routes_or_logits, payloads, out, add, self.shared, ahead=True)
+        return PendingBatch(self, start, add, survives=self.plan.survive)
 
     def _start(
         self,
@@ -157,7 +161,7 @@ class MoELayer(nn.Module):
         shared: Callable[[Tensor], Tensor | Background[Tensor]] | None,
         *,
         ahead: bool,
-    ) -> PendingBatch:
+    ) -> Sent:
         self.plan.between_calls()  # experts that have moved are served from here on
         wiring = self.wiring
         trip = self.plan.exchange.open_round_trip(wiring.exchange_spec)
@@ -168,7 +172,7 @@ class MoELayer(nn.Module):
             terms = [] if job is None else [self.plan.exchange.beside(job)]  # while rows travel
             terms += [add] if add is not None else []
         trip.advance = partial(self._advance, sent, out, terms)
-        return PendingBatch(self, sent, add)
+        return sent
 
     @outside_of_the_graph
     def unreduced(

@@ -10,12 +10,14 @@ compute one, the rows or the results of the other travel (`overlapped`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
-from tokenyard.errors import HandleError
+from tokenyard.errors import HandleError, PeerLost
 from tokenyard.exchange import RoundTrip
 from tokenyard.layer.compiled import refuse_gradients
 from tokenyard.planning.audit import Audit
@@ -24,6 +26,9 @@ from tokenyard.routing import Routes
 
 if TYPE_CHECKING:
     from tokenyard.layer.moe_layer import MoELayer
+
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,9 +45,25 @@ class Sent:
 class PendingBatch:
     """What `layer.start` returns. It is finished once, in the order of the starts; a dropped one is an error."""
 
-    def __init__(self, layer: MoELayer, sent: Sent, add: Tensor | None) -> None:
-        self._layer, self._sent, self._add = layer, sent, add
+    def __init__(
+        self, layer: MoELayer, start: Callable[[], Sent], add: Tensor | None, *, survives: bool = False
+    ) -> None:
+        self._layer, self._start, self._add, self._survives = layer, start, add, survives
         self._is_finished = False
+        self._sent: Sent | None = None
+        self._surviving(lambda sent: None)
+
+    def _surviving(self, step: Callable[[Sent], Result]) -> Result:
+        """Take a step of the batch. Where a rank is lost, and calls survive that, its rows are sent again first."""
+        while True:
+            try:
+                self._sent = self._sent or self._start()
+                return step(self._sent)
+            except PeerLost as loss:
+                if not self._survives:
+                    raise
+                self._layer.plan.go_on_after(loss, self._layer.name)  # raises what is not survived
+                self._sent = None
 
     def compute(self) -> None:
         """Wait for the rows that came to this rank, run its experts on them, and send the results back.
@@ -50,10 +71,10 @@ class PendingBatch:
         `finish` does so where it was not done before. What is done between the two calls is done while results travel.
         Of a batch that goes in several passes, all of them are made.
         """
-        self._compute(ahead=True)
+        self._surviving(partial(self._compute, ahead=True))
 
-    def _compute(self, *, ahead: bool) -> None:
-        trip, exchange = self._sent.trip, self._layer.plan.exchange
+    def _compute(self, sent: Sent, *, ahead: bool) -> None:
+        trip, exchange = sent.trip, self._layer.plan.exchange
         exchange.check_turn(trip)
         trip.ahead = ahead
         while not trip.is_sent_back:
@@ -64,7 +85,7 @@ class PendingBatch:
 
     def finish(self) -> Tensor:
         """Wait until the results are home, and return their sum, as `layer(x_TH, routes)` does."""
-        trip, exchange, layer = self._sent.trip, self._layer.plan.exchange, self._layer
+        layer = self._layer
         if self._is_finished:
             raise HandleError(
                 "this batch was finished before",
@@ -73,13 +94,21 @@ class PendingBatch:
                 layer=layer.name,
                 rank=layer.plan.group.rank,
             )
-        self._compute(ahead=False)
+        y_TH = self._surviving(self._finish)
+        if self._survives:
+            layer.plan.count_call()
+        return y_TH
+
+    def _finish(self, sent: Sent) -> Tensor:
+        exchange = self._layer.plan.exchange
+        self._compute(sent, ahead=False)
         self._is_finished = True
-        with exchange.telling(trip):
-            y_TH = trip.combined().y_TH
-        exchange.end_round_trip(trip)
-        return refuse_gradients(layer, y_TH, self._sent.x_TH, self._sent.routes_or_logits, self._add)
+        with exchange.telling(sent.trip):
+            y_TH = sent.trip.combined().y_TH
+        exchange.end_round_trip(sent.trip)
+        return refuse_gradients(self._layer, y_TH, sent.x_TH, sent.routes_or_logits, self._add)
 
     def __del__(self) -> None:
         # Nobody can be told from here: this may run at any time, in any thread. The next call of the plan does it.
-        self._sent.trip.is_dropped = not self._is_finished
+        if self._sent is not None:
+            self._sent.trip.is_dropped = not self._is_finished
