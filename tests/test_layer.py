@@ -11,6 +11,7 @@ from tests.models import UNREDUCED, batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import random_weights, same_bits
 from tokenyard.conformance.oracle import oracle, relative_error
 from tokenyard.conformance.twin import twin
+from tokenyard.layer.compiled import call_operator
 
 both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
 every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)
@@ -509,3 +510,14 @@ def sliced_routes(group, exchange):
 @every_exchange
 def test_routes_may_be_slices_of_wider_tensors(ranks, exchange):
     assert on_ranks(3, sliced_routes, exchange, ranks=ranks) == [True] * 3
+
+
+def test_the_operator_of_a_compiled_model_gives_what_a_call_gives():
+    layer = spec(routed_scaling=2.5)
+    built = build(ty.plan([layer], ty.thread_groups(1)[0]), "moe")
+    x_TH, routes = batch(layer, 3, scaled_by=2.5)
+    due_TH, out = built(x_TH, routes, add=x_TH), torch.empty_like(x_TH)
+    with torch.no_grad():
+        assert same_bits(call_operator(built, x_TH, routes, {}, None, x_TH), due_TH)
+        assert call_operator(built, x_TH, routes, {}, out, x_TH) is out
+    assert same_bits(out, due_TH)

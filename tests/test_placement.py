@@ -278,3 +278,10 @@ def test_replicas_are_seen_where_other_experts_are_lost() -> None:
     """Three places for two experts that are left, of three; and two places for two."""
     assert Placement(num_experts=3, table=((0, 1), (0,)), allow_lost=True).has_replicas
     assert not Placement(num_experts=3, table=((0,), (1,)), allow_lost=True).has_replicas
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, 2.0, "two", None, MOST_EXPERTS + 1])
+def test_sizes_that_no_placement_has_are_refused(wrong):
+    for sizes in ((wrong, 2), (4, wrong)):
+        with pytest.raises(InputError, match="experts, on 1 to 65536 ranks"):
+            Placement.contiguous(*sizes)

@@ -7,9 +7,11 @@ import torch
 
 import tokenyard as ty
 from tests.models import raised
+from tokenyard.experts.slots import ExpertSlots
+from tokenyard.planning import moving
 from tokenyard.planning.expert_moves import ExpertMoves, _Autobalance
-from tokenyard.planning.moving import Parcel, steps, streams, width
-from tokenyard.planning.rebalancing import Progress, failure_of
+from tokenyard.planning.moving import HeldExperts, Parcel, steps, streams, width
+from tokenyard.planning.rebalancing import Progress, Rebalance, failure_of
 from tokenyard.planning.state import WholePlan
 from tokenyard.routing import Move
 
@@ -72,6 +74,44 @@ def test_pieces_of_sixteen_bytes_have_these_bytes_of_a_part(start, nbytes, parts
     names = {"layer": "a", "tensor": "w", "expert": 0, "source": 0, "targets": (1,)}
     parcel = Parcel(**names, start=start, nbytes=nbytes)
     assert [parcel.in_piece(number, 16) for number in range(3)] == parts
+
+
+def held(host="a", address=(1, 2, 5)):
+    """Experts 7 and 8 in the first of four slots."""
+    memory = None if address is None else dict(zip(("pid", "inode", "start"), address, strict=True))
+    return HeldExperts(slots=ExpertSlots([7, 8], 4), host=host, memory={"w": memory})
+
+
+def test_experts_are_read_out_of_memory_that_a_rank_of_the_same_host_shares():
+    assert held().is_mapped_by(held())
+    assert not held("b").is_mapped_by(held())
+    assert not held(address=None).is_mapped_by(held())
+    path = [Move(expert=e, source=1, target=target) for e, target in ((3, 0), (4, 2), (5, 0))]
+    assert held().arrivals(path, 0) == {3: 2, 5: 3}
+
+
+def test_an_expert_is_fetched_from_its_slot_piece_by_piece_and_memory_is_mapped_once(monkeypatch):
+    mapped, checks, into = [], [], torch.zeros(4, dtype=torch.uint8)
+    monkeypatch.setattr(moving, "PIECE", 3)
+    monkeypatch.setattr(
+        moving, "map_memory", lambda address: mapped.append(address) or torch.arange(20).byte()
+    )
+    carrier = moving.Carrier(SimpleNamespace())
+
+    def fetch(expert):
+        carrier.fetch(held(), "w", expert, into, lambda: checks.append(expert))
+        return into.tolist()
+
+    assert [fetch(8), fetch(7)] == [[9, 10, 11, 12], [5, 6, 7, 8]]
+    assert checks == [8, 8, 7, 7]
+    carrier.keep([held(), held(address=None)])
+    fetch(7)
+    assert len(mapped) == 1
+    carrier.keep([held(address=(1, 3, 5))])  # another file of the same process
+    fetch(7)
+    carrier.close()
+    fetch(7)
+    assert len(mapped) == 3
 
 
 LOST = ty.PeerLost([1], phase="moving experts", waited=1.0)
@@ -170,3 +210,11 @@ def test_further_losses_are_counted_as_the_whole_group_numbers_ranks():
     whole = WholePlan(group=SimpleNamespace(size=5), specs={}, lost=(1,))
     assert whole.without([]).lost == (1,)
     assert whole.without([3, 1]).lost == (1, 2, 4)
+
+
+def test_a_thread_whose_move_was_given_up_copies_no_further():
+    move = Rebalance.__new__(Rebalance)
+    move._group, move._cancelled = SimpleNamespace(rank=1), False
+    move._check()
+    move._cancelled = True
+    assert "the move of experts was given up" in str(raised(move._check))

@@ -18,7 +18,8 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-def test_each_item_once_with_one_torch_thread_each(two_threads) -> None:
+def test_each_item_once_with_one_torch_thread_each(two_threads, monkeypatch) -> None:
+    monkeypatch.setattr(workers, "_pools", {})  # threads that start here
     seen: list[tuple[int, int, str]] = []
     workers.for_each(
         lambda i: seen.append((i, torch.get_num_threads(), threading.current_thread().name)), range(50), 2

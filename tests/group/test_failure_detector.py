@@ -80,6 +80,14 @@ def test_who_answers_a_little_later_is_waited_for(store):
         assert asks.result() == []
 
 
+@pytest.mark.usefixtures("all_answer")
+def test_who_came_later_than_the_others_may_wait_is_lost(store):
+    ranks = roll(store, 3)
+    for rank, waited in ((1, 0.1), (2, 10.0)):
+        ranks[rank]._set(json.dumps(["barrier", waited]), "here", rank)
+    assert ranks[0].lost(phase="barrier", waited=10.0, deadline=5.0) == [1]
+
+
 def test_who_does_not_answer_is_lost_and_all_say_the_same(store):
     ranks = roll(store, 4)
     assert together(answered([ranks[0], ranks[2]])) == [[1, 3], [1, 3]]

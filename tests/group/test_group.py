@@ -1,6 +1,7 @@
 """Groups of threads and of processes: the same collectives, the same errors, and no wait without an end."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -526,3 +527,20 @@ def announces_too_many(group):
 
 def test_other_rows_than_were_announced_are_refused():
     ty.launch(2, announces_too_many)
+
+
+def messages_of_any_length(group):
+    """Rank r sends r + w + 1 bytes of its number to rank w; there is room for 8 of each."""
+    lengths = [group.rank + other + 1 for other in range(group.size)]
+    content = torch.full((sum(lengths),), group.rank, dtype=torch.uint8)
+    room = torch.full((8 * group.size,), 99, dtype=torch.uint8)
+    group.allow_messages(8)
+    starts = group.start_messages(content, lengths, 8, room, phase="dispatch").wait()
+    return [room[start:][: group.rank + other + 1].tolist() for other, start in enumerate(starts)]
+
+
+@both_kinds
+def test_messages_whose_length_nobody_knows_arrive_where_it_is_said(ranks):
+    found = ty.launch(2, messages_of_any_length, ranks=ranks)
+    assert multiprocessing.active_children() == []  # `launch` waits for the end of its processes
+    assert found == [[[other] * (rank + other + 1) for other in range(2)] for rank in range(2)]

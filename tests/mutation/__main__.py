@@ -56,6 +56,7 @@ ONLY_ON_A_GPU = (
     "*/fused/*",
     "*/one_sided/launch.py",
     "*/one_sided/graphs.py",
+    "*/one_sided/side_stream.py",
     "*/group/symmetric_memory.py",
     "*/group/devices.py::let_ranks_share_a_gpu",
     "*/group/devices.py::rank_on",
