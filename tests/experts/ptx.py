@@ -36,9 +36,21 @@ def by_table(a, b, c, table):
     return found
 
 
+def permuted(low, high, selector):
+    """prmt: of eight bytes those that four nibbles name. (None of them asks for a sign.)"""
+    assert not (selector & 0x8888).any()
+    pair, found = low | high << 32, np.zeros_like(low)
+    for nth in range(4):
+        found |= (pair >> (selector >> 4 * nth & 7) * 8 & 0xFF) << 8 * nth
+    return found
+
+
 INSTRUCTIONS = {
     "mov.b32": lambda a: a,
     "and.b32": lambda a, b: a & b,
+    "xor.b32": lambda a, b: a ^ b,
+    "prmt.b32": permuted,
+    "mad.lo.u32": lambda a, b, c: a * b + c,
     "shl.b32": lambda a, b: a << b,
     "shr.u32": lambda a, b: a >> b,
     "shf.l.wrap.b32": lambda low, high, by: high << by | low >> 32 - by,

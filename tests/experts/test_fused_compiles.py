@@ -20,8 +20,8 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from tokenyard.experts.fused.kernels import (
-    arguments, decoding, fp8_split, expanding, packed, products, row_blocks, rows_first, rows_first_result, sorting,
-    specialized, summing, tma)
+    arguments, decoding, fp8_split, expanding, packed, packed_codes, products, row_blocks, rows_first,
+    rows_first_result, sorting, specialized, summing, tma)
 
 BF16 = ("x", "scales", "y", "partial_sums", "inner", "out")
 FLOATS = ("divisors", "factors", "bias", "weights_N")
@@ -91,7 +91,8 @@ def plain_kernels():
     product(products.inner_tile, nvfp4, dict(rows_width=272, width=272, stride=136, scale_width=17),
             arguments.Rows("*u8", "*fp8e4nv", "*fp32", "*i64", "i32", "i32", "i32"),
             arguments.Weights("*u8", "*fp8e4nv", "*fp32", "*fp32", "*bf16"), first)
-    compiled(fp8_split.round_numbers, dict(I=264, COLUMNS=512, POWERS=True, EARLY=True), 4, kinds=dict(numbers="*fp32"))
+    compiled(fp8_split.round_numbers, dict(
+        inner_scales=None, I=264, COLUMNS=512, POWERS=True, EARLY=True), 4, kinds=dict(numbers="*fp32"))
     compiled(summing.sum_rows, dict(
         H=264, TOP_K=4, CHOICES=4, EXPERTS=8, HAS_OUT_SLOTS=True, WEIGHTED=True, COLUMNS=512, ROWS=16,
         EARLY=True), 4)
@@ -171,6 +172,31 @@ def expanding_kernels():
         grouped_kernel(expanding.expand_matrices, groups, dict(
             OUTPUTS=outputs, INPUTS=inputs, GATED=gated, EARLY=True, num_warps=4), dict(out="*fp8e4nv"))
 
+def packed_codes_kernel(first, runs, activation=0):
+    groups = dict(
+        weights=packed_codes.PackedWeights("*i16", "*i32", "*bf16"),
+        routes=arguments.Routes("*i32", "*i32", "*i32", "i32", "*fp32"),
+        results=arguments.Results("*fp32", None, "*bf16", "*bf16", "*i64", "i32"),
+    )
+    descriptor = "tensordesc<{}[{}, {}],{!r}>".format
+    others = dict(
+        x_descriptor=descriptor("fp8e4nv", 64, 128, gl.NVMMASharedLayout(128, 8, 2)),
+        w_descriptor=descriptor("i32", 32, 32, gl.NVMMASharedLayout(128, 32, 2)),
+        row_scales="*fp32", scale_stride="i32")
+    product = packed_codes.Product(
+        width=384, lines=320, columns=150 if first else 300, top_k=4, first=first, interleaved=first, weighted=True,
+        finalize=True, activation=activation, limit=7.0, alpha=1.7, shift=1.0)
+    constants = dict(PRODUCT=product, RUNS=runs, STAGES=4, EARLY=True, num_warps=4)
+    grouped_kernel(packed_codes.packed_codes_product, groups, constants, others)
+
+def kernels_of_packed_codes():
+    kinds = dict(x="*fp8e4nv", x_scales="*u8", blocks="*fp8e4nv", block_scales="*fp32")
+    compiled(row_blocks.place_rows, dict(H=264, TOP_K=4, HAS_SLOTS=True, COLUMNS=512, EARLY=True), 4, kinds=kinds)
+    compiled(fp8_split.round_numbers, dict(I=264, COLUMNS=512, POWERS=True, EARLY=True), 4, kinds=dict(
+        numbers="*fp32", inner="*fp8e4nv", inner_scales="*fp32"))
+    packed_codes_kernel(True, 3, products.SWIGLU_CLAMPED.value)
+    packed_codes_kernel(False, 1)
+
 def specialized_codes():
     for activation in (products.SWIGLU.value, products.SWIGLU_CLAMPED.value):
         specialized_kernel(8, True, 384, 256, activation)
@@ -196,6 +222,7 @@ CALLS = {
     "rows of mxfp8 in blocks": "kernels_of_row_blocks()",
     "matrices by TMA": "tma_kernels()",
     "packed weights as blocks": "expanding_kernels()",
+    "packed weights as codes": "kernels_of_packed_codes()",
     "warps that load, and warps that multiply e4m3": "specialized_codes()",
     "warps that load, and warps that multiply bf16": "specialized_numbers()",
 }

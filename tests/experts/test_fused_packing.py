@@ -103,6 +103,59 @@ def test_instructions_find_the_weights_of_their_thread(name, gated, interleaved)
     torch.testing.assert_close(by_output, exact, rtol=allowed, atol=0.0)
 
 
+@pytest.mark.parametrize(("gated", "interleaved"), LAYOUTS)
+def test_instructions_find_the_codes_of_their_thread(gated, interleaved):
+    """Numbers times rows of permuted inputs: exact, if no scale of a line is too small."""
+    unpacking = pytest.importorskip("tokenyard.experts.fused.kernels.unpacking")
+    outputs, inputs, experts = 100, 160, 2
+    matrix = matrix_of("mxfp4", experts, outputs, inputs, seed=4)
+    matrix.payloads["data"].copy_(torch.randint(0, 256, matrix.payloads["data"].shape, dtype=torch.uint8))
+    matrix.payloads["scales"].copy_(torch.randint(60, 72, matrix.payloads["scales"].shape))
+    packed = packing.pack(matrix, gated=gated, interleaved=interleaved)
+    largest = packing.largest_scales(matrix, gated=gated, interleaved=interleaved)
+    lines, width = packing.padded(outputs, 64), packing.padded(inputs, 128)
+    blocks, steps = experts * lines // 64, width // 128
+    words = packed.words[: experts * lines * width // 8].view(blocks, steps, 2, 128, 4)
+    scales = packed.scales[: blocks * steps * 64].view(blocks, steps, 32, 1, 2).expand(-1, -1, -1, 4, -1)
+    # Of outputs g and g + 8, of each thread.
+    by_thread = largest[: experts * lines].view(blocks, 4, 2, 8).transpose(2, 3).to(torch.int64)
+    offsets = torch.tensor(packing.LARGEST_CODES) - (
+        by_thread[..., None] + packing.E2M1_POWER
+    ) * torch.tensor(packing.CODE_FACTORS)
+    offsets = offsets.reshape(blocks, 1, 32, 1, 4).expand(-1, steps, -1, 4, -1).reshape(-1, 4)
+    found = torch.empty(blocks, steps, 2, 128, 2, 4, 4, dtype=torch.uint8)  # output + 8?, q, place
+    for half in range(2):
+        given = [*words[:, :, half].reshape(-1, 4).T, *scales.reshape(-1, 2).T, *offsets.T]
+        made = np.stack(run_ptx(unpacking.code_instructions(half), [part.numpy() for part in given], 8), -1)
+        found[:, :, half] = torch.from_numpy(made.astype(np.uint32).view(np.uint8)).view(
+            blocks, steps, 128, 2, 4, 4
+        )
+    # u step half w g c h q j  →  u w h g | step half q c j
+    found = found.view(blocks, steps, 2, 4, 8, 4, 2, 4, 4).permute(0, 3, 6, 4, 1, 2, 7, 5, 8)
+    permuted = found.reshape(experts, lines, width).view(torch.float8_e4m3fn).double()
+    numbers = torch.empty_like(permuted)
+    numbers[..., packing.code_order(width)] = permuted
+    numbers *= 2.0 ** (
+        largest[: experts * lines].view(experts, lines, 1).double() - 127 - packing.CODES_RAISED
+    )
+    order = packing.output_order(outputs, gated=gated, interleaved=interleaved)
+    assert not numbers[:, order < 0].any()
+    assert not numbers[..., inputs:].any()
+    assert torch.equal(numbers[:, order >= 0, :inputs], matrix.decode(torch.float64)[:, order[order >= 0]])
+
+
+def test_codes_are_refused_where_a_scale_of_a_line_is_too_small():
+    matrix = matrix_of("mxfp4", 1, 64, 128)
+    matrix.payloads["data"].fill_(0x77)
+    matrix.payloads["scales"].fill_(100)
+    matrix.payloads["scales"][0, 3, 1] = 100 - packing.CODE_RANGE
+    assert packing.largest_scales(matrix, gated=False, interleaved=False)[3] == 100
+    matrix.payloads["scales"][0, 3, 1] -= 1
+    assert packing.largest_scales(matrix, gated=False, interleaved=False) is None
+    matrix.payloads["data"][0, 3, 16:32] = 0x80  # zeros, and so of no scale
+    assert packing.largest_scales(matrix, gated=False, interleaved=False)[3] == 100
+
+
 def every_scale(name: str) -> torch.Tensor:
     """All that can be held, of mxfp4 and nvfp4, in the dtype of the format."""
     if name == "mxfp4":

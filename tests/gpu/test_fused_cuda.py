@@ -6,6 +6,7 @@ and vary what needs no other kernel. They do not depend on each other: `pytest -
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -24,7 +25,7 @@ from tokenyard.conformance.twin import twin
 from tokenyard.experts import ExpertsSpec, ExpertWeights, FusedExperts, ReferenceExperts, activation
 from tokenyard.experts.fused import experts as fused_experts
 from tokenyard.experts.fused import launch, launch_hopper, packing, recoding
-from tokenyard.experts.fused.tile_configs import TileConfig, TileConfigs
+from tokenyard.experts.fused.tile_configs import CodesTileConfig, TileConfig, TileConfigs, choose_packed_tiles
 from tokenyard.formats import QuantizedMatrix, weight_format
 from tokenyard.rows import LocalRoutes, ReceivedRows
 
@@ -242,16 +243,67 @@ def test_packed_weights_become_blocks_where_rows_are_many(changes, specialized_l
     experts = built(case)
     assert experts.is_packed
     assert experts.is_expandable
+    experts.tile_configs = choose_packed_tiles(math.inf, 1, "mxfp4", expands=True)
     y_RH = check_case(case, experts)
     assert len(specialized_launches) == 3
     for _ in range(20):  # what races is not the same twice
         assert same_bits(experts(case.received()).rows_RH, y_RH)
     del specialized_launches[:]
-    experts.expands = False
+    experts.tile_configs = choose_packed_tiles(case.R, case.L, "mxfp4")
     packed_RH = within(case, experts)
     assert not specialized_launches
     # The same codes between the products, but for those in the middle between two, and sums in another order.
     assert (packed_RH - y_RH).norm() <= 2**-6 * y_RH.norm()
+
+
+# Of sizes that need no blocks, and of gates and ups that take turns, too.
+CODE_LAYERS = {
+    name: (runs, EXPANDED_LAYERS.get(name, {}) | changes)
+    for runs, (name, changes) in enumerate(
+        {
+            "several tiles": {},
+            "biases, a limit": {"activation": "swiglu_clamped", "H": 712, "I": 200},
+            "gelu, the weight on the input": {},
+            "scales that are powers of two": {},
+            "in a workspace, rows padded": {"H": 2880, "I": 136},
+            "one expert has all rows": {},
+            "taking turns": {"activation": "swiglu_oai", "bias": True, "H": 264, "I": 72},
+            "nobody": {"routing": "nobody"},
+        }.items()
+    )
+}
+
+
+@pytest.mark.skipif("not is_hopper()", reason="packed weights are for Hopper's tensor cores")
+@pytest.mark.parametrize(("number", "changes"), CODE_LAYERS.values(), ids=CODE_LAYERS)
+def test_packed_weights_become_codes_as_they_are_multiplied(number, changes):
+    case = replace(EXPANDED, **changes)
+    experts = built(case)
+    assert experts.has_codes
+    config = CodesTileConfig(1 + number % 4, 4)
+    experts.tile_configs = TileConfigs(config, config)
+    y_RH = check_case(case, experts)
+    for _ in range(20):  # what races is not the same twice
+        assert same_bits(experts(case.received()).rows_RH, y_RH)
+    experts.tile_configs = choose_packed_tiles(case.R, case.L, "mxfp4")
+    packed_RH = within(case, experts)
+    assert (packed_RH - y_RH).norm() <= 2**-6 * y_RH.norm()
+
+
+@pytest.mark.skipif("not is_hopper()", reason="packed weights are for Hopper's tensor cores")
+def test_weights_that_codes_would_round_are_not_made_codes():
+    case = replace(EXPANDED, seed=1)
+    experts = built(EXPANDED)
+    assert isinstance(experts.choose_tiles(100 * case.L, "mxfp8").inner, CodesTileConfig)
+    case.held.w2.payloads["scales"][3, 5, 0] = (
+        case.held.w2.payloads["scales"][3, 5, 1] - packing.CODE_RANGE - 1
+    )
+    with pytest.raises(ty.InputError, match=r"an output whose scales differ .*fix: make new experts"):
+        experts.load_(case.held)
+    other = built(case)
+    assert other.is_packed
+    assert not other.has_codes
+    assert not isinstance(other.choose_tiles(100 * case.L, "mxfp8").inner, CodesTileConfig)
 
 
 @pytest.mark.skipif("not is_hopper()", reason="packed weights are for Hopper's tensor cores")

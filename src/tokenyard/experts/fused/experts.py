@@ -40,6 +40,7 @@ from tokenyard.experts.base import (
 )
 from tokenyard.experts.fused import packing, recoding
 from tokenyard.experts.fused.kernel_choice import (
+    can_run_codes,
     can_run_expanded,
     can_run_packed,
     can_run_recoded,
@@ -50,6 +51,7 @@ from tokenyard.experts.fused.kernel_choice import (
 )
 from tokenyard.experts.fused.packing import PackedMatrix
 from tokenyard.experts.fused.tile_configs import (
+    CodesTileConfig,
     TileConfig,
     TileConfigs,
     choose_packed_tiles,
@@ -102,6 +104,11 @@ class FusedExperts(Experts):
         return "w2_bases" in self._buffers
 
     @property
+    def has_codes(self) -> bool:
+        """Whether packed weights can become e4m3 codes as they are multiplied, exactly."""
+        return "w2_largest" in self._buffers
+
+    @property
     def held_format(self) -> str:
         """The format in which the kernels find the weights, packed or not."""
         return "fp8_block128" if self.is_recoded else self.spec.weights
@@ -121,8 +128,9 @@ class FusedExperts(Experts):
             matrix = self._part(name, self.spec.shapes()[name])
             assert isinstance(matrix, QuantizedMatrix)
             held = _PACKED if self.is_packed else _RECODED
-            if self.is_expandable:
-                delattr(self, f"{name}_bases")
+            for derived in (f"{name}_bases", f"{name}_largest"):
+                if derived in self._buffers:
+                    delattr(self, derived)
             self._replace(name, held, {payload: matrix.payloads[payload] for payload in _GIVEN})
 
     def _hold_for_kernels(self) -> None:
@@ -133,9 +141,12 @@ class FusedExperts(Experts):
         if not is_packed and not (self.recodes and can_run_recoded(self.spec, self.weights)):
             return
         expands = is_packed and self.expands and can_run_expanded(self.spec, self.weights)
+        largest = self._largest_scales(self.weights) if is_packed and can_run_codes(self.spec) else {}
         for name in ("w13", "w2"):
             matrix = self._part(name, self.spec.shapes()[name])
             assert isinstance(matrix, QuantizedMatrix)
+            if largest:
+                self.register_buffer(f"{name}_largest", largest[name], persistent=False)
             if expands:
                 bases = recoding.block_scales(matrix, matrix.device)
                 self.register_buffer(f"{name}_bases", bases, persistent=False)
@@ -156,6 +167,18 @@ class FusedExperts(Experts):
     def _pack(self, name: str, matrix: QuantizedMatrix) -> PackedMatrix:
         is_first = name == "w13"
         return packing.pack(matrix, gated=is_first, interleaved=is_first and self.spec.activation.interleaved)
+
+    def _largest_scales(self, weights: ExpertWeights) -> dict[str, Tensor]:
+        """The largest scale of every line of both matrices; nothing, if codes of e4m3 cannot hold their numbers."""
+        found: dict[str, Tensor] = {}
+        for name in ("w13", "w2"):
+            matrix, is_first = getattr(weights, name), name == "w13"
+            interleaved = is_first and self.spec.activation.interleaved
+            largest = packing.largest_scales(matrix, gated=is_first, interleaved=interleaved)
+            if largest is None:
+                return {}
+            found[name] = largest
+        return found
 
     def _packed(self, name: str) -> PackedMatrix:
         """A packed matrix as it is now (no copies)."""
@@ -217,7 +240,16 @@ class FusedExperts(Experts):
         self._check_new(weights)
         for name in ("w13", "w2"):
             self._check_form(name, getattr(weights, name))
+        if self.has_codes and not self._largest_scales(weights):
+            raise InputError(
+                f"the new weights have an output whose scales differ by more than 2^{packing.CODE_RANGE}",
+                expected="weights that become codes of e4m3 without being rounded, as those here do",
+                fix="make new experts of these weights: they will be multiplied in another way",
+            )
+        largest = self._largest_scales(weights) if self.has_codes else {}
         for name in ("w13", "w2"):
+            if self.has_codes:
+                self.get_buffer(f"{name}_largest").copy_(largest[name])
             if self.is_recoded:
                 recoding.recode_into(getattr(weights, name), self._blocks(name))
             else:
@@ -295,19 +327,22 @@ class FusedExperts(Experts):
         device = rows.device
         if num_rows and spec.num_local_experts:
             early = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-            as_codes = self.is_packed and isinstance(tiles.inner, TileConfig)
-            held = "fp8_block128" if as_codes else self.held_format
+            expands = self.is_packed and isinstance(tiles.inner, TileConfig)
+            as_codes = isinstance(tiles.inner, CodesTileConfig)
+            held = "fp8_block128" if expands or as_codes else self.held_format
             inner = operands.Inner.empty(spec, to.partial_sums, tiles, held=held)
             with launch.on_device(ids_RK):
                 sorted_pairs = launch.sort_on_device(
                     ids_RK, spec.num_local_experts, tiles.inner.tile, early=early
                 )
                 call = operands.Launch(spec, tiles, sorted_pairs, weights_RK, early)
-                if self.is_packed and rows.format.name == "mxfp8":
-                    as_blocks = isinstance(tiles.inner, TileConfig)
-                    recode = launch.launch_row_blocks if as_blocks else launch.launch_decoded_rows
-                    rows, slots_R = recode(rows, slots_R, num_rows, early=early), None
-                if self.is_packed and isinstance(tiles.inner, TileConfig):
+                if expands:
+                    rows = launch.launch_row_blocks(rows, slots_R, num_rows, early=early)
+                    slots_R = None
+                elif self.is_packed and not as_codes and rows.format.name == "mxfp8":
+                    rows = launch.launch_decoded_rows(rows, slots_R, num_rows, early=early)
+                    slots_R = None
+                if expands:
                     weights = self._expanded(early=early)
                     assert launch_hopper.can_specialize(rows, weights), rows.format
                     launch_hopper.launch_specialized(
@@ -315,9 +350,16 @@ class FusedExperts(Experts):
                     )
                 elif self.is_packed:
                     biases = (self._buffers.get("b13"), self._buffers.get("b2"))
-                    packed = launch_hopper.PackedCall(self._packed("w13"), self._packed("w2"), *biases)
-                    x = rows.payloads["data"]
-                    launch_hopper.launch_packed(call, packed, x, slots_R, inner, to, finalize=finalize)
+                    largest = (self._buffers.get("w13_largest"), self._buffers.get("w2_largest"))
+                    packed = launch_hopper.PackedCall(
+                        self._packed("w13"), self._packed("w2"), *biases, *largest
+                    )
+                    if as_codes:
+                        placed = launch.launch_placed_rows(call, rows, slots_R)
+                        launch_hopper.launch_packed_codes(call, packed, placed, inner, to, finalize=finalize)
+                    else:
+                        x = rows.payloads["data"]
+                        launch_hopper.launch_packed(call, packed, x, slots_R, inner, to, finalize=finalize)
                 else:
                     if self._recodes_rows(rows.format.name):
                         rows, slots_R = launch.launch_row_blocks(rows, slots_R, num_rows, early=early), None
@@ -352,8 +394,10 @@ class FusedExperts(Experts):
         if invariant:
             pairs = math.inf  # one configuration for all batches
         if self.is_packed:
-            expands = self.expands and self.is_expandable and rows == "mxfp8" and not invariant
-            return choose_packed_tiles(pairs, experts, weights, expands=expands)
+            in_codes = rows == "mxfp8" and not invariant
+            expands = self.expands and self.is_expandable and in_codes
+            codes = self.has_codes and in_codes
+            return choose_packed_tiles(pairs, experts, weights, expands=expands, codes=codes)
         taken = weights if self._recodes_rows(rows) else rows
         specialized = can_run_specialized(self.spec, next(self.buffers()).device)
         tiles = choose_tiles(pairs, experts, weights, rows=taken, specialized=specialized)

@@ -77,6 +77,11 @@ def has_blocks(spec: ExpertsSpec) -> bool:
     return spec.inner is not None and spec.activation.gated and not spec.activation.interleaved and whole
 
 
+def can_run_codes(spec: ExpertsSpec) -> bool:
+    """Whether packed weights may become codes of e4m3 as they are multiplied: with codes between the products."""
+    return spec.weights == "mxfp4" and spec.inner is not None and spec.activation.gated
+
+
 def can_run_expanded(spec: ExpertsSpec, weights: ExpertWeights) -> bool:
     """Whether packed weights can become blocks of e4m3, within the guarantee of `recoding`, where rows are many."""
     w13, w2 = weights.w13, weights.w2

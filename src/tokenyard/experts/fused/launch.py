@@ -145,6 +145,24 @@ def launch_row_blocks(
     return blocks
 
 
+def launch_placed_rows(call: Launch, rows: EncodedRows, slots_R: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Received rows of mxfp8 as `kernels.packed_codes` reads them: the codes of every place, and scales by block."""
+    device, hidden_size = rows.device, rows.hidden_size
+    data, scales = rows.payloads["data"], rows.payloads["scales"]
+    width, places = Fp8Block128().padded_size(hidden_size), call.sorted.order_N.shape[0]
+    codes = torch.empty(places, width, dtype=torch.float8_e4m3fn, device=device)
+    code_scales = torch.empty(width // SPLIT_BLOCK, places, device=device)
+    columns = min(1024, triton.next_power_of_2(width))
+    row_blocks.place_rows[(blocks_for(places * triton.cdiv(hidden_size, columns), device),)](
+        data, scales, data if slots_R is None else slots_R, codes, code_scales,
+        call.sorted.order_N, call.sorted.tiles, call.sorted.how_many, places, call.sorted.max_tiles,
+        data.stride(0), scales.stride(0),
+        H=hidden_size, TOP_K=call.spec.top_k, HAS_SLOTS=slots_R is not None, COLUMNS=columns, EARLY=call.early,
+        num_warps=4, **call.options,
+    )  # fmt: skip
+    return codes, code_scales
+
+
 def launch_decoded_rows(
     rows: EncodedRows, slots_R: Tensor | None, num_rows: int, *, early: bool
 ) -> EncodedRows:
@@ -169,7 +187,7 @@ def before_rounding(spec: ExpertsSpec, inner: Inner) -> Inner:
 
 
 def launch_rounding(call: Launch, numbers: Inner, inner: Inner) -> None:
-    """Round numbers between the products to those of the layer's format, where it has one."""
+    """Round numbers between the products to those of the layer's format, where it has one, or make codes of them."""
     if numbers is inner:
         return
     assert isinstance(call.spec.inner, Fp8Block128), call.spec.inner
@@ -177,7 +195,8 @@ def launch_rounding(call: Launch, numbers: Inner, inner: Inner) -> None:
     wide = max(SPLIT_BLOCK, min(1024, triton.next_power_of_2(columns)))
     items = inner.data.shape[0] * triton.cdiv(columns, wide)
     fp8_split.round_numbers[(blocks_for(items, inner.data.device),)](
-        numbers.data, inner.data, call.sorted.tiles, call.sorted.how_many, call.sorted.max_tiles,
+        numbers.data, inner.data, inner.given().inner_scales,
+        call.sorted.tiles, call.sorted.how_many, call.sorted.max_tiles, inner.data.shape[0],
         I=columns, COLUMNS=wide, POWERS=call.spec.inner.power_of_two_scales, EARLY=call.early,
         num_warps=4, **call.options,
     )  # fmt: skip

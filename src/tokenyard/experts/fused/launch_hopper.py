@@ -25,7 +25,7 @@ from tokenyard.experts.fused.operands import (
     launch_options,
 )
 from tokenyard.experts.fused.packing import PackedMatrix
-from tokenyard.experts.fused.tile_configs import PackedTileConfig, TileConfig
+from tokenyard.experts.fused.tile_configs import AnyTileConfig, CodesTileConfig, PackedTileConfig
 from tokenyard.formats import QuantizedMatrix, weight_format
 from tokenyard.formats.base import EncodedRows
 
@@ -44,6 +44,16 @@ def launch_expanded(matrix: PackedMatrix, bases: Tensor, *, early: bool) -> Quan
     )  # fmt: skip
     payloads = {"data": data, "scales": bases}
     return QuantizedMatrix(format=weight_format("fp8_block128"), shape=matrix.shape, payloads=payloads)
+
+
+def tma_descriptor(tensor: Tensor, lines: int, width: int) -> Any:
+    """What TMA has to know of a tensor, as lines of a width: it brings so many of them, 128 bytes of each."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    flat, step = tensor.view(-1, width), tensor.element_size()
+    shared = gl.NVMMASharedLayout(128, 8 * step, 2)
+    return TensorDescriptor(flat, list(flat.shape), [width, 1], [lines, 128 // step], shared)
 
 
 def can_specialize(rows: EncodedRows, weights: ExpertWeights) -> bool:
@@ -71,31 +81,21 @@ def launch_specialized(
     finalize: bool,
 ) -> None:
     """Both products, by warps that load and warps that multiply."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     from tokenyard.experts.fused.kernels import specialized
 
     spec, max_tiles = call.spec, call.sorted.max_tiles
     processors = torch.cuda.get_device_properties(rows.device).multi_processor_count
     x, activation = Rows.of(rows), {name.lower(): value for name, value in activation_constants(spec).items()}
-    step = x.data.element_size()
-    shared = gl.NVMMASharedLayout(128, 8 * step, 2)
-
-    def descriptor(tensor: Tensor, lines: int, width: int) -> Any:
-        flat = tensor.view(-1, width)
-        return TensorDescriptor(flat, list(flat.shape), [width, 1], [lines, 128 // step], shared)
-
     for is_first in (True, False):
         w, bias = (weights.w13, weights.b13) if is_first else (weights.w2, weights.b2)
         held, sizes = Matrices.of(w), (spec.hidden_size, spec.intermediate_size)
         inputs, outputs = sizes if is_first else sizes[::-1]
         between = x._replace(data=inner.data, scales=inner.given().inner_scales)
         interleaved = is_first and spec.activation.interleaved
-        w_descriptor = descriptor(held.data, 128, 2 * inputs if interleaved else inputs)
+        w_descriptor = tma_descriptor(held.data, 128, 2 * inputs if interleaved else inputs)
         items = max_tiles * triton.cdiv(outputs, 128 if is_first else 256)
         specialized.specialized_product[(max(1, min(items, processors)),)](
-            w_descriptor if is_first else descriptor(inner.data, 64, inputs),
+            w_descriptor if is_first else tma_descriptor(inner.data, 64, inputs),
             w_descriptor,
             x.given(slots_R) if is_first else between.given(None),
             arguments.Weights(None, held.scales, None, None, bias),
@@ -117,6 +117,55 @@ class PackedCall(NamedTuple):
     w2: PackedMatrix
     b13: Tensor | None
     b2: Tensor | None
+    largest13: Tensor | None = None  # what `packing.largest_scales` gave, where weights can become codes
+    largest2: Tensor | None = None
+
+
+def launch_packed_codes(
+    call: Launch,
+    weights: PackedCall,
+    rows: tuple[Tensor, Tensor],
+    inner: Inner,
+    to: Destination,
+    *,
+    finalize: bool,
+) -> None:
+    """Both products, with packed weights that become codes, and the codes and scales of rows by place."""
+    from tokenyard.experts.fused.kernels import packed_codes
+
+    spec, config = call.spec, call.tile_configs.inner
+    assert isinstance(config, CodesTileConfig)
+    processors = torch.cuda.get_device_properties(inner.data.device).multi_processor_count
+    places = len(inner.data)
+    numbers = inner._replace(data=inner.scales.new_empty(places, spec.intermediate_size))
+    activation = {name.lower(): value for name, value in activation_constants(spec).items()}
+    for is_first in (True, False):
+        w, bias, largest = (
+            (weights.w13, weights.b13, weights.largest13)
+            if is_first
+            else (weights.w2, weights.b2, weights.largest2)
+        )
+        _, outputs, inputs = w.shape
+        lines, width = packing.padded(outputs, packing.OUTPUTS), packing.padded(inputs, packing.INPUTS)
+        codes, scales = rows if is_first else (inner.data, inner.scales)
+        items = call.sorted.max_tiles * triton.cdiv(lines, 128)
+        packed_codes.packed_codes_product[(max(1, min(items, processors)),)](
+            tma_descriptor(codes, 64, width),
+            tma_descriptor(w.words, 32, 32),
+            scales,
+            places,
+            packed_codes.PackedWeights(w.scales.view(torch.int16), largest, bias),
+            call.routes,
+            (numbers if is_first else inner).given(to),
+            PRODUCT=packed_codes.Product(
+                width=width, lines=lines, columns=outputs // 2 if is_first else outputs, top_k=spec.top_k,
+                first=is_first, interleaved=is_first and spec.activation.interleaved,
+                weighted=spec.weight_on == ("input" if is_first else "output"), finalize=finalize, **activation,
+            ),
+            RUNS=config.runs, STAGES=config.stages, EARLY=call.early, num_warps=4, **call.options,
+        )  # fmt: skip
+        if is_first:
+            launch_rounding(call, numbers, inner)
 
 
 def launch_packed(
@@ -134,7 +183,7 @@ def launch_packed(
     H, I = spec.hidden_size, spec.intermediate_size  # noqa: E741
 
     def launch(
-        config: TileConfig | PackedTileConfig, w: PackedMatrix, bias: Tensor | None, rows: Tensor,
+        config: AnyTileConfig, w: PackedMatrix, bias: Tensor | None, rows: Tensor,
         slots: Tensor | None, y: Tensor, weighted: bool, is_first: bool,
     ) -> None:  # fmt: skip
         from tokenyard.experts.fused.kernels import packed, unpacking

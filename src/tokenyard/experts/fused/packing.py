@@ -30,6 +30,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tokenyard.formats import QuantizedMatrix, weight_format
 
@@ -39,11 +40,13 @@ LEFT_OVER = 2.0**20
 # Where the four bits of a weight stand in a word, from its sign to its last bit, for each of the four of its lower
 # half: (input + 8?) · 2 + (output + 8?). Those of the upper half stand 16 bits on, around the end of the word.
 INT4_BITS = ((3, 2, 1, 0), (7, 6, 5, 4), (11, 10, 9, 8), (15, 14, 13, 12))
-E2M1_BITS = ((15, 8, 7, 6), (11, 4, 3, 2), (5, 30, 29, 28), (9, 10, 1, 0))
+E2M1_BITS = ((15, 8, 7, 6), (9, 2, 1, 0), (19, 12, 11, 10), (13, 14, 5, 4))
 # The shifts that bring the e2m1 codes to their places: none, left, around, and both left and right.
-E2M1_SECOND, E2M1_THIRD, E2M1_FOURTH = 4, 10, (6, 2)
+E2M1_SECOND, E2M1_THIRD, E2M1_FOURTH = 6, 28, (2, 6)
 # Bits of the fourth codes, and those that the other shift brings to the same place: in the order of packing.
-E2M1_MIXED = ((17, 25), (9, 17), (1, 9), (0, 8), (10, 2), (16, 24), (26, 18))
+E2M1_MIXED = ((21, 29), (13, 21), (5, 13), (4, 12), (20, 28), (14, 6), (30, 22))
+# The bits of the fourth codes that are found where they belong by XOR with the word shifted right by this.
+E2M1_UNMIXED, E2M1_UNMIXING = 0x20702070, 8
 # The powers of two that scales are held times: of integers, by output g and g + 8; e2m1 needs the same for both.
 INT4_POWERS, E2M1_POWER = (113, 109), 106
 # The largest scale that can be held.
@@ -53,6 +56,13 @@ SCALE_SHIFT, NVFP4_EXPONENT = {"mxfp4": 7, "nvfp4": 4}, 0x7000
 # The bytes of e4m3 scales, by their own bits. Those below 2^-6 have a leading one here, too; zero has a byte of some
 # other number, since its codes are zeros.
 NVFP4_BYTES = (143, 0, 8, 12, 16, 18, 20, 22, *range(24, 143))
+
+# The e4m3 codes of the eight magnitudes of e2m1 times the largest scale that is held exactly, in two words; and what a
+# scale that is larger by 2 adds to them. (That of zero stays.)
+LARGEST_CODES, CODE_FACTORS = (0x6C686000, 0x7C787470), (0x08080800, 0x08080808)
+# The largest code stands for 6 · 2^this; scales may be smaller by 2^-11 until the smallest one is below e4m3's normal
+# numbers.
+CODES_RAISED, CODE_RANGE = 6, 11
 
 # Which half of a word, input + 8 or not, output + 8 or not.
 _PLACES = tuple(itertools.product(range(2), repeat=3))
@@ -93,6 +103,32 @@ def output_order(outputs: int, *, gated: bool, interleaved: bool) -> Tensor:
     column, half, columns = lines // 16 * 8 + lines % 8, lines // 8 % 2, outputs // 2
     output = 2 * column + half if interleaved else half * columns + column
     return torch.where(column < columns, output, -1)
+
+
+def code_order(width: int) -> Tensor:
+    """Which input stands at each place of rows that codes of packed weights are multiplied with: permuted within 16.
+
+    >>> code_order(16).tolist()
+    [0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15]
+    """
+    return torch.arange(width).view(-1, 2, 8).transpose(1, 2).flatten()
+
+
+def largest_scales(matrix: QuantizedMatrix, *, gated: bool, interleaved: bool) -> Tensor | None:
+    """For each line of packed mxfp4 matrices, the byte of its largest scale: int32 `[L, lines + spare]`.
+
+    None, if some line has a scale that is smaller by more than 2^-11, whose codes e4m3 would have to round.
+    """
+    codes, byte = matrix.payloads["data"], matrix.payloads["scales"].to(torch.int32)
+    is_zero = (codes & 0x77).view(*byte.shape, -1).amax(-1) == 0
+    largest = byte.masked_fill(is_zero, 0).amax(-1)
+    smallest = byte.masked_fill(is_zero, 255).amin(-1)
+    if bool((largest - smallest > CODE_RANGE).any()):
+        return None
+    order = output_order(matrix.shape[1], gated=gated, interleaved=interleaved).to(byte.device)
+    held = largest.new_full((matrix.shape[0], len(order)), 127)
+    held[:, order >= 0] = largest[:, order[order >= 0]]
+    return functional.pad(held.flatten(), (0, 4 * OUTPUTS), value=127)
 
 
 def can_pack(matrix: QuantizedMatrix) -> bool:

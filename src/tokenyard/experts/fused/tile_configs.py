@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import TypeVar
 
 from tokenyard.experts.fused import tile_table
@@ -62,11 +63,27 @@ class PackedTileConfig:
 
 
 @dataclass(frozen=True)
+class CodesTileConfig:
+    """The same for packed weights that become codes (`kernels.packed_codes`): 128 outputs × runs of 64 rows."""
+
+    runs: int
+    stages: int
+
+    @property
+    def tile(self) -> int:
+        """The most rows of a tile."""
+        return 64 * self.runs
+
+
+AnyTileConfig = TileConfig | PackedTileConfig | CodesTileConfig
+
+
+@dataclass(frozen=True)
 class TileConfigs:
     """The tiles of the first product and of the second: the same rows in both."""
 
-    inner: TileConfig | PackedTileConfig
-    result: TileConfig | PackedTileConfig
+    inner: AnyTileConfig
+    result: AnyTileConfig
 
     def __post_init__(self) -> None:
         assert self.inner.tile == self.result.tile
@@ -89,6 +106,8 @@ class TileConfigs:
     def can_split(self) -> bool:
         """Whether e4m3 may stand between the products: a tile of the first makes all columns of a scale."""
         inner, result = self.inner, self.result
+        if isinstance(inner, CodesTileConfig):
+            return True  # codes are made behind it
         if (
             not isinstance(inner, TileConfig)
             or not isinstance(result, TileConfig)
@@ -142,17 +161,28 @@ def plain_lines(weights: str, rows: str | None = None, *, specialized: bool = Fa
     return tile_table.PLAIN.get(f"{weights} for other rows", lines)
 
 
-def choose_packed_tiles(pairs: float, experts: int, weights: str, *, expands: bool = False) -> TileConfigs:
-    """The same for packed weights; with `expands`, they can become blocks of e4m3 before they are multiplied.
+def choose_packed_tiles(
+    pairs: float, experts: int, weights: str, *, expands: bool = False, codes: bool = False
+) -> TileConfigs:
+    """The same for packed weights.
+
+    With `expands`, they can become blocks of e4m3 before they are multiplied, with `codes` while they are.
 
     >>> choose_packed_tiles(8, 48, "mxint4").inner.tile
     8
     >>> choose_packed_tiles(48_000, 32, "mxfp4", expands=True).specialized
     True
+    >>> choose_packed_tiles(4_000, 32, "mxfp4", codes=True).inner
+    CodesTileConfig(runs=4, stages=4)
     """
-    if expands and pairs > tile_table.EXPANDED_FROM * experts:
+    rows, most = pairs / max(1, experts), tile_table.CODES[-1][0] if expands else inf
+    if codes and tile_table.CODES_FROM < rows <= most:
+        lines = tile_table.CODES
+        config = CodesTileConfig(*next((line for up_to, line in lines if rows <= up_to), lines[-1][1]))
+        return TileConfigs(config, config)
+    if expands and rows > tile_table.EXPANDED_FROM:
         return choose_tiles(pairs, experts, "fp8_block128", specialized=True)
-    inner, result = _line_for(pairs / max(1, experts), tile_table.PACKED[weights])
+    inner, result = _line_for(rows, tile_table.PACKED[weights])
     return TileConfigs(PackedTileConfig(*inner), PackedTileConfig(*result))
 
 

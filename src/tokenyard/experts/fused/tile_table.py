@@ -67,9 +67,16 @@ PLAIN: dict[str, Lines] = {
 }
 ALIKE = {"fp16": "bf16", "mxfp4": "mxint4", "nvfp4": "mxint4"}
 
-# Rows of an expert from which packed mxfp4 weights are expanded to e4m3 first, where that can be. Expanded, and packed:
-# V4-Flash's with 192 rows each (105 expected) took 749 and 764 µs, V4-Pro's with 128 (70 expected) 2,527 and 2,188.
+# Rows of an expert from which packed mxfp4 weights are expanded to e4m3 first, where that can be, and where they cannot
+# become codes as they are multiplied. Expanded, and packed: V4-Flash's with 192 rows each (105 expected) took 749 and
+# 764 µs, V4-Pro's with 128 (70 expected) 2,527 and 2,188.
 EXPANDED_FROM = 85
+
+# Rows of an expert from which packed mxfp4 weights become codes of e4m3 as they are multiplied; then, up to so many,
+# the runs of 64 rows, and stages. As codes, and packed: V4-Flash's with 48 rows each (26 expected) took 280 and 247 µs,
+# with 96 (53 expected) 365 and 444; with 192 (105 expected) 579 in four runs, 662 in two, 721 expanded.
+CODES_FROM = 36
+CODES = ((60, (2, 4)), (85, (3, 4)), (150, (4, 4)))
 
 # widths, groups, ahead, stages, warps, registers
 PACKED = {

@@ -18,7 +18,14 @@ import torch
 
 from tokenyard.experts import FusedExperts
 from tokenyard.experts.fused import tile_table
-from tokenyard.experts.fused.tile_configs import PackedTileConfig, TileConfig, TileConfigs, plain_lines
+from tokenyard.experts.fused.tile_configs import (
+    AnyTileConfig,
+    CodesTileConfig,
+    PackedTileConfig,
+    TileConfig,
+    TileConfigs,
+    plain_lines,
+)
 from tokenyard.lab.bench.clock import Clock, give_back_memory
 from tokenyard.lab.bench.drawn_experts import DrawnExperts
 from tokenyard.lab.bench.experts import check_batch, draw_batches, stage_of
@@ -33,14 +40,16 @@ _WARPS = (4, 8)
 _LONG = 64
 
 
-def neighbors(config: TileConfig | PackedTileConfig) -> list[TileConfig | PackedTileConfig]:
+def neighbors(config: AnyTileConfig) -> list[AnyTileConfig]:
     """Tile configurations of as many rows that differ in one thing.
 
     >>> [found.stages for found in neighbors(TileConfig(128, 16, 128, 4, 3)) if found.stages != 3]
     [2, 4]
     """
-    found: list[TileConfig | PackedTileConfig]
-    if isinstance(config, PackedTileConfig):
+    found: list[AnyTileConfig]
+    if isinstance(config, CodesTileConfig):
+        found = [replace(config, stages=stages) for stages in (3, 5)]
+    elif isinstance(config, PackedTileConfig):
         found = [
             *(replace(config, ahead=ahead) for ahead in (config.ahead - 1, config.ahead + 1) if ahead >= 1),
             *(replace(config, groups=groups) for groups in (1, 2)),
@@ -160,7 +169,7 @@ def _record(
     )
 
 
-def in_words(config: TileConfig | PackedTileConfig) -> str:
+def in_words(config: AnyTileConfig) -> str:
     """A tile configuration as a line of the table has it, with names; what is left out is zero, no, or any.
 
     >>> in_words(TileConfig(64, 16, 128, 4, 3))

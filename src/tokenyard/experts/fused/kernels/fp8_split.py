@@ -23,6 +23,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenyard.experts.fused.kernels.decoding import FP8_BLOCK, load_tile
+from tokenyard.experts.fused.kernels.row_blocks import permute_inputs, places_of
 
 # How `inner` is held: as numbers of its own type, as pairs of e4m3 numbers, or as codes, whose scales may be powers of
 # two.
@@ -94,26 +95,34 @@ def store_inner(
     tl.store(inner_scales + place * (WIDTH // 128) + column, scale, mask=is_row)
 
 
-@triton.jit(do_not_specialize=["how_many", "max_tiles"])
+@triton.jit(do_not_specialize=["how_many", "max_tiles", "num_places"])
 def round_numbers(
-    numbers, inner, tiles, how_many, max_tiles,
+    numbers, inner, inner_scales, tiles, how_many, max_tiles, num_places,
     I: tl.constexpr, COLUMNS: tl.constexpr, POWERS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Numbers between the products, at all places, rounded to those that their codes stand for, into `inner`."""
+    """Numbers between the products, at all places, rounded to those that their codes stand for, into `inner`.
+
+    Where there is room for scales: the codes themselves, as `kernels.packed_codes` reads them.
+    """
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
     ACROSS: tl.constexpr = (I + COLUMNS - 1) // COLUMNS
-    last = tl.load(how_many) - 1
-    places = tl.load(tiles + max_tiles + last, mask=last >= 0, other=0)
-    places += tl.load(tiles + 2 * max_tiles + last, mask=last >= 0, other=0)
-    for item in range(tl.program_id(0), places * ACROSS, tl.num_programs(0)):
+    BLOCKS: tl.constexpr = (I + 127) // 128
+    for item in range(tl.program_id(0), places_of(tiles, how_many, max_tiles) * ACROSS, tl.num_programs(0)):
         column = item % ACROSS * COLUMNS + tl.arange(0, COLUMNS)
         where = (tl.zeros([], tl.int64) + item // ACROSS) * I + column
         value = tl.load(numbers + where, mask=column < I, other=0.0)
         code, scale = quantize(tl.reshape(value, [COLUMNS // 128, 128]), 1, POWERS)
-        value = tl.reshape(code.to(tl.float32) * scale[:, None], [COLUMNS])
-        tl.store(inner + where, value.to(inner.dtype.element_ty), mask=column < I)
+        if inner_scales is None:
+            value = tl.reshape(code.to(tl.float32) * scale[:, None], [COLUMNS])
+            tl.store(inner + where, value.to(inner.dtype.element_ty), mask=column < I)
+        else:
+            place = tl.zeros([], tl.int64) + item // ACROSS
+            code = permute_inputs(tl.reshape(code, [COLUMNS]), COLUMNS)
+            tl.store(inner + place * (128 * BLOCKS) + column, code, mask=column < 128 * BLOCKS)
+            block = item % ACROSS * (COLUMNS // 128) + tl.arange(0, COLUMNS // 128)
+            tl.store(inner_scales + block * num_places + place, scale, mask=block < BLOCKS)
 
 
 @triton.jit

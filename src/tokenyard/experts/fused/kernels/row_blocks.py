@@ -6,7 +6,7 @@ The scale of 128 inputs is the largest of their spans' that are not all zero; a 
 becomes the code of its number times 2^-d, rounded to the nearest. e4m3 has four bits down to 2^-6 and steps of 2^-9
 below: what is rounded at all changes by at most 2^-10 of the scale. Rows are encoded so that the largest code of a span
 is at least 224, and that of the 128 stays as it is: so no number changes by more than 2^-17.8 of the largest of them.
-Where NaN or an infinity is among the 128, the scale is NaN.
+Where NaN or an infinity is among the 128, the scale is NaN. Rows for `kernels.packed_codes` have their inputs permuted.
 """
 
 from __future__ import annotations
@@ -27,6 +27,33 @@ def without_sign(number):
     return number.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
+@triton.jit
+def permute_inputs(codes, COLUMNS: tl.constexpr):
+    """Codes of whole blocks in the order of `packing.code_order`."""
+    return tl.reshape(tl.permute(tl.reshape(codes, [COLUMNS // 16, 2, 8]), [0, 2, 1]), [COLUMNS])
+
+
+@triton.jit
+def recode_part(x, x_scales, line, part, x_stride, x_scale_stride, H: tl.constexpr, COLUMNS: tl.constexpr):
+    """A part of one row: codes of fp8_block128, and the scales of its blocks."""
+    BLOCKS: tl.constexpr = COLUMNS // 128
+    column = part * COLUMNS + tl.arange(0, COLUMNS)
+    span = part * (COLUMNS // 32) + tl.arange(0, COLUMNS // 32)
+    code = tl.load(x + line * x_stride + column, mask=column < H, other=0.0)
+    byte = tl.load(x_scales + line * x_scale_stride + span, mask=span * 32 < H, other=0)
+    value = tl.reshape(code.to(tl.float32), [BLOCKS, 4, 32])
+    byte = tl.reshape(byte.to(tl.int32), [BLOCKS, 4])
+    largest = tl.max(without_sign(value), axis=2)
+    block_byte = tl.max(tl.where(largest > 0, byte, 0), axis=1)
+    decoded = largest.to(tl.float32, bitcast=True) * e8m0_to_float32(byte)
+    is_finite = tl.max(without_sign(decoded), axis=1) < 0x7F800000
+    halvings = tl.minimum(tl.maximum(block_byte[:, None] - byte, 0), MOST_HALVINGS)
+    smaller = ((127 - halvings) << 23).to(tl.float32, bitcast=True)
+    recoded = (value * tl.expand_dims(smaller, 2)).to(tl.float8e4nv)
+    scale = tl.where(is_finite, e8m0_to_float32(block_byte), float("nan"))
+    return tl.reshape(recoded, [COLUMNS]), scale
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def recode_rows(
     x, x_scales, slots_R, blocks, block_scales, num_rows, x_stride, x_scale_stride,
@@ -37,34 +64,55 @@ def recode_rows(
         gdc_launch_dependents()
     ACROSS: tl.constexpr = (H + COLUMNS - 1) // COLUMNS
     WIDTH: tl.constexpr = (H + 127) // 128 * 128
-    BLOCKS: tl.constexpr = COLUMNS // 128
     for item in range(tl.program_id(0), num_rows * ACROSS, tl.num_programs(0)):
         row = tl.zeros([], tl.int64) + item // ACROSS
         part = item % ACROSS
         line = row
         if HAS_SLOTS:
             line = tl.load(slots_R + row).to(tl.int64)
+        code, scale = recode_part(x, x_scales, line, part, x_stride, x_scale_stride, H, COLUMNS)
         column = part * COLUMNS + tl.arange(0, COLUMNS)
-        span = part * (COLUMNS // 32) + tl.arange(0, COLUMNS // 32)
-        code = tl.load(x + line * x_stride + column, mask=column < H, other=0.0)
-        byte = tl.load(x_scales + line * x_scale_stride + span, mask=span * 32 < H, other=0)
-        value = tl.reshape(code.to(tl.float32), [BLOCKS, 4, 32])
-        byte = tl.reshape(byte.to(tl.int32), [BLOCKS, 4])
-        largest = tl.max(without_sign(value), axis=2)
-        block_byte = tl.max(tl.where(largest > 0, byte, 0), axis=1)
-        decoded = largest.to(tl.float32, bitcast=True) * e8m0_to_float32(byte)
-        is_finite = tl.max(without_sign(decoded), axis=1) < 0x7F800000
-        halvings = tl.minimum(tl.maximum(block_byte[:, None] - byte, 0), MOST_HALVINGS)
-        smaller = ((127 - halvings) << 23).to(tl.float32, bitcast=True)
-        recoded = (value * tl.expand_dims(smaller, 2)).to(tl.float8e4nv)
-        tl.store(blocks + row * WIDTH + column, tl.reshape(recoded, [COLUMNS]), mask=column < WIDTH)
-        block = part * BLOCKS + tl.arange(0, BLOCKS)
-        scale = tl.where(is_finite, e8m0_to_float32(block_byte), float("nan"))
+        tl.store(blocks + row * WIDTH + column, code, mask=column < WIDTH)
+        block = part * (COLUMNS // 128) + tl.arange(0, COLUMNS // 128)
         tl.store(block_scales + row * (WIDTH // 128) + block, scale, mask=block < WIDTH // 128)
     if EARLY:
         # Rows and slots were there before the sort, whose results are none of ours: but whoever waits for this kernel
         # alone reads them.
         gdc_wait()
+
+
+@triton.jit(do_not_specialize=["num_places", "max_tiles"])
+def place_rows(
+    x, x_scales, slots_R, blocks, block_scales, order_N, tiles, how_many, num_places, max_tiles, x_stride,
+    x_scale_stride,
+    H: tl.constexpr, TOP_K: tl.constexpr, HAS_SLOTS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The row of every place of `order_N`, permuted, as `kernels.packed_codes` reads it; scales by block and place."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    ACROSS: tl.constexpr = (H + COLUMNS - 1) // COLUMNS
+    WIDTH: tl.constexpr = (H + 127) // 128 * 128
+    for item in range(tl.program_id(0), places_of(tiles, how_many, max_tiles) * ACROSS, tl.num_programs(0)):
+        place = tl.zeros([], tl.int64) + item // ACROSS
+        part = item % ACROSS
+        pair = tl.load(order_N + place)
+        line = (tl.where(pair < 0, ~pair, pair) // TOP_K).to(tl.int64)
+        if HAS_SLOTS:
+            line = tl.load(slots_R + line).to(tl.int64)
+        code, scale = recode_part(x, x_scales, line, part, x_stride, x_scale_stride, H, COLUMNS)
+        column = part * COLUMNS + tl.arange(0, COLUMNS)
+        tl.store(blocks + place * WIDTH + column, permute_inputs(code, COLUMNS), mask=column < WIDTH)
+        block = part * (COLUMNS // 128) + tl.arange(0, COLUMNS // 128)
+        tl.store(block_scales + block * num_places + place, scale, mask=block < WIDTH // 128)
+
+
+@triton.jit
+def places_of(tiles, how_many, max_tiles):
+    """How many places of `order_N` are taken."""
+    last = tl.load(how_many) - 1
+    places = tl.load(tiles + max_tiles + last, mask=last >= 0, other=0)
+    return places + tl.load(tiles + 2 * max_tiles + last, mask=last >= 0, other=0)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

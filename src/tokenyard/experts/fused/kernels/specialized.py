@@ -102,13 +102,12 @@ def items_of(routes, PRODUCT: gl.constexpr):
 
 
 @gluon.jit
-def tile_of(routes, item, items, PRODUCT: gl.constexpr):
+def tile_of(routes, item, items, ACROSS: gl.constexpr):
     """Expert, first place, rows and column of an item: all tiles of an expert for one column, then for the next.
 
     Each is asked for while the one before is computed; behind the last there is none.
     """
     there = item < items
-    ACROSS: gl.constexpr = columns_of(PRODUCT)
     near = item // ACROSS  # some tile of the same expert
     first = gl.load(routes.tiles + 3 * routes.max_tiles + near, mask=there, other=0)
     many = gl.load(routes.tiles + 4 * routes.max_tiles + near, mask=there, other=1)
@@ -179,11 +178,11 @@ def load_tiles(
     item = gl.program_id(0)
     slot = gl.to_tensor(0)
     slot_phase = gl.to_tensor(1)
-    expert, start, count, column = tile_of(routes, item, items, PRODUCT)
+    expert, start, count, column = tile_of(routes, item, items, columns_of(PRODUCT))
     while item < items:
         item = take_item(routes, stages, slot, slot_phase, PRODUCT)
         slot, slot_phase = next_stage(slot, slot_phase, 2)
-        next_expert, next_start, next_count, next_column = tile_of(routes, item, items, PRODUCT)
+        next_expert, next_start, next_count, next_column = tile_of(routes, item, items, columns_of(PRODUCT))
         place = start + gl.minimum(v, count - 1)
         if PRODUCT.first:
             # In units of 16 bytes they fit into 32 bits: pointers are made at each step, and take no registers.
@@ -416,7 +415,7 @@ def multiply_codes(
     item = gl.program_id(0)
     slot = gl.to_tensor(0)
     slot_phase = gl.to_tensor(0)
-    expert, start, count, column = tile_of(routes, item, items, PRODUCT)
+    expert, start, count, column = tile_of(routes, item, items, columns_of(PRODUCT))
     while item < items:
         first_row, left_over = start + GROUP * 64, count - GROUP * 64
         place, weight, home = homes_of(first_row, left_over, routes, results, PRODUCT)
@@ -451,7 +450,7 @@ def multiply_codes(
                 stage, phase = next_stage(stage, phase, STAGES)
         item = hear_item(stages, slot, slot_phase)
         slot, slot_phase = next_stage(slot, slot_phase, 2)
-        next_expert, next_start, next_count, next_column = tile_of(routes, item, items, PRODUCT)
+        next_expert, next_start, next_count, next_column = tile_of(routes, item, items, columns_of(PRODUCT))
         store_tile(
             acc0, acc1, expert, first_row, left_over, column, place, weight, home,
             weights, routes, results, PRODUCT, MMA,
@@ -476,7 +475,7 @@ def multiply_numbers(
     item = gl.program_id(0)
     slot = gl.to_tensor(0)
     slot_phase = gl.to_tensor(0)
-    expert, start, count, column = tile_of(routes, item, items, PRODUCT)
+    expert, start, count, column = tile_of(routes, item, items, columns_of(PRODUCT))
     while item < items:
         first_row, left_over = start + GROUP * 64, count - GROUP * 64
         place, weight, home = homes_of(first_row, left_over, routes, results, PRODUCT)
@@ -502,7 +501,7 @@ def multiply_numbers(
         HALF: gl.constexpr = acc0.type.layout
         item = hear_item(stages, slot, slot_phase)
         slot, slot_phase = next_stage(slot, slot_phase, 2)
-        next_expert, next_start, next_count, next_column = tile_of(routes, item, items, PRODUCT)
+        next_expert, next_start, next_count, next_column = tile_of(routes, item, items, columns_of(PRODUCT))
         store_tile(
             acc0, acc1, expert, first_row, left_over, column, place, weight, home,
             weights, routes, results, PRODUCT, HALF,

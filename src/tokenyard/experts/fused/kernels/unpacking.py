@@ -2,6 +2,11 @@
 
 The instructions get 4 words (64 inputs) and scales, and make 16 pairs of bf16 numbers. Those for e2m1 get the scales of
 128 inputs, in the registers into which they were loaded: there is one text for either half of the inputs.
+
+`code_instructions` make e4m3 codes of mxfp4 weights instead. A magnitude of e2m1 has three bits, and so eight codes: in
+units of its output's largest scale they stand in two registers, a byte each, of which `prmt` takes four by their
+numbers. Of a word it makes four codes of output g, and four of output g + 8. The tensor cores want four neighboring
+inputs of a thread: so inputs are permuted within 16, in rows as well (`packing.code_order`).
 """
 
 from __future__ import annotations
@@ -82,12 +87,63 @@ def e2m1_instructions(spans: int, half: int) -> str:
     return "\n".join([*lines, "}"])
 
 
+def _select(mask: int, there: str, elsewhere: str, to: str) -> str:
+    """The bits of one register where a mask has ones, those of another where it has none."""
+    return f"lop3.b32 {to}, {there}, {elsewhere}, {mask}, 0xe4;"
+
+
+def code_instructions(half: int) -> str:
+    """For e2m1 with 2 spans in 64 inputs: four registers of four e4m3 codes for output g, and four for g + 8.
+
+    They get four words, the scales of 128 inputs, and what `packing.code_offsets` gives for both outputs.
+    """
+    outputs, scale = 8, f"${8 + _WORDS + half}"
+    offsets = [f"${8 + _WORDS + 2 + nth}" for nth in range(4)]
+    lines = ["{", ".reg .b32 s, f, l0, h0, l1, h1, a, b, d, x, y;"]
+    # Four bytes: of the second span and of the first, for output g, then for g + 8.
+    lines += [f"shf.l.wrap.b32 s, {scale}, {scale}, 1;"]
+    for q in range(4):
+        word = f"${outputs + q}"
+        if q % 2 == 0:
+            for nth in range(2):
+                byte = 2 * nth + (q == 0)
+                lines += [f"prmt.b32 f, s, 0, {0x4440 + byte};"]
+                for low, factor in ((True, packing.CODE_FACTORS[0]), (False, packing.CODE_FACTORS[1])):
+                    table = f"{'l' if low else 'h'}{nth}"
+                    lines += [f"mad.lo.u32 {table}, f, {factor}, {offsets[2 * nth + (not low)]};"]
+        # Output g: magnitudes at bits 6, 10, 22 and 26; signs at 15, 19, 31 and 3.
+        lines += [f"shr.u32 x, {word}, 6;", "prmt.b32 x, x, x, 0x2020;", "and.b32 x, x, 0x7777;"]
+        lines += ["prmt.b32 x, l0, h0, x;"]
+        lines += [f"shr.u32 a, {word}, 8;", f"shf.l.wrap.b32 b, {word}, {word}, {packing.E2M1_THIRD};"]
+        lines += [_select(0x80008000, "b", "a", "y")]
+        lines += [f"lop3.b32 ${q}, x, y, {0x80808080}, 0xf8;"]  # OR what the mask leaves of the signs
+        # Output g + 8: magnitudes at bits 0, 4, 16 and 20; signs at 9, 13, 25 and 29, once the fourth codes are there.
+        lines += [f"shr.u32 a, {word}, {packing.E2M1_UNMIXING};"]
+        lines += [f"lop3.b32 d, {word}, a, {packing.E2M1_UNMIXED}, 0x78;"]  # XOR what the mask leaves
+        lines += ["prmt.b32 x, d, d, 0x2020;", "and.b32 x, x, 0x7777;", "prmt.b32 x, l1, h1, x;"]
+        lines += ["shr.u32 a, d, 2;", "shl.b32 b, d, 2;", _select(0x80008000, "b", "a", "y")]
+        lines += [f"lop3.b32 ${q + 4}, x, y, {0x80808080}, 0xf8;"]
+    return "\n".join([*lines, "}"])
+
+
 DECODE_INT4 = gl.constexpr(int4_instructions())
 DECODE_MXFP4 = gl.constexpr((e2m1_instructions(2, 0), e2m1_instructions(2, 1)))
 DECODE_NVFP4 = gl.constexpr((e2m1_instructions(4, 0), e2m1_instructions(4, 1)))
 # With scales in 2 registers, and in 4.
 CONSTRAINTS_2 = gl.constexpr(",".join(["=&r"] * _OUTPUTS + ["r"] * (_WORDS + 2)))
 CONSTRAINTS_4 = gl.constexpr(",".join(["=&r"] * _OUTPUTS + ["r"] * (_WORDS + 4)))
+DECODE_CODES = gl.constexpr((code_instructions(0), code_instructions(1)))
+CODE_CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * (_WORDS + 2 + 4)))
+# Four codes in a register are a number to the compiler before, and four numbers behind: it takes none apart.
+NAME_CODES = gl.constexpr(
+    "\n".join(
+        f"mov.b32 ${8 * half + 2 * q + nth}, ${16 + 8 * half + 4 * nth + q};"
+        for half in range(2)
+        for q in range(4)
+        for nth in range(2)
+    )
+)
+NAME_CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 16))
 
 
 @gluon.jit
@@ -113,3 +169,30 @@ def decode(
     a = gl.join(gl.join(gl.join(o0, o1), gl.join(o2, o3)), gl.join(gl.join(o4, o5), gl.join(o6, o7)))
     a = a.reshape([WARPS, 8, 4, 2, 2, 2, 2, 2]).permute([0, 3, 1, 7, 6, 5, 2, 4]).reshape([WARPS * 16, 64])
     return gl.convert_layout(a, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def decode_codes(words, scales, offsets, HALF: gl.constexpr):
+    """Words `[T, 4]` of 64 inputs to four e4m3 codes a number, `[T, 4]` of output g, and of g + 8; nothing moves."""
+    return gl.inline_asm_elementwise(
+        DECODE_CODES[HALF], CODE_CONSTRAINTS, [words, scales, offsets], is_pure=False, pack=4,
+        dtype=(gl.int32, gl.int32),
+    )  # fmt: skip
+
+
+@gluon.jit
+def code_operand(a0, b0, a1, b1, WARPS: gl.constexpr, OPERAND: gl.constexpr):
+    """What `decode_codes` gave for 64 inputs, and for the next 64, as the operand `[16 · WARPS, 128]` of e4m3."""
+    o0, o1, o2, o3, o4, o5, o6, o7, p0, p1, p2, p3, p4, p5, p6, p7 = gl.inline_asm_elementwise(
+        NAME_CODES, NAME_CONSTRAINTS, [a0, b0, a1, b1], is_pure=True, pack=4,
+        dtype=(gl.float8e4nv, gl.float8e4nv, gl.float8e4nv, gl.float8e4nv,
+               gl.float8e4nv, gl.float8e4nv, gl.float8e4nv, gl.float8e4nv,
+               gl.float8e4nv, gl.float8e4nv, gl.float8e4nv, gl.float8e4nv,
+               gl.float8e4nv, gl.float8e4nv, gl.float8e4nv, gl.float8e4nv),
+    )  # fmt: skip
+    o = gl.join(gl.join(gl.join(o0, o1), gl.join(o2, o3)), gl.join(gl.join(o4, o5), gl.join(o6, o7)))
+    p = gl.join(gl.join(gl.join(p0, p1), gl.join(p2, p3)), gl.join(gl.join(p4, p5), gl.join(p6, p7)))
+    # g c place | output + 8? q 64 inputs
+    codes = gl.join(o, p).reshape([WARPS, 8, 4, 4, 2, 2, 2, 2])
+    codes = codes.permute([0, 4, 1, 7, 6, 5, 2, 3]).reshape([WARPS * 16, 128])
+    return gl.convert_layout(codes, OPERAND, assert_trivial=True)
