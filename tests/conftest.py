@@ -1,5 +1,6 @@
 """Settings that all tests share."""
 
+import gc
 import os
 import random
 import zlib
@@ -29,6 +30,17 @@ def pytest_runtest_setup(item):
     number = zlib.crc32(item.nodeid.encode())
     random.seed(number)
     torch.manual_seed(number)
+
+
+def pytest_collection_finish(session):
+    """What was imported stays: `gc.collect()`, which many tests call, would look at all of it, for half a second."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish(session):
+    """Libraries look for leaks when the process ends."""
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(config, items):

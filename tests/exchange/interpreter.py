@@ -2,8 +2,12 @@
 
 The interpreter computes with NumPy, which knows neither bf16 nor fp8, rounds a fused multiply-add twice, and lets the
 smaller of a number and NaN be NaN. And it is slow: it calls the function of a reduction for each
-element, and prepares the language anew for each function that a kernel calls.
+element, prepares the language anew for each function that a kernel calls, and makes its tables and the shapes of
+tensors anew for each operation.
 """
+
+import math
+from functools import cache
 
 import numpy as np
 import pytest
@@ -18,7 +22,11 @@ _TORCH = {
     tl.float8e4nv: torch.float8_e4m3fn,
 }
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.float32}
+_POINTER = np.dtype(np.uint64)
 _convert_float = interpreter._convert_float
+_known_dtype = cache(interpreter._get_np_dtype)
+_init_block_type = tl.block_type.__init__
+_blocks = {}  # what a type of blocks holds, by its elements and sizes
 _call = interpreter.InterpretedFunction.__call__
 _launch = interpreter.GridExecutor.__call__
 
@@ -72,10 +80,41 @@ def _launched(self, *arguments, **named):
 
 
 def _called(self, *arguments, **named):
-    """A function of ours: the kernel that calls it has prepared the language already."""
-    if self.fn.__module__.startswith("triton."):
+    """A function that a kernel calls, which has prepared the language already.
+
+    Triton's own functions read another module of it, which stays prepared after their first call.
+    """
+    if self.fn.__module__.startswith("triton.") and tl.core.is_builtin(tl.core.load):
         return _call(self, *arguments, **named)
     return self.rewrite()(*arguments, **named)
+
+
+def _numpy_dtype(type_):
+    """How NumPy holds a type. The interpreter makes its table of all types in every call."""
+    element = type_.element_ty if isinstance(type_, tl.block_type) else type_
+    return _POINTER if isinstance(element, tl.pointer_type) else _known_dtype(element)
+
+
+def _make_block_type(self, element_ty, shape):
+    """A type of blocks: what follows from its sizes is found out once for each."""
+    sizes = tuple(size.value if isinstance(size, tl.constexpr) else size for size in shape)
+    known = _blocks.get((element_ty.name, *sizes))
+    if known is None:
+        _init_block_type(self, element_ty, shape)
+        _blocks[element_ty.name, *sizes] = self.shape, self.numel, self.name
+    else:
+        self.element_ty, (self.shape, self.numel, self.name) = element_ty, known
+
+
+def _make_tensor(self, handle, type):
+    """A tensor: its shape, as kernels see it, is made once for all tensors that have it."""
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = _shape_of(tuple(type.shape) if type.is_block() else ())
+
+
+@cache
+def _shape_of(sizes):
+    return tl.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(math.prod(sizes))
 
 
 def _with_bool_mask(access, at):
@@ -99,6 +138,9 @@ def install() -> None:
     if torch.cuda.is_available() or builder.create_fma is _fused:
         return
     interpreter._convert_float = _cast
+    interpreter._get_np_dtype = _numpy_dtype
+    tl.block_type.__init__ = _make_block_type
+    tl.tensor.__init__ = _make_tensor
     builder.create_fma = _fused
     interpreter.GridExecutor.__call__ = _launched
     interpreter.InterpretedFunction.__call__ = _called
