@@ -6,6 +6,7 @@ import torch
 
 import tokenyard as ty
 from tests.exchange import interpreter
+from tests.exchange.streams import no_streams
 from tests.integrations.flashinfer.all_arguments import all_arguments, check_all_arguments
 from tests.integrations.flashinfer.round_trips import make, round_trip
 from tests.models import raised
@@ -26,7 +27,8 @@ def by_kernels(group, fn, *arguments):
     flags.globaltimer = lambda: tl.full([], time.monotonic_ns(), tl.int64)
     torch.cuda.is_current_stream_capturing = lambda: False
     agreed_exchange.carrier_for = DeviceCarrier
-    return fn(group, *arguments)
+    with no_streams():
+        return fn(group, *arguments)
 
 
 def on_two_processes(fn, *arguments):
@@ -145,7 +147,8 @@ def test_no_agreement_in_a_graph(monkeypatch):
         return raised(a2a.dispatch, IDS, [ROWS], 4)
 
     monkeypatch.setattr(agreed_exchange, "carrier_for", DeviceCarrier)
-    (error,) = ty.launch(1, capturing)
+    with no_streams():
+        (error,) = ty.launch(1, capturing)
     assert isinstance(error, ty.HandleError)
     assert "float32[4] a row" in str(error)
     assert "before capturing" in str(error)

@@ -100,12 +100,14 @@ def _grow(group):
 
 def _grow_under_a_graph(group, *, is_gone=False):
     """The exchange of GPUs, in a CPU's memory. What CUDA does about a graph is done by hand."""
+    from tests.exchange.streams import no_streams
     from tokenyard.exchange.one_sided.cuda import CudaTransport
 
     def exchange_specs(*layers):
         return [wiring.exchange_spec for wiring in ty.draft(layers, group.size, exchange="one_sided").wirings]
 
-    transport = CudaTransport(group)
+    with no_streams():
+        transport = CudaTransport(group)
     transport.serve(exchange_specs(PLAIN))
     graphs, before = transport._graphs, transport.workspace.nbytes
     graphs._count += 1  # as `note` does when a graph is captured

@@ -93,7 +93,9 @@ class DeviceWorkspace:
             self.buffers, layout, control, group.rank, group.deadline, max_tokens, sms=sms
         )
         # In the host's memory, by region and rank: rows that came, the rank's `max_tokens`, and rows that went there.
-        self.host_counts = torch.zeros(control.in_flight, group.size, 3, dtype=torch.int32, pin_memory=True)
+        self.host_counts = torch.zeros(
+            control.in_flight, group.size, 3, dtype=torch.int32, pin_memory=group.device.type == "cuda"
+        )
         self._mine = self.buffers[group.rank]
         self.status = self._mine[STATUS * WORD : STATUS * WORD + self.launcher.host_status[0].nbytes]
 
