@@ -29,6 +29,7 @@ from tokenyard.group.base import Group, Pending
 from tokenyard.rows import CombineBuffer
 
 HOME = "home"  # the room for results that come home
+_PAGE = 4096  # bytes: rooms start at a multiple of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,8 +249,9 @@ class Mailbox:
         found = self._rooms.get(name)
         if found is None or found.numel() < nbytes:
             with torch.inference_mode(False):  # what is made there could not be written elsewhere
-                found = torch.empty(nbytes, dtype=torch.uint8, device=self.group.device)
-            self._rooms[name] = found
+                found = torch.empty(nbytes + _PAGE, dtype=torch.uint8, device=self.group.device)
+            # Rows of two rooms that are summed together then lie on common lines (`reduce`).
+            self._rooms[name] = found = found[-found.data_ptr() % _PAGE :][:nbytes]
         return found[:nbytes]
 
     def clear(self) -> None:
