@@ -312,3 +312,16 @@ def test_loading_into_packed_weights_changes_nothing_if_a_part_has_no_numbers(na
         experts.load_(bad)
     for buffer, tensor in experts.named_buffers():
         assert torch.equal(tensor.view(torch.uint8), before[buffer].view(torch.uint8)), buffer
+
+
+@every_format
+def test_packed_matrices_stand_one_behind_the_other(name):
+    """An expert that moves takes its words and scales along as they are."""
+    matrix = matrix_of(name, 3, 70, 192)
+    packed = packing.pack(matrix, gated=False, interleaved=False)
+    for part in ("words", "scales"):
+        held = getattr(packed, part)
+        each = packing.per_matrix(held, 3, 70)
+        for expert in range(3):
+            alone = packing.pack(matrix.select([expert]), gated=False, interleaved=False)
+            assert torch.equal(held[expert * each : (expert + 1) * each], getattr(alone, part)[:each])

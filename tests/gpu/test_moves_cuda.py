@@ -80,6 +80,9 @@ def moving(group, layer):
     [
         ("bf16", None, "fused"),
         ("fp8_block128", "fp8_block128", "fused"),
+        ("mxfp4", "mxfp8", "fused"),
+        ("nvfp4", None, "fused"),
+        ("mxfp8", "mxfp8", "fused"),
         ("bf16", "mxfp8", "reference"),
     ],
 )
@@ -134,7 +137,7 @@ def captured_before(group, layer):
 
 
 @pytest.mark.parametrize(
-    ("weights", "wire", "experts"), [("bf16", "mxfp8", "fused"), ("fp8_block128", "fp8_block128", "fused")]
+    ("weights", "wire", "experts"), [("bf16", "mxfp8", "fused"), ("mxfp4", "mxfp8", "fused")]
 )
 def test_a_captured_graph_serves_the_placement_that_experts_moved_to(weights, wire, experts):
     layer = spec(

@@ -13,7 +13,6 @@ from tests.gpu.test_moves_cuda import load_kernels
 from tests.gpu.test_overlap_cuda import on_gpu
 from tests.models import build, on_ranks, raised, spec
 from tokenyard.conformance.cases import same_bits
-from tokenyard.experts import FusedExperts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -35,7 +34,6 @@ def waits(monkeypatch):
                 torch.cuda.set_sync_debug_mode(mode)
 
         monkeypatch.setattr(kind, "synchronize", counted)
-    monkeypatch.setattr(FusedExperts, "skips_empty_slots", True)
     return counts
 
 

@@ -79,6 +79,7 @@ class FusedExperts(Experts):
     weight_formats = ("bf16", "fp16", "fp32", "fp8_block128", "mxfp8", "nvfp4", "mxfp4", "mxint4")
     inner_formats = (Fp8Block128.name,)
     devices = ("cuda",)
+    skips_empty_slots = True
     batch_invariant = ("cuda",)  # with the tiles of long batches in all of them
     tile_configs: TileConfigs | None = None  # tiles that a benchmark sets; None: chosen for each batch
     recodes: bool = True  # whether mxfp8 weights are held as blocks of e4m3 where that is faster
@@ -213,6 +214,19 @@ class FusedExperts(Experts):
         others = [payload for payload in format.payloads(*shape[1:]) if payload not in given]
         payloads = given | {payload: self.get_buffer(f"{name}_{payload}") for payload in others}
         return QuantizedMatrix(format=format, shape=shape, payloads=payloads)
+
+    def movable(self) -> dict[str, Tensor]:
+        if not (self.is_packed or self.is_recoded):
+            return super().movable()
+        return {name: self._by_expert(name, buffer) for name, buffer in self.named_buffers(recurse=False)}
+
+    def _by_expert(self, name: str, buffer: Tensor) -> Tensor:
+        """A buffer with one row for each expert: packed matrices stand behind each other, with some room at the end."""
+        experts, outputs = self.spec.shapes()["w13" if "13" in name else "w2"][:2]
+        if len(buffer) == experts:
+            return buffer
+        each = packing.per_matrix(buffer, experts, outputs)
+        return buffer[: experts * each].view(experts, each)
 
     def _seen_by_kernels(self) -> ExpertWeights:
         """The weights as the kernels find them, if they are not packed (no copies)."""

@@ -35,6 +35,7 @@ from torch.nn import functional
 from tokenyard.formats import QuantizedMatrix, weight_format
 
 OUTPUTS, INPUTS = 64, 128  # what matrices are padded to
+SPARE = 4 * OUTPUTS  # lines behind the last matrix: a block of outputs may reach there
 LEFT_OVER = 2.0**20
 
 # Where the four bits of a weight stand in a word, from its sign to its last bit, for each of the four of its lower
@@ -128,7 +129,7 @@ def largest_scales(matrix: QuantizedMatrix, *, gated: bool, interleaved: bool) -
     order = output_order(matrix.shape[1], gated=gated, interleaved=interleaved).to(byte.device)
     held = largest.new_full((matrix.shape[0], len(order)), 127)
     held[:, order >= 0] = largest[:, order[order >= 0]]
-    return functional.pad(held.flatten(), (0, 4 * OUTPUTS), value=127)
+    return functional.pad(held.flatten(), (0, SPARE), value=127)
 
 
 def can_pack(matrix: QuantizedMatrix) -> bool:
@@ -145,10 +146,9 @@ def pack(matrix: QuantizedMatrix, *, gated: bool, interleaved: bool) -> PackedMa
     lines, width = padded(outputs, OUTPUTS), padded(inputs, INPUTS)
     span, device = matrix.format.block, matrix.device
     order = output_order(outputs, gated=gated, interleaved=interleaved).to(device)
-    spare = 4 * OUTPUTS  # a block of outputs may reach behind the last matrix
-    words = torch.zeros((experts * lines + spare) * width // 8, dtype=torch.int32, device=device)
+    words = torch.zeros((experts * lines + SPARE) * width // 8, dtype=torch.int32, device=device)
     kept, per = (torch.bfloat16, span) if matrix.format.name == "mxint4" else (torch.int32, 4 * span)
-    scales = torch.zeros((experts * lines + spare) * width // per, dtype=kept, device=device)
+    scales = torch.zeros((experts * lines + SPARE) * width // per, dtype=kept, device=device)
     for expert in range(experts):
         one = matrix[expert]
         at = slice(expert * lines * width // 8, (expert + 1) * lines * width // 8)
@@ -165,6 +165,12 @@ def pack(matrix: QuantizedMatrix, *, gated: bool, interleaved: bool) -> PackedMa
         matrix.payloads.get("global_scale"),
         matrix.payloads.get("global_factor"),
     )
+
+
+def per_matrix(packed: Tensor, experts: int, outputs: int) -> int:
+    """How many numbers of packed matrices belong to each."""
+    lines = padded(outputs, OUTPUTS)
+    return packed.numel() * lines // (experts * lines + SPARE)
 
 
 def unpack(packed: PackedMatrix) -> dict[str, Tensor]:
