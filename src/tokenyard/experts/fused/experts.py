@@ -15,9 +15,10 @@ weights are in blocks of e4m3, the 16 bits are two e4m3 numbers, and 128 of thes
 mxfp8 weights become blocks of e4m3, where the tensor cores multiply these (`recoding`). Rows of mxfp8 that meet such
 blocks are recoded by a kernel of their own, into H bytes for each of the R rows (`kernels.row_blocks`).
 
-**Long batches of mxfp4.** Where the layer has codes between the products, rows arrive in mxfp8, and an expert has more
-than about 85 of them, packed weights become blocks of e4m3 first, in memory that is free again when the call returns
-(`scratch_bytes`, `kernels.expanding`): a product of e4m3 takes half the time of one of bf16.
+**Long batches of mxfp4.** Where the layer has codes between the products, and rows arrive in mxfp8, a product of e4m3
+takes half the time of one of bf16. From about 36 rows an expert on, packed weights become codes as they are multiplied
+(`kernels.packed_codes`); from about 150 on they become blocks of e4m3 first, in memory that is free again when the call
+returns (`scratch_bytes`, `kernels.expanding`).
 """
 
 from __future__ import annotations
