@@ -13,8 +13,9 @@ from tests.experts.fused_cases import FusedCase
 from tests.gpu.test_one_sided_cuda import there
 from tests.models import batch, build, on_ranks, spec
 from tokenyard.conformance.cases import same_bits
+from tokenyard.exchange.one_sided.cuda import _choice_places
 from tokenyard.experts import FusedExperts
-from tokenyard.rows import LocalRoutes, ReceivedRows, UnfinalizedRows
+from tokenyard.rows import LocalRoutes, ReceivedRows, UnfinalizedRows, check_choice_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -56,6 +57,35 @@ def test_rows_of_fused_experts_do_not_depend_on_their_batch(weights, rows, inner
     for count in (1, 2, 7, 33, 65, 130, 257, 400):
         rows_N = torch.randperm(case.R, generator=draw)[:count].cuda()
         assert same_bits(results(rows_N), everything[rows_N]), count
+
+
+def test_the_host_waits_once_for_the_choices_of_a_batch():
+    """For which pairs there are: not for the products, nor to check and place results."""
+    case = FusedCase(weights="bf16", rows="bf16", H=256, I=256, L=4, R=60, device="cuda")
+    experts = FusedExperts(replace(case.spec, batch_invariant=True), case.held)
+    slots_R = torch.arange(60, device="cuda").flip(0)
+
+    def received():
+        routes = LocalRoutes(ids_RK=case.routes.ids_RK, weights_RK=case.routes.weights_RK)
+        return ReceivedRows(rows=case.x, routes=routes, counts_W=(60,), slots_R=slots_R)
+
+    def call(arrival):
+        result = check_choice_rows(experts(arrival, finalize=False).weighted(), arrival)
+        return result.rows_NH, _choice_places(arrival)
+
+    before = call(received())  # kernels are compiled and loaded
+    arrival = received()
+    there_RK = arrival.routes.ids_RK >= 0
+    assert torch.equal(arrival.routes.pairs, there_RK.flatten().nonzero().squeeze(1))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        after = call(arrival)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    row_N, choice_N = there_RK.nonzero().unbind(1)
+    assert torch.equal(after[1], slots_R[row_N] * case.K + choice_N)
 
 
 _COMPILING = threading.Lock()

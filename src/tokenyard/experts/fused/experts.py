@@ -338,6 +338,8 @@ class FusedExperts(Experts):
         all_slots = received.slots_R is None and rows.num_rows == num_rows
         pairs = expected_pairs(num_rows, top_k, spec.num_local_experts, spec.num_experts, all_slots=all_slots)
         tiles = self.choose_tiles(pairs, rows.format.name) if self.tile_configs is None else self.tile_configs
+        # Now: the host waits for what has arrived, and not for the products.
+        index_N = None if finalize else routes.pairs
         to, result = self._destination(received, num_rows, finalize=finalize)
         device = rows.device
         if num_rows and spec.num_local_experts:
@@ -393,7 +395,7 @@ class FusedExperts(Experts):
                     launch.launch_sums(call, ids_RK, to)
         if result is not None:
             return result
-        index_N = (ids_RK.reshape(-1) >= 0).nonzero().squeeze(1)
+        assert index_N is not None
         weights_N = weights_RK.reshape(-1)[index_N].float()
         return UnfinalizedRows(
             rows_NH=to.partial_sums[index_N],
