@@ -25,7 +25,7 @@ from tests.models import batch
 from tokenyard.conformance.cases import random_weights, same_bits
 from tokenyard.conformance.twin import twin
 from tokenyard.group import shared_memory
-from tokenyard.planning import drafting, planner
+from tokenyard.planning import agreement, drafting
 
 SHARED_MEMORY = Path("/dev/shm")
 # Set where /dev/shm belongs to this session alone, and may be filled.
@@ -239,7 +239,7 @@ def another_version(worker, fault, mine):
         elif mine and fault.variant != "version":
             stack.enter_context(changed(drafting, "PROTOCOL", 99))
         if mine and fault.variant in ("version", "protocol and version"):
-            stack.enter_context(changed(planner, "__version__", "99.0"))
+            stack.enter_context(changed(agreement, "__version__", "99.0"))
         return met(make, worker, [SMALL])
 
 

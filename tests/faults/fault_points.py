@@ -109,9 +109,9 @@ class InterruptibleHierarchical(_Message, EXCHANGES["hierarchical"]):
         FaultPoint.at("between levels")  # rows of other hosts have come, and are not forwarded
         return super()._forwarded(*arrived)
 
-    def _sums(self, arrival):
+    def _sum(self, *arrived):
         FaultPoint.at("before sums")  # results are in their place, and nothing has crossed back
-        return super()._sums(arrival)
+        return super()._sum(*arrived)
 
 
 INTERRUPTIBLE = {

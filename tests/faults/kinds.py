@@ -10,7 +10,7 @@ from typing import Literal
 Role = Literal["victim", "other"]
 
 EXCHANGES = ("one_sided", "two_sided", "allgather", "hierarchical")
-# Those whose ranks announce themselves in a combine apart from their rows: in between, they can be struck.
+# Those that have not told all ranks of a combine when it was started: in between, they can be struck.
 APART = ("one_sided", "hierarchical")
 
 # Places in a round trip at which a rank can be struck, by itself and exactly there.
