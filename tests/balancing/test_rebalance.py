@@ -374,6 +374,18 @@ def test_a_rank_that_dies_on_the_way_leaves_the_others_on_one_placement(stage, w
     assert first[2]
 
 
+def on_a_gpu(group):
+    plan = ty.plan([spec(spare_experts=1)], group)
+    plan.group.device = torch.device("cuda")
+    return [str(raised(plan.rebalance)), str(raised(plan.autobalance, every=1))]
+
+
+def test_experts_of_gpus_do_not_move():
+    ((first, second),) = on_ranks(1, on_a_gpu)
+    assert first == second
+    assert "rebalance on cuda; expected ranks on cpu: no GPU has moved experts yet" in first
+
+
 def hearing_nothing(group):
     """A transport whose calls hear nothing of the other ranks, as that of GPUs."""
     plan = ty.plan([spec(spare_experts=1)], group, exchange="one_sided")

@@ -13,11 +13,20 @@ from tests.gpu.test_one_sided_cuda import there
 from tests.gpu.test_overlap_cuda import capture, on_gpu
 from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import same_bits
+from tokenyard.planning import expert_moves
 from tokenyard.rows import LocalRoutes, ReceivedRows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 _COMPILING = threading.Lock()
+
+
+@pytest.fixture(autouse=True)
+def movable(monkeypatch):
+    """Plans refuse to move experts on GPUs until these tests have been seen to pass there."""
+    monkeypatch.setattr(expert_moves, "MOVABLE_ON", ("cpu", "cuda"))
+
+
 PLACEMENTS = [
     ty.Placement.round_robin(8, 3),
     ty.Placement.replicated(ty.Placement.contiguous(8, 3), {0: [1], 7: [0, 1]}),

@@ -198,9 +198,9 @@ class Exchange:
         return self.start_dispatch(spec, rows, routes, extra, ahead=False).wait()
 
     def beside(self, job: Callable[[], Home]) -> Home:
-        """What a job computes that needs no rows of others, beside the round trip that was started last.
+        """What a job computes that needs no rows of others, beside the dispatch that was started last.
 
-        Until its sum: what the job gives may only be added there (`add`).
+        What it gives may only be added in the sum (`add`), which waits for it.
         """
         return self.transport.beside(job)
 
@@ -217,19 +217,16 @@ class Exchange:
         extra: Mapping[str, Tensor] | None = None,
         *,
         ahead: bool = True,
-        takes_slots: bool = False,
     ) -> Pending[Arrival]:
-        """Start what `dispatch` does, and return while rows travel. `ahead`: something is computed meanwhile.
-
-        With `takes_slots`, empty slots may be among the rows that come, with ids of -1.
-        """
+        """Start what `dispatch` does, and return while rows travel. `ahead`: something is computed meanwhile."""
         self.usability.check(layer=spec.layer)
         self._settle()
         self._check_dropped(spec)
         self._in_flight.check_room(spec)
         try:
-            checked = self._checked(spec, self._round + 1, rows, routes, {} if extra is None else extra)
-            batch = replace(checked, ahead=ahead, takes_slots=takes_slots)
+            batch = self._checked(
+                spec, self._round + 1, rows, routes, {} if extra is None else extra, ahead=ahead
+            )
             pending = self._ahead(self.transport.send(batch), ahead)
         except Exception as error:
             self._fail(spec, error, partial(self._fail_dispatch, spec, error))
@@ -324,6 +321,8 @@ class Exchange:
         rows: EncodedRows | UnencodedRows,
         routes: Routes | RoutingLogits | BatchRoutes,
         extra: Mapping[str, Tensor],
+        *,
+        ahead: bool,
     ) -> Batch:
         """A batch that can be sent; raises whatever is wrong with it."""
         if isinstance(rows, UnencodedRows):
@@ -362,6 +361,7 @@ class Exchange:
                 spec, Phase.DISPATCH, round, tokens=rows.num_rows, counts=counts
             ),
             choice_counts=self.load.counts(spec.layer) if self.transport.counts_choices else None,
+            ahead=ahead,
         )
 
     def _drop_lost(self, spec: ExchangeSpec, routes: Routes) -> Routes:
@@ -489,10 +489,6 @@ class Exchange:
                 self._tell_given_up(spec)
                 raise
             self._tell_given_up(spec)
-        if (counts := self.transport.counts_at_end(arrival)) is not None:
-            arrival = replace(arrival, counts_W=tuple(counts[1]))
-            nbytes = [rows * self.transport.region_bytes(spec).dispatch_row for rows in counts[0]]
-            stats.count_rows(*counts, nbytes)
         stats.count_combine(self.transport.bytes_returned(arrival))
         return used
 

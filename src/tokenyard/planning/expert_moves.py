@@ -30,6 +30,10 @@ from tokenyard.routing import Placement, balance, imbalance, placement_for, rank
 
 _log = logging.getLogger("tokenyard")
 
+# The kinds of devices on which experts move. Those of GPUs change in place, too (tests/gpu/test_moves_cuda.py), but
+# these tests have not been run to their end.
+MOVABLE_ON = ("cpu",)
+
 
 @dataclass(kw_only=True)
 class _Autobalance:
@@ -69,6 +73,7 @@ class ExpertMoves:
         wait: bool = True,
     ) -> Rebalance:
         """See `Plan.rebalance`."""
+        self._check_can_move()
         self.check_still("rebalance")
         with self._state.exchange.in_use():
             held = self._held(list(placements or ()))
@@ -118,6 +123,7 @@ class ExpertMoves:
             for wiring in self._state.draft.wirings
             if wiring.spec.spare_experts and not wiring.exchange_spec.carries_logits
         ]
+        self._check_can_move()
         transport = self._state.exchange.transport
         reason = (
             "one rank has all experts" if self._state.group.size == 1
@@ -160,6 +166,15 @@ class ExpertMoves:
             _log.warning("autobalance moves nothing: %s", error)
             for stats in self._state.exchange.stats.values():
                 stats.moves.refused = str(error)
+
+    def _check_can_move(self) -> None:
+        if self._state.group.device.type not in MOVABLE_ON:
+            raise InputError(
+                f"rebalance on {self._state.group.device}",
+                expected=f"ranks on {' or '.join(MOVABLE_ON)}: no GPU has moved experts yet",
+                fix="make a new plan with LayerSpec(placement=…)",
+                rank=self._state.group.rank,
+            )
 
     def check_still(self, what: str) -> None:
         """Raise while experts move. All ranks see the end of a move in the same call."""

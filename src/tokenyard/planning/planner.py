@@ -193,7 +193,7 @@ class Plan:
         threshold: float = 1.1,
         wait: bool = True,
     ) -> Rebalance:
-        """Move experts to other ranks, and serve the new placements. Collective.
+        """Move experts to other ranks, and serve the new placements. Collective, on CPUs.
 
         `placements` are those that layers shall have, by layer. Without them each layer whose busiest rank has more
         than `threshold` times the mean load gets the one that `balance` finds for the load since the last time, with
@@ -201,9 +201,8 @@ class Plan:
         (`LayerSpec.spare_experts`).
 
         With `wait=False` it returns at once, and experts move while the layers are called; then all ranks switch
-        between two calls. With `one_sided` on GPUs they switch in `wait` of what is returned, and captured CUDA graphs
-        serve the new placements then. A rank that is lost on the way leaves the others with the placements that they
-        had, and `PeerLost`. `stats` has the pause of each switch.
+        between two calls. A rank that is lost on the way leaves the others with the placements that they had, and
+        `PeerLost`. `stats` has the pause of each switch.
         """
         return self._moves.rebalance(placements, threshold=threshold, wait=wait)
 

@@ -354,12 +354,9 @@ class Launcher:
         return [*(_copied(name, tensor) for name, tensor in extra.items()), row]
 
     def signal_and_wait(
-        self, layer: int, phase: Phase, *, fails: int = 0, waits: bool = True, early: bool = False
+        self, layer: int, phase: Phase, *, fails: bool = False, waits: bool = True, early: bool = False
     ) -> None:
-        """Publish that this rank has done its part of a phase, or that it failed (1), and wait for the others.
-
-        `fails` is 2 where it failed if its ids were bad.
-        """
+        """Publish that this rank has done its part of a phase, or that it failed, and wait for the others."""
         flags_room.signal_and_wait[(self.ranks,)](
             self.peers, self.host_status, self.rank, layer, list(Phase).index(phase), int(fails), self.deadline,
             WORLD=self.world, WIDE=self._wide, TURNS=self.control.turns, WAITS=waits, EARLY=early, num_warps=1,
@@ -469,24 +466,18 @@ class Launcher:
         just_placed: bool,
         waits: bool = True,
         before_adding: Callable[[], None] | None = None,
-        tells_bad_ids: bool = False,
     ) -> None:
         """Meet the others, and write this rank's sums into `out_TH`; `just_placed`: by `place`, not by the experts.
 
         `home_slots`: the slot of each token on each rank; or, with `owners_TK`, of each choice (`choices_at_home`).
-        `before_adding` is called behind the launch that meets the others, before the one that reads `add`. With
-        `tells_bad_ids` ranks whose ids were bad say so there, and no rank has a result.
+        `before_adding` is called behind the launch that meets the others, before the one that reads `add`.
         """
         layout, tokens = self._return_layout(slots), out_TH.shape[0] // self.ranks
         few = self._blocks(tokens * layout.tiles(tokens).parts) <= MOST_WAITING_BLOCKS
-        meets = few and not just_placed and waits and before_adding is None and not tells_bad_ids
+        meets = few and not just_placed and waits and before_adding is None
         if not meets:
             self.signal_and_wait(
-                slots.layer,
-                Phase.COMBINE,
-                fails=2 * tells_bad_ids,
-                waits=waits,
-                early=self._early and not just_placed,
+                slots.layer, Phase.COMBINE, waits=waits, early=self._early and not just_placed
             )
         if before_adding is not None:
             before_adding()

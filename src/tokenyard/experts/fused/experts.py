@@ -80,7 +80,6 @@ class FusedExperts(Experts):
     weight_formats = ("bf16", "fp16", "fp32", "fp8_block128", "mxfp8", "nvfp4", "mxfp4", "mxint4")
     inner_formats = (Fp8Block128.name,)
     devices = ("cuda",)
-    skips_empty_slots = True
     batch_invariant = ("cuda",)  # with the tiles of long batches in all of them
     tile_configs: TileConfigs | None = None  # tiles that a benchmark sets; None: chosen for each batch
     recodes: bool = True  # whether mxfp8 weights are held as blocks of e4m3 where that is faster
