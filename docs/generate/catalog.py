@@ -26,7 +26,7 @@ PAGES = (
         "[A first layer](../guide/first-layer.md) shows them at work.",
         names={
             "tokenyard": (
-                *("LayerSpec", "plan", "Plan", "MoELayer", "PendingBatch", "overlapped"),
+                *("LayerSpec", "plan", "Plan", "join_plan", "MoELayer", "PendingBatch", "overlapped"),
                 *("draft", "Draft", "Wiring", "Duty", "Party", "__version__"),
             ),
             "tokenyard.planning.rebalancing": ("Rebalance",),

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from tokenyard.layer import overlapped as overlapped
     from tokenyard.planning.drafting import Draft as Draft
     from tokenyard.planning.drafting import draft as draft
+    from tokenyard.planning.joining import join_plan as join_plan
     from tokenyard.planning.planner import Plan as Plan
     from tokenyard.planning.planner import plan as plan
     from tokenyard.planning.spec import LayerSpec as LayerSpec
@@ -134,6 +135,7 @@ _HOMES = {
     ),
     "layer": ("MoELayer", "PendingBatch", "overlapped"),
     "planning.drafting": ("Draft", "draft"),
+    "planning.joining": ("join_plan",),
     "planning.planner": ("Plan", "plan"),
     "routing": (
         "GroupedSigmoidRouter",

@@ -114,7 +114,7 @@ class Exchange:
         # Called with the numbers of all ranks, in the same dispatch on every rank: they agree without a message.
         self.noticed: Callable[[Sequence[int]], None] = ignore_notices
         self._in_flight = InFlightQueue(in_flight, group.rank)
-        self._plan_id = plan_id
+        self.plan_id = plan_id  # the same on all ranks, and different for each plan of a group
         self._names: list[str] = []
         self._round = 0  # the last dispatch in which all ranks met
         self.usability = Usability(group.rank)  # whether the plan is open, and not broken
@@ -678,7 +678,7 @@ class Exchange:
         def say() -> Announcement:
             told = error.announced_as if isinstance(error, TokenyardError) else error
             return Announcement(
-                plan=self._plan_id,
+                plan=self.plan_id,
                 layer=spec.index,
                 phase=phase,
                 round=round,

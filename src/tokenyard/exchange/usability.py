@@ -18,12 +18,14 @@ class Usability:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._closed = False
+        self._left = False
+        self.joining = False  # whether this rank's experts are still to come
         # Why a wait for the other ranks has ended without an answer; None, if none has.
         self.broken_by: BaseException | None = None
 
-    def close(self) -> None:
-        """Refuse all later calls."""
-        self._closed = True
+    def close(self, *, left: bool = False) -> None:
+        """Refuse all later calls; `left`: because the plan has let this rank go."""
+        self._closed, self._left = True, self._left or left
 
     def break_by(self, cause: BaseException) -> None:
         """Refuse all later calls: this one has ended without the others' answer."""
@@ -42,6 +44,14 @@ class Usability:
 
     def check_open(self, *, layer: str | None = None) -> None:
         """Raise if the plan is closed."""
+        if self._left:
+            raise HandleError(
+                "the plan has let this rank go (`plan.shrink`)",
+                expected="calls on the ranks that are left",
+                fix="end this rank, or let it come back as a new one: `plan.grow` there, `join_plan` here",
+                layer=layer,
+                rank=self._rank,
+            )
         if self._closed:
             raise HandleError(
                 "the plan is closed",
@@ -57,6 +67,14 @@ class Usability:
             self.check_open(layer=layer)
         if self.broken_by is not None:
             raise PlanBroken(self.broken_by, layer=layer, rank=self._rank)
+        if self.joining:
+            raise HandleError(
+                "this rank's experts have not come yet",
+                expected="a call of `plan.take_over`, after all layers were made",
+                fix="call `plan.take_over()` first",
+                layer=layer,
+                rank=self._rank,
+            )
 
     def waiting(self, spec: ExchangeSpec | None = None, *, for_others: bool = True) -> _Waiting:
         """A wait for the other ranks. If it is interrupted, or a rank is lost, the plan is broken."""

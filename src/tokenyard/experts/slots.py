@@ -37,6 +37,13 @@ class ExpertSlots:
         """The slot of an expert of this rank."""
         return self._slot_of[expert]
 
+    def places(self, experts: Sequence[int]) -> dict[int, int]:
+        """The slots of experts that come: those that were made for them, else spare ones."""
+        free = iter(self.free)
+        return {
+            expert: self._slot_of[expert] if expert in self._slot_of else next(free) for expert in experts
+        }
+
     @property
     def free(self) -> list[int]:
         """The spare slots."""

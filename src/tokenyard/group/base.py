@@ -314,8 +314,11 @@ class Group(ABC):
         return self.subgroup(hosts[number], name=name or f"{self.name}/host {number}")
 
     @abstractmethod
-    def subgroup(self, ranks: Sequence[int], *, name: str | None = None) -> Group:
-        """A group of some of these ranks. Collective over *those* ranks only; nobody else is waited for."""
+    def subgroup(self, ranks: Sequence[int], *, name: str | None = None, purpose: str = "") -> Group:
+        """A group of some of these ranks. Collective over *those* ranks only; nobody else is waited for.
+
+        Ranks make the subgroups of one purpose in one order. Those of another may be made meanwhile.
+        """
 
     @property
     @abstractmethod
@@ -329,6 +332,25 @@ class Group(ABC):
         Collective over those that are left, and over the fresh ranks' `rejoin`. If they have not come after so many
         seconds, `PeerLost` says who is missing, and nothing has changed.
         """
+
+    @abstractmethod
+    def admit(self, count: int, *, seconds: float = READMISSION) -> Group:
+        """This group, and so many fresh ranks behind its own. Collective over this group, and over their `rejoin`.
+
+        The first one comes with `rejoin(group.address, rank=group.size)`. If they have not come after so many seconds,
+        `PeerLost` says who is missing, and nothing has changed.
+        """
+
+    @abstractmethod
+    def decide(self, question: str, answer: str) -> str:
+        """The answer that any rank gave first: it stands for all ranks, those that were admitted, too.
+
+        Nobody is waited for, and it works after a loss: the answer is where ranks of this group find each other.
+        """
+
+    @abstractmethod
+    def decided(self, question: str) -> str | None:
+        """The answer that stands (`decide`); None, if nobody gave one."""
 
     @abstractmethod
     def close(self) -> None:

@@ -43,6 +43,7 @@ from tokenyard.group.readmission import (
     Invitation,
     RejoinStore,
     address_of,
+    check_count,
     check_lost,
     group_key_of,
     invited_at,
@@ -120,7 +121,7 @@ class DistributedGroup(Group):
         self._one_thread = OneThread(f"group {name!r}")
         self._readmissions = 0
         self._all_met = False
-        self._splits: dict[tuple[int, ...], int] = {}
+        self._splits: dict[tuple[tuple[int, ...], str], int] = {}
 
     @classmethod
     def _met(
@@ -317,14 +318,16 @@ class DistributedGroup(Group):
     def host(self) -> str:
         return f"{this_host()} on {self.device.type}"
 
-    def subgroup(self, ranks: Sequence[int], *, name: str | None = None) -> DistributedGroup:
+    def subgroup(
+        self, ranks: Sequence[int], *, name: str | None = None, purpose: str = ""
+    ) -> DistributedGroup:
         members = self._check_members(ranks)
         if self._process_group is None:
             raise self._is_broken()
         self._check_store()
         name = name or f"{self.name}/{'-'.join(map(str, members))}"
         if not self._known_to_torch or (self.device.type == "cpu" and self._carrier.type == "cpu"):
-            return self._split(members, name)
+            return self._split(members, name, purpose)
         global_ranks = [dist.get_global_rank(self._process_group, r) for r in members]
         # Local synchronization: only the members take part, other stages are not waited for.
         process_group = dist.new_group(
@@ -334,13 +337,12 @@ class DistributedGroup(Group):
         )
         return DistributedGroup(process_group, device=self.device, name=name, deadline=self.deadline)
 
-    def _split(self, members: tuple[int, ...], name: str) -> DistributedGroup:
+    def _split(self, members: tuple[int, ...], name: str, purpose: str) -> DistributedGroup:
         """A group of some of these ranks, made without torch's `new_group`: it is freed with its last reference."""
         # The n-th subgroup of the same ranks is the same one on all of them.
-        self._splits[members] = number = self._splits.get(members, 0) + 1
-        meeting = (
-            f"{self._rejoin_store.group_key}/{self.name}/subgroup/{'-'.join(map(str, members))}/{number}"
-        )
+        self._splits[members, purpose] = number = self._splits.get((members, purpose), 0) + 1
+        ranks = "-".join(filter(None, [*map(str, members), purpose]))
+        meeting = f"{self._rejoin_store.group_key}/{self.name}/subgroup/{ranks}/{number}"
         invitation = Invitation(meeting=meeting, size=len(members), name=name, deadline=self.deadline)
         rejoin_store = RejoinStore(
             self._rejoin_store.store,
@@ -364,19 +366,47 @@ class DistributedGroup(Group):
         return address_of(self._rejoin_store.store, self._rejoin_store.group_key)
 
     def readmit(self, lost: Sequence[int], *, seconds: float = READMISSION) -> DistributedGroup:
-        empty = check_lost(lost, self.rank, self.size)
+        return self._fill(check_lost(lost, self.rank, self.size), seconds)
+
+    def admit(self, count: int, *, seconds: float = READMISSION) -> DistributedGroup:
+        check_count(count, self.rank)
+        return self._fill(range(self.size, self.size + count), seconds)
+
+    def decide(self, question: str, answer: str) -> str:
+        key = self._key_of(question)
+        return str(self._ask_store(lambda store: store.compare_set(key, "", answer).decode()))
+
+    def decided(self, question: str) -> str | None:
+        key = self._key_of(question)
+        answer: str | None = self._ask_store(
+            lambda store: store.get(key).decode() if store.check([key]) else None
+        )
+        return answer
+
+    def _key_of(self, question: str) -> str:
+        return f"tokenyard/{self._rejoin_store.group_key}/decided/{question}"
+
+    def _ask_store(self, ask: Callable[[Any], Any]) -> Any:
+        try:
+            return within(_STORE, lambda: ask(self._rejoin_store.store))
+        except (RuntimeError, TimeoutError) as silent:
+            raise _lost_store(self.name, str(silent).splitlines()[0][:200], self.rank) from silent
+
+    def _fill(self, empty: Sequence[int], seconds: float) -> DistributedGroup:
+        """This group once more, with fresh ranks in these places: some of its own, or further ones."""
         self._check_store()
         if self._carrier.type != "cpu":
             raise GroupError(
                 f"group {self.name!r} is one of NCCL",
                 expected="a group over gloo: NCCL has no way to take in a process",
-                fix="make a new process group of all ranks, and pass `plan.readmit(group=DistributedGroup(…))`",
+                fix="make a new process group of all ranks, and pass it: DistributedGroup(…)",
                 rank=self.rank,
             )
         self._readmissions += 1
         name = name_again(self.name, self._readmissions)
         meeting = f"{self._rejoin_store.group_key}/{name}/{'-'.join(map(str, empty))}"
-        invitation = Invitation(meeting=meeting, size=self.size, name=name, deadline=self.deadline)
+        size = max(self.size, *(rank + 1 for rank in empty))
+        invitation = Invitation(meeting=meeting, size=size, name=name, deadline=self.deadline)
         first = min(rank for rank in range(self.size) if rank not in empty)
         self._detector.read()
         with self._rejoin_store.invited(empty if self.rank == first else [], invitation):

@@ -1,9 +1,10 @@
-"""How a fresh process takes the place of a rank that was lost.
+"""How a fresh process takes the place of a rank that was lost, or a further place.
 
 The ranks that are left call `group.readmit(lost)`. It puts an *invitation* for each lost rank's place into the store
 through which the group found together. The fresh process calls `rejoin(address, rank=…)` with the address that
 `group.address` tells on any rank: it waits for its invitation, takes it (an invitation is for one: of two that come,
-one gets an error), and meets the others. The new group has the size, the ranks and the deadline of the old one.
+one gets an error), and meets the others. The new group has the size, the ranks and the deadline of the old one. With
+`group.admit(count)` further places are invited to, behind those of the group.
 
 Nothing of the old group is used again but the store: not its connections, which are in an unknown state, nor its
 memory, which a rank that is not as dead as it seemed might still write into.
@@ -56,12 +57,23 @@ def check_lost(lost: Sequence[int], rank: int, size: int) -> list[int]:
     return sorted(lost)
 
 
+def check_count(count: object, rank: int) -> None:
+    """Raise unless it is a number of ranks that can be taken in."""
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise InputError(
+            f"{shown(count)} ranks are to be taken in",
+            expected="a number of ranks, from 1",
+            fix="pass how many processes will call `rejoin`",
+            rank=rank,
+        )
+
+
 def nobody_invited(rank: int, address: str, waited: float) -> GroupError:
     """The error of a fresh rank whose place is not free, or not any more."""
     return GroupError(
         f"rank {rank} of {address} was not invited within {waited:.1f} s",
-        expected="the other ranks to call `readmit` for this rank, and no other process to have come first",
-        fix="start one process for a lost rank, and call `readmit` on all that are left",
+        expected="the other ranks to call `readmit` or `grow`, and no other process to have come first",
+        fix="start one process for each place, and call `readmit` or `grow` on all ranks that are there",
         rank=rank,
     )
 

@@ -1,4 +1,4 @@
-"""How a fresh rank joins a group that has lost one."""
+"""How a fresh rank joins a group: in the place of one that was lost, or in a further one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def rejoin(
     """Take the place of rank `rank`, which was lost, in the group behind `address` (`group.address` on any rank).
 
     Returns the group when all are there: those that are left have called `group.readmit` (or `plan.readmit`). Then make
-    the same plan as they did. It waits so many seconds to be invited, and as long again for the others to come.
+    the same plan as they did. Where `rank` is a further one, behind those of the group, they have called `plan.grow`:
+    then `join_plan`. It waits so many seconds to be invited, and as long again for the others to come.
 
     >>> from concurrent.futures import ThreadPoolExecutor
     >>> from tokenyard import thread_groups

@@ -32,7 +32,14 @@ from tokenyard.group.devices import prepare_threads, resolve_device
 from tokenyard.group.hosts import hosts_of_ranks
 from tokenyard.group.memory import too_much
 from tokenyard.group.one_thread import OneThread, by_one_thread
-from tokenyard.group.readmission import PHASE, READMISSION, check_lost, name_again, nobody_invited
+from tokenyard.group.readmission import (
+    PHASE,
+    READMISSION,
+    check_count,
+    check_lost,
+    name_again,
+    nobody_invited,
+)
 
 
 @dataclass
@@ -72,14 +79,15 @@ class _MeetingPoint:
         self.size = size = len(self.hosts)
         self.lock = threading.Lock()
         # By rank: how often it was replaced. Leaving one group is leaving all groups in which it was not replaced.
-        taken: tuple[int, ...] = before.places_taken if before else (0,) * size
+        taken: tuple[int, ...] = before.places_taken if before else ()
+        taken += (0,) * (size - len(taken))
         self.places_taken: tuple[int, ...] = tuple(had + (rank in fresh) for rank, had in enumerate(taken))
         self.successors: _Successors = before.successors if before else _Successors()
         self.successors.add(self)
         self.calls: dict[int, _Call] = {}
         self.invitations = _Invitations()
         # Groups hold their meeting points. Those that are gone are not remembered here.
-        self.subgroups: weakref.WeakValueDictionary[tuple[tuple[int, ...], int], _MeetingPoint] = (
+        self.subgroups: weakref.WeakValueDictionary[tuple[tuple[int, ...], str, int], _MeetingPoint] = (
             weakref.WeakValueDictionary()
         )
         self.readmissions: weakref.WeakValueDictionary[int, _MeetingPoint] = weakref.WeakValueDictionary()
@@ -144,7 +152,9 @@ class _MeetingPoint:
         self._leave(rank, why)
         # Groups that are made after this know that the rank has ended.
         for meeting_point in self.successors.all():
-            if meeting_point is not self and meeting_point.places_taken[rank] == self.places_taken[rank]:
+            if meeting_point is not self and meeting_point.places_taken[rank:][:1] == (
+                self.places_taken[rank],
+            ):
                 meeting_point._leave(rank, why)
 
     def _leave(self, rank: int, why: str) -> None:
@@ -154,15 +164,16 @@ class _MeetingPoint:
             if waiting:
                 self._give_up([rank], 0.0, why)
             subgroups = list(self.subgroups.items())
-        for (ranks, _), meeting_point in subgroups:
+        for (ranks, *_), meeting_point in subgroups:
             if rank in ranks:
                 meeting_point.leave(ranks.index(rank), why)
 
 
 class _Successors:
-    """A group and those that replaced it after losses, as long as something refers to them."""
+    """A group and those that replaced it, as long as something refers to them; and what their ranks decided."""
 
     def __init__(self) -> None:
+        self.decided: dict[str, str] = {}
         self._lock = threading.Lock()
         self._meeting_points: weakref.WeakSet[_MeetingPoint] = weakref.WeakSet()
 
@@ -212,7 +223,7 @@ class ThreadGroup(Group):
         self._meeting_point = meeting_point
         self._invitations = invitations or meeting_point.invitations
         self._calls = self._readmissions = 0
-        self._splits: dict[tuple[int, ...], int] = {}
+        self._splits: dict[tuple[tuple[int, ...], str], int] = {}
         self._closed = False
         self._one_thread = OneThread(f"group {name!r}")
 
@@ -327,14 +338,14 @@ class ThreadGroup(Group):
     def host(self) -> str:
         return self._meeting_point.hosts[self.rank]
 
-    def subgroup(self, ranks: Sequence[int], *, name: str | None = None) -> ThreadGroup:
+    def subgroup(self, ranks: Sequence[int], *, name: str | None = None, purpose: str = "") -> ThreadGroup:
         members = self._check_members(ranks)
         # The n-th subgroup of the same ranks is the same one on all of them: no wait is needed to find it.
-        self._splits[members] = number = self._splits.get(members, 0) + 1
+        self._splits[members, purpose] = number = self._splits.get((members, purpose), 0) + 1
         parent = self._meeting_point
         hosts = [parent.hosts[rank] for rank in members]
         with parent.lock:
-            meeting_point = parent.subgroups.setdefault((members, number), _MeetingPoint(hosts))
+            meeting_point = parent.subgroups.setdefault((members, purpose, number), _MeetingPoint(hosts))
             gone = [(r, why) for r, why in parent.gone.items() if r in members]
         for rank, why in gone:
             meeting_point.leave(members.index(rank), why)
@@ -351,13 +362,29 @@ class ThreadGroup(Group):
         return self._invitations.address
 
     def readmit(self, lost: Sequence[int], *, seconds: float = READMISSION) -> ThreadGroup:
-        empty = check_lost(lost, self.rank, self.size)
+        return self._fill(check_lost(lost, self.rank, self.size), seconds)
+
+    def admit(self, count: int, *, seconds: float = READMISSION) -> ThreadGroup:
+        check_count(count, self.rank)
+        return self._fill(range(self.size, self.size + count), seconds)
+
+    def decide(self, question: str, answer: str) -> str:
+        decided = self._meeting_point.successors.decided
+        return decided.setdefault(question, answer)  # one thread at a time
+
+    def decided(self, question: str) -> str | None:
+        return self._meeting_point.successors.decided.get(question)
+
+    def _fill(self, empty: Sequence[int], seconds: float) -> ThreadGroup:
+        """This group once more, with fresh ranks in these places: some of its own, or further ones."""
         self._readmissions += 1
         name = name_again(self.name, self._readmissions)
         parent, invitations = self._meeting_point, self._invitations
         with parent.lock:
             found = parent.readmissions.get(self._readmissions)
-            meeting_point = found or _MeetingPoint(parent.hosts, parent, empty)
+            size = max(parent.size, *(rank + 1 for rank in empty))
+            hosts = [*parent.hosts, *parent.hosts[-1:] * (size - parent.size)]
+            meeting_point = found or _MeetingPoint(hosts, parent, empty)
             parent.readmissions[self._readmissions] = meeting_point
             gone = [(rank, why) for rank, why in parent.gone.items() if rank not in empty]
         for rank, why in gone:

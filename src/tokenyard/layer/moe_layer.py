@@ -162,7 +162,7 @@ class MoELayer(nn.Module):
         *,
         ahead: bool,
     ) -> Sent:
-        self.plan.between_calls()  # experts that have moved are served from here on
+        self.plan.between_calls(self.name)  # experts that have moved are served from here on
         wiring = self.wiring
         trip = self.plan.exchange.open_round_trip(wiring.exchange_spec)
         trip.ahead = ahead
@@ -179,7 +179,7 @@ class MoELayer(nn.Module):
         self, x_TH: Tensor, routes_or_logits: Routes | Tensor, *, payloads: Mapping[str, Tensor] | None = None
     ) -> RankRows:
         """The same up to the sum over ranks, which is the caller's duty here (`reduce_ranks="caller"`)."""
-        self.plan.between_calls()
+        self.plan.between_calls(self.name)
         wiring = self.wiring
         with self.plan.exchange.round_trip(wiring.exchange_spec) as trip:
             sent = self._send(wiring, trip, x_TH, routes_or_logits, payloads)

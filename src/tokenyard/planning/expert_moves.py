@@ -6,6 +6,7 @@ move, hear from each other how far they are, and switch between two calls.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import weakref
@@ -19,13 +20,25 @@ from tokenyard.errors import (
     PeerFailed,
     PlanBroken,
     PlanError,
+    TokenyardError,
     shown,
 )
-from tokenyard.group import Group, make_together
-from tokenyard.planning.moving import Carrier, HeldExperts, steps
+from tokenyard.group import Group
+from tokenyard.planning.drafting import Draft
+from tokenyard.planning.moving import Carrier, HeldExperts, held_by_all, steps
 from tokenyard.planning.rebalancing import Progress, Rebalance, failure_of
+from tokenyard.planning.resizing import (
+    NextGroup,
+    check_grown,
+    check_leaving,
+    exchange_named,
+    introduction,
+    placement_with,
+    placement_without,
+    widened,
+)
 from tokenyard.planning.spec import LayerSpec, is_size
-from tokenyard.planning.state import PlanState
+from tokenyard.planning.state import PlanState, WholePlan
 from tokenyard.routing import Placement, balance, imbalance, placement_for, rank_loads
 
 _log = logging.getLogger("tokenyard")
@@ -52,12 +65,14 @@ class ExpertMoves:
         self._move: Rebalance | None = None  # the one under way
         self._last_move: Rebalance | None = None
         self._auto: _Autobalance | None = None
+        self._next_group: NextGroup | None = None  # the one that the move under way leads to
         self.start()
 
     def start(self) -> None:
         """Serve the present group of the plan, which its ranks have agreed on."""
         self._carrier = Carrier(self._state.group)  # of experts that move
         self._switches = 0  # of placements, since the ranks of this group have agreed
+        self._resizes = 0  # changes of the ranks that were begun since
         # Weakly: memory of a plan that is gone is given back at once.
         notice, noticed = weakref.WeakMethod(self._notice), weakref.WeakMethod(self._noticed)
         self._state.exchange.notice = lambda: call() if (call := notice()) else 0
@@ -87,7 +102,6 @@ class ExpertMoves:
                 for name, goal in goals.items()
                 if goal != present[name]
             }
-            longest = max(map(len, ways.values()), default=0)
             self._begin(
                 Rebalance(
                     self._state.group,
@@ -95,13 +109,131 @@ class ExpertMoves:
                     {name: self._state.layers[name] for name in ways},
                     {name: held[name] for name in ways},
                     {name: present[name] for name in ways},
-                    [{name: way[n] for name, way in ways.items() if n < len(way)} for n in range(longest)],
+                    _together(ways),
                     finish=self._finish,
                     after=self._last_move,
                 )
             )
         move = self._last_move
         assert move is not None
+        if wait:
+            move.wait()
+        return move
+
+    def shrink(self, ranks: Sequence[int], *, wait: bool) -> Rebalance:
+        """See `Plan.shrink`."""
+        state, group = self._state, self._state.group
+        leaving = check_leaving(ranks, group)
+        held = self._begin_resize("shrink", leaving)
+        slots = {name: [one.slots.count for one in by_rank] for name, by_rank in held.items()}
+        staying = [rank for rank in range(group.size) if rank not in leaving]
+        present = {name: wiring.exchange_spec.placement for name, wiring in state.wirings.items()}
+        goals = {name: placement_without(each, leaving, slots[name]) for name, each in present.items()}
+        ways = {
+            name: steps(present[name], goal, slots[name])
+            for name, goal in goals.items()
+            if goal != present[name]
+        }
+        after = {
+            name: Placement.explicit(goal.num_experts, [goal.table[rank] for rank in staying])
+            for name, goal in goals.items()
+        }
+        question, draft = self._question(), state.draft
+        next_group = NextGroup(
+            group,
+            question,
+            staying,
+            None if group.rank in leaving else lambda: group.subgroup(staying, purpose=question),
+            lambda made: state.redraft(made, lambda: _placed(draft.specs, after)),
+            layers=state.layers,
+        )
+        return self._move_to(next_group, held, present, ways, after, wait=wait)
+
+    def grow(self, ranks: int | Group, *, seconds: float, wait: bool) -> Rebalance:
+        """See `Plan.grow`."""
+        state, group = self._state, self._state.group
+        given = ranks if isinstance(ranks, Group) else None
+        count = check_grown(ranks, group)
+        exchange_named(state.draft.exchange.name, group.rank)
+        held = self._begin_resize("grow", [count, seconds, given is not None])
+        present = {
+            name: widened(wiring.exchange_spec.placement, count) for name, wiring in state.wirings.items()
+        }
+        goals = {
+            name: placement_with(wiring.exchange_spec.placement, count)
+            for name, wiring in state.wirings.items()
+        }
+        question, draft = self._question(), state.draft
+        told = introduction(draft, question, goals)
+
+        def agree(made: Group) -> tuple[Draft, int]:
+            made.gather_json(told, phase="growing")
+            return state.redraft(made, lambda: _placed(draft.specs, goals))
+
+        next_group = NextGroup(
+            group,
+            question,
+            range(group.size),
+            (lambda: given) if given is not None else lambda: group.admit(count, seconds=seconds),
+            agree,
+            layers=state.layers,
+            patience=seconds,
+        )
+        ways = {name: [goal] for name, goal in goals.items() if goal != present[name]}
+        return self._move_to(next_group, held, present, ways, goals, wait=wait)
+
+    def _begin_resize(self, what: str, terms: object) -> dict[str, list[HeldExperts]]:
+        """Where each rank holds the experts of all layers; raise unless all ranks ask for the same. Collective."""
+        self._check_can_resize(what)
+        self.check_still(what)
+        state = self._state
+        reason = (
+            "a plan with survive=True" if state.survive
+            else "a plan that has lost experts with their ranks"
+            if any(wiring.exchange_spec.placement.lost_experts for wiring in state.draft.wirings)
+            else ""
+        )  # fmt: skip
+        if reason:
+            raise PlanError(
+                f"{what} was called on {reason}",
+                expected="a plan that has all its experts, made without survive",
+                fix="readmit the ranks that were lost first; or make a new plan on other ranks",
+                rank=state.group.rank,
+            )
+        with state.exchange.in_use(alone=True):
+            state.group.agree(what, terms)
+            self._resizes += 1
+            return self._held(list(state.wirings))
+
+    def _question(self) -> str:
+        """Names the change of ranks under way, alike on all ranks."""
+        return f"plan {self._state.exchange.plan_id:x}, change {self._resizes}"
+
+    def _move_to(
+        self,
+        next_group: NextGroup,
+        held: Mapping[str, list[HeldExperts]],
+        present: Mapping[str, Placement],
+        ways: Mapping[str, Sequence[Placement]],
+        after: dict[str, Placement],
+        *,
+        wait: bool,
+    ) -> Rebalance:
+        """Move experts, and with the last of them to the next group."""
+        move = Rebalance(
+            self._state.group,
+            self._carrier,
+            dict(self._state.layers),
+            held,
+            present,
+            _together(ways) or [{}],
+            finish=self._finish,
+            after=self._last_move,
+            next_ranks=next_group,
+        )
+        move.placements = after
+        self._next_group = next_group
+        self._begin(move)
         if wait:
             move.wait()
         return move
@@ -144,11 +276,18 @@ class ExpertMoves:
             self._state.group.agree("autobalance", [every, threshold])
             self._auto = _Autobalance(every=every, threshold=threshold, seen=self._state.exchange.rounds)
 
-    def between_calls(self) -> None:
-        """What a layer calls before each of its calls: experts that have moved are served from then on."""
+    def between_calls(self, layer: str) -> None:
+        """What a layer calls before each of its calls: experts that have moved are served from then on.
+
+        Ranks come and go before a call of the first layer: fresh ones begin with it.
+        """
         move, auto = self._move, self._auto
         if move is not None:
-            if move.decision is not Progress.PREPARING and self._state.exchange.is_between_calls():
+            if (
+                move.decision is not Progress.PREPARING
+                and (self._next_group is None or layer == self._state.draft.wirings[0].spec.name)
+                and self._state.exchange.is_between_calls()
+            ):
                 self._conclude(move)
         elif (
             auto is not None
@@ -176,55 +315,30 @@ class ExpertMoves:
                 rank=self._state.group.rank,
             )
 
+    def _check_can_resize(self, what: str) -> None:
+        if self._state.group.device.type != "cpu":
+            raise InputError(
+                f"{what} on {self._state.group.device}",
+                expected="ranks on CPUs: captured CUDA graphs do not survive another number of ranks",
+                fix="make a new plan on the ranks that shall serve, and capture graphs anew",
+                rank=self._state.group.rank,
+            )
+
     def check_still(self, what: str) -> None:
         """Raise while experts move. All ranks see the end of a move in the same call."""
         if self._move is not None:
             raise HandleError(
                 f"{what} was called while experts move",
                 expected="one change of a plan at a time",
-                fix="call `wait` on what `plan.rebalance` returned first",
+                fix="call `wait` on what began the move first",
                 rank=self._state.group.rank,
             )
 
     def _held(self, named: Sequence[str]) -> dict[str, list[HeldExperts]]:
         """Where each rank holds the experts of a layer, by layer; one that is named must be in use on all ranks."""
-
-        def mine() -> dict[str, HeldExperts]:
-            for name in named:
-                self._state.wiring(name)
-                if name not in self._state.layers:
-                    raise PlanError(
-                        "no MoELayer of this rank has the experts of this layer",
-                        expected="a layer made with this plan, and in use",
-                        fix="rebalance layers that exist: plan.rebalance({name: placement})",
-                        layer=name,
-                    )
-            host = self._state.group.host()
-            return {
-                name: HeldExperts.of(layer.slots, layer.experts.movable(), host)
-                for name, layer in self._state.layers.items()
-            }
-
-        _, by_rank = make_together(
-            self._state.group,
-            "making room for experts",
-            mine,
-            seconds=self._state.group.deadline,
-            note=lambda made: {name: one.as_dict() for name, one in made.items()},
-        )
-        everywhere = [name for name in self._state.wirings if all(name in told for told in by_rank)]
-        held = {name: [HeldExperts.from_dict(told[name]) for told in by_rank] for name in everywhere}
-        for name, by_form in held.items():
-            forms = {rank: ", ".join(sorted(one.memory)) for rank, one in enumerate(by_form)}
-            if len(set(forms.values())) > 1:
-                raise PlanError(
-                    f"the ranks hold the weights of this layer in different forms: {shown(forms)}",
-                    expected="one form on all ranks: experts are copied as they are held",
-                    fix="choose experts that hold weights as they are given: LayerSpec(experts='grouped')",
-                    layer=name,
-                    rank=self._state.group.rank,
-                )
-        return held
+        for name in named:
+            self._state.wiring(name)
+        return held_by_all(self._state.group, self._state.layers, named, list(self._state.wirings))
 
     def _specs_with(self, placements: Mapping[str, str | Placement]) -> list[LayerSpec]:
         """The layers of this plan, some of them with other placements."""
@@ -305,23 +419,52 @@ class ExpertMoves:
 
     def _conclude(self, move: Rebalance) -> None:
         """Switch, or give the move up, as all ranks have decided."""
-        if move.decision is Progress.FAILED:
+        started, step = time.monotonic(), move.step
+        following = self._next_group if move.is_last_step else None
+        if move.decision is Progress.FAILED or (following is not None and not following.take()):
             self.give_up(PeerFailed(self._state.group.rank, "the move was given up", phase="moving experts"))
             return
-        started, step = time.monotonic(), move.step
         self._switch(move)
-        self._state.exchange.switch([wiring.exchange_spec for wiring in self._state.draft.wirings])
-        move.switched()
         seconds = time.monotonic() - started
+        move.pause_ms = 1000 * seconds
         for name in step:
-            self._state.exchange.stats[name].moves.count_switch(
-                len(move.came[name]), seconds, move.nbytes, move.seconds
-            )
-        if move.is_done:
-            self._move = None
+            stats = self._state.exchange.stats[name].moves
+            stats.count_switch(len(move.came[name]), seconds, move.nbytes, move.seconds)
 
     def _switch(self, move: Rebalance) -> None:
-        """Take the placements of a step, and the experts that came for it."""
+        """Take the placements of a step, and the experts that came for it; with the last one the next group."""
+        if move.is_last_step and self._next_group is not None:
+            self._take(self._next_group, move)
+        else:
+            self._take_step(move)
+            self._state.exchange.switch([wiring.exchange_spec for wiring in self._state.draft.wirings])
+        move.switched()
+        if move.is_done:
+            self._move = self._next_group = None
+
+    def _take(self, following: NextGroup, move: Rebalance) -> None:
+        """Serve the next group from now on; or leave, if this rank is not in it."""
+        state, before, whole = self._state, self._state.exchange, self._state.whole
+        following.left_behind = [before.close]
+        if state.group is not whole.group:
+            following.left_behind.append(state.group.close)  # the plan made it, of the ranks that were left
+        if whole.made_here:
+            following.left_behind.append(whole.group.close)
+        self.close_carrier()
+        if following.exchange is None:
+            before.usability.close(left=True)
+            return
+        for name, stats in following.exchange.stats.items():
+            stats.moves = before.stats[name].moves
+        assert following.group is not None
+        state.whole = WholePlan(group=following.group, specs=whole.specs, made_here=True)
+        state.take(following.exchange, following.draft)
+        for name, layer in state.layers.items():
+            layer.switch(state.wirings[name], move.came.get(name, {}))
+        self.start()
+
+    def _take_step(self, move: Rebalance) -> None:
+        """Serve the placements of a step, on the same ranks."""
         switched = {
             name: replace(
                 self._state.wiring(name),
@@ -339,6 +482,10 @@ class ExpertMoves:
     def give_up(self, error: BaseException) -> None:
         """Experts stay where they are, on this rank; whoever asks for the move hears why."""
         move, self._move = self._move, None
+        following, self._next_group = self._next_group, None
+        if following is not None:
+            with contextlib.suppress(TokenyardError):  # where the ranks find each other, nobody answers
+                following.refuse()
         if move is not None:
             move.give_up(error)
             _log.warning("experts stay where they are: %s", move.error)
@@ -350,11 +497,23 @@ class ExpertMoves:
         if self._last_move is None or self._last_move.has_ended:
             self._carrier.close()
 
+    def follow(self, lost: list[int]) -> tuple[list[int], bool]:
+        """After a loss: take the next group if another rank has; else nobody does.
+
+        Returns the lost ranks as the plan's group numbers them then, and whether it was taken.
+        """
+        move, following = self._move, self._next_group
+        if move is None or following is None or not move.is_last_step or following.refuse():
+            return lost, False
+        self._switch(move)
+        self._state.exchange.usability.check_open()  # of a rank that leaves
+        return [following.members.index(rank) for rank in lost if rank in following.members], True
+
     def settle(self, group: Group) -> None:
         """After a loss: switch if any of the ranks that are left has switched; else stay. Collective over these."""
         switches = group.gather_json(self._switches, phase="moving experts")
         if self._move is not None and max(switches) > self._switches:
-            self._switch(self._move)
+            self._take_step(self._move)
             self._move.switched()
         lost = (
             PlanBroken(self._state.exchange.usability.broken_by)
@@ -366,11 +525,23 @@ class ExpertMoves:
         self._move = None
 
     def close(self) -> None:
-        """Give up the move under way, and give back what moves share."""
+        """Give up the move under way, and give back what moves share. A rank that leaves does so in order."""
+        if self._move is not None and self._move.lets_go:
+            self._move.wait()
         self.give_up(
             HandleError("the plan was closed", expected="an open plan", fix="call `wait` before `close`")
         )
         self.close_carrier()
+
+
+def _together(ways: Mapping[str, Sequence[Placement]]) -> list[dict[str, Placement]]:
+    """The steps of several layers, each with the layers that switch in it."""
+    longest = max(map(len, ways.values()), default=0)
+    return [{name: way[n] for name, way in ways.items() if n < len(way)} for n in range(longest)]
+
+
+def _placed(specs: Sequence[LayerSpec], placements: Mapping[str, Placement]) -> list[LayerSpec]:
+    return [replace(spec, placement=placements[spec.name]) for spec in specs]
 
 
 def _decided(progress: Sequence[int]) -> Progress:

@@ -17,14 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from tokenyard.errors import PlanError
+from tokenyard.errors import PlanError, shown
+from tokenyard.experts import Experts
 from tokenyard.experts.slots import ExpertSlots
-from tokenyard.group import Group
+from tokenyard.group import Group, make_together
 from tokenyard.group.shared_memory import Address, address_of, map_memory
 from tokenyard.routing import Move, Placement, moves
 
@@ -167,7 +168,63 @@ class HeldExperts:
     def arrivals(self, path: Sequence[Move], rank: int) -> dict[int, int]:
         """The spare slots into which experts come, on this rank."""
         arriving = [move.expert for move in path if move.target == rank]
-        return dict(zip(arriving, self.slots.free, strict=False))
+        return self.slots.places(arriving)
+
+
+class HasWeights(Protocol):
+    """A layer whose experts can be copied."""
+
+    experts: Experts  # the experts of this rank, with their weights
+    slots: ExpertSlots  # where these weights stand
+
+
+def held_by_all(
+    group: Group,
+    layers: Mapping[str, HasWeights],
+    named: Sequence[str],
+    order: Sequence[str],
+    *,
+    seconds: float | None = None,
+) -> dict[str, list[HeldExperts]]:
+    """Where each rank holds the experts of a layer, by layer, in this order; one that is named must be on all ranks.
+
+    Collective; the others are waited for so many seconds, if more than the deadline.
+    """
+
+    def mine() -> dict[str, HeldExperts]:
+        for name in named:
+            if name not in layers:
+                raise PlanError(
+                    "no MoELayer of this rank has the experts of this layer",
+                    expected="a layer made with this plan, and in use",
+                    fix="rebalance layers that exist: plan.rebalance({name: placement})",
+                    layer=name,
+                )
+        host = group.host()
+        return {
+            name: HeldExperts.of(layer.slots, layer.experts.movable(), host) for name, layer in layers.items()
+        }
+
+    _, by_rank = make_together(
+        group,
+        "making room for experts",
+        mine,
+        seconds=seconds or group.deadline,
+        note=lambda made: {name: one.as_dict() for name, one in made.items()},
+    )
+    everywhere = [name for name in order if all(name in told for told in by_rank)]
+    held = {name: [HeldExperts.from_dict(told[name]) for told in by_rank] for name in everywhere}
+    for name, by_form in held.items():
+        forms = {rank: ", ".join(sorted(one.memory)) for rank, one in enumerate(by_form)}
+        if len(set(forms.values())) > 1:
+            raise PlanError(
+                f"the ranks hold the weights of this layer in different forms: {shown(forms)}",
+                expected="one form on all ranks: experts are copied as they are held",
+                fix="choose experts that hold weights as they are given: LayerSpec(experts='grouped')",
+                layer=name,
+                rank=group.rank,
+            )
+    return held
 
 
 class Carrier:
@@ -176,8 +233,8 @@ class Carrier:
     Both are made when they are first needed, and kept for later moves.
     """
 
-    def __init__(self, of: Group) -> None:
-        self._of = of
+    def __init__(self, of: Group, name: str = "moves") -> None:
+        self._of, self._name = of, name
         self._group: Group | None = None
         self._mapped: dict[tuple[int, int], Tensor] = {}  # memory of other ranks, by process and inode
 
@@ -211,11 +268,21 @@ class Carrier:
         longest = max((parts[-1].start + parts[-1].nbytes for parts in sent if parts), default=0)
         if not longest:
             return
-        if self._group is None:
-            self._group = self._of.subgroup(range(self._of.size), name=f"{self._of.name}/moves")
+        group = self._found()
         for number in range(-(-longest // PIECE)):
             check()
-            _move_piece(self._group, _Piece(number, PIECE, sent), read, write)
+            _move_piece(group, _Piece(number, PIECE, sent), read, write)
+
+    def meet(self) -> None:
+        """Return when all ranks have called this. Collective."""
+        self._found().barrier(phase="moving experts")
+
+    def _found(self) -> Group:
+        """The group that carries, made when it is first needed."""
+        if self._group is None:
+            name = f"{self._of.name}/{self._name}"
+            self._group = self._of.subgroup(range(self._of.size), name=name, purpose=self._name)
+        return self._group
 
     def abandon(self) -> None:
         """End the waits of the other ranks, too: this one takes part no more."""

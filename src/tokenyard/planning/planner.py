@@ -16,11 +16,12 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
-from tokenyard.errors import InputError, PeerLost, shown
+from tokenyard.errors import HandleError, InputError, PeerLost, shown
 from tokenyard.exchange import Exchange, ExchangeSpec, Transport
 from tokenyard.exchange.stats import LayerStats
+from tokenyard.experts import ExpertWeights
 from tokenyard.group import READMISSION, Group
 from tokenyard.planning.agreement import agree_on_draft, make_plan_id
 from tokenyard.planning.choosing import AUTO
@@ -28,6 +29,7 @@ from tokenyard.planning.drafting import Draft, draft
 from tokenyard.planning.expert_moves import ExpertMoves
 from tokenyard.planning.rebalancing import HoldsExperts, Rebalance
 from tokenyard.planning.recovery import Recovery
+from tokenyard.planning.resizing import empty_weights
 from tokenyard.planning.spec import LayerSpec
 from tokenyard.planning.state import PlanState
 from tokenyard.planning.surviving import check_survives
@@ -37,6 +39,13 @@ from tokenyard.routing import Placement
 _log = logging.getLogger("tokenyard")
 
 
+class TakesOver(Protocol):
+    """Takes a fresh rank's experts over from the others (`joining`)."""
+
+    def take_over(self, layers: Mapping[str, HoldsExperts], seconds: float) -> None:
+        """Receive them, and wait until all ranks switch."""
+
+
 class Plan:
     """All layers of a model on one rank, agreed on with the other ranks. Made by `plan`."""
 
@@ -44,7 +53,7 @@ class Plan:
         self._state = PlanState(draft, group, plan_id, survive=survive)
         self._moves = ExpertMoves(self._state)
         self._recovery = Recovery(self._state, self._moves)
-        self.warmup()
+        self._joining: TakesOver | None = None
 
     @property
     def group(self) -> Group:
@@ -214,9 +223,57 @@ class Plan:
         """
         self._moves.autobalance(every=every, threshold=threshold)
 
-    def between_calls(self) -> None:
+    def shrink(self, ranks: Sequence[int], *, wait: bool = True) -> Rebalance:
+        """Let ranks go: their experts move to the others, which go on as a smaller group. Collective, on CPUs.
+
+        Experts come through the memory that layers declare (`LayerSpec.spare_experts`); no output changes where
+        `sum="choices"`. With `wait=False` it returns at once, and all ranks switch between two calls. A rank that
+        leaves calls layers until `is_done` of what is returned, then `wait` of it; its plan is closed then. The others
+        are renumbered in their order.
+        """
+        return self._moves.shrink(ranks, wait=wait)
+
+    def grow(self, ranks: int | Group, *, seconds: float = READMISSION, wait: bool = True) -> Rebalance:
+        """Take so many fresh ranks in, behind the present ones, and move experts to them. Collective, on CPUs.
+
+        Each fresh process calls `rejoin(address, rank=…)` with the address of `plan.group`, and `join_plan`. They are
+        waited for so many seconds; if they do not come, `PeerLost` says who is missing, and the plan is as it was. With
+        `wait=False` it returns at once, and all ranks switch between two calls. `ranks` may be the larger group, where
+        somebody else has made it.
+        """
+        return self._moves.grow(ranks, seconds=seconds, wait=wait)
+
+    def empty_weights(self, layer: str) -> ExpertWeights:
+        """Weights for this rank's experts of a layer, all zero: on a fresh rank, to which the experts are to come."""
+        return empty_weights(self.wiring(layer), self.group.rank)
+
+    def join(self, joining: TakesOver) -> None:
+        """Refuse calls until this rank has taken its experts over. `join_plan` calls it."""
+        self._joining, self.exchange.usability.joining = joining, True
+
+    def take_over(self, *, seconds: float = READMISSION) -> None:
+        """On a fresh rank, after it has made its layers: receive its experts, and serve with the others from then on.
+
+        If they do not switch within so many seconds after they are ready, or give the move up, this raises.
+        """
+        joining, self._joining = self._joining, None
+        if joining is None:
+            raise HandleError(
+                "take_over was called on a rank whose experts are there",
+                expected="a plan that `join_plan` returned, once",
+                fix="leave it out",
+                rank=self.group.rank,
+            )
+        try:
+            joining.take_over(self.layers, seconds)
+        except BaseException:
+            self.close()
+            raise
+        self.exchange.usability.joining = False
+
+    def between_calls(self, layer: str) -> None:
         """What a layer calls before each of its calls: experts that have moved are served from then on."""
-        self._moves.between_calls()
+        self._moves.between_calls(layer)
 
     def close(self) -> None:
         """Give the memory back. Every later call of this plan raises; the group stays usable."""

@@ -51,6 +51,34 @@ class HoldsExperts(Protocol):
         """Serve a call of the other ranks, without rows."""
 
 
+class NextRanks(Protocol):
+    """The group that a plan is to have after a move (`resizing`)."""
+
+    carrier: Carrier
+    held: dict[
+        str, list[HeldExperts]
+    ]  # where fresh ranks and the others hold experts; empty without fresh ones
+    leaves: bool
+
+    def prepare(self) -> None:
+        """Make it."""
+
+    def all_have_copied(self) -> None:
+        """Wait for fresh ranks."""
+
+    def take(self) -> bool:
+        """Whether all ranks take it."""
+
+    def refuse(self) -> bool:
+        """Whether no rank takes it."""
+
+    def say_farewell(self) -> None:
+        """Give back what was shared before."""
+
+    def close(self) -> None:
+        """It is not taken."""
+
+
 class Progress(IntEnum):
     """How far a rank's thread is with a step."""
 
@@ -60,7 +88,7 @@ class Progress(IntEnum):
 
 
 class Rebalance:
-    """Experts on their way to other ranks: what `plan.rebalance` returns."""
+    """Experts on their way to other ranks: what `plan.rebalance`, `plan.grow` and `plan.shrink` return."""
 
     placements: dict[
         str, Placement
@@ -78,6 +106,7 @@ class Rebalance:
         *,
         finish: Callable[[Rebalance], None],
         after: Rebalance | None = None,
+        next_ranks: NextRanks | None = None,
     ) -> None:
         self.placements = {layer: placement for step in steps for layer, placement in step.items()}
         self.error = None
@@ -85,6 +114,8 @@ class Rebalance:
         self.came: dict[str, dict[int, int]] = {}  # by layer: the slots of experts that came in this step
         self.nbytes = 0  # bytes that came to this rank in this step
         self.seconds = 0.0  # of this step's copying
+        self.pause_ms = 0.0  # milliseconds of the last switch, in which no layer runs on this rank
+        self.next_ranks = next_ranks  # the group that the plan has after the last step, if it is another one
         self._group, self._holders, self._present, self._steps = (
             group,
             dict(holders),
@@ -108,8 +139,20 @@ class Rebalance:
 
     @property
     def is_done(self) -> bool:
-        """Whether all layers serve their new placements."""
-        return self._number == len(self._steps)
+        """Whether all layers serve their new placements; on a rank that leaves, whether it makes no more calls."""
+        return self._number == len(self._steps) or self.lets_go
+
+    @property
+    def is_last_step(self) -> bool:
+        """Whether the next switch is the last one."""
+        return self._number == len(self._steps) - 1
+
+    @property
+    def lets_go(self) -> bool:
+        """Whether this rank leaves, and all ranks have agreed that it does so now."""
+        ready = self.decision is Progress.READY and self.error is None
+        leaves = self.next_ranks is not None and self.next_ranks.leaves
+        return leaves and ready and self.is_last_step and self.next_ranks.take()  # type: ignore[union-attr]
 
     @property
     def has_ended(self) -> bool:
@@ -145,6 +188,8 @@ class Rebalance:
         self._finish(self)
         if self.error is not None:
             raise self.error
+        if self.next_ranks is not None and self.next_ranks.leaves and self._thread is not None:
+            self._thread.join()  # others may still read what this rank has sent
 
     def wait_for_thread(self) -> Progress:
         """Wait until this rank is ready for the next switch, or has failed."""
@@ -174,27 +219,36 @@ class Rebalance:
             if self._after is not None and self._after._thread is not None:
                 self._after._thread.join()  # one that was given up may still write into spare slots
                 self._after = None
+            if self.next_ranks is not None:
+                self._check()
+                self.next_ranks.prepare()
+                self._carrier, self._held = self.next_ranks.carrier, self.next_ranks.held or self._held
             self._carrier.keep(one for held in self._held.values() for one in held)
             with rank_on(self._group.device), torch.no_grad():
-                while not self.is_done:
+                while self._number < len(self._steps):
                     self._check()
-                    self._copy()
+                    self.copy()
                     self._group.wait_for_device()
                     self._report(Progress.READY)
                     self._await_switch()
+            if self.next_ranks is not None:
+                self.next_ranks.say_farewell()
         except BaseException as error:
             with self._changed:
                 self.error = self.error or error
             if not isinstance(error, (PeerLost, PeerFailed)):
                 self._carrier.abandon()
             self._carrier.close()  # its ranks may be anywhere: the next move makes another
+            if self.next_ranks is not None:
+                self.next_ranks.close()
             self._report(Progress.FAILED)
         finally:
             self._holders = {}  # nobody switches any more, and a layer that is gone needs no memory
 
-    def _copy(self) -> None:
+    def copy(self) -> None:
         """Copy the experts of one step into spare slots."""
         started, mine = time.monotonic(), self._group.rank
+        world = max((placement.world for placement in self.step.values()), default=self._group.size)
         paths = paths_between(self._present, self.step)
         tensors = {layer: self._holders[layer].experts.movable() for layer in self.step}
         widths = {
@@ -223,7 +277,9 @@ class Rebalance:
                     for name, tensor in tensors[layer].items():
                         into = bytes_of(tensor[came[layer][move.expert]])
                         self._carrier.fetch(held[move.source], name, move.expert, into, self._check)
-        self._carrier.carry(streams(self._group.size, through_group, widths), read, write, self._check)
+        self._carrier.carry(streams(world, through_group, widths), read, write, self._check)
+        if self.next_ranks is not None:
+            self.next_ranks.all_have_copied()
         for layer, placement in self.step.items():
             for rank, one in enumerate(self._held[layer]):
                 one.slots.switch(placement.local_experts(rank), arrivals[layer][rank])
@@ -237,7 +293,7 @@ class Rebalance:
             raise HandleError(
                 "the move of experts was given up",
                 expected="the plan to go on as it is while experts move",
-                fix="call `wait` on what `plan.rebalance` returned first",
+                fix="call `wait` on what began the move first",
                 rank=self._group.rank,
             )
 

@@ -24,7 +24,9 @@ class Recovery:
     def go_on_without(self, lost: Sequence[int], *, renormalize: bool = False) -> None:
         """See `Plan.go_on_without`."""
         self._state.exchange.usability.check_open()
-        lost = self._check_lost(lost)
+        lost, followed = self._moves.follow(self._check_lost(lost))
+        if followed and not lost:
+            return  # the ranks that were lost had left the plan
         survivors = [rank for rank in range(self._state.group.size) if rank not in lost]
         group = self._state.group.subgroup(survivors)
         self._moves.settle(group)
@@ -73,7 +75,8 @@ class Recovery:
     ) -> None:
         """See `Plan.readmit`."""
         self._state.exchange.usability.check_open()
-        if self._check_lost(lost):
+        lost, _ = self._moves.follow(self._check_lost(lost))
+        if lost:
             left = self._state.group.subgroup(
                 [rank for rank in range(self._state.group.size) if rank not in lost]
             )
@@ -108,4 +111,3 @@ class Recovery:
         self._state.whole = whole
         self._state.start(agreed, group, make_plan_id(agreed, number))
         self._moves.start()
-        self._state.warmup()

@@ -53,16 +53,11 @@ class PlanState:
 
     def start(self, draft: Draft, group: Group, plan_id: int) -> None:
         """Serve a draft, through an exchange of its own. Collective over the group."""
-        self.group = group
-        self.exchange = Exchange(
-            draft.exchange,
-            group,
-            in_flight=draft.in_flight,
-            plan_id=plan_id,
-            paranoid=draft.paranoid,
-            sms=draft.sms,
-        )
-        self.exchange.serve([wiring.exchange_spec for wiring in draft.wirings])
+        self.take(make_exchange(draft, group, plan_id), draft)
+
+    def take(self, exchange: Exchange, draft: Draft) -> None:
+        """Serve a draft through an exchange that was made for it."""
+        self.group, self.exchange = exchange.group, exchange
         self.adopt(draft)
         for stats in self.exchange.stats.values():
             stats.lost = list(self.whole.lost)
@@ -125,3 +120,20 @@ class PlanState:
             layer: [sum(counts) for counts in zip(*(r[layer] for r in by_rank), strict=True)]
             for layer in mine
         }
+
+
+def make_exchange(draft: Draft, group: Group, plan_id: int) -> Exchange:
+    """An exchange that serves a draft, with all that its first calls need. Collective over the group."""
+    made = Exchange(
+        draft.exchange,
+        group,
+        in_flight=draft.in_flight,
+        plan_id=plan_id,
+        paranoid=draft.paranoid,
+        sms=draft.sms,
+    )
+    specs = [wiring.exchange_spec for wiring in draft.wirings]
+    made.serve(specs)
+    with made.in_use():
+        made.warmup(specs)
+    return made

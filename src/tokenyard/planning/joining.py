@@ -1,0 +1,127 @@
+"""How a fresh rank enters a plan in use, where the others call `Plan.grow`.
+
+It is told the plan and the tables, agrees on them with the others, and makes its layers with empty weights; then its
+experts come from the other ranks. It serves from the call in which all of them switch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tokenyard.errors import TokenyardError
+from tokenyard.group import READMISSION, Group
+from tokenyard.planning.agreement import agree_on_draft, make_plan_id
+from tokenyard.planning.drafting import Draft, draft_as_told
+from tokenyard.planning.moving import Carrier, held_by_all
+from tokenyard.planning.planner import Plan
+from tokenyard.planning.rebalancing import HoldsExperts, Rebalance
+from tokenyard.planning.resizing import STAY, exchange_named, not_taken_in
+from tokenyard.planning.spec import LayerSpec
+from tokenyard.routing import Placement
+
+# Seconds between two looks whether the others have switched.
+_LOOK = 0.003
+
+
+class Joining:
+    """Takes this rank's experts over from the others."""
+
+    def __init__(
+        self, group: Group, question: str, present: Mapping[str, Placement], goals: Mapping[str, Placement]
+    ) -> None:
+        self._group, self._question, self._names = group, question, list(goals)
+        self._present = {name: each for name, each in present.items() if each != goals[name]}
+        self._goals = {name: goals[name] for name in self._present}
+
+    def take_over(self, layers: Mapping[str, HoldsExperts], seconds: float) -> None:
+        """Receive the experts, and wait until the others have switched. Collective over the next group."""
+        group = self._group
+        names = list(self._names)
+        held = held_by_all(group, layers, names, names, seconds=seconds)
+        carrier = Carrier(group, self._question)
+        try:
+            move = Rebalance(
+                group, carrier, layers, held, self._present, [self._goals], finish=lambda move: None
+            )
+            move.copy()
+            carrier.meet()
+            if self._answer(seconds) == STAY:
+                raise not_taken_in(group.rank)
+            with contextlib.suppress(TokenyardError):  # a loss is raised by the next call of a layer
+                carrier.meet()
+        finally:
+            carrier.close()
+
+    def _answer(self, seconds: float) -> str:
+        """What the ranks have decided. If they do not, or one of them ends, nobody takes this rank in."""
+        until = time.monotonic() + seconds
+        while (answer := self._group.decided(self._question)) is None:
+            if time.monotonic() > until or self._group.gone():
+                return self._group.decide(self._question, STAY)
+            time.sleep(_LOOK)
+        return answer
+
+
+def join_plan(layers: Sequence[LayerSpec], group: Group, *, seconds: float = READMISSION) -> Plan:
+    """Enter a plan in use, on a fresh rank, while the others call `plan.grow`. `group` is what `rejoin` returned.
+
+    `layers` are those of the plan, in its order; placements and settings are those that the others have. Then make each
+    layer with `plan.empty_weights(name)`, and call `plan.take_over()`: the experts come from the other ranks.
+
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> import torch
+    >>> from tokenyard import ExpertWeights, LayerSpec, MoELayer, join_plan, plan, rejoin, thread_groups
+    >>> moe = LayerSpec(name="moe", hidden_size=8, intermediate_size=4, num_experts=4, top_k=1, max_tokens=4)
+    >>> def old(group):
+    ...     agreed = plan([moe], group, exchange="one_sided")
+    ...     weights = ExpertWeights(w13=torch.ones(4, 8, 8).bfloat16(), w2=torch.ones(4, 8, 4).bfloat16())
+    ...     layer = MoELayer(agreed, "moe", weights.select(agreed.local_experts("moe")))
+    ...     agreed.grow(1)
+    ...     return agreed.local_experts("moe")
+    >>> def fresh(address):
+    ...     agreed = join_plan([moe], rejoin(address, rank=1))
+    ...     layer = MoELayer(agreed, "moe", agreed.empty_weights("moe"))
+    ...     agreed.take_over()
+    ...     return agreed.local_experts("moe")
+    >>> (group,) = thread_groups(1)
+    >>> with ThreadPoolExecutor(2) as pool:
+    ...     ranks = pool.submit(old, group), pool.submit(fresh, group.address)
+    ...     [rank.result() for rank in ranks]
+    [[0, 1], [3, 2]]
+    """
+    with group.patience(seconds):
+        told = group.gather_json(None, phase="growing")[0]
+        tables = told["layers"]
+
+        def placements(which: str) -> dict[str, Placement]:
+            world = group.size
+            return {
+                spec.name: Placement.explicit(spec.num_experts, [*rows, *[()] * (world - len(rows))])
+                for spec in layers
+                if spec.name in tables and (rows := tables[spec.name][which])
+            }
+
+        def make() -> Draft:
+            known = [_as_told(spec, tables) for spec in layers]
+            exchange = exchange_named(told["exchange"], group.rank)
+            return draft_as_told(
+                known, group.size, exchange=exchange, device=group.device, **told["settings"]
+            )
+
+        agreed, number = agree_on_draft(group, make)
+        made = Plan(agreed, group, make_plan_id(agreed, number))
+    made.join(Joining(group, told["question"], placements("present"), placements("goal")))
+    return made
+
+
+def _as_told(spec: LayerSpec, tables: Mapping[str, Mapping[str, Any]]) -> LayerSpec:
+    """A layer as the others have it; as it is, if they do not know it."""
+    if spec.name not in tables:
+        return spec
+    told = tables[spec.name]
+    placement = Placement.explicit(spec.num_experts, told["goal"])
+    return replace(spec, placement=placement, max_tokens=spec.max_tokens or told["max_tokens"])

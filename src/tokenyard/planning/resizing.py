@@ -1,0 +1,260 @@
+"""The next group of a plan, for `Plan.grow` and `Plan.shrink`: made in the background, and taken in one switch.
+
+A move of experts carries it (`rebalancing`). Its thread first makes the group that the plan is to have, and an exchange
+there, for the placements that the layers will have; then it copies experts, while the layers run on the old group. When
+all ranks are ready, each of them takes both between two calls.
+
+**One decision.** A rank may be lost while some ranks have taken the next group, and others have not. These must not
+wait for each other in different groups. So whoever takes the next group says so first where the ranks find each other
+(`Group.decide`), and so does whoever will not take it any more: the first word stands, and all ranks follow it.
+
+**Leaving.** When all have switched, which they tell each other in the background, what the old group shared is given
+back. A rank that leaves waits for this in `wait`: until then others may still read what it has sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tokenyard.errors import HandleError, InputError, PlanError, TokenyardError, shown
+from tokenyard.exchange import EXCHANGES, Exchange
+from tokenyard.experts.base import WEIGHT_DTYPES, ExpertWeights
+from tokenyard.group import Group
+from tokenyard.planning.agreement import make_plan_id
+from tokenyard.planning.drafting import Draft
+from tokenyard.planning.moving import Carrier, HeldExperts, held_by_all
+from tokenyard.planning.rebalancing import HoldsExperts
+from tokenyard.planning.spec import is_size
+from tokenyard.planning.state import make_exchange
+from tokenyard.planning.wiring import Wiring
+from tokenyard.routing import Placement
+
+GO, STAY = "switch", "stay"
+
+
+class NextGroup:
+    """The group that a plan is to have after a move, on one rank of the present one."""
+
+    group: Group | None  # None before it was made, and on a rank that leaves
+    exchange: Exchange | None  # what will move the rows
+    draft: Draft  # what will be served
+    carrier: Carrier  # of experts on their way
+
+    def __init__(
+        self,
+        present: Group,
+        question: str,
+        members: Sequence[int],
+        make_group: Callable[[], Group] | None,
+        make_draft: Callable[[Group], tuple[Draft, int]],
+        *,
+        layers: Mapping[str, HoldsExperts],
+        patience: float | None = None,
+    ) -> None:
+        self.members = list(members)  # the ranks of the present group that stay, in the order of the next
+        self.leaves = make_group is None  # whether this rank is not in the next group
+        self.group, self.exchange = None, None
+        self.held: dict[
+            str, list[HeldExperts]
+        ] = {}  # where all ranks of the next group hold experts, with fresh ones
+        self.left_behind: list[Callable[[], None]] = []  # gives back what the ranks shared before
+        self._present, self._question = present, question
+        self._make_group, self._make_draft, self._layers = make_group, make_draft, layers
+        self._patience = patience  # seconds for which fresh ranks are waited for; None if there are none
+        self._answer: str | None = None
+
+    def prepare(self) -> None:
+        """Make the group, agree on a draft with its ranks, and make the exchange. Collective over the next group."""
+        if self._make_group is not None:
+            self.group = self._make_group()
+            with self.group.patience(self._patience or 0.0):
+                self.draft, number = self._make_draft(self.group)
+                self.exchange = make_exchange(self.draft, self.group, make_plan_id(self.draft, number))
+            if self._patience is not None:
+                names = [wiring.spec.name for wiring in self.draft.wirings]
+                self.held = held_by_all(self.group, self._layers, names, names, seconds=self._patience)
+        carried_by = self._present if self._patience is None else self.group
+        assert carried_by is not None
+        self.carrier = Carrier(carried_by, self._question)
+
+    def all_have_copied(self) -> None:
+        """Return when fresh ranks, which tell nothing in dispatches, have their experts."""
+        if self._patience is not None:
+            self.carrier.meet()
+
+    def take(self) -> bool:
+        """Whether the next group is taken, by this rank and all others. The first word of any rank stands."""
+        self._answer = self._answer or self._present.decide(self._question, GO)
+        return self._answer == GO
+
+    def refuse(self) -> bool:
+        """Whether the plan stays with the present group: unless another rank has taken the next one."""
+        self._answer = self._answer or self._present.decide(self._question, STAY)
+        return self._answer == STAY
+
+    def say_farewell(self) -> None:
+        """Wait until all ranks have switched, and give back what they shared before."""
+        with contextlib.suppress(TokenyardError):  # a loss is raised by the next call of a layer
+            self.carrier.meet()
+        self.carrier.close()
+        for give_back in self.left_behind:
+            give_back()
+
+    def close(self) -> None:
+        """The plan stays with the present group: end the waits of others in the next one, and give it back."""
+        if self.group is not None:
+            with contextlib.suppress(TokenyardError):
+                self.group.lost_elsewhere([], phase="changing ranks", waited=0.0)
+        if hasattr(self, "carrier"):
+            self.carrier.close()
+        if self.exchange is not None:
+            self.exchange.close()
+        if self.group is not None:
+            self.group.close()
+
+
+def placement_without(present: Placement, leaving: Sequence[int], slots: Sequence[int]) -> Placement:
+    """A placement of the same ranks, in which some hold nothing; the others have so many slots.
+
+    Experts that nobody else has go to the ranks with the fewest. Further copies are kept where a slot stays spare.
+
+    >>> placement_without(Placement.contiguous(6, 3), [1], [4, 4, 4]).table
+    ((0, 1, 2), (), (4, 5, 3))
+    """
+    table = [[] if rank in leaving else list(row) for rank, row in enumerate(present.table)]
+    staying = [rank for rank in range(present.world) if rank not in leaving]
+    moved = [expert for rank in leaving for expert in present.table[rank]]
+    alone = [e for e in dict.fromkeys(moved) if not any(e in row for row in table)]
+    for spare, experts in ((0, alone), (1, [e for e in moved if e not in alone] + alone)):
+        for expert in experts:
+            copies = sum(expert in row for row in table)
+            if spare and copies >= min(len(present.owners(expert)), len(staying)):
+                continue
+            room = [r for r in staying if expert not in table[r] and slots[r] - len(table[r]) > spare]
+            if room:
+                table[min(room, key=lambda r: (len(table[r]), r))].append(expert)
+            elif not spare:
+                free = sum(slots[r] - len(present.table[r]) for r in staying)
+                raise PlanError(
+                    f"{len(alone)} experts live on ranks {list(leaving)} alone, and there is memory for {free} more",
+                    expected="memory for them on the ranks that stay",
+                    fix="declare more of it: LayerSpec(spare_experts=…)",
+                )
+    return Placement.explicit(present.num_experts, table)
+
+
+def placement_with(present: Placement, count: int) -> Placement:
+    """A placement on so many ranks more, to which the fullest ranks give experts until all have as many.
+
+    >>> placement_with(Placement.contiguous(6, 2), 1).table
+    ((0, 1), (3, 4), (2, 5))
+    """
+    table = [*map(list, present.table), *([] for _ in range(count))]
+    while True:
+        new = min(range(present.world, len(table)), key=lambda rank: len(table[rank]))
+        donors = [
+            (len(row), -rank) for rank, row in enumerate(table[: present.world]) if set(row) - set(table[new])
+        ]
+        if not donors or max(donors)[0] - len(table[new]) <= 1:
+            return Placement.explicit(present.num_experts, table)
+        donor = table[-max(donors)[1]]
+        expert = next(expert for expert in reversed(donor) if expert not in table[new])
+        donor.remove(expert)
+        table[new].append(expert)
+
+
+def widened(present: Placement, count: int) -> Placement:
+    """The same placement, with so many ranks more that hold nothing yet."""
+    return Placement.explicit(present.num_experts, [*present.table, *[()] * count])
+
+
+def introduction(draft: Draft, question: str, goals: Mapping[str, Placement]) -> dict[str, Any]:
+    """What fresh ranks are told of a plan, as plain values."""
+    return {
+        "question": question,
+        "exchange": draft.exchange.name,
+        "settings": {
+            "in_flight": draft.in_flight,
+            "max_rows": draft.max_rows,
+            "paranoid": draft.paranoid,
+            "renormalize_dropped": draft.renormalize_dropped,
+            "sms": draft.sms,
+        },
+        "layers": {
+            wiring.spec.name: {
+                "max_tokens": wiring.exchange_spec.max_tokens,
+                "present": wiring.exchange_spec.placement.table,
+                "goal": goals[wiring.spec.name].table,
+            }
+            for wiring in draft.wirings
+        },
+    }
+
+
+def exchange_named(name: str, rank: int) -> Any:
+    """The exchange that fresh ranks are told of."""
+    if name not in EXCHANGES:
+        raise PlanError(
+            f"the plan's exchange is {name!r}",
+            expected=f"one that a fresh rank finds by its name: {', '.join(EXCHANGES)}",
+            fix="plan with one of these",
+            rank=rank,
+        )
+    return EXCHANGES[name]
+
+
+def empty_weights(wiring: Wiring, rank: int) -> ExpertWeights:
+    """Weights of the experts that a rank is to have, all zero: memory into which they come from other ranks."""
+    spec = wiring.experts_spec(rank)
+    dtype = WEIGHT_DTYPES.get(spec.weights, torch.float32)
+    made = ExpertWeights(**{name: torch.zeros(shape, dtype=dtype) for name, shape in spec.shapes().items()})  # type: ignore[arg-type]
+    return made if spec.weights in WEIGHT_DTYPES else made.quantize(spec.weights)
+
+
+def check_leaving(ranks: Sequence[int], group: Group) -> list[int]:
+    """The ranks that leave, in ascending order; raise unless some stay."""
+    known = set(range(group.size))
+    if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) < known:
+        raise InputError(
+            f"ranks {shown(list(ranks))} are to leave a group of {group.size}",
+            expected=f"some of ranks 0 to {group.size - 1}, each once, and not all of them",
+            fix="pass ranks as `plan.group` numbers them",
+            rank=group.rank,
+        )
+    return sorted(ranks)
+
+
+def check_grown(grown: object, present: Group) -> int:
+    """How many ranks come: a number, or those that a group has more, which begins with those of the present one."""
+    if not isinstance(grown, Group):
+        if not is_size(grown):
+            raise InputError(
+                f"{shown(grown)} ranks are to be taken in",
+                expected="a number of ranks, from 1; or a group that has more of them",
+                fix="pass how many processes will call `rejoin`",
+                rank=present.rank,
+            )
+        assert isinstance(grown, int)
+        return grown
+    if grown.size <= present.size or grown.rank != present.rank:
+        raise InputError(
+            f"rank {present.rank} of {present.size} is rank {grown.rank} of {grown.size} in the group to grow into",
+            expected=f"more than {present.size} ranks, the first of which are those of the plan, in their order",
+            fix="number fresh ranks behind the present ones; or pass how many there are: plan.grow(2)",
+            rank=present.rank,
+        )
+    return grown.size - present.size
+
+
+def not_taken_in(rank: int) -> HandleError:
+    """The error of a fresh rank whose plan stays as it was."""
+    return HandleError(
+        "the other ranks go on without this one",
+        expected="all of them to be ready, and to switch",
+        fix="look at the error of `plan.grow` there, and join again",
+        rank=rank,
+    )
