@@ -1,5 +1,6 @@
 """CUDA streams of ranks that have no GPU, and whose kernels Triton interprets: what is launched is done at once."""
 
+import threading
 from contextlib import contextmanager
 
 from tokenyard.exchange.one_sided import cuda
@@ -17,12 +18,18 @@ class _AtOnce:
     join = wait = synchronize = mark
 
 
+_lock = threading.Lock()
+_inside = []  # what stood there, by each thread that is inside: ranks are threads, and end at different times
+
+
 @contextmanager
 def no_streams():
     """Inside, the exchange of GPUs can be made in a CPU's memory."""
-    kept = cuda.SideStream, cuda.Done
-    cuda.SideStream = cuda.Done = _AtOnce
+    with _lock:
+        _inside.append((cuda.SideStream, cuda.Done))
+        cuda.SideStream = cuda.Done = _AtOnce
     try:
         yield
     finally:
-        cuda.SideStream, cuda.Done = kept
+        with _lock:
+            cuda.SideStream, cuda.Done = _inside.pop()
