@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import typer
 from typer.testing import CliRunner
 
 from tokenyard.cli.commands import app
@@ -20,16 +19,16 @@ MIXTRAL = {
 }
 
 
-def call(*arguments: object, of: typer.Typer = app):
-    """The result of `tokenyard arguments…`, or of another app; an exception that is no exit is raised."""
-    result = CliRunner().invoke(of, [str(argument) for argument in arguments])
+def call(*arguments: object):
+    """The result of `tokenyard arguments…`; an exception that is no exit is raised."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result
 
 
-def call_json(*arguments: object, exit_code: int = 0, of: typer.Typer = app) -> Any:
+def call_json(*arguments: object, exit_code: int = 0) -> Any:
     """The one document on stdout: anything else there makes this fail."""
-    result = call(*arguments, "--json", of=of)
+    result = call(*arguments, "--json")
     assert result.exit_code == exit_code, result.output
     return json.loads(result.stdout)

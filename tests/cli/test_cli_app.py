@@ -18,7 +18,7 @@ from tokenyard.cli import output
 from tokenyard.cli.output import reported
 from tokenyard.errors import Alternative, PlanError, RankError
 
-COMMANDS = ["run", "eval", "check", "plan", "doctor", "support", "inspect", "convert", "bench"]
+COMMANDS = ["run", "eval", "check", "soak", "plan", "doctor", "support", "inspect", "convert", "bench"]
 MODULES = sorted((Path(tokenyard.__file__).parent / "cli").glob("*.py"))
 # Modules of the package that import nothing but the standard library.
 LIGHT = ("errors", "units", "version")
@@ -149,7 +149,7 @@ def test_console_script_from_outside(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("command", [["check"], ["eval"], ["doctor"], ["bench", "transformers"]])
+@pytest.mark.parametrize("command", [["check"], ["soak"], ["eval"], ["doctor"], ["bench", "transformers"]])
 def test_a_variable_that_overrides_the_exchange_is_refused(command, monkeypatch):
     """Each exchange would be told to have done what another one did."""
     monkeypatch.setenv("TOKENYARD_EXCHANGE", "allgather")

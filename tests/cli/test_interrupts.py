@@ -33,13 +33,12 @@ class Command:
     """A command that runs, with a folder for temporary files of its own."""
 
     def __init__(self, arguments, folder):
-        module = "" if arguments.startswith("tests.") else "tokenyard "
         self.folder, self.stderr = folder / "tmp", folder / "stderr"
         self.folder.mkdir()
         self.mark = str(self.folder)  # in the environment of all of its processes
         with self.stderr.open("w") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", *(module + arguments).split()],
+                [sys.executable, "-m", "tokenyard", *arguments.split()],
                 env=os.environ | {"TMPDIR": self.mark},
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
@@ -141,8 +140,8 @@ MOMENTS = [
     ("run", Command.has_forkserver, 0.5),
     ("run --problems 500", Command.has_ranks, 1.0),
     ("eval --kind threads", Command.has_folder, 1.0),
-    ("tests.soak", Command.has_ranks, 1.0),
-    ("tests.soak --threads", Command.has_folder, 1.0),
+    ("soak", Command.has_ranks, 1.0),
+    ("soak --threads", Command.has_folder, 1.0),
     ("bench dispatch", Command.has_forkserver, 0.0),
     ("bench dispatch --rounds 5000", Command.has_ranks, 1.0),
     ("bench experts --rounds 5000", Command.measures, 1.0),
@@ -164,7 +163,7 @@ def test_an_interrupted_command_ends_in_time_with_a_line_and_leaves_nothing(
 
 
 def test_a_soak_that_is_interrupted_says_what_it_has_done(folder):
-    with started("tests.soak --threads --exchange two_sided", folder / "soak") as command:
+    with started("soak --threads --exchange two_sided", folder / "soak") as command:
         command.wait_until(lambda c: list(c.folder.glob("*/progress.json")))
         time.sleep(0.6)  # it looks every quarter of a second
         command.send(signal.SIGINT)

@@ -9,11 +9,6 @@ import pytest
 from rich.table import Table
 
 from tests.cli.runner import MIXTRAL, call
-from tests.soak import Report, Settings
-from tests.soak.command import app as soak_app
-from tests.soak.measuring import Sample
-from tests.soak.run_folder import Counts
-from tests.soak.verdict import Growth
 from tokenyard.checkpoints import convert as convert_checkpoint
 from tokenyard.checkpoints import open_checkpoint
 from tokenyard.cli import bench_output, check, doctor
@@ -33,6 +28,10 @@ from tokenyard.lab.bench.tile_sweep import COLUMNS, in_words
 from tokenyard.lab.evaluation.intervals import Interval
 from tokenyard.lab.evaluation.table import Row as EvalRow
 from tokenyard.lab.shipped import shipped_model
+from tokenyard.lab.soaking import Report, Settings
+from tokenyard.lab.soaking.measuring import Sample
+from tokenyard.lab.soaking.run_folder import Counts
+from tokenyard.lab.soaking.verdict import Growth
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
@@ -175,8 +174,8 @@ def soak(tmp_path, monkeypatch):
         growth={name: Growth(**growth) for name, growth in document["growth"].items()},
         findings=[],
     )
-    monkeypatch.setattr("tests.soak.soak", lambda *_: report)
-    return call("--threads", of=soak_app)
+    monkeypatch.setattr("tokenyard.lab.soaking.soak", lambda *_: report)
+    return call("soak", "--threads")
 
 
 def check_grid(tmp_path, monkeypatch):

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 import tokenyard as ty
-from tests.soak import Settings, measuring, planted, soak
-from tests.soak.episodes import draw_episode
-from tests.soak.measuring import measure
-from tests.soak.serving import Served, named
+from tests.soak import planted
 from tokenyard.conformance.cases import Case
 from tokenyard.errors import InputError
 from tokenyard.exchange import AllgatherTransport
+from tokenyard.lab.soaking import Settings, measuring, soak
+from tokenyard.lab.soaking.episodes import draw_episode
+from tokenyard.lab.soaking.measuring import measure
+from tokenyard.lab.soaking.serving import Served, named
 
 CPU = torch.device("cpu")
 SEED = 4  # whose first eight episodes are of every kind

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from tests.soak.measuring import Sample
-from tests.soak.verdict import MB, fit, judge
+from tokenyard.lab.soaking.measuring import Sample
+from tokenyard.lab.soaking.verdict import MB, fit, judge
 
 COUNTS = {"descriptors": 100, "sockets": 40, "threads": 30, "processes": 7}
 

@@ -1,4 +1,4 @@
-"""The command line: `tokenyard run`, `eval`, `check`, `plan`, `balance`, `doctor`, `support`, `inspect`,
+"""The command line: `tokenyard run`, `eval`, `check`, `soak`, `plan`, `balance`, `doctor`, `support`, `inspect`,
 `convert`, `bench`.
 
 A command is a function in a module of its name. Modules import typer and nothing heavier at their top; torch

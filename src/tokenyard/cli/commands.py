@@ -17,6 +17,7 @@ from tokenyard.cli.options import option
 from tokenyard.cli.output import Commands, reported
 from tokenyard.cli.plan import plan
 from tokenyard.cli.run import run
+from tokenyard.cli.soak import soak
 from tokenyard.cli.support import support
 from tokenyard.version import __version__
 
@@ -48,6 +49,6 @@ def _root(
 
 app.command()(reported(run))
 app.command("eval")(reported(evaluate))
-for _command in (check, plan, balance, inspect, convert, doctor, support):
+for _command in (check, soak, plan, balance, inspect, convert, doctor, support):
     app.command()(reported(_command))
 app.add_typer(bench.app, name="bench")

@@ -1,1 +1,1 @@
-"""What measures and demonstrates the layer: benchmarks, evaluation, the shipped model, generated tables."""
+"""What measures and demonstrates the layer: benchmarks, evaluation, soaking, the shipped model, generated tables."""

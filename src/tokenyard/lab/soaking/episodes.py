@@ -17,12 +17,12 @@ from typing import Literal
 
 from torch import Tensor
 
-from tests.soak.serving import Batch, Served, named, two_in_flight
-from tests.soak.settings import Settings
 from tokenyard.conformance.cases import Case, same_bits
 from tokenyard.conformance.draws import draw_case
 from tokenyard.exchange import Transport, resolve
 from tokenyard.group import Group
+from tokenyard.lab.soaking.serving import Batch, Served, named, two_in_flight
+from tokenyard.lab.soaking.settings import Settings
 from tokenyard.planning.planner import Plan, plan
 from tokenyard.planning.wiring import Wiring, wire_layer
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.soak.measuring import Sample
-from tests.soak.run_folder import Finding
+from tokenyard.lab.soaking.measuring import Sample
+from tokenyard.lab.soaking.run_folder import Finding
 from tokenyard.units import MB
 
 # Bytes per second: 1 MB in 10 minutes.

@@ -14,11 +14,11 @@ import threading
 import time
 from typing import NoReturn
 
-from tests.soak.episodes import Episode, KnownLayers, Tally, any_batch, draw_layers, go
-from tests.soak.run_folder import RunFolder
-from tests.soak.settings import Settings
 from tokenyard.errors import PeerLost
 from tokenyard.group import Group, ThreadGroup, rejoin
+from tokenyard.lab.soaking.episodes import Episode, KnownLayers, Tally, any_batch, draw_layers, go
+from tokenyard.lab.soaking.run_folder import RunFolder
+from tokenyard.lab.soaking.settings import Settings
 
 # Seconds. Where nothing but the clock tells that a rank is gone, the others wait so long; nobody computes for as long.
 _LOSS_DEADLINE = 10.0

@@ -12,7 +12,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from tests.soak.episodes import (
+from tokenyard.errors import Drifted, PeerLost
+from tokenyard.group import Group
+from tokenyard.lab.soaking.episodes import (
     RUNS,
     STEADY_TRIPS,
     KnownLayers,
@@ -20,12 +22,10 @@ from tests.soak.episodes import (
     draw_episode,
     steady_layers,
 )
-from tests.soak.loss import join, lose_a_rank
-from tests.soak.measuring import let_freed_memory_go, measure, settle
-from tests.soak.run_folder import Counts, Finding, FindingKind, RunFolder
-from tests.soak.settings import Settings
-from tokenyard.errors import Drifted, PeerLost
-from tokenyard.group import Group
+from tokenyard.lab.soaking.loss import join, lose_a_rank
+from tokenyard.lab.soaking.measuring import let_freed_memory_go, measure, settle
+from tokenyard.lab.soaking.run_folder import Counts, Finding, FindingKind, RunFolder
+from tokenyard.lab.soaking.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,20 +1,16 @@
-"""`python -m tests.soak`: what it prints, JSON, the file, the picture, exit codes."""
+"""`tokenyard soak`: what it prints, JSON, the file, the picture, exit codes."""
 
 import json
-from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.cli import runner
+from tests.cli.runner import call, call_json
 from tests.soak import planted
-from tests.soak.command import app
 
-SHORT = ("--threads", "--ranks", 2, "--no-losses", "--exchange", "two_sided")
-
-call, call_json = partial(runner.call, of=app), partial(runner.call_json, of=app)
+SHORT = ("soak", "--threads", "--ranks", 2, "--no-losses", "--exchange", "two_sided")
 
 
 def test_a_short_soak_with_its_file_and_its_picture(tmp_path):
@@ -69,8 +65,8 @@ def test_one_document_and_nothing_else():
     ],
 )
 def test_wrong_options_are_exit_code_two(options, message, monkeypatch):
-    monkeypatch.setattr(import_module("tests.soak"), "soak", None)  # nothing is run
-    result = call("--threads", "--episodes", 1, *options)
+    monkeypatch.setattr(import_module("tokenyard.lab.soaking"), "soak", None)  # nothing is run
+    result = call("soak", "--threads", "--episodes", 1, *options)
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr
 
@@ -78,7 +74,7 @@ def test_wrong_options_are_exit_code_two(options, message, monkeypatch):
 @pytest.fixture
 def out_that_goes_bad(tmp_path, monkeypatch):
     """A file that could be written when the soak began, and cannot when it ends."""
-    out, room = tmp_path / "soak.json", import_module("tests.soak")
+    out, room = tmp_path / "soak.json", import_module("tokenyard.lab.soaking")
     run_soak = room.soak
 
     def soak(*args):
@@ -108,15 +104,6 @@ def test_an_error_after_the_document_is_no_second_one(out_that_goes_bad):
 def test_losses_on_a_gpu_are_refused(monkeypatch):
     on_gpu = SimpleNamespace(device=torch.device("cuda", 0))
     monkeypatch.setattr("tokenyard.group.thread_groups", lambda *_, **__: [on_gpu])
-    refused = call("--threads", "--device", "cuda", "--losses", "--episodes", 1)
+    refused = call("soak", "--threads", "--device", "cuda", "--losses", "--episodes", 1)
     assert refused.exit_code == 2
     assert "leave out --losses" in refused.stderr
-
-
-def test_a_variable_that_overrides_the_exchange_is_refused(monkeypatch):
-    """Each exchange would be told to have done what another one did."""
-    monkeypatch.setenv("TOKENYARD_EXCHANGE", "allgather")
-    result = call()
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "TOKENYARD_EXCHANGE=allgather" in result.stderr
-    assert "unset TOKENYARD_EXCHANGE" in result.stderr

@@ -15,12 +15,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.soak.measuring import Sample, check_measurable
-from tests.soak.run_folder import Counts, Finding, RunFolder
-from tests.soak.settings import Settings
-from tests.soak.verdict import Growth, judge
-from tests.soak.worker import RunArguments, work
 from tokenyard.group import launch
+from tokenyard.lab.soaking.measuring import Sample, check_measurable
+from tokenyard.lab.soaking.run_folder import Counts, Finding, RunFolder
+from tokenyard.lab.soaking.settings import Settings
+from tokenyard.lab.soaking.verdict import Growth, judge
+from tokenyard.lab.soaking.worker import RunArguments, work
 from tokenyard.temporary_folders import temporary_folder
 
 # Groups that may break before a soak is given up.

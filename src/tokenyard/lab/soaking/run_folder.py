@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tests.soak.measuring import Sample
+from tokenyard.lab.soaking.measuring import Sample
 
 FindingKind = Literal["wrong result", "hang", "error", "leak", "memory"]
 # Of what a finding says; an error may hold a whole table.

@@ -1,4 +1,4 @@
-"""`python -m tests.soak`: ranks run random work as long as you like; every result is checked, memory must not grow."""
+"""`tokenyard soak`: ranks run random work as long as you like; every result is checked, and memory must not grow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from tokenyard.cli.interrupts import describe_progress
 from tokenyard.cli.machine import provenance
 from tokenyard.cli.options import JsonFlag, LoadedExchanges, OutFile, PlotFile, RankCount, RowsDevice, option
-from tokenyard.cli.output import check_out, console, deliver, reported
+from tokenyard.cli.output import check_out, console, deliver
 from tokenyard.cli.parts import load_part, refuse_override
 from tokenyard.cli.tables import show_table
 from tokenyard.errors import InputError
@@ -19,8 +19,8 @@ from tokenyard.units import MB, size
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from tests.soak import Progress, Report
-    from tests.soak.run_folder import Counts
+    from tokenyard.lab.soaking import Progress, Report
+    from tokenyard.lab.soaking.run_folder import Counts
 
 EXIT_OFF = 1
 # Findings shown in the end; `--json` has all.
@@ -58,13 +58,12 @@ def soak(
     # Torch remembers the last 2,000 collectives of a process, 1.1 KB each: that looks like a leak until it is full.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     if processes:
-        start_forkserver("tests.soak.worker")  # it loads torch while this process does
-    from tests.soak import Settings
-    from tests.soak import soak as run_soak
-    from tests.soak.picture import draw_soak
+        start_forkserver("tokenyard.lab.soaking.worker")  # it loads torch while this process does
     from tokenyard.exchange import EXCHANGES, resolve
     from tokenyard.group import thread_groups
-    from tokenyard.lab.plots import check_picture
+    from tokenyard.lab.plots import check_picture, draw_soak
+    from tokenyard.lab.soaking import Settings
+    from tokenyard.lab.soaking import soak as run_soak
 
     refuse_override()
     (group,) = thread_groups(1, device=device)  # raises where there is no such device
@@ -220,7 +219,3 @@ def _show(report: Report) -> None:
         f"{_done(report.counts, len(report.findings))}, in {report.seconds / 60:.1f} min",
         style="green" if report.passed else "red",
     )
-
-
-app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["--help", "-h"]})
-app.command()(reported(soak))

@@ -1,0 +1,16 @@
+"""A soak: ranks run random work for minutes or hours; results must stay right, and memory must not grow.
+
+    soak(Settings(ranks=4, kind="processes", seconds=1800))  →  Report
+
+- `episodes`: what ranks do: random cases, plans that grow and shrink, subgroups side by side, ranks that are killed and
+  come back. Every result is held against the twin, bitwise, and against the oracle, within its bound.
+- `worker`: what a rank does: an episode, a meeting, and from time to time a rest in which everything is measured.
+- `measuring`: memory, descriptors, sockets, threads and processes, as the kernel counts them.
+- `verdict`: what of it is a leak.
+- `soak`: starts the ranks, watches them, and says what came of it. `picture` draws it.
+"""
+
+from tokenyard.lab.soaking.settings import Settings
+from tokenyard.lab.soaking.soak import Progress, Report, soak
+
+__all__ = ["Progress", "Report", "Settings", "soak"]
