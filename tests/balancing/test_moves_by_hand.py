@@ -114,6 +114,20 @@ def test_an_expert_is_fetched_from_its_slot_piece_by_piece_and_memory_is_mapped_
     assert len(mapped) == 3
 
 
+def test_all_pieces_of_the_longest_stream_travel(monkeypatch):
+    moved, checks = [], []
+    monkeypatch.setattr(moving, "PIECE", 16)
+    monkeypatch.setattr(moving, "_move_piece", lambda group, piece, read, write: moved.append(piece.number))
+    carrier = moving.Carrier(ty.thread_groups(1)[0])
+    paths = {"a": [Move(expert=0, source=0, target=1), Move(expert=1, source=1, target=0)]}
+    for widths, pieces in (({}, 0), ({"w": 8, "scales": 8}, 1), ({"w": 17, "scales": 15}, 2)):
+        moved.clear()
+        carrier.carry(streams(2, paths, {"a": widths}), None, None, lambda: checks.append(1))
+        assert moved == list(range(pieces))
+    assert len(checks) == 3
+    carrier.close()
+
+
 LOST = ty.PeerLost([1], phase="moving experts", waited=1.0)
 FULL = OSError("full")
 
@@ -184,9 +198,9 @@ def test_ranks_that_have_not_switched_alike_have_drifted_and_a_plan_that_is_gone
 def test_the_load_is_looked_at_after_so_many_calls_between_two_of_them(rounds, between, looks):
     moves, looked = moves_of_a_plan(rounds, between), []
     moves._look = looked.append
-    moves.between_calls()
+    moves.between_calls("moe")
     moves._auto = _Autobalance(every=5, threshold=1.1, seen=7)
-    moves.between_calls()
+    moves.between_calls("moe")
     assert len(looked) == looks
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tokenyard.group.base import Pending
+from tokenyard.group.base import Background, Pending
 
 
 class Broken(Exception):
@@ -49,3 +49,7 @@ def test_an_error_is_raised_to_who_settles_and_again_to_everybody_who_waits():
             pending.wait()
         assert caught.value is error
     assert (calls, looked, pending.result) == ([1], [], None)
+
+
+def test_a_job_that_never_ends_keeps_no_process_alive():
+    assert Background(lambda: None, name="beside").thread.daemon

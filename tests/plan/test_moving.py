@@ -45,6 +45,16 @@ def test_groups_that_the_caller_made_stay_open_and_those_of_the_plan_are_closed(
     assert not is_closed(last)
 
 
+def test_a_plan_on_another_group_still_hears_whether_ranks_have_switched():
+    plan = ty.plan([spec()], alone())
+    plan.readmit(group=alone())
+    assert "have switched placements [1] times" in str(raised(plan.exchange.noticed, [1 << 2]))
+
+
+def test_a_layer_that_the_plan_does_not_have_cannot_be_moved():
+    assert isinstance(raised(ty.plan([spec()], alone()).rebalance, {"mo": "contiguous"}), ty.UnknownName)
+
+
 def loses_twice(group):
     plan = ty.plan([spec("moe", experts="reference")], group)
     if group.rank == 2:

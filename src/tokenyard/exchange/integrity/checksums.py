@@ -189,7 +189,7 @@ def _check_routes(
         here_NK = rank_NK == rank
         due_ids.append(torch.where(here_NK, local_NK, -1))
         due_bits.append(torch.where(here_NK, bits_NK, 0))
-    found_bits_RK = routes.weights_RK.float().contiguous().view(torch.int32).long()
+    found_bits_RK = routes.weights_RK.float().view(torch.int32).long()
     wrong = {
         "ids": unknown_R | (routes.ids_RK.long() != torch.cat(due_ids).long()).any(dim=1),
         "weights": (found_bits_RK != torch.cat(due_bits)).any(dim=1),
