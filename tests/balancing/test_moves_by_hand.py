@@ -232,3 +232,14 @@ def test_a_thread_whose_move_was_given_up_copies_no_further():
     move._check()
     move._cancelled = True
     assert "the move of experts was given up" in str(raised(move._check))
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_a_move_waits_for_the_thread_of_the_one_before(started):
+    """One that was given up may still write into spare slots."""
+    joined, before = [], Rebalance.__new__(Rebalance)
+    before._thread = SimpleNamespace(join=lambda: joined.append(1)) if started else None
+    carrier = SimpleNamespace(keep=list)
+    move = Rebalance(ty.thread_groups(1)[0], carrier, {}, {}, {}, [], finish=None, after=before)
+    move._run()
+    assert (joined, move.error) == ([1] if started else [], None)
