@@ -1,11 +1,13 @@
 """Faults while experts move: a rank is killed, stopped or slowed at every stage of a move; the others serve on.
 
-Three processes call a layer whose experts are on two ranks each, and move them meanwhile. One rank is hit at a stage of
-the move. Then those that are left have one placement, the old or the new one, and every result has the bits of before.
+Three processes call a layer whose experts are on two ranks each, and move them meanwhile; or a fourth one comes, or the
+first one leaves. One of the three is hit at a stage of it. Then those that are left have one placement, the old or the
+new one, and every result has the bits of before.
 
     python -m tests.faults.moves --trials 200 --write bench/results/moves-cpu.json --page docs/guide/balancing.md
 """
 
+import contextlib
 import json
 import os
 import random
@@ -25,6 +27,7 @@ from tests.models import batch, build, spec
 from tokenyard.planning import moving
 from tokenyard.planning.expert_moves import ExpertMoves
 from tokenyard.planning.rebalancing import Progress, Rebalance
+from tokenyard.planning.resizing import placement_with, placement_without
 
 DEADLINE = 3.0  # seconds
 WORLD = 3
@@ -35,6 +38,12 @@ NEW = ty.Placement.replicated(
 # What the victim is hit in, and how often it passes there before.
 STAGES = {"agreement": 6, "copying": 12, "ready": 1, "decision": 1, "switch": 1, "switched": 1}
 ACTIONS = ("kill", "stop", "slow")
+CHANGES = ("rebalance", "grow", "shrink")
+GOALS = {
+    "rebalance": NEW,
+    "grow": placement_with(OLD, 1),
+    "shrink": ty.Placement.explicit(6, placement_without(OLD, [0], [8] * WORLD).table[1:]),
+}
 EXCHANGES = ("one_sided", "two_sided", "allgather")
 _CALLS = 400
 
@@ -49,6 +58,7 @@ class Trial:
     stage: str
     passes: int  # how often the victim passes the stage before it is hit
     action: str
+    change: str  # what the ranks do
     wait: bool  # whether ranks wait for the move, or call the layer meanwhile
 
 
@@ -59,6 +69,7 @@ def draw(seed):
         seed=seed,
         exchange=chance.choice(EXCHANGES),
         victim=chance.randrange(WORLD),
+        change=CHANGES[seed // (len(STAGES) * len(ACTIONS)) % len(CHANGES)],
         stage=stage,
         passes=chance.randrange(STAGES[stage]),
         action=ACTIONS[seed // len(STAGES) % len(ACTIONS)],
@@ -116,13 +127,45 @@ def lay_trap(group, trial):
         before(ExpertMoves, "_conclude", after=trial.stage == "switched")
 
 
-def rank_main(group, trial, folder):
+def begin(plan, trial):
+    """Begin what the ranks of a trial do."""
+    if trial.change == "rebalance":
+        return plan.rebalance({"moe": NEW}, wait=trial.wait)
+    if trial.change == "shrink":
+        return plan.shrink([0], wait=trial.wait)
+    return plan.grow(1, seconds=3 * DEADLINE, wait=trial.wait)
+
+
+def come(address, layer):
+    """What a fresh rank does. Where the others do not take it in, or lose another one, it may end."""
+    with contextlib.suppress(ty.TokenyardError):
+        plan = ty.join_plan([layer], ty.rejoin(address, rank=WORLD, seconds=5 * DEADLINE))
+        built = ty.MoELayer(plan, "moe", plan.empty_weights("moe"))
+        plan.take_over(seconds=3 * DEADLINE)
+        given = batch(layer, 5, seed=WORLD)
+        try:
+            for _ in range(3):
+                built(*given)
+        except ty.PeerLost as error:
+            plan.go_on_without(error.peers)
+            for _ in range(3):
+                built(*given)
+
+
+def rank_main(everybody, trial, folder):
     """What this rank saw: whether results were right, who was lost, and the placement at the end."""
     moving.PIECE = 1024  # each rank gets 12 or more
-    group.deadline = DEADLINE
     layer = spec(
         sum="choices", num_experts=6, placement=OLD, spare_experts=4, hidden_size=64, intermediate_size=32
     )
+    group = everybody
+    if trial.change == "grow":
+        group = everybody.subgroup(range(WORLD)) if everybody.rank < WORLD else None
+        address = everybody.gather_json(group and group.address)[0]
+        if group is None:
+            come(address, layer)
+            return
+    group.deadline = DEADLINE
     with group.patience(30):
         plan = ty.plan([layer], group, exchange=trial.exchange)
         built = build(plan, "moe")
@@ -133,18 +176,23 @@ def rank_main(group, trial, folder):
         lay_trap(group, trial)
     said = {"wrong": 0, "lost": None, "errors": []}
     try:
-        move = plan.rebalance({"moe": NEW}, wait=trial.wait)
-        for _ in range(_CALLS):
+        move = begin(plan, trial)
+        calls = 0
+        while not move.is_done and not plan.stats()["moe"].moves.given_up and calls < 100 * _CALLS:
             said["wrong"] += not torch.equal(built(*given), before_TH)
-            if move.is_done:
-                break
-        for _ in range(3):
+            calls += 1
+        if trial.change == "shrink" and group.rank == 0 and move.is_done:
+            move.wait()
+            said["left"] = True
+        # A fresh rank makes three calls; in the last one of the loop, all had switched.
+        for _ in range(0 if "left" in said else 2 if trial.change == "grow" and not trial.wait else 3):
             said["wrong"] += not torch.equal(built(*given), before_TH)
     except ty.PeerLost as error:
         said["lost"] = list(error.peers)
     except ty.TokenyardError as error:
         said["errors"].append(f"{type(error).__name__}: {error}")
-    if said["lost"] == [trial.victim] and group.rank != trial.victim:
+    shifted = trial.change == "shrink" and plan.group.size < WORLD  # rank 0 has left
+    if said["lost"] == [trial.victim - shifted] and group.rank != trial.victim:
         plan.go_on_without(said["lost"])
         for _ in range(3):
             said["wrong"] += not torch.equal(built(*given), before_TH)
@@ -163,12 +211,19 @@ def run(trial):
     """What each rank said; None for one that said nothing."""
     with tempfile.TemporaryDirectory(prefix="moves-") as folder:
         try:
-            ty.launch(WORLD, rank_main, trial, folder, ranks="processes", deadline=60)
+            world = WORLD + (trial.change == "grow")
+            ty.launch(world, rank_main, trial, folder, ranks="processes", deadline=60)
         except ty.RankError as error:
             if trial.action != "kill":
                 print(trial, error)
         paths = [Path(folder) / f"rank-{rank}.json" for rank in range(WORLD)]
         return [json.loads(path.read_text()) if path.exists() else None for path in paths]
+
+
+def tables_of(placement):
+    """The tables that ranks have with a placement: all of them, and without any one."""
+    left = [placement.without([rank]) for rank in range(placement.world)]
+    return [[list(row) for row in one.table] for one in (placement, *left)]
 
 
 def complaints(trial, said_by_rank):
@@ -181,13 +236,14 @@ def complaints(trial, said_by_rank):
             continue
         if said["wrong"] or said["errors"] or said["threads"]:
             found.append(f"rank {rank}: {said}")
-        if said["lost"] not in (None, [trial.victim]) or (trial.action == "slow" and said["lost"]):
+        lost = [None, [trial.victim], *([[trial.victim - 1]] if trial.change == "shrink" else [])]
+        if said["lost"] not in lost or (trial.action == "slow" and said["lost"]):
             found.append(f"rank {rank} lost {said['lost']}")
-        known = [[list(row) for row in p.table] for p in (OLD, NEW)]
-        known += [[list(row) for row in p.without([trial.victim]).table] for p in (OLD, NEW)]
-        if said["table"] not in known:
+        known = tables_of(OLD) + tables_of(GOALS[trial.change])
+        if "left" not in said and said["table"] not in known:
             found.append(f"rank {rank} has another placement: {said['table']}")
-    if all(said for _, said in others) and len({json.dumps(said["table"]) for _, said in others}) > 1:
+    staying = [said for _, said in others if said and "left" not in said]
+    if len({json.dumps(said["table"]) for said in staying}) > 1:
         found.append("the ranks that are left have different placements")
     return found
 
@@ -195,10 +251,12 @@ def complaints(trial, said_by_rank):
 def sentence(summary):
     """For the documentation."""
     return (
-        f"**{summary['trials']} faults** in moves of experts, on three processes over every exchange: a rank killed, "
-        f"stopped or slowed in the agreement, while copying, when ready, and around the switch. In "
-        f"**{summary['new']}** those that were left had the new placement, in **{summary['old']}** the old one; wrong "
-        f"results, different placements, threads that were left, or silence: **{len(summary['off'])}**."
+        f"**{summary['trials']} faults** in moves of experts, on three processes over every exchange "
+        f"({summary['rebalance']} while they rebalance, {summary['grow']} while a fourth comes, {summary['shrink']} "
+        f"while the first leaves): a rank killed, stopped or slowed in the agreement, while copying, when ready, and "
+        f"around the switch. In **{summary['new']}** those that were left had the new placement, in "
+        f"**{summary['old']}** the old one; wrong results, different placements, threads that were left, or silence: "
+        f"**{len(summary['off'])}**."
     )
 
 
@@ -206,16 +264,14 @@ def judge(seed, summary):
     """A trial, and what was wrong in it; counts which placement was left."""
     trial = draw(seed)
     said = run(trial)
-    tables = [each["table"] for rank, each in enumerate(said) if each and rank != trial.victim]
-    old = [
-        [list(row) for row in table] for table in (OLD.table, *(OLD.without([r]).table for r in range(WORLD)))
-    ]
-    summary["old" if tables and tables[0] in old else "new"] += 1
+    others = [each for rank, each in enumerate(said) if each and rank != trial.victim and "left" not in each]
+    summary["old" if others and others[0]["table"] in tables_of(OLD) else "new"] += 1
+    summary[trial.change] += 1
     return trial, complaints(trial, said)
 
 
 def main():
-    counts = {"new": 0, "old": 0, "deadline_s": DEADLINE}
+    counts = {"new": 0, "old": 0, **dict.fromkeys(CHANGES, 0), "deadline_s": DEADLINE}
     summary = run_trials(
         __doc__, judge, sentence, trials=200, summary=counts, benchmark="moves", mark="moves"
     )

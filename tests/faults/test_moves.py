@@ -1,6 +1,7 @@
 """Faults while experts move: a few; the page says what came of the many."""
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ import pytest
 from tests.faults import moves
 
 
-@pytest.mark.parametrize("seed", [1, 3])  # killed while it copies, and when all have heard that it is ready
+# Killed while it copies, and when all have heard that it is ready; while a rank comes, and while one leaves.
+@pytest.mark.parametrize("seed", [1, 3, 21, 40])
 def test_those_that_are_left_have_one_placement_and_right_results(seed):
     trial = moves.draw(seed)
     assert trial.action == "kill"
@@ -16,8 +18,8 @@ def test_those_that_are_left_have_one_placement_and_right_results(seed):
 
 
 def test_every_stage_and_action_is_drawn():
-    drawn = {(trial.stage, trial.action) for trial in map(moves.draw, range(18))}
-    assert drawn == {(stage, action) for stage in moves.STAGES for action in moves.ACTIONS}
+    drawn = {(trial.change, trial.stage, trial.action) for trial in map(moves.draw, range(54))}
+    assert drawn == set(product(moves.CHANGES, moves.STAGES, moves.ACTIONS))
 
 
 def test_wrong_results_and_different_placements_are_complaints():

@@ -7,6 +7,7 @@ experts come from the other ranks. It serves from the call in which all of them 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -51,10 +52,11 @@ class Joining:
             carrier.meet()
             if self._answer(seconds) == STAY:
                 raise not_taken_in(group.rank)
-            with contextlib.suppress(TokenyardError):  # a loss is raised by the next call of a layer
-                carrier.meet()
-        finally:
+        except BaseException:
             carrier.close()
+            raise
+        # The others wait until all have switched before they give back what they shared. This rank serves meanwhile.
+        threading.Thread(target=_say_farewell, args=[carrier], name="moving experts", daemon=True).start()
 
     def _answer(self, seconds: float) -> str:
         """What the ranks have decided. If they do not, or one of them ends, nobody takes this rank in."""
@@ -64,6 +66,12 @@ class Joining:
                 return self._group.decide(self._question, STAY)
             time.sleep(_LOOK)
         return answer
+
+
+def _say_farewell(carrier: Carrier) -> None:
+    with contextlib.suppress(TokenyardError):  # a loss is raised by the next call of a layer
+        carrier.meet()
+    carrier.close()
 
 
 def join_plan(layers: Sequence[LayerSpec], group: Group, *, seconds: float = READMISSION) -> Plan:
