@@ -13,9 +13,8 @@ its busiest rank: `imbalance` is the load of that rank over the mean, 1 at best.
 4. **Near the present one.** The same copies are added to the present placement, others dropped from it, and swapped
    until it is as good as what step 3 has found, all but 1%. If that succeeds, fewer experts move.
 
-Steps 1 and 2 alone are the published greedy algorithm, but for one thing: there, two copies of an expert may meet on a
-rank. Step 3 starts from that packing, too, with copies that meet made one, and tries a few copies less as long as it is
-worse than what was published.
+Steps 1 and 2 alone are the published greedy algorithm, and what `balance` returns is never worse than they are; but
+there, two copies of an expert may meet on a rank, which is better where few experts have nearly all the load.
 """
 
 from __future__ import annotations
@@ -38,8 +37,6 @@ _AS_GOOD = 0.01
 # A swap must lower the load of the busiest rank by this share: without a goal, smaller gains are not worth their time.
 _LEAST_GAIN = 5e-4
 _ANY_GAIN = 1e-9
-# Where copies of one expert would meet on a rank, some copies less may be better: so many are tried.
-_FEWER_COPIES = 9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,16 +97,11 @@ def balance(
     (((0, 1), (2, 3, 0)), [9.5, 8.5])
     """
     search = _Search.of(load_E, present, copies=copies, slots=slots, hosts=hosts)
-    merged, published = search.pack_as_published()
-    packed = min(map(search.swap, [search.pack(search.copies_E), merged]), key=search.busiest)
-    for fewer in range(_FEWER_COPIES):
-        if search.busiest(packed) <= published:
-            break
-        copies_E = _copies(search.load, int(search.copies_E.sum()) - fewer, most=present.world)
-        others = [packed, search.pack(copies_E)]
-        packed = min((search.swap(holds, goal=published) for holds in others), key=search.busiest)
-    goal = max(search.busiest(packed), min(search.busiest(packed) * (1 + _AS_GOOD), published))
-    near = search.swap(search.adapt(packed.sum(axis=0)), goal=goal)
+    greedy = search.pack(search.copies_E)
+    packed = search.swap(greedy)
+    goal = min(search.busiest(packed) * (1 + _AS_GOOD), search.busiest(greedy))
+    near = search.swap(search.adapt(search.copies_E), goal=goal)
+    # On renumbered ranks the same sums may round otherwise: that one is as good in any case.
     good = [search.renumber(packed), *([near] if search.busiest(near) <= goal else [])]
     best = min(good, key=lambda holds: (*search.moved(holds), search.busiest(holds)))
     if search.serves(search.present) and search.busiest(search.present) <= goal:
@@ -167,7 +159,7 @@ class _Search:
         return cls(
             load=load,
             slots=room,
-            copies_E=_copies(load, total, most=present.world),
+            copies_E=_copies(load, total, present.world),
             host=_checked_hosts(hosts, present.world),
             present=_holds(present),
         )
@@ -202,22 +194,6 @@ class _Search:
             for _ in range(copies_E[expert]):
                 self._place(holds, loads, int(expert), float(share[expert]))
         return holds
-
-    def pack_as_published(self) -> tuple[Holds, float]:
-        """The same where copies of an expert may meet on a rank, which then holds it once; and the busiest rank's load.
-
-        That load is the one of the published algorithm: a rank where two copies meet has two shares.
-        """
-        copies_E = _copies(self.load, int(self.copies_E.sum()), most=int(self.slots.sum()))
-        holds, loads, room = np.zeros_like(self.present), np.zeros(len(self.slots)), self.slots.copy()
-        share = self.load / copies_E
-        order = np.argsort(-share, kind="stable")
-        for expert in np.repeat(order, copies_E[order]):
-            rank = int(np.where(room > 0, loads, np.inf).argmin())
-            holds[rank, expert] = True
-            loads[rank] += share[expert]
-            room[rank] -= 1
-        return holds, float(loads.max())
 
     def adapt(self, copies_E: NDArray[np.int64]) -> Holds:
         """The present placement with these numbers of copies: the busiest ranks drop some, the idlest add some."""
@@ -307,15 +283,15 @@ class _Search:
         return renumbered
 
 
-def _copies(load: Loads, total: int, *, most: int) -> NDArray[np.int64]:
-    """Copies of each expert, at most so many: step 1."""
+def _copies(load: Loads, total: int, world: int) -> NDArray[np.int64]:
+    """Copies of each expert, at most one on each rank: step 1."""
     copies = np.ones(len(load), dtype=np.int64)
-    queue = [(-value, expert) for expert, value in enumerate(load.tolist()) if most > 1]
+    queue = [(-value, expert) for expert, value in enumerate(load.tolist()) if world > 1]
     heapq.heapify(queue)
     while queue and copies.sum() < total:  # without a queue, every rank holds every expert
         _, expert = heapq.heappop(queue)
         copies[expert] += 1
-        if copies[expert] < most:
+        if copies[expert] < world:
             heapq.heappush(queue, (-load[expert] / copies[expert], expert))
     return copies
 
