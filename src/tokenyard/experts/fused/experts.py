@@ -337,9 +337,9 @@ class FusedExperts(Experts):
         all_slots = received.slots_R is None and rows.num_rows == num_rows
         pairs = expected_pairs(num_rows, top_k, spec.num_local_experts, spec.num_experts, all_slots=all_slots)
         tiles = self.choose_tiles(pairs, rows.format.name) if self.tile_configs is None else self.tile_configs
+        to, result = self._destination(received, num_rows, finalize=finalize)
         # Now: the host waits for what has arrived, and not for the products.
         index_N = None if finalize else routes.pairs
-        to, result = self._destination(received, num_rows, finalize=finalize)
         device = rows.device
         if num_rows and spec.num_local_experts:
             early = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
