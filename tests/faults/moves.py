@@ -8,6 +8,7 @@ new one, and every result has the bits of before.
 """
 
 import contextlib
+import gc
 import json
 import os
 import random
@@ -152,6 +153,19 @@ def come(address, layer):
                 built(*given)
 
 
+def held_memory():
+    """The files of shared memory that this process holds open or mapped."""
+    held = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if os.readlink(entry).startswith("/memfd:"):
+                held.add(entry.stat().st_ino)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "/memfd:" in line:
+            held.add(int(line.split()[4]))
+    return held
+
+
 def rank_main(everybody, trial, folder):
     """What this rank saw: whether results were right, who was lost, and the placement at the end."""
     moving.PIECE = 1024  # each rank gets 12 or more
@@ -166,6 +180,7 @@ def rank_main(everybody, trial, folder):
             come(address, layer)
             return
     group.deadline = DEADLINE
+    held_before = held_memory()
     with group.patience(30):
         plan = ty.plan([layer], group, exchange=trial.exchange)
         built = build(plan, "moe")
@@ -174,7 +189,7 @@ def rank_main(everybody, trial, folder):
         group.barrier()
     if group.rank == trial.victim:
         lay_trap(group, trial)
-    said = {"wrong": 0, "lost": None, "errors": []}
+    said, move = {"wrong": 0, "lost": None, "errors": []}, None
     try:
         move = begin(plan, trial)
         calls = 0
@@ -204,6 +219,9 @@ def rank_main(everybody, trial, folder):
     for thread in copying:
         thread.join(2 * DEADLINE)
     said["threads"] = sum(thread.is_alive() for thread in copying)
+    del built, plan, move
+    gc.collect()
+    said["memory"] = sorted(held_memory() - held_before)
     (Path(folder) / f"rank-{group.rank}.json").write_text(json.dumps(said))
 
 
@@ -234,7 +252,7 @@ def complaints(trial, said_by_rank):
         if said is None:
             found.append(f"rank {rank} said nothing")
             continue
-        if said["wrong"] or said["errors"] or said["threads"]:
+        if said["wrong"] or said["errors"] or said["threads"] or said["memory"]:
             found.append(f"rank {rank}: {said}")
         lost = [None, [trial.victim], *([[trial.victim - 1]] if trial.change == "shrink" else [])]
         if said["lost"] not in lost or (trial.action == "slow" and said["lost"]):
@@ -255,8 +273,8 @@ def sentence(summary):
         f"({summary['rebalance']} while they rebalance, {summary['grow']} while a fourth comes, {summary['shrink']} "
         f"while the first leaves): a rank killed, stopped or slowed in the agreement, while copying, when ready, and "
         f"around the switch. In **{summary['new']}** those that were left had the new placement, in "
-        f"**{summary['old']}** the old one; wrong results, different placements, threads that were left, or silence: "
-        f"**{len(summary['off'])}**."
+        f"**{summary['old']}** the old one; wrong results, different placements, threads or shared memory that were "
+        f"left, or silence: **{len(summary['off'])}**."
     )
 
 
