@@ -11,8 +11,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from torch.nn import functional
 
 from tests.exchange.interpreter import install, only_without_gpu
+from tokenyard.experts.fused import packing
 from tokenyard.experts.fused.kernels import fp8_split
 from tokenyard.formats import Fp8Block128
 
@@ -135,9 +137,28 @@ def test_numbers_are_rounded_to_those_of_codes(columns, powers):
         torch.tensor([2]),
     )
     wide = max(128, min(1024, triton.next_power_of_2(columns)))
-    fp8_split.round_numbers[(2,)](given, inner, tiles, how_many.int(), 3, columns, wide, powers, False)
-    format = Fp8Block128(power_of_two_scales=powers)
-    expected = format.encode(given).decode()
+    fp8_split.round_numbers[(2,)](
+        given, inner, None, tiles, how_many.int(), 3, 9, columns, wide, powers, False
+    )
+    encoded = Fp8Block128(power_of_two_scales=powers).encode(given)
+    expected = encoded.decode()
     assert torch.equal(inner[:7].isnan(), expected[:7].isnan())
     assert torch.equal(inner[:7].nan_to_num(), expected[:7].nan_to_num())
     assert (inner[7:] == 7.0).all()
+    # The codes themselves, permuted, and their scales by block, as products with packed weights read them.
+    blocks = -(-columns // 128)
+    codes, scales = torch.zeros(9, 128 * blocks, dtype=torch.float8_e4m3fn), torch.full((blocks, 9), 7.0)
+    fp8_split.round_numbers[(2,)](
+        given, codes, scales, tiles, how_many.int(), 3, 9, columns, wide, powers, False
+    )
+    found = torch.empty_like(codes.view(torch.uint8))
+    found[:, packing.code_order(128 * blocks)] = codes.view(torch.uint8)
+    fine = ~encoded.payloads["scales"][:7].isnan()
+    assert torch.equal(scales.T[:7].isnan(), ~fine)
+    assert torch.equal(scales.T[:7][fine], encoded.payloads["scales"][:7][fine])
+    wanted = encoded.payloads["data"].view(torch.uint8)
+    wanted = functional.pad(wanted, (0, 128 * blocks - wanted.shape[1]))
+    fine = fine.repeat_interleave(128, 1)
+    assert torch.equal(found[:7][fine], wanted[:7][fine])
+    assert not found[7:].any()
+    assert (scales[:, 7:] == 7.0).all()

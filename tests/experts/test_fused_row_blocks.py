@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from tests.exchange.interpreter import install, only_without_gpu
-from tests.experts.fused_cases import _scattered
+from tests.experts.fused_cases import FusedCase, _scattered
 from tests.experts.row_block_cases import SCALES, WIDTHS, all_codes, assert_recoded, drawn_rows
 from tokenyard import formats
-from tokenyard.experts.fused import launch
+from tokenyard.experts.fused import launch, packing
+from tokenyard.experts.fused.kernels import twins
+from tokenyard.experts.fused.operands import Launch
+from tokenyard.experts.fused.tile_configs import CodesTileConfig, TileConfigs
 from tokenyard.formats.base import EncodedRows
 
 pytestmark = only_without_gpu
@@ -46,6 +49,30 @@ def test_rows_are_gathered_out_of_a_workspace(width):
     payloads = {name: _scattered(payload, slots_R, 30) for name, payload in rows.payloads.items()}
     workspace = EncodedRows(format=rows.format, hidden_size=width, payloads=payloads)
     assert_recoded(recoded(workspace, slots_R, rows.num_rows), rows)
+
+
+@pytest.mark.parametrize("width", [33, 300, 1100])
+def test_rows_are_placed_for_packed_weights(width):
+    """The row of every pair in the order of its expert, permuted, with its scales by block; in a workspace, too."""
+    rows = drawn_rows(width, "far", rows=9)
+    slots_R = torch.randperm(30)[: rows.num_rows]
+    payloads = {name: _scattered(payload, slots_R, 30) for name, payload in rows.payloads.items()}
+    workspace = EncodedRows(format=rows.format, hidden_size=width, payloads=payloads)
+    ids_RK = torch.randint(-1, 4, (9, 3), dtype=torch.int32)
+    spec = FusedCase(H=width, L=4, K=3, weights="mxfp4").spec
+    tiles = TileConfigs(CodesTileConfig(1, 4), CodesTileConfig(1, 4))
+    with launch.on_device(ids_RK):
+        found = launch.sort_on_device(ids_RK, 4, 64, early=False)
+        call = Launch(spec, tiles, found, torch.ones(9, 3), False)
+        codes, scales = launch.launch_placed_rows(call, workspace, slots_R)
+    places = int((ids_RK >= 0).sum())
+    pair = found.order_N[:places]
+    row = torch.where(pair < 0, ~pair, pair).long() // 3
+    straight = torch.empty_like(codes.view(torch.uint8))
+    straight[:, packing.code_order(codes.shape[1])] = codes.view(torch.uint8)
+    data, block_scales = twins.recode_rows(rows)
+    assert torch.equal(straight[:places], data.view(torch.uint8)[row])
+    assert torch.equal(scales.T[:places], block_scales[row])
 
 
 @pytest.mark.parametrize("spread", [1.0, 2.0**6, 2.0**20])
