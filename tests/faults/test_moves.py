@@ -25,12 +25,13 @@ def test_every_stage_and_action_is_drawn():
 def test_wrong_results_and_different_placements_are_complaints():
     trial = moves.draw(0)
     old, new = ([list(row) for row in p.without([trial.victim]).table] for p in (moves.OLD, moves.NEW))
-    good = {"wrong": 0, "errors": [], "threads": 0, "lost": [trial.victim], "table": old}
+    good = {"wrong": 0, "errors": [], "threads": 0, "memory": [], "lost": [trial.victim], "table": old}
     said = [good] * moves.WORLD
     said[trial.victim] = None
     other = (trial.victim + 1) % moves.WORLD
     assert moves.complaints(trial, said) == []
-    for change in ({"wrong": 1}, {"table": new}, {"table": [[0]]}, {"lost": [other]}, {"threads": 1}):
+    wrong = [{"wrong": 1}, {"table": new}, {"table": [[0]]}, {"lost": [other]}, {"threads": 1}, {"memory": [7]}]
+    for change in wrong:
         assert moves.complaints(trial, [*said[:other], good | change, *said[other + 1 :]])
     assert moves.complaints(trial, [*said[:other], None, *said[other + 1 :]])
 
