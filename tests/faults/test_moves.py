@@ -30,7 +30,14 @@ def test_wrong_results_and_different_placements_are_complaints():
     said[trial.victim] = None
     other = (trial.victim + 1) % moves.WORLD
     assert moves.complaints(trial, said) == []
-    wrong = [{"wrong": 1}, {"table": new}, {"table": [[0]]}, {"lost": [other]}, {"threads": 1}, {"memory": [7]}]
+    wrong = [
+        {"wrong": 1},
+        {"table": new},
+        {"table": [[0]]},
+        {"lost": [other]},
+        {"threads": 1},
+        {"memory": [7]},
+    ]
     for change in wrong:
         assert moves.complaints(trial, [*said[:other], good | change, *said[other + 1 :]])
     assert moves.complaints(trial, [*said[:other], None, *said[other + 1 :]])
