@@ -254,13 +254,13 @@ class FusedExperts(Experts):
         self._check_new(weights)
         for name in ("w13", "w2"):
             self._check_form(name, getattr(weights, name))
-        if self.has_codes and not self._largest_scales(weights):
+        largest = self._largest_scales(weights) if self.has_codes else {}
+        if self.has_codes and not largest:
             raise InputError(
                 f"the new weights have an output whose scales differ by more than 2^{packing.CODE_RANGE}",
                 expected="weights that become codes of e4m3 without being rounded, as those here do",
                 fix="make new experts of these weights: they will be multiplied in another way",
             )
-        largest = self._largest_scales(weights) if self.has_codes else {}
         for name in ("w13", "w2"):
             if self.has_codes:
                 self.get_buffer(f"{name}_largest").copy_(largest[name])
