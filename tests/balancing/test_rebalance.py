@@ -7,8 +7,10 @@ import torch
 
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
+from tokenyard.exchange.announcement import ignore_notices
 from tokenyard.planning import moving
-from tokenyard.planning.expert_moves import ExpertMoves
+from tokenyard.planning.expert_moves import CALLS_BETWEEN_QUESTIONS, ExpertMoves
+from tokenyard.planning.rebalancing import Progress
 from tokenyard.routing import balance, imbalance, rank_loads
 
 
@@ -374,28 +376,56 @@ def test_a_rank_that_dies_on_the_way_leaves_the_others_on_one_placement(stage, w
     assert first[2]
 
 
-def on_a_gpu(group):
-    plan = ty.plan([spec(spare_experts=1)], group)
-    plan.group.device = torch.device("cuda")
-    return [str(raised(plan.rebalance)), str(raised(plan.autobalance, every=1))]
-
-
-def test_experts_of_gpus_do_not_move():
-    ((first, second),) = on_ranks(1, on_a_gpu)
-    assert first == second
-    assert "rebalance on cuda; expected ranks on cpu: no GPU has moved experts yet" in first
-
-
 def hearing_nothing(group):
-    """A transport whose calls hear nothing of the other ranks, as that of GPUs."""
-    plan = ty.plan([spec(spare_experts=1)], group, exchange="one_sided")
-    plan.exchange.transport.reads_values, plan.exchange.transport.counts_choices = False, True
-    return str(raised(plan.autobalance, every=1))
+    """Calls up to a switch, and whether bits stay, where calls hear nothing of the other ranks, as on GPUs."""
+    layer = spec(spare_experts=2, sum="choices", experts="reference")
+    plan = ty.plan([layer], group, exchange="one_sided")
+    moe = build(plan, "moe")
+    x_TH, routes = batch(layer, 6, seed=group.rank)
+    before_TH = moe(x_TH, routes)
+    plan.exchange.hears_notices, plan.exchange.noticed = False, ignore_notices
+    switched = []
+    for placement in (ty.Placement.round_robin(5, 2), ty.Placement.contiguous(5, 2)):
+        move = plan.rebalance({"moe": placement}, wait=False)
+        assert move.wait_for_thread() is Progress.READY
+        calls, same = 0, True
+        while not move.is_done and calls < 100:
+            same, calls = same and torch.equal(moe(x_TH, routes), before_TH), calls + 1
+        same = same and torch.equal(moe(x_TH, routes), before_TH)
+        switched.append((calls, same, plan.wiring("moe").exchange_spec.placement == placement))
+    return switched
 
 
-def test_nothing_moves_by_itself_where_calls_do_not_tell_how_far_ranks_are():
-    for error in on_ranks(2, hearing_nothing):
-        assert "ranks of one_sided on GPUs do not hear in a call how far the others are" in error
+def test_ranks_ask_each_other_between_calls_where_calls_do_not_tell_how_far_they_are():
+    first, second = on_ranks(2, hearing_nothing)
+    assert first == second
+    for calls, same, there in first:
+        assert 1 <= calls <= 2 * CALLS_BETWEEN_QUESTIONS
+        assert same
+        assert there
+
+
+def failing_unheard(group):
+    """A move that fails on one rank, of which the calls tell nothing."""
+    layer = spec(spare_experts=2, sum="choices", experts="reference")
+    plan = ty.plan([layer], group, exchange="one_sided")
+    moe = build(plan, "moe")
+    x_TH, routes = batch(layer, 6, seed=group.rank)
+    before_TH, placement = moe(x_TH, routes), plan.wiring("moe").exchange_spec.placement
+    plan.exchange.hears_notices, plan.exchange.noticed = False, ignore_notices
+    if group.rank == 1:
+        plan._moves._carrier.fetch = lambda *_: 1 / 0
+    move = plan.rebalance({"moe": ty.Placement.round_robin(5, 2)}, wait=False)
+    move.wait_for_thread()
+    same = all(torch.equal(moe(x_TH, routes), before_TH) for _ in range(2 * CALLS_BETWEEN_QUESTIONS))
+    stays = plan.wiring("moe").exchange_spec.placement == placement
+    return same, stays, plan._moves._move is None, type(move.error).__name__
+
+
+def test_all_ranks_give_a_move_up_that_failed_on_one_where_calls_tell_nothing():
+    (*first, peer), (*second, own) = on_ranks(2, failing_unheard)
+    assert first == second == [True, True, True]
+    assert (peer, own) == ("PeerFailed", "ZeroDivisionError")
 
 
 def in_another_form(group):

@@ -113,6 +113,9 @@ class Exchange:
         self.notice: Callable[[], int] = int
         # Called with the numbers of all ranks, in the same dispatch on every rank: they agree without a message.
         self.noticed: Callable[[Sequence[int]], None] = ignore_notices
+        self.hears_notices = (
+            self.transport.reads_values
+        )  # whether `noticed` is called: a dispatch waits for them
         self._in_flight = InFlightQueue(in_flight, group.rank)
         self.plan_id = plan_id  # the same on all ranks, and different for each plan of a group
         self._names: list[str] = []

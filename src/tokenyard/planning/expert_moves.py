@@ -13,6 +13,8 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from tokenyard.errors import (
     Drifted,
     HandleError,
@@ -43,9 +45,9 @@ from tokenyard.routing import Placement, balance, imbalance, placement_for, rank
 
 _log = logging.getLogger("tokenyard")
 
-# The kinds of devices on which experts move. Those of GPUs change in place, too (tests/gpu/test_moves_cuda.py), but
-# these tests have not been run to their end.
-MOVABLE_ON = ("cpu",)
+# Where a dispatch does not tell the ranks how far the others are (on GPUs nobody waits for that), they ask each other
+# between two calls: after so many calls since they asked last.
+CALLS_BETWEEN_QUESTIONS = 16
 
 
 @dataclass(kw_only=True)
@@ -72,6 +74,7 @@ class ExpertMoves:
         """Serve the present group of the plan, which its ranks have agreed on."""
         self._carrier = Carrier(self._state.group)  # of experts that move
         self._switches = 0  # of placements, since the ranks of this group have agreed
+        self._asked = 0  # the calls before the ranks asked each other last how far they are
         self._resizes = 0  # changes of the ranks that were begun since
         # Weakly: memory of a plan that is gone is given back at once.
         notice, noticed = weakref.WeakMethod(self._notice), weakref.WeakMethod(self._noticed)
@@ -88,7 +91,6 @@ class ExpertMoves:
         wait: bool = True,
     ) -> Rebalance:
         """See `Plan.rebalance`."""
-        self._check_can_move()
         self.check_still("rebalance")
         with self._state.exchange.in_use():
             held = self._held(list(placements or ()))
@@ -255,13 +257,10 @@ class ExpertMoves:
             for wiring in self._state.draft.wirings
             if wiring.spec.spare_experts and not wiring.exchange_spec.carries_logits
         ]
-        self._check_can_move()
         transport = self._state.exchange.transport
         reason = (
             "one rank has all experts" if self._state.group.size == 1
             else f"{transport.name} counts no choices" if not self._state.exchange.counts_choices
-            else f"ranks of {transport.name} on GPUs do not hear in a call how far the others are"
-            if not transport.reads_values
             else "no layer that takes routes has memory for further experts" if not counted
             else ""
         )  # fmt: skip
@@ -282,7 +281,13 @@ class ExpertMoves:
         Ranks come and go before a call of the first layer: fresh ones begin with it.
         """
         move, auto = self._move, self._auto
+        if move is None and auto is None:
+            return
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return  # nothing runs yet, and what is written now would be written again in every replay
         if move is not None:
+            if not self._state.exchange.hears_notices:
+                self._ask(move)
             if (
                 move.decision is not Progress.PREPARING
                 and (self._next_group is None or layer == self._state.draft.wirings[0].spec.name)
@@ -305,15 +310,6 @@ class ExpertMoves:
             _log.warning("autobalance moves nothing: %s", error)
             for stats in self._state.exchange.stats.values():
                 stats.moves.refused = str(error)
-
-    def _check_can_move(self) -> None:
-        if self._state.group.device.type not in MOVABLE_ON:
-            raise InputError(
-                f"rebalance on {self._state.group.device}",
-                expected=f"ranks on {' or '.join(MOVABLE_ON)}: no GPU has moved experts yet",
-                fix="make a new plan with LayerSpec(placement=…)",
-                rank=self._state.group.rank,
-            )
 
     def _check_can_resize(self, what: str) -> None:
         if self._state.group.device.type != "cpu":
@@ -407,15 +403,25 @@ class ExpertMoves:
         while self._move is move:
             with self._state.exchange.in_use(alone=True):
                 if move.decision is Progress.PREPARING:  # no dispatch has told the others yet
-                    progress = move.wait_for_thread()
-                    words = None if move.error is None else f"{type(move.error).__name__}: {move.error}"
-                    told = self._state.group.gather_json([progress, words], phase="moving experts")
-                    move.decision = _decided([other for other, _ in told])
-                    if move.decision is Progress.FAILED:
-                        move.error = failure_of(
-                            self._state.group.rank, [said for _, said in told], move.error
-                        )
+                    self._decide(move, move.wait_for_thread())
                 self._conclude(move)
+
+    def _ask(self, move: Rebalance) -> None:
+        """Ask the other ranks between two calls, from time to time, how far they are. Collective."""
+        exchange = self._state.exchange
+        if exchange.rounds >= self._asked + CALLS_BETWEEN_QUESTIONS and exchange.is_between_calls():
+            self._asked = exchange.rounds
+            with exchange.in_use():
+                self._decide(move, move.progress)
+
+    def _decide(self, move: Rebalance, progress: Progress) -> None:
+        """Hear from all ranks how far they are with a move: all of them decide the same. Collective."""
+        rank = self._state.group.rank
+        words = None if move.error is None else f"{type(move.error).__name__}: {move.error}"
+        told = self._state.group.gather_json([progress, words], phase="moving experts")
+        move.decision = _decided([other for other, _ in told])
+        if move.decision is Progress.FAILED:
+            move.error = failure_of(rank, [said for _, said in told], move.error)
 
     def _conclude(self, move: Rebalance) -> None:
         """Switch, or give the move up, as all ranks have decided."""

@@ -202,7 +202,7 @@ class Plan:
         threshold: float = 1.1,
         wait: bool = True,
     ) -> Rebalance:
-        """Move experts to other ranks, and serve the new placements. Collective, on CPUs.
+        """Move experts to other ranks, and serve the new placements. Collective.
 
         `placements` are those that layers shall have, by layer. Without them each layer whose busiest rank has more
         than `threshold` times the mean load gets the one that `balance` finds for the load since the last time, with
