@@ -399,6 +399,38 @@ def test_results_come_home_in_every_wire(wire, dtype, result, terms, dense):
         assert same_numbers(out_TH, yard.pulled_by_twin(rank, batch.ids_TK, add))
 
 
+@pytest.mark.parametrize("terms", [1, 2])
+def test_few_multiprocessors_sum_while_what_is_added_is_computed(terms):
+    """The sum is there, in float32, before the terms are; the same bits come of it."""
+    spec = make_exchange_spec(2, hidden_size=33)
+    yard = VirtualRanks(spec, sms=2)
+    batches = [make_batch(spec, tokens, seed=tokens) for tokens in (3, 2)]
+    _, counts = dispatched(yard, batches)
+    rows = [torch.randn(int(count.sum()), 33).bfloat16() for count in counts]
+    yard.place_twins(rows, counts)
+    for rank, launcher in enumerate(yard.launchers):
+        launcher.place(yard.dispatch_slots, rows[rank], dense=True)
+    for rank, (launcher, batch) in enumerate(zip(yard.launchers, batches, strict=True)):
+        computed = [make_batch(spec, len(batch.ids_TK), seed=9 + term).x_TH for term in range(terms)]
+        add = [torch.full_like(term_TH, torch.nan) for term_TH in computed]
+        out_TH, pulled = torch.full_like(batch.x_TH, torch.nan), []
+        pull = launcher._pull
+        launcher._pull = lambda *args, pull=pull, pulled=pulled, **options: pulled.append(
+            pull(*args, **options)
+        )
+
+        def compute(add=add, computed=computed, pulled=pulled):
+            assert pulled, "the sum waits for what is computed"
+            for term_TH, found_TH in zip(add, computed, strict=True):
+                term_TH.copy_(found_TH)
+
+        slots_TW = slots_twin(spec, batch.ids_TK, rank)
+        launcher.sum(
+            yard.dispatch_slots, slots_TW, out_TH, add, just_placed=True, waits=False, before_adding=compute
+        )
+        assert same_numbers(out_TH, yard.pulled_by_twin(rank, batch.ids_TK, computed))
+
+
 @pytest.mark.parametrize("wire", ["bf16", "mxfp8", "fp8_block128", "nvfp4"])
 def test_the_results_of_choices_come_home(wire):
     base = Placement.contiguous(5, 3)

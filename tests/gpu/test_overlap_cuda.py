@@ -227,13 +227,13 @@ def shared_beside_the_exchange(group, sms):
         return y_TH
 
     def round_trip(beside=None, before=None):
-        add = [] if before is None else [before()]
-        pending = exchange.start_dispatch(
-            exchange_spec, exchange.encode(exchange_spec, x_TH), routes, ahead=beside is not None
-        )
-        add += [] if beside is None else [exchange.beside(beside)]
+        add, ahead = [] if before is None else [before()], beside is not None
+        rows = exchange.encode(exchange_spec, x_TH)
+        pending = exchange.start_dispatch(exchange_spec, rows, routes, ahead=ahead)
+        add += [exchange.beside(beside)] if ahead else []
         arrival = pending.wait()
-        exchange.combine(arrival, arrival.received.results.placed(), out=out_TH, add=add)
+        result = arrival.received.results.placed()
+        exchange.start_combine(arrival, result, out=out_TH, add=add, ahead=ahead).wait()
 
     def milliseconds(run):
         graph, _ = capture(group, lambda: [run() for _ in range(3)])
@@ -257,6 +257,7 @@ def shared_beside_the_exchange(group, sms):
     group.barrier()
     with plan.fixed_shapes():
         round_trip()
+        round_trip(beside=lambda: shared(1))
         plan.synchronize()
         alone = milliseconds(round_trip)
         one = milliseconds(lambda: shared(4)) / 4
@@ -268,7 +269,9 @@ def shared_beside_the_exchange(group, sms):
     return {"sms": sms, "exchange": alone, "shared": length, "both": both, "one after the other": turns}
 
 
-def test_shared_experts_beside_the_exchange_take_no_longer_than_after_it():
-    (figures, *_) = on_ranks(RANKS, shared_beside_the_exchange, 1, device="cuda", deadline=30.0)
+@pytest.mark.parametrize(("sms", "most"), [(1, 0.8), (None, 1.05)])
+def test_shared_experts_beside_the_exchange_take_less_time_than_after_it(sms, most):
+    """Without a bound the exchange takes the whole GPU, and leaves nothing for what runs beside it."""
+    (figures, *_) = on_ranks(RANKS, shared_beside_the_exchange, sms, device="cuda", deadline=30.0)
     print({name: round(value, 3) if isinstance(value, float) else value for name, value in figures.items()})
-    assert figures["both"] <= 1.05 * figures["one after the other"]
+    assert figures["both"] <= most * figures["one after the other"]

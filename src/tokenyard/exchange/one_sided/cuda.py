@@ -488,7 +488,8 @@ class CudaTransport(Transport):
             add,
             owners_TK=owners_TK,
             just_placed=just_placed,
-            before_adding=self._join_computed if ahead or self._computed is not None else None,
+            one_block_waits=ahead,
+            before_adding=None if self._computed is None else self._join_computed,
         )
 
     def end(self, arrival: Arrival, done: Done | None = None) -> None:

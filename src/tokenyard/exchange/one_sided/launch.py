@@ -281,10 +281,13 @@ class Launcher:
                 slots, layout, rows_RH, dense=True, places_N=ids_TK.long() if spec.sums_choices else None
             )
         owners_TK = ids_TK if spec.sums_choices else None
+        # Where sums wait for terms that are computed meanwhile, they stand in float32 until then.
+        sums = [x_TH] if self.sms is None else [x_TH, x_TH.float()]
         for tokens, meets in {(1, True), (1, False), (spec.max_tokens, False)}:
-            self._pull(
-                slots, layout, slots_TW, x_TH, (), -1, owners_TK=owners_TK, meets=meets, sized_for=tokens
-            )
+            for out_TH in sums:
+                self._pull(
+                    slots, layout, slots_TW, out_TH, (), -1, owners_TK=owners_TK, meets=meets, sized_for=tokens
+                )  # fmt: skip
 
     def table(self, spec: ExchangeSpec) -> tuple[Tensor, Tensor]:
         """Where the experts of a layer live. Another placement is written where the last one stood: graphs read it."""
@@ -465,23 +468,38 @@ class Launcher:
         owners_TK: Tensor | None = None,
         just_placed: bool,
         waits: bool = True,
+        one_block_waits: bool = False,
         before_adding: Callable[[], None] | None = None,
     ) -> None:
         """Meet the others, and write this rank's sums into `out_TH`; `just_placed`: by `place`, not by the experts.
 
         `home_slots`: the slot of each token on each rank; or, with `owners_TK`, of each choice (`choices_at_home`).
-        `before_adding` is called behind the launch that meets the others, before the one that reads `add`.
+        `before_adding` is called in front of the launch that reads `add`, which may still be computed.
         """
         layout, tokens = self._return_layout(slots), out_TH.shape[0] // self.ranks
         few = self._blocks(tokens * layout.tiles(tokens).parts) <= MOST_WAITING_BLOCKS
-        meets = few and not just_placed and waits and before_adding is None
+        apart = just_placed or one_block_waits or before_adding is not None or not waits
+        meets = few and not apart
         if not meets:
             self.signal_and_wait(
                 slots.layer, Phase.COMBINE, waits=waits, early=self._early and not just_placed
             )
+
+        def pull(into_TH: Tensor, terms: Sequence[Tensor]) -> None:
+            self._pull(slots, layout, home_slots, into_TH, terms, tokens, owners_TK=owners_TK, meets=meets)
+
+        if before_adding is not None and add and self.sms is not None:
+            # Few multiprocessors sum slowly: they do so beside what is computed, which is added at the end.
+            total_TH = torch.empty_like(out_TH, dtype=torch.float32)
+            pull(total_TH, ())
+            before_adding()
+            for term in add[:-1]:
+                total_TH.add_(term)
+            torch.add(total_TH, add[-1], out=out_TH)
+            return
         if before_adding is not None:
             before_adding()
-        self._pull(slots, layout, home_slots, out_TH, add, tokens, owners_TK=owners_TK, meets=meets)
+        pull(out_TH, add)
 
     def place(
         self, slots: DispatchSlots, results: Tensor, *, dense: bool, places_N: Tensor | None = None

@@ -213,5 +213,7 @@ def signal_and_wait(
     mine = words_of(tl.load(peers + rank))
     if EARLY:
         gdc_wait()
-        gdc_launch_dependents()
     meet_others(mine, peers, rank, host, layer, deadline, phase, fails, WORLD, WIDE, TURNS, WAITS)
+    if EARLY:
+        # Not before: blocks of the next kernel would take all of a GPU that another rank shares, and waits for.
+        gdc_launch_dependents()
