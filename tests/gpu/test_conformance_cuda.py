@@ -49,7 +49,7 @@ def finding(request, exchange, ranks, check):
 
 
 @pytest.mark.parametrize("check", EXCHANGE_CHECKS)
-@pytest.mark.parametrize("exchange", ["one_sided", "two_sided", "allgather"])
+@pytest.mark.parametrize("exchange", ["one_sided", "hierarchical", "two_sided", "allgather"])
 @both_kinds
 def test_an_exchange_passes(exchange, ranks, check, finding):
     assert finding is None
@@ -81,7 +81,7 @@ def test_random_cases_pass(ranks):
 
 
 @both_kinds
-@pytest.mark.parametrize("exchange", ["two_sided", "allgather"])
+@pytest.mark.parametrize("exchange", ["hierarchical", "two_sided", "allgather"])
 def test_a_few_random_cases_of_the_others_pass(exchange, ranks):
     cases = [
         draw_case(seed, exchange=exchange, ranks=ranks, crowded=False, device="cuda") for seed in range(60)

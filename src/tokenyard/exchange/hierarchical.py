@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -52,14 +53,16 @@ from tokenyard.exchange.batch import (
 from tokenyard.exchange.host_map import HostMap
 from tokenyard.exchange.messages import HOME, Mailbox
 from tokenyard.exchange.one_sided import declarations
+from tokenyard.exchange.one_sided.control import COMPILING
 from tokenyard.exchange.one_sided.shared_memory import SharedMemoryTransport
+from tokenyard.exchange.one_sided.transport import OneSidedTransport
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.transport import Transport
 from tokenyard.exchange.workspace import LayerBytes, as_bytes
 from tokenyard.formats.base import EncodedRows
 from tokenyard.group import make_together
 from tokenyard.group.base import Group, Pending
-from tokenyard.routing import Routes
+from tokenyard.routing import Placement, Routes
 from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
 
 CROSSING = "crossing"  # the room for rows that come from other hosts
@@ -82,7 +85,6 @@ class HierarchicalTransport(Transport):
 
     name = "hierarchical"
     bounds_rows = True
-    devices = ("cpu",)
     encodes_results = True
     returns_choices = False
     sums_in_hosts = True
@@ -97,9 +99,12 @@ class HierarchicalTransport(Transport):
 
     @classmethod
     def reaches(cls, group: Group, hosts: Sequence[str]) -> Reason | None:
-        if (refused := super().reaches(group, hosts) or declarations.reaches(group, hosts[:1])) is None:
-            return None
-        return replace(refused, value=cls.name)
+        refused = super().reaches(group, hosts) or declarations.reaches(group, hosts, in_each=True)
+        return None if refused is None else replace(refused, value=cls.name)
+
+    @classmethod
+    def on(cls, device: torch.device) -> type[Transport]:
+        return DeviceHierarchicalTransport if device.type == "cuda" and cls is HierarchicalTransport else cls
 
     @classmethod
     def pays(cls, hosts: Sequence[str]) -> Reason | None:
@@ -129,22 +134,22 @@ class HierarchicalTransport(Transport):
 
     def __init__(self, group: Group, *, in_flight: int = 1, guard: int = 0) -> None:
         super().__init__(group, in_flight=in_flight, guard=guard)
-        self._inside_specs: dict[int, ExchangeSpec] = {}  # by the number of a layer
-        self._inside: SharedMemoryTransport | None = None
+        self._forwarding: dict[int, _Forwarding] = {}  # by the number of a layer
+        self._inside: OneSidedTransport | None = None
         self._mailbox: Mailbox | None = None
 
     # -- The two levels ------------------------------------------------------------------------------------
 
     def serve(self, specs: Sequence[ExchangeSpec]) -> None:
-        self._share(specs, SharedMemoryTransport.serve)
+        self._share(specs, lambda inside, layers: inside.serve(layers))
 
     def trim(self, specs: Sequence[ExchangeSpec]) -> None:
-        self._share(specs, SharedMemoryTransport.trim)
+        self._share(specs, lambda inside, layers: inside.trim(layers))
 
     def _share(
         self,
         specs: Sequence[ExchangeSpec],
-        serve: Callable[[SharedMemoryTransport, Sequence[ExchangeSpec]], None],
+        serve: Callable[[OneSidedTransport, Sequence[ExchangeSpec]], None],
     ) -> None:
         """Share memory inside every host, or inside none: then all ranks raise, and the old layers are served."""
         if self._inside is None:
@@ -154,26 +159,31 @@ class HierarchicalTransport(Transport):
             here = self.group.subgroup(
                 self.hosts.ranks[self.host], name=f"{self.group.name}/host {self.host}"
             )
-            self._inside = SharedMemoryTransport(here, in_flight=self.in_flight, guard=self.guard)
+            one_sided = SharedMemoryTransport.on(self.group.device)
+            self._inside = one_sided(here, in_flight=self.in_flight, guard=self.guard)
             self._mailbox = Mailbox(self.group)
+            # One more: the choices of nobody.
+            self._host_of_rank = torch.tensor([*self.hosts.host_of_rank, -1], device=self.group.device)
         inside = self._inside
-        wanted = {spec.index: _inside_spec(spec, self.hosts, self.host) for spec in specs}
+        wanted = {
+            spec.index: _Forwarding.of(spec, self.hosts, self.host, self.group.device) for spec in specs
+        }
 
         def share() -> None:
             with suppress(PeerFailed):  # who cannot says so to the whole group
-                serve(inside, list(wanted.values()))
+                serve(inside, [forwarding.spec for forwarding in wanted.values()])
 
         try:
             make_together(self.group, "sharing memory", share, seconds=self.group.deadline)
         except Exception:
-            if self._inside_specs:
-                inside.serve(list(self._inside_specs.values()))
+            if self._forwarding:
+                inside.serve([forwarding.spec for forwarding in self._forwarding.values()])
             raise
-        self._inside_specs = wanted
+        self._forwarding = wanted
         self.mailbox.serve(specs, self.num_counts)
 
     @property
-    def inside(self) -> SharedMemoryTransport:
+    def inside(self) -> OneSidedTransport:
         """What moves rows inside this rank's host."""
         assert self._inside is not None, "a plan serves its layers before it sends rows"
         return self._inside
@@ -185,7 +195,7 @@ class HierarchicalTransport(Transport):
         return self._mailbox
 
     def warmup(self, specs: Sequence[ExchangeSpec]) -> None:
-        self.inside.warmup([self._inside_specs[spec.index] for spec in specs])
+        self.inside.warmup([self._forwarding[spec.index].spec for spec in specs])
 
     def close(self) -> None:
         if self._inside is not None:
@@ -240,8 +250,7 @@ class HierarchicalTransport(Transport):
 
     def _tokens_by_host(self, routes: BatchRoutes) -> tuple[Tensor, ...]:
         """For each host, the tokens (ascending) of this rank that have an expert there."""
-        host_of_rank = torch.tensor([*self.hosts.host_of_rank, -1])  # one more: the choices of nobody
-        return tokens_by_rank(host_of_rank[routes.resolved[0]], len(self.hosts.ranks))
+        return tokens_by_rank(self._host_of_rank[routes.resolved[0]], len(self.hosts.ranks))
 
     def num_counts(self, spec: ExchangeSpec) -> int:
         return self.group.size + len(self.hosts.ranks)
@@ -296,10 +305,10 @@ class HierarchicalTransport(Transport):
         self, batch: Batch, packets_by_rank: Sequence[Tensor], heard: Sequence[Announcement]
     ) -> tuple[Batch, dict[int, int]]:
         """What this rank sends inside its host, its own tokens and those that came; and how many of each source."""
-        spec, inside_spec = batch.spec, self._inside_specs[batch.spec.index]
+        spec, forwarding = batch.spec, self._forwarding[batch.spec.index]
         routes = batch.routes.routes
         assert isinstance(routes, Routes)
-        own = {**batch.payloads, "ids": routes.topk_ids_TK.int(), "weights": routes.topk_weights_TK.float()}
+        own = {**batch.payloads, "weights": routes.topk_weights_TK.float()}
         parts: list[Mapping[str, Tensor]] = []
         resolved: list[tuple[Tensor, Tensor]] = []
         counts: dict[int, int] = {}
@@ -319,21 +328,20 @@ class HierarchicalTransport(Transport):
                 resolved.append((rank_NK, local_NK))
                 counts[source] = len(packets)
         together = {name: _joined([part[name] for part in parts]) for name in own}
-        inside_rank = torch.full((self.group.size + 1,), -1)
-        inside_rank[list(self.hosts.ranks[self.host])] = torch.arange(len(self.hosts.ranks[self.host]))
+        rank_TK = forwarding.inside_rank[_joined([rank_TK for rank_TK, _ in resolved])]
+        local_TK = _joined([local_TK for _, local_TK in resolved])
         forwarded_routes = BatchRoutes(
-            spec=inside_spec,
-            routes=Routes(topk_ids_TK=together.pop("ids"), topk_weights_TK=together.pop("weights")),
+            spec=forwarding.spec,
+            routes=Routes(
+                topk_ids_TK=forwarding.ids(rank_TK, local_TK), topk_weights_TK=together.pop("weights")
+            ),
             num_tokens=sum(counts.values()),
             rank=self.inside.group.rank,
-            choices=(
-                inside_rank[_joined([rank_TK for rank_TK, _ in resolved])],
-                _joined([local_TK for _, local_TK in resolved]),
-            ),
+            choices=(rank_TK, local_TK),
         )
         names = [payload.name for payload in spec.wire.payloads(spec.hidden_size)]
         forwarded = Batch(
-            spec=inside_spec,
+            spec=forwarding.spec,
             round=batch.round,
             region=batch.region,
             rows=EncodedRows(
@@ -344,6 +352,7 @@ class HierarchicalTransport(Transport):
             extra=together,
             routes=forwarded_routes,
             announcements=self._inside_announcements(batch.announcements, forwarded_routes),
+            choice_counts=forwarding.choice_counts if self.inside.counts_choices else None,
         )
         return forwarded, counts
 
@@ -353,11 +362,10 @@ class HierarchicalTransport(Transport):
         return all(rows[rank] == announced.counts[rank] for rank in self.hosts.ranks[self.host])
 
     def _inside_announcements(self, announcements: Announcements, routes: BatchRoutes) -> Announcements:
-        mine = replace(announcements.mine, tokens=routes.num_tokens, counts=tuple(routes.counts))
         return replace(
             announcements,
             group=self.inside.group,
-            say=lambda: mine,
+            say=lambda: replace(announcements.mine, tokens=routes.num_tokens, counts=tuple(routes.counts)),
             most=routes.spec.max_tokens,
             bound=None,
             all_met=lambda: None,  # all ranks of all hosts have met before
@@ -380,7 +388,7 @@ class HierarchicalTransport(Transport):
             end = first + came
         order_R = torch.cat(
             [torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
-        )
+        ).to(self.group.device)
         received = inside.received
         assert isinstance(received.routes, LocalRoutes)
         assert received.slots_R is not None
@@ -399,7 +407,7 @@ class HierarchicalTransport(Transport):
 
     def bytes_sent(self, batch: Batch, rows: Sequence[int]) -> list[int]:
         """Packets for relays of other hosts, and rows of this rank's own tokens inside its host."""
-        inside = declarations.slot_bytes(self._inside_specs[batch.spec.index]).dispatch_row
+        inside = declarations.slot_bytes(self._forwarding[batch.spec.index].spec).dispatch_row
         sent = [0] * self.group.size
         for host, tokens in enumerate(self._tokens_by_host(batch.routes)):
             relay = self.hosts.relay(self.group.rank, host)
@@ -438,7 +446,7 @@ class HierarchicalTransport(Transport):
         if any(late):  # all ranks were heard, so the results of all of them are in their place
             send = sent if is_late else none
             receive = [count if follows else 0 for count, follows in zip(due, late, strict=True)]
-            packets = torch.empty(sum(send), stride, dtype=torch.uint8)
+            packets = torch.empty(sum(send), stride, dtype=torch.uint8, device=self.group.device)
             if is_late:
                 own = self._sum(arrival, packets.split(send))
             followed = self.group.all_to_all_rows(packets, send, receive, phase="combine").split(receive)
@@ -469,7 +477,7 @@ class HierarchicalTransport(Transport):
         buffer = arrival.received.results
         assert buffer is not None
         assert buffer.slots_R is not None
-        wire = self._inside_specs[arrival.spec.index].combine_wire
+        wire = self._forwarding[arrival.spec.index].spec.combine_wire
         (data,) = wire.encode(rows_RH.detach()).payloads.values()
         buffer.rows_SH[buffer.slots_R] = data
 
@@ -487,12 +495,12 @@ class HierarchicalTransport(Transport):
         spec, way_back = arrival.spec, arrival.way_back
         assert isinstance(way_back, _WayBack)
         counts = way_back.counts_by_source
-        # Where results cross in the dtype that they have, the rounding of the sum is that of the wire.
-        plain = [payload.dtype for payload in spec.combine_wire.payloads(spec.hidden_size)] == [spec.dtype]
-        dtype = spec.dtype if plain else torch.float32
+        dtype = way_back.inside.spec.sum_dtype
+        assert dtype is not None
         num_rows, width = sum(counts.values()), spec.hidden_size * dtype.itemsize
         sums_NH = self.mailbox.room("sums", num_rows * width).view(dtype).view(num_rows, spec.hidden_size)
-        self.inside.at_home(way_back.inside).sum_into(sums_NH, ())
+        with self._waiting_in_host():
+            self.inside.sum_results(way_back.inside, sums_NH)
         own = sums_NH[:0]
         for (source, count), part_NH in zip(
             counts.items(), sums_NH.split(list(counts.values())), strict=True
@@ -519,7 +527,7 @@ class HierarchicalTransport(Transport):
 
     def bytes_returned(self, arrival: Arrival) -> list[int]:
         """Sums for sources elsewhere, of which this rank is the relay, and rows for the ranks of its host."""
-        inside = declarations.slot_bytes(self._inside_specs[arrival.spec.index]).combine_row
+        inside = declarations.slot_bytes(self._forwarding[arrival.spec.index].spec).combine_row
         returned = [0] * self.group.size
         for source, count in arrival.way_back.counts_by_source.items():
             returned[source] = count * arrival.spec.combine_layout.stride
@@ -538,6 +546,48 @@ class HierarchicalTransport(Transport):
             self.mailbox.announce(failure.announcements).wait()
 
 
+class DeviceHierarchicalTransport(HierarchicalTransport):
+    """The same between GPUs, where kernels move rows inside a host: as many as come."""
+
+    bounds_rows = False
+
+    def warmup(self, specs: Sequence[ExchangeSpec]) -> None:
+        """Load the kernels of all hosts before one of them waits: ranks may share a GPU."""
+        with self.group.patience(COMPILING):
+            super().warmup(specs)
+            self.group.barrier(phase="loading kernels")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Forwarding:
+    """How the ranks of one host exchange a layer.
+
+    Each expert of each rank has an id of its own there, copies too: which of them a row meets depends on its source,
+    and was decided before it is forwarded.
+    """
+
+    spec: ExchangeSpec  # the layer inside the host
+    inside_rank: Tensor  # of each rank of the group: its number there, -1 elsewhere; one more, for nobody
+    first_id: Tensor  # of each rank of the host: the id of its first expert
+    choice_counts: Tensor  # where kernels count choices: they are loaded for that alone
+
+    @classmethod
+    def of(cls, spec: ExchangeSpec, hosts: HostMap, host: int, device: torch.device) -> _Forwarding:
+        ranks, inside = hosts.ranks[host], _inside_spec(spec, hosts, host)
+        numbers = [*(ranks.index(rank) if rank in ranks else -1 for rank in range(spec.placement.world)), -1]
+        firsts = [min(experts, default=0) for experts in inside.placement.table]
+        return cls(
+            spec=inside,
+            inside_rank=torch.tensor(numbers, device=device),
+            first_id=torch.tensor(firsts, dtype=torch.int32, device=device),
+            choice_counts=torch.zeros(inside.num_experts + 1, dtype=torch.int64, device=device),
+        )
+
+    def ids(self, rank_TK: Tensor, local_TK: Tensor) -> Tensor:
+        """The ids that experts have inside the host, by rank and number there; -1 for nobody."""
+        return torch.where(rank_TK >= 0, self.first_id[rank_TK] + local_TK, -1)
+
+
 def _host_map(spec: ExchangeSpec) -> HostMap:
     """The hosts of a layer's ranks; one host, where nobody has asked yet."""
     return HostMap(spec.hosts or (0,) * spec.placement.world)
@@ -545,15 +595,25 @@ def _host_map(spec: ExchangeSpec) -> HostMap:
 
 def _inside_spec(spec: ExchangeSpec, hosts: HostMap, host: int) -> ExchangeSpec:
     """A layer as the ranks of one host exchange it: with the experts of the host, and all tokens that relays bring."""
-    elsewhere = [rank for rank, other in enumerate(hosts.host_of_rank) if other != host]
+    ends = list(accumulate(len(spec.placement.table[rank]) for rank in hosts.ranks[host]))
+    placement = Placement(
+        num_experts=max(1, ends[-1]),
+        table=tuple(tuple(range(first, end)) for first, end in pairwise([0, *ends])),
+        allow_lost=True,  # a host may have no expert
+    )
     tokens = hosts.most_sources(host) * spec.max_tokens
     slots = len(hosts.ranks[host]) * tokens
+    # Where results cross in the dtype that they have, the rounding of the sum is that of the wire.
+    plain = [payload.dtype for payload in spec.combine_wire.payloads(spec.hidden_size)] == [spec.dtype]
     return replace(
         spec,
-        placement=spec.placement.without(elsewhere),
+        num_experts=placement.num_experts,
+        placement=placement,
+        movable=False,  # another placement has other ids
         max_tokens=tokens,
         max_rows=None if spec.max_rows is None or spec.max_rows >= slots else spec.max_rows,
         combine_wire=formats.for_dtype(spec.dtype),
+        sum_dtype=spec.dtype if plain else torch.float32,
         hosts=(),
     )
 

@@ -45,6 +45,8 @@ class ExchangeSpec:
     hosts: tuple[int, ...] = ()
     # The most rows that a rank receives in one pass of a batch; None: all that may come have room.
     max_rows: int | None = None
+    # The dtype of sums over ranks that are rounded again later; None: they are the result, in the layer's.
+    sum_dtype: torch.dtype | None = None
     # Whether experts may move to other ranks, and be copied there, while the layer is served.
     movable: bool = False
     # Whether rows carry checksums, by which the other end sees that they are what was sent (a paranoid plan).

@@ -31,7 +31,6 @@ from tokenyard.errors import (
     HandleError,
     InputError,
     PeerFailed,
-    Reason,
 )
 from tokenyard.exchange.announcement import Phase
 from tokenyard.exchange.batch import (
@@ -44,20 +43,28 @@ from tokenyard.exchange.batch import (
     UnencodedRows,
 )
 from tokenyard.exchange.one_sided import declarations
-from tokenyard.exchange.one_sided.control import ROUND, STATUS, WORD, ControlLayout, Trouble
+from tokenyard.exchange.one_sided.control import (
+    COMPILING,
+    DEPARTURE,
+    ROUND,
+    STATUS,
+    VERDICT,
+    WORD,
+    ControlLayout,
+    Trouble,
+)
 from tokenyard.exchange.one_sided.graphs import CapturedGraphs
 from tokenyard.exchange.one_sided.launch import LAYER_BITS, DispatchSlots, Encoding, Launcher, aligned
 from tokenyard.exchange.one_sided.side_stream import Done, SideStream
+from tokenyard.exchange.one_sided.transport import OneSidedTransport
 from tokenyard.exchange.spec import ExchangeSpec
-from tokenyard.exchange.transport import Term, Transport
-from tokenyard.exchange.workspace import LayerBytes, WorkspaceLayout
+from tokenyard.exchange.transport import Term
+from tokenyard.exchange.workspace import WorkspaceLayout
 from tokenyard.formats.base import EncodedRows, Format
 from tokenyard.group.base import Group, Pending
 from tokenyard.routing import Routes
 from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
 
-# Seconds in which one rank may compile while the others wait, whatever the deadline of other waits.
-COMPILING = 900.0
 # Tensors that a combine adds in the pass that sums over ranks.
 MOST_TERMS = 2
 
@@ -115,9 +122,9 @@ class DeviceWorkspace:
         start = self.control.counts(region)
         return self._mine[start : self.control.counts(region + 1)].view(torch.int32).view(-1, 2)
 
-    def words(self) -> Tensor:
-        """The words of this rank's control region."""
-        return self.layout.control_region().of(self._mine).view(torch.int64)
+    def words(self, buffer: Tensor | None = None) -> Tensor:
+        """The words of this rank's control region, or of that in another rank's buffer."""
+        return self.layout.control_region().of(self._mine if buffer is None else buffer).view(torch.int64)
 
     def text(self, rank: int, phase: Phase) -> Tensor:
         """The bytes of why a rank failed in a phase."""
@@ -128,28 +135,15 @@ class DeviceWorkspace:
         return bytes(self.text(rank, phase).cpu().tolist()).rstrip(b"\0").decode(errors="replace")
 
 
-class CudaTransport(Transport):
+class CudaTransport(OneSidedTransport):
     """`one_sided` between GPUs: push out, pull back, by kernels."""
 
-    name = "one_sided"
     reads_values = False
     counts_choices = True
     limits_sms = True
     encodes_results = True
     waits_in_sum = True
     most_terms = MOST_TERMS
-
-    @classmethod
-    def reaches(cls, group: Group, hosts: Sequence[str]) -> Reason | None:
-        return declarations.reaches(group, hosts)
-
-    @classmethod
-    def watches(cls, group: Group) -> Reason | None:
-        return declarations.watches(group)
-
-    @classmethod
-    def region_bytes(cls, spec: ExchangeSpec) -> LayerBytes:
-        return declarations.slot_bytes(spec)
 
     @classmethod
     def encodes(cls, format: Format) -> bool:
@@ -497,6 +491,35 @@ class CudaTransport(Transport):
         if arrival.way_back.is_checked:
             (self.group.wait_for_device if done is None else done.wait)()
             self._raise_trouble()
+
+    # -- Inside a host -------------------------------------------------------------------------------------
+
+    def mark(self, round: int) -> None:
+        """Nothing: kernels tell of results in the sum, behind what has written them."""
+
+    def all_marked(self, round: int, seconds: float) -> bool:
+        """Whether all have is known in the sum alone, which waits for them: on the device, up to the deadline."""
+        return False
+
+    def sum_results(self, arrival: Arrival, out_TH: Tensor) -> None:
+        with self.launcher.on_device():
+            self.sum(arrival, out_TH, (), just_placed=False)
+            self.end(arrival)
+
+    def leave(self) -> None:
+        if self._workspace is None:
+            return
+        with self.launcher.on_device():
+            for buffer in self.workspace.buffers:  # the first verdict stands
+                verdict = self.workspace.words(buffer)[VERDICT : VERDICT + 1]
+                verdict += torch.where(verdict == 0, DEPARTURE | 1 << self.group.rank, 0)
+            self.group.wait_for_device()
+
+    def departed(self) -> bool:
+        if self._workspace is None:
+            return False
+        kind, _, ranks, _ = self.launcher.host_status[0].tolist()
+        return bool(kind == Trouble.LOST and ranks & DEPARTURE)
 
     # -- Failures ------------------------------------------------------------------------------------------
 

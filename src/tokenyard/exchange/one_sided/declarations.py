@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import platform
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -49,18 +50,18 @@ def watches(group: Group) -> Reason | None:
     return Reason(field="paranoid", value=True, why=why)
 
 
-def reaches(group: Group, hosts: Sequence[str]) -> Reason | None:
-    """None, or why the ranks of a group cannot share memory."""
-    why = None
+def reaches(group: Group, hosts: Sequence[str], *, in_each: bool = False) -> Reason | None:
+    """None, or why the ranks of a group cannot share memory; `in_each`: those of each host."""
+    why, most = None, max(Counter(hosts).values())
     if group.device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
             why = "one_sided on GPUs needs Triton, which comes with torch for CUDA"
         elif torch.cuda.get_device_capability(group.device) < (8, 9):
             why = "one_sided on GPUs needs one that knows fp8: compute capability 8.9 or higher"
-        elif group.size > MOST_RANKS:
-            why = f"one_sided on GPUs serves up to {MOST_RANKS} ranks, not {group.size}"
+        elif most > MOST_RANKS:
+            why = f"one_sided on GPUs serves up to {MOST_RANKS} ranks, not {most}"
     elif platform.machine() not in _ORDERED_CPUS:
         why = f"one_sided needs stores that stay in order, as on x86, not {platform.machine()}"
-    if why is None and len(set(hosts)) > 1:
+    if why is None and len(set(hosts)) > 1 and not in_each:
         why = f"one_sided shares memory, and the ranks run on {len(set(hosts))} hosts"
     return None if why is None else Reason(field="exchange", value="one_sided", why=why)

@@ -282,9 +282,9 @@ class Launcher:
             )
         owners_TK = ids_TK if spec.sums_choices else None
         # Where sums wait for terms that are computed meanwhile, they stand in float32 until then.
-        sums = [x_TH] if self.sms is None else [x_TH, x_TH.float()]
+        kinds = {spec.sum_dtype or spec.dtype, *([] if self.sms is None else [torch.float32])}
         for tokens, meets in {(1, True), (1, False), (spec.max_tokens, False)}:
-            for out_TH in sums:
+            for out_TH in map(x_TH.to, kinds):
                 self._pull(
                     slots, layout, slots_TW, out_TH, (), -1, owners_TK=owners_TK, meets=meets, sized_for=tokens
                 )  # fmt: skip

@@ -26,14 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenyard.errors import ContractError, Reason
+from tokenyard.errors import ContractError
 from tokenyard.exchange.announcement import Announcement, Announcements, ignore_notices
 from tokenyard.exchange.batch import Arrival, Batch, Failure, Results, ResultsAtHome, RowsAtHome
 from tokenyard.exchange.one_sided import declarations
 from tokenyard.exchange.one_sided.signals import Signals, control_bytes
+from tokenyard.exchange.one_sided.transport import OneSidedTransport
 from tokenyard.exchange.spec import ExchangeSpec
-from tokenyard.exchange.transport import Transport
-from tokenyard.exchange.workspace import LayerBytes, Region, SlotLayout, WorkspaceLayout, as_bytes
+from tokenyard.exchange.workspace import Region, SlotLayout, WorkspaceLayout, as_bytes
 from tokenyard.formats.base import EncodedRows
 from tokenyard.group.base import Group, Pending
 from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
@@ -67,31 +67,18 @@ class Workspace:
         return self._views[key]
 
 
-class SharedMemoryTransport(Transport):
+class SharedMemoryTransport(OneSidedTransport):
     """`one_sided` between CPU ranks: push out, pull back, through a workspace that all ranks map."""
 
-    name = "one_sided"
     bounds_rows = True
 
     @classmethod
-    def reaches(cls, group: Group, hosts: Sequence[str]) -> Reason | None:
-        return declarations.reaches(group, hosts)
-
-    @classmethod
-    def watches(cls, group: Group) -> Reason | None:
-        return declarations.watches(group)
-
-    @classmethod
-    def region_bytes(cls, spec: ExchangeSpec) -> LayerBytes:
-        return declarations.slot_bytes(spec)
-
-    @classmethod
-    def on(cls, device: torch.device) -> type[Transport]:
+    def on(cls, device: torch.device) -> type[OneSidedTransport]:
         if device.type != "cuda" or cls is not SharedMemoryTransport:
             return cls
         # Triton is needed only there.
         module: Any = importlib.import_module("tokenyard.exchange.one_sided.cuda")
-        chosen: type[Transport] = module.CudaTransport
+        chosen: type[OneSidedTransport] = module.CudaTransport
         return chosen
 
     def __init__(self, group: Group, *, in_flight: int = 1, guard: int = 0) -> None:
@@ -299,21 +286,22 @@ class SharedMemoryTransport(Transport):
             [replace(other, counts=counts) for other, counts in zip(answers, published, strict=True)]
         )
 
+    # -- Inside a host -------------------------------------------------------------------------------------
+
     def mark(self, round: int) -> None:
-        """Say that this rank's results of a round are in their place."""
         self.workspace.signals.mark(round)
 
     def all_marked(self, round: int, seconds: float) -> bool:
-        """Wait until all ranks have said so; False after so many seconds."""
         return self.workspace.signals.all_marked(round, seconds)
 
+    def sum_results(self, arrival: Arrival, out_TH: Tensor) -> None:
+        self.at_home(arrival).sum_into(out_TH, ())
+
     def leave(self) -> None:
-        """Take part no more, because of a loss elsewhere: nobody waits for this rank."""
         if self._workspace is not None:
             self._workspace.signals.leave()
 
     def departed(self) -> bool:
-        """Whether those whom a `PeerLost` of this transport names have left, and are not lost."""
         return self._workspace is not None and self._workspace.signals.departed()
 
     def lost(self) -> list[int]:
