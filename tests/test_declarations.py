@@ -31,6 +31,7 @@ from tokenyard.exchange import (
 )
 from tokenyard.exchange.announcement import Announcement
 from tokenyard.exchange.checks import check_batch
+from tokenyard.exchange.hierarchical import DeviceHierarchicalTransport
 from tokenyard.exchange.integrity.watched import WatchedTransport
 from tokenyard.exchange.messages import Mailbox
 from tokenyard.exchange.one_sided.control import Trouble
@@ -169,8 +170,9 @@ DECLARED = {
         "waits_in_sum": False,
         "bounds_rows": True,
         "works_ahead": True,
-        "devices": ("cpu",),
+        "devices": ("cpu", "cuda"),
     },
+    DeviceHierarchicalTransport: {"bounds_rows": False, "sums_in_hosts": True, "reads_values": True},
     LocalTransport: {
         "carries_logits": True,
         "encodes_results": False,

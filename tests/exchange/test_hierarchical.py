@@ -223,9 +223,15 @@ def test_what_it_cannot_do_is_refused_by_the_plan():
     assert "exchange=two_sided" in unreduced
     why = "results come home as sums of hosts, and a paranoid plan compares those of each rank"
     assert f"paranoid=True: {why}" in paranoid
-    on_gpu = SimpleNamespace(device=torch.device("cuda", 0))
-    reason = HierarchicalTransport.reaches(on_gpu, ["a", "b"])
-    assert str(reason) == ("exchange=hierarchical: hierarchical serves rows on cpu, and rows are on cuda:0")
+
+
+def test_as_many_ranks_of_each_host_are_reached_as_share_a_gpus_memory(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    on_gpu = SimpleNamespace(device=torch.device("cuda", 0), size=128)
+    assert HierarchicalTransport.reaches(on_gpu, ["a"] * 63 + ["b"] * 63) is None
+    reason = HierarchicalTransport.reaches(on_gpu, ["a"] * 64 + ["b"])
+    assert str(reason) == "exchange=hierarchical: one_sided on GPUs serves up to 63 ranks, not 64"
 
 
 def test_without_known_hosts_memory_is_that_of_one():
@@ -341,7 +347,9 @@ def two_levels(departed):
         asked.append((ranks, phase, waited))
         return ty.PeerLost([9], phase=phase, waited=waited)
 
-    group = SimpleNamespace(rank=2, size=4, deadline=7.0, lost_elsewhere=lost_elsewhere)
+    group = SimpleNamespace(
+        rank=2, size=4, device=torch.device("cpu"), deadline=7.0, lost_elsewhere=lost_elsewhere
+    )
     transport = HierarchicalTransport(group)
     transport.hosts, transport.host = HostMap((0, 0, 1, 1)), 1
     transport._inside = SimpleNamespace(

@@ -32,7 +32,7 @@ CHOICES = (
         (
             Question(("Do experts route by themselves", "(router logits travel)?"), ("allgather",)),
             Question(("Do all ranks run on one host,", "on x86 CPUs or on its GPUs?"), ("one_sided",)),
-            Question(("Do some of them share a host,", "on x86 CPUs?"), ("hierarchical",)),
+            Question(("Do some of them share a host,", "on x86 CPUs or on its GPUs?"), ("hierarchical",)),
         ),
         ("two_sided",),
     ),

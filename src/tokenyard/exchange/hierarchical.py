@@ -17,7 +17,8 @@ home in float32, in the order of hosts, and rounded once.
 the phase on all of them, before a row is forwarded or a sum is used. In the dispatch the ranks of a host meet once
 more, when relays have forwarded their rows. In the combine each marks that its results are in place, and relays sum
 when all of their host have. A relay that waits long for that may wait for a rank that is elsewhere, or lost: it
-announces first, and its sums follow when all ranks were heard.
+announces first, and its sums follow when all ranks were heard. On GPUs they always follow: rows do so there anyway, and
+the kernel that sums waits for the others itself.
 
 **Meanwhile.** What follows when rows have crossed, and the sums, are work that a thread of its own does if the caller
 computes between the start of a phase and its end.

@@ -289,19 +289,24 @@ class SharedMemoryTransport(OneSidedTransport):
     # -- Inside a host -------------------------------------------------------------------------------------
 
     def mark(self, round: int) -> None:
+        """Say that this rank's results of a round are in their place."""
         self.workspace.signals.mark(round)
 
     def all_marked(self, round: int, seconds: float) -> bool:
+        """Wait until all ranks have said so; False after so many seconds."""
         return self.workspace.signals.all_marked(round, seconds)
 
     def sum_results(self, arrival: Arrival, out_TH: Tensor) -> None:
+        """Write the sums over ranks of this rank's tokens, when all have results in place."""
         self.at_home(arrival).sum_into(out_TH, ())
 
     def leave(self) -> None:
+        """Take part no more, because of a loss elsewhere: nobody waits for this rank."""
         if self._workspace is not None:
             self._workspace.signals.leave()
 
     def departed(self) -> bool:
+        """Whether those whom a `PeerLost` of this transport names have left, and are not lost."""
         return self._workspace is not None and self._workspace.signals.departed()
 
     def lost(self) -> list[int]:
