@@ -197,6 +197,36 @@ def test_hosts_experts_that_route_by_themselves_and_watched_plans_shrink():
         assert sorted(said[0]) == list(range(6)), exchange
 
 
+def shared_before(group):
+    """Which groups are closed after two ranks have left one after the other, and what an older move still holds."""
+    plan = ty.plan([spec(num_experts=6, spare_experts=6)], group)
+    built, groups, exchanges = build(plan, "moe"), [], []
+    plan.rebalance({built.name: "round_robin"})
+    carrier = plan._moves._carrier
+    carried_by, was_mapped = carrier._found(), bool(carrier._mapped)
+    for _ in range(2):
+        groups.append(plan.group)
+        exchanges.append(plan.exchange)
+        move = plan.shrink([plan.group.size - 1])
+        move._thread.join()
+        if move.next_ranks.leaves:
+            return None
+    groups.append(plan.group)
+    closed = ["is closed" in str(raised(each.barrier)) for each in (carried_by, *groups[:-1])]
+    plan.close()
+    closed.append("is closed" in str(raised(groups[-1].barrier)))
+    ended = [str(raised(each.usability.check_open)) for each in exchanges]
+    return was_mapped, carrier._mapped, closed, ended
+
+
+def test_what_was_shared_before_is_given_back_but_for_the_group_of_the_caller():
+    was_mapped, mapped, closed, ended = on_ranks(3, shared_before)[0]
+    assert was_mapped
+    assert mapped == {}
+    assert closed == [True, False, True, False]
+    assert all("the plan is closed" in words for words in ended)
+
+
 def refused(group):
     plan = ty.plan([spec(num_experts=6, spare_experts=1), spec("none", num_experts=2)], group)
     errors = [raised(plan.shrink, [1])]  # no layer was made

@@ -451,12 +451,12 @@ class ExpertMoves:
     def _take(self, following: NextGroup, move: Rebalance) -> None:
         """Serve the next group from now on; or leave, if this rank is not in it."""
         state, before, whole = self._state, self._state.exchange, self._state.whole
-        following.left_behind = [before.close]
+        # The thread of this move has another carrier.
+        following.left_behind = [before.close, self._carrier.close]
         if state.group is not whole.group:
             following.left_behind.append(state.group.close)  # the plan made it, of the ranks that were left
         if whole.made_here:
             following.left_behind.append(whole.group.close)
-        self.close_carrier()
         if following.exchange is None:
             before.usability.close(left=True)
             return
