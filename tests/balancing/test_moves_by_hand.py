@@ -7,9 +7,10 @@ import torch
 
 import tokenyard as ty
 from tests.models import raised
+from tokenyard.exchange.stats import LayerStats
 from tokenyard.experts.slots import ExpertSlots
-from tokenyard.planning import moving
-from tokenyard.planning.expert_moves import ExpertMoves, _Autobalance
+from tokenyard.planning import expert_moves, moving
+from tokenyard.planning.expert_moves import ExpertMoves, _Autobalance, _together
 from tokenyard.planning.moving import HeldExperts, Parcel, steps, streams, width
 from tokenyard.planning.rebalancing import Progress, Rebalance, failure_of
 from tokenyard.planning.state import WholePlan
@@ -243,3 +244,160 @@ def test_a_move_waits_for_the_thread_of_the_one_before(started):
     move = Rebalance(ty.thread_groups(1)[0], carrier, {}, {}, {}, [], finish=None, after=before)
     move._run()
     assert (joined, move.error) == ([1] if started else [], None)
+
+
+def test_layers_that_need_fewer_steps_switch_in_the_first_ones():
+    assert _together({}) == []
+    assert _together({"a": [1, 2, 3], "b": [4], "c": []}) == [{"a": 1, "b": 4}, {"a": 2}, {"a": 3}]
+
+
+def test_a_switch_is_counted_with_its_pause_and_what_came_for_it(monkeypatch):
+    clock = iter([10.0, 10.25])
+    monkeypatch.setattr(expert_moves, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    moves, stats = moves_of_a_plan(), LayerStats(2)
+    moves._state.exchange.stats, moves._switch = {"moe": stats}, lambda move: None
+    move = SimpleNamespace(
+        step={"moe": None},
+        came={"moe": {3: 0, 5: 1}},
+        is_last_step=False,
+        decision=Progress.READY,
+        nbytes=70,
+        seconds=2.5,
+    )
+    moves._conclude(move)
+    assert move.pause_ms == 250.0
+    found = stats.moves
+    assert (found.switches, found.experts, found.nbytes) == (1, 2, 70)
+    assert (found.switch_s, found.copy_s) == (0.25, 2.5)
+
+
+def test_a_look_by_itself_does_not_wait_for_the_move():
+    moves, asked = moves_of_a_plan(rounds=4), []
+    moves.rebalance = lambda **options: asked.append(options)
+    auto = _Autobalance(every=5, threshold=1.3, seen=0)
+    moves._look(auto)
+    assert asked == [{"threshold": 1.3, "wait": False}]
+    assert auto.seen == 4
+
+
+@pytest.mark.parametrize(
+    ("counts", "usable"), [([4, 3], [3, 2]), ([3, 2], [2, 2]), ([2, 2], [2, 2]), ([5, 2], [4, 2])]
+)
+def test_one_slot_of_each_rank_stays_free_for_the_next_move(counts, usable, monkeypatch):
+    present, asked = placed([0, 1], [2, 3]), []
+    monkeypatch.setattr(
+        expert_moves, "balance", lambda load_E, now, **terms: asked.append((load_E, now, terms)) or now
+    )
+    stats = LayerStats(2)
+    moves = moves_of_a_plan()
+    wiring = SimpleNamespace(
+        exchange_spec=SimpleNamespace(placement=present, num_experts=4), spec=SimpleNamespace(spare_experts=1)
+    )
+    moves._state.wiring = {"moe": wiring}.get
+    moves._state.exchange.stats = {"moe": stats}
+    moves._state.load = lambda *, reset: {"moe": [5, 1, 1, 1]}
+    assert moves._balanced(1.1, {"moe": counts}) == {}  # what was found is not better
+    assert asked == [([5, 1, 1, 1], present, {"copies": sum(usable) - 4, "slots": usable})]
+    assert (stats.moves.looks, stats.moves.imbalance, stats.moves.imbalance_expected) == (1, 1.5, 0.0)
+
+
+# -- What becomes of a change of ranks after a loss ----------------------------------------------------------
+
+
+def change_under_way(is_last_step=True, refused=False, members=(0, 2, 3), closed=False):
+    """A move to the next group, as rank 0 has it, and what is called of it."""
+    calls = []
+    moves = moves_of_a_plan()
+
+    def check_open():
+        calls.append("checked")
+        if closed:
+            raise ty.HandleError("the plan is closed", expected="", fix="")
+
+    moves._state.exchange.usability = SimpleNamespace(check_open=check_open)
+    moves._move = SimpleNamespace(is_last_step=is_last_step)
+    moves._next_group = SimpleNamespace(
+        refuse=lambda: calls.append("asked") or refused, members=list(members)
+    )
+    moves._switch = lambda move: calls.append("switched")
+    return moves, calls
+
+
+def test_ranks_follow_into_the_next_group_where_one_has_taken_it():
+    moves, calls = change_under_way()
+    assert moves.follow([1, 3]) == ([2], True)  # rank 1 has left the plan, and rank 3 is its rank 2 now
+    assert calls == ["asked", "switched", "checked"]
+    assert change_under_way()[0].follow([]) == ([], True)
+    moves, calls = change_under_way(closed=True)
+    assert "the plan is closed" in str(raised(moves.follow, [1]))
+
+
+def test_ranks_stay_where_nobody_has_taken_the_next_group():
+    for options, asked in (({"refused": True}, ["asked"]), ({"is_last_step": False}, [])):
+        moves, calls = change_under_way(**options)
+        assert moves.follow([1]) == ([1], False)
+        assert calls == asked
+    for nothing in ("_move", "_next_group"):
+        moves, calls = change_under_way()
+        setattr(moves, nothing, None)
+        assert moves.follow([1]) == ([1], False)
+        assert calls == []
+
+
+@pytest.mark.parametrize(
+    ("switches", "is_done", "due"),
+    [
+        ([3, 3], False, ["given up"]),  # nobody has switched
+        ([3, 4], False, ["step", "switched", "given up"]),  # one of several steps
+        ([3, 4], True, ["step", "switched"]),
+    ],
+)
+def test_after_a_loss_the_ranks_that_are_left_have_made_equally_many_steps(switches, is_done, due):
+    moves, calls = moves_of_a_plan(), []
+    moves._switches = 3
+    loss = ty.PeerLost([2], phase="combine", waited=1.0)
+    moves._state.exchange.usability = SimpleNamespace(broken_by=loss)
+    moves._take_step = lambda move: calls.append("step")
+    moves.give_up = lambda error: calls.append("given up") or errors.append(error)
+    move, errors = SimpleNamespace(is_done=is_done, switched=lambda: calls.append("switched")), []
+    moves._move = move
+    moves.settle(SimpleNamespace(gather_json=lambda value, phase: switches))
+    assert calls == due
+    assert moves._move is None
+    assert [type(error) for error in errors] == [ty.PlanBroken] * due.count("given up")
+    moves.settle(SimpleNamespace(gather_json=lambda value, phase: [9]))  # where nothing moves
+    assert calls == due
+
+
+@pytest.mark.parametrize("lets_go", [None, True, False])
+def test_a_rank_that_leaves_waits_for_the_others_before_its_plan_is_closed(lets_go):
+    moves, calls = moves_of_a_plan(), []
+    moves.give_up = lambda error: calls.append(str(error))
+    moves.close_carrier = lambda: calls.append("closed")
+    if lets_go is not None:
+        moves._move = SimpleNamespace(lets_go=lets_go, wait=lambda: calls.append("waited"))
+    moves.close()
+    assert calls[:-2] == (["waited"] if lets_go else [])
+    assert "the plan was closed" in calls[-2]
+    assert calls[-1] == "closed"
+
+
+def test_a_change_that_is_given_up_is_refused_counted_and_logged(caplog):
+    moves, calls = moves_of_a_plan(), []
+    stats = {"moe": LayerStats(2), "more": LayerStats(2)}
+    moves._state.exchange.stats = stats
+
+    def refuse():
+        calls.append("refused")
+        raise ty.GroupError("nobody answers", expected="", fix="")
+
+    error = ValueError("no room")
+    moves._move = SimpleNamespace(give_up=calls.append, error="no room", placements={"moe": None})
+    moves._next_group = SimpleNamespace(refuse=refuse)
+    moves.give_up(error)
+    assert calls == ["refused", error]
+    assert moves._move is moves._next_group is None
+    assert [each.moves.given_up for each in stats.values()] == [1, 0]
+    assert "experts stay where they are: no room" in caplog.text
+    moves.give_up(error)  # where nothing moves
+    assert calls == ["refused", error]

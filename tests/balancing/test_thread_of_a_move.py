@@ -1,0 +1,352 @@
+"""The thread of a move by hand: what it waits for, what it gives back, and what it says, on old and on fresh ranks."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+import tokenyard as ty
+from tests.models import raised
+from tokenyard.planning import joining
+from tokenyard.planning.joining import Joining
+from tokenyard.planning.rebalancing import Progress, Rebalance
+from tokenyard.planning.resizing import NextGroup, check_grown
+
+LOST = ty.PeerLost([1], phase="moving experts", waited=1.0)
+
+
+class Waited(Exception):
+    """Instead of a wait."""
+
+
+class Condition:
+    """A condition that nobody waits for."""
+
+    def __init__(self):
+        self.notified = 0
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *error):
+        pass
+
+    def notify_all(self):
+        self.notified += 1
+
+    def wait(self, seconds=None):
+        raise Waited
+
+
+def called(*names, result=None, **others):
+    """Something whose methods of these names note that they were called; and the notes."""
+    calls = []
+
+    def method(name):
+        return lambda *arguments, **options: calls.append((name, *arguments)) or result
+
+    return SimpleNamespace(**{name: method(name) for name in names}, **others), calls
+
+
+def a_move(steps=({"moe": None},), carrier=None, next_ranks=None):
+    group, finished = ty.thread_groups(1)[0], []
+    move = Rebalance(
+        group, carrier, {"moe": None}, {}, {}, steps, finish=finished.append, next_ranks=next_ranks
+    )
+    move._changed = Condition()
+    return move, finished
+
+
+def test_whoever_waits_is_told_of_every_change():
+    move, _ = a_move()
+    move._report(Progress.READY)
+    assert (move.progress, move._changed.notified) == (Progress.READY, 1)
+    move.switched()
+    assert (move.progress, move.decision, move._number, move._changed.notified) == (0, 0, 1, 2)
+    assert move._present == {"moe": None}
+    first, second = OSError("first"), OSError("second")
+    move.give_up(first)
+    move.give_up(second)
+    assert (move.error, move._cancelled, move._changed.notified) == (first, True, 4)
+
+
+def waits(fn):
+    try:
+        fn()
+    except Waited:
+        return True
+    return False
+
+
+def test_the_thread_waits_for_a_switch_as_long_as_it_is_ready_and_nobody_gives_up():
+    move, _ = a_move()
+    found = []
+    for progress in (Progress.READY, Progress.PREPARING):
+        for cancelled in (False, True):
+            move._progress, move._cancelled = progress, cancelled
+            found.append(waits(move._await_switch))
+    assert found == [True, False, False, False]
+
+
+def test_ranks_wait_for_the_thread_as_long_as_it_prepares_and_has_no_error():
+    move, _ = a_move()
+    found = []
+    for progress in (Progress.PREPARING, Progress.READY):
+        for error in (None, LOST):
+            move._progress, move.error = progress, error
+            found.append(waits(move.wait_for_thread))
+    assert found == [True, False, False, False]
+    assert move.wait_for_thread() is Progress.READY
+
+
+@pytest.mark.parametrize("leaves", [None, False, True])
+@pytest.mark.parametrize("decision", [Progress.READY, Progress.PREPARING, Progress.FAILED])
+@pytest.mark.parametrize("error", [None, LOST])
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_rank_lets_go_when_all_have_agreed_on_the_last_switch(leaves, decision, error, number, taken):
+    next_ranks, asked = called("take", result=taken, leaves=leaves)
+    move, _ = a_move([{}, {}], next_ranks=None if leaves is None else next_ranks)
+    move.decision, move.error, move._number = decision, error, number
+    assert move.is_last_step == (number == 1)
+    due = bool(leaves) and decision is Progress.READY and error is None and number == 1
+    assert move.lets_go == move.is_done == (due and taken)
+    assert bool(asked) == due
+
+
+def test_when_a_thread_has_ended_and_when_a_rank_is_ready():
+    move, _ = a_move()
+    assert move.has_ended  # it was not started
+    assert not move.ready
+    for alive in (True, False):
+        move._thread = SimpleNamespace(is_alive=lambda alive=alive: alive)
+        assert move.has_ended == (not alive)
+    move._progress = Progress.READY
+    assert move.ready
+    move.switched()
+    move._thread = SimpleNamespace(is_alive=lambda: True)
+    assert move.ready
+    assert move.has_ended
+
+
+@pytest.mark.parametrize("leaves", [None, False, True])
+@pytest.mark.parametrize("started", [True, False])
+def test_who_leaves_waits_for_the_thread(leaves, started):
+    joined = []
+    next_ranks = None if leaves is None else SimpleNamespace(leaves=leaves)
+    move, finished = a_move(next_ranks=next_ranks)
+    if started:
+        move._thread = SimpleNamespace(join=lambda: joined.append(1))
+    move.wait()
+    assert finished == [move]
+    due = 1 if leaves and started else 0
+    assert len(joined) == due
+    move.error = LOST
+    assert raised(move.wait) is LOST
+    assert len(joined) == due
+
+
+def test_a_thread_ends_with_the_process_and_is_not_started_where_nothing_moves():
+    begun = threading.Event()
+    move, _ = a_move()
+    move._run = begun.set
+    move.start()
+    assert begun.wait(5)
+    assert move._thread.daemon
+    nothing, _ = a_move([])
+    nothing.start()
+    assert nothing._thread is None
+    assert nothing.is_done
+
+
+@pytest.mark.parametrize("error", [LOST, ty.PeerFailed(1, "full", phase="moving experts"), OSError("full")])
+@pytest.mark.parametrize("grows", [True, False])
+def test_a_thread_that_fails_gives_back_what_it_shared_and_says_so(error, grows):
+    carrier, carried = called("abandon", "close")
+    next_ranks, asked = called("close", "prepare", carrier=carrier, held={}, leaves=False)
+
+    def keep(held):
+        raise error
+
+    carrier.keep = keep
+    move, _ = a_move(carrier=carrier, next_ranks=next_ranks if grows else None)
+    move._run()
+    assert move.error is error
+    assert move.progress is Progress.FAILED
+    assert carried == [("abandon",), ("close",)][0 if isinstance(error, OSError) else 1 :]
+    assert asked == ([("prepare",), ("close",)] if grows else [])
+    assert move.holders == {}
+    assert move._changed.notified == 1
+
+
+def test_a_move_that_was_given_up_makes_no_group():
+    carrier, _ = called("abandon", "close")
+    next_ranks, asked = called("close", "prepare")
+    move, _ = a_move(carrier=carrier, next_ranks=next_ranks)
+    move.give_up(LOST)
+    move._run()
+    assert asked == [("close",)]
+    assert move.error is LOST
+
+
+def test_a_thread_says_farewell_when_all_have_switched():
+    carrier, _ = called("keep")
+    next_ranks, asked = called("prepare", "say_farewell", carrier=carrier, held={"moe": "theirs"})
+    move, _ = a_move([], carrier=SimpleNamespace(), next_ranks=next_ranks)
+    move._run()
+    assert asked == [("prepare",), ("say_farewell",)]
+    assert move._carrier is carrier
+    assert move._held == {"moe": "theirs"}
+
+
+# -- The next group ------------------------------------------------------------------------------------------
+
+
+def next_group(*, meets=True, patience=None):
+    calls = []
+
+    def method(name, error=None):
+        def call(*arguments, **options):
+            calls.append(name)
+            if error is not None:
+                raise error
+
+        return call
+
+    following = NextGroup(SimpleNamespace(), "plan 1", [0], lambda: None, None, layers={}, patience=patience)
+    following.carrier = SimpleNamespace(
+        meet=method("meet", None if meets else LOST), close=method("carrier closed")
+    )
+    following.group = SimpleNamespace(
+        lost_elsewhere=method("told", None if meets else LOST), close=method("group closed")
+    )
+    following.exchange = SimpleNamespace(close=method("exchange closed"))
+    following.left_behind = [method("exchange before"), method("group before")]
+    return following, calls
+
+
+@pytest.mark.parametrize("meets", [True, False])
+def test_what_was_shared_is_given_back_after_all_have_met_or_one_was_lost(meets):
+    following, calls = next_group(meets=meets)
+    following.say_farewell()
+    assert calls == ["meet", "carrier closed", "exchange before", "group before"]
+
+
+@pytest.mark.parametrize("meets", [True, False])
+def test_a_group_that_is_not_taken_is_given_back_as_far_as_it_was_made(meets):
+    following, calls = next_group(meets=meets)
+    following.close()
+    assert calls == ["told", "carrier closed", "exchange closed", "group closed"]
+    following, calls = next_group()
+    following.group = following.exchange = None
+    following.close()
+    assert calls == ["carrier closed"]
+    NextGroup(SimpleNamespace(), "plan 1", [0], None, None, layers={}).close()
+
+
+@pytest.mark.parametrize(("patience", "due"), [(None, []), (0.0, ["meet"]), (3.0, ["meet"])])
+def test_fresh_ranks_are_waited_for_where_there_are_any(patience, due):
+    following, calls = next_group(patience=patience)
+    following.all_have_copied()
+    assert calls == due
+
+
+def test_the_first_word_stands_and_is_asked_for_once():
+    asked = []
+    present = SimpleNamespace(decide=lambda question, answer: asked.append(answer) or answer)
+    for ask, other in (("take", "refuse"), ("refuse", "take")):
+        following = NextGroup(present, "plan 1", [0], None, None, layers={})
+        assert [getattr(following, ask)(), getattr(following, other)(), getattr(following, ask)()] == [
+            True,
+            False,
+            True,
+        ]
+    assert asked == ["switch", "stay"]
+
+
+def test_a_group_to_grow_into_begins_with_the_present_ranks():
+    pair = ty.thread_groups(2)
+    (alone,) = ty.thread_groups(1)
+    assert check_grown(pair[0], alone) == 1
+    assert check_grown(3, alone) == 3
+    for wrong in (alone, pair[1], 0, True, 1.0):  # as many ranks, another rank, no number of ranks
+        assert isinstance(raised(check_grown, wrong, alone), ty.InputError), wrong
+    assert isinstance(raised(check_grown, alone, pair[0]), ty.InputError)
+
+
+# -- Fresh ranks ---------------------------------------------------------------------------------------------
+
+
+def asks(answers, gone=None, seconds=0.0):
+    """What a fresh rank finds decided, and what it decides."""
+    told, answers = [], iter(answers)
+    group = SimpleNamespace(
+        decided=lambda question: next(answers),
+        decide=lambda question, answer: told.append(answer) or f"{answer} by all",
+        gone=lambda: gone or {},
+    )
+    return Joining(group, "plan 1", {}, {})._answer(seconds), told
+
+
+def test_a_fresh_rank_waits_for_the_word_of_the_others(monkeypatch):
+    slept = []
+    monkeypatch.setattr(joining.time, "sleep", slept.append)
+    assert asks([None, None, "switch"], seconds=60.0) == ("switch", [])
+    assert len(slept) == 2
+    assert asks([None], seconds=-1.0) == ("stay by all", ["stay"])
+    assert asks([None], gone={0: "it has ended"}, seconds=60.0) == ("stay by all", ["stay"])
+    assert asks(["stay"], gone={0: "it has ended"}, seconds=-1.0) == ("stay", [])
+
+
+class Copied:
+    """Instead of a move, of which fresh ranks only make the copies."""
+
+    made = ()
+
+    def __init__(self, *arguments, finish):
+        Copied.made = arguments
+
+    def copy(self):
+        pass
+
+
+@pytest.mark.parametrize("answer", ["switch", "stay"])
+def test_a_fresh_rank_serves_if_the_others_take_it_in(answer, monkeypatch):
+    carrier, carried = called("meet", "close")
+    threads = []
+    monkeypatch.setattr(joining, "Carrier", lambda group, name: carrier)
+    monkeypatch.setattr(joining, "Rebalance", Copied)
+    monkeypatch.setattr(joining, "held_by_all", lambda *arguments, seconds: (arguments[2:], seconds))
+    monkeypatch.setattr(
+        joining.threading,
+        "Thread",
+        lambda **options: threads.append(options) or SimpleNamespace(start=lambda: threads.append("started")),
+    )
+    group = SimpleNamespace(rank=2, decided=lambda question: answer)
+    present = {"same": "a", "moves": "b"}
+    taking = Joining(group, "plan 1", present, {"same": "a", "moves": "c"})
+    error = raised(taking.take_over, {"moves": None}, 7.0)
+    assert Copied.made[3] == ((["same", "moves"], ["same", "moves"]), 7.0)
+    assert Copied.made[4:] == ({"moves": "b"}, [{"moves": "c"}])
+    if answer == "stay":
+        assert "the other ranks go on without this one" in str(error)
+        assert carried == [("meet",), ("close",)]
+        assert threads == []
+    else:
+        assert error is None
+        assert carried == [("meet",)]
+        assert threads[1:] == ["started"]
+        assert threads[0]["daemon"]
+        threads[0]["target"](*threads[0]["args"])
+        assert carried[1:] == [("meet",), ("close",)]
+
+
+def test_a_fresh_rank_gives_back_what_it_shared_even_if_another_is_lost():
+    carrier, carried = called("close")
+
+    def meet():
+        raise LOST
+
+    carrier.meet = meet
+    joining._say_farewell(carrier)
+    assert carried == [("close",)]
