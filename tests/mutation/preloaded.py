@@ -36,6 +36,7 @@ def codes_of(source, path):
 
 def replace_code(functions, changed):
     """Give functions the code of a changed source. Raises ValueError where it is not clear which code is whose."""
+    replaced = 0
     for function in functions:
         code = function.__code__
         new = changed.get((code.co_qualname, code.co_firstlineno), [])
@@ -43,6 +44,9 @@ def replace_code(functions, changed):
             if len(new) != 1:
                 raise ValueError(f"{code.co_qualname} has {len(new)} codes")
             function.__code__ = new[0]
+            replaced += 1
+    if not replaced:
+        raise ValueError("no function has the code that was changed")
 
 
 class Server(processes.FirstFailure):
@@ -56,6 +60,7 @@ class Server(processes.FirstFailure):
 
     def pytest_runtestloop(self, session):
         self._tests = {item.nodeid: item for item in session.items}
+        gc.unfreeze()  # or what the tests have frozen is not among the objects
         for each in gc.get_objects():
             if isinstance(each, types.FunctionType):
                 self._functions.setdefault(each.__code__.co_filename, []).append(each)

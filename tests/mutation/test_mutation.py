@@ -228,6 +228,8 @@ def test_what_becomes_of_a_mutant(tmp_path):
     (tmp_path / "src").mkdir()
     (tmp_path / "tests").mkdir()
     (tmp_path / "src" / "small.py").write_text(_SMALL)
+    freezing = "import gc\n\ndef pytest_collection_finish(session):\n    gc.freeze()\n"
+    (tmp_path / "tests" / "conftest.py").write_text(freezing)  # as that of the suite does
     for number, test in enumerate(_TESTS.values()):
         (tmp_path / "tests" / f"test_{number}.py").write_text(f"import small\n{test}\n")
     mutant = next(m for m in mutants_of("src/small.py", _SMALL) if m.after == "(x // 2)")
@@ -266,6 +268,8 @@ def test_functions_get_the_code_of_the_mutant():
         assert is_in_a_function(mutant, source)
     assert names["f"](6) == 12  # the second mutant is without the first
     assert held(6) == names["g"]()(6) == 3
+    with pytest.raises(ValueError, match="no function has the code that was changed"):
+        replace_code([names["f"]], codes_of(source, "small.py"))
     with pytest.raises(ValueError, match="2 codes"):
         replace_code([names["g"]()], {("g.<locals>.<lambda>", 5): [names["f"].__code__] * 2})
 
