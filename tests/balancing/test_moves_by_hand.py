@@ -129,6 +129,13 @@ def test_all_pieces_of_the_longest_stream_travel(monkeypatch):
     carrier.close()
 
 
+def test_ranks_meet_in_the_group_that_carries():
+    met, carrier = [], moving.Carrier(SimpleNamespace())
+    carrier._group = SimpleNamespace(barrier=lambda *, phase: met.append(phase))
+    carrier.meet()
+    assert met == ["moving experts"]
+
+
 LOST = ty.PeerLost([1], phase="moving experts", waited=1.0)
 FULL = OSError("full")
 
@@ -203,6 +210,23 @@ def test_the_load_is_looked_at_after_so_many_calls_between_two_of_them(rounds, b
     moves._auto = _Autobalance(every=5, threshold=1.1, seen=7)
     moves.between_calls("moe")
     assert len(looked) == looks
+
+
+@pytest.mark.parametrize("changes_ranks", [True, False])
+@pytest.mark.parametrize("layer", ["first", "second"])
+@pytest.mark.parametrize("decision", [Progress.PREPARING, Progress.READY, Progress.FAILED])
+@pytest.mark.parametrize("between", [True, False])
+def test_all_ranks_switch_between_two_calls_and_change_before_the_first_layer(
+    changes_ranks, layer, decision, between
+):
+    moves, concluded = moves_of_a_plan(between=between), []
+    moves._state.draft = SimpleNamespace(wirings=[SimpleNamespace(spec=SimpleNamespace(name="first"))])
+    moves._conclude = concluded.append
+    moves._move = SimpleNamespace(decision=decision)
+    moves._next_group = SimpleNamespace() if changes_ranks else None
+    moves.between_calls(layer)
+    due = between and decision is not Progress.PREPARING and (layer == "first" or not changes_ranks)
+    assert len(concluded) == due
 
 
 def test_calls_are_counted_anew_when_a_plan_has_another_exchange():

@@ -285,6 +285,20 @@ def test_placements_keep_every_expert_and_stay_even():
     )
 
 
+@pytest.mark.parametrize(
+    ("slots", "after"),
+    [
+        ([4, 4, 4], ((), (0, 1), (0, 2, 1))),  # expert 0 is everywhere, and expert 1 has two copies again
+        ([4, 3, 3], ((), (0, 1), (0, 2))),  # a slot stays spare
+        ([4, 3, 2], ((), (0, 1), (0, 2))),  # but for an expert that nobody else has
+        ([4, 3, 1], ((), (0, 1, 2), (0,))),
+    ],
+)
+def test_copies_of_experts_are_kept_where_a_slot_stays_spare(slots, after):
+    present = ty.Placement.explicit(3, [[0, 1, 2], [0, 1], [0]])
+    assert placement_without(present, [0], slots).table == after
+
+
 # -- Losses ------------------------------------------------------------------------------------------------
 
 TWICE = ty.Placement.replicated(ty.Placement.round_robin(6, 3), {e: [(e + 1) % 3] for e in range(6)})

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 import tokenyard as ty
-from tests.models import raised
+from tests.models import raised, spec
 from tokenyard.planning import joining
 from tokenyard.planning.joining import Joining
 from tokenyard.planning.rebalancing import Progress, Rebalance
@@ -59,6 +59,7 @@ def a_move(steps=({"moe": None},), carrier=None, next_ranks=None):
 
 def test_whoever_waits_is_told_of_every_change():
     move, _ = a_move()
+    assert (move.nbytes, move.seconds, move.pause_ms) == (0, 0.0, 0.0)
     move._report(Progress.READY)
     assert (move.progress, move._changed.notified) == (Progress.READY, 1)
     move.switched()
@@ -350,3 +351,13 @@ def test_a_fresh_rank_gives_back_what_it_shared_even_if_another_is_lost():
     carrier.meet = meet
     joining._say_farewell(carrier)
     assert carried == [("close",)]
+
+
+@pytest.mark.parametrize(("own", "told", "due"), [(None, 7, 7), (5, 7, 5), (5, 5, 5)])
+def test_a_fresh_rank_takes_the_limits_of_the_others_where_it_has_none(own, told, due):
+    layer = spec(num_experts=4, max_tokens=own)
+    tables = {"moe": {"goal": [[0, 1], [2, 3]], "max_tokens": told}}
+    known = joining._as_told(layer, tables)
+    assert known.max_tokens == due
+    assert known.placement.table == ((0, 1), (2, 3))
+    assert joining._as_told(layer, {}) is layer
