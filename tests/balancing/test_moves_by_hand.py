@@ -368,6 +368,51 @@ def test_ranks_stay_where_nobody_has_taken_the_next_group():
         assert calls == []
 
 
+@pytest.mark.parametrize("made_here", [True, False])
+@pytest.mark.parametrize("smaller", [True, False])
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_rank_that_takes_the_next_group_leaves_behind_what_the_plan_made(made_here, smaller, leaves):
+    """`smaller`: ranks were lost before, and the plan made a group of those that were left."""
+    calls = []
+
+    def closing(name, **others):
+        return SimpleNamespace(close=lambda **how: calls.append((name, how)), **others)
+
+    moves, counted = moves_of_a_plan(), object()
+    state = moves._state
+    state.exchange = closing(
+        "exchange", usability=closing("usability"), stats={"moe": SimpleNamespace(moves=counted)}
+    )
+    moves._carrier = closing("carrier")
+    whole, left = closing("whole"), closing("left")
+    state.whole = WholePlan(group=whole, specs={"moe": None}, made_here=made_here)
+    state.group = left if smaller else whole
+    stats = SimpleNamespace(moves=None)
+    following = SimpleNamespace(
+        exchange=None if leaves else SimpleNamespace(stats={"moe": stats}), group="next", draft="draft"
+    )
+    state.take = lambda exchange, draft: calls.append((exchange, draft))
+    state.wirings = {"moe": "wiring", "more": "wiring of more"}
+    state.layers = {
+        name: SimpleNamespace(switch=lambda wiring, came: calls.append((wiring, came)))
+        for name in state.wirings
+    }
+    moves.start = lambda: calls.append("started")
+    moves._take(following, SimpleNamespace(came={"moe": {3: 1}}))
+    if leaves:
+        assert calls == [("usability", {"left": True})]
+    else:
+        taken = [(following.exchange, "draft"), ("wiring", {3: 1}), ("wiring of more", {}), "started"]
+        assert calls == taken
+        assert stats.moves is counted
+        assert state.whole == WholePlan(group="next", specs={"moe": None}, made_here=True)
+    calls.clear()
+    for give_back in following.left_behind:
+        give_back()
+    due = ["exchange", "carrier", *["left"] * smaller, *["whole"] * made_here]
+    assert calls == [(name, {}) for name in due]
+
+
 @pytest.mark.parametrize(
     ("switches", "is_done", "due"),
     [

@@ -515,6 +515,27 @@ def test_batches_in_flight_end_on_the_placement_that_they_began_with():
     assert moved[0][1] > 2
 
 
+def changes_in_flight(group):
+    layer = spec(sum="choices", num_experts=6, spare_experts=6)
+    plan = ty.plan([layer], group)
+    built, given = build(plan, "moe"), batch(layer, 5, seed=group.rank)
+    before_TH = built(*given)
+    pending = built.start(*given)
+    errors = [raised(plan.shrink, [1])]
+    move = plan.rebalance({"moe": "round_robin"}, wait=False)
+    errors.append(raised(move.wait))
+    same = torch.equal(pending.finish(), before_TH)
+    move.wait()
+    return [str(error) for error in errors], same and torch.equal(built(*given), before_TH)
+
+
+def test_ranks_do_not_wait_for_a_switch_with_a_batch_in_flight():
+    for errors, same in on_ranks(2, changes_in_flight):
+        assert same
+        for error in errors:
+            assert "a dispatch of layer 'moe' is in flight, and is combined only after this call" in error
+
+
 @pytest.mark.parametrize("exchange", ["one_sided", "two_sided", "allgather", "hierarchical"])
 def test_watched_plans_and_hosts_move_experts(exchange):
     def moving_beside(group, moves):

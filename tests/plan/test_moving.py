@@ -6,6 +6,7 @@ import pytest
 
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
+from tokenyard.exchange.local import LocalTransport
 from tokenyard.exchange.stats import LayerStats
 from tokenyard.planning.agreement import make_plan_id
 from tokenyard.planning.drafting import ranks_per_token
@@ -49,6 +50,31 @@ def test_a_plan_on_another_group_still_hears_whether_ranks_have_switched():
     plan = ty.plan([spec()], alone())
     plan.readmit(group=alone())
     assert "have switched placements [1] times" in str(raised(plan.exchange.noticed, [1 << 2]))
+
+
+def test_all_layers_are_made_ready_when_a_plan_is_made_and_whenever_it_changes(monkeypatch):
+    warm = []
+    monkeypatch.setattr(
+        LocalTransport, "warmup", lambda self, specs: warm.append([each.layer for each in specs])
+    )
+    plan = ty.plan([spec()], alone())
+    plan.warmup()
+    plan.extend([spec("more")])
+    plan.trim(keep=["more"])
+    plan.readmit(group=alone())
+    assert warm == [["moe"], ["moe"], ["moe", "more"], ["more"], ["more"]]
+
+
+class OwnTransport(LocalTransport):
+    """A transport that fresh ranks do not know."""
+
+    name = "own"
+
+
+def test_a_plan_with_a_transport_that_fresh_ranks_do_not_know_takes_in_none():
+    plan = ty.plan([spec()], alone(), exchange=OwnTransport)
+    error = str(raised(plan.grow, 1))
+    assert "the plan's exchange is 'own'; expected one that a fresh rank finds by its name: " in error
 
 
 def test_a_layer_that_the_plan_does_not_have_cannot_be_moved():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 import tokenyard as ty
-from tests.models import raised
+from tests.models import raised, spec
 from tokenyard.planning.recovery import Recovery
 from tokenyard.planning.state import WholePlan
 
@@ -99,3 +99,35 @@ def test_groups_that_the_plan_made_are_closed_if_it_leaves_them(made_here, small
     due = ["left"] * smaller + ["whole"] * (made_here and not stays)
     assert closed == ["carrier", "exchange", *due, "started", "moves"]
     assert state.whole is after
+
+
+@pytest.mark.parametrize("followed", [True, False])
+@pytest.mark.parametrize("left", [[], [1], [0, 2]])
+def test_a_plan_goes_on_unless_those_that_were_lost_had_left_it(followed, left):
+    """`followed`: the ranks have taken the next group first, and number the lost ones as it does."""
+    done = []
+    placements = [SimpleNamespace(without=lambda lost: f"without {lost}")]
+    state = SimpleNamespace(
+        exchange=SimpleNamespace(usability=SimpleNamespace(check_open=lambda: done.append("open"))),
+        group=SimpleNamespace(rank=3, size=4, subgroup=lambda ranks: done.append(ranks) or "smaller"),
+        draft=SimpleNamespace(
+            specs=[spec()],
+            wirings=[SimpleNamespace(exchange_spec=SimpleNamespace(placement=p)) for p in placements],
+        ),
+        redraft=lambda group, specs, **terms: (
+            done.append((group, specs()[0].placement, terms)) or ("draft", 7)
+        ),
+        whole=WholePlan(group=SimpleNamespace(size=4), specs={}),
+    )
+    moves = SimpleNamespace(follow=lambda lost: (left, followed), settle=lambda group: done.append(group))
+    made = Recovery(state, moves)
+    made._restart = lambda *terms: done.append(terms)
+    made.go_on_without([1], renormalize=True)
+    if followed and not left:
+        assert done == ["open"]
+    else:
+        staying = [rank for rank in range(4) if rank not in left]
+        terms = {"renormalize_dropped": True}
+        whole = WholePlan(group=state.whole.group, specs={}, lost=tuple(left))
+        redrafted = ("smaller", f"without {left}", terms)
+        assert done == ["open", staying, "smaller", redrafted, ("draft", "smaller", 7, whole)]
