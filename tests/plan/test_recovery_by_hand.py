@@ -119,7 +119,7 @@ def test_a_plan_goes_on_unless_those_that_were_lost_had_left_it(followed, left):
         ),
         whole=WholePlan(group=SimpleNamespace(size=4), specs={}),
     )
-    moves = SimpleNamespace(follow=lambda lost: (left, followed), settle=lambda group: done.append(group))
+    moves = SimpleNamespace(follow=lambda lost: (left, followed), settle=done.append)
     made = Recovery(state, moves)
     made._restart = lambda *terms: done.append(terms)
     made.go_on_without([1], renormalize=True)
