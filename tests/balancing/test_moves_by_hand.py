@@ -1,5 +1,6 @@
 """Moves by hand: in which steps experts come, how their bytes travel, what ranks tell each other of them, and when."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -136,6 +137,14 @@ def test_ranks_meet_in_the_group_that_carries():
     assert met == ["moving experts"]
 
 
+def test_a_rank_that_takes_part_no_more_ends_the_waits_of_the_others():
+    told, carrier = [], moving.Carrier(SimpleNamespace())
+    carrier.abandon()  # there is no group yet
+    carrier._group = SimpleNamespace(rank=2, lost_elsewhere=lambda ranks, **how: told.append((ranks, how)))
+    carrier.abandon()
+    assert told == [([2], {"phase": "moving experts", "waited": 0.0})]
+
+
 LOST = ty.PeerLost([1], phase="moving experts", waited=1.0)
 FULL = OSError("full")
 
@@ -212,21 +221,17 @@ def test_the_load_is_looked_at_after_so_many_calls_between_two_of_them(rounds, b
     assert len(looked) == looks
 
 
-@pytest.mark.parametrize("changes_ranks", [True, False])
-@pytest.mark.parametrize("layer", ["first", "second"])
-@pytest.mark.parametrize("decision", [Progress.PREPARING, Progress.READY, Progress.FAILED])
-@pytest.mark.parametrize("between", [True, False])
-def test_all_ranks_switch_between_two_calls_and_change_before_the_first_layer(
-    changes_ranks, layer, decision, between
-):
-    moves, concluded = moves_of_a_plan(between=between), []
-    moves._state.draft = SimpleNamespace(wirings=[SimpleNamespace(spec=SimpleNamespace(name="first"))])
-    moves._conclude = concluded.append
-    moves._move = SimpleNamespace(decision=decision)
-    moves._next_group = SimpleNamespace() if changes_ranks else None
-    moves.between_calls(layer)
-    due = between and decision is not Progress.PREPARING and (layer == "first" or not changes_ranks)
-    assert len(concluded) == due
+def test_all_ranks_switch_between_two_calls_and_change_before_the_first_layer():
+    states = itertools.product([True, False], ["first", "second"], Progress, [True, False])
+    for changes_ranks, layer, decision, between in states:
+        moves, concluded = moves_of_a_plan(between=between), []
+        moves._state.draft = SimpleNamespace(wirings=[SimpleNamespace(spec=SimpleNamespace(name="first"))])
+        moves._conclude = concluded.append
+        moves._move = SimpleNamespace(decision=decision)
+        moves._next_group = SimpleNamespace() if changes_ranks else None
+        moves.between_calls(layer)
+        due = between and decision is not Progress.PREPARING and (layer == "first" or not changes_ranks)
+        assert len(concluded) == due
 
 
 def test_calls_are_counted_anew_when_a_plan_has_another_exchange():

@@ -1,5 +1,6 @@
 """The thread of a move by hand: what it waits for, what it gives back, and what it says, on old and on fresh ranks."""
 
+import itertools
 import threading
 from types import SimpleNamespace
 
@@ -100,19 +101,16 @@ def test_ranks_wait_for_the_thread_as_long_as_it_prepares_and_has_no_error():
     assert move.wait_for_thread() is Progress.READY
 
 
-@pytest.mark.parametrize("leaves", [None, False, True])
-@pytest.mark.parametrize("decision", [Progress.READY, Progress.PREPARING, Progress.FAILED])
-@pytest.mark.parametrize("error", [None, LOST])
-@pytest.mark.parametrize("number", [0, 1])
-@pytest.mark.parametrize("taken", [True, False])
-def test_a_rank_lets_go_when_all_have_agreed_on_the_last_switch(leaves, decision, error, number, taken):
-    next_ranks, asked = called("take", result=taken, leaves=leaves)
-    move, _ = a_move([{}, {}], next_ranks=None if leaves is None else next_ranks)
-    move.decision, move.error, move._number = decision, error, number
-    assert move.is_last_step == (number == 1)
-    due = bool(leaves) and decision is Progress.READY and error is None and number == 1
-    assert move.lets_go == move.is_done == (due and taken)
-    assert bool(asked) == due
+def test_a_rank_lets_go_when_all_have_agreed_on_the_last_switch():
+    states = itertools.product([None, False, True], Progress, [None, LOST], [0, 1], [True, False])
+    for leaves, decision, error, number, taken in states:
+        next_ranks, asked = called("take", result=taken, leaves=leaves)
+        move, _ = a_move([{}, {}], next_ranks=None if leaves is None else next_ranks)
+        move.decision, move.error, move._number = decision, error, number
+        assert move.is_last_step == (number == 1)
+        due = bool(leaves) and decision is Progress.READY and error is None and number == 1
+        assert move.lets_go == move.is_done == (due and taken)
+        assert bool(asked) == due
 
 
 def test_when_a_thread_has_ended_and_when_a_rank_is_ready():

@@ -131,3 +131,31 @@ def test_a_plan_goes_on_unless_those_that_were_lost_had_left_it(followed, left):
         whole = WholePlan(group=state.whole.group, specs={}, lost=tuple(left))
         redrafted = ("smaller", f"without {left}", terms)
         assert done == ["open", staying, "smaller", redrafted, ("draft", "smaller", 7, whole)]
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("gone", [[], [1]])
+def test_fresh_ranks_come_after_those_that_are_left_have_settled(gone, given):
+    done, whole_group, fresh = [], SimpleNamespace(size=3), ty.thread_groups(1)[0]
+    whole_group.readmit = lambda lost, *, seconds: done.append((lost, seconds)) or fresh
+    left = SimpleNamespace(close=lambda: done.append("left closed"))
+    state = SimpleNamespace(
+        exchange=SimpleNamespace(usability=SimpleNamespace(check_open=lambda: done.append("open"))),
+        group=SimpleNamespace(rank=0, size=2, subgroup=lambda ranks: done.append(ranks) or left),
+        draft=SimpleNamespace(specs=[spec()]),
+        redraft=lambda group, specs: (specs(), 7) if group.deadline == 90.0 else None,
+        whole=WholePlan(group=whole_group, specs={"moe": "as it was"}, lost=(1,)),
+    )
+    moves = SimpleNamespace(follow=lambda lost: (lost, False), settle=lambda group: done.append("settled"))
+    made = Recovery(state, moves)
+    made._restart = lambda *terms: done.append(terms)
+    made.readmit(gone, group=fresh if given else None, seconds=90.0)
+    lost = (1, 2) if gone else (1,)
+    restored = WholePlan(group=fresh, specs={"moe": "as it was"}, made_here=not given)
+    assert done == [
+        "open",
+        *([[0], "settled", "left closed"] if gone else []),
+        *([] if given else [(lost, 90.0)]),
+        (["as it was"], fresh, 7, restored),
+    ]
+    assert fresh.deadline < 90.0
