@@ -550,3 +550,35 @@ def test_a_batch_of_layers_that_have_changed_and_of_a_closed_plan_says_so(exchan
     pending = built.start(*batch(spec(), 3))
     plan.close()
     assert "the plan is closed" in str(raised(pending.finish))
+
+
+def threads_of_its_own(group, shared):
+    """How many jobs a layer gives to threads that wait for rows: in a call, and of a batch that was started."""
+    layer = spec()
+    plan = ty.plan([layer], group, exchange="hierarchical")
+    built = build(plan, "moe", shared=(lambda x_TH: x_TH) if shared else None)
+    given, jobs, found = batch(layer, 4, seed=group.rank), [], []
+    in_background = group.in_background
+    group.in_background = lambda job: jobs.append(job) or in_background(job)
+    calls = [
+        lambda: built(*given),
+        lambda: built.start(*given).finish(),
+        lambda: computed(built.start(*given)),
+    ]
+    for call in calls:
+        jobs.clear()
+        call()
+        found.append(len(jobs))
+    return found
+
+
+def computed(pending):
+    pending.compute()
+    return pending.finish()
+
+
+@pytest.mark.parametrize(("hosts", "shared", "jobs"), [(2, False, 0), (2, True, 0), (1, True, 1)])
+def test_threads_wait_for_rows_only_where_something_is_computed_meanwhile(hosts, shared, jobs):
+    """Where ranks are on several hosts, shared experts have a thread of their own, and the call waits itself."""
+    for found in on_ranks(4, threads_of_its_own, shared, hosts=hosts):
+        assert found == [jobs, 1, 2]

@@ -317,17 +317,18 @@ def test_one_slot_of_each_rank_stays_free_for_the_next_move(counts, usable, monk
     monkeypatch.setattr(
         expert_moves, "balance", lambda load_E, now, **terms: asked.append((load_E, now, terms)) or now
     )
-    stats = LayerStats(2)
+    stats, even = LayerStats(2), LayerStats(2)
     moves = moves_of_a_plan()
     wiring = SimpleNamespace(
         exchange_spec=SimpleNamespace(placement=present, num_experts=4), spec=SimpleNamespace(spare_experts=1)
     )
-    moves._state.wiring = {"moe": wiring}.get
-    moves._state.exchange.stats = {"moe": stats}
-    moves._state.load = lambda *, reset: {"moe": [5, 1, 1, 1]}
-    assert moves._balanced(1.1, {"moe": counts}) == {}  # what was found is not better
+    moves._state.wiring = {"even": wiring, "moe": wiring}.get
+    moves._state.exchange.stats = {"even": even, "moe": stats}
+    moves._state.load = lambda *, reset: {"even": [1, 1, 1, 1], "moe": [5, 1, 1, 1]}
+    assert moves._balanced(1.1, {"even": counts, "moe": counts}) == {}  # what was found is not better
     assert asked == [([5, 1, 1, 1], present, {"copies": sum(usable) - 4, "slots": usable})]
     assert (stats.moves.looks, stats.moves.imbalance, stats.moves.imbalance_expected) == (1, 1.5, 0.0)
+    assert (even.moves.looks, even.moves.imbalance) == (1, 1.0)
 
 
 # -- What becomes of a change of ranks after a loss ----------------------------------------------------------

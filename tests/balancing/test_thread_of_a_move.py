@@ -186,6 +186,12 @@ def test_a_move_that_was_given_up_makes_no_group():
     move._run()
     assert asked == [("close",)]
     assert move.error is LOST
+    carrier, _ = called("abandon", "close", "keep")
+    move, _ = a_move(carrier=carrier)
+    copied, move.copy = [], lambda: copied.append(1)
+    move.give_up(LOST)
+    move._run()
+    assert copied == []  # nor does it copy anything
 
 
 def test_a_thread_says_farewell_when_all_have_switched():

@@ -482,6 +482,33 @@ def test_an_id_that_no_expert_has_is_missed_and_not_looked_up(exchange, wrong):
     assert "rank 0 failed in combine: Corrupted" in other
 
 
+def sent_elsewhere(group):
+    """On their way from rank 0 to the other host, an id becomes that of another expert there."""
+    plan = ty.plan([spec(num_experts=3, top_k=1)], group, exchange="hierarchical", max_rows=8)
+    built, transport = build(plan, "moe"), plan.exchange.transport
+    layout = plan.wiring("moe").exchange_spec.dispatch_layout
+    forwarded = []
+
+    def forward(batch, packets_by_rank, heard):
+        layout.unpack(packets_by_rank[0])["ids"].fill_(2)  # two rows for rank 2, and one was announced
+        sent, counts = type(transport)._forwarded(transport, batch, packets_by_rank, heard)
+        forwarded.extend(sent.routes.resolved[0][:2].flatten().tolist())
+        return sent, counts
+
+    if group.rank == 1:  # the relay
+        transport._forwarded = forward
+    routes = ty.Routes(topk_ids_TK=torch.tensor([[1], [2]]), topk_weights_TK=torch.ones(2, 1))
+    return str(raised(built, torch.ones(2, 32).bfloat16(), routes)), forwarded
+
+
+def test_rows_that_would_go_elsewhere_than_announced_are_not_forwarded_where_room_is_bounded():
+    (first, _), (relay, forwarded), (third, _) = on_ranks(3, sent_elsewhere, hosts=[1, 2])
+    assert forwarded == [-1, -1]
+    for error in (relay, third):
+        assert "0 rows from rank 0 have an expert here, and it announced 1" in error
+    assert "failed in combine: Corrupted" in first
+
+
 # -- Ranks in different places -----------------------------------------------------------------------------------
 
 

@@ -234,6 +234,40 @@ def test_an_error_in_a_later_pass_reaches_all_and_the_plan_goes_on(exchange):
     assert second
 
 
+def cannot_send_a_later_pass(group, exchange):
+    """The transport of rank 0 fails in its second send."""
+    layer = spec()
+    plan = ty.plan([layer], group, exchange=exchange, max_rows=6)
+    built, given, transport, sends = build(plan, "moe"), batch(layer, 16, seed=group.rank), None, []
+    before_TH, transport = built(*given), plan.exchange.transport
+    send = transport.send
+
+    def fails_later(sent):
+        sends.append(sent.num_tokens)
+        if len(sends) == 2 and group.rank == 0:
+            raise ValueError("no second send")
+        return send(sent)
+
+    transport.send = fails_later
+    try:
+        built(*given)
+        error = None
+    except (ValueError, ty.PeerFailed) as raised_here:
+        error = str(raised_here)
+    transport.send = send
+    return error, same_bits(built(*given), before_TH)
+
+
+@every_exchange
+def test_a_later_pass_that_cannot_be_sent_is_an_error_on_all_and_the_plan_goes_on(exchange):
+    (own, first), (other, second) = on_ranks(2, cannot_send_a_later_pass, exchange)
+    assert own == "no second send"
+    assert "rank 0" in other
+    assert "no second send" in other
+    assert first
+    assert second
+
+
 class Dying(ReferenceExperts):
     """Experts whose rank says no more in the second pass."""
 

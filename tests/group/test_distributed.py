@@ -212,6 +212,30 @@ def test_only_other_ranks_are_readmitted(pair):
             first.readmit(wrong)
 
 
+def test_further_ranks_are_taken_in_behind_those_of_the_group(pair):
+    first, _ = pair()
+    (thread,) = ty.thread_groups(1)
+    for group in (first, thread):
+        for wrong in (0, -1, True, 1.5, "2", None):
+            with pytest.raises(ty.InputError, match="ranks are to be taken in; expected a number of ranks"):
+                group.admit(wrong)
+        filled = []
+        group._fill = lambda empty, seconds, filled=filled: filled.append((list(empty), seconds))
+        group.admit(1, seconds=5.0)
+        group.admit(3, seconds=6.0)
+        size = group.size
+        assert filled == [([size], 5.0), ([size, size + 1, size + 2], 6.0)]
+
+
+def test_the_first_word_of_a_question_stands_for_all(pair):
+    first, second = pair()
+    assert first.decided("change 1") is None
+    assert second.decide("change 1", "stay") == "stay"
+    assert first.decide("change 1", "switch") == "stay"
+    assert [group.decided("change 1") for group in (first, second)] == ["stay", "stay"]
+    assert first.decided("change 2") is None
+
+
 def test_a_fresh_rank_takes_the_place_of_a_lost_one_each_time_under_another_name(pair):
     first, second = pair(deadline=11.0)
     second.close()
@@ -294,6 +318,8 @@ def test_no_group_is_made_where_the_store_does_not_answer(pair, monkeypatch):
         for call in (first.subgroup, first.readmit):
             error = str(raised(call, [1] if call == first.readmit else [0, 1]))
             assert "cannot find each other: no answer within 1.0 s" in error
+        for call in (lambda: first.decide("change 1", "stay"), lambda: first.decided("change 1")):
+            assert "cannot find each other: no answer within 1.0 s" in str(raised(call))
     monkeypatch.setattr("tokenyard.group.failure_detector.within", silent)
     for call in (first.subgroup, first.readmit):
         error = str(raised(call, [1] if call == first.readmit else [0, 1]))

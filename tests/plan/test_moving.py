@@ -77,6 +77,47 @@ def test_a_plan_with_a_transport_that_fresh_ranks_do_not_know_takes_in_none():
     assert "the plan's exchange is 'own'; expected one that a fresh rank finds by its name: " in error
 
 
+def test_a_fresh_rank_serves_once_its_experts_have_come():
+    plan = ty.plan([spec()], alone())
+    built, given, took = build(plan, "moe"), batch(spec(), 3), []
+    assert "take_over was called on a rank whose experts are there" in str(raised(plan.take_over))
+    plan.join(SimpleNamespace(take_over=lambda layers, seconds: took.append((list(layers), seconds))))
+    assert "this rank's experts have not come yet; expected a call of `plan.take_over`" in str(
+        raised(built, *given)
+    )
+    plan.take_over(seconds=3.0)
+    assert took == [(["moe"], 3.0)]
+    assert built(*given).shape == (3, 32)
+
+    def not_taken_in(layers, seconds):
+        raise KeyboardInterrupt
+
+    plan.join(SimpleNamespace(take_over=not_taken_in))
+    with pytest.raises(KeyboardInterrupt):
+        plan.take_over()
+    assert "the plan is closed" in str(raised(built, *given))
+
+
+TWICE = ty.Placement.explicit(4, [[0, 1, 2, 3], [0, 1, 2, 3]])
+
+
+def cannot_be_resized(group):
+    surviving = ty.plan([spec(num_experts=4, sum="choices", placement=TWICE)], group, survive=True)
+    errors = [raised(surviving.shrink, [1]), raised(surviving.grow, 1)]
+    plan = ty.plan([spec(num_experts=4)], group)
+    if group.rank == 0:
+        plan.go_on_without([1])
+        errors.append(raised(plan.grow, 1))
+    return [str(error) for error in errors]
+
+
+def test_plans_that_survive_losses_or_have_lost_experts_keep_their_ranks():
+    (shrink, grow, lost), _ = on_ranks(2, cannot_be_resized)
+    assert "shrink was called on a plan with survive=True; expected a plan that has all its experts" in shrink
+    assert "grow was called on a plan with survive=True" in grow
+    assert "grow was called on a plan that has lost experts with their ranks" in lost
+
+
 def test_a_layer_that_the_plan_does_not_have_cannot_be_moved():
     assert isinstance(raised(ty.plan([spec()], alone()).rebalance, {"mo": "contiguous"}), ty.UnknownName)
 
