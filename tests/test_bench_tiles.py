@@ -1,4 +1,4 @@
-"""`bench tiles`, all but the clock: which tile configurations are tried and chosen, and that it runs, interpreted."""
+"""The sweep over tile configurations, all but its clock: which are tried and chosen, and that it runs, interpreted."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.runner import call
+from tests.experts.tile_sweep import COLUMNS, can_be, lines_of, main, neighbors, search
 from tests.interpreted import run_interpreted
 from tokenyard.cli.bench_output import print_document
+from tokenyard.errors import InputError
 from tokenyard.experts.fused import tile_table
 from tokenyard.experts.fused.tile_configs import PackedTileConfig, TileConfig, TileConfigs
 from tokenyard.lab.bench.records import Document
-from tokenyard.lab.bench.tile_sweep import COLUMNS, can_be, lines_of, neighbors, search
 
 ROOT = Path(__file__).resolve().parent.parent
 SOME = [
@@ -83,7 +83,8 @@ interpreter.install()
 numpy.seterr(all="ignore")
 from tests.test_bench_experts_cuda import CASES, tiny_case
 CASES["A"] = tiny_case("A")
-from tokenyard.lab.bench import experts, tile_sweep
+from tests.experts import tile_sweep
+from tokenyard.lab.bench import experts
 from tokenyard.lab.bench.records import Document
 from tokenyard.lab.bench.shapes import grid
 from tokenyard.experts.fused.tile_configs import TileConfig, TileConfigs
@@ -121,6 +122,6 @@ def test_a_sweep_runs_compares_and_times(capsys):
 
 
 def test_without_a_gpu_it_says_so():
-    refused = call("bench", "tiles", "--cells", "A", "--weights", "bf16")
-    assert refused.exit_code == 2
-    assert "sees no GPU" in refused.stderr
+    with pytest.raises(InputError, match="sees no GPU") as refused:
+        main(["--cells", "A", "--weights", "bf16"])
+    assert "--device" not in str(refused.value)

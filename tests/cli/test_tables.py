@@ -9,6 +9,7 @@ import pytest
 from rich.table import Table
 
 from tests.cli.runner import MIXTRAL, call
+from tests.experts.tile_sweep import COLUMNS, in_words
 from tokenyard.checkpoints import convert as convert_checkpoint
 from tokenyard.checkpoints import open_checkpoint
 from tokenyard.cli import bench_output, check, doctor
@@ -24,7 +25,6 @@ from tokenyard.experts.fused.tile_configs import TileConfig
 from tokenyard.formats import FORMATS
 from tokenyard.lab.bench.machine_rates import Rates
 from tokenyard.lab.bench.records import Document, Record, Spread
-from tokenyard.lab.bench.tile_sweep import COLUMNS, in_words
 from tokenyard.lab.evaluation.intervals import Interval
 from tokenyard.lab.evaluation.table import Row as EvalRow
 from tokenyard.lab.shipped import shipped_model

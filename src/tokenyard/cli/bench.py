@@ -208,26 +208,6 @@ def overhead(
     run_benchmark(runs.overhead_run(rounds), Output(out, as_json))
 
 
-@app.command()
-@reported
-def tiles(
-    weights: Annotated[
-        list[str] | None, option(f"The format of the weights; {_SEVERAL}", shown="all")
-    ] = None,
-    cells: Annotated[str | None, option("A, B and C (several with commas).", shown="all")] = None,
-    rounds: Annotated[int, option("Rounds of each.", min=1)] = 5,
-    out: OutFile = None,
-    as_json: JsonFlag = False,
-) -> None:
-    """Which tile configurations of fused experts are fastest on this GPU, beside those that the table chooses.
-
-    Every one is compiled once: for all cells that takes many minutes.
-    """
-    from tokenyard.lab.bench import runs
-
-    run_benchmark(runs.tiles_on_gpu(cells, weights or [], rounds), Output(out, as_json))
-
-
 @app.command("combine-error")
 @reported
 def combine_error(

@@ -1,6 +1,6 @@
 """Which tile configurations were fastest, found by a sweep on one H200 (`bench/results/experts-sweep-h200.json`).
 
-`tokenyard bench tiles` makes such a sweep, on any GPU.
+`python -m tests.experts.tile_sweep` makes such a sweep, on any GPU.
 
 For each format of the weights, by the rows that an expert has on average: up to so many rows, the tile configuration of
 the first product and that of the second. Formats that were not swept take the line of the nearest that was.

@@ -24,7 +24,6 @@ from tokenyard.lab.bench import (
     layer_cuda,
     machine_rates,
     overhead,
-    tile_sweep,
     transformers_ep,
 )
 from tokenyard.lab.bench.records import Document, Record
@@ -363,19 +362,3 @@ def layer_on_gpu(chosen: Any, cells: str | None, rounds: int) -> Run:
             measured, device=gpu.device, clock=gpu.clock, rates=rates, rested=gpu.rested
         ),
     )
-
-
-def tiles_on_gpu(cells: str | None, weights: Sequence[str], rounds: int) -> Run:
-    """The tile configurations of fused experts, beside those that the table chooses."""
-    chosen = grid(cases_of(cells), weights)
-    gpu = _Gpu.current(rounds, "measure on a machine that has one")
-    document = Document(
-        benchmark="tiles-cuda",
-        unit="µs",
-        x="size",
-        line="weights",
-        columns=tile_sweep.COLUMNS,
-        setup={"gpu": gpu.name, "rounds": rounds},
-        notes=[tile_sweep.NOTE],
-    )
-    return _of_cells(document, chosen, tile_sweep.sweep(chosen, device=gpu.device, clock=gpu.clock))

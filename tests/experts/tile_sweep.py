@@ -4,18 +4,25 @@ For each cell every line of the table is tried, and around the fastest of them i
 other warps, other outputs, other tails; first those of the first product, then those of the second. Each is compared
 with float32 products before it is timed. What does not fit into the GPU, or is wrong, is noted and left.
 
-The table of another GPU is found in this way; `Clock` and `device` are arguments, as in `experts`.
+The table of another GPU is found in this way: every configuration is compiled, so all cells take many minutes.
+
+    python -m tests.experts.tile_sweep --cells A --weights fp8_block128 --out tiles.json
+
+`Clock` and `device` are arguments, as in `tokenyard.lab.bench.experts`.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from tokenyard.cli.bench_output import Output, run_benchmark
 from tokenyard.experts import FusedExperts
 from tokenyard.experts.fused import tile_table
 from tokenyard.experts.fused.tile_configs import (
@@ -26,11 +33,12 @@ from tokenyard.experts.fused.tile_configs import (
     TileConfigs,
     plain_lines,
 )
-from tokenyard.lab.bench.clock import Clock, give_back_memory
+from tokenyard.lab.bench.clock import Clock, check_gpu, give_back_memory, graph_clock
 from tokenyard.lab.bench.drawn_experts import DrawnExperts
 from tokenyard.lab.bench.experts import check_batch, draw_batches, stage_of
-from tokenyard.lab.bench.records import Record, Spread
-from tokenyard.lab.bench.shapes import Cell
+from tokenyard.lab.bench.records import Document, Record, Spread
+from tokenyard.lab.bench.runs import Run
+from tokenyard.lab.bench.shapes import Cell, cases_of, grid
 
 NOTE = "ours: what the table chooses; floor: the fastest that was tried"
 COLUMNS = ("first_product", "second_product")
@@ -176,3 +184,31 @@ def in_words(config: AnyTileConfig) -> str:
     'out 64, tile 16, block 128, warps 4, stages 3'
     """
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in asdict(config).items() if value)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Sweep on the current GPU, and save and print what was found."""
+    parser = argparse.ArgumentParser(description="Which tile configurations are fastest on this GPU?")
+    parser.add_argument("--cells", help="cases of `bench experts`, with commas; all if left out")
+    parser.add_argument("--weights", action="append", default=[], help="formats; all if left out")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args(arguments)
+    cells = grid(cases_of(given.cells), given.weights)
+    device = check_gpu("measure on a machine that has one")
+    document = Document(
+        benchmark="tiles-cuda",
+        unit="µs",
+        x="size",
+        line="weights",
+        columns=COLUMNS,
+        setup={"gpu": torch.cuda.get_device_name(device), "rounds": given.rounds},
+        notes=[NOTE],
+    )
+    found = sweep(cells, device=device, clock=graph_clock(device, given.rounds))
+    run = Run(document=document, steps=[str(cell) for cell in cells], figures=([record] for record in found))
+    run_benchmark(run, Output(given.out, as_json=False))
+
+
+if __name__ == "__main__":
+    main()
