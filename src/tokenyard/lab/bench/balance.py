@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from tokenyard.conformance.cases import random_weights
-from tokenyard.errors import ContractError
 from tokenyard.experts import ExpertWeights
 from tokenyard.group import Group, launch
-from tokenyard.lab.bench.dispatch import start_together
+from tokenyard.lab.bench.rank_rounds import check_bits, slowest_ms, start_together
 from tokenyard.lab.bench.records import Record, Spread
 from tokenyard.layer import MoELayer
 from tokenyard.planning.planner import Plan, plan
@@ -84,7 +83,7 @@ def measure_balance(job: Job, ranks: int) -> list[Record]:
     """Calls under each load, the move, and its pause."""
     by_rank = launch(ranks, _measure_rank, job, ranks="processes", threads_per_rank=1)
     first = by_rank[0]
-    ms = {name: _slowest(rank["calls"][name] for rank in by_rank) for name in (UNIFORM, BEFORE, AFTER)}
+    ms = {name: slowest_ms(rank["calls"][name] for rank in by_rank) for name in (UNIFORM, BEFORE, AFTER)}
     uniform = Spread.of(ms[UNIFORM])
     records = [
         Record(
@@ -97,7 +96,7 @@ def measure_balance(job: Job, ranks: int) -> list[Record]:
         )
         for name in (UNIFORM, BEFORE, AFTER)
     ]
-    copying, copies = (_slowest(rank[key] for rank in by_rank) for key in ("moves", "copies"))
+    copying, copies = (slowest_ms(rank[key] for rank in by_rank) for key in ("moves", "copies"))
     floor = Spread.of(copies)
     moved = sum(rank["nbytes"] for rank in by_rank) / 1e6
     records.append(
@@ -110,16 +109,11 @@ def measure_balance(job: Job, ranks: int) -> list[Record]:
             details={"moved_MB": moved, "GB_per_s": moved / statistics.median(copying)},
         )
     )
-    pauses = _slowest(rank["pauses"] for rank in by_rank)
+    pauses = slowest_ms(rank["pauses"] for rank in by_rank)
     records.append(
         Record(parameters={"what": "the pause of a switch"}, ours=Spread.of(pauses), target=LONGEST_PAUSE)
     )
     return records
-
-
-def _slowest(by_rank: Any) -> list[float]:
-    """Milliseconds of the slowest rank, round by round."""
-    return [1e3 * max(seconds) for seconds in zip(*by_rank, strict=True)]
 
 
 def _measure_rank(group: Group, job: Job) -> dict[str, Any]:
@@ -143,13 +137,9 @@ def _measure_rank(group: Group, job: Job) -> dict[str, Any]:
             group.barrier()
             if number >= 0:
                 calls[name].append(took)
-        if not torch.equal(results[BEFORE], results[AFTER]):
-            raise ContractError(
-                "the layer that was rebalanced gives other bits",
-                expected="the same bits, wherever experts are",
-                fix="find the difference first: a wrong result has no speed",
-                rank=group.rank,
-            )
+        same = torch.equal(results[BEFORE], results[AFTER])
+        found = "the layer that was rebalanced gives other bits"
+        check_bits(same, found, "the same bits, wherever experts are", group.rank)
     uneven = {name: _busiest(group, made, name, routes[name]) for name in names}
     return {"calls": calls, "imbalance": uneven, **_measure_moves(group, job.rounds)}
 

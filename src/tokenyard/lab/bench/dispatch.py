@@ -38,10 +38,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tokenyard.errors import ContractError, InputError
+from tokenyard.errors import InputError
 from tokenyard.exchange import EXCHANGES, Arrival, Exchange, ExchangeSpec, resolve
 from tokenyard.formats import EncodedRows
 from tokenyard.group import Group, launch
+from tokenyard.lab.bench.rank_rounds import check_bits, slowest_ms, start_together
 from tokenyard.lab.bench.records import Record, Spread
 from tokenyard.lab.bench.shapes import check_rounds, check_top_k
 from tokenyard.planning.drafting import EXCHANGE_VARIABLE, PARANOID_VARIABLE, draft
@@ -57,9 +58,6 @@ NOTE = (
 REFERENCE = "two_sided"
 WATCHED = ", watched"  # behind the name of an exchange
 WARM_UP = 3  # rounds that are not counted: pages, connections, tables
-# Seconds between the agreement on a start and the start: time for the slowest rank to hear of it.
-LEAD = 0.01
-
 # One way out and back; returns the moment at which this rank was out.
 Trip = Callable[[], float]
 
@@ -290,22 +288,8 @@ def _able(group: Group, spec: LayerSpec) -> list[str]:
 
 
 def _check_bits(name: str, same: bool, when: str, rank: int) -> None:
-    if not same:
-        raise ContractError(
-            f"exchange {name} gave other bits than {REFERENCE} {when}",
-            expected="the same rows and the same sums from every exchange",
-            fix="find the difference first (`tokenyard run`): a wrong result has no speed",
-            rank=rank,
-        )
-
-
-def start_together(group: Group, lead: float = LEAD) -> float:
-    """Agree with all ranks on a moment, so many seconds from now, and sleep until it comes."""
-    mine = torch.tensor([time.perf_counter()], dtype=torch.float64).view(torch.uint8)
-    clocks = group.all_gather(mine, phase="start of a round").flatten().view(torch.float64)
-    start = float(clocks.max()) + lead
-    time.sleep(max(0.0, start - time.perf_counter()))
-    return start
+    found = f"exchange {name} gave other bits than {REFERENCE} {when}"
+    check_bits(same, found, "the same rows and the same sums from every exchange", rank, " (`tokenyard run`)")
 
 
 def _trip(out: Callable[[], object], back: Callable[[], object]) -> Trip:
@@ -352,17 +336,14 @@ def _encode(exchange_spec: ExchangeSpec, batch: _Batch) -> Trip:
 
 def _records(job: Job, world: int, by_rank: list[_Measured]) -> list[Record]:
     # A phase of a round ends when the last rank is done with it.
-    rounds = {
-        name: [
-            tuple(1e3 * max(ends) for ends in zip(*moments, strict=True))
-            for moments in zip(*(rank.seconds[name] for rank in by_rank), strict=True)
-        ]
-        for name in by_rank[0].seconds
-    }
-    ms = {name: [done for _, done in found] for name, found in rounds.items()}
+    names = list(by_rank[0].seconds)
+    out, ms = (
+        {name: slowest_ms([ends[way] for ends in rank.seconds[name]] for rank in by_rank) for name in names}
+        for way in range(2)
+    )
     peers = {"gloo": Spread.of(ms["gloo"])} if "gloo" in ms else {}
     records = []
-    for name in [name for name in rounds if name not in ("gloo", "floor", "encode")]:
+    for name in [name for name in names if name not in ("gloo", "floor", "encode")]:
         plain = name.removesuffix(WATCHED)
         ratios = {"ours / floor": Spread.ratio(ms[name], ms["floor"])}
         if peers:
@@ -373,8 +354,8 @@ def _records(job: Job, world: int, by_rank: list[_Measured]) -> list[Record]:
             sum(way) for way in zip(*(rank.sent_bytes[plain] for rank in by_rank), strict=True)
         )
         details = {
-            "out_ms": statistics.median(out for out, _ in rounds[name]),
-            "back_ms": statistics.median(done - out for out, done in rounds[name]),
+            "out_ms": statistics.median(out[name]),
+            "back_ms": statistics.median(done - sent for sent, done in zip(out[name], ms[name], strict=True)),
             "encode_ms": statistics.median(ms["encode"]),
             "bytes_per_token": (out_bytes + back_bytes) / (world * job.num_tokens),
             "dispatch_bytes": out_bytes,

@@ -165,14 +165,14 @@ def compare(ours: Tensor, theirs: Tensor, peer: str) -> float:
     return difference
 
 
-def check_transformers() -> None:
+def check_transformers(version: str = "5.17", peer: str = "experts are") -> None:
     """Raise where Transformers is not installed. Asked before the time is spent."""
     try:
         from transformers.models.qwen3_moe import configuration_qwen3_moe  # noqa: F401
     except ImportError as error:
         raise InputError(
             "transformers is not installed",
-            expected="transformers 5.17 or newer, whose experts are the peer of this benchmark",
+            expected=f"transformers {version} or newer, whose {peer} the peer of this benchmark",
             fix="pip install 'tokenyard[transformers]'",
         ) from error
 

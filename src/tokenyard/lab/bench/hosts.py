@@ -28,11 +28,11 @@ from torch import Tensor
 
 from tokenyard.conformance.cases import random_weights
 from tokenyard.conformance.twin import twin
-from tokenyard.errors import ContractError, GroupError
+from tokenyard.errors import GroupError
 from tokenyard.exchange import HostMap
 from tokenyard.experts import Experts
 from tokenyard.group import DistributedGroup, Group
-from tokenyard.lab.bench.dispatch import LEAD, start_together
+from tokenyard.lab.bench.rank_rounds import LEAD, check_bits, slowest_ms, start_together
 from tokenyard.lab.bench.records import Record, Spread
 from tokenyard.lab.hosts.network import Links, start_ranks
 from tokenyard.layer import MoELayer
@@ -128,6 +128,11 @@ class Job:
         """Seconds between the agreement on a start and the start: all ranks hear of it over the links in between."""
         return LEAD + 4 * self.delay / 1e3
 
+    def rows(self, rank: int) -> Tensor:
+        """The rows of one rank."""
+        draw = torch.Generator().manual_seed(rank)
+        return torch.randn(self.num_tokens, self.hidden_size, generator=draw).to(self.spec().dtype)
+
     def routes(self, rank: int) -> Routes:
         """The routes of one rank: uniformly random, without repetition."""
         draw = torch.Generator().manual_seed(1009 + rank)
@@ -190,10 +195,7 @@ def bytes_from_hosts(job: Job, *, once: bool) -> list[int]:
 def _records(job: Job, by_rank: Sequence[dict[str, Any]]) -> list[Record]:
     least = bytes_from_hosts(job, once=True)
     floor = 1e3 * max(least) / job.rate_bytes_per_s + 2 * job.delay
-    ms = {
-        name: [1e3 * max(rounds) for rounds in zip(*(rank["seconds"][name] for rank in by_rank), strict=True)]
-        for name in job.exchanges
-    }
+    ms = {name: slowest_ms(rank["seconds"][name] for rank in by_rank) for name in job.exchanges}
     records = []
     for name in job.exchanges:
         peers = {other: Spread.of(ms[other]) for other in job.exchanges if other != name}
@@ -220,9 +222,7 @@ def _records(job: Job, by_rank: Sequence[dict[str, Any]]) -> list[Record]:
 
 def _measure_rank(group: Group, job: Job, links: Links) -> dict[str, Any]:
     spec = job.spec()
-    weights, routes = random_weights(spec, 0), job.routes(group.rank)
-    x_TH = torch.randn(job.num_tokens, job.hidden_size, generator=torch.Generator().manual_seed(group.rank))
-    x_TH = x_TH.to(spec.dtype)
+    weights, x_TH, routes = random_weights(spec, 0), job.rows(group.rank), job.routes(group.rank)
     layers: dict[str, MoELayer] = {}
     expected = {}
     for name in job.exchanges:
@@ -239,13 +239,8 @@ def _measure_rank(group: Group, job: Job, links: Links) -> dict[str, Any]:
             y_TH = layers[name](x_TH, routes)
             took = time.perf_counter() - start
             group.barrier()
-            if not torch.equal(y_TH, expected[name]):
-                raise ContractError(
-                    f"{name} gave other bits than the one-process twin",
-                    expected="the same sums",
-                    fix="find the difference first: a wrong result has no speed",
-                    rank=group.rank,
-                )
+            found = f"{name} gave other bits than the one-process twin"
+            check_bits(torch.equal(y_TH, expected[name]), found, "the same sums", group.rank)
             if number >= 0:
                 seconds[name].append(took)
                 crossed[name] = sum(links.sent().values()) - before

@@ -30,10 +30,9 @@ from torch import Tensor
 
 from tokenyard.conformance.cases import random_weights
 from tokenyard.conformance.twin import twin
-from tokenyard.errors import ContractError
 from tokenyard.group import Group
-from tokenyard.lab.bench.dispatch import start_together
 from tokenyard.lab.bench.hosts import Job, ScalingExperts, found_by_ranks, main, set_links
+from tokenyard.lab.bench.rank_rounds import check_bits, slowest_ms, start_together
 from tokenyard.lab.bench.records import Record, Spread
 from tokenyard.lab.hosts.network import Links
 from tokenyard.layer import MoELayer, overlapped
@@ -47,6 +46,7 @@ NOTES = [
     "floor: overlapped: the longer of travel and computation; one after another: their sum; shared: the exchange alone",
     "targets: overlapped 1.15 times the floor, shared experts 1.1 times",
 ]
+COLUMNS = ("travel_ms", "computation_ms")
 TRAVEL, IN_TURN, OVERLAPPED = "travel", "one after another", "overlapped"
 ALONE = "exchange alone"
 # Shared experts, and the part of the exchange for which they compute.
@@ -83,9 +83,7 @@ def measure_overlap(job: Job) -> list[Record]:
 def _measure_rank(group: Group, job: Job, links: Links) -> dict[str, Any]:
     """Seconds of each way of each exchange, round by round, on one rank."""
     spec = replace(job.spec(), experts=ComputingExperts)
-    weights, routes = random_weights(spec, 0), job.routes(group.rank)
-    x_TH = torch.randn(job.num_tokens, job.hidden_size, generator=torch.Generator().manual_seed(group.rank))
-    x_TH = x_TH.to(spec.dtype)
+    weights, x_TH, routes = random_weights(spec, 0), job.rows(group.rank), job.routes(group.rank)
     half = -(-job.num_tokens // 2)
     parts = [(x_TH[:half], _part(routes, 0, half)), (x_TH[half:], _part(routes, half, job.num_tokens))]
     seconds: dict[str, dict[str, list[float]]] = {}
@@ -125,13 +123,8 @@ def _measure_rank(group: Group, job: Job, links: Links) -> dict[str, Any]:
                 start = start_together(group, job.lead)
                 y_TH = call()
                 took = time.perf_counter() - start
-                if not torch.equal(y_TH, due_TH):
-                    raise ContractError(
-                        f"{name}, {way}, gave other bits than the one-process twin",
-                        expected="the same sums",
-                        fix="find the difference first: a wrong result has no speed",
-                        rank=group.rank,
-                    )
+                told = f"{name}, {way}, gave other bits than the one-process twin"
+                check_bits(torch.equal(y_TH, due_TH), told, "the same sums", group.rank)
                 if round >= 0:
                     found[way].append(took)
                 if way == ALONE:
@@ -149,13 +142,8 @@ def _part(routes: Routes, start: int, end: int) -> Routes:
 def _records(job: Job, by_rank: Sequence[dict[str, Any]]) -> list[Record]:
     records = []
     for name in job.exchanges:
-        ms = {
-            way: [
-                1e3 * max(ranks)
-                for ranks in zip(*(rank["seconds"][name][way] for rank in by_rank), strict=True)
-            ]
-            for way in by_rank[0]["seconds"][name]
-        }
+        measured = [rank["seconds"][name] for rank in by_rank]
+        ms = {way: slowest_ms(seconds[way] for seconds in measured) for way in measured[0]}
         travel, computation = median(ms[TRAVEL]), 2 * job.compute
         alone = median(ms[ALONE])
         for way, floor, most in (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,33 @@ from tokenyard.lab.unscaled_e4m3 import studied_format, studied_ways_back
 from tokenyard.planning.drafting import draft
 
 _ON_THE_CPU = "leave out --device to measure on the CPU"
+_SIZES = ("hidden_size", "intermediate_size", "num_experts", "top_k")
+
+
+class _Kind(NamedTuple):
+    """What all documents of a benchmark have: see `Document`."""
+
+    unit: str
+    x: str
+    line: str | None
+    columns: tuple[str, ...]
+
+
+_KINDS = {
+    "encode": _Kind("MB/s", "tokens", "format", ()),
+    "experts": _Kind("ms", "tokens", "weights", ("floor_by", "difference")),
+    "experts-cuda": _Kind("µs", "size", "weights", experts.COLUMNS),
+    "dispatch": _Kind("ms", "tokens", "exchange", ("out_ms", "back_ms", "encode_ms", "bytes_per_token")),
+    "dispatch-cuda": _Kind("µs", "tokens", "wire", ("peer_source",)),
+    "layer-cuda": _Kind("µs", "tokens", "weights", ("wire", "relative_error")),
+    "transformers": _Kind(
+        "ms", "phase", None, ("peer", "with our experts_ms", "no exchange_ms", "difference")
+    ),
+    "overhead": _Kind("ms", "call", None, ()),
+    "combine-error": _Kind("%", "ranks", "combine_wire", ("ordinary", "bytes_per_row")),
+    "hosts": _Kind("ms", "tokens", "exchange", ("crossed_MB", "least_MB")),
+    "balance": _Kind("ms", "what", None, ("busiest / mean", "moved_MB", "GB_per_s")),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +72,18 @@ class Run:
     finish: Callable[[], None] = lambda: None  # called after the last step
 
 
+def _document(benchmark: str, setup: dict[str, Any], *notes: str) -> Document:
+    return Document(benchmark=benchmark, **_KINDS[benchmark]._asdict(), setup=setup, notes=list(notes))
+
+
 def _of_cells(document: Document, cells: Sequence[Any], figures: Iterable[Record]) -> Run:
     """A run that has one record for each cell."""
     return Run(document=document, steps=[str(cell) for cell in cells], figures=([one] for one in figures))
+
+
+def _of_tokens(document: Document, tokens: Sequence[int], measure: Callable[[int], Sequence[Record]]) -> Run:
+    """A run that has a step for each number of tokens."""
+    return Run(document=document, steps=[f"{count} tokens" for count in tokens], figures=map(measure, tokens))
 
 
 def _fields(chosen: Any, *names: str) -> dict[str, Any]:
@@ -59,14 +95,8 @@ def _fields(chosen: Any, *names: str) -> dict[str, Any]:
 
 def encode_run(tokens: Sequence[int], hidden_size: int, seconds: float) -> Run:
     """How fast one thread encodes rows."""
-    setup = {"hidden_size": hidden_size, "threads": 1}
-    return Run(
-        document=Document(
-            benchmark="encode", unit="MB/s", x="tokens", line="format", setup=setup, notes=[encode.NOTE]
-        ),
-        steps=[f"{count} tokens" for count in tokens],
-        figures=(encode.measure_encode(count, hidden_size, seconds) for count in tokens),
-    )
+    document = _document("encode", {"hidden_size": hidden_size, "threads": 1}, encode.NOTE)
+    return _of_tokens(document, tokens, lambda count: encode.measure_encode(count, hidden_size, seconds))
 
 
 def experts_on_cpu(chosen: Any) -> Run:
@@ -74,7 +104,7 @@ def experts_on_cpu(chosen: Any) -> Run:
     check_top_k(chosen.top_k, chosen.num_experts)
     if "bf16" in chosen.weights:
         experts_peers.check_transformers()
-    sizes = _fields(chosen, "hidden_size", "intermediate_size", "num_experts", "top_k")
+    sizes = _fields(chosen, *_SIZES)
     cells = cells_of(
         Case(
             **sizes,
@@ -93,15 +123,9 @@ def experts_on_cpu(chosen: Any) -> Run:
             cells, kind=experts.GROUPED, device=device, machine="cpu", clock=rounds, rates=rates
         )
 
-    document = Document(
-        benchmark="experts",
-        unit="ms",
-        x="tokens",
-        line="weights",
-        columns=("floor_by", "difference"),
-        setup={**sizes, "threads": torch.get_num_threads(), "rounds": chosen.rounds},
-        notes=["peers: Transformers, or weights that are decoded first for F.grouped_mm"],
-    )
+    setup = {**sizes, "threads": torch.get_num_threads(), "rounds": chosen.rounds}
+    note = "peers: Transformers, or weights that are decoded first for F.grouped_mm"
+    document = _document("experts", setup, note)
     return _of_cells(document, cells, figures())
 
 
@@ -109,43 +133,21 @@ def dispatch_between_processes(chosen: Any) -> Run:
     """Dispatch and combine through every exchange, beside bare gloo."""
     (ranks,) = chosen.ranks
     shape = _fields(chosen, "hidden_size", "top_k", "num_experts", "combine_wire", "rounds")
+    further = {"exchanges": chosen.exchange, "paranoid": chosen.paranoid}
 
     def measure(count: int) -> list[Record]:
-        jobs = [
-            dispatch.Job(
-                **shape, num_tokens=count, wire=wire, exchanges=chosen.exchange, paranoid=chosen.paranoid
-            )
-            for wire in chosen.wire
-        ]
+        jobs = [dispatch.Job(**shape, **further, num_tokens=count, wire=wire) for wire in chosen.wire]
         return [record for job in jobs for record in dispatch.measure_dispatch(job, ranks)]
 
-    return Run(
-        document=Document(
-            benchmark="dispatch",
-            unit="ms",
-            x="tokens",
-            line="exchange",
-            columns=("out_ms", "back_ms", "encode_ms", "bytes_per_token"),
-            setup={"ranks": ranks, "kind": "processes", **shape},
-            notes=[dispatch.NOTE],
-        ),
-        steps=[f"{count} tokens" for count in chosen.tokens],
-        figures=(measure(count) for count in chosen.tokens),
-    )
+    document = _document("dispatch", {"ranks": ranks, "kind": "processes", **shape}, dispatch.NOTE)
+    return _of_tokens(document, chosen.tokens, measure)
 
 
 def transformers_run(work: transformers_ep.Workload) -> Run:
     """A sharded model beside Transformers' own expert parallelism."""
     step = f"{work.ranks} processes load the model, try Transformers' layouts, then {work.rounds} rounds"
     return Run(
-        document=Document(
-            benchmark="transformers",
-            unit="ms",
-            x="phase",
-            columns=("peer", "with our experts_ms", "no exchange_ms", "difference"),
-            setup=asdict(work),
-            notes=[transformers_ep.NOTE],
-        ),
+        document=_document("transformers", asdict(work), transformers_ep.NOTE),
         steps=[step],
         figures=(transformers_ep.measure_transformers_ep(work) for _ in range(1)),
     )
@@ -155,9 +157,7 @@ def overhead_run(rounds: int) -> Run:
     """A layer beside its experts, and the shipped model beside plain Transformers."""
     experts_peers.check_transformers()
     return Run(
-        document=Document(
-            benchmark="overhead", unit="ms", x="call", setup={"rounds": rounds}, notes=[overhead.NOTE]
-        ),
+        document=_document("overhead", {"rounds": rounds}, overhead.NOTE),
         steps=["a layer beside its experts", "the model that ships beside plain Transformers"],
         figures=overhead.measure_overhead(rounds),
     )
@@ -169,15 +169,7 @@ def combine_error_run(study: combine_error.Study, ranks: Sequence[int], combine_
     wires = [str(studied_format(name)) for name in combine_wires or studied_ways_back()]
     cells = [(count, results) for results in combine_error.RESULTS for count in ranks]
     return Run(
-        document=Document(
-            benchmark="combine-error",
-            unit="%",
-            x="ranks",
-            line="combine_wire",
-            columns=("ordinary", "bytes_per_row"),
-            setup=asdict(study),
-            notes=combine_error.NOTES,
-        ),
+        document=_document("combine-error", asdict(study), *combine_error.NOTES),
         steps=[f"{results} results on {count} ranks" for count, results in cells],
         figures=(combine_error.measure_combine_error(study, *cell, wires) for cell in cells),
     )
@@ -194,39 +186,24 @@ def hosts_run(
     check_top_k(setup["top_k"], setup["num_experts"])
     check_hosts()
     names = tuple(dict.fromkeys(resolve(name).name for name in exchanges or hosts.EXCHANGES))
-    by_host = (ranks,) * num_hosts
-    jobs = [hosts.Job(ranks_by_host=by_host, num_tokens=count, exchanges=names, **setup) for count in tokens]
+
+    def job(count: int) -> hosts.Job:
+        return hosts.Job(ranks_by_host=(ranks,) * num_hosts, num_tokens=count, exchanges=names, **setup)
+
     for name in names:  # what does not fit is found out before hosts are made
-        draft([jobs[0].spec()], num_hosts * ranks, exchange=name)
-    overlap = bool(setup["compute"])
-    measure = hosts_overlap.measure_overlap if overlap else hosts.measure_hosts
-    return Run(
-        document=Document(
-            benchmark="hosts",
-            unit="ms",
-            x="tokens",
-            line="exchange",
-            columns=("travel_ms", "computation_ms") if overlap else ("crossed_MB", "least_MB"),
-            setup={"hosts": num_hosts, "ranks_per_host": ranks, **setup},
-            notes=hosts_overlap.NOTES if overlap else hosts.NOTES,
-        ),
-        steps=[f"{count} tokens" for count in tokens],
-        figures=(measure(job) for job in jobs),
-    )
+        draft([job(tokens[0]).spec()], num_hosts * ranks, exchange=name)
+    document = _document("hosts", {"hosts": num_hosts, "ranks_per_host": ranks, **setup}, *hosts.NOTES)
+    if not setup["compute"]:
+        return _of_tokens(document, tokens, lambda count: hosts.measure_hosts(job(count)))
+    document.columns, document.notes = hosts_overlap.COLUMNS, list(hosts_overlap.NOTES)
+    return _of_tokens(document, tokens, lambda count: hosts_overlap.measure_overlap(job(count)))
 
 
 def balance_run(job: balance.Job, ranks: int) -> Run:
     """A layer under uniform and uneven load, before and after a move of experts, and the move."""
     check_top_k(job.top_k, job.num_experts)
     return Run(
-        document=Document(
-            benchmark="balance",
-            unit="ms",
-            x="what",
-            columns=("busiest / mean", "moved_MB", "GB_per_s"),
-            setup={"ranks": ranks, "kind": "processes", **asdict(job)},
-            notes=balance.NOTES,
-        ),
+        document=_document("balance", {"ranks": ranks, "kind": "processes", **asdict(job)}, *balance.NOTES),
         steps=[f"{ranks} processes call layers and move experts"],
         figures=(balance.measure_balance(job, ranks) for _ in range(1)),
     )
@@ -270,15 +247,8 @@ def experts_on_gpu(chosen: Any) -> Run:
     cells = grid(cases_of(chosen.cells), chosen.weights)
     gpu = _Gpu.current(chosen.rounds)
     rates = gpu.rates()
-    document = Document(
-        benchmark="experts-cuda",
-        unit="µs",
-        x="size",
-        line="weights",
-        columns=experts.COLUMNS,
-        setup={"gpu": gpu.name, "rounds": chosen.rounds, **rates.as_setup()},
-        notes=[*_shapes(cells), *experts.NOTES, gpu.rested_note()],
-    )
+    setup = {"gpu": gpu.name, "rounds": chosen.rounds, **rates.as_setup()}
+    document = _document("experts-cuda", setup, *_shapes(cells), *experts.NOTES, gpu.rested_note())
     figures = experts.measure_experts(
         cells,
         kind=experts.FUSED,
@@ -300,15 +270,8 @@ def dispatch_on_gpu(chosen: Any) -> Run:
     dispatch_cuda.check_cells(cells, shape, rounds)
     gpu = _Gpu.current(rounds)
     copied = machine_rates.copy_rate(gpu.device, gpu.clock)
-    document = Document(
-        benchmark="dispatch-cuda",
-        unit="µs",
-        x="tokens",
-        line="wire",
-        columns=("peer_source",),
-        setup={"gpu": gpu.name, **setup, "rounds": rounds, "copy_TB_per_s": copied / 1e6},
-        notes=[dispatch_cuda.NOTE],
-    )
+    setup = {"gpu": gpu.name, **setup, "rounds": rounds, "copy_TB_per_s": copied / 1e6}
+    document = _document("dispatch-cuda", setup, dispatch_cuda.NOTE)
 
     def measure_peers() -> None:
         said = dispatch_cuda.measure_peers(document.results, shape, device=gpu.device, clock=gpu.clock)
@@ -317,19 +280,14 @@ def dispatch_on_gpu(chosen: Any) -> Run:
     figures = dispatch_cuda.measure_cells(
         cells, shape, device=gpu.device, gpu=gpu.name, clock=gpu.clock, copy_bytes_per_us=copied
     )
-    return Run(
-        document=document,
-        steps=[str(cell) for cell in cells],
-        figures=([record] for record in figures),
-        finish=measure_peers,
-    )
+    return replace(_of_cells(document, cells, figures), finish=measure_peers)
 
 
 def layer_on_gpu(chosen: Any, cells: str | None, rounds: int) -> Run:
     """A whole layer between virtual ranks: of a shape of one's own, or of the models that `cells` names."""
     if cells is None:
         layer_cuda.check_layer(chosen.ranks, chosen.num_experts, chosen.top_k, chosen.weights)
-        sizes = _fields(chosen, "hidden_size", "intermediate_size", "num_experts", "top_k")
+        sizes = _fields(chosen, *_SIZES)
         measured = cells_of(
             Case(
                 **sizes,
@@ -347,18 +305,12 @@ def layer_on_gpu(chosen: Any, cells: str | None, rounds: int) -> Run:
         notes = [*_shapes(measured), *layer_cuda.NOTES, layer_cuda.DEEPGEMM_NOTE]
     gpu = _Gpu.current(rounds, "measure the halves on the CPU: `bench dispatch` and `bench experts`")
     rates = gpu.rates()
+    setup = {"gpu": gpu.name, **setup, "rounds": rounds, **rates.as_setup()}
+    figures = layer_cuda.measure_layer(
+        measured, device=gpu.device, clock=gpu.clock, rates=rates, rested=gpu.rested
+    )
     return Run(
-        document=Document(
-            benchmark="layer-cuda",
-            unit="µs",
-            x="tokens",
-            line="weights",
-            columns=("wire", "relative_error"),
-            setup={"gpu": gpu.name, **setup, "rounds": rounds, **rates.as_setup()},
-            notes=[*notes, gpu.rested_note()],
-        ),
+        document=_document("layer-cuda", setup, *notes, gpu.rested_note()),
         steps=[str(cell) for cell in measured],
-        figures=layer_cuda.measure_layer(
-            measured, device=gpu.device, clock=gpu.clock, rates=rates, rested=gpu.rested
-        ),
+        figures=figures,
     )

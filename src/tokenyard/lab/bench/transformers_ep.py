@@ -36,6 +36,7 @@ from torch import Tensor
 from tokenyard.errors import InputError
 from tokenyard.group import Group, launch
 from tokenyard.lab.bench.clock import host_clock
+from tokenyard.lab.bench.experts_peers import check_transformers
 from tokenyard.lab.bench.machine_rates import Rates, measure_rates
 from tokenyard.lab.bench.records import Record, Spread
 from tokenyard.temporary_folders import temporary_folder
@@ -267,14 +268,9 @@ def _compare(ours: Tensor, theirs: Tensor) -> float:
 
 
 def _check_peer(work: Workload) -> None:
-    try:
-        import transformers
-    except ImportError as error:
-        raise InputError(
-            "transformers is not installed",
-            expected="transformers 5.19 or newer, whose expert parallelism is the peer of this benchmark",
-            fix="pip install 'tokenyard[transformers]'",
-        ) from error
+    check_transformers("5.19", "expert parallelism is")
+    import transformers
+
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     if version < OLDEST_PEER:
         raise InputError(

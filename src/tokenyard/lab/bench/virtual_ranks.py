@@ -25,6 +25,7 @@ from tokenyard.exchange.workspace import WorkspaceLayout
 from tokenyard.formats import get
 from tokenyard.formats.base import EncodedRows
 from tokenyard.lab.bench.dispatch_cells import PER_RANK, DispatchCell
+from tokenyard.lab.bench.rank_rounds import check_bits
 from tokenyard.lab.bench.shapes import Shape
 from tokenyard.routing import Placement
 from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
@@ -104,21 +105,19 @@ class VirtualRanks:
         # Kernels that wait need the others to run beside them. Triton's interpreter runs one after the other.
         self._waits = device.type == "cuda"
         self.y_TH = torch.empty_like(batches[0].x_TH)
-        self._slots: list[Tensor] = []
+        self._slots: dict[int, Tensor] = {}  # by launch, of the batch that was sent last
 
     def _all_ranks(self) -> list[_LaunchStream]:
         world, tokens = self.cell.ranks, self.cell.tokens
         return [_LaunchStream(self._launcher(0, ranks=world), slice(0, world * tokens), None)]
 
     def _per_rank(self) -> list[_LaunchStream]:
-        tokens, launches = self.cell.tokens, []
-        for rank in range(self.cell.ranks):
+        launches = []
+        for rank, rows in enumerate(self._rows_by_rank()):
             launcher = self._launcher(rank, ranks=1)
-            launcher.rehearse(
-                self.exchange_spec
-            )  # a kernel that is loaded while another waits can end in a deadlock
-            stream = torch.cuda.Stream(self.device)
-            launches.append(_LaunchStream(launcher, slice(rank * tokens, (rank + 1) * tokens), stream))
+            # A kernel that is loaded while another waits can end in a deadlock.
+            launcher.rehearse(self.exchange_spec)
+            launches.append(_LaunchStream(launcher, rows, torch.cuda.Stream(self.device)))
         torch.cuda.synchronize(self.device)
         return launches
 
@@ -160,37 +159,22 @@ class VirtualRanks:
 
     def _run(self, batches: Sequence[Batch], dispatches: bool, combines: bool) -> None:
         # Each launch forks once: on its stream, batches follow each other as on a rank of its own.
-        slots: list[Tensor] = []
         for number, launch in enumerate(self._launch_streams):
-            if launch.stream is None:
-                slots.append(self._run_launch(launch, number, batches, dispatches, combines))
-            else:
+            if launch.stream is not None:
                 launch.stream.wait_stream(torch.cuda.current_stream(self.device))
-                with torch.cuda.stream(launch.stream):
-                    slots.append(self._run_launch(launch, number, batches, dispatches, combines))
+            with torch.cuda.stream(launch.stream):  # None: the current one
+                for batch in batches:
+                    if dispatches:
+                        mine = batch.part(launch.rows)
+                        self._slots[number] = launch.launcher.dispatch(
+                            self._slots_out, mine.x_TH, mine.ids_TK, mine.weights_TK, {}, waits=self._waits
+                        )
+                    if combines:
+                        slots_TW, y_TH = self._slots[number], self.y_TH[launch.rows]
+                        launch.launcher.combine(self._slots_out, slots_TW, None, y_TH, waits=self._waits)
         for launch in self._launch_streams:
             if launch.stream is not None:
                 torch.cuda.current_stream(self.device).wait_stream(launch.stream)
-        if dispatches:
-            self._slots = slots
-
-    def _run_launch(
-        self, launch: _LaunchStream, number: int, batches: Sequence[Batch], dispatches: bool, combines: bool
-    ) -> Tensor:
-        slots_TW = None if dispatches else self._slots[number]
-        for batch in batches:
-            if dispatches:
-                mine = batch.part(launch.rows)
-                slots_TW = launch.launcher.dispatch(
-                    self._slots_out, mine.x_TH, mine.ids_TK, mine.weights_TK, {}, waits=self._waits
-                )
-            assert slots_TW is not None
-            if combines:
-                launch.launcher.combine(
-                    self._slots_out, slots_TW, None, self.y_TH[launch.rows], waits=self._waits
-                )
-        assert slots_TW is not None
-        return slots_TW
 
     # -- Is it right? --------------------------------------------------------------------------------------
 
@@ -209,7 +193,8 @@ class VirtualRanks:
 
     def check_nobody_gave_up(self) -> None:
         """Raise if a kernel reported trouble, such as a rank that it waited for in vain."""
-        self._synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         for launch in self._launch_streams:
             if bool(launch.launcher.host_status.any()):
                 raise ContractError(
@@ -236,7 +221,7 @@ class VirtualRanks:
             announced = self._buffers[rank][counts_bytes].cpu().view(torch.int32)[::2]
             same = torch.equal(region, want) and torch.equal(announced, counts[rank])
             self._check_bits(same, "dispatch", rank)
-        slots_TW = torch.cat(self._slots)
+        slots_TW = torch.cat(list(self._slots.values()))
         for rank, rows in enumerate(self._rows_by_rank()):
             slots = slots_twin(self.exchange_spec, batch.ids_TK[rows], rank)
             self._check_bits(torch.equal(slots_TW[rows], slots), "dispatch", rank)
@@ -247,13 +232,8 @@ class VirtualRanks:
         regions = []
         for buffer in self._buffers:
             views = self.exchange_spec.combine_slots.views(self._layout.combine_region(0).of(buffer))
-            rows_SH = torch.randn(
-                self.exchange_spec.slots,
-                self.exchange_spec.hidden_size,
-                device=self.device,
-                generator=draw,
-                dtype=torch.bfloat16,
-            )
+            shape = (self.exchange_spec.slots, self.exchange_spec.hidden_size)
+            rows_SH = torch.randn(shape, device=self.device, generator=draw, dtype=torch.bfloat16)
             for name, payload in self.exchange_spec.combine_wire.encode(rows_SH).payloads.items():
                 views[name].copy_(payload)
             regions.append(views)
@@ -266,14 +246,6 @@ class VirtualRanks:
             self._check_bits(torch.equal(self.y_TH[rows], home), "combine", rank)
 
     def _check_bits(self, same: bool, operation: str, rank: int) -> None:
-        if not same:
-            raise ContractError(
-                f"{operation} gave other bits than its twin ({self.cell})",
-                expected="what kernels/twins.py computes, bit by bit",
-                fix="find the difference first (`tokenyard check --device cuda`): a wrong result has no speed",
-                rank=rank,
-            )
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        found = f"{operation} gave other bits than its twin ({self.cell})"
+        by = " (`tokenyard check --device cuda`)"
+        check_bits(same, found, "what kernels/twins.py computes, bit by bit", rank, by)
