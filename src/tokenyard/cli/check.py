@@ -16,7 +16,7 @@ import typer
 
 from tokenyard.cli.machine import provenance
 from tokenyard.cli.options import JsonFlag, LoadedExchanges, RowsDevice, option
-from tokenyard.cli.output import console, print_json, progress_bar
+from tokenyard.cli.output import console, deliver, progress_bar
 from tokenyard.cli.parts import load_object, load_part, refuse_override
 from tokenyard.cli.tables import show_table
 from tokenyard.errors import InputError, check_part
@@ -111,24 +111,22 @@ def check(
     named = [result for row in rows for result in row.results]
     named += [result for kind in parts.values() for results in kind.values() for result in results]
     passed = all(cell.ok for cell in cells) and all(result.passed for result in named)
-    if as_json:
-        print_json(
-            {
-                "command": "check",
-                "passed": passed,
-                "seed": seed,
-                "device": device,
-                "cases": len(drawn),
-                "large_share": share_of_large(only_cases),
-                "seconds": round(seconds, 1),
-                "cells": [_cell_fields(cell) for cell in cells],
-                "checks": _check_fields(rows, parts),
-                "skipped": skipped,
-                "histogram": histogram(only_cases),
-                **provenance(),
-            }
-        )
-    else:
+    document = {
+        "command": "check",
+        "passed": passed,
+        "seed": seed,
+        "device": device,
+        "cases": len(drawn),
+        "large_share": share_of_large(only_cases),
+        "seconds": round(seconds, 1),
+        "cells": [_cell_fields(cell) for cell in cells],
+        "checks": _check_fields(rows, parts),
+        "skipped": skipped,
+        "histogram": histogram(only_cases),
+        **provenance(),
+    }
+
+    def show() -> None:
         _show(console(), device, rows, cells, parts, only_cases)
         for why in skipped.values():
             console().print(f"not checked: {why}", style="yellow", markup=False, soft_wrap=True)
@@ -138,6 +136,8 @@ def check(
             f"{count} of {len(drawn)} cases and {checks} of {len(named)} checks passed, in {seconds:.0f} s",
             style="green" if passed else "red",
         )
+
+    deliver(document, show, as_json=as_json)
     if not passed:
         raise typer.Exit(EXIT_OFF)
 
@@ -201,15 +201,8 @@ def _check_names(kind: str, chosen: Sequence[Any], registered: Mapping[str, Any]
 
 
 def _cell_fields(cell: Cell) -> dict[str, Any]:
-    return {
-        "exchange": cell.exchange,
-        "ranks": cell.ranks,
-        "wire": cell.wire,
-        "total": cell.total,
-        "passed": cell.passed,
-        "not_run": cell.not_run,
-        "findings": [{"case": str(case), "finding": finding} for case, finding in cell.findings],
-    }
+    findings = [{"case": str(case), "finding": finding} for case, finding in cell.findings]
+    return vars(cell) | {"findings": findings}
 
 
 def _check_fields(rows: list[Row], parts: dict[str, dict[str, list[CheckResult]]]) -> list[dict[str, Any]]:
@@ -221,9 +214,9 @@ def _check_fields(rows: list[Row], parts: dict[str, dict[str, list[CheckResult]]
             for r in results
         ]
 
-    found = [
-        entry for row in rows for entry in entries("exchange", row.exchange, row.results, ranks=row.ranks)
-    ]
+    found = []
+    for row in rows:
+        found += entries("exchange", row.exchange, row.results, ranks=row.ranks)
     for kind, by_name in parts.items():
         for name, results in by_name.items():
             found += entries(kind.removesuffix("s") if kind == "formats" else kind, name, results)

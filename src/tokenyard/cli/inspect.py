@@ -17,6 +17,19 @@ if TYPE_CHECKING:
     from tokenyard.checkpoints import Checkpoint, CheckpointLayer
     from tokenyard.planning.spec import LayerSpec
 
+# What is shown of a layer as the checkpoint has it.
+_SHOWN = (
+    "name",
+    "num_experts",
+    "hidden_size",
+    "intermediate_size",
+    "gated",
+    "interleaved",
+    "bias",
+    "weights",
+    "inner",
+)
+
 
 def inspect(
     path: Annotated[Path, typer.Argument(help="The folder of a checkpoint, or one safetensors file.")],
@@ -41,15 +54,7 @@ def as_fields(checkpoint: Checkpoint, ranks: int) -> dict[str, Any]:
         mine = -(-layer.num_experts // ranks)
         layers.append(
             {
-                "name": layer.name,
-                "num_experts": layer.num_experts,
-                "hidden_size": layer.hidden_size,
-                "intermediate_size": layer.intermediate_size,
-                "gated": layer.gated,
-                "interleaved": layer.interleaved,
-                "bias": layer.bias,
-                "weights": layer.weights,
-                "inner": layer.inner,
+                **{name: getattr(layer, name) for name in _SHOWN},
                 "layout": str(layer.layout),
                 "bytes": layer.nbytes,
                 "experts_per_rank": mine,

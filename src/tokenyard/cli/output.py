@@ -190,11 +190,7 @@ def error_fields(error: TokenyardError) -> dict[str, Any]:
     return {
         "type": type(error).__name__,
         "message": str(error),
-        "found": error.found,
-        "expected": error.expected,
-        "fix": error.fix,
-        "layer": error.layer,
-        "rank": error.rank,
+        **{name: getattr(error, name) for name in ("found", "expected", "fix", "layer", "rank")},
         "alternatives": [
             {name: None if value is None else str(value) for name, value in alternative.changes.items()}
             for alternative in error.alternatives
@@ -208,9 +204,8 @@ def _print_error(error: TokenyardError) -> None:
     cause = error.__cause__
     lines = []
     if isinstance(error, RankError) and cause is not None and not isinstance(cause, TokenyardError):
-        lines = "".join(
-            traceback.format_exception(cause)
-        ).splitlines()  # nothing else says where it was raised
+        # Nothing else says where it was raised.
+        lines = "".join(traceback.format_exception(cause)).splitlines()
     lines += [f"error: {error.headline}", f"  expected: {error.expected}"]
     if error.alternatives:
         lines += ["  one of these works:", *(f"    {alternative}" for alternative in error.alternatives)]

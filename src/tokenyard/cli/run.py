@@ -190,14 +190,8 @@ def _in_order(by_rank: list[dict[str, Any]]) -> list[tuple[int, str, int]]:
 def _judged(question: Question, text: str, free: bool) -> dict[str, Any]:
     from tokenyard.lab.evaluation.questions import is_right
 
-    if free:
-        return {"prompt": question.prompt, "text": text}
-    return {
-        "prompt": question.prompt,
-        "text": text,
-        "wanted": question.answer,
-        "right": is_right(text, question.answer),
-    }
+    found = {"prompt": question.prompt, "text": text}
+    return found if free else found | {"wanted": question.answer, "right": is_right(text, question.answer)}
 
 
 class _LiveAnswers:

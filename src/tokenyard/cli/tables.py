@@ -48,9 +48,8 @@ def print_table(table: Table, *, less_needed: Sequence[str] = ()) -> None:
     """Print a table, which is changed if it does not fit. `less_needed` are headings, in the order in which they go."""
     out = console()
     for column in table.columns:
-        if (
-            column.no_wrap or column.header in less_needed
-        ):  # a column that may go does not wrap: it goes instead
+        # A column that may go does not wrap: it goes instead.
+        if column.no_wrap or column.header in less_needed:
             column.no_wrap = False  # its heading may wrap, and would be cut otherwise
             column.min_width = _widths(out, column).cells
     if not has_a_width(out):
@@ -71,11 +70,8 @@ def print_table(table: Table, *, less_needed: Sequence[str] = ()) -> None:
     _set_widths(out, table)
     out.print(table)
     if left_out:
-        out.print(
-            f"Left out for lack of width: {', '.join(left_out)}. A wider terminal shows them.",
-            style="dim",
-            markup=False,
-        )
+        said = f"Left out for lack of width: {', '.join(left_out)}. A wider terminal shows them."
+        out.print(said, style="dim", markup=False)
 
 
 def _widths(out: Console, column: Column) -> _Widths:
@@ -119,9 +115,8 @@ def _set_widths(out: Console, table: Table) -> None:
     for wanted in ([width.cells for width in widths], [width.most for width in widths]):
         spare = out.width - _frame(table) - sum(given)
         needy = sorted(range(len(widths)), key=lambda number: wanted[number] - given[number])
-        for place, number in enumerate(
-            needy
-        ):  # those that need the least come first: others can have their share
+        # Those that need the least come first: others can have their share.
+        for place, number in enumerate(needy):
             share = min(wanted[number] - given[number], spare // (len(needy) - place))
             spare -= share
             given[number] += share

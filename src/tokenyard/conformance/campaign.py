@@ -52,11 +52,6 @@ class Row:
     ranks: RankKind
     results: list[CheckResult]
 
-    @property
-    def ok(self) -> bool:
-        """Whether all checks passed."""
-        return all(result.passed for result in self.results)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Campaign:

@@ -118,12 +118,10 @@ def bytes_are_counted(trial: Trial) -> None:
         flight = send(made, spec, mine.to(group.device))
     with Meter(group) as way_back:
         made.exchange.combine(flight, zeros(flight.received))
-    all_tokens, hosts = mine.x_TH.shape[0], exchange_spec.hosts
+    hosts = exchange_spec.hosts
+    most = mine.x_TH.shape[0] * region.dispatch_row  # an exchange may send all tokens to all ranks
     for rank, rows in enumerate(_rows_on_wire(made, spec, mine, group.rank)):
-        least, most = (
-            rows * out,
-            all_tokens * region.dispatch_row,
-        )  # an exchange may send all tokens to all ranks
+        least = rows * out
         _compare("dispatch_bytes", rank, stats.dispatch_bytes[rank], (least, most), way_out, hosts)
     for rank, one in enumerate(sent):
         rows = _rows_on_wire(made, spec, one, rank)[group.rank]
@@ -182,9 +180,8 @@ def memory_as_planned(trial: Trial) -> None:
     with Meter(group) as way_back:
         made.exchange.combine(flight, zeros(flight.received))
     planned = made.draft.workspace_bytes
-    shared = max(
-        group.gather_json(planning.shared, phase="comparing memory")
-    )  # hosts may share less than others
+    # Hosts may share less than others.
+    shared = max(group.gather_json(planning.shared, phase="comparing memory"))
     if shared:
         _expect_near("shares", shared, "a workspace", planned, CONTROL * (group.size + 1))
     sent_there = [sent[last] for sent in group.gather_json(way_out.sent, phase="comparing memory")]
@@ -212,10 +209,8 @@ def _expect_near(did: str, found: int, what: str, planned: int, slack: int) -> N
 
 def logits_as_declared(trial: Trial) -> None:
     """With `carries_logits` every rank sees every token's logits, bit for bit; without, such a layer is refused."""
-    spec, group = (
-        layer(experts="self_routing", router=SoftmaxRouter(3, renormalize=True), wire="bf16"),
-        trial.group,
-    )
+    group, router = trial.group, SoftmaxRouter(3, renormalize=True)
+    spec = layer(experts="self_routing", router=router, wire="bf16")
     if not trial.exchange.carries_logits:
         must_raise(PlanError, trial.plan, spec, when="a layer whose experts route by themselves")
         return

@@ -13,14 +13,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.conformance.cases import same_bits
-from tokenyard.conformance.exchange_layers import (
-    CheckedLayers,
-    check_same,
-    echo,
-    echo_due,
-    must_raise,
-    zeros,
-)
+from tokenyard.conformance.exchange_layers import CheckedLayers, check_same, echo, echo_due, must_raise, zeros
 from tokenyard.conformance.exchange_suite import Batch, Trial, layer, send
 from tokenyard.conformance.metering import Meter
 from tokenyard.conformance.runner import Finding, expect
@@ -35,9 +28,8 @@ from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows
 # Rounds of `many_rounds`. Where memory is shared between ranks, flags and epochs live in it, and must not drift.
 ROUNDS = 50
 ROUNDS_SHARED_MEMORY = 1000
-_KNOWN_BATCHES = (
-    17  # that take turns: a prime, so that none meets the same flag, slot or place in flight each time
-)
+# Batches that take turns: a prime, so that none meets the same flag, slot or place in flight each time.
+_KNOWN_BATCHES = 17
 
 # As in a model whose body is 4-bit and whose head is not: nothing is the same from layer to layer.
 LAYERS = (
@@ -294,10 +286,8 @@ def _arriving(made: Plan, spec: LayerSpec, sent: Sequence[Batch]) -> dict[str, T
         rank_TK, local_TK = exchange_spec.placement.resolve(one.routes.topk_ids_TK, source)
         here_TK = rank_TK == made.group.rank
         goes_T = here_TK.any(dim=1)
-        ids_TK, weights_TK = (
-            torch.where(here_TK, local_TK, -1),
-            torch.where(here_TK, one.routes.topk_weights_TK, 0.0),
-        )
+        ids_TK = torch.where(here_TK, local_TK, -1)
+        weights_TK = torch.where(here_TK, one.routes.topk_weights_TK, 0.0)
         parts.append([t[goes_T] for t in (one.x_TH, ids_TK, weights_TK, *one.extra.values())])
     x_RH, ids_RK, weights_RK, *extra = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     return {

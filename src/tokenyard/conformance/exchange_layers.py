@@ -109,7 +109,6 @@ def echo_due(made: Plan, spec: LayerSpec, mine: Batch) -> Tensor:
     one_TH = exchange_spec.combine_wire.encode(decoded_TH).decode(torch.float32)
     due_TH = torch.zeros_like(one_TH)
     for time_ in range(int(times_T1.max()) if len(times_T1) else 0):
-        due_TH += torch.where(
-            times_T1 > time_, one_TH, 0.0
-        )  # a sum, not a product: that is the order of roundings
+        # A sum, not a product: that is the order of roundings.
+        due_TH += torch.where(times_T1 > time_, one_TH, 0.0)
     return due_TH.to(exchange_spec.dtype)

@@ -13,8 +13,8 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -91,20 +91,11 @@ class _Losing:
         self.group.close()
 
 
-@contextmanager
-def _losing(trial: Trial) -> Iterator[_Losing]:
-    lost = _Losing(trial)
-    try:
-        yield lost
-    finally:
-        lost.close()
-
-
 def late_in_dispatch(trial: Trial) -> None:
     """A rank that comes too late to a dispatch is lost. The plan is broken, until it goes on without that rank."""
     if trial.group.size == 1 or trial.group.device.type != "cpu":
         return
-    with _losing(trial) as losing:
+    with closing(_Losing(trial)) as losing:
         if losing.is_late:
             time.sleep(LATENESS)
         # The late one may have had all that it needs for its own call when the others gave it up.
@@ -117,7 +108,7 @@ def late_in_combine(trial: Trial) -> None:
     """A rank whose experts take too long is lost in the combine, and the plan is broken."""
     if trial.group.size == 1 or trial.group.device.type != "cpu":
         return
-    with _losing(trial) as losing:
+    with closing(_Losing(trial)) as losing:
         experts = losing.stack.layers["moe"].experts
         compute = experts.compute
 
@@ -137,7 +128,7 @@ def stopped_and_continued(trial: Trial) -> None:
     pids = trial.group.gather_json(os.getpid(), phase="looking for processes")
     if len(set(pids)) < max(2, trial.group.size) or trial.group.device.type != "cpu":
         return  # threads cannot be stopped; kernels go on without their process
-    with _losing(trial) as losing:
+    with closing(_Losing(trial)) as losing:
         if losing.is_late:
             pid = os.getpid()
             words = f"sleep 0.02; kill -STOP {pid}; sleep {LATENESS}; kill -CONT {pid}"

@@ -206,11 +206,8 @@ def load_is_in_place(cls: type[Experts], device: torch.device) -> None:
     pointers = {name: tensor.data_ptr() for name, tensor in experts.named_buffers()}
     experts.load_(other.weights)
     for name, tensor in experts.named_buffers():
-        expect(
-            tensor.data_ptr() == pointers[name],
-            f"load_ put another tensor in the place of {name}",
-            "the same",
-        )
+        stays = tensor.data_ptr() == pointers[name]
+        expect(stays, f"load_ put another tensor in the place of {name}", "the same")
     for name in ("w13", "w2"):
         fine = _means(getattr(experts.weights, name), getattr(other.weights, name))
         expect(fine, f"load_ did not take {name}", "the new weights")
@@ -239,11 +236,8 @@ def batches_are_independent(cls: type[Experts], device: torch.device) -> None:
         other = draw_batch(batch.spec, rows, seed=20 + number, device=device)
         # Experts that route by themselves have a router that answers with the routes of the first batch.
         here = replace(batch, x_RH=other.x_RH, routes=batch.routes if cls.routes_itself else other.routes)
-        rows_RH, where = (
-            finished_rows(cls, experts, here.received(cls)),
-            f"in batch {number + 1} of the same experts",
-        )
-        _expect_bound(rows_RH, here, where, "its own rows and routes")
+        rows_RH = finished_rows(cls, experts, here.received(cls))
+        _expect_bound(rows_RH, here, f"in batch {number + 1} of the same experts", "its own rows and routes")
 
 
 def objects_are_independent(cls: type[Experts], device: torch.device) -> None:
@@ -268,12 +262,8 @@ def results_are_kept(cls: type[Experts], device: torch.device) -> None:
             tensors = _tensors(result)
             before = [tensor.clone() for tensor in tensors]
             experts(replace(later, routes=batch.routes).received(cls), finalize=finalize)
-            fine = all(map(same_bits, tensors, before))
-            expect(
-                fine,
-                f"a result was changed by a later call of {caller}",
-                "memory of its own, until it is combined",
-            )
+            found = f"a result was changed by a later call of {caller}"
+            expect(all(map(same_bits, tensors, before)), found, "memory of its own, until it is combined")
 
 
 def _tensors(result: object) -> list[Tensor]:

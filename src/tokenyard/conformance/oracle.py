@@ -55,9 +55,8 @@ class Bound:
     absolute_TH: Tensor
     largest_T1: Tensor  # the largest element of each choice's result, summed over a token's choices
     most_rows: int  # that a token's result is summed from: one per rank, so at most K
-    inner_TH: (
-        Tensor  # by what numbers that are quantized between the products move a result; zeros where none are
-    )
+    # By what numbers that are quantized between the products move a result; zeros where none are.
+    inner_TH: Tensor
 
     def tolerance(self, combine_wire: Format, dtype: torch.dtype) -> Tensor:
         """For results that came home in `combine_wire`, rounded to `dtype` at the end."""
@@ -124,20 +123,15 @@ def oracle(
         if with_bound:
             magnitude_TH.index_add_(0, token_N, result_NH.abs())
             largest_T1.index_add_(0, token_N, result_NH.abs().amax(dim=1, keepdim=True))
-            sums_NI = _absolute_activation(
-                act, _linear(x_NH, weights.w13, weights.b13, expert, absolute=True)
-            )
+            last_N1 = torch.ones_like(weight_N1) if spec.weight_on == "input" else weight_N1.abs()
+            first_NI = _linear(x_NH, weights.w13, weights.b13, expert, absolute=True)
+            sums_NI = _absolute_activation(act, first_NI)
             sums_NH = _linear(sums_NI, weights.w2, weights.b2, expert, absolute=True)
-            absolute_TH.index_add_(
-                0, token_N, sums_NH if spec.weight_on == "input" else weight_N1.abs() * sums_NH
-            )
+            absolute_TH.index_add_(0, token_N, last_N1 * sums_NH)
             if inner is not None:
-                moved_NH = _linear(
-                    quantizing_error(inner, hidden_NI), weights.w2, None, expert, absolute=True
-                )
-                inner_TH.index_add_(
-                    0, token_N, moved_NH if spec.weight_on == "input" else weight_N1.abs() * moved_NH
-                )
+                error_NI = quantizing_error(inner, hidden_NI)
+                moved_NH = _linear(error_NI, weights.w2, None, expert, absolute=True)
+                inner_TH.index_add_(0, token_N, last_N1 * moved_NH)
     if not with_bound:
         return y_TH
     return y_TH, Bound(

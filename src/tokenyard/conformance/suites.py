@@ -8,7 +8,7 @@ Nothing is raised: a finding is a result. In a test of one's own, `assert_passed
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,10 +68,7 @@ def check_exchange(
     verdicts = run_on_ranks(
         world, _run_exchange_check, jobs, ranks=ranks, hosts=hosts, device=device, deadline=deadline
     )
-    return [
-        CheckResult(check=name, what=_what(EXCHANGE_CHECKS[name]), finding=verdict.finding)
-        for name, verdict in zip(names, verdicts, strict=True)
-    ]
+    return _results(EXCHANGE_CHECKS, names, [verdict.finding for verdict in verdicts])
 
 
 def _run_exchange_check(group: Group, job: tuple[str, type[Transport], int | None]) -> None:
@@ -86,10 +83,8 @@ def check_format(format: str | Format | type[Format], *, only: Sequence[str] = (
     True
     """
     found = format() if isinstance(format, type) else formats.get(format)
-    return [
-        CheckResult(check=name, what=_what(FORMAT_CHECKS[name]), finding=attempt(FORMAT_CHECKS[name], found))
-        for name in _chosen(FORMAT_CHECKS, only)
-    ]
+    names = _chosen(FORMAT_CHECKS, only)
+    return _results(FORMAT_CHECKS, names, [attempt(FORMAT_CHECKS[name], found) for name in names])
 
 
 def check_experts(
@@ -105,12 +100,8 @@ def check_experts(
         raise InputError(
             str(reason), expected=f"experts that run on {device}", fix="check them where they do"
         )
-    return [
-        CheckResult(
-            check=name, what=_what(EXPERTS_CHECKS[name]), finding=attempt(EXPERTS_CHECKS[name], cls, device)
-        )
-        for name in _chosen(EXPERTS_CHECKS, only)
-    ]
+    names = _chosen(EXPERTS_CHECKS, only)
+    return _results(EXPERTS_CHECKS, names, [attempt(EXPERTS_CHECKS[name], cls, device) for name in names])
 
 
 def check_cases(
@@ -149,5 +140,10 @@ def _chosen(checks: Iterable[str], only: Sequence[str]) -> list[str]:
     return [name for name in known if not only or name in only]
 
 
-def _what(check: object) -> str:
-    return (check.__doc__ or "").strip()
+def _results(
+    checks: Mapping[str, object], names: Iterable[str], findings: Iterable[str | None]
+) -> list[CheckResult]:
+    return [
+        CheckResult(check=name, what=(checks[name].__doc__ or "").strip(), finding=finding)
+        for name, finding in zip(names, findings, strict=True)
+    ]
