@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tokenyard.duties import Duty, record, record_weights
 from tokenyard.errors import ContractError
-from tokenyard.formats.base import EncodedRows
+from tokenyard.formats.base import EncodedRows, kind_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -155,9 +155,7 @@ class UnfinalizedRows:
         """Weight the rows and sum each token's experts, in float32, in the order of its choices."""
         record_weights(self.weights_N)
         record(Duty.REDUCE_EXPERTS, len(self.index_N))
-        sums_RH = torch.zeros(
-            self.num_rows, self.rows_NH.shape[1], dtype=torch.float32, device=self.rows_NH.device
-        )
+        sums_RH = self.rows_NH.new_zeros(self.num_rows, self.rows_NH.shape[1], dtype=torch.float32)
         row_N, choice_N = self.index_N // self.top_k, self.index_N % self.top_k
         for choice in range(self.top_k):
             chosen = (choice_N == choice).nonzero().squeeze(1)  # no row twice: the sum has one order
@@ -276,8 +274,7 @@ def _check_tensor(holder: str, found: object, shape: tuple[int, int], *, rows: s
 def describe(value: object) -> str:
     """How an error names a value that it did not expect."""
     if isinstance(value, Tensor):
-        layout = "" if value.layout == torch.strided else f", {str(value.layout).removeprefix('torch.')}"
-        return f"a tensor {str(value.dtype).removeprefix('torch.')}{list(value.shape)}{layout}"
+        return f"a tensor {kind_of(value)}"
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)}"
     return "None" if value is None else f"a {type(value).__name__}"

@@ -59,7 +59,8 @@ def is_matrix(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.layout == torch.strided and value.dim() == 2
 
 
-def _kind_of(tensor: Tensor) -> str:
+def kind_of(tensor: Tensor) -> str:
+    """How an error names a tensor: its dtype, its shape, and its layout where that is not the usual one."""
     layout = "" if tensor.layout == torch.strided else f", {str(tensor.layout).removeprefix('torch.')}"
     return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}{layout}"
 
@@ -85,7 +86,7 @@ class Payload:
         """Compare a tensor that arrives with what was declared."""
         fits = is_matrix(tensor) and tensor.dtype == self.dtype
         if not fits or tuple(tensor.shape) != (num_rows, self.width):
-            found = _kind_of(tensor) if isinstance(tensor, Tensor) else shown(tensor)
+            found = kind_of(tensor) if isinstance(tensor, Tensor) else shown(tensor)
             raise InputError(
                 f"payload {self.name!r} is {found}",
                 expected=f"{dtype_name(self.dtype)}[{num_rows}, {self.width}], as its format declares",
@@ -137,7 +138,7 @@ class EncodedRows:
 
     def select(self, index_N: Tensor) -> EncodedRows:
         """A copy of some rows."""
-        payloads = {name: _pick(payload, index_N) for name, payload in self.payloads.items()}
+        payloads = {name: pick(payload, index_N) for name, payload in self.payloads.items()}
         return replace(self, payloads=payloads)
 
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -153,7 +154,7 @@ class EncodedRows:
 
     def linear(self) -> EncodedRows:
         """The same rows with linear scales; rows that are linear already come back as they are."""
-        return self if self.scale_layout == "linear" else self.format.unswizzle(self)
+        return self.format.unswizzle(self)
 
 
 class Format(ABC):
@@ -217,12 +218,18 @@ class Format(ABC):
         """
 
     def swizzle(self, rows: EncodedRows) -> EncodedRows:
-        """Rows with their scales in the 128×4 layout. Formats without scales return the rows as they are."""
-        return rows
+        """Rows with their scales in the 128×4 layout. Formats without such scales return the rows as they are."""
+        from tokenyard.formats.swizzle import swizzle_rows
+
+        return swizzle_rows(rows) if "swizzled" in self.scale_layouts else rows
 
     def unswizzle(self, rows: EncodedRows) -> EncodedRows:
-        """Rows with their scales in linear layout again."""
-        return rows
+        """Rows with their scales in linear layout again; rows that are linear come back as they are."""
+        if rows.scale_layout == "linear":
+            return rows
+        from tokenyard.formats.swizzle import unswizzle_rows
+
+        return unswizzle_rows(rows)
 
     def carries(self, dtype: torch.dtype) -> Reason | None:
         """Whether rows of this dtype may travel out in this format."""
@@ -266,8 +273,8 @@ def _counted(encode: Callable[..., EncodedRows]) -> Callable[..., EncodedRows]:
     return counted
 
 
-def _pick(payload: Tensor, index_N: Tensor) -> Tensor:
-    """Rows of a payload. As bytes: torch does not index every dtype that a payload may have."""
+def pick(payload: Tensor, index_N: Tensor | list[int]) -> Tensor:
+    """Some rows, or matrices, of a payload. As bytes: torch does not index every dtype that a payload may have."""
     if payload.dtype.itemsize > 1:
         return payload[index_N]
     return payload.view(torch.uint8)[index_N].view(payload.dtype)
@@ -277,7 +284,7 @@ def check_rows(x_TH: Tensor) -> None:
     """Raise unless `x_TH` is a matrix of a dtype that rows may have."""
     if not is_matrix(x_TH) or x_TH.shape[1] == 0 or x_TH.dtype not in ROW_DTYPES:
         raise InputError(
-            f"x_TH is {_kind_of(x_TH)}",
+            f"x_TH is {kind_of(x_TH)}",
             expected=f"a matrix [T, H] of {', '.join(map(dtype_name, ROW_DTYPES))} with H ≥ 1",
             fix="flatten the batch with x.reshape(-1, hidden_size), and quantize through a format",
         )

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import InputError
-from tokenyard.formats.base import ROW_DTYPES, dtype_name
+from tokenyard.formats.base import ROW_DTYPES, dtype_name, kind_of, pick
 
 
 class HeldPayload(NamedTuple):
@@ -118,7 +118,7 @@ class QuantizedMatrix:
     def select(self, experts: Sequence[int]) -> QuantizedMatrix:
         """A copy of some of the matrices in front."""
         places = [int(expert) for expert in experts]
-        payloads = {name: _pick(payload, places) for name, payload in self.payloads.items()}
+        payloads = {name: pick(payload, places) for name, payload in self.payloads.items()}
         return replace(self, shape=(len(places), *self.shape[1:]), payloads=payloads)
 
     def tile(self, first: int, last: int) -> Tensor:
@@ -149,7 +149,7 @@ def check_matrix(w_ND: Tensor) -> None:
     """Raise unless `w_ND` is a matrix, or several, of plain weights."""
     fits = isinstance(w_ND, Tensor) and w_ND.dim() >= 2 and w_ND.dtype in ROW_DTYPES
     if not fits or 0 in w_ND.shape[-2:]:
-        found = f"{dtype_name(w_ND.dtype)}{list(w_ND.shape)}" if isinstance(w_ND, Tensor) else repr(w_ND)
+        found = kind_of(w_ND) if isinstance(w_ND, Tensor) else repr(w_ND)
         raise InputError(
             f"the weights to quantize are {found}",
             expected=f"matrices [.., outputs, inputs] of {', '.join(map(dtype_name, ROW_DTYPES))}",
@@ -159,10 +159,3 @@ def check_matrix(w_ND: Tensor) -> None:
 
 def _told(payloads: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> str:
     return ", ".join(f"{name} {dtype_name(dtype)}{list(shape)}" for name, (dtype, shape) in payloads.items())
-
-
-def _pick(payload: Tensor, experts: list[int]) -> Tensor:
-    """Matrices of a payload. As bytes: torch does not index every dtype that a payload may have."""
-    if payload.dtype.itemsize > 1:
-        return payload[experts]
-    return payload.view(torch.uint8)[experts].view(payload.dtype)

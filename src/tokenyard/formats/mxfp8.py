@@ -24,7 +24,6 @@ from torch import Tensor
 from tokenyard.errors import InputError
 from tokenyard.formats import bits, blocks
 from tokenyard.formats.base import EncodedRows, Format, Payload, check_rows
-from tokenyard.formats.swizzle import swizzle_rows, unswizzle_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +80,3 @@ class Mxfp8(Format):
         payloads = self.unswizzle(rows).payloads
         scales = bits.e8m0_to_float32(payloads["scales"])
         return blocks.decode_blocks(bits.e4m3_to_float32, payloads["data"], scales, rows.hidden_size, dtype)
-
-    def swizzle(self, rows: EncodedRows) -> EncodedRows:
-        return swizzle_rows(rows)
-
-    def unswizzle(self, rows: EncodedRows) -> EncodedRows:
-        return unswizzle_rows(rows)

@@ -33,7 +33,6 @@ from torch import Tensor
 from tokenyard.errors import InputError
 from tokenyard.formats import bits, blocks
 from tokenyard.formats.base import EncodedRows, Format, Payload, check_rows, dtype_name
-from tokenyard.formats.swizzle import swizzle_rows, unswizzle_rows
 
 # g of a row whose amax is 1: the largest scale times the largest element.
 GLOBAL_RANGE = bits.E4M3_MAX * bits.E2M1_MAX
@@ -114,12 +113,6 @@ class Nvfp4(Format):
         g = payloads["global_scale"] if static is None else bits.constant(static, rows.device)
         scales = bits.e4m3_to_float32(payloads["scales"]) / g
         return blocks.decode_blocks(bits.e2m1_to_float32, payloads["data"], scales, rows.hidden_size, dtype)
-
-    def swizzle(self, rows: EncodedRows) -> EncodedRows:
-        return swizzle_rows(rows)
-
-    def unswizzle(self, rows: EncodedRows) -> EncodedRows:
-        return unswizzle_rows(rows)
 
     def _checked_global_scale(self, given: Tensor, num_rows: int) -> Tensor:
         if self.global_scale is not None:

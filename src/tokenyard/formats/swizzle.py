@@ -77,9 +77,7 @@ def swizzle_rows(rows: EncodedRows) -> EncodedRows:
 
 
 def unswizzle_rows(rows: EncodedRows) -> EncodedRows:
-    """Encoded rows with linear scales again; rows that are linear come back as they are."""
-    if rows.scale_layout == "linear":
-        return rows
+    """Encoded rows, whose scales are swizzled, with linear scales again."""
     declared = {payload.name: payload for payload in rows.format.payloads(rows.hidden_size)}
     scales = unswizzle_scales(rows.payloads["scales"], rows.num_rows, declared["scales"].width)
     return dataclasses.replace(rows, payloads={**rows.payloads, "scales": scales}, scale_layout="linear")
