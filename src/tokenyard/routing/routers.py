@@ -245,9 +245,8 @@ class TopLogitsRouter(Router):
 class BiasedRouter(Router):
     """Routers whose choice is moved by a bias (DeepSeek's `e_score_correction_bias`), never the weight."""
 
-    choice_bias_E: Tensor | None = field(
-        default=None, kw_only=True
-    )  # float32, added to the scores for the choice
+    # float32, added to the scores for the choice
+    choice_bias_E: Tensor | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

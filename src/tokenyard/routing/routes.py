@@ -65,6 +65,11 @@ for nobody; fix: pass global expert ids of this layer, and -1 for padding
             self, topk_ids_TK=self.topk_ids_TK.to(device), topk_weights_TK=self.topk_weights_TK.to(device)
         )
 
+    def of_tokens(self, tokens: slice) -> Routes:
+        """The routes of some of the tokens, as views."""
+        ids_TK, weights_TK = self.topk_ids_TK[tokens], self.topk_weights_TK[tokens]
+        return replace(self, topk_ids_TK=ids_TK, topk_weights_TK=weights_TK)
+
     def without(self, dropped_TK: Tensor, *, renormalize: bool) -> Routes:
         """These routes with some choices turned into nobody.
 
@@ -77,7 +82,7 @@ for nobody; fix: pass global expert ids of this layer, and -1 for padding
             left = there.masked_fill(dropped_TK, 0.0).sum(dim=1, keepdim=True)
             scale = torch.where(left > 0, there.sum(dim=1, keepdim=True) / left, 1.0)
             weights_TK = (weights_TK.float() * scale).to(weights_TK.dtype)
-        return Routes(topk_ids_TK=ids_TK, topk_weights_TK=weights_TK, scaled_by=self.scaled_by)
+        return replace(self, topk_ids_TK=ids_TK, topk_weights_TK=weights_TK)
 
     def check(
         self,

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tokenyard.checkpoints.families import FAMILIES, Config, family_config
-from tokenyard.errors import InputError
+from tokenyard.errors import ContractError, InputError
 from tokenyard.experts import Activation, ExpertWeights
 from tokenyard.experts.base import WEIGHT_DTYPES
 from tokenyard.formats.base import dtype_name
@@ -174,6 +174,15 @@ def _read(model: nn.Module, name: str, module: nn.Module, config: Config) -> Exp
         activation=activation_of(module, config, block_name),
         top_k=config.whole("num_experts_per_tok") if top_k is None else int(top_k),
         routed_scaling=float(getattr(router, "routed_scaling_factor", 1.0)),
+    )
+
+
+def no_gradient() -> ContractError:
+    """What `backward` through a model's experts raises: like those of a layer, they have no gradients."""
+    return ContractError(
+        "backward was called through tokenyard's experts",
+        expected="inference: experts are not differentiated",
+        fix="call the model under torch.no_grad()",
     )
 
 

@@ -49,9 +49,8 @@ class ExpertsLeftOut(nn.Module):
                 setattr(self, flag, getattr(experts, flag))
         for name, tensor in tensors_of(experts).items():
             # A plain attribute: neither a parameter nor a buffer.
-            object.__setattr__(
-                self, FIELDS[name], torch.empty_like(tensor, device="meta", requires_grad=False)
-            )
+            shape = torch.empty_like(tensor, device="meta", requires_grad=False)
+            object.__setattr__(self, FIELDS[name], shape)
 
     def forward(self, *_: Any) -> Tensor:
         """Raise: there are no weights to compute with."""
@@ -110,9 +109,8 @@ def load_without_experts(checkpoint: Checkpoint | str | Path, *, dtype: torch.dt
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     kind = _model_class(config, checkpoint)
     if getattr(config, "quantization_config", None) is not None:
-        del (
-            config.quantization_config
-        )  # experts are read by us, as they are; the rest is plain, or refused below
+        # Experts are read by us, as they are; the rest is plain, or refused below.
+        del config.quantization_config
     state = {name: checkpoint.tensor(name) for name in checkpoint.shared}
     with _one_at_a_time, experts_left_out(), _without_progress_bar():
         model, found = kind.from_pretrained(

@@ -22,12 +22,12 @@ from tokenyard.formats import for_dtype
 from tokenyard.integrations.transformers.expert_modules import (
     activation_of,
     config_of,
+    no_gradient,
     plain_format,
     sizes_of,
     tensors_of,
     weights_of,
 )
-from tokenyard.integrations.transformers.gradients import no_gradient
 from tokenyard.layer.gradients import without_gradient
 from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows
 

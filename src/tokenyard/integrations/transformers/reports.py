@@ -9,6 +9,9 @@ from typing import Any
 
 from torch import nn
 
+# Counters that a rank has for each other rank.
+_SUMMED = ("rows_sent", "rows_received", "dispatch_bytes", "combine_bytes")
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerReport:
@@ -56,10 +59,7 @@ def _report(layer: str, ranks: Sequence[dict[str, Any]]) -> LayerReport:
         layer=layer,
         rounds=max(counters["rounds"] for counters in ranks),
         tokens=[counters["tokens"] for counters in ranks],
-        rows_sent=[sum(counters["rows_sent"]) for counters in ranks],
-        rows_received=[sum(counters["rows_received"]) for counters in ranks],
-        dispatch_bytes=[sum(counters["dispatch_bytes"]) for counters in ranks],
-        combine_bytes=[sum(counters["combine_bytes"]) for counters in ranks],
+        **{name: [sum(counters[name]) for counters in ranks] for name in _SUMMED},
         dispatch_s=[counters["wait_s"]["dispatch"] for counters in ranks],
         experts_s=[counters["experts_s"] for counters in ranks],
         combine_s=[counters["wait_s"]["combine"] for counters in ranks],

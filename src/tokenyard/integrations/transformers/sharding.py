@@ -25,8 +25,7 @@ from tokenyard.exchange import Transport
 from tokenyard.experts import ExpertWeights
 from tokenyard.formats import Format
 from tokenyard.group import Group, make_together
-from tokenyard.integrations.transformers.expert_modules import ExpertModule, expert_modules
-from tokenyard.integrations.transformers.gradients import no_gradient
+from tokenyard.integrations.transformers.expert_modules import ExpertModule, expert_modules, no_gradient
 from tokenyard.integrations.transformers.loading import fill_shared, load_without_experts
 from tokenyard.integrations.transformers.reports import LayerReport, Stopwatch, layer_reports
 from tokenyard.integrations.transformers.synchronized_passes import SynchronizedPasses
@@ -113,11 +112,8 @@ def shard_experts(
         for index, module in enumerate(modules):
             if progress is not None:
                 progress(index, len(modules))
-            experts.append(
-                ShardedExperts(
-                    made, module.name, sources.take(module, group.device), index=index, passes=passes
-                )
-            )
+            taken = sources.take(module, group.device)
+            experts.append(ShardedExperts(made, module.name, taken, index=index, passes=passes))
             module.replace_by(experts[-1])  # the memory of the others' experts is free now
         if progress is not None:
             progress(len(modules), len(modules))
@@ -201,12 +197,7 @@ class ShardedExperts(nn.Module):
             y_TH = torch.empty_like(x_TH)
             for part in range(parts):
                 rows = slice(part * self.passes.max_tokens, (part + 1) * self.passes.max_tokens)
-                some = Routes(
-                    topk_ids_TK=routes.topk_ids_TK[rows],
-                    topk_weights_TK=routes.topk_weights_TK[rows],
-                    scaled_by=routes.scaled_by,
-                )
-                y_TH[rows] = self.layer(x_TH[rows], some)
+                y_TH[rows] = self.layer(x_TH[rows], routes.of_tokens(rows))
         self.passes.end_layer(self.index)
         return y_TH
 

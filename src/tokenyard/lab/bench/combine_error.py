@@ -66,8 +66,7 @@ class _Drawn:
     def share(self, rank: int, world: int) -> tuple[Tensor, Routes]:
         """The tokens of one rank."""
         mine = slice(rank, None, world)
-        ids_TK, weights_TK = self.routes.topk_ids_TK[mine], self.routes.topk_weights_TK[mine]
-        return self.x_TH[mine], Routes(topk_ids_TK=ids_TK, topk_weights_TK=weights_TK)
+        return self.x_TH[mine], self.routes.of_tokens(mine)
 
 
 def measure_combine_error(

@@ -37,7 +37,6 @@ from tokenyard.lab.bench.records import Record, Spread
 from tokenyard.lab.hosts.network import Links
 from tokenyard.layer import MoELayer, overlapped
 from tokenyard.planning.planner import plan
-from tokenyard.routing import Routes
 from tokenyard.rows import ExpertRows, PlacedRows, ReceivedRows
 
 NOTES = [
@@ -85,7 +84,7 @@ def _measure_rank(group: Group, job: Job, links: Links) -> dict[str, Any]:
     spec = replace(job.spec(), experts=ComputingExperts)
     weights, x_TH, routes = random_weights(spec, 0), job.rows(group.rank), job.routes(group.rank)
     half = -(-job.num_tokens // 2)
-    parts = [(x_TH[:half], _part(routes, 0, half)), (x_TH[half:], _part(routes, half, job.num_tokens))]
+    parts = [(x_TH[part], routes.of_tokens(part)) for part in (slice(0, half), slice(half, None))]
     seconds: dict[str, dict[str, list[float]]] = {}
     for number, name in enumerate(job.exchanges):
         made = plan([spec], group, exchange=name, in_flight=2)
@@ -132,11 +131,6 @@ def _measure_rank(group: Group, job: Job, links: Links) -> dict[str, Any]:
         seconds[name] = found
         made.close()
     return {"seconds": seconds}
-
-
-def _part(routes: Routes, start: int, end: int) -> Routes:
-    ids_TK, weights_TK = routes.topk_ids_TK[start:end], routes.topk_weights_TK[start:end]
-    return replace(routes, topk_ids_TK=ids_TK, topk_weights_TK=weights_TK)
 
 
 def _records(job: Job, by_rank: Sequence[dict[str, Any]]) -> list[Record]:
