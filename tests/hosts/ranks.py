@@ -30,7 +30,7 @@ from tokenyard.conformance.cases import random_weights
 from tokenyard.conformance.twin import twin
 from tokenyard.exchange import hierarchical
 from tokenyard.group import failure_detector
-from tokenyard.lab.hosts.network import Links
+from tokenyard.lab.hosts import network
 
 # Seconds. Long where nothing should be lost: a busy machine is not a fault.
 DEADLINE, SHORT_DEADLINE, ANSWERING = 60.0, 5.0, 5.0
@@ -44,6 +44,22 @@ LAYERS = [
 WIDE = spec("wide", hidden_size=8192, num_experts=5, top_k=5, max_tokens=24, combine_wire="bf16")
 # Rounds after which somebody would have been told that a link is cut.
 MOST_ROUNDS = 100_000
+
+
+class Links(network.Links):
+    """Links that can be cut."""
+
+    def cut(self, host: int, *, down: bool = False) -> None:
+        """Cut a host's link: frames vanish; or the host sees, too, that its link is down."""
+        self.change({"host": host, "cut": True, **({"down": True} if down else {})})
+
+    def mend(self, host: int) -> None:
+        """Undo a cut."""
+        self.change({"host": host, "cut": False, "down": False})
+
+    def end(self, host: int) -> None:
+        """End a host with all that runs there, as if its power were cut."""
+        self.change({"host": host, "cut": True, "end": True})
 
 
 def digest(y_TH: torch.Tensor) -> str:

@@ -15,8 +15,9 @@ import torch
 
 import tokenyard as ty
 from tests.hosts.ranks import EXCHANGES, LAYERS, SHORT_DEADLINE, digest, outputs, through, wide_routes
+from tests.hosts.torchrun import torchrun
 from tests.models import batch, build
-from tokenyard.lab.hosts.network import start_ranks, torchrun, why_not
+from tokenyard.lab.hosts.network import start_ranks, why_not
 
 TIMES = int(os.environ.get("TOKENYARD_FAULTS", "1"))
 SLACK = 20.0  # seconds beyond a deadline, on a machine that does much else

@@ -1,7 +1,7 @@
 """Hosts on one machine: each has its own network, processes and name, and hangs with one link on a switch.
 
     run_on_hosts(folder, [[…command of host 0…], [… of host 1…]])
-    torchrun(folder, [2, 2], ["serve.py"])  # two hosts of two ranks
+    start_ranks(folder, [2, 2], ["serve.py"])  # two hosts of two ranks
 
 Nothing needs to be allowed but user namespaces, or to be root. `why_not` says what is in the way where neither is.
 """
@@ -113,32 +113,6 @@ def _report(folder: Path, name: str) -> HostReport:
     return HostReport(**json.loads(written.read_text()), log=log)
 
 
-def torchrun(
-    folder: Path,
-    ranks_by_host: Sequence[int],
-    program: Sequence[str],
-    *,
-    interface: str | None = "eth0",
-    environment: Mapping[str, str] | None = None,
-    seconds: float = 200.0,
-) -> list[HostReport]:
-    """Start ranks on hosts as an engine does: each runs a program, with its arguments.
-
-    gloo is told the interface; or with None it finds it by the host's name.
-    """
-    commands = [
-        [
-            *_environment(interface, environment),
-            *(sys.executable, "-m", "torch.distributed.run"),
-            *("--nnodes", str(len(ranks_by_host)), "--node-rank", str(host), "--nproc-per-node", str(ranks)),
-            *("--master-addr", address_of(0), "--master-port", str(STORE_PORT)),
-            *program,
-        ]
-        for host, ranks in enumerate(ranks_by_host)
-    ]
-    return run_on_hosts(folder, commands, seconds=seconds)
-
-
 def start_ranks(
     folder: Path,
     ranks_by_host: Sequence[int],
@@ -158,7 +132,7 @@ def start_ranks(
         for local in range(ranks):
             variables = common | {"RANK": first + local, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": ranks}
             told = {name: str(value) for name, value in variables.items()} | dict(environment or {})
-            lines.append(shlex.join([*_environment("eth0", told), sys.executable, *program]) + " &")
+            lines.append(shlex.join([*rank_environment("eth0", told), sys.executable, *program]) + " &")
         # The status of the host is that of any rank that failed.
         script = [
             *lines,
@@ -171,7 +145,7 @@ def start_ranks(
     return run_on_hosts(folder, commands, seconds=seconds)
 
 
-def _environment(interface: str | None, further: Mapping[str, str] | None) -> list[str]:
+def rank_environment(interface: str | None, further: Mapping[str, str] | None) -> list[str]:
     """The command that sets the variables of a rank."""
     variables = {
         **({"GLOO_SOCKET_IFNAME": interface} if interface else {}),
@@ -202,15 +176,3 @@ class Links:
             for source, link in enumerate(self.change())
             for target, crossed in link["sent"].items()
         }
-
-    def cut(self, host: int, *, down: bool = False) -> None:
-        """Cut a host's link: frames vanish; or the host sees, too, that its link is down."""
-        self.change({"host": host, "cut": True, **({"down": True} if down else {})})
-
-    def mend(self, host: int) -> None:
-        """Undo a cut."""
-        self.change({"host": host, "cut": False, "down": False})
-
-    def end(self, host: int) -> None:
-        """End a host with all that runs there, as if its power were cut."""
-        self.change({"host": host, "cut": True, "end": True})
