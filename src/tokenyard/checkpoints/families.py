@@ -213,33 +213,23 @@ _QWEN = Family(
     router=_softmax,
     defaults={"hidden_act": "silu", "decoder_sparse_step": 1, "norm_topk_prob": False},
 )
-_DEEPSEEK_V3 = Family(
+_SIGMOID = {
+    "hidden_act": "silu",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_GLM4 = Family(
     num_experts=("n_routed_experts", "num_local_experts"),
     is_moe=_after_dense,
     router=_grouped_sigmoid,
     prediction_layers="num_nextn_predict_layers",
-    defaults={
-        "hidden_act": "silu",
-        "first_k_dense_replace": 3,
-        "moe_layer_freq": 1,
-        "scoring_func": "sigmoid",
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "n_group": 8,
-        "topk_group": 4,
-        "num_nextn_predict_layers": 1,
-    },
+    defaults=_SIGMOID | {"first_k_dense_replace": 1, "moe_layer_freq": 1, "num_nextn_predict_layers": 1},
 )
-_GLM4 = replace(
-    _DEEPSEEK_V3,
-    defaults={
-        **_DEEPSEEK_V3.defaults,
-        "first_k_dense_replace": 1,
-        "routed_scaling_factor": 1.0,
-        "n_group": 1,
-        "topk_group": 1,
-    },
-)
+_V3_DEFAULTS = {"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4}
+_DEEPSEEK_V3 = replace(_GLM4, defaults={**_GLM4.defaults, **_V3_DEFAULTS})
 
 # The families by `model_type`.
 FAMILIES: dict[str, Family] = {
@@ -290,14 +280,7 @@ FAMILIES: dict[str, Family] = {
         num_experts=("num_local_experts", "num_experts"),
         intermediate_size="intermediate_size",
         router=_grouped_sigmoid,
-        defaults={
-            "hidden_act": "silu",
-            "scoring_func": "sigmoid",
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 1.0,
-            "n_group": 1,
-            "topk_group": 1,
-        },
+        defaults=_SIGMOID,
     ),
 }
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -79,27 +79,16 @@ class Case:
 
     def spec(self) -> LayerSpec:
         """The spec of the case's layer."""
-        return LayerSpec(
-            name="case",
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-            max_tokens=max(1, *self.tokens),
-            dtype=getattr(torch, self.dtype),
-            wire=self.wire,
-            combine_wire=self.combine_wire,
-            expert_rows=self.expert_rows,
-            activation=self.activation,
-            bias=self.bias,
-            weights=self.weights,
-            inner=self.inner,
-            weight_on=self.weight_on,
-            placement=self._placement(),
-            experts=self.experts,
-            payloads=(_TAG,) if self.payloads else (),
-            sum=self.sum,
-        )
+        named = {
+            field.name: getattr(self, field.name) for field in fields(LayerSpec) if field.name in vars(self)
+        }
+        own: dict[str, Any] = {
+            "max_tokens": max(1, *self.tokens),
+            "dtype": getattr(torch, self.dtype),
+            "placement": self._placement(),
+            "payloads": (_TAG,) if self.payloads else (),
+        }
+        return LayerSpec(name="case", **named | own)
 
     def _placement(self) -> Placement:
         """Which rank owns which expert. `replicas`: all on two ranks. `shuffled`: dealt out by chance."""

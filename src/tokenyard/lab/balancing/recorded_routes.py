@@ -25,6 +25,7 @@ from tokenyard.group import Group
 from tokenyard.layer import MoELayer
 from tokenyard.routing import Placement, Routes
 
+_SIZES = ("num_experts", "hidden_size", "intermediate_size", "expert_bytes")
 _FIELDS = {"ids": torch.int32, "weights": torch.float32, "counts": torch.int32, "sizes": torch.int64}
 
 
@@ -155,7 +156,7 @@ def write_routes(path: Path, recorded: Sequence[RecordedRoutes]) -> None:
     """Write the routes of some layers into one file."""
     tensors: dict[str, Tensor] = {}
     for routes in recorded:
-        sizes = (routes.num_experts, routes.hidden_size, routes.intermediate_size, routes.expert_bytes)
+        sizes = [getattr(routes, name) for name in _SIZES]
         tensors |= {
             f"{routes.layer}.ids": routes.ids_NK,
             f"{routes.layer}.weights": routes.weights_NK,
@@ -188,18 +189,9 @@ def _checked(path: Path, layer: str, tensors: dict[str, Tensor]) -> RecordedRout
     ids, weights, counts, sizes = (tensor for tensor in found.values() if tensor is not None)
     if ids.shape != weights.shape or sizes.numel() != 4 or (counts < 0).any() or counts.sum() != len(ids):
         raise _unfit(path, f"has routes of a layer {layer!r} whose tensors do not fit together")
-    num_experts, hidden_size, intermediate_size, expert_bytes = sizes.tolist()
-    Routes(topk_ids_TK=ids, topk_weights_TK=weights).check(num_experts)
-    return RecordedRoutes(
-        layer=layer,
-        ids_NK=ids,
-        weights_NK=weights,
-        counts_SW=counts,
-        num_experts=num_experts,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        expert_bytes=expert_bytes,
-    )
+    named = dict(zip(_SIZES, sizes.tolist(), strict=True))
+    Routes(topk_ids_TK=ids, topk_weights_TK=weights).check(named["num_experts"])
+    return RecordedRoutes(layer=layer, ids_NK=ids, weights_NK=weights, counts_SW=counts, **named)
 
 
 def _unfit(path: Path, found: str) -> InputError:

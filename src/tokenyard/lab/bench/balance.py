@@ -23,7 +23,7 @@ from torch import Tensor
 from tokenyard.conformance.cases import random_weights
 from tokenyard.experts import ExpertWeights
 from tokenyard.group import Group, launch
-from tokenyard.lab.bench.rank_rounds import check_bits, slowest_ms, start_together
+from tokenyard.lab.bench.rank_rounds import check_bits, layer_spec, slowest_ms, start_together
 from tokenyard.lab.bench.records import Record, Spread
 from tokenyard.layer import MoELayer
 from tokenyard.planning.planner import Plan, plan
@@ -58,16 +58,8 @@ class Job:
     rounds: int = 9
 
     def spec(self, name: str) -> LayerSpec:
-        return LayerSpec(
-            name=name,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-            max_tokens=self.num_tokens,
-            sum="choices",
-            spare_experts=self.spare_experts,
-        )
+        moves = {"sum": "choices", "spare_experts": self.spare_experts}
+        return layer_spec(self, name=name, intermediate_size=self.intermediate_size, **moves)
 
     def routes(self, rank: int, seed: int, *, uneven: bool) -> Routes:
         """Different experts for each token: uniformly random, or by Zipf's law, the same hot ones on all ranks."""

@@ -42,7 +42,7 @@ from tokenyard.errors import InputError
 from tokenyard.exchange import EXCHANGES, Arrival, Exchange, ExchangeSpec, resolve
 from tokenyard.formats import EncodedRows
 from tokenyard.group import Group, launch
-from tokenyard.lab.bench.rank_rounds import check_bits, slowest_ms, start_together
+from tokenyard.lab.bench.rank_rounds import check_bits, layer_spec, slowest_ms, start_together
 from tokenyard.lab.bench.records import Record, Spread
 from tokenyard.lab.bench.shapes import check_rounds, check_top_k
 from tokenyard.planning.drafting import EXCHANGE_VARIABLE, PARANOID_VARIABLE, draft
@@ -82,16 +82,9 @@ class Job:
         return list(dict.fromkeys(resolve(name).name for name in self.exchanges or ()))
 
     def spec(self) -> LayerSpec:
-        return LayerSpec(
-            name="moe",
-            hidden_size=self.hidden_size,
-            intermediate_size=self.hidden_size,  # any: there are no experts here
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-            max_tokens=self.num_tokens,
-            wire=self.wire,
-            combine_wire=self.combine_wire,
-        )
+        wires = {"wire": self.wire, "combine_wire": self.combine_wire}
+        # Any intermediate size: there are no experts here.
+        return layer_spec(self, name="moe", intermediate_size=self.hidden_size, **wires)
 
 
 @dataclass(frozen=True, kw_only=True)

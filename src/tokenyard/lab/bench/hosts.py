@@ -32,7 +32,7 @@ from tokenyard.errors import GroupError
 from tokenyard.exchange import HostMap
 from tokenyard.experts import Experts
 from tokenyard.group import DistributedGroup, Group
-from tokenyard.lab.bench.rank_rounds import LEAD, check_bits, slowest_ms, start_together
+from tokenyard.lab.bench.rank_rounds import LEAD, check_bits, layer_spec, slowest_ms, start_together
 from tokenyard.lab.bench.records import Record, Spread
 from tokenyard.lab.hosts.network import Links, start_ranks
 from tokenyard.layer import MoELayer
@@ -102,16 +102,8 @@ class Job:
     rounds: int = 5
 
     def spec(self) -> LayerSpec:
-        return LayerSpec(
-            name="moe",
-            hidden_size=self.hidden_size,
-            intermediate_size=_INTERMEDIATE,
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-            max_tokens=self.num_tokens,
-            wire=self.wire,
-            experts=ScalingExperts,
-        )
+        computing = {"experts": ScalingExperts, "intermediate_size": _INTERMEDIATE}
+        return layer_spec(self, name="moe", wire=self.wire, **computing)
 
     @property
     def hosts(self) -> HostMap:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -20,7 +19,8 @@ from tokenyard.formats import get
 from tokenyard.group import Group, thread_groups
 from tokenyard.lab.bench.clock import host_clock
 from tokenyard.lab.bench.records import Record, Spread
-from tokenyard.lab.bench.transformers_ep import OURS, PEER, Candidate, alternate, load_whole
+from tokenyard.lab.bench.transformers_ep import OURS, PEER, Candidate, alternate
+from tokenyard.lab.evaluation.models import load_whole
 from tokenyard.lab.shipped import shipped_model
 from tokenyard.layer import MoELayer
 from tokenyard.planning.planner import plan
@@ -76,15 +76,11 @@ def _layer(group: Group, rounds: int) -> Record:
 
 def _model(group: Group, rounds: int) -> Record:
     """A step of one token, beside plain Transformers."""
-    import transformers
-
     from tokenyard.integrations.transformers import load_sharded
 
-    quiet: Any = transformers.utils.logging
-    quiet.disable_progress_bar()
     folder = shipped_model()
     prompt = torch.arange(1, 33).unsqueeze(0)
-    models = {OURS: load_sharded(folder, group, max_tokens=32).model, PEER: load_whole(folder)}
+    models = {PEER: load_whole(folder), OURS: load_sharded(folder, group, max_tokens=32).model}
     candidates = {
         name: Candidate(model=model, batch=prompt, own=slice(None), steps=STEPS)
         for name, model in models.items()

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
 from tokenyard.errors import ContractError
 from tokenyard.group import Group
+from tokenyard.planning.spec import LayerSpec
 
 # Seconds between the agreement on a start and the start: time for the slowest rank to hear of it.
 LEAD = 0.01
+
+
+def layer_spec(job: Any, **fields: Any) -> LayerSpec:
+    """The layer of a job, whose fields have the names of the layer's; and further fields."""
+    sizes = {name: getattr(job, name) for name in ("hidden_size", "num_experts", "top_k")}
+    return LayerSpec(max_tokens=job.num_tokens, **sizes, **fields)
 
 
 def start_together(group: Group, lead: float = LEAD) -> float:

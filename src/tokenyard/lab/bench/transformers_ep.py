@@ -39,6 +39,7 @@ from tokenyard.lab.bench.clock import host_clock
 from tokenyard.lab.bench.experts_peers import check_transformers
 from tokenyard.lab.bench.machine_rates import Rates, measure_rates
 from tokenyard.lab.bench.records import Record, Spread
+from tokenyard.lab.evaluation.models import load_whole, quietly
 from tokenyard.temporary_folders import temporary_folder
 
 OURS, PEER = "ours", "Transformers"
@@ -163,13 +164,9 @@ class Candidate:
 
 
 def _rank_main(group: Group, work: Workload, folder: Path) -> dict[str, Any]:
-    import transformers
-
     from tokenyard.integrations.transformers import load_sharded
 
-    quiet: Any = transformers.utils.logging
-    quiet.set_verbosity_error()
-    quiet.disable_progress_bar()
+    whole = load_whole(folder)
     batch = _prompts(work)
     own = slice(group.rank * work.sequences, (group.rank + 1) * work.sequences)
 
@@ -179,7 +176,6 @@ def _rank_main(group: Group, work: Workload, folder: Path) -> dict[str, Any]:
     max_tokens = work.sequences * work.length
     ours = alone(load_sharded(folder, group, exchange=work.exchange, max_tokens=max_tokens).model, None)
     name, peer = _fastest_peer(group, work, folder, batch, own)
-    whole = load_whole(folder)
     candidates = {
         OURS: ours,
         PEER: peer,
@@ -291,39 +287,28 @@ def _check_peer(work: Workload) -> None:
 
 def _save_model(work: Workload, folder: Path) -> None:
     """A Qwen3-MoE of the workload's sizes, with random weights."""
-    import transformers
-
-    config = transformers.AutoConfig.for_model(
-        "qwen3_moe",
-        vocab_size=VOCABULARY,
-        hidden_size=work.hidden_size,
-        moe_intermediate_size=work.intermediate_size,
-        num_hidden_layers=work.num_layers,
-        num_attention_heads=2 * work.ranks,
-        num_key_value_heads=work.ranks,
-        head_dim=HEAD,
-        num_experts=work.num_experts,
-        num_experts_per_tok=work.top_k,
-        norm_topk_prob=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
     torch.manual_seed(0)
-    causal: Any = transformers.AutoModelForCausalLM
-    model = causal.from_config(config, dtype=torch.bfloat16)
-    for name, parameter in model.named_parameters():
-        if "norm" not in name:
-            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-    quiet: Any = transformers.utils.logging
-    quiet.disable_progress_bar()
-    model.save_pretrained(folder)
-
-
-def load_whole(folder: Path) -> Any:
-    import transformers
-
-    causal: Any = transformers.AutoModelForCausalLM
-    return causal.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    with quietly() as transformers:
+        config = transformers.AutoConfig.for_model(
+            "qwen3_moe",
+            vocab_size=VOCABULARY,
+            hidden_size=work.hidden_size,
+            moe_intermediate_size=work.intermediate_size,
+            num_hidden_layers=work.num_layers,
+            num_attention_heads=2 * work.ranks,
+            num_key_value_heads=work.ranks,
+            head_dim=HEAD,
+            num_experts=work.num_experts,
+            num_experts_per_tok=work.top_k,
+            norm_topk_prob=True,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+        model.save_pretrained(folder)
 
 
 def _prompts(work: Workload) -> Tensor:

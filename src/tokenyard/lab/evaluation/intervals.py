@@ -24,10 +24,6 @@ class Interval:
     low: float
     high: float
 
-    def as_dict(self) -> dict[str, float]:
-        """Plain values, for JSON."""
-        return {"value": self.value, "low": self.low, "high": self.high}
-
 
 def wilson(right: int, total: int) -> Interval:
     """The share of right answers.

@@ -86,20 +86,20 @@ def _other_transformers(found: str) -> InputError:
 
 def load_language(folder: Path) -> Language:
     """The tokenizer of a checkpoint."""
-    with _quietly() as transformers:
+    with quietly() as transformers:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     return Language(tokenizer)
 
 
-def load_whole(folder: Path, device: torch.device) -> Any:
+def load_whole(folder: Path, device: torch.device | str = "cpu") -> Any:
     """The model of a checkpoint, with all its experts, as it is on disk."""
-    with _quietly() as transformers:
+    with quietly() as transformers:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
     return model.eval().to(device)
 
 
 @contextmanager
-def _quietly() -> Iterator[Any]:
+def quietly() -> Iterator[Any]:
     """Inside, Transformers logs nothing, and one thread at a time uses it."""
     with _ONE_AT_A_TIME, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of libraries that it looks for

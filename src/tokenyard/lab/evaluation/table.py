@@ -201,8 +201,6 @@ def _bits(by_rank: list[dict[str, Any]]) -> tuple[Any, ...]:
 
 def _shared(right: list[bool], by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     """What every row says: of the answers, and of all ranks together until the slowest was done."""
-    tokens, seconds = (
-        sum(rank["probe_tokens"] for rank in by_rank),
-        max(rank["probe_seconds"] for rank in by_rank),
-    )
+    tokens = sum(rank["probe_tokens"] for rank in by_rank)
+    seconds = max(rank["probe_seconds"] for rank in by_rank)
     return {"right": right, "accuracy": wilson(sum(right), len(right)), "tokens_per_s": tokens / seconds}

@@ -18,7 +18,7 @@ import ctypes
 import gc
 import os
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -105,12 +105,8 @@ def measure(
     return Sample(
         seconds=round(seconds, 3),
         episode=episode,
-        memory=sum(one.memory for one in held.values()),
+        **{field.name: sum(getattr(one, field.name) for one in held.values()) for field in fields(Held)},
         lasting_memory=sum(one.memory for pid, one in held.items() if pid in lasting),
-        shared_memory=sum(one.shared_memory for one in held.values()),
-        descriptors=sum(one.descriptors for one in held.values()),
-        sockets=sum(one.sockets for one in held.values()),
-        threads=sum(one.threads for one in held.values()),
         processes=len(held),
         round_trips_per_s=round(round_trips_per_s, 2),
         device_memory=_device_memory(device),
