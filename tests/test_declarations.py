@@ -336,7 +336,7 @@ LEFT_OUT = {
     Exchange: {"in_flight": 1, "plan_id": 0, "paranoid": False, "sms": None},
     Exchange.in_use: {"layer": None, "alone": False},
     Exchange.start_combine: {"out": None, "add": (), "ahead": True},
-    Exchange.start_dispatch: {"extra": None, "ahead": True},
+    Exchange.start_dispatch: {"extra": None, "ahead": True, "takes_slots": False},
     Exchange.redirect: {"again": False},
     Mailbox.write: {"bounded": False, "out": None},
     check_batch: {"values": True},

@@ -65,6 +65,18 @@ def test_a_rank_that_drifts_or_fails_is_found_by_its_flag(layer, fails, trouble)
     assert yard.launchers[1].host_status[0].tolist() == yard.status(1)
 
 
+@pytest.mark.parametrize("bad", [True, False])
+def test_a_rank_whose_ids_were_bad_tells_so_where_all_meet(bad):
+    yard = VirtualRanks(make_exchange_spec(3))
+    yard.words(2)[STATUS] = Trouble.BAD_IDS * bad
+    for rank in (0, 2):
+        yard.launchers[rank].signal_and_wait(5, Phase.COMBINE, fails=2, waits=False)
+    yard.launchers[1].signal_and_wait(5, Phase.COMBINE, fails=2)
+    assert yard.status(1) == ([Trouble.FAILED, 1 << 24 | 5 << 2 | 1, 0b100, 0] if bad else [0, 0, 0, 0])
+    yard.launchers[2].signal_and_wait(5, Phase.DISPATCH, waits=False)  # in which such ids go nowhere
+    assert yard.flags(1).tolist() == [0, 0, 1 << 24 | 5 << 2]
+
+
 def test_a_failure_is_found_by_who_looks_when_the_next_round_has_begun():
     yard = VirtualRanks(make_exchange_spec(2))
     yard.launchers[1].signal_and_wait(5, Phase.DISPATCH, fails=True, waits=False)

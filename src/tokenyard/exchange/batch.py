@@ -175,6 +175,7 @@ class Batch:
     # Where a transport with `counts_choices` counts them: those of nobody, then those of each expert.
     choice_counts: Tensor | None = None
     ahead: bool = False  # whether something is computed while it travels
+    takes_slots: bool = False  # whether slots without rows may be among those that come, with ids of -1
 
     @property
     def num_tokens(self) -> int:

@@ -220,16 +220,19 @@ class Exchange:
         extra: Mapping[str, Tensor] | None = None,
         *,
         ahead: bool = True,
+        takes_slots: bool = False,
     ) -> Pending[Arrival]:
-        """Start what `dispatch` does, and return while rows travel. `ahead`: something is computed meanwhile."""
+        """Start what `dispatch` does, and return while rows travel. `ahead`: something is computed meanwhile.
+
+        With `takes_slots`, empty slots may be among the rows that come, with ids of -1.
+        """
         self.usability.check(layer=spec.layer)
         self._settle()
         self._check_dropped(spec)
         self._in_flight.check_room(spec)
         try:
-            batch = self._checked(
-                spec, self._round + 1, rows, routes, {} if extra is None else extra, ahead=ahead
-            )
+            checked = self._checked(spec, self._round + 1, rows, routes, {} if extra is None else extra)
+            batch = replace(checked, ahead=ahead, takes_slots=takes_slots)
             pending = self._ahead(self.transport.send(batch), ahead)
         except Exception as error:
             self._fail(spec, error, partial(self._fail_dispatch, spec, error))
@@ -324,8 +327,6 @@ class Exchange:
         rows: EncodedRows | UnencodedRows,
         routes: Routes | RoutingLogits | BatchRoutes,
         extra: Mapping[str, Tensor],
-        *,
-        ahead: bool,
     ) -> Batch:
         """A batch that can be sent; raises whatever is wrong with it."""
         if isinstance(rows, UnencodedRows):
@@ -364,7 +365,6 @@ class Exchange:
                 spec, Phase.DISPATCH, round, tokens=rows.num_rows, counts=counts
             ),
             choice_counts=self.load.counts(spec.layer) if self.transport.counts_choices else None,
-            ahead=ahead,
         )
 
     def _drop_lost(self, spec: ExchangeSpec, routes: Routes) -> Routes:
@@ -492,6 +492,10 @@ class Exchange:
                 self._tell_given_up(spec)
                 raise
             self._tell_given_up(spec)
+        if (counts := self.transport.counts_at_end(arrival)) is not None:
+            arrival = replace(arrival, counts_W=tuple(counts[1]))
+            nbytes = [rows * self.transport.region_bytes(spec).dispatch_row for rows in counts[0]]
+            stats.count_rows(*counts, nbytes)
         stats.count_combine(self.transport.bytes_returned(arrival))
         return used
 

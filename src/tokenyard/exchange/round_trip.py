@@ -35,6 +35,7 @@ class RoundTrip:
     # Computes what came to this rank in the present pass, sends it back, and starts the next pass. The layer sets it.
     advance: Callable[[], None] | None = None
     ahead: bool = False  # whether something is computed between the start of a phase and its end
+    takes_slots: bool = False  # whether empty slots may be among the rows that come, with ids of -1
     _arriving: Pending[Arrival] | None = None
     _coming_home: Pending[CombinedRows] | None = None
     _out: Tensor | None = None  # what the passes of a batch write into, where the caller gave nothing
@@ -78,7 +79,9 @@ class RoundTrip:
         """Dispatch, and return while rows travel."""
         self.owes_dispatch = False
         with acting(Party.SENDER):
-            self._arriving = self.exchange.start_dispatch(self.spec, rows, routes, extra, ahead=self.ahead)
+            self._arriving = self.exchange.start_dispatch(
+                self.spec, rows, routes, extra, ahead=self.ahead, takes_slots=self.takes_slots
+            )
 
     def start_next(self) -> None:
         """Dispatch the next pass of the batch, and return while its rows travel."""

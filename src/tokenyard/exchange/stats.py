@@ -76,6 +76,10 @@ class LayerStats:
         self.rounds += not is_next
         self.passes += 1
         self.tokens += tokens
+        self.count_rows(sent, received, nbytes)
+
+    def count_rows(self, sent: Sequence[int], received: Sequence[int], nbytes: Sequence[int]) -> None:
+        """Some more rows, where they are known only after their dispatch."""
         _add(self.rows_sent, sent)
         _add(self.rows_received, received)
         _add(self.dispatch_bytes, nbytes)

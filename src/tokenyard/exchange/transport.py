@@ -200,6 +200,10 @@ class Transport(ABC):
         """Rows that went to each rank in a dispatch."""
         return batch.routes.counts
 
+    def counts_at_end(self, arrival: Arrival) -> tuple[Sequence[int], Sequence[int]] | None:
+        """Rows that went to each rank, and came, where this is known only after the combine; None: it was before."""
+        return None
+
     def bytes_returned(self, arrival: Arrival) -> list[int]:
         """Bytes of results that this rank puts on the wire for each rank, its own included, in a combine."""
         row = self.region_bytes(arrival.spec).combine_row

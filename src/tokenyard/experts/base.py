@@ -198,6 +198,8 @@ class Experts(nn.Module, ABC):
     any_strides: ClassVar[bool] = False
     # The kinds of devices on which `compute` gives a row the same bits in every batch, where the spec asks for it.
     batch_invariant: ClassVar[tuple[str, ...]] = ()
+    # Whether slots without rows, with ids of -1 alone, cost `compute` next to nothing. A GPU is then waited for less.
+    skips_empty_slots: ClassVar[bool] = False
     # The kinds of devices that the rows may live on.
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
 

@@ -165,7 +165,7 @@ class MoELayer(nn.Module):
         self.plan.between_calls(self.name)  # experts that have moved are served from here on
         wiring = self.wiring
         trip = self.plan.exchange.open_round_trip(wiring.exchange_spec)
-        trip.ahead = ahead
+        trip.ahead, trip.takes_slots = ahead, self.experts.skips_empty_slots
         with self.plan.exchange.telling(trip):  # an error on one rank reaches all
             sent = self._send(wiring, trip, x_TH, routes_or_logits, payloads)
             job = None if shared is None else partial(shared, x_TH)

@@ -5,7 +5,8 @@ counted on the device, and every batch size uses the same workspace. What differ
 
 - *Checked* (the default, outside of a capture): after a dispatch the host reads how many rows came from whom, and
   after a combine whether all went well. Experts get the rows that came, and errors are raised where they happen, on
-  every rank.
+  every rank. Where slots are few, and experts pass over empty ones, they get all slots, and the host reads both after
+  the combine: it waits once. Ids that no expert has are told to the others by the kernel that meets them there.
 - *Fixed shapes* (in a capture, or inside `fixed_shapes(…)`): the host reads nothing. Experts get every slot as a
   row, empty ones with ids of -1: `W · max_tokens` rows, where `max_tokens` can be set for a while, for small
   batches. What goes wrong is written into a status, and raised by the next call, or by `synchronize`.
@@ -65,6 +66,8 @@ from tokenyard.group.base import Group, Pending
 from tokenyard.routing import Routes
 from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
 
+# Slots up to which experts get all of them: with K = 8 and H = 7168, fused experts take 120 MB for so many.
+FEW_SLOTS = 1024
 # Tensors that a combine adds in the pass that sums over ranks.
 MOST_TERMS = 2
 
@@ -76,7 +79,8 @@ class WayBack:
     slots_TW: Tensor  # the slot of each token on each rank, -1 where it did not go
     max_tokens: int  # of any rank, in this dispatch: windows are so many slots apart
     sent: tuple[int, ...]  # rows for each rank, where the host has read them
-    is_checked: bool  # whether the host has read how many rows came
+    is_checked: bool  # whether the host reads how many rows came, and whether all went well
+    in_slots: bool = False  # whether it does so after the combine: a row is a slot until then
 
 
 class DeviceWorkspace:
@@ -339,20 +343,42 @@ class CudaTransport(OneSidedTransport):
         counts: tuple[int, ...] = ()
         sent: tuple[int, ...] = ()
         problem: InputError | None = None
+        in_slots = is_checked and self._gives_slots(batch, slots)
+        reads = is_checked and not in_slots
         with self.launcher.on_device():
             if batch.ahead:
                 done.join()
-            if is_checked:
+            if reads:
                 done.wait()
                 counts, sent = self._read_counts(slots)
-            received = self._received(slots, counts if is_checked else None)
-        if is_checked:
+            received = self._received(slots, counts if reads else None)
+        if reads:
             try:
                 self._raise_trouble()  # of this rank's own ids: the others have gone on
             except InputError as error:
                 problem = error
-        way_back = WayBack(slots_TW=slots_TW, max_tokens=slots.max_tokens, sent=sent, is_checked=is_checked)
+        way_back = WayBack(
+            slots_TW=slots_TW,
+            max_tokens=slots.max_tokens,
+            sent=sent,
+            is_checked=is_checked,
+            in_slots=in_slots,
+        )
         return replace(batch.arrived(received, counts, way_back), problem=problem)
+
+    def _gives_slots(self, batch: Batch, slots: DispatchSlots) -> bool:
+        """Whether experts get all slots as rows, and the host waits for the combine alone.
+
+        With several dispatches in flight, one that failed must be known before the combine of an earlier one.
+        """
+        fits = self.group.size * slots.max_tokens <= FEW_SLOTS and self.in_flight == 1
+        return batch.takes_slots and fits and batch.spec.reduces_ranks and not batch.spec.sums_choices
+
+    def counts_at_end(self, arrival: Arrival) -> tuple[Sequence[int], Sequence[int]] | None:
+        if not arrival.way_back.in_slots:
+            return None
+        came, sent = self._read_counts(slots_of(arrival))
+        return sent, came
 
     def _slots(self, spec: ExchangeSpec, region: int) -> DispatchSlots:
         """Where rows of a dispatch go, with the limit that is set for a while."""
@@ -436,7 +462,7 @@ class CudaTransport(OneSidedTransport):
                     self.launcher.place(
                         slots_of(arrival),
                         results.rows_RH,
-                        dense=arrival.way_back.is_checked,
+                        dense=arrival.way_back.is_checked and not arrival.way_back.in_slots,
                         places_N=_choice_places(arrival.received) if arrival.spec.sums_choices else None,
                     )
                 results.before_telling()
@@ -484,13 +510,36 @@ class CudaTransport(OneSidedTransport):
             just_placed=just_placed,
             one_block_waits=ahead,
             before_adding=None if self._computed is None else self._join_computed,
+            tells_bad_ids=arrival.way_back.in_slots,
         )
 
     def end(self, arrival: Arrival, done: Done | None = None) -> None:
         """The end of a checked round: whatever went wrong in it is raised here. `done` is its end on a side stream."""
         if arrival.way_back.is_checked:
             (self.group.wait_for_device if done is None else done.wait)()
+            if arrival.way_back.in_slots:
+                self._raise_bad_ids(arrival)
             self._raise_trouble()
+
+    def _raise_bad_ids(self, arrival: Arrival) -> None:
+        """Raise if this rank has told the others in the combine that its ids were bad."""
+        kind, _, ranks, _ = self.launcher.host_status[0].tolist()
+        if kind != Trouble.FAILED or not ranks >> self.group.rank & 1:
+            return
+        self._forget_trouble()
+        routes = arrival.routes.routes
+        assert isinstance(routes, Routes)
+        ids_TK, most = routes.topk_ids_TK.cpu(), arrival.spec.num_experts
+        token, choice = ((ids_TK < -1) | (ids_TK >= most)).nonzero()[0].tolist()
+        raise self._bad_id(int(ids_TK[token, choice]), f"token {token}")
+
+    def _bad_id(self, found: int, where: str) -> InputError:
+        return InputError(
+            f"topk_ids_TK holds id {found} ({where})",
+            expected="ids of the layer's experts, or -1 for nobody",
+            fix="pass global expert ids of this layer, and -1 for padding",
+            rank=self.group.rank,
+        )
 
     # -- Inside a host -------------------------------------------------------------------------------------
 
@@ -540,7 +589,7 @@ class CudaTransport(OneSidedTransport):
         text = (_stamp(phase, round) + failure.announcements.mine.error).encode()[:room].ljust(room, b"\0")
         told.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         with self.launcher.on_device():
-            self.launcher.signal_and_wait(slots.layer, phase, fails=True)
+            self.launcher.signal_and_wait(slots.layer, phase, fails=1)
         self.group.wait_for_device()
         if self.launcher.host_status[0, 0] != Trouble.LOST:
             self._forget_trouble()
@@ -570,18 +619,16 @@ class CudaTransport(OneSidedTransport):
             raise self.group.lost(who, phase=phase.value, waited=waited / 1e9, layer=layer)
         if kind == Trouble.BAD_IDS:
             self._forget_trouble()
-            raise InputError(
-                f"topk_ids_TK holds id {ranks} (token {flag} or one of the 63 behind it)",
-                expected="ids of the layer's experts, or -1 for nobody",
-                fix="pass global expert ids of this layer, and -1 for padding",
-                rank=self.group.rank,
-            )
+            raise self._bad_id(ranks, f"token {flag} or one of the 63 behind it")
         stamp = _stamp(phase, flag >> 24)
         failures = {rank: self.workspace.read_text(rank, phase).partition(stamp) for rank in who}
         self._forget_trouble()
         for rank, (_, found, why) in failures.items():
             if found:
                 raise PeerFailed(rank, why, phase=phase.value, layer=layer, rank=self.group.rank)
+        if kind == Trouble.FAILED and phase is Phase.COMBINE:  # its kernel has told so, which knows no words
+            why = "InputError: its topk_ids_TK hold an id that no expert has"
+            raise PeerFailed(who[0], why, phase=phase.value, layer=layer, rank=self.group.rank)
         names = ", ".join(f"rank {rank}" for rank in who)
         raise Drifted(
             f"in {phase.value}, {names} came with another layer or another max_tokens",

@@ -357,9 +357,12 @@ class Launcher:
         return [*(_copied(name, tensor) for name, tensor in extra.items()), row]
 
     def signal_and_wait(
-        self, layer: int, phase: Phase, *, fails: bool = False, waits: bool = True, early: bool = False
+        self, layer: int, phase: Phase, *, fails: int = 0, waits: bool = True, early: bool = False
     ) -> None:
-        """Publish that this rank has done its part of a phase, or that it failed, and wait for the others."""
+        """Publish that this rank has done its part of a phase, or that it failed (1), and wait for the others.
+
+        `fails` is 2 where it failed if its ids were bad.
+        """
         flags_room.signal_and_wait[(self.ranks,)](
             self.peers, self.host_status, self.rank, layer, list(Phase).index(phase), int(fails), self.deadline,
             WORLD=self.world, WIDE=self._wide, TURNS=self.control.turns, WAITS=waits, EARLY=early, num_warps=1,
@@ -470,19 +473,25 @@ class Launcher:
         waits: bool = True,
         one_block_waits: bool = False,
         before_adding: Callable[[], None] | None = None,
+        tells_bad_ids: bool = False,
     ) -> None:
         """Meet the others, and write this rank's sums into `out_TH`; `just_placed`: by `place`, not by the experts.
 
         `home_slots`: the slot of each token on each rank; or, with `owners_TK`, of each choice (`choices_at_home`).
-        `before_adding` is called in front of the launch that reads `add`, which may still be computed.
+        `before_adding` is called in front of the launch that reads `add`, which may still be computed. With
+        `tells_bad_ids` ranks whose ids were bad say so where all meet, and no rank has a result.
         """
         layout, tokens = self._return_layout(slots), out_TH.shape[0] // self.ranks
         few = self._blocks(tokens * layout.tiles(tokens).parts) <= MOST_WAITING_BLOCKS
-        apart = just_placed or one_block_waits or before_adding is not None or not waits
+        apart = just_placed or one_block_waits or before_adding is not None or tells_bad_ids or not waits
         meets = few and not apart
         if not meets:
             self.signal_and_wait(
-                slots.layer, Phase.COMBINE, waits=waits, early=self._early and not just_placed
+                slots.layer,
+                Phase.COMBINE,
+                fails=2 * tells_bad_ids,
+                waits=waits,
+                early=self._early and not just_placed,
             )
 
         def pull(into_TH: Tensor, terms: Sequence[Tensor]) -> None:

@@ -81,6 +81,7 @@ class FusedExperts(Experts):
     inner_formats = (Fp8Block128.name,)
     devices = ("cuda",)
     batch_invariant = ("cuda",)  # with the tiles of long batches in all of them
+    skips_empty_slots = True
     tile_configs: TileConfigs | None = None  # tiles that a benchmark sets; None: chosen for each batch
     recodes: bool = True  # whether mxfp8 weights are held as blocks of e4m3 where that is faster
     expands: bool = True  # whether packed mxfp4 weights become such blocks, for a call, where rows are many

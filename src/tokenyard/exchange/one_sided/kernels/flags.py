@@ -190,12 +190,16 @@ def meet_others(
     mine, peers, rank, host, layer, deadline, phase, fails,
     WORLD: tl.constexpr, WIDE: tl.constexpr, TURNS: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    """Publish that this rank has done its part of a phase, or that it failed (1, else 0), and wait for the others."""
+    """Publish that this rank has done its part of a phase, and wait for the others.
+
+    `fails`: 1, that it failed; 2, that it failed if its ids were bad; else 0.
+    """
     status = tl.load(mine + STATUS)
     round = tl.load(mine + ROUND + phase) + 1
     if status < FAILED:  # else nobody meets any more in this round
         tl.store(mine + ROUND + phase, round)
-        flag = (round << 24) | (layer << 2) | (phase + 2 * fails)
+        says = (fails & 1) | ((fails >> 1) & (status == BAD_IDS).to(tl.int64))
+        flag = (round << 24) | (layer << 2) | (phase + 2 * says)
         publish(peers, rank, flag, phase, WORLD, WIDE, TURNS)
         if WAITS:
             wait(mine, peers, rank, host, flag, deadline, phase, WORLD, WIDE, TURNS)
