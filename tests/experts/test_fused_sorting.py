@@ -44,6 +44,14 @@ def test_one_chunk(rows, top_k, experts, tile, routing):
     agree(drawn(rows, top_k, experts, routing), experts, tile)
 
 
+@pytest.mark.parametrize("rows", [1, 5, 16, 20, 300])
+def test_kernels_are_compiled_for_one_kind_of_numbers(rows):
+    """Triton compiles a kernel anew for a number that is 1, and for numbers and addresses that 16 divides, or not."""
+    found = launch.sort_on_device(drawn(rows, 3, 5, "any"), 5, 16, early=False)
+    assert found.max_tiles % 16 == 0
+    assert found.how_many.data_ptr() % 16 == 0
+
+
 @pytest.mark.parametrize("routing", ["any", "one expert", "skewed", "sparse"])
 @pytest.mark.parametrize(("rows", "top_k"), [(1025, 1), (700, 3), (1500, 5)])
 def test_chunks_that_are_counted_first(rows, top_k, routing):

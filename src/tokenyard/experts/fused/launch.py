@@ -66,7 +66,8 @@ def sort_on_device(ids_RK: Tensor, experts: int, tile: int, *, early: bool) -> S
     (rows, top_k), device = ids_RK.shape, ids_RK.device
     pairs, choices = rows * top_k, triton.next_power_of_2(top_k)
     bins, chunks = triton.next_power_of_2(experts + 1), triton.cdiv(rows, CHUNK // choices)
-    max_tiles = min(pairs, pairs // tile + experts)
+    # A multiple of 16: Triton compiles a kernel anew for numbers, and addresses behind so many, that are none.
+    max_tiles = 16 * triton.cdiv(min(pairs, pairs // tile + experts), 16)
     order_N = torch.empty(pairs, dtype=torch.int32, device=device)
     tiles = torch.empty(5 * max_tiles + 3, dtype=torch.int32, device=device)
     how_many = tiles[5 * max_tiles : 5 * max_tiles + 1]  # and two counters behind it
