@@ -22,7 +22,10 @@ from torch import Tensor
 
 from tokenyard.duties import Duty, record, record_weights
 from tokenyard.errors import ContractError
-from tokenyard.formats.base import EncodedRows, kind_of
+from tokenyard.formats.base import EncodedRows, kind_of, saturated
+
+# Elements of results that are rounded at a time (512 KiB of float32, within the L2 cache of a core).
+WRITE_BLOCK = 128 * 1024
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,8 +70,10 @@ class ReceivedRows:
     # Where `rows` is a view of the exchange's workspace, which has slots that hold no row: the slot of each row.
     # Such rows are valid until they are combined. None: `rows` holds the R rows and nothing else.
     slots_R: Tensor | None = None
-    # Where the results of these rows are read, for experts that can write there; None: where they return them.
+    # Where the results of these rows are read, for experts that can write there; None: they return them.
     results: CombineBuffer | None = None
+    # The same, for experts that declare `places_results`, where a layer wants them to write there.
+    place: CombineBuffer | None = None
 
     @property
     def num_rows(self) -> int:
@@ -78,6 +83,10 @@ class ReceivedRows:
     def dense(self) -> EncodedRows:
         """The R rows and nothing else; a copy where they stand in the workspace."""
         return self.rows if self.slots_R is None else self.rows.select(self.slots_R)
+
+    def result(self, rows_RH: Tensor) -> ExpertRows | PlacedRows:
+        """Results that are weighted and summed: written into their place, if there is one."""
+        return ExpertRows(rows_RH=rows_RH) if self.place is None else self.place.write(rows_RH)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -112,6 +121,23 @@ class CombineBuffer:
 
     rows_SH: Tensor  # a row for each slot of the workspace
     slots_R: Tensor | None  # the slot of each received row; None: slot r is row r
+    # Whether a paranoid plan looks at the results: it sees more of those that are returned.
+    is_watched: bool = False
+
+    def write(self, rows_nH: Tensor, first: int = 0) -> PlacedRows:
+        """Write the results of received rows from `first` on, rounded as a plain wire rounds them.
+
+        Some at a time: what is rounded stays in the cache until it is written.
+        """
+        step = max(1, WRITE_BLOCK // rows_nH.shape[1])
+        for start in range(0, rows_nH.shape[0], step):
+            some_nH = saturated(rows_nH[start : start + step], self.rows_SH.dtype)
+            chosen = slice(first + start, first + start + len(some_nH))
+            if self.slots_R is None:
+                self.rows_SH[chosen] = some_nH
+            else:
+                self.rows_SH.index_copy_(0, self.slots_R[chosen], some_nH)
+        return self.placed()
 
     def placed(self) -> PlacedRows:
         """All rows are written, weighted and summed over the experts of this rank."""

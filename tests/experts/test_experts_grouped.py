@@ -11,7 +11,7 @@ from tokenyard.errors import ContractError, InputError, UnknownName
 from tokenyard.experts import ExpertsSpec, GroupedExperts, SelfRoutingExperts, activation, get, grouped
 from tokenyard.experts.grouped import cpu_multiplies, product_path, sum_choices
 from tokenyard.experts.pairs import sort_pairs
-from tokenyard.rows import LocalRoutes, ReceivedRows, RoutingLogits
+from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows, RoutingLogits
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -124,8 +124,15 @@ def test_sum_choices_is_finish(ids: str, monkeypatch: pytest.MonkeyPatch) -> Non
     pairs = sort_pairs(routes, 4)
     unfinalized = run_unfinalized(experts, x_RH, routes)
     y_NH = unfinalized.rows_NH[pairs.by_expert_N]
-    summed_RH = sum_choices(y_NH, unfinalized.weights_N, pairs)
-    assert torch.equal(summed_RH.view(torch.int32), unfinalized.finish().rows_RH.view(torch.int32))
+    summed = sum_choices(y_NH, unfinalized.weights_N, pairs, None)
+    due_RH = unfinalized.finish().rows_RH
+    assert torch.equal(summed.rows_RH.view(torch.int32), due_RH.view(torch.int32))
+    # Into a place: each row into its slot, in the dtype of the wire, and nothing beside them.
+    slots_R = torch.randperm(40)[:33]
+    place = CombineBuffer(rows_SH=torch.full((40, 32), torch.nan, dtype=torch.bfloat16), slots_R=slots_R)
+    assert sum_choices(y_NH, unfinalized.weights_N, pairs, place).buffer is place
+    assert torch.equal(place.rows_SH[slots_R], due_RH.bfloat16())
+    assert place.rows_SH.isnan().all(1).sum() == 7
 
 
 def test_ids_out_of_range_are_refused() -> None:

@@ -196,6 +196,8 @@ class Experts(nn.Module, ABC):
     counts_duties: ClassVar[bool] = False
     # Whether `compute` reads adopted weights by their strides. If not, those that are not contiguous are copied.
     any_strides: ClassVar[bool] = False
+    # Whether `compute` writes what it has weighted and summed into `received.place`, where a layer gives it one.
+    places_results: ClassVar[bool] = False
     # The kinds of devices on which `compute` gives a row the same bits in every batch, where the spec asks for it.
     batch_invariant: ClassVar[tuple[str, ...]] = ()
     # Whether slots without rows, with ids of -1 alone, cost `compute` next to nothing. A GPU is then waited for less.
@@ -243,11 +245,12 @@ class Experts(nn.Module, ABC):
         return Reason(field="experts", value=cls.name, why=why)
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """A kernel that replaces another declares by itself what it counts, reads and holds."""
+        """A kernel that replaces another declares by itself what it counts, reads, holds and places."""
         super().__init_subclass__(**options)
         if "compute" in vars(cls):
             cls.counts_duties = vars(cls).get("counts_duties", False)
             cls.any_strides = vars(cls).get("any_strides", False)
+            cls.places_results = vars(cls).get("places_results", False)
             cls.inner_formats = vars(cls).get("inner_formats", ())
             cls.batch_invariant = vars(cls).get("batch_invariant", ())
 

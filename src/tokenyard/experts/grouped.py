@@ -42,7 +42,7 @@ from tokenyard.experts.base import Experts, ExpertWeights, local_routes
 from tokenyard.experts.pairs import SortedPairs, check_local_id, check_shapes, sort_pairs
 from tokenyard.experts.tiles import product_by_tiles
 from tokenyard.formats import WEIGHT_FORMATS, Fp8Block128, QuantizedMatrix
-from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows, UnfinalizedRows
+from tokenyard.rows import CombineBuffer, ExpertRows, LocalRoutes, PlacedRows, ReceivedRows, UnfinalizedRows
 
 Item = TypeVar("Item")
 Matrices = TypeVar("Matrices")  # of all experts: one tensor, or one for each
@@ -107,6 +107,7 @@ class GroupedExperts(Experts):
     name = "grouped"
     counts_duties = True
     any_strides = True
+    places_results = True
     weight_formats = tuple(WEIGHT_FORMATS)
     inner_formats = (Fp8Block128.name,)
     batch_invariant = ("cpu",)
@@ -131,14 +132,16 @@ class GroupedExperts(Experts):
             self._single = weights, list(w13.mT.unbind()), list(w2.mT.unbind())
         return self._single[1:]
 
-    def compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows | UnfinalizedRows:
+    def compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows | PlacedRows | UnfinalizedRows:
         """Sort, gather, multiply, and weight and sum where asked to."""
         if not torch.is_grad_enabled():
             return self._compute(received, finalize=finalize)
         with torch.no_grad():
             return self._compute(received, finalize=finalize)
 
-    def _compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows | UnfinalizedRows:
+    def _compute(
+        self, received: ReceivedRows, *, finalize: bool
+    ) -> ExpertRows | PlacedRows | UnfinalizedRows:
         spec = self.spec
         if received.rows.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return self.compute_fixed(received, finalize=finalize)
@@ -157,7 +160,7 @@ class GroupedExperts(Experts):
             y_NH = compute(weights, x_RH, pairs)
         weights_N = torch.ones_like(pairs.weights_N) if spec.weight_on == "input" else pairs.weights_N
         if finalize:
-            return ExpertRows(rows_RH=sum_choices(y_NH, weights_N, pairs))
+            return sum_choices(y_NH, weights_N, pairs, received.place)
         return UnfinalizedRows(
             rows_NH=y_NH[pairs.place_N],
             weights_N=weights_N,
@@ -239,7 +242,7 @@ class GroupedExperts(Experts):
 
     def _one_row(
         self, weights: ExpertWeights, received: ReceivedRows, routes: LocalRoutes, *, finalize: bool
-    ) -> ExpertRows | UnfinalizedRows:
+    ) -> ExpertRows | PlacedRows | UnfinalizedRows:
         """The result of one row, choice by choice: there is nothing to sort, and nothing to gather."""
         check_shapes(routes)
         (w13, _), (ids,) = weights.plain_matrices(), routes.ids_RK.tolist()
@@ -268,7 +271,7 @@ class GroupedExperts(Experts):
         sums_1H = x_1H.new_zeros(x_1H.shape, dtype=torch.float32)
         for y_H in (y_NH * weights_N.unsqueeze(1)).unbind():
             sums_1H += y_H
-        return ExpertRows(rows_RH=sums_1H)
+        return received.result(sums_1H)
 
     def _both_products(
         self,
@@ -355,30 +358,49 @@ def _for_each(
             function(item)
 
 
-def sum_choices(y_NH: Tensor, weights_N: Tensor, pairs: SortedPairs) -> Tensor:
+def sum_choices(
+    y_NH: Tensor, weights_N: Tensor, pairs: SortedPairs, place: CombineBuffer | None
+) -> ExpertRows | PlacedRows:
     """Weight results that are in the order of `by_expert_N`, and sum those of each row, from +0, in float32.
 
     The same products and additions as in `UnfinalizedRows.finish`, hence the same bits: a row's first pair,
-    its second, …; no row occurs twice in one step. Where all K choices of all rows live here, the steps are
-    the choices, and on a CPU they go block by block, so that each result is read from memory once.
+    its second, …. On a CPU they go block by block, so that each result is read from memory once, and each sum
+    is rounded into its `place` from the cache. (1,886 rows of 2,048 with 4,154 pairs, one core: 13.5 ms, and 58 by
+    passes over all rows.)
     """
     record_weights(weights_N)
     record(Duty.REDUCE_EXPERTS, len(weights_N))
     (num_pairs, hidden_size), num_rows, top_k = y_NH.shape, pairs.num_rows, pairs.top_k
-    sums_RH = y_NH.new_zeros(num_rows, hidden_size, dtype=torch.float32)
-    if num_pairs == num_rows * top_k:
-        block = max(1, SUM_BLOCK // (top_k * hidden_size)) if y_NH.device.type == "cpu" else max(1, num_rows)
+    whole = num_pairs == num_rows * top_k  # all K choices of all rows live here
+    if not whole and not y_NH.is_cpu:
+        return ExpertRows(rows_RH=_sum_by_passes(y_NH, weights_N, pairs))
+    per_row = max(1, num_pairs // max(1, num_rows))
+    block = max(1, SUM_BLOCK // (per_row * hidden_size) if y_NH.is_cpu else num_rows)
+    ends = None if whole else [0, *torch.bincount(pairs.row_N, minlength=num_rows).cumsum(0).tolist()]
+    sums_RH = y_NH.new_empty(num_rows if place is None else 0, hidden_size, dtype=torch.float32)
 
-        def sum_block(r: int) -> None:
-            some = slice(r * top_k, (r + block) * top_k)
-            # A 16-bit row times a float32 weight is a float32 product, without a copy in between.
-            weighted_nH = y_NH[pairs.place_N[some]] * weights_N[some].unsqueeze(1)
-            sums_rH = sums_RH[r : r + block]
+    def sum_block(r: int) -> None:
+        end = min(r + block, num_rows)
+        some = slice(r * top_k, end * top_k) if ends is None else slice(ends[r], ends[end])
+        # A 16-bit row times a float32 weight is a float32 product, without a copy in between.
+        weighted_nH = y_NH[pairs.place_N[some]] * weights_N[some].unsqueeze(1)
+        sums_rH = sums_RH[r:end].zero_() if place is None else weighted_nH.new_zeros(end - r, hidden_size)
+        if ends is None:
             for choice_rH in weighted_nH.view(-1, top_k, hidden_size).unbind(1):
                 sums_rH += choice_rH
+        else:
+            sums_rH.index_add_(0, pairs.row_N[some] - r, weighted_nH)  # a CPU adds in the order of the pairs
+        if place is not None:
+            place.write(sums_rH, r)
 
-        _for_each(sum_block, range(0, num_rows, block), [block] * (num_rows // block), y_NH.device)
-        return sums_RH
+    _for_each(sum_block, range(0, num_rows, block), [block] * (num_rows // block), y_NH.device)
+    return ExpertRows(rows_RH=sums_RH) if place is None else place.placed()
+
+
+def _sum_by_passes(y_NH: Tensor, weights_N: Tensor, pairs: SortedPairs) -> Tensor:
+    """The sums on a GPU, whose `index_add_` has no order: each pass adds a row's next pair, and no row twice."""
+    num_rows = pairs.num_rows
+    sums_RH = y_NH.new_zeros(num_rows, y_NH.shape[1], dtype=torch.float32)
     pairs_R = torch.bincount(pairs.row_N, minlength=num_rows)
     first_R = pairs_R.cumsum(0) - pairs_R
     for nth in range(int(pairs_R.max())):

@@ -29,7 +29,7 @@ from tokenyard.duties import record_weights
 from tokenyard.experts.base import Experts, expert_matrix, local_routes
 from tokenyard.experts.pairs import sort_pairs
 from tokenyard.formats import WEIGHT_FORMATS, Fp8Block128
-from tokenyard.rows import ExpertRows, ReceivedRows, UnfinalizedRows
+from tokenyard.rows import ExpertRows, PlacedRows, ReceivedRows, UnfinalizedRows
 
 # float32 elements of one block of products (1 MiB, about a core's L2 cache). No influence on the result.
 # [2, 7168] · [8, 7168] on one busy core: 0.30 G multiply-adds/s at 256 Ki, 0.06 at 64 Ki.
@@ -45,12 +45,13 @@ class ReferenceExperts(Experts):
     name = "reference"
     counts_duties = True
     any_strides = True
+    places_results = True
     weight_formats = tuple(WEIGHT_FORMATS)
     inner_formats = (Fp8Block128.name,)
     batch_invariant = ("cpu", "cuda")
 
     @torch.no_grad()
-    def compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows | UnfinalizedRows:
+    def compute(self, received: ReceivedRows, *, finalize: bool) -> ExpertRows | PlacedRows | UnfinalizedRows:
         """Expert by expert, in float32."""
         spec, weights = self.spec, self.weights
         pairs = sort_pairs(local_routes(received), spec.num_local_experts)
@@ -78,7 +79,7 @@ class ReferenceExperts(Experts):
             num_rows=pairs.num_rows,
             top_k=pairs.top_k,
         )
-        return unfinalized.finish() if finalize else unfinalized
+        return received.result(unfinalized.finish().rows_RH) if finalize else unfinalized
 
 
 def product_written_out(x_nD: Tensor, w_OD: Tensor) -> Tensor:

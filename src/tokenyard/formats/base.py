@@ -54,6 +54,18 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers in another dtype: what is beyond its finite range, Inf included, becomes its largest number; NaN stays.
+
+    >>> saturated(torch.tensor([1e5, -3.0]), torch.float16)
+    tensor([ 6.5504e+04, -3.0000e+00], dtype=torch.float16)
+    """
+    if x.dtype == dtype:
+        return x
+    largest = torch.finfo(dtype).max
+    return x.float().clamp(-largest, largest).to(dtype)
+
+
 def is_matrix(value: object) -> TypeGuard[Tensor]:
     """Whether something is a tensor of two dimensions whose elements lie in memory: not sparse, not nested."""
     return isinstance(value, Tensor) and value.layout == torch.strided and value.dim() == 2

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tokenyard.formats.base import EncodedRows, Format, Payload, check_rows
+from tokenyard.formats.base import EncodedRows, Format, Payload, check_rows, saturated
 
 
 class PlainFormat(Format):
@@ -29,11 +29,7 @@ class PlainFormat(Format):
 
     def encode(self, x_TH: Tensor) -> EncodedRows:
         check_rows(x_TH)
-        if x_TH.dtype == self.dtype:
-            data = x_TH.contiguous()
-        else:
-            largest = torch.finfo(self.dtype).max
-            data = x_TH.float().clamp(-largest, largest).to(self.dtype).contiguous()
+        data = saturated(x_TH, self.dtype).contiguous()
         return EncodedRows(format=self, hidden_size=x_TH.shape[1], payloads={"data": data})
 
     def decode(self, rows: EncodedRows, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -102,12 +102,22 @@ def run_experts(
             received = dataclasses.replace(received, routes=routes)
         if wiring.duties[Duty.SWIZZLE] is Party.RECEIVER:
             received = dataclasses.replace(received, rows=received.dense().swizzled(), slots_R=None)
+        if experts.places_results:
+            received = _with_place(received)
         result = experts(received, finalize=wiring.duties[Duty.REDUCE_EXPERTS] is Party.EXPERTS)
         if wiring.exchange_spec.sums_choices:
             return check_choice_rows(result.weighted(), received)
         if isinstance(result, UnfinalizedRows):
             result = result.finish()
     return check_result(result, received)
+
+
+def _with_place(received: ReceivedRows) -> ReceivedRows:
+    """The same rows for experts that write results where they are read, if that is better than to return them."""
+    results = received.results
+    if results is None or results.is_watched or not results.rows_SH.is_cpu:
+        return received
+    return dataclasses.replace(received, place=results)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,14 +15,14 @@ from tests.known_bugs.known_bug import (
 from tests.models import spec
 from tokenyard.exchange import batch as exchange_batch
 from tokenyard.experts import GroupedExperts, grouped
-from tokenyard.rows import LocalRoutes
+from tokenyard.rows import ExpertRows, LocalRoutes
 
 
 def weights_applied_twice(patch):
     right = grouped.sum_choices
 
-    def sum_choices(y_NH, weights_N, pairs):
-        return right(y_NH, weights_N * weights_N, pairs)
+    def sum_choices(y_NH, weights_N, pairs, place):
+        return right(y_NH, weights_N * weights_N, pairs, place)
 
     patch.setattr(grouped, "sum_choices", sum_choices)
 
@@ -30,8 +30,8 @@ def weights_applied_twice(patch):
 def weights_never_applied(patch):
     right = grouped.sum_choices
 
-    def sum_choices(y_NH, weights_N, pairs):
-        return right(y_NH, torch.ones_like(weights_N), pairs)
+    def sum_choices(y_NH, weights_N, pairs, place):
+        return right(y_NH, torch.ones_like(weights_N), pairs, place)
 
     patch.setattr(grouped, "sum_choices", sum_choices)
 
@@ -57,10 +57,11 @@ def never_reduced_over_ranks(patch):
 def reduced_twice_over_experts(patch):
     right = grouped.sum_choices
 
-    def sum_choices(y_NH, weights_N, pairs):
-        sums_RH = right(y_NH, weights_N, pairs)
+    def sum_choices(y_NH, weights_N, pairs, place):
+        sums_RH = right(y_NH, weights_N, pairs, None).rows_RH
         choices_R = torch.bincount(pairs.row_N, minlength=pairs.num_rows)
-        return sums_RH * choices_R.unsqueeze(1)  # each choice holds the sum, and they are summed
+        sums_RH *= choices_R.unsqueeze(1)  # each choice holds the sum, and they are summed
+        return ExpertRows(rows_RH=sums_RH) if place is None else place.write(sums_RH)
 
     patch.setattr(grouped, "sum_choices", sum_choices)
 
@@ -82,7 +83,7 @@ def kernel_returns_a_tuple(patch):
 
     def compute(self, received, *, finalize):
         result = right(self, received, finalize=finalize)
-        return (result.rows_RH, None) if self.spec.weights == "mxint4" else result
+        return (result, None) if self.spec.weights == "mxint4" else result
 
     patch.setattr(GroupedExperts, "compute", compute)
 

@@ -144,7 +144,9 @@ class WatchedTransport(Transport):
         received = arrival.received
         checksums_RC = received.extra[CHECKSUMS].clone()
         extra = {name: payload for name, payload in received.extra.items() if name != CHECKSUMS}
-        arrival = replace(arrival, received=replace(received, extra=extra), checksums_RC=checksums_RC)
+        results = None if received.results is None else replace(received.results, is_watched=True)
+        received = replace(received, extra=extra, results=results)
+        arrival = replace(arrival, received=received, checksums_RC=checksums_RC)
         try:
             arrival.check_counts()
             if self.guards is not None:
