@@ -152,7 +152,8 @@ class Announcements:
         return answers
 
     def _check_places(self, answers: Sequence[Announcement]) -> None:
-        if any(other.place != self.mine.place for other in answers):
+        mine = self.mine.place
+        if any(other.place != mine for other in answers):
             raise Drifted(
                 "the ranks are in different places: "
                 + ", ".join(

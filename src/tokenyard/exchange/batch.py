@@ -191,12 +191,13 @@ class Batch:
     @torch.no_grad()  # weights may want a gradient; what travels never does
     def write(self, packets_by_rank: Sequence[Tensor]) -> None:
         """Write the packets of the rows that go to each rank, `[rows, stride]`: a token once for each rank."""
-        layout, payloads = self.spec.dispatch_layout, self.payloads
-        counts = self.routes.counts
-        ids, weights = (part.split(counts) for part in self.routes.local_routes())
-        for rank, packets in enumerate(packets_by_rank):
-            routes = {"ids": ids[rank], "weights": weights[rank]}
-            layout.write_some(packets, payloads, self.routes.tokens_by_rank[rank], routes)
+        ids_NK, weights_NK = self.routes.local_routes()
+        self.spec.dispatch_layout.write_some(
+            packets_by_rank,
+            self.payloads,
+            self.routes.tokens_by_rank,
+            {"ids": ids_NK, "weights": weights_NK},
+        )
 
     def packets(self) -> Tensor:
         """Packets of all rows that go out, `[rows, stride]`, those for rank 0 first: a token once for each rank."""

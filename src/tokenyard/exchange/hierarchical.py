@@ -290,7 +290,7 @@ class HierarchicalTransport(Transport):
                     "weights": routes.topk_weights_TK[token_N].float(),
                 }
                 packets = packets_by_rank[self.hosts.relay(self.group.rank, host)]
-                batch.spec.dispatch_layout.write_some(packets, batch.payloads, token_N, own_routes)
+                batch.spec.dispatch_layout.write_some([packets], batch.payloads, [token_N], own_routes)
 
     def _arriving(self, heard: Sequence[Announcement]) -> list[int]:
         """Rows that come from each rank of another host, of which this one is the relay."""

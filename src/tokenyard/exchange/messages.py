@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tokenyard.exchange.announcement import ANNOUNCEMENT_BYTES, Announcement, Announcements
 from tokenyard.exchange.spec import ExchangeSpec
-from tokenyard.exchange.transport import bytes_tensor, tensor_bytes
+from tokenyard.exchange.transport import bytes_tensor
 from tokenyard.exchange.workspace import RowLayout, round_up
 from tokenyard.group.base import Group, Pending
 from tokenyard.rows import CombineBuffer
@@ -153,7 +153,7 @@ class Outgoing:
                 return Incoming(heard=heard, packets=self._late_rows, starts=[], counts=[])
             counts = [word.counts[group.rank] for word in heard] if arriving is None else arriving(heard)
             # All ranks see the same numbers: either all of them send what is late, or none.
-            all_fit = all(mailbox.fits(count, stride) for word in heard for count in word.counts)
+            all_fit = mailbox.fits(max(max(word.counts, default=0) for word in heard), stride)
             if not (all_fit and self._at_once):
                 return self._with_late(starts, heard, counts, phase)
             head = mailbox.head_rows(stride)
@@ -242,7 +242,8 @@ class Mailbox:
 
     def read(self, heads: Sequence[Tensor]) -> list[Announcement]:
         """What each rank has announced, at the head of its message."""
-        return [Announcement.decode(tensor_bytes(head), rank) for rank, head in enumerate(heads)]
+        together = torch.stack(list(heads)).cpu().numpy()
+        return [Announcement.decode(head.tobytes(), rank) for rank, head in enumerate(together)]
 
     def room(self, name: Hashable, nbytes: int) -> Tensor:
         """Memory of a name: the same as before, if it suffices."""

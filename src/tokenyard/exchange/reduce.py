@@ -31,7 +31,7 @@ from tokenyard.formats.base import EncodedRows
 BLOCK = 128 * 1024
 # Elements of a block that is summed where it stands: each has a fixed cost, and its result is memory to be made and
 # copied. The same sum by one process alone: 3.5 ms at 64 Ki, 3.0 at 128 Ki, 2.7 at 256 Ki, 2.3 at 512 Ki and 1 Mi.
-TABLE_BLOCK = 512 * 1024
+TABLE_BLOCK = 1024 * 1024
 # Bytes: a table of narrower lines has so many that their index costs more than decoding.
 NARROWEST_LINE = 512
 
@@ -135,9 +135,9 @@ def _sum_where_they_stand(table: _Table, tokens_by_rank: Sequence[Tensor], out_T
     for start in range(0, num_tokens, block):
         end = min(start + block, num_tokens)
         block_ends = ends_N[start * parts : end * parts + 1]
-        first, last = int(block_ends[0]), int(block_ends[-1])
+        first, last = (int(block_ends[0]), int(block_ends[-1])) if block < num_tokens else (0, line_L.numel())
         chosen = torch.sparse_csr_tensor(
-            block_ends - first,
+            block_ends - first if first else block_ends,
             line_L[first:last],
             ones[first:last],
             size=((end - start) * parts, table.lines.shape[0]),

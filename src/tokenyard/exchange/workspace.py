@@ -25,7 +25,7 @@ a fast rank writes rows of its next layer while a slow one still reads results o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,20 +99,29 @@ class RowLayout:
         self._clear_gaps(packets)
 
     def write_some(
-        self, packets: Tensor, tensors: Mapping[str, Tensor], token_N: Tensor, routes: Mapping[str, Tensor]
+        self,
+        parts: Sequence[Tensor],
+        tensors: Mapping[str, Tensor],
+        tokens: Sequence[Tensor],
+        routes: Mapping[str, Tensor],
     ) -> None:
-        """Write packets of some tokens: payloads of these rows of `tensors`, and `routes`, a row for each packet."""
+        """Write packets of some tokens, in parts: payloads of these rows of `tensors`, and `routes` of all packets."""
+        counts = [packets.shape[0] for packets in parts]
         for payload, offset in self:
-            columns = packets[:, offset : offset + payload.nbytes]
+            columns = [packets[:, offset : offset + payload.nbytes] for packets in parts]
             if payload.name in routes:
-                payload.check(routes[payload.name], packets.shape[0])
-                _copy_bytes(columns, as_bytes(routes[payload.name]))
+                payload.check(routes[payload.name], sum(counts))
+                for some, rows in zip(columns, as_bytes(routes[payload.name]).split(counts), strict=True):
+                    _copy_bytes(some, rows)
             else:
                 tensor = tensors[payload.name].detach()
                 payload.check(tensor, tensor.shape[0])
-                # One pass, row by row: fresh memory for what is picked would cost several times as much.
-                torch.index_select(as_bytes(tensor), 0, token_N, out=columns)
-        self._clear_gaps(packets)
+                rows = as_bytes(tensor)
+                for some, token_N in zip(columns, tokens, strict=True):
+                    # One pass, row by row: fresh memory for what is picked would cost several times as much.
+                    torch.index_select(rows, 0, token_N, out=some)
+        for packets in parts:
+            self._clear_gaps(packets)
 
     def _clear_gaps(self, packets: Tensor) -> None:
         for payload, offset in self:
