@@ -88,7 +88,7 @@ LIMITS = {
 }
 # What ranks of one version must share, to the byte. Whoever changes one of these raises `version.PROTOCOL`.
 PROTOCOL = {
-    "version.PROTOCOL": 3,
+    "version.PROTOCOL": 4,
     "exchange.announcement.ANNOUNCEMENT_BYTES": 512,
     "exchange.integrity.checksums._WORD": 8,
     "exchange.integrity.watched._LAST_WORD": 512,

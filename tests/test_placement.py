@@ -29,7 +29,11 @@ def resolve_slowly(placement: Placement, topk_ids_TK: Tensor, source_rank: int) 
                 row.append((-1, -1))
                 continue
             holders = [rank for rank in range(placement.world) if expert in placement.table[rank]]
-            rank = source_rank if source_rank in holders else holders[id_sum % len(holders)]
+            others = [rank for rank in range(placement.world) if rank not in holders]
+            if source_rank in holders:
+                rank = source_rank
+            else:
+                rank = holders[(others.index(source_rank) + id_sum) % len(holders)]
             row.append((rank, placement.table[rank].index(expert)))
         ranks.append([rank for rank, _ in row])
         locals_.append([local for _, local in row])
@@ -148,6 +152,13 @@ def test_replicas_share_the_tokens_of_other_ranks() -> None:
     topk_ids_TK = torch.tensor([[0, other] for other in range(1, 7)])
     assert placement.resolve(topk_ids_TK, 3)[0][:, 0].tolist() == [1, 2, 0, 1, 2, 0]
     assert placement.resolve(topk_ids_TK, 2)[0][:, 0].tolist() == [2] * 6
+
+
+def test_replicas_share_tokens_that_all_have_the_same_ids() -> None:
+    placement = Placement.replicated(Placement.contiguous(8, 8), {0: [3]})
+    ids_TK = torch.tensor([[0, 5]])
+    went = [int(placement.resolve(ids_TK, source)[0][0, 0]) for source in range(8)]
+    assert sorted(went) == [0] * 4 + [3] * 4
 
 
 def test_more_ranks_than_experts_leaves_ranks_empty() -> None:

@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -106,6 +107,26 @@ def test_a_load_that_drifts_moves_fewer_experts_than_packing_anew():
 def test_zipf_on_eight_ranks_is_even_after_one_step():
     load = zipf(64, 1.2)
     assert imbalance(rank_loads(load, balance(load, Placement.contiguous(64, 8), copies=8))) < 1.05
+
+
+def rows_by_rank(placement: Placement, ids_NK: torch.Tensor) -> list[int]:
+    """The choices that each rank gets, of tokens that all ranks bring as many of."""
+    parts = ids_NK.chunk(placement.world)
+    ranks = [placement.resolve(ids_TK, source)[0] for source, ids_TK in enumerate(parts)]
+    return torch.cat(ranks).flatten().bincount(minlength=placement.world).tolist()
+
+
+@pytest.mark.parametrize("power", [2.0, 3.0])
+@pytest.mark.parametrize(("top_k", "copies"), [(4, 8), (4, 64), (8, 16)])
+def test_copies_get_what_they_are_promised_where_few_experts_have_nearly_all_the_load(power, top_k, copies):
+    draw = torch.Generator().manual_seed(1)
+    chances_E = torch.from_numpy(zipf(64, power))
+    ids_NK = torch.multinomial(chances_E.expand(8192, 64), top_k, generator=draw)
+    load = ids_NK.flatten().bincount(minlength=64).numpy().astype(float)
+    found = balance(load, Placement.contiguous(64, 8), copies=copies)
+    busiest = max(rows_by_rank(found, ids_NK))
+    assert busiest <= max(rank_loads(load, found)) * 1.05
+    assert busiest <= greedy_busiest(load, 8, 64 + copies) * 1.05
 
 
 @settings(max_examples=60, deadline=None)

@@ -221,7 +221,8 @@ def _destinations(placement: Placement, ids: Sequence[int], source: int) -> list
     for expert in ids:
         owners = [(rank, own.index(expert)) for rank, own in enumerate(placement.table) if expert in own]
         near = [pair for pair in owners if pair[0] == source]
-        pairs.append(near[0] if near else owners[number % len(owners)] if owners else (-1, -1))
+        nth = number + sum(expert not in own for own in placement.table[:source])
+        pairs.append(near[0] if near else owners[nth % len(owners)] if owners else (-1, -1))
     return pairs
 
 

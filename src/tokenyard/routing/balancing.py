@@ -1,8 +1,8 @@
 """Placements for uneven load: how many copies each expert gets, and on which ranks they live.
 
-The *load* of an expert is the number of choices that fall on it. Copies of an expert share its load evenly (the rule of
-`Placement`), so the load of a rank is the sum of load / copies over the experts that it holds. A call takes as long as
-its busiest rank: `imbalance` is the load of that rank over the mean, 1 at best.
+The *load* of an expert is the number of choices that fall on it. Copies of an expert share its load evenly, where all
+ranks bring as many tokens (the rule of `Placement`), so the load of a rank is the sum of load / copies over the experts
+that it holds. A call takes as long as its busiest rank: `imbalance` is the load of that rank over the mean, 1 at best.
 
 `balance` searches for a placement in these steps:
 

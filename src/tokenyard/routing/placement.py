@@ -11,8 +11,10 @@ An expert may live on several ranks (*replicas*, for experts that are hot). A to
 exactly one of them, by a rule that knows the source rank and the token's own ids and nothing else:
 
 1. if the source rank holds the expert, it stays there: no row travels;
-2. otherwise it goes to replica number (sum of the token's ids that are not -1) mod (number of replicas),
-   replicas counted in rank order.
+2. otherwise it goes to replica number (n + sum of the token's ids that are not -1) mod (number of replicas),
+   replicas counted in rank order; the source rank is number n, from 0, of those that do not hold the expert.
+
+With n, replicas share the load of all source ranks even where most tokens have the same ids.
 
 So a token gets the same replicas whatever its neighbors in the batch are and wherever it stands among them:
 padding, slicing or reordering a batch changes no result. The same id twice in one row meets one replica.
@@ -188,6 +190,21 @@ class Placement:
             )
         return self._owners[expert]
 
+    def owners_seen_by(self, source_rank: int) -> list[tuple[tuple[int, int], ...]]:
+        """The owners of each expert, the first of which takes a token whose ids have the sum 0, the next one 1, ….
+
+        Of an expert that the source rank holds itself, only that copy is listed: rule 1 then costs nothing per token.
+        """
+        seen: list[tuple[tuple[int, int], ...]] = []
+        for owners in self._owners:
+            holders = [rank for rank, _ in owners]
+            if source_rank in holders:
+                seen.append((owners[holders.index(source_rank)],))
+            else:
+                first = (source_rank - sum(rank < source_rank for rank in holders)) % max(1, len(owners))
+                seen.append(owners[first:] + owners[:first])
+        return seen
+
     def resolve(self, topk_ids_TK: Tensor, source_rank: int) -> tuple[Tensor, Tensor]:
         """Where each choice of each token goes: `(rank_TK int64, local_TK int32)`, -1 where the id is -1.
 
@@ -285,17 +302,10 @@ class Placement:
         return self._lookups[key]
 
     def _replica_lookup(self, device: torch.device, source_rank: int) -> tuple[Tensor, ...]:
-        """Copies per expert, their ranks and local ids, as `source_rank` sees them (C: copies, at most).
-
-        Of an expert that the source rank holds itself, only that copy is listed: rule 1 then costs nothing per token.
-        """
+        """Copies per expert, their ranks and local ids, as `source_rank` sees them (C: copies, at most)."""
         key = (device, source_rank)
         if key not in self._lookups:
-            seen = [
-                tuple(pair for pair in owners if pair[0] == source_rank) or owners or ((-1, -1),)
-                for owners in self._owners
-            ]
-            seen.append(((-1, -1),))
+            seen = [owners or ((-1, -1),) for owners in (*self.owners_seen_by(source_rank), ())]
             width = max(map(len, seen))
             padded = [pairs + pairs[:1] * (width - len(pairs)) for pairs in seen]
             self._lookups[key] = (

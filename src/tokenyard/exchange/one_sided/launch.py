@@ -108,10 +108,7 @@ def expert_table(placement: Placement, rank: int, *, most_copies: int = 1) -> tu
 
     The table has room for `most_copies`, also where the present placement has fewer.
     """
-    seen = []
-    for expert in range(placement.num_experts):
-        owners = placement.owners(expert)
-        seen.append(tuple(pair for pair in owners if pair[0] == rank) or owners)
+    seen = placement.owners_seen_by(rank)
     width = max(most_copies, *map(len, seen))
     bits = push_room.RANK_BITS.value
     rows = [
