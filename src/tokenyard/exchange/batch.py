@@ -105,7 +105,7 @@ class BatchRoutes:
         """For each rank, the tokens (ascending) that go there."""
         if self.stays_whole:
             return (torch.arange(self.num_tokens),)
-        return tuple(self.rows_out[1].split(self.counts))
+        return tuple(self.rows_out[1].split_with_sizes(self.counts))
 
     @property
     def counts(self) -> list[int]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,8 +54,18 @@ class Incoming:
 
     def slots(self) -> Tensor:
         """Where the rows are among the packets, rank after rank."""
-        starts = zip(self.starts, self.counts, strict=True)
-        return torch.cat([torch.arange(start, start + count) for start, count in starts])
+        return numbered(self.starts, self.counts)
+
+
+def numbered(starts: Sequence[int], counts: Sequence[int]) -> Tensor:
+    """So many consecutive numbers from each start on, one behind the other.
+
+    >>> numbered([7, 0], [2, 3]).tolist()
+    [7, 8, 0, 1, 2]
+    """
+    # By NumPy: an operator of torch takes several times as long, and there is one for each rank.
+    runs = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+    return torch.from_numpy(np.concatenate(runs))
 
 
 class Outgoing:
@@ -89,7 +100,7 @@ class Outgoing:
         self._room = mailbox.room(into, self._own + self._most * group.size)
         space, self._sent = mailbox.room("out" if out is None else out, kept + sum(sizes)), sizes
         self._content = space[kept:]
-        messages = list(self._content.split(sizes))
+        messages = list(self._content.split_with_sizes(sizes))
         if self._at_once:
             messages[me] = self._room[: self._own] if self._own else space[:kept]
         self._kept = {me: messages[me][first:].view(-1, stride)} if kept else {}
@@ -99,8 +110,8 @@ class Outgoing:
         self._late_rows = torch.empty(sum(self._late), stride, dtype=torch.uint8, device=group.device)
         # Where the rows for each rank are written.
         self.packets_by_rank = [
-            message[first:].view(-1, stride) if len(message) > first else late
-            for message, late in zip(messages, self._late_rows.split(self._late), strict=True)
+            message[first:].view(-1, stride) if message.shape[0] > first else late
+            for message, late in zip(messages, self._late_rows.split_with_sizes(self._late), strict=True)
         ]
 
     def places(self, layout: RowLayout) -> CombineBuffer | None:
@@ -109,11 +120,8 @@ class Outgoing:
             return None
         first = self._rows.data_ptr()
         starts = [(packets.data_ptr() - first) // layout.stride for packets in self.packets_by_rank]
-        slots = [
-            torch.arange(start, start + len(packets))
-            for start, packets in zip(starts, self.packets_by_rank, strict=True)
-        ]
-        return CombineBuffer(rows_SH=self._rows.view(layout.payloads[0].dtype), slots_R=torch.cat(slots))
+        slots_R = numbered(starts, [packets.shape[0] for packets in self.packets_by_rank])
+        return CombineBuffer(rows_SH=self._rows.view(layout.payloads[0].dtype), slots_R=slots_R)
 
     def _followers(self, counts: Sequence[int]) -> list[int]:
         """Of so many rows for, or from, each rank: those that follow behind all announcements."""

@@ -31,7 +31,7 @@ from tokenyard.formats.base import EncodedRows
 BLOCK = 128 * 1024
 # Elements of a block that is summed where it stands: each has a fixed cost, and its result is memory to be made and
 # copied. The same sum by one process alone: 3.5 ms at 64 Ki, 3.0 at 128 Ki, 2.7 at 256 Ki, 2.3 at 512 Ki and 1 Mi.
-TABLE_BLOCK = 1024 * 1024
+TABLE_BLOCK = 512 * 1024
 # Bytes: a table of narrower lines has so many that their index costs more than decoding.
 NARROWEST_LINE = 512
 
@@ -116,28 +116,28 @@ def _table_of(home: Sequence[EncodedRows], out_TH: Tensor) -> _Table | None:
 def _sum_where_they_stand(table: _Table, tokens_by_rank: Sequence[Tensor], out_TH: Tensor) -> Tensor:
     num_tokens, hidden_size = out_TH.shape
     parts, world = table.lines_per_row, len(tokens_by_rank)
-    line_TW = torch.full((num_tokens, world), -1)
+    # The index by NumPy: small operators of torch take several times as long.
+    line_TW = np.full((num_tokens, world), -1)
     for rank, (tokens, first, step) in enumerate(
         zip(tokens_by_rank, table.first_lines, table.steps, strict=True)
     ):
-        if count := tokens.numel():
-            line_TW[:, rank].index_copy_(0, tokens, torch.arange(first, first + count * step, step))
+        line_TW[tokens.numpy(), rank] = first + step * np.arange(tokens.numel())
     line_NW = line_TW
     if parts > 1:
-        line_TPW = line_TW.unsqueeze(1) + torch.arange(parts).unsqueeze(1)
-        line_NW = torch.where(line_TW.unsqueeze(1) >= 0, line_TPW, -1).view(-1, world)
+        line_TPW = line_TW[:, None] + np.arange(parts)[:, None]
+        line_NW = np.where(line_TW[:, None] >= 0, line_TPW, -1).reshape(-1, world)
     there_NW = line_NW >= 0
-    line_L = line_NW.masked_select(there_NW)
-    ends_N = torch.zeros(len(line_NW) + 1, dtype=torch.int64)
-    torch.cumsum(there_NW.sum(dim=1), 0, out=ends_N[1:])
+    line_L = torch.from_numpy(line_NW[there_NW])
+    ends_N = np.zeros(len(line_NW) + 1, dtype=np.int64)
+    np.cumsum(there_NW.sum(axis=1), out=ends_N[1:])
     ones = torch.ones(line_L.numel(), dtype=out_TH.dtype)
     block = max(1, TABLE_BLOCK // hidden_size)
     for start in range(0, num_tokens, block):
         end = min(start + block, num_tokens)
         block_ends = ends_N[start * parts : end * parts + 1]
-        first, last = (int(block_ends[0]), int(block_ends[-1])) if block < num_tokens else (0, line_L.numel())
+        first, last = block_ends[0], block_ends[-1]
         chosen = torch.sparse_csr_tensor(
-            block_ends - first if first else block_ends,
+            torch.from_numpy(block_ends - first),
             line_L[first:last],
             ones[first:last],
             size=((end - start) * parts, table.lines.shape[0]),

@@ -111,7 +111,9 @@ class RowLayout:
             columns = [packets[:, offset : offset + payload.nbytes] for packets in parts]
             if payload.name in routes:
                 payload.check(routes[payload.name], sum(counts))
-                for some, rows in zip(columns, as_bytes(routes[payload.name]).split(counts), strict=True):
+                for some, rows in zip(
+                    columns, as_bytes(routes[payload.name]).split_with_sizes(counts), strict=True
+                ):
                     _copy_bytes(some, rows)
             else:
                 tensor = tensors[payload.name].detach()
