@@ -10,6 +10,8 @@ from tokenyard.conformance.cases import random_weights, same_bits
 from tokenyard.conformance.twin import twin
 from tokenyard.exchange import Results
 
+# Ranks on several hosts, where an exchange sums inside each: rank 1 relays what rank 0 sends to ranks 1 and 2.
+HOSTS = {"hierarchical": [1, 2]}
 TAG = ty.Payload(name="tag", dtype=torch.int64, width=2)
 SOURCE, VICTIM = 0, 1  # rows of rank SOURCE are damaged on their way to rank VICTIM, and back
 DAMAGED_ROUND = 2
@@ -30,7 +32,8 @@ def damaging(exchange, out=None, back=None):
     """A class of this exchange that damages rows: `out` gets them on the way out, `back` on the way back.
 
     They are given as matrices by payload: the rows that rank SOURCE sent to rank VICTIM, or their results, where they
-    stand between being written and being read. In a workspace these are all slots for SOURCE, used or not.
+    stand between being written and being read. In a workspace these are all slots for SOURCE, used or not. Where ranks
+    are on several hosts, they are damaged where they cross.
     """
     base = ty.EXCHANGES[exchange]
 
@@ -57,8 +60,27 @@ def damaging(exchange, out=None, back=None):
                     payload.view(torch.uint8)[where] = rows[name].view(torch.uint8)
             return packed
 
+        def _write(self, batch, tokens_by_host, packets_by_rank):
+            super()._write(batch, tokens_by_host, packets_by_rank)
+            if out is not None and batch.round == DAMAGED_ROUND and self.group.rank == SOURCE:
+                host = self.hosts.host_of_rank[VICTIM]
+                crossing = batch.spec.dispatch_layout.unpack(packets_by_rank[self.hosts.relay(SOURCE, host)])
+                goes_N = torch.isin(tokens_by_host[host], batch.routes.tokens_by_rank[VICTIM])
+                rows = {name: payload[goes_N] for name, payload in crossing.items()}
+                out(rows)
+                for name, payload in crossing.items():
+                    payload.view(torch.uint8)[goes_N] = rows[name].view(torch.uint8)
+
+        def _sum(self, arrival, packets_by_rank, watch):
+            own = super()._sum(arrival, packets_by_rank, watch)
+            if back is not None and arrival.round == DAMAGED_ROUND and self.group.rank == VICTIM:
+                back(arrival.spec.combine_layout.unpack(packets_by_rank[SOURCE]))
+            return own
+
         def send_back(self, results):
             arrival = results.arrival
+            if exchange == "hierarchical":  # its sums are damaged
+                return super().send_back(results)
             if back is None or arrival.round != DAMAGED_ROUND or self.group.rank != VICTIM:
                 return super().send_back(results)
             if exchange != "one_sided":

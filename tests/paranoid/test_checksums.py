@@ -8,7 +8,7 @@ import torch
 
 from tokenyard.errors import Corrupted
 from tokenyard.exchange.integrity import checksums
-from tokenyard.exchange.integrity.checksums import check_back, check_out, checksums_back
+from tokenyard.exchange.integrity.checksums import ResultNumbers, check_back, check_out, checksums_back
 from tokenyard.exchange.integrity.workspace_guards import _check_unused, _cut, _first_written, _unused, _used
 from tokenyard.exchange.workspace import SlotLayout
 from tokenyard.formats import Bf16, Payload
@@ -61,11 +61,11 @@ def results(tokens, rank=1, round=7):
 
 def test_results_are_taken_with_their_seals_and_without_them_no_more():
     tokens = torch.tensor([1, 3])
-    opened = check_back(SPEC, 1, 7, tokens, results(tokens))
+    opened = check_back(1, 7, tokens, results(tokens), ResultNumbers())
     assert list(opened.payloads) == ["data"]
     assert opened.decode().tolist() == [[0.0, 1.0, 2.0, 3.0]] * 2
     none = torch.zeros(0, dtype=torch.int64)
-    assert check_back(SPEC, 1, 7, none, results(none)).num_rows == 0
+    assert check_back(1, 7, none, results(none), ResultNumbers()).num_rows == 0
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_results_are_taken_with_their_seals_and_without_them_no_more():
 def test_results_of_others_are_not_taken(given, words, token):
     given = given | {"tokens": torch.tensor(given["tokens"], dtype=torch.int64)}
     with pytest.raises(Corrupted) as caught:
-        check_back(SPEC, 1, 7, torch.tensor([1, 3]), results(**given))
+        check_back(1, 7, torch.tensor([1, 3]), results(**given), ResultNumbers())
     assert words in str(caught.value)
     assert (caught.value.source, caught.value.token, caught.value.place) == (1, token, "order")
 
@@ -93,12 +93,12 @@ def test_a_result_that_was_changed_is_named_by_its_token():
     with pytest.raises(
         Corrupted, match="payload 'data' of the result of token 3 that rank 1 returned"
     ) as caught:
-        check_back(SPEC, 1, 7, tokens, rows)
+        check_back(1, 7, tokens, rows, ResultNumbers())
     assert (caught.value.source, caught.value.token) == (1, 3)
 
 
 def test_results_of_single_choices_are_named_by_their_tokens():
-    by_choice = SimpleNamespace(max_tokens=4, layer="moe", results_per_row=4)
+    by_choice = ResultNumbers(per_token=4)
     due, swapped = (
         torch.tensor([5, 6, 12]),
         torch.tensor([6, 5, 12]),
@@ -106,12 +106,25 @@ def test_results_of_single_choices_are_named_by_their_tokens():
     with pytest.raises(
         Corrupted, match="computed for choice 2 of token 1 in round 7 as the result of token 1"
     ):
-        check_back(by_choice, 1, 7, due, results(swapped))
+        check_back(1, 7, due, results(swapped), by_choice)
     rows = results(due)
     rows.payloads["data"].view(torch.uint8)[2, 2] ^= 1
     with pytest.raises(Corrupted, match="payload 'data' of the result of token 3 that rank 1") as caught:
-        check_back(by_choice, 1, 7, due, rows)
+        check_back(1, 7, due, rows, by_choice)
     assert caught.value.token == 3
+
+
+def test_results_at_a_relay_are_those_of_tokens_of_several_ranks():
+    numbers = ResultNumbers(with_source=True)
+    due = numbers.of(torch.tensor([[0, 5, 7], [2, 5, 7]]))  # token 5 of rank 0, and token 5 of rank 2
+    words = "what rank 1 computed for token 5 of rank 2 in round 7 as the result of token 5 of rank 0"
+    with pytest.raises(Corrupted, match=words) as caught:
+        check_back(1, 7, due, results(due.flip(0)), numbers)
+    assert (caught.value.source, caught.value.token) == (1, 5)
+    rows = results(due)
+    rows.payloads["data"].view(torch.uint8)[1, 2] ^= 1
+    with pytest.raises(Corrupted, match="payload 'data' of the result of token 5 of rank 2 that rank 1"):
+        check_back(1, 7, due, rows, numbers)
 
 
 # -- Slots of a workspace ------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from hypothesis import given, seed, settings
 
 import tokenyard as ty
 from tests.exchange.strategies import cases
-from tests.models import WATCHED, batch, build, on_ranks, raised, spec
+from tests.models import UNREDUCED, WATCHED, batch, build, on_ranks, raised, spec
 from tests.paranoid.tampering import told
 from tokenyard.conformance.cases import random_weights, run_case, same_bits
 from tokenyard.conformance.suites import assert_passed, check_exchange
@@ -52,9 +52,10 @@ def test_any_layer(paranoid):
 
 def both_ways(group, exchange):
     """Whether layers give the same bits with and without a watch, with two in flight, growth, and a failed round."""
+    summed_by = "caller" if exchange in UNREDUCED else "exchange"
     layers = [
         spec("moe", wire="mxfp8", combine_wire="nvfp4"),
-        spec("head", hidden_size=100, num_experts=3, top_k=4, max_tokens=9, reduce_ranks="caller"),
+        spec("head", hidden_size=100, num_experts=3, top_k=4, max_tokens=9, reduce_ranks=summed_by),
         spec("late", hidden_size=300, wire="fp8_block128", dtype=torch.float16, placement="round_robin"),
     ]
     bits = []

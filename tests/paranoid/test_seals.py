@@ -6,6 +6,7 @@ import torch
 import tokenyard as ty
 from tests.models import WATCHED, batch, build, on_ranks, raised, spec
 from tests.paranoid.tampering import (
+    HOSTS,
     SOURCE,
     VICTIM,
     check_alarm,
@@ -20,6 +21,15 @@ from tokenyard.exchange import Pending
 every_exchange = pytest.mark.parametrize("exchange", WATCHED)
 
 
+def on_three(fn, exchange, *arguments):
+    return on_ranks(3, fn, exchange, *arguments, hosts=HOSTS.get(exchange, 1))
+
+
+def finders_of(exchange):
+    """Who sees what is damaged on the way out: all who get the packet, where several do, else its receiver."""
+    return None if exchange in ("allgather", *HOSTS) else [VICTIM]
+
+
 def flipped_out(group, exchange, payload):
     return three_rounds(group, damaging(exchange, out=lambda rows: flip(rows[payload][1])))
 
@@ -27,10 +37,10 @@ def flipped_out(group, exchange, payload):
 @every_exchange
 @pytest.mark.parametrize("payload", ["data", "scales", "global_scale", "tag", "weights"])
 def test_a_flipped_bit_on_the_way_out_names_payload_and_token(exchange, payload):
-    by_rank = on_ranks(3, flipped_out, exchange, payload)
-    # Everybody sees a packet that everybody gets; else nobody but its receiver does.
-    finders = None if exchange == "allgather" else [VICTIM]
-    check_alarm(by_rank, finders, place=payload, words=[f"payload {payload!r}", f"of rank {SOURCE}"])
+    by_rank = on_three(flipped_out, exchange, payload)
+    check_alarm(
+        by_rank, finders_of(exchange), place=payload, words=[f"payload {payload!r}", f"of rank {SOURCE}"]
+    )
 
 
 def test_a_damaged_row_is_found_before_experts_compute_it():
@@ -114,10 +124,10 @@ def swapped(group, exchange, act):
 
 @every_exchange
 def test_two_rows_in_each_others_place(exchange):
-    finders = None if exchange == "allgather" else [VICTIM]
+    finders = finders_of(exchange)
     if exchange != "allgather":  # where packets in each other's place are routed elsewhere
-        check_alarm(on_ranks(3, swapped, exchange, swap), finders, place="order")
-    check_alarm(on_ranks(3, swapped, exchange, swap_data_only), finders, place="data")
+        check_alarm(on_three(swapped, exchange, swap), finders, place="order")
+    check_alarm(on_three(swapped, exchange, swap_data_only), finders, place="data")
 
 
 def dropped(group, exchange):
@@ -202,14 +212,14 @@ def flip_global_scale(rows):
     ],
 )
 def test_a_flipped_bit_on_the_way_back(exchange, act, place, wire):
-    by_rank = on_ranks(3, damaged_back, exchange, act, wire)
+    by_rank = on_three(damaged_back, exchange, act, wire)
     words = [f"payload {place!r} of the result of token", f"that rank {VICTIM} returned"]
     check_alarm(by_rank, [SOURCE], place=place, source=VICTIM, words=words)
 
 
 @every_exchange
 def test_results_in_each_others_place(exchange):
-    by_rank = on_ranks(3, damaged_back, exchange, swap, None)
+    by_rank = on_three(damaged_back, exchange, swap, None)
     check_alarm(by_rank, [SOURCE], place="order", source=VICTIM, words=[f"rank {VICTIM} returned what rank"])
 
 

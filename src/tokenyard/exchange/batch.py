@@ -314,6 +314,8 @@ class Results:
     announcements: Announcements  # what this rank tells the others of them
     # Called by the transport when results have the form in which they travel, before it tells anybody of them.
     before_telling: Callable[[], None] = _nothing
+    # Looks at sums that are made before they come home, in a paranoid plan.
+    watch: SumWatch | None = None
     sum_ahead: SumAhead | None = None  # where something is computed while they travel, and they are summed
 
     @torch.no_grad()
@@ -353,12 +355,28 @@ class ResultsAtHome(ABC):
         """Copies of the rows that each rank returned, in float32, and the tokens that they belong to."""
 
 
+class SumWatch(ABC):
+    """Looks at the sums that relays make of the results of their host."""
+
+    @abstractmethod
+    def results(self, home: RowsAtHome, heads_NC: Tensor) -> ResultsAtHome:
+        """Results at a relay, compared when they are summed; what is wrong is raised when all sums are at home.
+
+        `heads_NC`: what the checksums of the relay's rows say of whose they are.
+        """
+
+    @abstractmethod
+    def sealed(self, sums: EncodedRows, tokens_N: Tensor) -> EncodedRows:
+        """The sums of some tokens with checksums, which are compared at home."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowsAtHome(ResultsAtHome):
     """Results as encoded rows, by the rank that returned them."""
 
     rows_by_rank: list[EncodedRows]  # in the order of this rank's tokens, and of their choices
     tokens_by_rank: tuple[Tensor, ...]  # the tokens that they belong to
+    ranks: tuple[int, ...] | None = None  # who returned them; None: each rank of the group, in its order
     # The choices of these tokens that they are the results of, where those are summed here; None: ranks are.
     choices_by_rank: tuple[Tensor, ...] | None = None
 

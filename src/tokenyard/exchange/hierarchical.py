@@ -49,6 +49,7 @@ from tokenyard.exchange.batch import (
     Results,
     ResultsAtHome,
     RowsAtHome,
+    SumWatch,
     tokens_by_rank,
 )
 from tokenyard.exchange.host_map import HostMap
@@ -57,7 +58,7 @@ from tokenyard.exchange.one_sided import declarations
 from tokenyard.exchange.one_sided.control import COMPILING
 from tokenyard.exchange.one_sided.shared_memory import SharedMemoryTransport
 from tokenyard.exchange.one_sided.transport import OneSidedTransport
-from tokenyard.exchange.spec import ExchangeSpec
+from tokenyard.exchange.spec import CHECKSUM_HEAD, CHECKSUMS, TOKEN, ExchangeSpec
 from tokenyard.exchange.transport import Transport
 from tokenyard.exchange.workspace import LayerBytes, as_bytes
 from tokenyard.formats.base import EncodedRows
@@ -79,6 +80,9 @@ class _WayBack:
     inside: Arrival  # the rows that came from the relays of this host
     counts_by_source: dict[int, int]  # rows of each rank that this one is the relay of, in rank order
     tokens_by_host: tuple[Tensor, ...]  # this rank's own tokens that have an expert on each host
+    heads_NC: (
+        Tensor | None
+    )  # in a paranoid plan: whose the rows are that this rank has forwarded, by their checksums
 
 
 class HierarchicalTransport(Transport):
@@ -116,8 +120,7 @@ class HierarchicalTransport(Transport):
 
     @classmethod
     def watches(cls, group: Group) -> Reason | None:
-        why = "results come home as sums of hosts, and a paranoid plan compares those of each rank"
-        return Reason(field="paranoid", value=True, why=why)
+        return declarations.watches(group)
 
     @classmethod
     def region_bytes(cls, spec: ExchangeSpec) -> LayerBytes:
@@ -244,7 +247,12 @@ class HierarchicalTransport(Transport):
             with self._waiting_in_host():
                 inside = self.inside.send(forwarded).wait()
             announced = [announcement.counts[self.group.rank] for announcement in came.heard]
-            way_back = _WayBack(inside=inside, counts_by_source=by_source, tokens_by_host=tokens_by_host)
+            heads_NC = None
+            if batch.spec.checksummed:  # packets are written over in the next round
+                heads_NC = forwarded.extra[CHECKSUMS][:, :CHECKSUM_HEAD].clone()
+            way_back = _WayBack(
+                inside=inside, counts_by_source=by_source, tokens_by_host=tokens_by_host, heads_NC=heads_NC
+            )
             return batch.arrived(self._received(inside, announced), announced, way_back)
 
         return Pending(receive)
@@ -428,18 +436,20 @@ class HierarchicalTransport(Transport):
 
         def finish() -> ResultsAtHome:
             with self._waiting_in_group():
-                return self._exchange_sums(arrival, results.announcements)
+                return self._exchange_sums(arrival, results.announcements, results.watch)
 
         return Pending(finish)
 
-    def _exchange_sums(self, arrival: Arrival, announcements: Announcements) -> ResultsAtHome:
+    def _exchange_sums(
+        self, arrival: Arrival, announcements: Announcements, watch: SumWatch | None
+    ) -> ResultsAtHome:
         """Send the sums of this host to their sources, and wait for those of this rank's tokens."""
         stride, none = arrival.spec.combine_layout.stride, [0] * self.group.size
         sent, due = self._sums_for_sources(arrival), self._due(arrival)
         is_late = not self.inside.all_marked(arrival.round, _LONGEST_WAIT)
         outgoing = self.mailbox.write(stride, none if is_late else sent, into=HOME)
         if not is_late:
-            own = self._sum(arrival, outgoing.packets_by_rank)
+            own = self._sum(arrival, outgoing.packets_by_rank, watch)
         mine = replace(announcements.mine, counts=(*(none if is_late else sent), int(is_late)))
         came = outgoing.start(replace(announcements, say=lambda: mine), partial(self._announced, due)).wait()
         sums_by_rank = came.packets_by_rank
@@ -449,7 +459,7 @@ class HierarchicalTransport(Transport):
             receive = [count if follows else 0 for count, follows in zip(due, late, strict=True)]
             packets = torch.empty(sum(send), stride, dtype=torch.uint8, device=self.group.device)
             if is_late:
-                own = self._sum(arrival, packets.split(send))
+                own = self._sum(arrival, packets.split(send), watch)
             followed = self.group.all_to_all_rows(packets, send, receive, phase="combine").split(receive)
             sums_by_rank = [
                 part if follows else sums
@@ -491,7 +501,9 @@ class HierarchicalTransport(Transport):
         return sent
 
     @torch.no_grad()
-    def _sum(self, arrival: Arrival, packets_by_rank: Sequence[Tensor]) -> EncodedRows:
+    def _sum(
+        self, arrival: Arrival, packets_by_rank: Sequence[Tensor], watch: SumWatch | None
+    ) -> EncodedRows:
         """Write the sums over this host's ranks for sources elsewhere into packets; return this rank's own."""
         spec, way_back = arrival.spec, arrival.way_back
         assert isinstance(way_back, _WayBack)
@@ -500,17 +512,29 @@ class HierarchicalTransport(Transport):
         assert dtype is not None
         num_rows, width = sum(counts.values()), spec.hidden_size * dtype.itemsize
         sums_NH = self.mailbox.room("sums", num_rows * width).view(dtype).view(num_rows, spec.hidden_size)
+        home = self.inside.at_home(way_back.inside)
+        if watch is not None:
+            assert isinstance(home, RowsAtHome)
+            assert way_back.heads_NC is not None
+            home = watch.results(replace(home, ranks=self.hosts.ranks[self.host]), way_back.heads_NC)
         with self._waiting_in_host():
-            self.inside.sum_results(way_back.inside, sums_NH)
-        own = sums_NH[:0]
-        for (source, count), part_NH in zip(
-            counts.items(), sums_NH.split(list(counts.values())), strict=True
-        ):
+            home.sum_into(sums_NH, ())
+        own, start = None, 0
+        for source, count in counts.items():
+            part_NH = sums_NH[start : start + count]
             if source == self.group.rank:
-                own = part_NH.index_select(0, way_back.tokens_by_host[self.host])
+                tokens_N = way_back.tokens_by_host[self.host]
+                own = spec.combine_wire.encode(part_NH.index_select(0, tokens_N))
+                own = own if watch is None else watch.sealed(own, tokens_N)
             elif count:
-                spec.combine_layout.write(packets_by_rank[source], spec.combine_wire.encode(part_NH).payloads)
-        return spec.combine_wire.encode(own)
+                sums = spec.combine_wire.encode(part_NH)
+                if watch is not None:
+                    assert way_back.heads_NC is not None
+                    sums = watch.sealed(sums, way_back.heads_NC[start : start + count, TOKEN])
+                spec.combine_layout.write(packets_by_rank[source], sums.payloads)
+            start += count
+        assert own is not None  # every rank is its own relay
+        return own
 
     def _due(self, arrival: Arrival) -> list[int]:
         """The sums that each relay returns."""
@@ -524,7 +548,11 @@ class HierarchicalTransport(Transport):
             packets = arrived[self.hosts.relay(self.group.rank, host)]
             payloads = own.payloads if host == self.host else spec.combine_layout.unpack(packets)
             sums_by_host.append(replace(own, payloads=payloads))
-        return RowsAtHome(rows_by_rank=sums_by_host, tokens_by_rank=arrival.way_back.tokens_by_host)
+        return RowsAtHome(
+            rows_by_rank=sums_by_host,
+            tokens_by_rank=arrival.way_back.tokens_by_host,
+            ranks=tuple(self.hosts.relay(self.group.rank, host) for host in range(len(sums_by_host))),
+        )
 
     def bytes_returned(self, arrival: Arrival) -> list[int]:
         """Sums for sources elsewhere, of which this rank is the relay, and rows for the ranks of its host."""

@@ -15,7 +15,8 @@ from tokenyard.routing import Placement
 
 # The payload that rows of a paranoid plan carry beside all others, out and back (`integrity.checksums`).
 CHECKSUMS = "checksums"
-CHECKSUM_HEAD = 3  # numbers that say whose row it is
+SOURCE, TOKEN, ROUND = range(3)  # numbers that say whose row it is, in front of them
+CHECKSUM_HEAD = 3
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ They are one more payload, 64-bit numbers, so every transport carries it as it c
 
     out    source rank │ token │ round │ a checksum of each payload │ a copy of the routes (global ids and weights)
     back   expert rank │ token │ round │ a checksum of each payload
+    to a relay, and home as the sum of a host: the same, the token with the rank that it is of; then the relay's rank
 
 The head says whose row it is and of which round: rows that were swapped, dropped or are left from an earlier round show
 by it. Checksums tell which payload was changed. Ids are rewritten on the way to those of the rank that receives them,
@@ -16,6 +17,7 @@ word, hence of a single bit, changes it; so do two words in each other's place, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -23,14 +25,15 @@ from torch import Tensor
 
 from tokenyard.errors import Corrupted
 from tokenyard.exchange.batch import Batch
-from tokenyard.exchange.spec import CHECKSUM_HEAD, CHECKSUMS, ExchangeSpec
+from tokenyard.exchange.spec import CHECKSUM_HEAD, CHECKSUMS, SOURCE, TOKEN, ExchangeSpec
 from tokenyard.exchange.workspace import as_bytes
 from tokenyard.formats.base import EncodedRows
 from tokenyard.routing import Routes
 from tokenyard.rows import LocalRoutes, ReceivedRows, RoutingLogits
 
-SOURCE, TOKEN, ROUND = range(CHECKSUM_HEAD)
 _WORD = 8  # bytes
+# Bits of a result's number that a token has, below its source, where a relay takes results of several ranks' tokens.
+_TOKEN_BITS = 32
 
 
 def checksums(payload_NW: Tensor) -> Tensor:
@@ -145,22 +148,23 @@ def _check_sums(
     sources_R: Tensor,
     checksums_RC: Tensor,
     *,
-    back: bool = False,
-    per_token: int = 1,
+    back: ResultNumbers | None = None,
 ) -> None:
     """Raise at the first payload, given in parts, that has another checksum than it came with.
 
-    `per_token`: the numbers that results of one token have.
+    `back`: these are results, with such numbers.
     """
     for column, (name, parts) in enumerate(payloads.items(), CHECKSUM_HEAD):
         sums_R = torch.cat([checksums_RC.new_empty(0), *map(checksums, parts)])
         row = _first(sums_R != checksums_RC[:, column])
         if row is not None:
-            source, token = int(sources_R[row]), int(checksums_RC[row, TOKEN]) // per_token
-            what = "of the result of token" if back else "of token"
-            whose = f"that rank {source} returned" if back else f"of rank {source}"
+            source, number = int(sources_R[row]), int(checksums_RC[row, TOKEN])
+            token = number if back is None else back.token(number)
+            what = f"token {token} of rank {source}"
+            if back is not None:
+                what = f"the result of {back.name(number)} that rank {source} returned"
             raise Corrupted(
-                f"payload {name!r} {what} {token} {whose} is not what was sent",
+                f"payload {name!r} of {what} is not what was sent",
                 expected=f"the bytes that rank {source} sealed",
                 source=source,
                 token=token,
@@ -210,20 +214,42 @@ def _check_routes(
 # -- The way back ------------------------------------------------------------------------------------------
 
 
-def checksums_back(rank: int, round: int, results_R: Tensor, payloads: Mapping[str, Tensor]) -> Tensor:
-    """The checksums of results, `[R, C]`, that rank `rank` returns, by their numbers at home.
+@dataclass(frozen=True, kw_only=True)
+class ResultNumbers:
+    """The numbers that results have, by which they are known where they are summed."""
 
-    A result has the number of its token; where each choice has a result, token · K + choice.
-    """
+    per_token: int = 1  # of a token: more than one where each of its choices has a result
+    with_source: bool = False  # whether they go to a relay, which knows tokens of several ranks
+
+    def of(self, heads_RC: Tensor) -> Tensor:
+        """The numbers of the results of rows: that of the token, or the rank that it is of above it."""
+        return (
+            heads_RC[:, TOKEN] | heads_RC[:, SOURCE] << _TOKEN_BITS
+            if self.with_source
+            else heads_RC[:, TOKEN]
+        )
+
+    def token(self, number: int) -> int:
+        """The token that a result belongs to."""
+        return (number & (1 << _TOKEN_BITS) - 1 if self.with_source else number) // self.per_token
+
+    def name(self, number: int) -> str:
+        """That token, and where it may be one of several ranks, whose it is."""
+        return f"token {self.token(number)}" + (
+            f" of rank {number >> _TOKEN_BITS}" if self.with_source else ""
+        )
+
+
+def checksums_back(rank: int, round: int, results_R: Tensor, payloads: Mapping[str, Tensor]) -> Tensor:
+    """The checksums of results, `[R, C]`, that rank `rank` returns, by their numbers."""
     sums = [checksums(payload) for payload in payloads.values()]
     return torch.stack([*_head(rank, results_R, round), *sums], dim=1)
 
 
 def check_back(
-    spec: ExchangeSpec, peer: int, round: int, results_N: Tensor, rows: EncodedRows
+    peer: int, round: int, results_N: Tensor, rows: EncodedRows, numbers: ResultNumbers
 ) -> EncodedRows:
     """What a rank returned as these results, without its checksums; raise unless it is what that rank sent."""
-    per_token = spec.results_per_row
     checksums_NC, payloads = (
         rows.payloads[CHECKSUMS],
         {n: p for n, p in rows.payloads.items() if n != CHECKSUMS},
@@ -233,26 +259,25 @@ def check_back(
     head_NC = torch.stack(_head(peer, results_N, round), dim=1)
     row = _first((checksums_NC[:, :CHECKSUM_HEAD] != head_NC).any(dim=1)) if fits else 0
     if row is not None:
-        token = int(results_N[row]) // per_token if len(results_N) else None
+        number = int(results_N[row]) if len(results_N) else None
+        due = "no token" if number is None else numbers.name(number)
         source, other, when = (
             checksums_NC[row, :CHECKSUM_HEAD].tolist() if len(checksums_NC) else (-1, -1, -1)
         )
-        nothing = (source, other, when) == (-1, -1, -1)
-        what = (
-            f"token {other}"
-            if per_token == 1
-            else f"choice {other % per_token} of token {other // per_token}"
-        )
-        told = "nothing" if nothing else f"what rank {source} computed for {what} in round {when}"
+        choice = f"choice {other % numbers.per_token} of " if numbers.per_token > 1 else ""
+        told = f"what rank {source} computed for {choice}{numbers.name(other)} in round {when}"
+        if (source, other, when) == (-1, -1, -1):
+            told = "nothing"
         raise Corrupted(
-            f"rank {peer} returned {told} as the result of token {token}",
-            expected=f"the result of token {token} of this rank, of round {round}, from rank {peer}",
+            f"rank {peer} returned {told} as the result of {due}",
+            expected=f"the result of {due}{'' if numbers.with_source else ' of this rank'}, of round {round}, "
+            f"from rank {peer}",
             source=peer,
-            token=token,
+            token=None if number is None else numbers.token(number),
             place="order",
         )
     parts = {name: [payload] for name, payload in payloads.items()}
-    _check_sums(parts, peers_N, checksums_NC, back=True, per_token=per_token)
+    _check_sums(parts, peers_N, checksums_NC, back=numbers)
     return EncodedRows(format=rows.format, hidden_size=rows.hidden_size, payloads=payloads)
 
 

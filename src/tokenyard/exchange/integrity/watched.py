@@ -7,13 +7,17 @@
 What is found on the way out, or before results are sent, reaches the others in place of this rank's results. What is
 found at home is told in a last word at the end of the round: an error on one rank is an error on all, also here.
 A transport that shares a workspace has it looked after, too (`workspace_guards`).
+
+Through `hierarchical` rows are compared from end to end. On the way back each relay compares the results of its host's
+ranks, and its sums with their plain twin, and adds checksums of its own to these, which are compared at home. What a
+relay finds it tells in its last word: the sources of these rows wait for sums until then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -29,9 +33,11 @@ from tokenyard.exchange.batch import (
     Results,
     ResultsAtHome,
     RowsAtHome,
+    SumWatch,
 )
+from tokenyard.exchange.hierarchical import HierarchicalTransport
 from tokenyard.exchange.integrity.checksums import (
-    TOKEN,
+    ResultNumbers,
     check_back,
     check_out,
     checksums_back,
@@ -62,8 +68,10 @@ class WatchedTransport(Transport):
     def __init__(self, transport: type[Transport], group: Group, *, in_flight: int = 1) -> None:
         super().__init__(group, in_flight=in_flight, guard=GUARD_BYTES)
         self.inner = transport(group, in_flight=in_flight, guard=GUARD_BYTES)  # what moves the bytes
-        # What looks after the workspace that the ranks share, if they do.
-        self.guards = WorkspaceGuards(self.inner) if isinstance(self.inner, SharedMemoryTransport) else None
+        self.encodes_results = transport.encodes_results  # type: ignore[misc]
+        self._sums_in_hosts = transport.sums_in_hosts
+        # What looks after the workspace that the ranks share, or those of a host, if they do.
+        self.guards: WorkspaceGuards | None = None
 
     # -- What the transport itself does --------------------------------------------------------------------
 
@@ -76,8 +84,19 @@ class WatchedTransport(Transport):
         self._look_after()
 
     def _look_after(self) -> None:
+        if self.guards is None:
+            inner = self.inner
+            shares = inner.inside if isinstance(inner, HierarchicalTransport) else inner
+            self.guards = WorkspaceGuards(shares) if isinstance(shares, SharedMemoryTransport) else None
         if self.guards is not None:
             self.guards.look_after_workspace()
+
+    def _in_workspace(self, arrival: Arrival) -> Arrival:
+        """An arrival as it stands in the workspace: there, rows are those of relays where hosts have some."""
+        if not self._sums_in_hosts:
+            return arrival
+        inside = arrival.way_back.inside
+        return replace(arrival, spec=inside.spec, counts_W=inside.counts_W)
 
     def warmup(self, specs: Sequence[ExchangeSpec]) -> None:
         self.inner.warmup(specs)
@@ -150,7 +169,7 @@ class WatchedTransport(Transport):
         try:
             arrival.check_counts()
             if self.guards is not None:
-                self.guards.check_arrival(arrival)
+                self.guards.check_arrival(self._in_workspace(arrival))
             self._check_rows(arrival)
         except Exception as error:
             return replace(arrival, problem=error)
@@ -164,46 +183,48 @@ class WatchedTransport(Transport):
 
     def send_back(self, results: Results) -> Pending[ResultsAtHome]:
         arrival, encoded = results.arrival, results.encoded
+        watch = _SumWatch(transport=self, arrival=arrival) if self._sums_in_hosts else None
 
         def look() -> None:
             self._check_rows(arrival)  # nobody has written into them while the experts ran
             if self.guards is not None:
+                there = self._in_workspace(arrival)
                 if encoded is None:
-                    self.guards.add_checksums(arrival, self._checksums_back)
-                self.guards.check_results(arrival)
+                    self.guards.add_checksums(there, self._checksums_back)
+                self.guards.check_results(there)
 
         if encoded is not None:
             payloads = {**encoded.payloads, CHECKSUMS: self._checksums_back(arrival, encoded)}
             encoded = replace(encoded, payloads=payloads)
-        pending = self.inner.send_back(replace(results, encoded=encoded, before_telling=look))
-        return Pending(lambda: self._watched(arrival, pending.wait()))
+        pending = self.inner.send_back(replace(results, encoded=encoded, before_telling=look, watch=watch))
+        return Pending(lambda: self._watched(arrival, pending.wait(), watch))
 
     def _checksums_back(self, arrival: Arrival, encoded: EncodedRows) -> Tensor:
         assert arrival.checksums_RC is not None
-        results_N = arrival.checksums_RC[:, TOKEN]
+        results_N = ResultNumbers(with_source=self._sums_in_hosts).of(arrival.checksums_RC)
         if arrival.spec.sums_choices:  # a number for each choice
             assert isinstance(arrival.received.routes, LocalRoutes)
             pairs_N, top_k = arrival.received.routes.pairs, arrival.spec.top_k
             results_N = results_N[pairs_N // top_k] * top_k + pairs_N % top_k
         return checksums_back(self.group.rank, arrival.round, results_N, encoded.payloads)
 
-    def _watched(self, arrival: Arrival, home: ResultsAtHome) -> ResultsAtHome:
+    def _watched(self, arrival: Arrival, home: ResultsAtHome, watch: _SumWatch | None) -> ResultsAtHome:
         if not isinstance(home, RowsAtHome):
             raise ContractError(
                 f"{self.inner.name} brings results home as {describe(home)}",
                 expected="RowsAtHome: a paranoid plan looks at every row",
                 fix="return RowsAtHome from send_back, or refuse paranoid plans in `watches`",
             )
-        return _WatchedRows(arrival=arrival, home=home, transport=self)
+        return _WatchedRows(arrival=arrival, home=home, transport=self, watch=watch)
 
-    def conclude(self, arrival: Arrival, end: Callable[[], Result]) -> Result:
+    def conclude(self, arrival: Arrival, came: int, end: Callable[[], Result]) -> Result:
         """The end of a round. Whatever goes wrong in it, on any rank, all ranks raise."""
         result: Result | None = None
         error: Exception | None = None
         try:
             with Ledger().open() as ledger:
                 result = end()
-            _check_reduction(arrival, ledger)
+            _check_reduction(arrival.spec, came, ledger)
         except Exception as raised:
             error = raised
         if isinstance(error, TokenyardError):
@@ -224,7 +245,8 @@ class WatchedTransport(Transport):
             return self.group.all_gather(word, phase="the last word of combine")
         except PeerLost as lost:
             # Who missed somebody within the transport has left, and is not lost for that.
-            if self.guards is not None and (named := self.guards.found_lost(lost)):
+            knows = self.guards is not None and self.guards.group is self.group  # else the group does
+            if self.guards is not None and knows and (named := self.guards.found_lost(lost)):
                 raise PeerLost(named, phase=lost.phase, waited=lost.waited, rank=self.group.rank) from lost
             raise
 
@@ -236,65 +258,125 @@ class _WatchedRows(ResultsAtHome):
     arrival: Arrival
     home: RowsAtHome
     transport: WatchedTransport
+    watch: _SumWatch | None
 
     def sum_into(self, out_TH: Tensor, add: Sequence[Tensor]) -> Tensor:
         def end() -> Tensor:
-            opened = self._opened()
-            due_TH = self._due_sum(opened, add)
-            y_TH = opened.sum_into(out_TH, add)
-            _check_sum(due_TH, y_TH)
-            return y_TH
+            tokens_T = torch.arange(len(out_TH), device=out_TH.device)
+            return _checked_sum(self._opened(), out_TH, add, tokens_T, ResultNumbers())
 
-        return self.transport.conclude(self.arrival, end)
+        return self._conclude(end)
 
     def by_rank(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        return self.transport.conclude(self.arrival, lambda: self._opened().by_rank())
+        return self._conclude(lambda: self._opened().by_rank())
+
+    def _conclude(self, end: Callable[[], Result]) -> Result:
+        came = sum(tokens_N.numel() for tokens_N in self.home.tokens_by_rank)
+        return self.transport.conclude(self.arrival, came, end)
 
     def _opened(self) -> RowsAtHome:
         """What came home, without its checksums."""
-        spec, round, routes = self.arrival.spec, self.arrival.round, self.arrival.routes
+        if self.watch is not None and self.watch.problem is not None:
+            raise self.watch.problem
+        spec, routes = self.arrival.spec, self.arrival.routes
         results_by_rank = routes.choices_by_rank if spec.sums_choices else self.home.tokens_by_rank
-        rows_by_rank = [
-            check_back(spec, rank, round, results_N, rows)
-            for rank, (rows, results_N) in enumerate(
-                zip(self.home.rows_by_rank, results_by_rank, strict=True)
-            )
-        ]
-        return replace(self.home, rows_by_rank=rows_by_rank)
-
-    def _due_sum(self, opened: RowsAtHome, add: Sequence[Tensor]) -> Tensor:
-        """What the sum over ranks must give."""
-        rows_in_order, tokens_in_order = opened.summands()
-        with aside():  # this is the twin, not the sum
-            sums_TH = RankRows(
-                rows_by_rank=tuple(rows.decode(torch.float32) for rows in rows_in_order),
-                tokens_by_rank=tokens_in_order,
-                num_tokens=self.arrival.routes.num_tokens,
-                dtype=self.arrival.spec.dtype,
-            ).sum()
-        for term_TH in add:
-            sums_TH += term_TH.float()
-        return sums_TH.to(self.arrival.spec.dtype)
-
-
-def _check_sum(due_TH: Tensor, y_TH: Tensor) -> None:
-    if torch.equal(y_TH, due_TH):
-        return
-    wrong_T = ~((y_TH == due_TH) | (y_TH.isnan() & due_TH.isnan())).all(dim=1)
-    if bool(wrong_T.any()):
-        token = int(wrong_T.nonzero()[0])
-        raise Corrupted(
-            f"the result of token {token} is not the sum of what came home ({int(wrong_T.sum())} tokens are off)",
-            expected="one row from each rank that has one of its experts, each added once, in rank order",
-            token=token,
-            place="sum over ranks",
+        return _opened(
+            self.home, self.arrival.round, results_by_rank, ResultNumbers(per_token=spec.results_per_row)
         )
 
 
-def _check_reduction(arrival: Arrival, ledger: Ledger) -> None:
+@dataclass(kw_only=True, eq=False)
+class _SumWatch(SumWatch):
+    """Looks at what this rank sums as a relay, in one round."""
+
+    transport: WatchedTransport
+    arrival: Arrival
+    problem: Exception | None = field(default=None, init=False)  # what was found
+
+    def results(self, home: RowsAtHome, heads_NC: Tensor) -> ResultsAtHome:
+        return _RelayedRows(watch=self, home=home, heads_NC=heads_NC)
+
+    def sealed(self, sums: EncodedRows, tokens_N: Tensor) -> EncodedRows:
+        checksums = checksums_back(self.transport.group.rank, self.arrival.round, tokens_N, sums.payloads)
+        return replace(sums, payloads={**sums.payloads, CHECKSUMS: checksums})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _RelayedRows(ResultsAtHome):
+    """Results of a host's ranks at a relay, which are compared before they are summed."""
+
+    watch: _SumWatch
+    home: RowsAtHome
+    heads_NC: Tensor
+
+    def sum_into(self, out_TH: Tensor, add: Sequence[Tensor]) -> Tensor:
+        numbers = ResultNumbers(with_source=True)
+        numbers_T = numbers.of(self.heads_NC)
+        try:
+            results_by_rank = [numbers_T[tokens_N] for tokens_N in self.home.tokens_by_rank]
+            opened = _opened(self.home, self.watch.arrival.round, results_by_rank, numbers)
+            with aside():  # the sum that is a duty is the one at home
+                _checked_sum(opened, out_TH, add, numbers_T, numbers)
+        except (
+            Exception
+        ) as error:  # others wait for sums, or a rank that failed has no results: all hear of that first
+            self.watch.problem = error
+        return out_TH
+
+    def by_rank(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        return self.home.by_rank()
+
+
+def _opened(
+    home: RowsAtHome, round: int, results_by_rank: Sequence[Tensor], numbers: ResultNumbers
+) -> RowsAtHome:
+    """Results with these numbers without their checksums; raise unless they are what was returned."""
+    peers = home.ranks or range(len(home.rows_by_rank))
+    rows_by_rank = [
+        check_back(peer, round, results_N, rows, numbers)
+        for peer, rows, results_N in zip(peers, home.rows_by_rank, results_by_rank, strict=True)
+    ]
+    return replace(home, rows_by_rank=rows_by_rank)
+
+
+def _checked_sum(
+    opened: RowsAtHome,
+    out_TH: Tensor,
+    add: Sequence[Tensor],
+    numbers_T: Tensor,
+    numbers: ResultNumbers,
+) -> Tensor:
+    """Sum results, and compare the sum with its plain twin."""
+    rows_in_order, tokens_in_order = opened.summands()
+    with aside():  # this is the twin, not the sum
+        due_TH = RankRows(
+            rows_by_rank=tuple(rows.decode(torch.float32) for rows in rows_in_order),
+            tokens_by_rank=tokens_in_order,
+            num_tokens=len(out_TH),
+            dtype=out_TH.dtype,
+        ).sum()
+    for term_TH in add:
+        due_TH += term_TH.float()
+    due_TH = due_TH.to(out_TH.dtype)
+    y_TH = opened.sum_into(out_TH, add)
+    if torch.equal(y_TH, due_TH):
+        return y_TH
+    wrong_T = ~((y_TH == due_TH) | (y_TH.isnan() & due_TH.isnan())).all(dim=1)
+    if bool(wrong_T.any()):
+        number = int(numbers_T[int(wrong_T.nonzero()[0])])
+        raise Corrupted(
+            f"the result of {numbers.name(number)} is not the sum of what came "
+            f"{'to its relay' if numbers.with_source else 'home'} ({int(wrong_T.sum())} tokens are off)",
+            expected="one row from each rank that has one of its experts, each added once, in rank order",
+            token=numbers.token(number),
+            place="sum over ranks",
+        )
+    return y_TH
+
+
+def _check_reduction(spec: ExchangeSpec, came: int, ledger: Ledger) -> None:
     """Raise unless the exchange has summed as often as it should: each row that came home, once."""
-    came = sum(arrival.routes.result_counts)
-    sums = {Duty.REDUCE_RANKS: arrival.spec.reduces_ranks, Duty.REDUCE_EXPERTS: arrival.spec.sums_choices}
+    sums = {Duty.REDUCE_RANKS: spec.reduces_ranks, Duty.REDUCE_EXPERTS: spec.sums_choices}
     for duty, is_here in sums.items():
         due, done = came if is_here else 0, sum(ledger.rows(duty).values())
         if done != due:

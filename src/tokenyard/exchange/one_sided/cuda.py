@@ -470,7 +470,12 @@ class CudaTransport(OneSidedTransport):
                     self.sum(arrival, out_TH, ahead.add, just_placed=just_placed, ahead=True)
         return Pending(
             lambda: _DeviceResults(
-                transport=self, results=results, just_placed=just_placed, out_TH=out_TH, done=done
+                transport=self,
+                arrival=arrival,
+                results=results,
+                just_placed=just_placed,
+                out_TH=out_TH,
+                done=done,
             )
         )
 
@@ -550,10 +555,8 @@ class CudaTransport(OneSidedTransport):
         """Whether all have is known in the sum alone, which waits for them: on the device, up to the deadline."""
         return False
 
-    def sum_results(self, arrival: Arrival, out_TH: Tensor) -> None:
-        with self.launcher.on_device():
-            self.sum(arrival, out_TH, (), just_placed=False)
-            self.end(arrival)
+    def at_home(self, arrival: Arrival) -> ResultsAtHome:
+        return _DeviceResults(transport=self, arrival=arrival)
 
     def leave(self) -> None:
         if self._workspace is None:
@@ -649,18 +652,15 @@ class _DeviceResults(ResultsAtHome):
     """Results in the workspaces of all ranks; one pass over them meets the others and sums."""
 
     transport: CudaTransport
-    results: Results  # kept until they have come home
-    just_placed: bool  # by a kernel of this transport, not by the experts
-    out_TH: Tensor | None  # where the sum was begun, if it was
-    done: Done  # the end of that sum
-
-    @property
-    def arrival(self) -> Arrival:
-        """What these are the results of."""
-        return self.results.arrival
+    arrival: Arrival  # what these are the results of
+    results: Results | None = None  # kept until they have come home
+    just_placed: bool = False  # by a kernel of this transport, not by the experts
+    out_TH: Tensor | None = None  # where the sum was begun, if it was
+    done: Done | None = None  # the end of that sum
 
     def summed(self) -> Tensor | None:
         if self.out_TH is not None:
+            assert self.done is not None
             with self.transport.launcher.on_device():
                 self.done.join()
                 self.transport.end(self.arrival, self.done)

@@ -296,10 +296,6 @@ class SharedMemoryTransport(OneSidedTransport):
         """Wait until all ranks have said so; False after so many seconds."""
         return self.workspace.signals.all_marked(round, seconds)
 
-    def sum_results(self, arrival: Arrival, out_TH: Tensor) -> None:
-        """Write the sums over ranks of this rank's tokens, when all have results in place."""
-        self.at_home(arrival).sum_into(out_TH, ())
-
     def leave(self) -> None:
         """Take part no more, because of a loss elsewhere: nobody waits for this rank."""
         if self._workspace is not None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from tokenyard.errors import Reason
-from tokenyard.exchange.batch import Arrival
+from tokenyard.exchange.batch import Arrival, ResultsAtHome
 from tokenyard.exchange.one_sided import declarations
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.transport import Transport
@@ -44,8 +42,8 @@ class OneSidedTransport(Transport):
         """Whether all ranks have said so, after so many seconds at most."""
 
     @abstractmethod
-    def sum_results(self, arrival: Arrival, out_TH: Tensor) -> None:
-        """Write the sums over ranks of this rank's tokens. All ranks have results in place, or are known to come."""
+    def at_home(self, arrival: Arrival) -> ResultsAtHome:
+        """The results of this rank's tokens, of which all ranks have said so, or which they are known to bring."""
 
     @abstractmethod
     def leave(self) -> None:
