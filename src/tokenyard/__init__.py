@@ -84,79 +84,26 @@ if TYPE_CHECKING:
     from tokenyard.rows import ReceivedRows as ReceivedRows
     from tokenyard.rows import UnfinalizedRows as UnfinalizedRows
 
-# Where each public name lives.
+# Where each public name lives: by module, the names in one string.
 _HOMES = {
-    "checkpoints": (
-        "Checkpoint",
-        "load_experts",
-        "open_checkpoint",
-        "open_together",
-    ),
-    "duties": ("Duty", "Party"),
-    "errors": (
-        "CheckpointError",
-        "ConcurrentUse",
-        "ContractError",
-        "Corrupted",
-        "Drifted",
-        "GroupError",
-        "HandleError",
-        "InputError",
-        "PeerFailed",
-        "PeerLost",
-        "PlanBroken",
-        "PlanError",
-        "PlanMismatch",
-        "RankError",
-        "TokenyardError",
-        "UnknownName",
-    ),
-    "exchange": ("EXCHANGES",),
-    "experts": (
-        "EXPERTS",
-        "Experts",
-        "ExpertsSpec",
-        "ExpertWeights",
-    ),
-    "formats": (
-        "FORMATS",
-        "EncodedRows",
-        "Format",
-        "Payload",
-    ),
-    "group": (
-        "Disagreement",
-        "DistributedGroup",
-        "Group",
-        "ThreadGroup",
-        "launch",
-        "rejoin",
-        "thread_groups",
-    ),
-    "layer": ("MoELayer", "PendingBatch", "overlapped"),
-    "planning.drafting": ("Draft", "draft"),
-    "planning.joining": ("join_plan",),
-    "planning.planner": ("Plan", "plan"),
-    "routing": (
-        "GroupedSigmoidRouter",
-        "Placement",
-        "Router",
-        "Routes",
-        "SoftmaxRouter",
-        "SqrtSoftplusRouter",
-        "TopLogitsRouter",
-    ),
-    "rows": (
-        "CombinedRows",
-        "ExpertRows",
-        "RankRows",
-        "ReceivedRows",
-        "UnfinalizedRows",
-    ),
-    "planning.spec": ("LayerSpec",),
-    "planning.wiring": ("Wiring",),
+    "checkpoints": "Checkpoint load_experts open_checkpoint open_together",
+    "duties": "Duty Party",
+    "errors": "CheckpointError ConcurrentUse ContractError Corrupted Drifted GroupError HandleError InputError "
+    "PeerFailed PeerLost PlanBroken PlanError PlanMismatch RankError TokenyardError UnknownName",
+    "exchange": "EXCHANGES",
+    "experts": "EXPERTS Experts ExpertsSpec ExpertWeights",
+    "formats": "FORMATS EncodedRows Format Payload",
+    "group": "Disagreement DistributedGroup Group ThreadGroup launch rejoin thread_groups",
+    "layer": "MoELayer PendingBatch overlapped",
+    "planning.drafting": "Draft draft",
+    "planning.joining": "join_plan",
+    "planning.planner": "Plan plan",
+    "routing": "GroupedSigmoidRouter Placement Router Routes SoftmaxRouter SqrtSoftplusRouter TopLogitsRouter",
+    "rows": "CombinedRows ExpertRows RankRows ReceivedRows UnfinalizedRows",
+    "planning.spec": "LayerSpec",
+    "planning.wiring": "Wiring",
 }
-_HOME_OF = {name: room for room, names in _HOMES.items() for name in names}
+_HOME_OF = {name: room for room, names in _HOMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
