@@ -30,7 +30,7 @@ from tokenyard.checkpoints.compressed_tensors import COMPRESSED_LAYOUTS
 from tokenyard.checkpoints.config import CONFIG
 from tokenyard.checkpoints.deepseek import DeepSeekFp8
 from tokenyard.checkpoints.gpt_oss import GptOssMxfp4
-from tokenyard.checkpoints.header import PICKLE_ENDINGS
+from tokenyard.checkpoints.header import PICKLE_ENDINGS, refused
 from tokenyard.checkpoints.layers import CheckpointLayer
 from tokenyard.checkpoints.layout import Layout
 from tokenyard.checkpoints.naming import PROJECTIONS, Projections, tensor_name
@@ -202,32 +202,21 @@ def _check_free(folder: Path) -> None:
     except (OSError, ValueError) as error:  # among others, a name that no system takes
         raise _unwritable(folder, error) from error
     if is_taken:
-        raise CheckpointError(
-            f"{folder} is there already",
-            expected="a folder that is empty, or none",
-            fix="choose another --out, or remove it first",
-            file=folder,
-        )
+        expected, fix = "a folder that is empty, or none", "choose another --out, or remove it first"
+        raise refused(folder, "is there already", expected=expected, fix=fix)
 
 
 def _unwritable(folder: Path, error: OSError | ValueError) -> CheckpointError:
-    return CheckpointError(
-        f"{folder} cannot be written ({getattr(error, 'strerror', None) or error})",
-        expected="a folder that can be made, on a disk with room",
-        fix="choose another --out",
-        file=folder,
-    )
+    found = f"cannot be written ({getattr(error, 'strerror', None) or error})"
+    expected = "a folder that can be made, on a disk with room"
+    return refused(folder, found, expected=expected, fix="choose another --out")
 
 
 def _check_space(folder: Path, nbytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < nbytes:
-        raise CheckpointError(
-            f"{folder} has {free} bytes left",
-            expected=f"{nbytes} bytes for the new checkpoint",
-            fix="choose a disk with more room",
-            file=folder,
-        )
+        found, expected = f"has {free} bytes left", f"{nbytes} bytes for the new checkpoint"
+        raise refused(folder, found, expected=expected, fix="choose a disk with more room")
 
 
 # --- What will be written ---------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from tokenyard.checkpoints.header import (
     damaged,
     read_header,
     refuse_pickle,
+    refused,
 )
 from tokenyard.errors import CheckpointError
 
@@ -140,12 +141,8 @@ def open_files(path: Path) -> tuple[TensorFiles, dict[str, Any], Path]:
     if os.path.isfile(path):  # False for a path that no system takes
         return _open_one(path)
     if not os.path.isdir(path):
-        raise CheckpointError(
-            f"{path} is not there",
-            expected="the folder of a checkpoint, or a safetensors file",
-            fix="check the path",
-            file=path,
-        )
+        expected = "the folder of a checkpoint, or a safetensors file"
+        raise refused(path, "is not there", expected=expected, fix="check the path")
     config = _read_config(path / CONFIG)
     index = path / INDEX
     if index.exists():
@@ -155,12 +152,8 @@ def open_files(path: Path) -> tuple[TensorFiles, dict[str, Any], Path]:
         pickles = sorted(file for file in path.iterdir() if file.suffix in PICKLE_ENDINGS)
         if pickles:
             refuse_pickle(pickles[0], b"")
-        raise CheckpointError(
-            f"{path} holds no safetensors file",
-            expected=f"{CONFIG} and *.safetensors",
-            fix="check the path, and that the weights were downloaded",
-            file=path,
-        )
+        fix = "check the path, and that the weights were downloaded"
+        raise refused(path, "holds no safetensors file", expected=f"{CONFIG} and *.safetensors", fix=fix)
     _check_numbering(path, files)
     return _all_of(files), config, path / CONFIG
 
@@ -178,12 +171,11 @@ def _open_one(path: Path) -> tuple[TensorFiles, dict[str, Any], Path]:
     except OSError as error:
         raise damaged(path, f"cannot be read ({error.strerror or error})") from error
     if path.suffix != ".safetensors":
-        raise CheckpointError(
-            f"{path} is not a safetensors file, by its name",
-            expected="the folder of a checkpoint, or *.safetensors",
-            fix="pass the folder that holds config.json",
-            file=path,
+        found, expected = (
+            "is not a safetensors file, by its name",
+            "the folder of a checkpoint, or *.safetensors",
         )
+        raise refused(path, found, expected=expected, fix="pass the folder that holds config.json")
     return _all_of([path]), _read_config(path.parent / CONFIG), path.parent / CONFIG
 
 
@@ -209,22 +201,15 @@ def _indexed(folder: Path, index: Path) -> TensorFiles:
     """The tensors that an index lists, each from the file that it says."""
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-        raise CheckpointError(
-            f"{index} has no weight_map of tensors to files",
-            expected='{"weight_map": {"a tensor": "a file"}}',
-            fix="download or copy the index again",
-            file=index,
-        )
+        found, expected = "has no weight_map of tensors to files", '{"weight_map": {"a tensor": "a file"}}'
+        raise refused(index, found, expected=expected, fix="download or copy the index again")
     files = {name: folder / name for name in sorted(set(places.values()))}
     for name, file in files.items():
         refuse_pickle(file, b"")
         if Path(name).name != name:
-            raise CheckpointError(
-                f"{index} names the file {name!r}",
-                expected="the name of a file beside the index",
-                fix="do not trust this checkpoint: an index has no reason to lead elsewhere",
-                file=index,
-            )
+            found, expected = f"names the file {name!r}", "the name of a file beside the index"
+            fix = "do not trust this checkpoint: an index has no reason to lead elsewhere"
+            raise refused(index, found, expected=expected, fix=fix)
         if not os.path.isfile(file):
             tensor = next(tensor for tensor, place in places.items() if place == name)
             raise _missing_file(file, f"{index.name} says that it holds tensor {tensor!r} and others")
@@ -259,21 +244,14 @@ def _check_numbering(folder: Path, files: list[Path]) -> None:
 
 
 def _missing_file(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path} is missing; {why}",
-        expected="all files of the checkpoint in one folder",
-        fix="download or copy this file, too",
-        file=path,
-    )
+    expected = "all files of the checkpoint in one folder"
+    return refused(path, f"is missing; {why}", expected=expected, fix="download or copy this file, too")
 
 
 def _read_config(path: Path) -> dict[str, Any]:
     """The config of a model."""
     if not os.path.isfile(path):
-        raise CheckpointError(
-            f"{path} is missing",
-            expected="a config.json beside the weights: it says what they are",
-            fix="download or copy the config of this model, too",
-            file=path,
-        )
+        expected = "a config.json beside the weights: it says what they are"
+        fix = "download or copy the config of this model, too"
+        raise refused(path, "is missing", expected=expected, fix=fix)
     return read_json(path)

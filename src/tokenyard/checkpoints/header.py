@@ -133,22 +133,19 @@ def refuse_pickle(path: Path, start: bytes) -> None:
     if kind is None and path.suffix in PICKLE_ENDINGS:
         kind = f"a pickle, by its name (*{path.suffix})"
     if kind is not None:
-        raise CheckpointError(
-            f"{path} is {kind}",
-            expected="a safetensors file",
-            fix="convert it on a machine that you do not mind: loading a pickle runs the code that is in it",
-            file=path,
-        )
+        fix = "convert it on a machine that you do not mind: loading a pickle runs the code that is in it"
+        raise refused(path, f"is {kind}", expected="a safetensors file", fix=fix)
+
+
+def refused(path: Path, found: str, *, expected: str, fix: str) -> CheckpointError:
+    """The error for a file or folder: `found` goes on after its path."""
+    return CheckpointError(f"{path} {found}", expected=expected, fix=fix, file=path)
 
 
 def damaged(path: Path, found: str) -> CheckpointError:
     """The error for a file that is not what its header says."""
-    return CheckpointError(
-        f"{path} {found}",
-        expected="a whole safetensors file",
-        fix="download or copy the file again: it was cut off, or is of another kind",
-        file=path,
-    )
+    fix = "download or copy the file again: it was cut off, or is of another kind"
+    return refused(path, found, expected="a whole safetensors file", fix=fix)
 
 
 def _entries(path: Path, text: bytes) -> dict[str, Any]:
@@ -219,9 +216,8 @@ def _check_cover(path: Path, tensors: list[StoredTensor], first: int, size: int)
                 tensor=tensor.name,
             )
         if tensor.begin != end:
-            kind = (
-                "overlaps the one before" if tensor.begin < end else f"leaves {tensor.begin - end} bytes out"
-            )
+            gap = tensor.begin - end
+            kind = "overlaps the one before" if gap < 0 else f"leaves {gap} bytes out"
             raise _wrong(path, tensor.name, kind, "tensors one behind the other")
         end += tensor.nbytes
     if end != size:
