@@ -28,6 +28,10 @@ def _default(value: Any, shown: str | None = None) -> Option:
     return Option(default=value, shown=shown)
 
 
+def _defaults(**values: Any) -> dict[str, Option]:
+    return {name: _default(value) for name, value in values.items()}
+
+
 def _refused(expected: str, fix: str) -> Option:
     return Option(allows=lambda _: False, expected=expected, fix=fix)
 
@@ -55,20 +59,15 @@ OPTIONS: dict[str, dict[str, dict[str, Option]]] = {
                 expected="one number of processes; virtual ranks on a GPU may be several",
                 fix="measure one after the other, or add --device cuda",
             ),
-            "tokens": _default([512]),
-            "hidden_size": _default(2048),
-            "num_experts": _default(64),
-            "wire": _default(["bf16", "mxfp8"]),
+            **_defaults(tokens=[512], hidden_size=2048, num_experts=64, wire=["bf16", "mxfp8"], rounds=30),
             "exchange": _default(None, "all"),
-            "rounds": _default(30),
             "quick": _refused("--quick for the grid of a GPU", "choose fewer --tokens, --wire and --rounds"),
             "paranoid": _default(False),
         },
         "cuda": {
             "ranks": _default([], "4 and 8"),
             "tokens": _default([], "16 to 4096"),
-            "hidden_size": _default(7168),
-            "num_experts": _default(256),
+            **_defaults(hidden_size=7168, num_experts=256),
             "wire": _default([], "five"),
             "exchange": Option(
                 allows=lambda names: set(names) == {"one_sided"},
@@ -85,12 +84,9 @@ OPTIONS: dict[str, dict[str, dict[str, Option]]] = {
     },
     "experts": {
         "cpu": {
-            "tokens": _default([512]),
-            "hidden_size": _default(2048),
-            "intermediate_size": _default(1024),
-            "num_experts": _default(64),
-            "top_k": _default(8),
-            "rounds": _default(7),
+            **_defaults(
+                tokens=[512], hidden_size=2048, intermediate_size=1024, num_experts=64, top_k=8, rounds=7
+            ),
             "weights": Option(
                 default=["bf16"],
                 allows=_is_plain_or_quantized,
@@ -118,13 +114,8 @@ OPTIONS: dict[str, dict[str, dict[str, Option]]] = {
     # A layer is measured on a GPU: with a shape of one's own, or with those of models.
     "layer": {
         "shape": {
-            "tokens": _default([128, 512, 4096]),
-            "ranks": _default(4),
-            "weights": _default(["bf16"]),
-            "hidden_size": _default(7168),
-            "intermediate_size": _default(2048),
-            "num_experts": _default(256),
-            "top_k": _default(8),
+            **_defaults(tokens=[128, 512, 4096], ranks=4, weights=["bf16"]),
+            **_defaults(hidden_size=7168, intermediate_size=2048, num_experts=256, top_k=8),
         },
         "cells": {
             "tokens": _default([], "8 to 8192"),

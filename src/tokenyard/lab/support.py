@@ -79,18 +79,12 @@ def _exchanges() -> SupportTable:
     for format in (kind() for kind in FORMATS.values()):
         cells = [cell for exchange in exchanges for cell in _ways(exchange, format)]
         rows.append((f"`{format}`", str(format.bytes_per_row(_HIDDEN_SIZE)), *cells))
-    logits = [
-        cell
-        for exchange in exchanges
-        for cell in (_mark(exchange.supports(_exchange_spec(torch.bfloat16, carries_logits=True))), NO)
-    ]
-    rows.append(("router logits", NO, *logits))
-    choices = [
-        cell
-        for exchange in exchanges
-        for cell in (NO, _mark(exchange.supports(_exchange_spec(torch.bfloat16, sums_choices=True))))
-    ]
-    rows.append(("results of single choices", NO, *choices))
+    logits, choices = (
+        [_mark(exchange.supports(_exchange_spec(torch.bfloat16, **{field: True}))) for exchange in exchanges]
+        for field in ("carries_logits", "sums_choices")
+    )
+    rows.append(("router logits", NO, *(cell for mark in logits for cell in (mark, NO))))
+    rows.append(("results of single choices", NO, *(cell for mark in choices for cell in (NO, mark))))
     ways = (f"`{exchange.name}` {way}" for exchange in exchanges for way in ("out", "back"))
     return SupportTable(
         title="Exchanges and formats",
@@ -104,34 +98,19 @@ def _exchanges() -> SupportTable:
 
 def _ways(exchange: type[Transport], format: Format) -> tuple[str, str]:
     """Whether rows may travel out, and back, in a format."""
-
-    def out(dtype: torch.dtype) -> Reason | None:
-        return exchange.supports(_exchange_spec(dtype, wire=format))
-
-    def back(dtype: torch.dtype) -> Reason | None:
-        return exchange.supports(_exchange_spec(dtype, combine_wire=format))
-
-    return _for_dtypes(out), _for_dtypes(back)
+    return _for_dtypes(exchange, wire=format), _for_dtypes(exchange, combine_wire=format)
 
 
-def _for_dtypes(ask: Callable[[torch.dtype], Reason | None]) -> str:
+def _for_dtypes(exchange: type[Transport], **wires: Format) -> str:
     """✓ if rows of every dtype are served; else the dtypes that are."""
-    served = [dtype for dtype in ROW_DTYPES if ask(dtype) is None]
+    served = [dtype for dtype in ROW_DTYPES if exchange.supports(_exchange_spec(dtype, **wires)) is None]
     if len(served) == len(ROW_DTYPES):
         return YES
     return " and ".join(map(dtype_name, served)) + " only" if served else NO
 
 
-def _exchange_spec(
-    dtype: torch.dtype,
-    *,
-    wire: Format | None = None,
-    combine_wire: Format | None = None,
-    carries_logits: bool = False,
-    sums_choices: bool = False,
-) -> ExchangeSpec:
-    own = for_dtype(dtype)
-    return ExchangeSpec(
+def _exchange_spec(dtype: torch.dtype, **changes: Any) -> ExchangeSpec:
+    spec = ExchangeSpec(
         layer="moe",
         index=0,
         hidden_size=_HIDDEN_SIZE,
@@ -139,12 +118,11 @@ def _exchange_spec(
         top_k=2,
         max_tokens=1,
         dtype=dtype,
-        wire=wire or own,
-        combine_wire=combine_wire or own,
+        wire=for_dtype(dtype),
+        combine_wire=for_dtype(dtype),
         placement=Placement.contiguous(8, 2),
-        carries_logits=carries_logits,
-        sums_choices=sums_choices,
     )
+    return dataclasses.replace(spec, **changes)
 
 
 def _weights() -> SupportTable:
