@@ -421,14 +421,15 @@ sums = read_kernel.reading(torch.ones(3 * read_kernel.BLOCK))().tolist()
 experts.ROTATION = 2
 layer_cuda.ROTATION = 2
 def measure(cells):
-    arguments = dict(kind=experts.FUSED, device=cpu, machine="CPU", clock=clock, rates=rates)
-    return [asdict(record) for record in experts.measure_experts(cells, **arguments)]
+    machine = machine_rates.Machine(device=cpu, name="CPU", clock=clock, rates=rates)
+    return [asdict(record) for record in experts.measure_experts(cells, kind=experts.FUSED, machine=machine)]
 right = measure(grid())
 shape = Case(hidden_size=128, intermediate_size=64, num_experts=4, local_experts=2, top_k=2,
              weights=("bf16", "fp8_block128"), sizes=(3,), tokens_a_rank=True)
 cells = cells_of(shape) + grid(known=tuple(MODELS))[:2]
 def measure_layers(cells):
-    found = layer_cuda.measure_layer(cells, device=cpu, clock=clock, rates=rates, rested=rested)
+    machine = machine_rates.Machine(device=cpu, name="CPU", clock=clock, rates=rates, rested=rested)
+    found = layer_cuda.measure_layer(cells, machine)
     return [[asdict(record) for record in records] for records in found]
 layers = measure_layers(cells)
 

@@ -9,7 +9,7 @@ from tokenyard.errors import InputError
 from tokenyard.lab.bench.clock import host_clock
 from tokenyard.lab.bench.experts import GROUPED, measure_experts
 from tokenyard.lab.bench.experts_peers import check_transformers, compare
-from tokenyard.lab.bench.machine_rates import measure_rates
+from tokenyard.lab.bench.machine_rates import Machine, measure_rates
 from tokenyard.lab.bench.shapes import Case, Cell
 
 CPU = torch.device("cpu")
@@ -29,7 +29,8 @@ def measured(weights: str):
     clock = host_clock(3)
     rates = measure_rates(CPU, clock)
     cell = Cell(case="", shape=shape, weights=weights, size=24)
-    (record,) = measure_experts([cell], kind=GROUPED, device=CPU, machine="cpu", clock=clock, rates=rates)
+    machine = Machine(device=CPU, name="cpu", clock=clock, rates=rates)
+    (record,) = measure_experts([cell], kind=GROUPED, machine=machine)
     return record
 
 

@@ -34,7 +34,7 @@ from tokenyard.formats import get
 from tokenyard.lab.bench.clock import Clock, Work, give_back_memory
 from tokenyard.lab.bench.drawn_experts import DrawnExperts, check_replayed, check_results, exact_products
 from tokenyard.lab.bench.experts_peers import Peer, grouped_peer, host_peer
-from tokenyard.lab.bench.machine_rates import Rates
+from tokenyard.lab.bench.machine_rates import Machine, Rates
 from tokenyard.lab.bench.records import Record, Spread
 from tokenyard.lab.bench.shapes import BESIDE, PEERS, TARGETS, WITHIN, Case, Cell
 from tokenyard.rows import CombineBuffer, ExpertRows, LocalRoutes, ReceivedRows
@@ -213,17 +213,9 @@ def experts_record(
     )
 
 
-def measure_experts(
-    cells: Sequence[Cell],
-    *,
-    kind: Kind,
-    device: torch.device,
-    machine: str,
-    clock: Clock,
-    rates: Rates,
-    rested: Clock | None = None,
-) -> Iterator[Record]:
+def measure_experts(cells: Sequence[Cell], *, kind: Kind, machine: Machine) -> Iterator[Record]:
     """The figures of one cell after the other. What goes wrong in a cell is its note."""
+    device, is_h200 = machine.device, "H200" in machine.name
     measured: dict[Cell, float] = {}
     for (_, weights), group in groupby(cells, key=lambda cell: (cell.case, cell.weights)):
         drawn: DrawnExperts | None = None
@@ -241,16 +233,16 @@ def measure_experts(
                 peer = kind.peer(drawn, batches) if kind.takes_turns else None
                 if peer is not None:
                     works["peer"] = peer.work
-                times = clock(works)
-                rested_times = rested(works)["ours"] if rested is not None else []
+                times = machine.clock(works)
+                rested_times = machine.rested(works)["ours"] if machine.rested is not None else []
                 if kind.in_place:
                     _check_replayed(experts, batches, str(cell))
                 load = Load.of(batches, drawn)
                 record = experts_record(
                     cell,
-                    is_h200="H200" in machine,
+                    is_h200=is_h200,
                     load=load,
-                    floor=floor_of(cell, load, rates),
+                    floor=floor_of(cell, load, machine.rates),
                     times=[us / len(batches) for us in times["ours"]],
                     rested_times=[us / len(batches) for us in rested_times],
                     error=error,
@@ -267,12 +259,10 @@ def measure_experts(
                         details={**record.details, "difference": peer.difference},
                     )
                 elif not kind.takes_turns:
-                    record = _with_torch(record, kind.peer, drawn, batches, clock)
+                    record = _with_torch(record, kind.peer, drawn, batches, machine.clock)
                 del batches
             except Exception as trouble:  # ours, torch's, or Triton's, which is none of both
-                record = experts_record(
-                    cell, is_h200="H200" in machine, note=f"{type(trouble).__name__}: {trouble}"
-                )
+                record = experts_record(cell, is_h200=is_h200, note=f"{type(trouble).__name__}: {trouble}")
             yield record
             give_back_memory(device)
         del drawn, experts

@@ -32,12 +32,12 @@ from tokenyard.errors import InputError
 from tokenyard.experts import FusedExperts
 from tokenyard.formats import get, weight_format
 from tokenyard.formats.base import EncodedRows
-from tokenyard.lab.bench.clock import Clock, give_back_memory
+from tokenyard.lab.bench.clock import give_back_memory
 from tokenyard.lab.bench.dispatch_cells import DispatchCell, traffic
 from tokenyard.lab.bench.dispatch_cuda import ROTATED_BELOW, ROTATION
 from tokenyard.lab.bench.drawn_experts import DrawnExperts, check_replayed, check_results, exact_products
 from tokenyard.lab.bench.experts import Load, floor_of
-from tokenyard.lab.bench.machine_rates import Rates
+from tokenyard.lab.bench.machine_rates import Machine
 from tokenyard.lab.bench.records import Record, Spread
 from tokenyard.lab.bench.shapes import LAYER_PEERS, Case, Cell, check_top_k
 from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
@@ -71,15 +71,9 @@ def check_layer(ranks: int, num_experts: int, top_k: int, weights: Sequence[str]
         )
 
 
-def measure_layer(
-    cells: Sequence[Cell],
-    *,
-    device: torch.device,
-    clock: Clock,
-    rates: Rates,
-    rested: Clock | None = None,
-) -> Iterator[list[Record]]:
+def measure_layer(cells: Sequence[Cell], machine: Machine) -> Iterator[list[Record]]:
     """The figures of one cell after the other: of the whole layer, and of rows alone. Trouble is a cell's note."""
+    device = machine.device
     drawn: list[DrawnExperts] = []
     experts: list[FusedExperts] = []
     held: tuple[Case, str] | None = None
@@ -91,7 +85,7 @@ def measure_layer(
                 drawn = [DrawnExperts.draw(cell.spec, device, seed=rank) for rank in range(cell.shape.ranks)]
                 experts = [FusedExperts(cell.spec, mine.weights, adopt=True) for mine in drawn]
                 held = (cell.shape, cell.weights)
-            yield _measure(cell, drawn, experts, device, clock, rested, rates)
+            yield _measure(cell, drawn, experts, machine)
         except Exception as error:  # ours, torch's, or Triton's, which is none of both
             yield [Record(parameters=_parameters(cell, WHOLE), note=f"{type(error).__name__}: {error}")]
         give_back_memory(device)
@@ -102,17 +96,11 @@ def _parameters(cell: Cell, measured: str) -> dict[str, Any]:
 
 
 def _measure(
-    cell: Cell,
-    drawn: list[DrawnExperts],
-    experts: list[FusedExperts],
-    device: torch.device,
-    clock: Clock,
-    rested: Clock | None,
-    rates: Rates,
+    cell: Cell, drawn: list[DrawnExperts], experts: list[FusedExperts], machine: Machine
 ) -> list[Record]:
     # It needs Triton, which a CPU's torch does not bring.
     virtual_ranks: Any = importlib.import_module("tokenyard.lab.bench.virtual_ranks")
-    world = cell.shape.ranks
+    world, device, clock, rates = cell.shape.ranks, machine.device, machine.clock, machine.rates
     travel = DispatchCell(operation="round trip", ranks=world, tokens=cell.size, wire=cell.rows_format)
     sets = ROTATION if cell.size < ROTATED_BELOW else 1
     batches: list[Batch] = [
@@ -122,7 +110,7 @@ def _measure(
     ours, theirs = OneSidedLayer(ranks, experts), AllGatherLayer(cell, experts, batches)
     errors = _check(cell, drawn, ours, theirs, batches[0])
     works = {"ours": ours.run, "theirs": theirs.run}
-    whole, whole_rested = clock(works), rested(works) if rested is not None else {"ours": []}
+    whole, whole_rested = clock(works), machine.rested(works) if machine.rested is not None else {"ours": []}
     for name, layer in (("one_sided", ours), ("behind an allgather", theirs)):
         replayed_TH = layer.y_TH.clone()
         layer.run_batch(batches[-1])
@@ -260,16 +248,11 @@ def _copy(source: Tensor, target: Tensor) -> None:
 
 
 def _check(
-    cell: Cell,
-    drawn: Sequence[DrawnExperts],
-    ours: OneSidedLayer,
-    theirs: AllGatherLayer,
-    batch: Batch,
+    cell: Cell, drawn: Sequence[DrawnExperts], ours: OneSidedLayer, theirs: AllGatherLayer, batch: Batch
 ) -> tuple[float, float]:
-    ours.y_TH.fill_(torch.nan)
-    theirs.y_TH.fill_(torch.nan)
-    ours.run_batch(batch)
-    theirs.run_batch(batch)
+    for layer in (ours, theirs):
+        layer.y_TH.fill_(torch.nan)
+        layer.run_batch(batch)
     x_TH = get(cell.rows_format).encode(batch.x_TH).decode(torch.float32)
     y_TH = torch.zeros_like(x_TH)
     with exact_products():

@@ -36,6 +36,17 @@ class Rates:
         return {"read_TB_per_s": self.read / 1e6, **plain, **fp8}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What something is measured on."""
+
+    device: torch.device
+    name: str
+    clock: Clock  # of rounds that follow at once
+    rested: Clock | None = None  # of rounds with a rest before each
+    rates: Rates
+
+
 def measure_rates(device: torch.device, clock: Clock) -> Rates:
     """Measure all rates of a machine."""
     rates = Rates(

@@ -119,9 +119,8 @@ def experts_on_cpu(chosen: Any) -> Run:
     def figures() -> Iterator[Record]:
         rates = machine_rates.measure_rates(device, rounds)
         document.setup |= rates.as_setup()
-        yield from experts.measure_experts(
-            cells, kind=experts.GROUPED, device=device, machine="cpu", clock=rounds, rates=rates
-        )
+        machine = machine_rates.Machine(device=device, name="cpu", clock=rounds, rates=rates)
+        yield from experts.measure_experts(cells, kind=experts.GROUPED, machine=machine)
 
     setup = {**sizes, "threads": torch.get_num_threads(), "rounds": chosen.rounds}
     note = "peers: Transformers, or weights that are decoded first for F.grouped_mm"
@@ -227,8 +226,9 @@ class _Gpu(NamedTuple):
         rested = clock.graph_clock(device, min(rounds, clock.RESTED_ROUNDS), rest=clock.REST)
         return cls(device, torch.cuda.get_device_name(device), clock.graph_clock(device, rounds), rested)
 
-    def rates(self) -> machine_rates.Rates:
-        return machine_rates.measure_rates(self.device, self.clock)
+    def machine(self) -> machine_rates.Machine:
+        rates = machine_rates.measure_rates(self.device, self.clock)
+        return machine_rates.Machine(**self._asdict(), rates=rates)
 
     def rested_note(self) -> str:
         product = machine_rates.measure_rates(self.device, self.rested).product
@@ -246,18 +246,10 @@ def experts_on_gpu(chosen: Any) -> Run:
     """Fused experts beside torch's grouped products."""
     cells = grid(cases_of(chosen.cells), chosen.weights)
     gpu = _Gpu.current(chosen.rounds)
-    rates = gpu.rates()
-    setup = {"gpu": gpu.name, "rounds": chosen.rounds, **rates.as_setup()}
+    machine = gpu.machine()
+    setup = {"gpu": gpu.name, "rounds": chosen.rounds, **machine.rates.as_setup()}
     document = _document("experts-cuda", setup, *_shapes(cells), *experts.NOTES, gpu.rested_note())
-    figures = experts.measure_experts(
-        cells,
-        kind=experts.FUSED,
-        device=gpu.device,
-        machine=gpu.name,
-        clock=gpu.clock,
-        rates=rates,
-        rested=gpu.rested,
-    )
+    figures = experts.measure_experts(cells, kind=experts.FUSED, machine=machine)
     return _of_cells(document, cells, figures)
 
 
@@ -304,13 +296,10 @@ def layer_on_gpu(chosen: Any, cells: str | None, rounds: int) -> Run:
         setup = {"ranks": measured[0].shape.ranks}
         notes = [*_shapes(measured), *layer_cuda.NOTES, layer_cuda.DEEPGEMM_NOTE]
     gpu = _Gpu.current(rounds, "measure the halves on the CPU: `bench dispatch` and `bench experts`")
-    rates = gpu.rates()
-    setup = {"gpu": gpu.name, **setup, "rounds": rounds, **rates.as_setup()}
-    figures = layer_cuda.measure_layer(
-        measured, device=gpu.device, clock=gpu.clock, rates=rates, rested=gpu.rested
-    )
+    machine = gpu.machine()
+    setup = {"gpu": gpu.name, **setup, "rounds": rounds, **machine.rates.as_setup()}
     return Run(
         document=_document("layer-cuda", setup, *notes, gpu.rested_note()),
         steps=[str(cell) for cell in measured],
-        figures=figures,
+        figures=layer_cuda.measure_layer(measured, machine),
     )
