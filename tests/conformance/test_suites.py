@@ -6,8 +6,10 @@ import torch
 import tokenyard as ty
 from tests.conformance import mutants
 from tests.exchange.interpreter import install, only_without_gpu
-from tokenyard.conformance.checks import EXCHANGE_CHECKS, EXPERTS_CHECKS, FORMAT_CHECKS
 from tokenyard.conformance.suites import (
+    EXCHANGE_CHECKS,
+    EXPERTS_CHECKS,
+    FORMAT_CHECKS,
     assert_passed,
     check_exchange,
     check_experts,

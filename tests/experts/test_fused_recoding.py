@@ -10,7 +10,7 @@ import torch
 import tokenyard as ty
 from tests.exchange.interpreter import install, only_without_gpu
 from tests.experts.fused_cases import FusedCase, check_case, same_bits
-from tokenyard.conformance.checks import EXPERTS_CHECKS
+from tokenyard.conformance.suites import EXPERTS_CHECKS
 from tokenyard.experts import FusedExperts
 from tokenyard.experts.fused import recoding
 from tokenyard.formats import QuantizedMatrix, weight_format

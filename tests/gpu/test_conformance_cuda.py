@@ -10,9 +10,8 @@ that were selected; each check is a test of its own.
 import pytest
 
 from tokenyard.conformance.campaign import Campaign
-from tokenyard.conformance.checks import EXCHANGE_CHECKS
 from tokenyard.conformance.draws import draw_case
-from tokenyard.conformance.suites import check_cases, check_exchange
+from tokenyard.conformance.suites import EXCHANGE_CHECKS, check_cases, check_exchange
 from tokenyard.exchange import EXCHANGES
 from tokenyard.formats import FORMATS
 

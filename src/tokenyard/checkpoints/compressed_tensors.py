@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.checkpoints.deepseek import BLOCK, DeepSeekFp8
-from tokenyard.checkpoints.layout import E8M0, Layout, Piece, Stored
+from tokenyard.checkpoints.layout import E8M0, Layout, Piece, Stored, data_and_scales
 from tokenyard.experts.base import EXACT
 from tokenyard.formats import Fp8Block128
 
@@ -98,10 +98,7 @@ class CompressedNvfp4(CompressedTensorsLayout):
 
     weights = "nvfp4"
     config_format = "nvfp4-pack-quantized"
-    tensors: ClassVar[Mapping[str, Stored]] = {
-        "data": Stored("weight_packed", ("U8",), 2),
-        "scales": Stored("weight_scale", ("F8_E4M3",), 16),
-    }
+    tensors = data_and_scales(Stored("weight_packed", ("U8",), 2), Stored("weight_scale", ("F8_E4M3",), 16))
     numbers: ClassVar[Mapping[str, Piece]] = {"global_scale": Piece("weight_global_scale", ("F32",), (1,))}
     constants: ClassVar[Mapping[str, float]] = {"global_factor": 1.0}
     arguments = _arguments("float", 4, 16)
@@ -130,10 +127,7 @@ class CompressedMxfp4(_CompressedMx):
 
     weights = "mxfp4"
     config_format = "mxfp4-pack-quantized"
-    tensors: ClassVar[Mapping[str, Stored]] = {
-        "data": Stored("weight_packed", ("U8",), 2),
-        "scales": Stored("weight_scale", E8M0, 32),
-    }
+    tensors = data_and_scales(Stored("weight_packed", ("U8",), 2), Stored("weight_scale", E8M0, 32))
     arguments = _arguments("float", 4, 32)
 
     def matches(self, present: Mapping[str, Any]) -> bool:
@@ -146,10 +140,7 @@ class CompressedMxfp8(_CompressedMx):
 
     weights = "mxfp8"
     config_format = "mxfp8-quantized"
-    tensors: ClassVar[Mapping[str, Stored]] = {
-        "data": Stored("weight", ("F8_E4M3",), 1),
-        "scales": Stored("weight_scale", E8M0, 32),
-    }
+    tensors = data_and_scales(Stored("weight", ("F8_E4M3",), 1), Stored("weight_scale", E8M0, 32))
     arguments = _arguments("float", 8, 32)
 
 
@@ -159,10 +150,7 @@ class CompressedInt4(CompressedTensorsLayout):
 
     weights = "mxint4"
     config_format = "pack-quantized"
-    tensors: ClassVar[Mapping[str, Stored]] = {
-        "data": Stored("weight_packed", ("I32",), 8),
-        "scales": Stored("weight_scale", ("BF16",), 32),
-    }
+    tensors = data_and_scales(Stored("weight_packed", ("I32",), 8), Stored("weight_scale", ("BF16",), 32))
     beside = (*CompressedTensorsLayout.beside, "weight_shape")
     arguments = _arguments("int", 4, 32)
 

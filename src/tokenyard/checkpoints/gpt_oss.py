@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-from tokenyard.checkpoints.layout import E8M0, Layout, Piece, Stored
+from tokenyard.checkpoints.layout import E8M0, Layout, Piece, Stored, data_and_scales
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +22,7 @@ class GptOssMxfp4(Layout):
 
     method = "gpt-oss"
     weights = "mxfp4"
-    tensors: ClassVar[Mapping[str, Stored]] = {
-        "data": Stored("blocks", ("U8",), 32),
-        "scales": Stored("scales", E8M0, 32),
-    }
+    tensors = data_and_scales(Stored("blocks", ("U8",), 32), Stored("scales", E8M0, 32))
     fused = True
 
     def declared(self, quantization: Mapping[str, Any]) -> bool:

@@ -38,6 +38,11 @@ class Stored(NamedTuple):
     columns: int
 
 
+def data_and_scales(data: Stored, scales: Stored) -> Mapping[str, Stored]:
+    """The tensors of a linear map whose elements have scales along its inputs, by the payload that each becomes."""
+    return {"data": data, "scales": scales}
+
+
 class Layout(ABC):
     """How linear maps `[N, D]` lie in files. Subclasses are frozen dataclasses."""
 

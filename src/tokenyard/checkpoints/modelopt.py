@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tokenyard.checkpoints.layout import Layout, Piece, Stored
+from tokenyard.checkpoints.layout import Layout, Piece, Stored, data_and_scales
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,10 +19,7 @@ class ModelOptNvfp4(Layout):
 
     method = "ModelOpt"
     weights = "nvfp4"
-    tensors: ClassVar[Mapping[str, Stored]] = {
-        "data": Stored("weight", ("U8",), 2),
-        "scales": Stored("weight_scale", ("F8_E4M3",), 16),
-    }
+    tensors = data_and_scales(Stored("weight", ("U8",), 2), Stored("weight_scale", ("F8_E4M3",), 16))
     numbers: ClassVar[Mapping[str, Piece]] = {"global_factor": Piece("weight_scale_2", ("F32",), ())}
     beside = ("input_scale",)
     constants: ClassVar[Mapping[str, float]] = {"global_scale": 1.0}

@@ -15,17 +15,31 @@ import torch
 
 from tokenyard import experts as experts_room
 from tokenyard import formats
+from tokenyard.conformance import (
+    exchange_accounts,
+    exchange_duties,
+    exchange_errors,
+    exchange_losses,
+    exchange_suite,
+    experts_suite,
+    format_suite,
+)
 from tokenyard.conformance.cases import Case, run_case
-from tokenyard.conformance.checks import EXCHANGE_CHECKS, EXPERTS_CHECKS, FORMAT_CHECKS
 from tokenyard.conformance.draws import RankKind, hosts_for
 from tokenyard.conformance.exchange_suite import Trial
-from tokenyard.conformance.runner import DEADLINE, Finding, Verdict, attempt, run_on_ranks
+from tokenyard.conformance.runner import DEADLINE, Finding, Verdict, attempt, checks_of, run_on_ranks
 from tokenyard.errors import InputError, unknown_name
 from tokenyard.exchange import Transport
 from tokenyard.exchange import resolve as resolve_exchange
 from tokenyard.experts import Experts
 from tokenyard.formats import Format
 from tokenyard.group import Group
+
+# All checks by name: those that every exchange, every format and every experts class must pass.
+_EXCHANGE_MODULES = (exchange_suite, exchange_duties, exchange_accounts, exchange_errors, exchange_losses)
+EXCHANGE_CHECKS = checks_of(*_EXCHANGE_MODULES, parameters=["trial"])
+FORMAT_CHECKS = checks_of(format_suite, parameters=["format"])
+EXPERTS_CHECKS = checks_of(experts_suite, parameters=["cls", "device"])
 
 
 @dataclass(frozen=True, kw_only=True)
