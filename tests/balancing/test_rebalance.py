@@ -8,6 +8,7 @@ import torch
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.exchange.announcement import ignore_notices
+from tokenyard.experts import ReferenceExperts
 from tokenyard.planning import moving
 from tokenyard.planning.expert_moves import CALLS_BETWEEN_QUESTIONS, ExpertMoves
 from tokenyard.planning.rebalancing import Progress
@@ -446,6 +447,28 @@ def test_experts_that_ranks_hold_in_different_forms_stay_where_they_are():
     for rank, (error, owned) in enumerate(on_ranks(2, in_another_form)):
         assert "the ranks hold the weights of this layer in different forms" in error
         assert owned == [[0, 1], [2, 3]][rank]
+
+
+class OwnForm(ReferenceExperts):
+    """Experts that hold their weights in a form of their own."""
+
+    name = "own_form"
+
+    @property
+    def weights(self):
+        held = super().weights
+        return ty.ExpertWeights(w13=held.w13.clone(), w2=held.w2)
+
+
+def in_its_own_form(group):
+    plan = ty.plan([spec(experts=OwnForm, spare_experts=1)], group)
+    built = build(plan, "moe")
+    return str(raised(plan.rebalance, {built.name: "round_robin"}))
+
+
+def test_experts_that_hold_weights_in_a_form_of_their_own_do_not_move():
+    for error in on_ranks(2, in_its_own_form):
+        assert "own_form experts hold bf16 weights in a form of their own" in error
 
 
 def after_a_loss(group):

@@ -10,6 +10,12 @@ from tests.checkpoints import references
 from tests.checkpoints.small import Small, Written, same_bits, save
 from tokenyard import Placement, launch
 from tokenyard.checkpoints import declared_layout, open_checkpoint
+from tokenyard.checkpoints.compressed_tensors import (
+    CompressedInt4,
+    CompressedMxfp4,
+    CompressedMxfp8,
+    CompressedNvfp4,
+)
 from tokenyard.checkpoints.packing import PackedMatrix
 from tokenyard.experts import ExpertsSpec, activation, get
 from tokenyard.formats import QuantizedMatrix, weight_format
@@ -260,3 +266,15 @@ def test_a_tensor_is_one_projections_of_one_expert_if_its_dtype_size_and_rows_ar
     packed = PackedMatrix(declared_layout({"quant_method": "mxfp4"}), (8, 64, 32), parts=1)
     expected = None if fits else "U8 or F8_E8M0[64, 1]"
     assert packed.mismatch("scales", torch.zeros(shape, dtype=dtype)) == expected
+
+
+@pytest.mark.parametrize("layout", [CompressedNvfp4, CompressedMxfp4, CompressedMxfp8, CompressedInt4])
+def test_weights_that_are_declared_otherwise_than_they_can_be_held_are_told(layout):
+    made = layout()
+    for key, value in made.arguments.items():
+        other = {**made.arguments, key: "another"}
+        declared = {"config_groups": {"group_0": {"weights": other}}}
+        assert made.mismatch(declared) == f"{key} 'another' where {value!r} can be held"
+    assert made.arguments["symmetric"] is True
+    same = {"config_groups": {"group_0": {"weights": made.arguments}}}
+    assert made.mismatch(same) is None
