@@ -1,5 +1,6 @@
 """Moves by hand: in which steps experts come, how their bytes travel, what ranks tell each other of them, and when."""
 
+import contextlib
 import itertools
 from types import SimpleNamespace
 
@@ -170,7 +171,9 @@ def test_who_gave_a_move_up_is_told(rank, told, own, due):
 
 
 def moves_of_a_plan(rounds=0, between=True):
-    exchange = SimpleNamespace(rounds=rounds, is_between_calls=lambda: between)
+    exchange = SimpleNamespace(
+        rounds=rounds, is_between_calls=lambda: between, hears_notices=True, in_use=contextlib.nullcontext
+    )
     return ExpertMoves(SimpleNamespace(group=SimpleNamespace(rank=1), exchange=exchange))
 
 
@@ -232,6 +235,37 @@ def test_all_ranks_switch_between_two_calls_and_change_before_the_first_layer():
         moves.between_calls(layer)
         due = between and decision is not Progress.PREPARING and (layer == "first" or not changes_ranks)
         assert len(concluded) == due
+
+
+def test_ranks_that_hear_nothing_in_dispatches_ask_each_other_from_time_to_time():
+    states = [(15, True, False), (16, True, True), (17, True, True), (16, False, False)]
+    for rounds, between, asks in states:
+        moves, asked = moves_of_a_plan(rounds + 5, between), []
+        moves._asked, moves._state.exchange.hears_notices = 5, False
+        moves._state.draft = SimpleNamespace(wirings=[])
+        moves._state.group.gather_json = lambda told, phase, asked=asked: asked.append(told) or [told] * 2
+        moves._move = SimpleNamespace(decision=Progress.PREPARING, progress=Progress.FAILED, error=FULL)
+        moves._conclude = lambda move: None
+        moves.between_calls("moe")
+        assert asked == ([[Progress.FAILED, "OSError: full"]] if asks else [])
+        assert moves._asked == (rounds + 5 if asks else 5)
+        assert moves._move.decision is (Progress.FAILED if asks else Progress.PREPARING)
+        moves._state.exchange.hears_notices = True
+        moves.between_calls("moe")
+        assert len(asked) == asks
+
+
+def test_nothing_is_switched_while_a_graph_is_captured(monkeypatch):
+    moves, concluded = moves_of_a_plan(), []
+    moves._conclude = concluded.append
+    moves._move = SimpleNamespace(decision=Progress.READY)
+    monkeypatch.setattr(expert_moves.torch.cuda, "is_available", lambda: True)
+    for capturing in (True, False):
+        monkeypatch.setattr(
+            expert_moves.torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing
+        )
+        moves.between_calls("moe")
+        assert len(concluded) == (not capturing)
 
 
 def test_calls_are_counted_anew_when_a_plan_has_another_exchange():
