@@ -116,10 +116,21 @@ def row_global_scale(amax):
 
 
 @triton.jit
-def finite_amax(values):
-    """The largest finite magnitude of a tile."""
-    size = tl.abs(values)
-    return tl.max(tl.where(size <= FLOAT32_MAX, size, 0.0), 0)
+def is_easy(g):
+    """Whether a global scale is one for which a quotient's remainder is no subnormal number."""
+    return (g >= SMALLEST_EASY_SCALE) & (g <= LARGEST_EASY_SCALE)
+
+
+@triton.jit
+def finite_amax(values, WIDTH: tl.constexpr):
+    """The largest finite magnitude of a tile. The compiler takes that of its blocks from here, where it is encoded."""
+    _, amax = block_amax(values, WIDTH, 16)
+    # Bits of magnitudes are ordered as the magnitudes are; those of Inf and NaN are the largest.
+    largest = tl.max(amax.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True)
+    if not (largest <= FLOAT32_MAX):
+        size = tl.abs(values)
+        largest = tl.max(tl.where(size <= FLOAT32_MAX, size, 0.0), 0)
+    return largest
 
 
 @triton.jit

@@ -34,6 +34,7 @@ from tokenyard.exchange.one_sided.kernels.numerics import (
     encode_mxfp8,
     encode_nvfp4,
     finite_amax,
+    is_easy,
     row_global_scale,
 )
 from tokenyard.exchange.one_sided.kernels.push import CAST, FP8_BLOCK, MXFP8, NVFP4, aligned, store_tile
@@ -116,19 +117,32 @@ def place_nvfp4(
     h = tl.arange(0, TILE)
     values = tl.load(row + h, mask=h < HIDDEN, other=0)
     if OPTION == 0:  # one global scale for each row: of all of the row, before any of it is encoded
-        amax = finite_amax(values.to(tl.float32))
+        amax = finite_amax(values.to(tl.float32), TILE)
         for c in tl.static_range(TILE, PADDED, TILE):
             more = tl.load(row + c + h, mask=c + h < HIDDEN, other=0)
-            amax = tl.maximum(amax, finite_amax(more.to(tl.float32)))
+            amax = tl.maximum(amax, finite_amax(more.to(tl.float32), TILE))
         g = row_global_scale(amax)
-    for c in tl.static_range(0, PADDED, TILE):
-        if c > 0:
-            values = tl.load(row + c + h, mask=c + h < HIDDEN, other=0)
-        codes, scales = encode_nvfp4(values.to(tl.float32), g, TILE, OPTION == 2)
-        store_tile(
-            codes, scales, g, slot >= 0, base, slot, c, PADDED, data_at, scales_at, global_at,
-            PADDED, NVFP4, KIND, OPTION, TILE, 8,
-        )  # fmt: skip
+    ANY_SCALE: tl.constexpr = OPTION == 0
+    if ANY_SCALE and not is_easy(g):
+        # Rare: in a few steps that need no more registers than the usual way does.
+        STEP: tl.constexpr = min(TILE, 1024)
+        for column in range(0, PADDED, STEP):
+            s = column + tl.arange(0, STEP)
+            some = tl.load(row + s, mask=s < HIDDEN, other=0)
+            codes, scales = encode_nvfp4(some.to(tl.float32), g, STEP, False)
+            store_tile(
+                codes, scales, g, slot >= 0, base, slot, column, PADDED, data_at, scales_at, global_at,
+                PADDED, NVFP4, KIND, OPTION, STEP, 8,
+            )  # fmt: skip
+    else:
+        for c in tl.static_range(0, PADDED, TILE):
+            if c > 0:
+                values = tl.load(row + c + h, mask=c + h < HIDDEN, other=0)
+            codes, scales = encode_nvfp4(values.to(tl.float32), g, TILE, ANY_SCALE or OPTION == 2)
+            store_tile(
+                codes, scales, g, slot >= 0, base, slot, c, PADDED, data_at, scales_at, global_at,
+                PADDED, NVFP4, KIND, OPTION, TILE, 8,
+            )  # fmt: skip
 
 
 @triton.jit

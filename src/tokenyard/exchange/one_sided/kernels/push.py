@@ -42,6 +42,7 @@ from tokenyard.exchange.one_sided.kernels.numerics import (
     encode_mxfp8,
     encode_nvfp4,
     finite_amax,
+    is_easy,
     row_global_scale,
 )
 
@@ -373,20 +374,31 @@ def push_item(
         g = global_scale
         if FORMAT == NVFP4:
             if OPTION == 0:  # one for each row: of all of the row, before any of it is encoded
-                amax = finite_amax(values.to(tl.float32))
+                amax = finite_amax(values.to(tl.float32), TILE)
                 for c in tl.static_range(TILE, PADDED, TILE):
                     more = tl.load(row + c + h, mask=c + h < HIDDEN, other=0)
-                    amax = tl.maximum(amax, finite_amax(more.to(tl.float32)))
+                    amax = tl.maximum(amax, finite_amax(more.to(tl.float32), TILE))
                 g = row_global_scale(amax)
-        for c in tl.static_range(0, SHARE, TILE):
-            now = values
-            if c + TILE < SHARE:  # the next tile is on its way while this one is written
-                values = tl.load(row + begin + c + TILE + h, mask=begin + c + TILE + h < HIDDEN, other=0)
-            push_tile(
-                now, g, slots + token * WORLD, peers, rank * max_tokens, begin + c, begin + SHARE,
-                data_at, scales_at, global_at,
-                PADDED, FORMAT, KIND, OPTION, TILE, WORLD,
-            )  # fmt: skip
+        to = slots + token * WORLD
+        ANY_SCALE: tl.constexpr = (FORMAT == NVFP4) & (OPTION == 0)
+        if ANY_SCALE and not is_easy(g):
+            # Rare: in a few steps that need no more registers than the usual way does.
+            STEP: tl.constexpr = min(TILE, 1024)
+            for first_column in range(0, SHARE, STEP):
+                s = first_column + tl.arange(0, STEP)
+                push_tile(
+                    tl.load(row + s, mask=s < HIDDEN, other=0), g, to, peers, rank * max_tokens, first_column, SHARE,
+                    data_at, scales_at, global_at, PADDED, FORMAT, KIND, OPTION, STEP, WORLD, False,
+                )  # fmt: skip
+        else:
+            for c in tl.static_range(0, SHARE, TILE):
+                now = values
+                if c + TILE < SHARE:  # the next tile is on its way while this one is written
+                    values = tl.load(row + begin + c + TILE + h, mask=begin + c + TILE + h < HIDDEN, other=0)
+                push_tile(
+                    now, g, to, peers, rank * max_tokens, begin + c, begin + SHARE, data_at, scales_at, global_at,
+                    PADDED, FORMAT, KIND, OPTION, TILE, WORLD, ANY_SCALE or OPTION == 2,
+                )  # fmt: skip
     elif WHOLE:
         w = tl.arange(0, AT_ONCE)
         start = (item - row_parts) * CHUNK
@@ -436,7 +448,7 @@ def assign_one(
 def push_tile(
     values, g, slots, peers, window, column, end, data_at, scales_at, global_at,
     PADDED: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr, OPTION: tl.constexpr, TILE: tl.constexpr,
-    WORLD: tl.constexpr,
+    WORLD: tl.constexpr, EASY: tl.constexpr,
 ):  # fmt: skip
     """Encode a tile of a row, and write it to the ranks where the row goes."""
     if FORMAT == COPY:
@@ -449,7 +461,7 @@ def push_tile(
         codes, scales = encode_mxfp8(values.to(tl.float32), TILE, values.dtype == tl.float32)
         GROUP: tl.constexpr = 1
     elif FORMAT == NVFP4:
-        codes, scales = encode_nvfp4(values.to(tl.float32), g, TILE, OPTION == 2)
+        codes, scales = encode_nvfp4(values.to(tl.float32), g, TILE, EASY)
         GROUP: tl.constexpr = 8
     else:
         codes, scales = encode_fp8_block(values.to(tl.float32), TILE, OPTION == 1)
