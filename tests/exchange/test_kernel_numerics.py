@@ -75,16 +75,15 @@ def encode_tile(
         codes, steps = numerics.encode_mxfp8(values.to(tl.float32), WIDTH, values.dtype == tl.float32)
     elif FORMAT == "fp8_block128":
         codes, steps = numerics.encode_fp8_block(values.to(tl.float32), WIDTH, OPTION == 1)
-    else:
-        if OPTION == 0:
-            g = numerics.row_global_scale(numerics.finite_amax(values.to(tl.float32), WIDTH))
-            tl.store(row_scale, g)
-            if numerics.is_easy(g):
-                codes, steps = numerics.encode_nvfp4(values.to(tl.float32), g, WIDTH, True)
-            else:
-                codes, steps = numerics.encode_nvfp4(values.to(tl.float32), g, WIDTH, False)
+    elif OPTION == 0:
+        g = numerics.row_global_scale(numerics.finite_amax(values.to(tl.float32), WIDTH))
+        tl.store(row_scale, g)
+        if numerics.is_easy(g):
+            codes, steps = numerics.encode_nvfp4(values.to(tl.float32), g, WIDTH, True)
         else:
-            codes, steps = numerics.encode_nvfp4(values.to(tl.float32), g, WIDTH, OPTION == 2)
+            codes, steps = numerics.encode_nvfp4(values.to(tl.float32), g, WIDTH, False)
+    else:
+        codes, steps = numerics.encode_nvfp4(values.to(tl.float32), g, WIDTH, OPTION == 2)
     tl.store(data + tl.arange(0, WIDTH // GROUP), codes)
     tl.store(scales + tl.arange(0, WIDTH // BLOCK), steps)
 

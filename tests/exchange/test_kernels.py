@@ -157,6 +157,30 @@ def test_long_rows_are_cut_and_arrive_whole(wire, hidden_size, few_rows, many_ro
     assert wrong == []
 
 
+# What a row with a scale of its own can hold: scales that need divisions, and numbers that its scale does not see.
+ODD_ROWS = {
+    "scales beyond 2^60": lambda x_TH: x_TH * 1e-30,
+    "scales below 2^-60": lambda x_TH: x_TH * 1e30,
+    "infinite numbers": lambda x_TH: x_TH.index_fill(1, torch.tensor([7, 1900]), torch.inf),
+    "no numbers": lambda x_TH: x_TH.index_fill(1, torch.tensor([2047]), torch.nan),
+    "zeros": torch.zeros_like,
+}
+
+
+@pytest.mark.parametrize("odd", ODD_ROWS)
+def test_odd_rows_have_scales_of_their_own(odd):
+    spec = make_exchange_spec(1, wire="nvfp4", combine_wire="nvfp4", hidden_size=2500, max_tokens=2)
+    yard = VirtualRanks(spec)
+    batch = make_batch(spec, 2)
+    x_TH = ODD_ROWS[odd](batch.x_TH)
+    wrong, (count,) = dispatched(yard, [replace(batch, x_TH=x_TH)])
+    assert wrong == []
+    rows_RH = x_TH[: int(count.sum())].float()
+    yard.place_twins([rows_RH], [count])
+    yard.launchers[0].place(yard.dispatch_slots, rows_RH, dense=True)
+    assert yard.same_regions("combine")
+
+
 def test_narrower_windows_are_written_where_the_round_wants_them(whole):
     spec = make_exchange_spec(2, max_tokens=9)
     wrong, _ = dispatched(VirtualRanks(spec, max_tokens=4), [make_batch(spec, n, seed=n) for n in (4, 2)])

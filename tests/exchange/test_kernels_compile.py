@@ -13,8 +13,7 @@ from tokenyard.exchange.one_sided.launch import Encoding, ReturnLayout
 from tokenyard.formats import get
 
 KINDS = {"results": "*fp32", "out": "*bf16", "term": "*bf16", "other_term": "*bf16", "slots": "*i32",
-         "owners": "*i32", "places": "*i64", "peers": "*i64", "host": "*i64", "global_scale": "fp32",
-         "deadline": "i64"}
+         "owners": "*i32", "peers": "*i64", "host": "*i64", "global_scale": "fp32", "deadline": "i64"}
 
 def compiled(kernel, tiles, **constants):
     signature, values = {}, {}
@@ -22,7 +21,8 @@ def compiled(kernel, tiles, **constants):
         if name in constants:
             signature[name], values[(place,)] = "constexpr", constants[name]
         else:
-            signature[name] = KINDS.get(name, "i64" if name.endswith("_at") else "i32")
+            kind = "*i64" if name == "given" else "i64" if name.endswith("_at") else "i32"
+            signature[name] = KINDS.get(name, kind)
     source = ASTSource(kernel, signature, values, {})
     options = {"num_warps": tiles.warps, "enable_fp_fusion": False}
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
@@ -31,14 +31,15 @@ def compiled(kernel, tiles, **constants):
 
 encoding = Encoding.of(get("nvfp4"))
 layout = ReturnLayout(encoding=encoding, places={}, padded=208)
-shared = dict(HIDDEN=200, PADDED=208, FORMAT=encoding.code, KIND=encoding.kind, OPTION=encoding.option, WORLD=2, WIDE=2)
-for given in (False, True):
-    compiled(pull.place, layout.place_tiles(), TILE=layout.place_tiles().tile, GIVEN=given, LIMITED=given, **shared)
+ranks = dict(WORLD=2, WIDE=2)
+tiles = layout.place_tiles()
+compiled(pull.place, tiles, ROW=encoding.row(200, 208, tiles), given=None, LIMITED=False, **ranks)
+compiled(pull.place, tiles, ROW=encoding.row(200, 208, tiles), LIMITED=True, **ranks)
 tiles = layout.tiles(128)
 for choices in (0, 3):
     compiled(
-        pull.pull, tiles, TILE=tiles.tile, PARTS=tiles.parts, TURNS=2, MEETS=True, EARLY=True, CHOICES=choices,
-        LIMITED=choices > 0, **shared,
+        pull.pull, tiles, ROW=encoding.row(200, 208, tiles), TURNS=2, MEETS=True, EARLY=True, CHOICES=choices,
+        LIMITED=choices > 0, **ranks,
     )
 """
 

@@ -51,6 +51,16 @@ _WORDS = {1: (torch.uint8, tl.uint8), 2: (torch.int16, tl.int16), 4: (torch.int3
 
 
 @dataclass(frozen=True)
+class TileConfig:
+    """How a row is cut: columns of a tile, blocks that share a row, warps of a block; and how it is stored."""
+
+    tile: int
+    parts: int
+    warps: int
+    streams: bool = False  # whether the launch writes more than a cache holds
+
+
+@dataclass(frozen=True)
 class Encoding:
     """What the kernels must know of a format: how it is encoded, its own element type, and its one option."""
 
@@ -76,14 +86,11 @@ class Encoding:
             return cls(push_room.NVFP4, tl.int32, 2 if easy else 1, format.global_scale)
         return None
 
-
-@dataclass(frozen=True)
-class TileConfig:
-    """How a row is cut: columns of a tile, blocks that share a row, warps of a block."""
-
-    tile: int
-    parts: int
-    warps: int
+    def row(self, hidden: int, padded: int, tiles: TileConfig) -> push_room.Row:
+        """What kernels are compiled for, for rows of this width that are cut in this way."""
+        return push_room.Row(
+            hidden, padded, self.code.value, self.kind, self.option, tiles.tile, tiles.parts, tiles.streams
+        )
 
 
 def row_tiles(encoding: Encoding, columns: int, tokens: int) -> TileConfig:
@@ -97,7 +104,7 @@ def row_tiles(encoding: Encoding, columns: int, tokens: int) -> TileConfig:
         # (Tiles of 4096 on 4 warps would be a little faster; triton 3.6 compiles the second one of a row wrongly.)
         return TileConfig(min(2048, widest), 1, 2)
     if encoding.code == push_room.COPY:
-        return TileConfig(min(4096, widest), 1, 4 if widest < 1024 else 16 if many else 8)
+        return TileConfig(min(4096, widest), 1, 4 if widest < 1024 else 16 if many else 8, streams=many)
     if encoding.code == push_room.MXFP8:
         return TileConfig(min(8192 if many else 4096, widest), 1, 8 if widest >= 2048 else 4)
     return TileConfig(min(2048, widest), 1, 4)
@@ -372,18 +379,13 @@ class Launcher:
 
     def _assign(self, slots: DispatchSlots, routes: Routing) -> None:
         spec = slots.spec
-        experts, copies = self.table(spec)
-        chunks = _chunks(slots.max_tokens) if routes.tokens >= 0 else 1
-        blocks = self._blocks(chunks)
+        chunks, others = _chunks(routes.tokens), _chunks(slots.max_tokens) if routes.tokens >= 0 else 1
+        blocks = self._blocks(chunks + others)
         push_room.assign[(blocks * self.ranks,)](
-            routes.ids_TK, routes.weights_TK, experts, copies, routes.slots_TW, self._counts,
-            self._counts if routes.choice_counts is None else routes.choice_counts, self.peers, self.host_status,
-            routes.tokens, slots.max_tokens, self.rank, blocks, chunks, _chunks(self.max_tokens),
-            spec.num_experts, routes.places["ids"], routes.places["weights"], self.control.counts(slots.region),
-            TOP_K=spec.top_k, K_WIDE=triton.next_power_of_2(spec.top_k), REPLICAS=experts.shape[1],
-            WORLD=self.world, AT_ONCE=min(push_room.RANKS_AT_ONCE.value, self._wide), EARLY=self._early,
-            COUNTS=routes.choice_counts is not None, LIMITED=self.sms is not None, num_warps=4,
-            **_launch_early(self._early),
+            self._batch(spec, routes), self._counts, routes.choice_counts, self.peers, self.host_status,
+            *self._sizes(slots, routes.tokens, blocks), *self._kernel_places(slots, routes.places), chunks,
+            others, _chunks(self.max_tokens), LAYER=self._kernel_layer(spec), EARLY=self._early,
+            LIMITED=self.sms is not None, num_warps=4, **_launch_early(self._early),
         )  # fmt: skip
 
     def _push(
@@ -397,31 +399,50 @@ class Launcher:
         sized_for: int | None = None,
     ) -> None:
         """Move one payload. `sized_for`: the number of rows that the kernel is chosen for, where nothing is moved."""
-        spec, tokens, places, encoding = (
-            slots.spec,
-            routes.tokens,
-            routes.places,
-            load.encoding,
-        )
-        experts, copies = self.table(spec)
+        spec, tokens, encoding = slots.spec, routes.tokens, load.encoding
         tiles = row_tiles(encoding, load.padded, tokens * self.ranks if sized_for is None else sized_for)
         row_parts = max(0, tokens) * tiles.parts
         others = _chunks(slots.max_tokens) if whole and tokens >= 0 else int(tokens <= 0)
         blocks = self._blocks(row_parts + others)
+        choice_counts = routes.choice_counts if whole else None  # else `assign` has counted
         push_room.push[(blocks * self.ranks,)](
-            load.rows, routes.ids_TK, routes.weights_TK, experts, copies, routes.slots_TW,
-            self._counts if routes.choice_counts is None else routes.choice_counts, self.peers, self.host_status,
-            tokens, slots.max_tokens, self.rank, blocks, row_parts, others, spec.num_experts, slots.layer,
-            places[load.name], places.get("scales", 0), places.get("global_scale", 0), places["ids"],
-            places["weights"], self.control.counts(slots.region), encoding.global_scale, self.deadline,
-            HIDDEN=load.rows.shape[1], PADDED=load.padded, FORMAT=encoding.code, KIND=encoding.kind,
-            OPTION=encoding.option, TOP_K=spec.top_k, K_WIDE=triton.next_power_of_2(spec.top_k),
-            REPLICAS=experts.shape[1], WORLD=self.world, WIDE=self._wide,
-            AT_ONCE=min(push_room.RANKS_AT_ONCE.value, self._wide), TILE=tiles.tile, PARTS=tiles.parts,
-            TURNS=self.control.turns, WHOLE=whole, WAITS=waits, EARLY=self._early,
-            COUNTS=whole and routes.choice_counts is not None, LIMITED=self.sms is not None,
+            load.rows, self._batch(spec, routes), choice_counts, self.peers, self.host_status,
+            *self._sizes(slots, tokens, blocks), *self._kernel_places(slots, routes.places, load.name), row_parts,
+            others, slots.layer,
+            encoding.global_scale, self.deadline, LAYER=self._kernel_layer(spec),
+            ROW=encoding.row(load.rows.shape[1], load.padded, tiles), TURNS=self.control.turns, WHOLE=whole,
+            WAITS=waits, EARLY=self._early, LIMITED=self.sms is not None,
             num_warps=tiles.warps, enable_fp_fusion=False, **_launch_early(self._early),
         )  # fmt: skip
+
+    def _batch(self, spec: ExchangeSpec, routes: Routing) -> push_room.Batch:
+        return push_room.Batch(routes.ids_TK, routes.weights_TK, *self.table(spec), routes.slots_TW)
+
+    def _sizes(self, slots: DispatchSlots, tokens: int, blocks: int) -> push_room.Sizes:
+        return push_room.Sizes(tokens, slots.max_tokens, self.rank, blocks, slots.spec.num_experts)
+
+    def _kernel_layer(self, spec: ExchangeSpec) -> push_room.Layer:
+        return push_room.Layer(
+            top_k=spec.top_k,
+            k_wide=triton.next_power_of_2(spec.top_k),
+            replicas=self.table(spec)[0].shape[1],
+            world=self.world,
+            wide=self._wide,
+            at_once=min(push_room.RANKS_AT_ONCE.value, self._wide),
+        )
+
+    def _kernel_places(
+        self, slots: DispatchSlots, places: Mapping[str, int], data: str = "data"
+    ) -> push_room.Places:
+        """Where a kernel finds the payloads of a region: 0 stands for those that it has not."""
+        return push_room.Places(
+            data=places[data],
+            scales=places.get("scales", 0),
+            globals=places.get("global_scale", 0),
+            ids=places.get("ids", 0),
+            weights=places.get("weights", 0),
+            counts=self.control.counts(slots.region),
+        )
 
     @staticmethod
     def _places(layout: SlotLayout, start: int) -> dict[str, int]:
@@ -541,15 +562,12 @@ class Launcher:
     ) -> None:
         tiles, rows = layout.place_tiles(), results.shape[0] // self.ranks
         blocks = self._blocks(max(1, rows))
+        encoding, spec = layout.encoding, slots.spec
         pull_room.place[(blocks * self.ranks,)](
-            aligned(results), self.peers if places_N is None else places_N, self.peers,
-            rows, slots.max_tokens, self.rank, blocks,
-            int(dense), layout.places["data"], layout.places.get("scales", 0), layout.places.get("global_scale", 0),
-            self.control.counts(slots.region), layout.encoding.global_scale,
-            HIDDEN=slots.spec.hidden_size, PADDED=layout.padded, FORMAT=layout.encoding.code,
-            KIND=layout.encoding.kind, OPTION=layout.encoding.option, WORLD=self.world, WIDE=self._wide,
-            TILE=tiles.tile, GIVEN=places_N is not None, LIMITED=self.sms is not None, num_warps=tiles.warps,
-            enable_fp_fusion=False,
+            aligned(results), places_N, self.peers, rows, slots.max_tokens, self.rank, blocks, int(dense),
+            *self._kernel_places(slots, layout.places), encoding.global_scale,
+            ROW=encoding.row(spec.hidden_size, layout.padded, tiles), WORLD=self.world, WIDE=self._wide,
+            LIMITED=self.sms is not None, num_warps=tiles.warps, enable_fp_fusion=False,
         )  # fmt: skip
 
     def _pull(
@@ -572,12 +590,9 @@ class Launcher:
         pull_room.pull[(blocks * self.ranks,)](
             out_TH, terms[0], terms[1], home_slots, owners, self.peers, self.host_status,
             tokens, slots.max_tokens * spec.results_per_row, self.rank, blocks, slots.layer, len(add),
-            layout.places["data"],
-            layout.places.get("scales", 0), layout.places.get("global_scale", 0), layout.encoding.global_scale,
-            self.deadline,
-            HIDDEN=spec.hidden_size, PADDED=layout.padded, FORMAT=layout.encoding.code,
-            KIND=layout.encoding.kind, OPTION=layout.encoding.option, WORLD=self.world, WIDE=self._wide,
-            TILE=tiles.tile, PARTS=tiles.parts, TURNS=self.control.turns, MEETS=meets, EARLY=self._early,
+            *self._kernel_places(slots, layout.places), layout.encoding.global_scale, self.deadline,
+            ROW=layout.encoding.row(spec.hidden_size, layout.padded, tiles), WORLD=self.world, WIDE=self._wide,
+            TURNS=self.control.turns, MEETS=meets, EARLY=self._early,
             CHOICES=0 if owners_TK is None else spec.top_k, LIMITED=self.sms is not None, num_warps=tiles.warps,
             enable_fp_fusion=False, **_launch_early(self._early),
         )  # fmt: skip

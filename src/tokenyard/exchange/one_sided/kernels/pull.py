@@ -37,56 +37,60 @@ from tokenyard.exchange.one_sided.kernels.numerics import (
     is_easy,
     row_global_scale,
 )
-from tokenyard.exchange.one_sided.kernels.push import CAST, FP8_BLOCK, MXFP8, NVFP4, aligned, store_tile
+from tokenyard.exchange.one_sided.kernels.push import (
+    CAST,
+    FP8_BLOCK,
+    MXFP8,
+    NVFP4,
+    Places,
+    aligned,
+    store_tile,
+)
 
 
 @triton.jit(
     do_not_specialize=[
-        "rows", "max_tokens", "first_rank", "blocks", "dense", "data_at", "scales_at", "global_at", "counts_at",
+        "rows", "max_tokens", "first_rank", "blocks", "dense",
+        "data_at", "scales_at", "global_at", "ids_at", "weights_at", "counts_at",
     ]
 )  # fmt: skip
 def place(
-    results, places, peers, rows, max_tokens, first_rank, blocks, dense, data_at, scales_at, global_at, counts_at,
-    global_scale,
-    HIDDEN: tl.constexpr, PADDED: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr, OPTION: tl.constexpr,
-    WORLD: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, GIVEN: tl.constexpr, LIMITED: tl.constexpr,
+    results, given, peers, rows, max_tokens, first_rank, blocks, dense,
+    data_at, scales_at, global_at, ids_at, weights_at, counts_at, global_scale,
+    ROW: tl.constexpr, WORLD: tl.constexpr, WIDE: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
     """Write results into this rank's combine region, a block for each, or fewer blocks (`LIMITED`).
 
     `dense`: one result per row that was received, in their order. Otherwise one per slot, empty ones included. Where a
-    row has a result for each of its choices, `places` says where each goes (GIVEN).
+    row has a result for each of its choices, `given` says where each goes; else it is None.
     """
     if rows <= 0:  # a rehearsal, or nothing came
         return
+    places = Places(data_at, scales_at, global_at, ids_at, weights_at, counts_at)
     local = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
     base = tl.load(peers + first_rank + local)
-    results += local.to(tl.int64) * rows * HIDDEN
+    results += local.to(tl.int64) * rows * ROW.hidden
     if LIMITED:
         for result in range(block, rows, blocks):
             place_result(
-                results, places, base, result, max_tokens, dense, data_at, scales_at, global_at, counts_at,
-                global_scale, HIDDEN, PADDED, FORMAT, KIND, OPTION, WORLD, WIDE, TILE, GIVEN,
-            )  # fmt: skip
+                results, given, base, result, max_tokens, dense, places, global_scale, ROW, WORLD, WIDE
+            )
     else:
-        place_result(
-            results, places, base, block, max_tokens, dense, data_at, scales_at, global_at, counts_at,
-            global_scale, HIDDEN, PADDED, FORMAT, KIND, OPTION, WORLD, WIDE, TILE, GIVEN,
-        )  # fmt: skip
+        place_result(results, given, base, block, max_tokens, dense, places, global_scale, ROW, WORLD, WIDE)
 
 
 @triton.jit
 def place_result(
-    results, places, base, result, max_tokens, dense, data_at, scales_at, global_at, counts_at, global_scale,
-    HIDDEN: tl.constexpr, PADDED: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr, OPTION: tl.constexpr,
-    WORLD: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, GIVEN: tl.constexpr,
+    results, given, base, result, max_tokens, dense, places, global_scale,
+    ROW: tl.constexpr, WORLD: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Write one result where its owner finds it."""
     w = tl.arange(0, WIDE)
-    counts = (base + counts_at).to(tl.pointer_type(tl.int32))
+    counts = (base + places.counts).to(tl.pointer_type(tl.int32))
     count = tl.load(counts + 2 * w, mask=w < WORLD, other=0)
-    if GIVEN:
-        slot = tl.load(places + result)
+    if given is not None:
+        slot = tl.load(given + result)
         there = slot >= 0
     elif dense != 0:
         source = tl.sum((tl.cumsum(count, 0) <= result).to(tl.int32), 0)
@@ -96,111 +100,94 @@ def place_result(
         slot = result
         there = slot % max_tokens < tl.sum(tl.where(w == result // max_tokens, count, 0), 0)
     if there:
-        row = results + tl.cast(result, tl.int64) * HIDDEN
-        if FORMAT == NVFP4:
-            place_nvfp4(
-                row, base, slot.to(tl.int64), global_scale, data_at, scales_at, global_at,
-                HIDDEN, PADDED, KIND, OPTION, TILE,
-            )  # fmt: skip
+        row = results + tl.cast(result, tl.int64) * ROW.hidden
+        if ROW.format == NVFP4:
+            place_nvfp4(row, base, slot.to(tl.int64), global_scale, places, ROW)
         else:
-            place_row(
-                row, base, slot.to(tl.int64), data_at, scales_at, HIDDEN, PADDED, FORMAT, KIND, OPTION, TILE
-            )
+            place_row(row, base, slot.to(tl.int64), places, ROW)
 
 
 @triton.jit
-def place_nvfp4(
-    row, base, slot, g, data_at, scales_at, global_at,
-    HIDDEN: tl.constexpr, PADDED: tl.constexpr, KIND: tl.constexpr, OPTION: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+def place_nvfp4(row, base, slot, g, places, ROW: tl.constexpr):
     """Encode one result as nvfp4, and write it into its slot."""
+    TILE: tl.constexpr = ROW.tile
+    PADDED: tl.constexpr = ROW.padded
     h = tl.arange(0, TILE)
-    values = tl.load(row + h, mask=h < HIDDEN, other=0)
-    if OPTION == 0:  # one global scale for each row: of all of the row, before any of it is encoded
+    values = tl.load(row + h, mask=h < ROW.hidden, other=0)
+    ANY_SCALE: tl.constexpr = ROW.option == 0
+    if ANY_SCALE:  # one global scale for each row: of all of the row, before any of it is encoded
         amax = finite_amax(values.to(tl.float32), TILE)
         for c in tl.static_range(TILE, PADDED, TILE):
-            more = tl.load(row + c + h, mask=c + h < HIDDEN, other=0)
+            more = tl.load(row + c + h, mask=c + h < ROW.hidden, other=0)
             amax = tl.maximum(amax, finite_amax(more.to(tl.float32), TILE))
         g = row_global_scale(amax)
-    ANY_SCALE: tl.constexpr = OPTION == 0
     if ANY_SCALE and not is_easy(g):
         # Rare: in a few steps that need no more registers than the usual way does.
         STEP: tl.constexpr = min(TILE, 1024)
-        for column in range(0, PADDED, STEP):
-            s = column + tl.arange(0, STEP)
-            some = tl.load(row + s, mask=s < HIDDEN, other=0)
+        for first in range(0, PADDED, STEP):
+            s = first + tl.arange(0, STEP)
+            some = tl.load(row + s, mask=s < ROW.hidden, other=0)
             codes, scales = encode_nvfp4(some.to(tl.float32), g, STEP, False)
-            store_tile(
-                codes, scales, g, slot >= 0, base, slot, column, PADDED, data_at, scales_at, global_at,
-                PADDED, NVFP4, KIND, OPTION, STEP, 8,
-            )  # fmt: skip
+            store_tile(codes, scales, g, slot >= 0, base, slot, first, PADDED, places, ROW, STEP)
     else:
         for c in tl.static_range(0, PADDED, TILE):
             if c > 0:
-                values = tl.load(row + c + h, mask=c + h < HIDDEN, other=0)
-            codes, scales = encode_nvfp4(values.to(tl.float32), g, TILE, ANY_SCALE or OPTION == 2)
-            store_tile(
-                codes, scales, g, slot >= 0, base, slot, c, PADDED, data_at, scales_at, global_at,
-                PADDED, NVFP4, KIND, OPTION, TILE, 8,
-            )  # fmt: skip
+                values = tl.load(row + c + h, mask=c + h < ROW.hidden, other=0)
+            codes, scales = encode_nvfp4(values.to(tl.float32), g, TILE, ANY_SCALE or ROW.option == 2)
+            store_tile(codes, scales, g, slot >= 0, base, slot, c, PADDED, places, ROW, TILE)
 
 
 @triton.jit
-def place_row(
-    row, base, slot, data_at, scales_at,
-    HIDDEN: tl.constexpr, PADDED: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr, OPTION: tl.constexpr,
-    TILE: tl.constexpr,
-):  # fmt: skip
+def place_row(row, base, slot, places, ROW: tl.constexpr):
     """Encode one result, and write it into its slot."""
-    data = aligned(base + data_at, KIND) + slot * PADDED
+    PADDED: tl.constexpr = ROW.padded
+    TILE: tl.constexpr = ROW.tile
+    data = aligned(base + places.data, ROW.kind) + slot * PADDED
     for c in tl.static_range(0, PADDED, TILE):
         h = c + tl.arange(0, TILE)
-        values = tl.load(row + h, mask=h < HIDDEN, other=0)
-        if FORMAT == CAST:
-            tl.store(data + h, cast_within(values, KIND), mask=h < PADDED)
-        elif FORMAT == MXFP8:
+        values = tl.load(row + h, mask=h < ROW.hidden, other=0)
+        if ROW.format == CAST:
+            tl.store(data + h, cast_within(values, ROW.kind), mask=h < PADDED)
+        elif ROW.format == MXFP8:
             codes, scales = encode_mxfp8(values.to(tl.float32), TILE, values.dtype == tl.float32)
             tl.store(data + h, codes, mask=h < PADDED)
             s = c // 32 + tl.arange(0, TILE // 32)
-            there = (base + scales_at).to(tl.pointer_type(tl.uint8)) + slot * (PADDED // 32)
+            there = (base + places.scales).to(tl.pointer_type(tl.uint8)) + slot * (PADDED // 32)
             tl.store(there + s, scales, mask=s < PADDED // 32)
         else:
-            codes, scales = encode_fp8_block(values.to(tl.float32), TILE, OPTION == 1)
+            codes, scales = encode_fp8_block(values.to(tl.float32), TILE, ROW.option == 1)
             tl.store(data + h, codes, mask=h < PADDED)
             s = c // 128 + tl.arange(0, TILE // 128)
-            there = (base + scales_at).to(tl.pointer_type(tl.float32)) + slot * (PADDED // 128)
+            there = (base + places.scales).to(tl.pointer_type(tl.float32)) + slot * (PADDED // 128)
             tl.store(there + s, scales, mask=s < PADDED // 128)
 
 
 @triton.jit
-def pull_nvfp4(
-    base, slot, tile, there, g, data_at, scales_at, global_at,
-    PADDED: tl.constexpr, KIND: tl.constexpr, OPTION: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+def pull_nvfp4(base, slot, tile, there, g, places, ROW: tl.constexpr):
     """A tile of a row that stands in a slot as nvfp4, as float32; zeros where there is none."""
-    data = aligned(base + data_at, KIND) + slot * (PADDED // 8)
-    h = tile * (TILE // 8) + tl.arange(0, TILE // 8)
+    PADDED: tl.constexpr = ROW.padded
+    data = aligned(base + places.data, ROW.kind) + slot * (PADDED // 8)
+    h = tile * (ROW.tile // 8) + tl.arange(0, ROW.tile // 8)
     words = tl.load(data + h, mask=(h < PADDED // 8) & there, other=0)
-    s = tile * (TILE // 16) + tl.arange(0, TILE // 16)
-    scales = aligned(base + scales_at, tl.float8e4nv) + slot * (PADDED // 16)
-    if OPTION == 0:
-        g = tl.load((base + global_at).to(tl.pointer_type(tl.float32)) + slot, mask=there, other=1.0)
-    return decode_nvfp4(words, tl.load(scales + s, mask=(s < PADDED // 16) & there, other=0.0), g, TILE)
+    s = tile * (ROW.tile // 16) + tl.arange(0, ROW.tile // 16)
+    scales = aligned(base + places.scales, tl.float8e4nv) + slot * (PADDED // 16)
+    if ROW.option == 0:
+        g = tl.load((base + places.globals).to(tl.pointer_type(tl.float32)) + slot, mask=there, other=1.0)
+    return decode_nvfp4(words, tl.load(scales + s, mask=(s < PADDED // 16) & there, other=0.0), g, ROW.tile)
 
 
 @triton.jit(
     do_not_specialize=[
-        "tokens", "max_tokens", "first_rank", "blocks_per_rank", "layer", "terms", "data_at", "scales_at", "global_at",
-        "deadline",
+        "tokens", "max_tokens", "first_rank", "blocks_per_rank", "layer", "terms",
+        "data_at", "scales_at", "global_at", "ids_at", "weights_at", "counts_at", "deadline",
     ]
 )  # fmt: skip
 def pull(
     out, term, other_term, slots, owners, peers, host,
-    tokens, max_tokens, first_rank, blocks_per_rank, layer, terms, data_at, scales_at, global_at, global_scale,
-    deadline,
-    HIDDEN: tl.constexpr, PADDED: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr, OPTION: tl.constexpr,
-    WORLD: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
-    TURNS: tl.constexpr, MEETS: tl.constexpr, EARLY: tl.constexpr, CHOICES: tl.constexpr, LIMITED: tl.constexpr,
+    tokens, max_tokens, first_rank, blocks_per_rank, layer, terms,
+    data_at, scales_at, global_at, ids_at, weights_at, counts_at, global_scale, deadline,
+    ROW: tl.constexpr, WORLD: tl.constexpr, WIDE: tl.constexpr, TURNS: tl.constexpr, MEETS: tl.constexpr,
+    EARLY: tl.constexpr, CHOICES: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
     """Read each token's results from the ranks that it went to, and write their sum: a tile of it in each block.
 
@@ -210,6 +197,7 @@ def pull(
     """
     if tokens < 0:  # a rehearsal
         return
+    places = Places(data_at, scales_at, global_at, ids_at, weights_at, counts_at)
     local = tl.program_id(0) // blocks_per_rank
     block = tl.program_id(0) % blocks_per_rank
     rank = first_rank + local
@@ -230,17 +218,15 @@ def pull(
             tl.debug_barrier()
             status = tl.load(mine + STATUS, volatile=True)
     if LIMITED:
-        for number in range(block, tokens * PARTS, blocks_per_rank):
+        for number in range(block, tokens * ROW.parts, blocks_per_rank):
             pull_tile(
                 out, term, other_term, slots, owners, peers, number, local, rank, status, tokens, max_tokens, terms,
-                data_at, scales_at, global_at, global_scale,
-                HIDDEN, PADDED, FORMAT, KIND, OPTION, WORLD, TILE, PARTS, CHOICES,
+                places, global_scale, ROW, WORLD, CHOICES,
             )  # fmt: skip
-    elif block < tokens * PARTS:
+    elif block < tokens * ROW.parts:
         pull_tile(
             out, term, other_term, slots, owners, peers, block, local, rank, status, tokens, max_tokens, terms,
-            data_at, scales_at, global_at, global_scale,
-            HIDDEN, PADDED, FORMAT, KIND, OPTION, WORLD, TILE, PARTS, CHOICES,
+            places, global_scale, ROW, WORLD, CHOICES,
         )  # fmt: skip
     if MEETS:
         tl.debug_barrier()
@@ -254,11 +240,14 @@ def pull(
 @triton.jit
 def pull_tile(
     out, term, other_term, slots, owners, peers, number, local, rank, status, tokens, max_tokens, terms,
-    data_at, scales_at, global_at, global_scale,
-    HIDDEN: tl.constexpr, PADDED: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr, OPTION: tl.constexpr,
-    WORLD: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, CHOICES: tl.constexpr,
+    places, global_scale, ROW: tl.constexpr, WORLD: tl.constexpr, CHOICES: tl.constexpr,
 ):  # fmt: skip
     """Write one tile of the sum of one token."""
+    HIDDEN: tl.constexpr = ROW.hidden
+    PADDED: tl.constexpr = ROW.padded
+    FORMAT: tl.constexpr = ROW.format
+    TILE: tl.constexpr = ROW.tile
+    PARTS: tl.constexpr = ROW.parts
     token = local.to(tl.int64) * tokens + number // PARTS
     TERMS: tl.constexpr = CHOICES if CHOICES > 0 else WORLD
     slots += token * TERMS
@@ -273,23 +262,20 @@ def pull_tile(
             base = tl.load(peers + w)
         at = (rank * max_tokens + slot).to(tl.int64)
         if FORMAT == NVFP4:
-            total += pull_nvfp4(
-                base, at, number % PARTS, slot >= 0, global_scale, data_at, scales_at, global_at,
-                PADDED, KIND, OPTION, TILE,
-            )  # fmt: skip
+            total += pull_nvfp4(base, at, number % PARTS, slot >= 0, global_scale, places, ROW)
         else:
-            data = aligned(base + data_at, KIND) + at * PADDED
+            data = aligned(base + places.data, ROW.kind) + at * PADDED
             values = tl.load(data + h, mask=(h < PADDED) & (slot >= 0), other=0.0)
         if FORMAT == MXFP8:
             s = (number % PARTS) * (TILE // 32) + tl.arange(0, TILE // 32)
-            there = (base + scales_at).to(tl.pointer_type(tl.uint8)) + at * (PADDED // 32)
+            there = (base + places.scales).to(tl.pointer_type(tl.uint8)) + at * (PADDED // 32)
             scales = tl.load(there + s, mask=(s < PADDED // 32) & (slot >= 0), other=0)
             total += decode_mxfp8(values, scales, TILE)
         elif FORMAT == CAST:
             total += values.to(tl.float32)
         elif FORMAT == FP8_BLOCK:
             s = (number % PARTS) * (TILE // 128) + tl.arange(0, TILE // 128)
-            there = (base + scales_at).to(tl.pointer_type(tl.float32)) + at * (PADDED // 128)
+            there = (base + places.scales).to(tl.pointer_type(tl.float32)) + at * (PADDED // 128)
             scales = tl.load(there + s, mask=(s < PADDED // 128) & (slot >= 0), other=0.0)
             total += decode_fp8_block(values, scales, TILE)
     # Where a round failed, nobody shall take what comes out for a result.
