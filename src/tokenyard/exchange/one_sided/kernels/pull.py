@@ -217,7 +217,13 @@ def pull(
             wait(mine, peers, rank, host, flag, deadline, COMBINE, WORLD, WIDE, TURNS)
             tl.debug_barrier()
             status = tl.load(mine + STATUS, volatile=True)
-    if LIMITED:
+    if LIMITED and ROW.rows > 1:
+        for number in range(block, tl.cdiv(tokens, ROW.rows) * ROW.parts, blocks_per_rank):
+            pull_tiles(
+                out, term, other_term, slots, owners, peers, number, local, rank, status, tokens, max_tokens, terms,
+                places, ROW, WORLD, CHOICES,
+            )  # fmt: skip
+    elif LIMITED:
         for number in range(block, tokens * ROW.parts, blocks_per_rank):
             pull_tile(
                 out, term, other_term, slots, owners, peers, number, local, rank, status, tokens, max_tokens, terms,
@@ -286,3 +292,40 @@ def pull_tile(
     if terms >= 2:
         total += tl.load(other_term + at, mask=h < HIDDEN, other=0.0).to(tl.float32)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=h < HIDDEN)
+
+
+@triton.jit
+def pull_tiles(
+    out, term, other_term, slots, owners, peers, number, local, rank, status, tokens, max_tokens, terms,
+    places, ROW: tl.constexpr, WORLD: tl.constexpr, CHOICES: tl.constexpr,
+):  # fmt: skip
+    """Write one tile of the sums of some tokens, whose results travel as they are or cast; else as `pull_tile`."""
+    HIDDEN: tl.constexpr = ROW.hidden
+    PADDED: tl.constexpr = ROW.padded
+    TILE: tl.constexpr = ROW.tile
+    PARTS: tl.constexpr = ROW.parts
+    ROWS: tl.constexpr = ROW.rows
+    TERMS: tl.constexpr = CHOICES if CHOICES > 0 else WORLD
+    row = (number // PARTS) * ROWS + tl.arange(0, ROWS)
+    there = row < tokens
+    token = local.to(tl.int64) * tokens + row
+    h = (number % PARTS) * TILE + tl.arange(0, TILE)
+    total = tl.zeros([ROWS, TILE], tl.float32)
+    for w in tl.static_range(TERMS):
+        slot = tl.load(slots + token * TERMS + w, mask=there, other=-1)
+        if CHOICES > 0:
+            owner = tl.load(owners + token * TERMS + w, mask=there, other=0)
+            data = aligned(tl.load(peers + owner) + places.data, ROW.kind)[:, None]
+        else:
+            data = aligned(tl.load(peers + w) + places.data, ROW.kind)
+        at = (rank * max_tokens + slot).to(tl.int64)[:, None] * PADDED + h[None, :]
+        mask = (h < PADDED)[None, :] & (slot >= 0)[:, None]
+        total += tl.load(data + at, mask=mask, other=0.0).to(tl.float32)
+    total = tl.where(status < FAILED, total, float("nan"))
+    at = token[:, None] * HIDDEN + h[None, :]
+    mask = there[:, None] & (h < HIDDEN)[None, :]
+    if terms >= 1:
+        total += tl.load(term + at, mask=mask, other=0.0).to(tl.float32)
+    if terms >= 2:
+        total += tl.load(other_term + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)

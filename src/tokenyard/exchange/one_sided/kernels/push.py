@@ -116,6 +116,7 @@ class Row(NamedTuple):
     option: int
     tile: int
     parts: int  # blocks that share a row
+    rows: int  # rows that a block moves at a time, where a rank has few blocks
     streams: bool  # whether more is written than a cache holds
 
 
@@ -379,7 +380,12 @@ def push(
     x += local.to(tl.int64) * sizes.tokens * ROW.hidden
     own = of_rank(batch, local, sizes.tokens, LAYER)
     # Two calls: in a loop that runs once, the compiler needs up to 16 registers more.
-    if LIMITED:
+    if LIMITED and ROW.rows > 1:
+        if EARLY:
+            gdc_wait()
+        for first in range(block * ROW.rows, tokens, blocks * ROW.rows):
+            push_rows(x, own.slots, peers, first, tokens, rank * max_tokens, places, LAYER, ROW)
+    elif LIMITED:
         for item in range(block, row_parts + others, sizes.blocks):
             push_item(
                 x, own, choice_counts, peers, host, sizes, places, item, row_parts, rank, global_scale,
@@ -399,6 +405,28 @@ def push(
             meet_others(
                 mine, peers, rank, host, layer, deadline, DISPATCH, 0, LAYER.world, LAYER.wide, TURNS, WAITS
             )
+
+
+@triton.jit
+def push_rows(x, slots, peers, first, tokens, window, places, LAYER: tl.constexpr, ROW: tl.constexpr):
+    """Write some rows, as they are or cast, all at once: a block that waits for one row at a time is slow."""
+    WORLD: tl.constexpr = LAYER.world
+    HIDDEN: tl.constexpr = ROW.hidden
+    PADDED: tl.constexpr = ROW.padded
+    TILE: tl.constexpr = ROW.tile
+    row = first + tl.arange(0, ROW.rows)
+    there = row < tokens
+    for c in tl.static_range(0, PADDED, TILE):
+        h = c + tl.arange(0, TILE)
+        at = row.to(tl.int64)[:, None] * HIDDEN + h[None, :]
+        values = tl.load(x + at, mask=there[:, None] & (h < HIDDEN)[None, :], other=0)
+        if ROW.format == CAST:
+            values = cast_within(values, ROW.kind)
+        for w in range(WORLD):
+            slot = tl.load(slots + row * WORLD + w, mask=there, other=-1)
+            data = aligned(tl.load(peers + w) + places.data, ROW.kind)
+            at = (window + slot).to(tl.int64)[:, None] * PADDED + h[None, :]
+            tl.store(data + at, values, mask=(slot >= 0)[:, None] & (h < PADDED)[None, :])
 
 
 @triton.jit
