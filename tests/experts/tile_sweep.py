@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from tokenyard.cli.bench_output import Output, run_benchmark
+from tokenyard.cli.bench_output import run_benchmark
+from tokenyard.cli.output import Output
 from tokenyard.experts import FusedExperts
 from tokenyard.experts.fused import tile_table
 from tokenyard.experts.fused.tile_configs import (
@@ -207,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     found = sweep(cells, device=device, clock=graph_clock(device, given.rounds))
     run = Run(document=document, steps=[str(cell) for cell in cells], figures=([record] for record in found))
-    run_benchmark(run, Output(given.out, as_json=False))
+    run_benchmark(run, Output(as_json=False, out=given.out))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import typer
 
 from tokenyard.cli.machine import provenance
 from tokenyard.cli.options import MOST_RANKS, JsonFlag, PlotFile, option
-from tokenyard.cli.output import check_out, console, deliver
+from tokenyard.cli.output import Output, console
 from tokenyard.cli.tables import show_table
 from tokenyard.units import size
 
@@ -40,10 +40,9 @@ def balance(
     """Show what a better placement of the experts would gain and cost, before anything is moved."""
     from tokenyard.lab.balancing.forecast import forecast, steps_to_pay
     from tokenyard.lab.balancing.recorded_routes import read_routes
-    from tokenyard.lab.plots import check_picture, draw_balance
+    from tokenyard.lab.plots import draw_balance
 
-    check_out(out)
-    check_picture(plot)
+    output = Output(as_json, out, plot)
     recorded = read_routes(routes)
     world = recorded[0].world if ranks is None else ranks
     gb_per_s, tera = bandwidth or _copy_rate(), tflops or _product_rate()
@@ -68,7 +67,7 @@ def balance(
         "layers": [layer.as_dict() for layer in layers],
         **provenance(),
     }
-    deliver(document, lambda: _show(layers, document), as_json=as_json, out=out, plot=plot, draw=draw_balance)
+    output.deliver(document, lambda: _show(layers, document), draw_balance)
 
 
 def _copy_rate() -> float:

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from tokenyard.cli.bench_options import choose, default_of
-from tokenyard.cli.bench_output import Output, run_benchmark, show
+from tokenyard.cli.bench_output import run_benchmark, show
 from tokenyard.cli.options import Exchanges, JsonFlag, OutFile, PlotFile, option
-from tokenyard.cli.output import reported
+from tokenyard.cli.output import Output, reported
 from tokenyard.cli.parts import refuse_override
 from tokenyard.errors import InputError
 
@@ -34,7 +34,7 @@ def encode(
     """How fast one thread encodes rows, per format."""
     from tokenyard.lab.bench import runs
 
-    run_benchmark(runs.encode_run(tokens, hidden_size, seconds), Output(out, as_json))
+    run_benchmark(runs.encode_run(tokens, hidden_size, seconds), Output(as_json, out))
 
 
 @app.command()
@@ -69,7 +69,7 @@ def experts(
     On a GPU it is F.grouped_mm or its fp8 sister, and the best that was measured before.
     """
     chosen = choose("experts", device, locals())
-    output = Output(out, as_json, plot)
+    output = Output(as_json, out, plot)
     from tokenyard.lab.bench import runs
 
     run = runs.experts_on_gpu(chosen) if device == "cuda" else runs.experts_on_cpu(chosen)
@@ -112,7 +112,7 @@ def dispatch(
     """How fast rows travel out and back, beside the floor and a peer: bare gloo, or FlashInfer on a GPU."""
     chosen = choose("dispatch", device, locals())
     chosen.top_k, chosen.combine_wire = top_k, combine_wire
-    output = Output(out, as_json, plot)
+    output = Output(as_json, out, plot)
     if device == "cpu":
         from tokenyard.group.forkserver import start_forkserver
 
@@ -159,7 +159,7 @@ def layer(
             fix="`tokenyard bench dispatch` and `bench experts` measure the halves on a CPU",
         )
     chosen = choose("layer", "shape" if cells is None else "cells", given)
-    output = Output(out, as_json, plot)
+    output = Output(as_json, out, plot)
     from tokenyard.lab.bench import runs
 
     run_benchmark(runs.layer_on_gpu(chosen, cells, rounds), output)
@@ -191,7 +191,7 @@ def transformers(
     from tokenyard.lab.bench import runs
     from tokenyard.lab.bench.transformers_ep import Workload
 
-    run_benchmark(runs.transformers_run(Workload(**sizes)), Output(out, as_json))
+    run_benchmark(runs.transformers_run(Workload(**sizes)), Output(as_json, out))
 
 
 @app.command()
@@ -205,7 +205,7 @@ def overhead(
     refuse_override()
     from tokenyard.lab.bench import runs
 
-    run_benchmark(runs.overhead_run(rounds), Output(out, as_json))
+    run_benchmark(runs.overhead_run(rounds), Output(as_json, out))
 
 
 @app.command("combine-error")
@@ -234,7 +234,7 @@ def combine_error(
     """
     given = locals()
     refuse_override()
-    output = Output(out, as_json, plot)
+    output = Output(as_json, out, plot)
     from tokenyard.lab.bench import runs
     from tokenyard.lab.bench.combine_error import Study
 
@@ -270,7 +270,7 @@ def hosts(
     """
     given = locals()
     refuse_override()
-    output = Output(out, as_json, plot)
+    output = Output(as_json, out, plot)
     from tokenyard.lab.bench import runs
 
     setup = {name: given[name] for name in runs.HOSTS_SETUP}
@@ -295,7 +295,7 @@ def balance(
     """What uneven load costs before and after a rebalance, beside uniform load; what a move costs, beside a copy."""
     given = locals()
     refuse_override()
-    output = Output(out, as_json)
+    output = Output(as_json, out)
     from tokenyard.lab.bench import runs
     from tokenyard.lab.bench.balance import Job
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +10,7 @@ import typer
 
 from tokenyard.cli.machine import provenance
 from tokenyard.cli.options import PlotFile, option
-from tokenyard.cli.output import console, print_json, reported, save_json
+from tokenyard.cli.output import Output, console, reported, save_json
 from tokenyard.cli.tables import show_table
 from tokenyard.errors import InputError
 
@@ -23,34 +22,12 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1
 
 
-@dataclass(frozen=True)
-class Output:
-    """Where the figures of a benchmark go."""
-
-    out: Path | None
-    as_json: bool
-    plot: Path | None = None
-
-    def __post_init__(self) -> None:
-        """Raise where a picture cannot be drawn, before the time is spent."""
-        if self.plot is not None:
-            from tokenyard.lab.plots import check_picture
-
-            check_picture(self.plot)
-
-    def save(self, document: Document) -> None:
-        """Write what is known so far."""
-        if self.out is not None:
-            save_json(document.as_dict(), self.out)
-
-
 def run_benchmark(run: Run, output: Output) -> None:
     """Measure step by step, with signs of life on stderr; then print, save and draw what was found."""
     from tokenyard.lab.bench.records import figure
 
     document, steps = run.document, run.steps
     document.provenance = provenance()
-    output.save(document)  # a file that cannot be written is found out before the time is spent
     errors, found = console(stderr=True), iter(run.figures)
     for number, step in enumerate(steps, start=1):
         message = f"{document.benchmark}: measuring {step} ({number} of {len(steps)})"
@@ -62,19 +39,20 @@ def run_benchmark(run: Run, output: Output) -> None:
         for record in records:
             took = record.note if record.ours is None else f"{figure(record.ours.median)} {document.unit}"
             errors.print(f"  {record}: {took}", markup=False, soft_wrap=True)
-        output.save(document)  # as far as it goes: a machine that is taken away takes no figures with it
+        if output.out is not None:  # as far as it goes: a machine that is taken away takes no figures with it
+            save_json(document.as_dict(), output.out)
     run.finish()
-    if output.as_json:
-        print_json(document.as_dict())
-    else:
-        print_document(document)
-    output.save(document)
-    if output.plot is not None:
-        from tokenyard.lab.plots import draw_figures
-
-        draw_figures(document, output.plot)
+    output.deliver(
+        document.as_dict(), lambda: print_document(document), lambda _, path: _draw(document, path)
+    )
     if document.failed():
         raise typer.Exit(EXIT_FAILED)
+
+
+def _draw(document: Document, path: Path) -> None:
+    from tokenyard.lab.plots import draw_figures
+
+    draw_figures(document, path)
 
 
 def print_document(document: Document) -> None:
@@ -94,12 +72,12 @@ def show(
 ) -> None:
     """Show figures that a benchmark has saved."""
     from tokenyard.lab.markdown import markdown_table
-    from tokenyard.lab.plots import check_picture, draw_figures
+    from tokenyard.lab.plots import check_picture
 
     document = _read(file)
     check_picture(plot)
     if plot is not None:
-        draw_figures(document, plot)
+        _draw(document, plot)
     if markdown:
         cells = document.table()
         typer.echo(markdown_table(tuple(cells), zip(*cells.values(), strict=True)))

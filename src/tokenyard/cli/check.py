@@ -16,7 +16,7 @@ import typer
 
 from tokenyard.cli.machine import provenance
 from tokenyard.cli.options import JsonFlag, LoadedExchanges, RowsDevice, option
-from tokenyard.cli.output import console, deliver, progress_bar
+from tokenyard.cli.output import Output, console, progress_bar
 from tokenyard.cli.parts import load_object, load_part, refuse_override
 from tokenyard.cli.tables import show_table
 from tokenyard.errors import InputError, check_part
@@ -137,7 +137,7 @@ def check(
             style="green" if passed else "red",
         )
 
-    deliver(document, show, as_json=as_json)
+    Output(as_json).deliver(document, show)
     if not passed:
         raise typer.Exit(EXIT_OFF)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenyard.cli.options import JsonFlag, option
-from tokenyard.cli.output import console, deliver
+from tokenyard.cli.output import Output, console
 from tokenyard.cli.tables import show_table
 from tokenyard.units import size
 
@@ -50,7 +50,7 @@ def convert(
         bar.stop()
     seconds = time.monotonic() - started
     document = {"path": str(path), **as_fields(written), "seconds": round(seconds, 3)}
-    deliver(document, lambda: _show(written, seconds), as_json=as_json)
+    Output(as_json).deliver(document, lambda: _show(written, seconds))
 
 
 def as_fields(written: Conversion) -> dict[str, Any]:

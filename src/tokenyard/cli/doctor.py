@@ -15,7 +15,7 @@ import typer
 
 from tokenyard.cli.machine import hardware, shared_memory_bytes, versions
 from tokenyard.cli.options import JsonFlag
-from tokenyard.cli.output import console, deliver
+from tokenyard.cli.output import Output, console
 from tokenyard.cli.parts import refuse_override
 from tokenyard.cli.tables import show_table
 from tokenyard.errors import TokenyardError
@@ -65,7 +65,7 @@ def doctor(
                 findings.append(finding)
     failed = [finding for finding in findings if finding.ok is False]
     document = {"ok": not failed, "findings": [asdict(finding) for finding in findings]}
-    deliver(document, lambda: _show(findings), as_json=as_json)
+    Output(as_json).deliver(document, lambda: _show(findings))
     if failed:
         raise typer.Exit(1)
 

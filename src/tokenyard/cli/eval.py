@@ -25,7 +25,7 @@ from tokenyard.cli.options import (
     StartedDevice,
     option,
 )
-from tokenyard.cli.output import check_out, deliver, progress_bar, save_json
+from tokenyard.cli.output import Output, progress_bar, save_json
 from tokenyard.cli.parts import refuse_override
 from tokenyard.cli.run import start_ranks
 from tokenyard.cli.tables import show_table
@@ -89,13 +89,11 @@ def evaluate(
     from tokenyard.lab.evaluation.models import check_model
     from tokenyard.lab.evaluation.questions import held_out_questions, read_questions
     from tokenyard.lab.evaluation.table import Evaluation
-    from tokenyard.lab.plots import check_picture, draw_accuracy
+    from tokenyard.lab.plots import draw_accuracy
 
     refuse_override()
     folder = check_model(model)
-    if where.leads:
-        check_out(out)
-    check_picture(plot)
+    output = Output(as_json, out if where.leads else None, plot)
     evaluation = Evaluation(
         ranks=where,
         folder=folder,
@@ -126,22 +124,15 @@ def evaluate(
 
     def keep(rows: list[Row]) -> None:
         """Save a row as soon as it is measured. A file that cannot be written does not stop the evaluation."""
-        if out is not None and where.leads:
+        if output.out is not None:
             with suppress(InputError):  # raised at the end, below the table
-                save_json(document_of(rows), out)
+                save_json(document_of(rows), output.out)
 
     rows = _run(evaluation, keep, shows=where.leads)
     if not where.leads:
         return
     questions = len(evaluation.questions)
-    deliver(
-        document_of(rows),
-        lambda: _show(rows, questions, where.size),
-        as_json=as_json,
-        out=out,
-        plot=plot,
-        draw=draw_accuracy,
-    )
+    output.deliver(document_of(rows), lambda: _show(rows, questions, where.size), draw_accuracy)
 
 
 def _fastest_first(exchanges: dict[str, Any]) -> list[str]:

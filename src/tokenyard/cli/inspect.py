@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenyard.cli.options import MOST_RANKS, JsonFlag, option
-from tokenyard.cli.output import console, deliver
+from tokenyard.cli.output import Output, console
 from tokenyard.cli.tables import show_table
 from tokenyard.errors import TokenyardError
 from tokenyard.units import size
@@ -42,7 +42,7 @@ def inspect(
     from tokenyard.checkpoints import open_checkpoint
 
     found = as_fields(open_checkpoint(path), ranks)
-    deliver(found, lambda: _show(found), as_json=as_json)
+    Output(as_json).deliver(found, lambda: _show(found))
 
 
 def as_fields(checkpoint: Checkpoint, ranks: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -91,24 +92,33 @@ def save_json(document: Any, path: Path) -> None:
         raise _not_written(path, error) from error
 
 
-def deliver(
-    document: Any,
-    show: Callable[[], None],
-    *,
-    as_json: bool,
-    out: Path | None = None,
-    plot: Path | None = None,
-    draw: Callable[[Any, Path], None] | None = None,
-) -> None:
-    """Print what a command found, for programs or for people; then save it and draw it, where that is asked for."""
-    if as_json:
-        print_json(document)
-    else:
-        show()
-    if out is not None:
-        save_json(document, out)
-    if plot is not None and draw is not None:
-        draw(document, plot)
+@dataclass(frozen=True)
+class Output:
+    """Where goes what a command finds. Raises, before the time is spent, where that is not to be had."""
+
+    as_json: bool
+    out: Path | None = None
+    plot: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_out(self.out)
+        if self.plot is not None:
+            from tokenyard.lab.plots import check_picture
+
+            check_picture(self.plot)
+
+    def deliver(
+        self, document: Any, show: Callable[[], None], draw: Callable[[Any, Path], None] | None = None
+    ) -> None:
+        """Print a document, for programs or for people; then save it and draw it, where that is asked for."""
+        if self.as_json:
+            print_json(document)
+        else:
+            show()
+        if self.out is not None:
+            save_json(document, self.out)
+        if self.plot is not None and draw is not None:
+            draw(document, self.plot)
 
 
 def _not_written(path: Path, error: OSError) -> TokenyardError:

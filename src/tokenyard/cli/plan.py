@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tokenyard.cli.options import MOST_RANKS, JsonFlag, option
-from tokenyard.cli.output import console, deliver
+from tokenyard.cli.output import Output, console
 from tokenyard.cli.tables import show_table
 from tokenyard.units import size
 
@@ -58,7 +58,7 @@ def plan(
         layers, ranks, exchange=exchange, max_tokens=max_tokens, in_flight=in_flight, max_rows=max_rows
     )
     document = {"config": str(config), **as_fields(drafted)}
-    deliver(document, lambda: _show(drafted), as_json=as_json)
+    Output(as_json).deliver(document, lambda: _show(drafted))
 
 
 def as_fields(drafted: Draft) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import typer
 from tokenyard.cli.interrupts import describe_progress
 from tokenyard.cli.machine import provenance
 from tokenyard.cli.options import JsonFlag, LoadedExchanges, OutFile, PlotFile, RankCount, RowsDevice, option
-from tokenyard.cli.output import check_out, console, deliver
+from tokenyard.cli.output import Output, console
 from tokenyard.cli.parts import load_part, refuse_override
 from tokenyard.cli.tables import show_table
 from tokenyard.errors import InputError
@@ -61,7 +61,7 @@ def soak(
         start_forkserver("tokenyard.lab.soaking.worker")  # it loads torch while this process does
     from tokenyard.exchange import EXCHANGES, resolve
     from tokenyard.group import thread_groups
-    from tokenyard.lab.plots import check_picture, draw_soak
+    from tokenyard.lab.plots import draw_soak
     from tokenyard.lab.soaking import Settings
     from tokenyard.lab.soaking import soak as run_soak
 
@@ -74,8 +74,7 @@ def soak(
             expected="losses on a CPU: a soak kills no ranks on GPUs yet",
             fix="leave out --losses",
         )
-    check_out(out)
-    check_picture(plot)
+    output = Output(as_json, out, plot)
     settings = Settings(
         ranks=ranks,
         kind="processes" if processes else "threads",
@@ -90,7 +89,7 @@ def soak(
     with _Display(settings.seconds) as display:
         describe_progress(display.describe)
         report = run_soak(settings, display.on_progress)
-    deliver(_document(report), lambda: _show(report), as_json=as_json, out=out, plot=plot, draw=draw_soak)
+    output.deliver(_document(report), lambda: _show(report), draw_soak)
     if not report.passed:
         raise typer.Exit(EXIT_OFF)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokenyard.cli.options import JsonFlag
-from tokenyard.cli.output import console, deliver
+from tokenyard.cli.output import Output, console
 from tokenyard.cli.tables import show_table
 
 
@@ -20,7 +20,7 @@ def support(as_json: JsonFlag = False) -> None:
             show_table([_cell(column) for column in table.columns], rows, **about)
             console().print()
 
-    deliver({"tables": [table.as_dict() for table in tables]}, show, as_json=as_json)
+    Output(as_json).deliver({"tables": [table.as_dict() for table in tables]}, show)
 
 
 def _cell(text: str) -> str:

@@ -161,12 +161,7 @@ def quantizing_error(format: Format, numbers_ND: Tensor) -> Tensor:
 
 
 def _linear(
-    x: Tensor,
-    weight: Tensor | QuantizedMatrix,
-    bias: Tensor | None,
-    expert: int,
-    *,
-    absolute: bool = False,
+    x: Tensor, weight: Tensor | QuantizedMatrix, bias: Tensor | None, expert: int, *, absolute: bool = False
 ) -> Tensor:
     parts = [x, expert_matrix(weight, expert).double(), None if bias is None else bias[expert].double()]
     if absolute:

@@ -106,11 +106,7 @@ def mark_nan_blocks(data_RP: Tensor, is_nan: Tensor, block: int) -> None:
 
 
 def decode_blocks(
-    to_float32: Callable[[Tensor], Tensor],
-    data: Tensor,
-    scales: Tensor,
-    hidden_size: int,
-    dtype: torch.dtype,
+    to_float32: Callable[[Tensor], Tensor], data: Tensor, scales: Tensor, hidden_size: int, dtype: torch.dtype
 ) -> Tensor:
     """Elements (what `to_float32` makes of `data`) times the float32 scale of their block, cut to H columns.
 

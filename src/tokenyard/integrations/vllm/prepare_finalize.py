@@ -164,9 +164,7 @@ class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
             check_weight_on(wiring, apply_router_weight_on_input)
             self._check_quantizer(quant_config, defer_input_quant)
             routes = Routes(
-                topk_ids_TK=topk_ids,
-                topk_weights_TK=topk_weights,
-                scaled_by=self.routed_scaling_in_weights,
+                topk_ids_TK=topk_ids, topk_weights_TK=topk_weights, scaled_by=self.routed_scaling_in_weights
             )
             received = trip.dispatch(trip.encode(a1), routes)
             arrived = _hand_over(received, tables.global_L if expert_map is None else tables.mapped_L)

@@ -70,9 +70,7 @@ def token_slices(moe: Any) -> TokenSlices | None:
     if ranks.world_size == 1 or moe.moe_parallel_config.is_sequence_parallel:
         return None
     return TokenSlices(
-        rank=ranks.rank_in_group,
-        size=ranks.world_size,
-        all_gather=lambda part: ranks.all_gather(part, dim=0),
+        rank=ranks.rank_in_group, size=ranks.world_size, all_gather=lambda part: ranks.all_gather(part, dim=0)
     )
 
 

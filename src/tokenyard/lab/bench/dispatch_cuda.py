@@ -58,22 +58,13 @@ def measure_cells(
 ) -> Iterator[Record]:
     """The figures of one cell after the other. What goes wrong in a cell is its note."""
     for cell in cells:
-        rows_sent: int | None = None
-        times: list[float] = []
-        note = ""
+        found: dict[str, Any] = {"rows_sent": None}
         try:
             rows_sent, times = _measure(cell, shape, device, clock)
+            found = {"rows_sent": rows_sent, "times": times}
         except (TokenyardError, RuntimeError) as error:  # torch's own errors on a GPU are RuntimeErrors
-            note = f"{type(error).__name__}: {error}"
-        yield dispatch_record(
-            cell,
-            shape,
-            gpu,
-            rows_sent=rows_sent,
-            copy_bytes_per_us=copy_bytes_per_us,
-            times=times,
-            note=note,
-        )
+            found["note"] = f"{type(error).__name__}: {error}"
+        yield dispatch_record(cell, shape, gpu, copy_bytes_per_us=copy_bytes_per_us, **found)
         give_back_memory(device)
 
 

@@ -200,10 +200,7 @@ def _records(job: Job, by_rank: Sequence[dict[str, Any]]) -> list[Record]:
                 peers=peers if halved else {},
                 target=peers["two_sided"].median / 2 if halved else None,
                 ratios={"two_sided / ours": Spread.ratio(ms["two_sided"], ms[name])} if halved else {},
-                details={
-                    "crossed_MB": by_rank[0]["crossed"][name] / 1e6,
-                    "least_MB": sum(least) / 1e6,
-                },
+                details={"crossed_MB": by_rank[0]["crossed"][name] / 1e6, "least_MB": sum(least) / 1e6},
             )
         )
     return records

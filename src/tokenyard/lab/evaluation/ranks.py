@@ -67,14 +67,7 @@ class StartedRanks:
     def call(self, job: Job, *args: Any, on_message: Send | None = None) -> list[Any]:
         with _message_server(on_message, self.size) as address:
             return launch(
-                self.size,
-                _do,
-                job,
-                args,
-                address,
-                ranks=self.kind,
-                device=self.device,
-                deadline=DEADLINE,
+                self.size, _do, job, args, address, ranks=self.kind, device=self.device, deadline=DEADLINE
             )
 
 

@@ -14,14 +14,7 @@ from dataclasses import dataclass
 
 from tokenyard.errors import Drifted, PeerLost
 from tokenyard.group import Group
-from tokenyard.lab.soaking.episodes import (
-    RUNS,
-    STEADY_TRIPS,
-    KnownLayers,
-    Tally,
-    draw_episode,
-    steady_layers,
-)
+from tokenyard.lab.soaking.episodes import RUNS, STEADY_TRIPS, KnownLayers, Tally, draw_episode, steady_layers
 from tokenyard.lab.soaking.loss import join, lose_a_rank
 from tokenyard.lab.soaking.measuring import let_freed_memory_go, measure, settle
 from tokenyard.lab.soaking.run_folder import Counts, Finding, FindingKind, RunFolder
