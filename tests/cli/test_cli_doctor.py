@@ -97,6 +97,7 @@ def test_exchanges_are_tried_on_a_gpu_where_there_is_one(monkeypatch, count, wor
     monkeypatch.setattr(module, "_tried", try_it)
     assert module._on_gpus("one_sided") == (works, detail)
     assert tried == [("one_sided", "threads", "cuda")]
+    monkeypatch.setattr(EXCHANGES["hierarchical"], "devices", ("cpu",))
     assert module._on_gpus("hierarchical") == (
         None,
         "not supported: hierarchical serves rows on cpu, and rows are on cuda",
