@@ -137,11 +137,7 @@ class BatchRoutes:
         rank_TK, local_TK = self.resolved
         return replace(
             self,
-            routes=replace(
-                self.routes,
-                topk_ids_TK=self.routes.topk_ids_TK[first:last],
-                topk_weights_TK=self.routes.topk_weights_TK[first:last],
-            ),
+            routes=self.routes.of_tokens(slice(first, last)),
             num_tokens=last - first,
             choices=(rank_TK[first:last], local_TK[first:last]),
         )

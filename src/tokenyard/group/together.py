@@ -42,8 +42,7 @@ def make_together(
     if error is not None:
         raise error
     if failed := [rank for rank, other in enumerate(by_rank) if other["error"] is not None]:
-        first = min(
-            failed, key=lambda rank: bool(by_rank[rank]["told"])
-        )  # who failed itself, if anybody says so
+        # Who failed itself, if anybody says so.
+        first = min(failed, key=lambda rank: bool(by_rank[rank]["told"]))
         raise PeerFailed(first, by_rank[first]["error"], phase=what, layer=layer, rank=group.rank)
     return made, [other["note"] for other in by_rank]

@@ -159,9 +159,8 @@ def refuse_gradients(
     if not torch.is_grad_enabled():
         return y_TH
     routed = routes_or_logits.topk_weights_TK if isinstance(routes_or_logits, Routes) else routes_or_logits
-    inputs = itertools.chain(
-        (x_TH, routed, add), layer.parameters()
-    )  # looked at only where gradients are made
+    # Looked at only where gradients are made.
+    inputs = itertools.chain((x_TH, routed, add), layer.parameters())
     return without_gradient(y_TH, inputs, partial(_no_gradient, layer.name))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -116,8 +115,4 @@ def _bounds(num_tokens: int, parts: int) -> list[tuple[int, int]]:
 def _cut(routes_or_logits: Routes | Tensor, start: int, end: int) -> Routes | Tensor:
     if isinstance(routes_or_logits, Tensor):
         return routes_or_logits[start:end]
-    return replace(
-        routes_or_logits,
-        topk_ids_TK=routes_or_logits.topk_ids_TK[start:end],
-        topk_weights_TK=routes_or_logits.topk_weights_TK[start:end],
-    )
+    return routes_or_logits.of_tokens(slice(start, end))

@@ -55,9 +55,8 @@ class NextRanks(Protocol):
     """The group that a plan is to have after a move (`resizing`)."""
 
     carrier: Carrier
-    held: dict[
-        str, list[HeldExperts]
-    ]  # where fresh ranks and the others hold experts; empty without fresh ones
+    # Where fresh ranks and the others hold experts; empty without fresh ones.
+    held: dict[str, list[HeldExperts]]
     leaves: bool
 
     def prepare(self) -> None:
@@ -90,9 +89,8 @@ class Progress(IntEnum):
 class Rebalance:
     """Experts on their way to other ranks: what `plan.rebalance`, `plan.grow` and `plan.shrink` return."""
 
-    placements: dict[
-        str, Placement
-    ]  # the placements that layers will have, by layer; none, where nothing moves
+    # the placements that layers will have, by layer; none, where nothing moves
+    placements: dict[str, Placement]
     error: BaseException | None  # why the experts stay where they are, if the move was given up
 
     def __init__(

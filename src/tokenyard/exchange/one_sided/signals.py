@@ -194,9 +194,8 @@ class Signals:
                 raise self._group.lost(lost, phase=mine.phase.value, waited=waited)
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST_SLEEP)
-        if (
-            lost := self.lost()
-        ):  # others have given up in this round, or before: they do not take part any more
+        # Others have given up in this round, or before: they do not take part any more.
+        if lost := self.lost():
             raise self._group.lost(lost, phase=mine.phase.value, waited=time.monotonic() - started)
 
     def mark(self, round: int) -> None:
