@@ -339,11 +339,10 @@ class HierarchicalTransport(Transport):
         together = {name: _joined([part[name] for part in parts]) for name in own}
         rank_TK = forwarding.inside_rank[_joined([rank_TK for rank_TK, _ in resolved])]
         local_TK = _joined([local_TK for _, local_TK in resolved])
+        ids_TK = forwarding.ids(rank_TK, local_TK) if self.inside.looks_up_ids else local_TK
         forwarded_routes = BatchRoutes(
             spec=forwarding.spec,
-            routes=Routes(
-                topk_ids_TK=forwarding.ids(rank_TK, local_TK), topk_weights_TK=together.pop("weights")
-            ),
+            routes=Routes(topk_ids_TK=ids_TK, topk_weights_TK=together.pop("weights")),
             num_tokens=sum(counts.values()),
             rank=self.inside.group.rank,
             choices=(rank_TK, local_TK),

@@ -142,6 +142,7 @@ class DeviceWorkspace:
 class CudaTransport(OneSidedTransport):
     """`one_sided` between GPUs: push out, pull back, by kernels."""
 
+    looks_up_ids = True
     reads_values = False
     counts_choices = True
     limits_sms = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 from tokenyard.errors import Reason
 from tokenyard.exchange.batch import Arrival, ResultsAtHome
@@ -18,6 +19,8 @@ class OneSidedTransport(Transport):
     """Ranks push rows into each other's memory, and pull results out of it."""
 
     name = "one_sided"
+    # Whether rows go where their ids say, also where choices are given (`BatchRoutes.choices`).
+    looks_up_ids: ClassVar[bool] = False
 
     @classmethod
     def reaches(cls, group: Group, hosts: Sequence[str]) -> Reason | None:
