@@ -34,6 +34,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,8 +57,8 @@ from tokenyard.exchange.host_map import HostMap
 from tokenyard.exchange.messages import HOME, Mailbox
 from tokenyard.exchange.one_sided import declarations
 from tokenyard.exchange.one_sided.control import COMPILING
+from tokenyard.exchange.one_sided.inside_host import InsideHost
 from tokenyard.exchange.one_sided.shared_memory import SharedMemoryTransport
-from tokenyard.exchange.one_sided.transport import OneSidedTransport
 from tokenyard.exchange.spec import CHECKSUM_HEAD, CHECKSUMS, TOKEN, ExchangeSpec
 from tokenyard.exchange.transport import Transport
 from tokenyard.exchange.workspace import LayerBytes, as_bytes
@@ -139,7 +140,7 @@ class HierarchicalTransport(Transport):
     def __init__(self, group: Group, *, in_flight: int = 1, guard: int = 0) -> None:
         super().__init__(group, in_flight=in_flight, guard=guard)
         self._forwarding: dict[int, _Forwarding] = {}  # by the number of a layer
-        self._inside: OneSidedTransport | None = None
+        self._inside: InsideHost | None = None
         self._mailbox: Mailbox | None = None
 
     # -- The two levels ------------------------------------------------------------------------------------
@@ -153,7 +154,7 @@ class HierarchicalTransport(Transport):
     def _share(
         self,
         specs: Sequence[ExchangeSpec],
-        serve: Callable[[OneSidedTransport, Sequence[ExchangeSpec]], None],
+        serve: Callable[[InsideHost, Sequence[ExchangeSpec]], None],
     ) -> None:
         """Share memory inside every host, or inside none: then all ranks raise, and the old layers are served."""
         if self._inside is None:
@@ -163,7 +164,7 @@ class HierarchicalTransport(Transport):
             here = self.group.subgroup(
                 self.hosts.ranks[self.host], name=f"{self.group.name}/host {self.host}"
             )
-            one_sided = SharedMemoryTransport.on(self.group.device)
+            one_sided: Any = SharedMemoryTransport.on(self.group.device)
             self._inside = one_sided(here, in_flight=self.in_flight, guard=self.guard)
             self._mailbox = Mailbox(self.group)
             # One more: the choices of nobody.
@@ -187,7 +188,7 @@ class HierarchicalTransport(Transport):
         self.mailbox.serve(specs, self.num_counts)
 
     @property
-    def inside(self) -> OneSidedTransport:
+    def inside(self) -> InsideHost:
         """What moves rows inside this rank's host."""
         assert self._inside is not None, "a plan serves its layers before it sends rows"
         return self._inside

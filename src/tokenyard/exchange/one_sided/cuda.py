@@ -32,6 +32,7 @@ from tokenyard.errors import (
     HandleError,
     InputError,
     PeerFailed,
+    Reason,
 )
 from tokenyard.exchange.announcement import Phase
 from tokenyard.exchange.batch import (
@@ -57,10 +58,9 @@ from tokenyard.exchange.one_sided.control import (
 from tokenyard.exchange.one_sided.graphs import CapturedGraphs
 from tokenyard.exchange.one_sided.launch import LAYER_BITS, DispatchSlots, Encoding, Launcher, aligned
 from tokenyard.exchange.one_sided.side_stream import Done, SideStream
-from tokenyard.exchange.one_sided.transport import OneSidedTransport
 from tokenyard.exchange.spec import ExchangeSpec
-from tokenyard.exchange.transport import Term
-from tokenyard.exchange.workspace import WorkspaceLayout
+from tokenyard.exchange.transport import Term, Transport
+from tokenyard.exchange.workspace import LayerBytes, WorkspaceLayout
 from tokenyard.formats.base import EncodedRows, Format
 from tokenyard.group.base import Group, Pending
 from tokenyard.routing import Routes
@@ -139,16 +139,29 @@ class DeviceWorkspace:
         return bytes(self.text(rank, phase).cpu().tolist()).rstrip(b"\0").decode(errors="replace")
 
 
-class CudaTransport(OneSidedTransport):
+class CudaTransport(Transport):
     """`one_sided` between GPUs: push out, pull back, by kernels."""
 
-    looks_up_ids = True
+    name = "one_sided"
+    looks_up_ids = True  # by kernels, in their tables
     reads_values = False
     counts_choices = True
     limits_sms = True
     encodes_results = True
     waits_in_sum = True
     most_terms = MOST_TERMS
+
+    @classmethod
+    def reaches(cls, group: Group, hosts: Sequence[str]) -> Reason | None:
+        return declarations.reaches(group, hosts)
+
+    @classmethod
+    def watches(cls, group: Group) -> Reason | None:
+        return declarations.watches(group)
+
+    @classmethod
+    def region_bytes(cls, spec: ExchangeSpec) -> LayerBytes:
+        return declarations.slot_bytes(spec)
 
     @classmethod
     def encodes(cls, format: Format) -> bool:

@@ -26,14 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenyard.errors import ContractError
+from tokenyard.errors import ContractError, Reason
 from tokenyard.exchange.announcement import Announcement, Announcements, ignore_notices
 from tokenyard.exchange.batch import Arrival, Batch, Failure, Results, ResultsAtHome, RowsAtHome
 from tokenyard.exchange.one_sided import declarations
 from tokenyard.exchange.one_sided.signals import Signals, control_bytes
-from tokenyard.exchange.one_sided.transport import OneSidedTransport
 from tokenyard.exchange.spec import ExchangeSpec
-from tokenyard.exchange.workspace import Region, SlotLayout, WorkspaceLayout, as_bytes
+from tokenyard.exchange.transport import Transport
+from tokenyard.exchange.workspace import LayerBytes, Region, SlotLayout, WorkspaceLayout, as_bytes
 from tokenyard.formats.base import EncodedRows
 from tokenyard.group.base import Group, Pending
 from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
@@ -67,18 +67,32 @@ class Workspace:
         return self._views[key]
 
 
-class SharedMemoryTransport(OneSidedTransport):
+class SharedMemoryTransport(Transport):
     """`one_sided` between CPU ranks: push out, pull back, through a workspace that all ranks map."""
 
+    name = "one_sided"
     bounds_rows = True
+    looks_up_ids = False  # rows go where their choices say, if these are given (`BatchRoutes.choices`)
 
     @classmethod
-    def on(cls, device: torch.device) -> type[OneSidedTransport]:
+    def reaches(cls, group: Group, hosts: Sequence[str]) -> Reason | None:
+        return declarations.reaches(group, hosts)
+
+    @classmethod
+    def watches(cls, group: Group) -> Reason | None:
+        return declarations.watches(group)
+
+    @classmethod
+    def region_bytes(cls, spec: ExchangeSpec) -> LayerBytes:
+        return declarations.slot_bytes(spec)
+
+    @classmethod
+    def on(cls, device: torch.device) -> type[Transport]:
         if device.type != "cuda" or cls is not SharedMemoryTransport:
             return cls
         # Triton is needed only there.
         module: Any = importlib.import_module("tokenyard.exchange.one_sided.cuda")
-        chosen: type[OneSidedTransport] = module.CudaTransport
+        chosen: type[Transport] = module.CudaTransport
         return chosen
 
     def __init__(self, group: Group, *, in_flight: int = 1, guard: int = 0) -> None:
