@@ -8,6 +8,7 @@ import torch
 
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
+from tokenyard.planning import resizing
 from tokenyard.planning.resizing import placement_with, placement_without
 
 SECONDS = 20.0  # in which fresh ranks come
@@ -367,3 +368,42 @@ def test_a_rank_that_dies_on_the_way_leaves_the_others_on_the_old_group(what, st
     assert first == second
     assert issubclass(first[0], ty.PeerLost)
     assert first[1:] == (2, True)
+
+
+class Ended(Exception):
+    pass
+
+
+def lost_before_the_switch(group, results):
+    """Rank 1 ends when all are ready, and the fresh rank sees it before rank 0 has taken the next group."""
+    layer = spec(sum="choices", num_experts=6)
+    plan = ty.plan([layer], group, exchange="one_sided")
+    built = build(plan, "moe")
+    fresh = threading.Thread(target=newcomer, args=(group.address, 2, [layer], 1, results))
+    if group.rank == 1:
+        with pytest.raises(Ended):
+            plan.grow(1, seconds=SECONDS)
+        del built
+        return None
+    fresh.start()
+    error = raised(plan.grow, 1, seconds=SECONDS)
+    fresh.join()
+    return type(error), list(error.peers), plan.group.size, len(built.plan.local_experts("moe"))
+
+
+def test_a_rank_that_is_lost_before_the_switch_is_named(monkeypatch):
+    take, has_left = resizing.NextGroup.take, threading.Event()
+
+    def taken(self):
+        if self._present.rank == 1:
+            self._present.leave("it has ended")
+            has_left.set()
+            raise Ended
+        assert has_left.wait(SECONDS)
+        self._present.decide(self._question, resizing.STAY)  # the word of the fresh rank
+        return take(self)
+
+    monkeypatch.setattr(resizing.NextGroup, "take", taken)
+    results = {}
+    assert on_ranks(2, lost_before_the_switch, results) == [(ty.PeerLost, [1], 2, 3), None]
+    assert isinstance(results[2], ty.TokenyardError)

@@ -428,7 +428,7 @@ class ExpertMoves:
         started, step = time.monotonic(), move.step
         following = self._next_group if move.is_last_step else None
         if move.decision is Progress.FAILED or (following is not None and not following.take()):
-            self.give_up(PeerFailed(self._state.group.rank, "the move was given up", phase="moving experts"))
+            self.give_up(self._refusal())
             return
         self._switch(move)
         seconds = time.monotonic() - started
@@ -436,6 +436,16 @@ class ExpertMoves:
         for name in step:
             stats = self._state.exchange.stats[name].moves
             stats.count_switch(len(move.came[name]), seconds, move.nbytes, move.seconds)
+
+    def _refusal(self) -> TokenyardError:
+        """What a rank says that was ready, of a move that is given up: who is lost, as far as it sees."""
+        group, following = self._state.group, self._next_group
+        if gone := list(group.gone()):
+            return group.lost(gone, phase="moving experts", waited=0.0)
+        grown = following.group if following is not None and following.admits else None
+        if grown is not None and (gone := [rank for rank in grown.gone() if rank >= group.size]):
+            return grown.lost(gone, phase="moving experts", waited=0.0)
+        return PeerFailed(group.rank, "the move was given up", phase="moving experts")
 
     def _switch(self, move: Rebalance) -> None:
         """Take the placements of a step, and the experts that came for it; with the last one the next group."""

@@ -67,6 +67,11 @@ class NextGroup:
         self._patience = patience  # seconds for which fresh ranks are waited for; None if there are none
         self._answer: str | None = None
 
+    @property
+    def admits(self) -> bool:
+        """Whether fresh ranks come, behind those of the present group."""
+        return self._patience is not None
+
     def prepare(self) -> None:
         """Make the group, agree on a draft with its ranks, and make the exchange. Collective over the next group."""
         if self._make_group is not None:
