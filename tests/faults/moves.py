@@ -1,10 +1,10 @@
 """Faults while experts move: a rank is killed, stopped or slowed at every stage of a move; the others serve on.
 
 Three processes call a layer whose experts are on two ranks each, and move them meanwhile; or a fourth one comes, or the
-first one leaves. One of the three is hit at a stage of it. Then those that are left have one placement, the old or the
-new one, and every result has the bits of before.
+first one leaves. One of the three is hit at a stage of it, or the one that comes ("join"). Then those that are left
+have one placement, the old or the new one, and every result has the bits of before, those of a fresh rank, too.
 
-    python -m tests.faults.moves --trials 200 --write bench/results/moves-cpu.json --page docs/guide/balancing.md
+    python -m tests.faults.moves --trials 252 --write bench/results/moves-cpu.json --page docs/guide/balancing.md
 """
 
 import contextlib
@@ -25,8 +25,10 @@ import torch
 import tokenyard as ty
 from tests.faults.trials import run_trials
 from tests.models import batch, build, spec
+from tokenyard.group import DistributedGroup, distributed
 from tokenyard.planning import moving
 from tokenyard.planning.expert_moves import ExpertMoves
+from tokenyard.planning.joining import Joining
 from tokenyard.planning.rebalancing import Progress, Rebalance
 from tokenyard.planning.resizing import placement_with, placement_without
 
@@ -37,11 +39,14 @@ NEW = ty.Placement.replicated(
     ty.Placement.contiguous(6, WORLD), {e: [(e // 2 + 1) % WORLD] for e in range(6)}
 )
 # What the victim is hit in, and how often it passes there before.
-STAGES = {"agreement": 6, "copying": 12, "ready": 1, "decision": 1, "switch": 1, "switched": 1}
+STAGES = {"agreement": 2, "copying": 12, "ready": 1, "decision": 1, "switch": 1, "switched": 1}
+# The same for one that comes.
+JOINING = {"connecting": 2, "agreement": 3, "copying": 12, "ready": 1, "decision": 2, "switched": 3}
 ACTIONS = ("kill", "stop", "slow")
-CHANGES = ("rebalance", "grow", "shrink")
+CHANGES = ("rebalance", "join", "grow", "shrink")
 GOALS = {
     "rebalance": NEW,
+    "join": placement_with(OLD, 1),
     "grow": placement_with(OLD, 1),
     "shrink": ty.Placement.explicit(6, placement_without(OLD, [0], [8] * WORLD).table[1:]),
 }
@@ -63,16 +68,25 @@ class Trial:
     wait: bool  # whether ranks wait for the move, or call the layer meanwhile
 
 
+def stages_of(change):
+    """The stages of a change, and how often its victim passes them."""
+    # Where a rank comes, those that are there give experts, and copy none: they look once before, and once behind.
+    return {"join": JOINING, "grow": STAGES | {"copying": 2}}.get(change, STAGES)
+
+
 def draw(seed):
     chance = random.Random(seed)
-    stage = list(STAGES)[seed % len(STAGES)]
+    change = CHANGES[seed // (len(STAGES) * len(ACTIONS)) % len(CHANGES)]
+    stages = stages_of(change)
+    stage = list(stages)[seed % len(stages)]
+    first = int((change, stage) == ("shrink", "copying"))  # the one that leaves copies nothing
     return Trial(
         seed=seed,
         exchange=chance.choice(EXCHANGES),
-        victim=chance.randrange(WORLD),
-        change=CHANGES[seed // (len(STAGES) * len(ACTIONS)) % len(CHANGES)],
+        victim=WORLD if change == "join" else chance.randrange(first, WORLD),
+        change=change,
         stage=stage,
-        passes=chance.randrange(STAGES[stage]),
+        passes=chance.randrange(stages[stage]),
         action=ACTIONS[seed // len(STAGES) % len(ACTIONS)],
         wait=stage != "decision" and chance.random() < 0.3,
     )
@@ -89,41 +103,47 @@ def hit(action):
         time.sleep(0.5)
 
 
-def lay_trap(group, trial):
+def lay_trap(plan, trial, folder):
     """Hit this rank when it comes to the stage so many times."""
     left = [trial.passes]
 
     def passed():
         if left[0] == 0:
+            (Path(folder) / "hit").touch()
             hit(trial.action)
         left[0] -= 1
 
-    def before(owner, name, when=lambda *_: True, *, after=False):
+    def before(owner, name, when=lambda *_: True, *, after=False, both=False):
         method = getattr(owner, name)
 
         def trapped(*arguments, **options):
-            if not after and when(*arguments):
+            if (both or not after) and when(*arguments):
                 passed()
             result = method(*arguments, **options)
-            if after and when(*arguments):
+            if (both or after) and when(*arguments):
                 passed()
             return result
 
         setattr(owner, name, trapped)
 
-    if trial.stage == "agreement":
-        before(group, "gather_json")
+    if trial.stage == "connecting":
+        before(distributed, "meet", both=True)
+    elif trial.stage == "agreement":
+        before(DistributedGroup if plan is None else plan.group, "gather_json")
     elif trial.stage == "copying":
         before(Rebalance, "_check")
+    elif trial.change == "join" and trial.stage == "ready":
+        before(Rebalance, "copy", after=True)
+    elif trial.change == "join" and trial.stage == "decision":
+        before(Joining, "_answer", both=True)
+    elif trial.change == "join":
+        before(ty.MoELayer, "forward")
     elif trial.stage == "ready":
         before(Rebalance, "_report", lambda _, progress: progress is Progress.READY, after=True)
     elif trial.stage == "decision":
-        before(
-            ExpertMoves,
-            "_noticed",
-            lambda moves, _: moves._move and moves._move.decision == Progress.READY,
-            after=True,
-        )
+        moves = plan._moves
+        all_ready = lambda _: moves._move and moves._move.decision == Progress.READY  # noqa: E731
+        before(plan.exchange, "noticed", all_ready, after=True)
     else:
         before(ExpertMoves, "_conclude", after=trial.stage == "switched")
 
@@ -137,20 +157,29 @@ def begin(plan, trial):
     return plan.grow(1, seconds=3 * DEADLINE, wait=trial.wait)
 
 
-def come(address, layer):
-    """What a fresh rank does. Where the others do not take it in, or lose another one, it may end."""
-    with contextlib.suppress(ty.TokenyardError):
+def come(address, layer, folder):
+    """What a fresh rank does, and saw. Where the others do not take it in, or lose another one, it may end."""
+    said, plan = {"wrong": 0, "lost": None, "errors": []}, None
+    try:
         plan = ty.join_plan([layer], ty.rejoin(address, rank=WORLD, seconds=5 * DEADLINE))
         built = ty.MoELayer(plan, "moe", plan.empty_weights("moe"))
         plan.take_over(seconds=3 * DEADLINE)
-        given = batch(layer, 5, seed=WORLD)
+        given, due_TH = batch(layer, 5, seed=WORLD), torch.load(Path(folder) / "fresh.pt")
         try:
             for _ in range(3):
-                built(*given)
+                said["wrong"] += not torch.equal(built(*given), due_TH)
         except ty.PeerLost as error:
-            plan.go_on_without(error.peers)
+            said["lost"] = list(error.peers)
+        if said["lost"]:
+            plan.go_on_without(said["lost"])
             for _ in range(3):
-                built(*given)
+                said["wrong"] += not torch.equal(built(*given), due_TH)
+    except ty.TokenyardError as error:
+        said["left"] = f"{type(error).__name__}: {error}"
+    if plan is not None:
+        said["table"] = plan.wiring("moe").exchange_spec.placement.table
+        plan.close()
+    return said
 
 
 def held_memory():
@@ -167,29 +196,47 @@ def held_memory():
 
 
 def rank_main(everybody, trial, folder):
-    """What this rank saw: whether results were right, who was lost, and the placement at the end."""
+    """Write down what this rank saw, and what it left behind."""
     moving.PIECE = 1024  # each rank gets 12 or more
     layer = spec(
         sum="choices", num_experts=6, placement=OLD, spare_experts=4, hidden_size=64, intermediate_size=32
     )
-    group = everybody
-    if trial.change == "grow":
+    group, held_before = everybody, held_memory()
+    if trial.change in ("join", "grow"):
         group = everybody.subgroup(range(WORLD)) if everybody.rank < WORLD else None
         address = everybody.gather_json(group and group.address)[0]
-        if group is None:
-            come(address, layer)
-            return
-    group.deadline = DEADLINE
-    held_before = held_memory()
+    if group is None:
+        if trial.victim == WORLD:
+            lay_trap(None, trial, folder)
+        said = come(address, layer, folder)
+    else:
+        group.deadline = DEADLINE
+        said = serve(group, layer, trial, folder)
+    # A thread that waits for a rank that is stopped ends when its waits do: after 5.1 s, where nothing else runs.
+    copying = [thread for thread in threading.enumerate() if thread.name == "moving experts"]
+    for thread in copying:
+        thread.join(4 * DEADLINE)
+    said["threads"] = sum(thread.is_alive() for thread in copying)
+    gc.collect()
+    said["memory"] = sorted(held_memory() - held_before)
+    (Path(folder) / f"rank-{everybody.rank}.json").write_text(json.dumps(said))
+
+
+def serve(group, layer, trial, folder):
+    """What a rank saw that was there: whether results were right, who was lost, and the placement at the end."""
     with group.patience(30):
         plan = ty.plan([layer], group, exchange=trial.exchange)
         built = build(plan, "moe")
         given = batch(layer, 5, seed=group.rank)
         before_TH = built(*given)
+        fresh_TH = built(*batch(layer, 5, seed=WORLD))  # the bits do not depend on the rank
+        if group.rank == 0:
+            torch.save(fresh_TH, Path(folder) / "fresh.pt")
         group.barrier()
     if group.rank == trial.victim:
-        lay_trap(group, trial)
+        lay_trap(plan, trial, folder)
     said, move = {"wrong": 0, "lost": None, "errors": []}, None
+    grows = trial.change in ("join", "grow")
     try:
         move = begin(plan, trial)
         calls = 0
@@ -200,7 +247,7 @@ def rank_main(everybody, trial, folder):
             move.wait()
             said["left"] = True
         # A fresh rank makes three calls; in the last one of the loop, all had switched.
-        for _ in range(0 if "left" in said else 2 if trial.change == "grow" and not trial.wait else 3):
+        for _ in range(0 if "left" in said else 2 if grows and not trial.wait else 3):
             said["wrong"] += not torch.equal(built(*given), before_TH)
     except ty.PeerLost as error:
         said["lost"] = list(error.peers)
@@ -208,34 +255,27 @@ def rank_main(everybody, trial, folder):
         said["errors"].append(f"{type(error).__name__}: {error}")
     shifted = trial.change == "shrink" and plan.group.size < WORLD  # rank 0 has left
     if said["lost"] == [trial.victim - shifted] and group.rank != trial.victim:
-        plan.go_on_without(said["lost"])
+        if said["lost"][0] < plan.group.size:  # else it was not taken in, and nobody is missed
+            plan.go_on_without(said["lost"])
         for _ in range(3):
             said["wrong"] += not torch.equal(built(*given), before_TH)
     said["table"] = plan.wiring("moe").exchange_spec.placement.table
-    said["world"] = plan.group.size
     plan.close()
-    # A thread that waits for a rank that is stopped ends when its waits do: after 5.1 s, where nothing else runs.
-    copying = [thread for thread in threading.enumerate() if thread.name == "moving experts"]
-    for thread in copying:
-        thread.join(4 * DEADLINE)
-    said["threads"] = sum(thread.is_alive() for thread in copying)
-    del built, plan, move
-    gc.collect()
-    said["memory"] = sorted(held_memory() - held_before)
-    (Path(folder) / f"rank-{group.rank}.json").write_text(json.dumps(said))
+    return said
 
 
 def run(trial):
-    """What each rank said; None for one that said nothing."""
+    """What each rank said, None for one that said nothing; and whether the victim was hit."""
     with tempfile.TemporaryDirectory(prefix="moves-") as folder:
+        world = WORLD + (trial.change in ("join", "grow"))
         try:
-            world = WORLD + (trial.change == "grow")
             ty.launch(world, rank_main, trial, folder, ranks="processes", deadline=60)
         except ty.RankError as error:
             if trial.action != "kill":
                 print(trial, error)
-        paths = [Path(folder) / f"rank-{rank}.json" for rank in range(WORLD)]
-        return [json.loads(path.read_text()) if path.exists() else None for path in paths]
+        paths = [Path(folder) / f"rank-{rank}.json" for rank in range(world)]
+        said = [json.loads(path.read_text()) if path.exists() else None for path in paths]
+        return said, (Path(folder) / "hit").exists()
 
 
 def tables_of(placement):
@@ -269,19 +309,20 @@ def complaints(trial, said_by_rank):
 def sentence(summary):
     """For the documentation."""
     return (
-        f"**{summary['trials']} faults** in moves of experts, on three processes over every exchange "
-        f"({summary['rebalance']} while they rebalance, {summary['grow']} while a fourth comes, {summary['shrink']} "
-        f"while the first leaves): a rank killed, stopped or slowed in the agreement, while copying, when ready, and "
-        f"around the switch. In **{summary['new']}** those that were left had the new placement, in "
-        f"**{summary['old']}** the old one; wrong results, different placements, threads or shared memory that were "
-        f"left, or silence: **{len(summary['off'])}**."
+        f"**{summary['hit']} faults** in moves of experts, on three processes over every exchange "
+        f"({summary['rebalance']} while they rebalance, {summary['grow']} while a fourth comes, {summary['join']} of "
+        f"that one itself, {summary['shrink']} while the first leaves): a rank killed, stopped or slowed while it "
+        f"connects, in the agreement, while copying, when ready, and around the switch. In **{summary['new']}** those "
+        f"that were left had the new placement, in **{summary['old']}** the old one; wrong results, different "
+        f"placements, threads or shared memory that were left, or silence: **{len(summary['off'])}**."
     )
 
 
 def judge(seed, summary):
     """A trial, and what was wrong in it; counts which placement was left."""
     trial = draw(seed)
-    said = run(trial)
+    said, was_hit = run(trial)
+    summary["hit"] += was_hit
     others = [each for rank, each in enumerate(said) if each and rank != trial.victim and "left" not in each]
     summary["old" if others and others[0]["table"] in tables_of(OLD) else "new"] += 1
     summary[trial.change] += 1
@@ -289,9 +330,9 @@ def judge(seed, summary):
 
 
 def main():
-    counts = {"new": 0, "old": 0, **dict.fromkeys(CHANGES, 0), "deadline_s": DEADLINE}
+    counts = {"hit": 0, "new": 0, "old": 0, **dict.fromkeys(CHANGES, 0), "deadline_s": DEADLINE}
     summary = run_trials(
-        __doc__, judge, sentence, trials=200, summary=counts, benchmark="moves", mark="moves"
+        __doc__, judge, sentence, trials=252, summary=counts, benchmark="moves", mark="moves"
     )
     return 1 if summary["off"] or not (summary["new"] and summary["old"]) else 0
 
