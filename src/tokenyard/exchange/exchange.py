@@ -309,7 +309,6 @@ class Exchange:
         stats.count_dispatch(batch.num_tokens, sent, arrival.counts_W, nbytes, is_next=is_next)
         return arrival
 
-    @by_one_thread
     def _check_arrival(self, arrival: Arrival) -> None:
         """Raise if this rank has found something wrong with what came."""
         try:
@@ -318,7 +317,8 @@ class Exchange:
                 raise arrival.problem
         except Exception as error:
             # The others have gone on: they wait for this rank's combine, and hear of it there.
-            self._fail(arrival.spec, error, partial(self._in_flight.give_up, arrival, error))
+            with self._one_thread:
+                self._fail(arrival.spec, error, partial(self._in_flight.give_up, arrival, error))
 
     def _checked(
         self,
@@ -664,6 +664,8 @@ class Exchange:
 
     def _tell_given_up(self, spec: ExchangeSpec) -> None:
         """Take part in the combines of the oldest arrivals that were given up, only to say so."""
+        if self._in_flight.is_empty:
+            return
         with self.usability.waiting(spec):
             for arrival, error in self._in_flight.take_given_up():
                 self._fail_combine(arrival, error)

@@ -118,12 +118,14 @@ class EncodedRows:
     @property
     def num_rows(self) -> int:
         """Rows held, read off the first payload (whose first dimension is rows in every layout)."""
-        return next(iter(self.payloads.values())).shape[0]
+        first, *_ = self.payloads.values()
+        return first.shape[0]
 
     @property
     def device(self) -> torch.device:
         """Where the payloads are."""
-        return next(iter(self.payloads.values())).device
+        first, *_ = self.payloads.values()
+        return first.device
 
     def check(self) -> None:
         """Raise unless every payload is what the format declares for this width, in linear layout."""

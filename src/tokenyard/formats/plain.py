@@ -10,12 +10,19 @@ float32 and are clamped to the finite range of the target before the cast: a flo
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from tokenyard.formats.base import EncodedRows, Format, Payload, check_rows, saturated
+
+
+@cache
+def _payloads(dtype: torch.dtype, width: int) -> tuple[Payload, ...]:
+    """The payloads of plain rows: made once, since every call of a layer asks for them several times."""
+    return (Payload(name="data", dtype=dtype, width=width),)
 
 
 class PlainFormat(Format):
@@ -25,7 +32,7 @@ class PlainFormat(Format):
     dtype: ClassVar[torch.dtype]  # the dtype of the elements
 
     def payloads(self, hidden_size: int) -> tuple[Payload, ...]:
-        return (Payload(name="data", dtype=self.dtype, width=hidden_size),)
+        return _payloads(self.dtype, hidden_size)
 
     def encode(self, x_TH: Tensor) -> EncodedRows:
         check_rows(x_TH)

@@ -163,13 +163,13 @@ class MoELayer(nn.Module):
         ahead: bool,
     ) -> Sent:
         self.plan.between_calls(self.name)  # experts that have moved are served from here on
-        wiring = self.wiring
-        trip = self.plan.exchange.open_round_trip(wiring.exchange_spec)
+        wiring, exchange = self.wiring, self.plan.exchange
+        trip = exchange.open_round_trip(wiring.exchange_spec)
         trip.ahead, trip.takes_slots = ahead, self.experts.skips_empty_slots
-        with self.plan.exchange.telling(trip):  # an error on one rank reaches all
+        with exchange.telling(trip):  # an error on one rank reaches all
             sent = self._send(wiring, trip, x_TH, routes_or_logits, payloads)
             job = None if shared is None else partial(shared, x_TH)
-            terms = [] if job is None else [self.plan.exchange.beside(job)]  # while rows travel
+            terms = [] if job is None else [exchange.beside(job)]  # while rows travel
             terms += [add] if add is not None else []
         trip.advance = partial(self._advance, sent, out, terms)
         return sent
