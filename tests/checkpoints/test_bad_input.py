@@ -676,6 +676,8 @@ def test_any_of_several_numbered_files_is_missed(folder, missing):
     for number in {1, 2, 3} - {missing}:
         save_file(dict(tensors[number - 1 :: 3]), folder / f"model-{number:05}-of-00003.safetensors")
     refused(folder, f"model-{missing:05}-of-00003.safetensors is missing")
+    save_file(dict(tensors[missing - 1 :: 3]), folder / "another.safetensors")  # which has no number
+    refused(folder, f"model-{missing:05}-of-00003.safetensors is missing")
 
 
 def test_what_is_viewed_lies_on_a_multiple_of_its_size(tmp_path):

@@ -478,3 +478,17 @@ def test_nothing_is_written_into_files_that_were_abandoned(tmp_path):
     assert load_file(tmp_path / "model.safetensors")["b"].tolist() == [0.0, 0.0]
     assert load_file(tmp_path / "model.safetensors")["a"].tolist() == [1.0, 1.0]
     making.abandon()  # a second time
+
+
+def test_tensors_are_written_wherever_they_stand_and_whatever_is_computed_of_them(tmp_path):
+    """A parameter of a model, a view whose rows lie apart, and a number."""
+    tensors = {
+        "parameter": torch.arange(6.0).view(2, 3).requires_grad_(),
+        "columns": torch.arange(12, dtype=torch.int32).view(3, 4)[:, 1:3],
+        "number": torch.tensor(7, dtype=torch.int16),
+    }
+    writer.write_tensors(tmp_path / "some.safetensors", tensors)
+    found = load_file(tmp_path / "some.safetensors")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(found[name], tensor), name

@@ -66,6 +66,16 @@ def test_the_block_size_has_no_influence(inner: int, outputs: int, rows: int, bl
     assert (error <= (inner + 2) * 2**-24 * (x_nD.abs().double() @ w_OD.abs().double().T)).all()
 
 
+@pytest.mark.parametrize("inner", [7, 300])
+def test_how_rows_and_weights_lie_in_memory_has_no_influence(inner: int) -> None:
+    generator = torch.Generator().manual_seed(inner)
+    x_nD, w_OD = torch.randn(33, inner, generator=generator), torch.randn(17, inner, generator=generator)
+    expected = product_written_out(x_nD, w_OD)
+    for x in (x_nD, x_nD.t().contiguous().t(), x_nD.repeat(1, 2)[:, :inner]):
+        for w in (w_OD, w_OD.t().contiguous().t(), w_OD.repeat(1, 2)[:, :inner]):
+            assert torch.equal(product_written_out(x, w), expected)
+
+
 def test_other_threads_and_processes() -> None:
     case = CASES[2]
     experts, x_RH, routes = build_experts("reference", case)

@@ -86,3 +86,11 @@ def test_vectors_are_multiplied_from_memory_that_is_aligned_alike(tile_elements,
     assert set(starts) == {0}
     assert len(starts) >= 5
     torch.testing.assert_close(y_NO, x_ND @ w_LOD[0].t())
+
+
+def test_a_process_that_is_forked_while_a_thread_holds_the_lock_can_take_it() -> None:
+    with workers._pools_lock:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if workers._pools_lock.acquire(timeout=5) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -301,6 +301,8 @@ def test_process_ranks_have_the_environment_of_their_launch(monkeypatch):
     for value in ("one", "another", None):
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
         assert ty.launch(1, environment, name, ranks="processes") == [value]
+    monkeypatch.delenv("PATH")  # with which the forkserver was started, whenever that was
+    assert ty.launch(1, environment, "PATH", ranks="processes") == [None]
 
 
 def loaded_when_planned(group):

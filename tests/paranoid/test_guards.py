@@ -64,6 +64,19 @@ def test_a_byte_beyond_a_region(where):
     )
 
 
+def test_bytes_are_looked_at_as_soon_as_rows_have_come():
+    """Before experts run: what was written beyond a region may be what they read."""
+    guards, calls = WorkspaceGuards.__new__(WorkspaceGuards), []
+    guards._open = set()
+    for name in ("_poison_results", "_check_guards", "_check_dispatch_region", "round_failed"):
+        setattr(guards, name, lambda *_, name=name: calls.append(name))
+    once = ["_poison_results", "_check_guards", "_check_dispatch_region"]
+    guards.check_arrival(SimpleNamespace(region=1))
+    assert calls == once
+    guards.check_arrival(SimpleNamespace(region=1))  # the arrival before was never combined
+    assert calls == [*once, "round_failed", *once]
+
+
 def unused(group, payload):
     def write(rows):
         rows[payload].view(torch.uint8)[-1, 0] = 0

@@ -5,9 +5,10 @@ import torch
 
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
+from tokenyard.errors import Reason
 from tokenyard.exchange.one_sided import declarations
 from tokenyard.experts import FusedExperts
-from tokenyard.planning.choosing import choose_experts
+from tokenyard.planning.choosing import choose_exchange, choose_experts
 from tokenyard.planning.drafting import EXCHANGE_VARIABLE
 
 
@@ -87,3 +88,11 @@ def test_gpus_that_run_fused_experts_take_them(monkeypatch):
     older = ty.errors.Reason(field="experts", value="fused", why="its kernels need Hopper")
     monkeypatch.setattr(FusedExperts, "runs_on", classmethod(lambda cls, device: older))
     assert choose_experts(experts_spec(), gpu)[1] == "not fused: its kernels need Hopper"
+
+
+def test_where_all_exchanges_are_refused_it_is_the_fastest_whose_error_is_told():
+    refused = Reason(field="top_k", value=3, why="no")
+    assert choose_exchange(lambda transport: refused, 2, None) == (
+        ty.EXCHANGES["one_sided"],
+        "no other one does it",
+    )
