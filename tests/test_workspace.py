@@ -198,3 +198,13 @@ def test_the_bytes_of_a_matrix_are_its_own_where_they_lie_side_by_side():
 
 def test_a_row_without_payloads_takes_no_bytes():
     assert (RowLayout.of([]).stride, SlotLayout.of([], 4).end, SlotLayout.of([], 4).nbytes) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("width", [3, 16, 20])
+def test_gaps_of_packets_are_zero_whatever_stood_there(width):
+    """Behind a payload that is shorter than its alignment, as long, and longer."""
+    layout = RowLayout.of([ty.Payload(name="data", dtype=torch.uint8, width=width)])
+    packets = torch.full((2, layout.stride), 0x41, dtype=torch.uint8)
+    layout.write(packets, {"data": torch.ones(2, width, dtype=torch.uint8)})
+    assert (packets[:, :width] == 1).all()
+    assert (packets[:, width:] == 0).all()
