@@ -123,7 +123,7 @@ def test_a_rank_that_is_somewhere_else_has_drifted(other):
         ({"layer": 2}, "rank 1: combine of layer 2 of another plan, round 9;"),
         ({"layer": -1}, "rank 1: combine of layer -1 of another plan, round 9;"),
         ({"plan": 6}, "rank 1: combine of layer 1 of another plan, round 9;"),
-        ({"protocol": 7}, "rank 1: combine of layer 'b', round 9, protocol 7, not 3;"),
+        ({"protocol": 7}, "rank 1: combine of layer 'b', round 9, protocol 7, not 4;"),
     ],
 )
 def test_where_the_others_are_is_told_in_words(other, words):

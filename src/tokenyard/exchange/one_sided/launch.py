@@ -405,7 +405,7 @@ class Launcher:
         blocks = self._blocks(chunks + others)
         push_room.assign[(blocks * self.ranks,)](
             self._batch(spec, routes), self._counts, routes.choice_counts, self.peers, self.host_status,
-            *self._sizes(slots, routes.tokens, blocks), *self._kernel_places(slots, routes.places), chunks,
+            *self._sizes(slots, routes.tokens, blocks), *self._kernel_places(slots, routes.places, None), chunks,
             others, _chunks(self.max_tokens), LAYER=self._kernel_layer(spec), EARLY=self._early,
             LIMITED=self.sms is not None, num_warps=4, **_launch_early(self._early),
         )  # fmt: skip
@@ -456,11 +456,11 @@ class Launcher:
         )
 
     def _kernel_places(
-        self, slots: DispatchSlots, places: Mapping[str, int], data: str = "data"
+        self, slots: DispatchSlots, places: Mapping[str, int], data: str | None = "data"
     ) -> push_room.Places:
         """Where a kernel finds the payloads of a region: 0 stands for those that it has not."""
         return push_room.Places(
-            data=places[data],
+            data=0 if data is None else places[data],
             scales=places.get("scales", 0),
             globals=places.get("global_scale", 0),
             ids=places.get("ids", 0),

@@ -73,7 +73,10 @@ class Run:
 
 
 def _document(benchmark: str, setup: dict[str, Any], *notes: str) -> Document:
-    return Document(benchmark=benchmark, **_KINDS[benchmark]._asdict(), setup=setup, notes=list(notes))
+    unit, x, line, columns = _KINDS[benchmark]
+    return Document(
+        benchmark=benchmark, unit=unit, x=x, line=line, columns=columns, setup=setup, notes=list(notes)
+    )
 
 
 def _of_cells(document: Document, cells: Sequence[Any], figures: Iterable[Record]) -> Run:
@@ -228,7 +231,9 @@ class _Gpu(NamedTuple):
 
     def machine(self) -> machine_rates.Machine:
         rates = machine_rates.measure_rates(self.device, self.clock)
-        return machine_rates.Machine(**self._asdict(), rates=rates)
+        return machine_rates.Machine(
+            device=self.device, name=self.name, clock=self.clock, rested=self.rested, rates=rates
+        )
 
     def rested_note(self) -> str:
         product = machine_rates.measure_rates(self.device, self.rested).product
