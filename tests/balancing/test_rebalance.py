@@ -577,3 +577,18 @@ def test_watched_plans_and_hosts_move_experts(exchange):
         assert switches > 0
         for a, b in zip(before, after, strict=True):
             torch.testing.assert_close(a, b)
+
+
+def served_after_a_move(group):
+    """The placements that a transport is told of when experts have moved: kernels find rows by their tables."""
+    plan = ty.plan([spec(spare_experts=2)], group, exchange="one_sided")
+    layer = build(plan, "moe")
+    told, serve = [], plan.exchange.transport.serve
+    plan.exchange.transport.serve = lambda specs: (told.extend(s.placement for s in specs), serve(specs))
+    wanted = ty.Placement.round_robin(5, 2)
+    plan.rebalance({"moe": wanted})
+    return told == [wanted] and layer.wiring.exchange_spec.placement == wanted
+
+
+def test_the_transport_is_told_of_the_placement_that_experts_moved_to():
+    assert on_ranks(2, served_after_a_move) == [True, True]

@@ -513,6 +513,8 @@ def test_a_config_of_another_quantization(quantized):
             continue
         reconfigure(folder, quantization_config=quantization)
         refused(folder, "model.safetensors" if quantization else "no quantization_config", "config.json")
+        if quantization:
+            refused(folder, "the config.json that belongs to these weights", "model.safetensors: tensor")
 
 
 @pytest.mark.parametrize(

@@ -553,3 +553,27 @@ def test_a_rank_that_drifts_from_a_combine_or_into_another_plan_is_named_on_all_
         stray = "rank 1: dispatch of layer 0 of another plan, round 1, rank 2: dispatch of layer 'bounded', round 1"
         assert (stray in elsewhere) == (rank != 1), elsewhere
         assert "rank 0: dispatch of layer 0 of another plan" in elsewhere or rank != 1
+
+
+def warmed(group):
+    """What the inside of this rank's host makes ready when a plan is made."""
+    seen = []
+    warmup = SharedMemoryTransport.warmup
+
+    def recorded(transport, specs):
+        seen.append([(spec.layer, spec.placement.world) for spec in specs])
+        return warmup(transport, specs)
+
+    SharedMemoryTransport.warmup = recorded
+    try:
+        plan = ty.plan([spec("first"), spec("second")], group, exchange="hierarchical")
+        inside = plan.exchange.transport.inside.group.size
+    finally:
+        SharedMemoryTransport.warmup = warmup
+    return seen, inside
+
+
+def test_the_inside_of_each_host_is_made_ready_for_all_layers():
+    """On GPUs kernels are loaded there, before one of them waits."""
+    ((seen, inside),) = on_ranks(1, warmed)
+    assert seen == [[("first", inside), ("second", inside)]]
