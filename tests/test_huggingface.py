@@ -206,6 +206,8 @@ def test_moe_layer_freq_and_layer_types():
     kinds = ["sparse", "dense", "dense", "dense", "sparse"]
     listed = base(model_type="deepseek_v32", mlp_layer_types=kinds, num_nextn_predict_layers=...)
     assert [layer.name[13:14] for layer in layers_from_config(listed)] == ["0", "4"]
+    shorter = base(mlp_layer_types=["dense", "sparse"], first_k_dense_replace=3, num_nextn_predict_layers=0)
+    assert [layer.name[13:14] for layer in layers_from_config(shorter)] == ["1", "3", "4"]
 
 
 def test_null_groups_mean_no_groups():

@@ -296,3 +296,10 @@ def test_sizes_that_no_placement_has_are_refused(wrong):
     for sizes in ((wrong, 2), (4, wrong)):
         with pytest.raises(InputError, match="experts, on 1 to 65536 ranks"):
             Placement.contiguous(*sizes)
+
+
+def test_experts_that_were_lost_and_choices_of_nobody_have_no_rank_and_no_number():
+    left = Placement.contiguous(4, 2).without([1])
+    rank_TK, local_TK = left.resolve(torch.tensor([[0, 3, -1]]), 0)
+    assert rank_TK.tolist() == [[0, -1, -1]]
+    assert local_TK.tolist() == [[0, -1, -1]]

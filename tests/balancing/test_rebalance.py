@@ -9,6 +9,7 @@ import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.exchange.announcement import ignore_notices
 from tokenyard.experts import ReferenceExperts
+from tokenyard.experts.slots import with_spare_slots
 from tokenyard.planning import moving
 from tokenyard.planning.expert_moves import CALLS_BETWEEN_QUESTIONS, ExpertMoves
 from tokenyard.planning.rebalancing import Progress
@@ -592,3 +593,13 @@ def served_after_a_move(group):
 
 def test_the_transport_is_told_of_the_placement_that_experts_moved_to():
     assert on_ranks(2, served_after_a_move) == [True, True]
+
+
+def test_memory_with_spare_slots_holds_weights_without_their_gradients():
+    w13, w2 = torch.randn(2, 16, 8, requires_grad=True), torch.randn(2, 8, 8, requires_grad=True)
+    held = with_spare_slots(
+        ty.ExpertWeights(w13=w13, w2=w2), 1, allocate=lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8)
+    )
+    for mine, given in ((held.w13, w13), (held.w2, w2)):
+        assert not mine.requires_grad
+        assert torch.equal(mine[:2], given)

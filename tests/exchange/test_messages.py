@@ -183,3 +183,20 @@ def test_an_error_in_the_background_is_raised_where_it_is_waited_for():
     group.barrier()
     with pytest.raises(ZeroDivisionError):
         pending.wait()
+
+
+def closed(group, exchange):
+    """The rooms for messages before and after a plan is closed."""
+    plan = ty.plan([spec()], group, exchange=exchange)
+    build(plan, "moe")(*batch(spec(), 4, seed=group.rank))
+    mailbox = plan.exchange.transport.mailbox
+    before = len(mailbox._rooms)
+    plan.close()
+    return before, len(mailbox._rooms)
+
+
+@by_messages
+def test_memory_for_messages_is_given_back_when_a_plan_is_closed(exchange):
+    for before, after in on_ranks(2, closed, exchange):
+        assert before > 0
+        assert after == 0

@@ -1,9 +1,13 @@
 """The forkserver: it runs when it was started, Ctrl-C does not reach it, and nothing is left of it at the end."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
+
+from tokenyard.group import forkserver
 
 _SCRIPT = """
 import json, multiprocessing, os, signal
@@ -63,3 +67,16 @@ def test_it_runs_with_the_signal_blocked_and_ends_with_all_that_it_made():
     assert told.pop("kind") == "forkserver"
     assert told.pop("blocked") == 1
     assert told == dict.fromkeys(told, True), done.stderr
+
+
+def test_a_child_lets_go_of_the_forkserver_of_its_parent(monkeypatch):
+    """The forkserver lives as long as a process holds the other end of its pipe."""
+    reading, writing = os.pipe()
+    theirs = SimpleNamespace(_forkserver_alive_fd=writing)
+    theirs.__init__ = lambda: None
+    monkeypatch.setattr(forkserver.forkserver, "_forkserver", theirs)
+    forkserver._forget()
+    assert os.read(reading, 1) == b""  # nobody can write any more
+    os.close(reading)
+    theirs._forkserver_alive_fd = None
+    forkserver._forget()

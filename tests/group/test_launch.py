@@ -259,10 +259,11 @@ class FakeProcess:
     """Ends while it is waited for, or only when it is killed."""
 
     def __init__(self, ends):
-        self.ends, self.lives, self.calls = ends, True, []
+        self.ends, self.lives, self.calls, self.waited = ends, True, [], []
 
     def join(self, seconds=None):
         self.calls.append("join")
+        self.waited += [] if seconds is None else [seconds]
         self.lives = self.lives and not (self.ends and seconds != 0)
 
     def is_alive(self):
@@ -280,6 +281,7 @@ class FakeProcess:
 def test_only_a_process_that_does_not_end_is_killed_and_all_are_waited_for():
     good, stubborn = FakeProcess(ends=True), FakeProcess(ends=False)
     process_ranks._end([good, stubborn])
+    assert all(seconds <= process_ranks._GRACE for seconds in good.waited + stubborn.waited)
     assert good.calls == ["join", "join", "close"]
     assert stubborn.calls == ["join", "kill", "join", "close"]
 
