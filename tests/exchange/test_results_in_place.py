@@ -7,6 +7,7 @@ import torch
 
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, spec
+from tokenyard import rows
 from tokenyard.rows import ExpertRows, PlacedRows
 
 EXCHANGES = [("two_sided", 1), ("one_sided", 1), ("hierarchical", 2)]
@@ -101,3 +102,18 @@ def twice(group):
 def test_a_kernel_on_top_of_another_gets_what_it_returns():
     assert not Doubled.places_results
     assert on_ranks(2, twice) == [True, True]
+
+
+@pytest.mark.parametrize("in_slots", [True, False])
+def test_long_results_are_written_block_by_block_where_they_belong(in_slots, monkeypatch):
+    monkeypatch.setattr(rows, "WRITE_BLOCK", 3 * 8)  # three rows at a time
+    results_RH, order_R = torch.randn(11, 8), torch.randperm(14)[:11]
+    buffer = rows.CombineBuffer(
+        rows_SH=torch.full((14, 8), torch.nan, dtype=torch.bfloat16), slots_R=order_R if in_slots else None
+    )
+    buffer.write(results_RH[:4])
+    buffer.write(results_RH[4:], first=4)
+    written = order_R if in_slots else torch.arange(11)
+    assert torch.equal(buffer.rows_SH[written], results_RH.bfloat16())
+    others = [slot for slot in range(14) if slot not in written.tolist()]
+    assert buffer.rows_SH[others].isnan().all()
