@@ -113,9 +113,8 @@ class Exchange:
         self.notice: Callable[[], int] = int
         # Called with the numbers of all ranks, in the same dispatch on every rank: they agree without a message.
         self.noticed: Callable[[Sequence[int]], None] = ignore_notices
-        self.hears_notices = (
-            self.transport.reads_values
-        )  # whether `noticed` is called: a dispatch waits for them
+        # Whether `noticed` is called: where a dispatch waits for what the others tell.
+        self.hears_notices = self.transport.reads_values
         self._in_flight = InFlightQueue(in_flight, group.rank)
         self.plan_id = plan_id  # the same on all ranks, and different for each plan of a group
         self._names: list[str] = []
@@ -231,8 +230,10 @@ class Exchange:
         self._check_dropped(spec)
         self._in_flight.check_room(spec)
         try:
-            checked = self._checked(spec, self._round + 1, rows, routes, {} if extra is None else extra)
-            batch = replace(checked, ahead=ahead, takes_slots=takes_slots)
+            given = {} if extra is None else extra
+            batch = self._checked(
+                spec, self._round + 1, rows, routes, given, ahead=ahead, takes_slots=takes_slots
+            )
             pending = self._ahead(self.transport.send(batch), ahead)
         except Exception as error:
             self._fail(spec, error, partial(self._fail_dispatch, spec, error))
@@ -327,6 +328,9 @@ class Exchange:
         rows: EncodedRows | UnencodedRows,
         routes: Routes | RoutingLogits | BatchRoutes,
         extra: Mapping[str, Tensor],
+        *,
+        ahead: bool,
+        takes_slots: bool,
     ) -> Batch:
         """A batch that can be sent; raises whatever is wrong with it."""
         if isinstance(rows, UnencodedRows):
@@ -365,6 +369,8 @@ class Exchange:
                 spec, Phase.DISPATCH, round, tokens=rows.num_rows, counts=counts
             ),
             choice_counts=self.load.counts(spec.layer) if self.transport.counts_choices else None,
+            ahead=ahead,
+            takes_slots=takes_slots,
         )
 
     def _drop_lost(self, spec: ExchangeSpec, routes: Routes) -> Routes:
