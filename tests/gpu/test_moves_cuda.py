@@ -151,14 +151,19 @@ def test_a_captured_graph_serves_the_placement_that_experts_moved_to(weights, wi
         assert same == [(True, True)] * len(same)
 
 
-def hot(group, layer):
-    """Experts that most choices fall on are copied, by the counts of the kernels."""
+def with_a_hot_expert(group, layer):
+    """A plan, its layer, and a batch whose tokens all choose expert 0."""
     plan = ty.plan([layer], group, exchange="one_sided")
     moe = build(plan, layer.name).to(group.device)
     load_kernels(group, moe, layer)
     x_TH, routes = batch(layer, 12, seed=group.rank)
     routes.topk_ids_TK[:, 0] = 0
-    x_TH, routes = x_TH.cuda(), there(routes)
+    return plan, moe, x_TH.cuda(), there(routes)
+
+
+def hot(group, layer):
+    """Experts that most choices fall on are copied, by the counts of the kernels."""
+    plan, moe, x_TH, routes = with_a_hot_expert(group, layer)
     before_TH = moe(x_TH, routes)
     move = plan.rebalance()
     same = same_bits(moe(x_TH, routes), before_TH)
@@ -180,12 +185,7 @@ def test_hot_experts_are_copied_by_the_counts_of_the_kernels():
 
 def left_on(group, layer):
     """Calls with a hot expert in a plan that balances by itself."""
-    plan = ty.plan([layer], group, exchange="one_sided")
-    moe = build(plan, layer.name).to(group.device)
-    load_kernels(group, moe, layer)
-    x_TH, routes = batch(layer, 12, seed=group.rank)
-    routes.topk_ids_TK[:, 0] = 0
-    x_TH, routes = x_TH.cuda(), there(routes)
+    plan, moe, x_TH, routes = with_a_hot_expert(group, layer)
     before_TH = moe(x_TH, routes)
     plan.autobalance(every=20, threshold=1.05)
     same = [same_bits(moe(x_TH, routes), before_TH) for _ in range(200)]
