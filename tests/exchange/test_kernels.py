@@ -423,36 +423,54 @@ def test_results_come_home_in_every_wire(wire, dtype, result, terms, dense):
         assert same_numbers(out_TH, yard.pulled_by_twin(rank, batch.ids_TK, add))
 
 
-@pytest.mark.parametrize("terms", [1, 2])
-def test_few_multiprocessors_sum_while_what_is_added_is_computed(terms):
-    """The sum is there, in float32, before the terms are; the same bits come of it."""
-    spec = make_exchange_spec(2, hidden_size=33)
+@pytest.mark.parametrize("wire", ["bf16", "mxfp8"])
+@pytest.mark.parametrize(("terms", "ends"), [(1, False), (2, False), (2, True)])
+def test_few_multiprocessors_sum_while_what_is_added_is_computed(terms, ends, wire, monkeypatch):
+    """They sum in float32, until the terms are there; then all of them finish. The same bits come of it."""
+    spec = make_exchange_spec(2, hidden_size=2200, combine_wire=wire, max_tokens=80)
     yard = VirtualRanks(spec, sms=2)
-    batches = [make_batch(spec, tokens, seed=tokens) for tokens in (3, 2)]
+    batches = [make_batch(spec, tokens, seed=tokens) for tokens in (66, 23)]
     _, counts = dispatched(yard, batches)
-    rows = [torch.randn(int(count.sum()), 33).bfloat16() for count in counts]
+    rows = [torch.randn(int(count.sum()), 2200).bfloat16() for count in counts]
     yard.place_twins(rows, counts)
     for rank, launcher in enumerate(yard.launchers):
         launcher.place(yard.dispatch_slots, rows[rank], dense=True)
+    grids = []
+    monkeypatch.setattr(launch.pull_room, "pull", _Recorded(launch.pull_room.pull, grids))
     for rank, (launcher, batch) in enumerate(zip(yard.launchers, batches, strict=True)):
         computed = [make_batch(spec, len(batch.ids_TK), seed=9 + term).x_TH for term in range(terms)]
         add = [torch.full_like(term_TH, torch.nan) for term_TH in computed]
-        out_TH, pulled = torch.full_like(batch.x_TH, torch.nan), []
-        pull = launcher._pull
-        launcher._pull = lambda *args, pull=pull, pulled=pulled, **options: pulled.append(
-            pull(*args, **options)
-        )
+        out_TH, begun = torch.full_like(batch.x_TH, torch.nan), []
+        monkeypatch.setattr(launcher, "_begun", _Kept(launcher._begun, begun))
 
-        def compute(add=add, computed=computed, pulled=pulled):
-            assert pulled, "the sum waits for what is computed"
+        def compute(add=add, computed=computed, begun=begun):
+            (sums,), tokens = begun, len(add[0])
+            # Where what is computed ends meanwhile, each block has summed one tile.
+            rows, parts = (1 if wire == "mxfp8" else 4 if tokens > 64 else 8), (2 if tokens > 64 else 3)
+            tiles = -(-tokens // rows) * parts
+            assert sums.tiles.tolist() == ([1, 1] if ends else [-(-tiles // 2), tiles // 2])
             for term_TH, found_TH in zip(add, computed, strict=True):
                 term_TH.copy_(found_TH)
 
         slots_TW = slots_twin(spec, batch.ids_TK, rank)
+        ended = torch.tensor([int(ends)], dtype=torch.int32)
         launcher.sum(
-            yard.dispatch_slots, slots_TW, out_TH, add, just_placed=True, waits=False, before_adding=compute
-        )
+            yard.dispatch_slots, slots_TW, out_TH, add, just_placed=True, waits=False, before_adding=compute,
+            ended=ended,
+        )  # fmt: skip
         assert same_numbers(out_TH, yard.pulled_by_twin(rank, batch.ids_TK, computed))
+    assert grids == [(2,), (2 * 66,), (2,), (3 * 23,)]
+
+
+class _Kept:
+    """A function whose results are kept."""
+
+    def __init__(self, made, kept):
+        self._made, self._kept = made, kept
+
+    def __call__(self, *arguments):
+        self._kept.append(self._made(*arguments))
+        return self._kept[-1]
 
 
 @pytest.mark.parametrize("wire", ["bf16", "mxfp8", "fp8_block128", "nvfp4"])

@@ -13,7 +13,8 @@ from tokenyard.exchange.one_sided.launch import Encoding, ReturnLayout
 from tokenyard.formats import get
 
 KINDS = {"results": "*fp32", "out": "*bf16", "term": "*bf16", "other_term": "*bf16", "slots": "*i32",
-         "owners": "*i32", "peers": "*i64", "host": "*i64", "global_scale": "fp32", "deadline": "i64"}
+         "owners": "*i32", "ended": "*i32", "begun": pull.Begun("*fp32", "*i32"), "peers": "*i64",
+         "host": "*i64", "global_scale": "fp32", "deadline": "i64"}
 
 def compiled(kernel, tiles, **constants):
     signature, values = {}, {}
@@ -36,10 +37,17 @@ tiles = layout.place_tiles()
 compiled(pull.place, tiles, ROW=encoding.row(200, 208, tiles), given=None, LIMITED=False, **ranks)
 compiled(pull.place, tiles, ROW=encoding.row(200, 208, tiles), LIMITED=True, **ranks)
 tiles = layout.tiles(128)
+alone = dict(ended=None, begun=None)
 for choices in (0, 3):
     compiled(
         pull.pull, tiles, ROW=encoding.row(200, 208, tiles), TURNS=2, MEETS=True, EARLY=True, CHOICES=choices,
-        LIMITED=choices > 0, **ranks,
+        LIMITED=choices > 0, **alone, **ranks,
+    )
+# Few blocks that begin, and all that go on behind them.
+for ends in ({}, dict(ended=None)):
+    compiled(
+        pull.pull, tiles, ROW=encoding.row(200, 208, tiles), TURNS=2, MEETS=False, EARLY=True, CHOICES=0,
+        LIMITED=not ends, **ends, **ranks,
     )
 """
 

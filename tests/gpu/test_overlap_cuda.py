@@ -8,16 +8,12 @@ import pytest
 import torch
 
 import tokenyard as ty
-from tests.gpu.test_one_sided_cuda import there
-from tests.models import batch, build, on_ranks, raised, spec
+from tests.gpu import overlap
+from tests.gpu.overlap import capture, on_gpu
+from tests.models import build, on_ranks, raised, spec
 from tokenyard.conformance.cases import same_bits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
-
-
-def on_gpu(layer, tokens, seed):
-    x_TH, routes = batch(layer, tokens, seed=seed)
-    return x_TH.cuda(), there(routes)
 
 
 def doubled(x_TH):
@@ -151,17 +147,6 @@ def test_an_error_in_a_batch_that_was_started_reaches_all_and_the_next_ones_are_
 # -- Graphs --------------------------------------------------------------------------------------------------
 
 
-def capture(group, run):
-    """A graph of what a rank launches. Threads of one process capture one after the other."""
-    graph = torch.cuda.CUDAGraph()
-    for rank in range(group.size):
-        if rank == group.rank:
-            with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
-                outputs = run()
-        group.barrier()
-    return graph, outputs
-
-
 def captured(group, layer, sms):
     plan = ty.plan([layer], group, exchange="one_sided", in_flight=2, sms=sms)
     built = build(plan, layer.name, shared=doubled).to(group.device)
@@ -207,71 +192,15 @@ def test_streams_fork_and_join_in_a_graph(sms):
 
 # -- How long shared experts take beside the exchange --------------------------------------------------------
 
-RANKS, TOKENS, HIDDEN, REPLAYS = 4, 2048, 4096, 5
+
+@pytest.mark.parametrize(("sms", "most"), [(1, 1.1), (2, 1.1)])
+def test_shared_experts_take_as_long_as_the_exchange_beside_it(sms, most):
+    """Both together cost at most a tenth more than the longer of them."""
+    times = overlap.measured(sms)
+    assert times["both"] <= most * max(times["exchange"], times["shared"]), times
 
 
-def shared_beside_the_exchange(group, sms):
-    """ms of a round trip without experts: alone, shared experts of its length alone, both, one after the other."""
-    layer = spec(hidden_size=HIDDEN, num_experts=32, top_k=8, max_tokens=TOKENS, experts="grouped")
-    plan = ty.plan([layer], group, exchange="one_sided", sms=sms)
-    exchange, exchange_spec = plan.exchange, plan.wiring(layer.name).exchange_spec
-    x_TH, routes = on_gpu(layer, TOKENS, seed=group.rank)
-    weights_HH = torch.randn(HIDDEN, HIDDEN // 2, device="cuda", dtype=torch.bfloat16) / HIDDEN**0.5
-    back_HH = torch.randn(HIDDEN // 2, HIDDEN, device="cuda", dtype=torch.bfloat16) / HIDDEN**0.5
-    out_TH = torch.empty_like(x_TH)
-
-    def shared(products):
-        y_TH = x_TH
-        for _ in range(products):
-            y_TH = (y_TH @ weights_HH) @ back_HH
-        return y_TH
-
-    def round_trip(beside=None, before=None):
-        add, ahead = [] if before is None else [before()], beside is not None
-        rows = exchange.encode(exchange_spec, x_TH)
-        pending = exchange.start_dispatch(exchange_spec, rows, routes, ahead=ahead)
-        add += [exchange.beside(beside)] if ahead else []
-        arrival = pending.wait()
-        result = arrival.received.results.placed()
-        exchange.start_combine(arrival, result, out=out_TH, add=add, ahead=ahead).wait()
-
-    def milliseconds(run):
-        graph, _ = capture(group, lambda: [run() for _ in range(3)])
-        times = []
-        for _ in range(3):
-            plan.synchronize()
-            group.barrier()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(REPLAYS):
-                graph.replay()
-            end.record()
-            plan.synchronize()
-            times.append(start.elapsed_time(end) / REPLAYS / 3)
-        by_rank = group.gather_json(min(times[1:]))
-        return max(by_rank)
-
-    exchange.beside(lambda: shared(1))  # memory and libraries, before a kernel waits
-    shared(1)
-    torch.cuda.synchronize()
-    group.barrier()
-    with plan.fixed_shapes():
-        round_trip()
-        round_trip(beside=lambda: shared(1))
-        plan.synchronize()
-        alone = milliseconds(round_trip)
-        one = milliseconds(lambda: shared(4)) / 4
-        products = max(1, int(alone / one))
-        both = milliseconds(lambda: round_trip(beside=lambda: shared(products)))
-        turns = milliseconds(lambda: round_trip(before=lambda: shared(products)))
-        length = milliseconds(lambda: shared(products))
-    plan.close()
-    return {"sms": sms, "exchange": alone, "shared": length, "both": both, "one after the other": turns}
-
-
-@pytest.mark.parametrize(("sms", "most"), [(1, 0.8), (None, 1.05)])
-def test_shared_experts_beside_the_exchange_take_less_time_than_after_it(sms, most):
-    """Without a bound the exchange takes the whole GPU, and leaves nothing for what runs beside it."""
-    (figures, *_) = on_ranks(RANKS, shared_beside_the_exchange, sms, device="cuda", deadline=30.0)
-    print({name: round(value, 3) if isinstance(value, float) else value for name, value in figures.items()})
-    assert figures["both"] <= most * figures["one after the other"]
+def test_an_exchange_without_a_bound_takes_the_whole_gpu():
+    """It leaves nothing for what runs beside it, and costs no more than one after the other."""
+    times = overlap.measured(None)
+    assert times["both"] <= 1.05 * times["one after the other"], times

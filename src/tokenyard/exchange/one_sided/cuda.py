@@ -343,7 +343,12 @@ class CudaTransport(Transport):
 
     def beside(self, job: Callable[[], Term]) -> Term:
         with self.launcher.on_device(), self._computation.fork(self._begun) as self._computed:
-            return job()
+            if self.sms is None:
+                return job()
+            self._computed.ended = torch.zeros(1, dtype=torch.int32, device=self.group.device)
+            term = job()
+            self._computed.ended.fill_(1)
+            return term
 
     def _join_computed(self) -> None:
         """Let the current stream go on behind what was computed beside the round trip: it is read now."""
@@ -529,6 +534,7 @@ class CudaTransport(Transport):
             just_placed=just_placed,
             one_block_waits=ahead,
             before_adding=None if self._computed is None else self._join_computed,
+            ended=None if self._computed is None else self._computed.ended,
             tells_bad_ids=arrival.way_back.in_slots,
         )
 

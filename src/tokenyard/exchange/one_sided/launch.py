@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,8 +40,14 @@ FEW_ROWS = 256
 MANY_ROWS = 2048
 # Blocks of a rank up to which a combine of results that are in place waits in every block.
 MOST_WAITING_BLOCKS = 128
-# Columns of all rows that a block of a rank with few blocks moves at a time: in 16 warps, 64 registers of a thread.
-ROWS_AT_ONCE = 1 << 15
+# Where a rank has few blocks: columns of all rows that one reads at a time, and how many times that is on its way, in
+# shared memory. 4 × 2,048 bf16 rows of 4,096 to four ranks of an H200, with one block for each, took 1.9 ms when
+# nothing was read while rows were written, and take 1.35 ms.
+PUSH_COLUMNS, PUSH_STAGES = 1 << 14, 3
+# The same for results, in registers: their sums take 1.0 ms, 1.4 ms with twice as many, 2.4 ms through shared memory.
+PULL_COLUMNS = 1 << 13
+# Bytes of shared memory that a block must be able to have for that.
+_SHARED_FOR_STAGES = 160 << 10
 # Bits of a flag that name the layer.
 LAYER_BITS = 12
 _KINDS = {
@@ -61,6 +68,7 @@ class TileConfig:
     warps: int
     streams: bool = False  # whether the launch writes more than a cache holds
     rows: int = 1  # rows that a block moves at a time, where a rank has few blocks
+    stages: int = 1  # how many such moves are on their way at a time
 
 
 @dataclass(frozen=True)
@@ -89,16 +97,15 @@ class Encoding:
             return cls(push_room.NVFP4, tl.int32, 2 if easy else 1, format.global_scale)
         return None
 
-    def several(self, tiles: TileConfig) -> TileConfig:
+    def several(self, tiles: TileConfig, columns: int, stages: int = 1) -> TileConfig:
         """The same cut for a rank that has few blocks: each moves rows together that need no encoding.
 
-        A block with one row at a time waits for the memory: a round trip of 4 × 2,048 bf16 rows of 4,096, with one
-        block for each of four ranks of an H200, took 6.5 ms; with eight rows at a time it takes 3.2 ms.
+        So many `columns` of all rows at a time; the next ones are on their way while some are written (`stages`).
         """
-        if self.code not in (push_room.COPY, push_room.CAST):
+        rows = max(1, min(8, columns // tiles.tile))
+        if rows == 1 or self.code not in (push_room.COPY, push_room.CAST):
             return tiles
-        rows = max(1, min(8, ROWS_AT_ONCE // tiles.tile))
-        return replace(tiles, rows=rows, warps=16 if rows > 1 else tiles.warps)
+        return replace(tiles, rows=rows, stages=stages, warps=16)
 
     def row(self, hidden: int, padded: int, tiles: TileConfig) -> push_room.Row:
         """What kernels are compiled for, for rows of this width that are cut in this way."""
@@ -111,6 +118,7 @@ class Encoding:
             tiles.tile,
             tiles.parts,
             tiles.rows,
+            tiles.stages,
             tiles.streams,
         )
 
@@ -172,6 +180,11 @@ def as_words(rows: Tensor) -> Tensor:
 def _chunks(tokens: int) -> int:
     """Chunks that cover so many slots of a window."""
     return max(1, -(-tokens // int(push_room.CHUNK.value)))
+
+
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a block can have."""
+    return int(triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
 
 
 def _launch_early(early: bool) -> dict[str, bool]:
@@ -254,7 +267,9 @@ class Launcher:
         shape = (ranks * _chunks(max_tokens), self.world)
         self._counts = torch.zeros(shape, dtype=torch.int64, device=self.device)
         # Triton's interpreter has no early launches, and neither have GPUs before Hopper.
-        self._early = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (9, 0)
+        on_gpu = self.device.type == "cuda"
+        self._early = on_gpu and torch.cuda.get_device_capability(self.device) >= (9, 0)
+        self._push_stages = PUSH_STAGES if on_gpu and _shared_memory(self.device) >= _SHARED_FOR_STAGES else 1
 
     def on_device(self) -> AbstractContextManager[Any]:
         """Kernels are launched on the device of the workspace, whatever the current one is."""
@@ -307,13 +322,14 @@ class Launcher:
                 slots, layout, rows_RH, dense=True, places_N=ids_TK.long() if spec.sums_choices else None
             )
         owners_TK = ids_TK if spec.sums_choices else None
-        # Where sums wait for terms that are computed meanwhile, they stand in float32 until then.
-        kinds = {spec.sum_dtype or spec.dtype, *([] if self.sms is None else [torch.float32])}
+        out_TH = x_TH.to(spec.sum_dtype or spec.dtype)
+        pull = partial(self._pull, slots, layout, slots_TW, add=(), tokens=-1, owners_TK=owners_TK)
         for tokens, meets in {(1, True), (1, False), (spec.max_tokens, False)}:
-            for out_TH in map(x_TH.to, kinds):
-                self._pull(
-                    slots, layout, slots_TW, out_TH, (), -1, owners_TK=owners_TK, meets=meets, sized_for=tokens
-                )  # fmt: skip
+            pull(out_TH, meets=meets, sized_for=tokens)
+            if self.sms is not None and not meets:
+                begun, ended = self._begun(out_TH), torch.zeros(1, dtype=torch.int32, device=self.device)
+                pull(begun.totals, ended=ended, begun=begun, sized_for=tokens)
+                pull(out_TH, begun=begun, limited=False, sized_for=tokens)
 
     def table(self, spec: ExchangeSpec) -> tuple[Tensor, Tensor]:
         """Where the experts of a layer live. Another placement is written where the last one stood: graphs read it."""
@@ -424,7 +440,7 @@ class Launcher:
         spec, tokens, encoding = slots.spec, routes.tokens, load.encoding
         tiles = row_tiles(encoding, load.padded, tokens * self.ranks if sized_for is None else sized_for)
         if self.sms is not None and not whole:
-            tiles = encoding.several(tiles)
+            tiles = encoding.several(tiles, PUSH_COLUMNS, self._push_stages)
         row_parts = max(0, tokens) * tiles.parts
         others = _chunks(slots.max_tokens) if whole and tokens >= 0 else int(tokens <= 0)
         blocks = self._blocks(triton.cdiv(row_parts, tiles.rows) + others)
@@ -515,13 +531,14 @@ class Launcher:
         waits: bool = True,
         one_block_waits: bool = False,
         before_adding: Callable[[], None] | None = None,
+        ended: Tensor | None = None,
         tells_bad_ids: bool = False,
     ) -> None:
         """Meet the others, and write this rank's sums into `out_TH`; `just_placed`: by `place`, not by the experts.
 
         `home_slots`: the slot of each token on each rank; or, with `owners_TK`, of each choice (`choices_at_home`).
-        `before_adding` is called in front of the launch that reads `add`, which may still be computed. With
-        `tells_bad_ids` ranks whose ids were bad say so where all meet, and no rank has a result.
+        `before_adding` is called in front of the launch that reads `add`, which may still be computed; `ended` becomes
+        1 when it is. With `tells_bad_ids` ranks whose ids were bad say so where all meet, and no rank has a result.
         """
         layout, tokens = self._return_layout(slots), out_TH.shape[0] // self.ranks
         few = self._blocks(tokens * layout.tiles(tokens).parts) <= MOST_WAITING_BLOCKS
@@ -536,21 +553,23 @@ class Launcher:
                 early=self._early and not just_placed,
             )
 
-        def pull(into_TH: Tensor, terms: Sequence[Tensor]) -> None:
-            self._pull(slots, layout, home_slots, into_TH, terms, tokens, owners_TK=owners_TK, meets=meets)
-
+        pull = partial(self._pull, slots, layout, home_slots, tokens=tokens, owners_TK=owners_TK)
+        begun = None
         if before_adding is not None and add and self.sms is not None:
-            # Few multiprocessors sum slowly: they do so beside what is computed, which is added at the end.
-            total_TH = torch.empty_like(out_TH, dtype=torch.float32)
-            pull(total_TH, ())
-            before_adding()
-            for term in add[:-1]:
-                total_TH.add_(term)
-            torch.add(total_TH, add[-1], out=out_TH)
-            return
+            # Few multiprocessors sum slowly: they do so beside what is computed, and all of them finish behind it.
+            begun = self._begun(out_TH)
+            pull(begun.totals, (), ended=ended, begun=begun)
         if before_adding is not None:
             before_adding()
-        pull(out_TH, add)
+        pull(out_TH, add, meets=meets, begun=begun, limited=begun is None)
+
+    def _begun(self, out_TH: Tensor) -> pull_room.Begun:
+        """Room for the sums of few multiprocessors."""
+        assert self.sms is not None
+        return pull_room.Begun(
+            torch.empty_like(out_TH, dtype=torch.float32),
+            torch.empty(self.ranks * self.sms, dtype=torch.int32, device=self.device),
+        )
 
     def place(
         self, slots: DispatchSlots, results: Tensor, *, dense: bool, places_N: Tensor | None = None
@@ -604,23 +623,28 @@ class Launcher:
         tokens: int,
         *,
         owners_TK: Tensor | None = None,
-        meets: bool,
+        meets: bool = False,
+        ended: Tensor | None = None,
+        begun: pull_room.Begun | None = None,
+        limited: bool = True,
         sized_for: int | None = None,
     ) -> None:
+        """Sum: where `limited` by few multiprocessors, into `begun` until `ended`; else on from there."""
         tiles = layout.tiles(tokens if sized_for is None else sized_for)
-        if self.sms is not None:
-            tiles = layout.encoding.several(tiles)
-        blocks = self._blocks(max(1, triton.cdiv(tokens, tiles.rows) * tiles.parts))
+        few = tiles if self.sms is None else layout.encoding.several(tiles, PULL_COLUMNS)
+        items = max(1, triton.cdiv(tokens, few.rows) * few.parts)
+        blocks_before, limited = self._blocks(items), limited and self.sms is not None
+        blocks = blocks_before if limited else max(1, tokens * tiles.parts)
         terms, spec = [*map(aligned, add), out_TH, out_TH], slots.spec
         owners = home_slots if owners_TK is None else owners_TK
         pull_room.pull[(blocks * self.ranks,)](
-            out_TH, terms[0], terms[1], home_slots, owners, self.peers, self.host_status,
-            tokens, slots.max_tokens * spec.results_per_row, self.rank, blocks, slots.layer, len(add),
+            out_TH, terms[0], terms[1], home_slots, owners, self.peers, self.host_status, ended, begun,
+            tokens, slots.max_tokens * spec.results_per_row, self.rank, blocks, blocks_before, slots.layer, len(add),
             *self._kernel_places(slots, layout.places), layout.encoding.global_scale, self.deadline,
-            ROW=layout.encoding.row(spec.hidden_size, layout.padded, tiles), WORLD=self.world, WIDE=self._wide,
+            ROW=layout.encoding.row(spec.hidden_size, layout.padded, few), WORLD=self.world, WIDE=self._wide,
             TURNS=self.control.turns, MEETS=meets, EARLY=self._early,
-            CHOICES=0 if owners_TK is None else spec.top_k, LIMITED=self.sms is not None, num_warps=tiles.warps,
-            enable_fp_fusion=False, **_launch_early(self._early),
+            CHOICES=0 if owners_TK is None else spec.top_k, LIMITED=limited,
+            num_warps=few.warps if limited else tiles.warps, enable_fp_fusion=False, **_launch_early(self._early),
         )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ class Done:
     def __init__(self) -> None:
         self._event = torch.cuda.Event()
         self.reads: object = None  # kept as long as this is
+        self.ended: torch.Tensor | None = None  # on the device, for kernels that look: 1 when it is done
 
     def mark(self) -> None:
         """It ends here, on the current stream."""

@@ -6,9 +6,15 @@ row per (token, rank), or per choice of a token, adds in float32, in the order o
 what the caller adds, and rounds once. In a small
 batch whose results are in place `pull` meets the others itself (`MEETS`): every block waits then, so all blocks of
 all ranks on a GPU must fit on it together.
+
+Where something is computed meanwhile that will be added, few blocks (`LIMITED`) begin: they write sums in float32 until
+it has `ended`, and say how far they came. Then nothing is left beside which the rest would be in the way: a second
+launch with all blocks adds the terms to the sums that are there, and makes the others.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -46,6 +52,13 @@ from tokenyard.exchange.one_sided.kernels.push import (
     aligned,
     store_tile,
 )
+
+
+class Begun(NamedTuple):
+    """The sums of a launch with few blocks, which another one goes on with."""
+
+    totals: Any  # in float32
+    tiles: Any  # that each block of it has summed
 
 
 @triton.jit(
@@ -178,13 +191,13 @@ def pull_nvfp4(base, slot, tile, there, g, places, ROW: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        "tokens", "max_tokens", "first_rank", "blocks_per_rank", "layer", "terms",
+        "tokens", "max_tokens", "first_rank", "blocks_per_rank", "blocks_before", "layer", "terms",
         "data_at", "scales_at", "global_at", "ids_at", "weights_at", "counts_at", "deadline",
     ]
 )  # fmt: skip
 def pull(
-    out, term, other_term, slots, owners, peers, host,
-    tokens, max_tokens, first_rank, blocks_per_rank, layer, terms,
+    out, term, other_term, slots, owners, peers, host, ended, begun,
+    tokens, max_tokens, first_rank, blocks_per_rank, blocks_before, layer, terms,
     data_at, scales_at, global_at, ids_at, weights_at, counts_at, global_scale, deadline,
     ROW: tl.constexpr, WORLD: tl.constexpr, WIDE: tl.constexpr, TURNS: tl.constexpr, MEETS: tl.constexpr,
     EARLY: tl.constexpr, CHOICES: tl.constexpr, LIMITED: tl.constexpr,
@@ -192,8 +205,11 @@ def pull(
     """Read each token's results from the ranks that it went to, and write their sum: a tile of it in each block.
 
     `slots` `[tokens, WORLD]` says which slot of each rank holds a token's result, -1 for none. Where each of a token's
-    CHOICES has a result, it is `[tokens, CHOICES]`, `owners` says on which rank, and `max_tokens` counts results. With
-    `LIMITED` there are fewer blocks than tiles.
+    CHOICES has a result, it is `[tokens, CHOICES]`, `owners` says on which rank, and `max_tokens` counts results.
+
+    With `LIMITED` there are fewer blocks than tiles. These stop when `ended` is 1, and write into `begun` how many
+    tiles each has summed. Without it, `begun` is what `blocks_before` of each rank have summed. Both are None where a
+    launch is the only one.
     """
     if tokens < 0:  # a rehearsal
         return
@@ -217,22 +233,29 @@ def pull(
             wait(mine, peers, rank, host, flag, deadline, COMBINE, WORLD, WIDE, TURNS)
             tl.debug_barrier()
             status = tl.load(mine + STATUS, volatile=True)
-    if LIMITED and ROW.rows > 1:
+    if LIMITED:
+        stops, summed = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
         for number in range(block, tl.cdiv(tokens, ROW.rows) * ROW.parts, blocks_per_rank):
-            pull_tiles(
-                out, term, other_term, slots, owners, peers, number, local, rank, status, tokens, max_tokens, terms,
-                places, ROW, WORLD, CHOICES,
-            )  # fmt: skip
-    elif LIMITED:
-        for number in range(block, tokens * ROW.parts, blocks_per_rank):
-            pull_tile(
-                out, term, other_term, slots, owners, peers, number, local, rank, status, tokens, max_tokens, terms,
-                places, global_scale, ROW, WORLD, CHOICES,
-            )  # fmt: skip
+            if stops == 0:
+                if ended is not None:  # on its way while a tile is summed
+                    stops = tl.load(ended, volatile=True)
+                if ROW.rows > 1:
+                    pull_tiles(
+                        out, term, other_term, slots, owners, peers, number, local, rank, status, tokens, max_tokens,
+                        terms, places, ROW, WORLD, CHOICES,
+                    )  # fmt: skip
+                else:
+                    pull_tile(
+                        out, term, other_term, slots, owners, peers, None, 0, number, local, rank, status, tokens,
+                        max_tokens, terms, places, global_scale, ROW, WORLD, CHOICES,
+                    )  # fmt: skip
+                summed += 1
+        if begun is not None:
+            tl.store(begun.tiles + tl.program_id(0), summed)
     elif block < tokens * ROW.parts:
         pull_tile(
-            out, term, other_term, slots, owners, peers, block, local, rank, status, tokens, max_tokens, terms,
-            places, global_scale, ROW, WORLD, CHOICES,
+            out, term, other_term, slots, owners, peers, begun, blocks_before, block, local, rank, status, tokens,
+            max_tokens, terms, places, global_scale, ROW, WORLD, CHOICES,
         )  # fmt: skip
     if MEETS:
         tl.debug_barrier()
@@ -245,20 +268,51 @@ def pull(
 
 @triton.jit
 def pull_tile(
-    out, term, other_term, slots, owners, peers, number, local, rank, status, tokens, max_tokens, terms,
-    places, global_scale, ROW: tl.constexpr, WORLD: tl.constexpr, CHOICES: tl.constexpr,
+    out, term, other_term, slots, owners, peers, begun, blocks_before, number, local, rank, status, tokens, max_tokens,
+    terms, places, global_scale, ROW: tl.constexpr, WORLD: tl.constexpr, CHOICES: tl.constexpr,
 ):  # fmt: skip
-    """Write one tile of the sum of one token."""
+    """Write one tile of the sum of one token. What has been summed before is not summed again."""
     HIDDEN: tl.constexpr = ROW.hidden
+    PARTS: tl.constexpr = ROW.parts
+    token = local.to(tl.int64) * tokens + number // PARTS
+    # A part is a tile: blocks of one token read its row side by side.
+    h = (number % PARTS) * ROW.tile + tl.arange(0, ROW.tile)
+    at = token * HIDDEN + h
+    if begun is None:
+        total = sum_tile(
+            slots, owners, peers, number % PARTS, token, rank, max_tokens, places, global_scale, ROW, WORLD, CHOICES
+        )  # fmt: skip
+    else:
+        before = number // PARTS // ROW.rows * PARTS + number % PARTS  # as tiles were numbered there
+        summed = tl.load(begun.tiles + local * blocks_before + before % blocks_before)
+        if before // blocks_before < summed:
+            total = tl.load(begun.totals + at, mask=h < HIDDEN, other=0.0)
+        else:
+            total = sum_tile(
+                slots, owners, peers, number % PARTS, token, rank, max_tokens, places, global_scale, ROW, WORLD,
+                CHOICES,
+            )  # fmt: skip
+    # Where a round failed, nobody shall take what comes out for a result.
+    total = tl.where(status < FAILED, total, float("nan"))
+    if terms >= 1:
+        total += tl.load(term + at, mask=h < HIDDEN, other=0.0).to(tl.float32)
+    if terms >= 2:
+        total += tl.load(other_term + at, mask=h < HIDDEN, other=0.0).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=h < HIDDEN)
+
+
+@triton.jit
+def sum_tile(
+    slots, owners, peers, part, token, rank, max_tokens, places, global_scale,
+    ROW: tl.constexpr, WORLD: tl.constexpr, CHOICES: tl.constexpr,
+):  # fmt: skip
+    """One tile of the sum of one token's results, in float32."""
     PADDED: tl.constexpr = ROW.padded
     FORMAT: tl.constexpr = ROW.format
     TILE: tl.constexpr = ROW.tile
-    PARTS: tl.constexpr = ROW.parts
-    token = local.to(tl.int64) * tokens + number // PARTS
     TERMS: tl.constexpr = CHOICES if CHOICES > 0 else WORLD
     slots += token * TERMS
-    # A part is a tile: blocks of one token read its row side by side.
-    h = (number % PARTS) * TILE + tl.arange(0, TILE)
+    h = part * TILE + tl.arange(0, TILE)
     total = tl.zeros([TILE], tl.float32)
     for w in tl.static_range(TERMS):
         slot = tl.load(slots + w)
@@ -268,30 +322,23 @@ def pull_tile(
             base = tl.load(peers + w)
         at = (rank * max_tokens + slot).to(tl.int64)
         if FORMAT == NVFP4:
-            total += pull_nvfp4(base, at, number % PARTS, slot >= 0, global_scale, places, ROW)
+            total += pull_nvfp4(base, at, part, slot >= 0, global_scale, places, ROW)
         else:
             data = aligned(base + places.data, ROW.kind) + at * PADDED
             values = tl.load(data + h, mask=(h < PADDED) & (slot >= 0), other=0.0)
         if FORMAT == MXFP8:
-            s = (number % PARTS) * (TILE // 32) + tl.arange(0, TILE // 32)
+            s = part * (TILE // 32) + tl.arange(0, TILE // 32)
             there = (base + places.scales).to(tl.pointer_type(tl.uint8)) + at * (PADDED // 32)
             scales = tl.load(there + s, mask=(s < PADDED // 32) & (slot >= 0), other=0)
             total += decode_mxfp8(values, scales, TILE)
         elif FORMAT == CAST:
             total += values.to(tl.float32)
         elif FORMAT == FP8_BLOCK:
-            s = (number % PARTS) * (TILE // 128) + tl.arange(0, TILE // 128)
+            s = part * (TILE // 128) + tl.arange(0, TILE // 128)
             there = (base + places.scales).to(tl.pointer_type(tl.float32)) + at * (PADDED // 128)
             scales = tl.load(there + s, mask=(s < PADDED // 128) & (slot >= 0), other=0.0)
             total += decode_fp8_block(values, scales, TILE)
-    # Where a round failed, nobody shall take what comes out for a result.
-    total = tl.where(status < FAILED, total, float("nan"))
-    at = token * HIDDEN + h
-    if terms >= 1:
-        total += tl.load(term + at, mask=h < HIDDEN, other=0.0).to(tl.float32)
-    if terms >= 2:
-        total += tl.load(other_term + at, mask=h < HIDDEN, other=0.0).to(tl.float32)
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=h < HIDDEN)
+    return total
 
 
 @triton.jit

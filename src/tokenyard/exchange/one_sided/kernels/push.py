@@ -117,6 +117,7 @@ class Row(NamedTuple):
     tile: int
     parts: int  # blocks that share a row
     rows: int  # rows that a block moves at a time, where a rank has few blocks
+    stages: int  # how many such moves are on their way at a time
     streams: bool  # whether more is written than a cache holds
 
 
@@ -383,8 +384,7 @@ def push(
     if LIMITED and ROW.rows > 1:
         if EARLY:
             gdc_wait()
-        for first in range(block * ROW.rows, tokens, blocks * ROW.rows):
-            push_rows(x, own.slots, peers, first, tokens, rank * max_tokens, places, LAYER, ROW)
+        push_rows(x, own.slots, peers, block, sizes, rank * max_tokens, places, LAYER, ROW)
     elif LIMITED:
         for item in range(block, row_parts + others, sizes.blocks):
             push_item(
@@ -408,25 +408,39 @@ def push(
 
 
 @triton.jit
-def push_rows(x, slots, peers, first, tokens, window, places, LAYER: tl.constexpr, ROW: tl.constexpr):
-    """Write some rows, as they are or cast, all at once: a block that waits for one row at a time is slow."""
+def push_rows(x, slots, peers, block, sizes, window, places, LAYER: tl.constexpr, ROW: tl.constexpr):
+    """Write a block's share of the rows, as they are or cast, some at a time, with the next ones on their way."""
     WORLD: tl.constexpr = LAYER.world
     HIDDEN: tl.constexpr = ROW.hidden
     PADDED: tl.constexpr = ROW.padded
     TILE: tl.constexpr = ROW.tile
-    row = first + tl.arange(0, ROW.rows)
-    there = row < tokens
-    for c in tl.static_range(0, PADDED, TILE):
-        h = c + tl.arange(0, TILE)
+    PARTS: tl.constexpr = (PADDED + TILE - 1) // TILE
+    items = tl.cdiv(sizes.tokens, ROW.rows) * PARTS
+    for item in tl.range(block, items, sizes.blocks, num_stages=ROW.stages):
+        row = (item // PARTS) * ROW.rows + tl.arange(0, ROW.rows)
+        there = row < sizes.tokens
+        h = (item % PARTS) * TILE + tl.arange(0, TILE)
         at = row.to(tl.int64)[:, None] * HIDDEN + h[None, :]
         values = tl.load(x + at, mask=there[:, None] & (h < HIDDEN)[None, :], other=0)
         if ROW.format == CAST:
             values = cast_within(values, ROW.kind)
-        for w in range(WORLD):
-            slot = tl.load(slots + row * WORLD + w, mask=there, other=-1)
-            data = aligned(tl.load(peers + w) + places.data, ROW.kind)
-            at = (window + slot).to(tl.int64)[:, None] * PADDED + h[None, :]
-            tl.store(data + at, values, mask=(slot >= 0)[:, None] & (h < PADDED)[None, :])
+        if WORLD <= 8:
+            for w in tl.static_range(WORLD):
+                store_rows(values, slots, peers, row, w, h, there, window, places, LAYER, ROW)
+        else:
+            for w in range(WORLD):
+                store_rows(values, slots, peers, row, w, h, there, window, places, LAYER, ROW)
+
+
+@triton.jit
+def store_rows(
+    values, slots, peers, row, w, h, there, window, places, LAYER: tl.constexpr, ROW: tl.constexpr
+):
+    """Write a tile of some rows into their slots of one rank, where they go there."""
+    slot = tl.load(slots + row * LAYER.world + w, mask=there, other=-1)
+    data = aligned(tl.load(peers + w) + places.data, ROW.kind)
+    at = (window + slot).to(tl.int64)[:, None] * ROW.padded + h[None, :]
+    tl.store(data + at, values, mask=(slot >= 0)[:, None] & (h < ROW.padded)[None, :])
 
 
 @triton.jit
