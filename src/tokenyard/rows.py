@@ -70,6 +70,8 @@ class ReceivedRows:
     # Where `rows` is a view of the exchange's workspace, which has slots that hold no row: the slot of each row.
     # Such rows are valid until they are combined. None: `rows` holds the R rows and nothing else.
     slots_R: Tensor | None = None
+    # Whether a row may have no expert here: all slots of a workspace, or all tokens, wherever their experts are.
+    may_be_empty: bool = False
     # Where the results of these rows are read, for experts that can write there; None: they return them.
     results: CombineBuffer | None = None
     # The same, for experts that declare `places_results`, where a layer wants them to write there.

@@ -398,6 +398,21 @@ def test_without_triton_a_plan_says_so_and_a_draft_is_the_same(monkeypatch):
     assert "Triton is not installed" in str(FusedExperts.runs_on(torch.device("cuda")))
 
 
+def test_tiles_are_chosen_for_the_rows_that_have_an_expert_here(monkeypatch):
+    """Of 16 rows that arrived each has one of 4 of 32 experts here; of 16 slots of a workspace few do."""
+    case = FusedCase(R=16, L=4, K=2)
+    experts, found = FusedExperts(replace(case.spec, num_experts=32), case.held), []
+    choose = experts.choose_tiles
+    monkeypatch.setattr(
+        experts, "choose_tiles", lambda pairs, rows: found.append(pairs) or choose(pairs, rows)
+    )
+    for may_be_empty in (False, True):
+        experts(replace(case.received(), may_be_empty=may_be_empty))
+    arrived, slots = found
+    assert slots == 16 * 2 * 4 / 32
+    assert arrived == pytest.approx(slots / (1 - (28 / 32) ** 2))
+
+
 def test_routes_of_another_layer_are_refused():
     case = FusedCase(K=2)
     with pytest.raises(ty.InputError, match="the routes have 3 choices a row; expected 2"):

@@ -14,6 +14,8 @@ from tokenyard.experts.fused.tile_configs import (
     expected_pairs,
 )
 from tokenyard.formats import WEIGHT_FORMATS
+from tokenyard.lab.bench.experts import draw_routes
+from tokenyard.lab.bench.shapes import CASES
 
 PAIRS = [0, 1, 7, 8, 31, 100, 256, 1000, 5000, 8192, 100_000, 3e6]
 EXPERTS = [1, 8, 32, 48, 128, 384]
@@ -88,17 +90,29 @@ def test_split_numbers_are_made_of_whole_blocks():
 
 def test_expected_pairs():
     # All experts are here: every choice is a pair.
-    assert expected_pairs(100, 8, 256, 256, all_slots=False) == 800
-    assert expected_pairs(100, 8, 256, None, all_slots=False) == 800
+    assert expected_pairs(100, 8, 256, 256, may_be_empty=False) == 800
+    assert expected_pairs(100, 8, 256, None, may_be_empty=False) == 800
     # Of all slots of a workspace some are empty: the share of the experts that are here.
-    assert expected_pairs(100, 8, 32, 256, all_slots=True) == 100
+    assert expected_pairs(100, 8, 32, 256, may_be_empty=True) == 100
     # A row that was received has one expert here for sure.
     for local in (1, 8, 32, 128):
-        assert 100 <= expected_pairs(100, 8, local, 256, all_slots=False) <= 800
-    assert expected_pairs(0, 8, 32, 256, all_slots=False) == 0
+        assert 100 <= expected_pairs(100, 8, local, 256, may_be_empty=False) <= 800
+    assert expected_pairs(0, 8, 32, 256, may_be_empty=False) == 0
     # A rank without experts may still get slots that are all empty.
-    for all_slots in (True, False):
-        assert expected_pairs(100, 8, 0, 256, all_slots=all_slots) == 0
-        assert expected_pairs(100, 8, 0, None, all_slots=all_slots) == 0
-    few, more = (expected_pairs(100, 8, local, 256, all_slots=False) for local in (16, 64))
+    for may_be_empty in (True, False):
+        assert expected_pairs(100, 8, 0, 256, may_be_empty=may_be_empty) == 0
+        assert expected_pairs(100, 8, 0, None, may_be_empty=may_be_empty) == 0
+    few, more = (expected_pairs(100, 8, local, 256, may_be_empty=False) for local in (16, 64))
     assert few < more
+
+
+@pytest.mark.parametrize("name", ["A", "B", "FLASH", "PRO", "V3"])
+def test_rows_that_arrive_and_all_slots_of_a_workspace_promise_the_same_pairs(name):
+    """So a layer has the tiles that were measured, however its rows are handed to the experts."""
+    case = CASES[name]
+    for size in case.sizes[1:3]:
+        ids_RK, _ = draw_routes(case, size, seed=1)
+        pairs, shares = int((ids_RK >= 0).sum()), (case.top_k, case.local_experts, case.num_experts)
+        slots = round(pairs * case.ranks / case.top_k)  # of which all ranks' experts get as many pairs
+        assert expected_pairs(len(ids_RK), *shares, may_be_empty=False) == pytest.approx(pairs, rel=0.15)
+        assert expected_pairs(slots, *shares, may_be_empty=True) == pytest.approx(pairs, rel=0.02)

@@ -40,6 +40,7 @@ def load_kernels(group, moe, layer):
         rows=spec.wire.encode(torch.randn_like(rows_SH)),
         routes=LocalRoutes(ids_RK=ids_RK, weights_RK=torch.rand(slots, layer.top_k, device="cuda")),
         counts_W=(slots,),
+        may_be_empty=True,
         results=CombineBuffer(rows_SH=rows_SH, slots_R=None) if in_place else None,
     )
     arrivals = [arrival]
@@ -47,7 +48,8 @@ def load_kernels(group, moe, layer):
         slots_R = torch.arange(count, device="cuda")
         routes = LocalRoutes(ids_RK=ids_RK[:count], weights_RK=arrival.routes.weights_RK[:count])
         results = CombineBuffer(rows_SH=rows_SH, slots_R=slots_R) if in_place else None
-        arrivals.append(replace(arrival, routes=routes, counts_W=(count,), slots_R=slots_R, results=results))
+        rows = replace(arrival, routes=routes, counts_W=(count,), slots_R=slots_R, results=results)
+        arrivals.append(replace(rows, may_be_empty=False))
     with _COMPILING:
         for rows in arrivals:
             moe.experts(rows, finalize=layer.sum == "ranks")

@@ -440,6 +440,7 @@ class CudaTransport(Transport):
                 routes=LocalRoutes(ids_RK=views["ids"], weights_RK=views["weights"]),
                 counts_W=(slots.max_tokens,) * self.group.size,
                 extra=extra,
+                may_be_empty=True,
                 results=self.results_at(slots, None),
             )
         places = [torch.arange(n) + source * slots.max_tokens for source, n in enumerate(counts)]

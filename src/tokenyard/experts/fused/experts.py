@@ -335,8 +335,13 @@ class FusedExperts(Experts):
                 expected=f"{spec.top_k}, as the layer was planned for",
                 fix="pass the routes of this layer",
             )
-        all_slots = received.slots_R is None and rows.num_rows == num_rows
-        pairs = expected_pairs(num_rows, top_k, spec.num_local_experts, spec.num_experts, all_slots=all_slots)
+        pairs = expected_pairs(
+            num_rows,
+            top_k,
+            spec.num_local_experts,
+            spec.num_experts,
+            may_be_empty=received.may_be_empty,
+        )
         tiles = self.choose_tiles(pairs, rows.format.name) if self.tile_configs is None else self.tile_configs
         to, result = self._destination(received, num_rows, finalize=finalize)
         # Now: the host waits for what has arrived, and not for the products.

@@ -117,21 +117,21 @@ class TileConfigs:
         return inner.out == SPLIT_OUT and (not result.rows_first or result.out == 2 * SPLIT_BLOCK)
 
 
-def expected_pairs(rows: int, top_k: int, local: int, experts: int | None, *, all_slots: bool) -> float:
+def expected_pairs(rows: int, top_k: int, local: int, experts: int | None, *, may_be_empty: bool) -> float:
     """How many pairs of a row and a local expert to expect, if experts are hit evenly.
 
-    A row that was received has at least one expert here; of all slots of a workspace some are empty.
+    A row has at least one expert here, unless it may be empty (`ReceivedRows.may_be_empty`).
 
-    >>> expected_pairs(100, 8, 256, 256, all_slots=False)
+    >>> expected_pairs(100, 8, 256, 256, may_be_empty=False)
     800.0
-    >>> round(expected_pairs(100, 8, 32, 256, all_slots=False))
+    >>> round(expected_pairs(100, 8, 32, 256, may_be_empty=False))
     152
     """
     if local == 0:
         return 0.0
     share = local / experts if experts else 1.0
     pairs = rows * top_k * share
-    return pairs if all_slots or share == 1.0 else pairs / (1.0 - (1.0 - share) ** top_k)
+    return pairs if may_be_empty or share == 1.0 else pairs / (1.0 - (1.0 - share) ** top_k)
 
 
 def choose_tiles(
@@ -172,7 +172,7 @@ def choose_packed_tiles(
     8
     >>> choose_packed_tiles(48_000, 32, "mxfp4", expands=True).specialized
     True
-    >>> choose_packed_tiles(4_000, 32, "mxfp4", codes=True).inner
+    >>> choose_packed_tiles(6_000, 32, "mxfp4", codes=True).inner
     CodesTileConfig(runs=4, stages=4)
     """
     rows, most = pairs / max(1, experts), tile_table.CODES[-1][0] if expands else inf

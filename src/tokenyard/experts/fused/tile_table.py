@@ -18,88 +18,88 @@ Lines = tuple[tuple[float, tuple[Any, ...], tuple[Any, ...]], ...]
 # warps are specialized
 PLAIN: dict[str, Lines] = {
     "bf16": (
-        (12, (64, 16, 128, 4, 5, 0), (128, 16, 128, 8, 3, 0)),
-        (48, (256, 64, 64, 8, 4, 32), (256, 64, 64, 8, 4, 32)),
+        (20, (64, 16, 128, 4, 5, 0), (128, 16, 128, 8, 3, 0)),
+        (80, (256, 64, 64, 8, 4, 32), (256, 64, 64, 8, 4, 32)),
         (inf, (256, 128, 64, 8, 4, 64, False, True), (256, 128, 64, 8, 4, 64, False, True)),
     ),
     # With specialized warps, and without: V4-Flash's experts with 192 rows each took 732 and 757 µs, with 1,536 rows
     # 4,176 and 4,708; A's with 256 rows 1,656 and 1,620.
     "bf16, specialized": (
-        (12, (64, 16, 128, 4, 5, 0), (128, 16, 128, 8, 3, 0)),
-        (48, (256, 64, 64, 8, 4, 32), (256, 64, 64, 8, 4, 32)),
+        (20, (64, 16, 128, 4, 5, 0), (128, 16, 128, 8, 3, 0)),
+        (80, (256, 64, 64, 8, 4, 32), (256, 64, 64, 8, 4, 32)),
         (inf, (256, 128, 64, 8, 4, 64, False, True, True), (256, 128, 64, 8, 4, 64, False, True, True)),
     ),
     "fp8_block128": (
-        (12, (256, 16, 256, 4, 3, 0), (128, 16, 128, 4, 3, 0)),
-        (48, (256, 64, 128, 8, 4, 0, True), (128, 64, 128, 4, 3, 32)),
+        (20, (256, 16, 256, 4, 3, 0), (128, 16, 128, 4, 3, 0)),
+        (80, (256, 64, 128, 8, 4, 0, True), (128, 64, 128, 4, 3, 32)),
         (inf, (256, 128, 128, 8, 4, 64, True), (256, 128, 128, 8, 3, 64, True)),
     ),
-    # With specialized warps, and without: V4-Pro's experts with 16 rows each (9 expected) took 823 and 854 µs, 880 with
+    # With specialized warps, and without: V4-Pro's experts with 16 rows each took 823 and 854 µs, 880 with
     # tiles of 16 rows; V4-Flash's with 23 rows 227 and 244, V3's with 32 rows 388 and 413. With 8 tokens a rank, blocks
     # of 128 and 256 inputs: V4-Flash's took 164.6 and 167.9 µs, V4-Pro's 466.2 and 466.2, V3's 305.5 and 308.1.
     "fp8_block128, specialized": (
-        (8, (256, 16, 128, 4, 5, 0), (128, 16, 128, 4, 3, 0)),
+        (12, (256, 16, 128, 4, 5, 0), (128, 16, 128, 4, 3, 0)),
         (inf, (256, 128, 128, 8, 4, 64, True, False, True), (256, 128, 128, 8, 3, 64, True, False, True)),
     ),
     # Weights are decoded for rows in another format. Not swept: what has no spills.
     "fp8_block128 for other rows": (
-        (12, (256, 16, 64, 8, 5, 0), (128, 16, 128, 4, 3, 0)),
-        (48, (256, 64, 128, 8, 4, 0), (128, 64, 128, 4, 3, 0)),
+        (20, (256, 16, 64, 8, 5, 0), (128, 16, 128, 4, 3, 0)),
+        (80, (256, 64, 128, 8, 4, 0), (128, 64, 128, 4, 3, 0)),
         (inf, (256, 64, 64, 8, 4, 0), (256, 64, 128, 8, 4, 0, True)),
     ),
     # Decoded in registers: for weights that are not held as blocks of e4m3, whose tiles are those of fp8_block128.
     "mxfp8": (
-        (12, (128, 16, 128, 4, 3, 0), (128, 16, 128, 4, 3, 0)),
-        (48, (128, 64, 128, 4, 3, 0), (128, 64, 128, 4, 3, 0)),
+        (20, (128, 16, 128, 4, 3, 0), (128, 16, 128, 4, 3, 0)),
+        (80, (128, 64, 128, 4, 3, 0), (128, 64, 128, 4, 3, 0)),
         (inf, (256, 128, 128, 8, 3, 64), (256, 128, 128, 8, 3, 64)),
     ),
     # Decoded in registers and turned there: for GPUs whose tensor cores take no packed weights.
     "mxint4": (
-        (12, (64, 16, 128, 4, 3, 0), (64, 16, 128, 4, 3, 0)),
-        (48, (64, 64, 128, 4, 3, 0), (64, 64, 128, 4, 3, 0)),
+        (20, (64, 16, 128, 4, 3, 0), (64, 16, 128, 4, 3, 0)),
+        (80, (64, 64, 128, 4, 3, 0), (64, 64, 128, 4, 3, 0)),
         (inf, (128, 128, 64, 8, 3, 0), (128, 128, 64, 8, 3, 0)),
     ),
     # Twice and four times the bytes: smaller blocks.
     "fp32": (
-        (12, (64, 16, 32, 4, 3, 0), (64, 16, 32, 4, 3, 0)),
+        (20, (64, 16, 32, 4, 3, 0), (64, 16, 32, 4, 3, 0)),
         (inf, (64, 64, 32, 4, 3, 0), (64, 64, 32, 4, 3, 0)),
     ),
 }
 ALIKE = {"fp16": "bf16", "mxfp4": "mxint4", "nvfp4": "mxint4"}
 
 # Rows of an expert from which packed mxfp4 weights are expanded to e4m3 first, where that can be, and where they cannot
-# become codes as they are multiplied. Expanded, and packed: V4-Flash's with 192 rows each (105 expected) took 749 and
-# 764 µs, V4-Pro's with 128 (70 expected) 2,527 and 2,188.
-EXPANDED_FROM = 85
+# become codes as they are multiplied. Expanded, and packed: V4-Flash's with 192 rows each took 749 and 764 µs, V4-Pro's
+# with 128 2,527 and 2,188.
+EXPANDED_FROM = 154
 
 # Rows of an expert from which packed mxfp4 weights become codes of e4m3 as they are multiplied; then, up to so many,
-# the runs of 64 rows, and stages. As codes, and packed: V4-Flash's with 48 rows each (26 expected) took 280 and 247 µs,
-# with 96 (53 expected) 365 and 444; with 192 (105 expected) 579 in four runs, 662 in two, 721 expanded.
-CODES_FROM = 36
-CODES = ((60, (2, 4)), (85, (3, 4)), (150, (4, 4)))
+# the runs of 64 rows, and stages. As codes, and packed: V4-Flash's with 48 rows each took 280 and 247 µs, with 96 rows
+# 365 and 444; with 192 rows 579 in four runs, 662 in two, 721 expanded.
+CODES_FROM = 65
+CODES = ((109, (2, 4)), (154, (3, 4)), (272, (4, 4)))
 
 # widths, groups, ahead, stages, warps, registers
 PACKED = {
     "mxint4": (
-        (0.25, (((8, 0),), 1, 6, 8, 8, None), (((8, 0),), 2, 3, 4, 8, None)),
-        (3, (((8, 0),), 1, 4, 4, 8, None), (((8, 0),), 2, 2, 4, 4, None)),
-        (12, (((16, 0),), 2, 2, 4, 8, None), (((16, 0),), 2, 2, 4, 4, None)),
-        (24, (((16, 0), (32, 0)), 1, 4, 4, 8, 128), (((16, 0), (32, 0)), 1, 4, 4, 8, 128)),
+        (0.4, (((8, 0),), 1, 6, 8, 8, None), (((8, 0),), 2, 3, 4, 8, None)),
+        (4.5, (((8, 0),), 1, 4, 4, 8, None), (((8, 0),), 2, 2, 4, 4, None)),
+        (18, (((16, 0),), 2, 2, 4, 8, None), (((16, 0),), 2, 2, 4, 4, None)),
+        (36, (((16, 0), (32, 0)), 1, 4, 4, 8, 128), (((16, 0), (32, 0)), 1, 4, 4, 8, 128)),
         (inf, (((32, 0), (64, 32)), 2, 2, 4, 8, None), (((32, 0), (64, 32)), 2, 2, 4, 8, None)),
     ),
     "mxfp4": (
         # One group of 8 warps, and two of 4: V4-Flash's took 103.9 and 108.8 µs, V4-Pro's 273.7 and 277.4.
-        (2, (((8, 0),), 1, 4, 4, 8, None), (((8, 0),), 1, 4, 4, 4, None)),
-        (8, (((8, 0), (16, 0)), 2, 2, 4, 4, None), (((8, 0), (16, 0)), 2, 2, 4, 4, None)),
-        (16, (((16, 0), (32, 0)), 1, 4, 4, 8, 128), (((16, 0), (32, 0)), 1, 4, 4, 8, 128)),
-        (48, (((32, 0), (64, 0)), 1, 3, 3, 8, 128), (((32, 0), (64, 0)), 1, 2, 4, 8, 128)),
+        (3, (((8, 0),), 1, 4, 4, 8, None), (((8, 0),), 1, 4, 4, 4, None)),
+        (12, (((8, 0), (16, 0)), 2, 2, 4, 4, None), (((8, 0), (16, 0)), 2, 2, 4, 4, None)),
+        (28, (((16, 0), (32, 0)), 1, 4, 4, 8, 128), (((16, 0), (32, 0)), 1, 4, 4, 8, 128)),
+        (80, (((32, 0), (64, 0)), 1, 3, 3, 8, 128), (((32, 0), (64, 0)), 1, 2, 4, 8, 128)),
         (inf, (((32, 0), (64, 32)), 2, 2, 4, 8, None), (((32, 0), (64, 32)), 2, 2, 4, 8, None)),
     ),
     "nvfp4": (
-        (0.25, (((8, 0),), 1, 6, 8, 8, None), (((8, 0),), 2, 2, 4, 8, None)),
-        (3, (((8, 0),), 1, 4, 4, 8, None), (((8, 0),), 1, 3, 4, 8, None)),
-        (12, (((16, 0),), 2, 2, 4, 4, None), (((16, 0),), 2, 2, 4, 4, None)),
-        (24, (((16, 0), (32, 0)), 1, 3, 4, 8, 128), (((16, 0), (32, 0)), 1, 3, 4, 8, 128)),
+        (0.4, (((8, 0),), 1, 6, 8, 8, None), (((8, 0),), 2, 2, 4, 8, None)),
+        (4.5, (((8, 0),), 1, 4, 4, 8, None), (((8, 0),), 1, 3, 4, 8, None)),
+        (18, (((16, 0),), 2, 2, 4, 4, None), (((16, 0),), 2, 2, 4, 4, None)),
+        (36, (((16, 0), (32, 0)), 1, 3, 4, 8, 128), (((16, 0), (32, 0)), 1, 3, 4, 8, 128)),
         (inf, (((32, 0), (64, 32)), 2, 2, 4, 8, None), (((32, 0), (64, 32)), 2, 2, 4, 8, None)),
     ),
 }

@@ -52,6 +52,7 @@ def tokenyard_experts(
                 ids_RK=top_k_index.masked_fill(nobody, -1).int(), weights_RK=top_k_weights.float()
             ),
             counts_W=(x_TH.shape[0],),
+            may_be_empty=True,
         )
         result = experts(received)
     assert isinstance(result, ExpertRows)

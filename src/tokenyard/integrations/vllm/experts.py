@@ -230,7 +230,7 @@ class TokenyardExperts(ExpertsOfVllm):
         local_E = self._tables.local_E if expert_map is None else expert_map
         ids_RK = torch.where(topk_ids < 0, -1, local_E[topk_ids.long().clamp(min=0)]).int()
         routes = LocalRoutes(ids_RK=ids_RK, weights_RK=topk_weights.float())
-        return ReceivedRows(rows=rows, routes=routes, counts_W=(rows.num_rows,))
+        return ReceivedRows(rows=rows, routes=routes, counts_W=(rows.num_rows,), may_be_empty=True)
 
     def _experts_with(self, w1: Tensor, w2: Tensor) -> Experts:
         """The experts that were loaded; else those that hold these tensors, built once for them."""

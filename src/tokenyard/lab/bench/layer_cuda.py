@@ -210,6 +210,7 @@ class AllGatherLayer:
                 ids_RK=torch.empty_like(batch.ids_TK), weights_RK=torch.empty_like(batch.weights_TK)
             ),
             counts_W=(batch.x_TH.shape[0] // world,) * world,
+            may_be_empty=True,
             results=CombineBuffer(rows_SH=self._results[rank], slots_R=None),
         )
 

@@ -150,6 +150,7 @@ class VirtualRanks:
             ),
             routes=LocalRoutes(ids_RK=slots["ids"], weights_RK=slots["weights"]),
             counts_W=(self.cell.tokens,) * self.cell.ranks,
+            may_be_empty=True,
             results=CombineBuffer(rows_SH=results_SH, slots_R=None),
         )
 
