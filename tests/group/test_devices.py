@@ -2,6 +2,7 @@
 
 import gc
 import os
+import warnings
 import weakref
 
 import pytest
@@ -9,13 +10,14 @@ import torch
 
 import tokenyard as ty
 from tokenyard.errors import GroupError, InputError, PeerFailed, PeerLost
-from tokenyard.group import process_ranks
+from tokenyard.group import process_ranks, threads
 from tokenyard.group.devices import (
     OVERLAPPING_DEVICES,
     devices_of_ranks,
     prepare_process,
     prepare_threads,
     resolve_device,
+    warn_if_threads_may_wait_forever,
     why_none_may_start,
 )
 from tokenyard.group.symmetric_memory import _check_devices, keep_with
@@ -167,6 +169,28 @@ def test_nothing_is_set_for_ranks_on_the_cpu_or_too_late(unprepared, monkeypatch
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     prepare_threads("cuda")
     assert settings() == {}
+
+
+def test_threads_are_warned_where_cuda_has_started_without_what_they_need(unprepared, monkeypatch):
+    gpu = torch.device("cuda", 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_if_threads_may_wait_forever(gpu)  # it has not started
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        warn_if_threads_may_wait_forever(torch.device("cpu"))
+        os.environ |= {QUEUES: "32", LOADING: "EAGER"}
+        warn_if_threads_may_wait_forever(gpu)
+    os.environ[LOADING] = "LAZY"
+    with pytest.warns(RuntimeWarning, match=f"started before the ranks, without {LOADING}=EAGER: threads"):
+        warn_if_threads_may_wait_forever(gpu)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_group_of_several_threads_asks_whether_they_may_wait_forever(world, monkeypatch):
+    asked = []
+    monkeypatch.setattr(threads, "warn_if_threads_may_wait_forever", asked.append)
+    ty.thread_groups(world)
+    assert asked == ([torch.device("cpu")] if world > 1 else [])
 
 
 def test_a_setting_that_may_keep_ranks_from_starting_is_named(unprepared):

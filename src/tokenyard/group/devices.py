@@ -16,6 +16,7 @@ The same may happen where a thread needs more memory than torch holds for its st
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -84,6 +85,18 @@ def prepare_threads(device: str | torch.device | None) -> None:
         missing = {name: value for name, value in _FOR_THREADS.items() if name not in os.environ}
         if missing:
             os.environ |= {**missing, _SET_FOR_THREADS: " ".join(missing)}
+
+
+def warn_if_threads_may_wait_forever(device: torch.device) -> None:
+    """Warn where CUDA was started before `prepare_threads` could make its settings, by whatever used a GPU before."""
+    others = [f"{name}={value}" for name, value in _FOR_THREADS.items() if os.environ.get(name) != value]
+    if device.type == "cuda" and torch.cuda.is_initialized() and others:
+        warnings.warn(
+            f"CUDA was started before the ranks, without {' and '.join(others)}: threads that share a GPU may wait for "
+            "each other until the deadline; set that in the environment, or call `launch` before anything uses the GPU",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def prepare_process() -> None:

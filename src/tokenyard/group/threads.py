@@ -28,7 +28,7 @@ from torch import Tensor
 
 from tokenyard.errors import Drifted, GroupError, InputError, PeerLost
 from tokenyard.group.base import DEFAULT_DEADLINE, Group, Pending, check_deadline
-from tokenyard.group.devices import prepare_threads, resolve_device
+from tokenyard.group.devices import prepare_threads, resolve_device, warn_if_threads_may_wait_forever
 from tokenyard.group.hosts import hosts_of_ranks
 from tokenyard.group.memory import too_much
 from tokenyard.group.one_thread import OneThread, by_one_thread
@@ -456,4 +456,6 @@ def thread_groups(
     prepare_threads(device)
     names = [f"host {host} of this process" for host in hosts_of_ranks(hosts, world)]
     place, meeting_point = resolve_device(device), _MeetingPoint(names)
+    if world > 1:
+        warn_if_threads_may_wait_forever(place)
     return [ThreadGroup(rank, meeting_point, name, deadline, place) for rank in range(world)]
