@@ -1,7 +1,13 @@
-"""`tokenyard bench`: measurements, each beside its floor, kept with their provenance."""
+"""`tokenyard bench`: measurements, each beside its floor, kept with their provenance.
+
+A function here declares the options of a benchmark, and what must be so before anything is loaded. `_benchmark` makes
+a command of it. What is measured stands in `tokenyard.lab.bench.runs`.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -17,13 +23,33 @@ app = typer.Typer(help="Measure, beside the floor.", no_args_is_help=True)
 _SEVERAL = "may be given several times."
 
 
+def _benchmark(declared: Callable[..., str | None]) -> None:
+    """Make a command of a function that declares a benchmark: `balance` has the options of `runs.balance_run`.
+
+    A function whose options have other defaults elsewhere (see `bench_options`) returns where it is measured: `experts`
+    has the options of `runs.experts_cpu_run` or of `runs.experts_cuda_run`.
+    """
+
+    @functools.wraps(declared)
+    def command(as_json: bool, out: Any, **given: Any) -> None:
+        name, where = declared.__name__, declared(as_json=as_json, out=out, **given)
+        if where is not None:
+            name, given = f"{name}_{where}", vars(choose(name, where, given))
+        output = Output(as_json, out, given.pop("plot", None))
+        given.pop("device", None)  # the name of the run says it
+        from tokenyard.lab.bench import runs
+
+        run_benchmark(getattr(runs, f"{name}_run")(**given), output)
+
+    app.command()(reported(command))
+
+
 def _int(command: str, name: str, help: str | None = None, *, min: int = 1, max: int | None = None) -> Any:
     """A whole number whose default depends on where something is measured."""
     return option(help, shown=default_of(command, name), min=min, max=max)
 
 
-@app.command()
-@reported
+@_benchmark
 def encode(
     tokens: Annotated[list[int], option(f"Tokens; {_SEVERAL}", "--tokens", min=1)] = [512],  # noqa: B006
     hidden_size: Annotated[int, option("The width of a row.", min=1)] = 7168,
@@ -32,13 +58,9 @@ def encode(
     as_json: JsonFlag = False,
 ) -> None:
     """How fast one thread encodes rows, per format."""
-    from tokenyard.lab.bench import runs
-
-    run_benchmark(runs.encode_run(tokens, hidden_size, seconds), Output(as_json, out))
 
 
-@app.command()
-@reported
+@_benchmark
 def experts(
     tokens: Annotated[list[int] | None, _int("experts", "tokens", f"Tokens; {_SEVERAL}")] = None,
     hidden_size: Annotated[int | None, _int("experts", "hidden_size")] = None,
@@ -62,22 +84,16 @@ def experts(
     out: OutFile = None,
     plot: PlotFile = None,
     as_json: JsonFlag = False,
-) -> None:
+) -> str:
     """How fast experts compute, beside a peer and the floor.
 
     On a CPU the peer of bf16 weights is Transformers; that of quantized ones decodes them first and calls F.grouped_mm.
     On a GPU it is F.grouped_mm or its fp8 sister, and the best that was measured before.
     """
-    chosen = choose("experts", device, locals())
-    output = Output(as_json, out, plot)
-    from tokenyard.lab.bench import runs
-
-    run = runs.experts_on_gpu(chosen) if device == "cuda" else runs.experts_on_cpu(chosen)
-    run_benchmark(run, output)
+    return device
 
 
-@app.command()
-@reported
+@_benchmark
 def dispatch(
     ranks: Annotated[
         list[int] | None,
@@ -108,23 +124,16 @@ def dispatch(
     out: OutFile = None,
     plot: PlotFile = None,
     as_json: JsonFlag = False,
-) -> None:
+) -> str:
     """How fast rows travel out and back, beside the floor and a peer: bare gloo, or FlashInfer on a GPU."""
-    chosen = choose("dispatch", device, locals())
-    chosen.top_k, chosen.combine_wire = top_k, combine_wire
-    output = Output(as_json, out, plot)
     if device == "cpu":
         from tokenyard.group.forkserver import start_forkserver
 
         start_forkserver()  # it loads torch while this process does
-    from tokenyard.lab.bench import runs
-
-    run = runs.dispatch_on_gpu(chosen) if device == "cuda" else runs.dispatch_between_processes(chosen)
-    run_benchmark(run, output)
+    return device
 
 
-@app.command()
-@reported
+@_benchmark
 def layer(
     tokens: Annotated[list[int] | None, _int("layer", "tokens", f"Tokens of each rank; {_SEVERAL}")] = None,
     ranks: Annotated[int | None, _int("layer", "ranks", "How many virtual ranks.", max=64)] = None,
@@ -149,24 +158,18 @@ def layer(
     out: OutFile = None,
     plot: PlotFile = None,
     as_json: JsonFlag = False,
-) -> None:
+) -> str:
     """How fast a whole layer is on a GPU, beside the same experts behind an allgather of plain copies."""
-    given = locals()
     if device != "cuda":
         raise InputError(
             f"--device {device}",
             expected="cuda: the experts that are measured are kernels for GPUs",
             fix="`tokenyard bench dispatch` and `bench experts` measure the halves on a CPU",
         )
-    chosen = choose("layer", "shape" if cells is None else "cells", given)
-    output = Output(as_json, out, plot)
-    from tokenyard.lab.bench import runs
-
-    run_benchmark(runs.layer_on_gpu(chosen, cells, rounds), output)
+    return "shape" if cells is None else "cells"
 
 
-@app.command()
-@reported
+@_benchmark
 def transformers(
     ranks: Annotated[int, option("Processes.", min=2, max=64)] = 4,
     hidden_size: Annotated[int, option(min=1)] = 512,
@@ -186,16 +189,10 @@ def transformers(
 
     Same model, same batch, same processes. Transformers' fastest layout is the peer.
     """
-    sizes = {name: value for name, value in locals().items() if name not in ("out", "as_json")}
     refuse_override()
-    from tokenyard.lab.bench import runs
-    from tokenyard.lab.bench.transformers_ep import Workload
-
-    run_benchmark(runs.transformers_run(Workload(**sizes)), Output(as_json, out))
 
 
-@app.command()
-@reported
+@_benchmark
 def overhead(
     rounds: Annotated[int, option("Rounds of each.", min=2)] = 15,
     out: OutFile = None,
@@ -203,13 +200,9 @@ def overhead(
 ) -> None:
     """What one rank pays: a layer with one token beside its experts, the shipped model beside plain Transformers."""
     refuse_override()
-    from tokenyard.lab.bench import runs
-
-    run_benchmark(runs.overhead_run(rounds), Output(as_json, out))
 
 
-@app.command("combine-error")
-@reported
+@_benchmark
 def combine_error(
     ranks: Annotated[
         list[int] | None, option(f"Threads; {_SEVERAL}", shown="1, 2, 4, 8, 16", min=1, max=64)
@@ -232,19 +225,10 @@ def combine_error(
     Random layers, with Gaussian results, with outliers among the columns, and with small results. `e4m3_unscaled` is a
     cast without scales, the bad example of this study, which no plan takes.
     """
-    given = locals()
     refuse_override()
-    output = Output(as_json, out, plot)
-    from tokenyard.lab.bench import runs
-    from tokenyard.lab.bench.combine_error import Study
-
-    sizes = ("hidden_size", "intermediate_size", "num_experts", "top_k", "tokens", "layers")
-    study = Study(**{name: given[name] for name in sizes})
-    run_benchmark(runs.combine_error_run(study, ranks or (1, 2, 4, 8, 16), combine_wire or ()), output)
 
 
-@app.command()
-@reported
+@_benchmark
 def hosts(
     hosts: Annotated[int, option("How many hosts.", min=2, max=8)] = 2,
     ranks: Annotated[int, option("Ranks on each of them.", min=1, max=16)] = 4,
@@ -268,17 +252,10 @@ def hosts(
 
     Hosts are network namespaces of this machine: Linux, with user namespaces or as root.
     """
-    given = locals()
     refuse_override()
-    output = Output(as_json, out, plot)
-    from tokenyard.lab.bench import runs
-
-    setup = {name: given[name] for name in runs.HOSTS_SETUP}
-    run_benchmark(runs.hosts_run(hosts, ranks, tokens, exchange or (), setup), output)
 
 
-@app.command()
-@reported
+@_benchmark
 def balance(
     ranks: Annotated[int, option("Processes.", min=2, max=64)] = 8,
     num_tokens: Annotated[int, option("Tokens of each rank.", "--tokens", min=1)] = 128,
@@ -293,14 +270,7 @@ def balance(
     as_json: JsonFlag = False,
 ) -> None:
     """What uneven load costs before and after a rebalance, beside uniform load; what a move costs, beside a copy."""
-    given = locals()
     refuse_override()
-    output = Output(as_json, out)
-    from tokenyard.lab.bench import runs
-    from tokenyard.lab.bench.balance import Job
-
-    job = Job(**{name: value for name, value in given.items() if name not in ("ranks", "out", "as_json")})
-    run_benchmark(runs.balance_run(job, ranks), output)
 
 
 app.command()(show)

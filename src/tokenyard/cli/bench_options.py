@@ -33,7 +33,11 @@ def _defaults(**values: Any) -> dict[str, Option]:
 
 
 def _refused(expected: str, fix: str) -> Option:
-    return Option(allows=lambda _: False, expected=expected, fix=fix)
+    return Option(allows=_never, expected=expected, fix=fix)
+
+
+def _never(_: Any) -> bool:
+    return False
 
 
 def _is_plain_or_quantized(names: list[str]) -> bool:
@@ -131,13 +135,16 @@ _ASKED = {"shape": "without --cells", "cells": "with --cells"}
 
 
 def choose(command: str, where: str, given: Mapping[str, Any]) -> SimpleNamespace:
-    """The values of a command's options: those that were given, else the defaults. Raise where one may not be given."""
+    """The values of a command's options: those that were given, else the defaults. Raise where one may not be given.
+
+    Options that are no matter of where stay as they are. One that may never be given there has no value.
+    """
     known = OPTIONS[command]
     if where not in known:
         raise InputError(
             f"--device {where}", expected=" or ".join(known), fix="`tokenyard doctor` says what is here"
         )
-    values = {}
+    values = dict(given)
     for name, option in known[where].items():
         value = given[name]
         is_given = value not in (None, [], False)
@@ -151,6 +158,8 @@ def choose(command: str, where: str, given: Mapping[str, Any]) -> SimpleNamespac
                 fix=option.fix,
             )
         values[name] = value if is_given else option.default
+        if option.allows is _never:
+            del values[name]
     return SimpleNamespace(**values)
 
 
