@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from tokenyard.cli.machine import provenance
-from tokenyard.cli.options import MOST_RANKS, JsonFlag, PlotFile, option
+from tokenyard.cli.options import JSON_FLAG, MOST_RANKS, PLOT_FILE, option
 from tokenyard.cli.output import Output, console
 from tokenyard.cli.tables import show_table
 from tokenyard.units import size
@@ -18,24 +18,22 @@ if TYPE_CHECKING:
 
 
 def balance(
-    routes: Annotated[Path, typer.Argument(help="Routes that `tokenyard run --record` wrote.")],
-    ranks: Annotated[
-        int | None, option("Ranks in the EP group.", shown="as recorded", min=1, max=MOST_RANKS)
-    ] = None,
-    replicas: Annotated[int, option("Copies of experts beyond one of each, in all.", min=0)] = 0,
-    slots: Annotated[
-        int | None, option("Experts of a layer that a rank has memory for.", shown="what it takes", min=1)
-    ] = None,
-    ranks_per_host: Annotated[int | None, option("Ranks on a host.", shown="all on one", min=1)] = None,
-    bandwidth: Annotated[
-        float | None, option("GB/s between two ranks.", shown="of a copy, measured here", min=1e-3)
-    ] = None,
-    tflops: Annotated[
-        float | None, option("TFLOP/s of a rank's experts.", shown="of a product, measured", min=1e-6)
-    ] = None,
-    out: Annotated[Path | None, option("Save what was found, with the placement of every layer.")] = None,
-    plot: PlotFile = None,
-    as_json: JsonFlag = False,
+    routes: Path = typer.Argument(..., help="Routes that `tokenyard run --record` wrote."),
+    ranks: int | None = option(None, "Ranks in the EP group.", shown="as recorded", min=1, max=MOST_RANKS),
+    replicas: int = option(0, "Copies of experts beyond one of each, in all.", min=0),
+    slots: int | None = option(
+        None, "Experts of a layer that a rank has memory for.", shown="what it takes", min=1
+    ),
+    ranks_per_host: int | None = option(None, "Ranks on a host.", shown="all on one", min=1),
+    bandwidth: float | None = option(
+        None, "GB/s between two ranks.", shown="of a copy, measured here", min=1e-3
+    ),
+    tflops: float | None = option(
+        None, "TFLOP/s of a rank's experts.", shown="of a product, measured", min=1e-6
+    ),
+    out: Path | None = option(None, "Save what was found, with the placement of every layer."),
+    plot: Path | None = PLOT_FILE,
+    as_json: bool = JSON_FLAG,
 ) -> None:
     """Show what a better placement of the experts would gain and cost, before anything is moved."""
     from tokenyard.lab.balancing.forecast import forecast, steps_to_pay

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from tokenyard.cli.options import option as declare
 from tokenyard.errors import InputError
 
 
@@ -176,3 +177,10 @@ def default_of(command: str, name: str) -> str:
         if text := option.shown or " and ".join(str(value) for value in values if value):
             shown.append(f"{where}: {text}" if shown else text)
     return "; ".join(shown)
+
+
+def dependent(
+    command: str, name: str, help: str | None = None, *, min: int | None = 1, max: int | None = None
+) -> Any:
+    """The declaration of an option whose default depends on where something is measured."""
+    return declare(None, help, shown=default_of(command, name), min=min, max=max)

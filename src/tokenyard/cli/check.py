@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 from tokenyard.cli.machine import provenance
-from tokenyard.cli.options import JsonFlag, LoadedExchanges, RowsDevice, option
+from tokenyard.cli.options import JSON_FLAG, LOADED_EXCHANGES, ROWS_DEVICE, option
 from tokenyard.cli.output import Output, console, progress_bar
 from tokenyard.cli.parts import load_object, load_part, refuse_override
 from tokenyard.cli.tables import show_table
@@ -37,23 +37,21 @@ _MOST_NAMED = 5
 
 
 def check(
-    cases: Annotated[int, option("Random cases, over all cells of the grid.", min=0)] = 2000,
-    seed: Annotated[int, option("Of the random cases.")] = 0,
-    exchange: LoadedExchanges = None,
-    format_: Annotated[
-        list[str] | None,
-        option("Only this format: a name, or package.module:Class. Several times.", "--format"),
-    ] = None,
-    experts: Annotated[
-        list[str] | None, option("Only these experts: a name, or package.module:Class. Several times.")
-    ] = None,
-    ranks: Annotated[str, option("Ranks as `threads`, `processes` or `both`.")] = "both",
-    device: RowsDevice = "cpu",
-    rounds: Annotated[
-        int | None,
-        option("Rounds of the check `many_rounds`.", shown="50; 1000 where memory is shared", min=1),
-    ] = None,
-    as_json: JsonFlag = False,
+    cases: int = option(2000, "Random cases, over all cells of the grid.", min=0),
+    seed: int = option(0, "Of the random cases."),
+    exchange: list[str] | None = LOADED_EXCHANGES,
+    format_: list[str] | None = option(
+        None, "Only this format: a name, or package.module:Class. Several times.", "--format"
+    ),
+    experts: list[str] | None = option(
+        None, "Only these experts: a name, or package.module:Class. Several times."
+    ),
+    ranks: str = option("both", "Ranks as `threads`, `processes` or `both`."),
+    device: str = ROWS_DEVICE,
+    rounds: int | None = option(
+        None, "Rounds of the check `many_rounds`.", shown="50; 1000 where memory is shared", min=1
+    ),
+    as_json: bool = JSON_FLAG,
 ) -> None:
     """Hold exchanges, formats and experts to their contract: your own classes, too."""
     from tokenyard.group.forkserver import start_forkserver

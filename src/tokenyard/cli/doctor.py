@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import typer
 
 from tokenyard.cli.machine import hardware, shared_memory_bytes, versions
-from tokenyard.cli.options import JsonFlag
+from tokenyard.cli.options import JSON_FLAG, option
 from tokenyard.cli.output import Output, console
 from tokenyard.cli.parts import refuse_override
 from tokenyard.cli.tables import show_table
@@ -42,10 +42,8 @@ class Finding:
 
 
 def doctor(
-    hosts: Annotated[
-        bool, typer.Option("--hosts", help="Under torchrun: whether its hosts can work together.")
-    ] = False,
-    as_json: JsonFlag = False,
+    hosts: bool = option(False, "Under torchrun: whether its hosts can work together.", "--hosts"),
+    as_json: bool = JSON_FLAG,
 ) -> None:
     """Say what this machine can do, and why not the rest."""
     refuse_override()

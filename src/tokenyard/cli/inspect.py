@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tokenyard.cli.options import MOST_RANKS, JsonFlag, option
+from tokenyard.cli.options import JSON_FLAG, MOST_RANKS, option
 from tokenyard.cli.output import Output, console
 from tokenyard.cli.tables import show_table
 from tokenyard.errors import TokenyardError
@@ -32,11 +32,9 @@ _SHOWN = (
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(help="The folder of a checkpoint, or one safetensors file.")],
-    ranks: Annotated[
-        int, option("Ranks in the EP group, for the bytes of one of them.", min=1, max=MOST_RANKS)
-    ] = 4,
-    as_json: JsonFlag = False,
+    path: Path = typer.Argument(..., help="The folder of a checkpoint, or one safetensors file."),
+    ranks: int = option(4, "Ranks in the EP group, for the bytes of one of them.", min=1, max=MOST_RANKS),
+    as_json: bool = JSON_FLAG,
 ) -> None:
     """Show a checkpoint's MoE layers, their formats and bytes, and what would run them. No weights are read."""
     from tokenyard.checkpoints import open_checkpoint

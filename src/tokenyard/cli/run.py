@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from tokenyard.cli.machine import provenance
 from tokenyard.cli.options import (
-    JsonFlag,
-    LongestAnswer,
-    ModelFolder,
-    RankCount,
-    RankKind,
-    StartedDevice,
+    JSON_FLAG,
+    LONGEST_ANSWER,
+    MODEL_FOLDER,
+    RANK_COUNT,
+    RANK_KIND,
+    STARTED_DEVICE,
     option,
 )
 from tokenyard.cli.output import check_out, console, print_json
@@ -48,28 +48,23 @@ PRELOAD = (
 
 
 def run(
-    model: ModelFolder = None,
-    prompt: Annotated[
-        list[str] | None, option("Answer this; may be given several times.", shown=False)
-    ] = None,
-    problems: Annotated[int, option("Held-out word problems to answer, without --prompt.", min=1)] = 20,
-    ranks: RankCount = 4,
-    kind: RankKind = "processes",
-    device: StartedDevice = "cpu",
-    exchange: Annotated[str, option("How rows move.")] = "auto",
-    wire: Annotated[str | None, option("Format of rows on the way.", shown="the model's dtype")] = None,
-    weights: Annotated[
-        str | None, option("Format that holds the experts.", shown="as they are stored")
-    ] = None,
-    inner: Annotated[
-        str | None,
-        option("Format between an expert's two products, or `exact`.", shown="as the checkpoint says"),
-    ] = None,
-    max_new_tokens: LongestAnswer = 128,
-    record: Annotated[
-        Path | None, option("Write the routes of all layers to this safetensors file.", shown=False)
-    ] = None,
-    as_json: JsonFlag = False,
+    model: Path | None = MODEL_FOLDER,
+    prompt: list[str] | None = option(None, "Answer this; may be given several times.", shown=False),
+    problems: int = option(20, "Held-out word problems to answer, without --prompt.", min=1),
+    ranks: int = RANK_COUNT,
+    kind: str = RANK_KIND,
+    device: str = STARTED_DEVICE,
+    exchange: str = option("auto", "How rows move."),
+    wire: str | None = option(None, "Format of rows on the way.", shown="the model's dtype"),
+    weights: str | None = option(None, "Format that holds the experts.", shown="as they are stored"),
+    inner: str | None = option(
+        None, "Format between an expert's two products, or `exact`.", shown="as the checkpoint says"
+    ),
+    max_new_tokens: int = LONGEST_ANSWER,
+    record: Path | None = option(
+        None, "Write the routes of all layers to this safetensors file.", shown=False
+    ),
+    as_json: bool = JSON_FLAG,
 ) -> None:
     """Shard a model's experts over ranks, and let it answer."""
     where = start_ranks(ranks, kind, device)

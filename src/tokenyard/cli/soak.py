@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from tokenyard.cli.interrupts import describe_progress
 from tokenyard.cli.machine import provenance
-from tokenyard.cli.options import JsonFlag, LoadedExchanges, OutFile, PlotFile, RankCount, RowsDevice, option
+from tokenyard.cli.options import (
+    JSON_FLAG,
+    LOADED_EXCHANGES,
+    OUT_FILE,
+    PLOT_FILE,
+    RANK_COUNT,
+    ROWS_DEVICE,
+    option,
+)
 from tokenyard.cli.output import Output, console
 from tokenyard.cli.parts import load_part, refuse_override
 from tokenyard.cli.tables import show_table
@@ -28,29 +37,25 @@ _MOST_SHOWN = 12
 
 
 def soak(
-    minutes: Annotated[float, option("How long.", min=0.01)] = 10.0,
-    episodes: Annotated[
-        int | None, option("End after so many episodes, however long they take.", min=1)
-    ] = None,
-    ranks: RankCount = 4,
-    processes: Annotated[bool, option("What the ranks are.", "--processes/--threads")] = True,
-    exchange: LoadedExchanges = None,
-    losses: Annotated[
-        bool | None,
-        option(
-            "Kill ranks, and let fresh ones take their places.",
-            "--losses/--no-losses",
-            shown="losses, on a CPU",
-        ),
-    ] = None,
-    device: RowsDevice = "cpu",
-    seed: Annotated[int, option("Of everything that is drawn.")] = 0,
-    deadline: Annotated[
-        float, option("Seconds that a rank waits for another before that is a finding.", min=1.0)
-    ] = 20.0,
-    out: OutFile = None,
-    plot: PlotFile = None,
-    as_json: JsonFlag = False,
+    minutes: float = option(10.0, "How long.", min=0.01),
+    episodes: int | None = option(None, "End after so many episodes, however long they take.", min=1),
+    ranks: int = RANK_COUNT,
+    processes: bool = option(True, "What the ranks are.", "--processes/--threads"),
+    exchange: list[str] | None = LOADED_EXCHANGES,
+    losses: bool | None = option(
+        None,
+        "Kill ranks, and let fresh ones take their places.",
+        "--losses/--no-losses",
+        shown="losses, on a CPU",
+    ),
+    device: str = ROWS_DEVICE,
+    seed: int = option(0, "Of everything that is drawn."),
+    deadline: float = option(
+        20.0, "Seconds that a rank waits for another before that is a finding.", min=1.0
+    ),
+    out: Path | None = OUT_FILE,
+    plot: Path | None = PLOT_FILE,
+    as_json: bool = JSON_FLAG,
 ) -> None:
     """Let ranks work for minutes or for a night: nothing may be wrong, hang, leak or grow."""
     from tokenyard.group.forkserver import start_forkserver
