@@ -71,7 +71,7 @@ def run(
     from tokenyard.exchange import resolve
     from tokenyard.experts.base import EXACT
     from tokenyard.formats import get, weight_format
-    from tokenyard.lab.evaluation.answering import AnswerJob, answer_questions
+    from tokenyard.lab.evaluation.answering import answer_questions
     from tokenyard.lab.evaluation.models import check_model
     from tokenyard.lab.evaluation.questions import Question, held_out_questions
     from tokenyard.planning.choosing import AUTO
@@ -80,21 +80,20 @@ def run(
     check_out(record)
     folder = check_model(model)
     asked = [Question(text, "") for text in prompt] if prompt else held_out_questions(problems)
-    job = AnswerJob(
-        folder=str(folder),
-        prompts=[question.prompt for question in asked],
-        exchange=exchange if exchange == AUTO else resolve(exchange).name,
-        wire=None if wire is None else str(get(wire)),
-        weights=None if weights is None else weight_format(weights).name,
-        inner=inner if inner in (None, EXACT) else str(get(inner)),
-        most=max_new_tokens,
-        record=None if record is None else str(record),
-    )
+    prompts = [question.prompt for question in asked]
+    sharding = {
+        "exchange": exchange if exchange == AUTO else resolve(exchange).name,
+        "wire": None if wire is None else str(get(wire)),
+        "weights": None if weights is None else weight_format(weights).name,
+        "inner": inner if inner in (None, EXACT) else str(get(inner)),
+    }
+    file = None if record is None else str(record)
     shows = where.leads and not as_json
     if prompt and model is None and where.leads:
         _warn_of_unknown_words(prompt)
     with _LiveAnswers(asked, judged=not prompt, shows=shows) as live:
-        by_rank = where.call(answer_questions, job, on_message=live.on_message)
+        work = (str(folder), prompts, sharding, max_new_tokens, file)
+        by_rank = where.call(answer_questions, *work, on_message=live.on_message)
         live.finish(by_rank)
     if not where.leads:
         return
@@ -110,10 +109,8 @@ def run(
                 "model": str(folder),
                 "ranks": where.size,
                 "kind": kind,
-                "exchange": by_rank[0]["exchange"],  # a variable may override the one that was asked for
-                "wire": job.wire,
-                "weights": job.weights,
-                "inner": job.inner,
+                # A variable may override the exchange that was asked for.
+                **sharding | {"exchange": by_rank[0]["exchange"]},
                 "passed": passed,
                 "right": right,
                 "answers": answers,

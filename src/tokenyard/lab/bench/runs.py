@@ -32,8 +32,6 @@ from tokenyard.lab.hosts.network import check_hosts
 from tokenyard.lab.unscaled_e4m3 import studied_format, studied_ways_back
 from tokenyard.planning.drafting import draft
 
-_ON_THE_CPU = "leave out --device to measure on the CPU"
-
 
 class _Kind(NamedTuple):
     """What all documents of a benchmark have: see `Document`."""
@@ -211,35 +209,6 @@ def balance_run(ranks: int, **layer: Any) -> Run:
 # -- On a GPU ----------------------------------------------------------------------------------------------
 
 
-class _Gpu(NamedTuple):
-    """The GPU that is measured on, a clock of rounds that follow at once, and one that rests before each."""
-
-    device: torch.device
-    name: str
-    clock: clock.Clock
-    rested: clock.Clock
-
-    @classmethod
-    def current(cls, rounds: int, otherwise: str = _ON_THE_CPU) -> _Gpu:
-        """The current GPU; raise where there is none, and say what to do `otherwise`."""
-        device = clock.check_gpu(otherwise)
-        rested = clock.graph_clock(device, min(rounds, clock.RESTED_ROUNDS), rest=clock.REST)
-        return cls(device, torch.cuda.get_device_name(device), clock.graph_clock(device, rounds), rested)
-
-    def machine(self) -> machine_rates.Machine:
-        rates = machine_rates.measure_rates(self.device, self.clock)
-        return machine_rates.Machine(
-            device=self.device, name=self.name, clock=self.clock, rested=self.rested, rates=rates
-        )
-
-    def rested_note(self) -> str:
-        product = machine_rates.measure_rates(self.device, self.rested).product
-        return (
-            f"rested: after {clock.REST} s without work before each round; bf16 products reach "
-            f"{product / 1e6:.0f} TFLOP/s"
-        )
-
-
 def _shapes(cells: Sequence[Cell]) -> list[str]:
     return list(dict.fromkeys(f"{cell.case}: {cell.shape}" for cell in cells))
 
@@ -247,10 +216,9 @@ def _shapes(cells: Sequence[Cell]) -> list[str]:
 def experts_cuda_run(cells: str | None, weights: Sequence[str], rounds: int) -> Run:
     """Fused experts beside torch's grouped products."""
     measured = grid(cases_of(cells), weights)
-    gpu = _Gpu.current(rounds)
-    machine = gpu.machine()
-    setup = {"gpu": gpu.name, "rounds": rounds, **machine.rates.as_setup()}
-    document = _document("experts-cuda", setup, *_shapes(measured), *experts.NOTES, gpu.rested_note())
+    machine = machine_rates.Machine.gpu(rounds)
+    setup = {"gpu": machine.name, "rounds": rounds, **machine.rates.as_setup()}
+    document = _document("experts-cuda", setup, *_shapes(measured), *experts.NOTES, machine.rested_note())
     figures = experts.measure_experts(measured, kind=experts.FUSED, machine=machine)
     return _of_cells(document, measured, figures)
 
@@ -269,17 +237,18 @@ def dispatch_cuda_run(
     cells = dispatch_cells.dispatch_grid(ranks, tokens, wire, quick=quick)
     shape = Shape(**setup)
     dispatch_cuda.check_cells(cells, shape, rounds)
-    gpu = _Gpu.current(rounds)
-    copied = machine_rates.copy_rate(gpu.device, gpu.clock)
-    setup = {"gpu": gpu.name, **setup, "rounds": rounds, "copy_TB_per_s": copied / 1e6}
+    device = clock.check_gpu(machine_rates.ON_THE_CPU)
+    gpu, graph_clock = torch.cuda.get_device_name(device), clock.graph_clock(device, rounds)
+    copied = machine_rates.copy_rate(device, graph_clock)
+    setup = {"gpu": gpu, **setup, "rounds": rounds, "copy_TB_per_s": copied / 1e6}
     document = _document("dispatch-cuda", setup, dispatch_cuda.NOTE)
 
     def measure_peers() -> None:
-        said = dispatch_cuda.measure_peers(document.results, shape, device=gpu.device, clock=gpu.clock)
+        said = dispatch_cuda.measure_peers(document.results, shape, device=device, clock=graph_clock)
         document.notes += [said] if said else []
 
     figures = dispatch_cuda.measure_cells(
-        cells, shape, device=gpu.device, gpu=gpu.name, clock=gpu.clock, copy_bytes_per_us=copied
+        cells, shape, device=device, gpu=gpu, clock=graph_clock, copy_bytes_per_us=copied
     )
     return replace(_of_cells(document, cells, figures), finish=measure_peers)
 
@@ -308,11 +277,11 @@ def layer_cells_run(cells: str, tokens: Sequence[int], weights: Sequence[str], r
 
 
 def _layer_run(cells: Sequence[Cell], rounds: int, setup: dict[str, Any], *notes: str) -> Run:
-    gpu = _Gpu.current(rounds, "measure the halves on the CPU: `bench dispatch` and `bench experts`")
-    machine = gpu.machine()
-    setup = {"gpu": gpu.name, **setup, "rounds": rounds, **machine.rates.as_setup()}
+    halves = "measure the halves on the CPU: `bench dispatch` and `bench experts`"
+    machine = machine_rates.Machine.gpu(rounds, halves)
+    setup = {"gpu": machine.name, **setup, "rounds": rounds, **machine.rates.as_setup()}
     return Run(
-        document=_document("layer-cuda", setup, *notes, gpu.rested_note()),
+        document=_document("layer-cuda", setup, *notes, machine.rested_note()),
         steps=[str(cell) for cell in cells],
         figures=layer_cuda.measure_layer(cells, machine),
     )
