@@ -43,7 +43,7 @@ def balance(
     output = Output(as_json, out, plot)
     recorded = read_routes(routes)
     world = recorded[0].world if ranks is None else ranks
-    gb_per_s, tera = bandwidth or _copy_rate(), tflops or _product_rate()
+    gb_per_s, tera = _rates(bandwidth, tflops)
     layers = forecast(
         recorded,
         world,
@@ -68,24 +68,16 @@ def balance(
     output.deliver(document, lambda: _show(layers, document), draw_balance)
 
 
-def _copy_rate() -> float:
-    """GB/s of a copy on this CPU: what is read, as bytes that arrive."""
+def _rates(bandwidth: float | None, tflops: float | None) -> tuple[float, float]:
+    """GB/s between ranks, and TFLOP/s of experts: as given, or those of a copy and of a product on this CPU."""
     import torch
 
     from tokenyard.lab.bench.clock import host_clock
-    from tokenyard.lab.bench.machine_rates import copy_rate
+    from tokenyard.lab.bench.machine_rates import copy_rate, product_rate
 
-    return copy_rate(torch.device("cpu"), host_clock(3)) / 2 / 1e3
-
-
-def _product_rate() -> float:
-    """TFLOP/s of a plain product on this CPU."""
-    import torch
-
-    from tokenyard.lab.bench.clock import host_clock
-    from tokenyard.lab.bench.machine_rates import product_rate
-
-    return product_rate(torch.device("cpu"), host_clock(3)) / 1e6
+    cpu, clock = torch.device("cpu"), host_clock(3)
+    # Of a copy, what is read counts, as bytes that arrive.
+    return bandwidth or copy_rate(cpu, clock) / 2 / 1e3, tflops or product_rate(cpu, clock) / 1e6
 
 
 def _show(layers: list[LayerForecast], document: dict[str, Any]) -> None:

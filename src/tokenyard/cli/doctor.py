@@ -144,14 +144,9 @@ def _exchanges() -> Iterator[Finding]:
             ok, detail = _tried(name, kind)
             core = kind == "threads"
             yield Finding(section="exchanges", name=f"{name} on {kind}", ok=ok, detail=detail, core=core)
-        ok_on_gpus, detail = _on_gpus(name)
-        yield Finding(
-            section="exchanges",
-            name=f"{name} on GPUs",
-            ok=ok_on_gpus,
-            detail=detail,
-            absent=ok_on_gpus is None,
-        )
+        here, detail = _on_gpus(name)
+        on_gpus, absent = f"{name} on GPUs", here is None
+        yield Finding(section="exchanges", name=on_gpus, ok=here, detail=detail, absent=absent)
 
 
 def _tried(exchange: str, ranks: Literal["threads", "processes"], device: str = "cpu") -> tuple[bool, str]:
@@ -276,9 +271,8 @@ def _show(findings: list[Finding]) -> None:
         what = (Text(finding.name), Text(finding.detail))
         rows.append((Text(section, style="bold"), Text(sign, style=style), *what))
     show_table([""] * 4, rows, show_header=False, box=None)
-    out = console()
     verdict, style = _verdict(findings)
-    out.print(Text(verdict, style=style))
+    console().print(Text(verdict, style=style))
 
 
 def _verdict(findings: list[Finding]) -> tuple[str, str]:

@@ -8,6 +8,7 @@ host sends bytes to those of all others, one pair after the other; and a tiny la
 
 from __future__ import annotations
 
+import platform
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -80,7 +81,7 @@ def examine_hosts(group: Group) -> list[Finding]:
 
     hosts = group.hosts()
     names = [f"host {number}" for number in range(len(hosts))]
-    mine = {"versions": {**versions(), "protocol": str(PROTOCOL)}, "name": _nodename()}
+    mine = {"versions": {**versions(), "protocol": str(PROTOCOL)}, "name": platform.node()}
     facts = group.gather_json(mine, phase="facts of hosts")
     group.barrier()  # from here on, all are at the same moment, but for a latency
     clocks = group.gather_json(wall_clock(), phase="clocks")
@@ -100,12 +101,6 @@ def examine_hosts(group: Group) -> list[Finding]:
             core=True,
         ),
     ]
-
-
-def _nodename() -> str:
-    import os
-
-    return os.uname().nodename
 
 
 def _measured_links(group: Group, leaders: Sequence[int], names: Sequence[str]) -> list[Link]:
