@@ -162,18 +162,17 @@ def _tried(exchange: str, ranks: Literal["threads", "processes"], device: str = 
 
 def tiny_layer(group: Group, exchange: str) -> float:
     """One rank of a tiny layer: how far its result is off the exact one."""
-    from tokenyard import MoELayer, plan
-    from tokenyard.conformance.cases import Case
-    from tokenyard.conformance.oracle import oracle, relative_error
+    from tokenyard.conformance.cases import Case, run_case
 
-    tokens = (8,) * group.size
-    case = Case(tokens=tokens, hidden_size=32, intermediate_size=16, num_experts=6, experts="grouped")
-    spec, weights, (x_TH, routes) = case.spec(), case.all_weights(), case.batch(group.rank)
-    made = plan([spec], group, exchange=exchange, max_tokens=8)
-    layer = MoELayer(made, spec.name, weights.select(made.local_experts(spec.name))).to(group.device)
-    y_TH = layer(x_TH.to(group.device), routes.to(group.device)).cpu()
-    made.close()
-    return relative_error(y_TH, oracle(spec, weights, x_TH, routes))
+    case = Case(
+        tokens=(8,) * group.size,
+        hidden_size=32,
+        intermediate_size=16,
+        num_experts=6,
+        experts="grouped",
+        exchange=exchange,
+    )
+    return run_case(group, case).end_to_end_error
 
 
 def _on_gpus(exchange: str) -> tuple[bool | None, str]:
