@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
 from tokenyard.cli.doctor import Finding, tiny_layer
@@ -105,24 +106,18 @@ def examine_hosts(group: Group) -> list[Finding]:
 
 def _measured_links(group: Group, leaders: Sequence[int], names: Sequence[str]) -> list[Link]:
     """Every ordered pair of hosts, one after the other; known to all ranks."""
-    measured: list[list[Any]] = []
+    measured: list[dict[str, Any]] = []
     if group.rank in leaders and len(leaders) > 1:
         between = group.subgroup(leaders, name=f"{group.name}/leaders")
-        for source in range(len(leaders)):
-            for target in range(len(leaders)):
-                if source != target:
-                    latency, rate = _measure(between, source, target)
-                    measured.append([source, target, latency, rate])
+        for source, target in permutations(range(len(leaders)), 2):
+            latency, rate = _measure(between, source, target)
+            if group.rank == leaders[source]:  # the others only took part
+                link = Link(source=names[source], target=names[target], latency=latency, rate=rate)
+                measured.append(vars(link))
         between.close()
     with group.patience(10 * _DEADLINE):
         by_rank = group.gather_json(measured, phase="links between hosts")
-    # The source of a link has measured it.
-    return [
-        Link(source=names[source], target=names[target], latency=latency, rate=rate)
-        for host, leader in enumerate(leaders)
-        for source, target, latency, rate in by_rank[leader]
-        if source == host
-    ]
+    return [Link(**fields) for leader in leaders for fields in by_rank[leader]]
 
 
 def _measure(between: Group, source: int, target: int) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -175,12 +176,9 @@ def _show(found: dict[str, Any]) -> None:
 
 def _alike(layers: list[dict[str, Any]]) -> list[tuple[list[str], dict[str, Any]]]:
     """Layers that differ in nothing but their name, together."""
-    groups: list[tuple[list[str], dict[str, Any]]] = []
+    groups: dict[str, tuple[list[str], dict[str, Any]]] = {}
     for layer in layers:
         rest = {key: value for key, value in layer.items() if key != "name"}
-        same = next((names for names, other in groups if other == rest), None)
-        if same is None:
-            groups.append(([layer["name"]], rest))
-        else:
-            same.append(layer["name"])
-    return groups
+        names, _ = groups.setdefault(json.dumps(rest), ([], rest))
+        names.append(layer["name"])
+    return list(groups.values())
