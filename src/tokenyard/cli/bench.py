@@ -1,7 +1,7 @@
 """`tokenyard bench`: measurements, each beside its floor, kept with their provenance.
 
-A function here declares the options of a benchmark, and what must be so before anything is loaded. `_benchmark` makes
-a command of it. What is measured stands in `tokenyard.lab.bench.runs`.
+A function here declares the options of a benchmark, and checks what can be checked before torch is loaded.
+`_benchmark` makes a command of it. `tokenyard.lab.bench.runs` has what is measured.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SEVERAL = "may be given several times."
 def _benchmark(declared: Callable[..., str | None]) -> None:
     """Make a command of a function that declares a benchmark: `balance` has the options of `runs.balance_run`.
 
-    A function whose options have other defaults elsewhere (see `bench_options`) returns where it is measured: `experts`
+    A function whose options depend on the place of the measurement (see `bench_options`) returns that place: `experts`
     has the options of `runs.experts_cpu_run` or of `runs.experts_cuda_run`.
     """
 

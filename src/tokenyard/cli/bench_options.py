@@ -1,6 +1,7 @@
-"""The options of benchmarks that depend on where something is measured: defaults, and what may be given there.
+"""The options of benchmarks that depend on the place of the measurement: their defaults, and what may be given there.
 
-They are declared here and checked by `choose`. A value that was not given is None, or an empty list, or False.
+A place is a device, or how a layer is described. Options are declared here and checked by `choose`. A value that was
+not given is None, or an empty list, or False.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tokenyard.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """An option on one device: its default, and which values it may have there."""
+    """An option in one place: its default, and which values it may have there."""
 
     default: Any = None
     shown: str | None = None  # the default as `--help` says it, where that is not the value
@@ -131,14 +132,14 @@ OPTIONS: dict[str, dict[str, dict[str, Option]]] = {
         },
     },
 }
-# How somebody asks for what a column of the table is about.
+# How an error names a place that is not a device.
 _ASKED = {"shape": "without --cells", "cells": "with --cells"}
 
 
 def choose(command: str, where: str, given: Mapping[str, Any]) -> SimpleNamespace:
     """The values of a command's options: those that were given, else the defaults. Raise where one may not be given.
 
-    Options that are no matter of where stay as they are. One that may never be given there has no value.
+    Options that do not depend on the place stay as they are. An option that the place refuses is left out.
     """
     known = OPTIONS[command]
     if where not in known:
@@ -165,7 +166,7 @@ def choose(command: str, where: str, given: Mapping[str, Any]) -> SimpleNamespac
 
 
 def default_of(command: str, name: str) -> str:
-    """The defaults of an option on all devices, for `--help`.
+    """The defaults of an option in all places, for `--help`.
 
     >>> default_of("dispatch", "tokens"), default_of("experts", "top_k")
     ('512; cuda: 16 to 4096', '8')
@@ -182,5 +183,5 @@ def default_of(command: str, name: str) -> str:
 def dependent(
     command: str, name: str, help: str | None = None, *, min: int | None = 1, max: int | None = None
 ) -> Any:
-    """The declaration of an option whose default depends on where something is measured."""
+    """Declare a command's option whose default depends on the place of the measurement."""
     return declare(None, help, shown=default_of(command, name), min=min, max=max)

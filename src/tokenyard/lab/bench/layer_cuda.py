@@ -167,7 +167,7 @@ class OneSidedLayer:
         self.y_TH = ranks.y_TH  # the sums of all ranks' tokens, of the batch that ran last
 
     def run_batch(self, batch: Batch, *, experts: bool = True) -> None:
-        """One batch there and back; without `experts`, with whatever results are there."""
+        """Dispatch, compute and combine one batch. Without `experts`, combine the results that are there."""
         self._ranks.dispatch(batch)
         if experts:
             _compute(self._experts, self._received)
@@ -205,7 +205,7 @@ class AllGatherLayer:
         )
 
     def run_batch(self, batch: Batch, *, experts: bool = True) -> None:
-        """One of the batches there and back; without `experts`, with whatever results are there."""
+        """Gather, compute and sum one of the batches. Without `experts`, sum the results that are there."""
         rows = next(rows for rows, sent in self._sent if sent is batch)
         for table_E, received in zip(self._local, self._received, strict=True):
             for name, payload in rows.payloads.items():
