@@ -91,9 +91,7 @@ def test_a_round_lasts_until_the_last_rank_is_done_and_ratios_are_taken_round_by
             "floor": [(0.001, 0.002), (0.001, 0.002)],
             "encode": [(0.001, 0.001), (0.001, 0.001)],
         }
-        return bench._Measured(
-            exchanges=["two_sided"], seconds=seconds, sent_bytes={"two_sided": (100, 50)}, threads=1
-        )
+        return bench._Measured(seconds=seconds, sent_bytes={"two_sided": (100, 50)}, threads=1)
 
     job = bench.Job(
         **SHAPE, wire="bf16", combine_wire="bf16", exchanges=("two_sided",), rounds=2, paranoid=False

@@ -17,7 +17,7 @@ from tokenyard.cli import convert as convert_command
 from tokenyard.cli import eval as eval_command
 from tokenyard.cli import run as run_command
 from tokenyard.cli.tables import print_table
-from tokenyard.conformance.campaign import Cell, Row
+from tokenyard.conformance.campaign import Cell, CheckedPart
 from tokenyard.conformance.draws import draw_cases
 from tokenyard.conformance.suites import CheckResult
 from tokenyard.exchange import EXCHANGES
@@ -181,15 +181,15 @@ def soak(tmp_path, monkeypatch):
 def check_grid(tmp_path, monkeypatch):
     passed = [CheckResult(check=f"check_{number}", what="") for number in range(32)]
     pairs = [(exchange, ranks) for exchange in EXCHANGES for ranks in ("threads", "processes")]
-    rows = [Row(exchange=exchange, ranks=ranks, results=passed) for exchange, ranks in pairs]
+    parts = [CheckedPart(kind="exchange", name=name, ranks=ranks, results=passed) for name, ranks in pairs]
     cells = [
         Cell(exchange=exchange, ranks=ranks, wire=wire, total=1111, passed=1111)
         for exchange, ranks in pairs
         for wire in [*FORMATS, "nvfp4(global_scale=448.0)"]
     ]
-    parts = {"formats": dict.fromkeys(FORMATS, passed), "experts": {}}
+    parts += [CheckedPart(kind="format", name=name, results=passed) for name in FORMATS]
     cases = [case for _, case in draw_cases(40, 0, [(EXCHANGES["two_sided"], "bf16", "threads")])]
-    return printed(lambda: check._show(check.console(), "cpu", rows, cells, parts, cases))
+    return printed(lambda: check._show(check.console(), "cpu", parts, cells, cases))
 
 
 def printed(function):

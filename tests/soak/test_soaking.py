@@ -48,7 +48,7 @@ def test_processes_come_and_go_and_every_result_is_right():
         "loss",
     }
     assert heard[-1].counts.episodes > 0
-    assert heard[-1].findings == 0
+    assert heard[-1].findings == []
 
 
 def test_threads_leave_and_come_back():

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from tokenyard.cli.machine import provenance
-from tokenyard.cli.options import MOST_RANKS, JsonFlag, PlotFile, option
+from tokenyard.cli.options import JSON_FLAG, MOST_RANKS, PLOT_FILE, option
 from tokenyard.cli.output import Output, console
 from tokenyard.cli.tables import show_table
 from tokenyard.units import size
@@ -18,24 +18,22 @@ if TYPE_CHECKING:
 
 
 def balance(
-    routes: Annotated[Path, typer.Argument(help="Routes that `tokenyard run --record` wrote.")],
-    ranks: Annotated[
-        int | None, option("Ranks in the EP group.", shown="as recorded", min=1, max=MOST_RANKS)
-    ] = None,
-    replicas: Annotated[int, option("Copies of experts beyond one of each, in all.", min=0)] = 0,
-    slots: Annotated[
-        int | None, option("Experts of a layer that a rank has memory for.", shown="what it takes", min=1)
-    ] = None,
-    ranks_per_host: Annotated[int | None, option("Ranks on a host.", shown="all on one", min=1)] = None,
-    bandwidth: Annotated[
-        float | None, option("GB/s between two ranks.", shown="of a copy, measured here", min=1e-3)
-    ] = None,
-    tflops: Annotated[
-        float | None, option("TFLOP/s of a rank's experts.", shown="of a product, measured", min=1e-6)
-    ] = None,
-    out: Annotated[Path | None, option("Save what was found, with the placement of every layer.")] = None,
-    plot: PlotFile = None,
-    as_json: JsonFlag = False,
+    routes: Path = typer.Argument(..., help="Routes that `tokenyard run --record` wrote."),
+    ranks: int | None = option(None, "Ranks in the EP group.", shown="as recorded", min=1, max=MOST_RANKS),
+    replicas: int = option(0, "Copies of experts beyond one of each, in all.", min=0),
+    slots: int | None = option(
+        None, "Experts of a layer that a rank has memory for.", shown="what it takes", min=1
+    ),
+    ranks_per_host: int | None = option(None, "Ranks on a host.", shown="all on one", min=1),
+    bandwidth: float | None = option(
+        None, "GB/s between two ranks.", shown="of a copy, measured here", min=1e-3
+    ),
+    tflops: float | None = option(
+        None, "TFLOP/s of a rank's experts.", shown="of a product, measured", min=1e-6
+    ),
+    out: Path | None = option(None, "Save what was found, with the placement of every layer."),
+    plot: Path | None = PLOT_FILE,
+    as_json: bool = JSON_FLAG,
 ) -> None:
     """Show what a better placement of the experts would gain and cost, before anything is moved."""
     from tokenyard.lab.balancing.forecast import forecast, steps_to_pay
@@ -45,7 +43,7 @@ def balance(
     output = Output(as_json, out, plot)
     recorded = read_routes(routes)
     world = recorded[0].world if ranks is None else ranks
-    gb_per_s, tera = bandwidth or _copy_rate(), tflops or _product_rate()
+    gb_per_s, tera = _rates(bandwidth, tflops)
     layers = forecast(
         recorded,
         world,
@@ -70,24 +68,16 @@ def balance(
     output.deliver(document, lambda: _show(layers, document), draw_balance)
 
 
-def _copy_rate() -> float:
-    """GB/s of a copy on this CPU: what is read, as bytes that arrive."""
+def _rates(bandwidth: float | None, tflops: float | None) -> tuple[float, float]:
+    """GB/s between ranks, and TFLOP/s of experts: as given, or those of a copy and of a product on this CPU."""
     import torch
 
     from tokenyard.lab.bench.clock import host_clock
-    from tokenyard.lab.bench.machine_rates import copy_rate
+    from tokenyard.lab.bench.machine_rates import copy_rate, product_rate
 
-    return copy_rate(torch.device("cpu"), host_clock(3)) / 2 / 1e3
-
-
-def _product_rate() -> float:
-    """TFLOP/s of a plain product on this CPU."""
-    import torch
-
-    from tokenyard.lab.bench.clock import host_clock
-    from tokenyard.lab.bench.machine_rates import product_rate
-
-    return product_rate(torch.device("cpu"), host_clock(3)) / 1e6
+    cpu, clock = torch.device("cpu"), host_clock(3)
+    # Of a copy, what is read counts, as bytes that arrive.
+    return bandwidth or copy_rate(cpu, clock) / 2 / 1e3, tflops or product_rate(cpu, clock) / 1e6
 
 
 def _show(layers: list[LayerForecast], document: dict[str, Any]) -> None:

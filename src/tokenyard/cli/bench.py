@@ -1,14 +1,21 @@
-"""`tokenyard bench`: measurements, each beside its floor, kept with their provenance."""
+"""`tokenyard bench`: measurements, each beside its floor, kept with their provenance.
+
+A function here declares the options of a benchmark, and checks what can be checked before torch is loaded.
+`_benchmark` makes a command of it. `tokenyard.lab.bench.runs` has what is measured.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import typer
 
-from tokenyard.cli.bench_options import choose, default_of
+from tokenyard.cli.bench_options import choose, dependent
 from tokenyard.cli.bench_output import run_benchmark, show
-from tokenyard.cli.options import Exchanges, JsonFlag, OutFile, PlotFile, option
+from tokenyard.cli.options import JSON_FLAG, ONLY_EXCHANGES, OUT_FILE, PLOT_FILE, option
 from tokenyard.cli.output import Output, reported
 from tokenyard.cli.parts import refuse_override
 from tokenyard.errors import InputError
@@ -17,290 +24,233 @@ app = typer.Typer(help="Measure, beside the floor.", no_args_is_help=True)
 _SEVERAL = "may be given several times."
 
 
-def _int(command: str, name: str, help: str | None = None, *, min: int = 1, max: int | None = None) -> Any:
-    """A whole number whose default depends on where something is measured."""
-    return option(help, shown=default_of(command, name), min=min, max=max)
+def _benchmark(declared: Callable[..., str | None]) -> None:
+    """Make a command of a function that declares a benchmark: `balance` has the options of `runs.balance_run`.
+
+    A function whose options depend on the place of the measurement (see `bench_options`) returns that place: `experts`
+    has the options of `runs.experts_cpu_run` or of `runs.experts_cuda_run`.
+    """
+
+    @functools.wraps(declared)
+    def command(as_json: bool, out: Any, **given: Any) -> None:
+        name, where = declared.__name__, declared(as_json=as_json, out=out, **given)
+        if where is not None:
+            name, given = f"{name}_{where}", vars(choose(name, where, given))
+        output = Output(as_json, out, given.pop("plot", None))
+        given.pop("device", None)  # the name of the run says it
+        from tokenyard.lab.bench import runs
+
+        run_benchmark(getattr(runs, f"{name}_run")(**given), output)
+
+    app.command()(reported(command))
 
 
-@app.command()
-@reported
+@_benchmark
 def encode(
-    tokens: Annotated[list[int], option(f"Tokens; {_SEVERAL}", "--tokens", min=1)] = [512],  # noqa: B006
-    hidden_size: Annotated[int, option("The width of a row.", min=1)] = 7168,
-    seconds: Annotated[float, option("About as long, for each format.", min=0.0, max=600.0)] = 1.0,
-    out: OutFile = None,
-    as_json: JsonFlag = False,
+    tokens: list[int] = option([512], f"Tokens; {_SEVERAL}", "--tokens", min=1),
+    hidden_size: int = option(7168, "The width of a row.", min=1),
+    seconds: float = option(1.0, "About as long, for each format.", min=0.0, max=600.0),
+    out: Path | None = OUT_FILE,
+    as_json: bool = JSON_FLAG,
 ) -> None:
     """How fast one thread encodes rows, per format."""
-    from tokenyard.lab.bench import runs
-
-    run_benchmark(runs.encode_run(tokens, hidden_size, seconds), Output(as_json, out))
 
 
-@app.command()
-@reported
+@_benchmark
 def experts(
-    tokens: Annotated[list[int] | None, _int("experts", "tokens", f"Tokens; {_SEVERAL}")] = None,
-    hidden_size: Annotated[int | None, _int("experts", "hidden_size")] = None,
-    intermediate_size: Annotated[int | None, _int("experts", "intermediate_size")] = None,
-    num_experts: Annotated[int | None, _int("experts", "num_experts")] = None,
-    top_k: Annotated[int | None, _int("experts", "top_k")] = None,
-    rounds: Annotated[int | None, _int("experts", "rounds", "Rounds of each.")] = None,
-    weights: Annotated[
-        list[str] | None,
-        option(
-            f"The format of the weights, bf16 or quantized; {_SEVERAL}",
-            shown=default_of("experts", "weights"),
-        ),
-    ] = None,
-    cells: Annotated[
-        str | None, option("With --device cuda: A, B and C (several with commas).", shown="all")
-    ] = None,
-    device: Annotated[
-        str, option("cpu: grouped experts. cuda: fused experts, on the shapes of --cells.")
-    ] = "cpu",
-    out: OutFile = None,
-    plot: PlotFile = None,
-    as_json: JsonFlag = False,
-) -> None:
+    tokens: list[int] | None = dependent("experts", "tokens", f"Tokens; {_SEVERAL}"),
+    hidden_size: int | None = dependent("experts", "hidden_size"),
+    intermediate_size: int | None = dependent("experts", "intermediate_size"),
+    num_experts: int | None = dependent("experts", "num_experts"),
+    top_k: int | None = dependent("experts", "top_k"),
+    rounds: int | None = dependent("experts", "rounds", "Rounds of each."),
+    weights: list[str] | None = dependent(
+        "experts", "weights", f"The format of the weights, bf16 or quantized; {_SEVERAL}", min=None
+    ),
+    cells: str | None = option(None, "With --device cuda: A, B and C (several with commas).", shown="all"),
+    device: str = option("cpu", "cpu: grouped experts. cuda: fused experts, on the shapes of --cells."),
+    out: Path | None = OUT_FILE,
+    plot: Path | None = PLOT_FILE,
+    as_json: bool = JSON_FLAG,
+) -> str:
     """How fast experts compute, beside a peer and the floor.
 
     On a CPU the peer of bf16 weights is Transformers; that of quantized ones decodes them first and calls F.grouped_mm.
     On a GPU it is F.grouped_mm or its fp8 sister, and the best that was measured before.
     """
-    chosen = choose("experts", device, locals())
-    output = Output(as_json, out, plot)
-    from tokenyard.lab.bench import runs
-
-    run = runs.experts_on_gpu(chosen) if device == "cuda" else runs.experts_on_cpu(chosen)
-    run_benchmark(run, output)
+    return device
 
 
-@app.command()
-@reported
+@_benchmark
 def dispatch(
-    ranks: Annotated[
-        list[int] | None,
-        _int("dispatch", "ranks", "How many ranks: processes, or virtual ones on a GPU.", max=64),
-    ] = None,
-    tokens: Annotated[
-        list[int] | None, _int("dispatch", "tokens", f"Tokens of each rank; {_SEVERAL}")
-    ] = None,
-    hidden_size: Annotated[int | None, _int("dispatch", "hidden_size")] = None,
-    top_k: Annotated[int, option(min=1)] = 8,
-    num_experts: Annotated[int | None, _int("dispatch", "num_experts")] = None,
-    wire: Annotated[
-        list[str] | None,
-        option(f"The format on the way out; {_SEVERAL}", shown=default_of("dispatch", "wire")),
-    ] = None,
-    combine_wire: Annotated[str, option("The format on the way back.")] = "bf16",
-    exchange: Exchanges = None,
-    rounds: Annotated[
-        int | None, _int("dispatch", "rounds", "Round trips of each; on a GPU rounds of replays.", min=2)
-    ] = None,
-    device: Annotated[
-        str, option("cpu: processes. cuda: virtual ranks on one GPU, through one_sided's kernels.")
-    ] = "cpu",
-    quick: Annotated[bool, option("With --device cuda: fewer cells and rounds.", "--quick")] = False,
-    paranoid: Annotated[
-        bool, option("Every exchange a second time, watching itself; on the CPU.", "--paranoid")
-    ] = False,
-    out: OutFile = None,
-    plot: PlotFile = None,
-    as_json: JsonFlag = False,
-) -> None:
+    ranks: list[int] | None = dependent(
+        "dispatch", "ranks", "How many ranks: processes, or virtual ones on a GPU.", max=64
+    ),
+    tokens: list[int] | None = dependent("dispatch", "tokens", f"Tokens of each rank; {_SEVERAL}"),
+    hidden_size: int | None = dependent("dispatch", "hidden_size"),
+    top_k: int = option(8, min=1),
+    num_experts: int | None = dependent("dispatch", "num_experts"),
+    wire: list[str] | None = dependent(
+        "dispatch", "wire", f"The format on the way out; {_SEVERAL}", min=None
+    ),
+    combine_wire: str = option("bf16", "The format on the way back."),
+    exchange: list[str] | None = ONLY_EXCHANGES,
+    rounds: int | None = dependent(
+        "dispatch", "rounds", "Round trips of each; on a GPU rounds of replays.", min=2
+    ),
+    device: str = option(
+        "cpu", "cpu: processes. cuda: virtual ranks on one GPU, through one_sided's kernels."
+    ),
+    quick: bool = option(False, "With --device cuda: fewer cells and rounds.", "--quick"),
+    paranoid: bool = option(
+        False, "Every exchange a second time, watching itself; on the CPU.", "--paranoid"
+    ),
+    out: Path | None = OUT_FILE,
+    plot: Path | None = PLOT_FILE,
+    as_json: bool = JSON_FLAG,
+) -> str:
     """How fast rows travel out and back, beside the floor and a peer: bare gloo, or FlashInfer on a GPU."""
-    chosen = choose("dispatch", device, locals())
-    chosen.top_k, chosen.combine_wire = top_k, combine_wire
-    output = Output(as_json, out, plot)
     if device == "cpu":
         from tokenyard.group.forkserver import start_forkserver
 
         start_forkserver()  # it loads torch while this process does
-    from tokenyard.lab.bench import runs
-
-    run = runs.dispatch_on_gpu(chosen) if device == "cuda" else runs.dispatch_between_processes(chosen)
-    run_benchmark(run, output)
+    return device
 
 
-@app.command()
-@reported
+@_benchmark
 def layer(
-    tokens: Annotated[list[int] | None, _int("layer", "tokens", f"Tokens of each rank; {_SEVERAL}")] = None,
-    ranks: Annotated[int | None, _int("layer", "ranks", "How many virtual ranks.", max=64)] = None,
-    weights: Annotated[
-        list[str] | None,
-        option(
-            f"The format of the weights; {_SEVERAL} Rows travel as fp8_block128 or mxfp8 to experts with such "
-            "weights, else as bf16.",
-            shown=default_of("layer", "weights"),
-        ),
-    ] = None,
-    hidden_size: Annotated[int | None, _int("layer", "hidden_size")] = None,
-    intermediate_size: Annotated[int | None, _int("layer", "intermediate_size")] = None,
-    num_experts: Annotated[int | None, _int("layer", "num_experts")] = None,
-    top_k: Annotated[int | None, _int("layer", "top_k")] = None,
-    cells: Annotated[
-        str | None,
-        option("Instead of a shape: FLASH, PRO and V3 on 8 virtual ranks (several with commas, or `all`)."),
-    ] = None,
-    rounds: Annotated[int, option("Both contestants take turns so often.", min=2)] = 15,
-    device: Annotated[str, option("cuda: virtual ranks that share one GPU.")] = "cuda",
-    out: OutFile = None,
-    plot: PlotFile = None,
-    as_json: JsonFlag = False,
-) -> None:
+    tokens: list[int] | None = dependent("layer", "tokens", f"Tokens of each rank; {_SEVERAL}"),
+    ranks: int | None = dependent("layer", "ranks", "How many virtual ranks.", max=64),
+    weights: list[str] | None = dependent(
+        "layer",
+        "weights",
+        f"The format of the weights; {_SEVERAL} Rows travel as fp8_block128 or mxfp8 to experts with such "
+        "weights, else as bf16.",
+        min=None,
+    ),
+    hidden_size: int | None = dependent("layer", "hidden_size"),
+    intermediate_size: int | None = dependent("layer", "intermediate_size"),
+    num_experts: int | None = dependent("layer", "num_experts"),
+    top_k: int | None = dependent("layer", "top_k"),
+    cells: str | None = option(
+        None, "Instead of a shape: FLASH, PRO and V3 on 8 virtual ranks (several with commas, or `all`)."
+    ),
+    rounds: int = option(15, "Both contestants take turns so often.", min=2),
+    device: str = option("cuda", "cuda: virtual ranks that share one GPU."),
+    out: Path | None = OUT_FILE,
+    plot: Path | None = PLOT_FILE,
+    as_json: bool = JSON_FLAG,
+) -> str:
     """How fast a whole layer is on a GPU, beside the same experts behind an allgather of plain copies."""
-    given = locals()
     if device != "cuda":
         raise InputError(
             f"--device {device}",
             expected="cuda: the experts that are measured are kernels for GPUs",
             fix="`tokenyard bench dispatch` and `bench experts` measure the halves on a CPU",
         )
-    chosen = choose("layer", "shape" if cells is None else "cells", given)
-    output = Output(as_json, out, plot)
-    from tokenyard.lab.bench import runs
-
-    run_benchmark(runs.layer_on_gpu(chosen, cells, rounds), output)
+    return "shape" if cells is None else "cells"
 
 
-@app.command()
-@reported
+@_benchmark
 def transformers(
-    ranks: Annotated[int, option("Processes.", min=2, max=64)] = 4,
-    hidden_size: Annotated[int, option(min=1)] = 512,
-    intermediate_size: Annotated[int, option("The width of an expert.", min=1)] = 256,
-    num_experts: Annotated[int, option(min=1)] = 32,
-    top_k: Annotated[int, option(min=1)] = 4,
-    num_layers: Annotated[int, option(min=1)] = 6,
-    sequences: Annotated[int, option("Of each rank.", min=1)] = 4,
-    length: Annotated[int, option("Tokens of a prompt.", min=1)] = 32,
-    steps: Annotated[int, option("Tokens that follow it, one pass each.", min=1)] = 8,
-    rounds: Annotated[int, option(min=2)] = 7,
-    exchange: Annotated[str, option("Ours.")] = "one_sided",
-    out: OutFile = None,
-    as_json: JsonFlag = False,
+    ranks: int = option(4, "Processes.", min=2, max=64),
+    hidden_size: int = option(512, min=1),
+    intermediate_size: int = option(256, "The width of an expert.", min=1),
+    num_experts: int = option(32, min=1),
+    top_k: int = option(4, min=1),
+    num_layers: int = option(6, min=1),
+    sequences: int = option(4, "Of each rank.", min=1),
+    length: int = option(32, "Tokens of a prompt.", min=1),
+    steps: int = option(8, "Tokens that follow it, one pass each.", min=1),
+    rounds: int = option(7, min=2),
+    exchange: str = option("one_sided", "Ours."),
+    out: Path | None = OUT_FILE,
+    as_json: bool = JSON_FLAG,
 ) -> None:
     """How fast a sharded model answers, beside Transformers' own expert parallelism (5.19 or newer).
 
     Same model, same batch, same processes. Transformers' fastest layout is the peer.
     """
-    sizes = {name: value for name, value in locals().items() if name not in ("out", "as_json")}
     refuse_override()
-    from tokenyard.lab.bench import runs
-    from tokenyard.lab.bench.transformers_ep import Workload
-
-    run_benchmark(runs.transformers_run(Workload(**sizes)), Output(as_json, out))
 
 
-@app.command()
-@reported
+@_benchmark
 def overhead(
-    rounds: Annotated[int, option("Rounds of each.", min=2)] = 15,
-    out: OutFile = None,
-    as_json: JsonFlag = False,
+    rounds: int = option(15, "Rounds of each.", min=2),
+    out: Path | None = OUT_FILE,
+    as_json: bool = JSON_FLAG,
 ) -> None:
     """What one rank pays: a layer with one token beside its experts, the shipped model beside plain Transformers."""
     refuse_override()
-    from tokenyard.lab.bench import runs
-
-    run_benchmark(runs.overhead_run(rounds), Output(as_json, out))
 
 
-@app.command("combine-error")
-@reported
+@_benchmark
 def combine_error(
-    ranks: Annotated[
-        list[int] | None, option(f"Threads; {_SEVERAL}", shown="1, 2, 4, 8, 16", min=1, max=64)
-    ] = None,
-    combine_wire: Annotated[
-        list[str] | None, option(f"Only this format on the way back; {_SEVERAL}", shown="all")
-    ] = None,
-    hidden_size: Annotated[int, option(min=1)] = 1024,
-    intermediate_size: Annotated[int, option(min=1)] = 64,
-    num_experts: Annotated[int, option(min=1)] = 32,
-    top_k: Annotated[int, option(min=1)] = 8,
-    tokens: Annotated[int, option("Of all ranks together.", min=1)] = 64,
-    layers: Annotated[int, option("Random layers of each kind.", min=1)] = 5,
-    out: OutFile = None,
-    plot: PlotFile = None,
-    as_json: JsonFlag = False,
+    ranks: list[int] | None = option(None, f"Threads; {_SEVERAL}", shown="1, 2, 4, 8, 16", min=1, max=64),
+    combine_wire: list[str] | None = option(
+        None, f"Only this format on the way back; {_SEVERAL}", shown="all"
+    ),
+    hidden_size: int = option(1024, min=1),
+    intermediate_size: int = option(64, min=1),
+    num_experts: int = option(32, min=1),
+    top_k: int = option(8, min=1),
+    tokens: int = option(64, "Of all ranks together.", min=1),
+    layers: int = option(5, "Random layers of each kind.", min=1),
+    out: Path | None = OUT_FILE,
+    plot: Path | None = PLOT_FILE,
+    as_json: bool = JSON_FLAG,
 ) -> None:
     """How far a layer's output is from float64, for every format on the way back, on 1 to 16 ranks.
 
     Random layers, with Gaussian results, with outliers among the columns, and with small results. `e4m3_unscaled` is a
     cast without scales, the bad example of this study, which no plan takes.
     """
-    given = locals()
     refuse_override()
-    output = Output(as_json, out, plot)
-    from tokenyard.lab.bench import runs
-    from tokenyard.lab.bench.combine_error import Study
-
-    sizes = ("hidden_size", "intermediate_size", "num_experts", "top_k", "tokens", "layers")
-    study = Study(**{name: given[name] for name in sizes})
-    run_benchmark(runs.combine_error_run(study, ranks or (1, 2, 4, 8, 16), combine_wire or ()), output)
 
 
-@app.command()
-@reported
+@_benchmark
 def hosts(
-    hosts: Annotated[int, option("How many hosts.", min=2, max=8)] = 2,
-    ranks: Annotated[int, option("Ranks on each of them.", min=1, max=16)] = 4,
-    tokens: Annotated[list[int], option(f"Tokens of each rank; {_SEVERAL}", "--tokens", min=1)] = [256],  # noqa: B006
-    hidden_size: Annotated[int, option(min=1)] = 2048,
-    top_k: Annotated[int, option(min=1)] = 8,
-    num_experts: Annotated[int, option(min=1)] = 64,
-    wire: Annotated[str, option("The format on the way out.")] = "bf16",
-    exchange: Annotated[
-        list[str] | None, option(f"Only this exchange; {_SEVERAL}", shown="two_sided, hierarchical")
-    ] = None,
-    rate: Annotated[float, option("Mbit/s of each link, each way.", min=1.0)] = 200.0,
-    delay: Annotated[float, option("ms from one host to another.", min=0.0)] = 0.0,
-    compute: Annotated[float, option("ms that experts compute: what overlaps is measured.", min=0.0)] = 0.0,
-    rounds: Annotated[int, option("Calls of each.", min=2)] = 5,
-    out: OutFile = None,
-    plot: PlotFile = None,
-    as_json: JsonFlag = False,
+    hosts: int = option(2, "How many hosts.", min=2, max=8),
+    ranks: int = option(4, "Ranks on each of them.", min=1, max=16),
+    tokens: list[int] = option([256], f"Tokens of each rank; {_SEVERAL}", "--tokens", min=1),
+    hidden_size: int = option(2048, min=1),
+    top_k: int = option(8, min=1),
+    num_experts: int = option(64, min=1),
+    wire: str = option("bf16", "The format on the way out."),
+    exchange: list[str] | None = option(
+        None, f"Only this exchange; {_SEVERAL}", shown="two_sided, hierarchical"
+    ),
+    rate: float = option(200.0, "Mbit/s of each link, each way.", min=1.0),
+    delay: float = option(0.0, "ms from one host to another.", min=0.0),
+    compute: float = option(0.0, "ms that experts compute: what overlaps is measured.", min=0.0),
+    rounds: int = option(5, "Calls of each.", min=2),
+    out: Path | None = OUT_FILE,
+    plot: Path | None = PLOT_FILE,
+    as_json: bool = JSON_FLAG,
 ) -> None:
     """How fast a layer is over links of a rate and a delay, beside what must cross.
 
     Hosts are network namespaces of this machine: Linux, with user namespaces or as root.
     """
-    given = locals()
     refuse_override()
-    output = Output(as_json, out, plot)
-    from tokenyard.lab.bench import runs
-
-    setup = {name: given[name] for name in runs.HOSTS_SETUP}
-    run_benchmark(runs.hosts_run(hosts, ranks, tokens, exchange or (), setup), output)
 
 
-@app.command()
-@reported
+@_benchmark
 def balance(
-    ranks: Annotated[int, option("Processes.", min=2, max=64)] = 8,
-    num_tokens: Annotated[int, option("Tokens of each rank.", "--tokens", min=1)] = 128,
-    hidden_size: Annotated[int, option(min=1)] = 256,
-    intermediate_size: Annotated[int, option(min=1)] = 128,
-    num_experts: Annotated[int, option(min=1)] = 64,
-    top_k: Annotated[int, option(min=1)] = 4,
-    zipf: Annotated[float, option("The exponent of Zipf's law.", min=0.0, max=10.0)] = 1.2,
-    spare_experts: Annotated[int, option("Memory for so many more on each rank.", min=1)] = 2,
-    rounds: Annotated[int, option("Calls and moves of each.", min=2)] = 9,
-    out: OutFile = None,
-    as_json: JsonFlag = False,
+    ranks: int = option(8, "Processes.", min=2, max=64),
+    num_tokens: int = option(128, "Tokens of each rank.", "--tokens", min=1),
+    hidden_size: int = option(256, min=1),
+    intermediate_size: int = option(128, min=1),
+    num_experts: int = option(64, min=1),
+    top_k: int = option(4, min=1),
+    zipf: float = option(1.2, "The exponent of Zipf's law.", min=0.0, max=10.0),
+    spare_experts: int = option(2, "Memory for so many more on each rank.", min=1),
+    rounds: int = option(9, "Calls and moves of each.", min=2),
+    out: Path | None = OUT_FILE,
+    as_json: bool = JSON_FLAG,
 ) -> None:
     """What uneven load costs before and after a rebalance, beside uniform load; what a move costs, beside a copy."""
-    given = locals()
     refuse_override()
-    output = Output(as_json, out)
-    from tokenyard.lab.bench import runs
-    from tokenyard.lab.bench.balance import Job
-
-    job = Job(**{name: value for name, value in given.items() if name not in ("ranks", "out", "as_json")})
-    run_benchmark(runs.balance_run(job, ranks), output)
 
 
 app.command()(show)

@@ -1,6 +1,7 @@
-"""The options of benchmarks that depend on where something is measured: defaults, and what may be given there.
+"""The options of benchmarks that depend on the place of the measurement: their defaults, and what may be given there.
 
-They are declared here and checked by `choose`. A value that was not given is None, or an empty list, or False.
+A place is a device, or how a layer is described. Options are declared here and checked by `choose`. A value that was
+not given is None, or an empty list, or False.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from tokenyard.cli.options import option as declare
 from tokenyard.errors import InputError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """An option on one device: its default, and which values it may have there."""
+    """An option in one place: its default, and which values it may have there."""
 
     default: Any = None
     shown: str | None = None  # the default as `--help` says it, where that is not the value
@@ -33,7 +35,11 @@ def _defaults(**values: Any) -> dict[str, Option]:
 
 
 def _refused(expected: str, fix: str) -> Option:
-    return Option(allows=lambda _: False, expected=expected, fix=fix)
+    return Option(allows=_never, expected=expected, fix=fix)
+
+
+def _never(_: Any) -> bool:
+    return False
 
 
 def _is_plain_or_quantized(names: list[str]) -> bool:
@@ -126,18 +132,21 @@ OPTIONS: dict[str, dict[str, dict[str, Option]]] = {
         },
     },
 }
-# How somebody asks for what a column of the table is about.
+# How an error names a place that is not a device.
 _ASKED = {"shape": "without --cells", "cells": "with --cells"}
 
 
 def choose(command: str, where: str, given: Mapping[str, Any]) -> SimpleNamespace:
-    """The values of a command's options: those that were given, else the defaults. Raise where one may not be given."""
+    """The values of a command's options: those that were given, else the defaults. Raise where one may not be given.
+
+    Options that do not depend on the place stay as they are. An option that the place refuses is left out.
+    """
     known = OPTIONS[command]
     if where not in known:
         raise InputError(
             f"--device {where}", expected=" or ".join(known), fix="`tokenyard doctor` says what is here"
         )
-    values = {}
+    values = dict(given)
     for name, option in known[where].items():
         value = given[name]
         is_given = value not in (None, [], False)
@@ -151,11 +160,13 @@ def choose(command: str, where: str, given: Mapping[str, Any]) -> SimpleNamespac
                 fix=option.fix,
             )
         values[name] = value if is_given else option.default
+        if option.allows is _never:
+            del values[name]
     return SimpleNamespace(**values)
 
 
 def default_of(command: str, name: str) -> str:
-    """The defaults of an option on all devices, for `--help`.
+    """The defaults of an option in all places, for `--help`.
 
     >>> default_of("dispatch", "tokens"), default_of("experts", "top_k")
     ('512; cuda: 16 to 4096', '8')
@@ -167,3 +178,10 @@ def default_of(command: str, name: str) -> str:
         if text := option.shown or " and ".join(str(value) for value in values if value):
             shown.append(f"{where}: {text}" if shown else text)
     return "; ".join(shown)
+
+
+def dependent(
+    command: str, name: str, help: str | None = None, *, min: int | None = 1, max: int | None = None
+) -> Any:
+    """Declare a command's option whose default depends on the place of the measurement."""
+    return declare(None, help, shown=default_of(command, name), min=min, max=max)

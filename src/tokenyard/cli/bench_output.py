@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from tokenyard.cli.machine import provenance
-from tokenyard.cli.options import PlotFile, option
+from tokenyard.cli.options import PLOT_FILE, option
 from tokenyard.cli.output import Output, console, reported, save_json
 from tokenyard.cli.tables import show_table
 from tokenyard.errors import InputError
@@ -66,9 +66,9 @@ def print_document(document: Document) -> None:
 
 @reported
 def show(
-    file: Annotated[Path, typer.Argument(help="A file that a benchmark wrote (--out).")],
-    markdown: Annotated[bool, option("As a table for a page.", "--markdown")] = False,
-    plot: PlotFile = None,
+    file: Path = typer.Argument(..., help="A file that a benchmark wrote (--out)."),
+    markdown: bool = option(False, "As a table for a page.", "--markdown"),
+    plot: Path | None = PLOT_FILE,
 ) -> None:
     """Show figures that a benchmark has saved."""
     from tokenyard.lab.markdown import markdown_table

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 from tokenyard.cli.machine import provenance
-from tokenyard.cli.options import JsonFlag, LoadedExchanges, RowsDevice, option
+from tokenyard.cli.options import JSON_FLAG, LOADED_EXCHANGES, ROWS_DEVICE, option
 from tokenyard.cli.output import Output, console, progress_bar
 from tokenyard.cli.parts import load_object, load_part, refuse_override
 from tokenyard.cli.tables import show_table
@@ -24,9 +24,8 @@ from tokenyard.errors import InputError, check_part
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tokenyard.conformance.campaign import Cell, Row
+    from tokenyard.conformance.campaign import Cell, CheckedPart
     from tokenyard.conformance.cases import Case
-    from tokenyard.conformance.suites import CheckResult
     from tokenyard.exchange import Transport
     from tokenyard.experts import Experts
     from tokenyard.formats import Format
@@ -38,23 +37,21 @@ _MOST_NAMED = 5
 
 
 def check(
-    cases: Annotated[int, option("Random cases, over all cells of the grid.", min=0)] = 2000,
-    seed: Annotated[int, option("Of the random cases.")] = 0,
-    exchange: LoadedExchanges = None,
-    format_: Annotated[
-        list[str] | None,
-        option("Only this format: a name, or package.module:Class. Several times.", "--format"),
-    ] = None,
-    experts: Annotated[
-        list[str] | None, option("Only these experts: a name, or package.module:Class. Several times.")
-    ] = None,
-    ranks: Annotated[str, option("Ranks as `threads`, `processes` or `both`.")] = "both",
-    device: RowsDevice = "cpu",
-    rounds: Annotated[
-        int | None,
-        option("Rounds of the check `many_rounds`.", shown="50; 1000 where memory is shared", min=1),
-    ] = None,
-    as_json: JsonFlag = False,
+    cases: int = option(2000, "Random cases, over all cells of the grid.", min=0),
+    seed: int = option(0, "Of the random cases."),
+    exchange: list[str] | None = LOADED_EXCHANGES,
+    format_: list[str] | None = option(
+        None, "Only this format: a name, or package.module:Class. Several times.", "--format"
+    ),
+    experts: list[str] | None = option(
+        None, "Only these experts: a name, or package.module:Class. Several times."
+    ),
+    ranks: str = option("both", "Ranks as `threads`, `processes` or `both`."),
+    device: str = ROWS_DEVICE,
+    rounds: int | None = option(
+        None, "Rounds of the check `many_rounds`.", shown="50; 1000 where memory is shared", min=1
+    ),
+    as_json: bool = JSON_FLAG,
 ) -> None:
     """Hold exchanges, formats and experts to their contract: your own classes, too."""
     from tokenyard.group.forkserver import start_forkserver
@@ -104,12 +101,12 @@ def check(
         def tell(what: str, steps: int) -> None:
             bar.update(task, description=what, advance=steps)
 
-        parts = check_parts(lone_formats, chosen_experts, device, tell)
-        rows, cells = campaign.run(drawn, tell, rounds)
+        alone = check_parts(lone_formats, chosen_experts, device, tell)
+        moving, cells = campaign.run(drawn, tell, rounds)
     seconds = time.monotonic() - started
     only_cases = [case for _, case in drawn]
-    named = [result for row in rows for result in row.results]
-    named += [result for kind in parts.values() for results in kind.values() for result in results]
+    parts = [*moving, *alone]
+    named = [result for part in parts for result in part.results]
     passed = all(cell.ok for cell in cells) and all(result.passed for result in named)
     document = {
         "command": "check",
@@ -120,14 +117,14 @@ def check(
         "large_share": share_of_large(only_cases),
         "seconds": round(seconds, 1),
         "cells": [_cell_fields(cell) for cell in cells],
-        "checks": _check_fields(rows, parts),
+        "checks": _check_fields(parts),
         "skipped": skipped,
         "histogram": histogram(only_cases),
         **provenance(),
     }
 
     def show() -> None:
-        _show(console(), device, rows, cells, parts, only_cases)
+        _show(console(), device, parts, cells, only_cases)
         for why in skipped.values():
             console().print(f"not checked: {why}", style="yellow", markup=False, soft_wrap=True)
         count = sum(cell.passed for cell in cells)
@@ -205,42 +202,30 @@ def _cell_fields(cell: Cell) -> dict[str, Any]:
     return vars(cell) | {"findings": findings}
 
 
-def _check_fields(rows: list[Row], parts: dict[str, dict[str, list[CheckResult]]]) -> list[dict[str, Any]]:
+def _check_fields(parts: list[CheckedPart]) -> list[dict[str, Any]]:
     """One entry per named check of each part."""
-
-    def entries(kind: str, name: str, results: list[CheckResult], **more: str) -> list[dict[str, Any]]:
-        return [
-            {"kind": kind, "name": name, **more, "check": r.check, "what": r.what, "finding": r.finding}
-            for r in results
-        ]
-
-    found = []
-    for row in rows:
-        found += entries("exchange", row.exchange, row.results, ranks=row.ranks)
-    for kind, by_name in parts.items():
-        for name, results in by_name.items():
-            found += entries(kind.removesuffix("s") if kind == "formats" else kind, name, results)
-    return found
+    return [
+        {
+            "kind": part.kind,
+            "name": part.name,
+            **({"ranks": part.ranks} if part.ranks else {}),
+            **vars(result),
+        }
+        for part in parts
+        for result in part.results
+    ]
 
 
-def _show(
-    out: Console,
-    device: str,
-    rows: list[Row],
-    cells: list[Cell],
-    parts: dict[str, dict[str, list[CheckResult]]],
-    cases: list[Case],
-) -> None:
+def _show(out: Console, device: str, parts: list[CheckedPart], cells: list[Cell], cases: list[Case]) -> None:
     findings: list[str] = []
-    if rows:
-        _show_grid(device, rows, cells, findings)
-    for kind, by_name in parts.items():
-        if by_name:
-            marks = [_mark(sum(r.passed for r in results), len(results)) for results in by_name.values()]
-            title = f"Named checks of {kind}"
-            show_table(list(by_name), [marks], right=list(by_name), title=title, min_width=len(title))
-            for name, results in by_name.items():
-                findings += _first(name, results)
+    if moving := [part for part in parts if part.kind == "exchange"]:
+        _show_grid(device, moving, cells, findings)
+    for kind, title in (("format", "Named checks of formats"), ("experts", "Named checks of experts")):
+        if alone := [part for part in parts if part.kind == kind]:
+            names, marks = [part.name for part in alone], [_mark_of(part) for part in alone]
+            show_table(names, [marks], right=names, title=title, min_width=len(title))
+            for part in alone:
+                findings += _first(part)
     for finding in findings[:_MOST_SHOWN]:
         out.print(f"✗ {finding}", style="red", markup=False, soft_wrap=True)
     if len(findings) > _MOST_SHOWN:
@@ -249,38 +234,41 @@ def _show(
         _show_histogram(cases)
 
 
+def _mark_of(part: CheckedPart) -> str:
+    return _mark(sum(result.passed for result in part.results), len(part.results))
+
+
 def _mark(passed: int, total: int) -> str:
     if total == 0:
         return "–"
     return f"[green]{passed}/{total}" if passed == total else f"[red]✗ {passed}/{total}"
 
 
-def _show_grid(device: str, rows: list[Row], cells: list[Cell], findings: list[str]) -> None:
+def _show_grid(device: str, parts: list[CheckedPart], cells: list[Cell], findings: list[str]) -> None:
     """Exchange × kind of ranks by wire format; the first finding of each cell is put on the list."""
     wires = list(dict.fromkeys(cell.wire for cell in cells))
     lines = []
-    for row in rows:
-        here = f"{row.exchange} on {row.ranks}"
-        findings += _first(here, row.results)
-        marks = [_mark(sum(result.passed for result in row.results), len(row.results))]
+    for part in parts:
+        findings += _first(part)
+        marks = [_mark_of(part)]
         for wire in wires:
-            mine = [c for c in cells if (c.exchange, c.ranks, c.wire) == (row.exchange, row.ranks, wire)]
+            mine = [c for c in cells if (c.exchange, c.ranks, c.wire) == (part.name, part.ranks, wire)]
             marks.append(_mark(sum(c.passed for c in mine), sum(c.total for c in mine)))
             for cell in mine:
                 if cell.findings:
                     case, finding = cell.findings[0]
-                    findings.append(f"{here} × {wire}: {finding}\n  {case}")
+                    findings.append(f"{part} × {wire}: {finding}\n  {case}")
                 if cell.not_run:
-                    findings.append(f"{here} × {wire}: {cell.not_run} not run: the group broke too often")
-        lines.append((row.exchange, row.ranks, *marks))
+                    findings.append(f"{part} × {wire}: {cell.not_run} not run: the group broke too often")
+        lines.append((part.name, str(part.ranks), *marks))
     figures = ("named checks", *wires)
     title = f"Cases passed on {device}, by the rows' wire"
     show_table(("exchange", "ranks", *figures), lines, right=figures, title=title)
 
 
-def _first(part: str, results: list[CheckResult]) -> list[str]:
+def _first(part: CheckedPart) -> list[str]:
     """The first finding of a part, and the names of the other checks that found something."""
-    failed = [result for result in results if not result.passed]
+    failed = [result for result in part.results if not result.passed]
     if not failed:
         return []
     others = ", ".join(result.check for result in failed[1 : 1 + _MOST_NAMED])

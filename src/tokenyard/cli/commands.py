@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
 from tokenyard.cli import bench
@@ -40,9 +38,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[
-        bool, option("Print the version.", "--version", callback=_print_version, is_eager=True)
-    ] = False,
+    version: bool = option(False, "Print the version.", "--version", callback=_print_version, is_eager=True),
 ) -> None:
     """Expert-parallel MoE layers that cannot be wired wrong."""
 

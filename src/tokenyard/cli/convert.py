@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tokenyard.cli.options import JsonFlag, option
+from tokenyard.cli.options import JSON_FLAG, option
 from tokenyard.cli.output import Output, console
 from tokenyard.cli.tables import show_table
 from tokenyard.units import size
@@ -18,15 +18,13 @@ if TYPE_CHECKING:
 
 
 def convert(
-    path: Annotated[Path, typer.Argument(help="A checkpoint with plain weights: its folder, or its file.")],
-    weights: Annotated[
-        str, option("The format of the experts' matrices: mxint4, mxfp4, nvfp4, mxfp8, fp8_block128.")
-    ],
-    out: Annotated[Path, option("The folder to write; it must not be there yet, or be empty.")],
-    largest_file: Annotated[
-        int, option("The most bytes that a file of weights may have.", min=1)
-    ] = 5_000_000_000,
-    as_json: JsonFlag = False,
+    path: Path = typer.Argument(..., help="A checkpoint with plain weights: its folder, or its file."),
+    weights: str = option(
+        ..., "The format of the experts' matrices: mxint4, mxfp4, nvfp4, mxfp8, fp8_block128."
+    ),
+    out: Path = option(..., "The folder to write; it must not be there yet, or be empty."),
+    largest_file: int = option(5_000_000_000, "The most bytes that a file of weights may have.", min=1),
+    as_json: bool = JSON_FLAG,
 ) -> None:
     """Quantize the routed experts of a checkpoint; everything else is copied. Others read the result, too."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn

@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import typer
 
 from tokenyard.cli.machine import hardware, shared_memory_bytes, versions
-from tokenyard.cli.options import JsonFlag
+from tokenyard.cli.options import JSON_FLAG, option
 from tokenyard.cli.output import Output, console
 from tokenyard.cli.parts import refuse_override
 from tokenyard.cli.tables import show_table
@@ -42,10 +42,8 @@ class Finding:
 
 
 def doctor(
-    hosts: Annotated[
-        bool, typer.Option("--hosts", help="Under torchrun: whether its hosts can work together.")
-    ] = False,
-    as_json: JsonFlag = False,
+    hosts: bool = option(False, "Under torchrun: whether its hosts can work together.", "--hosts"),
+    as_json: bool = JSON_FLAG,
 ) -> None:
     """Say what this machine can do, and why not the rest."""
     refuse_override()
@@ -146,14 +144,9 @@ def _exchanges() -> Iterator[Finding]:
             ok, detail = _tried(name, kind)
             core = kind == "threads"
             yield Finding(section="exchanges", name=f"{name} on {kind}", ok=ok, detail=detail, core=core)
-        ok_on_gpus, detail = _on_gpus(name)
-        yield Finding(
-            section="exchanges",
-            name=f"{name} on GPUs",
-            ok=ok_on_gpus,
-            detail=detail,
-            absent=ok_on_gpus is None,
-        )
+        here, detail = _on_gpus(name)
+        on_gpus, absent = f"{name} on GPUs", here is None
+        yield Finding(section="exchanges", name=on_gpus, ok=here, detail=detail, absent=absent)
 
 
 def _tried(exchange: str, ranks: Literal["threads", "processes"], device: str = "cpu") -> tuple[bool, str]:
@@ -169,18 +162,17 @@ def _tried(exchange: str, ranks: Literal["threads", "processes"], device: str = 
 
 def tiny_layer(group: Group, exchange: str) -> float:
     """One rank of a tiny layer: how far its result is off the exact one."""
-    from tokenyard import MoELayer, plan
-    from tokenyard.conformance.cases import Case
-    from tokenyard.conformance.oracle import oracle, relative_error
+    from tokenyard.conformance.cases import Case, run_case
 
-    tokens = (8,) * group.size
-    case = Case(tokens=tokens, hidden_size=32, intermediate_size=16, num_experts=6, experts="grouped")
-    spec, weights, (x_TH, routes) = case.spec(), case.all_weights(), case.batch(group.rank)
-    made = plan([spec], group, exchange=exchange, max_tokens=8)
-    layer = MoELayer(made, spec.name, weights.select(made.local_experts(spec.name))).to(group.device)
-    y_TH = layer(x_TH.to(group.device), routes.to(group.device)).cpu()
-    made.close()
-    return relative_error(y_TH, oracle(spec, weights, x_TH, routes))
+    case = Case(
+        tokens=(8,) * group.size,
+        hidden_size=32,
+        intermediate_size=16,
+        num_experts=6,
+        experts="grouped",
+        exchange=exchange,
+    )
+    return run_case(group, case).end_to_end_error
 
 
 def _on_gpus(exchange: str) -> tuple[bool | None, str]:
@@ -278,9 +270,8 @@ def _show(findings: list[Finding]) -> None:
         what = (Text(finding.name), Text(finding.detail))
         rows.append((Text(section, style="bold"), Text(sign, style=style), *what))
     show_table([""] * 4, rows, show_header=False, box=None)
-    out = console()
     verdict, style = _verdict(findings)
-    out.print(Text(verdict, style=style))
+    console().print(Text(verdict, style=style))
 
 
 def _verdict(findings: list[Finding]) -> tuple[str, str]:

@@ -8,10 +8,12 @@ host sends bytes to those of all others, one pair after the other; and a tiny la
 
 from __future__ import annotations
 
+import platform
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
 from tokenyard.cli.doctor import Finding, tiny_layer
@@ -80,7 +82,7 @@ def examine_hosts(group: Group) -> list[Finding]:
 
     hosts = group.hosts()
     names = [f"host {number}" for number in range(len(hosts))]
-    mine = {"versions": {**versions(), "protocol": str(PROTOCOL)}, "name": _nodename()}
+    mine = {"versions": {**versions(), "protocol": str(PROTOCOL)}, "name": platform.node()}
     facts = group.gather_json(mine, phase="facts of hosts")
     group.barrier()  # from here on, all are at the same moment, but for a latency
     clocks = group.gather_json(wall_clock(), phase="clocks")
@@ -102,32 +104,20 @@ def examine_hosts(group: Group) -> list[Finding]:
     ]
 
 
-def _nodename() -> str:
-    import os
-
-    return os.uname().nodename
-
-
 def _measured_links(group: Group, leaders: Sequence[int], names: Sequence[str]) -> list[Link]:
     """Every ordered pair of hosts, one after the other; known to all ranks."""
-    measured: list[list[Any]] = []
+    measured: list[dict[str, Any]] = []
     if group.rank in leaders and len(leaders) > 1:
         between = group.subgroup(leaders, name=f"{group.name}/leaders")
-        for source in range(len(leaders)):
-            for target in range(len(leaders)):
-                if source != target:
-                    latency, rate = _measure(between, source, target)
-                    measured.append([source, target, latency, rate])
+        for source, target in permutations(range(len(leaders)), 2):
+            latency, rate = _measure(between, source, target)
+            if group.rank == leaders[source]:  # the others only took part
+                link = Link(source=names[source], target=names[target], latency=latency, rate=rate)
+                measured.append(vars(link))
         between.close()
     with group.patience(10 * _DEADLINE):
         by_rank = group.gather_json(measured, phase="links between hosts")
-    # The source of a link has measured it.
-    return [
-        Link(source=names[source], target=names[target], latency=latency, rate=rate)
-        for host, leader in enumerate(leaders)
-        for source, target, latency, rate in by_rank[leader]
-        if source == host
-    ]
+    return [Link(**fields) for leader in leaders for fields in by_rank[leader]]
 
 
 def _measure(between: Group, source: int, target: int) -> tuple[float, float]:

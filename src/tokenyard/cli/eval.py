@@ -10,19 +10,19 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from tokenyard.cli.machine import provenance
 from tokenyard.cli.options import (
-    Exchanges,
-    JsonFlag,
-    LongestAnswer,
-    ModelFolder,
-    OutFile,
-    PlotFile,
-    RankCount,
-    RankKind,
-    StartedDevice,
+    JSON_FLAG,
+    LONGEST_ANSWER,
+    MODEL_FOLDER,
+    ONLY_EXCHANGES,
+    OUT_FILE,
+    PLOT_FILE,
+    RANK_COUNT,
+    RANK_KIND,
+    STARTED_DEVICE,
     option,
 )
 from tokenyard.cli.output import Output, progress_bar, save_json
@@ -42,43 +42,36 @@ _WEIGHTS = ("bf16", "fp8_block128", "mxfp8", "nvfp4", "mxfp4", "mxint4")
 
 
 def evaluate(
-    model: ModelFolder = None,
-    data: Annotated[
-        Path | None,
-        option('Your own questions: JSON lines with "prompt" and "answer".', shown="held-out word problems"),
-    ] = None,
-    problems: Annotated[
-        int | None, option("How many questions.", shown="400 word problems, or all of --data", min=1)
-    ] = None,
-    ranks: RankCount = 4,
-    kind: RankKind = "processes",
-    device: StartedDevice = "cpu",
-    exchange: Exchanges = None,
-    wire: Annotated[list[str] | None, option("Only this wire format; may be given several times.")] = None,
-    weights: Annotated[
-        list[str] | None, option("Only this format of weights; may be given several times.")
-    ] = None,
-    inner: Annotated[
-        list[str] | None,
-        option("Only this format between an expert's two products, or `exact`; may be given several times."),
-    ] = None,
-    combine_wire: Annotated[
-        list[str] | None,
-        option(
-            "This format on the way back, or `all`; may be given several times. `e4m3_unscaled`: a cast without "
-            "scales, the bad example of this study, which no plan takes.",
-            shown="the model's own dtype",
-        ),
-    ] = None,
-    every: Annotated[
-        bool,
-        option("Let every exchange answer everything, even where the first gives the same bits.", "--every"),
-    ] = False,
-    batch: Annotated[int, option("Questions that a rank answers at a time.", min=1)] = 128,
-    max_new_tokens: LongestAnswer = 128,
-    plot: PlotFile = None,
-    out: OutFile = None,
-    as_json: JsonFlag = False,
+    model: Path | None = MODEL_FOLDER,
+    data: Path | None = option(
+        None, 'Your own questions: JSON lines with "prompt" and "answer".', shown="held-out word problems"
+    ),
+    problems: int | None = option(
+        None, "How many questions.", shown="400 word problems, or all of --data", min=1
+    ),
+    ranks: int = RANK_COUNT,
+    kind: str = RANK_KIND,
+    device: str = STARTED_DEVICE,
+    exchange: list[str] | None = ONLY_EXCHANGES,
+    wire: list[str] | None = option(None, "Only this wire format; may be given several times."),
+    weights: list[str] | None = option(None, "Only this format of weights; may be given several times."),
+    inner: list[str] | None = option(
+        None, "Only this format between an expert's two products, or `exact`; may be given several times."
+    ),
+    combine_wire: list[str] | None = option(
+        None,
+        "This format on the way back, or `all`; may be given several times. `e4m3_unscaled`: a cast without "
+        "scales, the bad example of this study, which no plan takes.",
+        shown="the model's own dtype",
+    ),
+    every: bool = option(
+        False, "Let every exchange answer everything, even where the first gives the same bits.", "--every"
+    ),
+    batch: int = option(128, "Questions that a rank answers at a time.", min=1),
+    max_new_tokens: int = LONGEST_ANSWER,
+    plot: Path | None = PLOT_FILE,
+    out: Path | None = OUT_FILE,
+    as_json: bool = JSON_FLAG,
 ) -> None:
     """Accuracy of every exchange × wire × weights × what stands between the products × way back.
 
@@ -136,7 +129,7 @@ def evaluate(
 
 
 def _fastest_first(exchanges: dict[str, Any]) -> list[str]:
-    """Exchanges with the fastest first: the first one answers all questions."""
+    """ONLY_EXCHANGES with the fastest first: the first one answers all questions."""
     return sorted(exchanges, key=lambda name: name != "one_sided")
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tokenyard.cli.options import MOST_RANKS, JsonFlag, option
+from tokenyard.cli.options import JSON_FLAG, MOST_RANKS, option
 from tokenyard.cli.output import Output, console
 from tokenyard.cli.tables import show_table
 from tokenyard.errors import TokenyardError
@@ -32,11 +33,9 @@ _SHOWN = (
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(help="The folder of a checkpoint, or one safetensors file.")],
-    ranks: Annotated[
-        int, option("Ranks in the EP group, for the bytes of one of them.", min=1, max=MOST_RANKS)
-    ] = 4,
-    as_json: JsonFlag = False,
+    path: Path = typer.Argument(..., help="The folder of a checkpoint, or one safetensors file."),
+    ranks: int = option(4, "Ranks in the EP group, for the bytes of one of them.", min=1, max=MOST_RANKS),
+    as_json: bool = JSON_FLAG,
 ) -> None:
     """Show a checkpoint's MoE layers, their formats and bytes, and what would run them. No weights are read."""
     from tokenyard.checkpoints import open_checkpoint
@@ -177,12 +176,9 @@ def _show(found: dict[str, Any]) -> None:
 
 def _alike(layers: list[dict[str, Any]]) -> list[tuple[list[str], dict[str, Any]]]:
     """Layers that differ in nothing but their name, together."""
-    groups: list[tuple[list[str], dict[str, Any]]] = []
+    groups: dict[str, tuple[list[str], dict[str, Any]]] = {}
     for layer in layers:
         rest = {key: value for key, value in layer.items() if key != "name"}
-        same = next((names for names, other in groups if other == rest), None)
-        if same is None:
-            groups.append(([layer["name"]], rest))
-        else:
-            same.append(layer["name"])
-    return groups
+        names, _ = groups.setdefault(json.dumps(rest), ([], rest))
+        names.append(layer["name"])
+    return list(groups.values())

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from tokenyard.cli.options import MOST_RANKS, JsonFlag, option
+from tokenyard.cli.options import JSON_FLAG, MOST_RANKS, option
 from tokenyard.cli.output import Output, console
 from tokenyard.cli.tables import show_table
 from tokenyard.units import size
@@ -16,30 +16,23 @@ if TYPE_CHECKING:
 
 
 def plan(
-    config: Annotated[Path, option("A Hugging Face config.json, or the folder that holds it.")],
-    ranks: Annotated[int, option("Ranks in the EP group.", min=1, max=MOST_RANKS)],
-    exchange: Annotated[str, option("How rows move.")] = "auto",
-    wire: Annotated[
-        str | None, option("The format in which rows travel out.", shown="the model's dtype")
-    ] = None,
-    combine_wire: Annotated[
-        str | None, option("The format on the way back.", shown="the model's dtype")
-    ] = None,
-    weights: Annotated[
-        str | None, option("The format that holds the experts.", shown="the model's dtype")
-    ] = None,
-    inner: Annotated[
-        str | None, option("How numbers are held between the two products.", shown="as the config says")
-    ] = None,
-    max_tokens: Annotated[int, option("The most tokens that a rank brings in a call.", min=1)] = 4096,
-    placement: Annotated[str, option("Which rank owns which expert.")] = "contiguous",
-    experts: Annotated[str, option("What computes.")] = "auto",
-    in_flight: Annotated[int, option("Dispatches in flight at a time.", min=1)] = 1,
-    max_rows: Annotated[
-        int | None,
-        option("The most rows that a rank receives in one pass.", shown="all that may come", min=1),
-    ] = None,
-    as_json: JsonFlag = False,
+    config: Path = option(..., "A Hugging Face config.json, or the folder that holds it."),
+    ranks: int = option(..., "Ranks in the EP group.", min=1, max=MOST_RANKS),
+    exchange: str = option("auto", "How rows move."),
+    wire: str | None = option(None, "The format in which rows travel out.", shown="the model's dtype"),
+    combine_wire: str | None = option(None, "The format on the way back.", shown="the model's dtype"),
+    weights: str | None = option(None, "The format that holds the experts.", shown="the model's dtype"),
+    inner: str | None = option(
+        None, "How numbers are held between the two products.", shown="as the config says"
+    ),
+    max_tokens: int = option(4096, "The most tokens that a rank brings in a call.", min=1),
+    placement: str = option("contiguous", "Which rank owns which expert."),
+    experts: str = option("auto", "What computes."),
+    in_flight: int = option(1, "Dispatches in flight at a time.", min=1),
+    max_rows: int | None = option(
+        None, "The most rows that a rank receives in one pass.", shown="all that may come", min=1
+    ),
+    as_json: bool = JSON_FLAG,
 ) -> None:
     """Show how a model's MoE layers would be wired, and the bytes, without running anything."""
     from tokenyard.integrations.huggingface import layers_from_config

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from tokenyard.cli.machine import provenance
 from tokenyard.cli.options import (
-    JsonFlag,
-    LongestAnswer,
-    ModelFolder,
-    RankCount,
-    RankKind,
-    StartedDevice,
+    JSON_FLAG,
+    LONGEST_ANSWER,
+    MODEL_FOLDER,
+    RANK_COUNT,
+    RANK_KIND,
+    STARTED_DEVICE,
     option,
 )
 from tokenyard.cli.output import check_out, console, print_json
@@ -48,35 +48,30 @@ PRELOAD = (
 
 
 def run(
-    model: ModelFolder = None,
-    prompt: Annotated[
-        list[str] | None, option("Answer this; may be given several times.", shown=False)
-    ] = None,
-    problems: Annotated[int, option("Held-out word problems to answer, without --prompt.", min=1)] = 20,
-    ranks: RankCount = 4,
-    kind: RankKind = "processes",
-    device: StartedDevice = "cpu",
-    exchange: Annotated[str, option("How rows move.")] = "auto",
-    wire: Annotated[str | None, option("Format of rows on the way.", shown="the model's dtype")] = None,
-    weights: Annotated[
-        str | None, option("Format that holds the experts.", shown="as they are stored")
-    ] = None,
-    inner: Annotated[
-        str | None,
-        option("Format between an expert's two products, or `exact`.", shown="as the checkpoint says"),
-    ] = None,
-    max_new_tokens: LongestAnswer = 128,
-    record: Annotated[
-        Path | None, option("Write the routes of all layers to this safetensors file.", shown=False)
-    ] = None,
-    as_json: JsonFlag = False,
+    model: Path | None = MODEL_FOLDER,
+    prompt: list[str] | None = option(None, "Answer this; may be given several times.", shown=False),
+    problems: int = option(20, "Held-out word problems to answer, without --prompt.", min=1),
+    ranks: int = RANK_COUNT,
+    kind: str = RANK_KIND,
+    device: str = STARTED_DEVICE,
+    exchange: str = option("auto", "How rows move."),
+    wire: str | None = option(None, "Format of rows on the way.", shown="the model's dtype"),
+    weights: str | None = option(None, "Format that holds the experts.", shown="as they are stored"),
+    inner: str | None = option(
+        None, "Format between an expert's two products, or `exact`.", shown="as the checkpoint says"
+    ),
+    max_new_tokens: int = LONGEST_ANSWER,
+    record: Path | None = option(
+        None, "Write the routes of all layers to this safetensors file.", shown=False
+    ),
+    as_json: bool = JSON_FLAG,
 ) -> None:
     """Shard a model's experts over ranks, and let it answer."""
     where = start_ranks(ranks, kind, device)
     from tokenyard.exchange import resolve
     from tokenyard.experts.base import EXACT
     from tokenyard.formats import get, weight_format
-    from tokenyard.lab.evaluation.answering import AnswerJob, answer_questions
+    from tokenyard.lab.evaluation.answering import answer_questions
     from tokenyard.lab.evaluation.models import check_model
     from tokenyard.lab.evaluation.questions import Question, held_out_questions
     from tokenyard.planning.choosing import AUTO
@@ -85,21 +80,20 @@ def run(
     check_out(record)
     folder = check_model(model)
     asked = [Question(text, "") for text in prompt] if prompt else held_out_questions(problems)
-    job = AnswerJob(
-        folder=str(folder),
-        prompts=[question.prompt for question in asked],
-        exchange=exchange if exchange == AUTO else resolve(exchange).name,
-        wire=None if wire is None else str(get(wire)),
-        weights=None if weights is None else weight_format(weights).name,
-        inner=inner if inner in (None, EXACT) else str(get(inner)),
-        most=max_new_tokens,
-        record=None if record is None else str(record),
-    )
+    prompts = [question.prompt for question in asked]
+    sharding = {
+        "exchange": exchange if exchange == AUTO else resolve(exchange).name,
+        "wire": None if wire is None else str(get(wire)),
+        "weights": None if weights is None else weight_format(weights).name,
+        "inner": inner if inner in (None, EXACT) else str(get(inner)),
+    }
+    file = None if record is None else str(record)
     shows = where.leads and not as_json
     if prompt and model is None and where.leads:
         _warn_of_unknown_words(prompt)
     with _LiveAnswers(asked, judged=not prompt, shows=shows) as live:
-        by_rank = where.call(answer_questions, job, on_message=live.on_message)
+        work = (str(folder), prompts, sharding, max_new_tokens, file)
+        by_rank = where.call(answer_questions, *work, on_message=live.on_message)
         live.finish(by_rank)
     if not where.leads:
         return
@@ -115,10 +109,8 @@ def run(
                 "model": str(folder),
                 "ranks": where.size,
                 "kind": kind,
-                "exchange": by_rank[0]["exchange"],  # a variable may override the one that was asked for
-                "wire": job.wire,
-                "weights": job.weights,
-                "inner": job.inner,
+                # A variable may override the exchange that was asked for.
+                **sharding | {"exchange": by_rank[0]["exchange"]},
                 "passed": passed,
                 "right": right,
                 "answers": answers,

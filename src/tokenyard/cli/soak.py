@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from tokenyard.cli.interrupts import describe_progress
 from tokenyard.cli.machine import provenance
-from tokenyard.cli.options import JsonFlag, LoadedExchanges, OutFile, PlotFile, RankCount, RowsDevice, option
+from tokenyard.cli.options import (
+    JSON_FLAG,
+    LOADED_EXCHANGES,
+    OUT_FILE,
+    PLOT_FILE,
+    RANK_COUNT,
+    ROWS_DEVICE,
+    option,
+)
 from tokenyard.cli.output import Output, console
 from tokenyard.cli.parts import load_part, refuse_override
 from tokenyard.cli.tables import show_table
@@ -19,8 +28,7 @@ from tokenyard.units import MB, size
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from tokenyard.lab.soaking import Progress, Report
-    from tokenyard.lab.soaking.run_folder import Counts
+    from tokenyard.lab.soaking import Report
 
 EXIT_OFF = 1
 # Findings shown in the end; `--json` has all.
@@ -28,29 +36,25 @@ _MOST_SHOWN = 12
 
 
 def soak(
-    minutes: Annotated[float, option("How long.", min=0.01)] = 10.0,
-    episodes: Annotated[
-        int | None, option("End after so many episodes, however long they take.", min=1)
-    ] = None,
-    ranks: RankCount = 4,
-    processes: Annotated[bool, option("What the ranks are.", "--processes/--threads")] = True,
-    exchange: LoadedExchanges = None,
-    losses: Annotated[
-        bool | None,
-        option(
-            "Kill ranks, and let fresh ones take their places.",
-            "--losses/--no-losses",
-            shown="losses, on a CPU",
-        ),
-    ] = None,
-    device: RowsDevice = "cpu",
-    seed: Annotated[int, option("Of everything that is drawn.")] = 0,
-    deadline: Annotated[
-        float, option("Seconds that a rank waits for another before that is a finding.", min=1.0)
-    ] = 20.0,
-    out: OutFile = None,
-    plot: PlotFile = None,
-    as_json: JsonFlag = False,
+    minutes: float = option(10.0, "How long.", min=0.01),
+    episodes: int | None = option(None, "End after so many episodes, however long they take.", min=1),
+    ranks: int = RANK_COUNT,
+    processes: bool = option(True, "What the ranks are.", "--processes/--threads"),
+    exchange: list[str] | None = LOADED_EXCHANGES,
+    losses: bool | None = option(
+        None,
+        "Kill ranks, and let fresh ones take their places.",
+        "--losses/--no-losses",
+        shown="losses, on a CPU",
+    ),
+    device: str = ROWS_DEVICE,
+    seed: int = option(0, "Of everything that is drawn."),
+    deadline: float = option(
+        20.0, "Seconds that a rank waits for another before that is a finding.", min=1.0
+    ),
+    out: Path | None = OUT_FILE,
+    plot: Path | None = PLOT_FILE,
+    as_json: bool = JSON_FLAG,
 ) -> None:
     """Let ranks work for minutes or for a night: nothing may be wrong, hang, leak or grow."""
     from tokenyard.group.forkserver import start_forkserver
@@ -124,7 +128,7 @@ class _Display:
 
         self._seconds = seconds
         self._out = console(stderr=True)
-        self._latest: Progress | None = None
+        self._latest: Report | None = None
         self._live = Live(console=self._out, refresh_per_second=2, transient=True, get_renderable=self._now)
         self._minutes_shown = 0
 
@@ -137,19 +141,19 @@ class _Display:
         if self._out.is_terminal:
             self._live.stop()
 
-    def on_progress(self, progress: Progress) -> None:
+    def on_progress(self, report: Report) -> None:
         """Show new progress."""
-        news = self._latest is None or progress.findings > self._latest.findings
-        self._latest = progress
-        if news and progress.last_finding is not None:
-            self._out.print(f"✗ {progress.last_finding}", style="red", markup=False, soft_wrap=True)
-        if not self._out.is_terminal and progress.seconds // 60 > self._minutes_shown:
-            self._minutes_shown = int(progress.seconds // 60)
-            self._out.print(_in_words(progress), markup=False, soft_wrap=True)
+        news = self._latest is None or len(report.findings) > len(self._latest.findings)
+        self._latest = report
+        if news and report.findings:
+            self._out.print(f"✗ {report.findings[-1]}", style="red", markup=False, soft_wrap=True)
+        if not self._out.is_terminal and report.seconds // 60 > self._minutes_shown:
+            self._minutes_shown = int(report.seconds // 60)
+            self._out.print(_in_words(report), markup=False, soft_wrap=True)
 
     def describe(self) -> str:
         """The progress in one line."""
-        return "" if self._latest is None else _done(self._latest.counts, self._latest.findings)
+        return "" if self._latest is None else _done(self._latest)
 
     def _now(self) -> RenderableType:
         from rich.console import Group
@@ -164,11 +168,10 @@ class _Display:
         return Group(*lines)
 
 
-def _in_words(progress: Progress) -> str:
+def _in_words(report: Report) -> str:
     """The progress in one line, as people read it."""
-    sample = progress.sample
-    parts = [f"{progress.seconds / 60:.1f} min", _done(progress.counts, progress.findings)]
-    if sample is not None:
+    parts = [f"{report.seconds / 60:.1f} min", _done(report)]
+    for sample in report.samples[-1:]:
         parts += [
             size(sample.memory),
             f"{sample.descriptors} descriptors",
@@ -178,8 +181,9 @@ def _in_words(progress: Progress) -> str:
     return ", ".join(parts)
 
 
-def _done(counts: Counts, findings: int) -> str:
+def _done(report: Report) -> str:
     """Counts of what was done, and of findings."""
+    counts = report.counts
 
     def number(value: int, one: str, many: str) -> str:
         return f"{value:,} {one if value == 1 else many}"
@@ -190,7 +194,7 @@ def _done(counts: Counts, findings: int) -> str:
             number(counts.round_trips, "round trip", "round trips"),
             number(counts.checked, "result checked", "results checked"),
             number(counts.lost, "rank killed and replaced", "ranks killed and replaced"),
-            number(findings, "finding", "findings"),
+            number(len(report.findings), "finding", "findings"),
         ]
     )
 
@@ -215,6 +219,6 @@ def _show(report: Report) -> None:
     if len(report.findings) > _MOST_SHOWN:
         out.print(f"… and {len(report.findings) - _MOST_SHOWN} more", style="red")
     out.print(
-        f"{_done(report.counts, len(report.findings))}, in {report.seconds / 60:.1f} min",
+        f"{_done(report)}, in {report.seconds / 60:.1f} min",
         style="green" if report.passed else "red",
     )

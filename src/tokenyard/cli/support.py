@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from tokenyard.cli.options import JsonFlag
+from tokenyard.cli.options import JSON_FLAG
 from tokenyard.cli.output import Output, console
 from tokenyard.cli.tables import show_table
 
 
-def support(as_json: JsonFlag = False) -> None:
+def support(as_json: bool = JSON_FLAG) -> None:
     """Show what is supported, as formats, exchanges and experts declare it."""
     from tokenyard.lab.support import support_tables
 

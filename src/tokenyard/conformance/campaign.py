@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
 
 from tokenyard.conformance.cases import Case
 from tokenyard.conformance.draws import RankKind, draw_cases, is_large
@@ -44,13 +46,17 @@ class Cell:
         return self.passed == self.total
 
 
-@dataclass(kw_only=True)
-class Row:
-    """The results of the named checks of one exchange × kind of ranks."""
+@dataclass(frozen=True, kw_only=True)
+class CheckedPart:
+    """The results of the named checks of an exchange on one kind of ranks, of a format, or of experts."""
 
-    exchange: str
-    ranks: RankKind
+    kind: Literal["exchange", "format", "experts"]
+    name: str
+    ranks: RankKind | None = None  # of an exchange
     results: list[CheckResult]
+
+    def __str__(self) -> str:
+        return self.name if self.ranks is None else f"{self.name} on {self.ranks}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +87,7 @@ class Campaign:
 
     def run(
         self, drawn: Sequence[tuple[int, Case]], progress: Progress, rounds: int | None = None
-    ) -> tuple[list[Row], list[Cell]]:
+    ) -> tuple[list[CheckedPart], list[Cell]]:
         """The named checks, then all cases.
 
         Threads and processes run side by side, since threads share one interpreter; but on a GPU one after the
@@ -92,28 +98,21 @@ class Campaign:
             Cell(exchange=exchange.name, ranks=ranks, wire=str(get(wire))) for exchange, wire, ranks in grid
         ]
 
-        def run_kind(ranks: RankKind) -> list[Row]:
-            rows = []
+        def run_kind(ranks: RankKind) -> list[CheckedPart]:
+            parts = []
             for exchange in self.exchanges:
-                rows.append(self._check_row(exchange, ranks, progress, rounds))
+                check = partial(check_exchange, exchange, ranks=ranks, rounds=rounds, device=self.device)
+                what = f"{exchange.name} on {ranks}: named checks"
+                results = _told(what, check, progress)
+                parts.append(CheckedPart(kind="exchange", name=exchange.name, ranks=ranks, results=results))
                 of_row = [n for n, cell in enumerate(grid) if (cell[0], cell[2]) == (exchange, ranks)]
                 mine = [(cells[number], case) for number, case in drawn if number in of_row]
                 self._run_row(exchange, ranks, mine, progress)
-            return rows
+            return parts
 
         with ThreadPoolExecutor(max(1, len(self.ranks)) if self.device == "cpu" else 1) as pool:
             by_kind = list(pool.map(run_kind, self.ranks))
-        return [row for rows in zip(*by_kind, strict=True) for row in rows], cells
-
-    def _check_row(
-        self, exchange: type[Transport], ranks: RankKind, progress: Progress, rounds: int | None
-    ) -> Row:
-        """Run the named checks of one exchange × kind of ranks."""
-        what = f"{exchange.name} on {ranks}: named checks"
-        progress(what, 0)
-        results = check_exchange(exchange, ranks=ranks, rounds=rounds, device=self.device)
-        progress(what, 1)
-        return Row(exchange=exchange.name, ranks=ranks, results=results)
+        return [part for parts in zip(*by_kind, strict=True) for part in parts], cells
 
     def _run_row(
         self, exchange: type[Transport], ranks: RankKind, row: Sequence[tuple[Cell, Case]], progress: Progress
@@ -157,16 +156,22 @@ def check_parts(
     experts: Sequence[type[Experts]],
     device: str = "cpu",
     progress: Progress = lambda what, steps: None,
-) -> dict[str, dict[str, list[CheckResult]]]:
-    """The named checks of formats and experts (with rows on `device`), by kind and name."""
-    found: dict[str, dict[str, list[CheckResult]]] = {"formats": {}, "experts": {}}
+) -> list[CheckedPart]:
+    """The named checks of formats and experts (with rows on `device`)."""
+    parts = []
     for one in formats:
         name = str(get(one))
-        progress(f"format {name}", 0)
-        found["formats"][name] = check_format(one)
-        progress(f"format {name}", 1)
+        results = _told(f"format {name}", partial(check_format, one), progress)
+        parts.append(CheckedPart(kind="format", name=name, results=results))
     for cls in experts:
-        progress(f"experts {cls.name}", 0)
-        found["experts"][cls.name] = check_experts(cls, device=device)
-        progress(f"experts {cls.name}", 1)
-    return found
+        results = _told(f"experts {cls.name}", partial(check_experts, cls, device=device), progress)
+        parts.append(CheckedPart(kind="experts", name=cls.name, results=results))
+    return parts
+
+
+def _told(what: str, check: Callable[[], list[CheckResult]], progress: Progress) -> list[CheckResult]:
+    """The results of named checks, whose start and end are told."""
+    progress(what, 0)
+    results = check()
+    progress(what, 1)
+    return results

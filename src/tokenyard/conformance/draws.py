@@ -151,10 +151,8 @@ def _draw_world(chance: random.Random, large: bool, crowded: bool) -> int:
 def _spelling(chance: random.Random, wire: str | Format, dtype: str) -> str | Format | None:
     """A format as it may be written: with parameters, or left out where it is the rows' own."""
     if isinstance(wire, str):
-        if (
-            wire == {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[dtype]
-            and chance.random() < 0.5
-        ):
+        own = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[dtype]
+        if wire == own and chance.random() < 0.5:
             return None
         spellings: list[str] = [wire, wire, *SPELLINGS.get(wire, ())]
         return chance.choice(spellings)
@@ -244,9 +242,8 @@ def histogram(cases: Iterable[Case]) -> dict[str, dict[str, int]]:
         counts["H"][_bucket(case.hidden_size, (1, 99, 499, 2047, 4095), 7168)] += 1
         counts["T"][_evenness(case.tokens)] += 1
         counts["K"][_bucket(case.top_k, (1, 2, 4, 8), 32)] += 1
-        fewer = "E < W" if case.num_experts < case.world else "E ≥ W"
-        divided = "E % W = 0" if case.num_experts % case.world == 0 else "E % W ≠ 0"
-        counts["E"]["E < W" if fewer == "E < W" else f"{fewer}, {divided}"] += 1
+        enough = "E ≥ W, E % W ≠ 0" if case.num_experts % case.world else "E ≥ W, E % W = 0"
+        counts["E"]["E < W" if case.num_experts < case.world else enough] += 1
         counts["routes"][case.routes] += 1
     return {
         name: dict(sorted(found.items(), key=lambda item: _first_number(item[0])))

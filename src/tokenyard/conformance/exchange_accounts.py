@@ -1,8 +1,7 @@
 """What an exchange declares and counts, compared with what happened: counters, bytes, memory, capabilities.
 
-What must have happened is known from the batches, which every rank draws. What passes through the group is metered
-beside the exchange (`Meter`). Without rows in the
-group, bytes must be in the range that the rows take.
+What must have happened is known from the batches, which every rank draws. A `Meter` counts what passes through the
+group. Where no rows pass through it, counted bytes must be in the range that the rows take.
 """
 
 from __future__ import annotations

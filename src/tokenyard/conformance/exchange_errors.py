@@ -15,7 +15,7 @@ def over_capacity(trial: Trial) -> None:
     """Too many tokens on one rank is an error on every rank, and the next round is right again."""
     spec = layer(max_tokens=4, payloads=())
     stack = CheckedLayers(trial, (spec,))
-    _fails_on_one_rank(trial, stack, trial.batch(spec, 5), InputError, "5 tokens of at most 4")
+    _fails_on_one_rank(stack, trial.batch(spec, 5), "5 tokens of at most 4")
 
 
 def bad_input_reaches_all(trial: Trial) -> None:
@@ -24,21 +24,18 @@ def bad_input_reaches_all(trial: Trial) -> None:
     stack = CheckedLayers(trial, (spec,))
     mine = trial.batch(spec, 3)
     bad = mine.with_ids(torch.full_like(mine.routes.topk_ids_TK, spec.num_experts))
-    _fails_on_one_rank(trial, stack, bad, InputError, f"expert id {spec.num_experts} of {spec.num_experts}")
+    _fails_on_one_rank(stack, bad, f"expert id {spec.num_experts} of {spec.num_experts}")
 
 
-def _fails_on_one_rank(
-    trial: Trial, stack: CheckedLayers, bad: Batch, kind: type[Exception], what: str
-) -> None:
-    """The last rank brings a bad batch: it raises `kind`, the others `PeerFailed`; then all goes on."""
-    failing_rank = trial.group.size - 1
-    fails_here = trial.group.rank == failing_rank
+def _fails_on_one_rank(stack: CheckedLayers, bad: Batch, what: str) -> None:
+    """The last rank brings a bad batch: it raises `InputError`, the others `PeerFailed`; then all goes on."""
+    failing_rank = stack.plan.group.size - 1
+    fails_here = stack.plan.group.rank == failing_rank
     good = stack.batch("moe")
     mine = bad if fails_here else good
     when = f"{what} on {'this rank' if fails_here else f'rank {failing_rank}'}"
-    error = must_raise(
-        kind if fails_here else PeerFailed, stack.layers["moe"], mine.x_TH, mine.routes, when=when
-    )
+    kind = InputError if fails_here else PeerFailed
+    error = must_raise(kind, stack.layers["moe"], mine.x_TH, mine.routes, when=when)
     _check_peer_named(error, failing_rank)
     stack.check("moe", "after an error")
 

@@ -95,7 +95,7 @@ class Batch:
         return {"x_TH": self.x_TH, **routes, **self.extra}
 
 
-Reroute = Callable[[Tensor, int], Tensor]
+Reroute = Callable[[Tensor], Tensor]  # other ids for those of a batch
 
 
 def layer(name: str = "moe", **changes: object) -> LayerSpec:
@@ -142,18 +142,90 @@ def expect_on(found: torch.device, device: torch.device, what: str) -> None:
     expect(found.type == device.type, f"{what} on {found}", f"{device}, where the rows of the group live")
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Movement:
     """One round trip seen from this rank: what all ranks sent, what arrived, what came home."""
 
-    sent: list[Batch]
-    received: ReceivedRows
-    due: list[tuple[int, int]]  # (source, token) of each row that must be here, in order
-    y_TH: Tensor  # empty where the way back failed
-    error: Exception | None
-    placement: Placement
-    rank: int
-    mark: float  # what results of this round have in their third column
+    def __init__(
+        self, trial: Trial, made: Plan, spec: LayerSpec, tokens: Sequence[int], reroute: Reroute | None
+    ) -> None:
+        group = trial.group
+        self.rank, self.sent = group.rank, trial.batches(spec, tokens)
+        self.mark = float(next(trial.seeds) % 16)  # what results of this round have in their third column
+        if reroute is not None:
+            self.sent = [one.with_ids(reroute(one.routes.topk_ids_TK.clone())) for one in self.sent]
+        self.placement = made.wiring(spec.name).exchange_spec.placement
+        self.due = [  # (source, token) of each row that must be here, in order
+            (source, token)
+            for source, one in enumerate(self.sent)
+            for token, ids in enumerate(one.routes.topk_ids_TK.tolist())
+            if any(rank == group.rank for rank, _ in _destinations(self.placement, ids, source))
+        ]
+        dispatched = send(made, spec, self.sent[group.rank].to(group.device))
+        self.received = _copy(dispatched.received, group.device)  # before the next phase may write over it
+        # Small whole numbers: exact in every dtype, and their sums name the ranks, the token and the round.
+        rows_RH = torch.zeros(self.received.num_rows, spec.hidden_size)
+        rows_RH[:, 0], rows_RH[:, 2] = 2.0 ** (group.rank % 4), self.mark
+        if self.received.num_rows == len(self.due):
+            rows_RH[:, 1] = torch.tensor([float(token + 1) for _, token in self.due])
+        result = ExpertRows(rows_RH=rows_RH.to(group.device))
+        self.y_TH, self.error = torch.empty(0, spec.hidden_size), None  # what the way back gave, or raised
+        try:
+            self.y_TH = made.exchange.combine(dispatched, result).y_TH.cpu()
+        except Exception as error:
+            self.error = error
+
+    def check_order(self) -> None:
+        """Raise a finding unless the rows that are due are here, each once, in (source, token) order."""
+        here = [(int(source), int(token)) for source, token in self.received.extra["where"].tolist()]
+        if here != self.due:
+            first = next(
+                (n for n, (a, b) in enumerate(zip(here, self.due, strict=False)) if a != b),
+                min(len(here), len(self.due)),
+            )
+            raise Finding(
+                f"{len(here)} rows arrived, and row {first} is {_row_name(here, first)}",
+                f"{len(self.due)} rows in (source, token) order, of which row {first} is "
+                f"{_row_name(self.due, first)}",
+            )
+        counts = tuple(sum(source == rank for source, _ in self.due) for rank in range(self.placement.world))
+        found = tuple(self.received.counts_W)
+        expect(found == counts, f"counts_W is {found}", f"{counts}, the rows from each source rank")
+
+    def check_row(self, row: int) -> None:
+        """Raise a finding unless a row arrived with the bits, further payloads, ids and weights it was sent with."""
+        received, (source, token) = self.received, self.due[row]
+        sent, name = self.sent[source], _row_name(self.due, row)
+        encoded = received.rows.format.encode(sent.x_TH)
+        for payload, tensor in received.rows.payloads.items():
+            same = same_bits(tensor[row], encoded.payloads[payload][token])
+            expect(same, f"payload {payload!r} of {name} arrived with other bits", "the bits that were sent")
+        found, meant = received.extra["blob"][row].tolist(), sent.extra["blob"][token].tolist()
+        expect(found == meant, f"the further payload 'blob' of {name} arrived as {found}", meant)
+        pairs = _destinations(self.placement, sent.routes.topk_ids_TK[token].tolist(), source)
+        local = [expert if rank == self.rank else -1 for rank, expert in pairs]
+        assert isinstance(received.routes, LocalRoutes)
+        ids = received.routes.ids_RK[row].tolist()
+        expect(ids == local, f"{name} has local ids {ids}", f"{local}: -1 where an expert lives elsewhere")
+        for choice, expert in enumerate(local):
+            weight = float(sent.routes.topk_weights_TK[token, choice])
+            arrived = float(received.routes.weights_RK[row, choice])
+            fine = expert < 0 or arrived == weight
+            expect(fine, f"{name} has weight {arrived} for choice {choice}", weight)
+
+    def check_results(self) -> None:
+        """Raise a finding unless each output is the sum over the ranks that its token went to; zero without any."""
+        mine = self.sent[self.rank].routes.topk_ids_TK
+        for token, ids in enumerate(mine.tolist()):
+            went = sorted({rank for rank, _ in _destinations(self.placement, ids, self.rank) if rank >= 0})
+            each = (token + 1.0, self.mark)
+            meant = [sum(2.0 ** (rank % 4) for rank in went), *(len(went) * number for number in each)]
+            home = self.y_TH[token, :3].tolist()
+            expect(
+                home == meant,
+                f"token {token} of rank {self.rank} came home as {home}",
+                f"{meant}: the sum of one row from each of the ranks {went}",
+            )
+            expect(not bool(self.y_TH[token, 3:].any()), "something was added to zeros", "zeros")
 
 
 def check_movement(
@@ -168,51 +240,13 @@ def check_movement(
 
     Through a plan that is `made` already, or through one of its own.
     """
-    moved = _move(trial, made or trial.plan(spec), spec, tokens, reroute)
-    _check_order(moved)
+    moved = _Movement(trial, made or trial.plan(spec), spec, tokens, reroute)
+    moved.check_order()
     for row in range(len(moved.due)):
-        _check_row(moved, row)
+        moved.check_row(row)
     if moved.error is not None:  # of the way back: what arrived comes first, it may be the cause
         raise moved.error
-    _check_results(moved)
-
-
-def _move(
-    trial: Trial, made: Plan, spec: LayerSpec, tokens: Sequence[int], reroute: Reroute | None
-) -> _Movement:
-    group = trial.group
-    sent, mark = trial.batches(spec, tokens), float(next(trial.seeds) % 16)
-    if reroute is not None:
-        sent = [one.with_ids(reroute(one.routes.topk_ids_TK.clone(), rank)) for rank, one in enumerate(sent)]
-    placement = made.wiring(spec.name).exchange_spec.placement
-    due = [
-        (source, token)
-        for source, one in enumerate(sent)
-        for token, ids in enumerate(one.routes.topk_ids_TK.tolist())
-        if any(rank == group.rank for rank, _ in _destinations(placement, ids, source))
-    ]
-    dispatched = send(made, spec, sent[group.rank].to(group.device))
-    received = _copy(dispatched.received, group.device)  # before the next phase may write over it
-    # Small whole numbers: exact in every dtype, and their sums name the ranks, the token and the round.
-    rows_RH = torch.zeros(received.num_rows, spec.hidden_size)
-    rows_RH[:, 0], rows_RH[:, 2] = 2.0 ** (group.rank % 4), mark
-    if received.num_rows == len(due):
-        rows_RH[:, 1] = torch.tensor([float(token + 1) for _, token in due])
-    y_TH, failed = torch.empty(0, spec.hidden_size), None
-    try:
-        y_TH = made.exchange.combine(dispatched, ExpertRows(rows_RH=rows_RH.to(group.device))).y_TH.cpu()
-    except Exception as error:
-        failed = error
-    return _Movement(
-        sent=sent,
-        received=received,
-        due=due,
-        y_TH=y_TH,
-        error=failed,
-        placement=placement,
-        rank=group.rank,
-        mark=mark,
-    )
+    moved.check_results()
 
 
 def _destinations(placement: Placement, ids: Sequence[int], source: int) -> list[tuple[int, int]]:
@@ -247,63 +281,9 @@ def _copy(received: ReceivedRows, device: torch.device) -> ReceivedRows:
     )
 
 
-def _check_order(moved: _Movement) -> None:
-    """The rows that are due, each once, in (source, token) order."""
-    here = [(int(source), int(token)) for source, token in moved.received.extra["where"].tolist()]
-    if here != moved.due:
-        first = next(
-            (n for n, (a, b) in enumerate(zip(here, moved.due, strict=False)) if a != b),
-            min(len(here), len(moved.due)),
-        )
-        raise Finding(
-            f"{len(here)} rows arrived, and row {first} is {_row_name(here, first)}",
-            f"{len(moved.due)} rows in (source, token) order, of which row {first} is "
-            f"{_row_name(moved.due, first)}",
-        )
-    counts = tuple(sum(source == rank for source, _ in moved.due) for rank in range(moved.placement.world))
-    found = tuple(moved.received.counts_W)
-    expect(found == counts, f"counts_W is {found}", f"{counts}, the rows from each source rank")
-
-
 def _row_name(rows: Sequence[tuple[int, int]], row: int) -> str:
     """The token and rank of a row, for a finding."""
     return f"token {rows[row][1]} of rank {rows[row][0]}" if row < len(rows) else "not there"
-
-
-def _check_row(moved: _Movement, row: int) -> None:
-    """Raise a finding unless a row arrived with the bits, further payloads, local ids and weights that were sent."""
-    received, (source, token) = moved.received, moved.due[row]
-    sent, name = moved.sent[source], _row_name(moved.due, row)
-    encoded = received.rows.format.encode(sent.x_TH)
-    for payload, tensor in received.rows.payloads.items():
-        same = same_bits(tensor[row], encoded.payloads[payload][token])
-        expect(same, f"payload {payload!r} of {name} arrived with other bits", "the bits that were sent")
-    found, meant = received.extra["blob"][row].tolist(), sent.extra["blob"][token].tolist()
-    expect(found == meant, f"the further payload 'blob' of {name} arrived as {found}", meant)
-    pairs = _destinations(moved.placement, sent.routes.topk_ids_TK[token].tolist(), source)
-    local = [expert if rank == moved.rank else -1 for rank, expert in pairs]
-    assert isinstance(received.routes, LocalRoutes)
-    ids = received.routes.ids_RK[row].tolist()
-    expect(ids == local, f"{name} has local ids {ids}", f"{local}: -1 where an expert lives elsewhere")
-    for choice, expert in enumerate(local):
-        weight = float(sent.routes.topk_weights_TK[token, choice])
-        arrived = float(received.routes.weights_RK[row, choice])
-        expect(expert < 0 or arrived == weight, f"{name} has weight {arrived} for choice {choice}", weight)
-
-
-def _check_results(moved: _Movement) -> None:
-    """Raise a finding unless each output is the sum over the ranks that its token went to; zero if there are none."""
-    mine = moved.sent[moved.rank].routes.topk_ids_TK
-    for token, ids in enumerate(mine.tolist()):
-        went = sorted({rank for rank, _ in _destinations(moved.placement, ids, moved.rank) if rank >= 0})
-        meant = [sum(2.0 ** (rank % 4) for rank in went), *(len(went) * n for n in (token + 1.0, moved.mark))]
-        home = moved.y_TH[token, :3].tolist()
-        expect(
-            home == meant,
-            f"token {token} of rank {moved.rank} came home as {home}",
-            f"{meant}: the sum of one row from each of the ranks {went}",
-        )
-        expect(not bool(moved.y_TH[token, 3:].any()), "something was added to zeros", "zeros")
 
 
 # -- The checks ----------------------------------------------------------------------------------------------
@@ -324,11 +304,7 @@ def source_and_token_order(trial: Trial) -> None:
 def one_copy_per_rank(trial: Trial) -> None:
     """A token goes once to a rank, however many of its experts live there."""
     spec = layer(num_experts=4 * trial.group.size, top_k=4)
-
-    def all_on_one_rank(ids_TK: Tensor, rank: int) -> Tensor:
-        return (ids_TK[:, :1] // 4) * 4 + torch.arange(4)
-
-    check_movement(trial, spec, reroute=all_on_one_rank)
+    check_movement(trial, spec, reroute=lambda ids_TK: (ids_TK[:, :1] // 4) * 4 + torch.arange(4))
 
 
 def empty_ranks(trial: Trial) -> None:
@@ -364,34 +340,30 @@ def all_tokens_to_one_rank(trial: Trial) -> None:
     """One rank can take the tokens of all, up to the last one."""
     last = trial.group.size - 1
     spec = layer(num_experts=3 * trial.group.size, max_tokens=16)
-
-    def to_last(ids_TK: Tensor, rank: int) -> Tensor:
-        return 3 * last + (ids_TK % 3)
-
-    check_movement(trial, spec, tokens=(16,), reroute=to_last)
+    check_movement(trial, spec, tokens=(16,), reroute=lambda ids_TK: 3 * last + (ids_TK % 3))
 
 
 def one_hot_expert(trial: Trial) -> None:
     """All tokens may name one expert, in all their choices."""
-    check_movement(trial, layer(), tokens=(16, 3), reroute=lambda ids_TK, rank: torch.full_like(ids_TK, 2))
+    check_movement(trial, layer(), tokens=(16, 3), reroute=lambda ids_TK: torch.full_like(ids_TK, 2))
 
 
 def nobody_is_not_sent(trial: Trial) -> None:
     """A choice of -1 goes nowhere; a token of which all are -1 is not sent, and its result is zero."""
 
-    def gaps(ids_TK: Tensor, rank: int) -> Tensor:
+    def gaps(ids_TK: Tensor) -> Tensor:
         ids_TK[::2, 0] = -1
         ids_TK[1::3] = -1
         return ids_TK
 
     check_movement(trial, layer(), reroute=gaps)
-    check_movement(trial, layer(), reroute=lambda ids_TK, rank: torch.full_like(ids_TK, -1))
+    check_movement(trial, layer(), reroute=lambda ids_TK: torch.full_like(ids_TK, -1))
 
 
 def duplicate_choices(trial: Trial) -> None:
     """An expert that a token names twice gets one row, with both choices in it."""
 
-    def twice(ids_TK: Tensor, rank: int) -> Tensor:
+    def twice(ids_TK: Tensor) -> Tensor:
         ids_TK[:, 1] = ids_TK[:, 0]
         return ids_TK
 
@@ -408,4 +380,4 @@ def replicated_experts(trial: Trial) -> None:
 
 def many_choices(trial: Trial) -> None:
     """K may be 32, and larger than E; ids may be int32."""
-    check_movement(trial, layer(num_experts=5, top_k=32), reroute=lambda ids_TK, rank: ids_TK.int())
+    check_movement(trial, layer(num_experts=5, top_k=32), reroute=lambda ids_TK: ids_TK.int())

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from inspect import isfunction
 from pathlib import Path
 from types import ModuleType
@@ -74,13 +74,9 @@ class Verdict:
         return self.finding is None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Entry:
-    """What one rank reports of one job."""
-
-    finding: str | None = None
-    # 0: a finding; 1: an error that was not expected; 2: an error of the group, mostly of what another rank did.
-    precedence: int = 0
+# What one rank reports of one job: None, or a finding behind its precedence. 0: it was found; 1: it is an error that
+# was not expected; 2: it is an error of the group, mostly of what another rank did.
+_Entry = tuple[int, str] | None
 
 
 def attempt(fn: Callable[..., Any], *args: Any) -> str | None:
@@ -131,7 +127,7 @@ def _run_jobs(group: Group, fn: Callable[[Group, Any], Any], jobs: Sequence[Any]
     """All jobs on this rank, up to the first that breaks the group."""
     with _log_of(folder, group.rank).open("w") as log:
         for number, job in enumerate(jobs):
-            print(json.dumps(asdict(_run_job(group, fn, job))), file=log, flush=True)
+            print(json.dumps(_run_job(group, fn, job)), file=log, flush=True)
             try:
                 _meet(group, number)
             except Exception:
@@ -140,15 +136,15 @@ def _run_jobs(group: Group, fn: Callable[[Group, Any], Any], jobs: Sequence[Any]
 
 
 def _run_job(group: Group, fn: Callable[[Group, Any], Any], job: Any) -> _Entry:
-    where = f"rank {group.rank}: "
     try:
         fn(group, job)
     except Finding as finding:
-        return _Entry(finding=where + str(finding))
+        return 0, f"rank {group.rank}: {finding}"
     except Exception as error:
-        precedence = 2 if isinstance(error, GroupError) else 1
-        return _Entry(finding=f"{where}{type(error).__name__}: {error}", precedence=precedence)
-    return _Entry()
+        return 2 if isinstance(
+            error, GroupError
+        ) else 1, f"rank {group.rank}: {type(error).__name__}: {error}"
+    return None
 
 
 def _meet(group: Group, number: int) -> None:
@@ -166,10 +162,10 @@ def _read(log: Path) -> tuple[list[_Entry], int]:
     """The entries of a log, and after how many of them all ranks have met."""
     lines = log.read_text().splitlines(keepends=True) if log.exists() else []
     whole = [line.strip() for line in lines if line.endswith("\n")]
-    return [_Entry(**json.loads(line)) for line in whole if line != _MET], whole.count(_MET)
+    return [json.loads(line) for line in whole if line != _MET], whole.count(_MET)
 
 
 def _judge(entries: Sequence[_Entry]) -> Verdict:
     """The first finding; errors that another rank caused come last."""
-    found = [entry for entry in entries if entry.finding is not None]
-    return Verdict(finding=min(found, key=lambda entry: entry.precedence).finding if found else None)
+    found = [entry for entry in entries if entry is not None]
+    return Verdict(finding=min(found, key=lambda entry: entry[0])[1] if found else None)

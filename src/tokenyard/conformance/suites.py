@@ -8,7 +8,7 @@ Nothing is raised: a finding is a result. In a test of one's own, `assert_passed
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +35,7 @@ from tokenyard.experts import Experts
 from tokenyard.formats import Format
 from tokenyard.group import Group
 
+_Checks = dict[str, Callable[..., None]]
 # All checks by name: those that every exchange, every format and every experts class must pass.
 _EXCHANGE_MODULES = (exchange_suite, exchange_duties, exchange_accounts, exchange_errors, exchange_losses)
 EXCHANGE_CHECKS = checks_of(*_EXCHANGE_MODULES, parameters=["trial"])
@@ -76,13 +77,12 @@ def check_exchange(
     """
     cls = resolve_exchange(exchange)
     world = min(world, cls.most_ranks or world)
-    names = _chosen(EXCHANGE_CHECKS, only)
-    jobs = [(name, cls, rounds) for name in names]
-    hosts = hosts_for(cls, world)
+    checks = _chosen(EXCHANGE_CHECKS, only)
+    jobs, hosts = [(name, cls, rounds) for name in checks], hosts_for(cls, world)
     verdicts = run_on_ranks(
         world, _run_exchange_check, jobs, ranks=ranks, hosts=hosts, device=device, deadline=deadline
     )
-    return _results(EXCHANGE_CHECKS, names, [verdict.finding for verdict in verdicts])
+    return _results(checks, [verdict.finding for verdict in verdicts])
 
 
 def _run_exchange_check(group: Group, job: tuple[str, type[Transport], int | None]) -> None:
@@ -97,8 +97,8 @@ def check_format(format: str | Format | type[Format], *, only: Sequence[str] = (
     True
     """
     found = format() if isinstance(format, type) else formats.get(format)
-    names = _chosen(FORMAT_CHECKS, only)
-    return _results(FORMAT_CHECKS, names, [attempt(FORMAT_CHECKS[name], found) for name in names])
+    checks = _chosen(FORMAT_CHECKS, only)
+    return _results(checks, [attempt(check, found) for check in checks.values()])
 
 
 def check_experts(
@@ -114,8 +114,8 @@ def check_experts(
         raise InputError(
             str(reason), expected=f"experts that run on {device}", fix="check them where they do"
         )
-    names = _chosen(EXPERTS_CHECKS, only)
-    return _results(EXPERTS_CHECKS, names, [attempt(EXPERTS_CHECKS[name], cls, device) for name in names])
+    checks = _chosen(EXPERTS_CHECKS, only)
+    return _results(checks, [attempt(check, cls, device) for check in checks.values()])
 
 
 def check_cases(
@@ -146,18 +146,15 @@ def assert_passed(results: Iterable[CheckResult]) -> None:
         raise AssertionError("\n".join(findings))
 
 
-def _chosen(checks: Iterable[str], only: Sequence[str]) -> list[str]:
-    known = list(checks)
+def _chosen(checks: _Checks, only: Sequence[str]) -> _Checks:
     for name in only:
-        if name not in known:
-            raise unknown_name("check", name, known)
-    return [name for name in known if not only or name in only]
+        if name not in checks:
+            raise unknown_name("check", name, checks)
+    return {name: check for name, check in checks.items() if not only or name in only}
 
 
-def _results(
-    checks: Mapping[str, object], names: Iterable[str], findings: Iterable[str | None]
-) -> list[CheckResult]:
+def _results(checks: _Checks, findings: Iterable[str | None]) -> list[CheckResult]:
     return [
-        CheckResult(check=name, what=(checks[name].__doc__ or "").strip(), finding=finding)
-        for name, finding in zip(names, findings, strict=True)
+        CheckResult(check=name, what=(check.__doc__ or "").strip(), finding=finding)
+        for (name, check), finding in zip(checks.items(), findings, strict=True)
     ]

@@ -7,12 +7,13 @@ exchange on any kind of ranks must give exactly these bits, whatever else is in 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from tokenyard.experts import ExpertWeights
 from tokenyard.formats import Format, for_dtype
-from tokenyard.formats.base import EncodedRows
 from tokenyard.layer.receiver import build_experts, run_experts
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Routes
@@ -22,16 +23,10 @@ from tokenyard.rows import ChoiceRows, ExpertResult, ExpertRows, LocalRoutes, Re
 def twin(wiring: Wiring, weights: ExpertWeights, x_TH: Tensor, routes: Routes, source_rank: int) -> Tensor:
     """What rank `source_rank` must get for its tokens. `weights` are those of all E experts."""
     spec = wiring.exchange_spec
-    rows = wiring.wire.encode(x_TH)
-    rank_TK, local_TK = spec.placement.resolve(routes.topk_ids_TK, source_rank)
     if spec.sums_choices:
-        return _sum_of_choices(wiring, weights, x_TH, routes, rank_TK, local_TK)
+        return _sum_of_choices(wiring, weights, x_TH, routes, source_rank)
     sums = [_Sum(x_TH) for _ in range(max(spec.hosts, default=0) + 1)]  # one for each host
-    for rank in range(spec.placement.world):
-        here_TK = rank_TK == rank
-        if not bool(here_TK.any()):
-            continue
-        result = _computed_on(rank, wiring, weights, rows, routes, torch.where(here_TK, local_TK, -1))
+    for rank, here_TK, result in _results(wiring, weights, x_TH, routes, source_rank):
         assert isinstance(result, ExpertRows)  # there is no place to write them to
         goes_T = here_TK.any(dim=1)
         wire = for_dtype(spec.dtype) if spec.hosts else spec.combine_wire
@@ -44,35 +39,39 @@ def twin(wiring: Wiring, weights: ExpertWeights, x_TH: Tensor, routes: Routes, s
     return over_hosts.rows_TH.to(x_TH.dtype)
 
 
-def _computed_on(
-    rank: int, wiring: Wiring, weights: ExpertWeights, rows: EncodedRows, routes: Routes, ids_TK: Tensor
-) -> ExpertResult:
-    """What the experts of a rank return for all rows, of which these ids are its own."""
-    local = weights.select(list(wiring.exchange_spec.placement.local_experts(rank)))
-    experts = build_experts(wiring, rank, local, adopt=True)
-    weights_TK = torch.where(ids_TK >= 0, routes.topk_weights_TK.float(), 0.0)
-    received = ReceivedRows(
-        rows=rows, routes=LocalRoutes(ids_RK=ids_TK, weights_RK=weights_TK), counts_W=(rows.num_rows,)
-    )
-    return run_experts(wiring, experts, received)
-
-
 def _sum_of_choices(
-    wiring: Wiring, weights: ExpertWeights, x_TH: Tensor, routes: Routes, rank_TK: Tensor, local_TK: Tensor
+    wiring: Wiring, weights: ExpertWeights, x_TH: Tensor, routes: Routes, source_rank: int
 ) -> Tensor:
     """Each choice's result crosses in the combine wire, and is added in the order of choices."""
-    rows, wire = wiring.wire.encode(x_TH), wiring.exchange_spec.combine_wire
-    results_TKH = torch.zeros(*rank_TK.shape, x_TH.shape[1])
-    for rank in range(wiring.exchange_spec.placement.world):
-        here_TK = rank_TK == rank
-        if bool(here_TK.any()):
-            result = _computed_on(rank, wiring, weights, rows, routes, torch.where(here_TK, local_TK, -1))
-            assert isinstance(result, ChoiceRows)
-            results_TKH[here_TK] = wire.encode(result.rows_NH).decode(torch.float32)
+    results_TKH = torch.zeros(*routes.topk_ids_TK.shape, x_TH.shape[1])
+    for _, here_TK, result in _results(wiring, weights, x_TH, routes, source_rank):
+        assert isinstance(result, ChoiceRows)
+        crossed = wiring.exchange_spec.combine_wire.encode(result.rows_NH)
+        results_TKH[here_TK] = crossed.decode(torch.float32)
     y_TH = torch.zeros(x_TH.shape)
-    for choice in range(rank_TK.shape[1]):
+    for choice in range(results_TKH.shape[1]):
         y_TH += results_TKH[:, choice]
     return y_TH.to(x_TH.dtype)
+
+
+def _results(
+    wiring: Wiring, weights: ExpertWeights, x_TH: Tensor, routes: Routes, source_rank: int
+) -> Iterator[tuple[int, Tensor, ExpertResult]]:
+    """Each rank that gets rows, which choices are its own, and what its experts return for all rows."""
+    placement, rows = wiring.exchange_spec.placement, wiring.wire.encode(x_TH)
+    rank_TK, local_TK = placement.resolve(routes.topk_ids_TK, source_rank)
+    for rank in range(placement.world):
+        here_TK = rank_TK == rank
+        if bool(here_TK.any()):
+            experts = build_experts(
+                wiring, rank, weights.select(list(placement.local_experts(rank))), adopt=True
+            )
+            local = LocalRoutes(
+                ids_RK=torch.where(here_TK, local_TK, -1),
+                weights_RK=torch.where(here_TK, routes.topk_weights_TK.float(), 0.0),
+            )
+            received = ReceivedRows(rows=rows, routes=local, counts_W=(rows.num_rows,))
+            yield rank, here_TK, run_experts(wiring, experts, received)
 
 
 class _Sum:

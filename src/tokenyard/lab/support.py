@@ -77,7 +77,8 @@ def _exchanges() -> SupportTable:
     exchanges = list(EXCHANGES.values())
     rows = []
     for format in (kind() for kind in FORMATS.values()):
-        cells = [cell for exchange in exchanges for cell in _ways(exchange, format)]
+        ways = ({"wire": format}, {"combine_wire": format})  # out, and back
+        cells = [_for_dtypes(exchange, **way) for exchange in exchanges for way in ways]
         rows.append((f"`{format}`", str(format.bytes_per_row(_HIDDEN_SIZE)), *cells))
     logits, choices = (
         [_mark(exchange.supports(_exchange_spec(torch.bfloat16, **{field: True}))) for exchange in exchanges]
@@ -85,20 +86,15 @@ def _exchanges() -> SupportTable:
     )
     rows.append(("router logits", NO, *(cell for mark in logits for cell in (mark, NO))))
     rows.append(("results of single choices", NO, *(cell for mark in choices for cell in (NO, mark))))
-    ways = (f"`{exchange.name}` {way}" for exchange in exchanges for way in ("out", "back"))
+    headings = (f"`{exchange.name}` {way}" for exchange in exchanges for way in ("out", "back"))
     return SupportTable(
         title="Exchanges and formats",
         note=f"Which rows travel in which format, to the experts (out) and home (back), and the bytes of a row of "
         f"{_HIDDEN_SIZE}. “{dtype_name(torch.float32)} only”: for layers whose rows are of that dtype. Router logits "
         'travel for experts that route by themselves, results of single choices (on CPUs) with `sum="choices"`.',
-        columns=("format", "bytes", *ways),
+        columns=("format", "bytes", *headings),
         rows=tuple(rows),
     )
-
-
-def _ways(exchange: type[Transport], format: Format) -> tuple[str, str]:
-    """Whether rows may travel out, and back, in a format."""
-    return _for_dtypes(exchange, wire=format), _for_dtypes(exchange, combine_wire=format)
 
 
 def _for_dtypes(exchange: type[Transport], **wires: Format) -> str:

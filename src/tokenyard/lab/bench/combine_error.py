@@ -33,6 +33,7 @@ _OUTLIER_EVERY, _LARGER_ROWS, _LARGER_RESULTS = 100, 10.0, 50.0
 # The root mean square of the layer's output (of its ordinary columns), to a power of two.
 _SIZES = {"gaussian": 1.0, "outliers": 1.0, "small": 2.0**-7}
 RESULTS = tuple(_SIZES)
+RANKS = (1, 2, 4, 8, 16)
 NOTES = [
     f"relative L2 error of a layer's output beside float64, in %; {UNSCALED}: a direct cast, the bad example",
     f"outliers: one column in {_OUTLIER_EVERY} is {_LARGER_ROWS:.0f} times as large in rows, and "

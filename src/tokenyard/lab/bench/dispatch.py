@@ -91,7 +91,6 @@ class Job:
 class _Measured:
     """What one rank found: seconds from the common start, (out, done), by contestant and round."""
 
-    exchanges: list[str]
     seconds: dict[str, list[tuple[float, float]]]
     sent_bytes: dict[str, tuple[int, int]]  # (out, back) in one round trip, by exchange
     threads: int
@@ -264,9 +263,7 @@ def _measure_rank(group: Group, job: Job) -> _Measured:
                 seconds[name].append((out - start, done - start))
     for made in plans.values():
         made.close()
-    return _Measured(
-        exchanges=exchanges, seconds=seconds, sent_bytes=sent_bytes, threads=torch.get_num_threads()
-    )
+    return _Measured(seconds=seconds, sent_bytes=sent_bytes, threads=torch.get_num_threads())
 
 
 def _able(group: Group, spec: LayerSpec) -> list[str]:

@@ -9,6 +9,7 @@ formats and of the ceiling are interleaved, so that a busy neighbor slows down a
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -29,7 +30,7 @@ def measure_encode(num_tokens: int = 512, hidden_size: int = 7168, seconds: floa
     x_TH = torch.randn(num_tokens, hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
     formats: list[Format] = [kind() for kind in FORMATS.values() if kind.quantized]
     calls: dict[str, Callable[[], object]] = {CEILING: x_TH.clone}
-    calls |= {str(format): _encoder(format, x_TH) for format in formats}
+    calls |= {str(format): partial(format.encode, x_TH) for format in formats}
     threads_before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -46,7 +47,3 @@ def measure_encode(num_tokens: int = 512, hidden_size: int = 7168, seconds: floa
         )
         for format in formats
     ]
-
-
-def _encoder(format: Format, x_TH: torch.Tensor) -> Callable[[], object]:
-    return lambda: format.encode(x_TH)

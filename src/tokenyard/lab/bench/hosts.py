@@ -141,7 +141,8 @@ def found_by_ranks(job: Job, module: str) -> list[dict[str, Any]]:
     """What each rank of a job finds that runs a module of this package on its host."""
     with temporary_folder("tokenyard-hosts-") as folder:
         (folder / _JOB).write_text(json.dumps(asdict(job)))
-        reports = start_ranks(folder, job.ranks_by_host, ["-m", module, str(folder)], seconds=_longest(job))
+        longest = 300.0 + job.rounds * len(job.exchanges) * 10.0  # seconds, after which the hosts are ended
+        reports = start_ranks(folder, job.ranks_by_host, ["-m", module, str(folder)], seconds=longest)
         if any(report.status for report in reports):
             raise GroupError(
                 "ranks on hosts failed:\n" + "\n".join(report.log.strip() for report in reports),
@@ -151,11 +152,6 @@ def found_by_ranks(job: Job, module: str) -> list[dict[str, Any]]:
         return [
             json.loads((folder / _FOUND.format(rank)).read_text()) for rank in range(sum(job.ranks_by_host))
         ]
-
-
-def _longest(job: Job) -> float:
-    """Seconds after which the hosts of a measurement are ended."""
-    return 300.0 + job.rounds * len(job.exchanges) * 10.0
 
 
 def rows_between(job: Job, source: int, target: int, *, once: bool) -> int:

@@ -81,56 +81,54 @@ def measure_overlap(job: Job) -> list[Record]:
 
 def _measure_rank(group: Group, job: Job, links: Links) -> dict[str, Any]:
     """Seconds of each way of each exchange, round by round, on one rank."""
+    return {"seconds": {name: _measure_exchange(group, job, links, name) for name in job.exchanges}}
+
+
+def _measure_exchange(group: Group, job: Job, links: Links, exchange: str) -> dict[str, list[float]]:
     spec = replace(job.spec(), experts=ComputingExperts)
     weights, x_TH, routes = random_weights(spec, 0), job.rows(group.rank), job.routes(group.rank)
     half = -(-job.num_tokens // 2)
     parts = [(x_TH[part], routes.of_tokens(part)) for part in (slice(0, half), slice(half, None))]
-    seconds: dict[str, dict[str, list[float]]] = {}
-    for number, name in enumerate(job.exchanges):
-        made = plan([spec], group, exchange=name, in_flight=2)
-        mine = weights.select(made.local_experts(spec.name))
-        layer = MoELayer(made, spec.name, mine)
-        length, alone = [0.0], 0.0
+    made = plan([spec], group, exchange=exchange, in_flight=2)
+    mine, wiring = weights.select(made.local_experts(spec.name)), made.wiring(spec.name)
+    shared_s = alone_s = 0.0  # for which shared experts compute, and which the exchange alone took last
 
-        def shared(x_TH: Tensor, length: list[float] = length) -> Tensor:
-            compute_for(length[0])
-            return torch.zeros_like(x_TH)
+    def shared(x_TH: Tensor) -> Tensor:
+        compute_for(shared_s)
+        return torch.zeros_like(x_TH)
 
-        beside = MoELayer(made, spec.name, mine, shared=shared)
-        wiring = made.wiring(spec.name)
-        whole_TH = twin(wiring, weights, x_TH, routes, group.rank)
-        parts_TH = torch.cat([twin(wiring, weights, *part, group.rank) for part in parts])
-        if number == 0:
-            set_links(group, job, links)
+    def in_turn() -> Tensor:
+        return torch.cat([layer(*part) for part in parts])
 
-        def in_turn(layer: MoELayer = layer) -> Tensor:
-            return torch.cat([layer(*part) for part in parts])
-
-        ways: dict[str, tuple[Callable[[], Tensor], float, Tensor]] = {
-            TRAVEL: (in_turn, 0.0, parts_TH),
-            IN_TURN: (in_turn, job.compute, parts_TH),
-            OVERLAPPED: (lambda layer=layer: overlapped(layer, x_TH, routes), job.compute, parts_TH),  # type: ignore[misc]
-            ALONE: (lambda layer=layer: layer(x_TH, routes), 0.0, whole_TH),  # type: ignore[misc]
-        }
-        for way in SHARED:
-            ways[way] = (lambda layer=beside: layer(x_TH, routes), 0.0, whole_TH)  # type: ignore[misc]
-        found: dict[str, list[float]] = {way: [] for way in ways}
-        for round in range(-1, job.rounds):  # the first round warms up
-            for way, (call, compute, due_TH) in ways.items():
-                ComputingExperts.seconds = compute / 1e3
-                length[0] = SHARED.get(way, 0.0) * alone
-                start = start_together(group, job.lead)
-                y_TH = call()
-                took = time.perf_counter() - start
-                told = f"{name}, {way}, gave other bits than the one-process twin"
-                check_bits(torch.equal(y_TH, due_TH), told, "the same sums", group.rank)
-                if round >= 0:
-                    found[way].append(took)
-                if way == ALONE:
-                    alone = median(group.gather_json(took, phase="comparing times"))
-        seconds[name] = found
-        made.close()
-    return {"seconds": seconds}
+    layer = MoELayer(made, spec.name, mine)
+    with_shared = MoELayer(made, spec.name, mine, shared=shared)
+    whole_TH = twin(wiring, weights, x_TH, routes, group.rank)
+    parts_TH = torch.cat([twin(wiring, weights, *part, group.rank) for part in parts])
+    set_links(group, job, links)
+    # What is called, the ms for which experts compute, and what must come out.
+    ways: dict[str, tuple[Callable[[], Tensor], float, Tensor]] = {
+        TRAVEL: (in_turn, 0.0, parts_TH),
+        IN_TURN: (in_turn, job.compute, parts_TH),
+        OVERLAPPED: (lambda: overlapped(layer, x_TH, routes), job.compute, parts_TH),
+        ALONE: (lambda: layer(x_TH, routes), 0.0, whole_TH),
+        **dict.fromkeys(SHARED, (lambda: with_shared(x_TH, routes), 0.0, whole_TH)),
+    }
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for number in range(-1, job.rounds):  # the first round warms up
+        for way, (call, compute, due_TH) in ways.items():
+            ComputingExperts.seconds = compute / 1e3
+            shared_s = SHARED.get(way, 0.0) * alone_s
+            start = start_together(group, job.lead)
+            y_TH = call()
+            took = time.perf_counter() - start
+            found = f"{exchange}, {way}, gave other bits than the one-process twin"
+            check_bits(torch.equal(y_TH, due_TH), found, "the same sums", group.rank)
+            if number >= 0:
+                seconds[way].append(took)
+            if way == ALONE:
+                alone_s = median(group.gather_json(took, phase="comparing times"))
+    made.close()
+    return seconds
 
 
 def _records(job: Job, by_rank: Sequence[dict[str, Any]]) -> list[Record]:

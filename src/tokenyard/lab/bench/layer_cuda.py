@@ -32,7 +32,7 @@ from tokenyard.errors import InputError
 from tokenyard.experts import FusedExperts
 from tokenyard.formats import get, weight_format
 from tokenyard.formats.base import EncodedRows
-from tokenyard.lab.bench.clock import give_back_memory
+from tokenyard.lab.bench.clock import Work, give_back_memory
 from tokenyard.lab.bench.dispatch_cells import DispatchCell, traffic
 from tokenyard.lab.bench.dispatch_cuda import ROTATED_BELOW, ROTATION
 from tokenyard.lab.bench.drawn_experts import DrawnExperts, check_replayed, check_results, exact_products
@@ -109,13 +109,15 @@ def _measure(
     ranks: VirtualRanks = virtual_ranks.VirtualRanks(travel, cell.shape, batches, device)
     ours, theirs = OneSidedLayer(ranks, experts), AllGatherLayer(cell, experts, batches)
     errors = _check(cell, drawn, ours, theirs, batches[0])
-    works = {"ours": ours.run, "theirs": theirs.run}
+    works = {"ours": _all_of(batches, ours), "theirs": _all_of(batches, theirs)}
     whole, whole_rested = clock(works), machine.rested(works) if machine.rested is not None else {"ours": []}
     for name, layer in (("one_sided", ours), ("behind an allgather", theirs)):
         replayed_TH = layer.y_TH.clone()
         layer.run_batch(batches[-1])
         check_replayed(replayed_TH, layer.y_TH, f"{name}, {cell}")
-    alone = clock({"ours": ours.run_alone, "theirs": theirs.run_alone})
+    alone = clock(
+        {"ours": _all_of(batches, ours, experts=False), "theirs": _all_of(batches, theirs, experts=False)}
+    )
     ranks.check_nobody_gave_up()
     rows_sent = ranks.rows_sent()
     rows_floor = traffic(travel, cell.shape, rows_sent).nbytes / rates.copy / world
@@ -164,23 +166,12 @@ class OneSidedLayer:
         self._received = [ranks.received(rank) for rank in range(len(experts))]
         self.y_TH = ranks.y_TH  # the sums of all ranks' tokens, of the batch that ran last
 
-    def run(self) -> None:
-        """All batches."""
-        for batch in self._ranks.batches:
-            self.run_batch(batch)
-
-    def run_batch(self, batch: Batch) -> None:
-        """One batch."""
+    def run_batch(self, batch: Batch, *, experts: bool = True) -> None:
+        """Dispatch, compute and combine one batch. Without `experts`, combine the results that are there."""
         self._ranks.dispatch(batch)
-        for experts, received in zip(self._experts, self._received, strict=True):
-            experts(received)
+        if experts:
+            _compute(self._experts, self._received)
         self._ranks.combine()
-
-    def run_alone(self) -> None:
-        """All batches there and back, with whatever results are there."""
-        for batch in self._ranks.batches:
-            self._ranks.dispatch(batch)
-            self._ranks.combine()
 
 
 class AllGatherLayer:
@@ -214,21 +205,9 @@ class AllGatherLayer:
             results=CombineBuffer(rows_SH=self._results[rank], slots_R=None),
         )
 
-    def run(self) -> None:
-        """All batches."""
-        for sent in self._sent:
-            self._run(*sent, with_experts=True)
-
-    def run_batch(self, batch: Batch) -> None:
-        """One of the batches."""
-        self._run(next(rows for rows, sent in self._sent if sent is batch), batch, with_experts=True)
-
-    def run_alone(self) -> None:
-        """All batches there and back, with whatever results are there."""
-        for sent in self._sent:
-            self._run(*sent, with_experts=False)
-
-    def _run(self, rows: EncodedRows, batch: Batch, *, with_experts: bool) -> None:
+    def run_batch(self, batch: Batch, *, experts: bool = True) -> None:
+        """Gather, compute and sum one of the batches. Without `experts`, sum the results that are there."""
+        rows = next(rows for rows, sent in self._sent if sent is batch)
         for table_E, received in zip(self._local, self._received, strict=True):
             for name, payload in rows.payloads.items():
                 _copy(payload, received.rows.payloads[name])
@@ -237,10 +216,25 @@ class AllGatherLayer:
             _copy(batch.weights_TK, routes.weights_RK)
             torch.index_select(table_E, 0, batch.ids_TK.view(-1), out=routes.ids_RK.view(-1))
         self._results.zero_()  # rows that no expert of a rank takes are summed, too
-        if with_experts:
-            for experts, received in zip(self._experts, self._received, strict=True):
-                experts(received)
+        if experts:
+            _compute(self._experts, self._received)
         torch.sum(self._results, dim=0, out=self.y_TH)  # bf16 numbers are added in float32
+
+
+def _all_of(batches: Sequence[Batch], layer: OneSidedLayer | AllGatherLayer, *, experts: bool = True) -> Work:
+    """All batches through a layer, one after the other."""
+
+    def run() -> None:
+        for batch in batches:
+            layer.run_batch(batch, experts=experts)
+
+    return run
+
+
+def _compute(experts: Sequence[FusedExperts], received: Sequence[ReceivedRows]) -> None:
+    """The experts of one rank after the other."""
+    for mine, rows in zip(experts, received, strict=True):
+        mine(rows)
 
 
 def _copy(source: Tensor, target: Tensor) -> None:

@@ -12,8 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenyard.lab.bench.clock import Clock, Work, give_back_memory
+from tokenyard.lab.bench.clock import (
+    REST,
+    RESTED_ROUNDS,
+    Clock,
+    Work,
+    check_gpu,
+    give_back_memory,
+    graph_clock,
+)
 
+ON_THE_CPU = "leave out --device to measure on the CPU"
 # By kind of device: bytes that are read and copied, far more than caches hold, and the side of the product.
 READ_BYTES = {"cuda": 4 * 2**30, "cpu": 64 * 2**20}
 COPY_BYTES = {"cuda": 2**30, "cpu": 256 * 2**20}
@@ -45,6 +54,25 @@ class Machine:
     clock: Clock  # of rounds that follow at once
     rested: Clock | None = None  # of rounds with a rest before each
     rates: Rates
+
+    @classmethod
+    def gpu(cls, rounds: int, otherwise: str = ON_THE_CPU) -> Machine:
+        """The current GPU; raise where there is none, and say what to do `otherwise`."""
+        device = check_gpu(otherwise)
+        clock = graph_clock(device, rounds)
+        return cls(
+            device=device,
+            name=torch.cuda.get_device_name(device),
+            clock=clock,
+            rested=graph_clock(device, min(rounds, RESTED_ROUNDS), rest=REST),
+            rates=measure_rates(device, clock),
+        )
+
+    def rested_note(self) -> str:
+        """What a document says of rounds after a rest."""
+        assert self.rested is not None
+        product = measure_rates(self.device, self.rested).product / 1e6
+        return f"rested: after {REST} s without work before each round; bf16 products reach {product:.0f} TFLOP/s"
 
 
 def measure_rates(device: torch.device, clock: Clock) -> Rates:

@@ -17,7 +17,7 @@ Figures are times, and less is better; where the unit is one of bytes per second
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -169,28 +169,28 @@ class Document:
         """The cells of a table by heading. A column that would be empty is left out."""
         floor = "ceiling" if self.is_rate else "floor"
         over_floor = "ceiling / ours" if self.is_rate else "ours / floor"
-        measured_ratios = dict.fromkeys(name for record in self.results for name in record.ratios)
-        columns: dict[str, Callable[[Record], str]] = {}
-        for name in dict.fromkeys(name for record in self.results for name in record.parameters):
-            columns[_words(name)] = lambda record, name=name: _short(record.parameters.get(name))  # type: ignore[misc]
-        columns[f"ours, {self.unit}"] = lambda record: _figure(record.ours) or "failed"
-        columns["spread"] = lambda record: _range(record.ours)
-        columns["rested"] = lambda record: _figure(record.rested)
-        columns[f"{floor}, {self.unit}"] = lambda record: _figure(record.floor)
+        found = self.results
+        measured_ratios = dict.fromkeys(name for record in found for name in record.ratios)
+        cells: dict[str, list[str]] = {}
+        for name in dict.fromkeys(name for record in found for name in record.parameters):
+            cells[_words(name)] = [_short(record.parameters.get(name)) for record in found]
+        cells[f"ours, {self.unit}"] = [_figure(record.ours) or "failed" for record in found]
+        cells["spread"] = [_range(record.ours) for record in found]
+        cells["rested"] = [_figure(record.rested) for record in found]
+        cells[f"{floor}, {self.unit}"] = [_figure(record.floor) for record in found]
         if over_floor not in measured_ratios:
-            columns[over_floor] = lambda record: _ratio(self._over_floor(record))
-        columns["target"] = lambda record: figure(record.target)
-        columns["met"] = lambda record: {None: "", True: "yes", False: "no"}[record.met]
-        for name in dict.fromkeys(name for record in self.results for name in record.peers):
-            columns[f"{name}, {self.unit}"] = lambda record, name=name: _figure(record.peers.get(name))  # type: ignore[misc]
+            cells[over_floor] = [_ratio(self._over_floor(record)) for record in found]
+        cells["target"] = [figure(record.target) for record in found]
+        cells["met"] = [{None: "", True: "yes", False: "no"}[record.met] for record in found]
+        for name in dict.fromkeys(name for record in found for name in record.peers):
+            cells[f"{name}, {self.unit}"] = [_figure(record.peers.get(name)) for record in found]
         if not measured_ratios:
-            columns["ours / best peer"] = lambda record: _ratio(record.over(record.best_peer))
+            cells["ours / best peer"] = [_ratio(record.over(record.best_peer)) for record in found]
         for name in measured_ratios:
-            columns[name] = lambda record, name=name: _ratio(record.ratios.get(name))  # type: ignore[misc]
+            cells[name] = [_ratio(record.ratios.get(name)) for record in found]
         for name in self.columns:
-            columns[_words(name)] = lambda record, name=name: _short(record.details.get(name))  # type: ignore[misc]
-        cells = {heading: [cell(record) for record in self.results] for heading, cell in columns.items()}
-        return {heading: found for heading, found in cells.items() if any(found)}
+            cells[_words(name)] = [_short(record.details.get(name)) for record in found]
+        return {heading: column for heading, column in cells.items() if any(column)}
 
     @property
     def less_needed(self) -> tuple[str, ...]:

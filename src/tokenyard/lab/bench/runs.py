@@ -19,21 +19,18 @@ from tokenyard.lab.bench import (
     encode,
     experts,
     experts_peers,
-    hosts,
     hosts_overlap,
     layer_cuda,
     machine_rates,
     overhead,
     transformers_ep,
 )
+from tokenyard.lab.bench import hosts as hosts_bench
 from tokenyard.lab.bench.records import Document, Record
 from tokenyard.lab.bench.shapes import MODELS, Case, Cell, Shape, cases_of, cells_of, check_top_k, grid
 from tokenyard.lab.hosts.network import check_hosts
 from tokenyard.lab.unscaled_e4m3 import studied_format, studied_ways_back
 from tokenyard.planning.drafting import draft
-
-_ON_THE_CPU = "leave out --device to measure on the CPU"
-_SIZES = ("hidden_size", "intermediate_size", "num_experts", "top_k")
 
 
 class _Kind(NamedTuple):
@@ -89,10 +86,6 @@ def _of_tokens(document: Document, tokens: Sequence[int], measure: Callable[[int
     return Run(document=document, steps=[f"{count} tokens" for count in tokens], figures=map(measure, tokens))
 
 
-def _fields(chosen: Any, *names: str) -> dict[str, Any]:
-    return {name: getattr(chosen, name) for name in names}
-
-
 # -- On a CPU ----------------------------------------------------------------------------------------------
 
 
@@ -102,51 +95,55 @@ def encode_run(tokens: Sequence[int], hidden_size: int, seconds: float) -> Run:
     return _of_tokens(document, tokens, lambda count: encode.measure_encode(count, hidden_size, seconds))
 
 
-def experts_on_cpu(chosen: Any) -> Run:
+def experts_cpu_run(tokens: Sequence[int], weights: Sequence[str], rounds: int, **sizes: int) -> Run:
     """Grouped experts beside Transformers, or beside weights that are decoded first."""
-    check_top_k(chosen.top_k, chosen.num_experts)
-    if "bf16" in chosen.weights:
+    check_top_k(sizes["top_k"], sizes["num_experts"])
+    if "bf16" in weights:
         experts_peers.check_transformers()
-    sizes = _fields(chosen, *_SIZES)
-    cells = cells_of(
-        Case(
-            **sizes,
-            local_experts=chosen.num_experts,
-            weights=tuple(chosen.weights),
-            sizes=tuple(chosen.tokens),
-            arrives=tuple((name, "bf16") for name in chosen.weights),
-        )
+    shape = Case(
+        **sizes,  # type: ignore[arg-type]
+        local_experts=sizes["num_experts"],
+        weights=tuple(weights),
+        sizes=tuple(tokens),
+        arrives=tuple((name, "bf16") for name in weights),
     )
-    device, rounds = torch.device("cpu"), clock.host_clock(chosen.rounds)
+    measured, device, host_clock = cells_of(shape), torch.device("cpu"), clock.host_clock(rounds)
 
     def figures() -> Iterator[Record]:
-        rates = machine_rates.measure_rates(device, rounds)
+        rates = machine_rates.measure_rates(device, host_clock)
         document.setup |= rates.as_setup()
-        machine = machine_rates.Machine(device=device, name="cpu", clock=rounds, rates=rates)
-        yield from experts.measure_experts(cells, kind=experts.GROUPED, machine=machine)
+        machine = machine_rates.Machine(device=device, name="cpu", clock=host_clock, rates=rates)
+        yield from experts.measure_experts(measured, kind=experts.GROUPED, machine=machine)
 
-    setup = {**sizes, "threads": torch.get_num_threads(), "rounds": chosen.rounds}
+    setup = {**sizes, "threads": torch.get_num_threads(), "rounds": rounds}
     note = "peers: Transformers, or weights that are decoded first for F.grouped_mm"
     document = _document("experts", setup, note)
-    return _of_cells(document, cells, figures())
+    return _of_cells(document, measured, figures())
 
 
-def dispatch_between_processes(chosen: Any) -> Run:
+def dispatch_cpu_run(
+    ranks: Sequence[int],
+    tokens: Sequence[int],
+    wire: Sequence[str],
+    exchange: Sequence[str] | None,
+    paranoid: bool,
+    **layer: Any,
+) -> Run:
     """Dispatch and combine through every exchange, beside bare gloo."""
-    (ranks,) = chosen.ranks
-    shape = _fields(chosen, "hidden_size", "top_k", "num_experts", "combine_wire", "rounds")
-    further = {"exchanges": chosen.exchange, "paranoid": chosen.paranoid}
+    (world,) = ranks
+    further = {**layer, "exchanges": exchange, "paranoid": paranoid}
 
     def measure(count: int) -> list[Record]:
-        jobs = [dispatch.Job(**shape, **further, num_tokens=count, wire=wire) for wire in chosen.wire]
-        return [record for job in jobs for record in dispatch.measure_dispatch(job, ranks)]
+        jobs = [dispatch.Job(**further, num_tokens=count, wire=name) for name in wire]
+        return [record for job in jobs for record in dispatch.measure_dispatch(job, world)]
 
-    document = _document("dispatch", {"ranks": ranks, "kind": "processes", **shape}, dispatch.NOTE)
-    return _of_tokens(document, chosen.tokens, measure)
+    document = _document("dispatch", {"ranks": world, "kind": "processes", **layer}, dispatch.NOTE)
+    return _of_tokens(document, tokens, measure)
 
 
-def transformers_run(work: transformers_ep.Workload) -> Run:
+def transformers_run(**sizes: Any) -> Run:
     """A sharded model beside Transformers' own expert parallelism."""
+    work = transformers_ep.Workload(**sizes)
     step = f"{work.ranks} processes load the model, try Transformers' layouts, then {work.rounds} rounds"
     return Run(
         document=_document("transformers", asdict(work), transformers_ep.NOTE),
@@ -165,11 +162,12 @@ def overhead_run(rounds: int) -> Run:
     )
 
 
-def combine_error_run(study: combine_error.Study, ranks: Sequence[int], combine_wires: Sequence[str]) -> Run:
+def combine_error_run(ranks: Sequence[int] | None, combine_wire: Sequence[str] | None, **sizes: int) -> Run:
     """The error of a layer's output for every format on the way back."""
+    study = combine_error.Study(**sizes)
     check_top_k(study.top_k, study.num_experts)
-    wires = [str(studied_format(name)) for name in combine_wires or studied_ways_back()]
-    cells = [(count, results) for results in combine_error.RESULTS for count in ranks]
+    wires = [str(studied_format(name)) for name in combine_wire or studied_ways_back()]
+    cells = [(count, results) for results in combine_error.RESULTS for count in ranks or combine_error.RANKS]
     return Run(
         document=_document("combine-error", asdict(study), *combine_error.NOTES),
         steps=[f"{results} results on {count} ranks" for count, results in cells],
@@ -177,32 +175,29 @@ def combine_error_run(study: combine_error.Study, ranks: Sequence[int], combine_
     )
 
 
-# What all figures of `bench hosts` have in common, beside the hosts and their ranks.
-HOSTS_SETUP = ("hidden_size", "top_k", "num_experts", "wire", "rate", "delay", "compute", "rounds")
-
-
 def hosts_run(
-    num_hosts: int, ranks: int, tokens: Sequence[int], exchanges: Sequence[str], setup: dict[str, Any]
+    hosts: int, ranks: int, tokens: Sequence[int], exchange: Sequence[str] | None, **setup: Any
 ) -> Run:
     """A layer over links of a rate and a delay, between hosts that are made on this machine."""
     check_top_k(setup["top_k"], setup["num_experts"])
     check_hosts()
-    names = tuple(dict.fromkeys(resolve(name).name for name in exchanges or hosts.EXCHANGES))
+    names = tuple(dict.fromkeys(resolve(name).name for name in exchange or hosts_bench.EXCHANGES))
 
-    def job(count: int) -> hosts.Job:
-        return hosts.Job(ranks_by_host=(ranks,) * num_hosts, num_tokens=count, exchanges=names, **setup)
+    def job(count: int) -> hosts_bench.Job:
+        return hosts_bench.Job(ranks_by_host=(ranks,) * hosts, num_tokens=count, exchanges=names, **setup)
 
     for name in names:  # what does not fit is found out before hosts are made
-        draft([job(tokens[0]).spec()], num_hosts * ranks, exchange=name)
-    document = _document("hosts", {"hosts": num_hosts, "ranks_per_host": ranks, **setup}, *hosts.NOTES)
+        draft([job(tokens[0]).spec()], hosts * ranks, exchange=name)
+    document = _document("hosts", {"hosts": hosts, "ranks_per_host": ranks, **setup}, *hosts_bench.NOTES)
     if not setup["compute"]:
-        return _of_tokens(document, tokens, lambda count: hosts.measure_hosts(job(count)))
+        return _of_tokens(document, tokens, lambda count: hosts_bench.measure_hosts(job(count)))
     document.columns, document.notes = hosts_overlap.COLUMNS, list(hosts_overlap.NOTES)
     return _of_tokens(document, tokens, lambda count: hosts_overlap.measure_overlap(job(count)))
 
 
-def balance_run(job: balance.Job, ranks: int) -> Run:
+def balance_run(ranks: int, **layer: Any) -> Run:
     """A layer under uniform and uneven load, before and after a move of experts, and the move."""
+    job = balance.Job(**layer)
     check_top_k(job.top_k, job.num_experts)
     return Run(
         document=_document("balance", {"ranks": ranks, "kind": "processes", **asdict(job)}, *balance.NOTES),
@@ -214,97 +209,79 @@ def balance_run(job: balance.Job, ranks: int) -> Run:
 # -- On a GPU ----------------------------------------------------------------------------------------------
 
 
-class _Gpu(NamedTuple):
-    """The GPU that is measured on, a clock of rounds that follow at once, and one that rests before each."""
-
-    device: torch.device
-    name: str
-    clock: clock.Clock
-    rested: clock.Clock
-
-    @classmethod
-    def current(cls, rounds: int, otherwise: str = _ON_THE_CPU) -> _Gpu:
-        """The current GPU; raise where there is none, and say what to do `otherwise`."""
-        device = clock.check_gpu(otherwise)
-        rested = clock.graph_clock(device, min(rounds, clock.RESTED_ROUNDS), rest=clock.REST)
-        return cls(device, torch.cuda.get_device_name(device), clock.graph_clock(device, rounds), rested)
-
-    def machine(self) -> machine_rates.Machine:
-        rates = machine_rates.measure_rates(self.device, self.clock)
-        return machine_rates.Machine(
-            device=self.device, name=self.name, clock=self.clock, rested=self.rested, rates=rates
-        )
-
-    def rested_note(self) -> str:
-        product = machine_rates.measure_rates(self.device, self.rested).product
-        return (
-            f"rested: after {clock.REST} s without work before each round; bf16 products reach "
-            f"{product / 1e6:.0f} TFLOP/s"
-        )
-
-
 def _shapes(cells: Sequence[Cell]) -> list[str]:
     return list(dict.fromkeys(f"{cell.case}: {cell.shape}" for cell in cells))
 
 
-def experts_on_gpu(chosen: Any) -> Run:
+def experts_cuda_run(cells: str | None, weights: Sequence[str], rounds: int) -> Run:
     """Fused experts beside torch's grouped products."""
-    cells = grid(cases_of(chosen.cells), chosen.weights)
-    gpu = _Gpu.current(chosen.rounds)
-    machine = gpu.machine()
-    setup = {"gpu": gpu.name, "rounds": chosen.rounds, **machine.rates.as_setup()}
-    document = _document("experts-cuda", setup, *_shapes(cells), *experts.NOTES, gpu.rested_note())
-    figures = experts.measure_experts(cells, kind=experts.FUSED, machine=machine)
-    return _of_cells(document, cells, figures)
+    measured = grid(cases_of(cells), weights)
+    machine = machine_rates.Machine.gpu(rounds)
+    setup = {"gpu": machine.name, "rounds": rounds, **machine.rates.as_setup()}
+    document = _document("experts-cuda", setup, *_shapes(measured), *experts.NOTES, machine.rested_note())
+    figures = experts.measure_experts(measured, kind=experts.FUSED, machine=machine)
+    return _of_cells(document, measured, figures)
 
 
-def dispatch_on_gpu(chosen: Any) -> Run:
+def dispatch_cuda_run(
+    ranks: Sequence[int],
+    tokens: Sequence[int],
+    wire: Sequence[str],
+    rounds: int | None,
+    exchange: Sequence[str] | None,  # there is one
+    quick: bool,
+    **setup: Any,
+) -> Run:
     """The kernels of `one_sided` between virtual ranks, beside FlashInfer."""
-    rounds = chosen.rounds or (dispatch_cuda.QUICK_ROUNDS if chosen.quick else dispatch_cuda.ROUNDS)
-    cells = dispatch_cells.dispatch_grid(chosen.ranks, chosen.tokens, chosen.wire, quick=chosen.quick)
-    setup = _fields(chosen, "hidden_size", "top_k", "num_experts", "combine_wire")
+    rounds = rounds or (dispatch_cuda.QUICK_ROUNDS if quick else dispatch_cuda.ROUNDS)
+    cells = dispatch_cells.dispatch_grid(ranks, tokens, wire, quick=quick)
     shape = Shape(**setup)
     dispatch_cuda.check_cells(cells, shape, rounds)
-    gpu = _Gpu.current(rounds)
-    copied = machine_rates.copy_rate(gpu.device, gpu.clock)
-    setup = {"gpu": gpu.name, **setup, "rounds": rounds, "copy_TB_per_s": copied / 1e6}
+    device = clock.check_gpu(machine_rates.ON_THE_CPU)
+    gpu, graph_clock = torch.cuda.get_device_name(device), clock.graph_clock(device, rounds)
+    copied = machine_rates.copy_rate(device, graph_clock)
+    setup = {"gpu": gpu, **setup, "rounds": rounds, "copy_TB_per_s": copied / 1e6}
     document = _document("dispatch-cuda", setup, dispatch_cuda.NOTE)
 
     def measure_peers() -> None:
-        said = dispatch_cuda.measure_peers(document.results, shape, device=gpu.device, clock=gpu.clock)
+        said = dispatch_cuda.measure_peers(document.results, shape, device=device, clock=graph_clock)
         document.notes += [said] if said else []
 
     figures = dispatch_cuda.measure_cells(
-        cells, shape, device=gpu.device, gpu=gpu.name, clock=gpu.clock, copy_bytes_per_us=copied
+        cells, shape, device=device, gpu=gpu, clock=graph_clock, copy_bytes_per_us=copied
     )
     return replace(_of_cells(document, cells, figures), finish=measure_peers)
 
 
-def layer_on_gpu(chosen: Any, cells: str | None, rounds: int) -> Run:
-    """A whole layer between virtual ranks: of a shape of one's own, or of the models that `cells` names."""
-    if cells is None:
-        layer_cuda.check_layer(chosen.ranks, chosen.num_experts, chosen.top_k, chosen.weights)
-        sizes = _fields(chosen, *_SIZES)
-        measured = cells_of(
-            Case(
-                **sizes,
-                local_experts=chosen.num_experts // chosen.ranks,
-                weights=tuple(chosen.weights),
-                sizes=tuple(chosen.tokens),
-                tokens_a_rank=True,
-            )
-        )
-        setup, notes = {"ranks": chosen.ranks, **sizes}, [*layer_cuda.NOTES]
-    else:
-        found = grid(cases_of(cells), chosen.weights, known=tuple(MODELS))
-        measured = [cell for cell in found if not chosen.tokens or cell.size in chosen.tokens]
-        setup = {"ranks": measured[0].shape.ranks}
-        notes = [*_shapes(measured), *layer_cuda.NOTES, layer_cuda.DEEPGEMM_NOTE]
-    gpu = _Gpu.current(rounds, "measure the halves on the CPU: `bench dispatch` and `bench experts`")
-    machine = gpu.machine()
-    setup = {"gpu": gpu.name, **setup, "rounds": rounds, **machine.rates.as_setup()}
+def layer_shape_run(
+    ranks: int, tokens: Sequence[int], weights: Sequence[str], rounds: int, cells: None, **sizes: int
+) -> Run:
+    """A whole layer of a shape of one's own between virtual ranks."""
+    layer_cuda.check_layer(ranks, sizes["num_experts"], sizes["top_k"], weights)
+    shape = Case(
+        **sizes,  # type: ignore[arg-type]
+        local_experts=sizes["num_experts"] // ranks,
+        weights=tuple(weights),
+        sizes=tuple(tokens),
+        tokens_a_rank=True,
+    )
+    return _layer_run(cells_of(shape), rounds, {"ranks": ranks, **sizes}, *layer_cuda.NOTES)
+
+
+def layer_cells_run(cells: str, tokens: Sequence[int], weights: Sequence[str], rounds: int) -> Run:
+    """Whole layers of models between virtual ranks."""
+    found = grid(cases_of(cells), weights, known=tuple(MODELS))
+    measured = [cell for cell in found if not tokens or cell.size in tokens]
+    notes = (*_shapes(measured), *layer_cuda.NOTES, layer_cuda.DEEPGEMM_NOTE)
+    return _layer_run(measured, rounds, {"ranks": measured[0].shape.ranks}, *notes)
+
+
+def _layer_run(cells: Sequence[Cell], rounds: int, setup: dict[str, Any], *notes: str) -> Run:
+    halves = "measure the halves on the CPU: `bench dispatch` and `bench experts`"
+    machine = machine_rates.Machine.gpu(rounds, halves)
+    setup = {"gpu": machine.name, **setup, "rounds": rounds, **machine.rates.as_setup()}
     return Run(
-        document=_document("layer-cuda", setup, *notes, gpu.rested_note()),
-        steps=[str(cell) for cell in measured],
-        figures=layer_cuda.measure_layer(measured, machine),
+        document=_document("layer-cuda", setup, *notes, machine.rested_note()),
+        steps=[str(cell) for cell in cells],
+        figures=layer_cuda.measure_layer(cells, machine),
     )

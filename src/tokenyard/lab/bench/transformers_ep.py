@@ -38,6 +38,7 @@ from tokenyard.group import Group, launch
 from tokenyard.lab.bench.clock import host_clock
 from tokenyard.lab.bench.experts_peers import check_transformers
 from tokenyard.lab.bench.machine_rates import Rates, measure_rates
+from tokenyard.lab.bench.rank_rounds import slowest_ms
 from tokenyard.lab.bench.records import Record, Spread
 from tokenyard.lab.evaluation.models import load_whole, quietly
 from tokenyard.temporary_folders import temporary_folder
@@ -72,7 +73,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Seconds:
-    """One round on one rank, or the slowest of all."""
+    """One round on one rank."""
 
     prefill: float
     decode: float
@@ -87,13 +88,6 @@ def measure_transformers_ep(work: Workload) -> list[Record]:
     with temporary_folder("tokenyard-bench-") as folder:
         _save_model(work, folder)
         by_rank = launch(work.ranks, _rank_main, work, folder, ranks="processes", deadline=300.0)
-    rounds: dict[str, list[Seconds]] = {
-        name: [
-            Seconds(max(t.prefill for t in times), max(t.decode for t in times))
-            for times in zip(*(rank["seconds"][name] for rank in by_rank), strict=True)
-        ]
-        for name in by_rank[0]["seconds"]
-    }
     rates = measure_rates(torch.device("cpu"), host_clock(4))
     details = {
         "peer": by_rank[0]["peer"],
@@ -103,7 +97,10 @@ def measure_transformers_ep(work: Workload) -> list[Record]:
     records = []
     for phase, passes, tokens in (("prefill", 1, work.length), ("decode", work.steps, 1)):
         ms = {
-            name: [1e3 * getattr(times, phase) / passes for times in found] for name, found in rounds.items()
+            name: slowest_ms(
+                [getattr(one, phase) / passes for one in rank["seconds"][name]] for rank in by_rank
+            )
+            for name in by_rank[0]["seconds"]
         }
         others = {name: found for name, found in ms.items() if name != OURS}
         medians = {f"{name}_ms": statistics.median(found) for name, found in others.items() if name != PEER}

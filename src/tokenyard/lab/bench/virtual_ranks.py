@@ -52,13 +52,8 @@ def exchange_spec_of(cell: DispatchCell, shape: Shape) -> ExchangeSpec:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Batch:
+class Batch(SentBatch):
     """What all ranks dispatch: the rows of rank r are those from `r · T` on."""
-
-    x_TH: Tensor
-    ids_TK: Tensor
-    weights_TK: Tensor
 
     @classmethod
     def draw(cls, cell: DispatchCell, shape: Shape, device: torch.device, seed: int) -> Batch:

@@ -7,7 +7,6 @@ the end. Ranks have answers of different lengths; nobody waits for anybody else'
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,42 +18,31 @@ from tokenyard.lab.evaluation.models import load_language
 from tokenyard.lab.evaluation.ranks import Send
 
 
-@dataclass(frozen=True, kw_only=True)
-class AnswerJob:
-    """What is asked, and how the model is sharded. Picklable: it travels to the processes of the ranks."""
+def answer_questions(
+    group: Group,
+    folder: str,
+    prompts: list[str],
+    sharding: dict[str, Any],
+    most: int,
+    record: str | None,
+    send: Send,
+) -> dict[str, Any]:
+    """This rank's answers, of at most so many tokens, and what moved in each layer.
 
-    folder: str
-    prompts: list[str]
-    exchange: str
-    wire: str | None
-    weights: str | None
-    inner: str | None
-    most: int
-    record: str | None = None  # the file that routes are written to
-
-
-def answer_questions(group: Group, job: AnswerJob, send: Send) -> dict[str, Any]:
-    """This rank's answers, and what moved in each layer."""
+    `sharding` are the options of `load_sharded`. `record` is the file that routes are written to.
+    """
     from tokenyard.integrations.transformers import load_sharded
 
-    language = load_language(Path(job.folder))
-    sharded = load_sharded(
-        job.folder,
-        group,
-        exchange=job.exchange,
-        wire=job.wire,
-        weights=job.weights,
-        inner=job.inner,
-        max_tokens=MAX_TOKENS,
-    )
+    language = load_language(Path(folder))
+    sharded = load_sharded(folder, group, **sharding, max_tokens=MAX_TOKENS)
     end_ids = language.end_ids(sharded.model)
     found: list[tuple[int, str, int]] = []
-    recorder = RouteRecorder([experts.layer for experts in sharded.experts] if job.record else [])
+    recorder = RouteRecorder([experts.layer for experts in sharded.experts] if record else [])
     try:
         group.barrier()
         started = time.perf_counter()
         with sharded.passes() as model:
-            for number in range(group.rank, len(job.prompts), group.size):
+            for number in range(group.rank, len(prompts), group.size):
                 tokens: list[int] = []
                 send({"number": number, "text": ""})
 
@@ -62,14 +50,14 @@ def answer_questions(group: Group, job: AnswerJob, send: Send) -> dict[str, Any]
                     tokens.append(token)
                     send({"number": number, "text": language.text(tokens)})
 
-                prompt = pad_left(language.encode([job.prompts[number]]), language.pad, group.device)
-                answer(model, *prompt, end_ids=end_ids, most=job.most, on_token=say)
+                prompt = pad_left(language.encode([prompts[number]]), language.pad, group.device)
+                answer(model, *prompt, end_ids=end_ids, most=most, on_token=say)
                 send({"number": number, "text": language.text(tokens), "done": True})
                 found.append((number, language.text(tokens), len(tokens)))
         seconds = time.perf_counter() - started
         recorded = recorder.gather(group)
-        if job.record is not None and group.rank == 0:
-            write_routes(Path(job.record), recorded)
+        if record is not None and group.rank == 0:
+            write_routes(Path(record), recorded)
         return {
             "answers": found,
             "seconds": seconds,

@@ -130,41 +130,28 @@ class _QuestionShare:
     def answers(self, model: Any) -> dict[str, Any]:
         """The answers, and how long the probes took."""
         started = time.perf_counter()
-        found = self._token_by_token(model, self.probes)
+        found = self._answered(model, self.probes, from_drafts=False)
         seconds = time.perf_counter() - started
         tokens = sum(len(ids) for _, ids, _ in found)
         if not self.cell.only_probes:
-            others = self._from_drafts if self.cell.drafts else self._token_by_token
-            found += others(model, self.others)
+            found += self._answered(model, self.others, from_drafts=bool(self.cell.drafts))
         return {"answers": found, "probe_tokens": tokens, "probe_seconds": seconds}
 
-    def _token_by_token(self, model: Any, numbers: list[int]) -> list[Answer]:
+    def _answered(self, model: Any, numbers: list[int], *, from_drafts: bool) -> list[Answer]:
+        size = min(self.cell.batch, _DRAFTS_IN_A_BATCH) if from_drafts else self.cell.batch
+        ends: dict[str, Any] = {"end_ids": self.end_ids, "most": self.cell.most}
+        pad, device = self.language.pad, self.device
         found: list[Answer] = []
-        for batch in _in_batches(numbers, self.cell.batch):
-            ids, mask = pad_left([self.prompts[n] for n in batch], self.language.pad, self.device)
-            written = answer(model, ids, mask, end_ids=self.end_ids, most=self.cell.most)
-            found += self._said(batch, written)
+        for first in range(0, len(numbers), size):
+            batch = numbers[first : first + size]
+            prompts = [self.prompts[n] for n in batch]
+            if from_drafts:
+                drafts = [self.cell.drafts[n] for n in batch]
+                written = answer_from_drafts(model, prompts, drafts, **ends, pad=pad, device=device)
+            else:
+                written = answer(model, *pad_left(prompts, pad, device), **ends)
+            self.send({"answered": len(batch)})
+            found += [
+                (number, ids, self.language.text(ids)) for number, ids in zip(batch, written, strict=True)
+            ]
         return found
-
-    def _from_drafts(self, model: Any, numbers: list[int]) -> list[Answer]:
-        found: list[Answer] = []
-        for batch in _in_batches(numbers, min(self.cell.batch, _DRAFTS_IN_A_BATCH)):
-            written = answer_from_drafts(
-                model,
-                [self.prompts[n] for n in batch],
-                [self.cell.drafts[n] for n in batch],
-                end_ids=self.end_ids,
-                most=self.cell.most,
-                pad=self.language.pad,
-                device=self.device,
-            )
-            found += self._said(batch, written)
-        return found
-
-    def _said(self, numbers: list[int], written: list[list[int]]) -> list[Answer]:
-        self.send({"answered": len(numbers)})
-        return [(number, ids, self.language.text(ids)) for number, ids in zip(numbers, written, strict=True)]
-
-
-def _in_batches(numbers: list[int], size: int) -> list[list[int]]:
-    return [numbers[first : first + size] for first in range(0, len(numbers), size)]

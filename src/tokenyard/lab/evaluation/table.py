@@ -24,14 +24,9 @@ WHOLE_MODEL = "whole model"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One wiring's figures. The whole model has no exchange, and nothing to compare with."""
+class Row(Wiring):
+    """A wiring and its figures. The whole model has no exchange, and nothing to compare with."""
 
-    exchange: str
-    wire: str
-    weights: str
-    inner: str = EXACT  # between an expert's two products
-    combine_wire: str = OWN_DTYPE  # on the way back
     accuracy: Interval
     difference: Interval | None = None  # to the whole model, on the same questions
     logit_error: float | None = None  # relative, over the probes
@@ -48,12 +43,8 @@ class Row:
         return found
 
 
-@dataclass(frozen=True)
-class _First:
-    """What the first exchange of a wire × weights gave."""
-
-    row: Row
-    bits: tuple[Any, ...]
+# A row, and all that another exchange must have in common with it to give the same answers.
+_Measured = tuple[Row, tuple[Any, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,11 +90,11 @@ class Evaluation:
         whole, drafts = self._whole(on_message)
         yield whole
         for formats in sorted(self.formats, key=self._differs_in_both):
-            first: _First | None = None
+            first: _Measured | None = None
             for exchange in self.exchanges:
                 found = self._sharded(Wiring(exchange, *formats), whole, drafts, first, on_message)
                 first = first or found
-                yield found.row
+                yield found[0]
 
     def _differs_in_both(self, formats: tuple[str, str, str, str]) -> bool:
         return formats[0] != self.wires[0] and formats[1] != self.weights[0]
@@ -140,16 +131,16 @@ class Evaluation:
         wiring: Wiring,
         whole: Row,
         drafts: list[list[int]],
-        first: _First | None,
+        first: _Measured | None,
         on_message: Send | None,
-    ) -> _First:
+    ) -> _Measured:
         only_probes = first is not None and not self.every
         by_rank = self._call(self._cell(wiring, drafts, only_probes=only_probes), str(wiring), on_message)
         bits = _bits(by_rank)
-        if only_probes and first is not None and bits != first.bits:
+        if only_probes and first is not None and bits != first[1]:
             only_probes = False
             by_rank = self._call(self._cell(wiring, drafts), str(wiring), on_message)
-        same_as = first.row if only_probes and first is not None else None
+        same_as = first[0] if only_probes and first is not None else None
         right = self._right(_answers(by_rank)) if same_as is None else same_as.right
         size = sum(rank["squared_size"] for rank in by_rank)
         row = Row(
@@ -161,7 +152,7 @@ class Evaluation:
             expert_bytes=sum(rank["expert_bytes"] for rank in by_rank),
             same_bits_as=None if same_as is None else same_as.exchange,
         )
-        return _First(row, bits)
+        return row, bits
 
     def _cell(self, wiring: Wiring | None, drafts: list[list[int]], *, only_probes: bool = False) -> Cell:
         return Cell(

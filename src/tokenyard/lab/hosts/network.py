@@ -81,11 +81,11 @@ def check_hosts() -> list[str]:
 
 
 def run_on_hosts(
-    folder: Path, commands: Sequence[Sequence[str]], *, seed: int = 0, seconds: float = 200.0
+    folder: Path, commands: Sequence[Sequence[str]], *, seconds: float = 200.0
 ) -> list[HostReport]:
     """Run a command on each of some hosts, and wait for all. After so many seconds everything is ended."""
     way = check_hosts()
-    (folder / "job.json").write_text(json.dumps({"commands": commands, "seed": seed}))
+    (folder / "job.json").write_text(json.dumps({"commands": commands}))
     names = [f"{address_of(host)} {name_of(host)}" for host in range(len(commands))]
     (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
     switch = [sys.executable, "-m", "tokenyard.lab.hosts.switch", str(folder)]

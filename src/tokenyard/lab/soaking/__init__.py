@@ -7,10 +7,10 @@
 - `worker`: what a rank does: an episode, a meeting, and from time to time a rest in which everything is measured.
 - `measuring`: memory, descriptors, sockets, threads and processes, as the kernel counts them.
 - `verdict`: what of it is a leak.
-- `soak`: starts the ranks, watches them, and says what came of it. `picture` draws it.
+- `soak`: starts the ranks, watches them, and says what came of it.
 """
 
 from tokenyard.lab.soaking.settings import Settings
-from tokenyard.lab.soaking.soak import Progress, Report, soak
+from tokenyard.lab.soaking.soak import Report, soak
 
-__all__ = ["Progress", "Report", "Settings", "soak"]
+__all__ = ["Report", "Settings", "soak"]

@@ -32,19 +32,8 @@ _LOOK = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
-    """What a soak has done so far."""
-
-    seconds: float
-    counts: Counts
-    sample: Sample | None  # the latest
-    findings: int
-    last_finding: Finding | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Report:
-    """The result of a soak."""
+    """The result of a soak. While it runs: what was done and found so far, the latest sample, and no growth."""
 
     settings: Settings
     seconds: float
@@ -59,142 +48,117 @@ class Report:
         return not self.findings
 
 
-def soak(settings: Settings, on_progress: Callable[[Progress], None] = lambda progress: None) -> Report:
+def soak(settings: Settings, on_progress: Callable[[Report], None] = lambda report: None) -> Report:
     """Run a soak; report progress a few times a second. `KeyboardInterrupt` ends it early, with what was found."""
     check_measurable()
-    began = time.monotonic()
     with temporary_folder("tokenyard-soak-") as folder:
-        run_folder = RunFolder(folder)
-        done = _soak_in_runs(settings, run_folder, began, on_progress)
-        samples = run_folder.samples()
+        return _Soak(settings, RunFolder(folder), on_progress).run()
+
+
+class _Soak:
+    """A soak, as the process sees it that starts the ranks."""
+
+    def __init__(
+        self, settings: Settings, run_folder: RunFolder, on_progress: Callable[[Report], None]
+    ) -> None:
+        self.settings, self.run_folder, self.on_progress = settings, run_folder, on_progress
+        self.began = time.monotonic()
+        self.done = Counts()  # in runs that have ended
+        # Seconds. A loss takes several waits: the deadline itself, a fresh process, and the meeting of all.
+        self.patience = 6 * settings.deadline + 60.0
+
+    def run(self) -> Report:
+        """Run the ranks; start them again where a run fails."""
+        for _ in range(_MOST_BREAKS):
+            reached_end = self._run_ranks()
+            self.done = self._counts()
+            self.run_folder.write_progress(Counts())
+            if reached_end:
+                break
+            self.done += Counts(episodes=1)  # the one in which they came apart
+        samples = self.run_folder.samples()
         growth, leaks = judge(samples)
-        findings = [*_without_echoes(run_folder.findings()), *leaks]
-        if not done.episodes and not findings:
+        findings = [*_without_echoes(self.run_folder.findings()), *leaks]
+        if not self.done.episodes and not findings:
             findings.append(Finding(kind="error", what="the ranks did nothing"))
-    return Report(
-        settings=settings,
-        seconds=time.monotonic() - began,
-        counts=done,
-        samples=samples,
-        growth=growth,
-        findings=findings,
-    )
+        return self._report(samples, growth, findings)
 
+    def _counts(self) -> Counts:
+        return self.done + (self.run_folder.progress() or Counts())
 
-def _soak_in_runs(
-    settings: Settings, run_folder: RunFolder, began: float, on_progress: Callable[[Progress], None]
-) -> Counts:
-    """Run the ranks; start them again where a run fails."""
-    done = Counts()
-    for _ in range(_MOST_BREAKS):
-        run_folder.expect_episode(None)
+    def _report(self, samples: list[Sample], growth: dict[str, Growth], findings: list[Finding]) -> Report:
+        return Report(
+            settings=self.settings,
+            seconds=time.monotonic() - self.began,
+            counts=self._counts(),
+            samples=samples,
+            growth=growth,
+            findings=findings,
+        )
+
+    def _run_ranks(self) -> bool:
+        """Run one group of ranks; return whether it reached the end."""
+        self.run_folder.expect_episode(None)
+        errors: list[BaseException] = []
+        ended = (
+            threading.Event()
+        )  # a `join` that is interrupted takes a thread that runs for one that has ended
+        threading.Thread(target=self._launch, args=(errors, ended), name="soak", daemon=True).start()
+        seen, since = self.run_folder.progress(), time.monotonic()
+        while not ended.is_set():
+            try:
+                ended.wait(_LOOK)
+                latest = self.run_folder.last_sample()
+                self.on_progress(self._report([latest] if latest else [], {}, self.run_folder.findings()))
+                if (now := self.run_folder.progress()) != seen:
+                    seen, since = now, time.monotonic()
+                if time.monotonic() - since > self.patience:
+                    what = f"no episode has ended for {self.patience:.0f} s, and no wait has raised"
+                    episode = seen.episodes if seen else 0
+                    self.run_folder.add_finding(Finding(kind="hang", what=what, episode=episode))
+                    self._end_processes()
+                    ended.wait(self.settings.deadline)
+                    return False
+            except KeyboardInterrupt:
+                self.run_folder.stop()
+        if errors and not self.run_folder.findings():
+            what = f"{type(errors[0]).__name__}: {errors[0]}"
+            self.run_folder.add_finding(Finding(kind="error", what=what))
+        return not errors
+
+    def _launch(self, errors: list[BaseException], ended: threading.Event) -> None:
+        settings = self.settings
         arguments = RunArguments(
-            folder=str(run_folder.folder), launcher=os.getpid(), began=began, first_episode=done.episodes
+            folder=str(self.run_folder.folder),
+            launcher=os.getpid(),
+            began=self.began,
+            first_episode=self.done.episodes,
         )
-        whole = _work(settings, arguments, run_folder, done, on_progress)
-        done += run_folder.progress() or Counts()
-        run_folder.write_progress(Counts())
-        if whole:
-            break
-        done += Counts(episodes=1)  # the one in which they came apart
-    return done
-
-
-def _work(
-    settings: Settings,
-    arguments: RunArguments,
-    run_folder: RunFolder,
-    before: Counts,
-    on_progress: Callable[[Progress], None],
-) -> bool:
-    """Run one group of ranks; return whether it reached the end."""
-    errors: list[BaseException] = []
-    ended = threading.Event()  # a `join` that is interrupted takes a thread that runs for one that has ended
-    ranks = threading.Thread(
-        target=_launch, args=(settings, arguments, errors, ended), name="soak", daemon=True
-    )
-    ranks.start()
-    watch = _Watch(settings, run_folder)
-    while not ended.is_set():
         try:
-            ended.wait(_LOOK)
-            on_progress(_progress(run_folder, arguments, before))
-            if watch.hangs():
-                run_folder.add_finding(Finding(kind="hang", what=watch.complaint, episode=watch.episode))
-                _end_processes(settings, run_folder)
-                ended.wait(settings.deadline)
-                return False
-        except KeyboardInterrupt:
-            run_folder.stop()
-    if errors and not run_folder.findings():
-        run_folder.add_finding(Finding(kind="error", what=f"{type(errors[0]).__name__}: {errors[0]}"))
-    return not errors
+            launch(
+                settings.ranks,
+                work,
+                settings,
+                arguments,
+                ranks=settings.kind,
+                device=settings.device,
+                deadline=settings.deadline,
+                threads_per_rank=1,
+                # Threads do not die: they leave, and come back by themselves.
+                replacements=_MOST_REPLACEMENTS
+                if settings.loses_ranks and settings.kind == "processes"
+                else 0,
+            )
+        except Exception as error:
+            errors.append(error)
+        finally:
+            ended.set()
 
-
-def _launch(
-    settings: Settings, arguments: RunArguments, errors: list[BaseException], ended: threading.Event
-) -> None:
-    try:
-        launch(
-            settings.ranks,
-            work,
-            settings,
-            arguments,
-            ranks=settings.kind,
-            device=settings.device,
-            deadline=settings.deadline,
-            threads_per_rank=1,
-            # Threads do not die: they leave, and come back by themselves.
-            replacements=_MOST_REPLACEMENTS if settings.loses_ranks and settings.kind == "processes" else 0,
-        )
-    except Exception as error:
-        errors.append(error)
-    finally:
-        ended.set()
-
-
-class _Watch:
-    """Notices when ranks make no progress."""
-
-    def __init__(self, settings: Settings, run_folder: RunFolder) -> None:
-        # A loss takes several waits: the deadline itself, a fresh process, and the meeting of all.
-        self._patience = 6 * settings.deadline + 60.0
-        self._run_folder = run_folder
-        self._seen, self._since = run_folder.progress(), time.monotonic()
-
-    @property
-    def episode(self) -> int:
-        """The episode that the ranks have not finished."""
-        return self._seen.episodes if self._seen else 0
-
-    @property
-    def complaint(self) -> str:
-        """The finding, if the ranks hang."""
-        return f"no episode has ended for {self._patience:.0f} s, and no wait has raised"
-
-    def hangs(self) -> bool:
-        """Whether the ranks have made no progress for too long."""
-        if (now := self._run_folder.progress()) != self._seen:
-            self._seen, self._since = now, time.monotonic()
-        return time.monotonic() - self._since > self._patience
-
-
-def _end_processes(settings: Settings, run_folder: RunFolder) -> None:
-    """End the ranks that hang. Threads cannot be ended; they go with this process."""
-    for pid in run_folder.pids() if settings.kind == "processes" else []:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def _progress(run_folder: RunFolder, arguments: RunArguments, before: Counts) -> Progress:
-    findings = run_folder.findings()
-    return Progress(
-        seconds=time.monotonic() - arguments.began,
-        counts=before + (run_folder.progress() or Counts()),
-        sample=run_folder.last_sample(),
-        findings=len(findings),
-        last_finding=findings[-1] if findings else None,
-    )
+    def _end_processes(self) -> None:
+        """End the ranks that hang. Threads cannot be ended; they go with this process."""
+        for pid in self.run_folder.pids() if self.settings.kind == "processes" else []:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def _without_echoes(findings: list[Finding]) -> list[Finding]:
