@@ -152,6 +152,7 @@ class CompressedInt4(CompressedTensorsLayout):
     config_format = "pack-quantized"
     tensors = data_and_scales(Stored("weight_packed", ("I32",), 8), Stored("weight_scale", ("BF16",), 32))
     beside = (*CompressedTensorsLayout.beside, "weight_shape")
+    written = (Piece("weight_shape", ("I64",), (2,)),)
     arguments = _arguments("int", 4, 32)
 
     def fill(self, payload: str, stored: Tensor, out: Tensor) -> None:

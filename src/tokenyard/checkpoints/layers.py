@@ -75,6 +75,24 @@ class CheckpointLayer:
             return tensor_name(self.name, None, projection, suffix), expert
         return tensor_name(self.name, expert, projection, suffix), None
 
+    def tensors(self, *, written: bool = False) -> Iterator[tuple[int | None, str, Piece]]:
+        """Every tensor that the layer must have: the expert (None: all in one), the projection, and what it must be.
+
+        `written` are those of a layer that this package writes, which has some more.
+        """
+        experts = [None] if self.layout.fused else range(self.num_experts)
+        for projection in self.projections.names:
+            outputs, inputs = self.sizes(projection)
+            pieces = [
+                *self.layout.pieces(outputs, inputs).values(),
+                *(self.layout.written if written else ()),
+            ]
+            if self.bias:  # which is plain, whatever the weights are
+                pieces.append(Piece("bias", tuple(PLAIN_DTYPES), (outputs,)))
+            for expert in experts:
+                for piece in pieces:
+                    yield expert, projection, piece
+
 
 def declared_layout(quantization: Mapping[str, Any]) -> Layout | str:
     """The layout that a `quantization_config` declares; or, in words, what it says that no layout holds.
@@ -127,14 +145,9 @@ def read_layer(found: FoundLayer, config: ModelConfig) -> CheckpointLayer:
         if reason := layout.refused(layer.sizes(projection)[1]):
             tensor = _first(found, projection)
             raise _wrong(tensor, layer.name, f"a {layout.weights} matrix that can be held", reason)
-    nbytes = sum(_check(found, layer, config, piece) for piece in _expected(layer))
+    nbytes = sum(_check(found, layer, config, piece) for piece in layer.tensors())
     _check_nothing_else(found, layer)
     return replace(layer, nbytes=nbytes)
-
-
-def bias_piece(outputs: int) -> Piece:
-    """The bias of a linear map; it is plain whatever the weights are."""
-    return Piece("bias", tuple(PLAIN_DTYPES), (outputs,))
 
 
 # --- Which layout it is -----------------------------------------------------------------------------------
@@ -287,18 +300,6 @@ def _sizes(
 
 
 # --- Every tensor -----------------------------------------------------------------------------------------
-
-
-def _expected(layer: CheckpointLayer) -> Iterator[tuple[int | None, str, Piece]]:
-    """Every tensor that the layer must have: the expert (None: all in one), the projection, and what it must be."""
-    experts = [None] if layer.layout.fused else range(layer.num_experts)
-    for projection in layer.projections.names:
-        outputs, inputs = layer.sizes(projection)
-        pieces = list(layer.layout.pieces(outputs, inputs).values())
-        pieces += [bias_piece(outputs)] if layer.bias else []
-        for expert in experts:
-            for piece in pieces:
-                yield expert, projection, piece
 
 
 def _check(

@@ -56,6 +56,8 @@ class Layout(ABC):
     numbers: ClassVar[Mapping[str, Piece]] = {}
     # Tensors that stand beside the weights and say nothing about them: scales of activations.
     beside: ClassVar[tuple[str, ...]] = ()
+    # Tensors of a linear map that are written and not read.
+    written: ClassVar[tuple[Piece, ...]] = ()
     # Payloads that the files do not have, because they are always this.
     constants: ClassVar[Mapping[str, float]] = {}
     # Whether one tensor holds all experts.
