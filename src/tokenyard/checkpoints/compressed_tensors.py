@@ -20,8 +20,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tokenyard.checkpoints.deepseek import BLOCK, DeepSeekFp8
 from tokenyard.checkpoints.layout import E8M0, Layout, Piece, Stored, data_and_scales
+from tokenyard.checkpoints.vendor_layouts import BLOCK, DeepSeekFp8
 from tokenyard.experts.base import EXACT
 from tokenyard.formats import Fp8Block128
 

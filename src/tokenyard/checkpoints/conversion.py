@@ -29,12 +29,11 @@ from torch import Tensor
 from tokenyard.checkpoints.checkpoint import Checkpoint
 from tokenyard.checkpoints.compressed_tensors import COMPRESSED_LAYOUTS
 from tokenyard.checkpoints.config import CONFIG
-from tokenyard.checkpoints.deepseek import DeepSeekFp8
-from tokenyard.checkpoints.gpt_oss import GptOssMxfp4
 from tokenyard.checkpoints.header import PICKLE_ENDINGS, refused
 from tokenyard.checkpoints.layers import CheckpointLayer
 from tokenyard.checkpoints.layout import Layout
 from tokenyard.checkpoints.naming import PROJECTIONS, tensor_name
+from tokenyard.checkpoints.vendor_layouts import DeepSeekFp8, GptOssMxfp4
 from tokenyard.checkpoints.writer import LARGEST_FILE, SPELLINGS, CheckpointWriter, Entry
 from tokenyard.errors import CheckpointError, unknown_name
 from tokenyard.experts import workers

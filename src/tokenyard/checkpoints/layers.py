@@ -12,13 +12,10 @@ from typing import Any
 
 from tokenyard.checkpoints.compressed_tensors import COMPRESSED_LAYOUTS
 from tokenyard.checkpoints.config import ModelConfig, quantization_in_words
-from tokenyard.checkpoints.deepseek import DeepSeekFp8
-from tokenyard.checkpoints.gpt_oss import GptOssMxfp4
 from tokenyard.checkpoints.header import StoredTensor
-from tokenyard.checkpoints.layout import Layout, Piece
-from tokenyard.checkpoints.modelopt import ModelOptNvfp4
+from tokenyard.checkpoints.layout import PLAIN_DTYPES, PLAIN_LAYOUTS, Layout, Piece, PlainLayout
 from tokenyard.checkpoints.naming import FoundLayer, Projections, tensor_name
-from tokenyard.checkpoints.plain import PLAIN_DTYPES, PLAIN_LAYOUTS, PlainLayout
+from tokenyard.checkpoints.vendor_layouts import DeepSeekFp8, GptOssMxfp4, ModelOptNvfp4
 from tokenyard.errors import CheckpointError
 from tokenyard.experts.base import EXACT
 
