@@ -33,6 +33,7 @@ from torch._library.effects import EffectType
 
 from tokenyard.errors import HandleError
 from tokenyard.layer.gradients import without_gradient
+from tokenyard.layer.sender import Batch
 from tokenyard.routing import Routes
 
 # A layer that is gone leaves no entry.
@@ -152,15 +153,14 @@ moe_layer.register_effect(EffectType.ORDERED)
 # -- Gradients ---------------------------------------------------------------------------------------------------
 
 
-def refuse_gradients(
-    layer: Any, y_TH: Tensor, x_TH: Tensor, routes_or_logits: Routes | Tensor, add: Tensor | None
-) -> Tensor:
+def refuse_gradients(layer: Any, y_TH: Tensor, batch: Batch) -> Tensor:
     """The result of an eager call; `backward` through it raises."""
     if not torch.is_grad_enabled():
         return y_TH
-    routed = routes_or_logits.topk_weights_TK if isinstance(routes_or_logits, Routes) else routes_or_logits
+    routed = batch.routes_or_logits
+    routed = routed.topk_weights_TK if isinstance(routed, Routes) else routed
     # Looked at only where gradients are made.
-    inputs = itertools.chain((x_TH, routed, add), layer.parameters())
+    inputs = itertools.chain((batch.x_TH, routed, batch.add), layer.parameters())
     return without_gradient(y_TH, inputs, partial(_no_gradient, layer.name))
 
 

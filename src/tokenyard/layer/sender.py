@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 from torch import Tensor
 
 from tokenyard.errors import InputError
@@ -9,6 +12,16 @@ from tokenyard.formats.base import dtype_name, is_matrix
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Routes
 from tokenyard.rows import RoutingLogits, describe
+
+
+class Batch(NamedTuple):
+    """What a layer is called with: the tokens of this rank."""
+
+    x_TH: Tensor
+    routes_or_logits: Routes | Tensor
+    payloads: Mapping[str, Tensor] | None = None  # further payloads, by name
+    out: Tensor | None = None  # where the result is written
+    add: Tensor | None = None  # what is added to it
 
 
 def check_rows(wiring: Wiring, x_TH: Tensor) -> None:
