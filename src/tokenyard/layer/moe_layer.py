@@ -120,13 +120,18 @@ class MoELayer(nn.Module):
 
     def take_part(self) -> None:
         """Serve a call of the other ranks, without rows of this one."""
-        spec = self.wiring.spec
-        none_TH = torch.empty(0, spec.hidden_size, dtype=spec.dtype)
-        ids_TK = torch.empty(0, spec.top_k, dtype=torch.int64)
-        payloads = {p.name: torch.empty(0, p.width, dtype=p.dtype) for p in spec.payloads}
+        self._call(self.no_tokens())
+
+    def no_tokens(self) -> Batch:
+        """What a rank brings that has no tokens."""
+        spec, device = self.wiring.spec, self.plan.group.device
+        ids_TK = torch.empty(0, spec.top_k, dtype=torch.int64, device=device)
         scaling = self.wiring.exchange_spec.routed_scaling
-        routes = Routes(topk_ids_TK=ids_TK, topk_weights_TK=ids_TK.float(), scaled_by=scaling)
-        self._call(Batch(none_TH, routes, payloads))
+        return Batch(
+            x_TH=torch.empty(0, spec.hidden_size, dtype=spec.dtype, device=device),
+            routes_or_logits=Routes(topk_ids_TK=ids_TK, topk_weights_TK=ids_TK.float(), scaled_by=scaling),
+            payloads={p.name: torch.empty(0, p.width, dtype=p.dtype, device=device) for p in spec.payloads},
+        )
 
     @outside_of_the_graph  # of a compiled model
     def start(
