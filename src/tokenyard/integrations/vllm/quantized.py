@@ -44,9 +44,9 @@ from vllm.model_executor.utils import set_weight_attrs
 from tokenyard.checkpoints import Layout, PackedMatrix, declared_layout
 from tokenyard.errors import CheckpointError
 from tokenyard.experts import ExpertWeights
-from tokenyard.integrations.vllm.kernels import asked_for, load_kernel
 from tokenyard.integrations.vllm.layers import HeldWeights
 from tokenyard.integrations.vllm.refusals import QUANTIZED, check_supported, refused
+from tokenyard.integrations.vllm.worker_plan import asked_for, load_kernel
 from tokenyard.rows import describe
 
 # The places of an expert's projections in w13, as vLLM's loader calls them.
