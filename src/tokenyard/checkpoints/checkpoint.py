@@ -94,11 +94,13 @@ class Checkpoint:
         """A layer by its name in the files, its name in plans (`model.layers.3.mlp`), or its number."""
         found = self._by_name.get(str(name))
         if found is None:
-            error = unknown_name("MoE layer", str(name), [layer.name for layer in self.layers])
-            raise CheckpointError(
-                f"{self.path}: {error.found}", expected=error.expected, fix=error.fix, file=self.path
-            )
+            unknown = unknown_name("MoE layer", str(name), [layer.name for layer in self.layers])
+            raise self.error(unknown.found, expected=unknown.expected, fix=unknown.fix)
         return found
+
+    def error(self, found: str, *, expected: str, fix: str) -> CheckpointError:
+        """The error for what was found of this checkpoint."""
+        return CheckpointError(f"{self.path}: {found}", expected=expected, fix=fix, file=self.path)
 
     def reading(self, layer: str | int, experts: Iterable[int] | None = None) -> ExpertReading:
         """A reader of some experts, which works in steps: scales, then the rest."""
@@ -116,13 +118,8 @@ class Checkpoint:
     def tensor(self, name: str) -> Tensor:
         """A copy of a tensor, under its name in the files."""
         if name not in self._files.tensors:
-            error = unknown_name("tensor", name, self._files.tensors)
-            raise CheckpointError(
-                f"{self.path}: {error.found}",
-                expected="a tensor of this checkpoint",
-                fix=error.fix,
-                file=self.path,
-            )
+            unknown = unknown_name("tensor", name, self._files.tensors)
+            raise self.error(unknown.found, expected="a tensor of this checkpoint", fix=unknown.fix)
         return self._files.read(name)
 
     def copy(self, name: str, write: Callable[[str, Tensor], None]) -> None:
@@ -193,12 +190,10 @@ def _check_quantized(config: ModelConfig, files: TensorFiles) -> None:
     )
     if not quantized:
         tensor = next(iter(files.tensors.values()))
-        raise CheckpointError(
+        raise tensor.concerned(
             f"{config.file} has {config.quantized_as}, but no tensor has scales; {tensor}",
             expected="quantized weights, as the config says",
             fix="take the config.json that belongs to these weights, or remove its quantization_config",
-            file=tensor.file,
-            tensor=tensor.name,
         )
 
 

@@ -142,24 +142,16 @@ def _target(checkpoint: Checkpoint, layer: CheckpointLayer, weights: str) -> Che
     if weights not in TARGETS:
         raise unknown_name("weight format to convert into", str(weights), TARGETS)
     if layer.layout.format.quantized:
-        raise CheckpointError(
-            f"{checkpoint.path}: the experts are {layer.layout} already",
+        raise checkpoint.error(
+            f"the experts are {layer.layout} already",
             expected="plain weights: quantizing twice loses twice",
             fix="convert the checkpoint that this one was made from",
-            file=checkpoint.path,
-            layer=layer.name,
-        )
+        ).at(layer=layer.name)
     if reason := _reason(layer, weights):
         fit = [name for name in TARGETS if _reason(layer, name) is None]
-        raise CheckpointError(
-            f"{checkpoint.path}: {reason}",
-            expected="experts that this format has a layout for",
-            fix=f"one of these works: {', '.join(fit)}"
-            if fit
-            else "no format has a layout for these experts",
-            file=checkpoint.path,
-            layer=layer.name,
-        )
+        works = f"one of these works: {', '.join(fit)}" if fit else "no format has a layout for these experts"
+        expected = "experts that this format has a layout for"
+        raise checkpoint.error(reason, expected=expected, fix=works).at(layer=layer.name)
     layout, fused = _layouts(layer)[weights], layer.projections.w13 == ("gate_up_proj",)
     return replace(
         layer, layout=layout, projections=PROJECTIONS[0] if fused and not layout.fused else layer.projections
@@ -334,15 +326,12 @@ class _LayerConversion:
         for name, projection in (("w13", projections.w13[0]), ("w2", projections.w2)):
             if not bool(getattr(plain, name).isfinite().all()):
                 tensor, _ = self.layer.stored(expert, projection, self.layer.layout.data)
-                file = self.checkpoint.tensors[tensor].file
-                raise CheckpointError(
-                    f"{file.name}: {name} of expert {expert} ({tensor}) holds NaN or Inf",
+                stored = self.checkpoint.tensors[tensor]
+                raise stored.concerned(
+                    f"{stored.file.name}: {name} of expert {expert} ({tensor}) holds NaN or Inf",
                     expected="weights that are finite numbers",
                     fix="mend the weights first: quantized, a whole block of them would be lost",
-                    file=file,
-                    tensor=tensor,
-                    layer=self.layer.name,
-                )
+                ).at(layer=self.layer.name)
 
 
 class _ConvertedExpert(NamedTuple):

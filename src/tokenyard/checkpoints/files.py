@@ -186,12 +186,10 @@ def _all_of(files: list[Path]) -> TensorFiles:
         held, sizes[file] = read_header(file)
         for tensor in held:
             if tensor.name in tensors:
-                raise CheckpointError(
+                raise tensor.concerned(
                     f"tensor {tensor.name!r} is in {tensors[tensor.name].file.name} and in {file.name}",
                     expected="each tensor once, or an index that says which counts",
                     fix=f"remove the file that is too many, or add {INDEX}",
-                    file=file,
-                    tensor=tensor.name,
                 )
             tensors[tensor.name] = tensor
     return TensorFiles(tensors, sizes)
