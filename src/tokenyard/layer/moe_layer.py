@@ -25,8 +25,7 @@ from tokenyard.group.base import Background
 from tokenyard.layer.compiled import call_operator, outside_of_the_graph, register
 from tokenyard.layer.pending import PendingBatch, Sent
 from tokenyard.layer.receiver import LocalIds, build_experts, built_for, check_fits, run_experts
-from tokenyard.layer.sender import Batch, check_rows, check_shared, route
-from tokenyard.layer.shared_experts import SharedExpertsCall
+from tokenyard.layer.sender import Batch, SharedExpertsCall, check_rows, check_shared, route
 from tokenyard.planning.audit import Audit
 from tokenyard.planning.planner import Plan, wiring_in
 from tokenyard.planning.wiring import Wiring

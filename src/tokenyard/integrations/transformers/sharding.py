@@ -30,7 +30,7 @@ from tokenyard.integrations.transformers.loading import fill_shared, load_withou
 from tokenyard.integrations.transformers.reports import LayerReport, Stopwatch, layer_reports
 from tokenyard.integrations.transformers.synchronized_passes import SynchronizedPasses
 from tokenyard.layer import MoELayer
-from tokenyard.layer.gradients import without_gradient
+from tokenyard.layer.compiled import without_gradient
 from tokenyard.planning.choosing import AUTO
 from tokenyard.planning.drafting import Draft, draft
 from tokenyard.planning.planner import Plan, plan_draft
