@@ -95,12 +95,13 @@ class Checkpoint:
         found = self._by_name.get(str(name))
         if found is None:
             unknown = unknown_name("MoE layer", str(name), [layer.name for layer in self.layers])
-            raise self.error(unknown.found, expected=unknown.expected, fix=unknown.fix)
+            raise self.error(f": {unknown.found}", expected=unknown.expected, fix=unknown.fix)
         return found
 
-    def error(self, found: str, *, expected: str, fix: str) -> CheckpointError:
-        """The error for what was found of this checkpoint."""
-        return CheckpointError(f"{self.path}: {found}", expected=expected, fix=fix, file=self.path)
+    def error(self, found: str, *, expected: str, fix: str, tensor: str | None = None) -> CheckpointError:
+        """The error for what was found of this checkpoint: `found` goes on after its path."""
+        said = f"{self.path}{found}"
+        return CheckpointError(said, expected=expected, fix=fix, file=self.path, tensor=tensor)
 
     def reading(self, layer: str | int, experts: Iterable[int] | None = None) -> ExpertReading:
         """A reader of some experts, which works in steps: scales, then the rest."""
@@ -119,7 +120,7 @@ class Checkpoint:
         """A copy of a tensor, under its name in the files."""
         if name not in self._files.tensors:
             unknown = unknown_name("tensor", name, self._files.tensors)
-            raise self.error(unknown.found, expected="a tensor of this checkpoint", fix=unknown.fix)
+            raise self.error(f": {unknown.found}", expected="a tensor of this checkpoint", fix=unknown.fix)
         return self._files.read(name)
 
     def copy(self, name: str, write: Callable[[str, Tensor], None]) -> None:

@@ -143,7 +143,7 @@ def _target(checkpoint: Checkpoint, layer: CheckpointLayer, weights: str) -> Che
         raise unknown_name("weight format to convert into", str(weights), TARGETS)
     if layer.layout.format.quantized:
         raise checkpoint.error(
-            f"the experts are {layer.layout} already",
+            f": the experts are {layer.layout} already",
             expected="plain weights: quantizing twice loses twice",
             fix="convert the checkpoint that this one was made from",
         ).at(layer=layer.name)
@@ -151,7 +151,7 @@ def _target(checkpoint: Checkpoint, layer: CheckpointLayer, weights: str) -> Che
         fit = [name for name in TARGETS if _reason(layer, name) is None]
         works = f"one of these works: {', '.join(fit)}" if fit else "no format has a layout for these experts"
         expected = "experts that this format has a layout for"
-        raise checkpoint.error(reason, expected=expected, fix=works).at(layer=layer.name)
+        raise checkpoint.error(f": {reason}", expected=expected, fix=works).at(layer=layer.name)
     layout, fused = _layouts(layer)[weights], layer.projections.w13 == ("gate_up_proj",)
     return replace(
         layer, layout=layout, projections=PROJECTIONS[0] if fused and not layout.fused else layer.projections

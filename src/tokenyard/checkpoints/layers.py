@@ -81,10 +81,8 @@ class CheckpointLayer:
         experts = [None] if self.layout.fused else range(self.num_experts)
         for projection in self.projections.names:
             outputs, inputs = self.sizes(projection)
-            pieces = [
-                *self.layout.pieces(outputs, inputs).values(),
-                *(self.layout.written if written else ()),
-            ]
+            pieces = list(self.layout.pieces(outputs, inputs).values())
+            pieces += self.layout.written if written else ()
             if self.bias:  # which is plain, whatever the weights are
                 pieces.append(Piece("bias", tuple(PLAIN_DTYPES), (outputs,)))
             for expert in experts:
@@ -191,13 +189,8 @@ def _recognize(found: FoundLayer, projections: Projections, config: ModelConfig)
             fix="take the config.json that belongs to these weights",
         )
     # A layout that the config names, and of which something is missing or of another dtype: say what.
-    for layout in QUANTIZED_LAYOUTS:
-        if (
-            layout.fused != found.fused
-            or not layout.declared(config.quantization)
-            or layout.data not in present
-        ):
-            continue
+    named = [layout for layout in QUANTIZED_LAYOUTS if layout.declared(config.quantization)]
+    for layout in (each for each in named if each.fused == found.fused and each.data in present):
         for piece in layout.pieces(1, 1).values():
             there = present.get(piece.suffix)
             if there is None or there.dtype not in piece.dtypes:
@@ -265,21 +258,14 @@ def _sizes(
     found: FoundLayer, projections: Projections, layout: Layout, config: ModelConfig
 ) -> tuple[int, int]:
     """H and I: what the config says, or else what the first tensors of w13 say."""
-    tensor = next(
-        (
-            t
-            for (_, p, suffix), t in found.tensors.items()
-            if (p, suffix) == (projections.w13[0], layout.data)
-        ),
-        None,
-    )
-    lead = projections.w13[0]
-    if tensor is None:
-        tensor = _first(found, lead)
-        raise _wrong(tensor, f"a tensor {lead}.{layout.data} beside it, as {layout} has it")
-    shape = tensor.shape[1:] if layout.fused else tensor.shape
-    if len(shape) != len(layout.pieces(1, 1)["data"].shape):
-        raise _wrong(tensor, f"{len(layout.pieces(1, 1)['data'].shape)} dimensions for each expert")
+    lead, dimensions = projections.w13[0], len(layout.pieces(1, 1)["data"].shape)
+    holding = [t for (_, p, suffix), t in found.tensors.items() if (p, suffix) == (lead, layout.data)]
+    if not holding:
+        expected = f"a tensor {lead}.{layout.data} beside it, as {layout} has it"
+        raise _wrong(_first(found, lead), expected)
+    shape = holding[0].shape[1:] if layout.fused else holding[0].shape
+    if len(shape) != dimensions:
+        raise _wrong(holding[0], f"{dimensions} dimensions for each expert")
     outputs, inputs = layout.size(shape)
     intermediate = outputs // 2 if lead == "gate_up_proj" else outputs
     hidden = inputs if config.hidden_size is None else config.hidden_size
@@ -318,10 +304,8 @@ def _check_nothing_else(found: FoundLayer, layer: CheckpointLayer) -> None:
     known = {piece.suffix for piece in layer.layout.pieces(1, 1).values()} | {"bias", *layer.layout.beside}
     for (expert, _, suffix), tensor in found.tensors.items():
         if suffix not in known or (expert is None) != layer.layout.fused:
-            raise _wrong(
-                tensor,
-                f"{', '.join(sorted(filter(None, known)))}, as {layer.layout} has it: nobody would read this one",
-            )
+            names = ", ".join(sorted(filter(None, known)))
+            raise _wrong(tensor, f"{names}, as {layer.layout} has it: nobody would read this one")
 
 
 def _wrong(tensor: StoredTensor, expected: str, why: str = "") -> CheckpointError:

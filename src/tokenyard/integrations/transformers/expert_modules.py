@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from tokenyard.checkpoints import Checkpoint, CheckpointLayer
 from tokenyard.checkpoints.families import FAMILIES, Config, family_config
-from tokenyard.errors import CheckpointError, ContractError, InputError
+from tokenyard.errors import ContractError, InputError
 from tokenyard.experts import Activation, ExpertWeights, activation
 from tokenyard.experts.base import WEIGHT_DTYPES
 from tokenyard.formats import Format, QuantizedMatrix, weight_format
@@ -96,10 +96,9 @@ class ExpertModule:
                 fix="pass `checkpoint=`, the folder of the model",
                 layer=self.name,
             )
-        whole = weights_of(self.module)
-        chosen = (
-            whole if list(experts) == list(range(sizes_of(self.module)[0])) else whole.select(list(experts))
-        )
+        chosen = weights_of(self.module)
+        if list(experts) != list(range(sizes_of(self.module)[0])):
+            chosen = chosen.select(experts)
         w13, w2 = chosen.plain_matrices()
         return replace(chosen, w13=w13.contiguous(), w2=w2.contiguous())
 
@@ -289,19 +288,15 @@ def _check_fits(checkpoint: Checkpoint, layer: CheckpointLayer, spec: LayerSpec)
     }
     wrong = {name: values for name, values in compared.items() if values[0] != values[1]}
     if wrong:
-        raise CheckpointError(
-            f"{checkpoint.path} has {', '.join(f'{name} {found}' for name, (found, _) in wrong.items())}",
+        raise checkpoint.error(
+            f" has {', '.join(f'{name} {found}' for name, (found, _) in wrong.items())}",
             expected=f"{', '.join(f'{name} {wanted}' for name, (_, wanted) in wrong.items())}, as the model has it",
             fix="build the model from the config.json of this checkpoint",
-            file=checkpoint.path,
-            layer=layer.name,
-        )
+        ).at(layer=layer.name)
     asked, held = spec.weights, layer.weights
     if weight_format(held).quantized and asked not in (held, *WEIGHT_DTYPES):
-        raise CheckpointError(
-            f"{checkpoint.path} holds its experts as {held}, and weights={asked!r} was asked for",
+        raise checkpoint.error(
+            f" holds its experts as {held}, and weights={asked!r} was asked for",
             expected=f"weights={held!r}, a plain format, or none: quantizing twice loses twice",
             fix=f"leave `weights` out, or make the checkpoint from plain weights: tokenyard convert --weights {asked}",
-            file=checkpoint.path,
-            layer=layer.name,
-        )
+        ).at(layer=layer.name)
