@@ -197,6 +197,12 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
+_MIXTRAL = Family(
+    num_experts=("num_local_experts", "num_experts"),
+    intermediate_size="intermediate_size",
+    router=_renormalized_softmax,
+    defaults={"hidden_act": "silu"},
+)
 _QWEN = Family(
     num_experts=("num_experts", "num_local_experts"),
     is_moe=_sparse_steps,
@@ -223,12 +229,7 @@ _DEEPSEEK_V3 = replace(_GLM4, defaults={**_GLM4.defaults, **_V3_DEFAULTS})
 
 # The families by `model_type`.
 FAMILIES: dict[str, Family] = {
-    "mixtral": Family(
-        num_experts=("num_local_experts", "num_experts"),
-        intermediate_size="intermediate_size",
-        router=_renormalized_softmax,
-        defaults={"hidden_act": "silu"},
-    ),
+    "mixtral": _MIXTRAL,
     "qwen2_moe": _QWEN,
     "qwen3_moe": _QWEN,
     "qwen3_next": replace(_QWEN, defaults={**_QWEN.defaults, "norm_topk_prob": True}),
@@ -252,26 +253,20 @@ FAMILIES: dict[str, Family] = {
     "kimi_k2": _DEEPSEEK_V3,
     "glm4_moe": _GLM4,
     "glm4v_moe_text": replace(_GLM4, prediction_layers=None),
-    "gpt_oss": Family(
-        num_experts=("num_local_experts", "num_experts"),
-        intermediate_size="intermediate_size",
+    "gpt_oss": replace(
+        _MIXTRAL,
         router=lambda config: TopLogitsRouter(top_k(config)),
         activation=_clamped_swiglu,
         bias=True,
         defaults={"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
     ),
-    "olmoe": Family(
-        num_experts=("num_experts", "num_local_experts"),
-        intermediate_size="intermediate_size",
+    "olmoe": replace(
+        _MIXTRAL,
+        num_experts=_QWEN.num_experts,
         router=_softmax,
         defaults={"hidden_act": "silu", "norm_topk_prob": False},
     ),
-    "minimax_m2": Family(
-        num_experts=("num_local_experts", "num_experts"),
-        intermediate_size="intermediate_size",
-        router=_grouped_sigmoid,
-        defaults=_SIGMOID,
-    ),
+    "minimax_m2": replace(_MIXTRAL, router=_grouped_sigmoid, defaults=_SIGMOID),
 }
 
 

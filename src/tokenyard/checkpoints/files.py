@@ -171,10 +171,8 @@ def _open_one(path: Path) -> tuple[TensorFiles, dict[str, Any], Path]:
     except OSError as error:
         raise damaged(path, f"cannot be read ({error.strerror or error})") from error
     if path.suffix != ".safetensors":
-        found, expected = (
-            "is not a safetensors file, by its name",
-            "the folder of a checkpoint, or *.safetensors",
-        )
+        found = "is not a safetensors file, by its name"
+        expected = "the folder of a checkpoint, or *.safetensors"
         raise refused(path, found, expected=expected, fix="pass the folder that holds config.json")
     return _all_of([path]), _read_config(path.parent / CONFIG), path.parent / CONFIG
 
