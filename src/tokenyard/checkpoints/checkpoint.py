@@ -191,7 +191,7 @@ def _check_quantized(config: ModelConfig, files: TensorFiles) -> None:
     )
     if not quantized:
         tensor = next(iter(files.tensors.values()))
-        raise tensor.concerned(
+        raise tensor.error_at(
             f"{config.file} has {config.quantized_as}, but no tensor has scales; {tensor}",
             expected="quantized weights, as the config says",
             fix="take the config.json that belongs to these weights, or remove its quantization_config",

@@ -327,7 +327,7 @@ class _LayerConversion:
             if not bool(getattr(plain, name).isfinite().all()):
                 tensor, _ = self.layer.stored(expert, projection, self.layer.layout.data)
                 stored = self.checkpoint.tensors[tensor]
-                raise stored.concerned(
+                raise stored.error_at(
                     f"{stored.file.name}: {name} of expert {expert} ({tensor}) holds NaN or Inf",
                     expected="weights that are finite numbers",
                     fix="mend the weights first: quantized, a whole block of them would be lost",

@@ -184,9 +184,8 @@ class Family:
 
     num_experts: tuple[str, ...]  # the keys that may hold the number of experts, the usual one first
     intermediate_size: str = "moe_intermediate_size"  # the key that holds the width of an expert
-    is_moe: Callable[[Config, int], bool] = lambda config, index: (
-        True
-    )  # whether the layer of this number is MoE
+    # Whether the layer of this number is MoE.
+    is_moe: Callable[[Config, int], bool] = lambda config, index: True
     router: Callable[[Config], Router | None]  # the router that a config describes; None: the caller's
     # The activation that a config describes.
     activation: Callable[[Config], Activation] = lambda config: config.choice("hidden_act", HIDDEN_ACTS)

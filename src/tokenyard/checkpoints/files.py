@@ -184,7 +184,7 @@ def _all_of(files: list[Path]) -> TensorFiles:
         held, sizes[file] = read_header(file)
         for tensor in held:
             if tensor.name in tensors:
-                raise tensor.concerned(
+                raise tensor.error_at(
                     f"tensor {tensor.name!r} is in {tensors[tensor.name].file.name} and in {file.name}",
                     expected="each tensor once, or an index that says which counts",
                     fix=f"remove the file that is too many, or add {INDEX}",

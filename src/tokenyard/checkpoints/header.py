@@ -80,10 +80,10 @@ class StoredTensor:
 
     def error(self, found: str, *, expected: str, fix: str) -> CheckpointError:
         """The error for what was found of this tensor: `found` goes on after its name."""
-        return self.concerned(f"{self.file.name}: tensor {self.name!r}{found}", expected=expected, fix=fix)
+        return self.error_at(f"{self.file.name}: tensor {self.name!r}{found}", expected=expected, fix=fix)
 
-    def concerned(self, found: str, *, expected: str, fix: str) -> CheckpointError:
-        """An error that concerns this tensor, and need not begin with its name."""
+    def error_at(self, found: str, *, expected: str, fix: str) -> CheckpointError:
+        """The error for what was found at this tensor: `found` is the whole sentence."""
         return CheckpointError(found, expected=expected, fix=fix, file=self.file, tensor=self.name)
 
 
@@ -205,7 +205,7 @@ def _check_cover(path: Path, tensors: list[StoredTensor], first: int, size: int)
     end = first
     for tensor in sorted(tensors, key=lambda tensor: (tensor.begin, tensor.nbytes)):
         if tensor.begin + tensor.nbytes > size:
-            raise tensor.concerned(
+            raise tensor.error_at(
                 f"{path} ends at byte {size}, in or before tensor {tensor.name!r}, which ends at "
                 f"{tensor.begin + tensor.nbytes}",
                 expected="a whole safetensors file",

@@ -183,7 +183,7 @@ def _recognize(found: FoundLayer, projections: Projections, config: ModelConfig)
     tensor = next(iter(present.values()), None) or next(iter(found.tensors.values()))
     held = ", ".join(f"{suffix or lead} {t.dtype}{list(t.shape)}" for suffix, t in sorted(present.items()))
     if looks:
-        raise tensor.concerned(
+        raise tensor.error_at(
             f"{config.file} has {config.quantized_as}, but {tensor.file.name}: tensor {tensor.name!r} is of {looks[0]}",
             expected="a config that says how its weights are quantized",
             fix="take the config.json that belongs to these weights",
@@ -202,7 +202,7 @@ def _recognize(found: FoundLayer, projections: Projections, config: ModelConfig)
                     file=tensor.file,
                     tensor=name,
                 )
-    raise tensor.concerned(
+    raise tensor.error_at(
         f"{tensor.file.name}: the experts of {found.name!r} hold {held} each, and {config.file} has "
         f"{config.quantized_as}",
         expected=f"one of {'; '.join(dict.fromkeys(map(str, LAYOUTS)))}",

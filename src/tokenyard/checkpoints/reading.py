@@ -85,7 +85,7 @@ class PackedMatrix:
         return self.held(payload)[place].chunk(self.parts)[part]
 
     def mismatch(self, payload: str, stored: Tensor) -> str | None:
-        """None, or what a tensor of a file should be instead, to be one projection's of one expert."""
+        """None, or the dtypes and the shape that a tensor of one projection of one expert should have instead."""
         piece = self.pieces[payload]
         same_rows = stored.dim() < 2 or stored.shape[0] == piece.shape[0]
         fits = SPELLINGS.get(stored.dtype) in piece.dtypes and stored.numel() == math.prod(piece.shape)
@@ -96,7 +96,7 @@ class PackedMatrix:
         self.layout.fill(payload, stored, self.share(payload, place, part))
 
     def check(self, payload: str, place: int, part: int, named: str, **where: Any) -> None:
-        """Raise where scales of one projection of one expert cannot be worked with; errors call them as `named`."""
+        """Raise if a scale of one projection of one expert is not a usable number. `named` is how errors call them."""
         if payload == "data":
             return
         scales = self.share(payload, place, part)
@@ -116,7 +116,7 @@ class PackedMatrix:
             )
 
     def join(self, payload: str, place: int, named: str, **where: Any) -> None:
-        """Put together what an expert's projections share of a payload. Raise if theirs do not fit together."""
+        """Join what an expert's projections share of a payload. Raise if the parts differ. Errors call them `named`."""
         whole = self.layout.join(list(self.held(payload)[place].chunk(self.parts)), self.outputs)
         if whole is None:
             raise CheckpointError(

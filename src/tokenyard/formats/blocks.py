@@ -1,7 +1,8 @@
-"""Block formats: elements, and a scale for each block of columns. And walking over rows a few at a time.
+"""Block formats: elements, and a scale for each block of columns.
 
-A block format needs several passes over its input: amax, scale, round, cast. Over a whole batch each pass
-would go to main memory; over a few rows at a time the float32 copies stay in the second-level cache, and one
+`BlockCode` declares what each of them is made of.
+
+Encoding takes several passes over the rows: amax, scale, round, cast. Over a whole batch each pass would go to main memory; over a few rows at a time the float32 copies stay in the second-level cache, and one
 core encodes several times faster. On a GPU every pass is a launch, so there the batch is one chunk.
 
 An encoder walks twice: for the amax of all blocks, and, when it has made scales of them, for the elements. The
