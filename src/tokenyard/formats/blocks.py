@@ -2,8 +2,9 @@
 
 `BlockCode` declares what each of them is made of.
 
-Encoding takes several passes over the rows: amax, scale, round, cast. Over a whole batch each pass would go to main memory; over a few rows at a time the float32 copies stay in the second-level cache, and one
-core encodes several times faster. On a GPU every pass is a launch, so there the batch is one chunk.
+Encoding takes several passes over the rows: amax, scale, round, cast. Over a whole batch each pass would go to main
+memory; over a few rows at a time the float32 copies stay in the second-level cache, and one core encodes several times
+faster. On a GPU every pass is a launch, so there the batch is one chunk.
 
 An encoder walks twice: for the amax of all blocks, and, when it has made scales of them, for the elements. The
 scales are small, and computing them chunk by chunk would cost more in calls than reading the rows again.
