@@ -13,12 +13,10 @@ import torch
 
 from tokenyard import MoELayer, launch, overlapped, thread_groups
 from tokenyard.checkpoints.compressed_tensors import CompressedTensorsLayout
-from tokenyard.checkpoints.deepseek import DeepSeekFp8
 from tokenyard.checkpoints.families import Family, family_config
-from tokenyard.checkpoints.gpt_oss import GptOssMxfp4
 from tokenyard.checkpoints.header import DTYPES
-from tokenyard.checkpoints.layout import Layout
-from tokenyard.checkpoints.plain import PLAIN_LAYOUTS, PlainLayout
+from tokenyard.checkpoints.layout import PLAIN_LAYOUTS, Layout, PlainLayout
+from tokenyard.checkpoints.vendor_layouts import DeepSeekFp8, GptOssMxfp4
 from tokenyard.exchange import (
     AllgatherTransport,
     Exchange,
@@ -56,7 +54,7 @@ from tokenyard.routing import ROUTERS, Placement, Router, Routes
 LIMITS = {
     "checkpoints.compressed_tensors.SIGN_BITS": 0x88,
     "checkpoints.config._LARGEST_JSON": 256_000_000,
-    "checkpoints.deepseek.BLOCK": 128,
+    "checkpoints.vendor_layouts.BLOCK": 128,
     "checkpoints.families._LARGEST": 2_147_483_647,
     "checkpoints.files._COME_ALONG": 2_097_152,
     "checkpoints.header.LARGEST_HEADER": 100_000_000,

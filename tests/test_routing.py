@@ -667,7 +667,7 @@ def test_weights_that_are_left_make_up_for_those_that_are_dropped() -> None:
     ],
 )
 def test_a_device_without_a_number_is_any_of_its_kind(found: str, expected: str, same: bool) -> None:
-    assert routes_module._same_device(torch.device(found), torch.device(expected)) == same
+    assert routes_module.same_device(torch.device(found), torch.device(expected)) == same
 
 
 def test_what_weights_may_be_scaled_by() -> None:

@@ -299,10 +299,10 @@ def _check_tensor(holder: str, found: object, shape: tuple[int, int], *, rows: s
         )
 
 
-def describe(value: object) -> str:
-    """How an error names a value that it did not expect."""
+def describe(value: object, *, device: bool = False) -> str:
+    """How an error names a value that it did not expect; with `device` it says where a tensor is, too."""
     if isinstance(value, Tensor):
-        return f"a tensor {kind_of(value)}"
+        return f"a tensor {kind_of(value)}" + (f" on {value.device}" if device else "")
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)}"
     return "None" if value is None else f"a {type(value).__name__}"

@@ -16,7 +16,7 @@ from tokenyard.checkpoints.compressed_tensors import (
     CompressedMxfp8,
     CompressedNvfp4,
 )
-from tokenyard.checkpoints.packing import PackedMatrix
+from tokenyard.checkpoints.reading import PackedMatrix
 from tokenyard.experts import ExpertsSpec, activation, get
 from tokenyard.formats import QuantizedMatrix, weight_format
 from tokenyard.integrations.huggingface import layers_from_config

@@ -10,9 +10,9 @@ from tests.cli.runner import call
 from tokenyard.cli import doctor
 from tokenyard.errors import ContractError, InputError, TokenyardError
 from tokenyard.integrations.vllm import plugin
+from tokenyard.integrations.vllm.prepare_finalize import TokenSlices
 from tokenyard.integrations.vllm.refusals import REFUSALS, check_supported
 from tokenyard.integrations.vllm.settings import Settings, settings
-from tokenyard.integrations.vllm.token_slices import TokenSlices
 
 # -- Settings ------------------------------------------------------------------------------------------------
 

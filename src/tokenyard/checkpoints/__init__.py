@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from tokenyard.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from tokenyard.checkpoints.checkpoint import Checkpoint, load_experts, open_checkpoint, open_together
 from tokenyard.checkpoints.config import CONFIG, read_json, text_config
 from tokenyard.checkpoints.conversion import TARGETS, Conversion, ConvertedLayer, convert
 from tokenyard.checkpoints.files import read_tensors
 from tokenyard.checkpoints.header import StoredTensor
 from tokenyard.checkpoints.layers import CheckpointLayer, declared_layout, recipe_inner
 from tokenyard.checkpoints.layout import Layout
-from tokenyard.checkpoints.loading import load_experts, open_together
-from tokenyard.checkpoints.packing import PackedMatrix
+from tokenyard.checkpoints.reading import PackedMatrix
 from tokenyard.checkpoints.writer import write_tensors
 
 __all__ = [

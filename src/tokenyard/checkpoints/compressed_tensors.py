@@ -20,8 +20,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tokenyard.checkpoints.deepseek import BLOCK, DeepSeekFp8
 from tokenyard.checkpoints.layout import E8M0, Layout, Piece, Stored, data_and_scales
+from tokenyard.checkpoints.vendor_layouts import BLOCK, DeepSeekFp8
 from tokenyard.experts.base import EXACT
 from tokenyard.formats import Fp8Block128
 
@@ -152,6 +152,7 @@ class CompressedInt4(CompressedTensorsLayout):
     config_format = "pack-quantized"
     tensors = data_and_scales(Stored("weight_packed", ("I32",), 8), Stored("weight_scale", ("BF16",), 32))
     beside = (*CompressedTensorsLayout.beside, "weight_shape")
+    written = (Piece("weight_shape", ("I64",), (2,)),)
     arguments = _arguments("int", 4, 32)
 
     def fill(self, payload: str, stored: Tensor, out: Tensor) -> None:

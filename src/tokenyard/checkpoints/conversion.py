@@ -18,7 +18,8 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,12 +29,11 @@ from torch import Tensor
 from tokenyard.checkpoints.checkpoint import Checkpoint
 from tokenyard.checkpoints.compressed_tensors import COMPRESSED_LAYOUTS
 from tokenyard.checkpoints.config import CONFIG
-from tokenyard.checkpoints.deepseek import DeepSeekFp8
-from tokenyard.checkpoints.gpt_oss import GptOssMxfp4
 from tokenyard.checkpoints.header import PICKLE_ENDINGS, refused
 from tokenyard.checkpoints.layers import CheckpointLayer
 from tokenyard.checkpoints.layout import Layout
-from tokenyard.checkpoints.naming import PROJECTIONS, Projections, tensor_name
+from tokenyard.checkpoints.naming import PROJECTIONS, tensor_name
+from tokenyard.checkpoints.vendor_layouts import DeepSeekFp8, GptOssMxfp4
 from tokenyard.checkpoints.writer import LARGEST_FILE, SPELLINGS, CheckpointWriter, Entry
 from tokenyard.errors import CheckpointError, unknown_name
 from tokenyard.experts import workers
@@ -104,22 +104,22 @@ def convert(
     >>> open_checkpoint(folder / "small").experts(0, [2]).w13.format
     Mxint4Weights()
     """
-    layouts = {layer.name: _target(checkpoint, layer, weights) for layer in checkpoint.layers}
+    targets = {layer.name: _target(checkpoint, layer, weights) for layer in checkpoint.layers}
     _check_all_plain(checkpoint)
     folder = Path(out)
     _check_free(folder)
-    entries = list(_entries(checkpoint, layouts))
+    entries = list(_entries(checkpoint, targets))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _check_space(folder.parent, sum(entry.nbytes for entry in entries))
         with temporary_folder(f".{folder.name}.", folder.parent) as partial:
             writer = CheckpointWriter(partial, entries, largest_file=largest_file)
             try:
-                layers = _write(checkpoint, layouts, writer, progress or (lambda *_: None))
+                layers = _write(checkpoint, targets, writer, progress or (lambda *_: None))
                 writer.close()
             finally:
                 writer.abandon()
-            _write_config(checkpoint, layouts, partial)
+            _write_config(checkpoint, targets, partial)
             partial.chmod(0o755)
             os.replace(partial, folder)  # which may be there, and empty
     except OSError as error:
@@ -137,30 +137,25 @@ def convert(
 # --- What can be converted, and into what -----------------------------------------------------------------
 
 
-def _target(checkpoint: Checkpoint, layer: CheckpointLayer, weights: str) -> Layout:
-    """The layout that a layer is written in, or why it cannot be."""
+def _target(checkpoint: Checkpoint, layer: CheckpointLayer, weights: str) -> CheckpointLayer:
+    """The layer as it is written. Projections keep their names, but are separated unless the layout fuses them, too."""
     if weights not in TARGETS:
         raise unknown_name("weight format to convert into", str(weights), TARGETS)
     if layer.layout.format.quantized:
-        raise CheckpointError(
-            f"{checkpoint.path}: the experts are {layer.layout} already",
+        raise checkpoint.error(
+            f": the experts are {layer.layout} already",
             expected="plain weights: quantizing twice loses twice",
             fix="convert the checkpoint that this one was made from",
-            file=checkpoint.path,
-            layer=layer.name,
-        )
+        ).at(layer=layer.name)
     if reason := _reason(layer, weights):
         fit = [name for name in TARGETS if _reason(layer, name) is None]
-        raise CheckpointError(
-            f"{checkpoint.path}: {reason}",
-            expected="experts that this format has a layout for",
-            fix=f"one of these works: {', '.join(fit)}"
-            if fit
-            else "no format has a layout for these experts",
-            file=checkpoint.path,
-            layer=layer.name,
-        )
-    return _layouts(layer)[weights]
+        works = f"one of these works: {', '.join(fit)}" if fit else "no format has a layout for these experts"
+        expected = "experts that this format has a layout for"
+        raise checkpoint.error(f": {reason}", expected=expected, fix=works).at(layer=layer.name)
+    layout, fused = _layouts(layer)[weights], layer.projections.w13 == ("gate_up_proj",)
+    return replace(
+        layer, layout=layout, projections=PROJECTIONS[0] if fused and not layout.fused else layer.projections
+    )
 
 
 def _layouts(layer: CheckpointLayer) -> dict[str, Layout]:
@@ -173,12 +168,6 @@ def _reason(layer: CheckpointLayer, weights: str) -> str | None:
     if layout is None:
         return f"gate and up rows take turns, and no layout of {weights} says so"
     return layout.refused(layer.hidden_size) or layout.refused(layer.intermediate_size)
-
-
-def _projections(layer: CheckpointLayer, layout: Layout) -> Projections:
-    """The names of the projections: as before, but fused ones are separated unless the target fuses them, too."""
-    fused = layer.projections.w13 == ("gate_up_proj",)
-    return PROJECTIONS[0] if fused and not layout.fused else layer.projections
 
 
 def _check_all_plain(checkpoint: Checkpoint) -> None:
@@ -222,114 +211,127 @@ def _check_space(folder: Path, nbytes: int) -> None:
 # --- What will be written ---------------------------------------------------------------------------------
 
 
-def _entries(checkpoint: Checkpoint, layouts: Mapping[str, Layout]) -> Iterator[Entry]:
+def _entries(checkpoint: Checkpoint, targets: Mapping[str, CheckpointLayer]) -> Iterator[Entry]:
     for name, stored in checkpoint.shared.items():
         yield Entry(name=name, dtype=stored.dtype, shape=stored.shape)
     for layer in checkpoint.layers:
-        layout = layouts[layer.name]
-        for projection, tensors in _blank(checkpoint, layer, layout).items():
-            for expert in [None] if layout.fused else range(layer.num_experts):
-                for suffix, tensor in tensors.items():
-                    shape = tuple(tensor.shape) if expert is not None else (layer.num_experts, *tensor.shape)
-                    name = tensor_name(layer.name, expert, projection, suffix)
-                    yield Entry(name=name, dtype=SPELLINGS[tensor.dtype], shape=shape)
-
-
-def _blank(checkpoint: Checkpoint, layer: CheckpointLayer, layout: Layout) -> dict[str, dict[str, Tensor]]:
-    """One expert's tensors on the meta device: their dtypes and shapes."""
-    wide, H, I = layer.w13_outputs, layer.hidden_size, layer.intermediate_size  # noqa: E741
-    blank: dict[str, Tensor | QuantizedMatrix] = {}
-    for matrix, shape in (("w13", (1, wide, H)), ("w2", (1, H, I))):
-        declared = layout.format.payloads(*shape[1:])
-        payloads = {
-            name: torch.empty(1, *p.shape, dtype=p.dtype, device="meta") for name, p in declared.items()
-        }
-        blank[matrix] = QuantizedMatrix(format=layout.format, shape=shape, payloads=payloads)
-    if layer.bias:
-        dtype = checkpoint.bias_dtype(layer)
-        blank |= {
-            name: torch.empty(1, size, dtype=dtype, device="meta")
-            for name, size in (("b13", wide), ("b2", H))
-        }
-    return _spelled(ExpertWeights(**blank), layer, layout)  # type: ignore[arg-type]
-
-
-def _spelled(weights: ExpertWeights, layer: CheckpointLayer, layout: Layout) -> dict[str, dict[str, Tensor]]:
-    """One expert's tensors as they are written: by projection, by the end of their name."""
-    names, spelled = _projections(layer, layout), {}
-    for matrix, bias, projections in (
-        (weights.w13, weights.b13, names.w13),
-        (weights.w2, weights.b2, (names.w2,)),
-    ):
-        assert isinstance(matrix, QuantizedMatrix)
-        one, parts = matrix[0], len(projections)
-        _, outputs, inputs = matrix.shape
-        shares = {
-            name: layout.split(name, payload, parts, outputs // parts)
-            for name, payload in one.payloads.items()
-        }
-        for number, projection in enumerate(projections):
-            payloads = {name: share[number] for name, share in shares.items()}
-            spelled[projection] = layout.spelled(payloads, outputs // parts, inputs)
-            if bias is not None:
-                spelled[projection]["bias"] = bias[0].chunk(parts)[number]
-    return spelled
+        bias, target = checkpoint.bias_dtype(layer), targets[layer.name]
+        for expert, projection, piece in target.tensors(written=True):
+            name = tensor_name(target.name, expert, projection, piece.suffix)
+            dtype = SPELLINGS[bias] if bias is not None and piece.suffix == "bias" else piece.dtypes[0]
+            shape = piece.shape if expert is not None else (target.num_experts, *piece.shape)
+            yield Entry(name=name, dtype=dtype, shape=shape)
 
 
 # --- Writing ----------------------------------------------------------------------------------------------
 
 
 def _write(
-    checkpoint: Checkpoint, layouts: Mapping[str, Layout], writer: CheckpointWriter, progress: Progress
+    checkpoint: Checkpoint,
+    targets: Mapping[str, CheckpointLayer],
+    writer: CheckpointWriter,
+    progress: Progress,
 ) -> tuple[ConvertedLayer, ...]:
     total = checkpoint.shared_nbytes + checkpoint.experts_nbytes
     start = checkpoint.bytes_read
-    progress("shared weights", 0, total)
-    for name in checkpoint.shared:
-        checkpoint.copy(name, writer.write_bytes)
-        progress("shared weights", checkpoint.bytes_read - start, total)
 
     def tell(what: str) -> None:
         progress(what, checkpoint.bytes_read - start, total)
 
+    tell("shared weights")
+    for name in checkpoint.shared:
+        checkpoint.copy(name, writer.write_bytes)
+        tell("shared weights")
     return tuple(
-        _convert_layer(checkpoint, layer, layouts[layer.name], writer, tell) for layer in checkpoint.layers
+        _LayerConversion(checkpoint, layer, targets[layer.name], writer).run(partial(tell, layer.name))
+        for layer in checkpoint.layers
     )
 
 
-def _convert_layer(
-    checkpoint: Checkpoint,
-    layer: CheckpointLayer,
-    layout: Layout,
-    writer: CheckpointWriter,
-    tell: Callable[[str], None],
-) -> ConvertedLayer:
-    done: dict[int, _ConvertedExpert] = {}
-    failed: dict[int, Exception] = {}
+@dataclass(frozen=True)
+class _LayerConversion:
+    """Reads the experts of one layer, and writes them as those of `target`."""
 
-    def convert_one(expert: int) -> None:
+    checkpoint: Checkpoint
+    layer: CheckpointLayer
+    target: CheckpointLayer
+    writer: CheckpointWriter
+
+    def run(self, tell: Callable[[], None]) -> ConvertedLayer:
+        """Convert all experts of the layer, in parallel."""
+        done: dict[int, _ConvertedExpert] = {}
+        failed: dict[int, Exception] = {}
+
+        def convert_one(expert: int) -> None:
+            if failed:
+                return
+            # An error is kept until all threads have stopped, because the folder that they write to is removed then.
+            try:
+                done[expert] = self._convert(expert)
+            except Exception as error:
+                failed[expert] = error
+            tell()
+
+        layer = self.layer
+        workers.for_each(convert_one, range(layer.num_experts), torch.get_num_threads())
         if failed:
-            return
-        # An error is kept until all threads have stopped, because the folder that they write to is removed then.
-        try:
-            done[expert] = _convert_expert(checkpoint, layer, layout, expert, writer)
-        except Exception as error:
-            failed[expert] = error
-        tell(layer.name)
+            raise failed[min(failed)]
+        parts = [done[expert] for expert in range(layer.num_experts)]
+        squares = sum(part.squares for part in parts)
+        return ConvertedLayer(
+            name=layer.name,
+            num_experts=layer.num_experts,
+            layout=str(self.target.layout),
+            bytes_before=layer.nbytes,
+            bytes_after=sum(part.nbytes for part in parts),
+            relative_error=math.sqrt(sum(part.errors for part in parts) / squares) if squares else 0.0,
+        )
 
-    workers.for_each(convert_one, range(layer.num_experts), torch.get_num_threads())
-    if failed:
-        raise failed[min(failed)]
-    parts = [done[expert] for expert in range(layer.num_experts)]
-    squares = sum(part.squares for part in parts)
-    return ConvertedLayer(
-        name=layer.name,
-        num_experts=layer.num_experts,
-        layout=str(layout),
-        bytes_before=layer.nbytes,
-        bytes_after=sum(part.nbytes for part in parts),
-        relative_error=math.sqrt(sum(part.errors for part in parts) / squares) if squares else 0.0,
-    )
+    def _convert(self, expert: int) -> _ConvertedExpert:
+        layout, projections = self.target.layout, self.target.projections
+        plain = self.checkpoint.experts(self.layer.name, [expert])
+        self._check_numbers(expert, plain)
+        quantized = layout.quantize(plain, len(projections.w13))
+        squares, errors, nbytes = 0.0, 0.0, 0
+        for matrix, bias, names in (("w13", "b13", projections.w13), ("w2", "b2", (projections.w2,))):
+            one, other = getattr(plain, matrix), getattr(quantized, matrix)
+            squares += float(one.float().square().sum(dtype=torch.float64))
+            errors += float((other.decode() - one.float()).square().sum(dtype=torch.float64))
+            nbytes += self._write(expert, names, other[0], getattr(quantized, bias))
+        return _ConvertedExpert(squares, errors, nbytes)
+
+    def _write(
+        self, expert: int, projections: tuple[str, ...], matrix: QuantizedMatrix, bias: Tensor | None
+    ) -> int:
+        """Write the tensors of one matrix, and of its bias, by projection. Returns their bytes."""
+        layout, parts, nbytes = self.target.layout, len(projections), 0
+        outputs, inputs = matrix.shape[0] // parts, matrix.shape[1]
+        shares = {
+            name: layout.split(name, payload, parts, outputs) for name, payload in matrix.payloads.items()
+        }
+        for number, projection in enumerate(projections):
+            payloads = {name: share[number] for name, share in shares.items()}
+            tensors = layout.spelled(payloads, outputs, inputs)
+            if bias is not None:
+                tensors["bias"] = bias[0].chunk(parts)[number]
+            for suffix, tensor in tensors.items():
+                name, among = self.target.stored(expert, projection, suffix)
+                self.writer.write(name, tensor, among)
+                nbytes += tensor.nbytes
+        return nbytes
+
+    def _check_numbers(self, expert: int, plain: ExpertWeights) -> None:
+        """Raise where a weight is NaN or infinite: its whole block would be."""
+        projections = self.layer.projections
+        for name, projection in (("w13", projections.w13[0]), ("w2", projections.w2)):
+            if not bool(getattr(plain, name).isfinite().all()):
+                tensor, _ = self.layer.stored(expert, projection, self.layer.layout.data)
+                stored = self.checkpoint.tensors[tensor]
+                raise stored.error_at(
+                    f"{stored.file.name}: {name} of expert {expert} ({tensor}) holds NaN or Inf",
+                    expected="weights that are finite numbers",
+                    fix="mend the weights first: quantized, a whole block of them would be lost",
+                ).at(layer=self.layer.name)
 
 
 class _ConvertedExpert(NamedTuple):
@@ -338,52 +340,14 @@ class _ConvertedExpert(NamedTuple):
     nbytes: int
 
 
-def _convert_expert(
-    checkpoint: Checkpoint, layer: CheckpointLayer, layout: Layout, expert: int, writer: CheckpointWriter
-) -> _ConvertedExpert:
-    plain = checkpoint.experts(layer.name, [expert])
-    _check_numbers(checkpoint, layer, expert, plain)
-    quantized = layout.quantize(plain, len(_projections(layer, layout).w13))
-    squares = errors = 0.0
-    for one, other in ((plain.w13, quantized.w13), (plain.w2, quantized.w2)):
-        assert isinstance(one, Tensor)
-        assert isinstance(other, QuantizedMatrix)
-        squares += float(one.float().square().sum(dtype=torch.float64))
-        errors += float((other.decode() - one.float()).square().sum(dtype=torch.float64))
-    nbytes = 0
-    for projection, tensors in _spelled(quantized, layer, layout).items():
-        for suffix, tensor in tensors.items():
-            name = tensor_name(layer.name, None if layout.fused else expert, projection, suffix)
-            writer.write(name, tensor, expert if layout.fused else None)
-            nbytes += tensor.nbytes
-    return _ConvertedExpert(squares, errors, nbytes)
-
-
-def _check_numbers(checkpoint: Checkpoint, layer: CheckpointLayer, expert: int, plain: ExpertWeights) -> None:
-    """Raise where a weight is NaN or infinite: its whole block would be."""
-    for name, matrix in (("w13", plain.w13), ("w2", plain.w2)):
-        assert isinstance(matrix, Tensor)
-        if not bool(matrix.isfinite().all()):
-            projection = layer.projections.w2 if name == "w2" else layer.projections.w13[0]
-            tensor, _ = layer.stored(expert, projection, layer.layout.data)
-            raise CheckpointError(
-                f"{checkpoint.tensors[tensor].file.name}: {name} of expert {expert} ({tensor}) holds NaN or Inf",
-                expected="weights that are finite numbers",
-                fix="mend the weights first: quantized, a whole block of them would be lost",
-                file=checkpoint.tensors[tensor].file,
-                tensor=tensor,
-                layer=layer.name,
-            )
-
-
-def _write_config(checkpoint: Checkpoint, layouts: Mapping[str, Layout], folder: Path) -> None:
+def _write_config(checkpoint: Checkpoint, targets: Mapping[str, CheckpointLayer], folder: Path) -> None:
     """Write the config with the new quantization, and copy the other files of the model."""
     modules = {
         name.removesuffix(".weight")
         for name, tensor in checkpoint.shared.items()
         if name.endswith(".weight") and len(tensor.shape) == 2
     }
-    layout = next(iter(layouts.values()))
+    layout = next(iter(targets.values())).layout
     config = dict(checkpoint.config) | {
         "quantization_config": layout.quantization_config(sorted(modules | {"lm_head"}))
     }

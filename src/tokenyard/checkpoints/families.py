@@ -111,10 +111,6 @@ class Config:
 # --- Which layers are MoE, and how they route -------------------------------------------------------------
 
 
-def _every_layer(config: Config, index: int) -> bool:
-    return True
-
-
 def _sparse_steps(config: Config, index: int) -> bool:
     """Qwen: every `decoder_sparse_step`-th layer, but for those listed as plain."""
     step = config.whole("decoder_sparse_step")
@@ -152,10 +148,6 @@ def _softmax_v2(config: Config) -> Router | None:
     return SoftmaxRouter(top_k(config), renormalize=False, routed_scaling=scaling)
 
 
-def _top_logits(config: Config) -> Router | None:
-    return TopLogitsRouter(top_k(config))
-
-
 def _grouped_sigmoid(config: Config) -> Router | None:
     config.choice("scoring_func", {"sigmoid": None})
     # In the file of a model without groups, null says so.
@@ -177,11 +169,6 @@ def top_k(config: Config) -> int:
     return config.whole("num_experts_per_tok")
 
 
-def _hidden_act(config: Config) -> Activation:
-    act: Activation = config.choice("hidden_act", HIDDEN_ACTS)
-    return act
-
-
 def _clamped_swiglu(config: Config) -> Activation:
     constants = {"limit": config.positive("swiglu_limit"), "alpha": config.positive("swiglu_alpha")}
     base = ACTIVATIONS["swiglu_clamped"]
@@ -197,9 +184,11 @@ class Family:
 
     num_experts: tuple[str, ...]  # the keys that may hold the number of experts, the usual one first
     intermediate_size: str = "moe_intermediate_size"  # the key that holds the width of an expert
-    is_moe: Callable[[Config, int], bool] = _every_layer  # whether the layer of this number is MoE
+    # Whether the layer of this number is MoE.
+    is_moe: Callable[[Config, int], bool] = lambda config, index: True
     router: Callable[[Config], Router | None]  # the router that a config describes; None: the caller's
-    activation: Callable[[Config], Activation] = _hidden_act  # the activation that a config describes
+    # The activation that a config describes.
+    activation: Callable[[Config], Activation] = lambda config: config.choice("hidden_act", HIDDEN_ACTS)
     bias: bool = False  # whether experts have biases
     # The number of prediction layers behind the last one, where the family has them.
     prediction_layers: str | None = None
@@ -207,6 +196,12 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
+_MIXTRAL = Family(
+    num_experts=("num_local_experts", "num_experts"),
+    intermediate_size="intermediate_size",
+    router=_renormalized_softmax,
+    defaults={"hidden_act": "silu"},
+)
 _QWEN = Family(
     num_experts=("num_experts", "num_local_experts"),
     is_moe=_sparse_steps,
@@ -233,12 +228,7 @@ _DEEPSEEK_V3 = replace(_GLM4, defaults={**_GLM4.defaults, **_V3_DEFAULTS})
 
 # The families by `model_type`.
 FAMILIES: dict[str, Family] = {
-    "mixtral": Family(
-        num_experts=("num_local_experts", "num_experts"),
-        intermediate_size="intermediate_size",
-        router=_renormalized_softmax,
-        defaults={"hidden_act": "silu"},
-    ),
+    "mixtral": _MIXTRAL,
     "qwen2_moe": _QWEN,
     "qwen3_moe": _QWEN,
     "qwen3_next": replace(_QWEN, defaults={**_QWEN.defaults, "norm_topk_prob": True}),
@@ -262,26 +252,20 @@ FAMILIES: dict[str, Family] = {
     "kimi_k2": _DEEPSEEK_V3,
     "glm4_moe": _GLM4,
     "glm4v_moe_text": replace(_GLM4, prediction_layers=None),
-    "gpt_oss": Family(
-        num_experts=("num_local_experts", "num_experts"),
-        intermediate_size="intermediate_size",
-        router=_top_logits,
+    "gpt_oss": replace(
+        _MIXTRAL,
+        router=lambda config: TopLogitsRouter(top_k(config)),
         activation=_clamped_swiglu,
         bias=True,
         defaults={"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
     ),
-    "olmoe": Family(
-        num_experts=("num_experts", "num_local_experts"),
-        intermediate_size="intermediate_size",
+    "olmoe": replace(
+        _MIXTRAL,
+        num_experts=_QWEN.num_experts,
         router=_softmax,
         defaults={"hidden_act": "silu", "norm_topk_prob": False},
     ),
-    "minimax_m2": Family(
-        num_experts=("num_local_experts", "num_experts"),
-        intermediate_size="intermediate_size",
-        router=_grouped_sigmoid,
-        defaults=_SIGMOID,
-    ),
+    "minimax_m2": replace(_MIXTRAL, router=_grouped_sigmoid, defaults=_SIGMOID),
 }
 
 

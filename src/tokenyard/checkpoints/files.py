@@ -171,10 +171,8 @@ def _open_one(path: Path) -> tuple[TensorFiles, dict[str, Any], Path]:
     except OSError as error:
         raise damaged(path, f"cannot be read ({error.strerror or error})") from error
     if path.suffix != ".safetensors":
-        found, expected = (
-            "is not a safetensors file, by its name",
-            "the folder of a checkpoint, or *.safetensors",
-        )
+        found = "is not a safetensors file, by its name"
+        expected = "the folder of a checkpoint, or *.safetensors"
         raise refused(path, found, expected=expected, fix="pass the folder that holds config.json")
     return _all_of([path]), _read_config(path.parent / CONFIG), path.parent / CONFIG
 
@@ -186,12 +184,10 @@ def _all_of(files: list[Path]) -> TensorFiles:
         held, sizes[file] = read_header(file)
         for tensor in held:
             if tensor.name in tensors:
-                raise CheckpointError(
+                raise tensor.error_at(
                     f"tensor {tensor.name!r} is in {tensors[tensor.name].file.name} and in {file.name}",
                     expected="each tensor once, or an index that says which counts",
                     fix=f"remove the file that is too many, or add {INDEX}",
-                    file=file,
-                    tensor=tensor.name,
                 )
             tensors[tensor.name] = tensor
     return TensorFiles(tensors, sizes)

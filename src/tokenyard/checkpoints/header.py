@@ -78,12 +78,13 @@ class StoredTensor:
     def __str__(self) -> str:
         return f"{self.file.name}: tensor {self.name!r} is {self.dtype}{list(self.shape)}"
 
-    def error(self, found: str, *, expected: str, fix: str, layer: str | None = None) -> CheckpointError:
+    def error(self, found: str, *, expected: str, fix: str) -> CheckpointError:
         """The error for what was found of this tensor: `found` goes on after its name."""
-        said = f"{self.file.name}: tensor {self.name!r}{found}"
-        return CheckpointError(
-            said, expected=expected, fix=fix, file=self.file, tensor=self.name, layer=layer
-        )
+        return self.error_at(f"{self.file.name}: tensor {self.name!r}{found}", expected=expected, fix=fix)
+
+    def error_at(self, found: str, *, expected: str, fix: str) -> CheckpointError:
+        """The error for what was found at this tensor: `found` is the whole sentence."""
+        return CheckpointError(found, expected=expected, fix=fix, file=self.file, tensor=self.name)
 
 
 def read_header(path: Path) -> tuple[list[StoredTensor], int]:
@@ -111,11 +112,8 @@ def read_header(path: Path) -> tuple[list[StoredTensor], int]:
             file.seek(8)
             text = file.read(length)
     except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error.strerror or error})",
-            expected="a safetensors file",
-            fix="check the path, and who may read it",
-        ) from error
+        found, fix = f"cannot be read ({error.strerror or error})", "check the path, and who may read it"
+        raise refused(path, found, expected="a safetensors file", fix=fix) from error
     first = 8 + length
     entries = _entries(path, text)
     tensors = [_tensor(path, name, entry, first) for name, entry in entries.items()]
@@ -207,13 +205,11 @@ def _check_cover(path: Path, tensors: list[StoredTensor], first: int, size: int)
     end = first
     for tensor in sorted(tensors, key=lambda tensor: (tensor.begin, tensor.nbytes)):
         if tensor.begin + tensor.nbytes > size:
-            raise CheckpointError(
+            raise tensor.error_at(
                 f"{path} ends at byte {size}, in or before tensor {tensor.name!r}, which ends at "
                 f"{tensor.begin + tensor.nbytes}",
                 expected="a whole safetensors file",
                 fix="download or copy the file again: it was cut off",
-                file=path,
-                tensor=tensor.name,
             )
         if tensor.begin != end:
             gap = tensor.begin - end

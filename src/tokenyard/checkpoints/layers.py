@@ -12,13 +12,10 @@ from typing import Any
 
 from tokenyard.checkpoints.compressed_tensors import COMPRESSED_LAYOUTS
 from tokenyard.checkpoints.config import ModelConfig, quantization_in_words
-from tokenyard.checkpoints.deepseek import DeepSeekFp8
-from tokenyard.checkpoints.gpt_oss import GptOssMxfp4
 from tokenyard.checkpoints.header import StoredTensor
-from tokenyard.checkpoints.layout import Layout, Piece
-from tokenyard.checkpoints.modelopt import ModelOptNvfp4
+from tokenyard.checkpoints.layout import PLAIN_DTYPES, PLAIN_LAYOUTS, Layout, Piece, PlainLayout
 from tokenyard.checkpoints.naming import FoundLayer, Projections, tensor_name
-from tokenyard.checkpoints.plain import PLAIN_DTYPES, PLAIN_LAYOUTS, PlainLayout
+from tokenyard.checkpoints.vendor_layouts import DeepSeekFp8, GptOssMxfp4, ModelOptNvfp4
 from tokenyard.errors import CheckpointError
 from tokenyard.experts.base import EXACT
 
@@ -26,6 +23,7 @@ from tokenyard.experts.base import EXACT
 _MOST_EXPERTS = 65536
 
 QUANTIZED_LAYOUTS: tuple[Layout, ...] = (*COMPRESSED_LAYOUTS, ModelOptNvfp4(), GptOssMxfp4(), DeepSeekFp8())
+LAYOUTS = (*QUANTIZED_LAYOUTS, *PLAIN_LAYOUTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +73,22 @@ class CheckpointLayer:
             return tensor_name(self.name, None, projection, suffix), expert
         return tensor_name(self.name, expert, projection, suffix), None
 
+    def tensors(self, *, written: bool = False) -> Iterator[tuple[int | None, str, Piece]]:
+        """Every tensor that the layer must have: the expert (None: all in one), the projection, and what it must be.
+
+        `written` are those of a layer that this package writes, which has some more.
+        """
+        experts = [None] if self.layout.fused else range(self.num_experts)
+        for projection in self.projections.names:
+            outputs, inputs = self.sizes(projection)
+            pieces = list(self.layout.pieces(outputs, inputs).values())
+            pieces += self.layout.written if written else ()
+            if self.bias:  # which is plain, whatever the weights are
+                pieces.append(Piece("bias", tuple(PLAIN_DTYPES), (outputs,)))
+            for expert in experts:
+                for piece in pieces:
+                    yield expert, projection, piece
+
 
 def declared_layout(quantization: Mapping[str, Any]) -> Layout | str:
     """The layout that a `quantization_config` declares; or, in words, what it says that no layout holds.
@@ -106,6 +120,14 @@ def recipe_inner(weights: str, quantization: object) -> str:
 
 def read_layer(found: FoundLayer, config: ModelConfig) -> CheckpointLayer:
     """Recognize a layer and check every tensor of it, by its header."""
+    try:
+        return _read_layer(found, config)
+    except CheckpointError as error:
+        error.at(layer=found.name)
+        raise
+
+
+def _read_layer(found: FoundLayer, config: ModelConfig) -> CheckpointLayer:
     projections = found.projections()
     layout = _recognize(found, projections, config)
     num_experts = _num_experts(found, projections, config)
@@ -126,15 +148,10 @@ def read_layer(found: FoundLayer, config: ModelConfig) -> CheckpointLayer:
     for projection in projections.names:
         if reason := layout.refused(layer.sizes(projection)[1]):
             tensor = _first(found, projection)
-            raise _wrong(tensor, layer.name, f"a {layout.weights} matrix that can be held", reason)
-    nbytes = sum(_check(found, layer, config, piece) for piece in _expected(layer))
+            raise _wrong(tensor, f"a {layout.weights} matrix that can be held", reason)
+    nbytes = sum(_check(found, layer, config, piece) for piece in layer.tensors())
     _check_nothing_else(found, layer)
     return replace(layer, nbytes=nbytes)
-
-
-def bias_piece(outputs: int) -> Piece:
-    """The bias of a linear map; it is plain whatever the weights are."""
-    return Piece("bias", tuple(PLAIN_DTYPES), (outputs,))
 
 
 # --- Which layout it is -----------------------------------------------------------------------------------
@@ -148,18 +165,11 @@ def _recognize(found: FoundLayer, projections: Projections, config: ModelConfig)
     lead = projections.w13[0]
     expert = None if found.fused else min(e for e, _, _ in found.tensors if e is not None)
     present = found.suffixes(expert, lead)
-    looks = [
-        layout
-        for layout in (*QUANTIZED_LAYOUTS, *PLAIN_LAYOUTS)
-        if layout.fused == found.fused and layout.matches(present)
-    ]
-    round_right = [
-        layout for layout in looks if not isinstance(layout, PlainLayout) or _fits(found, projections, layout)
-    ]
-    if looks and not round_right:
+    alike = [layout for layout in LAYOUTS if layout.fused == found.fused and layout.matches(present)]
+    looks = [layout for layout in alike if _fits(found, projections, layout)]
+    if alike and not looks:
         first, last = found.tensors[None, lead, ""], found.tensors[None, projections.w2, ""]
-        raise _wrong(last, found.name, f"a shape that fits that of {first.name!r}, {list(first.shape)}")
-    looks = round_right
+        raise _wrong(last, f"a shape that fits that of {first.name!r}, {list(first.shape)}")
     declared = [layout for layout in looks if layout.declared(config.quantization)]
     if declared:
         if reason := declared[0].mismatch(config.quantization):
@@ -168,28 +178,19 @@ def _recognize(found: FoundLayer, projections: Projections, config: ModelConfig)
                 expected=f"{declared[0]}, as tokenyard holds it",
                 fix="quantize the model in another way",
                 file=config.file,
-                layer=found.name,
             )
         return declared[0]
     tensor = next(iter(present.values()), None) or next(iter(found.tensors.values()))
     held = ", ".join(f"{suffix or lead} {t.dtype}{list(t.shape)}" for suffix, t in sorted(present.items()))
     if looks:
-        raise CheckpointError(
+        raise tensor.error_at(
             f"{config.file} has {config.quantized_as}, but {tensor.file.name}: tensor {tensor.name!r} is of {looks[0]}",
             expected="a config that says how its weights are quantized",
             fix="take the config.json that belongs to these weights",
-            file=tensor.file,
-            tensor=tensor.name,
-            layer=found.name,
         )
     # A layout that the config names, and of which something is missing or of another dtype: say what.
-    for layout in QUANTIZED_LAYOUTS:
-        if (
-            layout.fused != found.fused
-            or not layout.declared(config.quantization)
-            or layout.data not in present
-        ):
-            continue
+    named = [layout for layout in QUANTIZED_LAYOUTS if layout.declared(config.quantization)]
+    for layout in (each for each in named if each.fused == found.fused and each.data in present):
         for piece in layout.pieces(1, 1).values():
             there = present.get(piece.suffix)
             if there is None or there.dtype not in piece.dtypes:
@@ -200,23 +201,18 @@ def _recognize(found: FoundLayer, projections: Projections, config: ModelConfig)
                     fix="take the config.json that belongs to these weights, or download them again",
                     file=tensor.file,
                     tensor=name,
-                    layer=found.name,
                 )
-    raise CheckpointError(
+    raise tensor.error_at(
         f"{tensor.file.name}: the experts of {found.name!r} hold {held} each, and {config.file} has "
         f"{config.quantized_as}",
-        expected="one of "
-        + "; ".join(dict.fromkeys(str(layout) for layout in (*QUANTIZED_LAYOUTS, *PLAIN_LAYOUTS))),
+        expected=f"one of {'; '.join(dict.fromkeys(map(str, LAYOUTS)))}",
         fix="this way of quantizing is not known; requantize the model into one that is",
-        file=tensor.file,
-        tensor=tensor.name,
-        layer=found.name,
     )
 
 
-def _fits(found: FoundLayer, projections: Projections, layout: PlainLayout) -> bool:
-    """Whether w13 and w2 have the orientation that a layout of all experts in one tensor says."""
-    if not layout.fused:
+def _fits(found: FoundLayer, projections: Projections, layout: Layout) -> bool:
+    """Whether w13 and w2 have the orientation that a plain layout of all experts in one tensor says."""
+    if not isinstance(layout, PlainLayout) or not layout.fused:
         return True
     first, last = (found.tensors.get((None, name, "")) for name in (projections.w13[0], projections.w2))
     if first is None or last is None or not len(first.shape) == len(last.shape) == 3:
@@ -235,7 +231,7 @@ def _num_experts(found: FoundLayer, projections: Projections, config: ModelConfi
         tensor = _first(found, projections.w13[0])
         number = tensor.shape[0] if tensor.shape else 0
         if number == 0 or number != (known or number):
-            raise _wrong(tensor, found.name, f"{known or 'some'} experts, as {config.file} says")
+            raise _wrong(tensor, f"{known or 'some'} experts, as {config.file} says")
         return number
     ids = {expert: t for (expert, _, _), t in found.tensors.items() if expert is not None}
     number = known if known is not None else max(ids) + 1
@@ -245,7 +241,6 @@ def _num_experts(found: FoundLayer, projections: Projections, config: ModelConfi
             f" is of expert {max(ids)}",
             expected=f"experts 0 to {number - 1}, as {config.file} says",
             fix="take the config.json that belongs to these weights",
-            layer=found.name,
         )
     missing = next((expert for expert in range(min(number, _MOST_EXPERTS)) if expert not in ids), None)
     if missing is not None:
@@ -263,23 +258,14 @@ def _sizes(
     found: FoundLayer, projections: Projections, layout: Layout, config: ModelConfig
 ) -> tuple[int, int]:
     """H and I: what the config says, or else what the first tensors of w13 say."""
-    tensor = next(
-        (
-            t
-            for (_, p, suffix), t in found.tensors.items()
-            if (p, suffix) == (projections.w13[0], layout.data)
-        ),
-        None,
-    )
-    lead = projections.w13[0]
-    if tensor is None:
-        tensor = _first(found, lead)
-        raise _wrong(tensor, found.name, f"a tensor {lead}.{layout.data} beside it, as {layout} has it")
-    shape = tensor.shape[1:] if layout.fused else tensor.shape
-    if len(shape) != len(layout.pieces(1, 1)["data"].shape):
-        raise _wrong(
-            tensor, found.name, f"{len(layout.pieces(1, 1)['data'].shape)} dimensions for each expert"
-        )
+    lead, dimensions = projections.w13[0], len(layout.pieces(1, 1)["data"].shape)
+    holding = [t for (_, p, suffix), t in found.tensors.items() if (p, suffix) == (lead, layout.data)]
+    if not holding:
+        expected = f"a tensor {lead}.{layout.data} beside it, as {layout} has it"
+        raise _wrong(_first(found, lead), expected)
+    shape = holding[0].shape[1:] if layout.fused else holding[0].shape
+    if len(shape) != dimensions:
+        raise _wrong(holding[0], f"{dimensions} dimensions for each expert")
     outputs, inputs = layout.size(shape)
     intermediate = outputs // 2 if lead == "gate_up_proj" else outputs
     hidden = inputs if config.hidden_size is None else config.hidden_size
@@ -287,18 +273,6 @@ def _sizes(
 
 
 # --- Every tensor -----------------------------------------------------------------------------------------
-
-
-def _expected(layer: CheckpointLayer) -> Iterator[tuple[int | None, str, Piece]]:
-    """Every tensor that the layer must have: the expert (None: all in one), the projection, and what it must be."""
-    experts = [None] if layer.layout.fused else range(layer.num_experts)
-    for projection in layer.projections.names:
-        outputs, inputs = layer.sizes(projection)
-        pieces = list(layer.layout.pieces(outputs, inputs).values())
-        pieces += [bias_piece(outputs)] if layer.bias else []
-        for expert in experts:
-            for piece in pieces:
-                yield expert, projection, piece
 
 
 def _check(
@@ -321,7 +295,7 @@ def _check(
             f": hidden size {layer.hidden_size}, intermediate size {layer.intermediate_size}, "
             f"{layer.num_experts} experts, as {config.file.name} and the other tensors say"
         )
-        raise _wrong(tensor, layer.name, f"{' or '.join(piece.dtypes)}{list(shape)}{because}")
+        raise _wrong(tensor, f"{' or '.join(piece.dtypes)}{list(shape)}{because}")
     return tensor.nbytes
 
 
@@ -330,17 +304,11 @@ def _check_nothing_else(found: FoundLayer, layer: CheckpointLayer) -> None:
     known = {piece.suffix for piece in layer.layout.pieces(1, 1).values()} | {"bias", *layer.layout.beside}
     for (expert, _, suffix), tensor in found.tensors.items():
         if suffix not in known or (expert is None) != layer.layout.fused:
-            raise _wrong(
-                tensor,
-                layer.name,
-                f"{', '.join(sorted(filter(None, known)))}, as {layer.layout} has it: nobody would read this one",
-            )
+            names = ", ".join(sorted(filter(None, known)))
+            raise _wrong(tensor, f"{names}, as {layer.layout} has it: nobody would read this one")
 
 
-def _wrong(tensor: StoredTensor, layer: str, expected: str, why: str = "") -> CheckpointError:
-    return tensor.error(
-        f" is {tensor.dtype}{list(tensor.shape)}" + (f": {why}" if why else ""),
-        expected=expected,
-        fix="take the config.json that belongs to these weights, or download them again",
-        layer=layer,
-    )
+def _wrong(tensor: StoredTensor, expected: str, why: str = "") -> CheckpointError:
+    found = f" is {tensor.dtype}{list(tensor.shape)}" + (f": {why}" if why else "")
+    fix = "take the config.json that belongs to these weights, or download them again"
+    return tensor.error(found, expected=expected, fix=fix)

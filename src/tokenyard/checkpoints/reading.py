@@ -3,12 +3,18 @@
 The weights of L experts are laid out as the experts hold them: gate and up of one expert in one matrix, one
 behind the other, and all experts in one tensor. Scales are a few percent of the bytes and tell whether a file is
 good, so they are read and checked before anything large is allocated.
+
+A file has a tensor for each expert, projection and payload (`gate_proj` of expert 3: `weight_scale`). Experts hold a
+tensor for each payload, of all experts. A `PackedMatrix` is filled tensor by tensor, as files have them, in any order;
+`PackedMatrix.share` is the place of one in the other.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from operator import index
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +22,127 @@ from torch import Tensor
 from tokenyard.checkpoints.files import TensorFiles
 from tokenyard.checkpoints.header import DTYPES
 from tokenyard.checkpoints.layers import CheckpointLayer
-from tokenyard.checkpoints.packing import PackedMatrix
+from tokenyard.checkpoints.layout import Layout, Piece
+from tokenyard.checkpoints.writer import SPELLINGS
 from tokenyard.errors import CheckpointError
 from tokenyard.experts.base import ExpertWeights
+from tokenyard.formats import QuantizedMatrix
+
+
+class PackedMatrix:
+    """One matrix of several experts (w13 or w2), made of `parts` projections each, in a layout's weight format.
+
+    >>> from tokenyard.checkpoints import declared_layout
+    >>> packed = PackedMatrix(declared_layout({"quant_method": "mxfp4"}), (8, 64, 32), parts=1)
+    >>> packed.fill("scales", 3, 0, torch.full((64, 1), 127, dtype=torch.uint8))
+    >>> packed.fill("data", 3, 0, torch.full((64, 1, 16), 0x22, dtype=torch.uint8))
+    >>> packed.matrix()[3].decode().unique()
+    tensor([1.])
+    """
+
+    def __init__(self, layout: Layout, shape: tuple[int, int, int], parts: int) -> None:
+        self.layout = layout  # how the tensors lie in files
+        self.shape = shape  # experts, outputs, inputs
+        self.parts = parts  # projections of one expert in the matrix: gate and up, or one
+        self._held: dict[str, Tensor] = {}
+        self._joined: dict[str, Tensor] = {}
+
+    @property
+    def outputs(self) -> int:
+        """The outputs of one projection."""
+        return self.shape[1] // self.parts
+
+    @property
+    def payloads(self) -> tuple[str, ...]:
+        """The names of the payloads, those without a tensor in the files among them."""
+        return tuple(self.layout.format.payloads(*self.shape[1:]))
+
+    @property
+    def pieces(self) -> dict[str, Piece]:
+        """The tensors that files have of one projection of one expert, by the payload that each becomes."""
+        return self.layout.pieces(self.outputs, self.shape[2])
+
+    def is_joined(self, payload: str) -> bool:
+        """Whether projections share numbers of this payload, which are put together when all are there."""
+        return payload == "scales" and self.layout.overlaps(self.outputs, self.parts)
+
+    def held(self, payload: str) -> Tensor:
+        """The tensor that a payload of all experts is written to; allocated when it is asked for first."""
+        if payload not in self._held:
+            many, outputs, inputs = self.shape
+            declared = self.layout.format.payloads(outputs, inputs)[payload]
+            shape = declared.shape
+            if self.is_joined(payload):
+                rows, *rest = self.pieces[payload].shape
+                shape = (self.parts * rows, *rest)
+            self._held[payload] = torch.empty(many, *shape, dtype=declared.dtype)
+            if payload in self.layout.constants:
+                self._held[payload].fill_(self.layout.constants[payload])
+        return self._held[payload]
+
+    def share(self, payload: str, place: int, part: int) -> Tensor:
+        """The place of one projection of one expert in a payload: every payload has rows in the matrix's order."""
+        return self.held(payload)[place].chunk(self.parts)[part]
+
+    def mismatch(self, payload: str, stored: Tensor) -> str | None:
+        """None, or the dtypes and the shape that a tensor of one projection of one expert should have instead."""
+        piece = self.pieces[payload]
+        same_rows = stored.dim() < 2 or stored.shape[0] == piece.shape[0]
+        fits = SPELLINGS.get(stored.dtype) in piece.dtypes and stored.numel() == math.prod(piece.shape)
+        return None if fits and same_rows else f"{' or '.join(piece.dtypes)}{list(piece.shape)}"
+
+    def fill(self, payload: str, place: int, part: int, stored: Tensor) -> None:
+        """Write what a file has of one projection of one expert to its place."""
+        self.layout.fill(payload, stored, self.share(payload, place, part))
+
+    def check(self, payload: str, place: int, part: int, named: str, **where: Any) -> None:
+        """Raise if a scale of one projection of one expert is not a usable number. `named` is how errors call them."""
+        if payload == "data":
+            return
+        scales = self.share(payload, place, part)
+        numbers = scales.float()
+        if scales.dtype == torch.uint8:  # E8M0
+            wrong, kind = scales == 255, "NaN (E8M0 byte 255)"
+        elif payload == "global_scale":  # what values are divided by
+            wrong, kind = ~numbers.isfinite() | (numbers == 0), "NaN, infinite or zero"
+        else:
+            wrong, kind = ~numbers.isfinite(), "NaN or infinite"
+        if bool(wrong.any()):
+            raise CheckpointError(
+                f"{named}, is {kind} at {wrong.nonzero()[0].tolist()} and {int(wrong.sum()) - 1} further places",
+                expected="scales that are finite numbers",
+                fix="quantize the model again, or download it again: what these scales belong to would be garbage",
+                **where,
+            )
+
+    def join(self, payload: str, place: int, named: str, **where: Any) -> None:
+        """Join what an expert's projections share of a payload. Raise if the parts differ. Errors call them `named`."""
+        whole = self.layout.join(list(self.held(payload)[place].chunk(self.parts)), self.outputs)
+        if whole is None:
+            raise CheckpointError(
+                f"{named} have {self.outputs} rows each and different scales, and would share blocks as one matrix",
+                expected="a multiple of 128 rows, or one scale for all blocks from the gate's last on",
+                fix="convert the plain checkpoint with `tokenyard convert`, which gives them one scale",
+                **where,
+            )
+        self._finished(payload)[place] = whole
+
+    def _finished(self, payload: str) -> Tensor:
+        """A payload as the format declares it."""
+        if not self.is_joined(payload):
+            return self.held(payload)
+        if payload not in self._joined:
+            shape = self.layout.format.payloads(*self.shape[1:])[payload].shape
+            self._joined[payload] = self.held(payload).new_empty(self.shape[0], *shape)
+        return self._joined[payload]
+
+    def matrix(self) -> Tensor | QuantizedMatrix:
+        """The weights as experts take them, when everything is filled, and joined where it must be."""
+        named = {payload: self._finished(payload) for payload in self.payloads}
+        format = self.layout.format
+        if not format.quantized:
+            return named["data"]
+        return QuantizedMatrix(format=format, shape=self.shape, payloads=named)
 
 
 class ExpertReading:
@@ -86,19 +210,12 @@ class ExpertReading:
                 name, among = layer.stored(expert, projection, suffix)
                 with self._files.view(name, among) as stored:
                     packed.fill(payload, place, number, stored)
-                wrong = packed.unusable(payload, place, number)
-                if wrong is not None:
-                    raise self._files.tensors[name].error(
-                        f", of expert {expert}, is {wrong}",
-                        expected="scales that are finite numbers",
-                        fix="quantize the model again, or download it again: what these scales belong to would be "
-                        "garbage",
-                        layer=layer.name,
-                    )
-            if packed.is_joined(payload) and not packed.join(payload, place):
                 file = self._files.tensors[name].file
-                said = f"{file.name}: tensor {name!r}: gate and up of expert {expert}"
-                raise packed.scales_apart(said, file=file, tensor=name, layer=layer.name)
+                tensor = f"{file.name}: tensor {name!r}"
+                where = {"file": file, "tensor": name, "layer": layer.name}
+                packed.check(payload, place, number, f"{tensor}, of expert {expert}", **where)
+            if packed.is_joined(payload):
+                packed.join(payload, place, f"{tensor}: gate and up of expert {expert}", **where)
 
     @property
     def bias_dtype(self) -> torch.dtype | None:

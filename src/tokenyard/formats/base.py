@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeGuard
 
@@ -64,6 +64,32 @@ def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
         return x
     largest = torch.finfo(dtype).max
     return x.float().clamp(-largest, largest).to(dtype)
+
+
+def is_tensor(
+    value: object,
+    *,
+    shape: tuple[int | None, ...],
+    dtypes: Sequence[object] | None = None,
+    device: torch.device | None = None,
+) -> TypeGuard[Tensor]:
+    """Whether something is a tensor of this shape (None: any size), of one of these dtypes, on this device.
+
+    >>> is_tensor(torch.zeros(3, 2), shape=(None, 2), dtypes=(torch.float32,)), is_tensor(None, shape=())
+    (True, False)
+    """
+    return (
+        isinstance(value, Tensor)
+        and value.dim() == len(shape)
+        and all(wanted in (None, found) for found, wanted in zip(value.shape, shape, strict=True))
+        and (dtypes is None or value.dtype in dtypes)
+        and (device is None or same_device(value.device, device))
+    )
+
+
+def same_device(found: torch.device, expected: torch.device) -> bool:
+    """Whether a device is the one that was expected: `cuda` means any GPU, `cuda:1` that one."""
+    return found.type == expected.type and expected.index in (None, found.index)
 
 
 def is_matrix(value: object) -> TypeGuard[Tensor]:

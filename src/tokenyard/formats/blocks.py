@@ -1,8 +1,10 @@
-"""Walking over rows a few at a time, as float32, padded.
+"""Block formats: elements, and a scale for each block of columns.
 
-A block format needs several passes over its input: amax, scale, round, cast. Over a whole batch each pass
-would go to main memory; over a few rows at a time the float32 copies stay in the second-level cache, and one
-core encodes several times faster. On a GPU every pass is a launch, so there the batch is one chunk.
+`BlockCode` declares what each of them is made of.
+
+Encoding takes several passes over the rows: amax, scale, round, cast. Over a whole batch each pass would go to main
+memory; over a few rows at a time the float32 copies stay in the second-level cache, and one core encodes several times
+faster. On a GPU every pass is a launch, so there the batch is one chunk.
 
 An encoder walks twice: for the amax of all blocks, and, when it has made scales of them, for the elements. The
 scales are small, and computing them chunk by chunk would cost more in calls than reading the rows again.
@@ -12,13 +14,15 @@ Rows are independent in every format, so chunking cannot change a bit of the res
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tokenyard.formats import bits
+from tokenyard.formats.base import EncodedRows, Format, Payload
 
 # float32 elements per chunk, of which up to three buffers are in use. In MB/s of bf16 input on one core with
 # 1.25 MB of second-level cache (T 512, H 7168, medians beside other work), mxfp8 / nvfp4: 2^16: 695 / 310,
@@ -123,3 +127,70 @@ def decode_blocks(
         in_blocks(values_RP, values_RP.shape[1] // scales.shape[1]).mul_(scales[rows].unsqueeze(-1))
         out_TH[rows] = values_RP[:, :hidden_size]
     return out_TH
+
+
+def write_e2m1(x_TH: Tensor, step: Tensor, data: Tensor) -> None:
+    """Write x / step as packed e2m1 codes into `data`; `step` is that of each block. Where it is NaN, codes are 0.
+
+    >>> data = torch.empty(1, 2, dtype=torch.uint8)
+    >>> write_e2m1(torch.tensor([[1.0, 2.0, -6.0, 0.0]]), torch.tensor([[2.0, 1.0]]), data)
+    >>> bits.e2m1_to_float32(data)
+    tensor([[ 0.5000,  1.0000, -6.0000,  0.0000]])
+    """
+    padded_size, is_nan = 2 * data.shape[1], step.isnan()
+    some_nan = bits.some(is_nan)
+    for rows, values_RP, spare_RP, spare2_RP in float32_chunks(x_TH, padded_size):
+        values = in_blocks(values_RP, padded_size // step.shape[1]).div_(step[rows].unsqueeze(-1))
+        if some_nan:
+            values.masked_fill_(is_nan[rows].unsqueeze(-1), 0.0)
+        data[rows] = bits.pack_nibbles_(bits.e2m1_codes_(values_RP, spare_RP, spare2_RP))
+
+
+class BlockCode(NamedTuple):
+    """What a block format is made of, whether rows or weights are held in it."""
+
+    block: int  # columns that share one scale
+    data: torch.dtype  # the dtype that holds the elements
+    columns: int  # columns in one number of that dtype: 2 where two codes stand in a byte
+    scales: torch.dtype  # the dtype that holds the scales
+    element_values: Callable[[Tensor], Tensor]  # the elements as float32
+    scale_values: Callable[[Tensor], Tensor]  # the scales as float32
+
+    def widths(self, padded_size: int) -> dict[str, tuple[torch.dtype, int]]:
+        """The dtype and the width of each payload of a row."""
+        return {
+            "data": (self.data, padded_size // self.columns),
+            "scales": (self.scales, padded_size // self.block),
+        }
+
+
+FP8_BLOCK128 = BlockCode(128, torch.float8_e4m3fn, 1, torch.float32, bits.e4m3_to_float32, Tensor.float)
+MXFP8 = BlockCode(32, torch.float8_e4m3fn, 1, torch.uint8, bits.e4m3_to_float32, bits.e8m0_to_float32)
+NVFP4 = BlockCode(16, torch.uint8, 2, torch.float8_e4m3fn, bits.e2m1_to_float32, bits.e4m3_to_float32)
+MXFP4 = BlockCode(32, torch.uint8, 2, torch.uint8, bits.e2m1_to_float32, bits.e8m0_to_float32)
+MXINT4 = BlockCode(32, torch.uint8, 2, torch.bfloat16, bits.int4_to_float32, Tensor.float)
+
+
+@cache
+def _payloads(code: BlockCode, padded_size: int) -> tuple[Payload, ...]:
+    """The payloads of a row: made once, since every call of a layer asks for them several times."""
+    widths = code.widths(padded_size)
+    return tuple(Payload(name=name, dtype=dtype, width=width) for name, (dtype, width) in widths.items())
+
+
+class BlockFormat(Format):
+    """Rows whose elements have a scale for each block of columns."""
+
+    _code: ClassVar[BlockCode]  # what elements and scales are
+
+    def payloads(self, hidden_size: int) -> tuple[Payload, ...]:
+        return _payloads(self._code, self.padded_size(hidden_size))
+
+    def decode(self, rows: EncodedRows, dtype: torch.dtype = torch.float32) -> Tensor:
+        payloads = self.unswizzle(rows).payloads
+        scales = self._scale_values(payloads)
+        return decode_blocks(self._code.element_values, payloads["data"], scales, rows.hidden_size, dtype)
+
+    def _scale_values(self, payloads: Mapping[str, Tensor]) -> Tensor:
+        """The scales of encoded rows, as float32."""
+        return self._code.scale_values(payloads["scales"])

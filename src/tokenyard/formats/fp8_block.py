@@ -18,14 +18,14 @@ from torch import Tensor
 
 from tokenyard.errors import ContractError, InputError
 from tokenyard.formats import bits, blocks
-from tokenyard.formats.base import EncodedRows, Format, Payload, check_rows
+from tokenyard.formats.base import EncodedRows, check_rows
 
 # Blocks whose amax is below this share its scale: division stays far from subnormal numbers.
 SMALLEST_AMAX = 1e-10
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fp8Block128(Format):
+class Fp8Block128(blocks.BlockFormat):
     """e4m3 with a float32 scale per 128 columns.
 
     >>> rows = Fp8Block128().encode(torch.tensor([[56.0, -1.0, 0.3]]))
@@ -37,7 +37,8 @@ class Fp8Block128(Format):
 
     name = "fp8_block128"
     scale_layouts = ("linear",)
-    block = 128
+    _code = blocks.FP8_BLOCK128
+    block = _code.block
     power_of_two_scales: bool = False  # whether scales are rounded up to powers of two
 
     def __post_init__(self) -> None:
@@ -47,13 +48,6 @@ class Fp8Block128(Format):
                 expected="True or False",
                 fix="pass True where the kernel wants scales that are powers of two",
             )
-
-    def payloads(self, hidden_size: int) -> tuple[Payload, ...]:
-        width = self.padded_size(hidden_size)
-        return (
-            Payload(name="data", dtype=torch.float8_e4m3fn, width=width),
-            Payload(name="scales", dtype=torch.float32, width=width // self.block),
-        )
 
     def encode(self, x_TH: Tensor) -> EncodedRows:
         check_rows(x_TH)
@@ -68,10 +62,6 @@ class Fp8Block128(Format):
         scales.masked_fill_(scales.isnan(), torch.nan)  # one spelling: a division's differs between devices
         divide_into_e4m3(x_TH, scales, data_TP)
         return EncodedRows(format=self, hidden_size=hidden_size, payloads=payloads)
-
-    def decode(self, rows: EncodedRows, dtype: torch.dtype = torch.float32) -> Tensor:
-        data, scales = rows.payloads["data"], rows.payloads["scales"]
-        return blocks.decode_blocks(bits.e4m3_to_float32, data, scales, rows.hidden_size, dtype)
 
     def swizzle(self, rows: EncodedRows) -> EncodedRows:
         raise ContractError(

@@ -18,18 +18,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from tokenyard.errors import InputError
 from tokenyard.formats import bits, blocks
-from tokenyard.formats.base import EncodedRows, Format, Payload, check_rows
+from tokenyard.formats.base import EncodedRows, check_rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mxfp8(Format):
+class Mxfp8(blocks.BlockFormat):
     """e4m3 with an E8M0 scale per 32 columns.
 
+    >>> import torch
     >>> rows = Mxfp8().encode(torch.tensor([[44.8, -1.0, 0.3]]))
     >>> rows.payloads["scales"], rows.decode()
     (tensor([[124]], dtype=torch.uint8), tensor([[44.0000, -1.0000,  0.3125]]))
@@ -39,7 +39,8 @@ class Mxfp8(Format):
 
     name = "mxfp8"
     scale_layouts = ("linear", "swizzled")
-    block = 32
+    _code = blocks.MXFP8
+    block = _code.block
     alignment: int = 32  # the width of a row is padded to a multiple of this; itself a multiple of 32
 
     def __post_init__(self) -> None:
@@ -55,13 +56,6 @@ class Mxfp8(Format):
     def row_alignment(self) -> int:
         return self.alignment
 
-    def payloads(self, hidden_size: int) -> tuple[Payload, ...]:
-        width = self.padded_size(hidden_size)
-        return (
-            Payload(name="data", dtype=torch.float8_e4m3fn, width=width),
-            Payload(name="scales", dtype=torch.uint8, width=width // self.block),
-        )
-
     def encode(self, x_TH: Tensor) -> EncodedRows:
         check_rows(x_TH)
         num_rows, hidden_size = x_TH.shape
@@ -75,8 +69,3 @@ class Mxfp8(Format):
             data_TP[rows] = values_RP.clamp_(-bits.E4M3_MAX, bits.E4M3_MAX)
         blocks.mark_nan_blocks(data_TP, scales == bits.E8M0_NAN, self.block)
         return EncodedRows(format=self, hidden_size=hidden_size, payloads=payloads)
-
-    def decode(self, rows: EncodedRows, dtype: torch.dtype = torch.float32) -> Tensor:
-        payloads = self.unswizzle(rows).payloads
-        scales = bits.e8m0_to_float32(payloads["scales"])
-        return blocks.decode_blocks(bits.e4m3_to_float32, payloads["data"], scales, rows.hidden_size, dtype)

@@ -25,6 +25,7 @@ it is 1 for a row without any but zeros, and at most the largest float32.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +33,7 @@ from torch import Tensor
 
 from tokenyard.errors import InputError
 from tokenyard.formats import bits, blocks
-from tokenyard.formats.base import EncodedRows, Format, Payload, check_rows, dtype_name
+from tokenyard.formats.base import EncodedRows, Payload, check_rows, dtype_name
 
 # g of a row whose amax is 1: the largest scale times the largest element.
 GLOBAL_RANGE = bits.E4M3_MAX * bits.E2M1_MAX
@@ -41,7 +42,7 @@ SMALLEST_GLOBAL_SCALE = 2.0**-117
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nvfp4(Format):
+class Nvfp4(blocks.BlockFormat):
     """e2m1 with an e4m3 scale per 16 columns and a global scale, static or (`None`) per row.
 
     >>> rows = Nvfp4(global_scale=448.0).encode(torch.tensor([[6.0, -3.0, 0.3]]))
@@ -53,7 +54,8 @@ class Nvfp4(Format):
 
     name = "nvfp4"
     scale_layouts = ("linear", "swizzled")
-    block = 16
+    _code = blocks.NVFP4
+    block = _code.block
     # the factor g for all rows; None: each row has its own, which travels with it
     global_scale: float | None = None
 
@@ -71,11 +73,7 @@ class Nvfp4(Format):
         object.__setattr__(self, "global_scale", float(given))
 
     def payloads(self, hidden_size: int) -> tuple[Payload, ...]:
-        width = self.padded_size(hidden_size)
-        linear = (
-            Payload(name="data", dtype=torch.uint8, width=width // 2),
-            Payload(name="scales", dtype=torch.float8_e4m3fn, width=width // self.block),
-        )
+        linear = super().payloads(hidden_size)
         if self.global_scale is not None:
             return linear
         return (*linear, Payload(name="global_scale", dtype=torch.float32, width=1))
@@ -97,22 +95,12 @@ class Nvfp4(Format):
         scales.copy_((amax / bits.constant(bits.E2M1_MAX, x_TH.device)).mul_(g_T1).clamp_(max=bits.E4M3_MAX))
         scale = bits.e4m3_to_float32(scales)
         # Dividing by Inf gives the zeros that a block of scale 0 must have.
-        step = (scale / g_T1).masked_fill_(scale == 0, torch.inf).unsqueeze(-1)
-        is_nan = step.isnan()
-        some_nan = bits.some(is_nan)
-        for rows, values_RP, spare_RP, spare2_RP in blocks.float32_chunks(x_TH, padded_size):
-            values_in_blocks = blocks.in_blocks(values_RP, self.block).div_(step[rows])
-            if some_nan:
-                values_in_blocks.masked_fill_(is_nan[rows], 0.0)
-            data[rows] = bits.pack_nibbles_(bits.e2m1_codes_(values_RP, spare_RP, spare2_RP))
+        blocks.write_e2m1(x_TH, (scale / g_T1).masked_fill_(scale == 0, torch.inf), data)
         return EncodedRows(format=self, hidden_size=hidden_size, payloads=payloads)
 
-    def decode(self, rows: EncodedRows, dtype: torch.dtype = torch.float32) -> Tensor:
-        payloads = self.unswizzle(rows).payloads
-        static = self.global_scale
-        g = payloads["global_scale"] if static is None else bits.constant(static, rows.device)
-        scales = bits.e4m3_to_float32(payloads["scales"]) / g
-        return blocks.decode_blocks(bits.e2m1_to_float32, payloads["data"], scales, rows.hidden_size, dtype)
+    def _scale_values(self, payloads: Mapping[str, Tensor]) -> Tensor:
+        scales, static = super()._scale_values(payloads), self.global_scale
+        return scales / (payloads["global_scale"] if static is None else bits.constant(static, scales.device))
 
     def _checked_global_scale(self, given: Tensor, num_rows: int) -> Tensor:
         if self.global_scale is not None:

@@ -145,8 +145,28 @@ class Fp8Block128Weights(WeightFormat):
         return values_nD
 
 
+class BlockWeights(WeightFormat):
+    """Elements with a scale per block of inputs."""
+
+    _code: ClassVar[blocks.BlockCode]  # what elements and scales are
+
+    def payloads(self, outputs: int, inputs: int) -> dict[str, HeldPayload]:
+        widths = self._code.widths(self.padded_size(inputs))
+        return {name: HeldPayload(dtype, (outputs, width)) for name, (dtype, width) in widths.items()}
+
+    def decode_rows(self, matrix: QuantizedMatrix, first: int, last: int) -> Tensor:
+        values_nP = self._code.element_values(matrix.payloads["data"][first:last])
+        scales = self._scale_values(matrix, first, last)
+        blocks.in_blocks(values_nP, self.block).mul_(scales.unsqueeze(-1))
+        return values_nP[:, : matrix.shape[-1]]
+
+    def _scale_values(self, matrix: QuantizedMatrix, first: int, last: int) -> Tensor:
+        """The scales of outputs `first` to `last` of one matrix, as float32."""
+        return self._code.scale_values(matrix.payloads["scales"][first:last])
+
+
 @dataclass(frozen=True, kw_only=True)
-class Mxfp8Weights(WeightFormat):
+class Mxfp8Weights(BlockWeights):
     """e4m3 with an E8M0 scale per 32 inputs: rows of mxfp8.
 
     >>> Mxfp8Weights().quantize(torch.tensor([[44.8, -1.0, 0.3]])).decode()
@@ -154,39 +174,16 @@ class Mxfp8Weights(WeightFormat):
     """
 
     name = "mxfp8"
-    block = 32
+    _code = blocks.MXFP8
+    block = _code.block
     row_formats = (Mxfp8.name,)
-
-    def payloads(self, outputs: int, inputs: int) -> dict[str, HeldPayload]:
-        width = self.padded_size(inputs)
-        return {
-            "data": HeldPayload(torch.float8_e4m3fn, (outputs, width)),
-            "scales": HeldPayload(torch.uint8, (outputs, width // self.block)),
-        }
 
     def quantize(self, w_ND: Tensor) -> QuantizedMatrix:
         return _held(self, w_ND, **Mxfp8().encode(_as_rows(w_ND)).payloads)
 
-    def decode_rows(self, matrix: QuantizedMatrix, first: int, last: int) -> Tensor:
-        data, scales = (matrix.payloads[name][first:last] for name in ("data", "scales"))
-        return _scaled(bits.e4m3_to_float32(data), bits.e8m0_to_float32(scales), matrix)
-
-
-class FourBitWeights(WeightFormat):
-    """Two codes a byte, and a scale per block of inputs."""
-
-    scale_dtype: ClassVar[torch.dtype]  # the dtype of the scales
-
-    def payloads(self, outputs: int, inputs: int) -> dict[str, HeldPayload]:
-        width = self.padded_size(inputs)
-        return {
-            "data": HeldPayload(torch.uint8, (outputs, width // 2)),
-            "scales": HeldPayload(self.scale_dtype, (outputs, width // self.block)),
-        }
-
 
 @dataclass(frozen=True, kw_only=True)
-class Nvfp4Weights(FourBitWeights):
+class Nvfp4Weights(BlockWeights):
     """e2m1 with an e4m3 scale per 16 inputs, and a float32 global scale per matrix: 2688 / amax.
 
     value = e2m1 · (scale / global_scale · global_factor), the last two those of the half that the output is in.
@@ -197,8 +194,8 @@ class Nvfp4Weights(FourBitWeights):
     """
 
     name = "nvfp4"
-    block = 16
-    scale_dtype = torch.float8_e4m3fn
+    _code = blocks.NVFP4
+    block = _code.block
     row_formats = (Nvfp4.name,)
 
     def payloads(self, outputs: int, inputs: int) -> dict[str, HeldPayload]:
@@ -219,18 +216,17 @@ class Nvfp4Weights(FourBitWeights):
         factors = torch.ones_like(global_scale)
         return _held(self, w_ND, **{**rows.payloads, "global_scale": global_scale, "global_factor": factors})
 
-    def decode_rows(self, matrix: QuantizedMatrix, first: int, last: int) -> Tensor:
-        data, scales = (matrix.payloads[name][first:last] for name in ("data", "scales"))
-        half_n = torch.arange(first, last, device=data.device) >= -(-matrix.shape[-2] // 2)
+    def _scale_values(self, matrix: QuantizedMatrix, first: int, last: int) -> Tensor:
+        scales = super()._scale_values(matrix, first, last)
+        half_n = torch.arange(first, last, device=scales.device) >= -(-matrix.shape[-2] // 2)
         divisor_n1, factor_n1 = (
             matrix.payloads[name][half_n.long()].unsqueeze(1) for name in ("global_scale", "global_factor")
         )
-        scales = (bits.e4m3_to_float32(scales) / divisor_n1).mul_(factor_n1)
-        return _scaled(bits.e2m1_to_float32(data), scales, matrix)
+        return (scales / divisor_n1).mul_(factor_n1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mxfp4Weights(FourBitWeights):
+class Mxfp4Weights(BlockWeights):
     """e2m1 with an E8M0 scale per 32 inputs.
 
     >>> matrix = Mxfp4Weights().quantize(torch.tensor([[6.9, -3.0, 0.3]]))
@@ -239,8 +235,8 @@ class Mxfp4Weights(FourBitWeights):
     """
 
     name = "mxfp4"
-    block = 32
-    scale_dtype = torch.uint8
+    _code = blocks.MXFP4
+    block = _code.block
     row_formats = (Mxfp8.name,)
     inner_formats = (Fp8Block128.name,)
     # how the byte of a scale is found: "even" as torchao does, "ceil" as ModelOpt and FlashInfer do
@@ -260,23 +256,13 @@ class Mxfp4Weights(FourBitWeights):
         amax = blocks.block_amax(rows_RD, padded_size, self.block)
         even = self.scale_rule == "even"
         scales = bits.e8m0_from_rounded_amax(amax) if even else bits.e8m0_from_amax(amax, bits.E2M1_MAX)
-        reciprocal, is_nan = bits.e8m0_reciprocal(scales).unsqueeze(-1), scales == bits.E8M0_NAN
-        some_nan = bits.some(is_nan)
         data = torch.empty(len(rows_RD), padded_size // 2, dtype=torch.uint8, device=w_ND.device)
-        for rows, values_RP, spare_RP, spare2_RP in blocks.float32_chunks(rows_RD, padded_size):
-            in_blocks = blocks.in_blocks(values_RP, self.block).mul_(reciprocal[rows])
-            if some_nan:
-                in_blocks.masked_fill_(is_nan[rows].unsqueeze(-1), 0.0)
-            data[rows] = bits.pack_nibbles_(bits.e2m1_codes_(values_RP, spare_RP, spare2_RP))
+        blocks.write_e2m1(rows_RD, bits.e8m0_to_float32(scales), data)
         return _held(self, w_ND, data=data, scales=scales)
-
-    def decode_rows(self, matrix: QuantizedMatrix, first: int, last: int) -> Tensor:
-        data, scales = (matrix.payloads[name][first:last] for name in ("data", "scales"))
-        return _scaled(bits.e2m1_to_float32(data), bits.e8m0_to_float32(scales), matrix)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mxint4Weights(FourBitWeights):
+class Mxint4Weights(BlockWeights):
     """Signed 4-bit integers with a bf16 scale per 32 inputs.
 
     >>> matrix = Mxint4Weights().quantize(torch.tensor([[7.0, -8.0, 2.4]]))
@@ -285,8 +271,8 @@ class Mxint4Weights(FourBitWeights):
     """
 
     name = "mxint4"
-    block = 32
-    scale_dtype = torch.bfloat16
+    _code = blocks.MXINT4
+    block = _code.block
 
     def quantize(self, w_ND: Tensor) -> QuantizedMatrix:
         rows_RD = _as_rows(w_ND)
@@ -310,10 +296,6 @@ class Mxint4Weights(FourBitWeights):
             data[rows] = bits.pack_nibbles_(codes)
         scales.masked_fill_(scales.isnan(), torch.nan)
         return _held(self, w_ND, data=data, scales=scales)
-
-    def decode_rows(self, matrix: QuantizedMatrix, first: int, last: int) -> Tensor:
-        data, scales = (matrix.payloads[name][first:last] for name in ("data", "scales"))
-        return _scaled(bits.int4_to_float32(data), scales.float(), matrix)
 
 
 # The formats that hold weights, by name.
@@ -356,9 +338,3 @@ def _held(format: WeightFormat, w_ND: Tensor, **payloads: Tensor) -> QuantizedMa
     declared = format.payloads(outputs, inputs)
     shaped = {name: payloads[name].reshape(*many, *p.shape) for name, p in declared.items()}
     return QuantizedMatrix(format=format, shape=tuple(w_ND.shape), payloads=shaped)
-
-
-def _scaled(values_nP: Tensor, scales: Tensor, matrix: QuantizedMatrix) -> Tensor:
-    """Elements times the scale of their block, without the pad."""
-    blocks.in_blocks(values_nP, matrix.format.block).mul_(scales.unsqueeze(-1))
-    return values_nP[:, : matrix.shape[-1]]

@@ -35,8 +35,7 @@ from tokenyard.checkpoints import CONFIG, read_json, recipe_inner, text_config
 from tokenyard.checkpoints.families import FAMILIES, Config, Family, family_config, top_k
 from tokenyard.errors import InputError, TokenyardError
 from tokenyard.experts import Experts
-from tokenyard.experts.base import WEIGHT_DTYPES
-from tokenyard.formats import Format
+from tokenyard.formats import Format, for_dtype
 from tokenyard.formats.base import ROW_DTYPES, dtype_name
 from tokenyard.planning.choosing import AUTO
 from tokenyard.planning.spec import LayerSpec
@@ -90,7 +89,7 @@ def layers_from_config(
     num_experts = settings.whole(*family.num_experts, most=MOST_EXPERTS)
     router = _router(family, settings, num_experts)
     scaling = settings.positive("routed_scaling_factor") if router is None else None
-    held = weights or next(name for name, plain in WEIGHT_DTYPES.items() if plain == dtype)
+    held = weights or for_dtype(dtype).name
     first = LayerSpec(
         name=prefix,
         hidden_size=settings.whole("hidden_size"),

@@ -22,7 +22,7 @@ by one, would each be compiled anew, and more than eight be refused.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, TypeVar, cast
 from weakref import WeakValueDictionary
@@ -31,8 +31,8 @@ import torch
 from torch import Tensor, nn
 from torch._library.effects import EffectType
 
-from tokenyard.errors import HandleError
-from tokenyard.layer.gradients import without_gradient
+from tokenyard.errors import HandleError, TokenyardError
+from tokenyard.layer.sender import Batch
 from tokenyard.routing import Routes
 
 # A layer that is gone leaves no entry.
@@ -150,17 +150,38 @@ moe_layer.register_effect(EffectType.ORDERED)
 
 
 # -- Gradients ---------------------------------------------------------------------------------------------------
+# Experts are for inference: gradients through them do not exist, and are not silently zero.
 
 
-def refuse_gradients(
-    layer: Any, y_TH: Tensor, x_TH: Tensor, routes_or_logits: Routes | Tensor, add: Tensor | None
+def without_gradient(
+    y_TH: Tensor, inputs: Iterable[Tensor | None], error: Callable[[], TokenyardError]
 ) -> Tensor:
+    """`y_TH`, computed without gradients: where one of its inputs wants one, `backward` raises this error."""
+    if not torch.is_grad_enabled():
+        return y_TH
+    wanting = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
+    return cast(Tensor, cast(Any, _NoGradient).apply(error, y_TH, *wanting)) if wanting else y_TH
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, error: Callable[[], TokenyardError], y_TH: Tensor, *wanting: Tensor) -> Tensor:
+        ctx.error = error
+        return y_TH.view_as(y_TH)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise ctx.error()
+
+
+def refuse_gradients(layer: Any, y_TH: Tensor, batch: Batch) -> Tensor:
     """The result of an eager call; `backward` through it raises."""
     if not torch.is_grad_enabled():
         return y_TH
-    routed = routes_or_logits.topk_weights_TK if isinstance(routes_or_logits, Routes) else routes_or_logits
+    routed = batch.routes_or_logits
+    routed = routed.topk_weights_TK if isinstance(routed, Routes) else routed
     # Looked at only where gradients are made.
-    inputs = itertools.chain((x_TH, routed, add), layer.parameters())
+    inputs = itertools.chain((batch.x_TH, routed, batch.add), layer.parameters())
     return without_gradient(y_TH, inputs, partial(_no_gradient, layer.name))
 
 

@@ -12,6 +12,7 @@ from tokenyard.errors import HandleError, InputError
 from tokenyard.formats.base import is_matrix
 from tokenyard.layer.compiled import refuse_gradients
 from tokenyard.layer.moe_layer import MoELayer
+from tokenyard.layer.sender import Batch
 from tokenyard.routing import Routes
 from tokenyard.rows import describe
 
@@ -62,7 +63,7 @@ def overlapped(
         pending.compute()
     for pending in started:
         pending.finish()
-    return refuse_gradients(layer, y_TH, x_TH, routes_or_logits, add)
+    return refuse_gradients(layer, y_TH, Batch(x_TH, routes_or_logits, add=add))
 
 
 def _check_parts(layer: MoELayer, parts: int) -> None:

@@ -25,8 +25,7 @@ from tokenyard.group.base import Background
 from tokenyard.layer.compiled import call_operator, outside_of_the_graph, register
 from tokenyard.layer.pending import PendingBatch, Sent
 from tokenyard.layer.receiver import LocalIds, build_experts, built_for, check_fits, run_experts
-from tokenyard.layer.sender import check_rows, check_shared, route
-from tokenyard.layer.shared_experts import SharedExpertsCall
+from tokenyard.layer.sender import Batch, SharedExpertsCall, check_rows, check_shared, route
 from tokenyard.planning.audit import Audit
 from tokenyard.planning.planner import Plan, wiring_in
 from tokenyard.planning.wiring import Wiring
@@ -99,40 +98,39 @@ class MoELayer(nn.Module):
         """Send tokens to their experts and bring the results home, into `out` if given, plus `add` if given."""
         if torch.compiler.is_compiling():  # a compiled model has one operator here, which calls the layer
             return call_operator(self, x_TH, routes_or_logits, payloads or {}, out, add)
+        batch = Batch(x_TH, routes_or_logits, payloads, out, add)
         while self.plan.survive:
             try:
-                y_TH = self._call(x_TH, routes_or_logits, payloads, out, add)
+                y_TH = self._call(batch)
             except PeerLost as loss:
                 self.plan.go_on_after(loss, self.name)  # raises what is not survived
             else:
                 self.plan.count_call()
                 return y_TH
-        return self._call(x_TH, routes_or_logits, payloads, out, add)
+        return self._call(batch)
 
-    def _call(
-        self,
-        x_TH: Tensor,
-        routes_or_logits: Routes | Tensor,
-        payloads: Mapping[str, Tensor] | None,
-        out: Tensor | None,
-        add: Tensor | None,
-    ) -> Tensor:
+    def _call(self, batch: Batch) -> Tensor:
         with self.plan.exchange.in_use(layer=self.name, alone=True):
-            start = partial(self._start, x_TH, routes_or_logits, payloads, out, add)
             if self.shared is None:
-                return PendingBatch(self, partial(start, None, ahead=False), add).finish()
+                return PendingBatch(self, partial(self._start, batch, None, ahead=False)).finish()
             with SharedExpertsCall(self.shared, self.plan.group, self.name) as shared:
-                return PendingBatch(self, partial(start, shared, ahead=not shared.in_thread), add).finish()
+                start = partial(self._start, batch, shared, ahead=not shared.in_thread)
+                return PendingBatch(self, start).finish()
 
     def take_part(self) -> None:
         """Serve a call of the other ranks, without rows of this one."""
-        spec = self.wiring.spec
-        none_TH = torch.empty(0, spec.hidden_size, dtype=spec.dtype)
-        ids_TK = torch.empty(0, spec.top_k, dtype=torch.int64)
-        payloads = {p.name: torch.empty(0, p.width, dtype=p.dtype) for p in spec.payloads}
+        self._call(self.no_tokens())
+
+    def no_tokens(self) -> Batch:
+        """What a rank brings that has no tokens."""
+        spec, device = self.wiring.spec, self.plan.group.device
+        ids_TK = torch.empty(0, spec.top_k, dtype=torch.int64, device=device)
         scaling = self.wiring.exchange_spec.routed_scaling
-        routes = Routes(topk_ids_TK=ids_TK, topk_weights_TK=ids_TK.float(), scaled_by=scaling)
-        self._call(none_TH, routes, payloads, None, None)
+        return Batch(
+            x_TH=torch.empty(0, spec.hidden_size, dtype=spec.dtype, device=device),
+            routes_or_logits=Routes(topk_ids_TK=ids_TK, topk_weights_TK=ids_TK.float(), scaled_by=scaling),
+            payloads={p.name: torch.empty(0, p.width, dtype=p.dtype, device=device) for p in spec.payloads},
+        )
 
     @outside_of_the_graph  # of a compiled model
     def start(
@@ -148,30 +146,23 @@ class MoELayer(nn.Module):
 
         Where calls survive a loss, rows and routes must stay as they are until then: they may be sent again.
         """
-        start = partial(self._start, x_TH, routes_or_logits, payloads, out, add, self.shared, ahead=True)
-        return PendingBatch(self, start, add, survives=self.plan.survive)
+        batch = Batch(x_TH, routes_or_logits, payloads, out, add)
+        start = partial(self._start, batch, self.shared, ahead=True)
+        return PendingBatch(self, start, survives=self.plan.survive)
 
     def _start(
-        self,
-        x_TH: Tensor,
-        routes_or_logits: Routes | Tensor,
-        payloads: Mapping[str, Tensor] | None,
-        out: Tensor | None,
-        add: Tensor | None,
-        shared: Callable[[Tensor], Tensor | Background[Tensor]] | None,
-        *,
-        ahead: bool,
+        self, batch: Batch, shared: Callable[[Tensor], Tensor | Background[Tensor]] | None, *, ahead: bool
     ) -> Sent:
         self.plan.between_calls(self.name)  # experts that have moved are served from here on
         wiring, exchange = self.wiring, self.plan.exchange
         trip = exchange.open_round_trip(wiring.exchange_spec)
         trip.ahead, trip.takes_slots = ahead, self.experts.skips_empty_slots
         with exchange.telling(trip):  # an error on one rank reaches all
-            sent = self._send(wiring, trip, x_TH, routes_or_logits, payloads)
-            job = None if shared is None else partial(shared, x_TH)
+            sent = self._send(wiring, trip, batch)
+            job = None if shared is None else partial(shared, batch.x_TH)
             terms = [] if job is None else [exchange.beside(job)]  # while rows travel
-            terms += [add] if add is not None else []
-        trip.advance = partial(self._advance, sent, out, terms)
+            terms += [batch.add] if batch.add is not None else []
+        trip.advance = partial(self._advance, sent, terms)
         return sent
 
     @outside_of_the_graph
@@ -182,31 +173,24 @@ class MoELayer(nn.Module):
         self.plan.between_calls(self.name)
         wiring = self.wiring
         with self.plan.exchange.round_trip(wiring.exchange_spec) as trip:
-            sent = self._send(wiring, trip, x_TH, routes_or_logits, payloads)
+            sent = self._send(wiring, trip, Batch(x_TH, routes_or_logits, payloads))
             passes = [trip.combine_unreduced(self._run(sent))]
             while trip.has_more:
                 trip.start_next()
                 passes.append(trip.combine_unreduced(self._run(sent)))
             return RankRows.joined(passes)
 
-    def _send(
-        self,
-        wiring: Wiring,
-        trip: RoundTrip,
-        x_TH: Tensor,
-        routes_or_logits: Routes | Tensor,
-        payloads: Mapping[str, Tensor] | None,
-    ) -> Sent:
+    def _send(self, wiring: Wiring, trip: RoundTrip, batch: Batch) -> Sent:
         audit = Audit(wiring)
         with audit.recording():  # a paranoid plan counts every duty
-            check_rows(wiring, x_TH)
-            routes = route(wiring, routes_or_logits)
-            trip.start_dispatch(trip.encode(x_TH), routes, payloads)
-        return Sent(wiring=wiring, trip=trip, audit=audit, x_TH=x_TH, routes_or_logits=routes_or_logits)
+            check_rows(wiring, batch.x_TH)
+            routes = route(wiring, batch.routes_or_logits)
+            trip.start_dispatch(trip.encode(batch.x_TH), routes, batch.payloads)
+        return Sent(wiring=wiring, trip=trip, audit=audit, batch=batch)
 
-    def _advance(self, sent: Sent, out: Tensor | None, terms: Sequence[Tensor | Background[Tensor]]) -> None:
+    def _advance(self, sent: Sent, terms: Sequence[Tensor | Background[Tensor]]) -> None:
         """Compute what came to this rank, send it back, and start the next pass if the batch has more."""
-        sent.trip.start_combine(self._run(sent), out=out, add=terms)
+        sent.trip.start_combine(self._run(sent), out=sent.batch.out, add=terms)
         if sent.trip.has_more:
             sent.trip.start_next()
 
@@ -215,5 +199,5 @@ class MoELayer(nn.Module):
         with sent.audit.recording():
             received = sent.trip.received()
             result = run_experts(sent.wiring, self.experts, received, self._slot_of_L)
-            sent.audit.settle(sent.x_TH.shape[0], sent.routes_or_logits, received)
+            sent.audit.settle(sent.batch.x_TH.shape[0], sent.batch.routes_or_logits, received)
         return result

@@ -20,9 +20,9 @@ from torch import Tensor
 from tokenyard.errors import HandleError, PeerLost
 from tokenyard.exchange import RoundTrip
 from tokenyard.layer.compiled import refuse_gradients
+from tokenyard.layer.sender import Batch
 from tokenyard.planning.audit import Audit
 from tokenyard.planning.wiring import Wiring
-from tokenyard.routing import Routes
 
 if TYPE_CHECKING:
     from tokenyard.layer.moe_layer import MoELayer
@@ -38,17 +38,14 @@ class Sent:
     wiring: Wiring  # the layer's wiring, when they were sent
     trip: RoundTrip  # the round trip that they are on
     audit: Audit  # what was done for them so far
-    x_TH: Tensor
-    routes_or_logits: Routes | Tensor
+    batch: Batch  # what the layer was called with
 
 
 class PendingBatch:
     """What `layer.start` returns. It is finished once, in the order of the starts; a dropped one is an error."""
 
-    def __init__(
-        self, layer: MoELayer, start: Callable[[], Sent], add: Tensor | None, *, survives: bool = False
-    ) -> None:
-        self._layer, self._start, self._add, self._survives = layer, start, add, survives
+    def __init__(self, layer: MoELayer, start: Callable[[], Sent], *, survives: bool = False) -> None:
+        self._layer, self._start, self._survives = layer, start, survives
         self._is_finished = False
         self._sent: Sent | None = None
         self._surviving(lambda sent: None)
@@ -106,7 +103,7 @@ class PendingBatch:
         with exchange.telling(sent.trip):
             y_TH = sent.trip.combined().y_TH
         exchange.end_round_trip(sent.trip)
-        return refuse_gradients(self._layer, y_TH, sent.x_TH, sent.routes_or_logits, self._add)
+        return refuse_gradients(self._layer, y_TH, sent.batch)
 
     def __del__(self) -> None:
         # Nobody can be told from here: this may run at any time, in any thread. The next call of the plan does it.

@@ -25,7 +25,7 @@ from torch.nn.functional import softplus
 
 from tokenyard.duties import Duty, Party, acting, record
 from tokenyard.errors import InputError, shown, unknown_name
-from tokenyard.formats.base import ROW_DTYPES, dtype_name, is_matrix
+from tokenyard.formats.base import ROW_DTYPES, dtype_name, is_matrix, is_tensor
 from tokenyard.routing.routes import Routes, is_scaling
 from tokenyard.rows import describe
 
@@ -253,7 +253,7 @@ class BiasedRouter(Router):
         bias_E = self.choice_bias_E
         if bias_E is None:
             return
-        if not isinstance(bias_E, Tensor) or bias_E.dim() != 1 or bias_E.dtype != torch.float32:
+        if not is_tensor(bias_E, shape=(None,), dtypes=(torch.float32,)):
             raise InputError(
                 f"choice_bias_E is {describe(bias_E)}",
                 expected="None, or float32[E]: in fewer bits it would choose other experts",
@@ -389,11 +389,9 @@ def top_of_row(scores_TE: Tensor, k: int) -> Tensor:
 
 
 def _check_valid(valid_T: Tensor, scores_TE: Tensor) -> None:
-    expected = (scores_TE.shape[:1], torch.bool, scores_TE.device)
-    if not isinstance(valid_T, Tensor) or (valid_T.shape, valid_T.dtype, valid_T.device) != expected:
-        where = f" on {valid_T.device}" if isinstance(valid_T, Tensor) else ""
+    if not is_tensor(valid_T, shape=scores_TE.shape[:1], dtypes=(torch.bool,), device=scores_TE.device):
         raise InputError(
-            f"valid_T is {describe(valid_T)}{where}",
+            f"valid_T is {describe(valid_T, device=True)}",
             expected=f"bool[{scores_TE.shape[0]}] on {scores_TE.device}: one value per token",
             fix="pass attention_mask.bool().reshape(-1), on the device of the logits",
         )

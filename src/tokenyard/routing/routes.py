@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import InputError, shown
-from tokenyard.formats.base import dtype_name, is_matrix
+from tokenyard.formats.base import dtype_name, is_matrix, same_device
 from tokenyard.rows import describe
 
 ID_DTYPES = (torch.int32, torch.int64)
@@ -101,7 +101,7 @@ for nobody; fix: pass global expert ids of this layer, and -1 for padding
         """
         self._check_tensors()
         self._check_sizes(top_k, num_tokens)
-        if device is not None and not _same_device(self.topk_ids_TK.device, torch.device(device)):
+        if device is not None and not same_device(self.topk_ids_TK.device, torch.device(device)):
             raise InputError(
                 f"the routes are on {self.topk_ids_TK.device}",
                 expected=f"{device}, where the rows are",
@@ -202,11 +202,6 @@ for nobody; fix: pass global expert ids of this layer, and -1 for padding
             expected=f"ids from 0 to {num_experts - 1}, or -1 for nobody",
             fix="pass global expert ids of this layer, and -1 for padding",
         )
-
-
-def _same_device(found: torch.device, expected: torch.device) -> bool:
-    """`cuda` means any GPU, `cuda:1` that one."""
-    return found.type == expected.type and expected.index in (None, found.index)
 
 
 def is_scaling(value: object) -> bool:

@@ -1,6 +1,7 @@
 """FlashInfer's `MoeAlltoAll` and its functions, with the arguments of FlashInfer 0.7.2, on a tokenyard workspace."""
 
 from tokenyard.integrations.flashinfer.all_to_all import MoeAlltoAll
+from tokenyard.integrations.flashinfer.callers_handles import moe_a2a_get_workspace_size_per_rank
 from tokenyard.integrations.flashinfer.functions import (
     moe_a2a_combine,
     moe_a2a_dispatch,
@@ -10,7 +11,6 @@ from tokenyard.integrations.flashinfer.functions import (
 )
 from tokenyard.integrations.flashinfer.quantized_output import SfLayout
 from tokenyard.integrations.flashinfer.rank_mask import moe_a2a_active_rank_mask
-from tokenyard.integrations.flashinfer.workspace_handles import moe_a2a_get_workspace_size_per_rank
 
 __all__ = [
     "MoeAlltoAll",

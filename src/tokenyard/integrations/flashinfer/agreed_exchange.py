@@ -20,8 +20,7 @@ On GPUs (`tokenyard.integrations.flashinfer.device_carrier`) a call whose manife
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -31,7 +30,7 @@ from torch import Tensor
 
 from tokenyard.errors import Drifted, PeerFailed, PlanError, TokenyardError
 from tokenyard.exchange import Arrival, ExchangeSpec, SharedMemoryTransport
-from tokenyard.formats import EncodedRows, Format, Payload, for_dtype
+from tokenyard.formats import EncodedRows, Payload, for_dtype
 from tokenyard.group import Disagreement
 from tokenyard.group.base import Group
 from tokenyard.integrations.flashinfer.carriers import NeedsAgreement, carrier_for
@@ -42,16 +41,6 @@ Result = TypeVar("Result")
 
 # The wire of a spec that only serves the way back.
 _NOTHING = PayloadSet(entries=(Payload(name="nothing", dtype=torch.uint8, width=1),))
-
-
-@contextmanager
-def _agreement_round() -> Iterator[None]:
-    """A phase in which this rank announces that it needs an agreement, or receives the announcement of another."""
-    try:
-        yield
-    except (NeedsAgreement, Drifted) as error:
-        # The frames of the traceback hold the error, which holds them, and the workspace with them.
-        error.__traceback__ = None
 
 
 class AgreedExchange:
@@ -87,7 +76,7 @@ class AgreedExchange:
         self._warm: set[Manifest | None] = set()
         # The routing weights travel as a payload of the caller's, if at all.
         self._ones_TK = torch.ones(max_tokens, top_k, device=group.device)
-        self.specs[None] = self._spec("agreement", _NOTHING, 0, 1, torch.bfloat16, max_tokens=0)
+        self.specs[None] = self._spec(None, 0)
         self._serve(self.specs)
 
     # -- The way out ---------------------------------------------------------------------------------------
@@ -96,13 +85,12 @@ class AgreedExchange:
         self, check: Callable[[], Manifest], ids_TK: Tensor, payloads: Sequence[Tensor]
     ) -> tuple[Manifest, list[Tensor]]:
         """Send the payloads of a checked batch; return its manifest and, for each payload, all slots: `[S, width]`."""
-        manifest, error = self.attempt(check)
-        if error is not None or self._listed(manifest) not in self.specs:
-            self.carrier.check_may_agree(f"what this dispatch brings ({manifest})", error)
-            with _agreement_round(), self.exchange.round_trip(self.specs[None]):
-                raise NeedsAgreement(self._cause("dispatch", manifest, error))
-            self._agree_and_learn("dispatch", manifest, error)
-        assert manifest is not None
+
+        def announce(need: NeedsAgreement) -> None:
+            with self.exchange.round_trip(self.specs[None]):
+                raise need
+
+        manifest, _ = self._agreed("dispatch", check, announce)
         spec = self.specs[self._listed(manifest)]
         names = [payload.name for payload in spec.wire.payloads(1)]
         matrices = dict(zip(names, map(as_matrix, payloads), strict=True))
@@ -119,17 +107,13 @@ class AgreedExchange:
         """Let the dispatch in flight wait for results of this manifest, which all ranks bring."""
         flight, self.flight = self.flight, None
         assert flight is not None
-        wanted, error = self.attempt(check)
-        again = error is not None or self._listed(wanted) not in self.specs
-        if again:
-            self.carrier.check_may_agree(f"what this combine brings ({wanted})", error)
-            refused = self.exchange.redirect(flight, self.specs[None])
-            with _agreement_round():
-                self.exchange.refuse(refused, NeedsAgreement(self._cause("combine", wanted, error)))
-            self._agree_and_learn("combine", wanted, error)
-        assert wanted is not None
+
+        def announce(need: NeedsAgreement) -> None:
+            self.exchange.refuse(self.exchange.redirect(flight, self.specs[None]), need)
+
+        wanted, is_new = self._agreed("combine", check, announce)
         spec = self.specs[self._listed(wanted)]
-        self.flight = self.carrier.redirect(flight, spec, wanted.max_tokens, again=again)
+        self.flight = self.carrier.redirect(flight, spec, wanted.max_tokens, again=is_new)
         return wanted
 
     def results(self, manifest: Manifest) -> Tensor:
@@ -186,7 +170,7 @@ class AgreedExchange:
         # As many tokens as there may ever be come along: another number of them needs no other workspace.
         for each in (self._listed(manifest), replace(manifest, max_tokens=self._max_tokens)):
             if each is not None and each not in known:
-                known[each] = self._spec_of(each, len(known))
+                known[each] = self._spec(each, len(known))
         self._serve(known)
         self.specs = known
 
@@ -196,22 +180,35 @@ class AgreedExchange:
             return manifest
         return replace(manifest, max_tokens=self._max_tokens)
 
-    def _cause(self, phase: str, manifest: Manifest | None, error: Exception | None) -> Exception:
-        """The error that ranks get which are not in an agreement round, while this one is."""
-        return error or Drifted(
+    def _agreed(
+        self, phase: str, check: Callable[[], Manifest], announce: Callable[[NeedsAgreement], None]
+    ) -> tuple[Manifest, bool]:
+        """What all ranks bring to a phase, and whether that was new. If it was, there is an agreement round before.
+
+        In that round this rank announces that it needs an agreement, and receives the announcements of the others.
+        """
+        manifest, error = self.attempt(check)
+        if error is None and manifest is not None and self.knows(manifest):
+            return manifest, False
+        self.carrier.check_may_agree(f"what this {phase} brings ({manifest})", error)
+        # What ranks raise that are not in an agreement round, while this one is.
+        cause = error or Drifted(
             f"this rank brings {manifest} to {phase}, which is new, and others bring what is not",
             expected="the same dtypes and shapes on every rank",
             fix="pass payloads of the same kind on every rank",
             rank=self._rank,
         )
-
-    def _agree_and_learn(self, phase: str, manifest: Manifest | None, error: Exception | None) -> None:
-        """After an agreement round: agree with the other ranks, and put what all bring on the list."""
+        try:
+            announce(NeedsAgreement(cause))
+        except (NeedsAgreement, Drifted) as announced:
+            # The frames of the traceback hold the error, which holds them, and the workspace with them.
+            announced.__traceback__ = None
         if not self.carrier.all_need_agreement():
-            raise self._cause(phase, manifest, error)
+            raise cause
         self._agree(phase, str(manifest), error)
         assert manifest is not None  # there was no error
         self.learn(manifest)
+        return manifest, True
 
     def _agree(self, phase: str, mine: str, error: Exception | None) -> None:
         """Raise on every rank if one has an error, or if they bring different things."""
@@ -248,16 +245,16 @@ class AgreedExchange:
         self.exchange.warmup([*new.values(), *in_float32])
         self._warm |= set(known)
 
-    def _spec_of(self, manifest: Manifest, number: int) -> ExchangeSpec:
-        name = f"{manifest.phase} {number}"
-        if manifest.phase == "combine":
-            ((dtype, (hidden_size,)),) = manifest.rows
-            return self._spec(name, _NOTHING, number, hidden_size, dtype, manifest.max_tokens)
-        return self._spec(name, manifest.wire(), number, 1, torch.bfloat16, manifest.max_tokens)
-
-    def _spec(
-        self, name: str, wire: Format, number: int, hidden_size: int, dtype: torch.dtype, max_tokens: int
-    ) -> ExchangeSpec:
+    def _spec(self, manifest: Manifest | None, number: int) -> ExchangeSpec:
+        """The spec of a manifest: of its rows on the way out, or of its results on the way back; None: of nothing."""
+        name, max_tokens, wire = "agreement", 0, _NOTHING
+        hidden_size, dtype = 1, torch.bfloat16
+        if manifest is not None:
+            name, max_tokens = f"{manifest.phase} {number}", manifest.max_tokens
+            if manifest.phase == "combine":
+                ((dtype, (hidden_size,)),) = manifest.rows
+            else:
+                wire = manifest.wire()
         return ExchangeSpec(
             layer=name,
             index=number,

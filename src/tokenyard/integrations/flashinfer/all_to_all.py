@@ -23,9 +23,14 @@ from tokenyard.errors import HandleError, InputError, PlanBroken
 from tokenyard.formats import for_dtype
 from tokenyard.group.base import Group
 from tokenyard.integrations.flashinfer.agreed_exchange import AgreedExchange
-from tokenyard.integrations.flashinfer.callers_group import group_of_communicator, group_of_config
-from tokenyard.integrations.flashinfer.carriers import Mark
-from tokenyard.integrations.flashinfer.eplb_statistics import GatheredStatistics
+from tokenyard.integrations.flashinfer.callers_handles import (
+    Metainfo,
+    Workspace,
+    group_of_communicator,
+    group_of_config,
+    moe_a2a_get_workspace_size_per_rank,
+)
+from tokenyard.integrations.flashinfer.carriers import GatheredStatistics, Mark
 from tokenyard.integrations.flashinfer.manifest import (
     Manifest,
     check_backend,
@@ -42,12 +47,7 @@ from tokenyard.integrations.flashinfer.quantized_output import (
     check_output_format,
     through_e4m3,
 )
-from tokenyard.integrations.flashinfer.rank_mask import ActiveRanks, check_rank_masks, read_mask
-from tokenyard.integrations.flashinfer.workspace_handles import (
-    Metainfo,
-    Workspace,
-    moe_a2a_get_workspace_size_per_rank,
-)
+from tokenyard.integrations.flashinfer.rank_mask import ActiveRanks, check_bits, read_mask
 from tokenyard.routing import Placement
 from tokenyard.rows import describe
 
@@ -111,7 +111,8 @@ class MoeAlltoAll:
             for name, value in (sizes | {k: v for k, v in optional.items() if v is not None}).items():
                 check_whole(name, value, least=1)
             check_whole("eplb_stats_num_experts", eplb_stats_num_experts, least=0)
-            check_rank_masks(group.size, enable_rank_mask)
+            if enable_rank_mask:
+                check_bits(group.size)
             if mapping is not None:
                 names = ("moe_ep_size", "moe_ep_rank")
                 check_place(group, **{f"mapping.{name}": getattr(mapping, name, None) for name in names})

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from tokenyard.errors import HandleError, InputError
 from tokenyard.integrations.flashinfer.all_to_all import MoeAlltoAll
+from tokenyard.integrations.flashinfer.callers_handles import Metainfo, Workspace
 from tokenyard.integrations.flashinfer.manifest import check_backend, check_place
 from tokenyard.integrations.flashinfer.quantized_output import SfLayout
-from tokenyard.integrations.flashinfer.workspace_handles import Metainfo, Workspace
 from tokenyard.rows import describe
 
 # The offset of results, wherever they are: the one place of a workspace that a caller may ask for.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tokenyard.errors import InputError
 from tokenyard.formats import EncodedRows, Format, Payload, for_dtype
-from tokenyard.formats.base import dtype_name
+from tokenyard.formats.base import dtype_name, is_tensor, same_device
 from tokenyard.group.base import Group
 from tokenyard.rows import describe
 
@@ -146,11 +146,10 @@ def check_statistics(stats: object, num_experts: int, device: torch.device) -> N
             expected="a MoeAlltoAll that was made for them",
             fix="make it with eplb_stats_num_experts=len(eplb_local_stats)",
         )
-    fits = isinstance(stats, Tensor) and tuple(stats.shape) == (num_experts,) and stats.dtype == torch.int32
-    if not isinstance(stats, Tensor) or not fits or stats.device.type != device.type:
-        where = f" on {stats.device}" if isinstance(stats, Tensor) else ""
+    kind = torch.device(device.type)
+    if not is_tensor(stats, shape=(num_experts,), dtypes=(torch.int32,), device=kind):
         raise InputError(
-            f"eplb_local_stats is {describe(stats)}{where}",
+            f"eplb_local_stats is {describe(stats, device=True)}",
             expected=f"int32[{num_experts}] on {device}, as eplb_stats_num_experts says",
             fix="count the tokens of each expert with torch.bincount(…, minlength=eplb_stats_num_experts).int()",
         )
@@ -165,18 +164,13 @@ def check_batch(
     device: torch.device,
 ) -> None:
     """Raise unless ids and payloads are those of at most `max_tokens` tokens; `num_experts` None: any ids."""
-    if (
-        not isinstance(ids_TK, Tensor)
-        or ids_TK.dtype not in (torch.int32, torch.int64)
-        or ids_TK.dim() != 2
-        or ids_TK.shape[1] != top_k
-    ):
+    if not is_tensor(ids_TK, shape=(None, top_k), dtypes=(torch.int32, torch.int64)):
         raise InputError(
             f"token_selected_experts is {describe(ids_TK)}",
             expected=f"int32 or int64 [T, {top_k}]: top_k ids for each token",
             fix="pass the router's ids, -1 where a choice is nobody's",
         )
-    if ids_TK.device.type != device.type or device.index not in (None, ids_TK.device.index):
+    if not same_device(ids_TK.device, device):
         raise InputError(
             f"token_selected_experts is on {ids_TK.device}",
             expected=f"{device}, where the group moves bytes",
@@ -202,18 +196,13 @@ def check_batch(
             fix="pass the rows, and whatever belongs to them, as [rows, …]",
         )
     for number, payload in enumerate(payloads):
-        _check_payload(f"input_payloads[{number}]", payload, ids_TK)
-
-
-def _check_payload(name: str, payload: object, ids_TK: Tensor) -> None:
-    fits = isinstance(payload, Tensor) and payload.dim() > 0 and payload.shape[0] == ids_TK.shape[0]
-    if not isinstance(payload, Tensor) or not fits or payload.device != ids_TK.device:
-        where = f" on {payload.device}" if isinstance(payload, Tensor) else ""
-        raise InputError(
-            f"{name} is {describe(payload)}{where}",
-            expected=f"a tensor [{ids_TK.shape[0]}, ...] on {ids_TK.device}: one row for each token",
-            fix="pass the payloads of the same tokens as token_selected_experts",
-        )
+        fits = isinstance(payload, Tensor) and payload.shape[:1] == ids_TK.shape[:1]
+        if not fits or payload.device != ids_TK.device:
+            raise InputError(
+                f"input_payloads[{number}] is {describe(payload, device=True)}",
+                expected=f"a tensor [{ids_TK.shape[0]}, ...] on {ids_TK.device}: one row for each token",
+                fix="pass the payloads of the same tokens as token_selected_experts",
+            )
 
 
 def check_marks(payloads: Sequence[Tensor], invalid_id: int | None, number: int | None) -> None:
@@ -240,16 +229,10 @@ def check_marks(payloads: Sequence[Tensor], invalid_id: int | None, number: int 
 
 def check_results(payload: object, world: int, max_tokens: int, device: torch.device) -> None:
     """Raise unless a tensor holds a result for each slot of a dispatch."""
-    fits = isinstance(payload, Tensor) and payload.dim() == 3 and payload.shape[2] > 0
-    if (
-        not isinstance(payload, Tensor)
-        or not fits
-        or tuple(payload.shape[:2]) != (world, max_tokens)
-        or payload.device.type != device.type
-    ):
-        where = f" on {payload.device}" if isinstance(payload, Tensor) else ""
+    kind = torch.device(device.type)
+    if not is_tensor(payload, shape=(world, max_tokens, None), device=kind) or payload.shape[2] == 0:
         raise InputError(
-            f"payload is {describe(payload)}{where}",
+            f"payload is {describe(payload, device=True)}",
             expected=f"a tensor [{world}, {max_tokens}, H] on {device}: a result for each slot of dispatch",
             fix="keep the slots of the tensors that dispatch returned",
         )

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from tokenyard.errors import InputError
 from tokenyard.formats import Format, Mxfp4Weights, Mxfp8, Nvfp4, swizzle_scales
-from tokenyard.formats.base import dtype_name
+from tokenyard.formats.base import dtype_name, is_tensor
 from tokenyard.rows import describe
 
 # The largest e4m3 number. What is above it saturates.
@@ -39,6 +39,26 @@ class SfLayout(IntEnum):
     layout_128x4 = 0  # tiles of 128 rows × 4 scales
     layout_8x4 = 1  # tiles of 8 rows × 4 scales
     layout_linear = 2  # row by row
+
+
+# The rows of a tile, where scales are laid out in tiles of 4 columns.
+_TILE_ROWS = {SfLayout.layout_128x4: 128, SfLayout.layout_8x4: 8}
+
+
+class OutputFormat(NamedTuple):
+    """A format that a sum can be quantized to."""
+
+    name: str
+    block: int  # columns that share a scale
+    per_byte: int  # codes in a byte
+
+
+# By `output_dtype`, and the dtype of `output_scales`.
+_OUTPUT_FORMATS = {
+    (torch.float8_e4m3fn, torch.uint8): OutputFormat("mxfp8", 32, 1),
+    (torch.uint8, torch.uint8): OutputFormat("mxfp4", 32, 2),
+    (torch.uint8, torch.float8_e4m3fn): OutputFormat("nvfp4", 16, 2),
+}
 
 
 def interleave_8x4(scales_RC: Tensor) -> Tensor:
@@ -57,8 +77,7 @@ def interleave_8x4(scales_RC: Tensor) -> Tensor:
 class QuantizedOutput:
     """The format of a quantized sum of `[T, H]`, and the tensors that it is written into."""
 
-    name: Literal["mxfp8", "mxfp4", "nvfp4"]
-    dtype: torch.dtype
+    format: OutputFormat
     width: int  # of a row of codes
     scales: Tensor
     layout: SfLayout
@@ -80,13 +99,13 @@ class QuantizedOutput:
 
     def _encoded(self, y_TH: Tensor) -> tuple[Tensor, Tensor]:
         """Codes, `[T, at least width]`, and linear scales as bytes."""
-        if self.name == "mxfp4":
+        if self.format.name == "mxfp4":
             # What holds weights has at least one row.
             rows_TH = y_TH if len(y_TH) else y_TH.new_zeros(1, y_TH.shape[1])
             held = Mxfp4Weights(scale_rule="ceil").quantize(rows_TH).payloads
             return held["data"][: len(y_TH)], held["scales"][: len(y_TH)]
-        format: Format = Mxfp8() if self.name == "mxfp8" else Nvfp4(global_scale=self.scalar_scale)
-        rows = format.encode(y_TH).payloads
+        wire: Format = Mxfp8() if self.format.name == "mxfp8" else Nvfp4(global_scale=self.scalar_scale)
+        rows = wire.encode(y_TH).payloads
         return rows["data"], rows["scales"].view(torch.uint8)
 
 
@@ -118,41 +137,41 @@ def check_output_format(
             expected="one of the two, as in FlashInfer",
             fix="pass use_low_precision=False: the quantized output is then rounded once",
         )
-    name = _name(output_dtype, output_scales)
+    format = _format(output_dtype, output_scales)
     hidden = payload.shape[2]
-    if name != "mxfp8" and hidden % 2:
+    if hidden % format.per_byte:
         raise InputError(
-            f"results of {hidden} columns and a {name} output",
+            f"results of {hidden} columns and a {format.name} output",
             expected="an even number: two codes stand in a byte",
             fix="pad the results by a column",
         )
-    if name == "nvfp4":
+    if format.name == "nvfp4":
         Nvfp4(global_scale=output_scalar_scale)  # raises unless it can be one
-    block = 16 if name == "nvfp4" else 32
-    rows, columns = num_tokens, -(-hidden // block)
-    if layout is not SfLayout.layout_linear:
-        tile = 128 if layout is SfLayout.layout_128x4 else 8
+    rows, columns = num_tokens, -(-hidden // format.block)
+    if tile := _TILE_ROWS.get(layout):
         rows, columns = -(-rows // tile) * tile, -(-columns // 4) * 4
     fits = output_scales.is_contiguous() and output_scales.device == payload.device
     if not fits or output_scales.numel() != rows * columns:
         raise InputError(
             f"output_scales is {describe(output_scales)} on {output_scales.device}",
             expected=f"{rows} × {columns} contiguous scales on {payload.device}: "
-            f"{name} of [{num_tokens}, {hidden}], {layout.name}",
+            f"{format.name} of [{num_tokens}, {hidden}], {layout.name}",
             fix=f"allocate them with torch.empty({rows * columns}, dtype=torch.{dtype_name(output_scales.dtype)})",
         )
-    assert output_dtype is not None  # it has a name
-    written = QuantizedOutput(
-        name=name,
-        dtype=output_dtype,
-        width=hidden if name == "mxfp8" else hidden // 2,
-        scales=output_scales,
-        layout=layout,
-        scalar_scale=output_scalar_scale,
+    width = hidden // format.per_byte
+    if output is not None and not (
+        is_tensor(output, shape=(num_tokens, width), dtypes=(output_dtype,), device=payload.device)
+        and output.is_contiguous()
+    ):
+        raise InputError(
+            f"output is {describe(output)}",
+            expected=f"{_dtype_text(output_dtype)}{[num_tokens, width]}, contiguous, on {payload.device}: "
+            f"codes of {format.name}",
+            fix="allocate it with torch.empty",
+        )
+    return QuantizedOutput(
+        format=format, width=width, scales=output_scales, layout=layout, scalar_scale=output_scalar_scale
     )
-    if output is not None:
-        _check_codes(output, (num_tokens, written.width), written, payload.device)
-    return written
 
 
 def through_e4m3(payload: Tensor) -> Tensor:
@@ -163,18 +182,6 @@ def through_e4m3(payload: Tensor) -> Tensor:
     """
     clamped = payload.detach().float().clamp(-_E4M3_MAX, _E4M3_MAX)
     return clamped.to(torch.float8_e4m3fn).to(torch.bfloat16)
-
-
-def _check_codes(
-    output: object, shape: tuple[int, int], written: QuantizedOutput, device: torch.device
-) -> None:
-    fits = isinstance(output, Tensor) and tuple(output.shape) == shape and output.dtype == written.dtype
-    if not isinstance(output, Tensor) or not fits or output.device != device or not output.is_contiguous():
-        raise InputError(
-            f"output is {describe(output)}",
-            expected=f"{dtype_name(written.dtype)}{list(shape)}, contiguous, on {device}: codes of {written.name}",
-            fix="allocate it with torch.empty",
-        )
 
 
 def _layout(sf_layout: int) -> SfLayout:
@@ -188,14 +195,11 @@ def _layout(sf_layout: int) -> SfLayout:
         ) from None
 
 
-def _name(output_dtype: object, output_scales: object) -> Literal["mxfp8", "mxfp4", "nvfp4"]:
+def _format(output_dtype: object, output_scales: object) -> OutputFormat:
     scales = output_scales.dtype if isinstance(output_scales, Tensor) else None
-    if (output_dtype, scales) == (torch.float8_e4m3fn, torch.uint8):
-        return "mxfp8"
-    if (output_dtype, scales) == (torch.uint8, torch.uint8):
-        return "mxfp4"
-    if (output_dtype, scales) == (torch.uint8, torch.float8_e4m3fn):
-        return "nvfp4"
+    for dtypes, format in _OUTPUT_FORMATS.items():
+        if dtypes == (output_dtype, scales):
+            return format
     raise InputError(
         f"output_dtype is {_dtype_text(output_dtype)} and output_scales is {describe(output_scales)}",
         expected="float8_e4m3fn with uint8 scales (mxfp8), uint8 with uint8 scales (mxfp4), "

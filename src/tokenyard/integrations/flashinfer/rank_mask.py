@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import InputError, PeerFailed, PeerLost, PlanBroken, TokenyardError, shown
+from tokenyard.formats.base import is_tensor
 from tokenyard.routing import Placement
 from tokenyard.rows import describe
 
@@ -29,7 +30,7 @@ def moe_a2a_active_rank_mask(active_ranks: Sequence[int], ep_size: int) -> Tenso
     >>> moe_a2a_active_rank_mask([0, 1, 3], 4).tolist()
     [11]
     """
-    _check_bits(ep_size)
+    check_bits(ep_size)
     mask = 0
     for rank in map(int, active_ranks):
         if not 0 <= rank < ep_size:
@@ -111,13 +112,8 @@ class ActiveRanks:
         return error
 
 
-def check_rank_masks(ep_size: int, enabled: bool) -> None:
-    """Raise unless so many ranks have a bit in a mask, where masks are enabled."""
-    if enabled:
-        _check_bits(ep_size)
-
-
-def _check_bits(ep_size: int) -> None:
+def check_bits(ep_size: int) -> None:
+    """Raise unless so many ranks have a bit in a mask."""
     if ep_size > MASK_BITS:
         raise InputError(
             f"a rank mask for {ep_size} ranks",
@@ -138,11 +134,7 @@ def read_mask(mask: object, enabled: bool, now: ActiveRanks, rank: int) -> Activ
             if enabled
             else "make it with enable_rank_mask=True",
         )
-    if not isinstance(mask, Tensor) or (mask.dtype, tuple(mask.shape), mask.device.type) != (
-        torch.uint64,
-        (1,),
-        "cpu",
-    ):
+    if not is_tensor(mask, shape=(1,), dtypes=(torch.uint64,), device=torch.device("cpu")):
         raise InputError(
             f"active_rank_mask is {describe(mask)}",
             expected="uint64[1] on the CPU",

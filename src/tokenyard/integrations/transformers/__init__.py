@@ -5,8 +5,8 @@
 
 The modules, from the model inwards:
 
-- `expert_modules`: the experts modules of a model, as layers of a plan.
-- `loading` and `weight_sources`: models without experts, and where a rank's own experts come from.
+- `expert_modules`: the experts modules of a model, as layers of a plan; where a rank's own experts come from.
+- `loading`: models without experts.
 - `sharding`: `shard_experts`, `load_sharded`, and the model that they give.
 - `synchronized_passes`: passes that all ranks make together, though each rank needs another number of them.
 - `reports`: what moved, layer by layer.

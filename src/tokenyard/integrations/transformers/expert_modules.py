@@ -13,16 +13,20 @@ between the two products comes from the model's family (`FAMILIES`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from tokenyard.checkpoints import Checkpoint, CheckpointLayer
 from tokenyard.checkpoints.families import FAMILIES, Config, family_config
 from tokenyard.errors import ContractError, InputError
-from tokenyard.experts import Activation, ExpertWeights
+from tokenyard.experts import Activation, ExpertWeights, activation
 from tokenyard.experts.base import WEIGHT_DTYPES
+from tokenyard.formats import Format, QuantizedMatrix, weight_format
 from tokenyard.formats.base import dtype_name
 from tokenyard.planning.spec import LayerSpec
 from tokenyard.rows import describe
@@ -92,10 +96,9 @@ class ExpertModule:
                 fix="pass `checkpoint=`, the folder of the model",
                 layer=self.name,
             )
-        whole = weights_of(self.module)
-        chosen = (
-            whole if list(experts) == list(range(sizes_of(self.module)[0])) else whole.select(list(experts))
-        )
+        chosen = weights_of(self.module)
+        if list(experts) != list(range(sizes_of(self.module)[0])):
+            chosen = chosen.select(experts)
         w13, w2 = chosen.plain_matrices()
         return replace(chosen, w13=w13.contiguous(), w2=w2.contiguous())
 
@@ -208,3 +211,92 @@ def activation_of(module: nn.Module, config: Config, layer: str | None = None) -
         )
     constants = {name: float(getattr(module, name, value)) for name, value in formula.parameters}
     return replace(formula, parameters=tuple(constants.items()))
+
+
+# --- Where a rank's experts come from -----------------------------------------------------------------------
+
+
+class ExpertSource:
+    """Where a rank's experts of one module come from: the model that holds all of them, or a checkpoint.
+
+    `weights` is the format that holds them, by default the one in which the experts are found; quantized ones are
+    decoded where it is a plain one. `inner` is how numbers are held between the two products, by default as the
+    checkpoint's recipe has it for weights in that format.
+
+    `prepare` reads the scales, which are small and show whether a checkpoint is good; `take` reads the rest.
+    """
+
+    def __init__(
+        self,
+        module: ExpertModule,
+        checkpoint: Checkpoint | None,
+        weights: str | None,
+        inner: str | Format | None = None,
+    ) -> None:
+        self.module, self._checkpoint = module, checkpoint
+        self._read: Callable[[], ExpertWeights] | None = None
+        spec = module.spec(weights=weights, inner=inner)
+        if checkpoint is not None:
+            layer = checkpoint.layer(module.name)
+            _check_fits(checkpoint, layer, spec)
+            if weights is None and weight_format(layer.weights).quantized:
+                spec = replace(spec, weights=layer.weights)
+            if inner is None and spec.weights == layer.weights:
+                spec = replace(spec, inner=layer.inner)
+        self.spec = spec  # the layer that a plan makes of the module
+
+    def prepare(self, experts: Sequence[int]) -> None:
+        """Get ready to take these experts."""
+        if self._checkpoint is None:
+            self._read = partial(self.module.weights, experts)
+        else:
+            reading = self._checkpoint.reading(self.module.name, experts)
+            reading.check_scales()
+            self._read = reading.finish
+
+    def take(self, device: torch.device) -> ExpertWeights:
+        """The experts, on a device, for the caller to keep."""
+        read, self._read = self._read, None
+        assert read is not None  # by `prepare`
+        found = read()
+        if not weight_format(self.spec.weights).quantized:
+            found = found.decode(WEIGHT_DTYPES[self.spec.weights])  # no copy, where it is that dtype
+        elif not isinstance(found.w13, QuantizedMatrix):
+            found = found.quantize(self.spec.weights)
+        return _to(found, device)
+
+
+def _to(weights: ExpertWeights, device: torch.device) -> ExpertWeights:
+    def moved(part: Any) -> Any:
+        if isinstance(part, QuantizedMatrix):
+            return replace(part, payloads={name: tensor.to(device) for name, tensor in part.payloads.items()})
+        return part.to(device)
+
+    return ExpertWeights(**{name: moved(part) for name, part in weights.parts().items()})
+
+
+def _check_fits(checkpoint: Checkpoint, layer: CheckpointLayer, spec: LayerSpec) -> None:
+    """Raise unless a layer of a checkpoint is the layer of the model."""
+    formula = activation(spec.activation)
+    compared = {
+        "experts": (layer.num_experts, spec.num_experts),
+        "hidden size": (layer.hidden_size, spec.hidden_size),
+        "intermediate size": (layer.intermediate_size, spec.intermediate_size),
+        "gate": (layer.gated, formula.gated),
+        "gate and up in turns": (layer.interleaved, formula.interleaved),
+        "bias": (layer.bias, spec.bias),
+    }
+    wrong = {name: values for name, values in compared.items() if values[0] != values[1]}
+    if wrong:
+        raise checkpoint.error(
+            f" has {', '.join(f'{name} {found}' for name, (found, _) in wrong.items())}",
+            expected=f"{', '.join(f'{name} {wanted}' for name, (_, wanted) in wrong.items())}, as the model has it",
+            fix="build the model from the config.json of this checkpoint",
+        ).at(layer=layer.name)
+    asked, held = spec.weights, layer.weights
+    if weight_format(held).quantized and asked not in (held, *WEIGHT_DTYPES):
+        raise checkpoint.error(
+            f" holds its experts as {held}, and weights={asked!r} was asked for",
+            expected=f"weights={held!r}, a plain format, or none: quantizing twice loses twice",
+            fix=f"leave `weights` out, or make the checkpoint from plain weights: tokenyard convert --weights {asked}",
+        ).at(layer=layer.name)

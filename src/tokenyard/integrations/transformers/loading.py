@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from transformers.utils import logging as transformers_logging
 
 from tokenyard.checkpoints import Checkpoint, open_checkpoint
-from tokenyard.errors import CheckpointError, ContractError, InputError
+from tokenyard.errors import ContractError, InputError
 from tokenyard.integrations.transformers.expert_modules import (
     FIELDS,
     FLAGS,
@@ -182,21 +182,18 @@ def _check_found(checkpoint: Checkpoint, found: dict[str, Any]) -> None:
     # Scales that no module takes: the codes that they belong to were read as numbers.
     unused = sorted(key for key in found["unexpected_keys"] if "scale" in key or "packed" in key)
     if missing and not unused:
-        raise CheckpointError(
-            f"{checkpoint.path} has no {missing[0]!r}"
-            + (f", nor {len(missing) - 1} more" if missing[1:] else ""),
+        raise checkpoint.error(
+            f" has no {missing[0]!r}" + (f", nor {len(missing) - 1} more" if missing[1:] else ""),
             expected="all parameters of the model that its config describes",
             fix="check that all files of the model are there",
-            file=checkpoint.path,
             tensor=missing[0],
         )
     if unused:
-        raise CheckpointError(
-            f"{checkpoint.path} quantizes more than its experts: {unused[0]!r}, and {len(unused) - 1} more",
+        raise checkpoint.error(
+            f" quantizes more than its experts: {unused[0]!r}, and {len(unused) - 1} more",
             expected="attention, norms, embeddings and shared experts in bf16, fp16 or float32",
             fix="load the model under `experts_left_out()` with Transformers' own quantizer, and pass it to "
             "shard_experts(model, group, checkpoint=…)",
-            file=checkpoint.path,
             tensor=unused[0],
         )
 

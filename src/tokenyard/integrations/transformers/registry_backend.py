@@ -28,7 +28,7 @@ from tokenyard.integrations.transformers.expert_modules import (
     tensors_of,
     weights_of,
 )
-from tokenyard.layer.gradients import without_gradient
+from tokenyard.layer.compiled import without_gradient
 from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows
 
 NAME = "tokenyard"

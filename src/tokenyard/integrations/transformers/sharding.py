@@ -25,13 +25,12 @@ from tokenyard.exchange import Transport
 from tokenyard.experts import ExpertWeights
 from tokenyard.formats import Format
 from tokenyard.group import Group, make_together
-from tokenyard.integrations.transformers.expert_modules import ExpertModule, expert_modules, no_gradient
+from tokenyard.integrations.transformers.expert_modules import ExpertSource, expert_modules, no_gradient
 from tokenyard.integrations.transformers.loading import fill_shared, load_without_experts
 from tokenyard.integrations.transformers.reports import LayerReport, Stopwatch, layer_reports
 from tokenyard.integrations.transformers.synchronized_passes import SynchronizedPasses
-from tokenyard.integrations.transformers.weight_sources import WeightSources
 from tokenyard.layer import MoELayer
-from tokenyard.layer.gradients import without_gradient
+from tokenyard.layer.compiled import without_gradient
 from tokenyard.planning.choosing import AUTO
 from tokenyard.planning.drafting import Draft, draft
 from tokenyard.planning.planner import Plan, plan_draft
@@ -75,18 +74,17 @@ def shard_experts(
     """
     opened = open_together(checkpoint, group) if isinstance(checkpoint, str | Path) else checkpoint
 
-    def read() -> tuple[list[ExpertModule], Draft, WeightSources]:
-        modules = expert_modules(model)
-        sources = WeightSources(opened, weights, inner)
+    def read() -> tuple[list[ExpertSource], Draft]:
+        sources = [ExpertSource(module, opened, weights, inner) for module in expert_modules(model)]
         specs = [
             replace(
-                sources.spec(module),
+                source.spec,
                 wire=wire,
                 combine_wire=combine_wire,
                 placement="contiguous" if placement is None else placement,
                 spare_experts=spare_experts,
             )
-            for module in modules
+            for source in sources
         ]
         # Scales are small, and show whether a checkpoint is good: they are read before any rank allocates.
         drafted = draft(
@@ -97,26 +95,25 @@ def shard_experts(
             max_rows=max_rows,
             device=group.device,
         )
-        for module, wiring in zip(modules, drafted.wirings, strict=True):
-            sources.prepare(module, wiring.exchange_spec.placement.local_experts(group.rank))
-        return modules, drafted, sources
+        for source, wiring in zip(sources, drafted.wirings, strict=True):
+            source.prepare(wiring.exchange_spec.placement.local_experts(group.rank))
+        return sources, drafted
 
-    (modules, drafted, sources), _ = make_together(group, "reading the model", read, seconds=LOADING_DEADLINE)
+    (sources, drafted), _ = make_together(group, "reading the model", read, seconds=LOADING_DEADLINE)
     made = plan_draft(lambda: drafted, group)
-    passes = SynchronizedPasses(made, [module.name for module in modules])
+    passes = SynchronizedPasses(made, [source.spec.name for source in sources])
+    tell = progress or (lambda done, all_of_them: None)
 
     def take() -> list[ShardedExperts]:
-        if sources.checkpoint is not None:
-            fill_shared(model, sources.checkpoint)
+        if opened is not None:
+            fill_shared(model, opened)
         experts = []
-        for index, module in enumerate(modules):
-            if progress is not None:
-                progress(index, len(modules))
-            taken = sources.take(module, group.device)
-            experts.append(ShardedExperts(made, module.name, taken, index=index, passes=passes))
-            module.replace_by(experts[-1])  # the memory of the others' experts is free now
-        if progress is not None:
-            progress(len(modules), len(modules))
+        for index, source in enumerate(sources):
+            tell(index, len(sources))
+            taken = source.take(group.device)
+            experts.append(ShardedExperts(made, source.spec.name, taken, index=index, passes=passes))
+            source.module.replace_by(experts[-1])  # the memory of the others' experts is free now
+        tell(len(sources), len(sources))
         return experts
 
     try:
@@ -204,15 +201,9 @@ class ShardedExperts(nn.Module):
     @torch.no_grad()
     def take_part(self, parts: int) -> None:
         """Serve the other ranks' tokens, with none of this rank's own."""
-        spec, device = self.layer.wiring.spec, self.layer.plan.group.device
-        x_TH = torch.empty(0, spec.hidden_size, dtype=spec.dtype, device=device)
-        nobody = Routes(
-            topk_ids_TK=torch.empty(0, spec.top_k, dtype=torch.int64, device=device),
-            topk_weights_TK=torch.empty(0, spec.top_k, device=device),
-            scaled_by=self.layer.wiring.exchange_spec.routed_scaling,
-        )
+        nothing = self.layer.no_tokens()
         for _ in range(parts):
-            self.layer(x_TH, nobody)
+            self.layer(nothing.x_TH, nothing.routes_or_logits)
 
     def extra_repr(self) -> str:
         """What `print(model)` shows of this module."""

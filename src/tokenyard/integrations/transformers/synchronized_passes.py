@@ -43,7 +43,7 @@ class SynchronizedPasses:
         self.meeting = False
         self._next = 0  # the layer that comes next
         self._inside = False  # whether a layer is running: its errors have reached the other ranks already
-        self._parts = 1  # of the pass
+        self.parts = 1  # round trips of each layer in the pass that has been agreed on
 
     def begin_layer(self, index: int, num_tokens: int) -> int:
         """One layer's turn, up to `end_layer`: into how many parts its tokens go."""
@@ -57,10 +57,10 @@ class SynchronizedPasses:
         if index == 0:
             self._next = 0
             self._inside = False
-            self._parts = self._meet(num_tokens) if self.meeting else 1
+            self.parts = self._meet(num_tokens) if self.meeting else 1
             self.passes += 1
         self._inside = True
-        return self._parts
+        return self.parts
 
     def end_layer(self, index: int) -> None:
         """The layer is done; one that raised is not."""
@@ -97,13 +97,8 @@ class SynchronizedPasses:
                 rank=self.plan.group.rank,
             )
         self._next, self._inside = 0, False
-        self._parts = self._meet(_DONE)
-        return self._parts == 0
-
-    @property
-    def parts(self) -> int:
-        """Round trips of each layer in the pass that has been agreed on."""
-        return self._parts
+        self.parts = self._meet(_DONE)
+        return self.parts == 0
 
     @contextmanager
     def empty_pass(self) -> Iterator[None]:

@@ -118,10 +118,8 @@ def check_layer(plan: Plan, layer: str) -> None:
     if not exchange_spec.reduces_ranks:
         found, fix = 'reduce_ranks="caller"', 'plan with reduce_ranks="exchange": output_is_reduced() says so'
     elif exchange_spec.carries_logits:
-        found, fix = (
-            f"{wiring.experts.name} experts, which route by themselves",
-            "use experts that take routes",
-        )
+        found = f"{wiring.experts.name} experts, which route by themselves"
+        fix = "use experts that take routes"
     elif exchange_spec.extra:
         found, fix = "further payloads", "plan the layer without `payloads`"
     elif len(names) > 2:

@@ -10,17 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from tokenyard.errors import ContractError
 from tokenyard.experts import ExpertWeights
 from tokenyard.experts.base import EXACT
+from tokenyard.formats import for_dtype
 from tokenyard.integrations.vllm.interface import VLLM_ACTIVATIONS, activation_of
 from tokenyard.integrations.vllm.settings import Settings
 from tokenyard.planning.spec import LayerSpec
 from tokenyard.routing import Placement
-
-_PLAIN = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +35,7 @@ def held_weights(held: Any) -> HeldWeights:
     if packed is not None:
         return packed(held)
     return HeldWeights(
-        format=_PLAIN[held.w13_weight.dtype],
+        format=for_dtype(held.w13_weight.dtype).name,
         read=lambda: ExpertWeights(
             w13=held.w13_weight.data,
             w2=held.w2_weight.data,

@@ -16,9 +16,9 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-from tokenyard.integrations.vllm.kernels import load_kernel, mover_of
 from tokenyard.integrations.vllm.quantized import PackedExpertsMethod
 from tokenyard.integrations.vllm.refusals import MONOLITHIC, QUANTIZED, check_supported, refused
+from tokenyard.integrations.vllm.worker_plan import load_kernel, mover_of
 
 
 class TokenyardMethod(UnquantizedFusedMoEMethod):

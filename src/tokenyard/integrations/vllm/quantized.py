@@ -44,9 +44,9 @@ from vllm.model_executor.utils import set_weight_attrs
 from tokenyard.checkpoints import Layout, PackedMatrix, declared_layout
 from tokenyard.errors import CheckpointError
 from tokenyard.experts import ExpertWeights
-from tokenyard.integrations.vllm.kernels import asked_for, load_kernel
 from tokenyard.integrations.vllm.layers import HeldWeights
 from tokenyard.integrations.vllm.refusals import QUANTIZED, check_supported, refused
+from tokenyard.integrations.vllm.worker_plan import asked_for, load_kernel
 from tokenyard.rows import describe
 
 # The places of an expert's projections in w13, as vLLM's loader calls them.
@@ -165,13 +165,8 @@ class PackedExpertsMethod(FusedMoEMethodBase):
                 layer=self._layer_name,
             )
         packed.fill(payload, place, part, stored)
-        if (wrong := packed.unusable(payload, place, part)) is not None:
-            raise CheckpointError(
-                f"{name}, of expert {place} of this rank, is {wrong}",
-                expected="scales that are finite numbers",
-                fix="quantize the model again, or download it again",
-                layer=self._layer_name,
-            )
+        tensor = f"{name}, of expert {place} of this rank"
+        packed.check(payload, place, part, tensor, layer=self._layer_name)
 
     def _loaded_weights(self, layer: Any) -> ExpertWeights:
         """The weights, when the loader is done. Raises if a tensor did not come."""
@@ -185,18 +180,14 @@ class PackedExpertsMethod(FusedMoEMethodBase):
                 layer=self._layer_name,
             )
         for packed in self._matrices.values():
-            self._join(packed)
+            for payload in filter(packed.is_joined, packed.payloads):
+                for place in range(packed.shape[0]):
+                    expert = f"gate and up of expert {place} of this rank"
+                    packed.join(payload, place, expert, layer=self._layer_name)
         parts: dict[str, Any] = {name: packed.matrix() for name, packed in self._matrices.items()}
         if self.moe.has_bias:
             parts |= {"b13": layer.w13_bias.data, "b2": layer.w2_bias.data}
         return ExpertWeights(**parts)
-
-    def _join(self, packed: PackedMatrix) -> None:
-        for payload in filter(packed.is_joined, packed.payloads):
-            for place in range(packed.shape[0]):
-                if not packed.join(payload, place):
-                    expert = f"gate and up of expert {place} of this rank"
-                    raise packed.scales_apart(expert, layer=self._layer_name)
 
     # -- Computing -----------------------------------------------------------------------------------------
 

@@ -1,4 +1,6 @@
-"""The layout of DeepSeek: FP8 in blocks of 128 outputs × 128 inputs.
+"""The layouts of DeepSeek, ModelOpt and gpt-oss.
+
+DeepSeek: FP8 in blocks of 128 outputs × 128 inputs.
 
 A linear map [N, D] is `weight` e4m3[N, D] and `weight_scale_inv` [⌈N/128⌉, ⌈D/128⌉], which, despite its name, is
 *multiplied* with. DeepSeek stores it as float32, Qwen as bf16, which float32 holds exactly.
@@ -8,6 +10,19 @@ is a whole number of blocks, and this is enough. Otherwise a block may hold rows
 from the gate's last block on, all blocks of an expert must have the same scale (for each 128 inputs). What is written
 here is quantized so; e4m3 has its own exponents, so that it costs next to nothing. A file whose scales differ there
 cannot be held exactly, and is refused.
+
+ModelOpt: NVFP4.
+
+A linear map [N, D] is `weight` u8[N, D/2], `weight_scale` e4m3[N, D/16] and `weight_scale_2`, one float32 that is
+*multiplied* with (compressed-tensors stores the reciprocal and divides). `input_scale` is that of activations.
+
+gpt-oss: MXFP4, all experts of a layer in one tensor.
+
+    gate_up_proj_blocks u8[E, 2I, H/32, 16]   gate_up_proj_scales u8[E, 2I, H/32]   gate_up_proj_bias bf16[E, 2I]
+    down_proj_blocks    u8[E, H, I/32, 16]    down_proj_scales    u8[E, H, I/32]    down_proj_bias    bf16[E, H]
+
+A block's 32 codes are 16 bytes, low nibble first: the rows of our own mxfp4, in one more dimension. Gate and up
+rows take turns, and stay so: the activation of gpt-oss is interleaved, too.
 """
 
 from __future__ import annotations
@@ -19,7 +34,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tokenyard.checkpoints.layout import Layout, Piece, Stored
+from tokenyard.checkpoints.layout import E8M0, Layout, Piece, Stored, data_and_scales
 from tokenyard.experts.base import EXACT, ExpertWeights
 from tokenyard.formats import Fp8Block128, QuantizedMatrix
 
@@ -100,3 +115,41 @@ class DeepSeekFp8(Layout):
             "weight_block_size": [BLOCK, BLOCK],
             "modules_to_not_convert": ignored,
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptNvfp4(Layout):
+    """NVFP4 as ModelOpt writes it."""
+
+    method = "ModelOpt"
+    weights = "nvfp4"
+    tensors = data_and_scales(Stored("weight", ("U8",), 2), Stored("weight_scale", ("F8_E4M3",), 16))
+    numbers: ClassVar[Mapping[str, Piece]] = {"global_factor": Piece("weight_scale_2", ("F32",), ())}
+    beside = ("input_scale",)
+    constants: ClassVar[Mapping[str, float]] = {"global_scale": 1.0}
+
+    def declared(self, quantization: Mapping[str, Any]) -> bool:
+        algorithm = str(quantization.get("quant_algo", ""))
+        return str(quantization.get("quant_method", "")).startswith("modelopt") and (
+            "NVFP4" in algorithm or algorithm in ("FP4", "MIXED_PRECISION")
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptOssMxfp4(Layout):
+    """MXFP4 as gpt-oss has it."""
+
+    method = "gpt-oss"
+    weights = "mxfp4"
+    tensors = data_and_scales(Stored("blocks", ("U8",), 32), Stored("scales", E8M0, 32))
+    fused = True
+
+    def declared(self, quantization: Mapping[str, Any]) -> bool:
+        return quantization.get("quant_method") == "mxfp4"
+
+    def pieces(self, outputs: int, inputs: int) -> dict[str, Piece]:
+        found = super().pieces(outputs, inputs)
+        return found | {"data": found["data"]._replace(shape=(outputs, inputs // 32, 16))}
+
+    def quantization_config(self, ignored: list[str]) -> dict[str, Any]:
+        return {"quant_method": "mxfp4", "modules_to_not_convert": ignored}

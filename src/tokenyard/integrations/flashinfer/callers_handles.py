@@ -1,0 +1,90 @@
+"""What a caller passes that knows FlashInfer's arguments only: its communicator, a workspace, and the metainfo of it.
+
+The communicator gives the group. `Workspace` and `Metainfo` stand for FlashInfer's tensors of these names, which
+callers only pass on. Memory of ours is not one tensor of bytes that a caller could cut: it is made, and grows, when
+ranks bring something.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from tokenyard.errors import InputError
+from tokenyard.exchange.workspace import REGION_ALIGNMENT, round_up
+from tokenyard.group import DistributedGroup
+from tokenyard.group.base import Group
+from tokenyard.integrations.flashinfer.manifest import check_backend
+
+if TYPE_CHECKING:
+    from tokenyard.integrations.flashinfer.all_to_all import MoeAlltoAll
+
+
+@dataclass(eq=False)
+class Workspace:
+    """The ranks that share a workspace, and the dispatch that is in flight in it."""
+
+    group: Group
+    in_flight: MoeAlltoAll | None = None
+
+
+@dataclass(eq=False)
+class Metainfo:
+    """The sizes of a workspace, and what was made for the layers that use it."""
+
+    workspace: Workspace
+    max_num_tokens: int
+    eplb_stats_num_experts: int
+    # By top_k, num_experts and enable_rank_mask.
+    made: dict[tuple[int, int, bool], MoeAlltoAll] = field(default_factory=dict)
+
+
+def moe_a2a_get_workspace_size_per_rank(
+    ep_size: int,
+    max_num_tokens: int,
+    total_dispatch_payload_size_per_token: int,
+    combine_payload_size_per_token: int,
+    eplb_stats_num_experts: int = 0,
+    *,
+    backend: str = "trtllm",
+) -> int:
+    """Bytes that payloads of these sizes take in a rank's workspace. Nobody has to ask: it grows by itself.
+
+    >>> moe_a2a_get_workspace_size_per_rank(4, 10, 100, 64)  # 4000 and 2560, each rounded up to 128
+    6656
+    """
+    check_backend(backend)
+    slots = ep_size * max_num_tokens
+    sizes = (
+        slots * total_dispatch_payload_size_per_token,
+        slots * combine_payload_size_per_token,
+        4 * eplb_stats_num_experts,
+    )
+    return sum(round_up(size, REGION_ALIGNMENT) for size in sizes)
+
+
+def group_of_config(mnnvl_config: Any) -> Group:
+    """The group of `mnnvl_config.comm_backend`; raise if there is none."""
+    return group_of_communicator(getattr(mnnvl_config, "comm_backend", None))
+
+
+def group_of_communicator(comm_backend: Any) -> Group:
+    """The ranks of a communicator (FlashInfer's `CommBackend`), as a group. A group comes back as it is.
+
+    vLLM's `CustomCommunicator` and FlashInfer's `TorchDistBackend` keep a process group of torch.distributed in
+    `_group`, and None there stands for the default group. Rows are on the current GPU, if there is one.
+    """
+    if isinstance(comm_backend, Group):
+        return comm_backend
+    process_group = getattr(comm_backend, "_group", comm_backend)
+    if comm_backend is None or not isinstance(process_group, (dist.ProcessGroup, type(None))):
+        raise InputError(
+            f"there is no group, and mnnvl_config.comm_backend is {type(comm_backend).__name__}",
+            expected="a communicator of torch.distributed, such as vLLM's CustomCommunicator",
+            fix="pass group=tokenyard.group.DistributedGroup(process_group), of the EP ranks",
+        )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return DistributedGroup(process_group, device=device, name="EP ranks of MoeAlltoAll")
