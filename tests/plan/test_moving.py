@@ -49,7 +49,7 @@ def test_groups_that_the_caller_made_stay_open_and_those_of_the_plan_are_closed(
 def test_a_plan_on_another_group_still_hears_whether_ranks_have_switched():
     plan = ty.plan([spec()], alone())
     plan.readmit(group=alone())
-    assert "have switched placements [1] times" in str(raised(plan.exchange.noticed, [1 << 2]))
+    assert "have switched placements [1] times" in str(raised(plan.exchange.announcer.noticed, [1 << 2]))
 
 
 def test_all_layers_are_made_ready_when_a_plan_is_made_and_whenever_it_changes(monkeypatch):

@@ -121,6 +121,13 @@ class RoundTrip:
         assert self._coming_home is not None
         return self._coming_home.wait()
 
+    def come_home(self) -> Tensor:
+        """Make all passes of the batch, and wait for its results: where nothing else is in flight."""
+        while not self.is_sent_back:
+            assert self.advance is not None  # the layer has set it
+            self.advance()
+        return self.combined().y_TH
+
     def combine_unreduced(self, result: ExpertResult) -> RankRows:
         """Bring the results home without summing over ranks."""
         arrival = self._arrived()
@@ -134,64 +141,3 @@ class RoundTrip:
                 "nothing was dispatched", expected="dispatch, then combine", fix="dispatch first"
             )
         return self._arriving.wait()
-
-
-class OpenRoundTrips:
-    """The round trips of a rank that are not at their end, in the order of their starts."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._trips: list[RoundTrip] = []
-
-    def add(self, trip: RoundTrip) -> RoundTrip:
-        """One more."""
-        self._trips.append(trip)
-        return trip
-
-    def remove(self, trip: RoundTrip) -> None:
-        """One that is at its end."""
-        self._trips = [other for other in self._trips if other is not trip]
-
-    def end_all(self, why: str) -> list[RoundTrip]:
-        """All of them, which are given up."""
-        ended, self._trips = self._trips, []
-        for trip in ended:
-            trip.ended_by = why
-        return ended
-
-    def dropped(self) -> tuple[RoundTrip, HandleError] | None:
-        """One that nobody can finish any more, and the error that says so."""
-        for trip in self._trips:
-            if trip.is_dropped:
-                return trip, HandleError(
-                    "a batch was started, and what `start` returned is gone",
-                    expected="each batch that was started to be finished",
-                    fix="keep what `start` returns, and call its `finish`",
-                    layer=trip.spec.layer,
-                    rank=self._rank,
-                )
-        return None
-
-    def of(self, arrival: Arrival | None) -> RoundTrip | None:
-        """The one that an arrival belongs to."""
-        return next((trip for trip in self._trips if trip.arrival is arrival is not None), None)
-
-    def check_turn(self, trip: RoundTrip) -> None:
-        """Raise unless the results of a round trip are the next ones that go back."""
-        if trip.ended_by is not None:
-            raise HandleError(
-                f"this batch was given up: {trip.ended_by}",
-                expected="no error in any batch that was under way",
-                fix="start it again",
-                layer=trip.spec.layer,
-                rank=self._rank,
-            )
-        for earlier in self._trips[: self._trips.index(trip)]:
-            if not earlier.is_sent_back:
-                raise HandleError(
-                    f"a batch of layer {earlier.spec.layer!r} was started before, and is not finished",
-                    expected="batches to be finished in the order in which they were started",
-                    fix=f"finish the batch of {earlier.spec.layer!r} first",
-                    layer=trip.spec.layer,
-                    rank=self._rank,
-                )

@@ -12,6 +12,7 @@ x_TH ── router ──► routes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -22,8 +23,8 @@ from tokenyard.exchange import RoundTrip
 from tokenyard.experts import Experts, ExpertWeights, SelfRoutingExperts
 from tokenyard.experts.slots import ExpertSlots
 from tokenyard.group.base import Background
-from tokenyard.layer.compiled import call_operator, outside_of_the_graph, register
-from tokenyard.layer.pending import PendingBatch, Sent
+from tokenyard.layer.compiled import call_operator, outside_of_the_graph, refuse_gradients, register
+from tokenyard.layer.pending import PendingBatch
 from tokenyard.layer.receiver import LocalIds, build_experts, built_for, check_fits, run_experts
 from tokenyard.layer.sender import check_rows, check_shared, route
 from tokenyard.layer.shared_experts import SharedExpertsCall
@@ -32,6 +33,8 @@ from tokenyard.planning.planner import Plan, wiring_in
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Routes
 from tokenyard.rows import ExpertResult, RankRows
+
+_NO_SHARED_EXPERTS = nullcontext()
 
 
 class MoELayer(nn.Module):
@@ -117,12 +120,21 @@ class MoELayer(nn.Module):
         out: Tensor | None,
         add: Tensor | None,
     ) -> Tensor:
-        with self.plan.exchange.in_use(layer=self.name, alone=True):
-            start = partial(self._start, x_TH, routes_or_logits, payloads, out, add)
-            if self.shared is None:
-                return PendingBatch(self, partial(start, None, ahead=False), add).finish()
-            with SharedExpertsCall(self.shared, self.plan.group, self.name) as shared:
-                return PendingBatch(self, partial(start, shared, ahead=not shared.in_thread), add).finish()
+        exchange = self.plan.exchange
+        with exchange.in_use(layer=self.name, alone=True), self._shared_experts() as shared:
+            trip = self._open_trip(ahead=shared is not None and not shared.in_thread)
+            with exchange.trips.telling(trip):  # an error on one rank reaches all
+                self._depart(trip, x_TH, routes_or_logits, payloads, out, add, shared)
+                trip.ahead = False
+                y_TH = trip.come_home()
+            exchange.trips.end(trip)
+            return refuse_gradients(self, y_TH, x_TH, routes_or_logits, add)
+
+    def _shared_experts(self) -> AbstractContextManager[SharedExpertsCall | None]:
+        """The shared experts of one call, if there are any; they have ended at the end of this context."""
+        if self.shared is None:
+            return _NO_SHARED_EXPERTS
+        return SharedExpertsCall(self.shared, self.plan.group, self.name)
 
     def take_part(self) -> None:
         """Serve a call of the other ranks, without rows of this one."""
@@ -148,8 +160,9 @@ class MoELayer(nn.Module):
 
         Where calls survive a loss, rows and routes must stay as they are until then: they may be sent again.
         """
-        start = partial(self._start, x_TH, routes_or_logits, payloads, out, add, self.shared, ahead=True)
-        return PendingBatch(self, start, add, survives=self.plan.survive)
+        start = partial(self._start, x_TH, routes_or_logits, payloads, out, add)
+        finish = partial(refuse_gradients, self, x_TH=x_TH, routes_or_logits=routes_or_logits, add=add)
+        return PendingBatch(self, start, finish, survives=self.plan.survive)
 
     def _start(
         self,
@@ -158,21 +171,34 @@ class MoELayer(nn.Module):
         payloads: Mapping[str, Tensor] | None,
         out: Tensor | None,
         add: Tensor | None,
-        shared: Callable[[Tensor], Tensor | Background[Tensor]] | None,
-        *,
-        ahead: bool,
-    ) -> Sent:
+    ) -> RoundTrip:
+        trip = self._open_trip(ahead=True)
+        with self.plan.exchange.trips.telling(trip):
+            self._depart(trip, x_TH, routes_or_logits, payloads, out, add, self.shared)
+        return trip
+
+    def _open_trip(self, *, ahead: bool) -> RoundTrip:
         self.plan.between_calls(self.name)  # experts that have moved are served from here on
-        wiring, exchange = self.wiring, self.plan.exchange
-        trip = exchange.open_round_trip(wiring.exchange_spec)
+        trip = self.plan.exchange.open_round_trip(self.wiring.exchange_spec)
         trip.ahead, trip.takes_slots = ahead, self.experts.skips_empty_slots
-        with exchange.telling(trip):  # an error on one rank reaches all
-            sent = self._send(wiring, trip, x_TH, routes_or_logits, payloads)
-            job = None if shared is None else partial(shared, x_TH)
-            terms = [] if job is None else [exchange.beside(job)]  # while rows travel
-            terms += [add] if add is not None else []
-        trip.advance = partial(self._advance, sent, out, terms)
-        return sent
+        return trip
+
+    def _depart(
+        self,
+        trip: RoundTrip,
+        x_TH: Tensor,
+        routes_or_logits: Routes | Tensor,
+        payloads: Mapping[str, Tensor] | None,
+        out: Tensor | None,
+        add: Tensor | None,
+        shared: Callable[[Tensor], Tensor | Background[Tensor]] | None,
+    ) -> None:
+        """Send rows out, and say what is done with those that come. Shared experts run while rows travel."""
+        run = self._send(trip, x_TH, routes_or_logits, payloads)
+        terms: list[Tensor | Background[Tensor]] = [] if add is None else [add]
+        if shared is not None:
+            terms.insert(0, self.plan.exchange.beside(partial(shared, x_TH)))
+        trip.advance = partial(_advance, trip, run, out, terms)
 
     @outside_of_the_graph
     def unreduced(
@@ -180,40 +206,46 @@ class MoELayer(nn.Module):
     ) -> RankRows:
         """The same up to the sum over ranks, which is the caller's duty here (`reduce_ranks="caller"`)."""
         self.plan.between_calls(self.name)
-        wiring = self.wiring
-        with self.plan.exchange.round_trip(wiring.exchange_spec) as trip:
-            sent = self._send(wiring, trip, x_TH, routes_or_logits, payloads)
-            passes = [trip.combine_unreduced(self._run(sent))]
+        with self.plan.exchange.round_trip(self.wiring.exchange_spec) as trip:
+            run = self._send(trip, x_TH, routes_or_logits, payloads)
+            passes = [trip.combine_unreduced(run())]
             while trip.has_more:
                 trip.start_next()
-                passes.append(trip.combine_unreduced(self._run(sent)))
+                passes.append(trip.combine_unreduced(run()))
             return RankRows.joined(passes)
 
     def _send(
         self,
-        wiring: Wiring,
         trip: RoundTrip,
         x_TH: Tensor,
         routes_or_logits: Routes | Tensor,
         payloads: Mapping[str, Tensor] | None,
-    ) -> Sent:
+    ) -> Callable[[], ExpertResult]:
+        """Send rows out; return what waits for those that come in the same dispatch, and runs the experts on them."""
+        wiring = self._wiring
         audit = Audit(wiring)
+
+        def run() -> ExpertResult:
+            with audit.recording():
+                received = trip.received()
+                result = run_experts(wiring, self.experts, received, self._slot_of_L)
+                audit.settle(x_TH.shape[0], routes_or_logits, received)
+            return result
+
         with audit.recording():  # a paranoid plan counts every duty
             check_rows(wiring, x_TH)
             routes = route(wiring, routes_or_logits)
             trip.start_dispatch(trip.encode(x_TH), routes, payloads)
-        return Sent(wiring=wiring, trip=trip, audit=audit, x_TH=x_TH, routes_or_logits=routes_or_logits)
+        return run
 
-    def _advance(self, sent: Sent, out: Tensor | None, terms: Sequence[Tensor | Background[Tensor]]) -> None:
-        """Compute what came to this rank, send it back, and start the next pass if the batch has more."""
-        sent.trip.start_combine(self._run(sent), out=out, add=terms)
-        if sent.trip.has_more:
-            sent.trip.start_next()
 
-    def _run(self, sent: Sent) -> ExpertResult:
-        """Wait for the rows that came to this rank in the same dispatch, and run its experts on them."""
-        with sent.audit.recording():
-            received = sent.trip.received()
-            result = run_experts(sent.wiring, self.experts, received, self._slot_of_L)
-            sent.audit.settle(sent.x_TH.shape[0], sent.routes_or_logits, received)
-        return result
+def _advance(
+    trip: RoundTrip,
+    run: Callable[[], ExpertResult],
+    out: Tensor | None,
+    terms: Sequence[Tensor | Background[Tensor]],
+) -> None:
+    """Compute what came to this rank, send it back, and start the next pass if the batch has more."""
+    trip.start_combine(run(), out=out, add=terms)
+    if trip.has_more:
+        trip.start_next()

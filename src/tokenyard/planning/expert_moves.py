@@ -78,8 +78,10 @@ class ExpertMoves:
         self._resizes = 0  # changes of the ranks that were begun since
         # Weakly: memory of a plan that is gone is given back at once.
         notice, noticed = weakref.WeakMethod(self._notice), weakref.WeakMethod(self._noticed)
-        self._state.exchange.notice = lambda: call() if (call := notice()) else 0
-        self._state.exchange.noticed = lambda notices: call(notices) if (call := noticed()) else None
+        self._state.exchange.announcer.notice = lambda: call() if (call := notice()) else 0
+        self._state.exchange.announcer.noticed = lambda notices: (
+            call(notices) if (call := noticed()) else None
+        )
         if self._auto is not None:
             self._auto.seen = 0
 
@@ -209,7 +211,7 @@ class ExpertMoves:
 
     def _question(self) -> str:
         """Names the change of ranks under way, alike on all ranks."""
-        return f"plan {self._state.exchange.plan_id:x}, change {self._resizes}"
+        return f"plan {self._state.exchange.announcer.plan_id:x}, change {self._resizes}"
 
     def _move_to(
         self,

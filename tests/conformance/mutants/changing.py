@@ -7,8 +7,8 @@ import torch
 from tokenyard.exchange import Pending, ResultsAtHome, TwoSidedTransport
 
 
-def exchange_of(announcements):
-    """The exchange that a transport works for, which is none of its business."""
+def announcer_of(announcements):
+    """What makes the announcements of a plan, which is none of a transport's business."""
     return announcements.all_met.func.__self__
 
 
