@@ -30,6 +30,10 @@ Value = TypeVar("Value")
 class Duty(Enum):
     """A job that exactly one party must do."""
 
+    __hash__ = (
+        object.__hash__
+    )  # that of `Enum` is written in Python, and every call of a layer looks duties up
+
     QUANTIZE = "quantize"  # encode rows into a quantized format
     PAD = "pad"  # fill rows up to the width that a format asks for
     SWIZZLE = "swizzle"  # bring scales into the 128×4 layout that some kernels read

@@ -9,7 +9,7 @@ from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.exchange.local import LocalTransport
 from tokenyard.exchange.stats import LayerStats
 from tokenyard.planning.agreement import make_plan_id
-from tokenyard.planning.drafting import ranks_per_token
+from tokenyard.planning.draft_text import ranks_per_token
 from tokenyard.planning.expert_moves import ExpertMoves
 
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 from torch import Tensor
 
 from tokenyard.errors import ContractError
-from tokenyard.exchange.announcer import Announcer
-from tokenyard.exchange.batch import Batch, BatchRoutes, Part, UnencodedRows
+from tokenyard.exchange.announcement import Announcer
+from tokenyard.exchange.batch import Batch, Part, UnencodedRows
+from tokenyard.exchange.batch_routes import BatchRoutes
 from tokenyard.exchange.checks import check_batch
 from tokenyard.exchange.in_flight import InFlightQueue
 from tokenyard.exchange.passes import first_part

@@ -36,11 +36,10 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import Corrupted, HandleError, PeerFailed
-from tokenyard.exchange.announcer import Announcer
+from tokenyard.exchange.announcement import Announcer
 from tokenyard.exchange.batch import (
     Arrival,
     Batch,
-    BatchRoutes,
     Part,
     Results,
     ResultsAtHome,
@@ -48,6 +47,7 @@ from tokenyard.exchange.batch import (
     UnencodedRows,
 )
 from tokenyard.exchange.batch_maker import BatchMaker
+from tokenyard.exchange.batch_routes import BatchRoutes
 from tokenyard.exchange.checks import check_output, check_result, check_sum
 from tokenyard.exchange.in_flight import InFlightQueue
 from tokenyard.exchange.integrity.watched import WatchedTransport
@@ -414,7 +414,7 @@ class Exchange:
                 arrival=arrival,
                 rows_RH=rows_RH,
                 encoded=encoded,
-                announcements=self.announcer.of_combine(arrival),
+                announcements=self.announcer.of_combine(spec, arrival.round, arrival.routes.num_tokens),
                 sum_ahead=SumAhead(out_TH=out, add=add) if begins_sum else None,
             )
             pending = self._ahead(transport.send_back(results), ahead)
@@ -429,13 +429,15 @@ class Exchange:
         """Wait for the results of this rank's tokens, and use them."""
         spec, stats = arrival.spec, self.stats[arrival.spec.layer]
         with stats.waiting("combine"):
+            for_others = True
             try:
-                with self.usability.waiting(spec):
-                    home = pending.wait()
-                with self.usability.waiting(spec, for_others=self.transport.waits_in_sum):
-                    used = use(home)
-            except (PeerFailed, Corrupted):
-                self.trips.tell_given_up(spec)
+                home = pending.wait()
+                for_others = self.transport.waits_in_sum
+                used = use(home)
+            except BaseException as error:
+                self.usability.end_wait(error, spec, for_others=for_others)
+                if isinstance(error, PeerFailed | Corrupted):
+                    self.trips.tell_given_up(spec)
                 raise
             self.trips.tell_given_up(spec)
         if (counts := self.transport.counts_at_end(arrival)) is not None:

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 from tokenyard.errors import HandleError, PeerLost, TokenyardError
-from tokenyard.exchange.announcer import Announcer
+from tokenyard.exchange.announcement import Announcer
 from tokenyard.exchange.batch import Arrival, Failure
 from tokenyard.exchange.in_flight import InFlightQueue
 from tokenyard.exchange.round_trip import RoundTrip
@@ -52,7 +52,8 @@ class OpenRoundTrips:
     def begin(self, layer: str | None) -> None:
         """Begin a call: finish what travels, or say why the plan cannot be used."""
         self._usability.check(layer=layer)
-        self.settle()
+        if self._traveling is not None:
+            self.settle()
 
     def begin_dispatch(self, spec: ExchangeSpec) -> None:
         """Begin the dispatch of a batch, for which there is room."""
@@ -222,7 +223,7 @@ class OpenRoundTrips:
         self._transport.fail(Failure(spec=spec, region=region, announcements=told, arrival=None))
 
     def _announce_failed_combine(self, arrival: Arrival, error: BaseException) -> None:
-        told = self._announcer.of_combine(arrival, error)
+        told = self._announcer.of_combine(arrival.spec, arrival.round, 0, error)
         self._transport.fail(
             Failure(spec=arrival.spec, region=arrival.region, announcements=told, arrival=arrival)
         )

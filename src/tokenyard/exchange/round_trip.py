@@ -11,7 +11,8 @@ from torch import Tensor
 
 from tokenyard.duties import Party, acting
 from tokenyard.errors import HandleError
-from tokenyard.exchange.batch import Arrival, BatchRoutes, UnencodedRows
+from tokenyard.exchange.batch import Arrival, UnencodedRows
+from tokenyard.exchange.batch_routes import BatchRoutes
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.formats.base import EncodedRows
 from tokenyard.group.base import Background, Pending
@@ -28,7 +29,8 @@ class RoundTrip:
 
     exchange: Exchange  # what moves the rows
     spec: ExchangeSpec  # what the exchange knows of the layer
-    # Whether the others still wait for this rank's dispatch. A combine is owed as long as the arrival is in flight.
+    # Whether the others still wait for this rank's dispatch: the first one, or after a combine that of the next pass.
+    # A combine is owed as long as the arrival is in flight.
     owes_dispatch: bool = True
     is_dropped: bool = False  # whether nobody is left who could finish it
     ended_by: str | None = None  # the error that has ended it, with all others that were under way
@@ -48,12 +50,7 @@ class RoundTrip:
     @property
     def is_sent_back(self) -> bool:
         """Whether the results of all passes were sent back."""
-        return self._coming_home is not None and not self.has_more
-
-    @property
-    def has_more(self) -> bool:
-        """Whether another pass of the same batch follows, on all ranks."""
-        return self.arrival is not None and self.arrival.has_more
+        return self._coming_home is not None and not self.owes_dispatch
 
     def encode(self, x_TH: Tensor) -> EncodedRows | UnencodedRows:
         """The rows of a batch, as the exchange takes them."""
@@ -108,13 +105,14 @@ class RoundTrip:
     ) -> None:
         """Combine what was dispatched, and return while results travel."""
         arrival = self._arrived()
-        if arrival.has_more and self._out is None:  # all passes write into one tensor
+        more_follow = arrival.has_more
+        if more_follow and self._out is None:  # all passes write into one tensor
             shape = (arrival.batch_tokens, self.spec.hidden_size)
             self._out = torch.empty(shape, dtype=self.spec.dtype, device=self.exchange.group.device)
         self._coming_home = self.exchange.start_combine(
             arrival, result, out=self._out if out is None else out, add=add, ahead=self.ahead
         )
-        self.owes_dispatch = arrival.has_more
+        self.owes_dispatch = more_follow
 
     def combined(self) -> CombinedRows:
         """Wait for the results that `start_combine` brings home."""

@@ -80,9 +80,13 @@ class LayerStats:
 
     def count_rows(self, sent: Sequence[int], received: Sequence[int], nbytes: Sequence[int]) -> None:
         """Some more rows, where they are known only after their dispatch."""
-        _add(self.rows_sent, sent)
-        _add(self.rows_received, received)
-        _add(self.dispatch_bytes, nbytes)
+        for totals, more in (
+            (self.rows_sent, sent),
+            (self.rows_received, received),
+            (self.dispatch_bytes, nbytes),
+        ):
+            for rank, count in enumerate(more):
+                totals[rank] += count
 
     def count_dropped(self, dropped_TK: Tensor) -> None:
         """Some more choices that nobody serves. A graph that is being captured cannot be asked how many."""
@@ -91,7 +95,8 @@ class LayerStats:
 
     def count_combine(self, nbytes: Sequence[int]) -> None:
         """One more combine."""
-        _add(self.combine_bytes, nbytes)
+        for rank, count in enumerate(nbytes):
+            self.combine_bytes[rank] += count
 
     def waiting(self, phase: str) -> AbstractContextManager[None]:
         """Count the seconds in which this rank moves bytes or waits for others."""
@@ -180,8 +185,3 @@ class _Stopwatch:
 
     def __exit__(self, *_: object) -> None:
         self._seconds[self._phase] += time.monotonic() - self._started
-
-
-def _add(totals: list[int], more: Sequence[int]) -> None:
-    for rank, count in enumerate(more):
-        totals[rank] += count

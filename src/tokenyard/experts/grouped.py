@@ -252,12 +252,12 @@ class GroupedExperts(Experts):
         x_1H, weights_N = self.incoming(received, w13.dtype), routes.weights_RK[0].float()
         if len(experts) < len(ids):
             weights_N = weights_N[choices]
-        x_NH = x_1H.expand(len(experts), -1)
+        x_NH = x_1H  # one row for all of them, unless it is weighted
         if self.spec.weight_on == "input":
             record_weights(weights_N)
-            x_NH = (x_NH.float() * weights_N.unsqueeze(1)).to(w13.dtype)
+            x_NH = (x_1H.float() * weights_N.unsqueeze(1)).to(w13.dtype)
             weights_N = torch.ones_like(weights_N)
-        y_NH = x_NH.new_empty(0, self.spec.hidden_size)
+        y_NH = x_1H.new_empty(0, self.spec.hidden_size)
         if experts:
             single, by_row = self._single_matrices(weights), partial(_row_by_row, experts)
             y_NH = self._both_products(weights, single, x_NH, experts, by_row)
@@ -326,9 +326,11 @@ def _by_groups(ends_L: Tensor, x_ND: Tensor, w_LOD: Tensor) -> Tensor:
 
 
 def _row_by_row(experts: Sequence[int], x_ND: Tensor, w_LDO: Sequence[Tensor]) -> Tensor:
-    """The product of each row with the transposed matrix of its expert."""
-    rows = zip(x_ND.unsqueeze(1).unbind(), experts, strict=True)
-    return torch.cat([torch.mm(x_1D, w_LDO[expert]) for x_1D, expert in rows])
+    """The product of each row, or of the only one, with the transposed matrix of its expert."""
+    count = len(experts)
+    rows = [x_ND] * count if x_ND.shape[0] == 1 else x_ND.split_with_sizes([1] * count)
+    products = [torch.mm(x_1D, w_LDO[expert]) for x_1D, expert in zip(rows, experts, strict=True)]
+    return torch.cat(products)
 
 
 def _product(x_nD: Tensor, w_OD: Tensor, out: Tensor | None = None) -> Tensor:

@@ -62,8 +62,13 @@ def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if x.dtype == dtype:
         return x
-    largest = torch.finfo(dtype).max
+    largest = _largest(dtype)
     return x.float().clamp(-largest, largest).to(dtype)
+
+
+@functools.cache
+def _largest(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).max
 
 
 def is_matrix(value: object) -> TypeGuard[Tensor]:
@@ -118,14 +123,12 @@ class EncodedRows:
     @property
     def num_rows(self) -> int:
         """Rows held, read off the first payload (whose first dimension is rows in every layout)."""
-        first, *_ = self.payloads.values()
-        return first.shape[0]
+        return next(iter(self.payloads.values())).shape[0]
 
     @property
     def device(self) -> torch.device:
         """Where the payloads are."""
-        first, *_ = self.payloads.values()
-        return first.device
+        return next(iter(self.payloads.values())).device
 
     def check(self) -> None:
         """Raise unless every payload is what the format declares for this width, in linear layout."""
@@ -142,8 +145,9 @@ class EncodedRows:
                 expected="linear scales: only these can travel row by row",
                 fix="swizzle after the exchange, or call `.linear()` first",
             )
+        num_rows = self.num_rows
         for payload in declared:
-            payload.check(self.payloads[payload.name], self.num_rows)
+            payload.check(self.payloads[payload.name], num_rows)
 
     def slice(self, first: int, last: int) -> EncodedRows:
         """Some consecutive rows, as views. Only linear scales stand row by row."""

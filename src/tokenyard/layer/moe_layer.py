@@ -209,7 +209,7 @@ class MoELayer(nn.Module):
         with self.plan.exchange.round_trip(self.wiring.exchange_spec) as trip:
             run = self._send(trip, x_TH, routes_or_logits, payloads)
             passes = [trip.combine_unreduced(run())]
-            while trip.has_more:
+            while trip.owes_dispatch:  # of the next pass
                 trip.start_next()
                 passes.append(trip.combine_unreduced(run()))
             return RankRows.joined(passes)
@@ -247,5 +247,5 @@ def _advance(
 ) -> None:
     """Compute what came to this rank, send it back, and start the next pass if the batch has more."""
     trip.start_combine(run(), out=out, add=terms)
-    if trip.has_more:
+    if trip.owes_dispatch:  # of the next pass
         trip.start_next()

@@ -7,11 +7,6 @@ import torch
 from tokenyard.exchange import Pending, ResultsAtHome, TwoSidedTransport
 
 
-def announcer_of(announcements):
-    """What makes the announcements of a plan, which is none of a transport's business."""
-    return announcements.all_met.func.__self__
-
-
 def rerouted(batch, routes):
     """A batch along other routes, and announced so."""
     mine = dataclasses.replace(batch.announcements.mine, counts=tuple(routes.counts))

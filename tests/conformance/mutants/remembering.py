@@ -7,7 +7,7 @@ from types import MethodType
 
 import torch
 
-from tests.conformance.mutants.changing import ChangesReceived, ChangesResults, announcer_of, rerouted
+from tests.conformance.mutants.changing import ChangesReceived, ChangesResults, rerouted
 from tokenyard.errors import PeerFailed
 from tokenyard.exchange import Pending, SharedMemoryTransport, TwoSidedTransport
 from tokenyard.rows import LocalRoutes
@@ -118,7 +118,7 @@ class RoundStandsStill(ChangesResults):
             try:
                 return pending.wait()
             finally:
-                announcer = announcer_of(batch.announcements)
+                announcer = batch.announcements.announcer
                 announcer.round = 0
                 announcer.meet = MethodType(lambda announcer, round: None, announcer)
 
@@ -134,7 +134,7 @@ class FailedRoundsDoNotCount(TwoSidedTransport):
     name = "failed_rounds_do_not_count"
 
     def send(self, batch):
-        announcer = announcer_of(batch.announcements)
+        announcer = batch.announcements.announcer
         before, pending = announcer.round, super().send(batch)
 
         def wait():
@@ -147,7 +147,7 @@ class FailedRoundsDoNotCount(TwoSidedTransport):
         return Pending(wait)
 
     def fail(self, failure):
-        announcer = announcer_of(failure.announcements)
+        announcer = failure.announcements.announcer
         before = announcer.round
         super().fail(failure)
         announcer.round = before
