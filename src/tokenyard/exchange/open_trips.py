@@ -34,6 +34,10 @@ from tokenyard.group.one_thread import OneThread
 Result = TypeVar("Result")
 
 
+def _nothing() -> None:
+    pass
+
+
 class OpenRoundTrips:
     """Keeps the order of one rank's calls, and tells the other ranks where one of them fails."""
 
@@ -58,24 +62,23 @@ class OpenRoundTrips:
     def begin_dispatch(self, spec: ExchangeSpec) -> None:
         """Begin the dispatch of a batch, for which there is room."""
         self.begin(spec.layer)
-        self.check_dropped(spec)
+        self._check_dropped(spec)
         self._in_flight.check_room(spec)
 
     def in_use(self, *, layer: str | None = None, alone: bool = False) -> AbstractContextManager[None]:
         """See `Exchange.in_use`."""
-        return _InUse(self, layer, alone)
 
-    def begin_call(self, layer: str | None, alone: bool) -> None:
-        """Begin a call that all ranks make; `alone`: nothing may be in flight."""
-        self.begin(layer)
-        self.check_dropped()
-        if alone:
-            self._in_flight.check_empty(layer)
+        def begin() -> None:
+            self.begin(layer)
+            self._check_dropped()
+            if alone:
+                self._in_flight.check_empty(layer)
 
-    def end_call(self, error: BaseException) -> None:
-        """End a call by an error: no other call follows, if a rank was lost."""
-        if isinstance(error, PeerLost):
-            self._usability.break_by(error)
+        def failed(error: BaseException) -> None:
+            if isinstance(error, PeerLost):
+                self._usability.break_by(error)
+
+        return _Call(self.one_thread, begin, failed)
 
     def travels(
         self, finish: Callable[[], Result], check: Callable[[Result], None] | None = None
@@ -154,9 +157,13 @@ class OpenRoundTrips:
 
     def telling(self, trip: RoundTrip) -> AbstractContextManager[None]:
         """A part of a round trip. An error in it, on one rank, ends all round trips under way, on all ranks."""
-        return _Telling(self, trip)
 
-    def check_dropped(self, spec: ExchangeSpec | None = None) -> None:
+        def failed(error: BaseException) -> None:  # one that is interrupted owes the others a word, too
+            self._end_by(error, trip.spec, owes_dispatch=trip.owes_dispatch)
+
+        return _Call(self.one_thread, _nothing, failed)
+
+    def _check_dropped(self, spec: ExchangeSpec | None = None) -> None:
         """Raise if nobody can finish a round trip any more; before a dispatch of a layer, if its spec is given."""
         for trip in self._open:
             if trip.is_dropped:
@@ -169,9 +176,9 @@ class OpenRoundTrips:
                 )
                 # Where one more may be in flight, the others have begun this dispatch, too.
                 owes_dispatch = spec is not None and self._in_flight.has_room
-                self.end_by(error, spec or trip.spec, owes_dispatch=owes_dispatch)
+                self._end_by(error, spec or trip.spec, owes_dispatch=owes_dispatch)
 
-    def end_by(self, error: BaseException, spec: ExchangeSpec, *, owes_dispatch: bool) -> NoReturn:
+    def _end_by(self, error: BaseException, spec: ExchangeSpec, *, owes_dispatch: bool) -> NoReturn:
         """End all round trips because of an error in one of them: tell the others, and raise it.
 
         `owes_dispatch`: they wait for a dispatch of this rank, too.
@@ -237,51 +244,32 @@ class OpenRoundTrips:
                 self._announce_failed_combine(arrival, error)
 
 
-# Contexts that every call of a layer enters are classes: generators take some microseconds more.
+class _Call:
+    """A call that one thread makes, and what is done if it fails.
 
+    A class, as every call of a layer enters some: a generator takes some microseconds more.
+    """
 
-class _InUse:
-    """A call of a plan: one thread makes it, and it is not made after a loss."""
+    __slots__ = ("_begin", "_failed", "_one_thread")
 
-    __slots__ = ("_alone", "_layer", "_trips")
-
-    def __init__(self, trips: OpenRoundTrips, layer: str | None, alone: bool) -> None:
-        self._trips, self._layer, self._alone = trips, layer, alone
+    def __init__(
+        self, one_thread: OneThread, begin: Callable[[], None], failed: Callable[[BaseException], None]
+    ) -> None:
+        self._one_thread, self._begin, self._failed = one_thread, begin, failed
 
     def __enter__(self) -> None:
-        trips = self._trips
-        trips.one_thread.enter()
+        self._one_thread.enter()
         try:
-            trips.begin_call(self._layer, self._alone)
+            self._begin()
         except BaseException:
-            trips.one_thread.leave()
+            self._one_thread.leave()
             raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            self._trips.end_call(error)
-        self._trips.one_thread.leave()
-
-
-class _Telling:
-    """A part of a round trip, whose errors the other ranks are told of."""
-
-    __slots__ = ("_trip", "_trips")
-
-    def __init__(self, trips: OpenRoundTrips, trip: RoundTrip) -> None:
-        self._trips, self._trip = trips, trip
-
-    def __enter__(self) -> None:
-        self._trips.one_thread.enter()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        trips, trip = self._trips, self._trip
         try:
-            if error is not None:  # one that is interrupted owes the others a word, too
-                trips.end_by(error, trip.spec, owes_dispatch=trip.owes_dispatch)
+            if error is not None:
+                self._failed(error)
         finally:
-            trips.one_thread.leave()
+            self._one_thread.leave()

@@ -64,21 +64,30 @@ class RoundTrip:
         extra: Mapping[str, Tensor] | None = None,
     ) -> ReceivedRows:
         """Dispatch; from now on, this rank owes the others a combine."""
-        self.start_dispatch(rows, routes, extra)
+        with acting(Party.SENDER):
+            self._start_dispatch(rows, routes, extra)
         return self.received()
 
-    def start_dispatch(
+    def send(
         self,
-        rows: EncodedRows | UnencodedRows,
+        x_TH: Tensor,
         routes: Routes | RoutingLogits | BatchRoutes,
         extra: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Dispatch, and return while rows travel."""
-        self.owes_dispatch = False
+        """Encode the rows of a batch, dispatch them, and return while they travel."""
         with acting(Party.SENDER):
-            self._arriving = self.exchange.start_dispatch(
-                self.spec, rows, routes, extra, ahead=self.ahead, takes_slots=self.takes_slots
-            )
+            self._start_dispatch(self.exchange.encode(self.spec, x_TH), routes, extra)
+
+    def _start_dispatch(
+        self,
+        rows: EncodedRows | UnencodedRows,
+        routes: Routes | RoutingLogits | BatchRoutes,
+        extra: Mapping[str, Tensor] | None,
+    ) -> None:
+        self.owes_dispatch = False
+        self._arriving = self.exchange.start_dispatch(
+            self.spec, rows, routes, extra, ahead=self.ahead, takes_slots=self.takes_slots
+        )
 
     def start_next(self) -> None:
         """Dispatch the next pass of the batch, and return while its rows travel."""

@@ -63,7 +63,8 @@ def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
     if x.dtype == dtype:
         return x
     largest = _largest(dtype)
-    return x.float().clamp(-largest, largest).to(dtype)
+    wide = x if x.dtype == torch.float32 else x.float()
+    return wide.clamp(-largest, largest).to(dtype)
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,16 @@ from tokenyard.routing import Routes
 from tokenyard.rows import ExpertResult, RankRows
 
 _NO_SHARED_EXPERTS = nullcontext()
+
+
+class LayerInput(NamedTuple):
+    """What a layer is called with."""
+
+    x_TH: Tensor
+    routes_or_logits: Routes | Tensor
+    payloads: Mapping[str, Tensor] | None
+    out: Tensor | None = None
+    add: Tensor | None = None
 
 
 class MoELayer(nn.Module):
@@ -102,33 +113,27 @@ class MoELayer(nn.Module):
         """Send tokens to their experts and bring the results home, into `out` if given, plus `add` if given."""
         if torch.compiler.is_compiling():  # a compiled model has one operator here, which calls the layer
             return call_operator(self, x_TH, routes_or_logits, payloads or {}, out, add)
+        given = LayerInput(x_TH, routes_or_logits, payloads, out, add)
         while self.plan.survive:
             try:
-                y_TH = self._call(x_TH, routes_or_logits, payloads, out, add)
+                y_TH = self._call(given)
             except PeerLost as loss:
                 self.plan.go_on_after(loss, self.name)  # raises what is not survived
             else:
                 self.plan.count_call()
                 return y_TH
-        return self._call(x_TH, routes_or_logits, payloads, out, add)
+        return self._call(given)
 
-    def _call(
-        self,
-        x_TH: Tensor,
-        routes_or_logits: Routes | Tensor,
-        payloads: Mapping[str, Tensor] | None,
-        out: Tensor | None,
-        add: Tensor | None,
-    ) -> Tensor:
+    def _call(self, given: LayerInput) -> Tensor:
         exchange = self.plan.exchange
         with exchange.in_use(layer=self.name, alone=True), self._shared_experts() as shared:
             trip = self._open_trip(ahead=shared is not None and not shared.in_thread)
             with exchange.trips.telling(trip):  # an error on one rank reaches all
-                self._depart(trip, x_TH, routes_or_logits, payloads, out, add, shared)
+                self._depart(trip, given, shared)
                 trip.ahead = False
                 y_TH = trip.come_home()
             exchange.trips.end(trip)
-            return refuse_gradients(self, y_TH, x_TH, routes_or_logits, add)
+            return self._refuse_gradients(given, y_TH)
 
     def _shared_experts(self) -> AbstractContextManager[SharedExpertsCall | None]:
         """The shared experts of one call, if there are any; they have ended at the end of this context."""
@@ -144,7 +149,7 @@ class MoELayer(nn.Module):
         payloads = {p.name: torch.empty(0, p.width, dtype=p.dtype) for p in spec.payloads}
         scaling = self.wiring.exchange_spec.routed_scaling
         routes = Routes(topk_ids_TK=ids_TK, topk_weights_TK=ids_TK.float(), scaled_by=scaling)
-        self._call(none_TH, routes, payloads, None, None)
+        self._call(LayerInput(none_TH, routes, payloads))
 
     @outside_of_the_graph  # of a compiled model
     def start(
@@ -160,21 +165,14 @@ class MoELayer(nn.Module):
 
         Where calls survive a loss, rows and routes must stay as they are until then: they may be sent again.
         """
-        start = partial(self._start, x_TH, routes_or_logits, payloads, out, add)
-        finish = partial(refuse_gradients, self, x_TH=x_TH, routes_or_logits=routes_or_logits, add=add)
-        return PendingBatch(self, start, finish, survives=self.plan.survive)
+        given = LayerInput(x_TH, routes_or_logits, payloads, out, add)
+        finish = partial(self._refuse_gradients, given)
+        return PendingBatch(self, partial(self._start, given), finish, survives=self.plan.survive)
 
-    def _start(
-        self,
-        x_TH: Tensor,
-        routes_or_logits: Routes | Tensor,
-        payloads: Mapping[str, Tensor] | None,
-        out: Tensor | None,
-        add: Tensor | None,
-    ) -> RoundTrip:
+    def _start(self, given: LayerInput) -> RoundTrip:
         trip = self._open_trip(ahead=True)
         with self.plan.exchange.trips.telling(trip):
-            self._depart(trip, x_TH, routes_or_logits, payloads, out, add, self.shared)
+            self._depart(trip, given, self.shared)
         return trip
 
     def _open_trip(self, *, ahead: bool) -> RoundTrip:
@@ -186,19 +184,18 @@ class MoELayer(nn.Module):
     def _depart(
         self,
         trip: RoundTrip,
-        x_TH: Tensor,
-        routes_or_logits: Routes | Tensor,
-        payloads: Mapping[str, Tensor] | None,
-        out: Tensor | None,
-        add: Tensor | None,
+        given: LayerInput,
         shared: Callable[[Tensor], Tensor | Background[Tensor]] | None,
     ) -> None:
         """Send rows out, and say what is done with those that come. Shared experts run while rows travel."""
-        run = self._send(trip, x_TH, routes_or_logits, payloads)
-        terms: list[Tensor | Background[Tensor]] = [] if add is None else [add]
+        run = self._send(trip, given)
+        terms: list[Tensor | Background[Tensor]] = [] if given.add is None else [given.add]
         if shared is not None:
-            terms.insert(0, self.plan.exchange.beside(partial(shared, x_TH)))
-        trip.advance = partial(_advance, trip, run, out, terms)
+            terms.insert(0, self.plan.exchange.beside(partial(shared, given.x_TH)))
+        trip.advance = partial(_advance, trip, run, given.out, terms)
+
+    def _refuse_gradients(self, given: LayerInput, y_TH: Tensor) -> Tensor:
+        return refuse_gradients(self, y_TH, given.x_TH, given.routes_or_logits, given.add)
 
     @outside_of_the_graph
     def unreduced(
@@ -207,22 +204,16 @@ class MoELayer(nn.Module):
         """The same up to the sum over ranks, which is the caller's duty here (`reduce_ranks="caller"`)."""
         self.plan.between_calls(self.name)
         with self.plan.exchange.round_trip(self.wiring.exchange_spec) as trip:
-            run = self._send(trip, x_TH, routes_or_logits, payloads)
+            run = self._send(trip, LayerInput(x_TH, routes_or_logits, payloads))
             passes = [trip.combine_unreduced(run())]
             while trip.owes_dispatch:  # of the next pass
                 trip.start_next()
                 passes.append(trip.combine_unreduced(run()))
             return RankRows.joined(passes)
 
-    def _send(
-        self,
-        trip: RoundTrip,
-        x_TH: Tensor,
-        routes_or_logits: Routes | Tensor,
-        payloads: Mapping[str, Tensor] | None,
-    ) -> Callable[[], ExpertResult]:
+    def _send(self, trip: RoundTrip, given: LayerInput) -> Callable[[], ExpertResult]:
         """Send rows out; return what waits for those that come in the same dispatch, and runs the experts on them."""
-        wiring = self._wiring
+        wiring, x_TH, routes_or_logits = self._wiring, given.x_TH, given.routes_or_logits
         audit = Audit(wiring)
 
         def run() -> ExpertResult:
@@ -235,7 +226,7 @@ class MoELayer(nn.Module):
         with audit.recording():  # a paranoid plan counts every duty
             check_rows(wiring, x_TH)
             routes = route(wiring, routes_or_logits)
-            trip.start_dispatch(trip.encode(x_TH), routes, payloads)
+            trip.send(x_TH, routes, given.payloads)
         return run
 
 
