@@ -277,7 +277,7 @@ class Exchange:
         spec, stats = batch.spec, self.stats[batch.spec.layer]
         while True:
             try:
-                with stats.waiting("dispatch"), self.usability.waiting(spec):
+                with stats.waiting("dispatch"):
                     arrival = pending.wait()
                 break
             except TooManyRows as announced:
@@ -285,6 +285,9 @@ class Exchange:
                 part = batch.part or Part(batch=batch, first=0, parts=1)
                 parts = more_parts(part.parts, announced.most, spec.max_rows)
                 batch, pending = self._send_part(part.batch, part.first, parts)
+            except BaseException as error:
+                self.usability.end_wait(error, spec)
+                raise
         if batch.part is not None:
             assert batch.announcements.bound is not None
             arrival = replace(arrival, part=replace(batch.part, left=batch.announcements.bound.left))
@@ -342,7 +345,11 @@ class Exchange:
         def sum_home(home: ResultsAtHome) -> CombinedRows:
             if (y_TH := home.summed()) is not None:
                 return CombinedRows(y_TH=y_TH)
-            late = [term if isinstance(term, Tensor) else self._late_term(arrival, term) for term in terms]
+            late = there
+            if len(there) < len(terms):
+                late = [
+                    term if isinstance(term, Tensor) else self._late_term(arrival, term) for term in terms
+                ]
             into = out
             if into is None:
                 shape = (arrival.batch_tokens, arrival.spec.hidden_size)

@@ -62,6 +62,7 @@ class LayerStats:
     def __post_init__(self) -> None:
         for name in ("rows_sent", "rows_received", "dispatch_bytes", "combine_bytes"):
             setattr(self, name, [0] * self.world)
+        self._stopwatches = {phase: _Stopwatch(self.wait_s, phase) for phase in self.wait_s}
 
     def count_dispatch(
         self,
@@ -100,7 +101,7 @@ class LayerStats:
 
     def waiting(self, phase: str) -> AbstractContextManager[None]:
         """Count the seconds in which this rank moves bytes or waits for others."""
-        return _Stopwatch(self.wait_s, phase)
+        return self._stopwatches[phase]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -12,13 +12,13 @@ x_TH ── router ──► routes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from tokenyard.duties import NO_CONTEXT
 from tokenyard.errors import PeerLost
 from tokenyard.exchange import RoundTrip
 from tokenyard.experts import Experts, ExpertWeights, SelfRoutingExperts
@@ -34,8 +34,6 @@ from tokenyard.planning.planner import Plan, wiring_in
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Routes
 from tokenyard.rows import ExpertResult, RankRows
-
-_NO_SHARED_EXPERTS = nullcontext()
 
 
 class LayerInput(NamedTuple):
@@ -125,8 +123,10 @@ class MoELayer(nn.Module):
         return self._call(given)
 
     def _call(self, given: LayerInput) -> Tensor:
-        exchange = self.plan.exchange
-        with exchange.in_use(layer=self.name, alone=True), self._shared_experts() as shared:
+        exchange, shared = self.plan.exchange, None
+        if self.shared is not None:
+            shared = SharedExpertsCall(self.shared, self.plan.group, self.name)
+        with exchange.in_use(layer=self.name, alone=True), shared or NO_CONTEXT:
             trip = self._open_trip(ahead=shared is not None and not shared.in_thread)
             with exchange.trips.telling(trip):  # an error on one rank reaches all
                 self._depart(trip, given, shared)
@@ -134,12 +134,6 @@ class MoELayer(nn.Module):
                 y_TH = trip.come_home()
             exchange.trips.end(trip)
             return self._refuse_gradients(given, y_TH)
-
-    def _shared_experts(self) -> AbstractContextManager[SharedExpertsCall | None]:
-        """The shared experts of one call, if there are any; they have ended at the end of this context."""
-        if self.shared is None:
-            return _NO_SHARED_EXPERTS
-        return SharedExpertsCall(self.shared, self.plan.group, self.name)
 
     def take_part(self) -> None:
         """Serve a call of the other ranks, without rows of this one."""

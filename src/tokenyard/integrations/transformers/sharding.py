@@ -159,6 +159,8 @@ class ShardedExperts(nn.Module):
         super().__init__()
         self.layer = MoELayer(made, name, weights, adopt=True)  # the layer that runs the experts
         self.index, self.passes = index, passes
+        # The factor that the weights of the model's router hold.
+        self._scaled_by = made.wiring(name).exchange_spec.routed_scaling
         self.stopwatch = Stopwatch(self.layer.experts)  # counts the seconds of the experts
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -168,11 +170,7 @@ class ShardedExperts(nn.Module):
         weights_TK = top_k_weights
         if weights_TK.dtype not in (torch.float32, torch.bfloat16):
             weights_TK = weights_TK.float()
-        routes = Routes(
-            topk_ids_TK=top_k_index,
-            topk_weights_TK=weights_TK,
-            scaled_by=self.layer.wiring.exchange_spec.routed_scaling,
-        )
+        routes = Routes(topk_ids_TK=top_k_index, topk_weights_TK=weights_TK, scaled_by=self._scaled_by)
         if not torch.compiler.is_compiling():
             y_TH: Tensor = self._in_parts(x_TH, routes)
         elif self.passes.meeting:
@@ -210,7 +208,7 @@ class ShardedExperts(nn.Module):
         nobody = Routes(
             topk_ids_TK=torch.empty(0, spec.top_k, dtype=torch.int64, device=device),
             topk_weights_TK=torch.empty(0, spec.top_k, device=device),
-            scaled_by=self.layer.wiring.exchange_spec.routed_scaling,
+            scaled_by=self._scaled_by,
         )
         for _ in range(parts):
             self.layer(x_TH, nobody)
