@@ -132,19 +132,13 @@ class LoadCounter:
 
     def serve(self, num_experts: Mapping[str, int]) -> None:
         """Count for these layers, with so many experts each. What is made here is not made inside a CUDA graph."""
-        kept = self._counts
         with torch.inference_mode(False):  # what is made there could not be written elsewhere
-            self._counts = {
-                layer: kept[layer]
-                if layer in kept and len(kept[layer]) == count + 1
-                else torch.zeros(count + 1, dtype=torch.int64, device=self._device)
-                for layer, count in num_experts.items()
-            }
-        few = self._few
-        self._few = {
-            layer: few[layer] if len(few.get(layer, ())) == count + 1 else [0] * (count + 1)
-            for layer, count in num_experts.items()
-        }
+            for layer, count in num_experts.items():
+                if len(self._few.get(layer, ())) != count + 1:
+                    self._counts[layer] = torch.zeros(count + 1, dtype=torch.int64, device=self._device)
+                    self._few[layer] = [0] * (count + 1)
+        for layer in self._few.keys() - num_experts.keys():
+            del self._counts[layer], self._few[layer]
 
     def count(self, layer: str, topk_ids_TK: Tensor) -> None:
         """Some more choices."""

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, cast
@@ -199,23 +199,31 @@ def draft_as_told(
     _check_max_rows(max_rows, world)
     if sms is not None:
         _check_counts(sms=(sms, _MOST_SMS))
-    wire = cache(partial(_wire, layers, world, max_tokens, max_rows, device))
+    wire = partial(wire_layer, world=world, max_tokens=max_tokens, max_rows=max_rows, device=device)
+
+    @cache
+    def wired_by(exchange: type[Transport], index: int) -> Wiring | Reason:
+        return wire(layers[index], index=index, exchange=exchange)
+
+    def refusal(exchange: type[Transport]) -> Reason | None:
+        """None, or why an exchange cannot serve one of the layers."""
+        try:
+            wired = [wired_by(exchange, index) for index in range(len(layers))]
+        except TokenyardError:
+            return None  # whatever is wrong with a layer is said, by its name, when it is wired
+        return next((reason for reason in wired if isinstance(reason, Reason)), None)
+
     exchange_reason = None
     if exchange == AUTO:
-        chosen, exchange_reason = choose_exchange(
-            partial(_refusal_of_layers, wire, range(len(layers))),
-            world,
-            device,
-            why="if the ranks share memory",
-        )
+        chosen, exchange_reason = choose_exchange(refusal, world, device, why="if the ranks share memory")
     else:
         chosen = resolve_exchange(exchange)
     wirings: list[Wiring] = []
     for index, spec in enumerate(layers):
         try:
-            wired = wire(chosen, index)
+            wired = wired_by(chosen, index)
             if isinstance(wired, Reason):
-                found = alternatives(layers, index, world, chosen, max_tokens, max_rows, device, wired)
+                found = alternatives(layers, index, world, chosen, wire, wired)
                 raise PlanError(
                     str(wired),
                     expected="a layer that its exchange, formats and experts all support",
@@ -252,37 +260,6 @@ def draft_as_told(
     )
     _check_bytes(drafted)
     return drafted
-
-
-def _wire(
-    layers: Sequence[LayerSpec],
-    world: int,
-    max_tokens: int | None,
-    max_rows: int | None,
-    device: torch.device | None,
-    exchange: type[Transport],
-    index: int,
-) -> Wiring | Reason:
-    return wire_layer(
-        layers[index],
-        index=index,
-        world=world,
-        exchange=exchange,
-        max_tokens=max_tokens,
-        max_rows=max_rows,
-        device=device,
-    )
-
-
-def _refusal_of_layers(
-    wire: Callable[[type[Transport], int], Wiring | Reason], layers: range, exchange: type[Transport]
-) -> Reason | None:
-    """None, or why an exchange cannot serve one of the layers."""
-    try:
-        wired = [wire(exchange, index) for index in layers]
-    except TokenyardError:
-        return None  # whatever is wrong with a layer is said, by its name, when it is wired
-    return next((reason for reason in wired if isinstance(reason, Reason)), None)
 
 
 def _is_paranoid(asked: object) -> bool:
