@@ -203,7 +203,7 @@ class Format(ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         """Encoding is a duty: where a ledger is open it is written down, also for formats of somebody's own."""
         super().__init_subclass__(**options)
-        if "encode" in vars(cls):
+        if cls.quantized and not getattr(cls.encode, "is_counted", False):
             cls.encode = _counted(cls.encode)  # type: ignore[method-assign]
 
     def padded_size(self, hidden_size: int) -> int:
@@ -289,6 +289,7 @@ def _counted(encode: Callable[..., EncodedRows]) -> Callable[..., EncodedRows]:
             record(Duty.PAD, rows.num_rows)
         return rows
 
+    counted.is_counted = True  # type: ignore[attr-defined]  # a class that inherits it is not counted twice
     return counted
 
 
