@@ -77,7 +77,7 @@ LIMITS = {
     "planning.drafting._LARGEST_WORKSPACE": 140_737_488_355_328,
     "planning.alternatives._MOST_ALTERNATIVES": 6,
     "planning.drafting._MOST_IN_FLIGHT": 1024,
-    "planning.drafting._MOST_LINKS": 6,
+    "planning.draft_text._MOST_LINKS": 6,
     "planning.moving.PIECE": 16_777_216,
     "planning.spec.LARGEST_SIZE": 2_147_483_647,
     "routing.placement.MOST_EXPERTS": 65_536,

@@ -1,4 +1,7 @@
-"""How bytes are written for people: KB, MB, GB and TB are powers of 1000, as in rates (MB/s) and on disks."""
+"""How bytes and numbers of things are written for people.
+
+KB, MB, GB and TB are powers of 1000, as in rates (MB/s) and on disks.
+"""
 
 from __future__ import annotations
 
@@ -18,3 +21,21 @@ def size(nbytes: float) -> str:
         if round(abs(nbytes), 1) < KB or unit == "TB":
             break
     return f"{nbytes:,.1f} {unit}"
+
+
+def count(number: int, noun: str) -> str:
+    """A number of things.
+
+    >>> count(1, "rank"), count(4, "rank")
+    ('1 rank', '4 ranks')
+    """
+    return f"{number} {noun}" + ("s" if number != 1 else "")
+
+
+def span(names: list[str]) -> str:
+    """How a list of layers is written in one line.
+
+    >>> span(["moe.0"]), span(["moe.0", "moe.1", "moe.2"])
+    ('moe.0', 'moe.0 … moe.2 (3 layers)')
+    """
+    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)} layers)"

@@ -172,7 +172,11 @@ def test_who_gave_a_move_up_is_told(rank, told, own, due):
 
 def moves_of_a_plan(rounds=0, between=True):
     exchange = SimpleNamespace(
-        rounds=rounds, is_between_calls=lambda: between, hears_notices=True, in_use=contextlib.nullcontext
+        rounds=rounds,
+        is_between_calls=lambda: between,
+        hears_notices=True,
+        in_use=contextlib.nullcontext,
+        announcer=SimpleNamespace(),
     )
     return ExpertMoves(SimpleNamespace(group=SimpleNamespace(rank=1), exchange=exchange))
 
@@ -199,17 +203,17 @@ def test_all_ranks_decide_the_same_of_what_they_hear(told, decision):
 
 def test_ranks_that_have_not_switched_alike_have_drifted_and_a_plan_that_is_gone_tells_nothing():
     moves = moves_of_a_plan()
-    exchange = moves._state.exchange
+    announcer = moves._state.exchange.announcer
     notices = []
     for moves._switches in (3, 2):
-        notices.append(exchange.notice())
-    error = raised(exchange.noticed, notices)
+        notices.append(announcer.notice())
+    error = raised(announcer.noticed, notices)
     assert isinstance(error, ty.Drifted)
     assert "switched placements [3, 2] times" in str(error)
     moves._noticed([notices[1]] * 2)
     del moves, error  # whose traceback holds it
-    assert exchange.notice() == 0
-    exchange.noticed(notices)
+    assert announcer.notice() == 0
+    announcer.noticed(notices)
 
 
 @pytest.mark.parametrize(

@@ -389,7 +389,7 @@ def hearing_nothing(group):
     moe = build(plan, "moe")
     x_TH, routes = batch(layer, 6, seed=group.rank)
     before_TH = moe(x_TH, routes)
-    plan.exchange.hears_notices, plan.exchange.noticed = False, ignore_notices
+    plan.exchange.hears_notices, plan.exchange.announcer.noticed = False, ignore_notices
     switched = []
     for placement in (ty.Placement.round_robin(5, 2), ty.Placement.contiguous(5, 2)):
         move = plan.rebalance({"moe": placement}, wait=False)
@@ -418,7 +418,7 @@ def failing_unheard(group):
     moe = build(plan, "moe")
     x_TH, routes = batch(layer, 6, seed=group.rank)
     before_TH, placement = moe(x_TH, routes), plan.wiring("moe").exchange_spec.placement
-    plan.exchange.hears_notices, plan.exchange.noticed = False, ignore_notices
+    plan.exchange.hears_notices, plan.exchange.announcer.noticed = False, ignore_notices
     if group.rank == 1:
         plan._moves._carrier.fetch = lambda *_: 1 / 0
     move = plan.rebalance({"moe": ty.Placement.round_robin(5, 2)}, wait=False)

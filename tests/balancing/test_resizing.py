@@ -213,7 +213,7 @@ def shared_before(group):
         if move.next_ranks.leaves:
             return None
     groups.append(plan.group)
-    assert "have switched placements [1] times" in str(raised(plan.exchange.noticed, [1 << 2]))
+    assert "have switched placements [1] times" in str(raised(plan.exchange.announcer.noticed, [1 << 2]))
     assert plan._moves._carrier._of is plan.group
     closed = ["is closed" in str(raised(each.barrier)) for each in (carried_by, *groups[:-1])]
     plan.close()

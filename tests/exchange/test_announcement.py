@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tokenyard.errors import Drifted, GroupError, PeerFailed
-from tokenyard.exchange.announcement import Announcement, Announcements, Phase
+from tokenyard.exchange.announcement import Announcement, Announcements, Phase, ignore_notices
 
 GROUP = SimpleNamespace(rank=0, size=3)
 
@@ -63,15 +63,10 @@ def test_what_does_not_fit_is_no_announcement(encoded, words):
 
 def heard(mine, answers, layers=(), met=None):
     """What a rank makes of the answers to its announcement."""
-    announcements = Announcements(
-        group=GROUP,
-        layers=layers,
-        say=lambda: mine,
-        most=4,
-        room=3,
-        all_met=lambda: None if met is None else met.append(mine.round),
-        ranks_parted=lambda: None,
+    announcer = SimpleNamespace(
+        group=GROUP, layers=layers, noticed=ignore_notices, meet=[].append if met is None else met.append
     )
+    announcements = Announcements(announcer, lambda: mine, mine.round, SimpleNamespace(max_tokens=4))
     return announcements.heard(answers)
 
 
@@ -135,14 +130,6 @@ def test_where_the_others_are_is_told_in_words(other, words):
 
 def test_a_rank_is_told_its_own_count_and_all_ranks_all_of_them():
     mine = dispatch((4, 5, 6))
-    told = Announcements(
-        group=GROUP,
-        layers=(),
-        say=lambda: mine,
-        most=9,
-        room=3,
-        all_met=lambda: None,
-        ranks_parted=lambda: None,
-    )
+    told = Announcements(None, lambda: mine, 9, None)
     assert told.for_all() is mine
     assert [told.for_rank(rank).counts for rank in range(3)] == [(4,), (5,), (6,)]

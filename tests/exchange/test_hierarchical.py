@@ -12,7 +12,7 @@ from tokenyard.conformance.cases import Case, run_case
 from tokenyard.conformance.metering import Meter
 from tokenyard.exchange import ExchangeSpec, HierarchicalTransport, HostMap, hierarchical
 from tokenyard.exchange.one_sided.shared_memory import SharedMemoryTransport
-from tokenyard.planning.drafting import links
+from tokenyard.planning.draft_text import links
 from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
 
 HOSTS = ([2, 2], [3, 1], [1, 3], [1, 2, 1])

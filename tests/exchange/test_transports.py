@@ -212,5 +212,5 @@ def test_what_arrives_wants_no_gradient_and_round_trips_leave_nothing_open(excha
         received = trip.dispatch(trip.encode(x_TH), wants)
         assert not received.routes.weights_RK.requires_grad
         home = trip.combine(built.experts(received)).y_TH
-    assert plan.exchange._trips._trips == []
+    assert plan.exchange.trips._open == []
     assert same_bits(built.start(x_TH, routes).finish(), home)

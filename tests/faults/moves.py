@@ -143,7 +143,7 @@ def lay_trap(plan, trial, folder):
     elif trial.stage == "decision":
         moves = plan._moves
         all_ready = lambda _: moves._move and moves._move.decision == Progress.READY  # noqa: E731
-        before(plan.exchange, "noticed", all_ready, after=True)
+        before(plan.exchange.announcer, "noticed", all_ready, after=True)
     else:
         before(ExpertMoves, "_conclude", after=trial.stage == "switched")
 

@@ -15,7 +15,6 @@ import tokenyard as ty
 from tests.models import batch, build, raised, spec
 from tokenyard.conformance.cases import same_bits
 from tokenyard.conformance.oracle import relative_error
-from tokenyard.exchange.announcement import Phase
 
 LOST = 1
 
@@ -68,7 +67,7 @@ def waits_for_a_third(group, done):
     if group.rank == 1:
         return done.acquire(timeout=60) and done.acquire(timeout=60)
     spec_ = plan.wiring("moe").exchange_spec
-    words = plan.exchange._announcements(spec_, Phase.DISPATCH, 1, counts=[0] * 3).for_rank(0)
+    words = plan.exchange.announcer.of_dispatch(spec_, 0, [0] * 3).for_rank(0)
     if group.rank == 2:
         signals.tell(2, words)
         error = raised(signals.hear, words)

@@ -13,7 +13,7 @@ from tokenyard.conformance.cases import random_weights, same_bits
 from tokenyard.conformance.metering import Meter
 from tokenyard.conformance.twin import twin
 from tokenyard.exchange.one_sided.cuda import CudaTransport
-from tokenyard.planning.drafting import links
+from tokenyard.planning.draft_text import links
 from tokenyard.routing import Placement
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

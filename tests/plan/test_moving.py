@@ -9,7 +9,7 @@ from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.exchange.local import LocalTransport
 from tokenyard.exchange.stats import LayerStats
 from tokenyard.planning.agreement import make_plan_id
-from tokenyard.planning.drafting import ranks_per_token
+from tokenyard.planning.draft_text import ranks_per_token
 from tokenyard.planning.expert_moves import ExpertMoves
 
 
@@ -49,7 +49,7 @@ def test_groups_that_the_caller_made_stay_open_and_those_of_the_plan_are_closed(
 def test_a_plan_on_another_group_still_hears_whether_ranks_have_switched():
     plan = ty.plan([spec()], alone())
     plan.readmit(group=alone())
-    assert "have switched placements [1] times" in str(raised(plan.exchange.noticed, [1 << 2]))
+    assert "have switched placements [1] times" in str(raised(plan.exchange.announcer.noticed, [1 << 2]))
 
 
 def test_all_layers_are_made_ready_when_a_plan_is_made_and_whenever_it_changes(monkeypatch):

@@ -72,7 +72,7 @@ def as_fields(written: Conversion) -> dict[str, Any]:
 
 
 def _show(written: Conversion, seconds: float) -> None:
-    from tokenyard.planning.drafting import count
+    from tokenyard.units import count
 
     show_table(
         ("layer", "layout", "before", "after", "relative error"),

@@ -82,7 +82,7 @@ def as_fields(checkpoint: Checkpoint, ranks: int) -> dict[str, Any]:
 def _specs(checkpoint: Checkpoint) -> tuple[dict[str, LayerSpec], list[str]]:
     """The layers as the model's config has them, by name, and what is to be said about that."""
     from tokenyard.integrations.huggingface import layers_from_config
-    from tokenyard.planning.drafting import span
+    from tokenyard.units import span
 
     try:
         specs = {spec.name: spec for spec in layers_from_config(checkpoint.config)}
@@ -136,7 +136,7 @@ def _usual_activation(layer: CheckpointLayer) -> str:
 def _show(found: dict[str, Any]) -> None:
     from tokenyard.experts.base import EXACT
     from tokenyard.formats import weight_format
-    from tokenyard.planning.drafting import count, span
+    from tokenyard.units import count, span
 
     rows = []
     for names, layer in _alike(found["layers"]):

@@ -84,7 +84,8 @@ def _experts_per_rank(wiring: Wiring) -> dict[str, int]:
 
 
 def _show(drafted: Draft) -> None:
-    from tokenyard.planning.drafting import chosen, count, span
+    from tokenyard.planning.draft_text import chosen
+    from tokenyard.units import count, span
 
     fields, rows = as_fields(drafted), []
     for row in fields["wirings"]:

@@ -15,13 +15,13 @@ from tokenyard.exchange.announcement import Announcement, Announcements
 from tokenyard.exchange.batch import (
     Arrival,
     Batch,
-    BatchRoutes,
     Failure,
     Results,
     ResultsAtHome,
     RowsAtHome,
     received_rows,
 )
+from tokenyard.exchange.batch_routes import BatchRoutes
 from tokenyard.exchange.exchange import Exchange
 from tokenyard.exchange.hierarchical import HierarchicalTransport
 from tokenyard.exchange.host_map import HostMap, number_hosts

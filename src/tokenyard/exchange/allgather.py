@@ -15,12 +15,12 @@ from torch import Tensor
 from tokenyard.exchange.batch import (
     Arrival,
     Batch,
-    BatchRoutes,
     Failure,
     Results,
     ResultsAtHome,
     received_rows,
 )
+from tokenyard.exchange.batch_routes import BatchRoutes
 from tokenyard.exchange.messages import Mailbox
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.transport import Transport

@@ -1,9 +1,10 @@
 """What a rank tells the others at the start of each phase: where it is, what it brings, or that it failed.
 
-`Announcements` is what a transport is given: it says what to tell each rank, and takes the answers. An announcement
-has a fixed number of bytes, so that it can be gathered without asking for its size first, or
-stand in front of rows in one message. The text of an error is cut to what is left. What arrives is not believed: bytes
-that are no announcement, and more rows than the layer was planned for, are an error before anything is made of them.
+`Announcements` is what a transport is given: it says what to tell each rank, and takes the answers. The `Announcer` of
+a plan makes it. An announcement has a fixed number of bytes, so that it can be gathered without asking for its size
+first, or stand in front of rows in one message. The text of an error is cut to what is left. What arrives is not
+believed: bytes that are no announcement, and more rows than the layer was planned for, are an error before anything is
+made of them.
 
     int64 × 9:  protocol  plan  layer  phase  round  tokens  length of counts  length of error  notice
     int64 × n:  counts
@@ -14,14 +15,21 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
-from tokenyard.errors import Drifted, GroupError, PeerFailed, PlanBroken, shown
+from tokenyard.errors import Drifted, GroupError, PeerFailed, TokenyardError, shown
 from tokenyard.exchange.passes import RowBound
+from tokenyard.exchange.spec import ExchangeSpec
+from tokenyard.exchange.usability import Usability
 from tokenyard.group.base import Group
 from tokenyard.version import PROTOCOL
+
+if TYPE_CHECKING:
+    from tokenyard.exchange.transport import Transport
 
 # Bytes, the counts not included: 72 for the numbers, the rest for the text of an error.
 ANNOUNCEMENT_BYTES = 512
@@ -101,28 +109,96 @@ def ignore_notices(notices: Sequence[int]) -> None:
     """What is done with the notices of all ranks where nobody agrees on anything by them."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+class Announcer:
+    """Makes what one rank tells the others in each phase of each round of a plan, and counts the rounds."""
+
+    def __init__(self, transport: Transport, usability: Usability, plan_id: int) -> None:
+        self.group = transport.group  # the ranks that are told
+        self.plan_id = plan_id  # the same on all ranks, and different for each plan of a group
+        self.layers: list[str] = []  # the names of the plan's layers
+        self.round = 0  # the last dispatch in which all ranks met
+        # Gives the number that this rank tells the others in a dispatch.
+        self.notice: Callable[[], int] = int
+        # Called with the numbers of all ranks, in the same dispatch on every rank: they agree without a message.
+        self.noticed: Callable[[Sequence[int]], None] = ignore_notices
+        self.usability = usability  # whether the plan can be used
+        self._transport = transport
+
+    def of_dispatch(
+        self, spec: ExchangeSpec, tokens: int, counts: Sequence[int], error: BaseException | None = None
+    ) -> Announcements:
+        """This rank starts the next round, with so many tokens, and rows for each rank; or it fails there."""
+        bound = None
+        if spec.max_rows is not None:
+            bound = RowBound(max_rows=spec.max_rows, loads=self._transport.loads)
+        say = partial(self._say, spec, Phase.DISPATCH, self.round + 1, tokens, counts, error)
+        return Announcements(self, say, self.round + 1, spec, bound)
+
+    def of_failed_dispatch(self, spec: ExchangeSpec, error: BaseException) -> Announcements:
+        """This rank starts the next round only to say that it failed."""
+        return self.of_dispatch(spec, 0, [0] * self.num_counts(spec), error)
+
+    def of_combine(
+        self, spec: ExchangeSpec, round: int, tokens: int, error: BaseException | None = None
+    ) -> Announcements:
+        """This rank returns the results of a round; or it fails there."""
+        say = partial(self._say, spec, Phase.COMBINE, round, tokens, (), error)
+        return Announcements(self, say, round, spec, None)
+
+    def _say(
+        self,
+        spec: ExchangeSpec,
+        phase: Phase,
+        round: int,
+        tokens: int,
+        counts: Sequence[int],
+        error: BaseException | None,
+    ) -> Announcement:
+        told = error.announced_as if isinstance(error, TokenyardError) else error
+        return Announcement(
+            plan=self.plan_id,
+            layer=spec.index,
+            phase=phase,
+            round=round,
+            tokens=tokens,
+            counts=tuple(counts),
+            error="" if told is None else f"{type(told).__name__}: {told}",
+            notice=self.notice() if phase is Phase.DISPATCH else 0,
+        )
+
+    def num_counts(self, spec: ExchangeSpec) -> int:
+        """The counts of an announcement: those of a pass, and where passes have a bound those of later ones."""
+        return self._transport.num_counts(spec) * (1 if spec.max_rows is None else 2)
+
+    def meet(self, round: int) -> None:
+        """All ranks were heard to be in a round."""
+        self.round = max(self.round, round)
+
+    def once_more(self, group: Group) -> Announcer:
+        """The same for a second meeting in one phase, of these ranks: rounds and notices were heard in the first."""
+        again = copy(self)
+        again.group, again.noticed = group, ignore_notices
+        return again
+
+
+@dataclass(frozen=True, eq=False)
 class Announcements:
     """What this rank tells the others in one phase of a round, and what it makes of their answers."""
 
-    group: Group  # the ranks that are told
-    layers: Sequence[str]  # the names of the plan's layers
+    announcer: Announcer  # what counts the rounds of this rank's plan
     say: Callable[[], Announcement]  # makes this rank's announcement
-    most: int  # rows that a rank may announce
-    room: int  # counts that an announcement for all has room for, the same on every rank
-    all_met: Callable[[], None]  # called when every rank was heard to be in this round, whatever comes of it
-    # Called by a transport that has told some ranks of this plan and others of another: no later call is let in. It
-    # returns the error of those.
-    ranks_parted: Callable[[], PlanBroken]
-    notice: Callable[[], int] = int  # what the plan of this rank tells in a dispatch
-    # Called in each dispatch with the notices of all ranks.
-    noticed: Callable[[Sequence[int]], None] = ignore_notices
+    round: int  # the number of the round trip
+    spec: ExchangeSpec  # the layer: it says how many rows a rank may announce
     bound: RowBound | None = None  # of the rows of a pass, in a dispatch of a layer that has one
 
     @cached_property
     def mine(self) -> Announcement:
         """This rank's announcement, with the counts for all ranks. One rank alone makes none."""
         return self.say()
+
+    def all_met(self) -> None:
+        """Every rank was heard to be in this round, whatever comes of it."""
+        self.announcer.meet(self.round)
 
     def for_all(self) -> Announcement:
         """One announcement that every rank may read: the counts of all."""
@@ -140,11 +216,12 @@ class Announcements:
         """
         self._check_places(answers)
         self.all_met()
+        rank = self.announcer.group.rank
         if self.mine.phase is Phase.DISPATCH:
-            self.noticed([other.notice for other in answers])
+            self.announcer.noticed([other.notice for other in answers])
         for peer, other in enumerate(answers):
             if other.error and not self.mine.error:
-                raise PeerFailed(peer, other.error, phase=self.mine.phase.value, rank=self.group.rank)
+                raise PeerFailed(peer, other.error, phase=self.mine.phase.value, rank=rank)
         if self.mine.phase is Phase.DISPATCH and not self.mine.error:
             self._check_counts(answers)
             if self.bound is not None:
@@ -157,25 +234,25 @@ class Announcements:
             raise Drifted(
                 "the ranks are in different places: "
                 + ", ".join(
-                    f"rank {rank}: {other.where(self.mine, self.layers)}"
+                    f"rank {rank}: {other.where(self.mine, self.announcer.layers)}"
                     for rank, other in enumerate(answers)
                 ),
                 expected="every rank of the group to call the same layers in the same order",
                 fix="an idle rank calls every layer too, with T = 0",
-                rank=self.group.rank,
+                rank=self.announcer.group.rank,
             )
 
     def _check_counts(self, answers: Sequence[Announcement]) -> None:
         """Raise if a rank announces more rows than it may bring, or not one count for each rank: memory follows."""
-        counts = len(answers[self.group.rank].counts)
+        counts, most = len(answers[self.announcer.group.rank].counts), self.spec.max_tokens
         for rank, other in enumerate(answers):
             rows = (other.tokens, *other.counts)
-            if len(other.counts) != counts or not all(0 <= count <= self.most for count in rows):
+            if len(other.counts) != counts or not all(0 <= count <= most for count in rows):
                 raise GroupError(
                     f"rank {rank} announces {other.tokens} tokens, and rows {shown(list(other.counts))}",
-                    expected=f"{counts} counts, and from 0 to max_tokens={self.most} each",
+                    expected=f"{counts} counts, and from 0 to max_tokens={most} each",
                     fix=f"look for what wrote into the announcements of rank {rank}",
-                    rank=self.group.rank,
+                    rank=self.announcer.group.rank,
                 )
 
 

@@ -39,7 +39,8 @@ def check_batch(
             expected="EncodedRows",
             fix="encode with the layer's wire",
         )
-    if rows.format != spec.wire or rows.hidden_size != spec.hidden_size:
+    is_wire = rows.format is spec.wire or rows.format == spec.wire
+    if not is_wire or rows.hidden_size != spec.hidden_size:
         raise InputError(
             f"the rows are {rows.format} of width {rows.hidden_size}",
             expected=f"{spec.wire} of width {spec.hidden_size}: the bytes that this layer was sized for",

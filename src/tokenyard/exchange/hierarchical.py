@@ -29,23 +29,20 @@ lost; a rank that hears of a loss in the group leaves the shared memory of its h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tokenyard import formats
 from tokenyard.errors import GroupError, PeerFailed, PeerLost, Reason, shown
-from tokenyard.exchange.announcement import Announcement, Announcements, ignore_notices
+from tokenyard.exchange.announcement import Announcement, Announcements
 from tokenyard.exchange.batch import (
     Arrival,
     Batch,
-    BatchRoutes,
     Failure,
     Results,
     ResultsAtHome,
@@ -53,7 +50,8 @@ from tokenyard.exchange.batch import (
     SumWatch,
     tokens_by_rank,
 )
-from tokenyard.exchange.host_map import HostMap
+from tokenyard.exchange.batch_routes import BatchRoutes
+from tokenyard.exchange.forwarding import Forwarding, host_map, inside_spec
 from tokenyard.exchange.messages import HOME, Mailbox
 from tokenyard.exchange.one_sided import declarations
 from tokenyard.exchange.one_sided.control import COMPILING
@@ -61,11 +59,11 @@ from tokenyard.exchange.one_sided.inside_host import InsideHost
 from tokenyard.exchange.one_sided.shared_memory import SharedMemoryTransport
 from tokenyard.exchange.spec import CHECKSUM_HEAD, CHECKSUMS, TOKEN, ExchangeSpec
 from tokenyard.exchange.transport import Transport
-from tokenyard.exchange.workspace import LayerBytes, as_bytes
+from tokenyard.exchange.workspace import LayerBytes
 from tokenyard.formats.base import EncodedRows
 from tokenyard.group import make_together
 from tokenyard.group.base import Group, Pending
-from tokenyard.routing import Placement, Routes
+from tokenyard.routing import Routes
 from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
 
 CROSSING = "crossing"  # the room for rows that come from other hosts
@@ -126,10 +124,8 @@ class HierarchicalTransport(Transport):
     @classmethod
     def region_bytes(cls, spec: ExchangeSpec) -> LayerBytes:
         """The slots of the host that takes most, and what a row takes between hosts."""
-        hosts = _host_map(spec)
-        inside = [
-            declarations.slot_bytes(_inside_spec(spec, hosts, host)) for host in range(len(hosts.ranks))
-        ]
+        hosts = host_map(spec)
+        inside = [declarations.slot_bytes(inside_spec(spec, hosts, host)) for host in range(len(hosts.ranks))]
         return LayerBytes(
             dispatch_row=spec.dispatch_layout.stride,
             combine_row=spec.combine_layout.stride,
@@ -139,7 +135,7 @@ class HierarchicalTransport(Transport):
 
     def __init__(self, group: Group, *, in_flight: int = 1, guard: int = 0) -> None:
         super().__init__(group, in_flight=in_flight, guard=guard)
-        self._forwarding: dict[int, _Forwarding] = {}  # by the number of a layer
+        self._forwarding: dict[int, Forwarding] = {}  # by the number of a layer
         self._inside: InsideHost | None = None
         self._mailbox: Mailbox | None = None
 
@@ -158,7 +154,7 @@ class HierarchicalTransport(Transport):
     ) -> None:
         """Share memory inside every host, or inside none: then all ranks raise, and the old layers are served."""
         if self._inside is None:
-            self.hosts = _host_map(specs[0])  # which ranks share a host
+            self.hosts = host_map(specs[0])  # which ranks share a host
             # The number of this rank's own host.
             self.host = self.hosts.host_of_rank[self.group.rank]
             here = self.group.subgroup(
@@ -170,9 +166,7 @@ class HierarchicalTransport(Transport):
             # One more: the choices of nobody.
             self._host_of_rank = torch.tensor([*self.hosts.host_of_rank, -1], device=self.group.device)
         inside = self._inside
-        wanted = {
-            spec.index: _Forwarding.of(spec, self.hosts, self.host, self.group.device) for spec in specs
-        }
+        wanted = {spec.index: Forwarding.of(spec, self.hosts, self.host, self.group.device) for spec in specs}
 
         def share() -> None:
             with suppress(PeerFailed):  # who cannot says so to the whole group
@@ -315,71 +309,7 @@ class HierarchicalTransport(Transport):
         self, batch: Batch, packets_by_rank: Sequence[Tensor], heard: Sequence[Announcement]
     ) -> tuple[Batch, dict[int, int]]:
         """What this rank sends inside its host, its own tokens and those that came; and how many of each source."""
-        spec, forwarding = batch.spec, self._forwarding[batch.spec.index]
-        routes = batch.routes.routes
-        assert isinstance(routes, Routes)
-        own = {**batch.payloads, "weights": routes.topk_weights_TK.float()}
-        parts: list[Mapping[str, Tensor]] = []
-        resolved: list[tuple[Tensor, Tensor]] = []
-        counts: dict[int, int] = {}
-        for source, packets in enumerate(packets_by_rank):
-            if source == self.group.rank:
-                parts.append(own)
-                resolved.append(batch.routes.resolved)
-                counts[source] = batch.num_tokens
-            elif len(packets):
-                tensors = spec.dispatch_layout.unpack(packets)
-                # An id that no expert has was damaged on the way: its row is missed where it should have come to.
-                unknown_NK = (tensors["ids"] < 0) | (tensors["ids"] >= spec.num_experts)
-                rank_NK, local_NK = spec.placement.resolve(tensors["ids"].masked_fill(unknown_NK, -1), source)
-                if spec.max_rows is not None and not self._are_announced(rank_NK, heard[source]):
-                    rank_NK = torch.full_like(rank_NK, -1)  # there is room for what was announced only
-                parts.append(tensors)
-                resolved.append((rank_NK, local_NK))
-                counts[source] = len(packets)
-        together = {name: _joined([part[name] for part in parts]) for name in own}
-        rank_TK = forwarding.inside_rank[_joined([rank_TK for rank_TK, _ in resolved])]
-        local_TK = _joined([local_TK for _, local_TK in resolved])
-        ids_TK = forwarding.ids(rank_TK, local_TK) if self.inside.looks_up_ids else local_TK
-        forwarded_routes = BatchRoutes(
-            spec=forwarding.spec,
-            routes=Routes(topk_ids_TK=ids_TK, topk_weights_TK=together.pop("weights")),
-            num_tokens=sum(counts.values()),
-            rank=self.inside.group.rank,
-            choices=(rank_TK, local_TK),
-        )
-        names = [payload.name for payload in spec.wire.payloads(spec.hidden_size)]
-        forwarded = Batch(
-            spec=forwarding.spec,
-            round=batch.round,
-            region=batch.region,
-            rows=EncodedRows(
-                format=spec.wire,
-                hidden_size=spec.hidden_size,
-                payloads={name: together.pop(name) for name in names},
-            ),
-            extra=together,
-            routes=forwarded_routes,
-            announcements=self._inside_announcements(batch.announcements, forwarded_routes),
-            choice_counts=forwarding.choice_counts if self.inside.counts_choices else None,
-        )
-        return forwarded, counts
-
-    def _are_announced(self, rank_NK: Tensor, announced: Announcement) -> bool:
-        """Whether a source's rows go to the ranks of this host in the numbers that it announced."""
-        rows = [tokens.numel() for tokens in tokens_by_rank(rank_NK, self.group.size)]
-        return all(rows[rank] == announced.counts[rank] for rank in self.hosts.ranks[self.host])
-
-    def _inside_announcements(self, announcements: Announcements, routes: BatchRoutes) -> Announcements:
-        return replace(
-            announcements,
-            group=self.inside.group,
-            say=lambda: replace(announcements.mine, tokens=routes.num_tokens, counts=tuple(routes.counts)),
-            most=routes.spec.max_tokens,
-            bound=None,
-            all_met=lambda: None,  # all ranks of all hosts have met before
-            noticed=ignore_notices,
-        )
+        return self._forwarding[batch.spec.index].make_batch(batch, packets_by_rank, heard, self.inside)
 
     def _received(self, inside: Arrival, announced: Sequence[int]) -> ReceivedRows:
         """What came by way of the relays, in the order of (source rank, token)."""
@@ -585,70 +515,3 @@ class DeviceHierarchicalTransport(HierarchicalTransport):
         with self.group.patience(COMPILING):
             super().warmup(specs)
             self.group.barrier(phase="loading kernels")
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Forwarding:
-    """How the ranks of one host exchange a layer.
-
-    Each expert of each rank has an id of its own there, copies too: which of them a row meets depends on its source,
-    and was decided before it is forwarded.
-    """
-
-    spec: ExchangeSpec  # the layer inside the host
-    inside_rank: Tensor  # of each rank of the group: its number there, -1 elsewhere; one more, for nobody
-    first_id: Tensor  # of each rank of the host: the id of its first expert
-    choice_counts: Tensor  # where kernels count choices: they are loaded for that alone
-
-    @classmethod
-    def of(cls, spec: ExchangeSpec, hosts: HostMap, host: int, device: torch.device) -> _Forwarding:
-        ranks, inside = hosts.ranks[host], _inside_spec(spec, hosts, host)
-        numbers = [*(ranks.index(rank) if rank in ranks else -1 for rank in range(spec.placement.world)), -1]
-        firsts = [min(experts, default=0) for experts in inside.placement.table]
-        return cls(
-            spec=inside,
-            inside_rank=torch.tensor(numbers, device=device),
-            first_id=torch.tensor(firsts, dtype=torch.int32, device=device),
-            choice_counts=torch.zeros(inside.num_experts + 1, dtype=torch.int64, device=device),
-        )
-
-    def ids(self, rank_TK: Tensor, local_TK: Tensor) -> Tensor:
-        """The ids that experts have inside the host, by rank and number there; -1 for nobody."""
-        return torch.where(rank_TK >= 0, self.first_id[rank_TK] + local_TK, -1)
-
-
-def _host_map(spec: ExchangeSpec) -> HostMap:
-    """The hosts of a layer's ranks; one host, where nobody has asked yet."""
-    return HostMap(spec.hosts or (0,) * spec.placement.world)
-
-
-def _inside_spec(spec: ExchangeSpec, hosts: HostMap, host: int) -> ExchangeSpec:
-    """A layer as the ranks of one host exchange it: with the experts of the host, and all tokens that relays bring."""
-    ends = list(accumulate(len(spec.placement.table[rank]) for rank in hosts.ranks[host]))
-    placement = Placement(
-        num_experts=max(1, ends[-1]),
-        table=tuple(tuple(range(first, end)) for first, end in pairwise([0, *ends])),
-        allow_lost=True,  # a host may have no expert
-    )
-    tokens = hosts.most_sources(host) * spec.max_tokens
-    slots = len(hosts.ranks[host]) * tokens
-    # Where results cross in the dtype that they have, the rounding of the sum is that of the wire.
-    plain = [payload.dtype for payload in spec.combine_wire.payloads(spec.hidden_size)] == [spec.dtype]
-    return replace(
-        spec,
-        num_experts=placement.num_experts,
-        placement=placement,
-        movable=False,  # another placement has other ids
-        max_tokens=tokens,
-        max_rows=None if spec.max_rows is None or spec.max_rows >= slots else spec.max_rows,
-        combine_wire=formats.for_dtype(spec.dtype),
-        sum_dtype=spec.dtype if plain else torch.float32,
-        hosts=(),
-    )
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """Matrices one under the other. As bytes: torch does not join every dtype that a payload may have."""
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat([as_bytes(part) for part in parts]).view(parts[0].dtype)

@@ -30,13 +30,14 @@ class LocalTransport(Transport):
     carries_logits = True
 
     def send(self, batch: Batch) -> Pending[Arrival]:
-        announcements, bound = batch.announcements, batch.announcements.bound
+        announcements = batch.announcements
+        announcer, bound = announcements.announcer, announcements.bound
         fits = bound is None or batch.routes.counts[0] <= bound.max_rows
         arrival = batch.arrived(_received(batch), batch.routes.counts) if fits else None
 
         def meet() -> Arrival:
             announcements.all_met()
-            announcements.noticed([announcements.notice()])
+            announcer.noticed([announcer.notice()])
             if bound is not None:
                 bound.hear([announcements.mine.counts])
             assert arrival is not None
@@ -80,7 +81,7 @@ def _received(batch: Batch) -> ReceivedRows:
         ),
         routes=routes,
         counts_W=tuple(batch.routes.counts),
-        extra=_copied(batch.extra, tokens_N),
+        extra=_copied(batch.extra, tokens_N) if batch.extra else {},
     )
 
 

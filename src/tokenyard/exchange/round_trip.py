@@ -11,7 +11,8 @@ from torch import Tensor
 
 from tokenyard.duties import Party, acting
 from tokenyard.errors import HandleError
-from tokenyard.exchange.batch import Arrival, BatchRoutes, UnencodedRows
+from tokenyard.exchange.batch import Arrival, UnencodedRows
+from tokenyard.exchange.batch_routes import BatchRoutes
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.formats.base import EncodedRows
 from tokenyard.group.base import Background, Pending
@@ -28,7 +29,8 @@ class RoundTrip:
 
     exchange: Exchange  # what moves the rows
     spec: ExchangeSpec  # what the exchange knows of the layer
-    # Whether the others still wait for this rank's dispatch. A combine is owed as long as the arrival is in flight.
+    # Whether the others still wait for this rank's dispatch: the first one, or after a combine that of the next pass.
+    # A combine is owed as long as the arrival is in flight.
     owes_dispatch: bool = True
     is_dropped: bool = False  # whether nobody is left who could finish it
     ended_by: str | None = None  # the error that has ended it, with all others that were under way
@@ -48,12 +50,7 @@ class RoundTrip:
     @property
     def is_sent_back(self) -> bool:
         """Whether the results of all passes were sent back."""
-        return self._coming_home is not None and not self.has_more
-
-    @property
-    def has_more(self) -> bool:
-        """Whether another pass of the same batch follows, on all ranks."""
-        return self.arrival is not None and self.arrival.has_more
+        return self._coming_home is not None and not self.owes_dispatch
 
     def encode(self, x_TH: Tensor) -> EncodedRows | UnencodedRows:
         """The rows of a batch, as the exchange takes them."""
@@ -67,21 +64,30 @@ class RoundTrip:
         extra: Mapping[str, Tensor] | None = None,
     ) -> ReceivedRows:
         """Dispatch; from now on, this rank owes the others a combine."""
-        self.start_dispatch(rows, routes, extra)
+        with acting(Party.SENDER):
+            self._start_dispatch(rows, routes, extra)
         return self.received()
 
-    def start_dispatch(
+    def send(
         self,
-        rows: EncodedRows | UnencodedRows,
+        x_TH: Tensor,
         routes: Routes | RoutingLogits | BatchRoutes,
         extra: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Dispatch, and return while rows travel."""
-        self.owes_dispatch = False
+        """Encode the rows of a batch, dispatch them, and return while they travel."""
         with acting(Party.SENDER):
-            self._arriving = self.exchange.start_dispatch(
-                self.spec, rows, routes, extra, ahead=self.ahead, takes_slots=self.takes_slots
-            )
+            self._start_dispatch(self.exchange.encode(self.spec, x_TH), routes, extra)
+
+    def _start_dispatch(
+        self,
+        rows: EncodedRows | UnencodedRows,
+        routes: Routes | RoutingLogits | BatchRoutes,
+        extra: Mapping[str, Tensor] | None,
+    ) -> None:
+        self.owes_dispatch = False
+        self._arriving = self.exchange.start_dispatch(
+            self.spec, rows, routes, extra, ahead=self.ahead, takes_slots=self.takes_slots
+        )
 
     def start_next(self) -> None:
         """Dispatch the next pass of the batch, and return while its rows travel."""
@@ -108,18 +114,26 @@ class RoundTrip:
     ) -> None:
         """Combine what was dispatched, and return while results travel."""
         arrival = self._arrived()
-        if arrival.has_more and self._out is None:  # all passes write into one tensor
+        more_follow = arrival.has_more
+        if more_follow and self._out is None:  # all passes write into one tensor
             shape = (arrival.batch_tokens, self.spec.hidden_size)
             self._out = torch.empty(shape, dtype=self.spec.dtype, device=self.exchange.group.device)
         self._coming_home = self.exchange.start_combine(
             arrival, result, out=self._out if out is None else out, add=add, ahead=self.ahead
         )
-        self.owes_dispatch = arrival.has_more
+        self.owes_dispatch = more_follow
 
     def combined(self) -> CombinedRows:
         """Wait for the results that `start_combine` brings home."""
         assert self._coming_home is not None
         return self._coming_home.wait()
+
+    def come_home(self) -> Tensor:
+        """Make all passes of the batch, and wait for its results: where nothing else is in flight."""
+        while not self.is_sent_back:
+            assert self.advance is not None  # the layer has set it
+            self.advance()
+        return self.combined().y_TH
 
     def combine_unreduced(self, result: ExpertResult) -> RankRows:
         """Bring the results home without summing over ranks."""
@@ -134,64 +148,3 @@ class RoundTrip:
                 "nothing was dispatched", expected="dispatch, then combine", fix="dispatch first"
             )
         return self._arriving.wait()
-
-
-class OpenRoundTrips:
-    """The round trips of a rank that are not at their end, in the order of their starts."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._trips: list[RoundTrip] = []
-
-    def add(self, trip: RoundTrip) -> RoundTrip:
-        """One more."""
-        self._trips.append(trip)
-        return trip
-
-    def remove(self, trip: RoundTrip) -> None:
-        """One that is at its end."""
-        self._trips = [other for other in self._trips if other is not trip]
-
-    def end_all(self, why: str) -> list[RoundTrip]:
-        """All of them, which are given up."""
-        ended, self._trips = self._trips, []
-        for trip in ended:
-            trip.ended_by = why
-        return ended
-
-    def dropped(self) -> tuple[RoundTrip, HandleError] | None:
-        """One that nobody can finish any more, and the error that says so."""
-        for trip in self._trips:
-            if trip.is_dropped:
-                return trip, HandleError(
-                    "a batch was started, and what `start` returned is gone",
-                    expected="each batch that was started to be finished",
-                    fix="keep what `start` returns, and call its `finish`",
-                    layer=trip.spec.layer,
-                    rank=self._rank,
-                )
-        return None
-
-    def of(self, arrival: Arrival | None) -> RoundTrip | None:
-        """The one that an arrival belongs to."""
-        return next((trip for trip in self._trips if trip.arrival is arrival is not None), None)
-
-    def check_turn(self, trip: RoundTrip) -> None:
-        """Raise unless the results of a round trip are the next ones that go back."""
-        if trip.ended_by is not None:
-            raise HandleError(
-                f"this batch was given up: {trip.ended_by}",
-                expected="no error in any batch that was under way",
-                fix="start it again",
-                layer=trip.spec.layer,
-                rank=self._rank,
-            )
-        for earlier in self._trips[: self._trips.index(trip)]:
-            if not earlier.is_sent_back:
-                raise HandleError(
-                    f"a batch of layer {earlier.spec.layer!r} was started before, and is not finished",
-                    expected="batches to be finished in the order in which they were started",
-                    fix=f"finish the batch of {earlier.spec.layer!r} first",
-                    layer=trip.spec.layer,
-                    rank=self._rank,
-                )

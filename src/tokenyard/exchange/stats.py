@@ -62,6 +62,7 @@ class LayerStats:
     def __post_init__(self) -> None:
         for name in ("rows_sent", "rows_received", "dispatch_bytes", "combine_bytes"):
             setattr(self, name, [0] * self.world)
+        self._stopwatches = {phase: _Stopwatch(self.wait_s, phase) for phase in self.wait_s}
 
     def count_dispatch(
         self,
@@ -80,9 +81,13 @@ class LayerStats:
 
     def count_rows(self, sent: Sequence[int], received: Sequence[int], nbytes: Sequence[int]) -> None:
         """Some more rows, where they are known only after their dispatch."""
-        _add(self.rows_sent, sent)
-        _add(self.rows_received, received)
-        _add(self.dispatch_bytes, nbytes)
+        for totals, more in (
+            (self.rows_sent, sent),
+            (self.rows_received, received),
+            (self.dispatch_bytes, nbytes),
+        ):
+            for rank, count in enumerate(more):
+                totals[rank] += count
 
     def count_dropped(self, dropped_TK: Tensor) -> None:
         """Some more choices that nobody serves. A graph that is being captured cannot be asked how many."""
@@ -91,11 +96,12 @@ class LayerStats:
 
     def count_combine(self, nbytes: Sequence[int]) -> None:
         """One more combine."""
-        _add(self.combine_bytes, nbytes)
+        for rank, count in enumerate(nbytes):
+            self.combine_bytes[rank] += count
 
     def waiting(self, phase: str) -> AbstractContextManager[None]:
         """Count the seconds in which this rank moves bytes or waits for others."""
-        return _Stopwatch(self.wait_s, phase)
+        return self._stopwatches[phase]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -126,19 +132,13 @@ class LoadCounter:
 
     def serve(self, num_experts: Mapping[str, int]) -> None:
         """Count for these layers, with so many experts each. What is made here is not made inside a CUDA graph."""
-        kept = self._counts
         with torch.inference_mode(False):  # what is made there could not be written elsewhere
-            self._counts = {
-                layer: kept[layer]
-                if layer in kept and len(kept[layer]) == count + 1
-                else torch.zeros(count + 1, dtype=torch.int64, device=self._device)
-                for layer, count in num_experts.items()
-            }
-        few = self._few
-        self._few = {
-            layer: few[layer] if len(few.get(layer, ())) == count + 1 else [0] * (count + 1)
-            for layer, count in num_experts.items()
-        }
+            for layer, count in num_experts.items():
+                if len(self._few.get(layer, ())) != count + 1:
+                    self._counts[layer] = torch.zeros(count + 1, dtype=torch.int64, device=self._device)
+                    self._few[layer] = [0] * (count + 1)
+        for layer in self._few.keys() - num_experts.keys():
+            del self._counts[layer], self._few[layer]
 
     def count(self, layer: str, topk_ids_TK: Tensor) -> None:
         """Some more choices."""
@@ -180,8 +180,3 @@ class _Stopwatch:
 
     def __exit__(self, *_: object) -> None:
         self._seconds[self._phase] += time.monotonic() - self._started
-
-
-def _add(totals: list[int], more: Sequence[int]) -> None:
-    for rank, count in enumerate(more):
-        totals[rank] += count

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from tokenyard.errors import HandleError, Reason
 from tokenyard.exchange.announcement import ANNOUNCEMENT_BYTES, Announcement, Announcements
-from tokenyard.exchange.batch import Arrival, Batch, BatchRoutes, Failure, Results, ResultsAtHome
+from tokenyard.exchange.batch import Arrival, Batch, Failure, Results, ResultsAtHome
+from tokenyard.exchange.batch_routes import BatchRoutes
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.workspace import LayerBytes
 from tokenyard.formats.base import Format
@@ -217,7 +218,7 @@ class Transport(ABC):
 
     def announce(self, announcements: Announcements) -> Pending[Sequence[Announcement]]:
         """Tell every rank what this one is about to do, by a collective of the group; `wait` hears the same of them."""
-        size = ANNOUNCEMENT_BYTES + 8 * announcements.room
+        size = ANNOUNCEMENT_BYTES + 8 * announcements.announcer.num_counts(announcements.spec)
         mine = bytes_tensor(announcements.for_all().encode(size)).to(self.group.device)
         gathered = self.group.start_all_gather(mine, phase=announcements.mine.phase.value)
 

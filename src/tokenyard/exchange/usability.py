@@ -78,19 +78,27 @@ class Usability:
 
     def waiting(self, spec: ExchangeSpec | None = None, *, for_others: bool = True) -> _Waiting:
         """A wait for the other ranks. If it is interrupted, or a rank is lost, the plan is broken."""
-        return _Waiting(self, self._rank, spec, for_others)
+        return _Waiting(self, spec, for_others)
+
+    def end_wait(
+        self, error: BaseException, spec: ExchangeSpec | None = None, *, for_others: bool = True
+    ) -> None:
+        """A wait has ended by an error. Those of the group, which knows no layers, get the layer's name."""
+        if isinstance(error, TokenyardError) and spec is not None:
+            error.at(layer=spec.layer, rank=self._rank)
+        # An answer of the others.
+        answer = isinstance(error, TokenyardError | TooManyRows) and not isinstance(error, PeerLost)
+        if for_others and not answer:
+            self.break_by(error)
 
 
 class _Waiting:
-    """A wait for the other ranks. Errors of the group, which knows no layers, get the layer's name.
+    """A wait for the other ranks. A class, as calls of layers enter it: a generator takes some microseconds more."""
 
-    A class, as every call of a layer enters it: a generator takes some microseconds more.
-    """
+    __slots__ = ("_for_others", "_spec", "_usability")
 
-    __slots__ = ("_for_others", "_rank", "_spec", "_usability")
-
-    def __init__(self, usability: Usability, rank: int, spec: ExchangeSpec | None, for_others: bool) -> None:
-        self._usability, self._rank, self._spec, self._for_others = usability, rank, spec, for_others
+    def __init__(self, usability: Usability, spec: ExchangeSpec | None, for_others: bool) -> None:
+        self._usability, self._spec, self._for_others = usability, spec, for_others
 
     def __enter__(self) -> None:
         pass
@@ -98,11 +106,5 @@ class _Waiting:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            return
-        if isinstance(error, TokenyardError) and self._spec is not None:
-            error.at(layer=self._spec.layer, rank=self._rank)
-        # An answer of the others.
-        answer = isinstance(error, TokenyardError | TooManyRows) and not isinstance(error, PeerLost)
-        if self._for_others and not answer:
-            self._usability.break_by(error)
+        if error is not None:
+            self._usability.end_wait(error, self._spec, for_others=self._for_others)

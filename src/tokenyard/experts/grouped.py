@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import Literal, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -249,29 +250,32 @@ class GroupedExperts(Experts):
         check_local_id(max(ids, default=-1), self.spec.num_local_experts)
         choices = [choice for choice, expert in enumerate(ids) if expert >= 0]
         experts = [ids[choice] for choice in choices]
-        x_1H, weights_N = self.incoming(received, w13.dtype), routes.weights_RK[0].float()
+        x_1H, weights_N1 = self.incoming(received, w13.dtype), routes.weights_RK.t()
+        if weights_N1.dtype != torch.float32:
+            weights_N1 = weights_N1.float()
         if len(experts) < len(ids):
-            weights_N = weights_N[choices]
-        x_NH = x_1H.expand(len(experts), -1)
+            weights_N1 = weights_N1[choices]
+        x_NH = x_1H  # one row for all of them, unless it is weighted
         if self.spec.weight_on == "input":
-            record_weights(weights_N)
-            x_NH = (x_NH.float() * weights_N.unsqueeze(1)).to(w13.dtype)
-            weights_N = torch.ones_like(weights_N)
-        y_NH = x_NH.new_empty(0, self.spec.hidden_size)
+            record_weights(weights_N1)
+            x_NH = (x_1H.float() * weights_N1).to(w13.dtype)
+            weights_N1 = torch.ones_like(weights_N1)
+        y_NH = x_1H.new_empty(0, self.spec.hidden_size)
         if experts:
             single, by_row = self._single_matrices(weights), partial(_row_by_row, experts)
             y_NH = self._both_products(weights, single, x_NH, experts, by_row)
         if not finalize:
             index_N = torch.tensor(choices, dtype=torch.int64)
             return UnfinalizedRows(
-                rows_NH=y_NH, weights_N=weights_N, index_N=index_N, num_rows=1, top_k=len(ids)
+                rows_NH=y_NH, weights_N=weights_N1.squeeze(1), index_N=index_N, num_rows=1, top_k=len(ids)
             )
-        record_weights(weights_N)
+        record_weights(weights_N1)
         record(Duty.REDUCE_EXPERTS, len(experts))
-        sums_1H = x_1H.new_zeros(x_1H.shape, dtype=torch.float32)
-        for y_H in (y_NH * weights_N.unsqueeze(1)).unbind():
+        # By NumPy, which adds the same numbers: an operator of torch takes several times as long.
+        sums_1H = np.zeros((1, self.spec.hidden_size), dtype=np.float32)
+        for y_H in (y_NH * weights_N1).numpy():
             sums_1H += y_H
-        return received.result(sums_1H)
+        return received.result(torch.from_numpy(sums_1H))
 
     def _both_products(
         self,
@@ -326,9 +330,11 @@ def _by_groups(ends_L: Tensor, x_ND: Tensor, w_LOD: Tensor) -> Tensor:
 
 
 def _row_by_row(experts: Sequence[int], x_ND: Tensor, w_LDO: Sequence[Tensor]) -> Tensor:
-    """The product of each row with the transposed matrix of its expert."""
-    rows = zip(x_ND.unsqueeze(1).unbind(), experts, strict=True)
-    return torch.cat([torch.mm(x_1D, w_LDO[expert]) for x_1D, expert in rows])
+    """The product of each row, or of the only one, with the transposed matrix of its expert."""
+    count = len(experts)
+    rows = [x_ND] * count if x_ND.shape[0] == 1 else x_ND.split_with_sizes([1] * count)
+    products = [torch.mm(x_1D, w_LDO[expert]) for x_1D, expert in zip(rows, experts, strict=True)]
+    return torch.cat(products)
 
 
 def _product(x_nD: Tensor, w_OD: Tensor, out: Tensor | None = None) -> Tensor:

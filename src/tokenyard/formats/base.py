@@ -62,8 +62,14 @@ def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if x.dtype == dtype:
         return x
-    largest = torch.finfo(dtype).max
-    return x.float().clamp(-largest, largest).to(dtype)
+    largest = _largest(dtype)
+    wide = x if x.dtype == torch.float32 else x.float()
+    return wide.clamp(-largest, largest).to(dtype)
+
+
+@functools.cache
+def _largest(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).max
 
 
 def is_tensor(
@@ -144,14 +150,12 @@ class EncodedRows:
     @property
     def num_rows(self) -> int:
         """Rows held, read off the first payload (whose first dimension is rows in every layout)."""
-        first, *_ = self.payloads.values()
-        return first.shape[0]
+        return next(iter(self.payloads.values())).shape[0]
 
     @property
     def device(self) -> torch.device:
         """Where the payloads are."""
-        first, *_ = self.payloads.values()
-        return first.device
+        return next(iter(self.payloads.values())).device
 
     def check(self) -> None:
         """Raise unless every payload is what the format declares for this width, in linear layout."""
@@ -168,8 +172,9 @@ class EncodedRows:
                 expected="linear scales: only these can travel row by row",
                 fix="swizzle after the exchange, or call `.linear()` first",
             )
+        num_rows = self.num_rows
         for payload in declared:
-            payload.check(self.payloads[payload.name], self.num_rows)
+            payload.check(self.payloads[payload.name], num_rows)
 
     def slice(self, first: int, last: int) -> EncodedRows:
         """Some consecutive rows, as views. Only linear scales stand row by row."""
@@ -224,7 +229,7 @@ class Format(ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         """Encoding is a duty: where a ledger is open it is written down, also for formats of somebody's own."""
         super().__init_subclass__(**options)
-        if "encode" in vars(cls):
+        if cls.quantized and not getattr(cls.encode, "is_counted", False):
             cls.encode = _counted(cls.encode)  # type: ignore[method-assign]
 
     def padded_size(self, hidden_size: int) -> int:
@@ -310,6 +315,7 @@ def _counted(encode: Callable[..., EncodedRows]) -> Callable[..., EncodedRows]:
             record(Duty.PAD, rows.num_rows)
         return rows
 
+    counted.is_counted = True  # type: ignore[attr-defined]  # a class that inherits it is not counted twice
     return counted
 
 

@@ -17,13 +17,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from tokenyard.duties import NO_CONTEXT
 from tokenyard.errors import PeerLost
 from tokenyard.exchange import RoundTrip
 from tokenyard.experts import Experts, ExpertWeights, SelfRoutingExperts
 from tokenyard.experts.slots import ExpertSlots
 from tokenyard.group.base import Background
-from tokenyard.layer.compiled import call_operator, outside_of_the_graph, register
-from tokenyard.layer.pending import PendingBatch, Sent
+from tokenyard.layer.compiled import call_operator, outside_of_the_graph, refuse_gradients, register
+from tokenyard.layer.pending import PendingBatch
 from tokenyard.layer.receiver import LocalIds, build_experts, built_for, check_fits, run_experts
 from tokenyard.layer.sender import Batch, SharedExpertsCall, check_rows, check_shared, route
 from tokenyard.planning.audit import Audit
@@ -110,12 +111,17 @@ class MoELayer(nn.Module):
         return self._call(batch)
 
     def _call(self, batch: Batch) -> Tensor:
-        with self.plan.exchange.in_use(layer=self.name, alone=True):
-            if self.shared is None:
-                return PendingBatch(self, partial(self._start, batch, None, ahead=False)).finish()
-            with SharedExpertsCall(self.shared, self.plan.group, self.name) as shared:
-                start = partial(self._start, batch, shared, ahead=not shared.in_thread)
-                return PendingBatch(self, start).finish()
+        exchange, shared = self.plan.exchange, None
+        if self.shared is not None:
+            shared = SharedExpertsCall(self.shared, self.plan.group, self.name)
+        with exchange.in_use(layer=self.name, alone=True), shared or NO_CONTEXT:
+            trip = self._open_trip(ahead=shared is not None and not shared.in_thread)
+            with exchange.trips.telling(trip):  # an error on one rank reaches all
+                self._depart(trip, batch, shared)
+                trip.ahead = False
+                y_TH = trip.come_home()
+            exchange.trips.end(trip)
+            return refuse_gradients(self, y_TH, batch)
 
     def take_part(self) -> None:
         """Serve a call of the other ranks, without rows of this one."""
@@ -147,23 +153,33 @@ class MoELayer(nn.Module):
         Where calls survive a loss, rows and routes must stay as they are until then: they may be sent again.
         """
         batch = Batch(x_TH, routes_or_logits, payloads, out, add)
-        start = partial(self._start, batch, self.shared, ahead=True)
-        return PendingBatch(self, start, survives=self.plan.survive)
+        finish = partial(refuse_gradients, self, batch=batch)
+        return PendingBatch(self, partial(self._start, batch), finish, survives=self.plan.survive)
 
-    def _start(
-        self, batch: Batch, shared: Callable[[Tensor], Tensor | Background[Tensor]] | None, *, ahead: bool
-    ) -> Sent:
+    def _start(self, batch: Batch) -> RoundTrip:
+        trip = self._open_trip(ahead=True)
+        with self.plan.exchange.trips.telling(trip):
+            self._depart(trip, batch, self.shared)
+        return trip
+
+    def _open_trip(self, *, ahead: bool) -> RoundTrip:
         self.plan.between_calls(self.name)  # experts that have moved are served from here on
-        wiring, exchange = self.wiring, self.plan.exchange
-        trip = exchange.open_round_trip(wiring.exchange_spec)
+        trip = self.plan.exchange.open_round_trip(self.wiring.exchange_spec)
         trip.ahead, trip.takes_slots = ahead, self.experts.skips_empty_slots
-        with exchange.telling(trip):  # an error on one rank reaches all
-            sent = self._send(wiring, trip, batch)
-            job = None if shared is None else partial(shared, batch.x_TH)
-            terms = [] if job is None else [exchange.beside(job)]  # while rows travel
-            terms += [batch.add] if batch.add is not None else []
-        trip.advance = partial(self._advance, sent, terms)
-        return sent
+        return trip
+
+    def _depart(
+        self,
+        trip: RoundTrip,
+        batch: Batch,
+        shared: Callable[[Tensor], Tensor | Background[Tensor]] | None,
+    ) -> None:
+        """Send rows out, and say what is done with those that come. Shared experts run while rows travel."""
+        run = self._send(trip, batch)
+        terms: list[Tensor | Background[Tensor]] = [] if batch.add is None else [batch.add]
+        if shared is not None:
+            terms.insert(0, self.plan.exchange.beside(partial(shared, batch.x_TH)))
+        trip.advance = partial(_advance, trip, run, batch.out, terms)
 
     @outside_of_the_graph
     def unreduced(
@@ -171,33 +187,40 @@ class MoELayer(nn.Module):
     ) -> RankRows:
         """The same up to the sum over ranks, which is the caller's duty here (`reduce_ranks="caller"`)."""
         self.plan.between_calls(self.name)
-        wiring = self.wiring
-        with self.plan.exchange.round_trip(wiring.exchange_spec) as trip:
-            sent = self._send(wiring, trip, Batch(x_TH, routes_or_logits, payloads))
-            passes = [trip.combine_unreduced(self._run(sent))]
-            while trip.has_more:
+        with self.plan.exchange.round_trip(self.wiring.exchange_spec) as trip:
+            run = self._send(trip, Batch(x_TH, routes_or_logits, payloads))
+            passes = [trip.combine_unreduced(run())]
+            while trip.owes_dispatch:  # of the next pass
                 trip.start_next()
-                passes.append(trip.combine_unreduced(self._run(sent)))
+                passes.append(trip.combine_unreduced(run()))
             return RankRows.joined(passes)
 
-    def _send(self, wiring: Wiring, trip: RoundTrip, batch: Batch) -> Sent:
+    def _send(self, trip: RoundTrip, batch: Batch) -> Callable[[], ExpertResult]:
+        """Send rows out; return what waits for those that come in the same dispatch, and runs the experts on them."""
+        wiring, x_TH, routes_or_logits = self._wiring, batch.x_TH, batch.routes_or_logits
         audit = Audit(wiring)
+
+        def run() -> ExpertResult:
+            with audit.recording():
+                received = trip.received()
+                result = run_experts(wiring, self.experts, received, self._slot_of_L)
+                audit.settle(x_TH.shape[0], routes_or_logits, received)
+            return result
+
         with audit.recording():  # a paranoid plan counts every duty
-            check_rows(wiring, batch.x_TH)
-            routes = route(wiring, batch.routes_or_logits)
-            trip.start_dispatch(trip.encode(batch.x_TH), routes, batch.payloads)
-        return Sent(wiring=wiring, trip=trip, audit=audit, batch=batch)
+            check_rows(wiring, x_TH)
+            routes = route(wiring, routes_or_logits)
+            trip.send(x_TH, routes, batch.payloads)
+        return run
 
-    def _advance(self, sent: Sent, terms: Sequence[Tensor | Background[Tensor]]) -> None:
-        """Compute what came to this rank, send it back, and start the next pass if the batch has more."""
-        sent.trip.start_combine(self._run(sent), out=sent.batch.out, add=terms)
-        if sent.trip.has_more:
-            sent.trip.start_next()
 
-    def _run(self, sent: Sent) -> ExpertResult:
-        """Wait for the rows that came to this rank in the same dispatch, and run its experts on them."""
-        with sent.audit.recording():
-            received = sent.trip.received()
-            result = run_experts(sent.wiring, self.experts, received, self._slot_of_L)
-            sent.audit.settle(sent.batch.x_TH.shape[0], sent.batch.routes_or_logits, received)
-        return result
+def _advance(
+    trip: RoundTrip,
+    run: Callable[[], ExpertResult],
+    out: Tensor | None,
+    terms: Sequence[Tensor | Background[Tensor]],
+) -> None:
+    """Compute what came to this rank, send it back, and start the next pass if the batch has more."""
+    trip.start_combine(run(), out=out, add=terms)
+    if trip.owes_dispatch:  # of the next pass
+        trip.start_next()

@@ -11,7 +11,6 @@ compute one, the rows or the results of the other travel (`overlapped`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,10 +18,6 @@ from torch import Tensor
 
 from tokenyard.errors import HandleError, PeerLost
 from tokenyard.exchange import RoundTrip
-from tokenyard.layer.compiled import refuse_gradients
-from tokenyard.layer.sender import Batch
-from tokenyard.planning.audit import Audit
-from tokenyard.planning.wiring import Wiring
 
 if TYPE_CHECKING:
     from tokenyard.layer.moe_layer import MoELayer
@@ -31,36 +26,33 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Sent:
-    """A batch whose rows were sent, and what is needed for the rest of its way."""
-
-    wiring: Wiring  # the layer's wiring, when they were sent
-    trip: RoundTrip  # the round trip that they are on
-    audit: Audit  # what was done for them so far
-    batch: Batch  # what the layer was called with
-
-
 class PendingBatch:
     """What `layer.start` returns. It is finished once, in the order of the starts; a dropped one is an error."""
 
-    def __init__(self, layer: MoELayer, start: Callable[[], Sent], *, survives: bool = False) -> None:
-        self._layer, self._start, self._survives = layer, start, survives
+    def __init__(
+        self,
+        layer: MoELayer,
+        start: Callable[[], RoundTrip],
+        finish: Callable[[Tensor], Tensor],
+        *,
+        survives: bool,
+    ) -> None:
+        self._layer, self._start, self._finish, self._survives = layer, start, finish, survives
         self._is_finished = False
-        self._sent: Sent | None = None
-        self._surviving(lambda sent: None)
+        self._trip: RoundTrip | None = None
+        self._surviving(lambda trip: None)
 
-    def _surviving(self, step: Callable[[Sent], Result]) -> Result:
+    def _surviving(self, step: Callable[[RoundTrip], Result]) -> Result:
         """Take a step of the batch. Where a rank is lost, and calls survive that, its rows are sent again first."""
         while True:
             try:
-                self._sent = self._sent or self._start()
-                return step(self._sent)
+                self._trip = self._trip or self._start()
+                return step(self._trip)
             except PeerLost as loss:
                 if not self._survives:
                     raise
                 self._layer.plan.go_on_after(loss, self._layer.name)  # raises what is not survived
-                self._sent = None
+                self._trip = None
 
     def compute(self) -> None:
         """Wait for the rows that came to this rank, run its experts on them, and send the results back.
@@ -70,13 +62,13 @@ class PendingBatch:
         """
         self._surviving(partial(self._compute, ahead=True))
 
-    def _compute(self, sent: Sent, *, ahead: bool) -> None:
-        trip, exchange = sent.trip, self._layer.plan.exchange
-        exchange.check_turn(trip)
+    def _compute(self, trip: RoundTrip, *, ahead: bool) -> None:
+        trips = self._layer.plan.exchange.trips
+        trips.check_turn(trip)
         trip.ahead = ahead
         while not trip.is_sent_back:
-            ready = exchange.next_to_advance(trip)
-            with exchange.telling(ready):
+            ready = trips.next_to_advance(trip)
+            with trips.telling(ready):
                 assert ready.advance is not None  # `layer.start` has set it
                 ready.advance()
 
@@ -91,21 +83,21 @@ class PendingBatch:
                 layer=layer.name,
                 rank=layer.plan.group.rank,
             )
-        y_TH = self._surviving(self._finish)
+        y_TH = self._surviving(self._come_home)
         if self._survives:
             layer.plan.count_call()
-        return y_TH
+        return self._finish(y_TH)
 
-    def _finish(self, sent: Sent) -> Tensor:
-        exchange = self._layer.plan.exchange
-        self._compute(sent, ahead=False)
+    def _come_home(self, trip: RoundTrip) -> Tensor:
+        trips = self._layer.plan.exchange.trips
+        self._compute(trip, ahead=False)
         self._is_finished = True
-        with exchange.telling(sent.trip):
-            y_TH = sent.trip.combined().y_TH
-        exchange.end_round_trip(sent.trip)
-        return refuse_gradients(self._layer, y_TH, sent.batch)
+        with trips.telling(trip):
+            y_TH = trip.combined().y_TH
+        trips.end(trip)
+        return y_TH
 
     def __del__(self) -> None:
         # Nobody can be told from here: this may run at any time, in any thread. The next call of the plan does it.
-        if self._sent is not None:
-            self._sent.trip.is_dropped = not self._is_finished
+        if self._trip is not None:
+            self._trip.is_dropped = not self._is_finished

@@ -6,12 +6,10 @@ registries, so that a new format or exchange is offered without a change here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
-
-import torch
 
 from tokenyard import experts as experts_room
 from tokenyard import formats
@@ -20,7 +18,7 @@ from tokenyard.exchange import EXCHANGES, Transport
 from tokenyard.exchange import resolve as resolve_exchange
 from tokenyard.experts.base import EXACT
 from tokenyard.planning.spec import LayerSpec, check_spec
-from tokenyard.planning.wiring import Wiring, wire_layer
+from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Router
 from tokenyard.routing.placement import PLACEMENTS, Placement, placement_for
 
@@ -67,12 +65,13 @@ def alternatives(
     index: int,
     world: int,
     exchange: type[Transport],
-    max_tokens: int | None,
-    max_rows: int | None,
-    device: torch.device | None,
+    wire: Callable[..., Wiring | Reason],
     reason: Reason,
 ) -> list[Alternative]:
-    """Changes of one field (or, if none helps, two) with which the layer fits, the field at fault first."""
+    """Changes of one field (or, if none helps, two) with which the layer fits, the field at fault first.
+
+    `wire(spec, index=…, exchange=…)` tries one.
+    """
     spec = layers[index]
     candidates = _candidates(spec)
     current = {name: shown(getattr(spec, name, exchange.name), write=str) for name in candidates}
@@ -102,21 +101,9 @@ def alternatives(
         changed, name = apply_alternative(Alternative(changes=changes), layers, spec.name, exchange.name)
         # A change of the exchange must not take it away from another layer.
         others = range(len(layers)) if "exchange" in changes else (index,)
-        return all(
-            isinstance(
-                wire_layer(
-                    with_table(changed[i]),
-                    index=i,
-                    world=world,
-                    exchange=resolve_exchange(name) if "exchange" in changes else exchange,
-                    max_tokens=max_tokens,
-                    max_rows=max_rows,
-                    device=device,
-                ),
-                Wiring,
-            )
-            for i in others
-        )
+        used = resolve_exchange(name) if "exchange" in changes else exchange
+        wired = (wire(with_table(changed[i]), index=i, exchange=used) for i in others)
+        return all(isinstance(each, Wiring) for each in wired)
 
     for count in (1, 2):
         found = [Alternative(changes=changes) for changes in tries(count) if fits(changes)]

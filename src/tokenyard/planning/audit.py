@@ -8,11 +8,11 @@ the exchange sums at home, it checks itself.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 
-from tokenyard.duties import Duty, Ledger, Party
+from tokenyard.duties import NO_CONTEXT, Duty, Ledger, Party
 from tokenyard.errors import Corrupted
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Routes
@@ -64,9 +64,6 @@ def _told(done: dict[Party, int]) -> str:
     return " and ".join(f"on {rows} rows by the {party.value}" for party, rows in done.items()) or "by nobody"
 
 
-_NOT_RECORDED = nullcontext()
-
-
 class Audit:
     """What is done for one batch of a paranoid plan, recorded part by part, and compared with the wiring at the end."""
 
@@ -77,7 +74,7 @@ class Audit:
 
     def recording(self) -> AbstractContextManager[object]:
         """Record what is done inside, where the plan is paranoid."""
-        return _NOT_RECORDED if self._ledger is None else self._ledger.open()
+        return NO_CONTEXT if self._ledger is None else self._ledger.open()
 
     def settle(self, num_tokens: int, routes_or_logits: Routes | Tensor, received: ReceivedRows) -> None:
         """Raise unless each duty up to the experts' was done as the wiring says. Called in each pass of the batch."""

@@ -10,31 +10,29 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from math import prod
 from typing import Any, cast
 
 import torch
 
 from tokenyard.errors import InputError, PlanError, Reason, TokenyardError, shown
-from tokenyard.exchange import ExchangeSpec, HostMap, Transport
+from tokenyard.exchange import Transport
 from tokenyard.exchange import resolve as resolve_exchange
 from tokenyard.planning.alternatives import alternatives
 from tokenyard.planning.choosing import AUTO, choose_exchange
+from tokenyard.planning.draft_text import chosen, describe_wiring, lines_of_row
 from tokenyard.planning.spec import LayerSpec, is_size
 from tokenyard.planning.wiring import Wiring, wire_layer
 from tokenyard.routing.placement import MOST_RANKS
-from tokenyard.units import size
+from tokenyard.units import count, size
 from tokenyard.version import PROTOCOL
 
 # Overrides the `exchange` of every plan in this process.
 EXCHANGE_VARIABLE = "TOKENYARD_EXCHANGE"
 # Makes every plan in this process paranoid.
 PARANOID_VARIABLE = "TOKENYARD_PARANOID"
-# Links between hosts that a plan writes out: those of three hosts.
-_MOST_LINKS = 6
 # Dispatches before their combine. A layer has one, and whoever overlaps two micro-batches, two.
 _MOST_IN_FLIGHT = 1024
 # Multiprocessors of a GPU: more than any has.
@@ -124,60 +122,23 @@ class Draft:
         """A row per distinct wiring: its layers, who does each duty, bytes. For tables and JSON."""
         distinct: dict[str, dict[str, Any]] = {}
         for wiring in self.wirings:
-            spec, nbytes = wiring.spec, self.exchange.region_bytes(wiring.exchange_spec)
-            row = {
-                "shape": f"H {spec.hidden_size}, I {spec.intermediate_size}, E {spec.num_experts}, K {spec.top_k}",
-                "experts": f"{wiring.experts.name}{chosen(wiring.experts_reason)}, "
-                f"{spec.weights} weights{_between(wiring)}, "
-                f"{wiring.exchange_spec.placement}"
-                + (f", memory for {spec.spare_experts} more on each" if spec.spare_experts else ""),
-                "wire": str(wiring.wire),
-                "combine_wire": str(wiring.exchange_spec.combine_wire),
-                "duties": {duty.value: party.value for duty, party in wiring.duties.items()},
-                "max_tokens": wiring.exchange_spec.max_tokens,
-                "max_rows": wiring.exchange_spec.max_rows,
-                "bytes_per_row": {"dispatch": nbytes.dispatch_row, "combine": nbytes.combine_row},
-                "bytes_per_rank": {"dispatch": nbytes.dispatch, "combine": nbytes.combine},
-                "links": links(wiring.exchange_spec),
-                "sum": spec.sum,
-                "rows_home": round(spec.top_k / ranks_per_token(wiring.exchange_spec), 2)
-                if wiring.exchange_spec.sums_choices
-                else 1.0,
-            }
-            distinct.setdefault(json.dumps(row), {"layers": [], **row})["layers"].append(spec.name)
+            row = describe_wiring(wiring, self.exchange.region_bytes(wiring.exchange_spec))
+            distinct.setdefault(json.dumps(row), {"layers": [], **row})["layers"].append(wiring.spec.name)
         return list(distinct.values())
 
     def __str__(self) -> str:
-        size_of_plan = f"{count(len(self.wirings), 'layer')} on {count(self.world, 'rank')}"
         sms = (
             ""
             if self.sms is None
             else f", {count(self.sms, 'multiprocessor')} of a GPU for the exchange (sms)"
         )
-        paranoid = ", paranoid" if self.paranoid else ""
         lines = [
-            f"plan of {size_of_plan}, exchange {self.exchange.name}{chosen(self.exchange_reason)}, "
-            f"{self.in_flight} in flight{sms}{paranoid}"
+            f"plan of {count(len(self.wirings), 'layer')} on {count(self.world, 'rank')}, exchange "
+            f"{self.exchange.name}{chosen(self.exchange_reason)}, {self.in_flight} in flight{sms}"
+            + (", paranoid" if self.paranoid else "")
         ]
         for row in self.rows():
-            duties = ", ".join(f"{duty}: {who}" for duty, who in row["duties"].items() if who != "–")
-            per_row, per_rank = row["bytes_per_row"], row["bytes_per_rank"]
-            lines += [
-                f"  {span(row['layers'])}: {row['shape']}; {row['experts']}",
-                f"    wire {row['wire']} ({per_row['dispatch']} bytes a row), "
-                f"back {row['combine_wire']} ({per_row['combine']}); up to {row['max_tokens']} tokens a rank",
-                f"    {duties}",
-                *_sum_words(row),
-                f"    at most {size(per_rank['dispatch'])} out + {size(per_rank['combine'])} back on a rank"
-                + ("" if row["max_rows"] is None else f", {row['max_rows']} rows a pass (max_rows)"),
-            ]
-            lines += [
-                f"    from host {link['from']} to host {link['to']}: at most {count(link['rows'], 'row')} out "
-                f"({size(link['dispatch'])}), as many back ({size(link['combine'])})"
-                for link in row["links"][:_MOST_LINKS]
-            ]
-            if len(row["links"]) > _MOST_LINKS:
-                lines.append(f"    and {len(row['links']) - _MOST_LINKS} more links between hosts")
+            lines += lines_of_row(row)
         lines.append(
             f"  all layers share {size(self.workspace_bytes)} a rank "
             f"(largest out {size(self.dispatch_bytes)} + largest back {size(self.combine_bytes)})"
@@ -238,23 +199,31 @@ def draft_as_told(
     _check_max_rows(max_rows, world)
     if sms is not None:
         _check_counts(sms=(sms, _MOST_SMS))
-    wire = cache(partial(_wire, layers, world, max_tokens, max_rows, device))
+    wire = partial(wire_layer, world=world, max_tokens=max_tokens, max_rows=max_rows, device=device)
+
+    @cache
+    def wired_by(exchange: type[Transport], index: int) -> Wiring | Reason:
+        return wire(layers[index], index=index, exchange=exchange)
+
+    def refusal(exchange: type[Transport]) -> Reason | None:
+        """None, or why an exchange cannot serve one of the layers."""
+        try:
+            wired = [wired_by(exchange, index) for index in range(len(layers))]
+        except TokenyardError:
+            return None  # whatever is wrong with a layer is said, by its name, when it is wired
+        return next((reason for reason in wired if isinstance(reason, Reason)), None)
+
     exchange_reason = None
     if exchange == AUTO:
-        chosen, exchange_reason = choose_exchange(
-            partial(_refusal_of_layers, wire, range(len(layers))),
-            world,
-            device,
-            why="if the ranks share memory",
-        )
+        chosen, exchange_reason = choose_exchange(refusal, world, device, why="if the ranks share memory")
     else:
         chosen = resolve_exchange(exchange)
     wirings: list[Wiring] = []
     for index, spec in enumerate(layers):
         try:
-            wired = wire(chosen, index)
+            wired = wired_by(chosen, index)
             if isinstance(wired, Reason):
-                found = alternatives(layers, index, world, chosen, max_tokens, max_rows, device, wired)
+                found = alternatives(layers, index, world, chosen, wire, wired)
                 raise PlanError(
                     str(wired),
                     expected="a layer that its exchange, formats and experts all support",
@@ -291,42 +260,6 @@ def draft_as_told(
     )
     _check_bytes(drafted)
     return drafted
-
-
-def _wire(
-    layers: Sequence[LayerSpec],
-    world: int,
-    max_tokens: int | None,
-    max_rows: int | None,
-    device: torch.device | None,
-    exchange: type[Transport],
-    index: int,
-) -> Wiring | Reason:
-    return wire_layer(
-        layers[index],
-        index=index,
-        world=world,
-        exchange=exchange,
-        max_tokens=max_tokens,
-        max_rows=max_rows,
-        device=device,
-    )
-
-
-def _refusal_of_layers(
-    wire: Callable[[type[Transport], int], Wiring | Reason], layers: range, exchange: type[Transport]
-) -> Reason | None:
-    """None, or why an exchange cannot serve one of the layers."""
-    try:
-        wired = [wire(exchange, index) for index in layers]
-    except TokenyardError:
-        return None  # whatever is wrong with a layer is said, by its name, when it is wired
-    return next((reason for reason in wired if isinstance(reason, Reason)), None)
-
-
-def chosen(reason: str | None) -> str:
-    """Why something was chosen, in brackets; nothing where it was named."""
-    return "" if reason is None else f" (auto: {reason})"
 
 
 def _is_paranoid(asked: object) -> bool:
@@ -405,92 +338,6 @@ def _check_bytes(drafted: Draft) -> None:
     )
 
 
-def links(spec: ExchangeSpec) -> list[dict[str, int]]:
-    """What crosses from each host to each other one in a call of a layer, at most: a row for each token.
-
-    Bytes are those of rows, `dispatch` out and `combine` back. Nothing where hosts are not known.
-    """
-    if not spec.hosts:
-        return []
-    ranks = HostMap(spec.hosts).ranks
-    return [
-        {
-            "from": source,
-            "to": target,
-            "rows": len(ranks[source]) * spec.max_tokens,
-            "dispatch": len(ranks[source]) * spec.max_tokens * spec.dispatch_layout.stride,
-            "combine": len(ranks[source]) * spec.max_tokens * spec.combine_layout.stride,
-        }
-        for source in range(len(ranks))
-        for target in range(len(ranks))
-        if source != target
-    ]
-
-
-def ranks_per_token(spec: ExchangeSpec) -> float:
-    """The ranks that a token's choices go to, on average over sources, where all sets of K experts are equally likely.
-
-    >>> from tokenyard.formats import for_dtype
-    >>> from tokenyard.routing import Placement
-    >>> bf16, none = for_dtype(torch.bfloat16), torch.bfloat16
-    >>> spec = ExchangeSpec(layer="moe", index=0, hidden_size=8, num_experts=256, top_k=8, max_tokens=1, dtype=none,
-    ...                     wire=bf16, combine_wire=bf16, placement=Placement.contiguous(256, 8))
-    >>> round(8 / ranks_per_token(spec), 2)
-    1.51
-    >>> round(8 / ranks_per_token(replace(spec, placement=Placement.contiguous(256, 64))), 2)
-    1.04
-    """
-    placement, experts = spec.placement, spec.num_experts
-    # Of a replicated expert each copy has its share; one on the source rank has all of it.
-    shares = [[0.0] * placement.world for _ in range(placement.world if placement.has_replicas else 1)]
-    for source, shares_W in enumerate(shares):
-        for expert in range(experts):
-            owners = [rank for rank, _ in placement.owners(expert)]
-            owners = [source] if placement.has_replicas and source in owners else owners
-            for rank in owners:
-                shares_W[rank] += 1 / len(owners)
-    chosen = min(spec.top_k, experts)
-
-    def met(share: float) -> float:
-        """The probability that one of the choices is among so many experts, a part of one counted as such."""
-        return 1 - prod(max(0.0, 1 - share / (experts - k)) for k in range(chosen))
-
-    return max(1.0, sum(met(share) for shares_W in shares for share in shares_W) / len(shares))
-
-
-def _sum_words(row: dict[str, Any]) -> list[str]:
-    """What a plan says of a sum that is not made by ranks first."""
-    if row["sum"] == "ranks":
-        return []
-    return [
-        f'    the result of each choice comes home: {row["rows_home"]:.2f} times the rows of sum="ranks", where routes '
-        "are uniform"
-    ]
-
-
-def _between(wiring: Wiring) -> str:
-    """The words for the format between the two products, where there is one."""
-    return "" if wiring.inner is None else f", {wiring.inner} between the products"
-
-
 def _regions(exchange: type[Transport], wiring: Wiring) -> tuple[int, int]:
     nbytes = exchange.region_bytes(wiring.exchange_spec)
     return nbytes.dispatch, nbytes.combine
-
-
-def count(number: int, noun: str) -> str:
-    """A number of things.
-
-    >>> count(1, "rank"), count(4, "rank")
-    ('1 rank', '4 ranks')
-    """
-    return f"{number} {noun}" + ("s" if number != 1 else "")
-
-
-def span(names: list[str]) -> str:
-    """How a list of layers is written in one line.
-
-    >>> span(["moe.0"]), span(["moe.0", "moe.1", "moe.2"])
-    ('moe.0', 'moe.0 … moe.2 (3 layers)')
-    """
-    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)} layers)"

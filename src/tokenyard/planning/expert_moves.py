@@ -77,9 +77,10 @@ class ExpertMoves:
         self._asked = 0  # the calls before the ranks asked each other last how far they are
         self._resizes = 0  # changes of the ranks that were begun since
         # Weakly: memory of a plan that is gone is given back at once.
-        notice, noticed = weakref.WeakMethod(self._notice), weakref.WeakMethod(self._noticed)
-        self._state.exchange.notice = lambda: call() if (call := notice()) else 0
-        self._state.exchange.noticed = lambda notices: call(notices) if (call := noticed()) else None
+        this = weakref.ref(self)
+        announcer = self._state.exchange.announcer
+        announcer.notice = lambda: moves._notice() if (moves := this()) else 0
+        announcer.noticed = lambda notices: moves._noticed(notices) if (moves := this()) else None
         if self._auto is not None:
             self._auto.seen = 0
 
@@ -209,7 +210,7 @@ class ExpertMoves:
 
     def _question(self) -> str:
         """Names the change of ranks under way, alike on all ranks."""
-        return f"plan {self._state.exchange.plan_id:x}, change {self._resizes}"
+        return f"plan {self._state.exchange.announcer.plan_id:x}, change {self._resizes}"
 
     def _move_to(
         self,
@@ -388,7 +389,8 @@ class ExpertMoves:
 
     def _noticed(self, notices: Sequence[int]) -> None:
         """Hear from all ranks, in one dispatch, how far they are: all of them decide the same."""
-        if any(notice >> 2 != self._switches for notice in notices):
+        lowest = self._switches << 2  # below it stand two bits of progress
+        if not lowest <= min(notices) <= max(notices) <= lowest | 3:
             raise Drifted(
                 f"the ranks have switched placements {[notice >> 2 for notice in notices]} times",
                 expected="every rank to serve the same placements",

@@ -100,14 +100,27 @@ for nobody; fix: pass global expert ids of this layer, and -1 for padding
         of the ids, the one question that a GPU must be waited for (and that a CUDA graph cannot ask).
         """
         self._check_tensors()
-        self._check_sizes(top_k, num_tokens)
+        tokens, choices = self.topk_ids_TK.shape
+        if top_k is not None and choices != top_k:
+            raise InputError(
+                f"the routes hold {choices} choices per token",
+                expected=f"{top_k}, as the layer declares",
+                fix="give router and layer the same top_k; fill unused choices with id -1",
+            )
+        if num_tokens is not None and tokens != num_tokens:
+            raise InputError(
+                f"the routes hold {tokens} tokens",
+                expected=f"{num_tokens}, one row of routes per row of x_TH",
+                fix="route the same batch that is passed to the layer; padding rows get id -1",
+            )
         if device is not None and not same_device(self.topk_ids_TK.device, torch.device(device)):
             raise InputError(
                 f"the routes are on {self.topk_ids_TK.device}",
                 expected=f"{device}, where the rows are",
                 fix="run the router on the device of the rows",
             )
-        self._check_scaling(scaled_by)
+        if not (type(self.scaled_by) is float and self.scaled_by == scaled_by == 1.0):
+            self._check_scaling(scaled_by)
         if values:
             self._check_ids(num_experts)
 
@@ -145,20 +158,6 @@ for nobody; fix: pass global expert ids of this layer, and -1 for padding
                 f"topk_ids_TK is on {ids.device} and topk_weights_TK is on {weights.device}",
                 expected="ids and weights on one device",
                 fix="take ids and weights from one call of the router",
-            )
-
-    def _check_sizes(self, top_k: int | None, num_tokens: int | None) -> None:
-        if top_k is not None and self.top_k != top_k:
-            raise InputError(
-                f"the routes hold {self.top_k} choices per token",
-                expected=f"{top_k}, as the layer declares",
-                fix="give router and layer the same top_k; fill unused choices with id -1",
-            )
-        if num_tokens is not None and self.num_tokens != num_tokens:
-            raise InputError(
-                f"the routes hold {self.num_tokens} tokens",
-                expected=f"{num_tokens}, one row of routes per row of x_TH",
-                fix="route the same batch that is passed to the layer; padding rows get id -1",
             )
 
     def _check_scaling(self, scaled_by: float) -> None:

@@ -7,11 +7,6 @@ import torch
 from tokenyard.exchange import Pending, ResultsAtHome, TwoSidedTransport
 
 
-def exchange_of(announcements):
-    """The exchange that a transport works for, which is none of its business."""
-    return announcements.all_met.func.__self__
-
-
 def rerouted(batch, routes):
     """A batch along other routes, and announced so."""
     mine = dataclasses.replace(batch.announcements.mine, counts=tuple(routes.counts))

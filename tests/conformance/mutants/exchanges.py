@@ -5,8 +5,7 @@ from contextlib import nullcontext
 
 import torch
 
-from tokenyard.exchange import Arrival, Exchange
-from tokenyard.exchange import exchange as exchange_module
+from tokenyard.exchange import Arrival, Exchange, batch_maker
 from tokenyard.exchange.passes import RowBound
 from tokenyard.exchange.stats import LayerStats
 from tokenyard.rows import CombinedRows
@@ -16,7 +15,7 @@ def takes_old_handles(patch):
     right = Exchange.combine
 
     def combine(self, arrival, result, **options):
-        if arrival not in self._in_flight and self._round:
+        if arrival not in self._in_flight and self.rounds:
             return CombinedRows(y_TH=torch.zeros(arrival.routes.num_tokens, 1))
         return right(self, arrival, result, **options)
 
@@ -28,7 +27,7 @@ def takes_handles_of_other_plans(patch):
     right = Exchange.combine
 
     def combine(self, arrival, result, **options):
-        if arrival not in self._in_flight and arrival.round == 1 and self._round == 0:
+        if arrival not in self._in_flight and arrival.round == 1 and self.rounds == 0:
             return CombinedRows(y_TH=torch.zeros(arrival.routes.num_tokens, 1))
         return right(self, arrival, result, **options)
 
@@ -37,12 +36,12 @@ def takes_handles_of_other_plans(patch):
 
 def no_limit(patch):
     """Takes more tokens than there is room for."""
-    right = exchange_module.check_batch
+    right = batch_maker.check_batch
 
     def check_batch(spec, *batch, **options):
         return right(dataclasses.replace(spec, max_tokens=10**6), *batch, **options)
 
-    patch.setattr(exchange_module, "check_batch", check_batch)
+    patch.setattr(batch_maker, "check_batch", check_batch)
 
 
 def counts_once(patch):

@@ -1,6 +1,5 @@
 """Transports that go on after a loss."""
 
-from tests.conformance.mutants.changing import exchange_of
 from tokenyard.errors import GroupError, PeerLost, PlanBroken
 from tokenyard.exchange import Pending, SharedMemoryTransport, TwoSidedTransport
 
@@ -11,7 +10,7 @@ class GoesOn(TwoSidedTransport):
     name = "goes_on"
 
     def send(self, batch):
-        exchange_of(batch.announcements).usability.break_by = lambda cause: None
+        batch.announcements.announcer.usability.break_by = lambda cause: None
         if self.__dict__.get("losses", 0) > 1:
             return Pending(lambda: batch.arrived(*self.last))
         try:
@@ -56,7 +55,7 @@ class IsNotBrokenForLong(SharedMemoryTransport):
     name = "is_not_broken_for_long"
 
     def send(self, batch):
-        usability = exchange_of(batch.announcements).usability
+        usability = batch.announcements.announcer.usability
 
         def check(*, layer=None):
             try:

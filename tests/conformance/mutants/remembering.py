@@ -7,7 +7,7 @@ from types import MethodType
 
 import torch
 
-from tests.conformance.mutants.changing import ChangesReceived, ChangesResults, exchange_of, rerouted
+from tests.conformance.mutants.changing import ChangesReceived, ChangesResults, rerouted
 from tokenyard.errors import PeerFailed
 from tokenyard.exchange import Pending, SharedMemoryTransport, TwoSidedTransport
 from tokenyard.rows import LocalRoutes
@@ -118,9 +118,9 @@ class RoundStandsStill(ChangesResults):
             try:
                 return pending.wait()
             finally:
-                exchange = exchange_of(batch.announcements)
-                exchange._round = 0
-                exchange._meet = MethodType(lambda exchange, round: None, exchange)
+                announcer = batch.announcements.announcer
+                announcer.round = 0
+                announcer.meet = MethodType(lambda announcer, round: None, announcer)
 
         return Pending(wait)
 
@@ -134,23 +134,23 @@ class FailedRoundsDoNotCount(TwoSidedTransport):
     name = "failed_rounds_do_not_count"
 
     def send(self, batch):
-        exchange = exchange_of(batch.announcements)
-        before, pending = exchange._round, super().send(batch)
+        announcer = batch.announcements.announcer
+        before, pending = announcer.round, super().send(batch)
 
         def wait():
             try:
                 return pending.wait()
             except PeerFailed:
-                exchange._round = before
+                announcer.round = before
                 raise
 
         return Pending(wait)
 
     def fail(self, failure):
-        exchange = exchange_of(failure.announcements)
-        before = exchange._round
+        announcer = failure.announcements.announcer
+        before = announcer.round
         super().fail(failure)
-        exchange._round = before
+        announcer.round = before
 
 
 class PlacesByShape(TwoSidedTransport):

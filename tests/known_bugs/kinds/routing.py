@@ -5,9 +5,7 @@ from dataclasses import replace
 import torch
 
 from tests.known_bugs.known_bug import BugKind, ExchangeCheck, KnownBug
-from tokenyard.exchange import BatchRoutes
-from tokenyard.exchange import batch as batches
-from tokenyard.exchange import exchange as exchanges
+from tokenyard.exchange import BatchRoutes, batch, batch_maker, batch_routes
 from tokenyard.routing import Placement
 
 
@@ -26,16 +24,17 @@ def duplicates_sent_twice(patch):
         goes_WTK = torch.stack([rank_TK == rank for rank in range(world)])
         return goes_WTK.nonzero().unbind(1)[:2]  # a copy per choice
 
-    patch.setattr(batches, "rows_out", rows_out)
+    for module in (batch_routes, batch):
+        patch.setattr(module, "rows_out", rows_out)
 
 
 def more_tokens_than_the_maximum(patch):
-    right = exchanges.check_batch
+    right = batch_maker.check_batch
 
     def check_batch(spec, *batch, **options):
         return right(replace(spec, max_tokens=2**30), *batch, **options)
 
-    patch.setattr(exchanges, "check_batch", check_batch)
+    patch.setattr(batch_maker, "check_batch", check_batch)
 
 
 def ids_cast_to_a_byte(patch):

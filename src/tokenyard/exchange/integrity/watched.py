@@ -28,13 +28,13 @@ from tokenyard.errors import ContractError, Corrupted, PeerFailed, PeerLost, Tok
 from tokenyard.exchange.batch import (
     Arrival,
     Batch,
-    BatchRoutes,
     Failure,
     Results,
     ResultsAtHome,
     RowsAtHome,
     SumWatch,
 )
+from tokenyard.exchange.batch_routes import BatchRoutes
 from tokenyard.exchange.hierarchical import HierarchicalTransport
 from tokenyard.exchange.integrity.checksums import (
     ResultNumbers,

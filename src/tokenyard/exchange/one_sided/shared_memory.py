@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import ContractError, Reason
-from tokenyard.exchange.announcement import Announcement, Announcements, ignore_notices
+from tokenyard.exchange.announcement import Announcement, Announcements
 from tokenyard.exchange.batch import Arrival, Batch, Failure, Results, ResultsAtHome, RowsAtHome
 from tokenyard.exchange.one_sided import declarations
 from tokenyard.exchange.one_sided.signals import Signals, control_bytes
@@ -170,7 +170,8 @@ class SharedMemoryTransport(Transport):
         before = counts_WW[: self.group.rank]
         firsts = [sum(counts[rank] for counts in before) for rank in range(self.group.size)]
         self.push(batch, firsts)
-        told = replace(batch.announcements, bound=None, noticed=ignore_notices)
+        told = batch.announcements
+        told = replace(told, bound=None, announcer=told.announcer.once_more(self.group))
         self._tell(told)
         return self._receive(replace(batch, announcements=told), firsts)
 
@@ -284,11 +285,11 @@ class SharedMemoryTransport(Transport):
         """Wait for the words of all ranks. Every rank that was told is in this round, whatever comes of it."""
         signals = self.workspace.signals
         if signals.left:
-            raise announcements.ranks_parted()
+            raise announcements.announcer.usability.ranks_parted()
         answers = signals.hear(announcements.mine)
         announcements.all_met()
         if any(other.plan != announcements.mine.plan for other in answers):
-            announcements.ranks_parted()
+            announcements.announcer.usability.ranks_parted()
         return answers
 
     def _hear_counts(self, announcements: Announcements) -> Sequence[Announcement]:

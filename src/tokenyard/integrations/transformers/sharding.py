@@ -156,26 +156,25 @@ class ShardedExperts(nn.Module):
         super().__init__()
         self.layer = MoELayer(made, name, weights, adopt=True)  # the layer that runs the experts
         self.index, self.passes = index, passes
+        # The factor that the weights of the model's router hold.
+        self._scaled_by = made.wiring(name).exchange_spec.routed_scaling
         self.stopwatch = Stopwatch(self.layer.experts)  # counts the seconds of the experts
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The sum of each row's experts, wherever they live, weighted."""
-        x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
+        is_flat = hidden_states.dim() == 2  # mostly: each reshape takes longer than the question
+        x_TH = hidden_states if is_flat else hidden_states.reshape(-1, hidden_states.shape[-1])
         weights_TK = top_k_weights
         if weights_TK.dtype not in (torch.float32, torch.bfloat16):
             weights_TK = weights_TK.float()
-        routes = Routes(
-            topk_ids_TK=top_k_index,
-            topk_weights_TK=weights_TK,
-            scaled_by=self.layer.wiring.exchange_spec.routed_scaling,
-        )
+        routes = Routes(topk_ids_TK=top_k_index, topk_weights_TK=weights_TK, scaled_by=self._scaled_by)
         if not torch.compiler.is_compiling():
             y_TH: Tensor = self._in_parts(x_TH, routes)
         elif self.passes.meeting:
             y_TH = self._outside_of_the_graph(x_TH, routes)
         else:
             y_TH = self.layer(x_TH, routes)  # one operator, which knows about gradients
-        return y_TH.reshape(hidden_states.shape)
+        return y_TH if is_flat else y_TH.reshape(hidden_states.shape)
 
     def _in_parts(self, x_TH: Tensor, routes: Routes) -> Tensor:
         if not torch.is_grad_enabled():
