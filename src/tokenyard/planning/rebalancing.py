@@ -29,7 +29,16 @@ from tokenyard.experts import Experts
 from tokenyard.experts.slots import ExpertSlots
 from tokenyard.group import Group
 from tokenyard.group.devices import rank_on
-from tokenyard.planning.moving import Carrier, HeldExperts, Parcel, bytes_of, paths_between, streams, width
+from tokenyard.planning.moving import (
+    Carrier,
+    HeldExperts,
+    Parcel,
+    bytes_of,
+    not_held,
+    paths_between,
+    streams,
+    width,
+)
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Move, Placement
 
@@ -274,7 +283,11 @@ class Rebalance:
                 elif move.target == mine:
                     for name, tensor in tensors[layer].items():
                         into = bytes_of(tensor[came[layer][move.expert]])
-                        self._carrier.fetch(held[move.source], name, move.expert, into, self._check)
+                        try:
+                            self._carrier.fetch(held[move.source], name, move.expert, into, self._check)
+                        except OSError as error:
+                            self._carrier.abandon()  # others may wait for this rank
+                            raise not_held(self._group, move.source, error) from error
         self._carrier.carry(streams(world, through_group, widths), read, write, self._check)
         if self.next_ranks is not None:
             self.next_ranks.all_have_copied()
