@@ -374,8 +374,14 @@ def test_a_group_to_grow_into_begins_with_the_present_ranks():
 def asks(answers, gone=None, seconds=0.0):
     """What a fresh rank finds decided, and what it decides."""
     told, answers = [], iter(answers)
+
+    def decided(question):
+        if isinstance(answer := next(answers), Exception):
+            raise answer
+        return answer
+
     group = SimpleNamespace(
-        decided=lambda question: next(answers),
+        decided=decided,
         decide=lambda question, answer: told.append(answer) or f"{answer} by all",
         gone=lambda: gone or {},
     )
@@ -387,6 +393,9 @@ def test_a_fresh_rank_waits_for_the_word_of_the_others(monkeypatch):
     monkeypatch.setattr(joining.time, "sleep", slept.append)
     assert asks([None, None, "switch"], seconds=60.0) == ("switch", [])
     assert len(slept) == 2
+    # A store that is too busy to answer in time decides nothing.
+    assert asks([LOST, None, "switch"], seconds=60.0) == ("switch", [])
+    assert asks([LOST], seconds=-1.0) == ("stay by all", ["stay"])
     assert asks([None], seconds=-1.0) == ("stay by all", ["stay"])
     assert asks([None], gone={0: "it has ended"}, seconds=60.0) == ("stay by all", ["stay"])
     assert asks(["stay"], gone={0: "it has ended"}, seconds=-1.0) == ("stay", [])

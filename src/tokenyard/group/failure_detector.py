@@ -62,7 +62,7 @@ def within(
             answers.put((None, error))
 
     threading.Thread(target=ask, name="question", daemon=True).start()
-    left = seconds
+    left = max(0.0, seconds)
     while True:
         started = time.monotonic()
         try:

@@ -62,11 +62,13 @@ class Joining:
     def _answer(self, seconds: float) -> str:
         """What the ranks have decided. If they do not, or one of them ends, nobody takes this rank in."""
         until = time.monotonic() + seconds
-        while (answer := self._group.decided(self._question)) is None:
+        while True:
+            with contextlib.suppress(TokenyardError):  # the store did not answer: it is asked again
+                if (answer := self._group.decided(self._question)) is not None:
+                    return answer
             if time.monotonic() > until or self._group.gone():
                 return self._group.decide(self._question, STAY)
             time.sleep(_LOOK)
-        return answer
 
 
 def _say_farewell(carrier: Carrier) -> None:
