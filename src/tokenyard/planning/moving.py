@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tokenyard.errors import GroupError, PlanError, shown
+from tokenyard.errors import PeerLost, PlanError, shown
 from tokenyard.experts import Experts
 from tokenyard.experts.slots import ExpertSlots
 from tokenyard.group import Group, make_together
@@ -305,17 +305,15 @@ class Carrier:
             group.close()
 
 
-def not_held(group: Group, source: int, error: OSError) -> GroupError:
-    """What a rank raises that cannot map the memory in which another said that it holds its experts."""
-    why = f"its memory cannot be mapped: {error.strerror or error}"
-    if error.errno in (0, errno.ENOENT, errno.ESRCH):  # it has ended, or given its experts back
-        return group.lost([source], phase="moving experts", waited=0.0, detail=why)
-    return GroupError(
-        f"rank {source} holds experts on this host, and {why}",
-        expected="processes of one user, which may open the memory of each other",
-        fix="run all ranks of a host as one user, in one container",
-        rank=group.rank,
-    )
+def not_held(group: Group, source: int, error: OSError) -> PeerLost | None:
+    """The loss of a rank that no longer holds its experts where it said; None if its memory is there.
+
+    `error` is what came of mapping it. Its process has ended, or it has given its experts back.
+    """
+    if error.errno not in (0, errno.ENOENT, errno.ESRCH):
+        return None
+    why = f"its memory cannot be mapped: {error.strerror}"
+    return group.lost([source], phase="moving experts", waited=0.0, detail=why)
 
 
 def _key(address: Address) -> tuple[int, int]:

@@ -286,8 +286,10 @@ class Rebalance:
                         try:
                             self._carrier.fetch(held[move.source], name, move.expert, into, self._check)
                         except OSError as error:
+                            if (lost := not_held(self._group, move.source, error)) is None:
+                                raise
                             self._carrier.abandon()  # others may wait for this rank
-                            raise not_held(self._group, move.source, error) from error
+                            raise lost from error
         self._carrier.carry(streams(world, through_group, widths), read, write, self._check)
         if self.next_ranks is not None:
             self.next_ranks.all_have_copied()
