@@ -491,3 +491,21 @@ def test_a_fresh_rank_whose_source_is_gone_names_it_and_the_others_serve_on():
         assert kind == "PeerLost"
         assert "rank 2 has given the change of ranks up" in words
         assert waited < 15
+
+
+def nobody_comes(group):
+    """Rank 1 waits for a fresh rank longer than rank 0 does, as on a busy machine, and hears of it."""
+    layer = spec(sum="choices", num_experts=6)
+    plan = ty.plan([layer], group)
+    built = build(plan, "moe")
+    given = batch(layer, 5, seed=group.rank)
+    before_TH = built(*given)
+    if group.rank == 1:
+        admit = group.admit
+        group.admit = lambda count, seconds, check: admit(count, seconds=seconds + 30, check=check)
+    error = raised(plan.grow, 1, seconds=0.5)
+    return type(error).__name__, list(error.peers), torch.equal(built(*given), before_TH)
+
+
+def test_all_ranks_name_the_one_that_did_not_come_whoever_notices_first():
+    assert on_ranks(2, nobody_comes, ranks="processes") == [("PeerLost", [2], True)] * 2

@@ -268,20 +268,32 @@ def test_fresh_ranks_are_waited_for_where_there_are_any(patience, due):
 def test_who_fails_says_so_and_the_others_stop_waiting_for_it_to_come(monkeypatch):
     monkeypatch.setattr(resizing, "_LOOK", 0.0)
     pair = ty.thread_groups(2)
-    for change, answer in enumerate([None, GO, STAY, "failed"]):
+    for change, answer in enumerate([None, GO, STAY, "failed", LOST]):
         question = f"plan 1, change {change}"
         check = StayCheck(pair[0], question)
         assert raised(check) is None
-        if answer == "failed":
-            NextGroup(pair[1], question, [0, 1], None, None, layers={}).close()
+        if answer in ("failed", LOST):
+            error = answer if answer is LOST else OSError("full")
+            NextGroup(pair[1], question, [0, 1], None, None, layers={}, patience=1.0).close(error=error)
         elif answer is not None:
             pair[1].decide(question, answer)
         lost = raised(check)
-        assert (lost is not None) == (answer in (STAY, "failed"))
+        assert (lost is not None) == (answer in (STAY, "failed", LOST))
         if lost is not None:
-            who = "rank 1" if answer == "failed" else "a rank"
+            who = "a rank" if answer == STAY else "rank 1"
             assert f"{who} has given the change of ranks up" in str(lost)
-            assert (type(lost), lost.peers) == (ty.PeerLost, ())
+            assert (type(lost), lost.peers) == (ty.PeerLost, (1,) if answer is LOST else ())
+
+
+@pytest.mark.parametrize(("meets", "named"), [(True, 2), (False, 1)])
+def test_ranks_that_are_lost_are_named_as_the_present_group_numbers_them(meets, named):
+    """Rank 0 leaves. Those that stay are renumbered where they make the next group, and not in what carries experts."""
+    said = {}
+    following = NextGroup(present(said), "plan 1", [1, 2], None, None, layers={})
+    if not meets:
+        following.carrier = SimpleNamespace(close=lambda: None)
+    following.close(error=LOST)
+    assert said["plan 1, given up by"] == f'["rank 0", [{named}]]'
 
 
 def test_a_word_that_others_took_the_next_group_stands_when_a_rank_fails():
@@ -454,7 +466,7 @@ def test_a_fresh_rank_that_fails_lets_the_others_go_on(monkeypatch):
     monkeypatch.setattr(joining, "Rebalance", Fails)
     monkeypatch.setattr(joining, "held_by_all", lambda *arguments, seconds: {})
     assert raised(Joining(group, "plan 1", {}, {}).take_over, {}, 7.0) is LOST
-    assert said == {"plan 1": STAY, "plan 1, given up by": "rank 2"}
+    assert said == {"plan 1": STAY, "plan 1, given up by": '["rank 2", [1]]'}
     assert carried == [("close",)]
 
 

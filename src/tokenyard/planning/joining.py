@@ -52,8 +52,8 @@ class Joining:
             carrier.meet()
             if self._answer(seconds) == STAY:
                 raise not_taken_in(group.rank)
-        except BaseException:
-            give_up(group, self._question)
+        except BaseException as error:
+            give_up(group, self._question, error)
             carrier.close()
             raise
         # The others wait until all have switched before they give back what they shared. This rank serves meanwhile.

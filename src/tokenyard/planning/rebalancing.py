@@ -83,8 +83,8 @@ class NextRanks(Protocol):
     def say_farewell(self) -> None:
         """Give back what was shared before."""
 
-    def close(self) -> None:
-        """It is not taken."""
+    def close(self, *, error: BaseException | None = None) -> None:
+        """It is not taken, after an error of this rank."""
 
 
 class Progress(IntEnum):
@@ -247,7 +247,7 @@ class Rebalance:
                 self._carrier.abandon()
             self._carrier.close()  # its ranks may be anywhere: the next move makes another
             if self.next_ranks is not None:
-                self.next_ranks.close()
+                self.next_ranks.close(error=error)
             self._report(Progress.FAILED)
         finally:
             self._holders = {}  # nobody switches any more, and a layer that is gone needs no memory

@@ -19,13 +19,14 @@ they wait for each other to come (`StayCheck`): there, nothing else would tell t
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from tokenyard.errors import HandleError, InputError, PlanError, TokenyardError, shown
+from tokenyard.errors import HandleError, InputError, PeerLost, PlanError, TokenyardError, shown
 from tokenyard.exchange import EXCHANGES, Exchange
 from tokenyard.experts.base import WEIGHT_DTYPES, ExpertWeights
 from tokenyard.group import Group
@@ -57,15 +58,22 @@ class StayCheck:
                 self._answer = self._group.decided(self._question)
             self._next_look = time.monotonic() + _LOOK
         if self._answer == STAY:
-            who = self._group.decided(_by_whom(self._question)) or "a rank"
+            who, lost = json.loads(self._group.decided(_by_whom(self._question)) or '["a rank", []]')
             given_up = f"{who} has given the change of ranks up"
-            raise self._group.lost([], phase="moving experts", waited=0.0, detail=given_up)
+            raise self._group.lost(lost, phase="moving experts", waited=0.0, detail=given_up)
 
 
-def give_up(group: Group, question: str) -> None:
-    """Say that this rank has failed: the plan stays as it is, unless the others have switched already."""
+def give_up(group: Group, question: str, error: BaseException | None, members: Sequence[int] = ()) -> None:
+    """Say that this rank has failed: the plan stays as it is, unless the others have switched already.
+
+    They name the ranks that this one has lost: who waits for a rank that does not come says the same of it, whether
+    its own time is up or it hears this word first. `members`, if any, are the ranks as the others number them.
+    """
+    lost = [
+        members[rank] if members else rank for rank in (error.peers if isinstance(error, PeerLost) else ())
+    ]
     with contextlib.suppress(TokenyardError):  # where the ranks find each other, nobody answers
-        group.decide(_by_whom(question), f"rank {group.rank}")
+        group.decide(_by_whom(question), json.dumps([f"rank {group.rank}", lost]))
         group.decide(question, STAY)
 
 
@@ -158,9 +166,14 @@ class NextGroup:
             waited = self._present.deadline
             raise self._present.lost([], phase="leaving the group before", waited=waited)
 
-    def close(self) -> None:
-        """The plan stays with the present group: end the waits of others for the next one, and give it back."""
-        give_up(self._decided_in, self._question)
+    def close(self, *, error: BaseException | None = None) -> None:
+        """The plan stays with the present group: end the waits of others for the next one, and give it back.
+
+        `error` is what this rank has failed with.
+        """
+        # Before there is a carrier, those that stay meet as the next group numbers them.
+        renumbered = not self.admits and not hasattr(self, "carrier")
+        give_up(self._decided_in, self._question, error, self.members if renumbered else ())
         if self.group is not None:
             with contextlib.suppress(TokenyardError):
                 self.group.lost_elsewhere([], phase="changing ranks", waited=0.0)
