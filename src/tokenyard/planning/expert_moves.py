@@ -502,12 +502,11 @@ class ExpertMoves:
         """Experts stay where they are, on this rank; whoever asks for the move hears why."""
         move, self._move = self._move, None
         following, self._next_group = self._next_group, None
-        if move is not None:
-            move.give_up(error)  # first: its thread may hear the word of this rank, too
         if following is not None:
             with contextlib.suppress(TokenyardError):  # where the ranks find each other, nobody answers
                 following.refuse()
         if move is not None:
+            move.give_up(error)
             _log.warning("experts stay where they are: %s", move.error)
             for name in move.placements:
                 self._state.exchange.stats[name].moves.given_up += 1
