@@ -8,7 +8,7 @@ import torch
 
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
-from tokenyard.planning import resizing
+from tokenyard.planning import moving, resizing
 from tokenyard.planning.resizing import placement_with, placement_without
 
 SECONDS = 20.0  # in which fresh ranks come
@@ -196,6 +196,34 @@ def test_hosts_experts_that_route_by_themselves_and_watched_plans_shrink():
     ):
         said = on_ranks(4, halved, exchange, fields, paranoid, hosts=hosts)
         assert sorted(said[0]) == list(range(6)), exchange
+
+
+def grown_into(group, larger, results):
+    """Outputs before and after a third rank has come, in a group that somebody else has made."""
+    layer = spec(sum="choices", num_experts=6)
+    plan = ty.plan([layer], group)
+    built = build(plan, "moe")
+    given = batch(layer, 5, seed=group.rank)
+    before_TH = built(*given)
+    plan.grow(larger[group.rank], seconds=SECONDS)
+    return torch.equal(before_TH, built(*given)), plan.group is larger[group.rank]
+
+
+def test_a_plan_grows_into_a_group_that_somebody_else_has_made():
+    larger, results = ty.thread_groups(3, name="larger"), []
+    layer = spec(sum="choices", num_experts=6)
+
+    def come():
+        plan = ty.join_plan([layer], larger[2], seconds=SECONDS)
+        built = ty.MoELayer(plan, "moe", plan.empty_weights("moe"))
+        results.append(raised(plan.take_over, seconds=SECONDS))
+        results.append(len(built(*batch(layer, 5, seed=2))))
+
+    fresh = threading.Thread(target=come)
+    fresh.start()
+    assert on_ranks(2, grown_into, larger, results) == [(True, True)] * 2
+    fresh.join()
+    assert results == [None, 5]
 
 
 def shared_before(group):
@@ -407,3 +435,77 @@ def test_a_rank_that_is_lost_before_the_switch_is_named(monkeypatch):
     results = {}
     assert on_ranks(2, lost_before_the_switch, results) == [(ty.PeerLost, [1], 2, 3), None]
     assert isinstance(results[2], ty.TokenyardError)
+
+
+def fails_alone(group, what):
+    """The thread of one rank fails where nobody hears of it: before the ranks have met. Says what ranks saw, and when.
+
+    The deadline is 20 seconds, and ranks find each other for 30.
+    """
+    layer = spec(sum="choices", num_experts=6, spare_experts=6)
+    within = group.subgroup([0, 1]) if group.rank < 2 else None
+    address = group.gather_json(within and within.address)[0]
+    if what == "shrink":
+        within = group
+    elif group.rank == 2:  # the memory of others is not there any more
+        moving.map_memory = lambda address: open("/nowhere")  # noqa: SIM115
+        plan = ty.join_plan([layer], ty.rejoin(address, rank=2, seconds=SECONDS), seconds=SECONDS)
+        built = ty.MoELayer(plan, "moe", plan.empty_weights("moe"))
+        started = time.monotonic()
+        error = raised(plan.take_over, seconds=SECONDS)
+        return type(error).__name__, str(error), time.monotonic() - started
+    plan = ty.plan([layer], within)
+    built = build(plan, "moe")
+    given = batch(layer, 5, seed=group.rank)
+    before_TH = built(*given)
+    if what == "shrink" and group.rank == 1:
+        silent = ty.GroupError("the store does not answer", expected="an answer", fix="wait", rank=1)
+
+        def subgroup(ranks, **options):
+            raise silent
+
+        within.subgroup = subgroup
+    started = time.monotonic()
+    error = raised(plan.grow, 1, seconds=SECONDS) if what == "grow" else raised(plan.shrink, [0])
+    waited = time.monotonic() - started
+    plan._moves._last_move._thread.join()
+    assert torch.equal(built(*given), before_TH)
+    return type(error).__name__, str(error), waited
+
+
+def test_who_fails_before_the_ranks_have_met_is_not_waited_for():
+    for rank, (kind, words, waited) in enumerate(on_ranks(3, fails_alone, "shrink", ranks="processes")):
+        assert kind == ("GroupError" if rank == 1 else "PeerFailed")
+        assert "rank 1" in words
+        assert "the store does not answer" in words
+        assert waited < 15
+
+
+def test_a_fresh_rank_whose_source_is_gone_names_it_and_the_others_serve_on():
+    *old, (kind, words, waited) = on_ranks(3, fails_alone, "grow", ranks="processes")
+    assert kind == "PeerLost"
+    assert "rank 0" in words or "rank 1" in words
+    assert "its memory cannot be mapped: No such file or directory" in words
+    assert waited < 15
+    for kind, words, waited in old:
+        assert kind == "PeerLost"
+        assert "rank 2 has given the change of ranks up" in words
+        assert waited < 15
+
+
+def nobody_comes(group):
+    """Rank 1 waits for a fresh rank longer than rank 0 does, as on a busy machine, and hears of it."""
+    layer = spec(sum="choices", num_experts=6)
+    plan = ty.plan([layer], group)
+    built = build(plan, "moe")
+    given = batch(layer, 5, seed=group.rank)
+    before_TH = built(*given)
+    if group.rank == 1:
+        admit = group.admit
+        group.admit = lambda count, seconds, check: admit(count, seconds=seconds + 30, check=check)
+    error = raised(plan.grow, 1, seconds=0.5)
+    return type(error).__name__, list(error.peers), torch.equal(built(*given), before_TH)
+
+
+def test_all_ranks_name_the_one_that_did_not_come_whoever_notices_first():
+    assert on_ranks(2, nobody_comes, ranks="processes") == [("PeerLost", [2], True)] * 2

@@ -1,17 +1,20 @@
 """The thread of a move by hand: what it waits for, what it gives back, and what it says, on old and on fresh ranks."""
 
+import errno
 import itertools
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 
 import tokenyard as ty
 from tests.models import raised, spec
-from tokenyard.planning import joining
+from tokenyard.planning import joining, resizing
 from tokenyard.planning.joining import Joining
+from tokenyard.planning.moving import not_held
 from tokenyard.planning.rebalancing import Progress, Rebalance
-from tokenyard.planning.resizing import NextGroup, check_grown
+from tokenyard.planning.resizing import GO, STAY, NextGroup, StayCheck, check_grown
 
 LOST = ty.PeerLost([1], phase="moving experts", waited=1.0)
 
@@ -207,6 +210,12 @@ def test_a_thread_says_farewell_when_all_have_switched():
 # -- The next group ------------------------------------------------------------------------------------------
 
 
+def present(said=None):
+    """The present group of a rank that says something where all ranks look for the decision."""
+    decided = {} if said is None else said
+    return SimpleNamespace(rank=0, deadline=60.0, decide=decided.setdefault, decided=decided.get)
+
+
 def next_group(*, meets=True, patience=None):
     calls = []
 
@@ -218,7 +227,7 @@ def next_group(*, meets=True, patience=None):
 
         return call
 
-    following = NextGroup(SimpleNamespace(), "plan 1", [0], lambda: None, None, layers={}, patience=patience)
+    following = NextGroup(present(), "plan 1", [0], lambda: None, None, layers={}, patience=patience)
     following.carrier = SimpleNamespace(
         meet=method("meet", None if meets else LOST), close=method("carrier closed")
     )
@@ -246,7 +255,7 @@ def test_a_group_that_is_not_taken_is_given_back_as_far_as_it_was_made(meets):
     following.group = following.exchange = None
     following.close()
     assert calls == ["carrier closed"]
-    NextGroup(SimpleNamespace(), "plan 1", [0], None, None, layers={}).close()
+    NextGroup(present(), "plan 1", [0], None, None, layers={}).close()
 
 
 @pytest.mark.parametrize(("patience", "due"), [(None, []), (0.0, ["meet"]), (3.0, ["meet"])])
@@ -254,6 +263,95 @@ def test_fresh_ranks_are_waited_for_where_there_are_any(patience, due):
     following, calls = next_group(patience=patience)
     following.all_have_copied()
     assert calls == due
+
+
+def test_who_fails_says_so_and_the_others_stop_waiting_for_it_to_come(monkeypatch):
+    monkeypatch.setattr(resizing, "_LOOK", 0.0)
+    pair = ty.thread_groups(2)
+    for change, answer in enumerate([None, GO, STAY, "failed", LOST]):
+        question = f"plan 1, change {change}"
+        check = StayCheck(pair[0], question)
+        assert raised(check) is None
+        if answer in ("failed", LOST):
+            error = answer if answer is LOST else OSError("full")
+            NextGroup(pair[1], question, [0, 1], None, None, layers={}, patience=1.0).close(error=error)
+        elif answer is not None:
+            pair[1].decide(question, answer)
+        lost = raised(check)
+        assert (lost is not None) == (answer in (STAY, "failed", LOST))
+        if lost is not None:
+            who = "a rank" if answer == STAY else "rank 1"
+            assert f"{who} has given the change of ranks up" in str(lost)
+            assert (type(lost), lost.peers) == (ty.PeerLost, (1,) if answer is LOST else ())
+
+
+@pytest.mark.parametrize(("meets", "named"), [(True, 2), (False, 1)])
+def test_ranks_that_are_lost_are_named_as_the_present_group_numbers_them(meets, named):
+    """Rank 0 leaves. Those that stay are renumbered where they make the next group, and not in what carries experts."""
+    said = {}
+    following = NextGroup(present(said), "plan 1", [1, 2], None, None, layers={})
+    if not meets:
+        following.carrier = SimpleNamespace(close=lambda: None)
+    following.close(error=LOST)
+    assert said["plan 1, given up by"] == f'["rank 0", [{named}]]'
+
+
+def test_a_word_that_others_took_the_next_group_stands_when_a_rank_fails():
+    said = {"plan 1": GO}
+    NextGroup(present(said), "plan 1", [0], None, None, layers={}).close()
+    assert said["plan 1"] == GO
+
+
+def test_where_nobody_answers_the_wait_goes_on_and_it_is_not_asked_all_the_time():
+    asked = []
+
+    def decided(question):
+        asked.append(question)
+        raise LOST
+
+    check = StayCheck(SimpleNamespace(decided=decided), "plan 1")
+    for _ in range(100):
+        check()
+    assert 1 <= len(asked) < 50
+
+
+def test_others_are_waited_for_a_deadline_at_most_when_this_rank_has_switched():
+    """A rank that never comes to the farewell, as one whose store did not answer, is not waited for half a minute."""
+    group = present()
+    group.deadline, group.lost = 0.2, ty.PeerLost
+    following = NextGroup(group, "plan 1", [0], None, None, layers={})
+    following.prepare()
+    given_back, started = [], time.monotonic()
+    following.left_behind = [lambda: given_back.append(1)]
+    following._check()  # before the switch there is no such limit
+    ended = threading.Event()
+
+    def subgroup(ranks, *, name, purpose, check):
+        while not ended.wait(0.01):
+            check()
+
+    group.subgroup, group.size, group.name = subgroup, 2, "world"
+    over = threading.Timer(20, ended.set)
+    over.start()
+    following.say_farewell()
+    over.cancel()
+    assert given_back == [1]
+    assert 0.2 <= time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize(
+    ("number", "is_lost"), [(errno.ENOENT, True), (errno.ESRCH, True), (0, True), (errno.EACCES, False)]
+)
+def test_a_rank_that_no_longer_holds_its_experts_is_lost(number, is_lost):
+    """Its process has ended, or another file stands there; where it may not be opened, it is there."""
+    group = ty.thread_groups(3)[2]
+    lost = not_held(group, 1, OSError(number, "the reason"))
+    assert isinstance(lost, ty.PeerLost) == is_lost
+    if is_lost:
+        assert (lost.peers, lost.rank) == ((1,), 2)
+        assert "its memory cannot be mapped: the reason" in str(lost)
+        group._meeting_point.leave(1, "its process has ended")
+        assert "its process has ended" in str(not_held(group, 1, OSError(number, "the reason")))
 
 
 def test_the_first_word_stands_and_is_asked_for_once():
@@ -285,8 +383,14 @@ def test_a_group_to_grow_into_begins_with_the_present_ranks():
 def asks(answers, gone=None, seconds=0.0):
     """What a fresh rank finds decided, and what it decides."""
     told, answers = [], iter(answers)
+
+    def decided(question):
+        if isinstance(answer := next(answers), Exception):
+            raise answer
+        return answer
+
     group = SimpleNamespace(
-        decided=lambda question: next(answers),
+        decided=decided,
         decide=lambda question, answer: told.append(answer) or f"{answer} by all",
         gone=lambda: gone or {},
     )
@@ -298,6 +402,9 @@ def test_a_fresh_rank_waits_for_the_word_of_the_others(monkeypatch):
     monkeypatch.setattr(joining.time, "sleep", slept.append)
     assert asks([None, None, "switch"], seconds=60.0) == ("switch", [])
     assert len(slept) == 2
+    # A store that is too busy to answer in time decides nothing.
+    assert asks([LOST, None, "switch"], seconds=60.0) == ("switch", [])
+    assert asks([LOST], seconds=-1.0) == ("stay by all", ["stay"])
     assert asks([None], seconds=-1.0) == ("stay by all", ["stay"])
     assert asks([None], gone={0: "it has ended"}, seconds=60.0) == ("stay by all", ["stay"])
     assert asks(["stay"], gone={0: "it has ended"}, seconds=-1.0) == ("stay", [])
@@ -319,7 +426,7 @@ class Copied:
 def test_a_fresh_rank_serves_if_the_others_take_it_in(answer, monkeypatch):
     carrier, carried = called("meet", "close")
     threads = []
-    monkeypatch.setattr(joining, "Carrier", lambda group, name: carrier)
+    monkeypatch.setattr(joining, "Carrier", lambda group, name, check: carrier)
     monkeypatch.setattr(joining, "Rebalance", Copied)
     monkeypatch.setattr(joining, "held_by_all", lambda *arguments, seconds: (arguments[2:], seconds))
     monkeypatch.setattr(
@@ -327,7 +434,7 @@ def test_a_fresh_rank_serves_if_the_others_take_it_in(answer, monkeypatch):
         "Thread",
         lambda **options: threads.append(options) or SimpleNamespace(start=lambda: threads.append("started")),
     )
-    group = SimpleNamespace(rank=2, decided=lambda question: answer)
+    group = SimpleNamespace(rank=2, decided=lambda question: answer, decide=lambda question, said: answer)
     present = {"same": "a", "moves": "b"}
     taking = Joining(group, "plan 1", present, {"same": "a", "moves": "c"})
     error = raised(taking.take_over, {"moves": None}, 7.0)
@@ -344,6 +451,23 @@ def test_a_fresh_rank_serves_if_the_others_take_it_in(answer, monkeypatch):
         assert threads[0]["daemon"]
         threads[0]["target"](*threads[0]["args"])
         assert carried[1:] == [("meet",), ("close",)]
+
+
+def test_a_fresh_rank_that_fails_lets_the_others_go_on(monkeypatch):
+    carrier, carried = called("close")
+    said, group = {}, ty.thread_groups(3)[2]
+    group.decide = said.setdefault
+
+    class Fails(Copied):
+        def copy(self):
+            raise LOST
+
+    monkeypatch.setattr(joining, "Carrier", lambda group, name, check: carrier)
+    monkeypatch.setattr(joining, "Rebalance", Fails)
+    monkeypatch.setattr(joining, "held_by_all", lambda *arguments, seconds: {})
+    assert raised(Joining(group, "plan 1", {}, {}).take_over, {}, 7.0) is LOST
+    assert said == {"plan 1": STAY, "plan 1, given up by": '["rank 2", [1]]'}
+    assert carried == [("close",)]
 
 
 def test_a_fresh_rank_gives_back_what_it_shared_even_if_another_is_lost():

@@ -220,7 +220,7 @@ def test_further_ranks_are_taken_in_behind_those_of_the_group(pair):
             with pytest.raises(ty.InputError, match="ranks are to be taken in; expected a number of ranks"):
                 group.admit(wrong)
         filled = []
-        group._fill = lambda empty, seconds, filled=filled: filled.append((list(empty), seconds))
+        group._fill = lambda empty, seconds, check=None, filled=filled: filled.append((list(empty), seconds))
         group.admit(1, seconds=5.0)
         group.admit(3, seconds=6.0)
         size = group.size

@@ -450,7 +450,14 @@ LATE, GONE = "raise the group's deadline if it was only slow", "a plan can"
 
 
 def met(
-    comes=(0, 1), connects=lambda: "connected", gone=dict, ended=None, called=False, lost=(), seconds=20.0
+    comes=(0, 1),
+    connects=lambda: "connected",
+    gone=dict,
+    ended=None,
+    called=False,
+    lost=(),
+    seconds=20.0,
+    **others,
 ):
     """What a meeting of two ranks gives to rank 0, and with whom the detector was asked to look for the lost."""
     store, asked = dist.HashStore(), []
@@ -465,6 +472,7 @@ def met(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(readmission, "_connect", lambda *_: connects())
         options = {"seconds": seconds, "connecting": 0.3, "timeout": 20.0, "detector": detector, "gone": gone}
+        options |= others
         made = []
         error = raised(lambda: made.append(meet(store, "a meeting", 0, 2, phase="regrouping", **options)))
     return (made[0] if made else error), asked
@@ -472,6 +480,25 @@ def met(
 
 def fails(words="Connection closed by peer\nat line 7"):
     raise RuntimeError(words)
+
+
+@pytest.mark.parametrize("comes", [(0,), (0, 1)])
+def test_who_need_not_wait_for_the_others_any_more_leaves_the_meeting(comes):
+    """Before they have come, and while they connect."""
+    looks, connected = [], threading.Event()
+
+    def check():
+        looks.append(1)
+        if len(looks) == 3:
+            raise ty.HandleError("it is over", expected="nothing", fix="go")
+
+    started = time.monotonic()
+    error, asked = met(comes, lambda: connected.wait(60), check=check, seconds=60.0, connecting=60.0)
+    connected.set()
+    assert "it is over" in str(error)
+    assert time.monotonic() - started < 30
+    assert len(looks) == 3
+    assert asked == ([] if comes == (0,) else ["read"])  # nobody is blamed
 
 
 def test_ranks_that_come_to_a_meeting_are_connected():

@@ -1,5 +1,6 @@
 """A store that does not answer, a collective that is done at the last moment: waits end, and say what is wrong."""
 
+import itertools
 import subprocess
 import sys
 import threading
@@ -40,6 +41,17 @@ def test_what_nobody_answers_ends(monkeypatch):
         within(0.2, never.wait)
     assert time.monotonic() - began < 30
     never.set()  # nothing of it is left behind
+
+
+def test_a_process_that_was_stopped_while_it_asked_gets_its_answer(monkeypatch):
+    """Half a minute passes between any two looks at the clock: the process was stopped there."""
+    clock = itertools.count(0.0, 30.0)
+    monkeypatch.setattr(failure_detector, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    assert within(2.0, lambda: time.sleep(0.3) or 7) == 7
+    never = threading.Event()
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.5 s"):  # and it does not wait forever
+        within(0.5, never.wait)
+    never.set()
 
 
 def test_an_answer_and_an_error_come_as_they_are():

@@ -314,10 +314,19 @@ class Group(ABC):
         return self.subgroup(hosts[number], name=name or f"{self.name}/host {number}")
 
     @abstractmethod
-    def subgroup(self, ranks: Sequence[int], *, name: str | None = None, purpose: str = "") -> Group:
+    def subgroup(
+        self,
+        ranks: Sequence[int],
+        *,
+        name: str | None = None,
+        purpose: str = "",
+        check: Callable[[], None] | None = None,
+    ) -> Group:
         """A group of some of these ranks. Collective over *those* ranks only; nobody else is waited for.
 
-        Ranks make the subgroups of one purpose in one order. Those of another may be made meanwhile.
+        Ranks make the subgroups of one purpose in one order. Those of another may be made meanwhile. While ranks that
+        are processes over gloo wait for each other to come, `check` is called repeatedly, in another thread, and may
+        raise.
         """
 
     @property
@@ -334,11 +343,13 @@ class Group(ABC):
         """
 
     @abstractmethod
-    def admit(self, count: int, *, seconds: float = READMISSION) -> Group:
+    def admit(
+        self, count: int, *, seconds: float = READMISSION, check: Callable[[], None] | None = None
+    ) -> Group:
         """This group, and so many fresh ranks behind its own. Collective over this group, and over their `rejoin`.
 
         The first one comes with `rejoin(group.address, rank=group.size)`. If they have not come after so many seconds,
-        `PeerLost` says who is missing, and nothing has changed.
+        `PeerLost` says who is missing, and nothing has changed. Meanwhile `check` is called as in `subgroup`.
         """
 
     @abstractmethod

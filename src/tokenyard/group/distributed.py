@@ -134,10 +134,11 @@ class DistributedGroup(Group):
         seconds: float,
         phase: str = PHASE,
         gone: Callable[[], dict[int, str]] = dict,
+        check: Callable[[], None] | None = None,
     ) -> DistributedGroup:
         """The group of the ranks that meet as an invitation says, made without torch's world group.
 
-        `gone` says which of them will not come, as far as this rank sees.
+        `gone` says which of them will not come, as far as this rank sees; `check` raises where they need not.
         """
         # Before this rank is seen at the meeting: who is there has enrolled.
         detector = FailureDetector(rejoin_store.store, invitation.meeting, rank, invitation.size, this_host())
@@ -155,6 +156,7 @@ class DistributedGroup(Group):
                     timeout=max(invitation.deadline, FINDING_EACH_OTHER),
                     detector=detector,
                     gone=gone,
+                    check=check or (lambda: None),
                 ),
             )
         except TimeoutError as silent:
@@ -319,7 +321,12 @@ class DistributedGroup(Group):
         return f"{this_host()} on {self.device.type}"
 
     def subgroup(
-        self, ranks: Sequence[int], *, name: str | None = None, purpose: str = ""
+        self,
+        ranks: Sequence[int],
+        *,
+        name: str | None = None,
+        purpose: str = "",
+        check: Callable[[], None] | None = None,
     ) -> DistributedGroup:
         members = self._check_members(ranks)
         if self._process_group is None:
@@ -327,7 +334,7 @@ class DistributedGroup(Group):
         self._check_store()
         name = name or f"{self.name}/{'-'.join(map(str, members))}"
         if not self._known_to_torch or (self.device.type == "cpu" and self._carrier.type == "cpu"):
-            return self._split(members, name, purpose)
+            return self._split(members, name, purpose, check)
         global_ranks = [dist.get_global_rank(self._process_group, r) for r in members]
         # Local synchronization: only the members take part, other stages are not waited for.
         process_group = dist.new_group(
@@ -337,7 +344,9 @@ class DistributedGroup(Group):
         )
         return DistributedGroup(process_group, device=self.device, name=name, deadline=self.deadline)
 
-    def _split(self, members: tuple[int, ...], name: str, purpose: str) -> DistributedGroup:
+    def _split(
+        self, members: tuple[int, ...], name: str, purpose: str, check: Callable[[], None] | None
+    ) -> DistributedGroup:
         """A group of some of these ranks, made without torch's `new_group`: it is freed with its last reference."""
         # The n-th subgroup of the same ranks is the same one on all of them.
         self._splits[members, purpose] = number = self._splits.get((members, purpose), 0) + 1
@@ -359,6 +368,7 @@ class DistributedGroup(Group):
             gone=lambda: {
                 members.index(rank): why for rank, why in self._detector.ended().items() if rank in members
             },
+            check=check,
         )
 
     @property
@@ -368,9 +378,11 @@ class DistributedGroup(Group):
     def readmit(self, lost: Sequence[int], *, seconds: float = READMISSION) -> DistributedGroup:
         return self._fill(check_lost(lost, self.rank, self.size), seconds)
 
-    def admit(self, count: int, *, seconds: float = READMISSION) -> DistributedGroup:
+    def admit(
+        self, count: int, *, seconds: float = READMISSION, check: Callable[[], None] | None = None
+    ) -> DistributedGroup:
         check_count(count, self.rank)
-        return self._fill(range(self.size, self.size + count), seconds)
+        return self._fill(range(self.size, self.size + count), seconds, check)
 
     def decide(self, question: str, answer: str) -> str:
         key = self._key_of(question)
@@ -392,7 +404,9 @@ class DistributedGroup(Group):
         except (RuntimeError, TimeoutError) as silent:
             raise _lost_store(self.name, str(silent).splitlines()[0][:200], self.rank) from silent
 
-    def _fill(self, empty: Sequence[int], seconds: float) -> DistributedGroup:
+    def _fill(
+        self, empty: Sequence[int], seconds: float, check: Callable[[], None] | None = None
+    ) -> DistributedGroup:
         """This group once more, with fresh ranks in these places: some of its own, or further ones."""
         self._check_store()
         if self._carrier.type != "cpu":
@@ -417,6 +431,7 @@ class DistributedGroup(Group):
                 device=self.device,
                 seconds=seconds,
                 gone=lambda: {rank: why for rank, why in self._detector.ended().items() if rank not in empty},
+                check=check,
             )
 
     def _check_store(self) -> None:

@@ -50,7 +50,8 @@ def within(
     """The result of a question to a store; `TimeoutError` if it has not answered after so many seconds.
 
     The client of a store waits without limit, also where the link is cut. So a thread asks, and is abandoned if no
-    answer comes. Meanwhile `look` is called repeatedly, and may raise.
+    answer comes. Meanwhile `look` is called repeatedly, and may raise. Time in which this process was stopped does not
+    count: the thread that asks was stopped, too, and the store is not to blame.
     """
     answers: queue.SimpleQueue[tuple[Answer, None] | tuple[None, Exception]] = queue.SimpleQueue()
 
@@ -61,15 +62,17 @@ def within(
             answers.put((None, error))
 
     threading.Thread(target=ask, name="question", daemon=True).start()
-    until = time.monotonic() + seconds
+    left = max(0.0, seconds)
     while True:
+        started = time.monotonic()
         try:
-            answer, error = answers.get(timeout=max(0.0, min(LOOK, until - time.monotonic())))
+            answer, error = answers.get(timeout=min(LOOK, left))
             break
         except queue.Empty:
-            if time.monotonic() >= until:
+            if left <= LOOK:
                 raise TimeoutError(f"no answer within {seconds:.1f} s") from None
         look()
+        left = max(0.0, left - min(time.monotonic() - started, 2 * LOOK))
     if error is not None:
         try:
             raise error

@@ -145,11 +145,13 @@ def meet(
     timeout: float,
     detector: FailureDetector,
     gone: Callable[[], dict[int, str]],
+    check: Callable[[], None] = lambda: None,
 ) -> dist.ProcessGroup:
     """Make a gloo process group of the ranks that come to this meeting in the store, without torch's world group.
 
     All must have come within so many seconds, and then be connected within some more, unless one of them is seen to
-    be gone: before all have come by `gone`, then by the `detector` of those that met. `timeout` is that of gloo.
+    be gone: before all have come by `gone`, then by the `detector` of those that met. `check` is called meanwhile: it
+    may raise, and ends the wait of this rank. `timeout` is that of gloo.
 
     Torch's own `new_group` serves ranks of one world only, and a fresh process is of no world.
     """
@@ -174,6 +176,7 @@ def meet(
     while not place.check(here):
         if ended := gone():
             raise lost(list(ended), next(iter(ended.values())), ended=True)
+        check()
         if time.monotonic() - started > seconds:
             raise lost([other for other, key in enumerate(here) if not place.check([key])])
         time.sleep(_PAUSE)
@@ -182,10 +185,11 @@ def meet(
     def look() -> None:
         if detector.ended() or detector.called():
             raise all_lost("")
+        check()
 
     try:
         return within(connecting, lambda: _connect(place, rank, size, timeout), look=look)
-    except PeerLost:
+    except TokenyardError:
         raise
     except (RuntimeError, TimeoutError) as error:  # torch says what went wrong, not with which rank
         raise all_lost(str(error).splitlines()[0][:200]) from error

@@ -19,7 +19,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -338,7 +338,14 @@ class ThreadGroup(Group):
     def host(self) -> str:
         return self._meeting_point.hosts[self.rank]
 
-    def subgroup(self, ranks: Sequence[int], *, name: str | None = None, purpose: str = "") -> ThreadGroup:
+    def subgroup(
+        self,
+        ranks: Sequence[int],
+        *,
+        name: str | None = None,
+        purpose: str = "",
+        check: Callable[[], None] | None = None,
+    ) -> ThreadGroup:
         members = self._check_members(ranks)
         # The n-th subgroup of the same ranks is the same one on all of them: no wait is needed to find it.
         self._splits[members, purpose] = number = self._splits.get((members, purpose), 0) + 1
@@ -364,7 +371,9 @@ class ThreadGroup(Group):
     def readmit(self, lost: Sequence[int], *, seconds: float = READMISSION) -> ThreadGroup:
         return self._fill(check_lost(lost, self.rank, self.size), seconds)
 
-    def admit(self, count: int, *, seconds: float = READMISSION) -> ThreadGroup:
+    def admit(
+        self, count: int, *, seconds: float = READMISSION, check: Callable[[], None] | None = None
+    ) -> ThreadGroup:
         check_count(count, self.rank)
         return self._fill(range(self.size, self.size + count), seconds)
 

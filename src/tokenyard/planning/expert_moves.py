@@ -146,7 +146,9 @@ class ExpertMoves:
             group,
             question,
             staying,
-            None if group.rank in leaving else lambda: group.subgroup(staying, purpose=question),
+            None
+            if group.rank in leaving
+            else lambda check: group.subgroup(staying, purpose=question, check=check),
             lambda made: state.redraft(made, lambda: _placed(draft.specs, after)),
             layers=state.layers,
         )
@@ -177,10 +179,11 @@ class ExpertMoves:
             group,
             question,
             range(group.size),
-            (lambda: given) if given is not None else lambda: group.admit(count, seconds=seconds),
+            lambda check: given or group.admit(count, seconds=seconds, check=check),
             agree,
             layers=state.layers,
             patience=seconds,
+            decided_in=given,
         )
         ways = {name: [goal] for name, goal in goals.items() if goal != present[name]}
         return self._move_to(next_group, held, present, ways, goals, wait=wait)

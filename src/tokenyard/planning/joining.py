@@ -20,7 +20,7 @@ from tokenyard.planning.drafting import Draft, draft_as_told
 from tokenyard.planning.moving import Carrier, held_by_all
 from tokenyard.planning.planner import Plan
 from tokenyard.planning.rebalancing import HoldsExperts, Rebalance
-from tokenyard.planning.resizing import STAY, exchange_named, not_taken_in
+from tokenyard.planning.resizing import STAY, StayCheck, exchange_named, give_up, not_taken_in
 from tokenyard.planning.spec import LayerSpec
 from tokenyard.routing import Placement
 
@@ -43,7 +43,7 @@ class Joining:
         group = self._group
         names = list(self._names)
         held = held_by_all(group, layers, names, names, seconds=seconds)
-        carrier = Carrier(group, self._question)
+        carrier = Carrier(group, self._question, check=StayCheck(group, self._question))
         try:
             move = Rebalance(
                 group, carrier, layers, held, self._present, [self._goals], finish=lambda move: None
@@ -52,7 +52,8 @@ class Joining:
             carrier.meet()
             if self._answer(seconds) == STAY:
                 raise not_taken_in(group.rank)
-        except BaseException:
+        except BaseException as error:
+            give_up(group, self._question, error)
             carrier.close()
             raise
         # The others wait until all have switched before they give back what they shared. This rank serves meanwhile.
@@ -61,11 +62,13 @@ class Joining:
     def _answer(self, seconds: float) -> str:
         """What the ranks have decided. If they do not, or one of them ends, nobody takes this rank in."""
         until = time.monotonic() + seconds
-        while (answer := self._group.decided(self._question)) is None:
+        while True:
+            with contextlib.suppress(TokenyardError):  # the store did not answer: it is asked again
+                if (answer := self._group.decided(self._question)) is not None:
+                    return answer
             if time.monotonic() > until or self._group.gone():
                 return self._group.decide(self._question, STAY)
             time.sleep(_LOOK)
-        return answer
 
 
 def _say_farewell(carrier: Carrier) -> None:

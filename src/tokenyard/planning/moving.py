@@ -15,6 +15,7 @@ after another.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tokenyard.errors import PlanError, shown
+from tokenyard.errors import PeerLost, PlanError, shown
 from tokenyard.experts import Experts
 from tokenyard.experts.slots import ExpertSlots
 from tokenyard.group import Group, make_together
@@ -230,11 +231,12 @@ def held_by_all(
 class Carrier:
     """What carries experts between the ranks of a plan: memory of other ranks, and a group of its own.
 
-    Both are made when they are first needed, and kept for later moves.
+    Both are made when they are first needed, and kept for later moves. `check` is called while the ranks of the group
+    wait for each other to come, and may raise.
     """
 
-    def __init__(self, of: Group, name: str = "moves") -> None:
-        self._of, self._name = of, name
+    def __init__(self, of: Group, name: str = "moves", *, check: Callable[[], None] = lambda: None) -> None:
+        self._of, self._name, self._check = of, name, check
         self._group: Group | None = None
         self._mapped: dict[tuple[int, int], Tensor] = {}  # memory of other ranks, by process and inode
 
@@ -268,7 +270,7 @@ class Carrier:
         longest = max((parts[-1].start + parts[-1].nbytes for parts in sent if parts), default=0)
         if not longest:
             return
-        group = self._found()
+        group = self._found(check)
         for number in range(-(-longest // PIECE)):
             check()
             _move_piece(group, _Piece(number, PIECE, sent), read, write)
@@ -277,11 +279,17 @@ class Carrier:
         """Return when all ranks have called this. Collective."""
         self._found().barrier(phase="moving experts")
 
-    def _found(self) -> Group:
+    def _found(self, check: Callable[[], None] = lambda: None) -> Group:
         """The group that carries, made when it is first needed."""
+
+        def check_both() -> None:
+            self._check()
+            check()
+
         if self._group is None:
             name = f"{self._of.name}/{self._name}"
-            self._group = self._of.subgroup(range(self._of.size), name=name, purpose=self._name)
+            everybody = range(self._of.size)
+            self._group = self._of.subgroup(everybody, name=name, purpose=self._name, check=check_both)
         return self._group
 
     def abandon(self) -> None:
@@ -295,6 +303,17 @@ class Carrier:
         group, self._group = self._group, None
         if group is not None:
             group.close()
+
+
+def not_held(group: Group, source: int, error: OSError) -> PeerLost | None:
+    """The loss of a rank that no longer holds its experts where it said; None if its memory is there.
+
+    `error` is what came of mapping it. Its process has ended, or it has given its experts back.
+    """
+    if error.errno not in (0, errno.ENOENT, errno.ESRCH):
+        return None
+    why = f"its memory cannot be mapped: {error.strerror}"
+    return group.lost([source], phase="moving experts", waited=0.0, detail=why)
 
 
 def _key(address: Address) -> tuple[int, int]:

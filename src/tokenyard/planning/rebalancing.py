@@ -29,7 +29,16 @@ from tokenyard.experts import Experts
 from tokenyard.experts.slots import ExpertSlots
 from tokenyard.group import Group
 from tokenyard.group.devices import rank_on
-from tokenyard.planning.moving import Carrier, HeldExperts, Parcel, bytes_of, paths_between, streams, width
+from tokenyard.planning.moving import (
+    Carrier,
+    HeldExperts,
+    Parcel,
+    bytes_of,
+    not_held,
+    paths_between,
+    streams,
+    width,
+)
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Move, Placement
 
@@ -74,8 +83,8 @@ class NextRanks(Protocol):
     def say_farewell(self) -> None:
         """Give back what was shared before."""
 
-    def close(self) -> None:
-        """It is not taken."""
+    def close(self, *, error: BaseException | None = None) -> None:
+        """It is not taken, after an error of this rank."""
 
 
 class Progress(IntEnum):
@@ -238,7 +247,7 @@ class Rebalance:
                 self._carrier.abandon()
             self._carrier.close()  # its ranks may be anywhere: the next move makes another
             if self.next_ranks is not None:
-                self.next_ranks.close()
+                self.next_ranks.close(error=error)
             self._report(Progress.FAILED)
         finally:
             self._holders = {}  # nobody switches any more, and a layer that is gone needs no memory
@@ -274,7 +283,13 @@ class Rebalance:
                 elif move.target == mine:
                     for name, tensor in tensors[layer].items():
                         into = bytes_of(tensor[came[layer][move.expert]])
-                        self._carrier.fetch(held[move.source], name, move.expert, into, self._check)
+                        try:
+                            self._carrier.fetch(held[move.source], name, move.expert, into, self._check)
+                        except OSError as error:
+                            if (lost := not_held(self._group, move.source, error)) is None:
+                                raise
+                            self._carrier.abandon()  # others may wait for this rank
+                            raise lost from error
         self._carrier.carry(streams(world, through_group, widths), read, write, self._check)
         if self.next_ranks is not None:
             self.next_ranks.all_have_copied()

@@ -9,18 +9,24 @@ wait for each other in different groups. So whoever takes the next group says so
 (`Group.decide`), and so does whoever will not take it any more: the first word stands, and all ranks follow it.
 
 **Leaving.** When all have switched, which they tell each other in the background, what the old group shared is given
-back. A rank that leaves waits for this in `wait`: until then others may still read what it has sent.
+back. A rank that leaves waits for this in `wait`: until then others may still read what it has sent. Who has not
+switched after a deadline is lost to the others in their next call, and not waited for any longer.
+
+**A rank that fails** says that the plan stays as it is, and may then be anywhere. The others look for this word while
+they wait for each other to come (`StayCheck`): there, nothing else would tell them that one will not.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from tokenyard.errors import HandleError, InputError, PlanError, TokenyardError, shown
+from tokenyard.errors import HandleError, InputError, PeerLost, PlanError, TokenyardError, shown
 from tokenyard.exchange import EXCHANGES, Exchange
 from tokenyard.experts.base import WEIGHT_DTYPES, ExpertWeights
 from tokenyard.group import Group
@@ -34,6 +40,45 @@ from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Placement
 
 GO, STAY = "switch", "stay"
+# Seconds between two looks whether a rank has said that the plan stays as it is.
+_LOOK = 0.1
+
+
+class StayCheck:
+    """Called while a rank waits for others to come: raises once one of them has said that the plan stays as it is."""
+
+    def __init__(self, group: Group, question: str) -> None:
+        self._group, self._question = group, question
+        self._answer: str | None = None
+        self._next_look = 0.0
+
+    def __call__(self) -> None:
+        if self._answer is None and time.monotonic() >= self._next_look:
+            with contextlib.suppress(TokenyardError):  # where the ranks find each other, nobody answers
+                self._answer = self._group.decided(self._question)
+            self._next_look = time.monotonic() + _LOOK
+        if self._answer == STAY:
+            who, lost = json.loads(self._group.decided(_by_whom(self._question)) or '["a rank", []]')
+            given_up = f"{who} has given the change of ranks up"
+            raise self._group.lost(lost, phase="moving experts", waited=0.0, detail=given_up)
+
+
+def give_up(group: Group, question: str, error: BaseException | None, members: Sequence[int] = ()) -> None:
+    """Say that this rank has failed: the plan stays as it is, unless the others have switched already.
+
+    They name the ranks that this one has lost: who waits for a rank that does not come says the same of it, whether
+    its own time is up or it hears this word first. `members`, if any, are the ranks as the others number them.
+    """
+    lost = [
+        members[rank] if members else rank for rank in (error.peers if isinstance(error, PeerLost) else ())
+    ]
+    with contextlib.suppress(TokenyardError):  # where the ranks find each other, nobody answers
+        group.decide(_by_whom(question), json.dumps([f"rank {group.rank}", lost]))
+        group.decide(question, STAY)
+
+
+def _by_whom(question: str) -> str:
+    return f"{question}, given up by"
 
 
 class NextGroup:
@@ -49,11 +94,12 @@ class NextGroup:
         present: Group,
         question: str,
         members: Sequence[int],
-        make_group: Callable[[], Group] | None,
+        make_group: Callable[[Callable[[], None]], Group] | None,
         make_draft: Callable[[Group], tuple[Draft, int]],
         *,
         layers: Mapping[str, HoldsExperts],
         patience: float | None = None,
+        decided_in: Group | None = None,
     ) -> None:
         self.members = list(members)  # the ranks of the present group that stay, in the order of the next
         self.leaves = make_group is None  # whether this rank is not in the next group
@@ -65,7 +111,10 @@ class NextGroup:
         self._present, self._question = present, question
         self._make_group, self._make_draft, self._layers = make_group, make_draft, layers
         self._patience = patience  # seconds for which fresh ranks are waited for; None if there are none
+        self._decided_in = decided_in or present  # where fresh ranks, too, look for the decision
         self._answer: str | None = None
+        self._stay_check = StayCheck(self._decided_in, question)
+        self._farewell_until: float | None = None
 
     @property
     def admits(self) -> bool:
@@ -75,7 +124,7 @@ class NextGroup:
     def prepare(self) -> None:
         """Make the group, agree on a draft with its ranks, and make the exchange. Collective over the next group."""
         if self._make_group is not None:
-            self.group = self._make_group()
+            self.group = self._make_group(self._check)
             with self.group.patience(self._patience or 0.0):
                 self.draft, number = self._make_draft(self.group)
                 self.exchange = make_exchange(self.draft, self.group, make_plan_id(self.draft, number))
@@ -84,7 +133,7 @@ class NextGroup:
                 self.held = held_by_all(self.group, self._layers, names, names, seconds=self._patience)
         carried_by = self._present if self._patience is None else self.group
         assert carried_by is not None
-        self.carrier = Carrier(carried_by, self._question)
+        self.carrier = Carrier(carried_by, self._question, check=self._check)
 
     def all_have_copied(self) -> None:
         """Return when fresh ranks, which tell nothing in dispatches, have their experts."""
@@ -93,24 +142,38 @@ class NextGroup:
 
     def take(self) -> bool:
         """Whether the next group is taken, by this rank and all others. The first word of any rank stands."""
-        self._answer = self._answer or self._present.decide(self._question, GO)
+        self._answer = self._answer or self._decided_in.decide(self._question, GO)
         return self._answer == GO
 
     def refuse(self) -> bool:
         """Whether the plan stays with the present group: unless another rank has taken the next one."""
-        self._answer = self._answer or self._present.decide(self._question, STAY)
+        self._answer = self._answer or self._decided_in.decide(self._question, STAY)
         return self._answer == STAY
 
     def say_farewell(self) -> None:
-        """Wait until all ranks have switched, and give back what they shared before."""
+        """Wait until all ranks have switched, for a deadline at most, and give back what they shared before."""
+        self._farewell_until = time.monotonic() + self._present.deadline
         with contextlib.suppress(TokenyardError):  # a loss is raised by the next call of a layer
             self.carrier.meet()
         self.carrier.close()
         for give_back in self.left_behind:
             give_back()
 
-    def close(self) -> None:
-        """The plan stays with the present group: end the waits of others in the next one, and give it back."""
+    def _check(self) -> None:
+        """Raise where the others need not be waited for."""
+        self._stay_check()
+        if self._farewell_until is not None and time.monotonic() > self._farewell_until:
+            waited = self._present.deadline
+            raise self._present.lost([], phase="leaving the group before", waited=waited)
+
+    def close(self, *, error: BaseException | None = None) -> None:
+        """The plan stays with the present group: end the waits of others for the next one, and give it back.
+
+        `error` is what this rank has failed with.
+        """
+        # Before there is a carrier, those that stay meet as the next group numbers them.
+        renumbered = not self.admits and not hasattr(self, "carrier")
+        give_up(self._decided_in, self._question, error, self.members if renumbered else ())
         if self.group is not None:
             with contextlib.suppress(TokenyardError):
                 self.group.lost_elsewhere([], phase="changing ranks", waited=0.0)
