@@ -5,9 +5,9 @@
 First every test runs once, and which lines it runs is recorded (`--record` keeps that in a folder and takes it from
 there the next time). Then each mutant meets the tests of its line, the quickest first, for `--limit` seconds of tests;
 one that lives meets more of them, for `--more` times as long. A test with ranks kills a mutant if it fails twice with
-it, and passes without it. `--outcomes` keeps what became of each mutant, so that a run that was cut off goes on; with
-`--again` those that lived meet their tests once more. `--unseen` draws no mutant that earlier outcomes tell of: tests
-may have been written for it.
+it, and passes without it; if the record was made `--elsewhere`, that is asked of every test. `--outcomes` keeps what
+became of each mutant, so that a run that was cut off goes on; with `--again` those that lived meet their tests once
+more. `--unseen` draws no mutant that earlier outcomes tell of: tests may have been written for it.
 """
 
 import argparse
@@ -261,6 +261,9 @@ def main():
     )
     parser.add_argument("--only", default="*", help="a pattern for the mutated files")
     parser.add_argument("--record", type=Path, help="a folder that keeps which test runs which line")
+    parser.add_argument(
+        "--elsewhere", action="store_true", help="the record is of another machine: tests may fail here"
+    )
     parser.add_argument("--outcomes", type=Path, help="a file that keeps what became of each mutant")
     parser.add_argument(
         "--again", action="store_true", help="let those that lived meet their tests once more"
@@ -298,7 +301,7 @@ def main():
             continue
         ways = ways_to_meet(record, mutant)
         parts = stages(record, mutant, limits, declares=ways == ("anew",))
-        reliable = {test for tests, _ in parts for test in tests} - doubtful
+        reliable = set() if options.elsewhere else {test for tests, _ in parts for test in tests} - doubtful
         trials.append((mutant, parts, reliable, ways))
     until = time.monotonic() + 60 * options.minutes
     with (

@@ -232,6 +232,8 @@ def test_what_becomes_of_a_mutant(tmp_path):
     (tmp_path / "tests" / "conftest.py").write_text(freezing)  # as that of the suite does
     for number, test in enumerate(_TESTS.values()):
         (tmp_path / "tests" / f"test_{number}.py").write_text(f"import small\n{test}\n")
+    for name in ("test_a_first.py", "test_z_last.py"):  # of packages that this machine does not have
+        (tmp_path / "tests" / name).write_text("import missing\ndef test_it(): pass\n")
     mutant = next(m for m in mutants_of("src/small.py", _SMALL) if m.after == "(x // 2)")
     lists = [[f"tests/test_{number}.py::test_it"] for number in range(len(_TESTS))]
     lists += [["tests/test_nowhere.py::test_it"], ["tests/test_3.py::test_it", "tests/test_0.py::test_it"]]
