@@ -101,15 +101,25 @@ def finds_a_problem(group, exchange):
     built, exchange_spec = build(plan, "moe"), plan.wiring("moe").exchange_spec
     x_TH, routes = batch(layer, 5, seed=group.rank)
     expected = built(x_TH, routes)
-    send, problem = plan.exchange.transport.send, ValueError("a row is odd")
+    transport, problem, order = plan.exchange.transport, ValueError("a row is odd"), []
+    send, fail = transport.send, transport.fail
 
     def send_odd(batch):
         pending = send(batch)
-        plan.exchange.transport.send = send
+        transport.send = send_next
         return Pending(lambda: replace(pending.wait(), problem=problem))
 
+    def send_next(batch):
+        pending = send(batch)
+        transport.send = send
+        return Pending(lambda: (pending.wait(), order.append("the next one arrives"))[0])
+
+    def fail_noted(failure):
+        order.append("the others are told")
+        fail(failure)
+
     if group.rank == 1:
-        plan.exchange.transport.send = send_odd
+        transport.send, transport.fail = send_odd, fail_noted
     started = [plan.exchange.start_dispatch(exchange_spec, encoded(plan, "moe", x_TH), routes) for _ in "ab"]
     try:
         arrival = started[0].wait()
@@ -118,7 +128,7 @@ def finds_a_problem(group, exchange):
         error = found
     arrival = started[1].wait()
     home = plan.exchange.combine(arrival, built.experts(arrival.received)).y_TH
-    return str(error), same_bits(home, expected), same_bits(built(x_TH, routes), expected)
+    return str(error), order, same_bits(home, expected), same_bits(built(x_TH, routes), expected)
 
 
 @every_exchange
@@ -126,7 +136,8 @@ def test_a_dispatch_that_is_found_wrong_is_given_up_after_what_travels_has_arriv
     (told, *first), (own, *second) = on_ranks(2, finds_a_problem, exchange)
     assert "rank 1 failed in combine: ValueError: a row is odd" in told
     assert own == "a row is odd"
-    assert first == second == [True, True]
+    assert first == [[], True, True]
+    assert second == [["the next one arrives", "the others are told"], True, True]
 
 
 def fails_in_both(group, exchange):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from tokenyard.group import forkserver
 
 _SCRIPT = """
-import json, multiprocessing, os, signal
+import json, multiprocessing, os, signal, time
 from multiprocessing import forkserver, resource_tracker
 from tokenyard.group import forkserver as ours
 
@@ -46,8 +46,15 @@ told = {
     "folder": os.path.isdir(folder),
     "started by": ours._started_by == [os.getpid()],
 }
+rank = context.Process(target=signal.pause)
+rank.start()
+told["rank"] = lives(rank.pid)
 ours.end_forkserver(1.0)
 os.waitpid(first, 0)
+until = time.monotonic() + 20
+while lives(rank.pid) and time.monotonic() < until:
+    time.sleep(0.01)
+told["rank ended"] = not lives(rank.pid)
 told |= {"ended": not lives(first), "gone": not os.path.exists(folder), "locked": server._lock.locked()}
 print(json.dumps(told), flush=True)
 os._exit(0)
