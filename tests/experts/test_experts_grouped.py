@@ -133,6 +133,9 @@ def test_sum_choices_is_finish(ids: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert sum_choices(y_NH, unfinalized.weights_N, pairs, place).buffer is place
     assert torch.equal(place.rows_SH[slots_R], due_RH.bfloat16())
     assert place.rows_SH.isnan().all(1).sum() == 7
+    if ids != "nobody":  # the sums of a GPU, one choice after the other
+        by_passes_RH = grouped._sum_by_passes(y_NH, unfinalized.weights_N, pairs)
+        assert torch.equal(by_passes_RH.view(torch.int32), due_RH.view(torch.int32))
 
 
 def test_ids_out_of_range_are_refused() -> None:

@@ -62,6 +62,7 @@ ONLY_ON_A_GPU = (
     "*/group/devices.py::rank_on",
     "*/group/devices.py::reserve_memory",
     "*/exchange/batch.py::UnencodedRows",
+    "*/exchange/hierarchical.py::DeviceHierarchicalTransport",
 )
 # Seconds of tests that a mutant meets first, and their number. Most die there; few files of tests are imported for it.
 _FIRST, _FIRST_TESTS = 2.0, 20
