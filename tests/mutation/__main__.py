@@ -295,22 +295,27 @@ def main():
     limits = (_FIRST, options.limit, options.more * options.limit)
     doubtful, same = record.may_fail_by_itself(), Equivalents()
     drawn = draw(every, options.count, options.seed)
-    known, outcomes, trials = known_outcomes(options.outcomes, options.again), [], []
+    known, outcomes, left = known_outcomes(options.outcomes, options.again), [], []
     for mutant in drawn:
         if same.entry(mutant) or str(mutant) in known:
             outcomes.append((mutant, known.get(str(mutant), trial.Outcome("alive"))))
-            continue
+        else:
+            left.append(mutant)
+
+    def trial_of(mutant):
         ways = ways_to_meet(record, mutant)
         parts = stages(record, mutant, limits, declares=ways == ("anew",))
         reliable = set() if options.elsewhere else {test for tests, _ in parts for test in tests} - doubtful
-        trials.append((mutant, parts, reliable, ways))
+        return mutant, parts, reliable, ways
+
     until = time.monotonic() + 60 * options.minutes
     with (
         start_workers(options.workers, trial.start_worker, ROOT, tests_of_the_core()) as workers,
         Progress(console=console) as progress,
     ):
-        task = progress.add_task("mutants", total=len(trials))
-        for mutant, outcome in meet_in_turn(workers, options.workers, trials, until):
+        task = progress.add_task("mutants", total=len(left))
+        # Each trial is made when its turn comes: choosing the tests of thousands takes minutes.
+        for mutant, outcome in meet_in_turn(workers, options.workers, map(trial_of, left), until):
             outcomes.append((mutant, outcome))
             if options.outcomes:
                 with options.outcomes.open("a") as file:
