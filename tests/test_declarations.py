@@ -14,7 +14,8 @@ import torch
 from tokenyard import MoELayer, launch, overlapped, thread_groups
 from tokenyard.checkpoints.compressed_tensors import CompressedTensorsLayout
 from tokenyard.checkpoints.deepseek import DeepSeekFp8
-from tokenyard.checkpoints.families import Family, family_config
+from tokenyard.checkpoints.families import Config, Family, family_config, unknown_family
+from tokenyard.checkpoints.files import _Map
 from tokenyard.checkpoints.gpt_oss import GptOssMxfp4
 from tokenyard.checkpoints.header import DTYPES
 from tokenyard.checkpoints.layout import Layout
@@ -30,27 +31,39 @@ from tokenyard.exchange import (
     TwoSidedTransport,
 )
 from tokenyard.exchange.announcement import Announcement
+from tokenyard.exchange.batch import Batch
 from tokenyard.exchange.checks import check_batch
 from tokenyard.exchange.hierarchical import DeviceHierarchicalTransport
+from tokenyard.exchange.integrity.checksums import ResultNumbers
 from tokenyard.exchange.integrity.watched import WatchedTransport
-from tokenyard.exchange.messages import Mailbox
+from tokenyard.exchange.messages import Mailbox, Outgoing
 from tokenyard.exchange.one_sided.control import Trouble
-from tokenyard.exchange.one_sided.declarations import layout_for
+from tokenyard.exchange.one_sided.declarations import layout_for, reaches
 from tokenyard.exchange.one_sided.signals import Signals
 from tokenyard.exchange.round_trip import RoundTrip
 from tokenyard.exchange.stats import LayerStats
+from tokenyard.exchange.usability import Usability
 from tokenyard.exchange.workspace import WorkspaceLayout
 from tokenyard.experts import Experts, ExpertsSpec, GroupedExperts, ReferenceExperts, SelfRoutingExperts
 from tokenyard.experts.activations import ACTIVATIONS, Activation
 from tokenyard.experts.grouped import product_path
 from tokenyard.experts.tiles import product_by_tiles
 from tokenyard.formats import FORMATS, WEIGHT_FORMATS, Format, PlainFormat, PlainWeights, WeightFormat
-from tokenyard.group import DistributedGroup
+from tokenyard.group import DistributedGroup, Group
 from tokenyard.group.process_ranks import _Processes
+from tokenyard.group.shared_memory import _mapping
+from tokenyard.group.threads import _Call
+from tokenyard.layer.pending import PendingBatch
+from tokenyard.planning.agreement import agree_on_draft
 from tokenyard.planning.drafting import Draft, draft, draft_as_told
+from tokenyard.planning.expert_moves import ExpertMoves
 from tokenyard.planning.planner import Plan, plan, plan_draft
+from tokenyard.planning.rebalancing import Progress
+from tokenyard.planning.recovery import Recovery
 from tokenyard.planning.spec import LayerSpec
+from tokenyard.planning.state import WholePlan
 from tokenyard.routing import ROUTERS, Placement, Router, Routes
+from tokenyard.rows import CombineBuffer
 
 # The largest value that is taken, by the constant that says so.
 LIMITS = {
@@ -65,8 +78,10 @@ LIMITS = {
     "checkpoints.writer.LARGEST_FILE": 5_000_000_000,
     "checkpoints.writer._AT_ONCE": 1_073_741_824,
     "exchange.one_sided.control.MOST_RANKS": 63,
+    "exchange.messages._PAGE": 4096,
     "exchange.reduce.NARROWEST_LINE": 512,
     "experts.grouped.GROUPED_MM_ALIGNMENT": 16,
+    "experts.slots._ALIGNMENT": 64,
     "experts.grouped.UPCAST_ROWS": {torch.bfloat16: 16, torch.float16: 8},
     "formats.nvfp4.SMALLEST_GLOBAL_SCALE": 2.0**-117,
     "formats.nvfp4.GLOBAL_RANGE": 2688.0,
@@ -80,6 +95,7 @@ LIMITS = {
     "planning.alternatives._MOST_ALTERNATIVES": 6,
     "planning.drafting._MOST_IN_FLIGHT": 1024,
     "planning.drafting._MOST_LINKS": 6,
+    "planning.expert_moves.CALLS_BETWEEN_QUESTIONS": 16,
     "planning.moving.PIECE": 16_777_216,
     "planning.spec.LARGEST_SIZE": 2_147_483_647,
     "routing.placement.MOST_EXPERTS": 65_536,
@@ -90,11 +106,14 @@ LIMITS = {
 PROTOCOL = {
     "version.PROTOCOL": 4,
     "exchange.announcement.ANNOUNCEMENT_BYTES": 512,
+    "exchange.announcement._NUMBERS": 9,
+    "exchange.integrity.checksums._TOKEN_BITS": 32,
     "exchange.integrity.checksums._WORD": 8,
     "exchange.integrity.watched._LAST_WORD": 512,
     "exchange.integrity.workspace_guards.GUARD": 165,
     "exchange.integrity.workspace_guards.GUARD_BYTES": 1024,
     "exchange.integrity.workspace_guards.POISON": 255,
+    "exchange.one_sided.control.DEPARTURE": -(2**63),
     "exchange.one_sided.control.FLAGS": 16,
     "exchange.one_sided.control.LEFT": 6,
     "exchange.one_sided.control.ROWS_ALIGNMENT": 1024,
@@ -158,6 +177,8 @@ DECLARED = {
         "counts_choices": False,
         "bounds_rows": False,
         "works_ahead": False,
+        "limits_sms": False,
+        "sms": None,
         "most_terms": None,
         "most_ranks": None,
         "devices": ("cpu", "cuda"),
@@ -196,6 +217,7 @@ DECLARED = {
     },
     SharedMemoryTransport: {
         "name": "one_sided",
+        "looks_up_ids": False,
         "carries_logits": False,
         "waits_in_sum": False,
         "bounds_rows": True,
@@ -218,6 +240,8 @@ DECLARED = {
         "routes_itself": False,
         "counts_duties": False,
         "any_strides": False,
+        "places_results": False,
+        "skips_empty_slots": False,
         "scale_layout": "linear",
         "inner_formats": (),
         "devices": ("cpu", "cuda"),
@@ -226,12 +250,14 @@ DECLARED = {
     GroupedExperts: {
         "counts_duties": True,
         "any_strides": True,
+        "places_results": True,
         "routes_itself": False,
         "batch_invariant": ("cpu",),
     },
     ReferenceExperts: {
         "counts_duties": True,
         "any_strides": True,
+        "places_results": True,
         "routes_itself": False,
         "batch_invariant": ("cpu", "cuda"),
     },
@@ -272,7 +298,20 @@ DECLARED = {
         "num_experts": None,
         "batch_invariant": False,
     },
-    RoundTrip: {"owes_dispatch": True, "is_dropped": False, "ended_by": None, "ahead": False},
+    RoundTrip: {
+        "owes_dispatch": True,
+        "is_dropped": False,
+        "ended_by": None,
+        "ahead": False,
+        "takes_slots": False,
+    },
+    Batch: {"ahead": False, "takes_slots": False},
+    ResultNumbers: {"per_token": 1, "with_source": False},
+    CombineBuffer: {"is_watched": False},
+    Group: {"longest_message": 0, "num_hosts": 1},
+    WholePlan: {"lost": (), "made_here": False},
+    _Call: {"taken": 0},
+    _Map: {"readers": 0},
     Announcement: {"error": "", "notice": 0},
     DistributedGroup: {"_known_to_torch": True, "_written": ()},
     WorkspaceLayout: {"in_flight": 1, "guard": 0},
@@ -314,13 +353,20 @@ LEFT_OUT = {
         "device": None,
     },
     plan_draft: {"survive": False},
+    agree_on_draft: {"survive": False},
     draft_as_told: {"max_tokens": None, "max_rows": None, "sms": None, "renormalize_dropped": False},
+    Plan: {"survive": False},
+    Plan.shrink: {"wait": True},
+    Plan.grow: {"seconds": 60.0, "wait": True},
     Plan.go_on_without: {"renormalize": False},
+    Recovery.go_on_without: {"renormalize": False},
     Plan.autobalance: {"threshold": 1.1},
     Plan.load: {"reset": False},
     Plan.rebalance: {"placements": None, "threshold": 1.1, "wait": True},
     Plan.trim: {"keep": None},
+    ExpertMoves.rebalance: {"placements": None, "threshold": 1.1, "wait": True},
     MoELayer: {"shared": None, "adopt": False},
+    PendingBatch: {"survives": False},
     overlapped: {"parts": 2, "payloads": None, "out": None, "add": None},
     launch: {
         "ranks": "threads",
@@ -332,16 +378,23 @@ LEFT_OUT = {
     },
     thread_groups: {"device": None, "name": "threads", "deadline": 60.0, "hosts": 1},
     _Processes.start: {"fresh": False},
+    _mapping: {"flags": 0},
     Plan.readmit: {"lost": (), "group": None, "seconds": 60.0},
     Exchange: {"in_flight": 1, "plan_id": 0, "paranoid": False, "sms": None},
     Exchange.in_use: {"layer": None, "alone": False},
     Exchange.start_combine: {"out": None, "add": (), "ahead": True},
     Exchange.start_dispatch: {"extra": None, "ahead": True, "takes_slots": False},
     Exchange.redirect: {"again": False},
+    Exchange._arrive: {"is_next": False},
+    LayerStats.count_dispatch: {"is_next": False},
+    Usability.close: {"left": False},
+    Usability.waiting: {"spec": None, "for_others": True},
     Mailbox.write: {"bounded": False, "out": None},
+    Outgoing: {"bounded": False, "out": None},
     check_batch: {"values": True},
     Routes.check: {"top_k": None, "num_tokens": None, "scaled_by": 1.0, "device": None, "values": True},
     layout_for: {"guard": 0},
+    reaches: {"in_each": False},
     Signals._set_state: {"turn": 0},
     Transport.__init__: {"in_flight": 1, "guard": 0},
     AllgatherTransport: {"in_flight": 1, "guard": 0},
@@ -354,7 +407,9 @@ LEFT_OUT = {
     Experts._apply: {"recurse": True},
     product_path: {"native": False},
     product_by_tiles: {"row_by_row": False},
+    Config.whole: {"least": 1, "most": 2_147_483_647},
     family_config: {"experts": False},
+    unknown_family: {"experts": False, "why": ""},
     SelfRoutingExperts: {"inner": "grouped", "adopt": False},
 }
 
@@ -364,6 +419,10 @@ def test_what_is_meant_by_an_argument_that_is_left_out(call):
     arguments = inspect.signature(call).parameters.values()
     given = {one.name: one.default for one in arguments if one.default is not inspect.Parameter.empty}
     assert given == LEFT_OUT[call]
+
+
+def test_how_far_a_rank_is_with_a_move_takes_two_bits():
+    assert [(each.name, each.value) for each in Progress] == [("PREPARING", 0), ("READY", 1), ("FAILED", 2)]
 
 
 def test_activations_of_models():
