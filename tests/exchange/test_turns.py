@@ -9,7 +9,7 @@ import pytest
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import same_bits
-from tokenyard.exchange import Pending
+from tokenyard.exchange import LocalTransport, Pending
 from tokenyard.experts import ReferenceExperts
 
 every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)
@@ -157,6 +157,57 @@ def test_nobody_is_told_of_a_dispatch_that_nobody_begins_because_the_one_before_
     for error, _, worked in on_ranks(2, fails_in_both, exchange, deadline=5.0):
         assert "the layer was given None instead of routes" in error
         assert worked
+
+
+class Tells(LocalTransport):
+    """One rank, which writes down what it tells; its results are refused if asked."""
+
+    name = "tells"
+    refuses = False
+
+    def __init__(self, *arguments, **settings):
+        super().__init__(*arguments, **settings)
+        self.told = []
+
+    def send_back(self, results):
+        pending = super().send_back(results)
+
+        def refuse():
+            raise ty.PeerFailed(0, "no room", phase="combine")
+
+        return Pending(refuse) if self.refuses else pending
+
+    def fail(self, failure):
+        self.told.append((failure.arrival.round, str(failure.announcements.mine.error)))
+        super().fail(failure)
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_what_was_given_up_is_told_when_its_turn_has_come(refuses):
+    """Right after the combine before it, also where that one fails."""
+    plan = ty.plan([spec(experts="reference")], ty.thread_groups(1)[0], exchange=Tells, in_flight=2)
+    built, exchange = build(plan, "moe"), plan.exchange
+    x_TH, routes = batch(spec(), 5)
+    layer = plan.wiring("moe").exchange_spec
+    first, second = (exchange.dispatch(layer, encoded(plan, "moe", x_TH), routes) for _ in "ab")
+    exchange._in_flight.give_up(second, ValueError("late"))
+    exchange.transport.refuses = refuses
+    error = raised(exchange.combine, first, built.experts(first.received))
+    assert isinstance(error, ty.PeerFailed) == refuses
+    assert exchange.transport.told == [(second.round, "ValueError: late")]
+    assert second not in exchange._in_flight
+
+
+def test_a_batch_that_was_dropped_after_its_results_were_sent_is_an_error_of_the_next_call():
+    plan = ty.plan([spec(experts="reference")], ty.thread_groups(1)[0], in_flight=2)
+    built, exchange = build(plan, "moe"), plan.exchange
+    x_TH, routes = batch(spec(), 5)
+    trip = exchange.open_round_trip(plan.wiring("moe").exchange_spec)
+    trip.start_dispatch(trip.encode(x_TH), routes)
+    trip.start_combine(built.experts(trip.received()))
+    trip.is_dropped = True
+    assert "what `start` returned is gone" in str(raised(built, x_TH, routes))
+    assert built(x_TH, routes).shape == (5, 32)  # it is said once
 
 
 # -- One thread at a time ------------------------------------------------------------------------------------

@@ -80,10 +80,12 @@ def test_a_child_lets_go_of_the_forkserver_of_its_parent(monkeypatch):
     """The forkserver lives as long as a process holds the other end of its pipe."""
     reading, writing = os.pipe()
     theirs = SimpleNamespace(_forkserver_alive_fd=writing)
-    theirs.__init__ = lambda: None
+    made_anew = []
+    theirs.__init__ = lambda: made_anew.append(True)
     monkeypatch.setattr(forkserver.forkserver, "_forkserver", theirs)
     forkserver._forget()
     assert os.read(reading, 1) == b""  # nobody can write any more
     os.close(reading)
     theirs._forkserver_alive_fd = None
     forkserver._forget()
+    assert made_anew == [True] * 2  # as one that has started nothing
