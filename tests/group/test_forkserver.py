@@ -89,3 +89,23 @@ def test_a_child_lets_go_of_the_forkserver_of_its_parent(monkeypatch):
     theirs._forkserver_alive_fd = None
     forkserver._forget()
     assert made_anew == [True] * 2  # as one that has started nothing
+
+
+def test_a_forkserver_of_which_nothing_is_there_can_be_ended(monkeypatch, tmp_path):
+    """Somebody has removed its folder, its process has ended, or it was not started yet; its lock is taken anyway."""
+    locks = []
+    server = SimpleNamespace(
+        _lock=SimpleNamespace(acquire=lambda **given: locks.append(given["timeout"])), _forkserver_pid=None
+    )
+    process = SimpleNamespace(_config={"tempdir": str(tmp_path / "gone")})
+    monkeypatch.setattr(forkserver.forkserver, "_forkserver", server)
+    monkeypatch.setattr(forkserver.multiprocessing, "current_process", lambda: process)
+    monkeypatch.setattr(forkserver.multiprocessing, "active_children", list)
+    monkeypatch.setattr(forkserver, "_started_by", [os.getpid()])
+    forkserver.end_forkserver(0.5)
+    server._forkserver_pid = 1 << 23  # above the largest number that Linux gives to a process
+    process._config = {}
+    forkserver.end_forkserver(0.25)
+    monkeypatch.setattr(forkserver, "_started_by", [1])
+    forkserver.end_forkserver(0.125)  # that of another process
+    assert locks == [0.5, 0.25]
