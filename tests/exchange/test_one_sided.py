@@ -392,3 +392,12 @@ def in_different_layers(group):
 
 def test_a_round_in_which_the_ranks_were_in_different_layers_is_not_made_again():
     assert on_ranks(2, in_different_layers) == [(ty.Drifted, 1, True, 2)] * 2
+
+
+def test_marks_of_a_round_are_waited_for_for_so_long():
+    plan = ty.plan([spec()], ty.thread_groups(1)[0], exchange="one_sided")
+    transport, started = plan.exchange.transport, time.monotonic()
+    assert not transport.all_marked(1, 0.05)
+    assert 0.05 <= time.monotonic() - started < 5
+    transport.mark(2)
+    assert [transport.all_marked(round, 0.0) for round in (1, 2, 3)] == [True, True, False]

@@ -1,6 +1,7 @@
 """What `launch` is given, what it brings back, and how it ends when it is interrupted."""
 
 import math
+import multiprocessing
 import os
 import re
 import signal
@@ -415,3 +416,11 @@ def test_launches_at_the_same_time_meet_at_ports_of_their_own_on_loopback():
     assert all(store.port > 1023 for store in stores)  # any that is free, none that is known
     assert [store.host for store in stores] == ["127.0.0.1"] * 2
     assert [store.timeout.total_seconds() for store in stores] == [5.0, 7.0]
+
+
+def is_daemon(group):
+    return multiprocessing.current_process().daemon
+
+
+def test_ranks_that_are_processes_do_not_keep_their_parent_from_ending():
+    assert ty.launch(1, is_daemon, ranks="processes") == [True]
