@@ -515,7 +515,12 @@ def test_a_config_of_another_quantization(quantized):
         reconfigure(folder, quantization_config=quantization)
         refused(folder, "model.safetensors" if quantization else "no quantization_config", "config.json")
         if quantization:
-            refused(folder, "the config.json that belongs to these weights", "model.safetensors: tensor")
+            error = refused(
+                folder, "the config.json that belongs to these weights", "model.safetensors: tensor"
+            )
+            assert error.tensor.startswith(
+                "model.layers.0.mlp.experts.0.gate_proj."
+            )  # the first that is looked at
 
 
 @pytest.mark.parametrize(
