@@ -18,6 +18,7 @@ from tokenyard.checkpoints.families import Config, Family, family_config, unknow
 from tokenyard.checkpoints.files import _Map
 from tokenyard.checkpoints.gpt_oss import GptOssMxfp4
 from tokenyard.checkpoints.header import DTYPES
+from tokenyard.checkpoints.layers import QUANTIZED_LAYOUTS
 from tokenyard.checkpoints.layout import Layout
 from tokenyard.checkpoints.plain import PLAIN_LAYOUTS, PlainLayout
 from tokenyard.exchange import (
@@ -439,6 +440,94 @@ def test_plain_weights_lie_one_by_one_or_all_in_one_tensor_either_way_round():
     found = [(layout.dtype, layout.fused, layout.transposed) for layout in PLAIN_LAYOUTS]
     ways = [(False, False), (True, False), (True, True)]
     assert found == [(dtype, *way) for way in ways for dtype in ("BF16", "F16", "F32")]
+
+
+# What a checkpoint says of its weights, where we write it, and how it stores a matrix of 256 outputs and 384 inputs.
+STORED = {
+    "compressed-tensors nvfp4": (
+        {
+            "num_bits": 4,
+            "type": "float",
+            "group_size": 16,
+            "symmetric": True,
+            "strategy": "tensor_group",
+            "dynamic": False,
+            "scale_dtype": "torch.float8_e4m3fn",
+        },
+        {"weight_packed": (256, 192), "weight_scale": (256, 24), "weight_global_scale": (1,)},
+    ),
+    "compressed-tensors mxfp4": (
+        {
+            "num_bits": 4,
+            "type": "float",
+            "group_size": 32,
+            "symmetric": True,
+            "strategy": "group",
+            "dynamic": False,
+            "scale_dtype": "torch.uint8",
+        },
+        {"weight_packed": (256, 192), "weight_scale": (256, 12)},
+    ),
+    "compressed-tensors mxfp8": (
+        {
+            "num_bits": 8,
+            "type": "float",
+            "group_size": 32,
+            "symmetric": True,
+            "strategy": "group",
+            "dynamic": False,
+            "scale_dtype": "torch.uint8",
+        },
+        {"weight": (256, 384), "weight_scale": (256, 12)},
+    ),
+    "compressed-tensors mxint4": (
+        {
+            "num_bits": 4,
+            "type": "int",
+            "group_size": 32,
+            "symmetric": True,
+            "strategy": "group",
+            "dynamic": False,
+        },
+        {"weight_packed": (256, 48), "weight_scale": (256, 12)},
+    ),
+    "compressed-tensors fp8_block128": (
+        {
+            "num_bits": 8,
+            "type": "float",
+            "symmetric": True,
+            "strategy": "block",
+            "block_structure": [128, 128],
+            "dynamic": False,
+        },
+        {"weight": (256, 384), "weight_scale": (2, 3)},
+    ),
+    "ModelOpt nvfp4": (None, {"weight": (256, 192), "weight_scale": (256, 24), "weight_scale_2": ()}),
+    "gpt-oss mxfp4": (None, {"blocks": (256, 12, 16), "scales": (256, 12)}),
+    "DeepSeek fp8_block128": (None, {"weight": (256, 384), "weight_scale_inv": (2, 3)}),
+}
+
+
+@pytest.mark.parametrize("layout", QUANTIZED_LAYOUTS, ids=str)
+def test_what_checkpoints_hold_and_say_of_it(layout):
+    said, shapes = STORED[str(layout)]
+    assert {piece.suffix: piece.shape for piece in layout.pieces(256, 384).values()} == shapes
+    if said is not None:
+        assert layout.quantization_config(["lm_head"]) == {
+            "quant_method": "compressed-tensors",
+            "format": layout.config_format,
+            "quantization_status": "compressed",
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": said,
+                    "input_activations": None,
+                    "output_activations": None,
+                    "format": layout.config_format,
+                }
+            },
+            "ignore": ["lm_head"],
+        }
 
 
 def test_statistics_begin_at_zero():
