@@ -424,3 +424,21 @@ def is_daemon(group):
 
 def test_ranks_that_are_processes_do_not_keep_their_parent_from_ending():
     assert ty.launch(1, is_daemon, ranks="processes") == [True]
+
+
+def test_threads_are_waited_for_look_by_look_until_they_are_done(monkeypatch):
+    """Not by `join`, which has no limit: a signal that came just before it would be seen only after its end."""
+    monkeypatch.setattr(sys.modules["tokenyard.group.launch"], "_LOOK", 0.01)
+    done, joined, join = threading.Event(), [], threading.Thread.join
+
+    def noted(self, *arguments):
+        joined.append(done.is_set())
+        join(self, *arguments)
+
+    def takes_several_looks(group):
+        time.sleep(0.1)
+        done.set()
+
+    monkeypatch.setattr(threading.Thread, "join", noted)
+    ty.launch(1, takes_several_looks)
+    assert joined == [True]
