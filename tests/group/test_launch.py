@@ -442,3 +442,20 @@ def test_threads_are_waited_for_look_by_look_until_they_are_done(monkeypatch):
     monkeypatch.setattr(threading.Thread, "join", noted)
     ty.launch(1, takes_several_looks)
     assert joined == [True]
+
+
+class TwoArguments(Exception):
+    """Can be pickled, and cannot be made again of what was pickled."""
+
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+def test_an_error_that_cannot_travel_becomes_one_that_says_the_same():
+    own = ValueError("odd")
+    assert process_ranks._picklable(own) is own
+    held = ValueError("locked", threading.Lock())
+    for error in (TwoArguments("one", "two"), held):
+        told = process_ranks._picklable(error)
+        assert type(told) is RuntimeError
+        assert str(told) == f"{type(error).__name__}: {error}"
