@@ -198,6 +198,23 @@ def test_what_was_given_up_is_told_when_its_turn_has_come(refuses):
     assert second not in exchange._in_flight
 
 
+def test_nobody_is_told_of_a_loss_and_the_plan_is_broken_by_it():
+    """Whoever is left finds out by itself; a word to ranks that are lost would wait for them."""
+    plan = ty.plan([spec(experts="reference")], ty.thread_groups(1)[0], exchange=Tells)
+    exchange, layer = plan.exchange, plan.wiring("moe").exchange_spec
+    x_TH, routes = batch(spec(), 5)
+    lost = ty.PeerLost([0], phase="dispatch", waited=0.5)
+
+    def lose(batch):
+        raise lost
+
+    exchange.transport.send = lose
+    assert raised(exchange.dispatch, layer, encoded(plan, "moe", x_TH), routes) is lost
+    assert lost.layer == "moe"
+    assert exchange.usability.broken_by is lost
+    assert exchange.transport.told == []
+
+
 def test_a_batch_that_was_dropped_after_its_results_were_sent_is_an_error_of_the_next_call():
     plan = ty.plan([spec(experts="reference")], ty.thread_groups(1)[0], in_flight=2)
     built, exchange = build(plan, "moe"), plan.exchange
