@@ -13,8 +13,10 @@ import torch
 
 from tokenyard import MoELayer, launch, overlapped, thread_groups
 from tokenyard.checkpoints.compressed_tensors import CompressedTensorsLayout
-from tokenyard.checkpoints.families import Family, family_config
+from tokenyard.checkpoints.families import Config, Family, family_config, unknown_family
+from tokenyard.checkpoints.files import _Map
 from tokenyard.checkpoints.header import DTYPES
+from tokenyard.checkpoints.layers import QUANTIZED_LAYOUTS
 from tokenyard.checkpoints.layout import PLAIN_LAYOUTS, Layout, PlainLayout
 from tokenyard.checkpoints.vendor_layouts import DeepSeekFp8, GptOssMxfp4
 from tokenyard.exchange import (
@@ -28,27 +30,39 @@ from tokenyard.exchange import (
     TwoSidedTransport,
 )
 from tokenyard.exchange.announcement import Announcement
+from tokenyard.exchange.batch import Batch
 from tokenyard.exchange.checks import check_batch
 from tokenyard.exchange.hierarchical import DeviceHierarchicalTransport
+from tokenyard.exchange.integrity.checksums import ResultNumbers
 from tokenyard.exchange.integrity.watched import WatchedTransport
-from tokenyard.exchange.messages import Mailbox
+from tokenyard.exchange.messages import Mailbox, Outgoing
 from tokenyard.exchange.one_sided.control import Trouble
-from tokenyard.exchange.one_sided.declarations import layout_for
+from tokenyard.exchange.one_sided.declarations import layout_for, reaches
 from tokenyard.exchange.one_sided.signals import Signals
 from tokenyard.exchange.round_trip import RoundTrip
 from tokenyard.exchange.stats import LayerStats
+from tokenyard.exchange.usability import Usability
 from tokenyard.exchange.workspace import WorkspaceLayout
 from tokenyard.experts import Experts, ExpertsSpec, GroupedExperts, ReferenceExperts, SelfRoutingExperts
 from tokenyard.experts.activations import ACTIVATIONS, Activation
 from tokenyard.experts.grouped import product_path
 from tokenyard.experts.tiles import product_by_tiles
 from tokenyard.formats import FORMATS, WEIGHT_FORMATS, Format, PlainFormat, PlainWeights, WeightFormat
-from tokenyard.group import DistributedGroup
+from tokenyard.group import DistributedGroup, Group
 from tokenyard.group.process_ranks import _Processes
+from tokenyard.group.shared_memory import _mapping
+from tokenyard.group.threads import _Call
+from tokenyard.layer.pending import PendingBatch
+from tokenyard.planning.agreement import agree_on_draft
 from tokenyard.planning.drafting import Draft, draft, draft_as_told
+from tokenyard.planning.expert_moves import ExpertMoves
 from tokenyard.planning.planner import Plan, plan, plan_draft
+from tokenyard.planning.rebalancing import Progress
+from tokenyard.planning.recovery import Recovery
 from tokenyard.planning.spec import LayerSpec
+from tokenyard.planning.state import WholePlan
 from tokenyard.routing import ROUTERS, Placement, Router, Routes
+from tokenyard.rows import CombineBuffer
 
 # The largest value that is taken, by the constant that says so.
 LIMITS = {
@@ -63,8 +77,10 @@ LIMITS = {
     "checkpoints.writer.LARGEST_FILE": 5_000_000_000,
     "checkpoints.writer._AT_ONCE": 1_073_741_824,
     "exchange.one_sided.control.MOST_RANKS": 63,
+    "exchange.messages._PAGE": 4096,
     "exchange.reduce.NARROWEST_LINE": 512,
     "experts.grouped.GROUPED_MM_ALIGNMENT": 16,
+    "experts.slots._ALIGNMENT": 64,
     "experts.grouped.UPCAST_ROWS": {torch.bfloat16: 16, torch.float16: 8},
     "formats.nvfp4.SMALLEST_GLOBAL_SCALE": 2.0**-117,
     "formats.nvfp4.GLOBAL_RANGE": 2688.0,
@@ -78,6 +94,7 @@ LIMITS = {
     "planning.alternatives._MOST_ALTERNATIVES": 6,
     "planning.drafting._MOST_IN_FLIGHT": 1024,
     "planning.draft_text._MOST_LINKS": 6,
+    "planning.expert_moves.CALLS_BETWEEN_QUESTIONS": 16,
     "planning.moving.PIECE": 16_777_216,
     "planning.spec.LARGEST_SIZE": 2_147_483_647,
     "routing.placement.MOST_EXPERTS": 65_536,
@@ -88,11 +105,14 @@ LIMITS = {
 PROTOCOL = {
     "version.PROTOCOL": 4,
     "exchange.announcement.ANNOUNCEMENT_BYTES": 512,
+    "exchange.announcement._NUMBERS": 9,
+    "exchange.integrity.checksums._TOKEN_BITS": 32,
     "exchange.integrity.checksums._WORD": 8,
     "exchange.integrity.watched._LAST_WORD": 512,
     "exchange.integrity.workspace_guards.GUARD": 165,
     "exchange.integrity.workspace_guards.GUARD_BYTES": 1024,
     "exchange.integrity.workspace_guards.POISON": 255,
+    "exchange.one_sided.control.DEPARTURE": -(2**63),
     "exchange.one_sided.control.FLAGS": 16,
     "exchange.one_sided.control.LEFT": 6,
     "exchange.one_sided.control.ROWS_ALIGNMENT": 1024,
@@ -156,6 +176,8 @@ DECLARED = {
         "counts_choices": False,
         "bounds_rows": False,
         "works_ahead": False,
+        "limits_sms": False,
+        "sms": None,
         "most_terms": None,
         "most_ranks": None,
         "devices": ("cpu", "cuda"),
@@ -194,6 +216,7 @@ DECLARED = {
     },
     SharedMemoryTransport: {
         "name": "one_sided",
+        "looks_up_ids": False,
         "carries_logits": False,
         "waits_in_sum": False,
         "bounds_rows": True,
@@ -216,6 +239,8 @@ DECLARED = {
         "routes_itself": False,
         "counts_duties": False,
         "any_strides": False,
+        "places_results": False,
+        "skips_empty_slots": False,
         "scale_layout": "linear",
         "inner_formats": (),
         "devices": ("cpu", "cuda"),
@@ -224,12 +249,14 @@ DECLARED = {
     GroupedExperts: {
         "counts_duties": True,
         "any_strides": True,
+        "places_results": True,
         "routes_itself": False,
         "batch_invariant": ("cpu",),
     },
     ReferenceExperts: {
         "counts_duties": True,
         "any_strides": True,
+        "places_results": True,
         "routes_itself": False,
         "batch_invariant": ("cpu", "cuda"),
     },
@@ -270,7 +297,20 @@ DECLARED = {
         "num_experts": None,
         "batch_invariant": False,
     },
-    RoundTrip: {"owes_dispatch": True, "is_dropped": False, "ended_by": None, "ahead": False},
+    RoundTrip: {
+        "owes_dispatch": True,
+        "is_dropped": False,
+        "ended_by": None,
+        "ahead": False,
+        "takes_slots": False,
+    },
+    Batch: {"ahead": False, "takes_slots": False},
+    ResultNumbers: {"per_token": 1, "with_source": False},
+    CombineBuffer: {"is_watched": False},
+    Group: {"longest_message": 0, "num_hosts": 1},
+    WholePlan: {"lost": (), "made_here": False},
+    _Call: {"taken": 0},
+    _Map: {"readers": 0},
     Announcement: {"error": "", "notice": 0},
     DistributedGroup: {"_known_to_torch": True, "_written": ()},
     WorkspaceLayout: {"in_flight": 1, "guard": 0},
@@ -312,13 +352,20 @@ LEFT_OUT = {
         "device": None,
     },
     plan_draft: {"survive": False},
+    agree_on_draft: {"survive": False},
     draft_as_told: {"max_tokens": None, "max_rows": None, "sms": None, "renormalize_dropped": False},
+    Plan: {"survive": False},
+    Plan.shrink: {"wait": True},
+    Plan.grow: {"seconds": 60.0, "wait": True},
     Plan.go_on_without: {"renormalize": False},
+    Recovery.go_on_without: {"renormalize": False},
     Plan.autobalance: {"threshold": 1.1},
     Plan.load: {"reset": False},
     Plan.rebalance: {"placements": None, "threshold": 1.1, "wait": True},
     Plan.trim: {"keep": None},
+    ExpertMoves.rebalance: {"placements": None, "threshold": 1.1, "wait": True},
     MoELayer: {"shared": None, "adopt": False},
+    PendingBatch: {"survives": False},
     overlapped: {"parts": 2, "payloads": None, "out": None, "add": None},
     launch: {
         "ranks": "threads",
@@ -330,16 +377,23 @@ LEFT_OUT = {
     },
     thread_groups: {"device": None, "name": "threads", "deadline": 60.0, "hosts": 1},
     _Processes.start: {"fresh": False},
+    _mapping: {"flags": 0},
     Plan.readmit: {"lost": (), "group": None, "seconds": 60.0},
     Exchange: {"in_flight": 1, "plan_id": 0, "paranoid": False, "sms": None},
     Exchange.in_use: {"layer": None, "alone": False},
     Exchange.start_combine: {"out": None, "add": (), "ahead": True},
     Exchange.start_dispatch: {"extra": None, "ahead": True, "takes_slots": False},
     Exchange.redirect: {"again": False},
+    Exchange._arrive: {"is_next": False},
+    LayerStats.count_dispatch: {"is_next": False},
+    Usability.close: {"left": False},
+    Usability.waiting: {"spec": None, "for_others": True},
     Mailbox.write: {"bounded": False, "out": None},
+    Outgoing: {"bounded": False, "out": None},
     check_batch: {"values": True},
     Routes.check: {"top_k": None, "num_tokens": None, "scaled_by": 1.0, "device": None, "values": True},
     layout_for: {"guard": 0},
+    reaches: {"in_each": False},
     Signals._set_state: {"turn": 0},
     Transport.__init__: {"in_flight": 1, "guard": 0},
     AllgatherTransport: {"in_flight": 1, "guard": 0},
@@ -352,7 +406,9 @@ LEFT_OUT = {
     Experts._apply: {"recurse": True},
     product_path: {"native": False},
     product_by_tiles: {"row_by_row": False},
+    Config.whole: {"least": 1, "most": 2_147_483_647},
     family_config: {"experts": False},
+    unknown_family: {"experts": False, "why": ""},
     SelfRoutingExperts: {"inner": "grouped", "adopt": False},
 }
 
@@ -362,6 +418,10 @@ def test_what_is_meant_by_an_argument_that_is_left_out(call):
     arguments = inspect.signature(call).parameters.values()
     given = {one.name: one.default for one in arguments if one.default is not inspect.Parameter.empty}
     assert given == LEFT_OUT[call]
+
+
+def test_how_far_a_rank_is_with_a_move_takes_two_bits():
+    assert [(each.name, each.value) for each in Progress] == [("PREPARING", 0), ("READY", 1), ("FAILED", 2)]
 
 
 def test_activations_of_models():
@@ -378,6 +438,94 @@ def test_plain_weights_lie_one_by_one_or_all_in_one_tensor_either_way_round():
     found = [(layout.dtype, layout.fused, layout.transposed) for layout in PLAIN_LAYOUTS]
     ways = [(False, False), (True, False), (True, True)]
     assert found == [(dtype, *way) for way in ways for dtype in ("BF16", "F16", "F32")]
+
+
+# What a checkpoint says of its weights, where we write it, and how it stores a matrix of 256 outputs and 384 inputs.
+STORED = {
+    "compressed-tensors nvfp4": (
+        {
+            "num_bits": 4,
+            "type": "float",
+            "group_size": 16,
+            "symmetric": True,
+            "strategy": "tensor_group",
+            "dynamic": False,
+            "scale_dtype": "torch.float8_e4m3fn",
+        },
+        {"weight_packed": (256, 192), "weight_scale": (256, 24), "weight_global_scale": (1,)},
+    ),
+    "compressed-tensors mxfp4": (
+        {
+            "num_bits": 4,
+            "type": "float",
+            "group_size": 32,
+            "symmetric": True,
+            "strategy": "group",
+            "dynamic": False,
+            "scale_dtype": "torch.uint8",
+        },
+        {"weight_packed": (256, 192), "weight_scale": (256, 12)},
+    ),
+    "compressed-tensors mxfp8": (
+        {
+            "num_bits": 8,
+            "type": "float",
+            "group_size": 32,
+            "symmetric": True,
+            "strategy": "group",
+            "dynamic": False,
+            "scale_dtype": "torch.uint8",
+        },
+        {"weight": (256, 384), "weight_scale": (256, 12)},
+    ),
+    "compressed-tensors mxint4": (
+        {
+            "num_bits": 4,
+            "type": "int",
+            "group_size": 32,
+            "symmetric": True,
+            "strategy": "group",
+            "dynamic": False,
+        },
+        {"weight_packed": (256, 48), "weight_scale": (256, 12)},
+    ),
+    "compressed-tensors fp8_block128": (
+        {
+            "num_bits": 8,
+            "type": "float",
+            "symmetric": True,
+            "strategy": "block",
+            "block_structure": [128, 128],
+            "dynamic": False,
+        },
+        {"weight": (256, 384), "weight_scale": (2, 3)},
+    ),
+    "ModelOpt nvfp4": (None, {"weight": (256, 192), "weight_scale": (256, 24), "weight_scale_2": ()}),
+    "gpt-oss mxfp4": (None, {"blocks": (256, 12, 16), "scales": (256, 12)}),
+    "DeepSeek fp8_block128": (None, {"weight": (256, 384), "weight_scale_inv": (2, 3)}),
+}
+
+
+@pytest.mark.parametrize("layout", QUANTIZED_LAYOUTS, ids=str)
+def test_what_checkpoints_hold_and_say_of_it(layout):
+    said, shapes = STORED[str(layout)]
+    assert {piece.suffix: piece.shape for piece in layout.pieces(256, 384).values()} == shapes
+    if said is not None:
+        assert layout.quantization_config(["lm_head"]) == {
+            "quant_method": "compressed-tensors",
+            "format": layout.config_format,
+            "quantization_status": "compressed",
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": said,
+                    "input_activations": None,
+                    "output_activations": None,
+                    "format": layout.config_format,
+                }
+            },
+            "ignore": ["lm_head"],
+        }
 
 
 def test_statistics_begin_at_zero():

@@ -1,6 +1,9 @@
 """Batches that are started now and finished later: bits, turns, errors, and what runs while rows travel."""
 
 import threading
+import time
+from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from tests.models import WATCHED, batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import same_bits
 from tokenyard.exchange import Pending
 from tokenyard.experts import ReferenceExperts
+from tokenyard.layer.sender import SharedExpertsCall
 
 every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)
 everything_watched = pytest.mark.parametrize(
@@ -357,6 +361,20 @@ def calls_its_layer(group):
     x_TH, routes = batch(layer, 4, seed=group.rank)
     built = build(plan, "moe", shared=lambda rows_TH: built(rows_TH, routes))
     return str(raised(built, x_TH, routes))
+
+
+def test_shared_experts_have_ended_at_the_end_of_a_call_that_fails():
+    ended = []
+
+    def shared(x_TH):
+        time.sleep(0.2)
+        ended.append(True)
+
+    two_hosts_here = SimpleNamespace(num_hosts=2, device=torch.device("cpu"))
+    with suppress(ValueError), SharedExpertsCall(shared, two_hosts_here, "moe") as call:
+        call(torch.zeros(1))
+        raise ValueError
+    assert ended == [True]
 
 
 def test_shared_experts_in_a_thread_that_call_their_layer_are_refused():

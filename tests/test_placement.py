@@ -303,3 +303,11 @@ def test_experts_that_were_lost_and_choices_of_nobody_have_no_rank_and_no_number
     rank_TK, local_TK = left.resolve(torch.tensor([[0, 3, -1]]), 0)
     assert rank_TK.tolist() == [[0, -1, -1]]
     assert local_TK.tolist() == [[0, -1, -1]]
+
+
+@pytest.mark.parametrize("experts", [[0, 1, 2], [2, 0, 1]])
+def test_local_ids_are_fresh_also_where_they_are_the_ids(experts: list[int]) -> None:
+    ids_TK = torch.tensor([[0, 2], [1, 1]], dtype=torch.int32)
+    local_TK = Placement.explicit(3, [experts]).local_ids(ids_TK)
+    local_TK.fill_(7)
+    assert ids_TK.tolist() == [[0, 2], [1, 1]]

@@ -21,6 +21,7 @@ from tokenyard.routing import (
     SqrtSoftplusRouter,
     TopLogitsRouter,
     router_class,
+    routers,
 )
 from tokenyard.routing import routes as routes_module
 
@@ -682,3 +683,9 @@ def test_a_scaling_factor_may_differ_by_the_rounding_of_float32_and_no_more() ->
     Routes(topk_ids_TK=ids, topk_weights_TK=weights, scaled_by=rounded).check(1, scaled_by=2.446)
     with pytest.raises(InputError, match="different factors"):
         Routes(topk_ids_TK=ids, topk_weights_TK=weights, scaled_by=2.4461).check(1, scaled_by=2.446)
+
+
+def test_equal_scores_are_chosen_in_column_order_however_many_there_are() -> None:
+    scores_TE = torch.randint(0, 3, (5, 300), generator=torch.Generator().manual_seed(1)).float()
+    for row, found in zip(scores_TE.tolist(), routers.top_of_row(scores_TE, 250).tolist(), strict=True):
+        assert found == sorted(range(300), key=lambda column: -row[column])[:250]

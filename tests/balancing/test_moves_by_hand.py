@@ -514,3 +514,14 @@ def test_a_change_that_is_given_up_is_refused_counted_and_logged(caplog):
     assert "experts stay where they are: no room" in caplog.text
     moves.give_up(error)  # where nothing moves
     assert calls == ["refused", error]
+
+
+def test_local_ids_are_looked_up_only_where_experts_stand_elsewhere():
+    cpu, before = torch.device("cpu"), torch.zeros(3, dtype=torch.int32)
+    slots = ExpertSlots([7, 8], 4)
+    assert slots.lookup(cpu) is slots.lookup(cpu, before) is None  # also with spare slots
+    slots.switch([8, 7], {})
+    assert slots.lookup(cpu).tolist() == [1, 0, -1, -1, -1]
+    slots.switch([7, 9], {9: 3})
+    assert slots.lookup(cpu, before).tolist() == [0, 3, -1, -1, -1]
+    assert before.tolist() == [0, 0, 0]

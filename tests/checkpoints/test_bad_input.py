@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import references
 from tests.checkpoints.small import Small, save
+from tests.models import raised
 from tokenyard.checkpoints import config as configs
 from tokenyard.checkpoints import files, header, open_checkpoint
 from tokenyard.errors import CheckpointError, InputError, UnknownName
@@ -514,7 +515,12 @@ def test_a_config_of_another_quantization(quantized):
         reconfigure(folder, quantization_config=quantization)
         refused(folder, "model.safetensors" if quantization else "no quantization_config", "config.json")
         if quantization:
-            refused(folder, "the config.json that belongs to these weights", "model.safetensors: tensor")
+            error = refused(
+                folder, "the config.json that belongs to these weights", "model.safetensors: tensor"
+            )
+            assert error.tensor.startswith(
+                "model.layers.0.mlp.experts.0.gate_proj."
+            )  # the first that is looked at
 
 
 @pytest.mark.parametrize(
@@ -695,3 +701,14 @@ def test_what_is_viewed_lies_on_a_multiple_of_its_size(tmp_path):
     with opened.view("words") as words:
         assert words.data_ptr() % 4 == 0
         assert words.tolist() == [1.5, -2.0]
+
+
+def test_a_long_reason_is_cut(tmp_path):
+    """Python's words for a number of too many digits are longer than a line."""
+    (tmp_path / "config.json").write_text('{"hidden_size": ' + "1" * 5000 + "}")
+    with pytest.raises(ValueError, match="digits") as own:
+        int("1" * 5000)
+    words = str(own.value)
+    assert len(words) > 120
+    error = raised(open_checkpoint, tmp_path)
+    assert f"({words[:120]})" in str(error)

@@ -17,7 +17,8 @@ from tokenyard.checkpoints.compressed_tensors import (
     CompressedNvfp4,
 )
 from tokenyard.checkpoints.reading import PackedMatrix
-from tokenyard.experts import ExpertsSpec, activation, get
+from tokenyard.checkpoints.vendor_layouts import DeepSeekFp8
+from tokenyard.experts import ExpertsSpec, ExpertWeights, activation, get
 from tokenyard.formats import QuantizedMatrix, weight_format
 from tokenyard.integrations.huggingface import layers_from_config
 
@@ -278,3 +279,22 @@ def test_weights_that_are_declared_otherwise_than_they_can_be_held_are_told(layo
     assert made.arguments["symmetric"] is True
     same = {"config_groups": {"group_0": {"weights": made.arguments}}}
     assert made.mismatch(same) is None
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_experts_that_share_a_block_of_scales_are_quantized_one_by_one(parts):
+    """Gate and up share blocks where their outputs are no multiple of 128; experts never do."""
+    draw = torch.Generator().manual_seed(1)
+    plain = ExpertWeights(
+        w13=torch.randn(3, 2 * 96, 200, generator=draw) * torch.tensor([1.0, 9.0, 80.0]).view(3, 1, 1),
+        w2=torch.randn(3, 200, 96, generator=draw),
+    )
+    together = DeepSeekFp8().quantize(plain, parts)
+    for expert in range(3):
+        alone = DeepSeekFp8().quantize(plain.select([expert]), parts)
+        for name, payload in together.w13.payloads.items():
+            assert torch.equal(payload[expert].float(), alone.w13.payloads[name][0].float())
+    if parts == 2:  # one scale for all outputs, and for each block of inputs its own
+        largest = [plain.w13[:, :, some].abs().amax((1, 2)) for some in (slice(0, 128), slice(128, 200))]
+        due = torch.stack(largest, dim=1).unsqueeze(1).expand(3, 2, 2) / 448
+        assert torch.allclose(together.w13.payloads["scales"], due)

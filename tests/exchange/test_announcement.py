@@ -1,5 +1,6 @@
 """Announcements: what fits is read back, one byte more is refused, and the first rank that failed is named."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -86,6 +87,13 @@ def test_counts_that_cannot_be_are_not(tokens, counts):
     mine = dispatch((0, 0, 0))
     with pytest.raises(GroupError, match="rank 1 announces"):
         heard(mine, [mine, dispatch(counts, tokens=tokens)])
+
+
+@pytest.mark.parametrize("mine", [dispatch((0, 0, 0), error="no memory"), announcement(())])
+def test_counts_are_not_looked_at_by_a_rank_that_failed_nor_on_the_way_back(mine):
+    """The rank raises its own error, and no memory follows from what the others say."""
+    answers = [mine, replace(mine, tokens=99, counts=(7,), error="")]
+    assert heard(mine, answers) == answers
 
 
 def test_of_several_ranks_that_failed_the_first_is_named_and_a_rank_that_failed_itself_raises_its_own():

@@ -1,5 +1,7 @@
 """Choices that are summed at home: the same bits on any ranks, whatever the placement, the exchange and the batch."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ import tokenyard as ty
 from tests.models import WATCHED, batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import random_weights, same_bits
 from tokenyard.conformance.twin import twin
+from tokenyard.exchange.batch import BatchRoutes
 from tokenyard.planning.wiring import wire_layer
 from tokenyard.rows import ChoiceRows, UnfinalizedRows
 
@@ -224,3 +227,18 @@ def test_a_result_that_is_summed_otherwise_than_planned_is_refused():
     assert fits == "None"
     assert "combine was given a ChoiceRows" in single
     assert 'or plan with sum="choices"' in single
+
+
+def test_choices_of_a_rank_are_in_their_order_however_many_there_are():
+    """torch keeps the order of equal numbers only if it is asked to, and of a few without being asked."""
+    placement = ty.Placement(num_experts=3, table=((0, 1), (2,)))
+    ids_TK = torch.randint(-1, 3, (300, 4), generator=torch.Generator().manual_seed(1))
+    routes = BatchRoutes(
+        spec=SimpleNamespace(placement=placement),
+        routes=ty.Routes(topk_ids_TK=ids_TK, topk_weights_TK=torch.ones(300, 4)),
+        num_tokens=300,
+        rank=0,
+    )
+    ids = ids_TK.flatten().tolist()
+    due = [[n for n, expert in enumerate(ids) if expert in held] for held in placement.table]
+    assert [choices.tolist() for choices in routes.choices_by_rank] == due

@@ -1,5 +1,6 @@
 """Two levels: what crosses between hosts, in which order sums are made, and how errors and losses pass through both."""
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -577,3 +578,18 @@ def test_the_inside_of_each_host_is_made_ready_for_all_layers():
     """On GPUs kernels are loaded there, before one of them waits."""
     ((seen, inside),) = on_ranks(1, warmed)
     assert seen == [[("first", inside), ("second", inside)]]
+
+
+def test_experts_have_ids_of_their_own_inside_a_host():
+    """They count on from rank to rank; what goes nowhere stays nowhere, whatever stands beside it."""
+    placement = ty.Placement(num_experts=5, table=((1,), (0, 3), (2, 4)))
+    plan = ty.plan([spec()], ty.thread_groups(1)[0])
+    layer = replace(plan.wiring("moe").exchange_spec, placement=placement)
+    forwarding = hierarchical._Forwarding.of(layer, HostMap((1, 0, 0)), 0, torch.device("cpu"))
+    assert forwarding.inside_rank.tolist() == [-1, 0, 1, -1]
+    assert forwarding.spec.placement.table == ((0, 1), (2, 3))
+    assert forwarding.spec.num_experts == 4
+    assert forwarding.first_id.tolist() == [0, 2]
+    assert forwarding.choice_counts.tolist() == [0] * 5  # four experts, and nobody
+    rank_TK, local_TK = torch.tensor([[0, 1], [1, -1]]), torch.tensor([[1, 0], [1, 1]], dtype=torch.int32)
+    assert forwarding.ids(rank_TK, local_TK).tolist() == [[1, 2], [3, -1]]

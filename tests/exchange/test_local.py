@@ -183,3 +183,14 @@ def test_logits_that_arrive_are_a_copy():
     assert torch.equal(held, logits_TE)
     assert held.data_ptr() != logits_TE.data_ptr()
     assert not held.requires_grad
+
+
+def test_experts_that_write_into_their_weights_do_not_write_into_those_of_the_caller():
+    plan = ty.plan([spec()], alone(), exchange="local")
+    wiring = plan.wiring("moe")
+    x_TH, routes = batch(spec(), 3)
+    weights_TK = routes.topk_weights_TK.clone()
+    assert weights_TK.dtype is torch.float32
+    arrival = plan.exchange.dispatch(wiring.exchange_spec, wiring.wire.encode(x_TH), routes)
+    arrival.received.routes.weights_RK.zero_()
+    assert torch.equal(routes.topk_weights_TK, weights_TK)

@@ -177,12 +177,44 @@ def test_a_call_waits_for_the_end_of_a_job_in_the_background(ranks):
     assert ty.launch(2, beside_a_job, ranks=ranks) == [(due[:2], due[2:])] * 2
 
 
+def test_a_call_of_one_rank_waits_for_its_own_job_too():
+    group, order, goes_on = ty.thread_groups(1)[0], [], threading.Event()
+
+    def job():
+        goes_on.wait(0.3)  # longer than a call takes that does not wait for this
+        order.append("job")
+
+    pending = group.in_background(job)
+    group.barrier()
+    order.append("caller")
+    pending.wait()
+    assert order == ["job", "caller"]
+
+
 def test_an_error_in_the_background_is_raised_where_it_is_waited_for():
     group = ty.thread_groups(1)[0]
     pending = group.in_background(lambda: 1 // 0)
     group.barrier()
     with pytest.raises(ZeroDivisionError):
         pending.wait()
+
+
+@by_messages
+@pytest.mark.parametrize("max_rows", [None, 7])
+@pytest.mark.parametrize(("dtype", "way"), [(torch.bfloat16, "dispatch"), (torch.float32, "combine")])
+def test_messages_have_room_for_the_longest_batch_of_any_layer(exchange, max_rows, dtype, way):
+    """With the counts of all ranks in front of the rows: twice as many where rows have a bound."""
+    layers = [spec("small", max_tokens=3), spec("large", dtype=dtype, wire="bf16", max_tokens=16)]
+    group = ty.thread_groups(1)[0]
+    plan = ty.plan(layers, group, exchange=exchange, max_rows=max_rows)
+    transport, large = plan.exchange.transport, plan.wiring("large").exchange_spec
+    assert large.max_rows == max_rows
+    counts = transport.num_counts(large) * (1 if max_rows is None else 2)
+    assert transport.mailbox.head_bytes == -(-(512 + 8 * counts) // 16) * 16
+    strides = {"dispatch": large.dispatch_layout.stride, "combine": large.combine_layout.stride}
+    assert max(strides, key=strides.get) == way
+    heads = -(-transport.mailbox.head_bytes // strides[way])
+    assert group.longest_message == (heads + 16) * strides[way]
 
 
 def closed(group, exchange):

@@ -378,3 +378,26 @@ def test_experts_that_write_what_wants_a_gradient_leave_no_trace_in_the_workspac
     assert buffer.rows_SH.requires_grad
     assert not slots.requires_grad
     assert slots[0].tolist() == [1.0] * 32
+
+
+def in_different_layers(group):
+    """Each rank calls its own layer: both have told and heard, so this round is over, and another one follows."""
+    layers = [spec("a", **SMALL), spec("b", **SMALL)]
+    plan = ty.plan(layers, group, exchange="one_sided")
+    built = [build(plan, layer.name) for layer in layers]
+    x_TH, routes = batch(layers[0], 5, seed=group.rank)
+    error = raised(built[group.rank], x_TH, routes)
+    return type(error), plan.exchange.rounds, right(plan, layers[0], 5, group.rank), plan.exchange.rounds
+
+
+def test_a_round_in_which_the_ranks_were_in_different_layers_is_not_made_again():
+    assert on_ranks(2, in_different_layers) == [(ty.Drifted, 1, True, 2)] * 2
+
+
+def test_marks_of_a_round_are_waited_for_for_so_long():
+    plan = ty.plan([spec()], ty.thread_groups(1)[0], exchange="one_sided")
+    transport, started = plan.exchange.transport, time.monotonic()
+    assert not transport.all_marked(1, 0.05)
+    assert 0.05 <= time.monotonic() - started < 5
+    transport.mark(2)
+    assert [transport.all_marked(round, 0.0) for round in (1, 2, 3)] == [True, True, False]

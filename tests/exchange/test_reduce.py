@@ -71,6 +71,10 @@ def test_rows_of_several_lines_of_the_table(hidden_size, gap, lines):
     ]
     table = reduce._table_of(home, torch.empty(50, hidden_size, dtype=torch.bfloat16))
     assert table.lines_per_row == lines
+    # From the first row of any rank to the last one, and not a byte more.
+    ends = [some.data_ptr() + ((len(some) - 1) * some.stride(0) + hidden_size) * 2 for some in rows]
+    assert table.lines.data_ptr() == min(some.data_ptr() for some in rows)
+    assert table.lines.nbytes == max(ends) - table.lines.data_ptr()
     check_sum(rows, tokens, 50, "bf16", in_place=True)
 
 

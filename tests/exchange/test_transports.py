@@ -214,3 +214,32 @@ def test_what_arrives_wants_no_gradient_and_round_trips_leave_nothing_open(excha
         home = trip.combine(built.experts(received)).y_TH
     assert plan.exchange.trips._open == []
     assert same_bits(built.start(x_TH, routes).finish(), home)
+
+
+class CountsAtEnd(LocalTransport):
+    """A transport that knows only after the combine how many rows it has moved, as kernels do."""
+
+    name = "counts_at_end"
+    returned = None
+
+    def rows_sent(self, batch, arrival):
+        return [0]
+
+    def counts_at_end(self, arrival):
+        return [7], [5]
+
+    def bytes_returned(self, arrival):
+        self.returned = arrival.counts_W
+        return super().bytes_returned(arrival)
+
+
+def test_rows_that_are_counted_after_the_combine():
+    plan = ty.plan([spec(wire="mxfp8")], ty.thread_groups(1)[0], exchange=CountsAtEnd)
+    x_TH, routes = batch(spec(), 3)
+    build(plan, "moe")(x_TH, routes)
+    stats = plan.exchange.stats["moe"]
+    assert (stats.rows_sent, stats.rows_received) == ([7], [3 + 5])  # 3 were known when they came
+    row = plan.exchange.transport.region_bytes(plan.wiring("moe").exchange_spec).dispatch_row
+    assert stats.dispatch_bytes == [7 * row]
+    assert row > 0
+    assert plan.exchange.transport.returned == (5,)

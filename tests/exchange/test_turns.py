@@ -9,7 +9,7 @@ import pytest
 import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import same_bits
-from tokenyard.exchange import Pending
+from tokenyard.exchange import LocalTransport, Pending
 from tokenyard.experts import ReferenceExperts
 
 every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)
@@ -101,15 +101,25 @@ def finds_a_problem(group, exchange):
     built, exchange_spec = build(plan, "moe"), plan.wiring("moe").exchange_spec
     x_TH, routes = batch(layer, 5, seed=group.rank)
     expected = built(x_TH, routes)
-    send, problem = plan.exchange.transport.send, ValueError("a row is odd")
+    transport, problem, order = plan.exchange.transport, ValueError("a row is odd"), []
+    send, fail = transport.send, transport.fail
 
     def send_odd(batch):
         pending = send(batch)
-        plan.exchange.transport.send = send
+        transport.send = send_next
         return Pending(lambda: replace(pending.wait(), problem=problem))
 
+    def send_next(batch):
+        pending = send(batch)
+        transport.send = send
+        return Pending(lambda: (pending.wait(), order.append("the next one arrives"))[0])
+
+    def fail_noted(failure):
+        order.append("the others are told")
+        fail(failure)
+
     if group.rank == 1:
-        plan.exchange.transport.send = send_odd
+        transport.send, transport.fail = send_odd, fail_noted
     started = [plan.exchange.start_dispatch(exchange_spec, encoded(plan, "moe", x_TH), routes) for _ in "ab"]
     try:
         arrival = started[0].wait()
@@ -118,7 +128,7 @@ def finds_a_problem(group, exchange):
         error = found
     arrival = started[1].wait()
     home = plan.exchange.combine(arrival, built.experts(arrival.received)).y_TH
-    return str(error), same_bits(home, expected), same_bits(built(x_TH, routes), expected)
+    return str(error), order, same_bits(home, expected), same_bits(built(x_TH, routes), expected)
 
 
 @every_exchange
@@ -126,7 +136,8 @@ def test_a_dispatch_that_is_found_wrong_is_given_up_after_what_travels_has_arriv
     (told, *first), (own, *second) = on_ranks(2, finds_a_problem, exchange)
     assert "rank 1 failed in combine: ValueError: a row is odd" in told
     assert own == "a row is odd"
-    assert first == second == [True, True]
+    assert first == [[], True, True]
+    assert second == [["the next one arrives", "the others are told"], True, True]
 
 
 def fails_in_both(group, exchange):
@@ -146,6 +157,74 @@ def test_nobody_is_told_of_a_dispatch_that_nobody_begins_because_the_one_before_
     for error, _, worked in on_ranks(2, fails_in_both, exchange, deadline=5.0):
         assert "the layer was given None instead of routes" in error
         assert worked
+
+
+class Tells(LocalTransport):
+    """One rank, which writes down what it tells; its results are refused if asked."""
+
+    name = "tells"
+    refuses = False
+
+    def __init__(self, *arguments, **settings):
+        super().__init__(*arguments, **settings)
+        self.told = []
+
+    def send_back(self, results):
+        pending = super().send_back(results)
+
+        def refuse():
+            raise ty.PeerFailed(0, "no room", phase="combine")
+
+        return Pending(refuse) if self.refuses else pending
+
+    def fail(self, failure):
+        self.told.append((failure.arrival.round, str(failure.announcements.mine.error)))
+        super().fail(failure)
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_what_was_given_up_is_told_when_its_turn_has_come(refuses):
+    """Right after the combine before it, also where that one fails."""
+    plan = ty.plan([spec(experts="reference")], ty.thread_groups(1)[0], exchange=Tells, in_flight=2)
+    built, exchange = build(plan, "moe"), plan.exchange
+    x_TH, routes = batch(spec(), 5)
+    layer = plan.wiring("moe").exchange_spec
+    first, second = (exchange.dispatch(layer, encoded(plan, "moe", x_TH), routes) for _ in "ab")
+    exchange._in_flight.give_up(second, ValueError("late"))
+    exchange.transport.refuses = refuses
+    error = raised(exchange.combine, first, built.experts(first.received))
+    assert isinstance(error, ty.PeerFailed) == refuses
+    assert exchange.transport.told == [(second.round, "ValueError: late")]
+    assert second not in exchange._in_flight
+
+
+def test_nobody_is_told_of_a_loss_and_the_plan_is_broken_by_it():
+    """Whoever is left finds out by itself; a word to ranks that are lost would wait for them."""
+    plan = ty.plan([spec(experts="reference")], ty.thread_groups(1)[0], exchange=Tells)
+    exchange, layer = plan.exchange, plan.wiring("moe").exchange_spec
+    x_TH, routes = batch(spec(), 5)
+    lost = ty.PeerLost([0], phase="dispatch", waited=0.5)
+
+    def lose(batch):
+        raise lost
+
+    exchange.transport.send = lose
+    assert raised(exchange.dispatch, layer, encoded(plan, "moe", x_TH), routes) is lost
+    assert lost.layer == "moe"
+    assert exchange.usability.broken_by is lost
+    assert exchange.transport.told == []
+
+
+def test_a_batch_that_was_dropped_after_its_results_were_sent_is_an_error_of_the_next_call():
+    plan = ty.plan([spec(experts="reference")], ty.thread_groups(1)[0], in_flight=2)
+    built, exchange = build(plan, "moe"), plan.exchange
+    x_TH, routes = batch(spec(), 5)
+    trip = exchange.open_round_trip(plan.wiring("moe").exchange_spec)
+    trip.start_dispatch(trip.encode(x_TH), routes)
+    trip.start_combine(built.experts(trip.received()))
+    trip.is_dropped = True
+    assert "what `start` returned is gone" in str(raised(built, x_TH, routes))
+    assert built(x_TH, routes).shape == (5, 32)  # it is said once
 
 
 # -- One thread at a time ------------------------------------------------------------------------------------

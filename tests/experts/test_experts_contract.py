@@ -237,3 +237,18 @@ def test_results_do_not_share_memory() -> None:
     kept = first.rows_RH.clone()
     experts(receive(x_RH * 2, routes))
     assert torch.equal(first.rows_RH, kept)
+
+
+def test_a_kernel_of_ones_own_declares_by_itself_what_it_can():
+    class Own(GroupedExperts):
+        name = "own"
+
+        def compute(self, received, *, finalize):
+            return super().compute(received, finalize=finalize)
+
+    class Renamed(GroupedExperts):
+        name = "renamed"
+
+    assert (Own.counts_duties, Own.any_strides, Own.places_results) == (False, False, False)
+    assert (Own.inner_formats, Own.batch_invariant) == ((), ())
+    assert (Renamed.counts_duties, Renamed.any_strides, Renamed.places_results) == (True, True, True)

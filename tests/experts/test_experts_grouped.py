@@ -133,6 +133,9 @@ def test_sum_choices_is_finish(ids: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert sum_choices(y_NH, unfinalized.weights_N, pairs, place).buffer is place
     assert torch.equal(place.rows_SH[slots_R], due_RH.bfloat16())
     assert place.rows_SH.isnan().all(1).sum() == 7
+    if ids != "nobody":  # the sums of a GPU, one choice after the other
+        by_passes_RH = grouped._sum_by_passes(y_NH, unfinalized.weights_N, pairs)
+        assert torch.equal(by_passes_RH.view(torch.int32), due_RH.view(torch.int32))
 
 
 def test_ids_out_of_range_are_refused() -> None:
@@ -253,3 +256,12 @@ def test_a_cpu_that_says_nothing_multiplies_no_16_bits(monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     assert cpu_multiplies.__wrapped__(torch.bfloat16)
     assert not cpu_multiplies.__wrapped__(torch.float16)
+
+
+def test_pairs_of_an_expert_keep_their_order_however_many_there_are() -> None:
+    ids_RK = torch.randint(-1, 3, (300, 4), generator=torch.Generator().manual_seed(1))
+    pairs = sort_pairs(LocalRoutes(ids_RK=ids_RK, weights_RK=torch.ones(300, 4)), 3)
+    experts = [expert for expert in ids_RK.flatten().tolist() if expert >= 0]
+    due = sorted(range(len(experts)), key=lambda pair: experts[pair])  # Python's own sort is stable
+    assert pairs.by_expert_N.tolist() == due
+    assert pairs.expert_N.tolist() == sorted(experts)

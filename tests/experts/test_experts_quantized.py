@@ -431,3 +431,16 @@ def test_memory_stays_near_the_quantized_bytes(weights):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert 0.9 <= float(done.stdout) <= 1.25
+
+
+@pytest.mark.parametrize("weights", ["mxfp4", "nvfp4", "mxint4", "fp8_block128"])
+def test_a_tile_is_in_memory_of_its_own_row_by_row(weights):
+    """Also where codes are padded: what is multiplied does not depend on what stood beside it."""
+    matrix = WEIGHT_FORMATS[weights]().quantize(torch.randn(6, 40))
+    tile = tiles._tile(matrix, tiles.Tile(0, slice(0, 1), 1, 5))
+    assert tile.is_contiguous()
+    assert torch.equal(tile, matrix.decode()[1:5])
+    plain_OD = torch.randn(6, 40)
+    tile = tiles._tile(plain_OD, tiles.Tile(0, slice(0, 1), 1, 5))
+    tile.zero_()
+    assert (plain_OD != 0).all()

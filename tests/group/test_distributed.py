@@ -361,3 +361,30 @@ def test_each_wait_has_a_limit_and_so_has_the_library_underneath(pair, monkeypat
         first.barrier()
     assert limits == [30 + 30 + 2, 3 + 30 + 2, timedelta(seconds=7)]
     assert looked == ["read", "read"]  # whose processes the ranks are, before they are waited for
+
+
+class NeverDone:
+    """A collective that nobody finishes; how long it was waited for."""
+
+    def __init__(self):
+        self.waits = []
+
+    def wait(self, limit):
+        self.waits.append(limit.total_seconds())
+        time.sleep(limit.total_seconds())
+        raise RuntimeError("timed out")
+
+    def is_completed(self):
+        return False
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 0.03, 0.25])
+def test_a_collective_is_waited_for_until_the_deadline_and_no_longer(pair, seconds):
+    first, _ = pair()
+    work, started = NeverDone(), time.monotonic()
+    with pytest.raises(RuntimeError, match="timed out"):
+        first._wait(work, started + seconds)
+    assert all(0.001 <= each <= 0.1 for each in work.waits)
+    assert work.waits[0] <= max(0.001, seconds)
+    assert sum(work.waits[:-1]) <= max(0.0, seconds)
+    assert sum(work.waits) <= max(0.0, seconds) + 0.002

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from tokenyard.group import forkserver
 
 _SCRIPT = """
-import json, multiprocessing, os, signal
+import json, multiprocessing, os, signal, time
 from multiprocessing import forkserver, resource_tracker
 from tokenyard.group import forkserver as ours
 
@@ -46,8 +46,15 @@ told = {
     "folder": os.path.isdir(folder),
     "started by": ours._started_by == [os.getpid()],
 }
+rank = context.Process(target=signal.pause)
+rank.start()
+told["rank"] = lives(rank.pid)
 ours.end_forkserver(1.0)
 os.waitpid(first, 0)
+until = time.monotonic() + 20
+while lives(rank.pid) and time.monotonic() < until:
+    time.sleep(0.01)
+told["rank ended"] = not lives(rank.pid)
 told |= {"ended": not lives(first), "gone": not os.path.exists(folder), "locked": server._lock.locked()}
 print(json.dumps(told), flush=True)
 os._exit(0)
@@ -73,10 +80,32 @@ def test_a_child_lets_go_of_the_forkserver_of_its_parent(monkeypatch):
     """The forkserver lives as long as a process holds the other end of its pipe."""
     reading, writing = os.pipe()
     theirs = SimpleNamespace(_forkserver_alive_fd=writing)
-    theirs.__init__ = lambda: None
+    made_anew = []
+    theirs.__init__ = lambda: made_anew.append(True)
     monkeypatch.setattr(forkserver.forkserver, "_forkserver", theirs)
     forkserver._forget()
     assert os.read(reading, 1) == b""  # nobody can write any more
     os.close(reading)
     theirs._forkserver_alive_fd = None
     forkserver._forget()
+    assert made_anew == [True] * 2  # as one that has started nothing
+
+
+def test_a_forkserver_of_which_nothing_is_there_can_be_ended(monkeypatch, tmp_path):
+    """Somebody has removed its folder, its process has ended, or it was not started yet; its lock is taken anyway."""
+    locks = []
+    server = SimpleNamespace(
+        _lock=SimpleNamespace(acquire=lambda **given: locks.append(given["timeout"])), _forkserver_pid=None
+    )
+    process = SimpleNamespace(_config={"tempdir": str(tmp_path / "gone")})
+    monkeypatch.setattr(forkserver.forkserver, "_forkserver", server)
+    monkeypatch.setattr(forkserver.multiprocessing, "current_process", lambda: process)
+    monkeypatch.setattr(forkserver.multiprocessing, "active_children", list)
+    monkeypatch.setattr(forkserver, "_started_by", [os.getpid()])
+    forkserver.end_forkserver(0.5)
+    server._forkserver_pid = 1 << 23  # above the largest number that Linux gives to a process
+    process._config = {}
+    forkserver.end_forkserver(0.25)
+    monkeypatch.setattr(forkserver, "_started_by", [1])
+    forkserver.end_forkserver(0.125)  # that of another process
+    assert locks == [0.5, 0.25]

@@ -52,6 +52,18 @@ def test_collectives_bring_every_byte_in_rank_order(ranks, world):
         assert values == [{"rank": w, "x": [1.5, None]} for w in range(world)]
 
 
+def odd_values(group):
+    values = group.gather_json({"b": float("nan"), "a": float("inf"), "c": -0.0})
+    return [(list(value), str(list(value.values()))) for value in values]
+
+
+@both_kinds
+def test_json_is_alike_on_all_ranks_and_has_all_numbers_of_python(ranks):
+    """Names are in one order, however a rank has written them: what is made of them does not depend on the rank."""
+    due = (["a", "b", "c"], "[inf, nan, -0.0]")
+    assert ty.launch(2, odd_values, ranks=ranks) == [[due] * 2] * 2
+
+
 def empty_rows(group):
     nothing = torch.empty(0, 7, dtype=torch.uint8)
     zeros = [0] * group.size

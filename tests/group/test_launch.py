@@ -1,6 +1,7 @@
 """What `launch` is given, what it brings back, and how it ends when it is interrupted."""
 
 import math
+import multiprocessing
 import os
 import re
 import signal
@@ -415,3 +416,46 @@ def test_launches_at_the_same_time_meet_at_ports_of_their_own_on_loopback():
     assert all(store.port > 1023 for store in stores)  # any that is free, none that is known
     assert [store.host for store in stores] == ["127.0.0.1"] * 2
     assert [store.timeout.total_seconds() for store in stores] == [5.0, 7.0]
+
+
+def is_daemon(group):
+    return multiprocessing.current_process().daemon
+
+
+def test_ranks_that_are_processes_do_not_keep_their_parent_from_ending():
+    assert ty.launch(1, is_daemon, ranks="processes") == [True]
+
+
+def test_threads_are_waited_for_look_by_look_until_they_are_done(monkeypatch):
+    """Not by `join`, which has no limit: a signal that came just before it would be seen only after its end."""
+    monkeypatch.setattr(sys.modules["tokenyard.group.launch"], "_LOOK", 0.01)
+    done, joined, join = threading.Event(), [], threading.Thread.join
+
+    def noted(self, *arguments):
+        joined.append(done.is_set())
+        join(self, *arguments)
+
+    def takes_several_looks(group):
+        time.sleep(0.1)
+        done.set()
+
+    monkeypatch.setattr(threading.Thread, "join", noted)
+    ty.launch(1, takes_several_looks)
+    assert joined == [True]
+
+
+class TwoArguments(Exception):
+    """Can be pickled, and cannot be made again of what was pickled."""
+
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+def test_an_error_that_cannot_travel_becomes_one_that_says_the_same():
+    own = ValueError("odd")
+    assert process_ranks._picklable(own) is own
+    held = ValueError("locked", threading.Lock())
+    for error in (TwoArguments("one", "two"), held):
+        told = process_ranks._picklable(error)
+        assert type(told) is RuntimeError
+        assert str(told) == f"{type(error).__name__}: {error}"

@@ -1,6 +1,7 @@
 """How much memory a process may still take: what the kernel has, and what each control group leaves."""
 
 import os
+import weakref
 
 import pytest
 import torch
@@ -166,3 +167,18 @@ def test_memory_that_cannot_be_mapped_leaves_no_descriptor(monkeypatch):
     with pytest.raises(OSError, match="Errno"):
         shared_memory.mappable_memory(64)
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_memory_stays_mapped_while_the_process_ends(monkeypatch):
+    """What runs at exit may still read it."""
+    made = []
+
+    class Noted(weakref.finalize):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(shared_memory.weakref, "finalize", Noted)
+    mapped = shared_memory.mappable_memory(4096)
+    assert [each.atexit for each in made] == [False, False]
+    assert mapped.numel() == 4096

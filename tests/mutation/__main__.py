@@ -5,9 +5,9 @@
 First every test runs once, and which lines it runs is recorded (`--record` keeps that in a folder and takes it from
 there the next time). Then each mutant meets the tests of its line, the quickest first, for `--limit` seconds of tests;
 one that lives meets more of them, for `--more` times as long. A test with ranks kills a mutant if it fails twice with
-it, and passes without it. `--outcomes` keeps what became of each mutant, so that a run that was cut off goes on; with
-`--again` those that lived meet their tests once more. `--unseen` draws no mutant that earlier outcomes tell of: tests
-may have been written for it.
+it, and passes without it; if the record was made `--elsewhere`, that is asked of every test. `--outcomes` keeps what
+became of each mutant, so that a run that was cut off goes on; with `--again` those that lived meet their tests once
+more. `--unseen` draws no mutant that earlier outcomes tell of: tests may have been written for it.
 """
 
 import argparse
@@ -62,6 +62,7 @@ ONLY_ON_A_GPU = (
     "*/group/devices.py::rank_on",
     "*/group/devices.py::reserve_memory",
     "*/exchange/batch.py::UnencodedRows",
+    "*/exchange/hierarchical.py::DeviceHierarchicalTransport",
 )
 # Seconds of tests that a mutant meets first, and their number. Most die there; few files of tests are imported for it.
 _FIRST, _FIRST_TESTS = 2.0, 20
@@ -261,6 +262,9 @@ def main():
     )
     parser.add_argument("--only", default="*", help="a pattern for the mutated files")
     parser.add_argument("--record", type=Path, help="a folder that keeps which test runs which line")
+    parser.add_argument(
+        "--elsewhere", action="store_true", help="the record is of another machine: tests may fail here"
+    )
     parser.add_argument("--outcomes", type=Path, help="a file that keeps what became of each mutant")
     parser.add_argument(
         "--again", action="store_true", help="let those that lived meet their tests once more"
@@ -291,22 +295,27 @@ def main():
     limits = (_FIRST, options.limit, options.more * options.limit)
     doubtful, same = record.may_fail_by_itself(), Equivalents()
     drawn = draw(every, options.count, options.seed)
-    known, outcomes, trials = known_outcomes(options.outcomes, options.again), [], []
+    known, outcomes, left = known_outcomes(options.outcomes, options.again), [], []
     for mutant in drawn:
         if same.entry(mutant) or str(mutant) in known:
             outcomes.append((mutant, known.get(str(mutant), trial.Outcome("alive"))))
-            continue
+        else:
+            left.append(mutant)
+
+    def trial_of(mutant):
         ways = ways_to_meet(record, mutant)
         parts = stages(record, mutant, limits, declares=ways == ("anew",))
-        reliable = {test for tests, _ in parts for test in tests} - doubtful
-        trials.append((mutant, parts, reliable, ways))
+        reliable = set() if options.elsewhere else {test for tests, _ in parts for test in tests} - doubtful
+        return mutant, parts, reliable, ways
+
     until = time.monotonic() + 60 * options.minutes
     with (
         start_workers(options.workers, trial.start_worker, ROOT, tests_of_the_core()) as workers,
         Progress(console=console) as progress,
     ):
-        task = progress.add_task("mutants", total=len(trials))
-        for mutant, outcome in meet_in_turn(workers, options.workers, trials, until):
+        task = progress.add_task("mutants", total=len(left))
+        # Each trial is made when its turn comes: choosing the tests of thousands takes minutes.
+        for mutant, outcome in meet_in_turn(workers, options.workers, map(trial_of, left), until):
             outcomes.append((mutant, outcome))
             if options.outcomes:
                 with options.outcomes.open("a") as file:

@@ -60,6 +60,8 @@ class Server(processes.FirstFailure):
 
     def pytest_runtestloop(self, session):
         self._tests = {item.nodeid: item for item in session.items}
+        # Files that could not be imported are left out; from here on, the first failure ends a run.
+        session.testsfailed, session.shouldfail, session.config.option.maxfail = 0, False, 1
         gc.unfreeze()  # or what the tests have frozen is not among the objects
         for each in gc.get_objects():
             if isinstance(each, types.FunctionType):
@@ -105,7 +107,8 @@ class PreloadedTests:
             try:
                 os.setsid()
                 server = Server(theirs, folder)
-                processes.run_pytest(folder, ["--continue-on-collection-errors", *arguments], server)
+                go_on = ["--maxfail=0", "--continue-on-collection-errors"]
+                processes.run_pytest(folder, [*go_on, *arguments], server)
             finally:
                 os._exit(1)
         theirs.close()

@@ -82,10 +82,11 @@ def choose(record, mutant, limit, declares=True):
     """The tests for a mutant: each test function in turn gives its quickest case, until the time is used up.
 
     Lines that run while modules are imported, or in other processes, are not recorded, and some run only once in a
-    process. So behind the tests of a line, and cases of theirs that were not recorded, come tests that start processes,
-    if the folder of tests has the name of the mutant's folder; then tests of the same file; then the others that start
-    processes. Lines that no test runs may be declarations (`declares`: outside of functions): tests of these come first
-    there. Others run in processes: first there are tests whose file has the name of the mutant's file.
+    process. So behind the tests of a line come tests that start processes in a file of the mutant's name; cases that
+    were not recorded; further tests that start processes, if their folder has the name of the mutant's; then tests of
+    the same file; then the others that start processes. Lines that no test runs may be declarations (`declares`:
+    outside of functions): tests of these come first there. Others run in processes: first there are tests whose file
+    has the name of the mutant's file.
     """
     last = mutant.line + mutant.before.count("\n")
     of_line = record.covering(mutant.path, mutant.line, last)
@@ -96,7 +97,7 @@ def choose(record, mutant, limit, declares=True):
     mirrored = {test for test in near if f"/test_{mutant.path.split('/')[-1]}::" in test}
     declared = {test for test in record.tests if test.startswith(_OF_DECLARATIONS)}
     others = record.others_like(of_line), record.others_like(of_file)
-    kinds = (of_line, others[0], near, of_file, others[1], started)
+    kinds = (of_line, mirrored, others[0], near, of_file, others[1], started)
     if not of_line:
         in_file = (of_file, others[1], near) if declares else (mirrored, near, of_file, others[1])
         kinds = (declared, *in_file, started) if declares else (*in_file, started, declared)

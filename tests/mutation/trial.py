@@ -49,6 +49,7 @@ class Checkout:
 
     def __init__(self, root, arguments=()):
         self._folder = Path(tempfile.mkdtemp(prefix="mutation-"))
+        self._failing = set()  # without any mutant
         for name in _KEPT:
             if (source := Path(root) / name).is_dir():
                 shutil.copytree(source, self._folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -69,17 +70,17 @@ class Checkout:
         """
         if self._preloaded:  # the record may be of tests that have another name by now
             tests = [test for test in tests if test in self._preloaded.names]
+        tests = [test for test in tests if test not in self._failing]
         while tests:
             outcome = self._run_changed(mutant, tests, seconds, anew)
             if outcome.lives or outcome.test in reliable:
                 return outcome
             failed = [test for test in tests if test == outcome.test or test.startswith(f"{outcome.test}::")]
             failed = failed or tests  # a crash, or no time left, names no test
-            if (
-                self._run(failed, seconds, anew).lives
-                and not self._run_changed(mutant, failed, seconds, anew).lives
-            ):
+            unchanged = self._run(failed, seconds, anew)
+            if unchanged.lives and not self._run_changed(mutant, failed, seconds, anew).lives:
                 return outcome
+            self._failing |= {unchanged.test} - {None}
             tests = [test for test in tests if test not in failed]
         return Outcome("met by no test")
 

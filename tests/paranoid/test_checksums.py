@@ -182,3 +182,25 @@ def test_every_byte_that_belongs_to_no_row_is_looked_at(byte, words):
         _check_unused("dispatch", region, LAYOUT, (0, 4), (1, 4))
     assert words in str(caught.value)
     assert caught.value.place == "dispatch"
+
+
+@pytest.mark.parametrize(("byte", "slot"), [(15, 1), (20, 2), (23, 3), (138, 1), (143, 3)])
+def test_slots_are_counted_from_the_first_one_of_their_rank(byte, slot):
+    region = torch.full((256,), 255, dtype=torch.uint8)
+    region[byte] = 0
+    with pytest.raises(
+        Corrupted, match=f"slot {slot} for rank 1 of region 'dispatch' holds no row"
+    ) as caught:
+        _check_unused("dispatch", region, LAYOUT, (0, 4), (4, 1))
+    assert caught.value.source == 1
+    assert "rows from rank 1 in its first 1 slots only" in str(caught.value)
+
+
+def test_every_factor_of_a_checksum_is_odd():
+    """Whatever is added to a word changes its product then; an even one would lose the highest bit."""
+    for width in (1, 7, 512):
+        assert (checksums._factors(width, torch.device("cpu")) & 1 == 1).all()
+    words = torch.zeros(1, 8, dtype=torch.uint8)
+    changed = words.clone()
+    changed[0, 7] = 128
+    assert checksums.checksums(words).tolist() != checksums.checksums(changed).tolist()

@@ -77,6 +77,20 @@ def test_bytes_are_looked_at_as_soon_as_rows_have_come():
     assert calls == [*once, "round_failed", *once]
 
 
+@pytest.mark.parametrize("finds", ["_check_guards", "_check_dispatch_region"])
+def test_bytes_are_looked_at_again_before_results_are_told(finds):
+    """Experts may have written where they may not."""
+    guards = WorkspaceGuards.__new__(WorkspaceGuards)
+
+    def find(*_):
+        raise ty.Corrupted("a byte was written", expected="none", place="control")
+
+    guards._check_guards = guards._check_dispatch_region = lambda *_: None
+    setattr(guards, finds, find)
+    with pytest.raises(ty.Corrupted, match="a byte was written"):
+        guards.check_results(SimpleNamespace(spec=None, region=0, results_due=()))
+
+
 def unused(group, payload):
     def write(rows):
         rows[payload].view(torch.uint8)[-1, 0] = 0

@@ -1,5 +1,7 @@
 """Rows that are damaged on their way, out or back, in every exchange: who sees it, and what it says."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ from tests.paranoid.tampering import (
     outcome,
     three_rounds,
 )
-from tokenyard.exchange import Pending
+from tokenyard.exchange import LocalTransport, Pending
 
 every_exchange = pytest.mark.parametrize("exchange", WATCHED)
 
@@ -233,3 +235,49 @@ def test_a_result_that_nobody_wrote():
     check_alarm(
         by_rank, [SOURCE], place="order", source=VICTIM, words=["returned nothing as the result of token"]
     )
+
+
+def seals_of_two_rounds(group, exchange):
+    """What a rank keeps of a round to look at its results is not written over by the next one."""
+    layer = spec(experts="reference")
+    plan = ty.plan([layer], group, exchange=exchange, paranoid=True)
+    built, exchange_spec = build(plan, "moe"), plan.wiring("moe").exchange_spec
+    kept = []
+    for seed in (1, 2, 3):
+        x_TH, routes = batch(layer, 5, seed=10 * seed + group.rank)
+        arrival = plan.exchange.dispatch(exchange_spec, plan.wiring("moe").wire.encode(x_TH), routes)
+        seals = [arrival.checksums_RC, getattr(arrival.way_back, "heads_NC", None)]
+        kept += [(seal, seal.clone()) for seal in seals if seal is not None]
+        plan.exchange.combine(arrival, built.experts(arrival.received))
+    return len(kept), all(torch.equal(*pair) for pair in kept)
+
+
+@every_exchange
+@pytest.mark.parametrize("world", [1, 3])
+def test_seals_of_a_round_outlive_its_rows(exchange, world):
+    kinds = 2 if exchange == "hierarchical" else 1
+    hosts = HOSTS.get(exchange, 1) if world == 3 else 1
+    assert on_ranks(world, seals_of_two_rounds, exchange, hosts=hosts) == [(3 * kinds, True)] * world
+
+
+class ReusesMemory(LocalTransport):
+    """A transport of one's own, whose rows arrive in memory that it uses again in each round."""
+
+    name = "reuses_memory"
+    room = None
+
+    def send(self, batch):
+        pending = super().send(batch)
+
+        def arrive():
+            arrival = pending.wait()
+            if self.room is None:
+                self.room = {name: torch.empty_like(part) for name, part in arrival.received.extra.items()}
+            extra = {name: self.room[name].copy_(part) for name, part in arrival.received.extra.items()}
+            return replace(arrival, received=replace(arrival.received, extra=extra))
+
+        return Pending(arrive)
+
+
+def test_seals_of_a_round_outlive_rows_that_are_written_over():
+    assert seals_of_two_rounds(ty.thread_groups(1)[0], ReusesMemory) == (3, True)

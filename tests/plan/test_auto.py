@@ -96,3 +96,14 @@ def test_where_all_exchanges_are_refused_it_is_the_fastest_whose_error_is_told()
         ty.EXCHANGES["one_sided"],
         "no other one does it",
     )
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "works"), [("sum", "choices", "ranks"), ("reduce_ranks", "caller", "exchange")]
+)
+def test_the_field_at_fault_is_the_first_that_is_offered_to_be_changed(field, value, works):
+    error = raised(ty.draft, [spec(**{field: value})], 2, exchange="hierarchical")
+    first, *others = [alternative.changes for alternative in error.alternatives]
+    assert first == {field: works}
+    assert others
+    assert all("exchange" in changes for changes in others)

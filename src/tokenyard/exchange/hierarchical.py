@@ -243,8 +243,8 @@ class HierarchicalTransport(Transport):
                 inside = self.inside.send(forwarded).wait()
             announced = [announcement.counts[self.group.rank] for announcement in came.heard]
             heads_NC = None
-            if batch.spec.checksummed:  # packets are written over in the next round
-                heads_NC = forwarded.extra[CHECKSUMS][:, :CHECKSUM_HEAD].clone()
+            if batch.spec.checksummed:
+                heads_NC = forwarded.extra[CHECKSUMS][:, :CHECKSUM_HEAD]
             way_back = _WayBack(
                 inside=inside, counts_by_source=by_source, tokens_by_host=tokens_by_host, heads_NC=heads_NC
             )
