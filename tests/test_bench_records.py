@@ -32,7 +32,7 @@ def test_stored_figures_are_read_and_written_as_they_are(path):
 
 def test_every_benchmark_has_stored_figures():
     kinds = {json.loads(path.read_text())["benchmark"] for path in FILES}
-    on_gpu = {"dispatch-cuda", "experts-cuda", "layer-cuda", "tiles-cuda"}
+    on_gpu = {"dispatch-cuda", "experts-cuda", "layer-cuda", "tiles-cuda", "overlap"}
     assert kinds == {
         "encode",
         "experts",

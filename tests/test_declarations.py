@@ -52,7 +52,6 @@ from tokenyard.group import DistributedGroup, Group
 from tokenyard.group.process_ranks import _Processes
 from tokenyard.group.shared_memory import _mapping
 from tokenyard.group.threads import _Call
-from tokenyard.layer.pending import PendingBatch
 from tokenyard.planning.agreement import agree_on_draft
 from tokenyard.planning.drafting import Draft, draft, draft_as_told
 from tokenyard.planning.expert_moves import ExpertMoves
@@ -365,7 +364,6 @@ LEFT_OUT = {
     Plan.trim: {"keep": None},
     ExpertMoves.rebalance: {"placements": None, "threshold": 1.1, "wait": True},
     MoELayer: {"shared": None, "adopt": False},
-    PendingBatch: {"survives": False},
     overlapped: {"parts": 2, "payloads": None, "out": None, "add": None},
     launch: {
         "ranks": "threads",

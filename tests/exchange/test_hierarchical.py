@@ -12,6 +12,7 @@ from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import Case, run_case
 from tokenyard.conformance.metering import Meter
 from tokenyard.exchange import ExchangeSpec, HierarchicalTransport, HostMap, hierarchical
+from tokenyard.exchange.forwarding import Forwarding
 from tokenyard.exchange.one_sided.shared_memory import SharedMemoryTransport
 from tokenyard.planning.draft_text import links
 from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
@@ -585,11 +586,11 @@ def test_experts_have_ids_of_their_own_inside_a_host():
     placement = ty.Placement(num_experts=5, table=((1,), (0, 3), (2, 4)))
     plan = ty.plan([spec()], ty.thread_groups(1)[0])
     layer = replace(plan.wiring("moe").exchange_spec, placement=placement)
-    forwarding = hierarchical._Forwarding.of(layer, HostMap((1, 0, 0)), 0, torch.device("cpu"))
+    forwarding = Forwarding.of(layer, HostMap((1, 0, 0)), 0, torch.device("cpu"))
     assert forwarding.inside_rank.tolist() == [-1, 0, 1, -1]
     assert forwarding.spec.placement.table == ((0, 1), (2, 3))
     assert forwarding.spec.num_experts == 4
     assert forwarding.first_id.tolist() == [0, 2]
     assert forwarding.choice_counts.tolist() == [0] * 5  # four experts, and nobody
     rank_TK, local_TK = torch.tensor([[0, 1], [1, -1]]), torch.tensor([[1, 0], [1, 1]], dtype=torch.int32)
-    assert forwarding.ids(rank_TK, local_TK).tolist() == [[1, 2], [3, -1]]
+    assert forwarding._ids(rank_TK, local_TK).tolist() == [[1, 2], [3, -1]]

@@ -220,7 +220,7 @@ def test_a_batch_that_was_dropped_after_its_results_were_sent_is_an_error_of_the
     built, exchange = build(plan, "moe"), plan.exchange
     x_TH, routes = batch(spec(), 5)
     trip = exchange.open_round_trip(plan.wiring("moe").exchange_spec)
-    trip.start_dispatch(trip.encode(x_TH), routes)
+    trip.send(x_TH, routes)
     trip.start_combine(built.experts(trip.received()))
     trip.is_dropped = True
     assert "what `start` returned is gone" in str(raised(built, x_TH, routes))

@@ -97,6 +97,8 @@ def links(spec: ExchangeSpec) -> list[dict[str, int]]:
 def ranks_per_token(spec: ExchangeSpec) -> float:
     """The ranks that a token's choices go to, on average over sources, where all sets of K experts are equally likely.
 
+    >>> import torch
+    >>> from dataclasses import replace
     >>> from tokenyard.formats import for_dtype
     >>> from tokenyard.routing import Placement
     >>> bf16, none = for_dtype(torch.bfloat16), torch.bfloat16
