@@ -3,9 +3,8 @@
 `place` writes (and encodes) this rank's results into its combine region, unless the experts have done so
 themselves; `flags.signal_and_wait` publishes that they are there, and waits until all others are. `pull` reads one
 row per (token, rank), or per choice of a token, adds in float32, in the order of ranks (or choices), from zero, adds
-what the caller adds, and rounds once. In a small
-batch whose results are in place `pull` meets the others itself (`MEETS`): every block waits then, so all blocks of
-all ranks on a GPU must fit on it together.
+what the caller adds, and rounds once. In a small batch whose results are in place `pull` meets the others itself
+(`MEETS`): every block waits then, so all blocks of all ranks on a GPU must fit on it together.
 
 Where something is computed meanwhile that will be added, few blocks (`LIMITED`) begin: they write sums in float32 until
 it has `ended`, and say how far they came. Then nothing is left beside which the rest would be in the way: a second
