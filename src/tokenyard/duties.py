@@ -17,10 +17,10 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from enum import Enum
-from typing import Any, Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
@@ -30,9 +30,8 @@ Value = TypeVar("Value")
 class Duty(Enum):
     """A job that exactly one party must do."""
 
-    __hash__ = (
-        object.__hash__
-    )  # that of `Enum` is written in Python, and every call of a layer looks duties up
+    # That of `Enum` is written in Python, and every call of a layer looks duties up.
+    __hash__ = object.__hash__
 
     QUANTIZE = "quantize"  # encode rows into a quantized format
     PAD = "pad"  # fill rows up to the width that a format asks for
@@ -120,14 +119,8 @@ class _Set(Generic[Value]):
         self._variable.reset(self._token)
 
 
-class _NoContext:
-    """A context that does nothing. Both functions are written in C: every call of a layer enters about six."""
-
-    __enter__ = __exit__ = staticmethod("".format)  # takes anything, and gives what counts as False
-
-
-# What is entered where a context has nothing to do.
-NO_CONTEXT: AbstractContextManager[None] = cast(Any, _NoContext())
+# What is entered where a context has nothing to do: one for all calls.
+NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 
 
 def acting(party: Party) -> AbstractContextManager[None]:
