@@ -253,7 +253,7 @@ def dies(group, level, rank):
         if level == "inside":
             transport.inside.send = end
         elif level == "sum":
-            transport.inside.sum_results = end
+            transport.inside.at_home = end
         else:
             transport.send_back = end
     try:
