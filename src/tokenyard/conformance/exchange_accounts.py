@@ -29,7 +29,7 @@ TOKENS = (16, 3, 0, 7)
 ANNOUNCED = 2048
 # Bytes of shared memory that flags and counts may take for each rank: a plan does not list them.
 CONTROL = 4096
-_LATE = 0.03  # seconds
+_LATE = 0.06  # seconds, of which a busy machine may keep the others themselves away
 
 
 # -- Counters ------------------------------------------------------------------------------------------------
@@ -44,7 +44,7 @@ def counters_are_right(trial: Trial) -> None:
     for spec, tokens in zip((*specs, specs[0]), (TOKENS, (2,), (0, 5)), strict=True):
         sent = trial.batches(spec, tokens)
         due[spec.name].add(made, spec, sent)
-        if late:
+        if late and spec is specs[0]:
             time.sleep(_LATE)
         flight = send(made, spec, sent[group.rank].to(group.device))
         made.exchange.combine(flight, zeros(flight.received))
@@ -55,9 +55,9 @@ def counters_are_right(trial: Trial) -> None:
             expect(found == meant, f"`{field}` of layer {name!r} is {found}", f"{meant}, as it happened")
     waited = stats["first"].wait_s["dispatch"]
     expect(
-        late or group.device.type == "cuda" or waited >= _LATE,  # on a GPU kernels wait, and not this thread
+        late or group.device.type == "cuda" or waited >= _LATE / 2,  # on a GPU kernels wait, and not this thread
         f"`wait_s` of two dispatches, in each of which a rank was {_LATE} s late, is {waited:.3f} s",
-        f"at least {_LATE} s",
+        f"at least {_LATE / 2} s",
     )
 
 

@@ -50,7 +50,6 @@ def round_up(size: int, alignment: int = ALIGNMENT) -> int:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a matrix, `[rows, bytes]`, without a copy where it is laid out row by row already."""
-    tensor = tensor.contiguous()
     # A dimension of size 1 counts as contiguous with any stride, and then cannot be viewed as another dtype.
     if tensor.stride() != (tensor.shape[1], 1):
         tensor = tensor.clone(memory_format=torch.contiguous_format)
