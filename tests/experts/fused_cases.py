@@ -18,7 +18,7 @@ from tokenyard import formats
 from tokenyard.conformance.experts_bound import activation_error
 from tokenyard.conformance.oracle import exact_activation, quantizing_error
 from tokenyard.experts import Experts, ExpertsSpec, ExpertWeights, activation
-from tokenyard.experts.base import WEIGHT_DTYPES
+from tokenyard.experts.weights import WEIGHT_DTYPES
 from tokenyard.formats import WEIGHT_FORMATS, weight_format
 from tokenyard.formats.base import EncodedRows
 from tokenyard.rows import CombineBuffer, ExpertRows, LocalRoutes, PlacedRows, ReceivedRows, UnfinalizedRows

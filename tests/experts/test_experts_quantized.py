@@ -20,7 +20,7 @@ from tokenyard.conformance.cases import Case, excess, random_weights, run_case, 
 from tokenyard.conformance.experts_bound import draw_batch, exact
 from tokenyard.conformance.oracle import quantizing_error
 from tokenyard.experts import ACTIVATIONS, ExpertsSpec, ExpertWeights, activation, tiles
-from tokenyard.experts.base import takes_rows
+from tokenyard.experts.spec import takes_rows
 from tokenyard.formats import WEIGHT_FORMATS, weight_format
 from tokenyard.rows import LocalRoutes, ReceivedRows
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.cli.runner import call
 from tests.test_bench_experts_cuda import tiny_case
-from tokenyard.experts.base import EXACT
+from tokenyard.experts.spec import EXACT
 from tokenyard.lab.bench import machine_rates
 from tokenyard.lab.bench.records import Document
 from tokenyard.lab.bench.shapes import CASES

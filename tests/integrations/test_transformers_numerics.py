@@ -31,7 +31,7 @@ from tests.models import on_ranks, raised
 from tokenyard import formats
 from tokenyard.checkpoints import TARGETS, convert, open_checkpoint
 from tokenyard.errors import CheckpointError
-from tokenyard.experts.base import WEIGHT_DTYPES
+from tokenyard.experts.weights import WEIGHT_DTYPES
 from tokenyard.integrations.transformers import load_sharded, shard_experts
 from tokenyard.integrations.transformers.expert_modules import expert_modules, weights_of
 

@@ -26,7 +26,7 @@ from tokenyard.checkpoints.layout import PLAIN_DTYPES
 from tokenyard.checkpoints.naming import also_called, find_layers
 from tokenyard.checkpoints.reading import ExpertReading
 from tokenyard.errors import CheckpointError, unknown_name
-from tokenyard.experts.base import ExpertWeights
+from tokenyard.experts.weights import ExpertWeights
 from tokenyard.group import Disagreement, Group, make_together
 from tokenyard.routing import Placement, placement_for
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tokenyard.checkpoints.layout import E8M0, Layout, Piece, Stored, data_and_scales
 from tokenyard.checkpoints.vendor_layouts import BLOCK, DeepSeekFp8
-from tokenyard.experts.base import EXACT
+from tokenyard.experts.spec import EXACT
 from tokenyard.formats import Fp8Block128
 
 # The highest bit of both nibbles of a byte: value + 8 ↔ two's complement.

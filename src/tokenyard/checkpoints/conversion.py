@@ -37,7 +37,7 @@ from tokenyard.checkpoints.vendor_layouts import DeepSeekFp8, GptOssMxfp4
 from tokenyard.checkpoints.writer import LARGEST_FILE, SPELLINGS, CheckpointWriter, Entry
 from tokenyard.errors import CheckpointError, unknown_name
 from tokenyard.experts import workers
-from tokenyard.experts.base import ExpertWeights
+from tokenyard.experts.weights import ExpertWeights
 from tokenyard.formats import QuantizedMatrix
 from tokenyard.temporary_folders import temporary_folder
 

@@ -17,7 +17,7 @@ from tokenyard.checkpoints.layout import PLAIN_DTYPES, PLAIN_LAYOUTS, Layout, Pi
 from tokenyard.checkpoints.naming import FoundLayer, Projections, tensor_name
 from tokenyard.checkpoints.vendor_layouts import DeepSeekFp8, GptOssMxfp4, ModelOptNvfp4
 from tokenyard.errors import CheckpointError
-from tokenyard.experts.base import EXACT
+from tokenyard.experts.spec import EXACT
 
 # More than any layer has; a config with a typing error must not keep this busy for hours.
 _MOST_EXPERTS = 65536

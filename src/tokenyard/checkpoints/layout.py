@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from tokenyard.checkpoints.header import StoredTensor
-from tokenyard.experts.base import EXACT, ExpertWeights
+from tokenyard.experts.spec import EXACT
+from tokenyard.experts.weights import ExpertWeights
 from tokenyard.formats import WeightFormat, weight_format
 
 # A scale that is an exponent of 8 bits: as bytes, or as the dtype that was made for it.

@@ -25,7 +25,7 @@ from tokenyard.checkpoints.layers import CheckpointLayer
 from tokenyard.checkpoints.layout import Layout, Piece
 from tokenyard.checkpoints.writer import SPELLINGS
 from tokenyard.errors import CheckpointError
-from tokenyard.experts.base import ExpertWeights
+from tokenyard.experts.weights import ExpertWeights
 from tokenyard.formats import QuantizedMatrix
 
 

@@ -35,7 +35,8 @@ import torch
 from torch import Tensor
 
 from tokenyard.checkpoints.layout import E8M0, Layout, Piece, Stored, data_and_scales
-from tokenyard.experts.base import EXACT, ExpertWeights
+from tokenyard.experts.spec import EXACT
+from tokenyard.experts.weights import ExpertWeights
 from tokenyard.formats import Fp8Block128, QuantizedMatrix
 
 BLOCK = 128

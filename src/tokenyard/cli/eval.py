@@ -154,7 +154,7 @@ def _weights(chosen: Sequence[str] | None) -> list[str]:
 
 
 def _inners(chosen: Sequence[str] | None) -> list[str]:
-    from tokenyard.experts.base import EXACT
+    from tokenyard.experts.spec import EXACT
     from tokenyard.formats import WEIGHT_FORMATS, get
 
     every = [EXACT, *(name for kind in WEIGHT_FORMATS.values() for name in kind.inner_formats)]

@@ -110,7 +110,7 @@ def _who_runs(layer: CheckpointLayer, spec: LayerSpec | None, num_local: int) ->
     """Each experts class, and None if it runs this layer's weights, or why not."""
     from tokenyard import formats
     from tokenyard.experts import EXPERTS, ExpertsSpec, activation
-    from tokenyard.experts.base import EXACT
+    from tokenyard.experts.spec import EXACT
 
     act = activation(spec.activation if spec is not None else _usual_activation(layer))
     asked = ExpertsSpec(
@@ -134,7 +134,7 @@ def _usual_activation(layer: CheckpointLayer) -> str:
 
 
 def _show(found: dict[str, Any]) -> None:
-    from tokenyard.experts.base import EXACT
+    from tokenyard.experts.spec import EXACT
     from tokenyard.formats import weight_format
     from tokenyard.units import count, span
 

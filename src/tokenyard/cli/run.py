@@ -69,7 +69,7 @@ def run(
     """Shard a model's experts over ranks, and let it answer."""
     where = start_ranks(ranks, kind, device)
     from tokenyard.exchange import resolve
-    from tokenyard.experts.base import EXACT
+    from tokenyard.experts.spec import EXACT
     from tokenyard.formats import get, weight_format
     from tokenyard.lab.evaluation.answering import answer_questions
     from tokenyard.lab.evaluation.models import check_model

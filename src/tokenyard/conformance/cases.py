@@ -30,7 +30,8 @@ from tokenyard.conformance.oracle import oracle, relative_error
 from tokenyard.conformance.twin import twin
 from tokenyard.exchange import Transport
 from tokenyard.experts import Experts, ExpertWeights, activation
-from tokenyard.experts.base import EXACT, WEIGHT_DTYPES, WeightOn
+from tokenyard.experts.spec import EXACT, WeightOn
+from tokenyard.experts.weights import WEIGHT_DTYPES
 from tokenyard.formats import Format, Payload, QuantizedMatrix, for_dtype
 from tokenyard.group import Group
 from tokenyard.layer import MoELayer

@@ -25,7 +25,8 @@ from tokenyard.errors import InputError
 from tokenyard.exchange import EXCHANGES, Transport
 from tokenyard.exchange import resolve as resolve_exchange
 from tokenyard.experts import ACTIVATIONS
-from tokenyard.experts.base import EXACT, WEIGHT_DTYPES
+from tokenyard.experts.spec import EXACT
+from tokenyard.experts.weights import WEIGHT_DTYPES
 from tokenyard.formats import FORMATS, WEIGHT_FORMATS, Format, get, weight_format
 from tokenyard.planning.wiring import Wiring, wire_layer
 from tokenyard.routing import PLACEMENTS

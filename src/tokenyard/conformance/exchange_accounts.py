@@ -55,7 +55,9 @@ def counters_are_right(trial: Trial) -> None:
             expect(found == meant, f"`{field}` of layer {name!r} is {found}", f"{meant}, as it happened")
     waited = stats["first"].wait_s["dispatch"]
     expect(
-        late or group.device.type == "cuda" or waited >= _LATE / 2,  # on a GPU kernels wait, and not this thread
+        late
+        or group.device.type == "cuda"
+        or waited >= _LATE / 2,  # on a GPU kernels wait, and not this thread
         f"`wait_s` of two dispatches, in each of which a rank was {_LATE} s late, is {waited:.3f} s",
         f"at least {_LATE / 2} s",
     )

@@ -21,7 +21,8 @@ from tokenyard import formats
 from tokenyard.conformance.oracle import exact_activation, quantizing_error
 from tokenyard.conformance.runner import Finding, expect
 from tokenyard.experts import ACTIVATIONS, Activation, Experts, ExpertsSpec, ExpertWeights, activation
-from tokenyard.experts.base import EXACT, WEIGHT_DTYPES
+from tokenyard.experts.spec import EXACT
+from tokenyard.experts.weights import WEIGHT_DTYPES
 from tokenyard.formats import WEIGHT_FORMATS, Format
 from tokenyard.rows import LocalRoutes, ReceivedRows, RoutingLogits, UnfinalizedRows
 

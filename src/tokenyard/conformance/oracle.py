@@ -29,7 +29,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from tokenyard.experts import Activation, ExpertWeights, activation
-from tokenyard.experts.base import EXACT, expert_matrix
+from tokenyard.experts.spec import EXACT
+from tokenyard.experts.weights import expert_matrix
 from tokenyard.formats import FORMATS, Format, Fp8Block128, Nvfp4, QuantizedMatrix, get
 from tokenyard.planning.spec import LayerSpec
 from tokenyard.routing import Routes

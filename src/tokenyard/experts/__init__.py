@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from tokenyard.errors import check_part, unknown_name
 from tokenyard.experts.activations import ACTIVATIONS, Activation, activation
-from tokenyard.experts.base import Experts, ExpertsSpec, ExpertWeights
+from tokenyard.experts.base import Experts
 from tokenyard.experts.fused import FusedExperts
 from tokenyard.experts.grouped import GroupedExperts
 from tokenyard.experts.reference import ReferenceExperts
 from tokenyard.experts.self_routing import SelfRoutingExperts
+from tokenyard.experts.spec import ExpertsSpec
+from tokenyard.experts.weights import ExpertWeights
 
 # The experts by name.
 EXPERTS: dict[str, type[Experts]] = {

@@ -39,9 +39,10 @@ from torch.nn import functional
 from tokenyard.duties import Duty, record, record_weights
 from tokenyard.errors import ContractError
 from tokenyard.experts import workers
-from tokenyard.experts.base import Experts, ExpertWeights, local_routes
+from tokenyard.experts.base import Experts, local_routes
 from tokenyard.experts.pairs import SortedPairs, check_local_id, check_shapes, sort_pairs
 from tokenyard.experts.tiles import product_by_tiles
+from tokenyard.experts.weights import ExpertWeights
 from tokenyard.formats import WEIGHT_FORMATS, Fp8Block128, QuantizedMatrix
 from tokenyard.rows import CombineBuffer, ExpertRows, LocalRoutes, PlacedRows, ReceivedRows, UnfinalizedRows
 

@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from tokenyard.duties import record_weights
-from tokenyard.experts.base import Experts, expert_matrix, local_routes
+from tokenyard.experts.base import Experts, local_routes
 from tokenyard.experts.pairs import sort_pairs
+from tokenyard.experts.weights import expert_matrix
 from tokenyard.formats import WEIGHT_FORMATS, Fp8Block128
 from tokenyard.rows import ExpertRows, PlacedRows, ReceivedRows, UnfinalizedRows
 

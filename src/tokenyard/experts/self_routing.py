@@ -21,9 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from tokenyard.errors import ContractError, Reason, unknown_name
-from tokenyard.experts.base import Experts, ExpertsSpec, ExpertWeights
+from tokenyard.experts.base import Experts
 from tokenyard.experts.grouped import GroupedExperts
 from tokenyard.experts.reference import ReferenceExperts
+from tokenyard.experts.spec import ExpertsSpec
+from tokenyard.experts.weights import ExpertWeights
 from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows, RoutingLogits, UnfinalizedRows, describe
 
 # Turns logits [R, E] into an object that has `topk_ids_TK` (global ids) and `topk_weights_TK`.

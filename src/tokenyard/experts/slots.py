@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenyard.experts.base import ExpertWeights
+from tokenyard.experts.weights import ExpertWeights
 from tokenyard.formats import QuantizedMatrix
 
 

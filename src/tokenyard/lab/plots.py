@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenyard.errors import InputError
-from tokenyard.experts.base import EXACT
+from tokenyard.experts.spec import EXACT
 from tokenyard.lab.evaluation.cells import OWN_DTYPE
 from tokenyard.units import KB, MB
 

@@ -18,7 +18,7 @@ import torch
 from tokenyard.errors import Reason
 from tokenyard.exchange import EXCHANGES, ExchangeSpec, Transport
 from tokenyard.experts import ACTIVATIONS, EXPERTS, Experts, ExpertsSpec, activation
-from tokenyard.experts.base import takes_rows
+from tokenyard.experts.spec import takes_rows
 from tokenyard.formats import FORMATS, WEIGHT_FORMATS, Format, for_dtype, weight_format
 from tokenyard.formats import get as formats_get
 from tokenyard.formats.base import ROW_DTYPES, dtype_name

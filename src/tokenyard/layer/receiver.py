@@ -15,9 +15,9 @@ from torch import Tensor
 from tokenyard.duties import Duty, Party, acting
 from tokenyard.errors import HandleError, InputError, TokenyardError, shown
 from tokenyard.experts import Experts, ExpertsSpec, ExpertWeights
-from tokenyard.experts.base import check_weights
 from tokenyard.experts.self_routing import SelfRoutingExperts
 from tokenyard.experts.slots import with_spare_slots
+from tokenyard.experts.weights import check_weights
 from tokenyard.group.shared_memory import mappable_memory
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Placement

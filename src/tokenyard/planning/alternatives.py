@@ -16,7 +16,7 @@ from tokenyard import formats
 from tokenyard.errors import Alternative, Reason, shown
 from tokenyard.exchange import EXCHANGES, Transport
 from tokenyard.exchange import resolve as resolve_exchange
-from tokenyard.experts.base import EXACT
+from tokenyard.experts.spec import EXACT
 from tokenyard.planning.spec import LayerSpec, check_spec
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Router

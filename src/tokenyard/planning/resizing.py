@@ -28,7 +28,7 @@ import torch
 
 from tokenyard.errors import HandleError, InputError, PeerLost, PlanError, TokenyardError, shown
 from tokenyard.exchange import EXCHANGES, Exchange
-from tokenyard.experts.base import WEIGHT_DTYPES, ExpertWeights
+from tokenyard.experts.weights import WEIGHT_DTYPES, ExpertWeights
 from tokenyard.group import Group
 from tokenyard.planning.agreement import make_plan_id
 from tokenyard.planning.drafting import Draft

@@ -10,7 +10,7 @@ import torch
 from tokenyard import experts as experts_room
 from tokenyard.errors import Reason, TokenyardError
 from tokenyard.experts import Activation, Experts
-from tokenyard.experts.base import EXACT, WeightOn
+from tokenyard.experts.spec import EXACT, WeightOn
 from tokenyard.formats import Format, Payload
 from tokenyard.formats.base import PAYLOAD_DTYPES, ROW_DTYPES, dtype_name
 from tokenyard.planning.choosing import AUTO

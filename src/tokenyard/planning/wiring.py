@@ -28,7 +28,7 @@ from tokenyard.duties import Duty, Party
 from tokenyard.errors import Reason, TokenyardError
 from tokenyard.exchange import ExchangeSpec, Transport
 from tokenyard.experts import Experts, ExpertsSpec, activation
-from tokenyard.experts.base import EXACT
+from tokenyard.experts.spec import EXACT
 from tokenyard.formats import Format
 from tokenyard.formats.base import dtype_name
 from tokenyard.planning.choosing import AUTO, choose_experts

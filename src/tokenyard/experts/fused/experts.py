@@ -32,13 +32,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import ContractError, InputError, Reason
-from tokenyard.experts.base import (
-    WEIGHT_DTYPES,
-    Experts,
-    ExpertsSpec,
-    ExpertWeights,
-    local_routes,
-)
+from tokenyard.experts.base import Experts, local_routes
 from tokenyard.experts.fused import packing, recoding
 from tokenyard.experts.fused.kernel_choice import (
     can_run_codes,
@@ -59,6 +53,8 @@ from tokenyard.experts.fused.tile_configs import (
     choose_tiles,
     expected_pairs,
 )
+from tokenyard.experts.spec import ExpertsSpec
+from tokenyard.experts.weights import WEIGHT_DTYPES, ExpertWeights
 from tokenyard.formats import FORMATS, Fp8Block128, QuantizedMatrix, for_dtype, weight_format
 from tokenyard.formats.base import EncodedRows
 from tokenyard.rows import ExpertRows, PlacedRows, ReceivedRows, UnfinalizedRows

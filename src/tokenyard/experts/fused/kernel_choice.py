@@ -7,9 +7,10 @@ import os
 
 import torch
 
-from tokenyard.experts.base import ExpertsSpec, ExpertWeights
 from tokenyard.experts.fused import packing, recoding
 from tokenyard.experts.fused.tile_configs import SPLIT_BLOCK
+from tokenyard.experts.spec import ExpertsSpec
+from tokenyard.experts.weights import ExpertWeights
 from tokenyard.formats import QuantizedMatrix
 
 

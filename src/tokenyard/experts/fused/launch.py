@@ -15,7 +15,6 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tokenyard.experts.base import ExpertsSpec, ExpertWeights
 from tokenyard.experts.fused.kernels import (
     arguments,
     decoding,
@@ -38,6 +37,8 @@ from tokenyard.experts.fused.operands import (
     launch_options,
 )
 from tokenyard.experts.fused.tile_configs import SPLIT_BLOCK, TileConfig
+from tokenyard.experts.spec import ExpertsSpec
+from tokenyard.experts.weights import ExpertWeights
 from tokenyard.formats import Fp8Block128, QuantizedMatrix, for_dtype
 from tokenyard.formats.base import EncodedRows
 

@@ -11,7 +11,6 @@ import torch
 import triton
 from torch import Tensor
 
-from tokenyard.experts.base import ExpertWeights
 from tokenyard.experts.fused import packing
 from tokenyard.experts.fused.kernels import arguments, fp8_split
 from tokenyard.experts.fused.launch import before_rounding, launch_rounding
@@ -26,6 +25,7 @@ from tokenyard.experts.fused.operands import (
 )
 from tokenyard.experts.fused.packing import PackedMatrix
 from tokenyard.experts.fused.tile_configs import AnyTileConfig, CodesTileConfig, PackedTileConfig
+from tokenyard.experts.weights import ExpertWeights
 from tokenyard.formats import QuantizedMatrix, weight_format
 from tokenyard.formats.base import EncodedRows
 

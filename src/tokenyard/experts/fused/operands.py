@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenyard.experts.base import ExpertsSpec
 from tokenyard.experts.fused.kernels import arguments, decoding, fp8_split, products
 from tokenyard.experts.fused.tile_configs import SPLIT_BLOCK, TileConfigs
+from tokenyard.experts.spec import ExpertsSpec
 from tokenyard.formats import Fp8Block128, QuantizedMatrix
 from tokenyard.formats.base import EncodedRows
 

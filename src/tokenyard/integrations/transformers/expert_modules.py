@@ -25,7 +25,7 @@ from tokenyard.checkpoints import Checkpoint, CheckpointLayer
 from tokenyard.checkpoints.families import FAMILIES, Config, family_config
 from tokenyard.errors import ContractError, InputError
 from tokenyard.experts import Activation, ExpertWeights, activation
-from tokenyard.experts.base import WEIGHT_DTYPES
+from tokenyard.experts.weights import WEIGHT_DTYPES
 from tokenyard.formats import Format, QuantizedMatrix, weight_format
 from tokenyard.formats.base import dtype_name
 from tokenyard.planning.spec import LayerSpec

@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenyard.errors import ContractError
 from tokenyard.experts import ExpertWeights
-from tokenyard.experts.base import EXACT
+from tokenyard.experts.spec import EXACT
 from tokenyard.formats import for_dtype
 from tokenyard.integrations.vllm.interface import VLLM_ACTIVATIONS, activation_of
 from tokenyard.integrations.vllm.settings import Settings

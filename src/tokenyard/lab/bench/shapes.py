@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from tokenyard.errors import InputError, unknown_name
 from tokenyard.experts import ExpertsSpec, activation
-from tokenyard.experts.base import EXACT
+from tokenyard.experts.spec import EXACT
 from tokenyard.formats import get, weight_format
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tokenyard.experts.base import EXACT
+from tokenyard.experts.spec import EXACT
 from tokenyard.group import Group
 from tokenyard.lab.evaluation.decoding import answer, answer_from_drafts, pad_left, read
 from tokenyard.lab.evaluation.models import load_language, load_whole

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenyard.experts.base import EXACT
+from tokenyard.experts.spec import EXACT
 from tokenyard.formats import get, weight_format
 from tokenyard.lab.evaluation.cells import OWN_DTYPE, PROBES, Cell, Wiring, measure
 from tokenyard.lab.evaluation.intervals import Interval, paired_difference, wilson

@@ -11,7 +11,7 @@ from torch import Tensor
 from tokenyard.conformance.cases import Case, oracle_excess, same_bits
 from tokenyard.conformance.twin import twin
 from tokenyard.experts import ExpertWeights
-from tokenyard.experts.base import WEIGHT_DTYPES
+from tokenyard.experts.weights import WEIGHT_DTYPES
 from tokenyard.layer import MoELayer
 from tokenyard.layer.receiver import run_experts
 from tokenyard.planning.planner import Plan

@@ -1,0 +1,62 @@
+"""What experts are asked for: sizes, formats and the function between their products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from tokenyard.experts.activations import Activation
+from tokenyard.formats import FORMATS, Format, weight_format
+
+WeightOn = Literal["input", "output"]
+
+# What `LayerSpec.inner` says where numbers between the two products are not quantized.
+EXACT = "exact"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsSpec:
+    """What one rank's experts of one layer must compute."""
+
+    hidden_size: int  # H, the width of a row
+    intermediate_size: int  # I, the width between the two products
+    num_local_experts: int  # L, the experts of this rank; may be 0
+    top_k: int  # K, the experts that a token chooses
+    activation: Activation  # the function between the two products
+    bias: bool = False  # whether there are `b13` and `b2`
+    weights: str = "bf16"  # the format that holds the weight matrices
+    dtype: torch.dtype = torch.bfloat16  # the dtype of the layer's rows, in and out
+    # The format that the experts compute on. None: whatever arrives. Where the wire does not bring rows in
+    # this format, the experts encode them (and decode them again, where their matrix product is plain).
+    rows: Format | None = None
+    # The format in which numbers are held between the two products. None: as close as the products are.
+    inner: Format | None = None
+    # Where the routing weight is applied: on an expert's output, or on its input.
+    weight_on: WeightOn = "output"
+    # E, the experts of the whole layer. How many rows to expect depends on it; no result does.
+    num_experts: int | None = None
+    # Whether the bits of a row's results must not depend on the other rows of its batch.
+    batch_invariant: bool = False
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the weights, by the name of their field in `ExpertWeights`."""
+        L, H, I = self.num_local_experts, self.hidden_size, self.intermediate_size  # noqa: E741
+        wide = 2 * I if self.activation.gated else I
+        shapes: dict[str, tuple[int, ...]] = {"w13": (L, wide, H), "w2": (L, H, I)}
+        if self.bias:
+            shapes |= {"b13": (L, wide), "b2": (L, H)}
+        return shapes
+
+
+def takes_rows(weights: str, rows: Format) -> bool:
+    """Whether experts with such weights compute on rows of this format. Rows of others are decoded first.
+
+    >>> from tokenyard import formats
+    >>> takes_rows("mxfp4", formats.get("mxfp8(alignment=256)")), takes_rows("mxfp4", formats.get("nvfp4"))
+    (True, False)
+    """
+    # Formats that are not ours may be combined in any way.
+    known = rows.name in FORMATS
+    return not rows.quantized or not known or rows.name in weight_format(weights).row_formats
