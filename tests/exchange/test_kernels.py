@@ -12,7 +12,7 @@ from tokenyard.exchange.announcement import Phase
 from tokenyard.exchange.one_sided import launch
 from tokenyard.exchange.one_sided.control import COMBINED, ROUND, STATUS, Trouble
 from tokenyard.exchange.one_sided.kernels.twins import place_twin, slots_twin
-from tokenyard.exchange.one_sided.launch import Routing
+from tokenyard.exchange.one_sided.operands import Routing
 from tokenyard.formats import Payload
 from tokenyard.routing import Placement
 

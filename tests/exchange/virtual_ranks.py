@@ -7,7 +7,8 @@ import torch
 
 from tokenyard.exchange.one_sided.control import STATUS, STATUS_WORDS, ControlLayout
 from tokenyard.exchange.one_sided.kernels.twins import SentBatch, place_twin, pull_twin, push_twin, slots_twin
-from tokenyard.exchange.one_sided.launch import DispatchSlots, Launcher
+from tokenyard.exchange.one_sided.launch import Launcher
+from tokenyard.exchange.one_sided.operands import DispatchSlots
 from tokenyard.exchange.one_sided.shared_memory import SharedMemoryTransport
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.workspace import WorkspaceLayout

@@ -55,6 +55,7 @@ ONLY_ON_A_GPU = (
     "*cuda*",
     "*/fused/*",
     "*/one_sided/launch.py",
+    "*/one_sided/operands.py",
     "*/one_sided/graphs.py",
     "*/one_sided/side_stream.py",
     "*/group/symmetric_memory.py",

@@ -56,7 +56,8 @@ from tokenyard.exchange.one_sided.control import (
     Trouble,
 )
 from tokenyard.exchange.one_sided.graphs import CapturedGraphs
-from tokenyard.exchange.one_sided.launch import LAYER_BITS, DispatchSlots, Encoding, Launcher, aligned
+from tokenyard.exchange.one_sided.launch import Launcher
+from tokenyard.exchange.one_sided.operands import LAYER_BITS, DispatchSlots, Encoding, aligned
 from tokenyard.exchange.one_sided.side_stream import Done, SideStream
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.transport import Term, Transport

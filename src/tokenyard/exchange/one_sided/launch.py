@@ -1,4 +1,4 @@
-"""Launching the kernels: what a layer's rows mean to them, how a row is cut into tiles, and rehearsals.
+"""Launching the kernels, and rehearsals. What they are told of rows and routes is in `operands`.
 
 Nothing here depends on the number of tokens but the number of blocks: a batch of another size launches the same
 compiled kernels. Which of two ways a batch takes (one launch, or a count before it) is decided by its length, and
@@ -7,37 +7,43 @@ both are loaded by `rehearse` before any kernel waits: loading a kernel while an
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from tokenyard.errors import InputError
 from tokenyard.exchange.announcement import Phase
 from tokenyard.exchange.one_sided.control import STATUS_WORDS, ControlLayout
 from tokenyard.exchange.one_sided.kernels import flags as flags_room
-from tokenyard.exchange.one_sided.kernels import numerics
 from tokenyard.exchange.one_sided.kernels import pull as pull_room
 from tokenyard.exchange.one_sided.kernels import push as push_room
+from tokenyard.exchange.one_sided.operands import (
+    FEW_ROWS,
+    MANY_ROWS,
+    DispatchSlots,
+    Encoding,
+    Load,
+    ReturnLayout,
+    Routing,
+    aligned,
+    copied,
+    expert_table,
+    narrow,
+    row_tiles,
+)
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.workspace import SlotLayout, WorkspaceLayout
-from tokenyard.formats import FORMATS, Fp8Block128, Mxfp8, Nvfp4, PlainFormat
-from tokenyard.formats.base import EncodedRows, Format
+from tokenyard.formats import FORMATS, PlainFormat
+from tokenyard.formats.base import EncodedRows
 from tokenyard.routing import Placement
 
 # Tokens up to which every block finds the slots of its own row.
 LONGEST_WHOLE = 64
-# Rows of a launch up to which a row is spread over several blocks.
-FEW_ROWS = 256
-# Rows of a launch from which on they are cut for bandwidth, not for latency.
-MANY_ROWS = 2048
 # Blocks of a rank up to which a combine of results that are in place waits in every block.
 MOST_WAITING_BLOCKS = 128
 # Where a rank has few blocks: columns of all rows that one reads at a time, and how many times that is on its way, in
@@ -48,133 +54,6 @@ PUSH_COLUMNS, PUSH_STAGES = 1 << 14, 3
 PULL_COLUMNS = 1 << 13
 # Bytes of shared memory that a block must be able to have for that.
 _SHARED_FOR_STAGES = 160 << 10
-# Bits of a flag that name the layer.
-LAYER_BITS = 12
-_KINDS = {
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.float32: tl.float32,
-    torch.float8_e4m3fn: tl.float8e4nv,
-}
-_WORDS = {1: (torch.uint8, tl.uint8), 2: (torch.int16, tl.int16), 4: (torch.int32, tl.int32)}
-
-
-@dataclass(frozen=True)
-class TileConfig:
-    """How a row is cut: columns of a tile, blocks that share a row, warps of a block; and how it is stored."""
-
-    tile: int
-    parts: int
-    warps: int
-    streams: bool = False  # whether the launch writes more than a cache holds
-    rows: int = 1  # rows that a block moves at a time, where a rank has few blocks
-    stages: int = 1  # how many such moves are on their way at a time
-
-
-@dataclass(frozen=True)
-class Encoding:
-    """What the kernels must know of a format: how it is encoded, its own element type, and its one option."""
-
-    code: Any
-    kind: Any
-    option: int = 0
-    global_scale: float = 1.0
-
-    @classmethod
-    def of(cls, format: Format) -> Encoding | None:
-        """Of rows that are not in this format yet; None, if no kernel encodes it."""
-        if isinstance(format, PlainFormat):
-            return cls(push_room.CAST, _KINDS[format.dtype])
-        if isinstance(format, Mxfp8):
-            return cls(push_room.MXFP8, tl.float8e4nv)
-        if isinstance(format, Fp8Block128):
-            return cls(push_room.FP8_BLOCK, tl.float8e4nv, int(format.power_of_two_scales))
-        if isinstance(format, Nvfp4):
-            if format.global_scale is None:
-                return cls(push_room.NVFP4, tl.int32)
-            smallest, largest = numerics.SMALLEST_EASY_SCALE.value, numerics.LARGEST_EASY_SCALE.value
-            easy = smallest <= format.global_scale <= largest
-            return cls(push_room.NVFP4, tl.int32, 2 if easy else 1, format.global_scale)
-        return None
-
-    def several(self, tiles: TileConfig, columns: int, stages: int = 1) -> TileConfig:
-        """The same cut for a rank that has few blocks: each moves rows together that need no encoding.
-
-        So many `columns` of all rows at a time; the next ones are on their way while some are written (`stages`).
-        """
-        rows = max(1, min(8, columns // tiles.tile))
-        if rows == 1 or self.code not in (push_room.COPY, push_room.CAST):
-            return tiles
-        return replace(tiles, rows=rows, stages=stages, warps=16)
-
-    def row(self, hidden: int, padded: int, tiles: TileConfig) -> push_room.Row:
-        """What kernels are compiled for, for rows of this width that are cut in this way."""
-        return push_room.Row(
-            hidden,
-            padded,
-            self.code.value,
-            self.kind,
-            self.option,
-            tiles.tile,
-            tiles.parts,
-            tiles.rows,
-            tiles.stages,
-            tiles.streams,
-        )
-
-
-def row_tiles(encoding: Encoding, columns: int, tokens: int) -> TileConfig:
-    """The cut of a row that goes out, for elements of `encoding`, in a launch of so many rows."""
-    widest, many = max(128, triton.next_power_of_2(columns)), tokens > MANY_ROWS
-    if encoding.code == push_room.NVFP4:
-        if encoding.option == 0:  # the whole row decides about its scale
-            return TileConfig(min(8192, widest), 1, 4)
-        if tokens <= FEW_ROWS and columns % 1024 == 0:
-            return TileConfig(1024, columns // 1024, 2)
-        # (Tiles of 4096 on 4 warps would be a little faster; triton 3.6 compiles the second one of a row wrongly.)
-        return TileConfig(min(2048, widest), 1, 2)
-    if encoding.code == push_room.COPY:
-        return TileConfig(min(4096, widest), 1, 4 if widest < 1024 else 16 if many else 8, streams=many)
-    if encoding.code == push_room.MXFP8:
-        return TileConfig(min(8192 if many else 4096, widest), 1, 8 if widest >= 2048 else 4)
-    return TileConfig(min(2048, widest), 1, 4)
-
-
-def expert_table(placement: Placement, rank: int, *, most_copies: int = 1) -> tuple[Tensor, Tensor]:
-    """Where each expert lives, as `rank` sees it: `[E, copies]` of rank and local number, and copies of each.
-
-    The table has room for `most_copies`, also where the present placement has fewer.
-    """
-    seen = placement.owners_seen_by(rank)
-    width = max(most_copies, *map(len, seen))
-    bits = push_room.RANK_BITS.value
-    rows = [
-        [(owner << bits) | local for owner, local in (pairs + pairs[:1] * (width - len(pairs)))]
-        if pairs
-        else [-1] * width
-        for pairs in seen
-    ]
-    counts = [max(1, len(pairs)) for pairs in seen]
-    return torch.tensor(rows, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32)
-
-
-def aligned(tensor: Tensor) -> Tensor:
-    """The same numbers, row by row, from a multiple of 16 bytes on: kernels are compiled for no other place."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
-
-
-def narrow(ids: Tensor) -> Tensor:
-    """Ids in 32 bits. One that has no room there becomes the largest, which no expert has."""
-    room = torch.iinfo(torch.int32)
-    return (ids.clamp(room.min, room.max) if ids.dtype == torch.int64 else ids).int()
-
-
-def as_words(rows: Tensor) -> Tensor:
-    """A matrix as integers, the widest of up to four bytes that its rows hold a whole number of."""
-    row = rows.shape[1] * rows.element_size()
-    dtype, _ = _WORDS[math.gcd(row, 4)]
-    return aligned(rows).view(torch.uint8).view(dtype)
 
 
 def _chunks(tokens: int) -> int:
@@ -190,47 +69,6 @@ def _shared_memory(device: torch.device) -> int:
 def _launch_early(early: bool) -> dict[str, bool]:
     """The option that lets a kernel start before its predecessor has ended."""
     return {"launch_pdl": True} if early else {}
-
-
-@dataclass(frozen=True)
-class Load:
-    """One payload of a batch: the rows as they are read, how they are encoded, and how wide they are then."""
-
-    name: str
-    rows: Tensor
-    encoding: Encoding
-    padded: int
-
-
-def _copied(name: str, rows: Tensor) -> Load:
-    words = as_words(rows)
-    return Load(name, words, Encoding(push_room.COPY, _WORDS[words.element_size()][1]), words.shape[1])
-
-
-@dataclass(frozen=True)
-class Routing:
-    """The routes of a batch as the kernels take them, and where everything goes in a dispatch region."""
-
-    ids_TK: Tensor
-    weights_TK: Tensor
-    slots_TW: Tensor
-    places: Mapping[str, int]
-    tokens: int
-    choice_counts: Tensor | None = None  # where choices are counted: of nobody, then of each expert
-
-
-@dataclass(frozen=True, kw_only=True)
-class DispatchSlots:
-    """Everything of one dispatch that is not a number of tokens: its layer, and where it goes."""
-
-    spec: ExchangeSpec
-    region: int
-    max_tokens: int  # of any rank, in this dispatch: windows are so many slots apart
-
-    @property
-    def layer(self) -> int:
-        """What a flag says of it: the layer's index, and a few bits of `max_tokens`, which all ranks must agree on."""
-        return self.spec.index | ((self.max_tokens * 2654435761 >> 12) & 0x3FF) << LAYER_BITS
 
 
 class Launcher:
@@ -388,15 +226,15 @@ class Launcher:
     ) -> list[Load]:
         """What travels, payload by payload; the row itself last."""
         if isinstance(rows, EncodedRows):
-            return [_copied(name, tensor) for name, tensor in {**extra, **rows.payloads}.items()]
+            return [copied(name, tensor) for name, tensor in {**extra, **rows.payloads}.items()]
         wire = spec.wire
         if isinstance(wire, PlainFormat) and wire.dtype == rows.dtype:
-            row = _copied("data", rows)
+            row = copied("data", rows)
         else:
             encoding = Encoding.of(wire)
             assert encoding is not None  # else the rows come encoded
             row = Load("data", aligned(rows), encoding, wire.padded_size(spec.hidden_size))
-        return [*(_copied(name, tensor) for name, tensor in extra.items()), row]
+        return [*(copied(name, tensor) for name, tensor in extra.items()), row]
 
     def signal_and_wait(
         self, layer: int, phase: Phase, *, fails: int = 0, waits: bool = True, early: bool = False
@@ -646,23 +484,3 @@ class Launcher:
             CHOICES=0 if owners_TK is None else spec.top_k, LIMITED=limited,
             num_warps=few.warps if limited else tiles.warps, enable_fp_fusion=False, **_launch_early(self._early),
         )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReturnLayout:
-    """How results of a layer come layout: their encoding, where they lie in a workspace, how wide a row is."""
-
-    encoding: Encoding
-    places: Mapping[str, int]
-    padded: int
-
-    def place_tiles(self) -> TileConfig:
-        """How a result is cut where a block encodes it, tile by tile: nvfp4 as on the way out."""
-        if self.encoding.code == push_room.NVFP4:
-            return row_tiles(self.encoding, self.padded, FEW_ROWS + 1)
-        return TileConfig(min(2048, max(128, triton.next_power_of_2(self.padded))), 1, 4)
-
-    def tiles(self, tokens: int) -> TileConfig:
-        """How a row that comes home is cut: a block for each tile."""
-        tile = min(2048 if tokens > 64 else 1024, max(128, triton.next_power_of_2(self.padded)))
-        return TileConfig(tile, triton.cdiv(self.padded, tile), 4)

@@ -20,7 +20,7 @@ from torch import Tensor
 from tokenyard.errors import HandleError
 from tokenyard.exchange import Arrival, ExchangeSpec
 from tokenyard.exchange.one_sided.cuda import CudaTransport
-from tokenyard.exchange.one_sided.launch import DispatchSlots
+from tokenyard.exchange.one_sided.operands import DispatchSlots
 from tokenyard.formats import EncodedRows
 from tokenyard.integrations.flashinfer.carriers import Carrier, Mark
 from tokenyard.routing import Routes

@@ -20,7 +20,8 @@ from tokenyard.errors import ContractError
 from tokenyard.exchange import ExchangeSpec, SharedMemoryTransport
 from tokenyard.exchange.one_sided.control import ControlLayout
 from tokenyard.exchange.one_sided.kernels.twins import SentBatch, pull_twin, push_twin, slots_twin
-from tokenyard.exchange.one_sided.launch import DispatchSlots, Launcher
+from tokenyard.exchange.one_sided.launch import Launcher
+from tokenyard.exchange.one_sided.operands import DispatchSlots
 from tokenyard.exchange.workspace import WorkspaceLayout
 from tokenyard.formats import get
 from tokenyard.formats.base import EncodedRows
