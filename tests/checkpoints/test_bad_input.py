@@ -161,7 +161,14 @@ def test_missing_shard(tmp_path):
         folder = save(tmp_path / str(index), MODEL.tensors(), MODEL.config(), files=3, index=index)
         missing = folder / "model-00002-of-00003.safetensors"
         missing.unlink()
-        error = refused(folder, f"{missing} is missing")
+        first = list(MODEL.tensors())[1]  # tensors are dealt to the files in turn
+        beside = "model-00001-of-00003.safetensors is there"
+        why = (
+            f"model.safetensors.index.json says that it holds tensor {first!r} and others"
+            if index
+            else beside
+        )
+        error = refused(folder, f"{missing} is missing; {why}")
         assert error.file == missing
 
 

@@ -16,8 +16,9 @@ from tokenyard.checkpoints.compressed_tensors import (
     CompressedMxfp8,
     CompressedNvfp4,
 )
+from tokenyard.checkpoints.layout import PLAIN_LAYOUTS
 from tokenyard.checkpoints.reading import PackedMatrix
-from tokenyard.checkpoints.vendor_layouts import DeepSeekFp8
+from tokenyard.checkpoints.vendor_layouts import DeepSeekFp8, ModelOptNvfp4
 from tokenyard.experts import ExpertsSpec, ExpertWeights, activation, get
 from tokenyard.formats import QuantizedMatrix, weight_format
 from tokenyard.integrations.huggingface import layers_from_config
@@ -279,6 +280,12 @@ def test_weights_that_are_declared_otherwise_than_they_can_be_held_are_told(layo
     assert made.arguments["symmetric"] is True
     same = {"config_groups": {"group_0": {"weights": made.arguments}}}
     assert made.mismatch(same) is None
+
+
+@pytest.mark.parametrize("layout", [ModelOptNvfp4(), *PLAIN_LAYOUTS], ids=repr)
+def test_a_layout_that_is_only_read_has_no_config_to_write(layout):
+    with pytest.raises(NotImplementedError, match=f"{layout} is not written"):
+        layout.quantization_config([])
 
 
 @pytest.mark.parametrize("parts", [1, 2])

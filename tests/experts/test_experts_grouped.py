@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.experts.expert_cases import Case, build_experts, oracle, receive, run, run_unfinalized
+from tokenyard.duties import Duty, Ledger, Party
 from tokenyard.errors import ContractError, InputError, UnknownName
 from tokenyard.experts import ExpertsSpec, GroupedExperts, SelfRoutingExperts, activation, get, grouped
 from tokenyard.experts.grouped import cpu_multiplies, product_path, sum_choices
@@ -136,6 +137,41 @@ def test_sum_choices_is_finish(ids: str, monkeypatch: pytest.MonkeyPatch) -> Non
     if ids != "nobody":  # the sums of a GPU, one choice after the other
         by_passes_RH = grouped._sum_by_passes(y_NH, unfinalized.weights_N, pairs)
         assert torch.equal(by_passes_RH.view(torch.int32), due_RH.view(torch.int32))
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.parametrize("finalize", [True, False])
+def test_results_have_no_gradient_though_routing_weights_want_one(rows: int, finalize: bool) -> None:
+    experts, x_RH, routes = build_experts("grouped", Case(R=rows))
+    routes.ids_RK.clamp_(min=0)
+    due = experts(receive(x_RH, routes), finalize=finalize)
+    wanting = LocalRoutes(ids_RK=routes.ids_RK, weights_RK=routes.weights_RK.clone().requires_grad_())
+    found = experts(receive(x_RH, wanting), finalize=finalize)
+    assert torch.is_grad_enabled()
+    name = "rows_RH" if finalize else "rows_NH"
+    assert not getattr(found, name).requires_grad
+    assert torch.equal(getattr(found, name), getattr(due, name))
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.parametrize("weight_on", ["output", "input"])
+@pytest.mark.parametrize("finalize", [True, False])
+@pytest.mark.parametrize("name", ["grouped", "reference"])
+def test_what_is_weighted_and_summed_is_written_down(
+    name: str, finalize: bool, weight_on: str, rows: int
+) -> None:
+    """A weight of 1 changes nothing, and does not count; neither does a choice of an expert elsewhere."""
+    experts, x_RH, routes = build_experts(name, Case(R=rows, weight_on=weight_on))
+    routes.ids_RK.clamp_(min=0)
+    routes.ids_RK[0, 0] = -1
+    routes.weights_RK.fill_(0.5)
+    routes.weights_RK[0, 1] = 1.0
+    with Ledger().open() as ledger:
+        experts(receive(x_RH, routes), finalize=finalize)
+    pairs = 3 * rows - 1
+    assert ledger.rows(Duty.REDUCE_EXPERTS) == ({Party.EXPERTS: pairs} if finalize else {})
+    weighted = finalize or weight_on == "input"
+    assert ledger.rows(Duty.WEIGHT) == ({Party.EXPERTS: pairs - 1} if weighted else {})
 
 
 def test_ids_out_of_range_are_refused() -> None:

@@ -333,6 +333,10 @@ def test_messages():
         weight_format("mxfp4").quantize(torch.zeros(3, 4, dtype=torch.int64))
     with pytest.raises(InputError, match=r"float32\[7\].*fix: pass plain weights"):
         weight_format("mxint4").quantize(torch.zeros(7))
+    for name in WEIGHT_FORMATS:
+        for wrong in (torch.zeros(3, 4, dtype=torch.int64), torch.zeros(7), torch.zeros(0, 4), None):
+            with pytest.raises(InputError, match="the weights to quantize are"):
+                weight_format(name).quantize(wrong)
     payloads = dict(weight_format("mxfp4").quantize(torch.ones(4, 64)).payloads)
     with pytest.raises(
         InputError,
