@@ -249,6 +249,13 @@ def test_layers_that_are_no_numbers(wrong):
         layers_from_config(config)
 
 
+def test_layers_that_are_listed_as_plain_are_left_out():
+    config = config_of("qwen3_moe").to_dict()
+    for listed, left in (([], "01234"), ([0], "1234"), ([4, 0], "123"), (None, "01234")):
+        layers = layers_from_config(config | {"mlp_only_layers": listed})
+        assert [layer.name for layer in layers] == [f"model.layers.{number}.mlp" for number in left]
+
+
 @pytest.mark.parametrize(
     ("act", "formula"),
     [

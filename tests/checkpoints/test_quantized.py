@@ -93,8 +93,9 @@ def test_modelopt(tmp_path, beside):
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
-def test_deepseek(tmp_path, scale_dtype):
-    model = Small(num_experts=7, hidden_size=200, intermediate_size=128)
+@pytest.mark.parametrize("width", [128, 256])
+def test_deepseek(tmp_path, scale_dtype, width):
+    model = Small(num_experts=7, hidden_size=200, intermediate_size=width)
 
     def write(w: Tensor) -> Written:
         return references.deepseek(w, scale_dtype)

@@ -140,6 +140,18 @@ def test_sum_choices_is_finish(ids: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.parametrize("name", ["grouped", "reference"])
+def test_rows_without_an_expert_here_have_no_results(name: str, rows: int) -> None:
+    experts, x_RH, routes = build_experts(name, Case(R=rows))
+    routes.ids_RK.fill_(-1)
+    unfinalized = run_unfinalized(experts, x_RH, routes)
+    assert (unfinalized.rows_NH.shape, unfinalized.weights_N.shape) == ((0, 32), (0,))
+    assert unfinalized.index_N.tolist() == []
+    for y_RH in (unfinalized.finish().rows_RH, run(experts, x_RH, routes)):
+        assert torch.equal(y_RH, torch.zeros(rows, 32))
+
+
+@pytest.mark.parametrize("rows", [1, 6])
 @pytest.mark.parametrize("finalize", [True, False])
 def test_results_have_no_gradient_though_routing_weights_want_one(rows: int, finalize: bool) -> None:
     experts, x_RH, routes = build_experts("grouped", Case(R=rows))
