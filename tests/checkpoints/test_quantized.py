@@ -283,6 +283,26 @@ def test_weights_that_are_declared_otherwise_than_they_can_be_held_are_told(layo
     assert made.mismatch(same) is None
 
 
+@pytest.mark.parametrize(
+    ("method", "algorithm", "declared"),
+    [
+        ("modelopt", "NVFP4", True),
+        ("modelopt", "NVFP4_AWQ", True),
+        ("modelopt_fp4", "FP4", True),
+        ("modelopt", "MIXED_PRECISION", True),
+        ("modelopt", "FP8", False),
+        ("modelopt", None, False),
+        ("another", "NVFP4", False),
+        (None, "FP4", False),
+    ],
+)
+def test_what_modelopt_says_of_its_nvfp4(method, algorithm, declared):
+    told = {"quant_method": method, "quant_algo": algorithm}
+    told = {key: value for key, value in told.items() if value is not None}
+    words = ", ".join(f"{key} {value!r}" for key, value in told.items())
+    assert str(declared_layout(told)) == ("ModelOpt nvfp4" if declared else words)
+
+
 @pytest.mark.parametrize("layout", [ModelOptNvfp4(), *PLAIN_LAYOUTS], ids=repr)
 def test_a_layout_that_is_only_read_has_no_config_to_write(layout):
     with pytest.raises(NotImplementedError, match=f"{layout} is not written"):

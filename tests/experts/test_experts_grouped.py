@@ -140,6 +140,20 @@ def test_sum_choices_is_finish(ids: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("rows", [1, 6])
+def test_weights_are_put_together_once_and_anew_where_one_is_another_tensor(rows: int) -> None:
+    experts, x_RH, routes = build_experts("grouped", Case(R=rows, weights="fp32", ids="first"))
+    y_RH, before = run(experts, x_RH, routes), experts.weights
+    assert experts.weights is before
+    for name in ("w2", "w13", "w2"):
+        tensor = experts.get_buffer(name)
+        setattr(experts, name, torch.zeros_like(tensor))
+        assert not run(experts, x_RH, routes).any()
+        assert getattr(experts.weights, name) is experts.get_buffer(name)
+        setattr(experts, name, tensor)
+        assert torch.equal(run(experts, x_RH, routes), y_RH)
+
+
+@pytest.mark.parametrize("rows", [1, 6])
 @pytest.mark.parametrize("name", ["grouped", "reference"])
 def test_rows_without_an_expert_here_have_no_results(name: str, rows: int) -> None:
     experts, x_RH, routes = build_experts(name, Case(R=rows))
@@ -186,9 +200,12 @@ def test_what_is_weighted_and_summed_is_written_down(
     assert ledger.rows(Duty.WEIGHT) == ({Party.EXPERTS: pairs - 1} if weighted else {})
 
 
-def test_ids_out_of_range_are_refused() -> None:
-    experts, x_RH, routes = build_experts("grouped", Case())
-    routes.ids_RK[3, 1] = 4
+@pytest.mark.parametrize("rows", [1, 20])
+def test_ids_out_of_range_are_refused(rows: int) -> None:
+    experts, x_RH, routes = build_experts("grouped", Case(R=rows))
+    routes.ids_RK[-1, 1] = 3  # the last
+    run(experts, x_RH, routes)
+    routes.ids_RK[-1, 1] = 4
     with pytest.raises(InputError, match="holds local expert id 4; expected ids from -1 to 3"):
         run(experts, x_RH, routes)
     with pytest.raises(InputError, match="one id and one weight"):

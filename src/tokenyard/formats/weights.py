@@ -329,7 +329,7 @@ def weight_format(name: str | WeightFormat) -> WeightFormat:
 
 def _as_rows(w_ND: Tensor) -> Tensor:
     check_matrix(w_ND)
-    return w_ND.detach().reshape(-1, w_ND.shape[-1])
+    return w_ND.reshape(-1, w_ND.shape[-1])
 
 
 def _held(format: WeightFormat, w_ND: Tensor, **payloads: Tensor) -> QuantizedMatrix:
