@@ -254,6 +254,9 @@ def test_layers_that_are_listed_as_plain_are_left_out():
     for listed, left in (([], "01234"), ([0], "1234"), ([4, 0], "123"), (None, "01234")):
         layers = layers_from_config(config | {"mlp_only_layers": listed})
         assert [layer.name for layer in layers] == [f"model.layers.{number}.mlp" for number in left]
+    for step, left in ((2, "13"), (3, "2"), (5, "4")):
+        layers = layers_from_config(config | {"mlp_only_layers": [], "decoder_sparse_step": step})
+        assert [layer.name for layer in layers] == [f"model.layers.{number}.mlp" for number in left]
 
 
 @pytest.mark.parametrize(

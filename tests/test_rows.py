@@ -178,17 +178,17 @@ def test_results_of_ranks_are_summed_in_the_order_of_ranks_and_rounded_once():
     assert alone.sum().tolist() == [[3.0, 4.0], [0.0, 0.0], [LARGE, 1.0]]
 
 
-@pytest.mark.parametrize("slots", [None, [4, 0, 2]])
+@pytest.mark.parametrize("slots", [None, [4, 0, 2, 5]])
 @pytest.mark.parametrize("block", [1, 1 << 20])
 def test_results_are_written_to_their_slots_and_saturate(slots, block, monkeypatch):
     monkeypatch.setattr("tokenyard.rows.WRITE_BLOCK", block)  # elements at a time
     slots_R = None if slots is None else torch.tensor(slots)
-    rows_SH = torch.full((5, 2), torch.nan, dtype=torch.float16)
+    rows_SH = torch.full((6, 2), torch.nan, dtype=torch.float16)
     place = CombineBuffer(rows_SH=rows_SH, slots_R=slots_R)
     assert place.write(torch.tensor([[1e6, 1.0]])).buffer is place
-    assert place.write(torch.tensor([[2.0, -1e6], [3.0, math.inf]]), first=1).buffer is place
-    written = rows_SH[[0, 1, 2] if slots is None else slots]
-    assert written.tolist() == [[65504.0, 1.0], [2.0, -65504.0], [3.0, 65504.0]]
+    assert place.write(torch.tensor([[2.0, -1e6], [3.0, math.inf], [4.0, 5.0]]), first=1).buffer is place
+    written = rows_SH[[0, 1, 2, 3] if slots is None else slots]
+    assert written.tolist() == [[65504.0, 1.0], [2.0, -65504.0], [3.0, 65504.0], [4.0, 5.0]]
     assert rows_SH.isnan().all(1).sum() == 2
 
 

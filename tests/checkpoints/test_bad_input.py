@@ -615,6 +615,15 @@ def test_an_unknown_quantization(folder):
     )
 
 
+@pytest.mark.parametrize("kind", ["mxint4", "deepseek"])
+def test_weights_that_no_layout_calls_so(tmp_path, kind):
+    """What the config names is not missed tensor by tensor, where none of them is there."""
+    tensors = MODEL.tensors(lambda w: {"qweight": w.to(torch.int32), "qzeros": torch.zeros(1)})
+    folder = save(tmp_path, tensors, MODEL.config() | {"quantization_config": QUANTIZATION[kind]})
+    method = QUANTIZATION[kind]["quant_method"]
+    refused(folder, "hold qweight I32[32, 64], qzeros F32[1] each", f"quant_method {method!r}")
+
+
 # -- At the limits -------------------------------------------------------------------------------------------
 
 
