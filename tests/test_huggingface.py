@@ -249,6 +249,32 @@ def test_layers_that_are_no_numbers(wrong):
         layers_from_config(config)
 
 
+def test_layers_that_are_listed_as_plain_are_left_out():
+    config = config_of("qwen3_moe").to_dict()
+    for listed, left in (([], "01234"), ([0], "1234"), ([4, 0], "123"), (None, "01234")):
+        layers = layers_from_config(config | {"mlp_only_layers": listed})
+        assert [layer.name for layer in layers] == [f"model.layers.{number}.mlp" for number in left]
+    for step, left in ((2, "13"), (3, "2"), (5, "4")):
+        layers = layers_from_config(config | {"mlp_only_layers": [], "decoder_sparse_step": step})
+        assert [layer.name for layer in layers] == [f"model.layers.{number}.mlp" for number in left]
+
+
+@pytest.mark.parametrize(
+    ("act", "formula"),
+    [
+        ("silu", "swiglu"),
+        ("swish", "swiglu"),
+        ("gelu", "gelu"),
+        ("gelu_new", "gelu_tanh"),
+        ("gelu_pytorch_tanh", "gelu_tanh"),
+        ("relu2", "relu2"),
+    ],
+)
+def test_what_hidden_act_says_is_multiplied_by_the_up_projection(act, formula):
+    found = layers_from_config(base(hidden_act=act))[0].activation
+    assert (found.name, found.gated, found.interleaved) == (formula, True, False)
+
+
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 def test_dtype(key):
     layer = layers_from_config(base(**{key: "float16"}))[0]
@@ -298,7 +324,9 @@ BROKEN = [
     ({"hidden_act": "mish"}, "hidden_act"),
     ({"dtype": "float8_e4m3fn"}, "dtype"),
     ({"dtype": 16}, "dtype"),
-    ({"mlp_layer_types": "sparse"}, "mlp_layer_types"),
+    ({"mlp_layer_types": "sparse"}, "mlp_layer_types='sparse'; expected a list"),
+    ({"mlp_layer_types": ["sparse", 1, 1, 1, 1]}, "mlp_layer_types=['sparse', 1, 1, 1, 1]; expected a list"),
+    ({"mlp_layer_types": 1}, "mlp_layer_types=1; expected a list"),
     ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers"),
 ]
 

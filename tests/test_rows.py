@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tokenyard as ty
+from tokenyard.duties import Duty, Ledger, Party
 from tokenyard.exchange.checks import check_device
 from tokenyard.formats import Bf16
 from tokenyard.rows import (
@@ -14,6 +15,7 @@ from tokenyard.rows import (
     LocalRoutes,
     RankRows,
     ReceivedRows,
+    UnfinalizedRows,
     check_expert_rows,
     check_result,
     describe,
@@ -122,6 +124,72 @@ def test_placements_in_words():
         "3 experts on 1 rank, contiguous",
     ]
     assert str(ty.Placement.explicit(3, [[2], [0, 1]])) == "3 experts on 2 ranks, explicit"
+
+
+LARGE = 2.0**24  # beside it, float32 has no odd numbers
+
+
+def unfinalized(dtype: torch.dtype = torch.bfloat16) -> UnfinalizedRows:
+    """Of three rows with three choices each: all of row 0, the last of row 1, none of row 2; in any order."""
+    return UnfinalizedRows(
+        rows_NH=torch.tensor([[2.0, 4.0], [-LARGE, 32.0], [LARGE, 8.0], [1.0, 16.0]], dtype=dtype),
+        weights_N=torch.tensor([0.5, 1.0, 1.0, 3.0]),
+        index_N=torch.tensor([5, 2, 0, 1]),
+        num_rows=3,
+        top_k=3,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_results_are_weighted_and_summed_in_the_order_of_rows_and_choices(dtype):
+    with Ledger().open() as ledger:
+        weighted = unfinalized(dtype).weighted()
+    assert weighted.rows_NH.tolist() == [[LARGE, 8.0], [3.0, 48.0], [-LARGE, 32.0], [1.0, 2.0]]
+    assert weighted.rows_NH.dtype == torch.float32
+    assert ledger.done == {Duty.WEIGHT: {Party.CALLER: 2}}  # a weight of 1 changes nothing
+    with Ledger().open() as ledger:
+        finished = unfinalized(dtype).finish()
+    assert finished.rows_RH.tolist() == [[4.0, 88.0], [1.0, 2.0], [0.0, 0.0]]  # 3 in another order
+    assert finished.rows_RH.dtype == torch.float32
+    assert ledger.done == {Duty.WEIGHT: {Party.CALLER: 2}, Duty.REDUCE_EXPERTS: {Party.CALLER: 4}}
+
+
+def test_results_of_ranks_are_summed_in_the_order_of_ranks_and_rounded_once():
+    came = RankRows(
+        rows_by_rank=(
+            torch.tensor([[LARGE, 1.0], [3.0, 4.0]]),
+            torch.tensor([[1.0, 2.0**-9]]),
+            torch.tensor([[-LARGE, 2.0**-9]]),
+        ),
+        tokens_by_rank=(torch.tensor([2, 0]), torch.tensor([2]), torch.tensor([2])),
+        num_tokens=3,
+        dtype=torch.bfloat16,
+    )
+    with Ledger().open() as ledger:
+        sums_TH = came.sum()
+    assert sums_TH.tolist() == [[3.0, 4.0], [0.0, 0.0], [0.0, 1.0 + 2.0**-8]]
+    assert ledger.done == {Duty.REDUCE_RANKS: {Party.CALLER: 4}}
+    combined = came.reduce()
+    assert combined.y_TH.dtype == torch.bfloat16
+    assert torch.equal(combined.y_TH, sums_TH.bfloat16())
+    alone = dataclasses.replace(
+        came, rows_by_rank=came.rows_by_rank[:1], tokens_by_rank=came.tokens_by_rank[:1]
+    )
+    assert alone.sum().tolist() == [[3.0, 4.0], [0.0, 0.0], [LARGE, 1.0]]
+
+
+@pytest.mark.parametrize("slots", [None, [4, 0, 2, 5]])
+@pytest.mark.parametrize("block", [1, 1 << 20])
+def test_results_are_written_to_their_slots_and_saturate(slots, block, monkeypatch):
+    monkeypatch.setattr("tokenyard.rows.WRITE_BLOCK", block)  # elements at a time
+    slots_R = None if slots is None else torch.tensor(slots)
+    rows_SH = torch.full((6, 2), torch.nan, dtype=torch.float16)
+    place = CombineBuffer(rows_SH=rows_SH, slots_R=slots_R)
+    assert place.write(torch.tensor([[1e6, 1.0]])).buffer is place
+    assert place.write(torch.tensor([[2.0, -1e6], [3.0, math.inf], [4.0, 5.0]]), first=1).buffer is place
+    written = rows_SH[[0, 1, 2, 3] if slots is None else slots]
+    assert written.tolist() == [[65504.0, 1.0], [2.0, -65504.0], [3.0, 65504.0], [4.0, 5.0]]
+    assert rows_SH.isnan().all(1).sum() == 2
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])

@@ -130,6 +130,13 @@ def test_damaged_headers(folder, words):
     refused(folder, str(path), words)
 
 
+def test_names_may_be_of_any_script(tmp_path):
+    names = ["größe", "大小", "\U0001f9ee"]
+    path = tmp_path / "a.safetensors"
+    save_file({name: torch.zeros(1) for name in names}, path)
+    assert sorted(tensor.name for tensor in header.read_header(path)[0]) == sorted(names)
+
+
 @pytest.mark.parametrize("length", [2**63, 2**40, 10**9])
 def test_a_huge_header_is_not_allocated(folder, length):
     path = folder / "model.safetensors"
@@ -161,7 +168,14 @@ def test_missing_shard(tmp_path):
         folder = save(tmp_path / str(index), MODEL.tensors(), MODEL.config(), files=3, index=index)
         missing = folder / "model-00002-of-00003.safetensors"
         missing.unlink()
-        error = refused(folder, f"{missing} is missing")
+        first = list(MODEL.tensors())[1]  # tensors are dealt to the files in turn
+        beside = "model-00001-of-00003.safetensors is there"
+        why = (
+            f"model.safetensors.index.json says that it holds tensor {first!r} and others"
+            if index
+            else beside
+        )
+        error = refused(folder, f"{missing} is missing; {why}")
         assert error.file == missing
 
 
@@ -403,6 +417,15 @@ def test_all_experts_in_one_tensor_of_the_wrong_kind(tmp_path, changes, words, t
     refused(save(tmp_path, named, MODEL.config() if told else {}), "model.safetensors", words)
 
 
+@pytest.mark.parametrize("down", [(4, 48), (4, 48, 32, 1)], ids=str)
+def test_sizes_are_those_of_the_first_matrices_where_the_second_are_no_matrices(tmp_path, down):
+    """As most models have them, `[N, D]`: whether they are transposed cannot be told then."""
+    tensors = {"gate_up_proj": torch.zeros(4, 64, 48), "down_proj": torch.zeros(down)}
+    named = {f"model.layers.0.mlp.experts.{name}": tensor for name, tensor in tensors.items()}
+    folder = save(tmp_path, named, {"model_type": "qwen3_moe"})
+    refused(folder, f"down_proj' is F32{list(down)}; expected F32[4, 48, 32]: hidden size 48")
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -592,6 +615,15 @@ def test_an_unknown_quantization(folder):
     )
 
 
+@pytest.mark.parametrize("kind", ["mxint4", "deepseek"])
+def test_weights_that_no_layout_calls_so(tmp_path, kind):
+    """What the config names is not missed tensor by tensor, where none of them is there."""
+    tensors = MODEL.tensors(lambda w: {"qweight": w.to(torch.int32), "qzeros": torch.zeros(1)})
+    folder = save(tmp_path, tensors, MODEL.config() | {"quantization_config": QUANTIZATION[kind]})
+    method = QUANTIZATION[kind]["quant_method"]
+    refused(folder, "hold qweight I32[32, 64], qzeros F32[1] each", f"quant_method {method!r}")
+
+
 # -- At the limits -------------------------------------------------------------------------------------------
 
 
@@ -698,6 +730,8 @@ def test_what_is_viewed_lies_on_a_multiple_of_its_size(tmp_path):
     found, size = header.read_header(tmp_path / "a.safetensors")
     opened = files.TensorFiles({tensor.name: tensor for tensor in found}, {tmp_path / "a.safetensors": size})
     assert found[1].begin % 4 != 0
+    with opened.view("odd") as odd, opened.view_bytes("odd") as raw:
+        assert odd.data_ptr() == raw.data_ptr()  # no copy, where none is needed
     with opened.view("words") as words:
         assert words.data_ptr() % 4 == 0
         assert words.tolist() == [1.5, -2.0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -317,7 +318,7 @@ def test_gpt_oss_is_written_as_gpt_oss(tmp_path):
         convert(source, "mxint4", tmp_path / "other")
 
 
-@pytest.mark.parametrize("width", [64, 96, 130, 200])
+@pytest.mark.parametrize("width", [64, 96, 129, 200])
 def test_gate_and_up_that_share_blocks_share_a_scale(tmp_path, width):
     """In the layout of DeepSeek a gate has blocks of its own, in our matrix it ends amid one: both are exact."""
     model = Small(num_experts=3, hidden_size=200, intermediate_size=width)
@@ -348,6 +349,16 @@ def test_an_empty_folder_may_be_there(tmp_path):
     (tmp_path / "out").mkdir()
     convert(source, "mxint4", tmp_path / "out")
     assert_same_weights(open_checkpoint(tmp_path / "out").experts(1), in_memory(MODEL, 1, "mxint4"))
+
+
+def test_folders_above_the_new_one_are_made(tmp_path):
+    source = open_checkpoint(save(tmp_path / "plain", MODEL.tensors(), MODEL.config()))
+    convert(source, "mxint4", tmp_path / "not" / "yet" / "out")
+    assert left_behind(tmp_path / "not" / "yet") == ["out"]
+    assert stat.S_IMODE((tmp_path / "not" / "yet" / "out").stat().st_mode) == 0o755  # others may read it
+    assert_same_weights(
+        open_checkpoint(tmp_path / "not" / "yet" / "out").experts(1), in_memory(MODEL, 1, "mxint4")
+    )
 
 
 def left_behind(folder) -> list[str]:
@@ -472,12 +483,30 @@ def test_wide_numbers_stand_first_in_a_file():
 def test_nothing_is_written_into_files_that_were_abandoned(tmp_path):
     entries = [writer.Entry(name=name, dtype="F32", shape=(2,)) for name in "ab"]
     making = writer.CheckpointWriter(tmp_path, entries)
-    making.write("a", torch.ones(2))
+    making.write(
+        "a", torch.ones(2, 2)[:, 0].requires_grad_()
+    )  # wherever it stands, whatever is computed of it
     making.abandon()
     making.write("b", torch.ones(2))
     assert load_file(tmp_path / "model.safetensors")["b"].tolist() == [0.0, 0.0]
     assert load_file(tmp_path / "model.safetensors")["a"].tolist() == [1.0, 1.0]
     making.abandon()  # a second time
+
+
+def test_files_are_closed_when_all_is_written(tmp_path):
+    making = writer.CheckpointWriter(tmp_path, [writer.Entry(name="a", dtype="F32", shape=(2,))])
+    making.write("a", torch.ones(2))
+    file = tmp_path / "model.safetensors"
+    assert file in open_files()
+    making.close()
+    assert file not in open_files()
+    making.write("a", torch.zeros(2))  # too late
+    assert load_file(file)["a"].tolist() == [1.0, 1.0]
+
+
+def open_files() -> set[Path]:
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return {Path(os.readlink(link)) for link in links if os.path.lexists(link)}
 
 
 def test_tensors_are_written_wherever_they_stand_and_whatever_is_computed_of_them(tmp_path):

@@ -16,8 +16,9 @@ from tokenyard.checkpoints.compressed_tensors import (
     CompressedMxfp8,
     CompressedNvfp4,
 )
+from tokenyard.checkpoints.layout import PLAIN_LAYOUTS
 from tokenyard.checkpoints.reading import PackedMatrix
-from tokenyard.checkpoints.vendor_layouts import DeepSeekFp8
+from tokenyard.checkpoints.vendor_layouts import DeepSeekFp8, ModelOptNvfp4
 from tokenyard.experts import ExpertsSpec, ExpertWeights, activation, get
 from tokenyard.formats import QuantizedMatrix, weight_format
 from tokenyard.integrations.huggingface import layers_from_config
@@ -92,8 +93,9 @@ def test_modelopt(tmp_path, beside):
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
-def test_deepseek(tmp_path, scale_dtype):
-    model = Small(num_experts=7, hidden_size=200, intermediate_size=128)
+@pytest.mark.parametrize("width", [128, 256])
+def test_deepseek(tmp_path, scale_dtype, width):
+    model = Small(num_experts=7, hidden_size=200, intermediate_size=width)
 
     def write(w: Tensor) -> Written:
         return references.deepseek(w, scale_dtype)
@@ -279,6 +281,32 @@ def test_weights_that_are_declared_otherwise_than_they_can_be_held_are_told(layo
     assert made.arguments["symmetric"] is True
     same = {"config_groups": {"group_0": {"weights": made.arguments}}}
     assert made.mismatch(same) is None
+
+
+@pytest.mark.parametrize(
+    ("method", "algorithm", "declared"),
+    [
+        ("modelopt", "NVFP4", True),
+        ("modelopt", "NVFP4_AWQ", True),
+        ("modelopt_fp4", "FP4", True),
+        ("modelopt", "MIXED_PRECISION", True),
+        ("modelopt", "FP8", False),
+        ("modelopt", None, False),
+        ("another", "NVFP4", False),
+        (None, "FP4", False),
+    ],
+)
+def test_what_modelopt_says_of_its_nvfp4(method, algorithm, declared):
+    told = {"quant_method": method, "quant_algo": algorithm}
+    told = {key: value for key, value in told.items() if value is not None}
+    words = ", ".join(f"{key} {value!r}" for key, value in told.items())
+    assert str(declared_layout(told)) == ("ModelOpt nvfp4" if declared else words)
+
+
+@pytest.mark.parametrize("layout", [ModelOptNvfp4(), *PLAIN_LAYOUTS], ids=repr)
+def test_a_layout_that_is_only_read_has_no_config_to_write(layout):
+    with pytest.raises(NotImplementedError, match=f"{layout} is not written"):
+        layout.quantization_config([])
 
 
 @pytest.mark.parametrize("parts", [1, 2])

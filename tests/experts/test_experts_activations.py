@@ -81,6 +81,15 @@ def test_extremes_stay_finite_and_nan_is_kept(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_of_16_bits_are_computed_with_in_float32(name: str, dtype: torch.dtype) -> None:
+    pre = pre_activation(name, 20, 64).to(dtype)
+    computed = ACTIVATIONS[name](pre)
+    assert computed.dtype == torch.float32
+    torch.testing.assert_close(computed, ACTIVATIONS[name](pre.float()), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_the_input_is_not_changed(name: str) -> None:
     pre = pre_activation(name, 5, 6)
     before = pre.clone()

@@ -94,6 +94,11 @@ def test_weights_are_copied_unless_adopted(cls: type[Experts]) -> None:
     weights.w2.zero_()
     assert torch.equal(run(copied, x_RH, routes), before_RH)
     assert not torch.equal(run(adopted, x_RH, routes), before_RH)
+    for tensor in weights.by_name().values():  # parameters of a model
+        tensor.requires_grad_()
+    for adopt in (True, False):
+        experts = cls(spec, weights, adopt=adopt)
+        assert not any(tensor.requires_grad for tensor in experts.weights.by_name().values())
 
 
 @pytest.mark.parametrize("cls", CLASSES)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.experts.expert_cases import Case, build_experts, oracle, receive, run, run_unfinalized
+from tokenyard.duties import Duty, Ledger, Party
 from tokenyard.errors import ContractError, InputError, UnknownName
 from tokenyard.experts import ExpertsSpec, GroupedExperts, SelfRoutingExperts, activation, get, grouped
 from tokenyard.experts.grouped import cpu_multiplies, product_path, sum_choices
@@ -138,9 +139,73 @@ def test_sum_choices_is_finish(ids: str, monkeypatch: pytest.MonkeyPatch) -> Non
         assert torch.equal(by_passes_RH.view(torch.int32), due_RH.view(torch.int32))
 
 
-def test_ids_out_of_range_are_refused() -> None:
-    experts, x_RH, routes = build_experts("grouped", Case())
-    routes.ids_RK[3, 1] = 4
+@pytest.mark.parametrize("rows", [1, 6])
+def test_weights_are_put_together_once_and_anew_where_one_is_another_tensor(rows: int) -> None:
+    experts, x_RH, routes = build_experts("grouped", Case(R=rows, weights="fp32", ids="first"))
+    y_RH, before = run(experts, x_RH, routes), experts.weights
+    assert experts.weights is before
+    for name in ("w2", "w13", "w2"):
+        tensor = experts.get_buffer(name)
+        setattr(experts, name, torch.zeros_like(tensor))
+        assert not run(experts, x_RH, routes).any()
+        assert getattr(experts.weights, name) is experts.get_buffer(name)
+        setattr(experts, name, tensor)
+        assert torch.equal(run(experts, x_RH, routes), y_RH)
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.parametrize("name", ["grouped", "reference"])
+def test_rows_without_an_expert_here_have_no_results(name: str, rows: int) -> None:
+    experts, x_RH, routes = build_experts(name, Case(R=rows))
+    routes.ids_RK.fill_(-1)
+    unfinalized = run_unfinalized(experts, x_RH, routes)
+    assert (unfinalized.rows_NH.shape, unfinalized.weights_N.shape) == ((0, 32), (0,))
+    assert unfinalized.index_N.tolist() == []
+    for y_RH in (unfinalized.finish().rows_RH, run(experts, x_RH, routes)):
+        assert torch.equal(y_RH, torch.zeros(rows, 32))
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.parametrize("finalize", [True, False])
+def test_results_have_no_gradient_though_routing_weights_want_one(rows: int, finalize: bool) -> None:
+    experts, x_RH, routes = build_experts("grouped", Case(R=rows))
+    routes.ids_RK.clamp_(min=0)
+    due = experts(receive(x_RH, routes), finalize=finalize)
+    wanting = LocalRoutes(ids_RK=routes.ids_RK, weights_RK=routes.weights_RK.clone().requires_grad_())
+    found = experts(receive(x_RH, wanting), finalize=finalize)
+    assert torch.is_grad_enabled()
+    name = "rows_RH" if finalize else "rows_NH"
+    assert not getattr(found, name).requires_grad
+    assert torch.equal(getattr(found, name), getattr(due, name))
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.parametrize("weight_on", ["output", "input"])
+@pytest.mark.parametrize("finalize", [True, False])
+@pytest.mark.parametrize("name", ["grouped", "reference"])
+def test_what_is_weighted_and_summed_is_written_down(
+    name: str, finalize: bool, weight_on: str, rows: int
+) -> None:
+    """A weight of 1 changes nothing, and does not count; neither does a choice of an expert elsewhere."""
+    experts, x_RH, routes = build_experts(name, Case(R=rows, weight_on=weight_on))
+    routes.ids_RK.clamp_(min=0)
+    routes.ids_RK[0, 0] = -1
+    routes.weights_RK.fill_(0.5)
+    routes.weights_RK[0, 1] = 1.0
+    with Ledger().open() as ledger:
+        experts(receive(x_RH, routes), finalize=finalize)
+    pairs = 3 * rows - 1
+    assert ledger.rows(Duty.REDUCE_EXPERTS) == ({Party.EXPERTS: pairs} if finalize else {})
+    weighted = finalize or weight_on == "input"
+    assert ledger.rows(Duty.WEIGHT) == ({Party.EXPERTS: pairs - 1} if weighted else {})
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+def test_ids_out_of_range_are_refused(rows: int) -> None:
+    experts, x_RH, routes = build_experts("grouped", Case(R=rows))
+    routes.ids_RK[-1, 1] = 3  # the last
+    run(experts, x_RH, routes)
+    routes.ids_RK[-1, 1] = 4
     with pytest.raises(InputError, match="holds local expert id 4; expected ids from -1 to 3"):
         run(experts, x_RH, routes)
     with pytest.raises(InputError, match="one id and one weight"):

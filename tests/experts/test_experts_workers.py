@@ -88,6 +88,26 @@ def test_vectors_are_multiplied_from_memory_that_is_aligned_alike(tile_elements,
     torch.testing.assert_close(y_NO, x_ND @ w_LOD[0].t())
 
 
+@pytest.mark.parametrize(
+    ("row_by_row", "count", "threads"), [(True, 1, 1), (True, 2, 1), (False, 1, 2), (False, 2, 1)]
+)
+def test_tiles_are_shared_by_threads_where_there_are_several_or_rows_are_alone(
+    row_by_row, count, threads, two_threads, monkeypatch
+) -> None:
+    """A product of one row is made by one thread: with more of them its bits might be others."""
+    seen: list[int] = []
+    for name in ("mv", "mm"):
+        product = getattr(torch, name)
+        monkeypatch.setattr(
+            torch, name, lambda *a, p=product, **k: seen.append(torch.get_num_threads()) or p(*a, **k)
+        )
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 21 * 4)
+    x_ND, w_LOD = torch.randn(3, 21), torch.randn(1, 4 * count, 21)
+    y_NO = tiles.product_by_tiles(x_ND, w_LOD, None, [(0, slice(0, 3))], row_by_row=row_by_row)
+    assert seen == [threads] * count * (3 if row_by_row else 1)
+    torch.testing.assert_close(y_NO, x_ND @ w_LOD[0].t())
+
+
 def test_a_process_that_is_forked_while_a_thread_holds_the_lock_can_take_it() -> None:
     with workers._pools_lock:
         child = os.fork()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.formats.format_twins import ALL, QUANTIZED, same_bits
 from tokenyard import formats
+from tokenyard.duties import Duty, Ledger
 from tokenyard.errors import ContractError, InputError, UnknownName
 from tokenyard.formats import Bf16, Fp8Block128, Fp16, Fp32, Mxfp8, Nvfp4
 from tokenyard.formats.swizzle import swizzle_scales, unswizzle_scales
@@ -129,6 +132,26 @@ def test_a_format_of_somebodys_own_may_refuse_results():
     assert OutOnly().carries(torch.bfloat16) is None
     refused = "combine_wire=nvfp4: results do not travel back in this format"
     assert str(OutOnly().returns(torch.bfloat16)) == refused
+
+
+@pytest.mark.parametrize("format", ALL, ids=str)
+@pytest.mark.parametrize("width", [256, 250])
+def test_rows_that_are_encoded_are_counted_once_also_by_a_class_that_inherits_it(format, width):
+    class Inherited(type(format)):
+        pass
+
+    class Twice(Inherited):
+        def encode(self, x_TH):
+            return super().encode(x_TH)
+
+    due = {Duty.QUANTIZE: 3, Duty.PAD: 3} if format.quantized else {}
+    if format.padded_size(width) == width:
+        due.pop(Duty.PAD, None)
+    for kind in (type(format), Inherited, Twice):
+        made = kind(**{field.name: getattr(format, field.name) for field in dataclasses.fields(format)})
+        with Ledger().open() as ledger:
+            made.encode(random_rows(3, width))
+        assert {duty: sum(rows.values()) for duty, rows in ledger.done.items()} == due
 
 
 @pytest.mark.parametrize("bad", [torch.ones(3), torch.ones(2, 0), torch.ones(2, 3, dtype=torch.int32)])

@@ -162,6 +162,8 @@ def test_nvfp4_refuses_what_is_not_one_scale_per_row():
     x = torch.ones(2, 16)
     with pytest.raises(InputError, match=r"global_scale_T is float32\[3\]; expected a float tensor \[2\]"):
         Nvfp4().encode(x, global_scale_T=torch.ones(3))
+    with pytest.raises(InputError, match=r"global_scale_T is float32\[2, 1, 1\]"):
+        Nvfp4().encode(x, global_scale_T=torch.ones(2, 1, 1))
     with pytest.raises(InputError, match="global_scale_T is int64"):
         Nvfp4().encode(x, global_scale_T=torch.ones(2, dtype=torch.int64))
     with pytest.raises(InputError, match=r"nvfp4\(global_scale=2.0\), whose global scale is static"):

@@ -304,12 +304,14 @@ def test_blocks_too_small_for_a_scale():
 
 def test_quantizing_leaves_its_input_alone():
     for name in WEIGHT_FORMATS:
-        w = gaussian(2, 50, 70, dtype=torch.float32).requires_grad_()
-        before = w.detach().clone()
-        matrix = weight_format(name).quantize(w)
-        assert not matrix.decode().requires_grad
-        assert not any(payload.requires_grad for payload in matrix.payloads.values())
-        assert same_bits(w.detach(), before)
+        for number in (0.5, torch.inf):
+            w = gaussian(2, 50, 70, dtype=torch.float32)
+            w[1, 3, 4] = number
+            before = w.clone()
+            matrix = weight_format(name).quantize(w.requires_grad_())
+            assert not matrix.decode().requires_grad
+            assert not any(payload.requires_grad for payload in matrix.payloads.values())
+            assert same_bits(w.detach(), before)
 
 
 def test_a_block_with_nan_is_nan_and_its_neighbors_are_not():
@@ -333,6 +335,10 @@ def test_messages():
         weight_format("mxfp4").quantize(torch.zeros(3, 4, dtype=torch.int64))
     with pytest.raises(InputError, match=r"float32\[7\].*fix: pass plain weights"):
         weight_format("mxint4").quantize(torch.zeros(7))
+    for name in WEIGHT_FORMATS:
+        for wrong in (torch.zeros(3, 4, dtype=torch.int64), torch.zeros(7), torch.zeros(0, 4), None):
+            with pytest.raises(InputError, match="the weights to quantize are"):
+                weight_format(name).quantize(wrong)
     payloads = dict(weight_format("mxfp4").quantize(torch.ones(4, 64)).payloads)
     with pytest.raises(
         InputError,

@@ -259,13 +259,11 @@ def _sizes(
 ) -> tuple[int, int]:
     """H and I: what the config says, or else what the first tensors of w13 say."""
     lead, dimensions = projections.w13[0], len(layout.pieces(1, 1)["data"].shape)
-    holding = [t for (_, p, suffix), t in found.tensors.items() if (p, suffix) == (lead, layout.data)]
-    if not holding:
-        expected = f"a tensor {lead}.{layout.data} beside it, as {layout} has it"
-        raise _wrong(_first(found, lead), expected)
-    shape = holding[0].shape[1:] if layout.fused else holding[0].shape
+    # There is one: the layout was recognized by it.
+    first = next(t for (_, p, suffix), t in found.tensors.items() if (p, suffix) == (lead, layout.data))
+    shape = first.shape[1:] if layout.fused else first.shape
     if len(shape) != dimensions:
-        raise _wrong(holding[0], f"{dimensions} dimensions for each expert")
+        raise _wrong(first, f"{dimensions} dimensions for each expert")
     outputs, inputs = layout.size(shape)
     intermediate = outputs // 2 if lead == "gate_up_proj" else outputs
     hidden = inputs if config.hidden_size is None else config.hidden_size

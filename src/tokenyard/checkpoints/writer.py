@@ -72,7 +72,7 @@ class CheckpointWriter:
         shape = place.entry.shape if index is None else place.entry.shape[1:]
         assert tuple(tensor.shape) == shape, f"{name}: {tuple(tensor.shape)} is written as {shape}"
         assert SPELLINGS[tensor.dtype] == place.entry.dtype, f"{name}: {dtype_name(tensor.dtype)}"
-        self.write_bytes(name, tensor.detach().contiguous().view(-1).view(torch.uint8), index)
+        self.write_bytes(name, tensor.contiguous().view(-1).view(torch.uint8), index)
 
     def write_bytes(self, name: str, raw: Tensor, index: int | None = None) -> None:
         """The same, given as bytes."""
@@ -121,7 +121,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     with path.open("r+b") as file:
         for name, place in places.items():
             file.seek(place.begin)
-            file.write(tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            file.write(tensors[name].cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _begin(path: Path, entries: Sequence[Entry]) -> dict[str, _Place]:

@@ -229,7 +229,7 @@ class Format(ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         """Encoding is a duty: where a ledger is open it is written down, also for formats of somebody's own."""
         super().__init_subclass__(**options)
-        if cls.quantized and not getattr(cls.encode, "is_counted", False):
+        if cls.quantized:
             cls.encode = _counted(cls.encode)  # type: ignore[method-assign]
 
     def padded_size(self, hidden_size: int) -> int:
@@ -308,14 +308,13 @@ def _counted(encode: Callable[..., EncodedRows]) -> Callable[..., EncodedRows]:
     def counted(self: Format, x_TH: Tensor, **options: Any) -> EncodedRows:
         if not self.quantized:
             return encode(self, x_TH, **options)
-        with aside():  # a format may encode by way of another: that is one duty, done once
+        with aside():  # a format may encode by way of another, or inherit this: that is one duty, done once
             rows = encode(self, x_TH, **options)
         record(Duty.QUANTIZE, rows.num_rows)
         if self.padded_size(rows.hidden_size) > rows.hidden_size:
             record(Duty.PAD, rows.num_rows)
         return rows
 
-    counted.is_counted = True  # type: ignore[attr-defined]  # a class that inherits it is not counted twice
     return counted
 
 

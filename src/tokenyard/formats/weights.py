@@ -211,7 +211,7 @@ class Nvfp4Weights(BlockWeights):
         amax_RC = blocks.block_amax(rows_RD, self.padded_size(inputs), self.block)
         matrices = rows_RD.reshape(math.prod(many), outputs * inputs)
         g_M1 = row_global_scale(amax_RC.reshape(len(matrices), outputs * amax_RC.shape[1]), matrices)
-        rows = Nvfp4().encode(rows_RD, global_scale_T=g_M1.repeat_interleave(outputs, dim=0))
+        rows = Nvfp4().encode(rows_RD, global_scale_T=g_M1.repeat_interleave(outputs))
         global_scale = g_M1.expand(-1, 2).contiguous()
         factors = torch.ones_like(global_scale)
         return _held(self, w_ND, **{**rows.payloads, "global_scale": global_scale, "global_factor": factors})
@@ -329,7 +329,7 @@ def weight_format(name: str | WeightFormat) -> WeightFormat:
 
 def _as_rows(w_ND: Tensor) -> Tensor:
     check_matrix(w_ND)
-    return w_ND.detach().reshape(-1, w_ND.shape[-1])
+    return w_ND.reshape(-1, w_ND.shape[-1])
 
 
 def _held(format: WeightFormat, w_ND: Tensor, **payloads: Tensor) -> QuantizedMatrix:
