@@ -167,3 +167,15 @@ def test_a_plan_that_was_closed_holds_no_batch_and_says_that_it_is_closed(exchan
         plan.trim,
     ):
         assert "the plan is closed; expected an open plan" in str(raised(call))
+
+
+@pytest.mark.parametrize("exchange", ["local", "one_sided", "two_sided"])
+def test_a_plan_that_was_closed_holds_no_batch_that_was_started(exchange):
+    plan = ty.plan([spec()], ty.thread_groups(1)[0], exchange=exchange)
+    x_TH, routes = batch(spec(), 3)
+    started, held = build(plan, "moe").start(x_TH, routes), weakref.ref(x_TH)
+    plan.close()
+    assert "the plan is closed; expected an open plan" in str(raised(started.finish))
+    del started, x_TH
+    gc.collect()
+    assert held() is None

@@ -346,6 +346,20 @@ def test_an_arrival_says_which_tokens_went_out(max_rows, tokens):
     assert {arrival.batch_tokens for arrival in arrivals} == {3}
 
 
+@pytest.mark.parametrize("exchange", ["local", *ty.EXCHANGES])
+def test_the_next_pass_waits_for_the_combine_of_the_one_before(exchange):
+    layer = spec(top_k=1)
+    plan = ty.plan([layer], ty.thread_groups(1)[0], exchange=exchange, max_rows=2)
+    x_TH, routes = batch(layer, 3)
+    wire = plan.wiring("moe").exchange_spec
+    arrival = plan.exchange.dispatch(wire, plan.exchange.encode(wire, x_TH), routes)
+    assert arrival.has_more
+    early = raised(plan.exchange.dispatch_next, arrival)
+    assert "layer 'moe', rank 0: 1 dispatch in flight already (of 'moe')" in str(early)
+    plan.exchange.combine(arrival, ty.ExpertRows(rows_RH=torch.zeros(arrival.received.num_rows, 32)))
+    assert not plan.exchange.dispatch_next(arrival).has_more
+
+
 # -- Memory --------------------------------------------------------------------------------------------------
 
 

@@ -99,11 +99,13 @@ def test_ranks_in_any_order_of_memory_and_one_without_rows():
     check_sum(rows, tokens, 50, "bf16", in_place=True)
 
 
-def test_blocks_change_no_bit(monkeypatch):
+@pytest.mark.parametrize(("gap", "in_place"), [(0, True), (8, False)])
+def test_blocks_change_no_bit(gap, in_place, monkeypatch):
     draw = torch.Generator().manual_seed(0)
-    rows, tokens = rows_of_ranks(draw, 4, 50, 512, torch.bfloat16, share=0.5)
+    rows, tokens = rows_of_ranks(draw, 4, 50, 512, torch.bfloat16, share=0.5, gap=gap)
     monkeypatch.setattr(reduce, "TABLE_BLOCK", 7 * 512)
-    check_sum(rows, tokens, 50, "bf16", in_place=True)
+    monkeypatch.setattr(reduce, "BLOCK", 7 * 512)
+    check_sum(rows, tokens, 50, "bf16", in_place=in_place)
 
 
 @pytest.mark.parametrize(("gap", "in_place"), [(0, True), (8, False)])

@@ -148,6 +148,22 @@ def test_in_the_second_turn_it_is_the_same(ranks):
     assert ranks[0]._turn(Phase.DISPATCH) == 1  # it has not met anybody
 
 
+def test_in_the_second_turn_who_has_heard_from_everybody_waits_for_nobody(ranks):
+    """All have met once. Rank 1 says that it waits, and has the words of all others: it is stuck by itself."""
+    for source in range(WORLD):
+        tell(ranks, source, range(WORLD))
+    for rank in ranks:
+        rank.hear(word())
+    for source in (0, 3):
+        tell(ranks, source, range(WORLD), round=2)
+    tell(ranks, 1, [1], round=2)
+    tell(ranks, 2, [1, 2, 3], round=2)
+    ranks[1]._set_state(flag(0, Phase.DISPATCH, 2), 1)
+    with pytest.raises(PeerLost) as caught:
+        ranks[0].hear(word(round=2))
+    assert list(caught.value.peers) == [1, 2]
+
+
 def test_a_turn_that_was_overwritten_is_one_of_the_turns_that_there_are(ranks):
     """What stands in another rank's memory is not believed: the place that is looked at exists."""
     for source in (0, 3):
@@ -209,3 +225,30 @@ def test_a_wait_sleeps_longer_each_time_up_to_a_limit(ranks, monkeypatch):
     assert pauses[:2] == pytest.approx([20e-6, 30e-6])
     assert pauses == sorted(pauses)
     assert pauses[-1] == 200e-6
+
+
+def test_a_mark_stays_while_its_rank_hears_the_others(ranks):
+    for source in range(WORLD):
+        ranks[source].mark(5)
+        tell(ranks, source, [0])
+    ranks[0].hear(word())
+    assert ranks[0].all_marked(5, 0.0)
+    assert ranks[3].all_marked(4, 0.0)
+    assert not ranks[0].all_marked(6, 0.0)
+
+
+def test_marks_are_waited_for_in_longer_and_longer_sleeps(ranks, monkeypatch):
+    pauses = []
+
+    def sleep(seconds):
+        pauses.append(seconds)
+        if len(pauses) == 9:
+            for rank in ranks:
+                rank.mark(5)
+
+    monkeypatch.setattr("tokenyard.exchange.one_sided.signals.time.sleep", sleep)
+    assert ranks[0].all_marked(5, 5.0)
+    assert pauses[:2] == pytest.approx([20e-6, 30e-6])
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == 200e-6
+    assert len(pauses) == 9

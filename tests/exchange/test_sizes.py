@@ -8,7 +8,7 @@ import torch
 from tokenyard.errors import InputError
 from tokenyard.exchange import AllgatherTransport, ExchangeSpec, SharedMemoryTransport, Transport
 from tokenyard.exchange.announcement import Phase
-from tokenyard.exchange.checks import check_writable
+from tokenyard.exchange.checks import check_batch, check_output, check_writable
 from tokenyard.exchange.messages import Mailbox
 from tokenyard.exchange.one_sided.control import ControlLayout
 from tokenyard.exchange.one_sided.signals import Signals, control_bytes
@@ -16,7 +16,7 @@ from tokenyard.exchange.stats import LayerStats, LoadCounter, MoveStats
 from tokenyard.exchange.workspace import LayerBytes, Region, WorkspaceLayout, _copy_bytes, round_up
 from tokenyard.formats import Payload, get
 from tokenyard.group.threads import thread_groups
-from tokenyard.routing import Placement
+from tokenyard.routing import Placement, Routes
 
 # A row has 32 bytes of data, 1 of scales, 12 of ids, 12 of weights, and payloads of 5 and 16; a result has 20.
 ODD = ExchangeSpec(
@@ -222,6 +222,31 @@ def test_a_tensor_that_was_made_in_inference_mode_is_written_there_alone():
         check_writable(out)
     with pytest.raises(InputError, match="made in inference mode"):
         check_writable(out)
+
+
+def meta(tensor):
+    return torch.empty_like(tensor, device="meta")
+
+
+def test_what_is_elsewhere_is_refused_and_named():
+    cpu, x_TH = torch.device("cpu"), torch.ones(3, 10).bfloat16()
+    rows = ODD.wire.encode(x_TH)
+    routes = Routes(topk_ids_TK=torch.zeros(3, 3, dtype=torch.int64), topk_weights_TK=torch.ones(3, 3))
+    extra = {"bytes": torch.zeros(3, 5, dtype=torch.uint8), "words": torch.zeros(3, 2, dtype=torch.int64)}
+    assert check_batch(ODD, rows, routes, extra, cpu) is routes
+    check_output(ODD, x_TH, 3, cpu)
+    away = replace(rows, payloads={name: meta(payload) for name, payload in rows.payloads.items()})
+    for call, what in (
+        (lambda: check_batch(ODD, away, routes, extra, cpu), "x_TH"),
+        (
+            lambda: check_batch(ODD, rows, routes, extra | {"words": meta(extra["words"])}, cpu),
+            "payload 'words'",
+        ),
+        (lambda: check_output(ODD, meta(x_TH), 3, cpu), "a tensor to write into or to add"),
+    ):
+        with pytest.raises(InputError) as caught:
+            call()
+        assert f"{what} is on meta; expected cpu; fix: move it there first" in str(caught.value)
 
 
 # -- Counters ------------------------------------------------------------------------------------------------
