@@ -169,6 +169,7 @@ def test_there_are_twice_as_many_counts_where_rows_have_a_bound(max_rows, counts
 
 def test_a_dispatch_begins_the_next_round_with_a_notice_and_a_combine_ends_its_own_without():
     made = announcer()
+    assert made.round == 0
     for round in (6, 4):  # the second one was late
         made.meet(round)
     assert made.round == 6

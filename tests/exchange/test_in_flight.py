@@ -30,10 +30,14 @@ def arrival(layer, round, region=0):
 def test_room_and_regions_up_to_the_capacity():
     queue = InFlightQueue(2, rank=3)
     first, second = arrival("a", 1, region=0), arrival("b", 2, region=1)
+    assert queue.is_empty
+    assert queue.oldest is None
     for free, one in enumerate((first, second)):
         queue.check_room(LAYER)
         assert queue.free_region == free
         queue.add(one)
+    assert not queue.is_empty
+    assert queue.oldest is first
     with pytest.raises(ty.HandleError) as caught:
         queue.check_room(LAYER)
     assert str(caught.value) == (
