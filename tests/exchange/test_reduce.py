@@ -117,6 +117,33 @@ def test_rows_that_are_wider_than_a_block(gap, in_place, monkeypatch):
     check_sum(rows, tokens, 5, "bf16", in_place=in_place)
 
 
+def test_one_rank_with_as_many_rows_as_they_are_wide_and_not_all_tokens():
+    rows_NH, tokens_N = torch.randn(4, 4), torch.tensor([0, 1, 3, 5])
+    check_sum([rows_NH], [tokens_N], 6, "fp32", in_place=True)
+
+
+@pytest.mark.parametrize("terms", [0, 1, 2])
+@pytest.mark.parametrize("share", [0.6, 1.0])
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("wire", ["bf16", "mxfp8"])
+def test_what_is_added_comes_behind_all_rows_and_before_the_rounding(wire, world, share, terms):
+    draw = torch.Generator().manual_seed(world)
+    rows, tokens = rows_of_ranks(draw, world, 9, 96, torch.bfloat16, share=share)
+    home = [get(wire).encode(some_NH) for some_NH in rows]
+    add = [torch.randn(9, 96, generator=draw).bfloat16().requires_grad_() for _ in range(terms)]
+    sums_TH = RankRows(
+        rows_by_rank=tuple(some.decode(torch.float32) for some in home),
+        tokens_by_rank=tuple(tokens),
+        num_tokens=9,
+        dtype=torch.bfloat16,
+    ).sum()
+    for term_TH in add:
+        sums_TH = sums_TH + term_TH.detach().float()
+    out_TH = torch.full((9, 96), 7.0).bfloat16()
+    assert reduce.sum_over_ranks(home, tokens, out_TH, add) is out_TH
+    assert torch.equal(out_TH, sums_TH.bfloat16())
+
+
 _WITHOUT_WARNINGS = """
 import sys, warnings, torch
 with warnings.catch_warnings(record=True) as told:

@@ -215,6 +215,22 @@ def test_a_rank_tells_those_who_wait_for_it_in_another_plan_where_it_is(ranks):
     assert [(heard.plan, heard.round) for heard in others[2].hear(there)] == [(8, 5)] * 4
 
 
+def test_a_rank_that_hears_of_another_plan_answers_there(ranks):
+    """Rank 1 waits for rank 0 in another plan, and has told it so here."""
+    controls = [torch.zeros(control_bytes(WORLD), dtype=torch.uint8) for _ in range(WORLD)]
+    others = [Signals(controls, rank._group) for rank in ranks]
+    there = replace(word(round=5, phase=Phase.COMBINE), plan=8)
+    for source in (1, 2, 3):
+        others[source].tell(1, there)
+    others[1]._set_state(flag(0, Phase.COMBINE, 5), 0)
+    for source in (0, 2, 3):
+        tell(ranks, source, [0])
+    ranks[0]._set_state(flag(0, Phase.DISPATCH, 1), 0)
+    others[1]._tell_in_other_plans(there, [0])
+    assert [heard.plan for heard in ranks[0].hear(word())] == [7, 8, 7, 7]
+    assert [heard.plan for heard in others[1].hear(there)] == [7, 8, 8, 8]
+
+
 def test_a_wait_sleeps_longer_each_time_up_to_a_limit(ranks, monkeypatch):
     pauses, sleep = [], time.sleep
     monkeypatch.setattr(
@@ -252,3 +268,22 @@ def test_marks_are_waited_for_in_longer_and_longer_sleeps(ranks, monkeypatch):
     assert pauses == sorted(pauses)
     assert pauses[-1] == 200e-6
     assert len(pauses) == 9
+
+
+def test_counts_that_were_published_are_read_after_a_meeting_while_others_are_ahead(ranks):
+    def counts(rank, round):
+        return tuple(1000 * round + 10 * rank + number for number in range(2 * WORLD))
+
+    def publish(rank, round):
+        ranks[rank].publish_counts(replace(word(round=round), counts=counts(rank, round)))
+
+    for round in (1, 2, 3):
+        for source in range(WORLD):
+            publish(source, round)
+            tell(ranks, source, range(WORLD), round=round)
+        for rank in ranks:
+            assert [other.tokens for other in rank.hear(word(round=round))] == [3] * WORLD
+        publish(3, round + 1)
+        for rank in ranks[:3]:
+            found = rank.published_counts(Phase.DISPATCH, 2 * WORLD)
+            assert found == [counts(source, round) for source in range(WORLD)]

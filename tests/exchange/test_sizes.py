@@ -162,6 +162,8 @@ def test_mail_of_every_turn_phase_and_source_has_its_own_place():
         for source in range(3)
     ]
     assert places == [384 + 640 * number for number in range(12)]
+    behind = (384 + 640 * 12) // 8  # in words: the counts of one turn, then those of the other
+    assert [signals._counts_at(turn) for turn in (-1, 0, 1, 2)] == [behind + 16, behind, behind + 16, behind]
 
 
 @pytest.mark.parametrize(

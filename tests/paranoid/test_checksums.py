@@ -176,6 +176,22 @@ def test_results_at_a_relay_are_those_of_tokens_of_several_ranks():
         check_back(1, 7, due, rows, numbers)
 
 
+def test_two_choices_of_a_token_are_told_apart():
+    due, swapped = torch.tensor([2, 3]), torch.tensor([3, 2])
+    with pytest.raises(
+        Corrupted, match="computed for choice 1 of token 1 in round 7 as the result of token 1"
+    ):
+        check_back(1, 7, due, results(swapped), ResultNumbers(per_token=2))
+
+
+def test_a_number_at_a_relay_holds_a_token_and_the_rank_that_it_is_of():
+    numbers = ResultNumbers(with_source=True)
+    heads = [[source, token, 7] for source in (0, 1, 2, 3) for token in (0, 1, 2, 2**32 - 1)]
+    made = numbers.of(torch.tensor(heads)).tolist()
+    assert [numbers.token(number) for number in made] == [token for _, token, _ in heads]
+    assert [numbers.name(number) for number in made] == [f"token {t} of rank {s}" for s, t, _ in heads]
+
+
 # -- Slots of a workspace ------------------------------------------------------------------------------------
 
 LAYOUT = SlotLayout.of(
