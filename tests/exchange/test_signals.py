@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -228,6 +229,48 @@ def test_a_rank_that_hears_of_another_plan_answers_there(ranks):
     ranks[0]._set_state(flag(0, Phase.DISPATCH, 1), 0)
     others[1]._tell_in_other_plans(there, [0])
     assert [heard.plan for heard in ranks[0].hear(word())] == [7, 8, 7, 7]
+    assert [heard.plan for heard in others[1].hear(there)] == [7, 8, 8, 8]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still but for sleeps, of a hundredth of a second each."""
+    now = [100.0]
+
+    def sleep(_):
+        now[0] += 0.01
+
+    fake = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr("tokenyard.exchange.one_sided.signals.time", fake)
+    return fake
+
+
+def test_a_wait_looks_ten_times_a_second_at_who_is_gone_until_the_deadline(ranks, clock):
+    group, looks = ranks[0]._group, []
+    group.deadline, group.gone = 1.005, lambda: looks.append(clock.monotonic()) or []
+    for source in (0, 1, 3):
+        tell(ranks, source, [0])
+    with pytest.raises(PeerLost) as caught:
+        ranks[0].hear(word())
+    assert list(caught.value.peers) == [2]
+    assert caught.value.waited == pytest.approx(1.01)
+    assert len(looks) in (8, 9, 10)
+    assert looks[0] == pytest.approx(100.11, abs=0.011)
+
+
+def test_a_rank_that_waits_for_long_tells_those_who_wait_for_it_in_another_plan(ranks, clock):
+    controls = [torch.zeros(control_bytes(WORLD), dtype=torch.uint8) for _ in range(WORLD)]
+    others = [Signals(controls, rank._group) for rank in ranks]
+    there = replace(word(round=5, phase=Phase.COMBINE), plan=8)
+    for source in (1, 2, 3):
+        others[source].tell(1, there)
+    others[1]._set_state(flag(0, Phase.COMBINE, 5), 0)
+    ranks[0]._group.deadline = 0.3
+    for source in (0, 2, 3):
+        tell(ranks, source, [0])
+    with pytest.raises(PeerLost) as caught:  # rank 1, which is told, does not answer
+        ranks[0].hear(word())
+    assert list(caught.value.peers) == [1]
     assert [heard.plan for heard in others[1].hear(there)] == [7, 8, 8, 8]
 
 
