@@ -99,7 +99,7 @@ def test_ranks_in_any_order_of_memory_and_one_without_rows():
     check_sum(rows, tokens, 50, "bf16", in_place=True)
 
 
-@pytest.mark.parametrize(("gap", "in_place"), [(0, True), (8, False)])
+@pytest.mark.parametrize(("gap", "in_place"), [(0, True), (256, True), (8, False)])
 def test_blocks_change_no_bit(gap, in_place, monkeypatch):
     draw = torch.Generator().manual_seed(0)
     rows, tokens = rows_of_ranks(draw, 4, 50, 512, torch.bfloat16, share=0.5, gap=gap)
@@ -165,9 +165,10 @@ with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
     from tokenyard.exchange import reduce
     from tokenyard.formats import Bf16
-    home = [Bf16().encode(torch.ones(2, 512).bfloat16()) for _ in range(2)]
-    tokens = [torch.arange(2)] * 2
-    y = reduce.sum_over_ranks(home, tokens, torch.empty(2, 512).bfloat16(), ())
+    home = [Bf16().encode(rows) for rows in torch.ones(2, 2, 512).bfloat16()]
+    tokens, out = [torch.arange(2)] * 2, torch.empty(2, 512).bfloat16()
+    assert reduce._table_of(home, out) is not None
+    y = reduce.sum_over_ranks(home, tokens, out, ())
 assert y.eq(2).all()
 print([str(one.message) for one in told])
 """

@@ -86,6 +86,7 @@ def test_who_waits_for_another_is_not_blamed(ranks):
     """Rank 1 waits for rank 2, which does nothing, and has therefore not come to rank 0."""
     for source in (0, 3):
         tell(ranks, source, range(WORLD))
+    tell(ranks, 1, [1])
     waits(ranks, 1)
     assert blamed(ranks) == [2]
 
@@ -165,6 +166,22 @@ def test_in_the_second_turn_who_has_heard_from_everybody_waits_for_nobody(ranks)
     assert list(caught.value.peers) == [1, 2]
 
 
+def test_a_word_of_an_earlier_round_is_not_the_one_that_is_waited_for(ranks):
+    """All have met twice. Rank 1 waits for rank 2, whose word of the first meeting stands where the third one goes."""
+    for round in (1, 2):
+        for source in range(WORLD):
+            tell(ranks, source, range(WORLD), round=round)
+        for rank in ranks:
+            rank.hear(word(round=round))
+    for source in (0, 3):
+        tell(ranks, source, range(WORLD), round=3)
+    tell(ranks, 1, [1], round=3)
+    ranks[1]._set_state(flag(0, Phase.DISPATCH, 3), 0)
+    with pytest.raises(PeerLost) as caught:
+        ranks[0].hear(word(round=3))
+    assert list(caught.value.peers) == [2]
+
+
 def test_a_turn_that_was_overwritten_is_one_of_the_turns_that_there_are(ranks):
     """What stands in another rank's memory is not believed: the place that is looked at exists."""
     for source in (0, 3):
@@ -217,13 +234,16 @@ def test_a_rank_tells_those_who_wait_for_it_in_another_plan_where_it_is(ranks):
 
 
 def test_a_rank_that_hears_of_another_plan_answers_there(ranks):
-    """Rank 1 waits for rank 0 in another plan, and has told it so here."""
+    """Rank 1 waits for rank 0 in the second meeting of another plan, and has told it so here."""
     controls = [torch.zeros(control_bytes(WORLD), dtype=torch.uint8) for _ in range(WORLD)]
     others = [Signals(controls, rank._group) for rank in ranks]
-    there = replace(word(round=5, phase=Phase.COMBINE), plan=8)
+    first, there = (replace(word(round=round, phase=Phase.COMBINE), plan=8) for round in (4, 5))
+    for source in range(WORLD):
+        others[source].tell(1, first)
+    others[1].hear(first)
     for source in (1, 2, 3):
-        others[source].tell(1, there)
-    others[1]._set_state(flag(0, Phase.COMBINE, 5), 0)
+        others[source]._put(1, Phase.COMBINE, 1, there, flag(0, Phase.COMBINE, 5))
+    others[1]._set_state(flag(0, Phase.COMBINE, 5), 1)
     for source in (0, 2, 3):
         tell(ranks, source, [0])
     ranks[0]._set_state(flag(0, Phase.DISPATCH, 1), 0)

@@ -9,6 +9,9 @@ from tokenyard.errors import InputError
 from tokenyard.exchange import AllgatherTransport, ExchangeSpec, SharedMemoryTransport, Transport
 from tokenyard.exchange.announcement import Phase
 from tokenyard.exchange.checks import check_batch, check_output, check_writable
+from tokenyard.exchange.forwarding import inside_spec
+from tokenyard.exchange.hierarchical import DeviceHierarchicalTransport, HierarchicalTransport
+from tokenyard.exchange.host_map import HostMap
 from tokenyard.exchange.messages import Mailbox
 from tokenyard.exchange.one_sided.control import ControlLayout
 from tokenyard.exchange.one_sided.signals import Signals, control_bytes
@@ -249,6 +252,31 @@ def test_what_is_elsewhere_is_refused_and_named():
         with pytest.raises(InputError) as caught:
             call()
         assert f"{what} is on meta; expected cpu; fix: move it there first" in str(caught.value)
+
+
+# -- Inside a host -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("max_rows", "inside"), [(None, None), (19, 19), (20, None), (21, None)])
+def test_a_layer_inside_a_host_has_its_experts_and_the_tokens_that_its_relays_bring(max_rows, inside):
+    placement = Placement(num_experts=3, table=((0, 1), (2,), ()))
+    layer, hosts = replace(ODD, placement=placement, num_experts=3, movable=True), HostMap((0, 0, 1))
+    first, second = (inside_spec(replace(layer, max_rows=max_rows), hosts, host) for host in (0, 1))
+    assert (first.num_experts, first.placement.table) == (3, ((0, 1), (2,)))
+    assert (second.num_experts, second.placement.table) == (1, ((),))  # a host without experts
+    assert (first.max_tokens, first.max_rows) == (10, inside)  # rank 0 relays the tokens of rank 2
+    assert second.max_tokens == 15
+    assert not first.movable
+    assert not second.movable
+
+
+def test_between_gpus_the_class_that_waits_for_kernels_takes_the_place_of_hierarchical_alone():
+    class Own(HierarchicalTransport):
+        pass
+
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert [HierarchicalTransport.on(cpu), Own.on(cpu), Own.on(gpu)] == [HierarchicalTransport, Own, Own]
+    assert HierarchicalTransport.on(gpu) is DeviceHierarchicalTransport
 
 
 # -- Counters ------------------------------------------------------------------------------------------------
