@@ -142,6 +142,12 @@ def test_bytes_of_a_slice_whose_rows_are_far_apart(tokens):
     assert torch.equal(as_bytes(wide[:tokens, :32]).view(torch.int64).view(torch.int32), wide[:tokens, :32])
 
 
+def test_bytes_of_rows_that_lie_one_behind_the_other_are_no_copy():
+    rows = torch.arange(12, dtype=torch.int16).view(4, 3)
+    assert as_bytes(rows).data_ptr() == rows.data_ptr()
+    assert as_bytes(rows[1:]).data_ptr() == rows[1:].data_ptr()
+
+
 def test_a_layout_serves_another_or_says_that_it_does_not():
     small = WorkspaceLayout(control=10, dispatch=100, combine=900)
     large = WorkspaceLayout(control=10, dispatch=200, combine=300)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from tokenyard.errors import Drifted, GroupError, PeerFailed
-from tokenyard.exchange.announcement import Announcement, Announcements, Phase, ignore_notices
+from tokenyard.exchange.announcement import Announcement, Announcements, Announcer, Phase, ignore_notices
 
 GROUP = SimpleNamespace(rank=0, size=3)
 
@@ -141,3 +141,51 @@ def test_a_rank_is_told_its_own_count_and_all_ranks_all_of_them():
     told = Announcements(None, lambda: mine, 9, None)
     assert told.for_all() is mine
     assert [told.for_rank(rank).counts for rank in range(3)] == [(4,), (5,), (6,)]
+
+
+# -- What a plan announces -----------------------------------------------------------------------------------
+
+
+def announcer():
+    """That of plan 5, over a transport with three counts, on rank 0."""
+    made = Announcer(SimpleNamespace(group=GROUP, num_counts=lambda spec: 3, loads=None), None, 5)
+    made.notice = lambda: 77
+    return made
+
+
+def layer(max_rows=None):
+    return SimpleNamespace(index=1, max_rows=max_rows, max_tokens=4)
+
+
+@pytest.mark.parametrize(("max_rows", "counts"), [(None, 3), (8, 6)])
+def test_there_are_twice_as_many_counts_where_rows_have_a_bound(max_rows, counts):
+    told = announcer().of_failed_dispatch(layer(max_rows), ValueError("no memory"))
+    assert told.mine.error == "ValueError: no memory"
+    assert told.mine.tokens == 0
+    assert len(told.mine.counts) == counts
+    assert (told.bound and told.bound.max_rows) == max_rows
+    assert announcer().num_counts(layer(max_rows)) == counts
+
+
+def test_a_dispatch_begins_the_next_round_with_a_notice_and_a_combine_ends_its_own_without():
+    made = announcer()
+    assert made.round == 0
+    for round in (6, 4):  # the second one was late
+        made.meet(round)
+    assert made.round == 6
+    out, back = made.of_dispatch(layer(), 2, [1, 0, 2]), made.of_combine(layer(), 6, 2)
+    assert (out.round, back.round) == (7, 6)
+    assert out.mine == dispatch((1, 0, 2), tokens=2, round=7, notice=77)
+    assert back.mine == announcement((), tokens=2, round=6)
+
+
+def test_in_a_second_meeting_of_one_phase_other_ranks_are_told_and_notices_are_not_heard_again():
+    made, heard = announcer(), []
+    made.noticed = heard.append
+    inside = SimpleNamespace(rank=1, size=2)
+    again = made.once_more(inside)
+    made.noticed([1])
+    again.noticed([2])
+    assert heard == [[1]]
+    assert (made.group, again.group) == (GROUP, inside)
+    assert again.plan_id == 5

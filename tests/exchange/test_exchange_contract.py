@@ -233,6 +233,27 @@ def test_what_ends_a_rank_s_round_trips_reaches_all_and_the_next_one_works(excha
     assert (first, second) == (type(error), ty.PeerFailed)
 
 
+def long_error(group, exchange, max_rows):
+    plan = ty.plan([spec()], group, exchange=exchange, max_rows=max_rows)
+
+    def fail():
+        with plan.exchange.round_trip(plan.wiring("moe").exchange_spec) as trip:
+            if group.rank == 0:
+                raise ty.InputError(1000 * "~", expected="less", fix="be brief")
+            trip.dispatch(trip.encode(x_TH), routes)
+
+    x_TH, routes = batch(spec(), 4)
+    return str(raised(fail)).count("~")
+
+
+@every_exchange
+@pytest.mark.parametrize("max_rows", [None, 8])
+def test_most_of_a_long_error_reaches_the_others(exchange, max_rows):
+    own, told = on_ranks(2, long_error, exchange, max_rows)
+    assert own == 1000
+    assert told >= 395
+
+
 def modes(group, exchange, paranoid, planned_in_inference_mode):
     layer = spec(experts="reference")
     with torch.inference_mode(planned_in_inference_mode):

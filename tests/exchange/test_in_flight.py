@@ -30,10 +30,14 @@ def arrival(layer, round, region=0):
 def test_room_and_regions_up_to_the_capacity():
     queue = InFlightQueue(2, rank=3)
     first, second = arrival("a", 1, region=0), arrival("b", 2, region=1)
+    assert queue.is_empty
+    assert queue.oldest is None
     for free, one in enumerate((first, second)):
         queue.check_room(LAYER)
         assert queue.free_region == free
         queue.add(one)
+    assert not queue.is_empty
+    assert queue.oldest is first
     with pytest.raises(ty.HandleError) as caught:
         queue.check_room(LAYER)
     assert str(caught.value) == (
@@ -167,3 +171,15 @@ def test_a_plan_that_was_closed_holds_no_batch_and_says_that_it_is_closed(exchan
         plan.trim,
     ):
         assert "the plan is closed; expected an open plan" in str(raised(call))
+
+
+@pytest.mark.parametrize("exchange", ["local", "one_sided", "two_sided"])
+def test_a_plan_that_was_closed_holds_no_batch_that_was_started(exchange):
+    plan = ty.plan([spec()], ty.thread_groups(1)[0], exchange=exchange)
+    x_TH, routes = batch(spec(), 3)
+    started, held = build(plan, "moe").start(x_TH, routes), weakref.ref(x_TH)
+    plan.close()
+    assert "the plan is closed; expected an open plan" in str(raised(started.finish))
+    del started, x_TH
+    gc.collect()
+    assert held() is None

@@ -121,6 +121,26 @@ def test_a_message_is_what_it_was_when_it_was_sent():
     assert [group.longest_message for group in groups] == [4, 4]
 
 
+def test_a_rank_that_failed_sends_its_word_and_no_rows():
+    """Nobody would read them."""
+    sizes = []
+
+    def failing(group):
+        start = group.start_messages
+
+        def noting(content, sent, *rest, **options):
+            sizes.append((group.rank, sent))
+            return start(content, sent, *rest, **options)
+
+        plan = ty.plan([spec()], group, exchange="two_sided")
+        built = build(plan, "moe")
+        group.start_messages = noting
+        return type(raised(built, *batch(spec(), 17 if group.rank else 4)))
+
+    assert on_ranks(2, failing) == [ty.PeerFailed, ty.InputError]
+    assert [sent for rank, sent in sizes if rank == 1] == [[528, 0]]
+
+
 # -- Ranks in different places -------------------------------------------------------------------------------
 
 

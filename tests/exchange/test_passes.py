@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import tokenyard as ty
 from tests.models import UNREDUCED, WATCHED, batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import same_bits
-from tokenyard.exchange.passes import RowBound, TooManyRows
+from tokenyard.exchange.passes import RowBound, TooManyRows, more_parts, parts_for
 from tokenyard.experts import ReferenceExperts
 
 every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)
@@ -346,6 +346,20 @@ def test_an_arrival_says_which_tokens_went_out(max_rows, tokens):
     assert {arrival.batch_tokens for arrival in arrivals} == {3}
 
 
+@pytest.mark.parametrize("exchange", ["local", *ty.EXCHANGES])
+def test_the_next_pass_waits_for_the_combine_of_the_one_before(exchange):
+    layer = spec(top_k=1)
+    plan = ty.plan([layer], ty.thread_groups(1)[0], exchange=exchange, max_rows=2)
+    x_TH, routes = batch(layer, 3)
+    wire = plan.wiring("moe").exchange_spec
+    arrival = plan.exchange.dispatch(wire, plan.exchange.encode(wire, x_TH), routes)
+    assert arrival.has_more
+    early = raised(plan.exchange.dispatch_next, arrival)
+    assert "layer 'moe', rank 0: 1 dispatch in flight already (of 'moe')" in str(early)
+    plan.exchange.combine(arrival, ty.ExpertRows(rows_RH=torch.zeros(arrival.received.num_rows, 32)))
+    assert not plan.exchange.dispatch_next(arrival).has_more
+
+
 # -- Memory --------------------------------------------------------------------------------------------------
 
 
@@ -421,3 +435,14 @@ def test_counts_of_a_pass_and_of_later_ones():
     with pytest.raises(TooManyRows) as over:
         bound.hear([(3, 1, 0, 9), (3, 0, 1, 0)])
     assert over.value.most == 6
+
+
+@pytest.mark.parametrize(
+    ("parts", "rows", "more"), [(1, 9, 2), (1, 17, 3), (4, 9, 5), (5, 9, 7), (8, 9, 10), (9, 9, 12)]
+)
+def test_a_pass_that_is_still_too_large_is_cut_into_a_quarter_more_parts_at_least(parts, rows, more):
+    assert more_parts(parts, rows, 8) == more
+
+
+def test_as_many_parts_as_the_rows_need_and_one_where_there_are_none():
+    assert [parts_for(rows, 8) for rows in (0, 1, 8, 9, 16, 17)] == [1, 1, 1, 2, 2, 3]

@@ -26,8 +26,8 @@ def rows_of_ranks(draw, world, num_tokens, hidden_size, dtype, *, share, gap=0, 
     return [memory[rank, : len(some), :hidden_size] for rank, some in enumerate(tokens)], tokens
 
 
-def check_sum(rows, tokens, num_tokens, wire, *, in_place):
-    hidden_size, dtype = rows[0].shape[1], DTYPES[wire]
+def check_sum(rows, tokens, num_tokens, wire, *, in_place, dtype=None):
+    hidden_size, dtype = rows[0].shape[1], dtype or DTYPES[wire]
     home = [
         EncodedRows(format=get(wire), hidden_size=hidden_size, payloads={"data": some_NH}) for some_NH in rows
     ]
@@ -99,11 +99,13 @@ def test_ranks_in_any_order_of_memory_and_one_without_rows():
     check_sum(rows, tokens, 50, "bf16", in_place=True)
 
 
-def test_blocks_change_no_bit(monkeypatch):
+@pytest.mark.parametrize(("gap", "in_place"), [(0, True), (256, True), (8, False)])
+def test_blocks_change_no_bit(gap, in_place, monkeypatch):
     draw = torch.Generator().manual_seed(0)
-    rows, tokens = rows_of_ranks(draw, 4, 50, 512, torch.bfloat16, share=0.5)
+    rows, tokens = rows_of_ranks(draw, 4, 50, 512, torch.bfloat16, share=0.5, gap=gap)
     monkeypatch.setattr(reduce, "TABLE_BLOCK", 7 * 512)
-    check_sum(rows, tokens, 50, "bf16", in_place=True)
+    monkeypatch.setattr(reduce, "BLOCK", 7 * 512)
+    check_sum(rows, tokens, 50, "bf16", in_place=in_place)
 
 
 @pytest.mark.parametrize(("gap", "in_place"), [(0, True), (8, False)])
@@ -115,17 +117,60 @@ def test_rows_that_are_wider_than_a_block(gap, in_place, monkeypatch):
     check_sum(rows, tokens, 5, "bf16", in_place=in_place)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_of_another_dtype_than_the_sum(dtype, share):
+    draw = torch.Generator().manual_seed(0)
+    rows, tokens = rows_of_ranks(draw, 3, 20, 64, torch.float32, share=share)
+    check_sum(rows, tokens, 20, "fp32", dtype=dtype, in_place=dtype == torch.float32 and share > 0)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_rows_whose_columns_lie_one_behind_the_other(world):
+    draw = torch.Generator().manual_seed(0)
+    rows, tokens = [torch.randn(64, 3, generator=draw).t() for _ in range(world)], [torch.arange(3)] * world
+    check_sum(rows, tokens, 3, "fp32", in_place=False)
+
+
+def test_one_rank_with_as_many_rows_as_they_are_wide_and_not_all_tokens():
+    rows_NH, tokens_N = torch.randn(4, 4), torch.tensor([0, 1, 3, 5])
+    check_sum([rows_NH], [tokens_N], 6, "fp32", in_place=True)
+
+
+@pytest.mark.parametrize("terms", [0, 1, 2])
+@pytest.mark.parametrize("share", [0.6, 1.0])
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("wire", ["bf16", "mxfp8"])
+def test_what_is_added_comes_behind_all_rows_and_before_the_rounding(wire, world, share, terms):
+    draw = torch.Generator().manual_seed(world)
+    rows, tokens = rows_of_ranks(draw, world, 9, 96, torch.bfloat16, share=share)
+    home = [get(wire).encode(some_NH) for some_NH in rows]
+    add = [torch.randn(9, 96, generator=draw).bfloat16().requires_grad_() for _ in range(terms)]
+    sums_TH = RankRows(
+        rows_by_rank=tuple(some.decode(torch.float32) for some in home),
+        tokens_by_rank=tuple(tokens),
+        num_tokens=9,
+        dtype=torch.bfloat16,
+    ).sum()
+    for term_TH in add:
+        sums_TH = sums_TH + term_TH.detach().float()
+    out_TH = torch.full((9, 96), 7.0).bfloat16()
+    assert reduce.sum_over_ranks(home, tokens, out_TH, add) is out_TH
+    assert torch.equal(out_TH, sums_TH.bfloat16())
+
+
 _WITHOUT_WARNINGS = """
 import sys, warnings, torch
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
     from tokenyard.exchange import reduce
     from tokenyard.formats import Bf16
-    home = [Bf16().encode(torch.ones(2, 512).bfloat16()) for _ in range(2)]
-    tokens = [torch.arange(2)] * 2
-    y = reduce.sum_over_ranks(home, tokens, torch.empty(2, 512).bfloat16(), ())
+    home = [Bf16().encode(rows) for rows in torch.ones(2, 2, 512).bfloat16()]
+    tokens, out = [torch.arange(2)] * 2, torch.empty(2, 512).bfloat16()
+    assert reduce._table_of(home, out) is not None
+    y = reduce.sum_over_ranks(home, tokens, out, ())
 assert y.eq(2).all()
-print([str(one.message) for one in told if "sparse" in str(one.message).lower()])
+print([str(one.message) for one in told])
 """
 
 

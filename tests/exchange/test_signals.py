@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,6 +86,7 @@ def test_who_waits_for_another_is_not_blamed(ranks):
     """Rank 1 waits for rank 2, which does nothing, and has therefore not come to rank 0."""
     for source in (0, 3):
         tell(ranks, source, range(WORLD))
+    tell(ranks, 1, [1])
     waits(ranks, 1)
     assert blamed(ranks) == [2]
 
@@ -148,6 +150,38 @@ def test_in_the_second_turn_it_is_the_same(ranks):
     assert ranks[0]._turn(Phase.DISPATCH) == 1  # it has not met anybody
 
 
+def test_in_the_second_turn_who_has_heard_from_everybody_waits_for_nobody(ranks):
+    """All have met once. Rank 1 says that it waits, and has the words of all others: it is stuck by itself."""
+    for source in range(WORLD):
+        tell(ranks, source, range(WORLD))
+    for rank in ranks:
+        rank.hear(word())
+    for source in (0, 3):
+        tell(ranks, source, range(WORLD), round=2)
+    tell(ranks, 1, [1], round=2)
+    tell(ranks, 2, [1, 2, 3], round=2)
+    ranks[1]._set_state(flag(0, Phase.DISPATCH, 2), 1)
+    with pytest.raises(PeerLost) as caught:
+        ranks[0].hear(word(round=2))
+    assert list(caught.value.peers) == [1, 2]
+
+
+def test_a_word_of_an_earlier_round_is_not_the_one_that_is_waited_for(ranks):
+    """All have met twice. Rank 1 waits for rank 2, whose word of the first meeting stands where the third one goes."""
+    for round in (1, 2):
+        for source in range(WORLD):
+            tell(ranks, source, range(WORLD), round=round)
+        for rank in ranks:
+            rank.hear(word(round=round))
+    for source in (0, 3):
+        tell(ranks, source, range(WORLD), round=3)
+    tell(ranks, 1, [1], round=3)
+    ranks[1]._set_state(flag(0, Phase.DISPATCH, 3), 0)
+    with pytest.raises(PeerLost) as caught:
+        ranks[0].hear(word(round=3))
+    assert list(caught.value.peers) == [2]
+
+
 def test_a_turn_that_was_overwritten_is_one_of_the_turns_that_there_are(ranks):
     """What stands in another rank's memory is not believed: the place that is looked at exists."""
     for source in (0, 3):
@@ -199,6 +233,67 @@ def test_a_rank_tells_those_who_wait_for_it_in_another_plan_where_it_is(ranks):
     assert [(heard.plan, heard.round) for heard in others[2].hear(there)] == [(8, 5)] * 4
 
 
+def test_a_rank_that_hears_of_another_plan_answers_there(ranks):
+    """Rank 1 waits for rank 0 in the second meeting of another plan, and has told it so here."""
+    controls = [torch.zeros(control_bytes(WORLD), dtype=torch.uint8) for _ in range(WORLD)]
+    others = [Signals(controls, rank._group) for rank in ranks]
+    first, there = (replace(word(round=round, phase=Phase.COMBINE), plan=8) for round in (4, 5))
+    for source in range(WORLD):
+        others[source].tell(1, first)
+    others[1].hear(first)
+    for source in (1, 2, 3):
+        others[source]._put(1, Phase.COMBINE, 1, there, flag(0, Phase.COMBINE, 5))
+    others[1]._set_state(flag(0, Phase.COMBINE, 5), 1)
+    for source in (0, 2, 3):
+        tell(ranks, source, [0])
+    ranks[0]._set_state(flag(0, Phase.DISPATCH, 1), 0)
+    others[1]._tell_in_other_plans(there, [0])
+    assert [heard.plan for heard in ranks[0].hear(word())] == [7, 8, 7, 7]
+    assert [heard.plan for heard in others[1].hear(there)] == [7, 8, 8, 8]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still but for sleeps, of a hundredth of a second each."""
+    now = [100.0]
+
+    def sleep(_):
+        now[0] += 0.01
+
+    fake = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr("tokenyard.exchange.one_sided.signals.time", fake)
+    return fake
+
+
+def test_a_wait_looks_ten_times_a_second_at_who_is_gone_until_the_deadline(ranks, clock):
+    group, looks = ranks[0]._group, []
+    group.deadline, group.gone = 1.005, lambda: looks.append(clock.monotonic()) or []
+    for source in (0, 1, 3):
+        tell(ranks, source, [0])
+    with pytest.raises(PeerLost) as caught:
+        ranks[0].hear(word())
+    assert list(caught.value.peers) == [2]
+    assert caught.value.waited == pytest.approx(1.01)
+    assert len(looks) in (8, 9, 10)
+    assert looks[0] == pytest.approx(100.11, abs=0.011)
+
+
+def test_a_rank_that_waits_for_long_tells_those_who_wait_for_it_in_another_plan(ranks, clock):
+    controls = [torch.zeros(control_bytes(WORLD), dtype=torch.uint8) for _ in range(WORLD)]
+    others = [Signals(controls, rank._group) for rank in ranks]
+    there = replace(word(round=5, phase=Phase.COMBINE), plan=8)
+    for source in (1, 2, 3):
+        others[source].tell(1, there)
+    others[1]._set_state(flag(0, Phase.COMBINE, 5), 0)
+    ranks[0]._group.deadline = 0.3
+    for source in (0, 2, 3):
+        tell(ranks, source, [0])
+    with pytest.raises(PeerLost) as caught:  # rank 1, which is told, does not answer
+        ranks[0].hear(word())
+    assert list(caught.value.peers) == [1]
+    assert [heard.plan for heard in others[1].hear(there)] == [7, 8, 8, 8]
+
+
 def test_a_wait_sleeps_longer_each_time_up_to_a_limit(ranks, monkeypatch):
     pauses, sleep = [], time.sleep
     monkeypatch.setattr(
@@ -209,3 +304,49 @@ def test_a_wait_sleeps_longer_each_time_up_to_a_limit(ranks, monkeypatch):
     assert pauses[:2] == pytest.approx([20e-6, 30e-6])
     assert pauses == sorted(pauses)
     assert pauses[-1] == 200e-6
+
+
+def test_a_mark_stays_while_its_rank_hears_the_others(ranks):
+    for source in range(WORLD):
+        ranks[source].mark(5)
+        tell(ranks, source, [0])
+    ranks[0].hear(word())
+    assert ranks[0].all_marked(5, 0.0)
+    assert ranks[3].all_marked(4, 0.0)
+    assert not ranks[0].all_marked(6, 0.0)
+
+
+def test_marks_are_waited_for_in_longer_and_longer_sleeps(ranks, monkeypatch):
+    pauses = []
+
+    def sleep(seconds):
+        pauses.append(seconds)
+        if len(pauses) == 9:
+            for rank in ranks:
+                rank.mark(5)
+
+    monkeypatch.setattr("tokenyard.exchange.one_sided.signals.time.sleep", sleep)
+    assert ranks[0].all_marked(5, 5.0)
+    assert pauses[:2] == pytest.approx([20e-6, 30e-6])
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == 200e-6
+    assert len(pauses) == 9
+
+
+def test_counts_that_were_published_are_read_after_a_meeting_while_others_are_ahead(ranks):
+    def counts(rank, round):
+        return tuple(1000 * round + 10 * rank + number for number in range(2 * WORLD))
+
+    def publish(rank, round):
+        ranks[rank].publish_counts(replace(word(round=round), counts=counts(rank, round)))
+
+    for round in (1, 2, 3):
+        for source in range(WORLD):
+            publish(source, round)
+            tell(ranks, source, range(WORLD), round=round)
+        for rank in ranks:
+            assert [other.tokens for other in rank.hear(word(round=round))] == [3] * WORLD
+        publish(3, round + 1)
+        for rank in ranks[:3]:
+            found = rank.published_counts(Phase.DISPATCH, 2 * WORLD)
+            assert found == [counts(source, round) for source in range(WORLD)]

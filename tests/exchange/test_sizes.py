@@ -8,7 +8,10 @@ import torch
 from tokenyard.errors import InputError
 from tokenyard.exchange import AllgatherTransport, ExchangeSpec, SharedMemoryTransport, Transport
 from tokenyard.exchange.announcement import Phase
-from tokenyard.exchange.checks import check_writable
+from tokenyard.exchange.checks import check_batch, check_output, check_writable
+from tokenyard.exchange.forwarding import inside_spec
+from tokenyard.exchange.hierarchical import DeviceHierarchicalTransport, HierarchicalTransport
+from tokenyard.exchange.host_map import HostMap
 from tokenyard.exchange.messages import Mailbox
 from tokenyard.exchange.one_sided.control import ControlLayout
 from tokenyard.exchange.one_sided.signals import Signals, control_bytes
@@ -16,7 +19,7 @@ from tokenyard.exchange.stats import LayerStats, LoadCounter, MoveStats
 from tokenyard.exchange.workspace import LayerBytes, Region, WorkspaceLayout, _copy_bytes, round_up
 from tokenyard.formats import Payload, get
 from tokenyard.group.threads import thread_groups
-from tokenyard.routing import Placement
+from tokenyard.routing import Placement, Routes
 
 # A row has 32 bytes of data, 1 of scales, 12 of ids, 12 of weights, and payloads of 5 and 16; a result has 20.
 ODD = ExchangeSpec(
@@ -162,6 +165,8 @@ def test_mail_of_every_turn_phase_and_source_has_its_own_place():
         for source in range(3)
     ]
     assert places == [384 + 640 * number for number in range(12)]
+    behind = (384 + 640 * 12) // 8  # in words: the counts of one turn, then those of the other
+    assert [signals._counts_at(turn) for turn in (-1, 0, 1, 2)] == [behind + 16, behind, behind + 16, behind]
 
 
 @pytest.mark.parametrize(
@@ -222,6 +227,56 @@ def test_a_tensor_that_was_made_in_inference_mode_is_written_there_alone():
         check_writable(out)
     with pytest.raises(InputError, match="made in inference mode"):
         check_writable(out)
+
+
+def meta(tensor):
+    return torch.empty_like(tensor, device="meta")
+
+
+def test_what_is_elsewhere_is_refused_and_named():
+    cpu, x_TH = torch.device("cpu"), torch.ones(3, 10).bfloat16()
+    rows = ODD.wire.encode(x_TH)
+    routes = Routes(topk_ids_TK=torch.zeros(3, 3, dtype=torch.int64), topk_weights_TK=torch.ones(3, 3))
+    extra = {"bytes": torch.zeros(3, 5, dtype=torch.uint8), "words": torch.zeros(3, 2, dtype=torch.int64)}
+    assert check_batch(ODD, rows, routes, extra, cpu) is routes
+    check_output(ODD, x_TH, 3, cpu)
+    away = replace(rows, payloads={name: meta(payload) for name, payload in rows.payloads.items()})
+    for call, what in (
+        (lambda: check_batch(ODD, away, routes, extra, cpu), "x_TH"),
+        (
+            lambda: check_batch(ODD, rows, routes, extra | {"words": meta(extra["words"])}, cpu),
+            "payload 'words'",
+        ),
+        (lambda: check_output(ODD, meta(x_TH), 3, cpu), "a tensor to write into or to add"),
+    ):
+        with pytest.raises(InputError) as caught:
+            call()
+        assert f"{what} is on meta; expected cpu; fix: move it there first" in str(caught.value)
+
+
+# -- Inside a host -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("max_rows", "inside"), [(None, None), (19, 19), (20, None), (21, None)])
+def test_a_layer_inside_a_host_has_its_experts_and_the_tokens_that_its_relays_bring(max_rows, inside):
+    placement = Placement(num_experts=3, table=((0, 1), (2,), ()))
+    layer, hosts = replace(ODD, placement=placement, num_experts=3, movable=True), HostMap((0, 0, 1))
+    first, second = (inside_spec(replace(layer, max_rows=max_rows), hosts, host) for host in (0, 1))
+    assert (first.num_experts, first.placement.table) == (3, ((0, 1), (2,)))
+    assert (second.num_experts, second.placement.table) == (1, ((),))  # a host without experts
+    assert (first.max_tokens, first.max_rows) == (10, inside)  # rank 0 relays the tokens of rank 2
+    assert second.max_tokens == 15
+    assert not first.movable
+    assert not second.movable
+
+
+def test_between_gpus_the_class_that_waits_for_kernels_takes_the_place_of_hierarchical_alone():
+    class Own(HierarchicalTransport):
+        pass
+
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert [HierarchicalTransport.on(cpu), Own.on(cpu), Own.on(gpu)] == [HierarchicalTransport, Own, Own]
+    assert HierarchicalTransport.on(gpu) is DeviceHierarchicalTransport
 
 
 # -- Counters ------------------------------------------------------------------------------------------------

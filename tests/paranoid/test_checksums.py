@@ -12,6 +12,8 @@ from tokenyard.exchange.integrity.checksums import ResultNumbers, check_back, ch
 from tokenyard.exchange.integrity.workspace_guards import _check_unused, _cut, _first_written, _unused, _used
 from tokenyard.exchange.workspace import SlotLayout
 from tokenyard.formats import Bf16, Payload
+from tokenyard.routing import Placement, Routes
+from tokenyard.rows import LocalRoutes
 
 SPEC = SimpleNamespace(max_tokens=4, layer="moe", results_per_row=1)
 SOURCES = torch.tensor([0, 0, 2])
@@ -50,6 +52,53 @@ def test_other_rows_than_were_announced_are_no_batch():
     received = SimpleNamespace(counts_W=(2, 0))
     with pytest.raises(Corrupted, match="3 rows are here, and 2 were announced"):
         check_out(SPEC, 0, 7, received, torch.zeros(3, 5, dtype=torch.int64))
+
+
+ROUTED = SimpleNamespace(top_k=2, num_experts=5, placement=Placement.contiguous(5, 2))
+
+
+def routed(ids, arrived=None):
+    """Rows of rank 0 with these choices: their heads with a copy of the routes, and the routes on rank 1.
+
+    `arrived`: the choices that these are made of, where they are others.
+    """
+    weights_TK = torch.tensor([[0.5, 0.25], [1.0, 2.0]])
+    routes = Routes(topk_ids_TK=torch.tensor(ids), topk_weights_TK=weights_TK)
+    rank_TK, local_TK = ROUTED.placement.resolve(torch.tensor(arrived or ids), 0)
+    local = LocalRoutes(
+        ids_RK=torch.where(rank_TK == 1, local_TK, -1).int(),
+        weights_RK=torch.where(rank_TK == 1, weights_TK, 0.0),
+    )
+    return torch.cat([torch.tensor([[0, 1, 7], [0, 3, 7]]), checksums._copy_routes(routes)], dim=1), local
+
+
+def check_routes(copy, local):
+    checksums._check_routes(ROUTED, 1, local, (2, 0), torch.zeros(2, dtype=torch.int64), copy)
+
+
+def test_routes_that_follow_from_their_copy_are_believed():
+    check_routes(*routed([[0, 4], [3, 4]]))
+    check_routes(*routed([[-1, 4], [4, -1]]))
+
+
+@pytest.mark.parametrize(("choice", "arrived"), [(5, -1), (5, 4), (-2, -1), (-2, 4), (2**31 - 1, -1)])
+@pytest.mark.parametrize("row", [0, 1])
+def test_a_copy_with_an_expert_that_is_none_is_named_whatever_has_arrived(row, choice, arrived):
+    ids, others = [[0, 4], [3, 4]], [[0, 4], [3, 4]]
+    ids[row][0], others[row][0] = choice, arrived
+    with pytest.raises(Corrupted, match=r"payload 'ids' of token \d of rank 0 is") as caught:
+        check_routes(*routed(ids, others))
+    assert (caught.value.place, caught.value.source, caught.value.token) == ("ids", 0, (1, 3)[row])
+
+
+@pytest.mark.parametrize("name", ["ids", "weights"])
+@pytest.mark.parametrize("row", [0, 1])
+def test_routes_that_do_not_follow_from_their_copy_are_named(name, row):
+    copy, local = routed([[0, 4], [3, 4]])
+    getattr(local, f"{name}_RK")[row, 1] += 1
+    with pytest.raises(Corrupted, match=f"payload '{name}' of token {(1, 3)[row]} of rank 0 is") as caught:
+        check_routes(copy, local)
+    assert (caught.value.place, caught.value.source, caught.value.token) == (name, 0, (1, 3)[row])
 
 
 def results(tokens, rank=1, round=7):
@@ -125,6 +174,22 @@ def test_results_at_a_relay_are_those_of_tokens_of_several_ranks():
     rows.payloads["data"].view(torch.uint8)[1, 2] ^= 1
     with pytest.raises(Corrupted, match="payload 'data' of the result of token 5 of rank 2 that rank 1"):
         check_back(1, 7, due, rows, numbers)
+
+
+def test_two_choices_of_a_token_are_told_apart():
+    due, swapped = torch.tensor([2, 3]), torch.tensor([3, 2])
+    with pytest.raises(
+        Corrupted, match="computed for choice 1 of token 1 in round 7 as the result of token 1"
+    ):
+        check_back(1, 7, due, results(swapped), ResultNumbers(per_token=2))
+
+
+def test_a_number_at_a_relay_holds_a_token_and_the_rank_that_it_is_of():
+    numbers = ResultNumbers(with_source=True)
+    heads = [[source, token, 7] for source in (0, 1, 2, 3) for token in (0, 1, 2, 2**32 - 1)]
+    made = numbers.of(torch.tensor(heads)).tolist()
+    assert [numbers.token(number) for number in made] == [token for _, token, _ in heads]
+    assert [numbers.name(number) for number in made] == [f"token {t} of rank {s}" for s, t, _ in heads]
 
 
 # -- Slots of a workspace ------------------------------------------------------------------------------------

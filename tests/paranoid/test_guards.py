@@ -157,6 +157,25 @@ def test_a_byte_between_two_payloads():
     check_alarm(by_rank, [VICTIM], place="dispatch", source=None, token=None, words=words)
 
 
+def test_a_region_is_looked_at_from_the_first_round_on_and_again_after_one_that_failed():
+    layer = spec(experts="reference")
+    plan = ty.plan([layer], ty.thread_groups(1)[0], exchange="one_sided", paranoid=True)
+    built, workspace = build(plan, "moe"), plan.exchange.transport.inner.workspace
+    slots = plan.wiring("moe").exchange_spec.dispatch_slots
+
+    def found(tokens, *, meddles=False):
+        if meddles:  # in the last slot, which is not used
+            end = workspace.layout.dispatch_region(0).offset + slots.slots * slots.payloads[0].nbytes
+            workspace.buffers[0][end - 1] = 0
+        return raised(built, *batch(layer, tokens))
+
+    first, *fine = found(5, meddles=True), found(5), found(2)
+    again, *after = found(2, meddles=True), found(5), found(2)
+    assert [fine, after] == [[None] * 2] * 2
+    for alarm in (first, again):
+        assert "slot 15 for rank 0 of region 'dispatch' holds no row" in str(alarm)
+
+
 # -- Experts -------------------------------------------------------------------------------------------------
 
 
@@ -179,9 +198,9 @@ def scribbled(group, exchange):
     return told(error)
 
 
-@pytest.mark.parametrize("exchange", WATCHED)
-def test_experts_that_write_into_the_rows_they_were_given(exchange):
-    for alarm in on_ranks(2, scribbled, exchange):
+@pytest.mark.parametrize(("exchange", "world"), [("local", 1), *((name, 2) for name in WATCHED)])
+def test_experts_that_write_into_the_rows_they_were_given(exchange, world):
+    for alarm in on_ranks(world, scribbled, exchange):
         assert alarm["kind"] == "Corrupted"
         assert (alarm["place"], alarm["source"], alarm["token"]) == ("data", 0, 0)
 

@@ -90,7 +90,7 @@ class Announcement:
         protocol, plan, layer, phase, round, tokens, num_counts, num_text, notice = numbers[:_NUMBERS]
         if not 0 <= phase < len(_PHASES):
             raise _unreadable(source, f"phase {phase}")
-        if not 0 <= num_counts <= left // 8 or not 0 <= num_text <= left - 8 * num_counts:
+        if num_counts < 0 or not 0 <= num_text <= left - 8 * num_counts:
             raise _unreadable(source, f"{num_counts} counts and {num_text} bytes of text in {left} bytes")
         return cls(
             protocol=protocol,

@@ -161,7 +161,7 @@ class Outgoing:
                 return Incoming(heard=heard, packets=self._late_rows, starts=[], counts=[])
             counts = [word.counts[group.rank] for word in heard] if arriving is None else arriving(heard)
             # All ranks see the same numbers: either all of them send what is late, or none.
-            all_fit = mailbox.fits(max(max(word.counts, default=0) for word in heard), stride)
+            all_fit = mailbox.fits(max(max(word.counts) for word in heard), stride)
             if not (all_fit and self._at_once):
                 return self._with_late(starts, heard, counts, phase)
             head = mailbox.head_rows(stride)

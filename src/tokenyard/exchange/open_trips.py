@@ -65,7 +65,7 @@ class OpenRoundTrips:
         self._check_dropped(spec)
         self._in_flight.check_room(spec)
 
-    def in_use(self, *, layer: str | None = None, alone: bool = False) -> AbstractContextManager[None]:
+    def in_use(self, *, layer: str | None, alone: bool) -> AbstractContextManager[None]:
         """See `Exchange.in_use`."""
 
         def begin() -> None:

@@ -58,8 +58,8 @@ def checksums(payload_NW: Tensor) -> Tensor:
 
 @cache
 def _factors(width: int, device: torch.device) -> Tensor:
-    draw = torch.Generator().manual_seed(width)
-    return (torch.randint(-(2**63), 2**63 - 1, (width,), generator=draw) | 1).to(device)
+    draw, words = torch.Generator().manual_seed(width), torch.iinfo(torch.int64)
+    return (torch.randint(words.min, words.max, (width,), generator=draw) | 1).to(device)
 
 
 # -- The way out -------------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def _check_routes(
     copy_RK = checksums_RC[:, -spec.top_k :]
     ids_RK, bits_RK = (copy_RK << 32) >> 32, copy_RK >> 32
     unknown_R = ((ids_RK < -1) | (ids_RK >= spec.num_experts)).any(dim=1)
-    ids_RK = ids_RK.masked_fill(unknown_R.unsqueeze(1), -1)
+    ids_RK[unknown_R] = -1
     due_ids, due_bits = [], []
     for source, (ids_NK, bits_NK) in enumerate(
         zip(ids_RK.split(counts_W), bits_RK.split(counts_W), strict=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -290,7 +290,7 @@ class _SumWatch(SumWatch):
 
     transport: WatchedTransport
     arrival: Arrival
-    problem: Exception | None = field(default=None, init=False)  # what was found
+    problem: Exception | None = None  # what was found
 
     def results(self, home: RowsAtHome, heads_NC: Tensor) -> ResultsAtHome:
         return _RelayedRows(watch=self, home=home, heads_NC=heads_NC)
