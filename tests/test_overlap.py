@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -568,6 +569,17 @@ def test_a_batch_of_layers_that_have_changed_and_of_a_closed_plan_says_so(exchan
     pending = built.start(*batch(spec(), 3))
     plan.close()
     assert "the plan is closed" in str(raised(pending.finish))
+
+
+@every_exchange
+def test_of_a_batch_that_was_finished_nothing_is_kept(exchange):
+    built = build(ty.plan([spec()], ty.thread_groups(1)[0], exchange=exchange), "moe")
+    for finish in (lambda pending: pending.finish(), computed):
+        x_TH, routes = batch(spec(), 3)
+        kept = weakref.ref(x_TH)
+        finish(built.start(x_TH, routes, add=x_TH))
+        del x_TH
+        assert kept() is None
 
 
 def threads_of_its_own(group, shared):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tokenyard as ty
-from tests.group.test_group import messages_of_any_length
+from tests.group.test_group import messages_of_any_length, messages_of_one_byte
 from tests.models import raised
 from tokenyard.group.distributed import DistributedGroup, _options
 from tokenyard.group.process_ranks import _meeting_store
@@ -59,6 +59,10 @@ def rows(*values):
 def test_messages_come_where_it_is_said_and_take_no_more_than_they_have(pair):
     found = all_at_once(pair(), messages_of_any_length)
     assert found == [[[other] * (rank + other + 1) for other in range(2)] for rank in range(2)]
+
+
+def test_a_message_may_have_one_byte_or_none(pair):
+    assert all_at_once(pair(), messages_of_one_byte) == [[1], [0]]
 
 
 def test_collectives_bring_what_each_rank_sent(pair):

@@ -80,6 +80,18 @@ def test_processes_of_one_machine_talk_over_loopback(monkeypatch):
     assert ty.launch(1, name_of_interface, ranks="processes") == [distributed.loopback_interface()]
 
 
+@pytest.mark.parametrize(
+    ("host_of_rank", "told"), [([0, 0], ["rack 3", "rack 3"]), ([0, 1, 1], ["host 0", "host 1", "host 1"])]
+)
+def test_processes_are_told_their_host_where_they_stand_for_several(host_of_rank, told, monkeypatch):
+    monkeypatch.setenv("TOKENYARD_HOST", "rack 3")
+    monkeypatch.setattr(process_ranks, "start_forkserver", lambda: None)
+    devices = [torch.device("cpu")] * len(told)
+    processes = process_ranks._Processes(devices, None, 20.0, 1, b"", host_of_rank)
+    for rank, host in enumerate(told):
+        assert processes._environment(rank) == {**os.environ, "TOKENYARD_HOST": host}
+
+
 def test_after_an_error_the_others_have_their_deadline_to_end_and_no_longer(monkeypatch):
     monkeypatch.setattr(process_ranks, "_GRACE", 0.2)
     monkeypatch.setattr(process_ranks, "_LOOK", 0.02)
