@@ -98,6 +98,58 @@ def test_collectives_bring_what_each_rank_sent(pair):
         assert found[6] == [{"rank": 0}, {"rank": 1}]
 
 
+def test_bytes_may_lie_apart_and_a_row_may_be_one(pair):
+    """Every second column of a matrix, and every second byte of a message."""
+    wide = torch.arange(12, dtype=torch.uint8).view(2, 6)
+
+    def call(group):
+        mine, bytes_apart = wide[:, ::2] + 50 * group.rank, torch.arange(8, dtype=torch.uint8)[::2]
+        apart = torch.empty(2, 6, dtype=torch.uint8)[:, ::2]
+        apart.copy_(mine)
+        group.allow_messages(2)
+        room = torch.zeros(4, dtype=torch.uint8)
+        group.start_messages(bytes_apart, [2, 2], 2, room, phase="a").wait()
+        return [
+            group.all_to_all_rows(apart, [1, 1], [1, 1], phase="b").tolist(),
+            group.all_gather_rows(apart, [2, 2], phase="c")[:, 0].tolist(),
+            group.all_to_all_rows(apart[:, :1], [1, 1], [1, 1], phase="d").tolist(),
+            group.all_gather_rows(apart[:, :1], [2, 2], phase="e").tolist(),
+            room.tolist(),
+        ]
+
+    for groups in (pair(), ty.thread_groups(2)):
+        assert all_at_once(groups, call) == [
+            [
+                [[0, 2, 4], [50, 52, 54]] if rank == 0 else [[6, 8, 10], [56, 58, 60]],
+                [0, 6, 50, 56],
+                [[0], [50]] if rank == 0 else [[6], [56]],
+                [[0], [6], [50], [56]],
+                [0, 2] * 2 if rank == 0 else [4, 6] * 2,
+            ]
+            for rank in range(2)
+        ]
+
+
+def test_who_is_in_which_process_is_read_when_all_have_met_and_once(pair, monkeypatch):
+    groups, read = pair(), []
+    for group in groups:
+        monkeypatch.setattr(group._detector, "read", lambda rank=group.rank: read.append(rank))
+    for _ in range(2):
+        all_at_once(groups, lambda group: group.gather_json(group.rank))
+        assert sorted(read) == [0, 1]
+
+
+def test_who_leaves_before_all_have_met_can_still_be_found(pair):
+    """Others may be connecting: they look for what this rank has written."""
+    for number, meets in ((0, False), (2, True)):
+        groups = pair()
+        here = [f"tokenyard/meeting {number}/here/{rank}" for rank in range(2)]
+        if meets:
+            all_at_once(groups, lambda group: group.gather_json(group.rank))
+        groups[0].close()
+        assert [pair.store.check([key]) for key in here] == [not meets, True]
+
+
 def test_what_was_started_is_free_to_be_waited_for_later_and_once(pair):
     def call(group):
         first = group.start_all_gather(torch.tensor([group.rank], dtype=torch.uint8), phase="a")

@@ -13,7 +13,7 @@ import torch
 
 import tokenyard as ty
 from tests.models import raised
-from tokenyard.group import distributed, failure_detector, process_ranks, threads
+from tokenyard.group import base, distributed, failure_detector, process_ranks, threads
 from tokenyard.group.failure_detector import _too_late, within
 
 
@@ -63,6 +63,17 @@ def threads_of_rank(group):
 def test_ranks_share_the_cores_unless_they_are_told_otherwise(cores, world, asked, each, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     assert ty.launch(world, threads_of_rank, threads_per_rank=asked) == [each] * world
+
+
+@pytest.mark.parametrize("seconds", [1e-3, 1, 1.5, 1_000_000])
+def test_a_deadline_is_above_0_and_at_most_a_million_seconds(seconds):
+    assert base.check_deadline(seconds) == seconds
+    for wrong in (0, -seconds, 1_000_000 + seconds, math.nan, math.inf, str(seconds), None):
+        with pytest.raises(ty.InputError) as caught:
+            ty.thread_groups(2, deadline=wrong)
+        assert str(caught.value).startswith(
+            f"deadline is {wrong!r}; expected seconds, above 0 and at most 1,000,000"
+        )
 
 
 def test_threads_are_asked_for_no_more_memory_than_there_is(monkeypatch):
