@@ -10,10 +10,12 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import tokenyard as ty
 from tests.group.test_group import messages_of_any_length, messages_of_one_byte
 from tests.models import raised
+from tokenyard.group import distributed
 from tokenyard.group.distributed import DistributedGroup, _options
 from tokenyard.group.process_ranks import _meeting_store
 from tokenyard.group.readmission import Invitation, RejoinStore, TCPStore
@@ -283,6 +285,17 @@ def test_further_ranks_are_taken_in_behind_those_of_the_group(pair):
         assert filled == [([size], 5.0), ([size, size + 1, size + 2], 6.0)]
 
 
+def test_a_further_rank_that_comes_makes_the_group_larger(pair):
+    groups = pair()
+    with ThreadPoolExecutor(3) as pool:
+        joining = pool.submit(ty.rejoin, groups[0].address, rank=2, seconds=20)
+        grown = [*pool.map(lambda group: group.admit(1, seconds=20), groups), joining.result()]
+    assert [(group.rank, group.size) for group in grown] == [(0, 3), (1, 3), (2, 3)]
+    assert all_at_once(grown, lambda group: group.gather_json(group.rank)) == [[0, 1, 2]] * 3
+    for group in grown:
+        group.close()
+
+
 def test_the_first_word_of_a_question_stands_for_all(pair):
     first, second = pair()
     assert first.decided("change 1") is None
@@ -444,3 +457,47 @@ def test_a_collective_is_waited_for_until_the_deadline_and_no_longer(pair, secon
     assert work.waits[0] <= max(0.001, seconds)
     assert sum(work.waits[:-1]) <= max(0.0, seconds)
     assert sum(work.waits) <= max(0.0, seconds) + 0.002
+
+
+# -- Groups of torch's world ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def world(monkeypatch):
+    """A world of torch.distributed of this process alone."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_a_group_is_that_of_the_world_unless_another_one_is_given(world):
+    made_by_torch = dist.new_group([0])
+    own = f"group {made_by_torch.group_name}"
+    for number in (1, 2, 3):
+        use = [f"use {number}"] * (number > 1)
+        whole, given = DistributedGroup(), DistributedGroup(made_by_torch, name="part", deadline=7.0)
+        assert (whole.name, whole.deadline, whole.device, whole.rank, whole.size) == (
+            "world",
+            60.0,
+            CPU,
+            0,
+            1,
+        )
+        assert (given.name, given.deadline, given.device, given.rank, given.size) == ("part", 7.0, CPU, 0, 1)
+        assert whole._rejoin_store.group_key == "/".join(["world/0", *use])
+        assert given._rejoin_store.group_key == "/".join(["part/0", own, *use[:1]])
+        assert whole.gather_json("here") == given.gather_json("here") == ["here"]
+
+
+@pytest.mark.parametrize("on_gpu", [(), ("device",), ("_carrier",), ("device", "_carrier")])
+def test_torch_makes_subgroups_only_where_a_gpu_takes_part(world, on_gpu, monkeypatch):
+    group, asked = DistributedGroup(deadline=90.0), []
+    monkeypatch.setattr(distributed, "resolve_device", torch.device)
+    monkeypatch.setattr(dist, "new_group", lambda *given, **how: asked.append((given, how)) or world)
+    for name in on_gpu:
+        setattr(group, name, torch.device("cuda", 0))
+    part = group.subgroup([0], name="part")
+    how = {"timeout": timedelta(seconds=90.0), "use_local_synchronization": True}
+    assert asked == ([(([0],), how)] if on_gpu else [])
+    assert (part.name, part.deadline, part.device) == ("part", 90.0, group.device)
