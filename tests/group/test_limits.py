@@ -7,6 +7,7 @@ import pickle
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ import tokenyard as ty
 from tests.models import raised
 from tokenyard.group import base, distributed, failure_detector, process_ranks, threads
 from tokenyard.group.failure_detector import _too_late, within
+from tokenyard.group.readmission import READMISSION
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -101,6 +105,79 @@ def test_processes_are_told_their_host_where_they_stand_for_several(host_of_rank
     processes = process_ranks._Processes(devices, None, 20.0, 1, b"", host_of_rank)
     for rank, host in enumerate(told):
         assert processes._environment(rank) == {**os.environ, "TOKENYARD_HOST": host}
+
+
+def is_given(group, value):
+    if value is None:
+        raise ValueError("nothing is given")
+    return group, value
+
+
+@pytest.fixture
+def rank_here(monkeypatch):
+    """Runs the main function of a rank's process in this one: what it reports, and what it has done."""
+
+    def run(value, rejoins=None, interface="lo"):
+        done, environment = {}, {"OF_THE_FORKSERVER": "1"}
+        own_end, its_end = multiprocessing.Pipe()
+        watched = []
+
+        def watch(parent, released):
+            watched.append(released)
+            if value is not None and own_end.poll(60):  # it has reported; a little later, so have the others
+                time.sleep(0.02)
+                released.set()
+
+        def leave(code):
+            done.update(code=code, alone=not watched[0].is_set())
+
+        fakes = {
+            "os": SimpleNamespace(environ=environment, _exit=leave),
+            "signal": SimpleNamespace(SIGINT=2, SIG_IGN=1, signal=lambda *given: done.update(signals=given)),
+            "loopback_interface": lambda: interface,
+            "_watch_parent": watch,
+            "_find_each_other": lambda *given: done.update(finds=given) or "a group",
+            "rejoin": lambda *given, **how: done.update(rejoins=(given, how)) or "a group again",
+        }
+        with monkeypatch.context() as patch:
+            for name, fake in fakes.items():
+                patch.setattr(process_ranks, name, fake)
+            patch.setattr(torch, "set_num_threads", lambda number: done.update(threads=number))
+            job, told = pickle.dumps((is_given, (value,))), {"ASKED": "2"}
+            process_ranks._rank_main(1, [CPU] * 2, 7, rejoins, 20.0, 3, its_end, job, told)
+        with own_end, its_end:
+            return pickle.loads(own_end.recv_bytes()), done, environment
+
+    return run
+
+
+def test_a_process_does_what_it_was_started_for_and_reports(rank_here):
+    report, done, environment = rank_here(5)
+    assert report == ("result", ("a group", 5), "")
+    assert done == {
+        "signals": (2, 1),
+        "threads": 3,
+        "finds": (1, [CPU] * 2, 7, 20.0),
+        "code": 0,
+        "alone": False,
+    }
+    assert environment == {"ASKED": "2", "GLOO_SOCKET_IFNAME": "lo"}
+    assert rank_here(5, interface=None)[2] == {"ASKED": "2"}
+
+
+def test_a_process_that_takes_the_place_of_another_comes_back_to_its_group(rank_here):
+    report, done, _ = rank_here(5, rejoins="an address")
+    assert report == ("result", ("a group again", 5), "")
+    assert done["rejoins"] == (("an address",), {"rank": 1, "device": CPU, "seconds": READMISSION})
+    assert "finds" not in done
+
+
+def test_a_process_that_fails_reports_where(rank_here):
+    (outcome, error, where), done, _ = rank_here(None)
+    assert (outcome, type(error), str(error)) == ("error", ValueError, "nothing is given")
+    assert "in is_given" in where
+    assert where.endswith('raise ValueError("nothing is given")')  # the error itself travels beside
+    assert (done["code"], done["alone"]) == (0, True)  # it waits for nobody
 
 
 def test_after_an_error_the_others_have_their_deadline_to_end_and_no_longer(monkeypatch):
