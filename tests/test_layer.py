@@ -12,6 +12,7 @@ from tokenyard.conformance.cases import random_weights, same_bits
 from tokenyard.conformance.oracle import oracle, relative_error
 from tokenyard.conformance.twin import twin
 from tokenyard.layer.compiled import call_operator
+from tokenyard.layer.receiver import LocalIds
 
 both_kinds = pytest.mark.parametrize("ranks", ["threads", "processes"])
 every_exchange = pytest.mark.parametrize("exchange", ty.EXCHANGES)
@@ -521,3 +522,25 @@ def test_the_operator_of_a_compiled_model_gives_what_a_call_gives():
         assert same_bits(call_operator(built, x_TH, routes, {}, None, x_TH), due_TH)
         assert call_operator(built, x_TH, routes, {}, out, x_TH) is out
     assert same_bits(out, due_TH)
+
+
+def test_a_rank_without_tokens_brings_all_that_others_bring_of_no_token():
+    tag = ty.Payload(name="tag", dtype=torch.int16, width=3)
+    built = build(ty.plan([spec(payloads=(tag,))], ty.thread_groups(1)[0]), "moe")
+    brings = built.no_tokens()
+    assert (brings.x_TH.shape, brings.x_TH.dtype) == ((0, 32), torch.bfloat16)
+    assert {name: (rows.shape, rows.dtype) for name, rows in brings.payloads.items()} == {
+        "tag": ((0, 3), torch.int16)
+    }
+    assert (
+        brings.routes_or_logits.topk_ids_TK.shape == brings.routes_or_logits.topk_weights_TK.shape == (0, 2)
+    )
+    built.take_part()
+
+
+def test_ids_become_local_ones_of_a_rank_or_none_where_experts_are_elsewhere():
+    ids_RK = torch.tensor([[0, 2], [3, 1]])
+    placement = ty.Placement.contiguous(4, 2)
+    assert LocalIds(placement, 1)(ids_RK, (1, 1)).tolist() == [[-1, 0], [1, -1]]
+    slot_of_L = torch.tensor([5, 3, -1])  # the last one is that of no expert
+    assert LocalIds(placement, 1, slot_of_L)(ids_RK, (1, 1)).tolist() == [[-1, 5], [3, -1]]

@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -558,6 +559,22 @@ def test_more_parts_than_may_be_in_flight_are_refused():
     )
 
 
+def test_a_batch_may_be_one_part_and_may_be_written_where_a_gradient_is_wanted():
+    built = build(ty.plan([spec()], ty.thread_groups(1)[0], in_flight=2), "moe")
+    x_TH, routes = batch(spec(), 5)
+    due = built(x_TH, routes)
+    for parts in (1, 2):
+        out = torch.zeros_like(x_TH).requires_grad_()
+        ty.overlapped(built, x_TH, routes, parts=parts, out=out)
+        assert out.requires_grad
+        assert same_bits(out.detach(), due)
+        assert same_bits(ty.overlapped(built, x_TH, routes, parts=parts), due)
+    for wrong in (0, -1, 1.0, "2", None):
+        assert f"parts is {wrong!r}; expected a number" in str(
+            raised(ty.overlapped, built, x_TH, routes, parts=wrong)
+        )
+
+
 @every_exchange
 def test_a_batch_of_layers_that_have_changed_and_of_a_closed_plan_says_so(exchange):
     plan = ty.plan([spec()], ty.thread_groups(1)[0], exchange=exchange)
@@ -568,6 +585,17 @@ def test_a_batch_of_layers_that_have_changed_and_of_a_closed_plan_says_so(exchan
     pending = built.start(*batch(spec(), 3))
     plan.close()
     assert "the plan is closed" in str(raised(pending.finish))
+
+
+@every_exchange
+def test_of_a_batch_that_was_finished_nothing_is_kept(exchange):
+    built = build(ty.plan([spec()], ty.thread_groups(1)[0], exchange=exchange), "moe")
+    for finish in (lambda pending: pending.finish(), computed):
+        x_TH, routes = batch(spec(), 3)
+        kept = weakref.ref(x_TH)
+        finish(built.start(x_TH, routes, add=x_TH))
+        del x_TH
+        assert kept() is None
 
 
 def threads_of_its_own(group, shared):

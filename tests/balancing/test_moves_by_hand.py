@@ -12,7 +12,7 @@ from tests.models import raised
 from tokenyard.exchange.stats import LayerStats
 from tokenyard.experts.slots import ExpertSlots
 from tokenyard.planning import expert_moves, moving
-from tokenyard.planning.expert_moves import ExpertMoves, _Autobalance, _together
+from tokenyard.planning.expert_moves import CALLS_BETWEEN_QUESTIONS, ExpertMoves, _Autobalance, _together
 from tokenyard.planning.moving import HeldExperts, Parcel, steps, streams, width
 from tokenyard.planning.rebalancing import Progress, Rebalance, failure_of
 from tokenyard.planning.state import WholePlan
@@ -129,6 +129,22 @@ def test_all_pieces_of_the_longest_stream_travel(monkeypatch):
         assert moved == list(range(pieces))
     assert len(checks) == 3
     carrier.close()
+
+
+def test_who_makes_the_group_that_carries_looks_after_the_move_and_after_who_stays():
+    looks = []
+
+    def subgroup(ranks, *, name, purpose, check):
+        check()
+        return SimpleNamespace(members=[*ranks, name, purpose])
+
+    of = SimpleNamespace(name="world", size=3, subgroup=subgroup)
+    carrier = moving.Carrier(of, "a question", check=lambda: looks.append("who stays"))
+    carried = streams(3, {"a": [Move(expert=0, source=0, target=1)]}, {"a": {"w": 8}})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moving, "_move_piece", lambda group, *_: looks.append(group.members))
+        carrier.carry(carried, None, None, lambda: looks.append("the move"))
+    assert looks == ["who stays", "the move", "the move", [0, 1, 2, "world/a question", "a question"]]
 
 
 def test_ranks_meet_in_the_group_that_carries():
@@ -257,6 +273,16 @@ def test_ranks_that_hear_nothing_in_dispatches_ask_each_other_from_time_to_time(
         moves._state.exchange.hears_notices = True
         moves.between_calls("moe")
         assert len(asked) == asks
+
+
+def test_the_first_question_of_a_group_comes_after_as_many_calls_as_the_others():
+    for rounds in (CALLS_BETWEEN_QUESTIONS - 1, CALLS_BETWEEN_QUESTIONS):
+        moves, asked = moves_of_a_plan(rounds), []
+        moves._state.exchange.hears_notices = False
+        moves._decide = lambda move, progress, asked=asked: asked.append(progress)
+        moves._move = SimpleNamespace(decision=Progress.PREPARING, progress=Progress.READY)
+        moves.between_calls("moe")
+        assert asked == [Progress.READY] * (rounds == CALLS_BETWEEN_QUESTIONS)
 
 
 def test_nothing_is_switched_while_a_graph_is_captured(monkeypatch):

@@ -66,6 +66,16 @@ def test_gpus_are_dealt_out_in_turn(monkeypatch):
         resolve_device("cuda:3")
 
 
+def test_one_gpu_is_the_current_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for named in ("cuda", "cuda:0", torch.device("cuda")):
+        assert resolve_device(named) == torch.device("cuda", 0)
+    with pytest.raises(InputError, match=r"'cuda:1', and torch .* sees 1 GPUs"):
+        resolve_device("cuda:1")
+
+
 def one_cannot(group):
     try:
         error = "no memory" if group.rank == 1 else None
@@ -171,6 +181,10 @@ def test_nothing_is_set_for_ranks_on_the_cpu_or_too_late(unprepared, monkeypatch
     assert settings() == {}
 
 
+def makes_groups(gpu):
+    warn_if_threads_may_wait_forever(gpu)
+
+
 def test_threads_are_warned_where_cuda_has_started_without_what_they_need(unprepared, monkeypatch):
     gpu = torch.device("cuda", 0)
     with warnings.catch_warnings():
@@ -181,8 +195,10 @@ def test_threads_are_warned_where_cuda_has_started_without_what_they_need(unprep
         os.environ |= {QUEUES: "32", LOADING: "EAGER"}
         warn_if_threads_may_wait_forever(gpu)
     os.environ[LOADING] = "LAZY"
-    with pytest.warns(RuntimeWarning, match=f"started before the ranks, without {LOADING}=EAGER: threads"):
-        warn_if_threads_may_wait_forever(gpu)
+    with pytest.warns(RuntimeWarning, match=f"without {LOADING}=EAGER: threads") as warned:
+        makes_groups(gpu)
+    assert "CUDA was started before the ranks" in str(warned[0].message)
+    assert warned[0].filename == __file__  # who makes the groups
 
 
 @pytest.mark.parametrize("world", [1, 3])

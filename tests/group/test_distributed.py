@@ -10,10 +10,12 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import tokenyard as ty
-from tests.group.test_group import messages_of_any_length
+from tests.group.test_group import messages_of_any_length, messages_of_one_byte
 from tests.models import raised
+from tokenyard.group import distributed
 from tokenyard.group.distributed import DistributedGroup, _options
 from tokenyard.group.process_ranks import _meeting_store
 from tokenyard.group.readmission import Invitation, RejoinStore, TCPStore
@@ -61,6 +63,10 @@ def test_messages_come_where_it_is_said_and_take_no_more_than_they_have(pair):
     assert found == [[[other] * (rank + other + 1) for other in range(2)] for rank in range(2)]
 
 
+def test_a_message_may_have_one_byte_or_none(pair):
+    assert all_at_once(pair(), messages_of_one_byte) == [[1], [0]]
+
+
 def test_collectives_bring_what_each_rank_sent(pair):
     def call(group):
         mine = torch.tensor([group.rank, 7 * group.rank], dtype=torch.uint8)
@@ -92,6 +98,58 @@ def test_collectives_bring_what_each_rank_sent(pair):
         assert found[4] == (rows(0, 1).tolist() if rank == 0 else rows(2, 10, 11, 12).tolist())
         assert found[5] == ((2, 0) if rank == 0 else (4, 0))
         assert found[6] == [{"rank": 0}, {"rank": 1}]
+
+
+def test_bytes_may_lie_apart_and_a_row_may_be_one(pair):
+    """Every second column of a matrix, and every second byte of a message."""
+    wide = torch.arange(12, dtype=torch.uint8).view(2, 6)
+
+    def call(group):
+        mine, bytes_apart = wide[:, ::2] + 50 * group.rank, torch.arange(8, dtype=torch.uint8)[::2]
+        apart = torch.empty(2, 6, dtype=torch.uint8)[:, ::2]
+        apart.copy_(mine)
+        group.allow_messages(2)
+        room = torch.zeros(4, dtype=torch.uint8)
+        group.start_messages(bytes_apart, [2, 2], 2, room, phase="a").wait()
+        return [
+            group.all_to_all_rows(apart, [1, 1], [1, 1], phase="b").tolist(),
+            group.all_gather_rows(apart, [2, 2], phase="c")[:, 0].tolist(),
+            group.all_to_all_rows(apart[:, :1], [1, 1], [1, 1], phase="d").tolist(),
+            group.all_gather_rows(apart[:, :1], [2, 2], phase="e").tolist(),
+            room.tolist(),
+        ]
+
+    for groups in (pair(), ty.thread_groups(2)):
+        assert all_at_once(groups, call) == [
+            [
+                [[0, 2, 4], [50, 52, 54]] if rank == 0 else [[6, 8, 10], [56, 58, 60]],
+                [0, 6, 50, 56],
+                [[0], [50]] if rank == 0 else [[6], [56]],
+                [[0], [6], [50], [56]],
+                [0, 2] * 2 if rank == 0 else [4, 6] * 2,
+            ]
+            for rank in range(2)
+        ]
+
+
+def test_who_is_in_which_process_is_read_when_all_have_met_and_once(pair, monkeypatch):
+    groups, read = pair(), []
+    for group in groups:
+        monkeypatch.setattr(group._detector, "read", lambda rank=group.rank: read.append(rank))
+    for _ in range(2):
+        all_at_once(groups, lambda group: group.gather_json(group.rank))
+        assert sorted(read) == [0, 1]
+
+
+def test_who_leaves_before_all_have_met_can_still_be_found(pair):
+    """Others may be connecting: they look for what this rank has written."""
+    for number, meets in ((0, False), (2, True)):
+        groups = pair()
+        here = [f"tokenyard/meeting {number}/here/{rank}" for rank in range(2)]
+        if meets:
+            all_at_once(groups, lambda group: group.gather_json(group.rank))
+        groups[0].close()
+        assert [pair.store.check([key]) for key in here] == [not meets, True]
 
 
 def test_what_was_started_is_free_to_be_waited_for_later_and_once(pair):
@@ -225,6 +283,17 @@ def test_further_ranks_are_taken_in_behind_those_of_the_group(pair):
         group.admit(3, seconds=6.0)
         size = group.size
         assert filled == [([size], 5.0), ([size, size + 1, size + 2], 6.0)]
+
+
+def test_a_further_rank_that_comes_makes_the_group_larger(pair):
+    groups = pair()
+    with ThreadPoolExecutor(3) as pool:
+        joining = pool.submit(ty.rejoin, groups[0].address, rank=2, seconds=20)
+        grown = [*pool.map(lambda group: group.admit(1, seconds=20), groups), joining.result()]
+    assert [(group.rank, group.size) for group in grown] == [(0, 3), (1, 3), (2, 3)]
+    assert all_at_once(grown, lambda group: group.gather_json(group.rank)) == [[0, 1, 2]] * 3
+    for group in grown:
+        group.close()
 
 
 def test_the_first_word_of_a_question_stands_for_all(pair):
@@ -388,3 +457,47 @@ def test_a_collective_is_waited_for_until_the_deadline_and_no_longer(pair, secon
     assert work.waits[0] <= max(0.001, seconds)
     assert sum(work.waits[:-1]) <= max(0.0, seconds)
     assert sum(work.waits) <= max(0.0, seconds) + 0.002
+
+
+# -- Groups of torch's world ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def world(monkeypatch):
+    """A world of torch.distributed of this process alone."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_a_group_is_that_of_the_world_unless_another_one_is_given(world):
+    made_by_torch = dist.new_group([0])
+    own = f"group {made_by_torch.group_name}"
+    for number in (1, 2, 3):
+        use = [f"use {number}"] * (number > 1)
+        whole, given = DistributedGroup(), DistributedGroup(made_by_torch, name="part", deadline=7.0)
+        assert (whole.name, whole.deadline, whole.device, whole.rank, whole.size) == (
+            "world",
+            60.0,
+            CPU,
+            0,
+            1,
+        )
+        assert (given.name, given.deadline, given.device, given.rank, given.size) == ("part", 7.0, CPU, 0, 1)
+        assert whole._rejoin_store.group_key == "/".join(["world/0", *use])
+        assert given._rejoin_store.group_key == "/".join(["part/0", own, *use[:1]])
+        assert whole.gather_json("here") == given.gather_json("here") == ["here"]
+
+
+@pytest.mark.parametrize("on_gpu", [(), ("device",), ("_carrier",), ("device", "_carrier")])
+def test_torch_makes_subgroups_only_where_a_gpu_takes_part(world, on_gpu, monkeypatch):
+    group, asked = DistributedGroup(deadline=90.0), []
+    monkeypatch.setattr(distributed, "resolve_device", torch.device)
+    monkeypatch.setattr(dist, "new_group", lambda *given, **how: asked.append((given, how)) or world)
+    for name in on_gpu:
+        setattr(group, name, torch.device("cuda", 0))
+    part = group.subgroup([0], name="part")
+    how = {"timeout": timedelta(seconds=90.0), "use_local_synchronization": True}
+    assert asked == ([(([0],), how)] if on_gpu else [])
+    assert (part.name, part.deadline, part.device) == ("part", 90.0, group.device)

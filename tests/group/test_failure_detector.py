@@ -1,6 +1,7 @@
 """Who is lost: found out together, and all say the same."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -111,6 +112,15 @@ def test_whose_process_is_gone_is_lost_at_once_and_who_computes_is_not(store, de
     assert ranks[3].lost() == [1]
 
 
+def test_a_process_that_waits_to_be_looked_at_has_ended(store):
+    """Its number is taken until its parent has asked how it ended."""
+    ranks = roll(store, 2)
+    with subprocess.Popen(["true"]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        who(store, 1, pid=process.pid)
+        assert ranks[0].gone() == {1: "its process has ended"}
+
+
 def test_the_first_verdict_stands_for_a_rank_that_wakes_up(store):
     ranks = roll(store, 3)
     assert together(answered(ranks[:2])) == [[2], [2]]
@@ -207,3 +217,14 @@ def test_there_is_a_pause_between_two_looks_for_answers(monkeypatch):
     store = Counting()
     assert FailureDetector(store, "place", 0, 2, HERE).lost() == [1]
     assert store.asked <= 30
+
+
+def test_what_an_earlier_run_left_in_the_store_is_taken_out():
+    """Its question, the answer of this rank, and its verdict: torchrun starts ranks anew on the same store."""
+    store = dist.HashStore()
+    keys = [f"tokenyard/place/failures/{key}" for key in ("called", "verdict", "here/0")]
+    assert FailureDetector(store, "place", 0, 1, "host").lost() == []
+    assert [store.check([key]) for key in keys] == [True] * 3
+    again = FailureDetector(store, "place", 0, 1, "host")
+    assert [store.check([key]) for key in keys] == [False] * 3
+    assert not again.called()

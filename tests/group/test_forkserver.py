@@ -7,6 +7,8 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import pytest
+
 from tokenyard.group import forkserver
 
 _SCRIPT = """
@@ -89,6 +91,17 @@ def test_a_child_lets_go_of_the_forkserver_of_its_parent(monkeypatch):
     theirs._forkserver_alive_fd = None
     forkserver._forget()
     assert made_anew == [True] * 2  # as one that has started nothing
+
+
+@pytest.mark.parametrize(("started_by", "forgets"), [([], False), ([os.getpid], False), ([os.getppid], True)])
+def test_a_process_takes_the_forkserver_that_it_has_started_and_no_other(started_by, forgets, monkeypatch):
+    calls = []
+    monkeypatch.setattr(forkserver, "_started_by", [number() for number in started_by])
+    monkeypatch.setattr(forkserver, "_forget", lambda: calls.append("forgets"))
+    monkeypatch.setattr(forkserver.forkserver, "ensure_running", lambda: calls.append("runs"))
+    forkserver.start_forkserver()
+    assert calls == ["forgets"] * forgets + ["runs"]
+    assert forkserver._started_by == [os.getpid()]
 
 
 def test_a_forkserver_of_which_nothing_is_there_can_be_ended(monkeypatch, tmp_path):

@@ -556,3 +556,17 @@ def test_messages_whose_length_nobody_knows_arrive_where_it_is_said(ranks):
     found = ty.launch(2, messages_of_any_length, ranks=ranks)
     assert multiprocessing.active_children() == []  # `launch` waits for the end of its processes
     assert found == [[[other] * (rank + other + 1) for other in range(2)] for rank in range(2)]
+
+
+def messages_of_one_byte(group):
+    """Each rank sends a byte, its number, to the others, and nothing to itself."""
+    group.allow_messages(1)
+    content = torch.full((group.size - 1,), group.rank, dtype=torch.uint8)
+    room = torch.full((group.size,), 99, dtype=torch.uint8)
+    lengths = [int(other != group.rank) for other in range(group.size)]
+    starts = group.start_messages(content, lengths, 1, room, phase="dispatch").wait()
+    return [room[start].item() for other, start in enumerate(starts) if other != group.rank]
+
+
+def test_a_message_may_have_one_byte_or_none():
+    assert ty.launch(3, messages_of_one_byte) == [[1, 2], [0, 2], [0, 1]]

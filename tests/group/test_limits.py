@@ -7,14 +7,18 @@ import pickle
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import tokenyard as ty
 from tests.models import raised
-from tokenyard.group import distributed, failure_detector, process_ranks, threads
+from tokenyard.group import base, distributed, failure_detector, process_ranks, threads
 from tokenyard.group.failure_detector import _too_late, within
+from tokenyard.group.readmission import READMISSION
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -65,6 +69,17 @@ def test_ranks_share_the_cores_unless_they_are_told_otherwise(cores, world, aske
     assert ty.launch(world, threads_of_rank, threads_per_rank=asked) == [each] * world
 
 
+@pytest.mark.parametrize("seconds", [1e-3, 1, 1.5, 1_000_000])
+def test_a_deadline_is_above_0_and_at_most_a_million_seconds(seconds):
+    assert base.check_deadline(seconds) == seconds
+    for wrong in (0, -seconds, 1_000_000 + seconds, math.nan, math.inf, str(seconds), None):
+        with pytest.raises(ty.InputError) as caught:
+            ty.thread_groups(2, deadline=wrong)
+        assert str(caught.value).startswith(
+            f"deadline is {wrong!r}; expected seconds, above 0 and at most 1,000,000"
+        )
+
+
 def test_threads_are_asked_for_no_more_memory_than_there_is(monkeypatch):
     monkeypatch.setattr(threads, "too_much", lambda nbytes, ranks: f"{ranks} x {nbytes} are too much")
     (alone,) = ty.thread_groups(1)
@@ -78,6 +93,91 @@ def name_of_interface(group):
 def test_processes_of_one_machine_talk_over_loopback(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert ty.launch(1, name_of_interface, ranks="processes") == [distributed.loopback_interface()]
+
+
+@pytest.mark.parametrize(
+    ("host_of_rank", "told"), [([0, 0], ["rack 3", "rack 3"]), ([0, 1, 1], ["host 0", "host 1", "host 1"])]
+)
+def test_processes_are_told_their_host_where_they_stand_for_several(host_of_rank, told, monkeypatch):
+    monkeypatch.setenv("TOKENYARD_HOST", "rack 3")
+    monkeypatch.setattr(process_ranks, "start_forkserver", lambda: None)
+    devices = [torch.device("cpu")] * len(told)
+    processes = process_ranks._Processes(devices, None, 20.0, 1, b"", host_of_rank)
+    for rank, host in enumerate(told):
+        assert processes._environment(rank) == {**os.environ, "TOKENYARD_HOST": host}
+
+
+def is_given(group, value):
+    if value is None:
+        raise ValueError("nothing is given")
+    return group, value
+
+
+@pytest.fixture
+def rank_here(monkeypatch):
+    """Runs the main function of a rank's process in this one: what it reports, and what it has done."""
+
+    def run(value, rejoins=None, interface="lo"):
+        done, environment = {}, {"OF_THE_FORKSERVER": "1"}
+        own_end, its_end = multiprocessing.Pipe()
+        watched = []
+
+        def watch(parent, released):
+            watched.append(released)
+            if value is not None and own_end.poll(60):  # it has reported; a little later, so have the others
+                time.sleep(0.02)
+                released.set()
+
+        def leave(code):
+            done.update(code=code, alone=not watched[0].is_set())
+
+        fakes = {
+            "os": SimpleNamespace(environ=environment, _exit=leave),
+            "signal": SimpleNamespace(SIGINT=2, SIG_IGN=1, signal=lambda *given: done.update(signals=given)),
+            "loopback_interface": lambda: interface,
+            "_watch_parent": watch,
+            "_find_each_other": lambda *given: done.update(finds=given) or "a group",
+            "rejoin": lambda *given, **how: done.update(rejoins=(given, how)) or "a group again",
+        }
+        with monkeypatch.context() as patch:
+            for name, fake in fakes.items():
+                patch.setattr(process_ranks, name, fake)
+            patch.setattr(torch, "set_num_threads", lambda number: done.update(threads=number))
+            job, told = pickle.dumps((is_given, (value,))), {"ASKED": "2"}
+            process_ranks._rank_main(1, [CPU] * 2, 7, rejoins, 20.0, 3, its_end, job, told)
+        with own_end, its_end:
+            return pickle.loads(own_end.recv_bytes()), done, environment
+
+    return run
+
+
+def test_a_process_does_what_it_was_started_for_and_reports(rank_here):
+    report, done, environment = rank_here(5)
+    assert report == ("result", ("a group", 5), "")
+    assert done == {
+        "signals": (2, 1),
+        "threads": 3,
+        "finds": (1, [CPU] * 2, 7, 20.0),
+        "code": 0,
+        "alone": False,
+    }
+    assert environment == {"ASKED": "2", "GLOO_SOCKET_IFNAME": "lo"}
+    assert rank_here(5, interface=None)[2] == {"ASKED": "2"}
+
+
+def test_a_process_that_takes_the_place_of_another_comes_back_to_its_group(rank_here):
+    report, done, _ = rank_here(5, rejoins="an address")
+    assert report == ("result", ("a group again", 5), "")
+    assert done["rejoins"] == (("an address",), {"rank": 1, "device": CPU, "seconds": READMISSION})
+    assert "finds" not in done
+
+
+def test_a_process_that_fails_reports_where(rank_here):
+    (outcome, error, where), done, _ = rank_here(None)
+    assert (outcome, type(error), str(error)) == ("error", ValueError, "nothing is given")
+    assert "in is_given" in where
+    assert where.endswith('raise ValueError("nothing is given")')  # the error itself travels beside
+    assert (done["code"], done["alone"]) == (0, True)  # it waits for nobody
 
 
 def test_after_an_error_the_others_have_their_deadline_to_end_and_no_longer(monkeypatch):

@@ -1,6 +1,7 @@
 """A store that does not answer, a collective that is done at the last moment: waits end, and say what is wrong."""
 
 import itertools
+import queue
 import subprocess
 import sys
 import threading
@@ -52,6 +53,33 @@ def test_a_process_that_was_stopped_while_it_asked_gets_its_answer(monkeypatch):
     with pytest.raises(TimeoutError, match=r"no answer within 0\.5 s"):  # and it does not wait forever
         within(0.5, never.wait)
     never.set()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "stopped", "waits"),
+    [(0.1, 0.0, [0.1]), (0.25, 0.0, [0.1, 0.1, 0.05]), (0.5, 90.0, [0.1, 0.1, 0.1]), (-1.0, 0.0, [0.0])],
+)
+def test_a_wait_is_cut_into_looks_and_each_counts_at_most_twice_its_length(
+    seconds, stopped, waits, monkeypatch
+):
+    """Where the process is stopped in each of them, too."""
+    clock, waited, looks = [1000.0], [], []
+
+    class Silent:
+        def put(self, answer):
+            pass
+
+        def get(self, *, timeout):
+            waited.append(timeout)
+            clock[0] += timeout + stopped
+            raise queue.Empty
+
+    monkeypatch.setattr(failure_detector, "queue", SimpleNamespace(SimpleQueue=Silent, Empty=queue.Empty))
+    monkeypatch.setattr(failure_detector, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    with pytest.raises(TimeoutError, match=f"no answer within {seconds:.1f} s"):
+        within(seconds, lambda: None, look=lambda: looks.append(1))
+    assert waited == pytest.approx(waits)
+    assert len(looks) == len(waits) - 1
 
 
 def test_an_answer_and_an_error_come_as_they_are():

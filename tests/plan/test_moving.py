@@ -157,6 +157,7 @@ def test_the_first_rank_writes_the_plan_into_the_log(caplog):
     with caplog.at_level("INFO", logger="tokenyard"):
         plans = on_ranks(2, lambda group: str(ty.plan([spec()], group)))
     assert [record.getMessage() for record in caplog.records] == plans[:1]
+    assert [record.threadName for record in caplog.records] == ["rank 0"]
 
 
 @pytest.mark.parametrize("layers", [7, None, spec()])

@@ -172,3 +172,17 @@ def test_the_page_quotes_the_last_kills():
     assert results["trials"] >= 60
     assert results["off"] == []
     assert survivors.sentence(results) in (root / "docs" / "guide" / "losing-ranks.md").read_text()
+
+
+def loses_a_started_batch(group):
+    layer = spec(sum="choices", num_experts=6, placement=TWICE)
+    plan = ty.plan([layer], group)
+    built = build(plan, "moe")
+    if group.rank == 2:
+        return None
+    error = raised(lambda: built.start(*batch(layer, 3)).finish())
+    return type(error), error.peers, plan.group.size
+
+
+def test_a_batch_of_a_plan_that_survives_nothing_is_lost():
+    assert on_ranks(3, loses_a_started_batch)[:2] == [(ty.PeerLost, (2,), 3)] * 2

@@ -16,6 +16,7 @@ when an unrelated process exits, so it is not used.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -42,12 +43,13 @@ _FAILED = ctypes.c_void_p(-1).value
 def share_between_processes(group: Group, nbytes: int) -> list[Tensor]:
     """One zeroed buffer per rank, mapped by all ranks. All or nothing."""
     group.all_or_none("sharing memory", too_much(nbytes, group.size))  # before any rank allocates
-    mine, error = -1, None
-    try:
-        mine = _allocate(nbytes)
-    except OSError as raised:
-        error = f"{nbytes} bytes cannot be allocated ({raised.strerror or raised})"
-    try:
+    error = None
+    with contextlib.ExitStack() as closing:
+        try:
+            mine = _allocate(nbytes)
+            closing.callback(os.close, mine)
+        except OSError as raised:
+            error = f"{nbytes} bytes cannot be allocated ({raised.strerror or raised})"
         group.all_or_none("sharing memory", error)
         where = {"pid": os.getpid(), "descriptor": mine, "inode": os.fstat(mine).st_ino}
         buffers: list[Tensor] = []
@@ -61,9 +63,6 @@ def share_between_processes(group: Group, nbytes: int) -> list[Tensor]:
                 )
         group.all_or_none("sharing memory", error)  # also: nobody closes before everybody has opened
         return buffers
-    finally:
-        if mine >= 0:
-            os.close(mine)
 
 
 Address = dict[str, int]  # where other processes find the memory of a tensor

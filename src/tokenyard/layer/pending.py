@@ -49,8 +49,6 @@ class PendingBatch:
                 self._trip = self._trip or self._start()
                 return step(self._trip)
             except PeerLost as loss:
-                if not self._survives:
-                    raise
                 self._layer.plan.go_on_after(loss, self._layer.name)  # raises what is not survived
                 self._trip = None
 
