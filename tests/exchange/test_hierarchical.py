@@ -274,6 +274,56 @@ def test_memory_that_one_host_lacks_is_an_error_on_all_and_the_old_layers_go_on(
     assert all(worked for _, _, worked in found)
 
 
+def cannot_be_trimmed(group):
+    """The second host has no memory for a smaller workspace, when the first has its own already."""
+    plan = ty.plan([spec(), spec("large", max_tokens=64)], group, exchange="hierarchical")
+    large = build(plan, "large")
+    inside = plan.exchange.transport.inside.group
+    given = batch(spec("large", max_tokens=64), 40, seed=group.rank)
+    before_TH = large(*given)
+    if group.rank > 1:
+        inside.share_memory = lambda nbytes: inside.all_or_none("sharing memory", "no memory is left")
+    error = raised(plan.trim, ["moe"])
+    return "no memory is left" in str(error), torch.equal(large(*given), before_TH)
+
+
+def test_layers_that_were_to_go_are_served_where_a_host_could_not_be_trimmed():
+    assert on_ranks(4, cannot_be_trimmed, hosts=2) == [(True, True)] * 4
+
+
+def refuses(group):
+    """Rank 1 says in the combine that it failed."""
+    plan = ty.plan([spec(experts="reference")], group, exchange="hierarchical")
+    layer, wiring = build(plan, "moe"), plan.wiring("moe")
+    x_TH, routes = batch(spec(), 3, seed=group.rank)
+    arrival = plan.exchange.dispatch(wiring.exchange_spec, wiring.wire.encode(x_TH), routes)
+    if group.rank == 1:
+        return str(raised(plan.exchange.refuse, arrival, ty.InputError("odd", expected="even", fix="wait")))
+    return str(raised(plan.exchange.combine, arrival, layer.experts(arrival.received)))
+
+
+def test_nobody_waits_for_the_results_of_a_rank_that_failed(monkeypatch):
+    seen, waits = [], SharedMemoryTransport.all_marked
+
+    def noted(self, round, seconds):
+        seen.append(waits(self, round, seconds))
+        return seen[-1]
+
+    monkeypatch.setattr(SharedMemoryTransport, "all_marked", noted)
+    monkeypatch.setattr(hierarchical, "_LONGEST_WAIT", 10.0)
+    assert all("odd" in error for error in on_ranks(2, refuses))
+    assert seen == [True]
+
+
+def test_rows_are_counted_for_each_rank_and_for_its_relay_on_each_other_host():
+    transport = HierarchicalTransport(ty.thread_groups(3)[0])
+    transport.hosts = HostMap((0, 0, 1))
+    assert transport.num_counts(None) == 5
+    counts = [4, 5, 6, 7, 8]  # for three ranks, and across to two hosts
+    assert transport.loads(2, counts) == [4, 5, 6, 7, 0, 0]
+    assert transport.loads(1, counts) == [4, 5, 6, 0, 0, 8]
+
+
 class _Ended(BaseException):
     """Ends a rank, as a crash would."""
 
