@@ -737,6 +737,24 @@ def test_what_is_viewed_lies_on_a_multiple_of_its_size(tmp_path):
         assert words.tolist() == [1.5, -2.0]
 
 
+def test_the_bytes_that_were_read_are_given_back(folder, monkeypatch):
+    """Those of a tensor, or of one expert's share of it."""
+    given = []
+    monkeypatch.setattr(files._Map, "give_back", lambda self, first, last: given.append((first, last)))
+    found, size = header.read_header(folder / "model.safetensors")
+    opened = files.TensorFiles(
+        {tensor.name: tensor for tensor in found}, {folder / "model.safetensors": size}
+    )
+    stored = next(tensor for tensor in found if len(tensor.shape) == 2)
+    rows, columns = stored.shape
+    width = stored.nbytes // rows
+    for index in (None, 0, rows - 1):
+        with opened.view(stored.name, index) as tensor:
+            assert tensor.shape == ((rows, columns) if index is None else (columns,))
+    last = stored.begin + stored.nbytes
+    assert given == [(stored.begin, last), (stored.begin, stored.begin + width), (last - width, last)]
+
+
 def test_a_long_reason_is_cut(tmp_path):
     """Python's words for a number of too many digits are longer than a line."""
     (tmp_path / "config.json").write_text('{"hidden_size": ' + "1" * 5000 + "}")
