@@ -483,6 +483,14 @@ def scales_of(folder: Path, end: str) -> torch.Tensor:
     return load_file(folder / "model.safetensors")[f"{EXPERT}.{end.replace('__', '.')}"]
 
 
+def test_sizes_are_read_off_quantized_weights_where_the_config_says_nothing(quantized):
+    _, folder = quantized
+    reconfigure(folder, hidden_size=None, moe_intermediate_size=None, num_experts=None)
+    for layer in open_checkpoint(folder).layers:
+        assert (layer.num_experts, layer.hidden_size, layer.intermediate_size) == (4, 128, 128)
+        assert (layer.gated, layer.w13_outputs) == (True, 256)
+
+
 def test_scales_that_do_not_match(quantized):
     kind, folder = quantized
     end = scale_name(kind)

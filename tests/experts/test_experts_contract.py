@@ -108,6 +108,10 @@ def test_experts_that_were_cast_since_they_were_built_are_refused(cls: type[Expe
     with pytest.raises(InputError, match="w13 is float16; expected bfloat16, as the layer was planned"):
         run(experts, x_RH, routes)
     run(experts.bfloat16(), x_RH, routes)
+    with pytest.raises(
+        InputError, match=r"the weights are on meta, and the rows on cpu; expected one device"
+    ):
+        run(experts.to("meta"), x_RH, routes)
 
 
 @pytest.mark.parametrize("given", [3, None, int, Case()], ids=str)
