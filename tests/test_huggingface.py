@@ -203,6 +203,8 @@ def test_mtp_layers_are_numbered_on():
 def test_moe_layer_freq_and_layer_types():
     every_other = base(first_k_dense_replace=1, moe_layer_freq=2, num_nextn_predict_layers=0)
     assert [layer.name[13:14] for layer in layers_from_config(every_other)] == ["2", "4"]
+    none_dense = base(first_k_dense_replace=0, num_nextn_predict_layers=0)
+    assert [layer.name[13:14] for layer in layers_from_config(none_dense)] == list("01234")
     kinds = ["sparse", "dense", "dense", "dense", "sparse"]
     listed = base(model_type="deepseek_v32", mlp_layer_types=kinds, num_nextn_predict_layers=...)
     assert [layer.name[13:14] for layer in layers_from_config(listed)] == ["0", "4"]

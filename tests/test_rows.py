@@ -8,14 +8,17 @@ import torch
 
 import tokenyard as ty
 from tokenyard.duties import Duty, Ledger, Party
+from tokenyard.errors import ContractError
 from tokenyard.exchange.checks import check_device
 from tokenyard.formats import Bf16
 from tokenyard.rows import (
+    ChoiceRows,
     CombineBuffer,
     LocalRoutes,
     RankRows,
     ReceivedRows,
     UnfinalizedRows,
+    check_choice_rows,
     check_expert_rows,
     check_result,
     describe,
@@ -176,6 +179,16 @@ def test_results_of_ranks_are_summed_in_the_order_of_ranks_and_rounded_once():
         came, rows_by_rank=came.rows_by_rank[:1], tokens_by_rank=came.tokens_by_rank[:1]
     )
     assert alone.sum().tolist() == [[3.0, 4.0], [0.0, 0.0], [LARGE, 1.0]]
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (4, 4), (3, 5)], ids=str)
+def test_rows_of_choices_have_a_row_for_each_choice_of_an_expert_here(shape):
+    with pytest.raises(
+        ContractError, match=r"ChoiceRows holds .*; expected a floating-point tensor \[3, 4\]"
+    ):
+        check_choice_rows(ChoiceRows(rows_NH=torch.zeros(shape)), received())
+    fitting = ChoiceRows(rows_NH=torch.zeros(3, 4))
+    assert check_choice_rows(fitting, received()) is fitting
 
 
 @pytest.mark.parametrize("slots", [None, [4, 0, 2, 5]])

@@ -483,6 +483,14 @@ def scales_of(folder: Path, end: str) -> torch.Tensor:
     return load_file(folder / "model.safetensors")[f"{EXPERT}.{end.replace('__', '.')}"]
 
 
+def test_sizes_are_read_off_quantized_weights_where_the_config_says_nothing(quantized):
+    _, folder = quantized
+    reconfigure(folder, hidden_size=None, moe_intermediate_size=None, num_experts=None)
+    for layer in open_checkpoint(folder).layers:
+        assert (layer.num_experts, layer.hidden_size, layer.intermediate_size) == (4, 128, 128)
+        assert (layer.gated, layer.w13_outputs) == (True, 256)
+
+
 def test_scales_that_do_not_match(quantized):
     kind, folder = quantized
     end = scale_name(kind)
@@ -735,6 +743,24 @@ def test_what_is_viewed_lies_on_a_multiple_of_its_size(tmp_path):
     with opened.view("words") as words:
         assert words.data_ptr() % 4 == 0
         assert words.tolist() == [1.5, -2.0]
+
+
+def test_the_bytes_that_were_read_are_given_back(folder, monkeypatch):
+    """Those of a tensor, or of one expert's share of it."""
+    given = []
+    monkeypatch.setattr(files._Map, "give_back", lambda self, first, last: given.append((first, last)))
+    found, size = header.read_header(folder / "model.safetensors")
+    opened = files.TensorFiles(
+        {tensor.name: tensor for tensor in found}, {folder / "model.safetensors": size}
+    )
+    stored = next(tensor for tensor in found if len(tensor.shape) == 2)
+    rows, columns = stored.shape
+    width = stored.nbytes // rows
+    for index in (None, 0, rows - 1):
+        with opened.view(stored.name, index) as tensor:
+            assert tensor.shape == ((rows, columns) if index is None else (columns,))
+    last = stored.begin + stored.nbytes
+    assert given == [(stored.begin, last), (stored.begin, stored.begin + width), (last - width, last)]
 
 
 def test_a_long_reason_is_cut(tmp_path):

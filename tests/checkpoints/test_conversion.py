@@ -281,6 +281,7 @@ def test_names_stay_as_they_were(tmp_path, gated):
     back = open_checkpoint(tmp_path / "out")
     assert [layer.projections for layer in back.layers] == [layer.projections for layer in source.layers]
     assert_same_weights(back.experts(0), source.experts(0).quantize("mxint4"))
+    assert {(layer.gated, layer.w13_outputs) for layer in back.layers} == {(gated, 64 if gated else 32)}
 
 
 def fused(model: Small) -> dict[str, torch.Tensor]:
@@ -450,10 +451,13 @@ def test_a_disk_that_is_full(tmp_path, monkeypatch):
     from collections import namedtuple
 
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1, 1, 1000))
     source = open_checkpoint(save(tmp_path / "plain", MODEL.tensors(), MODEL.config()))
-    with pytest.raises(CheckpointError, match="has 1000 bytes left"):
+    due = convert(source, "mxint4", tmp_path / "first").bytes_after
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1, 1, due - 1))
+    with pytest.raises(CheckpointError, match=f"has {due - 1} bytes left; expected {due} bytes"):
         convert(source, "mxint4", tmp_path / "out")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1, 1, due))
+    convert(source, "mxint4", tmp_path / "out")
 
 
 def entry(name, nbytes, dtype="U8"):
@@ -491,6 +495,14 @@ def test_nothing_is_written_into_files_that_were_abandoned(tmp_path):
     assert load_file(tmp_path / "model.safetensors")["b"].tolist() == [0.0, 0.0]
     assert load_file(tmp_path / "model.safetensors")["a"].tolist() == [1.0, 1.0]
     making.abandon()  # a second time
+
+
+def test_what_is_written_in_several_calls_stands_one_behind_the_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "_AT_ONCE", 3)
+    making = writer.CheckpointWriter(tmp_path, [writer.Entry(name="a", dtype="F32", shape=(5,))])
+    making.write("a", torch.arange(5.0))
+    making.close()
+    assert load_file(tmp_path / "model.safetensors")["a"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
 def test_files_are_closed_when_all_is_written(tmp_path):

@@ -102,6 +102,25 @@ def test_weights_are_copied_unless_adopted(cls: type[Experts]) -> None:
 
 
 @pytest.mark.parametrize("cls", CLASSES)
+def test_experts_that_were_cast_since_they_were_built_are_refused(cls: type[Experts]) -> None:
+    spec, weights, x_RH, routes = Case().build()
+    experts = cls(spec, weights).half()
+    with pytest.raises(InputError, match="w13 is float16; expected bfloat16, as the layer was planned"):
+        run(experts, x_RH, routes)
+    run(experts.bfloat16(), x_RH, routes)
+    with pytest.raises(
+        InputError, match=r"the weights are on meta, and the rows on cpu; expected one device"
+    ):
+        run(experts.to("meta"), x_RH, routes)
+
+
+@pytest.mark.parametrize("given", [3, None, int, Case()], ids=str)
+def test_what_is_no_experts_class_is_refused(given: object) -> None:
+    with pytest.raises(InputError, match="experts"):
+        get(given)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
 def test_adopted_views_stay_views_where_the_kernel_reads_strides(cls: type[Experts]) -> None:
     class Own(cls):  # a kernel that says nothing about strides
         def compute(self, received, *, finalize):

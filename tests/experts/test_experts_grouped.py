@@ -107,6 +107,19 @@ def test_uneven_loads_choose_for_each_expert(monkeypatch: pytest.MonkeyPatch) ->
     assert dtypes == [torch.float32] * 2 + [torch.bfloat16] * 2
 
 
+@pytest.mark.parametrize("native", [True, False])
+def test_weights_are_widened_only_by_a_cpu_that_cannot_multiply_them(native: bool, monkeypatch) -> None:
+    asked: list[bool] = []
+    path = grouped.product_path
+    monkeypatch.setattr(grouped, "cpu_multiplies", lambda _: native)
+    monkeypatch.setattr(
+        grouped, "product_path", lambda *sizes, native: asked.append(native) or path(*sizes, native=native)
+    )
+    experts, x_RH, routes = build_experts("grouped", Case(R=70))
+    run(experts, x_RH, routes)
+    assert set(asked) == {native}
+
+
 def test_weights_that_grouped_mm_cannot_take() -> None:
     case = Case(R=6)
     spec, weights, x_RH, routes = case.build()

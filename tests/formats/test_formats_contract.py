@@ -154,6 +154,14 @@ def test_rows_that_are_encoded_are_counted_once_also_by_a_class_that_inherits_it
         assert {duty: sum(rows.values()) for duty, rows in ledger.done.items()} == due
 
 
+@pytest.mark.parametrize("format", [Mxfp8(), Nvfp4(), Bf16()], ids=str)
+def test_rows_whose_scales_are_swizzled_are_counted(format):
+    rows = format.encode(random_rows(3, 256))
+    with Ledger().open() as ledger:
+        rows.swizzled()
+    assert sum(ledger.rows(Duty.SWIZZLE).values()) == (3 if format.quantized else 0)
+
+
 @pytest.mark.parametrize("bad", [torch.ones(3), torch.ones(2, 0), torch.ones(2, 3, dtype=torch.int32)])
 @pytest.mark.parametrize("format", ALL, ids=str)
 def test_what_is_not_rows_is_refused(format, bad):

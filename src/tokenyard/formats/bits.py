@@ -242,7 +242,7 @@ def _int4_by_bits(packed: Tensor) -> Tensor:
 
 @functools.cache
 def _int4_pairs() -> Tensor:
-    return _pair_table([float(code if code < 8 else code - 16) for code in range(16)])
+    return _pair_table([float((code ^ 8) - 8) for code in range(16)])
 
 
 def _pair_table(values: list[float]) -> Tensor:
