@@ -194,3 +194,12 @@ def test_experts_that_write_into_their_weights_do_not_write_into_those_of_the_ca
     arrival = plan.exchange.dispatch(wiring.exchange_spec, wiring.wire.encode(x_TH), routes)
     arrival.received.routes.weights_RK.zero_()
     assert torch.equal(routes.topk_weights_TK, weights_TK)
+
+
+def test_an_exchange_counts_for_the_layers_that_it_serves():
+    """One that stays goes on counting; one that leaves is counted no longer."""
+    both = [spec("stays"), spec("leaves")]
+    plan = ty.plan(both, alone())
+    build(plan, "stays")(*batch(both[0], 3, seed=0))
+    plan.exchange.serve([plan.wiring("stays").exchange_spec])
+    assert {name: stats.tokens for name, stats in plan.stats().items()} == {"stays": 3}

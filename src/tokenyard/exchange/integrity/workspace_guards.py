@@ -134,8 +134,7 @@ class WorkspaceGuards:
         spec, used = known
         for _, rows in _cut(there, spec.combine_slots, used):
             rows.fill_(POISON)
-        if (byte := _first_written(there)) is not None:
-            there.fill_(POISON)
+        if (byte := _first_written(there)) is not None:  # the next round poisons all of it
             raise Corrupted(
                 f"byte {byte} of region 'combine' was written after this rank's results stood there",
                 expected="the other ranks to read results, and to write nothing",
