@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -311,3 +312,9 @@ def test_local_ids_are_fresh_also_where_they_are_the_ids(experts: list[int]) -> 
     local_TK = Placement.explicit(3, [experts]).local_ids(ids_TK)
     local_TK.fill_(7)
     assert ids_TK.tolist() == [[0, 2], [1, 1]]
+
+
+def test_integers_of_numpy_become_plain_ones() -> None:
+    placement = Placement(num_experts=np.int64(3), table=[list(np.array([0, 2])), [np.int32(1)]])  # type: ignore[arg-type]
+    assert json.dumps([placement.num_experts, placement.table]) == "[3, [[0, 2], [1]]]"
+    assert hash(placement) == hash(Placement(num_experts=3, table=((0, 2), (1,))))

@@ -224,3 +224,10 @@ def test_a_layer_moves_if_it_is_too_uneven_and_another_placement_is_better(load_
     )
     assert list(moves_of_plan._balanced(threshold, {"moe": [3, 3]})) == (["moe"] if moves else [])
     assert asked == [True]  # the next time counts what comes after this
+
+
+@pytest.mark.parametrize("spare", [0, 1, 2])
+def test_an_exchange_is_told_whether_experts_may_move(spare):
+    """Tables of kernels then have room for copies of an expert on every rank."""
+    made = ty.plan([spec(spare_experts=spare)], alone())
+    assert made.wiring("moe").exchange_spec.movable is (spare > 0)
