@@ -344,6 +344,9 @@ def test_an_arrival_says_which_tokens_went_out(max_rows, tokens):
         arrivals.append(exchange.dispatch_next(arrivals[-1]))
     assert [arrival.tokens for arrival in arrivals] == tokens
     assert {arrival.batch_tokens for arrival in arrivals} == {3}
+    first = arrivals[0].round
+    assert [arrival.round for arrival in arrivals] == [first + turn for turn in range(len(tokens))]
+    assert exchange.announcer.round == arrivals[-1].round
 
 
 @pytest.mark.parametrize("exchange", ["local", *ty.EXCHANGES])
