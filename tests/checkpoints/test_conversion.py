@@ -487,9 +487,8 @@ def test_wide_numbers_stand_first_in_a_file():
 def test_nothing_is_written_into_files_that_were_abandoned(tmp_path):
     entries = [writer.Entry(name=name, dtype="F32", shape=(2,)) for name in "ab"]
     making = writer.CheckpointWriter(tmp_path, entries)
-    making.write(
-        "a", torch.ones(2, 2)[:, 0].requires_grad_()
-    )  # wherever it stands, whatever is computed of it
+    strided = torch.ones(2, 2)[:, 0].requires_grad_()  # wherever it stands, whatever is computed of it
+    making.write("a", strided)
     making.abandon()
     making.write("b", torch.ones(2))
     assert load_file(tmp_path / "model.safetensors")["b"].tolist() == [0.0, 0.0]

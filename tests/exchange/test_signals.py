@@ -33,11 +33,15 @@ def word(round=1, phase=Phase.DISPATCH):
     return Announcement(plan=7, layer=0, phase=phase, round=round, tokens=3, counts=())
 
 
+def signals_of(groups):
+    """The signals of all ranks of a plan, over the same memory."""
+    controls = [torch.zeros(control_bytes(WORLD), dtype=torch.uint8) for _ in range(WORLD)]
+    return [Signals(controls, group) for group in groups]
+
+
 @pytest.fixture
 def ranks():
-    """The signals of all ranks, over the same memory."""
-    controls = [torch.zeros(control_bytes(WORLD), dtype=torch.uint8) for _ in range(WORLD)]
-    return [Signals(controls, FakeGroup(rank)) for rank in range(WORLD)]
+    return signals_of([FakeGroup(rank) for rank in range(WORLD)])
 
 
 def tell(ranks, source, targets, **place):
@@ -215,8 +219,7 @@ def test_a_rank_that_was_lost_has_not_departed(ranks):
 
 def test_a_rank_tells_those_who_wait_for_it_in_another_plan_where_it_is(ranks):
     """Rank 0 is in one plan; in another one rank 1 waits for it, rank 2 has its word, and rank 3 does not wait."""
-    controls = [torch.zeros(control_bytes(WORLD), dtype=torch.uint8) for _ in range(WORLD)]
-    others = [Signals(controls, rank._group) for rank in ranks]
+    others = signals_of([rank._group for rank in ranks])
     there = replace(word(round=5, phase=Phase.COMBINE), plan=8)
     for source in range(WORLD):
         others[source].tell(2, there)
@@ -235,8 +238,7 @@ def test_a_rank_tells_those_who_wait_for_it_in_another_plan_where_it_is(ranks):
 
 def test_a_rank_that_hears_of_another_plan_answers_there(ranks):
     """Rank 1 waits for rank 0 in the second meeting of another plan, and has told it so here."""
-    controls = [torch.zeros(control_bytes(WORLD), dtype=torch.uint8) for _ in range(WORLD)]
-    others = [Signals(controls, rank._group) for rank in ranks]
+    others = signals_of([rank._group for rank in ranks])
     first, there = (replace(word(round=round, phase=Phase.COMBINE), plan=8) for round in (4, 5))
     for source in range(WORLD):
         others[source].tell(1, first)
@@ -279,8 +281,7 @@ def test_a_wait_looks_ten_times_a_second_at_who_is_gone_until_the_deadline(ranks
 
 
 def test_a_rank_that_waits_for_long_tells_those_who_wait_for_it_in_another_plan(ranks, clock):
-    controls = [torch.zeros(control_bytes(WORLD), dtype=torch.uint8) for _ in range(WORLD)]
-    others = [Signals(controls, rank._group) for rank in ranks]
+    others = signals_of([rank._group for rank in ranks])
     there = replace(word(round=5, phase=Phase.COMBINE), plan=8)
     for source in (1, 2, 3):
         others[source].tell(1, there)

@@ -154,7 +154,7 @@ class MoELayer(nn.Module):
         """
         batch = Batch(x_TH, routes_or_logits, payloads, out, add)
         finish = partial(refuse_gradients, self, batch=batch)
-        return PendingBatch(self, partial(self._start, batch), finish, survives=self.plan.survive)
+        return PendingBatch(self, partial(self._start, batch), finish)
 
     def _start(self, batch: Batch) -> RoundTrip:
         trip = self._open_trip(ahead=True)

@@ -34,10 +34,8 @@ class PendingBatch:
         layer: MoELayer,
         start: Callable[[], RoundTrip],
         finish: Callable[[Tensor], Tensor],
-        *,
-        survives: bool,
     ) -> None:
-        self._layer, self._start, self._finish, self._survives = layer, start, finish, survives
+        self._layer, self._start, self._finish = layer, start, finish
         self._is_finished = False
         self._trip: RoundTrip | None = None
         self._surviving(lambda trip: None)
@@ -82,7 +80,7 @@ class PendingBatch:
                 rank=layer.plan.group.rank,
             )
         y_TH = self._surviving(self._come_home)
-        if self._survives:
+        if layer.plan.survive:
             layer.plan.count_call()
         return self._finish(y_TH)
 

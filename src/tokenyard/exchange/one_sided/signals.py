@@ -259,7 +259,7 @@ class Signals:
 
     def _waits_for(self, rank: int, source: int) -> bool:
         """Whether a rank waits in this plan for a word of `source` that has not come."""
-        waiting, turn = self._state(rank)  # 0, no round, where it does not wait: any flag is of a later one
+        waiting, turn = self._state(rank)  # 0 where it does not wait: no flag is below that
         return self._flag_of(rank, _PHASES[waiting & 3], turn % _TURNS, source) >> 24 < waiting >> 24
 
     def _tell_in_other_plans(self, mine: Announcement, ranks: Sequence[int]) -> None:
