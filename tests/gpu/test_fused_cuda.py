@@ -25,7 +25,13 @@ from tokenyard.conformance.twin import twin
 from tokenyard.experts import ExpertsSpec, ExpertWeights, FusedExperts, ReferenceExperts, activation
 from tokenyard.experts.fused import experts as fused_experts
 from tokenyard.experts.fused import launch, launch_hopper, packing, recoding
-from tokenyard.experts.fused.tile_configs import CodesTileConfig, TileConfig, TileConfigs, choose_packed_tiles
+from tokenyard.experts.fused.tile_configs import (
+    SPECIALIZED_TILES,
+    CodesTileConfig,
+    TileConfig,
+    TileConfigs,
+    choose_packed_tiles,
+)
 from tokenyard.formats import QuantizedMatrix, weight_format
 from tokenyard.rows import LocalRoutes, ReceivedRows
 
@@ -175,11 +181,12 @@ def specialized_launches(monkeypatch):
     return launched
 
 
+@pytest.mark.parametrize("tile", SPECIALIZED_TILES)
 @pytest.mark.parametrize("changes", SPECIALIZED_LAYERS.values(), ids=SPECIALIZED_LAYERS)
-def test_warps_that_load_and_warps_that_multiply(changes, specialized_launches):
+def test_warps_that_load_and_warps_that_multiply(changes, tile, specialized_launches):
     case = replace(CODES, **changes)
     experts = built(case)
-    experts.tile_configs = TileConfigs(MANY, MANY)
+    experts.tile_configs = TileConfigs(replace(MANY, tile=tile), replace(MANY, tile=tile))
     y_RH = check_case(case, experts)
     assert len(specialized_launches) == (3 if is_hopper() else 0)
     for _ in range(20):  # what races is not the same twice
@@ -207,12 +214,13 @@ SPECIALIZED_NUMBERS = {
 }
 
 
+@pytest.mark.parametrize("tile", SPECIALIZED_TILES)
 @pytest.mark.parametrize("changes", SPECIALIZED_NUMBERS.values(), ids=SPECIALIZED_NUMBERS)
-def test_warps_that_load_and_warps_that_multiply_numbers(changes, specialized_launches):
+def test_warps_that_load_and_warps_that_multiply_numbers(changes, tile, specialized_launches):
     case = replace(NUMBERS, **changes)
     experts = built(case)
     many = TileConfig(256, 128, 64, 8, 4, 64, tma=True, specialized=True)
-    experts.tile_configs = TileConfigs(many, many)
+    experts.tile_configs = TileConfigs(replace(many, tile=tile), replace(many, tile=tile))
     y_RH = check_case(case, experts)
     assert len(specialized_launches) == (3 if is_hopper() else 0)
     for _ in range(20):  # what races is not the same twice

@@ -24,10 +24,19 @@ from tokenyard.experts.fused.operands import (
     launch_options,
 )
 from tokenyard.experts.fused.packing import PackedMatrix
-from tokenyard.experts.fused.tile_configs import AnyTileConfig, CodesTileConfig, PackedTileConfig
+from tokenyard.experts.fused.tile_configs import (
+    AnyTileConfig,
+    CodesTileConfig,
+    PackedTileConfig,
+    TileConfig,
+)
 from tokenyard.experts.weights import ExpertWeights
 from tokenyard.formats import QuantizedMatrix, weight_format
 from tokenyard.formats.base import EncodedRows
+
+# By the most rows of a tile of `kernels.specialized`: the rows up to which tiles are turned, and stages. What stands in
+# shared memory for longer leaves room for fewer stages.
+TURNED = {16: ((16,), 6), 32: ((16, 32), 5), 64: ((16, 32, 64), 5), 128: ((16, 64), 4)}
 
 
 def launch_expanded(matrix: PackedMatrix, bases: Tensor, *, early: bool) -> QuantizedMatrix:
@@ -83,7 +92,10 @@ def launch_specialized(
     """Both products, by warps that load and warps that multiply."""
     from tokenyard.experts.fused.kernels import specialized
 
-    spec, max_tiles = call.spec, call.sorted.max_tiles
+    spec, max_tiles, config = call.spec, call.sorted.max_tiles, call.tile_configs.inner
+    assert isinstance(config, TileConfig)
+    widths, stages = TURNED[config.tile]
+    turned = widths if config.tail or config.tile < 128 else ()
     processors = torch.cuda.get_device_properties(rows.device).multi_processor_count
     x, activation = Rows.of(rows), {name.lower(): value for name, value in activation_constants(spec).items()}
     for is_first in (True, False):
@@ -95,7 +107,7 @@ def launch_specialized(
         w_descriptor = tma_descriptor(held.data, 128, 2 * inputs if interleaved else inputs)
         items = max_tiles * triton.cdiv(outputs, 128 if is_first else 256)
         specialized.specialized_product[(max(1, min(items, processors)),)](
-            w_descriptor if is_first else tma_descriptor(inner.data, 64, inputs),
+            w_descriptor if is_first else tma_descriptor(inner.data, min(config.tile, 64), inputs),
             w_descriptor,
             x.given(slots_R) if is_first else between.given(None),
             arguments.Weights(None, held.scales, None, None, bias),
@@ -104,9 +116,10 @@ def launch_specialized(
             PRODUCT=specialized.Product(
                 inputs=inputs, outputs=outputs, experts=spec.num_local_experts, top_k=spec.top_k, first=is_first,
                 interleaved=interleaved, weighted=spec.weight_on == ("input" if is_first else "output"),
-                finalize=finalize, powers=bool(inner.held == fp8_split.POWER_CODES), **activation,
+                finalize=finalize, powers=bool(inner.held == fp8_split.POWER_CODES),
+                tile=config.tile, turned=turned, **activation,
             ),
-            STAGES=4, EARLY=call.early, num_warps=4, **call.options,
+            STAGES=stages, EARLY=call.early, num_warps=4, **call.options,
         )  # fmt: skip
 
 

@@ -19,8 +19,8 @@ _Line = TypeVar("_Line")
 # which share a scale. Without a gate it has half as many.
 SPLIT_OUT = 256
 SPLIT_BLOCK = 128
-# Rows of a tile of `kernels.specialized`: 64 for each group of warps that multiply.
-SPECIALIZED_TILE = 128
+# The most rows of a tile of `kernels.specialized`: 64 for each group of warps that multiply, or few for both.
+SPECIALIZED_TILES = (16, 32, 64, 128)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class TileConfigs:
     def specialized(self) -> bool:
         """Whether both products are to be computed by warps that load and warps that multiply, if they can."""
         both = (self.inner, self.result)
-        return all(isinstance(t, TileConfig) and t.specialized and t.tile == SPECIALIZED_TILE for t in both)
+        return all(isinstance(t, TileConfig) and t.specialized and t.tile in SPECIALIZED_TILES for t in both)
 
     def without_tails(self) -> TileConfigs:
         """The same tiles, none of them narrow: of e4m3, a narrow one adds in another order."""

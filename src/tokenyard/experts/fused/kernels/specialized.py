@@ -62,6 +62,8 @@ class Product(NamedTuple):
     alpha: float
     shift: float
     powers: bool  # scales between the products are powers of two
+    tile: int  # the most rows of a tile: 128, or fewer, which are all turned
+    turned: tuple[int, ...]  # tiles of at most so many rows are turned: weights × rows
 
 
 class Stages(NamedTuple):
@@ -78,6 +80,8 @@ class Stages(NamedTuple):
     items: Any  # that were taken: a ring of two
     told: Any
     heard: Any
+    largest: Any  # numbers of the rows of a turned tile, found by each group: a ring of two
+    found: Any
 
 
 @gluon.jit
@@ -155,9 +159,37 @@ def lines_of(rows, routes, place, TOP_K: gl.constexpr):
 
 
 @gluon.jit
+def ask_for_weights(
+    w_descriptor, stages, stage, output0, output1, block, wanted, more, PRODUCT: gl.constexpr, SCALED: gl.constexpr
+):  # fmt: skip
+    """Let TMA bring the weights of a stage, if they are wanted, and say what else it will bring: rows, or `more`."""
+    WIDE: gl.constexpr = 128 if SCALED else 64
+    NEAR: gl.constexpr = 128 * 128 * (1 if SCALED else 2)
+    ROWS: gl.constexpr = 0 if PRODUCT.first else 128 * min(PRODUCT.tile, 64)
+    bar = stages.full.index(stage)
+    if PRODUCT.tile == 128 and not PRODUCT.first:
+        mbarrier.expect(bar, NEAR + 2 * ROWS, pred=wanted & more)
+        mbarrier.expect(bar, NEAR + ROWS, pred=wanted & (more == 0))
+    else:
+        mbarrier.expect(bar, NEAR + ROWS, pred=wanted)
+    low = stages.weights.index(stage).slice(0, 128)
+    high = stages.weights.index(stage).slice(128, 128)
+    start_tma(w_descriptor, [output0, block * WIDE], bar, low, pred=wanted)
+    if PRODUCT.interleaved:
+        start_tma(w_descriptor, [output0, PRODUCT.inputs + block * WIDE], bar, high, pred=wanted)
+    elif SCALED:
+        bar1 = stages.full1.index(stage)
+        mbarrier.expect(bar1, 128 * 128, pred=wanted)
+        start_tma(w_descriptor, [output1, block * WIDE], bar1, high, pred=wanted)
+    else:
+        start_tma(w_descriptor, [output1, block * WIDE], bar, high, pred=wanted)
+
+
+@gluon.jit
 def load_tiles(
-    x_descriptor, w_descriptor, rows, weights, routes, stages, PRODUCT: gl.constexpr, STAGES: gl.constexpr
-):
+    x_descriptor, w_descriptor, rows, weights, routes, stages,
+    PRODUCT: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
     """Bring rows, weights and scales, 128 bytes of inputs a stage."""
     SCALED: gl.constexpr = weights.scales is not None
     WIDE: gl.constexpr = 1024 // rows.data.dtype.element_ty.primitive_bitwidth  # inputs of a stage
@@ -169,9 +201,10 @@ def load_tiles(
     STEP: gl.constexpr = 128 if PRODUCT.first else 256
     COPY: gl.constexpr = gl.BlockedLayout([1, UNIT], [4, 8], [4, 1], [1, 0])
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    NEAR: gl.constexpr = min(PRODUCT.tile, 64)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
-    r = gl.arange(0, 64, layout=gl.SliceLayout(1, COPY))
+    r = gl.arange(0, NEAR, layout=gl.SliceLayout(1, COPY))
     c = gl.arange(0, WIDE, layout=gl.SliceLayout(0, COPY))
     v = gl.arange(0, 128, layout=ONE)
     items = items_of(routes, PRODUCT)
@@ -179,6 +212,19 @@ def load_tiles(
     slot = gl.to_tensor(0)
     slot_phase = gl.to_tensor(1)
     expert, start, count, column = tile_of(routes, item, items, columns_of(PRODUCT))
+    # Of weights that take turns, a line holds a gate, and its up behind it.
+    output0 = expert * (LINES // 2 if PRODUCT.interleaved else LINES) + column * STEP
+    output1 = output0 + (OUTPUTS if PRODUCT.first else 128)
+    asked = gl.to_tensor(0)
+    if EARLY and not PRODUCT.first:
+        # The weights do not depend on the kernel before, the rows do.
+        AHEAD: gl.constexpr = min(STAGES, BLOCKS)
+        for s in gl.static_range(AHEAD):
+            ask_for_weights(
+                w_descriptor, stages, s, output0, output1, s, item < items, count > 64, PRODUCT, SCALED
+            )
+        asked += AHEAD
+        depends("wait")
     while item < items:
         item = take_item(routes, stages, slot, slot_phase, PRODUCT)
         slot, slot_phase = next_stage(slot, slot_phase, 2)
@@ -187,17 +233,15 @@ def load_tiles(
         if PRODUCT.first:
             # In units of 16 bytes they fit into 32 bits: pointers are made at each step, and take no registers.
             near = start + gl.minimum(r, count - 1)
-            far = start + gl.minimum(r + 64, count - 1)
             line0 = lines_of(rows, routes, near, PRODUCT.top_k) * (rows.stride // UNIT)
-            line1 = lines_of(rows, routes, far, PRODUCT.top_k) * (rows.stride // UNIT)
             # Rows that are not there are zero: they cost neither memory nor power.
             is_row0 = (r < count)[:, None]
-            is_row1 = (r + 64 < count)[:, None]
+            if PRODUCT.tile == 128:
+                far = start + gl.minimum(r + 64, count - 1)
+                line1 = lines_of(rows, routes, far, PRODUCT.top_k) * (rows.stride // UNIT)
+                is_row1 = (r + 64 < count)[:, None]
             if SCALED:
                 place = lines_of(rows, routes, place, PRODUCT.top_k)
-        # Of weights that take turns, a line holds a gate, and its up behind it.
-        output0 = expert * (LINES // 2 if PRODUCT.interleaved else LINES) + column * STEP
-        output1 = output0 + (OUTPUTS if PRODUCT.first else 128)
         if SCALED:
             row_scale = rows.scales + place.to(gl.int64) * rows.scale_stride
             # Behind the last output of all (of the second product alone) weights are zero, and have the last scale.
@@ -207,44 +251,43 @@ def load_tiles(
         for block in range(BLOCKS):
             mbarrier.wait(stages.empty.index(stage), phase)
             bar = stages.full.index(stage)
-            mbarrier.expect(bar, 128 * 128 * ((1 if SCALED else 2) + (0 if PRODUCT.first else 1)))
+            ask_for_weights(
+                w_descriptor, stages, stage, output0, output1, block, asked == 0, count > 64, PRODUCT, SCALED
+            )
+            asked = gl.maximum(asked - 1, 0)
             if not PRODUCT.first:
                 start_tma(x_descriptor, [start, block * WIDE], bar, stages.rows0.index(stage))
-                start_tma(x_descriptor, [start + 64, block * WIDE], bar, stages.rows1.index(stage))
-            low = stages.weights.index(stage).slice(0, 128)
-            high = stages.weights.index(stage).slice(128, 128)
-            start_tma(w_descriptor, [output0, block * WIDE], bar, low)
-            if PRODUCT.interleaved:
-                start_tma(w_descriptor, [output0, INPUTS + block * WIDE], bar, high)
-            elif not SCALED:
-                start_tma(w_descriptor, [output1, block * WIDE], bar, high)
-            if PRODUCT.first:
+                if PRODUCT.tile == 128:
+                    far_rows = stages.rows1.index(stage)
+                    start_tma(x_descriptor, [start + 64, block * WIDE], bar, far_rows, pred=count > 64)
+            else:
                 near_line = rows.data + (block * WIDE + line0.to(gl.int64) * UNIT)[:, None] + c[None, :]
-                far_line = rows.data + (block * WIDE + line1.to(gl.int64) * UNIT)[:, None] + c[None, :]
+                is_input = (block * WIDE + c < INPUTS)[None, :]
                 if INPUTS % WIDE == 0:
                     start_copy(stages.rows0.index(stage), near_line, mask=is_row0)
-                    start_copy(stages.rows1.index(stage), far_line, mask=is_row1)
                 else:
-                    is_input = (block * WIDE + c < INPUTS)[None, :]
                     start_copy(stages.rows0.index(stage), near_line, mask=is_row0 & is_input)
-                    start_copy(stages.rows1.index(stage), far_line, mask=is_row1 & is_input)
+                if PRODUCT.tile == 128:
+                    far_line = rows.data + (block * WIDE + line1.to(gl.int64) * UNIT)[:, None] + c[None, :]
+                    if INPUTS % WIDE == 0:
+                        start_copy(stages.rows1.index(stage), far_line, mask=is_row1)
+                    else:
+                        start_copy(stages.rows1.index(stage), far_line, mask=is_row1 & is_input)
             if SCALED:
                 start_copy(stages.by_row.index(stage), row_scale + block)
                 start_copy(stages.by_output.index(stage), output_scale + block)
             if SCALED or PRODUCT.first:
                 async_copy.mbarrier_arrive(bar, increment_count=False)
-            if SCALED:
-                bar1 = stages.full1.index(stage)
-                mbarrier.expect(bar1, 128 * 128)
-                start_tma(w_descriptor, [output1, block * WIDE], bar1, high)
             stage, phase = next_stage(stage, phase, STAGES)
         expert, start, count, column = next_expert, next_start, next_count, next_column
+        output0 = expert * (LINES // 2 if PRODUCT.interleaved else LINES) + column * STEP
+        output1 = output0 + (OUTPUTS if PRODUCT.first else 128)
 
 
 @gluon.jit
 def add_scaled(part, scale, acc):
     """acc + part * scale, where it is written: neither LLVM nor ptxas moves it behind the next wait."""
-    s, _ = gl.broadcast(scale[:, None], part)
+    s, _ = gl.broadcast(scale, part)
     return gl.inline_asm_elementwise(
         "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [part, s, acc], dtype=gl.float32, is_pure=False, pack=1
     )
@@ -259,9 +302,31 @@ def divide(a, b):
 
 
 @gluon.jit
-def quantize(value, POWERS: gl.constexpr):
-    """`fp8_split.quantize` of rows of 128 numbers, but that they are multiplied with the inverse of their scale."""
-    largest = gl.max(value.to(gl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+def largest_of(value):
+    """The bits of the largest magnitude of every row."""
+    return gl.max(value.to(gl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+
+
+@gluon.jit
+def largest_of_both(largest, stages, turn, GROUP: gl.constexpr):
+    """The larger of what both groups have found for each row of their `turn`-th turned tile."""
+    ROWS: gl.constexpr = largest.shape[0]
+    slot = turn % 2
+    stages.largest.index(2 * slot + GROUP).slice(0, ROWS).store(largest)
+    synchronize()
+    # Both arrive here, and both wait: no group is two tiles ahead, and overwrites what the other has yet to read.
+    mbarrier.arrive(stages.found.index(slot))
+    mbarrier.wait(stages.found.index(slot), turn // 2 % 2)
+    other = stages.largest.index(2 * slot + 1 - GROUP).slice(0, ROWS).load(largest.type.layout)
+    return gl.maximum(largest, other)
+
+
+@gluon.jit
+def quantize(value, largest, POWERS: gl.constexpr):
+    """`fp8_split.quantize` of rows of 128 numbers, but that they are multiplied with the inverse of their scale.
+
+    `largest`: the bits of a row's largest magnitude.
+    """
     is_nan = largest > 0x7F800000
     largest = gl.maximum(gl.minimum(largest, 0x7F7FFFFF), 0x2EDBE6FF).to(gl.float32, bitcast=True)
     scale = divide(largest, gl.full_like(largest, 448.0))
@@ -274,18 +339,26 @@ def quantize(value, POWERS: gl.constexpr):
 
 @gluon.jit
 def store_activated(
-    gate, up, expert, start, left_over, column, weights, routes, results, PRODUCT: gl.constexpr, MMA: gl.constexpr
+    gate, up, expert, start, left_over, column, turn, weights, routes, results, stages,
+    GROUP: gl.constexpr, PRODUCT: gl.constexpr,
 ):  # fmt: skip
-    """64 rows × 128 columns of the first product, activated, into `inner` at their places: codes, or numbers."""
+    """Rows × 128 columns of the first product, activated, into `inner` at their places: codes, or numbers.
+
+    Of a turned tile each group has 64 of the columns.
+    """
     OUTPUTS: gl.constexpr = PRODUCT.outputs
-    t = gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
+    ROWS: gl.constexpr = gate.shape[0]
+    COLUMNS: gl.constexpr = gate.shape[1]
+    SUMS: gl.constexpr = gate.type.layout
+    first = column * 128 + (GROUP * 64 if COLUMNS == 64 else 0)
+    t = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUMS))
     if PRODUCT.weighted:
         pair = gl.load(routes.order_N + start + t, mask=t < left_over, other=0)
         pair = gl.where(pair < 0, ~pair, pair)
         weight = gl.load(routes.weights_N + pair, mask=t < left_over, other=0.0).to(gl.float32)[:, None]
         gate, up = gate * weight, up * weight
     if weights.bias is not None:
-        i = column * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, MMA))
+        i = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, SUMS))
         own = weights.bias + expert.to(gl.int64) * (2 * OUTPUTS)
         if PRODUCT.interleaved:
             at, step = 2 * i, 1
@@ -295,38 +368,50 @@ def store_activated(
         up += gl.load(own + step + at, mask=i < OUTPUTS, other=0.0).to(gl.float32)[None, :]
     value = activate(gate, up, PRODUCT.activation, PRODUCT.limit, PRODUCT.alpha, PRODUCT.shift)
     if results.inner_scales is not None:
-        code, scale = quantize(value, PRODUCT.powers)
+        largest = largest_of(value)
+        if COLUMNS == 64:
+            largest = largest_of_both(largest, stages, turn, GROUP)
+        code, scale = quantize(value, largest, PRODUCT.powers)
         where = results.inner_scales + (start + t) * (OUTPUTS // 128) + column
         gl.store(where, scale, mask=t < left_over)
-        CODES: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
-        r = gl.arange(0, 64, layout=gl.SliceLayout(1, CODES))
-        c = column * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, CODES))
+        CODES: gl.constexpr = gl.BlockedLayout([1, 16], [512 // COLUMNS, COLUMNS // 16], [4, 1], [1, 0])
+        r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, CODES))
+        c = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, CODES))
         where = results.inner + (start + r).to(gl.int64)[:, None] * OUTPUTS + c[None, :]
         gl.store(where, gl.convert_layout(code, CODES), mask=(r < left_over)[:, None])
     else:
-        r = gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
+        r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORE))
         row = results.inner + (start + r).to(gl.int64)[:, None] * OUTPUTS
-        # In halves: what threads exchange takes 8 KB.
-        low, high = value.to(results.inner.dtype.element_ty).reshape([64, 2, 64]).permute([0, 2, 1]).split()
-        for half in gl.static_range(2):
-            c = column * 128 + half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, STORE))
+        low, high = halves_of(value.to(results.inner.dtype.element_ty))
+        for half in gl.static_range(COLUMNS // 64):
+            c = first + half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, STORE))
             there = (r < left_over)[:, None]
             if OUTPUTS % 128 != 0:
                 there = there & (c < OUTPUTS)[None, :]
             gl.store(row + c[None, :], gl.convert_layout(low if half == 0 else high, STORE), mask=there)
 
 
-# 64 rows of results, 64 outputs at a time, eight a thread.
+# Rows of results, 64 outputs at a time, eight a thread.
 STORE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit
-def homes_of(start, left_over, routes, results, PRODUCT: gl.constexpr):
-    """Of 64 rows of the second product: what stands in `order_N`, weights, and lines of `out`.
+def halves_of(value):
+    """Of 128 columns 64 and 64: what threads exchange takes 8 KB then. Of 64 columns all of them, twice."""
+    if value.shape[1] == 128:
+        low, high = value.reshape([value.shape[0], 2, 64]).permute([0, 2, 1]).split()
+        return low, high
+    else:
+        return value, value
+
+
+@gluon.jit
+def homes_of(start, left_over, routes, results, PRODUCT: gl.constexpr, ROWS: gl.constexpr):
+    """Of some rows of the second product: what stands in `order_N`, weights, and lines of `out`.
 
     They are asked for before a tile is multiplied, and needed behind it.
     """
-    r = gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
+    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORE))
     place, weight, home = r, r, r
     if not PRODUCT.first:
         place = gl.load(routes.order_N + start + r, mask=r < left_over, other=0)
@@ -343,27 +428,29 @@ def homes_of(start, left_over, routes, results, PRODUCT: gl.constexpr):
 
 @gluon.jit
 def deliver(
-    value, expert, left_over, first, place, weight, home, weights, results, PRODUCT: gl.constexpr, MMA: gl.constexpr
+    value, expert, left_over, first, place, weight, home, weights, results, PRODUCT: gl.constexpr
 ):  # fmt: skip
-    """Store 64 rows × 128 outputs of the second product.
+    """Store rows × 64 or 128 outputs of the second product.
 
     Rows with one expert here go weighted into `out`, others into `partial_sums`.
     """
     OUTPUTS: gl.constexpr = PRODUCT.outputs
+    ROWS: gl.constexpr = value.shape[0]
+    COLUMNS: gl.constexpr = value.shape[1]
+    SUMS: gl.constexpr = value.type.layout
     partial_sums, out = results.partial_sums, results.out
     if weights.bias is not None:
-        n = first + gl.arange(0, 128, layout=gl.SliceLayout(0, MMA))
+        n = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, SUMS))
         own = weights.bias + expert.to(gl.int64) * OUTPUTS + n
         value += gl.load(own, mask=n < OUTPUTS, other=0.0).to(gl.float32)[None, :]
-    is_row = gl.arange(0, 64, layout=gl.SliceLayout(1, STORE)) < left_over
+    is_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORE)) < left_over
     row = partial_sums + gl.where(place < 0, ~place, place).to(gl.int64) * OUTPUTS
     if PRODUCT.finalize:
         alone = is_row & (place >= 0)
         is_row = is_row & (place < 0)
         at_home = out + home.to(gl.int64) * results.out_stride
-    # In halves: what threads exchange takes 8 KB.
-    low, high = value.to(partial_sums.dtype.element_ty).reshape([64, 2, 64]).permute([0, 2, 1]).split()
-    for half in gl.static_range(2):
+    low, high = halves_of(value.to(partial_sums.dtype.element_ty))
+    for half in gl.static_range(COLUMNS // 64):
         wide = gl.convert_layout(low if half == 0 else high, STORE)
         c = first + half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, STORE))
         here = is_row[:, None]
@@ -382,131 +469,182 @@ def deliver(
 
 @gluon.jit
 def store_tile(
-    sums0, sums1, expert, start, left_over, column, place, weight, home, weights, routes, results,
-    PRODUCT: gl.constexpr, MMA: gl.constexpr,
+    sums0, sums1, expert, start, left_over, column, turn, homes, weights, routes, results, stages,
+    GROUP: gl.constexpr, PRODUCT: gl.constexpr,
 ):  # fmt: skip
-    """What is done with the sums of 64 rows × (128 + 128) outputs."""
+    """What is done with the sums of some rows × (128 + 128) outputs; of a turned tile, with a group's 64 + 64."""
     if PRODUCT.first:
         store_activated(
-            sums0, sums1, expert, start, left_over, column, weights, routes, results, PRODUCT, MMA
+            sums0, sums1, expert, start, left_over, column, turn, weights, routes, results, stages, GROUP, PRODUCT
         )
     else:
+        place, weight, home = homes
         first = column * 256
-        deliver(sums0, expert, left_over, first, place, weight, home, weights, results, PRODUCT, MMA)
+        own = first + (GROUP * 64 if sums0.shape[1] == 64 else 0)
+        deliver(sums0, expert, left_over, own, place, weight, home, weights, results, PRODUCT)
         if PRODUCT.outputs % 256 == 0 or first + 128 < PRODUCT.outputs:
-            deliver(
-                sums1, expert, left_over, first + 128, place, weight, home, weights, results, PRODUCT, MMA
-            )
+            deliver(sums1, expert, left_over, own + 128, place, weight, home, weights, results, PRODUCT)
 
 
 @gluon.jit
-def multiply_codes(
-    rows, weights, routes, results, stages, GROUP: gl.constexpr, PRODUCT: gl.constexpr, STAGES: gl.constexpr
-):
-    """One group's 64 rows of every tile, of e4m3: multiplied, and stored."""
+def turned_operands(stages, stage, GROUP: gl.constexpr, ROWS: gl.constexpr):
+    """A group's 64 + 64 lines of a stage's weights, and the rows, turned."""
+    low = stages.weights.index(stage).slice(GROUP * 64, 64)
+    high = stages.weights.index(stage).slice(128 + GROUP * 64, 64)
+    return low, high, stages.rows0.index(stage).slice(0, ROWS).permute((1, 0))
+
+
+@gluon.jit
+def turned_codes(stages, stage, phase, GROUP: gl.constexpr, PRODUCT: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr):  # fmt: skip
+    """Sums `[rows, 64]` and `[rows, 64]` of a tile of few rows of e4m3."""
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
+    BY_LINE: gl.constexpr = gl.SliceLayout(1, SUMS)
+    nothing = gl.zeros([64, ROWS], gl.float32, SUMS)
+    acc0, acc1 = nothing, nothing
+    for _ in range(PRODUCT.inputs // 128):
+        mbarrier.wait(stages.full.index(stage), phase)
+        if PRODUCT.first:
+            fence_async_shared()
+        low, high, turned = turned_operands(stages, stage, GROUP, ROWS)
+        token0 = warpgroup_mma(low, turned, nothing, use_acc=False, is_async=True)
+        mbarrier.wait(stages.full1.index(stage), phase)
+        token1 = warpgroup_mma(high, turned, nothing, use_acc=False, is_async=True)
+        by_row = stages.by_row.index(stage).slice(0, ROWS).load(gl.SliceLayout(0, SUMS))[None, :]
+        scale0 = by_row * stages.by_output.index(stage).slice(0, 64).load(BY_LINE)[:, None]
+        scale1 = by_row * stages.by_output.index(stage).slice(64, 64).load(BY_LINE)[:, None]
+        acc0 = add_scaled(warpgroup_mma_wait(1, [token0]), scale0, acc0)
+        acc1 = add_scaled(warpgroup_mma_wait(0, [token1]), scale1, acc1)
+        mbarrier.arrive(stages.empty.index(stage))
+        stage, phase = next_stage(stage, phase, STAGES)
+    return acc0.permute((1, 0)), acc1.permute((1, 0)), stage, phase
+
+
+@gluon.jit
+def turned_numbers(stages, stage, phase, GROUP: gl.constexpr, PRODUCT: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr):  # fmt: skip
+    """Sums `[rows, 64]` and `[rows, 64]` of a tile of few rows of 16-bit numbers."""
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    acc0 = gl.zeros([64, ROWS], gl.float32, SUMS)
+    acc1 = gl.zeros([64, ROWS], gl.float32, SUMS)
+    for _ in range((PRODUCT.inputs + 63) // 64):
+        mbarrier.wait(stages.full.index(stage), phase)
+        if PRODUCT.first:
+            fence_async_shared()
+        low, high, turned = turned_operands(stages, stage, GROUP, ROWS)
+        acc0 = warpgroup_mma(low, turned, acc0, is_async=True)
+        acc1 = warpgroup_mma(high, turned, acc1, is_async=True)
+        acc0, acc1 = warpgroup_mma_wait(0, [acc0, acc1])
+        mbarrier.arrive(stages.empty.index(stage))
+        stage, phase = next_stage(stage, phase, STAGES)
+    return acc0.permute((1, 0)), acc1.permute((1, 0)), stage, phase
+
+
+@gluon.jit
+def wide_codes(rows, stages, stage, phase, count, GROUP: gl.constexpr, PRODUCT: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Sums `[64, 128]` and `[64, 128]` of a group's rows of e4m3."""
     BLOCKS: gl.constexpr = PRODUCT.inputs // 128
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
-    ROW: gl.constexpr = gl.SliceLayout(1, MMA)
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
+    ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
     full, full1, empty = stages.full, stages.full1, stages.empty
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    part = gl.zeros([64, 128], gl.float32, MMA)
-    items = items_of(routes, PRODUCT)
-    item = gl.program_id(0)
-    slot = gl.to_tensor(0)
-    slot_phase = gl.to_tensor(0)
-    expert, start, count, column = tile_of(routes, item, items, columns_of(PRODUCT))
-    while item < items:
-        first_row, left_over = start + GROUP * 64, count - GROUP * 64
-        place, weight, home = homes_of(first_row, left_over, routes, results, PRODUCT)
-        acc0 = gl.zeros([64, 128], gl.float32, MMA)
-        acc1 = gl.zeros([64, 128], gl.float32, MMA)
-        if count > GROUP * 64:
-            for _ in range(BLOCKS):
-                mbarrier.wait(full.index(stage), phase)
-                if PRODUCT.first:
-                    fence_async_shared()
-                own = rows.index(stage)
-                low = stages.weights.index(stage).slice(0, 128).permute((1, 0))
-                high = stages.weights.index(stage).slice(128, 128).permute((1, 0))
-                token = warpgroup_mma(own, low, part, use_acc=False, is_async=True)
-                scale = stages.by_row.index(stage).slice(GROUP * 64, 64).load(ROW)
-                scale0 = scale * stages.by_output.index(stage).slice(0, 64).load(ROW)
-                scale1 = scale * stages.by_output.index(stage).slice(64, 64).load(ROW)
-                part = warpgroup_mma_wait(0, [token])
-                acc0 = add_scaled(part, scale0, acc0)
-                # A branch: so the next product is not started before `part` is free, and needs no other registers.
-                mbarrier.wait(full1.index(stage), phase)
-                token = warpgroup_mma(own, high, part, use_acc=False, is_async=True)
-                part = warpgroup_mma_wait(0, [token])
-                mbarrier.arrive(empty.index(stage))
-                acc1 = add_scaled(part, scale1, acc1)
-                stage, phase = next_stage(stage, phase, STAGES)
-        else:
-            for _ in range(BLOCKS):
-                mbarrier.wait(full.index(stage), phase)
-                mbarrier.wait(full1.index(stage), phase)
-                mbarrier.arrive(empty.index(stage))
-                stage, phase = next_stage(stage, phase, STAGES)
-        item = hear_item(stages, slot, slot_phase)
-        slot, slot_phase = next_stage(slot, slot_phase, 2)
-        next_expert, next_start, next_count, next_column = tile_of(routes, item, items, columns_of(PRODUCT))
-        store_tile(
-            acc0, acc1, expert, first_row, left_over, column, place, weight, home,
-            weights, routes, results, PRODUCT, MMA,
-        )  # fmt: skip
-        expert, start, count, column = next_expert, next_start, next_count, next_column
+    part = gl.zeros([64, 128], gl.float32, SUMS)
+    acc0 = gl.zeros([64, 128], gl.float32, SUMS)
+    acc1 = gl.zeros([64, 128], gl.float32, SUMS)
+    if count > GROUP * 64:
+        for _ in range(BLOCKS):
+            mbarrier.wait(full.index(stage), phase)
+            if PRODUCT.first:
+                fence_async_shared()
+            own = rows.index(stage)
+            low = stages.weights.index(stage).slice(0, 128).permute((1, 0))
+            high = stages.weights.index(stage).slice(128, 128).permute((1, 0))
+            token = warpgroup_mma(own, low, part, use_acc=False, is_async=True)
+            scale = stages.by_row.index(stage).slice(GROUP * 64, 64).load(ROW)
+            scale0 = scale * stages.by_output.index(stage).slice(0, 64).load(ROW)
+            scale1 = scale * stages.by_output.index(stage).slice(64, 64).load(ROW)
+            part = warpgroup_mma_wait(0, [token])
+            acc0 = add_scaled(part, scale0[:, None], acc0)
+            # A branch: so the next product is not started before `part` is free, and needs no other registers.
+            mbarrier.wait(full1.index(stage), phase)
+            token = warpgroup_mma(own, high, part, use_acc=False, is_async=True)
+            part = warpgroup_mma_wait(0, [token])
+            mbarrier.arrive(empty.index(stage))
+            acc1 = add_scaled(part, scale1[:, None], acc1)
+            stage, phase = next_stage(stage, phase, STAGES)
+    else:
+        for _ in range(BLOCKS):
+            mbarrier.wait(full.index(stage), phase)
+            mbarrier.wait(full1.index(stage), phase)
+            mbarrier.arrive(empty.index(stage))
+            stage, phase = next_stage(stage, phase, STAGES)
+    return acc0, acc1, stage, phase
 
 
 @gluon.jit
-def multiply_numbers(
-    rows, weights, routes, results, stages, GROUP: gl.constexpr, PRODUCT: gl.constexpr, STAGES: gl.constexpr
-):
-    """One group's 64 rows of every tile, of 16-bit numbers: multiplied, and stored.
+def wide_numbers(rows, stages, stage, phase, count, GROUP: gl.constexpr, PRODUCT: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Sums `[64, 128]` and `[64, 128]` of a group's rows of 16-bit numbers.
 
     Each step waits for its product: while one group waits, the other multiplies.
     """
     BLOCKS: gl.constexpr = (PRODUCT.inputs + 63) // 64
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
-    full, empty = stages.full, stages.empty
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    acc = gl.zeros([64, 256], gl.float32, SUMS)
+    if count > GROUP * 64:
+        for block in range(BLOCKS):
+            mbarrier.wait(stages.full.index(stage), phase)
+            if PRODUCT.first:
+                own = rows.index(stage).load(gl.DotOperandLayout(0, SUMS, 2))
+            else:
+                own = rows.index(stage)
+            turned = stages.weights.index(stage).permute((1, 0))
+            acc = warpgroup_mma(own, turned, acc, is_async=True)
+            acc = warpgroup_mma_wait(0, [acc])
+            mbarrier.arrive(stages.empty.index(stage))
+            stage, phase = next_stage(stage, phase, STAGES)
+    else:
+        for block in range(BLOCKS):
+            mbarrier.wait(stages.full.index(stage), phase)
+            mbarrier.arrive(stages.empty.index(stage))
+            stage, phase = next_stage(stage, phase, STAGES)
+    acc0, acc1 = acc.reshape([64, 2, 128]).permute([0, 2, 1]).split()
+    return acc0, acc1, stage, phase
+
+
+@gluon.jit
+def multiply_tiles(
+    rows, weights, routes, results, stages, turned: gl.constexpr, wide: gl.constexpr,
+    GROUP: gl.constexpr, PRODUCT: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One group's part of every tile, multiplied, and stored: 64 rows × 256 outputs, or few rows × 128."""
+    MOST: gl.constexpr = PRODUCT.turned[-1] if len(PRODUCT.turned) else 0
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     items = items_of(routes, PRODUCT)
     item = gl.program_id(0)
     slot = gl.to_tensor(0)
     slot_phase = gl.to_tensor(0)
+    turn = gl.to_tensor(0)  # how many tiles were turned
     expert, start, count, column = tile_of(routes, item, items, columns_of(PRODUCT))
     while item < items:
-        first_row, left_over = start + GROUP * 64, count - GROUP * 64
-        place, weight, home = homes_of(first_row, left_over, routes, results, PRODUCT)
-        acc = gl.zeros([64, 256], gl.float32, MMA)
-        if count > GROUP * 64:
-            for block in range(BLOCKS):
-                mbarrier.wait(full.index(stage), phase)
-                if PRODUCT.first:
-                    own = rows.index(stage).load(gl.DotOperandLayout(0, MMA, 2))
-                else:
-                    own = rows.index(stage)
-                turned = stages.weights.index(stage).permute((1, 0))
-                acc = warpgroup_mma(own, turned, acc, is_async=True)
-                acc = warpgroup_mma_wait(0, [acc])
-                mbarrier.arrive(empty.index(stage))
-                stage, phase = next_stage(stage, phase, STAGES)
-        else:
-            for block in range(BLOCKS):
-                mbarrier.wait(full.index(stage), phase)
-                mbarrier.arrive(empty.index(stage))
-                stage, phase = next_stage(stage, phase, STAGES)
-        acc0, acc1 = acc.reshape([64, 2, 128]).permute([0, 2, 1]).split()
-        HALF: gl.constexpr = acc0.type.layout
         item = hear_item(stages, slot, slot_phase)
         slot, slot_phase = next_stage(slot, slot_phase, 2)
-        next_expert, next_start, next_count, next_column = tile_of(routes, item, items, columns_of(PRODUCT))
-        store_tile(
-            acc0, acc1, expert, first_row, left_over, column, place, weight, home,
-            weights, routes, results, PRODUCT, HALF,
-        )  # fmt: skip
-        expert, start, count, column = next_expert, next_start, next_count, next_column
+        for n in gl.static_range(len(PRODUCT.turned)):
+            if (count <= PRODUCT.turned[n]) & (count > (PRODUCT.turned[n - 1] if n else 0)):
+                homes = homes_of(start, count, routes, results, PRODUCT, PRODUCT.turned[n])
+                acc0, acc1, stage, phase = turned(stages, stage, phase, GROUP, PRODUCT, STAGES, PRODUCT.turned[n])
+                store_tile(
+                    acc0, acc1, expert, start, count, column, turn, homes,
+                    weights, routes, results, stages, GROUP, PRODUCT,
+                )  # fmt: skip
+                turn += 1
+        if PRODUCT.tile > MOST:
+            if count > MOST:
+                first_row, left_over = start + GROUP * 64, count - GROUP * 64
+                homes = homes_of(first_row, left_over, routes, results, PRODUCT, 64)
+                acc0, acc1, stage, phase = wide(rows, stages, stage, phase, count, GROUP, PRODUCT, STAGES)
+                store_tile(
+                    acc0, acc1, expert, first_row, left_over, column, turn, homes,
+                    weights, routes, results, stages, GROUP, PRODUCT,
+                )  # fmt: skip
+        expert, start, count, column = tile_of(routes, item, items, columns_of(PRODUCT))
 
 
 @gluon.jit(do_not_specialize=["routes"])
@@ -521,9 +659,13 @@ def specialized_product(
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    near = gl.allocate_shared_memory(KIND, [STAGES, min(PRODUCT.tile, 64), 1024 // BITS], SHARED)
+    far = near
+    if PRODUCT.tile == 128:
+        far = gl.allocate_shared_memory(KIND, [STAGES, 64, 1024 // BITS], SHARED)
     stages = Stages(
-        rows0=gl.allocate_shared_memory(KIND, [STAGES, 64, 1024 // BITS], SHARED),
-        rows1=gl.allocate_shared_memory(KIND, [STAGES, 64, 1024 // BITS], SHARED),
+        rows0=near,
+        rows1=far,
         weights=gl.allocate_shared_memory(KIND, [STAGES, 256, 1024 // BITS], SHARED),
         by_row=gl.allocate_shared_memory(gl.float32, [STAGES, 128 if SCALED else 1], LINE),
         by_output=gl.allocate_shared_memory(gl.float32, [STAGES, 128 if SCALED else 1], LINE),
@@ -533,6 +675,8 @@ def specialized_product(
         items=gl.allocate_shared_memory(gl.int32, [2, 1], LINE),
         told=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         heard=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        largest=gl.allocate_shared_memory(gl.int32, [4, 64], LINE),
+        found=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
     )
     for s in gl.static_range(STAGES):
         # What TMA brings, and 128 threads, where they copy.
@@ -542,19 +686,16 @@ def specialized_product(
     for s in gl.static_range(2):
         mbarrier.init(stages.told.index(s), count=1)
         mbarrier.init(stages.heard.index(s), count=2)
+        mbarrier.init(stages.found.index(s), count=2)
     fence_async_shared()
     if EARLY:
-        depends("wait")
+        if PRODUCT.first:
+            depends("wait")
         depends("launch_dependents")
-    if SCALED:
-        gl.warp_specialize([
-            (multiply_codes, (stages.rows0, weights, routes, results, stages, 0, PRODUCT, STAGES)),
-            (multiply_codes, (stages.rows1, weights, routes, results, stages, 1, PRODUCT, STAGES)),
-            (load_tiles, (x_descriptor, w_descriptor, rows, weights, routes, stages, PRODUCT, STAGES)),
-        ], [4, 4], [232, 40])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (multiply_numbers, (stages.rows0, weights, routes, results, stages, 0, PRODUCT, STAGES)),
-            (multiply_numbers, (stages.rows1, weights, routes, results, stages, 1, PRODUCT, STAGES)),
-            (load_tiles, (x_descriptor, w_descriptor, rows, weights, routes, stages, PRODUCT, STAGES)),
-        ], [4, 4], [232, 40])  # fmt: skip
+    turned: gl.constexpr = turned_codes if SCALED else turned_numbers
+    wide: gl.constexpr = wide_codes if SCALED else wide_numbers
+    gl.warp_specialize([
+        (multiply_tiles, (near, weights, routes, results, stages, turned, wide, 0, PRODUCT, STAGES)),
+        (multiply_tiles, (far, weights, routes, results, stages, turned, wide, 1, PRODUCT, STAGES)),
+        (load_tiles, (x_descriptor, w_descriptor, rows, weights, routes, stages, PRODUCT, STAGES, EARLY)),
+    ], [4, 4], [232, 40])  # fmt: skip
