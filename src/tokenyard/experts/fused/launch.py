@@ -70,8 +70,8 @@ def sort_on_device(ids_RK: Tensor, experts: int, tile: int, *, early: bool) -> S
     # A multiple of 16: Triton compiles a kernel anew for numbers, and addresses behind so many, that are none.
     max_tiles = 16 * triton.cdiv(min(pairs, pairs // tile + experts), 16)
     order_N = torch.empty(pairs, dtype=torch.int32, device=device)
-    tiles = torch.empty(5 * max_tiles + 3, dtype=torch.int32, device=device)
-    how_many = tiles[5 * max_tiles : 5 * max_tiles + 1]  # and two counters behind it
+    tiles = torch.empty(6 * max_tiles + 3, dtype=torch.int32, device=device)
+    how_many = tiles[6 * max_tiles : 6 * max_tiles + 1]  # and two counters behind it
     sizes, launch = (experts, bins, top_k, choices, CHUNK), launch_options(early)
     if chunks == 1:
         sorting.sort_pairs[(experts,)](

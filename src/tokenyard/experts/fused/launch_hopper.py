@@ -36,7 +36,7 @@ from tokenyard.formats.base import EncodedRows
 
 # By the most rows of a tile of `kernels.specialized`: the rows up to which tiles are turned, and stages. What stands in
 # shared memory for longer leaves room for fewer stages.
-TURNED = {16: ((16,), 6), 32: ((16, 32), 5), 64: ((16, 32, 64), 5), 128: ((16, 64), 4)}
+TURNED = {16: ((16,), 5), 32: ((16, 32), 5), 64: ((16, 32, 64), 4), 128: ((16,), 4)}
 
 
 def launch_expanded(matrix: PackedMatrix, bases: Tensor, *, early: bool) -> QuantizedMatrix:
@@ -98,29 +98,31 @@ def launch_specialized(
     turned = widths if config.tail or config.tile < 128 else ()
     processors = torch.cuda.get_device_properties(rows.device).multi_processor_count
     x, activation = Rows.of(rows), {name.lower(): value for name, value in activation_constants(spec).items()}
-    for is_first in (True, False):
-        w, bias = (weights.w13, weights.b13) if is_first else (weights.w2, weights.b2)
-        held, sizes = Matrices.of(w), (spec.hidden_size, spec.intermediate_size)
-        inputs, outputs = sizes if is_first else sizes[::-1]
-        between = x._replace(data=inner.data, scales=inner.given().inner_scales)
-        interleaved = is_first and spec.activation.interleaved
-        w_descriptor = tma_descriptor(held.data, 128, 2 * inputs if interleaved else inputs)
-        items = max_tiles * triton.cdiv(outputs, 128 if is_first else 256)
-        specialized.specialized_product[(max(1, min(items, processors)),)](
-            w_descriptor if is_first else tma_descriptor(inner.data, min(config.tile, 64), inputs),
-            w_descriptor,
-            x.given(slots_R) if is_first else between.given(None),
-            arguments.Weights(None, held.scales, None, None, bias),
-            call.routes,
-            inner.given(to),
-            PRODUCT=specialized.Product(
-                inputs=inputs, outputs=outputs, experts=spec.num_local_experts, top_k=spec.top_k, first=is_first,
-                interleaved=interleaved, weighted=spec.weight_on == ("input" if is_first else "output"),
-                finalize=finalize, powers=bool(inner.held == fp8_split.POWER_CODES),
-                tile=config.tile, turned=turned, **activation,
-            ),
-            STAGES=stages, EARLY=call.early, num_warps=4, **call.options,
-        )  # fmt: skip
+    H, I, interleaved = spec.hidden_size, spec.intermediate_size, spec.activation.interleaved  # noqa: E741
+    w13, w2 = Matrices.of(weights.w13), Matrices.of(weights.w2)
+    first, second = (
+        specialized.Product(
+            inputs=H if is_first else I, outputs=I if is_first else H, experts=spec.num_local_experts, top_k=spec.top_k,
+            first=is_first, interleaved=is_first and interleaved,
+            weighted=spec.weight_on == ("input" if is_first else "output"), finalize=finalize,
+            powers=bool(inner.held == fp8_split.POWER_CODES), tile=config.tile, turned=turned,
+            step=128 if is_first or config.tile < 128 else 256, deep=not is_first and config.tile < 128, **activation,
+        )
+        for is_first in (True, False)
+    )  # fmt: skip
+    items = max_tiles * (triton.cdiv(I, 128) + triton.cdiv(H, 128))
+    specialized.specialized_products[(max(1, min(items, processors)),)](
+        tma_descriptor(inner.data, min(config.tile, 64), I),
+        tma_descriptor(w13.data, 128, 2 * H if interleaved else H),
+        tma_descriptor(w2.data, 128, I),
+        x.given(slots_R),
+        x._replace(data=inner.data, scales=inner.given().inner_scales).given(None),
+        arguments.Weights(None, w13.scales, None, None, weights.b13),
+        arguments.Weights(None, w2.scales, None, None, weights.b2),
+        call.routes,
+        inner.given(to),
+        FIRST=first, SECOND=second, STAGES=stages, EARLY=call.early, num_warps=4, **call.options,
+    )  # fmt: skip
 
 
 class PackedCall(NamedTuple):

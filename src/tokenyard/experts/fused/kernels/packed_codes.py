@@ -101,11 +101,11 @@ def load_stages(
     item = gl.program_id(0)
     slot = gl.to_tensor(0)
     slot_phase = gl.to_tensor(1)
-    expert, start, count, column = tile_of(routes, item, items, ACROSS)
+    expert, start, count, column, _ = tile_of(routes, item, items, ACROSS)
     while item < items:
         item = take_item(routes, stages, slot, slot_phase, PRODUCT)
         slot, slot_phase = next_stage(slot, slot_phase, 2)
-        next_expert, next_start, next_count, next_column = tile_of(routes, item, items, ACROSS)
+        next_expert, next_start, next_count, next_column, _ = tile_of(routes, item, items, ACROSS)
         runs = (count + 63) // 64
         row_scale = row_scales + start + v
         unit = expert * (PRODUCT.lines // 64) + column * 2
@@ -264,7 +264,7 @@ def multiply_items(
     slot = gl.to_tensor(0)
     slot_phase = gl.to_tensor(0)
     while item < items:
-        expert, start, count, column = tile_of(routes, item, items, ACROSS)
+        expert, start, count, column, _ = tile_of(routes, item, items, ACROSS)
         for n in gl.static_range(RUNS):
             if (count > 64 * n) & ((count <= 64 * (n + 1)) | (n == RUNS - 1)):
                 stage, phase = multiply_tile(

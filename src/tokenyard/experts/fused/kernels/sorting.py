@@ -3,9 +3,9 @@
 A pair is a received row and one of its choices, `row * top_k + choice`; those without an expert here (-1) are left
 out. `order_N` holds the pairs by expert, and by their own order within an expert; a pair p whose row has other experts
 here stands as ~p, below zero. A tile is at most TILE pairs of one expert: `tiles` holds its expert, its first place in
-`order_N`, how many pairs it has, the first tile of its expert and how many tiles that has, one line of int32 for each
-of the five, and `how_many` the number of tiles. Behind that stand two counters, zero, from which the blocks of the two
-products take what they compute. Nothing of this is read by the host.
+`order_N`, how many pairs it has, the first tile of its expert and how many tiles that has, and zero, from which products
+count how much of it is done: one line of int32 for each of the six. `how_many` is the number of tiles. Behind that
+stand two counters, zero, from which blocks take what they compute. Nothing of this is read by the host.
 
 Short batches take one launch, in which each block counts everything, and places the pairs of one expert. Longer ones
 are counted first, chunk by chunk; then a few blocks place the pairs of a chunk.
@@ -97,6 +97,7 @@ def sort_pairs(
         tl.store(where + 2 * max_tiles, tl.minimum(rows - offset, TILE), mask=is_tile)
         tl.store(where + 3 * max_tiles, tl.zeros_like(tile) + first_tile, mask=is_tile)
         tl.store(where + 4 * max_tiles, tl.zeros_like(tile) + tl.cdiv(rows, TILE), mask=is_tile)
+        tl.store(where + 5 * max_tiles, tl.zeros_like(tile), mask=is_tile)
     is_mine = expert == mine
     nth = tl.cumsum(is_mine.to(tl.int32), 0)
     tl.store(order_N + start + nth - 1, tl.where(alone, pair, ~pair), mask=is_mine)
@@ -160,3 +161,4 @@ def place_chunks(
         tl.store(where + 2 * max_tiles, tl.minimum(left_over, TILE), mask=is_tile)
         tl.store(where + 3 * max_tiles, first_tile, mask=is_tile)
         tl.store(where + 4 * max_tiles, of_expert(tiles_B, is_owner), mask=is_tile)
+        tl.store(where + 5 * max_tiles, tl.zeros_like(tile), mask=is_tile)

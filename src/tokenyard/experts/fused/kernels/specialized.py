@@ -64,6 +64,8 @@ class Product(NamedTuple):
     powers: bool  # scales between the products are powers of two
     tile: int  # the most rows of a tile: 128, or fewer, which are all turned
     turned: tuple[int, ...]  # tiles of at most so many rows are turned: weights × rows
+    step: int  # what an item makes: 128 columns of gates and ups in the first product, 128 or 256 outputs in the second
+    deep: bool  # 128 outputs: a stage has twice the inputs of half as many
 
 
 class Stages(NamedTuple):
@@ -77,7 +79,7 @@ class Stages(NamedTuple):
     full: Any
     full1: Any  # for the second half of the weights, where sums are apart
     empty: Any
-    items: Any  # that were taken: a ring of two
+    items: Any  # that were taken, and where they are: a ring of two
     told: Any
     heard: Any
     largest: Any  # numbers of the rows of a turned tile, found by each group: a ring of two
@@ -92,36 +94,41 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
     return gl.where(wrap, 0, stage), gl.where(wrap, phase ^ 1, phase)
 
 
-@gluon.jit
-def columns_of(PRODUCT: gl.constexpr):
-    """How many items a tile has: the first product makes 128 columns of gates and ups, the second 256 outputs."""
-    STEP: gl.constexpr = 128 if PRODUCT.first else 256
-    return (PRODUCT.outputs + STEP - 1) // STEP
+@gluon.constexpr_function
+def columns_of(product):
+    """How many items a tile has."""
+    return -(-product.outputs // product.step)
 
 
 @gluon.jit
-def items_of(routes, PRODUCT: gl.constexpr):
-    """How many items all blocks have."""
-    return gl.load(routes.how_many) * columns_of(PRODUCT)
-
-
-@gluon.jit
-def tile_of(routes, item, items, ACROSS: gl.constexpr):
+def tile_of(routes, item, items, across):
     """Expert, first place, rows and column of an item: all tiles of an expert for one column, then for the next.
 
-    Each is asked for while the one before is computed; behind the last there is none.
+    The tile's number comes last. Behind the last item there is none.
     """
     there = item < items
-    near = item // ACROSS  # some tile of the same expert
+    near = item // across  # some tile of the same expert
     first = gl.load(routes.tiles + 3 * routes.max_tiles + near, mask=there, other=0)
     many = gl.load(routes.tiles + 4 * routes.max_tiles + near, mask=there, other=1)
-    nth = item - first * ACROSS
+    nth = item - first * across
     column = nth // many
-    tile = routes.tiles + first + (nth - column * many)
-    expert = gl.load(tile, mask=there, other=0)
-    start = gl.load(tile + routes.max_tiles, mask=there, other=0)
-    count = gl.load(tile + 2 * routes.max_tiles, mask=there, other=0)
-    return expert, start, count, column
+    tile = first + (nth - column * many)
+    where = routes.tiles + tile
+    expert = gl.load(where, mask=there, other=0)
+    start = gl.load(where + routes.max_tiles, mask=there, other=0)
+    count = gl.load(where + 2 * routes.max_tiles, mask=there, other=0)
+    return expert, start, count, column, tile
+
+
+@gluon.jit
+def place_of(routes, item, tiles, FIRST: gl.constexpr, SECOND: gl.constexpr):
+    """What `tile_of` says of an item: those of the first product stand before those of the second."""
+    ACROSS: gl.constexpr = columns_of(FIRST)
+    BEHIND: gl.constexpr = columns_of(SECOND)
+    own, across, items = item, gl.to_tensor(ACROSS), tiles * ACROSS
+    if item >= items:
+        own, across, items = item - items, gl.to_tensor(BEHIND), tiles * BEHIND
+    return tile_of(routes, own, items, across)
 
 
 @gluon.jit
@@ -149,6 +156,57 @@ def hear_item(stages, slot, phase):
 
 
 @gluon.jit
+def tell_item(stages, slot, phase, item, expert, start, count, column, tile):
+    """Tell the warps that multiply of an item that was taken, and where it is."""
+    NUMBERS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    nth = gl.arange(0, 8, layout=NUMBERS)
+    told = gl.where(nth == 0, item, gl.where(nth == 1, expert, gl.where(nth == 2, start, count)))
+    told = gl.where(nth == 4, column, gl.where(nth == 5, tile, told))
+    mbarrier.wait(stages.heard.index(slot), phase)
+    stages.items.index(slot).store(told)
+    synchronize()
+    mbarrier.arrive(stages.told.index(slot))
+
+
+@gluon.jit
+def told_number(told, nth: gl.constexpr):
+    """One of the numbers that were told; none is below zero."""
+    return gl.max(gl.where(gl.arange(0, 8, layout=told.type.layout) == nth, told, 0), axis=0)
+
+
+@gluon.jit
+def hear_place(stages, slot, phase):
+    """The item that was taken, and where it is."""
+    mbarrier.wait(stages.told.index(slot), phase)
+    told = stages.items.index(slot).load(gl.BlockedLayout([1], [32], [4], [0]))
+    item, expert, start = told_number(told, 0), told_number(told, 1), told_number(told, 2)
+    count, column, tile = told_number(told, 3), told_number(told, 4), told_number(told, 5)
+    synchronize()
+    mbarrier.arrive(stages.heard.index(slot))
+    return item, expert, start, count, column, tile
+
+
+@gluon.jit
+def done_with(routes, tile):
+    """Where it is counted how often a group has stored a part of a tile of the first product. The sort zeroed it."""
+    return routes.tiles + 5 * routes.max_tiles + tile
+
+
+@gluon.jit
+def await_tile(routes, tile, PARTS: gl.constexpr):
+    """Wait until all of a tile of the first product is stored; TMA sees it then.
+
+    Items are taken in order, those of the first product before those of the second: whoever has to store it is at work,
+    and waits for nobody.
+    """
+    counter = done_with(routes, tile)
+    found = gl.atomic_add(counter, 0, sem="acquire")
+    while found < PARTS:
+        found = gl.atomic_add(counter, 0, sem="acquire")
+    gl.inline_asm_elementwise("fence.proxy.async; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def lines_of(rows, routes, place, TOP_K: gl.constexpr):
     """The lines where the rows of some places stand."""
     pair = gl.load(routes.order_N + place)
@@ -162,126 +220,164 @@ def lines_of(rows, routes, place, TOP_K: gl.constexpr):
 def ask_for_weights(
     w_descriptor, stages, stage, output0, output1, block, wanted, more, PRODUCT: gl.constexpr, SCALED: gl.constexpr
 ):  # fmt: skip
-    """Let TMA bring the weights of a stage, if they are wanted, and say what else it will bring: rows, or `more`."""
+    """Let TMA bring the weights of a stage, if they are wanted; say that it will bring rows, too, of two runs if `more`."""
     WIDE: gl.constexpr = 128 if SCALED else 64
     NEAR: gl.constexpr = 128 * 128 * (1 if SCALED else 2)
-    ROWS: gl.constexpr = 0 if PRODUCT.first else 128 * min(PRODUCT.tile, 64)
+    ROWS: gl.constexpr = 0 if PRODUCT.first else 128 * min(PRODUCT.tile, 64) * (2 if PRODUCT.deep else 1)
     bar = stages.full.index(stage)
+    bar1 = bar
     if PRODUCT.tile == 128 and not PRODUCT.first:
         mbarrier.expect(bar, NEAR + 2 * ROWS, pred=wanted & more)
         mbarrier.expect(bar, NEAR + ROWS, pred=wanted & (more == 0))
     else:
         mbarrier.expect(bar, NEAR + ROWS, pred=wanted)
-    low = stages.weights.index(stage).slice(0, 128)
-    high = stages.weights.index(stage).slice(128, 128)
-    start_tma(w_descriptor, [output0, block * WIDE], bar, low, pred=wanted)
-    if PRODUCT.interleaved:
-        start_tma(w_descriptor, [output0, PRODUCT.inputs + block * WIDE], bar, high, pred=wanted)
-    elif SCALED:
+    if SCALED:
         bar1 = stages.full1.index(stage)
         mbarrier.expect(bar1, 128 * 128, pred=wanted)
-        start_tma(w_descriptor, [output1, block * WIDE], bar1, high, pred=wanted)
+    low = stages.weights.index(stage).slice(0, 128)
+    high = stages.weights.index(stage).slice(128, 128)
+    if PRODUCT.deep:
+        start_tma(w_descriptor, [output0, block * (2 * WIDE)], bar, low, pred=wanted)
+        start_tma(w_descriptor, [output0, block * (2 * WIDE) + WIDE], bar1, high, pred=wanted)
     else:
-        start_tma(w_descriptor, [output1, block * WIDE], bar, high, pred=wanted)
+        start_tma(w_descriptor, [output0, block * WIDE], bar, low, pred=wanted)
+        if PRODUCT.interleaved:
+            start_tma(w_descriptor, [output0, PRODUCT.inputs + block * WIDE], bar1, high, pred=wanted)
+        else:
+            start_tma(w_descriptor, [output1, block * WIDE], bar1, high, pred=wanted)
 
 
 @gluon.jit
-def load_tiles(
-    x_descriptor, w_descriptor, rows, weights, routes, stages,
-    PRODUCT: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
+def load_item(
+    x_descriptor, w_descriptor, rows, weights, routes, stages, expert, start, count, column, tile, tiles,
+    stage, phase, slot, slot_phase, PRODUCT: gl.constexpr, FIRST: gl.constexpr, SECOND: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Bring rows, weights and scales, 128 bytes of inputs a stage."""
+    """Bring the rows, weights and scales of an item, 128 bytes of inputs a stage, and take the next one meanwhile."""
     SCALED: gl.constexpr = weights.scales is not None
     WIDE: gl.constexpr = 1024 // rows.data.dtype.element_ty.primitive_bitwidth  # inputs of a stage
     UNIT: gl.constexpr = WIDE // 8  # of 16 bytes
     INPUTS: gl.constexpr = PRODUCT.inputs
     OUTPUTS: gl.constexpr = PRODUCT.outputs
-    BLOCKS: gl.constexpr = (INPUTS + WIDE - 1) // WIDE
+    SCALES: gl.constexpr = (INPUTS + WIDE - 1) // WIDE  # of a line
+    BLOCKS: gl.constexpr = (SCALES + 1) // 2 if PRODUCT.deep else SCALES
     LINES: gl.constexpr = 2 * OUTPUTS if PRODUCT.first else OUTPUTS  # of an expert's matrix
-    STEP: gl.constexpr = 128 if PRODUCT.first else 256
+    STEP: gl.constexpr = PRODUCT.step
     COPY: gl.constexpr = gl.BlockedLayout([1, UNIT], [4, 8], [4, 1], [1, 0])
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    NEAR: gl.constexpr = min(PRODUCT.tile, 64)
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(1)
-    r = gl.arange(0, NEAR, layout=gl.SliceLayout(1, COPY))
+    # The next item is taken late, so that blocks that are slow take no item that others could begin before them.
+    TAKE: gl.constexpr = max(BLOCKS - STAGES, 0)
+    r = gl.arange(0, min(PRODUCT.tile, 64), layout=gl.SliceLayout(1, COPY))
     c = gl.arange(0, WIDE, layout=gl.SliceLayout(0, COPY))
     v = gl.arange(0, 128, layout=ONE)
-    items = items_of(routes, PRODUCT)
-    item = gl.program_id(0)
-    slot = gl.to_tensor(0)
-    slot_phase = gl.to_tensor(1)
-    expert, start, count, column = tile_of(routes, item, items, columns_of(PRODUCT))
     # Of weights that take turns, a line holds a gate, and its up behind it.
     output0 = expert * (LINES // 2 if PRODUCT.interleaved else LINES) + column * STEP
     output1 = output0 + (OUTPUTS if PRODUCT.first else 128)
-    asked = gl.to_tensor(0)
-    if EARLY and not PRODUCT.first:
-        # The weights do not depend on the kernel before, the rows do.
-        AHEAD: gl.constexpr = min(STAGES, BLOCKS)
+    AHEAD: gl.constexpr = 0 if PRODUCT.first else min(STAGES, BLOCKS)
+    if not PRODUCT.first:
+        # The weights do not depend on the first product, the rows do.
+        ahead_stage, ahead_phase = stage, phase
         for s in gl.static_range(AHEAD):
+            mbarrier.wait(stages.empty.index(ahead_stage), ahead_phase)
+            fence_async_shared()  # where rows were copied, TMA writes now
             ask_for_weights(
-                w_descriptor, stages, s, output0, output1, s, item < items, count > 64, PRODUCT, SCALED
+                w_descriptor, stages, ahead_stage, output0, output1, s, True, count > 64, PRODUCT, SCALED
             )
-        asked += AHEAD
-        depends("wait")
-    while item < items:
-        item = take_item(routes, stages, slot, slot_phase, PRODUCT)
-        slot, slot_phase = next_stage(slot, slot_phase, 2)
-        next_expert, next_start, next_count, next_column = tile_of(routes, item, items, columns_of(PRODUCT))
-        place = start + gl.minimum(v, count - 1)
-        if PRODUCT.first:
-            # In units of 16 bytes they fit into 32 bits: pointers are made at each step, and take no registers.
-            near = start + gl.minimum(r, count - 1)
-            line0 = lines_of(rows, routes, near, PRODUCT.top_k) * (rows.stride // UNIT)
-            # Rows that are not there are zero: they cost neither memory nor power.
-            is_row0 = (r < count)[:, None]
-            if PRODUCT.tile == 128:
-                far = start + gl.minimum(r + 64, count - 1)
-                line1 = lines_of(rows, routes, far, PRODUCT.top_k) * (rows.stride // UNIT)
-                is_row1 = (r + 64 < count)[:, None]
-            if SCALED:
-                place = lines_of(rows, routes, place, PRODUCT.top_k)
+            ahead_stage, ahead_phase = next_stage(ahead_stage, ahead_phase, STAGES)
+        await_tile(routes, tile, 2 * columns_of(FIRST))
+    place = start + gl.minimum(v % 64 if PRODUCT.deep else v, count - 1)
+    if PRODUCT.first:
+        # In units of 16 bytes they fit into 32 bits: pointers are made at each step, and take no registers.
+        near = start + gl.minimum(r, count - 1)
+        line0 = lines_of(rows, routes, near, PRODUCT.top_k) * (rows.stride // UNIT)
+        # Rows that are not there are zero: they cost neither memory nor power.
+        is_row0 = (r < count)[:, None]
+        if PRODUCT.tile == 128:
+            far = start + gl.minimum(r + 64, count - 1)
+            line1 = lines_of(rows, routes, far, PRODUCT.top_k) * (rows.stride // UNIT)
+            is_row1 = (r + 64 < count)[:, None]
         if SCALED:
-            row_scale = rows.scales + place.to(gl.int64) * rows.scale_stride
-            # Behind the last output of all (of the second product alone) weights are zero, and have the last scale.
-            last: gl.constexpr = PRODUCT.experts * LINES - 1
-            scale_line = gl.where(v < 64, output0, gl.minimum(output1, last)) // 128
-            output_scale = weights.scales + scale_line * BLOCKS
-        for block in range(BLOCKS):
-            mbarrier.wait(stages.empty.index(stage), phase)
-            bar = stages.full.index(stage)
-            ask_for_weights(
-                w_descriptor, stages, stage, output0, output1, block, asked == 0, count > 64, PRODUCT, SCALED
+            place = lines_of(rows, routes, place, PRODUCT.top_k)
+    if SCALED:
+        row_scale = rows.scales + place.to(gl.int64) * rows.scale_stride
+        # Behind the last output of all (of the second product alone) weights are zero, and have the last scale.
+        last: gl.constexpr = PRODUCT.experts * LINES - 1
+        scale_line = gl.where((v < 64) | PRODUCT.deep, output0, gl.minimum(output1, last)) // 128
+        output_scale = weights.scales + scale_line * SCALES
+    item, next_expert, next_start, next_count, next_column, next_tile = tile, expert, start, count, column, tile
+    for block in range(BLOCKS):
+        if block == TAKE:
+            # The sort has set the counter to zero. A block's first item has the block's own number.
+            item = gl.num_programs(0) + gl.atomic_add(routes.how_many + 1, 1, sem="relaxed")
+            next_expert, next_start, next_count, next_column, next_tile = place_of(
+                routes, item, tiles, FIRST, SECOND
             )
-            asked = gl.maximum(asked - 1, 0)
-            if not PRODUCT.first:
-                start_tma(x_descriptor, [start, block * WIDE], bar, stages.rows0.index(stage))
-                if PRODUCT.tile == 128:
-                    far_rows = stages.rows1.index(stage)
-                    start_tma(x_descriptor, [start + 64, block * WIDE], bar, far_rows, pred=count > 64)
+        mbarrier.wait(stages.empty.index(stage), phase)
+        bar = stages.full.index(stage)
+        ask_for_weights(
+            w_descriptor, stages, stage, output0, output1, block, block >= AHEAD, count > 64, PRODUCT, SCALED
+        )
+        if PRODUCT.deep:
+            start_tma(x_descriptor, [start, block * (2 * WIDE)], bar, stages.rows0.index(stage))
+            start_tma(x_descriptor, [start, block * (2 * WIDE) + WIDE], bar, stages.rows1.index(stage))
+        elif not PRODUCT.first:
+            start_tma(x_descriptor, [start, block * WIDE], bar, stages.rows0.index(stage))
+            if PRODUCT.tile == 128:
+                far_rows = stages.rows1.index(stage)
+                start_tma(x_descriptor, [start + 64, block * WIDE], bar, far_rows, pred=count > 64)
+        else:
+            near_line = rows.data + (block * WIDE + line0.to(gl.int64) * UNIT)[:, None] + c[None, :]
+            is_input = (block * WIDE + c < INPUTS)[None, :]
+            if INPUTS % WIDE == 0:
+                start_copy(stages.rows0.index(stage), near_line, mask=is_row0)
             else:
-                near_line = rows.data + (block * WIDE + line0.to(gl.int64) * UNIT)[:, None] + c[None, :]
-                is_input = (block * WIDE + c < INPUTS)[None, :]
+                start_copy(stages.rows0.index(stage), near_line, mask=is_row0 & is_input)
+            if PRODUCT.tile == 128:
+                far_line = rows.data + (block * WIDE + line1.to(gl.int64) * UNIT)[:, None] + c[None, :]
                 if INPUTS % WIDE == 0:
-                    start_copy(stages.rows0.index(stage), near_line, mask=is_row0)
+                    start_copy(stages.rows1.index(stage), far_line, mask=is_row1)
                 else:
-                    start_copy(stages.rows0.index(stage), near_line, mask=is_row0 & is_input)
-                if PRODUCT.tile == 128:
-                    far_line = rows.data + (block * WIDE + line1.to(gl.int64) * UNIT)[:, None] + c[None, :]
-                    if INPUTS % WIDE == 0:
-                        start_copy(stages.rows1.index(stage), far_line, mask=is_row1)
-                    else:
-                        start_copy(stages.rows1.index(stage), far_line, mask=is_row1 & is_input)
-            if SCALED:
+                    start_copy(stages.rows1.index(stage), far_line, mask=is_row1 & is_input)
+        if SCALED:
+            if PRODUCT.deep:  # the second half of the inputs has scales of its own; behind the last weights are zero
+                nth = gl.minimum(2 * block + v // 64, SCALES - 1)
+                start_copy(stages.by_row.index(stage), row_scale + nth)
+                start_copy(stages.by_output.index(stage), output_scale + nth)
+            else:
                 start_copy(stages.by_row.index(stage), row_scale + block)
                 start_copy(stages.by_output.index(stage), output_scale + block)
-            if SCALED or PRODUCT.first:
-                async_copy.mbarrier_arrive(bar, increment_count=False)
-            stage, phase = next_stage(stage, phase, STAGES)
-        expert, start, count, column = next_expert, next_start, next_count, next_column
-        output0 = expert * (LINES // 2 if PRODUCT.interleaved else LINES) + column * STEP
-        output1 = output0 + (OUTPUTS if PRODUCT.first else 128)
+        async_copy.mbarrier_arrive(bar, increment_count=False)
+        stage, phase = next_stage(stage, phase, STAGES)
+    tell_item(stages, slot, slot_phase, item, next_expert, next_start, next_count, next_column, next_tile)
+    return item, next_expert, next_start, next_count, next_column, next_tile, stage, phase
+
+
+@gluon.jit
+def load_items(
+    inner_descriptor, w13_descriptor, w2_descriptor, rows, between, weights13, weights2, routes, stages,
+    FIRST: gl.constexpr, SECOND: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Bring what every item of this block needs."""
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(1)
+    slot = gl.to_tensor(0)
+    slot_phase = gl.to_tensor(1)
+    tiles = gl.load(routes.how_many)
+    items = tiles * (columns_of(FIRST) + columns_of(SECOND))
+    item = gl.program_id(0)
+    expert, start, count, column, tile = place_of(routes, item, tiles, FIRST, SECOND)
+    while item < items:
+        if item < tiles * columns_of(FIRST):
+            item, expert, start, count, column, tile, stage, phase = load_item(
+                w13_descriptor, w13_descriptor, rows, weights13, routes, stages, expert, start, count, column, tile,
+                tiles, stage, phase, slot, slot_phase, FIRST, FIRST, SECOND, STAGES,
+            )  # fmt: skip
+        else:
+            item, expert, start, count, column, tile, stage, phase = load_item(
+                inner_descriptor, w2_descriptor, between, weights2, routes, stages, expert, start, count, column, tile,
+                tiles, stage, phase, slot, slot_phase, SECOND, FIRST, SECOND, STAGES,
+            )  # fmt: skip
+        slot, slot_phase = next_stage(slot, slot_phase, 2)
 
 
 @gluon.jit
@@ -479,60 +575,84 @@ def store_tile(
         )
     else:
         place, weight, home = homes
-        first = column * 256
+        first = column * PRODUCT.step
         own = first + (GROUP * 64 if sums0.shape[1] == 64 else 0)
         deliver(sums0, expert, left_over, own, place, weight, home, weights, results, PRODUCT)
-        if PRODUCT.outputs % 256 == 0 or first + 128 < PRODUCT.outputs:
+        if PRODUCT.deep:
+            pass
+        elif PRODUCT.outputs % 256 == 0 or first + 128 < PRODUCT.outputs:
             deliver(sums1, expert, left_over, own + 128, place, weight, home, weights, results, PRODUCT)
 
 
 @gluon.jit
-def turned_operands(stages, stage, GROUP: gl.constexpr, ROWS: gl.constexpr):
-    """A group's 64 + 64 lines of a stage's weights, and the rows, turned."""
+def turned_operands(stages, stage, GROUP: gl.constexpr, PRODUCT: gl.constexpr, ROWS: gl.constexpr):
+    """A group's 64 + 64 lines of a stage's weights, and for both the rows, turned."""
     low = stages.weights.index(stage).slice(GROUP * 64, 64)
     high = stages.weights.index(stage).slice(128 + GROUP * 64, 64)
-    return low, high, stages.rows0.index(stage).slice(0, ROWS).permute((1, 0))
+    near = stages.rows0.index(stage).slice(0, ROWS).permute((1, 0))
+    far = near
+    if PRODUCT.deep:
+        far = stages.rows1.index(stage).slice(0, ROWS).permute((1, 0))
+    return low, high, near, far
 
 
 @gluon.jit
-def turned_codes(stages, stage, phase, GROUP: gl.constexpr, PRODUCT: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr):  # fmt: skip
-    """Sums `[rows, 64]` and `[rows, 64]` of a tile of few rows of e4m3."""
+def turned_codes(
+    stages, stage, phase, GROUP: gl.constexpr, PRODUCT: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr
+):
+    """Sums `[rows, 64]` and `[rows, 64]` of a tile of few rows of e4m3; of a deep product, the same ones twice."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
     BY_LINE: gl.constexpr = gl.SliceLayout(1, SUMS)
+    BY_ROW: gl.constexpr = gl.SliceLayout(0, SUMS)
+    BLOCKS: gl.constexpr = PRODUCT.inputs // 128
     nothing = gl.zeros([64, ROWS], gl.float32, SUMS)
     acc0, acc1 = nothing, nothing
-    for _ in range(PRODUCT.inputs // 128):
+    for _ in range((BLOCKS + 1) // 2 if PRODUCT.deep else BLOCKS):
         mbarrier.wait(stages.full.index(stage), phase)
         if PRODUCT.first:
             fence_async_shared()
-        low, high, turned = turned_operands(stages, stage, GROUP, ROWS)
-        token0 = warpgroup_mma(low, turned, nothing, use_acc=False, is_async=True)
+        low, high, near, far = turned_operands(stages, stage, GROUP, PRODUCT, ROWS)
+        token0 = warpgroup_mma(low, near, nothing, use_acc=False, is_async=True)
         mbarrier.wait(stages.full1.index(stage), phase)
-        token1 = warpgroup_mma(high, turned, nothing, use_acc=False, is_async=True)
-        by_row = stages.by_row.index(stage).slice(0, ROWS).load(gl.SliceLayout(0, SUMS))[None, :]
+        token1 = warpgroup_mma(high, far, nothing, use_acc=False, is_async=True)
+        by_row = stages.by_row.index(stage).slice(0, ROWS).load(BY_ROW)[None, :]
         scale0 = by_row * stages.by_output.index(stage).slice(0, 64).load(BY_LINE)[:, None]
+        if PRODUCT.deep:
+            by_row = stages.by_row.index(stage).slice(64, ROWS).load(BY_ROW)[None, :]
         scale1 = by_row * stages.by_output.index(stage).slice(64, 64).load(BY_LINE)[:, None]
         acc0 = add_scaled(warpgroup_mma_wait(1, [token0]), scale0, acc0)
-        acc1 = add_scaled(warpgroup_mma_wait(0, [token1]), scale1, acc1)
+        if PRODUCT.deep:
+            acc0 = add_scaled(warpgroup_mma_wait(0, [token1]), scale1, acc0)
+            acc1 = acc0
+        else:
+            acc1 = add_scaled(warpgroup_mma_wait(0, [token1]), scale1, acc1)
         mbarrier.arrive(stages.empty.index(stage))
         stage, phase = next_stage(stage, phase, STAGES)
     return acc0.permute((1, 0)), acc1.permute((1, 0)), stage, phase
 
 
 @gluon.jit
-def turned_numbers(stages, stage, phase, GROUP: gl.constexpr, PRODUCT: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr):  # fmt: skip
-    """Sums `[rows, 64]` and `[rows, 64]` of a tile of few rows of 16-bit numbers."""
+def turned_numbers(
+    stages, stage, phase, GROUP: gl.constexpr, PRODUCT: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr
+):
+    """Sums `[rows, 64]` and `[rows, 64]` of a tile of few rows of 16-bit numbers; of a deep product, the same ones twice."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    BLOCKS: gl.constexpr = (PRODUCT.inputs + 63) // 64
     acc0 = gl.zeros([64, ROWS], gl.float32, SUMS)
     acc1 = gl.zeros([64, ROWS], gl.float32, SUMS)
-    for _ in range((PRODUCT.inputs + 63) // 64):
+    for _ in range((BLOCKS + 1) // 2 if PRODUCT.deep else BLOCKS):
         mbarrier.wait(stages.full.index(stage), phase)
         if PRODUCT.first:
             fence_async_shared()
-        low, high, turned = turned_operands(stages, stage, GROUP, ROWS)
-        acc0 = warpgroup_mma(low, turned, acc0, is_async=True)
-        acc1 = warpgroup_mma(high, turned, acc1, is_async=True)
-        acc0, acc1 = warpgroup_mma_wait(0, [acc0, acc1])
+        low, high, near, far = turned_operands(stages, stage, GROUP, PRODUCT, ROWS)
+        acc0 = warpgroup_mma(low, near, acc0, is_async=True)
+        if PRODUCT.deep:
+            acc0 = warpgroup_mma(high, far, acc0, is_async=True)
+            acc0 = warpgroup_mma_wait(0, [acc0])
+            acc1 = acc0
+        else:
+            acc1 = warpgroup_mma(high, far, acc1, is_async=True)
+            acc0, acc1 = warpgroup_mma_wait(0, [acc0, acc1])
         mbarrier.arrive(stages.empty.index(stage))
         stage, phase = next_stage(stage, phase, STAGES)
     return acc0.permute((1, 0)), acc1.permute((1, 0)), stage, phase
@@ -609,60 +729,82 @@ def wide_numbers(rows, stages, stage, phase, count, GROUP: gl.constexpr, PRODUCT
 
 
 @gluon.jit
-def multiply_tiles(
-    rows, weights, routes, results, stages, turned: gl.constexpr, wide: gl.constexpr,
-    GROUP: gl.constexpr, PRODUCT: gl.constexpr, STAGES: gl.constexpr,
+def multiply_item(
+    rows, weights, routes, results, stages, expert, start, count, column, stage, phase, turn,
+    turned: gl.constexpr, wide: gl.constexpr, GROUP: gl.constexpr, PRODUCT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One group's part of every tile, multiplied, and stored: 64 rows × 256 outputs, or few rows × 128."""
+    """One group's part of an item, multiplied, and stored: 64 rows × 256 outputs, or few rows × 128."""
     MOST: gl.constexpr = PRODUCT.turned[-1] if len(PRODUCT.turned) else 0
+    for n in gl.static_range(len(PRODUCT.turned)):
+        if (count <= PRODUCT.turned[n]) & (count > (PRODUCT.turned[n - 1] if n else 0)):
+            homes = homes_of(start, count, routes, results, PRODUCT, PRODUCT.turned[n])
+            acc0, acc1, stage, phase = turned(stages, stage, phase, GROUP, PRODUCT, STAGES, PRODUCT.turned[n])
+            store_tile(
+                acc0, acc1, expert, start, count, column, turn, homes,
+                weights, routes, results, stages, GROUP, PRODUCT,
+            )  # fmt: skip
+            turn += 1 if PRODUCT.first else 0
+    if PRODUCT.tile > MOST:
+        if count > MOST:
+            first_row, left_over = start + GROUP * 64, count - GROUP * 64
+            homes = homes_of(first_row, left_over, routes, results, PRODUCT, 64)
+            acc0, acc1, stage, phase = wide(rows, stages, stage, phase, count, GROUP, PRODUCT, STAGES)
+            store_tile(
+                acc0, acc1, expert, first_row, left_over, column, turn, homes,
+                weights, routes, results, stages, GROUP, PRODUCT,
+            )  # fmt: skip
+    return stage, phase, turn
+
+
+@gluon.jit
+def multiply_items(
+    rows, weights13, weights2, routes, results, stages, turned: gl.constexpr, wide: gl.constexpr,
+    GROUP: gl.constexpr, FIRST: gl.constexpr, SECOND: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One group's part of every item of this block."""
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    items = items_of(routes, PRODUCT)
-    item = gl.program_id(0)
     slot = gl.to_tensor(0)
     slot_phase = gl.to_tensor(0)
-    turn = gl.to_tensor(0)  # how many tiles were turned
-    expert, start, count, column = tile_of(routes, item, items, columns_of(PRODUCT))
+    turn = gl.to_tensor(0)  # how many tiles of the first product were turned
+    tiles = gl.load(routes.how_many)
+    items = tiles * (columns_of(FIRST) + columns_of(SECOND))
+    item = gl.program_id(0)
+    expert, start, count, column, tile = place_of(routes, item, tiles, FIRST, SECOND)
     while item < items:
-        item = hear_item(stages, slot, slot_phase)
+        if item < tiles * columns_of(FIRST):
+            stage, phase, turn = multiply_item(
+                rows, weights13, routes, results, stages, expert, start, count, column, stage, phase, turn,
+                turned, wide, GROUP, FIRST, STAGES,
+            )  # fmt: skip
+            synchronize()
+            gl.atomic_add(done_with(routes, tile), 1, sem="release")
+        else:
+            stage, phase, turn = multiply_item(
+                rows, weights2, routes, results, stages, expert, start, count, column, stage, phase, turn,
+                turned, wide, GROUP, SECOND, STAGES,
+            )  # fmt: skip
+        item, expert, start, count, column, tile = hear_place(stages, slot, slot_phase)
         slot, slot_phase = next_stage(slot, slot_phase, 2)
-        for n in gl.static_range(len(PRODUCT.turned)):
-            if (count <= PRODUCT.turned[n]) & (count > (PRODUCT.turned[n - 1] if n else 0)):
-                homes = homes_of(start, count, routes, results, PRODUCT, PRODUCT.turned[n])
-                acc0, acc1, stage, phase = turned(stages, stage, phase, GROUP, PRODUCT, STAGES, PRODUCT.turned[n])
-                store_tile(
-                    acc0, acc1, expert, start, count, column, turn, homes,
-                    weights, routes, results, stages, GROUP, PRODUCT,
-                )  # fmt: skip
-                turn += 1
-        if PRODUCT.tile > MOST:
-            if count > MOST:
-                first_row, left_over = start + GROUP * 64, count - GROUP * 64
-                homes = homes_of(first_row, left_over, routes, results, PRODUCT, 64)
-                acc0, acc1, stage, phase = wide(rows, stages, stage, phase, count, GROUP, PRODUCT, STAGES)
-                store_tile(
-                    acc0, acc1, expert, first_row, left_over, column, turn, homes,
-                    weights, routes, results, stages, GROUP, PRODUCT,
-                )  # fmt: skip
-        expert, start, count, column = tile_of(routes, item, items, columns_of(PRODUCT))
 
 
 @gluon.jit(do_not_specialize=["routes"])
-def specialized_product(
-    x_descriptor, w_descriptor, rows, weights, routes, results,
-    PRODUCT: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr,
+def specialized_products(
+    inner_descriptor, w13_descriptor, w2_descriptor, rows, between, weights13, weights2, routes, results,
+    FIRST: gl.constexpr, SECOND: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """One product of all experts. Of e4m3, both sizes are multiples of 128; of 16-bit numbers, of 8."""
+    """Both products of all experts. Of e4m3, both sizes are multiples of 128; of 16-bit numbers, of 8."""
     KIND: gl.constexpr = rows.data.dtype.element_ty
     BITS: gl.constexpr = KIND.primitive_bitwidth
-    SCALED: gl.constexpr = weights.scales is not None
+    TILE: gl.constexpr = FIRST.tile
+    SCALED: gl.constexpr = weights13.scales is not None
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    near = gl.allocate_shared_memory(KIND, [STAGES, min(PRODUCT.tile, 64), 1024 // BITS], SHARED)
+    near = gl.allocate_shared_memory(KIND, [STAGES, min(TILE, 64), 1024 // BITS], SHARED)
     far = near
-    if PRODUCT.tile == 128:
-        far = gl.allocate_shared_memory(KIND, [STAGES, 64, 1024 // BITS], SHARED)
+    if TILE == 128 or SECOND.deep:
+        far = gl.allocate_shared_memory(KIND, [STAGES, min(TILE, 64), 1024 // BITS], SHARED)
     stages = Stages(
         rows0=near,
         rows1=far,
@@ -672,15 +814,14 @@ def specialized_product(
         full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         full1=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         empty=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-        items=gl.allocate_shared_memory(gl.int32, [2, 1], LINE),
+        items=gl.allocate_shared_memory(gl.int32, [2, 8], LINE),
         told=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         heard=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         largest=gl.allocate_shared_memory(gl.int32, [4, 64], LINE),
         found=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
     )
     for s in gl.static_range(STAGES):
-        # What TMA brings, and 128 threads, where they copy.
-        mbarrier.init(stages.full.index(s), count=129 if SCALED or PRODUCT.first else 1)
+        mbarrier.init(stages.full.index(s), count=129)  # what TMA brings, and 128 threads
         mbarrier.init(stages.full1.index(s), count=1)
         mbarrier.init(stages.empty.index(s), count=2)
     for s in gl.static_range(2):
@@ -689,13 +830,13 @@ def specialized_product(
         mbarrier.init(stages.found.index(s), count=2)
     fence_async_shared()
     if EARLY:
-        if PRODUCT.first:
-            depends("wait")
+        depends("wait")
         depends("launch_dependents")
     turned: gl.constexpr = turned_codes if SCALED else turned_numbers
     wide: gl.constexpr = wide_codes if SCALED else wide_numbers
     gl.warp_specialize([
-        (multiply_tiles, (near, weights, routes, results, stages, turned, wide, 0, PRODUCT, STAGES)),
-        (multiply_tiles, (far, weights, routes, results, stages, turned, wide, 1, PRODUCT, STAGES)),
-        (load_tiles, (x_descriptor, w_descriptor, rows, weights, routes, stages, PRODUCT, STAGES, EARLY)),
-    ], [4, 4], [232, 40])  # fmt: skip
+        (multiply_items, (near, weights13, weights2, routes, results, stages, turned, wide, 0, FIRST, SECOND, STAGES)),
+        (multiply_items, (far, weights13, weights2, routes, results, stages, turned, wide, 1, FIRST, SECOND, STAGES)),
+        (load_items, (inner_descriptor, w13_descriptor, w2_descriptor, rows, between, weights13, weights2, routes,
+                      stages, FIRST, SECOND, STAGES)),
+    ], [4, 4], [232, 40] if TILE == 128 else [200, 104])  # fmt: skip
