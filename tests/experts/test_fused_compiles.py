@@ -148,23 +148,30 @@ def grouped_kernel(kernel, groups, constants, others, source=GluonASTSource, war
     signature = {name: signature[name] for name in kernel.arg_names}
     check_compiled(kernel, source(kernel, signature, values, aligned), warps)
 
-def specialized_kernel(bits, first, inputs, outputs, activation=0, interleaved=False, plain=False):
+def specialized_kernel(bits, H, I, tile=128, turned=(), activation=0, interleaved=False, plain=False):
     # Of e4m3, or of bf16. A plain layer has no biases, and no slots.
     element, wide = ("fp8e4nv", 128) if bits == 8 else ("bf16", 64)
     descriptor = f"tensordesc<{element}[{{}}, {wide}],{gl.NVMMASharedLayout(128, bits, 2)!r}>".format
     scales, bias, slots = "*fp32" if bits == 8 else None, None if plain else "*bf16", None if plain else "*i64"
+    weights = arguments.Weights(None, scales, None, None, bias)
     groups = dict(
         rows=arguments.Rows("*" + element, scales, None, slots, "i32", "i32", "i32"),
-        weights=arguments.Weights(None, scales, None, None, bias),
+        between=arguments.Rows("*" + element, scales, None, None, "i32", "i32", "i32"),
+        weights13=weights,
+        weights2=weights,
         routes=arguments.Routes("*i32", "*i32", "*i32", "i32", "*fp32"),
         results=arguments.Results("*" + element, scales, "*bf16", "*bf16", slots, "i32"),
     )
-    product = specialized.Product(
-        inputs=inputs, outputs=outputs, experts=8, top_k=4, first=first, interleaved=interleaved, weighted=True,
-        finalize=True, activation=activation, limit=7.0, alpha=1.7, shift=1.0, powers=True)
-    constants = dict(PRODUCT=product, STAGES=4, EARLY=True, num_warps=4)
-    grouped_kernel(specialized.specialized_product, groups, constants,
-                   dict(x_descriptor=descriptor(128 if first else 64), w_descriptor=descriptor(128)))
+    deep = tile < 128
+    first = specialized.Product(
+        inputs=H, outputs=I, experts=8, top_k=4, first=True, interleaved=interleaved, weighted=True,
+        finalize=True, activation=activation, limit=7.0, alpha=1.7, shift=1.0, powers=True, tile=tile, turned=turned,
+        step=128, deep=False)
+    second = first._replace(
+        inputs=I, outputs=H, first=False, interleaved=False, step=128 if deep else 256, deep=deep)
+    constants = dict(FIRST=first, SECOND=second, STAGES=4, EARLY=True, num_warps=4)
+    grouped_kernel(specialized.specialized_products, groups, constants, dict(
+        inner_descriptor=descriptor(min(tile, 64)), w13_descriptor=descriptor(128), w2_descriptor=descriptor(128)))
 
 def expanding_kernels():
     groups = dict(packed=expanding.Packed("*i32", "*i16", "*fp32"))
@@ -198,15 +205,13 @@ def kernels_of_packed_codes():
     packed_codes_kernel(False, 1)
 
 def specialized_codes():
-    for activation in (products.SWIGLU.value, products.SWIGLU_CLAMPED.value):
-        specialized_kernel(8, True, 384, 256, activation)
-    specialized_kernel(8, False, 256, 384)
+    specialized_kernel(8, 384, 256, 128, (16,), products.SWIGLU_CLAMPED.value)
+    specialized_kernel(8, 384, 128, 32, (16, 32), plain=True)
 
 def specialized_numbers():
-    specialized_kernel(16, True, 328, 200, products.SWIGLU_CLAMPED.value)
-    specialized_kernel(16, True, 320, 200, products.SWIGLU_CLAMPED.value, interleaved=True)
-    specialized_kernel(16, False, 200, 328)
-    specialized_kernel(16, True, 256, 128, plain=True)
+    specialized_kernel(16, 328, 200, 128, (), products.SWIGLU_CLAMPED.value)
+    specialized_kernel(16, 320, 200, 128, (16,), products.SWIGLU_CLAMPED.value, interleaved=True)
+    specialized_kernel(16, 264, 136, 16, (16,))
 
 """
 CALLS = {
