@@ -38,8 +38,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenyard.errors import GroupError, PeerFailed, PeerLost, Reason, shown
-from tokenyard.exchange.announcement import Announcement, Announcements
+from tokenyard.errors import PeerFailed, PeerLost, Reason, shown
+from tokenyard.exchange.announcement import Announcement, Announcements, not_due
 from tokenyard.exchange.batch import (
     Arrival,
     Batch,
@@ -403,10 +403,10 @@ class HierarchicalTransport(Transport):
         for rank, (word, count) in enumerate(zip(heard, due, strict=True)):
             announced = word.counts[self.group.rank] if len(word.counts) == self.group.size + 1 else -1
             if announced != (0 if word.counts[-1:] == (1,) else count):
-                raise GroupError(
-                    f"rank {rank} announces sums {shown(list(word.counts))}",
+                raise not_due(
+                    rank,
+                    f"sums {shown(list(word.counts))}",
                     expected=f"{count} for rank {self.group.rank}, or that they follow",
-                    fix=f"look for what wrote into the announcements of rank {rank}",
                     rank=self.group.rank,
                 )
             counts.append(announced)
