@@ -276,7 +276,10 @@ class Plan:
         self._moves.between_calls(layer)
 
     def close(self) -> None:
-        """Give the memory back. Every later call of this plan raises; the group stays usable."""
+        """Give the memory back. Every later call of this plan raises; the group stays usable.
+
+        A batch that was started and not finished is given up; a thread that waits for its rows ends first.
+        """
         self._moves.close()
         self.exchange.close()
 
