@@ -93,7 +93,7 @@ LIMITS = {
     "planning.alternatives._MOST_ALTERNATIVES": 6,
     "planning.drafting._MOST_IN_FLIGHT": 1024,
     "planning.draft_text._MOST_LINKS": 6,
-    "planning.expert_moves.CALLS_BETWEEN_QUESTIONS": 16,
+    "planning.move_under_way.CALLS_BETWEEN_QUESTIONS": 16,
     "planning.moving.PIECE": 16_777_216,
     "planning.spec.LARGEST_SIZE": 2_147_483_647,
     "routing.placement.MOST_EXPERTS": 65_536,

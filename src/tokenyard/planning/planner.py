@@ -52,7 +52,7 @@ class Plan:
     def __init__(self, draft: Draft, group: Group, plan_id: int, *, survive: bool = False) -> None:
         self._state = PlanState(draft, group, plan_id, survive=survive)
         self._moves = ExpertMoves(self._state)
-        self._recovery = Recovery(self._state, self._moves)
+        self._recovery = Recovery(self._state, self._moves.under_way)
         self._joining: TakesOver | None = None
 
     @property
@@ -87,13 +87,13 @@ class Plan:
         dispatch that was in flight must be made again. If a rank cannot allocate, all raise, and the plan is as it
         was.
         """
-        self._moves.check_still("extend")
+        self._moves.under_way.check_still("extend")
         with self.exchange.in_use():
             self._reshape([*self.draft.specs, *layers], max_tokens, self.exchange.serve)
 
     def trim(self, keep: Sequence[str] | None = None) -> None:
         """Give back what the layers do not need; with `keep`, forget all layers but these. Collective."""
-        self._moves.check_still("trim")
+        self._moves.under_way.check_still("trim")
         with self.exchange.in_use():
             for name in keep or ():
                 self.wiring(name)
@@ -280,7 +280,7 @@ class Plan:
 
         A batch that was started and not finished is given up; a thread that waits for its rows ends first.
         """
-        self._moves.close()
+        self._moves.under_way.close()
         self.exchange.close()
 
     def __str__(self) -> str:
