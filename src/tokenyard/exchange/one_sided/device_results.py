@@ -13,7 +13,6 @@ from tokenyard.exchange.announcement import Phase
 from tokenyard.exchange.batch import Arrival, Results, ResultsAtHome
 from tokenyard.exchange.one_sided.operands import DispatchSlots
 from tokenyard.exchange.one_sided.side_stream import Done
-from tokenyard.formats.base import EncodedRows
 from tokenyard.rows import LocalRoutes, ReceivedRows
 
 if TYPE_CHECKING:
@@ -90,9 +89,6 @@ class DeviceResults(ResultsAtHome):
                     name: payload[first : first + len(token_N)]
                     for name, payload in transport.workspace.combine(slots, rank).items()
                 }
-                encoded = EncodedRows(
-                    format=spec.combine_wire, hidden_size=spec.hidden_size, payloads=payloads
-                )
-                home.append(encoded.decode(torch.float32).clone())
+                home.append(spec.results(payloads).decode(torch.float32).clone())
             transport.end(self.arrival)
         return tuple(home), tokens

@@ -10,7 +10,6 @@ from tokenyard.exchange.one_sided.control import STATUS, WORD, ControlLayout
 from tokenyard.exchange.one_sided.launch import Launcher
 from tokenyard.exchange.one_sided.operands import DispatchSlots
 from tokenyard.exchange.workspace import WorkspaceLayout
-from tokenyard.formats.base import EncodedRows
 from tokenyard.group.base import Group
 from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
 
@@ -56,12 +55,7 @@ class DeviceWorkspace:
     def received(self, slots: DispatchSlots, counts: tuple[int, ...] | None) -> ReceivedRows:
         """What came to this rank, as views: the rows that are there, or all slots."""
         spec, views = slots.spec, self.dispatch(slots, self._group.rank)
-        names = [payload.name for payload in spec.wire.payloads(spec.hidden_size)]
-        rows = EncodedRows(
-            format=spec.wire,
-            hidden_size=spec.hidden_size,
-            payloads={name: views[name] for name in names},
-        )
+        rows = spec.rows(views)
         extra = {payload.name: views[payload.name] for payload in spec.extra}
         if counts is None:
             return ReceivedRows(

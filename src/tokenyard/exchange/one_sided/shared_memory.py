@@ -203,13 +203,8 @@ class SharedMemoryTransport(Transport):
         slots_R = torch.cat(
             [torch.arange(n) + first for n, first in zip(counts, spec.first_slots(counts), strict=True)]
         )
-        names = [payload.name for payload in spec.wire.payloads(spec.hidden_size)]
         return ReceivedRows(
-            rows=EncodedRows(
-                format=spec.wire,
-                hidden_size=spec.hidden_size,
-                payloads={name: slots[name] for name in names},
-            ),
+            rows=spec.rows(slots),
             routes=LocalRoutes(ids_RK=slots["ids"][slots_R], weights_RK=slots["weights"][slots_R]),
             counts_W=tuple(counts),
             extra={payload.name: slots[payload.name][slots_R] for payload in spec.further},
