@@ -251,8 +251,8 @@ def test_all_ranks_switch_between_two_calls_and_change_before_the_first_layer():
         moves, concluded = moves_of_a_plan(between=between), []
         moves._state.draft = SimpleNamespace(wirings=[SimpleNamespace(spec=SimpleNamespace(name="first"))])
         moves.under_way._conclude = concluded.append
-        moves.under_way.move = SimpleNamespace(decision=decision)
-        moves.under_way._next_group = SimpleNamespace() if changes_ranks else None
+        next_ranks = SimpleNamespace() if changes_ranks else None
+        moves.under_way.move = SimpleNamespace(decision=decision, next_ranks=next_ranks)
         moves.between_calls(layer)
         due = between and decision is not Progress.PREPARING and (layer == "first" or not changes_ranks)
         assert len(concluded) == due
@@ -266,7 +266,7 @@ def test_ranks_that_hear_nothing_in_dispatches_ask_each_other_from_time_to_time(
         moves._state.draft = SimpleNamespace(wirings=[])
         moves._state.group.gather_json = lambda told, phase, asked=asked: asked.append(told) or [told] * 2
         moves.under_way.move = SimpleNamespace(
-            decision=Progress.PREPARING, progress=Progress.FAILED, error=FULL
+            decision=Progress.PREPARING, progress=Progress.FAILED, error=FULL, next_ranks=None
         )
         moves.under_way._conclude = lambda move: None
         moves.between_calls("moe")
@@ -291,7 +291,7 @@ def test_the_first_question_of_a_group_comes_after_as_many_calls_as_the_others()
 def test_nothing_is_switched_while_a_graph_is_captured(monkeypatch):
     moves, concluded = moves_of_a_plan(), []
     moves.under_way._conclude = concluded.append
-    moves.under_way.move = SimpleNamespace(decision=Progress.READY)
+    moves.under_way.move = SimpleNamespace(decision=Progress.READY, next_ranks=None)
     monkeypatch.setattr(expert_moves.torch.cuda, "is_available", lambda: True)
     for capturing in (True, False):
         monkeypatch.setattr(
@@ -356,6 +356,7 @@ def test_a_switch_is_counted_with_its_pause_and_what_came_for_it(monkeypatch):
         step={"moe": None},
         came={"moe": {3: 0, 5: 1}},
         is_last_step=False,
+        next_ranks=None,
         decision=Progress.READY,
         nbytes=70,
         seconds=2.5,
@@ -411,10 +412,8 @@ def change_under_way(is_last_step=True, refused=False, members=(0, 2, 3), closed
             raise ty.HandleError("the plan is closed", expected="", fix="")
 
     moves._state.exchange.usability = SimpleNamespace(check_open=check_open)
-    moves.move = SimpleNamespace(is_last_step=is_last_step)
-    moves._next_group = SimpleNamespace(
-        refuse=lambda: calls.append("asked") or refused, members=list(members)
-    )
+    next_ranks = SimpleNamespace(refuse=lambda: calls.append("asked") or refused, members=list(members))
+    moves.move = SimpleNamespace(is_last_step=is_last_step, next_ranks=next_ranks)
     moves._switch = lambda move: calls.append("switched")
     return moves, calls
 
@@ -433,9 +432,9 @@ def test_ranks_stay_where_nobody_has_taken_the_next_group():
         moves, calls = change_under_way(**options)
         assert moves.follow([1]) == ([1], False)
         assert calls == asked
-    for nothing in ("move", "_next_group"):
+    for moves_experts in (False, True):
         moves, calls = change_under_way()
-        setattr(moves, nothing, None)
+        moves.move = SimpleNamespace(is_last_step=True, next_ranks=None) if moves_experts else None
         assert moves.follow([1]) == ([1], False)
         assert calls == []
 
@@ -533,11 +532,15 @@ def test_a_change_that_is_given_up_is_refused_counted_and_logged(caplog):
         raise ty.GroupError("nobody answers", expected="", fix="")
 
     error = ValueError("no room")
-    moves.move = SimpleNamespace(give_up=calls.append, error="no room", placements={"moe": None})
-    moves._next_group = SimpleNamespace(refuse=refuse)
+    moves.move = SimpleNamespace(
+        give_up=calls.append,
+        error="no room",
+        placements={"moe": None},
+        next_ranks=SimpleNamespace(refuse=refuse),
+    )
     moves.give_up(error)
     assert calls == ["refused", error]
-    assert moves.move is moves._next_group is None
+    assert moves.move is None
     assert [each.moves.given_up for each in stats.values()] == [1, 0]
     assert "experts stay where they are: no room" in caplog.text
     moves.give_up(error)  # where nothing moves

@@ -193,7 +193,7 @@ class ExpertMoves:
             next_ranks=next_group,
         )
         move.placements = after
-        self.under_way.begin(move, next_group)
+        self.under_way.begin(move)
         if wait:
             move.wait()
         return move

@@ -34,7 +34,6 @@ class MoveUnderWay:
         self._state = state
         self.move: Rebalance | None = None  # the one under way
         self.last_move: Rebalance | None = None  # the one that was begun last
-        self._next_group: NextGroup | None = None  # the one that the move under way leads to
         self.start()
 
     def start(self) -> None:
@@ -60,11 +59,11 @@ class MoveUnderWay:
                 rank=self._state.group.rank,
             )
 
-    def begin(self, move: Rebalance, next_group: NextGroup | None = None) -> None:
-        """Begin a move, with the last step of which ranks go to the next group, if one is given."""
+    def begin(self, move: Rebalance) -> None:
+        """Begin a move; no other one is under way."""
         self.last_move = move
         if not move.is_done:
-            self.move, self._next_group = move, next_group
+            self.move = move
             move.start()
 
     def between_calls(self, layer: str, move: Rebalance) -> None:
@@ -77,7 +76,7 @@ class MoveUnderWay:
             self._ask(move)
         if (
             move.decision is not Progress.PREPARING
-            and (self._next_group is None or layer == self._state.draft.wirings[0].spec.name)
+            and (move.next_ranks is None or layer == self._state.draft.wirings[0].spec.name)
             and exchange.is_between_calls()
         ):
             self._conclude(move)
@@ -128,9 +127,9 @@ class MoveUnderWay:
     def _conclude(self, move: Rebalance) -> None:
         """Switch, or give the move up, as all ranks have decided."""
         started, step = time.monotonic(), move.step
-        following = self._next_group if move.is_last_step else None
+        following = move.next_ranks if move.is_last_step else None
         if move.decision is Progress.FAILED or (following is not None and not following.take()):
-            self.give_up(self._refusal())
+            self.give_up(self._refusal(move.next_ranks))
             return
         self._switch(move)
         seconds = time.monotonic() - started
@@ -139,9 +138,9 @@ class MoveUnderWay:
             stats = self._state.exchange.stats[name].moves
             stats.count_switch(len(move.came[name]), seconds, move.nbytes, move.seconds)
 
-    def _refusal(self) -> TokenyardError:
+    def _refusal(self, following: NextGroup | None) -> TokenyardError:
         """What a rank says that was ready, of a move that is given up: who is lost, as far as it sees."""
-        group, following = self._state.group, self._next_group
+        group = self._state.group
         if gone := list(group.gone()):
             return group.lost(gone, phase="moving experts", waited=0.0)
         grown = following.group if following is not None and following.admits else None
@@ -151,14 +150,14 @@ class MoveUnderWay:
 
     def _switch(self, move: Rebalance) -> None:
         """Take the placements of a step, and the experts that came for it; with the last one the next group."""
-        if move.is_last_step and self._next_group is not None:
-            self._take(self._next_group, move)
+        if move.is_last_step and move.next_ranks is not None:
+            self._take(move.next_ranks, move)
         else:
             self._take_step(move)
             self._state.exchange.switch([wiring.exchange_spec for wiring in self._state.draft.wirings])
         move.switched()
         if move.is_done:
-            self.move = self._next_group = None
+            self.move = None
 
     def _take(self, following: NextGroup, move: Rebalance) -> None:
         """Serve the next group from now on; or leave, if this rank is not in it."""
@@ -200,15 +199,15 @@ class MoveUnderWay:
     def give_up(self, error: BaseException) -> None:
         """Experts stay where they are, on this rank; whoever asks for the move hears why."""
         move, self.move = self.move, None
-        following, self._next_group = self._next_group, None
-        if following is not None:
+        if move is None:
+            return
+        if move.next_ranks is not None:
             with contextlib.suppress(TokenyardError):  # where the ranks find each other, nobody answers
-                following.refuse()
-        if move is not None:
-            move.give_up(error)
-            _log.warning("experts stay where they are: %s", move.error)
-            for name in move.placements:
-                self._state.exchange.stats[name].moves.given_up += 1
+                move.next_ranks.refuse()
+        move.give_up(error)
+        _log.warning("experts stay where they are: %s", move.error)
+        for name in move.placements:
+            self._state.exchange.stats[name].moves.given_up += 1
 
     def close_carrier(self) -> None:
         """Give back what moves share. A thread that is still in one does so itself."""
@@ -220,7 +219,8 @@ class MoveUnderWay:
 
         Returns the lost ranks as the plan's group numbers them then, and whether it was taken.
         """
-        move, following = self.move, self._next_group
+        move = self.move
+        following = None if move is None else move.next_ranks
         if move is None or following is None or not move.is_last_step or following.refuse():
             return lost, False
         self._switch(move)

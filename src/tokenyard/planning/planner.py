@@ -16,7 +16,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tokenyard.errors import HandleError, InputError, PeerLost, shown
 from tokenyard.exchange import Exchange, ExchangeSpec, Transport
@@ -36,14 +36,10 @@ from tokenyard.planning.surviving import check_survives
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Placement
 
+if TYPE_CHECKING:
+    from tokenyard.planning.joining import Joining
+
 _log = logging.getLogger("tokenyard")
-
-
-class TakesOver(Protocol):
-    """Takes a fresh rank's experts over from the others (`joining`)."""
-
-    def take_over(self, layers: Mapping[str, HoldsExperts], seconds: float) -> None:
-        """Receive them, and wait until all ranks switch."""
 
 
 class Plan:
@@ -53,7 +49,7 @@ class Plan:
         self._state = PlanState(draft, group, plan_id, survive=survive)
         self._moves = ExpertMoves(self._state)
         self._recovery = Recovery(self._state, self._moves.under_way)
-        self._joining: TakesOver | None = None
+        self._joining: Joining | None = None
 
     @property
     def group(self) -> Group:
@@ -247,7 +243,7 @@ class Plan:
         """Weights for this rank's experts of a layer, all zero: on a fresh rank, to which the experts are to come."""
         return empty_weights(self.wiring(layer), self.group.rank)
 
-    def join(self, joining: TakesOver) -> None:
+    def join(self, joining: Joining) -> None:
         """Refuse calls until this rank has taken its experts over. `join_plan` calls it."""
         self._joining, self.exchange.usability.joining = joining, True
 
