@@ -35,7 +35,7 @@ from tokenyard.exchange.checks import check_batch
 from tokenyard.exchange.hierarchical import DeviceHierarchicalTransport
 from tokenyard.exchange.integrity.checksums import ResultNumbers
 from tokenyard.exchange.integrity.watched import WatchedTransport
-from tokenyard.exchange.messages import Mailbox, Outgoing
+from tokenyard.exchange.messages import Outgoing
 from tokenyard.exchange.one_sided.control import Trouble
 from tokenyard.exchange.one_sided.declarations import layout_for, reaches
 from tokenyard.exchange.one_sided.signals import Signals
@@ -386,7 +386,6 @@ LEFT_OUT = {
     LayerStats.count_dispatch: {"is_next": False},
     Usability.close: {"left": False},
     Usability.waiting: {"spec": None, "for_others": True},
-    Mailbox.write: {"bounded": False, "out": None},
     Outgoing: {"bounded": False, "out": None},
     check_batch: {"values": True},
     Routes.check: {"top_k": None, "num_tokens": None, "scaled_by": 1.0, "device": None, "values": True},

@@ -11,7 +11,7 @@ import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import same_bits
 from tokenyard.exchange.announcement import Phase
-from tokenyard.exchange.messages import Mailbox
+from tokenyard.exchange.messages import Mailbox, Outgoing
 from tokenyard.group import base
 
 by_messages = pytest.mark.parametrize("exchange", ["two_sided", "allgather", "hierarchical"])
@@ -99,7 +99,7 @@ def test_results_are_written_into_messages_where_all_ranks_get_some_that_fit(mon
 
 def test_rows_that_follow_have_their_place_where_an_announcement_takes_whole_rows():
     mailbox = Mailbox(ty.thread_groups(2)[0])
-    outgoing = mailbox.write(mailbox.head_bytes // 2, [0, 3], "in", bounded=True)
+    outgoing = Outgoing(mailbox, mailbox.head_bytes // 2, [0, 3], "in", bounded=True)
     assert [len(packets) for packets in outgoing.packets_by_rank] == [0, 3]
 
 

@@ -18,6 +18,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -339,6 +340,17 @@ def tokens_by_rank(rank_TK: Tensor, world: int) -> tuple[Tensor, ...]:
     """
     rank_N, token_N = rows_out(rank_TK, world)
     return tuple(token_N.split(rank_N.bincount(minlength=world).tolist()))
+
+
+def numbered(starts: Sequence[int], counts: Sequence[int]) -> Tensor:
+    """So many consecutive numbers from each start on, one behind the other.
+
+    >>> numbered([7, 0], [2, 3]).tolist()
+    [7, 8, 0, 1, 2]
+    """
+    # By NumPy: an operator of torch takes several times as long, and there is one for each rank.
+    runs = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+    return torch.from_numpy(np.concatenate(runs))
 
 
 def received_rows(

@@ -19,7 +19,7 @@ def send_back(mailbox: Mailbox, results: Results) -> Pending[ResultsAtHome]:
     if results.encoded is None:
         outgoing: Outgoing = arrival.way_back  # the experts have written there
     else:
-        outgoing = mailbox.write(layout.stride, arrival.results_due, into=HOME)
+        outgoing = Outgoing(mailbox, layout.stride, arrival.results_due, into=HOME)
         results.write(outgoing.packets_by_rank)
     results.before_telling()
     mine = replace(results.announcements.mine, counts=tuple(arrival.results_due))
