@@ -35,7 +35,7 @@ from tokenyard.exchange.checks import check_batch
 from tokenyard.exchange.hierarchical import DeviceHierarchicalTransport
 from tokenyard.exchange.integrity.checksums import ResultNumbers
 from tokenyard.exchange.integrity.watched import WatchedTransport
-from tokenyard.exchange.messages import Mailbox, Outgoing
+from tokenyard.exchange.messages import Outgoing
 from tokenyard.exchange.one_sided.control import Trouble
 from tokenyard.exchange.one_sided.declarations import layout_for, reaches
 from tokenyard.exchange.one_sided.signals import Signals
@@ -93,7 +93,7 @@ LIMITS = {
     "planning.alternatives._MOST_ALTERNATIVES": 6,
     "planning.drafting._MOST_IN_FLIGHT": 1024,
     "planning.draft_text._MOST_LINKS": 6,
-    "planning.expert_moves.CALLS_BETWEEN_QUESTIONS": 16,
+    "planning.move_under_way.CALLS_BETWEEN_QUESTIONS": 16,
     "planning.moving.PIECE": 16_777_216,
     "planning.spec.LARGEST_SIZE": 2_147_483_647,
     "routing.placement.MOST_EXPERTS": 65_536,
@@ -385,8 +385,8 @@ LEFT_OUT = {
     Exchange._arrive: {"is_next": False},
     LayerStats.count_dispatch: {"is_next": False},
     Usability.close: {"left": False},
-    Usability.waiting: {"spec": None, "for_others": True},
-    Mailbox.write: {"bounded": False, "out": None},
+    Usability.waiting: {"spec": None},
+    Usability.end_wait: {"spec": None, "for_others": True},
     Outgoing: {"bounded": False, "out": None},
     check_batch: {"values": True},
     Routes.check: {"top_k": None, "num_tokens": None, "scaled_by": 1.0, "device": None, "values": True},

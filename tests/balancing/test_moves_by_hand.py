@@ -11,8 +11,9 @@ import tokenyard as ty
 from tests.models import raised
 from tokenyard.exchange.stats import LayerStats
 from tokenyard.experts.slots import ExpertSlots
-from tokenyard.planning import expert_moves, moving
-from tokenyard.planning.expert_moves import CALLS_BETWEEN_QUESTIONS, ExpertMoves, _Autobalance, _together
+from tokenyard.planning import expert_moves, move_under_way, moving
+from tokenyard.planning.expert_moves import ExpertMoves, _Autobalance, _together
+from tokenyard.planning.move_under_way import CALLS_BETWEEN_QUESTIONS
 from tokenyard.planning.moving import HeldExperts, Parcel, steps, streams, width
 from tokenyard.planning.rebalancing import Progress, Rebalance, failure_of
 from tokenyard.planning.state import WholePlan
@@ -207,18 +208,18 @@ def moves_of_a_plan(rounds=0, between=True):
     ],
 )
 def test_all_ranks_decide_the_same_of_what_they_hear(told, decision):
-    moves = moves_of_a_plan()
+    moves = moves_of_a_plan().under_way
     moves._switches = 3
     notices = []
     for progress in told:
-        moves._move = SimpleNamespace(progress=progress, decision=None)
+        moves.move = SimpleNamespace(progress=progress, decision=None)
         notices.append(moves._notice())
     moves._noticed(notices)
-    assert moves._move.decision is decision
+    assert moves.move.decision is decision
 
 
 def test_ranks_that_have_not_switched_alike_have_drifted_and_a_plan_that_is_gone_tells_nothing():
-    moves = moves_of_a_plan()
+    moves = moves_of_a_plan().under_way
     announcer = moves._state.exchange.announcer
     notices = []
     for moves._switches in (3, 2):
@@ -239,7 +240,7 @@ def test_the_load_is_looked_at_after_so_many_calls_between_two_of_them(rounds, b
     moves, looked = moves_of_a_plan(rounds, between), []
     moves._look = looked.append
     moves.between_calls("moe")
-    moves._auto = _Autobalance(every=5, threshold=1.1, seen=7)
+    moves._auto, moves.under_way.looked = _Autobalance(every=5, threshold=1.1), 7
     moves.between_calls("moe")
     assert len(looked) == looks
 
@@ -249,9 +250,9 @@ def test_all_ranks_switch_between_two_calls_and_change_before_the_first_layer():
     for changes_ranks, layer, decision, between in states:
         moves, concluded = moves_of_a_plan(between=between), []
         moves._state.draft = SimpleNamespace(wirings=[SimpleNamespace(spec=SimpleNamespace(name="first"))])
-        moves._conclude = concluded.append
-        moves._move = SimpleNamespace(decision=decision)
-        moves._next_group = SimpleNamespace() if changes_ranks else None
+        moves.under_way._conclude = concluded.append
+        next_ranks = SimpleNamespace() if changes_ranks else None
+        moves.under_way.move = SimpleNamespace(decision=decision, next_ranks=next_ranks)
         moves.between_calls(layer)
         due = between and decision is not Progress.PREPARING and (layer == "first" or not changes_ranks)
         assert len(concluded) == due
@@ -261,15 +262,17 @@ def test_ranks_that_hear_nothing_in_dispatches_ask_each_other_from_time_to_time(
     states = [(15, True, False), (16, True, True), (17, True, True), (16, False, False)]
     for rounds, between, asks in states:
         moves, asked = moves_of_a_plan(rounds + 5, between), []
-        moves._asked, moves._state.exchange.hears_notices = 5, False
+        moves.under_way._asked, moves._state.exchange.hears_notices = 5, False
         moves._state.draft = SimpleNamespace(wirings=[])
         moves._state.group.gather_json = lambda told, phase, asked=asked: asked.append(told) or [told] * 2
-        moves._move = SimpleNamespace(decision=Progress.PREPARING, progress=Progress.FAILED, error=FULL)
-        moves._conclude = lambda move: None
+        moves.under_way.move = SimpleNamespace(
+            decision=Progress.PREPARING, progress=Progress.FAILED, error=FULL, next_ranks=None
+        )
+        moves.under_way._conclude = lambda move: None
         moves.between_calls("moe")
         assert asked == ([[Progress.FAILED, "OSError: full"]] if asks else [])
-        assert moves._asked == (rounds + 5 if asks else 5)
-        assert moves._move.decision is (Progress.FAILED if asks else Progress.PREPARING)
+        assert moves.under_way._asked == (rounds + 5 if asks else 5)
+        assert moves.under_way.move.decision is (Progress.FAILED if asks else Progress.PREPARING)
         moves._state.exchange.hears_notices = True
         moves.between_calls("moe")
         assert len(asked) == asks
@@ -279,16 +282,16 @@ def test_the_first_question_of_a_group_comes_after_as_many_calls_as_the_others()
     for rounds in (CALLS_BETWEEN_QUESTIONS - 1, CALLS_BETWEEN_QUESTIONS):
         moves, asked = moves_of_a_plan(rounds), []
         moves._state.exchange.hears_notices = False
-        moves._decide = lambda move, progress, asked=asked: asked.append(progress)
-        moves._move = SimpleNamespace(decision=Progress.PREPARING, progress=Progress.READY)
+        moves.under_way._decide = lambda move, progress, asked=asked: asked.append(progress)
+        moves.under_way.move = SimpleNamespace(decision=Progress.PREPARING, progress=Progress.READY)
         moves.between_calls("moe")
         assert asked == [Progress.READY] * (rounds == CALLS_BETWEEN_QUESTIONS)
 
 
 def test_nothing_is_switched_while_a_graph_is_captured(monkeypatch):
     moves, concluded = moves_of_a_plan(), []
-    moves._conclude = concluded.append
-    moves._move = SimpleNamespace(decision=Progress.READY)
+    moves.under_way._conclude = concluded.append
+    moves.under_way.move = SimpleNamespace(decision=Progress.READY, next_ranks=None)
     monkeypatch.setattr(expert_moves.torch.cuda, "is_available", lambda: True)
     for capturing in (True, False):
         monkeypatch.setattr(
@@ -300,16 +303,16 @@ def test_nothing_is_switched_while_a_graph_is_captured(monkeypatch):
 
 def test_calls_are_counted_anew_when_a_plan_has_another_exchange():
     moves = moves_of_a_plan()
-    moves._auto = _Autobalance(every=5, threshold=1.1, seen=7)
-    moves.start()
-    assert moves._auto.seen == 0
+    moves.under_way.looked = 7
+    moves.under_way.start()
+    assert moves.under_way.looked == 0
 
 
 @pytest.mark.parametrize(("last", "closes"), [(None, 1), (True, 1), (False, 0)])
 def test_what_moves_share_is_left_to_a_thread_that_still_uses_it(last, closes):
-    moves, closed = moves_of_a_plan(), []
-    moves._carrier = SimpleNamespace(close=lambda: closed.append(1))
-    moves._last_move = None if last is None else SimpleNamespace(has_ended=last)
+    moves, closed = moves_of_a_plan().under_way, []
+    moves.carrier = SimpleNamespace(close=lambda: closed.append(1))
+    moves.last_move = None if last is None else SimpleNamespace(has_ended=last)
     moves.close_carrier()
     assert len(closed) == closes
 
@@ -346,13 +349,14 @@ def test_layers_that_need_fewer_steps_switch_in_the_first_ones():
 
 def test_a_switch_is_counted_with_its_pause_and_what_came_for_it(monkeypatch):
     clock = iter([10.0, 10.25])
-    monkeypatch.setattr(expert_moves, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    moves, stats = moves_of_a_plan(), LayerStats(2)
+    monkeypatch.setattr(move_under_way, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    moves, stats = moves_of_a_plan().under_way, LayerStats(2)
     moves._state.exchange.stats, moves._switch = {"moe": stats}, lambda move: None
     move = SimpleNamespace(
         step={"moe": None},
         came={"moe": {3: 0, 5: 1}},
         is_last_step=False,
+        next_ranks=None,
         decision=Progress.READY,
         nbytes=70,
         seconds=2.5,
@@ -367,10 +371,9 @@ def test_a_switch_is_counted_with_its_pause_and_what_came_for_it(monkeypatch):
 def test_a_look_by_itself_does_not_wait_for_the_move():
     moves, asked = moves_of_a_plan(rounds=4), []
     moves.rebalance = lambda **options: asked.append(options)
-    auto = _Autobalance(every=5, threshold=1.3, seen=0)
-    moves._look(auto)
+    moves._look(_Autobalance(every=5, threshold=1.3))
     assert asked == [{"threshold": 1.3, "wait": False}]
-    assert auto.seen == 4
+    assert moves.under_way.looked == 4
 
 
 @pytest.mark.parametrize(
@@ -401,7 +404,7 @@ def test_one_slot_of_each_rank_stays_free_for_the_next_move(counts, usable, monk
 def change_under_way(is_last_step=True, refused=False, members=(0, 2, 3), closed=False):
     """A move to the next group, as rank 0 has it, and what is called of it."""
     calls = []
-    moves = moves_of_a_plan()
+    moves = moves_of_a_plan().under_way
 
     def check_open():
         calls.append("checked")
@@ -409,10 +412,8 @@ def change_under_way(is_last_step=True, refused=False, members=(0, 2, 3), closed
             raise ty.HandleError("the plan is closed", expected="", fix="")
 
     moves._state.exchange.usability = SimpleNamespace(check_open=check_open)
-    moves._move = SimpleNamespace(is_last_step=is_last_step)
-    moves._next_group = SimpleNamespace(
-        refuse=lambda: calls.append("asked") or refused, members=list(members)
-    )
+    next_ranks = SimpleNamespace(refuse=lambda: calls.append("asked") or refused, members=list(members))
+    moves.move = SimpleNamespace(is_last_step=is_last_step, next_ranks=next_ranks)
     moves._switch = lambda move: calls.append("switched")
     return moves, calls
 
@@ -431,9 +432,9 @@ def test_ranks_stay_where_nobody_has_taken_the_next_group():
         moves, calls = change_under_way(**options)
         assert moves.follow([1]) == ([1], False)
         assert calls == asked
-    for nothing in ("_move", "_next_group"):
+    for moves_experts in (False, True):
         moves, calls = change_under_way()
-        setattr(moves, nothing, None)
+        moves.move = SimpleNamespace(is_last_step=True, next_ranks=None) if moves_experts else None
         assert moves.follow([1]) == ([1], False)
         assert calls == []
 
@@ -448,12 +449,12 @@ def test_a_rank_that_takes_the_next_group_leaves_behind_what_the_plan_made(made_
     def closing(name, **others):
         return SimpleNamespace(close=lambda **how: calls.append((name, how)), **others)
 
-    moves, counted = moves_of_a_plan(), object()
+    moves, counted = moves_of_a_plan().under_way, object()
     state = moves._state
     state.exchange = closing(
         "exchange", usability=closing("usability"), stats={"moe": SimpleNamespace(moves=counted)}
     )
-    moves._carrier = closing("carrier")
+    moves.carrier = closing("carrier")
     whole, left = closing("whole"), closing("left")
     state.whole = WholePlan(group=whole, specs={"moe": None}, made_here=made_here)
     state.group = left if smaller else whole
@@ -492,17 +493,17 @@ def test_a_rank_that_takes_the_next_group_leaves_behind_what_the_plan_made(made_
     ],
 )
 def test_after_a_loss_the_ranks_that_are_left_have_made_equally_many_steps(switches, is_done, due):
-    moves, calls = moves_of_a_plan(), []
+    moves, calls = moves_of_a_plan().under_way, []
     moves._switches = 3
     loss = ty.PeerLost([2], phase="combine", waited=1.0)
     moves._state.exchange.usability = SimpleNamespace(broken_by=loss)
     moves._take_step = lambda move: calls.append("step")
     moves.give_up = lambda error: calls.append("given up") or errors.append(error)
     move, errors = SimpleNamespace(is_done=is_done, switched=lambda: calls.append("switched")), []
-    moves._move = move
+    moves.move = move
     moves.settle(SimpleNamespace(gather_json=lambda value, phase: switches))
     assert calls == due
-    assert moves._move is None
+    assert moves.move is None
     assert [type(error) for error in errors] == [ty.PlanBroken] * due.count("given up")
     moves.settle(SimpleNamespace(gather_json=lambda value, phase: [9]))  # where nothing moves
     assert calls == due
@@ -510,11 +511,11 @@ def test_after_a_loss_the_ranks_that_are_left_have_made_equally_many_steps(switc
 
 @pytest.mark.parametrize("lets_go", [None, True, False])
 def test_a_rank_that_leaves_waits_for_the_others_before_its_plan_is_closed(lets_go):
-    moves, calls = moves_of_a_plan(), []
+    moves, calls = moves_of_a_plan().under_way, []
     moves.give_up = lambda error: calls.append(str(error))
     moves.close_carrier = lambda: calls.append("closed")
     if lets_go is not None:
-        moves._move = SimpleNamespace(lets_go=lets_go, wait=lambda: calls.append("waited"))
+        moves.move = SimpleNamespace(lets_go=lets_go, wait=lambda: calls.append("waited"))
     moves.close()
     assert calls[:-2] == (["waited"] if lets_go else [])
     assert "the plan was closed" in calls[-2]
@@ -522,7 +523,7 @@ def test_a_rank_that_leaves_waits_for_the_others_before_its_plan_is_closed(lets_
 
 
 def test_a_change_that_is_given_up_is_refused_counted_and_logged(caplog):
-    moves, calls = moves_of_a_plan(), []
+    moves, calls = moves_of_a_plan().under_way, []
     stats = {"moe": LayerStats(2), "more": LayerStats(2)}
     moves._state.exchange.stats = stats
 
@@ -531,11 +532,15 @@ def test_a_change_that_is_given_up_is_refused_counted_and_logged(caplog):
         raise ty.GroupError("nobody answers", expected="", fix="")
 
     error = ValueError("no room")
-    moves._move = SimpleNamespace(give_up=calls.append, error="no room", placements={"moe": None})
-    moves._next_group = SimpleNamespace(refuse=refuse)
+    moves.move = SimpleNamespace(
+        give_up=calls.append,
+        error="no room",
+        placements={"moe": None},
+        next_ranks=SimpleNamespace(refuse=refuse),
+    )
     moves.give_up(error)
     assert calls == ["refused", error]
-    assert moves._move is moves._next_group is None
+    assert moves.move is None
     assert [each.moves.given_up for each in stats.values()] == [1, 0]
     assert "experts stay where they are: no room" in caplog.text
     moves.give_up(error)  # where nothing moves

@@ -11,7 +11,7 @@ from tokenyard.exchange.announcement import ignore_notices
 from tokenyard.experts import ReferenceExperts
 from tokenyard.experts.slots import with_spare_slots
 from tokenyard.planning import moving
-from tokenyard.planning.expert_moves import CALLS_BETWEEN_QUESTIONS, ExpertMoves
+from tokenyard.planning.move_under_way import CALLS_BETWEEN_QUESTIONS, MoveUnderWay
 from tokenyard.planning.rebalancing import Progress
 from tokenyard.routing import balance, imbalance, rank_loads
 
@@ -110,10 +110,16 @@ def in_other_memory(group):
     before_TH = built(*given)
     if group.rank == 1:
         built.experts._apply(torch.clone)
-    fetched, fetch = [], plan._moves._carrier.fetch
-    plan._moves._carrier.fetch = lambda held, *rest: fetched.append(held.memory) or fetch(held, *rest)
+    fetched, fetch = [], plan._moves.under_way.carrier.fetch
+    plan._moves.under_way.carrier.fetch = lambda held, *rest: (
+        fetched.append(held.memory) or fetch(held, *rest)
+    )
     plan.rebalance({"moe": "round_robin"})
-    return torch.equal(built(*given), before_TH), bool(fetched), plan._moves._carrier._group is not None
+    return (
+        torch.equal(built(*given), before_TH),
+        bool(fetched),
+        plan._moves.under_way.carrier._group is not None,
+    )
 
 
 def test_weights_that_cannot_be_mapped_move_through_the_group():
@@ -126,11 +132,11 @@ def memory_of_others(group):
     for placement in ("round_robin", "contiguous"):
         built = build(plan, "moe")
         plan.rebalance({"moe": placement})
-        mapped.append(set(plan._moves._carrier._mapped))
+        mapped.append(set(plan._moves.under_way.carrier._mapped))
         group.barrier()
         del built
     plan.close()
-    return mapped, plan._moves._carrier._mapped
+    return mapped, plan._moves.under_way.carrier._mapped
 
 
 def test_memory_of_others_is_mapped_as_long_as_their_layers_are_there():
@@ -269,7 +275,7 @@ def fails_in_a_thread(group, wait):
         def broken(*_):
             raise OSError("no memory to map")
 
-        plan._moves._carrier.fetch = broken
+        plan._moves.under_way.carrier.fetch = broken
     move = plan.rebalance({"moe": "round_robin"}, wait=False)
     during = [str(raised(plan.extend, [])), str(raised(plan.trim)), str(raised(plan.rebalance))]
     errors = []
@@ -360,20 +366,20 @@ def dies_in(group, plan, stage):
     if stage == "agreement":
         group.gather_json = end
     elif stage == "copying":
-        plan._moves._carrier.fetch = end
+        plan._moves.under_way.carrier.fetch = end
     elif stage == "ready":
-        conclude = ExpertMoves._conclude
+        conclude = MoveUnderWay._conclude
 
         def or_end(moves, move):
             return end() if moves._state.group is group else conclude(moves, move)
 
-        ExpertMoves._conclude = or_end
+        MoveUnderWay._conclude = or_end
 
 
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("stage", ["agreement", "copying", "ready"])
 def test_a_rank_that_dies_on_the_way_leaves_the_others_on_one_placement(stage, wait, monkeypatch):
-    monkeypatch.setattr(ExpertMoves, "_conclude", ExpertMoves._conclude)  # put back what a rank replaces
+    monkeypatch.setattr(MoveUnderWay, "_conclude", MoveUnderWay._conclude)  # put back what a rank replaces
     first, second, _ = on_ranks(3, dies_on_the_way, stage, wait, deadline=3.0)
     old, new = (placement.without([2]).table for placement in (EVERYWHERE, WANTED))
     assert first == second
@@ -420,12 +426,12 @@ def failing_unheard(group):
     before_TH, placement = moe(x_TH, routes), plan.wiring("moe").exchange_spec.placement
     plan.exchange.hears_notices, plan.exchange.announcer.noticed = False, ignore_notices
     if group.rank == 1:
-        plan._moves._carrier.fetch = lambda *_: 1 / 0
+        plan._moves.under_way.carrier.fetch = lambda *_: 1 / 0
     move = plan.rebalance({"moe": ty.Placement.round_robin(5, 2)}, wait=False)
     move.wait_for_thread()
     same = all(torch.equal(moe(x_TH, routes), before_TH) for _ in range(2 * CALLS_BETWEEN_QUESTIONS))
     stays = plan.wiring("moe").exchange_spec.placement == placement
-    return same, stays, plan._moves._move is None, type(move.error).__name__
+    return same, stays, plan._moves.under_way.move is None, type(move.error).__name__
 
 
 def test_all_ranks_give_a_move_up_that_failed_on_one_where_calls_tell_nothing():

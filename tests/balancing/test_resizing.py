@@ -231,7 +231,7 @@ def shared_before(group):
     plan = ty.plan([spec(num_experts=6, spare_experts=6)], group)
     built, groups, exchanges = build(plan, "moe"), [], []
     plan.rebalance({built.name: "round_robin"})
-    carrier = plan._moves._carrier
+    carrier = plan._moves.under_way.carrier
     carried_by, was_mapped = carrier._found(), bool(carrier._mapped)
     for _ in range(2):
         groups.append(plan.group)
@@ -242,7 +242,7 @@ def shared_before(group):
             return None
     groups.append(plan.group)
     assert "have switched placements [1] times" in str(raised(plan.exchange.announcer.noticed, [1 << 2]))
-    assert plan._moves._carrier._of is plan.group
+    assert plan._moves.under_way.carrier._of is plan.group
     closed = ["is closed" in str(raised(each.barrier)) for each in (carried_by, *groups[:-1])]
     plan.close()
     closed.append("is closed" in str(raised(groups[-1].barrier)))
@@ -468,7 +468,7 @@ def fails_alone(group, what):
     started = time.monotonic()
     error = raised(plan.grow, 1, seconds=SECONDS) if what == "grow" else raised(plan.shrink, [0])
     waited = time.monotonic() - started
-    plan._moves._last_move._thread.join()
+    plan._moves.under_way.last_move._thread.join()
     assert torch.equal(built(*given), before_TH)
     return type(error).__name__, str(error), waited
 

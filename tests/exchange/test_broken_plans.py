@@ -308,12 +308,15 @@ def test_ranks_in_different_plans_have_drifted_and_hear_it_at_once(ranks, exchan
     ],
 )
 def test_only_a_wait_without_an_answer_breaks_a_plan(error, breaks):
+    layer = SimpleNamespace(layer="moe")
     for for_others in (True, False):
         usability = Usability(3)
-        wait = usability.waiting(SimpleNamespace(layer="moe"), for_others=for_others)
-        with pytest.raises(type(error)), wait:
-            raise error
+        usability.end_wait(error, layer, for_others=for_others)
         assert usability.broken_by is (error if breaks and for_others else None)
+    usability = Usability(3)
+    with pytest.raises(type(error)), usability.waiting(layer):
+        raise error
+    assert usability.broken_by is (error if breaks else None)
     if isinstance(error, ty.TokenyardError):
         assert (error.layer, error.rank) == ("moe", 3)
 

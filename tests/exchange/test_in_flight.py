@@ -1,14 +1,17 @@
 """What is in flight: its order, its regions, and what becomes of it when layers change or a plan is closed."""
 
 import gc
+import threading
+import time
 import weakref
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import tokenyard as ty
-from tests.models import batch, build, raised, spec
+from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.exchange import Arrival
 from tokenyard.exchange.in_flight import InFlightQueue
 
@@ -173,13 +176,39 @@ def test_a_plan_that_was_closed_holds_no_batch_and_says_that_it_is_closed(exchan
         assert "the plan is closed; expected an open plan" in str(raised(call))
 
 
-@pytest.mark.parametrize("exchange", ["local", "one_sided", "two_sided"])
-def test_a_plan_that_was_closed_holds_no_batch_that_was_started(exchange):
-    plan = ty.plan([spec()], ty.thread_groups(1)[0], exchange=exchange)
+def closed_while_rows_travel(group, exchange, closes, computes):
+    """Whether a batch is gone when the plan is closed; without `computes`, rank 1 starts it when rank 0 closes."""
+    plan = ty.plan([spec()], group, exchange=exchange)
+    built = build(plan, "moe")
+    threads, in_background = [], group.in_background
+
+    def noting(job):
+        running = in_background(job)
+        threads.append(running.thread)
+        return running
+
+    group.in_background = noting
     x_TH, routes = batch(spec(), 3)
-    started, held = build(plan, "moe").start(x_TH, routes), weakref.ref(x_TH)
+    assert group.rank == 0 or computes or closes.wait(20)
+    started, held = built.start(x_TH, routes), weakref.ref(x_TH)
+    if computes:
+        started.compute()
+    closes.set()
     plan.close()
-    assert "the plan is closed; expected an open plan" in str(raised(started.finish))
+    ended = not any(thread.is_alive() for thread in threads)
+    refused = str(raised(started.finish))
     del started, x_TH
-    gc.collect()
-    assert held() is None
+    for _ in range(5):  # while another rank, a thread like this one, collects, this does nothing
+        gc.collect()
+        time.sleep(0.001)
+    return refused, ended, held() is None
+
+
+@pytest.mark.parametrize("computes", [False, True])
+@pytest.mark.parametrize(("exchange", "ranks"), [("local", 1), *product(ty.EXCHANGES, (1, 2))])
+def test_a_plan_that_was_closed_holds_no_batch_that_was_started(exchange, ranks, computes):
+    found = on_ranks(ranks, closed_while_rows_travel, exchange, threading.Event(), computes)
+    for refused, ended, given_back in found:
+        assert "the plan is closed; expected an open plan" in refused
+        assert ended
+        assert given_back

@@ -11,7 +11,7 @@ import tokenyard as ty
 from tests.models import batch, build, on_ranks, raised, spec
 from tokenyard.conformance.cases import same_bits
 from tokenyard.exchange.announcement import Phase
-from tokenyard.exchange.messages import Mailbox
+from tokenyard.exchange.messages import Mailbox, Outgoing
 from tokenyard.group import base
 
 by_messages = pytest.mark.parametrize("exchange", ["two_sided", "allgather", "hierarchical"])
@@ -99,7 +99,7 @@ def test_results_are_written_into_messages_where_all_ranks_get_some_that_fit(mon
 
 def test_rows_that_follow_have_their_place_where_an_announcement_takes_whole_rows():
     mailbox = Mailbox(ty.thread_groups(2)[0])
-    outgoing = mailbox.write(mailbox.head_bytes // 2, [0, 3], "in", bounded=True)
+    outgoing = Outgoing(mailbox, mailbox.head_bytes // 2, [0, 3], "in", bounded=True)
     assert [len(packets) for packets in outgoing.packets_by_rank] == [0, 3]
 
 
@@ -165,17 +165,29 @@ def test_ranks_in_different_layers_drift_and_no_message_is_too_long(ranks):
     assert found == [(ty.Drifted, True)] * 2
 
 
-def test_a_rank_that_announces_other_results_than_it_was_sent_is_found(monkeypatch):
-    plan = ty.plan([spec()], ty.thread_groups(1)[0], exchange="two_sided")
+@pytest.mark.parametrize("exchange", ["two_sided", "allgather"])
+@pytest.mark.parametrize(
+    ("counts", "words"),
+    [
+        ((2,), "rank 0 announces 2 results; expected 3, as it was sent"),
+        ((), "rank 0 announces 0 counts of results; expected 1, one for each rank"),
+        ((3, 0), "rank 0 announces 2 counts of results; expected 1, one for each rank"),
+    ],
+)
+def test_a_rank_that_announces_other_results_than_it_was_sent_is_found(exchange, counts, words, monkeypatch):
+    plan = ty.plan([spec()], ty.thread_groups(1)[0], exchange=exchange)
     built, read = build(plan, "moe"), Mailbox.read
 
     def other(self, heads):
         (word,) = read(self, heads)
-        return [replace(word, counts=(2,)) if word.phase is Phase.COMBINE else word]
+        return [replace(word, counts=counts) if word.phase is Phase.COMBINE else word]
 
     monkeypatch.setattr(Mailbox, "read", other)
     error = raised(built, *batch(spec(), 3))
-    assert "rank 0 announces 2 results; expected 3" in str(error)
+    assert isinstance(error, ty.GroupError)
+    assert words in str(error)
+    assert "look for what wrote into the announcements of rank 0" in str(error)
+    assert error.layer == "moe"
 
 
 # -- Calls in the background ---------------------------------------------------------------------------------

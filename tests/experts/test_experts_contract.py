@@ -5,15 +5,18 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.exchange.interpreter import install, only_without_gpu
 from tests.experts.expert_cases import Case, receive, run
 from tokenyard import Placement
 from tokenyard.conformance.cases import same_bits
+from tokenyard.conformance.experts_bound import draw_batch, draw_specs, in_words
 from tokenyard.errors import ContractError, InputError, UnknownName
 from tokenyard.experts import EXPERTS, Experts, ExpertWeights, GroupedExperts, ReferenceExperts, get
 from tokenyard.formats import QuantizedMatrix
 from tokenyard.rows import ExpertRows, UnfinalizedRows, check_expert_rows
 
 CLASSES = [ReferenceExperts, GroupedExperts]
+install()
 
 
 def test_the_registry() -> None:
@@ -47,6 +50,35 @@ def test_nothing_that_was_passed_in_is_changed(cls: type[Experts]) -> None:
     experts(receive(x_RH, routes), finalize=False)
     now = [x_RH, routes.ids_RK, routes.weights_RK, *weights.by_name().values()]
     assert all(torch.equal(a, b) for a, b in zip(kept, now, strict=True))
+
+
+def storages(tensors) -> set[int]:
+    """Where the memory of tensors starts; of those that have any."""
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors} - {0}
+
+
+@only_without_gpu
+@pytest.mark.parametrize("rows", [0, 1, 2, 5])
+@pytest.mark.parametrize("cls", EXPERTS.values(), ids=EXPERTS)
+def test_a_result_shares_no_memory_with_what_was_given(cls: type[Experts], rows: int) -> None:
+    """Whatever the shape: rows, routes, the pairs that routes remember, and weights stay those of the caller."""
+    for seed, spec in enumerate(draw_specs(cls, count=8)):
+        drawn = draw_batch(spec, rows, seed)
+        for ids_RK in (
+            drawn.routes.ids_RK,
+            drawn.routes.ids_RK.clamp(min=0),
+            drawn.routes.ids_RK.clamp(max=-1),
+        ):
+            batch = replace(drawn, routes=replace(drawn.routes, ids_RK=ids_RK))
+            experts, received = batch.build(cls, adopt=True), batch.received(cls, batch.routes)
+            for finalize in (True, False):
+                result = experts(received, finalize=finalize)
+                given = [*received.rows.payloads.values(), *vars(received.routes).values(), batch.x_RH]
+                given += [*vars(batch.routes).values(), *batch.weights.by_name().values(), *experts.buffers()]
+                kept = storages(tensor for tensor in given if isinstance(tensor, torch.Tensor))
+                for name, value in vars(result).items():
+                    if isinstance(value, torch.Tensor):
+                        assert not storages([value]) & kept, (name, finalize, in_words(spec))
 
 
 @pytest.mark.parametrize(

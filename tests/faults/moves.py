@@ -27,8 +27,8 @@ from tests.faults.trials import run_trials
 from tests.models import batch, build, spec
 from tokenyard.group import DistributedGroup, distributed
 from tokenyard.planning import moving
-from tokenyard.planning.expert_moves import ExpertMoves
 from tokenyard.planning.joining import Joining
+from tokenyard.planning.move_under_way import MoveUnderWay
 from tokenyard.planning.rebalancing import Progress, Rebalance
 from tokenyard.planning.resizing import placement_with, placement_without
 
@@ -141,11 +141,11 @@ def lay_trap(plan, trial, folder):
     elif trial.stage == "ready":
         before(Rebalance, "_report", lambda _, progress: progress is Progress.READY, after=True)
     elif trial.stage == "decision":
-        moves = plan._moves
-        all_ready = lambda _: moves._move and moves._move.decision == Progress.READY  # noqa: E731
+        moves = plan._moves.under_way
+        all_ready = lambda _: moves.move and moves.move.decision == Progress.READY  # noqa: E731
         before(plan.exchange.announcer, "noticed", all_ready, after=True)
     else:
-        before(ExpertMoves, "_conclude", after=trial.stage == "switched")
+        before(MoveUnderWay, "_conclude", after=trial.stage == "switched")
 
 
 def begin(plan, trial):

@@ -13,7 +13,7 @@ from tests.experts.fused_cases import FusedCase
 from tests.gpu.test_one_sided_cuda import there
 from tests.models import batch, build, on_ranks, spec
 from tokenyard.conformance.cases import same_bits
-from tokenyard.exchange.one_sided.cuda import _choice_places
+from tokenyard.exchange.one_sided.device_results import choice_places
 from tokenyard.experts import FusedExperts
 from tokenyard.rows import LocalRoutes, ReceivedRows, UnfinalizedRows, check_choice_rows
 
@@ -71,7 +71,7 @@ def test_the_host_waits_once_for_the_choices_of_a_batch():
 
     def call(arrival):
         result = check_choice_rows(experts(arrival, finalize=False).weighted(), arrival)
-        return result.rows_NH, _choice_places(arrival)
+        return result.rows_NH, choice_places(arrival)
 
     before = call(received())  # kernels are compiled and loaded
     arrival = received()

@@ -248,12 +248,22 @@ class Announcements:
         for rank, other in enumerate(answers):
             rows = (other.tokens, *other.counts)
             if len(other.counts) != counts or not all(0 <= count <= most for count in rows):
-                raise GroupError(
-                    f"rank {rank} announces {other.tokens} tokens, and rows {shown(list(other.counts))}",
+                raise not_due(
+                    rank,
+                    f"{other.tokens} tokens, and rows {shown(list(other.counts))}",
                     expected=f"{counts} counts, and from 0 to max_tokens={most} each",
-                    fix=f"look for what wrote into the announcements of rank {rank}",
                     rank=self.announcer.group.rank,
                 )
+
+
+def not_due(source: int, announced: str, *, expected: str, rank: int) -> GroupError:
+    """The error for an announcement of rank `source` that says what cannot be."""
+    return GroupError(
+        f"rank {source} announces {announced}",
+        expected=expected,
+        fix=f"look for what wrote into the announcements of rank {source}",
+        rank=rank,
+    )
 
 
 def _unreadable(source: int, found: str) -> GroupError:

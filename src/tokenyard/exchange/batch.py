@@ -18,6 +18,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -285,10 +286,7 @@ class RowsAtHome(ResultsAtHome):
     def of(cls, arrival: Arrival, payloads_by_rank: Sequence[Mapping[str, Tensor]]) -> RowsAtHome:
         """The payloads that each rank returned for an arrival, as results."""
         spec = arrival.spec
-        rows = [
-            EncodedRows(format=spec.combine_wire, hidden_size=spec.hidden_size, payloads=payloads)
-            for payloads in payloads_by_rank
-        ]
+        rows = [spec.results(payloads) for payloads in payloads_by_rank]
         if not spec.sums_choices:
             return cls(rows_by_rank=rows, tokens_by_rank=arrival.routes.tokens_by_rank)
         returned = arrival.routes.choices_by_rank
@@ -344,6 +342,17 @@ def tokens_by_rank(rank_TK: Tensor, world: int) -> tuple[Tensor, ...]:
     return tuple(token_N.split(rank_N.bincount(minlength=world).tolist()))
 
 
+def numbered(starts: Sequence[int], counts: Sequence[int]) -> Tensor:
+    """So many consecutive numbers from each start on, one behind the other.
+
+    >>> numbered([7, 0], [2, 3]).tolist()
+    [7, 8, 0, 1, 2]
+    """
+    # By NumPy: an operator of torch takes several times as long, and there is one for each rank.
+    runs = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+    return torch.from_numpy(np.concatenate(runs))
+
+
 def received_rows(
     spec: ExchangeSpec, packets: Tensor, counts: Sequence[int], slots_R: Tensor | None = None
 ) -> ReceivedRows:
@@ -352,16 +361,19 @@ def received_rows(
     `slots_R` is where they are among `packets`; None: there are no others.
     """
     tensors = spec.dispatch_layout.unpack(packets)
-    names = [payload.name for payload in spec.wire.payloads(spec.hidden_size)]
-    rows = EncodedRows(
-        format=spec.wire, hidden_size=spec.hidden_size, payloads={name: tensors.pop(name) for name in names}
-    )
-    if slots_R is not None:
-        tensors = {name: tensor[slots_R] for name, tensor in tensors.items()}
+
+    def of_rows(name: str) -> Tensor:
+        return tensors[name] if slots_R is None else tensors[name][slots_R]
+
     routes: LocalRoutes | RoutingLogits
     if spec.carries_logits:
-        routes = RoutingLogits(logits_RE=tensors["logits"])
+        routes = RoutingLogits(logits_RE=of_rows("logits"))
     else:
-        routes = LocalRoutes(ids_RK=tensors["ids"], weights_RK=tensors["weights"])
-    extra = {payload.name: tensors[payload.name] for payload in spec.further}
-    return ReceivedRows(rows=rows, routes=routes, counts_W=tuple(counts), extra=extra, slots_R=slots_R)
+        routes = LocalRoutes(ids_RK=of_rows("ids"), weights_RK=of_rows("weights"))
+    return ReceivedRows(
+        rows=spec.rows(tensors),
+        routes=routes,
+        counts_W=tuple(counts),
+        extra={payload.name: of_rows(payload.name) for payload in spec.further},
+        slots_R=slots_R,
+    )

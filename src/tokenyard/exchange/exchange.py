@@ -180,10 +180,15 @@ class Exchange:
             self.transport.synchronize()
 
     def close(self) -> None:
-        """No more rounds; what is shared is given back."""
+        """No more rounds; what is shared is given back.
+
+        A thread that waits for the others holds its batch and what is shared: it ends first, within the deadline.
+        """
         self.usability.close()
         self._in_flight.clear()
         self.trips.close()
+        if self.transport.works_ahead:
+            self.group.await_background()
         self.transport.close()
 
     # -- The way out ---------------------------------------------------------------------------------------

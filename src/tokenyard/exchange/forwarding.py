@@ -21,7 +21,6 @@ from tokenyard.exchange.host_map import HostMap
 from tokenyard.exchange.one_sided.inside_host import InsideHost
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.workspace import as_bytes
-from tokenyard.formats.base import EncodedRows
 from tokenyard.routing import Placement, Routes
 
 
@@ -91,17 +90,12 @@ class Forwarding:
             rank=inside.group.rank,
             choices=(rank_TK, local_TK),
         )
-        names = [payload.name for payload in spec.wire.payloads(spec.hidden_size)]
         forwarded = Batch(
             spec=self.spec,
             round=batch.round,
             region=batch.region,
-            rows=EncodedRows(
-                format=spec.wire,
-                hidden_size=spec.hidden_size,
-                payloads={name: together.pop(name) for name in names},
-            ),
-            extra=together,
+            rows=spec.rows(together),
+            extra={name: together[name] for name in batch.extra},
             routes=forwarded_routes,
             announcements=_inside_announcements(batch.announcements, forwarded_routes, inside),
             choice_counts=self.choice_counts if inside.counts_choices else None,

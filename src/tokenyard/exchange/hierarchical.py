@@ -38,8 +38,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenyard.errors import GroupError, PeerFailed, PeerLost, Reason, shown
-from tokenyard.exchange.announcement import Announcement, Announcements
+from tokenyard.errors import PeerFailed, PeerLost, Reason, shown
+from tokenyard.exchange.announcement import Announcement, Announcements, not_due
 from tokenyard.exchange.batch import (
     Arrival,
     Batch,
@@ -48,11 +48,12 @@ from tokenyard.exchange.batch import (
     ResultsAtHome,
     RowsAtHome,
     SumWatch,
+    numbered,
     tokens_by_rank,
 )
 from tokenyard.exchange.batch_routes import BatchRoutes
 from tokenyard.exchange.forwarding import Forwarding, host_map, inside_spec
-from tokenyard.exchange.messages import HOME, Mailbox
+from tokenyard.exchange.messages import HOME, Mailbox, Outgoing
 from tokenyard.exchange.one_sided import declarations
 from tokenyard.exchange.one_sided.control import COMPILING
 from tokenyard.exchange.one_sided.inside_host import InsideHost
@@ -229,9 +230,8 @@ class HierarchicalTransport(Transport):
         tokens_by_host = self._tokens_by_host(batch.routes)
         by_host = [tokens.numel() for tokens in tokens_by_host]
         stride = batch.spec.dispatch_layout.stride
-        outgoing = self.mailbox.write(
-            stride, self._rows_for_relays(by_host), CROSSING, bounded=batch.announcements.bound is not None
-        )
+        rows, bounded = self._rows_for_relays(by_host), batch.announcements.bound is not None
+        outgoing = Outgoing(self.mailbox, stride, rows, CROSSING, bounded=bounded)
         self._write(batch, tokens_by_host, outgoing.packets_by_rank)
         crossing = outgoing.start(batch.announcements, self._arriving)
 
@@ -325,9 +325,7 @@ class HierarchicalTransport(Transport):
                 for source in self.hosts.sources(relay):
                     starts[source], counts[source] = first, 0
             end = first + came
-        order_R = torch.cat(
-            [torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
-        ).to(self.group.device)
+        order_R = numbered(starts, counts).to(self.group.device)
         received = inside.received
         assert isinstance(received.routes, LocalRoutes)
         assert received.slots_R is not None
@@ -377,7 +375,7 @@ class HierarchicalTransport(Transport):
         stride, none = arrival.spec.combine_layout.stride, [0] * self.group.size
         sent, due = self._sums_for_sources(arrival), self._due(arrival)
         is_late = not self.inside.all_marked(arrival.round, _LONGEST_WAIT)
-        outgoing = self.mailbox.write(stride, none if is_late else sent, into=HOME)
+        outgoing = Outgoing(self.mailbox, stride, none if is_late else sent, into=HOME)
         if not is_late:
             own = self._sum(arrival, outgoing.packets_by_rank, watch)
         mine = replace(announcements.mine, counts=(*(none if is_late else sent), int(is_late)))
@@ -403,10 +401,10 @@ class HierarchicalTransport(Transport):
         for rank, (word, count) in enumerate(zip(heard, due, strict=True)):
             announced = word.counts[self.group.rank] if len(word.counts) == self.group.size + 1 else -1
             if announced != (0 if word.counts[-1:] == (1,) else count):
-                raise GroupError(
-                    f"rank {rank} announces sums {shown(list(word.counts))}",
+                raise not_due(
+                    rank,
+                    f"sums {shown(list(word.counts))}",
                     expected=f"{count} for rank {self.group.rank}, or that they follow",
-                    fix=f"look for what wrote into the announcements of rank {rank}",
                     rank=self.group.rank,
                 )
             counts.append(announced)

@@ -18,11 +18,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tokenyard.exchange.announcement import ANNOUNCEMENT_BYTES, Announcement, Announcements
+from tokenyard.exchange.batch import numbered
 from tokenyard.exchange.spec import ExchangeSpec
 from tokenyard.exchange.transport import bytes_tensor
 from tokenyard.exchange.workspace import RowLayout, round_up
@@ -57,19 +57,12 @@ class Incoming:
         return numbered(self.starts, self.counts)
 
 
-def numbered(starts: Sequence[int], counts: Sequence[int]) -> Tensor:
-    """So many consecutive numbers from each start on, one behind the other.
-
-    >>> numbered([7, 0], [2, 3]).tolist()
-    [7, 8, 0, 1, 2]
-    """
-    # By NumPy: an operator of torch takes several times as long, and there is one for each rank.
-    runs = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
-    return torch.from_numpy(np.concatenate(runs))
-
-
 class Outgoing:
-    """Messages that are being written: rows go into `packets_by_rank`, then `start` sends them."""
+    """Messages to be written, with so many rows for each rank: rows go into `packets_by_rank`, then `start` sends them.
+
+    Those of the others come into the room `into`. `bounded`: all ranks hear first whether a rank gets more rows than it
+    may, and rows follow. `out`: the room for messages that are written for longer than until the next ones are.
+    """
 
     def __init__(
         self,
@@ -213,26 +206,10 @@ class Mailbox:
         ways += [(spec.combine_layout.stride, spec.max_tokens * spec.results_per_row) for spec in specs]
         self.group.allow_messages(max((self.head_rows(way) + rows) * way for way, rows in ways))
 
-    def write(
-        self,
-        stride: int,
-        counts: Sequence[int],
-        into: Hashable,
-        *,
-        bounded: bool = False,
-        out: Hashable = None,
-    ) -> Outgoing:
-        """Messages to be written, with so many rows for each rank. Those of the others come into the room `into`.
-
-        `bounded`: all ranks hear first whether a rank gets more rows than it may, and rows follow. `out`: the room for
-        messages that are written for longer than until the next ones are.
-        """
-        return Outgoing(self, stride, counts, into, bounded=bounded, out=out)
-
     def announce(self, announcements: Announcements) -> Pending[Sequence[Announcement]]:
         """Tell all ranks what this one announces, or that it failed, without rows; `wait` hears the same of them."""
         none = [0] * self.group.size
-        coming = self.write(self.head_bytes, none, into=HOME).start(announcements, lambda heard: none)
+        coming = Outgoing(self, self.head_bytes, none, into=HOME).start(announcements, lambda heard: none)
         return Pending(lambda: coming.wait().heard)
 
     def head_rows(self, stride: int) -> int:

@@ -237,10 +237,8 @@ class OpenRoundTrips:
 
     def tell_given_up(self, spec: ExchangeSpec) -> None:
         """Take part in the combines of the oldest arrivals that were given up, only to say so."""
-        if self._in_flight.is_empty:
-            return
-        with self._usability.waiting(spec):
-            for arrival, error in self._in_flight.take_given_up():
+        for arrival, error in self._in_flight.take_given_up():
+            with self._usability.waiting(spec):
                 self._announce_failed_combine(arrival, error)
 
 

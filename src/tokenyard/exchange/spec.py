@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from tokenyard.exchange.workspace import LayerBytes, RowLayout, SlotLayout
-from tokenyard.formats.base import Format, Payload
+from tokenyard.formats.base import EncodedRows, Format, Payload
 from tokenyard.routing import Placement
 
 # The payload that rows of a paranoid plan carry beside all others, out and back (`integrity.checksums`).
@@ -73,6 +74,15 @@ class ExchangeSpec:
         own = len(self.wire.payloads(self.hidden_size)) + len(self.extra)
         routes = 1 if self.carries_logits else self.top_k  # a checksum of logits, a copy of routes
         return (*self.extra, Payload(name=CHECKSUMS, dtype=torch.int64, width=CHECKSUM_HEAD + own + routes))
+
+    def rows(self, tensors: Mapping[str, Tensor]) -> EncodedRows:
+        """The rows of the way out, whose payloads are among these tensors."""
+        payloads = {payload.name: tensors[payload.name] for payload in self.wire.payloads(self.hidden_size)}
+        return EncodedRows(format=self.wire, hidden_size=self.hidden_size, payloads=payloads)
+
+    def results(self, payloads: Mapping[str, Tensor]) -> EncodedRows:
+        """The results of the way back that have these payloads."""
+        return EncodedRows(format=self.combine_wire, hidden_size=self.hidden_size, payloads=payloads)
 
     @property
     def slots(self) -> int:

@@ -35,7 +35,7 @@ class TwoSidedTransport(Transport):
 
     def send(self, batch: Batch) -> Pending[Arrival]:
         stride, bounded = batch.spec.dispatch_layout.stride, batch.announcements.bound is not None
-        outgoing = self.mailbox.write(stride, batch.routes.counts, batch.region, bounded=bounded)
+        outgoing = Outgoing(self.mailbox, stride, batch.routes.counts, batch.region, bounded=bounded)
         self.pack(batch, outgoing.packets_by_rank)
         arriving = outgoing.start(batch.announcements)
 
@@ -55,7 +55,7 @@ class TwoSidedTransport(Transport):
         if self.group.device.type != "cpu" or spec.combine_wire.quantized or spec.sums_choices:
             return None
         stride, out = spec.combine_layout.stride, ("results", batch.region)
-        return self.mailbox.write(stride, counts, into=HOME, out=out)
+        return Outgoing(self.mailbox, stride, counts, into=HOME, out=out)
 
     def pack(self, batch: Batch, packets_by_rank: Sequence[Tensor]) -> None:
         """Write the packets of a checked batch for each rank, with the ids of its own experts."""

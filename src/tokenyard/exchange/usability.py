@@ -5,7 +5,8 @@ Nobody knows then what the others have received, and a late answer must not be t
 
 from __future__ import annotations
 
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from tokenyard.errors import Drifted, HandleError, PeerLost, PlanBroken, TokenyardError
 from tokenyard.exchange.passes import TooManyRows
@@ -76,9 +77,14 @@ class Usability:
                 rank=self._rank,
             )
 
-    def waiting(self, spec: ExchangeSpec | None = None, *, for_others: bool = True) -> _Waiting:
+    @contextmanager
+    def waiting(self, spec: ExchangeSpec | None = None) -> Iterator[None]:
         """A wait for the other ranks. If it is interrupted, or a rank is lost, the plan is broken."""
-        return _Waiting(self, spec, for_others)
+        try:
+            yield
+        except BaseException as error:
+            self.end_wait(error, spec)
+            raise
 
     def end_wait(
         self, error: BaseException, spec: ExchangeSpec | None = None, *, for_others: bool = True
@@ -90,21 +96,3 @@ class Usability:
         answer = isinstance(error, TokenyardError | TooManyRows) and not isinstance(error, PeerLost)
         if for_others and not answer:
             self.break_by(error)
-
-
-class _Waiting:
-    """A wait for the other ranks. A class, as calls of layers enter it: a generator takes some microseconds more."""
-
-    __slots__ = ("_for_others", "_spec", "_usability")
-
-    def __init__(self, usability: Usability, spec: ExchangeSpec | None, for_others: bool) -> None:
-        self._usability, self._spec, self._for_others = usability, spec, for_others
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self._usability.end_wait(error, self._spec, for_others=self._for_others)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
-from tokenyard.errors import GroupError
+from tokenyard.exchange.announcement import Announcement, not_due
 from tokenyard.exchange.batch import Arrival, Results, ResultsAtHome, RowsAtHome
 from tokenyard.exchange.messages import HOME, Mailbox, Outgoing
 from tokenyard.group.base import Pending
@@ -17,27 +19,28 @@ def send_back(mailbox: Mailbox, results: Results) -> Pending[ResultsAtHome]:
     if results.encoded is None:
         outgoing: Outgoing = arrival.way_back  # the experts have written there
     else:
-        outgoing = mailbox.write(layout.stride, arrival.results_due, into=HOME)
+        outgoing = Outgoing(mailbox, layout.stride, arrival.results_due, into=HOME)
         results.write(outgoing.packets_by_rank)
     results.before_telling()
     mine = replace(results.announcements.mine, counts=tuple(arrival.results_due))
-    coming = outgoing.start(replace(results.announcements, say=lambda: mine))
+    told = replace(results.announcements, say=lambda: mine)
+    coming = outgoing.start(told, partial(_announced, arrival, mailbox.group.rank))
 
     def come_home() -> ResultsAtHome:
         came = coming.wait()
-        _check_counts(arrival, came.counts, mailbox.group.rank)
         return RowsAtHome.of(arrival, [layout.unpack(packets) for packets in came.packets_by_rank])
 
     return Pending(come_home)
 
 
-def _check_counts(arrival: Arrival, announced: list[int], rank: int) -> None:
-    """Raise unless each rank returns as many results as it was sent rows, or choices."""
-    for source, (count, due) in enumerate(zip(announced, arrival.routes.result_counts, strict=True)):
-        if count != due:
-            raise GroupError(
-                f"rank {source} announces {count} results",
-                expected=f"{due}, as it was sent",
-                fix=f"look for what wrote into the announcements of rank {source}",
-                rank=rank,
-            )
+def _announced(arrival: Arrival, rank: int, heard: Sequence[Announcement]) -> list[int]:
+    """The results that come from each rank: as many as it was sent rows, or choices. Raise if one announces others."""
+    due = arrival.routes.result_counts
+    for source, (word, count) in enumerate(zip(heard, due, strict=True)):
+        if len(word.counts) != len(due):
+            found, expected = f"{len(word.counts)} counts of results", f"{len(due)}, one for each rank"
+            raise not_due(source, found, expected=expected, rank=rank)
+        if word.counts[rank] != count:
+            found, expected = f"{word.counts[rank]} results", f"{count}, as it was sent"
+            raise not_due(source, found, expected=expected, rank=rank)
+    return list(due)

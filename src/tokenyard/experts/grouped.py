@@ -267,8 +267,9 @@ class GroupedExperts(Experts):
             y_NH = self._both_products(weights, single, x_NH, experts, by_row)
         if not finalize:
             index_N = torch.tensor(choices, dtype=torch.int64)
+            weights_N = weights_N1.squeeze(1).clone()  # they may still be the caller's
             return UnfinalizedRows(
-                rows_NH=y_NH, weights_N=weights_N1.squeeze(1), index_N=index_N, num_rows=1, top_k=len(ids)
+                rows_NH=y_NH, weights_N=weights_N, index_N=index_N, num_rows=1, top_k=len(ids)
             )
         record_weights(weights_N1)
         record(Duty.REDUCE_EXPERTS, len(experts))

@@ -377,6 +377,10 @@ class Group(ABC):
         running.thread.start()
         return running
 
+    def await_background(self) -> None:
+        """Return when the job that was started last in the background, if any was, has ended."""
+        self._one_thread.await_helper()
+
     def barrier(self, *, phase: str = "barrier") -> None:
         """Return when every rank of the group has called this."""
         self.all_gather(torch.zeros(1, dtype=torch.uint8, device=self.device), phase=phase)

@@ -37,6 +37,13 @@ class OneThread:
         """Let a thread of the user's make calls until it ends; meanwhile the user waits for it before each call."""
         self._helper = helper
 
+    def await_helper(self) -> None:
+        """Return when the thread that calls were lent to has ended; at once inside of it."""
+        helper = self._helper
+        if helper is not None and helper is not threading.current_thread():
+            helper.join()
+            self._helper = None
+
     @property
     def user(self) -> str:
         """The name of the thread that was let in last."""
@@ -45,10 +52,8 @@ class OneThread:
 
     def enter(self) -> None:
         """Let this thread in, up to `leave`."""
-        helper = self._helper
-        if helper is not None and helper is not threading.current_thread():
-            helper.join()
-            self._helper = None
+        if self._helper is not None:
+            self.await_helper()
         if not self._lock.acquire(False):
             raise ConcurrentUse(
                 f"thread {threading.current_thread().name!r} calls {self._what}, which thread {self.user!r} uses",

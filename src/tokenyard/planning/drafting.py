@@ -72,6 +72,12 @@ class Draft:
         return [replace(wiring.spec, max_tokens=wiring.exchange_spec.max_tokens) for wiring in self.wirings]
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """What `plan` was told beside layers and exchange, as plain values: it is kept where a plan changes."""
+        names = ("in_flight", "max_rows", "sms", "paranoid", "renormalize_dropped")
+        return {name: getattr(self, name) for name in names}
+
+    @property
     def dispatch_bytes(self) -> int:
         """The largest dispatch region of any layer, on one rank."""
         return max(self.exchange.region_bytes(wiring.exchange_spec).dispatch for wiring in self.wirings)
@@ -102,11 +108,7 @@ class Draft:
             "protocol": PROTOCOL,
             "world": self.world,
             "exchange": self.exchange.name,
-            "in_flight": self.in_flight,
-            "max_rows": self.max_rows,
-            "sms": self.sms,
-            "paranoid": self.paranoid,
-            "renormalize_dropped": self.renormalize_dropped,
+            **self.settings,
             "number of layers": len(self.wirings),
         }
         for index, wiring in enumerate(self.wirings):

@@ -16,7 +16,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tokenyard.errors import HandleError, InputError, PeerLost, shown
 from tokenyard.exchange import Exchange, ExchangeSpec, Transport
@@ -36,14 +36,10 @@ from tokenyard.planning.surviving import check_survives
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Placement
 
+if TYPE_CHECKING:
+    from tokenyard.planning.joining import Joining
+
 _log = logging.getLogger("tokenyard")
-
-
-class TakesOver(Protocol):
-    """Takes a fresh rank's experts over from the others (`joining`)."""
-
-    def take_over(self, layers: Mapping[str, HoldsExperts], seconds: float) -> None:
-        """Receive them, and wait until all ranks switch."""
 
 
 class Plan:
@@ -52,8 +48,8 @@ class Plan:
     def __init__(self, draft: Draft, group: Group, plan_id: int, *, survive: bool = False) -> None:
         self._state = PlanState(draft, group, plan_id, survive=survive)
         self._moves = ExpertMoves(self._state)
-        self._recovery = Recovery(self._state, self._moves)
-        self._joining: TakesOver | None = None
+        self._recovery = Recovery(self._state, self._moves.under_way)
+        self._joining: Joining | None = None
 
     @property
     def group(self) -> Group:
@@ -87,13 +83,13 @@ class Plan:
         dispatch that was in flight must be made again. If a rank cannot allocate, all raise, and the plan is as it
         was.
         """
-        self._moves.check_still("extend")
+        self._moves.under_way.check_still("extend")
         with self.exchange.in_use():
             self._reshape([*self.draft.specs, *layers], max_tokens, self.exchange.serve)
 
     def trim(self, keep: Sequence[str] | None = None) -> None:
         """Give back what the layers do not need; with `keep`, forget all layers but these. Collective."""
-        self._moves.check_still("trim")
+        self._moves.under_way.check_still("trim")
         with self.exchange.in_use():
             for name in keep or ():
                 self.wiring(name)
@@ -247,7 +243,7 @@ class Plan:
         """Weights for this rank's experts of a layer, all zero: on a fresh rank, to which the experts are to come."""
         return empty_weights(self.wiring(layer), self.group.rank)
 
-    def join(self, joining: TakesOver) -> None:
+    def join(self, joining: Joining) -> None:
         """Refuse calls until this rank has taken its experts over. `join_plan` calls it."""
         self._joining, self.exchange.usability.joining = joining, True
 
@@ -276,8 +272,11 @@ class Plan:
         self._moves.between_calls(layer)
 
     def close(self) -> None:
-        """Give the memory back. Every later call of this plan raises; the group stays usable."""
-        self._moves.close()
+        """Give the memory back. Every later call of this plan raises; the group stays usable.
+
+        A batch that was started and not finished is given up; a thread that waits for its rows ends first.
+        """
+        self._moves.under_way.close()
         self.exchange.close()
 
     def __str__(self) -> str:

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +42,9 @@ from tokenyard.planning.moving import (
 from tokenyard.planning.wiring import Wiring
 from tokenyard.routing import Move, Placement
 
+if TYPE_CHECKING:
+    from tokenyard.planning.resizing import NextGroup
+
 _log = logging.getLogger("tokenyard")
 
 Step = Mapping[str, Placement]  # the layers that switch together, each with its placement
@@ -58,33 +61,6 @@ class HoldsExperts(Protocol):
 
     def take_part(self) -> None:
         """Serve a call of the other ranks, without rows."""
-
-
-class NextRanks(Protocol):
-    """The group that a plan is to have after a move (`resizing`)."""
-
-    carrier: Carrier
-    # Where fresh ranks and the others hold experts; empty without fresh ones.
-    held: dict[str, list[HeldExperts]]
-    leaves: bool
-
-    def prepare(self) -> None:
-        """Make it."""
-
-    def all_have_copied(self) -> None:
-        """Wait for fresh ranks."""
-
-    def take(self) -> bool:
-        """Whether all ranks take it."""
-
-    def refuse(self) -> bool:
-        """Whether no rank takes it."""
-
-    def say_farewell(self) -> None:
-        """Give back what was shared before."""
-
-    def close(self, *, error: BaseException | None = None) -> None:
-        """It is not taken, after an error of this rank."""
 
 
 class Progress(IntEnum):
@@ -113,7 +89,7 @@ class Rebalance:
         *,
         finish: Callable[[Rebalance], None],
         after: Rebalance | None = None,
-        next_ranks: NextRanks | None = None,
+        next_ranks: NextGroup | None = None,
     ) -> None:
         self.placements = {layer: placement for step in steps for layer, placement in step.items()}
         self.error = None

@@ -9,7 +9,7 @@ from tokenyard.errors import InputError, PeerLost, PlanBroken, PlanError, shown
 from tokenyard.group import READMISSION, Group
 from tokenyard.planning.agreement import make_plan_id
 from tokenyard.planning.drafting import Draft
-from tokenyard.planning.expert_moves import ExpertMoves
+from tokenyard.planning.move_under_way import MoveUnderWay
 from tokenyard.planning.spec import LayerSpec
 from tokenyard.planning.state import PlanState, WholePlan
 
@@ -17,19 +17,19 @@ from tokenyard.planning.state import PlanState, WholePlan
 class Recovery:
     """Serves the layers of a plan on other ranks after a loss."""
 
-    def __init__(self, state: PlanState, moves: ExpertMoves) -> None:
-        self._state, self._moves = state, moves
+    def __init__(self, state: PlanState, move: MoveUnderWay) -> None:
+        self._state, self._move = state, move
         self.calls = 0  # of layers that have ended well, where losses are survived
 
     def go_on_without(self, lost: Sequence[int], *, renormalize: bool = False) -> None:
         """See `Plan.go_on_without`."""
         self._state.exchange.usability.check_open()
-        lost, followed = self._moves.follow(self._check_lost(lost))
+        lost, followed = self._move.follow(self._check_lost(lost))
         if followed and not lost:
             return  # the ranks that were lost had left the plan
         survivors = [rank for rank in range(self._state.group.size) if rank not in lost]
         group = self._state.group.subgroup(survivors)
-        self._moves.settle(group)
+        self._move.settle(group)
 
         def specs() -> list[LayerSpec]:
             return [
@@ -75,12 +75,12 @@ class Recovery:
     ) -> None:
         """See `Plan.readmit`."""
         self._state.exchange.usability.check_open()
-        lost, _ = self._moves.follow(self._check_lost(lost))
+        lost, _ = self._move.follow(self._check_lost(lost))
         if lost:
             left = self._state.group.subgroup(
                 [rank for rank in range(self._state.group.size) if rank not in lost]
             )
-            self._moves.settle(left)
+            self._move.settle(left)
             left.close()
         whole = self._state.whole.without(lost)
         if added := [spec.name for spec in self._state.draft.specs if spec.name not in whole.specs]:
@@ -101,7 +101,7 @@ class Recovery:
 
     def _restart(self, agreed: Draft, group: Group, number: int, whole: WholePlan) -> None:
         """Serve what was agreed on with another group. Nothing that was shared with the old one is used again."""
-        self._moves.close_carrier()
+        self._move.close_carrier()
         self._state.exchange.close()
         old = self._state.whole
         if self._state.group is not old.group:
@@ -110,4 +110,4 @@ class Recovery:
             old.group.close()
         self._state.whole = whole
         self._state.start(agreed, group, make_plan_id(agreed, number))
-        self._moves.start()
+        self._move.start()

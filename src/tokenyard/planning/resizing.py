@@ -245,13 +245,7 @@ def introduction(draft: Draft, question: str, goals: Mapping[str, Placement]) ->
     return {
         "question": question,
         "exchange": draft.exchange.name,
-        "settings": {
-            "in_flight": draft.in_flight,
-            "max_rows": draft.max_rows,
-            "paranoid": draft.paranoid,
-            "renormalize_dropped": draft.renormalize_dropped,
-            "sms": draft.sms,
-        },
+        "settings": draft.settings,
         "layers": {
             wiring.spec.name: {
                 "max_tokens": wiring.exchange_spec.max_tokens,

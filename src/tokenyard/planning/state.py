@@ -79,14 +79,7 @@ class PlanState:
         self, group: Group, specs: Callable[[], Sequence[LayerSpec]], **changes: Any
     ) -> tuple[Draft, int]:
         """What this plan would be with these layers, agreed on by all ranks of a group."""
-        kept: dict[str, Any] = {
-            "exchange": self.draft.exchange,
-            "in_flight": self.draft.in_flight,
-            "max_rows": self.draft.max_rows,
-            "sms": self.draft.sms,
-            "paranoid": self.draft.paranoid,
-            "renormalize_dropped": self.draft.renormalize_dropped,
-        }
+        kept = {"exchange": self.draft.exchange, **self.draft.settings}
         return agree_on_draft(
             group,
             lambda: draft_as_told(specs(), group.size, device=group.device, **(kept | changes)),

@@ -162,12 +162,7 @@ class WorkspaceGuards:
                 token=token,
                 place="combine",
             )
-        encoded = EncodedRows(
-            format=spec.combine_wire,
-            hidden_size=spec.hidden_size,
-            payloads={payload.name: rows_RH},
-        )
-        slots[CHECKSUMS][slots_R] = make(arrival, encoded)
+        slots[CHECKSUMS][slots_R] = make(arrival, spec.results({payload.name: rows_RH}))
 
     # -- Looking -------------------------------------------------------------------------------------------
 

@@ -126,11 +126,7 @@ class Launcher:
         places = self._places(spec.dispatch_slots, 0)
         choice_counts = torch.zeros(spec.num_experts + 1, dtype=torch.int64, device=self.device)
         routes = Routing(ids_TK, ids_TK.float(), slots_TW, places, -1, choice_counts)
-        encoded = EncodedRows(
-            format=spec.wire,
-            hidden_size=spec.hidden_size,
-            payloads=spec.wire.empty_payloads(1, spec.hidden_size, self.device),
-        )
+        encoded = spec.rows(spec.wire.empty_payloads(1, spec.hidden_size, self.device))
         # Whoever has encoded rows sends them as they are; others leave that to the kernels, where one can.
         forms: list[EncodedRows | Tensor] = [encoded]
         if Encoding.of(spec.wire) is not None:

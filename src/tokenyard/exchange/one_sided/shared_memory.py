@@ -28,7 +28,7 @@ from torch import Tensor
 
 from tokenyard.errors import ContractError, Reason
 from tokenyard.exchange.announcement import Announcement, Announcements
-from tokenyard.exchange.batch import Arrival, Batch, Failure, Results, ResultsAtHome, RowsAtHome
+from tokenyard.exchange.batch import Arrival, Batch, Failure, Results, ResultsAtHome, RowsAtHome, numbered
 from tokenyard.exchange.one_sided import declarations
 from tokenyard.exchange.one_sided.signals import Signals, control_bytes
 from tokenyard.exchange.spec import ExchangeSpec
@@ -200,16 +200,9 @@ class SharedMemoryTransport(Transport):
         """What came, as views of the workspace: the rows, and the slots in which there are any."""
         spec = batch.spec
         slots = self.workspace.dispatch(self.group.rank, spec, batch.region)
-        slots_R = torch.cat(
-            [torch.arange(n) + first for n, first in zip(counts, spec.first_slots(counts), strict=True)]
-        )
-        names = [payload.name for payload in spec.wire.payloads(spec.hidden_size)]
+        slots_R = numbered(spec.first_slots(counts), counts)
         return ReceivedRows(
-            rows=EncodedRows(
-                format=spec.wire,
-                hidden_size=spec.hidden_size,
-                payloads={name: slots[name] for name in names},
-            ),
+            rows=spec.rows(slots),
             routes=LocalRoutes(ids_RK=slots["ids"][slots_R], weights_RK=slots["weights"][slots_R]),
             counts_W=tuple(counts),
             extra={payload.name: slots[payload.name][slots_R] for payload in spec.further},

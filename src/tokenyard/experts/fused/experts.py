@@ -401,7 +401,7 @@ class FusedExperts(Experts):
         return UnfinalizedRows(
             rows_NH=to.partial_sums[index_N],
             weights_N=torch.ones_like(weights_N) if spec.weight_on == "input" else weights_N,
-            index_N=index_N,
+            index_N=index_N.clone(),  # the routes keep theirs
             num_rows=num_rows,
             top_k=top_k,
         )

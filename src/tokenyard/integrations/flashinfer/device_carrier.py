@@ -51,7 +51,9 @@ class DeviceCarrier(Carrier):
 
     def results(self, spec: ExchangeSpec, max_tokens: int) -> CombineBuffer:
         slots = DispatchSlots(spec=spec, region=0, max_tokens=max_tokens)
-        buffer: CombineBuffer = self.transport.results_at(slots, None)  # results travel back as they are
+        buffer: CombineBuffer = self.transport.workspace.results_at(
+            slots, None
+        )  # results travel back as they are
         return buffer
 
     def place(self, arrival: Arrival, results: Tensor, payload: Tensor) -> None:

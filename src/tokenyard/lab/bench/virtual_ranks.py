@@ -24,7 +24,6 @@ from tokenyard.exchange.one_sided.launch import Launcher
 from tokenyard.exchange.one_sided.operands import DispatchSlots
 from tokenyard.exchange.workspace import WorkspaceLayout
 from tokenyard.formats import get
-from tokenyard.formats.base import EncodedRows
 from tokenyard.lab.bench.dispatch_cells import PER_RANK, DispatchCell
 from tokenyard.lab.bench.rank_rounds import check_bits
 from tokenyard.lab.bench.shapes import Shape
@@ -137,13 +136,8 @@ class VirtualRanks:
         exchange_spec, buffer = self.exchange_spec, self._buffers[rank]
         slots = exchange_spec.dispatch_slots.views(self._layout.dispatch_region(0).of(buffer))
         (results_SH,) = exchange_spec.combine_slots.views(self._layout.combine_region(0).of(buffer)).values()
-        names = [payload.name for payload in exchange_spec.wire.payloads(exchange_spec.hidden_size)]
         return ReceivedRows(
-            rows=EncodedRows(
-                format=exchange_spec.wire,
-                hidden_size=exchange_spec.hidden_size,
-                payloads={name: slots[name] for name in names},
-            ),
+            rows=exchange_spec.rows(slots),
             routes=LocalRoutes(ids_RK=slots["ids"], weights_RK=slots["weights"]),
             counts_W=(self.cell.tokens,) * self.cell.ranks,
             may_be_empty=True,

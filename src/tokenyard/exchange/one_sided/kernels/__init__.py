@@ -6,5 +6,5 @@
     pull       combine: write results where their owners find them, read them, add them up
     twins      the same in plain torch, which says what the kernels compute
 
-Only `tokenyard.exchange.one_sided.cuda` imports these modules: Triton is not needed on a CPU.
+Only what `tokenyard.exchange.one_sided.cuda` is made of imports these modules: Triton is not needed on a CPU.
 """

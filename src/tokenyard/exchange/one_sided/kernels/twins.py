@@ -15,7 +15,6 @@ from torch import Tensor
 from tokenyard.exchange.batch import tokens_by_rank
 from tokenyard.exchange.reduce import sum_over_ranks
 from tokenyard.exchange.spec import ExchangeSpec
-from tokenyard.formats.base import EncodedRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +97,7 @@ def pull_twin(
         return _pull_choices_twin(spec, ids_TK, rank, regions, max_tokens, out_TH, add)
     tokens = tokens_by_rank(rank_TK, spec.placement.world)
     home = [
-        EncodedRows(
-            format=spec.combine_wire,
-            hidden_size=spec.hidden_size,
-            payloads=dict(regions[w]),
-        ).slice(rank * max_tokens, rank * max_tokens + len(token_N))
+        spec.results(regions[w]).slice(rank * max_tokens, rank * max_tokens + len(token_N))
         for w, token_N in enumerate(tokens)
     ]
     return sum_over_ranks(home, tokens, out_TH, add)
@@ -130,7 +125,7 @@ def _pull_choices_twin(
             else empty[:0]
             for name, empty in regions[0].items()
         }
-        home.append(EncodedRows(format=spec.combine_wire, hidden_size=spec.hidden_size, payloads=payloads))
+        home.append(spec.results(payloads))
         tokens.append(token_N)
     return sum_over_ranks(home, tokens, out_TH, add)
 

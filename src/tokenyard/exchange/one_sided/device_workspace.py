@@ -1,0 +1,103 @@
+"""The workspace of `one_sided` on GPUs: one buffer per rank in device memory, and what stands where in it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenyard.exchange.announcement import Phase
+from tokenyard.exchange.one_sided.control import STATUS, WORD, ControlLayout
+from tokenyard.exchange.one_sided.launch import Launcher
+from tokenyard.exchange.one_sided.operands import DispatchSlots
+from tokenyard.exchange.workspace import WorkspaceLayout
+from tokenyard.group.base import Group
+from tokenyard.rows import CombineBuffer, LocalRoutes, ReceivedRows
+
+
+class DeviceWorkspace:
+    """One symmetric buffer per rank in device memory, and the launcher that works on it."""
+
+    def __init__(
+        self,
+        group: Group,
+        layout: WorkspaceLayout,
+        control: ControlLayout,
+        max_tokens: int,
+        sms: int | None,
+    ) -> None:
+        self.layout, self.control, self.nbytes = layout, control, layout.nbytes
+        self.buffers = group.share_memory(layout.nbytes)
+        self.launcher = Launcher(
+            self.buffers, layout, control, group.rank, group.deadline, max_tokens, sms=sms
+        )
+        # In the host's memory, by region and rank: rows that came, the rank's `max_tokens`, and rows that went there.
+        self.host_counts = torch.zeros(
+            control.in_flight, group.size, 3, dtype=torch.int32, pin_memory=group.device.type == "cuda"
+        )
+        self._group, self._mine = group, self.buffers[group.rank]
+        self.status = self._mine[STATUS * WORD : STATUS * WORD + self.launcher.host_status[0].nbytes]
+
+    def dispatch(self, slots: DispatchSlots, rank: int) -> dict[str, Tensor]:
+        """The payloads of the slots that a rank receives into."""
+        region = self.layout.dispatch_region(slots.region)
+        return self._first(slots, slots.spec.dispatch_slots.views(region.of(self.buffers[rank])))
+
+    def combine(self, slots: DispatchSlots, rank: int) -> dict[str, Tensor]:
+        """The payloads of the slots that a rank's results are read from."""
+        region = self.layout.combine_region(slots.region)
+        views = slots.spec.combine_slots.views(region.of(self.buffers[rank]))
+        return self._first(slots, views, slots.spec.results_per_row)
+
+    def _first(self, slots: DispatchSlots, views: dict[str, Tensor], per_slot: int = 1) -> dict[str, Tensor]:
+        used = len(self.buffers) * slots.max_tokens * per_slot
+        return {name: payload[:used] for name, payload in views.items()}
+
+    def received(self, slots: DispatchSlots, counts: tuple[int, ...] | None) -> ReceivedRows:
+        """What came to this rank, as views: the rows that are there, or all slots."""
+        spec, views = slots.spec, self.dispatch(slots, self._group.rank)
+        rows = spec.rows(views)
+        extra = {payload.name: views[payload.name] for payload in spec.extra}
+        if counts is None:
+            return ReceivedRows(
+                rows=rows,
+                routes=LocalRoutes(ids_RK=views["ids"], weights_RK=views["weights"]),
+                counts_W=(slots.max_tokens,) * self._group.size,
+                extra=extra,
+                may_be_empty=True,
+                results=self.results_at(slots, None),
+            )
+        places = [torch.arange(n) + source * slots.max_tokens for source, n in enumerate(counts)]
+        # From pageable memory: it is read before this returns, and the host waits for nothing that runs on the device.
+        slots_R = torch.cat(places).to(self._group.device, non_blocking=True)
+        return ReceivedRows(
+            rows=rows,
+            routes=LocalRoutes(ids_RK=views["ids"][slots_R], weights_RK=views["weights"][slots_R]),
+            counts_W=counts,
+            extra={name: payload[slots_R] for name, payload in extra.items()},
+            slots_R=slots_R,
+            results=self.results_at(slots, slots_R),
+        )
+
+    def results_at(self, slots: DispatchSlots, slots_R: Tensor | None) -> CombineBuffer | None:
+        """Where results of this rank are read; None where they are encoded on the way there."""
+        if slots.spec.combine_wire.quantized or slots.spec.sums_choices:
+            return None
+        (rows_SH,) = self.combine(slots, self._group.rank).values()
+        return CombineBuffer(rows_SH=rows_SH, slots_R=slots_R)
+
+    def counts(self, region: int) -> Tensor:
+        """What the ranks told this one in a dispatch: rows that come, and their `max_tokens`, `[W, 2]`."""
+        start = self.control.counts(region)
+        return self._mine[start : self.control.counts(region + 1)].view(torch.int32).view(-1, 2)
+
+    def words(self, buffer: Tensor | None = None) -> Tensor:
+        """The words of this rank's control region, or of that in another rank's buffer."""
+        return self.layout.control_region().of(self._mine if buffer is None else buffer).view(torch.int64)
+
+    def text(self, rank: int, phase: Phase) -> Tensor:
+        """The bytes of why a rank failed in a phase."""
+        return self.control.text(list(Phase).index(phase)).of(self.buffers[rank])
+
+    def read_text(self, rank: int, phase: Phase) -> str:
+        """Why a rank failed in a phase."""
+        return bytes(self.text(rank, phase).cpu().tolist()).rstrip(b"\0").decode(errors="replace")

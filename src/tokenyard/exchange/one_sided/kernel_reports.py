@@ -1,0 +1,124 @@
+"""What the kernels of `one_sided` report to the host: how many rows came, and what went wrong.
+
+A kernel that finds something wrong writes a status into the workspace and into the host's memory, where it is read
+without a wait. It knows numbers alone: why a rank failed, this rank reads in the text that stands in its workspace.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tokenyard.errors import Drifted, InputError, PeerFailed
+from tokenyard.exchange.announcement import Phase
+from tokenyard.exchange.batch import Arrival
+from tokenyard.exchange.one_sided.control import DEPARTURE, ROUND, Trouble
+from tokenyard.exchange.one_sided.device_workspace import DeviceWorkspace
+from tokenyard.exchange.one_sided.operands import LAYER_BITS, DispatchSlots
+from tokenyard.group.base import Group
+from tokenyard.routing import Routes
+
+
+class KernelReports:
+    """Reads what this rank's kernels report of one workspace, and raises it; and tells them that this rank fails."""
+
+    def __init__(self, group: Group, workspace: DeviceWorkspace) -> None:
+        self._group = group
+        self.workspace = workspace  # where this rank's kernels write, and those of the others
+        self.layers: list[str] = []  # the names of the layers that are served, by their numbers
+
+    def read_counts(self, slots: DispatchSlots) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """How many rows came from whom, and went to whom, as was copied last."""
+        self.raise_trouble(Trouble.FAILED)
+        came, limits, sent = self.workspace.host_counts[slots.region].t().tolist()
+        if set(limits) != {slots.max_tokens}:
+            by_rank = ", ".join(f"rank {rank} has {limit}" for rank, limit in enumerate(limits))
+            raise Drifted(
+                f"the ranks dispatch for different numbers of tokens: {by_rank}",
+                expected="one max_tokens on every rank",
+                fix="give fixed_shapes the same number on all ranks",
+                rank=self._group.rank,
+            )
+        return tuple(came), tuple(sent)
+
+    def raise_trouble(self, least: Trouble = Trouble.BAD_IDS) -> None:
+        """Raise what a kernel has reported, without waiting for it to do so."""
+        kind, flag, ranks, waited = self.workspace.launcher.host_status[0].tolist()
+        if kind < least:
+            return
+        phase = list(Phase)[flag & 1]
+        layer = self.layers[flag >> 2 & (1 << LAYER_BITS) - 1] if kind != Trouble.BAD_IDS else None
+        who = [rank for rank in range(self._group.size) if ranks >> rank & 1]
+        if kind == Trouble.LOST:
+            raise self._group.lost(who, phase=phase.value, waited=waited / 1e9, layer=layer)
+        if kind == Trouble.BAD_IDS:
+            self.forget()
+            raise self._bad_id(ranks, f"token {flag} or one of the 63 behind it")
+        stamp = _stamp(phase, flag >> 24)
+        failures = {rank: self.workspace.read_text(rank, phase).partition(stamp) for rank in who}
+        self.forget()
+        for rank, (_, found, why) in failures.items():
+            if found:
+                raise PeerFailed(rank, why, phase=phase.value, layer=layer, rank=self._group.rank)
+        if kind == Trouble.FAILED and phase is Phase.COMBINE:  # its kernel has told so, which knows no words
+            why = "InputError: its topk_ids_TK hold an id that no expert has"
+            raise PeerFailed(who[0], why, phase=phase.value, layer=layer, rank=self._group.rank)
+        names = ", ".join(f"rank {rank}" for rank in who)
+        raise Drifted(
+            f"in {phase.value}, {names} came with another layer or another max_tokens",
+            expected="every rank of the group to call the same layers in the same order",
+            fix="an idle rank calls every layer too, with T = 0",
+            layer=layer,
+            rank=self._group.rank,
+        )
+
+    def forget(self) -> None:
+        """What was reported is raised, or nobody's concern."""
+        self.workspace.status.zero_()
+        self._group.wait_for_device()
+        self.workspace.launcher.host_status.zero_()
+
+    def raise_bad_ids(self, arrival: Arrival) -> None:
+        """Raise if this rank has told the others in the combine that its ids were bad."""
+        kind, _, ranks, _ = self.workspace.launcher.host_status[0].tolist()
+        if kind != Trouble.FAILED or not ranks >> self._group.rank & 1:
+            return
+        self.forget()
+        routes = arrival.routes.routes
+        assert isinstance(routes, Routes)
+        ids_TK, most = routes.topk_ids_TK.cpu(), arrival.spec.num_experts
+        token, choice = ((ids_TK < -1) | (ids_TK >= most)).nonzero()[0].tolist()
+        raise self._bad_id(int(ids_TK[token, choice]), f"token {token}")
+
+    def _bad_id(self, found: int, where: str) -> InputError:
+        return InputError(
+            f"topk_ids_TK holds id {found} ({where})",
+            expected="ids of the layer's experts, or -1 for nobody",
+            fix="pass global expert ids of this layer, and -1 for padding",
+            rank=self._group.rank,
+        )
+
+    def departed(self) -> bool:
+        """Whether those whom the last report of a loss names have left, and are not lost."""
+        kind, _, ranks, _ = self.workspace.launcher.host_status[0].tolist()
+        return bool(kind == Trouble.LOST and ranks & DEPARTURE)
+
+    def tell_failure(self, phase: Phase, layer: int, error: str) -> int:
+        """Write down why this rank fails in the next round of a phase; return the flag that tells of it."""
+        number = list(Phase).index(phase)
+        round = int(self.workspace.words()[ROUND + number]) + 1  # as the device counts
+        # The text of an older failure may still stand there: this one says of which round it is.
+        told = self.workspace.text(self._group.rank, phase)
+        room = told.numel()
+        text = (_stamp(phase, round) + error).encode()[:room].ljust(room, b"\0")
+        told.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        return round << 24 | layer << 2 | number | 2
+
+    def all_told(self, phase: Phase, flag: int) -> bool:
+        """Whether every rank has come to a phase with this flag."""
+        flags = self.workspace.words()[self.workspace.control.flags(list(Phase).index(phase), flag >> 24)]
+        return bool((flags == flag).all())
+
+
+def _stamp(phase: Phase, round: int) -> str:
+    """What stands in front of the text of a failure: the phase and the round in which it happened."""
+    return f"{phase.value} {round}: "

@@ -1,0 +1,259 @@
+"""The move of experts that is under way on one rank: all ranks hear how far it is, switch, or give it up together.
+
+`expert_moves` begins moves, and `rebalancing` has the thread that copies. Ranks tell each other in their dispatches how
+far this thread is, and switch between two calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tokenyard.errors import Drifted, HandleError, PeerFailed, PlanBroken, TokenyardError
+from tokenyard.group import Group
+from tokenyard.planning.moving import Carrier
+from tokenyard.planning.rebalancing import Progress, Rebalance, failure_of
+from tokenyard.planning.resizing import NextGroup
+from tokenyard.planning.state import PlanState, WholePlan
+
+_log = logging.getLogger("tokenyard")
+
+# Where a dispatch does not tell the ranks how far the others are (on GPUs nobody waits for that), they ask each other
+# between two calls: after so many calls since they asked last.
+CALLS_BETWEEN_QUESTIONS = 16
+
+
+class MoveUnderWay:
+    """The move under way, if there is one, and what the moves of a group share."""
+
+    def __init__(self, state: PlanState) -> None:
+        self._state = state
+        self.move: Rebalance | None = None  # the one under way
+        self.last_move: Rebalance | None = None  # the one that was begun last
+        self.start()
+
+    def start(self) -> None:
+        """Serve the present group of the plan, which its ranks have agreed on."""
+        self.carrier = Carrier(self._state.group)  # of experts that move
+        self._switches = 0  # of placements, since the ranks of this group have agreed
+        self._asked = 0  # the calls before the ranks asked each other last how far they are
+        self.resizes = 0  # changes of the ranks that were begun since
+        self.looked = 0  # the calls before the ranks looked at their load last
+        # Weakly: memory of a plan that is gone is given back at once.
+        this = weakref.ref(self)
+        announcer = self._state.exchange.announcer
+        announcer.notice = lambda: moves._notice() if (moves := this()) else 0
+        announcer.noticed = lambda notices: moves._noticed(notices) if (moves := this()) else None
+
+    def check_still(self, what: str) -> None:
+        """Raise while experts move. All ranks see the end of a move in the same call."""
+        if self.move is not None:
+            raise HandleError(
+                f"{what} was called while experts move",
+                expected="one change of a plan at a time",
+                fix="call `wait` on what began the move first",
+                rank=self._state.group.rank,
+            )
+
+    def begin(self, move: Rebalance) -> None:
+        """Begin a move; no other one is under way."""
+        self.last_move = move
+        if not move.is_done:
+            self.move = move
+            move.start()
+
+    def between_calls(self, layer: str, move: Rebalance) -> None:
+        """Before a call of a layer: conclude the move under way, if all ranks have decided on it.
+
+        Ranks come and go before a call of the first layer: fresh ones begin with it.
+        """
+        exchange = self._state.exchange
+        if not exchange.hears_notices:
+            self._ask(move)
+        if (
+            move.decision is not Progress.PREPARING
+            and (move.next_ranks is None or layer == self._state.draft.wirings[0].spec.name)
+            and exchange.is_between_calls()
+        ):
+            self._conclude(move)
+
+    def _notice(self) -> int:
+        """What this rank tells in a dispatch: how often placements were switched, and how far its thread is."""
+        progress = Progress.PREPARING if self.move is None else self.move.progress
+        return self._switches << 2 | progress
+
+    def _noticed(self, notices: Sequence[int]) -> None:
+        """Hear from all ranks, in one dispatch, how far they are: all of them decide the same."""
+        lowest = self._switches << 2  # below it stand two bits of progress
+        if not lowest <= min(notices) <= max(notices) <= lowest | 3:
+            raise Drifted(
+                f"the ranks have switched placements {[notice >> 2 for notice in notices]} times",
+                expected="every rank to serve the same placements",
+                fix="report it: ranks switch together, or not at all",
+                rank=self._state.group.rank,
+            )
+        if self.move is not None:
+            self.move.decision = _decided([notice & 3 for notice in notices])
+
+    def finish(self, move: Rebalance) -> None:
+        """Wait for the thread of every rank, and switch. Collective."""
+        while self.move is move:
+            with self._state.exchange.in_use(alone=True):
+                if move.decision is Progress.PREPARING:  # no dispatch has told the others yet
+                    self._decide(move, move.wait_for_thread())
+                self._conclude(move)
+
+    def _ask(self, move: Rebalance) -> None:
+        """Ask the other ranks between two calls, from time to time, how far they are. Collective."""
+        exchange = self._state.exchange
+        if exchange.rounds >= self._asked + CALLS_BETWEEN_QUESTIONS and exchange.is_between_calls():
+            self._asked = exchange.rounds
+            with exchange.in_use():
+                self._decide(move, move.progress)
+
+    def _decide(self, move: Rebalance, progress: Progress) -> None:
+        """Hear from all ranks how far they are with a move: all of them decide the same. Collective."""
+        rank = self._state.group.rank
+        words = None if move.error is None else f"{type(move.error).__name__}: {move.error}"
+        told = self._state.group.gather_json([progress, words], phase="moving experts")
+        move.decision = _decided([other for other, _ in told])
+        if move.decision is Progress.FAILED:
+            move.error = failure_of(rank, [said for _, said in told], move.error)
+
+    def _conclude(self, move: Rebalance) -> None:
+        """Switch, or give the move up, as all ranks have decided."""
+        started, step = time.monotonic(), move.step
+        following = move.next_ranks if move.is_last_step else None
+        if move.decision is Progress.FAILED or (following is not None and not following.take()):
+            self.give_up(self._refusal(move.next_ranks))
+            return
+        self._switch(move)
+        seconds = time.monotonic() - started
+        move.pause_ms = 1000 * seconds
+        for name in step:
+            stats = self._state.exchange.stats[name].moves
+            stats.count_switch(len(move.came[name]), seconds, move.nbytes, move.seconds)
+
+    def _refusal(self, following: NextGroup | None) -> TokenyardError:
+        """What a rank says that was ready, of a move that is given up: who is lost, as far as it sees."""
+        group = self._state.group
+        if gone := list(group.gone()):
+            return group.lost(gone, phase="moving experts", waited=0.0)
+        grown = following.group if following is not None and following.admits else None
+        if grown is not None and (gone := [rank for rank in grown.gone() if rank >= group.size]):
+            return grown.lost(gone, phase="moving experts", waited=0.0)
+        return PeerFailed(group.rank, "the move was given up", phase="moving experts")
+
+    def _switch(self, move: Rebalance) -> None:
+        """Take the placements of a step, and the experts that came for it; with the last one the next group."""
+        if move.is_last_step and move.next_ranks is not None:
+            self._take(move.next_ranks, move)
+        else:
+            self._take_step(move)
+            self._state.exchange.switch([wiring.exchange_spec for wiring in self._state.draft.wirings])
+        move.switched()
+        if move.is_done:
+            self.move = None
+
+    def _take(self, following: NextGroup, move: Rebalance) -> None:
+        """Serve the next group from now on; or leave, if this rank is not in it."""
+        state, before, whole = self._state, self._state.exchange, self._state.whole
+        # The thread of this move has another carrier.
+        following.left_behind = [before.close, self.carrier.close]
+        if state.group is not whole.group:
+            following.left_behind.append(state.group.close)  # the plan made it, of the ranks that were left
+        if whole.made_here:
+            following.left_behind.append(whole.group.close)
+        if following.exchange is None:
+            before.usability.close(left=True)
+            return
+        for name, stats in following.exchange.stats.items():
+            stats.moves = before.stats[name].moves
+        assert following.group is not None
+        state.whole = WholePlan(group=following.group, specs=whole.specs, made_here=True)
+        state.take(following.exchange, following.draft)
+        for name, layer in state.layers.items():
+            layer.switch(state.wirings[name], move.came.get(name, {}))
+        self.start()
+
+    def _take_step(self, move: Rebalance) -> None:
+        """Serve the placements of a step, on the same ranks."""
+        switched = {
+            name: replace(
+                self._state.wiring(name),
+                spec=replace(self._state.wiring(name).spec, placement=placement),
+                exchange_spec=replace(self._state.wiring(name).exchange_spec, placement=placement),
+            )
+            for name, placement in move.step.items()
+        }
+        for name, wiring in switched.items():
+            move.holders[name].switch(wiring, move.came[name])
+        wirings = [switched.get(wiring.spec.name, wiring) for wiring in self._state.draft.wirings]
+        self._state.adopt(replace(self._state.draft, wirings=tuple(wirings)))
+        self._switches += 1
+
+    def give_up(self, error: BaseException) -> None:
+        """Experts stay where they are, on this rank; whoever asks for the move hears why."""
+        move, self.move = self.move, None
+        if move is None:
+            return
+        if move.next_ranks is not None:
+            with contextlib.suppress(TokenyardError):  # where the ranks find each other, nobody answers
+                move.next_ranks.refuse()
+        move.give_up(error)
+        _log.warning("experts stay where they are: %s", move.error)
+        for name in move.placements:
+            self._state.exchange.stats[name].moves.given_up += 1
+
+    def close_carrier(self) -> None:
+        """Give back what moves share. A thread that is still in one does so itself."""
+        if self.last_move is None or self.last_move.has_ended:
+            self.carrier.close()
+
+    def follow(self, lost: list[int]) -> tuple[list[int], bool]:
+        """After a loss: take the next group if another rank has; else nobody does.
+
+        Returns the lost ranks as the plan's group numbers them then, and whether it was taken.
+        """
+        move = self.move
+        following = None if move is None else move.next_ranks
+        if move is None or following is None or not move.is_last_step or following.refuse():
+            return lost, False
+        self._switch(move)
+        self._state.exchange.usability.check_open()  # of a rank that leaves
+        return [following.members.index(rank) for rank in lost if rank in following.members], True
+
+    def settle(self, group: Group) -> None:
+        """After a loss: switch if any of the ranks that are left has switched; else stay. Collective over these."""
+        switches = group.gather_json(self._switches, phase="moving experts")
+        if self.move is not None and max(switches) > self._switches:
+            self._take_step(self.move)
+            self.move.switched()
+        lost = (
+            PlanBroken(self._state.exchange.usability.broken_by)
+            if self._state.exchange.usability.broken_by
+            else None
+        )
+        if self.move is not None and not self.move.is_done:
+            self.give_up(lost or HandleError("ranks were lost", expected="all ranks", fix="rebalance again"))
+        self.move = None
+
+    def close(self) -> None:
+        """Give up the move under way, and give back what moves share. A rank that leaves does so in order."""
+        if self.move is not None and self.move.lets_go:
+            self.move.wait()
+        self.give_up(
+            HandleError("the plan was closed", expected="an open plan", fix="call `wait` before `close`")
+        )
+        self.close_carrier()
+
+
+def _decided(progress: Sequence[int]) -> Progress:
+    """What all ranks do, who have heard of each other how far they are."""
+    if Progress.FAILED in progress:
+        return Progress.FAILED
+    return Progress.READY if all(one == Progress.READY for one in progress) else Progress.PREPARING
