@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from tokenyard.experts.fused.kernels import (
-    arguments, decoding, fp8_split, expanding, packed, packed_codes, products, row_blocks, rows_first,
+    arguments, decoding, fp8_split, expanding, items, packed, packed_codes, products, row_blocks, rows_first,
     rows_first_result, sorting, specialized, summing, tma)
 
 BF16 = ("x", "scales", "y", "partial_sums", "inner", "out")
@@ -163,7 +163,7 @@ def specialized_kernel(bits, H, I, tile=128, turned=(), activation=0, interleave
         results=arguments.Results("*" + element, scales, "*bf16", "*bf16", slots, "i32"),
     )
     deep = tile < 128
-    first = specialized.Product(
+    first = items.Product(
         inputs=H, outputs=I, experts=8, top_k=4, first=True, interleaved=interleaved, weighted=True,
         finalize=True, activation=activation, limit=7.0, alpha=1.7, shift=1.0, powers=True, tile=tile, turned=turned,
         step=128, deep=False)

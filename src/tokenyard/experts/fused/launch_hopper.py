@@ -90,7 +90,7 @@ def launch_specialized(
     finalize: bool,
 ) -> None:
     """Both products, by warps that load and warps that multiply."""
-    from tokenyard.experts.fused.kernels import specialized
+    from tokenyard.experts.fused.kernels import items, specialized
 
     spec, max_tiles, config = call.spec, call.sorted.max_tiles, call.tile_configs.inner
     assert isinstance(config, TileConfig)
@@ -101,7 +101,7 @@ def launch_specialized(
     H, I, interleaved = spec.hidden_size, spec.intermediate_size, spec.activation.interleaved  # noqa: E741
     w13, w2 = Matrices.of(weights.w13), Matrices.of(weights.w2)
     first, second = (
-        specialized.Product(
+        items.Product(
             inputs=H if is_first else I, outputs=I if is_first else H, experts=spec.num_local_experts, top_k=spec.top_k,
             first=is_first, interleaved=is_first and interleaved,
             weighted=spec.weight_on == ("input" if is_first else "output"), finalize=finalize,
@@ -110,8 +110,8 @@ def launch_specialized(
         )
         for is_first in (True, False)
     )  # fmt: skip
-    items = max_tiles * (triton.cdiv(I, 128) + triton.cdiv(H, 128))
-    specialized.specialized_products[(max(1, min(items, processors)),)](
+    most = max_tiles * (triton.cdiv(I, 128) + triton.cdiv(H, 128))
+    specialized.specialized_products[(max(1, min(most, processors)),)](
         tma_descriptor(inner.data, min(config.tile, 64), I),
         tma_descriptor(w13.data, 128, 2 * H if interleaved else H),
         tma_descriptor(w2.data, 128, I),

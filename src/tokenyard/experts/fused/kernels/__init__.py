@@ -8,7 +8,9 @@
     fp8_split          what stands between products of e4m3: numbers as the sum of two e4m3 numbers, or e4m3 codes
     row_blocks         rows of mxfp8 as blocks of e4m3, which tensor cores multiply as they are
     tma                both for many rows of 16-bit numbers, with matrices that come by TMA
-    specialized        both for many rows of e4m3 or of 16-bit numbers, by warps that load and warps that multiply
+    specialized        both of e4m3 or of 16-bit numbers, by warps that load and warps that multiply (specialized_loads,
+                       specialized_stores)
+    items              what blocks that stay take one after the other
     packed, unpacking  both with 4-bit weights in the order of Hopper's tensor cores
     expanding          packed mxfp4 weights as blocks of e4m3, for many rows
     summing            a row's experts, added up

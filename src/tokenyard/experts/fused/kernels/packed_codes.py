@@ -25,14 +25,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tokenyard.experts.fused import packing
+from tokenyard.experts.fused.kernels.items import hear_item, next_stage, take_item, tile_of
 from tokenyard.experts.fused.kernels.packed import depends, finish_tile, start_copy, sums_layout
-from tokenyard.experts.fused.kernels.specialized import (
-    hear_item,
-    next_stage,
-    start_tma,
-    take_item,
-    tile_of,
-)
+from tokenyard.experts.fused.kernels.specialized_loads import start_tma
 from tokenyard.experts.fused.kernels.unpacking import code_operand, decode_codes
 
 CODES0, CODES1 = (gl.constexpr(codes) for codes in packing.LARGEST_CODES)

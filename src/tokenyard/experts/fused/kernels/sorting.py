@@ -3,9 +3,9 @@
 A pair is a received row and one of its choices, `row * top_k + choice`; those without an expert here (-1) are left
 out. `order_N` holds the pairs by expert, and by their own order within an expert; a pair p whose row has other experts
 here stands as ~p, below zero. A tile is at most TILE pairs of one expert: `tiles` holds its expert, its first place in
-`order_N`, how many pairs it has, the first tile of its expert and how many tiles that has, and zero, from which products
-count how much of it is done: one line of int32 for each of the six. `how_many` is the number of tiles. Behind that
-stand two counters, zero, from which blocks take what they compute. Nothing of this is read by the host.
+`order_N`, how many pairs it has, the first tile of its expert and how many tiles that has, and a zero, from which it is
+counted how much of the tile is done: one line of int32 for each of the six. `how_many` is the number of tiles. Behind
+that stand two counters, zero, from which blocks take what they compute. Nothing of this is read by the host.
 
 Short batches take one launch, in which each block counts everything, and places the pairs of one expert. Longer ones
 are counted first, chunk by chunk; then a few blocks place the pairs of a chunk.

@@ -1,0 +1,219 @@
+"""What the multiplying warps of `kernels.specialized` do with sums: activate, quantize and store them, or deliver them.
+
+Sums are rows × outputs: 64 rows × 128 outputs of a group, or, of a turned tile, its few rows × 64 outputs.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from tokenyard.experts.fused.kernels.items import synchronize
+from tokenyard.experts.fused.kernels.packed import activate
+
+# Rows of results, 64 outputs at a time, eight a thread.
+STORE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def divide(a, b):
+    """a / b, to the nearest."""
+    return gl.inline_asm_elementwise(
+        "div.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def largest_of(value):
+    """The bits of the largest magnitude of every row."""
+    return gl.max(value.to(gl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+
+
+@gluon.jit
+def largest_of_both(largest, stages, turn, GROUP: gl.constexpr):
+    """The larger of what both groups have found for each row of their `turn`-th turned tile."""
+    ROWS: gl.constexpr = largest.shape[0]
+    slot = turn % 2
+    stages.largest.index(2 * slot + GROUP).slice(0, ROWS).store(largest)
+    synchronize()
+    # Both arrive here, and both wait: no group is two tiles ahead, and overwrites what the other has yet to read.
+    mbarrier.arrive(stages.found.index(slot))
+    mbarrier.wait(stages.found.index(slot), turn // 2 % 2)
+    other = stages.largest.index(2 * slot + 1 - GROUP).slice(0, ROWS).load(largest.type.layout)
+    return gl.maximum(largest, other)
+
+
+@gluon.jit
+def quantize(value, largest, POWERS: gl.constexpr):
+    """`fp8_split.quantize` of rows of 128 numbers, but that they are multiplied with the inverse of their scale.
+
+    `largest`: the bits of a row's largest magnitude.
+    """
+    is_nan = largest > 0x7F800000
+    largest = gl.maximum(gl.minimum(largest, 0x7F7FFFFF), 0x2EDBE6FF).to(gl.float32, bitcast=True)
+    scale = divide(largest, gl.full_like(largest, 448.0))
+    if POWERS:
+        scale = ((scale.to(gl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(gl.float32, bitcast=True)
+    inverse = divide(gl.full_like(scale, 1.0), scale)
+    code = (value * inverse[:, None]).to(gl.float8e4nv)
+    return code, gl.where(is_nan, float("nan"), scale)
+
+
+@gluon.jit
+def halves_of(value):
+    """Of 128 columns 64 and 64: what threads exchange takes 8 KB then. Of 64 columns all of them, twice."""
+    if value.shape[1] == 128:
+        low, high = value.reshape([value.shape[0], 2, 64]).permute([0, 2, 1]).split()
+        return low, high
+    else:
+        return value, value
+
+
+@gluon.jit
+def store_activated(
+    gate, up, expert, start, left_over, column, turn, weights, routes, results, stages,
+    GROUP: gl.constexpr, PRODUCT: gl.constexpr,
+):  # fmt: skip
+    """Rows × 128 columns of the first product, activated, into `inner` at their places: codes, or numbers.
+
+    Of a turned tile each group has 64 of the columns.
+    """
+    OUTPUTS: gl.constexpr = PRODUCT.outputs
+    ROWS: gl.constexpr = gate.shape[0]
+    COLUMNS: gl.constexpr = gate.shape[1]
+    SUMS: gl.constexpr = gate.type.layout
+    first = column * 128 + (GROUP * 64 if COLUMNS == 64 else 0)
+    t = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUMS))
+    if PRODUCT.weighted:
+        pair = gl.load(routes.order_N + start + t, mask=t < left_over, other=0)
+        pair = gl.where(pair < 0, ~pair, pair)
+        weight = gl.load(routes.weights_N + pair, mask=t < left_over, other=0.0).to(gl.float32)[:, None]
+        gate, up = gate * weight, up * weight
+    if weights.bias is not None:
+        i = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, SUMS))
+        own = weights.bias + expert.to(gl.int64) * (2 * OUTPUTS)
+        if PRODUCT.interleaved:
+            at, step = 2 * i, 1
+        else:
+            at, step = i, OUTPUTS
+        gate += gl.load(own + at, mask=i < OUTPUTS, other=0.0).to(gl.float32)[None, :]
+        up += gl.load(own + step + at, mask=i < OUTPUTS, other=0.0).to(gl.float32)[None, :]
+    value = activate(gate, up, PRODUCT.activation, PRODUCT.limit, PRODUCT.alpha, PRODUCT.shift)
+    if results.inner_scales is not None:
+        largest = largest_of(value)
+        if COLUMNS == 64:
+            largest = largest_of_both(largest, stages, turn, GROUP)
+        code, scale = quantize(value, largest, PRODUCT.powers)
+        where = results.inner_scales + (start + t) * (OUTPUTS // 128) + column
+        gl.store(where, scale, mask=t < left_over)
+        CODES: gl.constexpr = gl.BlockedLayout([1, 16], [512 // COLUMNS, COLUMNS // 16], [4, 1], [1, 0])
+        r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, CODES))
+        c = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, CODES))
+        where = results.inner + (start + r).to(gl.int64)[:, None] * OUTPUTS + c[None, :]
+        gl.store(where, gl.convert_layout(code, CODES), mask=(r < left_over)[:, None])
+    else:
+        r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORE))
+        row = results.inner + (start + r).to(gl.int64)[:, None] * OUTPUTS
+        low, high = halves_of(value.to(results.inner.dtype.element_ty))
+        for half in gl.static_range(COLUMNS // 64):
+            c = first + half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, STORE))
+            there = (r < left_over)[:, None]
+            if OUTPUTS % 128 != 0:
+                there = there & (c < OUTPUTS)[None, :]
+            gl.store(row + c[None, :], gl.convert_layout(low if half == 0 else high, STORE), mask=there)
+
+
+@gluon.jit
+def homes_of(start, left_over, routes, results, PRODUCT: gl.constexpr, ROWS: gl.constexpr):
+    """Of some rows of the second product: what stands in `order_N`, weights, and lines of `out`.
+
+    They are asked for before a tile is multiplied, and needed behind it.
+    """
+    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORE))
+    place, weight, home = r, r, r
+    if not PRODUCT.first:
+        place = gl.load(routes.order_N + start + r, mask=r < left_over, other=0)
+        if PRODUCT.finalize:
+            pair = gl.where(place < 0, ~place, place)
+            home = pair // PRODUCT.top_k
+            if results.out_slots_R is not None:
+                home = gl.load(results.out_slots_R + home, mask=r < left_over, other=0).to(gl.int32)
+            if PRODUCT.weighted:
+                alone = (r < left_over) & (place >= 0)
+                weight = gl.load(routes.weights_N + pair, mask=alone, other=0.0)
+    return place, weight, home
+
+
+@gluon.jit
+def deliver(
+    value, expert, left_over, first, place, weight, home, weights, results, PRODUCT: gl.constexpr
+):  # fmt: skip
+    """Store rows × 64 or 128 outputs of the second product.
+
+    Rows with one expert here go weighted into `out`, others into `partial_sums`.
+    """
+    OUTPUTS: gl.constexpr = PRODUCT.outputs
+    ROWS: gl.constexpr = value.shape[0]
+    COLUMNS: gl.constexpr = value.shape[1]
+    SUMS: gl.constexpr = value.type.layout
+    partial_sums, out = results.partial_sums, results.out
+    if weights.bias is not None:
+        n = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, SUMS))
+        own = weights.bias + expert.to(gl.int64) * OUTPUTS + n
+        value += gl.load(own, mask=n < OUTPUTS, other=0.0).to(gl.float32)[None, :]
+    is_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORE)) < left_over
+    row = partial_sums + gl.where(place < 0, ~place, place).to(gl.int64) * OUTPUTS
+    if PRODUCT.finalize:
+        alone = is_row & (place >= 0)
+        is_row = is_row & (place < 0)
+        at_home = out + home.to(gl.int64) * results.out_stride
+    low, high = halves_of(value.to(partial_sums.dtype.element_ty))
+    for half in gl.static_range(COLUMNS // 64):
+        wide = gl.convert_layout(low if half == 0 else high, STORE)
+        c = first + half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, STORE))
+        here = is_row[:, None]
+        if OUTPUTS % 128 != 0:
+            here = here & (c < OUTPUTS)[None, :]
+        gl.store(row[:, None] + c[None, :], wide, mask=here)
+        if PRODUCT.finalize:
+            weighted = wide.to(gl.float32)
+            if PRODUCT.weighted:
+                weighted *= weight.to(gl.float32)[:, None]
+            there = alone[:, None]
+            if OUTPUTS % 128 != 0:
+                there = there & (c < OUTPUTS)[None, :]
+            gl.store(at_home[:, None] + c[None, :], weighted.to(out.dtype.element_ty), mask=there)
+
+
+@gluon.jit
+def store_tile(
+    sums0, sums1, expert, start, left_over, column, turn, homes, weights, routes, results, stages,
+    GROUP: gl.constexpr, PRODUCT: gl.constexpr,
+):  # fmt: skip
+    """What is done with the sums of some rows × (128 + 128) outputs; of a turned tile, with a group's 64 + 64."""
+    if PRODUCT.first:
+        store_activated(
+            sums0,
+            sums1,
+            expert,
+            start,
+            left_over,
+            column,
+            turn,
+            weights,
+            routes,
+            results,
+            stages,
+            GROUP,
+            PRODUCT,
+        )
+    else:
+        place, weight, home = homes
+        first = column * PRODUCT.step
+        own = first + (GROUP * 64 if sums0.shape[1] == 64 else 0)
+        deliver(sums0, expert, left_over, own, place, weight, home, weights, results, PRODUCT)
+        if PRODUCT.deep:
+            pass
+        elif PRODUCT.outputs % 256 == 0 or first + 128 < PRODUCT.outputs:
+            deliver(sums1, expert, left_over, own + 128, place, weight, home, weights, results, PRODUCT)
