@@ -4,7 +4,7 @@ An item is a tile of rows, and some of the outputs. A block that is done takes t
 warps do that, while they bring what the item before needs, and tell the warps that multiply.
 
 `take_item` and `hear_item` are of one product. Where a launch computes both, items of the second product stand behind
-those of the first (`place_of`), and of each tile it is counted how much of the first product is stored (`done_with`):
+those of the first (`place_of`), and of each tile it is counted how much of the first product is stored (`count_item`):
 whoever loads its rows for the second waits for that (`await_tile`), and for nothing else.
 """
 
@@ -56,6 +56,7 @@ class Stages(NamedTuple):
     items: Any  # that were taken, and where they are: a ring of two
     told: Any
     heard: Any
+    stored: Any  # items, by both groups: a ring of two
     largest: Any  # numbers of the rows of a turned tile, found by each group: a ring of two
     found: Any
 
@@ -130,12 +131,12 @@ def hear_item(stages, slot, phase):
 
 
 @gluon.jit
-def tell_item(stages, slot, phase, item, expert, start, count, column, tile):
+def tell_item(stages, slot, phase, item, expert, start, count, column):
     """Tell the warps that multiply of an item that was taken, and where it is."""
     NUMBERS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     nth = gl.arange(0, 8, layout=NUMBERS)
     told = gl.where(nth == 0, item, gl.where(nth == 1, expert, gl.where(nth == 2, start, count)))
-    told = gl.where(nth == 4, column, gl.where(nth == 5, tile, told))
+    told = gl.where(nth == 4, column, told)
     mbarrier.wait(stages.heard.index(slot), phase)
     stages.items.index(slot).store(told)
     synchronize()
@@ -154,27 +155,31 @@ def hear_place(stages, slot, phase):
     mbarrier.wait(stages.told.index(slot), phase)
     told = stages.items.index(slot).load(gl.BlockedLayout([1], [32], [4], [0]))
     item, expert, start = told_number(told, 0), told_number(told, 1), told_number(told, 2)
-    count, column, tile = told_number(told, 3), told_number(told, 4), told_number(told, 5)
+    count, column = told_number(told, 3), told_number(told, 4)
     synchronize()
     mbarrier.arrive(stages.heard.index(slot))
-    return item, expert, start, count, column, tile
+    return item, expert, start, count, column
 
 
 @gluon.jit
-def done_with(routes, tile):
-    """Where it is counted how often a group has stored a part of a tile of the first product. The sort zeroed it."""
-    return routes.tiles + 5 * routes.max_tiles + tile
+def count_item(routes, stages, tile, slot, phase):
+    """Count an item of the first product that both groups have stored; the sort has set the counter to zero.
 
-
-@gluon.jit
-def await_tile(routes, tile, PARTS: gl.constexpr):
-    """Wait until all of a tile of the first product is stored; TMA sees it then.
-
-    Items are taken in order, those of the first product before those of the second: whoever has to store it is at work,
-    and waits for nobody.
+    The loading warps do it, while others multiply: a fence waits until all of the GPU sees what was stored.
     """
-    counter = done_with(routes, tile)
+    mbarrier.wait(stages.stored.index(slot), phase)
+    gl.atomic_add(routes.tiles + 5 * routes.max_tiles + tile, 1, sem="release")
+
+
+@gluon.jit
+def await_tile(routes, tile, ITEMS: gl.constexpr):
+    """Wait until all items of a tile of the first product are stored; TMA sees them then.
+
+    Items are taken in order, those of the first product before those of the second: whoever has to store one is at
+    work, and waits for nobody.
+    """
+    counter = routes.tiles + 5 * routes.max_tiles + tile
     found = gl.atomic_add(counter, 0, sem="acquire")
-    while found < PARTS:
+    while found < ITEMS:
         found = gl.atomic_add(counter, 0, sem="acquire")
     gl.inline_asm_elementwise("fence.proxy.async; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)

@@ -38,7 +38,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tokenyard.experts.fused.kernels.items import (
     Stages,
     columns_of,
-    done_with,
     hear_place,
     next_stage,
     place_of,
@@ -77,6 +76,7 @@ def turned_codes(
     """Sums `[rows, 64]` and `[rows, 64]` of a tile of few rows of e4m3; of a deep product, the same ones twice."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
     BY_LINE: gl.constexpr = gl.SliceLayout(1, SUMS)
+    NEAR: gl.constexpr = min(PRODUCT.tile, 64)
     BY_ROW: gl.constexpr = gl.SliceLayout(0, SUMS)
     BLOCKS: gl.constexpr = PRODUCT.inputs // 128
     nothing = gl.zeros([64, ROWS], gl.float32, SUMS)
@@ -90,10 +90,10 @@ def turned_codes(
         mbarrier.wait(stages.full1.index(stage), phase)
         token1 = warpgroup_mma(high, far, nothing, use_acc=False, is_async=True)
         by_row = stages.by_row.index(stage).slice(0, ROWS).load(BY_ROW)[None, :]
-        scale0 = by_row * stages.by_output.index(stage).slice(0, 64).load(BY_LINE)[:, None]
+        scale0 = by_row * stages.by_output.index(stage).slice(0, 1).load(BY_LINE)[:, None]
         if PRODUCT.deep:
-            by_row = stages.by_row.index(stage).slice(64, ROWS).load(BY_ROW)[None, :]
-        scale1 = by_row * stages.by_output.index(stage).slice(64, 64).load(BY_LINE)[:, None]
+            by_row = stages.by_row.index(stage).slice(NEAR, ROWS).load(BY_ROW)[None, :]
+        scale1 = by_row * stages.by_output.index(stage).slice(1, 1).load(BY_LINE)[:, None]
         acc0 = add_scaled(warpgroup_mma_wait(1, [token0]), scale0, acc0)
         if PRODUCT.deep:
             acc0 = add_scaled(warpgroup_mma_wait(0, [token1]), scale1, acc0)
@@ -154,8 +154,8 @@ def wide_codes(
             high = stages.weights.index(stage).slice(128, 128).permute((1, 0))
             token = warpgroup_mma(own, low, part, use_acc=False, is_async=True)
             scale = stages.by_row.index(stage).slice(GROUP * 64, 64).load(ROW)
-            scale0 = scale * stages.by_output.index(stage).slice(0, 64).load(ROW)
-            scale1 = scale * stages.by_output.index(stage).slice(64, 64).load(ROW)
+            scale0 = scale * stages.by_output.index(stage).slice(0, 1).load(ROW)
+            scale1 = scale * stages.by_output.index(stage).slice(1, 1).load(ROW)
             part = warpgroup_mma_wait(0, [token])
             acc0 = add_scaled(part, scale0[:, None], acc0)
             # A branch: so the next product is not started before `part` is free, and needs no other registers.
@@ -248,21 +248,21 @@ def multiply_items(
     tiles = gl.load(routes.how_many)
     items = tiles * (columns_of(FIRST) + columns_of(SECOND))
     item = gl.program_id(0)
-    expert, start, count, column, tile = place_of(routes, item, tiles, FIRST, SECOND)
+    expert, start, count, column, _ = place_of(routes, item, tiles, FIRST, SECOND)
     while item < items:
         if item < tiles * columns_of(FIRST):
             stage, phase, turn = multiply_item(
                 rows, weights13, routes, results, stages, expert, start, count, column, stage, phase, turn,
                 turned, wide, GROUP, FIRST, STAGES,
             )  # fmt: skip
-            synchronize()
-            gl.atomic_add(done_with(routes, tile), 1, sem="release")
         else:
             stage, phase, turn = multiply_item(
                 rows, weights2, routes, results, stages, expert, start, count, column, stage, phase, turn,
                 turned, wide, GROUP, SECOND, STAGES,
             )  # fmt: skip
-        item, expert, start, count, column, tile = hear_place(stages, slot, slot_phase)
+        synchronize()
+        mbarrier.arrive(stages.stored.index(slot))
+        item, expert, start, count, column = hear_place(stages, slot, slot_phase)
         slot, slot_phase = next_stage(slot, slot_phase, 2)
 
 
@@ -287,14 +287,15 @@ def specialized_products(
         rows0=near,
         rows1=far,
         weights=gl.allocate_shared_memory(KIND, [STAGES, 256, 1024 // BITS], SHARED),
-        by_row=gl.allocate_shared_memory(gl.float32, [STAGES, 128 if SCALED else 1], LINE),
-        by_output=gl.allocate_shared_memory(gl.float32, [STAGES, 128 if SCALED else 1], LINE),
+        by_row=gl.allocate_shared_memory(gl.float32, [STAGES, min(2 * TILE, 128) if SCALED else 1], LINE),
+        by_output=gl.allocate_shared_memory(gl.float32, [STAGES, 2], LINE),
         full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         full1=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         empty=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         items=gl.allocate_shared_memory(gl.int32, [2, 8], LINE),
         told=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         heard=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        stored=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         largest=gl.allocate_shared_memory(gl.int32, [4, 64], LINE),
         found=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
     )
@@ -305,6 +306,7 @@ def specialized_products(
     for s in gl.static_range(2):
         mbarrier.init(stages.told.index(s), count=1)
         mbarrier.init(stages.heard.index(s), count=2)
+        mbarrier.init(stages.stored.index(s), count=2)
         mbarrier.init(stages.found.index(s), count=2)
     fence_async_shared()
     if EARLY:

@@ -11,7 +11,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
 
-from tokenyard.experts.fused.kernels.items import await_tile, columns_of, next_stage, place_of, tell_item
+from tokenyard.experts.fused.kernels.items import (
+    await_tile,
+    columns_of,
+    count_item,
+    next_stage,
+    place_of,
+    tell_item,
+)
 from tokenyard.experts.fused.kernels.packed import start_copy
 
 # Younger Tritons have another name for it.
@@ -64,11 +71,14 @@ def ask_for_weights(
 
 @gluon.jit
 def load_item(
-    x_descriptor, w_descriptor, rows, weights, routes, stages, expert, start, count, column, tile, tiles,
+    x_descriptor, w_descriptor, rows, weights, routes, stages, expert, start, count, column, tile, tiles, uncounted,
     stage, phase, slot, slot_phase, PRODUCT: gl.constexpr, FIRST: gl.constexpr, SECOND: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Bring the rows, weights and scales of an item, 128 bytes of inputs a stage, and take the next one meanwhile."""
+    """Bring the rows, weights and scales of an item, 128 bytes of inputs a stage, and take the next one meanwhile.
+
+    `uncounted`: the tile of the item before, of the first product, which is counted when it is stored; or -1.
+    """
     SCALED: gl.constexpr = weights.scales is not None
     WIDE: gl.constexpr = 1024 // rows.data.dtype.element_ty.primitive_bitwidth  # inputs of a stage
     UNIT: gl.constexpr = WIDE // 8  # of 16 bytes
@@ -84,7 +94,12 @@ def load_item(
     TAKE: gl.constexpr = max(BLOCKS - STAGES, 0)
     r = gl.arange(0, min(PRODUCT.tile, 64), layout=gl.SliceLayout(1, COPY))
     c = gl.arange(0, WIDE, layout=gl.SliceLayout(0, COPY))
-    v = gl.arange(0, 128, layout=ONE)
+    # Scales of rows; of a deep product twice, for the first half of the inputs and for the second.
+    NEAR: gl.constexpr = min(PRODUCT.tile, 64)
+    v = gl.arange(0, 2 * NEAR if PRODUCT.deep else PRODUCT.tile, layout=ONE)
+    two = gl.arange(0, 2, layout=ONE)
+    # The slot, and its phase, of the item before.
+    before, before_phase = slot ^ 1, slot_phase ^ slot
     # Of weights that take turns, a line holds a gate, and its up behind it.
     output0 = expert * (LINES // 2 if PRODUCT.interleaved else LINES) + column * STEP
     output1 = output0 + (OUTPUTS if PRODUCT.first else 128)
@@ -99,8 +114,10 @@ def load_item(
                 w_descriptor, stages, ahead_stage, output0, output1, s, True, count > 64, PRODUCT, SCALED
             )
             ahead_stage, ahead_phase = next_stage(ahead_stage, ahead_phase, STAGES)
-        await_tile(routes, tile, 2 * columns_of(FIRST))
-    place = start + gl.minimum(v % 64 if PRODUCT.deep else v, count - 1)
+        if uncounted >= 0:
+            count_item(routes, stages, uncounted, before, before_phase)
+        await_tile(routes, tile, columns_of(FIRST))
+    place = start + gl.minimum(v % NEAR if PRODUCT.deep else v, count - 1)
     if PRODUCT.first:
         # In units of 16 bytes they fit into 32 bits: pointers are made at each step, and take no registers.
         near = start + gl.minimum(r, count - 1)
@@ -117,7 +134,7 @@ def load_item(
         row_scale = rows.scales + place.to(gl.int64) * rows.scale_stride
         # Behind the last output of all (of the second product alone) weights are zero, and have the last scale.
         last: gl.constexpr = PRODUCT.experts * LINES - 1
-        scale_line = gl.where((v < 64) | PRODUCT.deep, output0, gl.minimum(output1, last)) // 128
+        scale_line = gl.where((two == 0) | PRODUCT.deep, output0, gl.minimum(output1, last)) // 128
         output_scale = weights.scales + scale_line * SCALES
     item, next_expert, next_start, next_count, next_column, next_tile = (
         tile,
@@ -135,6 +152,10 @@ def load_item(
                 routes, item, tiles, FIRST, SECOND
             )
         mbarrier.wait(stages.empty.index(stage), phase)
+        if PRODUCT.first and BLOCKS > STAGES:
+            # This item's first stage is free again: so the item before is stored.
+            if (block == STAGES) & (uncounted >= 0):
+                count_item(routes, stages, uncounted, before, before_phase)
         bar = stages.full.index(stage)
         ask_for_weights(
             w_descriptor, stages, stage, output0, output1, block, block >= AHEAD, count > 64, PRODUCT, SCALED
@@ -164,15 +185,21 @@ def load_item(
             if (
                 PRODUCT.deep
             ):  # the second half of the inputs has scales of its own; behind the last weights are zero
-                nth = gl.minimum(2 * block + v // 64, SCALES - 1)
-                start_copy(stages.by_row.index(stage), row_scale + nth)
-                start_copy(stages.by_output.index(stage), output_scale + nth)
+                start_copy(
+                    stages.by_row.index(stage), row_scale + gl.minimum(2 * block + v // NEAR, SCALES - 1)
+                )
+                start_copy(
+                    stages.by_output.index(stage), output_scale + gl.minimum(2 * block + two, SCALES - 1)
+                )
             else:
-                start_copy(stages.by_row.index(stage), row_scale + block)
+                start_copy(stages.by_row.index(stage).slice(0, PRODUCT.tile), row_scale + block)
                 start_copy(stages.by_output.index(stage), output_scale + block)
         async_copy.mbarrier_arrive(bar, increment_count=False)
         stage, phase = next_stage(stage, phase, STAGES)
-    tell_item(stages, slot, slot_phase, item, next_expert, next_start, next_count, next_column, next_tile)
+    if PRODUCT.first and BLOCKS <= STAGES:
+        if uncounted >= 0:
+            count_item(routes, stages, uncounted, before, before_phase)
+    tell_item(stages, slot, slot_phase, item, next_expert, next_start, next_count, next_column)
     return item, next_expert, next_start, next_count, next_column, next_tile, stage, phase
 
 
@@ -190,15 +217,21 @@ def load_items(
     items = tiles * (columns_of(FIRST) + columns_of(SECOND))
     item = gl.program_id(0)
     expert, start, count, column, tile = place_of(routes, item, tiles, FIRST, SECOND)
+    uncounted = gl.to_tensor(-1)
     while item < items:
         if item < tiles * columns_of(FIRST):
+            here = tile
             item, expert, start, count, column, tile, stage, phase = load_item(
                 w13_descriptor, w13_descriptor, rows, weights13, routes, stages, expert, start, count, column, tile,
-                tiles, stage, phase, slot, slot_phase, FIRST, FIRST, SECOND, STAGES,
+                tiles, uncounted, stage, phase, slot, slot_phase, FIRST, FIRST, SECOND, STAGES,
             )  # fmt: skip
+            uncounted = here
         else:
             item, expert, start, count, column, tile, stage, phase = load_item(
                 inner_descriptor, w2_descriptor, between, weights2, routes, stages, expert, start, count, column, tile,
-                tiles, stage, phase, slot, slot_phase, SECOND, FIRST, SECOND, STAGES,
+                tiles, uncounted, stage, phase, slot, slot_phase, SECOND, FIRST, SECOND, STAGES,
             )  # fmt: skip
+            uncounted = gl.to_tensor(-1)
         slot, slot_phase = next_stage(slot, slot_phase, 2)
+    if uncounted >= 0:
+        count_item(routes, stages, uncounted, slot ^ 1, slot_phase ^ slot)
