@@ -25,8 +25,9 @@ PLAIN: dict[str, Lines] = {
     # With specialized warps, and without: V4-Flash's experts with 192 rows each took 732 and 757 µs, with 1,536 rows
     # 4,176 and 4,708; A's with 256 rows 1,656 and 1,620.
     "bf16, specialized": (
-        (20, (64, 16, 128, 4, 5, 0), (128, 16, 128, 8, 3, 0)),
-        (80, (256, 64, 64, 8, 4, 32), (256, 64, 64, 8, 4, 32)),
+        (12, (64, 16, 128, 4, 5, 0), (128, 16, 128, 8, 3, 0)),
+        (28, (256, 32, 64, 8, 4, 0, False, False, True), (256, 32, 64, 8, 4, 0, False, False, True)),
+        (80, (256, 64, 64, 8, 4, 32, False, False, True), (256, 64, 64, 8, 4, 32, False, False, True)),
         (inf, (256, 128, 64, 8, 4, 64, False, True, True), (256, 128, 64, 8, 4, 64, False, True, True)),
     ),
     "fp8_block128": (
@@ -38,7 +39,8 @@ PLAIN: dict[str, Lines] = {
     # tiles of 16 rows; V4-Flash's with 23 rows 227 and 244, V3's with 32 rows 388 and 413. With 8 tokens a rank, blocks
     # of 128 and 256 inputs: V4-Flash's took 164.6 and 167.9 µs, V4-Pro's 466.2 and 466.2, V3's 305.5 and 308.1.
     "fp8_block128, specialized": (
-        (12, (256, 16, 128, 4, 5, 0), (128, 16, 128, 4, 3, 0)),
+        (12, (256, 16, 128, 4, 5, 0, False, False, True), (128, 16, 128, 4, 3, 0, False, False, True)),
+        (28, (256, 32, 128, 4, 4, 0, False, False, True), (128, 32, 128, 4, 3, 0, False, False, True)),
         (inf, (256, 128, 128, 8, 4, 64, True, False, True), (256, 128, 128, 8, 3, 64, True, False, True)),
     ),
     # Weights are decoded for rows in another format. Not swept: what has no spills.
