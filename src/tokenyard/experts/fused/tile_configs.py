@@ -75,7 +75,31 @@ class CodesTileConfig:
         return 64 * self.runs
 
 
-AnyTileConfig = TileConfig | PackedTileConfig | CodesTileConfig
+@dataclass(frozen=True)
+class NumbersTileConfig:
+    """The same for packed weights and rows of bf16, by warps that load and multiply (`kernels.packed_numbers`).
+
+    64 · units · groups outputs; rows in one or two runs of a few widths.
+    """
+
+    groups: int  # of four warps that multiply: 2 or 3
+    units: int  # of 64 outputs, for each group
+    widths: tuple[tuple[int, int], ...]
+    stages: int
+    apart: bool = False  # whether each thread that multiplies says by itself that it has read a stage
+
+    @property
+    def tile(self) -> int:
+        """The most rows of a tile."""
+        return sum(self.widths[-1])
+
+    @property
+    def run(self) -> int:
+        """Rows that are brought together: a run that a tile has no rows for is not brought."""
+        return min(32, self.tile)
+
+
+AnyTileConfig = TileConfig | PackedTileConfig | CodesTileConfig | NumbersTileConfig
 
 
 @dataclass(frozen=True)
