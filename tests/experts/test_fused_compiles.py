@@ -197,7 +197,7 @@ def kernels_of_packed_codes():
     packed_codes_kernel(True, 3, products.SWIGLU_CLAMPED.value)
     packed_codes_kernel(False, 1)
 
-def packed_numbers_kernel(kind, spans, first, groups, units, widths, activation=0, plain=False, apart=False):
+def packed_numbers_kernel(kind, spans, first, groups, units, widths, activation=0, plain=False, other=False):
     bias, slots, scale = (None, None, None) if plain else ("*bf16", "*i64", "*fp32" if spans == 4 else None)
     held = "*bf16" if kind == 0 else "*i16" if spans == 2 else "*i32"
     groups_of = dict(
@@ -213,7 +213,7 @@ def packed_numbers_kernel(kind, spans, first, groups, units, widths, activation=
     product = packed_numbers.Product(
         kind=kind, spans=spans, inputs=264, width=384, lines=320, columns=150 if first else 300, top_k=4, first=first,
         interleaved=first, weighted=True, finalize=True, activation=activation, limit=7.0, alpha=1.7, shift=1.0)
-    constants = dict(PRODUCT=product, TILES=packed_numbers.Tiles(groups, units, widths, run, 3, apart),
+    constants = dict(PRODUCT=product, TILES=packed_numbers.Tiles(groups, units, widths, run, 3, other, other),
                      EARLY=True, num_warps=4)
     grouped_kernel(packed_numbers.packed_numbers_product, groups_of, constants, others)
 
@@ -246,7 +246,7 @@ CALLS = {
     "mxfp4 by warps that load": "packed_numbers_kernel(1, 2, True, 2, 2, ((32, 0), (64, 0)), 4)",
     "nvfp4 by warps that load": "packed_numbers_kernel(1, 4, False, 2, 2, ((64, 32), (128, 0)))",
     "mxint4 by warps that load, in three groups": "packed_numbers_kernel(0, 2, True, 3, 1, ((16, 0),), plain=True)",
-    "mxfp4 in three groups": "packed_numbers_kernel(1, 2, False, 3, 2, ((16, 0), (64, 0)), apart=True)",
+    "mxfp4 in three groups": "packed_numbers_kernel(1, 2, False, 3, 2, ((16, 0), (64, 0)), other=True)",
     "warps that load, and warps that multiply e4m3": "specialized_codes()",
     "warps that load, and warps that multiply bf16": "specialized_numbers()",
 }

@@ -555,7 +555,7 @@ NUMBER_LAYERS = {
     "mxfp4": (FEW, {"weights": "mxfp4"}),
     "mxfp4, wide tiles": (WIDE, {"weights": "mxfp4", "R": 700}),
     "mxfp4, three groups": (THREE, {"weights": "mxfp4", "H": 1024, "I": 456}),
-    "mxfp4, each thread for itself": (replace(FEW, apart=True), {"weights": "mxfp4", "H": 1024}),
+    "mxfp4, each thread for itself": (replace(FEW, apart=True, mixed=True), {"weights": "mxfp4", "H": 1024}),
     "mxfp4, taking turns, in a workspace": (
         FEW,
         {

@@ -265,7 +265,7 @@ def _launch_numbers(
             weighted=spec.weight_on == ("input" if is_first else "output"), finalize=finalize, **activation,
         ),
         TILES=packed_numbers.Tiles(
-            config.groups, config.units, config.widths, config.run, config.stages, config.apart
+            config.groups, config.units, config.widths, config.run, config.stages, config.apart, config.mixed
         ),
         EARLY=call.early, num_warps=4, **call.options,
     )  # fmt: skip

@@ -87,6 +87,7 @@ class NumbersTileConfig:
     widths: tuple[tuple[int, int], ...]
     stages: int
     apart: bool = False  # whether each thread that multiplies says by itself that it has read a stage
+    mixed: bool = False  # whether ptxas may decode between the instructions of one product
 
     @property
     def tile(self) -> int:

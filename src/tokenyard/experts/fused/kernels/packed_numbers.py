@@ -74,7 +74,8 @@ class Tiles(NamedTuple):
     widths: tuple[tuple[int, int], ...]  # rows of a tile, in one or two accumulators
     run: int  # rows that are brought together
     stages: int
-    apart: bool = False  # whether each thread that multiplies says by itself that it has read a stage
+    apart: bool  # whether each thread that multiplies says by itself that it has read a stage
+    mixed: bool  # whether ptxas may decode between the instructions of one product
 
 
 class Stages(NamedTuple):
@@ -254,8 +255,8 @@ def load_stages(
 
 
 @gluon.jit
-def decoded_at(stages, slot, HALF: gl.constexpr, PRODUCT: gl.constexpr):
-    """The weights of 64 outputs and 64 inputs, of the first half of a stage or of the second (`decode_pairs`)."""
+def words_at(stages, slot, HALF: gl.constexpr, PRODUCT: gl.constexpr):
+    """The words and scales of 64 outputs and 64 inputs, of the first half of a stage or of the second: `[128, 4]`."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
     LINES: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     words = stages.words.index(slot).slice(16 * HALF, 16).load(LINES)
@@ -267,8 +268,7 @@ def decoded_at(stages, slot, HALF: gl.constexpr, PRODUCT: gl.constexpr):
         scales = scales.slice(4 * HALF, 4, dim=1)
     scales = scales.load(gl.SliceLayout(1, FOUR))
     scales, _ = gl.broadcast(scales[:, None, :], gl.zeros([32, 4, 4], scales.dtype, FOUR))
-    scales = gl.convert_layout(scales.reshape([128, 4]), LAYOUT, assert_trivial=True)
-    return decode_pairs(words, scales, HALF, PRODUCT.kind, PRODUCT.spans)
+    return words, gl.convert_layout(scales.reshape([128, 4]), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -308,38 +308,40 @@ def multiply_tile(
     mbarrier.wait(stages.full.index(stage), phase)
     if PRODUCT.first:  # tensor cores see by another way what was copied
         fence_async_shared()
-    pairs = decoded_at(stages, UNITS * stage + GROUP * MINE, 0, PRODUCT)
+    words, scales = words_at(stages, UNITS * stage + GROUP * MINE, 0, PRODUCT)
+    pairs = decode_pairs(words, scales, 0, PRODUCT.kind, PRODUCT.spans)
     for step in range(STEPS):
         coming, coming_phase = next_stage(stage, phase, STAGES)
-        for u in gl.static_range(MINE):
-            for half in gl.static_range(2):
-                part = stages.rows.index(2 * stage + half)
-                after = ()
-                for m in gl.static_range(MINE * PARTS):
-                    if m == u * PARTS:
-                        a = pair_operand(pairs[0], pairs[1], pairs[2], pairs[3], OPERAND0)
-                        turned = part.slice(0, N0).permute((1, 0))
-                        after = after + (warpgroup_mma(a, turned, sums[m], is_async=True),)
-                    elif m // PARTS == u:
-                        a = pair_operand(pairs[0], pairs[1], pairs[2], pairs[3], OPERAND1)
-                        turned = part.slice(N0, N1).permute((1, 0))
-                        after = after + (warpgroup_mma(a, turned, sums[m], is_async=True),)
-                    else:
-                        after = after + (sums[m],)
-                sums = after
-                if u + half > 0:
-                    sums = wait_for_older(sums, PARTS)
-                if half == 0:
-                    pairs = decoded_at(stages, UNITS * stage + GROUP * MINE + u, 1, PRODUCT)
-                elif u + 1 < MINE:
-                    pairs = decoded_at(stages, UNITS * stage + GROUP * MINE + u + 1, 0, PRODUCT)
-                else:  # of the next stage, while the last product of this one goes on
-                    mbarrier.wait(stages.full.index(coming), coming_phase, pred=step < STEPS - 1)
-                    if PRODUCT.first:
-                        fence_async_shared()
-                    pairs = decoded_at(stages, UNITS * coming + GROUP * MINE, 0, PRODUCT)
-                    # A branch, and no more: ptxas would decode behind the next wait, where nothing else goes on.
-                    mbarrier.wait(stages.full.index(coming), coming_phase, pred=step < STEPS - 1)
+        slot = UNITS * stage + GROUP * MINE
+        for n in gl.static_range(2 * MINE):
+            if TILES.mixed and n < 2 * MINE - 1:
+                words, scales = words_at(stages, slot + (n + 1) // 2, (n + 1) % 2, PRODUCT)
+            part = stages.rows.index(2 * stage + n % 2)
+            after = ()
+            for m in gl.static_range(MINE * PARTS):
+                if m == n // 2 * PARTS:
+                    a = pair_operand(pairs[0], pairs[1], pairs[2], pairs[3], OPERAND0)
+                    turned = part.slice(0, N0).permute((1, 0))
+                    after = after + (warpgroup_mma(a, turned, sums[m], is_async=True),)
+                elif m // PARTS == n // 2:
+                    a = pair_operand(pairs[0], pairs[1], pairs[2], pairs[3], OPERAND1)
+                    turned = part.slice(N0, N1).permute((1, 0))
+                    after = after + (warpgroup_mma(a, turned, sums[m], is_async=True),)
+                else:
+                    after = after + (sums[m],)
+            # Behind the first product nothing is older: but what follows is not moved before it, either.
+            sums = after if TILES.mixed and n == 0 else wait_for_older(after, PARTS)
+            if n < 2 * MINE - 1:
+                if not TILES.mixed:
+                    words, scales = words_at(stages, slot + (n + 1) // 2, (n + 1) % 2, PRODUCT)
+            else:  # of the next stage, while the last product of this one goes on
+                mbarrier.wait(stages.full.index(coming), coming_phase, pred=step < STEPS - 1)
+                if PRODUCT.first:
+                    fence_async_shared()
+                words, scales = words_at(stages, UNITS * coming + GROUP * MINE, 0, PRODUCT)
+            pairs = decode_pairs(words, scales, (n + 1) % 2, PRODUCT.kind, PRODUCT.spans)
+        # A branch, and no more: ptxas would decode behind the next wait, where nothing else goes on.
+        mbarrier.wait(stages.full.index(coming), coming_phase, pred=step < STEPS - 1)
         # None may go on around the loop: ptxas would let each of them wait for the one before.
         sums = wait_for_older(sums, 0)
         release(stages, stage, TILES)
