@@ -139,7 +139,7 @@ def load_weights(
         mbarrier.expect(bar, 4096 * LEFT, pred=is_last)
     for n in gl.static_range(UNITS):
         line = (unit + n) * (STEPS * 32) + step * 32
-        to = stages.words.index(UNITS * stage + n)
+        to = stages.words[n].index(stage)
         if n < LEFT:
             start_tma(w_descriptor, [line, 0], bar, to)
         else:
@@ -150,7 +150,7 @@ def load_weights(
     pair += gl.arange(0, E, layout=gl.SliceLayout(0, PAIRS))[None, :]
     scales = weights.scales + (unit.to(gl.int64) * STEPS + step) * (32 * E)
     for n in gl.static_range(UNITS):
-        to = stages.scales.index(UNITS * stage + n)
+        to = stages.scales[n].index(stage)
         if n < LEFT:
             start_copy(to, scales + n * STEPS * 32 * E + pair)
         else:
@@ -172,9 +172,7 @@ def gather_rows(rows, lines, stages, stage, step, count, PRODUCT: gl.constexpr, 
                 there = is_row
                 if PRODUCT.inputs % 128 != 0:
                     there = is_row & (step * 128 + half * 64 + c < PRODUCT.inputs)[None, :]
-                start_copy(
-                    stages.rows.index(2 * stage + half).slice(n * RUN, RUN), line + half * 64, mask=there
-                )
+                start_copy(stages.rows[half].index(stage).slice(n * RUN, RUN), line + half * 64, mask=there)
 
 
 @gluon.jit
@@ -187,7 +185,7 @@ def fetch_rows(x_descriptor, stages, stage, start, step, count, TILES: gl.conste
         mbarrier.expect(bar, 256 * RUN * (n + 1), pred=(count + RUN - 1) // RUN == n + 1)
     for n in gl.static_range(RUNS):
         for half in gl.static_range(2):
-            to = stages.rows.index(2 * stage + half).slice(n * RUN, RUN)
+            to = stages.rows[half].index(stage).slice(n * RUN, RUN)
             start_tma(x_descriptor, [start + n * RUN, step * 128 + half * 64], bar, to, pred=count > n * RUN)
 
 
@@ -255,15 +253,15 @@ def load_stages(
 
 
 @gluon.jit
-def words_at(stages, slot, HALF: gl.constexpr, PRODUCT: gl.constexpr):
+def words_at(stages, stage, UNIT: gl.constexpr, HALF: gl.constexpr, PRODUCT: gl.constexpr):
     """The words and scales of 64 outputs and 64 inputs, of the first half of a stage or of the second: `[128, 4]`."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
     LINES: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-    words = stages.words.index(slot).slice(16 * HALF, 16).load(LINES)
+    words = stages.words[UNIT].index(stage).slice(16 * HALF, 16).load(LINES)
     words = gl.convert_layout(words.reshape([128, 4]), LAYOUT, assert_trivial=True)
     # Four threads have the same outputs, and so the same scales.
     FOUR: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 4, 1], [4, 1, 1], [2, 1, 0])
-    scales = stages.scales.index(slot)
+    scales = stages.scales[UNIT].index(stage)
     if PRODUCT.kind == INT4:  # those of e2m1 are of all 128 inputs
         scales = scales.slice(4 * HALF, 4, dim=1)
     scales = scales.load(gl.SliceLayout(1, FOUR))
@@ -308,15 +306,14 @@ def multiply_tile(
     mbarrier.wait(stages.full.index(stage), phase)
     if PRODUCT.first:  # tensor cores see by another way what was copied
         fence_async_shared()
-    words, scales = words_at(stages, UNITS * stage + GROUP * MINE, 0, PRODUCT)
+    words, scales = words_at(stages, stage, GROUP * MINE, 0, PRODUCT)
     pairs = decode_pairs(words, scales, 0, PRODUCT.kind, PRODUCT.spans)
     for step in range(STEPS):
         coming, coming_phase = next_stage(stage, phase, STAGES)
-        slot = UNITS * stage + GROUP * MINE
         for n in gl.static_range(2 * MINE):
             if TILES.mixed and n < 2 * MINE - 1:
-                words, scales = words_at(stages, slot + (n + 1) // 2, (n + 1) % 2, PRODUCT)
-            part = stages.rows.index(2 * stage + n % 2)
+                words, scales = words_at(stages, stage, GROUP * MINE + (n + 1) // 2, (n + 1) % 2, PRODUCT)
+            part = stages.rows[n % 2].index(stage)
             after = ()
             for m in gl.static_range(MINE * PARTS):
                 if m == n // 2 * PARTS:
@@ -333,12 +330,12 @@ def multiply_tile(
             sums = after if TILES.mixed and n == 0 else wait_for_older(after, PARTS)
             if n < 2 * MINE - 1:
                 if not TILES.mixed:
-                    words, scales = words_at(stages, slot + (n + 1) // 2, (n + 1) % 2, PRODUCT)
+                    words, scales = words_at(stages, stage, GROUP * MINE + (n + 1) // 2, (n + 1) % 2, PRODUCT)
             else:  # of the next stage, while the last product of this one goes on
                 mbarrier.wait(stages.full.index(coming), coming_phase, pred=step < STEPS - 1)
                 if PRODUCT.first:
                     fence_async_shared()
-                words, scales = words_at(stages, UNITS * coming + GROUP * MINE, 0, PRODUCT)
+                words, scales = words_at(stages, coming, GROUP * MINE, 0, PRODUCT)
             pairs = decode_pairs(words, scales, (n + 1) % 2, PRODUCT.kind, PRODUCT.spans)
         # A branch, and no more: ptxas would decode behind the next wait, where nothing else goes on.
         mbarrier.wait(stages.full.index(coming), coming_phase, pred=step < STEPS - 1)
@@ -440,10 +437,19 @@ def packed_numbers_product(
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     SCALE: gl.constexpr = weights.scales.dtype.element_ty
+    # Each apart: Triton lets the loading warps meet between two that are written to the same piece of memory.
+    rows_of, words, scales = (), (), ()
+    for _ in gl.static_range(2):
+        room = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROOM, 64], gl.NVMMASharedLayout(128, 16, 2))
+        rows_of = rows_of + (room,)
+    for _ in gl.static_range(UNITS):
+        room = gl.allocate_shared_memory(gl.int32, [STAGES, 32, 32], gl.NVMMASharedLayout(128, 32, 2))
+        words = words + (room,)
+        scales = scales + (gl.allocate_shared_memory(SCALE, [STAGES, 32, E], PLAIN),)
     stages = Stages(
-        rows=gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, ROOM, 64], gl.NVMMASharedLayout(128, 16, 2)),
-        words=gl.allocate_shared_memory(gl.int32, [UNITS * STAGES, 32, 32], gl.NVMMASharedLayout(128, 32, 2)),
-        scales=gl.allocate_shared_memory(SCALE, [UNITS * STAGES, 32, E], PLAIN),
+        rows=rows_of,
+        words=words,
+        scales=scales,
         full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         empty=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         items=gl.allocate_shared_memory(gl.int32, [2, 1], LINE),
