@@ -20,8 +20,8 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from tokenyard.experts.fused.kernels import (
-    arguments, decoding, fp8_split, expanding, items, packed, packed_codes, products, row_blocks, rows_first,
-    rows_first_result, sorting, specialized, summing, tma)
+    arguments, decoding, fp8_split, expanding, items, packed, packed_codes, packed_numbers, products, row_blocks,
+    rows_first, rows_first_result, sorting, specialized, summing, tma)
 
 BF16 = ("x", "scales", "y", "partial_sums", "inner", "out")
 FLOATS = ("divisors", "factors", "bias", "weights_N")
@@ -204,6 +204,26 @@ def kernels_of_packed_codes():
     packed_codes_kernel(True, 3, products.SWIGLU_CLAMPED.value)
     packed_codes_kernel(False, 1)
 
+def packed_numbers_kernel(kind, spans, first, groups, units, widths, activation=0, plain=False):
+    bias, slots, scale = (None, None, None) if plain else ("*bf16", "*i64", "*fp32" if spans == 4 else None)
+    held = "*bf16" if kind == 0 else "*i16" if spans == 2 else "*i32"
+    groups_of = dict(
+        rows=arguments.Rows("*bf16", None, None, slots, "i32", "i32", "i32"),
+        weights=arguments.Weights(None, held, scale, scale, bias),
+        routes=arguments.Routes("*i32", "*i32", "*i32", "i32", "*fp32"),
+        results=arguments.Results("*bf16", None, "*bf16", "*bf16", slots, "i32"),
+    )
+    descriptor, run = "tensordesc<{}[{}, {}],{!r}>".format, min(32, sum(widths[-1]))
+    others = dict(
+        x_descriptor=descriptor("bf16", run, 64, gl.NVMMASharedLayout(128, 16, 2)),
+        w_descriptor=descriptor("i32", 32, 32, gl.NVMMASharedLayout(128, 32, 2)))
+    product = packed_numbers.Product(
+        kind=kind, spans=spans, inputs=264, width=384, lines=320, columns=150 if first else 300, top_k=4, first=first,
+        interleaved=first, weighted=True, finalize=True, activation=activation, limit=7.0, alpha=1.7, shift=1.0)
+    constants = dict(PRODUCT=product, TILES=packed_numbers.Tiles(groups, units, widths, run, 3),
+                     EARLY=True, num_warps=4)
+    grouped_kernel(packed_numbers.packed_numbers_product, groups_of, constants, others)
+
 def specialized_codes():
     specialized_kernel(8, 384, 256, 128, (16,), products.SWIGLU_CLAMPED.value)
     specialized_kernel(8, 384, 128, 32, (16, 32), plain=True)
@@ -228,6 +248,10 @@ CALLS = {
     "matrices by TMA": "tma_kernels()",
     "packed weights as blocks": "expanding_kernels()",
     "packed weights as codes": "kernels_of_packed_codes()",
+    "mxfp4 by warps that load": "packed_numbers_kernel(1, 2, True, 2, 2, ((32, 0), (64, 0)), 4)",
+    "nvfp4 by warps that load": "packed_numbers_kernel(1, 4, False, 2, 2, ((64, 32), (128, 0)))",
+    "mxint4 by warps that load, in three groups": "packed_numbers_kernel(0, 2, True, 3, 1, ((16, 0),), plain=True)",
+    "mxfp4 in three groups": "packed_numbers_kernel(1, 2, False, 3, 2, ((16, 0), (64, 0)))",
     "warps that load, and warps that multiply e4m3": "specialized_codes()",
     "warps that load, and warps that multiply bf16": "specialized_numbers()",
 }

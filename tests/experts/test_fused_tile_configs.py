@@ -6,6 +6,8 @@ import pytest
 
 from tokenyard.experts.fused.packing import LARGEST_SCALE
 from tokenyard.experts.fused.tile_configs import (
+    SPECIALIZED_TILES,
+    NumbersTileConfig,
     PackedTileConfig,
     TileConfig,
     TileConfigs,
@@ -49,14 +51,34 @@ def test_plain_tiles(weights, rows):
         assert all(tiles.can_split for tiles in chosen)
 
 
+@pytest.mark.parametrize("weights", ["bf16", "fp16", "fp8_block128"])
+def test_tiles_of_specialized_warps(weights):
+    """Both products of a layer have them, or none; where rows or memory do not allow it, plain ones of as many rows."""
+    for experts in EXPERTS:
+        chosen = [choose_tiles(pairs, experts, weights, specialized=True) for pairs in PAIRS]
+        for tiles in chosen:
+            assert tiles.specialized == tiles.inner.specialized == tiles.result.specialized
+            assert not tiles.specialized or tiles.inner.tile in SPECIALIZED_TILES
+            assert weights != "fp8_block128" or tiles.can_split
+        rows_of_a_tile = [tiles.inner.tile for tiles in chosen]
+        assert rows_of_a_tile == sorted(rows_of_a_tile)
+        assert chosen[-1].specialized
+        # Batches of any size have these tiles, where bits must not depend on the batch: none of them is turned.
+        assert chosen[-1].without_tails().inner.tail == 0
+
+
 @pytest.mark.parametrize("weights", LARGEST_SCALE)
 def test_packed_tiles(weights):
     for experts in EXPERTS:
         chosen = [choose_packed_tiles(pairs, experts, weights) for pairs in PAIRS]
         for tiles in chosen:
             for config in (tiles.inner, tiles.result):
-                assert isinstance(config, PackedTileConfig)
-                assert config.warps % 4 == 0  # a warp group, or two
+                assert isinstance(config, PackedTileConfig | NumbersTileConfig)
+                if isinstance(config, PackedTileConfig):
+                    assert config.warps % 4 == 0  # a warp group, or two
+                else:
+                    assert config.groups in (2, 3)
+                    assert is_power_of_two(config.run)
                 rows = [sum(widths) for widths in config.widths]
                 assert all(a < b for a, b in itertools.pairwise(rows))
                 assert config.tile == rows[-1]

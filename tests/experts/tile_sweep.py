@@ -29,6 +29,7 @@ from tokenyard.experts.fused import tile_table
 from tokenyard.experts.fused.tile_configs import (
     AnyTileConfig,
     CodesTileConfig,
+    NumbersTileConfig,
     PackedTileConfig,
     TileConfig,
     TileConfigs,
@@ -56,8 +57,8 @@ def neighbors(config: AnyTileConfig) -> list[AnyTileConfig]:
     [2, 4]
     """
     found: list[AnyTileConfig]
-    if isinstance(config, CodesTileConfig):
-        found = [replace(config, stages=stages) for stages in (3, 5)]
+    if isinstance(config, CodesTileConfig | NumbersTileConfig):
+        found = [replace(config, stages=stages) for stages in (config.stages - 1, config.stages + 1)]
     elif isinstance(config, PackedTileConfig):
         found = [
             *(replace(config, ahead=ahead) for ahead in (config.ahead - 1, config.ahead + 1) if ahead >= 1),
@@ -89,10 +90,14 @@ def lines_of(weights: str, *, packed: bool) -> list[TileConfigs]:
     True
     """
     if packed:
-        return [
-            TileConfigs(PackedTileConfig(*inner), PackedTileConfig(*result))
+        found: list[tuple[AnyTileConfig, AnyTileConfig]] = [
+            (PackedTileConfig(*inner), PackedTileConfig(*result))
             for _, inner, result in tile_table.PACKED[weights]
         ]
+        if weights in tile_table.NUMBERS:
+            numbers = NumbersTileConfig(*tile_table.NUMBERS[weights][2])
+            found.append((numbers, numbers))
+        return [TileConfigs(*pair) for pair in found]
     return [TileConfigs(TileConfig(*inner), TileConfig(*result)) for _, inner, result in plain_lines(weights)]
 
 

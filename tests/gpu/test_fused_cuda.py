@@ -28,6 +28,7 @@ from tokenyard.experts.fused import launch, launch_hopper, packing, recoding
 from tokenyard.experts.fused.tile_configs import (
     SPECIALIZED_TILES,
     CodesTileConfig,
+    NumbersTileConfig,
     TileConfig,
     TileConfigs,
     choose_packed_tiles,
@@ -546,6 +547,73 @@ def test_packed_weights_are_held_once_and_given_back(weights):
     refused = FusedExperts(other.spec, other.held)
     assert not refused.is_packed
     assert refused(case.received()).rows_RH.shape == (case.R, case.H)
+
+
+FEW = NumbersTileConfig(2, 2, ((16, 0), (32, 0), (64, 0)), 4)
+WIDE = NumbersTileConfig(2, 2, ((32, 0), (64, 0), (64, 32), (128, 0)), 3)
+THREE = NumbersTileConfig(3, 2, ((16, 0), (32, 0), (64, 0)), 4)
+PACKED_NUMBERS = replace(BASE, H=512, I=256, L=4, K=2, R=300)
+# More than one item a tile, and tiles of every width; a last item with outputs for one group, or for all.
+NUMBER_LAYERS = {
+    "mxfp4": (FEW, {"weights": "mxfp4"}),
+    "mxfp4, wide tiles": (WIDE, {"weights": "mxfp4", "R": 700}),
+    "mxfp4, three groups": (THREE, {"weights": "mxfp4", "H": 1024, "I": 456}),
+    "mxfp4, taking turns, in a workspace": (
+        FEW,
+        {
+            "weights": "mxfp4",
+            "activation": "swiglu_oai",
+            "bias": True,
+            "H": 712,
+            "I": 200,
+            "in_workspace": True,
+        },
+    ),
+    "mxfp4, a limit, one expert has all rows": (
+        FEW,
+        {
+            "weights": "mxfp4",
+            "activation": "swiglu_clamped",
+            "bias": True,
+            "routing": "one expert",
+            "H": 2880,
+        },
+    ),
+    "mxfp4, rows of mxfp8 and codes between": (
+        FEW,
+        {"weights": "mxfp4", "rows": "mxfp8", "inner": "fp8_block128", "R": 120},
+    ),
+    "nvfp4, the weight on the input": (
+        FEW,
+        {"weights": "nvfp4", "weight_on": "input", "bias": True, "activation": "gelu", "H": 544, "I": 272},
+    ),
+    "nvfp4, wide tiles": (WIDE, {"weights": "nvfp4", "R": 500, "I": 136}),
+    "mxint4, few rows, most experts have none": (
+        FEW,
+        {"weights": "mxint4", "R": 3, "L": 16, "routing": "sparse"},
+    ),
+    "mxint4, wide tiles, twice an expert": (
+        WIDE,
+        {"weights": "mxint4", "routing": "duplicates", "R": 130, "K": 3, "H": 328, "I": 200},
+    ),
+    "mxint4, one step": (FEW, {"weights": "mxint4", "H": 128, "I": 64}),
+    "nobody": (FEW, {"weights": "mxfp4", "routing": "nobody"}),
+}
+
+
+@pytest.mark.skipif("not is_hopper()", reason="packed weights are for Hopper's tensor cores")
+@pytest.mark.parametrize(("config", "changes"), NUMBER_LAYERS.values(), ids=NUMBER_LAYERS)
+def test_packed_weights_by_warps_that_load_and_warps_that_multiply(config, changes):
+    case = replace(PACKED_NUMBERS, **changes)
+    experts = built(case)
+    assert experts.is_packed
+    experts.tile_configs = TileConfigs(config, config)
+    y_RH = check_case(case, experts)
+    for _ in range(20):  # what races is not the same twice
+        assert same_bits(experts(case.received()).rows_RH, y_RH)
+    experts.tile_configs = choose_packed_tiles(math.inf, 1, case.weights)
+    # The same products in the same order, by blocks that wait for each other's copies; but few rows by other ones.
+    assert (within(case, experts) - y_RH).norm() <= 2**-8 * y_RH.norm()
 
 
 # -- Weights and rows in blocks of e4m3 ----------------------------------------------------------------------

@@ -25,8 +25,8 @@ from tokenyard.experts.fused.operands import (
 )
 from tokenyard.experts.fused.packing import PackedMatrix
 from tokenyard.experts.fused.tile_configs import (
-    AnyTileConfig,
     CodesTileConfig,
+    NumbersTileConfig,
     PackedTileConfig,
     TileConfig,
 )
@@ -193,39 +193,97 @@ def launch_packed(
     *,
     finalize: bool,
 ) -> None:
-    """Both products, with packed weights and plain rows."""
-    spec, numbers = call.spec, before_rounding(call.spec, inner)
-    H, I = spec.hidden_size, spec.intermediate_size  # noqa: E741
+    """Both products, with packed weights and plain rows: each by the kernel that its tiles are for."""
+    numbers = before_rounding(call.spec, inner)
+    for is_first in (True, False):
+        config = call.tile_configs.inner if is_first else call.tile_configs.result
+        matrix, bias = (weights.w13, weights.b13) if is_first else (weights.w2, weights.b2)
+        data, slots = (x, slots_R) if is_first else (inner.data, None)
+        rows = arguments.Rows(data, None, None, slots, data.stride(0), 0, 0)
+        results = (numbers if is_first else inner).given(to)
+        if isinstance(config, NumbersTileConfig):
+            _launch_numbers(call, config, matrix, bias, rows, results, is_first=is_first, finalize=finalize)
+        else:
+            assert isinstance(config, PackedTileConfig)
+            _launch_tiles(call, config, matrix, bias, rows, results, is_first=is_first, finalize=finalize)
+        if is_first:
+            launch_rounding(call, numbers, inner)
 
-    def launch(
-        config: AnyTileConfig, w: PackedMatrix, bias: Tensor | None, rows: Tensor,
-        slots: Tensor | None, y: Tensor, weighted: bool, is_first: bool,
-    ) -> None:  # fmt: skip
-        from tokenyard.experts.fused.kernels import packed, unpacking
 
-        assert isinstance(config, PackedTileConfig)
-        nothing, (_, outputs, inputs) = call.sorted.order_N, w.shape
-        lines = packing.padded(outputs, packing.OUTPUTS)
-        registers = {} if config.registers is None else {"maxnreg": config.registers}
-        has_global = w.global_scale is not None
-        # Those of e2m1 as four numbers for 128 inputs.
-        scales = w.scales.view(torch.int16) if w.format == "mxfp4" else w.scales
-        packed.packed_product[(triton.cdiv(lines, config.out * config.groups), call.sorted.max_tiles)](
-            rows, nothing if slots is None else slots, w.words, scales,
-            w.global_scale if has_global else nothing, w.global_factor if has_global else nothing,
-            nothing if bias is None else bias, call.weights_RK, y, call.sorted.order_N, to.partial_sums,
-            call.sorted.tiles, call.sorted.how_many, call.sorted.max_tiles, rows.stride(0), y.stride(0),
-            INPUTS=inputs, WIDTH=packing.padded(inputs, packing.INPUTS), LINES=lines,
-            COLUMNS=I if is_first else H, TOP_K=spec.top_k,
-            KIND=unpacking.INT4 if w.format == "mxint4" else unpacking.E2M1, SPANS=4 if w.format == "nvfp4" else 2,
-            WIDTHS=config.widths, FIRST=is_first, INTERLEAVED=spec.activation.interleaved,
-            HAS_SLOTS=slots is not None, HAS_GLOBAL=has_global, HAS_BIAS=bias is not None, WEIGHTED=weighted,
-            FINALIZE=finalize, **activation_constants(spec),
-            GROUPS=config.groups, AHEAD=config.ahead, STAGES=config.stages, EARLY=call.early,
-            num_warps=config.warps, **registers, **call.options,
-        )  # fmt: skip
+def _launch_tiles(
+    call: Launch,
+    config: PackedTileConfig,
+    w: PackedMatrix,
+    bias: Tensor | None,
+    rows: arguments.Rows,
+    results: arguments.Results,
+    *,
+    is_first: bool,
+    finalize: bool,
+) -> None:
+    """One product, a block for each tile."""
+    from tokenyard.experts.fused.kernels import packed, unpacking
 
-    first, second = call.tile_configs.inner, call.tile_configs.result
-    launch(first, weights.w13, weights.b13, x, slots_R, numbers.data, spec.weight_on == "input", True)
-    launch_rounding(call, numbers, inner)
-    launch(second, weights.w2, weights.b2, inner.data, to.slots_R, to.out, spec.weight_on == "output", False)
+    spec, nothing, (_, outputs, inputs) = call.spec, call.sorted.order_N, w.shape
+    lines = packing.padded(outputs, packing.OUTPUTS)
+    y, slots = (results.inner, rows.slots_R) if is_first else (results.out, results.out_slots_R)
+    registers = {} if config.registers is None else {"maxnreg": config.registers}
+    has_global = w.global_scale is not None
+    packed.packed_product[(triton.cdiv(lines, config.out * config.groups), call.sorted.max_tiles)](
+        rows.data, nothing if slots is None else slots, w.words, _decoded_scales(w),
+        w.global_scale if has_global else nothing, w.global_factor if has_global else nothing,
+        nothing if bias is None else bias, call.weights_RK, y, call.sorted.order_N, results.partial_sums,
+        call.sorted.tiles, call.sorted.how_many, call.sorted.max_tiles, rows.stride, y.stride(0),
+        INPUTS=inputs, WIDTH=packing.padded(inputs, packing.INPUTS), LINES=lines,
+        COLUMNS=outputs // 2 if is_first else outputs, TOP_K=spec.top_k,
+        KIND=unpacking.INT4 if w.format == "mxint4" else unpacking.E2M1, SPANS=4 if w.format == "nvfp4" else 2,
+        WIDTHS=config.widths, FIRST=is_first, INTERLEAVED=spec.activation.interleaved,
+        HAS_SLOTS=slots is not None, HAS_GLOBAL=has_global, HAS_BIAS=bias is not None,
+        WEIGHTED=spec.weight_on == ("input" if is_first else "output"), FINALIZE=finalize, **activation_constants(spec),
+        GROUPS=config.groups, AHEAD=config.ahead, STAGES=config.stages, EARLY=call.early,
+        num_warps=config.warps, **registers, **call.options,
+    )  # fmt: skip
+
+
+def _launch_numbers(
+    call: Launch,
+    config: NumbersTileConfig,
+    w: PackedMatrix,
+    bias: Tensor | None,
+    rows: arguments.Rows,
+    results: arguments.Results,
+    *,
+    is_first: bool,
+    finalize: bool,
+) -> None:
+    """One product, by warps that load and warps that multiply."""
+    from tokenyard.experts.fused.kernels import packed_numbers, unpacking
+
+    spec, (_, outputs, inputs) = call.spec, w.shape
+    lines, width = packing.padded(outputs, packing.OUTPUTS), packing.padded(inputs, packing.INPUTS)
+    processors = torch.cuda.get_device_properties(rows.data.device).multi_processor_count
+    items = call.sorted.max_tiles * triton.cdiv(lines, 64 * config.units * config.groups)
+    w_descriptor = tma_descriptor(w.words, 32, 32)
+    activation = {name.lower(): value for name, value in activation_constants(spec).items()}
+    packed_numbers.packed_numbers_product[(max(1, min(items, processors)),)](
+        w_descriptor if is_first else tma_descriptor(rows.data, config.run, inputs),
+        w_descriptor,
+        rows,
+        arguments.Weights(None, _decoded_scales(w), w.global_scale, w.global_factor, bias),
+        call.routes,
+        results,
+        PRODUCT=packed_numbers.Product(
+            kind=(unpacking.INT4 if w.format == "mxint4" else unpacking.E2M1).value,
+            spans=4 if w.format == "nvfp4" else 2, inputs=inputs, width=width, lines=lines,
+            columns=outputs // 2 if is_first else outputs, top_k=spec.top_k, first=is_first,
+            interleaved=is_first and spec.activation.interleaved,
+            weighted=spec.weight_on == ("input" if is_first else "output"), finalize=finalize, **activation,
+        ),
+        TILES=packed_numbers.Tiles(config.groups, config.units, config.widths, config.run, config.stages),
+        EARLY=call.early, num_warps=4, **call.options,
+    )  # fmt: skip
+
+
+def _decoded_scales(w: PackedMatrix) -> Tensor:
+    """Scales as kernels that decode weights to bf16 load them: those of mxfp4 as four numbers for 128 inputs."""
+    return w.scales.view(torch.int16) if w.format == "mxfp4" else w.scales

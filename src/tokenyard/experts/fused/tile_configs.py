@@ -75,7 +75,30 @@ class CodesTileConfig:
         return 64 * self.runs
 
 
-AnyTileConfig = TileConfig | PackedTileConfig | CodesTileConfig
+@dataclass(frozen=True)
+class NumbersTileConfig:
+    """The same for packed weights and rows of bf16, by warps that load and multiply (`kernels.packed_numbers`).
+
+    64 · units · groups outputs; rows in one or two runs of a few widths.
+    """
+
+    groups: int  # of four warps that multiply: 2 or 3
+    units: int  # of 64 outputs, for each group
+    widths: tuple[tuple[int, int], ...]
+    stages: int
+
+    @property
+    def tile(self) -> int:
+        """The most rows of a tile."""
+        return sum(self.widths[-1])
+
+    @property
+    def run(self) -> int:
+        """Rows that are brought together: a run that a tile has no rows for is not brought."""
+        return min(32, self.tile)
+
+
+AnyTileConfig = TileConfig | PackedTileConfig | CodesTileConfig | NumbersTileConfig
 
 
 @dataclass(frozen=True)
@@ -172,6 +195,8 @@ def choose_packed_tiles(
     8
     >>> choose_packed_tiles(48_000, 32, "mxfp4", expands=True).specialized
     True
+    >>> choose_packed_tiles(4_096, 128, "mxfp4").inner.groups
+    3
     >>> choose_packed_tiles(6_000, 32, "mxfp4", codes=True).inner
     CodesTileConfig(runs=4, stages=4)
     """
@@ -180,6 +205,10 @@ def choose_packed_tiles(
         lines = tile_table.CODES
         config = CodesTileConfig(*next((line for up_to, line in lines if rows <= up_to), lines[-1][1]))
         return TileConfigs(config, config)
+    above, up_to, line = tile_table.NUMBERS.get(weights, (inf, inf, ()))
+    if above < rows <= up_to:
+        numbers = NumbersTileConfig(*line)
+        return TileConfigs(numbers, numbers)
     if expands and rows > tile_table.EXPANDED_FROM:
         return choose_tiles(pairs, experts, "fp8_block128", specialized=True)
     inner, result = _line_for(rows, tile_table.PACKED[weights])

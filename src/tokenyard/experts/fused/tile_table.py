@@ -22,8 +22,10 @@ PLAIN: dict[str, Lines] = {
         (80, (256, 64, 64, 8, 4, 32), (256, 64, 64, 8, 4, 32)),
         (inf, (256, 128, 64, 8, 4, 64, False, True), (256, 128, 64, 8, 4, 64, False, True)),
     ),
-    # With specialized warps, and without: V4-Flash's experts with 192 rows each took 732 and 757 µs, with 1,536 rows
-    # 4,176 and 4,708; A's with 256 rows 1,656 and 1,620.
+    # With specialized warps, and without: V4-Flash's experts with 1,536 rows each took 4,176 and 4,708 µs, with 24 rows
+    # 384 and 391; V4-Pro's with 16 rows 1,472 and 1,924; A's with 32 rows 678 and 699 (714 in tiles of 32), with 8 rows
+    # 656 and 649; V4-Pro's with one row 901 and 892. With a launch for each product, and one for both: A's with 256
+    # rows 1,499 and 1,376, V4-Flash's with 192 rows 683 and 644.
     "bf16, specialized": (
         (12, (64, 16, 128, 4, 5, 0), (128, 16, 128, 8, 3, 0)),
         (28, (256, 32, 64, 8, 4, 0, False, False, True), (256, 32, 64, 8, 4, 0, False, False, True)),
@@ -35,9 +37,9 @@ PLAIN: dict[str, Lines] = {
         (80, (256, 64, 128, 8, 4, 0, True), (128, 64, 128, 4, 3, 32)),
         (inf, (256, 128, 128, 8, 4, 64, True), (256, 128, 128, 8, 3, 64, True)),
     ),
-    # With specialized warps, and without: V4-Pro's experts with 16 rows each took 823 and 854 µs, 880 with
-    # tiles of 16 rows; V4-Flash's with 23 rows 227 and 244, V3's with 32 rows 388 and 413. With 8 tokens a rank, blocks
-    # of 128 and 256 inputs: V4-Flash's took 164.6 and 167.9 µs, V4-Pro's 466.2 and 466.2, V3's 305.5 and 308.1.
+    # In tiles of 32 rows, and of 128: V4-Pro's experts with 16 rows each took 757 and 777 µs (798 in tiles of 16),
+    # V4-Flash's with 24 rows 212 and 225, V3's with 32 rows 410 and 380 (381 in tiles of 64). With specialized warps in
+    # tiles of 16 rows, and without: V4-Flash's with 8 tokens a rank 152 and 160, V3's 295 and 309, V4-Pro's 464 and 475.
     "fp8_block128, specialized": (
         (12, (256, 16, 128, 4, 5, 0, False, False, True), (128, 16, 128, 4, 3, 0, False, False, True)),
         (28, (256, 32, 128, 4, 4, 0, False, False, True), (128, 32, 128, 4, 3, 0, False, False, True)),
@@ -79,6 +81,13 @@ EXPANDED_FROM = 154
 # 365 and 444; with 192 rows 579 in four runs, 662 in two, 721 expanded.
 CODES_FROM = 65
 CODES = ((109, (2, 4)), (154, (3, 4)), (272, (4, 4)))
+
+# Above so many rows of an expert, and up to so many, packed weights and rows of bf16 go to `kernels.packed_numbers`:
+# groups of warps, times 64 outputs of each, widths, stages. C's with 32 rows each took 688 µs so, 711 to 851 with other
+# groups, and 804 by the tiles of `PACKED`. More rows, and other formats, were not timed.
+NUMBERS: dict[str, tuple[float, float, tuple[Any, ...]]] = {
+    "mxfp4": (28, 40, (3, 2, ((16, 0), (32, 0), (64, 0)), 5)),
+}
 
 # widths, groups, ahead, stages, warps, registers
 PACKED = {

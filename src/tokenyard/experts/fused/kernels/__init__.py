@@ -12,6 +12,8 @@
                        specialized_stores)
     items              what blocks that stay take one after the other
     packed, unpacking  both with 4-bit weights in the order of Hopper's tensor cores
+    packed_codes       both with packed mxfp4 weights and rows of e4m3, by warps that load and warps that multiply
+    packed_numbers     both with packed weights and rows of bf16, likewise
     expanding          packed mxfp4 weights as blocks of e4m3, for many rows
     summing            a row's experts, added up
     twins              what some of them must give, in torch

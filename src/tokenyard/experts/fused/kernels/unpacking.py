@@ -132,6 +132,9 @@ DECODE_NVFP4 = gl.constexpr((e2m1_instructions(4, 0), e2m1_instructions(4, 1)))
 # With scales in 2 registers, and in 4.
 CONSTRAINTS_2 = gl.constexpr(",".join(["=&r"] * _OUTPUTS + ["r"] * (_WORDS + 2)))
 CONSTRAINTS_4 = gl.constexpr(",".join(["=&r"] * _OUTPUTS + ["r"] * (_WORDS + 4)))
+# Two numbers in a register are one to the compiler before, and two behind: it takes none apart.
+NAME_PAIRS = gl.constexpr("\n".join(f"mov.b32 ${nth}, ${_OUTPUTS + nth};" for nth in range(_OUTPUTS)))
+PAIR_CONSTRAINTS = gl.constexpr(",".join(["=&r"] * _OUTPUTS + ["r"] * _OUTPUTS))
 DECODE_CODES = gl.constexpr((code_instructions(0), code_instructions(1)))
 CODE_CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * (_WORDS + 2 + 4)))
 # Four codes in a register are a number to the compiler before, and four numbers behind: it takes none apart.
@@ -166,9 +169,44 @@ def decode(
         dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
                gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
     )  # fmt: skip
+    return operand_of(o0, o1, o2, o3, o4, o5, o6, o7, WARPS, OPERAND)
+
+
+@gluon.jit
+def operand_of(o0, o1, o2, o3, o4, o5, o6, o7, WARPS: gl.constexpr, OPERAND: gl.constexpr):
+    """Eight times four numbers of each thread as the operand `[16 · WARPS, 64]`; nothing moves."""
     a = gl.join(gl.join(gl.join(o0, o1), gl.join(o2, o3)), gl.join(gl.join(o4, o5), gl.join(o6, o7)))
     a = a.reshape([WARPS, 8, 4, 2, 2, 2, 2, 2]).permute([0, 3, 1, 7, 6, 5, 2, 4]).reshape([WARPS * 16, 64])
     return gl.convert_layout(a, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def decode_pairs(words, scales, HALF: gl.constexpr, KIND: gl.constexpr, SPANS: gl.constexpr):
+    """What `decode` does, as four times `[T, 4]` registers of two numbers each: a loop can carry these as they are."""
+    if KIND == INT4:
+        INSTRUCTIONS: gl.constexpr = DECODE_INT4
+        CONSTRAINTS: gl.constexpr = CONSTRAINTS_2
+    elif SPANS == 2:
+        INSTRUCTIONS: gl.constexpr = DECODE_MXFP4[HALF]
+        CONSTRAINTS: gl.constexpr = CONSTRAINTS_2
+    else:
+        INSTRUCTIONS: gl.constexpr = DECODE_NVFP4[HALF]
+        CONSTRAINTS: gl.constexpr = CONSTRAINTS_4
+    return gl.inline_asm_elementwise(
+        INSTRUCTIONS, CONSTRAINTS, [words, scales], is_pure=False, pack=4,
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+    )  # fmt: skip
+
+
+@gluon.jit
+def pair_operand(p0, p1, p2, p3, OPERAND: gl.constexpr):
+    """What `decode_pairs` gave as the operand `[64, 64]`."""
+    o0, o1, o2, o3, o4, o5, o6, o7 = gl.inline_asm_elementwise(
+        NAME_PAIRS, PAIR_CONSTRAINTS, [p0, p1, p2, p3], is_pure=True, pack=4,
+        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
+               gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+    )  # fmt: skip
+    return operand_of(o0, o1, o2, o3, o4, o5, o6, o7, 4, OPERAND)
 
 
 @gluon.jit

@@ -1,0 +1,463 @@
+"""The two products of packed 4-bit weights and rows of bf16, on Hopper's tensor cores, in Triton's Gluon dialect.
+
+What `kernels.packed` computes, bit for bit, by warps that load and warps that multiply, as `kernels.packed_codes` has
+them. A block stays, and takes items from a counter: 64 · units · groups outputs × a tile of rows.
+
+- `load_stages`, four warps: 128 inputs a stage. Words by TMA, scales by copies; rows of the first product, which lie
+  anywhere, by copies, those of the second, which stand one behind the other, by TMA. In the second product they do not
+  wait for the kernel before until the words and scales of all stages are on their way.
+- `multiply_items`, some groups of four warps: each decodes the weights of its own 64 · units outputs into the register
+  operand, 64 inputs at a time, while the tensor cores multiply the 64 inputs before: there are two sets of operand
+  registers, and a wait for the older product alone. The tensor cores add up all inputs.
+
+A tile has as many columns as it has rows, up to a few widths: one loop is compiled for each.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tokenyard.experts.fused.kernels.items import hear_item, next_stage, take_item, tile_of
+from tokenyard.experts.fused.kernels.packed import (
+    INT4,
+    depends,
+    finish_tile,
+    scale_elements,
+    start_copy,
+    sums_layout,
+)
+from tokenyard.experts.fused.kernels.specialized_loads import lines_of, start_tma
+from tokenyard.experts.fused.kernels.unpacking import decode_pairs, pair_operand
+
+
+class Product(NamedTuple):
+    """What a product is compiled for."""
+
+    kind: int  # of weights, as `kernels.unpacking` calls it
+    spans: int  # with a scale each, in 64 inputs
+    inputs: int
+    width: int  # inputs, with the pad
+    lines: int  # outputs, with the pad
+    columns: int  # I of the first, H of the second
+    top_k: int
+    first: bool
+    interleaved: bool
+    weighted: bool
+    finalize: bool
+    activation: int
+    limit: float
+    alpha: float
+    shift: float
+
+
+class Tiles(NamedTuple):
+    """How a product is cut: what `tile_configs.NumbersTileConfig` says."""
+
+    groups: int  # of four warps that multiply
+    units: int  # of 64 outputs, for each group
+    widths: tuple[tuple[int, int], ...]  # rows of a tile, in one or two accumulators
+    run: int  # rows that are brought together
+    stages: int
+
+
+class Stages(NamedTuple):
+    """Shared memory: what was brought, and barriers that say so, or that it may be overwritten."""
+
+    rows: Any  # 64 inputs, and the next 64
+    words: Any  # of 64 outputs, and of the next
+    scales: Any
+    full: Any
+    empty: Any
+    items: Any  # that were taken: a ring of two
+    told: Any
+    heard: Any
+
+
+@gluon.constexpr_function
+def units_of(tiles):
+    """How many times 64 outputs an item has."""
+    return tiles.groups * tiles.units
+
+
+@gluon.constexpr_function
+def across_of(product, tiles):
+    """How many items a tile has."""
+    return -(-product.lines // (64 * tiles.groups * tiles.units))
+
+
+@gluon.constexpr_function
+def most_rows(tiles):
+    """The most rows of a tile."""
+    return sum(tiles.widths[-1])
+
+
+@gluon.constexpr_function
+def room_for(rows):
+    """Rows of a tile, rounded up to a power of two: shared memory has no other sizes."""
+    return 1 << (rows - 1).bit_length()
+
+
+@gluon.constexpr_function
+def runs_of(tiles):
+    """How many runs of rows a tile has, at most."""
+    return -(-sum(tiles.widths[-1]) // tiles.run)
+
+
+@gluon.jit
+def load_weights(
+    w_descriptor, weights, stages, stage, unit, step, is_last, PRODUCT: gl.constexpr, TILES: gl.constexpr
+):
+    """Bring the words and scales of an item, for 128 inputs: all but those behind the last outputs of an expert."""
+    STEPS: gl.constexpr = PRODUCT.width // 128
+    UNITS: gl.constexpr = units_of(TILES)
+    # Units of the last item of a tile.
+    LEFT: gl.constexpr = PRODUCT.lines // 64 - (across_of(PRODUCT, TILES) - 1) * UNITS
+    E: gl.constexpr = scale_elements(PRODUCT.kind)
+    bar = stages.full.index(stage)
+    if LEFT == UNITS:
+        mbarrier.expect(bar, 4096 * UNITS)
+    else:
+        mbarrier.expect(bar, 4096 * UNITS, pred=is_last == 0)
+        mbarrier.expect(bar, 4096 * LEFT, pred=is_last)
+    for n in gl.static_range(UNITS):
+        line = (unit + n) * (STEPS * 32) + step * 32
+        to = stages.words[n].index(stage)
+        if n < LEFT:
+            start_tma(w_descriptor, [line, 0], bar, to)
+        else:
+            start_tma(w_descriptor, [line, 0], bar, to, pred=is_last == 0)
+    # 16 bytes for a pair of outputs, 8 of mxfp4.
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, E], [32, 1], [4, 1], [1, 0])
+    pair = gl.arange(0, 32, layout=gl.SliceLayout(1, PAIRS))[:, None] * E
+    pair += gl.arange(0, E, layout=gl.SliceLayout(0, PAIRS))[None, :]
+    scales = weights.scales + (unit.to(gl.int64) * STEPS + step) * (32 * E)
+    for n in gl.static_range(UNITS):
+        to = stages.scales[n].index(stage)
+        if n < LEFT:
+            start_copy(to, scales + n * STEPS * 32 * E + pair)
+        else:
+            start_copy(to, scales + n * STEPS * 32 * E + pair, mask=(pair >= 0) & (is_last == 0))
+
+
+@gluon.jit
+def gather_rows(rows, lines, stages, stage, step, count, PRODUCT: gl.constexpr, TILES: gl.constexpr):
+    """Copy 128 inputs of a tile's rows from the lines where they stand; zeros behind the last row and input."""
+    RUN: gl.constexpr = TILES.run
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    r = gl.arange(0, RUN, layout=gl.SliceLayout(1, COPY))
+    c = gl.arange(0, 64, layout=gl.SliceLayout(0, COPY))
+    for n in gl.static_range(len(lines)):
+        if count > n * RUN:
+            is_row = (r + n * RUN < count)[:, None]
+            line = rows.data + (lines[n].to(gl.int64) * 8 + step * 128)[:, None] + c[None, :]
+            for half in gl.static_range(2):
+                there = is_row
+                if PRODUCT.inputs % 128 != 0:
+                    there = is_row & (step * 128 + half * 64 + c < PRODUCT.inputs)[None, :]
+                start_copy(stages.rows[half].index(stage).slice(n * RUN, RUN), line + half * 64, mask=there)
+
+
+@gluon.jit
+def fetch_rows(x_descriptor, stages, stage, start, step, count, TILES: gl.constexpr):
+    """Bring 128 inputs of a tile's rows, which stand one behind the other, by TMA; zeros behind the last input."""
+    RUN: gl.constexpr = TILES.run
+    RUNS: gl.constexpr = runs_of(TILES)
+    bar = stages.full.index(stage)
+    for n in gl.static_range(RUNS):
+        mbarrier.expect(bar, 256 * RUN * (n + 1), pred=(count + RUN - 1) // RUN == n + 1)
+    for n in gl.static_range(RUNS):
+        for half in gl.static_range(2):
+            to = stages.rows[half].index(stage).slice(n * RUN, RUN)
+            start_tma(x_descriptor, [start + n * RUN, step * 128 + half * 64], bar, to, pred=count > n * RUN)
+
+
+@gluon.jit
+def load_stages(
+    x_descriptor, w_descriptor, rows, weights, routes, stages,
+    PRODUCT: gl.constexpr, TILES: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """Bring rows, words and scales, 128 inputs a stage."""
+    STEPS: gl.constexpr = PRODUCT.width // 128
+    ACROSS: gl.constexpr = across_of(PRODUCT, TILES)
+    UNITS: gl.constexpr = units_of(TILES)
+    STAGES: gl.constexpr = TILES.stages
+    RUN: gl.constexpr = TILES.run
+    RUNS: gl.constexpr = runs_of(TILES)
+    AHEAD: gl.constexpr = 0 if PRODUCT.first or not EARLY else min(STAGES, STEPS)
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    r = gl.arange(0, RUN, layout=gl.SliceLayout(1, COPY))
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(1)
+    items = gl.load(routes.how_many) * ACROSS
+    item = gl.program_id(0)
+    slot = gl.to_tensor(0)
+    slot_phase = gl.to_tensor(1)
+    expert, start, count, column, _ = tile_of(routes, item, items, ACROSS)
+    ahead = gl.to_tensor(0)  # stages whose weights are on their way
+    if AHEAD > 0:
+        unit = expert * (PRODUCT.lines // 64) + column * UNITS
+        for step in range(gl.where(item < items, AHEAD, 0)):
+            load_weights(
+                w_descriptor, weights, stages, step, unit, step, column == ACROSS - 1, PRODUCT, TILES
+            )
+            async_copy.mbarrier_arrive(stages.full.index(step), increment_count=False)
+        ahead += AHEAD
+        depends("wait")  # rows come from the kernel before, weights do not
+    while item < items:
+        item = take_item(routes, stages, slot, slot_phase, PRODUCT)
+        slot, slot_phase = next_stage(slot, slot_phase, 2)
+        next_expert, next_start, next_count, next_column, _ = tile_of(routes, item, items, ACROSS)
+        lines = ()
+        if PRODUCT.first:
+            for n in gl.static_range(RUNS):
+                # In units of 16 bytes they fit into 32 bits: pointers are made at each step, and take no registers.
+                place = start + gl.minimum(r + n * RUN, count - 1)
+                lines = lines + (lines_of(rows, routes, place, PRODUCT.top_k) * (rows.stride // 8),)
+        unit = expert * (PRODUCT.lines // 64) + column * UNITS
+        for step in range(STEPS):
+            mbarrier.wait(stages.empty.index(stage), phase)
+            if PRODUCT.first:
+                load_weights(
+                    w_descriptor, weights, stages, stage, unit, step, column == ACROSS - 1, PRODUCT, TILES
+                )
+                gather_rows(rows, lines, stages, stage, step, count, PRODUCT, TILES)
+                async_copy.mbarrier_arrive(stages.full.index(stage), increment_count=False)
+            else:
+                if ahead <= 0:
+                    load_weights(
+                        w_descriptor, weights, stages, stage, unit, step, column == ACROSS - 1, PRODUCT, TILES
+                    )
+                    async_copy.mbarrier_arrive(stages.full.index(stage), increment_count=False)
+                ahead -= 1
+                fetch_rows(x_descriptor, stages, stage, start, step, count, TILES)
+            stage, phase = next_stage(stage, phase, STAGES)
+        expert, start, count, column = next_expert, next_start, next_count, next_column
+
+
+@gluon.jit
+def words_at(stages, stage, UNIT: gl.constexpr, HALF: gl.constexpr, PRODUCT: gl.constexpr):
+    """The words and scales of 64 outputs and 64 inputs, of the first half of a stage or of the second: `[128, 4]`."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
+    LINES: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    words = stages.words[UNIT].index(stage).slice(16 * HALF, 16).load(LINES)
+    words = gl.convert_layout(words.reshape([128, 4]), LAYOUT, assert_trivial=True)
+    # Four threads have the same outputs, and so the same scales.
+    FOUR: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 4, 1], [4, 1, 1], [2, 1, 0])
+    scales = stages.scales[UNIT].index(stage)
+    if PRODUCT.kind == INT4:  # those of e2m1 are of all 128 inputs
+        scales = scales.slice(4 * HALF, 4, dim=1)
+    scales = scales.load(gl.SliceLayout(1, FOUR))
+    scales, _ = gl.broadcast(scales[:, None, :], gl.zeros([32, 4, 4], scales.dtype, FOUR))
+    return words, gl.convert_layout(scales.reshape([128, 4]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def wait_for_older(sums, STARTED: gl.constexpr):
+    """All products are done but those STARTED last."""
+    return warpgroup_mma_wait(STARTED, sums) if len(sums) > 1 else (warpgroup_mma_wait(STARTED, sums),)
+
+
+@gluon.jit
+def multiply_tile(
+    weights, routes, results, stages, expert, start, count, column, stage, phase,
+    GROUP: gl.constexpr, PRODUCT: gl.constexpr, TILES: gl.constexpr, N0: gl.constexpr, N1: gl.constexpr,
+):  # fmt: skip
+    """One group's outputs of a tile of up to N0 + N1 rows."""
+    STEPS: gl.constexpr = PRODUCT.width // 128
+    UNITS: gl.constexpr = units_of(TILES)
+    STAGES: gl.constexpr = TILES.stages
+    MINE: gl.constexpr = TILES.units
+    PARTS: gl.constexpr = 2 if N1 > 0 else 1
+    OPERAND0: gl.constexpr = gl.DotOperandLayout(0, sums_layout(N0, 4, False), 2)
+    OPERAND1: gl.constexpr = gl.DotOperandLayout(0, sums_layout(N1 if N1 else N0, 4, False), 2)
+    sums = ()
+    for _ in gl.static_range(MINE):
+        for b in gl.static_range(PARTS):
+            sums = sums + (
+                gl.zeros([64, N1 if b else N0], gl.float32, sums_layout(N1 if b else N0, 4, False)),
+            )
+    mbarrier.wait(stages.full.index(stage), phase)
+    if PRODUCT.first:  # tensor cores see by another way what was copied
+        fence_async_shared()
+    words, scales = words_at(stages, stage, GROUP * MINE, 0, PRODUCT)
+    pairs = decode_pairs(words, scales, 0, PRODUCT.kind, PRODUCT.spans)
+    for step in range(STEPS):
+        coming, coming_phase = next_stage(stage, phase, STAGES)
+        for n in gl.static_range(2 * MINE):
+            part = stages.rows[n % 2].index(stage)
+            after = ()
+            for m in gl.static_range(MINE * PARTS):
+                if m == n // 2 * PARTS:
+                    a = pair_operand(pairs[0], pairs[1], pairs[2], pairs[3], OPERAND0)
+                    turned = part.slice(0, N0).permute((1, 0))
+                    after = after + (warpgroup_mma(a, turned, sums[m], is_async=True),)
+                elif m // PARTS == n // 2:
+                    a = pair_operand(pairs[0], pairs[1], pairs[2], pairs[3], OPERAND1)
+                    turned = part.slice(N0, N1).permute((1, 0))
+                    after = after + (warpgroup_mma(a, turned, sums[m], is_async=True),)
+                else:
+                    after = after + (sums[m],)
+            # Behind the first product nothing is older: but what follows is not moved before it, either.
+            sums = wait_for_older(after, PARTS)
+            if n < 2 * MINE - 1:
+                words, scales = words_at(stages, stage, GROUP * MINE + (n + 1) // 2, (n + 1) % 2, PRODUCT)
+            else:  # of the next stage, while the last product of this one goes on
+                mbarrier.wait(stages.full.index(coming), coming_phase, pred=step < STEPS - 1)
+                if PRODUCT.first:
+                    fence_async_shared()
+                words, scales = words_at(stages, coming, GROUP * MINE, 0, PRODUCT)
+            pairs = decode_pairs(words, scales, (n + 1) % 2, PRODUCT.kind, PRODUCT.spans)
+        # A branch, and no more: ptxas would decode behind the next wait, where nothing else goes on.
+        mbarrier.wait(stages.full.index(coming), coming_phase, pred=step < STEPS - 1)
+        # None may go on around the loop: ptxas would let each of them wait for the one before.
+        sums = wait_for_older(sums, 0)
+        mbarrier.arrive(stages.empty.index(stage))
+        stage, phase = coming, coming_phase
+    for u in gl.static_range(MINE):
+        for b in gl.static_range(PARTS):
+            finish_rows(
+                sums[u * PARTS + b], weights, routes, results, expert, column * UNITS + GROUP * MINE + u, start, count,
+                b * N0, PRODUCT, N1 if b else N0,
+            )  # fmt: skip
+    return stage, phase
+
+
+@gluon.jit
+def finish_rows(
+    sums, weights, routes, results, expert, block, start, count, offset, PRODUCT: gl.constexpr, ROWS: gl.constexpr
+):  # fmt: skip
+    """What is done with the sums of 64 outputs and some rows."""
+    y = results.inner if PRODUCT.first else results.out
+    y_stride = PRODUCT.columns if PRODUCT.first else results.out_stride
+    slots_R = results.out_slots_R if results.out_slots_R is not None else routes.order_N
+    bias = weights.bias if weights.bias is not None else routes.weights_N
+    finish_tile(
+        sums, slots_R, weights.global_scale, weights.global_factor, bias, routes.weights_N, y, routes.order_N,
+        results.partial_sums, expert, block, start, count, offset, y_stride,
+        PRODUCT.columns, PRODUCT.top_k, PRODUCT.first, PRODUCT.interleaved, results.out_slots_R is not None,
+        weights.global_scale is not None, weights.bias is not None, PRODUCT.weighted, PRODUCT.finalize,
+        PRODUCT.activation, PRODUCT.limit, PRODUCT.alpha, PRODUCT.shift, ROWS, 4, False,
+    )  # fmt: skip
+
+
+@gluon.jit
+def pass_by(stages, stage, phase, PRODUCT: gl.constexpr, TILES: gl.constexpr):
+    """Let an item go that has no outputs for this group."""
+    for _ in range(PRODUCT.width // 128):
+        mbarrier.wait(stages.full.index(stage), phase)
+        mbarrier.arrive(stages.empty.index(stage))
+        stage, phase = next_stage(stage, phase, TILES.stages)
+    return stage, phase
+
+
+@gluon.jit
+def multiply_items(
+    weights, routes, results, stages, GROUP: gl.constexpr, PRODUCT: gl.constexpr, TILES: gl.constexpr
+):
+    """One group's outputs of every item: multiplied, and stored."""
+    ACROSS: gl.constexpr = across_of(PRODUCT, TILES)
+    UNITS: gl.constexpr = units_of(TILES)
+    WIDTHS: gl.constexpr = TILES.widths
+    # Whether the last item of a tile has outputs for this group.
+    ALWAYS: gl.constexpr = (ACROSS - 1) * UNITS + GROUP * TILES.units < PRODUCT.lines // 64
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    items = gl.load(routes.how_many) * ACROSS
+    item = gl.program_id(0)
+    slot = gl.to_tensor(0)
+    slot_phase = gl.to_tensor(0)
+    expert, start, count, column, _ = tile_of(routes, item, items, ACROSS)
+    while item < items:
+        item = hear_item(stages, slot, slot_phase)
+        slot, slot_phase = next_stage(slot, slot_phase, 2)
+        next_expert, next_start, next_count, next_column, _ = tile_of(routes, item, items, ACROSS)
+        passes = gl.to_tensor(False)
+        if not ALWAYS:
+            passes = column == ACROSS - 1
+        if passes:
+            stage, phase = pass_by(stages, stage, phase, PRODUCT, TILES)
+        else:
+            for v in gl.static_range(len(WIDTHS)):
+                above = count > (sum_of(WIDTHS[v - 1]) if v > 0 else 0)
+                if above & ((count <= sum_of(WIDTHS[v])) | (v == len(WIDTHS) - 1)):
+                    stage, phase = multiply_tile(
+                        weights, routes, results, stages, expert, start, count, column, stage, phase,
+                        GROUP, PRODUCT, TILES, WIDTHS[v][0], WIDTHS[v][1],
+                    )  # fmt: skip
+        expert, start, count, column = next_expert, next_start, next_count, next_column
+
+
+@gluon.constexpr_function
+def sum_of(runs):
+    """The rows of one or two runs."""
+    return runs[0] + runs[1]
+
+
+@gluon.jit(do_not_specialize=["routes"])
+def packed_numbers_product(
+    x_descriptor, w_descriptor, rows, weights, routes, results,
+    PRODUCT: gl.constexpr, TILES: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """One product of all experts. The first: rows gathered, activated by place. The second: delivered."""
+    STAGES: gl.constexpr = TILES.stages
+    UNITS: gl.constexpr = units_of(TILES)
+    E: gl.constexpr = scale_elements(PRODUCT.kind)
+    ROOM: gl.constexpr = room_for(most_rows(TILES))
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    SCALE: gl.constexpr = weights.scales.dtype.element_ty
+    # Each apart: Triton lets the loading warps meet between two that are written to the same piece of memory.
+    rows_of, words, scales = (), (), ()
+    for _ in gl.static_range(2):
+        room = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROOM, 64], gl.NVMMASharedLayout(128, 16, 2))
+        rows_of = rows_of + (room,)
+    for _ in gl.static_range(UNITS):
+        room = gl.allocate_shared_memory(gl.int32, [STAGES, 32, 32], gl.NVMMASharedLayout(128, 32, 2))
+        words = words + (room,)
+        scales = scales + (gl.allocate_shared_memory(SCALE, [STAGES, 32, E], PLAIN),)
+    stages = Stages(
+        rows=rows_of,
+        words=words,
+        scales=scales,
+        full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        empty=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        items=gl.allocate_shared_memory(gl.int32, [2, 1], LINE),
+        told=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        heard=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+    )
+    for s in gl.static_range(STAGES):
+        # Words by TMA, and what 128 threads copy; rows by TMA.
+        mbarrier.init(stages.full.index(s), count=129 if PRODUCT.first else 130)
+        mbarrier.init(stages.empty.index(s), count=TILES.groups)
+    for s in gl.static_range(2):
+        mbarrier.init(stages.told.index(s), count=1)
+        mbarrier.init(stages.heard.index(s), count=TILES.groups)
+    fence_async_shared()
+    if EARLY:
+        if PRODUCT.first:
+            depends("wait")
+        depends("launch_dependents")
+    if TILES.groups == 2:
+        gl.warp_specialize([
+            (multiply_items, (weights, routes, results, stages, 0, PRODUCT, TILES)),
+            (multiply_items, (weights, routes, results, stages, 1, PRODUCT, TILES)),
+            (load_stages, (x_descriptor, w_descriptor, rows, weights, routes, stages, PRODUCT, TILES, EARLY)),
+        ], [4, 4], [224, 56])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (multiply_items, (weights, routes, results, stages, 0, PRODUCT, TILES)),
+            (multiply_items, (weights, routes, results, stages, 1, PRODUCT, TILES)),
+            (multiply_items, (weights, routes, results, stages, 2, PRODUCT, TILES)),
+            (load_stages, (x_descriptor, w_descriptor, rows, weights, routes, stages, PRODUCT, TILES, EARLY)),
+        ], [4, 4, 4], [152, 152, 56])  # fmt: skip
