@@ -144,9 +144,25 @@ def tell_item(stages, slot, phase, item, expert, start, count, column):
 
 
 @gluon.jit
+def uniform(number):
+    """The same number, of which ptxas knows that all threads of a warp have it.
+
+    What depends on it stays in registers that a warp's threads share: without, the loops of `specialized` are 20% longer.
+    """
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;",
+        "=r,r",
+        [number],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def told_number(told, nth: gl.constexpr):
     """One of the numbers that were told; none is below zero."""
-    return gl.max(gl.where(gl.arange(0, 8, layout=told.type.layout) == nth, told, 0), axis=0)
+    return uniform(gl.max(gl.where(gl.arange(0, 8, layout=told.type.layout) == nth, told, 0), axis=0))
 
 
 @gluon.jit
@@ -175,8 +191,8 @@ def count_item(routes, stages, tile, slot, phase):
 def await_tile(routes, tile, ITEMS: gl.constexpr):
     """Wait until all items of a tile of the first product are stored; TMA sees them then.
 
-    Items are taken in order, those of the first product before those of the second: whoever has to store one is at
-    work, and waits for nobody.
+    Items are taken in order, by blocks that run, those of the first product before those of the second: whoever has to
+    store one is at work, and waits for nobody.
     """
     counter = routes.tiles + 5 * routes.max_tiles + tile
     found = gl.atomic_add(counter, 0, sem="acquire")

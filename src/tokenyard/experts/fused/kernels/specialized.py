@@ -40,7 +40,6 @@ from tokenyard.experts.fused.kernels.items import (
     columns_of,
     hear_place,
     next_stage,
-    place_of,
     synchronize,
 )
 from tokenyard.experts.fused.kernels.packed import depends
@@ -247,8 +246,7 @@ def multiply_items(
     turn = gl.to_tensor(0)  # how many tiles of the first product were turned
     tiles = gl.load(routes.how_many)
     items = tiles * (columns_of(FIRST) + columns_of(SECOND))
-    item = gl.program_id(0)
-    expert, start, count, column, _ = place_of(routes, item, tiles, FIRST, SECOND)
+    item, expert, start, count, column = hear_place(stages, slot, slot_phase)
     while item < items:
         if item < tiles * columns_of(FIRST):
             stage, phase, turn = multiply_item(
@@ -262,8 +260,8 @@ def multiply_items(
             )  # fmt: skip
         synchronize()
         mbarrier.arrive(stages.stored.index(slot))
-        item, expert, start, count, column = hear_place(stages, slot, slot_phase)
         slot, slot_phase = next_stage(slot, slot_phase, 2)
+        item, expert, start, count, column = hear_place(stages, slot, slot_phase)
 
 
 @gluon.jit(do_not_specialize=["routes"])

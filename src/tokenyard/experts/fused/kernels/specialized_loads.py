@@ -18,6 +18,7 @@ from tokenyard.experts.fused.kernels.items import (
     next_stage,
     place_of,
     tell_item,
+    uniform,
 )
 from tokenyard.experts.fused.kernels.packed import start_copy
 
@@ -77,7 +78,8 @@ def load_item(
 ):  # fmt: skip
     """Bring the rows, weights and scales of an item, 128 bytes of inputs a stage, and take the next one meanwhile.
 
-    `uncounted`: the tile of the item before, of the first product, which is counted when it is stored; or -1.
+    `uncounted`: the tile of the item before, of the first product, which is counted when it is stored; or -1. That item
+    and the next one have the same slot.
     """
     SCALED: gl.constexpr = weights.scales is not None
     WIDE: gl.constexpr = 1024 // rows.data.dtype.element_ty.primitive_bitwidth  # inputs of a stage
@@ -98,8 +100,6 @@ def load_item(
     NEAR: gl.constexpr = min(PRODUCT.tile, 64)
     v = gl.arange(0, 2 * NEAR if PRODUCT.deep else PRODUCT.tile, layout=ONE)
     two = gl.arange(0, 2, layout=ONE)
-    # The slot, and its phase, of the item before.
-    before, before_phase = slot ^ 1, slot_phase ^ slot
     # Of weights that take turns, a line holds a gate, and its up behind it.
     output0 = expert * (LINES // 2 if PRODUCT.interleaved else LINES) + column * STEP
     output1 = output0 + (OUTPUTS if PRODUCT.first else 128)
@@ -115,7 +115,7 @@ def load_item(
             )
             ahead_stage, ahead_phase = next_stage(ahead_stage, ahead_phase, STAGES)
         if uncounted >= 0:
-            count_item(routes, stages, uncounted, before, before_phase)
+            count_item(routes, stages, uncounted, slot, slot_phase)
         await_tile(routes, tile, columns_of(FIRST))
     place = start + gl.minimum(v % NEAR if PRODUCT.deep else v, count - 1)
     if PRODUCT.first:
@@ -136,18 +136,11 @@ def load_item(
         last: gl.constexpr = PRODUCT.experts * LINES - 1
         scale_line = gl.where((two == 0) | PRODUCT.deep, output0, gl.minimum(output1, last)) // 128
         output_scale = weights.scales + scale_line * SCALES
-    item, next_expert, next_start, next_count, next_column, next_tile = (
-        tile,
-        expert,
-        start,
-        count,
-        column,
-        tile,
-    )
+    item, next_tile = tile, tile
+    next_expert, next_start, next_count, next_column = expert, start, count, column
     for block in range(BLOCKS):
         if block == TAKE:
-            # The sort has set the counter to zero. A block's first item has the block's own number.
-            item = gl.num_programs(0) + gl.atomic_add(routes.how_many + 1, 1, sem="relaxed")
+            item = uniform(gl.atomic_add(routes.how_many + 1, 1, sem="relaxed"))
             next_expert, next_start, next_count, next_column, next_tile = place_of(
                 routes, item, tiles, FIRST, SECOND
             )
@@ -155,7 +148,7 @@ def load_item(
         if PRODUCT.first and BLOCKS > STAGES:
             # This item's first stage is free again: so the item before is stored.
             if (block == STAGES) & (uncounted >= 0):
-                count_item(routes, stages, uncounted, before, before_phase)
+                count_item(routes, stages, uncounted, slot, slot_phase)
         bar = stages.full.index(stage)
         ask_for_weights(
             w_descriptor, stages, stage, output0, output1, block, block >= AHEAD, count > 64, PRODUCT, SCALED
@@ -182,15 +175,11 @@ def load_item(
                 else:
                     start_copy(stages.rows1.index(stage), far_line, mask=is_row1 & is_input)
         if SCALED:
-            if (
-                PRODUCT.deep
-            ):  # the second half of the inputs has scales of its own; behind the last weights are zero
-                start_copy(
-                    stages.by_row.index(stage), row_scale + gl.minimum(2 * block + v // NEAR, SCALES - 1)
-                )
-                start_copy(
-                    stages.by_output.index(stage), output_scale + gl.minimum(2 * block + two, SCALES - 1)
-                )
+            if PRODUCT.deep:
+                # Either half of the inputs has scales of its own; behind the last one weights are zero.
+                of_row, of_output = 2 * block + v // NEAR, 2 * block + two
+                start_copy(stages.by_row.index(stage), row_scale + gl.minimum(of_row, SCALES - 1))
+                start_copy(stages.by_output.index(stage), output_scale + gl.minimum(of_output, SCALES - 1))
             else:
                 start_copy(stages.by_row.index(stage).slice(0, PRODUCT.tile), row_scale + block)
                 start_copy(stages.by_output.index(stage), output_scale + block)
@@ -198,7 +187,7 @@ def load_item(
         stage, phase = next_stage(stage, phase, STAGES)
     if PRODUCT.first and BLOCKS <= STAGES:
         if uncounted >= 0:
-            count_item(routes, stages, uncounted, before, before_phase)
+            count_item(routes, stages, uncounted, slot, slot_phase)
     tell_item(stages, slot, slot_phase, item, next_expert, next_start, next_count, next_column)
     return item, next_expert, next_start, next_count, next_column, next_tile, stage, phase
 
@@ -215,8 +204,12 @@ def load_items(
     slot_phase = gl.to_tensor(1)
     tiles = gl.load(routes.how_many)
     items = tiles * (columns_of(FIRST) + columns_of(SECOND))
-    item = gl.program_id(0)
+    # The sort has set the counter to zero. No block has an item before it runs: some may have to wait for room on the
+    # GPU, and nobody waits for them.
+    item = uniform(gl.atomic_add(routes.how_many + 1, 1, sem="relaxed"))
     expert, start, count, column, tile = place_of(routes, item, tiles, FIRST, SECOND)
+    tell_item(stages, slot, slot_phase, item, expert, start, count, column)
+    slot, slot_phase = next_stage(slot, slot_phase, 2)
     uncounted = gl.to_tensor(-1)
     while item < items:
         if item < tiles * columns_of(FIRST):
@@ -234,4 +227,4 @@ def load_items(
             uncounted = gl.to_tensor(-1)
         slot, slot_phase = next_stage(slot, slot_phase, 2)
     if uncounted >= 0:
-        count_item(routes, stages, uncounted, slot ^ 1, slot_phase ^ slot)
+        count_item(routes, stages, uncounted, slot, slot_phase)
