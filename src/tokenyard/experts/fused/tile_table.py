@@ -38,8 +38,8 @@ PLAIN: dict[str, Lines] = {
         (inf, (256, 128, 128, 8, 4, 64, True), (256, 128, 128, 8, 3, 64, True)),
     ),
     # In tiles of 32 rows, and of 128: V4-Pro's experts with 16 rows each took 757 and 777 µs (798 in tiles of 16),
-    # V4-Flash's with 24 rows 212 and 225, V3's with 32 rows 410 and 380 (381 in tiles of 64). In tiles of 16, with
-    # specialized warps and without: V4-Flash's with 8 tokens a rank 152 and 160, V3's 295 and 309, V4-Pro's 464 and 475.
+    # V4-Flash's with 24 rows 212 and 225, V3's with 32 rows 410 and 380 (381 in tiles of 64). In tiles of 16, and
+    # without specialized warps: V4-Flash's with 8 tokens a rank 152 and 160, V3's 295 and 309, V4-Pro's 464 and 475.
     "fp8_block128, specialized": (
         (12, (256, 16, 128, 4, 5, 0, False, False, True), (128, 16, 128, 4, 3, 0, False, False, True)),
         (28, (256, 32, 128, 4, 4, 0, False, False, True), (128, 32, 128, 4, 3, 0, False, False, True)),

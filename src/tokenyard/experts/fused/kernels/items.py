@@ -147,7 +147,7 @@ def tell_item(stages, slot, phase, item, expert, start, count, column):
 def uniform(number):
     """The same number, of which ptxas knows that all threads of a warp have it.
 
-    What depends on it stays in registers that a warp's threads share: without, the loops of `specialized` are 20% longer.
+    What depends on it stays in registers that these threads share: else the loops of `specialized` are 20% longer.
     """
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;",
