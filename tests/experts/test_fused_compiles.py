@@ -190,8 +190,9 @@ def packed_codes_kernel(first, runs, activation=0):
         x_descriptor=descriptor("fp8e4nv", 64, 128, gl.NVMMASharedLayout(128, 8, 2)),
         w_descriptor=descriptor("i32", 32, 32, gl.NVMMASharedLayout(128, 32, 2)),
         row_scales="*fp32", scale_stride="i32")
-    product = packed_codes.Product(
-        width=384, lines=320, columns=150 if first else 300, top_k=4, first=first, interleaved=first, weighted=True,
+    product = packed.PackedProduct(
+        kind=1, spans=2, inputs=264, width=384, lines=320, columns=150 if first else 300, top_k=4, first=first,
+        interleaved=first, weighted=True,
         finalize=True, activation=activation, limit=7.0, alpha=1.7, shift=1.0)
     constants = dict(PRODUCT=product, RUNS=runs, STAGES=4, EARLY=True, num_warps=4)
     grouped_kernel(packed_codes.packed_codes_product, groups, constants, others)
@@ -217,7 +218,7 @@ def packed_numbers_kernel(kind, spans, first, groups, units, widths, activation=
     others = dict(
         x_descriptor=descriptor("bf16", run, 64, gl.NVMMASharedLayout(128, 16, 2)),
         w_descriptor=descriptor("i32", 32, 32, gl.NVMMASharedLayout(128, 32, 2)))
-    product = packed_numbers.Product(
+    product = packed.PackedProduct(
         kind=kind, spans=spans, inputs=264, width=384, lines=320, columns=150 if first else 300, top_k=4, first=first,
         interleaved=first, weighted=True, finalize=True, activation=activation, limit=7.0, alpha=1.7, shift=1.0)
     constants = dict(PRODUCT=product, TILES=packed_numbers.Tiles(groups, units, widths, run, 3),

@@ -5,7 +5,7 @@ The kernels are imported where they are launched: not every Triton has the diale
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -33,6 +33,9 @@ from tokenyard.experts.fused.tile_configs import (
 from tokenyard.experts.weights import ExpertWeights
 from tokenyard.formats import QuantizedMatrix, weight_format
 from tokenyard.formats.base import EncodedRows
+
+if TYPE_CHECKING:
+    from tokenyard.experts.fused.kernels.packed import PackedProduct
 
 # By the most rows of a tile of `kernels.specialized`: the rows up to which tiles are turned, and stages. What stands in
 # shared memory for longer leaves room for fewer stages.
@@ -153,34 +156,49 @@ def launch_packed_codes(
     processors = torch.cuda.get_device_properties(inner.data.device).multi_processor_count
     places = len(inner.data)
     numbers = inner._replace(data=inner.scales.new_empty(places, spec.intermediate_size))
-    activation = {name.lower(): value for name, value in activation_constants(spec).items()}
     for is_first in (True, False):
         w, bias, largest = (
             (weights.w13, weights.b13, weights.largest13)
             if is_first
             else (weights.w2, weights.b2, weights.largest2)
         )
-        _, outputs, inputs = w.shape
-        lines, width = packing.padded(outputs, packing.OUTPUTS), packing.padded(inputs, packing.INPUTS)
+        product = _packed_product(call, w, is_first=is_first, finalize=finalize)
         codes, scales = rows if is_first else (inner.data, inner.scales)
-        items = call.sorted.max_tiles * triton.cdiv(lines, 128)
+        items = call.sorted.max_tiles * triton.cdiv(product.lines, 128)
         packed_codes.packed_codes_product[(max(1, min(items, processors)),)](
-            tma_descriptor(codes, 64, width),
+            tma_descriptor(codes, 64, product.width),
             tma_descriptor(w.words, 32, 32),
             scales,
             places,
             packed_codes.PackedWeights(w.scales.view(torch.int16), largest, bias),
             call.routes,
             (numbers if is_first else inner).given(to),
-            PRODUCT=packed_codes.Product(
-                width=width, lines=lines, columns=outputs // 2 if is_first else outputs, top_k=spec.top_k,
-                first=is_first, interleaved=is_first and spec.activation.interleaved,
-                weighted=spec.weight_on == ("input" if is_first else "output"), finalize=finalize, **activation,
-            ),
-            RUNS=config.runs, STAGES=config.stages, EARLY=call.early, num_warps=4, **call.options,
+            PRODUCT=product, RUNS=config.runs, STAGES=config.stages, EARLY=call.early, num_warps=4, **call.options,
         )  # fmt: skip
         if is_first:
             launch_rounding(call, numbers, inner)
+
+
+def _packed_product(call: Launch, w: PackedMatrix, *, is_first: bool, finalize: bool) -> PackedProduct:
+    """What a product of packed weights is compiled for."""
+    from tokenyard.experts.fused.kernels import packed, unpacking
+
+    spec, (_, outputs, inputs) = call.spec, w.shape
+    activation = {name.lower(): value for name, value in activation_constants(spec).items()}
+    return packed.PackedProduct(
+        kind=(unpacking.INT4 if w.format == "mxint4" else unpacking.E2M1).value,
+        spans=4 if w.format == "nvfp4" else 2,
+        inputs=inputs,
+        width=packing.padded(inputs, packing.INPUTS),
+        lines=packing.padded(outputs, packing.OUTPUTS),
+        columns=outputs // 2 if is_first else outputs,
+        top_k=spec.top_k,
+        first=is_first,
+        interleaved=is_first and spec.activation.interleaved,
+        weighted=spec.weight_on == ("input" if is_first else "output"),
+        finalize=finalize,
+        **activation,
+    )
 
 
 def launch_packed(
@@ -201,84 +219,60 @@ def launch_packed(
         data, slots = (x, slots_R) if is_first else (inner.data, None)
         rows = arguments.Rows(data, None, None, slots, data.stride(0), 0, 0)
         results = (numbers if is_first else inner).given(to)
+        product = _packed_product(call, matrix, is_first=is_first, finalize=finalize)
         if isinstance(config, NumbersTileConfig):
-            _launch_numbers(call, config, matrix, bias, rows, results, is_first=is_first, finalize=finalize)
+            _launch_numbers(call, config, product, matrix, bias, rows, results)
         else:
             assert isinstance(config, PackedTileConfig)
-            _launch_tiles(call, config, matrix, bias, rows, results, is_first=is_first, finalize=finalize)
+            _launch_tiles(call, config, product, matrix, bias, rows, results)
         if is_first:
             launch_rounding(call, numbers, inner)
 
 
 def _launch_tiles(
-    call: Launch,
-    config: PackedTileConfig,
-    w: PackedMatrix,
-    bias: Tensor | None,
-    rows: arguments.Rows,
-    results: arguments.Results,
-    *,
-    is_first: bool,
-    finalize: bool,
-) -> None:
+    call: Launch, config: PackedTileConfig, product: PackedProduct, w: PackedMatrix, bias: Tensor | None,
+    rows: arguments.Rows, results: arguments.Results,
+) -> None:  # fmt: skip
     """One product, a block for each tile."""
-    from tokenyard.experts.fused.kernels import packed, unpacking
+    from tokenyard.experts.fused.kernels import packed
 
-    spec, nothing, (_, outputs, inputs) = call.spec, call.sorted.order_N, w.shape
-    lines = packing.padded(outputs, packing.OUTPUTS)
+    nothing, is_first = call.sorted.order_N, product.first
     y, slots = (results.inner, rows.slots_R) if is_first else (results.out, results.out_slots_R)
     registers = {} if config.registers is None else {"maxnreg": config.registers}
     has_global = w.global_scale is not None
-    packed.packed_product[(triton.cdiv(lines, config.out * config.groups), call.sorted.max_tiles)](
+    packed.packed_product[(triton.cdiv(product.lines, config.out * config.groups), call.sorted.max_tiles)](
         rows.data, nothing if slots is None else slots, w.words, _decoded_scales(w),
         w.global_scale if has_global else nothing, w.global_factor if has_global else nothing,
         nothing if bias is None else bias, call.weights_RK, y, call.sorted.order_N, results.partial_sums,
         call.sorted.tiles, call.sorted.how_many, call.sorted.max_tiles, rows.stride, y.stride(0),
-        INPUTS=inputs, WIDTH=packing.padded(inputs, packing.INPUTS), LINES=lines,
-        COLUMNS=outputs // 2 if is_first else outputs, TOP_K=spec.top_k,
-        KIND=unpacking.INT4 if w.format == "mxint4" else unpacking.E2M1, SPANS=4 if w.format == "nvfp4" else 2,
-        WIDTHS=config.widths, FIRST=is_first, INTERLEAVED=spec.activation.interleaved,
-        HAS_SLOTS=slots is not None, HAS_GLOBAL=has_global, HAS_BIAS=bias is not None,
-        WEIGHTED=spec.weight_on == ("input" if is_first else "output"), FINALIZE=finalize, **activation_constants(spec),
+        INPUTS=product.inputs, WIDTH=product.width, LINES=product.lines, COLUMNS=product.columns, TOP_K=product.top_k,
+        KIND=product.kind, SPANS=product.spans, WIDTHS=config.widths, FIRST=is_first,
+        INTERLEAVED=call.spec.activation.interleaved, HAS_SLOTS=slots is not None, HAS_GLOBAL=has_global,
+        HAS_BIAS=bias is not None, WEIGHTED=product.weighted, FINALIZE=product.finalize,
+        **activation_constants(call.spec),
         GROUPS=config.groups, AHEAD=config.ahead, STAGES=config.stages, EARLY=call.early,
         num_warps=config.warps, **registers, **call.options,
     )  # fmt: skip
 
 
 def _launch_numbers(
-    call: Launch,
-    config: NumbersTileConfig,
-    w: PackedMatrix,
-    bias: Tensor | None,
-    rows: arguments.Rows,
-    results: arguments.Results,
-    *,
-    is_first: bool,
-    finalize: bool,
-) -> None:
+    call: Launch, config: NumbersTileConfig, product: PackedProduct, w: PackedMatrix, bias: Tensor | None,
+    rows: arguments.Rows, results: arguments.Results,
+) -> None:  # fmt: skip
     """One product, by warps that load and warps that multiply."""
-    from tokenyard.experts.fused.kernels import packed_numbers, unpacking
+    from tokenyard.experts.fused.kernels import packed_numbers
 
-    spec, (_, outputs, inputs) = call.spec, w.shape
-    lines, width = packing.padded(outputs, packing.OUTPUTS), packing.padded(inputs, packing.INPUTS)
     processors = torch.cuda.get_device_properties(rows.data.device).multi_processor_count
-    items = call.sorted.max_tiles * triton.cdiv(lines, 64 * config.units * config.groups)
+    items = call.sorted.max_tiles * triton.cdiv(product.lines, 64 * config.units * config.groups)
     w_descriptor = tma_descriptor(w.words, 32, 32)
-    activation = {name.lower(): value for name, value in activation_constants(spec).items()}
     packed_numbers.packed_numbers_product[(max(1, min(items, processors)),)](
-        w_descriptor if is_first else tma_descriptor(rows.data, config.run, inputs),
+        w_descriptor if product.first else tma_descriptor(rows.data, config.run, product.inputs),
         w_descriptor,
         rows,
         arguments.Weights(None, _decoded_scales(w), w.global_scale, w.global_factor, bias),
         call.routes,
         results,
-        PRODUCT=packed_numbers.Product(
-            kind=(unpacking.INT4 if w.format == "mxint4" else unpacking.E2M1).value,
-            spans=4 if w.format == "nvfp4" else 2, inputs=inputs, width=width, lines=lines,
-            columns=outputs // 2 if is_first else outputs, top_k=spec.top_k, first=is_first,
-            interleaved=is_first and spec.activation.interleaved,
-            weighted=spec.weight_on == ("input" if is_first else "output"), finalize=finalize, **activation,
-        ),
+        PRODUCT=product,
         TILES=packed_numbers.Tiles(config.groups, config.units, config.widths, config.run, config.stages),
         EARLY=call.early, num_warps=4, **call.options,
     )  # fmt: skip

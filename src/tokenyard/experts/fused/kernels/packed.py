@@ -12,6 +12,8 @@ copies do: a fence between the two, and a wait for the products before, are part
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -218,6 +220,44 @@ def finish_tile(
     else:
         where = partial_sums + pair.to(gl.int64)[None, :] * COLUMNS + j[:, None]
         gl.store(where, value.to(partial_sums.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
+
+
+class PackedProduct(NamedTuple):
+    """What a product of packed weights is compiled for, where blocks stay."""
+
+    kind: int  # of weights, as `kernels.unpacking` calls it
+    spans: int  # with a scale each, in 64 inputs
+    inputs: int
+    width: int  # inputs, with the pad
+    lines: int  # outputs, with the pad
+    columns: int  # I of the first, H of the second
+    top_k: int
+    first: bool
+    interleaved: bool
+    weighted: bool
+    finalize: bool
+    activation: int
+    limit: float
+    alpha: float
+    shift: float
+
+
+@gluon.jit
+def finish_rows(
+    sums, weights, routes, results, expert, block, start, count, offset, PRODUCT: gl.constexpr, ROWS: gl.constexpr
+):  # fmt: skip
+    """`finish_tile` of 64 outputs and some rows, with arguments in groups."""
+    y = results.inner if PRODUCT.first else results.out
+    y_stride = PRODUCT.columns if PRODUCT.first else results.out_stride
+    slots_R = results.out_slots_R if results.out_slots_R is not None else routes.order_N
+    bias = weights.bias if weights.bias is not None else routes.weights_N
+    finish_tile(
+        sums, slots_R, weights.global_scale, weights.global_factor, bias, routes.weights_N, y, routes.order_N,
+        results.partial_sums, expert, block, start, count, offset, y_stride,
+        PRODUCT.columns, PRODUCT.top_k, PRODUCT.first, PRODUCT.interleaved, results.out_slots_R is not None,
+        weights.global_scale is not None, weights.bias is not None, PRODUCT.weighted, PRODUCT.finalize,
+        PRODUCT.activation, PRODUCT.limit, PRODUCT.alpha, PRODUCT.shift, ROWS, 4, False,
+    )  # fmt: skip
 
 
 @gluon.jit

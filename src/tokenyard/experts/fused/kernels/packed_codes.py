@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tokenyard.experts.fused import packing
 from tokenyard.experts.fused.kernels.items import hear_item, next_stage, take_item, tile_of
-from tokenyard.experts.fused.kernels.packed import depends, finish_tile, start_copy, sums_layout
+from tokenyard.experts.fused.kernels.packed import depends, finish_rows, start_copy, sums_layout
 from tokenyard.experts.fused.kernels.specialized_loads import start_tma
 from tokenyard.experts.fused.kernels.unpacking import code_operand, decode_codes
 
@@ -44,23 +44,8 @@ class PackedWeights(NamedTuple):
     scales: Any
     largest: Any  # the byte of the largest scale of each line
     bias: Any
-
-
-class Product(NamedTuple):
-    """What a product is compiled for."""
-
-    width: int  # inputs, with the pad
-    lines: int  # outputs, with the pad
-    columns: int  # I of the first, H of the second
-    top_k: int
-    first: bool
-    interleaved: bool
-    weighted: bool
-    finalize: bool
-    activation: int
-    limit: float
-    alpha: float
-    shift: float
+    global_scale: Any = None  # those of mxfp4 have none
+    global_factor: Any = None
 
 
 class Stages(NamedTuple):
@@ -216,33 +201,23 @@ def multiply_tile(
                 acc1 = add_product(token1, stages, stage, acc1, N0, N1, 0)
         mbarrier.arrive(stages.empty.index(stage))
         stage, phase = next_stage(stage, phase, STAGES)
-    finish_rows(acc0, weights, routes, results, largest, expert, block, start, count, 0, PRODUCT, N0)
+    finish_codes(acc0, weights, largest, routes, results, expert, block, start, count, 0, PRODUCT, N0)
     if N1 > 0:
-        finish_rows(acc1, weights, routes, results, largest, expert, block, start, count, N0, PRODUCT, N1)
+        finish_codes(acc1, weights, largest, routes, results, expert, block, start, count, N0, PRODUCT, N1)
     return stage, phase
 
 
 @gluon.jit
-def finish_rows(
-    acc, weights, routes, results, largest, expert, block, start, count, offset,
+def finish_codes(
+    acc, weights, largest, routes, results, expert, block, start, count, offset,
     PRODUCT: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """What is done with the sums of a group's outputs and some rows."""
+    """What is done with the sums of a group's outputs and some rows, in units of the outputs' largest scales."""
     SUMS: gl.constexpr = sums_layout(ROWS, 4, False)
     held = gl.load(largest + gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS)))
     factor = (gl.maximum(held - LOWERED, 1) << 23).to(gl.float32, bitcast=True)[:, None]
-    y = results.inner if PRODUCT.first else results.out
-    y_stride = PRODUCT.columns if PRODUCT.first else results.out_stride
-    slots_R = results.out_slots_R if results.out_slots_R is not None else routes.order_N
-    bias = weights.bias if weights.bias is not None else routes.weights_N
-    finish_tile(
-        gl.convert_layout(acc, SUMS, assert_trivial=True) * factor,
-        slots_R, None, None, bias, routes.weights_N, y, routes.order_N, results.partial_sums,
-        expert, block, start, count, offset, y_stride,
-        PRODUCT.columns, PRODUCT.top_k, PRODUCT.first, PRODUCT.interleaved, results.out_slots_R is not None,
-        False, weights.bias is not None, PRODUCT.weighted, PRODUCT.finalize,
-        PRODUCT.activation, PRODUCT.limit, PRODUCT.alpha, PRODUCT.shift, ROWS, 4, False,
-    )  # fmt: skip
+    sums = gl.convert_layout(acc, SUMS, assert_trivial=True) * factor
+    finish_rows(sums, weights, routes, results, expert, block, start, count, offset, PRODUCT, ROWS)
 
 
 @gluon.jit

@@ -31,33 +31,13 @@ from tokenyard.experts.fused.kernels.items import hear_item, next_stage, take_it
 from tokenyard.experts.fused.kernels.packed import (
     INT4,
     depends,
-    finish_tile,
+    finish_rows,
     scale_elements,
     start_copy,
     sums_layout,
 )
 from tokenyard.experts.fused.kernels.specialized_loads import lines_of, start_tma
 from tokenyard.experts.fused.kernels.unpacking import decode_pairs, pair_operand
-
-
-class Product(NamedTuple):
-    """What a product is compiled for."""
-
-    kind: int  # of weights, as `kernels.unpacking` calls it
-    spans: int  # with a scale each, in 64 inputs
-    inputs: int
-    width: int  # inputs, with the pad
-    lines: int  # outputs, with the pad
-    columns: int  # I of the first, H of the second
-    top_k: int
-    first: bool
-    interleaved: bool
-    weighted: bool
-    finalize: bool
-    activation: int
-    limit: float
-    alpha: float
-    shift: float
 
 
 class Tiles(NamedTuple):
@@ -330,24 +310,6 @@ def multiply_tile(
                 b * N0, PRODUCT, N1 if b else N0,
             )  # fmt: skip
     return stage, phase
-
-
-@gluon.jit
-def finish_rows(
-    sums, weights, routes, results, expert, block, start, count, offset, PRODUCT: gl.constexpr, ROWS: gl.constexpr
-):  # fmt: skip
-    """What is done with the sums of 64 outputs and some rows."""
-    y = results.inner if PRODUCT.first else results.out
-    y_stride = PRODUCT.columns if PRODUCT.first else results.out_stride
-    slots_R = results.out_slots_R if results.out_slots_R is not None else routes.order_N
-    bias = weights.bias if weights.bias is not None else routes.weights_N
-    finish_tile(
-        sums, slots_R, weights.global_scale, weights.global_factor, bias, routes.weights_N, y, routes.order_N,
-        results.partial_sums, expert, block, start, count, offset, y_stride,
-        PRODUCT.columns, PRODUCT.top_k, PRODUCT.first, PRODUCT.interleaved, results.out_slots_R is not None,
-        weights.global_scale is not None, weights.bias is not None, PRODUCT.weighted, PRODUCT.finalize,
-        PRODUCT.activation, PRODUCT.limit, PRODUCT.alpha, PRODUCT.shift, ROWS, 4, False,
-    )  # fmt: skip
 
 
 @gluon.jit

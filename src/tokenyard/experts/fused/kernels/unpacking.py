@@ -126,9 +126,10 @@ def code_instructions(half: int) -> str:
     return "\n".join([*lines, "}"])
 
 
-DECODE_INT4 = gl.constexpr(int4_instructions())
-DECODE_MXFP4 = gl.constexpr((e2m1_instructions(2, 0), e2m1_instructions(2, 1)))
-DECODE_NVFP4 = gl.constexpr((e2m1_instructions(4, 0), e2m1_instructions(4, 1)))
+# For either half of 128 inputs: of integers, of e2m1 with 2 spans in 64 inputs, and with 4.
+DECODE = gl.constexpr(
+    (*[int4_instructions()] * 2, *(e2m1_instructions(spans, half) for spans in (2, 4) for half in range(2)))
+)
 # With scales in 2 registers, and in 4.
 CONSTRAINTS_2 = gl.constexpr(",".join(["=&r"] * _OUTPUTS + ["r"] * (_WORDS + 2)))
 CONSTRAINTS_4 = gl.constexpr(",".join(["=&r"] * _OUTPUTS + ["r"] * (_WORDS + 4)))
@@ -155,15 +156,8 @@ def decode(
     KIND: gl.constexpr, SPANS: gl.constexpr, WARPS: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Words `[T, 4]` of 64 inputs and their scales `[T, 4]` to the operand `[16 · WARPS, 64]`; nothing moves."""
-    if KIND == INT4:
-        INSTRUCTIONS: gl.constexpr = DECODE_INT4
-        CONSTRAINTS: gl.constexpr = CONSTRAINTS_2
-    elif SPANS == 2:
-        INSTRUCTIONS: gl.constexpr = DECODE_MXFP4[HALF]
-        CONSTRAINTS: gl.constexpr = CONSTRAINTS_2
-    else:
-        INSTRUCTIONS: gl.constexpr = DECODE_NVFP4[HALF]
-        CONSTRAINTS: gl.constexpr = CONSTRAINTS_4
+    INSTRUCTIONS: gl.constexpr = DECODE[KIND * SPANS + HALF]
+    CONSTRAINTS: gl.constexpr = CONSTRAINTS_4 if SPANS == 4 else CONSTRAINTS_2
     o0, o1, o2, o3, o4, o5, o6, o7 = gl.inline_asm_elementwise(
         INSTRUCTIONS, CONSTRAINTS, [words, scales], is_pure=True, pack=4,
         dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
@@ -183,15 +177,8 @@ def operand_of(o0, o1, o2, o3, o4, o5, o6, o7, WARPS: gl.constexpr, OPERAND: gl.
 @gluon.jit
 def decode_pairs(words, scales, HALF: gl.constexpr, KIND: gl.constexpr, SPANS: gl.constexpr):
     """What `decode` does, as four times `[T, 4]` registers of two numbers each: a loop can carry these as they are."""
-    if KIND == INT4:
-        INSTRUCTIONS: gl.constexpr = DECODE_INT4
-        CONSTRAINTS: gl.constexpr = CONSTRAINTS_2
-    elif SPANS == 2:
-        INSTRUCTIONS: gl.constexpr = DECODE_MXFP4[HALF]
-        CONSTRAINTS: gl.constexpr = CONSTRAINTS_2
-    else:
-        INSTRUCTIONS: gl.constexpr = DECODE_NVFP4[HALF]
-        CONSTRAINTS: gl.constexpr = CONSTRAINTS_4
+    INSTRUCTIONS: gl.constexpr = DECODE[KIND * SPANS + HALF]
+    CONSTRAINTS: gl.constexpr = CONSTRAINTS_4 if SPANS == 4 else CONSTRAINTS_2
     return gl.inline_asm_elementwise(
         INSTRUCTIONS, CONSTRAINTS, [words, scales], is_pure=False, pack=4,
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
