@@ -1,1 +1,1 @@
-"""Doors to other libraries: what they write, read as layers of ours. Each imports its library where it is used."""
+"""Adapters to FlashInfer, Hugging Face configs, Transformers and vLLM. Each imports its library only when used."""

@@ -10,13 +10,13 @@ What is read strictly, and what is not:
 
 - Shapes (`hidden_size`, experts, top-k, …) must be there: every saved config has them, and a default of
   another model would give a plan of another model. Refinements that older files lack (`norm_topk_prob`,
-  `first_k_dense_replace`, …) take the default of the family's config class in transformers. null is absent.
+  `first_k_dense_replace`, …) take the default of the family's config class in transformers. null counts as absent.
 - The dtype of the rows is `dtype` (or `torch_dtype`); where neither is written, bf16.
-- The bias that moves the choice of DeepSeek-like routers is a weight, not a setting: the routers come without
-  it, and the loader of the weights replaces them.
+- The bias with which DeepSeek-like routers choose experts is a weight, not a setting: the specs have routers without
+  it, and the loader of the weights replaces these.
 - A router that is not in `tokenyard.routing` is left out (`router=None`): the caller then passes ready routes,
-  and has the duty of the routed scaling, which the spec keeps. This is DeepSeek-V2's choice by groups.
-- Prediction (MTP) layers stand behind the last layer and are numbered on, as in the checkpoint.
+  and has the duty of the routed scaling, whose factor the spec keeps. DeepSeek-V2's choice by groups is such a router.
+- Prediction (MTP) layers follow the last layer, and their numbers continue its number, as in the checkpoint.
 - A model of several parts keeps its language model in `text_config`; its layers are then named
   `model.language_model.layers.3.mlp`, as in the whole model.
 """
@@ -136,7 +136,7 @@ def _router(family: Family, config: Config, num_experts: int) -> Router | None:
     except TokenyardError as error:
         if config.source in error.found:
             raise
-        # Each number is possible, but not all of them together.
+        # Each value is valid, but their combination is not.
         found = f"{config.source} ({config.family}): {error.found}"
         raise InputError(found, expected=error.expected, fix="mend these keys in the file") from error
     return router

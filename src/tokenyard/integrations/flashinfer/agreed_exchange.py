@@ -1,4 +1,4 @@
-"""An exchange whose layers are learned from the calls, and are the same on every rank.
+"""An exchange that learns its layers from the calls, and keeps the same list of them on every rank.
 
 A layer of a plan is declared before the first token. FlashInfer's callers declare nothing: what travels is known from
 the tensors that they pass, and may change from call to call. So an `AgreedExchange` keeps a list of *manifests* (dtypes
@@ -6,16 +6,18 @@ and shapes of a call, and its `runtime_max_tokens_per_rank`), the same list on e
 for each of them.
 
 - A manifest that is on the list costs nothing more: the exchange's own announcement carries its number, so ranks that
-  bring different ones find out in the flags of that very round.
-- A rank that brings a new one, or has an error to report, announces spec 0 in that round: an *agreement round*, in
-  which nothing moves. All ranks then gather what each brings, and what went wrong. Either all raise, or all bring the
-  same: it goes on the list, the workspace grows where it has to, and the round is made again.
+  bring different manifests see the difference in the flags of the same round.
+- A rank that brings a new manifest, or has an error to report, announces spec 0. This makes the round an *agreement
+  round*, in which no rows move. All ranks then gather the manifests and the errors of all ranks. If a rank has an
+  error, or if manifests differ, all ranks raise. Otherwise the new manifest goes on the list, the workspace grows if it
+  has to, and the round is made again.
 
 Results have a manifest of their own (width and dtype), which is not known when rows are dispatched. A dispatch that is
-in flight is therefore *redirected* to the spec of its results. Nothing that stands in the workspace is needed for the
-way back, so the workspace may grow even there, between the two.
+in flight is therefore *redirected* to the spec of its results. A combine needs nothing that its dispatch left in the
+workspace, so the workspace may grow even between the two.
 
-On GPUs (`tokenyard.integrations.flashinfer.device_carrier`) a call whose manifest is on the list waits for nobody.
+On GPUs (`tokenyard.integrations.flashinfer.device_carrier`) the host waits for no rank in a call whose
+manifest is on the list.
 """
 
 from __future__ import annotations
@@ -39,15 +41,15 @@ from tokenyard.routing import Placement, Routes
 
 Result = TypeVar("Result")
 
-# The wire of a spec that only serves the way back.
+# The wire of specs that dispatch no rows: those of results, and that of agreement rounds.
 _NOTHING = PayloadSet(entries=(Payload(name="nothing", dtype=torch.uint8, width=1),))
 
 
 class AgreedExchange:
-    """Dispatch and combine of whatever the ranks of a group bring, as long as all bring the same.
+    """Dispatches and combines payloads of any dtypes and shapes, as long as all ranks of a group bring the same.
 
-    `rank` is the number by which errors name this rank. Collective: what is `given` is compared between ranks, and each
-    makes its `check`, before anything is set up.
+    `rank` is the number by which errors name this rank. Making one is collective: before anything is set up, each rank
+    runs its `check`, and the texts `given`, which list the arguments, are compared between ranks.
     """
 
     def __init__(
@@ -71,10 +73,10 @@ class AgreedExchange:
         self.carrier = carrier_for(group, plan_id=number)
         self.exchange = self.carrier.exchange
         self.flight: Arrival | None = None  # the dispatch that is not combined yet
-        # The specs of the manifests that all ranks know; that of None is for agreement rounds.
+        # The specs of the manifests that all ranks know; the spec under None is for agreement rounds.
         self.specs: dict[Manifest | None, ExchangeSpec] = {}
         self._warm: set[Manifest | None] = set()
-        # The routing weights travel as a payload of the caller's, if at all.
+        # In place of routing weights, which routes must have: a caller that sends weights sends them as a payload.
         self._ones_TK = torch.ones(max_tokens, top_k, device=group.device)
         self.specs[None] = self._spec(None, 0)
         self._serve(self.specs)
@@ -104,7 +106,7 @@ class AgreedExchange:
     # -- The way back --------------------------------------------------------------------------------------
 
     def redirect(self, check: Callable[[], Manifest]) -> Manifest:
-        """Let the dispatch in flight wait for results of this manifest, which all ranks bring."""
+        """Agree with all ranks on the manifest of the results, and switch the dispatch in flight to its spec."""
         flight, self.flight = self.flight, None
         assert flight is not None
 
@@ -117,7 +119,7 @@ class AgreedExchange:
         return wanted
 
     def results(self, manifest: Manifest) -> Tensor:
-        """Where results of a manifest belong in this rank's workspace: `[ranks, max_tokens, H]`. One place, always."""
+        """A view of this rank's workspace for results of a manifest, `[ranks, max_tokens, H]`, always in one region."""
         spec = self.specs[self._listed(manifest)]
         rows_SH = self.carrier.results(spec, manifest.max_tokens).rows_SH
         return rows_SH.view(self.group.size, manifest.max_tokens, spec.hidden_size)
@@ -125,9 +127,10 @@ class AgreedExchange:
     def combine(
         self, manifest: Manifest, payload: Tensor | None, output: Tensor | None, *, in_float32: bool = False
     ) -> Tensor:
-        """Bring the results of the redirected dispatch home. `payload` None: they stand in the workspace.
+        """Combine the redirected dispatch. `payload` is None if the results are in the workspace already.
 
-        The sum is rounded to the dtype of the results, or stays `in_float32`: that is the concern of this rank alone.
+        The sum is rounded to the dtype of the results, or stays float32 with `in_float32`, which ranks need not
+        agree on.
         """
         flight, self.flight = self.flight, None
         assert flight is not None
@@ -142,11 +145,11 @@ class AgreedExchange:
         return self._explained(manifest, back).y_TH
 
     def knows(self, manifest: Manifest) -> bool:
-        """Whether all ranks know this manifest."""
+        """Whether this manifest is on the list, which is the same on all ranks."""
         return self._listed(manifest) in self.specs
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether a tensor stands in this rank's workspace."""
+        """Whether a tensor is a view of this rank's workspace."""
         mine = self.carrier.own_buffer.untyped_storage()
         return tensor.untyped_storage().data_ptr() == mine.data_ptr()
 
@@ -158,7 +161,7 @@ class AgreedExchange:
     # -- Agreeing ------------------------------------------------------------------------------------------
 
     def attempt(self, make: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
-        """What a check of this rank's own gives, or its error, which the other ranks must learn first."""
+        """Run a check; return its result, or its error, which must not be raised before the other ranks have it."""
         try:
             return make(), None
         except Exception as error:
@@ -167,7 +170,7 @@ class AgreedExchange:
     def learn(self, manifest: Manifest) -> None:
         """Put a manifest on the list, and let the workspace grow if it has to. Collective."""
         known = dict(self.specs)
-        # As many tokens as there may ever be come along: another number of them needs no other workspace.
+        # Also listed with the largest number of tokens: the workspace then need not grow for another number.
         for each in (self._listed(manifest), replace(manifest, max_tokens=self._max_tokens)):
             if each is not None and each not in known:
                 known[each] = self._spec(each, len(known))
@@ -175,7 +178,7 @@ class AgreedExchange:
         self.specs = known
 
     def _listed(self, manifest: Manifest | None) -> Manifest | None:
-        """The manifest on the list that serves this one."""
+        """The manifest on the list that serves this one: that of the most tokens, unless the number must be exact."""
         if manifest is None or self.carrier.needs_exact_tokens:
             return manifest
         return replace(manifest, max_tokens=self._max_tokens)
@@ -183,15 +186,16 @@ class AgreedExchange:
     def _agreed(
         self, phase: str, check: Callable[[], Manifest], announce: Callable[[NeedsAgreement], None]
     ) -> tuple[Manifest, bool]:
-        """What all ranks bring to a phase, and whether that was new. If it was, there is an agreement round before.
+        """The manifest that all ranks bring to a phase, and whether it was new: that takes an agreement round first.
 
-        In that round this rank announces that it needs an agreement, and receives the announcements of the others.
+        `announce` starts that round: this rank announces that it needs an agreement, and receives the announcements of
+        the others.
         """
         manifest, error = self.attempt(check)
         if error is None and manifest is not None and self.knows(manifest):
             return manifest, False
         self.carrier.check_may_agree(f"what this {phase} brings ({manifest})", error)
-        # What ranks raise that are not in an agreement round, while this one is.
+        # If other ranks are not in an agreement round: they receive this as an error, and this rank may raise it.
         cause = error or Drifted(
             f"this rank brings {manifest} to {phase}, which is new, and others bring what is not",
             expected="the same dtypes and shapes on every rank",
@@ -201,7 +205,7 @@ class AgreedExchange:
         try:
             announce(NeedsAgreement(cause))
         except (NeedsAgreement, Drifted) as announced:
-            # The frames of the traceback hold the error, which holds them, and the workspace with them.
+            # The error and the frames of its traceback refer to each other, which would keep the workspace alive.
             announced.__traceback__ = None
         if not self.carrier.all_need_agreement():
             raise cause
@@ -211,7 +215,7 @@ class AgreedExchange:
         return manifest, True
 
     def _agree(self, phase: str, mine: str, error: Exception | None) -> None:
-        """Raise on every rank if one has an error, or if they bring different things."""
+        """Raise on every rank if one of them has an error, or if their texts `mine` differ."""
         report = {"error": None if error is None else f"{type(error).__name__}: {error}", "brings": mine}
         by_rank = self.group.gather_json(report, phase=f"agreement on {phase}")
         if error is not None:
@@ -224,19 +228,19 @@ class AgreedExchange:
             raise Disagreement(f"the arguments of {phase}", brought, rank=self._rank)
 
     def _explained(self, manifest: Manifest, call: Callable[[], Result]) -> Result:
-        """Make a call of the exchange. If the ranks bring different manifests there, say so in those words."""
+        """Make a call of the exchange. If manifests differ between ranks, raise an error that lists them by rank."""
         try:
             return call()
         except Drifted:
-            if self.carrier.reads_values:  # else the ranks are not in one call any more
+            if self.carrier.reads_values:  # else the ranks may be in different calls by now
                 self._agree(manifest.phase, str(manifest), None)
             raise
 
     def _serve(self, known: Mapping[Manifest | None, ExchangeSpec]) -> None:
-        """Make room for these, and load their kernels before one waits for another rank. Collective."""
+        """Make room for these specs, and load their kernels before any kernel waits for another rank. Collective."""
         self.exchange.serve(list(known.values()))
         new = {manifest: spec for manifest, spec in known.items() if manifest not in self._warm}
-        # The sum of results may be wanted in float32, to be quantized.
+        # A combine with a quantized output keeps the sum in float32.
         in_float32 = [
             replace(spec, dtype=torch.float32)
             for manifest, spec in new.items()
@@ -246,7 +250,7 @@ class AgreedExchange:
         self._warm |= set(known)
 
     def _spec(self, manifest: Manifest | None, number: int) -> ExchangeSpec:
-        """The spec of a manifest: of its rows on the way out, or of its results on the way back; None: of nothing."""
+        """The spec for the rows or the results of a manifest; for None, that of agreement rounds, which move none."""
         name, max_tokens, wire = "agreement", 0, _NOTHING
         hidden_size, dtype = 1, torch.bfloat16
         if manifest is not None:

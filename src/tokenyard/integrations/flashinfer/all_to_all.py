@@ -1,12 +1,12 @@
-"""`MoeAlltoAll`, by the names under which engines know FlashInfer's, on tokenyard's one-sided exchange.
+"""`MoeAlltoAll`, with the names and arguments of FlashInfer's class, on tokenyard's one-sided exchange.
 
     received = a2a.dispatch(topk_ids, [rows, scales, topk_ids, topk_weights], runtime_max_tokens_per_rank)
     y_TH = a2a.combine(results, runtime_max_tokens_per_rank)
 
-Names, order and defaults of the arguments are those of FlashInfer 0.7.2, which a test compares; `group` is ours. How
-ranks agree on what they bring is the matter of `agreed_exchange`.
+Names, order and defaults of the arguments are those of FlashInfer 0.7.2, which a test compares; only `group`
+is added. How ranks agree on dtypes and shapes is described in `agreed_exchange`.
 
-What `dispatch` returns, and the tensor for results, are views of the workspace: they mean something until `combine`.
+What `dispatch` returns, and the tensor for results, are views of the workspace, and valid until `combine`.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ from tokenyard.rows import describe
 class MoeAlltoAll:
     """Dispatch and combine for engines that call FlashInfer's class of this name.
 
-    The ranks are those of `group`, or of `mnnvl_config.comm_backend` (vLLM's way). `mapping`, which may be None, is
-    compared with them: its `moe_ep_size` and `moe_ep_rank`. `workspace_size_per_rank` is taken for the sake of callers
-    that pass it: the workspace has the size that is needed, and grows. With `hidden_size`, room for bf16 results is
-    there from the start.
+    The ranks are those of `group`, or of `mnnvl_config.comm_backend` (vLLM's way). If `mapping` is
+    given, its `moe_ep_size` and `moe_ep_rank` must be those of this group. `workspace_size_per_rank` is accepted, but
+    does not limit the workspace, which grows to the size that is needed. With `hidden_size`, room for bf16 results is
+    reserved from the start.
 
     >>> from tokenyard import launch
     >>> def rank_main(group):
@@ -128,7 +128,7 @@ class MoeAlltoAll:
             f"enable_rank_mask {self.enable_rank_mask}"
         )
         self._active, self._is_away, self._max_tokens, self.num_tokens = active, False, 0, 0
-        self._staged: Tensor | None = None  # where results are put together while ranks are masked
+        self._staged: Tensor | None = None  # the caller's tensor for results while ranks are masked
         self.eplb_gathered_stats = None
         self._exchange = AgreedExchange(
             group,
@@ -159,7 +159,7 @@ class MoeAlltoAll:
 
     @cached_property
     def metainfo(self) -> Metainfo:
-        """The handle that these functions take beside `workspace`: they then work through this object."""
+        """The handle that these functions take beside `workspace`; they then dispatch and combine by this object."""
         made = {(self.top_k, self.num_experts, self.enable_rank_mask): self}
         return Metainfo(self.workspace, self.max_num_tokens, self.eplb_stats_num_experts, made)
 
@@ -178,7 +178,7 @@ class MoeAlltoAll:
     ) -> dict[str, Any]:
         """A workspace for the functions of FlashInfer's, `moe_a2a_dispatch` and others, among the ranks of `group`.
 
-        It takes memory with its first dispatch, as much as is needed. `mapping` may be None.
+        Its memory is allocated by the first dispatch, as much as that needs. `mapping` may be None.
         """
         if group is None:
             raise InputError(
@@ -222,7 +222,7 @@ class MoeAlltoAll:
         )
 
     def checkpoint_prepare(self) -> None:
-        """Give the workspace back, on all ranks, until `checkpoint_restore`. Does nothing the second time."""
+        """Free the workspace, on all ranks, until `checkpoint_restore`. A second call does nothing. Collective."""
         if self._is_away:
             return
         if self.group.device.type == "cuda":
@@ -273,9 +273,10 @@ class MoeAlltoAll:
         """Send row t of each payload to every rank that owns one of the experts of token t, once.
 
         Returns, for each payload, `[ep_size, runtime_max_tokens_per_rank, ...]`: the rows from each source rank, in
-        token order. Slots behind them are zero; with `invalid_token_expert_id` they hold that id in the payload
-        `expert_id_payload_index`. `eplb_local_stats`, int32, of every rank are in `eplb_gathered_stats` afterwards.
-        Ranks that `active_rank_mask` leaves out are not waited for, from now on, and their experts get no rows.
+        token order. Slots behind them are zero on CPUs, and undefined on GPUs; with `invalid_token_expert_id` they
+        hold that id in the payload `expert_id_payload_index`. The int32 `eplb_local_stats` of every rank are in
+        `eplb_gathered_stats` afterwards. Ranks that `active_rank_mask` leaves out are not waited for from now on, and
+        their experts get no rows.
         """
         self._check_here()
         self._check_idle("dispatch was called twice")
@@ -332,8 +333,8 @@ class MoeAlltoAll:
     ) -> Tensor:
         """`[ep_size, runtime_max_tokens_per_rank, hidden_size]` of the workspace, for results of the last dispatch.
 
-        Results that are written there need no copy: `combine(…, payload_in_workspace=True)`. Collective where results
-        of this width and dtype are new. While ranks are masked, it is a tensor of its own.
+        Results that are written there need no copy: `combine(…, payload_in_workspace=True)`. Collective if results of
+        this width and dtype were not used before. While ranks are masked, the tensor is outside of the workspace.
         """
         self._check_dispatched("get_combine_payload_tensor_in_workspace")
 
@@ -412,7 +413,7 @@ class MoeAlltoAll:
         return y_TH if written is None else written.write(y_TH, output)
 
     def refuse_combine(self, error: InputError) -> NoReturn:
-        """Take part in the combine of the last dispatch only to say what is wrong on this rank. All ranks raise."""
+        """Take part in the combine of the last dispatch only to report an error of this rank. All ranks raise."""
         self._check_dispatched("combine")
 
         def check() -> Manifest:
@@ -423,7 +424,7 @@ class MoeAlltoAll:
         raise error
 
     def _check_in_workspace(self, manifest: Manifest, payload: Tensor) -> None:
-        """Raise unless a tensor is the place for results, through whatever views it went in between."""
+        """Raise unless `payload` is the whole tensor for results, possibly as another view of the same memory."""
         place = self._staged
         if self._active.is_all:
             there = self._exchange.knows(manifest) and self._exchange.owns(payload)
@@ -479,7 +480,7 @@ class MoeAlltoAll:
 
     @contextmanager
     def _naming_ranks(self) -> Iterator[None]:
-        """Inside, errors name EP ranks, and say how to go on after a loss."""
+        """Inside, errors name EP ranks, and their fix says how to go on after ranks were lost."""
         with self._active.naming(self.ep_rank):
             try:
                 yield

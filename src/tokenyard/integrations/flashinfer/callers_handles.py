@@ -1,8 +1,8 @@
-"""What a caller passes that knows FlashInfer's arguments only: its communicator, a workspace, and the metainfo of it.
+"""What callers of FlashInfer's interface pass in: their communicator, a workspace, and its metainfo.
 
-The communicator gives the group. `Workspace` and `Metainfo` stand for FlashInfer's tensors of these names, which
-callers only pass on. Memory of ours is not one tensor of bytes that a caller could cut: it is made, and grows, when
-ranks bring something.
+The communicator says which ranks form the group. `Workspace` and `Metainfo` stand for FlashInfer's tensors of these
+names, which callers only pass on. They are not tensors here: our memory is allocated, and grows, when ranks dispatch
+and combine, and is not one tensor of bytes that a caller could slice.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Workspace:
 
 @dataclass(eq=False)
 class Metainfo:
-    """The sizes of a workspace, and what was made for the layers that use it."""
+    """The sizes of a workspace, and a `MoeAlltoAll` for each kind of layer that uses it."""
 
     workspace: Workspace
     max_num_tokens: int
@@ -51,7 +51,7 @@ def moe_a2a_get_workspace_size_per_rank(
     *,
     backend: str = "trtllm",
 ) -> int:
-    """Bytes that payloads of these sizes take in a rank's workspace. Nobody has to ask: it grows by itself.
+    """Bytes that payloads of these sizes take in a rank's workspace, which grows to this size by itself.
 
     >>> moe_a2a_get_workspace_size_per_rank(4, 10, 100, 64)  # 4000 and 2560, each rounded up to 128
     6656

@@ -1,11 +1,11 @@
-"""What moves the rows of `MoeAlltoAll`: an exchange over `one_sided`, and what a plan does not need of it.
+"""Carriers move the rows of `MoeAlltoAll` over `one_sided`, and add what plans do not need of an exchange.
 
-- Results may be of another spec than what was dispatched: their width is not known before.
-- A rank may come to a round only to say that it needs an agreement, or has an error (`NeedsAgreement`); and it can tell
-  afterwards whether all ranks came for that.
-- Slots that hold no row are made recognizable.
+- Results may have another spec than the dispatched rows, because their width is not known at dispatch.
+- A rank may take part in a round only to announce that it needs an agreement, or has an error (`NeedsAgreement`), and
+  finds out whether all ranks did so.
+- Slots that hold no row are marked.
 
-`Carrier` does so on the CPU; `device_carrier` does on GPUs, where no call waits for the device.
+`SharedMemoryCarrier` does this on the CPU, and `device_carrier` on GPUs, where no call waits for the device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tokenyard.rows import CombineBuffer
 
 
 class NeedsAgreement(TokenyardError):
-    """Announced by a rank that needs an agreement, because of `cause`. Nobody outside of this package sees it."""
+    """Announced by a rank that needs an agreement, because of `cause`. It never leaves this package."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__("an agreement is needed", expected="an agreement round", fix="agree")
@@ -37,12 +37,12 @@ class NeedsAgreement(TokenyardError):
 
     @property
     def announced_as(self) -> Exception:
-        """What is new on this rank, or its error."""
+        """The error that other ranks receive: this rank's own, or one that says what is new on it."""
         return self.cause
 
 
 class Mark(NamedTuple):
-    """What stands in the slots of a payload that hold no row."""
+    """The value that is written into the slots of one payload that hold no row."""
 
     payload: int  # the number of the payload
     value: int
@@ -53,7 +53,7 @@ class Carrier(ABC):
 
     # The transport that moves the rows.
     transport_class: ClassVar[type[Transport]]
-    # Whether a spec serves only its own number of tokens; else any smaller one, too.
+    # Whether a spec serves only calls with exactly its `max_tokens`; otherwise it also serves fewer tokens.
     needs_exact_tokens: ClassVar[bool]
 
     def __init__(self, group: Group, *, plan_id: int) -> None:
@@ -62,7 +62,7 @@ class Carrier(ABC):
 
     @property
     def reads_values(self) -> bool:
-        """Whether a dispatch may look at values: the ids, and how many rows came."""
+        """Whether a dispatch reads values of tensors on the host: the ids, and how many rows came."""
         return self.exchange.transport.reads_values
 
     @property
@@ -73,13 +73,13 @@ class Carrier(ABC):
 
     @abstractmethod
     def move(self, spec: ExchangeSpec, rows: EncodedRows, routes: Routes, max_tokens: int) -> Arrival:
-        """Dispatch; at most `max_tokens` come from each rank, and so far apart are their slots."""
+        """Dispatch. Each source rank sends at most `max_tokens` rows, and has that many slots."""
 
     @abstractmethod
     def mark_unused(
         self, arrival: Arrival, payloads: Sequence[Tensor], max_tokens: int, mark: Mark | None
     ) -> None:
-        """Fill the slots that hold no row, with `mark` in its payload."""
+        """Write `mark` into the slots of its payload that hold no row. Subclasses say what the other payloads get."""
 
     @abstractmethod
     def unused(self, arrival: Arrival, max_tokens: int) -> Tensor:
@@ -87,15 +87,15 @@ class Carrier(ABC):
 
     @abstractmethod
     def results(self, spec: ExchangeSpec, max_tokens: int) -> CombineBuffer:
-        """Where results of a spec belong in this rank's workspace; one dispatch is in flight at most."""
+        """The buffer for results of a spec in this rank's workspace: always the same, for one dispatch in flight."""
 
     @abstractmethod
     def place(self, arrival: Arrival, results: Tensor, payload: Tensor) -> None:
-        """Copy results, `[W, max_tokens, H]`, where they belong in the workspace."""
+        """Copy `payload` into `results`, its place in the workspace. Both are `[W, max_tokens, H]`."""
 
     @abstractmethod
     def check_may_agree(self, what: str, error: Exception | None) -> None:
-        """Raise, on this rank alone, where ranks cannot meet now, because of something new or of an error."""
+        """Raise `error`, or that `what` is new, on this rank alone, if ranks cannot agree now (in a CUDA graph)."""
 
     @abstractmethod
     def all_need_agreement(self) -> bool:
@@ -104,13 +104,13 @@ class Carrier(ABC):
     def redirect(
         self, arrival: Arrival, spec: ExchangeSpec, max_tokens: int, *, again: bool = False
     ) -> Arrival:
-        """The one arrival in flight, with results of this spec; `again` after a combine that was refused."""
+        """Switch the one arrival in flight to results of this spec; `again`: after a combine that was refused."""
         received = replace(arrival.received, results=self.results(spec, max_tokens))
         return self.exchange.redirect(replace(arrival, received=received), spec, again=again)
 
 
 class SharedMemoryCarrier(Carrier):
-    """Between CPU ranks: every call waits for all ranks, so they can always agree."""
+    """Moves rows between CPU ranks. Every call waits for all ranks, so they can always agree."""
 
     transport_class = SharedMemoryTransport
     needs_exact_tokens = True
@@ -121,7 +121,7 @@ class SharedMemoryCarrier(Carrier):
     def mark_unused(
         self, arrival: Arrival, payloads: Sequence[Tensor], max_tokens: int, mark: Mark | None
     ) -> None:
-        """The others are filled with zeros."""
+        """Unused slots of the other payloads are filled with zeros."""
         for number, slots_SX in enumerate(payloads):
             value = mark.value if mark is not None and mark.payload == number else None
             clear_unused(slots_SX, arrival.received.counts_W, max_tokens, value)
@@ -149,7 +149,7 @@ def carrier_for(group: Group, *, plan_id: int) -> Carrier:
     """The carrier that serves ranks on the devices of a group."""
     if group.device.type != "cuda":
         return SharedMemoryCarrier(group, plan_id=plan_id)
-    # Triton is needed only there.
+    # Imported only for GPUs, because it needs Triton.
     module: Any = importlib.import_module("tokenyard.integrations.flashinfer.device_carrier")
     chosen: Carrier = module.DeviceCarrier(group, plan_id=plan_id)
     return chosen
@@ -166,7 +166,7 @@ class GatheredStatistics:
 
     def __init__(self, group: Group, num_experts: int) -> None:
         self._rank = group.rank
-        with torch.inference_mode(False):  # what is made there could not be written elsewhere
+        with torch.inference_mode(False):  # an inference tensor could not be written outside
             self._rows = [buffer.view(torch.int32) for buffer in group.share_memory(4 * num_experts)]
 
     def bring(self, mine: Tensor) -> None:

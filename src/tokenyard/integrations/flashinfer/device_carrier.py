@@ -1,12 +1,12 @@
 """The carrier of `MoeAlltoAll` on GPUs: no call waits for the device, so round trips can be captured.
 
-Shapes are fixed: every slot is a row, and those that hold none are known by their ids. What goes wrong on another rank,
-or in this one's ids, is therefore not raised by the call in which it happens, but by a later one.
+Shapes are fixed: every slot counts as a row, and in a slot that holds none all ids are -1. Errors of another rank, or
+in this rank's ids, are therefore raised by a later call than the one in which they happen.
 
-**Agreements.** A rank that has something new to agree on, or an error, says so with the flag of its round, like one
-that failed, and then looks at the flags of the others, which it has waited for. Did all say so, all look at the same
-flags, and meet in an agreement on the host. Did some not, nobody meets: a rank that did raises its own error, or what
-is new, and the others find in their status that it failed, and why.
+**Agreements.** A rank that brings something new, or has an error, sets the flag of its round as a failed rank does,
+waits for the flags of the others, and reads them. If all ranks have set such a flag, each of them sees this, and they
+agree on the host. If some have not, there is no agreement: a rank that has set it raises its own error, or what is new,
+and the others find in their status that it failed, and why.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tokenyard.rows import CombineBuffer, LocalRoutes
 
 
 class DeviceCarrier(Carrier):
-    """Between GPUs: ranks agree only where all of them need it."""
+    """Moves rows between GPUs. Ranks agree only if all of them need it."""
 
     transport_class = CudaTransport
     needs_exact_tokens = False
@@ -40,7 +40,7 @@ class DeviceCarrier(Carrier):
     def mark_unused(
         self, arrival: Arrival, payloads: Sequence[Tensor], max_tokens: int, mark: Mark | None
     ) -> None:
-        """The others keep what stood there."""
+        """Unused slots of the other payloads keep older bytes."""
         if mark is not None:
             unused_S1 = self.unused(arrival, max_tokens).view(-1, 1)
             payloads[mark.payload].masked_fill_(unused_S1, mark.value)

@@ -8,8 +8,9 @@
     y_TH = moe_a2a_combine(results, num_tokens, workspace, metainfo, most, ep_rank, ep_size, top_k, offset)
 
 `workspace`, `metainfo` and the offset are handles here: they are passed on, not looked into. Behind them is a
-`MoeAlltoAll` for each pair of `top_k` and `num_experts`, made by the first dispatch with that pair. `enable_pdl` and
-`recv_view_cache` change how FlashInfer launches and remembers, not what it computes: they are taken, and do nothing.
+`MoeAlltoAll` for each combination of `top_k`, `num_experts` and `enable_rank_mask`, made by the first dispatch with it.
+`enable_pdl` and `recv_view_cache` change how FlashInfer launches kernels and caches views, not what it computes: here
+they are accepted, and have no effect.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tokenyard.integrations.flashinfer.manifest import check_backend, check_plac
 from tokenyard.integrations.flashinfer.quantized_output import SfLayout
 from tokenyard.rows import describe
 
-# The offset of results, wherever they are: the one place of a workspace that a caller may ask for.
+# Stands for the offset of results, wherever they are: the only part of a workspace that a caller may ask for.
 RESULTS_OFFSET = 0
 
 
@@ -40,7 +41,7 @@ def moe_a2a_initialize(
     *,
     backend: str = "trtllm",
 ) -> Metainfo:
-    """The metainfo of a workspace, which the other functions take. Waits for nobody."""
+    """The metainfo of a workspace, which the other functions take. Not collective."""
     check_backend(backend)
     _check_workspace(workspace)
     check_place(workspace.group, ep_size=ep_size, ep_rank=ep_rank)
@@ -65,7 +66,7 @@ def moe_a2a_dispatch(
     backend: str = "trtllm",
     recv_view_cache: dict[Any, Any] | None = None,
 ) -> tuple[list[Tensor], int, Tensor | None]:
-    """`MoeAlltoAll.dispatch`: what was received, the offset of results, and the gathered EPLB statistics."""
+    """`MoeAlltoAll.dispatch`: returns received payloads, the offset of results, and the gathered EPLB statistics."""
     _check_handles(workspace, metainfo)
     check_backend(backend)
     check_place(workspace.group, ep_size=ep_size, ep_rank=ep_rank)
@@ -123,7 +124,7 @@ def moe_a2a_wrap_payload_tensor_in_workspace(
     """The place for results in the workspace: `leading_shape` is `[ep_size, runtime_max_tokens_per_rank]`.
 
     `slice_start` is the offset that `moe_a2a_dispatch` returned, and `slice_end` lies as many bytes behind it as the
-    results take. No other slice of a workspace can be had.
+    results take. Any other slice of a workspace is refused.
     """
     _check_workspace(workspace)
     a2a = workspace.in_flight
@@ -164,7 +165,7 @@ def moe_a2a_combine(
     active_rank_mask: Tensor | None = None,
     backend: str = "trtllm",
 ) -> Tensor:
-    """`MoeAlltoAll.combine` of the dispatch in flight, whose tokens, `top_k` and offset are given once more."""
+    """`MoeAlltoAll.combine` of the dispatch in flight. All ranks raise if arguments that it repeats have changed."""
     a2a = _in_flight(workspace, metainfo, "moe_a2a_combine", ep_rank, backend)
     workspace.in_flight = None
     given = {
@@ -221,7 +222,7 @@ def _check_handles(workspace: object, metainfo: object) -> None:
 def _in_flight(
     workspace: Workspace, metainfo: Metainfo, name: str, ep_rank: int, backend: str
 ) -> MoeAlltoAll:
-    """What the last dispatch in a workspace was made by."""
+    """The `MoeAlltoAll` whose dispatch is in flight in a workspace. Raise if there is none, or if a handle is wrong."""
     _check_handles(workspace, metainfo)
     check_backend(backend)
     check_place(workspace.group, ep_rank=ep_rank)

@@ -1,6 +1,7 @@
 """What a call of `MoeAlltoAll` brings, and the checks that one rank can make of it alone.
 
-A `Manifest` is the dtypes and shapes of a call. Ranks compare manifests, so its text says everything that it holds.
+A `Manifest` is the dtypes and shapes of a call. Ranks compare the texts of manifests, so a text names all
+that must be the same on every rank.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tokenyard.rows import describe
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What one call brings: payloads (dtype and shape of a row), for so many tokens of a rank at most."""
+    """What one call brings: dtype and shape of each payload's rows, and the most tokens that a rank may have."""
 
     phase: str
     rows: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
@@ -33,17 +34,17 @@ class Manifest:
     def of_payloads(
         cls, payloads: Sequence[Tensor], max_tokens: int, *, statistics: bool = False
     ) -> Manifest:
-        """What a dispatch of these tensors brings."""
+        """The manifest of a dispatch of these tensors."""
         rows = tuple((payload.dtype, tuple(payload.shape[1:])) for payload in payloads)
         return cls(phase="dispatch", rows=rows, max_tokens=max_tokens, statistics=statistics)
 
     @classmethod
     def of_results(cls, hidden_size: int, dtype: torch.dtype, max_tokens: int) -> Manifest:
-        """What a combine of such results brings."""
+        """The manifest of a combine of results of this width and dtype."""
         return cls(phase="combine", rows=((dtype, (hidden_size,)),), max_tokens=max_tokens)
 
     def wire(self) -> PayloadSet:
-        """The payloads, as an exchange moves them: a matrix each."""
+        """The wire of a dispatch: each payload as a matrix with a row per token."""
         return PayloadSet(
             entries=tuple(
                 Payload(name=f"payload {number}", dtype=dtype, width=math.prod(shape))
@@ -59,7 +60,7 @@ class Manifest:
 
 @dataclass(frozen=True, kw_only=True)
 class PayloadSet(Format):
-    """The caller's payloads as a wire: bytes that travel as they are. It is not for numbers."""
+    """The caller's payloads as a wire: bytes that travel unchanged. It cannot encode or decode numbers."""
 
     name = "payload set"
     entries: tuple[Payload, ...]
@@ -68,7 +69,7 @@ class PayloadSet(Format):
         return self.entries
 
     def encode(self, x_TH: Tensor) -> EncodedRows:
-        """As many rows of zeros: kernels are rehearsed with them. A payload set has no numbers to encode."""
+        """Payloads of zeros, as many rows as `x_TH` has, to warm up kernels with. The values of `x_TH` are not used."""
         payloads = {
             entry.name: torch.zeros(x_TH.shape[0], entry.width, dtype=entry.dtype, device=x_TH.device)
             for entry in self.entries
@@ -85,7 +86,7 @@ def as_matrix(payload: Tensor) -> Tensor:
 
 
 def clear_unused(slots_SX: Tensor, counts: Sequence[int], max_tokens: int, mark: int | None) -> None:
-    """Fill the slots of a payload that hold no row with zeros, or with `mark`: rows of earlier rounds stood there."""
+    """Fill the slots of a payload that hold no row with zeros, or with `mark`, over rows of earlier rounds."""
     if slots_SX.shape[1] == 0:
         return
     for source, count in enumerate(counts):
@@ -127,7 +128,7 @@ def check_place(group: Group, **claims: object) -> None:
 
 
 def check_backend(backend: object) -> None:
-    """Raise unless a caller leaves it to this package how rows are moved."""
+    """Raise unless `backend` is FlashInfer's default: tokenyard always moves rows with its own kernels."""
     if backend != "trtllm":
         raise InputError(
             f"backend is {backend!r}",
@@ -137,7 +138,7 @@ def check_backend(backend: object) -> None:
 
 
 def check_statistics(stats: object, num_experts: int, device: torch.device) -> None:
-    """Raise unless these are a rank's EPLB statistics, where they were asked for. None: there are none this time."""
+    """Raise unless `stats` is None, or EPLB statistics of a rank whose `MoeAlltoAll` was made for them."""
     if stats is None:
         return
     if num_experts == 0:
@@ -163,7 +164,7 @@ def check_batch(
     max_tokens: int,
     device: torch.device,
 ) -> None:
-    """Raise unless ids and payloads are those of at most `max_tokens` tokens; `num_experts` None: any ids."""
+    """Raise unless ids and payloads are those of at most `max_tokens` tokens. `num_experts` None: any ids."""
     if not is_tensor(ids_TK, shape=(None, top_k), dtypes=(torch.int32, torch.int64)):
         raise InputError(
             f"token_selected_experts is {describe(ids_TK)}",

@@ -100,7 +100,7 @@ class QuantizedOutput:
     def _encoded(self, y_TH: Tensor) -> tuple[Tensor, Tensor]:
         """Codes, `[T, at least width]`, and linear scales as bytes."""
         if self.format.name == "mxfp4":
-            # What holds weights has at least one row.
+            # The weight format cannot hold a matrix without rows.
             rows_TH = y_TH if len(y_TH) else y_TH.new_zeros(1, y_TH.shape[1])
             held = Mxfp4Weights(scale_rule="ceil").quantize(rows_TH).payloads
             return held["data"][: len(y_TH)], held["scales"][: len(y_TH)]
@@ -119,7 +119,7 @@ def check_output_format(
     use_low_precision: bool,
     output: Tensor | None,
 ) -> QuantizedOutput | None:
-    """What a combine of this payload writes; None: the sum itself. Raise unless the arguments fit each other."""
+    """The quantized output of a combine of this payload; None for the plain sum. Raise if arguments do not fit."""
     layout = _layout(sf_layout)
     if output_scales is None:
         plain = torch.bfloat16 if use_low_precision else payload.dtype
@@ -146,7 +146,7 @@ def check_output_format(
             fix="pad the results by a column",
         )
     if format.name == "nvfp4":
-        Nvfp4(global_scale=output_scalar_scale)  # raises unless it can be one
+        Nvfp4(global_scale=output_scalar_scale)  # raises unless it is a valid scale
     rows, columns = num_tokens, -(-hidden // format.block)
     if tile := _TILE_ROWS.get(layout):
         rows, columns = -(-rows // tile) * tile, -(-columns // 4) * 4

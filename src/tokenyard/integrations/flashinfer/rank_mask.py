@@ -66,7 +66,7 @@ class ActiveRanks:
         return [rank for rank in range(self.size) if rank not in self.ranks]
 
     def keep(self, placement: Placement) -> Placement:
-        """The placement of the experts of these ranks; the others are lost."""
+        """A placement without the masked ranks, and without the experts that only they own."""
         return placement if self.is_all else placement.without(self.masked)
 
     def spread(self, slots_A: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ class ActiveRanks:
 
 
 def check_bits(ep_size: int) -> None:
-    """Raise unless so many ranks have a bit in a mask."""
+    """Raise if there are more ranks than bits in a mask."""
     if ep_size > MASK_BITS:
         raise InputError(
             f"a rank mask for {ep_size} ranks",
@@ -123,7 +123,7 @@ def check_bits(ep_size: int) -> None:
 
 
 def read_mask(mask: object, enabled: bool, now: ActiveRanks, rank: int) -> ActiveRanks:
-    """The ranks that take part, as a mask says; raise unless they are some of those `now`, and `rank` one of them."""
+    """The active ranks of a mask. Raise unless each is active `now`, and `rank`, the calling one, is among them."""
     if not enabled and mask is None:
         return now
     if not enabled or mask is None:

@@ -6,10 +6,10 @@
 The modules, from the model inwards:
 
 - `expert_modules`: the experts modules of a model, as layers of a plan; where a rank's own experts come from.
-- `loading`: models without experts.
+- `loading`: loads a model without its experts.
 - `sharding`: `shard_experts`, `load_sharded`, and the model that they give.
-- `synchronized_passes`: passes that all ranks make together, though each rank needs another number of them.
-- `reports`: what moved, layer by layer.
+- `synchronized_passes`: passes that all ranks make together, though ranks need different numbers of them.
+- `reports`: rows, bytes and seconds of each layer, on all ranks.
 - `registry_backend`: our experts in Transformers' registry, for models that are not sharded.
 """
 

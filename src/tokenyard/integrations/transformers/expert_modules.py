@@ -33,7 +33,7 @@ from tokenyard.rows import describe
 
 # Our names of an experts module's weights, and the module's own.
 FIELDS = {"w13": "gate_up_proj", "w2": "down_proj", "b13": "gate_up_proj_bias", "b2": "down_proj_bias"}
-# What Transformers says of a module's layout.
+# The attributes by which Transformers declares a module's layout.
 FLAGS = ("is_transposed", "is_concatenated", "has_bias", "has_gate")
 
 
@@ -44,7 +44,7 @@ def is_experts(module: nn.Module) -> bool:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExpertModule:
-    """One experts module, and the block around it, whose router chooses."""
+    """One experts module, and the block around it, whose router chooses the experts."""
 
     name: str  # the name of the block in the model: model.layers.3.mlp
     block: nn.Module
@@ -87,7 +87,7 @@ class ExpertModule:
         return replace(spec, **{name: value for name, value in changes.items() if value is not None})
 
     def weights(self, experts: Sequence[int]) -> ExpertWeights:
-        """Some experts' weights, in our layout: a copy, or the module's own tensors where it is all of them."""
+        """Some experts' weights, in our layout: a copy, or the module's own tensors if all experts are asked for."""
         if not self.is_loaded:
             raise InputError(
                 f"the experts have shapes ({', '.join(FIELDS[name] for name in tensors_of(self.module))}) and no "
@@ -181,7 +181,7 @@ def _read(model: nn.Module, name: str, module: nn.Module, config: Config) -> Exp
 
 
 def no_gradient() -> ContractError:
-    """What `backward` through a model's experts raises: like those of a layer, they have no gradients."""
+    """The error of `backward` through a model's experts, which have no gradients, like those of a layer."""
     return ContractError(
         "backward was called through tokenyard's experts",
         expected="inference: experts are not differentiated",
@@ -190,7 +190,7 @@ def no_gradient() -> ContractError:
 
 
 def activation_of(module: nn.Module, config: Config, layer: str | None = None) -> Activation:
-    """The family's formula, with the constants that the module computes with. Raises where it does not fit."""
+    """The family's activation, with the constants of this module. Raises if it does not fit the module's layout."""
     family = FAMILIES[config.family]
     formula = family.activation(config)
     fits = (
@@ -219,8 +219,8 @@ def activation_of(module: nn.Module, config: Config, layer: str | None = None) -
 class ExpertSource:
     """Where a rank's experts of one module come from: the model that holds all of them, or a checkpoint.
 
-    `weights` is the format that holds them, by default the one in which the experts are found; quantized ones are
-    decoded where it is a plain one. `inner` is how numbers are held between the two products, by default as the
+    `weights` is the format that holds them, by default the one in which the experts are found; if it is a plain format,
+    quantized experts are decoded. `inner` is how numbers are held between the two products, by default as the
     checkpoint's recipe has it for weights in that format.
 
     `prepare` reads the scales, which are small and show whether a checkpoint is good; `take` reads the rest.
@@ -246,7 +246,7 @@ class ExpertSource:
         self.spec = spec  # the layer that a plan makes of the module
 
     def prepare(self, experts: Sequence[int]) -> None:
-        """Get ready to take these experts."""
+        """Choose the experts that `take` will read; from a checkpoint, read and check their scales now."""
         if self._checkpoint is None:
             self._read = partial(self.module.weights, experts)
         else:
@@ -255,7 +255,7 @@ class ExpertSource:
             self._read = reading.finish
 
     def take(self, device: torch.device) -> ExpertWeights:
-        """The experts, on a device, for the caller to keep."""
+        """Read the experts that were prepared, in the format of `spec`, and move them to a device."""
         read, self._read = self._read, None
         assert read is not None  # by `prepare`
         found = read()
@@ -276,7 +276,7 @@ def _to(weights: ExpertWeights, device: torch.device) -> ExpertWeights:
 
 
 def _check_fits(checkpoint: Checkpoint, layer: CheckpointLayer, spec: LayerSpec) -> None:
-    """Raise unless a layer of a checkpoint is the layer of the model."""
+    """Raise unless a checkpoint's layer has the model's shapes and layout, and the weight format can be had."""
     formula = activation(spec.activation)
     compared = {
         "experts": (layer.num_experts, spec.num_experts),

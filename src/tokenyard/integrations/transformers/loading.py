@@ -1,4 +1,4 @@
-"""Models without their experts: from a checkpoint, each rank reads what all ranks need, and its own experts.
+"""Load models without their experts: of a checkpoint, each rank reads the shared tensors, and its own experts.
 
     sharded = load_sharded("path/of/a/model", group, wire="mxfp8")
 
@@ -31,15 +31,15 @@ from tokenyard.integrations.transformers.expert_modules import (
     tensors_of,
 )
 
-# Building a model changes what torch does meanwhile (the default dtype, how weights are initialized): ranks that are
-# threads of one process take turns.
+# Building a model changes global state of torch for a while (the default dtype, how weights are initialized). Ranks
+# that are threads of one process therefore take turns.
 _one_at_a_time = threading.RLock()
 
 
 class ExpertsLeftOut(nn.Module):
     """Stands for an experts module that was not built: its shapes and flags, and no memory."""
 
-    # Transformers asks every module which tensors of a checkpoint it does not want.
+    # Transformers reads this of every module: tensors of a checkpoint with such names are not reported as unexpected.
     _keys_to_ignore_on_load_unexpected = [r"\.experts\."]  # noqa: RUF012
 
     def __init__(self, experts: nn.Module) -> None:
@@ -101,8 +101,8 @@ register_module_module_registration_hook(_leave_out)  # type: ignore[arg-type] #
 def load_without_experts(checkpoint: Checkpoint | str | Path, *, dtype: torch.dtype | None = None) -> Any:
     """A causal language model with everything but its experts, in evaluation mode.
 
-    `dtype` is the model's, by default the one that its config says. What the checkpoint quantizes beside the experts
-    is refused: the model is plain there.
+    `dtype` is the model's, by default the one that its config says. A checkpoint
+    that quantizes other tensors than those of experts is refused, because the model is plain there.
     """
     checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
@@ -163,7 +163,7 @@ def _shared_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _model_class(config: Any, checkpoint: Checkpoint) -> Any:
-    """The causal language model of a config; its family must be known here, before anything is read."""
+    """The class of a config's causal language model. Raise, before any tensor is read, if its family is not known."""
     holder = nn.Module()
     holder.config = config
     config_of(holder, str(checkpoint.path))
@@ -179,7 +179,7 @@ def _model_class(config: Any, checkpoint: Checkpoint) -> Any:
 
 def _check_found(checkpoint: Checkpoint, found: dict[str, Any]) -> None:
     missing = sorted(found["missing_keys"])
-    # Scales that no module takes: the codes that they belong to were read as numbers.
+    # Scales that no module takes: the codes that they belong to were loaded as if they were plain numbers.
     unused = sorted(key for key in found["unexpected_keys"] if "scale" in key or "packed" in key)
     if missing and not unused:
         raise checkpoint.error(

@@ -44,7 +44,7 @@ def tokenyard_experts(
     x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
     with torch.no_grad():
         experts = _experts(module, top_k_index.shape[1])
-        # Where Transformers itself splits experts between ranks, the id behind the last one is that of nobody here.
+        # Where Transformers itself splits experts between ranks, the first id after the local ones means: not here.
         nobody = top_k_index == experts.spec.num_local_experts
         received = ReceivedRows(
             rows=for_dtype(x_TH.dtype).encode(x_TH.detach()),
@@ -62,7 +62,7 @@ def tokenyard_experts(
 def _experts(module: nn.Module, top_k: int) -> Experts:
     """Our experts with the module's own weights; made anew when the weights have other addresses."""
     found = _built.get(module)
-    if found is None:  # a family that is not known may keep its weights under other names
+    if found is None:  # raises if the family, and so the names of its weights, is not known
         config_of(module, type(module).__name__)
     tensors = tensors_of(module)
     place = (top_k, *((tensor.data_ptr(), tensor.dtype, tensor.device) for tensor in tensors.values()))

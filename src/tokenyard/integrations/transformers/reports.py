@@ -1,4 +1,4 @@
-"""What moved, layer by layer: the counters of all ranks, side by side."""
+"""Reports of a sharded model: the counters of all ranks, layer by layer."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 from torch import nn
 
-# Counters that a rank has for each other rank.
+# Counters that a rank keeps for each rank of the group: a report has their sum.
 _SUMMED = ("rows_sent", "rows_received", "dispatch_bytes", "combine_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerReport:
-    """One layer, since the model was sharded. Lists have an entry for each rank.
+    """Counters of one layer since the model was sharded. Lists have an entry for each rank.
 
-    Seconds are those of each rank's own clock. Dispatch and combine hold the waiting for other ranks; on a GPU all
-    three are the time in which work was handed to the device, unless the device was waited for.
+    Seconds are those of each rank's own clock. Those of dispatch and combine include the waiting for other ranks. On
+    a GPU all three are the time that the host took to launch the work, unless it waited for the device.
     """
 
     layer: str  # the name of the layer
@@ -40,7 +40,7 @@ class LayerReport:
 
     @property
     def imbalance(self) -> float:
-        """The rows of the busiest rank over the mean of all; 1 where all ranks do the same, or nothing."""
+        """The rows of the busiest rank over the mean of all; 1 where all receive the same, or nothing."""
         total = sum(self.rows_received)
         return max(self.rows_received) * len(self.rows_received) / total if total else 1.0
 

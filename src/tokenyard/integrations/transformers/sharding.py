@@ -38,7 +38,7 @@ from tokenyard.routing import Placement, Routes
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Seconds that a rank waits for the slowest at least, while weights are read and quantized.
+# The least deadline, in seconds, while ranks read and quantize weights, and wait for the slowest of them.
 LOADING_DEADLINE = 1800.0
 
 
@@ -112,7 +112,7 @@ def shard_experts(
             tell(index, len(sources))
             taken = source.take(group.device)
             experts.append(ShardedExperts(made, source.spec.name, taken, index=index, passes=passes))
-            source.module.replace_by(experts[-1])  # the memory of the others' experts is free now
+            source.module.replace_by(experts[-1])  # frees the memory of experts that other ranks own
         tell(len(sources), len(sources))
         return experts
 
@@ -161,8 +161,8 @@ class ShardedExperts(nn.Module):
         self.stopwatch = Stopwatch(self.layer.experts)  # counts the seconds of the experts
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The sum of each row's experts, wherever they live, weighted."""
-        is_flat = hidden_states.dim() == 2  # mostly: each reshape takes longer than the question
+        """The weighted sum of each row's experts, on whichever ranks these are."""
+        is_flat = hidden_states.dim() == 2  # mostly True, and this test is cheaper than a reshape
         x_TH = hidden_states if is_flat else hidden_states.reshape(-1, hidden_states.shape[-1])
         weights_TK = top_k_weights
         if weights_TK.dtype not in (torch.float32, torch.bfloat16):
@@ -183,7 +183,7 @@ class ShardedExperts(nn.Module):
             y_TH = self._computed(x_TH, routes)
         return without_gradient(y_TH, [x_TH], no_gradient)
 
-    _outside_of_the_graph = _never_compiled(_in_parts)  # meetings with other ranks are no part of a graph
+    _outside_of_the_graph = _never_compiled(_in_parts)  # meetings with other ranks cannot be part of a graph
 
     def _computed(self, x_TH: Tensor, routes: Routes) -> Tensor:
         parts = self.passes.begin_layer(self.index, x_TH.shape[0])
@@ -199,7 +199,7 @@ class ShardedExperts(nn.Module):
 
     @torch.no_grad()
     def take_part(self, parts: int) -> None:
-        """Serve the other ranks' tokens, with none of this rank's own."""
+        """Compute for the other ranks' tokens in `parts` round trips, to which this rank brings no tokens."""
         nothing = self.layer.no_tokens()
         for _ in range(parts):
             self.layer(nothing.x_TH, nothing.routes_or_logits)
@@ -244,13 +244,13 @@ class ShardedModel:
         """
         ids = input_ids if input_ids is not None else arguments.get("inputs_embeds")
         if ids is None or ids.shape[0] == 0:
-            if not self._passes.meeting:  # else the others' passes are served at the end
+            if not self._passes.meeting:  # else `passes` serves the other ranks at its end
                 self._take_part(1)
             return None
         return self.model(input_ids, **arguments)
 
     def _take_part(self, parts: int) -> None:
-        """A pass in which this rank has no tokens."""
+        """Make a pass to which this rank brings no tokens, with `parts` round trips in each layer."""
         with self._passes.empty_pass():
             for experts in self.experts:
                 experts.take_part(parts)
@@ -272,7 +272,7 @@ class ShardedModel:
                 self._take_part(self._passes.parts)
 
     def serve(self) -> None:
-        """Take part in the passes of the others, with nothing of this rank's own, until all are done."""
+        """Take part in the passes of the other ranks, without tokens of this rank, until all ranks are done."""
         with self.passes():
             pass
 
@@ -290,7 +290,7 @@ class ShardedModel:
             return self.model.generate(inputs, **options)
 
     def report(self) -> list[LayerReport]:
-        """What moved in each layer, on every rank. Collective over the group."""
+        """Rows, bytes and seconds of each layer, on every rank. Collective over the group."""
         stats = self.plan.stats()
         mine = {
             experts.layer.name: stats[experts.layer.name].as_dict() | {"experts_s": experts.stopwatch.seconds}

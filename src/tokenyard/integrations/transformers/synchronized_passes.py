@@ -11,12 +11,12 @@ tokens they bring:
              │    │   │   │   │   └── everybody is done: all ranks leave together
              └────┴───┴───┴───┴────── one pass each
 
-The meeting costs one small gather a pass, and no rank runs a pass that is not needed. It also says into how many parts
-a pass is cut: where a rank brings more tokens than the plan's `max_tokens`, every layer of the pass
+The meeting costs one small gather a pass, and no rank runs a pass that is not needed. It also decides into how many
+parts a pass is cut: where a rank brings more tokens than the plan's `max_tokens`, every layer of the pass
 makes several round trips on all ranks, so that a long prompt needs no larger workspace.
 
-A rank that raises between two layers tells the others in the layer that they wait for; one that raises between two
-passes, in the next meeting. Everybody then raises, and the group stays usable.
+A rank that raises between two layers announces its error in the layer in which the other ranks wait; a rank that raises
+between two passes reports it in the next meeting. All ranks then raise, and the group stays usable.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DONE, _FAILED = -1, -2
 
 
 class SynchronizedPasses:
-    """Counts the layers of a pass on one rank, and meets the other ranks before each one, where asked to."""
+    """Tracks the next layer of a pass on this rank and, inside `meetings`, meets the other ranks before each pass."""
 
     def __init__(self, plan: Plan, layers: Sequence[str]) -> None:
         self.plan, self.layers = plan, list(layers)
@@ -46,7 +46,7 @@ class SynchronizedPasses:
         self.parts = 1  # round trips of each layer in the pass that has been agreed on
 
     def begin_layer(self, index: int, num_tokens: int) -> int:
-        """One layer's turn, up to `end_layer`: into how many parts its tokens go."""
+        """Begin a layer, which runs until `end_layer`; return the number of parts that its tokens are split into."""
         if self.meeting and index != self._next and not (index == 0 and self._inside):
             raise ContractError(
                 f"layer {self.layers[index]!r} was called where {self.layers[self._next]!r} is next",
@@ -63,13 +63,13 @@ class SynchronizedPasses:
         return self.parts
 
     def end_layer(self, index: int) -> None:
-        """The layer is done; one that raised is not."""
+        """Record that a layer is done. It is not called for a layer that raised."""
         self._inside = False
         self._next = (index + 1) % len(self.layers)
 
     @contextmanager
     def meetings(self) -> Iterator[None]:
-        """Inside, ranks meet before each pass. Leaves when all ranks are done; `serve` is how to wait for that."""
+        """Inside, ranks meet before each pass. A rank without tokens makes empty passes there until `all_done`."""
         if self.meeting:
             raise HandleError(
                 "this rank is making passes together with the others already",
@@ -81,14 +81,14 @@ class SynchronizedPasses:
         try:
             yield
         except Exception as error:
-            if not isinstance(error, GroupError):  # these are on all ranks
+            if not isinstance(error, GroupError):  # all ranks raise these already
                 self._tell(error)
             raise
         finally:
             self.meeting = False
 
     def all_done(self) -> bool:
-        """Say that this rank is done, and whether all are. If not, it must make the pass that `parts` says."""
+        """Report that this rank is done; return whether all are. If not, it must make an empty pass in `parts`."""
         if self._next != 0 and not self._inside:
             raise ContractError(
                 f"a pass ended before layer {self.layers[self._next]!r}",
@@ -109,7 +109,7 @@ class SynchronizedPasses:
         self._inside = False
 
     def _meet(self, mine: int) -> int:
-        """Into how many parts this pass is cut; 0 where all ranks are done."""
+        """Gather how many tokens ranks bring; return into how many parts the pass is cut, 0 if all are done."""
         group = self.plan.group
         word = torch.tensor([mine], dtype=torch.int64).view(torch.uint8)
         said = group.all_gather(word.to(group.device), phase="the meeting before a pass")
@@ -121,7 +121,7 @@ class SynchronizedPasses:
         return max(1, *(-(-number // self.max_tokens) for number in tokens))
 
     def _tell(self, error: Exception) -> None:
-        """Let the others, which wait for this rank, know that it failed."""
+        """Report this rank's error to the other ranks, which wait for it in a layer or in a meeting."""
         if self._inside:
             return
         group = self.plan.group
@@ -135,7 +135,7 @@ class SynchronizedPasses:
             raise error
 
     def _hear(self, error: Exception | None) -> None:
-        """Who failed, and why, on all ranks."""
+        """Gather the errors of all ranks after a failure; raise, unless `error` shows that this rank has one itself."""
         group = self.plan.group
         mine = None if error is None else f"{type(error).__name__}: {error}"
         said = group.gather_json(mine, phase="the meeting before a pass")

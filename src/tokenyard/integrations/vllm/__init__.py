@@ -4,8 +4,8 @@
     experts.apply(output=results, hidden_states=a1q, w1=w1, w2=w2, …)                              compute
     prepare_finalize.finalize(y, results, weights, ids, …, experts.finalize_weight_and_reduce_impl())      combine
 
-Both belong to one layer of a plan, and its wiring says who has which duty. What vLLM says on its way through is
-compared with it, and a difference raises `ContractError`:
+Both belong to one layer of a plan, and its wiring says who has which duty. What vLLM's arguments say
+about a duty is compared with the wiring, and a difference raises `ContractError`:
 
     duty             what vLLM says about it
     QUANTIZE, PAD    `quant_config` and `defer_input_quant`: `prepare` does it, or the experts, or nobody
@@ -17,7 +17,7 @@ Where vLLM is installed, the classes are subclasses of its abstract ones, and ha
 stand alone, with types of the same names. `plugin` puts them into an engine: docs/guide/vllm.md.
 
 The classes are imported when they are asked for. vLLM imports the plugin in every process, and where the plugin is off
-nothing of vLLM's kernels must come with it.
+this must not import vLLM's kernels.
 """
 
 from __future__ import annotations

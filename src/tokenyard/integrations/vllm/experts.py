@@ -31,10 +31,10 @@ from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows, describe
 
 
 class TokenyardExperts(ExpertsOfVllm):
-    """The experts of one layer of a plan, on this rank: weighted, and summed per row, when `apply` is done.
+    """The experts of one layer of a plan, on this rank. `apply` weights their results, and sums them per row.
 
-    `weights` are those of this rank's experts, in the layer's format. Left out, plain ones come with `apply`, as vLLM
-    passes them, and their biases from `quant_config`; they are not copied. The class of experts is the one that the
+    `weights` are those of this rank's experts, in the layer's format. Without them, `apply` uses the plain weights that
+    vLLM passes to it, and the biases in `quant_config`, without a copy. The class of experts is the one that the
     layer was planned with. vLLM's kernel reads `moe_config`, its own configuration of the layer.
     """
 
@@ -76,7 +76,7 @@ class TokenyardExperts(ExpertsOfVllm):
 
     @staticmethod
     def is_monolithic() -> bool:
-        """False: routes come from outside."""
+        """False: these experts are given routes, and do not route by themselves."""
         return False
 
     @staticmethod
@@ -91,7 +91,7 @@ class TokenyardExperts(ExpertsOfVllm):
 
     @property
     def a2_scale(self) -> Tensor | None:
-        """The static scale of what is between the two products; `apply` takes none."""
+        """The static scale of the activation between the two products. `apply` refuses any but None."""
         scale: Tensor | None = getattr(self.quant_config, "a2_scale", None)
         return scale
 
@@ -233,7 +233,7 @@ class TokenyardExperts(ExpertsOfVllm):
         return ReceivedRows(rows=rows, routes=routes, counts_W=(rows.num_rows,), may_be_empty=True)
 
     def _experts_with(self, w1: Tensor, w2: Tensor) -> Experts:
-        """The experts that were loaded; else those that hold these tensors, built once for them."""
+        """The loaded experts; if there are none, experts that hold these tensors, built again if these change."""
         if self._loaded is not None:
             return self._loaded
         weights = ExpertWeights(

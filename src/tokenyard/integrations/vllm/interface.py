@@ -35,7 +35,8 @@ QUANT_DTYPES: dict[str, tuple[torch.dtype | str, int | None]] = {
     "mxfp8": ("mxfp8", None),
     "nvfp4": ("nvfp4", None),
 }
-# The kinds of `weight_and_reduce_impl`, by the names of vLLM's classes: rows are finished, or it is left to `finalize`.
+# The kinds of `weight_and_reduce_impl`, by the names of vLLM's classes: rows are weighted and summed already,
+# or `finalize` has to do it.
 FINISHED = "TopKWeightAndReduceNoOP"
 UNFINISHED = ("TopKWeightAndReduceContiguous", "TopKWeightAndReduceDelegate")
 
@@ -61,7 +62,7 @@ class TopKWeightAndReduceNoOP:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantConfig:
-    """What the kernel asks of a `FusedMoEQuantConfig`: how rows are quantized, and the biases."""
+    """Stand-in for vLLM's `FusedMoEQuantConfig`: how rows are quantized, biases, constants of the activation."""
 
     quant_dtype: torch.dtype | str | None = None
     block_shape: list[int] | None = None
@@ -74,7 +75,7 @@ class QuantConfig:
 
 
 class _Base:
-    """What holds the two configurations where there is no vLLM."""
+    """Base class of the experts where vLLM is not installed. It holds the two configurations."""
 
     def __init__(self, moe_config: Any, quant_config: Any) -> None:
         self.moe_config, self.quant_config = moe_config, quant_config
@@ -97,7 +98,7 @@ def _vllm_or(stand_in: Any, module: str, name: str) -> Any:
 if TYPE_CHECKING:
 
     class PrepareAndFinalizeOfVllm:
-        """What `TokenyardPrepareAndFinalize` is a subclass of."""
+        """The base class of `TokenyardPrepareAndFinalize`."""
 
     ExpertsOfVllm = _Base
 else:
@@ -138,12 +139,12 @@ def check_layer(plan: Plan, layer: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExpertTables:
-    """Which experts a rank owns, on the group's device: from global ids to its own, and back."""
+    """Tables on the group's device that turn global ids of experts into numbers on this rank, and back."""
 
     placement: Placement
     local_E: Tensor  # an expert's number on this rank, or -1: what vLLM calls `expert_map`
-    global_L: Tensor  # and back; one entry more, at the end, says what -1 turns into: -1,
-    mapped_L: Tensor  # or, for kernels that look every id up in `expert_map`, an expert that is elsewhere
+    global_L: Tensor  # the id of each expert of this rank; one entry more, at the end, turns -1 into -1
+    mapped_L: Tensor  # the same, but -1 becomes an expert elsewhere, for kernels that look up every id
 
     @classmethod
     def of(cls, plan: Plan, layer: str, known: ExpertTables | None = None) -> ExpertTables:
@@ -192,10 +193,10 @@ def check_weight_on(wiring: Wiring, apply_router_weight_on_input: bool) -> None:
 
 
 def declared_quantization(wiring: Wiring, given: Any = None) -> Any:
-    """vLLM's quantization config of a layer: how its rows are quantized, by whomever, is what the layer declares.
+    """vLLM's quantization config of a layer, with the rows quantized as the layer declares.
 
-    The rest (biases, constants of the activation) is that of the given one. One that quantizes rows by itself is kept
-    as it is: it is compared with the layer before the first token.
+    Biases and constants of the activation are those of `given`. A config that says how rows are quantized is returned
+    as it is: `post_init_setup` compares it with the layer before the first token.
     """
     if getattr(given, "quant_dtype", None) is not None:
         return given

@@ -1,7 +1,8 @@
-"""vLLM's methods for MoE layers, with a kernel whose halves belong to a plan. Imported where the plugin is on.
+"""vLLM's methods for unquantized MoE layers that a plan serves. Imported only where the plugin is on.
 
 vLLM asks a method to make a layer's parameters, to process them when they are loaded, and to run the layer. Processing
-is where the plan is made, and where the kernel is: vLLM's own `FusedMoEKernel` of our two classes.
+makes the plan, and the layer's kernel: vLLM's own `FusedMoEKernel`, with our class that moves rows, and our experts or
+vLLM's.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class TokenyardMethod(UnquantizedFusedMoEMethod):
         return hidden_size, intermediate_size_per_partition
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Make the layer's kernel; or, if weights were loaded anew, compute with these."""
+        """Make the layer's kernel or, if weights are loaded once more, give it the new ones."""
         load_kernel(self, layer)
 
 
@@ -61,7 +62,7 @@ class TokenyardExchangeMethod(UnquantizedFusedMoEMethod):
 
 
 class TokenyardRoutedExperts(RoutedExperts):
-    """vLLM's container of experts, which refuses what no method of ours would serve."""
+    """vLLM's container of experts, which refuses layers that none of our methods serves."""
 
     def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
         method = super()._get_quant_method(prefix, quant_config, moe_config)
@@ -71,7 +72,7 @@ class TokenyardRoutedExperts(RoutedExperts):
 
 
 def with_local_ids(experts_cls: Any) -> Any:
-    """vLLM's CPU experts, which leave `expert_map` unread and take ids as places in their weights."""
+    """A subclass of vLLM's CPU experts that applies `expert_map` to the ids, which those experts do not."""
 
     class LocalIds(experts_cls):
         def apply(

@@ -33,7 +33,7 @@ from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows, UnfinalizedRow
 
 @dataclass(frozen=True, kw_only=True)
 class TokenSlices:
-    """The slices of `size` ranks that hold the same tokens, as rank `rank` of them sees it.
+    """How `size` ranks that hold the same tokens split them into slices; this rank is number `rank` of them.
 
     Ranks of a tensor-parallel group hold the same tokens: each sends a slice of them, and all gather the results.
     Slices are equally long, but for the last ones, which may be shorter or empty. `all_gather` joins the equally long
@@ -52,7 +52,7 @@ class TokenSlices:
         return -(-tokens // self.size)
 
     def bounds(self, tokens: int) -> slice:
-        """Where the slice of this rank is."""
+        """The slice of this rank, out of so many tokens."""
         longest = self.longest(tokens)
         return slice(min(self.rank * longest, tokens), min((self.rank + 1) * longest, tokens))
 
@@ -119,7 +119,7 @@ class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
         return self.wiring.exchange_spec.max_tokens
 
     def num_dispatchers(self) -> int:
-        """The ranks that send rows here."""
+        """The number of ranks that send rows to this one."""
         return self.plan.group.size
 
     def output_is_reduced(self) -> bool:
@@ -174,7 +174,7 @@ class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
         quant_config: Any,
         defer_input_quant: bool = False,
     ) -> tuple[Tensor, Tensor | None, Any, Tensor, Tensor]:
-        """Encode the rows and send them out: what arrived, its scales, rows per expert, global ids, weights.
+        """Encode and dispatch the rows; return what arrived: rows, scales, rows per expert, global ids, weights.
 
         A choice that is not for this rank has weight 0, and the id of an expert that `expert_map` puts elsewhere
         (-1 where there is no map).
@@ -244,14 +244,14 @@ class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
                 self.slices.gather(output, lambda mine: trip.combine(rows, out=mine))
 
     def abandon(self, error: Exception) -> None:
-        """Tell the other ranks, which wait in `finalize`, that this one failed since `prepare`, and why."""
+        """Report an error of this rank since `prepare` to the other ranks, which wait for it in `finalize`."""
         stack, self._open, self._trip = self._open, None, None
         if stack is not None:
             with suppress(Exception), stack:  # the caller has an error already
                 raise error
 
     def _finished(self, results: Tensor, received: ReceivedRows, impl: object) -> ExpertRows:
-        """Results, weighted and summed over the experts of this rank; done here where it is not done yet."""
+        """One row per received row, weighted and summed over experts: here, unless the experts did it already."""
         num_rows, top_k, width = received.num_rows, self.wiring.spec.top_k, self.wiring.spec.hidden_size
         names = [kind.__name__ for kind in type(impl).__mro__]
         finished = FINISHED in names
@@ -303,7 +303,7 @@ class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
     def _check_map(self, expert_map: Tensor | None, tables: ExpertTables) -> None:
         known = expert_map is self._known_map and tables is self._tables
         if expert_map is None or (known and expert_map.device.type != "cpu"):
-            return  # a GPU is asked once for each map, not in every call
+            return  # a map on a GPU is compared once, not in every call
         tables.check(expert_map)
         self._known_map, self._tables = expert_map, tables
 
@@ -330,7 +330,7 @@ class TokenyardPrepareAndFinalize(PrepareAndFinalizeOfVllm):
 
 
 def local_routes(received: ReceivedRows) -> tuple[Tensor, Tensor]:
-    """Ids of this rank's own experts (-1: not here), and weights. `check_layer` refused logits."""
+    """Ids of this rank's own experts (-1: not here), and weights. `check_layer` refuses layers that carry logits."""
     assert isinstance(received.routes, LocalRoutes)
     return received.routes.ids_RK, received.routes.weights_RK
 

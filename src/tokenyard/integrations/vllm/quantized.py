@@ -49,7 +49,7 @@ from tokenyard.integrations.vllm.refusals import QUANTIZED, check_supported, ref
 from tokenyard.integrations.vllm.worker_plan import asked_for, load_kernel
 from tokenyard.rows import describe
 
-# The places of an expert's projections in w13, as vLLM's loader calls them.
+# The place of a projection in w13, by the name that vLLM's loader has for it.
 _PARTS = {"w1": 0, "w3": 1}
 # What vLLM's model calls the tensors of gpt-oss.
 _SUFFIXES = {"blocks": "weight", "scales": "weight_scale"}
@@ -70,7 +70,7 @@ class PackedExpertsMethod(FusedMoEMethodBase):
         self._missing: set[tuple[str, int, int]] = set()
 
     def held_weights(self, layer: Any) -> HeldWeights:
-        """The weights as a plan knows them."""
+        """The format of a layer's weights, and a function that reads them once they are loaded."""
         return HeldWeights(
             format=self.layout.weights, inner=self.inner, read=lambda: self._loaded_weights(layer)
         )
@@ -112,7 +112,7 @@ class PackedExpertsMethod(FusedMoEMethodBase):
     def _register(
         self, layer: nn.Module, name: str, tensor: Tensor, parts: int, fill: Callable[..., None] | None
     ) -> None:
-        """A parameter that the loader passes tensors for: `fill` writes them to their place; None drops them."""
+        """Register a parameter for vLLM's loader: `fill` writes each loaded tensor to its place; None drops it."""
         parameter = nn.Parameter(tensor, requires_grad=False)
         layer.register_parameter(name, parameter)
         if fill is not None:
@@ -192,13 +192,13 @@ class PackedExpertsMethod(FusedMoEMethodBase):
     # -- Computing -----------------------------------------------------------------------------------------
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
-        """The constants of the activation. How rows are quantized is the plan's."""
+        """vLLM's config with the constants of the activation. How rows are quantized is said by the plan."""
         return FusedMoEQuantConfig.make(
             gemm1_alpha=layer.swiglu_alpha, gemm1_beta=layer.swiglu_beta, gemm1_clamp_limit=layer.swiglu_limit
         )
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Make the layer's kernel; or, if weights were loaded anew, compute with these."""
+        """Make the layer's kernel or, if weights are loaded once more, give it the new ones."""
         load_kernel(self, layer)
 
     def apply(
@@ -254,7 +254,7 @@ class _PackedExperts(QuantizationConfig):
 
 
 def _problem(layout: Layout | str, moe: Any) -> str | None:
-    """None, or why experts in this layout cannot be held."""
+    """Why the plugin cannot serve experts in this layout, or None."""
     if isinstance(layout, str):
         return layout
     if asked_for().mode == "exchange":
@@ -268,14 +268,14 @@ def _problem(layout: Layout | str, moe: Any) -> str | None:
 
 
 class PackedFp8Config(_PackedExperts, Fp8Config):
-    """fp8: DeepSeek's, if it is in blocks."""
+    """vLLM's config of fp8 checkpoints. Experts are served if they are scaled in blocks, as DeepSeek's are."""
 
     # What the checkpoint's config says.
     checkpoint_config: Mapping[str, Any]
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
-        """vLLM's own, which forgets how scales are rounded."""
+        """vLLM's own config, with the checkpoint's kept beside it: vLLM drops how scales are rounded."""
         made = super().from_config(config)
         made.checkpoint_config = config
         return made
@@ -291,7 +291,7 @@ class PackedFp8Config(_PackedExperts, Fp8Config):
 
 
 class PackedCompressedTensorsConfig(_PackedExperts, CompressedTensorsConfig):
-    """compressed-tensors, whose layers may have different schemes."""
+    """vLLM's config of compressed-tensors checkpoints, whose layers may have different schemes."""
 
     def declared(self, layer: Any, prefix: str) -> Mapping[str, Any] | None:
         if "Linear" in self.target_scheme_map:  # which stands for the linear maps of experts, too
@@ -315,7 +315,7 @@ class PackedCompressedTensorsConfig(_PackedExperts, CompressedTensorsConfig):
 
 
 class PackedModelOptConfig(_PackedExperts, ModelOptNvFp4Config):
-    """ModelOpt's NVFP4."""
+    """vLLM's config of ModelOpt's NVFP4 checkpoints."""
 
     def declared(self, layer: Any, prefix: str) -> Mapping[str, Any] | None:
         excluded = self.is_layer_excluded(prefix)
@@ -323,7 +323,7 @@ class PackedModelOptConfig(_PackedExperts, ModelOptNvFp4Config):
 
 
 class PackedGptOssConfig(_PackedExperts, GptOssMxfp4Config):
-    """gpt-oss's MXFP4."""
+    """vLLM's config of gpt-oss's MXFP4 checkpoints."""
 
     def declared(self, layer: Any, prefix: str) -> Mapping[str, Any] | None:
         return {"quant_method": "mxfp4"}

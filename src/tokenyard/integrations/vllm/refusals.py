@@ -1,4 +1,4 @@
-"""What the plugin refuses when a model is loaded, by name and with what to do. Nothing of vLLM is imported.
+"""What the plugin refuses when a model is loaded, each with a reason and a fix. Nothing of vLLM is imported.
 
 Each refusal looks at vLLM's own configuration: of a layer (`FusedMoEConfig`), and of the ranks (`ParallelConfig`).
 """
@@ -14,7 +14,7 @@ from tokenyard.errors import ContractError
 # The versions of vLLM that were run with the plugin: from the first one, below the second.
 TESTED_VERSIONS = ((0, 32), (0, 33))
 TESTED = "0.32"
-# The all2all backend of vLLM under which rows, ids and weights come as they are: its default.
+# The all2all backend of vLLM under which rows, ids and weights reach `prepare` unchanged: its default.
 ALL2ALL_BACKEND = "allgather_reducescatter"
 
 
@@ -90,7 +90,7 @@ REFUSALS: tuple[Refusal, ...] = (
         fix=f"leave --all2all-backend out: {ALL2ALL_BACKEND} is the default",
     ),
 )
-# What stands in other places than those configurations.
+# Refusals that are found elsewhere than in those configurations.
 MONOLITHIC = Refusal(
     name="monolithic experts",
     why="they route by themselves, and an exchange has to know the routes before",
@@ -142,7 +142,7 @@ an engine that docs/guide/vllm.md says is served; fix: install vLLM 0.32, or uns
 
 
 def is_tested(version: str) -> bool:
-    """Whether a version is one that was run.
+    """Whether a version of vLLM is one that was run with the plugin.
 
     >>> is_tested("0.32.0"), is_tested("0.33.0rc1"), is_tested("dev")
     (True, False, False)

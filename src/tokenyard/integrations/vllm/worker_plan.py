@@ -1,7 +1,7 @@
 """One plan for all MoE layers of a vLLM worker, and their kernels. Imported where the plugin is on.
 
-The plan is made with the other workers when weights are loaded. A kernel is vLLM's own `FusedMoEKernel`, of our two
-classes.
+The plan is made with the other workers when weights are loaded. A kernel is vLLM's own `FusedMoEKernel`, with
+our two classes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ _made: WorkerPlan | None = None
 def plan_of_worker(layer: str, asked: Settings) -> Plan:
     """The plan of this worker, with this layer in it. Collective over the ranks that share experts.
 
-    The first layer brings all others of its model with it. Layers of a further model (a draft, say) are added.
+    The first call plans all layers of the model. A layer that is not planned yet (of a draft model, say) extends the
+    plan, together with all others that are not.
     """
     global _made  # noqa: PLW0603 - a worker is a process
     layers = get_current_vllm_config().compilation_config.static_forward_context
@@ -84,7 +85,7 @@ def token_slices(moe: Any) -> TokenSlices | None:
 def _specs(
     layers: dict[str, Any], group: Group, asked: Settings, beside: Plan | None = None
 ) -> list[LayerSpec]:
-    """The specs of all MoE layers that are not planned yet. Every rank says which experts it owns."""
+    """The specs of all MoE layers that are not planned yet. Collective: ranks gather which experts each owns."""
     known = () if beside is None else [spec.name for spec in beside.draft.specs]
     runners = {
         name: runner
@@ -118,7 +119,7 @@ def _tell(made: Plan, asked: Settings) -> None:
 
 
 def load_kernel(method: Any, layer: Any) -> None:
-    """Make the kernel of a layer's method; or, if weights were loaded anew, compute with these."""
+    """Make the kernel of a layer's method or, if weights are loaded once more, give it the new ones."""
     if method.moe_kernel is None:
         method.moe_quant_config = method.get_fused_moe_quant_config(layer)
         method.moe_kernel = kernel_of(layer, method.moe, method.moe_quant_config)
@@ -140,7 +141,7 @@ def kernel_of(layer: Any, moe: Any, quant_config: Any) -> Any:
 
 
 def mover_of(layer: Any, moe: Any) -> TokenyardPrepareAndFinalize:
-    """What moves the rows of a layer. Collective: it makes the plan, if this is the first one."""
+    """The object that moves the rows of a layer. Collective: the call for the first layer makes the plan."""
     name, asked = layer.layer_name, asked_for()
     planned = plan_of_worker(name, asked)
     hide_from_dynamo(name)
