@@ -1,7 +1,7 @@
-"""What any exchange, format or experts must satisfy, and what results are held against.
+"""Checks that any exchange, format or experts must pass, and the references that results are compared with.
 
-- `suites`: named checks for a class of anybody's: `check_exchange`, `check_format`, `check_experts`.
-- `cases` and `draws`: random layers on random ranks, from a seed, each held against
-- `twin`: one process that does what all ranks do, bitwise, and
-- `oracle`: the layer in float64, with a bound.
+- `suites`: named checks, also for classes outside of this package: `check_exchange`, `check_format`, `check_experts`.
+- `cases` and `draws`: random layers on random numbers of ranks, drawn from a seed. Their results are compared with
+- `twin`: one process that computes what all ranks do, bit for bit, and
+- `oracle`: the layer in float64, with a bound on the error.
 """

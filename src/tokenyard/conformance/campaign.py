@@ -1,8 +1,8 @@
 """A campaign: every exchange × wire format × kind of ranks, many random cases each, and the named checks once.
 
-Cases of one exchange, one kind of ranks and one W share a launch, in portions, so that progress is seen. A row of the
-grid (exchange × kind of ranks) whose group broke three times is not run to its end: what is left counts as not run,
-and a row that was not run to its end has not passed.
+Cases of one exchange, one kind of ranks and one W share launches, of a portion of cases each, so that progress is seen.
+If groups of a row of the grid (exchange × kind of ranks) broke three times, its other cases are not run. They are
+counted as not run, and cells with such cases have not passed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from tokenyard.exchange import Transport
 from tokenyard.experts import Experts
 from tokenyard.formats import Format, get
 
-# Cases of one launch: eight processes start in about 0.3 s, which is then a tenth of the time at most.
+# Cases of one launch. Eight processes start in about 0.3 s: with so many cases, at most a tenth of the time.
 PORTION = 64
 MOST_BREAKS = 3
 
-# Told before each portion, with 0: what is run. And after it: what was run, and how many cases.
+# Called before each portion, with what is run and 0, and after it, with what was run and the number of its cases.
 Progress = Callable[[str, int], None]
 
 
@@ -88,10 +88,10 @@ class Campaign:
     def run(
         self, drawn: Sequence[tuple[int, Case]], progress: Progress, rounds: int | None = None
     ) -> tuple[list[CheckedPart], list[Cell]]:
-        """The named checks, then all cases.
+        """Run the named checks and all cases of each exchange on each kind of ranks; return their results.
 
-        Threads and processes run side by side, since threads share one interpreter; but on a GPU one after the
-        other, since kernels that wait would hold it against those of the other kind.
+        Ranks that are threads and ranks that are processes run side by side, since threads use one interpreter. On a
+        GPU they run one after the other, since waiting kernels of one kind would block those of the other.
         """
         grid = self.cells()
         cells = [
@@ -139,7 +139,7 @@ class Campaign:
 
 
 def _portions(row: Sequence[tuple[Cell, Case]]) -> Iterator[list[tuple[Cell, Case]]]:
-    """Cases of the same number of ranks, a launch's worth at a time."""
+    """The cases in lists, one for each launch: at most `PORTION` cases, all with the same number of ranks."""
     for world in sorted({case.world for _, case in row}):
         alike = [(cell, case) for cell, case in row if case.world == world]
         for start in range(0, len(alike), PORTION):
@@ -157,7 +157,7 @@ def check_parts(
     device: str = "cpu",
     progress: Progress = lambda what, steps: None,
 ) -> list[CheckedPart]:
-    """The named checks of formats and experts (with rows on `device`)."""
+    """Run the named checks of formats and of experts, the latter with rows on `device`."""
     parts = []
     for one in formats:
         name = str(get(one))
@@ -170,7 +170,7 @@ def check_parts(
 
 
 def _told(what: str, check: Callable[[], list[CheckResult]], progress: Progress) -> list[CheckResult]:
-    """The results of named checks, whose start and end are told."""
+    """Run named checks, and report their start and their end to `progress`."""
     progress(what, 0)
     results = check()
     progress(what, 1)

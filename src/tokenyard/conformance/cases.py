@@ -4,16 +4,16 @@ A case is small plain data, so that it can be drawn, sent to processes, printed 
 Exchange, formats and experts are given by name, or as somebody's own class or object. Every rank draws its own
 batch and the weights from the case's seed; nothing is passed around.
 
-Everything is drawn on the CPU, so that a seed gives the same bits everywhere; a layer runs where its group's rows live,
-and what comes out is compared on the CPU.
+Everything is drawn on the CPU, so that a seed gives the same bits everywhere. A layer runs on its group's device, and
+its result is compared on the CPU.
 
 Three checks, kept apart so that a failure says where it is:
 
 1. `bitwise`: equal to the one-process twin, bit for bit. This is the exchange's part.
 2. `oracle_excess`: how far the result is beyond the bound around a float64 oracle that is fed the rows as they
    were decoded (≤ 0 passes). This is the experts' part; the bound is that of a bf16 matrix product.
-3. `end_to_end_error`: relative L2 error against the oracle that is fed the rows as they were. Reported: it is
-   what the wire's format costs.
+3. `end_to_end_error`: relative L2 error against the oracle that is fed the rows before encoding. It cannot fail: it
+   shows the error that the wire's format adds.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Case:
     weights: str = "bf16"
     inner: str | Format = EXACT
     weight_on: WeightOn = "output"
-    placement: str = "contiguous"  # or a name below
+    placement: str = "contiguous"  # or "replicas" or "shuffled"
     routes: RouteKind = "uniform"
     dtype: str = "bfloat16"
     id_dtype: str = "int64"
@@ -92,7 +92,7 @@ class Case:
         return LayerSpec(name="case", **named | own)
 
     def _placement(self) -> Placement:
-        """Which rank owns which expert. `replicas`: all on two ranks. `shuffled`: dealt out by chance."""
+        """Which rank owns which expert. `replicas`: each on two ranks. `shuffled`: each on a random rank."""
         if self.placement == "replicas":
             base = Placement.contiguous(self.num_experts, self.world)
             further = {e: [(base.owners(e)[0][0] + 1) % self.world] for e in range(self.num_experts)}
@@ -120,8 +120,8 @@ class Case:
         draw = torch.Generator().manual_seed(self.seed * 1009 + rank + 1)
         T, K, E = self.tokens[rank], self.top_k, self.num_experts
         x_TH = torch.randn(T, self.hidden_size, generator=draw)
-        # Rows of very different size: a scale that is shared between rows would show.
-        # (float16 ends at 65504, and a gated expert squares: such layers get rows of at most 2^1.)
+        # Rows of very different magnitude: a scale that rows share by mistake would then give large errors.
+        # (float16 ends at 65504, and a gated expert squares its input: such layers get factors of at most 2^1.)
         narrow = self.dtype == "float16" or "fp16" in (str(self.wire), str(self.combine_wire))
         largest = 1 if narrow else 6
         x_TH *= torch.exp2(torch.randint(-6, largest + 1, (T, 1), generator=draw).float())
@@ -159,7 +159,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The checks of one rank's result: which passed, and by how much it is outside the bound."""
+    """The checks of one rank's result: which of them passed, and how large its errors are."""
 
     bitwise: bool
     oracle_excess: float
@@ -221,8 +221,8 @@ def oracle_excess(
 ) -> float:
     """By how much a result is outside the bound around the oracle that is fed the rows as the experts get them.
 
-    `rounds_between`: the relative error of what experts round between their two products, to `rounds_to`; float32 is in
-    the bound.
+    `rounds_between` is the relative error of experts that round the activation between their two products, to the dtype
+    `rounds_to`. Rounding to float32 is part of the bound already.
     """
     spec = wiring.spec
     decoded_TH = wiring.wire.encode(x_TH).decode(torch.float32)
@@ -238,14 +238,14 @@ def oracle_excess(
 
 
 def _underflow(weights: ExpertWeights, routes: Routes, dtype: torch.dtype) -> Tensor:
-    """What a token's result loses at most, `[T, 1]`, where numbers between the products are too small to be normal."""
+    """The most error, `[T, 1]`, that a token's result gets from subnormal numbers between the two products."""
     kind = torch.finfo(dtype)
     w2 = weights.w2.decode() if isinstance(weights.w2, QuantizedMatrix) else weights.w2
     largest = float(w2.abs().amax()) if w2.numel() else 0.0
     half_a_step = kind.smallest_normal * kind.eps / 2
     each = half_a_step * (w2.shape[-1] * largest + 1)  # all inputs of the second product, and its result
     weights_TK = routes.topk_weights_TK.double().abs()
-    weights_TK = weights_TK.masked_fill(routes.topk_ids_TK < 0, 0.0)  # nobody's weight may be anything
+    weights_TK = weights_TK.masked_fill(routes.topk_ids_TK < 0, 0.0)  # unused weights may be NaN
     return each * weights_TK.sum(dim=1, keepdim=True)
 
 

@@ -4,11 +4,11 @@
     draw_case(seed, large=True)  W ≥ 4, H ≥ 2048, not the same number of tokens on each rank
 
 Sizes are drawn from what models have and from the corners (H 1, T 0, E < W, E % W ≠ 0, K > E, T 4096). What parts
-carry is not written here: a drawn layer is put before `wire_layer`, as a plan would, and one that a part refuses
-is drawn again. So a new format or an exchange that carries less is covered without a change here.
+support is not written here: `wire_layer` checks a drawn layer, as it does for a plan, and a layer that a part refuses
+is drawn again. New formats, and exchanges that support less, are therefore covered without a change here.
 
 The reference experts, the twin and the oracle are slow on purpose; the caps below keep a case near 50 ms. One case in
-fifty may be eight times as heavy, so that what the caps would keep apart (E 384 beside H 2048) meets too.
+fifty may take eight times as much work, so that combinations above the caps (E 384 with H 2048) are drawn, too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MOST_PRODUCTS = 1_000_000
 MOST_WEIGHTS = 1_500_000
 MOST_VISITS = 64
 MOST_CHOICES = 200_000
-# Elements of the results for which a rank's workspace has room, where each choice has one.
+# Elements of results that a rank's workspace has room for, if each choice has its own result row (`sum="choices"`).
 MOST_ROWS_BACK = 4_000_000
 _HEAVY = 8
 
@@ -50,7 +50,7 @@ HIDDEN_SIZES = (1, 2, 16, 33, 100, 128, 256, 500, 1024)
 LARGE_HIDDEN_SIZES = (2048, 2880, 4096, 7168)
 EXPERT_COUNTS = (1, 2, 3, 5, 7, 8, 13, 16, 31, 64, 128, 256, 384)
 TOP_KS = (1, 2, 2, 3, 4, 5, 8, 8, 17, 32)
-# Plain weights half of the time: all other parts are tried hardest with them.
+# Plain weights half of the time: they are the strictest test of all other parts.
 WEIGHTS = (*2 * sorted(WEIGHT_DTYPES), *(name for name, kind in WEIGHT_FORMATS.items() if kind.quantized))
 # Spellings of a format with parameters, drawn beside the plain name.
 SPELLINGS = {
@@ -73,10 +73,10 @@ def draw_case(
     world: int | None = None,
     device: str = "cpu",
 ) -> Case:
-    """The case of this seed. `exchange`, `wire` and `world` fix a part; `formats` may be drawn beside the registered.
+    """The case of this seed. `exchange`, `wire` and `world` are fixed if given; `formats` are drawn, too.
 
-    Its exchange supports it on this kind of device. `crowded` lets one case in a hundred on threads have 9 to 64 ranks,
-    for which a GPU has too few streams.
+    Its exchange supports the layer on this kind of device. `crowded` lets one case in a hundred on threads have 9 to 64
+    ranks, for which a GPU has too few streams.
 
     >>> draw_case(5) == draw_case(5)
     True
@@ -95,7 +95,7 @@ def draw_case(
         spelled = _spelling(chance, wire if wire is not None else chance.choice(names), dtype)
         plain = spelled is None or not get(spelled).quantized
         weights = chance.choice(WEIGHTS)
-        # Where each choice has a row on the way back, a workspace has room for all of them.
+        # With sum="choices" each choice has a row on the way back, and a workspace needs room for all of them.
         rows_back = ranks_here * max(1, *sizes["tokens"]) * sizes["top_k"] * sizes["hidden_size"]
         return Case(
             **sizes,
@@ -134,7 +134,7 @@ def draw_case(
 
 
 def hosts_for(exchange: type[Transport], world: int) -> int:
-    """The hosts that so many ranks stand for under test: two, where an exchange sums inside each host first."""
+    """The number of hosts that ranks under test are split into: two for an exchange that sums inside each host."""
     return min(2, world) if exchange.sums_in_hosts else 1
 
 
@@ -150,7 +150,7 @@ def _draw_world(chance: random.Random, large: bool, crowded: bool) -> int:
 
 
 def _spelling(chance: random.Random, wire: str | Format, dtype: str) -> str | Format | None:
-    """A format as it may be written: with parameters, or left out where it is the rows' own."""
+    """A random way to write a format: its name, with parameters, or None if it is the rows' own dtype."""
     if isinstance(wire, str):
         own = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[dtype]
         if wire == own and chance.random() < 0.5:

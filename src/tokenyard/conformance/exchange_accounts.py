@@ -1,7 +1,7 @@
 """What an exchange declares and counts, compared with what happened: counters, bytes, memory, capabilities.
 
-What must have happened is known from the batches, which every rank draws. A `Meter` counts what passes through the
-group. Where no rows pass through it, counted bytes must be in the range that the rows take.
+Every rank draws the batches of all ranks, and computes from them what the counters must be. A `Meter` counts the bytes
+that pass through the group. If no rows pass through it, counted bytes must be in the range that the rows can take.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tokenyard.routing import Placement, SoftmaxRouter
 from tokenyard.rows import ExpertRows, RoutingLogits
 
 TOKENS = (16, 3, 0, 7)
-# Bytes that announcements may take beside the rows for one rank, in one phase: they are not counted.
+# Bytes that announcements to one rank may take in one phase: a meter counts them, and an exchange does not.
 ANNOUNCED = 2048
-# Bytes of shared memory that flags and counts may take for each rank: a plan does not list them.
+# Bytes of shared memory that flags and counts may take for each rank, beyond the bytes of the plan.
 CONTROL = 4096
-# Seconds by which a rank is late, and those that others must count at least: on a busy machine they come late, too.
+# Seconds that one rank is late, and seconds of waiting that others must count: on a busy machine they are late, too.
 _LATE, _COUNTED = 0.06, 0.03
 
 
@@ -55,7 +55,7 @@ def counters_are_right(trial: Trial) -> None:
             found = getattr(stats[name], field)
             expect(found == meant, f"`{field}` of layer {name!r} is {found}", f"{meant}, as it happened")
     waited = stats["first"].wait_s["dispatch"]
-    kernels_wait = group.device.type == "cuda"  # and not this thread
+    kernels_wait = group.device.type == "cuda"  # and this thread does not
     expect(
         late or kernels_wait or waited >= _COUNTED,
         f"`wait_s` of two dispatches, in each of which a rank was {_LATE} s late, is {waited:.3f} s",
@@ -89,7 +89,7 @@ def _rows(made: Plan, spec: LayerSpec, one: Batch, source: int) -> list[int]:
 def lost_experts_are_counted(trial: Trial) -> None:
     """Choices whose expert was lost with its rank are dropped and counted; all other choices count."""
     world = trial.group.size
-    lost = Placement.contiguous(world + 1, world + 1).without([world])  # the last expert is nobody's
+    lost = Placement.contiguous(world + 1, world + 1).without([world])  # no rank owns the last expert
     spec = layer(placement=lost, num_experts=world + 1, top_k=min(3, world + 1), payloads=())
     stack = CheckedLayers(trial, (spec,))
     mine = [stack.batch("moe", 6) for _ in range(2)]
@@ -106,7 +106,7 @@ def lost_experts_are_counted(trial: Trial) -> None:
 
 
 def bytes_are_counted(trial: Trial) -> None:
-    """`bytes_sent`, and the bytes of results, are those that rows took on the wire, for each rank, the own one, too."""
+    """`bytes_sent`, and the bytes of results, are those that rows took on the wire, for each rank, itself included."""
     spec, group = layer(wire="mxfp8", hidden_size=700), trial.group
     made = trial.plan(spec)
     exchange_spec, stats = made.wiring("moe").exchange_spec, made.stats()["moe"]
@@ -131,7 +131,7 @@ def bytes_are_counted(trial: Trial) -> None:
 
 
 def _rows_on_wire(made: Plan, spec: LayerSpec, one: Batch, source: int) -> list[int]:
-    """How many rows of a source rank's batch are sent to each rank: where hosts sum, once to another host."""
+    """How many rows of a source rank's batch are sent to each rank; if hosts sum, a host's rows go to its relay."""
     exchange_spec = made.wiring(spec.name).exchange_spec
     rows, hosts = _rows(made, spec, one, source), exchange_spec.hosts
     rank_TK, _ = exchange_spec.placement.resolve(one.routes.topk_ids_TK, source)
@@ -155,7 +155,8 @@ def _compare(
 ) -> None:
     """Raise a finding unless the counted bytes went through the group, or are within what the rows can take.
 
-    Where hosts sum, rows for ranks of this rank's own host go through memory; those for itself may do so anywhere.
+    If hosts sum, rows for ranks of this rank's own host go through shared memory. With any exchange, rows for the rank
+    itself may do so.
     """
     low, high = bounds
     through_memory = hosts and hosts[rank] == hosts[meter.group.rank]
@@ -170,7 +171,7 @@ def _compare(
 
 
 def memory_as_planned(trial: Trial) -> None:
-    """What a plan says that a rank needs is what it needs: in shared memory, or for the rows of a full batch."""
+    """A rank needs the bytes that its plan says: as shared memory, or as bytes of rows in a full batch."""
     spec, group = layer(wire="mxfp8", hidden_size=700, num_experts=3 * trial.group.size), trial.group
     with Meter(group) as planning:
         made = trial.plan(spec)
@@ -181,12 +182,12 @@ def memory_as_planned(trial: Trial) -> None:
     with Meter(group) as way_back:
         made.exchange.combine(flight, zeros(flight.received))
     planned = made.draft.workspace_bytes
-    # Hosts may share less than others.
+    # Some hosts may share less memory than others.
     shared = max(group.gather_json(planning.shared, phase="comparing memory"))
     if shared:
         _expect_near("shares", shared, "a workspace", planned, CONTROL * (group.size + 1))
     sent_there = [sent[last] for sent in group.gather_json(way_out.sent, phase="comparing memory")]
-    if not shared and way_out.carried_rows and group.rank == last:  # where all rows are
+    if not shared and way_out.carried_rows and group.rank == last:  # the rank that all rows go to
         slack = ANNOUNCED * group.size
         # What a rank sends to itself need not pass through the group.
         own_out, own_back = (

@@ -1,4 +1,4 @@
-"""What every exchange must do beyond one good round trip: other layers and plans, many rounds, handles."""
+"""Checks of an exchange beyond one round trip: several layers and plans, many rounds, the caller's tensors, handles."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tokenyard.planning.spec import LayerSpec
 from tokenyard.routing import GroupedSigmoidRouter
 from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows
 
-# Rounds of `many_rounds`. Where memory is shared between ranks, flags and epochs live in it, and must not drift.
+# Rounds of `many_rounds`: more if ranks share memory, whose flags and epochs must stay right over many rounds.
 ROUNDS = 50
 ROUNDS_SHARED_MEMORY = 1000
-# Batches that take turns: a prime, so that none meets the same flag, slot or place in flight each time.
+# Batches that are used in turns: a prime number, so that a batch does not always get the same flag, slot or region.
 _KNOWN_BATCHES = 17
 
-# As in a model whose body is 4-bit and whose head is not: nothing is the same from layer to layer.
+# As in a model whose body is 4-bit and whose head is not: the layers differ in everything.
 LAYERS = (
     layer("body", wire="nvfp4", hidden_size=100),
     layer("head", payloads=(), hidden_size=33, num_experts=3, top_k=1, max_tokens=4),
@@ -39,7 +39,7 @@ LAYERS = (
     layer("exact", dtype=torch.float32, hidden_size=7, placement="round_robin", max_tokens=30),
     layer("half", dtype=torch.float16, wire="fp8_block128", num_experts=1, top_k=2, payloads=()),
 )
-# Everything that a cache could take for the key is the same; where the experts are is not.
+# Layers that differ in their placement only, which a cache with an incomplete key would confuse.
 ALIKE = (layer("first", payloads=()), layer("second", payloads=(), placement="round_robin"))
 
 
@@ -54,7 +54,7 @@ def heterogeneous_layers(trial: Trial) -> None:
 
 
 def alike_layers(trial: Trial) -> None:
-    """Layers of the same sizes, whose experts are placed otherwise, are not taken for each other."""
+    """Layers of the same sizes, but with different placements, are not mistaken for each other."""
     stack = CheckedLayers(trial, ALIKE)
     for spec in ALIKE * 2:
         stack.check(spec.name, "beside one of the same sizes", tokens=4)
@@ -102,7 +102,7 @@ def late_ranks(trial: Trial) -> None:
 
 
 def regions_never_overlap(trial: Trial) -> None:
-    """Results are put down nowhere where rows of any layer arrive: a fast rank may be a layer ahead of a slow one."""
+    """Results are never written where rows of any layer arrive: a fast rank may be a layer ahead of a slow one."""
     specs = (layer("small", payloads=()), layer("large", hidden_size=500, payloads=()))
     made = trial.plan(*specs)
     arriving, leaving = {}, {}
@@ -130,7 +130,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def growing_plans(trial: Trial) -> None:
-    """A plan that grows keeps its layers right; so does one that forgets its first layer, and renumbers the others."""
+    """Layers stay bitwise right when a plan is extended, and when its first layer is removed."""
     first, second = ALIKE
     stack = CheckedLayers(trial, (first,))
     stack.check("first", "in a plan of one layer")
@@ -146,7 +146,7 @@ def growing_plans(trial: Trial) -> None:
 
 
 def plans_in_turns(trial: Trial) -> None:
-    """Plans of one group, with layers of the same names, do not share anything: each has its own layers, and rounds."""
+    """Plans of one group, with layers of the same names, share nothing: each has its own layers and rounds."""
     stacks = [CheckedLayers(trial, [dataclasses.replace(spec, name="moe")]) for spec in ALIKE]
     for stack in stacks * 2:
         stack.check("moe", "beside another plan", tokens=4)
@@ -156,9 +156,9 @@ def plans_in_turns(trial: Trial) -> None:
 
 
 def groups_side_by_side(trial: Trial) -> None:
-    """Two groups side by side, as pipeline stages are, plan, grow and run as they like: neither waits for the other.
+    """Two groups side by side, such as pipeline stages, plan, extend and run without waiting for each other.
 
-    The first half of the ranks makes one plan, and runs it once. The other half lets it grow twice, and runs it three
+    The first half of the ranks makes a plan, and runs it once. The other half extends its plan twice, and runs it three
     times.
     """
     size, rank = trial.group.size, trial.group.rank
@@ -167,7 +167,7 @@ def groups_side_by_side(trial: Trial) -> None:
     stack = CheckedLayers(dataclasses.replace(trial, group=stage), (layer(payloads=()),))
     for more in range(0 if first else 2):
         stack.plan.extend([layer(f"wider {more}", hidden_size=100 * (more + 1), payloads=())])
-    if trial.group.device.type == "cuda":  # plans load kernels, which must not meet kernels that wait
+    if trial.group.device.type == "cuda":  # a kernel cannot be loaded while another one waits
         trial.group.barrier()
     for round_ in range(1 if first else 3):
         try:
@@ -192,8 +192,8 @@ def closed_plans_make_room(trial: Trial) -> None:
     must_raise(HandleError, stack.run, "moe", stack.batch("moe"), when="a layer of a closed plan")
     del stack
     gc.collect()
-    trial.group.barrier()  # threads hold the memory of all ranks
-    held = meter.held() if trial.group.device.type == "cpu" else 0  # when GPUs give it back is not asked
+    trial.group.barrier()  # ranks that are threads refer to the memory of all ranks
+    held = meter.held() if trial.group.device.type == "cpu" else 0  # GPUs may free it later
     expect(held == 0, f"{held} shared buffers of 5 closed plans are still there", "all of them given back")
 
 
@@ -201,7 +201,7 @@ def closed_plans_make_room(trial: Trial) -> None:
 
 
 def rounds_are_counted(trial: Trial) -> None:
-    """A plan's dispatches are numbered from 1, on every rank, whatever the layer; one that failed has a number, too."""
+    """A plan's dispatches are numbered from 1, on every rank, across layers; a failed dispatch has a number, too."""
     specs = (layer("first", payloads=()), layer("second", payloads=(), max_tokens=4))
     made = trial.plan(*specs)
     found = [_round_of(trial, made, spec) for spec in specs * 2]
@@ -255,7 +255,7 @@ class _KnownBatch:
         return cls(mine=mine, due=_arriving(made, spec, sent) | {"results": echo_due(made, spec, mine)})
 
     def in_round(self, number: int) -> _KnownBatch:
-        """The same with rows and payloads of this round only: times a power of two, which is exact, and numbered."""
+        """The same batch with rows (times a power of two, which is exact) and payloads that no other round has."""
         power = number // _KNOWN_BATCHES % 64 - 32
         extra = self.mine.extra | {"where": self.mine.extra["where"] + 100 * number}
         mine = dataclasses.replace(self.mine, x_TH=self.mine.x_TH * 2.0**power, extra=extra)
@@ -298,14 +298,14 @@ def _arriving(made: Plan, spec: LayerSpec, sent: Sequence[Batch]) -> dict[str, T
     }
 
 
-# -- What is the caller's ------------------------------------------------------------------------------------
+# -- Tensors of the caller ------------------------------------------------------------------------------------
 
 
 def input_untouched(trial: Trial) -> None:
     """Rows, routes, further payloads and the experts' results are not changed by a round trip."""
     spec = layer()
     made, mine = trial.plan(spec), trial.batch(spec, 6)
-    # What stands beside nobody means nothing, and is the caller's all the same.
+    # The weight of a choice of -1 is not used, and must not be changed either.
     mine.routes.topk_ids_TK[1, 0], mine.routes.topk_weights_TK[1, 0] = -1, 0.5
     wiring = made.wiring("moe")
     rows = wiring.wire.encode(mine.x_TH)
@@ -342,7 +342,7 @@ def output_is_kept(trial: Trial) -> None:
 
 
 def out_and_add(trial: Trial) -> None:
-    """A result can be written into the caller's tensor, and added to what is there, with one rounding."""
+    """A result can be written into the caller's tensor, and added to what that holds, with one rounding."""
     stack = CheckedLayers(trial, (layer(dtype=torch.float32, payloads=()),))
     for residual in (3.0, 5.0):
         mine = stack.batch("moe")
@@ -396,7 +396,7 @@ def several_in_flight(trial: Trial) -> None:
 
 
 def stale_handles(trial: Trial) -> None:
-    """A handle is combined once, in its turn, by its own plan, and not after that was closed."""
+    """A handle is combined once, in its turn, by its own plan, and not after that plan was closed."""
     spec = layer()
     made, other = trial.plan(spec), trial.plan(spec)
     first = send(made, spec, trial.batch(spec, 3))

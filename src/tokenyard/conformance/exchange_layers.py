@@ -1,6 +1,6 @@
 """Layers of a plan under test: every call has new rows, and its result must have the bits of the twin.
 
-The layers compute with the reference experts, whose rows do not depend on each other.
+The layers compute with the reference experts, whose result for a row does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tokenyard.rows import ExpertRows, ReceivedRows
 
 
 class CheckedLayers:
-    """The layers of a plan on this rank. No two layers, also of two plans, have the same weights."""
+    """The layers of a plan on this rank. Each layer has other weights, also across the plans of a trial."""
 
     def __init__(self, trial: Trial, specs: Sequence[LayerSpec], **options: Any) -> None:
         self.trial = trial
@@ -41,7 +41,7 @@ class CheckedLayers:
         self.layers[spec.name] = MoELayer(self.plan, spec.name, local).to(self.trial.group.device)
 
     def batch(self, name: str, tokens: int | None = None) -> Batch:
-        """A new batch for a layer: of one to four tokens, where their number is left out."""
+        """A new batch for a layer, with one to four tokens if their number is not given."""
         some = self.trial.group.rank % 4 + 1 if tokens is None else tokens
         return self.trial.batch(self.plan.wiring(name).spec, some)
 
@@ -63,8 +63,8 @@ class CheckedLayers:
 
 
 def check_same(y_TH: Tensor, due_TH: Tensor, what: str) -> None:
-    """Raise a finding unless a result has the bits that are due."""
-    y_TH = y_TH.cpu()  # what is due was computed there
+    """Raise a finding unless a result has the expected bits."""
+    y_TH = y_TH.cpu()  # where the expected bits were computed
     if same_bits(y_TH, due_TH):
         return
     if y_TH.dtype != due_TH.dtype or y_TH.shape != due_TH.shape:
@@ -79,7 +79,7 @@ def check_same(y_TH: Tensor, due_TH: Tensor, what: str) -> None:
 def must_raise(
     kind: type[Exception], fn: Callable[..., Any], *args: Any, when: str, **options: Any
 ) -> Exception:
-    """The error that a call must raise."""
+    """Call a function; return the error of this kind that it must raise, or raise a finding."""
     try:
         fn(*args, **options)
     except kind as error:
@@ -90,7 +90,7 @@ def must_raise(
 
 
 def zeros(received: ReceivedRows) -> ExpertRows:
-    """A result for received rows."""
+    """Zeros as the result for received rows."""
     shape = (received.num_rows, received.rows.hidden_size)
     return ExpertRows(rows_RH=torch.zeros(shape, device=received.rows.device))
 
@@ -109,6 +109,6 @@ def echo_due(made: Plan, spec: LayerSpec, mine: Batch) -> Tensor:
     one_TH = exchange_spec.combine_wire.encode(decoded_TH).decode(torch.float32)
     due_TH = torch.zeros_like(one_TH)
     for time_ in range(int(times_T1.max()) if len(times_T1) else 0):
-        # A sum, not a product: that is the order of roundings.
+        # Added one by one, not multiplied: an exchange rounds after each addition.
         due_TH += torch.where(times_T1 > time_, one_TH, 0.0)
     return due_TH.to(exchange_spec.dtype)

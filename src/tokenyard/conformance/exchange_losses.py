@@ -1,11 +1,11 @@
 """What every exchange must do after a rank was lost: no call gives a result, until the plan goes on without the rank.
 
-A rank that is late by more than the deadline may still answer. Its rows of one batch must never be taken for its rows
-of the next. So the ranks here go on calling: some at once, some when the late one has come. A result that is returned
-must be right, and after `PeerLost` none may be returned.
+A rank that is late by more than the deadline may still answer. Its rows of one batch must never be mistaken for rows of
+its next batch. To test this, ranks keep calling after the loss: some at once, some after the late rank has come. A
+result that is returned must be right, and after `PeerLost` no call may return one.
 
 Each check has a group of its own, of all ranks, with a short deadline: the group of the other checks is not harmed.
-They run on CPUs only: on a GPU kernels keep the deadline of their plan, which is longer than these checks wait.
+They run on CPUs only: on a GPU, kernels wait for the deadline of their plan, which is too long for these checks.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from tokenyard.rows import ReceivedRows
 
 # Seconds. Short, since the ranks do nothing but wait.
 DEADLINE = 0.4
-BEYOND = 0.3  # that a rank is late, beyond the deadline
+BEYOND = 0.3  # by which a rank comes after the deadline
 LATENESS = DEADLINE + BEYOND
 PATIENCE = 20.0  # for steps that are not under test
-_CALLS = 1000  # of ranks that wait for one of them to be stopped; each takes milliseconds
+_CALLS = 1000  # at most, until a rank is stopped; each takes milliseconds
 
 
 class _Losing:
@@ -45,7 +45,7 @@ class _Losing:
         self.group.deadline = DEADLINE
 
     def call(self, when: str) -> PeerLost | None:
-        """One call: None if its result was right, or the loss that it raised."""
+        """Call the layer once; return the loss that it raised, or None if its result was right."""
         try:
             self.stack.check("moe", when)
         except PeerLost as error:
@@ -53,20 +53,20 @@ class _Losing:
         return None
 
     def first_loss(self, calls: int) -> PeerLost:
-        """The loss in one of so many calls. It must come in time."""
+        """Call the layer up to `calls` times; return the first loss, which must come within the deadline."""
         for _ in range(calls):
             started = time.monotonic()
             loss = self.call(f"with a rank that is {BEYOND} s later than the deadline")
             waited = time.monotonic() - started
             if loss is not None:
-                # The deadline, a second to find out who is lost, and patience with a machine that is busy.
+                # The deadline, a second to find out which rank is lost, and more for a machine that is busy.
                 fine = waited < LATENESS + PATIENCE / 2
                 expect(fine, f"PeerLost came after {waited:.1f} s", f"the deadline, {DEADLINE} s")
                 return loss
         raise Finding(f"a rank was {BEYOND} s later than the deadline, and nobody raised", "PeerLost")
 
     def stays_broken(self) -> None:
-        """Every later call must raise `PlanBroken`, at once or later."""
+        """Check that every call after the loss raises `PlanBroken`, also if it is made later."""
         if self.group.rank % 2:
             time.sleep(2 * BEYOND)
         spec, made = self.stack.plan.wiring("moe").spec, self.stack.plan
@@ -80,7 +80,7 @@ class _Losing:
         must_raise(PlanBroken, fn, *arguments, when=f"{what} after PeerLost")
 
     def goes_on(self, loss: PeerLost) -> None:
-        """The others go on without the late rank, and get right results."""
+        """Check that the other ranks can go on without the late one, and get right results."""
         if loss.peers == (self.group.size - 1,) and not self.is_late:
             with self.group.patience(PATIENCE):
                 self.stack.plan.go_on_without(loss.peers)
@@ -98,7 +98,7 @@ def late_in_dispatch(trial: Trial) -> None:
     with closing(_Losing(trial)) as losing:
         if losing.is_late:
             time.sleep(LATENESS)
-        # The late one may have had all that it needs for its own call when the others gave it up.
+        # The late rank's first call may succeed: others may have sent all that it needs before they gave it up.
         loss = losing.first_loss(calls=2 if losing.is_late else 1)
         losing.stays_broken()
         losing.goes_on(loss)

@@ -1,15 +1,15 @@
-"""What every exchange must do with rows: each check is a function with a name, and can be run on anybody's class.
+"""Checks of how an exchange moves rows. Each is a named function, and can be run on any class of transport.
 
     check_exchange(MyExchange, ranks="threads")   →  a CheckResult for each check
 
 A check runs on every rank of a small group. Ranks draw their batches from seeds, so each of them knows what the
-others sent, and compares all that arrived here without asking anybody. What it finds it raises as a `Finding`.
+others sent, and can check all that arrived without asking them. A difference is raised as a `Finding`.
 Batches are drawn on the CPU and sent from the group's device; what arrived is compared on the CPU. No two rounds bring
-the same rows, routes or results: what is left of an earlier round never passes for this one's.
+the same rows, routes or results, so that data left over from an earlier round is noticed.
 
-Here stand the checks of *movement*, bitwise, on four ranks with 5, 0, 9 and 2 tokens. `exchange_duties` holds those of
-handles, errors and many rounds, `exchange_accounts` what an exchange declares and counts, and `exchange_losses` what it
-does after a rank was lost.
+This module has the checks of *movement*, bitwise, on four ranks with 5, 0, 9 and 2 tokens. `exchange_duties` has those
+of several layers, many rounds and handles, `exchange_errors` those of errors, `exchange_accounts` those of what an
+exchange declares and counts, and `exchange_losses` those of what it does after a rank was lost.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tokenyard.routing import Placement, Routes
 from tokenyard.rows import ExpertRows, LocalRoutes, ReceivedRows
 
 TOKENS = (5, 0, 9, 2)
-# A code without scales, one scale a block, padded rows, and two kinds of scales.
+# A wire without scales, one with a scale per block, one with padded rows, and one with two kinds of scales.
 WIRES = ("bf16", "fp8_block128", "mxfp8(alignment=256)", "nvfp4")
 WHERE = Payload(name="where", dtype=torch.int64, width=2)  # source rank, token
 BLOB = Payload(name="blob", dtype=torch.uint8, width=5)
@@ -42,7 +42,7 @@ BLOB = Payload(name="blob", dtype=torch.uint8, width=5)
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What a check is given: this rank's group, the class under test, and how many rounds are many."""
+    """What a check is given: this rank's group, the class under test, and the number of rounds of `many_rounds`."""
 
     group: Group
     exchange: type[Transport]
@@ -57,17 +57,17 @@ class Trial:
         return self.plans[-1]
 
     def run(self, check: Callable[[Trial], None]) -> None:
-        """Run a check, and close its plans. Where it raised, other ranks may still use them."""
+        """Run a check, and close its plans. If it raises, they stay open: other ranks may still use them."""
         check(self)
         for made in self.plans:
             made.close()
 
     def batch(self, spec: LayerSpec, tokens: int) -> Batch:
-        """A new batch of this rank, where the group's rows live."""
+        """A new batch of this rank, on the group's device."""
         return batch(spec, self.group.rank, tokens, next(self.seeds)).to(self.group.device)
 
     def batches(self, spec: LayerSpec, tokens: Sequence[int]) -> list[Batch]:
-        """A new batch of every rank, on the CPU. Rank r has `tokens[r]` tokens, and where the list ends, it repeats."""
+        """A new batch of every rank, on the CPU. Rank r has `tokens[r % len(tokens)]` tokens."""
         seed = next(self.seeds)
         return [batch(spec, rank, tokens[rank % len(tokens)], seed) for rank in range(self.group.size)]
 
@@ -138,7 +138,7 @@ def send(made: Plan, spec: LayerSpec, mine: Batch) -> Arrival:
 
 
 def expect_on(found: torch.device, device: torch.device, what: str) -> None:
-    """Raise a finding unless something is where the rows of the group live."""
+    """Raise a finding unless `found`, the device of `what`, is of the type of the group's device."""
     expect(found.type == device.type, f"{what} on {found}", f"{device}, where the rows of the group live")
 
 
@@ -238,19 +238,20 @@ def check_movement(
 ) -> None:
     """Send a batch from every rank and results back, and compare all that arrived with all that was sent.
 
-    Through a plan that is `made` already, or through one of its own.
+    The rows go through the plan `made`, or through a new one.
     """
     moved = _Movement(trial, made or trial.plan(spec), spec, tokens, reroute)
     moved.check_order()
     for row in range(len(moved.due)):
         moved.check_row(row)
-    if moved.error is not None:  # of the way back: what arrived comes first, it may be the cause
+    # Combine raised. Wrong arrivals were reported first, since they may be the cause.
+    if moved.error is not None:
         raise moved.error
     moved.check_results()
 
 
 def _destinations(placement: Placement, ids: Sequence[int], source: int) -> list[tuple[int, int]]:
-    """The (rank, local id) of each choice of a token, (-1, -1) for nobody, read off the table in plain words."""
+    """The (rank, local id) of each choice of a token, (-1, -1) for nobody, found without `Placement.resolve`."""
     number, pairs = sum(expert for expert in ids if expert >= 0), []
     for expert in ids:
         owners = [(rank, own.index(expert)) for rank, own in enumerate(placement.table) if expert in own]
@@ -261,7 +262,7 @@ def _destinations(placement: Placement, ids: Sequence[int], source: int) -> list
 
 
 def _copy(received: ReceivedRows, device: torch.device) -> ReceivedRows:
-    """What was received on a device, on the CPU."""
+    """A copy, on the CPU, of rows that were received on `device`."""
     expect_on(received.rows.device, device, "rows arrived")
     routes = received.routes
     if not isinstance(routes, LocalRoutes):
@@ -319,7 +320,7 @@ def ranks_without_experts(trial: Trial) -> None:
 
 
 def uneven_experts(trial: Trial) -> None:
-    """With E mod W ≠ 0 the first ranks hold one expert more, and the others' ids are counted behind theirs."""
+    """With E mod W ≠ 0 the first ranks own one expert more, and the ids of the other ranks' experts follow theirs."""
     check_movement(trial, layer(num_experts=2 * trial.group.size + trial.group.size // 2))
 
 
@@ -329,7 +330,7 @@ def many_experts(trial: Trial) -> None:
 
 
 def smaller_batches(trial: Trial) -> None:
-    """A batch that is smaller than the one before brings its own rows, and none that were left behind."""
+    """A batch that is smaller than the one before brings its own rows, and none left over from that one."""
     spec = layer()
     made = trial.plan(spec)
     for tokens in ((16, 9), (2, 5), (0, 3), (7, 0)):
@@ -337,7 +338,7 @@ def smaller_batches(trial: Trial) -> None:
 
 
 def all_tokens_to_one_rank(trial: Trial) -> None:
-    """One rank can take the tokens of all, up to the last one."""
+    """One rank can receive the tokens of all ranks, with full batches."""
     last = trial.group.size - 1
     spec = layer(num_experts=3 * trial.group.size, max_tokens=16)
     check_movement(trial, spec, tokens=(16,), reroute=lambda ids_TK: 3 * last + (ids_TK % 3))

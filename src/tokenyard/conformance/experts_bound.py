@@ -1,4 +1,4 @@
-"""Batches for experts of anybody's class, and the bound around their float64 result.
+"""Batches for any class of experts, and the bound on the distance of its results from float64.
 
 The bound is the usual first-order analysis, carried through the layer: a dot product of D terms, summed in float32 in
 any order, is off by at most (D + 2) · 2^-24 · Σ|x·w|; where a product runs in a 16-bit dtype, its output, the
@@ -44,7 +44,7 @@ class ExpertsBatch:
     x_RH: Tensor
     routes: LocalRoutes
     device: torch.device = _CPU
-    wire: Format | None = None  # in which the rows arrive; None: in their own dtype
+    wire: Format | None = None  # the format in which rows arrive; None: their own dtype
 
     def received(self, cls: type[Experts], routes: LocalRoutes | None = None) -> ReceivedRows:
         """The rows as an exchange would deliver them; with logits, for experts that route by themselves."""
@@ -115,7 +115,7 @@ def draw_specs(cls: type[Experts], seed: int = 0, count: int = _DRAWS) -> Iterat
 
 
 def _inner(chance: random.Random, weights: str) -> Format | None:
-    """How numbers may be held between products with such weights: exactly, or in a format."""
+    """A random `inner` for weights in this format: None (exact), or a format."""
     held = WEIGHT_FORMATS[weights].inner_formats if weights in WEIGHT_FORMATS else ()
     return formats.get(chance.choice(held)) if held and chance.random() < 0.5 else None
 
@@ -128,7 +128,7 @@ def row_dtype(weights: str) -> torch.dtype:
 def supported_batch(
     cls: type[Experts], device: torch.device, seed: int = 0, rows: int = ROWS, *, least_k: int = 1
 ) -> ExpertsBatch:
-    """A batch for a spec that the class supports."""
+    """A batch for a spec that the class supports: with top-k of at least `least_k`, if one is drawn."""
     for spec in draw_specs(cls, seed):
         if spec.top_k >= least_k and spec.num_local_experts > 1 and spec.hidden_size > 1:
             return draw_batch(spec, rows, seed, device)
@@ -196,7 +196,7 @@ def exact(batch: ExpertsBatch) -> tuple[Tensor, Tensor]:
             # The formula itself is evaluated in float32, with a handful of roundings.
             act_error = act_error + (u + 8 * _FLOAT32) * act.abs() + _TINY
             if spec.inner is not None:
-                # A number that is off is quantized as it is: what comes of both is at most this much more.
+                # The number that is quantized has an error already; quantizing makes that at most this much larger.
                 act_error = 1.07 * act_error + quantizing_error(spec.inner, act)
             product = act @ w2[expert].T
             y = product + b2[expert]
@@ -206,7 +206,7 @@ def exact(batch: ExpertsBatch) -> tuple[Tensor, Tensor]:
             last = torch.ones_like(weight) if on_input else weight
             y_RH[taken] += y * last
             bound_RH[taken] += (y_error + (spec.top_k + 1) * _FLOAT32 * y.abs()) * last
-    return y_RH, bound_RH * 1.01  # the second order
+    return y_RH, bound_RH * 1.01  # for errors of second order
 
 
 def in_words(spec: ExpertsSpec) -> str:

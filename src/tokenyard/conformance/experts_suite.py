@@ -1,7 +1,7 @@
-"""What every experts class must keep to: one type, one meaning of rows and weights, nothing changed on the way.
+"""Checks of a class of experts: the type and values of its results, and that it changes none of its inputs.
 
-Each check takes a class, somebody's own too, and tries it on specs that its `supports` accepts, with rows on a device.
-Results are compared with float64, within the bound of `experts_bound`.
+Each check takes a class, also one from outside of this package, and runs it on specs that its `supports` accepts, with
+rows on a device. Results must be within the bound of `experts_bound` around the float64 ones.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from tokenyard.experts import ACTIVATIONS, Experts, ExpertsSpec, activation
 from tokenyard.formats import WEIGHT_FORMATS, QuantizedMatrix
 from tokenyard.rows import ExpertRows, LocalRoutes, UnfinalizedRows, describe
 
-_ALL_BUT = 2.0**-12  # of the length of an output: far below what any product rounds
-# Codes whose numbers every 16-bit dtype holds: whoever decodes them once decodes them exactly.
+_ALL_BUT = 2.0**-12  # of the norm of a row of weights: far below the rounding of any product
+# Formats whose decoded numbers every 16-bit dtype can hold, so that decoding them is exact.
 _EXACT_CODES = ("mxfp8", "nvfp4(global_scale=8.0)", "fp8_block128(power_of_two_scales=True)")
 
 
@@ -114,7 +114,7 @@ def rows_for_nobody_are_zero(cls: type[Experts], device: torch.device) -> None:
     ids_RK[3], ids_RK[9] = -1, -1
     x_RH = batch.x_RH.clone()
     x_RH[3] = float("nan")
-    weights_RK[ids_RK < 0] = float("nan")  # means nothing there
+    weights_RK[ids_RK < 0] = float("nan")  # not used there
     rows_RH = replace(batch, x_RH=x_RH, routes=LocalRoutes(ids_RK=ids_RK, weights_RK=weights_RK)).result(cls)
     for row in (3, 9):
         expect(
@@ -131,7 +131,7 @@ def nan_stays_in_its_row(cls: type[Experts], device: torch.device) -> None:
         if cls.supports(spec) is not None:
             continue
         batch = draw_batch(spec, device=device)
-        batch.routes.ids_RK[:, 0] = 0  # everyone shares an expert
+        batch.routes.ids_RK[:, 0] = 0  # all rows share an expert
         batch.x_RH[5] = float("nan")
         rows_RH, others = batch.result(cls), [row for row in range(ROWS) if row != 5]
         where = f"with {formula.name}"
@@ -202,7 +202,7 @@ def load_is_in_place(cls: type[Experts], device: torch.device) -> None:
     batch = supported_batch(cls, device, seed=1)
     other = draw_batch(batch.spec, seed=2, device=device)
     experts, received = batch.build(cls), batch.received(cls)
-    finished_rows(cls, experts, received)  # whatever is prepared once is prepared now
+    finished_rows(cls, experts, received)  # so that what is prepared only once is prepared before `load_`
     pointers = {name: tensor.data_ptr() for name, tensor in experts.named_buffers()}
     experts.load_(other.weights)
     for name, tensor in experts.named_buffers():
@@ -252,7 +252,7 @@ def objects_are_independent(cls: type[Experts], device: torch.device) -> None:
 
 
 def results_are_kept(cls: type[Experts], device: torch.device) -> None:
-    """A result is not written again by later calls, of these experts or of others: two dispatches may be in flight."""
+    """A result is not overwritten by later calls of these or other experts: two dispatches may be in flight."""
     batch = supported_batch(cls, device)
     later = draw_batch(batch.spec, seed=41, device=device)
     for finalize in (True, False) if cls.finalizes else (False,):
@@ -267,12 +267,12 @@ def results_are_kept(cls: type[Experts], device: torch.device) -> None:
 
 
 def _tensors(result: object) -> list[Tensor]:
-    """All that a result holds."""
+    """The tensors that a result holds."""
     return [value for value in vars(result).values() if isinstance(value, Tensor)]
 
 
 def formats_as_declared(cls: type[Experts], device: torch.device) -> None:
-    """Every format in `weight_formats` is one that some layer is supported with."""
+    """For every format in `weight_formats` some layer is supported."""
     for name in cls.weight_formats:
         if name not in WEIGHT_FORMATS:
             raise Finding(

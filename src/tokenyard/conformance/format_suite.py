@@ -1,8 +1,8 @@
-"""What every format must keep to: what it declares is what it encodes, and a row's code is that row's alone.
+"""Checks of a format: it encodes what it declares, and the code of a row depends on that row alone.
 
-Each check takes a format object, somebody's own too. A format may declare `relative_error`, a number: how far, at
-most, a decoded Gaussian row is from the row, relative, in the L2 norm. It is then held to it. For the registered
-formats it stands here.
+Each check takes a format object, also one from outside of this package. A format may declare `relative_error`: the
+largest relative L2 distance of a decoded Gaussian row from the row. The checks then test it. For the registered
+formats the number is in `RELATIVE_ERROR`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RELATIVE_ERROR = {
 
 
 def relative_error_of(format: Format) -> float | None:
-    """What a format declares, or None."""
+    """The relative error that a format declares, or None."""
     declared = getattr(format, "relative_error", None)
     if declared is None and type(format) is FORMATS.get(format.name):
         return RELATIVE_ERROR.get(format.name)
@@ -205,7 +205,7 @@ def rows_are_cut_and_joined(format: Format) -> None:
 
 
 def scale_layouts_as_declared(format: Format) -> None:
-    """A format that declares swizzled scales has them: the same rows, swizzled once, and brought back."""
+    """A format that declares swizzled scales can swizzle them once, without changing the rows, and turn them back."""
     if "swizzled" not in format.scale_layouts:
         return
     encoded = format.encode(_rows(_ROWS, 100))

@@ -1,4 +1,4 @@
-"""A meter on a group: what this rank sends through it, and how much memory it shares, counted beside the exchange."""
+"""A meter counts what this rank sends through a group, and the memory it shares, independently of the exchange."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Meter:
         self.sent = [0] * group.size  # bytes of rows for each rank
         self.received = 0  # bytes of rows from all ranks
         self.shared = 0  # bytes of shared memory, on this rank
-        self._inside = 0  # messages that may be sent as rows
+        self._inside = 0  # depth of calls of `start_messages`, which may send messages as rows
         self._memory: list[StorageWeakRef] = []
         self._subgroups: list[Any] = []
 
     def __enter__(self) -> Self:
         for name in _METERED:
-            setattr(self.group, name, getattr(self, f"_{name}"))  # of this object, in front of its class's
+            setattr(self.group, name, getattr(self, f"_{name}"))  # hides the method of the class
         return self
 
     def __exit__(
@@ -46,11 +46,11 @@ class Meter:
 
     @property
     def carried_rows(self) -> bool:
-        """Whether any row travelled by a call of the group; an exchange may use none of them."""
+        """Whether any row travelled by a call of the group. An exchange may move rows in other ways."""
         return any(self.sent) or self.received > 0
 
     def held(self) -> int:
-        """How many pieces of the memory that was shared are not given back yet."""
+        """How many of the shared buffers are not freed yet."""
         return sum(not memory.expired() for memory in self._memory)
 
     def _start_all_to_all_rows(

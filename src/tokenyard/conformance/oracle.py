@@ -1,11 +1,11 @@
 """The float64 oracle: what a layer computes, on one rank, without an exchange, in full precision.
 
-It says in a few lines what the whole machinery is for:
+It states in a few lines what a layer must compute:
 
     y_t = Σ_k  w_tk · Expert_{id_tk}(x_t)          (or Expert(w · x), where the weight is on the input)
 
-Fed with `decode(encode(x))` it isolates the matrix products; fed with `x` it gives the end-to-end error. Quantized
-weights are what they decode to.
+Given `decode(encode(x))`, it shows the error of the matrix products alone; given `x`, the error from end to end.
+Quantized weights are decoded first.
 
 The bound around it has two terms. Results are rounded once per rank on the way back and once at the end:
 each rounding moves an element by at most eps/2 of the size of what it rounds, which is at most
@@ -15,8 +15,8 @@ Sums in float32 move it by a few units of 2^-24 of the sum of the
 the small elements of a result are rounded to a grid that its largest element sets.
 
 Numbers that are quantized between the two products (`LayerSpec.inner`) are left exact here, and the bound has a third
-term: by what each may move there, through the second product. (Which of two codes a number near the middle gets depends
-on the last bit of the first product: no oracle can know it.)
+term: how far quantizing may move each number, carried through the second product. (A number in the middle between two
+codes gets one or the other by the last bit of the first product, which no oracle can know.)
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ class Bound:
     magnitude_TH: Tensor
     absolute_TH: Tensor
     largest_T1: Tensor  # the largest element of each choice's result, summed over a token's choices
-    most_rows: int  # that a token's result is summed from: one per rank, so at most K
-    # By what numbers that are quantized between the products move a result; zeros where none are.
+    most_rows: int  # rows that a token's result is the sum of: one per rank, so at most K
+    # How far quantizing between the two products may move a result; zeros if nothing is quantized there.
     inner_TH: Tensor
 
     def tolerance(self, combine_wire: Format, dtype: torch.dtype) -> Tensor:
-        """For results that came home in `combine_wire`, rounded to `dtype` at the end."""
-        # What is added to a result is rounded with it.
+        """The bound for results that travelled back in `combine_wire`, and were rounded to `dtype` at the end."""
+        # 1.01, because the moved part of a result is rounded, too.
         return self._rounded(combine_wire, dtype) + 1.01 * self.inner_TH
 
     def _rounded(self, combine_wire: Format, dtype: torch.dtype) -> Tensor:
         end = torch.finfo(dtype)
         if combine_wire.quantized and combine_wire.name not in FORMATS:
-            # Of somebody's own code nothing is known but what it declares, over a row. Without that: no bound.
+            # Of an unregistered format only the declared error of a row is known. If none is declared: no bound.
             declared: float | None = getattr(combine_wire, "relative_error", None)
             if declared is None:
                 return torch.full_like(self.magnitude_TH, torch.inf)
@@ -88,7 +88,7 @@ class Bound:
         return tolerance_TH + end.smallest_normal * end.eps
 
     def _beyond_static_scale(self, g: float) -> Tensor:
-        """What nvfp4 with this global scale saturates, and what it rounds to zero with a block's scale."""
+        """What nvfp4 with a fixed global scale loses: large numbers saturate, and small block scales become zero."""
         unit = torch.finfo(torch.float8_e4m3fn)
         lost = unit.smallest_normal * unit.eps / 2 * E2M1.max / g
         return (self.magnitude_TH - unit.max * E2M1.max / g).clamp(min=0) + self.most_rows * lost
@@ -120,7 +120,7 @@ def oracle(
         result_NH = _linear(hidden_NI, weights.w2, weights.b2, expert)
         if spec.weight_on == "output":
             result_NH = weight_N1 * result_NH
-        y_TH.index_add_(0, token_N, result_NH)  # a token may name an expert twice: both count
+        y_TH.index_add_(0, token_N, result_NH)  # adds twice if a token names an expert twice
         if with_bound:
             magnitude_TH.index_add_(0, token_N, result_NH.abs())
             largest_T1.index_add_(0, token_N, result_NH.abs().amax(dim=1, keepdim=True))
@@ -145,7 +145,7 @@ def oracle(
 
 
 def quantizing_error(format: Format, numbers_ND: Tensor) -> Tensor:
-    """By what quantizing to e4m3 with a scale per block moves each number at most.
+    """The most by which quantizing to e4m3, with a scale per block, moves each number.
 
     Half a step is 2^-4 of a number, or 2^-10 of its scale where that is more, and the scale is at most a 224th of the
     block's largest (a 448th, rounded up to a power of two).

@@ -1,8 +1,8 @@
-"""Many jobs on one group of ranks: a job that fails does not stop the others, not even one that breaks the group.
+"""Run many jobs on one group of ranks. A job that fails, or even breaks the group, does not stop the others.
 
 A launch costs more than a case, so ranks are started once for many jobs. After every job the ranks meet and compare
-its number. As long as they do, a failure is one job's failure. Ranks that do not meet have left the job at different
-places: the group is broken, and the jobs that are left get a new one.
+its number. If they do meet, a failure concerns this job only. If they do not, they have left the job at different
+places: the group is broken, and the remaining jobs get a new one.
 
 Each rank writes a log, a file with a line per job: what it found, and that all ranks have met. A rank may die without
 a report (a collective library that is called out of step ends the process), and its log still says how far it came.
@@ -42,7 +42,7 @@ class Finding(AssertionError):
 
 
 def expect(fine: bool, found: object, expected: object) -> None:
-    """Raise a finding unless all is well."""
+    """Raise a finding unless `fine` is True."""
     if not fine:
         raise Finding(str(found), str(expected))
 
@@ -63,7 +63,7 @@ def checks_of(*modules: ModuleType, parameters: Sequence[str]) -> dict[str, Call
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What came of one job."""
+    """The result of one job, on all ranks."""
 
     finding: str | None = None  # None: passed
     broke_group: bool = False
@@ -74,13 +74,13 @@ class Verdict:
         return self.finding is None
 
 
-# What one rank reports of one job: None, or a finding behind its precedence. 0: it was found; 1: it is an error that
-# was not expected; 2: it is an error of the group, mostly of what another rank did.
+# What one rank reports of one job: None, or a precedence and a text. 0: a finding; 1: an error that was not expected;
+# 2: an error of the group, mostly caused by another rank.
 _Entry = tuple[int, str] | None
 
 
 def attempt(fn: Callable[..., Any], *args: Any) -> str | None:
-    """None, or what a check found: its finding, or the error that it did not expect."""
+    """Run a check; return the text of its finding, or of an error that it did not expect, or None."""
     try:
         fn(*args)
     except Finding as finding:
@@ -124,7 +124,7 @@ def run_on_ranks(
 
 
 def _run_jobs(group: Group, fn: Callable[[Group, Any], Any], jobs: Sequence[Any], folder: Path) -> None:
-    """All jobs on this rank, up to the first that breaks the group."""
+    """Run the jobs on this rank, up to the first one that breaks the group."""
     with _log_of(folder, group.rank).open("w") as log:
         for number, job in enumerate(jobs):
             print(json.dumps(_run_job(group, fn, job)), file=log, flush=True)
@@ -166,6 +166,6 @@ def _read(log: Path) -> tuple[list[_Entry], int]:
 
 
 def _judge(entries: Sequence[_Entry]) -> Verdict:
-    """The first finding; errors that another rank caused come last."""
+    """The verdict with the finding of the lowest precedence number: errors that other ranks caused come last."""
     found = [entry for entry in entries if entry is not None]
     return Verdict(finding=min(found, key=lambda entry: entry[0])[1] if found else None)

@@ -2,8 +2,8 @@
 
     check_exchange(MyExchange)    check_format(MyFormat())    check_experts(MyExperts)
 
-Each takes a class (or an object) of anybody's, runs every named check on it, and returns a `CheckResult` per check.
-Nothing is raised: a finding is a result. In a test of one's own, `assert_passed` turns findings into one error.
+Each takes a class (or an object), also one from outside of this package, runs every named check on it, and returns a
+`CheckResult` per check. Findings are returned, not raised. In a test, `assert_passed` turns them into one error.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ EXPERTS_CHECKS = checks_of(experts_suite, parameters=["cls", "device"])
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """What came of one named check of one part."""
+    """The result of one named check of one part."""
 
     check: str  # the name of the check
-    what: str  # what the check asks
+    what: str  # the property that the check tests
     finding: str | None = None  # what is wrong; None: nothing
 
     @property
@@ -132,7 +132,7 @@ def check_cases(
 
 
 def judge_case(group: Group, case: Case) -> None:
-    """Run a case on this rank; raise what is wrong with its result."""
+    """Run a case on this rank; raise a finding if its result is wrong."""
     complaints = run_case(group, case, end_to_end=False).complaints()
     if complaints:
         found, _, expected = complaints[0].partition("; expected ")

@@ -1,8 +1,8 @@
-"""The twin: one process that does what all ranks do, without a group, and must be **bitwise** equal to them.
+"""The twin: one process that computes what all ranks do, without a group, and must give **bitwise** the same.
 
-Same grouping by rank (or by choice, where these are summed at home), same rounding on the wire, same order of every
-sum; only the moving of bytes is left out. With the reference experts, whose rows do not depend on each other, any
-exchange on any kind of ranks must give exactly these bits, whatever else is in the batch.
+It groups results by rank (or by choice, with `sum="choices"`), rounds as the wire does, and sums in the same order;
+only the moving of bytes is left out. With the reference experts, whose result for a row does not depend on other rows,
+any exchange on any kind of ranks must give exactly these bits, whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tokenyard.rows import ChoiceRows, ExpertResult, ExpertRows, LocalRoutes, Re
 
 
 def twin(wiring: Wiring, weights: ExpertWeights, x_TH: Tensor, routes: Routes, source_rank: int) -> Tensor:
-    """What rank `source_rank` must get for its tokens. `weights` are those of all E experts."""
+    """The output that rank `source_rank` must get for its tokens. `weights` are those of all E experts."""
     spec = wiring.exchange_spec
     if spec.sums_choices:
         return _sum_of_choices(wiring, weights, x_TH, routes, source_rank)
@@ -42,7 +42,7 @@ def twin(wiring: Wiring, weights: ExpertWeights, x_TH: Tensor, routes: Routes, s
 def _sum_of_choices(
     wiring: Wiring, weights: ExpertWeights, x_TH: Tensor, routes: Routes, source_rank: int
 ) -> Tensor:
-    """Each choice's result crosses in the combine wire, and is added in the order of choices."""
+    """The sum of each token's results, encoded in the combine wire one by one, in the order of choices."""
     results_TKH = torch.zeros(*routes.topk_ids_TK.shape, x_TH.shape[1])
     for _, here_TK, result in _results(wiring, weights, x_TH, routes, source_rank):
         assert isinstance(result, ChoiceRows)
@@ -57,7 +57,7 @@ def _sum_of_choices(
 def _results(
     wiring: Wiring, weights: ExpertWeights, x_TH: Tensor, routes: Routes, source_rank: int
 ) -> Iterator[tuple[int, Tensor, ExpertResult]]:
-    """Each rank that gets rows, which choices are its own, and what its experts return for all rows."""
+    """For each rank that gets rows: the rank, which choices it owns, and what its experts return for all rows."""
     placement, rows = wiring.exchange_spec.placement, wiring.wire.encode(x_TH)
     rank_TK, local_TK = placement.resolve(routes.topk_ids_TK, source_rank)
     for rank in range(placement.world):
@@ -75,7 +75,7 @@ def _results(
 
 
 class _Sum:
-    """A float32 sum, in the order of the additions, of rows that each crossed in a format."""
+    """A float32 sum, in the order of the additions, of rows that were encoded and decoded in a format."""
 
     def __init__(self, x_TH: Tensor) -> None:
         self.rows_TH = torch.zeros(x_TH.shape, dtype=torch.float32)
